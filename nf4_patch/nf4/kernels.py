@@ -1,0 +1,247 @@
+"""Triton kernels, and nothing but @triton.jit."""
+
+import triton
+import triton.language as tl
+
+# Lanes of a half warp share one table of finished products (ptx.py); blocks under it meet at lane 8.
+HALF_WARP = tl.constexpr(16)
+
+
+@triton.jit
+def multiply(a, b, FLUSH: tl.constexpr):
+    """fp32 product, one rounding. FLUSH: subnormals to zero, as in a CUDA library built with --use_fast_math."""
+    if FLUSH:
+        return tl.inline_asm_elementwise(
+            "mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return a * b
+
+
+@triton.jit
+def look_up(code, nibble, FLUSH: tl.constexpr):
+    """The value of a nibble. FP4's nibble 8 is minus zero in bitsandbytes' CUDA tables, plus zero in its code."""
+    value = tl.load(code + nibble)
+    if FLUSH:
+        sign = ((nibble == 8) & (value == 0.0)).to(tl.int32) << 31  # as bits: Triton's literal -0.0 is plus zero
+        value = (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def round_to(value, dtype: tl.constexpr):
+    """The bits of fp32 ``value`` rounded to ``dtype``, to nearest even, in the low bits of an int32."""
+    if dtype == tl.float32:
+        return value.to(tl.int32, bitcast=True)
+    elif dtype == tl.float16:
+        return value.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
+    else:  # in integers: the interpreter truncates fp32 to bf16, sm_75 has no convert
+        bits = value.to(tl.uint32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int32)
+        return tl.where(value == value, rounded, 0x7FFF)
+
+
+@triton.jit
+def decode_nibble(nibbles, ELEMENT: tl.constexpr, scale, code, dtype: tl.constexpr, FLUSH: tl.constexpr):
+    SHIFT: tl.constexpr = 8 * (ELEMENT // 2) + 4 * (1 - ELEMENT % 2)
+    return round_to(multiply(look_up(code, (nibbles >> SHIFT) & 15, FLUSH), scale, FLUSH), dtype)
+
+
+@triton.jit
+def decode_output(nibbles, OUTPUT: tl.constexpr, scale, code, dtype: tl.constexpr, FLUSH: tl.constexpr):
+    """The plain twin of ptx.decode: output register OUTPUT, one fp32 element or two 16-bit ones."""
+    if dtype == tl.float32:
+        return decode_nibble(nibbles, OUTPUT, scale, code, dtype, FLUSH)
+    else:
+        low = decode_nibble(nibbles, 2 * OUTPUT, scale, code, dtype, FLUSH)
+        high = decode_nibble(nibbles, 2 * OUTPUT + 1, scale, code, dtype, FLUSH)
+        return low | (high << 16)
+
+
+@triton.jit
+def second_level(absmax2, block, mask, BLOCKSIZE2: tl.constexpr):
+    """fp32 second-level absmax of ``block``; nothing is read when flat."""
+    if BLOCKSIZE2 == 0:
+        return 0.0
+    else:
+        return tl.load(absmax2 + block // BLOCKSIZE2, mask=mask)
+
+
+@triton.jit
+def block_scale(first, second, code2, offset, FLAT: tl.constexpr, FLUSH: tl.constexpr):
+    """fp32 scale of a block from its absmax: two roundings (the launch forbids contraction to an FMA)."""
+    if FLAT:
+        return first
+    else:
+        return multiply(tl.load(code2 + first.to(tl.int32)), second, FLUSH) + offset
+
+
+@triton.jit
+def fetch(
+    packed, absmax, group, lane, groups, blocks,
+    BLOCKSIZE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, LOAD: tl.constexpr,
+):  # fmt: skip
+    """A lane's nibbles, in the low bits, and the absmax of its block; ``group`` is the first lane's, 64-bit."""
+    WORDS: tl.constexpr = 8 // GROUP  # lanes that share a 32-bit word
+    mask = None if EVEN else group + lane < groups
+    word = tl.load(packed + group // WORDS + lane // WORDS, mask=mask, eviction_policy=LOAD)
+    nibbles = word >> ((lane % WORDS) * (4 * GROUP)) if WORDS > 1 else word
+    # The program's first element is a multiple of the blocksize or inside one block: the sum never carries.
+    block = group * GROUP // BLOCKSIZE
+    index = lane * GROUP // BLOCKSIZE
+    # By block and not by group: a lane past the end still multiplies its table entry for its half warp.
+    mask = None if EVEN else block + index < blocks
+    return nibbles, tl.load(absmax + block + index, mask=mask)
+
+
+@triton.jit
+def after_loads(first, PTX: tl.constexpr):
+    """``first``, with every load so far issued before anything that needs it.
+
+    Without it ptxas puts the packed loads behind the code2 load, which waits for the absmax: two trips to
+    memory instead of one (H200, 4096x4096: see CONFIGS).
+    """
+    if PTX != "":
+        first = tl.inline_asm_elementwise(
+            "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [first.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return first
+
+
+@triton.jit
+def scale_of(
+    first, absmax2, second, code2, offset, group, lane, blocks,
+    BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, GROUP: tl.constexpr, ONE_SECOND: tl.constexpr,
+    EVEN: tl.constexpr, FLUSH: tl.constexpr,
+):  # fmt: skip
+    """fp32 scale of a lane's block; ``second`` holds the second-level absmax if the program has ONE_SECOND."""
+    if not ONE_SECOND:
+        block = group * GROUP // BLOCKSIZE + lane * GROUP // BLOCKSIZE
+        mask = None if EVEN else block < blocks
+        second = second_level(absmax2, block, mask, BLOCKSIZE2)
+    return block_scale(first, second, code2, offset, BLOCKSIZE2 == 0, FLUSH)
+
+
+@triton.jit
+def store(
+    out, nibbles, scale, entry, select, code, group, lane, groups,
+    dtype: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, FLUSH: tl.constexpr,
+    PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, STORE: tl.constexpr,
+):  # fmt: skip
+    """Decode a group a lane and write it: 16 bytes (8 where the blocksize is 32), contiguous over lanes."""
+    OUTPUTS: tl.constexpr = GROUP * dtype.primitive_bitwidth // 32
+    LANES: tl.constexpr = lane.shape[0]
+    tl.static_assert(OUTPUTS == 2 or OUTPUTS == 4)
+    if OUTPUTS == 4:
+        if PTX == "":
+            a = decode_output(nibbles, 0, scale, code, dtype, FLUSH)
+            b = decode_output(nibbles, 1, scale, code, dtype, FLUSH)
+            c = decode_output(nibbles, 2, scale, code, dtype, FLUSH)
+            d = decode_output(nibbles, 3, scale, code, dtype, FLUSH)
+        else:
+            a, b, c, d = tl.inline_asm_elementwise(
+                PTX, CONSTRAINTS, [nibbles, entry, scale, select],
+                dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+            )  # fmt: skip
+        outputs = tl.join(tl.join(a, c), tl.join(b, d))
+    else:
+        if PTX == "":
+            a = decode_output(nibbles, 0, scale, code, dtype, FLUSH)
+            b = decode_output(nibbles, 1, scale, code, dtype, FLUSH)
+        else:
+            a, b = tl.inline_asm_elementwise(
+                PTX, CONSTRAINTS, [nibbles, entry, scale, select],
+                dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
+            )  # fmt: skip
+        outputs = tl.join(a, b)
+    column = tl.arange(0, LANES * OUTPUTS)
+    mask = None if EVEN else group + column // OUTPUTS < groups
+    pointer = out.to(tl.pointer_type(tl.int32), bitcast=True) + group * OUTPUTS + column
+    tl.store(pointer, tl.reshape(outputs, [LANES * OUTPUTS]), mask=mask, eviction_policy=STORE)
+
+
+@triton.jit
+def store_tail(
+    packed, absmax, absmax2, code, code2, offset, out, first, n,
+    BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, FLUSH: tl.constexpr,
+):  # fmt: skip
+    """The up to 7 elements past the last whole 32-bit word, a byte and an element at a time."""
+    element = first + tl.arange(0, 8)
+    mask = element < n
+    byte = tl.load(packed + element // 2, mask=mask).to(tl.int32)
+    nibble = tl.where(element % 2 == 0, byte >> 4, byte & 15)
+    block = element // BLOCKSIZE
+    second = second_level(absmax2, block, mask, BLOCKSIZE2)
+    scale = block_scale(tl.load(absmax + block, mask=mask), second, code2, offset, BLOCKSIZE2 == 0, FLUSH)
+    bits = round_to(multiply(look_up(code, nibble, FLUSH), scale, FLUSH), out.dtype.element_ty)
+    if out.dtype.element_ty == tl.float32:
+        tl.store(out.to(tl.pointer_type(tl.int32), bitcast=True) + element, bits, mask=mask)
+    else:
+        tl.store(out.to(tl.pointer_type(tl.int16), bitcast=True) + element, bits.to(tl.int16), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["absmax", "code", "absmax2", "code2", "offset"])
+def dequantize_kernel(
+    packed, absmax, code, absmax2, code2, offset, out, n,
+    BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
+    STEPS: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr, FLUSH: tl.constexpr,
+    PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, LOAD: tl.constexpr, STORE: tl.constexpr,
+):  # fmt: skip
+    """out[e] = dtype(fp32(code[nibble(e)] * scale(e // BLOCKSIZE))): both dequantizations in one launch.
+
+    A lane decodes GROUP nibbles of one 32-bit word a step; a program runs STEPS steps of LANES lanes.
+
+    packed: uint8 [ceil(n / 2)], 4-byte aligned. absmax: uint8 (nested) or fp32 (flat) [ceil(n / BLOCKSIZE)].
+    code: fp32 [16]. absmax2: fp32, one for BLOCKSIZE2 blocks. code2: fp32 [256]. offset: one float.
+    out: fp16, bf16 or fp32 [n], 16-byte aligned. BLOCKSIZE2 0 means flat: the second level is never read.
+    EVEN: n is a multiple of the program's elements. TAIL: n is not a multiple of 8.
+    PTX, CONSTRAINTS: ptx.decode and ptx.constraints, or "" for the plain twin with the same bits.
+    """
+    tl.static_assert(STEPS == 1 or STEPS == 2)
+    tl.static_assert(not (EVEN and TAIL))
+    dtype: tl.constexpr = out.dtype.element_ty
+    words = packed.to(tl.pointer_type(tl.int32), bitcast=True)
+    lane = tl.arange(0, LANES)
+    entry = look_up(code, lane % HALF_WARP, FLUSH)
+    select = tl.where(lane % HALF_WARP * GROUP < BLOCKSIZE, 0x5410, 0x7632)  # ptx.SELECT_LOW, ptx.SELECT_HIGH
+    shift = tl.load(offset).to(tl.float32) if BLOCKSIZE2 > 0 else 0.0
+    groups = n // 8 * (8 // GROUP)
+    blocks = (n - 1) // BLOCKSIZE + 1
+    group = tl.program_id(0).to(tl.int64) * (LANES * STEPS)
+
+    # All of a program's elements lie in one second-level block for every state that bitsandbytes makes.
+    ONE_SECOND: tl.constexpr = LANES * STEPS * GROUP <= BLOCKSIZE * BLOCKSIZE2
+    second = 0.0
+    if ONE_SECOND:
+        second = second_level(absmax2, group * GROUP // BLOCKSIZE, None, BLOCKSIZE2)
+    # Both steps load before either stores: the compiler may not move a load above a store.
+    nibbles, first = fetch(words, absmax, group, lane, groups, blocks, BLOCKSIZE, GROUP, EVEN, LOAD)
+    if STEPS == 2:
+        nibbles2, first2 = fetch(words, absmax, group + LANES, lane, groups, blocks, BLOCKSIZE, GROUP, EVEN, LOAD)
+    if BLOCKSIZE2 > 0:
+        first = after_loads(first, PTX)
+    scale = scale_of(
+        first, absmax2, second, code2, shift, group, lane, blocks,
+        BLOCKSIZE, BLOCKSIZE2, GROUP, ONE_SECOND, EVEN, FLUSH,
+    )  # fmt: skip
+    if STEPS == 2:
+        scale2 = scale_of(
+            first2, absmax2, second, code2, shift, group + LANES, lane, blocks,
+            BLOCKSIZE, BLOCKSIZE2, GROUP, ONE_SECOND, EVEN, FLUSH,
+        )  # fmt: skip
+    store(
+        out, nibbles, scale, entry, select, code, group, lane, groups,
+        dtype, GROUP, EVEN, FLUSH, PTX, CONSTRAINTS, STORE,
+    )  # fmt: skip
+    if STEPS == 2:
+        store(
+            out, nibbles2, scale2, entry, select, code, group + LANES, lane, groups,
+            dtype, GROUP, EVEN, FLUSH, PTX, CONSTRAINTS, STORE,
+        )  # fmt: skip
+    if TAIL:
+        if tl.program_id(0) == 0:
+            store_tail(
+                packed, absmax, absmax2, code, code2, shift, out, n // 8 * 8, n,
+                BLOCKSIZE, BLOCKSIZE2, FLUSH,
+            )  # fmt: skip

@@ -1,0 +1,382 @@
+"""The short way from a layout to a running kernel: launch configs, compilation, remembered launches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from . import ptx, reference
+from .layout import Layout
+
+try:
+    import triton
+
+    from . import kernels
+except ImportError as error:  # no Triton on this machine: every launch is refused with this sentence
+    triton = None
+    MISSING = f"{type(error).__name__}: {error}"
+
+MINIMUM_CAPABILITY = (7, 5)
+
+
+class KernelUnavailable(RuntimeError):
+    """The kernel cannot serve here; the message says why. ``permanent``: it never will in this process."""
+
+    def __init__(self, message: str, permanent: bool = True):
+        super().__init__(message)
+        self.permanent = permanent
+
+
+class Config(NamedTuple):
+    """How a program is cut: ``num_warps * 32`` lanes, ``steps`` groups a lane, cache policies of both streams."""
+
+    num_warps: int
+    steps: int
+    load: str
+    store: str
+
+
+# Lowest capability the row serves, newest first.
+CONFIGS: dict[tuple[int, int], Config] = {
+    (7, 5): Config(num_warps=4, steps=2, load="evict_first", store="evict_first"),
+}
+INTERPRETED = Config(num_warps=512, steps=1, load="", store="")  # few large programs: a program is a Python call
+PACKED_CONVERT = (8, 0)  # cvt.rn.{f16,bf16}x2.f32
+
+PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
+
+
+def interpreted() -> bool:
+    """Triton's interpreter (TRITON_INTERPRET=1) runs the kernels, on tensors of any device."""
+    return triton is not None and not isinstance(kernels.dequantize_kernel, triton.runtime.JITFunction)
+
+
+def config_for(capability: tuple[int, int]) -> Config:
+    return CONFIGS[max(row for row in CONFIGS if row <= capability)]
+
+
+class Variant(NamedTuple):
+    """Everything a compiled kernel depends on."""
+
+    dtype: torch.dtype
+    offset_dtype: torch.dtype | None  # None: flat
+    blocksize: int
+    blocksize2: int
+    even: bool
+    tail: bool
+    wide: bool  # n needs 64 bits
+    aligned: bool  # the packed weight starts on 16 bytes, not only on 4
+
+    @classmethod
+    def of(cls, layout: Layout, config: Config) -> Variant:
+        n = layout.numel
+        return cls(
+            dtype=layout.dtype,
+            offset_dtype=None if layout.offset is None else layout.offset.dtype,
+            blocksize=layout.blocksize,
+            blocksize2=layout.blocksize2,
+            even=n % (group_of(layout) * 32 * config.num_warps * config.steps) == 0,
+            tail=n % 8 != 0,
+            wide=n >= 2**31,
+            aligned=layout.packed.data_ptr() % 16 == 0,
+        )
+
+
+def group_of(layout: Layout | Variant) -> int:
+    """Elements a lane: 16 bytes of output, halved at blocksize 32 so that 16 lanes span two blocks (one in fp32)."""
+    return 16 // layout.dtype.itemsize // (2 if layout.blocksize == 32 else 1)
+
+
+def constants(variant: Variant, config: Config, capability: tuple[int, int] | None) -> dict[str, Any]:
+    """The kernel's constexprs in the order of its signature. No capability: the plain twin."""
+    group = group_of(variant)
+    name = PTX_TYPES[variant.dtype]
+    text = layout_text = ""
+    if capability is not None:
+        blocks = 2 if 16 * group > variant.blocksize else 1
+        text = ptx.decode(name, group, blocks, capability >= PACKED_CONVERT)
+        layout_text = ptx.constraints(name, group)
+    return {
+        "BLOCKSIZE": variant.blocksize,
+        "BLOCKSIZE2": variant.blocksize2,
+        "GROUP": group,
+        "LANES": 32 * config.num_warps,
+        "STEPS": config.steps,
+        "EVEN": variant.even,
+        "TAIL": variant.tail,
+        "FLUSH": capability is not None,
+        "PTX": text,
+        "CONSTRAINTS": layout_text,
+        "LOAD": config.load,
+        "STORE": config.store,
+    }
+
+
+def operands(layout: Layout, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The kernel's tensors in the order of its signature; a flat layout repeats absmax, which is then not read."""
+    second = (layout.absmax2, layout.code2, layout.offset) if layout.nested else (layout.absmax,) * 3
+    absmax2, code2, offset = second
+    return (layout.bytes(), layout.absmax, layout.code, absmax2, code2, offset, out)  # type: ignore[return-value]
+
+
+Start = Callable[..., None]  # (grid, stream, *pointers, n)
+
+
+def _starter(compiled: Any, values: tuple[Any, ...]) -> tuple[Start, str]:
+    """A function that launches ``compiled`` from plain integers, and the name of the way it takes.
+
+    Triton's own ``kernel[grid](...)`` costs 17 us a call (H200 machine, 3.6.0), most of it finding the
+    compiled kernel again. ``run`` is what it calls in the end, in every release from 3.2.
+    """
+    compiled._init_handles()
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    values = values if release >= (3, 3) else ()  # 3.2 passes no constexpr to the launcher
+    if release == (3, 6) and run.global_scratch_size == 0 and run.profile_scratch_size == 0:
+        launch, cooperative, dependent = run.launch, run.launch_cooperative_grid, run.launch_pdl
+
+        def start(grid, stream, *arguments):
+            launch(
+                grid, 1, 1, stream, function, cooperative, dependent, None, None,
+                metadata, None, None, None, *arguments, *values,
+            )  # fmt: skip
+
+        return start, "c entry"
+
+    def start(grid, stream, *arguments):
+        run(grid, 1, 1, stream, function, metadata, None, None, None, *arguments, *values)
+
+    return start, "launcher"
+
+
+class Kernel:
+    """One compiled variant on one device, trusted only after its bits matched the reference there."""
+
+    def __init__(self, variant: Variant, device: torch.device):
+        capability = torch.cuda.get_device_capability(device)
+        self.config = config_for(capability)
+        self.elements = group_of(variant) * 32 * self.config.num_warps * self.config.steps
+        sample = sample_layout(variant, self.elements, device)
+        out = torch.full((sample.numel,), float("nan"), dtype=variant.dtype, device=device)
+        values = constants(variant, self.config, capability)
+        tensors = operands(sample, out)
+        n = 2**31 if variant.wide else sample.numel
+        with torch.cuda.device(device):
+            compiled = kernels.dequantize_kernel.warmup(
+                *tensors, n, **values, grid=(1,), num_warps=self.config.num_warps, enable_fp_fusion=False
+            )
+            self.compiled = compiled.result() if hasattr(compiled, "result") else compiled
+            self.start, self.way = _starter(self.compiled, tuple(values.values()))
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
+            pointers = [tensor.data_ptr() for tensor in tensors]
+            self.start(-(-sample.numel // self.elements), stream, *pointers, sample.numel)
+        expected = reference.dequantize(sample)
+        if not same_bits(out, expected):
+            raise KernelUnavailable(
+                f"the kernel's bits differ from the reference on {torch.cuda.get_device_name(device)} "
+                f"with Triton {triton.__version__} for {variant}"
+            )
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal to the bit, signs of zero included; a NaN equals any NaN."""
+    integers = {2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
+    a, b = a.reshape(-1), b.reshape(-1)
+    return bool(torch.all((a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())))
+
+
+def sample_layout(variant: Variant, elements: int, device: torch.device) -> Layout:
+    """A small layout of this variant with every byte value in it. No random numbers: training must not notice."""
+    n = 3 * elements if variant.even else 3 * elements + 8 + (3 if variant.tail else 0)
+    blocks = -(-n // variant.blocksize)
+
+    def bytes_of(count: int, stride: int) -> torch.Tensor:
+        return (torch.arange(count, device=device) * stride % 256).to(torch.uint8)
+
+    packed = bytes_of(-(-n // 2) + 4, 97)
+    packed = packed[: -(-n // 2)] if variant.aligned else packed[4 : 4 + -(-n // 2)]
+    code = torch.arange(-8, 8, device=device).float() / 7.3
+    absmax = bytes_of(blocks, 59)
+    if variant.offset_dtype is None:
+        second = (None, None, None)
+        absmax = absmax.float() / 91
+    else:
+        code2 = torch.arange(-128, 128, device=device).float() / 127.7
+        absmax2 = torch.arange(1, -(-blocks // variant.blocksize2) + 1, device=device).float() / 3.1
+        second = (absmax2, code2, torch.full((), 0.37, dtype=variant.offset_dtype, device=device))
+    return Layout(packed, absmax, code, *second, variant.blocksize, variant.blocksize2, (n,), variant.dtype)
+
+
+_kernels: dict[tuple[Variant, torch.device], Kernel | KernelUnavailable] = {}
+_lock = threading.Lock()
+
+
+def kernel_for(variant: Variant, device: torch.device) -> Kernel:
+    """The compiled kernel of ``variant`` on ``device``; a failure is remembered and raised again at once."""
+    known = _kernels.get((variant, device))
+    if known is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise KernelUnavailable("a CUDA graph is being captured; the kernel compiles outside one", permanent=False)
+        with _lock:
+            known = _kernels.get((variant, device))
+            if known is None:
+                known = _kernels[variant, device] = _build(variant, device)
+    if isinstance(known, KernelUnavailable):
+        raise known
+    return known
+
+
+def _build(variant: Variant, device: torch.device) -> Kernel | KernelUnavailable:
+    if triton is None:
+        return KernelUnavailable(MISSING)
+    try:
+        return Kernel(variant, device)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except KernelUnavailable as error:
+        return error
+    except Exception as error:  # the compiler, the driver, a read-only cache: theirs to raise, ours to name
+        return KernelUnavailable(f"{type(error).__name__}: {error}")
+
+
+def compiled_kernels() -> dict[tuple[Variant, torch.device], Kernel | KernelUnavailable]:
+    """What has been compiled or refused so far, by variant and device."""
+    return dict(_kernels)
+
+
+class Launch:
+    """The launch of one layout, resolved once: addresses, sizes and kernel as plain integers.
+
+    It keeps no tensor alive. ``fits`` is the cheap re-check before every use.
+    """
+
+    __slots__ = (
+        "absmax_ptr", "absmax_numel", "absmax2_ptr", "absmax2_numel", "blocksize", "blocksize2", "code_ptr", "code2_ptr",
+        "column", "device", "dtype", "grid", "n", "offset_ptr", "packed_ptr", "row", "shape", "start", "storage",
+        "tallies", "template", "template_t",
+    )  # fmt: skip
+
+    def __init__(self, layout: Layout):
+        device = layout.packed.device
+        self.packed_ptr = layout.packed.data_ptr()
+        if self.packed_ptr % 4:
+            raise KernelUnavailable(
+                f"the packed weight starts at {self.packed_ptr:#x}, not on 4 bytes", permanent=False
+            )
+        kernel = kernel_for(Variant.of(layout, config_for(torch.cuda.get_device_capability(device))), device)
+        _, absmax, code, absmax2, code2, offset = operands(layout, layout.packed)[:6]
+        self.absmax_ptr, self.absmax_numel = absmax.data_ptr(), absmax.numel()
+        self.code_ptr = code.data_ptr()
+        self.absmax2_ptr, self.absmax2_numel = absmax2.data_ptr(), absmax2.numel()
+        self.code2_ptr = code2.data_ptr()
+        self.offset_ptr = offset.data_ptr()
+        self.n = layout.numel
+        self.blocksize, self.blocksize2 = layout.blocksize, layout.blocksize2
+        self.shape, self.dtype, self.storage = layout.shape, layout.dtype, layout.packed.dtype
+        packed_numel = layout.packed.numel()
+        self.column, self.row = torch.Size((packed_numel, 1)), torch.Size((1, packed_numel))
+        self.device = device.index
+        self.grid = -(-self.n // kernel.elements)
+        self.start = kernel.start
+        self.template, self.template_t = storageless(layout.shape, layout.dtype, device)
+        self.tallies: dict[Any, Any] = {}
+
+    def fits(self, packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, shape, dtype) -> bool:
+        """Whether these are still the tensors, sizes and types that the launch was resolved for."""
+        if (
+            packed.data_ptr() != self.packed_ptr
+            or absmax.data_ptr() != self.absmax_ptr
+            or absmax.numel() != self.absmax_numel
+            or code.data_ptr() != self.code_ptr
+            or blocksize != self.blocksize
+            or blocksize2 != self.blocksize2
+            or dtype is not self.dtype
+            or packed.dtype is not self.storage
+            or (shape is not self.shape and shape != self.shape)
+            or not packed.is_contiguous()
+        ):
+            return False
+        return absmax2 is None or (
+            absmax2.data_ptr() == self.absmax2_ptr
+            and absmax2.numel() == self.absmax2_numel
+            and code2.data_ptr() == self.code2_ptr
+            and offset.data_ptr() == self.offset_ptr
+        )
+
+    def __call__(self, transposed: bool) -> torch.Tensor:
+        """A new weight; [K, N] with the strides of a transpose if asked."""
+        out = torch.empty_like(self.template_t if transposed else self.template)
+        self.into(out)
+        return out
+
+    def into(self, out: torch.Tensor) -> None:
+        """Fill ``out``: dense, 16-byte aligned, n elements of the launch's dtype on its device."""
+        device = self.device
+        if torch._C._cuda_getDevice() != device:
+            with torch.cuda.device(device):
+                return self._run(out)
+        return self._run(out)
+
+    def _run(self, out):
+        self.start(
+            self.grid, torch._C._cuda_getCurrentRawStream(self.device), self.packed_ptr, self.absmax_ptr,
+            self.code_ptr, self.absmax2_ptr, self.code2_ptr, self.offset_ptr, out.data_ptr(), self.n,
+        )  # fmt: skip
+
+
+def storageless(shape, dtype, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor without memory and its transpose (itself past rank 2, where ``t`` is not defined).
+
+    ``empty_like`` of it takes 1.7 us where ``torch.empty`` takes 3.1 (H200 machine).
+    """
+    with torch.inference_mode(False):
+        template = torch.empty(tuple(shape), dtype=dtype, device=device)
+        transpose = template.t() if template.dim() <= 2 else template
+        template.untyped_storage().resize_(0)
+    return template, transpose
+
+
+class Memo:
+    """Remembered launches by packed address and dtype. Bounded; an entry is trusted only after ``Launch.fits``."""
+
+    def __init__(self, limit: int = 16384):  # a 70B model has 560 weights, each in one or two dtypes
+        self.limit = limit
+        self.launches: dict[tuple[int, torch.dtype], Launch] = {}
+
+    def remember(self, launch: Launch) -> Launch:
+        if len(self.launches) >= self.limit:
+            self.launches.clear()
+        self.launches[launch.packed_ptr, launch.dtype] = launch
+        return launch
+
+
+def dequantize(layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Run the kernel on a layout that passed its guards, ``layout.shape``; out, if given, is filled and returned.
+
+    Any alignment: a weight off 4 bytes or an ``out`` off 16 is copied through an aligned buffer.
+    Under Triton's interpreter the tensors may be on any device.
+    """
+    if interpreted():
+        return _interpret(layout, out)
+    if layout.packed.data_ptr() % 4:
+        layout = layout._replace(packed=layout.packed.clone())
+    launch = Launch(layout)
+    if out is not None and out.data_ptr() % 16 == 0:
+        launch.into(out)
+        return out
+    result = launch(transposed=False)
+    return result if out is None else out.copy_(result)
+
+
+def _interpret(layout: Layout, out: torch.Tensor | None) -> torch.Tensor:
+    variant = Variant.of(layout, INTERPRETED)
+    values = constants(variant, INTERPRETED, None)
+    if out is None:
+        out = torch.empty(tuple(layout.shape), dtype=layout.dtype, device=layout.packed.device)
+    elements = values["GROUP"] * values["LANES"] * values["STEPS"]
+    grid = (max(1, -(-layout.numel // elements)),)
+    kernels.dequantize_kernel[grid](*operands(layout, out.view(-1)), layout.numel, **values)
+    return out

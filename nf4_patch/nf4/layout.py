@@ -1,0 +1,58 @@
+"""The packed 4-bit weight as plain tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+OUTPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+STORAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
+OFFSET_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Layout(NamedTuple):
+    """One packed weight of n = prod(shape) elements in ceil(n / blocksize) blocks.
+
+    A nested state carries ``absmax2``, ``code2`` and ``offset``; a flat one has None in all three.
+    """
+
+    packed: torch.Tensor  # ceil(n / 2) bytes stored as any of STORAGE_DTYPES; high nibble = even element
+    absmax: torch.Tensor  # [blocks], uint8 (nested: an index into code2) or fp32 (flat: the scale itself)
+    code: torch.Tensor  # [16] fp32, the value of each nibble
+    absmax2: torch.Tensor | None  # [ceil(blocks / blocksize2)] fp32
+    code2: torch.Tensor | None  # [256] fp32
+    offset: torch.Tensor | None  # one element, any of OFFSET_DTYPES, added to every scale
+    blocksize: int  # elements a block
+    blocksize2: int  # blocks a second-level block; 0 when flat
+    shape: Sequence[int]  # of the dequantized weight, any rank
+    dtype: torch.dtype  # of the dequantized weight, one of OUTPUT_DTYPES
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.numel // self.blocksize)
+
+    @property
+    def nested(self) -> bool:
+        return self.absmax2 is not None
+
+    @property
+    def transposed(self) -> bool:
+        """A packed weight handed in as [1, bytes] asks for the transposed result."""
+        return self.packed.shape[0] == 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weight."""
+        return self.packed.numel() * self.packed.element_size()
+
+    def bytes(self) -> torch.Tensor:
+        """The packed weight as a flat uint8 view."""
+        return self.packed.detach().reshape(-1).view(torch.uint8)
