@@ -1,0 +1,126 @@
+"""Fused Triton kernels for 4-bit fine-tuning, inside bitsandbytes and Unsloth, with the same bits.
+
+>>> import nf4_patch
+>>> nf4_patch.enable()  # or NF4_PATCH=1 in the environment
+
+Importing this module is cheap: torch, triton and the patched libraries are imported when they are needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from .patching.status import Status
+
+__version__ = "0.1.0"
+__all__ = [
+    "dequantize_nf4",
+    "disable",
+    "enable",
+    "enabled",
+    "is_enabled",
+    "status",
+    "triton_dequantize_nf4",
+]
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+def enable() -> bool:
+    """Patch bitsandbytes and Unsloth, now or when they are imported. Safe to call again.
+
+    Returns:
+        True if the patch is on; False where NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it.
+
+    Raises:
+        nf4_patch.config.ConfigError: a NF4_* variable has an unknown value.
+    """
+    from .patching import hooks
+
+    return hooks.enable()
+
+
+def disable() -> None:
+    """Put every original back. A replacement that another library has wrapped passes straight through."""
+    from .patching import hooks
+
+    hooks.disable()
+
+
+def is_enabled() -> bool:
+    """Whether the patch is on."""
+    from .patching import hooks
+
+    return hooks.is_enabled()
+
+
+@contextlib.contextmanager
+def enabled() -> Iterator[None]:
+    """The patch is on inside the ``with`` block; afterwards as it was before."""
+    before = is_enabled()
+    enable()
+    try:
+        yield
+    finally:
+        if not before:
+            disable()
+
+
+def status() -> Status:
+    """What is patched, how many calls ran in the kernel, how many fell back and why."""
+    from .patching.status import status
+
+    return status()
+
+
+def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Dequantize a packed 4-bit weight with the fused kernel; on the CPU with the plain formula.
+
+    Args:
+        weight: packed, ceil(n / 2) bytes, [bytes, 1] or transposed [1, bytes].
+        quant_state: its ``bitsandbytes.functional.QuantState``, NF4 or FP4, nested or flat.
+        out: filled and returned if given: contiguous, ``quant_state.shape``, ``quant_state.dtype``.
+
+    Returns:
+        The weight, ``quant_state.shape`` (transposed for a transposed ``weight``) in ``quant_state.dtype``:
+        the bits of ``bitsandbytes.functional.dequantize_4bit``.
+
+    Raises:
+        ValueError: the weight, its state or ``out`` cannot be served; the message says what was found.
+        RuntimeError: the kernel cannot be compiled on this GPU.
+    """
+    from .patching.direct import dequantize_nf4
+
+    return dequantize_nf4(weight, quant_state, out)
+
+
+def triton_dequantize_nf4(layer: torch.nn.Module) -> torch.Tensor:
+    """Dequantize the weight of a ``bitsandbytes.nn.Linear4bit``: a drop-in for the challenge's ``unsloth_dequantize``.
+
+    Returns:
+        [out_features, in_features] in the dtype of the weight's quant_state.
+
+    Raises:
+        ValueError: the layer has no quantized weight (it becomes quantized by ``.to("cuda")``).
+    """
+    from .patching.direct import triton_dequantize_nf4
+
+    return triton_dequantize_nf4(layer)
+
+
+def _autoload() -> None:
+    import os
+
+    if os.environ.get("NF4_PATCH"):  # the only case in which importing this module does anything
+        from .patching import hooks
+
+        hooks.autoload()
+
+
+_autoload()

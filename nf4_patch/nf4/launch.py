@@ -23,11 +23,11 @@ MINIMUM_CAPABILITY = (7, 5)
 
 
 class KernelUnavailable(RuntimeError):
-    """The kernel cannot serve here; the message says why. ``permanent``: it never will in this process."""
+    """The kernel cannot serve here; the message says why, ``reason`` in one word of three."""
 
-    def __init__(self, message: str, permanent: bool = True):
+    def __init__(self, message: str, reason: str = "KERNEL_FAILED"):
         super().__init__(message)
-        self.permanent = permanent
+        self.reason = reason  # KERNEL_FAILED (for good), CAPTURING or MISALIGNED (this time)
 
 
 class Config(NamedTuple):
@@ -39,28 +39,35 @@ class Config(NamedTuple):
     store: str
 
 
-# Lowest capability the row serves, newest first.
-CONFIGS: dict[tuple[int, int], Config] = {
-    (7, 5): Config(num_warps=4, steps=2, load="evict_first", store="evict_first"),
+# (lowest capability, fewest elements) a row serves; the last row that does is taken.
+# H200, torch 2.11, triton 3.6.0, percent of the same traffic without a decode: 1024x4096 94.9 (8 warps) and 93.7 (16),
+# 4096x4096 97.0 and 99.0, 4096x14336 98.0 and 99.4; 4 warps 92.6, 96.7, 98.0; 1 step 84, 92-95, 92-94.
+# evict_first on one stream only 87, 94, 96, on neither 86, 94, 95; the matmul that reads the output is as fast with it.
+# sm_75 to sm_89 and sm_100 on are not measured: 4 warps keep the most programs of the smallest GPU (T4) in flight.
+CONFIGS: dict[tuple[tuple[int, int], int], Config] = {
+    ((7, 5), 0): Config(num_warps=4, steps=2, load="evict_first", store="evict_first"),
+    ((8, 0), 0): Config(num_warps=8, steps=2, load="evict_first", store="evict_first"),
+    ((9, 0), 2**23): Config(num_warps=16, steps=2, load="evict_first", store="evict_first"),
 }
-INTERPRETED = Config(num_warps=512, steps=1, load="", store="")  # few large programs: a program is a Python call
+INTERPRETER_CONFIG = Config(num_warps=512, steps=1, load="", store="")  # few large programs: a program is a Python call
 PACKED_CONVERT = (8, 0)  # cvt.rn.{f16,bf16}x2.f32
 
 PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
-def interpreted() -> bool:
-    """Triton's interpreter (TRITON_INTERPRET=1) runs the kernels, on tensors of any device."""
-    return triton is not None and not isinstance(kernels.dequantize_kernel, triton.runtime.JITFunction)
+# Triton's interpreter (TRITON_INTERPRET=1 when the kernels were imported) runs them, on tensors of any device.
+INTERPRETED = triton is not None and not isinstance(kernels.dequantize_kernel, triton.runtime.JITFunction)
 
 
-def config_for(capability: tuple[int, int]) -> Config:
-    return CONFIGS[max(row for row in CONFIGS if row <= capability)]
+def config_for(capability: tuple[int, int], numel: int) -> Config:
+    rows = [row for row in CONFIGS if row[0] <= capability and row[1] <= numel]
+    return CONFIGS[max(rows)]
 
 
 class Variant(NamedTuple):
     """Everything a compiled kernel depends on."""
 
+    config: Config
     dtype: torch.dtype
     offset_dtype: torch.dtype | None  # None: flat
     blocksize: int
@@ -74,11 +81,12 @@ class Variant(NamedTuple):
     def of(cls, layout: Layout, config: Config) -> Variant:
         n = layout.numel
         return cls(
+            config=config,
             dtype=layout.dtype,
             offset_dtype=None if layout.offset is None else layout.offset.dtype,
             blocksize=layout.blocksize,
             blocksize2=layout.blocksize2,
-            even=n % (group_of(layout) * 32 * config.num_warps * config.steps) == 0,
+            even=n % elements_of(layout, config) == 0,
             tail=n % 8 != 0,
             wide=n >= 2**31,
             aligned=layout.packed.data_ptr() % 16 == 0,
@@ -90,7 +98,13 @@ def group_of(layout: Layout | Variant) -> int:
     return 16 // layout.dtype.itemsize // (2 if layout.blocksize == 32 else 1)
 
 
-def constants(variant: Variant, config: Config, capability: tuple[int, int] | None) -> dict[str, Any]:
+def elements_of(layout: Layout | Variant, config: Config | None = None) -> int:
+    """Elements a program."""
+    config = config or layout.config  # type: ignore[union-attr]
+    return group_of(layout) * 32 * config.num_warps * config.steps
+
+
+def constants(variant: Variant, capability: tuple[int, int] | None) -> dict[str, Any]:
     """The kernel's constexprs in the order of its signature. No capability: the plain twin."""
     group = group_of(variant)
     name = PTX_TYPES[variant.dtype]
@@ -103,15 +117,15 @@ def constants(variant: Variant, config: Config, capability: tuple[int, int] | No
         "BLOCKSIZE": variant.blocksize,
         "BLOCKSIZE2": variant.blocksize2,
         "GROUP": group,
-        "LANES": 32 * config.num_warps,
-        "STEPS": config.steps,
+        "LANES": 32 * variant.config.num_warps,
+        "STEPS": variant.config.steps,
         "EVEN": variant.even,
         "TAIL": variant.tail,
         "FLUSH": capability is not None,
         "PTX": text,
         "CONSTRAINTS": layout_text,
-        "LOAD": config.load,
-        "STORE": config.store,
+        "LOAD": variant.config.load,
+        "STORE": variant.config.store,
     }
 
 
@@ -157,16 +171,15 @@ class Kernel:
 
     def __init__(self, variant: Variant, device: torch.device):
         capability = torch.cuda.get_device_capability(device)
-        self.config = config_for(capability)
-        self.elements = group_of(variant) * 32 * self.config.num_warps * self.config.steps
+        self.elements = elements_of(variant)
         sample = sample_layout(variant, self.elements, device)
         out = torch.full((sample.numel,), float("nan"), dtype=variant.dtype, device=device)
-        values = constants(variant, self.config, capability)
+        values = constants(variant, capability)
         tensors = operands(sample, out)
         n = 2**31 if variant.wide else sample.numel
         with torch.cuda.device(device):
             compiled = kernels.dequantize_kernel.warmup(
-                *tensors, n, **values, grid=(1,), num_warps=self.config.num_warps, enable_fp_fusion=False
+                *tensors, n, **values, grid=(1,), num_warps=variant.config.num_warps, enable_fp_fusion=False
             )
             self.compiled = compiled.result() if hasattr(compiled, "result") else compiled
             self.start, self.way = _starter(self.compiled, tuple(values.values()))
@@ -219,7 +232,7 @@ def kernel_for(variant: Variant, device: torch.device) -> Kernel:
     known = _kernels.get((variant, device))
     if known is None:
         if torch.cuda.is_current_stream_capturing():
-            raise KernelUnavailable("a CUDA graph is being captured; the kernel compiles outside one", permanent=False)
+            raise KernelUnavailable("a CUDA graph is being captured; the kernel compiles outside one", "CAPTURING")
         with _lock:
             known = _kernels.get((variant, device))
             if known is None:
@@ -256,17 +269,16 @@ class Launch:
     __slots__ = (
         "absmax_ptr", "absmax_numel", "absmax2_ptr", "absmax2_numel", "blocksize", "blocksize2", "code_ptr", "code2_ptr",
         "column", "device", "dtype", "grid", "n", "offset_ptr", "packed_ptr", "row", "shape", "start", "storage",
-        "tallies", "template", "template_t",
+        "tally", "template", "template_t", "views",
     )  # fmt: skip
 
     def __init__(self, layout: Layout):
         device = layout.packed.device
         self.packed_ptr = layout.packed.data_ptr()
         if self.packed_ptr % 4:
-            raise KernelUnavailable(
-                f"the packed weight starts at {self.packed_ptr:#x}, not on 4 bytes", permanent=False
-            )
-        kernel = kernel_for(Variant.of(layout, config_for(torch.cuda.get_device_capability(device))), device)
+            raise KernelUnavailable(f"the packed weight starts at {self.packed_ptr:#x}, not on 4 bytes", "MISALIGNED")
+        config = config_for(torch.cuda.get_device_capability(device), layout.numel)
+        kernel = kernel_for(Variant.of(layout, config), device)
         _, absmax, code, absmax2, code2, offset = operands(layout, layout.packed)[:6]
         self.absmax_ptr, self.absmax_numel = absmax.data_ptr(), absmax.numel()
         self.code_ptr = code.data_ptr()
@@ -282,7 +294,8 @@ class Launch:
         self.grid = -(-self.n // kernel.elements)
         self.start = kernel.start
         self.template, self.template_t = storageless(layout.shape, layout.dtype, device)
-        self.tallies: dict[Any, Any] = {}
+        self.tally: Any = None  # the caller's counter
+        self.views: tuple[Any, ...] = (None, None, None)  # of the shared buffer: buffer, plain, transposed
 
     def fits(self, packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, shape, dtype) -> bool:
         """Whether these are still the tensors, sizes and types that the launch was resolved for."""
@@ -312,6 +325,18 @@ class Launch:
         self.into(out)
         return out
 
+    def shared(self, transposed: bool) -> torch.Tensor:
+        """The weight in a buffer that the next such call may overwrite; a new one off the default stream."""
+        if torch._C._cuda_getCurrentRawStream(self.device) != 0:  # 0: the default stream, on which order is given
+            return self(transposed)
+        if self.views[0] is None or self.views[0] is not _buffers.get((self.device, self.dtype)):
+            buffer = shared_buffer(self.n, self.dtype, self.device)
+            plain = buffer[: self.n].view(tuple(self.shape))
+            self.views = (buffer, plain, plain.t() if plain.dim() <= 2 else plain)
+        _, plain, transpose = self.views
+        self.into(plain)
+        return transpose if transposed else plain
+
     def into(self, out: torch.Tensor) -> None:
         """Fill ``out``: dense, 16-byte aligned, n elements of the launch's dtype on its device."""
         device = self.device
@@ -325,6 +350,20 @@ class Launch:
             self.grid, torch._C._cuda_getCurrentRawStream(self.device), self.packed_ptr, self.absmax_ptr,
             self.code_ptr, self.absmax2_ptr, self.code2_ptr, self.offset_ptr, out.data_ptr(), self.n,
         )  # fmt: skip
+
+
+_buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+
+def shared_buffer(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
+    """The device's buffer of at least n elements, grown when needed."""
+    buffer = _buffers.get((device, dtype))
+    if buffer is None or buffer.numel() < n:
+        _buffers.pop((device, dtype), None)
+        buffer = None  # freed before the larger one is taken
+        with torch.inference_mode(False):  # training may write what generation allocated
+            buffer = _buffers[device, dtype] = torch.empty(n, dtype=dtype, device=torch.device("cuda", device))
+    return buffer
 
 
 def storageless(shape, dtype, device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -359,7 +398,7 @@ def dequantize(layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:
     Any alignment: a weight off 4 bytes or an ``out`` off 16 is copied through an aligned buffer.
     Under Triton's interpreter the tensors may be on any device.
     """
-    if interpreted():
+    if INTERPRETED:
         return _interpret(layout, out)
     if layout.packed.data_ptr() % 4:
         layout = layout._replace(packed=layout.packed.clone())
@@ -372,11 +411,10 @@ def dequantize(layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _interpret(layout: Layout, out: torch.Tensor | None) -> torch.Tensor:
-    variant = Variant.of(layout, INTERPRETED)
-    values = constants(variant, INTERPRETED, None)
+    variant = Variant.of(layout, INTERPRETER_CONFIG)
+    values = constants(variant, None)
     if out is None:
         out = torch.empty(tuple(layout.shape), dtype=layout.dtype, device=layout.packed.device)
-    elements = values["GROUP"] * values["LANES"] * values["STEPS"]
-    grid = (max(1, -(-layout.numel // elements)),)
+    grid = (-(-layout.numel // elements_of(variant)),)
     kernels.dequantize_kernel[grid](*operands(layout, out.view(-1)), layout.numel, **values)
     return out

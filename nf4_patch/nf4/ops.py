@@ -26,7 +26,7 @@ def dequantize_nf4(
 ) -> torch.Tensor:
     """The fields of :class:`Layout` to a new ``shape`` weight; the reference where there is no GPU."""
     layout = Layout(packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, tuple(shape), dtype)
-    if packed.is_cuda or launch.interpreted():
+    if packed.is_cuda or launch.INTERPRETED:
         return launch.dequantize(layout)
     return reference.dequantize(layout._replace(packed=layout.bytes()))
 

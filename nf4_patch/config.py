@@ -1,0 +1,67 @@
+"""The environment: one table of variables, one frozen Config. Read by patching and tools, never by nf4."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+class ConfigError(ValueError):
+    """A variable holds a value that is not in its table row."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    name: str
+    allowed: tuple[str, ...]
+    default: str  # what an unset or empty variable means; "" where that is a third state
+    meaning: str
+
+
+VARIABLES = (
+    Variable(
+        "NF4_PATCH", ("0", "1"), "",
+        "1: enable with no change of code (bitsandbytes >= 0.46, or on `import nf4_patch`). "
+        "0: stay off, whatever the code says. Unset: the code decides.",
+    ),
+    Variable("NF4_USE_TRITON", ("0", "1"), "1", "0: the same off-switch under another project's name."),
+    Variable("NF4_PATCH_STRICT", ("0", "1"), "0", "1: raise where a 4-bit weight would fall back to the original."),
+    Variable(
+        "NF4_PATCH_DEFER", ("auto", "never", "always"), "auto",
+        "Whether a library's own fused kernel (Unsloth >= 2026.10) keeps its calls. auto: where it is measured "
+        "to be as fast as ours; never: ours takes them; always: it keeps them all.",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    requested: bool  # NF4_PATCH=1
+    forbidden: bool  # NF4_PATCH=0 or NF4_USE_TRITON=0
+    strict: bool
+    defer: str  # auto, never, always
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> Config:
+        """The configuration from ``environ`` (os.environ by default).
+
+        Raises:
+            ConfigError: a variable has a value that is not allowed; the message lists the allowed ones.
+        """
+        environ = os.environ if environ is None else environ
+        values = {}
+        for variable in VARIABLES:
+            value = environ.get(variable.name, "").strip().lower() or variable.default
+            if value not in (*variable.allowed, variable.default):
+                raise ConfigError(
+                    f"{variable.name}={environ[variable.name]!r} is not known; "
+                    f"allowed: {', '.join(variable.allowed)}, or unset. {variable.meaning}"
+                )
+            values[variable.name] = value
+        return cls(
+            requested=values["NF4_PATCH"] == "1",
+            forbidden="0" in (values["NF4_PATCH"], values["NF4_USE_TRITON"]),
+            strict=values["NF4_PATCH_STRICT"] == "1",
+            defer=values["NF4_PATCH_DEFER"],
+        )

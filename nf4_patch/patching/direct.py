@@ -1,0 +1,74 @@
+"""The direct API: a weight and its QuantState to the result, or an error that says what was found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..nf4 import launch, reference
+from ..nf4.layout import Layout
+from . import guards
+from .guards import Reason
+from .replacement import Server, fields_of
+
+_server = Server("nf4_patch.dequantize_nf4")
+
+
+def describe(weight: torch.Tensor, layout: Layout) -> str:
+    return (
+        f"packed {weight.dtype} {list(weight.shape)} on {weight.device}, absmax {list(layout.absmax.shape)}, "
+        f"blocksize {layout.blocksize}, shape {layout.shape}, dtype {layout.dtype}"
+    )
+
+
+def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+    """See :func:`nf4_patch.dequantize_nf4`."""
+    try:
+        layout = Layout(weight, *fields_of(quant_state))
+    except AttributeError:
+        raise ValueError(
+            f"quant_state is a {type(quant_state).__name__}; a bitsandbytes.functional.QuantState is needed "
+            "(layer.weight.quant_state of a quantized Linear4bit)"
+        ) from None
+    if torch.compiler.is_compiling():
+        result: Any = _server.trace(weight, quant_state, out)
+    else:
+        result = _server.serve(weight, quant_state, out)
+    if type(result) is not Reason:
+        return result
+    if result is Reason.NOT_CUDA:
+        result = guards.state_is_odd(quant_state) or check_on_cpu(layout, out)
+        if result is None:
+            weight = reference.dequantize(layout)
+            if out is None:
+                return weight
+            out.copy_(weight.t() if layout.transposed else weight)
+            return out.t() if layout.transposed else out
+    if result is Reason.KERNEL_FAILED:
+        raise RuntimeError("; ".join(map(str, failures())) or result.sentence)
+    advice = f"; {result.advice}" if result.advice else ""
+    raise ValueError(f"{result.sentence}{advice}: {describe(weight, layout)}")
+
+
+def check_on_cpu(layout: Layout, out: torch.Tensor | None) -> Reason | None:
+    for reason, holds in guards.GUARDS:
+        if reason is not Reason.NOT_CUDA and holds(layout):
+            return reason
+    return guards.check_out(out, layout) if out is not None else None
+
+
+def failures() -> list[launch.KernelUnavailable]:
+    return [k for k in launch.compiled_kernels().values() if isinstance(k, launch.KernelUnavailable)]
+
+
+def triton_dequantize_nf4(layer: Any) -> torch.Tensor:
+    """See :func:`nf4_patch.triton_dequantize_nf4`."""
+    weight = getattr(layer, "weight", None)
+    state = getattr(weight, "quant_state", None)
+    if weight is None or state is None:
+        raise ValueError(
+            f"{type(layer).__name__} has no quantized weight; a bitsandbytes.nn.Linear4bit on the device is needed "
+            '(it is quantized by .to("cuda"))'
+        )
+    return dequantize_nf4(weight, state)

@@ -1,0 +1,188 @@
+"""Putting the replacements in place and taking them out, whatever the import order."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from ..config import Config, ConfigError
+from .stats import logger
+from .targets import TARGETS, Target
+
+
+@dataclass
+class Installed:
+    """A target whose module is imported: what stands there and where, or why nothing does."""
+
+    target: Target
+    original: Callable[..., Any] | None = None
+    replacement: Callable[..., Any] | None = None
+    places: list[tuple[ModuleType, str]] = field(default_factory=list)
+    refusal: str = ""
+
+    def state(self) -> str:
+        """patched, wrapped (another library's function stands over ours), displaced (by one without ours), refused."""
+        if self.replacement is None:
+            return "refused"
+        module, attribute = self.places[0]
+        current = getattr(module, attribute, None)
+        if current is self.replacement:
+            return "patched"
+        return "wrapped" if reaches(current, self.replacement) else "displaced"
+
+
+installed: dict[str, Installed] = {}
+_lock = threading.RLock()
+_hooked = False
+_enabled = False
+
+
+def enable() -> bool:
+    """Replace every target, now or when its module is imported. True if the patch is on.
+
+    Raises:
+        ConfigError: a NF4_* variable has an unknown value.
+    """
+    global _hooked, _enabled
+    config = Config.read()
+    if config.forbidden:
+        logger.info("nf4_patch stays off: NF4_PATCH=0 or NF4_USE_TRITON=0")
+        return False
+    with _lock:
+        _enabled = True
+        if "torch" in sys.modules:
+            _set_switch(True, config)
+        if not _hooked:
+            _hooked = True
+            for target in TARGETS:
+                # wrapt calls the hook at once where the module is imported already.
+                wrapt.register_post_import_hook(lambda module, target=target: _on_import(target, module), target.module)
+        else:
+            for target in TARGETS:
+                if target.module in sys.modules:
+                    _on_import(target, sys.modules[target.module])
+    logger.info("nf4_patch is on: %s", ", ".join(name for name, i in installed.items() if i.replacement) or "waiting")
+    return True
+
+
+def disable() -> None:
+    """Turn every replacement off and put the originals back wherever ours still stands."""
+    global _enabled
+    with _lock:
+        _enabled = False
+        if "torch" in sys.modules:
+            _set_switch(False, None)
+        for entry in installed.values():
+            for module, attribute in entry.places:
+                if getattr(module, attribute, None) is entry.replacement:
+                    setattr(module, attribute, entry.original)
+    logger.info("nf4_patch is off")
+
+
+def is_enabled() -> bool:
+    return _enabled
+
+
+def _set_switch(on: bool, config: Config | None) -> None:
+    from .replacement import switch
+
+    switch.on = on
+    if config is not None:
+        switch.strict, switch.defer = config.strict, config.defer
+
+
+def _on_import(target: Target, module: ModuleType) -> None:
+    """Post-import hook: whatever happens here, the import of the module succeeds."""
+    try:
+        with _lock:
+            if _enabled:
+                _set_switch(True, Config.read())
+                _install(target, module)
+    except Exception:
+        logger.exception("nf4_patch could not replace %s; the original stays", target.name)
+        installed[target.name] = Installed(target, refusal="an error inside nf4_patch: see the log")
+
+
+def _install(target: Target, module: ModuleType) -> None:
+    if (target.unless and hasattr(module, target.unless)) or not hasattr(module, target.attribute):
+        return
+    current = getattr(module, target.attribute)
+    entry = installed.get(target.name)
+    if entry is not None and entry.replacement is not None:
+        if current is entry.replacement or reaches(current, entry.replacement):
+            return  # in place, or under another library's wrapper: the switch has turned it on again
+        if current is entry.original:
+            for holder, attribute in entry.places:
+                if getattr(holder, attribute, None) is entry.original:
+                    setattr(holder, attribute, entry.replacement)
+            return
+    refusal = _refusal(target, current)
+    if refusal:
+        installed[target.name] = Installed(target, refusal=refusal)
+        logger.warning("nf4_patch leaves %s alone: %s", target.name, refusal)
+        return
+    replacement = target.make(current)
+    places = [(module, target.attribute)]
+    if target.copied:
+        places += _copies(current, module)
+    for holder, attribute in places:
+        setattr(holder, attribute, replacement)
+    installed[target.name] = Installed(target, current, replacement, places)
+
+
+def _refusal(target: Target, function: Any) -> str:
+    try:
+        parameters = tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return f"it is a {type(function).__name__} whose signature cannot be read"
+    if parameters in target.parameters or parameters == ("A", "args", "kwargs"):  # unsloth_zoo's wrapper
+        return ""
+    allowed = " or ".join(f"({', '.join(names)})" for names in target.parameters)
+    return f"its parameters are ({', '.join(parameters)}), and this release of nf4_patch adapts {allowed}"
+
+
+def _copies(function: Any, origin: ModuleType) -> list[tuple[ModuleType, str]]:
+    """Every other module global that holds this very object."""
+    return [
+        (module, name)
+        for module in list(sys.modules.values())
+        if isinstance(module, ModuleType) and module is not origin
+        for name, value in list(vars(module).items())
+        if value is function
+    ]
+
+
+def reaches(function: Any, wanted: Any, depth: int = 8) -> bool:
+    """Whether ``function`` is or wraps ``wanted``, by __wrapped__ or by a closure cell."""
+    if function is wanted:
+        return True
+    if depth == 0 or function is None:
+        return False
+    inner = [getattr(function, "__wrapped__", None)]
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            inner.append(cell.cell_contents)
+        except ValueError:  # not filled yet
+            continue
+    return any(reaches(value, wanted, depth - 1) for value in inner if callable(value))
+
+
+def autoload() -> None:
+    """Entry point of the group ``bitsandbytes.backends``, and of ``import nf4_patch``: NF4_PATCH=1 enables.
+
+    Called inside somebody's import: it logs and never raises.
+    """
+    try:
+        if Config.read().requested:
+            enable()
+    except ConfigError as error:
+        logger.error("nf4_patch stays off: %s", error)
+    except Exception:
+        logger.exception("nf4_patch stays off")

@@ -1,0 +1,270 @@
+"""The plain functions that stand where the originals stood: adapt, guard, kernel or original.
+
+Not wrapt objects: torch.compile bypasses or breaks on those. Each keeps its original and consults a
+switch on every call, so a replacement that another library has wrapped can still be turned off.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..nf4 import launch as launching
+from ..nf4 import ops
+from ..nf4.layout import Layout
+from . import guards
+from .guards import Reason
+from .stats import ledger, logger
+
+is_compiling = torch.compiler.is_compiling
+modes_active = torch._C._len_torch_dispatch_stack
+transforms_active = torch._C._functorch.peek_interpreter_stack
+own_dispatch = torch._C._disabled_torch_dispatch_impl
+
+
+class Switch:
+    """What every replacement consults: on or off, and what to do at a fallback."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.strict = False
+        self.defer = "auto"
+
+
+switch = Switch()
+
+
+def fields_of(state: Any) -> tuple[Any, ...]:
+    """The fields of a Layout after ``packed``, from a bitsandbytes QuantState.
+
+    Raises:
+        AttributeError: it is not one (None, a list, an fp8 scale, an NVFP4 state).
+    """
+    state2 = state.state2
+    if state2 is None:
+        return state.absmax, state.code, None, None, None, state.blocksize, 0, state.shape, state.dtype
+    return (
+        state.absmax, state.code, state2.absmax, state2.code, state.offset,
+        state.blocksize, state2.blocksize, state.shape, state.dtype,
+    )  # fmt: skip
+
+
+class Server:
+    """Serves one target: from a weight and its fields to the result or a Reason."""
+
+    def __init__(self, target: str):
+        self.target = target
+        self.memo = launching.Memo()
+        self.launches = self.memo.launches
+
+    def serve(self, weight: torch.Tensor, state: Any, out: torch.Tensor | None = None, shared: bool = False) -> Any:
+        """The dequantized weight of a QuantState, or the Reason why not.
+
+        Args:
+            out: filled and returned (transposed for a transposed weight).
+            shared: the result may live in a buffer that the next such call overwrites.
+        """
+        try:
+            fields = fields_of(state)
+        except AttributeError:
+            return Reason.NOT_4BIT
+        if type(weight) is torch.Tensor:
+            return self.serve_fields(weight, fields, state, out, shared)
+        if type(weight).__torch_dispatch__ is not own_dispatch:
+            return Reason.SUBCLASS
+        # Params4bit has a Python __torch_function__: 1.4 us for each data_ptr() without this.
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.serve_fields(weight, fields, state, out, shared)
+
+    def trace(self, weight: torch.Tensor, state: Any, out: torch.Tensor | None = None) -> Any:
+        """As ``serve``, inside a region that torch.compile traces."""
+        if not hasattr(state, "state2"):
+            return Reason.NOT_4BIT
+        return self.dispatch(Layout(weight, *fields_of(state)), state, out)
+
+    def serve_fields(self, weight, fields, state=None, out=None, shared=False) -> Any:
+        if modes_active():
+            return self.dispatch(Layout(weight, *fields), state, out)
+        if transforms_active() is not None:
+            return Reason.TRANSFORM
+        if launching.INTERPRETED:
+            return self.run(Layout(weight, *fields), state, out)
+        launch = self.launches.get((weight.data_ptr(), fields[-1]))
+        if launch is None or not launch.fits(weight, *fields):
+            launch = self.prepare(Layout(weight, *fields), state)
+            if type(launch) is Reason:
+                return launch
+        transposed = weight.shape[0] == 1
+        if out is not None:
+            layout = Layout(weight, *fields)
+            reason = guards.check_out(out, layout)
+            if reason is not None:
+                return reason
+            if out.data_ptr() % 16:
+                return Reason.OUT
+            launch.into(out)
+            result = out.t() if transposed else out
+        elif shared:
+            result = launch.shared(transposed)
+        else:
+            result = launch(transposed)
+        launch.tally.hits += 1
+        return result
+
+    def refuse(self, layout: Layout, state: Any) -> Reason | None:
+        reason = guards.state_is_odd(state) if state is not None else None
+        return reason or guards.check(layout)
+
+    def prepare(self, layout: Layout, state: Any) -> Any:
+        """Guard and resolve a launch that is then remembered, or the Reason why not."""
+        reason = self.refuse(layout, state)
+        if reason is not None:
+            return reason
+        try:
+            launch = launching.Launch(layout)
+        except launching.KernelUnavailable as error:
+            return self.unavailable(error)
+        launch.tally = ledger.tally(self.target, tuple(layout.shape), str(layout.dtype))
+        return self.memo.remember(launch)
+
+    def unavailable(self, error: launching.KernelUnavailable) -> Reason:
+        reason = Reason[error.reason]
+        if reason is Reason.KERNEL_FAILED:
+            ledger.errors.setdefault(str(error), 0)
+        return reason
+
+    def run(self, layout: Layout, state: Any, out: torch.Tensor | None) -> Any:
+        """Under Triton's interpreter: nothing is remembered."""
+        reason = self.refuse(layout, state) or (guards.check_out(out, layout) if out is not None else None)
+        if reason is not None:
+            return reason
+        result = launching.dequantize(layout, out)
+        ledger.tally(self.target, tuple(layout.shape), str(layout.dtype)).hits += 1
+        return result.t() if layout.transposed else result
+
+    def dispatch(self, layout: Layout, state: Any, out: torch.Tensor | None) -> Any:
+        """Through the op: torch.compile and dispatch modes see it, nothing is counted."""
+        reason = self.refuse(layout, state) if out is None else Reason.OUT
+        return ops.dequantize(layout) if reason is None else reason
+
+    def failed(self, error: Exception) -> Reason:
+        """Our own error never stops a training that would have worked: logged, named, counted."""
+        if switch.strict or isinstance(error, torch.cuda.OutOfMemoryError):
+            raise error
+        logger.error("nf4_patch failed in %s; the original runs", self.target, exc_info=error)
+        return Reason.ERROR
+
+    def fall_back(self, reason: Reason) -> None:
+        detail = "; ".join(ledger.errors) if reason is Reason.KERNEL_FAILED else ""
+        ledger.fall_back(self.target, reason, switch.strict, detail)
+
+
+def replace_dequantize_4bit(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``bitsandbytes.functional.dequantize_4bit``."""
+    server = Server(target)
+    serve, trace = server.serve, server.trace
+
+    @functools.wraps(original)
+    def dequantize_4bit(A, quant_state=None, *args, **kwargs):
+        if switch.on:
+            result: Any = Reason.ARGUMENTS
+            if quant_state is not None and not args and (not kwargs or kwargs.keys() == {"out"}):
+                if is_compiling():
+                    result = trace(A, quant_state, **kwargs)
+                else:
+                    try:
+                        result = serve(A, quant_state, **kwargs)
+                    except Exception as error:
+                        result = server.failed(error)
+            if type(result) is not Reason:
+                return result
+            if not is_compiling():
+                server.fall_back(result)
+        return original(A, quant_state, *args, **kwargs)
+
+    return dequantize_4bit
+
+
+def replace_dequant_linear(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``bitsandbytes.backends.cuda.ops._dequant_linear_fallback``: dequantize to A's dtype, then F.linear.
+
+    It is the body of an opaque op: torch.compile never traces it.
+    """
+    server = Server(target)
+
+    def serve(A, B, shapeB, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset):
+        code = codebook(quant_type, B.device)
+        if code is None:
+            return Reason.QUANT_TYPE
+        if absmax_8bit is None:
+            fields = (absmax, code, None, None, None, blocksize, 0, tuple(shapeB), A.dtype)
+        else:
+            second = (absmax, absmax_code, absmax_offset)
+            fields = (absmax_8bit, code, *second, blocksize, 256, tuple(shapeB), A.dtype)
+        return server.serve_fields(B, fields)
+
+    @functools.wraps(original)
+    def _dequant_linear_fallback(
+        A, B, shapeB, absmax, blocksize, quant_type, bias=None, absmax_8bit=None, absmax_code=None, absmax_offset=None
+    ):
+        if switch.on:
+            try:
+                result = serve(A, B, shapeB, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset)
+            except Exception as error:
+                result = server.failed(error)
+            if type(result) is not Reason:
+                return F.linear(A, result, bias)
+            server.fall_back(result)
+        return original(
+            A, B, shapeB, absmax, blocksize, quant_type, bias,
+            absmax_8bit=absmax_8bit, absmax_code=absmax_code, absmax_offset=absmax_offset,
+        )  # fmt: skip
+
+    return _dequant_linear_fallback
+
+
+_codebooks: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+
+def codebook(quant_type: str, device: torch.device) -> torch.Tensor | None:
+    """The 16 values of a quant_type, fp32 [16]; None for one that is not 4-bit."""
+    code = _codebooks.get((quant_type, device))
+    if code is None and quant_type in ("nf4", "fp4"):
+        from bitsandbytes.functional import get_4bit_type
+
+        with torch.inference_mode(False):
+            code = _codebooks[quant_type, device] = get_4bit_type(quant_type, device=device)
+    return code
+
+
+def replace_fast_dequantize(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """For Unsloth's ``fast_dequantize`` and ``_fast_dequantize_bnb``."""
+    server = Server(target)
+    serve, trace = server.serve, server.trace
+    upstream = original.__globals__  # type: ignore[attr-defined]
+
+    @functools.wraps(original)
+    def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, **kwargs):
+        if switch.on:
+            if is_compiling():
+                # Unsloth's own kernel is a triton_op: Inductor launches it without the dispatcher.
+                own_kernel = switch.defer != "never" and upstream.get("_USE_NF4_KERNELS", False)
+                result = Reason.DEFERRED if own_kernel else trace(W, quant_state, out)
+            elif switch.defer == "always" and upstream.get("_USE_NF4_KERNELS", False):
+                result = Reason.DEFERRED
+            else:
+                try:
+                    result = serve(W, quant_state, out, use_global_buffer)
+                except Exception as error:
+                    result = server.failed(error)
+            if type(result) is not Reason:
+                return result
+            if not is_compiling():
+                server.fall_back(result)
+        return original(W, quant_state, out, use_global_buffer, **kwargs)
+
+    return fast_dequantize

@@ -1,0 +1,68 @@
+"""Hits and fallbacks, by target: what ran in the kernel, what ran the original, and why."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from .guards import Reason
+
+logger = logging.getLogger("nf4_patch")
+
+
+class FallbackError(RuntimeError):
+    """NF4_PATCH_STRICT=1 and a 4-bit weight would have run the original."""
+
+
+class Tally:
+    """Kernel launches of one target, weight shape and dtype."""
+
+    __slots__ = ("hits",)
+
+    def __init__(self) -> None:
+        self.hits = 0  # ``+= 1`` has no call inside it: CPython does not switch threads in the middle
+
+
+class Ledger:
+    """All counts of the process. Calls inside a compiled graph are not seen and not counted."""
+
+    def __init__(self) -> None:
+        self.tallies: dict[tuple[str, tuple[int, ...], str], Tally] = {}
+        self.fallbacks: Counter[tuple[str, Reason]] = Counter()
+        self.errors: dict[str, int] = {}  # kernel failures and own errors, by message
+
+    def tally(self, target: str, shape: tuple[int, ...], dtype: str) -> Tally:
+        return self.tallies.setdefault((target, tuple(shape), dtype), Tally())
+
+    def hits(self, target: str) -> int:
+        return sum(tally.hits for (name, _, _), tally in self.tallies.items() if name == target)
+
+    def fall_back(self, target: str, reason: Reason, strict: bool, detail: str = "") -> None:
+        """Count it; the first of its kind is a WARNING.
+
+        Raises:
+            FallbackError: strict, and the weight was a 4-bit one.
+        """
+        first = (target, reason) not in self.fallbacks
+        self.fallbacks[target, reason] += 1
+        if detail:
+            self.errors[detail] = self.errors.get(detail, 0) + 1
+        if reason.is_expected:
+            return
+        sentence = f"{target} runs the original: {reason.sentence}" + (f" ({detail})" if detail else "")
+        if reason.advice:
+            sentence += f"; {reason.advice}"
+        if strict:
+            raise FallbackError(f"{sentence} (NF4_PATCH_STRICT=1)")
+        if first:
+            logger.warning("%s. Counted from now on; see nf4_patch.status().", sentence)
+
+    def reset(self) -> None:
+        """Forget the counts; launches that are remembered keep counting into their tallies."""
+        for tally in self.tallies.values():
+            tally.hits = 0
+        self.fallbacks.clear()
+        self.errors.clear()
+
+
+ledger = Ledger()

@@ -1,0 +1,81 @@
+"""What is patched, how often it was hit, what fell back and why: the report, as data and as text."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from . import hooks
+from .targets import TARGETS
+
+
+@dataclass(frozen=True)
+class TargetStatus:
+    name: str
+    state: str  # patched, wrapped, displaced, refused, waiting (not imported), absent (not in this release), off
+    hits: int = 0
+    fallbacks: dict[str, int] = field(default_factory=dict)  # by name of the Reason
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Status:
+    """A snapshot of the process."""
+
+    enabled: bool
+    targets: tuple[TargetStatus, ...]
+    shapes: dict[str, int]  # hits by "shape dtype"
+    errors: tuple[str, ...]  # kernel failures, in full
+
+    @property
+    def hits(self) -> int:
+        return sum(target.hits for target in self.targets)
+
+    @property
+    def fallbacks(self) -> int:
+        return sum(sum(target.fallbacks.values()) for target in self.targets)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"nf4_patch is {'on' if self.enabled else 'off'}: {self.hits} in the kernel, {self.fallbacks} fell back"]
+        for target in self.targets:
+            lines.append(f"  {target.name}: {target.state}, {target.hits} hits" + (f" ({target.note})" if target.note else ""))
+            lines += [f"    {count} x {reason}" for reason, count in target.fallbacks.items()]
+        lines += [f"  error: {error}" for error in self.errors]
+        return "\n".join(lines)
+
+
+def status() -> Status:
+    """A snapshot of what is patched, hit and refused in this process."""
+    ledger = sys.modules["nf4_patch.patching.stats"].ledger if "nf4_patch.patching.stats" in sys.modules else None
+    targets = []
+    for target in TARGETS:
+        entry = hooks.installed.get(target.name)
+        note = ""
+        if entry is None:
+            module = sys.modules.get(target.module)
+            state = "waiting" if module is None else "absent"
+            if module is not None and not hooks.is_enabled():
+                state = "off"
+        else:
+            state, note = entry.state(), entry.refusal
+            if not hooks.is_enabled() and entry.replacement is not None:
+                state = "off"
+        hits = ledger.hits(target.name) if ledger else 0
+        counts = {r.name: n for (name, r), n in ledger.fallbacks.items() if name == target.name} if ledger else {}
+        if state == "patched" and not hits and not counts:
+            note = "installed, never called"
+        elif state == "patched" and not hits:
+            note = "installed, never hit"
+        elif state == "displaced":
+            note = "another library put its own function there; enable() again to take it back"
+        targets.append(TargetStatus(target.name, state, hits, counts, note))
+    shapes: dict[str, int] = {}
+    if ledger:
+        for (_, shape, dtype), tally in ledger.tallies.items():
+            key = f"{'x'.join(map(str, shape))} {dtype.removeprefix('torch.')}"
+            shapes[key] = shapes.get(key, 0) + tally.hits
+    return Status(hooks.is_enabled(), tuple(targets), shapes, tuple(ledger.errors) if ledger else ())

@@ -1,0 +1,87 @@
+"""What is replaced: one row a target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+# A release's parameter names; a function with others is refused by name, not guessed.
+Parameters = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One function of one module."""
+
+    module: str
+    attribute: str
+    distribution: str
+    releases: str  # for people: which releases have it
+    tested: tuple[str, ...]  # releases that the tests ran with
+    parameters: tuple[Parameters, ...]  # the signatures that the replacement adapts
+    replace: str  # name of the function in replacement.py that makes the replacement
+    covers: str
+    unless: str = ""  # an attribute of the module that makes this row void
+    copied: bool = False  # other modules hold it by value: sweep them when the module was imported first
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.attribute}"
+
+    def make(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        from . import replacement
+
+        return getattr(replacement, self.replace)(self.name, original)
+
+
+FAST_DEQUANTIZE = ("W", "quant_state", "out", "use_global_buffer")
+TESTED_BITSANDBYTES = ("0.50.2",)
+
+TARGETS = (
+    Target(
+        module="bitsandbytes.functional",
+        attribute="dequantize_4bit",
+        distribution="bitsandbytes",
+        releases=">= 0.43",
+        tested=TESTED_BITSANDBYTES,
+        parameters=(("A", "quant_state", "absmax", "out", "blocksize", "quant_type"),),
+        replace="replace_dequantize_4bit",
+        covers="backward of every Linear4bit, forward before 0.50; peft merge and DoRA; model.dequantize()",
+    ),
+    Target(
+        module="bitsandbytes.backends.cuda.ops",
+        attribute="_dequant_linear_fallback",
+        distribution="bitsandbytes",
+        releases=">= 0.50",
+        tested=TESTED_BITSANDBYTES,
+        parameters=(
+            ("A", "B", "shapeB", "absmax", "blocksize", "quant_type")
+            + ("bias", "absmax_8bit", "absmax_code", "absmax_offset"),
+        ),
+        replace="replace_dequant_linear",
+        covers="forward of Linear4bit in training, and its recompute under gradient checkpointing",
+    ),
+    Target(
+        module="unsloth.kernels.utils",
+        attribute="fast_dequantize",
+        distribution="unsloth",
+        releases="<= 2026.9.12",
+        tested=("2026.9.7",),
+        parameters=(FAST_DEQUANTIZE,),
+        replace="replace_fast_dequantize",
+        covers="every 4-bit weight of Unsloth's LoRA kernels, decoding and saving",
+        unless="_fast_dequantize_bnb",
+        copied=True,
+    ),
+    Target(
+        module="unsloth.kernels.utils",
+        attribute="_fast_dequantize_bnb",
+        distribution="unsloth",
+        releases=">= 2026.9.13",
+        tested=("2026.10.9",),
+        parameters=(FAST_DEQUANTIZE, (*FAST_DEQUANTIZE, "dtype")),
+        replace="replace_fast_dequantize",
+        covers="every 4-bit weight of Unsloth's LoRA kernels, decoding and saving",
+    ),
+)
