@@ -1,0 +1,45 @@
+"""No GPU: the kernels are imported under Triton's interpreter, so that every patched function hits on CPU tensors.
+
+Only the kernels: TRITON_INTERPRET is unset again before Unsloth or Inductor define theirs.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+    import nf4_patch.nf4.kernels
+
+    del os.environ["TRITON_INTERPRET"]
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if "gpu" in item.keywords and not GPU:
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda", 0) if GPU else torch.device("cpu")
+
+
+@pytest.fixture
+def patched():
+    """The patch is on, counts start at zero, fallbacks other than expected ones fail the test."""
+    import nf4_patch
+    from nf4_patch.patching.stats import ledger
+
+    nf4_patch.enable()
+    ledger.reset()
+    yield nf4_patch
+    nf4_patch.disable()
+    missed = {f"{target}: {reason.name}": n for (target, reason), n in ledger.fallbacks.items() if not reason.is_expected}
+    ledger.reset()
+    assert not missed, f"fell back silently: {missed}"
