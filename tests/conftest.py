@@ -40,6 +40,8 @@ def patched():
     ledger.reset()
     yield nf4_patch
     nf4_patch.disable()
-    missed = {f"{target}: {reason.name}": n for (target, reason), n in ledger.fallbacks.items() if not reason.is_expected}
+    missed = {
+        f"{target}: {reason.name}": n for (target, reason), n in ledger.fallbacks.items() if not reason.is_expected
+    }
     ledger.reset()
     assert not missed, f"fell back silently: {missed}"

@@ -152,18 +152,18 @@ def _starter(compiled: Any, values: tuple[Any, ...]) -> tuple[Start, str]:
     if release == (3, 6) and run.global_scratch_size == 0 and run.profile_scratch_size == 0:
         launch, cooperative, dependent = run.launch, run.launch_cooperative_grid, run.launch_pdl
 
-        def start(grid, stream, *arguments):
+        def through_c(grid, stream, *arguments):
             launch(
                 grid, 1, 1, stream, function, cooperative, dependent, None, None,
                 metadata, None, None, None, *arguments, *values,
             )  # fmt: skip
 
-        return start, "c entry"
+        return through_c, "c entry"
 
-    def start(grid, stream, *arguments):
+    def through_launcher(grid, stream, *arguments):
         run(grid, 1, 1, stream, function, metadata, None, None, None, *arguments, *values)
 
-    return start, "launcher"
+    return through_launcher, "launcher"
 
 
 class Kernel:
@@ -213,8 +213,8 @@ def sample_layout(variant: Variant, elements: int, device: torch.device) -> Layo
     packed = packed[: -(-n // 2)] if variant.aligned else packed[4 : 4 + -(-n // 2)]
     code = torch.arange(-8, 8, device=device).float() / 7.3
     absmax = bytes_of(blocks, 59)
+    second: tuple[Any, Any, Any] = (None, None, None)
     if variant.offset_dtype is None:
-        second = (None, None, None)
         absmax = absmax.float() / 91
     else:
         code2 = torch.arange(-128, 128, device=device).float() / 127.7

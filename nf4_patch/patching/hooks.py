@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
@@ -63,7 +64,7 @@ def enable() -> bool:
             _hooked = True
             for target in TARGETS:
                 # wrapt calls the hook at once where the module is imported already.
-                wrapt.register_post_import_hook(lambda module, target=target: _on_import(target, module), target.module)
+                wrapt.register_post_import_hook(functools.partial(_on_import, target), target.module)
         else:
             for target in TARGETS:
                 if target.module in sys.modules:

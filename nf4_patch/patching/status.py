@@ -40,9 +40,13 @@ class Status:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"nf4_patch is {'on' if self.enabled else 'off'}: {self.hits} in the kernel, {self.fallbacks} fell back"]
+        lines = [
+            f"nf4_patch is {'on' if self.enabled else 'off'}: {self.hits} in the kernel, {self.fallbacks} fell back"
+        ]
         for target in self.targets:
-            lines.append(f"  {target.name}: {target.state}, {target.hits} hits" + (f" ({target.note})" if target.note else ""))
+            lines.append(
+                f"  {target.name}: {target.state}, {target.hits} hits" + (f" ({target.note})" if target.note else "")
+            )
             lines += [f"    {count} x {reason}" for reason, count in target.fallbacks.items()]
         lines += [f"  error: {error}" for error in self.errors]
         return "\n".join(lines)
