@@ -9,12 +9,13 @@ import os
 
 import pytest
 import torch
+import triton  # noqa: F401 (before the variable is set: Triton's own functions stay compiled)
 
 GPU = torch.cuda.is_available()
 
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
-    import nf4_patch.nf4.kernels
+    import nf4_patch.nf4.kernels  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]
 

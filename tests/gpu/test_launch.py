@@ -1,0 +1,207 @@
+"""What only a GPU shows: remembered launches, streams, graphs, devices, sizes past 2^31, the plain twin compiled."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import bitsandbytes.functional as F
+import pytest
+import torch
+from oracle import DTYPES, every_pair, layout_of, quantized
+
+from nf4_patch.nf4 import kernels, launch, reference
+from nf4_patch.patching.guards import Reason
+from nf4_patch.patching.replacement import Server, fields_of
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("blocksize", [32, 64, 512])
+def test_plain_twin_compiled_for_the_gpu(dtype, blocksize):
+    """PTX = "": the same kernel without inline decode gives the same bits."""
+    packed, state = every_pair(dtype, CUDA, blocksize)
+    layout = layout_of(packed, state)
+    config = launch.Config(4, 2, "", "")
+    values = launch.constants(launch.Variant.of(layout, config), (9, 0)) | {"PTX": "", "CONSTRAINTS": ""}
+    out = torch.full(tuple(layout.shape), math.nan, dtype=dtype, device=CUDA)
+    grid = (-(-layout.numel // launch.elements_of(layout, config)),)
+    tensors = launch.operands(layout, out.view(-1))
+    kernels.dequantize_kernel[grid](*tensors, layout.numel, **values, num_warps=4, enable_fp_fusion=False)
+    assert launch.same_bits(out, F.dequantize_4bit(packed, state))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_more_than_2_31_elements(dtype):
+    """64-bit offsets: the first and the last blocks of a weight of 2^31 + 8192 elements (8 GiB in fp32)."""
+    n = 2**31 + 8192
+    packed = torch.randint(0, 256, (n // 2, 1), dtype=torch.uint8, device=CUDA)
+    absmax = torch.randint(0, 256, (n // 64,), dtype=torch.uint8, device=CUDA)
+    _, state = quantized((256, 256), dtype, CUDA)
+    second = torch.rand(-(-n // 64 // 256), device=CUDA)
+    layout = layout_of(packed, state)._replace(absmax=absmax, absmax2=second, shape=(n // 1024, 1024))
+    got = launch.dequantize(layout).view(-1)
+    for start in (0, 2**30, 2**31 - 16384, 2**31, n - 16384):
+        part = layout._replace(
+            packed=packed[start // 2 : start // 2 + 8192],
+            absmax=absmax[start // 64 : start // 64 + 256],
+            absmax2=second[start // 16384 : start // 16384 + 1],
+            shape=(16384,),
+        )
+        if start % 16384:
+            continue
+        assert launch.same_bits(got[start : start + 16384], reference.dequantize(part)), start
+
+
+def serve(server: Server, packed, state, **kwargs):
+    result = server.serve(packed, state, **kwargs)
+    assert not isinstance(result, Reason), result
+    return result
+
+
+def test_remembered_launch_follows_the_state():
+    """Moves, re-quantization, another dtype or shape at the same address: never a stale result."""
+    server = Server("test")
+    packed, state = quantized((128, 256), torch.bfloat16, CUDA)
+    for _ in range(3):
+        assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
+    assert len(server.launches) == 1
+    state.dtype = torch.float16
+    assert serve(server, packed, state).dtype is torch.float16
+    assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
+    state.shape = torch.Size((256, 128))
+    assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
+    assert torch.equal(serve(server, packed.t(), state), F.dequantize_4bit(packed.t(), state))
+    state.to("cpu")
+    assert server.serve(packed, state) is Reason.DEVICES
+    state.to(CUDA)
+    assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
+    again, state2 = quantized((256, 128), torch.float16, CUDA, blocksize=128, seed=3)
+    packed.copy_(again)  # other numbers in the same bytes, another state
+    assert torch.equal(serve(server, packed, state2), F.dequantize_4bit(again, state2))
+
+
+def test_freed_and_reused_memory():
+    server = Server("test")
+    for seed in range(20):
+        packed, state = quantized((64 + 64 * (seed % 3), 256), torch.float16, CUDA, seed=seed)
+        assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
+        del packed, state
+
+
+def test_no_memory_is_kept():
+    server = Server("test")
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    packed, state = quantized((4096, 4096), torch.float16, CUDA)
+    serve(server, packed, state)
+    del packed, state
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before <= 4096  # the codebook of bitsandbytes
+
+
+def test_side_stream_and_event_order():
+    packed, state = quantized((2048, 2048), torch.bfloat16, CUDA)
+    want = F.dequantize_4bit(packed, state)
+    server = Server("test")
+    serve(server, packed, state)
+    stream = torch.cuda.Stream()
+    for shared in (False, True):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)
+            later = packed.clone()
+            got = serve(server, later, state, shared=shared)
+        stream.synchronize()
+        assert torch.equal(got, want)
+
+
+def test_cuda_graph():
+    packed, state = quantized((1024, 1024), torch.float16, CUDA)
+    other, state2 = quantized((1024, 1024), torch.float16, CUDA, seed=9)
+    server = Server("test")
+    serve(server, packed, state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = serve(server, packed, state)
+    packed.copy_(other)
+    for name in ("absmax", "code"):
+        getattr(state, name).copy_(getattr(state2, name))
+    state.state2.absmax.copy_(state2.state2.absmax)
+    state.offset.copy_(state2.offset)
+    out.fill_(math.nan)
+    graph.replay()
+    assert torch.equal(out, F.dequantize_4bit(other, state2))
+
+
+def test_first_use_inside_a_capture_is_refused_by_name():
+    packed, state = quantized((96, 64), torch.float16, CUDA, blocksize=2048)
+    launch._kernels.clear()
+    server = Server("test")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        reason = server.serve(packed, state)
+        torch.zeros(1, device=CUDA)
+    assert reason is Reason.CAPTURING
+    assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
+
+
+def test_out_and_shared_buffer():
+    server = Server("test")
+    packed, state = quantized((512, 256), torch.bfloat16, CUDA)
+    want = F.dequantize_4bit(packed, state)
+    out = torch.full((512, 256), math.nan, dtype=torch.bfloat16, device=CUDA)
+    assert serve(server, packed, state, out=out) is out
+    assert torch.equal(out, want)
+    shared = serve(server, packed.t(), state, shared=True)
+    assert torch.equal(shared, want.t())
+    assert shared.stride() == want.t().stride()
+    larger, state2 = quantized((1024, 512), torch.bfloat16, CUDA)
+    assert torch.equal(serve(server, larger, state2, shared=True), F.dequantize_4bit(larger, state2))
+    assert torch.equal(serve(server, packed, state, shared=True), want)
+    assert server.serve(packed, state, out=torch.empty(256, 512, dtype=torch.bfloat16, device=CUDA)) is Reason.OUT
+    odd = torch.empty(512 * 256 + 1, dtype=torch.bfloat16, device=CUDA)[1:].view(512, 256)
+    assert server.serve(packed, state, out=odd) is Reason.OUT  # starts on 2 bytes
+
+
+def test_alignment_of_the_packed_weight():
+    packed, state = quantized((64, 256), torch.float16, CUDA)
+    want = F.dequantize_4bit(packed, state)
+    server = Server("test")
+    holder = torch.zeros(packed.numel() + 64, dtype=torch.uint8, device=CUDA)
+    for start in (0, 4, 8, 12, 16, 20):
+        view = holder[start : start + packed.numel()].view(-1, 1)
+        view.copy_(packed)
+        assert torch.equal(serve(server, view, state), want), start
+    view = holder[1 : 1 + packed.numel()].view(-1, 1)
+    view.copy_(packed)
+    assert server.serve(view, state) is Reason.MISALIGNED
+    assert torch.equal(launch.dequantize(layout_of(view, state)), want)
+
+
+def test_out_of_memory_is_raised():
+    packed, state = quantized((64, 256), torch.float16, CUDA)
+    server = Server("test")
+    kept = serve(server, packed, state)
+    resolved = next(iter(server.launches.values()))
+    template = resolved.template
+    resolved.template = template.new_empty(0).expand(2**46, 2**4, 0)
+    with pytest.raises((torch.cuda.OutOfMemoryError, RuntimeError)):
+        torch.empty(2**45, device=CUDA)
+    resolved.template = template
+    assert torch.equal(kept, serve(server, packed, state))
+
+
+def test_fields_fit_after_pickle_and_copy():
+    import copy
+    import pickle
+
+    server = Server("test")
+    packed, state = quantized((64, 256), torch.float16, CUDA)
+    want = serve(server, packed, state)
+    assert not [name for name in vars(state) if "nf4" in name]  # nothing is left on the state
+    for twin in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert torch.equal(serve(server, packed.clone(), twin), want)
+    assert fields_of(state)[0].data_ptr() == state.absmax.data_ptr()
