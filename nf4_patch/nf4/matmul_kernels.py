@@ -1,0 +1,38 @@
+"""Triton kernels of the fused decode + matmul. The first is a shell around PTX (matmul_ptx.py)."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["m", "n", "blocks", "shift", "shift2", "shares"])
+def matmul_4bit_kernel(
+    x, packed, absmax, code, absmax2, code2, offset, out, bias,
+    m, n, blocks, shift, shift2, shares,
+    PTX: tl.constexpr, CONSTRAINTS: tl.constexpr,
+):  # fmt: skip
+    """Grid (programs along N, slices of K). ``blocks`` is K / 64, the shifts turn 64-wide blocks into absmax and absmax2."""
+    tl.inline_asm_elementwise(
+        PTX,
+        CONSTRAINTS,
+        [
+            x.to(tl.int64), packed.to(tl.int64), absmax.to(tl.int64), code.to(tl.int64), absmax2.to(tl.int64),
+            code2.to(tl.int64), offset.to(tl.int64), out.to(tl.int64), bias.to(tl.int64),
+            m, n, blocks, shift, shift2, shares,
+        ],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["total", "n"])
+def sum_slices_kernel(part, out, bias, total, n, SLICES: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """out[i] = part[0, i] + part[1, i] + ... (+ bias[i % n]), in that order."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < total
+    value = tl.load(part + i, mask=mask)
+    for s in tl.static_range(1, SLICES):
+        value += tl.load(part + s * total.to(tl.int64) + i, mask=mask)
+    if BIAS:
+        value += tl.load(bias + i % n, mask=mask).to(tl.float32)
+    tl.store(out + i, value.to(out.dtype.element_ty), mask=mask)
