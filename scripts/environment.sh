@@ -1,0 +1,11 @@
+# Sourced by scripts/demo and scripts/test: a virtual environment in .venv with this package and the extras named.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python="${PYTHON:-python3}"
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
+# A GPU machine gets the newest PyTorch; without one the release that the tests are written against.
+if ! .venv/bin/python -c "import torch" 2>/dev/null; then
+  if command -v nvidia-smi >/dev/null; then "${pip[@]}" torch; else "${pip[@]}" torch==2.13.0 triton==3.7.1; fi
+fi
+"${pip[@]}" -e ".[$1]"
