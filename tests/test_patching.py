@@ -70,7 +70,7 @@ def test_import_is_cheap_and_silent():
 def test_either_import_order(first):
     second = "import bitsandbytes.functional" if "enable" in first else "nf4_patch.enable()"
     python(f"""
-    {INTERPRETED.strip().replace(chr(10), '; ')}
+    {INTERPRETED.strip().replace(chr(10), "; ")}
     import nf4_patch
     {first}
     {second}
@@ -97,7 +97,9 @@ def test_environment_enables_with_no_change_of_code():
     assert python("import nf4_patch; print(nf4_patch.is_enabled())", NF4_PATCH="1").stdout.split() == ["True"]
 
 
-@pytest.mark.parametrize("off", [{"NF4_PATCH": "0"}, {"NF4_USE_TRITON": "0"}, {"NF4_PATCH": "1", "NF4_USE_TRITON": "0"}])
+@pytest.mark.parametrize(
+    "off", [{"NF4_PATCH": "0"}, {"NF4_USE_TRITON": "0"}, {"NF4_PATCH": "1", "NF4_USE_TRITON": "0"}]
+)
 def test_environment_off_always_wins(off):
     code = """
     import nf4_patch
@@ -371,9 +373,7 @@ def test_direct_api(nested, device):
     assert nf4_patch.dequantize_nf4(packed, state, out) is out
     assert torch.equal(out, want)
     layer = linear(device, compress_statistics=nested)
-    assert torch.equal(
-        nf4_patch.triton_dequantize_nf4(layer), expected(layer.weight.data, layer.weight.quant_state)
-    )
+    assert torch.equal(nf4_patch.triton_dequantize_nf4(layer), expected(layer.weight.data, layer.weight.quant_state))
 
 
 def test_direct_api_on_the_cpu_gives_the_reference(monkeypatch):
@@ -387,7 +387,9 @@ def test_direct_api_on_the_cpu_gives_the_reference(monkeypatch):
 
 def test_direct_api_says_what_was_found(device):
     packed, state = quantized((96, 128), torch.float16, device)
-    with pytest.raises(ValueError, match=r"packed torch.uint8 \[100, 1\].*blocksize 64, shape torch.Size\(\[96, 128\]\)"):
+    with pytest.raises(
+        ValueError, match=r"packed torch.uint8 \[100, 1\].*blocksize 64, shape torch.Size\(\[96, 128\]\)"
+    ):
         nf4_patch.dequantize_nf4(packed[:100], state)
     with pytest.raises(ValueError, match="quant_state is a NoneType"):
         nf4_patch.dequantize_nf4(packed, None)

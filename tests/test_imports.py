@@ -1,0 +1,53 @@
+"""One floor, one knowledge, one direction: tools -> patching -> nf4."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import nf4_patch
+
+ROOT = Path(nf4_patch.__file__).parent
+FLOORS = {"nf4": 0, "patching": 1, "tools": 2}
+FOREIGN = {"bitsandbytes", "unsloth", "unsloth_zoo", "wrapt", "transformers", "peft", "trl"}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Absolute names of everything a file imports, anywhere in it."""
+    package = ["nf4_patch", *path.relative_to(ROOT).parent.parts]
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, node.module or ""]).rstrip(".")
+            names |= {f"{module}.{alias.name}" for alias in node.names} | {module}
+    return names
+
+
+def floor_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0]
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in sorted(ROOT.rglob("*.py")) if floor_of(p) in FLOORS], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_floor_imports_only_what_lies_below(path):
+    floor = FLOORS[floor_of(path)]
+    for name in imports_of(path):
+        parts = name.split(".")
+        if parts[0] == "nf4_patch" and len(parts) > 1 and parts[1] in FLOORS:
+            assert FLOORS[parts[1]] <= floor, f"{path.name} imports {name}"
+        if floor == 0:
+            assert parts[0] not in FOREIGN, f"nf4 must not know {parts[0]}"
+            assert name not in ("os", "nf4_patch.config"), "nf4 must not read the environment"
+
+
+def test_kernel_files_hold_kernels_only():
+    for path in (ROOT / "nf4").glob("*kernels.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef):
+                assert any("jit" in ast.unparse(decorator) for decorator in node.decorator_list), node.name
