@@ -1,0 +1,196 @@
+"""``nf4-patch``: the command line, and the only module that prints.
+
+A verb is a row of VERBS. Its command is a click.Command that is imported when the verb is used, so that
+``nf4-patch --help`` imports neither torch nor the verb. The conventions of a command:
+
+* It returns a ``report.Report`` (or None) and prints nothing. This module prints ``report.render()``,
+  writes ``report.as_dict()`` where ``--json FILE`` was given (every verb has that option, none declares it)
+  and exits with ``report.exit_code``.
+* It takes progress from click's context: ``@click.pass_obj`` gives a ``report.Tell``, called as
+  ``tell("compiling", 3, 24)``. It appears on stderr.
+* A wrong use is a ``click.UsageError`` or a ``click.ClickException``.
+
+The verbs of this module call a function of a module of the same name, which knows neither click nor a console.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from .. import __version__
+
+
+class Verb(NamedTuple):
+    command: str  # "module:attribute" of its click.Command
+    help: str
+
+
+VERBS = {
+    "doctor": Verb("nf4_patch.tools.cli:doctor", "What would be patched on this machine, by what, and why not."),
+    "verify": Verb("nf4_patch.tools.cli:verify", "Compare the kernel with bitsandbytes on this machine, bit for bit."),
+    "run": Verb("nf4_patch.tools.cli:run", "Enable the patch, then run a script or a module."),
+    "demo": Verb("nf4_patch.tools.cli:demo", "Fine-tune a small QLoRA model without and with the patch."),
+    "bench": Verb("nf4_patch.tools.bench:command", "Measure the kernel beside what it replaces."),
+    "inspect": Verb("nf4_patch.tools.inspect:command", "Show a model's 4-bit weights and what the patch would do."),
+}
+
+
+class Verbs(click.Group):
+    """A click group that walks VERBS and imports a verb when it is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        verb = VERBS.get(name)
+        if verb is None:
+            return None
+        module, attribute = verb.command.split(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        command.help = command.help or verb.help
+        if not any(parameter.name == "json_file" for parameter in command.params):
+            command.params.append(json_option())
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, verb.help) for name, verb in VERBS.items()])
+
+
+def json_option() -> click.Option:
+    def remember(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> None:
+        ctx.meta["nf4_patch.json"] = value
+
+    return click.Option(
+        ["--json", "json_file"], type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+        expose_value=False, callback=remember, help="Write the report to FILE as JSON.",
+    )  # fmt: skip
+
+
+class Progress:
+    """A report.Tell on stderr: a bar on a terminal, a line for each new text elsewhere."""
+
+    def __init__(self) -> None:
+        self.bar: Any = None
+        self.text = ""
+
+    def __call__(self, text: str, done: int = 0, total: int | None = None) -> None:
+        from rich import progress
+
+        if self.bar is None:
+            self.bar = progress.Progress(
+                progress.SpinnerColumn(), progress.TextColumn("{task.description}", markup=False),
+                progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn(),
+                console=console(stderr=True), transient=True,
+            )  # fmt: skip
+            if self.bar.console.is_terminal:
+                self.bar.start()
+                self.bar.add_task(text)
+        if self.bar.console.is_terminal:
+            self.bar.update(self.bar.task_ids[0], description=text, completed=done, total=total)
+        elif text != self.text:
+            self.bar.console.print(text)
+        self.text = text
+
+    def stop(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def console(stderr: bool = False) -> Any:
+    """A rich console that prints strings as they are; outside a terminal wide enough for every table."""
+    from rich.console import Console
+
+    result = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    if not result.is_terminal:
+        result.width = 120
+    return result
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="nf4-patch")
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Fused Triton kernels for 4-bit fine-tuning, inside bitsandbytes and Unsloth, with the same bits."""
+    ctx.obj = progress = Progress()
+    ctx.call_on_close(progress.stop)
+
+
+@main.result_callback()
+@click.pass_context
+def finish(ctx: click.Context, report: Any) -> None:
+    """Print a verb's report, write its JSON and exit with its code."""
+    ctx.obj.stop()
+    if report is None:
+        return
+    out = console()
+    for renderable in report.render():
+        out.print(renderable)
+    file = ctx.meta.get("nf4_patch.json")
+    if file is not None:
+        file.write_text(json.dumps(report.as_dict(), indent=2, default=str) + "\n")
+    sys.exit(report.exit_code)
+
+
+@click.command()
+@click.option("--unsloth", is_flag=True, help="Import Unsloth too (8 s) instead of judging by its release.")
+@click.pass_obj
+def doctor(tell: Progress, unsloth: bool) -> Any:
+    from . import doctor
+
+    return doctor.examine(unsloth, tell)
+
+
+@click.command()
+@click.option("--weights", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="SAFETENSORS",
+              help="Verify on the 4-bit weights of a saved checkpoint instead of on made ones.")  # fmt: skip
+@click.pass_obj
+def verify(tell: Progress, weights: Path | None) -> Any:
+    from . import verify
+
+    return verify.verify(weights, tell=tell)
+
+
+class PassThrough(click.Command):
+    """What follows the script or ``-m MODULE`` belongs to it, options too, as after ``python``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with_value = {name for option in self.params if isinstance(option, click.Option) and not option.is_flag
+                      for name in option.opts}  # fmt: skip
+        index = 0
+        while index < len(args) and args[index].startswith("-") and args[index] != "--":
+            word = args[index]
+            index += 2 if word in with_value else 1
+            if word.startswith("-m"):
+                break
+        return super().parse_args(ctx, [*args[:index], "--", *args[index:]])
+
+
+@click.command(cls=PassThrough, options_metavar="[--report] [--json FILE] (SCRIPT | -m MODULE)")
+@click.option("-m", "module", metavar="MODULE", help="Run a module, as python -m does.")
+@click.option("--report", is_flag=True, help="At the end print hits, fallbacks with reasons, and advice.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(module: str | None, report: bool, arguments: tuple[str, ...]) -> Any:
+    from . import run
+
+    if module is None and not arguments:
+        raise click.UsageError("nothing to run: name a script, or a module with -m")
+    return run.run(module, arguments, report)
+
+
+@click.command()
+@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps of training.")
+@click.option("--size", default=None, help="tiny, small or large. Default: small, with a GPU large.")
+@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), default=Path("nf4-patch-demo.png"),
+              show_default=True, help="Where the picture goes.")  # fmt: skip
+@click.pass_obj
+def demo(tell: Progress, steps: int, size: str | None, png: Path) -> Any:
+    from . import demo
+
+    return demo.demo(steps, size, png, tell)

@@ -1,0 +1,39 @@
+"""What every verb returns, and how it tells its progress."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from rich.console import RenderableType
+
+
+class Tell(Protocol):
+    """Progress: what is being done, and how far it is (``total`` None: unknown)."""
+
+    def __call__(self, text: str, done: int = 0, total: int | None = None) -> None: ...
+
+
+def silent(text: str, done: int = 0, total: int | None = None) -> None:
+    """The Tell of a caller who does not want to know."""
+
+
+class Report(ABC):
+    """The result of a verb, as data (``as_dict``, for --json), as rich renderables and as an exit code.
+
+    Subclasses are dataclasses whose fields ``json`` can write, or whose ``str`` says what they are.
+    """
+
+    @property
+    def exit_code(self) -> int:
+        """0 where what the verb asserts holds, 1 where it does not."""
+        return 0
+
+    @abstractmethod
+    def render(self) -> Iterable[RenderableType]:
+        """What a person reads, top to bottom. Strings are printed as they are: no rich markup in them."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "exit_code": self.exit_code}  # type: ignore[call-overload]
