@@ -81,6 +81,8 @@ def disable() -> None:
         if "torch" in sys.modules:
             _set_switch(False, None)
         for entry in installed.values():
+            if entry.target.copied and entry.replacement is not None:  # who imported the name after us holds ours
+                entry.places += [p for p in _copies(entry.replacement) if p not in entry.places]
             for module, attribute in entry.places:
                 if getattr(module, attribute, None) is entry.replacement:
                     setattr(module, attribute, entry.original)
@@ -132,7 +134,7 @@ def _install(target: Target, module: ModuleType) -> None:
     replacement = target.make(current)
     places = [(module, target.attribute)]
     if target.copied:
-        places += _copies(current, module)
+        places += [place for place in _copies(current) if place not in places]
     for holder, attribute in places:
         setattr(holder, attribute, replacement)
     installed[target.name] = Installed(target, current, replacement, places)
@@ -149,12 +151,12 @@ def _refusal(target: Target, function: Any) -> str:
     return f"its parameters are ({', '.join(parameters)}), and this release of nf4_patch adapts {allowed}"
 
 
-def _copies(function: Any, origin: ModuleType) -> list[tuple[ModuleType, str]]:
-    """Every other module global that holds this very object."""
+def _copies(function: Any) -> list[tuple[ModuleType, str]]:
+    """Every module global that holds this very object."""
     return [
         (module, name)
         for module in list(sys.modules.values())
-        if isinstance(module, ModuleType) and module is not origin
+        if isinstance(module, ModuleType)
         for name, value in list(vars(module).items())
         if value is function
     ]
