@@ -1,0 +1,112 @@
+"""A QLoRA run of two Llama layers, checkpointed, 512 tokens: python checkpointed_step.py peft|unsloth on|off STEPS.
+
+Prints one JSON line: losses as hex, hits by target, fallbacks, and calls that still reached the originals' kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+library, patch, steps = sys.argv[1], sys.argv[2] == "on", int(sys.argv[3])
+
+import nf4_patch  # noqa: E402
+
+if patch:
+    nf4_patch.enable()
+if library == "unsloth":
+    import unsloth  # noqa: F401, I001
+
+import torch  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+LAYERS, TOKENS = 2, 512
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def save_checkpoint(folder: str) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=1024, intermediate_size=2816, num_hidden_layers=LAYERS, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+
+
+def load(folder: str):
+    if library == "unsloth":
+        from unsloth import FastLanguageModel
+
+        model, _ = FastLanguageModel.from_pretrained(
+            folder, max_seq_length=TOKENS, dtype=torch.bfloat16, load_in_4bit=True, local_files_only=True
+        )
+        return FastLanguageModel.get_peft_model(
+            model, r=16, target_modules=LINEARS, lora_alpha=16, lora_dropout=0, bias="none",
+            use_gradient_checkpointing=True, random_state=3407,
+        )  # fmt: skip
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=quantization, dtype=torch.bfloat16, device_map={"": 0}
+    )
+    model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(r=16, target_modules=LINEARS, task_type="CAUSAL_LM"))
+
+
+def spy_on_originals() -> dict[str, int]:
+    """Count what still reaches bitsandbytes' own 4-bit dequantization."""
+    import bitsandbytes.backends.cuda.ops as cuda_ops
+
+    calls = {"bitsandbytes": 0}
+    original = cuda_ops._dequantize_4bit_impl
+
+    def counted(*args, **kwargs):
+        calls["bitsandbytes"] += 1
+        return original(*args, **kwargs)
+
+    cuda_ops._dequantize_4bit_impl = counted
+    return calls
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        save_checkpoint(folder)
+        model = load(folder)
+    model.train()
+    originals = spy_on_originals()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    losses, first = [], None
+    for _ in range(steps):
+        tokens = torch.randint(4, 1024, (1, TOKENS), generator=generator).cuda()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item().hex())
+        if first is None:
+            first = {t.name: t.hits for t in nf4_patch.status().targets} | originals
+    status = nf4_patch.status()
+    fallbacks = {t.name: t.fallbacks for t in status.targets if t.fallbacks}
+    print(json.dumps({"losses": losses, "first_step": first, "fallbacks": fallbacks, "errors": status.errors}))
+
+
+main()
