@@ -23,11 +23,11 @@ MINIMUM_CAPABILITY = (7, 5)
 
 
 class KernelUnavailable(RuntimeError):
-    """The kernel cannot serve here; the message says why, ``reason`` in one word of three."""
+    """The kernel cannot serve here; the message says why, ``reason`` in one word of four."""
 
     def __init__(self, message: str, reason: str = "KERNEL_FAILED"):
         super().__init__(message)
-        self.reason = reason  # KERNEL_FAILED (for good), CAPTURING or MISALIGNED (this time)
+        self.reason = reason  # KERNEL_FAILED (for good), CAPTURING, MISALIGNED or NO_MEMORY (this time)
 
 
 class Config(NamedTuple):
@@ -53,6 +53,7 @@ INTERPRETER_CONFIG = Config(num_warps=512, steps=1, load="", store="")  # few la
 PACKED_CONVERT = (8, 0)  # cvt.rn.{f16,bf16}x2.f32
 
 PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
+TRITON_POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
 
 # Triton's interpreter (TRITON_INTERPRET=1 when the kernels were imported) runs them, on tensors of any device.
@@ -127,6 +128,26 @@ def constants(variant: Variant, capability: tuple[int, int] | None) -> dict[str,
         "LOAD": variant.config.load,
         "STORE": variant.config.store,
     }
+
+
+def signature(variant: Variant) -> dict[str, str]:
+    """The types of the kernel's arguments, as Triton writes them, for compilers that have no tensors to look at."""
+    offset = TRITON_POINTERS[variant.offset_dtype or torch.float32]
+    return {
+        "packed": "*u8",
+        "absmax": "*fp32" if variant.offset_dtype is None else "*u8",
+        "code": "*fp32",
+        "absmax2": "*fp32",
+        "code2": "*fp32",
+        "offset": offset,
+        "out": TRITON_POINTERS[variant.dtype],
+        "n": "i64" if variant.wide else "i32",
+    }
+
+
+def on_16_bytes(variant: Variant) -> tuple[str, ...]:
+    """The arguments that Triton specializes on 16-byte alignment."""
+    return ("packed", "out") if variant.aligned else ("out",)
 
 
 def operands(layout: Layout, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -260,6 +281,12 @@ def compiled_kernels() -> dict[tuple[Variant, torch.device], Kernel | KernelUnav
     return dict(_kernels)
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """False for a tensor whose storage was freed or cut, as sharding and offloading do."""
+    end = tensor.storage_offset() + tensor.numel()
+    return tensor.untyped_storage().nbytes() >= end * tensor.element_size()
+
+
 class Launch:
     """The launch of one layout, resolved once: addresses, sizes and kernel as plain integers.
 
@@ -268,12 +295,14 @@ class Launch:
 
     __slots__ = (
         "absmax_ptr", "absmax_numel", "absmax2_ptr", "absmax2_numel", "blocksize", "blocksize2", "code_ptr", "code2_ptr",
-        "column", "device", "dtype", "grid", "n", "offset_ptr", "packed_ptr", "row", "shape", "start", "storage",
+        "device", "dtype", "grid", "n", "offset_ptr", "packed_numel", "packed_ptr", "shape", "start", "storage",
         "tally", "template", "template_t", "views",
     )  # fmt: skip
 
     def __init__(self, layout: Layout):
         device = layout.packed.device
+        if not all(has_memory(tensor) for tensor in operands(layout, layout.packed)):
+            raise KernelUnavailable("a tensor of the weight is larger than its memory", "NO_MEMORY")
         self.packed_ptr = layout.packed.data_ptr()
         if self.packed_ptr % 4:
             raise KernelUnavailable(f"the packed weight starts at {self.packed_ptr:#x}, not on 4 bytes", "MISALIGNED")
@@ -287,23 +316,23 @@ class Launch:
         self.offset_ptr = offset.data_ptr()
         self.n = layout.numel
         self.blocksize, self.blocksize2 = layout.blocksize, layout.blocksize2
-        self.shape, self.dtype, self.storage = layout.shape, layout.dtype, layout.packed.dtype
-        packed_numel = layout.packed.numel()
-        self.column, self.row = torch.Size((packed_numel, 1)), torch.Size((1, packed_numel))
+        self.shape = layout.shape if isinstance(layout.shape, tuple) else tuple(layout.shape)  # a list may change
+        self.dtype, self.storage = layout.dtype, layout.packed.dtype
+        self.packed_numel = layout.packed.numel()
         self.device = device.index
         self.grid = -(-self.n // kernel.elements)
         self.start = kernel.start
         self.template, self.template_t = storageless(layout.shape, layout.dtype, device)
         self.tally: Any = None  # the caller's counter
-        self.views: tuple[Any, ...] = (None, None, None)  # of the shared buffer: buffer, plain, transposed
+        self.views: tuple[torch.Tensor, torch.Tensor] | None = None  # of the shared buffer: plain, transposed
 
     def fits(self, packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, shape, dtype) -> bool:
-        """Whether these are still the tensors, sizes and types that the launch was resolved for."""
+        """Whether these are still the tensors, sizes and types that the launch was resolved for; ``code`` is not read."""
         if (
             packed.data_ptr() != self.packed_ptr
             or absmax.data_ptr() != self.absmax_ptr
             or absmax.numel() != self.absmax_numel
-            or code.data_ptr() != self.code_ptr
+            or packed.numel() != self.packed_numel
             or blocksize != self.blocksize
             or blocksize2 != self.blocksize2
             or dtype is not self.dtype
@@ -329,11 +358,10 @@ class Launch:
         """The weight in a buffer that the next such call may overwrite; a new one off the default stream."""
         if torch._C._cuda_getCurrentRawStream(self.device) != 0:  # 0: the default stream, on which order is given
             return self(transposed)
-        if self.views[0] is None or self.views[0] is not _buffers.get((self.device, self.dtype)):
-            buffer = shared_buffer(self.n, self.dtype, self.device)
-            plain = buffer[: self.n].view(tuple(self.shape))
-            self.views = (buffer, plain, plain.t() if plain.dim() <= 2 else plain)
-        _, plain, transpose = self.views
+        if self.views is None:
+            plain = shared_buffer(self.n, self.dtype, self.device)[: self.n].view(tuple(self.shape))
+            self.views = (plain, plain.t() if plain.dim() <= 2 else plain)
+        plain, transpose = self.views
         self.into(plain)
         return transpose if transposed else plain
 
@@ -356,13 +384,24 @@ _buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
 
 def shared_buffer(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
-    """The device's buffer of at least n elements, grown when needed."""
+    """The device's buffer of at least n elements.
+
+    It grows in place: every view of it, in whatever launch, then looks at the new memory, and none holds the old.
+    """
     buffer = _buffers.get((device, dtype))
     if buffer is None or buffer.numel() < n:
-        _buffers.pop((device, dtype), None)
-        buffer = None  # freed before the larger one is taken
         with torch.inference_mode(False):  # training may write what generation allocated
-            buffer = _buffers[device, dtype] = torch.empty(n, dtype=dtype, device=torch.device("cuda", device))
+            if buffer is None:
+                buffer = torch.empty(0, dtype=dtype, device=torch.device("cuda", device))
+            storage = buffer.untyped_storage()
+            before = storage.nbytes()
+            storage.resize_(0)  # freed before the larger one is taken
+            try:
+                storage.resize_(n * dtype.itemsize)
+            except torch.cuda.OutOfMemoryError:
+                storage.resize_(before)
+                raise
+            buffer = _buffers[device, dtype] = buffer.new_empty(0).set_(storage, 0, (n,), (1,))
     return buffer
 
 
@@ -379,16 +418,19 @@ def storageless(shape, dtype, device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Memo:
-    """Remembered launches by packed address and dtype. Bounded; an entry is trusted only after ``Launch.fits``."""
+    """Remembered launches by packed address, dtype and what else the caller tells apart, such as the quant_type.
+
+    Bounded; an entry is trusted only after ``Launch.fits``.
+    """
 
     def __init__(self, limit: int = 16384):  # a 70B model has 560 weights, each in one or two dtypes
         self.limit = limit
-        self.launches: dict[tuple[int, torch.dtype], Launch] = {}
+        self.launches: dict[tuple[Any, ...], Launch] = {}
 
-    def remember(self, launch: Launch) -> Launch:
+    def remember(self, key: tuple[Any, ...], launch: Launch) -> Launch:
         if len(self.launches) >= self.limit:
             self.launches.clear()
-        self.launches[launch.packed_ptr, launch.dtype] = launch
+        self.launches[key] = launch
         return launch
 
 

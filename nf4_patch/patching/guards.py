@@ -39,6 +39,10 @@ class Reason(enum.Enum):
     DEVICES = ("the tensors of the weight are on different devices", "move weight and quant_state together")
     OUT = ("out has another shape, dtype, device, layout or alignment than the result", "")
     MISALIGNED = ("the packed weight does not start on 4 bytes", "")
+    NO_MEMORY = (
+        "a tensor of the weight has no memory (freed, offloaded or sharded away)",
+        "bring the weight back to the GPU before it is used",
+    )
     CAPTURING = (
         "the first use fell inside a CUDA graph capture, where nothing can be compiled",
         "run one step before capturing",
@@ -77,7 +81,12 @@ def _tensors(layout: Layout) -> list[Any]:
 
 
 def _is(tensor: Any, dtypes: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.dtype in dtypes
+    # A subclass with a dispatch of its own (FakeTensor, DTensor) has no address to launch from.
+    return (
+        isinstance(tensor, torch.Tensor)
+        and (type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl or torch.compiler.is_compiling())
+        and tensor.dtype in dtypes
+    )
 
 
 def _wrong_types(layout: Layout) -> bool:

@@ -60,6 +60,7 @@ class Server:
         self.target = target
         self.memo = launching.Memo()
         self.launches = self.memo.launches
+        self.failure = self.error = ""  # the latest KERNEL_FAILED and the latest ERROR, in full
 
     def serve(self, weight: torch.Tensor, state: Any, out: torch.Tensor | None = None, shared: bool = False) -> Any:
         """The dequantized weight of a QuantState, or the Reason why not.
@@ -73,12 +74,12 @@ class Server:
         except AttributeError:
             return Reason.NOT_4BIT
         if type(weight) is torch.Tensor:
-            return self.serve_fields(weight, fields, state, out, shared)
+            return self.serve_fields(weight, fields, state.quant_type, state, out, shared)
         if type(weight).__torch_dispatch__ is not own_dispatch:
             return Reason.SUBCLASS
         # Params4bit has a Python __torch_function__: 1.4 us for each data_ptr() without this.
         with torch._C.DisableTorchFunctionSubclass():
-            return self.serve_fields(weight, fields, state, out, shared)
+            return self.serve_fields(weight, fields, state.quant_type, state, out, shared)
 
     def trace(self, weight: torch.Tensor, state: Any, out: torch.Tensor | None = None) -> Any:
         """As ``serve``, inside a region that torch.compile traces."""
@@ -86,16 +87,16 @@ class Server:
             return Reason.NOT_4BIT
         return self.dispatch(Layout(weight, *fields_of(state)), state, out)
 
-    def serve_fields(self, weight, fields, state=None, out=None, shared=False) -> Any:
+    def serve_fields(self, weight, fields, quant_type, state=None, out=None, shared=False) -> Any:
         if modes_active():
             return self.dispatch(Layout(weight, *fields), state, out)
         if transforms_active() is not None:
             return Reason.TRANSFORM
         if launching.INTERPRETED:
-            return self.run(Layout(weight, *fields), state, out)
-        launch = self.launches.get((weight.data_ptr(), fields[-1]))
+            return self.run(Layout(weight, *fields), quant_type, state, out)
+        launch = self.launches.get((weight.data_ptr(), fields[-1], quant_type))
         if launch is None or not launch.fits(weight, *fields):
-            launch = self.prepare(Layout(weight, *fields), state)
+            launch = self.prepare(Layout(weight, *fields), quant_type, state)
             if type(launch) is Reason:
                 return launch
         transposed = weight.shape[0] == 1
@@ -119,30 +120,39 @@ class Server:
         reason = guards.state_is_odd(state) if state is not None else None
         return reason or guards.check(layout)
 
-    def prepare(self, layout: Layout, state: Any) -> Any:
+    def decoded_as(self, layout: Layout, quant_type: str) -> Layout | Reason:
+        """The layout with the table of its quant_type: bitsandbytes goes by the name and never reads ``state.code``."""
+        code = codebook(quant_type, layout.packed.device)
+        return code if isinstance(code, Reason) else layout._replace(code=code)
+
+    def prepare(self, layout: Layout, quant_type: str, state: Any) -> Any:
         """Guard and resolve a launch that is then remembered, or the Reason why not."""
-        reason = self.refuse(layout, state)
+        decoded = self.decoded_as(layout, quant_type)
+        reason = decoded if isinstance(decoded, Reason) else self.refuse(decoded, state)
         if reason is not None:
             return reason
         try:
-            launch = launching.Launch(layout)
+            launch = launching.Launch(decoded)
         except launching.KernelUnavailable as error:
             return self.unavailable(error)
         launch.tally = ledger.tally(self.target, tuple(layout.shape), str(layout.dtype))
-        return self.memo.remember(launch)
+        return self.memo.remember((launch.packed_ptr, launch.dtype, quant_type), launch)
 
     def unavailable(self, error: launching.KernelUnavailable) -> Reason:
         reason = Reason[error.reason]
         if reason is Reason.KERNEL_FAILED:
-            ledger.errors.setdefault(str(error), 0)
+            self.failure = str(error)
         return reason
 
-    def run(self, layout: Layout, state: Any, out: torch.Tensor | None) -> Any:
+    def run(self, layout: Layout, quant_type: str, state: Any, out: torch.Tensor | None) -> Any:
         """Under Triton's interpreter: nothing is remembered."""
-        reason = self.refuse(layout, state) or (guards.check_out(out, layout) if out is not None else None)
+        decoded = self.decoded_as(layout, quant_type)
+        if isinstance(decoded, Reason):
+            return decoded
+        reason = self.refuse(decoded, state) or (guards.check_out(out, decoded) if out is not None else None)
         if reason is not None:
             return reason
-        result = launching.dequantize(layout, out)
+        result = launching.dequantize(decoded, out)
         ledger.tally(self.target, tuple(layout.shape), str(layout.dtype)).hits += 1
         return result.t() if layout.transposed else result
 
@@ -155,11 +165,13 @@ class Server:
         """Our own error never stops a training that would have worked: logged, named, counted."""
         if switch.strict or isinstance(error, torch.cuda.OutOfMemoryError):
             raise error
-        logger.error("nf4_patch failed in %s; the original runs", self.target, exc_info=error)
+        self.error = f"{type(error).__name__}: {error}"
+        if self.error not in ledger.errors:  # a step makes hundreds of calls: one traceback is enough
+            logger.error("nf4_patch failed in %s; the original runs", self.target, exc_info=error)
         return Reason.ERROR
 
     def fall_back(self, reason: Reason) -> None:
-        detail = "; ".join(ledger.errors) if reason is Reason.KERNEL_FAILED else ""
+        detail = {Reason.KERNEL_FAILED: self.failure, Reason.ERROR: self.error}.get(reason, "")
         ledger.fall_back(self.target, reason, switch.strict, detail)
 
 
@@ -197,15 +209,12 @@ def replace_dequant_linear(target: str, original: Callable[..., Any]) -> Callabl
     server = Server(target)
 
     def serve(A, B, shapeB, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset):
-        code = codebook(quant_type, B.device)
-        if code is None:
-            return Reason.QUANT_TYPE
         if absmax_8bit is None:
-            fields = (absmax, code, None, None, None, blocksize, 0, tuple(shapeB), A.dtype)
+            fields = (absmax, None, None, None, None, blocksize, 0, tuple(shapeB), A.dtype)
         else:
             second = (absmax, absmax_code, absmax_offset)
-            fields = (absmax_8bit, code, *second, blocksize, 256, tuple(shapeB), A.dtype)
-        return server.serve_fields(B, fields)
+            fields = (absmax_8bit, None, *second, blocksize, 256, tuple(shapeB), A.dtype)
+        return server.serve_fields(B, fields, quant_type)
 
     @functools.wraps(original)
     def _dequant_linear_fallback(
@@ -230,10 +239,14 @@ def replace_dequant_linear(target: str, original: Callable[..., Any]) -> Callabl
 _codebooks: dict[tuple[str, torch.device], torch.Tensor] = {}
 
 
-def codebook(quant_type: str, device: torch.device) -> torch.Tensor | None:
-    """The 16 values of a quant_type, fp32 [16]; None for one that is not 4-bit."""
+def codebook(quant_type: str, device: torch.device) -> torch.Tensor | Reason:
+    """The 16 values of a quant_type, fp32 [16]; or why they are not to be had."""
     code = _codebooks.get((quant_type, device))
-    if code is None and quant_type in ("nf4", "fp4"):
+    if code is None:
+        if quant_type not in ("nf4", "fp4"):
+            return Reason.QUANT_TYPE
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # a copy from the host would end it
+            return Reason.CAPTURING
         from bitsandbytes.functional import get_4bit_type
 
         with torch.inference_mode(False):

@@ -45,7 +45,7 @@ class Ledger:
         """
         first = (target, reason) not in self.fallbacks
         self.fallbacks[target, reason] += 1
-        if detail:
+        if detail and (detail in self.errors or len(self.errors) < 100):  # a message may hold an address
             self.errors[detail] = self.errors.get(detail, 0) + 1
         if reason.is_expected:
             return
