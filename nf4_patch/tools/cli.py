@@ -131,7 +131,7 @@ def finish(ctx: click.Context, report: Any) -> None:
         return
     out = console()
     for renderable in report.render():
-        out.print(renderable)
+        out.print(renderable, soft_wrap=isinstance(renderable, str))
     file = ctx.meta.get("nf4_patch.json")
     if file is not None:
         file.write_text(json.dumps(report.as_dict(), indent=2, default=str) + "\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from importlib import metadata
 from typing import Any, Protocol
 
 from rich.console import RenderableType
@@ -37,3 +38,22 @@ class Report(ABC):
 
     def as_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "exit_code": self.exit_code}  # type: ignore[call-overload]
+
+
+DISTRIBUTIONS = ("torch", "triton", "bitsandbytes", "unsloth", "transformers", "peft", "wrapt")
+
+
+def releases(names: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:
+    """The installed releases, by distribution. One that is not installed is left out."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def provenance(place: str) -> str:
+    """One line that goes with every figure: where, and with which releases."""
+    return ", ".join([place, *(f"{name} {release}" for name, release in releases().items())])

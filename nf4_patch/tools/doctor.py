@@ -1,0 +1,288 @@
+"""What would be patched on this machine, by what, and why not."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from rich.console import RenderableType
+from rich.table import Table
+
+import nf4_patch
+
+from ..config import VARIABLES, Config
+from ..nf4 import launch
+from ..nf4.layout import OUTPUT_DTYPES
+from ..patching import hooks
+from ..patching.guards import Reason
+from ..patching.targets import TARGETS, Target
+from .report import DISTRIBUTIONS, Report, Tell, releases, silent
+
+# (first capability it no longer holds for, what to tell): the first row that the GPU is under is told.
+GPU_ADVICE: tuple[tuple[tuple[int, int], str], ...] = (
+    (launch.MINIMUM_CAPABILITY, f"every call runs the original: {Reason.CAPABILITY.sentence}"),
+    (
+        (8, 0),
+        "fp16 is right here: this GPU has no bf16 arithmetic and PyTorch emulates it, slowly. Take "
+        "bnb_4bit_compute_dtype=torch.float16 and fp16=True; the kernel itself writes bf16 as exactly as fp16",
+    ),
+)
+
+
+@dataclass
+class KernelCheck:
+    """The kernel of one output dtype, compiled on one GPU and compared there with the reference."""
+
+    dtype: str
+    works: bool
+    way: str  # how it is launched: "c entry" or "launcher"
+    seconds: float  # to compile (or load from Triton's cache) and check
+    error: str = ""
+
+
+@dataclass
+class Gpu:
+    index: int
+    name: str
+    capability: tuple[int, int]
+    gibibytes: float
+    advice: str
+    kernels: list[KernelCheck] = field(default_factory=list)
+
+    @property
+    def serves(self) -> bool:
+        return bool(self.kernels) and all(check.works for check in self.kernels)
+
+
+@dataclass
+class Verdict:
+    """What would happen to a target here."""
+
+    target: str
+    covers: str
+    release: str  # of the library; "" where it is not installed
+    verdict: str  # patched, would be patched, refused, off, not here, not in this release, not installed
+    why: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """The installed library has this target and this machine could use it."""
+        return self.verdict in ("patched", "would be patched", "refused", "off")
+
+
+@dataclass
+class DoctorReport(Report):
+    machine: str
+    driver: str
+    releases: dict[str, str]
+    gpus: list[Gpu]
+    no_gpu: str  # why there is none
+    targets: list[Verdict]
+    variables: dict[str, str]  # those in force
+    forbidden: bool
+
+    def problems(self) -> list[str]:
+        """Why calls would run the original; empty where every installed target would be served."""
+        found = []
+        if self.no_gpu:
+            found.append(f"{self.no_gpu}: every call would run the original ({Reason.NOT_CUDA.name})")
+        if self.forbidden:
+            found.append("NF4_PATCH=0 or NF4_USE_TRITON=0 keeps the patch off")
+        for gpu in self.gpus:
+            if not gpu.serves:
+                errors = [f"{check.dtype}: {check.error}" for check in gpu.kernels if not check.works]
+                found.append(f"GPU {gpu.index} ({gpu.name}) is not served: {'; '.join(errors) or gpu.advice}")
+        for verdict in self.targets:
+            if verdict.verdict == "refused":
+                found.append(f"{verdict.target} is left alone: {verdict.why}")
+        if not any(verdict.release for verdict in self.targets):
+            found.append("neither bitsandbytes nor Unsloth is installed: there is nothing to patch")
+        return found
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.problems() else 0
+
+    def as_dict(self) -> dict[str, object]:
+        return {**super().as_dict(), "problems": self.problems()}
+
+    def render(self) -> Iterable[RenderableType]:
+        yield f"nf4_patch {nf4_patch.__version__}, {self.machine}"
+        missing = [name for name in DISTRIBUTIONS if name not in self.releases]
+        yield ", ".join(f"{name} {release}" for name, release in self.releases.items())
+        if missing:
+            yield f"not installed: {', '.join(missing)}"
+        if self.driver:
+            yield self.driver
+        yield from self._gpus()
+        yield self._targets()
+        for name, value in self.variables.items():
+            yield f"{name}={value}: {next(v.meaning for v in VARIABLES if v.name == name)}"
+        yield ""
+        problems = self.problems()
+        for problem in problems:
+            yield f"no: {problem}"
+        if self.no_gpu:
+            yield "`nf4-patch verify` runs the kernel here under Triton's interpreter."
+        if not problems:
+            yield "yes: every installed target would be served by the kernel."
+
+    def _gpus(self) -> Iterable[RenderableType]:
+        if not self.gpus:
+            return
+        table = Table(title="GPUs: the kernel, compiled and compared with the reference")
+        for heading in ("GPU", "output", "kernel", "launched by", "ready in"):
+            table.add_column(heading, justify="right" if heading == "ready in" else "left")
+        for gpu in self.gpus:
+            name = f"{gpu.index}: {gpu.name}, sm_{gpu.capability[0]}{gpu.capability[1]}, {gpu.gibibytes:.0f} GiB"
+            for check in gpu.kernels:
+                result = "same bits" if check.works else "FAILED"
+                table.add_row(name, check.dtype, result, check.way, f"{check.seconds:.2f} s")
+                name = ""
+            if not gpu.kernels:
+                table.add_row(name, "", "refused", "", "")
+        yield table
+        yield from (f"GPU {gpu.index}: {gpu.advice}" for gpu in self.gpus if gpu.advice)
+
+    def _targets(self) -> Table:
+        table = Table(title="Targets")
+        table.add_column("target", no_wrap=True)
+        for heading in ("release", "verdict", "why"):
+            table.add_column(heading)
+        for verdict in self.targets:
+            table.add_row(verdict.target, verdict.release, verdict.verdict, verdict.why)
+        return table
+
+
+def examine(unsloth: bool = False, tell: Tell = silent) -> DoctorReport:
+    """Look at the machine, compile the kernels, put the patch in place and take it out again.
+
+    Args:
+        unsloth: import Unsloth too. It takes 8 s and patches other libraries; without it its release decides.
+
+    Raises:
+        nf4_patch.config.ConfigError: a NF4_* variable has an unknown value.
+    """
+    config = Config.read()
+    gpus = [examine_gpu(index, tell) for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
+    return DoctorReport(
+        machine=f"Python {platform.python_version()}, {platform.platform()}",
+        driver=driver(),
+        releases=releases(),
+        gpus=gpus,
+        no_gpu=why_no_gpu() if not gpus else "",
+        targets=examine_targets(unsloth, config, tell),
+        variables={v.name: os.environ[v.name] for v in VARIABLES if os.environ.get(v.name)},
+        forbidden=config.forbidden,
+    )
+
+
+def driver() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    api = torch._C._cuda_getDriverVersion()
+    words = [f"CUDA {torch.version.cuda} in torch, driver for CUDA {api // 1000}.{api % 1000 // 10}"]
+    try:
+        with open("/proc/driver/nvidia/version") as file:
+            found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", file.readline())
+            words += [f"NVIDIA driver {found[1]}"] if found else []
+    except OSError:  # Windows, WSL: the API version above says what matters
+        pass
+    return ", ".join(words)
+
+
+def why_no_gpu() -> str:
+    if torch.version.hip is not None:
+        return Reason.ROCM.sentence
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    return "torch finds no NVIDIA GPU (nvidia-smi shows whether the driver does)"
+
+
+def examine_gpu(index: int, tell: Tell) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    advice = next((text for limit, text in GPU_ADVICE if capability < limit), "")
+    gpu = Gpu(index, properties.name, capability, properties.total_memory / 2**30, advice)
+    if torch.version.hip is None and capability >= launch.MINIMUM_CAPABILITY:
+        for done, dtype in enumerate(OUTPUT_DTYPES):
+            tell(f"compiling for {properties.name}", done, len(OUTPUT_DTYPES))
+            gpu.kernels.append(check_kernel(dtype, torch.device("cuda", index), capability))
+    return gpu
+
+
+def check_kernel(dtype: torch.dtype, device: torch.device, capability: tuple[int, int]) -> KernelCheck:
+    """Compile the variant of a usual weight (nested, blocksize 64); it compares its own bits with the reference."""
+    variant = launch.Variant(
+        config=launch.config_for(capability, 4096 * 4096), dtype=dtype, offset_dtype=torch.float32,
+        blocksize=64, blocksize2=256, even=True, tail=False, wide=False, aligned=True,
+    )  # fmt: skip
+    name = str(dtype).removeprefix("torch.")
+    started = time.perf_counter()
+    try:
+        kernel = launch.kernel_for(variant, device)
+    except launch.KernelUnavailable as error:
+        return KernelCheck(name, False, "", time.perf_counter() - started, str(error))
+    return KernelCheck(name, True, kernel.way, time.perf_counter() - started)
+
+
+def examine_targets(unsloth: bool, config: Config, tell: Tell) -> list[Verdict]:
+    """Enable the patch with the libraries imported, ask what stands where, and leave all as it was."""
+    installed = releases({target.distribution for target in TARGETS})
+    wanted = [name for name in installed if name != "unsloth" or unsloth]
+    before = nf4_patch.is_enabled()
+    failed = {}
+    for name in wanted:
+        tell(f"importing {name}")
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a broken library is a finding, not a crash of the doctor
+            failed[name] = f"import {name} fails: {type(error).__name__}: {error}"
+    nf4_patch.enable()
+    try:
+        states = {target.name: target.state for target in nf4_patch.status().targets}
+        return [
+            judge(target, installed.get(target.distribution, ""), states[target.name], failed, config)
+            for target in TARGETS
+        ]
+    finally:
+        if not before:
+            nf4_patch.disable()
+
+
+def judge(target: Target, release: str, state: str, failed: dict[str, str], config: Config) -> Verdict:
+    def verdict(word: str, why: str = "") -> Verdict:
+        return Verdict(target.name, target.covers, release, word, why)
+
+    if not release:
+        return verdict("not installed")
+    if target.distribution in failed:
+        return verdict("refused", failed[target.distribution])
+    if not holds(release, target.releases):
+        return verdict("not in this release", f"{target.distribution} has it {target.releases}")
+    if config.forbidden:
+        return verdict("off", "NF4_PATCH=0 or NF4_USE_TRITON=0")
+    tested = "" if release in target.tested else f"tested with {', '.join(target.tested)}, not with this release"
+    if state in ("patched", "wrapped"):
+        return verdict("patched", tested)
+    if state == "refused":
+        return verdict("refused", hooks.installed[target.name].refusal)
+    if state == "absent":
+        return verdict("refused", f"{target.distribution} {release} has no such function")
+    if target.distribution in sys.modules:
+        return verdict("not here", f"{target.distribution} imports {target.module} only where it finds a GPU")
+    return verdict("would be patched", tested or "by its release; --unsloth imports it and looks")
+
+
+def holds(release: str, condition: str) -> bool:
+    """Whether a release meets a condition of targets.py, ">= 0.50" or "<= 2026.9.12"."""
+    relation, bound = condition.split()
+    a, b = (tuple(int(digits) for digits in re.findall(r"\d+", text)[:3]) for text in (release, bound))
+    return a >= b if relation == ">=" else a <= b
