@@ -18,7 +18,7 @@ import nf4_patch  # noqa: E402
 if patch:
     nf4_patch.enable()
 if library == "unsloth":
-    import unsloth  # noqa: F401, I001
+    import unsloth  # noqa: F401
 
 import torch  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
