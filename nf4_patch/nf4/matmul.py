@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 
-from . import matmul_ptx, reference
+from . import launch, matmul_ptx, reference
 from .layout import Layout
 
 try:
@@ -30,6 +29,7 @@ class Config(NamedTuple):
     along_k: int
     wide: bool
     resident: int  # programs a multiprocessor
+    ahead: int = 1  # chunks in flight a warp
     sliced: bool = False  # K over several programs, their sums by a second launch, where rows alone leave it idle
 
     @property
@@ -53,18 +53,22 @@ ANY = 2**62
 # The first row that fits is taken; no row: the caller dequantizes and multiplies.
 # H200, torch 2.11, triton 3.6.0, bf16, us a call, CUDA graph over weights that overflow the L2:
 #                  14336x4096     4096x14336     4096x4096      8192x8192      28672x8192
-#   M = 1 / 8      18.2 / 19.1    20.1 / 23.8    7.8 / 8.7      23.1 / 28.1    69.8 / 86.1
-#   M = 16         23.4           24.4           9.6            30.3           93.4
-#   M = 32 / 64    33.3 / 46.8    31.3 / 42.6    13.1 / 17.4    35.7 / 47.9    122 / 171
-# Past 64 rows a second pass over the weight costs more than dequantize + matmul.
-# One chunk of K a warp (K <= 4096 at 16 warps) keeps X in registers: 22.5 -> 18.2 at M = 1, 29.8 -> 23.4 at M = 16.
+#   M = 1 / 8      16.9 / 17.8    19.0 / 21.3    7.0 / 7.7      22.0 / 25.0    64.4 / 73.5
+#   M = 16         21.7           23.2           9.3            26.6           91.7
+#   M = 32 / 64    31.2 / 43.1    29.5 / 40.2    12.8 / 16.7    32.1 / 43.2    114 / 159
+# The other configs tried for a row are 3 to 60 % slower on most of these shapes; 4 and 16 warps likewise.
+# One chunk of K a warp (K <= 4096 at 16 warps) keeps X in registers: 21.8 -> 16.9 at M = 1, 26.9 -> 21.7 at M = 16.
+# Past 64 rows a second pass over the weight costs more than dequantize + matmul. Dequantizing in slices that stay in
+# the L2 does not help that either: 186 -> 197 to 210 us at M = 1024, 14336x4096.
 ROWS: tuple[Row, ...] = (
     Row((9, 0), 8, 4096, 1, Config(tiles=1, along_n=1, along_k=16, wide=True, resident=1)),
+    Row((9, 0), 8, ANY, 4000, Config(tiles=2, along_n=1, along_k=8, wide=True, resident=1, ahead=2)),
     Row((9, 0), 8, ANY, 1, Config(tiles=1, along_n=1, along_k=8, wide=True, resident=2)),
     Row((9, 0), 16, 4096, 5000, Config(tiles=1, along_n=1, along_k=16, wide=True, resident=1)),
     Row((9, 0), 16, ANY, 2100, Config(tiles=2, along_n=1, along_k=8, wide=False, resident=2)),
-    Row((9, 0), 16, ANY, 1, Config(tiles=1, along_n=1, along_k=8, wide=False, resident=3)),
-    Row((9, 0), 64, ANY, 1, Config(tiles=2, along_n=4, along_k=2, wide=False, resident=1, sliced=True)),
+    Row((9, 0), 16, ANY, 1, Config(tiles=1, along_n=1, along_k=8, wide=False, resident=2, ahead=2)),
+    Row((9, 0), 64, ANY, 12000, Config(tiles=2, along_n=4, along_k=2, wide=False, resident=1, sliced=True)),
+    Row((9, 0), 64, ANY, 1, Config(tiles=2, along_n=2, along_k=4, wide=False, resident=1, sliced=True)),
 )
 
 
@@ -82,6 +86,8 @@ def refusal(
     """Why :func:`matmul_4bit` cannot serve these arguments; None if it can."""
     if triton is None:
         return "Triton is not installed"
+    if launch.interpreted():
+        return "Triton's interpreter (TRITON_INTERPRET=1) does not run PTX"
     if not x.is_cuda or torch.version.hip:
         return f"x is on {x.device}; the kernel runs on NVIDIA GPUs"
     if x.dtype not in DTYPES:
@@ -92,45 +98,80 @@ def refusal(
         return f"K = {k} is no multiple of the blocksize {blocksize}: a block spans two rows"
     if packed.data_ptr() % 16:
         return f"the packed weight starts at {packed.data_ptr():#x}, not on 16 bytes"
-    if bias is not None and (bias.dtype is not x.dtype or not bias.is_contiguous()):
-        return f"bias is {bias.dtype}, strides {bias.stride()}; x is {x.dtype} and bias must be contiguous"
+    if bias is not None and (bias.dtype is not x.dtype or not bias.is_contiguous() or bias.data_ptr() % 16):
+        return f"bias is {bias.dtype}, strides {bias.stride()}; it must be {x.dtype}, contiguous, on 16 bytes"
     if config_for(torch.cuda.get_device_capability(x.device), x.numel() // k, n, k) is None:
         return f"no measured config for {x.numel() // k} rows on {torch.cuda.get_device_name(x.device)}"
     return None
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 class Plan(NamedTuple):
-    """Grid and text of one launch."""
+    """How a config serves one size on one GPU."""
 
-    config: Config
     shares: int  # even shares of the rows of the weight, one a multiprocessor and slice
     programs: int
     slices: int
     text: str
 
 
-@functools.lru_cache(maxsize=4096)
 def plan(
     config: Config, processors: int, m: int, n: int, k: int, half: bool, nested: bool, bias: bool, sleep: bool = True
 ) -> Plan:
-    """How ``config`` serves this size on a GPU of so many multiprocessors."""
     groups = -(-n // config.rows)
     chunks = -(-k // 256)
     slices = min(max(1, processors // groups), chunks) if config.sliced else 1
     shares = min(groups, max(1, processors // slices))
-    programs = shares * min(config.resident, -(-groups // shares))
-    still = config.wide and -(-chunks // slices) <= config.along_k
+    programs = shares * min(config.resident, -(-groups // shares)) * slices
+    still = config.wide and chunks <= config.along_k
     columns = next(count for count in TILE_COUNTS if m <= 8 * count)
     text = matmul_ptx.program(
-        config.tiles, columns, config.along_n, config.along_k, config.wide, still,
+        config.tiles, columns, config.along_n, config.along_k, config.wide, config.ahead, still,
         half, nested, k % 256 != 0, slices > 1, bias and slices == 1, sleep,
     )  # fmt: skip
-    return Plan(config, shares, programs, slices, text)
+    return Plan(shares, programs, slices, text)
+
+
+SUM_BLOCK = 1024
+
+
+class Kernel:
+    """The launches for one size and kind of argument on one device, as plain integers."""
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...], bias: bool, nested: bool, blocksize: int, blocksize2: int,
+                 m: int, n: int, k: int, config: Config):  # fmt: skip
+        x, out = tensors[0], tensors[7]
+        capability = torch.cuda.get_device_capability(x.device)
+        processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+        cut = plan(config, processors, m, n, k, x.dtype is torch.float16, nested, bias, capability >= (9, 0))
+        self.grid, self.slices = cut.programs, cut.slices
+        shift2 = blocksize2.bit_length() - 1 if nested else 0
+        self.sizes = (m, n, k // 64, (blocksize // 64).bit_length() - 1, shift2, cut.shares, cut.slices)
+        self.sum_grid, self.sum_sizes = -(-m * n // SUM_BLOCK), (m * n, n)
+        part = out if cut.slices == 1 else torch.empty(0, dtype=torch.float32, device=x.device)
+        values: dict[str, Any] = {"PTX": cut.text, "CONSTRAINTS": matmul_ptx.CONSTRAINTS}
+        arguments = (*tensors[:7], part, tensors[8], *self.sizes)
+        warps = config.along_n * config.along_k
+        self.start = self._compile(kernels.matmul_4bit_kernel, arguments, values, warps)
+        if cut.slices > 1:
+            values = {"SLICES": cut.slices, "BIAS": bias, "BLOCK": SUM_BLOCK}
+            self.sum = self._compile(kernels.sum_slices_kernel, (part, out, tensors[8], *self.sum_sizes), values, 4)
+
+    @staticmethod
+    def _compile(kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int) -> launch.Start:
+        compiled = kernel.warmup(*arguments, **values, grid=(1,), num_warps=warps, num_stages=1)
+        compiled = compiled.result() if hasattr(compiled, "result") else compiled
+        return launch._starter(compiled, tuple(values.values()))[0]
+
+    def __call__(self, stream: int, pointers: tuple[int, ...], out: torch.Tensor) -> None:
+        if self.slices == 1:
+            self.start(self.grid, stream, *pointers[:7], out.data_ptr(), pointers[7], *self.sizes)
+            return
+        part = torch.empty(self.slices * out.numel(), dtype=torch.float32, device=out.device)
+        self.start(self.grid, stream, *pointers[:7], part.data_ptr(), pointers[7], *self.sizes)
+        self.sum(self.sum_grid, stream, part.data_ptr(), out.data_ptr(), pointers[7], *self.sum_sizes)
+
+
+_kernels: dict[tuple[Any, ...], Kernel] = {}
 
 
 def matmul_4bit(
@@ -155,22 +196,19 @@ def matmul_4bit(
 
     Args:
         x: [..., k], fp16 or bf16.
-        packed, absmax, code, absmax2, code2, offset: as in :class:`Layout`; the offset in fp32.
+        packed, absmax, code, absmax2, code2, offset: as in :class:`Layout`, contiguous; the offset in fp32.
         blocksize, blocksize2: elements a block; blocks a second-level block, a power of two.
         n, k: rows and columns of the weight; k a multiple of the blocksize.
         bias: [n], x's dtype.
-        config: instead of the table's.
+        config: instead of the table's; then the caller answers for :func:`refusal`.
 
     Returns:
         [..., n] in x's dtype.
 
     Raises:
         ValueError: what :func:`refusal` says.
+        KernelUnavailable: the kernel is not compiled yet and a CUDA graph is being captured.
     """
-    if config is None:
-        why = refusal(x, packed, blocksize, n, k, bias)
-        if why is not None:
-            raise ValueError(f"matmul_4bit cannot serve this: {why}; dequantize and multiply")
     device = x.device
     m = x.numel() // k
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=device)
@@ -178,28 +216,37 @@ def matmul_4bit(
         return out
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    capability = torch.cuda.get_device_capability(device)
-    config = config or config_for(capability, m, n, k)
-    assert config is not None
     nested = absmax2 is not None
-    half = x.dtype is torch.float16
-    launch = plan(config, multiprocessors(device), m, n, k, half, nested, bias is not None, capability >= (9, 0))
-    second: tuple[Any, ...] = (absmax2, code2, offset) if nested else (code, code, code)
-    target = out
-    if launch.slices > 1:
-        target = torch.empty((launch.slices, m, n), dtype=torch.float32, device=device)
-    with torch.cuda.device(device):
-        kernels.matmul_4bit_kernel[(launch.programs, launch.slices)](
-            x, packed, absmax, code, *second, target, code if bias is None else bias,
-            m, n, k // 64, (blocksize // 64).bit_length() - 1, max(blocksize2, 1).bit_length() - 1, launch.shares,
-            PTX=launch.text, CONSTRAINTS=matmul_ptx.CONSTRAINTS,
-            num_warps=config.along_n * config.along_k, num_stages=1,
-        )  # fmt: skip
-        if launch.slices > 1:
-            kernels.sum_slices_kernel[(triton.cdiv(m * n, 1024),)](
-                target, out, code if bias is None else bias, m * n, n,
-                SLICES=launch.slices, BIAS=bias is not None, BLOCK=1024, num_warps=4,
-            )  # fmt: skip
+    key = (device, x.dtype, nested, bias is None, m, n, k, blocksize, blocksize2, config)
+    kernel = _kernels.get(key)
+    second = (code, code, code)  # a flat weight has none; the kernel reads none
+    if absmax2 is not None and code2 is not None and offset is not None:
+        second = (absmax2, code2, offset)
+    if kernel is None or packed.data_ptr() % 16 or bias is not None:
+        why = refusal(x, packed, blocksize, n, k, bias) if config is None else None
+        if why is not None:
+            raise ValueError(f"matmul_4bit cannot serve this: {why}; dequantize and multiply")
+    if kernel is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise launch.KernelUnavailable(
+                "a CUDA graph is being captured; the kernel compiles outside one", "CAPTURING"
+            )
+        chosen = config or config_for(torch.cuda.get_device_capability(device), m, n, k)
+        assert chosen is not None
+        tensors = (x, packed, absmax, code, *second, out, code if bias is None else bias)
+        with torch.cuda.device(device):
+            kernel = Kernel(tensors, bias is not None, nested, blocksize, blocksize2, m, n, k, chosen)
+        _kernels[key] = kernel
+    a, b, c = second
+    pointers = (
+        x.data_ptr(), packed.data_ptr(), absmax.data_ptr(), code.data_ptr(), a.data_ptr(), b.data_ptr(), c.data_ptr(),
+        code.data_ptr() if bias is None else bias.data_ptr(),
+    )  # fmt: skip
+    if torch._C._cuda_getDevice() == device.index:
+        kernel(torch._C._cuda_getCurrentRawStream(device.index), pointers, out)
+    else:
+        with torch.cuda.device(device):
+            kernel(torch._C._cuda_getCurrentRawStream(device.index), pointers, out)
     return out
 
 

@@ -4,20 +4,20 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["m", "n", "blocks", "shift", "shift2", "shares"])
+@triton.jit(do_not_specialize=["m", "n", "blocks", "shift", "shift2", "shares", "slices"])
 def matmul_4bit_kernel(
     x, packed, absmax, code, absmax2, code2, offset, out, bias,
-    m, n, blocks, shift, shift2, shares,
+    m, n, blocks, shift, shift2, shares, slices,
     PTX: tl.constexpr, CONSTRAINTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs along N, slices of K). ``blocks`` is K / 64, the shifts turn 64-wide blocks into absmax and absmax2."""
+    """See matmul_ptx.program for the operands."""
     tl.inline_asm_elementwise(
         PTX,
         CONSTRAINTS,
         [
             x.to(tl.int64), packed.to(tl.int64), absmax.to(tl.int64), code.to(tl.int64), absmax2.to(tl.int64),
             code2.to(tl.int64), offset.to(tl.int64), out.to(tl.int64), bias.to(tl.int64),
-            m, n, blocks, shift, shift2, shares,
+            m, n, blocks, shift, shift2, shares, slices,
         ],
         dtype=tl.int32,
         is_pure=False,
