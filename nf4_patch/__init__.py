@@ -114,6 +114,16 @@ def triton_dequantize_nf4(layer: torch.nn.Module) -> torch.Tensor:
     return triton_dequantize_nf4(layer)
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """``%load_ext nf4_patch`` in a notebook: enable."""
+    enable()
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """``%unload_ext nf4_patch``: disable."""
+    disable()
+
+
 def _autoload() -> None:
     import os
 
