@@ -9,6 +9,11 @@ from typing import Any
 from . import hooks
 from .targets import TARGETS
 
+REPLACEMENT = f"{__package__}.replacement"  # imported by whatever installs a target
+
+
+SHAPES_SHOWN = 8  # a model has about five; a report is one screen
+
 
 @dataclass(frozen=True)
 class TargetStatus:
@@ -47,9 +52,21 @@ class Status:
             lines.append(
                 f"  {target.name}: {target.state}, {target.hits} hits" + (f" ({target.note})" if target.note else "")
             )
-            lines += [f"    {count} x {reason}" for reason, count in target.fallbacks.items()]
+            lines += [f"    {count} x {explain(reason)}" for reason, count in target.fallbacks.items()]
+        most = sorted(((hits, shape) for shape, hits in self.shapes.items() if hits), reverse=True)
+        lines += [f"  {hits} x {shape}" for hits, shape in most[:SHAPES_SHOWN]]
+        if len(most) > SHAPES_SHOWN:
+            lines.append(f"  and {len(most) - SHAPES_SHOWN} more shapes")
         lines += [f"  error: {error}" for error in self.errors]
         return "\n".join(lines)
+
+
+def explain(name: str) -> str:
+    """A Reason by its name, with its sentence and what to do about it."""
+    from .guards import Reason
+
+    reason = Reason[name]
+    return f"{name}: {reason.sentence}" + (f" -> {reason.advice}" if reason.advice else "")
 
 
 def status() -> Status:
@@ -70,7 +87,9 @@ def status() -> Status:
                 state = "off"
         hits = ledger.hits(target.name) if ledger else 0
         counts = {r.name: n for (name, r), n in ledger.fallbacks.items() if name == target.name} if ledger else {}
-        if state == "patched" and not hits and not counts:
+        if state == "patched" and target.only == "matmul" and sys.modules[REPLACEMENT].switch.matmul == "off":
+            note = 'stands by: enable(matmul="auto") uses it'
+        elif state == "patched" and not hits and not counts:
             note = "installed, never called"
         elif state == "patched" and not hits:
             note = "installed, never hit"

@@ -1,0 +1,74 @@
+"""Generate with a 4-bit model, batch 1 to 32, and compare the tokens with and without the patch.
+
+    python examples/generate.py                                    # a small random Llama, no network
+    python examples/generate.py --model meta-llama/Llama-3.2-1B    # a real one
+
+The prompt runs through the patched dequantization; tokens after it do where bitsandbytes dequantizes for them
+(from 5 to 64 rows on, by GPU and dtype), else in its own kernel for few rows.
+"""  # fmt: skip
+
+import argparse
+import time
+
+import torch
+from offline import SIZES, checkpoint, compute_dtype, text
+from record import Record
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+import nf4_patch
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", default="random", help="random, random-qwen, random-gemma, or any checkpoint")
+parser.add_argument("--size", default="tiny", choices=SIZES, help="of a random model")
+parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+parser.add_argument("--new-tokens", type=int, default=32)
+parser.add_argument("--json", metavar="FILE")
+args = parser.parse_args()
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+path = checkpoint(args.model, args.size)
+tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+quantization = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=compute_dtype(),
+)
+model = AutoModelForCausalLM.from_pretrained(
+    path, quantization_config=quantization, dtype=compute_dtype(), device_map={"": device}
+)
+model.eval()
+
+
+def generate(batch: int) -> tuple[torch.Tensor, float]:
+    """The tokens [batch, prompt + new] and the new tokens a second, greedily."""
+    lines = (text() * (batch // len(text()) + 1))[:batch]
+    prompt = tokenizer(lines, return_tensors="pt", padding=True).to(device)
+    settings = {"do_sample": False, "min_new_tokens": args.new_tokens, "max_new_tokens": args.new_tokens}
+    model.generate(**prompt, **(settings | {"min_new_tokens": 2, "max_new_tokens": 2}))  # compiles and warms up
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    tokens = model.generate(**prompt, **settings)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return tokens, batch * args.new_tokens / (time.perf_counter() - start)
+
+
+record = Record()
+rows = []
+for batch in tqdm(args.batches):
+    nf4_patch.disable()
+    expected, stock = generate(batch)
+    nf4_patch.enable()
+    tokens, patched = generate(batch)
+    rows.append({"batch": batch, "stock": stock, "patched": patched, "equal": torch.equal(tokens, expected)})
+
+for row in rows:
+    verdict = "the same tokens" if row["equal"] else "OTHER TOKENS"
+    print(f"batch {row['batch']:3}: {row['stock']:8.1f} -> {row['patched']:8.1f} tokens a second, {verdict}")
+record.extra["generation"] = rows
+record.finish(json_file=args.json)
+if not all(row["equal"] for row in rows):
+    raise SystemExit("the patch changed the tokens: please report it")

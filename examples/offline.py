@@ -1,0 +1,83 @@
+"""What an example needs where there is no network: a model with random weights, its tokenizer, and a text.
+
+``checkpoint("random")`` writes a small Llama into a temporary folder; from there on it is an ordinary checkpoint.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+RANDOM = {"random": "llama", "random-llama": "llama", "random-qwen": "qwen3", "random-gemma": "gemma3_text"}
+SIZES = {
+    # A few hundred thousand weights: seconds on a CPU.
+    "tiny": {
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32,
+    },
+    # The first four layers of a Llama-3.1-8B: its own kernels and shapes, 0.9 billion weights.
+    "8b-4layers": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128,
+    },
+}  # fmt: skip
+SPECIAL = ("<s>", "</s>", "<pad>")
+_folders: list[tempfile.TemporaryDirectory] = []  # removed when the process ends
+
+
+def text() -> list[str]:
+    """The lines of text.txt."""
+    return Path(__file__).with_name("text.txt").read_text().splitlines()
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, and the three of SPECIAL."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    bos, eos, pad = SPECIAL
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad, model_max_length=4096
+    )
+
+
+def checkpoint(model: str, size: str = "tiny", folder: str | None = None) -> str:
+    """The path of a checkpoint: ``model`` itself, unless it is a key of RANDOM; then one is made in ``folder``."""
+    if model not in RANDOM:
+        return model
+    if folder is None:
+        _folders.append(tempfile.TemporaryDirectory(prefix="nf4-patch-example-"))
+        folder = _folders[-1].name
+    tokenizer = byte_tokenizer()
+    config = AutoConfig.for_model(
+        RANDOM[model],
+        vocab_size=512, max_position_embeddings=4096, tie_word_embeddings=False, dtype="bfloat16",
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, **SIZES[size],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def compute_dtype() -> torch.dtype:
+    """bfloat16 where the hardware has it; float16 on a T4, where bfloat16 is emulated."""
+    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float16
+    return torch.bfloat16
+
+
+def batches(tokenizer, rows: int, tokens: int, steps: int, device: torch.device | str):
+    """``steps`` batches [rows, tokens] int64 cut from the text, which is repeated as often as it takes."""
+    ids = torch.tensor(tokenizer("\n".join(text())).input_ids)
+    for step in range(steps):
+        start = step * rows * tokens
+        where = torch.arange(start, start + rows * tokens) % len(ids)
+        yield ids[where].view(rows, tokens).to(device)

@@ -1,0 +1,97 @@
+"""QLoRA on several GPUs with accelerate: DDP, or FSDP2 with the packed weights sharded as bfloat16 bytes.
+
+    torchrun --nproc-per-node 2 examples/qlora_torchrun.py                     # DDP, a small random Llama
+    torchrun --nproc-per-node 2 examples/qlora_torchrun.py --fsdp              # FSDP2
+    accelerate launch --num-processes 2 examples/qlora_torchrun.py
+"""  # fmt: skip
+
+import argparse
+import os
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils import broadcast_object_list
+from offline import SIZES, batches, checkpoint, compute_dtype
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from record import Record, fingerprint
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+import nf4_patch
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", default="random", help="random, random-qwen, random-gemma, or any checkpoint")
+parser.add_argument("--size", default="tiny", choices=SIZES, help="of a random model")
+parser.add_argument("--fsdp", action="store_true", help="FSDP2 instead of DDP")
+parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--rows", type=int, default=1, help="a process")
+parser.add_argument("--tokens", type=int, default=128)
+parser.add_argument("--json", metavar="FILE")
+parser.add_argument("--plot", metavar="FILE.png")
+args = parser.parse_args()
+
+nf4_patch.enable()
+
+cuda = torch.cuda.is_available()
+dtype = compute_dtype()
+fsdp = FullyShardedDataParallelPlugin(
+    fsdp_version=2,
+    auto_wrap_policy="transformer_based_wrap",
+    reshard_after_forward=True,
+    cpu_ram_efficient_loading=False,
+)
+accelerator = Accelerator(cpu=not cuda, fsdp_plugin=fsdp if args.fsdp else None)
+device = accelerator.device
+paths = [checkpoint(args.model, args.size) if accelerator.is_main_process else None]
+path = broadcast_object_list(paths)[0]  # a random one is made once
+tokenizer = AutoTokenizer.from_pretrained(path)
+quantization = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=dtype,
+    bnb_4bit_quant_storage=dtype if args.fsdp else torch.uint8,  # FSDP shards parameters of one floating dtype
+)
+model = AutoModelForCausalLM.from_pretrained(
+    path, quantization_config=quantization, dtype=dtype, device_map={"": device}
+)
+if args.fsdp:
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+else:
+    model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+torch.manual_seed(0)
+lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+model = get_peft_model(model, lora, autocast_adapter_dtype=not args.fsdp)
+model.train()
+
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+model, optimizer = accelerator.prepare(model, optimizer)
+packed = [p.to_local() for p in model.parameters() if args.fsdp and not p.requires_grad]
+record = Record()
+record.extra["sharded_bytes"] = sum(shard.numel() * shard.element_size() for shard in packed)
+everyone = accelerator.num_processes
+progress = tqdm(
+    batches(tokenizer, args.rows * everyone, args.tokens, args.steps, device),
+    total=args.steps,
+    disable=not accelerator.is_main_process,
+)
+for ids in progress:
+    mine = ids.chunk(everyone)[accelerator.process_index]
+    with torch.autocast(device.type, dtype):
+        loss = model(input_ids=mine, labels=mine).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    record.step(accelerator.reduce(loss.detach(), "mean"))
+
+record.extra["processes"] = everyone
+record.extra["hits_by_process"] = accelerator.gather(torch.tensor([nf4_patch.status().hits], device=device)).tolist()
+record.extra["adapter"] = fingerprint(accelerator.unwrap_model(model))  # by every process: FSDP2 gathers for it
+if accelerator.is_main_process:
+    record.finish(json_file=args.json, plot=args.plot)
+accelerator.end_training()
+if "RANK" not in os.environ:
+    print("one process only: start it with torchrun or accelerate launch for several")

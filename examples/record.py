@@ -1,0 +1,100 @@
+"""What every example reports in the end: losses, seconds a step, peak memory, and what nf4_patch did."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import TrainerCallback
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """SHA-256 of every trainable parameter: two runs with the same one learned the same, to the bit."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.requires_grad:
+            value = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # FSDP2 shards it
+            digest.update(name.encode())
+            digest.update(value.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Record(TrainerCallback):
+    """A run's losses and times. Call ``step(loss)`` after every step, or hand it to a Trainer as a callback."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.extra: dict = {}
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        self.clock()
+
+    def clock(self) -> float:
+        """Seconds since the last call, with the GPU's queue empty at both ends."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        elapsed, self.last = now - getattr(self, "last", now), now
+        return elapsed
+
+    def step(self, loss: torch.Tensor | float | None = None) -> None:
+        self.seconds.append(self.clock())
+        if loss is not None:
+            self.losses.append(float(loss))
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.clock()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.step()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs and "loss" in logs:
+            self.losses.append(float(logs["loss"]))
+
+    def as_dict(self) -> dict:
+        status = sys.modules["nf4_patch"].status().as_dict() if "nf4_patch" in sys.modules else None
+        warm = self.seconds[len(self.seconds) // 2 :]  # the first half compiles, allocates and warms up
+        return {
+            "losses": self.losses,
+            "seconds": self.seconds,
+            "seconds_a_step": statistics.median(warm) if warm else None,
+            "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+            "nf4_patch": status,
+            **self.extra,
+        }
+
+    def finish(self, model: torch.nn.Module | None = None, json_file: str | None = None, plot: str | None = None):
+        """Print the run, and write it where ``--json`` and ``--plot`` ask for it."""
+        if model is not None:
+            self.extra["adapter"] = fingerprint(model)
+        data = self.as_dict()
+        if self.losses:
+            print(f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f} in {len(self.losses)} steps")
+        if data["seconds_a_step"] is not None:
+            print(f"{1e3 * data['seconds_a_step']:.1f} ms a step (median of the second half)")
+        if data["peak_bytes"] is not None:
+            print(f"{data['peak_bytes'] / 2**30:.2f} GiB at the peak on {torch.cuda.get_device_name()}")
+        if data["nf4_patch"] is not None:
+            print(sys.modules["nf4_patch"].status())
+        if json_file:
+            Path(json_file).write_text(json.dumps(data, indent=1, default=str))
+        if plot:
+            self.draw(plot)
+
+    def draw(self, file: str) -> None:
+        import matplotlib
+
+        matplotlib.use("agg")
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+        axes.plot(range(1, len(self.losses) + 1), self.losses, marker="o", markersize=3)
+        axes.set(xlabel="step", ylabel="loss", title=Path(sys.argv[0]).name)
+        figure.savefig(file, dpi=120)

@@ -1,0 +1,53 @@
+"""The report as a transformers TrainerCallback.
+
+>>> from nf4_patch.callback import ReportCallback
+>>> trainer = SFTTrainer(..., callbacks=[ReportCallback()])
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from . import status
+
+
+class ReportCallback(TrainerCallback):
+    """Follows a Trainer's run: what the kernel served since training began, in the logs and at the end.
+
+    Every entry of ``trainer.state.log_history`` gets ``nf4_patch_hits`` and ``nf4_patch_fallbacks`` (of this
+    process, since ``train()`` was called). When training ends the main process prints ``nf4_patch.status()``.
+
+    Args:
+        json_file: written there as well when training ends.
+        quiet: print nothing.
+    """
+
+    def __init__(self, json_file: str | Path | None = None, quiet: bool = False) -> None:
+        self.json_file = json_file
+        self.quiet = quiet
+        self._start = (0, 0)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now = status()
+        self._start = (now.hits, now.fallbacks)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        now = status()
+        counts = {"nf4_patch_hits": now.hits - self._start[0], "nf4_patch_fallbacks": now.fallbacks - self._start[1]}
+        if state.log_history:  # what trainer_state.json keeps
+            state.log_history[-1].update(counts)
+        if logs is not None:  # what callbacks after this one see
+            logs.update(counts)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        now = status()
+        if not self.quiet:
+            print(now)
+        if self.json_file is not None:
+            Path(self.json_file).write_text(json.dumps(now.as_dict(), indent=1))
