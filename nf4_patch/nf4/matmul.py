@@ -86,7 +86,7 @@ def refusal(
     """Why :func:`matmul_4bit` cannot serve these arguments; None if it can."""
     if triton is None:
         return "Triton is not installed"
-    if launch.interpreted():
+    if not isinstance(kernels.matmul_4bit_kernel, triton.runtime.JITFunction):
         return "Triton's interpreter (TRITON_INTERPRET=1) does not run PTX"
     if not x.is_cuda or torch.version.hip:
         return f"x is on {x.device}; the kernel runs on NVIDIA GPUs"
