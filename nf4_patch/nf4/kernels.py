@@ -78,20 +78,25 @@ def block_scale(first, second, code2, offset, FLAT: tl.constexpr, FLUSH: tl.cons
 
 @triton.jit
 def fetch(
-    packed, absmax, group, lane, groups, blocks,
+    packed, absmax, group, lane, groups, blocks, STEP: tl.constexpr,
     BLOCKSIZE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, LOAD: tl.constexpr,
 ):  # fmt: skip
-    """A lane's nibbles, in the low bits, and the absmax of its block; ``group`` is the first lane's, 64-bit."""
+    """A lane's nibbles, in the low bits, and the absmax of its block; ``group`` is the program's first, 64-bit.
+
+    A step is a constant added last: an offset in the load itself, and no second address (9 instructions on sm_75).
+    """
     WORDS: tl.constexpr = 8 // GROUP  # lanes that share a 32-bit word
-    mask = None if EVEN else group + lane < groups
-    word = tl.load(packed + group // WORDS + lane // WORDS, mask=mask, eviction_policy=LOAD)
+    LANES: tl.constexpr = lane.shape[0]
+    mask = None if EVEN else group + STEP * LANES + lane < groups
+    word = tl.load(packed + group // WORDS + lane // WORDS + STEP * LANES // WORDS, mask=mask, eviction_policy=LOAD)
     nibbles = word >> ((lane % WORDS) * (4 * GROUP)) if WORDS > 1 else word
     # The program's first element is a multiple of the blocksize or inside one block: the sum never carries.
     block = group * GROUP // BLOCKSIZE
     index = lane * GROUP // BLOCKSIZE
     # By block and not by group: a lane past the end still multiplies its table entry for its half warp.
-    mask = None if EVEN else block + index < blocks
-    return nibbles, tl.load(absmax + block + index, mask=mask)
+    NEXT: tl.constexpr = STEP * LANES * GROUP // BLOCKSIZE
+    mask = None if EVEN else block + NEXT + index < blocks
+    return nibbles, tl.load(absmax + block + index + NEXT, mask=mask)
 
 
 @triton.jit
@@ -111,13 +116,14 @@ def after_loads(first, PTX: tl.constexpr):
 
 @triton.jit
 def scale_of(
-    first, absmax2, second, code2, offset, group, lane, blocks,
+    first, absmax2, second, code2, offset, group, lane, blocks, STEP: tl.constexpr,
     BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, GROUP: tl.constexpr, ONE_SECOND: tl.constexpr,
     EVEN: tl.constexpr, FLUSH: tl.constexpr,
 ):  # fmt: skip
     """fp32 scale of a lane's block; ``second`` holds the second-level absmax if the program has ONE_SECOND."""
     if not ONE_SECOND:
-        block = group * GROUP // BLOCKSIZE + lane * GROUP // BLOCKSIZE
+        LANES: tl.constexpr = lane.shape[0]
+        block = group * GROUP // BLOCKSIZE + lane * GROUP // BLOCKSIZE + STEP * LANES * GROUP // BLOCKSIZE
         mask = None if EVEN else block < blocks
         second = second_level(absmax2, block, mask, BLOCKSIZE2)
     return block_scale(first, second, code2, offset, BLOCKSIZE2 == 0, FLUSH)
@@ -125,12 +131,12 @@ def scale_of(
 
 @triton.jit
 def store(
-    out, nibbles, scale, entry, select, code, group, lane, groups,
+    out, nibbles, scale, entry, select, code, group, lane, groups, STEP: tl.constexpr,
     dtype: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, FLUSH: tl.constexpr,
     PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """Decode a group a lane and write it: 16 bytes (8 where the blocksize is 32), contiguous over lanes."""
-    OUTPUTS: tl.constexpr = GROUP * dtype.primitive_bitwidth // 32
+    OUTPUTS: tl.constexpr = GROUP if dtype == tl.float32 else GROUP // 2
     LANES: tl.constexpr = lane.shape[0]
     tl.static_assert(OUTPUTS == 2 or OUTPUTS == 4)
     if OUTPUTS == 4:
@@ -156,8 +162,8 @@ def store(
             )  # fmt: skip
         outputs = tl.join(a, b)
     column = tl.arange(0, LANES * OUTPUTS)
-    mask = None if EVEN else group + column // OUTPUTS < groups
-    pointer = out.to(tl.pointer_type(tl.int32), bitcast=True) + group * OUTPUTS + column
+    mask = None if EVEN else group + STEP * LANES + column // OUTPUTS < groups
+    pointer = out.to(tl.pointer_type(tl.int32), bitcast=True) + group * OUTPUTS + column + STEP * LANES * OUTPUTS
     tl.store(pointer, tl.reshape(outputs, [LANES * OUTPUTS]), mask=mask, eviction_policy=STORE)
 
 
@@ -216,27 +222,27 @@ def dequantize_kernel(
     if ONE_SECOND:
         second = second_level(absmax2, group * GROUP // BLOCKSIZE, None, BLOCKSIZE2)
     # Both steps load before either stores: the compiler may not move a load above a store.
-    nibbles, first = fetch(words, absmax, group, lane, groups, blocks, BLOCKSIZE, GROUP, EVEN, LOAD)
+    nibbles, first = fetch(words, absmax, group, lane, groups, blocks, 0, BLOCKSIZE, GROUP, EVEN, LOAD)
     if STEPS == 2:
-        nibbles2, first2 = fetch(words, absmax, group + LANES, lane, groups, blocks, BLOCKSIZE, GROUP, EVEN, LOAD)
+        nibbles2, first2 = fetch(words, absmax, group, lane, groups, blocks, 1, BLOCKSIZE, GROUP, EVEN, LOAD)
     if BLOCKSIZE2 > 0:
         first = after_loads(first, PTX)
     scale = scale_of(
-        first, absmax2, second, code2, shift, group, lane, blocks,
+        first, absmax2, second, code2, shift, group, lane, blocks, 0,
         BLOCKSIZE, BLOCKSIZE2, GROUP, ONE_SECOND, EVEN, FLUSH,
     )  # fmt: skip
     if STEPS == 2:
         scale2 = scale_of(
-            first2, absmax2, second, code2, shift, group + LANES, lane, blocks,
+            first2, absmax2, second, code2, shift, group, lane, blocks, 1,
             BLOCKSIZE, BLOCKSIZE2, GROUP, ONE_SECOND, EVEN, FLUSH,
         )  # fmt: skip
     store(
-        out, nibbles, scale, entry, select, code, group, lane, groups,
+        out, nibbles, scale, entry, select, code, group, lane, groups, 0,
         dtype, GROUP, EVEN, FLUSH, PTX, CONSTRAINTS, STORE,
     )  # fmt: skip
     if STEPS == 2:
         store(
-            out, nibbles2, scale2, entry, select, code, group + LANES, lane, groups,
+            out, nibbles2, scale2, entry, select, code, group, lane, groups, 1,
             dtype, GROUP, EVEN, FLUSH, PTX, CONSTRAINTS, STORE,
         )  # fmt: skip
     if TAIL:
