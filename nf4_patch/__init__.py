@@ -32,8 +32,13 @@ __all__ = [
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
-def enable() -> bool:
+def enable(matmul: str | None = None) -> bool:
     """Patch bitsandbytes and Unsloth, now or when they are imported. Safe to call again.
+
+    Args:
+        matmul: "auto" multiplies a few rows (generation) straight from the packed weight where that is
+            measured to win: as accurate as dequantize + matmul, not the same bits. "off" never does.
+            None leaves it to NF4_PATCH_MATMUL, whose default is "off".
 
     Returns:
         True if the patch is on; False where NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it.
@@ -43,7 +48,7 @@ def enable() -> bool:
     """
     from .patching import hooks
 
-    return hooks.enable()
+    return hooks.enable(matmul)
 
 
 def disable() -> None:

@@ -28,6 +28,11 @@ VARIABLES = (
     Variable("NF4_USE_TRITON", ("0", "1"), "1", "0: the same off-switch under another project's name."),
     Variable("NF4_PATCH_STRICT", ("0", "1"), "0", "1: raise where a 4-bit weight would fall back to the original."),
     Variable(
+        "NF4_PATCH_MATMUL", ("off", "auto"), "off",
+        "auto: multiply a few rows straight from the packed weight where that is measured to win. Off by default: "
+        "as accurate, but not the same bits as the original.",
+    ),
+    Variable(
         "NF4_PATCH_DEFER", ("auto", "never", "always"), "auto",
         "Whether a library's own fused kernel (Unsloth >= 2026.10) keeps its calls. auto: where it is measured "
         "to be as fast as ours; never: ours takes them; always: it keeps them all.",
@@ -41,15 +46,18 @@ class Config:
     forbidden: bool  # NF4_PATCH=0 or NF4_USE_TRITON=0
     strict: bool
     defer: str  # auto, never, always
+    matmul: str  # off, auto
 
     @classmethod
-    def read(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """The configuration from ``environ`` (os.environ by default).
+    def read(cls, environ: Mapping[str, str] | None = None, matmul: str | None = None) -> Config:
+        """The configuration from ``environ`` (os.environ by default); ``matmul``, if given, wins over its variable.
 
         Raises:
             ConfigError: a variable has a value that is not allowed; the message lists the allowed ones.
         """
-        environ = os.environ if environ is None else environ
+        environ = dict(os.environ if environ is None else environ)
+        if matmul is not None:
+            environ["NF4_PATCH_MATMUL"] = matmul
         values = {}
         for variable in VARIABLES:
             value = environ.get(variable.name, "").strip().lower() or variable.default
@@ -64,4 +72,5 @@ class Config:
             forbidden="0" in (values["NF4_PATCH"], values["NF4_USE_TRITON"]),
             strict=values["NF4_PATCH_STRICT"] == "1",
             defer=values["NF4_PATCH_DEFER"],
+            matmul=values["NF4_PATCH_MATMUL"],
         )

@@ -49,6 +49,8 @@ class Reason(enum.Enum):
     )
     KERNEL_FAILED = ("the kernel could not be compiled or checked on this GPU", "see the error in `nf4-patch doctor`")
     DEFERRED = ("the library's own fused kernel serves this call as fast (NF4_PATCH_DEFER)", "")
+    ROWS = ("this GPU, shape and number of rows is not one where the fused product is measured to win", "")
+    PRODUCT = ("x, bias or the weight is not what the fused product takes (dtype, blocksize, K, alignment)", "")
     ERROR = ("an error inside nf4_patch", "please report it with the traceback in the log")
 
     def __init__(self, sentence: str, advice: str):
@@ -58,7 +60,7 @@ class Reason(enum.Enum):
     @property
     def is_expected(self) -> bool:
         """Nothing was missed: no warning, and nothing raised in strict mode."""
-        return self in (Reason.NOT_4BIT, Reason.DEFERRED)
+        return self in (Reason.NOT_4BIT, Reason.DEFERRED, Reason.ROWS, Reason.PRODUCT)
 
 
 def state_is_odd(quant_state: Any) -> Reason | None:

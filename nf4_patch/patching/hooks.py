@@ -32,8 +32,8 @@ class Installed:
         """patched, wrapped (another library's function stands over ours), displaced (by one without ours), refused."""
         if self.replacement is None:
             return "refused"
-        module, attribute = self.places[0]
-        current = getattr(module, attribute, None)
+        module = sys.modules.get(self.target.module)  # not places[0]: it may have been imported anew
+        current = getattr(module, self.target.attribute, None)
         if current is self.replacement:
             return "patched"
         return "wrapped" if reaches(current, self.replacement) else "displaced"
@@ -43,21 +43,25 @@ installed: dict[str, Installed] = {}
 _lock = threading.RLock()
 _hooked = False
 _enabled = False
+_matmul: str | None = None
 
 
-def enable() -> bool:
+def enable(matmul: str | None = None) -> bool:
     """Replace every target, now or when its module is imported. True if the patch is on.
+
+    Args:
+        matmul: "off" or "auto", the fused product; None leaves it to NF4_PATCH_MATMUL.
 
     Raises:
         ConfigError: a NF4_* variable has an unknown value.
     """
-    global _hooked, _enabled
-    config = Config.read()
+    global _hooked, _enabled, _matmul
+    config = Config.read(matmul=matmul)
     if config.forbidden:
         logger.info("nf4_patch stays off: NF4_PATCH=0 or NF4_USE_TRITON=0")
         return False
     with _lock:
-        _enabled = True
+        _enabled, _matmul = True, matmul
         if "torch" in sys.modules:
             _set_switch(True, config)
         if not _hooked:
@@ -98,7 +102,7 @@ def _set_switch(on: bool, config: Config | None) -> None:
 
     switch.on = on
     if config is not None:
-        switch.strict, switch.defer = config.strict, config.defer
+        switch.strict, switch.defer, switch.matmul = config.strict, config.defer, config.matmul
 
 
 def _on_import(target: Target, module: ModuleType) -> None:
@@ -106,11 +110,17 @@ def _on_import(target: Target, module: ModuleType) -> None:
     try:
         with _lock:
             if _enabled:
-                _set_switch(True, Config.read())
+                _set_switch(True, Config.read(matmul=_matmul))
                 _install(target, module)
     except Exception:
         logger.exception("nf4_patch could not replace %s; the original stays", target.name)
         installed[target.name] = Installed(target, refusal="an error inside nf4_patch: see the log")
+
+
+def _is_ours(function: Any) -> bool:
+    """A replacement of this package, of an earlier import of it too (importlib.reload, IPython's autoreload)."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename == sys.modules[f"{__package__}.replacement"].__file__
 
 
 def _install(target: Target, module: ModuleType) -> None:
@@ -126,6 +136,9 @@ def _install(target: Target, module: ModuleType) -> None:
                 if getattr(holder, attribute, None) is entry.original:
                     setattr(holder, attribute, entry.replacement)
             return
+    standing = current
+    while _is_ours(current):
+        current = current.__wrapped__
     refusal = _refusal(target, current)
     if refusal:
         installed[target.name] = Installed(target, refusal=refusal)
@@ -134,7 +147,7 @@ def _install(target: Target, module: ModuleType) -> None:
     replacement = target.make(current)
     places = [(module, target.attribute)]
     if target.copied:
-        places += [place for place in _copies(current) if place not in places]
+        places += [place for held in {standing, current} for place in _copies(held) if place not in places]
     for holder, attribute in places:
         setattr(holder, attribute, replacement)
     installed[target.name] = Installed(target, current, replacement, places)
@@ -162,19 +175,27 @@ def _copies(function: Any) -> list[tuple[ModuleType, str]]:
     ]
 
 
-def reaches(function: Any, wanted: Any, depth: int = 8) -> bool:
-    """Whether ``function`` is or wraps ``wanted``, by __wrapped__ or by a closure cell."""
-    if function is wanted:
-        return True
-    if depth == 0 or function is None:
-        return False
-    inner = [getattr(function, "__wrapped__", None)]
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            inner.append(cell.cell_contents)
-        except ValueError:  # not filled yet
+def reaches(function: Any, wanted: Any) -> bool:
+    """Whether ``function`` is or wraps ``wanted``: by __wrapped__, a partial, a method or a closure cell."""
+    seen: set[int] = set()
+    waiting = [function]
+    while waiting and len(seen) < 1000:
+        current = waiting.pop()
+        if current is wanted:
+            return True
+        if current is None or id(current) in seen:
             continue
-    return any(reaches(value, wanted, depth - 1) for value in inner if callable(value))
+        seen.add(id(current))
+        waiting += [getattr(current, name, None) for name in ("__wrapped__", "__func__")]
+        if isinstance(current, functools.partial):
+            waiting.append(current.func)
+        for cell in getattr(current, "__closure__", None) or ():
+            try:
+                if callable(cell.cell_contents):
+                    waiting.append(cell.cell_contents)
+            except ValueError:  # not filled yet
+                continue
+    return False
 
 
 def autoload() -> None:

@@ -18,6 +18,7 @@ from ..nf4 import ops
 from ..nf4.layout import Layout
 from . import guards
 from .guards import Reason
+from .product import Multiplier
 from .stats import ledger, logger
 
 is_compiling = torch.compiler.is_compiling
@@ -33,6 +34,7 @@ class Switch:
         self.on = False
         self.strict = False
         self.defer = "auto"
+        self.matmul = "off"
 
 
 switch = Switch()
@@ -201,28 +203,40 @@ def replace_dequantize_4bit(target: str, original: Callable[..., Any]) -> Callab
     return dequantize_4bit
 
 
+def linear_fields(A, shapeB, absmax, blocksize, code, absmax_8bit, absmax_code, absmax_offset) -> tuple[Any, ...]:
+    """The fields of a Layout after ``packed``, from the arguments of bitsandbytes 0.50's 4-bit linear functions."""
+    if absmax_8bit is None:
+        return (absmax, code, None, None, None, blocksize, 0, tuple(shapeB), A.dtype)
+    return (absmax_8bit, code, absmax, absmax_code, absmax_offset, blocksize, 256, tuple(shapeB), A.dtype)
+
+
+def multiply(multiplier: Multiplier, A, B, shapeB, absmax, blocksize, quant_type, bias, *second) -> Any:
+    """The fused product, or the Reason why not."""
+    code = codebook(quant_type, B.device)
+    if isinstance(code, Reason):
+        return code
+    return multiplier.serve(A, B, linear_fields(A, shapeB, absmax, blocksize, code, *second), bias)
+
+
 def replace_dequant_linear(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``bitsandbytes.backends.cuda.ops._dequant_linear_fallback``: dequantize to A's dtype, then F.linear.
 
     It is the body of an opaque op: torch.compile never traces it.
     """
-    server = Server(target)
-
-    def serve(A, B, shapeB, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset):
-        if absmax_8bit is None:
-            fields = (absmax, None, None, None, None, blocksize, 0, tuple(shapeB), A.dtype)
-        else:
-            second = (absmax, absmax_code, absmax_offset)
-            fields = (absmax_8bit, None, *second, blocksize, 256, tuple(shapeB), A.dtype)
-        return server.serve_fields(B, fields, quant_type)
+    server, multiplier = Server(target), Multiplier(target)
 
     @functools.wraps(original)
     def _dequant_linear_fallback(
         A, B, shapeB, absmax, blocksize, quant_type, bias=None, absmax_8bit=None, absmax_code=None, absmax_offset=None
     ):
         if switch.on:
+            second = (absmax_8bit, absmax_code, absmax_offset)
             try:
-                result = serve(A, B, shapeB, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset)
+                if switch.matmul != "off":
+                    result = multiply(multiplier, A, B, shapeB, absmax, blocksize, quant_type, bias, *second)
+                    if type(result) is not Reason:
+                        return result
+                result = server.serve_fields(B, linear_fields(A, shapeB, absmax, blocksize, None, *second), quant_type)
             except Exception as error:
                 result = server.failed(error)
             if type(result) is not Reason:
@@ -234,6 +248,30 @@ def replace_dequant_linear(target: str, original: Callable[..., Any]) -> Callabl
         )  # fmt: skip
 
     return _dequant_linear_fallback
+
+
+def replace_gemm(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``bitsandbytes.backends.cuda.ops._gemm_4bit_kernel_impl``: its fused product of a few rows."""
+    server, multiplier = Server(target), Multiplier(target)
+
+    @functools.wraps(original)
+    def _gemm_4bit_kernel_impl(
+        A, B, shapeB, absmax, blocksize, quant_type, bias=None, absmax_8bit=None, absmax_code=None, absmax_offset=None
+    ):
+        if switch.on and switch.matmul != "off":
+            second = (absmax_8bit, absmax_code, absmax_offset)
+            try:
+                result = multiply(multiplier, A, B, shapeB, absmax, blocksize, quant_type, bias, *second)
+            except Exception as error:
+                result = server.failed(error)
+            if type(result) is not Reason:
+                return result
+            server.fall_back(result)
+        return original(
+            A, B, shapeB, absmax, blocksize, quant_type, bias, absmax_8bit, absmax_code, absmax_offset
+        )  # fmt: skip
+
+    return _gemm_4bit_kernel_impl
 
 
 _codebooks: dict[tuple[str, torch.device], torch.Tensor] = {}

@@ -23,6 +23,7 @@ class Target:
     replace: str  # name of the function in replacement.py that makes the replacement
     covers: str
     unless: str = ""  # an attribute of the module that makes this row void
+    only: str = ""  # "matmul": serves only where the fused product is switched on
     copied: bool = False  # other modules hold it by value: sweep them when the module was imported first
 
     @property
@@ -36,6 +37,10 @@ class Target:
 
 
 FAST_DEQUANTIZE = ("W", "quant_state", "out", "use_global_buffer")
+LINEAR_4BIT = (
+    ("A", "B", "shapeB", "absmax", "blocksize", "quant_type")
+    + ("bias", "absmax_8bit", "absmax_code", "absmax_offset")
+)  # fmt: skip
 TESTED_BITSANDBYTES = ("0.50.2",)
 
 TARGETS = (
@@ -55,12 +60,20 @@ TARGETS = (
         distribution="bitsandbytes",
         releases=">= 0.50",
         tested=TESTED_BITSANDBYTES,
-        parameters=(
-            ("A", "B", "shapeB", "absmax", "blocksize", "quant_type")
-            + ("bias", "absmax_8bit", "absmax_code", "absmax_offset"),
-        ),
+        parameters=(LINEAR_4BIT,),
         replace="replace_dequant_linear",
         covers="forward of Linear4bit in training, and its recompute under gradient checkpointing",
+    ),
+    Target(
+        module="bitsandbytes.backends.cuda.ops",
+        attribute="_gemm_4bit_kernel_impl",
+        distribution="bitsandbytes",
+        releases=">= 0.50",
+        tested=TESTED_BITSANDBYTES,
+        parameters=(LINEAR_4BIT,),
+        replace="replace_gemm",
+        covers='forward of Linear4bit on a few rows (generation), with enable(matmul="auto") only',
+        only="matmul",
     ),
     Target(
         module="unsloth.kernels.utils",

@@ -1,0 +1,75 @@
+"""Products straight from the packed weight, where bitsandbytes 0.50 multiplies a few rows.
+
+Not the bits of the original (neither are bitsandbytes' own fused products those of dequantize + matmul):
+therefore a switch of its own, ``enable(matmul="auto")`` or NF4_PATCH_MATMUL=auto, off by default.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ..nf4 import launch as launching
+from ..nf4 import matmul
+from ..nf4.layout import Layout
+from . import guards
+from .guards import Reason
+from .stats import ledger
+
+
+@functools.lru_cache(maxsize=4096)
+def is_measured(device: int, m: int, n: int, k: int) -> bool:
+    """Whether the table has a row in which our product won."""
+    return matmul.config_for(torch.cuda.get_device_capability(device), m, n, k) is not None
+
+
+class Multiplier:
+    """Serves the products of one target: from x, the weight and its fields to the result or a Reason."""
+
+    def __init__(self, target: str, limit: int = 16384):
+        self.target = target
+        self.approved: set[tuple[Any, ...]] = set()  # weights that passed the guards: addresses, sizes, types
+        self.limit = limit
+
+    def serve(self, x: torch.Tensor, packed: torch.Tensor, fields: tuple[Any, ...], bias: torch.Tensor | None) -> Any:
+        """x @ weight.T + bias, [..., N] in x's dtype, or the Reason why not.
+
+        Args:
+            fields: those of a Layout after ``packed``, the dtype being x's.
+        """
+        if not x.is_cuda or launching.INTERPRETED:
+            return Reason.NOT_CUDA
+        absmax, code, absmax2, code2, offset, blocksize, blocksize2, (n, k), dtype = fields
+        m = x.numel() // k
+        if m == 0 or x.shape[-1] != k or not is_measured(x.device.index, m, n, k):
+            return Reason.ROWS
+        key = (
+            packed.data_ptr(), packed.numel(), absmax.data_ptr(), absmax.numel(),
+            *((t.data_ptr() for t in (absmax2, code2, offset)) if absmax2 is not None else ()),
+            blocksize, n, k, dtype,
+        )  # fmt: skip
+        if key not in self.approved:
+            reason = guards.check(Layout(packed, *fields))
+            if reason is None and (
+                matmul.refusal(x, packed, blocksize, n, k, bias) is not None
+                or (offset is not None and offset.dtype is not torch.float32)
+                or packed.device != x.device
+            ):
+                reason = Reason.PRODUCT
+            if reason is not None:
+                return reason
+            if len(self.approved) >= self.limit:
+                self.approved.clear()
+            self.approved.add(key)
+        elif bias is not None and matmul.refusal(x, packed, blocksize, n, k, bias) is not None:
+            return Reason.PRODUCT
+        try:
+            result = matmul.matmul_4bit(
+                x, packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, n, k, bias
+            )
+        except launching.KernelUnavailable as error:
+            return Reason[error.reason]
+        ledger.tally(self.target, (n, k), f"{str(dtype).removeprefix('torch.')} product").hits += 1
+        return result
