@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import click
 
 from .. import __version__
+from ..config import ConfigError
 
 
 class Verb(NamedTuple):
@@ -61,6 +62,16 @@ class Verbs(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, verb.help) for name, verb in VERBS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            raise click.ClickException(str(error)) from None
+        except ModuleNotFoundError as error:
+            if (error.name or "nf4_patch").startswith("nf4_patch"):
+                raise
+            raise click.ClickException(f"{error.name} is not installed: pip install 'nf4-patch[demo]'") from None
 
 
 def json_option() -> click.Option:
@@ -186,7 +197,7 @@ def run(module: str | None, report: bool, arguments: tuple[str, ...]) -> Any:
 
 @click.command()
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps of training.")
-@click.option("--size", default=None, help="tiny, small or large. Default: small, with a GPU large.")
+@click.option("--size", type=click.Choice(["tiny", "small", "large"]), help="Default: small, with a GPU large.")
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), default=Path("nf4-patch-demo.png"),
               show_default=True, help="Where the picture goes.")  # fmt: skip
 @click.pass_obj

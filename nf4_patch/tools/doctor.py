@@ -187,7 +187,7 @@ def examine(unsloth: bool = False, tell: Tell = silent) -> DoctorReport:
 def driver() -> str:
     if not torch.cuda.is_available():
         return ""
-    api = torch._C._cuda_getDriverVersion()
+    api = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
     words = [f"CUDA {torch.version.cuda} in torch, driver for CUDA {api // 1000}.{api % 1000 // 10}"]
     try:
         with open("/proc/driver/nvidia/version") as file:

@@ -117,7 +117,8 @@ def _as_main(module: str | None, arguments: Sequence[str]) -> int:
         sys.excepthook(type(error), error, error.__traceback__)
         return 130
     except BaseException as error:
-        sys.excepthook(type(error), error, _without_our_frames(error.__traceback__))
+        error = error.with_traceback(_without_our_frames(error.__traceback__))
+        sys.excepthook(type(error), error, error.__traceback__)
         return 1
     finally:
         sys.stdout.flush()

@@ -1,0 +1,357 @@
+"""A QLoRA fine-tuning of a small Llama, without the patch and with it: the same losses, to the bit."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import RenderableType
+from rich.table import Table
+
+import nf4_patch
+
+from .report import Report, Tell, provenance, silent
+
+SEED = 0
+WARM_UP = 2  # steps of each kind before anything is timed: kernels compile, allocators fill
+LEARNING_RATE = 2e-3
+TEXT = "tide_tables.txt"  # written for this package
+
+
+class Size(NamedTuple):
+    """A Llama, and the tokens of a step."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    batch: int
+    length: int
+
+
+SIZES = {
+    "tiny": Size(128, 320, 2, 4, 2, batch=2, length=64),
+    "small": Size(512, 1408, 4, 8, 4, batch=2, length=128),
+    # 2048 rows: beyond 1536, bitsandbytes 0.50 dequantizes the forward on every GPU instead of taking its gemm_4bit.
+    "large": Size(2048, 5632, 4, 16, 8, batch=4, length=512),
+}
+
+
+@dataclass
+class Training:
+    """One training and what became of its dequantizations."""
+
+    patched: bool
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # of every step
+    peak_bytes: int | None = None  # of the GPU's allocator; None on the CPU
+    adapter: str = ""  # SHA-256 of the LoRA weights after the last step
+    hits: int = 0
+    fallbacks: dict[str, int] = field(default_factory=dict)  # by name of the Reason
+    errors: tuple[str, ...] = ()
+
+    @property
+    def seconds_a_step(self) -> float:
+        return statistics.median(self.seconds)
+
+
+@dataclass
+class DemoReport(Report):
+    place: str
+    serves: bool  # the kernel can run here: a GPU, or the interpreter
+    size: str
+    parameters: int
+    linears: int
+    dtype: str
+    tokens: int  # a step
+    without: Training
+    patched: Training
+    verification: dict[str, Any]  # as_dict of verify on the model's own weights
+    png: str
+
+    def problems(self) -> list[str]:
+        from ..patching.guards import Reason
+
+        found = []
+        if self.without.losses != self.patched.losses:
+            found.append("the losses differ")
+        if self.without.adapter != self.patched.adapter:
+            found.append("the trained adapters differ")
+        if self.serves and not self.patched.hits:
+            found.append("the kernel served no dequantization")
+        if self.serves:
+            missed = [name for name in self.patched.fallbacks if not Reason[name].is_expected]
+            found += [f"{self.patched.fallbacks[name]} calls fell back: {Reason[name].sentence}" for name in missed]
+        if self.verification["exit_code"]:
+            found.append("the kernel's bits differ from bitsandbytes' on the model's weights")
+            found += self.verification["failures"][:3]
+        return found + list(self.patched.errors)
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.problems() else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**super().as_dict(), "problems": self.problems()}
+
+    def render(self) -> Iterable[RenderableType]:
+        yield provenance(self.place)
+        yield (
+            f"Llama with {self.parameters / 1e6:.1f} M parameters, {self.linears} linears in NF4 with double "
+            f"quantization, LoRA on all of them, gradient checkpointing, {self.dtype}, {self.tokens} tokens a step"
+        )
+        yield self._losses()
+        yield self._costs()
+        if not self.serves:
+            yield (
+                "No GPU here: the patched training ran bitsandbytes' CPU kernels too, so both columns time the same "
+                "code, and the kernel ran on the model's weights under Triton's interpreter:"
+            )
+        checked = sum(row["elements"] for row in self.verification["rows"])
+        weights = sum(row["cases"] for row in self.verification["rows"])
+        wrong = sum(row["differing"] for row in self.verification["rows"])
+        yield f"{weights} weights of the model, {checked:,} elements, against bitsandbytes: {wrong:,} differ."
+        problems = self.problems()
+        yield from (f"no: {problem}" for problem in problems)
+        if not problems:
+            yield f"yes: {len(self.patched.losses)} losses and the trained adapter are the same to the bit."
+        yield f"picture: {self.png}"
+
+    def _losses(self) -> Table:
+        table = Table(title="Losses")
+        for heading in ("step", "without the patch", "with the patch", "same bits"):
+            table.add_column(heading, justify="right")
+        for step, (a, b) in enumerate(zip(self.without.losses, self.patched.losses, strict=True), 1):
+            table.add_row(str(step), f"{a:.9f}", f"{b:.9f}", "yes" if a == b else "NO", style=None if a == b else "red")
+        return table
+
+    def _costs(self) -> Table:
+        from ..patching.guards import Reason
+
+        def row(name: str, of: Any) -> None:
+            table.add_row(name, of(self.without), of(self.patched))
+
+        def memory(training: Training) -> str:
+            return "n/a on the CPU" if training.peak_bytes is None else f"{training.peak_bytes / 2**20:,.0f} MiB"
+
+        def pace(training: Training) -> str:
+            note = "" if self.serves or not training.patched else " (the same code)"
+            return f"{training.seconds_a_step * 1e3:,.1f} ms{note}"
+
+        table = Table(title="Dequantizations, time and memory")
+        for heading in ("", "without the patch", "with the patch"):
+            table.add_column(heading)
+        most = 3 * self.linears * len(self.patched.losses)  # forward, recompute, backward
+        of = f" of at most {most:,}" if self.serves else ""
+        row("in the kernel", lambda training: f"{training.hits:,}{of}" if training.patched else "-")
+        for name, count in self.patched.fallbacks.items():
+            table.add_row("fell back", "-", f"{count:,} x {name}: {Reason[name].sentence}")
+        row("time a step (median)", pace)
+        row("peak memory", memory)
+        return table
+
+
+def demo(
+    steps: int = 10, size: str | None = None, png: Path = Path("nf4-patch-demo.png"), tell: Tell = silent
+) -> DemoReport:
+    """Make the model, train it twice from the same seed, verify the kernel on its weights, draw the picture.
+
+    Args:
+        size: a key of SIZES; by default "large" with a GPU and "small" without.
+
+    Raises:
+        ValueError: no such size.
+        ModuleNotFoundError: something of the extra ``demo`` is not installed.
+    """
+    on_gpu = torch.cuda.is_available()
+    size = size or ("large" if on_gpu else "small")
+    if size not in SIZES:
+        raise ValueError(f"size {size!r} is not known; allowed: {', '.join(SIZES)}")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is made here: nothing is looked up
+    import matplotlib  # noqa: F401  # missing it is said before the training, not after
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+    from ..nf4 import launch
+    from .verify import place_of
+
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    dtype = torch.float16 if on_gpu and torch.cuda.get_device_capability() < (8, 0) else torch.bfloat16
+    before = nf4_patch.is_enabled()
+    try:
+        with tempfile.TemporaryDirectory(prefix="nf4-patch-demo-") as folder:
+            tell("making the model")
+            model = Model(SIZES[size], Path(folder), device, dtype)
+            for patched in (False, True):
+                model.train(patched, min(WARM_UP, steps), tell, "warming up")
+            without, patched_ = (model.train(patched, steps, tell, "training") for patched in (False, True))
+            verification = verify_weights(model.save_packed(), tell)
+    finally:
+        (nf4_patch.enable if before else nf4_patch.disable)()
+    report = DemoReport(
+        place=place_of(device) if on_gpu else "CPU", serves=on_gpu or launch.INTERPRETED, size=size,
+        parameters=model.parameters, linears=model.linears, dtype=str(dtype).removeprefix("torch."),
+        tokens=SIZES[size].batch * SIZES[size].length, without=without, patched=patched_,
+        verification=verification, png=str(png),
+    )  # fmt: skip
+    draw(report, png)
+    return report
+
+
+class Model:
+    """The Llama of a size on disk, with random weights, and its quantized, adapted copies."""
+
+    def __init__(self, size: Size, folder: Path, device: torch.device, dtype: torch.dtype):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        self.size, self.folder, self.device, self.dtype = size, folder, device, dtype
+        config = LlamaConfig(
+            vocab_size=256, hidden_size=size.hidden, intermediate_size=size.intermediate,
+            num_hidden_layers=size.layers, num_attention_heads=size.heads, num_key_value_heads=size.key_value_heads,
+            max_position_embeddings=size.length, tie_word_embeddings=False,
+            bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        )  # fmt: skip
+        torch.manual_seed(SEED)
+        with device:
+            model = LlamaForCausalLM(config).to(dtype)  # type: ignore[arg-type]
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.linears = 7 * size.layers
+        model.save_pretrained(folder / "model")
+        data = (resources.files("nf4_patch") / "data" / TEXT).read_bytes()
+        self.text = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()  # a token is a byte
+
+    def load(self) -> Any:
+        """Quantized to NF4 with double quantization by transformers and bitsandbytes."""
+        from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=self.dtype,
+        )  # fmt: skip
+        return AutoModelForCausalLM.from_pretrained(
+            self.folder / "model", quantization_config=quantization, dtype=self.dtype, device_map={"": self.device},
+            attn_implementation="eager",  # the backward of the fused ones adds in no fixed order
+        )  # fmt: skip
+
+    def adapted(self) -> Any:
+        """With LoRA on all linears and gradient checkpointing, the same every time."""
+        from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+        model = prepare_model_for_kbit_training(self.load(), gradient_checkpointing_kwargs={"use_reentrant": False})
+        torch.manual_seed(SEED)
+        lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        return get_peft_model(model, lora)
+
+    def save_packed(self) -> Path:
+        """The packed weights as a checkpoint."""
+        model = self.load()
+        model.save_pretrained(self.folder / "packed")
+        return self.folder / "packed" / "model.safetensors"
+
+    def batches(self, steps: int) -> Iterable[torch.Tensor]:
+        """Token windows of the text, [batch, length], the same every time."""
+        generator = torch.Generator().manual_seed(SEED)
+        for _ in range(steps):
+            starts = torch.randint(len(self.text) - self.size.length, (self.size.batch,), generator=generator)
+            yield torch.stack([self.text[start : start + self.size.length] for start in starts]).to(self.device)
+
+    def train(self, patched: bool, steps: int, tell: Tell, doing: str) -> Training:
+        """Load, adapt and train from the seed, with the patch or without."""
+        from ..patching.stats import ledger
+
+        text = f"{doing} {'with' if patched else 'without'} the patch"
+        tell(text, 0, steps)
+        (nf4_patch.enable if patched else nf4_patch.disable)()
+        model = self.adapted()
+        model.train()
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trainable, lr=LEARNING_RATE)
+        ledger.reset()
+        training = Training(patched)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        for step, tokens in enumerate(self.batches(steps), 1):
+            started = time.perf_counter()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            training.losses.append(loss.item())  # waits for the GPU
+            training.seconds.append(time.perf_counter() - started)
+            tell(text, step, steps)
+        if self.device.type == "cuda":
+            training.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        status = nf4_patch.status()
+        training.hits, training.errors = status.hits, status.errors
+        for target in status.targets:
+            for name, count in target.fallbacks.items():
+                training.fallbacks[name] = training.fallbacks.get(name, 0) + count
+        digest = hashlib.sha256()
+        for parameter in trainable:
+            digest.update(parameter.detach().float().cpu().numpy().tobytes())
+        training.adapter = digest.hexdigest()
+        del model, optimizer, trainable, loss
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return training
+
+
+def verify_weights(checkpoint: Path, tell: Tell) -> dict[str, Any]:
+    """``verify`` on the model's packed weights. Without a GPU in a process of its own, under the interpreter.
+
+    There the kernels of this process must stay as they are: interpreted, they would serve CPU tensors.
+    """
+    if torch.cuda.is_available():
+        from . import verify
+
+        return verify.verify(checkpoint, tell=tell).as_dict()
+    tell("verifying the kernel on the model's weights under Triton's interpreter")
+    result = checkpoint.with_name("verify.json")
+    command = [sys.executable, "-m", "nf4_patch", "verify", "--weights", str(checkpoint), "--json", str(result)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if not result.exists():
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    report: dict[str, Any] = json.loads(result.read_text())
+    return report
+
+
+def draw(report: DemoReport, png: Path) -> None:
+    """Losses and step times of both trainings."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    losses, times = figure.subplots(1, 2)
+    steps = range(1, len(report.without.losses) + 1)
+    losses.plot(steps, report.without.losses, color="0.6", linewidth=5, label="without the patch")
+    losses.plot(steps, report.patched.losses, color="C0", linewidth=1.5, marker="o", label="with the patch")
+    same = "the same bits" if report.without.losses == report.patched.losses else "THEY DIFFER"
+    losses.set(title=f"Loss: {same}", xlabel="step", ylabel="loss")
+    losses.legend()
+    for training, style in ((report.without, {"color": "0.6"}), (report.patched, {"color": "C0"})):
+        label = f"{'with' if training.patched else 'without'} the patch, median {training.seconds_a_step * 1e3:.1f} ms"
+        times.plot(steps, [seconds * 1e3 for seconds in training.seconds], marker="o", label=label, **style)
+    where = "the kernel" if report.serves else "no GPU: both ran bitsandbytes' CPU code"
+    times.set(title=f"Time a step ({where})", xlabel="step", ylabel="ms")
+    times.set_ylim(bottom=0)
+    times.legend()
+    figure.suptitle(provenance(report.place), fontsize=8)
+    figure.savefig(png, dpi=120)
