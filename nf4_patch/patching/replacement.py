@@ -130,7 +130,9 @@ class Server:
     def prepare(self, layout: Layout, quant_type: str, state: Any) -> Any:
         """Guard and resolve a launch that is then remembered, or the Reason why not."""
         decoded = self.decoded_as(layout, quant_type)
-        reason = decoded if isinstance(decoded, Reason) else self.refuse(decoded, state)
+        if isinstance(decoded, Reason):
+            return decoded
+        reason = self.refuse(decoded, state)
         if reason is not None:
             return reason
         try:
