@@ -1,0 +1,183 @@
+"""``nf4-patch bench``: ours beside the saved originals of whatever is installed, the ceiling and the device copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import RenderableType
+from rich.table import Table
+
+from .comparison import Comparison, variants_of
+from .peers import OURS
+from .report import Report, Tell, silent
+from .timing import Machine, machine
+
+METHOD = {
+    "dequantize": "GPU time of one call: CUDA-graph replays over weights that overflow the L2, in turns, medians. "
+    "ceiling: the same bytes moved with no decode.",
+    "dequantize + matmul": "GPU time of dequantize and F.linear, bf16, the same way.",
+    "host": "Host time of one eager call, GPU idle before: allocation, guards and statistics included.",
+    "challenge": "The public NF4 challenge, checks on in the warm-ups, a synchronize after every call; "
+    "both orders, medians.",
+    "step": f"Wall time of a QLoRA step, the patch on ({OURS}) and off in turns.",
+}
+
+
+@dataclass(frozen=True)
+class Bench(Report):
+    """What was measured, by section of METHOD. A ratio is shown only where the bits agreed in this run."""
+
+    machine: Machine
+    sections: dict[str, list[Comparison]] = field(default_factory=dict)
+
+    @property
+    def failures(self) -> list[str]:
+        return [failure for rows in self.sections.values() for row in rows for failure in row.failures]
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.failures else 0
+
+    def render(self) -> Iterable[RenderableType]:
+        yield str(self.machine)
+        for name, rows in self.sections.items():
+            yield ""
+            yield METHOD[name]
+            yield table(name, rows)
+        yield from self.failures
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "machine": {**vars(self.machine)},
+            "method": {name: METHOD[name] for name in self.sections},
+            "sections": {name: [row.as_dict() for row in rows] for name, rows in self.sections.items()},
+            "failures": self.failures,
+            "exit_code": self.exit_code,
+        }
+
+
+def table(name: str, rows: list[Comparison]) -> Table:
+    """One row a comparison: times, GB/s and percent of the ceiling where there is one, the ratio to each peer."""
+    names = variants_of(rows)
+    limits = [limit for limit in ("ceiling", "torch.empty") if limit in names]
+    traffic = any(row.nbytes for row in rows)
+    peers = list(dict.fromkeys(peer for row in rows for peer in row.same_bits))
+    notes = list(dict.fromkeys(note for row in rows for note in row.notes)) if name == "step" else []
+    result = Table(title=f"{name}, {rows[0].unit}" if rows else name, title_justify="left")
+    result.add_column("", no_wrap=True)
+    for column in (["MB"] if traffic else []) + names:
+        result.add_column(column, justify="right")
+    if traffic:
+        result.add_column("GB/s", justify="right")
+    for limit in limits:
+        result.add_column("% of ceiling" if limit == "ceiling" else f"x {limit}", justify="right")
+    for peer in peers:
+        result.add_column(f"vs {peer}", justify="right")
+    result.add_column("noise", justify="right")
+    for note in notes:
+        result.add_column(note)
+    for row in rows:
+        cells = [row.subject] + ([f"{row.nbytes / 1e6:.1f}"] if traffic else [])
+        cells += [digits(row.times[n].median) if n in row.times else "" for n in names]
+        if traffic:
+            cells.append(shown(row.gigabytes_a_second(OURS), ".0f"))
+        for limit in limits:
+            percent = row.percent_of(limit)
+            multiple = None if percent is None else 100 / percent
+            cells.append(shown(percent, ".1f") if limit == "ceiling" else shown(multiple, ".2f"))
+        cells += [ratio_of(row, peer) for peer in peers]
+        cells.append(f"{100 * row.noise:.1f} %")
+        result.add_row(*cells, *(row.notes.get(note, "") for note in notes))
+    return result
+
+
+def digits(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:.1f}"
+
+
+def shown(value: float | None, spec: str) -> str:
+    return "" if value is None else format(value, spec)
+
+
+def ratio_of(row: Comparison, peer: str) -> str:
+    if peer not in row.same_bits:
+        return ""
+    ratio = row.ratio(peer)
+    if ratio is not None:
+        return f"{ratio:.2f}x"
+    return "not timed" if row.checked and row.same_bits[peer] else "bits differ"
+
+
+def measure(
+    sections: Iterable[str], with_unsloth: bool = True, challenge_only: bool = False,
+    step: str = "", tell: Tell = silent,
+) -> Bench:  # fmt: skip
+    """Measure the sections of METHOD, in order.
+
+    Args:
+        challenge_only: of the shapes only the challenge's.
+        step: whose step, "peft" or "unsloth".
+
+    Raises:
+        RuntimeError: there is no NVIDIA GPU, or the kernel does not run here.
+    """
+    import torch
+
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        raise RuntimeError("no NVIDIA GPU: nothing can be measured here")
+    done: dict[str, list[Comparison]] = {}
+    for section in sections:
+        if section == "step":
+            from . import steps
+
+            done[section] = list(steps.run(step, tell))
+            continue
+        from . import challenge, dequantization
+        from .peers import peers
+
+        found = peers(with_unsloth)
+        if section == "dequantize":
+            done[section] = list(dequantization.on_gpu(found, tell, challenge_only))
+        elif section == "dequantize + matmul":
+            done[section] = list(dequantization.with_matmul(found, tell))
+        elif section == "host":
+            done[section] = list(dequantization.on_host(found, tell))
+        elif section == "challenge":
+            done[section] = list(challenge.run(found, tell))
+        else:
+            raise ValueError(f"section {section!r}; known: {', '.join(METHOD)}")
+    return Bench(machine(), done)
+
+
+@click.command()
+@click.option("--challenge", is_flag=True, help="The public Unsloth NF4 challenge instead.")
+@click.option("--step", type=click.Choice(["peft", "unsloth"]), help="A QLoRA step with the patch on and off instead.")
+@click.option("--quick", is_flag=True, help="Only the challenge's three shapes, and no matmul.")
+@click.option("--unsloth/--no-unsloth", default=True, help="Whether Unsloth is measured where it is installed.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw it as well.")
+@click.pass_obj
+def command(tell: Tell, challenge: bool, step: str | None, quick: bool, unsloth: bool, plot: Path | None) -> Bench:
+    """Measure the kernel beside what it replaces."""
+    if step and challenge:
+        raise click.UsageError("--challenge and --step measure different things: give one of them")
+    if plot and (step or challenge):
+        raise click.UsageError("--plot draws the dequantization of every shape: leave out --challenge and --step")
+    if challenge:
+        sections = ["challenge"]
+    elif step:
+        sections = ["step"]
+    else:
+        sections = ["dequantize", "host"] if quick else ["dequantize", "dequantize + matmul", "host"]
+    try:
+        report = measure(sections, unsloth, quick, step or "", tell)
+    except (RuntimeError, ImportError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    if plot:
+        from . import plots
+
+        plots.draw(report, plot)
+    return report
