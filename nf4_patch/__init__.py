@@ -130,12 +130,17 @@ def unload_ipython_extension(shell: Any) -> None:
 
 
 def _autoload() -> None:
+    """NF4_PATCH=1 enables. Called inside somebody's import (bitsandbytes loads it as a backend): it never raises."""
     import os
 
-    if os.environ.get("NF4_PATCH"):  # the only case in which importing this module does anything
+    if not os.environ.get("NF4_PATCH"):  # then nothing else is imported
+        return
+    try:
         from .patching import hooks
-
-        hooks.autoload()
+    except ImportError:
+        logging.getLogger(__name__).exception("nf4_patch stays off: a package that it needs is missing")
+        return
+    hooks.autoload()
 
 
 _autoload()

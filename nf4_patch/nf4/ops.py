@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Optional  # custom_op reads the annotations: torch 2.6 does not read X | None
 
@@ -9,6 +10,9 @@ import torch
 
 from . import launch, reference
 from .layout import Layout
+
+logger = logging.getLogger("nf4_patch")
+_said: set[str] = set()
 
 
 @torch.library.custom_op("nf4_patch::dequantize_nf4", mutates_args=())
@@ -24,10 +28,15 @@ def dequantize_nf4(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The fields of :class:`Layout` to a new ``shape`` weight; the reference where there is no GPU."""
+    """The fields of :class:`Layout` to a new ``shape`` weight; the reference where the kernel cannot run."""
     layout = Layout(packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, tuple(shape), dtype)
     if packed.is_cuda or launch.INTERPRETED:
-        return launch.dequantize(layout)
+        try:
+            return launch.dequantize(layout)
+        except launch.KernelUnavailable as error:  # a compiled graph has no original to go back to
+            if str(error) not in _said:
+                _said.add(str(error))
+                logger.warning("the plain formula runs inside the compiled graph: %s", error)
     return reference.dequantize(layout._replace(packed=layout.bytes()))
 
 

@@ -131,7 +131,7 @@ def _install(target: Target, module: ModuleType) -> None:
     if entry is not None and entry.replacement is not None:
         if current is entry.replacement or reaches(current, entry.replacement):
             return  # in place, or under another library's wrapper: the switch has turned it on again
-        if current is entry.original:
+        if current is entry.original and (module, target.attribute) in entry.places:
             for holder, attribute in entry.places:
                 if getattr(holder, attribute, None) is entry.original:
                     setattr(holder, attribute, entry.replacement)
