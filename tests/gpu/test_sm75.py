@@ -1,0 +1,70 @@
+"""The code that a T4 would run, run here: PTX built for sm_75 with the T4's configuration, against bitsandbytes."""
+
+from __future__ import annotations
+
+import math
+
+import bitsandbytes.functional as F
+import pytest
+import torch
+from oracle import DTYPES, every_pair, layout_of, quantized
+
+from nf4_patch.nf4 import launch
+from nf4_patch.tools import machine_code, portable
+
+pytestmark = pytest.mark.gpu
+T4 = (7, 5)
+CUDA = torch.device("cuda", 0)
+
+
+def check(packed, state):
+    want = F.dequantize_4bit(packed, state)
+    out = torch.full(tuple(state.shape), math.nan, dtype=state.dtype, device=CUDA)
+    assert launch.same_bits(portable.dequantize(layout_of(packed, state), T4, out), want)
+    assert not out.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("blocksize", [32, 64, 512])
+def test_every_absmax_byte_with_every_packed_byte(dtype, blocksize):
+    check(*every_pair(dtype, CUDA, blocksize))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_random_weights_with_tails(dtype, nested, quant_type):
+    for blocksize in (32, 64, 128, 4096):
+        for shape in ((4096, 1024), (33, 77), (5,), (1, 1), (129, 8), (3, 7, 64), (4097,)):
+            check(*quantized(shape, dtype, CUDA, blocksize, nested, quant_type))
+
+
+def test_it_is_the_code_and_the_configuration_of_a_t4():
+    packed, state = quantized((4096, 1024), torch.bfloat16, CUDA)
+    layout = layout_of(packed, state)
+    config = launch.config_for(T4, layout.numel)
+    variant = launch.Variant.of(layout, config)
+    compiled, _ = portable.load(variant, T4, CUDA)
+    assert ".target sm_75" in compiled.kernel.decode()
+    assert compiled.kernel[:-1].decode() == machine_code.code_of(variant, T4).ptx
+    assert compiled.metadata.num_warps == config.num_warps
+    assert "bf16x2" not in compiled.asm["ptx"]  # the convert that sm_75 lacks
+
+
+def test_signature_is_what_a_launch_specializes_on():
+    """machine_code compiles from launch.signature; a launch from its tensors: the same kernel must come out."""
+    here = torch.cuda.get_device_capability()
+    for dtype in DTYPES:
+        for nested in (True, False):
+            layout = layout_of(*quantized((4096, 1024), dtype, CUDA, nested=nested))
+            variant = launch.Variant.of(layout, launch.config_for(here, layout.numel))
+            launched = launch.kernel_for(variant, CUDA).compiled
+            assert machine_code.compile_variant(variant, here).asm["ptx"] == launched.asm["ptx"]
+
+
+def test_verify_runs_it():
+    from nf4_patch.tools import verify
+
+    report = verify.verify(serve=portable.server(T4))
+    assert report.exit_code == 0, report.failures[:5]
+    assert report.elements > 10_000_000
