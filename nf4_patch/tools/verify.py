@@ -23,7 +23,7 @@ from .report import Report, Tell, provenance, silent
 Serve = Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]  # weight, quant_state, out -> the weight
 
 # Whole programs and part of one, partial last blocks, odd counts, rows that no blocksize divides, rank 1 to 3.
-SHAPES = ((512, 512), (96, 136), (33, 77), (3, 5, 44), (4097,), (1, 1))
+SHAPES = ((256, 512), (96, 136), (33, 77), (3, 5, 44), (4097,), (1, 1))
 MATRIX, RAGGED = (256, 192), (65, 42)
 SHOWN = 20  # failures that are listed
 

@@ -1,0 +1,99 @@
+"""``nf4-patch demo`` at its smallest: the main job, in the interpreter and as it runs where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from subprocess_python import python
+
+from nf4_patch.tools import demo
+from nf4_patch.tools.cli import main
+
+STEPS, LINEARS = 2, 14
+
+
+def check(report, png):
+    assert report["exit_code"] == 0 and report["problems"] == []
+    without, patched = report["without"], report["patched"]
+    assert len(without["losses"]) == STEPS
+    assert without["losses"] == patched["losses"] and without["losses"][0] > without["losses"][1] > 0
+    assert without["adapter"] == patched["adapter"]
+    assert without["hits"] == 0 and without["fallbacks"] == {}
+    rows = report["verification"]["rows"]
+    assert [(row["cases"], row["differing"]) for row in rows] == [(LINEARS, 0)]
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU takes the place of the interpreter")
+def test_with_the_kernel_under_the_interpreter(tmp_path):
+    """Here the kernels were imported under the interpreter: the patched training runs in them."""
+    png, file = tmp_path / "demo.png", tmp_path / "report.json"
+    words = ["demo", "--size", "tiny", "--steps", str(STEPS), "--png", str(png), "--json", str(file)]
+    result = CliRunner().invoke(main, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    check(report, png)
+    assert report["serves"]
+    assert report["patched"]["hits"] == STEPS * LINEARS  # on the CPU bitsandbytes dequantizes in the backward only
+    assert report["patched"]["fallbacks"] == {}
+
+
+def test_as_on_a_machine_without_a_gpu(tmp_path):
+    words = ["demo", "--size", "tiny", "--steps", str(STEPS), "--png", "demo.png", "--json", "report.json"]
+    code = f"from nf4_patch.tools.cli import main\nmain({words!r})"
+    done = python(code, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    report = json.loads((tmp_path / "report.json").read_text())
+    check(report, tmp_path / "demo.png")
+    assert not report["serves"]
+    assert report["patched"]["hits"] == 0
+    assert report["patched"]["fallbacks"] == {"NOT_CUDA": STEPS * LINEARS}
+    assert f"{STEPS * LINEARS} x NOT_CUDA" in done.stdout
+    assert "training with the patch" in done.stderr
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    png, file = tmp_path / "demo.png", tmp_path / "report.json"
+    words = ["demo", "--size", "large", "--steps", str(STEPS), "--png", str(png), "--json", str(file)]
+    result = CliRunner().invoke(main, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    assert report["patched"]["hits"] == STEPS * report["linears"] * 3
+    assert report["patched"]["fallbacks"] == {}
+    assert report["patched"]["peak_bytes"] > 0
+
+
+def made(**changes):
+    """A report of a demo where all is well, but for the changes."""
+    training = {"losses": [2.0, 1.0], "seconds": [0.1, 0.1], "adapter": "a"}
+    verification = {"exit_code": 0, "failures": [], "rows": [{"cases": 1, "elements": 64, "differing": 0}]}
+    fields = {
+        "place": "a GPU", "serves": True, "size": "tiny", "parameters": 1, "linears": 1, "dtype": "float16", "tokens": 1,
+        "without": demo.Training(False, **training), "patched": demo.Training(True, **training, hits=6),
+        "verification": verification, "png": "demo.png",
+    }  # fmt: skip
+    return demo.DemoReport(**{**fields, **changes})
+
+
+def test_what_the_demo_calls_a_failure():
+    training = {"losses": [2.0, 1.0], "seconds": [0.1, 0.1], "adapter": "a"}
+    assert made().exit_code == 0
+    patched = [
+        demo.Training(True, **{**training, "losses": [2.0, 1.0000000000000002]}, hits=6),
+        demo.Training(True, **{**training, "adapter": "b"}, hits=6),
+        demo.Training(True, **training),
+        demo.Training(True, **training, hits=3, fallbacks={"KERNEL_FAILED": 3}),
+    ]
+    assert [made(patched=one).exit_code for one in patched] == [1, 1, 1, 1]
+    assert made(patched=demo.Training(True, **training, hits=3, fallbacks={"NOT_4BIT": 3})).exit_code == 0
+    assert made(serves=False, patched=demo.Training(True, **training, fallbacks={"NOT_CUDA": 6})).exit_code == 0
+    wrong = {"exit_code": 1, "failures": ["q_proj: 1 of 64 elements differ"], "rows": []}
+    assert made(verification=wrong).exit_code == 1
+
+
+def test_sizes_are_those_of_the_command():
+    option = next(option for option in main.get_command(None, "demo").params if option.name == "size")
+    assert list(option.type.choices) == list(demo.SIZES)
