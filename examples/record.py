@@ -13,6 +13,19 @@ import torch
 from transformers import TrainerCallback
 
 
+def graphs() -> dict[str, int]:
+    """What torch.compile made in this process: graphs (a recompile adds one), operators in them, breaks."""
+    from torch._dynamo.utils import counters
+
+    stats = counters["stats"]
+    return {
+        "graphs": stats["unique_graphs"],
+        "operators": stats["calls_captured"],
+        "breaks": sum(counters["graph_break"].values()),
+        "frames": counters["frames"]["total"],
+    }
+
+
 def fingerprint(model: torch.nn.Module) -> str:
     """SHA-256 of every trainable parameter: two runs with the same one learned the same, to the bit."""
     digest = hashlib.sha256()
@@ -66,6 +79,7 @@ class Record(TrainerCallback):
             "seconds": self.seconds,
             "seconds_a_step": statistics.median(warm) if warm else None,
             "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+            "torch_compile": graphs(),
             "nf4_patch": status,
             **self.extra,
         }

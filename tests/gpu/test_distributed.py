@@ -1,0 +1,96 @@
+"""Two GPUs, one process each: DDP and FSDP2 with bf16 storage. The same bits, hits counted, no half weight decoded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from run_example import environment, fallbacks, run_example, same_training
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29611")
+LINEARS, PASSES = 4 * 7, 3
+
+
+@pytest.mark.parametrize("mode", [(), ("--fsdp",)], ids=["ddp", "fsdp2"])
+def test_two_gpus(mode, tmp_path):
+    arguments = ("--size", "8b-4layers", "--steps", 8, "--tokens", 512, *mode)
+    on = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=TORCHRUN)
+    off = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=TORCHRUN, patch=False)
+    for way, record in (("off", off), ("on", on)):
+        print(
+            f"\n{mode or 'ddp'} {way}: {1e3 * record['seconds_a_step']:.1f} ms a step, {record['peak_bytes'] / 2**30:.2f} "
+            f"GiB, hits {record['hits_by_process']}, {record['sharded_bytes']} bytes sharded, losses {record['losses']}"
+        )
+    if os.environ.get("OUT"):
+        file = Path(os.environ["OUT"]) / f"distributed{''.join(mode)}.json"
+        file.write_text(json.dumps({"on": on, "off": off}))
+    assert on["hits_by_process"] == [8 * LINEARS * PASSES] * 2 and off["hits_by_process"] == [0, 0]
+    assert not fallbacks(on)
+    assert same_training(on, off)
+    if mode:
+        assert on["sharded_bytes"] > 0
+
+
+SHARD = """
+import torch, torch.distributed as dist, bitsandbytes as bnb, bitsandbytes.functional as F
+import nf4_patch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+nf4_patch.enable()
+rank = int(__import__("os").environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl")
+torch.manual_seed(0)
+packed, state = F.quantize_4bit(
+    torch.randn(256, 512, dtype=torch.bfloat16, device="cuda"), quant_type="nf4", compress_statistics=True,
+    quant_storage=torch.bfloat16,
+)
+whole = F.dequantize_4bit(packed, state)
+holder = torch.nn.Module()
+holder.weight = torch.nn.Parameter(packed, requires_grad=False)
+fully_shard(holder, mesh=init_device_mesh("cuda", (2,)))
+
+def count(reason):
+    return sum(target.fallbacks.get(reason, 0) for target in nf4_patch.status().targets)
+
+def attempt(weight):
+    before = nf4_patch.status().hits
+    try:
+        F.dequantize_4bit(weight, state)
+    except Exception as error:
+        print(f"the original said: {type(error).__name__}")
+    assert nf4_patch.status().hits == before, "a shard was decoded"
+
+attempt(holder.weight)                                # the sharded parameter: a DTensor
+assert count("SUBCLASS") == 1, nf4_patch.status()
+attempt(holder.weight.to_local())                     # its half of the bytes beside the whole shape
+assert count("SIZES") == 1, nf4_patch.status()
+before = nf4_patch.status().hits
+gathered = holder.weight.full_tensor()
+assert torch.equal(F.dequantize_4bit(gathered, state), whole)
+assert nf4_patch.status().hits == before + 1
+print("REFUSED BY NAME", rank)
+dist.destroy_process_group()
+"""
+
+
+def test_a_shard_is_refused_by_name(tmp_path):
+    script = tmp_path / "shard.py"
+    script.write_text(SHARD)
+    done = subprocess.run(
+        [sys.executable, *TORCHRUN, script], env=environment(), capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.count("REFUSED BY NAME") == 2
+    assert "SIZES" in done.stderr or "disagree" in done.stderr  # the WARNING, with the reason's sentence

@@ -1,0 +1,97 @@
+"""Every example at real size on the GPU (four layers of a Llama-3.1-8B), with and without the patch.
+
+The same bits, every call a hit or deferred, graphs and breaks as without. Times and peak memory are written to
+example_runs.json under $OUT, if that is set: the README's table.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from run_example import EXAMPLES, fallbacks, hits, run, run_example, same_training
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+LINEARS, PASSES = 4 * 7, 3  # forward, recompute, backward
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    """Made once: 1.8 GB."""
+    folder = tmp_path_factory.mktemp("llama")
+    code = f"import offline; offline.checkpoint('random', '8b-4layers', {str(folder)!r})"
+    run([sys.executable, "-c", code], folder, PYTHONPATH=f"{EXAMPLES}:{os.environ.get('PYTHONPATH', '')}")
+    return str(folder)
+
+
+def note(name: str, **runs) -> None:
+    """One line on stdout, and the figures into $OUT."""
+    for way, record in runs.items():
+        seconds, peak = record["seconds_a_step"], record["peak_bytes"]
+        print(
+            f"\n{name} {way}: {1e3 * (seconds or 0):.1f} ms a step, {(peak or 0) / 2**30:.3f} GiB, "
+            f"hits {hits(record)}, fallbacks {fallbacks(record)}, {record['torch_compile']}"
+        )
+    if os.environ.get("OUT"):
+        file = Path(os.environ["OUT"]) / "example_runs.json"
+        known = json.loads(file.read_text()) if file.exists() else {}
+        known[name] = {
+            way: {key: value for key, value in record.items() if key != "output"} for way, record in runs.items()
+        }
+        known["machine"] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        file.write_text(json.dumps(known))
+
+
+def both(script: str, *arguments, folder: Path):
+    """Off, on and off again: the second off is the noise of a thing against itself."""
+    off = run_example(script, *arguments, folder=folder, patch=False)
+    on = run_example(script, *arguments, folder=folder)
+    again = run_example(script, *arguments, folder=folder, patch=False)
+    note(Path(script).stem + "".join(a for a in arguments if a == "--compile"), off=off, on=on, again=again)
+    assert same_training(again, off), "the script is not deterministic: nothing can be concluded"
+    assert same_training(on, off)
+    assert on["torch_compile"] == off["torch_compile"]
+    return on
+
+
+def test_peft(checkpoint, tmp_path):
+    on = both("qlora_peft.py", "--model", checkpoint, "--steps", 30, "--tokens", 512, folder=tmp_path)
+    assert hits(on) == 30 * LINEARS * PASSES and not fallbacks(on)
+
+
+def test_peft_compiled(checkpoint, tmp_path):
+    on = both("qlora_peft.py", "--model", checkpoint, "--steps", 12, "--tokens", 512, "--compile", folder=tmp_path)
+    assert not fallbacks(on)
+
+
+def test_trl(checkpoint, tmp_path):
+    arguments = ("--model", checkpoint, "--steps", 30, "--rows", 1, "--tokens", 512)
+    on = both("qlora_trl.py", *arguments, folder=tmp_path)
+    assert hits(on) == 30 * LINEARS * PASSES and not fallbacks(on)
+
+
+def test_generate(checkpoint, tmp_path):
+    record = run_example("generate.py", "--model", checkpoint, folder=tmp_path)
+    note("generate", on=record)
+    print(record["generation"])
+    assert all(row["equal"] for row in record["generation"])
+    assert hits(record) > 0 and not fallbacks(record)
+
+
+def test_merge(checkpoint, tmp_path):
+    record = run_example("merge_adapter.py", "--model", checkpoint, folder=tmp_path)
+    note("merge_adapter", on=record)
+    print(record["merges"])
+    assert all(row["equal"] for row in record["merges"])
+    assert hits(record) >= 2 * LINEARS and not fallbacks(record)
+
+
+def test_unsloth(checkpoint, tmp_path):
+    """Unsloth >= 2026.10 keeps its own kernel inside its compiled layers: deferred, never slower."""
+    arguments = ("--model", checkpoint, "--steps", 30, "--rows", 1, "--tokens", 512)
+    on = both("qlora_unsloth.py", *arguments, folder=tmp_path)
+    assert set(fallbacks(on)) <= {"DEFERRED"}

@@ -1,0 +1,133 @@
+"""torch.compile of a whole QLoRA model: graphs, breaks and recompiles are those of stock bitsandbytes.
+
+gpu/test_example_runs.py counts the same for Unsloth's compiled decoder layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+
+import nf4_patch
+
+GPU = torch.cuda.is_available()
+BACKEND = "inductor" if GPU else "aot_eager"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
+def qlora(checkpoint: str, device: torch.device) -> torch.nn.Module:
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, quantization_config=quantization, dtype=torch.bfloat16, device_map={"": device}
+    )
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")).train()
+
+
+def trained(checkpoint: str, device: torch.device, lengths: list[int], **options: Any) -> dict[str, Any]:
+    """Losses and gradients of one step a length, and what Dynamo counted on the way."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = qlora(checkpoint, device)
+    if options.pop("checkpointed", False):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    counter = None
+    if "mode" not in options:  # a mode is Inductor's own
+        counter = options["backend"] = CompileCounterWithBackend(options.get("backend", BACKEND))
+    compiled = torch.compile(model, **options)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for length in lengths:
+        ids = torch.randint(3, 512, (1, length), generator=generator).to(device)
+        loss = compiled(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.item())
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    counts = {
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": sum(counters["graph_break"].values()),
+        "frames": dict(counters["frames"]),
+        "compilations": counter and counter.frame_count,
+    }
+    return {"losses": losses, "gradients": gradients, "counts": counts}
+
+
+def compare(checkpoint: str, device: torch.device, lengths: list[int], **options: Any) -> dict[str, Any]:
+    """Train without and with the patch; the same bits, the same counts. Returns the counts."""
+    nf4_patch.disable()
+    stock = trained(checkpoint, device, lengths, **options)
+    nf4_patch.enable()
+    try:
+        patched = trained(checkpoint, device, lengths, **options)
+    finally:
+        nf4_patch.disable()
+    assert patched["losses"] == stock["losses"]
+    assert len(patched["gradients"]) > 0
+    for ours, theirs in zip(patched["gradients"], stock["gradients"], strict=True):
+        assert torch.equal(ours, theirs)
+    assert patched["counts"] == stock["counts"]
+    return patched["counts"]
+
+
+def test_whole_model_is_one_graph(checkpoint, device):
+    counts = compare(checkpoint, device, [48] * 3, fullgraph=True)
+    assert counts["graphs"] == 1 and counts["breaks"] == 0 and counts["compilations"] == 1
+
+
+def test_checkpointed_model(checkpoint, device):
+    counts = compare(checkpoint, device, [48] * 3, checkpointed=True)
+    assert counts["graphs"] >= 1
+
+
+def test_dynamic_shapes(checkpoint, device):
+    """The second length recompiles once with a symbolic size, the ones after it do not; with us as without."""
+    counts = compare(checkpoint, device, [48, 56, 64])
+    assert counts["breaks"] == 0 and counts["graphs"] == 2
+
+
+def test_the_op_is_in_the_backward_graph(checkpoint, device, patched):
+    """The patch is not bypassed under compilation: the traced backward holds our op, once a linear layer."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    torch._dynamo.reset()
+    model = qlora(checkpoint, device)
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=keep))
+    ids = torch.randint(3, 512, (1, 32)).to(device)
+    compiled(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    backward = graphs[-1]
+    ours = [node for node in backward.graph.nodes if "nf4_patch.dequantize_nf4" in str(node.target)]
+    theirs = [node for node in backward.graph.nodes if "bitsandbytes.dequantize_4bit" in str(node.target)]
+    # every linear but those whose input needs no gradient: q, k and v of the only layer
+    assert len(ours) == 7 - 3 and not theirs
+
+
+@pytest.mark.gpu
+def test_reduce_overhead(checkpoint, device):
+    compare(checkpoint, device, [512] * 6, mode="reduce-overhead")
