@@ -165,7 +165,7 @@ def few_cases(monkeypatch):
     chosen = {}
     for case in verify.cases():
         chosen.setdefault((case.family, case.dtype), case)
-    monkeypatch.setattr(verify, "cases", lambda: iter(chosen.values()))
+    monkeypatch.setattr(verify, "cases", lambda thin=False: iter(chosen.values()))
     return len(chosen)
 
 
@@ -177,7 +177,16 @@ def test_verify_compares_everything(tmp_path):
     pairs = [row for row in report["rows"] if row["family"] == verify.PAIRS]
     assert [row["dtype"] for row in pairs] == ["float16", "bfloat16", "float32"]
     assert all(row["elements"] >= 2 * 65_536 for row in pairs)  # an element a nibble
-    assert sum(row["cases"] for row in report["rows"]) == len(list(verify.cases()))
+    assert sum(row["cases"] for row in report["rows"]) == len(list(verify.cases(thin=not GPU)))
+
+
+def test_thin_cases_still_meet_everything():
+    def met(*fields):
+        return [{tuple(getattr(case, f) for f in fields) for case in verify.cases(thin)} for thin in (False, True)]
+
+    for fields in (("dtype", "blocksize", "shape"), ("dtype", "nested", "quant_type", "shape"), ("family", "dtype")):
+        every, thin = met(*fields)
+        assert thin == every
 
 
 def test_the_pairs_are_all_there(device):
