@@ -21,6 +21,7 @@ from .guards import Reason
 from .product import Multiplier
 from .stats import ledger, logger
 
+identity = launching.identity
 is_compiling = torch.compiler.is_compiling
 modes_active = torch._C._len_torch_dispatch_stack
 transforms_active = torch._C._functorch.peek_interpreter_stack
@@ -96,12 +97,15 @@ class Server:
             return Reason.TRANSFORM
         if launching.INTERPRETED:
             return self.run(Layout(weight, *fields), quant_type, state, out)
-        launch = self.launches.get((weight.data_ptr(), fields[-1], quant_type))
-        if launch is None or not launch.fits(weight, *fields):
+        try:
+            launch = self.launches.get((quant_type, identity(weight, *fields)))
+        except (AttributeError, TypeError):  # a field is no tensor: the guards say which
+            launch = None
+        if launch is None:
             launch = self.prepare(Layout(weight, *fields), quant_type, state)
             if type(launch) is Reason:
                 return launch
-        transposed = weight.shape[0] == 1
+        transposed = weight.size(0) == 1
         if out is not None:
             layout = Layout(weight, *fields)
             reason = guards.check_out(out, layout)
@@ -140,7 +144,7 @@ class Server:
         except launching.KernelUnavailable as error:
             return self.unavailable(error)
         launch.tally = ledger.tally(self.target, tuple(layout.shape), str(layout.dtype))
-        return self.memo.remember((launch.packed_ptr, launch.dtype, quant_type), launch)
+        return self.memo.remember((quant_type, identity(*layout)), launch)
 
     def unavailable(self, error: launching.KernelUnavailable) -> Reason:
         reason = Reason[error.reason]
