@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
@@ -25,6 +26,9 @@ METHOD = {
     "both orders, medians.",
     "step": f"Wall time of a QLoRA step, the patch on ({OURS}) and off in turns.",
 }
+
+
+LIMITS = {"torch.empty": "over it"}  # shown as ours over the limit; the others as a percentage
 
 
 @dataclass(frozen=True)
@@ -61,55 +65,57 @@ class Bench(Report):
 
 
 def table(name: str, rows: list[Comparison]) -> Table:
-    """One row a comparison: times, GB/s and percent of the ceiling where there is one, the ratio to each peer."""
+    """One row a comparison: ours, the limits and what ours is of them, each peer with its ratio, the noise."""
     names = variants_of(rows)
-    limits = [limit for limit in ("ceiling", "torch.empty") if limit in names]
-    traffic = any(row.nbytes for row in rows)
     peers = list(dict.fromkeys(peer for row in rows for peer in row.same_bits))
+    traffic = any(row.nbytes for row in rows)
     notes = list(dict.fromkeys(note for row in rows for note in row.notes)) if name == "step" else []
-    result = Table(title=f"{name}, {rows[0].unit}" if rows else name, title_justify="left")
+    limits = [other for other in names if other not in (OURS, *peers)]
+    result = Table(title=f"{name}, {rows[0].unit}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     result.add_column("", no_wrap=True)
-    for column in (["MB"] if traffic else []) + names:
-        result.add_column(column, justify="right")
+    result.add_column(OURS, justify="right", no_wrap=True)
     if traffic:
+        result.add_column("MB", justify="right")
         result.add_column("GB/s", justify="right")
     for limit in limits:
-        result.add_column("% of ceiling" if limit == "ceiling" else f"x {limit}", justify="right")
-    for peer in peers:
-        result.add_column(f"vs {peer}", justify="right")
-    result.add_column("noise", justify="right")
+        result.add_column(limit, justify="right")
+        result.add_column(LIMITS.get(limit, f"% of {limit}"), justify="right")
+    for peer in (*peers, "noise"):
+        result.add_column(peer, justify="right")
     for note in notes:
         result.add_column(note)
     for row in rows:
-        cells = [row.subject] + ([f"{row.nbytes / 1e6:.1f}"] if traffic else [])
-        cells += [digits(row.times[n].median) if n in row.times else "" for n in names]
+        cells = [row.subject, digits(row.times[OURS].median)]
         if traffic:
-            cells.append(shown(row.gigabytes_a_second(OURS), ".0f"))
+            cells += [f"{row.nbytes / 1e6:.1f}", shown(row.gigabytes_a_second(OURS), ".0f")]
         for limit in limits:
             percent = row.percent_of(limit)
             multiple = None if percent is None else 100 / percent
-            cells.append(shown(percent, ".1f") if limit == "ceiling" else shown(multiple, ".2f"))
-        cells += [ratio_of(row, peer) for peer in peers]
+            cells.append(digits(row.times[limit].median) if limit in row.times else "")
+            cells.append(shown(multiple, ".2f") + "x" * bool(multiple) if limit in LIMITS else shown(percent, ".1f"))
+        cells += [peer_of(row, peer) for peer in peers]
         cells.append(f"{100 * row.noise:.1f} %")
         result.add_row(*cells, *(row.notes.get(note, "") for note in notes))
     return result
 
 
 def digits(value: float) -> str:
-    return f"{value:.2f}" if value < 100 else f"{value:.1f}"
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.1f}"
 
 
 def shown(value: float | None, spec: str) -> str:
     return "" if value is None else format(value, spec)
 
 
-def ratio_of(row: Comparison, peer: str) -> str:
+def peer_of(row: Comparison, peer: str) -> str:
+    """Its time and how many times ours is as fast, or why there is no ratio."""
     if peer not in row.same_bits:
         return ""
+    time = digits(row.times[peer].median) if peer in row.times else "not timed"
     ratio = row.ratio(peer)
     if ratio is not None:
-        return f"{ratio:.2f}x"
-    return "not timed" if row.checked and row.same_bits[peer] else "bits differ"
+        return f"{time} {ratio:.2f}x"
+    return time if row.checked and row.same_bits[peer] else f"{time} bits differ"
 
 
 def measure(

@@ -58,7 +58,7 @@ def checkpoint(folder: Path) -> None:
 
 
 def peft_model(folder: Path) -> Any:
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -68,7 +68,10 @@ def peft_model(folder: Path) -> Any:
             bnb_4bit_compute_dtype=torch.bfloat16,
         ),
     )  # fmt: skip
-    model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+    # Not prepare_model_for_kbit_training: its fp32 head hides the layers behind a matmul of no 4-bit weight.
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    model.config.use_cache = False
     return get_peft_model(model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=LINEARS, task_type="CAUSAL_LM"))
 
 
