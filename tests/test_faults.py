@@ -11,7 +11,7 @@ import bitsandbytes.functional as F
 import pytest
 import torch
 from oracle import expected, quantized
-from subprocess_python import INTERPRETED, python
+from subprocess_python import python
 
 import nf4_patch
 from nf4_patch.nf4 import launch, ops

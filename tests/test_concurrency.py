@@ -1,0 +1,145 @@
+"""Threads, modes and checkpoints around the patched functions. Streams and graphs: gpu/test_launch.py."""
+
+from __future__ import annotations
+
+import threading
+
+import bitsandbytes as bnb
+import bitsandbytes.functional as F
+import pytest
+import torch
+from oracle import expected, quantized
+
+import nf4_patch
+from nf4_patch.patching.stats import ledger
+
+TARGET = "bitsandbytes.functional.dequantize_4bit"
+
+
+def together(*functions):
+    """Run all at once; the first exception of any is raised."""
+    errors = []
+    barrier = threading.Barrier(len(functions))
+
+    def guarded(function):
+        barrier.wait()
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(f,)) for f in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.gpu  # Triton's interpreter is not made for threads
+def test_threads_count_every_hit(device, patched):
+    cases = [quantized((64, 64 * (i + 1)), torch.float16, device, seed=i) for i in range(4)]
+    wants = [expected(*case) for case in cases]
+    ledger.reset()
+
+    def work(index):
+        def calls():
+            for _ in range(25):
+                assert torch.equal(F.dequantize_4bit(*cases[index]), wants[index])
+
+        return calls
+
+    together(*(work(i) for i in range(4)))
+    assert ledger.hits(TARGET) == 100
+
+
+def test_toggling_while_others_call(device):
+    packed, state = quantized((64, 128), torch.float16, device)
+    nf4_patch.disable()
+    want = expected(packed, state)
+    stop = threading.Event()
+
+    def toggle():
+        for _ in range(200):
+            nf4_patch.enable()
+            nf4_patch.disable()
+        stop.set()
+
+    def call():
+        while not stop.is_set():
+            assert torch.equal(F.dequantize_4bit(packed, state), want)
+
+    together(toggle, call, call)
+    assert not hasattr(F.dequantize_4bit, "__wrapped__")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_checkpointing_and_autocast(reentrant, autocast, device, patched):
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear4bit(128, 64, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).to(device)
+    values = torch.randn(600, 128, device=device)
+
+    def step():
+        x = values.clone().requires_grad_()
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
+        y.float().square().sum().backward()
+        return y.detach(), x.grad
+
+    nf4_patch.disable()
+    want = step()
+    nf4_patch.enable()
+    got = step()
+    assert ledger.hits(TARGET) >= 1
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda m: m.__name__)
+def test_grad_modes(mode, device, patched):
+    packed, state = quantized((64, 128), torch.float16, device)
+    with mode():
+        nf4_patch.disable()
+        want = expected(packed, state)
+        nf4_patch.enable()
+        got = expected(packed, state)
+        assert torch.equal(got, want)
+        assert (got.is_inference(), got.requires_grad) == (want.is_inference(), want.requires_grad)
+    again = expected(packed, state)  # what was remembered in one mode serves the other
+    assert torch.equal(again, want)
+    assert not again.is_inference()
+    assert ledger.hits(TARGET) == 2
+
+
+def test_a_default_device_and_dtype_of_the_user(device, patched):
+    packed, state = quantized((64, 128), torch.float16, device)
+    want = expected(packed, state)
+    with torch.device("meta"):
+        assert torch.equal(F.dequantize_4bit(packed, state), want)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(F.dequantize_4bit(packed, state), want)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_dispatch_modes_see_one_op(device, patched):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    packed, state = quantized((64, 128), torch.float16, device)
+    want = expected(packed, state)
+    with Watch():
+        got = F.dequantize_4bit(packed, state)
+    assert torch.equal(got, want)
+    assert "nf4_patch.dequantize_nf4.default" in seen

@@ -1,0 +1,86 @@
+"""The fuzzer itself, and a small run of it under the interpreter; tens of thousands run on the GPU (gpu/test_fuzz.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nf4_patch.nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
+from nf4_patch.patching.guards import Reason
+from nf4_patch.tools import fuzz as fuzzing
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@settings(deadline=None, max_examples=150)
+@given(seed=st.integers(0, 2**32), number=st.integers(0, 10**6))
+def test_any_case_of_any_seed(seed, number):
+    fuzzer = fuzzing.Fuzzer(seed, DEVICE)
+    fuzzer.run(number)
+    assert not fuzzer.report.mismatches, fuzzer.report.mismatches
+    assert not fuzzer.report.out_of_bounds, fuzzer.report.out_of_bounds
+
+
+@pytest.mark.parametrize("fault", fuzzing.FAULTS)
+def test_every_fault_ends_as_its_row_says(fault):
+    fuzzer = fuzzing.Fuzzer(3, DEVICE)
+    for number, blocksize in enumerate((64, 64, 32, 256)):
+        case = fuzzing.draw(3, number, DEVICE.type)._replace(
+            fault=fault, nested=True, blocksize=blocksize, shape=(96, 64), start=0, transposed=number % 2 == 1,
+            storage=torch.uint8,
+        )  # fmt: skip
+        packed, state = fuzzing.make(case, 3, DEVICE)
+        want = fuzzer.original(case, packed, state)
+        fuzzer.broken(case, packed, state, want)
+    assert not fuzzer.report.mismatches, fuzzer.report.mismatches
+    assert fuzzer.report.faults or (fault.endswith("freed") and DEVICE.type == "cpu")
+
+
+def test_the_draw_reaches_every_layout():
+    cases = [fuzzing.draw(0, number, "cuda") for number in range(4000)]
+    assert {c.dtype for c in cases} == set(OUTPUT_DTYPES)
+    assert {c.blocksize for c in cases} == set(BLOCKSIZES)
+    assert {c.storage for c in cases} == set(STORAGE_DTYPES)
+    assert {c.offset_dtype for c in cases} == set(OFFSET_DTYPES)
+    assert {len(c.shape) for c in cases} == {1, 2, 3, 4}
+    assert {c.numel % 8 for c in cases} == set(range(8))
+    assert {c.start % 4 for c in cases} == {0, 1, 2, 3}
+    assert {c.fault for c in cases} == {"", *fuzzing.FAULTS}
+    assert {c.into for c in cases} == {"new", "out", "shared"}
+
+
+def test_every_reason_of_a_fault_exists():
+    names = {reason for _, reasons in fuzzing.FAULTS.values() for reason in reasons if reason}
+    assert names <= {reason.name for reason in Reason}
+
+
+def test_a_wrong_kernel_is_seen(monkeypatch):
+    """One flipped bit in one element, a byte written before out, a well-formed state refused: all three are reported."""
+    fuzzer = fuzzing.Fuzzer(0, DEVICE)
+    serve = fuzzer.server.serve
+
+    def flipped(packed, state, out=None, shared=False):
+        result = serve(packed, state, out, shared)
+        if isinstance(result, torch.Tensor):
+            flat = result.t().reshape(-1) if packed.shape[0] == 1 else result.view(-1)
+            flat[-1:].view(torch.uint8)[0] ^= 1
+        return result
+
+    def spilled(packed, state, out=None, shared=False):
+        result = serve(packed, state, out, shared)
+        if out is not None:
+            torch.as_strided(out.view(-1).view(torch.uint8), (1,), (1,), fuzzing.PADDING - 1).zero_()
+        return result
+
+    number = next(
+        n for n in range(100)
+        if (c := fuzzing.draw(0, n, DEVICE.type)).into == "out" and not (c.transposed or c.fault or c.special)
+    )  # fmt: skip
+    for wrong, mismatches, out_of_bounds in ((flipped, 1, 0), (spilled, 0, 1), (lambda *a, **k: Reason.SIZES, 1, 0)):
+        monkeypatch.setattr(fuzzer.server, "serve", wrong)
+        fuzzer.report = fuzzing.FuzzReport("here", 0)
+        fuzzer.run(number)
+        assert (len(fuzzer.report.mismatches), len(fuzzer.report.out_of_bounds)) == (mismatches, out_of_bounds), wrong
+        assert fuzzer.report.exit_code == 1

@@ -1,0 +1,213 @@
+"""Who else puts functions at the same names: status() tells, disable() never removes what is not ours."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import bitsandbytes.functional as F
+import pytest
+import torch
+from oracle import expected, quantized
+from subprocess_python import INTERPRETED, python
+
+import nf4_patch
+from nf4_patch.patching import hooks
+from nf4_patch.patching.stats import ledger
+
+TARGET = "bitsandbytes.functional.dequantize_4bit"
+
+
+def row():
+    return {t.name: t for t in nf4_patch.status().targets}[TARGET]
+
+
+def by_wraps(ours):
+    @functools.wraps(ours)
+    def theirs(*args, **kwargs):
+        return ours(*args, **kwargs)
+
+    return theirs
+
+
+def by_closure(ours):
+    return lambda A, *args, **kwargs: ours(A, *args, **kwargs)
+
+
+def by_partial(ours):
+    return functools.partial(ours)
+
+
+def by_method(ours):
+    class Holder:
+        def call(self, *args, **kwargs):
+            return ours(*args, **kwargs)
+
+    return Holder().call
+
+
+@pytest.mark.parametrize("wrap", [by_wraps, by_closure, by_partial, by_method], ids=lambda f: f.__name__)
+def test_a_wrapper_over_ours_is_seen_and_stays(wrap, device):
+    nf4_patch.enable()
+    ours = F.dequantize_4bit
+    original = ours.__wrapped__
+    theirs = F.dequantize_4bit = wrap(ours)
+    packed, state = quantized((64, 128), torch.float16, device)
+    try:
+        ledger.reset()
+        assert row().state == "wrapped"
+        want = expected(packed, state)
+        hits = ledger.hits(TARGET)
+        assert hits >= 1
+        nf4_patch.disable()
+        assert F.dequantize_4bit is theirs
+        assert torch.equal(F.dequantize_4bit(packed, state), want)
+        assert ledger.hits(TARGET) == hits
+        nf4_patch.enable()
+        assert F.dequantize_4bit is theirs  # ours is beneath it: not put on top a second time
+        F.dequantize_4bit(packed, state)
+        assert ledger.hits(TARGET) == hits + 1
+    finally:
+        nf4_patch.disable()
+        F.dequantize_4bit = original
+        hooks.installed.pop(TARGET, None)
+
+
+def test_the_original_restored_behind_our_back(device):
+    nf4_patch.enable()
+    original = F.dequantize_4bit.__wrapped__
+    F.dequantize_4bit = original
+    try:
+        assert row().state == "displaced"
+        assert "enable() again" in row().note
+        ledger.reset()
+        packed, state = quantized((64, 128), torch.float16, device)
+        F.dequantize_4bit(packed, state)
+        assert ledger.hits(TARGET) == 0
+        nf4_patch.enable()
+        assert row().state == "patched"
+        F.dequantize_4bit(packed, state)
+        assert ledger.hits(TARGET) == 1
+    finally:
+        nf4_patch.disable()
+    assert F.dequantize_4bit is original
+
+
+def test_somebody_elses_function_is_left_in_place_and_can_be_patched(device):
+    """Another patcher puts its own function over ours, without ours beneath: disable() leaves it, enable() adapts it."""
+    nf4_patch.enable()
+    original = F.dequantize_4bit.__wrapped__
+    calls = []
+
+    def theirs(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
+        calls.append(A)
+        return original(A, quant_state, absmax, out, blocksize, quant_type)
+
+    F.dequantize_4bit = theirs
+    packed, state = quantized((64, 128), torch.float16, device)
+    try:
+        assert row().state == "displaced"
+        nf4_patch.disable()
+        assert F.dequantize_4bit is theirs
+        nf4_patch.enable()
+        assert row().state == "patched"
+        ledger.reset()
+        want = expected(packed, state)
+        assert not calls
+        assert ledger.hits(TARGET) == 1
+        state.blocksize = 96  # what we refuse goes to theirs
+        with pytest.raises(ValueError, match="blocksize"):
+            F.dequantize_4bit(packed, state)
+        assert len(calls) == 1
+        state.blocksize = 64
+        nf4_patch.disable()
+        assert F.dequantize_4bit is theirs
+        assert torch.equal(expected(packed, state), want)
+    finally:
+        nf4_patch.disable()
+        F.dequantize_4bit = original
+        hooks.installed.pop(TARGET, None)
+
+
+def test_a_wrapper_full_of_closures_is_searched_quickly(device):
+    """Thirty functions that all close over each other: a search by depth alone would never return."""
+    nf4_patch.enable()
+    ours = F.dequantize_4bit
+    original = ours.__wrapped__
+    functions: list = []
+
+    def make(others):
+        a, b, c, d, e, f, g, h = others
+        return lambda *args: (a, b, c, d, e, f, g, h)
+
+    functions = [lambda *args: None for _ in range(8)]
+    for _ in range(30):
+        functions = [make(functions) for _ in range(8)]
+    F.dequantize_4bit = functions[0]
+    try:
+        assert row().state == "displaced"
+    finally:
+        F.dequantize_4bit = ours
+        nf4_patch.disable()
+    assert F.dequantize_4bit is original
+
+
+UNSLOTH = pytest.mark.skipif(
+    importlib.util.find_spec("unsloth") is None or torch.cuda.is_available(),
+    reason="the real Unsloth on a CPU machine; the GPU has gpu/test_unsloth.py",
+)
+
+
+@UNSLOTH
+@pytest.mark.parametrize("first", ["import nf4_patch; nf4_patch.enable()", "pass"], ids=["before", "after"])
+def test_unsloth_zoos_wrapper_of_bitsandbytes(first, tmp_path):
+    """unsloth_zoo wraps dequantize_4bit in a closure: over ours or beneath it, hits, off and on."""
+    python(
+        f"""
+        {INTERPRETED.strip().replace(chr(10), "; ")}
+        import torch
+        {first}
+        import unsloth, bitsandbytes.functional as F, nf4_patch
+        nf4_patch.enable()
+        row = lambda: dict((t.name, t) for t in nf4_patch.status().targets)["bitsandbytes.functional.dequantize_4bit"]
+        assert row().state == {"wrapped" if "enable" in first else "patched"!r}, row()
+        torch.manual_seed(0)
+        packed, state = F.quantize_4bit(torch.randn(64, 128), quant_type="nf4", compress_statistics=True)
+        got = F.dequantize_4bit(packed, state)
+        assert row().hits == 1, row()
+        standing = F.dequantize_4bit
+        nf4_patch.disable()
+        assert torch.equal(F.dequantize_4bit(packed, state), got) and row().hits == 1
+        if {"enable" in first}:
+            assert F.dequantize_4bit is standing
+        nf4_patch.enable()
+        F.dequantize_4bit(packed, state)
+        assert row().hits == 2, row()
+        """,
+        cwd=tmp_path,
+        UNSLOTH_ALLOW_CPU="1",
+    )
+
+
+def test_accelerate_hooks(device, patched):
+    """accelerate's hooks wrap a module's forward, not our target: offloading hooks around a Linear4bit change nothing."""
+    accelerate_hooks = pytest.importorskip("accelerate.hooks")
+    import bitsandbytes as bnb
+
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear4bit(128, 64, bias=False, quant_type="nf4", compute_dtype=torch.float16).to(device)
+    x = torch.randn(600, 128, device=device, dtype=torch.float16)
+
+    def gradient():
+        inputs = x.clone().requires_grad_()
+        layer(inputs).float().sum().backward()
+        return inputs.grad
+
+    nf4_patch.disable()
+    want = gradient()
+    nf4_patch.enable()
+    accelerate_hooks.add_hook_to_module(layer, accelerate_hooks.AlignDevicesHook(execution_device=device))
+    assert torch.equal(gradient(), want)
+    accelerate_hooks.remove_hook_from_module(layer)
+    assert torch.equal(gradient(), want)
+    assert ledger.hits(TARGET) == 2
