@@ -42,11 +42,11 @@ model.eval()
 
 
 def generate(batch: int) -> tuple[torch.Tensor, float]:
-    """The tokens [batch, prompt + new] and the new tokens a second, greedily."""
+    """The tokens [batch, prompt + new] and the new tokens a second, greedily; the second run of two."""
     lines = (text() * (batch // len(text()) + 1))[:batch]
     prompt = tokenizer(lines, return_tensors="pt", padding=True).to(device)
     settings = {"do_sample": False, "min_new_tokens": args.new_tokens, "max_new_tokens": args.new_tokens}
-    model.generate(**prompt, **(settings | {"min_new_tokens": 2, "max_new_tokens": 2}))  # compiles and warms up
+    model.generate(**prompt, **settings)  # compiles and warms up
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -60,15 +60,19 @@ record = Record()
 rows = []
 for batch in tqdm(args.batches):
     nf4_patch.disable()
-    expected, stock = generate(batch)
+    expected, _ = generate(batch)
+    repeated, stock = generate(batch)
     nf4_patch.enable()
     tokens, patched = generate(batch)
-    rows.append({"batch": batch, "stock": stock, "patched": patched, "equal": torch.equal(tokens, expected)})
+    row = {"batch": batch, "stock": stock, "patched": patched, "equal": torch.equal(tokens, expected)}
+    rows.append(row | {"repeats": torch.equal(repeated, expected)})
 
 for row in rows:
     verdict = "the same tokens" if row["equal"] else "OTHER TOKENS"
+    if not row["repeats"]:  # a split sum in bitsandbytes' own kernel can end in another order
+        verdict = "stock does not repeat its own tokens: nothing to compare"
     print(f"batch {row['batch']:3}: {row['stock']:8.1f} -> {row['patched']:8.1f} tokens a second, {verdict}")
 record.extra["generation"] = rows
 record.finish(json_file=args.json)
-if not all(row["equal"] for row in rows):
+if not all(row["equal"] for row in rows if row["repeats"]):
     raise SystemExit("the patch changed the tokens: please report it")

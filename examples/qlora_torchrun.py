@@ -1,4 +1,4 @@
-"""QLoRA on several GPUs with accelerate: DDP, or FSDP2 with the packed weights sharded as bfloat16 bytes.
+"""QLoRA on several GPUs: DDP by accelerate, or FSDP2 (torch's fully_shard) with the packed weights sharded as bfloat16 bytes.
 
     torchrun --nproc-per-node 2 examples/qlora_torchrun.py                     # DDP, a small random Llama
     torchrun --nproc-per-node 2 examples/qlora_torchrun.py --fsdp              # FSDP2
@@ -9,11 +9,14 @@ import argparse
 import os
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from offline import SIZES, batches, checkpoint, compute_dtype
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from record import Record, fingerprint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
@@ -34,13 +37,7 @@ nf4_patch.enable()
 
 cuda = torch.cuda.is_available()
 dtype = compute_dtype()
-fsdp = FullyShardedDataParallelPlugin(
-    fsdp_version=2,
-    auto_wrap_policy="transformer_based_wrap",
-    reshard_after_forward=True,
-    cpu_ram_efficient_loading=False,
-)
-accelerator = Accelerator(cpu=not cuda, fsdp_plugin=fsdp if args.fsdp else None)
+accelerator = Accelerator(cpu=not cuda)
 device = accelerator.device
 paths = [checkpoint(args.model, args.size) if accelerator.is_main_process else None]
 path = broadcast_object_list(paths)[0]  # a random one is made once
@@ -67,12 +64,18 @@ lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="C
 model = get_peft_model(model, lora, autocast_adapter_dtype=not args.fsdp)
 model.train()
 
-optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-model, optimizer = accelerator.prepare(model, optimizer)
-packed = [p.to_local() for p in model.parameters() if args.fsdp and not p.requires_grad]
-record = Record()
-record.extra["sharded_bytes"] = sum(shard.numel() * shard.element_size() for shard in packed)
 everyone = accelerator.num_processes
+if args.fsdp:
+    mesh = init_device_mesh(device.type, (everyone,))
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+else:
+    model = accelerator.prepare(model)
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+shards = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
+record = Record()
+record.extra["sharded_bytes"] = sum(shard.numel() * shard.element_size() for shard in shards)
 progress = tqdm(
     batches(tokenizer, args.rows * everyone, args.tokens, args.steps, device),
     total=args.steps,

@@ -87,10 +87,11 @@ def test_two_processes(mode, tmp_path):
     assert on["hits_by_process"] == [2 * LINEARS] * 2 and off["hits_by_process"] == [0, 0]
     assert not fallbacks(on)
     assert same_training(on, off)
-    if mode:  # this process holds half of the 4-bit bytes (and of embedding, norms and head)
-        dense = 2 * 512 * 128 * 2 + 5 * 128 * 2
+    if mode:  # every process holds half of all bytes, the packed ones among them
+        dense = 2 * 512 * 128 * 2 + 5 * 128 * 2  # embedding, head, norms: bf16
         packed = 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256) // 2
-        assert on["sharded_bytes"] == (dense + packed) // 2
+        adapters = 2 * 16 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 256)) * 2
+        assert on["sharded_bytes"] == (dense + packed + adapters) // 2
 
 
 # One training step of one Linear4bit, which says in the end how often the kernel ran.

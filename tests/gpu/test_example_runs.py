@@ -46,31 +46,34 @@ def note(name: str, **runs) -> None:
         file.write_text(json.dumps(known))
 
 
-def both(script: str, *arguments, folder: Path):
-    """Off, on and off again: the second off is the noise of a thing against itself."""
+def both(script: str, *arguments, folder: Path, repeat: bool = False):
+    """Off and on; with ``repeat`` off again: the noise of a thing against itself."""
     off = run_example(script, *arguments, folder=folder, patch=False)
     on = run_example(script, *arguments, folder=folder)
-    again = run_example(script, *arguments, folder=folder, patch=False)
-    note(Path(script).stem + "".join(a for a in arguments if a == "--compile"), off=off, on=on, again=again)
-    assert same_training(again, off), "the script is not deterministic: nothing can be concluded"
+    runs = {"off": off, "on": on}
+    if repeat or not same_training(on, off):
+        runs["again"] = run_example(script, *arguments, folder=folder, patch=False)
+    note(Path(script).stem + "".join(a for a in arguments if a == "--compile"), **runs)
+    if "again" in runs:
+        assert same_training(runs["again"], off), "the script is not deterministic: nothing can be concluded"
     assert same_training(on, off)
     assert on["torch_compile"] == off["torch_compile"]
     return on
 
 
 def test_peft(checkpoint, tmp_path):
-    on = both("qlora_peft.py", "--model", checkpoint, "--steps", 30, "--tokens", 512, folder=tmp_path)
-    assert hits(on) == 30 * LINEARS * PASSES and not fallbacks(on)
+    on = both("qlora_peft.py", "--model", checkpoint, "--steps", 60, "--tokens", 512, folder=tmp_path, repeat=True)
+    assert hits(on) == 60 * LINEARS * PASSES and not fallbacks(on)
 
 
 def test_peft_compiled(checkpoint, tmp_path):
-    on = both("qlora_peft.py", "--model", checkpoint, "--steps", 12, "--tokens", 512, "--compile", folder=tmp_path)
+    on = both("qlora_peft.py", "--model", checkpoint, "--steps", 8, "--tokens", 512, "--compile", folder=tmp_path)
     assert not fallbacks(on)
 
 
 def test_trl(checkpoint, tmp_path):
     arguments = ("--model", checkpoint, "--steps", 30, "--rows", 1, "--tokens", 512)
-    on = both("qlora_trl.py", *arguments, folder=tmp_path)
+    on = both("qlora_trl.py", *arguments, folder=tmp_path, repeat=True)
     assert hits(on) == 30 * LINEARS * PASSES and not fallbacks(on)
 
 
@@ -78,7 +81,7 @@ def test_generate(checkpoint, tmp_path):
     record = run_example("generate.py", "--model", checkpoint, folder=tmp_path)
     note("generate", on=record)
     print(record["generation"])
-    assert all(row["equal"] for row in record["generation"])
+    assert all(row["equal"] for row in record["generation"] if row["repeats"])
     assert hits(record) > 0 and not fallbacks(record)
 
 
