@@ -38,7 +38,10 @@ VERBS = {
     "run": Verb("nf4_patch.tools.cli:run", "Enable the patch, then run a script or a module."),
     "demo": Verb("nf4_patch.tools.cli:demo", "Fine-tune a small QLoRA model without and with the patch."),
     "bench": Verb("nf4_patch.tools.bench:command", "Measure the kernel beside what it replaces."),
-    "inspect": Verb("nf4_patch.tools.inspect:command", "Show a model's 4-bit weights and what the patch would do."),
+    "inspect": Verb(
+        "nf4_patch.tools.inspect:command",
+        "Count the kernel's machine code for a GPU that need not be here; model its time.",
+    ),
 }
 
 
@@ -161,11 +164,19 @@ def doctor(tell: Progress, unsloth: bool) -> Any:
 @click.command()
 @click.option("--weights", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="SAFETENSORS",
               help="Verify on the 4-bit weights of a saved checkpoint instead of on made ones.")  # fmt: skip
+@click.option("--arch", metavar="SM", help="Compare the code that an older GPU would run, e.g. sm_75, on this one.")
 @click.pass_obj
-def verify(tell: Progress, weights: Path | None) -> Any:
+def verify(tell: Progress, weights: Path | None, arch: str | None) -> Any:
     from . import verify
 
-    return verify.verify(weights, tell=tell)
+    if arch is None:  # without importing a kernel: verify decides whether the interpreter runs them
+        return verify.verify(weights, tell=tell)
+    from . import portable
+
+    try:
+        return verify.verify(weights, tell=tell, arch=portable.capability_of(arch))
+    except (ValueError, portable.CannotRun) as error:
+        raise click.ClickException(str(error)) from error
 
 
 class PassThrough(click.Command):

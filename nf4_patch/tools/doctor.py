@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from rich.console import RenderableType
@@ -68,13 +69,8 @@ class Verdict:
     target: str
     covers: str
     release: str  # of the library; "" where it is not installed
-    verdict: str  # patched, would be patched, refused, off, not here, not in this release, not installed
+    verdict: str  # patched, stands by, would be patched, refused, off, not here, not in this release, not installed
     why: str = ""
-
-    @property
-    def counts(self) -> bool:
-        """The installed library has this target and this machine could use it."""
-        return self.verdict in ("patched", "would be patched", "refused", "off")
 
 
 @dataclass
@@ -187,15 +183,12 @@ def examine(unsloth: bool = False, tell: Tell = silent) -> DoctorReport:
 def driver() -> str:
     if not torch.cuda.is_available():
         return ""
-    api = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-    words = [f"CUDA {torch.version.cuda} in torch, driver for CUDA {api // 1000}.{api % 1000 // 10}"]
     try:
-        with open("/proc/driver/nvidia/version") as file:
-            found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", file.readline())
-            words += [f"NVIDIA driver {found[1]}"] if found else []
-    except OSError:  # Windows, WSL: the API version above says what matters
-        pass
-    return ", ".join(words)
+        found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", Path("/proc/driver/nvidia/version").read_text())
+        release = found[1] if found else "unknown"
+    except OSError:  # Windows and WSL have no such file
+        release = "unknown"
+    return f"NVIDIA driver {release}, CUDA {torch.version.cuda} in torch"
 
 
 def why_no_gpu() -> str:
@@ -269,6 +262,8 @@ def judge(target: Target, release: str, state: str, failed: dict[str, str], conf
         return verdict("not in this release", f"{target.distribution} has it {target.releases}")
     if config.forbidden:
         return verdict("off", "NF4_PATCH=0 or NF4_USE_TRITON=0")
+    if target.only and getattr(config, target.only) == "off":
+        return verdict("stands by", f"NF4_PATCH_{target.only.upper()}=auto uses it")
     tested = "" if release in target.tested else f"tested with {', '.join(target.tested)}, not with this release"
     if state in ("patched", "wrapped"):
         return verdict("patched", tested)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 import nf4_patch
 
-from ..patching.status import Status
+from ..patching.status import Status, explain
 from .report import Report
 
 
@@ -41,23 +41,15 @@ class RunReport(Report):
 
     def advice(self) -> list[str]:
         """What to know and what to do, most important first."""
-        from ..patching.guards import Reason
-
         lines = []
         if not self.enabled:
             lines.append("The patch was off: NF4_PATCH=0 or NF4_USE_TRITON=0 is set.")
         for target in self.status.targets:
             for name, count in target.fallbacks.items():
-                reason = Reason[name]
-                advice = f" -> {reason.advice}" if reason.advice else ""
-                lines.append(f"{target.name}: {count} x {name}: {reason.sentence}{advice}")
-        silent = [target for target in self.status.targets if target.state in ("patched", "wrapped", "displaced")]
-        for target in silent:
-            if not target.hits and not target.fallbacks:
-                lines.append(f"{target.name} was installed and never called: nothing went through it in this run.")
-            elif not target.hits:
-                lines.append(f"{target.name} was installed and never hit: every call fell back.")
-        if self.enabled and not silent:
+                lines.append(f"{target.name}: {count} x {explain(name)}")
+        standing = [target for target in self.status.targets if target.state in ("patched", "wrapped", "displaced")]
+        lines += [f"{target.name}: {target.note}" for target in standing if target.note and not target.hits]
+        if self.enabled and not standing:
             lines.append(
                 "Nothing was patched: the run imported neither bitsandbytes nor Unsloth, or they were refused."
             )

@@ -172,12 +172,21 @@ class VerifyReport(Report):
             yield f"NOT the same bits: {len(self.failures)} of {cases:,} cases differ."
 
 
-def verify(weights: Path | None = None, serve: Serve | None = None, tell: Tell = silent) -> VerifyReport:
+def verify(
+    weights: Path | None = None,
+    serve: Serve | None = None,
+    tell: Tell = silent,
+    arch: tuple[int, int] | None = None,
+) -> VerifyReport:
     """Compare the kernel with bitsandbytes, on made weights or on those of a checkpoint.
 
     Args:
         weights: a .safetensors file with bitsandbytes 4-bit weights.
         serve: what is compared, by default ``nf4_patch.dequantize_nf4``.
+        arch: compare the code that a GPU of this older capability would run, with its launch configuration.
+
+    Raises:
+        portable.CannotRun: that code does not run on this machine.
     """
     use_interpreter_without_gpu()
     from ..nf4 import launch
@@ -185,6 +194,15 @@ def verify(weights: Path | None = None, serve: Serve | None = None, tell: Tell =
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     report = VerifyReport(place_of(device))
+    if arch is not None:
+        from . import portable
+
+        portable.check(arch, device)
+        serve = portable.server(arch)
+        report.notes.append(
+            f"Compared is the code of sm_{arch[0]}{arch[1]}: its PTX and its launch configuration, translated for this "
+            "GPU by the driver."
+        )
     if not on_gpu:
         if not launch.INTERPRETED:
             report.failures.append("no GPU, and the kernels were imported before the interpreter could be chosen")
