@@ -160,31 +160,37 @@ def operands(layout: Layout, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
 Start = Callable[..., None]  # (grid, stream, *pointers, n)
 
 
+class Entry(NamedTuple):
+    """How a compiled kernel is launched from plain integers: ``call(grid, 1, 1, stream, *head, *arguments, *tail)``."""
+
+    call: Callable[..., None]
+    head: tuple[Any, ...]
+    tail: tuple[Any, ...]
+    way: str  # for people
+
+    @classmethod
+    def of(cls, compiled: Any, values: tuple[Any, ...]) -> Entry:
+        """Triton's own ``kernel[grid](...)`` costs 17 us a call (H200 machine, 3.6.0), most of it finding the
+        compiled kernel again. ``run`` is what it calls in the end, in every release from 3.2.
+        """
+        compiled._init_handles()
+        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+        release = tuple(int(part) for part in triton.__version__.split(".")[:2])
+        values = values if release >= (3, 3) else ()  # 3.2 passes no constexpr to the launcher
+        if release == (3, 6) and run.global_scratch_size == 0 and run.profile_scratch_size == 0:
+            flags = run.launch_cooperative_grid, run.launch_pdl
+            return cls(run.launch, (function, *flags, None, None, metadata, None, None, None), values, "c entry")
+        return cls(run, (function, metadata, None, None, None), values, "launcher")
+
+
 def _starter(compiled: Any, values: tuple[Any, ...]) -> tuple[Start, str]:
-    """A function that launches ``compiled`` from plain integers, and the name of the way it takes.
+    """A function that launches ``compiled`` from plain integers, and the name of the way it takes."""
+    call, head, tail, way = Entry.of(compiled, values)
 
-    Triton's own ``kernel[grid](...)`` costs 17 us a call (H200 machine, 3.6.0), most of it finding the
-    compiled kernel again. ``run`` is what it calls in the end, in every release from 3.2.
-    """
-    compiled._init_handles()
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    values = values if release >= (3, 3) else ()  # 3.2 passes no constexpr to the launcher
-    if release == (3, 6) and run.global_scratch_size == 0 and run.profile_scratch_size == 0:
-        launch, cooperative, dependent = run.launch, run.launch_cooperative_grid, run.launch_pdl
+    def start(grid, stream, *arguments):
+        call(grid, 1, 1, stream, *head, *arguments, *tail)
 
-        def through_c(grid, stream, *arguments):
-            launch(
-                grid, 1, 1, stream, function, cooperative, dependent, None, None,
-                metadata, None, None, None, *arguments, *values,
-            )  # fmt: skip
-
-        return through_c, "c entry"
-
-    def through_launcher(grid, stream, *arguments):
-        run(grid, 1, 1, stream, function, metadata, None, None, None, *arguments, *values)
-
-    return through_launcher, "launcher"
+    return start, way
 
 
 class Kernel:
@@ -203,10 +209,12 @@ class Kernel:
                 *tensors, n, **values, grid=(1,), num_warps=variant.config.num_warps, enable_fp_fusion=False
             )
             self.compiled = compiled.result() if hasattr(compiled, "result") else compiled
-            self.start, self.way = _starter(self.compiled, tuple(values.values()))
+            self.entry = Entry.of(self.compiled, tuple(values.values()))
+            call, head, tail, self.way = self.entry
             stream = current_stream(device.index)
             pointers = [tensor.data_ptr() for tensor in tensors]
-            self.start(-(-sample.numel // self.elements), stream, *pointers, sample.numel)
+            grid = -(-sample.numel // self.elements)
+            call(grid, 1, 1, stream, *head, *pointers, sample.numel, *tail)
         expected = reference.dequantize(sample)
         if not same_bits(out, expected):
             raise KernelUnavailable(
@@ -287,10 +295,12 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= end * tensor.element_size()
 
 
-def identity(packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, shape, dtype) -> tuple[Any, ...]:
+def identity(
+    quant_type, packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, shape, dtype
+) -> tuple[Any, ...]:
     """Everything a resolved launch depends on, as a key: the same addresses, sizes and types give the same result.
 
-    ``code`` is not in it: the caller decides by the quant_type. A shape that is a list may change, so it is copied.
+    The quant_type stands for ``code``, which is not read. A shape that is a list may change, so it is copied.
 
     Raises:
         AttributeError: a field is no tensor.
@@ -298,12 +308,14 @@ def identity(packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2
     if type(shape) is list:
         shape = tuple(shape)
     if absmax2 is None:
-        second = None
-    else:
-        second = (absmax2.data_ptr(), absmax2.numel(), code2.data_ptr(), offset.data_ptr())
+        return (
+            packed.data_ptr(), packed.numel(), packed.dtype, packed.is_contiguous(), absmax.data_ptr(), absmax.numel(),
+            blocksize, shape, dtype, quant_type,
+        )  # fmt: skip
     return (
         packed.data_ptr(), packed.numel(), packed.dtype, packed.is_contiguous(), absmax.data_ptr(), absmax.numel(),
-        second, blocksize, blocksize2, shape, dtype,
+        absmax2.data_ptr(), absmax2.numel(), code2.data_ptr(), offset.data_ptr(),
+        blocksize, blocksize2, shape, dtype, quant_type,
     )  # fmt: skip
 
 
@@ -327,7 +339,7 @@ class Launch:
     """
 
     __slots__ = (
-        "device", "dtype", "grid", "n", "pointers", "shape", "start", "strides", "tally", "transposed_shape",
+        "call", "device", "dtype", "grid", "head", "n", "shape", "strides", "tail", "tally", "transposed_shape",
         "transposed_strides", "views",
     )  # fmt: skip
 
@@ -336,13 +348,15 @@ class Launch:
         tensors = operands(layout, layout.packed)[:6]
         if not all(has_memory(tensor) for tensor in tensors):
             raise KernelUnavailable("a tensor of the weight is larger than its memory", "NO_MEMORY")
-        self.pointers = tuple(tensor.data_ptr() for tensor in tensors)
-        if self.pointers[0] % 4:
-            raise KernelUnavailable(f"the packed weight starts at {self.pointers[0]:#x}, not on 4 bytes", "MISALIGNED")
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        if pointers[0] % 4:
+            raise KernelUnavailable(f"the packed weight starts at {pointers[0]:#x}, not on 4 bytes", "MISALIGNED")
         config = config_for(torch.cuda.get_device_capability(device), layout.numel)
         kernel = kernel_for(Variant.of(layout, config), device)
         self.n, self.dtype, self.device = layout.numel, layout.dtype, device.index
-        self.grid, self.start = -(-self.n // kernel.elements), kernel.start
+        self.grid = -(-self.n // kernel.elements)
+        self.call, head, tail, _ = kernel.entry
+        self.head, self.tail = (*head, *pointers), (self.n, *tail)
         plain = torch.empty(tuple(layout.shape), dtype=layout.dtype, device="meta")
         transpose = transpose_of(plain)
         self.shape, self.strides = tuple(plain.shape), plain.stride()
@@ -360,7 +374,7 @@ class Launch:
             out = empty_strided_cuda(self.transposed_shape, self.transposed_strides, self.dtype)
         else:
             out = empty_strided_cuda(self.shape, self.strides, self.dtype)
-        self.start(self.grid, current_stream(device), *self.pointers, out.data_ptr(), self.n)
+        self.call(self.grid, 1, 1, current_stream(device), *self.head, out.data_ptr(), *self.tail)
         return out
 
     def shared(self, transposed: bool) -> torch.Tensor:
@@ -380,7 +394,7 @@ class Launch:
         if current_device() != device:
             with torch.cuda.device(device):
                 return self.into(out)
-        self.start(self.grid, current_stream(device), *self.pointers, out.data_ptr(), self.n)
+        self.call(self.grid, 1, 1, current_stream(device), *self.head, out.data_ptr(), *self.tail)
 
 
 def transpose_of(weight: torch.Tensor) -> torch.Tensor:
@@ -414,7 +428,7 @@ def shared_buffer(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
 
 
 class Memo:
-    """Remembered launches by ``identity`` and what else the caller tells apart, such as the quant_type. Bounded."""
+    """Remembered launches by ``identity``. Bounded."""
 
     def __init__(self, limit: int = 16384):  # a 70B model has 560 weights, each in one or two dtypes
         self.limit = limit

@@ -95,13 +95,13 @@ class Server:
             return self.dispatch(Layout(weight, *fields), state, out)
         if transforms_active() is not None:
             return Reason.TRANSFORM
-        if launching.INTERPRETED:
-            return self.run(Layout(weight, *fields), quant_type, state, out)
         try:
-            launch = self.launches.get((quant_type, identity(weight, *fields)))
+            launch = self.launches.get(identity(quant_type, weight, *fields))
         except (AttributeError, TypeError):  # a field is no tensor: the guards say which
             launch = None
         if launch is None:
+            if launching.INTERPRETED:
+                return self.run(Layout(weight, *fields), quant_type, state, out)
             launch = self.prepare(Layout(weight, *fields), quant_type, state)
             if type(launch) is Reason:
                 return launch
@@ -144,7 +144,7 @@ class Server:
         except launching.KernelUnavailable as error:
             return self.unavailable(error)
         launch.tally = ledger.tally(self.target, tuple(layout.shape), str(layout.dtype))
-        return self.memo.remember((quant_type, identity(*layout)), launch)
+        return self.memo.remember(identity(quant_type, *layout), launch)
 
     def unavailable(self, error: launching.KernelUnavailable) -> Reason:
         reason = Reason[error.reason]
@@ -197,7 +197,7 @@ def replace_dequantize_4bit(target: str, original: Callable[..., Any]) -> Callab
                     result = trace(A, quant_state, **kwargs)
                 else:
                     try:
-                        result = serve(A, quant_state, **kwargs)
+                        result = serve(A, quant_state, **kwargs) if kwargs else serve(A, quant_state)
                     except Exception as error:
                         result = server.failed(error)
             if type(result) is not Reason:
