@@ -49,6 +49,7 @@ trainer = SFTTrainer(
         output_dir=tempfile.mkdtemp(prefix="nf4-patch-trl-"),
         max_steps=args.steps,
         per_device_train_batch_size=args.rows,
+        gradient_accumulation_steps=1,
         max_length=args.tokens,
         packing=True,
         packing_strategy="wrapped",

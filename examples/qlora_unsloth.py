@@ -48,6 +48,7 @@ trainer = SFTTrainer(
         dataset_text_field="text",
         max_steps=args.steps,
         per_device_train_batch_size=args.rows,
+        gradient_accumulation_steps=1,
         max_length=args.tokens,
         learning_rate=1e-3,
         bf16=str(dtype) == "torch.bfloat16",
