@@ -315,7 +315,7 @@ def identity(
     return (
         packed.data_ptr(), packed.numel(), packed.dtype, packed.is_contiguous(), absmax.data_ptr(), absmax.numel(),
         absmax2.data_ptr(), absmax2.numel(), code2.data_ptr(), offset.data_ptr(),
-        blocksize, blocksize2, shape, dtype, quant_type,
+        offset.dtype, blocksize, blocksize2, shape, dtype, quant_type,
     )  # fmt: skip
 
 

@@ -171,6 +171,16 @@ def _set(name: str, change: Callable[[Any], Any], second: bool = False) -> Fault
     return fault
 
 
+def _say(name: str, value: Any, nested: bool = False) -> Fault:
+    def fault(packed: torch.Tensor, state: Any) -> Any:
+        if nested and state.state2 is None:
+            return None
+        setattr(state, name, value)
+        return packed, state
+
+    return fault
+
+
 def _packed(change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
     return lambda packed, state: (change(packed), state)
 
@@ -224,8 +234,8 @@ FAULTS: dict[str, tuple[Fault, tuple[str | None, ...]]] = {
     "packed fake": (_packed(_fake), ("SUBCLASS",)),
     "packed freed": (_packed(_freed), ("NO_MEMORY",)),
     "packed not contiguous": (_packed(lambda t: _strided(t.reshape(-1, 1))), ("NOT_CONTIGUOUS", None)),
-    "packed of no dimension": (_packed(lambda t: t.reshape(-1)[0]), ("LAYOUT",)),
-    "shape doubled": (_set("shape", lambda s: torch.Size((2 * s[0], *s[1:]))), ("SIZES",)),
+    "packed of no dimension": (_packed(lambda t: t.reshape(-1)[0]), ("LAYOUT", "ERROR")),  # ERROR: a remembered byte
+    "shape times four": (_set("shape", lambda s: torch.Size((4 * s[0], *s[1:]))), ("SIZES",)),
     "shape empty": (_set("shape", lambda s: torch.Size((0,))), ("SIZES",)),
     "shape None": (_set("shape", lambda s: None), ("SIZES",)),
     "blocksize 96": (_set("blocksize", lambda b: 96), ("BLOCKSIZE",)),
@@ -234,10 +244,9 @@ FAULTS: dict[str, tuple[Fault, tuple[str | None, ...]]] = {
     "dtype float64": (_set("dtype", lambda d: torch.float64), ("DTYPE",)),
     "dtype None": (_set("dtype", lambda d: None), ("DTYPE",)),
     "quant_type int8": (_set("quant_type", lambda q: "int8"), ("QUANT_TYPE",)),
-    "CPU packing": (lambda packed, state: (setattr(state, "packing_format_for_cpu", True), (packed, state))[1],
-                    ("CPU_PACKING",)),
-    "nested but said flat": (lambda packed, state: None if state.state2 is None else
-                             (setattr(state, "nested", False), (packed, state))[1], ("LAYOUT",)),
+    # Flags that contradict the tensors are looked at when a weight is first seen; after that its tensors decide.
+    "CPU packing": (_say("packing_format_for_cpu", True), ("CPU_PACKING", None)),
+    "nested but said flat": (_say("nested", False, nested=True), ("LAYOUT", None)),
     "state a list": (lambda packed, state: (packed, [state.absmax, state.shape]), ("NOT_4BIT",)),
 }  # fmt: skip
 
@@ -349,7 +358,10 @@ class Fuzzer:
         changed = fault(packed, state)
         if changed is None:
             return
-        result = self.server.serve(*changed)
+        try:
+            result = self.server.serve(*changed)
+        except Exception as error:  # as the replacements do: the original would run
+            result = self.server.failed(error)
         if isinstance(result, torch.Tensor):
             ended, fine = "the original's bits", None in allowed and same(result, want)
         else:
