@@ -1,0 +1,199 @@
+"""Failure injection where the kernel is compiled: compiler, cache directory, launcher, memory, freed storage."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import bitsandbytes.functional as F
+import pytest
+import torch
+from oracle import quantized
+
+import nf4_patch
+from nf4_patch.nf4 import launch
+from nf4_patch.patching import replacement
+from nf4_patch.patching.guards import Reason
+from nf4_patch.patching.replacement import Server
+from nf4_patch.patching.stats import ledger
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+TARGET = "bitsandbytes.functional.dequantize_4bit"
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """The patch is on, no kernel is compiled, nothing is remembered from one test to the next."""
+    monkeypatch.setattr(launch, "_kernels", {})
+    nf4_patch.enable()
+    F.dequantize_4bit.__closure__  # noqa: B018 (it is ours: a function that closes over its server)
+    for cell in F.dequantize_4bit.__closure__:
+        if isinstance(cell.cell_contents, Server):
+            cell.cell_contents.launches.clear()
+    ledger.reset()
+    yield
+    nf4_patch.disable()
+    replacement.switch.strict = False
+    ledger.reset()
+
+
+def original(packed, state):
+    nf4_patch.disable()
+    result = F.dequantize_4bit(packed, state)
+    nf4_patch.enable()
+    return result
+
+
+def falls_back_by_name(message):
+    packed, state = quantized((64, 128), torch.float16, CUDA)
+    want = original(packed, state)
+    for _ in range(3):
+        assert torch.equal(F.dequantize_4bit(packed, state), want)
+    assert dict(ledger.fallbacks) == {(TARGET, Reason.KERNEL_FAILED): 3}
+    assert any(message in error for error in nf4_patch.status().errors), nf4_patch.status().errors
+
+
+def test_the_compiler_fails(fresh, monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("ptxas exited with 255")
+
+    monkeypatch.setattr(type(launch.kernels.dequantize_kernel), "warmup", fails)
+    falls_back_by_name("ptxas exited with 255")
+
+
+def test_the_launcher_has_another_signature(fresh, monkeypatch):
+    def starter(compiled, values):
+        def start(grid, stream, *arguments):
+            raise TypeError("function takes exactly 21 arguments (20 given)")
+
+        return start, "changed"
+
+    monkeypatch.setattr(launch, "_starter", starter)
+    falls_back_by_name("takes exactly 21 arguments")
+
+
+def test_the_kernel_gives_other_bits(fresh, monkeypatch):
+    """A miscompiled kernel is found on its sample, before a weight sees it."""
+    monkeypatch.setattr(launch, "same_bits", lambda a, b: False)
+    falls_back_by_name("bits differ from the reference")
+
+
+def test_out_of_memory_in_the_middle_of_a_call_is_raised(fresh):
+    packed, state = quantized((4096, 4096), torch.float16, CUDA)
+    want = original(packed, state)
+    assert torch.equal(F.dequantize_4bit(packed, state), want)
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (8 << 20)) / total)
+    try:
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            F.dequantize_4bit(packed, state)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.equal(F.dequantize_4bit(packed, state), want)  # and training can go on
+    assert not ledger.fallbacks
+
+
+def test_the_shared_buffer_after_a_failed_growth(fresh):
+    server = Server("test")
+    small, small_state = quantized((256, 256), torch.float16, CUDA)
+    want = original(small, small_state)
+    assert torch.equal(server.serve(small, small_state, shared=True), want)
+    large, large_state = quantized((8192, 4096), torch.float16, CUDA)
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info()
+    server.serve(large, large_state)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (8 << 20)) / total)
+    try:
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            server.serve(large, large_state, shared=True)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.equal(server.serve(small, small_state, shared=True), want)
+    assert torch.equal(server.serve(large, large_state, shared=True), original(large, large_state))
+    assert torch.equal(server.serve(small, small_state, shared=True), want)
+
+
+def test_a_grown_shared_buffer_frees_the_old_one(fresh):
+    launch._buffers.clear()
+    server = Server("test")
+    weights = [quantized((2**k, 1024), torch.float16, CUDA) for k in (8, 10, 12)]
+    wants = [original(*weight) for weight in weights]
+    for weight in weights:
+        server.serve(*weight)
+    del weight
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(2):
+        for weight, want in zip(weights, wants, strict=True):
+            assert torch.equal(server.serve(*weight, shared=True), want)
+    assert torch.cuda.memory_allocated() - before <= (4096 * 1024 * 2) + 4096  # the largest, and nothing else
+
+
+def test_freed_storage_is_refused_before_a_launch(fresh):
+    packed, state = quantized((64, 128), torch.float16, CUDA)
+    server = Server("test")
+    want = server.serve(packed, state)
+    kept = packed.clone()
+    packed.untyped_storage().resize_(0)
+    assert server.serve(packed, state) is Reason.NO_MEMORY
+    packed.untyped_storage().resize_(kept.numel())
+    packed.copy_(kept)
+    assert torch.equal(server.serve(packed, state), want)
+    absmax = state.absmax.clone()
+    state.absmax.untyped_storage().resize_(0)
+    assert server.serve(packed, state) is Reason.NO_MEMORY
+    state.absmax = absmax
+    assert torch.equal(server.serve(packed, state), want)
+
+
+def test_a_cache_directory_that_cannot_be_written():
+    """Triton raises; the training goes on with the original, and the reason is in status()."""
+    code = """
+    import torch, bitsandbytes.functional as F, nf4_patch
+    packed, state = F.quantize_4bit(torch.randn(64, 64, device="cuda").half(), quant_type="nf4", compress_statistics=True)
+    want = F.dequantize_4bit(packed, state)
+    nf4_patch.enable()
+    assert torch.equal(F.dequantize_4bit(packed, state), want)
+    status = nf4_patch.status()
+    row = {t.name: t for t in status.targets}["bitsandbytes.functional.dequantize_4bit"]
+    assert row.hits or row.fallbacks == {"KERNEL_FAILED": 1}, status
+    assert row.hits or status.errors, status
+    print("hits" if row.hits else status.errors)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd=Path(__file__).parents[2],
+        env=os.environ | {"TRITON_CACHE_DIR": "/proc/nowhere"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_codebook_inside_a_capture(fresh, monkeypatch):
+    """The first nf4 weight of a device inside a CUDA graph capture: refused by name, the capture survives."""
+    packed, state = quantized((64, 128), torch.float16, CUDA)
+    want = original(packed, state)
+    server = Server("test")
+    monkeypatch.setattr(replacement, "_codebooks", {})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        reason = server.serve(packed, state)
+        torch.zeros(1, device=CUDA)
+    assert reason is Reason.CAPTURING
+    graph.replay()
+    assert torch.equal(server.serve(packed, state), want)
+
+
+def test_a_weight_whose_quant_type_changes(fresh):
+    """The remembered launch of an nf4 weight does not serve it as fp4, nor one with another code."""
+    packed, state = quantized((64, 128), torch.float16, CUDA)
+    for quant_type in ("nf4", "fp4", "nf4"):
+        state.quant_type = quant_type
+        assert torch.equal(F.dequantize_4bit(packed, state), original(packed, state))
+    state.code = torch.linspace(-1, 1, 16, device=CUDA)
+    assert torch.equal(F.dequantize_4bit(packed, state), original(packed, state))
+    assert ledger.hits(TARGET) == 4
