@@ -124,11 +124,16 @@ def compile_variant(variant: Variant, capability: tuple[int, int]) -> Any:
 
     if launch.INTERPRETED:
         raise Unsupported("Triton's interpreter is on (TRITON_INTERPRET=1): unset it and start again")
-    first = FIRST_TRITON.get(capability, (3, 2))
-    if triton_release() < first:
+    if not is_supported(capability):
+        first = FIRST_TRITON[capability]
         raise Unsupported(f"sm_{sm(capability)} needs Triton {first[0]}.{first[1]}, installed is {triton.__version__}")
     options = {"num_warps": variant.config.num_warps, "enable_fp_fusion": False}
     return triton.compile(source(variant, capability), target=GPUTarget("cuda", sm(capability), 32), options=options)
+
+
+def is_supported(capability: tuple[int, int]) -> bool:
+    """Whether the installed Triton compiles for it."""
+    return triton_release() >= FIRST_TRITON.get(capability, (3, 2))
 
 
 def sm(capability: tuple[int, int]) -> int:
@@ -151,41 +156,57 @@ def disassemble(cubin: bytes) -> dict[str, Code]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
-        text = run(tool("cuobjdump"), "-sass", str(file))
-        usage = run(tool("cuobjdump"), "-res-usage", str(file))
-    resources = {name: (int(reg), int(stack) + int(local), int(shared))
-                 for name, reg, stack, shared, local in RESOURCES.findall(usage)}  # fmt: skip
+        return disassemble_file(file)
+
+
+def disassemble_file(file: Path, *options: str) -> dict[str, Code]:
+    """As :func:`disassemble`, for a cubin or a library; ``options`` of cuobjdump choose "-arch" and "-fun"."""
+    text = run(tool("cuobjdump"), "-sass", *options, str(file))
+    resources = functions(file, *options[1:2])
     listings = re.split(r"^\s*Function : (\S+)\s*$", text, flags=re.MULTILINE)[1:]
     result = {}
     for name, listing in zip(listings[::2], listings[1::2], strict=True):
-        found = [Instruction((predicate or "").strip(), opcode, operands.strip())
-                 for predicate, opcode, operands in INSTRUCTION.findall(listing)]  # fmt: skip
+        found = [
+            Instruction((predicate or "").strip(), opcode, operands.strip())
+            for predicate, opcode, operands in INSTRUCTION.findall(listing)
+        ]
         last = max(index for index, instruction in enumerate(found) if instruction.name == "EXIT")
         result[name] = Code(tuple(found[: last + 1]), *resources[name], ptx="")
     return result
 
 
-def run(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def functions(file: Path, arch: str | None = None) -> dict[str, tuple[int, int, int]]:
+    """Registers, bytes of stack and bytes of shared memory of each kernel in a cubin or library."""
+    text = run(tool("cuobjdump"), "-res-usage", *(("-arch", arch) if arch else ()), str(file))
+    return {
+        name: (int(registers), int(stack) + int(local), int(shared))
+        for name, registers, stack, shared, local in RESOURCES.findall(text)
+    }
+
+
+def run(*command: str, check: bool = True) -> str:
+    return subprocess.run(command, check=check, capture_output=True, text=True).stdout
 
 
 REGISTER = re.compile(r"\bR(\d+)\b")
 
 
-def dependent_loads(code: Code) -> list[Instruction]:
-    """The loads whose address comes from a byte that another load fetched: code2[absmax], the second trip to memory."""
+def dependent_loads(code: Code) -> list[int]:
+    """Positions of the loads whose address comes from a byte that another load fetched: code2[absmax], the second trip to memory."""
     tainted: set[str] = set()
     found = []
-    for instruction in code.instructions:
+    for position, instruction in enumerate(code.instructions):
         registers = REGISTER.findall(instruction.operands)
         target, sources = registers[:1], registers[1:]
         if instruction.name == "LDG":
             if tainted.intersection(sources):
-                found.append(instruction)
+                found.append(position)
             byte = "U8" in instruction.modifiers and not tainted.intersection(sources)
             (tainted.update if byte else tainted.difference_update)(target)
         elif instruction.pipe in ("alu", "fma"):
             (tainted.update if tainted.intersection(sources) else tainted.difference_update)(target)
         elif target and instruction.name not in ("STG", "STS"):
             tainted.difference_update(target)
+        if "WIDE" in instruction.modifiers and target:  # the high half of an address never decides
+            tainted.discard(str(int(target[0]) + 1))
     return found

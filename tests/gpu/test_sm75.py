@@ -65,6 +65,7 @@ def test_signature_is_what_a_launch_specializes_on():
 def test_verify_runs_it():
     from nf4_patch.tools import verify
 
-    report = verify.verify(serve=portable.server(T4))
+    report = verify.verify(arch=T4)
     assert report.exit_code == 0, report.failures[:5]
     assert report.elements > 10_000_000
+    assert any("sm_75" in note for note in report.notes)

@@ -1,0 +1,94 @@
+"""torch.compile as a T4 user meets it: Inductor skips bf16 graphs below sm_80, and re-emits no kernel of ours."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import bitsandbytes.functional as F
+import pytest
+import torch
+import torch._dynamo
+from oracle import quantized
+from torch._dynamo.device_interface import CudaInterface
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
+
+gpu = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def no_bf16(monkeypatch):
+    """The answer of a T4 to what Inductor asks about bf16: emulated, not native."""
+
+    def is_bf16_supported(including_emulation: bool = False) -> bool:
+        return including_emulation
+
+    monkeypatch.setattr(CudaInterface, "is_bf16_supported", staticmethod(is_bf16_supported))
+
+
+def function(packed, state, x):
+    return torch.nn.functional.silu(x @ F.dequantize_4bit(packed, state).t()) * 2
+
+
+def arguments(dtype, device):
+    packed, state = quantized((64, 256), dtype, device)
+    generator = torch.Generator().manual_seed(0)
+    return packed, state, torch.randn(8, 256, generator=generator).to(device=device, dtype=dtype)
+
+
+def ours(counter: CompileCounterWithBackend) -> list[str]:
+    names = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
+    assert not any("triton" in name for name in names), names  # a kernel that Inductor would compile again
+    return [name for name in names if "nf4_patch" in name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_op_is_one_opaque_node(patched, no_bf16, device, dtype):
+    counter = CompileCounterWithBackend("aot_eager")
+    packed, state, x = arguments(dtype, device)
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    assert torch.equal(compiled(packed, state, x), function(packed, state, x))
+    assert counter.frame_count == 1
+    assert ours(counter) == ["nf4_patch.dequantize_nf4.default"]
+
+
+def test_inductor_calls_the_op_in_fp16_and_emits_no_kernel_of_it(patched, no_bf16, device):
+    packed, state, x = arguments(torch.float16, device)
+    want = function(packed, state, x)
+    got, (code, *_) = run_and_get_code(torch.compile(function, fullgraph=True, backend="inductor"), packed, state, x)
+    assert len(re.findall(r"torch\.ops\.nf4_patch\.dequantize_nf4\.default\(", code)) == 1
+    assert "dequantize_kernel" not in code
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)  # silu in another order; the weight is the op's
+
+
+@gpu
+def test_inductor_skips_a_bf16_graph_and_the_patch_serves_it_eagerly(patched, no_bf16, device):
+    """What a T4 user gets in bf16: a warning, no compiled graph, the right numbers."""
+    from nf4_patch.patching.stats import ledger
+
+    packed, state, x = arguments(torch.bfloat16, device)
+    want = function(packed, state, x)
+    ledger.reset()
+    compiled = torch.compile(function, backend="inductor")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = compiled(packed, state, x)
+    assert any("does not support bfloat16 compilation natively" in str(one.message) for one in caught)
+    assert torch.equal(got, want)
+    assert sum(tally.hits for tally in ledger.tallies.values()) == 1  # eager: counted, which a traced call is not
+
+
+@gpu
+def test_inductor_with_fullgraph_says_so_in_bf16(patched, no_bf16, device):
+    packed, state, x = arguments(torch.bfloat16, device)
+    compiled = torch.compile(function, fullgraph=True, backend="inductor")
+    with pytest.raises(Exception, match="BF16 is not supported"):
+        compiled(packed, state, x)
