@@ -1,0 +1,350 @@
+"""Which releases of the patched libraries work, cell by cell: what is patched, deferred, hit, and equal to the bit.
+
+    python scripts/release_matrix.py                  every cell that this machine can run; docs/releases.md
+    python scripts/release_matrix.py "wrapt 1.16.0"   these cells only
+    python scripts/release_matrix.py --cell NAME      one cell, in this process, as JSON on stdout
+
+A cell puts other releases before the installed ones on the path and runs in a process of its own. Its row is kept
+in docs/releases.json under its name and the machine, so that rows of a GPU machine and of a CPU machine stand together.
+Without a GPU the kernels run under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = Path(os.environ.get("NF4_RELEASES", ROOT / ".releases"))
+RECORD, TABLE = ROOT / "docs" / "releases.json", ROOT / "docs" / "releases.md"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Releases that go before the installed ones, as pip requirements without their dependencies."""
+
+    name: str
+    packages: tuple[str, ...] = ()
+    unsloth: bool = False  # import Unsloth and run its LoRA autograd function too
+
+    @property
+    def path(self) -> Path:
+        return CACHE / "_".join(p.replace("==", "-") for p in self.packages)
+
+
+def bitsandbytes(release: str) -> Cell:
+    return Cell(f"bitsandbytes {release}", (f"bitsandbytes=={release}",))
+
+
+def unsloth(release: str, zoo: str) -> Cell:
+    return Cell(f"unsloth {release}", (f"unsloth=={release}", f"unsloth_zoo=={zoo}"), unsloth=True)
+
+
+CELLS = (
+    Cell("installed"),
+    *map(bitsandbytes, ("0.45.5", "0.46.1", "0.47.0", "0.48.2", "0.49.2", "0.50.2")),
+    unsloth("2026.6.9", "2026.6.7"),
+    unsloth("2026.9.7", "2026.9.9"),
+    unsloth("2026.9.14", "2026.9.9"),
+    unsloth("2026.10.9", "2026.10.9"),
+    Cell("wrapt 1.16.0", ("wrapt==1.16.0",)),
+    Cell("wrapt 2.0.1", ("wrapt==2.0.1",)),
+    Cell("peft 0.15.2", ("peft==0.15.2",)),
+    Cell(
+        "transformers 4.51.3, peft 0.15.2",
+        ("transformers==4.51.3", "tokenizers==0.21.4", "huggingface_hub==0.36.0", "peft==0.15.2", "accelerate==1.6.0"),
+    ),
+)
+SHOWN = ("torch", "triton", "bitsandbytes", "unsloth", "unsloth_zoo", "transformers", "peft", "wrapt")
+
+
+def install(cell: Cell) -> None:
+    if cell.packages and not cell.path.is_dir():
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(cell.path)]
+        subprocess.run([*command, *cell.packages], check=True)
+
+
+def run(cell: Cell) -> dict[str, Any]:
+    """The cell's row, from a process of its own; what went wrong is a row too."""
+    try:
+        install(cell)
+    except subprocess.CalledProcessError as error:
+        return {"cell": cell.name, "error": f"pip: exit {error.returncode}"}
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("NF4_")}
+    paths = [str(cell.path)] if cell.packages else []
+    environ["PYTHONPATH"] = os.pathsep.join([*paths, environ.get("PYTHONPATH", ""), str(ROOT)])
+    environ["UNSLOTH_ALLOW_CPU"] = "1"
+    command = [sys.executable, str(Path(__file__).resolve()), "--cell", cell.name]
+    with tempfile.TemporaryDirectory() as directory:  # Unsloth writes its compiled cache where it stands
+        done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=directory)
+    for line in reversed(done.stdout.splitlines()):
+        if line.startswith('{"cell"'):
+            return json.loads(line)
+    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    return {"cell": cell.name, "error": last[:200]}
+
+
+# --- inside the cell's own process ---
+
+
+def measure(cell: Cell) -> dict[str, Any]:
+    import torch
+
+    from nf4_patch.tools.verify import place_of, use_interpreter_without_gpu
+
+    use_interpreter_without_gpu()
+    import nf4_patch
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    nf4_patch.enable()
+    if cell.unsloth:
+        import unsloth  # noqa: F401
+    import bitsandbytes.functional  # noqa: F401
+
+    row: dict[str, Any] = {"cell": cell.name, "place": place_of(device)}
+    row["releases"] = {name: metadata.version(name) for name in SHOWN if is_installed(name)}
+    row["python"] = sys.version.split()[0]
+    row["targets"] = {t.name: t.state for t in nf4_patch.status().targets}
+    row["notes"] = [f"{t.name}: {t.note}" for t in nf4_patch.status().targets if t.state == "refused"]
+    nf4_patch.disable()
+    row["states"] = states(device)
+    row["step"] = peft_step(device)
+    if cell.unsloth:
+        row["unsloth"] = unsloth_step(device)
+    return row
+
+
+def is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def counts() -> dict[str, int]:
+    import nf4_patch
+
+    return {t.name: t.hits for t in nf4_patch.status().targets if t.hits}
+
+
+def unexpected() -> dict[str, int]:
+    """Fallbacks that were not meant to be: what is no 4-bit weight, and what a library's own kernel keeps, are."""
+    import nf4_patch
+
+    rows = nf4_patch.status().targets
+    return {f"{t.name}: {r}": n for t in rows for r, n in t.fallbacks.items() if r not in ("NOT_4BIT", "DEFERRED")}
+
+
+def states(device) -> dict[str, Any]:
+    """Random states through the patched dequantize_4bit: on the GPU the bits of the original, on the CPU of the formula.
+
+    bitsandbytes' CPU code is another one than its CUDA library: it came with 0.46, raised on odd sizes and rounded
+    otherwise before 0.50. How often it agrees is counted beside.
+    """
+    import bitsandbytes.functional as F
+    import torch
+
+    import nf4_patch
+    from nf4_patch.nf4 import reference
+    from nf4_patch.nf4.layout import Layout
+    from nf4_patch.patching.replacement import fields_of
+    from nf4_patch.patching.stats import ledger
+    from nf4_patch.tools.fuzz import draw, make, same
+    from nf4_patch.tools.verify import ask_bitsandbytes
+
+    ledger.reset()
+    asked = agreed = equal = cases = 0
+    number = -1
+    while cases < (200 if device.type == "cuda" else 40):
+        number += 1
+        case = draw(11, number, device.type, (64, 128, 4096))
+        if case.start % 4 or (case.storage is not torch.uint8 and device.type == "cpu"):
+            continue
+        packed, state = make(case, 11, device)
+        nf4_patch.disable()
+        want = reference.dequantize(Layout(packed, *fields_of(state)))
+        try:
+            theirs = ask_bitsandbytes(packed, state)
+        except Exception:
+            if device.type == "cuda":
+                raise
+        else:
+            asked += 1
+            agreed += same(theirs, want)
+            want = theirs if device.type == "cuda" else want
+        nf4_patch.enable()
+        got = F.dequantize_4bit(packed, state)
+        cases += 1
+        equal += same(got, want)
+    hits = sum(counts().values())
+    missed = unexpected()
+    nf4_patch.disable()
+    return {"cases": cases, "equal": equal, "hits": hits, "asked": asked, "agreed": agreed, "fallbacks": missed}
+
+
+def peft_step(device) -> dict[str, Any]:
+    """A checkpointed LoRA step over two Linear4bit, with and without: output, gradients, hits."""
+    import bitsandbytes as bnb
+    import peft
+    import torch
+
+    import nf4_patch
+    from nf4_patch.patching.stats import ledger
+
+    def once() -> list[Any]:
+        torch.manual_seed(0)
+        options = {"quant_type": "nf4", "compute_dtype": torch.bfloat16}
+        base = torch.nn.Sequential(
+            bnb.nn.Linear4bit(256, 384, bias=True, **options), torch.nn.SiLU(),
+            bnb.nn.Linear4bit(384, 128, bias=False, compress_statistics=False, **options),
+        ).to(device)  # fmt: skip
+        base.is_loaded_in_4bit = True
+        torch.manual_seed(1)
+        model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["0", "2"], r=4, init_lora_weights="gaussian"))
+        x = torch.randn(2048, 256, device=device, dtype=torch.bfloat16).requires_grad_()
+        y = torch.utils.checkpoint.checkpoint(model.to(device), x, use_reentrant=False)
+        y.float().square().mean().backward()
+        return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    nf4_patch.disable()
+    try:
+        without = once()
+    except Exception as error:
+        return {"error": f"the release itself: {type(error).__name__}: {str(error)[:120]}"}
+    ledger.reset()
+    nf4_patch.enable()
+    with_patch = once()
+    hits, missed = counts(), unexpected()
+    nf4_patch.disable()
+    equal = all(map(torch.equal, with_patch, without)) and len(with_patch) == len(without)
+    return {"hits": hits, "equal": equal, "fallbacks": missed}
+
+
+def unsloth_step(device) -> dict[str, Any]:
+    """Unsloth's fast_dequantize and its LoRA autograd function, against bitsandbytes without the patch."""
+    import bitsandbytes as bnb
+    import bitsandbytes.functional as F
+    import torch
+    from unsloth.kernels import fast_lora, utils
+
+    import nf4_patch
+    from nf4_patch.patching.stats import ledger
+
+    torch.manual_seed(0)
+    layer = (
+        bnb.nn.Linear4bit(256, 512, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).bfloat16().to(device)
+    )
+    weight, state = layer.weight, layer.weight.quant_state
+    nf4_patch.disable()
+    want = F.dequantize_4bit(weight, state)
+    ledger.reset()
+    nf4_patch.enable()
+    equal = torch.equal(utils.fast_dequantize(weight, state), want)
+    equal &= torch.equal(fast_lora.fast_dequantize(weight.t(), state, use_global_buffer=True), want.t())
+    x = torch.randn(2, 8, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+    A = torch.randn(4, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+    B = torch.zeros(512, 4, device=device, dtype=torch.bfloat16, requires_grad=True)
+    y = fast_lora.LoRA_W.apply(x, weight, state, A, B, 0.5)
+    equal &= torch.equal(y, torch.nn.functional.linear(x, want))  # B is zero: the frozen part alone
+    y.float().square().mean().backward()
+    gradient = torch.isfinite(x.grad).all().item()
+    hits, missed = counts(), unexpected()
+    nf4_patch.disable()
+    return {"hits": hits, "equal": bool(equal and gradient), "fallbacks": missed}
+
+
+# --- the table ---
+
+
+def record(rows: list[dict[str, Any]]) -> None:
+    known = json.loads(RECORD.read_text()) if RECORD.exists() else []
+    kept = {(row["cell"], row.get("place", "")): row for row in known}
+    kept |= {(row["cell"], row.get("place", "")): row for row in rows}
+    order = {cell.name: index for index, cell in enumerate(CELLS)}
+    everything = sorted(kept.values(), key=lambda row: ("CPU" in row.get("place", "CPU"), order.get(row["cell"], 99)))
+    RECORD.parent.mkdir(exist_ok=True)
+    RECORD.write_text(json.dumps(everything, indent=1) + "\n")
+    TABLE.write_text(table(everything))
+
+
+def short(name: str) -> str:
+    return name.rsplit(".", 1)[1]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "# Tested releases",
+        "",
+        "Written by `python scripts/release_matrix.py` from the runs in `releases.json`; each row is one process with",
+        "these releases before the installed ones. *States*: random states through the patched `dequantize_4bit`, how",
+        "many are equal to the bit to bitsandbytes' CUDA library, on the CPU to the plain formula of that library. *Step*:",
+        "a checkpointed LoRA step of peft over two `Linear4bit`, hits and equality to the bit of output and gradients to",
+        "the same step without the patch. *Unsloth*: `fast_dequantize` and `LoRA_W`, against bitsandbytes. On the CPU the",
+        "kernels run under Triton's interpreter, and bitsandbytes >= 0.50 dequantizes in the backward only.",
+        "",
+        "| releases | machine | patched | waiting, absent or refused | states equal | step: hits | step: bits | Unsloth |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if "error" in row:
+            lines.append(f"| {row['cell']} | | | | not run: {row['error']} | | | |")
+            continue
+        releases = row["releases"]
+        shown = ("torch", "triton", "bitsandbytes", "transformers", "peft", "wrapt")
+        names = (*shown, "unsloth", "unsloth_zoo") if "unsloth" in row else shown
+        text = ", ".join(f"{name} {releases[name]}" for name in names if name in releases)
+        targets = row["targets"]
+        on = [short(n) for n, state in targets.items() if state in ("patched", "wrapped")]
+        rest = [f"{short(n)} {state}" for n, state in targets.items() if state not in ("patched", "wrapped")]
+        states, step = row["states"], row["step"]
+        hits = "; ".join(f"{short(n)} {k}" for n, k in step.get("hits", {}).items()) or step.get("error", "0")
+        bits = "" if "error" in step else ("equal" if step["equal"] else "DIFFERENT")
+        other = row.get("unsloth", {})
+        own = ", ".join(f"{short(n)} {k}" for n, k in other.get("hits", {}).items())
+        verdict = f"{own}: {'equal' if other['equal'] else 'DIFFERENT'}" if other else ""
+        on_gpu = "CPU" not in row["place"]
+        against = (
+            "" if on_gpu else f" (formula; bitsandbytes' CPU code agrees in {states['agreed']} of {states['asked']})"
+        )
+        lines.append(
+            f"| **{row['cell']}**: {text} | {row['place'].split(' (')[0]} | {', '.join(on)} | {', '.join(rest)} | "
+            f"{states['equal']}/{states['cases']}{against} | {hits} | {bits} | {verdict} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def failed(row: dict[str, Any]) -> bool:
+    if "error" in row:
+        return True
+    parts = [row["step"], row.get("unsloth", {"equal": True})]
+    wrong = row["states"]["equal"] != row["states"]["cases"] or row["states"]["hits"] < row["states"]["cases"]
+    return wrong or any(not p.get("equal", "error" in p) or p.get("fallbacks") for p in parts) or bool(row["notes"])
+
+
+def main(arguments: list[str]) -> int:
+    names = {cell.name: cell for cell in CELLS}
+    if arguments[:1] == ["--cell"]:
+        print(json.dumps(measure(names[arguments[1]])))
+        return 0
+    if unknown := [name for name in arguments if name not in names]:
+        print(f"unknown: {', '.join(unknown)}; cells: {', '.join(names)}", file=sys.stderr)
+        return 2
+    rows = []
+    for cell in CELLS:
+        if not arguments or cell.name in arguments:
+            rows.append(row := run(cell))
+            print("FAILED" if failed(row) else "ok", json.dumps(row), flush=True)
+    record(rows)
+    return 1 if any(map(failed, rows)) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
