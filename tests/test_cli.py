@@ -13,6 +13,7 @@ from subprocess_python import INTERPRETED, python
 
 import nf4_patch
 from nf4_patch.nf4 import launch
+from nf4_patch.patching import direct
 from nf4_patch.patching.guards import Reason
 from nf4_patch.patching.targets import TARGETS
 from nf4_patch.tools import doctor, verify
@@ -245,7 +246,7 @@ def test_verify_finds_an_element_that_was_not_written(few_cases, monkeypatch, tm
 
 
 def test_verify_takes_a_refusal_for_a_failure(few_cases, monkeypatch, tmp_path):
-    monkeypatch.setattr("nf4_patch.patching.guards.check", lambda layout: Reason.BLOCKSIZE)
+    monkeypatch.setattr(direct._server, "serve", lambda weight, state, out: Reason.BLOCKSIZE)
     result, report = report_of(tmp_path, "verify")
     assert result.exit_code == 1
     assert all("refused: a blocksize" in failure for failure in report["failures"])

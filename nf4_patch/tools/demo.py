@@ -373,6 +373,8 @@ def draw(report: DemoReport, png: Path) -> None:
     where = "the kernel" if report.serves else "no GPU: both ran bitsandbytes' CPU code"
     times.set(title=f"Time a step ({where})", xlabel="step, first and second training", ylabel="ms")
     times.set_ylim(bottom=0)
+    for axes in (losses, times):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     times.legend()
     figure.suptitle(provenance(report.place), fontsize=8)
     figure.savefig(png, dpi=120)

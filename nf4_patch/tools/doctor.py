@@ -140,7 +140,7 @@ class DoctorReport(Report):
             name = f"{gpu.index}: {gpu.name}, sm_{gpu.capability[0]}{gpu.capability[1]}, {gpu.gibibytes:.0f} GiB"
             for check in gpu.kernels:
                 result = "same bits" if check.works else "FAILED"
-                table.add_row(name, check.dtype, result, check.way, f"{check.seconds:.2f} s")
+                table.add_row(name, check.dtype, result, check.way, f"{check.seconds * 1e3:,.0f} ms")
                 name = ""
             if not gpu.kernels:
                 table.add_row(name, "", "refused", "", "")

@@ -48,7 +48,8 @@ class RunReport(Report):
             for name, count in target.fallbacks.items():
                 lines.append(f"{target.name}: {count} x {explain(name)}")
         standing = [target for target in self.status.targets if target.state in ("patched", "wrapped", "displaced")]
-        lines += [f"{target.name}: {target.note}" for target in standing if target.note and not target.hits]
+        # Not the notes of targets that stand by: nobody expected a hit there.
+        lines += [f"{target.name}: {target.note}" for target in standing if target.note.startswith("installed")]
         if self.enabled and not standing:
             lines.append(
                 "Nothing was patched: the run imported neither bitsandbytes nor Unsloth, or they were refused."
