@@ -295,18 +295,16 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= end * tensor.element_size()
 
 
-def identity(
-    quant_type, packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, shape, dtype
-) -> tuple[Any, ...]:
+def identity(quant_type: str, packed: torch.Tensor, fields: tuple[Any, ...]) -> tuple[Any, ...]:
     """Everything a resolved launch depends on, as a key: the same addresses, sizes and types give the same result.
 
-    The quant_type stands for ``code``, which is not read. A shape that is a list may change, so it is copied.
+    Args:
+        fields: of a Layout, after ``packed``. The quant_type stands for ``code``, which is not read.
 
     Raises:
         AttributeError: a field is no tensor.
     """
-    if type(shape) is list:
-        shape = tuple(shape)
+    absmax, _, absmax2, code2, offset, blocksize, blocksize2, shape, dtype = fields
     if absmax2 is None:
         return (
             packed.data_ptr(), packed.numel(), packed.dtype, packed.is_contiguous(), absmax.data_ptr(), absmax.numel(),
@@ -364,12 +362,12 @@ class Launch:
         self.tally: Any = None  # the caller's counter
         self.views: tuple[torch.Tensor, torch.Tensor] | None = None  # of the shared buffer: plain, transposed
 
-    def __call__(self, transposed: bool) -> torch.Tensor:
+    def new(self, transposed: bool) -> torch.Tensor:
         """A new weight; [K, N] with the strides of a transpose if asked."""
         device = self.device
         if current_device() != device:
             with torch.cuda.device(device):
-                return self(transposed)
+                return self.new(transposed)
         if transposed:
             out = empty_strided_cuda(self.transposed_shape, self.transposed_strides, self.dtype)
         else:
@@ -380,7 +378,7 @@ class Launch:
     def shared(self, transposed: bool) -> torch.Tensor:
         """The weight in a buffer that the next such call may overwrite; a new one off the default stream."""
         if current_stream(self.device) != 0:  # 0: the default stream, on which order is given
-            return self(transposed)
+            return self.new(transposed)
         if self.views is None:
             plain = shared_buffer(self.n, self.dtype, self.device)[: self.n].view(self.shape)
             self.views = (plain, transpose_of(plain))
@@ -455,7 +453,7 @@ def dequantize(layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:
     if out is not None and out.data_ptr() % 16 == 0:
         launch.into(out)
         return out
-    result = launch(transposed=False)
+    result = launch.new(transposed=False)
     return result if out is None else out.copy_(result)
 
 

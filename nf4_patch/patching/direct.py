@@ -24,6 +24,12 @@ def describe(weight: torch.Tensor, layout: Layout) -> str:
 
 def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | None = None) -> torch.Tensor:
     """See :func:`nf4_patch.dequantize_nf4`."""
+    if torch.compiler.is_compiling():
+        result: Any = _server.trace(weight, quant_state, out)
+    else:
+        result = _server.serve(weight, quant_state, out)
+    if type(result) is not Reason:
+        return result
     try:
         layout = Layout(weight, *fields_of(quant_state))
     except AttributeError:
@@ -31,12 +37,6 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
             f"quant_state is a {type(quant_state).__name__}; a bitsandbytes.functional.QuantState is needed "
             "(layer.weight.quant_state of a quantized Linear4bit)"
         ) from None
-    if torch.compiler.is_compiling():
-        result: Any = _server.trace(weight, quant_state, out)
-    else:
-        result = _server.serve(weight, quant_state, out)
-    if type(result) is not Reason:
-        return result
     if result is Reason.NOT_CUDA:
         result = guards.state_is_odd(quant_state) or check_on_cpu(layout, out)
         if result is None:

@@ -96,8 +96,8 @@ class Server:
         if transforms_active() is not None:
             return Reason.TRANSFORM
         try:
-            launch = self.launches.get(identity(quant_type, weight, *fields))
-        except (AttributeError, TypeError):  # a field is no tensor: the guards say which
+            launch = self.launches.get(identity(quant_type, weight, fields))
+        except (AttributeError, TypeError):  # a field is no tensor, or the shape a list: the guards decide
             launch = None
         if launch is None:
             if launching.INTERPRETED:
@@ -118,7 +118,7 @@ class Server:
         elif shared:
             result = launch.shared(transposed)
         else:
-            result = launch(transposed)
+            result = launch.new(transposed)
         launch.tally.hits += 1
         return result
 
@@ -144,7 +144,8 @@ class Server:
         except launching.KernelUnavailable as error:
             return self.unavailable(error)
         launch.tally = ledger.tally(self.target, tuple(layout.shape), str(layout.dtype))
-        return self.memo.remember(identity(quant_type, *layout), launch)
+        fields = layout._replace(shape=tuple(layout.shape))[1:]
+        return self.memo.remember(identity(quant_type, layout.packed, fields), launch)
 
     def unavailable(self, error: launching.KernelUnavailable) -> Reason:
         reason = Reason[error.reason]

@@ -75,7 +75,8 @@ def one_shape(shape: tuple[int, int], dtype: torch.dtype, users: str, peers: dic
     weights = quantized(shape, dtype, rotation(nbytes))
     outs = [torch.empty(shape, dtype=dtype, device="cuda") for _ in weights]
     same = agree(weights, peers, outs)
-    halves = [torch.randint(0, 256, (2, nbytes // 2), dtype=torch.uint8, device="cuda") for _ in weights]
+    half = nbytes // 2 // 512 * 512  # both halves start where an allocation may
+    halves = [torch.randint(0, 256, (2, half), dtype=torch.uint8, device="cuda") for _ in weights]
 
     def calls(function: Callable[..., Any]) -> list[Callable[[], object]]:
         return [
@@ -89,7 +90,7 @@ def one_shape(shape: tuple[int, int], dtype: torch.dtype, users: str, peers: dic
         variants[f"{CEILING} {config}"] = [
             traffic_kernel.mover(packed, out, *config) for (packed, _), out in zip(weights, outs, strict=True)
         ]
-    variants[COPY] = [functools.partial(half[0].copy_, half[1]) for half in halves]
+    variants[COPY] = [functools.partial(target.copy_, source) for target, source in halves]
     times = gpu_times(variants)
     ceilings = [name for name in times if name.startswith(CEILING)]
     fastest = min(ceilings, key=lambda name: times[name].median)
