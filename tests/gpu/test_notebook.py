@@ -1,0 +1,50 @@
+"""examples/t4_colab.ipynb from its first cell to its last, on the GPU at hand.
+
+The cells are plain Python and run in one namespace, in order, as a kernel would run them; no Jupyter is needed. Only
+the installing cell does nothing (NF4_NOTEBOOK_INSTALLED): this machine has what it would install.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOK = ROOT / "examples" / "t4_colab.ipynb"
+
+
+def cells() -> list[str]:
+    notebook = json.loads(NOTEBOOK.read_text())
+    assert notebook["nbformat"] == 4
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def test_cells_are_plain_python_without_output():
+    for cell in cells():
+        ast.parse(cell)  # no magics: what is tested here is what Colab runs
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        assert not cell.get("outputs"), "no output is kept: a number belongs to the GPU that measured it"
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_from_the_first_cell_to_the_last(tmp_path, monkeypatch):
+    monkeypatch.setenv("NF4_NOTEBOOK_INSTALLED", "1")
+    monkeypatch.setenv("NF4_PATCH_FOLDER", str(ROOT))
+    monkeypatch.setenv("NF4_NOTEBOOK_RESULTS", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {"__name__": "__main__"}
+    for number, cell in enumerate(cells()):
+        exec(compile(cell, f"cell {number}", "exec"), namespace)
+    report = (tmp_path / "report.txt").read_text()
+    assert "none differs" in report
+    assert "modelled, not measured" in report
+    assert "same losses and adapter: True" in report
+    assert (tmp_path / "t4.png").stat().st_size > 10_000
+    on, off = namespace["on"], namespace["off"]
+    assert on["losses"] == off["losses"] and len(on["losses"]) == 10
+    assert {row["unit"] for row in namespace["challenge"]}
