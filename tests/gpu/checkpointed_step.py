@@ -83,6 +83,17 @@ def spy_on_originals() -> dict[str, int]:
         return original(*args, **kwargs)
 
     cuda_ops._dequantize_4bit_impl = counted
+    if library == "unsloth" and not patch:  # 2026.9.13 and newer: read at every call
+        from unsloth.kernels import utils
+
+        calls["unsloth"] = 0
+        theirs = utils._fast_dequantize_bnb
+
+        def counted_too(*args, **kwargs):
+            calls["unsloth"] += 1
+            return theirs(*args, **kwargs)
+
+        utils._fast_dequantize_bnb = counted_too
     return calls
 
 

@@ -52,7 +52,8 @@ def test_unsloth_step_hits_every_dequantization():
     on, off = (run("unsloth", patch, 20, TORCHDYNAMO_DISABLE="1") for patch in ("on", "off"))
     release = importlib.metadata.version("unsloth")
     hits = sum(n for name, n in on["first_step"].items() if name.startswith("unsloth."))
-    assert hits == LAYERS * LINEARS * PASSES, (release, on["first_step"], on["fallbacks"])
+    # with Dynamo off 2026.10.9 makes more calls than 21 a layer; all there are must hit
+    assert hits == off["first_step"]["unsloth"] >= LAYERS * LINEARS * PASSES, (release, on["first_step"])
     assert not on["fallbacks"]
     assert on["losses"] == off["losses"], release
 
