@@ -165,8 +165,17 @@ def doctor(tell: Progress, unsloth: bool) -> Any:
 @click.option("--weights", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="SAFETENSORS",
               help="Verify on the 4-bit weights of a saved checkpoint instead of on made ones.")  # fmt: skip
 @click.option("--arch", metavar="SM", help="Compare the code that an older GPU would run, e.g. sm_75, on this one.")
+@click.option("--fuzz", "cases", type=click.IntRange(min=1), metavar="N",
+              help="Verify on N random and malformed states instead.")  # fmt: skip
+@click.option("--seed", type=int, default=0, show_default=True, help="Of --fuzz: repeats the same states.")
 @click.pass_obj
-def verify(tell: Progress, weights: Path | None, arch: str | None) -> Any:
+def verify(tell: Progress, weights: Path | None, arch: str | None, cases: int | None, seed: int) -> Any:
+    if cases is not None:
+        from . import fuzz
+
+        if weights or arch:
+            raise click.UsageError("--fuzz makes its own states: it goes with --seed only")
+        return fuzz.fuzz(cases, seed, tell=tell)
     from . import verify
 
     if arch is None:  # without importing a kernel: verify decides whether the interpreter runs them
