@@ -1,6 +1,6 @@
 """Failure injection: what breaks under or inside nf4_patch never breaks a training, and says its name.
 
-What needs a compiler and a GPU is in gpu/test_faults.py.
+What needs a compiler and a GPU is in gpu/test_gpu_faults.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fuzzer itself, and a small run of it under the interpreter; tens of thousands run on the GPU (gpu/test_fuzz.py)."""
+"""The fuzzer itself, and a small run of it under the interpreter; tens of thousands run on the GPU (gpu/test_gpu_fuzz.py)."""
 
 from __future__ import annotations
 
