@@ -132,6 +132,40 @@ def plan(
 
 
 SUM_BLOCK = 1024
+_starts: dict[tuple[Any, ...], launch.Start | launch.KernelUnavailable] = {}
+
+
+def compiled(
+    kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int, dtype: torch.dtype
+) -> launch.Start:
+    """The start of a kernel, compiled at the first use of its text on this device; a failure is remembered.
+
+    The text depends on the 8-row tiles of X and not on M: 64 lengths of a prompt are six compilations at most.
+    """
+    key = (arguments[0].device, dtype, *values.values(), warps)
+    known = _starts.get(key)
+    if known is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise launch.KernelUnavailable(
+                "a CUDA graph is being captured; the kernel compiles outside one", "CAPTURING"
+            )
+        known = _starts[key] = _compile(kernel, arguments, values, warps)
+    if isinstance(known, launch.KernelUnavailable):
+        raise known
+    return known
+
+
+def _compile(
+    kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int
+) -> launch.Start | launch.KernelUnavailable:
+    try:
+        result = kernel.warmup(*arguments, **values, grid=(1,), num_warps=warps, num_stages=1)
+        result = result.result() if hasattr(result, "result") else result
+        return launch._starter(result, tuple(values.values()))[0]
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:  # the compiler, the driver, a read-only cache: theirs to raise, ours to name
+        return launch.KernelUnavailable(f"{type(error).__name__}: {error}")
 
 
 class Kernel:
@@ -151,16 +185,11 @@ class Kernel:
         values: dict[str, Any] = {"PTX": cut.text, "CONSTRAINTS": matmul_ptx.CONSTRAINTS}
         arguments = (*tensors[:7], part, tensors[8], *self.sizes)
         warps = config.along_n * config.along_k
-        self.start = self._compile(kernels.matmul_4bit_kernel, arguments, values, warps)
+        self.start = compiled(kernels.matmul_4bit_kernel, arguments, values, warps, x.dtype)
         if cut.slices > 1:
             values = {"SLICES": cut.slices, "BIAS": bias, "BLOCK": SUM_BLOCK}
-            self.sum = self._compile(kernels.sum_slices_kernel, (part, out, tensors[8], *self.sum_sizes), values, 4)
-
-    @staticmethod
-    def _compile(kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int) -> launch.Start:
-        compiled = kernel.warmup(*arguments, **values, grid=(1,), num_warps=warps, num_stages=1)
-        compiled = compiled.result() if hasattr(compiled, "result") else compiled
-        return launch._starter(compiled, tuple(values.values()))[0]
+            arguments = (part, out, tensors[8], *self.sum_sizes)
+            self.sum = compiled(kernels.sum_slices_kernel, arguments, values, 4, out.dtype)
 
     def __call__(self, stream: int, pointers: tuple[int, ...], out: torch.Tensor) -> None:
         if self.slices == 1:
@@ -188,6 +217,7 @@ def matmul_4bit(
     k: int,
     bias: torch.Tensor | None = None,
     config: Config | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``x @ weight.T (+ bias)`` with the weight decoded inside the kernel; fp32 accumulation.
 
@@ -201,6 +231,7 @@ def matmul_4bit(
         n, k: rows and columns of the weight; k a multiple of the blocksize.
         bias: [n], x's dtype.
         config: instead of the table's; then the caller answers for :func:`refusal`.
+        out: filled and returned if given: contiguous, [..., n], x's dtype and device.
 
     Returns:
         [..., n] in x's dtype.
@@ -211,7 +242,8 @@ def matmul_4bit(
     """
     device = x.device
     m = x.numel() // k
-    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=device)
+    if out is None:
+        out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=device)
     if m == 0:
         return out
     if not x.is_contiguous() or x.data_ptr() % 16:
@@ -227,10 +259,6 @@ def matmul_4bit(
         if why is not None:
             raise ValueError(f"matmul_4bit cannot serve this: {why}; dequantize and multiply")
     if kernel is None:
-        if torch.cuda.is_current_stream_capturing():
-            raise launch.KernelUnavailable(
-                "a CUDA graph is being captured; the kernel compiles outside one", "CAPTURING"
-            )
         chosen = config or config_for(torch.cuda.get_device_capability(device), m, n, k)
         assert chosen is not None
         tensors = (x, packed, absmax, code, *second, out, code if bias is None else bias)

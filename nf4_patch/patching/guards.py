@@ -20,6 +20,7 @@ class Reason(enum.Enum):
     ROCM = ("this PyTorch is built for ROCm; the kernel is NVIDIA PTX", "")
     CAPABILITY = ("the GPU is older than compute capability 7.5 (Tesla T4)", "")
     TRANSFORM = ("a functorch transform (vmap, grad, ...) is active", "")
+    MODE = ("a dispatch mode is active, and the fused product is no operator that it could see", "")
     SUBCLASS = ("the packed weight is a tensor subclass with its own dispatch (DTensor, FakeTensor, ...)", "")
     ARGUMENTS = ("called without a quant_state or with arguments that only the original takes", "")
     CPU_PACKING = ("the weight is in bitsandbytes' CPU packing", "move the model with model.to('cuda')")
@@ -60,7 +61,7 @@ class Reason(enum.Enum):
     @property
     def is_expected(self) -> bool:
         """Nothing was missed: no warning, and nothing raised in strict mode."""
-        return self in (Reason.NOT_4BIT, Reason.DEFERRED, Reason.ROWS, Reason.PRODUCT)
+        return self in (Reason.NOT_4BIT, Reason.DEFERRED, Reason.ROWS, Reason.PRODUCT, Reason.MODE)
 
 
 def state_is_odd(quant_state: Any) -> Reason | None:

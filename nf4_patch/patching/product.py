@@ -1,4 +1,4 @@
-"""Products straight from the packed weight, where bitsandbytes 0.50 multiplies a few rows.
+"""Products straight from the packed weight, where bitsandbytes and Unsloth multiply a few rows.
 
 Not the bits of the original (neither are bitsandbytes' own fused products those of dequantize + matmul):
 therefore a switch of its own, ``enable(matmul="auto")`` or NF4_PATCH_MATMUL=auto, off by default.
@@ -33,11 +33,18 @@ class Multiplier:
         self.approved: set[tuple[Any, ...]] = set()  # weights that passed the guards: addresses, sizes, types
         self.limit = limit
 
-    def serve(self, x: torch.Tensor, packed: torch.Tensor, fields: tuple[Any, ...], bias: torch.Tensor | None) -> Any:
+    def serve(
+        self, x: torch.Tensor, packed: torch.Tensor, fields: tuple[Any, ...],
+        bias: torch.Tensor | None = None, out: torch.Tensor | None = None,
+    ) -> Any:  # fmt: skip
         """x @ weight.T + bias, [..., N] in x's dtype, or the Reason why not.
 
         Args:
             fields: those of a Layout after ``packed``, the dtype being x's.
+            out: filled and returned.
+
+        Raises:
+            KernelUnavailable: it cannot be compiled here, or not now.
         """
         if not x.is_cuda or launching.INTERPRETED:
             return Reason.NOT_CUDA
@@ -45,8 +52,16 @@ class Multiplier:
         m = x.numel() // k
         if m == 0 or x.shape[-1] != k or not is_measured(x.device.index, m, n, k):
             return Reason.ROWS
+        if out is not None and not (
+            out.shape == (*x.shape[:-1], n)
+            and out.dtype is dtype
+            and out.device == x.device
+            and out.is_contiguous()
+            and not out.requires_grad
+        ):
+            return Reason.OUT
         key = (
-            packed.data_ptr(), packed.numel(), absmax.data_ptr(), absmax.numel(),
+            x.device.index, packed.data_ptr(), packed.numel(), absmax.data_ptr(), absmax.numel(),
             *((t.data_ptr() for t in (absmax2, code2, offset)) if absmax2 is not None else ()),
             blocksize, n, k, dtype,
         )  # fmt: skip
@@ -58,6 +73,8 @@ class Multiplier:
                 or packed.device != x.device
             ):
                 reason = Reason.PRODUCT
+            if reason is None and not all(map(launching.has_memory, guards._tensors(Layout(packed, *fields)))):
+                reason = Reason.NO_MEMORY
             if reason is not None:
                 return reason
             if len(self.approved) >= self.limit:
@@ -65,11 +82,8 @@ class Multiplier:
             self.approved.add(key)
         elif bias is not None and matmul.refusal(x, packed, blocksize, n, k, bias) is not None:
             return Reason.PRODUCT
-        try:
-            result = matmul.matmul_4bit(
-                x, packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, n, k, bias
-            )
-        except launching.KernelUnavailable as error:
-            return Reason[error.reason]
+        result = matmul.matmul_4bit(
+            x, packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, n, k, bias, out=out
+        )
         ledger.tally(self.target, (n, k), f"{str(dtype).removeprefix('torch.')} product").hits += 1
         return result

@@ -217,12 +217,16 @@ def linear_fields(A, shapeB, absmax, blocksize, code, absmax_8bit, absmax_code, 
     return (absmax_8bit, code, absmax, absmax_code, absmax_offset, blocksize, 256, tuple(shapeB), A.dtype)
 
 
-def multiply(multiplier: Multiplier, A, B, shapeB, absmax, blocksize, quant_type, bias, *second) -> Any:
+def multiply(server: Server, multiplier: Multiplier, x, packed, fields, quant_type, bias=None, out=None) -> Any:
     """The fused product, or the Reason why not."""
-    code = codebook(quant_type, B.device)
+    code = codebook(quant_type, packed.device)
     if isinstance(code, Reason):
         return code
-    return multiplier.serve(A, B, linear_fields(A, shapeB, absmax, blocksize, code, *second), bias)
+    absmax, _, *rest = fields
+    try:
+        return multiplier.serve(x, packed, (absmax, code, *rest), bias, out)
+    except launching.KernelUnavailable as error:
+        return server.unavailable(error)
 
 
 def replace_dequant_linear(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -238,12 +242,13 @@ def replace_dequant_linear(target: str, original: Callable[..., Any]) -> Callabl
     ):
         if switch.on:
             second = (absmax_8bit, absmax_code, absmax_offset)
+            fields = linear_fields(A, shapeB, absmax, blocksize, None, *second)
             try:
                 if switch.matmul != "off":
-                    result = multiply(multiplier, A, B, shapeB, absmax, blocksize, quant_type, bias, *second)
+                    result = multiply(server, multiplier, A, B, fields, quant_type, bias)
                     if type(result) is not Reason:
                         return result
-                result = server.serve_fields(B, linear_fields(A, shapeB, absmax, blocksize, None, *second), quant_type)
+                result = server.serve_fields(B, fields, quant_type)
             except Exception as error:
                 result = server.failed(error)
             if type(result) is not Reason:
@@ -267,8 +272,9 @@ def replace_gemm(target: str, original: Callable[..., Any]) -> Callable[..., Any
     ):
         if switch.on and switch.matmul != "off":
             second = (absmax_8bit, absmax_code, absmax_offset)
+            fields = linear_fields(A, shapeB, absmax, blocksize, None, *second)
             try:
-                result = multiply(multiplier, A, B, shapeB, absmax, blocksize, quant_type, bias, *second)
+                result = multiply(server, multiplier, A, B, fields, quant_type, bias)
             except Exception as error:
                 result = server.failed(error)
             if type(result) is not Reason:
@@ -279,6 +285,65 @@ def replace_gemm(target: str, original: Callable[..., Any]) -> Callable[..., Any
         )  # fmt: skip
 
     return _gemm_4bit_kernel_impl
+
+
+def multiply_row(server: Server, multiplier: Multiplier, x, packed, state, out) -> Any:
+    """The product of one row with the weight of a QuantState, [..., N] in x's dtype, or the Reason why not."""
+    try:
+        fields = fields_of(state)
+    except AttributeError:
+        return Reason.NOT_4BIT
+    if modes_active():
+        return Reason.MODE
+    if transforms_active() is not None:
+        return Reason.TRANSFORM
+    if any(type(tensor).__torch_dispatch__ is not own_dispatch for tensor in (x, packed)):
+        return Reason.SUBCLASS
+    reason = guards.state_is_odd(state)
+    if reason is not None:
+        return reason
+    if x.numel() != x.shape[-1] or (x.requires_grad and torch.is_grad_enabled()):
+        return Reason.PRODUCT
+    with torch._C.DisableTorchFunctionSubclass():
+        return multiply(server, multiplier, x, packed, (*fields[:-1], x.dtype), state.quant_type, out=out)
+
+
+def replace_gemv(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``bitsandbytes.functional.gemv_4bit``, which Linear4bit calls for one row before 0.50."""
+    server, multiplier = Server(target), Multiplier(target)
+
+    @functools.wraps(original)
+    def gemv_4bit(A, B, out=None, transposed_A=False, transposed_B=False, state=None):
+        if switch.on and switch.matmul != "off" and not is_compiling():
+            try:
+                result = multiply_row(server, multiplier, A, B, state, out)
+            except Exception as error:
+                result = server.failed(error)
+            if type(result) is not Reason:
+                return result
+            server.fall_back(result)
+        return original(A, B, out, transposed_A, transposed_B, state)
+
+    return gemv_4bit
+
+
+def replace_fast_gemv(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """For Unsloth's ``fast_gemv`` and ``_fast_gemv_bnb``: [1, 1, K] to [1, 1, N]. Traced, it stays Unsloth's."""
+    server, multiplier = Server(target), Multiplier(target)
+
+    @functools.wraps(original)
+    def fast_gemv(X, W, quant_state, out=None):
+        if switch.on and switch.matmul != "off" and not is_compiling():
+            try:
+                result = multiply_row(server, multiplier, X, W, quant_state, out)
+            except Exception as error:
+                result = server.failed(error)
+            if type(result) is not Reason:
+                return result
+            server.fall_back(result)
+        return original(X, W, quant_state, out)
+
+    return fast_gemv
 
 
 _codebooks: dict[tuple[str, torch.device], torch.Tensor] = {}

@@ -36,6 +36,7 @@ class Target:
         return getattr(replacement, self.replace)(self.name, original)
 
 
+FAST_GEMV = ("X", "W", "quant_state", "out")
 FAST_DEQUANTIZE = ("W", "quant_state", "out", "use_global_buffer")
 LINEAR_4BIT = (
     ("A", "B", "shapeB", "absmax", "blocksize", "quant_type")
@@ -76,6 +77,17 @@ TARGETS = (
         only="matmul",
     ),
     Target(
+        module="bitsandbytes.functional",
+        attribute="gemv_4bit",
+        distribution="bitsandbytes",
+        releases=">= 0.43",
+        tested=TESTED_BITSANDBYTES,
+        parameters=(("A", "B", "out", "transposed_A", "transposed_B", "state"),),
+        replace="replace_gemv",
+        covers='one row of Linear4bit before 0.50 (generation), with enable(matmul="auto") only',
+        only="matmul",
+    ),
+    Target(
         module="unsloth.kernels.utils",
         attribute="fast_dequantize",
         distribution="unsloth",
@@ -96,5 +108,29 @@ TARGETS = (
         parameters=(FAST_DEQUANTIZE, (*FAST_DEQUANTIZE, "dtype")),
         replace="replace_fast_dequantize",
         covers="every 4-bit weight of Unsloth's LoRA kernels, decoding and saving",
+    ),
+    Target(
+        module="unsloth.kernels.utils",
+        attribute="fast_gemv",
+        distribution="unsloth",
+        releases="<= 2026.9.12",
+        tested=("2026.9.7",),
+        parameters=(FAST_GEMV,),
+        replace="replace_fast_gemv",
+        covers='one row of every 4-bit weight (generation), with enable(matmul="auto") only',
+        unless="_fast_gemv_bnb",
+        only="matmul",
+        copied=True,
+    ),
+    Target(
+        module="unsloth.kernels.utils",
+        attribute="_fast_gemv_bnb",
+        distribution="unsloth",
+        releases=">= 2026.9.13",
+        tested=("2026.10.9",),
+        parameters=(FAST_GEMV,),
+        replace="replace_fast_gemv",
+        covers='one row of every 4-bit weight (generation), with enable(matmul="auto") only',
+        only="matmul",
     ),
 )

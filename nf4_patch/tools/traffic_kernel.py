@@ -39,3 +39,21 @@ def mover(packed: torch.Tensor, out: torch.Tensor, num_warps: int, steps: int) -
     lanes = 32 * num_warps
     grid = (words.numel() // (lanes * steps),)
     return lambda: move[grid](words, target, lanes, steps, num_warps=num_warps)
+
+
+READ_WORDS = 4096  # a program: 16 KiB
+
+
+@triton.jit
+def read(words, out, LANES: tl.constexpr):
+    """words: int32 [n]; out: int32 [n / LANES], the largest word of each program: the bytes are read and go nowhere."""
+    word = tl.load(words + tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES), eviction_policy="evict_first")
+    tl.store(out + tl.program_id(0), tl.max(word, axis=0))
+
+
+def reader(packed: torch.Tensor) -> Callable[[], object]:
+    """A call that reads ``packed`` once, whole programs of it: no product of a packed weight takes less."""
+    words = packed.view(-1).view(torch.int32)
+    programs = words.numel() // READ_WORDS
+    out = torch.empty(programs, dtype=torch.int32, device=packed.device)
+    return lambda: read[(programs,)](words, out, READ_WORDS, num_warps=8)

@@ -1,0 +1,47 @@
+"""Compile the fused product of every row of the table and print "arch registers stack shared name" a line.
+
+A process of its own, because the tests' process may hold Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from nf4_patch.nf4 import matmul, matmul_kernels, matmul_ptx
+from nf4_patch.tools.machine_code import disassemble, triton_release
+
+POINTERS = ("x", "packed", "absmax", "code", "absmax2", "code2", "offset", "out", "bias")
+NUMBERS = ("m", "n", "blocks", "shift", "shift2", "shares", "slices")
+
+
+def compile_for(arch, config, m, n, k, half, nested, bias):
+    text = matmul.plan(config, 132, m, n, k, half, nested, bias, arch >= 90).text
+    signature = dict.fromkeys(POINTERS, "*u8") | dict.fromkeys(NUMBERS, "i32")
+    values = {"PTX": text, "CONSTRAINTS": matmul_ptx.CONSTRAINTS}
+    kernel = matmul_kernels.matmul_4bit_kernel
+    if triton_release() >= (3, 3):
+        signature |= dict.fromkeys(values, "constexpr")
+    source = ASTSource(kernel, signature, values)
+    options = {"num_warps": config.along_n * config.along_k, "num_stages": 1}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    (code,) = disassemble(compiled.asm["cubin"]).values()
+    print(
+        arch,
+        code.registers,
+        code.stack,
+        code.shared,
+        f"{'-'.join(map(str, config))}:{m}x{n}x{k}:{half:d}{nested:d}{bias:d}",
+    )
+
+
+for row in matmul.ROWS:
+    k = 4096 if row.k == 4096 else 14336
+    n = max(row.n, 4096)
+    for m in {8: (8,), 16: (16,), 64: (24, 32, 48, 64)}[row.m]:
+        compile_for(90, row.config, m, n, k, half=False, nested=True, bias=False)
+        compile_for(90, row.config, m, n, k - 64, half=True, nested=False, bias=True)
+for row in matmul.ROWS[1], matmul.ROWS[-1]:
+    for arch in (80, 86, 89, 100, 120):
+        compile_for(arch, row.config, row.m, 4096, 14336, half=False, nested=True, bias=False)

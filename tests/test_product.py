@@ -1,0 +1,307 @@
+"""The fused product without a GPU: its switch, its rows, its refusals, and its text compiled for every GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import bitsandbytes as bnb
+import bitsandbytes.functional as F
+import pytest
+import torch
+from oracle import fields_of, quantized
+from subprocess_python import INTERPRETED, python
+
+import nf4_patch
+from nf4_patch.config import Config, ConfigError
+from nf4_patch.nf4 import matmul
+from nf4_patch.patching import product
+from nf4_patch.patching.guards import Reason
+from nf4_patch.patching.replacement import replace_fast_gemv, replace_gemm, replace_gemv, switch
+from nf4_patch.patching.stats import ledger
+from nf4_patch.patching.targets import TARGETS
+
+H200 = (9, 0)
+PRODUCTS = [target.name for target in TARGETS if target.only == "matmul"]
+
+
+@pytest.fixture
+def auto():
+    nf4_patch.enable(matmul="auto")
+    ledger.reset()
+    yield
+    nf4_patch.disable()
+    ledger.reset()
+
+
+def rows_of_status():
+    return {target.name: target for target in nf4_patch.status().targets}
+
+
+def test_switch_and_variable(monkeypatch):
+    monkeypatch.delenv("NF4_PATCH_MATMUL", raising=False)
+    assert Config.read().matmul == "off"
+    try:
+        for variable, argument, wanted in [
+            (None, None, "off"), ("auto", None, "auto"), ("auto", "off", "off"), ("off", "auto", "auto"),
+            ("", None, "off"), ("AUTO", None, "auto"),
+        ]:  # fmt: skip
+            if variable is None:
+                monkeypatch.delenv("NF4_PATCH_MATMUL", raising=False)
+            else:
+                monkeypatch.setenv("NF4_PATCH_MATMUL", variable)
+            assert nf4_patch.enable(matmul=argument)
+            assert switch.matmul == wanted, (variable, argument)
+    finally:
+        nf4_patch.disable()
+    for bad in ({"NF4_PATCH_MATMUL": "on"}, {"NF4_PATCH_MATMUL": "1"}):
+        with pytest.raises(ConfigError, match=r"NF4_PATCH_MATMUL=.*allowed: off, auto"):
+            Config.read(bad)
+    with pytest.raises(ConfigError, match="NF4_PATCH_MATMUL='always'"):
+        nf4_patch.enable(matmul="always")
+
+
+def test_status_says_that_it_stands_by(monkeypatch):
+    monkeypatch.delenv("NF4_PATCH_MATMUL", raising=False)
+    nf4_patch.enable()
+    try:
+        row = rows_of_status()["bitsandbytes.functional.gemv_4bit"]
+        assert row.state == "patched"
+        assert row.note == 'stands by: enable(matmul="auto") uses it'
+        nf4_patch.enable(matmul="auto")
+        assert rows_of_status()["bitsandbytes.functional.gemv_4bit"].note != row.note
+    finally:
+        nf4_patch.disable()
+
+
+def calls_of(name):
+    """A stand-in for an original: its arguments, and a result that only it gives."""
+    seen = []
+    if name == "gemm":
+
+        def original(A, B, shapeB, absmax, blocksize, quant_type, bias, absmax_8bit, absmax_code, absmax_offset):
+            seen.append((A, B, shapeB, absmax, blocksize, quant_type, bias, absmax_8bit, absmax_code, absmax_offset))
+            return "original"
+    elif name == "gemv":
+
+        def original(A, B, out, transposed_A, transposed_B, state):
+            seen.append((A, B, out, transposed_A, transposed_B, state))
+            return "original"
+    else:
+
+        def original(X, W, quant_state, out):
+            seen.append((X, W, quant_state, out))
+            return "original"
+
+    return original, seen
+
+
+def call(name, replacement, x, packed, state, out=None):
+    if name == "gemm":
+        second = (state.absmax, state.state2.code, state.offset)
+        arguments = (x, packed, list(state.shape), state.state2.absmax, 64, "nf4", None, *second)
+    elif name == "gemv":
+        arguments = (x, packed, out, False, False, state)
+    else:
+        arguments = (x, packed, state, out)
+    return replacement(*arguments), arguments
+
+
+MAKERS = {"gemm": replace_gemm, "gemv": replace_gemv, "fast_gemv": replace_fast_gemv}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="x is on the CPU on purpose")
+@pytest.mark.parametrize("name", MAKERS)
+def test_refused_on_the_cpu_with_untouched_arguments(name, auto):
+    original, seen = calls_of(name)
+    replacement = MAKERS[name](name, original)
+    packed, state = quantized((128, 256), torch.bfloat16, "cpu")
+    x = torch.randn(1, 1, 256, dtype=torch.bfloat16)
+    result, arguments = call(name, replacement, x, packed, state)
+    assert result == "original"
+    assert all(a is b for a, b in zip(seen[0], arguments, strict=True))
+    assert ledger.fallbacks == {(name, Reason.NOT_CUDA): 1}
+    # off: the original at once, nothing counted
+    nf4_patch.enable(matmul="off")
+    ledger.reset()
+    assert call(name, replacement, x, packed, state)[0] == "original"
+    nf4_patch.disable()
+    assert call(name, replacement, x, packed, state)[0] == "original"
+    assert len(seen) == 3
+    assert not ledger.fallbacks
+
+
+@pytest.mark.parametrize("name", ["gemv", "fast_gemv"])
+def test_reasons_of_one_row(name, auto):
+    original, seen = calls_of(name)
+    replacement = MAKERS[name](name, original)
+    packed, state = quantized((128, 256), torch.bfloat16, "cpu")
+    x = torch.randn(1, 1, 256, dtype=torch.bfloat16)
+    more = torch.randn(1, 2, 256, dtype=torch.bfloat16)
+    mode = torch.utils.flop_counter.FlopCounterMode(display=False)
+    call(name, replacement, x, packed, None)
+    call(name, replacement, x, packed, [1, 2])
+    call(name, replacement, more, packed, state)
+    call(name, replacement, x.clone().requires_grad_(), packed, state)
+    with mode:
+        call(name, replacement, x, packed, state)
+    state.quant_type = "int4"
+    call(name, replacement, x, packed, state)
+    assert len(seen) == 6
+    assert ledger.fallbacks == {
+        (name, Reason.NOT_4BIT): 2,
+        (name, Reason.PRODUCT): 2,
+        (name, Reason.MODE): 1,
+        (name, Reason.QUANT_TYPE): 1,
+    }
+
+
+def test_an_error_of_ours_runs_the_original(auto, monkeypatch):
+    def broken(*arguments):
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setattr("nf4_patch.patching.product.Multiplier.serve", broken)
+    original, _ = calls_of("gemv")
+    packed, state = quantized((128, 256), torch.bfloat16, "cpu")
+    x = torch.randn(1, 1, 256, dtype=torch.bfloat16)
+    assert call("gemv", replace_gemv("gemv", original), x, packed, state)[0] == "original"
+    assert ledger.fallbacks == {("gemv", Reason.ERROR): 1}
+    assert ledger.errors == {"ZeroDivisionError: on purpose": 1}
+
+
+def test_a_kernel_that_cannot_be_compiled_is_named(auto, monkeypatch):
+    def serve(*arguments):
+        raise product.launching.KernelUnavailable("ptxas says no")
+
+    monkeypatch.setattr("nf4_patch.patching.product.Multiplier.serve", serve)
+    original, _ = calls_of("gemv")
+    packed, state = quantized((128, 256), torch.bfloat16, "cpu")
+    x = torch.randn(1, 1, 256, dtype=torch.bfloat16)
+    assert call("gemv", replace_gemv("gemv", original), x, packed, state)[0] == "original"
+    assert ledger.fallbacks == {("gemv", Reason.KERNEL_FAILED): 1}
+    assert ledger.errors == {"ptxas says no": 1}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="bitsandbytes runs its CPU kernels here")
+def test_bitsandbytes_gives_its_own_bits_on_the_cpu(auto):
+    """The real functions: a CPU has no product, so the result is the original's to the bit."""
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear4bit(256, 128, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).to("cpu")
+    x = torch.randn(1, 256, dtype=torch.bfloat16)
+    packed, state = quantized((128, 256), torch.bfloat16, "cpu")
+    with torch.no_grad():
+        got, one = layer(x), F.gemv_4bit(x, packed, state=state)
+        assert ledger.fallbacks["bitsandbytes.functional.gemv_4bit", Reason.NOT_CUDA] == 1
+        nf4_patch.disable()
+        assert torch.equal(got, layer(x))
+        assert torch.equal(one, F.gemv_4bit(x, packed, state=state))
+
+
+def test_table_of_measured_sizes(monkeypatch):
+    """Every Llama layer up to 64 rows on the H200; nothing past 64 rows and nothing on a GPU that was not measured."""
+    shapes = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (8192, 28672)]
+    for n, k in shapes:
+        for m in (1, 2, 8, 9, 16, 17, 32, 33, 64):
+            assert matmul.config_for(H200, m, n, k) is not None, (m, n, k)
+        for m in (65, 128, 4096):
+            assert matmul.config_for(H200, m, n, k) is None
+        for capability in ((7, 5), (8, 0), (8, 9), (10, 0), (12, 0)):
+            assert matmul.config_for(capability, 1, n, k) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: H200)
+    product.is_measured.cache_clear()
+    assert product.is_measured(0, 64, 4096, 4096)
+    assert not product.is_measured(0, 65, 4096, 4096)
+    product.is_measured.cache_clear()
+
+
+def test_the_first_fitting_row_is_reached():
+    """No row of the table is dead: each is the first for some size."""
+    found = {
+        id(matmul.config_for(H200, m, n, k)) for m in (1, 16, 64) for n in (1024, 4096, 14336) for k in (4096, 14336)
+    }
+    assert found == {id(row.config) for row in matmul.ROWS}
+
+
+def test_every_length_of_a_prompt_shares_six_texts():
+    """1 to 64 rows of one layer: the text follows the tiles, not the rows."""
+    for n, k in [(4096, 4096), (14336, 4096), (4096, 14336)]:
+        texts = {
+            matmul.plan(matmul.config_for(H200, m, n, k), 132, m, n, k, False, True, False).text for m in range(1, 65)
+        }
+        assert len(texts) <= 6, (n, k, len(texts))
+
+
+def test_plan_covers_every_row_once():
+    for row in matmul.ROWS:
+        for n in (1, 17, 1000, 4096, 50001):
+            for k in (64, 4096, 14336):
+                cut = matmul.plan(row.config, 132, row.m, n, k, False, True, False)
+                assert 1 <= cut.shares <= -(-n // row.config.rows)
+                assert cut.programs % (cut.shares * cut.slices) == 0
+                assert cut.slices <= -(-k // 256)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_reference_is_linear_with_the_rounded_weight(nested):
+    packed, state = quantized((96, 256), torch.float16, "cpu", nested=nested)
+    layout = product.Layout(packed, *fields_of(state))
+    x, bias = torch.randn(5, 256).half(), torch.randn(96).half()
+    weight = matmul.reference.dequantize(layout)
+    want = (x.float() @ weight.float().t() + bias.float()).half()
+    assert torch.equal(matmul.matmul_reference(x, layout, bias), want)
+
+
+def test_text_compiles_for_every_gpu():
+    """ptxas takes every row's text from sm_80 on; no local memory, but for one 8-byte address past 56 rows of X.
+
+    There all 255 registers are taken (Triton 3.7.1; the weight then comes through as before, 2.0 to 3.0x at 64 rows).
+    """
+    done = python(Path(__file__).with_name("compile_products.py").read_text())
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert {int(line[0]) for line in lines} == {80, 86, 89, 90, 100, 120}
+    assert sum(line[0] == "90" for line in lines) >= 2 * len(matmul.ROWS)
+    for arch, registers, stack, shared, name in lines:
+        assert int(shared) <= 48 * 1024, name
+        assert int(registers) <= 255, name
+        assert int(stack) <= (8 if ":64x" in name else 0), (arch, name, "spills")
+
+
+OLD = Path(sys.prefix) / "unsloth-2026.9.7"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs it: gpu/test_matmul.py")
+@pytest.mark.parametrize("release", ["2026.10.9", "2026.9.7"])
+@pytest.mark.parametrize("order", ["enable; unsloth", "unsloth; enable"])
+def test_unsloth_row_is_in_every_holder(release, order, tmp_path):
+    path = OLD if release == "2026.9.7" else None
+    if (path is not None and not path.is_dir()) or importlib.util.find_spec("unsloth") is None:
+        assert not os.environ.get("CI"), f"unsloth {release} is missing: scripts/test installs it"
+        pytest.skip(f"unsloth {release} is not installed: scripts/test installs it")
+    attribute = "fast_gemv" if path else "_fast_gemv_bnb"
+    first, second = (
+        {"enable": "import nf4_patch; nf4_patch.enable(matmul='auto')", "unsloth": "import unsloth"}[word]
+        for word in order.split("; ")
+    )
+    code = f"""
+{INTERPRETED}
+{first}
+{second}
+import torch, nf4_patch, unsloth.kernels
+from unsloth.kernels import utils
+name = "unsloth.kernels.utils.{attribute}"
+def row():
+    return next(t for t in nf4_patch.status().targets if t.name == name)
+assert row().state == "patched", nf4_patch.status()
+x, w = torch.randn(1, 1, 8), torch.randn(8, 4)
+for holder in (utils, unsloth.kernels):
+    assert torch.equal(holder.fast_gemv(x, w, None), x @ w)
+assert row().fallbacks == {{"NOT_4BIT": 2}}, row()
+nf4_patch.disable()
+assert torch.equal(utils.fast_gemv(x, w, None), x @ w)
+assert row().fallbacks == {{"NOT_4BIT": 2}}, row()
+assert "nf4_patch" not in utils.{attribute}.__code__.co_filename
+assert "nf4_patch" not in unsloth.kernels.fast_gemv.__code__.co_filename
+"""
+    python(code, path=path, cwd=tmp_path, UNSLOTH_ALLOW_CPU="1")
