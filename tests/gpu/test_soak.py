@@ -26,17 +26,11 @@ ROWS = 64  # above bitsandbytes' own fused kernel: its forward dequantizes
 
 def model():
     torch.manual_seed(0)
-    layers = [
-        bnb.nn.Linear4bit(512, 768, bias=True, quant_type="nf4", compute_dtype=torch.bfloat16),
-        torch.nn.SiLU(),
-        bnb.nn.Linear4bit(
-            768, 512, bias=False, quant_type="fp4", compute_dtype=torch.float16, compress_statistics=False
-        ),
-    ]
-    base = torch.nn.Sequential(*layers).to(CUDA)
+    base = torch.nn.Sequential(bnb.nn.Linear4bit(512, 512, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16))
+    base = base.to(CUDA)
     base.is_loaded_in_4bit = True
     torch.manual_seed(1)
-    return peft.get_peft_model(base, peft.LoraConfig(target_modules=["0", "2"], r=4)).train()
+    return peft.get_peft_model(base, peft.LoraConfig(target_modules=["0"], r=4)).train()
 
 
 def train(toggle: bool) -> tuple[torch.Tensor, list[tuple[int, int]]]:
@@ -79,9 +73,9 @@ def test_soak():
     assert torch.isfinite(without).all()
     assert without[-1] < without[0]
     assert torch.equal(without, toggled)
-    # a checkpointed step with 2 weights: 2 forward, 2 recomputed, 2 backward; every other 500 steps are patched
+    # a checkpointed step: forward, recomputed, backward; every other 500 steps are patched
     patched_steps = sum(min(TOGGLE, STEPS - s) for s in range(0, STEPS, 2 * TOGGLE))
-    assert status.hits >= 4 * patched_steps, status
+    assert status.hits >= 2 * patched_steps, status
     assert status.fallbacks == 0, status
     allocated = [a for a, _ in memory]
     assert max(allocated) - min(allocated[:2]) <= 1 << 16, allocated  # 64 KiB: the codebooks
