@@ -16,6 +16,7 @@ from rich.table import Table
 import nf4_patch
 
 from ..patching.status import Status, explain
+from .estimate import seconds_saved
 from .report import Report
 
 
@@ -29,6 +30,7 @@ class RunReport(Report):
     seconds: float
     status: Status
     shown: bool  # --report
+    saved: float | None = None  # seconds of GPU time, an estimate; None: nothing was measured to estimate it from
 
     @property
     def exit_code(self) -> int:
@@ -70,6 +72,8 @@ class RunReport(Report):
         for shape, hits in sorted(self.status.shapes.items(), key=lambda item: -item[1]):
             if hits:
                 yield f"  {hits:,} x {shape}"
+        if self.saved is not None:
+            yield f"about {self.saved:.2g} s of GPU time saved: an estimate, hits times the bench's table for this GPU"
         yield from self.advice()
 
 
@@ -90,7 +94,8 @@ def run(module: str | None, arguments: Sequence[str], shown: bool = False) -> Ru
     finally:
         sys.argv, sys.path[:] = before
     command = ["-m", module, *arguments] if module else list(arguments)
-    return RunReport(command, enabled, code, time.perf_counter() - started, nf4_patch.status(), shown)
+    seconds, status = time.perf_counter() - started, nf4_patch.status()
+    return RunReport(command, enabled, code, seconds, status, shown, seconds_saved(status))
 
 
 def _as_main(module: str | None, arguments: Sequence[str]) -> int:
