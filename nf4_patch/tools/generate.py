@@ -22,7 +22,6 @@ import nf4_patch
 
 from ..nf4.layout import Layout
 from ..patching.replacement import fields_of, switch
-from ..patching.stats import ledger
 from .peers import OURS, original
 from .products import SLACK, error, exact, product_hits
 from .report import Report, Tell, silent
@@ -302,7 +301,6 @@ def measure(
                     rates.append(one_rate(llama, batch, way, errors, tokens, rounds))
         finally:
             switch.on, switch.matmul = before
-    ledger.reset()
     method = METHOD.format(tokens=tokens, layers=layers, name=model.name, cache=CACHE, vocabulary=VOCABULARY)
     return Generations(machine(), method, rates)
 
