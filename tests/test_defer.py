@@ -1,0 +1,67 @@
+"""Whether Unsloth's own fused kernel keeps its calls: by force, and by what is measured on this GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import expected, quantized
+
+from nf4_patch.patching import replacement
+from nf4_patch.patching.guards import Reason
+from nf4_patch.patching.stats import ledger
+
+_USE_NF4_KERNELS = True  # as in unsloth.kernels.utils, where the original looks it up
+TARGET = "tests.test_defer.fast_dequantize"
+
+
+def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False):
+    return "theirs"
+
+
+@pytest.fixture
+def call(device, monkeypatch):
+    packed, state = quantized((64, 128), torch.bfloat16, device)
+    replaced = replacement.replace_fast_dequantize(TARGET, fast_dequantize)
+    monkeypatch.setattr(replacement.switch, "on", True)
+    want = expected(packed, state)
+
+    def call(defer: str, measured: bool) -> str:
+        monkeypatch.setattr(replacement.switch, "defer", defer)
+        monkeypatch.setattr(replacement, "measured_everywhere", lambda: measured)
+        result = replaced(packed, state)
+        if isinstance(result, str):
+            return result
+        assert torch.equal(result, want)
+        return "ours"
+
+    yield call
+    ledger.reset()
+
+
+@pytest.mark.parametrize(
+    ("defer", "measured", "who"),
+    [
+        ("auto", True, "ours"), ("auto", False, "theirs"), ("always", True, "theirs"), ("always", False, "theirs"),
+        ("never", True, "ours"), ("never", False, "ours"),
+    ],
+)  # fmt: skip
+def test_who_serves_an_eager_call(call, defer, measured, who):
+    before = ledger.fallbacks[TARGET, Reason.DEFERRED]
+    assert call(defer, measured) == who
+    assert ledger.fallbacks[TARGET, Reason.DEFERRED] - before == (who == "theirs")
+
+
+def test_a_library_without_a_kernel_of_its_own_is_never_deferred_to(call, monkeypatch):
+    monkeypatch.setitem(globals(), "_USE_NF4_KERNELS", False)
+    assert call("always", False) == "ours"
+
+
+def test_a_compiled_region_stays_theirs_unless_forced(monkeypatch):
+    monkeypatch.setattr(replacement, "measured_everywhere", lambda: True)
+    for defer, stays in (("auto", True), ("always", True), ("never", False)):
+        monkeypatch.setattr(replacement.switch, "defer", defer)
+        assert replacement.deferred(compiling=True) is stays
+
+
+def test_every_measured_capability_says_on_what():
+    assert all("Unsloth" in text and "us" in text for text in replacement.FASTER_EAGERLY.values())
