@@ -373,9 +373,9 @@ def inspect(capabilities: Iterable[tuple[int, int]], check: bool = False, tell: 
                         report.roofs.append(roof(gpu, who, launches[gpu.capability], elements, clock, speed))
     if report.roofs:
         report.notes.append(
-            f"Bounds, {MODELLED}: no launch gaps, no host, no waiting for memory. A time under 'overlapped' is "
-            "impossible; a kernel of one phase without barriers comes near it, one that stages through shared memory "
-            "lies between the two."
+            f"Bounds, {MODELLED}: no launch gaps, no host, no waiting for memory. 'overlapped' is the slower of memory "
+            "and the busiest pipe, 'in turns' their sum; a kernel of one phase comes near the first, one that stages "
+            "through shared memory lies between the two."
         )
     if check:
         check_here(report, launches, tell)
