@@ -61,6 +61,57 @@ def test_a_rate_needs_hits_and_accuracy():
     assert text.count("1.50x") == 1 and text.count("not accurate") == 2
 
 
+def test_the_picture_needs_accuracy(tmp_path):
+    from nf4_patch.tools import plots
+
+    plots.draw_products(products.Products(MACHINE, [product(1e-3, 1e-3)]), tmp_path / "products.png")
+    assert (tmp_path / "products.png").stat().st_size > 10_000
+    for nothing in ([], [product(2e-3, 1e-3)]):
+        with pytest.raises(RuntimeError, match="nothing to draw"):
+            plots.draw_products(products.Products(MACHINE, nothing), tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_the_options_reach_what_they_name(monkeypatch, tmp_path):
+    import json
+
+    from click.testing import CliRunner
+
+    from nf4_patch.tools.cli import main
+    from nf4_patch.tools.shapes import LLAMA_8B
+
+    asked = []
+
+    def measured(report):
+        def measure(*arguments, **keywords):
+            keywords.pop("tell")
+            asked.append((arguments, keywords))
+            return report
+
+        return measure
+
+    monkeypatch.setattr(products, "measure", measured(products.Products(MACHINE, [product(1e-3, 1e-3)])))
+    monkeypatch.setattr(generate, "measure", measured(generate.Generations(MACHINE, "method", [])))
+    file = tmp_path / "report.json"
+    for arguments, wanted in [
+        (["--matmul"], ((None,), {"with_unsloth": True})),
+        (["--matmul", "--quick", "--no-unsloth"], (((LLAMA_8B,),), {"with_unsloth": False})),
+        (["--generate"], ((), {"layers": 32})),
+        (["--generate", "--quick"], ((), {"layers": 8})),
+    ]:
+        done = CliRunner().invoke(main, ["bench", *arguments, "--json", str(file)])
+        assert done.exit_code == 0, done.output
+        assert asked.pop() == wanted
+        assert json.loads(file.read_text())["exit_code"] == 0
+    for arguments, message in [
+        (["--matmul", "--generate"], "--matmul and --generate measure different things"),
+        (["--generate", "--plot", "x.png"], "leave out --generate"),
+    ]:
+        done = CliRunner().invoke(main, ["bench", *arguments])
+        assert done.exit_code == 2
+        assert message in done.output
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_said():
     for measure in (products.measure, generate.measure):

@@ -159,29 +159,60 @@ def measure(
     return Bench(machine(), done)
 
 
+def products_of(quick: bool, unsloth: bool, tell: Tell) -> Report:
+    from . import products, shapes
+
+    return products.measure((shapes.LLAMA_8B,) if quick else None, with_unsloth=unsloth, tell=tell)
+
+
+def generations_of(quick: bool, tell: Tell) -> Report:
+    from . import generate
+
+    return generate.measure(layers=8 if quick else 32, tell=tell)
+
+
 @click.command()
 @click.option("--challenge", is_flag=True, help="The public Unsloth NF4 challenge instead.")
 @click.option("--step", type=click.Choice(["peft", "unsloth"]), help="A QLoRA step with the patch on and off instead.")
-@click.option("--quick", is_flag=True, help="Only the challenge's three shapes, and no matmul.")
+@click.option("--matmul", is_flag=True, help="The fused product of 1 to 8192 rows, Llama 8B and 70B, instead.")
+@click.option("--generate", is_flag=True, help="Tokens a second of a 4-bit Llama 8B, static cache, instead.")
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Only the challenge's three shapes, and no matmul. With --matmul: Llama 8B; with --generate: 8 layers.",
+)
 @click.option("--unsloth/--no-unsloth", default=True, help="Whether Unsloth is measured where it is installed.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw it as well.")
 @click.pass_obj
-def command(tell: Tell, challenge: bool, step: str | None, quick: bool, unsloth: bool, plot: Path | None) -> Bench:
+def command(
+    tell: Tell, challenge: bool, step: str | None, matmul: bool, generate: bool, quick: bool, unsloth: bool,
+    plot: Path | None,
+) -> Report:  # fmt: skip
     """Measure the kernel beside what it replaces."""
-    if step and challenge:
-        raise click.UsageError("--challenge and --step measure different things: give one of them")
-    if plot and (step or challenge):
-        raise click.UsageError("--plot draws the dequantization of every shape: leave out --challenge and --step")
-    if challenge:
-        sections = ["challenge"]
-    elif step:
-        sections = ["step"]
-    else:
-        sections = ["dequantize", "host"] if quick else ["dequantize", "dequantize + matmul", "host"]
+    chosen = {"--challenge": challenge, "--step": step, "--matmul": matmul, "--generate": generate}
+    names = [name for name, given in chosen.items() if given]
+    if len(names) > 1:
+        raise click.UsageError(f"{' and '.join(names)} measure different things: give one of them")
+    if plot and names not in ([], ["--matmul"]):
+        raise click.UsageError(f"--plot draws the dequantization or --matmul: leave out {names[0]}")
+    report: Any
     try:
-        report = measure(sections, unsloth, quick, step or "", tell)
+        if matmul:
+            report = products_of(quick, unsloth, tell)
+        elif generate:
+            report = generations_of(quick, tell)
+        elif names:
+            report = measure([names[0].removeprefix("--")], unsloth, quick, step or "", tell)
+        else:
+            sections = ["dequantize", "host"] if quick else ["dequantize", "dequantize + matmul", "host"]
+            report = measure(sections, unsloth, quick, "", tell)
     except (RuntimeError, ImportError, ValueError) as error:
         raise click.ClickException(str(error)) from error
+    if plot and matmul:
+        from . import plots
+
+        plots.draw_products(report, plot)
+        return report
     if plot:
         from . import plots
 

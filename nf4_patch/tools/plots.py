@@ -10,6 +10,7 @@ from .peers import BITSANDBYTES, OURS, UNSLOTH_CTYPES, UNSLOTH_TRITON
 
 if TYPE_CHECKING:
     from .bench import Bench
+    from .products import Products
 
 COLORS = {
     OURS: "#1b7f4b", UNSLOTH_TRITON: "#d98e04", UNSLOTH_CTYPES: "#b0532b", BITSANDBYTES: "#8b1e3f",
@@ -66,3 +67,29 @@ def draw_roofline(axes, rows: list[Comparison], names: list[str]) -> None:
     axes.set_ylim(bottom=0)
     axes.set_title("Roofline: bytes over GPU time")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
+
+
+def draw_products(report: Products, file: Path) -> None:
+    """Write a PNG: how many times the product is as fast as bitsandbytes and as a dense weight, by rows of X.
+
+    Raises:
+        RuntimeError: a product was less accurate than dequantize + matmul, or nothing was measured.
+    """
+    from matplotlib.figure import Figure
+
+    if not report.products or report.failures:
+        raise RuntimeError("nothing to draw: no product was measured with the accuracy of dequantize + matmul")
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    for axes, peer in zip(figure.subplots(1, 2, sharey=True), (BITSANDBYTES, "dense"), strict=True):
+        for shape in dict.fromkeys(product.shape for product in report.products):
+            points = [(p.rows, p.ratio(peer)) for p in report.products if p.shape == shape]
+            axes.plot(*zip(*points, strict=True), "o-", label="x".join(map(str, shape)), markersize=4)
+        axes.axhline(1, color="#444444", linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("rows of X")
+        axes.set_title(f"times as fast as {peer}, bf16")
+    axes.legend(fontsize=8)
+    machine = report.machine
+    releases = ", ".join(f"{name} {release}" for name, release in machine.releases.items())
+    figure.suptitle(f"{machine.gpu}, driver {machine.driver}, {machine.clocks}\n{releases}", fontsize=8)
+    figure.savefig(file, dpi=130)

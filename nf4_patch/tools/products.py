@@ -229,7 +229,9 @@ def one_product(
     return Product((n, k), m, gpu_times(variants, rounds=10), errors, fused)
 
 
-def measure(models: Iterable[Model] | None = None, rows: Sequence[int] = ROWS, tell: Tell = silent) -> Products:
+def measure(
+    models: Iterable[Model] | None = None, rows: Sequence[int] = ROWS, with_unsloth: bool = True, tell: Tell = silent
+) -> Products:
     """Every projection of the models, bf16, by rows of X.
 
     Raises:
@@ -241,7 +243,7 @@ def measure(models: Iterable[Model] | None = None, rows: Sequence[int] = ROWS, t
 
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         raise RuntimeError("bitsandbytes before 0.50 has no gemm_4bit to compare with: pip install -U bitsandbytes")
-    unsloth = gemv()
+    unsloth = gemv() if with_unsloth else None
     chosen = [shape for model in models or (MODELS[1], MODELS[3]) for shape in projections(model)]
     products = []
     with nf4_patch.enabled():
