@@ -3,6 +3,7 @@
     python scripts/release_matrix.py                  every cell that this machine can run; docs/releases.md
     python scripts/release_matrix.py "wrapt 1.16.0"   these cells only
     python scripts/release_matrix.py --cell NAME      one cell, in this process, as JSON on stdout
+    python scripts/release_matrix.py --record FILE... rows that --cell printed elsewhere, on a GPU machine
 
 A cell puts other releases before the installed ones on the path and runs in a process of its own. Its row is kept
 in docs/releases.json under its name and the machine, so that rows of a GPU machine and of a CPU machine stand together.
@@ -288,9 +289,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         "many are equal to the bit to bitsandbytes' CUDA library, on the CPU to the plain formula of that library. *Step*:",
         "a checkpointed LoRA step of peft over two `Linear4bit`, hits and equality to the bit of output and gradients to",
         "the same step without the patch. *Unsloth*: `fast_dequantize` and `LoRA_W`, against bitsandbytes. On the CPU the",
-        "kernels run under Triton's interpreter, and bitsandbytes >= 0.50 dequantizes in the backward only.",
+        "kernels run under Triton's interpreter, and bitsandbytes >= 0.50 dequantizes in the backward only. What a run",
+        "did not import (on the CPU bitsandbytes' CUDA ops, without Unsloth Unsloth's) is in neither column.",
         "",
-        "| releases | machine | patched | waiting, absent or refused | states equal | step: hits | step: bits | Unsloth |",
+        "| releases | machine | patched | absent from the release, or refused | states equal | step: hits | step: bits | Unsloth |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -303,7 +305,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         text = ", ".join(f"{name} {releases[name]}" for name in names if name in releases)
         targets = row["targets"]
         on = [short(n) for n, state in targets.items() if state in ("patched", "wrapped")]
-        rest = [f"{short(n)} {state}" for n, state in targets.items() if state not in ("patched", "wrapped")]
+        rest = [f"{short(n)} {state}" for n, state in targets.items() if state not in ("patched", "wrapped", "waiting")]
         states, step = row["states"], row["step"]
         hits = "; ".join(f"{short(n)} {k}" for n, k in step.get("hits", {}).items()) or step.get("error", "0")
         bits = "" if "error" in step else ("equal" if step["equal"] else "DIFFERENT")
@@ -333,6 +335,10 @@ def main(arguments: list[str]) -> int:
     names = {cell.name: cell for cell in CELLS}
     if arguments[:1] == ["--cell"]:
         print(json.dumps(measure(names[arguments[1]])))
+        return 0
+    if arguments[:1] == ["--record"]:
+        lines = [line for name in arguments[1:] for line in Path(name).read_text().splitlines()]
+        record([json.loads(line) for line in lines if line.startswith('{"cell"')])
         return 0
     if unknown := [name for name in arguments if name not in names]:
         print(f"unknown: {', '.join(unknown)}; cells: {', '.join(names)}", file=sys.stderr)

@@ -42,7 +42,9 @@ LINEAR_4BIT = (
     ("A", "B", "shapeB", "absmax", "blocksize", "quant_type")
     + ("bias", "absmax_8bit", "absmax_code", "absmax_offset")
 )  # fmt: skip
-TESTED_BITSANDBYTES = ("0.50.2",)
+# Releases that scripts/release_matrix.py ran; docs/releases.md says on which machine.
+TESTED_OP_RELEASES = ("0.50.2",)
+TESTED_BITSANDBYTES = ("0.45.5", "0.46.1", "0.47.0", "0.48.2", "0.49.2", "0.50.2")
 
 TARGETS = (
     Target(
@@ -60,7 +62,7 @@ TARGETS = (
         attribute="_dequant_linear_fallback",
         distribution="bitsandbytes",
         releases=">= 0.50",
-        tested=TESTED_BITSANDBYTES,
+        tested=TESTED_OP_RELEASES,
         parameters=(LINEAR_4BIT,),
         replace="replace_dequant_linear",
         covers="forward of Linear4bit in training, and its recompute under gradient checkpointing",
@@ -70,7 +72,7 @@ TARGETS = (
         attribute="_gemm_4bit_kernel_impl",
         distribution="bitsandbytes",
         releases=">= 0.50",
-        tested=TESTED_BITSANDBYTES,
+        tested=TESTED_OP_RELEASES,
         parameters=(LINEAR_4BIT,),
         replace="replace_gemm",
         covers='forward of Linear4bit on a few rows (generation), with enable(matmul="auto") only',
@@ -81,7 +83,7 @@ TARGETS = (
         attribute="gemv_4bit",
         distribution="bitsandbytes",
         releases=">= 0.43",
-        tested=TESTED_BITSANDBYTES,
+        tested=TESTED_OP_RELEASES,
         parameters=(("A", "B", "out", "transposed_A", "transposed_B", "state"),),
         replace="replace_gemv",
         covers='one row of Linear4bit before 0.50 (generation), with enable(matmul="auto") only',
@@ -104,7 +106,7 @@ TARGETS = (
         attribute="_fast_dequantize_bnb",
         distribution="unsloth",
         releases=">= 2026.9.13",
-        tested=("2026.10.9",),
+        tested=("2026.9.14", "2026.10.9"),
         parameters=(FAST_DEQUANTIZE, (*FAST_DEQUANTIZE, "dtype")),
         replace="replace_fast_dequantize",
         covers="every 4-bit weight of Unsloth's LoRA kernels, decoding and saving",

@@ -18,7 +18,8 @@ import torch
 from rich.console import RenderableType
 from rich.table import Table
 
-from ..nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
+from ..nf4 import reference
+from ..nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES, Layout
 from .report import Report, Tell, provenance, silent
 from .verify import ask_bitsandbytes, place_of, unpatched, use_interpreter_without_gpu
 
@@ -296,10 +297,12 @@ class FuzzReport(Report):
 class Fuzzer:
     """Runs cases and keeps the report. One Server for all: remembered launches meet reused addresses."""
 
-    def __init__(self, seed: int, device: torch.device, blocksizes: Sequence[int] = BLOCKSIZES):
+    def __init__(
+        self, seed: int, device: torch.device, blocksizes: Sequence[int] = BLOCKSIZES, oracle: str = "bitsandbytes"
+    ):
         from ..patching.replacement import Server  # imports the kernels: after use_interpreter_without_gpu
 
-        self.seed, self.device, self.blocksizes = seed, device, tuple(blocksizes)
+        self.seed, self.device, self.blocksizes, self.oracle = seed, device, tuple(blocksizes), oracle
         self.server = Server("nf4_patch.tools.fuzz")
         self.report = FuzzReport(place_of(device), seed)
 
@@ -325,6 +328,10 @@ class Fuzzer:
             self.broken(case, packed, state, want)
 
     def original(self, case: Case, packed: torch.Tensor, state: Any) -> torch.Tensor:
+        if self.oracle == "formula":
+            from ..patching.replacement import fields_of
+
+            return reference.dequantize(Layout(packed, *fields_of(state)))
         if case.storage is not torch.uint8 and not packed.is_cuda:  # the CPU library takes bytes only
             packed = packed.view(torch.uint8)
         return ask_bitsandbytes(packed.clone(), state)
@@ -378,16 +385,19 @@ def fuzz(
     device: torch.device | None = None,
     blocksizes: Sequence[int] = BLOCKSIZES,
     tell: Tell = silent,
+    oracle: str = "bitsandbytes",
 ) -> FuzzReport:
     """Run ``cases`` cases of ``seed`` on the GPU, or under Triton's interpreter where there is none.
 
     Args:
         blocksizes: drawn from; fewer mean fewer kernels to compile.
+        oracle: "bitsandbytes", or "formula" for compute-sanitizer: bitsandbytes' CUDA kernel (0.50.2) itself reads
+            past the end of absmax when the last block is partial.
     """
     use_interpreter_without_gpu()
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    fuzzer = Fuzzer(seed, device, blocksizes)
+    fuzzer = Fuzzer(seed, device, blocksizes, oracle)
     with unpatched():
         for number in range(cases):
             if number % 64 == 0:

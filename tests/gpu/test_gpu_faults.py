@@ -66,13 +66,10 @@ def test_the_compiler_fails(fresh, monkeypatch):
 
 
 def test_the_launcher_has_another_signature(fresh, monkeypatch):
-    def starter(compiled, values):
-        def start(grid, stream, *arguments):
-            raise TypeError("function takes exactly 21 arguments (20 given)")
+    def call(*arguments):
+        raise TypeError("function takes exactly 21 arguments (20 given)")
 
-        return start, "changed"
-
-    monkeypatch.setattr(launch, "_starter", starter)
+    monkeypatch.setattr(launch.Entry, "of", lambda compiled, values: launch.Entry(call, (), (), "changed"))
     falls_back_by_name("takes exactly 21 arguments")
 
 

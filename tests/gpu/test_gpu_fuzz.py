@@ -32,8 +32,11 @@ def test_random_states(blocksize):
 @pytest.mark.skipif(not os.path.exists(SANITIZER), reason="the CUDA toolkit's compute-sanitizer is not on this machine")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_compute_sanitizer(tool, tmp_path):
-    """With PyTorch's caching allocator off: inside its blocks nothing is out of bounds."""
-    code = "from nf4_patch.tools.fuzz import fuzz; r = fuzz(60, 7, blocksizes=(64,)); assert r.hits and not r.exit_code"
+    """With PyTorch's caching allocator off: inside its blocks nothing is out of bounds.
+
+    The formula is the oracle: bitsandbytes' own kernel (0.50.2) fails memcheck on partial last blocks.
+    """
+    code = "from nf4_patch.tools.fuzz import fuzz; r = fuzz(60, 7, blocksizes=(64,), oracle='formula'); assert r.hits and not r.exit_code"
     done = subprocess.run(
         [SANITIZER, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code],
         capture_output=True, text=True, cwd=Path(__file__).parents[2],
