@@ -124,7 +124,7 @@ def gpu_times(variants: Mapping[str, Sequence[Call]], rounds: int = 20) -> dict[
     values: dict[str, list[float]] = {name: [] for name in graphs}
     for round_ in range(rounds + 1):
         for name, (graph, calls) in graphs.items():
-            graph.replay()  # or this one would pay for what the one before left dirty in the L2: 5 % at 42 MB (H200)
+            graph.replay()  # or this one would pay for what the one before left dirty in the L2: 3 % at 42 MB (H200)
             begin.record()
             graph.replay()
             end.record()
