@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import bitsandbytes as bnb
 import bitsandbytes.functional as F
@@ -241,6 +243,88 @@ def test_plan_covers_every_row_once():
                 assert 1 <= cut.shares <= -(-n // row.config.rows)
                 assert cut.programs % (cut.shares * cut.slices) == 0
                 assert cut.slices <= -(-k // 256)
+
+
+class Compiler:
+    """Stands where Triton's JITFunction stands and counts what it is asked to compile."""
+
+    def __init__(self):
+        self.texts = []
+        self.fails = False
+
+    def warmup(self, *arguments, **values):
+        if self.fails:
+            self.texts.append("failed")
+            raise RuntimeError("ptxas says no")
+        self.texts.append(values.get("PTX", "sum"))
+        return object()
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """An H200 without the H200: everything of matmul_4bit but the launches, which are recorded."""
+    made, launches = Compiler(), []
+    state = SimpleNamespace(compiler=made, launches=launches, capturing=False)
+    monkeypatch.setattr(matmul.kernels, "matmul_4bit_kernel", made)
+    monkeypatch.setattr(matmul.kernels, "sum_slices_kernel", made)
+    monkeypatch.setattr(matmul, "_starts", {})
+    monkeypatch.setattr(matmul, "_kernels", {})
+    monkeypatch.setattr(matmul.launch, "_starter", lambda compiled, values: (lambda *call: launches.append(call), "c"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: H200)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    return state
+
+
+def multiply(m, packed, state, **kwargs):
+    n, k = state.shape
+    x = torch.zeros(m, k, dtype=torch.bfloat16)
+    fields = fields_of(state)
+    return matmul.matmul_4bit(x, packed, *fields[:7], n, k, config=matmul.config_for(H200, m, n, k), **kwargs)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gpu/test_matmul.py asks the compiler itself")
+def test_a_new_number_of_rows_compiles_nothing(compiler):
+    packed, state = quantized((4096, 512), torch.bfloat16, "cpu")
+    for count in matmul.TILE_COUNTS:
+        multiply(8 * count, packed, state)
+    compiled = list(compiler.compiler.texts)
+    assert len([text for text in compiled if text != "sum"]) == 6
+    for m in range(1, 65):
+        assert multiply(m, packed, state).shape == (m, 4096)
+        assert compiler.launches[-1][0] > 0
+    assert compiler.compiler.texts == compiled
+    assert len(compiler.launches) >= 70
+    # inside a capture, too: nothing is compiled for a number of rows that is new there
+    matmul._kernels.clear()
+    compiler.capturing = True
+    multiply(5, packed, state)
+    with pytest.raises(matmul.launch.KernelUnavailable) as caught:
+        multiply(5, packed, state, bias=torch.zeros(4096, dtype=torch.bfloat16))
+    assert caught.value.reason == "CAPTURING"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gpu/test_matmul.py asks the compiler itself")
+def test_a_failed_compilation_is_remembered(compiler):
+    packed, state = quantized((256, 512), torch.bfloat16, "cpu")
+    compiler.compiler.fails = True
+    for m in (1, 1, 2):
+        with pytest.raises(matmul.launch.KernelUnavailable, match="RuntimeError: ptxas says no") as caught:
+            multiply(m, packed, state)
+        assert caught.value.reason == "KERNEL_FAILED"
+    assert compiler.compiler.texts == ["failed"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gpu/test_matmul.py looks at the numbers")
+def test_out_is_what_is_written(compiler):
+    packed, state = quantized((256, 512), torch.bfloat16, "cpu")
+    out = torch.empty(4, 256, dtype=torch.bfloat16)
+    assert multiply(4, packed, state, out=out) is out
+    assert out.data_ptr() in compiler.launches[-1]
+    assert packed.data_ptr() in compiler.launches[-1]
 
 
 @pytest.mark.parametrize("nested", [True, False])

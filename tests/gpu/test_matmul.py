@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from pathlib import Path
 
 import bitsandbytes as bnb
 import bitsandbytes.functional as F
 import pytest
 import torch
 from oracle import layout_of, quantized
+from subprocess_python import python
 
 import nf4_patch
 from nf4_patch.nf4 import launch, matmul, reference
@@ -389,25 +391,38 @@ def test_gemv_4bit(auto):
     assert ledger.hits(name) == 2
 
 
-def test_unsloth_gemv(auto):
+def test_unsloth_gemv():
     if importlib.util.find_spec("unsloth") is None:
         pytest.skip("unsloth is not installed")
-    import unsloth  # noqa: F401
+    python(
+        """
+    import torch, nf4_patch
+    nf4_patch.enable(matmul="auto")
+    import unsloth
     from unsloth.kernels import utils
+    from oracle import layout_of, quantized
+from subprocess_python import python
+    from nf4_patch.nf4 import matmul
 
     attribute = "_fast_gemv_bnb" if hasattr(utils, "_fast_gemv_bnb") else "fast_gemv"
-    name = f"unsloth.kernels.utils.{attribute}"
-    packed, state = quantized((1000, 2048), torch.bfloat16, CUDA)
-    x = torch.randn(1, 1, 2048, dtype=torch.bfloat16, device=CUDA)
-    ledger.reset()
+    def row():
+        return next(t for t in nf4_patch.status().targets if t.name == f"unsloth.kernels.utils.{attribute}")
+    packed, state = quantized((1000, 2048), torch.bfloat16, "cuda")
+    layout = layout_of(packed, state)
+    x = torch.randn(1, 1, 2048, dtype=torch.bfloat16, device="cuda")
     got = utils.fast_gemv(x, packed, state)
-    assert ledger.hits(name) == 1, nf4_patch.status()
-    assert torch.equal(got, multiply(x, layout_of(packed, state)))
-    out = torch.full((1, 1, 1000), float("nan"), dtype=torch.bfloat16, device=CUDA)
+    assert row().hits == 1, nf4_patch.status()
+    assert torch.equal(got, matmul.matmul_4bit(x, *layout[:7], layout.blocksize2, *layout.shape))
+    out = torch.full((1, 1, 1000), float("nan"), dtype=torch.bfloat16, device="cuda")
     assert utils.fast_gemv(x, packed, state, out=out) is out
     assert torch.equal(out, got)
     nf4_patch.disable()
     stock = utils.fast_gemv(x, packed, state)
     assert stock.shape == got.shape
     assert torch.allclose(stock.float(), got.float(), rtol=2**-6, atol=2**-6)
-    nf4_patch.enable(matmul="auto")
+    nf4_patch.enable(matmul="off")
+    assert torch.equal(utils.fast_gemv(x, packed, state), stock)
+    assert row().hits == 2, nf4_patch.status()
+    """,
+        path=Path(__file__).parents[1],
+    )
