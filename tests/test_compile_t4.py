@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from types import SimpleNamespace
 
 import bitsandbytes.functional as F
 import pytest
@@ -12,9 +13,8 @@ import torch._dynamo
 from oracle import quantized
 from torch._dynamo.device_interface import CudaInterface
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import compile_fx
 from torch._inductor.utils import run_and_get_code
-
-gpu = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
@@ -26,12 +26,24 @@ def fresh_dynamo():
 
 @pytest.fixture
 def no_bf16(monkeypatch):
-    """The answer of a T4 to what Inductor asks about bf16: emulated, not native."""
+    """The answer of a T4 to what Inductor asks about bf16: emulated, not native. A CPU is asked as if it were one."""
 
     def is_bf16_supported(including_emulation: bool = False) -> bool:
         return including_emulation
 
     monkeypatch.setattr(CudaInterface, "is_bf16_supported", staticmethod(is_bf16_supported))
+    if not torch.cuda.is_available():
+        t4 = SimpleNamespace(
+            is_bf16_supported=is_bf16_supported, get_device_properties=lambda device: SimpleNamespace(name="Tesla T4")
+        )
+
+        def check(graph, original=compile_fx._check_triton_bf16_support):
+            with monkeypatch.context() as inside:
+                inside.setattr(compile_fx, "is_gpu", lambda device_type: True)
+                inside.setattr(compile_fx, "get_interface_for_device", lambda device: t4)
+                return original(graph)
+
+        monkeypatch.setattr(compile_fx, "_check_triton_bf16_support", check)
 
 
 def function(packed, state, x):
@@ -69,7 +81,6 @@ def test_inductor_calls_the_op_in_fp16_and_emits_no_kernel_of_it(patched, no_bf1
     torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)  # silu in another order; the weight is the op's
 
 
-@gpu
 def test_inductor_skips_a_bf16_graph_and_the_patch_serves_it_eagerly(patched, no_bf16, device):
     """What a T4 user gets in bf16: a warning, no compiled graph, the right numbers."""
     from nf4_patch.patching.stats import ledger
@@ -86,7 +97,6 @@ def test_inductor_skips_a_bf16_graph_and_the_patch_serves_it_eagerly(patched, no
     assert sum(tally.hits for tally in ledger.tallies.values()) == 1  # eager: counted, which a traced call is not
 
 
-@gpu
 def test_inductor_with_fullgraph_says_so_in_bf16(patched, no_bf16, device):
     packed, state, x = arguments(torch.bfloat16, device)
     compiled = torch.compile(function, fullgraph=True, backend="inductor")

@@ -184,6 +184,22 @@ class Server:
         ledger.fall_back(self.target, reason, switch.strict, detail)
 
 
+def keep_dynamo_out(function: Callable[..., Any]) -> None:
+    """Dynamo traces neither this function nor what it calls, at no cost a call; inlined frames are not touched.
+
+    Inductor skips a frame with bf16 in it below sm_80 (T4). The frame then runs eagerly, but Dynamo looks into every
+    function that it calls, and would compile the host path piece by piece. PyTorch 2.6 has no such switch.
+    """
+    evaluation = torch._C._dynamo.eval_frame
+    if hasattr(evaluation, "_FrameExecStrategy"):
+        skip = evaluation._FrameAction.SKIP
+        evaluation.set_code_exec_strategy(function.__code__, evaluation._FrameExecStrategy(skip, skip))
+
+
+keep_dynamo_out(Server.serve)
+keep_dynamo_out(Server.serve_fields)
+
+
 def replace_dequantize_4bit(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``bitsandbytes.functional.dequantize_4bit``."""
     server = Server(target)
