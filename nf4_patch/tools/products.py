@@ -127,7 +127,7 @@ class Products(Report):
 
 
 def table(shape: tuple[int, int], products: Sequence[Product]) -> Table:
-    result = Table(title=f"{shape[0]}x{shape[1]}, us", title_justify="left")
+    result = Table(title=f"{shape[0]}x{shape[1]}, us", title_justify="left", padding=0)
     for column in ("M", OURS, *PEERS, READ, f"vs {BITSANDBYTES}", f"vs {UNSLOTH}", f"vs {DENSE}", "noise"):
         result.add_column(column, justify="right")
     for product in products:
@@ -140,7 +140,7 @@ def table(shape: tuple[int, int], products: Sequence[Product]) -> Table:
             less = "less accurate" if peer in product.times else ""
             cells.append(f"{ratio:.2f}x" if ratio is not None else less)
         result.add_row(*cells, f"{100 * product.noise:.1f} %")
-    result.caption = "* the fused product"
+    result.caption, result.caption_justify = "* the fused product", "left"
     return result
 
 
