@@ -97,13 +97,6 @@ def test_links_lead_somewhere():
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
-def test_no_page_is_wider_than_the_code():
-    """120 columns, tables aside."""
-    for page in PAGES:
-        for number, line in enumerate(page.read_text().splitlines(), 1):
-            assert len(line) <= 122 or line.startswith("|"), f"{page.name}:{number} has {len(line)} columns"
-
-
 def test_every_example_is_in_the_readme():
     text = README.read_text()
     scripts = {p.name for p in (ROOT / "examples").glob("*.*") if p.suffix in (".py", ".ipynb")}

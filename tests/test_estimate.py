@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from nf4_patch.patching.status import Status, TargetStatus
@@ -31,7 +34,7 @@ def test_between_and_past_the_rows():
 
 
 def test_hits_times_the_table():
-    assert estimate.seconds_saved(status(1000, "4096x4096 bfloat16"), GPU) == pytest.approx(1000 * 12.0e-6)
+    assert estimate.seconds_saved(status(1000, "4096x4096 bfloat16"), GPU) == pytest.approx(1000 * 12.48e-6)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,15 @@ def test_hits_times_the_table():
 )
 def test_none_where_nothing_was_measured(gpu, hits, shape, target):
     assert estimate.seconds_saved(status(hits, shape, target), gpu) is None
+
+
+def test_the_rows_are_those_of_the_performance_page():
+    page = (Path(__file__).parents[1] / "docs" / "performance.md").read_text()
+    rows = re.findall(
+        r"^\| (\d+)\u00d7(\d+)[^|]*\|[^|]*\| ([\d.]+) \|[^|]*\|[^|]*\|[^|]*\| ([\d.]+) \(", page, re.MULTILINE
+    )
+    written = {(int(n) * int(k), float(theirs), float(ours)) for n, k, ours, theirs in rows}
+    assert set(estimate.MEASURED[GPU]) <= written
 
 
 def test_the_targets_exist():

@@ -9,16 +9,16 @@ import sys
 from ..patching.status import Status
 
 # GPU time of one dequantization to a 16-bit type in us: elements, bitsandbytes 0.50.2, nf4_patch. By GPU.
-# torch 2.11.0+cu130, triton 3.6.0, graph replays past the L2, bits compared first; Unsloth's ctypes path is as
+# docs/performance.md: torch 2.11.0+cu130, triton 3.6.0, graph replays past the L2, bits compared first; Unsloth's ctypes path is as
 # bitsandbytes within 1 %.
 MEASURED: dict[str, tuple[tuple[int, float, float], ...]] = {
     "NVIDIA H200": (
-        (512 * 2048, 7.35, 2.41),
-        (1024 * 4096, 10.99, 4.32),
-        (1024 * 8192, 15.64, 7.42),
-        (4096 * 4096, 24.89, 12.89),
-        (4096 * 14336, 71.28, 39.45),
-        (8192 * 28672, 264.98, 146.48),
+        (512 * 2048, 7.45, 2.10),
+        (1024 * 4096, 11.07, 4.00),
+        (1024 * 8192, 15.71, 6.85),
+        (4096 * 4096, 24.96, 12.48),
+        (4096 * 14336, 71.21, 38.50),
+        (28672 * 8192, 264.6, 144.7),
     ),
 }
 # The targets whose originals make the three launches that were measured.
