@@ -191,7 +191,7 @@ def keep_dynamo_out(function: Callable[..., Any]) -> None:
     function that it calls, and would compile the host path piece by piece. PyTorch 2.6 has no such switch.
     """
     evaluation = torch._C._dynamo.eval_frame
-    if hasattr(evaluation, "_FrameExecStrategy"):
+    if hasattr(evaluation, "_FrameExecStrategy") and hasattr(evaluation, "set_code_exec_strategy"):
         skip = evaluation._FrameAction.SKIP
         evaluation.set_code_exec_strategy(function.__code__, evaluation._FrameExecStrategy(skip, skip))
 
