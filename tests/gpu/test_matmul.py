@@ -384,7 +384,9 @@ def test_gemv_4bit(auto):
     nf4_patch.disable()
     stock = F.gemv_4bit(x, packed, state=state)
     assert stock.shape == got.shape
-    assert torch.allclose(stock.float(), got.float(), rtol=2**-6, atol=2**-6)
+    # bitsandbytes' one-row kernel rounds its table to bf16: the measure is the truth, not each other
+    truth = x.double() @ exact(layout_of(packed, state)).t()
+    assert error(got, truth) <= 1.01 * error(stock, truth)
     nf4_patch.enable(matmul="off")
     assert torch.equal(F.gemv_4bit(x, packed, state=state), stock)
     nf4_patch.enable(matmul="auto")
@@ -419,7 +421,9 @@ from subprocess_python import python
     nf4_patch.disable()
     stock = utils.fast_gemv(x, packed, state)
     assert stock.shape == got.shape
-    assert torch.allclose(stock.float(), got.float(), rtol=2**-6, atol=2**-6)
+    # bitsandbytes' one-row kernel rounds its table to bf16: the measure is the truth, not each other
+    truth = x.double() @ exact(layout_of(packed, state)).t()
+    assert error(got, truth) <= 1.01 * error(stock, truth)
     nf4_patch.enable(matmul="off")
     assert torch.equal(utils.fast_gemv(x, packed, state), stock)
     assert row().hits == 2, nf4_patch.status()
