@@ -7,10 +7,11 @@ import bitsandbytes.functional as F
 import pytest
 import torch
 import torch._dynamo
-from oracle import quantized
+from oracle import layout_of, quantized
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import nf4_patch
+from nf4_patch.nf4 import launch
 
 BACKEND = "inductor" if torch.cuda.is_available() else "aot_eager"
 
@@ -113,3 +114,31 @@ def test_make_fx_records_the_op(patched, device):
     graph = make_fx(lambda w: F.dequantize_4bit(w, state) + 0)(packed)
     assert "nf4_patch.dequantize_nf4" in graph.code
     assert torch.equal(graph(packed), F.dequantize_4bit(packed, state))
+
+
+def test_the_op_resolves_a_layout_once(monkeypatch, device):
+    """A compiled graph calls the op at every step: the launch is remembered by everything it depends on."""
+    packed, state = quantized((64, 256), torch.bfloat16, device)
+    layout = layout_of(packed, state)
+    resolved = []
+
+    class Resolved:  # a launch cannot be resolved without a GPU
+        def __init__(self, layout):
+            resolved.append(layout)
+
+        def new(self, transposed):
+            return len(resolved)
+
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "Launch", Resolved)
+    monkeypatch.setattr(launch, "_memo", launch.Memo())
+    assert [launch.dequantize(layout) for _ in range(3)] == [1, 1, 1]
+    for other in (
+        layout._replace(code=layout.code.clone()),
+        layout._replace(shape=(128, 128)),
+        layout._replace(dtype=torch.float16),
+        layout._replace(packed=packed.clone()),
+    ):
+        before = len(resolved)
+        launch.dequantize(other)
+        assert len(resolved) == before + 1

@@ -296,11 +296,12 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= end * tensor.element_size()
 
 
-def identity(quant_type: str, packed: torch.Tensor, fields: tuple[Any, ...]) -> tuple[Any, ...]:
+def identity(table: str | int, packed: torch.Tensor, fields: tuple[Any, ...]) -> tuple[Any, ...]:
     """Everything a resolved launch depends on, as a key: the same addresses, sizes and types give the same result.
 
     Args:
-        fields: of a Layout, after ``packed``. The quant_type stands for ``code``, which is not read.
+        table: what stands for ``code``, which is not read: the quant_type, or the address of the code.
+        fields: of a Layout, after ``packed``.
 
     Raises:
         AttributeError: a field is no tensor.
@@ -309,12 +310,12 @@ def identity(quant_type: str, packed: torch.Tensor, fields: tuple[Any, ...]) -> 
     if absmax2 is None:
         return (
             packed.data_ptr(), packed.numel(), packed.dtype, packed.is_contiguous(), absmax.data_ptr(), absmax.numel(),
-            blocksize, shape, dtype, quant_type,
+            blocksize, shape, dtype, table,
         )  # fmt: skip
     return (
         packed.data_ptr(), packed.numel(), packed.dtype, packed.is_contiguous(), absmax.data_ptr(), absmax.numel(),
         absmax2.data_ptr(), absmax2.numel(), code2.data_ptr(), offset.data_ptr(),
-        offset.dtype, blocksize, blocksize2, shape, dtype, quant_type,
+        offset.dtype, blocksize, blocksize2, shape, dtype, table,
     )  # fmt: skip
 
 
@@ -440,6 +441,9 @@ class Memo:
         return launch
 
 
+_memo = Memo()  # of the op: a compiled graph calls it as often as eager code calls a target
+
+
 def dequantize(layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:
     """Run the kernel on a layout that passed its guards, ``layout.shape``; out, if given, is filled and returned.
 
@@ -450,7 +454,9 @@ def dequantize(layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:
         return _interpret(layout, out)
     if layout.packed.data_ptr() % 4:
         layout = layout._replace(packed=layout.packed.clone())
-    launch = Launch(layout)
+    layout = layout._replace(shape=tuple(layout.shape))
+    key = identity(layout.code.data_ptr(), layout.packed, layout[1:])
+    launch = _memo.launches.get(key) or _memo.remember(key, Launch(layout))
     if out is not None and out.data_ptr() % 16 == 0:
         launch.into(out)
         return out
