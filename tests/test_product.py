@@ -269,7 +269,7 @@ def compiler(monkeypatch):
     monkeypatch.setattr(matmul.kernels, "sum_slices_kernel", made)
     monkeypatch.setattr(matmul, "_starts", {})
     monkeypatch.setattr(matmul, "_kernels", {})
-    monkeypatch.setattr(matmul.launch, "_starter", lambda compiled, values: (lambda *call: launches.append(call), "c"))
+    monkeypatch.setattr(matmul.launch, "starter", lambda compiled, values: (lambda *call: launches.append(call), "c"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: H200)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)

@@ -184,7 +184,7 @@ class Entry(NamedTuple):
         return cls(run, (function, metadata, None, None, None), values, "launcher")
 
 
-def _starter(compiled: Any, values: tuple[Any, ...]) -> tuple[Start, str]:
+def starter(compiled: Any, values: tuple[Any, ...]) -> tuple[Start, str]:
     """A function that launches ``compiled`` from plain integers, and the name of the way it takes."""
     call, head, tail, way = Entry.of(compiled, values)
 

@@ -161,7 +161,7 @@ def _compile(
     try:
         result = kernel.warmup(*arguments, **values, grid=(1,), num_warps=warps, num_stages=1)
         result = result.result() if hasattr(result, "result") else result
-        return launch._starter(result, tuple(values.values()))[0]
+        return launch.starter(result, tuple(values.values()))[0]
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # the compiler, the driver, a read-only cache: theirs to raise, ours to name

@@ -59,7 +59,7 @@ def load(variant: Variant, capability: Capability, device: torch.device) -> tupl
     compiled.kernel = compiled.asm["ptx"].encode() + b"\0"  # cuModuleLoadData reads PTX up to a zero byte
     values = tuple(launch.constants(variant, capability).values())
     with torch.cuda.device(device):
-        start, _ = launch._starter(compiled, values)
+        start, _ = launch.starter(compiled, values)
     return compiled, start
 
 
