@@ -25,7 +25,7 @@ def check(packed: torch.Tensor, state: F.QuantState) -> None:
     """Kernel, reference and op give bitsandbytes' numbers, and every element was written."""
     layout = layout_of(packed, state)
     want = expected(packed, state)
-    upright = want.t() if layout.transposed else want
+    upright = want.t() if layout.transposed() else want
     got = launch.dequantize(layout, out=poisoned(layout))
     assert got.dtype is want.dtype
     assert torch.equal(got, upright)

@@ -81,7 +81,7 @@ class Variant(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, config: Config) -> Variant:
-        n = layout.numel
+        n = layout.numel()
         return cls(
             config=config,
             dtype=layout.dtype,
@@ -153,7 +153,7 @@ def on_16_bytes(variant: Variant) -> tuple[str, ...]:
 
 def operands(layout: Layout, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The kernel's tensors in the order of its signature; a flat layout repeats absmax, which is then not read."""
-    second = (layout.absmax2, layout.code2, layout.offset) if layout.nested else (layout.absmax,) * 3
+    second = (layout.absmax2, layout.code2, layout.offset) if layout.nested() else (layout.absmax,) * 3
     absmax2, code2, offset = second
     return (layout.bytes(), layout.absmax, layout.code, absmax2, code2, offset, out)  # type: ignore[return-value]
 
@@ -201,10 +201,10 @@ class Kernel:
         capability = torch.cuda.get_device_capability(device)
         self.elements = elements_of(variant)
         sample = sample_layout(variant, self.elements, device)
-        out = torch.full((sample.numel,), float("nan"), dtype=variant.dtype, device=device)
+        out = torch.full((sample.numel(),), float("nan"), dtype=variant.dtype, device=device)
         values = constants(variant, capability)
         tensors = operands(sample, out)
-        n = 2**31 if variant.wide else sample.numel
+        n = 2**31 if variant.wide else sample.numel()
         with torch.cuda.device(device):
             compiled = kernels.dequantize_kernel.warmup(
                 *tensors, n, **values, grid=(1,), num_warps=variant.config.num_warps, enable_fp_fusion=False
@@ -214,8 +214,8 @@ class Kernel:
             call, head, tail, self.way = self.entry
             stream = current_stream(device.index)
             pointers = [tensor.data_ptr() for tensor in tensors]
-            grid = -(-sample.numel // self.elements)
-            call(grid, 1, 1, stream, *head, *pointers, sample.numel, *tail)
+            grid = -(-sample.numel() // self.elements)
+            call(grid, 1, 1, stream, *head, *pointers, sample.numel(), *tail)
         expected = reference.dequantize(sample)
         if not same_bits(out, expected):
             raise KernelUnavailable(
@@ -351,9 +351,9 @@ class Launch:
         pointers = [tensor.data_ptr() for tensor in tensors]
         if pointers[0] % 4:
             raise KernelUnavailable(f"the packed weight starts at {pointers[0]:#x}, not on 4 bytes", "MISALIGNED")
-        config = config_for(torch.cuda.get_device_capability(device), layout.numel)
+        config = config_for(torch.cuda.get_device_capability(device), layout.numel())
         kernel = kernel_for(Variant.of(layout, config), device)
-        self.n, self.dtype, self.device = layout.numel, layout.dtype, device.index
+        self.n, self.dtype, self.device = layout.numel(), layout.dtype, device.index
         self.grid = -(-self.n // kernel.elements)
         self.call, head, tail, _ = kernel.entry
         self.head, self.tail = (*head, *pointers), (self.n, *tail)
@@ -469,6 +469,6 @@ def _interpret(layout: Layout, out: torch.Tensor | None) -> torch.Tensor:
     values = constants(variant, None)
     if out is None:
         out = torch.empty(tuple(layout.shape), dtype=layout.dtype, device=layout.packed.device)
-    grid = (-(-layout.numel // elements_of(variant)),)
-    kernels.dequantize_kernel[grid](*operands(layout, out.view(-1)), layout.numel, **values)
+    grid = (-(-layout.numel() // elements_of(variant)),)
+    kernels.dequantize_kernel[grid](*operands(layout, out.view(-1)), layout.numel(), **values)
     return out

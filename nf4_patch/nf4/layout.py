@@ -18,6 +18,7 @@ class Layout(NamedTuple):
     """One packed weight of n = prod(shape) elements in ceil(n / blocksize) blocks.
 
     A nested state carries ``absmax2``, ``code2`` and ``offset``; a flat one has None in all three.
+    What follows from the fields is a method and no property: Dynamo of PyTorch 2.6 cannot trace a tuple's properties.
     """
 
     packed: torch.Tensor  # ceil(n / 2) bytes stored as any of STORAGE_DTYPES; high nibble = even element
@@ -31,24 +32,19 @@ class Layout(NamedTuple):
     shape: Sequence[int]  # of the dequantized weight, any rank
     dtype: torch.dtype  # of the dequantized weight, one of OUTPUT_DTYPES
 
-    @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
     def blocks(self) -> int:
-        return -(-self.numel // self.blocksize)
+        return -(-self.numel() // self.blocksize)
 
-    @property
     def nested(self) -> bool:
         return self.absmax2 is not None
 
-    @property
     def transposed(self) -> bool:
         """A packed weight handed in as [1, bytes] asks for the transposed result."""
         return self.packed.shape[0] == 1
 
-    @property
     def nbytes(self) -> int:
         """Bytes of the packed weight."""
         return self.packed.numel() * self.packed.element_size()

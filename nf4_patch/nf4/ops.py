@@ -48,4 +48,4 @@ def _(packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, shape
 def dequantize(layout: Layout) -> torch.Tensor:
     """The op on a layout, transposed when the layout asks for it."""
     weight = torch.ops.nf4_patch.dequantize_nf4(*layout)
-    return weight.t() if layout.transposed else weight
+    return weight.t() if layout.transposed() else weight

@@ -20,10 +20,10 @@ def multiply(a: torch.Tensor, b: torch.Tensor, flush_subnormals: bool) -> torch.
 
 def block_scales(layout: Layout, flush_subnormals: bool) -> torch.Tensor:
     """The fp32 scale of every block, [blocks]: fp32(code2[absmax] * absmax2) + fp32(offset), two roundings."""
-    if not layout.nested:
+    if not layout.nested():
         return layout.absmax
     assert layout.absmax2 is not None and layout.code2 is not None and layout.offset is not None
-    second = layout.absmax2.repeat_interleave(layout.blocksize2)[: layout.blocks]
+    second = layout.absmax2.repeat_interleave(layout.blocksize2)[: layout.blocks()]
     scales = multiply(layout.code2[layout.absmax.long()], second, flush_subnormals)
     return scales + layout.offset.float()
 
@@ -40,11 +40,11 @@ def dequantize(layout: Layout, flush_subnormals: bool | None = None) -> torch.Te
     if flush_subnormals is None:
         flush_subnormals = layout.packed.is_cuda
     packed = layout.bytes()
-    nibbles = torch.stack((packed >> 4, packed & 15), dim=-1).reshape(-1)[: layout.numel]
-    scales = block_scales(layout, flush_subnormals).repeat_interleave(layout.blocksize)[: layout.numel]
+    nibbles = torch.stack((packed >> 4, packed & 15), dim=-1).reshape(-1)[: layout.numel()]
+    scales = block_scales(layout, flush_subnormals).repeat_interleave(layout.blocksize)[: layout.numel()]
     code = layout.code.clone()
     if flush_subnormals:  # FP4's nibble 8: minus zero in bitsandbytes' CUDA tables, plus zero in its code
         code[8] = torch.where(code[8] == 0, -0.0, code[8])
     values = multiply(code[nibbles.long()], scales, flush_subnormals)
     weight = values.to(layout.dtype).reshape(tuple(layout.shape))
-    return weight.t() if layout.transposed else weight
+    return weight.t() if layout.transposed() else weight

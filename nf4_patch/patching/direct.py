@@ -43,8 +43,8 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
             weight = reference.dequantize(layout)
             if out is None:
                 return weight
-            out.copy_(weight.t() if layout.transposed else weight)
-            return out.t() if layout.transposed else out
+            out.copy_(weight.t() if layout.transposed() else weight)
+            return out.t() if layout.transposed() else out
     if result is Reason.KERNEL_FAILED:
         raise RuntimeError("; ".join(map(str, failures())) or result.sentence)
     advice = f"; {result.advice}" if result.advice else ""

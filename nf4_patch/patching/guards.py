@@ -80,7 +80,7 @@ def state_is_odd(quant_state: Any) -> Reason | None:
 
 def _tensors(layout: Layout) -> list[Any]:
     fields = [layout.packed, layout.absmax, layout.code]
-    return fields + [layout.absmax2, layout.code2, layout.offset] if layout.nested else fields
+    return fields + [layout.absmax2, layout.code2, layout.offset] if layout.nested() else fields
 
 
 def _is(tensor: Any, dtypes: Any) -> bool:
@@ -95,7 +95,7 @@ def _is(tensor: Any, dtypes: Any) -> bool:
 def _wrong_types(layout: Layout) -> bool:
     if not _is(layout.code, (torch.float32,)) or layout.packed.dim() == 0:
         return True
-    if not layout.nested:
+    if not layout.nested():
         return not _is(layout.absmax, (torch.float32,))
     return not (
         _is(layout.absmax, (torch.uint8,))
@@ -107,21 +107,26 @@ def _wrong_types(layout: Layout) -> bool:
 
 def _wrong_blocksizes(layout: Layout) -> bool:
     second = layout.blocksize2
-    return layout.blocksize not in BLOCKSIZES or (layout.nested and (second < 1 or second & (second - 1) != 0))
+    return layout.blocksize not in BLOCKSIZES or (layout.nested() and (second < 1 or second & (second - 1) != 0))
 
 
 def _wrong_sizes(layout: Layout) -> bool:
     shape = layout.shape
-    if shape is None or (layout.transposed and len(shape) > 2):
+    if shape is None or (layout.transposed() and len(shape) > 2):
         return True
-    n = layout.numel
-    if n == 0 or layout.nbytes != (n + 1) // 2 or layout.absmax.numel() != layout.blocks or layout.code.numel() != 16:
+    n = layout.numel()
+    if (
+        n == 0
+        or layout.nbytes() != (n + 1) // 2
+        or layout.absmax.numel() != layout.blocks()
+        or layout.code.numel() != 16
+    ):
         return True
-    if not layout.nested:
+    if not layout.nested():
         return False
     assert layout.absmax2 is not None and layout.code2 is not None and layout.offset is not None
     return (
-        layout.absmax2.numel() != -(-layout.blocks // layout.blocksize2)
+        layout.absmax2.numel() != -(-layout.blocks() // layout.blocksize2)
         or layout.code2.numel() != 256
         or layout.offset.numel() != 1
     )

@@ -163,7 +163,7 @@ class Server:
             return reason
         result = launching.dequantize(decoded, out)
         ledger.tally(self.target, tuple(layout.shape), str(layout.dtype)).hits += 1
-        return result.t() if layout.transposed else result
+        return result.t() if layout.transposed() else result
 
     def dispatch(self, layout: Layout, state: Any, out: torch.Tensor | None) -> Any:
         """Through the op: torch.compile and dispatch modes see it, nothing is counted."""

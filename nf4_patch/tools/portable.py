@@ -67,13 +67,13 @@ def dequantize(layout: Layout, capability: Capability, out: torch.Tensor) -> tor
     """Fill ``out`` (n elements, 16-byte aligned, on the layout's device) with code built for ``capability``."""
     device = out.device
     check(capability, device)
-    variant = Variant.of(layout, launch.config_for(capability, layout.numel))
+    variant = Variant.of(layout, launch.config_for(capability, layout.numel()))
     _, start = load(variant, capability, device)
     tensors = launch.operands(layout, out)
     with torch.cuda.device(device):
         stream = torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[attr-defined]
-        grid = -(-layout.numel // launch.elements_of(variant))
-        start(grid, stream, *(tensor.data_ptr() for tensor in tensors), layout.numel)
+        grid = -(-layout.numel() // launch.elements_of(variant))
+        start(grid, stream, *(tensor.data_ptr() for tensor in tensors), layout.numel())
     return out
 
 
@@ -83,6 +83,6 @@ def server(capability: Capability) -> Callable[[torch.Tensor, Any, torch.Tensor]
     def serve(packed: torch.Tensor, state: Any, out: torch.Tensor) -> torch.Tensor:
         layout = Layout(packed, *fields_of(state))
         dequantize(layout, capability, out)
-        return out.t() if layout.transposed else out
+        return out.t() if layout.transposed() else out
 
     return serve

@@ -27,9 +27,9 @@ def test_plain_twin_compiled_for_the_gpu(dtype, blocksize):
     config = launch.Config(4, 2, "", "")
     values = launch.constants(launch.Variant.of(layout, config), (9, 0)) | {"PTX": "", "CONSTRAINTS": ""}
     out = torch.full(tuple(layout.shape), math.nan, dtype=dtype, device=CUDA)
-    grid = (-(-layout.numel // launch.elements_of(layout, config)),)
+    grid = (-(-layout.numel() // launch.elements_of(layout, config)),)
     tensors = launch.operands(layout, out.view(-1))
-    kernels.dequantize_kernel[grid](*tensors, layout.numel, **values, num_warps=4, enable_fp_fusion=False)
+    kernels.dequantize_kernel[grid](*tensors, layout.numel(), **values, num_warps=4, enable_fp_fusion=False)
     assert launch.same_bits(out, F.dequantize_4bit(packed, state))
 
 

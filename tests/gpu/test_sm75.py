@@ -42,7 +42,7 @@ def test_random_weights_with_tails(dtype, nested, quant_type):
 def test_it_is_the_code_and_the_configuration_of_a_t4():
     packed, state = quantized((4096, 1024), torch.bfloat16, CUDA)
     layout = layout_of(packed, state)
-    config = launch.config_for(T4, layout.numel)
+    config = launch.config_for(T4, layout.numel())
     variant = launch.Variant.of(layout, config)
     compiled, _ = portable.load(variant, T4, CUDA)
     assert ".target sm_75" in compiled.kernel.decode()
@@ -57,7 +57,7 @@ def test_signature_is_what_a_launch_specializes_on():
     for dtype in DTYPES:
         for nested in (True, False):
             layout = layout_of(*quantized((4096, 1024), dtype, CUDA, nested=nested))
-            variant = launch.Variant.of(layout, launch.config_for(here, layout.numel))
+            variant = launch.Variant.of(layout, launch.config_for(here, layout.numel()))
             launched = launch.kernel_for(variant, CUDA).compiled
             assert machine_code.compile_variant(variant, here).asm["ptx"] == launched.asm["ptx"]
 
