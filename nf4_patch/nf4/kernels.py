@@ -103,8 +103,8 @@ def fetch(
 def after_loads(first, PTX: tl.constexpr):
     """``first``, with every load so far issued before anything that needs it.
 
-    Without it ptxas puts the packed loads behind the code2 load, which waits for the absmax: two trips to
-    memory instead of one (H200, 4096x4096: see CONFIGS).
+    Without it ptxas puts the packed loads behind the code2 load, which waits for the absmax: two trips to memory
+    instead of one (H200, triton 3.6.0, 8 warps: 1024x4096 from 84.5 to 94.9 % of the ceiling, 4096x4096 from 96.0 to 97.0).
     """
     if PTX != "":
         first = tl.inline_asm_elementwise(
