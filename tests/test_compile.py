@@ -133,7 +133,7 @@ def test_the_op_resolves_a_layout_once(monkeypatch, device):
         def __init__(self, layout):
             resolved.append(layout)
 
-        def new(self, transposed):
+        def new(self):
             return len(resolved)
 
     monkeypatch.setattr(launch, "INTERPRETED", False)

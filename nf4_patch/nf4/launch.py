@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -296,26 +296,28 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= end * tensor.element_size()
 
 
-def identity(table: str | int, packed: torch.Tensor, fields: tuple[Any, ...]) -> tuple[Any, ...]:
+def identity(
+    table: str | int, packed: torch.Tensor, absmax: Any, code: Any, absmax2: Any, code2: Any, offset: Any,
+    blocksize: int, blocksize2: int, shape: Sequence[int], dtype: torch.dtype,
+) -> tuple[Any, ...]:  # fmt: skip
     """Everything a resolved launch depends on, as a key: the same addresses, sizes and types give the same result.
 
     Args:
         table: what stands for ``code``, which is not read: the quant_type, or the address of the code.
-        fields: of a Layout, after ``packed``.
+        packed ... dtype: the fields of a Layout, in its order.
 
     Raises:
         AttributeError: a field is no tensor.
     """
-    absmax, _, absmax2, code2, offset, blocksize, blocksize2, shape, dtype = fields
     if absmax2 is None:
         return (
-            packed.data_ptr(), packed.numel(), packed.dtype, packed.is_contiguous(), absmax.data_ptr(), absmax.numel(),
+            packed.data_ptr(), packed.shape, packed.is_contiguous(), absmax.data_ptr(), absmax.numel(),
             blocksize, shape, dtype, table,
         )  # fmt: skip
     return (
-        packed.data_ptr(), packed.numel(), packed.dtype, packed.is_contiguous(), absmax.data_ptr(), absmax.numel(),
-        absmax2.data_ptr(), absmax2.numel(), code2.data_ptr(), offset.data_ptr(),
-        offset.dtype, blocksize, blocksize2, shape, dtype, table,
+        packed.data_ptr(), packed.shape, packed.is_contiguous(), absmax.data_ptr(), absmax.numel(),
+        absmax2.data_ptr(), absmax2.numel(), code2.data_ptr(), offset.data_ptr(), offset.dtype,
+        blocksize, blocksize2, shape, dtype, table,
     )  # fmt: skip
 
 
@@ -339,11 +341,10 @@ class Launch:
     """
 
     __slots__ = (
-        "call", "device", "dtype", "grid", "head", "n", "shape", "strides", "tail", "tally", "transposed_shape",
-        "transposed_strides", "views",
+        "call", "device", "dtype", "grid", "head", "n", "plain", "shape", "strides", "tail", "tally", "transposed", "view",
     )  # fmt: skip
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: Layout, transposed: bool = False):
         device = layout.packed.device
         tensors = operands(layout, layout.packed)[:6]
         if not all(has_memory(tensor) for tensor in tensors):
@@ -357,49 +358,47 @@ class Launch:
         self.grid = -(-self.n // kernel.elements)
         self.call, head, tail, _ = kernel.entry
         self.head, self.tail = (*head, *pointers), (self.n, *tail)
-        plain = torch.empty(tuple(layout.shape), dtype=layout.dtype, device="meta")
-        transpose = transpose_of(plain)
-        self.shape, self.strides = tuple(plain.shape), plain.stride()
-        self.transposed_shape, self.transposed_strides = tuple(transpose.shape), transpose.stride()
+        self.plain, self.transposed = tuple(layout.shape), transposed
+        result = self.turned(torch.empty(self.plain, dtype=layout.dtype, device="meta"))
+        self.shape, self.strides = tuple(result.shape), result.stride()
         self.tally: Any = None  # the caller's counter
-        self.views: tuple[torch.Tensor, torch.Tensor] | None = None  # of the shared buffer: plain, transposed
+        self.view: torch.Tensor | None = None  # the result in the shared buffer
 
-    def new(self, transposed: bool) -> torch.Tensor:
-        """A new weight; [K, N] with the strides of a transpose if asked."""
+    def turned(self, weight: torch.Tensor) -> torch.Tensor:
+        """What the caller gets for a dense ``weight``: [K, N] with the strides of a transpose, if asked."""
+        return weight.t() if self.transposed else weight
+
+    def new(self) -> torch.Tensor:
+        """A new weight."""
         device = self.device
         if current_device() != device:
             with torch.cuda.device(device):
-                return self.new(transposed)
-        if transposed:
-            out = empty_strided_cuda(self.transposed_shape, self.transposed_strides, self.dtype)
-        else:
-            out = empty_strided_cuda(self.shape, self.strides, self.dtype)
+                return self.new()
+        out = empty_strided_cuda(self.shape, self.strides, self.dtype)
         self.call(self.grid, 1, 1, current_stream(device), *self.head, out.data_ptr(), *self.tail)
         return out
 
-    def shared(self, transposed: bool) -> torch.Tensor:
+    def shared(self) -> torch.Tensor:
         """The weight in a buffer that the next such call may overwrite; a new one off the default stream."""
         if current_stream(self.device) != 0:  # 0: the default stream, on which order is given
-            return self.new(transposed)
-        if self.views is None:
-            plain = shared_buffer(self.n, self.dtype, self.device)[: self.n].view(self.shape)
-            self.views = (plain, transpose_of(plain))
-        plain, transpose = self.views
-        self.into(plain)
-        return transpose if transposed else plain
+            return self.new()
+        if self.view is None:
+            buffer = shared_buffer(self.n, self.dtype, self.device)[: self.n]
+            self.view = self.turned(buffer.view(self.plain))
+        self.fill(self.view)
+        return self.view
 
-    def into(self, out: torch.Tensor) -> None:
+    def into(self, out: torch.Tensor) -> torch.Tensor:
         """Fill ``out``: dense, 16-byte aligned, n elements of the launch's dtype on its device."""
+        self.fill(out)
+        return self.turned(out)
+
+    def fill(self, out: torch.Tensor) -> None:
         device = self.device
         if current_device() != device:
             with torch.cuda.device(device):
-                return self.into(out)
+                return self.fill(out)
         self.call(self.grid, 1, 1, current_stream(device), *self.head, out.data_ptr(), *self.tail)
-
-
-def transpose_of(weight: torch.Tensor) -> torch.Tensor:
-    """Itself past rank 2, where ``t`` is not defined."""
-    return weight.t() if weight.dim() <= 2 else weight
 
 
 _buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
@@ -455,12 +454,11 @@ def dequantize(layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:
     if layout.packed.data_ptr() % 4:
         layout = layout._replace(packed=layout.packed.clone())
     layout = layout._replace(shape=tuple(layout.shape))
-    key = identity(layout.code.data_ptr(), layout.packed, layout[1:])
+    key = identity(layout.code.data_ptr(), *layout)
     launch = _memo.launches.get(key) or _memo.remember(key, Launch(layout))
     if out is not None and out.data_ptr() % 16 == 0:
-        launch.into(out)
-        return out
-    result = launch.new(transposed=False)
+        return launch.into(out)
+    result = launch.new()
     return result if out is None else out.copy_(result)
 
 
