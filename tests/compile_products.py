@@ -9,15 +9,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nf4_patch.nf4 import matmul, matmul_kernels, matmul_ptx
+from nf4_patch.nf4 import matmul, matmul_dx, matmul_kernels, matmul_ptx
 from nf4_patch.tools.machine_code import disassemble, triton_release
 
 POINTERS = ("x", "packed", "absmax", "code", "absmax2", "code2", "offset", "out", "bias")
 NUMBERS = ("m", "n", "blocks", "shift", "shift2", "shares", "slices")
 
 
-def compile_for(arch, config, m, n, k, half, nested, bias):
-    text = matmul.plan(config, 132, m, n, k, half, nested, bias, arch >= 90).text
+def compile_for(arch, name, config, text):
     signature = dict.fromkeys(POINTERS, "*u8") | dict.fromkeys(NUMBERS, "i32")
     values = {"PTX": text, "CONSTRAINTS": matmul_ptx.CONSTRAINTS}
     kernel = matmul_kernels.matmul_4bit_kernel
@@ -27,21 +26,37 @@ def compile_for(arch, config, m, n, k, half, nested, bias):
     options = {"num_warps": config.along_n * config.along_k, "num_stages": 1}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     (code,) = disassemble(compiled.asm["cubin"]).values()
-    print(
-        arch,
-        code.registers,
-        code.stack,
-        code.shared,
-        f"{'-'.join(map(str, config))}:{m}x{n}x{k}:{half:d}{nested:d}{bias:d}",
-    )
+    print(arch, code.registers, code.stack, code.shared, f"{name}-{'-'.join(map(str, config))}")
+
+
+def forward(arch, config, m, n, k, half, nested, bias):
+    text = matmul.plan(config, 132, m, n, k, half, nested, bias, arch >= 90).text
+    compile_for(arch, f"x:{m}x{n}x{k}:{half:d}{nested:d}{bias:d}", config, text)
+
+
+def backward(arch, config, m, n, k, half, nested):
+    text = matmul_dx.plan(config, 132, m, n, k, half, nested).text
+    compile_for(arch, f"dx:{m}x{n}x{k}:{half:d}{nested:d}", config, text)
+
+
+def rows_of(m):
+    """Rows of X, one of each tile count that a table's row for up to m serves."""
+    return {8: (8,), 16: (16,), 32: (24, 32), 64: (24, 32, 48, 64)}[m]
 
 
 for row in matmul.ROWS:
     k = 4096 if row.k == 4096 else 14336
     n = max(row.n, 4096)
-    for m in {8: (8,), 16: (16,), 64: (24, 32, 48, 64)}[row.m]:
-        compile_for(90, row.config, m, n, k, half=False, nested=True, bias=False)
-        compile_for(90, row.config, m, n, k - 64, half=True, nested=False, bias=True)
+    for m in rows_of(row.m):
+        forward(90, row.config, m, n, k, half=False, nested=True, bias=False)
+        forward(90, row.config, m, n, k - 64, half=True, nested=False, bias=True)
 for row in matmul.ROWS[1], matmul.ROWS[-1]:
     for arch in (80, 86, 89, 100, 120):
-        compile_for(arch, row.config, row.m, 4096, 14336, half=False, nested=True, bias=False)
+        forward(arch, row.config, row.m, 4096, 14336, half=False, nested=True, bias=False)
+for row in matmul_dx.ROWS:
+    for m in rows_of(row.m):
+        backward(90, row.config, m, 14336, 4096, half=False, nested=True)  # slices of N
+        backward(90, row.config, m, 4090, 65536, half=True, nested=False)  # a tail of N
+for row in matmul_dx.ROWS[0], matmul_dx.ROWS[-1]:
+    for arch in (80, 86, 89, 100, 120):
+        backward(arch, row.config, row.m, 4096, 14336, half=False, nested=True)

@@ -18,7 +18,7 @@ from subprocess_python import INTERPRETED, python
 
 import nf4_patch
 from nf4_patch.config import Config, ConfigError
-from nf4_patch.nf4 import matmul
+from nf4_patch.nf4 import matmul, matmul_dx
 from nf4_patch.patching import product
 from nf4_patch.patching.guards import Reason
 from nf4_patch.patching.replacement import replace_fast_gemv, replace_gemm, replace_gemv, switch
@@ -235,6 +235,25 @@ def test_every_length_of_a_prompt_shares_six_texts():
         assert len(texts) <= 6, (n, k, len(texts))
 
 
+def test_every_length_shares_six_texts_backward():
+    for n, k in [(4096, 4096), (14336, 4096), (4096, 14336)]:
+        texts = {
+            matmul_dx.plan(matmul_dx.config_for(H200, m, n, k), 132, m, n, k, False, True).text for m in range(1, 65)
+        }
+        assert len(texts) <= 6, (n, k, len(texts))
+
+
+def test_plan_of_dx_fills_the_gpu_and_leaves_no_slice_empty():
+    for row in matmul_dx.ROWS:
+        for n in (1, 17, 1000, 4096, 50001):
+            for k in (64, 4096, 14336):
+                cut = matmul_dx.plan(row.config, 132, row.m, n, k, False, True)
+                assert cut.programs == cut.shares * cut.slices
+                assert cut.shares * 64 * row.config.words * row.config.along_k >= k
+                assert cut.slices == 1 or cut.programs <= 132 * row.config.resident
+                assert cut.slices <= -(-n // (4 * row.config.depth))
+
+
 def test_plan_covers_every_row_once():
     for row in matmul.ROWS:
         for n in (1, 17, 1000, 4096, 50001):
@@ -337,6 +356,15 @@ def test_reference_is_linear_with_the_rounded_weight(nested):
     assert torch.equal(matmul.matmul_reference(x, layout, bias), want)
 
 
+@pytest.mark.parametrize("nested", [True, False])
+def test_reference_of_dx_is_dy_times_the_rounded_weight(nested):
+    packed, state = quantized((96, 256), torch.float16, "cpu", nested=nested)
+    layout = product.Layout(packed, *fields_of(state))
+    dy = torch.randn(5, 96).half()
+    weight = matmul.reference.dequantize(layout)
+    assert torch.equal(matmul_dx.matmul_dx_reference(dy, layout), (dy.float() @ weight.float()).half())
+
+
 def test_text_compiles_for_every_gpu():
     """ptxas takes every row's text from sm_80 on; no local memory, but for one 8-byte address past 56 rows of X.
 
@@ -345,11 +373,11 @@ def test_text_compiles_for_every_gpu():
     done = python(Path(__file__).with_name("compile_products.py").read_text())
     lines = [line.split() for line in done.stdout.splitlines()]
     assert {int(line[0]) for line in lines} == {80, 86, 89, 90, 100, 120}
-    assert sum(line[0] == "90" for line in lines) >= 2 * len(matmul.ROWS)
+    assert sum(line[0] == "90" for line in lines) >= 2 * len(matmul.ROWS + matmul_dx.ROWS)
     for arch, registers, stack, shared, name in lines:
         assert int(shared) <= 48 * 1024, name
         assert int(registers) <= 255, name
-        assert int(stack) <= (8 if ":64x" in name else 0), (arch, name, "spills")
+        assert int(stack) <= (8 if name.startswith("x:64x") else 0), (arch, name, "spills")
 
 
 OLD = Path(sys.prefix) / "unsloth-2026.9.7"

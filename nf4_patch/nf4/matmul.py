@@ -45,7 +45,7 @@ class Row(NamedTuple):
     m: int
     k: int
     n: int
-    config: Config
+    config: Any  # a Config, here or of matmul_dx
 
 
 ANY = 2**62
@@ -72,9 +72,11 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def config_for(capability: tuple[int, int], m: int, n: int, k: int) -> Config | None:
+def config_for(
+    capability: tuple[int, int], m: int, n: int, k: int, rows: tuple[Row, ...] | None = None
+) -> Any:  # fmt: skip
     """The measured config for ``m`` rows of X and an [n, k] weight; None where none is."""
-    for row in ROWS:
+    for row in ROWS if rows is None else rows:
         if row.capability == capability and m <= row.m and k <= row.k and n >= row.n:
             return row.config
     return None
@@ -84,14 +86,22 @@ def refusal(
     x: torch.Tensor, packed: torch.Tensor, blocksize: int, n: int, k: int, bias: torch.Tensor | None = None
 ) -> str | None:
     """Why :func:`matmul_4bit` cannot serve these arguments; None if it can."""
+    return why_not("x", x, packed, blocksize, n, k, x.numel() // k, ROWS, bias)
+
+
+def why_not(
+    name: str, x: torch.Tensor, packed: torch.Tensor, blocksize: int, n: int, k: int, m: int, rows: tuple[Row, ...],
+    bias: torch.Tensor | None = None,
+) -> str | None:  # fmt: skip
+    """The refusal of a product of ``m`` rows of x, called ``name``, for which ``rows`` is the table."""
     if triton is None:
         return "Triton is not installed"
     if not isinstance(kernels.matmul_4bit_kernel, triton.runtime.JITFunction):
         return "Triton's interpreter (TRITON_INTERPRET=1) does not run PTX"
     if not x.is_cuda or torch.version.hip:
-        return f"x is on {x.device}; the kernel runs on NVIDIA GPUs"
+        return f"{name} is on {x.device}; the kernel runs on NVIDIA GPUs"
     if x.dtype not in DTYPES:
-        return f"x is {x.dtype}; the kernel multiplies in float16 or bfloat16"
+        return f"{name} is {x.dtype}; the kernel multiplies in float16 or bfloat16"
     if blocksize not in BLOCKSIZES:
         return f"blocksize {blocksize} is none of {BLOCKSIZES}"
     if k % blocksize:
@@ -100,8 +110,8 @@ def refusal(
         return f"the packed weight starts at {packed.data_ptr():#x}, not on 16 bytes"
     if bias is not None and (bias.dtype is not x.dtype or not bias.is_contiguous() or bias.data_ptr() % 16):
         return f"bias is {bias.dtype}, strides {bias.stride()}; it must be {x.dtype}, contiguous, on 16 bytes"
-    if config_for(torch.cuda.get_device_capability(x.device), x.numel() // k, n, k) is None:
-        return f"no measured config for {x.numel() // k} rows on {torch.cuda.get_device_name(x.device)}"
+    if config_for(torch.cuda.get_device_capability(x.device), m, n, k, rows) is None:
+        return f"no measured config for {m} rows on {torch.cuda.get_device_name(x.device)}"
     return None
 
 
@@ -171,33 +181,43 @@ def _compile(
 class Kernel:
     """The launches for one size and kind of argument on one device, as plain integers."""
 
-    def __init__(self, tensors: tuple[torch.Tensor, ...], bias: bool, nested: bool, blocksize: int, blocksize2: int,
-                 m: int, n: int, k: int, config: Config):  # fmt: skip
+    def __init__(self, tensors: tuple[torch.Tensor, ...], cut: Plan, warps: int, blocksize: int, blocksize2: int,
+                 m: int, n: int, k: int, bias: bool = False):  # fmt: skip
         x, out = tensors[0], tensors[7]
-        capability = torch.cuda.get_device_capability(x.device)
-        processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-        cut = plan(config, processors, m, n, k, x.dtype is torch.float16, nested, bias, capability >= (9, 0))
         self.grid, self.slices = cut.programs, cut.slices
-        shift2 = blocksize2.bit_length() - 1 if nested else 0
+        shift2 = max(0, blocksize2.bit_length() - 1)
         self.sizes = (m, n, k // 64, (blocksize // 64).bit_length() - 1, shift2, cut.shares, cut.slices)
-        self.sum_grid, self.sum_sizes = -(-m * n // SUM_BLOCK), (m * n, n)
+        self.sum_grid, self.sum_sizes = -(-out.numel() // SUM_BLOCK), (out.numel(), out.shape[-1])
         part = out if cut.slices == 1 else torch.empty(0, dtype=torch.float32, device=x.device)
         values: dict[str, Any] = {"PTX": cut.text, "CONSTRAINTS": matmul_ptx.CONSTRAINTS}
         arguments = (*tensors[:7], part, tensors[8], *self.sizes)
-        warps = config.along_n * config.along_k
         self.start = compiled(kernels.matmul_4bit_kernel, arguments, values, warps, x.dtype)
         if cut.slices > 1:
             values = {"SLICES": cut.slices, "BIAS": bias, "BLOCK": SUM_BLOCK}
             arguments = (part, out, tensors[8], *self.sum_sizes)
             self.sum = compiled(kernels.sum_slices_kernel, arguments, values, 4, out.dtype)
 
-    def __call__(self, stream: int, pointers: tuple[int, ...], out: torch.Tensor) -> None:
+    def __call__(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Launch with x, packed, absmax, code, absmax2, code2, offset, out, bias, on their device's current stream."""
+        out = tensors[7]
+        index = out.device.index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                self(tensors)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        pointers = [tensor.data_ptr() for tensor in tensors]
         if self.slices == 1:
-            self.start(self.grid, stream, *pointers[:7], out.data_ptr(), pointers[7], *self.sizes)
+            self.start(self.grid, stream, *pointers, *self.sizes)
             return
         part = torch.empty(self.slices * out.numel(), dtype=torch.float32, device=out.device)
-        self.start(self.grid, stream, *pointers[:7], part.data_ptr(), pointers[7], *self.sizes)
-        self.sum(self.sum_grid, stream, part.data_ptr(), out.data_ptr(), pointers[7], *self.sum_sizes)
+        pointers[7] = part.data_ptr()
+        self.start(self.grid, stream, *pointers, *self.sizes)
+        self.sum(self.sum_grid, stream, pointers[7], out.data_ptr(), pointers[8], *self.sum_sizes)
+
+
+def processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 _kernels: dict[tuple[Any, ...], Kernel] = {}
@@ -258,23 +278,18 @@ def matmul_4bit(
         why = refusal(x, packed, blocksize, n, k, bias) if config is None else None
         if why is not None:
             raise ValueError(f"matmul_4bit cannot serve this: {why}; dequantize and multiply")
+    tensors = (x, packed, absmax, code, *second, out, code if bias is None else bias)
     if kernel is None:
-        chosen = config or config_for(torch.cuda.get_device_capability(device), m, n, k)
-        assert chosen is not None
-        tensors = (x, packed, absmax, code, *second, out, code if bias is None else bias)
+        capability = torch.cuda.get_device_capability(device)
+        chosen = config or config_for(capability, m, n, k)
+        half, sleep = x.dtype is torch.float16, capability >= (9, 0)
+        cut = plan(chosen, processors(device), m, n, k, half, nested, bias is not None, sleep)
         with torch.cuda.device(device):
-            kernel = Kernel(tensors, bias is not None, nested, blocksize, blocksize2, m, n, k, chosen)
+            kernel = Kernel(
+                tensors, cut, chosen.along_n * chosen.along_k, blocksize, blocksize2, m, n, k, bias is not None
+            )
         _kernels[key] = kernel
-    a, b, c = second
-    pointers = (
-        x.data_ptr(), packed.data_ptr(), absmax.data_ptr(), code.data_ptr(), a.data_ptr(), b.data_ptr(), c.data_ptr(),
-        code.data_ptr() if bias is None else bias.data_ptr(),
-    )  # fmt: skip
-    if torch._C._cuda_getDevice() == device.index:
-        kernel(torch._C._cuda_getCurrentRawStream(device.index), pointers, out)
-    else:
-        with torch.cuda.device(device):
-            kernel(torch._C._cuda_getCurrentRawStream(device.index), pointers, out)
+    kernel(tensors)
     return out
 
 
