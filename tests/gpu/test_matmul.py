@@ -402,8 +402,8 @@ def test_unsloth_gemv():
     nf4_patch.enable(matmul="auto")
     import unsloth
     from unsloth.kernels import utils
+    from gpu.test_matmul import error, exact
     from oracle import layout_of, quantized
-from subprocess_python import python
     from nf4_patch.nf4 import matmul
 
     attribute = "_fast_gemv_bnb" if hasattr(utils, "_fast_gemv_bnb") else "fast_gemv"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import bitsandbytes.functional as F
 import pytest
@@ -54,12 +55,16 @@ def test_it_is_the_code_and_the_configuration_of_a_t4():
 def test_signature_is_what_a_launch_specializes_on():
     """machine_code compiles from launch.signature; a launch from its tensors: the same kernel must come out."""
     here = torch.cuda.get_device_capability()
+
+    def text(compiled):  # less the release of PTX: Inductor sets TRITON_PTXAS_PATH to another ptxas than Triton's
+        return re.sub(r"^\.version .*$", "", compiled.asm["ptx"], flags=re.MULTILINE)
+
     for dtype in DTYPES:
         for nested in (True, False):
             layout = layout_of(*quantized((4096, 1024), dtype, CUDA, nested=nested))
             variant = launch.Variant.of(layout, launch.config_for(here, layout.numel()))
             launched = launch.kernel_for(variant, CUDA).compiled
-            assert machine_code.compile_variant(variant, here).asm["ptx"] == launched.asm["ptx"]
+            assert text(machine_code.compile_variant(variant, here)) == text(launched)
 
 
 def test_verify_runs_it():
