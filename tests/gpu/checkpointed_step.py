@@ -1,4 +1,4 @@
-"""A QLoRA run of two Llama layers, checkpointed, 512 tokens: python checkpointed_step.py peft|unsloth on|off STEPS.
+"""A QLoRA run of two Llama layers, checkpointed, 512 tokens: python checkpointed_step.py peft|liger|unsloth on|off STEPS.
 
 Prints one JSON line: losses as hex, hits by target, fallbacks, and calls that still reached the originals' kernels.
 """
@@ -56,6 +56,10 @@ def load(folder: str):
             model, r=16, target_modules=LINEARS, lora_alpha=16, lora_dropout=0, bias="none",
             use_gradient_checkpointing=True, random_state=3407,
         )  # fmt: skip
+    if library == "liger":
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 

@@ -35,8 +35,12 @@ def run(library: str, patch: str, steps: int, **environ: str) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def test_peft_step_hits_every_dequantization():
-    on, off = run("peft", "on", 20), run("peft", "off", 20)
+@pytest.mark.parametrize("library", ["peft", "liger"])
+def test_peft_step_hits_every_dequantization(library):
+    """Alone, and with Liger's kernels around the same linears."""
+    if library == "liger":
+        pytest.importorskip("liger_kernel")
+    on, off = run(library, "on", 20), run(library, "off", 20)
     calls = LAYERS * LINEARS * PASSES
     assert off["first_step"]["bitsandbytes"] == calls  # there are 42 to hit
     assert on["first_step"]["bitsandbytes"] == 0

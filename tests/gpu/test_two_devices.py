@@ -1,0 +1,136 @@
+"""Two GPUs in one process: each weight where it lies, whatever the current device, and one of them of another kind."""
+
+from __future__ import annotations
+
+import threading
+
+import bitsandbytes.functional as F
+import pytest
+import torch
+from oracle import layout_of, quantized
+
+import nf4_patch
+from nf4_patch.nf4 import launch
+from nf4_patch.patching.replacement import Server
+from nf4_patch.patching.stats import ledger
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+DEVICES = (torch.device("cuda", 0), torch.device("cuda", 1))
+T4 = (7, 5)
+
+
+def weights(dtype=torch.bfloat16, seed=0):
+    """The same weight on both GPUs, and what the first one's bitsandbytes makes of it."""
+    both = [quantized((512, 1024), dtype, device, seed=seed) for device in DEVICES]
+    nf4_patch.disable()
+    want = [F.dequantize_4bit(*weight) for weight in both]
+    nf4_patch.enable()
+    return both, want
+
+
+def test_the_current_device_does_not_matter(patched):
+    both, want = weights()
+    for current in DEVICES:
+        with torch.cuda.device(current):
+            for (packed, state), expected in zip(both, want, strict=True):
+                got = F.dequantize_4bit(packed, state)
+                assert got.device == packed.device and torch.equal(got, expected)
+                out = torch.full_like(expected, float("nan"))
+                assert torch.equal(F.dequantize_4bit(packed, state, out=out), expected)
+                assert torch.cuda.current_device() == current.index
+    assert nf4_patch.status().hits == 8
+
+
+def test_shared_buffers_are_one_a_device(patched):
+    server = Server("test")
+    both, want = weights()
+    got = [server.serve(*weight, shared=True) for weight in both]
+    assert [tensor.device for tensor in got] == list(DEVICES)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_there_and_back(patched):
+    """A model moved to the other GPU and back: the remembered launch of one never serves the other."""
+    (packed, state), expected = weights()[0][0], weights()[1][0]
+    for device in (DEVICES[1], DEVICES[0], DEVICES[1]):
+        packed = packed.to(device)
+        state.to(device)
+        got = F.dequantize_4bit(packed, state)
+        assert got.device == device and torch.equal(got.to(DEVICES[0]), expected)
+
+
+def test_a_weight_in_pieces_on_both_is_refused_by_name(patched):
+    (packed, state), _ = weights()[0]
+    state.absmax = state.absmax.to(DEVICES[1])
+    assert Server("test").serve(packed, state).name == "DEVICES"
+
+
+def test_each_thread_its_own_device(patched):
+    both, want = weights()
+    wrong = []
+
+    def work(i):
+        torch.cuda.set_device(DEVICES[i])
+        for _ in range(200):
+            if not torch.equal(F.dequantize_4bit(*both[i]), want[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert nf4_patch.status().hits == 400
+
+
+def test_the_second_gpu_is_a_t4(patched, monkeypatch):
+    """Its capability faked: the second GPU gets a T4's configuration and code, the first keeps its own."""
+    Server("warm").serve(*weights()[0][0])  # Triton asks for the capability once, and compiles for what this GPU is
+    real = torch.cuda.get_device_capability
+
+    def capability(device=None):
+        index = device if isinstance(device, int) or device is None else torch.device(device).index
+        return T4 if index == 1 else real(device)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(launch, "_kernels", {})
+    server = Server("test")
+    for dtype in (torch.float16, torch.bfloat16):
+        both, want = weights(dtype, seed=5)
+        for weight, expected in zip(both, want, strict=True):
+            assert torch.equal(server.serve(*weight), expected)
+    used = {device.index: variant.config for variant, device in launch.compiled_kernels()}
+    assert used == {i: launch.config_for(capability(i), 512 * 1024) for i in (0, 1)}
+    assert used[0] != used[1]
+    code = {
+        d.index: k.compiled.asm["ptx"] for (v, d), k in launch.compiled_kernels().items() if v.dtype is torch.bfloat16
+    }
+    assert "cvt.rn.bf16x2.f32" in code[0] and "cvt.rn.bf16x2.f32" not in code[1]
+
+
+def test_deferral_asks_every_gpu(monkeypatch):
+    """Unsloth's own kernel keeps its calls where one of the GPUs is not measured."""
+    from nf4_patch.patching import replacement
+
+    replacement.measured_everywhere.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: T4 if device == 1 else (9, 0))
+    assert not replacement.measured_everywhere()
+    replacement.measured_everywhere.cache_clear()
+
+
+def test_the_product_runs_where_its_weight_is():
+    from nf4_patch.nf4 import matmul
+
+    if matmul.config_for(torch.cuda.get_device_capability(1), 4, 512, 1024) is None:
+        pytest.skip("the table of products has no row for this GPU")
+    both, want = weights()
+    for (packed, state), weight in zip(both, want, strict=True):
+        layout = layout_of(packed, state)
+        x = torch.zeros(4, 1024, dtype=torch.bfloat16, device=packed.device)
+        x[:, :4] = torch.eye(4, device=packed.device)
+        with torch.cuda.device(DEVICES[0]):
+            got = matmul.matmul_4bit(x, *layout[:7], layout.blocksize2, *layout.shape)
+        assert got.device == packed.device and torch.equal(got, weight[:, :4].t())
+    nf4_patch.disable()
+    ledger.reset()
