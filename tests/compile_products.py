@@ -16,27 +16,27 @@ POINTERS = ("x", "packed", "absmax", "code", "absmax2", "code2", "offset", "out"
 NUMBERS = ("m", "n", "blocks", "shift", "shift2", "shares", "slices")
 
 
-def compile_for(arch, name, config, text):
+def compile_for(arch, name, config, cut):
     signature = dict.fromkeys(POINTERS, "*u8") | dict.fromkeys(NUMBERS, "i32")
-    values = {"PTX": text, "CONSTRAINTS": matmul_ptx.CONSTRAINTS}
+    values = {"PTX": cut.text, "CONSTRAINTS": matmul_ptx.CONSTRAINTS, "CLUSTER": cut.cluster}
     kernel = matmul_kernels.matmul_4bit_kernel
     if triton_release() >= (3, 3):
         signature |= dict.fromkeys(values, "constexpr")
     source = ASTSource(kernel, signature, values)
-    options = {"num_warps": config.along_n * config.along_k, "num_stages": 1}
+    options = {"num_warps": config.along_n * config.along_k, "num_stages": 1, "num_ctas": cut.cluster}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     (code,) = disassemble(compiled.asm["cubin"]).values()
     print(arch, code.registers, code.stack, code.shared, f"{name}-{'-'.join(map(str, config))}")
 
 
 def forward(arch, config, m, n, k, half, nested, bias):
-    text = matmul.plan(config, 132, m, n, k, half, nested, bias, arch >= 90).text
-    compile_for(arch, f"x:{m}x{n}x{k}:{half:d}{nested:d}{bias:d}", config, text)
+    cut = matmul.plan(config, 132, m, n, k, half, nested, bias, arch >= 90)
+    compile_for(arch, f"x:{m}x{n}x{k}:{half:d}{nested:d}{bias:d}", config, cut)
 
 
 def backward(arch, config, m, n, k, half, nested):
-    text = matmul_dx.plan(config, 132, m, n, k, half, nested).text
-    compile_for(arch, f"dx:{m}x{n}x{k}:{half:d}{nested:d}", config, text)
+    cut = matmul_dx.plan(config, 132, m, n, k, half, nested)
+    compile_for(arch, f"dx:{m}x{n}x{k}:{half:d}{nested:d}", config, cut)
 
 
 def rows_of(m):
@@ -59,4 +59,5 @@ for row in matmul_dx.ROWS:
         backward(90, row.config, m, 4090, 65536, half=True, nested=False)  # a tail of N
 for row in matmul_dx.ROWS[0], matmul_dx.ROWS[-1]:
     for arch in (80, 86, 89, 100, 120):
-        backward(arch, row.config, row.m, 4096, 14336, half=False, nested=True)
+        config = row.config if arch >= 90 else row.config._replace(cluster=1)
+        backward(arch, config, row.m, 14336, 4096, half=False, nested=True)

@@ -120,8 +120,9 @@ class Plan(NamedTuple):
 
     shares: int  # even shares of the rows of the weight, one a multiprocessor and slice
     programs: int
-    slices: int
+    slices: int  # whose sums a second launch adds
     text: str
+    cluster: int = 1  # programs that add up theirs themselves
 
 
 def plan(
@@ -169,7 +170,8 @@ def _compile(
     kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int
 ) -> launch.Start | launch.KernelUnavailable:
     try:
-        result = kernel.warmup(*arguments, **values, grid=(1,), num_warps=warps, num_stages=1)
+        clusters = values.get("CLUSTER", 1)
+        result = kernel.warmup(*arguments, **values, grid=(1,), num_warps=warps, num_stages=1, num_ctas=clusters)
         result = result.result() if hasattr(result, "result") else result
         return launch.starter(result, tuple(values.values()))[0]
     except torch.cuda.OutOfMemoryError:
@@ -189,7 +191,7 @@ class Kernel:
         self.sizes = (m, n, k // 64, (blocksize // 64).bit_length() - 1, shift2, cut.shares, cut.slices)
         self.sum_grid, self.sum_sizes = -(-out.numel() // SUM_BLOCK), (out.numel(), out.shape[-1])
         part = out if cut.slices == 1 else torch.empty(0, dtype=torch.float32, device=x.device)
-        values: dict[str, Any] = {"PTX": cut.text, "CONSTRAINTS": matmul_ptx.CONSTRAINTS}
+        values: dict[str, Any] = {"PTX": cut.text, "CONSTRAINTS": matmul_ptx.CONSTRAINTS, "CLUSTER": cut.cluster}
         arguments = (*tensors[:7], part, tensors[8], *self.sizes)
         self.start = compiled(kernels.matmul_4bit_kernel, arguments, values, warps, x.dtype)
         if cut.slices > 1:

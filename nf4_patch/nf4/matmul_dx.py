@@ -21,19 +21,28 @@ class Config(NamedTuple):
     along_n: int
     ahead: int = 1
     resident: int = 1  # programs a multiprocessor; N is sliced until there are as many
+    cluster: int = 1  # at most so many slices, which add up through each other's shared memory; 1: by a second launch
 
 
 # The first row that fits is taken; no row: the caller dequantizes and multiplies.
 # H200, torch 2.11, triton 3.6.0, bf16, us a call, CUDA graph over weights that overflow the L2:
-#                  14336x4096     4096x14336     4096x4096      1024x4096
-#   M = 1 / 8      22.6 / 22.9    23.5 / 23.9    10.8 / 11.1    6.9 / 7.2
-#   M = 16         26.1           27.2           12.3           7.7
-#   M = 32 / 64    30.1 / 42.7    32.8 / 42.0    14.1 / 18.3    8.7 / 10.0
+#                  14336x4096     4096x14336     4096x4096      1024x4096     8192x8192      28672x8192
+#   M = 1 / 8      22.9 / 23.2    21.3 / 22.2    9.6 / 10.1     5.3 / 5.6     24.7 / 25.1    70.2 / 70.7
+#   M = 16         25.8           24.5           10.6           6.0           28.4           80.7
+#   M = 32 / 64    29.7 / 39.2    29.3 / 42.0    13.0 / 16.0    6.4 / -       33.7 / 43.8    92.8 / 139
+# Clusters of two instead of a second launch, M = 64: 41.3 -> 38.8, 44.8 -> 44.7, 17.2 -> 16.0, 9.2 -> 8.3. 16 of eight, or
+# 32 of four, do not find room at once (M = 8, 14336x4096: 34 to 41). At 1024x4096 and M = 64 dequantize + matmul takes 7.8.
 ROWS: tuple[Row, ...] = (
-    Row((9, 0), 8, ANY, 1, Config(words=4, depth=8, along_k=1, along_n=8)),
-    Row((9, 0), 16, ANY, 1, Config(words=1, depth=8, along_k=4, along_n=4, ahead=2)),
-    Row((9, 0), 32, ANY, 1, Config(words=2, depth=8, along_k=2, along_n=4)),
-    Row((9, 0), 64, ANY, 1, Config(words=1, depth=8, along_k=2, along_n=4)),
+    Row((9, 0), 8, 8448, 5000, Config(words=4, depth=8, along_k=1, along_n=8)),
+    Row((9, 0), 16, 8448, 5000, Config(words=2, depth=8, along_k=2, along_n=8)),
+    Row((9, 0), 16, 8448, 1, Config(words=1, depth=8, along_k=1, along_n=16, ahead=2, cluster=2)),
+    Row((9, 0), 32, 8448, 5000, Config(words=2, depth=8, along_k=2, along_n=4)),
+    Row((9, 0), 32, 8448, 1, Config(words=1, depth=8, along_k=1, along_n=8, ahead=2, cluster=2)),
+    Row((9, 0), 64, 8448, 2000, Config(words=1, depth=8, along_k=1, along_n=8, cluster=2)),
+    Row((9, 0), 8, ANY, 1, Config(words=4, depth=4, along_k=1, along_n=8, resident=2, cluster=4)),
+    Row((9, 0), 16, ANY, 1, Config(words=2, depth=8, along_k=1, along_n=8, resident=2, cluster=4)),
+    Row((9, 0), 32, ANY, 1, Config(words=1, depth=8, along_k=2, along_n=8, cluster=2)),
+    Row((9, 0), 64, ANY, 2000, Config(words=1, depth=8, along_k=2, along_n=4, cluster=2)),
 )
 
 
@@ -52,8 +61,11 @@ def plan(config: Config, processors: int, m: int, n: int, k: int, half: bool, ne
     groups = -(-k // (64 * config.words * config.along_k))
     slices = max(1, min(processors * config.resident // groups, -(-n // (step * config.along_n))))
     columns = next(count for count in TILE_COUNTS if m <= 8 * count)
-    text = matmul_dx_ptx.program(*config[:2], columns, *config[2:5], half, nested, n % step != 0, slices > 1)
-    return Plan(groups, groups * slices, slices, text)
+    cluster = min(config.cluster, 1 << (slices.bit_length() - 1))
+    if config.cluster > 1:
+        slices = 1
+    text = matmul_dx_ptx.program(*config[:2], columns, *config[2:5], half, nested, n % step != 0, slices > 1, cluster)
+    return Plan(groups, groups * slices, slices, text, cluster)
 
 
 _kernels: dict[tuple[Any, ...], matmul.Kernel] = {}
