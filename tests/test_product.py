@@ -21,7 +21,7 @@ from nf4_patch.config import Config, ConfigError
 from nf4_patch.nf4 import matmul, matmul_dx
 from nf4_patch.patching import product
 from nf4_patch.patching.guards import Reason
-from nf4_patch.patching.replacement import replace_fast_gemv, replace_gemm, replace_gemv, switch
+from nf4_patch.patching.replacement import replace_backward, replace_fast_gemv, replace_gemm, replace_gemv, switch
 from nf4_patch.patching.stats import ledger
 from nf4_patch.patching.targets import TARGETS
 
@@ -160,6 +160,87 @@ def test_reasons_of_one_row(name, auto):
     }
 
 
+def context(packed, state, needs=(True, False, False, False, False), is_empty=False):
+    """What MatMul4Bit's forward leaves for its backward."""
+    return SimpleNamespace(needs_input_grad=needs, is_empty=is_empty, tensors=(None, packed), state=state)
+
+
+def backward_since_0_50(ctx, grad_output):
+    return "original", ctx, grad_output
+
+
+def backward_before_0_50(ctx, grad_output):
+    if False:  # its code names .t(): it transposes what it dequantized
+        ctx.t()
+    return "original", ctx, grad_output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="dY is on the CPU on purpose")
+@pytest.mark.parametrize("original", [backward_since_0_50, backward_before_0_50])
+def test_backward_is_refused_by_name_with_untouched_arguments(original, auto):
+    replacement = replace_backward("backward", original)
+    packed, state = quantized((128, 256), torch.bfloat16, "cpu")
+    mine, other = (packed.t(), packed) if original is backward_before_0_50 else (packed, packed.t())
+    dy = torch.randn(1, 4, 128, dtype=torch.bfloat16)
+    mode = torch.utils.flop_counter.FlopCounterMode(display=False)
+
+    def refused(reason, ctx, dy=dy):
+        ledger.reset()
+        assert replacement(ctx, dy) == ("original", ctx, dy)
+        assert ledger.fallbacks == ({("backward", reason): 1} if reason else {})
+
+    refused(Reason.NOT_CUDA, context(mine, state))
+    refused(Reason.NOT_4BIT, context(mine, None))
+    refused(Reason.PRODUCT, context(other, state))  # the weight lies the other way round
+    refused(Reason.PRODUCT, context(mine, state, needs=(True, False, False, True, False)))  # a bias is trained
+    refused(Reason.PRODUCT, context(mine, state, needs=(False, False, False, False, False)))
+    refused(Reason.PRODUCT, context(None, state, is_empty=True))
+    refused(Reason.PRODUCT, context(mine, state), dy.float())
+    with torch.enable_grad():  # create_graph=True
+        refused(Reason.PRODUCT, context(mine, state), dy.clone().requires_grad_())
+    with mode:
+        refused(Reason.MODE, context(mine, state))
+    nf4_patch.enable(matmul="off")
+    refused(None, context(mine, state))
+    nf4_patch.disable()
+    refused(None, context(mine, state))
+
+
+def gradients(layer, create_graph=False):
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    (grad,) = torch.autograd.grad(layer(x).float().square().sum(), x, create_graph=create_graph)
+    return grad
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="bitsandbytes runs its CPU kernels here")
+def test_backward_of_the_real_class_comes_and_goes():
+    """Before and after it is bitsandbytes' own static method; on the CPU its bits throughout, compiled too."""
+    from bitsandbytes.autograd._functions import MatMul4Bit
+
+    torch.manual_seed(0)
+    stock = MatMul4Bit.__dict__["backward"]
+    layer = bnb.nn.Linear4bit(256, 128, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).to("cpu")
+    want = gradients(layer)
+    nf4_patch.enable(matmul="auto")
+    try:
+        ledger.reset()
+        name = "bitsandbytes.autograd._functions.MatMul4Bit.backward"
+        assert rows_of_status()[name].state == "patched"
+        assert isinstance(MatMul4Bit.__dict__["backward"], staticmethod)
+        assert torch.equal(gradients(layer), want)
+        assert torch.equal(gradients(layer, create_graph=True), want)
+        assert sum(count for (target, _), count in ledger.fallbacks.items() if target == name) == 2
+        ledger.reset()
+        torch._dynamo.reset()
+        assert torch.equal(gradients(torch.compile(layer, backend="aot_eager")), want)
+        assert not any(target == name for target, _ in ledger.fallbacks)
+    finally:
+        nf4_patch.disable()
+        ledger.reset()
+    assert MatMul4Bit.backward is stock.__func__
+    assert isinstance(MatMul4Bit.__dict__["backward"], staticmethod)
+
+
 def test_an_error_of_ours_runs_the_original(auto, monkeypatch):
     def broken(*arguments):
         raise ZeroDivisionError("on purpose")
@@ -226,6 +307,19 @@ def test_the_first_fitting_row_is_reached():
     assert found == {id(row.config) for row in matmul.ROWS}
 
 
+def test_the_first_fitting_row_of_dx_is_reached():
+    found = {
+        id(matmul_dx.config_for(H200, m, n, k))
+        for m in (8, 16, 32, 64)
+        for n in (1024, 4096, 14336)
+        for k in (4096, 14336)
+    }
+    assert found - {id(None)} == {id(row.config) for row in matmul_dx.ROWS}
+    assert matmul_dx.config_for(H200, 64, 1024, 4096) is None  # dequantize + matmul is faster there
+    assert matmul_dx.config_for(H200, 65, 4096, 4096) is None
+    assert matmul_dx.config_for((8, 0), 1, 4096, 4096) is None
+
+
 def test_every_length_of_a_prompt_shares_six_texts():
     """1 to 64 rows of one layer: the text follows the tiles, not the rows."""
     for n, k in [(4096, 4096), (14336, 4096), (4096, 14336)]:
@@ -250,8 +344,10 @@ def test_plan_of_dx_fills_the_gpu_and_leaves_no_slice_empty():
                 cut = matmul_dx.plan(row.config, 132, row.m, n, k, False, True)
                 assert cut.programs == cut.shares * cut.slices
                 assert cut.shares * 64 * row.config.words * row.config.along_k >= k
-                assert cut.slices == 1 or cut.programs <= 132 * row.config.resident
-                assert cut.slices <= -(-n // (4 * row.config.depth))
+                assert cut.cluster == 1 or cut.slices == 1
+                parts = cut.slices * cut.cluster
+                assert parts == 1 or cut.shares * parts <= 132 * row.config.resident
+                assert parts <= -(-n // (4 * row.config.depth))
 
 
 def test_plan_covers_every_row_once():

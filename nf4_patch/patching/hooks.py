@@ -25,15 +25,16 @@ class Installed:
     target: Target
     original: Callable[..., Any] | None = None
     replacement: Callable[..., Any] | None = None
-    places: list[tuple[ModuleType, str]] = field(default_factory=list)
+    places: list[tuple[Any, str]] = field(default_factory=list)
     refusal: str = ""
 
     def state(self) -> str:
         """patched, wrapped (another library's function stands over ours), displaced (by one without ours), refused."""
         if self.replacement is None:
             return "refused"
-        module = sys.modules.get(self.target.module)  # not places[0]: it may have been imported anew
-        current = getattr(module, self.target.attribute, None)
+        # not places[0]: the module may have been imported anew
+        holder, name = self.target.holder(sys.modules.get(self.target.module))
+        current = getattr(holder, name, None)
         if current is self.replacement:
             return "patched"
         return "wrapped" if reaches(current, self.replacement) else "displaced"
@@ -87,9 +88,9 @@ def disable() -> None:
         for entry in installed.values():
             if entry.target.copied and entry.replacement is not None:  # who imported the name after us holds ours
                 entry.places += [p for p in _copies(entry.replacement) if p not in entry.places]
-            for module, attribute in entry.places:
-                if getattr(module, attribute, None) is entry.replacement:
-                    setattr(module, attribute, entry.original)
+            for holder, name in entry.places:
+                if getattr(holder, name, None) is entry.replacement:
+                    put(holder, name, entry.original)
     logger.info("nf4_patch is off")
 
 
@@ -117,6 +118,11 @@ def _on_import(target: Target, module: ModuleType) -> None:
         installed[target.name] = Installed(target, refusal="an error inside nf4_patch: see the log")
 
 
+def put(holder: Any, name: str, function: Any) -> None:
+    """Into a module as it is, into a class as the static method that stood there."""
+    setattr(holder, name, staticmethod(function) if isinstance(holder, type) else function)
+
+
 def _is_ours(function: Any) -> bool:
     """A replacement of this package, of an earlier import of it too (importlib.reload, IPython's autoreload)."""
     code = getattr(function, "__code__", None)
@@ -124,17 +130,18 @@ def _is_ours(function: Any) -> bool:
 
 
 def _install(target: Target, module: ModuleType) -> None:
-    if (target.unless and hasattr(module, target.unless)) or not hasattr(module, target.attribute):
+    holder, name = target.holder(module)
+    if (target.unless and hasattr(module, target.unless)) or not hasattr(holder, name):
         return
-    current = getattr(module, target.attribute)
+    current = getattr(holder, name)
     entry = installed.get(target.name)
     if entry is not None and entry.replacement is not None:
         if current is entry.replacement or reaches(current, entry.replacement):
             return  # in place, or under another library's wrapper: the switch has turned it on again
-        if current is entry.original and (module, target.attribute) in entry.places:
-            for holder, attribute in entry.places:
-                if getattr(holder, attribute, None) is entry.original:
-                    setattr(holder, attribute, entry.replacement)
+        if current is entry.original and (holder, name) in entry.places:
+            for holder, name in entry.places:
+                if getattr(holder, name, None) is entry.original:
+                    put(holder, name, entry.replacement)
             return
     standing = current
     while _is_ours(current):
@@ -145,11 +152,11 @@ def _install(target: Target, module: ModuleType) -> None:
         logger.warning("nf4_patch leaves %s alone: %s", target.name, refusal)
         return
     replacement = target.make(current)
-    places = [(module, target.attribute)]
+    places = [(holder, name)]
     if target.copied:
         places += [place for held in {standing, current} for place in _copies(held) if place not in places]
-    for holder, attribute in places:
-        setattr(holder, attribute, replacement)
+    for holder, name in places:
+        put(holder, name, replacement)
     installed[target.name] = Installed(target, current, replacement, places)
 
 

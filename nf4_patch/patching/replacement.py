@@ -393,6 +393,63 @@ def replace_fast_gemv(target: str, original: Callable[..., Any]) -> Callable[...
     return fast_gemv
 
 
+def multiply_back(server: Server, multiplier: Multiplier, dy, packed, state, transposes: bool) -> Any:
+    """dY @ weight, [..., K] in dY's dtype, or the Reason why not.
+
+    Args:
+        transposes: the original transposes what it dequantized, so that only a packed weight [1, bytes] means ours.
+    """
+    try:
+        fields = fields_of(state)
+    except AttributeError:
+        return Reason.NOT_4BIT
+    if modes_active():
+        return Reason.MODE
+    if transforms_active() is not None:
+        return Reason.TRANSFORM
+    if any(type(tensor).__torch_dispatch__ is not own_dispatch for tensor in (dy, packed)):
+        return Reason.SUBCLASS
+    reason = guards.state_is_odd(state)
+    if reason is not None:
+        return reason
+    # in another dtype than the state's the original rounds twice; with a graph of its own it can be derived again
+    if (
+        dy.dtype is not state.dtype
+        or (dy.requires_grad and torch.is_grad_enabled())
+        or (packed.shape[0] == 1) is not transposes
+        or len(state.shape) != 2
+    ):
+        return Reason.PRODUCT
+    with torch._C.DisableTorchFunctionSubclass():
+        return multiply(server, multiplier, dy, packed.view(-1, 1), fields, state.quant_type)
+
+
+def replace_backward(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``bitsandbytes.autograd._functions.MatMul4Bit.backward``, where only dX is asked for.
+
+    Before 0.50 it transposes the dequantized weight of a packed [1, bytes], since 0.50 neither.
+    """
+    server, multiplier = Server(target), Multiplier(target, backward=True)
+    transposes = "t" in original.__code__.co_names  # type: ignore[attr-defined]
+
+    @functools.wraps(original)
+    def backward(ctx, grad_output):
+        if switch.on and switch.matmul != "off" and not is_compiling():
+            wanted, _, _, bias_wanted, _ = ctx.needs_input_grad
+            result: Any = Reason.PRODUCT
+            if wanted and not bias_wanted and not ctx.is_empty:
+                try:
+                    result = multiply_back(server, multiplier, grad_output, ctx.tensors[1], ctx.state, transposes)
+                except Exception as error:
+                    result = server.failed(error)
+            if type(result) is not Reason:
+                return result, None, None, None, None
+            server.fall_back(result)
+        return original(ctx, grad_output)
+
+    return backward
+
+
 _codebooks: dict[tuple[str, torch.device], torch.Tensor] = {}
 
 

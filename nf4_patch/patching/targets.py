@@ -15,7 +15,7 @@ class Target:
     """One function of one module."""
 
     module: str
-    attribute: str
+    attribute: str  # dotted for a static method of a class
     distribution: str
     releases: str  # for people: which releases have it
     tested: tuple[str, ...]  # releases that the tests ran with
@@ -29,6 +29,13 @@ class Target:
     @property
     def name(self) -> str:
         return f"{self.module}.{self.attribute}"
+
+    def holder(self, module: Any) -> tuple[Any, str]:
+        """The module or class that holds the function (None if there is none), and its name there."""
+        *classes, name = self.attribute.split(".")
+        for each in classes:
+            module = getattr(module, each, None)
+        return module, name
 
     def make(self, original: Callable[..., Any]) -> Callable[..., Any]:
         from . import replacement
@@ -87,6 +94,17 @@ TARGETS = (
         parameters=(("A", "B", "out", "transposed_A", "transposed_B", "state"),),
         replace="replace_gemv",
         covers='one row of Linear4bit before 0.50 (generation), with enable(matmul="auto") only',
+        only="matmul",
+    ),
+    Target(
+        module="bitsandbytes.autograd._functions",
+        attribute="MatMul4Bit.backward",
+        distribution="bitsandbytes",
+        releases=">= 0.43",
+        tested=TESTED_OP_RELEASES,
+        parameters=(("ctx", "grad_output"),),
+        replace="replace_backward",
+        covers='backward of Linear4bit through a few rows, with enable(matmul="auto") only',
         only="matmul",
     ),
     Target(

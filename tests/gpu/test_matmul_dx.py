@@ -1,14 +1,18 @@
-"""The fused backward product on the GPU: correct, as accurate as dequantize + matmul, deterministic."""
+"""The fused backward product on the GPU: correct, as accurate as dequantize + matmul, deterministic, and reached by bitsandbytes' backward."""
 
 from __future__ import annotations
 
+import bitsandbytes as bnb
 import bitsandbytes.functional as F
 import pytest
 import torch
 from oracle import layout_of, quantized
 from test_matmul import error, exact, poison
 
+import nf4_patch
 from nf4_patch.nf4 import launch, matmul, matmul_dx, reference
+from nf4_patch.patching.guards import Reason
+from nf4_patch.patching.stats import ledger
 
 CUDA = torch.device("cuda", 0)
 MEASURED = torch.cuda.is_available() and any(
@@ -28,7 +32,12 @@ SIZES = (
 
 
 def multiply(dy, layout, **kwargs):
+    """With the table's config; where it has none for so small a weight, with the last that has as many rows."""
     packed, absmax, code, absmax2, code2, offset, blocksize = layout[:7]
+    n, k = layout.shape
+    m = dy.numel() // n
+    if m <= 64 and matmul_dx.config_for(torch.cuda.get_device_capability(CUDA), m, n, k) is None:
+        kwargs["config"] = next(row.config for row in matmul_dx.ROWS if m <= row.m and k <= row.k)
     return matmul_dx.matmul_4bit_dx(
         dy, packed, absmax, code, absmax2, code2, offset, blocksize, layout.blocksize2, *layout.shape, **kwargs
     )
@@ -146,3 +155,95 @@ def test_in_a_cuda_graph():
     assert caught.value.reason == "CAPTURING"
     matmul._starts.update(saved[0])
     matmul_dx._kernels.update(saved[1])
+
+
+TARGET = "bitsandbytes.autograd._functions.MatMul4Bit.backward"
+
+
+def linear(n, k, dtype=torch.bfloat16, bias=False):
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear4bit(k, n, bias=bias, quant_type="nf4", compute_dtype=dtype)
+    layer.weight.data.normal_(std=0.02)
+    return layer.to(dtype).to(CUDA)
+
+
+def gradient(layer, m, dtype=torch.bfloat16):
+    """dX, and the dY it came from."""
+    generator = torch.Generator(device=CUDA).manual_seed(m)
+    x = torch.randn(2, m, layer.in_features, device=CUDA, generator=generator).to(dtype)[:1].requires_grad_()
+    dy = torch.randn(1, m, layer.out_features, device=CUDA, generator=generator).to(dtype)
+    layer(x).backward(dy)
+    return x.grad, dy
+
+
+@pytest.fixture
+def auto():
+    nf4_patch.enable(matmul="auto")
+    ledger.reset()
+    yield
+    nf4_patch.disable()
+    missed = {f"{target}: {r.name}": count for (target, r), count in ledger.fallbacks.items() if not r.is_expected}
+    ledger.reset()
+    assert not missed, missed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_backward_of_linear4bit_hits_it_and_off_has_its_own_bits(auto, dtype):
+    layer = linear(2048, 1024, dtype)
+    truth_weight = exact(layout_of(layer.weight.data, layer.weight.quant_state))
+    for m in (1, 8, 16, 32, 64):
+        nf4_patch.disable()
+        stock, dy = gradient(layer, m, dtype)
+        nf4_patch.enable(matmul="off")
+        ledger.reset()
+        assert torch.equal(gradient(layer, m, dtype)[0], stock), m
+        assert not ledger.hits(TARGET)
+        nf4_patch.enable(matmul="auto")
+        ledger.reset()
+        got, _ = gradient(layer, m, dtype)
+        assert ledger.hits(TARGET) == 1, (m, ledger.fallbacks)
+        truth = dy.double() @ truth_weight
+        assert error(got, truth) <= 1.01 * error(stock, truth), m
+
+
+def test_backward_steps_aside_with_the_original_bits(auto):
+    """Past 64 rows, and where a bias is trained: its own sum, its own product."""
+    for layer, m, reason in ((linear(512, 1024), 200, Reason.ROWS), (linear(512, 1024, bias=True), 8, Reason.PRODUCT)):
+        ledger.reset()
+        got, _ = gradient(layer, m)
+        assert ledger.fallbacks[TARGET, reason] == 1
+        mine = None if layer.bias is None else layer.bias.grad.clone()
+        nf4_patch.disable()
+        layer.zero_grad()
+        stock, _ = gradient(layer, m)
+        assert torch.equal(got, stock)
+        assert mine is None or torch.equal(mine, layer.bias.grad)
+        nf4_patch.enable(matmul="auto")
+
+
+def test_second_derivatives_stay_the_originals(auto):
+    layer = linear(512, 1024)
+    x = torch.randn(4, 1024, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    results = []
+    for on in (True, False):
+        if not on:
+            nf4_patch.disable()
+        (grad,) = torch.autograd.grad(layer(x).float().square().sum(), x, create_graph=True)
+        results += [grad.detach(), torch.autograd.grad(grad.float().square().sum(), x)[0]]
+    # the forward is the product's or bitsandbytes': equal up to its rounding
+    assert error(results[0], results[2].double()) < 0.01
+    assert error(results[1], results[3].double()) < 0.01
+
+
+def test_compiled_backward_is_bitsandbytes(auto):
+    """Traced, the function is the library's own: nothing is counted, and the gradient is as good."""
+    torch._dynamo.reset()
+    layer = linear(512, 1024)
+    want, _ = gradient(layer, 8)
+    ledger.reset()
+    x = torch.randn(2, 8, 1024, device=CUDA, generator=torch.Generator(device=CUDA).manual_seed(8)).bfloat16()[:1]
+    x.requires_grad_()
+    dy = torch.randn(1, 8, 512, device=CUDA, dtype=torch.bfloat16)
+    torch.compile(layer, backend="aot_eager")(x).backward(dy)
+    assert not ledger.hits(TARGET)
+    assert x.grad.shape == want.shape
