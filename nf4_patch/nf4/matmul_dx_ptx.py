@@ -226,7 +226,7 @@ def program(
         whole = together * row_bytes
         for first in range(begin, end, together):
             here = min(together, end - first)
-            if first:
+            if first > begin:
                 e("bar.sync 0;")
             e(f"mad.lo.u32 u, wk, {along_n}, wn; mad.lo.u32 v, u, {512 * width * here}, look;")
             for i in range(here):

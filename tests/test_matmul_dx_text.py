@@ -1,0 +1,65 @@
+"""The text of the backward product, executed without a GPU: right numbers, dequantize's bits, no race, no stray access."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import layout_of, quantized
+from ptx_machine import run
+
+from nf4_patch.nf4 import matmul_dx, reference
+from nf4_patch.nf4.matmul_dx import Config
+
+PROCESSORS = 4  # of an imagined GPU: enough for two slices of the smallest weights
+
+# (config, M, N, K, blocksize, dtype, nested, quant_type): every width of a load, depth, split of warps and way to add up,
+# with tails of M, of N in a step and of K in a warp's and a program's columns.
+CASES = (
+    (Config(1, 4, 1, 1), 8, 32, 64, 64, torch.bfloat16, True, "nf4"),
+    (Config(1, 8, 2, 2, ahead=2), 5, 160, 192, 64, torch.float16, True, "nf4"),
+    (Config(2, 4, 1, 2), 8, 100, 256, 128, torch.bfloat16, False, "fp4"),
+    (Config(2, 8, 2, 4), 12, 250, 320, 64, torch.bfloat16, True, "fp4"),
+    (Config(4, 8, 1, 8), 3, 97, 448, 64, torch.float16, False, "nf4"),
+    (Config(4, 4, 1, 8, cluster=2), 8, 300, 256, 256, torch.bfloat16, True, "nf4"),
+    (Config(4, 8, 1, 2, resident=2, cluster=4), 7, 300, 320, 64, torch.bfloat16, True, "nf4"),
+    (Config(1, 8, 1, 16, ahead=2, cluster=2), 16, 1030, 64, 64, torch.float16, True, "nf4"),
+    (Config(1, 8, 2, 4, cluster=2), 61, 260, 192, 64, torch.bfloat16, True, "nf4"),
+    (Config(2, 8, 2, 4, cluster=2), 32, 288, 256, 64, torch.float16, False, "fp4"),
+    (Config(1, 8, 4, 4), 24, 260, 256, 64, torch.bfloat16, True, "nf4"),
+)
+
+
+def memory_of(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().copy()
+
+
+def execute(dy, layout, config):
+    """What matmul_4bit_dx launches, on the CPU."""
+    (m, n), k, nested = dy.shape, layout.shape[1], layout.nested()
+    cut = matmul_dx.plan(config, PROCESSORS, m, n, k, dy.dtype is torch.float16, nested)
+    dtype = torch.float32 if cut.slices > 1 else dy.dtype
+    out = memory_of(torch.full((cut.slices, m, k), float("nan"), dtype=dtype))
+    second = (layout.absmax2, layout.code2, layout.offset) if nested else (layout.code,) * 3
+    padded = torch.nn.functional.pad(dy, (0, -n % 32))
+    tensors = (padded, layout.packed, layout.absmax, layout.code, *second)
+    memory = [*map(memory_of, tensors), out]
+    shift, shift2 = (layout.blocksize // 64).bit_length() - 1, max(0, layout.blocksize2.bit_length() - 1)
+    operands = {i + 1: (i + 1) << 32 for i in range(len(memory))}
+    operands |= dict(enumerate((m, n, k // 64, shift, shift2, cut.shares, cut.slices), 10))
+    run(cut.text, operands, cut.programs, cut.cluster, config.along_k * config.along_n, memory)
+    return torch.from_numpy(out).view(dtype).view(cut.slices, m, k).float().sum(0).to(dy.dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[0])))
+def test_the_text_computes_dx(case):
+    config, m, n, k, blocksize, dtype, nested, quant_type = case
+    packed, state = quantized((n, k), dtype, "cpu", blocksize, nested, quant_type)
+    layout = layout_of(packed, state)
+    weight = reference.dequantize(layout, False)
+    generator = torch.Generator().manual_seed(0)
+    dy = torch.randn(m, n, generator=generator).to(dtype)
+    truth = dy.double() @ weight.double()
+    got, plain = execute(dy, layout, config), matmul_dx.matmul_dx_reference(dy, layout)
+    assert (got - truth).norm() <= 1.01 * (plain - truth).norm()
+    rows = torch.randperm(n, generator=generator)[:m]
+    assert torch.equal(execute(torch.eye(n, dtype=dtype)[rows], layout, config), weight[rows])
