@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import bitsandbytes as bnb
 import bitsandbytes.functional as F
 import pytest
@@ -12,6 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import nf4_patch
 from nf4_patch.nf4 import launch
+from nf4_patch.nf4 import layout as layout_module
+from nf4_patch.patching import guards
 
 BACKEND = "inductor" if torch.cuda.is_available() else "aot_eager"
 
@@ -149,3 +154,10 @@ def test_the_op_resolves_a_layout_once(monkeypatch, device):
         before = len(resolved)
         launch.dequantize(other)
         assert len(resolved) == before + 1
+
+
+def test_the_guards_hold_no_generator():
+    """What Dynamo of PyTorch 2.8 to 2.10 cannot inline in a backward: any() and all() of one broke the graph there."""
+    for module in (guards, layout_module):
+        tree = ast.parse(Path(module.__file__).read_text())
+        assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.GeneratorExp)], module.__name__

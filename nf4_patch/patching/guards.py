@@ -150,8 +150,9 @@ GUARDS: tuple[tuple[Reason, Callable[[Layout], bool]], ...] = (
     (Reason.STORAGE, lambda layout: layout.packed.dtype not in STORAGE_DTYPES),
     (Reason.LAYOUT, _wrong_types),
     (Reason.BLOCKSIZE, _wrong_blocksizes),
-    (Reason.DEVICES, lambda layout: any(t.device != layout.packed.device for t in _tensors(layout))),
-    (Reason.NOT_CONTIGUOUS, lambda layout: not all(t.is_contiguous() for t in _tensors(layout))),
+    # Not any() and all() of a generator: Dynamo of PyTorch 2.8 to 2.10 cannot inline those in a backward.
+    (Reason.DEVICES, lambda layout: True in [t.device != layout.packed.device for t in _tensors(layout)]),
+    (Reason.NOT_CONTIGUOUS, lambda layout: False in [t.is_contiguous() for t in _tensors(layout)]),
     (Reason.SIZES, _wrong_sizes),
 )
 
