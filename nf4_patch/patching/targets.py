@@ -112,7 +112,7 @@ TARGETS = (
         attribute="fast_dequantize",
         distribution="unsloth",
         releases="<= 2026.9.12",
-        tested=("2026.9.7",),
+        tested=("2026.6.9", "2026.9.7"),
         parameters=(FAST_DEQUANTIZE,),
         replace="replace_fast_dequantize",
         covers="every 4-bit weight of Unsloth's LoRA kernels, decoding and saving",
