@@ -33,5 +33,13 @@ def light(session: nox.Session) -> None:
 def torch(session: nox.Session, torch: str) -> None:
     """The tests and the installed cell under one release of torch and the Triton that it pins."""
     environment(session, f"torch=={torch}")
-    session.run("python", "-m", "pytest", "tests/test_kernels.py", "tests/test_patching.py", "tests/test_fuzz.py", "tests/test_compile.py")
+    session.run(
+        "python",
+        "-m",
+        "pytest",
+        "tests/test_kernels.py",
+        "tests/test_patching.py",
+        "tests/test_fuzz.py",
+        "tests/test_compile.py",
+    )
     session.run("python", "scripts/release_matrix.py", "installed")
