@@ -6,11 +6,13 @@ gpu/test_example_runs.py counts the same for Unsloth's compiled decoder layers.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
@@ -109,8 +111,8 @@ def test_dynamic_shapes(checkpoint, device):
     """The second length recompiles once with a symbolic size, the ones after it do not; with us as without.
 
     On an H200 (torch 2.11) one LoRA gradient in 14 has other last bits with the patch, in every run, and each side repeats
-    its own. It is no weight's fault: every dequantized weight feeds several gradients or none. Most likely Inductor
-    arranges what stands around one op otherwise than around three. 2^-8 is the rounding of bf16.
+    its own. It is no weight's fault: every dequantized weight feeds several gradients or none. The graphs that Inductor
+    gets differ in the op alone (below), so it is what Inductor makes of the rest. 2^-8 is the rounding of bf16.
     """
     close = functools.partial(torch.allclose, rtol=2**-6, atol=1e-4)
     counts = compare(checkpoint, device, [48, 56, 64], same=close if GPU else torch.equal)
@@ -125,8 +127,6 @@ def test_the_op_is_in_the_backward_graph(checkpoint, device, patched):
         graphs.append(graph)
         return graph.forward
 
-    from torch._dynamo.backends.common import aot_autograd
-
     torch._dynamo.reset()
     model = qlora(checkpoint, device)
     compiled = torch.compile(model, backend=aot_autograd(fw_compiler=keep))
@@ -137,6 +137,37 @@ def test_the_op_is_in_the_backward_graph(checkpoint, device, patched):
     theirs = [node for node in backward.graph.nodes if "bitsandbytes.dequantize_4bit" in str(node.target)]
     # every linear but those whose input needs no gradient: q, k and v of the only layer
     assert len(ours) == 7 - 3 and not theirs
+
+
+def operations(checkpoint: str, device: torch.device) -> list[Counter[str]]:
+    """How often each operator stands in the partitioned graphs of a static and of a dynamic length: what Inductor gets."""
+    graphs: list[Counter[str]] = []
+
+    def keep(graph, inputs):
+        graphs.append(Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        return graph.forward
+
+    trained(checkpoint, device, [48, 56, 64], backend=aot_autograd(fw_compiler=keep))
+    return graphs
+
+
+def test_the_graphs_differ_in_the_op_alone(checkpoint, device):
+    """One op for the three of each dequantized weight, and not another operator more, less or elsewhere split."""
+    nf4_patch.disable()
+    stock = operations(checkpoint, device)
+    nf4_patch.enable()
+    try:
+        patched = operations(checkpoint, device)
+    finally:
+        nf4_patch.disable()
+    assert len(stock) == len(patched) == 4  # forward and backward of two lengths
+    weights = 7 - 3  # of the backward: q, k and v of the only layer have an input that needs no gradient
+    theirs = ("bitsandbytes.dequantize_blockwise.default", "aten.add.Tensor", "bitsandbytes.dequantize_4bit.default")
+    for ours, without in zip(patched, stock, strict=True):
+        count = weights if "nf4_patch.dequantize_nf4.default" in ours else 0
+        assert ours - without == Counter({"nf4_patch.dequantize_nf4.default": count} if count else {})
+        assert without - ours == Counter(dict.fromkeys(theirs, count) if count else {})
+    assert sum("nf4_patch.dequantize_nf4.default" in graph for graph in patched) == 2
 
 
 @pytest.mark.gpu
