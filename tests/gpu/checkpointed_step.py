@@ -1,6 +1,7 @@
 """A QLoRA run of two Llama layers, checkpointed, 512 tokens: python checkpointed_step.py peft|liger|unsloth on|off STEPS.
 
-Prints one JSON line: losses as hex, hits by target, fallbacks, and calls that still reached the originals' kernels.
+Prints one JSON line: losses as hex, hits by target, fallbacks, calls that still reached the originals' kernels, and what
+Dynamo counted.
 """
 
 from __future__ import annotations
@@ -122,7 +123,11 @@ def main() -> None:
             first = {t.name: t.hits for t in nf4_patch.status().targets} | originals
     status = nf4_patch.status()
     fallbacks = {t.name: t.fallbacks for t in status.targets if t.fallbacks}
-    print(json.dumps({"losses": losses, "first_step": first, "fallbacks": fallbacks, "errors": status.errors}))
+    from torch._dynamo.utils import counters
+
+    compiled = {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+    counts = {"first_step": first, "fallbacks": fallbacks, "errors": status.errors, "compiled": compiled}
+    print(json.dumps({"losses": losses, **counts}))
 
 
 main()

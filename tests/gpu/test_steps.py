@@ -68,6 +68,7 @@ def test_unsloth_as_it_comes_has_the_same_losses():
     on, off = run("unsloth", "on", 20), run("unsloth", "off", 20)
     assert not on["fallbacks"]
     assert on["losses"] == off["losses"]
+    assert on["compiled"] == off["compiled"]  # graphs and breaks of its compiled layers
 
 
 def test_linear4bit_under_inductor(patched):
