@@ -110,7 +110,7 @@ def test_checkpointed_model(checkpoint, device):
 def test_dynamic_shapes(checkpoint, device):
     """The second length recompiles once with a symbolic size, the ones after it do not; with us as without.
 
-    On an H200 (torch 2.11) one LoRA gradient in 14 has other last bits with the patch, in every run, and each side repeats
+    On an H200 (torch 2.11) one LoRA gradient in 14 has other bits with the patch, in every run, and each side repeats
     its own. It is no weight's fault: every dequantized weight feeds several gradients or none. The graphs that Inductor
     gets differ in the op alone (below), so it is what Inductor makes of the rest. 2^-8 is the rounding of bf16.
     """
