@@ -19,6 +19,7 @@ from oracle import expected, quantized
 from subprocess_python import INTERPRETED, python
 
 import nf4_patch
+from nf4_patch.nf4 import launch
 from nf4_patch.patching.stats import ledger
 
 TARGET = "bitsandbytes.functional.dequantize_4bit"
@@ -309,3 +310,15 @@ def test_reloaded_modules():
     nf4_patch.disable()
     assert fresh.dequantize_4bit is original
     """)
+
+
+def test_a_storage_of_fewer_bytes_in_the_same_place_is_another_weight():
+    """Same address and same shape as a bf16 storage seen before, half the bytes: its remembered launch would read past them."""
+    memory = torch.zeros(64, dtype=torch.uint8)
+    halves, all_of_it = memory[:32].view(32, 1), memory.view(torch.bfloat16).view(32, 1)
+    absmax = torch.ones(2)
+    keys = {
+        launch.identity("nf4", packed, absmax, None, None, None, None, 64, 0, (128,), torch.bfloat16)
+        for packed in (halves, all_of_it, memory[:32].view(32, 1))
+    }
+    assert len(keys) == 2

@@ -311,11 +311,11 @@ def identity(
     """
     if absmax2 is None:
         return (
-            packed.data_ptr(), packed.shape, packed.is_contiguous(), absmax.data_ptr(), absmax.numel(),
+            packed.data_ptr(), packed.shape, packed.dtype, packed.is_contiguous(), absmax.data_ptr(), absmax.numel(),
             blocksize, shape, dtype, table,
         )  # fmt: skip
     return (
-        packed.data_ptr(), packed.shape, packed.is_contiguous(), absmax.data_ptr(), absmax.numel(),
+        packed.data_ptr(), packed.shape, packed.dtype, packed.is_contiguous(), absmax.data_ptr(), absmax.numel(),
         absmax2.data_ptr(), absmax2.numel(), code2.data_ptr(), offset.data_ptr(), offset.dtype,
         blocksize, blocksize2, shape, dtype, table,
     )  # fmt: skip

@@ -235,7 +235,7 @@ FAULTS: dict[str, tuple[Fault, tuple[str | None, ...]]] = {
     "code None": (_set("code", lambda t: None), (None,)),
     "packed one short": (_packed(lambda t: t.reshape(-1)[:-1].reshape(-1, 1)), ("SIZES",)),
     "packed twice": (_packed(lambda t: torch.cat((t.reshape(-1), t.reshape(-1))).view(-1, 1)), ("SIZES",)),
-    "packed int8": (_packed(lambda t: t.contiguous().view(torch.uint8).view(torch.int8)), ("STORAGE", None)),  # None: as uint8 remembered
+    "packed int8": (_packed(lambda t: t.contiguous().view(torch.uint8).view(torch.int8)), ("STORAGE",)),
     "packed on meta": (_packed(lambda t: t.to("meta")), ("NOT_CUDA", "DEVICES")),
     "packed fake": (_packed(_fake), ("SUBCLASS",)),
     "packed freed": (_packed(_freed), ("NO_MEMORY",)),
