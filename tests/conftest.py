@@ -46,3 +46,18 @@ def patched():
     }
     ledger.reset()
     assert not missed, f"fell back silently: {missed}"
+
+
+@pytest.fixture
+def auto():
+    """As ``patched``, with the fused product switched on."""
+    import nf4_patch
+    from nf4_patch.patching.stats import ledger
+
+    nf4_patch.enable(matmul="auto")
+    ledger.reset()
+    yield
+    nf4_patch.disable()
+    missed = {f"{target}: {r.name}": count for (target, r), count in ledger.fallbacks.items() if not r.is_expected}
+    ledger.reset()
+    assert not missed, missed

@@ -341,7 +341,7 @@ class Launch:
     """
 
     __slots__ = (
-        "call", "device", "dtype", "grid", "head", "n", "plain", "shape", "strides", "tail", "tally", "transposed", "view",
+        "call", "dense_shape", "device", "dtype", "grid", "head", "n", "shape", "strides", "tail", "tally", "transposed", "view",
     )  # fmt: skip
 
     def __init__(self, layout: Layout, transposed: bool = False):
@@ -358,13 +358,13 @@ class Launch:
         self.grid = -(-self.n // kernel.elements)
         self.call, head, tail, _ = kernel.entry
         self.head, self.tail = (*head, *pointers), (self.n, *tail)
-        self.plain, self.transposed = tuple(layout.shape), transposed
-        result = self.turned(torch.empty(self.plain, dtype=layout.dtype, device="meta"))
+        self.dense_shape, self.transposed = tuple(layout.shape), transposed
+        result = self.transposed_if_asked(torch.empty(self.dense_shape, dtype=layout.dtype, device="meta"))
         self.shape, self.strides = tuple(result.shape), result.stride()
         self.tally: Any = None  # the caller's counter
         self.view: torch.Tensor | None = None  # the result in the shared buffer
 
-    def turned(self, weight: torch.Tensor) -> torch.Tensor:
+    def transposed_if_asked(self, weight: torch.Tensor) -> torch.Tensor:
         """What the caller gets for a dense ``weight``: [K, N] with the strides of a transpose, if asked."""
         return weight.t() if self.transposed else weight
 
@@ -384,14 +384,14 @@ class Launch:
             return self.new()
         if self.view is None:
             buffer = shared_buffer(self.n, self.dtype, self.device)[: self.n]
-            self.view = self.turned(buffer.view(self.plain))
+            self.view = self.transposed_if_asked(buffer.view(self.dense_shape))
         self.fill(self.view)
         return self.view
 
     def into(self, out: torch.Tensor) -> torch.Tensor:
         """Fill ``out``: dense, 16-byte aligned, n elements of the launch's dtype on its device."""
         self.fill(out)
-        return self.turned(out)
+        return self.transposed_if_asked(out)
 
     def fill(self, out: torch.Tensor) -> None:
         device = self.device

@@ -86,10 +86,10 @@ def refusal(
     x: torch.Tensor, packed: torch.Tensor, blocksize: int, n: int, k: int, bias: torch.Tensor | None = None
 ) -> str | None:
     """Why :func:`matmul_4bit` cannot serve these arguments; None if it can."""
-    return why_not("x", x, packed, blocksize, n, k, x.numel() // k, ROWS, bias)
+    return refusal_of("x", x, packed, blocksize, n, k, x.numel() // k, ROWS, bias)
 
 
-def why_not(
+def refusal_of(
     name: str, x: torch.Tensor, packed: torch.Tensor, blocksize: int, n: int, k: int, m: int, rows: tuple[Row, ...],
     bias: torch.Tensor | None = None,
 ) -> str | None:  # fmt: skip

@@ -53,7 +53,7 @@ def config_for(capability: tuple[int, int], m: int, n: int, k: int) -> Any:
 
 def refusal(dy: torch.Tensor, packed: torch.Tensor, blocksize: int, n: int, k: int) -> str | None:
     """Why :func:`matmul_4bit_dx` cannot serve these arguments; None if it can."""
-    return matmul.why_not("dY", dy, packed, blocksize, n, k, dy.numel() // n, ROWS)
+    return matmul.refusal_of("dY", dy, packed, blocksize, n, k, dy.numel() // n, ROWS)
 
 
 def plan(config: Config, processors: int, m: int, n: int, k: int, half: bool, nested: bool) -> Plan:

@@ -258,17 +258,6 @@ def products():
     return {key: tally.hits for key, tally in ledger.tallies.items() if key[2].endswith("product") and tally.hits}
 
 
-@pytest.fixture
-def auto():
-    nf4_patch.enable(matmul="auto")
-    ledger.reset()
-    yield
-    nf4_patch.disable()
-    missed = {f"{target}: {r.name}": count for (target, r), count in ledger.fallbacks.items() if not r.is_expected}
-    ledger.reset()
-    assert not missed, missed
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear4bit_hits_the_product_and_off_has_its_own_bits(auto, bias):
     """M = 1, 8, 32, 64 through the real layer: counted once each; off and disabled, the bits of bitsandbytes."""

@@ -176,17 +176,6 @@ def gradient(layer, m, dtype=torch.bfloat16):
     return x.grad, dy
 
 
-@pytest.fixture
-def auto():
-    nf4_patch.enable(matmul="auto")
-    ledger.reset()
-    yield
-    nf4_patch.disable()
-    missed = {f"{target}: {r.name}": count for (target, r), count in ledger.fallbacks.items() if not r.is_expected}
-    ledger.reset()
-    assert not missed, missed
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_backward_of_linear4bit_hits_it_and_off_has_its_own_bits(auto, dtype):
     layer = linear(2048, 1024, dtype)
