@@ -524,7 +524,15 @@ x, w = torch.randn(1, 1, 8), torch.randn(8, 4)
 for holder in (utils, unsloth.kernels):
     assert torch.equal(holder.fast_gemv(x, w, None), x @ w)
 assert row().fallbacks == {{"NOT_4BIT": 2}}, row()
+lora = next(t for t in nf4_patch.status().targets if t.name == "unsloth.kernels.utils.matmul_lora")
+assert lora.state == "patched", nf4_patch.status()
+from unsloth.kernels import fast_lora
+assert fast_lora.matmul_lora is utils.matmul_lora
+a, b = torch.randn(2, 8), torch.randn(4, 2)
+got = fast_lora.matmul_lora(x, w.t(), None, a, b, 0.5)
 nf4_patch.disable()
+assert torch.equal(got, fast_lora.matmul_lora(x, w.t(), None, a, b, 0.5))
+assert "nf4_patch" not in fast_lora.matmul_lora.__code__.co_filename
 assert torch.equal(utils.fast_gemv(x, w, None), x @ w)
 assert row().fallbacks == {{"NOT_4BIT": 2}}, row()
 assert "nf4_patch" not in utils.{attribute}.__code__.co_filename

@@ -170,7 +170,7 @@ TARGETS = (
         module="unsloth.kernels.utils",
         attribute="matmul_lora",
         distribution="unsloth",
-        releases="every",
+        releases=">= 2026.9.7",
         tested=("2026.9.7", "2026.10.9"),
         parameters=(MATMUL_LORA, (*MATMUL_LORA, "use_global_buffer")),
         replace="replace_matmul_lora",

@@ -456,3 +456,73 @@ def test_unsloth_gemv():
     """,
         path=Path(__file__).parents[1],
     )
+
+
+def test_matmul_4bit_is_the_op_without_the_op(auto):
+    """A layer without a gradient goes past the op; with one, or compiled, the op's own targets serve: the same bits."""
+    layer = linear(1024, 2048, bias=True)
+    x = torch.randn(2, 3, 2048, dtype=torch.bfloat16, device=CUDA)
+    with torch.no_grad():
+        got = layer(x)
+        assert hits() == {TARGETS[0]: 1, TARGETS[1]: 0, TARGETS[2]: 0}
+        out = torch.full_like(got, float("nan"))
+        state = layer.weight.quant_state
+        for weight in (layer.weight, layer.weight.t()):  # since 0.50 either way round
+            assert bnb.matmul_4bit(x, weight, state, out, layer.bias) is out
+            assert torch.equal(out, got)
+    ledger.reset()
+    with_gradient = layer(x.clone().requires_grad_())
+    assert torch.equal(with_gradient, got)
+    assert hits()[TARGETS[0]] == 0 and sum(hits().values()) == 1
+    with torch.inference_mode():
+        assert torch.equal(layer(x), got)
+
+
+def test_unsloth_matmul_lora():
+    """Unsloth's own function, forward and back, against its dequantize + matmul; its promises kept: out, no adapter."""
+    if importlib.util.find_spec("unsloth") is None:
+        pytest.skip("unsloth is not installed")
+    python(
+        """
+    import torch, nf4_patch
+    nf4_patch.enable(matmul="auto")
+    import unsloth
+    from unsloth.kernels import fast_lora
+    from unsloth.kernels.utils import matmul_lora
+    from gpu.test_matmul import error, exact
+    from oracle import layout_of, quantized
+
+    assert fast_lora.matmul_lora is matmul_lora
+    def row():
+        return next(t for t in nf4_patch.status().targets if t.name == "unsloth.kernels.utils.matmul_lora")
+    packed, state = quantized((1024, 2048), torch.bfloat16, "cuda")
+    truth = exact(layout_of(packed, state))
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    def random(*shape):
+        return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
+    served = 0
+    with torch.no_grad():
+        for weight, dense, inner, outer in ((packed, truth, 2048, 1024), (packed.t(), truth.t(), 1024, 2048)):
+            for shape in ((1, 5, inner), (4, 16, inner), (7, inner)):
+                for adapter in ((None, None, None), (random(8, inner).float(), random(outer, 8).float(), 0.5)):
+                    x = random(*shape)
+                    got = matmul_lora(x, weight, state, *adapter)
+                    served += 1
+                    assert row().hits == served, nf4_patch.status()
+                    nf4_patch.disable()
+                    stock = matmul_lora(x, weight, state, *adapter)
+                    nf4_patch.enable(matmul="auto")
+                    assert got.shape == stock.shape and got.dtype is stock.dtype
+                    want = x.double() @ dense.t()
+                    if adapter[0] is not None:
+                        want = want + (x.double() @ adapter[0].double().t()) @ adapter[1].double().t() * 0.5
+                    assert error(got, want) <= 1.02 * error(stock, want), (shape, error(got, want), error(stock, want))
+            x = random(100, inner)  # past 64 rows: the original's bits
+            got = matmul_lora(x, weight, state, None, None, None)
+            nf4_patch.disable()
+            assert torch.equal(got, matmul_lora(x, weight, state, None, None, None))
+            nf4_patch.enable(matmul="auto")
+            assert row().hits == served and row().fallbacks.get("ROWS"), row()
+    """,
+        path=Path(__file__).parents[1],
+    )
