@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from . import launch, matmul_ptx, reference
+from . import calibration, launch, matmul_ptx, reference
 from .layout import Layout
 
 try:
@@ -73,9 +74,16 @@ ROWS: tuple[Row, ...] = (
 
 
 def config_for(
-    capability: tuple[int, int], m: int, n: int, k: int, rows: tuple[Row, ...] | None = None
+    capability: tuple[int, int], m: int, n: int, k: int, rows: tuple[Row, ...] | None = None,
+    device: int | None = None, backward: bool = False,
 ) -> Any:  # fmt: skip
-    """The measured config for ``m`` rows of X and an [n, k] weight; None where none is."""
+    """The measured config for ``m`` rows of X and an [n, k] weight; None where none is.
+
+    What was calibrated on ``device`` for this very n and k goes before the table.
+    """
+    calibrated = calibration.rows(device, backward).get((n, k))
+    if calibrated is not None:
+        return next((config for most, config in calibrated if m <= most), None)
     for row in ROWS if rows is None else rows:
         if row.capability == capability and m <= row.m and k <= row.k and n >= row.n:
             return row.config
@@ -86,14 +94,14 @@ def refusal(
     x: torch.Tensor, packed: torch.Tensor, blocksize: int, n: int, k: int, bias: torch.Tensor | None = None
 ) -> str | None:
     """Why :func:`matmul_4bit` cannot serve these arguments; None if it can."""
-    return refusal_of("x", x, packed, blocksize, n, k, x.numel() // k, ROWS, bias)
+    return refusal_of("x", x, packed, blocksize, n, k, x.numel() // k, config_for, bias)
 
 
 def refusal_of(
-    name: str, x: torch.Tensor, packed: torch.Tensor, blocksize: int, n: int, k: int, m: int, rows: tuple[Row, ...],
-    bias: torch.Tensor | None = None,
+    name: str, x: torch.Tensor, packed: torch.Tensor, blocksize: int, n: int, k: int, m: int,
+    config_of: Callable[..., Any], bias: torch.Tensor | None = None,
 ) -> str | None:  # fmt: skip
-    """The refusal of a product of ``m`` rows of x, called ``name``, for which ``rows`` is the table."""
+    """The refusal of a product of ``m`` rows of x, called ``name``, whose config ``config_of`` finds."""
     if triton is None:
         return "Triton is not installed"
     if not isinstance(kernels.matmul_4bit_kernel, triton.runtime.JITFunction):
@@ -110,7 +118,7 @@ def refusal_of(
         return f"the packed weight starts at {packed.data_ptr():#x}, not on 16 bytes"
     if bias is not None and (bias.dtype is not x.dtype or not bias.is_contiguous() or bias.data_ptr() % 16):
         return f"bias is {bias.dtype}, strides {bias.stride()}; it must be {x.dtype}, contiguous, on 16 bytes"
-    if config_for(torch.cuda.get_device_capability(x.device), m, n, k, rows) is None:
+    if config_of(torch.cuda.get_device_capability(x.device), m, n, k, device=x.device.index) is None:
         return f"no measured config for {m} rows on {torch.cuda.get_device_name(x.device)}"
     return None
 
@@ -223,6 +231,7 @@ def processors(device: torch.device) -> int:
 
 
 _kernels: dict[tuple[Any, ...], Kernel] = {}
+calibration.dependents.append(_kernels.clear)
 
 
 def matmul_4bit(
@@ -283,7 +292,7 @@ def matmul_4bit(
     tensors = (x, packed, absmax, code, *second, out, code if bias is None else bias)
     if kernel is None:
         capability = torch.cuda.get_device_capability(device)
-        chosen = config or config_for(capability, m, n, k)
+        chosen = config or config_for(capability, m, n, k, device=device.index)
         half, sleep = x.dtype is torch.float16, capability >= (9, 0)
         cut = plan(chosen, processors(device), m, n, k, half, nested, bias is not None, sleep)
         with torch.cuda.device(device):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from . import matmul, matmul_dx_ptx, reference
+from . import calibration, matmul, matmul_dx_ptx, reference
 from .layout import Layout
 from .matmul import ANY, TILE_COUNTS, Plan, Row
 
@@ -46,14 +46,14 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def config_for(capability: tuple[int, int], m: int, n: int, k: int) -> Any:
+def config_for(capability: tuple[int, int], m: int, n: int, k: int, device: int | None = None) -> Any:
     """The measured config for ``m`` rows of dY and an [n, k] weight; None where none is."""
-    return matmul.config_for(capability, m, n, k, ROWS)
+    return matmul.config_for(capability, m, n, k, ROWS, device, backward=True)
 
 
 def refusal(dy: torch.Tensor, packed: torch.Tensor, blocksize: int, n: int, k: int) -> str | None:
     """Why :func:`matmul_4bit_dx` cannot serve these arguments; None if it can."""
-    return matmul.refusal_of("dY", dy, packed, blocksize, n, k, dy.numel() // n, ROWS)
+    return matmul.refusal_of("dY", dy, packed, blocksize, n, k, dy.numel() // n, config_for)
 
 
 def plan(config: Config, processors: int, m: int, n: int, k: int, half: bool, nested: bool) -> Plan:
@@ -69,6 +69,7 @@ def plan(config: Config, processors: int, m: int, n: int, k: int, half: bool, ne
 
 
 _kernels: dict[tuple[Any, ...], matmul.Kernel] = {}
+calibration.dependents.append(_kernels.clear)
 
 
 def matmul_4bit_dx(
@@ -124,7 +125,7 @@ def matmul_4bit_dx(
         if why is not None:
             raise ValueError(f"matmul_4bit_dx cannot serve this: {why}; dequantize and multiply")
     if kernel is None:
-        chosen = config or config_for(torch.cuda.get_device_capability(device), m, n, k)
+        chosen = config or config_for(torch.cuda.get_device_capability(device), m, n, k, device.index)
         cut = plan(chosen, matmul.processors(device), m, n, k, dy.dtype is torch.float16, nested)
         with torch.cuda.device(device):
             kernel = matmul.Kernel(tensors, cut, chosen.along_k * chosen.along_n, blocksize, blocksize2, m, n, k)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ..nf4 import calibration, matmul, matmul_dx
 from ..nf4 import launch as launching
-from ..nf4 import matmul, matmul_dx
 from ..nf4.layout import Layout
 from . import guards
 from .guards import Reason
@@ -21,9 +21,12 @@ from .stats import ledger
 
 @functools.lru_cache(maxsize=4096)
 def is_measured(device: int, m: int, n: int, k: int, backward: bool = False) -> bool:
-    """Whether the table has a row in which our product won."""
+    """Whether there is a row, calibrated or shipped, in which our product won."""
     table: Any = matmul_dx if backward else matmul
-    return table.config_for(torch.cuda.get_device_capability(device), m, n, k) is not None
+    return table.config_for(torch.cuda.get_device_capability(device), m, n, k, device=device) is not None
+
+
+calibration.dependents.append(is_measured.cache_clear)
 
 
 class Multiplier:
