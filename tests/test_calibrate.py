@@ -99,16 +99,18 @@ def test_it_goes_before_the_shipped_table_where_it_measured(machine):
 
 
 def test_the_answers_that_were_remembered_follow_the_file(machine):
-    """is_measured, measured_everywhere and resolved launches are asked anew when another file is used."""
+    """is_measured, measured_everywhere, kernels and remembered products are resolved anew when another file is used."""
     machine({GPU: entry_of()})
     assert product.is_measured(0, 8, 4096, 4096) and product.is_measured(0, 16, 4096, 4096, True)
     assert not product.is_measured(0, 1, 4096, 4096) and not product.is_measured(1, 8, 4096, 4096)
     assert replacement.measured_everywhere()
-    matmul._kernels["a size"] = matmul_dx._kernels["a size"] = None
+    multiplier = product.Multiplier(replacement.Server("test"))
+    matmul._kernels["a size"] = matmul_dx._kernels["a size"] = multiplier.products["a weight"] = None
     calibration.use(None, lambda: RELEASES)
     assert not product.is_measured(0, 8, 4096, 4096) and not product.is_measured(0, 16, 4096, 4096, True)
     assert not replacement.measured_everywhere()
     assert "a size" not in matmul._kernels and "a size" not in matmul_dx._kernels
+    assert not multiplier.products
 
 
 def test_shipped_or_calibrated_decides_about_unsloths_kernel(machine, monkeypatch):

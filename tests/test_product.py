@@ -21,7 +21,15 @@ from nf4_patch.config import Config, ConfigError
 from nf4_patch.nf4 import matmul, matmul_dx
 from nf4_patch.patching import product
 from nf4_patch.patching.guards import Reason
-from nf4_patch.patching.replacement import replace_backward, replace_fast_gemv, replace_gemm, replace_gemv, switch
+from nf4_patch.patching.replacement import (
+    replace_backward,
+    replace_fast_gemv,
+    replace_gemm,
+    replace_gemv,
+    replace_matmul_4bit,
+    replace_matmul_lora,
+    switch,
+)
 from nf4_patch.patching.stats import ledger
 from nf4_patch.patching.targets import TARGETS
 
@@ -91,6 +99,16 @@ def calls_of(name):
         def original(A, B, out, transposed_A, transposed_B, state):
             seen.append((A, B, out, transposed_A, transposed_B, state))
             return "original"
+    elif name == "matmul":
+
+        def original(A, B, quant_state, out, bias):
+            seen.append((A, B, quant_state, out, bias))
+            return "original" if seen else gemm_4bit  # noqa: F821 (the name tells bitsandbytes 0.50)
+    elif name == "lora":
+
+        def original(X, W, W_quant, A, B, s, out, use_global_buffer):
+            seen.append((X, W, W_quant, A, B, s, out, use_global_buffer))
+            return "original"
     else:
 
         def original(X, W, quant_state, out):
@@ -106,12 +124,23 @@ def call(name, replacement, x, packed, state, out=None):
         arguments = (x, packed, list(state.shape), state.state2.absmax, 64, "nf4", None, *second)
     elif name == "gemv":
         arguments = (x, packed, out, False, False, state)
+    elif name == "matmul":
+        arguments = (x, packed, state, out, None)
+    elif name == "lora":
+        arguments = (x, packed, state, None, None, None, out)
+        return replacement(*arguments, use_global_buffer=False), (*arguments, False)
     else:
         arguments = (x, packed, state, out)
     return replacement(*arguments), arguments
 
 
-MAKERS = {"gemm": replace_gemm, "gemv": replace_gemv, "fast_gemv": replace_fast_gemv}
+MAKERS = {
+    "gemm": replace_gemm,
+    "matmul": replace_matmul_4bit,
+    "gemv": replace_gemv,
+    "fast_gemv": replace_fast_gemv,
+    "lora": replace_matmul_lora,
+}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="x is on the CPU on purpose")
@@ -135,8 +164,8 @@ def test_refused_on_the_cpu_with_untouched_arguments(name, auto):
     assert not ledger.fallbacks
 
 
-@pytest.mark.parametrize("name", ["gemv", "fast_gemv"])
-def test_reasons_of_one_row(name, auto):
+@pytest.mark.parametrize("name", ["gemv", "fast_gemv", "matmul", "lora"])
+def test_reasons_of_a_state(name, auto):
     original, seen = calls_of(name)
     replacement = MAKERS[name](name, original)
     packed, state = quantized((128, 256), torch.bfloat16, "cpu")
@@ -145,18 +174,18 @@ def test_reasons_of_one_row(name, auto):
     mode = torch.utils.flop_counter.FlopCounterMode(display=False)
     call(name, replacement, x, packed, None)
     call(name, replacement, x, packed, [1, 2])
-    call(name, replacement, more, packed, state)
+    if "gemv" in name:
+        call(name, replacement, more, packed, state)
+    else:
+        call(name, replacement, x.clone().requires_grad_(), packed, state)
     call(name, replacement, x.clone().requires_grad_(), packed, state)
     with mode:
         call(name, replacement, x, packed, state)
-    state.quant_type = "int4"
-    call(name, replacement, x, packed, state)
-    assert len(seen) == 6
+    assert len(seen) == 5
     assert ledger.fallbacks == {
         (name, Reason.NOT_4BIT): 2,
         (name, Reason.PRODUCT): 2,
         (name, Reason.MODE): 1,
-        (name, Reason.QUANT_TYPE): 1,
     }
 
 
@@ -242,7 +271,7 @@ def test_backward_of_the_real_class_comes_and_goes():
 
 
 def test_an_error_of_ours_runs_the_original(auto, monkeypatch):
-    def broken(*arguments):
+    def broken(*arguments, **kwargs):
         raise ZeroDivisionError("on purpose")
 
     monkeypatch.setattr("nf4_patch.patching.product.Multiplier.serve", broken)
@@ -252,19 +281,6 @@ def test_an_error_of_ours_runs_the_original(auto, monkeypatch):
     assert call("gemv", replace_gemv("gemv", original), x, packed, state)[0] == "original"
     assert ledger.fallbacks == {("gemv", Reason.ERROR): 1}
     assert ledger.errors == {"ZeroDivisionError: on purpose": 1}
-
-
-def test_a_kernel_that_cannot_be_compiled_is_named(auto, monkeypatch):
-    def serve(*arguments):
-        raise product.launching.KernelUnavailable("ptxas says no")
-
-    monkeypatch.setattr("nf4_patch.patching.product.Multiplier.serve", serve)
-    original, _ = calls_of("gemv")
-    packed, state = quantized((128, 256), torch.bfloat16, "cpu")
-    x = torch.randn(1, 1, 256, dtype=torch.bfloat16)
-    assert call("gemv", replace_gemv("gemv", original), x, packed, state)[0] == "original"
-    assert ledger.fallbacks == {("gemv", Reason.KERNEL_FAILED): 1}
-    assert ledger.errors == {"ptxas says no": 1}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bitsandbytes runs its CPU kernels here")
@@ -382,23 +398,25 @@ def compiler(monkeypatch):
     state = SimpleNamespace(compiler=made, launches=launches, capturing=False)
     monkeypatch.setattr(matmul.kernels, "matmul_4bit_kernel", made)
     monkeypatch.setattr(matmul.kernels, "sum_slices_kernel", made)
-    monkeypatch.setattr(matmul, "_starts", {})
+    monkeypatch.setattr(matmul, "_entries", {})
     monkeypatch.setattr(matmul, "_kernels", {})
-    monkeypatch.setattr(matmul.launch, "starter", lambda compiled, values: (lambda *call: launches.append(call), "c"))
+    entry = matmul.launch.Entry(lambda *call: launches.append(call), (), (), "test")
+    monkeypatch.setattr(matmul.launch.Entry, "of", lambda compiled, values: entry)
+    monkeypatch.setattr(matmul.launch, "current_device", lambda: -1)  # what a CPU tensor's get_device() is
+    monkeypatch.setattr(matmul.launch, "current_stream", lambda index: 7)
+    monkeypatch.setattr(matmul.launch, "empty_strided_cuda", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: H200)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     return state
 
 
 def multiply(m, packed, state, **kwargs):
     n, k = state.shape
     x = torch.zeros(m, k, dtype=torch.bfloat16)
-    fields = fields_of(state)
-    return matmul.matmul_4bit(x, packed, *fields[:7], n, k, config=matmul.config_for(H200, m, n, k), **kwargs)
+    layout = product.Layout(packed, *fields_of(state))
+    return matmul.matmul_4bit(x, layout, config=matmul.config_for(H200, m, n, k), **kwargs)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gpu/test_matmul.py asks the compiler itself")

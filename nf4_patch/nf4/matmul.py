@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from . import calibration, launch, matmul_ptx, reference
 from .layout import Layout
@@ -90,37 +91,47 @@ def config_for(
     return None
 
 
-def refusal(
-    x: torch.Tensor, packed: torch.Tensor, blocksize: int, n: int, k: int, bias: torch.Tensor | None = None
-) -> str | None:
+def refusal(x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) -> str | None:
     """Why :func:`matmul_4bit` cannot serve these arguments; None if it can."""
-    return refusal_of("x", x, packed, blocksize, n, k, x.numel() // k, config_for, bias)
+    n, k = layout.shape
+    return refusal_of("x", x, layout, x.numel() // k, config_for) or refusal_of_bias(bias, x.dtype, n)
 
 
-def refusal_of(
-    name: str, x: torch.Tensor, packed: torch.Tensor, blocksize: int, n: int, k: int, m: int,
-    config_of: Callable[..., Any], bias: torch.Tensor | None = None,
-) -> str | None:  # fmt: skip
+def refusal_of(name: str, x: torch.Tensor, layout: Layout, m: int, config_of: Callable[..., Any]) -> str | None:
     """The refusal of a product of ``m`` rows of x, called ``name``, whose config ``config_of`` finds."""
+    n, k = layout.shape
     if triton is None:
         return "Triton is not installed"
     if not isinstance(kernels.matmul_4bit_kernel, triton.runtime.JITFunction):
         return "Triton's interpreter (TRITON_INTERPRET=1) does not run PTX"
     if not x.is_cuda or torch.version.hip:
         return f"{name} is on {x.device}; the kernel runs on NVIDIA GPUs"
+    if x.device != layout.packed.device:
+        return f"{name} is on {x.device}, the weight on {layout.packed.device}"
     if x.dtype not in DTYPES:
         return f"{name} is {x.dtype}; the kernel multiplies in float16 or bfloat16"
-    if blocksize not in BLOCKSIZES:
-        return f"blocksize {blocksize} is none of {BLOCKSIZES}"
-    if k % blocksize:
-        return f"K = {k} is no multiple of the blocksize {blocksize}: a block spans two rows"
-    if packed.data_ptr() % 16:
-        return f"the packed weight starts at {packed.data_ptr():#x}, not on 16 bytes"
-    if bias is not None and (bias.dtype is not x.dtype or not bias.is_contiguous() or bias.data_ptr() % 16):
-        return f"bias is {bias.dtype}, strides {bias.stride()}; it must be {x.dtype}, contiguous, on 16 bytes"
+    if layout.blocksize not in BLOCKSIZES:
+        return f"blocksize {layout.blocksize} is none of {BLOCKSIZES}"
+    if k % layout.blocksize:
+        return f"K = {k} is no multiple of the blocksize {layout.blocksize}: a block spans two rows"
+    if layout.packed.data_ptr() % 16:
+        return f"the packed weight starts at {layout.packed.data_ptr():#x}, not on 16 bytes"
+    if layout.offset is not None and layout.offset.dtype is not torch.float32:
+        return f"the offset is {layout.offset.dtype}; the kernel reads float32"
     if config_of(torch.cuda.get_device_capability(x.device), m, n, k, device=x.device.index) is None:
         return f"no measured config for {m} rows on {torch.cuda.get_device_name(x.device)}"
     return None
+
+
+def refusal_of_bias(bias: torch.Tensor | None, dtype: torch.dtype, n: int) -> str | None:
+    if bias is None or (
+        bias.dtype is dtype and bias.shape == (n,) and bias.is_contiguous() and bias.data_ptr() % 16 == 0
+    ):
+        return None
+    return (
+        f"bias is {bias.dtype} {list(bias.shape)}, strides {bias.stride()}; "
+        f"it must be {dtype} [{n}], contiguous, on 16 bytes"
+    )
 
 
 class Plan(NamedTuple):
@@ -151,24 +162,24 @@ def plan(
 
 
 SUM_BLOCK = 1024
-_starts: dict[tuple[Any, ...], launch.Start | launch.KernelUnavailable] = {}
+_entries: dict[tuple[Any, ...], launch.Entry | launch.KernelUnavailable] = {}
 
 
 def compiled(
-    kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int, dtype: torch.dtype
-) -> launch.Start:
-    """The start of a kernel, compiled at the first use of its text on this device; a failure is remembered.
+    kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int, device: torch.device, dtype: torch.dtype
+) -> launch.Entry:  # fmt: skip
+    """The entry of a kernel, compiled at the first use of its text on this device; a failure is remembered.
 
     The text depends on the 8-row tiles of X and not on M: 64 lengths of a prompt are six compilations at most.
     """
-    key = (arguments[0].device, dtype, *values.values(), warps)
-    known = _starts.get(key)
+    key = (device, dtype, *values.values(), warps)
+    known = _entries.get(key)
     if known is None:
         if torch.cuda.is_current_stream_capturing():
             raise launch.KernelUnavailable(
                 "a CUDA graph is being captured; the kernel compiles outside one", "CAPTURING"
             )
-        known = _starts[key] = _compile(kernel, arguments, values, warps)
+        known = _entries[key] = _compile(kernel, arguments, values, warps)
     if isinstance(known, launch.KernelUnavailable):
         raise known
     return known
@@ -176,54 +187,104 @@ def compiled(
 
 def _compile(
     kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int
-) -> launch.Start | launch.KernelUnavailable:
+) -> launch.Entry | launch.KernelUnavailable:
     try:
         clusters = values.get("CLUSTER", 1)
         result = kernel.warmup(*arguments, **values, grid=(1,), num_warps=warps, num_stages=1, num_ctas=clusters)
         result = result.result() if hasattr(result, "result") else result
-        return launch.starter(result, tuple(values.values()))[0]
+        return launch.Entry.of(result, tuple(values.values()))
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # the compiler, the driver, a read-only cache: theirs to raise, ours to name
         return launch.KernelUnavailable(f"{type(error).__name__}: {error}")
 
 
-class Kernel:
-    """The launches for one size and kind of argument on one device, as plain integers."""
+def operands(layout: Layout) -> tuple[torch.Tensor, ...]:
+    """The kernel's tensors of the weight; a flat one has no second level and the kernel reads none."""
+    second = (layout.absmax2, layout.code2, layout.offset) if layout.nested() else (layout.code,) * 3
+    return (layout.packed, layout.absmax, layout.code, *second)  # type: ignore[return-value]
 
-    def __init__(self, tensors: tuple[torch.Tensor, ...], cut: Plan, warps: int, blocksize: int, blocksize2: int,
-                 m: int, n: int, k: int, bias: bool = False):  # fmt: skip
-        x, out = tensors[0], tensors[7]
-        self.grid, self.slices = cut.programs, cut.slices
-        shift2 = max(0, blocksize2.bit_length() - 1)
-        self.sizes = (m, n, k // 64, (blocksize // 64).bit_length() - 1, shift2, cut.shares, cut.slices)
-        self.sum_grid, self.sum_sizes = -(-out.numel() // SUM_BLOCK), (out.numel(), out.shape[-1])
-        part = out if cut.slices == 1 else torch.empty(0, dtype=torch.float32, device=x.device)
+
+class Kernel:
+    """The compiled launches for one size and kind of argument on one device.
+
+    Args:
+        outer: columns of the result.
+    """
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, layout: Layout, cut: Plan, warps: int, m: int, outer: int,
+        bias: bool,
+    ):  # fmt: skip
+        n, k = layout.shape
+        blocks = (k // 64, (layout.blocksize // 64).bit_length() - 1, max(0, layout.blocksize2.bit_length() - 1))
+        self.grid, self.slices, self.total = cut.programs, cut.slices, m * outer
+        self.sizes = (m, n, *blocks, cut.shares, cut.slices)
+        self.sum_grid, self.sum_sizes = -(-self.total // SUM_BLOCK), (self.total, outer)
+        # what is allocated at every call: at an address that is a multiple of 16, as an empty tensor's 0 is
+        out, part = (torch.empty(0, dtype=each, device=device) for each in (dtype, torch.float32))
         values: dict[str, Any] = {"PTX": cut.text, "CONSTRAINTS": matmul_ptx.CONSTRAINTS, "CLUSTER": cut.cluster}
-        arguments = (*tensors[:7], part, tensors[8], *self.sizes)
-        self.start = compiled(kernels.matmul_4bit_kernel, arguments, values, warps, x.dtype)
+        arguments = (out, *operands(layout), out if cut.slices == 1 else part, out, *self.sizes)
+        self.entry = compiled(kernels.matmul_4bit_kernel, arguments, values, warps, device, dtype)
+        self.sum: launch.Entry | None = None
         if cut.slices > 1:
             values = {"SLICES": cut.slices, "BIAS": bias, "BLOCK": SUM_BLOCK}
-            arguments = (part, out, tensors[8], *self.sum_sizes)
-            self.sum = compiled(kernels.sum_slices_kernel, arguments, values, 4, out.dtype)
+            self.sum = compiled(kernels.sum_slices_kernel, (part, out, out, *self.sum_sizes), values, 4, device, dtype)
 
-    def __call__(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Launch with x, packed, absmax, code, absmax2, code2, offset, out, bias, on their device's current stream."""
-        out = tensors[7]
-        index = out.device.index
-        if torch._C._cuda_getDevice() != index:
-            with torch.cuda.device(index):
-                self(tensors)
-            return
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        if self.slices == 1:
-            self.start(self.grid, stream, *pointers, *self.sizes)
-            return
-        part = torch.empty(self.slices * out.numel(), dtype=torch.float32, device=out.device)
-        pointers[7] = part.data_ptr()
-        self.start(self.grid, stream, *pointers, *self.sizes)
-        self.sum(self.sum_grid, stream, pointers[7], out.data_ptr(), pointers[8], *self.sum_sizes)
+
+class Product:
+    """The product with one weight of an x of one shape, resolved once: addresses, sizes and kernels as plain integers.
+
+    It keeps no tensor alive and is valid for as long as the layout has the same ``identity``, and the bias its address.
+    """
+
+    __slots__ = (
+        "call", "device", "dtype", "grid", "head", "pad", "part", "shape", "strides", "sum", "sum_grid", "sum_head",
+        "sum_tail", "tail", "tally", "weight",
+    )  # fmt: skip
+
+    def __init__(
+        self, kernel: Kernel, x: torch.Tensor, layout: Layout, outer: int, bias: torch.Tensor | None = None, pad: int = 0
+    ):  # fmt: skip
+        self.device, self.dtype, self.pad = x.get_device(), x.dtype, pad
+        self.weight = tuple(tensor.data_ptr() for tensor in operands(layout))
+        spare = (layout.code if bias is None else bias).data_ptr()  # unread without a bias
+        self.grid = kernel.grid
+        self.call, self.head, tail, _ = kernel.entry
+        self.tail = (spare, *kernel.sizes, *tail)
+        result = torch.empty((*x.shape[:-1], outer), dtype=x.dtype, device="meta")
+        self.shape, self.strides = tuple(result.shape), result.stride()
+        self.sum: Any = None
+        if kernel.sum is not None:
+            self.part, self.sum_grid = (kernel.slices * kernel.total,), kernel.sum_grid
+            self.sum, self.sum_head, tail, _ = kernel.sum
+            self.sum_tail = (spare, *kernel.sum_sizes, *tail)
+        self.tally: Any = None  # the caller's counter
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The result for an x of the shape, dtype and device it was resolved for, new or in ``out`` (contiguous)."""
+        device = self.device
+        if launch.current_device() != device:
+            with torch.cuda.device(device):
+                return self(x, out)
+        if out is not None and out.data_ptr() % 16:
+            return out.copy_(self(x))
+        if self.pad:
+            x = F.pad(x, (0, self.pad))
+        start = x.data_ptr()
+        if start % 16 or not x.is_contiguous():
+            x = x.clone(memory_format=torch.contiguous_format)
+            start = x.data_ptr()
+        if out is None:
+            out = launch.empty_strided_cuda(self.shape, self.strides, self.dtype)
+        stream = launch.current_stream(device)
+        if self.sum is None:
+            self.call(self.grid, 1, 1, stream, *self.head, start, *self.weight, out.data_ptr(), *self.tail)
+            return out
+        part = launch.empty_strided_cuda(self.part, (1,), torch.float32)
+        self.call(self.grid, 1, 1, stream, *self.head, start, *self.weight, part.data_ptr(), *self.tail)
+        self.sum(self.sum_grid, 1, 1, stream, *self.sum_head, part.data_ptr(), out.data_ptr(), *self.sum_tail)
+        return out
 
 
 def processors(device: torch.device) -> int:
@@ -234,18 +295,28 @@ _kernels: dict[tuple[Any, ...], Kernel] = {}
 calibration.dependents.append(_kernels.clear)
 
 
+def product(
+    x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None, config: Config | None = None
+) -> Product:  # fmt: skip
+    """:func:`matmul_4bit` resolved, for every x of this shape."""
+    n, k = layout.shape
+    m = x.numel() // k
+    key = (x.device, x.dtype, layout.nested(), bias is None, m, n, k, layout.blocksize, layout.blocksize2, config)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        capability = torch.cuda.get_device_capability(x.device)
+        chosen = config or config_for(capability, m, n, k, device=x.device.index)
+        half, sleep = x.dtype is torch.float16, capability >= (9, 0)
+        cut = plan(chosen, processors(x.device), m, n, k, half, layout.nested(), bias is not None, sleep)
+        warps = chosen.along_n * chosen.along_k
+        with torch.cuda.device(x.device):
+            kernel = _kernels[key] = Kernel(x.device, x.dtype, layout, cut, warps, m, n, bias is not None)
+    return Product(kernel, x, layout, n, bias)
+
+
 def matmul_4bit(
     x: torch.Tensor,
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    code: torch.Tensor,
-    absmax2: torch.Tensor | None,
-    code2: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    blocksize: int,
-    blocksize2: int,
-    n: int,
-    k: int,
+    layout: Layout,
     bias: torch.Tensor | None = None,
     config: Config | None = None,
     out: torch.Tensor | None = None,
@@ -256,52 +327,26 @@ def matmul_4bit(
     bits at every run: sums across warps and slices are taken in a fixed order.
 
     Args:
-        x: [..., k], fp16 or bf16.
-        packed, absmax, code, absmax2, code2, offset: as in :class:`Layout`, contiguous; the offset in fp32.
-        blocksize, blocksize2: elements a block; blocks a second-level block, a power of two.
-        n, k: rows and columns of the weight; k a multiple of the blocksize.
-        bias: [n], x's dtype.
+        x: [..., K], fp16 or bf16.
+        layout: of the weight, shape [N, K], K a multiple of the blocksize; contiguous, the offset in fp32. Its dtype
+            is not looked at.
+        bias: [N], x's dtype.
         config: instead of the table's; then the caller answers for :func:`refusal`.
-        out: filled and returned if given: contiguous, [..., n], x's dtype and device.
+        out: filled and returned if given: contiguous, [..., N], x's dtype and device.
 
     Returns:
-        [..., n] in x's dtype.
+        [..., N] in x's dtype.
 
     Raises:
         ValueError: what :func:`refusal` says.
         KernelUnavailable: the kernel is not compiled yet and a CUDA graph is being captured.
     """
-    device = x.device
-    m = x.numel() // k
-    if out is None:
-        out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=device)
-    if m == 0:
-        return out
-    if not x.is_contiguous() or x.data_ptr() % 16:
-        x = x.clone(memory_format=torch.contiguous_format)
-    nested = absmax2 is not None
-    key = (device, x.dtype, nested, bias is None, m, n, k, blocksize, blocksize2, config)
-    kernel = _kernels.get(key)
-    second = (code, code, code)  # a flat weight has none; the kernel reads none
-    if absmax2 is not None and code2 is not None and offset is not None:
-        second = (absmax2, code2, offset)
-    if kernel is None or packed.data_ptr() % 16 or bias is not None:
-        why = refusal(x, packed, blocksize, n, k, bias) if config is None else None
-        if why is not None:
-            raise ValueError(f"matmul_4bit cannot serve this: {why}; dequantize and multiply")
-    tensors = (x, packed, absmax, code, *second, out, code if bias is None else bias)
-    if kernel is None:
-        capability = torch.cuda.get_device_capability(device)
-        chosen = config or config_for(capability, m, n, k, device=device.index)
-        half, sleep = x.dtype is torch.float16, capability >= (9, 0)
-        cut = plan(chosen, processors(device), m, n, k, half, nested, bias is not None, sleep)
-        with torch.cuda.device(device):
-            kernel = Kernel(
-                tensors, cut, chosen.along_n * chosen.along_k, blocksize, blocksize2, m, n, k, bias is not None
-            )
-        _kernels[key] = kernel
-    kernel(tensors)
-    return out
+    why = refusal(x, layout, bias) if config is None and x.numel() else None
+    if why is not None:
+        raise ValueError(f"matmul_4bit cannot serve this: {why}; dequantize and multiply")
+    if x.numel() == 0:
+        return x.new_empty((*x.shape[:-1], layout.shape[0])) if out is None else out
+    return product(x, layout, bias, config)(x, out)
 
 
 def matmul_reference(x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from . import calibration, matmul, matmul_dx_ptx, reference
 from .layout import Layout
@@ -51,9 +50,9 @@ def config_for(capability: tuple[int, int], m: int, n: int, k: int, device: int 
     return matmul.config_for(capability, m, n, k, ROWS, device, backward=True)
 
 
-def refusal(dy: torch.Tensor, packed: torch.Tensor, blocksize: int, n: int, k: int) -> str | None:
+def refusal(dy: torch.Tensor, layout: Layout) -> str | None:
     """Why :func:`matmul_4bit_dx` cannot serve these arguments; None if it can."""
-    return matmul.refusal_of("dY", dy, packed, blocksize, n, k, dy.numel() // n, config_for)
+    return matmul.refusal_of("dY", dy, layout, dy.numel() // layout.shape[0], config_for)
 
 
 def plan(config: Config, processors: int, m: int, n: int, k: int, half: bool, nested: bool) -> Plan:
@@ -72,66 +71,47 @@ _kernels: dict[tuple[Any, ...], matmul.Kernel] = {}
 calibration.dependents.append(_kernels.clear)
 
 
+def product(dy: torch.Tensor, layout: Layout, config: Config | None = None) -> matmul.Product:
+    """:func:`matmul_4bit_dx` resolved, for every dY of this shape."""
+    n, k = layout.shape
+    m = dy.numel() // n
+    key = (dy.device, dy.dtype, layout.nested(), m, n, k, layout.blocksize, layout.blocksize2, config)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        chosen = config or config_for(torch.cuda.get_device_capability(dy.device), m, n, k, dy.device.index)
+        half = dy.dtype is torch.float16
+        cut = plan(chosen, matmul.processors(dy.device), m, n, k, half, layout.nested())
+        warps = chosen.along_k * chosen.along_n
+        with torch.cuda.device(dy.device):
+            kernel = _kernels[key] = matmul.Kernel(dy.device, dy.dtype, layout, cut, warps, m, k, False)
+    return matmul.Product(kernel, dy, layout, k, pad=-n % 32)
+
+
 def matmul_4bit_dx(
-    dy: torch.Tensor,
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    code: torch.Tensor,
-    absmax2: torch.Tensor | None,
-    code2: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    blocksize: int,
-    blocksize2: int,
-    n: int,
-    k: int,
-    config: Config | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    dy: torch.Tensor, layout: Layout, config: Config | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:  # fmt: skip
     """``dy @ weight``, the gradient of :func:`matmul.matmul_4bit`'s x, with the same promises: the weights are the bits
     of dequantize in dy's dtype, the sums fp32 and in a fixed order.
 
     Args:
-        dy: [..., n], fp16 or bf16; copied where its rows do not start on 16 bytes or n is no multiple of 32.
-        packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, n, k: as for matmul_4bit.
+        dy: [..., N], fp16 or bf16; copied where its rows do not start on 16 bytes or N is no multiple of 32.
+        layout: as for matmul_4bit.
         config: instead of the table's; then the caller answers for :func:`refusal`.
-        out: filled and returned if given: contiguous, on 8 bytes, [..., k], dy's dtype and device.
+        out: filled and returned if given: contiguous, [..., K], dy's dtype and device.
 
     Returns:
-        [..., k] in dy's dtype.
+        [..., K] in dy's dtype.
 
     Raises:
         ValueError: what :func:`refusal` says.
         KernelUnavailable: the kernel is not compiled yet and a CUDA graph is being captured.
     """
-    device = dy.device
-    m = dy.numel() // n
-    if out is None:
-        out = torch.empty((*dy.shape[:-1], k), dtype=dy.dtype, device=device)
-    if m == 0:
-        return out
-    if n % 32:
-        dy = F.pad(dy, (0, -n % 32))
-    if not dy.is_contiguous() or dy.data_ptr() % 16:
-        dy = dy.clone(memory_format=torch.contiguous_format)
-    nested = absmax2 is not None
-    key = (device, dy.dtype, nested, m, n, k, blocksize, blocksize2, config)
-    kernel = _kernels.get(key)
-    second = (code, code, code)  # a flat weight has none; the kernel reads none
-    if absmax2 is not None and code2 is not None and offset is not None:
-        second = (absmax2, code2, offset)
-    tensors = (dy, packed, absmax, code, *second, out, code)
-    if kernel is None or packed.data_ptr() % 16:
-        why = refusal(dy[..., :n], packed, blocksize, n, k) if config is None else None
-        if why is not None:
-            raise ValueError(f"matmul_4bit_dx cannot serve this: {why}; dequantize and multiply")
-    if kernel is None:
-        chosen = config or config_for(torch.cuda.get_device_capability(device), m, n, k, device.index)
-        cut = plan(chosen, matmul.processors(device), m, n, k, dy.dtype is torch.float16, nested)
-        with torch.cuda.device(device):
-            kernel = matmul.Kernel(tensors, cut, chosen.along_k * chosen.along_n, blocksize, blocksize2, m, n, k)
-        _kernels[key] = kernel
-    kernel(tensors)
-    return out
+    why = refusal(dy, layout) if config is None and dy.numel() else None
+    if why is not None:
+        raise ValueError(f"matmul_4bit_dx cannot serve this: {why}; dequantize and multiply")
+    if dy.numel() == 0:
+        return dy.new_empty((*dy.shape[:-1], layout.shape[1])) if out is None else out
+    return product(dy, layout, config)(dy, out)
 
 
 def matmul_dx_reference(dy: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -7,6 +7,7 @@ therefore a switch of its own, ``enable(matmul="auto")`` or NF4_PATCH_MATMUL=aut
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from . import guards
 from .guards import Reason
 from .stats import ledger
 
+identity = launching.identity
+
 
 @functools.lru_cache(maxsize=4096)
 def is_measured(device: int, m: int, n: int, k: int, backward: bool = False) -> bool:
@@ -26,7 +29,17 @@ def is_measured(device: int, m: int, n: int, k: int, backward: bool = False) -> 
     return table.config_for(torch.cuda.get_device_capability(device), m, n, k, device=device) is not None
 
 
-calibration.dependents.append(is_measured.cache_clear)
+_multipliers: weakref.WeakSet[Multiplier] = weakref.WeakSet()
+
+
+def forget() -> None:
+    """Ask the tables anew: other measurements are in force."""
+    is_measured.cache_clear()
+    for multiplier in _multipliers:
+        multiplier.products.clear()
+
+
+calibration.dependents.append(forget)
 
 
 class Multiplier:
@@ -35,68 +48,78 @@ class Multiplier:
     Backward, x is dY and the result dX: the same but for which side of the weight is summed over.
     """
 
-    def __init__(self, target: str, backward: bool = False, limit: int = 16384):
-        self.target = target
+    def __init__(self, server: Any, backward: bool = False):
+        self.server = server  # of the target's dequantizations
         self.backward = backward
-        self.refusal: Any = matmul_dx.refusal if backward else matmul.refusal
-        self.product: Any = matmul_dx.matmul_4bit_dx if backward else matmul.matmul_4bit
-        self.approved: set[tuple[Any, ...]] = set()  # weights that passed the guards: addresses, sizes, types
-        self.limit = limit
+        self.memo = launching.Memo()
+        self.products: dict[tuple[Any, ...], Any] = self.memo.launches
+        _multipliers.add(self)
 
     def serve(
-        self, x: torch.Tensor, packed: torch.Tensor, fields: tuple[Any, ...],
-        bias: torch.Tensor | None = None, out: torch.Tensor | None = None,
+        self, x: torch.Tensor, packed: torch.Tensor, fields: tuple[Any, ...], quant_type: str,
+        bias: torch.Tensor | None = None, out: torch.Tensor | None = None, state: Any = None,
     ) -> Any:  # fmt: skip
         """x @ weight.T + bias, [..., N] in x's dtype, or the Reason why not; backward x @ weight, [..., K].
 
-        Args:
-            bias: forward only.
-            fields: those of a Layout after ``packed``, the dtype being x's.
-            out: filled and returned.
+        A remembered product is found before anything else is asked for.
 
-        Raises:
-            KernelUnavailable: it cannot be compiled here, or not now.
+        Args:
+            fields: those of a Layout after ``packed``, the dtype being x's; the code is not read.
+            bias: forward only.
+            out: filled and returned.
+            state: the QuantState, where there is one to look at.
         """
-        if not x.is_cuda or launching.INTERPRETED:
-            return Reason.NOT_CUDA
-        absmax, code, absmax2, code2, offset, blocksize, blocksize2, (n, k), dtype = fields
-        inner, outer = (n, k) if self.backward else (k, n)
-        m = x.numel() // inner
-        if m == 0 or x.shape[-1] != inner or not is_measured(x.device.index, m, n, k, self.backward):
-            return Reason.ROWS
+        key: Any = None
+        product = None
+        try:
+            known = None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.is_contiguous())
+            key = (x.shape, x.get_device(), known, identity(quant_type, packed, *fields))
+            product = self.products.get(key)
+        except (AttributeError, TypeError):  # a field is no tensor, or the shape a list: the guards decide
+            key = None
+        if product is None:
+            product = self.prepare(key, x, Layout(packed, *fields), quant_type, bias, state)
+            if type(product) is Reason:
+                return product
         if out is not None and not (
-            out.shape == (*x.shape[:-1], outer)
-            and out.dtype is dtype
-            and out.device == x.device
+            out.shape == product.shape
+            and out.dtype is x.dtype
+            and out.get_device() == product.device
             and out.is_contiguous()
             and not out.requires_grad
         ):
             return Reason.OUT
-        extra = () if self.backward else (bias,)
-        key = (
-            x.device.index, packed.data_ptr(), packed.numel(), absmax.data_ptr(), absmax.numel(),
-            *((t.data_ptr() for t in (absmax2, code2, offset)) if absmax2 is not None else ()),
-            blocksize, n, k, dtype,
-        )  # fmt: skip
-        if key not in self.approved:
-            reason = guards.check(Layout(packed, *fields))
-            if reason is None and (
-                self.refusal(x, packed, blocksize, n, k, *extra) is not None
-                or (offset is not None and offset.dtype is not torch.float32)
-                or packed.device != x.device
-            ):
-                reason = Reason.PRODUCT
-            if reason is None and not all(map(launching.has_memory, guards._tensors(Layout(packed, *fields)))):
-                reason = Reason.NO_MEMORY
-            if reason is not None:
-                return reason
-            if len(self.approved) >= self.limit:
-                self.approved.clear()
-            self.approved.add(key)
-        elif bias is not None and self.refusal(x, packed, blocksize, n, k, bias) is not None:
-            return Reason.PRODUCT
-        result = self.product(
-            x, packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, n, k, *extra, out=out
-        )
-        ledger.tally(self.target, (n, k), f"{str(dtype).removeprefix('torch.')} product").hits += 1
+        result = product(x, out)
+        product.tally.hits += 1
         return result
+
+    def prepare(self, key: Any, x: torch.Tensor, layout: Layout, quant_type: str, bias: Any, state: Any) -> Any:
+        """Guard and resolve a product that is then remembered, or the Reason why not."""
+        device = x.get_device()
+        if device < 0 or launching.INTERPRETED:
+            return Reason.NOT_CUDA
+        if len(layout.shape) != 2:
+            return Reason.PRODUCT
+        n, k = layout.shape
+        inner = n if self.backward else k
+        m = x.numel() // inner
+        if m == 0 or x.shape[-1] != inner or not is_measured(device, m, n, k, self.backward):
+            return Reason.ROWS
+        decoded = self.server.decoded_as(layout, quant_type)
+        if isinstance(decoded, Reason):
+            return decoded
+        reason = self.server.refuse(decoded, state)
+        if reason is not None:
+            return reason
+        extra = () if self.backward else (bias,)
+        table: Any = matmul_dx if self.backward else matmul
+        if table.refusal(x, decoded, *extra) is not None:
+            return Reason.PRODUCT
+        if not all(map(launching.has_memory, guards._tensors(decoded))):
+            return Reason.NO_MEMORY
+        try:
+            product = table.product(x, decoded, *extra)
+        except launching.KernelUnavailable as error:
+            return self.server.unavailable(error)
+        product.tally = ledger.tally(self.server.target, (n, k), f"{str(x.dtype).removeprefix('torch.')} product")
+        return product if key is None else self.memo.remember(key, product)

@@ -264,24 +264,13 @@ def linear_fields(A, shapeB, absmax, blocksize, code, absmax_8bit, absmax_code, 
     return (absmax_8bit, code, absmax, absmax_code, absmax_offset, blocksize, 256, tuple(shapeB), A.dtype)
 
 
-def multiply(server: Server, multiplier: Multiplier, x, packed, fields, quant_type, bias=None, out=None) -> Any:
-    """The fused product, or the Reason why not."""
-    code = codebook(quant_type, packed.device)
-    if isinstance(code, Reason):
-        return code
-    absmax, _, *rest = fields
-    try:
-        return multiplier.serve(x, packed, (absmax, code, *rest), bias, out)
-    except launching.KernelUnavailable as error:
-        return server.unavailable(error)
-
-
 def replace_dequant_linear(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``bitsandbytes.backends.cuda.ops._dequant_linear_fallback``: dequantize to A's dtype, then F.linear.
 
     It is the body of an opaque op: torch.compile never traces it.
     """
-    server, multiplier = Server(target), Multiplier(target)
+    server = Server(target)
+    multiply = Multiplier(server).serve
 
     @functools.wraps(original)
     def _dequant_linear_fallback(
@@ -292,7 +281,7 @@ def replace_dequant_linear(target: str, original: Callable[..., Any]) -> Callabl
             fields = linear_fields(A, shapeB, absmax, blocksize, None, *second)
             try:
                 if switch.matmul != "off":
-                    result = multiply(server, multiplier, A, B, fields, quant_type, bias)
+                    result = multiply(A, B, fields, quant_type, bias)
                     if type(result) is not Reason:
                         return result
                 result = server.serve_fields(B, fields, quant_type)
@@ -311,7 +300,8 @@ def replace_dequant_linear(target: str, original: Callable[..., Any]) -> Callabl
 
 def replace_gemm(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``bitsandbytes.backends.cuda.ops._gemm_4bit_kernel_impl``: its fused product of a few rows."""
-    server, multiplier = Server(target), Multiplier(target)
+    server = Server(target)
+    multiply = Multiplier(server).serve
 
     @functools.wraps(original)
     def _gemm_4bit_kernel_impl(
@@ -321,7 +311,7 @@ def replace_gemm(target: str, original: Callable[..., Any]) -> Callable[..., Any
             second = (absmax_8bit, absmax_code, absmax_offset)
             fields = linear_fields(A, shapeB, absmax, blocksize, None, *second)
             try:
-                result = multiply(server, multiplier, A, B, fields, quant_type, bias)
+                result = multiply(A, B, fields, quant_type, bias)
             except Exception as error:
                 result = server.failed(error)
             if type(result) is not Reason:
@@ -334,8 +324,8 @@ def replace_gemm(target: str, original: Callable[..., Any]) -> Callable[..., Any
     return _gemm_4bit_kernel_impl
 
 
-def fields_to_multiply(x, packed, state) -> Any:
-    """The fields of a Layout after ``packed``, where x and the weight of a QuantState may be multiplied; or the Reason."""
+def product_of(multiplier: Multiplier, x, packed, state, bias=None, out=None) -> Any:
+    """The product of x with the weight of a QuantState, in x's dtype, or the Reason why not."""
     try:
         fields = fields_of(state)
     except AttributeError:
@@ -344,33 +334,53 @@ def fields_to_multiply(x, packed, state) -> Any:
         return Reason.MODE
     if transforms_active() is not None:
         return Reason.TRANSFORM
-    if any(type(tensor).__torch_dispatch__ is not own_dispatch for tensor in (x, packed)):
+    if type(x).__torch_dispatch__ is not own_dispatch or type(packed).__torch_dispatch__ is not own_dispatch:
         return Reason.SUBCLASS
-    return guards.state_is_odd(state) or fields
-
-
-def multiply_row(server: Server, multiplier: Multiplier, x, packed, state, out) -> Any:
-    """The product of one row with the weight of a QuantState, [..., N] in x's dtype, or the Reason why not."""
-    fields = fields_to_multiply(x, packed, state)
-    if isinstance(fields, Reason):
-        return fields
-    if x.numel() != x.shape[-1] or (x.requires_grad and torch.is_grad_enabled()):
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return Reason.PRODUCT
-    with torch._C.DisableTorchFunctionSubclass():
-        return multiply(server, multiplier, x, packed, (*fields[:-1], x.dtype), state.quant_type, out=out)
+    with torch._C.DisableTorchFunctionSubclass():  # Params4bit's methods as a Tensor's
+        return multiplier.serve(x, packed, (*fields[:-1], x.dtype), state.quant_type, bias, out, state)
+
+
+def replace_matmul_4bit(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``bitsandbytes.autograd._functions.matmul_4bit``, where no gradient is asked for: past the op, whose dispatch
+    takes longer than the product of a few rows. Since 0.50 the packed weight may lie either way round.
+    """
+    server = Server(target)
+    multiplier = Multiplier(server)
+    either_way = "gemm_4bit" in original.__code__.co_names  # type: ignore[attr-defined]
+
+    @functools.wraps(original)
+    def matmul_4bit(A, B, quant_state, out=None, bias=None):
+        if switch.on and switch.matmul != "off" and not is_compiling():
+            result: Any = Reason.PRODUCT
+            if either_way or B.shape[0] == 1:
+                try:
+                    result = product_of(multiplier, A, B, quant_state, bias, out)
+                except Exception as error:
+                    result = server.failed(error)
+            if type(result) is not Reason:
+                return result
+            server.fall_back(result)
+        return original(A, B, quant_state, out, bias)
+
+    return matmul_4bit
 
 
 def replace_gemv(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``bitsandbytes.functional.gemv_4bit``, which Linear4bit calls for one row before 0.50."""
-    server, multiplier = Server(target), Multiplier(target)
+    server = Server(target)
+    multiplier = Multiplier(server)
 
     @functools.wraps(original)
     def gemv_4bit(A, B, out=None, transposed_A=False, transposed_B=False, state=None):
         if switch.on and switch.matmul != "off" and not is_compiling():
-            try:
-                result = multiply_row(server, multiplier, A, B, state, out)
-            except Exception as error:
-                result = server.failed(error)
+            result: Any = Reason.PRODUCT
+            if A.numel() == A.shape[-1]:
+                try:
+                    result = product_of(multiplier, A, B, state, out=out)
+                except Exception as error:
+                    result = server.failed(error)
             if type(result) is not Reason:
                 return result
             server.fall_back(result)
@@ -381,15 +391,18 @@ def replace_gemv(target: str, original: Callable[..., Any]) -> Callable[..., Any
 
 def replace_fast_gemv(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """For Unsloth's ``fast_gemv`` and ``_fast_gemv_bnb``: [1, 1, K] to [1, 1, N]. Traced, it stays Unsloth's."""
-    server, multiplier = Server(target), Multiplier(target)
+    server = Server(target)
+    multiplier = Multiplier(server)
 
     @functools.wraps(original)
     def fast_gemv(X, W, quant_state, out=None):
         if switch.on and switch.matmul != "off" and not is_compiling():
-            try:
-                result = multiply_row(server, multiplier, X, W, quant_state, out)
-            except Exception as error:
-                result = server.failed(error)
+            result: Any = Reason.PRODUCT
+            if X.numel() == X.shape[-1]:
+                try:
+                    result = product_of(multiplier, X, W, quant_state, out=out)
+                except Exception as error:
+                    result = server.failed(error)
             if type(result) is not Reason:
                 return result
             server.fall_back(result)
@@ -398,25 +411,54 @@ def replace_fast_gemv(target: str, original: Callable[..., Any]) -> Callable[...
     return fast_gemv
 
 
-def multiply_back(server: Server, multiplier: Multiplier, dy, packed, state, transposes: bool) -> Any:
+def lora_product(ways: tuple[Multiplier, Multiplier], x, packed, state, a, b, scale, out) -> Any:
+    """x @ weight.T, or x @ weight for a packed weight [1, bytes], plus (x @ a.T) @ b.T * scale; or the Reason why not."""
+    autocast = torch.is_autocast_enabled() and torch.get_autocast_gpu_dtype()
+    adapted = a is not None and torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+    # the original multiplies in the dtype of autocast, and rounds a weight of another dtype than x's twice
+    if adapted or autocast not in (False, x.dtype) or getattr(state, "dtype", x.dtype) is not x.dtype:
+        return Reason.PRODUCT
+    rows = x.view(-1, x.shape[-1])
+    result = product_of(ways[packed.shape[0] == 1], rows, packed, state, out=out)
+    if type(result) is Reason:
+        return result
+    if a is not None:
+        result.addmm_(rows @ a.t().to(x.dtype), b.t().to(x.dtype), alpha=scale)
+    return result.view(*x.shape[:-1], -1)
+
+
+def replace_matmul_lora(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """For Unsloth's ``matmul_lora``: the linear layers of its LoRA kernels, forward and back. Traced, it stays Unsloth's."""
+    server = Server(target)
+    ways = Multiplier(server), Multiplier(server, backward=True)
+
+    @functools.wraps(original)
+    def matmul_lora(X, W, W_quant, A, B, s, out=None, **kwargs):
+        if switch.on and switch.matmul != "off" and not is_compiling():
+            try:
+                result = lora_product(ways, X, W, W_quant, A, B, s, out)
+            except Exception as error:
+                result = server.failed(error)
+            if type(result) is not Reason:
+                return result
+            server.fall_back(result)
+        return original(X, W, W_quant, A, B, s, out, **kwargs)
+
+    return matmul_lora
+
+
+def product_back(multiplier: Multiplier, dy, packed, state, transposes: bool) -> Any:
     """dY @ weight, [..., K] in dY's dtype, or the Reason why not.
 
     Args:
         transposes: the original transposes what it dequantized, so that only a packed weight [1, bytes] means ours.
     """
-    fields = fields_to_multiply(dy, packed, state)
-    if isinstance(fields, Reason):
-        return fields
-    # in another dtype than the state's the original rounds twice; with a graph of its own it can be derived again
-    if (
-        dy.dtype is not state.dtype
-        or (dy.requires_grad and torch.is_grad_enabled())
-        or (packed.shape[0] == 1) is not transposes
-        or len(state.shape) != 2
-    ):
+    if not hasattr(state, "state2"):
+        return Reason.NOT_4BIT
+    # in another dtype than the state's the original rounds twice
+    if dy.dtype is not state.dtype or (packed.shape[0] == 1) is not transposes:
         return Reason.PRODUCT
-    with torch._C.DisableTorchFunctionSubclass():
-        return multiply(server, multiplier, dy, packed.view(-1, 1), fields, state.quant_type)
+    return product_of(multiplier, dy, packed, state)
 
 
 def replace_backward(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -424,7 +466,8 @@ def replace_backward(target: str, original: Callable[..., Any]) -> Callable[...,
 
     Before 0.50 it transposes the dequantized weight of a packed [1, bytes], since 0.50 neither.
     """
-    server, multiplier = Server(target), Multiplier(target, backward=True)
+    server = Server(target)
+    multiplier = Multiplier(server, backward=True)
     transposes = "t" in original.__code__.co_names  # type: ignore[attr-defined]
 
     @functools.wraps(original)
@@ -434,7 +477,7 @@ def replace_backward(target: str, original: Callable[..., Any]) -> Callable[...,
             result: Any = Reason.PRODUCT
             if wanted and not bias_wanted and not ctx.is_empty:
                 try:
-                    result = multiply_back(server, multiplier, grad_output, ctx.tensors[1], ctx.state, transposes)
+                    result = product_back(multiplier, grad_output, ctx.tensors[1], ctx.state, transposes)
                 except Exception as error:
                     result = server.failed(error)
             if type(result) is not Reason:

@@ -44,6 +44,7 @@ class Target:
 
 
 FAST_GEMV = ("X", "W", "quant_state", "out")
+MATMUL_LORA = ("X", "W", "W_quant", "A", "B", "s", "out")
 FAST_DEQUANTIZE = ("W", "quant_state", "out", "use_global_buffer")
 LINEAR_4BIT = (
     ("A", "B", "shapeB", "absmax", "blocksize", "quant_type")
@@ -95,6 +96,18 @@ TARGETS = (
         replace="replace_gemv",
         covers='one row of Linear4bit before 0.50 (generation), with enable(matmul="auto") only',
         only="matmul",
+    ),
+    Target(
+        module="bitsandbytes.autograd._functions",
+        attribute="matmul_4bit",
+        distribution="bitsandbytes",
+        releases=">= 0.43",
+        tested=TESTED_OP_RELEASES,
+        parameters=(("A", "B", "quant_state", "out", "bias"),),
+        replace="replace_matmul_4bit",
+        covers='eager forward of Linear4bit on a few rows without a gradient, with enable(matmul="auto") only',
+        only="matmul",
+        copied=True,
     ),
     Target(
         module="bitsandbytes.autograd._functions",
@@ -152,5 +165,17 @@ TARGETS = (
         replace="replace_fast_gemv",
         covers='one row of every 4-bit weight (generation), with enable(matmul="auto") only',
         only="matmul",
+    ),
+    Target(
+        module="unsloth.kernels.utils",
+        attribute="matmul_lora",
+        distribution="unsloth",
+        releases="every",
+        tested=("2026.9.7", "2026.10.9"),
+        parameters=(MATMUL_LORA, (*MATMUL_LORA, "use_global_buffer")),
+        replace="replace_matmul_lora",
+        covers='linear layers with LoRA on a few rows (short prompts), with enable(matmul="auto") only',
+        only="matmul",
+        copied=True,
     ),
 )

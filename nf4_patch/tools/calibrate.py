@@ -104,9 +104,8 @@ def decided(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 def multiply(backward: bool, config: Any, x: torch.Tensor, packed: torch.Tensor, state: Any, out: Any = None) -> Any:
     """Our product with a config: x @ weight.T, backward x @ weight."""
-    *fields, (n, k), _ = fields_of(state)
     function: Any = matmul_dx.matmul_4bit_dx if backward else matmul.matmul_4bit
-    return function(x, packed, *fields, n, k, config=config, out=out)
+    return function(x, Layout(packed, *fields_of(state)), config=config, out=out)
 
 
 def others(backward: bool, x: torch.Tensor, unsloth: Any) -> dict[str, Callable[..., Any]]:

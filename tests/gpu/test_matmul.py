@@ -17,7 +17,7 @@ import nf4_patch
 from nf4_patch.nf4 import launch, matmul, reference
 from nf4_patch.patching.guards import Reason
 from nf4_patch.patching.product import Multiplier
-from nf4_patch.patching.replacement import fields_of
+from nf4_patch.patching.replacement import Server, fields_of
 from nf4_patch.patching.stats import ledger
 
 CUDA = torch.device("cuda", 0)
@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not MEASURED, reason="the table of products has no row for this GPU: it steps aside"),
 ]
 TARGETS = (
+    "bitsandbytes.autograd._functions.matmul_4bit",
     "bitsandbytes.backends.cuda.ops._gemm_4bit_kernel_impl",
     "bitsandbytes.backends.cuda.ops._dequant_linear_fallback",
 )
@@ -42,10 +43,7 @@ SIZES = (
 
 
 def multiply(x, layout, bias=None, **kwargs):
-    packed, absmax, code, absmax2, code2, offset, blocksize = layout[:7]
-    return matmul.matmul_4bit(
-        x, packed, absmax, code, absmax2, code2, offset, blocksize, layout.blocksize2, *layout.shape, bias, **kwargs
-    )
+    return matmul.matmul_4bit(x, layout, bias, **kwargs)
 
 
 def exact(layout):
@@ -153,8 +151,8 @@ def test_refusals_are_sentences():
     layout = layout_of(packed, state)
     x = torch.randn(4, 256, device=CUDA, dtype=torch.bfloat16)
 
-    def why(x=x, packed=packed, blocksize=64, n=128, k=256, bias=None):
-        return matmul.refusal(x, packed, blocksize, n, k, bias)
+    def why(x=x, bias=None, **changes):
+        return matmul.refusal(x, layout._replace(**changes), bias)
 
     assert why() is None
     assert why(x=x.cpu()) == "x is on cpu; the kernel runs on NVIDIA GPUs"
@@ -162,7 +160,11 @@ def test_refusals_are_sentences():
     assert why(blocksize=32).startswith("blocksize 32 is none of (64,")
     assert why(blocksize=512) == "K = 256 is no multiple of the blocksize 512: a block spans two rows"
     assert why(packed=packed[4:]).endswith("not on 16 bytes")
-    assert why(bias=torch.zeros(128, device=CUDA)).startswith("bias is torch.float32, strides (1,); it must be")
+    assert why(offset=layout.offset.half()) == "the offset is torch.float16; the kernel reads float32"
+    assert why(bias=torch.zeros(128, device=CUDA)).startswith("bias is torch.float32 [128], strides (1,); it must be")
+    assert why(bias=torch.zeros(127, device=CUDA, dtype=x.dtype)).endswith(
+        "must be torch.bfloat16 [128], contiguous, on 16 bytes"
+    )
     assert why(x=torch.zeros(65, 256, device=CUDA, dtype=torch.bfloat16)).startswith(
         "no measured config for 65 rows on"
     )
@@ -177,11 +179,11 @@ def test_every_number_of_rows_shares_the_compiled_text():
     x = torch.randn(64, 1024, device=CUDA, dtype=torch.bfloat16)
     for count in matmul.TILE_COUNTS:
         multiply(x[: 8 * count], layout)
-    compiled = len(matmul._starts)
+    compiled = len(matmul._entries)
     weight = F.dequantize_4bit(packed, state).double()
     for m in range(1, 65):
         assert error(multiply(x[:m], layout), x[:m].double() @ weight.t()) < 0.01
-    assert len(matmul._starts) == compiled
+    assert len(matmul._entries) == compiled
 
 
 def test_out_stride_and_empty_rows():
@@ -205,8 +207,8 @@ def test_first_use_inside_a_capture_is_named():
     packed, state = quantized((1408, 640), torch.float16, CUDA, blocksize=128)
     layout = layout_of(packed, state)
     x = torch.randn(2, 640, device=CUDA, dtype=torch.float16)
-    saved = dict(matmul._starts), dict(matmul._kernels)
-    matmul._starts.clear()
+    saved = dict(matmul._entries), dict(matmul._kernels)
+    matmul._entries.clear()
     matmul._kernels.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -214,7 +216,7 @@ def test_first_use_inside_a_capture_is_named():
             multiply(x, layout)
         torch.zeros(1, device=CUDA)
     assert caught.value.reason == "CAPTURING"
-    matmul._starts.update(saved[0])
+    matmul._entries.update(saved[0])
     matmul._kernels.update(saved[1])
     assert multiply(x, layout).isfinite().all()
 
@@ -222,24 +224,58 @@ def test_first_use_inside_a_capture_is_named():
 def test_multiplier_reasons():
     packed, state = quantized((128, 256), torch.bfloat16, CUDA)
     fields = fields_of(state)
-    multiplier = Multiplier("test")
-    x = torch.randn(4, 256, device=CUDA, dtype=torch.bfloat16)
-    want = multiplier.serve(x, packed, fields)
+    server = Server("test")
+    multiplier = Multiplier(server)
+    one = torch.randn(4, 256, device=CUDA, dtype=torch.bfloat16)
+
+    def serve(x=one, packed=packed, quant_type="nf4", **kwargs):
+        return multiplier.serve(x, packed, fields, quant_type, state=state, **kwargs)
+
+    want = serve()
     assert not isinstance(want, Reason)
-    assert multiplier.serve(x.cpu(), packed, fields) is Reason.NOT_CUDA
-    assert multiplier.serve(x[:0], packed, fields) is Reason.ROWS
-    assert multiplier.serve(torch.cat([x] * 17), packed, fields) is Reason.ROWS
-    assert multiplier.serve(x[:, :128], packed, fields) is Reason.ROWS
-    assert multiplier.serve(x, packed, fields, torch.zeros(128, device=CUDA)) is Reason.PRODUCT
-    assert multiplier.serve(x, packed[:64], fields) is Reason.SIZES
-    assert multiplier.serve(x, packed.clone()[16:], fields) is Reason.SIZES
-    assert multiplier.serve(x, packed, fields, out=torch.empty(4, 127, device=CUDA, dtype=x.dtype)) is Reason.OUT
-    out = torch.empty(4, 128, device=CUDA, dtype=x.dtype)
-    assert multiplier.serve(x, packed, fields, out=out) is out
+    for _ in range(2):  # refused again, and nothing remembered by it
+        assert serve(one.cpu()) is Reason.NOT_CUDA
+        assert serve(one[:0]) is Reason.ROWS
+        assert serve(torch.cat([one] * 17)) is Reason.ROWS
+        assert serve(one[:, :128]) is Reason.ROWS
+        assert serve(bias=torch.zeros(128, device=CUDA)) is Reason.PRODUCT
+        assert serve(packed=packed[:64]) is Reason.SIZES
+        assert serve(packed=packed.clone()[16:]) is Reason.SIZES
+        assert serve(quant_type="int4") is Reason.QUANT_TYPE
+        for wrong in (torch.empty(4, 127, device=CUDA, dtype=one.dtype), torch.empty(4, 128, device=CUDA)):
+            assert serve(out=wrong) is Reason.OUT
+    out = torch.full((4, 128), float("nan"), device=CUDA, dtype=one.dtype)
+    assert serve(out=out) is out
     assert torch.equal(out, want)
+    odd = torch.full((4 * 128 + 1,), float("nan"), device=CUDA, dtype=one.dtype)[1:].view(4, 128)
+    assert torch.equal(serve(out=odd), want) and torch.equal(odd, want)
+    assert len(multiplier.products) == 1
     freed = packed.clone()
     freed.untyped_storage().resize_(0)
-    assert multiplier.serve(x, freed, fields) is Reason.NO_MEMORY
+    assert serve(packed=freed) is Reason.NO_MEMORY
+    assert ledger.hits("test") == 3
+
+
+def test_a_remembered_product_follows_its_weight():
+    """Another bias, x, weight at the same shape, or new numbers at the same address: the result is that of now."""
+    packed, state = quantized((128, 256), torch.bfloat16, CUDA)
+    other, _ = quantized((128, 256), torch.bfloat16, CUDA, seed=7)
+    multiplier = Multiplier(Server("test"))
+    x = torch.randn(4, 256, device=CUDA, dtype=torch.bfloat16)
+    biases = [None, *torch.randn(2, 128, device=CUDA, dtype=torch.bfloat16)]
+
+    def both(x, packed, bias):
+        got = multiplier.serve(x, packed, fields_of(state), "nf4", bias, state=state)
+        return got, multiply(x.contiguous(), layout_of(packed, state), bias)
+
+    for _ in range(2):
+        for values in (x, x + 1, x.repeat(1, 2)[:, ::2], x[:1], x.view(2, 2, 256)):
+            for weight in (packed, other):
+                for bias in biases:
+                    got, want = both(values, weight, bias)
+                    assert torch.equal(got, want) and got.shape == want.shape
+        packed.copy_(torch.randint_like(packed, 256))
+    assert len(multiplier.products) == 18  # 3 shapes of x, 2 weights, 3 biases
 
 
 def linear(n, k, dtype=torch.bfloat16, bias=False, **kwargs):
@@ -302,7 +338,7 @@ def test_dequant_linear_target_too(auto):
         a = ops._dequant_linear_fallback(*arguments, **second)
         b = ops._gemm_4bit_kernel_impl(*arguments, *second.values())
         assert torch.equal(a, b)
-    assert hits() == dict.fromkeys(TARGETS, 3)
+    assert hits() == {TARGETS[0]: 0, TARGETS[1]: 3, TARGETS[2]: 3}
 
 
 def test_losses_are_stock_with_matmul_off_and_training_is_untouched_with_it_on(auto):
@@ -403,7 +439,7 @@ def test_unsloth_gemv():
     x = torch.randn(1, 1, 2048, dtype=torch.bfloat16, device="cuda")
     got = utils.fast_gemv(x, packed, state)
     assert row().hits == 1, nf4_patch.status()
-    assert torch.equal(got, matmul.matmul_4bit(x, *layout[:7], layout.blocksize2, *layout.shape))
+    assert torch.equal(got, matmul.matmul_4bit(x, layout))
     out = torch.full((1, 1, 1000), float("nan"), dtype=torch.bfloat16, device="cuda")
     assert utils.fast_gemv(x, packed, state, out=out) is out
     assert torch.equal(out, got)

@@ -33,14 +33,11 @@ SIZES = (
 
 def multiply(dy, layout, **kwargs):
     """With the table's config; where it has none for so small a weight, with the last that has as many rows."""
-    packed, absmax, code, absmax2, code2, offset, blocksize = layout[:7]
     n, k = layout.shape
     m = dy.numel() // n
     if m <= 64 and matmul_dx.config_for(torch.cuda.get_device_capability(CUDA), m, n, k) is None:
         kwargs["config"] = next(row.config for row in matmul_dx.ROWS if m <= row.m and k <= row.k)
-    return matmul_dx.matmul_4bit_dx(
-        dy, packed, absmax, code, absmax2, code2, offset, blocksize, layout.blocksize2, *layout.shape, **kwargs
-    )
+    return matmul_dx.matmul_4bit_dx(dy, layout, **kwargs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -88,8 +85,8 @@ def test_refusals_are_sentences():
     layout = layout_of(packed, state)
     dy = torch.randn(4, 128, device=CUDA, dtype=torch.bfloat16)
 
-    def why(dy=dy, packed=packed, blocksize=64, n=128, k=256):
-        return matmul_dx.refusal(dy, packed, blocksize, n, k)
+    def why(dy=dy, **changes):
+        return matmul_dx.refusal(dy, layout._replace(**changes))
 
     assert why() is None
     assert why(dy=dy.cpu()) == "dY is on cpu; the kernel runs on NVIDIA GPUs"
@@ -109,11 +106,11 @@ def test_every_number_of_rows_shares_the_compiled_text():
     dy = torch.randn(64, 1280, device=CUDA, dtype=torch.bfloat16)
     for count in matmul.TILE_COUNTS:
         multiply(dy[: 8 * count], layout)
-    compiled = len(matmul._starts)
+    compiled = len(matmul._entries)
     weight = F.dequantize_4bit(packed, state).double()
     for m in range(1, 65):
         assert error(multiply(dy[:m], layout), dy[:m].double() @ weight) < 0.01
-    assert len(matmul._starts) == compiled
+    assert len(matmul._entries) == compiled
 
 
 def test_out_stride_and_empty_rows():
@@ -145,15 +142,15 @@ def test_in_a_cuda_graph():
     static.copy_(other)
     graph.replay()
     assert torch.equal(result, want)
-    saved = dict(matmul._starts), dict(matmul_dx._kernels)
-    matmul._starts.clear()
+    saved = dict(matmul._entries), dict(matmul_dx._kernels)
+    matmul._entries.clear()
     matmul_dx._kernels.clear()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         with pytest.raises(launch.KernelUnavailable) as caught:
             multiply(static, layout)
         torch.zeros(1, device=CUDA)
     assert caught.value.reason == "CAPTURING"
-    matmul._starts.update(saved[0])
+    matmul._entries.update(saved[0])
     matmul_dx._kernels.update(saved[1])
 
 

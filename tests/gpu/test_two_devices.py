@@ -130,7 +130,7 @@ def test_the_product_runs_where_its_weight_is():
         x = torch.zeros(4, 1024, dtype=torch.bfloat16, device=packed.device)
         x[:, :4] = torch.eye(4, device=packed.device)
         with torch.cuda.device(DEVICES[0]):
-            got = matmul.matmul_4bit(x, *layout[:7], layout.blocksize2, *layout.shape)
+            got = matmul.matmul_4bit(x, layout)
         assert got.device == packed.device and torch.equal(got, weight[:, :4].t())
     nf4_patch.disable()
     ledger.reset()
