@@ -198,7 +198,7 @@ def one_shape(
 def eager(shapes: Iterable[tuple[int, int]], dtype: torch.dtype, tell: Tell) -> Iterator[Comparison]:
     """Our dequantization beside Unsloth's Triton kernel, on the host and on the GPU; nothing where there is none."""
     found = peers()
-    if UNSLOTH_TRITON not in found:
+    if UNSLOTH_TRITON not in found or Config.read().forbidden:  # NF4_PATCH=0: ours is not to be had
         return
     yield from dequantization.on_host(found, tell)
     for shape in shapes:
@@ -318,16 +318,18 @@ def table(entry: dict[str, Any]) -> Table:
         for before, row in zip((0, *(row["m"] for row in rows)), rows, strict=False)
     ]
     names = list(dict.fromkeys(name for *_, row in ranges for name in row["us"] if name != OURS))
-    result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("weight", "rows", OURS, *names, "the best / ours", "noise", "taken"):
-        result.add_column(heading, justify="left" if heading in ("weight", "taken") else "right")
+    caption = "taken: the config's fields in order (nf4/matmul.py, backward nf4/matmul_dx.py)"
+    result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
+    for heading in ("weight", "rows", OURS, *names, "best / ours", "noise", "taken"):
+        text = heading in ("weight", "taken")
+        result.add_column(heading, justify="left" if text else "right", no_wrap=text)
     for subject, first, row in ranges:
         us, config = row["us"], row["config"]
         ratio = f"{min(us[name] for name in names if name in us) / us[OURS]:.2f}x" if OURS in us else ""
-        taken = "original" if config is None else " ".join(f"{name}={value:d}" for name, value in config.items())
+        taken = "the original" if config is None else "-".join(f"{value:d}" for value in config.values())
         span = str(first) if first == row["m"] else f"{first} to {row['m']}"
         times = [microseconds(us.get(name)) for name in (OURS, *names)]
-        result.add_row(subject, span, *times, ratio, f"{100 * row['noise']:.1f} %", taken)
+        result.add_row(subject if first == 1 else "", span, *times, ratio, f"{100 * row['noise']:.1f} %", taken)
     return result
 
 
@@ -378,7 +380,8 @@ def command(
         known, note = {}, f"{path} cannot be read: {error}"
     states = {name: calibration.read(path, name, hooks.releases()) for name in known}
     if show:
-        lines = [note or f"{len(known)} GPUs in {path}", *(f"{name}: {entry.status}" for name, entry in states.items())]
+        note = note or f"{'remembered' if known else 'nothing is remembered'} in {path}"
+        lines = [note, *(f"{name}: {entry.status}" for name, entry in states.items())]
         sound = {name: known[name] for name, entry in states.items() if entry.forward or entry.backward}
         return Calibration(path, sound, note="\n".join(lines))
     if not torch.cuda.is_available() or torch.version.hip is not None:

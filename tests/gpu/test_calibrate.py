@@ -128,7 +128,7 @@ def test_a_config_that_is_wrong_is_caught(unknown, monkeypatch):
     def off(one_hot):
         def changed(backward, config, x, *arguments):
             result = multiply(backward, config, x, *arguments)
-            return result * 1.01 if (x.count_nonzero() == len(x)) is one_hot else result
+            return result * 1.01 if (int(x.count_nonzero()) == len(x)) is one_hot else result
 
         return changed
 
