@@ -8,11 +8,12 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
+from oracle import layout_of, quantized
 
 from nf4_patch.config import Config, ConfigError
-from nf4_patch.nf4 import calibration, matmul, matmul_dx
+from nf4_patch.nf4 import calibration, matmul, matmul_dx, reference
 from nf4_patch.patching import hooks, product, replacement
-from nf4_patch.tools import calibrate, doctor
+from nf4_patch.tools import calibrate, doctor, products
 from nf4_patch.tools.cli import main
 from nf4_patch.tools.comparison import Comparison
 from nf4_patch.tools.peers import BITSANDBYTES, OURS, UNSLOTH_TRITON
@@ -305,6 +306,33 @@ def test_candidates_are_what_is_shipped_for_as_many_rows():
     for config in calibrate.candidates(ADA, "backward", 1, quick=False):
         assert config.cluster == 1  # clusters came with 9.0
     assert calibrate.candidates((9, 0), "forward", 65, quick=False) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels themselves are checked so")
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_config_that_is_wrong_is_not_timed(monkeypatch, backward):
+    """The plain twin passes for a config; one weight that is off, or the sums, and it is named by what is wrong."""
+    packed, state = quantized((256, 512), torch.bfloat16, "cpu")
+    layout = layout_of(packed, state)
+    dense, truth = reference.dequantize(layout), products.exact(layout)
+    x = torch.randn(8, 256 if backward else 512).bfloat16()
+    twin = matmul_dx.matmul_dx_reference if backward else matmul.matmul_reference
+
+    def wrong(change):
+        def multiply(backward, config, x, packed, state, out=None):
+            result = change(twin(x, layout), int(x.count_nonzero()) == len(x))
+            return result if out is None else out.copy_(result)
+
+        monkeypatch.setattr(calibrate, "multiply", multiply)
+        return calibrate.wrong(backward, FORWARD, x, (packed, state), dense, truth)
+
+    def one_bit(result, one_hot):
+        result.view(torch.int16)[3, 5] ^= one_hot
+        return result
+
+    assert wrong(lambda result, one_hot: result) == ""
+    assert wrong(one_bit) == "one-hot rows do not give the bits of dequantize"
+    assert wrong(lambda result, one_hot: result if one_hot else result * 1.01).startswith("error 1.0")
 
 
 def eagerly(ours, theirs, same=True, noise=0.0):
