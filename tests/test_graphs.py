@@ -5,7 +5,6 @@ gpu/test_example_runs.py counts the same for Unsloth's compiled decoder layers.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from typing import Any
 
@@ -78,10 +77,13 @@ def trained(checkpoint: str, device: torch.device, lengths: list[int], **options
     return {"losses": losses, "gradients": gradients, "counts": counts}
 
 
-def compare(
-    checkpoint: str, device: torch.device, lengths: list[int], same=torch.equal, **options: Any
-) -> dict[str, Any]:  # fmt: skip
-    """Train without and with the patch; the same bits of losses and gradients, the same counts. Returns the counts."""
+def compare(checkpoint: str, device: torch.device, lengths: list[int], **options: Any) -> dict[str, Any]:
+    """Train without and with the patch; the same losses, gradients and counts. Returns the counts.
+
+    The same bits, but of gradients that Inductor made on a GPU: there two compilations of stock bitsandbytes differ from
+    each other, in 5 of 42 LoRA gradients by up to 1e-7 of their norm (H200, torch 2.11; why is not known, and Inductor's
+    deterministic mode does not mend it). The bound there is bf16's rounding.
+    """
     nf4_patch.disable()
     stock = trained(checkpoint, device, lengths, **options)
     nf4_patch.enable()
@@ -91,8 +93,14 @@ def compare(
         nf4_patch.disable()
     assert patched["losses"] == stock["losses"]
     assert len(patched["gradients"]) > 0
-    for ours, theirs in zip(patched["gradients"], stock["gradients"], strict=True):
-        assert same(ours, theirs)
+    apart = [
+        ((ours - theirs).norm() / theirs.norm().clamp(min=1e-30)).item()
+        for ours, theirs in zip(patched["gradients"], stock["gradients"], strict=True)
+    ]
+    print(
+        f"{options}: {sum(map(bool, apart))} of {len(apart)} gradients differ, by {max(apart):.1e} of their norm at most"
+    )
+    assert max(apart) <= (2**-8 if GPU and options.get("backend") != "aot_eager" else 0)
     assert patched["counts"] == stock["counts"]
     return patched["counts"]
 
@@ -107,15 +115,10 @@ def test_checkpointed_model(checkpoint, device):
     assert counts["graphs"] >= 1
 
 
-def test_dynamic_shapes(checkpoint, device):
-    """The second length recompiles once with a symbolic size, the ones after it do not; with us as without.
-
-    On an H200 (torch 2.11) one LoRA gradient in 14 has other bits with the patch, in every run, and each side repeats
-    its own. It is no weight's fault: every dequantized weight feeds several gradients or none. The graphs that Inductor
-    gets differ in the op alone (below), so it is what Inductor makes of the rest. 2^-8 is the rounding of bf16.
-    """
-    close = functools.partial(torch.allclose, rtol=2**-6, atol=1e-4)
-    counts = compare(checkpoint, device, [48, 56, 64], same=close if GPU else torch.equal)
+@pytest.mark.parametrize("backend", sorted({BACKEND, "aot_eager"}))
+def test_dynamic_shapes(checkpoint, device, backend):
+    """The second length recompiles once with a symbolic size, the ones after it do not; with us as without."""
+    counts = compare(checkpoint, device, [48, 56, 64], backend=backend)
     assert counts["breaks"] == 0 and counts["graphs"] == 2
 
 
