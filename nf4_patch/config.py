@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 
 class ConfigError(ValueError):
@@ -17,6 +18,12 @@ class Variable:
     allowed: tuple[str, ...]
     default: str  # what an unset or empty variable means; "" where that is a third state
     meaning: str
+    suffix: str = ""  # a path that ends so is allowed too
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """What may be given, in words."""
+        return (*(f"`{value}`" for value in self.allowed), *([f"a path to a `{self.suffix}`"] if self.suffix else []))
 
 
 VARIABLES = (
@@ -37,6 +44,12 @@ VARIABLES = (
         "Whether a library's own fused kernel (Unsloth >= 2026.10) keeps its calls. auto: where it is measured "
         "to be as fast as ours; never: ours takes them; always: it keeps them all.",
     ),
+    Variable(
+        "NF4_PATCH_CALIBRATION", ("auto", "off"), "auto",
+        "The file of `nf4-patch calibrate`, which goes before the shipped tables of what is measured to win. "
+        "auto: nf4_patch/calibration.json in $XDG_CACHE_HOME or ~/.cache; off: the shipped tables only.",
+        suffix=".json",
+    ),
 )  # fmt: skip
 
 
@@ -47,6 +60,7 @@ class Config:
     strict: bool
     defer: str  # auto, never, always
     matmul: str  # off, auto
+    calibration: Path | None  # the file of measurements; None: not to be read
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None, matmul: str | None = None) -> Config:
@@ -60,17 +74,25 @@ class Config:
             environ["NF4_PATCH_MATMUL"] = matmul
         values = {}
         for variable in VARIABLES:
-            value = environ.get(variable.name, "").strip().lower() or variable.default
-            if value not in (*variable.allowed, variable.default):
+            given = environ.get(variable.name, "").strip()
+            value = given.lower() or variable.default
+            if variable.suffix and value.endswith(variable.suffix):
+                value = given
+            elif value not in (*variable.allowed, variable.default):
                 raise ConfigError(
                     f"{variable.name}={environ[variable.name]!r} is not known; "
-                    f"allowed: {', '.join(variable.allowed)}, or unset. {variable.meaning}"
+                    f"allowed: {', '.join(variable.values).replace('`', '')}, or unset. {variable.meaning}"
                 )
             values[variable.name] = value
+        cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
+        file = {"auto": f"{cache}/nf4_patch/calibration.json", "off": ""}.get(
+            values["NF4_PATCH_CALIBRATION"], values["NF4_PATCH_CALIBRATION"]
+        )
         return cls(
             requested=values["NF4_PATCH"] == "1",
             forbidden="0" in (values["NF4_PATCH"], values["NF4_USE_TRITON"]),
             strict=values["NF4_PATCH_STRICT"] == "1",
             defer=values["NF4_PATCH_DEFER"],
             matmul=values["NF4_PATCH_MATMUL"],
+            calibration=Path(os.path.expanduser(file)) if file else None,
         )

@@ -12,6 +12,7 @@ import torch
 import triton  # noqa: F401 (before the variable is set: Triton's own functions stay compiled)
 
 GPU = torch.cuda.is_available()
+os.environ["NF4_PATCH_CALIBRATION"] = "off"  # the shipped tables, whatever this machine remembers
 
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"

@@ -20,7 +20,7 @@ del os.environ["TRITON_INTERPRET"]
 def python(code: str, *, path: Path | None = None, cwd: Path | None = None, check: bool = True, **environ: str):
     """Run ``code``; its completed process, with output as text. ``path`` goes before site-packages."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("NF4_") and k != "TRITON_INTERPRET"}
-    environment |= environ
+    environment |= {"NF4_PATCH_CALIBRATION": "off"} | environ
     if path is not None:
         environment["PYTHONPATH"] = os.pathsep.join([str(path), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     done = subprocess.run(

@@ -94,6 +94,7 @@ def test_doctor_leaves_the_patch_as_it_was(patched):
 
 
 def test_doctor_shows_the_switch(monkeypatch, tmp_path):
+    monkeypatch.delenv("NF4_PATCH_CALIBRATION")
     monkeypatch.setenv("NF4_USE_TRITON", "0")
     result, report = report_of(tmp_path, "doctor")
     assert result.exit_code == 1

@@ -50,8 +50,7 @@ def reasons_table() -> str:
 
 def variables_table() -> str:
     rows = [
-        (f"`{v.name}`", ", ".join(f"`{a}`" for a in v.allowed), f"`{v.default}`" if v.default else "unset", v.meaning)
-        for v in VARIABLES
+        (f"`{v.name}`", ", ".join(v.values), f"`{v.default}`" if v.default else "unset", v.meaning) for v in VARIABLES
     ]
     return table(("variable", "values", "default", "meaning"), rows)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from . import launch, matmul_ptx, reference
+from . import calibration, launch, matmul_ptx, reference
 from .layout import Layout
 
 try:
@@ -74,9 +75,16 @@ ROWS: tuple[Row, ...] = (
 
 
 def config_for(
-    capability: tuple[int, int], m: int, n: int, k: int, rows: tuple[Row, ...] | None = None
+    capability: tuple[int, int], m: int, n: int, k: int, rows: tuple[Row, ...] | None = None,
+    device: int | None = None, backward: bool = False,
 ) -> Any:  # fmt: skip
-    """The measured config for ``m`` rows of X and an [n, k] weight; None where none is."""
+    """The measured config for ``m`` rows of X and an [n, k] weight; None where none is.
+
+    What was calibrated on ``device`` for this very n and k goes before the table.
+    """
+    calibrated = calibration.rows(device, backward).get((n, k))
+    if calibrated is not None:
+        return next((config for most, config in calibrated if m <= most), None)
     for row in ROWS if rows is None else rows:
         if row.capability == capability and m <= row.m and k <= row.k and n >= row.n:
             return row.config
@@ -86,11 +94,11 @@ def config_for(
 def refusal(x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) -> str | None:
     """Why :func:`matmul_4bit` cannot serve these arguments; None if it can."""
     n, k = layout.shape
-    return refusal_of("x", x, layout, x.numel() // k, ROWS) or refusal_of_bias(bias, x.dtype, n)
+    return refusal_of("x", x, layout, x.numel() // k, config_for) or refusal_of_bias(bias, x.dtype, n)
 
 
-def refusal_of(name: str, x: torch.Tensor, layout: Layout, m: int, rows: tuple[Row, ...]) -> str | None:
-    """The refusal of a product of ``m`` rows of x, called ``name``, for which ``rows`` is the table."""
+def refusal_of(name: str, x: torch.Tensor, layout: Layout, m: int, config_of: Callable[..., Any]) -> str | None:
+    """The refusal of a product of ``m`` rows of x, called ``name``, whose config ``config_of`` finds."""
     n, k = layout.shape
     if triton is None:
         return "Triton is not installed"
@@ -110,7 +118,7 @@ def refusal_of(name: str, x: torch.Tensor, layout: Layout, m: int, rows: tuple[R
         return f"the packed weight starts at {layout.packed.data_ptr():#x}, not on 16 bytes"
     if layout.offset is not None and layout.offset.dtype is not torch.float32:
         return f"the offset is {layout.offset.dtype}; the kernel reads float32"
-    if config_for(torch.cuda.get_device_capability(x.device), m, n, k, rows) is None:
+    if config_of(torch.cuda.get_device_capability(x.device), m, n, k, device=x.device.index) is None:
         return f"no measured config for {m} rows on {torch.cuda.get_device_name(x.device)}"
     return None
 
@@ -284,6 +292,7 @@ def processors(device: torch.device) -> int:
 
 
 _kernels: dict[tuple[Any, ...], Kernel] = {}
+calibration.dependents.append(_kernels.clear)
 
 
 def product(
@@ -296,7 +305,7 @@ def product(
     kernel = _kernels.get(key)
     if kernel is None:
         capability = torch.cuda.get_device_capability(x.device)
-        chosen = config or config_for(capability, m, n, k)
+        chosen = config or config_for(capability, m, n, k, device=x.device.index)
         half, sleep = x.dtype is torch.float16, capability >= (9, 0)
         cut = plan(chosen, processors(x.device), m, n, k, half, layout.nested(), bias is not None, sleep)
         warps = chosen.along_n * chosen.along_k

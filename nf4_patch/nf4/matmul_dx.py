@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import matmul, matmul_dx_ptx, reference
+from . import calibration, matmul, matmul_dx_ptx, reference
 from .layout import Layout
 from .matmul import ANY, TILE_COUNTS, Plan, Row
 
@@ -45,14 +45,14 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def config_for(capability: tuple[int, int], m: int, n: int, k: int) -> Any:
+def config_for(capability: tuple[int, int], m: int, n: int, k: int, device: int | None = None) -> Any:
     """The measured config for ``m`` rows of dY and an [n, k] weight; None where none is."""
-    return matmul.config_for(capability, m, n, k, ROWS)
+    return matmul.config_for(capability, m, n, k, ROWS, device, backward=True)
 
 
 def refusal(dy: torch.Tensor, layout: Layout) -> str | None:
     """Why :func:`matmul_4bit_dx` cannot serve these arguments; None if it can."""
-    return matmul.refusal_of("dY", dy, layout, dy.numel() // layout.shape[0], ROWS)
+    return matmul.refusal_of("dY", dy, layout, dy.numel() // layout.shape[0], config_for)
 
 
 def plan(config: Config, processors: int, m: int, n: int, k: int, half: bool, nested: bool) -> Plan:
@@ -68,6 +68,7 @@ def plan(config: Config, processors: int, m: int, n: int, k: int, half: bool, ne
 
 
 _kernels: dict[tuple[Any, ...], matmul.Kernel] = {}
+calibration.dependents.append(_kernels.clear)
 
 
 def product(dy: torch.Tensor, layout: Layout, config: Config | None = None) -> matmul.Product:
@@ -77,7 +78,7 @@ def product(dy: torch.Tensor, layout: Layout, config: Config | None = None) -> m
     key = (dy.device, dy.dtype, layout.nested(), m, n, k, layout.blocksize, layout.blocksize2, config)
     kernel = _kernels.get(key)
     if kernel is None:
-        chosen = config or config_for(torch.cuda.get_device_capability(dy.device), m, n, k)
+        chosen = config or config_for(torch.cuda.get_device_capability(dy.device), m, n, k, dy.device.index)
         half = dy.dtype is torch.float16
         cut = plan(chosen, matmul.processors(dy.device), m, n, k, half, layout.nested())
         warps = chosen.along_k * chosen.along_n

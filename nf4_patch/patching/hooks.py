@@ -8,11 +8,13 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
 import wrapt
 
+from .. import __version__
 from ..config import Config, ConfigError
 from .stats import logger
 from .targets import TARGETS, Target
@@ -104,6 +106,27 @@ def _set_switch(on: bool, config: Config | None) -> None:
     switch.on = on
     if config is not None:
         switch.strict, switch.defer, switch.matmul = config.strict, config.defer, config.matmul
+        use_calibration(config)
+
+
+def use_calibration(config: Config) -> None:
+    """The products' configs come from the file that NF4_PATCH_CALIBRATION names, where it has this GPU and releases."""
+    from ..nf4 import calibration
+
+    calibration.use(config.calibration, releases)
+
+
+def releases() -> dict[str, str | None]:
+    """What a calibration depends on, as installed; None: it is not."""
+    from ..nf4 import launch
+
+    found = {"nf4_patch": __version__, "triton": launch.triton.__version__ if launch.triton else None}
+    for name in dict.fromkeys(target.distribution for target in TARGETS):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
 
 
 def _on_import(target: Target, module: ModuleType) -> None:

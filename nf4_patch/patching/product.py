@@ -7,12 +7,13 @@ therefore a switch of its own, ``enable(matmul="auto")`` or NF4_PATCH_MATMUL=aut
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
 
+from ..nf4 import calibration, matmul, matmul_dx
 from ..nf4 import launch as launching
-from ..nf4 import matmul, matmul_dx
 from ..nf4.layout import Layout
 from . import guards
 from .guards import Reason
@@ -23,9 +24,22 @@ identity = launching.identity
 
 @functools.lru_cache(maxsize=4096)
 def is_measured(device: int, m: int, n: int, k: int, backward: bool = False) -> bool:
-    """Whether the table has a row in which our product won."""
+    """Whether there is a row, calibrated or shipped, in which our product won."""
     table: Any = matmul_dx if backward else matmul
-    return table.config_for(torch.cuda.get_device_capability(device), m, n, k) is not None
+    return table.config_for(torch.cuda.get_device_capability(device), m, n, k, device=device) is not None
+
+
+_multipliers: weakref.WeakSet[Multiplier] = weakref.WeakSet()
+
+
+def forget() -> None:
+    """Ask the tables anew: other measurements are in force."""
+    is_measured.cache_clear()
+    for multiplier in _multipliers:
+        multiplier.products.clear()
+
+
+calibration.dependents.append(forget)
 
 
 class Multiplier:
@@ -39,6 +53,7 @@ class Multiplier:
         self.backward = backward
         self.memo = launching.Memo()
         self.products: dict[tuple[Any, ...], Any] = self.memo.launches
+        _multipliers.add(self)
 
     def serve(
         self, x: torch.Tensor, packed: torch.Tensor, fields: tuple[Any, ...], quant_type: str,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..nf4 import calibration, ops
 from ..nf4 import launch as launching
-from ..nf4 import ops
 from ..nf4.layout import Layout
 from . import guards
 from .guards import Reason
@@ -522,9 +522,17 @@ def deferred(compiling: bool) -> bool:
     return compiling or not measured_everywhere()
 
 
+def faster_eagerly(device: int) -> bool:
+    calibrated = calibration.faster_eagerly(device)
+    return torch.cuda.get_device_capability(device) in FASTER_EAGERLY if calibrated is None else calibrated
+
+
 @functools.cache
 def measured_everywhere() -> bool:
-    return all(torch.cuda.get_device_capability(i) in FASTER_EAGERLY for i in range(torch.cuda.device_count()))
+    return all(map(faster_eagerly, range(torch.cuda.device_count())))
+
+
+calibration.dependents.append(measured_everywhere.cache_clear)
 
 
 def replace_fast_dequantize(target: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,6 +38,7 @@ VERBS = {
     "run": Verb("nf4_patch.tools.cli:run", "Enable the patch, then run a script or a module."),
     "demo": Verb("nf4_patch.tools.cli:demo", "Fine-tune a small QLoRA model without and with the patch."),
     "bench": Verb("nf4_patch.tools.bench:command", "Measure the kernel beside what it replaces."),
+    "calibrate": Verb("nf4_patch.tools.calibrate:command", "Measure what wins on this GPU, and remember it."),
     "inspect": Verb(
         "nf4_patch.tools.inspect:command",
         "Count the kernel's machine code for a GPU that need not be here; model its time.",

@@ -13,6 +13,7 @@ import nf4_patch
 
 from ..nf4.launch import same_bits
 from ..patching import hooks
+from ..patching.replacement import switch
 from .comparison import Comparison
 from .peers import BITSANDBYTES, OURS, Peer
 from .report import Tell
@@ -68,15 +69,16 @@ def on_gpu(peers: dict[str, Peer], tell: Tell, challenge_only: bool = False) -> 
         torch.cuda.empty_cache()
 
 
-def one_shape(shape: tuple[int, int], dtype: torch.dtype, users: str, peers: dict[str, Peer]) -> Comparison:
+def one_shape(
+    shape: tuple[int, int], dtype: torch.dtype, users: str, peers: dict[str, Peer], limits: bool = True
+) -> Comparison:
+    """Ours and the peers; with ``limits`` the ceiling and the copy too."""
     from . import traffic_kernel
 
     nbytes = traffic(shape, dtype.itemsize)
     weights = quantized(shape, dtype, rotation(nbytes))
     outs = [torch.empty(shape, dtype=dtype, device="cuda") for _ in weights]
     same = agree(weights, peers, outs)
-    half = nbytes // 2 // 512 * 512  # both halves start where an allocation may
-    halves = [torch.randint(0, 256, (2, half), dtype=torch.uint8, device="cuda") for _ in weights]
 
     def calls(function: Callable[..., Any]) -> list[Callable[[], object]]:
         return [
@@ -86,6 +88,10 @@ def one_shape(shape: tuple[int, int], dtype: torch.dtype, users: str, peers: dic
 
     variants: dict[str, Sequence[Callable[[], object]]] = {OURS: calls(nf4_patch.dequantize_nf4)}
     variants |= {name: calls(peer.dequantize) for name, peer in peers.items() if peer.captures}
+    if not limits:
+        return Comparison(name_of(shape, dtype), "us", gpu_times(variants), same, nbytes, {"used by": users})
+    half = nbytes // 2 // 512 * 512  # both halves start where an allocation may
+    halves = [torch.randint(0, 256, (2, half), dtype=torch.uint8, device="cuda") for _ in weights]
     for config in traffic_kernel.SHAPES:
         variants[f"{CEILING} {config}"] = [
             traffic_kernel.mover(packed, out, *config) for (packed, _), out in zip(weights, outs, strict=True)
@@ -150,7 +156,12 @@ def on_host(peers: dict[str, Peer], tell: Tell) -> Iterator[Comparison]:
                 name: functools.partial(peer.dequantize, parameter, state, use_global_buffer=True)
                 for name, peer in unsloth.items()
             }
-            yield host("Unsloth's global buffer", functools.partial(ours, parameter, state, None, True), others)
+            before = switch.defer
+            switch.defer = "never"  # on a GPU that is not measured yet ours would give the call back
+            try:
+                yield host("Unsloth's global buffer", functools.partial(ours, parameter, state, None, True), others)
+            finally:
+                switch.defer = before
 
 
 def host(subject: str, ours: Callable[[], Any], others: Mapping[str, Callable[[], Any]]) -> Comparison:

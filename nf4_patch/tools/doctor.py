@@ -19,7 +19,7 @@ from rich.table import Table
 import nf4_patch
 
 from ..config import VARIABLES, Config
-from ..nf4 import launch
+from ..nf4 import calibration, launch, matmul, matmul_dx
 from ..nf4.layout import OUTPUT_DTYPES
 from ..patching import hooks
 from ..patching.guards import Reason
@@ -56,6 +56,7 @@ class Gpu:
     gibibytes: float
     advice: str
     kernels: list[KernelCheck] = field(default_factory=list)
+    products: str = ""  # by what is decided where the fused product serves
 
     @property
     def serves(self) -> bool:
@@ -146,6 +147,7 @@ class DoctorReport(Report):
                 table.add_row(name, "", "refused", "", "")
         yield table
         yield from (f"GPU {gpu.index}: {gpu.advice}" for gpu in self.gpus if gpu.advice)
+        yield from (f"GPU {gpu.index}, products of a few rows: {gpu.products}" for gpu in self.gpus if gpu.products)
 
     def _targets(self) -> Table:
         table = Table(title="Targets")
@@ -167,6 +169,7 @@ def examine(unsloth: bool = False, tell: Tell = silent) -> DoctorReport:
         nf4_patch.config.ConfigError: a NF4_* variable has an unknown value.
     """
     config = Config.read()
+    hooks.use_calibration(config)
     gpus = [examine_gpu(index, tell) for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
     return DoctorReport(
         machine=f"Python {platform.python_version()}, {platform.platform()}",
@@ -208,6 +211,10 @@ def examine_gpu(index: int, tell: Tell) -> Gpu:
         for done, dtype in enumerate(OUTPUT_DTYPES):
             tell(f"compiling for {properties.name}", done, len(OUTPUT_DTYPES))
             gpu.kernels.append(check_kernel(dtype, torch.device("cuda", index), capability))
+        shipped = any(row.capability == capability for row in (*matmul.ROWS, *matmul_dx.ROWS))
+        gpu.products = calibration.status(index) or (
+            "by the shipped tables" if shipped else "in no shipped table; `nf4-patch calibrate` measures them"
+        )
     return gpu
 
 

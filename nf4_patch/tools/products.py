@@ -192,6 +192,20 @@ def product_hits() -> int:
     return sum(tally.hits for key, tally in ledger.tallies.items() if key[2].endswith("product"))
 
 
+def others(x: torch.Tensor, unsloth: Callable[..., Any] | None) -> dict[str, Callable[..., Any]]:
+    """By name what multiplies x by a packed weight of a state beside our product; ``unsloth`` one row only."""
+    dequantize = original("bitsandbytes.functional", "dequantize_4bit")
+    found: dict[str, Callable[..., Any]] = {
+        BITSANDBYTES: lambda packed, state: with_patch(False, lambda: multiply(x, packed, state)),
+        DEQUANTIZE: lambda packed, state: F.linear(x, nf4_patch.dequantize_nf4(packed, state)),
+        THEIR_DEQUANTIZE: lambda packed, state: F.linear(x, dequantize(packed, state)),
+    }
+    if len(x) == 1 and unsloth is not None:
+        row = x.view(1, 1, -1)
+        found[UNSLOTH] = lambda packed, state: unsloth(row, packed, state)
+    return found
+
+
 def one_product(
     weights: Sequence[tuple[torch.Tensor, Any]], dense: Sequence[torch.Tensor], truth_weight: torch.Tensor,
     m: int, unsloth: Callable[..., Any] | None,
@@ -217,22 +231,15 @@ def one_product(
 
     variants: dict[str, Sequence[Call]] = {
         OURS: calls(lambda packed, state: with_patch(True, lambda: multiply(x, packed, state))),
-        BITSANDBYTES: calls(lambda packed, state: with_patch(False, lambda: multiply(x, packed, state))),
-        DEQUANTIZE: calls(lambda packed, state: F.linear(x, nf4_patch.dequantize_nf4(packed, state))),
-        THEIR_DEQUANTIZE: calls(lambda packed, state: F.linear(x, dequantize(packed, state))),
+        **{name: calls(function) for name, function in others(x, unsloth).items()},
         DENSE: [functools.partial(F.linear, x, weight) for weight in dense],
         READ: [traffic_kernel.reader(packed) for packed, _ in few],
     }
-    if m == 1 and unsloth is not None:
-        row = x.view(1, 1, k)
-        variants[UNSLOTH] = calls(lambda packed, state: unsloth(row, packed, state))
     return Product((n, k), m, gpu_times(variants, rounds=10), errors, fused)
 
 
-def measure(
-    models: Iterable[Model] | None = None, rows: Sequence[int] = ROWS, with_unsloth: bool = True, tell: Tell = silent
-) -> Products:
-    """Every projection of the models, bf16, by rows of X.
+def check_machine() -> None:
+    """Whether products can be compared here.
 
     Raises:
         RuntimeError: there is no NVIDIA GPU, or bitsandbytes has no fused product to compare with (before 0.50).
@@ -243,12 +250,28 @@ def measure(
 
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         raise RuntimeError("bitsandbytes before 0.50 has no gemm_4bit to compare with: pip install -U bitsandbytes")
+
+
+def rotating(shape: tuple[int, int], dtype: torch.dtype) -> list[tuple[torch.Tensor, Any]]:
+    """Enough weights to overflow the L2."""
+    return quantized(shape, dtype, max(4, min(24, rotation(shape[0] * shape[1] // 2))))
+
+
+def measure(
+    models: Iterable[Model] | None = None, rows: Sequence[int] = ROWS, with_unsloth: bool = True, tell: Tell = silent
+) -> Products:
+    """Every projection of the models, bf16, by rows of X.
+
+    Raises:
+        RuntimeError: what :func:`check_machine` says.
+    """
+    check_machine()
     unsloth = gemv() if with_unsloth else None
     chosen = [shape for model in models or (MODELS[1], MODELS[3]) for shape in projections(model)]
     products = []
     with nf4_patch.enabled():
         for i, shape in enumerate(dict.fromkeys(chosen)):
-            weights = quantized(shape, torch.bfloat16, max(4, min(24, rotation(shape[0] * shape[1] // 2))))
+            weights = rotating(shape, torch.bfloat16)
             dense = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
             packed, state = weights[0]
             truth_weight = exact(Layout(packed, *fields_of(state)))

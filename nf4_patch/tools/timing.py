@@ -16,6 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..config import Config
+from ..nf4 import calibration
+from ..patching import hooks
+
 Call = Callable[[], object]
 L2_ROTATIONS = 8  # buffers of this many times the L2 between two uses of the same weight
 
@@ -46,10 +50,12 @@ class Machine:
     driver: str
     clocks: str
     releases: dict[str, str]
+    calibration: str = ""  # what is in force, or why it is not
 
     def __str__(self) -> str:
         releases = ", ".join(f"{name} {release}" for name, release in self.releases.items())
-        return f"{self.gpu} (sm_{self.capability}), driver {self.driver}, {self.clocks}\n{releases}"
+        lines = [f"{self.gpu} (sm_{self.capability}), driver {self.driver}, {self.clocks}", releases, self.calibration]
+        return "\n".join(filter(None, lines))
 
 
 DISTRIBUTIONS = ("torch", "triton", "bitsandbytes", "unsloth", "unsloth_zoo", "transformers", "peft", "nf4-patch")
@@ -67,7 +73,9 @@ def machine() -> Machine:
     except (OSError, subprocess.SubprocessError, ValueError):
         driver, clocks = "unknown", "clocks unknown (nvidia-smi did not answer)"
     major, minor = torch.cuda.get_device_capability(device)
-    return Machine(torch.cuda.get_device_name(device), f"{major}{minor}", driver, clocks, releases())
+    hooks.use_calibration(Config.read())
+    name, calibrated = torch.cuda.get_device_name(device), calibration.status(device)
+    return Machine(name, f"{major}{minor}", driver, clocks, releases(), calibrated)
 
 
 def _uuid(device: int) -> str:
