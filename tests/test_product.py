@@ -26,6 +26,7 @@ from nf4_patch.patching.replacement import (
     replace_fast_gemv,
     replace_gemm,
     replace_gemv,
+    replace_gemv_rows,
     replace_matmul_4bit,
     replace_matmul_lora,
     switch,
@@ -139,6 +140,7 @@ MAKERS = {
     "matmul": replace_matmul_4bit,
     "gemv": replace_gemv,
     "fast_gemv": replace_fast_gemv,
+    "rows": replace_gemv_rows,
     "lora": replace_matmul_lora,
 }
 
@@ -164,7 +166,7 @@ def test_refused_on_the_cpu_with_untouched_arguments(name, auto):
     assert not ledger.fallbacks
 
 
-@pytest.mark.parametrize("name", ["gemv", "fast_gemv", "matmul", "lora"])
+@pytest.mark.parametrize("name", ["gemv", "fast_gemv", "matmul", "rows", "lora"])
 def test_reasons_of_a_state(name, auto):
     original, seen = calls_of(name)
     replacement = MAKERS[name](name, original)

@@ -411,6 +411,26 @@ def replace_fast_gemv(target: str, original: Callable[..., Any]) -> Callable[...
     return fast_gemv
 
 
+def replace_gemv_rows(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """For Unsloth's ``_gemv_rows``: a batch of single tokens, [M, 1, K] to [M, 1, N]; its None means: dequantize."""
+    server = Server(target)
+    multiplier = Multiplier(server)
+
+    @functools.wraps(original)
+    def _gemv_rows(X, W, quant_state, out):
+        if switch.on and switch.matmul != "off" and not is_compiling():
+            try:
+                result = product_of(multiplier, X, W, quant_state, out=out)
+            except Exception as error:
+                result = server.failed(error)
+            if type(result) is not Reason:
+                return result
+            server.fall_back(result)
+        return original(X, W, quant_state, out)
+
+    return _gemv_rows
+
+
 def lora_product(ways: tuple[Multiplier, Multiplier], x, packed, state, a, b, scale, out) -> Any:
     """x @ weight.T, or x @ weight for a packed weight [1, bytes], plus (x @ a.T) @ b.T * scale; or the Reason why not."""
     autocast = torch.is_autocast_enabled() and torch.get_autocast_gpu_dtype()

@@ -168,6 +168,17 @@ TARGETS = (
     ),
     Target(
         module="unsloth.kernels.utils",
+        attribute="_gemv_rows",
+        distribution="unsloth",
+        releases=">= 2026.10.9",
+        tested=("2026.10.9",),
+        parameters=(FAST_GEMV,),
+        replace="replace_gemv_rows",
+        covers='generation of 2 to UNSLOTH_GEMV_MAX_ROWS (4) sequences at once, with enable(matmul="auto") only',
+        only="matmul",
+    ),
+    Target(
+        module="unsloth.kernels.utils",
         attribute="matmul_lora",
         distribution="unsloth",
         releases=">= 2026.9.7",

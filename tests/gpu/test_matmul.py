@@ -453,6 +453,16 @@ def test_unsloth_gemv():
     nf4_patch.enable(matmul="off")
     assert torch.equal(utils.fast_gemv(x, packed, state), stock)
     assert row().hits == 2, nf4_patch.status()
+    if hasattr(utils, "_gemv_rows"):
+        attribute = "_gemv_rows"
+        nf4_patch.enable(matmul="auto")
+        few = torch.randn(4, 1, 2048, dtype=torch.bfloat16, device="cuda")
+        got = utils._gemv_rows(few, packed, state, None)
+        assert row().hits == 1, nf4_patch.status()
+        assert torch.equal(got, matmul.matmul_4bit(few, layout))
+        wide = torch.full((4, 1, 1008), float("nan"), dtype=torch.bfloat16, device="cuda")
+        utils._gemv_rows(few, packed, state, wide[..., :1000])  # rows apart: for the original
+        assert row().hits == 1 and row().fallbacks == {"OUT": 1}, row()
     """,
         path=Path(__file__).parents[1],
     )
