@@ -30,7 +30,7 @@ def compile_for(arch, name, config, cut):
 
 
 def forward(arch, config, m, n, k, half, nested, bias):
-    cut = matmul.plan(config, 132, m, n, k, half, nested, bias, arch >= 90)
+    cut = matmul.plan(config, 132, m, n, k, half, nested, bias, divmod(arch, 10))
     compile_for(arch, f"x:{m}x{n}x{k}:{half:d}{nested:d}{bias:d}", config, cut)
 
 

@@ -126,8 +126,9 @@ class Plan(NamedTuple):
 
 
 def plan(
-    config: Config, processors: int, m: int, n: int, k: int, half: bool, nested: bool, bias: bool, sleep: bool = True
-) -> Plan:
+    config: Config, processors: int, m: int, n: int, k: int, half: bool, nested: bool, bias: bool,
+    capability: tuple[int, int] = (9, 0),
+) -> Plan:  # fmt: skip
     groups = -(-n // config.rows)
     chunks = -(-k // 256)
     slices = min(max(1, processors // groups), chunks) if config.sliced else 1
@@ -137,7 +138,7 @@ def plan(
     columns = next(count for count in TILE_COUNTS if m <= 8 * count)
     text = matmul_ptx.program(
         config.tiles, columns, config.along_n, config.along_k, config.wide, config.ahead, still,
-        half, nested, k % 256 != 0, slices > 1, bias and slices == 1, sleep,
+        half, nested, k % 256 != 0, slices > 1, bias and slices == 1, capability,
     )  # fmt: skip
     return Plan(shares, programs, slices, text)
 
@@ -284,8 +285,8 @@ def matmul_4bit(
     if kernel is None:
         capability = torch.cuda.get_device_capability(device)
         chosen = config or config_for(capability, m, n, k)
-        half, sleep = x.dtype is torch.float16, capability >= (9, 0)
-        cut = plan(chosen, processors(device), m, n, k, half, nested, bias is not None, sleep)
+        half = x.dtype is torch.float16
+        cut = plan(chosen, processors(device), m, n, k, half, nested, bias is not None, capability)
         with torch.cuda.device(device):
             kernel = Kernel(
                 tensors, cut, chosen.along_n * chosen.along_k, blocksize, blocksize2, m, n, k, bias is not None
