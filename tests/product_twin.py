@@ -12,6 +12,12 @@ DEPTH = 8  # of K an mma of sm_75 takes
 
 def in_order(x: torch.Tensor, weight: torch.Tensor, config: Config, slices: int = 1, bias: torch.Tensor | None = None):
     """x [m, k] times weight [n, k], both fp16, to [m, n]: mma by mma, then warp by warp, then slice by slice."""
+    total = added(partial_sums(x, weight, config, slices))
+    return (total if bias is None else total + bias.float()).to(torch.float16)
+
+
+def partial_sums(x: torch.Tensor, weight: torch.Tensor, config: Config, slices: int) -> list[torch.Tensor]:
+    """[m, n] in fp32 of each slice of K."""
     (m, k), n, groups = x.shape, weight.shape[0], 2 if config.wide else 4
     chunks = -(-k // 256)
     padded = (torch.nn.functional.pad(side, (0, 256 * chunks - k)).double() for side in (x, weight))
@@ -28,9 +34,8 @@ def in_order(x: torch.Tensor, weight: torch.Tensor, config: Config, slices: int 
             warps = min(config.along_k, stop - start)
             for q in range(32):
                 sums[:warps] = tensor_core(sums[:warps], weight[start : start + warps, q], x[start : start + warps, q])
-        parts.append(added(sums))
-    total = added(parts).t()
-    return (total if bias is None else total + bias.float()).to(torch.float16)
+        parts.append(added(sums).t())
+    return parts
 
 
 def added(parts) -> torch.Tensor:

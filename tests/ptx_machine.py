@@ -49,7 +49,7 @@ def tensor_core(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> 
     """
     terms = torch.cat((left[..., :, None, :] * right[..., None, :, :], sums.double()[..., None]), -1)
     a, b, c = (torch.frexp(part).exponent for part in (left, right, sums.double()))
-    exponents = torch.cat((a[..., :, None, :] + b[..., None, :, :], c[..., None]), -1)
+    exponents = torch.cat((a[..., :, None, :] + b[..., None, :, :] - 1, c[..., None]), -1)
     top = torch.where(terms == 0, -200, exponents).amax(-1, keepdim=True)
     unit = torch.ldexp(torch.ones_like(terms[..., :1]), top - 26)
     total = (terms / unit).trunc().sum(-1) * unit[..., 0]

@@ -67,3 +67,16 @@ def test_the_text_computes_the_product(case):
     hot = torch.zeros(m, k, dtype=torch.float16)
     hot[torch.arange(m), columns] = 1
     assert torch.equal(execute(hot, layout, config)[0], weight[:, columns].t())
+
+
+def test_small_integers_are_exact():
+    """-1, 0 and 1 on both sides: no sum is rounded, whatever the tensor cores do below fp32's last bit."""
+    packed, state = quantized((50, 1088), torch.float16, "cpu", nested=False)
+    state.code = (torch.arange(16) % 3 - 1).float()
+    state.absmax = torch.ones_like(state.absmax)
+    layout = layout_of(packed, state)
+    x = torch.randint(-1, 2, (9, 1088), generator=torch.Generator().manual_seed(0)).half()
+    want = x.double() @ reference.dequantize(layout, False).double().t()
+    assert want.abs().max() > 20
+    for row in matmul.CANDIDATES:
+        assert torch.equal(execute(x, layout, row.config)[0].double(), want)

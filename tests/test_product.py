@@ -462,18 +462,20 @@ def test_reference_of_dx_is_dy_times_the_rounded_weight(nested):
 
 
 def test_text_compiles_for_every_gpu():
-    """ptxas takes every row's text from sm_80 on; no local memory, but for one 8-byte address past 56 rows of X.
+    """ptxas takes every row's text from sm_80 on, every candidate's for sm_75; no local memory, but for one 8-byte address
+    past 56 rows of X on sm_80 and newer.
 
     There all 255 registers are taken (Triton 3.7.1; the weight then comes through as before, 2.0 to 3.0x at 64 rows).
     """
     done = python(Path(__file__).with_name("compile_products.py").read_text())
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert {int(line[0]) for line in lines} == {80, 86, 89, 90, 100, 120}
+    assert {int(line[0]) for line in lines} == {75, 80, 86, 89, 90, 100, 120}
+    assert sum(line[0] == "75" for line in lines) == 3 * (2 + len(matmul.TILE_COUNTS))
     assert sum(line[0] == "90" for line in lines) >= 2 * len(matmul.ROWS + matmul_dx.ROWS)
     for arch, registers, stack, shared, name in lines:
         assert int(shared) <= 48 * 1024, name
         assert int(registers) <= 255, name
-        assert int(stack) <= (8 if name.startswith("x:64x") else 0), (arch, name, "spills")
+        assert int(stack) <= (8 if name.startswith("x:64x") and arch != "75" else 0), (arch, name, "spills")
 
 
 OLD = Path(sys.prefix) / "unsloth-2026.9.7"

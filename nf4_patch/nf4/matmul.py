@@ -72,6 +72,14 @@ ROWS: tuple[Row, ...] = (
 )
 
 
+# Modelled, not measured on a T4: used by `nf4-patch calibrate`, never by config_for. By the model (docs/t4.md) both take 0.4
+# to 0.7 of bitsandbytes' time from 4 rows on, and are no faster below. fp16 only.
+CANDIDATES: tuple[Row, ...] = (
+    Row((7, 5), 16, ANY, 1, Config(tiles=1, along_n=1, along_k=8, wide=True, resident=1)),
+    Row((7, 5), 64, ANY, 1, Config(tiles=2, along_n=4, along_k=2, wide=False, resident=1, sliced=True)),
+)
+
+
 def config_for(
     capability: tuple[int, int], m: int, n: int, k: int, rows: tuple[Row, ...] | None = None
 ) -> Any:  # fmt: skip
@@ -102,6 +110,9 @@ def refusal_of(
         return f"{name} is on {x.device}; the kernel runs on NVIDIA GPUs"
     if x.dtype not in DTYPES:
         return f"{name} is {x.dtype}; the kernel multiplies in float16 or bfloat16"
+    capability = torch.cuda.get_device_capability(x.device)
+    if x.dtype is torch.bfloat16 and capability < (8, 0):
+        return f"{name} is torch.bfloat16; tensor cores multiply it from compute capability 8.0 on, this GPU has {capability[0]}.{capability[1]}"
     if blocksize not in BLOCKSIZES:
         return f"blocksize {blocksize} is none of {BLOCKSIZES}"
     if k % blocksize:
@@ -110,7 +121,7 @@ def refusal_of(
         return f"the packed weight starts at {packed.data_ptr():#x}, not on 16 bytes"
     if bias is not None and (bias.dtype is not x.dtype or not bias.is_contiguous() or bias.data_ptr() % 16):
         return f"bias is {bias.dtype}, strides {bias.stride()}; it must be {x.dtype}, contiguous, on 16 bytes"
-    if config_for(torch.cuda.get_device_capability(x.device), m, n, k, rows) is None:
+    if config_for(capability, m, n, k, rows) is None:
         return f"no measured config for {m} rows on {torch.cuda.get_device_name(x.device)}"
     return None
 
@@ -141,6 +152,11 @@ def plan(
         half, nested, k % 256 != 0, slices > 1, bias and slices == 1, capability,
     )  # fmt: skip
     return Plan(shares, programs, slices, text)
+
+
+def constants(text: str, cluster: int = 1) -> dict[str, Any]:
+    """The constexpr arguments of matmul_4bit_kernel."""
+    return {"PTX": text, "CONSTRAINTS": matmul_ptx.CONSTRAINTS, "CLUSTER": cluster}
 
 
 SUM_BLOCK = 1024
@@ -185,16 +201,16 @@ class Kernel:
     """The launches for one size and kind of argument on one device, as plain integers."""
 
     def __init__(self, tensors: tuple[torch.Tensor, ...], cut: Plan, warps: int, blocksize: int, blocksize2: int,
-                 m: int, n: int, k: int, bias: bool = False):  # fmt: skip
+                 m: int, n: int, k: int, bias: bool = False, start: launch.Start | None = None):  # fmt: skip
         x, out = tensors[0], tensors[7]
         self.grid, self.slices = cut.programs, cut.slices
         shift2 = max(0, blocksize2.bit_length() - 1)
         self.sizes = (m, n, k // 64, (blocksize // 64).bit_length() - 1, shift2, cut.shares, cut.slices)
         self.sum_grid, self.sum_sizes = -(-out.numel() // SUM_BLOCK), (out.numel(), out.shape[-1])
         part = out if cut.slices == 1 else torch.empty(0, dtype=torch.float32, device=x.device)
-        values: dict[str, Any] = {"PTX": cut.text, "CONSTRAINTS": matmul_ptx.CONSTRAINTS, "CLUSTER": cut.cluster}
+        values = constants(cut.text, cut.cluster)
         arguments = (*tensors[:7], part, tensors[8], *self.sizes)
-        self.start = compiled(kernels.matmul_4bit_kernel, arguments, values, warps, x.dtype)
+        self.start = start or compiled(kernels.matmul_4bit_kernel, arguments, values, warps, x.dtype)
         if cut.slices > 1:
             values = {"SLICES": cut.slices, "BIAS": bias, "BLOCK": SUM_BLOCK}
             arguments = (part, out, tensors[8], *self.sum_sizes)

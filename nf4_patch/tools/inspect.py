@@ -45,6 +45,7 @@ class Sm(NamedTuple):
     shuffle: int
     addresses: int
     bytes: int
+    tensor: int  # multiply-adds of 16-bit floats, from the data sheet
     warps: int
     programs: int
     issue: int = 4
@@ -53,10 +54,12 @@ class Sm(NamedTuple):
 
 
 SMS = {
-    (7, 5): Sm(alu=64, fma=64, convert=16, shuffle=32, addresses=16, bytes=64, warps=32, programs=16),
-    (8, 0): Sm(alu=64, fma=64, convert=16, shuffle=32, addresses=32, bytes=128, warps=64, programs=32, shared=167936),
-    (9, 0): Sm(alu=64, fma=128, convert=64, shuffle=32, addresses=32, bytes=128, warps=64, programs=32, shared=233472),
-}
+    (7, 5): Sm(alu=64, fma=64, convert=16, shuffle=32, addresses=16, bytes=64, tensor=512, warps=32, programs=16),
+    (8, 0): Sm(alu=64, fma=64, convert=16, shuffle=32, addresses=32, bytes=128, tensor=1024, warps=64, programs=32,
+               shared=167936),
+    (9, 0): Sm(alu=64, fma=128, convert=64, shuffle=32, addresses=32, bytes=128, tensor=2048, warps=64, programs=32,
+               shared=233472),
+}  # fmt: skip
 
 
 class Gpu(NamedTuple):
@@ -74,7 +77,8 @@ GPUS = (
     Gpu("NVIDIA H200", (9, 0), 132, (1.98,), (3880, 4060, 4800)),
 )
 
-WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "2": 8, "4": 16}  # bytes a lane; LDSM.2 and .4
+MMAS = {"1688": 16 * 8 * 8, "16816": 16 * 8 * 16}  # multiply-adds of a warp
 
 
 class Launch(NamedTuple):
@@ -102,6 +106,8 @@ def cycles(instruction: Instruction, sm: Sm) -> tuple[str, float]:
     if pipe in ("memory", "shared"):
         width = next((WIDTHS[modifier] for modifier in instruction.modifiers if modifier in WIDTHS), 4)
         return "load/store", max(32 / sm.addresses, 32 * width / sm.bytes)
+    if instruction.name == "HMMA":
+        return "tensor", MMAS[instruction.modifiers[0]] / sm.tensor
     if pipe in ("alu", "fma", "convert"):
         return pipe, 32 / getattr(sm, pipe)
     return "issue", 0.0
