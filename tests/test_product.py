@@ -360,6 +360,32 @@ def test_plan_covers_every_row_once():
                 assert cut.slices <= -(-k // 256)
 
 
+@pytest.mark.parametrize("table", [matmul, matmul_dx], ids=["forward", "backward"])
+def test_bf16_is_refused_by_name_before_sm_80(table, monkeypatch):
+    monkeypatch.setattr(matmul.kernels, "matmul_4bit_kernel", SimpleNamespace())
+    monkeypatch.setattr(matmul.triton.runtime, "JITFunction", SimpleNamespace)
+    x = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda:0", numel=lambda: 4096)
+    packed = torch.zeros(64, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+
+    def why(dtype, capability):
+        x.dtype = dtype
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        return table.refusal(x, packed, 64, 4096, 4096)
+
+    assert why(torch.bfloat16, (7, 5)).endswith(
+        "bfloat16; tensor cores multiply it from compute capability 8.0 on, this GPU has 7.5"
+    )
+    assert why(torch.bfloat16, (8, 0)) == why(torch.float16, (7, 5)) == "no measured config for 1 rows on a GPU"
+
+
+def test_candidates_are_offered_and_never_taken():
+    for row in matmul.CANDIDATES:
+        assert row.capability == (7, 5)
+        assert matmul.config_for(row.capability, 1, 4096, 4096) is None
+        assert matmul.config_for(row.capability, row.m, 4096, 4096, matmul.CANDIDATES) is row.config
+
+
 class Compiler:
     """Stands where Triton's JITFunction stands and counts what it is asked to compile."""
 

@@ -72,8 +72,8 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-# Modelled, not measured on a T4: used by `nf4-patch calibrate`, never by config_for. By the model (docs/t4.md) both take 0.4
-# to 0.7 of bitsandbytes' time from 4 rows on, and are no faster below. fp16 only.
+# Modelled, not measured on a T4: used by `nf4-patch calibrate`, never by config_for. By the model (docs/t4.md) 1.4 to 3.0 times
+# as fast as bitsandbytes from 4 rows on, and no faster below. fp16 only.
 CANDIDATES: tuple[Row, ...] = (
     Row((7, 5), 16, ANY, 1, Config(tiles=1, along_n=1, along_k=8, wide=True, resident=1)),
     Row((7, 5), 64, ANY, 1, Config(tiles=2, along_n=4, along_k=2, wide=False, resident=1, sliced=True)),

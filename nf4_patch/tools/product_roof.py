@@ -1,23 +1,26 @@
 """What time a fused product of few rows could take at best on a GPU that need not be here, beside bitsandbytes' own kernel.
 
 Bounds as in ``inspect``: the slower of memory and the busiest pipe (overlapped), and their sum (in turns). A kernel with a
-loop is counted along a warp's way through its machine code: branches are followed when unconditional and passed by
-otherwise, but for those around a part that only the last round of a loop executes. The way once round a loop is multiplied by the rounds
-that the sizes give, and all of it by the warps of the busiest multiprocessor. Not in it: launch gaps, waiting, the way of X
-from the L2, bank conflicts (bitsandbytes' stores to shared memory have some, ours none).
+loop is counted along a warp's way through its machine code: a branch is followed if unconditional and passed by otherwise,
+but for those around what only the last round of a loop executes. The way round a loop is multiplied by the rounds that the
+sizes give, and all of it by the warps of the busiest multiprocessor. tests/test_inspect.py finds every multiplication of a
+product in it once. Not in it: launch gaps, waiting, the way of X from the L2, and bank conflicts (bitsandbytes' stores to
+shared memory have some, ours none).
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Collection, Iterable
 from math import ceil
 from typing import NamedTuple
 
 from ..nf4 import matmul
 from . import machine_code
-from .inspect import SMS, Gpu, Sm, cycles, library_code
+from .inspect import BITSANDBYTES, OURS, SMS, Gpu, ProductRow, Sm, cycles, library_code
 from .machine_code import Code, Instruction
+from .report import Tell, silent
 
 SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096))  # N, K
 ROWS = (1, 4, 8, 16, 32, 64)
@@ -39,18 +42,18 @@ def way(code: Code, start: int, stop: int = -1, avoid: Collection[str] = ()) -> 
     while at not in (stop, len(code.instructions)):
         one = code.instructions[at]
         found.append(one)
-        if one.target is not None and one.target <= at:
+        at, to = at + 1, one.target
+        if to is not None and to < at:
             break
-        over = code.instructions[at : one.target] if one.target is not None else ()
-        taken = over and (not one.predicate or any(passed.name in avoid for passed in over))
-        at = one.target if taken and one.target is not None else at + 1
+        if to is not None and (not one.predicate or any(passed.name in avoid for passed in code.instructions[at:to])):
+            at = to
     return found
 
 
 def loop(code: Code) -> tuple[int, int]:
-    """Positions of the head of the kernel's loop and of the branch back to it."""
+    """Positions of the head of the kernel's loop and of its last branch back."""
     back = [(one.target, at) for at, one in enumerate(code.instructions) if one.target is not None and one.target <= at]
-    return min(back)
+    return min(back)[0], back[-1][1]
 
 
 def ours(gpu: Gpu, config: matmul.Config, m: int, n: int, k: int) -> list[Way]:
@@ -60,11 +63,8 @@ def ours(gpu: Gpu, config: matmul.Config, m: int, n: int, k: int) -> list[Way]:
     head, _ = loop(code)
     groups = ceil(ceil(n / config.rows) / cut.shares)  # of rows, on the busiest multiprocessor
     rounds = ceil(ceil(ceil(k / 256) / cut.slices) / config.along_k)
-    every, last = (
-        way(code, head, avoid=("STG",)),
-        way(code, head),
-    )  # the last round of a group of rows adds up and stores
-    assert len(last) > len(every) > 0 and not any(one.name == "STG" for one in every)
+    every, last = way(code, head, avoid=("STG",)), way(code, head)  # the last round of a group adds up and stores
+    assert len(last) > len(every) and not any(one.name == "STG" for one in every)
     programs = cut.programs / (cut.shares * cut.slices)
     return [
         Way(way(code, 0, head), programs * warps),
@@ -101,33 +101,23 @@ def busy(ways: Iterable[Way], sm: Sm) -> dict[str, float]:
     return total
 
 
-class ProductRow(NamedTuple):
-    """Bounds of one product in microseconds."""
-
-    gpu: str
-    who: str
-    clock: float
-    bandwidth: int
-    n: int
-    k: int
-    m: int
-    memory: float
-    pipe: str  # the busiest
-    busy: float
-
-    @property
-    def best(self) -> float:
-        return max(self.memory, self.busy)
-
-    @property
-    def worst(self) -> float:
-        return self.memory + self.busy
-
-
 def bounds(gpu: Gpu, who: str, ways: list[Way], m: int, n: int, k: int, clock: float, bandwidth: int) -> ProductRow:
     moved = n * k * (0.5 + 1 / 64 + 4 / 64 / 256) + 2 * m * (n + k)
     pipes = busy(ways, SMS[gpu.capability])
     pipe = max(pipes, key=lambda name: pipes[name])
-    return ProductRow(
-        gpu.name, who, clock, bandwidth, n, k, m, moved / bandwidth / 1e3, pipe, pipes[pipe] / clock / 1e3
-    )  # fmt: skip
+    taken = pipes[pipe] / clock / 1e3
+    return ProductRow(gpu.name, who, clock, bandwidth, n, k, m, moved / bandwidth / 1e3, pipe, taken)
+
+
+def model(gpu: Gpu, tell: Tell = silent) -> list[ProductRow]:
+    """Ours and theirs in turns, at the lowest bandwidth; none where there is no candidate, theirs only where it is known."""
+    rows = []
+    for clock, (n, k), m in itertools.product(gpu.clocks, SHAPES, ROWS):
+        config = matmul.config_for(gpu.capability, m, n, k, matmul.CANDIDATES)
+        if config is None:
+            continue
+        tell(f"modelling {m} rows of {n}x{k}")
+        for who, ways in ((OURS, ours(gpu, config, m, n, k)), (BITSANDBYTES, theirs(gpu, m, n, k))):
+            if ways:
+                rows.append(bounds(gpu, who, ways, m, n, k, clock, gpu.bandwidths[0]))
+    return rows
