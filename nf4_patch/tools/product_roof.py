@@ -79,15 +79,19 @@ def theirs(gpu: Gpu, m: int, n: int, k: int) -> list[Way]:
     Empty where its library is not installed. Its choice is in its csrc/gemm_4bit*.cu: up to 3 rows a warp a row of the
     weight, 1024 of K a round; else tiles of 32x64 or, past 32 rows, 64x128 by 8 warps, 64 of K a round.
     """
-    tile = (32, 64) if m <= 32 else (64, 128)
-    name, blocks, warps, rounds = f"sm75_m16n8k8I6__halfLi{tile[0]}ELi{tile[1]}E", ceil(n / tile[1]), 8, k // 64
     if m <= 3:
-        name, blocks, warps, rounds = f"simtI6__halfLi{m}E", ceil(n / 4), 4, ceil(k / 1024)
-    code = library_code(gpu.capability, "gemm_4bit_" + name)
+        return looped(gpu, f"gemm_4bit_simtI6__halfLi{m}E", ceil(n / 4), 4, ceil(k / 1024))
+    rows, columns = (32, 64) if m <= 32 else (64, 128)
+    return looped(gpu, f"gemm_4bit_sm75_m16n8k8I6__halfLi{rows}ELi{columns}E", ceil(n / columns), 8, k // 64)
+
+
+def looped(gpu: Gpu, kernel: str, programs: int, warps: int, rounds: int) -> list[Way]:
+    """A kernel of bitsandbytes' library each of whose warps goes round one loop so often; empty where there is none."""
+    code = library_code(gpu.capability, kernel)
     if code is None:
         return []
     head, back = loop(code)
-    times = ceil(blocks / gpu.sms) * warps
+    times = ceil(programs / gpu.sms) * warps
     return [Way(way(code, 0, head) + way(code, back + 1), times), Way(way(code, head), times * rounds)]
 
 
