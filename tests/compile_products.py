@@ -5,32 +5,17 @@ A process of its own, because the tests' process may hold Triton's interpreter.
 
 from __future__ import annotations
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from nf4_patch.nf4 import matmul, matmul_dx, matmul_kernels, matmul_ptx
-from nf4_patch.tools.machine_code import disassemble, triton_release
-
-POINTERS = ("x", "packed", "absmax", "code", "absmax2", "code2", "offset", "out", "bias")
-NUMBERS = ("m", "n", "blocks", "shift", "shift2", "shares", "slices")
+from nf4_patch.nf4 import matmul, matmul_dx
+from nf4_patch.tools.machine_code import product_code
 
 
 def compile_for(arch, name, config, cut):
-    signature = dict.fromkeys(POINTERS, "*u8") | dict.fromkeys(NUMBERS, "i32")
-    values = {"PTX": cut.text, "CONSTRAINTS": matmul_ptx.CONSTRAINTS, "CLUSTER": cut.cluster}
-    kernel = matmul_kernels.matmul_4bit_kernel
-    if triton_release() >= (3, 3):
-        signature |= dict.fromkeys(values, "constexpr")
-    source = ASTSource(kernel, signature, values)
-    options = {"num_warps": config.along_n * config.along_k, "num_stages": 1, "num_ctas": cut.cluster}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    (code,) = disassemble(compiled.asm["cubin"]).values()
+    code = product_code(cut.text, config.along_n * config.along_k, divmod(arch, 10), cut.cluster)
     print(arch, code.registers, code.stack, code.shared, f"{name}-{'-'.join(map(str, config))}")
 
 
 def forward(arch, config, m, n, k, half, nested, bias):
-    cut = matmul.plan(config, 132, m, n, k, half, nested, bias, arch >= 90)
+    cut = matmul.plan(config, 132, m, n, k, half, nested, bias, divmod(arch, 10))
     compile_for(arch, f"x:{m}x{n}x{k}:{half:d}{nested:d}{bias:d}", config, cut)
 
 
@@ -53,6 +38,12 @@ for row in matmul.ROWS:
 for row in matmul.ROWS[1], matmul.ROWS[-1]:
     for arch in (80, 86, 89, 100, 120):
         forward(arch, row.config, row.m, 4096, 14336, half=False, nested=True, bias=False)
+for row in matmul.CANDIDATES:
+    arch = 10 * row.capability[0] + row.capability[1]
+    for m in (count * 8 for count in matmul.TILE_COUNTS if count * 8 <= row.m):
+        forward(arch, row.config, m, 4096, 14336, half=True, nested=True, bias=False)
+        forward(arch, row.config, m, 1000, 14336 - 64, half=True, nested=False, bias=True)  # slices, a tail of K
+        forward(arch, row.config, m, 1000, 512, half=True, nested=True, bias=True)  # one chunk a warp
 for row in matmul_dx.ROWS:
     for m in rows_of(row.m):
         backward(90, row.config, m, 14336, 4096, half=False, nested=True)  # slices of N

@@ -1,6 +1,6 @@
 """A GPU for inline PTX, in numpy: lane by lane, warp by warp between barriers, the programs of a cluster together.
 
-It knows the instructions that matmul_dx_ptx writes, and refuses what a GPU would do silently: a register read before it
+It knows the instructions that matmul_dx_ptx writes and matmul_ptx for sm_75, and refuses what a GPU would do silently: a register read before it
 is written, an address outside its tensor or off its alignment, a branch that lanes of a warp take differently, shared
 memory touched by two warps, or two programs of a cluster, without a barrier between them.
 """
@@ -16,8 +16,8 @@ import torch
 
 LANES = np.arange(32)
 FULL = np.ones(32, bool)
-BITS = {".b32": 32, ".f32": 32, ".b64": 64, ".pred": 1}
-SIZES = {"b32": 4, "f32": 4, "u8": 1}
+BITS = {".b16": 16, ".b32": 32, ".f32": 32, ".b64": 64, ".pred": 1}
+SIZES = {"b32": np.uint32, "f32": np.uint32, "b16": np.uint16, "u8": np.uint8}
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "bf16x2": torch.bfloat16, "f16x2": torch.float16}
 INTEGERS = {
     "and": operator.and_, "or": operator.or_, "xor": operator.xor, "shl": operator.lshift, "shr": operator.rshift,
@@ -33,6 +33,28 @@ def u64(value) -> np.ndarray:
 
 def as_float(bits: np.ndarray) -> np.ndarray:
     return bits.astype(np.uint32).view(np.float32)
+
+
+def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """fp32 to the nearest 16-bit floats, as bits."""
+    return u64(torch.from_numpy(values.copy()).to(dtype).view(torch.int16).numpy().view(np.uint16))
+
+
+def tensor_core(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """``sums`` [m, n] in fp32, plus left [m, k] @ right [n, k].T in fp64: one mma of an H200, to the bit.
+
+    The products are exact. They and the sum are aligned to the largest exponent, that of a product being the sum of its
+    factors', cut toward zero two bits below fp32's last, and added; the result is cut to fp32 (what another GPU does with
+    those bits is its own affair).
+    """
+    terms = torch.cat((left[..., :, None, :] * right[..., None, :, :], sums.double()[..., None]), -1)
+    a, b, c = (torch.frexp(part).exponent for part in (left, right, sums.double()))
+    exponents = torch.cat((a[..., :, None, :] + b[..., None, :, :] - 1, c[..., None]), -1)
+    top = torch.where(terms == 0, -200, exponents).amax(-1, keepdim=True)
+    unit = torch.ldexp(torch.ones_like(terms[..., :1]), top - 26)
+    total = (terms / unit).trunc().sum(-1) * unit[..., 0]
+    unit = torch.ldexp(torch.ones_like(total), torch.frexp(total).exponent - 24)
+    return ((total / unit).trunc() * unit).float()
 
 
 def pairs(bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
@@ -74,7 +96,7 @@ class Program:
 
     def __init__(self, text: Text, operands: dict[int, int], index: int, warps: int, memory: list[np.ndarray]):
         self.text, self.operands, self.index, self.warps, self.memory = text, operands, index, warps, memory
-        self.rank, self.cluster = 0, [self]
+        self.rank, self.cluster, self.programs = 0, [self], 1
         self.shared = np.zeros(text.shared, np.uint8)
         self.epoch = self.cluster_epoch = 0  # barriers passed, and at the last one of the cluster
         self.written = np.full((text.shared, 2), -1)  # (epoch, warp) of each byte
@@ -121,6 +143,7 @@ class Program:
         special = {
             "%tid.x": 32 * w + LANES,
             "%ctaid.x": self.index + 0 * LANES,
+            "%nctaid.x": self.programs + 0 * LANES,
             "%cluster_ctarank": self.rank + 0 * LANES,
         }
         types, at = self.text.types, 0
@@ -156,11 +179,13 @@ class Program:
             place, names = operands if operation[0] == "st" else reversed(operands)
             base, offset = re.match(r"\[(\S+)(?: \+ (\d+))?\]", place).groups()
             names = [name.strip() for name in names.strip("{}").split(",")]
-            size, lanes = SIZES[operation[-1]], np.flatnonzero(mask)
+            kind, lanes = SIZES[operation[-1]], np.flatnonzero(mask)
+            size = kind().itemsize
+            bits = 16 if size == 2 else 32
             start = (get(base, 64)[lanes] + u64(int(offset or 0))).astype(np.int64)
             if not len(lanes):
                 for name in names if operation[0] == "ld" else ():
-                    put(name, np.zeros(32), mask)
+                    put(name, np.zeros(32), mask, bits)
                 return
             assert not (start % (size * len(names))).any(), "misaligned"
             at = start[:, None] + np.arange(size * len(names))
@@ -175,10 +200,10 @@ class Program:
                 for i, name in enumerate(names):
                     value = np.zeros(32, np.uint64)
                     column = np.ascontiguousarray(found[:, size * i : size * (i + 1)])
-                    value[lanes] = column.view(np.uint32 if size == 4 else np.uint8)[:, 0]
-                    put(name, value, mask)
+                    value[lanes] = column.view(kind)[:, 0]
+                    put(name, value, mask, bits)
             else:
-                value = np.stack([get(name)[lanes].astype(np.uint32) for name in names], 1).view(np.uint8)
+                value = np.stack([get(name)[lanes].astype(kind) for name in names], 1).view(np.uint8)
                 if shared:
                     self.store(w, at, value)
                 else:
@@ -187,7 +212,7 @@ class Program:
         def mma(operation: list[str], operands: list[str], mask: np.ndarray) -> None:
             d, a, b, c = ([name.strip() for name in names.strip("{}").split(",")] for names in operands)
             dtype, g, t = DTYPES[operation[-2]], LANES // 4, LANES % 4
-            left, right, sums = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
+            left, right, sums = np.zeros((16, 4 * len(a))), np.zeros((4 * len(a), 8)), np.zeros((16, 8), np.float32)
             for half in (0, 1):
                 for i, name in enumerate(a):
                     left[g + 8 * (i % 2), 2 * t + half + 8 * (i // 2)] = pairs(get(name), dtype)[:, half]
@@ -195,12 +220,15 @@ class Program:
                     right[2 * t + half + 8 * i, g] = pairs(get(name), dtype)[:, half]
             for i, name in enumerate(c):
                 sums[g + 8 * (i // 2), 2 * t + i % 2] = floats(name)
-            sums = (left @ right + sums).astype(np.float32)
+            sums = tensor_core(*map(torch.from_numpy, (sums, left, right.T.copy()))).numpy()
             for i, name in enumerate(d):
                 put(name, sums[g + 8 * (i // 2), 2 * t + i % 2], mask)
 
         def execute(operation: list[str], x: list[str], mask: np.ndarray) -> None:
             match operation:
+                case ["mov", "b32"] if x[1].startswith("{"):
+                    low, high = (get(name.strip(), 16) for name in x[1].strip("{}").split(","))
+                    put(x[0], high << u64(16) | low, mask)
                 case ["mov", *_]:
                     bits = BITS[types.get(x[0], ".b32")]
                     put(x[0], get(x[1], bits), mask, bits)
@@ -221,17 +249,12 @@ class Program:
                 case ["cvt", "u64", "u32"]:
                     put(x[0], get(x[1]), mask, 64)
                 case ["cvt", "rn", "bf16x2" | "f16x2" as kind, "f32"]:
-                    high, low = (
-                        u64(
-                            torch.from_numpy(floats(name).copy())
-                            .to(DTYPES[kind])
-                            .view(torch.int16)
-                            .numpy()
-                            .view(np.uint16)
-                        )
-                        for name in x[1:]
-                    )
+                    high, low = (rounded(floats(name), DTYPES[kind]) for name in x[1:])
                     put(x[0], high << u64(16) | low, mask)
+                case ["cvt", "rn", "bf16" | "f16" as kind, "f32"]:
+                    put(x[0], rounded(floats(x[1]), DTYPES[kind]), mask, 16)
+                case ["cvt", "f32", "f16"]:
+                    put(x[0], get(x[1], 16).astype(np.uint16).view(np.float16).astype(np.float32), mask)
                 case ["mul", "rn", "f32"]:
                     put(x[0], floats(x[1]) * floats(x[2]), mask)
                 case ["add", "rn", "f32"]:
@@ -249,8 +272,9 @@ class Program:
                     )
                     put(x[0], (a * b).sum(1) + get(x[3]), mask)
                 case ["shfl", "sync", "idx", "b32"]:
-                    assert mask.all() and x[3:] == ["0x1f", "0xffffffff"]
-                    put(x[0], get(x[1])[get(x[2]).astype(int) & 31], mask)
+                    assert mask.all() and x[3] in ("0x1f", "0x1c1f") and x[4] == "0xffffffff"
+                    group = int(x[3], 16) >> 8  # lanes of the same group: 0x1c, of four
+                    put(x[0], get(x[1])[LANES & group | get(x[2]).astype(int) & 31 & ~group], mask)
                 case ["mapa", *_]:
                     put(x[0], get(x[1]) + (get(x[2]) << u64(REMOTE)), mask)
                 case ["ld" | "st", *_]:
@@ -289,7 +313,7 @@ def run(text: str, operands: dict[int, int], programs: int, cluster: int, warps:
     for first in range(0, programs * cluster, cluster):
         group = [Program(parsed, operands, first + rank, warps, memory) for rank in range(cluster)]
         for rank, program in enumerate(group):
-            program.rank, program.cluster = rank, group
+            program.rank, program.cluster, program.programs = rank, group, programs * cluster
         running = [program.run() for program in group]
         while running:
             stops = [next(program, "end") for program in running]

@@ -294,14 +294,15 @@ def test_a_range_is_won_at_both_ends():
 
 
 def test_candidates_are_what_is_shipped_for_as_many_rows():
-    for direction, table in (("forward", matmul.ROWS), ("backward", matmul_dx.ROWS)):
+    tables = {"forward": (*matmul.ROWS, *matmul.CANDIDATES), "backward": matmul_dx.ROWS}
+    for direction, table in tables.items():
         for m in calibrate.ROWS:
             every = calibrate.candidates((9, 0), direction, m, quick=False)
             quick = calibrate.candidates((9, 0), direction, m, quick=True)
             assert every == list(dict.fromkeys(row.config for row in table if row.m >= m))
             assert quick and set(quick) <= set(every)
             for row in table:  # what is shipped for so many rows is tried
-                if matmul.config_for((9, 0), m, row.n, min(row.k, 4096), table) is row.config:
+                if matmul.config_for(row.capability, m, row.n, min(row.k, 4096), table) is row.config:
                     assert row.config in quick
     for config in calibrate.candidates(ADA, "backward", 1, quick=False):
         assert config.cluster == 1  # clusters came with 9.0

@@ -378,6 +378,34 @@ def test_plan_covers_every_row_once():
                 assert cut.slices <= -(-k // 256)
 
 
+@pytest.mark.parametrize("table", [matmul, matmul_dx], ids=["forward", "backward"])
+def test_bf16_is_refused_by_name_before_sm_80(table, monkeypatch):
+    monkeypatch.setattr(matmul.kernels, "matmul_4bit_kernel", SimpleNamespace())
+    monkeypatch.setattr(matmul.triton.runtime, "JITFunction", SimpleNamespace)
+    device = torch.device("cuda", 0)
+    x = SimpleNamespace(is_cuda=True, device=device, numel=lambda: 4096)
+    packed = SimpleNamespace(device=device, data_ptr=lambda: 256)
+    layout = product.Layout(packed, None, None, None, None, None, 64, 0, (4096, 4096), None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+
+    def why(dtype, capability):
+        x.dtype = dtype
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        return table.refusal(x, layout)
+
+    assert why(torch.bfloat16, (7, 5)).endswith(
+        "bfloat16; tensor cores multiply it from compute capability 8.0 on, this GPU has 7.5"
+    )
+    assert why(torch.bfloat16, (8, 0)) == why(torch.float16, (7, 5)) == "no measured config for 1 rows on a GPU"
+
+
+def test_candidates_are_offered_and_never_taken():
+    for row in matmul.CANDIDATES:
+        assert row.capability == (7, 5)
+        assert matmul.config_for(row.capability, 1, 4096, 4096) is None
+        assert matmul.config_for(row.capability, row.m, 4096, 4096, matmul.CANDIDATES) is row.config
+
+
 class Compiler:
     """Stands where Triton's JITFunction stands and counts what it is asked to compile."""
 
@@ -482,18 +510,20 @@ def test_reference_of_dx_is_dy_times_the_rounded_weight(nested):
 
 
 def test_text_compiles_for_every_gpu():
-    """ptxas takes every row's text from sm_80 on; no local memory, but for one 8-byte address past 56 rows of X.
+    """ptxas takes every row's text from sm_80 on, every candidate's for sm_75; no local memory, but for one 8-byte address
+    past 56 rows of X on sm_80 and newer.
 
     There all 255 registers are taken (Triton 3.7.1; the weight then comes through as before, 2.0 to 3.0x at 64 rows).
     """
     done = python(Path(__file__).with_name("compile_products.py").read_text())
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert {int(line[0]) for line in lines} == {80, 86, 89, 90, 100, 120}
+    assert {int(line[0]) for line in lines} == {75, 80, 86, 89, 90, 100, 120}
+    assert sum(line[0] == "75" for line in lines) == 3 * (2 + len(matmul.TILE_COUNTS))
     assert sum(line[0] == "90" for line in lines) >= 2 * len(matmul.ROWS + matmul_dx.ROWS)
     for arch, registers, stack, shared, name in lines:
         assert int(shared) <= 48 * 1024, name
         assert int(registers) <= 255, name
-        assert int(stack) <= (8 if name.startswith("x:64x") else 0), (arch, name, "spills")
+        assert int(stack) <= (8 if name.startswith("x:64x") and arch != "75" else 0), (arch, name, "spills")
 
 
 OLD = Path(sys.prefix) / "unsloth-2026.9.7"

@@ -158,9 +158,6 @@ def operands(layout: Layout, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (layout.bytes(), layout.absmax, layout.code, absmax2, code2, offset, out)  # type: ignore[return-value]
 
 
-Start = Callable[..., None]  # (grid, stream, *pointers, n)
-
-
 class Entry(NamedTuple):
     """How a compiled kernel is launched from plain integers: ``call(grid, 1, 1, stream, *head, *arguments, *tail)``."""
 
@@ -183,15 +180,9 @@ class Entry(NamedTuple):
             return cls(run.launch, (function, *flags, None, None, metadata, None, None, None), values, "c entry")
         return cls(run, (function, metadata, None, None, None), values, "launcher")
 
-
-def starter(compiled: Any, values: tuple[Any, ...]) -> tuple[Start, str]:
-    """A function that launches ``compiled`` from plain integers, and the name of the way it takes."""
-    call, head, tail, way = Entry.of(compiled, values)
-
-    def start(grid, stream, *arguments):
-        call(grid, 1, 1, stream, *head, *arguments, *tail)
-
-    return start, way
+    def start(self, grid: int, stream: int, *arguments: int) -> None:
+        """Launch; where a call counts in nanoseconds this line stands there instead."""
+        self.call(grid, 1, 1, stream, *self.head, *arguments, *self.tail)
 
 
 class Kernel:
@@ -211,11 +202,10 @@ class Kernel:
             )
             self.compiled = compiled.result() if hasattr(compiled, "result") else compiled
             self.entry = Entry.of(self.compiled, tuple(values.values()))
-            call, head, tail, self.way = self.entry
-            stream = current_stream(device.index)
+            self.way = self.entry.way
             pointers = [tensor.data_ptr() for tensor in tensors]
             grid = -(-sample.numel() // self.elements)
-            call(grid, 1, 1, stream, *head, *pointers, sample.numel(), *tail)
+            self.entry.start(grid, current_stream(device.index), *pointers, sample.numel())
         expected = reference.dequantize(sample)
         if not same_bits(out, expected):
             raise KernelUnavailable(

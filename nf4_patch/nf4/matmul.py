@@ -74,6 +74,14 @@ ROWS: tuple[Row, ...] = (
 )
 
 
+# Modelled, not measured on a T4: used by `nf4-patch calibrate`, never by config_for. By the model (docs/t4.md) 1.4 to 3.0 times
+# as fast as bitsandbytes from 4 rows on, and no faster below. fp16 only.
+CANDIDATES: tuple[Row, ...] = (
+    Row((7, 5), 16, ANY, 1, Config(tiles=1, along_n=1, along_k=8, wide=True, resident=1)),
+    Row((7, 5), 64, ANY, 1, Config(tiles=2, along_n=4, along_k=2, wide=False, resident=1, sliced=True)),
+)
+
+
 def config_for(
     capability: tuple[int, int], m: int, n: int, k: int, rows: tuple[Row, ...] | None = None,
     device: int | None = None, backward: bool = False,
@@ -110,6 +118,12 @@ def refusal_of(name: str, x: torch.Tensor, layout: Layout, m: int, config_of: Ca
         return f"{name} is on {x.device}, the weight on {layout.packed.device}"
     if x.dtype not in DTYPES:
         return f"{name} is {x.dtype}; the kernel multiplies in float16 or bfloat16"
+    capability = torch.cuda.get_device_capability(x.device)
+    if x.dtype is torch.bfloat16 and capability < (8, 0):
+        return (
+            f"{name} is torch.bfloat16; tensor cores multiply it from compute capability 8.0 on, "
+            f"this GPU has {capability[0]}.{capability[1]}"
+        )
     if layout.blocksize not in BLOCKSIZES:
         return f"blocksize {layout.blocksize} is none of {BLOCKSIZES}"
     if k % layout.blocksize:
@@ -118,7 +132,7 @@ def refusal_of(name: str, x: torch.Tensor, layout: Layout, m: int, config_of: Ca
         return f"the packed weight starts at {layout.packed.data_ptr():#x}, not on 16 bytes"
     if layout.offset is not None and layout.offset.dtype is not torch.float32:
         return f"the offset is {layout.offset.dtype}; the kernel reads float32"
-    if config_of(torch.cuda.get_device_capability(x.device), m, n, k, device=x.device.index) is None:
+    if config_of(capability, m, n, k, device=x.device.index) is None:
         return f"no measured config for {m} rows on {torch.cuda.get_device_name(x.device)}"
     return None
 
@@ -145,8 +159,9 @@ class Plan(NamedTuple):
 
 
 def plan(
-    config: Config, processors: int, m: int, n: int, k: int, half: bool, nested: bool, bias: bool, sleep: bool = True
-) -> Plan:
+    config: Config, processors: int, m: int, n: int, k: int, half: bool, nested: bool, bias: bool,
+    capability: tuple[int, int] = (9, 0),
+) -> Plan:  # fmt: skip
     groups = -(-n // config.rows)
     chunks = -(-k // 256)
     slices = min(max(1, processors // groups), chunks) if config.sliced else 1
@@ -156,9 +171,14 @@ def plan(
     columns = next(count for count in TILE_COUNTS if m <= 8 * count)
     text = matmul_ptx.program(
         config.tiles, columns, config.along_n, config.along_k, config.wide, config.ahead, still,
-        half, nested, k % 256 != 0, slices > 1, bias and slices == 1, sleep,
+        half, nested, k % 256 != 0, slices > 1, bias and slices == 1, capability,
     )  # fmt: skip
     return Plan(shares, programs, slices, text)
+
+
+def constants(text: str, cluster: int = 1) -> dict[str, Any]:
+    """The constexpr arguments of matmul_4bit_kernel."""
+    return {"PTX": text, "CONSTRAINTS": matmul_ptx.CONSTRAINTS, "CLUSTER": cluster}
 
 
 SUM_BLOCK = 1024
@@ -210,11 +230,12 @@ class Kernel:
 
     Args:
         outer: columns of the result.
+        entry: of the first launch, where it is compiled already.
     """
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, layout: Layout, cut: Plan, warps: int, m: int, outer: int,
-        bias: bool,
+        bias: bool, entry: launch.Entry | None = None,
     ):  # fmt: skip
         n, k = layout.shape
         blocks = (k // 64, (layout.blocksize // 64).bit_length() - 1, max(0, layout.blocksize2.bit_length() - 1))
@@ -223,9 +244,9 @@ class Kernel:
         self.sum_grid, self.sum_sizes = -(-self.total // SUM_BLOCK), (self.total, outer)
         # what is allocated at every call: at an address that is a multiple of 16, as an empty tensor's 0 is
         out, part = (torch.empty(0, dtype=each, device=device) for each in (dtype, torch.float32))
-        values: dict[str, Any] = {"PTX": cut.text, "CONSTRAINTS": matmul_ptx.CONSTRAINTS, "CLUSTER": cut.cluster}
+        values = constants(cut.text, cut.cluster)
         arguments = (out, *operands(layout), out if cut.slices == 1 else part, out, *self.sizes)
-        self.entry = compiled(kernels.matmul_4bit_kernel, arguments, values, warps, device, dtype)
+        self.entry = entry or compiled(kernels.matmul_4bit_kernel, arguments, values, warps, device, dtype)
         self.sum: launch.Entry | None = None
         if cut.slices > 1:
             values = {"SLICES": cut.slices, "BIAS": bias, "BLOCK": SUM_BLOCK}
@@ -306,8 +327,8 @@ def product(
     if kernel is None:
         capability = torch.cuda.get_device_capability(x.device)
         chosen = config or config_for(capability, m, n, k, device=x.device.index)
-        half, sleep = x.dtype is torch.float16, capability >= (9, 0)
-        cut = plan(chosen, processors(x.device), m, n, k, half, layout.nested(), bias is not None, sleep)
+        half = x.dtype is torch.float16
+        cut = plan(chosen, processors(x.device), m, n, k, half, layout.nested(), bias is not None, capability)
         warps = chosen.along_n * chosen.along_k
         with torch.cuda.device(x.device):
             kernel = _kernels[key] = Kernel(x.device, x.dtype, layout, cut, warps, m, n, bias is not None)

@@ -18,10 +18,27 @@ from 32 rows on the latency of X, which comes through the same pipe behind the w
 from __future__ import annotations
 
 import functools
+import math
+from typing import NamedTuple
 
 TABLE_BYTES = 32768  # 256 entries x 16 copies x 8 B: a 64-bit shared load serves 16 lanes a cycle, each its own copy
 SUM_BYTES = 8192  # partial sums. With the table and code2 under 48 KiB, which a kernel gets unasked
 CONSTRAINTS = "=r,l,l,l,l,l,l,l,l,l,r,r,r,r,r,r,r"
+
+
+class Dialect(NamedTuple):
+    """What a capability spells in its own way."""
+
+    depth: int  # of K one mma takes: sm_75 needs two for the same fragments
+    pairs: bool  # two fp32 are rounded and packed by one convert
+    wait: str  # for an mbarrier; "": there are none, the program meets at bar.sync
+
+
+DIALECTS = {
+    (7, 5): Dialect(8, False, ""),  # fp16 only
+    (8, 0): Dialect(16, True, "mbarrier.test_wait.parity.shared.b64"),  # spins
+    (9, 0): Dialect(16, True, "mbarrier.try_wait.parity.shared.b64"),  # may suspend the warp
+}
 
 
 @functools.lru_cache(maxsize=256)
@@ -38,7 +55,7 @@ def program(
     tail: bool,  # K is no multiple of 256
     split: bool,  # fp32 partial sums out[slice, M, N] of the slices of K
     bias: bool,
-    sleep: bool = True,  # mbarrier.try_wait (sm_90) may suspend the warp; test_wait (sm_80) spins
+    capability: tuple[int, int] = (9, 0),  # that its dialect is for
 ) -> str:
     """Operands: $1 x, $2 packed, $3 absmax, $4 code, $5 absmax2, $6 code2, $7 offset, $8 out, $9 bias (addresses);
     $10 M, $11 N, $12 K / 64, $13 log2(blocksize / 64), $14 log2(blocksize2), $15 even shares of the rows, $16 slices of K.
@@ -48,11 +65,11 @@ def program(
     groups, words = (
         (2, 4) if wide else (4, 2)
     )  # a chunk is so many groups of so many words a lane and row, one scale each
-    together = min(registers, SUM_BYTES // (128 * warps))  # accumulators the warps add up at a time
+    together = math.gcd(registers, SUM_BYTES // (128 * warps))  # accumulators the warps add up at a time
     mine = range(max(1, together // along_k))  # of which each summing warp takes so many
-    name, pack = ("f16", "cvt.rn.f16x2.f32") if half else ("bf16", "cvt.rn.bf16x2.f32")
-    mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32"
-    wait = f"mbarrier.{'try' if sleep else 'test'}_wait.parity.shared.b64"
+    name = "f16" if half else "bf16"
+    depth, pairs, wait = DIALECTS[max(known for known in DIALECTS if known <= capability)]
+    mma = f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{name}.{name}.f32"
     text: list[str] = []
     e = text.append
 
@@ -61,6 +78,18 @@ def program(
 
     def vector(prefix: str, first: int, count: int) -> str:
         return "{" + ", ".join(f"{prefix}{first + i}" for i in range(count)) + "}"
+
+    def arrive(barrier: str) -> str:
+        """This warp has left its part of the sums (full), or taken what it adds up (free)."""
+        if wait:
+            return f"bar.warp.sync 0xffffffff; @leader mbarrier.arrive.shared.b64 _, [{barrier}];"
+        return "bar.sync 0;" if barrier == "full" else ""
+
+    def await_(barrier: str, phase: str, label: str) -> str:
+        """All of them have."""
+        if wait:
+            return f"{label}: {wait} p, [{barrier}], {phase}; @!p bra {label};"
+        return "bar.sync 0;" if barrier == "free" else ""
 
     def within_k(name: str, also: str = "") -> None:
         """name<b>: this lane's words of group b lie within K."""
@@ -145,7 +174,7 @@ def program(
     if nested:
         e(".shared .align 16 .b8 scales[1024];")
     if along_k > 1:
-        e(f".shared .align 16 .b8 sums[{SUM_BYTES}]; .shared .align 8 .b64 full, free;")
+        e(f".shared .align 16 .b8 sums[{SUM_BYTES}];{' .shared .align 8 .b64 full, free;' if wait else ''}")
     e(
         f".reg .pred p, more, last, leader, there, scaled, in<4>, near<4>; .reg .b16 high, low; .reg .f32 offset, f, w0, w1, {', '.join(f'code2{i}' for i in range(0, 256, 32 * warps))};"
     )
@@ -217,7 +246,7 @@ def program(
         e(
             f"add.u32 u, tid, {i}; setp.lt.u32 p, u, 256; mov.u32 v, scales; mad.lo.u32 v, u, 4, v; @p st.shared.f32 [v], code2{i};"
         )
-    if along_k > 1:
+    if along_k > 1 and wait:
         e(f"setp.eq.u32 p, tid, 0; @p mbarrier.init.shared.b64 [full], {warps};")
         e(f"@p mbarrier.init.shared.b64 [free], {along_n * min(together, along_k)};")
     e("bar.sync 0;")
@@ -252,14 +281,17 @@ def program(
                     register = 8 * words * (i // 2) + 2 * byte + i % 2
                     e(f"dp4a.u32.u32 u, word{k}_{8 * i + words * b + byte // 4}, {0x80 << 8 * (byte % 4)}, look;")
                     e(f"ld.shared.v2.f32 {{w0, w1}}, [u]; mul.rn.f32 w0, w0, s{i}; mul.rn.f32 w1, w1, s{i};")
-                    e(f"{pack} a{register}, w1, w0;")
+                    if pairs:
+                        e(f"cvt.rn.{name}x2.f32 a{register}, w1, w0;")
+                    else:
+                        e(f"cvt.rn.{name}.f32 low, w0; cvt.rn.{name}.f32 high, w1; mov.b32 a{register}, {{low, high}};")
             fetch_words(k, b)
-            for j in range(2 * words):
+            for j in range(0, 4 * words, depth // 8):  # pairs of registers of A, single ones of B
                 for n in range(columns):
                     for i in range(tiles):
                         c = vector("acc", 4 * (tiles * n + i), 4)
-                        fragment = vector("xw", 32 * n + 4 * words * b + 2 * j, 2)
-                        e(f"{mma} {c}, {vector('a', 8 * words * i + 4 * j, 4)}, {fragment}, {c};")
+                        fragment = vector("xw", 32 * n + 4 * words * b + j, depth // 8)
+                        e(f"{mma} {c}, {vector('a', 8 * words * i + 2 * j, depth // 4)}, {fragment}, {c};")
 
         e(f"bra.uni SUM{k};")
         e(f"IDLE{k}:")
@@ -277,19 +309,19 @@ def program(
             # 14336x4096, H200
             e(f"mov.u32 buf, sums; mad.lo.u32 buf, wn, {along_k * together * 128}, buf; mad.lo.u32 buf, lane, 4, buf;")
             for r in range(0, registers, together):
-                e(f"xor.b32 v, turn, 1; FREE{k}_{r}: {wait} p, [free], v; @!p bra FREE{k}_{r};")
+                e(f"xor.b32 v, turn, 1; {await_('free', 'v', f'FREE{k}_{r}')}")
                 e(f"mad.lo.u32 u, wk, {together * 128}, buf;")
                 e(" ".join(f"st.shared.f32 [u + {128 * i}], acc{r + i};" for i in range(together)))
-                e("bar.warp.sync 0xffffffff; @leader mbarrier.arrive.shared.b64 _, [full];")
+                e(arrive("full"))
                 e(f"sub.u32 sub, wk, {r % along_k};")  # register i is for warp i % along_k
                 if together < along_k:
                     e(f"setp.ge.u32 p, sub, {together}; @p bra SUMMED{k}_{r};")
-                e(f"FULL{k}_{r}: {wait} p, [full], turn; @!p bra FULL{k}_{r};")
+                e(await_("full", "turn", f"FULL{k}_{r}"))
                 for i in mine:
                     e(f"add.u32 u, sub, {i * along_k}; mad.lo.u32 u, u, 128, buf; mov.f32 sum{i}, 0f00000000;")
                     for j in range(along_k):
                         e(f"ld.shared.f32 f, [u + {j * together * 128}]; add.rn.f32 sum{i}, sum{i}, f;")
-                e("bar.warp.sync 0xffffffff; @leader mbarrier.arrive.shared.b64 _, [free];")
+                e(arrive("free"))
                 for i in mine:
                     e(f"add.u32 idx, sub, {r + i * along_k}; and.b32 c0, idx, 1; shr.u32 idx, idx, 1;")
                     e(f"and.b32 c1, idx, {rows - 1}; shl.b32 c1, c1, 3; shr.u32 idx, idx, {log2(rows)};")

@@ -40,7 +40,10 @@ ROWS = (1, 2, 8, 16, 32, 64)  # of X; each closes the range that starts after th
 MARGIN = 0.03  # what is not this much faster is not called faster; nor what is not faster by the noise of the run
 ROUNDS = 10
 DIRECTIONS = {"forward": False, "backward": True}
-SHIPPED = {"forward": matmul.ROWS, "backward": matmul_dx.ROWS}  # whose configs are the candidates, whatever their GPU
+SHIPPED = {
+    "forward": matmul.ROWS + matmul.CANDIDATES,
+    "backward": matmul_dx.ROWS,
+}  # whose configs are the candidates, whatever their GPU
 NAMES = {f"{model.name.split()[0]}-{model.name.split()[-1]}".lower(): model for model in MODELS}
 METHOD = (
     "GPU time of one product, us: CUDA-graph replays over weights that overflow the L2, in turns, medians. Each config "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class Sm(NamedTuple):
     shuffle: int
     addresses: int
     bytes: int
+    tensor: int  # multiply-adds of 16-bit floats, from the data sheet
     warps: int
     programs: int
     issue: int = 4
@@ -53,10 +55,12 @@ class Sm(NamedTuple):
 
 
 SMS = {
-    (7, 5): Sm(alu=64, fma=64, convert=16, shuffle=32, addresses=16, bytes=64, warps=32, programs=16),
-    (8, 0): Sm(alu=64, fma=64, convert=16, shuffle=32, addresses=32, bytes=128, warps=64, programs=32, shared=167936),
-    (9, 0): Sm(alu=64, fma=128, convert=64, shuffle=32, addresses=32, bytes=128, warps=64, programs=32, shared=233472),
-}
+    (7, 5): Sm(alu=64, fma=64, convert=16, shuffle=32, addresses=16, bytes=64, tensor=512, warps=32, programs=16),
+    (8, 0): Sm(alu=64, fma=64, convert=16, shuffle=32, addresses=32, bytes=128, tensor=1024, warps=64, programs=32,
+               shared=167936),
+    (9, 0): Sm(alu=64, fma=128, convert=64, shuffle=32, addresses=32, bytes=128, tensor=2048, warps=64, programs=32,
+               shared=233472),
+}  # fmt: skip
 
 
 class Gpu(NamedTuple):
@@ -74,7 +78,8 @@ GPUS = (
     Gpu("NVIDIA H200", (9, 0), 132, (1.98,), (3880, 4060, 4800)),
 )
 
-WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "2": 8, "4": 16}  # bytes a lane; LDSM.2 and .4
+MMAS = {"1688": 16 * 8 * 8, "16816": 16 * 8 * 16}  # multiply-adds of a warp
 
 
 class Launch(NamedTuple):
@@ -102,6 +107,8 @@ def cycles(instruction: Instruction, sm: Sm) -> tuple[str, float]:
     if pipe in ("memory", "shared"):
         width = next((WIDTHS[modifier] for modifier in instruction.modifiers if modifier in WIDTHS), 4)
         return "load/store", max(32 / sm.addresses, 32 * width / sm.bytes)
+    if instruction.name == "HMMA":
+        return "tensor", MMAS[instruction.modifiers[0]] / sm.tensor
     if pipe in ("alu", "fma", "convert"):
         return pipe, 32 / getattr(sm, pipe)
     return "issue", 0.0
@@ -219,9 +226,34 @@ class CheckRow:
 
 
 @dataclass
+class ProductRow:
+    """A fused product of m rows of X in fp16 with an [n, k] weight, by one kernel; microseconds."""
+
+    gpu: str
+    who: str
+    clock: float
+    bandwidth: int
+    n: int
+    k: int
+    m: int
+    memory: float
+    pipe: str  # the busiest
+    busy: float
+
+    @property
+    def best(self) -> float:
+        return max(self.memory, self.busy)
+
+    @property
+    def worst(self) -> float:
+        return self.memory + self.busy
+
+
+@dataclass
 class InspectReport(Report):
     triton: str
     kernels: list[KernelRow] = field(default_factory=list)
+    products: list[ProductRow] = field(default_factory=list)
     roofs: list[RoofRow] = field(default_factory=list)
     checks: list[CheckRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -235,6 +267,8 @@ class InspectReport(Report):
         if self.roofs:
             yield self._roofs()
             yield from self.speedups()
+        if self.products:
+            yield self._products()
         if self.checks:
             yield self._checks()
         yield from self.notes
@@ -288,6 +322,18 @@ class InspectReport(Report):
                     f"to {them.worst / us.best:.2f} times (its pipes and memory in turns, ours overlapped); {MODELLED}"
                 )
 
+    def _products(self) -> Table:
+        table = Table(title=f"Products of few rows in fp16, microseconds: overlapped / in turns ({MODELLED})")
+        for heading in ("GPU", "weight", "rows", "clock", "memory", OURS, BITSANDBYTES, "theirs over ours"):
+            table.add_column(heading, justify="left" if heading in ("GPU", "weight") else "right")
+        for us, them in itertools.pairwise(self.products):
+            if (us.who, them.who) == (OURS, BITSANDBYTES):
+                bounds = (f"{one.best:.0f} / {one.worst:.0f}" for one in (us, them))
+                ratio = f"{them.best / us.best:.2f} / {them.worst / us.worst:.2f}"
+                weight, clock, memory = f"{us.n}x{us.k}", f"{us.clock} GHz", f"{us.memory:.0f}"
+                table.add_row(us.gpu, weight, str(us.m), clock, memory, *bounds, ratio)
+        return table
+
     def _checks(self) -> Table:
         table = Table(title="The model against this GPU (measured by graph replay past the L2)")
         for heading in ("weight", "kernel", "overlapped", "in turns", "measured", "over the first", "between", "bits"):
@@ -340,8 +386,10 @@ def roof(gpu: Gpu, who: str, launches: Launches, elements: dict[torch.dtype, int
     return RoofRow(gpu.name, who, clock, speed, memory, pipe, busy[pipe], best, worst)
 
 
-def inspect(capabilities: Iterable[tuple[int, int]], check: bool = False, tell: Tell = silent) -> InspectReport:
-    """Compile, count and model for each capability; ``check`` measures on the current GPU too.
+def inspect(
+    capabilities: Iterable[tuple[int, int]], check: bool = False, tell: Tell = silent, matmul: bool = False
+) -> InspectReport:
+    """Compile, count and model for each capability; ``check`` measures on the current GPU too, ``matmul`` models products.
 
     Raises:
         machine_code.Unsupported: the installed Triton cannot compile for one of them.
@@ -377,6 +425,10 @@ def inspect(capabilities: Iterable[tuple[int, int]], check: bool = False, tell: 
             "and the busiest pipe, 'in turns' their sum; a kernel of one phase comes near the first, one that stages "
             "through shared memory lies between the two."
         )
+    if matmul:
+        from . import product_roof
+
+        report.products = [row for gpu in GPUS if gpu.capability in launches for row in product_roof.model(gpu, tell)]
     if check:
         check_here(report, launches, tell)
     return report
@@ -438,8 +490,9 @@ def check_here(report: InspectReport, launches: dict[tuple[int, int], Launches],
 @click.option("--arch", "archs", multiple=True, metavar="SM", help="sm_75, 8.0, ...; again for more (default: sm_75).")
 @click.option("--all", "everything", is_flag=True, help="Every architecture that the installed Triton compiles for.")
 @click.option("--check", is_flag=True, help="Measure on this GPU, if the model knows it, and compare.")
+@click.option("--matmul", is_flag=True, help="Model the fused products that are offered to calibrate, too.")
 @click.pass_obj
-def command(tell: Tell, archs: tuple[str, ...], everything: bool, check: bool) -> InspectReport:
+def command(tell: Tell, archs: tuple[str, ...], everything: bool, check: bool, matmul: bool) -> InspectReport:
     """Count the kernel's machine code for a GPU that need not be here, and model its time there."""
     try:
         if everything:
@@ -449,6 +502,6 @@ def command(tell: Tell, archs: tuple[str, ...], everything: bool, check: bool) -
         if check and torch.cuda.is_available():
             here = torch.cuda.get_device_capability()
             capabilities += [here] if here not in capabilities else []
-        return inspect(capabilities, check, tell)
+        return inspect(capabilities, check, tell, matmul)
     except (ValueError, machine_code.Unsupported) as error:
         raise click.ClickException(str(error)) from error

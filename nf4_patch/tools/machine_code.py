@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..nf4 import launch
+from ..nf4 import launch, matmul
 from ..nf4.launch import Variant
 
 # First release whose ptxas and LLVM know the capability; every other one from sm_75 is known to 3.2, the lowest.
@@ -50,6 +50,12 @@ class Instruction(NamedTuple):
         return tuple(self.opcode.split(".")[1:])
 
     @property
+    def target(self) -> int | None:
+        """The position that a branch goes to; its operand is an address, 16 bytes an instruction (sm_70 and newer)."""
+        address = re.search(r"0x([0-9a-f]+)$", self.operands) if self.opcode in ("BRA", "BRA.U") else None
+        return int(address[1], 16) // 16 if address else None
+
+    @property
     def pipe(self) -> str:
         """The execution pipe; integer and logic instructions, and all that no other row names, are "alu"."""
         if self.name in PIPES:
@@ -60,7 +66,7 @@ class Instruction(NamedTuple):
 class Code(NamedTuple):
     """The machine code of one kernel."""
 
-    instructions: tuple[Instruction, ...]  # to the last EXIT, without the padding behind it
+    instructions: tuple[Instruction, ...]  # to where the last lane leaves, without the padding behind it
     registers: int  # a lane
     stack: int  # bytes a lane: spills and local arrays
     shared: int  # bytes a program
@@ -131,6 +137,33 @@ def compile_variant(variant: Variant, capability: tuple[int, int]) -> Any:
     return triton.compile(source(variant, capability), target=GPUTarget("cuda", sm(capability), 32), options=options)
 
 
+POINTERS = ("x", "packed", "absmax", "code", "absmax2", "code2", "offset", "out", "bias")
+NUMBERS = ("m", "n", "blocks", "shift", "shift2", "shares", "slices")
+
+
+def compile_product(text: str, warps: int, capability: tuple[int, int], cluster: int = 1) -> Any:
+    """Triton's CompiledKernel of a fused product's text, forward or backward."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ..nf4 import matmul_kernels
+
+    signature = dict.fromkeys(POINTERS, "*u8") | dict.fromkeys(NUMBERS, "i32")
+    values = matmul.constants(text, cluster)
+    if triton_release() >= (3, 3):
+        signature |= dict.fromkeys(values, "constexpr")
+    source = ASTSource(matmul_kernels.matmul_4bit_kernel, signature, values)
+    options = {"num_warps": warps, "num_stages": 1, "num_ctas": cluster}
+    return triton.compile(source, target=GPUTarget("cuda", sm(capability), 32), options=options)
+
+
+@functools.lru_cache(maxsize=512)
+def product_code(text: str, warps: int, capability: tuple[int, int], cluster: int = 1) -> Code:
+    (code,) = disassemble(compile_product(text, warps, capability, cluster).asm["cubin"]).values()
+    return code
+
+
 def is_supported(capability: tuple[int, int]) -> bool:
     """Whether the installed Triton compiles for it."""
     return triton_release() >= FIRST_TRITON.get(capability, (3, 2))
@@ -171,6 +204,8 @@ def disassemble_file(file: Path, *options: str) -> dict[str, Code]:
             for predicate, opcode, operands in INSTRUCTION.findall(listing)
         ]
         last = max(index for index, instruction in enumerate(found) if instruction.name == "EXIT")
+        if found[last].predicate:  # the others go on, back to the head of a loop
+            last = next(i for i in range(last, len(found)) if found[i].opcode == "BRA" and not found[i].predicate)
         result[name] = Code(tuple(found[: last + 1]), *resources[name], ptx="")
     return result
 

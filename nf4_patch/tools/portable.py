@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..nf4 import launch
+from ..nf4 import launch, matmul
 from ..nf4.launch import Variant
 from ..nf4.layout import Layout
 from ..patching.replacement import fields_of
@@ -51,16 +51,26 @@ def check(capability: Capability, device: torch.device) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def load(variant: Variant, capability: Capability, device: torch.device) -> tuple[Any, launch.Start]:
+def load(variant: Variant, capability: Capability, device: torch.device) -> tuple[Any, launch.Entry]:
     """The compiled kernel with its PTX in the place of its cubin, and a function that launches it on ``device``."""
     compiled = machine_code.compile_variant(variant, capability)
+    return compiled, entry_of(compiled, tuple(launch.constants(variant, capability).values()), capability, device)
+
+
+@functools.lru_cache(maxsize=256)
+def load_product(text: str, warps: int, capability: Capability, device: torch.device) -> tuple[Any, launch.Entry]:
+    """As :func:`load`, for the text of a fused product."""
+    compiled = machine_code.compile_product(text, warps, capability)
+    return compiled, entry_of(compiled, tuple(matmul.constants(text).values()), capability, device)
+
+
+def entry_of(compiled: Any, values: tuple[Any, ...], capability: Capability, device: torch.device) -> launch.Entry:
+    """What launches the PTX of a compiled kernel on ``device``."""
     target = re.search(r"^\.target (\w+)", compiled.asm["ptx"], re.MULTILINE)
     assert target and target[1].startswith(f"sm_{machine_code.sm(capability)}"), target
     compiled.kernel = compiled.asm["ptx"].encode() + b"\0"  # cuModuleLoadData reads PTX up to a zero byte
-    values = tuple(launch.constants(variant, capability).values())
     with torch.cuda.device(device):
-        start, _ = launch.starter(compiled, values)
-    return compiled, start
+        return launch.Entry.of(compiled, values)
 
 
 def dequantize(layout: Layout, capability: Capability, out: torch.Tensor) -> torch.Tensor:
@@ -68,13 +78,28 @@ def dequantize(layout: Layout, capability: Capability, out: torch.Tensor) -> tor
     device = out.device
     check(capability, device)
     variant = Variant.of(layout, launch.config_for(capability, layout.numel()))
-    _, start = load(variant, capability, device)
+    _, entry = load(variant, capability, device)
     tensors = launch.operands(layout, out)
     with torch.cuda.device(device):
         stream = torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[attr-defined]
         grid = -(-layout.numel() // launch.elements_of(variant))
-        start(grid, stream, *(tensor.data_ptr() for tensor in tensors), layout.numel())
+        entry.start(grid, stream, *(tensor.data_ptr() for tensor in tensors), layout.numel())
     return out
+
+
+def multiply(
+    x: torch.Tensor, layout: Layout, config: matmul.Config, processors: int, capability: Capability, out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Fill ``out`` [m, n] with x [m, k] @ weight.T (+ bias) by code built for ``capability``, as a GPU of so many
+    multiprocessors would launch it."""
+    (m, k), n, device, nested = x.shape, layout.shape[0], out.device, layout.nested()
+    check(capability, device)
+    cut = matmul.plan(config, processors, m, n, k, x.dtype is torch.float16, nested, bias is not None, capability)
+    warps = config.along_n * config.along_k
+    _, entry = load_product(cut.text, warps, capability, device)
+    kernel = matmul.Kernel(device, x.dtype, layout, cut, warps, m, n, bias is not None, entry)
+    return matmul.Product(kernel, x, layout, n, bias)(x, out)
 
 
 def server(capability: Capability) -> Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]:

@@ -1,0 +1,82 @@
+"""The text of the forward product for sm_75, executed without a GPU: the bits of its plain twin and of dequantize."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import layout_of, quantized
+from product_twin import in_order
+from ptx_machine import run
+from test_matmul_dx_text import memory_of
+
+from nf4_patch.nf4 import matmul, reference
+from nf4_patch.nf4.matmul import Config
+
+T4 = (7, 5)
+PROCESSORS = 3  # of an imagined GPU: enough for slices of the smallest weights
+
+# (config, M, N, K, blocksize, nested, quant_type, bias): both widths of a load, X that stays and X that comes, every split
+# of warps, one and two rounds of sums, with tails of M, N and K.
+CASES = (
+    (Config(1, 1, 8, True, 1), 1, 40, 2048, 64, True, "nf4", False),
+    (Config(1, 1, 4, True, 2), 8, 97, 1344, 64, True, "fp4", True),
+    (Config(2, 1, 4, True, 1, ahead=2), 5, 70, 1280, 128, False, "nf4", False),
+    (Config(1, 2, 4, False, 1), 13, 50, 1088, 64, True, "nf4", True),
+    (Config(2, 2, 2, False, 1, sliced=True), 20, 60, 832, 64, False, "fp4", True),
+    (Config(1, 4, 1, False, 1), 30, 129, 320, 64, True, "nf4", False),
+    (Config(2, 1, 8, False, 1), 64, 33, 512, 256, True, "nf4", False),
+)
+
+
+def execute(x, layout, config, bias=None):
+    """What matmul_4bit launches on a T4, on the CPU; and in how many slices."""
+    (m, k), n, nested = x.shape, layout.shape[0], layout.nested()
+    cut = matmul.plan(config, PROCESSORS, m, n, k, True, nested, bias is not None, T4)
+    dtype = torch.float32 if cut.slices > 1 else x.dtype
+    out = memory_of(torch.full((cut.slices, m, n), float("nan"), dtype=dtype))
+    second = (layout.absmax2, layout.code2, layout.offset) if nested else (layout.code,) * 3
+    tensors = (x, layout.packed, layout.absmax, layout.code, *second)
+    memory = [*map(memory_of, tensors), out, memory_of(layout.code if bias is None else bias)]
+    shift, shift2 = (layout.blocksize // 64).bit_length() - 1, max(0, layout.blocksize2.bit_length() - 1)
+    operands = {i + 1: (i + 1) << 32 for i in range(len(memory))}
+    operands |= dict(enumerate((m, n, k // 64, shift, shift2, cut.shares, cut.slices), 10))
+    run(cut.text, operands, cut.programs, 1, config.along_k * config.along_n, memory)
+    parts = torch.from_numpy(out).view(dtype).view(cut.slices, m, n)
+    if cut.slices == 1:
+        return parts[0], 1
+    total = sum(parts[1:], parts[0])
+    return (total if bias is None else total + bias.float()).to(x.dtype), cut.slices
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[0])))
+def test_the_text_computes_the_product(case):
+    config, m, n, k, blocksize, nested, quant_type, with_bias = case
+    packed, state = quantized((n, k), torch.float16, "cpu", blocksize, nested, quant_type)
+    layout = layout_of(packed, state)
+    weight = reference.dequantize(layout, False)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(m, k, generator=generator).half()
+    bias = torch.randn(n, generator=generator).half() if with_bias else None
+    got, slices = execute(x, layout, config, bias)
+    assert (slices > 1) == config.sliced
+    assert torch.equal(got, in_order(x, weight, config, slices, bias))
+    truth = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    plain = matmul.matmul_reference(x, layout, bias)
+    assert (got - truth).norm() <= 1.01 * (plain - truth).norm()
+    columns = torch.randperm(k, generator=generator)[:m]
+    hot = torch.zeros(m, k, dtype=torch.float16)
+    hot[torch.arange(m), columns] = 1
+    assert torch.equal(execute(hot, layout, config)[0], weight[:, columns].t())
+
+
+def test_small_integers_are_exact():
+    """-1, 0 and 1 on both sides: no sum is rounded, whatever the tensor cores do below fp32's last bit."""
+    packed, state = quantized((50, 1088), torch.float16, "cpu", nested=False)
+    state.code = (torch.arange(16) % 3 - 1).float()
+    state.absmax = torch.ones_like(state.absmax)
+    layout = layout_of(packed, state)
+    x = torch.randint(-1, 2, (9, 1088), generator=torch.Generator().manual_seed(0)).half()
+    want = x.double() @ reference.dequantize(layout, False).double().t()
+    assert want.abs().max() > 20
+    for row in matmul.CANDIDATES:
+        assert torch.equal(execute(x, layout, row.config)[0].double(), want)
