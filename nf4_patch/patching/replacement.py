@@ -210,6 +210,16 @@ class Server:
             logger.error("nf4_patch failed in %s; the original runs", self.target, exc_info=error)
         return Reason.ERROR
 
+    def tried(self, attempt: Callable[..., Any], *arguments: Any) -> Any:
+        """The attempt's result, or the Reason why there is none, counted."""
+        try:
+            result = attempt(*arguments)
+        except Exception as error:
+            result = self.failed(error)
+        if type(result) is Reason:
+            self.fall_back(result)
+        return result
+
     def fall_back(self, reason: Reason) -> None:
         detail = {Reason.KERNEL_FAILED: self.failure, Reason.ERROR: self.error}.get(reason, "")
         ledger.fall_back(self.target, reason, switch.strict, detail)
@@ -257,11 +267,11 @@ def replace_dequantize_4bit(target: str, original: Callable[..., Any]) -> Callab
     return dequantize_4bit
 
 
-def linear_fields(A, shapeB, absmax, blocksize, code, absmax_8bit, absmax_code, absmax_offset) -> tuple[Any, ...]:
-    """The fields of a Layout after ``packed``, from the arguments of bitsandbytes 0.50's 4-bit linear functions."""
+def linear_fields(A, shapeB, absmax, blocksize, absmax_8bit, absmax_code, absmax_offset) -> tuple[Any, ...]:
+    """The fields of a Layout after ``packed``, less the code, from the arguments of bitsandbytes 0.50's 4-bit linear functions."""
     if absmax_8bit is None:
-        return (absmax, code, None, None, None, blocksize, 0, tuple(shapeB), A.dtype)
-    return (absmax_8bit, code, absmax, absmax_code, absmax_offset, blocksize, 256, tuple(shapeB), A.dtype)
+        return (absmax, None, None, None, None, blocksize, 0, tuple(shapeB), A.dtype)
+    return (absmax_8bit, None, absmax, absmax_code, absmax_offset, blocksize, 256, tuple(shapeB), A.dtype)
 
 
 def replace_dequant_linear(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -277,8 +287,7 @@ def replace_dequant_linear(target: str, original: Callable[..., Any]) -> Callabl
         A, B, shapeB, absmax, blocksize, quant_type, bias=None, absmax_8bit=None, absmax_code=None, absmax_offset=None
     ):
         if switch.on:
-            second = (absmax_8bit, absmax_code, absmax_offset)
-            fields = linear_fields(A, shapeB, absmax, blocksize, None, *second)
+            fields = linear_fields(A, shapeB, absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
             try:
                 if switch.matmul != "off":
                     result = multiply(A, B, fields, quant_type, bias)
@@ -308,15 +317,10 @@ def replace_gemm(target: str, original: Callable[..., Any]) -> Callable[..., Any
         A, B, shapeB, absmax, blocksize, quant_type, bias=None, absmax_8bit=None, absmax_code=None, absmax_offset=None
     ):
         if switch.on and switch.matmul != "off":
-            second = (absmax_8bit, absmax_code, absmax_offset)
-            fields = linear_fields(A, shapeB, absmax, blocksize, None, *second)
-            try:
-                result = multiply(A, B, fields, quant_type, bias)
-            except Exception as error:
-                result = server.failed(error)
+            fields = linear_fields(A, shapeB, absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
+            result = server.tried(multiply, A, B, fields, quant_type, bias)
             if type(result) is not Reason:
                 return result
-            server.fall_back(result)
         return original(
             A, B, shapeB, absmax, blocksize, quant_type, bias, absmax_8bit, absmax_code, absmax_offset
         )  # fmt: skip
@@ -324,8 +328,12 @@ def replace_gemm(target: str, original: Callable[..., Any]) -> Callable[..., Any
     return _gemm_4bit_kernel_impl
 
 
-def product_of(multiplier: Multiplier, x, packed, state, bias=None, out=None) -> Any:
-    """The product of x with the weight of a QuantState, in x's dtype, or the Reason why not."""
+def product_of(multiplier: Multiplier, x, packed, state, bias=None, out=None, transposed=None) -> Any:
+    """The product of x with the weight of a QuantState, in x's dtype, or the Reason why not.
+
+    Args:
+        transposed: whether the packed weight has to come as [1, bytes]; None: it does not matter.
+    """
     try:
         fields = fields_of(state)
     except AttributeError:
@@ -336,10 +344,19 @@ def product_of(multiplier: Multiplier, x, packed, state, bias=None, out=None) ->
         return Reason.TRANSFORM
     if type(x).__torch_dispatch__ is not own_dispatch or type(packed).__torch_dispatch__ is not own_dispatch:
         return Reason.SUBCLASS
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+    if (
+        (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
+        or (transposed is not None and (packed.shape[0] == 1) is not transposed)
+        or (multiplier.backward and x.dtype is not fields[-1])  # the original rounds to both
+    ):
         return Reason.PRODUCT
     with torch._C.DisableTorchFunctionSubclass():  # Params4bit's methods as a Tensor's
         return multiplier.serve(x, packed, (*fields[:-1], x.dtype), state.quant_type, bias, out, state)
+
+
+def row_of(multiplier: Multiplier, x, packed, state, out) -> Any:
+    """As ``product_of``, of one row."""
+    return product_of(multiplier, x, packed, state, None, out) if x.numel() == x.shape[-1] else Reason.PRODUCT
 
 
 def replace_matmul_4bit(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -348,20 +365,14 @@ def replace_matmul_4bit(target: str, original: Callable[..., Any]) -> Callable[.
     """
     server = Server(target)
     multiplier = Multiplier(server)
-    either_way = "gemm_4bit" in original.__code__.co_names  # type: ignore[attr-defined]
+    transposed = None if "gemm_4bit" in original.__code__.co_names else True  # type: ignore[attr-defined]
 
     @functools.wraps(original)
     def matmul_4bit(A, B, quant_state, out=None, bias=None):
         if switch.on and switch.matmul != "off" and not is_compiling():
-            result: Any = Reason.PRODUCT
-            if either_way or B.shape[0] == 1:
-                try:
-                    result = product_of(multiplier, A, B, quant_state, bias, out)
-                except Exception as error:
-                    result = server.failed(error)
+            result = server.tried(product_of, multiplier, A, B, quant_state, bias, out, transposed)
             if type(result) is not Reason:
                 return result
-            server.fall_back(result)
         return original(A, B, quant_state, out, bias)
 
     return matmul_4bit
@@ -375,15 +386,9 @@ def replace_gemv(target: str, original: Callable[..., Any]) -> Callable[..., Any
     @functools.wraps(original)
     def gemv_4bit(A, B, out=None, transposed_A=False, transposed_B=False, state=None):
         if switch.on and switch.matmul != "off" and not is_compiling():
-            result: Any = Reason.PRODUCT
-            if A.numel() == A.shape[-1]:
-                try:
-                    result = product_of(multiplier, A, B, state, out=out)
-                except Exception as error:
-                    result = server.failed(error)
+            result = server.tried(row_of, multiplier, A, B, state, out)
             if type(result) is not Reason:
                 return result
-            server.fall_back(result)
         return original(A, B, out, transposed_A, transposed_B, state)
 
     return gemv_4bit
@@ -397,15 +402,9 @@ def replace_fast_gemv(target: str, original: Callable[..., Any]) -> Callable[...
     @functools.wraps(original)
     def fast_gemv(X, W, quant_state, out=None):
         if switch.on and switch.matmul != "off" and not is_compiling():
-            result: Any = Reason.PRODUCT
-            if X.numel() == X.shape[-1]:
-                try:
-                    result = product_of(multiplier, X, W, quant_state, out=out)
-                except Exception as error:
-                    result = server.failed(error)
+            result = server.tried(row_of, multiplier, X, W, quant_state, out)
             if type(result) is not Reason:
                 return result
-            server.fall_back(result)
         return original(X, W, quant_state, out)
 
     return fast_gemv
@@ -419,13 +418,9 @@ def replace_gemv_rows(target: str, original: Callable[..., Any]) -> Callable[...
     @functools.wraps(original)
     def _gemv_rows(X, W, quant_state, out):
         if switch.on and switch.matmul != "off" and not is_compiling():
-            try:
-                result = product_of(multiplier, X, W, quant_state, out=out)
-            except Exception as error:
-                result = server.failed(error)
+            result = server.tried(product_of, multiplier, X, W, quant_state, None, out)
             if type(result) is not Reason:
                 return result
-            server.fall_back(result)
         return original(X, W, quant_state, out)
 
     return _gemv_rows
@@ -455,30 +450,12 @@ def replace_matmul_lora(target: str, original: Callable[..., Any]) -> Callable[.
     @functools.wraps(original)
     def matmul_lora(X, W, W_quant, A, B, s, out=None, **kwargs):
         if switch.on and switch.matmul != "off" and not is_compiling():
-            try:
-                result = lora_product(ways, X, W, W_quant, A, B, s, out)
-            except Exception as error:
-                result = server.failed(error)
+            result = server.tried(lora_product, ways, X, W, W_quant, A, B, s, out)
             if type(result) is not Reason:
                 return result
-            server.fall_back(result)
         return original(X, W, W_quant, A, B, s, out, **kwargs)
 
     return matmul_lora
-
-
-def product_back(multiplier: Multiplier, dy, packed, state, transposes: bool) -> Any:
-    """dY @ weight, [..., K] in dY's dtype, or the Reason why not.
-
-    Args:
-        transposes: the original transposes what it dequantized, so that only a packed weight [1, bytes] means ours.
-    """
-    if not hasattr(state, "state2"):
-        return Reason.NOT_4BIT
-    # in another dtype than the state's the original rounds twice
-    if dy.dtype is not state.dtype or (packed.shape[0] == 1) is not transposes:
-        return Reason.PRODUCT
-    return product_of(multiplier, dy, packed, state)
 
 
 def replace_backward(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -494,15 +471,13 @@ def replace_backward(target: str, original: Callable[..., Any]) -> Callable[...,
     def backward(ctx, grad_output):
         if switch.on and switch.matmul != "off" and not is_compiling():
             wanted, _, _, bias_wanted, _ = ctx.needs_input_grad
-            result: Any = Reason.PRODUCT
             if wanted and not bias_wanted and not ctx.is_empty:
-                try:
-                    result = product_back(multiplier, grad_output, ctx.tensors[1], ctx.state, transposes)
-                except Exception as error:
-                    result = server.failed(error)
-            if type(result) is not Reason:
-                return result, None, None, None, None
-            server.fall_back(result)
+                packed, state = ctx.tensors[1], ctx.state
+                result = server.tried(product_of, multiplier, grad_output, packed, state, None, None, transposes)
+                if type(result) is not Reason:
+                    return result, None, None, None, None
+            else:
+                server.fall_back(Reason.PRODUCT)
         return original(ctx, grad_output)
 
     return backward
