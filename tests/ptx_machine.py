@@ -1,8 +1,9 @@
 """A GPU for inline PTX, in numpy: lane by lane, warp by warp between barriers, the programs of a cluster together.
 
-It knows the instructions that matmul_dx_ptx writes and matmul_ptx for sm_75, and refuses what a GPU would do silently: a register read before it
-is written, an address outside its tensor or off its alignment, a branch that lanes of a warp take differently, shared
-memory touched by two warps, or two programs of a cluster, without a barrier between them.
+It knows the instructions that matmul_ptx and matmul_dx_ptx write, and refuses what a GPU would do silently: a register
+read before it is written, an address outside its tensor or off its alignment, a branch that lanes of a warp take
+differently, shared memory touched by two warps, or two programs of a cluster, without a barrier between them (what one
+warp knows of the others is a vector clock: a barrier hands it on), a barrier that nobody will complete.
 """
 
 from __future__ import annotations
@@ -81,6 +82,10 @@ class Text:
         if array := re.match(r"\.shared \.align \d+ \.b8 (\w+)\[(\d+)\]", source):
             self.arrays[array[1]] = self.shared
             self.shared += int(array[2])
+        elif words := re.match(r"\.shared \.align 8 \.b64 (.*)", source):
+            for name in words[1].split(", "):
+                self.arrays[name] = self.shared
+                self.shared += 8
         elif source.startswith(".reg"):
             _, kind, names = source.split(None, 2)
             for name, count in re.findall(r"(\w+)(?:<(\d+)>)?", names):
@@ -91,6 +96,21 @@ class Text:
             self.code.append((predicate, operation.split("."), [x.strip() for x in operands], source))
 
 
+class Barrier:
+    """An mbarrier: a phase is complete when ``count`` warps have arrived."""
+
+    def __init__(self, count: int, warps: int):
+        self.count = self.pending = count
+        self.phase = 0
+        self.known = self.complete = np.zeros(warps, int)  # what those who arrived knew; the same of complete phases
+
+    def arrive(self, known: np.ndarray) -> None:
+        self.known = np.maximum(self.known, known)
+        self.pending -= 1
+        if self.pending == 0:
+            self.phase, self.pending, self.complete = self.phase + 1, self.count, self.known
+
+
 class Program:
     """One program (CTA) of a text. ``memory[i]`` is a tensor's bytes, at the address (i + 1) << 32."""
 
@@ -99,19 +119,28 @@ class Program:
         self.rank, self.cluster, self.programs = 0, [self], 1
         self.shared = np.zeros(text.shared, np.uint8)
         self.epoch = self.cluster_epoch = 0  # barriers passed, and at the last one of the cluster
-        self.written = np.full((text.shared, 2), -1)  # (epoch, warp) of each byte
-        self.loaded = np.full((text.shared, 2), -1)
+        self.clock = np.eye(warps, dtype=int)  # of each warp (row): what it knows of every warp
+        self.barriers: dict[int, Barrier] = {}
+        self.arrivals = 0
+        self.written = np.full((text.shared, 3), -1)  # (epoch, warp, its clock) of each byte
+        self.loaded = np.zeros((text.shared, warps), int)  # each warp's clock
         self.visited = np.full(text.shared, -1)  # cluster_epoch of the last load by another program
 
     def run(self) -> Iterator[None]:
         """Stops at each barrier of the cluster."""
         live = [self.warp(w) for w in range(self.warps)]
-        while live:
+        while True:
             stops = [next(warp, "end") for warp in live]
+            while "wait" in stops:
+                before = self.arrivals, stops.count("wait")
+                stops = [next(warp, "end") if stop == "wait" else stop for warp, stop in zip(live, stops, strict=True)]
+                assert (self.arrivals, stops.count("wait")) != before, "warps wait for what nobody does"
             assert len(set(stops)) == 1, f"warps of a program stop at {set(stops)}"
             if stops[0] == "end":
                 return
             self.epoch += 1
+            self.clock[:] = self.clock.max(0)
+            self.clock += np.eye(self.warps, dtype=int)
             if stops[0] == "cluster":
                 yield
 
@@ -119,24 +148,41 @@ class Program:
         """The bytes at ``at``; in a cluster of the program whose rank mapa put above the address."""
         owner = self.cluster[at.flat[0] >> REMOTE] if remote else self
         at = at & (1 << REMOTE) - 1
-        epochs, warps = owner.written[at, 0], owner.written[at, 1]
+        epochs, warps, clocks = np.moveaxis(owner.written[at], -1, 0)
         if remote:
             assert (epochs < owner.cluster_epoch).all(), "read without a barrier of the cluster after the write"
             owner.visited[at] = owner.cluster_epoch
         else:
-            assert not ((epochs == self.epoch) & (warps != warp)).any(), "read without a barrier after the write"
-            alone = (self.loaded[at, 0] < self.epoch) | (self.loaded[at, 1] == warp)
-            self.loaded[at, 1] = np.where(alone, warp, self.warps)  # no warp: several
-            self.loaded[at, 0] = self.epoch
+            assert (clocks <= self.clock[warp, warps]).all(), "read without a barrier after the write"
+            self.loaded[at, warp] = self.clock[warp, warp]
         return owner.shared[at]
 
     def store(self, warp: int, at: np.ndarray, value: np.ndarray) -> None:
-        for record in (self.written, self.loaded):
-            others = (record[at, 0] == self.epoch) & (record[at, 1] != warp)
-            assert not others.any(), "written without a barrier after another warp"
+        _, warps, clocks = np.moveaxis(self.written[at], -1, 0)
+        known = (clocks <= self.clock[warp, warps]).all() and (self.loaded[at] <= self.clock[warp]).all()
+        assert known, "written without a barrier after another warp"
         assert (self.visited[at] < self.cluster_epoch).all(), "written without a barrier of the cluster after a read"
-        self.written[at] = self.epoch, warp
+        self.written[at] = self.epoch, warp, self.clock[warp, warp]
         self.shared[at] = value
+
+    def barrier(self, warp: int, operation: list[str], operands: list[int], mask: np.ndarray) -> bool:
+        """mbarrier.init, .arrive, or whether the phase that is waited for is complete."""
+        at = operands[0]
+        match operation[1]:
+            case "init":
+                assert at not in self.barriers and self.epoch == 0, "initialized twice, or too late"
+                self.barriers[at] = Barrier(operands[1], self.warps)
+            case "arrive":
+                assert mask.sum() == 1, "one lane arrives for its warp"
+                self.barriers[at].arrive(self.clock[warp])
+                self.clock[warp, warp] += 1
+                self.arrivals += 1
+            case "try_wait" | "test_wait":
+                assert self.epoch > 0, "waited for before all warps know it"
+                if self.barriers[at].phase % 2 == operands[1]:
+                    return False
+                self.clock[warp] = np.maximum(self.clock[warp], self.barriers[at].complete)
+        return True
 
     def warp(self, w: int) -> Iterator[str]:
         registers: dict[str, np.ndarray] = {}
@@ -297,8 +343,17 @@ class Program:
                         at = self.text.labels[operands[0]] if mask.all() else at
                     case ["bar", "sync"]:
                         yield "program"
-                    case ["barrier", "cluster", "arrive", *_]:
+                    case ["bar", "warp", "sync"] | ["barrier", "cluster", "arrive", *_]:
                         pass
+                    case ["mbarrier", what, *_]:
+                        operands, result = (operands[1:], operands[0]) if what != "init" else (operands, "_")
+                        place, *more = operands
+                        numbers = [int(get(place.strip("[]"))[0]), *(int(get(number)[0]) for number in more)]
+                        complete = self.barrier(w, operation, numbers, mask) if mask.any() else True
+                        if what.endswith("wait"):
+                            put(result, FULL & complete, mask, 1)
+                        if not complete:
+                            yield "wait"
                     case ["barrier", "cluster", "wait", *_]:
                         yield "cluster"
                     case _:

@@ -63,3 +63,15 @@ def test_the_text_computes_dx(case):
     assert (got - truth).norm() <= 1.01 * (plain - truth).norm()
     rows = torch.randperm(n, generator=generator)[:m]
     assert torch.equal(execute(torch.eye(n, dtype=dtype)[rows], layout, config), weight[rows])
+
+
+@pytest.mark.parametrize("row", matmul_dx.ROWS, ids=lambda row: "-".join(map(str, (row.m, *row.config))))
+def test_the_text_of_every_row_of_the_table(row):
+    """What an H200 runs, at its most rows of dY, with tails of N and of K in a program's columns: dequantize's bits."""
+    n, k = 12 * row.config.depth * row.config.along_n // 2 + 5, 64 * (row.config.words * row.config.along_k + 1)
+    packed, state = quantized((n, k), torch.bfloat16, "cpu")
+    layout = layout_of(packed, state)
+    rows = torch.randperm(n, generator=torch.Generator().manual_seed(0))[: row.m]
+    dy = torch.zeros(row.m, n, dtype=torch.bfloat16)
+    dy[torch.arange(len(rows)), rows] = 1
+    assert torch.equal(execute(dy, layout, row.config)[: len(rows)], reference.dequantize(layout, False)[rows])

@@ -1,6 +1,8 @@
-"""The text of the forward product for sm_75, executed without a GPU: the bits of its plain twin and of dequantize."""
+"""The text of the forward product, executed without a GPU: the bits of its plain twin and of dequantize, no race, no stray access."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
@@ -9,10 +11,10 @@ from product_twin import in_order
 from ptx_machine import run
 from test_matmul_dx_text import memory_of
 
-from nf4_patch.nf4 import matmul, reference
+from nf4_patch.nf4 import matmul, matmul_ptx, reference
 from nf4_patch.nf4.matmul import Config
 
-T4 = (7, 5)
+T4, A100, H200 = (7, 5), (8, 0), (9, 0)
 PROCESSORS = 3  # of an imagined GPU: enough for slices of the smallest weights
 
 # (config, M, N, K, blocksize, nested, quant_type, bias): both widths of a load, X that stays and X that comes, every split
@@ -28,10 +30,10 @@ CASES = (
 )
 
 
-def execute(x, layout, config, bias=None):
-    """What matmul_4bit launches on a T4, on the CPU; and in how many slices."""
+def execute(x, layout, config, bias=None, capability=T4):
+    """What matmul_4bit launches, on the CPU; and in how many slices."""
     (m, k), n, nested = x.shape, layout.shape[0], layout.nested()
-    cut = matmul.plan(config, PROCESSORS, m, n, k, True, nested, bias is not None, T4)
+    cut = matmul.plan(config, PROCESSORS, m, n, k, x.dtype is torch.float16, nested, bias is not None, capability)
     dtype = torch.float32 if cut.slices > 1 else x.dtype
     out = memory_of(torch.full((cut.slices, m, n), float("nan"), dtype=dtype))
     second = (layout.absmax2, layout.code2, layout.offset) if nested else (layout.code,) * 3
@@ -48,25 +50,40 @@ def execute(x, layout, config, bias=None):
     return (total if bias is None else total + bias.float()).to(x.dtype), cut.slices
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [(T4, torch.float16), (A100, torch.float16), (H200, torch.bfloat16)], ids=str
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[0])))
-def test_the_text_computes_the_product(case):
+def test_the_text_computes_the_product(case, capability, dtype):
     config, m, n, k, blocksize, nested, quant_type, with_bias = case
-    packed, state = quantized((n, k), torch.float16, "cpu", blocksize, nested, quant_type)
+    packed, state = quantized((n, k), dtype, "cpu", blocksize, nested, quant_type)
     layout = layout_of(packed, state)
     weight = reference.dequantize(layout, False)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(m, k, generator=generator).half()
-    bias = torch.randn(n, generator=generator).half() if with_bias else None
-    got, slices = execute(x, layout, config, bias)
+    x = torch.randn(m, k, generator=generator).to(dtype)
+    bias = torch.randn(n, generator=generator).to(dtype) if with_bias else None
+    got, slices = execute(x, layout, config, bias, capability)
     assert (slices > 1) == config.sliced
-    assert torch.equal(got, in_order(x, weight, config, slices, bias))
+    assert torch.equal(got, in_order(x, weight, config, slices, bias, matmul_ptx.DIALECTS[capability].depth))
     truth = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     plain = matmul.matmul_reference(x, layout, bias)
     assert (got - truth).norm() <= 1.01 * (plain - truth).norm()
     columns = torch.randperm(k, generator=generator)[:m]
-    hot = torch.zeros(m, k, dtype=torch.float16)
+    hot = torch.zeros(m, k, dtype=dtype)
     hot[torch.arange(m), columns] = 1
-    assert torch.equal(execute(hot, layout, config)[0], weight[:, columns].t())
+    assert torch.equal(execute(hot, layout, config, capability=capability)[0], weight[:, columns].t())
+
+
+@pytest.mark.parametrize("row", matmul.ROWS, ids=lambda row: "-".join(map(str, (row.m, *row.config))))
+def test_the_text_of_every_row_of_the_table(row):
+    """What an H200 runs, at its most rows of X and on few rows of the weight, K past one round of its warps."""
+    n, k = 5 * row.config.rows // 2, 2368 if row.config.along_k == 8 else 1088
+    packed, state = quantized((n, k), torch.bfloat16, "cpu")
+    layout = layout_of(packed, state)
+    x = torch.randn(row.m, k, generator=torch.Generator().manual_seed(0)).bfloat16()
+    got, slices = execute(x, layout, row.config, None, H200)
+    weight = reference.dequantize(layout, False)
+    assert torch.equal(got, in_order(x, weight, row.config, slices, None, 16))
 
 
 def test_small_integers_are_exact():
@@ -80,3 +97,33 @@ def test_small_integers_are_exact():
     assert want.abs().max() > 20
     for row in matmul.CANDIDATES:
         assert torch.equal(execute(x, layout, row.config)[0].double(), want)
+
+
+FAULTS = {  # what is taken out of the text, and how it is noticed
+    "full": (H200, r"FULL\w+: mbarrier[^;]*; @!p bra FULL\w+;", "", "without a barrier"),
+    "free": (H200, r"FREE\w+: mbarrier[^;]*; @!p bra FREE\w+;", "", "without a barrier"),
+    "arrival": (H200, r"@leader mbarrier.arrive.shared.b64 _, \[full\];", "", "nobody does"),
+    "count": (H200, r"(init.shared.b64 \[full\]), 4;", r"\1, 3;", "without a barrier"),
+    "table": (H200, r"bar.sync 0;", "", "without a barrier|before all warps know"),
+    "sync": (T4, r"bar.sync 0;(?!.*bar.sync 0;)", "", "without a barrier|stop at"),
+    "last row": (H200, r"min.u32 u, u, lastn;", "", "outside its tensor"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_text_with_a_fault_is_refused(fault, monkeypatch):
+    """The machine notices what it is there for."""
+    capability, pattern, replacement, noticed = FAULTS[fault]
+    plan = matmul.plan
+
+    def faulty(*arguments):
+        cut = plan(*arguments)
+        text, count = re.subn(pattern, replacement, cut.text, flags=re.DOTALL)
+        assert count
+        return cut._replace(text=text)
+
+    packed, state = quantized((97, 1344), torch.float16, "cpu")
+    x = torch.randn(8, 1344, generator=torch.Generator().manual_seed(0)).half()
+    monkeypatch.setattr(matmul, "plan", faulty)
+    with pytest.raises(AssertionError, match=noticed):
+        execute(x, layout_of(packed, state), Config(1, 1, 4, True, 2), capability=capability)
