@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from types import SimpleNamespace
 
 import bitsandbytes.functional as F
@@ -307,6 +308,18 @@ def test_matmul_4bit(original, auto):
         assert torch.equal(replacement_of(x, packed.t(), state, bias=bias.clone().requires_grad_()), want)
 
 
+def autocast(dtype, function):
+    """The function's result where CUDA autocasts to dtype; torch.autocast itself turns off without a GPU."""
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        return function()
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_matmul_lora(lora, auto):
     """Forward and, with the weight the other way round, back; what the original rounds otherwise is left to it."""
@@ -331,8 +344,11 @@ def test_matmul_lora(lora, auto):
         got = replacement_of(x.view(6, inner), each, state, *adapter, out)
         assert torch.equal(got, want) and got.data_ptr() == out.data_ptr()
         assert replacement_of(x.half(), each, state, *adapter) == "original"
+        call = functools.partial(replacement_of, x, each, state, *adapter)
+        assert autocast(torch.float16, call) == "original"
+        assert torch.equal(autocast(torch.bfloat16, call), want.view(2, 3, outer))
         assert replacement_of(x.clone().requires_grad_(), each, state, *adapter) == "original"
         assert replacement_of(x, each, None, *adapter) == "original"
         if lora:
             assert replacement_of(x, each, state, a.requires_grad_(), b, 0.5) == "original"
-    assert ledger.hits("test") == 4
+    assert ledger.hits("test") == 6

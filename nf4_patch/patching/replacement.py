@@ -428,7 +428,7 @@ def replace_gemv_rows(target: str, original: Callable[..., Any]) -> Callable[...
 
 def lora_product(ways: tuple[Multiplier, Multiplier], x, packed, state, a, b, scale, out) -> Any:
     """x @ weight.T, or x @ weight for a packed weight [1, bytes], plus (x @ a.T) @ b.T * scale; or the Reason why not."""
-    autocast = torch.is_autocast_enabled() and torch.get_autocast_gpu_dtype()
+    autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     adapted = a is not None and torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
     # the original multiplies in the dtype of autocast, and rounds a weight of another dtype than x's twice
     if adapted or autocast not in (False, x.dtype) or getattr(state, "dtype", x.dtype) is not x.dtype:
