@@ -1,0 +1,50 @@
+"""DeepSpeed ZeRO-3 over two processes: bytes sharded, gathered for each use, decoded by the kernel, the same bits."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from run_example import run
+from test_graphs import checkpoint  # noqa: F401 (a fixture: one layer)
+
+OWN = Path(sys.prefix) / "deepspeed-0.19.8"  # where scripts/test puts it
+pytestmark = [
+    pytest.mark.skipif(
+        not OWN.is_dir() and importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
+    ),
+    pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none"),
+]
+STEPS = 3
+
+
+def processes(patch: str, checkpoint: str, folder: Path) -> list[dict]:  # noqa: F811
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617")
+    script = Path(__file__).with_name("zero3_steps.py")
+    path = os.pathsep.join(filter(None, [str(OWN), os.environ.get("PYTHONPATH")]))
+    variables = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", "PYTHONPATH": path}
+    output = run([*launcher, script, patch, checkpoint, STEPS], folder, **variables)
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"rank"')]
+    return sorted(lines, key=lambda line: line["rank"])
+
+
+def test_losses_and_adapter_are_equal_to_the_bit(checkpoint, tmp_path):  # noqa: F811
+    on, off = processes("on", checkpoint, tmp_path), processes("off", checkpoint, tmp_path)
+    assert [line["rank"] for line in on] == [line["rank"] for line in off] == [0, 1]
+    for mine, theirs in zip(on, off, strict=True):
+        assert mine["losses"] == theirs["losses"] and len(mine["losses"]) == STEPS
+        assert mine["adapter"] == theirs["adapter"] and len(mine["adapter"]) == 14
+        assert mine["elements"] == 0  # between its uses a process holds nothing of a weight
+        assert mine["refused"]
+        assert not theirs["hits"] and not mine["fallbacks"]
+        # backward of every linear but those whose input needs no gradient: q, k and v of the only layer
+        backward = mine["hits"].pop("bitsandbytes.functional.dequantize_4bit")
+        assert backward == (7 - 3) * STEPS
+        forward = 7 * STEPS if torch.cuda.is_available() else 0  # the CPU's is bitsandbytes' own op
+        assert sum(mine["hits"].values()) == forward
+    assert on[0]["losses"] != on[1]["losses"]  # each process had tokens of its own
