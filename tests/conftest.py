@@ -5,6 +5,7 @@ Only the kernels: TRITON_INTERPRET is unset again before Unsloth or Inductor def
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
@@ -32,13 +33,13 @@ def device() -> torch.device:
     return torch.device("cuda", 0) if GPU else torch.device("cpu")
 
 
-@pytest.fixture
-def patched():
+@contextlib.contextmanager
+def switched_on(**options: str):
     """The patch is on, counts start at zero, fallbacks other than expected ones fail the test."""
     import nf4_patch
     from nf4_patch.patching.stats import ledger
 
-    nf4_patch.enable()
+    nf4_patch.enable(**options)
     ledger.reset()
     yield nf4_patch
     nf4_patch.disable()
@@ -50,15 +51,28 @@ def patched():
 
 
 @pytest.fixture
+def patched():
+    with switched_on() as package:
+        yield package
+
+
+@pytest.fixture
 def auto():
     """As ``patched``, with the fused product switched on."""
-    import nf4_patch
-    from nf4_patch.patching.stats import ledger
+    with switched_on(matmul="auto"):
+        yield
 
-    nf4_patch.enable(matmul="auto")
-    ledger.reset()
-    yield
-    nf4_patch.disable()
-    missed = {f"{target}: {r.name}": count for (target, r), count in ledger.fallbacks.items() if not r.is_expected}
-    ledger.reset()
-    assert not missed, missed
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> str:
+    """A random Llama of one layer, saved."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    folder = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return str(folder)

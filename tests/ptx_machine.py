@@ -15,6 +15,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from nf4_patch.nf4.layout import Layout
+from nf4_patch.nf4.matmul import Plan, operands
+
 LANES = np.arange(32)
 FULL = np.ones(32, bool)
 BITS = {".b16": 16, ".b32": 32, ".f32": 32, ".b64": 64, ".pred": 1}
@@ -360,6 +363,27 @@ class Program:
                         execute(operation, operands, mask)
             except Exception as error:
                 raise AssertionError(f"{source} (warp {w}): {error}") from error
+
+
+def memory_of(tensor: torch.Tensor) -> np.ndarray:
+    """A copy of a tensor's bytes."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().copy()
+
+
+def launch(
+    cut: Plan, warps: int, x: torch.Tensor, layout: Layout, m: int, outer: int, bias: torch.Tensor | None = None
+):
+    """What a GPU makes of a plan in memory that held NaN: [slices, m, outer], fp32 where there are several."""
+    dtype = torch.float32 if cut.slices > 1 else x.dtype
+    out = memory_of(torch.full((cut.slices, m, outer), float("nan"), dtype=dtype))
+    tensors = (x, *operands(layout), layout.code if bias is None else bias)
+    *inputs, last = map(memory_of, tensors)
+    memory = [*inputs, out, last]
+    (n, k), shift2 = layout.shape, max(0, layout.blocksize2.bit_length() - 1)
+    sizes = (m, n, k // 64, (layout.blocksize // 64).bit_length() - 1, shift2, cut.shares, cut.slices)
+    addresses = {i + 1: (i + 1) << 32 for i in range(len(memory))}
+    run(cut.text, addresses | dict(enumerate(sizes, 10)), cut.programs, cut.cluster, warps, memory)
+    return torch.from_numpy(out).view(dtype).view(cut.slices, m, outer)
 
 
 def run(text: str, operands: dict[int, int], programs: int, cluster: int, warps: int, memory: list[np.ndarray]) -> None:

@@ -14,24 +14,12 @@ from peft import LoraConfig, get_peft_model
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import nf4_patch
 
 GPU = torch.cuda.is_available()
 BACKEND = "inductor" if GPU else "aot_eager"
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("llama")
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    return str(folder)
 
 
 def qlora(checkpoint: str, device: torch.device) -> torch.nn.Module:

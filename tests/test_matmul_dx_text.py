@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import layout_of, quantized
-from ptx_machine import run
+from ptx_machine import launch
 
 from nf4_patch.nf4 import matmul_dx, reference
 from nf4_patch.nf4.matmul_dx import Config
@@ -29,25 +29,13 @@ CASES = (
 )
 
 
-def memory_of(tensor):
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().copy()
-
-
 def execute(dy, layout, config):
     """What matmul_4bit_dx launches, on the CPU."""
     (m, n), k, nested = dy.shape, layout.shape[1], layout.nested()
     cut = matmul_dx.plan(config, PROCESSORS, m, n, k, dy.dtype is torch.float16, nested)
-    dtype = torch.float32 if cut.slices > 1 else dy.dtype
-    out = memory_of(torch.full((cut.slices, m, k), float("nan"), dtype=dtype))
-    second = (layout.absmax2, layout.code2, layout.offset) if nested else (layout.code,) * 3
     padded = torch.nn.functional.pad(dy, (0, -n % 32))
-    tensors = (padded, layout.packed, layout.absmax, layout.code, *second)
-    memory = [*map(memory_of, tensors), out]
-    shift, shift2 = (layout.blocksize // 64).bit_length() - 1, max(0, layout.blocksize2.bit_length() - 1)
-    operands = {i + 1: (i + 1) << 32 for i in range(len(memory))}
-    operands |= dict(enumerate((m, n, k // 64, shift, shift2, cut.shares, cut.slices), 10))
-    run(cut.text, operands, cut.programs, cut.cluster, config.along_k * config.along_n, memory)
-    return torch.from_numpy(out).view(dtype).view(cut.slices, m, k).float().sum(0).to(dy.dtype)
+    parts = launch(cut, config.along_k * config.along_n, padded, layout, m, k)
+    return parts.float().sum(0).to(dy.dtype)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[0])))

@@ -8,8 +8,7 @@ import pytest
 import torch
 from oracle import layout_of, quantized
 from product_twin import in_order
-from ptx_machine import run
-from test_matmul_dx_text import memory_of
+from ptx_machine import launch
 
 from nf4_patch.nf4 import matmul, matmul_ptx, reference
 from nf4_patch.nf4.matmul import Config
@@ -34,16 +33,7 @@ def execute(x, layout, config, bias=None, capability=T4):
     """What matmul_4bit launches, on the CPU; and in how many slices."""
     (m, k), n, nested = x.shape, layout.shape[0], layout.nested()
     cut = matmul.plan(config, PROCESSORS, m, n, k, x.dtype is torch.float16, nested, bias is not None, capability)
-    dtype = torch.float32 if cut.slices > 1 else x.dtype
-    out = memory_of(torch.full((cut.slices, m, n), float("nan"), dtype=dtype))
-    second = (layout.absmax2, layout.code2, layout.offset) if nested else (layout.code,) * 3
-    tensors = (x, layout.packed, layout.absmax, layout.code, *second)
-    memory = [*map(memory_of, tensors), out, memory_of(layout.code if bias is None else bias)]
-    shift, shift2 = (layout.blocksize // 64).bit_length() - 1, max(0, layout.blocksize2.bit_length() - 1)
-    operands = {i + 1: (i + 1) << 32 for i in range(len(memory))}
-    operands |= dict(enumerate((m, n, k // 64, shift, shift2, cut.shares, cut.slices), 10))
-    run(cut.text, operands, cut.programs, 1, config.along_k * config.along_n, memory)
-    parts = torch.from_numpy(out).view(dtype).view(cut.slices, m, n)
+    parts = launch(cut, config.along_k * config.along_n, x, layout, m, n, bias)
     if cut.slices == 1:
         return parts[0], 1
     total = sum(parts[1:], parts[0])

@@ -39,7 +39,8 @@ PRODUCTS = [target.name for target in TARGETS if target.only == "matmul"]
 
 
 @pytest.fixture
-def auto():
+def refusing():
+    """Switched on; what falls back is what these tests look at."""
     nf4_patch.enable(matmul="auto")
     ledger.reset()
     yield
@@ -147,7 +148,7 @@ MAKERS = {
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="x is on the CPU on purpose")
 @pytest.mark.parametrize("name", MAKERS)
-def test_refused_on_the_cpu_with_untouched_arguments(name, auto):
+def test_refused_on_the_cpu_with_untouched_arguments(name, refusing):
     original, seen = calls_of(name)
     replacement = MAKERS[name](name, original)
     packed, state = quantized((128, 256), torch.bfloat16, "cpu")
@@ -167,7 +168,7 @@ def test_refused_on_the_cpu_with_untouched_arguments(name, auto):
 
 
 @pytest.mark.parametrize("name", ["gemv", "fast_gemv", "matmul", "rows", "lora"])
-def test_reasons_of_a_state(name, auto):
+def test_reasons_of_a_state(name, refusing):
     original, seen = calls_of(name)
     replacement = MAKERS[name](name, original)
     packed, state = quantized((128, 256), torch.bfloat16, "cpu")
@@ -208,7 +209,7 @@ def backward_before_0_50(ctx, grad_output):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="dY is on the CPU on purpose")
 @pytest.mark.parametrize("original", [backward_since_0_50, backward_before_0_50])
-def test_backward_is_refused_by_name_with_untouched_arguments(original, auto):
+def test_backward_is_refused_by_name_with_untouched_arguments(original, refusing):
     replacement = replace_backward("backward", original)
     packed, state = quantized((128, 256), torch.bfloat16, "cpu")
     mine, other = (packed.t(), packed) if original is backward_before_0_50 else (packed, packed.t())
@@ -272,7 +273,7 @@ def test_backward_of_the_real_class_comes_and_goes():
     assert isinstance(MatMul4Bit.__dict__["backward"], staticmethod)
 
 
-def test_an_error_of_ours_runs_the_original(auto, monkeypatch):
+def test_an_error_of_ours_runs_the_original(refusing, monkeypatch):
     def broken(*arguments, **kwargs):
         raise ZeroDivisionError("on purpose")
 
@@ -286,7 +287,7 @@ def test_an_error_of_ours_runs_the_original(auto, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bitsandbytes runs its CPU kernels here")
-def test_bitsandbytes_gives_its_own_bits_on_the_cpu(auto):
+def test_bitsandbytes_gives_its_own_bits_on_the_cpu(refusing):
     """The real functions: a CPU has no product, so the result is the original's to the bit."""
     torch.manual_seed(0)
     layer = bnb.nn.Linear4bit(256, 128, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).to("cpu")

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from run_example import run
-from test_graphs import checkpoint  # noqa: F401 (a fixture: one layer)
 
 OWN = Path(sys.prefix) / "deepspeed-0.19.8"  # where scripts/test puts it
 pytestmark = [
@@ -23,7 +22,7 @@ pytestmark = [
 STEPS = 3
 
 
-def processes(patch: str, checkpoint: str, folder: Path) -> list[dict]:  # noqa: F811
+def processes(patch: str, checkpoint: str, folder: Path) -> list[dict]:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617")
     script = Path(__file__).with_name("zero3_steps.py")
     path = os.pathsep.join(filter(None, [str(OWN), os.environ.get("PYTHONPATH")]))
@@ -33,7 +32,7 @@ def processes(patch: str, checkpoint: str, folder: Path) -> list[dict]:  # noqa:
     return sorted(lines, key=lambda line: line["rank"])
 
 
-def test_losses_and_adapter_are_equal_to_the_bit(checkpoint, tmp_path):  # noqa: F811
+def test_losses_and_adapter_are_equal_to_the_bit(checkpoint, tmp_path):
     on, off = processes("on", checkpoint, tmp_path), processes("off", checkpoint, tmp_path)
     assert [line["rank"] for line in on] == [line["rank"] for line in off] == [0, 1]
     for mine, theirs in zip(on, off, strict=True):

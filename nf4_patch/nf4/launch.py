@@ -181,7 +181,7 @@ class Entry(NamedTuple):
         return cls(run, (function, metadata, None, None, None), values, "launcher")
 
     def start(self, grid: int, stream: int, *arguments: int) -> None:
-        """Launch; where a call counts in nanoseconds this line stands there instead."""
+        """Launch. Launch and Product write this line out: a Python call less."""
         self.call(grid, 1, 1, stream, *self.head, *arguments, *self.tail)
 
 
