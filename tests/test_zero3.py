@@ -27,14 +27,14 @@ def processes(patch: str, checkpoint: str, folder: Path) -> list[dict]:
     script = Path(__file__).with_name("zero3_steps.py")
     path = os.pathsep.join(filter(None, [str(OWN), os.environ.get("PYTHONPATH")]))
     variables = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", "PYTHONPATH": path}
-    output = run([*launcher, script, patch, checkpoint, STEPS], folder, **variables)
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"rank"')]
-    return sorted(lines, key=lambda line: line["rank"])
+    folder = folder / patch
+    folder.mkdir()
+    run([*launcher, script, patch, checkpoint, STEPS, folder], folder, **variables)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
 def test_losses_and_adapter_are_equal_to_the_bit(checkpoint, tmp_path):
     on, off = processes("on", checkpoint, tmp_path), processes("off", checkpoint, tmp_path)
-    assert [line["rank"] for line in on] == [line["rank"] for line in off] == [0, 1]
     for mine, theirs in zip(on, off, strict=True):
         assert mine["losses"] == theirs["losses"] and len(mine["losses"]) == STEPS
         assert mine["adapter"] == theirs["adapter"] and len(mine["adapter"]) == 14

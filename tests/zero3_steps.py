@@ -1,6 +1,6 @@
-"""QLoRA steps of a small Llama under DeepSpeed ZeRO-3: torchrun zero3_steps.py on|off CHECKPOINT STEPS.
+"""QLoRA steps of a small Llama under DeepSpeed ZeRO-3: torchrun zero3_steps.py on|off CHECKPOINT STEPS FOLDER.
 
-Each process prints one JSON line: losses as hex, the trained parameters' sum, hits, fallbacks, and what a sharded weight is.
+Each process writes FOLDER/RANK.json: losses as hex, the trained parameters' sum, hits, fallbacks, and what a sharded weight is.
 NCCL with GPUs; without, gloo and the kernels under Triton's interpreter.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 
 import torch
 import triton  # noqa: F401 (before the variable is set: Triton's own functions stay compiled)
 
-patch, checkpoint, steps = sys.argv[1] == "on", sys.argv[2], int(sys.argv[3])
+patch, checkpoint, steps, folder = sys.argv[1] == "on", sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
 GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -92,7 +93,6 @@ def main() -> None:
     with deepspeed.zero.GatheredParameters(trained(model)):
         adapter = [parameter.double().sum().item().hex() for parameter in trained(model)]
     result = {
-        "rank": rank,
         "losses": losses,
         "adapter": adapter,
         "hits": {target.name: target.hits for target in targets if target.hits},
@@ -100,7 +100,7 @@ def main() -> None:
         "elements": sum(weight.numel() for weight in weights),
         "refused": all(map(shard_is_refused, weights)),
     }
-    print(json.dumps(result), flush=True)
+    (folder / f"{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 
