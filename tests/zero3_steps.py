@@ -70,6 +70,8 @@ def shard_is_refused(weight: torch.Tensor) -> bool:
 def main() -> None:
     if patch:
         nf4_patch.enable()
+    # plain gloo: else DeepSpeed compiles an extension in ~/.cache, where a killed run's lock stops every later one
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="nccl" if GPU else "gloo")
     rank = dist.get_rank()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if GPU else torch.device("cpu")
