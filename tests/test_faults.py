@@ -14,8 +14,8 @@ from oracle import expected, quantized
 from subprocess_python import python
 
 import nf4_patch
-from nf4_patch.nf4 import launch, ops
-from nf4_patch.patching import hooks, replacement
+from nf4_patch.nf4 import launch
+from nf4_patch.patching import hooks, ops, replacement
 from nf4_patch.patching.guards import Reason
 from nf4_patch.patching.stats import ledger
 

@@ -433,6 +433,11 @@ class Memo:
 _memo = Memo()  # of the op: a compiled graph calls it as often as eager code calls a target
 
 
+def remembered(layout: Layout) -> Launch | None:
+    """The launch of a layout that ``dequantize`` has run before; its shape must be a tuple."""
+    return _memo.launches.get(identity(layout.code.data_ptr(), *layout))
+
+
 def dequantize(layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:
     """Run the kernel on a layout that passed its guards, ``layout.shape``; out, if given, is filled and returned.
 
@@ -444,8 +449,7 @@ def dequantize(layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:
     if layout.packed.data_ptr() % 4:
         layout = layout._replace(packed=layout.packed.clone())
     layout = layout._replace(shape=tuple(layout.shape))
-    key = identity(layout.code.data_ptr(), *layout)
-    launch = _memo.launches.get(key) or _memo.remember(key, Launch(layout))
+    launch = remembered(layout) or _memo.remember(identity(layout.code.data_ptr(), *layout), Launch(layout))
     if out is not None and out.data_ptr() % 16 == 0:
         return launch.into(out)
     result = launch.new()

@@ -52,10 +52,8 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
 
 
 def check_on_cpu(layout: Layout, out: torch.Tensor | None) -> Reason | None:
-    for reason, holds in guards.GUARDS:
-        if reason is not Reason.NOT_CUDA and holds(layout):
-            return reason
-    return guards.check_out(out, layout) if out is not None else None
+    reason = guards.check(layout, (Reason.NOT_CUDA,))
+    return guards.check_out(out, layout) if reason is None and out is not None else reason
 
 
 def failures() -> list[launch.KernelUnavailable]:

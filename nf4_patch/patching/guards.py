@@ -21,7 +21,7 @@ class Reason(enum.Enum):
     CAPABILITY = ("the GPU is older than compute capability 7.5 (Tesla T4)", "")
     TRANSFORM = ("a functorch transform (vmap, grad, ...) is active", "")
     MODE = ("a dispatch mode is active, and the fused product is no operator that it could see", "")
-    SUBCLASS = ("the packed weight is a tensor subclass with its own dispatch (DTensor, FakeTensor, ...)", "")
+    SUBCLASS = ("a tensor of the weight is a subclass with its own dispatch (DTensor, FakeTensor, ...)", "")
     ARGUMENTS = ("called without a quant_state or with arguments that only the original takes", "")
     CPU_PACKING = ("the weight is in bitsandbytes' CPU packing", "move the model with model.to('cuda')")
     QUANT_TYPE = ("quant_type is neither nf4 nor fp4", "")
@@ -66,7 +66,8 @@ class Reason(enum.Enum):
 
 def state_is_odd(quant_state: Any) -> Reason | None:
     """What the QuantState says beyond its tensors."""
-    if getattr(quant_state, "packing_format_for_cpu", False):
+    # not getattr: where it is missing, Dynamo traces QuantState.__getattr__ and guards on what that reads
+    if quant_state.__dict__.get("packing_format_for_cpu"):
         return Reason.CPU_PACKING
     if quant_state.quant_type not in ("nf4", "fp4"):
         return Reason.QUANT_TYPE
@@ -84,12 +85,12 @@ def _tensors(layout: Layout) -> list[Any]:
 
 
 def _is(tensor: Any, dtypes: Any) -> bool:
-    # A subclass with a dispatch of its own (FakeTensor, DTensor) has no address to launch from.
-    return (
-        isinstance(tensor, torch.Tensor)
-        and (type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl or torch.compiler.is_compiling())
-        and tensor.dtype in dtypes
-    )
+    return isinstance(tensor, torch.Tensor) and tensor.dtype in dtypes
+
+
+def _has_no_address(layout: Layout) -> bool:
+    own = torch._C._disabled_torch_dispatch_impl
+    return not all(type(tensor).__torch_dispatch__ is own for tensor in _tensors(layout))
 
 
 def _wrong_types(layout: Layout) -> bool:
@@ -136,7 +137,6 @@ def _too_old(layout: Layout) -> bool:
     return layout.packed.is_cuda and not _capable(layout.packed.device.index)
 
 
-@torch.compiler.assume_constant_result
 def _capable(index: int) -> bool:
     return torch.cuda.get_device_capability(index) >= launch.MINIMUM_CAPABILITY
 
@@ -149,18 +149,18 @@ GUARDS: tuple[tuple[Reason, Callable[[Layout], bool]], ...] = (
     (Reason.DTYPE, lambda layout: layout.dtype not in OUTPUT_DTYPES),
     (Reason.STORAGE, lambda layout: layout.packed.dtype not in STORAGE_DTYPES),
     (Reason.LAYOUT, _wrong_types),
+    (Reason.SUBCLASS, _has_no_address),
     (Reason.BLOCKSIZE, _wrong_blocksizes),
-    # Not any() and all() of a generator: Dynamo of PyTorch 2.8 to 2.10 cannot inline those in a backward.
-    (Reason.DEVICES, lambda layout: True in [t.device != layout.packed.device for t in _tensors(layout)]),
-    (Reason.NOT_CONTIGUOUS, lambda layout: False in [t.is_contiguous() for t in _tensors(layout)]),
+    (Reason.DEVICES, lambda layout: any(t.device != layout.packed.device for t in _tensors(layout))),
+    (Reason.NOT_CONTIGUOUS, lambda layout: not all(t.is_contiguous() for t in _tensors(layout))),
     (Reason.SIZES, _wrong_sizes),
 )
 
 
-def check(layout: Layout) -> Reason | None:
+def check(layout: Layout, ignore: tuple[Reason, ...] = ()) -> Reason | None:
     """The first reason why the kernel must not serve this layout; None when it may. Looks at no data."""
     for reason, holds in GUARDS:
-        if holds(layout):
+        if reason not in ignore and holds(layout):
             return reason
     return None
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..nf4 import calibration, ops
+from ..nf4 import calibration
 from ..nf4 import launch as launching
 from ..nf4.layout import Layout
-from . import guards
+from . import guards, ops
 from .guards import Reason
 from .product import Multiplier
 from .stats import ledger, logger
@@ -119,10 +119,14 @@ class Server:
         return self.trace(weight, state, out) if torch.compiler.is_compiling() else Reason.SUBCLASS
 
     def trace(self, weight: torch.Tensor, state: Any, out: torch.Tensor | None = None) -> Any:
-        """As ``serve``, inside a region that torch.compile traces."""
+        """As ``serve``, inside a region that torch.compile traces: through the op, whose fake asks the guards."""
         if not hasattr(state, "state2"):
             return Reason.NOT_4BIT
-        return self.dispatch(Layout(weight, *fields_of(state)), state, out)
+        if out is not None:
+            return Reason.OUT
+        if not (weight.is_cuda or launching.INTERPRETED):  # asked here too: on a CPU nothing would be served
+            return Reason.NOT_CUDA
+        return guards.state_is_odd(state) or ops.dequantize(weight, *fields_of(state))
 
     def serve_fields(self, weight, fields, quant_type, state=None, out=None, shared=False) -> Any:
         """As ``serve``, of the fields of a Layout after ``packed``."""
@@ -197,9 +201,9 @@ class Server:
         return result.t() if layout.transposed() else result
 
     def dispatch(self, layout: Layout, state: Any, out: torch.Tensor | None) -> Any:
-        """Through the op: torch.compile and dispatch modes see it, nothing is counted."""
+        """Through the op, which dispatch modes see; nothing is counted."""
         reason = self.refuse(layout, state) if out is None else Reason.OUT
-        return ops.dequantize(layout) if reason is None else reason
+        return ops.dequantize(*layout) if reason is None else reason
 
     def failed(self, error: Exception) -> Reason:
         """Our own error never stops a training that would have worked: logged, named, counted."""

@@ -218,7 +218,7 @@ FAULTS: dict[str, tuple[Fault, tuple[str | None, ...]]] = {
     "absmax one long": (_set("absmax", lambda t: torch.cat((t, t[:1]))), ("SIZES",)),
     "absmax of another dtype": (_set("absmax", _other_width), ("LAYOUT",)),
     "absmax on meta": (_set("absmax", lambda t: t.to("meta")), ("DEVICES",)),
-    "absmax fake": (_set("absmax", _fake), ("LAYOUT",)),
+    "absmax fake": (_set("absmax", _fake), ("SUBCLASS",)),
     "absmax freed": (_set("absmax", _freed), ("NO_MEMORY",)),
     "absmax not contiguous": (_set("absmax", _strided), ("NOT_CONTIGUOUS", None)),  # None: a single block
     "absmax None": (_set("absmax", lambda t: None), ("LAYOUT",)),

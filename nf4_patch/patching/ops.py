@@ -1,0 +1,74 @@
+"""The op that torch.compile and dispatch modes see: opaque, with a fake. Eager calls go past it (launch.py).
+
+Its fake asks the guards, so that Dynamo need not trace them: 10 ms of 28 a weight (2-core CPU machine, torch 2.13). The
+answer to a refused layout is a bool tensor of as many elements as its reason has reasons before it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from ..nf4 import launch, reference
+from ..nf4.layout import Layout
+from . import guards
+from .guards import Reason
+
+logger = logging.getLogger("nf4_patch")
+_said: set[str] = set()
+REASONS = tuple(Reason)
+
+
+# The fields of a Layout. Defined here and not by ``torch.library.custom_op``, whose Autograd kernel in Python makes a call
+# of 17 us out of one of 6 (2-core CPU machine, torch 2.13): the packed weight has no gradient.
+SCHEMA = (
+    "(Tensor packed, Tensor absmax, Tensor code, Tensor? absmax2, Tensor? code2, Tensor? offset, "
+    "SymInt blocksize, SymInt blocksize2, SymInt[] shape, ScalarType dtype) -> Tensor"
+)
+
+
+def kernel(packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, shape, dtype) -> torch.Tensor:
+    """A new ``shape`` weight, or a refusal; the reference where the kernel fails."""
+    layout = Layout(packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, tuple(shape), dtype)
+    remembered = launch.remembered(layout)
+    if remembered is not None:
+        return remembered.new()
+    reason = guards.check(layout)
+    if reason is not None:
+        return refusal(packed, reason)
+    try:
+        return launch.dequantize(layout)
+    except launch.KernelUnavailable as error:  # a compiled graph has no original to go back to
+        if str(error) not in _said:
+            _said.add(str(error))
+            logger.warning("the plain formula runs inside the compiled graph: %s", error)
+    return reference.dequantize(layout._replace(packed=layout.bytes()))
+
+
+def refusal(packed: torch.Tensor, reason: Reason) -> torch.Tensor:
+    return packed.new_empty(REASONS.index(reason), dtype=torch.bool)
+
+
+def fake(packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, shape, dtype) -> torch.Tensor:
+    layout = Layout(packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, tuple(shape), dtype)
+    reason = guards.check(layout, (Reason.SUBCLASS,))  # every tensor is a FakeTensor here
+    return packed.new_empty(tuple(shape), dtype=dtype) if reason is None else refusal(packed, reason)
+
+
+if not hasattr(torch.ops.nf4_patch, "dequantize_nf4"):  # importlib.reload: defined once a process
+    library = torch.library.Library("nf4_patch", "FRAGMENT")
+    library.define("dequantize_nf4" + SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl("dequantize_nf4", kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake("nf4_patch::dequantize_nf4", fake, lib=library)
+
+
+def dequantize(packed, absmax, code, absmax2, code2, offset, *rest) -> Any:
+    """The op on the fields of a Layout, transposed when they ask for it; or the Reason why not. Written to be traced."""
+    if absmax is None or code is None or isinstance(offset, (int, float)):  # a number is bitsandbytes' to take
+        return Reason.LAYOUT
+    weight = torch.ops.nf4_patch.dequantize_nf4(packed, absmax, code, absmax2, code2, offset, *rest)
+    if weight.dtype is torch.bool:
+        return REASONS[weight.shape[0]]
+    return weight.t() if packed.shape[0] == 1 else weight
