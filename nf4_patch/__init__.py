@@ -66,15 +66,16 @@ def is_enabled() -> bool:
 
 
 @contextlib.contextmanager
-def enabled() -> Iterator[None]:
-    """The patch is on inside the ``with`` block; afterwards as it was before."""
-    before = is_enabled()
-    enable()
+def enabled(matmul: str | None = None) -> Iterator[None]:
+    """The patch is on inside the ``with`` block, as ``enable(matmul)`` does; afterwards as it was before."""
+    from .patching import hooks
+
+    before, matmul_before = hooks.is_enabled(), hooks.matmul()
+    enable(matmul)
     try:
         yield
     finally:
-        if not before:
-            disable()
+        enable(matmul_before) if before else disable()
 
 
 def status() -> Status:

@@ -7,12 +7,13 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import bitsandbytes as bnb
 import bitsandbytes.functional as F
 import pytest
 import torch
+from bitsandbytes.autograd import _functions as autograd
 from oracle import fields_of, quantized
 from subprocess_python import INTERPRETED, python
 
@@ -80,12 +81,34 @@ def test_status_says_that_it_stands_by(monkeypatch):
     nf4_patch.enable()
     try:
         row = rows_of_status()["bitsandbytes.functional.gemv_4bit"]
-        assert row.state == "patched"
-        assert row.note == 'stands by: enable(matmul="auto") uses it'
+        assert row.state == "stands by"
+        assert row.note == 'enable(matmul="auto") puts it in place'
         nf4_patch.enable(matmul="auto")
-        assert rows_of_status()["bitsandbytes.functional.gemv_4bit"].note != row.note
+        assert rows_of_status()["bitsandbytes.functional.gemv_4bit"].state == "patched"
     finally:
         nf4_patch.disable()
+
+
+def test_it_is_in_place_only_where_it_is_switched_on(monkeypatch):
+    """Switched off, the fused product costs nobody a Python frame, eager or traced; who copied the name gets both."""
+    monkeypatch.delenv("NF4_PATCH_MATMUL", raising=False)
+    original = autograd.matmul_4bit
+    late = ModuleType("imported_while_off")
+    monkeypatch.setitem(sys.modules, late.__name__, late)
+    try:
+        nf4_patch.enable()
+        assert autograd.matmul_4bit is bnb.matmul_4bit is original
+        late.multiply = bnb.matmul_4bit
+        with nf4_patch.enabled(matmul="auto"):
+            assert autograd.matmul_4bit is bnb.matmul_4bit is late.multiply is not original
+            assert original is autograd.matmul_4bit.__wrapped__
+            nf4_patch.enable(matmul="off")
+            assert autograd.matmul_4bit is bnb.matmul_4bit is late.multiply is original
+        assert nf4_patch.is_enabled() and autograd.matmul_4bit is original
+        assert rows_of_status()["bitsandbytes.autograd._functions.matmul_4bit"].state == "stands by"
+    finally:
+        nf4_patch.disable()
+    assert autograd.matmul_4bit is bnb.matmul_4bit is late.multiply is original
 
 
 def calls_of(name):

@@ -41,6 +41,16 @@ class Installed:
             return "patched"
         return "wrapped" if reaches(current, self.replacement) else "displaced"
 
+    def swap(self, old: Any, new: Any) -> None:
+        """Put ``new`` wherever ``old`` stands, and in a copied target's place wherever it was copied to meanwhile."""
+        if old is None:
+            return
+        if self.target.copied:
+            self.places += [place for place in _copies(old) if place not in self.places]
+        for holder, name in self.places:
+            if getattr(holder, name, None) is old:
+                put(holder, name, new)
+
 
 installed: dict[str, Installed] = {}
 _lock = threading.RLock()
@@ -88,16 +98,17 @@ def disable() -> None:
         if "torch" in sys.modules:
             _set_switch(False, None)
         for entry in installed.values():
-            if entry.target.copied and entry.replacement is not None:  # who imported the name after us holds ours
-                entry.places += [p for p in _copies(entry.replacement) if p not in entry.places]
-            for holder, name in entry.places:
-                if getattr(holder, name, None) is entry.replacement:
-                    put(holder, name, entry.original)
+            entry.swap(entry.replacement, entry.original)
     logger.info("nf4_patch is off")
 
 
 def is_enabled() -> bool:
     return _enabled
+
+
+def matmul() -> str | None:
+    """What ``enable`` was last given."""
+    return _matmul
 
 
 def _set_switch(on: bool, config: Config | None) -> None:
@@ -134,8 +145,9 @@ def _on_import(target: Target, module: ModuleType) -> None:
     try:
         with _lock:
             if _enabled:
-                _set_switch(True, Config.read(matmul=_matmul))
-                _install(target, module)
+                config = Config.read(matmul=_matmul)
+                _set_switch(True, config)
+                _install(target, module, not target.only or getattr(config, target.only) != "off")
     except Exception:
         logger.exception("nf4_patch could not replace %s; the original stays", target.name)
         installed[target.name] = Installed(target, refusal="an error inside nf4_patch: see the log")
@@ -152,7 +164,8 @@ def _is_ours(function: Any) -> bool:
     return code is not None and code.co_filename == sys.modules[f"{__package__}.replacement"].__file__
 
 
-def _install(target: Target, module: ModuleType) -> None:
+def _install(target: Target, module: ModuleType, wanted: bool) -> None:
+    """Put the replacement in place, or only get it ready where what it serves is switched off."""
     holder, name = target.holder(module)
     if (target.unless and hasattr(module, target.unless)) or not hasattr(holder, name):
         return
@@ -160,11 +173,12 @@ def _install(target: Target, module: ModuleType) -> None:
     entry = installed.get(target.name)
     if entry is not None and entry.replacement is not None:
         if current is entry.replacement or reaches(current, entry.replacement):
+            if not wanted:
+                entry.swap(entry.replacement, entry.original)
             return  # in place, or under another library's wrapper: the switch has turned it on again
         if current is entry.original and (holder, name) in entry.places:
-            for holder, name in entry.places:
-                if getattr(holder, name, None) is entry.original:
-                    put(holder, name, entry.replacement)
+            if wanted:
+                entry.swap(entry.original, entry.replacement)
             return
     standing = current
     while _is_ours(current):
@@ -180,7 +194,9 @@ def _install(target: Target, module: ModuleType) -> None:
         places += [place for held in {standing, current} for place in _copies(held) if place not in places]
     for holder, name in places:
         put(holder, name, replacement)
-    installed[target.name] = Installed(target, current, replacement, places)
+    entry = installed[target.name] = Installed(target, current, replacement, places)
+    if not wanted:
+        entry.swap(replacement, current)
 
 
 def _refusal(target: Target, function: Any) -> str:

@@ -10,15 +10,14 @@ from . import hooks
 from .targets import TARGETS
 
 REPLACEMENT = f"{__package__}.replacement"  # imported by whatever installs a target
-
-
+STANDING = ("patched", "wrapped", "displaced")  # see Installed.state
 SHAPES_SHOWN = 8  # a model has about five; a report is one screen
 
 
 @dataclass(frozen=True)
 class TargetStatus:
     name: str
-    state: str  # patched, wrapped, displaced, refused, waiting (not imported), absent (not in this release), off
+    state: str  # STANDING, stands by, refused, waiting (not imported), absent (not in this release), off
     hits: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)  # by name of the Reason
     note: str = ""
@@ -87,8 +86,8 @@ def status() -> Status:
                 state = "off"
         hits = ledger.hits(target.name) if ledger else 0
         counts = {r.name: n for (name, r), n in ledger.fallbacks.items() if name == target.name} if ledger else {}
-        if state == "patched" and target.only == "matmul" and sys.modules[REPLACEMENT].switch.matmul == "off":
-            note = 'stands by: enable(matmul="auto") uses it'
+        if state in STANDING and target.only and getattr(sys.modules[REPLACEMENT].switch, target.only) == "off":
+            state, note = "stands by", f'enable({target.only}="auto") puts it in place'
         elif state == "patched" and not hits and not counts:
             note = "installed, never called"
         elif state == "patched" and not hits:

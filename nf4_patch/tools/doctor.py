@@ -270,7 +270,7 @@ def judge(target: Target, release: str, state: str, failed: dict[str, str], conf
     if config.forbidden:
         return verdict("off", "NF4_PATCH=0 or NF4_USE_TRITON=0")
     if target.only and getattr(config, target.only) == "off":
-        return verdict("stands by", f"NF4_PATCH_{target.only.upper()}=auto uses it")
+        return verdict("stands by", f"NF4_PATCH_{target.only.upper()}=auto puts it in place")
     tested = "" if release in target.tested else f"tested with {', '.join(target.tested)}, not with this release"
     if state in ("patched", "wrapped"):
         return verdict("patched", tested)

@@ -291,16 +291,12 @@ def measure(
     device = torch.device("cuda", torch.cuda.current_device())
     llama = Llama(model, layers, VOCABULARY, device)
     rates = []
-    before = switch.on, switch.matmul
-    with nf4_patch.enabled():
-        try:
-            for i, batch in enumerate(batches):
-                errors = errors_of(llama, batch)
-                for way in ("eager", "compiled"):
-                    tell(f"generating, batch {batch}, {way}", i, len(batches))
-                    rates.append(one_rate(llama, batch, way, errors, tokens, rounds))
-        finally:
-            switch.on, switch.matmul = before
+    with nf4_patch.enabled(matmul="auto"):
+        for i, batch in enumerate(batches):
+            errors = errors_of(llama, batch)
+            for way in ("eager", "compiled"):
+                tell(f"generating, batch {batch}, {way}", i, len(batches))
+                rates.append(one_rate(llama, batch, way, errors, tokens, rounds))
     method = METHOD.format(tokens=tokens, layers=layers, name=model.name, cache=CACHE, vocabulary=VOCABULARY)
     return Generations(machine(), method, rates)
 

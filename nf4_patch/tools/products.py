@@ -269,7 +269,7 @@ def measure(
     unsloth = gemv() if with_unsloth else None
     chosen = [shape for model in models or (MODELS[1], MODELS[3]) for shape in projections(model)]
     products = []
-    with nf4_patch.enabled():
+    with nf4_patch.enabled(matmul="auto"):
         for i, shape in enumerate(dict.fromkeys(chosen)):
             weights = rotating(shape, torch.bfloat16)
             dense = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4)]

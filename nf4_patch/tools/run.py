@@ -15,7 +15,7 @@ from rich.table import Table
 
 import nf4_patch
 
-from ..patching.status import Status, explain
+from ..patching.status import STANDING, Status, explain
 from .estimate import seconds_saved
 from .report import Report
 
@@ -49,8 +49,7 @@ class RunReport(Report):
         for target in self.status.targets:
             for name, count in target.fallbacks.items():
                 lines.append(f"{target.name}: {count} x {explain(name)}")
-        standing = [target for target in self.status.targets if target.state in ("patched", "wrapped", "displaced")]
-        # Not the notes of targets that stand by: nobody expected a hit there.
+        standing = [target for target in self.status.targets if target.state in STANDING]
         lines += [f"{target.name}: {target.note}" for target in standing if target.note.startswith("installed")]
         if self.enabled and not standing:
             lines.append(
