@@ -24,7 +24,7 @@ METHOD = {
     "host": "Host time of one eager call, GPU idle before: allocation, guards and statistics included.",
     "challenge": "The public NF4 challenge, checks on in the warm-ups, a synchronize after every call; "
     "both orders, medians.",
-    "step": f"Wall time of a QLoRA step, the patch on ({OURS}) and off in turns.",
+    "step": f"Wall time of a QLoRA step, the patch on ({OURS}) and off in turns. compile: the first step, compiled anew.",
 }
 
 
@@ -126,7 +126,7 @@ def measure(
 
     Args:
         challenge_only: of the shapes only the challenge's.
-        step: whose step, "peft" or "unsloth".
+        step: whose step, "peft" or "unsloth", or "compile".
 
     Raises:
         RuntimeError: there is no NVIDIA GPU, or the kernel does not run here.
@@ -173,7 +173,8 @@ def generations_of(quick: bool, tell: Tell) -> Report:
 
 @click.command()
 @click.option("--challenge", is_flag=True, help="The public Unsloth NF4 challenge instead.")
-@click.option("--step", type=click.Choice(["peft", "unsloth"]), help="A QLoRA step with the patch on and off instead.")
+@click.option("--step", type=click.Choice(["peft", "unsloth", "compile"]),
+              help="A QLoRA step with the patch on and off instead; compile: the first one of a compiled peft model.")  # fmt: skip
 @click.option("--matmul", is_flag=True, help="The fused product of 1 to 8192 rows, Llama 8B and 70B, instead.")
 @click.option("--generate", is_flag=True, help="Tokens a second of a 4-bit Llama 8B, static cache, instead.")
 @click.option(

@@ -2,6 +2,7 @@
 
 Four Llama-3.1-8B decoder layers with random weights, LoRA r=16 on all linear layers, gradient checkpointing,
 AdamW. The learning rate is 0: every step does the whole work and leaves the loss as it was, to compare by bits.
+And how long torch.compile takes over the peft model: its first step, compiled anew.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor import utils as inductor
 
 import nf4_patch
 
@@ -137,8 +139,43 @@ class Step:
         self.peak = max(self.peak, torch.cuda.max_memory_allocated())
 
 
+class FirstStep(Step):
+    """A step of the model compiled anew, nothing in Inductor's caches nor in Triton's."""
+
+    def __call__(self) -> torch.Tensor:
+        eager = self.model
+        torch._dynamo.reset()
+        fresh_cache = getattr(inductor, "fresh_cache", None) or inductor.fresh_inductor_cache  # before PyTorch 2.8
+        try:
+            with fresh_cache():
+                self.model = torch.compile(eager)
+                loss = super().__call__()
+                self.losses.append(loss.item())
+        finally:
+            self.model = eager
+        return loss
+
+
+def compiling(tell: Tell, rounds: int = 3) -> Iterator[Comparison]:
+    """Wall time of the first step of a compiled peft model with the patch and without."""
+    tell(f"compile: loading {LAYERS} Llama-3.1-8B layers")
+    with restored():
+        model, optimizer = prepare("peft")
+        batch, length = LENGTHS[0]
+        steps = {OURS: FirstStep(model, optimizer, batch, length, True),
+                 UNPATCHED: FirstStep(model, optimizer, batch, length, False)}  # fmt: skip
+        tell(f"compile: {2 * rounds + 2} compilations")
+        times = wall_times(steps, {name: step.switch for name, step in steps.items()}, rounds, warmups=1)
+        losses = {loss for step in steps.values() for loss in step.losses}
+        notes = {"loss": " / ".join(f"{loss:.6f}" for loss in sorted(losses))}
+        yield Comparison(f"compile {batch}x{length}", "ms", times, {UNPATCHED: len(losses) == 1}, notes=notes)
+
+
 def run(trainer: str, tell: Tell, rounds: int = 20) -> Iterator[Comparison]:
     """Each length: wall time of a step with the patch and without, peak memory, the loss of both to the bit."""
+    if trainer == "compile":
+        yield from compiling(tell)
+        return
     tell(f"{trainer}: loading {LAYERS} Llama-3.1-8B layers")
     with restored():
         model, optimizer = prepare(trainer)
