@@ -197,6 +197,9 @@ def test_the_op_says_why_not(device):
         assert ops.dequantize(*changed) is reason if reason else torch.equal(ops.dequantize(*changed), real)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.exc, "UnknownPropertiesDuringBackwardTrace"), reason="PyTorch 2.6 knows no second trace"
+)
 def test_the_backward_is_traced_once(patched, device, monkeypatch):
     """A question for strides in it, is_contiguous() say, and Dynamo traces it again, with copies of the gradients."""
     again = []
