@@ -100,7 +100,7 @@ class Text:
 
 
 class Barrier:
-    """An mbarrier: a phase is complete when ``count`` warps have arrived."""
+    """An mbarrier: a phase is complete when ``count`` lanes have arrived, those of a warp together."""
 
     def __init__(self, count: int, warps: int):
         self.count = self.pending = count
@@ -109,7 +109,7 @@ class Barrier:
 
     def arrive(self, known: np.ndarray) -> None:
         self.known = np.maximum(self.known, known)
-        self.pending -= 1
+        self.pending -= len(LANES)
         if self.pending == 0:
             self.phase, self.pending, self.complete = self.phase + 1, self.count, self.known
 
@@ -176,7 +176,7 @@ class Program:
                 assert at not in self.barriers and self.epoch == 0, "initialized twice, or too late"
                 self.barriers[at] = Barrier(operands[1], self.warps)
             case "arrive":
-                assert mask.sum() == 1, "one lane arrives for its warp"
+                assert mask.all(), "a lane does not arrive for itself"
                 self.barriers[at].arrive(self.clock[warp])
                 self.clock[warp, warp] += 1
                 self.arrivals += 1

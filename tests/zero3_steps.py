@@ -16,8 +16,8 @@ import triton  # noqa: F401 (before the variable is set: Triton's own functions 
 
 patch, checkpoint, steps, folder = sys.argv[1] == "on", sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
 GPU = torch.cuda.is_available()
+os.environ["DS_ACCELERATOR"] = "cuda" if GPU else "cpu"  # else what DeepSpeed was installed on
 if not GPU:
-    os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["TRITON_INTERPRET"] = "1"
     import nf4_patch.nf4.kernels
 
