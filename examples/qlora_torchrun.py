@@ -29,6 +29,9 @@ parser.add_argument("--fsdp", action="store_true", help="FSDP2 instead of DDP")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--rows", type=int, default=1, help="a process")
 parser.add_argument("--tokens", type=int, default=128)
+parser.add_argument(
+    "--attention", default="sdpa", choices=("sdpa", "eager"), help="with FSDP2 only eager's backward repeats to the bit"
+)
 parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
 args = parser.parse_args()
@@ -50,7 +53,7 @@ quantization = BitsAndBytesConfig(
     bnb_4bit_quant_storage=dtype if args.fsdp else torch.uint8,  # FSDP shards parameters of one floating dtype
 )
 model = AutoModelForCausalLM.from_pretrained(
-    path, quantization_config=quantization, dtype=dtype, device_map={"": device}
+    path, quantization_config=quantization, dtype=dtype, device_map={"": device}, attn_implementation=args.attention
 )
 if args.fsdp:
     for parameter in model.parameters():

@@ -88,7 +88,9 @@ def test_a_shard_is_refused_by_name(tmp_path):
     assert done.stdout.count("REFUSED BY NAME") == 2
 
 
-@pytest.mark.parametrize("mode", [("--fsdp",), ()], ids=["fsdp2", "ddp"])
+# sdpa's backward adds up in the order its blocks end, and NCCL beside it changes that: without the patch 4 of 16 trainings
+# under FSDP2 ended with other losses than the rest; with eager attention none does.
+@pytest.mark.parametrize("mode", [("--fsdp", "--attention", "eager"), ()], ids=["fsdp2", "ddp"])
 def test_two_gpus(mode, checkpoint, tmp_path):
     arguments = ("--model", checkpoint, "--steps", 8, "--tokens", 512, *mode)
     on = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=TORCHRUN)
@@ -99,7 +101,7 @@ def test_two_gpus(mode, checkpoint, tmp_path):
             f"GiB, hits {record['hits_by_process']}, {record['sharded_bytes']} bytes sharded, losses {record['losses']}"
         )
     if os.environ.get("OUT"):
-        file = Path(os.environ["OUT"]) / f"distributed{''.join(mode)}.json"
+        file = Path(os.environ["OUT"]) / f"distributed{'--fsdp' if mode else ''}.json"
         file.write_text(json.dumps({"on": on, "off": off}))
     assert on["hits_by_process"] == [8 * LINEARS * PASSES] * 2 and off["hits_by_process"] == [0, 0]
     assert not fallbacks(on)
