@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
 
 import pytest
 import torch
 from click.testing import CliRunner
 from rich.console import Console
+from torch._inductor import config as inductor_config
 
-from nf4_patch.tools import bench, challenge, plots, shapes, timing
+from nf4_patch.tools import bench, challenge, plots, shapes, steps, timing
 from nf4_patch.tools.comparison import Comparison
 from nf4_patch.tools.peers import BITSANDBYTES, OURS, UNSLOTH_TRITON
 from nf4_patch.tools.timing import Machine, Times
@@ -153,3 +155,20 @@ def test_challenge_total_is_the_sum_and_needs_every_part_equal():
 def test_releases_name_what_is_installed():
     found = timing.releases()
     assert found["torch"] == torch.__version__ and {"bitsandbytes", "triton", "nf4-patch", "python"} <= found.keys()
+
+
+def test_a_first_step_is_compiled_anew_and_not_by_the_clock(monkeypatch):
+    model, seen = torch.nn.Linear(4, 1), []
+
+    def compile(module):
+        seen.append((os.environ["TORCHINDUCTOR_CACHE_DIR"], getattr(inductor_config, "deterministic", True)))
+        return module
+
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(steps.Step, "__call__", lambda self: self.model(torch.ones(4)).sum().detach())
+    step = object.__new__(steps.FirstStep)
+    step.model, step.losses = model, []
+    step(), step()
+    (one, first), (other, second) = seen
+    assert one != other and first and second and step.model is model
+    assert step.losses == [model(torch.ones(4)).item()] * 2

@@ -88,8 +88,8 @@ def test_a_shard_is_refused_by_name(tmp_path):
     assert done.stdout.count("REFUSED BY NAME") == 2
 
 
-# sdpa's backward adds up in the order its blocks end, and NCCL beside it changes that: without the patch 4 of 16 trainings
-# under FSDP2 ended with other losses than the rest; with eager attention none does.
+# Under FSDP2 sdpa's backward does not repeat itself: of 16 trainings without the patch 4 ended with other losses than the
+# rest, of 24 with eager attention none (two H200).
 @pytest.mark.parametrize("mode", [("--fsdp", "--attention", "eager"), ()], ids=["fsdp2", "ddp"])
 def test_two_gpus(mode, checkpoint, tmp_path):
     arguments = ("--model", checkpoint, "--steps", 8, "--tokens", 512, *mode)
