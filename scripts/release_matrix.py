@@ -290,7 +290,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         "a checkpointed LoRA step of peft over two `Linear4bit`, hits and equality to the bit of output and gradients to",
         "the same step without the patch. *Unsloth*: `fast_dequantize` and `LoRA_W`, against bitsandbytes. On the CPU the",
         "kernels run under Triton's interpreter, and bitsandbytes >= 0.50 dequantizes in the backward only. What a run",
-        "did not import (on the CPU bitsandbytes' CUDA ops, without Unsloth Unsloth's) is in neither column.",
+        "did not import (on the CPU bitsandbytes' CUDA ops, without Unsloth Unsloth's) is in neither column. Targets that",
+        'stand by serve the fused product and are put in place by `enable(matmul="auto")`.',
         "",
         "| releases | machine | patched | absent from the release, or refused | states equal | step: hits | step: bits | Unsloth |",
         "|---|---|---|---|---|---|---|---|",
@@ -305,7 +306,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         text = ", ".join(f"{name} {releases[name]}" for name in names if name in releases)
         targets = row["targets"]
         on = [short(n) for n, state in targets.items() if state in ("patched", "wrapped")]
-        rest = [f"{short(n)} {state}" for n, state in targets.items() if state not in ("patched", "wrapped", "waiting")]
+        on += [f"{short(n)} (stands by)" for n, state in targets.items() if state == "stands by"]
+        rest = [f"{short(n)} {state}" for n, state in targets.items() if state in ("absent", "refused", "displaced")]
         states, step = row["states"], row["step"]
         hits = "; ".join(f"{short(n)} {k}" for n, k in step.get("hits", {}).items()) or step.get("error", "0")
         bits = "" if "error" in step else ("equal" if step["equal"] else "DIFFERENT")
