@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner
 from rich.console import Console
-from torch._inductor import config as inductor_config
 
 from nf4_patch.tools import bench, challenge, plots, shapes, steps, timing
 from nf4_patch.tools.comparison import Comparison
@@ -157,18 +157,23 @@ def test_releases_name_what_is_installed():
     assert found["torch"] == torch.__version__ and {"bitsandbytes", "triton", "nf4-patch", "python"} <= found.keys()
 
 
-def test_a_first_step_is_compiled_anew_and_not_by_the_clock(monkeypatch):
-    model, seen = torch.nn.Linear(4, 1), []
-
-    def compile(module):
-        seen.append((os.environ["TORCHINDUCTOR_CACHE_DIR"], getattr(inductor_config, "deterministic", True)))
-        return module
-
-    monkeypatch.setattr(torch, "compile", compile)
+def test_a_first_step_is_compiled_anew(monkeypatch):
+    model, folders = torch.nn.Linear(4, 1), []
+    monkeypatch.setattr(torch, "compile", lambda m: folders.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]) or m)
     monkeypatch.setattr(steps.Step, "__call__", lambda self: self.model(torch.ones(4)).sum().detach())
     step = object.__new__(steps.FirstStep)
     step.model, step.losses = model, []
     step(), step()
-    (one, first), (other, second) = seen
-    assert one != other and first and second and step.model is model
+    assert folders[0] != folders[1] and step.model is model
     assert step.losses == [model(torch.ones(4)).item()] * 2
+
+
+@pytest.mark.parametrize(
+    ("losses", "agree"), [((12.53, 12.531), True), ((12.53, 12.59), False), ((12.59, 12.53), False)]
+)
+def test_losses_of_two_compilations_need_agree_to_rounding_only(monkeypatch, losses, agree):
+    monkeypatch.setattr(steps, "prepare", lambda trainer: (None, None))
+    monkeypatch.setattr(steps, "FirstStep", lambda *a: SimpleNamespace(losses=[losses[not a[-1]]] * 2, switch=None))
+    monkeypatch.setattr(steps, "wall_times", lambda named, *a, **k: {name: Times((1.0, 1.0)) for name in named})
+    (comparison,) = steps.compiling(lambda *a: None)
+    assert (comparison.ratio(steps.UNPATCHED) == 1.0) is agree and bool(comparison.failures) is not agree

