@@ -82,7 +82,7 @@ def program(
     def arrive(barrier: str) -> str:
         """This warp has left its part of the sums (full), or taken what it adds up (free)."""
         if wait:
-            # Every lane for itself: racecheck (2025.3.1) does not see that bar.warp.sync hands a warp's stores to one.
+            # Every lane for itself: racecheck (2025.3.1) reports the stores of all lanes but one that arrives for its warp.
             return f"bar.warp.sync 0xffffffff; mbarrier.arrive.shared.b64 _, [{barrier}];"
         return "bar.sync 0;" if barrier == "full" else ""
 
