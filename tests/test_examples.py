@@ -17,7 +17,7 @@ from run_example import EXAMPLES, environment, fallbacks, hits, run, run_example
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own")
 LINEARS = 14  # two layers of seven
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29611")
 
 
 def test_peft(tmp_path):

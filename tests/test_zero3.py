@@ -23,7 +23,7 @@ STEPS = 3
 
 
 def processes(patch: str, checkpoint: str, folder: Path) -> list[dict]:
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617")
     script = Path(__file__).with_name("zero3_steps.py")
     path = os.pathsep.join(filter(None, [str(OWN), os.environ.get("PYTHONPATH")]))
     variables = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", "PYTHONPATH": path}

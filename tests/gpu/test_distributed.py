@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29611")
 LINEARS, PASSES = 4 * 7, 3
 
 
