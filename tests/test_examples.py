@@ -10,6 +10,7 @@ import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from run_example import EXAMPLES, environment, fallbacks, hits, run, run_example
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own")
 LINEARS = 14  # two layers of seven
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29611")
+GLOO = (*TORCHRUN, Path(__file__).with_name("leave_at_once.py"))
 
 
 def test_peft(tmp_path):
@@ -82,8 +84,8 @@ def test_merge(tmp_path):
 @pytest.mark.parametrize("mode", [(), ("--fsdp",)], ids=["ddp", "fsdp2"])
 def test_two_processes(mode, tmp_path):
     arguments = ("--steps", 2, "--tokens", 32, *mode)
-    on = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=TORCHRUN)
-    off = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=TORCHRUN, patch=False)
+    on = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=GLOO)
+    off = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=GLOO, patch=False)
     assert on["hits_by_process"] == [2 * LINEARS] * 2 and off["hits_by_process"] == [0, 0]
     assert not fallbacks(on)
     assert same_training(on, off)

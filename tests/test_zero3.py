@@ -24,12 +24,12 @@ STEPS = 3
 
 def processes(patch: str, checkpoint: str, folder: Path) -> list[dict]:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617")
-    script = Path(__file__).with_name("zero3_steps.py")
+    scripts = [Path(__file__).with_name(name) for name in ("leave_at_once.py", "zero3_steps.py")]
     path = os.pathsep.join(filter(None, [str(OWN), os.environ.get("PYTHONPATH")]))
     variables = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", "PYTHONPATH": path}
     folder = folder / patch
     folder.mkdir()
-    run([*launcher, script, patch, checkpoint, STEPS, folder], folder, **variables)
+    run([*launcher, *scripts, patch, checkpoint, STEPS, folder], folder, **variables)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
