@@ -266,6 +266,9 @@ def unsloth_step(device) -> dict[str, Any]:
 
 
 def record(rows: list[dict[str, Any]]) -> None:
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for row in rows:
+        row["commit"] = head.stdout.strip()
     known = json.loads(RECORD.read_text()) if RECORD.exists() else []
     kept = {(row["cell"], row.get("place", "")): row for row in known}
     kept |= {(row["cell"], row.get("place", "")): row for row in rows}
@@ -291,14 +294,15 @@ def table(rows: list[dict[str, Any]]) -> str:
         "the same step without the patch. *Unsloth*: `fast_dequantize` and `LoRA_W`, against bitsandbytes. On the CPU the",
         "kernels run under Triton's interpreter, and bitsandbytes >= 0.50 dequantizes in the backward only. What a run",
         "did not import (on the CPU bitsandbytes' CUDA ops, without Unsloth Unsloth's) is in neither column. Targets that",
-        'stand by serve the fused product and are put in place by `enable(matmul="auto")`.',
+        'stand by serve the fused product and are put in place by `enable(matmul="auto")`. *Commit*: of this package, when',
+        "the row was recorded; before bfe3a5c those targets were in place with `enable()` too, so old rows call them patched.",
         "",
-        "| releases | machine | patched | absent from the release, or refused | states equal | step: hits | step: bits | Unsloth |",
-        "|---|---|---|---|---|---|---|---|",
+        "| releases | machine | commit | patched | absent from the release, or refused | states equal | step: hits | step: bits | Unsloth |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         if "error" in row:
-            lines.append(f"| {row['cell']} | | | | not run: {row['error']} | | | |")
+            lines.append(f"| {row['cell']} | | {row['commit']} | | | not run: {row['error']} | | | |")
             continue
         releases = row["releases"]
         shown = ("torch", "triton", "bitsandbytes", "transformers", "peft", "wrapt")
@@ -319,7 +323,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             "" if on_gpu else f" (formula; bitsandbytes' CPU code agrees in {states['agreed']} of {states['asked']})"
         )
         lines.append(
-            f"| **{row['cell']}**: {text} | {row['place'].split(' (')[0]} | {', '.join(on)} | {', '.join(rest)} | "
+            f"| **{row['cell']}**: {text} | {row['place'].split(' (')[0]} | {row['commit']} | {', '.join(on)} | {', '.join(rest)} | "
             f"{states['equal']}/{states['cases']}{against} | {hits} | {bits} | {verdict} |"
         )
     return "\n".join(lines) + "\n"
