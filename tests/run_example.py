@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+IN_TURNS = Path(__file__).with_name("in_turns.py")
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -62,3 +64,13 @@ def same_training(on: dict[str, Any], off: dict[str, Any]) -> bool:
     """Every loss and every trained parameter, to the bit."""
     assert len(on["losses"]) == len(off["losses"]) > 0
     return on["losses"] == off["losses"] and on["adapter"] == off["adapter"]
+
+
+def in_turns(record: dict[str, Any]) -> str:
+    """The steps of in_turns.py, less the first half: milliseconds, median and quartiles of both sides."""
+    lines = []
+    for side, taken in record.get("turns", {}).items():
+        warm = [1e3 * seconds for seconds in taken[len(taken) // 2 :]]
+        low, median, high = statistics.quantiles(warm, n=4)
+        lines.append(f"in turns, {side}: {median:.2f} ms a step ({low:.2f} to {high:.2f}, {len(warm)} steps)")
+    return "\n".join(lines)

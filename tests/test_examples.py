@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_example import EXAMPLES, environment, fallbacks, hits, run, run_example, same_training
+from run_example import EXAMPLES, IN_TURNS, environment, fallbacks, hits, run, run_example, same_training
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own")
 LINEARS = 14  # two layers of seven
@@ -26,9 +26,12 @@ def test_peft(tmp_path):
     arguments = ("--steps", 3, "--tokens", 64)
     on = run_example("qlora_peft.py", *arguments, "--plot", tmp_path / "loss.png", folder=tmp_path)
     off = run_example("qlora_peft.py", *arguments, folder=tmp_path, patch=False)
+    turns = run_example("qlora_peft.py", *arguments, folder=tmp_path, launcher=(IN_TURNS,))
     # On the CPU bitsandbytes dequantizes for the backward alone through the function that is replaced.
     assert hits(on) == 3 * LINEARS and hits(off) == 0 and not fallbacks(on)
     assert same_training(on, off)
+    assert hits(turns) == LINEARS and [len(turns["turns"][way]) for way in ("on", "off")] == [1, 2]
+    assert same_training(turns, off)
     assert on["losses"][-1] < on["losses"][0]
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
 

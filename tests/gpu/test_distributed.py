@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_example import EXAMPLES, environment, fallbacks, run, run_example, same_training
+from run_example import EXAMPLES, IN_TURNS, environment, fallbacks, in_turns, run, run_example, same_training
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29611")
-LINEARS, PASSES = 4 * 7, 3
+LINEARS, PASSES, STEPS = 4 * 7, 3, 40
 
 
 @pytest.fixture(scope="module")
@@ -92,19 +92,21 @@ def test_a_shard_is_refused_by_name(tmp_path):
 # rest, of 24 with eager attention none (two H200).
 @pytest.mark.parametrize("mode", [("--fsdp", "--attention", "eager"), ()], ids=["fsdp2", "ddp"])
 def test_two_gpus(mode, checkpoint, tmp_path):
-    arguments = ("--model", checkpoint, "--steps", 8, "--tokens", 512, *mode)
+    arguments = ("--model", checkpoint, "--steps", STEPS, "--tokens", 512, *mode)
     on = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=TORCHRUN)
     off = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=TORCHRUN, patch=False)
-    for way, record in (("off", off), ("on", on)):
+    turns = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=(*TORCHRUN, IN_TURNS))
+    for way, record in (("off", off), ("on", on), ("turns", turns)):
         print(
             f"\n{mode or 'ddp'} {way}: {1e3 * record['seconds_a_step']:.1f} ms a step, {record['peak_bytes'] / 2**30:.2f} "
             f"GiB, hits {record['hits_by_process']}, {record['sharded_bytes']} bytes sharded, losses {record['losses']}"
         )
+    print(in_turns(turns))
     if os.environ.get("OUT"):
         file = Path(os.environ["OUT"]) / f"distributed{'--fsdp' if mode else ''}.json"
-        file.write_text(json.dumps({"on": on, "off": off}))
-    assert on["hits_by_process"] == [8 * LINEARS * PASSES] * 2 and off["hits_by_process"] == [0, 0]
+        file.write_text(json.dumps({"on": on, "off": off, "turns": turns}))
+    assert on["hits_by_process"] == [STEPS * LINEARS * PASSES] * 2 and off["hits_by_process"] == [0, 0]
     assert not fallbacks(on)
-    assert same_training(on, off)
+    assert same_training(on, off) and same_training(turns, off)
     if mode:
         assert on["sharded_bytes"] > 0

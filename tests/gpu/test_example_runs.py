@@ -1,7 +1,7 @@
 """Every example at real size on the GPU (four layers of a Llama-3.1-8B), with and without the patch.
 
-The same bits, every call a hit or deferred, graphs and breaks as without. Times and peak memory are written to
-example_runs.json under $OUT, if that is set: the README's table.
+The same bits, every call a hit or deferred, graphs and breaks as without. Peak memory, and times of steps with the patch
+on and off in turns, are written to example_runs.json under $OUT, if that is set: the README's table.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_example import EXAMPLES, fallbacks, hits, run, run_example, same_training
+from run_example import EXAMPLES, IN_TURNS, fallbacks, hits, in_turns, run, run_example, same_training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 LINEARS, PASSES = 4 * 7, 3  # forward, recompute, backward
@@ -36,6 +36,7 @@ def note(name: str, **runs) -> None:
             f"\n{name} {way}: {1e3 * (seconds or 0):.1f} ms a step, {(peak or 0) / 2**30:.3f} GiB, "
             f"hits {hits(record)}, fallbacks {fallbacks(record)}, {record['torch_compile']}"
         )
+        print(in_turns(record))
     if os.environ.get("OUT"):
         file = Path(os.environ["OUT"]) / "example_runs.json"
         known = json.loads(file.read_text()) if file.exists() else {}
@@ -46,24 +47,31 @@ def note(name: str, **runs) -> None:
         file.write_text(json.dumps(known))
 
 
-def both(script: str, *arguments, folder: Path, repeat: bool = False, agree: float = 0):
-    """Off and on; with ``repeat`` off again: the noise of a thing against itself. ``agree``: of losses, relative."""
-    off = run_example(script, *arguments, folder=folder, patch=False)
-    on = run_example(script, *arguments, folder=folder)
-    runs = {"off": off, "on": on}
-    if repeat or not (agree or same_training(on, off)):
-        runs["again"] = run_example(script, *arguments, folder=folder, patch=False)
+def both(script: str, *arguments, folder: Path, agree: float = 0):
+    """Off, on, and in turns; with ``agree`` (of losses, relative) the two alone. What was on is returned."""
+    runs = {
+        "off": run_example(script, *arguments, folder=folder, patch=False),
+        "on": run_example(script, *arguments, folder=folder),
+    }
+    if not agree:
+        runs["turns"] = run_example(script, *arguments, folder=folder, launcher=(IN_TURNS,))
+        if not same_training(runs["on"], runs["off"]):
+            runs["again"] = run_example(script, *arguments, folder=folder, patch=False)
     note(Path(script).stem + "".join(a for a in arguments if a == "--compile"), **runs)
     if "again" in runs:
-        assert same_training(runs["again"], off), "the script is not deterministic: nothing can be concluded"
-    assert on["losses"] == pytest.approx(off["losses"], rel=agree) if agree else same_training(on, off)
+        assert same_training(runs["again"], runs["off"]), "the script is not deterministic: nothing can be concluded"
+    off, on = runs["off"], runs["on"]
+    if agree:
+        assert on["losses"] == pytest.approx(off["losses"], rel=agree)
+    else:
+        assert same_training(on, off) and same_training(runs["turns"], off)
     assert on["torch_compile"] == off["torch_compile"]
     return on
 
 
 def test_peft(checkpoint, tmp_path):
-    on = both("qlora_peft.py", "--model", checkpoint, "--steps", 60, "--tokens", 512, folder=tmp_path, repeat=True)
-    assert hits(on) == 60 * LINEARS * PASSES and not fallbacks(on)
+    on = both("qlora_peft.py", "--model", checkpoint, "--steps", 120, "--tokens", 512, folder=tmp_path)
+    assert hits(on) == 120 * LINEARS * PASSES and not fallbacks(on)
 
 
 def test_peft_compiled(checkpoint, tmp_path):
@@ -74,9 +82,9 @@ def test_peft_compiled(checkpoint, tmp_path):
 
 
 def test_trl(checkpoint, tmp_path):
-    arguments = ("--model", checkpoint, "--steps", 30, "--rows", 1, "--tokens", 512)
-    on = both("qlora_trl.py", *arguments, folder=tmp_path, repeat=True)
-    assert hits(on) == 30 * LINEARS * PASSES and not fallbacks(on)
+    arguments = ("--model", checkpoint, "--steps", 120, "--rows", 1, "--tokens", 512)
+    on = both("qlora_trl.py", *arguments, folder=tmp_path)
+    assert hits(on) == 120 * LINEARS * PASSES and not fallbacks(on)
 
 
 def test_generate(checkpoint, tmp_path):
@@ -97,6 +105,6 @@ def test_merge(checkpoint, tmp_path):
 
 def test_unsloth(checkpoint, tmp_path):
     """Unsloth >= 2026.10 keeps its own kernel inside its compiled layers: deferred, never slower."""
-    arguments = ("--model", checkpoint, "--steps", 30, "--rows", 1, "--tokens", 512)
+    arguments = ("--model", checkpoint, "--steps", 120, "--rows", 1, "--tokens", 512)
     on = both("qlora_unsloth.py", *arguments, folder=tmp_path)
     assert set(fallbacks(on)) <= {"DEFERRED"}
