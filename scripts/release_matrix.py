@@ -266,9 +266,9 @@ def unsloth_step(device) -> dict[str, Any]:
 
 
 def record(rows: list[dict[str, Any]]) -> None:
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     for row in rows:
-        row["commit"] = head.stdout.strip()
+        row["commit"] = head.stdout.strip() or "not in a checkout"
     known = json.loads(RECORD.read_text()) if RECORD.exists() else []
     kept = {(row["cell"], row.get("place", "")): row for row in known}
     kept |= {(row["cell"], row.get("place", "")): row for row in rows}
