@@ -14,6 +14,8 @@ import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 IN_TURNS = Path(__file__).with_name("in_turns.py")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")  # a free port: no run meets another
+GLOO = (*TORCHRUN, Path(__file__).with_name("leave_at_once.py"))
 
 
 def environment(**changes: str) -> dict[str, str]:

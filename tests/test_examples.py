@@ -10,16 +10,24 @@ import ast
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from run_example import EXAMPLES, IN_TURNS, environment, fallbacks, hits, run, run_example, same_training
+from run_example import (
+    EXAMPLES,
+    GLOO,
+    IN_TURNS,
+    TORCHRUN,
+    environment,
+    fallbacks,
+    hits,
+    run,
+    run_example,
+    same_training,
+)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own")
 LINEARS = 14  # two layers of seven
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29611")
-GLOO = (*TORCHRUN, Path(__file__).with_name("leave_at_once.py"))
 
 
 def test_peft(tmp_path):

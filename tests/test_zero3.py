@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_example import run
+from run_example import GLOO, run
 
 OWN = Path(sys.prefix) / "deepspeed-0.19.8"  # where scripts/test puts it
 pytestmark = [
@@ -23,13 +23,12 @@ STEPS = 3
 
 
 def processes(patch: str, checkpoint: str, folder: Path) -> list[dict]:
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617")
-    scripts = [Path(__file__).with_name(name) for name in ("leave_at_once.py", "zero3_steps.py")]
+    script = Path(__file__).with_name("zero3_steps.py")
     path = os.pathsep.join(filter(None, [str(OWN), os.environ.get("PYTHONPATH")]))
     variables = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", "PYTHONPATH": path}
     folder = folder / patch
     folder.mkdir()
-    run([*launcher, *scripts, patch, checkpoint, STEPS, folder], folder, **variables)
+    run([sys.executable, *GLOO, script, patch, checkpoint, STEPS, folder], folder, **variables)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -10,14 +10,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_example import EXAMPLES, IN_TURNS, environment, fallbacks, in_turns, run, run_example, same_training
+from run_example import (
+    EXAMPLES,
+    IN_TURNS,
+    TORCHRUN,
+    environment,
+    fallbacks,
+    in_turns,
+    run,
+    run_example,
+    same_training,
+)
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29611")
 LINEARS, PASSES, STEPS = 4 * 7, 3, 40
 
 
@@ -106,6 +115,7 @@ def test_two_gpus(mode, checkpoint, tmp_path):
         file = Path(os.environ["OUT"]) / f"distributed{'--fsdp' if mode else ''}.json"
         file.write_text(json.dumps({"on": on, "off": off, "turns": turns}))
     assert on["hits_by_process"] == [STEPS * LINEARS * PASSES] * 2 and off["hits_by_process"] == [0, 0]
+    assert turns["hits_by_process"] == [STEPS // 2 * LINEARS * PASSES] * 2
     assert not fallbacks(on)
     assert same_training(on, off) and same_training(turns, off)
     if mode:

@@ -65,6 +65,7 @@ def both(script: str, *arguments, folder: Path, agree: float = 0):
         assert on["losses"] == pytest.approx(off["losses"], rel=agree)
     else:
         assert same_training(on, off) and same_training(runs["turns"], off)
+        assert 0 < hits(runs["turns"]) < hits(on) and len(runs["turns"]["turns"]["on"]) * 2 == len(off["seconds"])
     assert on["torch_compile"] == off["torch_compile"]
     return on
 
