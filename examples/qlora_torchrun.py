@@ -29,7 +29,9 @@ parser.add_argument("--fsdp", action="store_true", help="FSDP2 instead of DDP")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--rows", type=int, default=1, help="a process")
 parser.add_argument("--tokens", type=int, default=128)
-parser.add_argument("--attention", default="sdpa", choices=("sdpa", "eager"), help="sdpa may not repeat under FSDP2")
+parser.add_argument(
+    "--attention", default="sdpa", choices=("sdpa", "eager"), help="sdpa may not repeat on several GPUs"
+)
 parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
 args = parser.parse_args()

@@ -48,24 +48,24 @@ def note(name: str, **runs) -> None:
 
 
 def both(script: str, *arguments, folder: Path, agree: float = 0):
-    """Off, on, and in turns; with ``agree`` (of losses, relative) the two alone. What was on is returned."""
+    """Off, on, and in turns; with ``agree`` the first eight losses need agree so far only. What was on is returned."""
     runs = {
         "off": run_example(script, *arguments, folder=folder, patch=False),
         "on": run_example(script, *arguments, folder=folder),
+        "turns": run_example(script, *arguments, folder=folder, launcher=(IN_TURNS,)),
     }
-    if not agree:
-        runs["turns"] = run_example(script, *arguments, folder=folder, launcher=(IN_TURNS,))
-        if not same_training(runs["on"], runs["off"]):
-            runs["again"] = run_example(script, *arguments, folder=folder, patch=False)
+    if not agree and not same_training(runs["on"], runs["off"]):
+        runs["again"] = run_example(script, *arguments, folder=folder, patch=False)
     note(Path(script).stem + "".join(a for a in arguments if a == "--compile"), **runs)
     if "again" in runs:
         assert same_training(runs["again"], runs["off"]), "the script is not deterministic: nothing can be concluded"
-    off, on = runs["off"], runs["on"]
-    if agree:
-        assert on["losses"] == pytest.approx(off["losses"], rel=agree)
-    else:
-        assert same_training(on, off) and same_training(runs["turns"], off)
-        assert 0 < hits(runs["turns"]) < hits(on) and len(runs["turns"]["turns"]["on"]) * 2 == len(off["seconds"])
+    off, on, turns = runs["off"], runs["on"], runs["turns"]
+    for run_with in (on, turns):
+        if agree:
+            assert run_with["losses"][:8] == pytest.approx(off["losses"][:8], rel=agree)
+        else:
+            assert same_training(run_with, off)
+    assert 0 < hits(turns) < hits(on) and len(turns["turns"]["on"]) * 2 == len(off["seconds"])
     assert on["torch_compile"] == off["torch_compile"]
     return on
 
@@ -77,7 +77,7 @@ def test_peft(checkpoint, tmp_path):
 
 def test_peft_compiled(checkpoint, tmp_path):
     """Inductor does not repeat to the bit: two runs of stock were 1e-3 apart after 8 steps (H200, torch 2.11)."""
-    arguments = ("--model", checkpoint, "--steps", 8, "--tokens", 512, "--compile")
+    arguments = ("--model", checkpoint, "--steps", 40, "--tokens", 512, "--compile")
     on = both("qlora_peft.py", *arguments, folder=tmp_path, agree=2**-8)
     assert not fallbacks(on)
 
