@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from nf4_patch.tools.timing import Times
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 IN_TURNS = Path(__file__).with_name("in_turns.py")
@@ -69,10 +70,9 @@ def same_training(on: dict[str, Any], off: dict[str, Any]) -> bool:
 
 
 def in_turns(record: dict[str, Any]) -> str:
-    """The steps of in_turns.py, less the first half: milliseconds, median and quartiles of both sides."""
+    """The steps of in_turns.py, less the first half: milliseconds, and the noise, of both sides."""
     lines = []
     for side, taken in record.get("turns", {}).items():
-        warm = [1e3 * seconds for seconds in taken[len(taken) // 2 :]]
-        low, median, high = statistics.quantiles(warm, n=4)
-        lines.append(f"in turns, {side}: {median:.2f} ms a step ({low:.2f} to {high:.2f}, {len(warm)} steps)")
+        warm = Times(tuple(1e3 * seconds for seconds in taken[len(taken) // 2 :]))
+        lines.append(f"in turns, {side}: {warm.median:.2f} ms a step, noise {warm.noise:.1%}, {len(warm.values)} steps")
     return "\n".join(lines)
