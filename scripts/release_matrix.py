@@ -295,7 +295,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "kernels run under Triton's interpreter, and bitsandbytes >= 0.50 dequantizes in the backward only. What a run",
         "did not import (on the CPU bitsandbytes' CUDA ops, without Unsloth Unsloth's) is in neither column. Targets that",
         'stand by serve the fused product and are put in place by `enable(matmul="auto")`. *Commit*: of this package, when',
-        "the row was recorded; before bfe3a5c those targets were in place with `enable()` too, so old rows call them patched.",
+        "the row was recorded.",
         "",
         "| releases | machine | commit | patched | absent from the release, or refused | states equal | step: hits | step: bits | Unsloth |",
         "|---|---|---|---|---|---|---|---|---|",
