@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from . import calibration, launch, matmul_ptx, reference
+from . import calibration, launch, matmul_ptx, matmul_wide, reference
 from .layout import Layout
+from .matmul_wide import operands
 
 try:
     import triton
@@ -91,12 +92,12 @@ def config_for(
     What was calibrated on ``device`` for this very n and k goes before the table.
     """
     calibrated = calibration.rows(device, backward).get((n, k))
-    if calibrated is not None:
+    if calibrated is not None and (rows is not None or m <= calibrated[-1][0]):
         return next((config for most, config in calibrated if m <= most), None)
     for row in ROWS if rows is None else rows:
         if row.capability == capability and m <= row.m and k <= row.k and n >= row.n:
             return row.config
-    return None
+    return matmul_wide.config_for(capability, m, n, k) if rows is None else None
 
 
 def refusal(x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) -> str | None:
@@ -192,7 +193,7 @@ def compiled(
 
     The text depends on the 8-row tiles of X and not on M: 64 lengths of a prompt are six compilations at most.
     """
-    key = (device, dtype, *values.values(), warps)
+    key = (device, dtype, id(kernel), *values.values(), warps)
     known = _entries.get(key)
     if known is None:
         if torch.cuda.is_current_stream_capturing():
@@ -217,12 +218,6 @@ def _compile(
         raise
     except Exception as error:  # the compiler, the driver, a read-only cache: theirs to raise, ours to name
         return launch.KernelUnavailable(f"{type(error).__name__}: {error}")
-
-
-def operands(layout: Layout) -> tuple[torch.Tensor, ...]:
-    """The kernel's tensors of the weight; a flat one has no second level and the kernel reads none."""
-    second = (layout.absmax2, layout.code2, layout.offset) if layout.nested() else (layout.code,) * 3
-    return (layout.packed, layout.absmax, layout.code, *second)  # type: ignore[return-value]
 
 
 class Kernel:
@@ -265,7 +260,7 @@ class Product:
     )  # fmt: skip
 
     def __init__(
-        self, kernel: Kernel, x: torch.Tensor, layout: Layout, outer: int, bias: torch.Tensor | None = None, pad: int = 0
+        self, kernel: Kernel | matmul_wide.Kernel, x: torch.Tensor, layout: Layout, outer: int, bias: torch.Tensor | None = None, pad: int = 0
     ):  # fmt: skip
         self.device, self.dtype, self.pad = x.get_device(), x.dtype, pad
         self.weight = tuple(tensor.data_ptr() for tensor in operands(layout))
@@ -312,12 +307,12 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-_kernels: dict[tuple[Any, ...], Kernel] = {}
+_kernels: dict[tuple[Any, ...], Kernel | matmul_wide.Kernel] = {}
 calibration.dependents.append(_kernels.clear)
 
 
 def product(
-    x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None, config: Config | None = None
+    x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None, config: Any = None
 ) -> Product:  # fmt: skip
     """:func:`matmul_4bit` resolved, for every x of this shape."""
     n, k = layout.shape
@@ -327,11 +322,15 @@ def product(
     if kernel is None:
         capability = torch.cuda.get_device_capability(x.device)
         chosen = config or config_for(capability, m, n, k, device=x.device.index)
-        half = x.dtype is torch.float16
-        cut = plan(chosen, processors(x.device), m, n, k, half, layout.nested(), bias is not None, capability)
-        warps = chosen.along_n * chosen.along_k
+        kind = (x.device, x.dtype, layout)
         with torch.cuda.device(x.device):
-            kernel = _kernels[key] = Kernel(x.device, x.dtype, layout, cut, warps, m, n, bias is not None)
+            if isinstance(chosen, matmul_wide.Config):
+                kernel = matmul_wide.checked(chosen, *kind, m, bias is not None, compiled)
+            else:
+                half = x.dtype is torch.float16
+                cut = plan(chosen, processors(x.device), m, n, k, half, layout.nested(), bias is not None, capability)
+                kernel = Kernel(*kind, cut, chosen.along_n * chosen.along_k, m, n, bias is not None)
+        _kernels[key] = kernel
     return Product(kernel, x, layout, n, bias)
 
 
@@ -339,7 +338,7 @@ def matmul_4bit(
     x: torch.Tensor,
     layout: Layout,
     bias: torch.Tensor | None = None,
-    config: Config | None = None,
+    config: Config | matmul_wide.Config | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``x @ weight.T (+ bias)`` with the weight decoded inside the kernel; fp32 accumulation.
