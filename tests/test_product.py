@@ -19,7 +19,7 @@ from subprocess_python import INTERPRETED, python
 
 import nf4_patch
 from nf4_patch.config import Config, ConfigError
-from nf4_patch.nf4 import matmul, matmul_dx
+from nf4_patch.nf4 import matmul, matmul_dx, matmul_wide
 from nf4_patch.patching import product
 from nf4_patch.patching.guards import Reason
 from nf4_patch.patching.replacement import (
@@ -325,13 +325,14 @@ def test_bitsandbytes_gives_its_own_bits_on_the_cpu(refusing):
 
 
 def test_table_of_measured_sizes(monkeypatch):
-    """Every Llama layer up to 64 rows on the H200; nothing past 64 rows and nothing on a GPU that was not measured."""
+    """Every Llama layer up to 64 rows on the H200, large ones past them; nothing on a GPU that was not measured."""
     shapes = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (8192, 28672)]
     for n, k in shapes:
         for m in (1, 2, 8, 9, 16, 17, 32, 33, 64):
             assert matmul.config_for(H200, m, n, k) is not None, (m, n, k)
-        for m in (65, 128, 4096):
-            assert matmul.config_for(H200, m, n, k) is None
+        for m in (65, 128, 513, 4096):
+            config = matmul.config_for(H200, m, n, k)
+            assert isinstance(config, matmul_wide.Config) if m <= 128 and n * k >= 26_000_000 else config is None
         for capability in ((7, 5), (8, 0), (8, 9), (10, 0), (12, 0)):
             assert matmul.config_for(capability, 1, n, k) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: H200)

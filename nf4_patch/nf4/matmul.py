@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from . import calibration, launch, matmul_ptx, matmul_wide, reference
 from .layout import Layout
-from .matmul_wide import operands
+from .matmul_wide import multiprocessors, operands
 
 try:
     import triton
@@ -92,12 +92,12 @@ def config_for(
     What was calibrated on ``device`` for this very n and k goes before the table.
     """
     calibrated = calibration.rows(device, backward).get((n, k))
-    if calibrated is not None and (rows is not None or m <= calibrated[-1][0]):
+    if calibrated is not None and (rows is not None or m <= max((most for most, _ in calibrated), default=0)):
         return next((config for most, config in calibrated if m <= most), None)
     for row in ROWS if rows is None else rows:
         if row.capability == capability and m <= row.m and k <= row.k and n >= row.n:
             return row.config
-    return matmul_wide.config_for(capability, m, n, k) if rows is None else None
+    return matmul_wide.config_for(capability, m, n, k, device) if rows is None else None
 
 
 def refusal(x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) -> str | None:
@@ -303,10 +303,6 @@ class Product:
         return out
 
 
-def processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 _kernels: dict[tuple[Any, ...], Kernel | matmul_wide.Kernel] = {}
 calibration.dependents.append(_kernels.clear)
 
@@ -328,7 +324,9 @@ def product(
                 kernel = matmul_wide.checked(chosen, *kind, m, bias is not None, compiled)
             else:
                 half = x.dtype is torch.float16
-                cut = plan(chosen, processors(x.device), m, n, k, half, layout.nested(), bias is not None, capability)
+                cut = plan(
+                    chosen, multiprocessors(x.device), m, n, k, half, layout.nested(), bias is not None, capability
+                )
                 kernel = Kernel(*kind, cut, chosen.along_n * chosen.along_k, m, n, bias is not None)
         _kernels[key] = kernel
     return Product(kernel, x, layout, n, bias)

@@ -80,7 +80,7 @@ def product(dy: torch.Tensor, layout: Layout, config: Config | None = None) -> m
     if kernel is None:
         chosen = config or config_for(torch.cuda.get_device_capability(dy.device), m, n, k, dy.device.index)
         half = dy.dtype is torch.float16
-        cut = plan(chosen, matmul.processors(dy.device), m, n, k, half, layout.nested())
+        cut = plan(chosen, matmul.multiprocessors(dy.device), m, n, k, half, layout.nested())
         warps = chosen.along_k * chosen.along_n
         with torch.cuda.device(dy.device):
             kernel = _kernels[key] = matmul.Kernel(dy.device, dy.dtype, layout, cut, warps, m, k, False)

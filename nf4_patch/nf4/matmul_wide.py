@@ -38,29 +38,51 @@ class Config(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Where a config serves: capability, least and most rows of X, fewest elements of the weight."""
+    """Where a config serves: capability, least and most rows of X, fewest elements of the weight, least Plan.fill."""
 
     capability: tuple[int, int]
     least: int
     most: int
     elements: int
+    fill: float
     config: Config
 
 
+# No row: the caller dequantizes and multiplies. The matmul of that is cuBLAS', nearer to the tensor cores' peak, and the
+# more rows share the cost of the dequantization the more it counts: what is saved here falls with the rows.
+# H200, torch 2.11, triton 3.6.0, bf16, us a call, CUDA graph over weights that overflow the L2, this / dequantize + matmul:
+#              14336x4096      4096x14336    8192x8192     5120x13824    4096x11008    28672x8192   fill below 0.8: 11008x4096
+#   M = 128    47.5 / 74.2     50.1 / 78.5   57.8 / 83.9   58.4 / 95.2   42.5 / 62.9   169 / 276    46.5 / 58.0
+#   M = 256    59.0 / 83.0     70.8 / 87.8   71.9 / 92.5   80.3 / 104    59.4 / 71.2   222 / 319    57.3 / 64.2
+#   M = 512    107 / 124       103 / 113     111 / 128     164 / 141     82.9 / 88.0   449 / 452    104 / 90.1
+# 130 rows take no less than 256 (8192x8192: 92.9 / 87.2), 385 no less than 512 (124 / 106 at 14336x4096), 1024 lose.
+# 5120x5120 at 128 rows 30.4 / 36.2, at 256 44.3 / 41.5; 4096x4096 at 128 rows 25.6 / 25.3.
 ROWS: tuple[Row, ...] = (
-    Row((9, 0), 65, 128, 40_000_000, Config(rows=128, stages=6, decoded=4)),
-    Row((9, 0), 193, 256, 40_000_000, Config(rows=256, stages=4, decoded=3)),
-    Row((9, 0), 449, 512, 40_000_000, Config(rows=256, stages=4, decoded=3)),
+    Row((9, 0), 65, 128, 26_000_000, 0.0, Config(rows=128, stages=6, decoded=4)),
+    Row((9, 0), 160, 256, 45_000_000, 0.8, Config(rows=256, stages=4, decoded=3)),
+    Row((9, 0), 449, 512, 45_000_000, 0.8, Config(rows=256, stages=4, decoded=3)),
 )
+PROCESSORS = 132  # of the GPU they were measured on
 
 
-def config_for(capability: tuple[int, int], m: int, n: int, k: int) -> Config | None:
-    """The measured config for ``m`` rows of X and an [n, k] weight; None where none is."""
-    if RELEASE in RELEASES and n % 8 == 0:  # TMA writes rows of whole 16 bytes
-        for row in ROWS:
-            if row.capability == capability and row.least <= m <= row.most and n * k >= row.elements:
+def config_for(capability: tuple[int, int], m: int, n: int, k: int, device: int | None = None) -> Config | None:
+    """The measured config for ``m`` rows of X and an [n, k] weight; None where none is.
+
+    Args:
+        device: None: one like that of the table.
+    """
+    if RELEASE not in RELEASES or n % 8:  # TMA writes rows of whole 16 bytes
+        return None
+    for row in ROWS:
+        if row.capability == capability and row.least <= m <= row.most and n * k >= row.elements:
+            processors = PROCESSORS if device is None else multiprocessors(device)
+            if Plan.of(row.config, processors, m, n, k).fill(processors) >= row.fill:
                 return row.config
     return None
+
+
+def multiprocessors(device: int | torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def decode(dtype: str) -> str:
@@ -97,6 +119,7 @@ class Plan(NamedTuple):
     """How the tiles are shared out: several whole ones a program, or one in ``splits`` chunks of K."""
 
     programs: int
+    tiles: int
     tiles_m: int
     splits: int
 
@@ -104,10 +127,13 @@ class Plan(NamedTuple):
     def of(cls, config: Config, processors: int, m: int, n: int, k: int) -> Plan:
         tiles_m = -(-m // config.rows)
         tiles = tiles_m * -(-n // COLUMNS)
-        if tiles > processors // 2:
-            return cls(-(-tiles // -(-tiles // processors)), tiles_m, 1)
         splits = max(1, min(processors // tiles, k // DEPTH // LEAST_STEPS))
-        return cls(tiles * splits, tiles_m, splits)
+        programs = tiles * splits if splits > 1 else -(-tiles // -(-tiles // processors))
+        return cls(programs, tiles, tiles_m, splits)
+
+    def fill(self, processors: int) -> float:
+        """The share of the multiprocessors' time that is work, if a tile takes its time."""
+        return self.tiles * self.splits / (processors * -(-self.tiles * self.splits // self.programs))
 
 
 @functools.cache
@@ -165,7 +191,7 @@ class Kernel:
         self, config: Config, device: torch.device, dtype: torch.dtype, layout: Layout, m: int, bias: bool, compiled: Any
     ):  # fmt: skip
         n, k = layout.shape
-        cut = Plan.of(config, torch.cuda.get_device_properties(device).multi_processor_count, m, n, k)
+        cut = Plan.of(config, multiprocessors(device), m, n, k)
         steps = k // DEPTH
         self.grid, self.sizes, self.total = cut.programs, (), m * n
         self.entry = launch.Entry(self.start, (), (), "two launches")
@@ -175,7 +201,7 @@ class Kernel:
         self.sum_count = cut.programs * config.rows * COLUMNS if cut.splits > 1 else 0
         self.scale_grid = -(-n // 128) * -(-steps // 16)
         self.scale_sizes = (n, steps, shift, max(0, layout.blocksize2.bit_length() - 1))
-        self.product_sizes = (n, steps, cut.tiles_m, -(-n // COLUMNS) * cut.tiles_m * cut.splits, cut.splits)
+        self.product_sizes = (n, steps, cut.tiles_m, cut.tiles * cut.splits, cut.splits)
         self.scales, self.product = (
             compiled(*each, device, dtype) for each in kinds(config, device, dtype, layout.nested(), bias)
         )
@@ -249,8 +275,10 @@ def _wrong(
     config: Config, device: torch.device, dtype: torch.dtype, nested: bool, bias: bool, compiled: Any
 ) -> launch.KernelUnavailable | None:
     m, n, k = config.rows + 3, 2 * COLUMNS + 8, 1024
-    second = (torch.float32, 64, 256) if nested else (None, 64, 0)
-    variant = launch.Variant(launch.INTERPRETER_CONFIG, dtype, *second, True, False, False, True)
+    variant = launch.Variant(
+        launch.INTERPRETER_CONFIG, dtype, torch.float32 if nested else None, blocksize=64, blocksize2=256 if nested else 0,
+        even=True, tail=False, wide=False, aligned=True,
+    )  # fmt: skip
     layout = launch.sample_layout(variant, n * k // 3, device)._replace(shape=(n, k))
     kernel = Kernel(config, device, dtype, layout, m, bias, compiled)
     columns = torch.arange(m, device=device) * 37 % k

@@ -83,7 +83,7 @@ def produce(
     x, packed, scales, full, empty, x_ring, packed_ring, scale_ring, n, k_steps, tiles_m, chunks, splits,
     ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    turn, start, end = share(chunks, splits, k_steps)
+    _turn, start, end = share(chunks, splits, k_steps)
     slot = 0
     phase = 1  # the phase before the first counts as over
     for at in range(start, end):
@@ -107,7 +107,7 @@ def decode(
 ):  # fmt: skip
     """Every second step; a lane takes a row."""
     row: gl.constexpr = gl.BlockedLayout([1, DEPTH // 8], [32, 1], [4, 1], [1, 0])
-    turn, start, end = share(chunks, splits, k_steps)
+    _turn, start, end = share(chunks, splits, k_steps)
     slot = 0
     phase = 0
     to = 0

@@ -58,14 +58,39 @@ for n, k in ((250, 320), (4003, 4416), (1003, 4096), (12003, 320)):
             else:
                 assert torch.equal(matmul_dx.matmul_4bit_dx(x, layout, config=config), weight[lines])
 """
+# Tails of M and N, one tile a program, several, and a tile in chunks.
+WIDE = """
+import torch
+from oracle import layout_of, quantized
+from nf4_patch.nf4 import matmul, matmul_wide, reference
+
+for n, k, m in ((264, 512, 300), (136, 4096, 70), (8200, 64, 600)):
+    layout = layout_of(*quantized((n, k), torch.bfloat16, "cpu", nested=n != 136))
+    layout = layout._replace(**{name: t.cuda() for name, t in layout._asdict().items() if isinstance(t, torch.Tensor)})
+    lines = torch.randint(0, k, (m,), device="cuda")
+    x = torch.zeros(m, k, dtype=torch.bfloat16, device="cuda")
+    x[torch.arange(m, device="cuda"), lines] = 1
+    for config in {row.config for row in matmul_wide.ROWS}:
+        assert torch.equal(matmul.matmul_4bit(x, layout, config=config), reference.dequantize(layout)[:, lines].t())
+"""
 
 
 @pytest.mark.skipif(not os.path.exists(SANITIZER), reason="the CUDA toolkit's compute-sanitizer is not on this machine")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-@pytest.mark.parametrize("code", [DEQUANTIZE, PRODUCTS], ids=["dequantize", "products"])
+@pytest.mark.parametrize(
+    ("code", "tool"),
+    [
+        pytest.param(code, tool, id=f"{name}-{tool}")
+        for name, code, tools in (
+            ("dequantize", DEQUANTIZE, ("memcheck", "racecheck")),
+            ("products", PRODUCTS, ("memcheck", "racecheck")),
+            ("wide", WIDE, ("memcheck",)),  # racecheck does not follow TMA and wgmma
+        )
+        for tool in tools
+    ],
+)
 def test_compute_sanitizer(code, tool):
     """With PyTorch's caching allocator off: inside its blocks nothing is out of bounds."""
-    if code is PRODUCTS and torch.cuda.get_device_capability() not in {row.capability for row in matmul.ROWS}:
+    if code is not DEQUANTIZE and torch.cuda.get_device_capability() not in {row.capability for row in matmul.ROWS}:
         pytest.skip("no row of the table of products serves this GPU")
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")])
