@@ -83,21 +83,24 @@ def produce(
     x, packed, scales, full, empty, x_ring, packed_ring, scale_ring, n, k_steps, tiles_m, chunks, splits,
     ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    _turn, start, end = share(chunks, splits, k_steps)
+    _turn, at, end = share(chunks, splits, k_steps)
     slot = 0
     phase = 1  # the phase before the first counts as over
-    for at in range(start, end):
+    while at < end:
         tile = at // k_steps
-        step = at % k_steps
+        first = at % k_steps
+        steps = gl.minimum(k_steps - first, end - at)
+        at += steps
         row = tile % tiles_m * ROWS
         column = tile // tiles_m * COLUMNS
-        ready = full.index(slot)
-        mbarrier.wait(empty.index(slot), phase)
-        mbarrier.expect(ready, (2 * ROWS + COLUMNS // 2) * DEPTH + 4 * COLUMNS)
-        tma.async_copy_global_to_shared(x, [row, step * DEPTH], ready, x_ring.index(slot))
-        tma.async_copy_global_to_shared(packed, [column, step * (DEPTH // 8)], ready, packed_ring.index(slot))
-        tma.async_copy_global_to_shared(scales, [step * n + column], ready, scale_ring.index(slot))
-        slot, phase = following(slot, phase, STAGES)
+        for step in range(first, first + steps):  # nothing to divide in here: it is one warp's time
+            ready = full.index(slot)
+            mbarrier.wait(empty.index(slot), phase)
+            mbarrier.expect(ready, (2 * ROWS + COLUMNS // 2) * DEPTH + 4 * COLUMNS)
+            tma.async_copy_global_to_shared(packed, [column, step * (DEPTH // 8)], ready, packed_ring.index(slot))
+            tma.async_copy_global_to_shared(scales, [step * n + column], ready, scale_ring.index(slot))
+            tma.async_copy_global_to_shared(x, [row, step * DEPTH], ready, x_ring.index(slot))
+            slot, phase = following(slot, phase, STAGES)
 
 
 @gluon.jit
