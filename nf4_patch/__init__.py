@@ -36,7 +36,7 @@ def enable(matmul: str | None = None) -> bool:
     """Patch bitsandbytes and Unsloth, now or when they are imported. Safe to call again.
 
     Args:
-        matmul: "auto" multiplies a few rows (generation) straight from the packed weight where that is
+        matmul: "auto" multiplies few rows (generation, short sequences) straight from the packed weight where that is
             measured to win: as accurate as dequantize + matmul, not the same bits. "off" never does.
             None leaves it to NF4_PATCH_MATMUL, whose default is "off".
 

@@ -36,8 +36,8 @@ VARIABLES = (
     Variable("NF4_PATCH_STRICT", ("0", "1"), "0", "1: raise where a 4-bit weight would fall back to the original."),
     Variable(
         "NF4_PATCH_MATMUL", ("off", "auto"), "off",
-        "auto: multiply a few rows straight from the packed weight where that is measured to win. Off by default: "
-        "as accurate, but not the same bits as the original.",
+        "auto: multiply few rows (generation, short sequences) straight from the packed weight where measured to win. "
+        "Off by default: as accurate, but not the same bits as the original.",
     ),
     Variable(
         "NF4_PATCH_DEFER", ("auto", "never", "always"), "auto",

@@ -142,6 +142,14 @@ def test_the_table_serves_what_was_measured_and_nothing_else(proven_release):
     assert matmul.config_for(H200, 128, 14336, 4096, matmul.ROWS) is None  # calibrate's candidates
 
 
+def test_a_calibration_decides_up_to_its_last_row(proven_release, monkeypatch):
+    """It measures up to 64 rows; past them the shipped table stands."""
+    monkeypatch.setattr(matmul.calibration, "rows", lambda device, backward: {(14336, 4096): ((8, None), (64, None))})
+    assert matmul.config_for(H200, 64, 14336, 4096) is None
+    assert matmul.config_for(H200, 128, 14336, 4096) == matmul_wide.ROWS[0].config
+    assert matmul.config_for(H200, 64, 4096, 4096) is not None
+
+
 @pytest.mark.parametrize("release", [(3, 5), (3, 7)])
 def test_a_release_of_triton_on_which_nothing_ran_has_no_row(release, monkeypatch):
     monkeypatch.setattr(matmul_wide, "RELEASE", release)

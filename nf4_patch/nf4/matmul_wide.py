@@ -51,12 +51,13 @@ class Row(NamedTuple):
 # No row: the caller dequantizes and multiplies. The matmul of that is cuBLAS', nearer to the tensor cores' peak, and the
 # more rows share the cost of the dequantization the more it counts: what is saved here falls with the rows.
 # H200, torch 2.11, triton 3.6.0, bf16, us a call, CUDA graph over weights that overflow the L2, this / dequantize + matmul:
-#              14336x4096      4096x14336    8192x8192     5120x13824    4096x11008    28672x8192   fill below 0.8: 11008x4096
-#   M = 128    47.5 / 74.2     50.1 / 78.5   57.8 / 83.9   58.4 / 95.2   42.5 / 62.9   169 / 276    46.5 / 58.0
-#   M = 256    59.0 / 83.0     70.8 / 87.8   71.9 / 92.5   80.3 / 104    59.4 / 71.2   222 / 319    57.3 / 64.2
-#   M = 512    107 / 124       103 / 113     111 / 128     164 / 141     82.9 / 88.0   449 / 452    104 / 90.1
-# 130 rows take no less than 256 (8192x8192: 92.9 / 87.2), 385 no less than 512 (124 / 106 at 14336x4096), 1024 lose.
-# 5120x5120 at 128 rows 30.4 / 36.2, at 256 44.3 / 41.5; 4096x4096 at 128 rows 25.6 / 25.3.
+#              14336x4096     4096x14336    8192x8192     5120x13824    4096x11008    28672x8192   11008x4096, fill 0.65
+#   M = 128    44.8 / 74.4    49.0 / 78.9   52.6 / 84.0   56.0 / 95.7   40.7 / 62.9   165 / 279    47.2 / 58.4
+#   M = 160    56.4 / 76.1    67.1 / 81.0   77.4 / 84.6   77.3 / 97.6   56.7 / 64.2   214 / 278    56.9 / 64.1
+#   M = 256    57.7 / 83.6    68.7 / 87.5   70.0 / 92.1   79.2 / 104    57.4 / 70.9   230 / 327    57.6 / 64.5
+#   M = 512    105 / 124      102 / 114     110 / 129     169 / 142     81.8 / 88.7   459 / 464    104 / 90.3
+# 130 rows take no less than 256 (8192x8192: 90.7 / 87.5), 385 no less than 512 (110 / 106 at 14336x4096), and 1024 lose.
+# 5120x5120 at 128 rows 30.1 / 36.1, at 256 40.9 / 41.2; 4096x4096 at 128 rows 24.8 / 25.0.
 ROWS: tuple[Row, ...] = (
     Row((9, 0), 65, 128, 26_000_000, 0.0, Config(rows=128, stages=6, decoded=4)),
     Row((9, 0), 160, 256, 45_000_000, 0.8, Config(rows=256, stages=4, decoded=3)),
