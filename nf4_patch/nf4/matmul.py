@@ -260,7 +260,8 @@ class Product:
     )  # fmt: skip
 
     def __init__(
-        self, kernel: Kernel | matmul_wide.Kernel, x: torch.Tensor, layout: Layout, outer: int, bias: torch.Tensor | None = None, pad: int = 0
+        self, kernel: Kernel | matmul_wide.Kernel, x: torch.Tensor, layout: Layout, outer: int,
+        bias: torch.Tensor | None = None, pad: int = 0,
     ):  # fmt: skip
         self.device, self.dtype, self.pad = x.get_device(), x.dtype, pad
         self.weight = tuple(tensor.data_ptr() for tensor in operands(layout))

@@ -13,16 +13,19 @@ import torch
 from . import launch, reference
 from .layout import Layout
 
+RELEASE: tuple[int, ...] = (0, 0)  # of Triton, if it is one with this Gluon
 try:
     import triton
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from . import matmul_wide_kernels as kernels
+    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6):
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
-except (ImportError, AttributeError):  # no Triton, or one without this Gluon
-    RELEASE = (0, 0)
+        from . import matmul_wide_kernels as kernels
+
+        RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
+except Exception:  # no Triton, or what another release makes of an experimental interface
+    pass
 
 RELEASES = ((3, 6),)  # of Triton, where it ran; 3.7.1 compiles it (tests/test_matmul_wide.py) and was not run
 COLUMNS, DEPTH, LEAST_STEPS = 128, 64, 4  # rows of the weight and of K at once; steps that are worth a program

@@ -6,7 +6,7 @@ Gluon, because the pipeline is written out: 17 warps a program and no two groups
     decoders, 2 x 4:      128 rows of 64 weights, every second step each, into a ring of ``DECODED``
     consumers, 2 x 4:     each half of the tile's rows of X by all 128 of the weight, fp32 sums in registers
 
-A second one-warp partition beside the producer gave wrong steps (H200, Triton 3.6.0): in 1 launch of 2 to 300.
+A second one-warp partition beside the producer gave wrong sums in most launches (H200, Triton 3.6.0; cause not found).
 """
 
 import triton
