@@ -27,7 +27,7 @@ try:
 except Exception:  # no Triton, or what another release makes of an experimental interface
     pass
 
-RELEASES = ((3, 6),)  # of Triton, where it ran; 3.7.1 compiles it (tests/test_matmul_wide.py) and was not run
+RELEASES = ((3, 6),)  # of Triton, where it ran; 3.7.1 compiles it (tests/test_matmul_wide_text.py) and was not run
 COLUMNS, DEPTH, LEAST_STEPS = 128, 64, 4  # rows of the weight and of K at once; steps that are worth a program
 FLAGS = 1024  # two a program
 
