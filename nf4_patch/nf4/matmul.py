@@ -309,7 +309,7 @@ calibration.dependents.append(_kernels.clear)
 
 
 def product(
-    x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None, config: Any = None
+    x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None, config: Config | matmul_wide.Config | None = None
 ) -> Product:  # fmt: skip
     """:func:`matmul_4bit` resolved, for every x of this shape."""
     n, k = layout.shape
@@ -318,7 +318,7 @@ def product(
     kernel = _kernels.get(key)
     if kernel is None:
         capability = torch.cuda.get_device_capability(x.device)
-        chosen = config or config_for(capability, m, n, k, device=x.device.index)
+        chosen: Any = config or config_for(capability, m, n, k, device=x.device.index)
         kind = (x.device, x.dtype, layout)
         with torch.cuda.device(x.device):
             if isinstance(chosen, matmul_wide.Config):

@@ -33,7 +33,10 @@ FLAGS = 1024  # two a program
 
 
 class Config(NamedTuple):
-    """A tile's rows of X, and the slots of the rings: what TMA brings, and what is decoded."""
+    """A tile's rows of X, and the slots of the rings: what TMA brings, and what is decoded.
+
+    ``stages`` is even, so that a decoder, which takes every second step, meets every phase of its slots' barriers.
+    """
 
     rows: int
     stages: int
