@@ -37,9 +37,9 @@ def torch(session: nox.Session, torch: str) -> None:
         "python",
         "-m",
         "pytest",
-        "tests/test_kernels.py",
-        "tests/test_patching.py",
-        "tests/test_fuzz.py",
-        "tests/test_compile.py",
+        "tests/nf4/test_kernels.py",
+        "tests/patching/test_patching.py",
+        "tests/tools/test_fuzz.py",
+        "tests/patching/test_compile.py",
     )
     session.run("python", "scripts/release_matrix.py", "installed")

@@ -154,7 +154,7 @@ def states(device) -> dict[str, Any]:
     import torch
 
     import nf4_patch
-    from nf4_patch.nf4 import reference
+    from nf4_patch.nf4.dequantize import reference
     from nf4_patch.nf4.layout import Layout
     from nf4_patch.patching.replacement import fields_of
     from nf4_patch.patching.stats import ledger

@@ -17,7 +17,7 @@ os.environ["NF4_PATCH_CALIBRATION"] = "off"  # the shipped tables, whatever this
 
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
-    import nf4_patch.nf4.kernels  # noqa: F401
+    import nf4_patch.nf4.dequantize.kernels  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..nf4 import launch, reference
+from ..nf4.dequantize import launch, reference
 from ..nf4.layout import Layout
 from . import guards
 from .guards import Reason

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..nf4 import launch
+from ..nf4.dequantize import launch
 from ..nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES, Layout
 
 

@@ -122,14 +122,14 @@ def _set_switch(on: bool, config: Config | None) -> None:
 
 def use_calibration(config: Config) -> None:
     """The products' configs come from the file that NF4_PATCH_CALIBRATION names, where it has this GPU and releases."""
-    from ..nf4 import calibration
+    from ..nf4.matmul import calibration
 
     calibration.use(config.calibration, releases)
 
 
 def releases() -> dict[str, str | None]:
     """What a calibration depends on, as installed; None: it is not."""
-    from ..nf4 import launch
+    from ..nf4.dequantize import launch
 
     found = {"nf4_patch": __version__, "triton": launch.triton.__version__ if launch.triton else None}
     for name in dict.fromkeys(target.distribution for target in TARGETS):

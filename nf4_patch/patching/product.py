@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
-from ..nf4 import calibration, matmul, matmul_dx
-from ..nf4 import launch as launching
+from ..nf4.dequantize import launch as launching
 from ..nf4.layout import Layout
+from ..nf4.matmul import backward as matmul_dx
+from ..nf4.matmul import calibration
+from ..nf4.matmul import launch as matmul
 from . import guards
 from .guards import Reason
 from .stats import ledger

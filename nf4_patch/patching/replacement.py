@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..nf4 import calibration
-from ..nf4 import launch as launching
+from ..nf4.dequantize import launch as launching
 from ..nf4.layout import Layout
+from ..nf4.matmul import calibration
 from . import guards, ops
 from .guards import Reason
 from .product import Multiplier

@@ -37,10 +37,10 @@ VERBS = {
     "verify": Verb("nf4_patch.tools.cli:verify", "Compare the kernel with bitsandbytes on this machine, bit for bit."),
     "run": Verb("nf4_patch.tools.cli:run", "Enable the patch, then run a script or a module."),
     "demo": Verb("nf4_patch.tools.cli:demo", "Fine-tune a small QLoRA model without and with the patch."),
-    "bench": Verb("nf4_patch.tools.bench:command", "Measure the kernel beside what it replaces."),
-    "calibrate": Verb("nf4_patch.tools.calibrate:command", "Measure what wins on this GPU, and remember it."),
+    "bench": Verb("nf4_patch.tools.bench.command:command", "Measure the kernel beside what it replaces."),
+    "calibrate": Verb("nf4_patch.tools.bench.calibrate:command", "Measure what wins on this GPU, and remember it."),
     "inspect": Verb(
-        "nf4_patch.tools.inspect:command",
+        "nf4_patch.tools.sass.inspect:command",
         "Count the kernel's machine code for a GPU that need not be here; model its time.",
     ),
 }
@@ -181,7 +181,7 @@ def verify(tell: Progress, weights: Path | None, arch: str | None, cases: int | 
 
     if arch is None:  # without importing a kernel: verify decides whether the interpreter runs them
         return verify.verify(weights, tell=tell)
-    from . import portable
+    from .sass import portable
 
     try:
         return verify.verify(weights, tell=tell, arch=portable.capability_of(arch))

@@ -199,7 +199,7 @@ def demo(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
-    from ..nf4 import launch
+    from ..nf4.dequantize import launch
     from .verify import place_of
 
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -19,8 +19,11 @@ from rich.table import Table
 import nf4_patch
 
 from ..config import VARIABLES, Config
-from ..nf4 import calibration, launch, matmul, matmul_dx
+from ..nf4.dequantize import launch
 from ..nf4.layout import OUTPUT_DTYPES
+from ..nf4.matmul import backward as matmul_dx
+from ..nf4.matmul import calibration
+from ..nf4.matmul import launch as matmul
 from ..patching import hooks
 from ..patching.guards import Reason
 from ..patching.targets import TARGETS, Target

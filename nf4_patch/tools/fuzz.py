@@ -18,7 +18,7 @@ import torch
 from rich.console import RenderableType
 from rich.table import Table
 
-from ..nf4 import reference
+from ..nf4.dequantize import reference
 from ..nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES, Layout
 from .report import Report, Tell, provenance, silent
 from .verify import ask_bitsandbytes, place_of, unpatched, use_interpreter_without_gpu

@@ -189,13 +189,13 @@ def verify(
         portable.CannotRun: that code does not run on this machine.
     """
     use_interpreter_without_gpu()
-    from ..nf4 import launch
+    from ..nf4.dequantize import launch
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     report = VerifyReport(place_of(device))
     if arch is not None:
-        from . import portable
+        from .sass import portable
 
         portable.check(arch, device)
         serve = portable.server(arch)
@@ -298,14 +298,14 @@ def use_interpreter_without_gpu() -> None:
     Only them: the variable is put back, so that Inductor and Unsloth define theirs as usual; Triton itself is
     imported before (its gluon asserts that all of Triton was imported alike).
     """
-    if torch.cuda.is_available() or "nf4_patch.nf4.kernels" in sys.modules:
+    if torch.cuda.is_available() or "nf4_patch.nf4.dequantize.kernels" in sys.modules:
         return
     import triton  # noqa: F401
 
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        from ..nf4 import kernels  # noqa: F401
+        from ..nf4.dequantize import kernels  # noqa: F401
     finally:
         os.environ.pop("TRITON_INTERPRET")
         if before is not None:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from run_example import (
+    ALTERNATE_STEPS,
     EXAMPLES,
-    IN_TURNS,
     TORCHRUN,
+    alternate_steps,
     environment,
     fallbacks,
-    in_turns,
     run,
     run_example,
     same_training,
@@ -104,13 +104,13 @@ def test_two_gpus(mode, checkpoint, tmp_path):
     arguments = ("--model", checkpoint, "--steps", STEPS, "--tokens", 512, "--attention", "eager", *mode)
     on = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=TORCHRUN)
     off = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=TORCHRUN, patch=False)
-    turns = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=(*TORCHRUN, IN_TURNS))
+    turns = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=(*TORCHRUN, ALTERNATE_STEPS))
     for way, record in (("off", off), ("on", on), ("turns", turns)):
         print(
             f"\n{mode or 'ddp'} {way}: {1e3 * record['seconds_a_step']:.1f} ms a step, {record['peak_bytes'] / 2**30:.2f} "
             f"GiB, hits {record['hits_by_process']}, {record['sharded_bytes']} bytes sharded, losses {record['losses']}"
         )
-    print(in_turns(turns))
+    print(alternate_steps(turns))
     if os.environ.get("OUT"):
         file = Path(os.environ["OUT"]) / f"distributed{'--fsdp' if mode else ''}.json"
         file.write_text(json.dumps({"on": on, "off": off, "turns": turns}))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_example import EXAMPLES, IN_TURNS, fallbacks, hits, in_turns, run, run_example, same_training
+from run_example import ALTERNATE_STEPS, EXAMPLES, alternate_steps, fallbacks, hits, run, run_example, same_training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 LINEARS, PASSES = 4 * 7, 3  # forward, recompute, backward
@@ -36,7 +36,7 @@ def note(name: str, **runs) -> None:
             f"\n{name} {way}: {1e3 * (seconds or 0):.1f} ms a step, {(peak or 0) / 2**30:.3f} GiB, "
             f"hits {hits(record)}, fallbacks {fallbacks(record)}, {record['torch_compile']}"
         )
-        print(in_turns(record))
+        print(alternate_steps(record))
     if os.environ.get("OUT"):
         file = Path(os.environ["OUT"]) / "example_runs.json"
         known = json.loads(file.read_text()) if file.exists() else {}
@@ -52,7 +52,7 @@ def both(script: str, *arguments, folder: Path, agree: float = 0):
     runs = {
         "off": run_example(script, *arguments, folder=folder, patch=False),
         "on": run_example(script, *arguments, folder=folder),
-        "turns": run_example(script, *arguments, folder=folder, launcher=(IN_TURNS,)),
+        "turns": run_example(script, *arguments, folder=folder, launcher=(ALTERNATE_STEPS,)),
     }
     if not agree and not same_training(runs["on"], runs["off"]):
         runs["again"] = run_example(script, *arguments, folder=folder, patch=False)

@@ -11,11 +11,14 @@ import torch
 from oracle import layout_of
 
 import nf4_patch
-from nf4_patch.nf4 import calibration, matmul, matmul_dx
+from nf4_patch.nf4.matmul import backward as matmul_dx
+from nf4_patch.nf4.matmul import calibration
+from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.patching import hooks, replacement
 from nf4_patch.patching.guards import Reason
 from nf4_patch.patching.stats import ledger
-from nf4_patch.tools import calibrate, products
+from nf4_patch.tools.bench import calibrate
+from nf4_patch.tools.bench import matmul as products
 
 CUDA = torch.device("cuda", 0)
 SHAPE = (4096, 4096)

@@ -14,7 +14,7 @@ import torch
 from oracle import quantized
 
 import nf4_patch
-from nf4_patch.nf4 import launch
+from nf4_patch.nf4.dequantize import launch
 from nf4_patch.patching import replacement
 from nf4_patch.patching.guards import Reason
 from nf4_patch.patching.replacement import Server

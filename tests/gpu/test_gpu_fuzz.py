@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nf4_patch.nf4 import matmul
+from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.tools.fuzz import FAULTS, fuzz
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +40,9 @@ assert report.hits and not report.exit_code
 PRODUCTS = """
 import torch
 from oracle import layout_of, quantized
-from nf4_patch.nf4 import matmul, matmul_dx, reference
+from nf4_patch.nf4.matmul import launch as matmul
+from nf4_patch.nf4.matmul import backward as matmul_dx
+from nf4_patch.nf4.dequantize import reference
 
 here = torch.cuda.get_device_capability()
 for n, k in ((250, 320), (4003, 4416), (1003, 4096), (12003, 320)):
@@ -62,7 +64,9 @@ for n, k in ((250, 320), (4003, 4416), (1003, 4096), (12003, 320)):
 WIDE = """
 import torch
 from oracle import layout_of, quantized
-from nf4_patch.nf4 import matmul, matmul_wide, reference
+from nf4_patch.nf4.matmul import launch as matmul
+from nf4_patch.nf4.matmul import hopper as matmul_wide
+from nf4_patch.nf4.dequantize import reference
 
 for n, k, m in ((264, 512, 300), (136, 4096, 70), (8200, 64, 600)):
     layout = layout_of(*quantized((n, k), torch.bfloat16, "cpu", nested=n != 136))

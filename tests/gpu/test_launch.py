@@ -10,7 +10,7 @@ import pytest
 import torch
 from oracle import DTYPES, every_pair, layout_of, quantized
 
-from nf4_patch.nf4 import kernels, launch, reference
+from nf4_patch.nf4.dequantize import kernels, launch, reference
 from nf4_patch.patching.guards import Reason
 from nf4_patch.patching.replacement import Server, fields_of
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nf4_patch.tools import bench
-from nf4_patch.tools.dequantization import CEILING, EMPTY
-from nf4_patch.tools.peers import BITSANDBYTES, OURS, UNSLOTH_CTYPES, UNSLOTH_TRITON
-from nf4_patch.tools.steps import UNPATCHED
+from nf4_patch.tools.bench import command as bench
+from nf4_patch.tools.bench.dequantize import CEILING, EMPTY
+from nf4_patch.tools.bench.peers import BITSANDBYTES, OURS, UNSLOTH_CTYPES, UNSLOTH_TRITON
+from nf4_patch.tools.bench.training import UNPATCHED
 
 H200 = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name(0)
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(not H200, reason="the bars are an H200's")]

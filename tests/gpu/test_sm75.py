@@ -8,11 +8,12 @@ import re
 import bitsandbytes.functional as F
 import pytest
 import torch
+from matmul_emulation import in_order
 from oracle import DTYPES, every_pair, layout_of, quantized
-from product_twin import in_order
 
-from nf4_patch.nf4 import launch, matmul, reference
-from nf4_patch.tools import machine_code, portable
+from nf4_patch.nf4.dequantize import launch, reference
+from nf4_patch.nf4.matmul import launch as matmul
+from nf4_patch.tools.sass import machine_code, portable
 
 pytestmark = pytest.mark.gpu
 T4 = (7, 5)
@@ -117,7 +118,7 @@ def test_one_hot_rows_of_a_product_return_the_bits_of_dequantize(candidate, quan
 
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 def test_a_product_has_the_bits_of_its_plain_twin(candidate, nested):
-    """1 to 64 rows: every sum in the order of the text, with the tensor cores of the H200 as tests/ptx_machine.py has them."""
+    """1 to 64 rows: every sum in the order of the text, with the tensor cores of the H200 as tests/support/ptx_simulator.py has them."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("what a tensor core does below fp32's last bit is modelled for an H200")
     torch.manual_seed(0)

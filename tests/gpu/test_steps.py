@@ -19,14 +19,14 @@ from oracle import layout_of, quantized
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import nf4_patch
-from nf4_patch.nf4 import launch
+from nf4_patch.nf4.dequantize import launch
 
 pytestmark = pytest.mark.gpu
 LAYERS, LINEARS, PASSES = 2, 7, 3  # forward, recompute, backward
 
 
 def run(library: str, patch: str, steps: int, **environ: str) -> dict:
-    script = Path(__file__).with_name("checkpointed_step.py")
+    script = Path(__file__).parents[1] / "support" / "checkpointed_step.py"
     done = subprocess.run(
         [sys.executable, str(script), library, patch, str(steps)],
         capture_output=True, text=True, env=os.environ | environ,

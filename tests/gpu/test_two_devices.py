@@ -10,7 +10,7 @@ import torch
 from oracle import layout_of, quantized
 
 import nf4_patch
-from nf4_patch.nf4 import launch
+from nf4_patch.nf4.dequantize import launch
 from nf4_patch.patching.replacement import Server
 from nf4_patch.patching.stats import ledger
 
@@ -120,7 +120,7 @@ def test_deferral_asks_every_gpu(monkeypatch):
 
 
 def test_the_product_runs_where_its_weight_is():
-    from nf4_patch.nf4 import matmul
+    from nf4_patch.nf4.matmul import launch as matmul
 
     if matmul.config_for(torch.cuda.get_device_capability(1), 4, 512, 1024) is None:
         pytest.skip("the table of products has no row for this GPU")

@@ -1,0 +1,1 @@
+"""Both dequantizations of a packed weight in one launch: kernel, reference, launch."""

@@ -1,0 +1,50 @@
+"""The formula in plain torch, line for line: the truth for tests, ``verify`` and readers."""
+
+from __future__ import annotations
+
+import torch
+
+from ..layout import Layout
+
+SMALLEST_NORMAL = 2.0**-126
+
+
+def flush(x: torch.Tensor, enabled: bool) -> torch.Tensor:
+    """fp32 subnormals become zeros of their sign, as in a CUDA library built with --use_fast_math."""
+    return torch.where(x.abs() < SMALLEST_NORMAL, x * 0.0, x) if enabled else x
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor, flush_subnormals: bool) -> torch.Tensor:
+    return flush(flush(a, flush_subnormals) * flush(b, flush_subnormals), flush_subnormals)
+
+
+def block_scales(layout: Layout, flush_subnormals: bool) -> torch.Tensor:
+    """The fp32 scale of every block, [blocks]: fp32(code2[absmax] * absmax2) + fp32(offset), two roundings."""
+    if not layout.nested():
+        return layout.absmax
+    assert layout.absmax2 is not None and layout.code2 is not None and layout.offset is not None
+    second = layout.absmax2.repeat_interleave(layout.blocksize2)[: layout.blocks()]
+    scales = multiply(layout.code2[layout.absmax.long()], second, flush_subnormals)
+    return scales + layout.offset.float()
+
+
+def dequantize(layout: Layout, flush_subnormals: bool | None = None) -> torch.Tensor:
+    """The weight, ``layout.shape``, ``layout.dtype``: dtype(fp32(code[nibble] * scale)), round to nearest even.
+
+    Args:
+        flush_subnormals: the bits of bitsandbytes' CUDA library, built with --use_fast_math: fp32
+            subnormals are zeros. By default where the weight is on CUDA; its CPU library keeps them.
+
+    Source: bitsandbytes' kDequantizeBlockwise; QLoRA (arXiv 2305.14314), section 3.
+    """
+    if flush_subnormals is None:
+        flush_subnormals = layout.packed.is_cuda
+    packed = layout.bytes()
+    nibbles = torch.stack((packed >> 4, packed & 15), dim=-1).reshape(-1)[: layout.numel()]
+    scales = block_scales(layout, flush_subnormals).repeat_interleave(layout.blocksize)[: layout.numel()]
+    code = layout.code.clone()
+    if flush_subnormals:  # FP4's nibble 8: minus zero in bitsandbytes' CUDA tables, plus zero in its code
+        code[8] = torch.where(code[8] == 0, -0.0, code[8])
+    values = multiply(code[nibbles.long()], scales, flush_subnormals)
+    weight = values.to(layout.dtype).reshape(tuple(layout.shape))
+    return weight.t() if layout.transposed() else weight

@@ -1,0 +1,305 @@
+"""X[M, K] @ dequantize(weight)[N, K].T for hundreds of rows of X, on Hopper: launch table and launch.
+
+The weight is decoded on its way into wgmma, 128 of its rows at once, for 128 or 256 rows of X (matmul_wide_kernels.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from ..dequantize import launch, reference
+from ..layout import Layout
+
+RELEASE: tuple[int, ...] = (0, 0)  # of Triton, if it is one with this Gluon
+try:
+    import triton
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6):
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        from . import hopper_kernels as kernels
+
+        RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
+except Exception:  # no Triton, or what another release makes of an experimental interface
+    pass
+
+RELEASES = ((3, 6),)  # of Triton, where it ran; 3.7.1 compiles it (tests/test_matmul_wide_text.py) and was not run
+COLUMNS, DEPTH, LEAST_STEPS = 128, 64, 4  # rows of the weight and of K at once; steps that are worth a program
+FLAGS = 1024  # two a program
+
+
+class Config(NamedTuple):
+    """A tile's rows of X, and the slots of the rings: what TMA brings, and what is decoded.
+
+    ``stages`` is even, so that a decoder, which takes every second step, meets every phase of its slots' barriers.
+    """
+
+    rows: int
+    stages: int
+    decoded: int
+
+
+class Row(NamedTuple):
+    """Where a config serves: capability, least and most rows of X, fewest elements of the weight, least Plan.fill."""
+
+    capability: tuple[int, int]
+    least: int
+    most: int
+    elements: int
+    fill: float
+    config: Config
+
+
+# No row: the caller dequantizes and multiplies. The matmul of that is cuBLAS', nearer to the tensor cores' peak, and the
+# more rows share the cost of the dequantization the more it counts: what is saved here falls with the rows.
+# H200, torch 2.11, triton 3.6.0, bf16, us a call, CUDA graph over weights that overflow the L2, this / dequantize + matmul:
+#              14336x4096     4096x14336    8192x8192     5120x13824    4096x11008    28672x8192   11008x4096, fill 0.65
+#   M = 128    44.8 / 74.4    49.0 / 78.9   52.6 / 84.0   56.0 / 95.7   40.7 / 62.9   165 / 279    47.2 / 58.4
+#   M = 160    56.4 / 76.1    67.1 / 81.0   77.4 / 84.6   77.3 / 97.6   56.7 / 64.2   214 / 278    56.9 / 64.1
+#   M = 256    57.7 / 83.6    68.7 / 87.5   70.0 / 92.1   79.2 / 104    57.4 / 70.9   230 / 327    57.6 / 64.5
+#   M = 512    105 / 124      102 / 114     110 / 129     169 / 142     81.8 / 88.7   459 / 464    104 / 90.3
+# 130 rows take no less than 256 (8192x8192: 90.7 / 87.5), 385 no less than 512 (110 / 106 at 14336x4096), and 1024 lose.
+# 5120x5120 at 128 rows 30.1 / 36.1, at 256 40.9 / 41.2; 4096x4096 at 128 rows 24.8 / 25.0.
+ROWS: tuple[Row, ...] = (
+    Row((9, 0), 65, 128, 26_000_000, 0.0, Config(rows=128, stages=6, decoded=4)),
+    Row((9, 0), 160, 256, 45_000_000, 0.8, Config(rows=256, stages=4, decoded=3)),
+    Row((9, 0), 449, 512, 45_000_000, 0.8, Config(rows=256, stages=4, decoded=3)),
+)
+PROCESSORS = 132  # of the GPU they were measured on
+
+
+def config_for(capability: tuple[int, int], m: int, n: int, k: int, device: int | None = None) -> Config | None:
+    """The measured config for ``m`` rows of X and an [n, k] weight; None where none is.
+
+    Args:
+        device: None: one like that of the table.
+    """
+    if RELEASE not in RELEASES or n % 8:  # TMA writes rows of whole 16 bytes
+        return None
+    for row in ROWS:
+        if row.capability == capability and row.least <= m <= row.most and n * k >= row.elements:
+            processors = PROCESSORS if device is None else multiprocessors(device)
+            if Plan.of(row.config, processors, m, n, k).fill(processors) >= row.fill:
+                return row.config
+    return None
+
+
+def multiprocessors(device: int | torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def decode(dtype: str) -> str:
+    """PTX of a lane: 8 words of a row, its scale and the codes' address -> 32 registers of two weights in ``dtype``.
+
+    $0 to $31: register r of word w is $(8 * r + w); $32 to $39: the words; $40: the scale; $48: the address.
+    The block's 16 weights are finished first, as bytes: four registers of low ones and four of high ones. A nibble's
+    three low bits then choose among eight bytes (prmt), its highest one between two such choices.
+    """
+    lines = ["{", ".reg .b32 low, sign, above, a, b, lo, hi, p<8>, l<4>, h<4>;", ".reg .f32 x, y, c<16>;"]
+    lines += [f"ld.global.nc.v4.f32 {{c{i}, c{i + 1}, c{i + 2}, c{i + 3}}}, [$48 + {4 * i}];" for i in range(0, 16, 4)]
+    for i in range(8):
+        lines += [f"mul.rn.ftz.f32 x, c{2 * i}, $40;", f"mul.rn.ftz.f32 y, c{2 * i + 1}, $40;"]
+        lines += [f"cvt.rn.{dtype}x2.f32 p{i}, y, x;"]
+    for i in range(4):
+        lines += [f"prmt.b32 l{i}, p{2 * i}, p{2 * i + 1}, 0x6420;", f"prmt.b32 h{i}, p{2 * i}, p{2 * i + 1}, 0x7531;"]
+    for word in range(8):
+        lines += [f"and.b32 low, ${32 + word}, 0x77777777;", f"shl.b32 above, ${32 + word}, 4;"]
+        for half in range(2):
+            lines += [f"prmt.b32 sign, ${32 + word}, above, {('0x9d8c', '0xbfae')[half]};"]
+            for plane, out in (("l", "lo"), ("h", "hi")):
+                lines += [f"prmt.b32 a, {plane}0, {plane}1, low;", f"prmt.b32 b, {plane}2, {plane}3, low;"]
+                lines += [f"lop3.b32 {out}, sign, b, a, 0xCA;"]  # sign ? b : a
+            first = 16 * half + word
+            lines += [f"prmt.b32 ${first}, lo, hi, 0x4051;", f"prmt.b32 ${first + 8}, lo, hi, 0x6273;"]
+            lines += ["shr.u32 low, low, 16;"] if half == 0 else []
+    return "\n".join([*lines, "}"])
+
+
+CONSTRAINTS = ",".join(["=&r"] * 32 + ["r"] * 8 + ["f"] * 8 + ["l"] * 8)
+
+
+class Plan(NamedTuple):
+    """How the tiles are shared out: several whole ones a program, or one in ``splits`` chunks of K."""
+
+    programs: int
+    tiles: int
+    tiles_m: int
+    splits: int
+
+    @classmethod
+    def of(cls, config: Config, processors: int, m: int, n: int, k: int) -> Plan:
+        tiles_m = -(-m // config.rows)
+        tiles = tiles_m * -(-n // COLUMNS)
+        splits = max(1, min(processors // tiles, k // DEPTH // LEAST_STEPS))
+        programs = tiles * splits if splits > 1 else -(-tiles // -(-tiles // processors))
+        return cls(programs, tiles, tiles_m, splits)
+
+    def fill(self, processors: int) -> float:
+        """The share of the multiprocessors' time that is work, if a tile takes its time."""
+        return self.tiles * self.splits / (processors * -(-self.tiles * self.splits // self.programs))
+
+
+@functools.cache
+def boxes(rows: int, dtype: torch.dtype) -> tuple[tuple[list[int], Any, torch.dtype], ...]:
+    """Box, layout in shared memory and dtype of x, packed, scales and out."""
+
+    def of(box: list[int], swizzle: int, dtype: torch.dtype) -> tuple[list[int], Any, torch.dtype]:
+        bits = 8 * dtype.itemsize
+        return box, gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=len(box)), dtype
+
+    return (
+        of([rows, DEPTH], 128, dtype),
+        of([COLUMNS, DEPTH // 8], 32, torch.int32),
+        of([COLUMNS], 0, torch.float32),
+        of([64, COLUMNS], 128, dtype),
+    )
+
+
+class Address:
+    """What Triton's launcher asks of a TensorDescriptor, for an address."""
+
+    __slots__ = ("address", "shape", "strides")
+    padding, round_f32_to_tf32 = "zero", False
+
+    def __init__(self, address: int, shape: tuple[int, ...]):
+        self.address, self.shape = address, shape
+        self.strides = (1,) if len(shape) == 1 else (shape[1], 1)
+
+    @property
+    def base(self) -> Address:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def operands(layout: Layout) -> tuple[torch.Tensor, ...]:
+    """The kernel's tensors of the weight; a flat one has no second level and the kernel reads none."""
+    second = (layout.absmax2, layout.code2, layout.offset) if layout.nested() else (layout.code,) * 3
+    return (layout.packed, layout.absmax, layout.code, *second)  # type: ignore[return-value]
+
+
+class Kernel:
+    """The launches for one size and kind of argument on one device: the scales, then the product.
+
+    As matmul.Kernel: ``entry`` takes the addresses of x, the weight's operands, the result and the bias.
+
+    Args:
+        compiled: matmul.compiled.
+    """
+
+    slices, sum = 1, None
+
+    def __init__(
+        self, config: Config, device: torch.device, dtype: torch.dtype, layout: Layout, m: int, bias: bool, compiled: Any
+    ):  # fmt: skip
+        n, k = layout.shape
+        cut = Plan.of(config, multiprocessors(device), m, n, k)
+        steps = k // DEPTH
+        self.grid, self.sizes, self.total = cut.programs, (), m * n
+        self.entry = launch.Entry(self.start, (), (), "two launches")
+        self.m, self.n, self.k = m, n, k
+        shift = (layout.blocksize // DEPTH).bit_length() - 1
+        self.scale_count = -(-n * steps // 32) * 32  # what follows starts on 128 bytes
+        self.sum_count = cut.programs * config.rows * COLUMNS if cut.splits > 1 else 0
+        self.scale_grid = -(-n // 128) * -(-steps // 16)
+        self.scale_sizes = (n, steps, shift, max(0, layout.blocksize2.bit_length() - 1))
+        self.product_sizes = (n, steps, cut.tiles_m, cut.tiles * cut.splits, cut.splits)
+        self.scales, self.product = (
+            compiled(*each, device, dtype) for each in kinds(config, device, dtype, layout.nested(), bias)
+        )
+
+    def start(
+        self, grid: int, _y: int, _z: int, stream: int, x: int, packed: int, absmax: int, code: int, absmax2: int,
+        code2: int, offset: int, out: int, bias: int,
+    ) -> None:  # fmt: skip
+        # its own at every call: the caching allocator keeps the streams apart
+        scratch = launch.empty_strided_cuda((self.scale_count + self.sum_count + FLAGS,), (1,), torch.float32)
+        scales = scratch.data_ptr()
+        sums = scales + 4 * self.scale_count
+        flags = sums + 4 * self.sum_count
+        self.scales.start(self.scale_grid, stream, absmax, absmax2, code2, offset, scales, flags, *self.scale_sizes)
+        m, n, k = self.m, self.n, self.k
+        self.product.start(
+            grid, stream, Address(x, (m, k)), Address(packed, (n, k // 8)), Address(scales, (n * (k // DEPTH),)),
+            Address(out, (m, n)), sums, flags, code, bias, *self.product_sizes,
+        )  # type: ignore[arg-type]  # fmt: skip
+
+
+def kinds(config: Config, device: torch.device, dtype: torch.dtype, nested: bool, bias: bool) -> tuple[Any, ...]:
+    """Kernel, sample arguments, constexprs and warps of both launches, for the compiler."""
+    some = {
+        each: torch.empty(64 * 128, dtype=each, device=device)
+        for each in (dtype, torch.float32, torch.int32, torch.uint8)
+    }
+    floats, flags = some[torch.float32], some[torch.int32]
+    described = (
+        TensorDescriptor.from_tensor(some[kind].view([-1, box[-1]]) if len(box) == 2 else some[kind], box, layout)
+        for box, layout, kind in boxes(config.rows, dtype)
+    )
+    values = {"ROWS": config.rows, "STAGES": config.stages, "DECODED": config.decoded, "BIAS": bias}
+    return (
+        (
+            kernels.scales_kernel,
+            (some[torch.uint8] if nested else floats, floats, floats, floats, floats, flags, 64, 64, 0, 8),
+            {"FLAT": not nested, "ROWS": 128, "STEPS": 16, "FLAGS": FLAGS},
+            4,
+        ),
+        (
+            kernels.matmul_wide_kernel,
+            (*described, floats, flags, floats, some[dtype], 64, 64, 1, 1, 1),
+            {**values, "PTX": decode(launch.PTX_TYPES[dtype]), "CONSTRAINTS": CONSTRAINTS},
+            4,
+        ),
+    )
+
+
+_checked: dict[tuple[Any, ...], launch.KernelUnavailable | None] = {}
+
+
+def checked(
+    config: Config, device: torch.device, dtype: torch.dtype, layout: Layout, m: int, bias: bool, compiled: Any
+) -> Kernel:  # fmt: skip
+    """A Kernel, trusted only after rows of X with a single 1 came back as the weight's bits on this device, five times.
+
+    Raises:
+        KernelUnavailable: they did not, now or before, or it cannot be compiled.
+    """
+    key = (config, device, dtype, layout.nested(), bias)
+    if key not in _checked:
+        _checked[key] = _wrong(*key, compiled)
+    why = _checked[key]
+    if why is not None:
+        raise why
+    return Kernel(config, device, dtype, layout, m, bias, compiled)
+
+
+def _wrong(
+    config: Config, device: torch.device, dtype: torch.dtype, nested: bool, bias: bool, compiled: Any
+) -> launch.KernelUnavailable | None:
+    m, n, k = config.rows + 3, 2 * COLUMNS + 8, 1024
+    variant = launch.Variant(
+        launch.INTERPRETER_CONFIG, dtype, torch.float32 if nested else None, blocksize=64, blocksize2=256 if nested else 0,
+        even=True, tail=False, wide=False, aligned=True,
+    )  # fmt: skip
+    layout = launch.sample_layout(variant, n * k // 3, device)._replace(shape=(n, k))
+    kernel = Kernel(config, device, dtype, layout, m, bias, compiled)
+    columns = torch.arange(m, device=device) * 37 % k
+    x = torch.zeros(m, k, dtype=dtype, device=device)
+    x[torch.arange(m, device=device), columns] = 1
+    added = (torch.arange(n, device=device) / 7).to(dtype) if bias else torch.zeros(n, dtype=dtype, device=device)
+    want = (reference.dequantize(layout)[:, columns].t().float() + added.float()).to(dtype)
+    for _ in range(5):
+        out = torch.full((m, n), float("nan"), dtype=dtype, device=device)
+        pointers = [tensor.data_ptr() for tensor in (x, *operands(layout), out, added)]
+        kernel.start(kernel.grid, 1, 1, launch.current_stream(device.index), *pointers)
+        if not torch.equal(out, want):
+            return launch.KernelUnavailable(
+                f"the product's bits differ from the reference on {torch.cuda.get_device_name(device)} "
+                f"with Triton {triton.__version__} for {config}"
+            )
+    return None

@@ -1,0 +1,139 @@
+"""The public Unsloth NF4 challenge: a dequantization called 3000 times a configuration, a synchronize after each.
+
+An MLP of three ``Linear4bit`` layers with double quantization; the checks run in two warm-ups at the default
+tolerances of torch.testing; then 1000 times all three weights. Written from the description of the challenge.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import nf4_patch
+
+from ...nf4.dequantize.launch import same_bits
+from ..report import Tell
+from .dequantize import name_of
+from .peers import BITSANDBYTES, OURS, Peer
+from .record import Comparison
+from .shapes import CHALLENGE
+from .timing import Times
+
+ITERATIONS = 1000
+WARMUPS = 2
+Dequantize = Callable[[Any], torch.Tensor]  # of a Linear4bit layer
+
+
+class WrongResult(AssertionError):
+    """A dequantization failed the harness's checks; nothing of it is timed."""
+
+
+class MLP(torch.nn.Module):
+    """down(silu(gate(x)) * up(x)), bitsandbytes 4-bit, x of ``hidden`` features."""
+
+    def __init__(self, hidden: int, intermediate: int, dtype: torch.dtype, device: str):
+        super().__init__()
+        self.up = linear(hidden, intermediate, dtype, device)
+        self.gate = linear(hidden, intermediate, dtype, device)
+        self.down = linear(intermediate, hidden, dtype, device)
+
+    @property
+    def layers(self) -> tuple[torch.nn.Module, ...]:
+        return self.up, self.gate, self.down
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def linear(inputs: int, outputs: int, dtype: torch.dtype, device: str) -> Any:
+    """A Linear4bit of random weights, quantized by bitsandbytes on ``device``."""
+    from bitsandbytes.nn import Linear4bit
+
+    layer: Any = Linear4bit(
+        inputs, outputs, bias=False, compute_dtype=dtype, compress_statistics=True, quant_type="nf4"
+    ).to(dtype)
+    layer = layer.to(device)
+    layer.weight.quant_state.dtype = dtype
+    return layer
+
+
+def multiply(x: torch.Tensor, mlp: MLP, dequantize: Dequantize) -> torch.Tensor:
+    """The MLP with weights from ``dequantize``."""
+    hidden = F.silu(x @ dequantize(mlp.gate).t()) * (x @ dequantize(mlp.up).t())
+    return hidden @ dequantize(mlp.down).t()
+
+
+def check(mlp: MLP, x: torch.Tensor, dequantize: Dequantize, reference: Dequantize) -> None:
+    """The harness's checks: each weight against the reference, the whole MLP against bitsandbytes' own forward.
+
+    Raises:
+        WrongResult: one of them is off.
+    """
+    try:
+        for layer in mlp.layers:
+            torch.testing.assert_close(dequantize(layer), reference(layer))
+        with torch.no_grad():
+            torch.testing.assert_close(multiply(x, mlp, dequantize), mlp(x))
+    except AssertionError as error:
+        raise WrongResult(str(error)) from None
+
+
+def seconds(mlp: MLP, dequantize: Dequantize, iterations: int = ITERATIONS) -> float:
+    """``iterations`` times all three weights, the device synchronized after every call."""
+    begin = time.perf_counter()
+    for _ in range(iterations):
+        for layer in mlp.layers:
+            dequantize(layer)
+            torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def of_layer(dequantize: Callable[..., torch.Tensor]) -> Dequantize:
+    return lambda layer: dequantize(layer.weight, layer.weight.quant_state)
+
+
+def run(
+    peers: dict[str, Peer], tell: Tell, configurations: Sequence[tuple[Any, ...]] = CHALLENGE
+) -> Iterator[Comparison]:
+    """Each configuration, every dequantization in both orders (first to last, last to first), then the total."""
+    functions: dict[str, Dequantize] = {name: of_layer(peer.dequantize) for name, peer in peers.items()}
+    functions[OURS] = nf4_patch.triton_dequantize_nf4
+    reference = functions[BITSANDBYTES]
+    orders = (list(functions), list(reversed(functions)))
+    comparisons = []
+    for i, (hidden, intermediate, seed, dtype, batch, length) in enumerate(configurations):
+        subject = name_of((intermediate, hidden), dtype)
+        tell(f"challenge {subject}", i, len(configurations))
+        torch.manual_seed(seed)
+        mlp = MLP(hidden, intermediate, dtype, "cuda")
+        x = torch.randn(batch, length, hidden, dtype=dtype, device="cuda")
+        same = {
+            name: all(same_bits(functions[OURS](layer), function(layer)) for layer in mlp.layers)
+            for name, function in functions.items()
+            if name != OURS
+        }
+        taken: dict[str, list[float]] = {name: [] for name in functions}
+        for order in orders:
+            for name in order:
+                for _ in range(WARMUPS):
+                    check(mlp, x, functions[name], reference)
+                taken[name].append(seconds(mlp, functions[name]))
+        times = {name: Times(tuple(values)) for name, values in taken.items()}
+        comparisons.append(Comparison(subject, "s", times, same))
+        yield comparisons[-1]
+    yield total(comparisons)
+
+
+def total(comparisons: Sequence[Comparison]) -> Comparison:
+    """The sum over configurations, order by order; bits agree where they agreed everywhere."""
+    first = comparisons[0]
+    times = {
+        name: Times(tuple(sum(parts) for parts in zip(*(c.times[name].values for c in comparisons), strict=True)))
+        for name in first.times
+    }
+    same = {name: all(c.same_bits[name] for c in comparisons) for name in first.same_bits}
+    return Comparison("total", "s", times, same)

@@ -1,0 +1,186 @@
+"""Dequantization beside its peers: alone on the GPU, before the matmul that reads it, and on the host."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import nf4_patch
+
+from ...nf4.dequantize.launch import same_bits
+from ...patching import hooks
+from ...patching.replacement import switch
+from ..report import Tell
+from .peers import BITSANDBYTES, OURS, Peer
+from .record import Comparison
+from .shapes import LLAMA_8B, projections, shapes
+from .timing import gpu_times, host_times, rotation
+
+CEILING = "ceiling"
+COPY = "device copy"
+EMPTY = "torch.empty"
+PATCHED = "patched dequantize_4bit"
+DTYPES = (torch.float16, torch.bfloat16)
+Packed = tuple[torch.Tensor, Any]
+
+
+def name_of(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{'x'.join(map(str, shape))} {'bf16' if dtype is torch.bfloat16 else 'fp16'}"
+
+
+def quantized(shape: Sequence[int], dtype: torch.dtype, count: int) -> list[Packed]:
+    """Distinct random NF4 weights with nested statistics, as a QLoRA checkpoint holds them."""
+    from bitsandbytes.functional import quantize_4bit
+
+    def one() -> Packed:
+        weight = torch.randn(*shape, dtype=dtype, device="cuda") * 0.02
+        return quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
+
+    return [one() for _ in range(count)]
+
+
+def traffic(shape: Sequence[int], itemsize: int) -> int:
+    """Bytes a dequantization must move: packed, absmax, second-level absmax in; the weight out."""
+    n = shape[0] * shape[1]
+    return n // 2 + n // 64 + -(-n // 64 // 256) * 4 + n * itemsize
+
+
+def agree(weights: Sequence[Packed], peers: dict[str, Peer], outs: Sequence[torch.Tensor]) -> dict[str, bool]:
+    """For each peer whether ours gives its bits, for every weight, into memory that held NaN."""
+    same = dict.fromkeys(peers, True)
+    for (packed, state), out in zip(weights, outs, strict=True):
+        out.fill_(float("nan"))
+        nf4_patch.dequantize_nf4(packed, state, out)
+        for name, peer in peers.items():
+            same[name] = same[name] and same_bits(out, peer.dequantize(packed, state))
+    return same
+
+
+def on_gpu(peers: dict[str, Peer], tell: Tell, challenge_only: bool = False) -> Iterator[Comparison]:
+    """Each shape and dtype: ours, the peers, the traffic ceiling and the device copy of as many bytes."""
+    chosen = [(shape, dtype, users) for shape, users in shapes(challenge_only).items() for dtype in DTYPES]
+    for i, (shape, dtype, users) in enumerate(chosen):
+        tell(f"dequantize {name_of(shape, dtype)}", i, len(chosen))
+        yield one_shape(shape, dtype, users, peers)
+        torch.cuda.empty_cache()
+
+
+def one_shape(
+    shape: tuple[int, int], dtype: torch.dtype, users: str, peers: dict[str, Peer], limits: bool = True
+) -> Comparison:
+    """Ours and the peers; with ``limits`` the ceiling and the copy too."""
+    from . import traffic_kernel
+
+    nbytes = traffic(shape, dtype.itemsize)
+    weights = quantized(shape, dtype, rotation(nbytes))
+    outs = [torch.empty(shape, dtype=dtype, device="cuda") for _ in weights]
+    same = agree(weights, peers, outs)
+
+    def calls(function: Callable[..., Any]) -> list[Callable[[], object]]:
+        return [
+            functools.partial(function, packed, state, out=out)
+            for (packed, state), out in zip(weights, outs, strict=True)
+        ]
+
+    variants: dict[str, Sequence[Callable[[], object]]] = {OURS: calls(nf4_patch.dequantize_nf4)}
+    variants |= {name: calls(peer.dequantize) for name, peer in peers.items() if peer.captures}
+    if not limits:
+        return Comparison(name_of(shape, dtype), "us", gpu_times(variants), same, nbytes, {"used by": users})
+    half = nbytes // 2 // 512 * 512  # both halves start where an allocation may
+    halves = [torch.randint(0, 256, (2, half), dtype=torch.uint8, device="cuda") for _ in weights]
+    for config in traffic_kernel.SHAPES:
+        variants[f"{CEILING} {config}"] = [
+            traffic_kernel.mover(packed, out, *config) for (packed, _), out in zip(weights, outs, strict=True)
+        ]
+    variants[COPY] = [functools.partial(target.copy_, source) for target, source in halves]
+    times = gpu_times(variants)
+    ceilings = [name for name in times if name.startswith(CEILING)]
+    fastest = min(ceilings, key=lambda name: times[name].median)
+    kept = {name: taken for name, taken in times.items() if name not in ceilings} | {CEILING: times[fastest]}
+    return Comparison(name_of(shape, dtype), "us", kept, same, nbytes, {"used by": users})
+
+
+def with_matmul(peers: dict[str, Peer], tell: Tell, rows: Sequence[int] = (512, 2048)) -> Iterator[Comparison]:
+    """Dequantize, then F.linear of ``rows`` rows, Llama 8B in bf16: what a faster store must not cost."""
+    chosen = [(shape, m) for shape in projections(LLAMA_8B) for m in rows]
+    dtype = torch.bfloat16
+    for i, (shape, m) in enumerate(chosen):
+        subject = f"{name_of(shape, dtype)}, {m} rows"
+        tell(f"dequantize + matmul {subject}", i, len(chosen))
+        weights = quantized(shape, dtype, min(rotation(traffic(shape, dtype.itemsize)), 40))
+        x = torch.randn(m, shape[1], dtype=dtype, device="cuda")
+
+        def multiply(function: Callable[..., Any], packed: torch.Tensor, state: Any, x: torch.Tensor = x) -> Any:
+            return F.linear(x, function(packed, state))
+
+        # the original's result by the same matmul: where the weights agree to the bit, so do the products
+        functions = {OURS: nf4_patch.dequantize_nf4} | {p.name: p.dequantize for p in peers.values() if p.captures}
+        products = {name: multiply(function, *weights[0]) for name, function in functions.items()}
+        same = {name: same_bits(products[OURS], product) for name, product in products.items() if name != OURS}
+        variants = {
+            name: [functools.partial(multiply, function, *weight) for weight in weights]
+            for name, function in functions.items()
+        }
+        yield Comparison(subject, "us", gpu_times(variants), same)
+        torch.cuda.empty_cache()
+
+
+def on_host(peers: dict[str, Peer], tell: Tell) -> Iterator[Comparison]:
+    """One eager call on a 64x64 weight: what stands at bitsandbytes.functional.dequantize_4bit with the patch on.
+
+    Allocation, guards and statistics included; ``torch.empty`` of the same result in the same turns. Then the
+    same into Unsloth's global buffer, where Unsloth is a peer.
+    """
+    import bitsandbytes.functional
+    from bitsandbytes.nn import Params4bit
+
+    tell("host time")
+    packed, state = quantized((64, 64), torch.bfloat16, 1)[0]
+    parameter = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
+    with nf4_patch.enabled():
+        patched = bitsandbytes.functional.dequantize_4bit
+        others = {name: functools.partial(peer.dequantize, packed, state) for name, peer in peers.items()}
+        others[EMPTY] = functools.partial(torch.empty, (64, 64), dtype=torch.bfloat16, device=packed.device)
+        yield host("a new tensor", functools.partial(patched, packed, state), others)
+        others = {name: functools.partial(peer.dequantize, parameter, state) for name, peer in peers.items()}
+        others[EMPTY] = functools.partial(torch.empty, (64, 64), dtype=torch.bfloat16, device=packed.device)
+        yield host("a new tensor from a Params4bit", functools.partial(patched, parameter, state), others)
+        unsloth = {name: peer for name, peer in peers.items() if name != BITSANDBYTES}
+        if unsloth:
+            ours = unsloth_replacement()
+            others = {
+                name: functools.partial(peer.dequantize, parameter, state, use_global_buffer=True)
+                for name, peer in unsloth.items()
+            }
+            before = switch.defer
+            switch.defer = "never"  # on a GPU that is not measured yet ours would give the call back
+            try:
+                yield host("Unsloth's global buffer", functools.partial(ours, parameter, state, None, True), others)
+            finally:
+                switch.defer = before
+
+
+def host(subject: str, ours: Callable[[], Any], others: Mapping[str, Callable[[], Any]]) -> Comparison:
+    """Host times of ours and the others.
+
+    Raises:
+        RuntimeError: ours did not run the kernel, so its time would be another's.
+    """
+    before = nf4_patch.status().hits
+    result = ours().clone()
+    if nf4_patch.status().hits != before + 1:
+        raise RuntimeError(f"the patched function did not run the kernel:\n{nf4_patch.status()}")
+    same = {name: same_bits(result, call()) for name, call in others.items() if name != EMPTY}
+    return Comparison(subject, "us", host_times({OURS: ours, **others}), same)
+
+
+def unsloth_replacement() -> Callable[..., Any]:
+    """What the patch has put into Unsloth."""
+    for name, entry in hooks.installed.items():
+        if name.startswith("unsloth.") and entry.replacement is not None:
+            return entry.replacement
+    raise RuntimeError(f"Unsloth is imported and not patched:\n{nf4_patch.status()}")

@@ -1,0 +1,323 @@
+"""``nf4-patch bench --generate``: tokens a second of a 4-bit Llama with a static cache, the patch off and on.
+
+The model is built here, from bitsandbytes' own Linear4bit and random weights: nothing is downloaded, and a step is
+the same code for both sides. Compiled: torch.compile between the linear layers (which are opaque ops to it), the whole
+step captured in one CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import RenderableType
+from rich.table import Table
+
+import nf4_patch
+
+from ...nf4.layout import Layout
+from ...patching.replacement import fields_of, switch
+from ..report import Report, Tell, silent
+from .matmul import SLACK, error, exact, product_hits
+from .peers import OURS, original
+from .shapes import LLAMA_8B, Model
+from .timing import Machine, Times, machine
+
+STOCK = "stock"
+BATCHES = (1, 8, 32)
+CACHE = 512  # positions of the static cache
+VOCABULARY = 128256
+HEAD = 128
+METHOD = (
+    "Tokens a second, greedy, wall time of {tokens} tokens, the two sides in turns, medians. {layers} layers of {name}, "
+    "NF4 nested, bf16, static cache of {cache} positions, lm_head of {vocabulary} in bf16; eager and compiled."
+)
+
+Glue = Callable[..., Any]
+
+
+def normalize(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, 1e-5)
+
+
+def add_and_normalize(x: torch.Tensor, more: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x + more
+    return x, normalize(x, weight)
+
+
+def rotate(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of one position: x [batch, heads, HEAD]."""
+    half = x.shape[-1] // 2
+    angle = position * torch.exp(torch.arange(half, device=x.device) * (-math.log(500000.0) / half))
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
+    """One new position: q [batch, 1, heads * HEAD], keys and values [batch, heads of them, CACHE, HEAD], written at it."""
+    batch, groups = q.shape[0], keys.shape[1]
+    q = rotate(q.view(batch, -1, HEAD), position).view(batch, groups, -1, HEAD)  # heads that share a key: more queries
+    keys.index_copy_(2, position, rotate(k.view(batch, groups, HEAD), position)[:, :, None])
+    values.index_copy_(2, position, v.view(batch, groups, 1, HEAD))
+    seen = torch.arange(keys.shape[2], device=q.device) <= position
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen[None, None, None]).reshape(batch, 1, -1)
+
+
+def gate_and_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up
+
+
+GLUE: dict[str, Glue] = {
+    "normalize": normalize,
+    "add_and_normalize": add_and_normalize,
+    "attend": attend,
+    "gate_and_up": gate_and_up,
+}
+
+
+class Llama:
+    """A decoder of 4-bit layers: per layer q, k, v, o, gate, up, down as bitsandbytes' Linear4bit."""
+
+    def __init__(self, model: Model, layers: int, vocabulary: int, device: torch.device):
+        import bitsandbytes
+
+        hidden, kv, inner = model.hidden, model.key_value, model.intermediate
+        self.model = model
+
+        def linear(rows: int, columns: int) -> Any:
+            layer = bitsandbytes.nn.Linear4bit(
+                columns, rows, bias=False, compute_dtype=torch.bfloat16, compress_statistics=True, quant_type="nf4",
+                device=device,
+            )  # fmt: skip
+            layer.weight.data = torch.randn(rows, columns, dtype=torch.bfloat16, device=device) / columns**0.5
+            return layer.to(device)
+
+        shapes = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)]
+        shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
+        self.layers: list[list[Any]] = [[linear(*shape) for shape in shapes] for _ in range(layers)]
+        self.embedding = torch.randn(vocabulary, hidden, dtype=torch.bfloat16, device=device)
+        self.head = torch.randn(vocabulary, hidden, dtype=torch.bfloat16, device=device) / hidden**0.5
+        self.norm = torch.ones(hidden, dtype=torch.bfloat16, device=device)
+
+    def logits(self, token: torch.Tensor, caches: Sequence[Any], position: torch.Tensor, glue: dict[str, Glue]) -> Any:
+        """Logits [batch, vocabulary] after token [batch] at position [1]."""
+        x = self.embedding[token][:, None]
+        h = glue["normalize"](x, self.norm)
+        for (q, k, v, o, gate, up, down), (keys, values) in zip(self.layers, caches, strict=True):
+            attended = glue["attend"](q(h), k(h), v(h), keys, values, position)
+            x, h = glue["add_and_normalize"](x, o(attended), self.norm)
+            x, h = glue["add_and_normalize"](x, down(glue["gate_and_up"](gate(h), up(h))), self.norm)
+        return h[:, 0] @ self.head.t()
+
+
+class Generation:
+    """Greedy generation of one batch: ``step`` is one token, all its state in place, so that a graph can hold it."""
+
+    def __init__(self, model: Llama, batch: int, patch: bool, compiled: bool, cache: int = CACHE):
+        device = model.norm.device
+        self.model, self.batch, self.patch = model, batch, patch
+        shape = (batch, model.model.key_value // HEAD, cache, HEAD)
+        self.caches = [
+            tuple(torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2)) for _ in model.layers
+        ]
+        self.token = torch.arange(batch, device=device)
+        self.position = torch.zeros(1, dtype=torch.long, device=device)
+        self.glue = {name: torch.compile(part, dynamic=False) for name, part in GLUE.items()} if compiled else GLUE
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: torch.Tensor | None = None
+        self.hits = 0
+
+    def step(self) -> None:
+        logits = self.model.logits(self.token, self.caches, self.position, self.glue)
+        self.token.copy_(logits.argmax(-1))
+        self.position.add_(1)
+        self.logits = logits
+
+    def restart(self) -> None:
+        self.token.copy_(torch.arange(self.batch, device=self.token.device))
+        self.position.zero_()
+
+    def prepare(self, capture: bool) -> None:
+        """Compile and, if asked, capture the step."""
+        switch.on, switch.matmul = self.patch, "auto"
+        for _ in range(3):
+            self.step()
+        before = product_hits()
+        self.step()
+        self.hits = product_hits() - before
+        if capture:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(stream):
+                self.step()
+                stream.synchronize()
+                with torch.cuda.graph(self.graph, stream=stream):
+                    self.step()
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def run(self, tokens: int) -> float:
+        """Tokens a second over ``tokens`` steps from an empty cache."""
+        switch.on, switch.matmul = self.patch, "auto"
+        self.restart()
+        step = self.step if self.graph is None else self.graph.replay
+        step()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(tokens):
+            step()
+        torch.cuda.synchronize()
+        return self.batch * tokens / (time.perf_counter() - begin)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One batch, eager or compiled: tokens a second of both sides, and whether every product was accurate."""
+
+    batch: int
+    way: str  # eager, compiled
+    rates: dict[str, Times]
+    products: int  # fused products a token
+    errors: dict[str, tuple[float, float]]  # by weight shape: ours and dequantize + linear against fp64
+    distance: float  # relative, of the first logits of both sides
+
+    @property
+    def accurate(self) -> bool:
+        return self.products > 0 and all(ours <= SLACK * theirs for ours, theirs in self.errors.values())
+
+    @property
+    def ratio(self) -> float | None:
+        return self.rates[OURS].median / self.rates[STOCK].median if self.accurate else None
+
+    @property
+    def failures(self) -> list[str]:
+        if not self.products:
+            return [f"batch {self.batch}: no fused product ran"]
+        return [
+            f"batch {self.batch}, {shape}: error {ours:.3e} against fp64, dequantize + linear {theirs:.3e}"
+            for shape, (ours, theirs) in self.errors.items() if ours > SLACK * theirs
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Generations(Report):
+    machine: Machine
+    method: str
+    rates: list[Rate] = field(default_factory=list)
+
+    @property
+    def failures(self) -> list[str]:
+        return list(dict.fromkeys(failure for rate in self.rates for failure in rate.failures))
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.failures else 0
+
+    def render(self) -> Iterable[RenderableType]:
+        yield str(self.machine)
+        yield self.method
+        result = Table(title="generation, tokens a second", title_justify="left")
+        for column in (
+            "batch",
+            "",
+            STOCK,
+            f'{OURS}, matmul="auto"',
+            "ratio",
+            "products a token",
+            "logits apart",
+            "noise",
+        ):
+            result.add_column(column, justify="right")
+        for rate in self.rates:
+            ratio = f"{rate.ratio:.2f}x" if rate.ratio is not None else "not accurate"
+            noise = max(times.noise for times in rate.rates.values())
+            result.add_row(
+                str(rate.batch), rate.way, f"{rate.rates[STOCK].median:.0f}", f"{rate.rates[OURS].median:.0f}", ratio,
+                str(rate.products), f"{rate.distance:.1e}", f"{100 * noise:.1f} %",
+            )  # fmt: skip
+        yield result
+        yield from self.failures
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = [
+            {"batch": rate.batch, "way": rate.way, "products": rate.products, "errors": rate.errors,
+             "logits_apart": rate.distance, "accurate": rate.accurate, "ratio": rate.ratio,
+             "tokens_a_second": {name: times.median for name, times in rate.rates.items()},
+             "values": {name: times.values for name, times in rate.rates.items()}}
+            for rate in self.rates
+        ]  # fmt: skip
+        return {"machine": {**vars(self.machine)}, "method": self.method, "rates": rows, "failures": self.failures,
+                "exit_code": self.exit_code}  # fmt: skip
+
+
+def errors_of(model: Llama, batch: int) -> dict[str, tuple[float, float]]:
+    """Each weight shape of a layer at this batch: error of ours and of bitsandbytes' dequantize + linear, to fp64."""
+    dequantize = original("bitsandbytes.functional", "dequantize_4bit")
+    found = {}
+    for linear in model.layers[0]:
+        weight, state = linear.weight, linear.weight.quant_state
+        shape = "x".join(map(str, state.shape))
+        if shape in found:
+            continue
+        x = torch.randn(batch, 1, state.shape[1], dtype=torch.bfloat16, device=weight.device)
+        truth = x.double() @ exact(Layout(weight.data, *fields_of(state))).t()
+        switch.on, switch.matmul = True, "auto"
+        found[shape] = (error(linear(x), truth), error(F.linear(x, dequantize(weight.data, state)), truth))
+    return found
+
+
+@torch.no_grad()
+def measure(
+    model: Model = LLAMA_8B, layers: int = 32, batches: Sequence[int] = BATCHES, tokens: int = 64, rounds: int = 6,
+    tell: Tell = silent,
+) -> Generations:  # fmt: skip
+    """Each batch, eager and compiled: stock and ours in turns.
+
+    Raises:
+        RuntimeError: there is no NVIDIA GPU.
+    """
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        raise RuntimeError("no NVIDIA GPU: nothing can be measured here")
+    tell(f"building {layers} layers of {model.name} in 4 bits")
+    torch.manual_seed(0)
+    device = torch.device("cuda", torch.cuda.current_device())
+    llama = Llama(model, layers, VOCABULARY, device)
+    rates = []
+    with nf4_patch.enabled(matmul="auto"):
+        for i, batch in enumerate(batches):
+            errors = errors_of(llama, batch)
+            for way in ("eager", "compiled"):
+                tell(f"generating, batch {batch}, {way}", i, len(batches))
+                rates.append(one_rate(llama, batch, way, errors, tokens, rounds))
+    method = METHOD.format(tokens=tokens, layers=layers, name=model.name, cache=CACHE, vocabulary=VOCABULARY)
+    return Generations(machine(), method, rates)
+
+
+def one_rate(
+    llama: Llama, batch: int, way: str, errors: dict[str, tuple[float, float]], tokens: int, rounds: int
+) -> Rate:
+    sides = {name: Generation(llama, batch, name == OURS, way == "compiled") for name in (STOCK, OURS)}
+    first = {}
+    for name, side in sides.items():
+        side.prepare(capture=way == "compiled")
+        side.restart()
+        side.step()
+        assert side.logits is not None
+        first[name] = side.logits.double()
+    values: dict[str, list[float]] = {name: [] for name in sides}
+    for round_ in range(rounds + 1):
+        for name, side in sides.items():
+            rate = side.run(tokens)
+            if round_:
+                values[name].append(rate)
+    rates = {name: Times(tuple(taken)) for name, taken in values.items()}
+    torch.cuda.empty_cache()
+    return Rate(batch, way, rates, sides[OURS].hits, errors, error(first[OURS], first[STOCK]))

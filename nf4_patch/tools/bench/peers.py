@@ -1,0 +1,59 @@
+"""Who is measured beside us: the saved originals of what is installed, whether the patch is on or not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ...patching import hooks
+
+logger = logging.getLogger("nf4_patch")
+
+OURS = "nf4_patch"
+BITSANDBYTES = "bitsandbytes"
+UNSLOTH_CTYPES = "Unsloth ctypes"
+UNSLOTH_TRITON = "Unsloth Triton"
+
+Dequantize = Callable[..., Any]  # (packed, quant_state, out=None) -> weight
+
+
+@dataclass(frozen=True)
+class Peer:
+    name: str
+    dequantize: Dequantize
+    captures: bool = True  # it launches on the current stream, so that a CUDA graph holds it
+
+
+def original(module: str, attribute: str) -> Any:
+    """The function as its library made it: what the patch has saved, or what stands there."""
+    entry = hooks.installed.get(f"{module}.{attribute}")
+    if entry is not None and entry.original is not None:
+        return entry.original
+    return getattr(importlib.import_module(module), attribute, None)
+
+
+def peers(with_unsloth: bool = True) -> dict[str, Peer]:
+    """By name, bitsandbytes first. Imports Unsloth where it is installed and wanted; a failure there is logged."""
+    found = [Peer(BITSANDBYTES, original("bitsandbytes.functional", "dequantize_4bit"))]
+    if with_unsloth and importlib.util.find_spec("unsloth") is not None:
+        try:
+            found += unsloth_peers()
+        except Exception as error:  # Unsloth refuses machines and releases in many ways
+            logger.warning("Unsloth is installed and cannot be measured: %s: %s", type(error).__name__, error)
+    return {peer.name: peer for peer in found}
+
+
+def unsloth_peers() -> list[Peer]:
+    module = "unsloth.kernels.utils"
+    importlib.import_module("unsloth")
+    utils = importlib.import_module(module)
+    fused = original(module, "_fast_dequantize_bnb")
+    if fused is None:  # <= 2026.9.12: three launches on the stream that was current at import
+        return [Peer(UNSLOTH_CTYPES, original(module, "fast_dequantize"), captures=not hasattr(utils, "CUDA_STREAMS"))]
+    if not getattr(utils, "_USE_NF4_KERNELS", False):
+        return [Peer(UNSLOTH_CTYPES, fused)]
+    return [Peer(UNSLOTH_CTYPES, utils._fast_dequantize_ctypes), Peer(UNSLOTH_TRITON, fused)]

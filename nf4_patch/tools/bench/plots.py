@@ -1,0 +1,95 @@
+"""The dequantization section as a picture: bars by shape, and a roofline by traffic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .peers import BITSANDBYTES, OURS, UNSLOTH_CTYPES, UNSLOTH_TRITON
+from .record import Comparison, variants_of
+
+if TYPE_CHECKING:
+    from .command import Bench
+    from .matmul import Products
+
+COLORS = {
+    OURS: "#1b7f4b", UNSLOTH_TRITON: "#d98e04", UNSLOTH_CTYPES: "#b0532b", BITSANDBYTES: "#8b1e3f",
+    "ceiling": "#444444", "device copy": "#bbbbbb",
+}  # fmt: skip
+
+
+def draw(report: Bench, file: Path) -> None:
+    """Write a PNG of the bf16 rows of ``report``.
+
+    Raises:
+        RuntimeError: the bits did not agree, or nothing was dequantized.
+    """
+    from matplotlib.figure import Figure
+
+    rows = [row for row in report.sections.get("dequantize", []) if row.subject.endswith("bf16") and row.checked]
+    if not rows or report.failures:
+        raise RuntimeError("nothing to draw: no dequantization was measured with equal bits")
+    rows.sort(key=lambda row: row.nbytes)
+    figure = Figure(figsize=(13, 10), layout="constrained")
+    bars, roofline = figure.subplots(2, 1)
+    names = [name for name in COLORS if name in variants_of(rows)]
+    draw_bars(bars, rows, [name for name in names if name not in ("ceiling", "device copy")])
+    draw_roofline(roofline, rows, names)
+    machine = report.machine
+    releases = ", ".join(f"{name} {release}" for name, release in machine.releases.items())
+    figure.suptitle(f"{machine.gpu}, driver {machine.driver}, {machine.clocks}\n{releases}", fontsize=8)
+    figure.savefig(file, dpi=130)
+
+
+def draw_bars(axes, rows: list[Comparison], names: list[str]) -> None:
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        heights = [
+            100 * row.times["ceiling"].median / row.times[name].median if name in row.times else 0.0 for row in rows
+        ]
+        axes.bar([x + i * width for x in range(len(rows))], heights, width, label=name, color=COLORS[name])
+    axes.axhline(100, color="#444444", linewidth=1)
+    axes.set_xticks([x + 0.4 - width / 2 for x in range(len(rows))])
+    axes.set_xticklabels([row.subject.removesuffix(" bf16") for row in rows], rotation=30, ha="right", fontsize=8)
+    axes.set_ylabel("% of the traffic ceiling")
+    axes.set_title("Dequantize to bf16: GPU time, as a share of the same bytes moved without a decode")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
+
+
+def draw_roofline(axes, rows: list[Comparison], names: list[str]) -> None:
+    for name in names:
+        points = [(row.nbytes / 1e6, row.nbytes / row.times[name].median / 1e3) for row in rows if name in row.times]
+        style = "--" if name in ("ceiling", "device copy") else "o-"
+        axes.plot(*zip(*points, strict=True), style, label=name, color=COLORS[name], markersize=4)
+    axes.set_xscale("log")
+    axes.set_xlabel("bytes moved a call, MB")
+    axes.set_ylabel("GB/s")
+    axes.set_ylim(bottom=0)
+    axes.set_title("Roofline: bytes over GPU time")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
+
+
+def draw_products(report: Products, file: Path) -> None:
+    """Write a PNG: how many times the product is as fast as bitsandbytes and as a dense weight, by rows of X.
+
+    Raises:
+        RuntimeError: a product was less accurate than dequantize + matmul, or nothing was measured.
+    """
+    from matplotlib.figure import Figure
+
+    if not report.products or report.failures:
+        raise RuntimeError("nothing to draw: no product was measured with the accuracy of dequantize + matmul")
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    for axes, peer in zip(figure.subplots(1, 2, sharey=True), (BITSANDBYTES, "dense"), strict=True):
+        for shape in dict.fromkeys(product.shape for product in report.products):
+            points = [(p.rows, p.ratio(peer)) for p in report.products if p.shape == shape]
+            axes.plot(*zip(*points, strict=True), "o-", label="x".join(map(str, shape)), markersize=4)
+        axes.axhline(1, color="#444444", linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("rows of X")
+        axes.set_title(f"times as fast as {peer}, bf16")
+    axes.legend(fontsize=8)
+    machine = report.machine
+    releases = ", ".join(f"{name} {release}" for name, release in machine.releases.items())
+    figure.suptitle(f"{machine.gpu}, driver {machine.driver}, {machine.clocks}\n{releases}", fontsize=8)
+    figure.savefig(file, dpi=130)

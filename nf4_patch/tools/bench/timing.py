@@ -1,0 +1,183 @@
+"""How a time is taken: GPU time by graph replay past the L2, host time by the call, and on which machine.
+
+Every variant of a comparison is measured in turns (a round is one replay of each), so that clocks and neighbours
+move all of them alike. The noise of a variant is it against itself: its odd rounds against its even ones.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...config import Config
+from ...nf4.matmul import calibration
+from ...patching import hooks
+
+Call = Callable[[], object]
+L2_ROTATIONS = 8  # buffers of this many times the L2 between two uses of the same weight
+
+
+@dataclass(frozen=True)
+class Times:
+    """What one variant took, in the order of measurement, in the unit of its comparison."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def noise(self) -> float:
+        """abs(odd rounds / even rounds - 1), by medians; 0 for a single value."""
+        odd, even = self.values[1::2], self.values[0::2]
+        return abs(statistics.median(odd) / statistics.median(even) - 1) if odd else 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What every number depends on."""
+
+    gpu: str
+    capability: str
+    driver: str
+    clocks: str
+    releases: dict[str, str]
+    calibration: str = ""  # what is in force, or why it is not
+
+    def __str__(self) -> str:
+        releases = ", ".join(f"{name} {release}" for name, release in self.releases.items())
+        lines = [f"{self.gpu} (sm_{self.capability}), driver {self.driver}, {self.clocks}", releases, self.calibration]
+        return "\n".join(filter(None, lines))
+
+
+DISTRIBUTIONS = ("torch", "triton", "bitsandbytes", "unsloth", "unsloth_zoo", "transformers", "peft", "nf4-patch")
+SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
+
+
+def machine() -> Machine:
+    """The current CUDA device, its clocks at this moment and the installed releases."""
+    device = torch.cuda.current_device()
+    query = ["nvidia-smi", f"--id={_uuid(device)}", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        driver, sm, sm_max, memory, power, temperature = (field.strip() for field in answer.split(","))
+        clocks = f"SM clock {sm} of {sm_max}, memory clock {memory}, power limit {power}, {temperature} C"
+    except (OSError, subprocess.SubprocessError, ValueError):
+        driver, clocks = "unknown", "clocks unknown (nvidia-smi did not answer)"
+    major, minor = torch.cuda.get_device_capability(device)
+    hooks.use_calibration(Config.read())
+    name, calibrated = torch.cuda.get_device_name(device), calibration.status(device)
+    return Machine(name, f"{major}{minor}", driver, clocks, releases(), calibrated)
+
+
+def _uuid(device: int) -> str:
+    """nvidia-smi counts GPUs in another order than CUDA and ignores CUDA_VISIBLE_DEVICES."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def releases() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__  # with the CUDA it was built for
+    from ... import __version__
+
+    found["nf4-patch"] = __version__
+    return found
+
+
+def rotation(traffic: int, most: int = 160) -> int:
+    """How many weights of ``traffic`` bytes a call to go round so that none is found in the L2 again."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    free, _ = torch.cuda.mem_get_info()
+    wanted = -(-L2_ROTATIONS * properties.L2_cache_size // traffic)
+    return max(1, min(max(wanted, 4), most, int(free * 0.4 / traffic)))
+
+
+def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of the calls in order; two of them run first, outside it, so that nothing compiles inside."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
+
+
+def gpu_times(variants: Mapping[str, Sequence[Call]], rounds: int = 20) -> dict[str, Times]:
+    """Microseconds a call of each variant on the GPU: replays of a graph of its calls, in turns.
+
+    Args:
+        variants: for each name the calls of one replay, over enough distinct buffers to overflow the L2.
+    """
+    graphs = {name: (capture(calls), len(calls)) for name, calls in variants.items()}
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    values: dict[str, list[float]] = {name: [] for name in graphs}
+    for round_ in range(rounds + 1):
+        for name, (graph, calls) in graphs.items():
+            graph.replay()  # or this one would pay for what the one before left dirty in the L2: 3 % at 42 MB (H200)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if round_:  # the first warms up
+                values[name].append(begin.elapsed_time(end) * 1e3 / calls)
+    return {name: Times(tuple(taken)) for name, taken in values.items()}
+
+
+def host_times(variants: Mapping[str, Call], rounds: int = 20, calls: int = 200) -> dict[str, Times]:
+    """Microseconds a call of each variant keeps the host, in turns; the GPU is idle when a variant starts.
+
+    ``calls`` stays under the depth of the launch queue (1024), or a slow GPU would be measured.
+    """
+    values: dict[str, list[float]] = {name: [] for name in variants}
+    for round_ in range(rounds + 1):
+        for name, call in variants.items():
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                call()
+            taken = (time.perf_counter() - begin) * 1e6 / calls
+            if round_:
+                values[name].append(taken)
+    torch.cuda.synchronize()
+    return {name: Times(tuple(taken)) for name, taken in values.items()}
+
+
+def wall_times(
+    variants: Mapping[str, Call], before: Mapping[str, Call], rounds: int, warmups: int = 3
+) -> dict[str, Times]:
+    """Milliseconds of wall time of each variant, the device synchronized around each; the order turns every round.
+
+    Args:
+        before: for each variant what is done before its turn, untimed.
+    """
+    values: dict[str, list[float]] = {name: [] for name in variants}
+    for round_ in range(-warmups, rounds):
+        names = list(variants) if round_ % 2 == 0 else list(reversed(list(variants)))
+        for name in names:
+            before[name]()
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            variants[name]()
+            torch.cuda.synchronize()
+            if round_ >= 0:
+                values[name].append((time.perf_counter() - begin) * 1e3)
+    return {name: Times(tuple(taken)) for name, taken in values.items()}

@@ -1,0 +1,221 @@
+"""Every example, small and on the CPU: it runs, the kernel is hit, and what was learned is the same to the bit.
+
+Unsloth's script needs a GPU from its second statement on (from_pretrained reads the device's properties); here it
+is only compared with its unpatched twin. gpu/test_example_runs.py trains with it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from run_example import (
+    ALTERNATE_STEPS,
+    EXAMPLES,
+    GLOO,
+    TORCHRUN,
+    environment,
+    fallbacks,
+    hits,
+    run,
+    run_example,
+    same_training,
+)
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own")
+LINEARS = 14  # two layers of seven
+
+
+def test_peft(tmp_path):
+    arguments = ("--steps", 3, "--tokens", 64)
+    on = run_example("qlora_peft.py", *arguments, "--plot", tmp_path / "loss.png", folder=tmp_path)
+    off = run_example("qlora_peft.py", *arguments, folder=tmp_path, patch=False)
+    turns = run_example("qlora_peft.py", *arguments, folder=tmp_path, launcher=(ALTERNATE_STEPS,))
+    # On the CPU bitsandbytes dequantizes for the backward alone through the function that is replaced.
+    assert hits(on) == 3 * LINEARS and hits(off) == 0 and not fallbacks(on)
+    assert same_training(on, off)
+    assert hits(turns) == LINEARS and [len(turns["turns"][way]) for way in ("on", "off")] == [1, 2]
+    assert same_training(turns, off)
+    assert on["losses"][-1] < on["losses"][0]
+    assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("model", ["random-qwen", "random-gemma"])
+def test_peft_on_other_architectures(model, tmp_path):
+    on = run_example("qlora_peft.py", "--model", model, "--steps", 1, "--tokens", 32, folder=tmp_path)
+    off = run_example("qlora_peft.py", "--model", model, "--steps", 1, "--tokens", 32, folder=tmp_path, patch=False)
+    assert hits(on) == LINEARS and not fallbacks(on)
+    assert same_training(on, off)
+
+
+@pytest.mark.parametrize("script", ["qlora_trl.py", "qlora_unsloth.py"])
+def test_the_patch_is_one_line(script):
+    lines = (EXAMPLES / script).read_text().splitlines()
+    with_patch = [line for line in lines if "nf4_patch" in line and not line.lstrip().startswith("#")]
+    assert [line.split("#")[0].strip() for line in with_patch] == ["import nf4_patch; nf4_patch.enable()"]
+    ast.parse("\n".join(line for line in lines if line not in with_patch))
+
+
+def test_trl_and_its_twin(tmp_path):
+    twin = tmp_path / "twin.py"
+    lines = (EXAMPLES / "qlora_trl.py").read_text().splitlines(keepends=True)
+    twin.write_text("".join(line for line in lines if "nf4_patch" not in line))
+    arguments = ("--steps", 2, "--rows", 1, "--tokens", 32)
+    on = run_example("qlora_trl.py", *arguments, folder=tmp_path)
+    off = run_example(twin, *arguments, folder=tmp_path, PYTHONPATH=str(EXAMPLES))
+    assert not off["nf4_patch"]["enabled"] and hits(off) == 0  # imported by bitsandbytes' entry point, and idle
+    assert hits(on) == 2 * LINEARS and not fallbacks(on)
+    assert same_training(on, off)
+
+
+def test_unsloth_reads_its_arguments_with_the_patch_on(tmp_path):
+    """As far as it goes without a GPU: the real Unsloth imports after the patch, and the script parses."""
+    output = run([sys.executable, EXAMPLES / "qlora_unsloth.py", "--help"], tmp_path, UNSLOTH_ALLOW_CPU="1")
+    assert "--model" in output and "Traceback" not in output
+
+
+def test_generate(tmp_path):
+    record = run_example("generate.py", "--new-tokens", 3, "--batches", 1, 3, folder=tmp_path)
+    assert [row["equal"] for row in record["generation"]] == [True, True]
+    assert not fallbacks(record)  # nor hits: on the CPU generation runs in bitsandbytes' own fused kernel
+
+
+def test_merge(tmp_path):
+    record = run_example("merge_adapter.py", "--out", tmp_path / "merged", folder=tmp_path)
+    assert [row["equal"] for row in record["merges"]] == [True, True]
+    # once a weight into 4 bits; twice for the dense model: transformers dequantizes and restores the shape
+    assert hits(record) >= 2 * LINEARS and not fallbacks(record)
+    assert (tmp_path / "merged" / "config.json").exists()
+
+
+@pytest.mark.parametrize("mode", [(), ("--fsdp",)], ids=["ddp", "fsdp2"])
+def test_two_processes(mode, tmp_path):
+    arguments = ("--steps", 2, "--tokens", 32, *mode)
+    on = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=GLOO)
+    off = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=GLOO, patch=False)
+    assert on["hits_by_process"] == [2 * LINEARS] * 2 and off["hits_by_process"] == [0, 0]
+    assert not fallbacks(on)
+    assert same_training(on, off)
+    if mode:  # every process holds half of all bytes, the packed ones among them
+        dense = 2 * 512 * 128 * 2 + 5 * 128 * 2  # embedding, head, norms: bf16
+        packed = 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256) // 2
+        adapters = 2 * 16 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 256)) * 2
+        assert on["sharded_bytes"] == (dense + packed + adapters) // 2
+
+
+# One training step of one Linear4bit, which says in the end how often the kernel ran.
+STEP = """
+import sys, torch, bitsandbytes as bnb
+layer = bnb.nn.Linear4bit(128, 64, bias=False, compute_dtype=torch.bfloat16).to("cpu")
+x = torch.randn(4, 128, dtype=torch.bfloat16, requires_grad=True)
+layer(x).sum().backward()
+print("hits:", sys.modules["nf4_patch"].status().hits)  # bitsandbytes has imported it: an entry point
+"""
+LOADER = """
+import sys, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Steps(Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        import bitsandbytes as bnb
+        layer = bnb.nn.Linear4bit(128, 64, bias=False, compute_dtype=torch.bfloat16).to("cpu")
+        x = torch.randn(4, 128, dtype=torch.bfloat16, requires_grad=True)
+        layer(x).sum().backward()
+        return sys.modules["nf4_patch"].status().hits
+
+if __name__ == "__main__":
+    import bitsandbytes
+    context = sys.argv[1]
+    print("hits:", [int(n) for n in DataLoader(Steps(), batch_size=None, num_workers=1, multiprocessing_context=context)])
+"""
+
+
+@pytest.fixture
+def step(tmp_path):
+    script = tmp_path / "step.py"
+    script.write_text(STEP)
+    return script
+
+
+def test_no_change_of_code(step, tmp_path):
+    """The rows of the README's table."""
+    python = sys.executable
+    assert "hits: 0" in run([python, step], tmp_path)
+    assert "hits: 1" in run([python, step], tmp_path, NF4_PATCH="1")
+    assert "hits: 1" in run([python, "-m", "nf4_patch", "run", step], tmp_path)
+    launched = [python, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", step]
+    assert "hits: 1" in run(launched, tmp_path, NF4_PATCH="1")
+    launched = [python, *TORCHRUN, step]
+    assert run(launched, tmp_path, NF4_PATCH="1").count("hits: 1") == 2
+
+
+def test_dataloader_workers(tmp_path):
+    script = tmp_path / "loader.py"
+    script.write_text(LOADER)
+    for context in ("fork", "spawn"):
+        assert "hits: [1, 2]" in run([sys.executable, script, context], tmp_path, NF4_PATCH="1"), context
+    assert "hits: [1, 2]" in run([sys.executable, "-m", "nf4_patch", "run", script, "spawn"], tmp_path)
+
+
+def test_notebook_extension(patched):
+    """What %load_ext and %unload_ext call."""
+    patched.disable()
+    patched.load_ipython_extension(None)
+    assert patched.is_enabled()
+    patched.unload_ipython_extension(None)
+    assert not patched.is_enabled()
+
+
+def test_in_ipython(tmp_path):
+    pytest.importorskip("IPython")
+    cells = tmp_path / "cells.ipy"
+    cells.write_text("%load_ext nf4_patch\n" + STEP)
+    assert "hits: 1" in run([sys.executable, "-m", "IPython", cells], tmp_path)
+
+
+def test_callback(tmp_path):
+    """ReportCallback in a real Trainer: hits in the log history, the report on stdout and as JSON."""
+    script = tmp_path / "trained.py"
+    lines = (EXAMPLES / "qlora_trl.py").read_text()
+    assert "callbacks=[record]" in lines
+    lines = lines.replace("from record import Record", "from record import Record\nfrom nf4_patch.callback import *")
+    lines = lines.replace("callbacks=[record]", "callbacks=[record, ReportCallback('report.json')]")
+    lines += "\nprint('counted', [entry.get('nf4_patch_hits') for entry in trainer.state.log_history])\n"
+    script.write_text(lines)
+    record = run_example(script, "--steps", 2, "--rows", 1, "--tokens", 32, folder=tmp_path, PYTHONPATH=str(EXAMPLES))
+    assert f"counted [{LINEARS}, {2 * LINEARS}," in record["output"]
+    assert f"nf4_patch is on: {2 * LINEARS} in the kernel, 0 fell back" in record["output"]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["enabled"] and sum(target["hits"] for target in report["targets"]) == 2 * LINEARS
+
+
+def test_logging(step, tmp_path):
+    """Nothing on import, one INFO when it is enabled, one WARNING for each new reason, no more."""
+
+    def log_of(code: str) -> list[str]:
+        head = "import logging, sys; logging.basicConfig(format='LOG %(levelname)s %(name)s %(message)s', level=20)\n"
+        done = subprocess.run(
+            [sys.executable, "-c", head + code], env=environment(), capture_output=True, text=True, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+        return [line for line in done.stderr.splitlines() if line.startswith("LOG") and "nf4_patch" in line]
+
+    assert log_of("import nf4_patch") == []
+    assert log_of(f"import nf4_patch\nimport bitsandbytes\n{STEP}") == []
+    (line,) = log_of("import nf4_patch; nf4_patch.enable(); import bitsandbytes")
+    assert line.startswith("LOG INFO nf4_patch nf4_patch is on")
+    lines = log_of(
+        "import nf4_patch; nf4_patch.enable()\n"
+        "import torch, bitsandbytes.functional as F\n"
+        "packed, state = F.quantize_4bit(torch.randn(64, 64))\n"
+        "for _ in range(3): F.dequantize_4bit(packed, absmax=state.absmax, quant_state=state)\n"
+        "for _ in range(3): F.dequantize_4bit(packed, state, blocksize=64)\n"
+    )
+    warnings = [line for line in lines if "WARNING" in line]
+    assert len(lines) == 2 and len(warnings) == 1 and "dequantize_4bit runs the original" in warnings[0]

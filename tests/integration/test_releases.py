@@ -1,0 +1,51 @@
+"""The release matrix: its table says what its rows say, and a light selection of its cells runs here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nf4_patch.patching.targets import TARGETS
+
+ROOT = Path(__file__).parents[2]
+SPEC = importlib.util.spec_from_file_location("release_matrix", ROOT / "scripts" / "release_matrix.py")
+matrix = importlib.util.module_from_spec(SPEC)
+sys.modules["release_matrix"] = matrix
+SPEC.loader.exec_module(matrix)
+ROWS = json.loads(matrix.RECORD.read_text())
+
+
+def test_the_table_is_the_rows():
+    assert matrix.TABLE.read_text() == matrix.table(ROWS)
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if "error" not in r], ids=lambda r: f"{r['cell']} on {r['place']}")
+def test_every_row_that_ran_is_equal_to_the_bit(row):
+    assert not matrix.failed(row)
+
+
+@pytest.mark.parametrize("target", [t for t in TARGETS if not t.only], ids=lambda t: t.name)
+def test_what_a_target_calls_tested_was_run(target):
+    ran = {
+        row["releases"].get(target.distribution)
+        for row in ROWS
+        if "error" not in row and row["targets"].get(target.name) in ("patched", "wrapped")
+    }
+    assert set(target.tested) <= ran
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine records rows of its own")
+@pytest.mark.parametrize("name", ["installed", "wrapt 1.16.0"])
+def test_light_selection(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(matrix, "CACHE", tmp_path)
+    row = matrix.run(next(cell for cell in matrix.CELLS if cell.name == name))
+    if row.get("error", "").startswith("pip"):
+        pytest.skip("no package index")
+    assert not matrix.failed(row), row
+    if name != "installed":
+        assert row["releases"]["wrapt"] == "1.16.0"

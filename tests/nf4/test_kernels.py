@@ -1,0 +1,139 @@
+"""The kernel against bitsandbytes, to the bit: under the interpreter without a GPU, compiled with one."""
+
+from __future__ import annotations
+
+import math
+
+import bitsandbytes.functional as F
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from oracle import DTYPES, every_pair, expected, layout_of, quantized
+
+from nf4_patch.nf4.dequantize import launch, reference
+from nf4_patch.nf4.layout import BLOCKSIZES, Layout
+from nf4_patch.patching import ops
+
+SHAPES = [(256, 128), (64, 4096), (33, 77), (5,), (1, 1), (3, 7, 64), (2, 3, 5, 11), (129, 8), (4097,)]
+
+
+def poisoned(layout: Layout) -> torch.Tensor:
+    return torch.full(tuple(layout.shape), math.nan, dtype=layout.dtype, device=layout.packed.device)
+
+
+def check(packed: torch.Tensor, state: F.QuantState) -> None:
+    """Kernel, reference and op give bitsandbytes' numbers, and every element was written."""
+    layout = layout_of(packed, state)
+    want = expected(packed, state)
+    upright = want.t() if layout.transposed() else want
+    got = launch.dequantize(layout, out=poisoned(layout))
+    assert got.dtype is want.dtype
+    assert torch.equal(got, upright)
+    assert torch.equal(reference.dequantize(layout), want)
+    assert torch.equal(ops.dequantize(*layout), want)
+    if packed.is_cuda:  # signs of zero too: the CPU library gives FP4's minus zero the other sign
+        assert launch.same_bits(got, upright)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("blocksize", [32, 64, 512])
+def test_every_absmax_byte_with_every_packed_byte(dtype, blocksize, device):
+    check(*every_pair(dtype, device, blocksize))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("blocksize", BLOCKSIZES)
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
+def test_layouts(dtype, blocksize, quant_type, nested, device):
+    for shape in SHAPES:
+        check(*quantized(shape, dtype, device, blocksize, nested, quant_type))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shape=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    dtype=st.sampled_from(DTYPES),
+    blocksize=st.sampled_from(BLOCKSIZES),
+    nested=st.booleans(),
+    quant_type=st.sampled_from(["nf4", "fp4"]),
+    transposed=st.booleans(),
+    offset_dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    seed=st.integers(0, 2**16),
+)
+def test_random_layouts(shape, dtype, blocksize, nested, quant_type, transposed, offset_dtype, seed):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assume(len(shape) <= 2 or math.prod(shape) > 2)  # one byte, [1, 1], asks for a transpose: none past rank 2
+    packed, state = quantized(tuple(shape), dtype, device, blocksize, nested, quant_type, seed=seed)
+    if nested:
+        state.offset = state.offset.to(offset_dtype)
+    if transposed and len(shape) == 2:
+        packed = packed.t()
+    check(packed, state)
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_storage_dtypes(storage, transposed, device):
+    packed, state = quantized((96, 128), torch.bfloat16, device, storage=storage)
+    bytes_, same = quantized((96, 128), torch.bfloat16, device)
+    assert packed.dtype is storage
+    packed = packed.t() if transposed else packed
+    got = ops.dequantize(*layout_of(packed, state))
+    want = expected(bytes_, same)
+    assert torch.equal(got, want.t() if transposed else want)
+
+
+@pytest.mark.parametrize("blocksize2", [1, 2, 16, 256, 4096])
+def test_second_level_blocksizes(blocksize2, device):
+    """bitsandbytes makes 256 only; the layout allows every power of two."""
+    packed, state = quantized((256, 512), torch.float16, device)
+    blocks = state.absmax.numel()
+    layout = layout_of(packed, state)._replace(
+        absmax2=torch.linspace(0.1, 2.3, -(-blocks // blocksize2), device=device), blocksize2=blocksize2
+    )
+    assert torch.equal(launch.dequantize(layout, out=poisoned(layout)), reference.dequantize(layout))
+
+
+SPECIAL = [0.0, -0.0, 1e-38, 1e-39, 1e-45, 3e-38, math.inf, -math.inf, math.nan, 3e38, 65504.0, 7e4, 6e-8, 2e-40]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
+@pytest.mark.parametrize("offset", [0.0, 1e-39, math.inf])
+def test_special_scales(dtype, nested, offset, device):
+    """Zeros, subnormals (kept by the CPU library, flushed by the CUDA one), infinities, NaN, overflow."""
+    packed, state = quantized((512, 256), dtype, device, nested=nested)
+    values = torch.tensor(SPECIAL, device=device)
+    if dtype is torch.bfloat16 and device.type == "cpu":  # the CPU's own bf16 convert (AVX512-BF16) drops subnormals
+        values = values[(values == 0) | (values.abs() > 1e-30) | values.isnan()]
+        offset = 0.0 if offset < 1e-30 else offset
+    if nested:
+        state.state2.absmax = values.repeat(8)[: state.state2.absmax.numel()].contiguous()
+        state.offset = torch.tensor(offset, device=device)
+    else:
+        state.absmax = values.repeat(1000)[: state.absmax.numel()].contiguous()
+    want = expected(packed, state)
+    layout = layout_of(packed, state)
+    assert launch.same_bits(launch.dequantize(layout, out=poisoned(layout)), want)
+    assert launch.same_bits(reference.dequantize(layout), want)
+
+
+def test_same_bits_sees_one_bit(device):
+    a = torch.randn(1000, device=device).half()
+    b = a.clone()
+    b.view(torch.int16)[617] ^= 1
+    assert launch.same_bits(a, a.clone())
+    assert not launch.same_bits(a, b)
+    assert not launch.same_bits(torch.zeros(1, device=device), -torch.zeros(1, device=device))
+    assert launch.same_bits(torch.tensor([math.nan], device=device), torch.tensor([-math.nan], device=device))
+
+
+def test_op_is_well_formed(device):
+    packed, state = quantized((64, 128), torch.bfloat16, device)
+    torch.library.opcheck(
+        torch.ops.nf4_patch.dequantize_nf4,
+        tuple(layout_of(packed, state)),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )

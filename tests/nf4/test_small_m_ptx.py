@@ -1,0 +1,121 @@
+"""The text of the forward product, executed without a GPU: the bits of its plain twin and of dequantize, no race, no stray access."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from matmul_emulation import in_order
+from oracle import layout_of, quantized
+from ptx_simulator import launch
+
+from nf4_patch.nf4.dequantize import reference
+from nf4_patch.nf4.matmul import launch as matmul
+from nf4_patch.nf4.matmul import small_m_ptx as matmul_ptx
+from nf4_patch.nf4.matmul.launch import Config
+
+T4, A100, H200 = (7, 5), (8, 0), (9, 0)
+PROCESSORS = 3  # of an imagined GPU: enough for slices of the smallest weights
+
+# (config, M, N, K, blocksize, nested, quant_type, bias): both widths of a load, X that stays and X that comes, every split
+# of warps, one and two rounds of sums, with tails of M, N and K.
+CASES = (
+    (Config(1, 1, 8, True, 1), 1, 40, 2048, 64, True, "nf4", False),
+    (Config(1, 1, 4, True, 2), 8, 97, 1344, 64, True, "fp4", True),
+    (Config(2, 1, 4, True, 1, ahead=2), 5, 70, 1280, 128, False, "nf4", False),
+    (Config(1, 2, 4, False, 1), 13, 50, 1088, 64, True, "nf4", True),
+    (Config(2, 2, 2, False, 1, sliced=True), 20, 60, 832, 64, False, "fp4", True),
+    (Config(1, 4, 1, False, 1), 30, 129, 320, 64, True, "nf4", False),
+    (Config(2, 1, 8, False, 1), 64, 33, 512, 256, True, "nf4", False),
+)
+
+
+def execute(x, layout, config, bias=None, capability=T4):
+    """What matmul_4bit launches, on the CPU; and in how many slices."""
+    (m, k), n, nested = x.shape, layout.shape[0], layout.nested()
+    cut = matmul.plan(config, PROCESSORS, m, n, k, x.dtype is torch.float16, nested, bias is not None, capability)
+    parts = launch(cut, config.along_k * config.along_n, x, layout, m, n, bias)
+    if cut.slices == 1:
+        return parts[0], 1
+    total = sum(parts[1:], parts[0])
+    return (total if bias is None else total + bias.float()).to(x.dtype), cut.slices
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [(T4, torch.float16), (A100, torch.float16), (H200, torch.bfloat16)], ids=str
+)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[0])))
+def test_the_text_computes_the_product(case, capability, dtype):
+    config, m, n, k, blocksize, nested, quant_type, with_bias = case
+    packed, state = quantized((n, k), dtype, "cpu", blocksize, nested, quant_type)
+    layout = layout_of(packed, state)
+    weight = reference.dequantize(layout, False)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(m, k, generator=generator).to(dtype)
+    bias = torch.randn(n, generator=generator).to(dtype) if with_bias else None
+    got, slices = execute(x, layout, config, bias, capability)
+    assert (slices > 1) == config.sliced
+    assert torch.equal(got, in_order(x, weight, config, slices, bias, matmul_ptx.DIALECTS[capability].depth))
+    truth = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    plain = matmul.matmul_reference(x, layout, bias)
+    assert (got - truth).norm() <= 1.01 * (plain - truth).norm()
+    columns = torch.randperm(k, generator=generator)[:m]
+    hot = torch.zeros(m, k, dtype=dtype)
+    hot[torch.arange(m), columns] = 1
+    assert torch.equal(execute(hot, layout, config, capability=capability)[0], weight[:, columns].t())
+
+
+@pytest.mark.parametrize("row", matmul.ROWS, ids=lambda row: "-".join(map(str, (row.m, *row.config))))
+def test_the_text_of_every_row_of_the_table(row):
+    """What an H200 runs, at its most rows of X and on few rows of the weight, K past one round of its warps."""
+    n, k = 5 * row.config.rows // 2, 2368 if row.config.along_k == 8 else 1088
+    packed, state = quantized((n, k), torch.bfloat16, "cpu")
+    layout = layout_of(packed, state)
+    x = torch.randn(row.m, k, generator=torch.Generator().manual_seed(0)).bfloat16()
+    got, slices = execute(x, layout, row.config, None, H200)
+    weight = reference.dequantize(layout, False)
+    assert torch.equal(got, in_order(x, weight, row.config, slices, None, 16))
+
+
+def test_small_integers_are_exact():
+    """-1, 0 and 1 on both sides: no sum is rounded, whatever the tensor cores do below fp32's last bit."""
+    packed, state = quantized((50, 1088), torch.float16, "cpu", nested=False)
+    state.code = (torch.arange(16) % 3 - 1).float()
+    state.absmax = torch.ones_like(state.absmax)
+    layout = layout_of(packed, state)
+    x = torch.randint(-1, 2, (9, 1088), generator=torch.Generator().manual_seed(0)).half()
+    want = x.double() @ reference.dequantize(layout, False).double().t()
+    assert want.abs().max() > 20
+    for row in matmul.CANDIDATES:
+        assert torch.equal(execute(x, layout, row.config)[0].double(), want)
+
+
+FAULTS = {  # what is taken out of the text, and how it is noticed
+    "full": (H200, r"FULL\w+: mbarrier[^;]*; @!p bra FULL\w+;", "", "without a barrier"),
+    "free": (H200, r"FREE\w+: mbarrier[^;]*; @!p bra FREE\w+;", "", "without a barrier"),
+    "arrival": (H200, r"mbarrier.arrive.shared.b64 _, \[full\];", "", "nobody does"),
+    "count": (H200, r"(init.shared.b64 \[full\]), 128;", r"\1, 96;", "without a barrier"),
+    "table": (H200, r"bar.sync 0;", "", "without a barrier|before all warps know"),
+    "sync": (T4, r"bar.sync 0;(?!.*bar.sync 0;)", "", "without a barrier|stop at"),
+    "last row": (H200, r"min.u32 u, u, lastn;", "", "outside its tensor"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_text_with_a_fault_is_refused(fault, monkeypatch):
+    """The machine notices what it is there for."""
+    capability, pattern, replacement, noticed = FAULTS[fault]
+    plan = matmul.plan
+
+    def faulty(*arguments):
+        cut = plan(*arguments)
+        text, count = re.subn(pattern, replacement, cut.text, flags=re.DOTALL)
+        assert count
+        return cut._replace(text=text)
+
+    packed, state = quantized((97, 1344), torch.float16, "cpu")
+    x = torch.randn(8, 1344, generator=torch.Generator().manual_seed(0)).half()
+    monkeypatch.setattr(matmul, "plan", faulty)
+    with pytest.raises(AssertionError, match=noticed):
+        execute(x, layout_of(packed, state), Config(1, 1, 4, True, 2), capability=capability)

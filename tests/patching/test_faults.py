@@ -1,0 +1,307 @@
+"""Failure injection: what breaks under or inside nf4_patch never breaks a training, and says its name.
+
+What needs a compiler and a GPU is in gpu/test_gpu_faults.py.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import bitsandbytes.functional as F
+import pytest
+import torch
+from oracle import expected, quantized
+from subprocess_python import python
+
+import nf4_patch
+from nf4_patch.nf4.dequantize import launch
+from nf4_patch.patching import hooks, ops, replacement
+from nf4_patch.patching.guards import Reason
+from nf4_patch.patching.stats import ledger
+
+TARGET = "bitsandbytes.functional.dequantize_4bit"
+
+
+@pytest.fixture
+def on(device):
+    nf4_patch.enable()
+    ledger.reset()
+    yield device
+    nf4_patch.disable()
+    replacement.switch.strict = False
+    ledger.reset()
+
+
+def fallbacks():
+    return {reason: n for (name, reason), n in ledger.fallbacks.items() if name == TARGET}
+
+
+def boom(*args, **kwargs):
+    raise ValueError("a mistake of ours at 0x7f")
+
+
+def test_our_own_error_runs_the_original_and_is_logged_once(on, monkeypatch, caplog):
+    packed, state = quantized((64, 128), torch.float16, on)
+    want = expected(packed, state)
+    ledger.reset()
+    monkeypatch.setattr(replacement.guards, "check", boom)
+    with caplog.at_level(logging.ERROR, "nf4_patch"):
+        for _ in range(5):
+            assert torch.equal(F.dequantize_4bit(packed, state), want)
+    assert fallbacks() == {Reason.ERROR: 5}
+    assert len([r for r in caplog.records if r.exc_info]) == 1  # one traceback, not one a call
+    assert "ValueError: a mistake of ours" in "\n".join(nf4_patch.status().errors)
+    assert "ERROR" in str(nf4_patch.status())
+
+
+def test_our_own_error_is_raised_when_strict(on, monkeypatch):
+    packed, state = quantized((64, 128), torch.float16, on)
+    monkeypatch.setattr(replacement.guards, "check", boom)
+    replacement.switch.strict = True
+    with pytest.raises(ValueError, match="a mistake of ours"):
+        F.dequantize_4bit(packed, state)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_out_of_memory_is_never_swallowed(on, monkeypatch, strict):
+    """The original would need the same memory; a second attempt would hide where it ran out."""
+    packed, state = quantized((64, 128), torch.float16, on)
+
+    def full(*args, **kwargs):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(launch, "dequantize", full)
+    monkeypatch.setattr(launch.Launch, "__call__", full)
+    replacement.switch.strict = strict
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        F.dequantize_4bit(packed, state)
+    assert fallbacks() == {}
+
+
+def test_keyboard_interrupt_passes(on, monkeypatch):
+    packed, state = quantized((64, 128), torch.float16, on)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(replacement.guards, "check", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        F.dequantize_4bit(packed, state)
+
+
+def test_error_messages_that_vary_do_not_fill_the_memory(on, monkeypatch):
+    packed, state = quantized((64, 128), torch.float16, on)
+    addresses = iter(range(10_000))
+
+    def varying(*args):
+        raise RuntimeError(f"at {next(addresses):#x}")
+
+    monkeypatch.setattr(replacement.guards, "check", varying)
+    monkeypatch.setattr(replacement.logger, "disabled", True)
+    for _ in range(300):
+        F.dequantize_4bit(packed, state)
+    assert fallbacks() == {Reason.ERROR: 300}
+    assert len(ledger.errors) == 100
+
+
+def test_two_kernel_failures_are_counted_under_their_own_names(on, monkeypatch):
+    messages = iter(["ptxas exited with 1", "no space left on device"] * 10)
+
+    def unavailable(self, layout, *rest):
+        return self.unavailable(launch.KernelUnavailable(next(messages)))
+
+    monkeypatch.setattr(replacement.Server, "run", unavailable)
+    monkeypatch.setattr(replacement.Server, "prepare", unavailable)
+    packed, state = quantized((64, 128), torch.float16, on)
+    for _ in range(20):
+        F.dequantize_4bit(packed, state)
+    assert fallbacks() == {Reason.KERNEL_FAILED: 20}
+    assert ledger.errors == {"ptxas exited with 1": 10, "no space left on device": 10}
+
+
+def test_a_compiled_graph_goes_on_without_the_kernel(on, monkeypatch, caplog):
+    """Inside torch.compile there is no original to go back to: the plain formula, with the same bits."""
+    packed, state = quantized((64, 128), torch.bfloat16, on)
+    want = expected(packed, state)
+    monkeypatch.setattr(ops, "_said", set())
+
+    def unavailable(*args, **kwargs):
+        raise launch.KernelUnavailable("ptxas exited with 1")
+
+    monkeypatch.setattr(launch, "dequantize", unavailable)
+    compiled = torch.compile(lambda p: F.dequantize_4bit(p, state) * 1, backend="aot_eager", fullgraph=True)
+    with caplog.at_level(logging.WARNING, "nf4_patch"):
+        for _ in range(3):
+            assert torch.equal(compiled(packed), want)
+    assert len([r for r in caplog.records if "ptxas exited with 1" in r.getMessage()]) == 1
+
+
+def test_a_hook_that_raises_leaves_the_import_alone():
+    done = python("""
+    import logging
+    logging.basicConfig()
+    import nf4_patch
+    from nf4_patch.patching import targets, hooks
+    def broken(self, original):
+        raise RuntimeError("cannot make it")
+    targets.Target.make = broken
+    nf4_patch.enable()
+    import torch, bitsandbytes.functional as F
+    packed, state = F.quantize_4bit(torch.randn(64, 64), quant_type="nf4", compress_statistics=True)
+    F.dequantize_4bit(packed, state)
+    row = {t.name: t for t in nf4_patch.status().targets}["bitsandbytes.functional.dequantize_4bit"]
+    assert row.state == "refused" and "an error inside nf4_patch" in row.note, row
+    nf4_patch.disable()
+    """)
+    assert "cannot make it" in done.stderr
+
+
+BLOCKED = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == {name!r}:
+            raise ImportError("No module named {name} (blocked by the test)")
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def test_without_triton():
+    """bitsandbytes itself may need Triton's absence handled: only nf4_patch's floor is asked here."""
+    python(f"""
+    {BLOCKED.format(name="triton").strip().replace(chr(10), chr(10) + "    ")}
+    import torch
+    import nf4_patch
+    nf4_patch.enable()
+    import bitsandbytes.functional as F
+    packed, state = F.quantize_4bit(torch.randn(64, 64), quant_type="nf4", compress_statistics=True)
+    nf4_patch.disable()
+    want = F.dequantize_4bit(packed, state)
+    nf4_patch.enable()
+    assert torch.equal(F.dequantize_4bit(packed, state), want)
+    assert torch.equal(nf4_patch.dequantize_nf4(packed, state), want)
+    from nf4_patch.nf4.dequantize import launch
+    assert launch.triton is None and not launch.INTERPRETED
+    refused = launch._build(None, torch.device("cpu"))
+    assert isinstance(refused, launch.KernelUnavailable) and "triton" in str(refused), refused
+    """)
+
+
+@pytest.mark.parametrize("name", ["wrapt", "triton"])
+def test_a_missing_dependency_never_breaks_the_import_of_bitsandbytes(name):
+    done = python(
+        f"""
+        {BLOCKED.format(name=name).strip().replace(chr(10), chr(10) + "        ")}
+        import logging
+        logging.basicConfig()
+        import bitsandbytes
+        import bitsandbytes.functional
+        print("imported")
+        """,
+        NF4_PATCH="1",
+    )
+    assert done.stdout.split() == ["imported"]
+    if name == "wrapt":
+        assert "nf4_patch stays off" in done.stderr
+        assert "wrapt" in done.stderr
+
+
+def test_an_unknown_release_is_refused_by_name_and_the_rest_is_patched():
+    """A newer Unsloth whose function takes another argument: its row is refused, bitsandbytes is patched."""
+    python("""
+    import sys, types
+    fake = types.ModuleType("unsloth.kernels.utils")
+    def _fast_dequantize_bnb(W, quant_state=None, out=None, use_global_buffer=False, *, layout): ...
+    fake._fast_dequantize_bnb = _fast_dequantize_bnb
+    sys.modules["unsloth.kernels.utils"] = fake
+    import nf4_patch, bitsandbytes.functional
+    nf4_patch.enable()
+    rows = {t.name: t for t in nf4_patch.status().targets}
+    row = rows["unsloth.kernels.utils._fast_dequantize_bnb"]
+    assert row.state == "refused" and "layout" in row.note, row
+    assert fake._fast_dequantize_bnb is _fast_dequantize_bnb
+    assert rows["bitsandbytes.functional.dequantize_4bit"].state == "patched"
+    assert rows["unsloth.kernels.utils.fast_dequantize"].state == "absent"
+    nf4_patch.disable()
+    assert fake._fast_dequantize_bnb is _fast_dequantize_bnb
+    """)
+
+
+@pytest.mark.parametrize("what", [42, "text", None, print, type("C", (), {})()], ids=["int", "text", "None", "builtin", "instance"])
+def test_something_else_at_the_patched_name(what, monkeypatch):
+    nf4_patch.disable()
+    monkeypatch.setattr(F, "dequantize_4bit", what)
+    hooks.installed.pop(TARGET, None)
+    nf4_patch.enable()
+    try:
+        assert {t.name: t.state for t in nf4_patch.status().targets}[TARGET] == "refused"
+        assert F.dequantize_4bit is what
+    finally:
+        nf4_patch.disable()
+        hooks.installed.pop(TARGET, None)
+
+
+def test_garbage_arguments_get_the_originals_error(on):
+    """What the original answers with an exception, it still does, with its own."""
+    packed, state = quantized((64, 128), torch.float16, on)
+    for arguments in [(None, state), ("text", state), (packed, 42), (packed, None), (packed.cpu().numpy(), state), ()]:
+        nf4_patch.disable()
+        with pytest.raises(Exception) as want:  # noqa: PT011
+            F.dequantize_4bit(*arguments)
+        nf4_patch.enable()
+        with pytest.raises(type(want.value)) as got:
+            F.dequantize_4bit(*arguments)
+        if arguments:
+            assert str(got.value) == str(want.value)
+
+
+def test_fake_and_meta_tensors_get_the_originals_answer(on):
+    from torch._subclasses import FakeTensorMode
+
+    packed, state = quantized((64, 128), torch.float16, on)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        result = F.dequantize_4bit(mode.from_tensor(packed), state)
+    assert tuple(result.shape) == (64, 128)
+    assert result.dtype is torch.float16
+    ledger.reset()
+    assert outcome(mode.from_tensor(packed), state) == without_patch(mode.from_tensor(packed), state)
+    absmax = state.absmax
+    state.absmax = mode.from_tensor(absmax)
+    assert outcome(packed, state) == without_patch(packed, state)
+    state.absmax = absmax
+    assert outcome(packed.to("meta"), state) == without_patch(packed.to("meta"), state)
+    assert sum(fallbacks().values()) == 3
+    assert Reason.ERROR not in fallbacks()
+
+
+def outcome(*arguments):
+    try:
+        result = F.dequantize_4bit(*arguments)
+    except Exception as error:
+        return type(error)
+    return type(result), result.device, result.shape
+
+
+def without_patch(*arguments):
+    nf4_patch.disable()
+    try:
+        return outcome(*arguments)
+    finally:
+        nf4_patch.enable()
+
+
+def test_functorch_transforms_that_the_original_supports(on):
+    packed, state = quantized((64, 128), torch.float32, on)
+    x = torch.randn(3, 64, device=on)
+
+    def product(row):
+        return row @ F.dequantize_4bit(packed, state)
+
+    nf4_patch.disable()
+    want = torch.func.vmap(product)(x), torch.func.grad(lambda r: product(r).sum())(x[0])
+    nf4_patch.enable()
+    got = torch.func.vmap(product)(x), torch.func.grad(lambda r: product(r).sum())(x[0])
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+    assert fallbacks() == {Reason.TRANSFORM: 2}

@@ -1,0 +1,356 @@
+"""The host path of an eager call without a GPU: the real Server and Launch, with a launcher that writes the formula."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from types import SimpleNamespace
+
+import bitsandbytes.functional as F
+import pytest
+import torch
+from bitsandbytes.nn import Params4bit
+from oracle import layout_of, quantized
+
+from nf4_patch.nf4.dequantize import launch, reference
+from nf4_patch.nf4.matmul import backward as matmul_dx
+from nf4_patch.nf4.matmul import launch as matmul
+from nf4_patch.patching import guards, product, replacement
+from nf4_patch.patching.product import Multiplier
+from nf4_patch.patching.replacement import Server
+from nf4_patch.patching.stats import ledger
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_launch.py runs the launcher itself")
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """``server.resolved`` holds the layouts in the order in which launches were resolved, ``server.launched`` counts."""
+    server = Server("test")
+    server.resolved, server.launched = [], 0
+
+    class Kernel:
+        elements = 1 << 12
+
+        def __init__(self, layout):
+            def call(grid, one, another, stream, packed, *arguments):
+                *_, out, n = arguments
+                assert packed == layout.packed.data_ptr() and n == layout.numel() and stream == 0
+                weight = reference.dequantize(layout._replace(packed=layout.bytes()))
+                ctypes.memmove(out, weight.data_ptr(), weight.nbytes)
+                server.launched += 1
+
+            self.entry = launch.Entry(call, (), (), "test")
+
+    def variant(layout, config):
+        server.resolved.append(layout)
+        return layout
+
+    def buffer(n, dtype, device):
+        return torch.full((n,), float("nan"), dtype=dtype)
+
+    def empty(shape, strides, dtype):
+        return torch.full((1,), float("nan"), dtype=dtype).expand(shape).clone().as_strided(shape, strides)
+
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch.Variant, "of", variant)
+    monkeypatch.setattr(launch, "kernel_for", lambda layout, device: Kernel(layout))
+    monkeypatch.setattr(launch, "current_device", lambda: None)  # what a CPU tensor's device.index is
+    monkeypatch.setattr(launch, "current_stream", lambda device: 0)
+    monkeypatch.setattr(launch, "empty_strided_cuda", empty)
+    monkeypatch.setattr(launch, "shared_buffer", buffer)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(guards, "GUARDS", [row for row in guards.GUARDS if row[0].name != "NOT_CUDA"])
+    ledger.reset()
+    yield server
+    ledger.reset()
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("parameter", [False, True], ids=["Tensor", "Params4bit"])
+def test_every_way_to_a_weight(server, nested, transposed, parameter):
+    """A new tensor, out, the shared buffer, the fields by themselves: one launch resolved, four launched and counted."""
+    packed, state = quantized((64, 96), torch.bfloat16, "cpu", nested=nested)
+    want = reference.dequantize(layout_of(packed, state))
+    want = want.t() if transposed else want
+    weight = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True) if parameter else packed
+    weight = weight.t() if transposed else weight
+    out = torch.full((64, 96), float("nan"), dtype=torch.bfloat16)
+    with torch._C.DisableTorchFunctionSubclass():
+        again = weight.data.as_subclass(torch.Tensor)
+    results = [
+        server.serve(weight, state),
+        server.serve(weight, state, out),
+        server.serve(weight, state, shared=True),
+        server.serve_fields(again, replacement.fields_of(state), state.quant_type),
+    ]
+    for result in results:
+        assert torch.equal(result, want) and result.stride() == want.stride()
+    assert results[1].data_ptr() == out.data_ptr()
+    assert len(server.resolved) == 1 and server.launched == 4
+    assert ledger.hits("test") == 4
+
+
+def test_what_a_remembered_launch_is_recognized_by(server):
+    """Whatever changes it, the launch is resolved anew and the numbers are those of the changed state."""
+    packed, state = quantized((64, 96), torch.float16, "cpu")
+    other, state2 = quantized((64, 96), torch.float16, "cpu", seed=7)
+    changes = (
+        lambda: setattr(state, "absmax", state2.absmax),
+        lambda: setattr(state.state2, "absmax", state2.state2.absmax.clone()),
+        lambda: setattr(state.state2, "code", state2.state2.code.clone()),
+        lambda: setattr(state, "offset", state.offset.half()),
+        lambda: setattr(state, "dtype", torch.bfloat16),
+        lambda: setattr(state, "shape", torch.Size((96, 64))),
+        lambda: setattr(state, "quant_type", "fp4"),
+        lambda: setattr(packed, "data", other.clone()),
+    )
+    for count, change in enumerate((lambda: None, *changes), 1):
+        change()
+        layout = layout_of(packed, state)
+        code = F.get_4bit_type(state.quant_type, device="cpu")
+        for _ in range(2):
+            got = server.serve(packed, state)
+            assert torch.equal(got, reference.dequantize(layout._replace(code=code)))
+        assert len(server.resolved) == count
+
+
+def test_refusals_by_the_short_way(server):
+    """What is no 4-bit state, and a shape that is no key, go the long way round to the same answer as ever."""
+    packed, state = quantized((64, 96), torch.float16, "cpu")
+    for nothing in (None, [state.absmax, state.shape], object()):
+        assert server.serve(packed, nothing) is guards.Reason.NOT_4BIT
+    state.shape = [64, 96]
+    assert torch.equal(server.serve(packed, state), reference.dequantize(layout_of(packed, state)))
+    state.absmax = state.absmax[:-1]
+    assert server.serve(packed, state) is guards.Reason.SIZES
+
+
+@pytest.fixture
+def multiplier(server, monkeypatch):
+    """``multiplier(backward)``; a product is launched by a stand-in that multiplies what lies at the addresses."""
+
+    class Kernel:
+        grid, slices, sizes = 1, 1, ()
+
+        def __init__(self, device, dtype, layout, cut, warps, m, outer, bias):
+            n, k = layout.shape
+            formula = matmul.matmul_reference if outer == n else matmul_dx.matmul_dx_reference
+            self.total = m * outer
+
+            def call(grid, one, another, stream, x, packed, *rest):
+                *_, out, spare = rest
+                assert packed == layout.packed.data_ptr() and x % 16 == 0
+                width = k if outer == n else n + -n % 32
+                values = tensor_at(x, (m, width), dtype)[:, : k if outer == n else n]
+                extra = (tensor_at(spare, (n,), dtype),) if bias else ()
+                result = formula(values, layout, *extra)
+                ctypes.memmove(out, result.contiguous().data_ptr(), result.nbytes)
+                server.launched += 1
+
+            self.entry, self.sum = launch.Entry(call, (), (), "test"), None
+            server.resolved.append(layout)
+
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    monkeypatch.setattr(launch, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(
+        matmul, "refusal", lambda x, layout, bias: matmul.refusal_of_bias(bias, x.dtype, layout.shape[0])
+    )
+    monkeypatch.setattr(matmul_dx, "refusal", lambda dy, layout: None)
+    monkeypatch.setattr(matmul, "Kernel", Kernel)
+    for module in (matmul, matmul_dx):
+        monkeypatch.setattr(module, "_kernels", {})
+    product.is_measured.cache_clear()
+    yield lambda backward=False: Multiplier(server, backward)
+    product.is_measured.cache_clear()
+
+
+def tensor_at(address, shape, dtype):
+    count = shape[0] * (shape[1] if len(shape) == 2 else 1)
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def test_what_a_remembered_product_is_recognized_by(server, multiplier):
+    """Every way to ask for it, and whatever changes the result: resolved once each, and the numbers of now."""
+    multiply = multiplier()
+    packed, state = quantized((64, 128), torch.bfloat16, "cpu")
+    other, state2 = quantized((64, 128), torch.bfloat16, "cpu", seed=7)
+    x = torch.randn(2, 3, 128).bfloat16()
+    bias, another = torch.randn(2, 64).bfloat16()
+
+    def check(x, bias=None, out=None):
+        matmul._kernels.clear()  # the stand-in of a size knows one weight
+        layout = layout_of(packed, state)
+        code = F.get_4bit_type(state.quant_type, device="cpu")
+        fields = (*replacement.fields_of(state)[:-1], x.dtype)
+        got = multiply.serve(x, packed, fields, state.quant_type, bias, out, state)
+        want = matmul.matmul_reference(x.reshape(-1, 128), layout._replace(code=code), bias)
+        assert torch.equal(got, want.view(*x.shape[:-1], 64)) and got.dtype is x.dtype
+        assert out is None or got is out
+
+    odd = torch.empty(2 * 3 * 128 + 1).bfloat16()[1:].view(2, 3, 128).copy_(x)
+    wide = torch.randn(2, 3, 256).bfloat16()
+    for values in (x, x + 1, odd, wide[..., ::2]):
+        check(values)
+    check(x, out=torch.full((2, 3, 64), float("nan")).bfloat16())
+    check(x, out=torch.full((2 * 3 * 64 + 1,), float("nan")).bfloat16()[1:].view(2, 3, 64))
+    assert len(multiply.products) == len(server.resolved) == 1
+    count = 1
+    for arguments in ((x[:1],), (x.half(),), (x, bias), (x, another), (x.view(6, 128),)):
+        for _ in range(2):
+            check(*arguments)
+        count += 1
+        assert len(multiply.products) == len(server.resolved) == count
+    changes = (
+        lambda: setattr(state, "absmax", state2.absmax),
+        lambda: setattr(state.state2, "absmax", state2.state2.absmax.clone()),
+        lambda: setattr(state.state2, "code", state2.state2.code.clone()),
+        lambda: setattr(state, "offset", state.offset.clone()),
+        lambda: setattr(state, "quant_type", "fp4"),
+        lambda: setattr(packed, "data", other.clone()),
+    )
+    for change in changes:
+        change()
+        for _ in range(2):
+            check(x)
+        count += 1
+        assert len(multiply.products) == len(server.resolved) == count
+    assert ledger.hits("test") == server.launched == 6 + 2 * 5 + 2 * len(changes)
+
+
+def test_refused_products_are_not_remembered(server, multiplier):
+    multiply = multiplier()
+    packed, state = quantized((64, 128), torch.bfloat16, "cpu")
+    fields = replacement.fields_of(state)
+    x = torch.randn(4, 128).bfloat16()
+
+    def serve(x=x, packed=packed, fields=fields, quant_type="nf4", bias=None, out=None):
+        return multiply.serve(x, packed, fields, quant_type, bias, out, state)
+
+    reason = guards.Reason
+    for _ in range(2):
+        assert serve(x[:0]) is serve(x[:, :64]) is serve(torch.cat([x] * 17)) is reason.ROWS
+        assert serve(packed=packed[:64]) is reason.SIZES
+        assert serve(quant_type="int4") is reason.QUANT_TYPE
+        assert serve(bias=torch.randn(64)) is serve(bias=torch.randn(63).bfloat16()) is reason.PRODUCT
+        assert serve(fields=(*fields[:7], (64, 128, 1), torch.bfloat16)) is reason.PRODUCT
+        for out in (torch.empty(4, 63).bfloat16(), torch.empty(4, 64), torch.empty(64, 4).bfloat16().t()):
+            assert serve(out=out) is reason.OUT
+    assert torch.equal(serve(fields=(*fields[:7], [64, 128], torch.bfloat16)), serve())  # a list is no key, and serves
+    assert len(multiply.products) == 1
+
+
+@pytest.mark.parametrize("n", [64, 72])  # 72: dY is padded to a multiple of 32
+def test_a_product_backward(server, multiplier, n):
+    multiply = multiplier(backward=True)
+    packed, state = quantized((n, 128), torch.float16, "cpu")
+    dy = torch.randn(3, n).half()
+    want = matmul_dx.matmul_dx_reference(dy, layout_of(packed, state))
+    for weight in (packed, packed.t()):
+        matmul_dx._kernels.clear()
+        for _ in range(2):
+            assert torch.equal(multiply.serve(dy, weight, replacement.fields_of(state), "nf4", state=state), want)
+    assert len(multiply.products) == 2 and server.launched == 4
+
+
+def test_a_product_that_cannot_be_compiled_is_named(server, multiplier, monkeypatch):
+    def broken(*arguments):
+        raise launch.KernelUnavailable("ptxas says no")
+
+    multiply = multiplier()
+    packed, state = quantized((64, 128), torch.bfloat16, "cpu")
+    monkeypatch.setattr(matmul, "product", broken)
+    x = torch.randn(4, 128).bfloat16()
+    assert multiply.serve(x, packed, replacement.fields_of(state), "nf4", state=state) is guards.Reason.KERNEL_FAILED
+    assert server.failure == "ptxas says no"
+
+
+@pytest.fixture
+def auto(multiplier, monkeypatch):
+    monkeypatch.setattr(replacement.switch, "on", True)
+    monkeypatch.setattr(replacement.switch, "matmul", "auto")
+    monkeypatch.setattr(replacement.switch, "strict", False)
+
+
+def matmul_4bit_since_0_50(A, B, quant_state, out=None, bias=None):
+    return "original" if quant_state is not None else torch.ops.bitsandbytes.gemm_4bit
+
+
+def matmul_4bit_before_0_50(A, B, quant_state, out=None, bias=None):
+    return "original"
+
+
+@pytest.mark.parametrize("original", [matmul_4bit_since_0_50, matmul_4bit_before_0_50])
+def test_matmul_4bit(original, auto):
+    """Without a gradient it is the product, whichever way the packed weight lies if the original does not mind."""
+    replacement_of = replacement.replace_matmul_4bit("test", original)
+    packed, state = quantized((64, 128), torch.bfloat16, "cpu")
+    weight = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
+    layout = layout_of(packed, state)
+    bias = torch.randn(64).bfloat16()
+    x = torch.randn(2, 3, 128).bfloat16()
+    want = matmul.matmul_reference(x.view(6, 128), layout, bias).view(2, 3, 64)
+    for each in (packed, packed.t(), weight, weight.t()):
+        matmul._kernels.clear()
+        got = replacement_of(x, each, state, bias=bias)
+        if original is matmul_4bit_before_0_50 and each.shape[0] != 1:
+            assert got == "original"
+            continue
+        assert torch.equal(got, want)
+        out = torch.full_like(want, float("nan"))
+        assert replacement_of(x, each, state, out, bias) is out and torch.equal(out, want)
+    assert replacement_of(x.clone().requires_grad_(), packed.t(), state) == "original"
+    assert replacement_of(x, packed.t(), state, bias=bias.clone().requires_grad_()) == "original"
+    with torch.no_grad():
+        assert torch.equal(replacement_of(x, packed.t(), state, bias=bias.clone().requires_grad_()), want)
+
+
+def autocast(dtype, function):
+    """The function's result where CUDA autocasts to dtype; torch.autocast itself turns off without a GPU."""
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        return function()
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_matmul_lora(lora, auto):
+    """Forward and, with the weight the other way round, back; what the original rounds otherwise is left to it."""
+
+    def original(X, W, W_quant, A, B, s, out=None, use_global_buffer=True):
+        return "original"
+
+    replacement_of = replacement.replace_matmul_lora("test", original)
+    packed, state = quantized((64, 128), torch.bfloat16, "cpu")
+    weight = reference.dequantize(layout_of(packed, state)).float()
+    for inner, outer, each in ((128, 64, packed), (64, 128, packed.t())):
+        x = torch.randn(2, 3, inner).bfloat16()
+        a, b = torch.randn(4, inner), torch.randn(outer, 4)
+        adapter = (a, b, 0.5) if lora else (None, None, None)
+        dense = weight if each is packed else weight.t()
+        want = (x.view(6, inner).float() @ dense.t()).bfloat16()
+        if lora:
+            want.addmm_(x.view(6, inner) @ a.t().bfloat16(), b.t().bfloat16(), alpha=0.5)
+        got = replacement_of(x, each, state, *adapter, use_global_buffer=False)
+        assert torch.equal(got, want.view(2, 3, outer))
+        out = torch.full_like(want, float("nan"))
+        got = replacement_of(x.view(6, inner), each, state, *adapter, out)
+        assert torch.equal(got, want) and got.data_ptr() == out.data_ptr()
+        assert replacement_of(x.half(), each, state, *adapter) == "original"
+        call = functools.partial(replacement_of, x, each, state, *adapter)
+        assert autocast(torch.float16, call) == "original"
+        assert torch.equal(autocast(torch.bfloat16, call), want.view(2, 3, outer))
+        assert replacement_of(x.clone().requires_grad_(), each, state, *adapter) == "original"
+        assert replacement_of(x, each, None, *adapter) == "original"
+        if lora:
+            assert replacement_of(x, each, state, a.requires_grad_(), b, 0.5) == "original"
+    assert ledger.hits("test") == 6

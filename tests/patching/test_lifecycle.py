@@ -1,0 +1,324 @@
+"""A quantized model's life under the patch: copies, files, devices, merges, toggles, processes, reloads.
+
+Each test compares with the same life without the patch, to the bit, and asserts that the kernel was hit.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import bitsandbytes as bnb
+import bitsandbytes.functional as F
+import pytest
+import torch
+from oracle import expected, quantized
+from subprocess_python import INTERPRETED, python
+
+import nf4_patch
+from nf4_patch.nf4.dequantize import launch
+from nf4_patch.patching.stats import ledger
+
+TARGET = "bitsandbytes.functional.dequantize_4bit"
+
+
+def layer_on(device, seed=0, **kwargs):
+    torch.manual_seed(seed)
+    layer = bnb.nn.Linear4bit(128, 96, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16, **kwargs)
+    return layer.to(device)
+
+
+def weight_of(layer):
+    return F.dequantize_4bit(layer.weight, layer.weight.quant_state)
+
+
+def copied(layer, device):
+    return copy.deepcopy(layer)
+
+
+def pickled(layer, device):
+    return pickle.loads(pickle.dumps(layer))
+
+
+def saved(layer, device):
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def from_state_dict(layer, device):
+    state = layer.state_dict()
+    stats = {k.removeprefix("weight."): v for k, v in state.items() if k != "weight"}
+    again = bnb.nn.Linear4bit(128, 96, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16)
+    again.weight = bnb.nn.Params4bit.from_prequantized(state["weight"].data, stats, device=device)
+    return again
+
+
+def there_and_back(layer, device):
+    other = "cpu" if device.type == "cuda" else "meta"
+    if other == "meta":  # a machine with no second device: the bytes are moved by hand, as accelerate's hooks do
+        layer.weight.data = layer.weight.data.clone()
+        layer.weight.quant_state.absmax = layer.weight.quant_state.absmax.clone()
+        return layer
+    return layer.to(other).to(device)
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
+@pytest.mark.parametrize("life", [copied, pickled, saved, from_state_dict, there_and_back], ids=lambda f: f.__name__)
+def test_the_weight_survives(life, nested, device, patched):
+    layer = layer_on(device, compress_statistics=nested)
+    before = weight_of(layer)
+    state = layer.weight.quant_state
+    assert torch.equal(before, expected(layer.weight.data, state))
+    again = life(layer, device)
+    hits = ledger.hits(TARGET)
+    after = weight_of(again)
+    assert torch.equal(before, after)
+    assert ledger.hits(TARGET) == hits + 1
+
+
+def test_requantizing_in_place(device, patched):
+    """The same tensors, other bytes: the result follows."""
+    packed, state = quantized((128, 64), torch.float16, device)
+    first = F.dequantize_4bit(packed, state)
+    weight = torch.randn(128, 64, device=device, dtype=torch.float16)
+    again, state2 = F.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+    packed.copy_(again)
+    state.absmax.copy_(state2.absmax)
+    state.state2.absmax.copy_(state2.state2.absmax)
+    state.offset.copy_(state2.offset)
+    assert torch.equal(F.dequantize_4bit(packed, state), expected(again, state2))
+    assert not torch.equal(F.dequantize_4bit(packed, state), first)
+    assert ledger.hits(TARGET) >= 3
+
+
+def test_a_state_that_is_changed_between_calls(device, patched):
+    """Every field that the original reads, changed on one live state."""
+    packed, state = quantized((128, 64), torch.float16, device, seed=1)
+    F.dequantize_4bit(packed, state)
+
+    def follows():
+        assert torch.equal(F.dequantize_4bit(packed, state), expected(packed, state))
+
+    state.quant_type = "fp4"
+    follows()
+    state.quant_type = "nf4"
+    state.code = torch.linspace(-1, 1, 16, device=device)  # never read: quant_type names the table
+    follows()
+    state.code = torch.zeros(3, device=device)
+    follows()
+    state.dtype = torch.bfloat16
+    follows()
+    state.shape = torch.Size((64, 128))
+    follows()
+    state.absmax = state.absmax.flip(0).contiguous()
+    follows()
+    state.state2.code = state.state2.code * 0.5
+    follows()
+    state.offset = state.offset.to(torch.bfloat16)
+    follows()
+    state.blocksize = 128
+    state.absmax = state.absmax[::2].contiguous()
+    follows()
+
+
+def test_nothing_is_kept_alive(device, patched):
+    packed, state = quantized((128, 64), torch.float16, device)
+    result = F.dequantize_4bit(packed, state)
+    alive = [weakref.ref(t) for t in (packed, state, state.absmax, state.state2.absmax, result)]
+    del packed, state, result
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 5
+
+
+def test_another_model_at_the_same_addresses(device, patched):
+    for seed in range(30):
+        quant_type = ("nf4", "fp4")[seed % 2]
+        packed, state = quantized((64, 64), torch.float16, device, 64, seed % 3 > 0, quant_type, seed=seed)
+        got = F.dequantize_4bit(packed, state)
+        assert torch.equal(got, expected(packed, state)), seed
+        del packed, state, got
+    assert ledger.hits(TARGET) >= 30
+
+
+def test_toggled_in_the_middle_of_training(device):
+    def losses(toggle):
+        layer = layer_on(device, seed=3)
+        adapter = torch.nn.Linear(128, 96, bias=False).to(device)
+        torch.nn.init.constant_(adapter.weight, 0.01)
+        optimizer = torch.optim.SGD(adapter.parameters(), lr=0.1)
+        torch.manual_seed(4)
+        result = []
+        for index in range(8):
+            if toggle:
+                (nf4_patch.enable if index % 2 else nf4_patch.disable)()
+            x = torch.randn(40, 128, device=device, requires_grad=True)
+            loss = (layer(x.bfloat16()).float() + adapter(x)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            result += [loss.detach(), x.grad]
+        return result
+
+    nf4_patch.disable()
+    without = losses(toggle=False)
+    ledger.reset()
+    with_toggle = losses(toggle=True)
+    assert ledger.hits(TARGET) >= 4
+    nf4_patch.disable()
+    for a, b in zip(with_toggle, without, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_peft_merge_and_unmerge(device):
+    peft = pytest.importorskip("peft")
+
+    def merged():
+        torch.manual_seed(5)
+        model = torch.nn.Sequential(layer_on(device, seed=5))
+        model.is_loaded_in_4bit = True  # what transformers sets: peft then takes its bitsandbytes layer
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], r=4, init_lora_weights="gaussian"))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.1)
+        layer = model.base_model.model[0]
+        layer.merge()
+        inside = expected(layer.weight.data, layer.weight.quant_state)
+        layer.unmerge()
+        return inside, expected(layer.weight.data, layer.weight.quant_state)
+
+    nf4_patch.disable()
+    without = merged()
+    ledger.reset()
+    with nf4_patch.enabled():
+        with_patch = merged()
+    assert ledger.hits(TARGET) >= 2  # merge and unmerge dequantize
+    for a, b in zip(with_patch, without, strict=True):
+        assert torch.equal(a, b)
+
+
+TINY = """
+import torch
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+                     num_attention_heads=2, num_key_value_heads=2)
+quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                                  bnb_4bit_compute_dtype=torch.float32)
+"""
+
+
+def test_from_pretrained_save_pretrained_dequantize(tmp_path):
+    """transformers: quantize on load, save 4-bit, load the 4-bit files, model.dequantize(): same bits, all hits."""
+    python(f"""
+    {INTERPRETED.strip().replace(chr(10), "; ")}
+    {TINY.strip().replace(chr(10), chr(10) + "    ")}
+    import bitsandbytes.functional as F
+    import nf4_patch
+    torch.manual_seed(0)
+    where = {str(tmp_path)!r}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    LlamaForCausalLM(config).save_pretrained(where + "/dense")
+    load = lambda name: LlamaForCausalLM.from_pretrained(where + "/" + name, quantization_config=quantization,
+                                                         device_map={{"": device}}, dtype=torch.float32)
+    model = load("dense")
+    model.save_pretrained(where + "/packed")
+    again = LlamaForCausalLM.from_pretrained(where + "/packed", device_map={{"": device}})
+    def dense(model):
+        return {{k: v.clone() for k, v in model.dequantize(dtype=torch.float32).state_dict().items()}}
+    without = dense(model)
+    nf4_patch.enable()
+    with_patch = dense(again)
+    hits = nf4_patch.status().hits  # 14 weights; some releases of transformers dequantize each twice
+    assert hits and hits % 14 == 0, nf4_patch.status()
+    assert nf4_patch.status().fallbacks == 0, nf4_patch.status()
+    assert without.keys() == with_patch.keys()
+    for name in without:
+        assert torch.equal(without[name], with_patch[name]), name
+    """)
+
+
+def test_fork_and_spawn_workers():
+    """DataLoader workers: forked ones inherit the patch, spawned ones by NF4_PATCH=1; both end cleanly."""
+    python(
+        """
+        import multiprocessing, sys
+        def child(queue):
+            import bitsandbytes.functional as F, nf4_patch
+            queue.put((nf4_patch.is_enabled(), hasattr(F.dequantize_4bit, "__wrapped__")))
+        if __name__ == "__main__":
+            import bitsandbytes.functional
+            sys.modules["__main__"].__file__ = None
+            for method in ("fork",):
+                context = multiprocessing.get_context(method)
+                queue = context.Queue()
+                worker = context.Process(target=child, args=(queue,))
+                worker.start()
+                assert queue.get(timeout=120) == (True, True)
+                worker.join(60)
+                assert worker.exitcode == 0
+            import subprocess
+            from importlib.metadata import entry_points
+            if not any(e.name == "nf4_patch" for e in entry_points(group="bitsandbytes.backends")):
+                sys.exit()  # run from a checkout that is not installed: the variable then works on import nf4_patch
+            code = "import bitsandbytes.functional as F; print(hasattr(F.dequantize_4bit, '__wrapped__'))"
+            assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["True"]
+        """,
+        NF4_PATCH="1",
+    )
+
+
+def test_reloaded_modules():
+    """importlib.reload of the target, of nf4_patch while it is on, and a target imported anew."""
+    python(f"""
+    {INTERPRETED.strip().replace(chr(10), "; ")}
+    import importlib, sys
+    import bitsandbytes.functional as F, nf4_patch, torch
+    from nf4_patch.patching import hooks, replacement
+    NAME = "bitsandbytes.functional.dequantize_4bit"
+    state = lambda: dict((t.name, t.state) for t in nf4_patch.status().targets)[NAME]
+    packed, quant = F.quantize_4bit(torch.randn(64, 64), quant_type="nf4", compress_statistics=True)
+    original = F.dequantize_4bit
+    nf4_patch.enable()
+    assert state() == "patched"
+    importlib.reload(hooks); importlib.reload(replacement)  # while it is on
+    nf4_patch.enable()
+    assert state() == "patched"
+    assert F.dequantize_4bit.__wrapped__ is original  # one replacement, not two
+    nf4_patch.disable()
+    assert F.dequantize_4bit is original
+    nf4_patch.enable()
+    replaced = F.dequantize_4bit
+    F.dequantize_4bit = original  # what a reload of the target leaves (its ops may be registered only once)
+    assert state() == "displaced"
+    nf4_patch.enable()
+    assert state() == "patched"
+    import types
+    fresh = types.ModuleType("bitsandbytes.functional"); fresh.__dict__.update(vars(F))
+    fresh.dequantize_4bit = original
+    sys.modules["bitsandbytes.functional"] = fresh  # imported anew
+    assert state() == "displaced", state()
+    nf4_patch.enable()
+    assert state() == "patched"
+    before = nf4_patch.status().hits
+    fresh.dequantize_4bit(packed, quant)
+    assert nf4_patch.status().hits == before + 1
+    nf4_patch.disable()
+    assert fresh.dequantize_4bit is original
+    """)
+
+
+def test_a_storage_of_fewer_bytes_in_the_same_place_is_another_weight():
+    """Same address and same shape as a bf16 storage seen before, half the bytes: its remembered launch would read past them."""
+    memory = torch.zeros(64, dtype=torch.uint8)
+    halves, all_of_it = memory[:32].view(32, 1), memory.view(torch.bfloat16).view(32, 1)
+    absmax = torch.ones(2)
+    keys = {
+        launch.identity("nf4", packed, absmax, None, None, None, None, 64, 0, (128,), torch.bfloat16)
+        for packed in (halves, all_of_it, memory[:32].view(32, 1))
+    }
+    assert len(keys) == 2

@@ -1,0 +1,101 @@
+"""Compile the kernel for a list of GPUs and print its machine code as JSON: ``python compile_matrix.py main|full``.
+
+A process of its own, because the tests' process may hold the kernels under the interpreter, and because PYTHONPATH
+chooses the Triton that compiles.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+
+import torch
+import triton
+
+from nf4_patch.nf4.dequantize import launch
+from nf4_patch.nf4.dequantize.launch import Variant
+from nf4_patch.tools.sass import machine_code
+
+SIZES = (2**20, 2**26)  # elements: each side of every bound in launch.CONFIGS
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+USUAL = {"blocksize": 64, "nested": True, "whole": "even", "aligned": True}
+
+
+def variant(capability, dtype, numel, blocksize, nested, whole, aligned):
+    return Variant(
+        config=launch.config_for(capability, numel), dtype=dtype, offset_dtype=torch.float32 if nested else None,
+        blocksize=blocksize, blocksize2=256 if nested else 0, even=whole == "even", tail=whole == "tail",
+        wide=False, aligned=aligned,
+    )  # fmt: skip
+
+
+def cases(kind: str):
+    """(capability, variant): what each row of the launch table gives for a usual weight, and more for sm_75."""
+    wide = kind == "full"
+    for capability, dtype, numel in itertools.product(machine_code.CAPABILITIES, DTYPES, SIZES):
+        yield capability, variant(capability, dtype, numel, **USUAL)
+    for dtype, blocksize, nested, whole in itertools.product(
+        DTYPES, (32, 64, 128, 4096) if wide else (32, 64), (True, False), ("even", "ragged", "tail")
+    ):
+        if (wide and (whole == "even" or blocksize < 128)) or (blocksize == 32) + (not nested) + (whole != "even") == 1:
+            yield (7, 5), variant((7, 5), dtype, 2**26, blocksize, nested, whole, aligned=True)
+    for capability, dtype in itertools.product(machine_code.CAPABILITIES if wide else ((7, 5),), DTYPES):
+        yield capability, variant(capability, dtype, 2**26, **{**USUAL, "aligned": False})
+        for blocksize, nested, whole in ((32, True, "even"), (4096, False, "ragged")) if wide else ():
+            yield capability, variant(capability, dtype, 2**26, blocksize, nested, whole, aligned=True)
+
+
+def row(capability, variant) -> dict:
+    code = machine_code.code_of(variant, capability)
+    steps = variant.config.steps
+    loads = [i for i in code.instructions if i.name == "LDG"]
+    stores = [i for i in code.instructions if i.name == "STG"]
+    code2 = machine_code.dependent_loads(code)
+    return {
+        "arch": machine_code.sm(capability),
+        "dtype": str(variant.dtype).removeprefix("torch."),
+        "blocksize": variant.blocksize,
+        "nested": variant.offset_dtype is not None,
+        "even": variant.even,
+        "tail": variant.tail,
+        "aligned": variant.aligned,
+        "warps": variant.config.num_warps,
+        "steps": steps,
+        "instructions": len(code.instructions),
+        "per_element": len(code.instructions) / (launch.group_of(variant) * steps),
+        "registers": code.registers,
+        "stack": code.stack,
+        "shared": code.shared,
+        "names": sorted({i.name for i in code.instructions}),
+        "loads": [i.opcode for i in loads],
+        "stores": [i.opcode for i in stores],
+        "packed_after_code2": [
+            i.opcode for n, i in enumerate(code.instructions)
+            if i.name == "LDG" and "EF" in i.modifiers and code2 and n > min(code2)
+        ],
+        "code2_loads": len(code2),
+        "fadd": code.count("FADD"),
+        "packed_converts": len(re.findall(r"cvt\.\S*x2", code.ptx)),
+        "ptx_fma": len(re.findall(r"\bfma\.", code.ptx)),
+        "ptx_evict_first": len(re.findall(r"evict_first|createpolicy", code.ptx)),
+        "target": re.findall(r"^\.target (\w+)", code.ptx, re.MULTILINE)[0],
+    }  # fmt: skip
+
+
+def main(kind: str) -> None:
+    rows, unsupported, seen = [], [], set()
+    for capability, case in cases(kind):
+        if (capability, case) in seen:
+            continue
+        seen.add((capability, case))
+        try:
+            rows.append(row(capability, case))
+        except machine_code.Unsupported as error:
+            unsupported.append([machine_code.sm(capability), str(error)])
+    print(json.dumps({"triton": triton.__version__, "rows": rows, "unsupported": unsupported}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

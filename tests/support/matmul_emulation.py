@@ -1,0 +1,56 @@
+"""The forward product in plain torch, its sums in the order of the text that matmul_ptx writes."""
+
+from __future__ import annotations
+
+import torch
+from ptx_simulator import tensor_core
+
+from nf4_patch.nf4.matmul.launch import Config
+
+
+def in_order(
+    x: torch.Tensor, weight: torch.Tensor, config: Config, slices: int = 1, bias: torch.Tensor | None = None, depth: int = 8
+) -> torch.Tensor:  # fmt: skip
+    """x [m, k] times weight [n, k] to [m, n] in x's dtype: mma by mma, then warp by warp, then slice by slice.
+
+    Args:
+        depth: of K one mma takes, 8 on sm_75 and 16 from sm_80 on.
+    """
+    total = added(partial_sums(x, weight, config, slices, depth))
+    return (total if bias is None else total + bias.float()).to(x.dtype)
+
+
+def partial_sums(
+    x: torch.Tensor, weight: torch.Tensor, config: Config, slices: int, depth: int
+) -> list[torch.Tensor]:  # fmt: skip
+    """[m, n] in fp32 of each slice of K."""
+    (m, k), n, groups = x.shape, weight.shape[0], 2 if config.wide else 4
+    chunks = -(-k // 256)
+    padded = (torch.nn.functional.pad(side, (0, 256 * chunks - k)).double() for side in (x, weight))
+    # a lane's bytes are its fragment: an mma takes one of lanes 0 to 3, two weights each, or that and the next
+    x, weight = (
+        side.view(-1, chunks, groups, 4, 32 // groups, 2)
+        .permute(1, 2, 4, 0, 3, 5)
+        .reshape(chunks, 256 // depth, depth // 8, -1, 8)
+        .transpose(2, 3)
+        .flatten(3)
+        for side in padded
+    )
+    parts = []
+    for s in range(slices):
+        first, stop = s * chunks // slices, (s + 1) * chunks // slices
+        sums = torch.zeros(config.along_k, n, m, device=x.device)
+        for start in range(first, stop, config.along_k):
+            warps = min(config.along_k, stop - start)
+            for q in range(256 // depth):
+                sums[:warps] = tensor_core(sums[:warps], weight[start : start + warps, q], x[start : start + warps, q])
+        parts.append(added(sums).t())
+    return parts
+
+
+def added(parts) -> torch.Tensor:
+    """fp32, one after the other."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

@@ -1,0 +1,404 @@
+"""A GPU for inline PTX, in numpy: lane by lane, warp by warp between barriers, the programs of a cluster together.
+
+It knows the instructions that matmul_ptx and matmul_dx_ptx write, and refuses what a GPU would do silently: a register
+read before it is written, an address outside its tensor or off its alignment, a branch that lanes of a warp take
+differently, shared memory touched by two warps, or two programs of a cluster, without a barrier between them (what one
+warp knows of the others is a vector clock: a barrier hands it on), a barrier that nobody will complete.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from nf4_patch.nf4.layout import Layout
+from nf4_patch.nf4.matmul.launch import Plan, operands
+
+LANES = np.arange(32)
+FULL = np.ones(32, bool)
+BITS = {".b16": 16, ".b32": 32, ".f32": 32, ".b64": 64, ".pred": 1}
+SIZES = {"b32": np.uint32, "f32": np.uint32, "b16": np.uint16, "u8": np.uint8}
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "bf16x2": torch.bfloat16, "f16x2": torch.float16}
+INTEGERS = {
+    "and": operator.and_, "or": operator.or_, "xor": operator.xor, "shl": operator.lshift, "shr": operator.rshift,
+    "add": operator.add, "sub": operator.sub, "min": np.minimum, "div": operator.floordiv, "rem": operator.mod,
+}  # fmt: skip
+COMPARISONS = {"lt": operator.lt, "ge": operator.ge, "eq": operator.eq}
+REMOTE = 24  # mapa: the rank stands above these bits of a shared address
+
+
+def u64(value) -> np.ndarray:
+    return np.asarray(value).astype(np.uint64)
+
+
+def as_float(bits: np.ndarray) -> np.ndarray:
+    return bits.astype(np.uint32).view(np.float32)
+
+
+def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """fp32 to the nearest 16-bit floats, as bits."""
+    return u64(torch.from_numpy(values.copy()).to(dtype).view(torch.int16).numpy().view(np.uint16))
+
+
+def tensor_core(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """``sums`` [m, n] in fp32, plus left [m, k] @ right [n, k].T in fp64: one mma of an H200, to the bit.
+
+    The products are exact. They and the sum are aligned to the largest exponent, that of a product being the sum of its
+    factors', cut toward zero two bits below fp32's last, and added; the result is cut to fp32 (what another GPU does with
+    those bits is its own affair).
+    """
+    terms = torch.cat((left[..., :, None, :] * right[..., None, :, :], sums.double()[..., None]), -1)
+    a, b, c = (torch.frexp(part).exponent for part in (left, right, sums.double()))
+    exponents = torch.cat((a[..., :, None, :] + b[..., None, :, :] - 1, c[..., None]), -1)
+    top = torch.where(terms == 0, -200, exponents).amax(-1, keepdim=True)
+    unit = torch.ldexp(torch.ones_like(terms[..., :1]), top - 26)
+    total = (terms / unit).trunc().sum(-1) * unit[..., 0]
+    unit = torch.ldexp(torch.ones_like(total), torch.frexp(total).exponent - 24)
+    return ((total / unit).trunc() * unit).float()
+
+
+def pairs(bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """The two 16-bit floats of each lane's register, low first, [32, 2]."""
+    return torch.from_numpy(bits.astype(np.uint32).view(np.int32).copy()).view(dtype).double().numpy().reshape(32, 2)
+
+
+class Text:
+    """The instructions of a text: (predicate, operation, operands, source), its labels, registers and shared arrays."""
+
+    def __init__(self, text: str):
+        self.code: list[tuple[str | None, list[str], list[str], str]] = []
+        self.labels: dict[str, int] = {}
+        self.types: dict[str, str] = {}
+        self.arrays: dict[str, int] = {}
+        self.shared = 0
+        for part in text.strip()[1:-1].replace("\n", " ").split(";"):
+            self.read(part.strip())
+
+    def read(self, source: str) -> None:
+        while label := re.match(r"([A-Z]\w*):\s*", source):
+            self.labels[label[1]] = len(self.code)
+            source = source[label.end() :]
+        if array := re.match(r"\.shared \.align \d+ \.b8 (\w+)\[(\d+)\]", source):
+            self.arrays[array[1]] = self.shared
+            self.shared += int(array[2])
+        elif words := re.match(r"\.shared \.align 8 \.b64 (.*)", source):
+            for name in words[1].split(", "):
+                self.arrays[name] = self.shared
+                self.shared += 8
+        elif source.startswith(".reg"):
+            _, kind, names = source.split(None, 2)
+            for name, count in re.findall(r"(\w+)(?:<(\d+)>)?", names):
+                self.types |= {f"{name}{i}": kind for i in range(int(count))} if count else {name: kind}
+        elif source:
+            predicate, operation, rest = re.match(r"(?:@(!?\w+)\s+)?(\S+)\s*(.*)", source).groups()
+            operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", rest)
+            self.code.append((predicate, operation.split("."), [x.strip() for x in operands], source))
+
+
+class Barrier:
+    """An mbarrier: a phase is complete when ``count`` lanes have arrived, those of a warp together."""
+
+    def __init__(self, count: int, warps: int):
+        self.count = self.pending = count
+        self.phase = 0
+        self.known = self.complete = np.zeros(warps, int)  # what those who arrived knew; the same of complete phases
+
+    def arrive(self, known: np.ndarray) -> None:
+        self.known = np.maximum(self.known, known)
+        self.pending -= len(LANES)
+        if self.pending == 0:
+            self.phase, self.pending, self.complete = self.phase + 1, self.count, self.known
+
+
+class Program:
+    """One program (CTA) of a text. ``memory[i]`` is a tensor's bytes, at the address (i + 1) << 32."""
+
+    def __init__(self, text: Text, operands: dict[int, int], index: int, warps: int, memory: list[np.ndarray]):
+        self.text, self.operands, self.index, self.warps, self.memory = text, operands, index, warps, memory
+        self.rank, self.cluster, self.programs = 0, [self], 1
+        self.shared = np.zeros(text.shared, np.uint8)
+        self.epoch = self.cluster_epoch = 0  # barriers passed, and at the last one of the cluster
+        self.clock = np.eye(warps, dtype=int)  # of each warp (row): what it knows of every warp
+        self.barriers: dict[int, Barrier] = {}
+        self.arrivals = 0
+        self.written = np.full((text.shared, 3), -1)  # (epoch, warp, its clock) of each byte
+        self.loaded = np.zeros((text.shared, warps), int)  # each warp's clock
+        self.visited = np.full(text.shared, -1)  # cluster_epoch of the last load by another program
+
+    def run(self) -> Iterator[None]:
+        """Stops at each barrier of the cluster."""
+        live = [self.warp(w) for w in range(self.warps)]
+        while True:
+            stops = [next(warp, "end") for warp in live]
+            while "wait" in stops:
+                before = self.arrivals, stops.count("wait")
+                stops = [next(warp, "end") if stop == "wait" else stop for warp, stop in zip(live, stops, strict=True)]
+                assert (self.arrivals, stops.count("wait")) != before, "warps wait for what nobody does"
+            assert len(set(stops)) == 1, f"warps of a program stop at {set(stops)}"
+            if stops[0] == "end":
+                return
+            self.epoch += 1
+            self.clock[:] = self.clock.max(0)
+            self.clock += np.eye(self.warps, dtype=int)
+            if stops[0] == "cluster":
+                yield
+
+    def load(self, warp: int, at: np.ndarray, remote: bool) -> np.ndarray:
+        """The bytes at ``at``; in a cluster of the program whose rank mapa put above the address."""
+        owner = self.cluster[at.flat[0] >> REMOTE] if remote else self
+        at = at & (1 << REMOTE) - 1
+        epochs, warps, clocks = np.moveaxis(owner.written[at], -1, 0)
+        if remote:
+            assert (epochs < owner.cluster_epoch).all(), "read without a barrier of the cluster after the write"
+            owner.visited[at] = owner.cluster_epoch
+        else:
+            assert (clocks <= self.clock[warp, warps]).all(), "read without a barrier after the write"
+            self.loaded[at, warp] = self.clock[warp, warp]
+        return owner.shared[at]
+
+    def store(self, warp: int, at: np.ndarray, value: np.ndarray) -> None:
+        _, warps, clocks = np.moveaxis(self.written[at], -1, 0)
+        known = (clocks <= self.clock[warp, warps]).all() and (self.loaded[at] <= self.clock[warp]).all()
+        assert known, "written without a barrier after another warp"
+        assert (self.visited[at] < self.cluster_epoch).all(), "written without a barrier of the cluster after a read"
+        self.written[at] = self.epoch, warp, self.clock[warp, warp]
+        self.shared[at] = value
+
+    def barrier(self, warp: int, operation: list[str], operands: list[int], mask: np.ndarray) -> bool:
+        """mbarrier.init, .arrive, or whether the phase that is waited for is complete."""
+        at = operands[0]
+        match operation[1]:
+            case "init":
+                assert at not in self.barriers and self.epoch == 0, "initialized twice, or too late"
+                self.barriers[at] = Barrier(operands[1], self.warps)
+            case "arrive":
+                assert mask.all(), "a lane does not arrive for itself"
+                self.barriers[at].arrive(self.clock[warp])
+                self.clock[warp, warp] += 1
+                self.arrivals += 1
+            case "try_wait" | "test_wait":
+                assert self.epoch > 0, "waited for before all warps know it"
+                if self.barriers[at].phase % 2 == operands[1]:
+                    return False
+                self.clock[warp] = np.maximum(self.clock[warp], self.barriers[at].complete)
+        return True
+
+    def warp(self, w: int) -> Iterator[str]:
+        registers: dict[str, np.ndarray] = {}
+        special = {
+            "%tid.x": 32 * w + LANES,
+            "%ctaid.x": self.index + 0 * LANES,
+            "%nctaid.x": self.programs + 0 * LANES,
+            "%cluster_ctarank": self.rank + 0 * LANES,
+        }
+        types, at = self.text.types, 0
+
+        def get(name: str, bits: int = 32) -> np.ndarray:
+            if name in special:
+                value = special[name]
+            elif name in registers:
+                value = registers[name]
+            elif name.startswith("$"):
+                value = np.full(32, self.operands[int(name[1:])])
+            elif name in self.text.arrays:
+                value = np.full(32, self.text.arrays[name])
+            else:
+                assert name[0].isdigit(), f"{name} is read before it is written"
+                value = np.full(32, int(name[2:], 16) if name.startswith("0f") else int(name, 0))
+            return u64(value) & u64(2**bits - 1)
+
+        def put(name: str, value, mask: np.ndarray, bits: int = 32) -> None:
+            if name == "$0":
+                return
+            assert BITS[types[name]] == bits, f"{name} is {types[name]}"
+            value = np.asarray(value)
+            value = value.view(np.uint32) if value.dtype == np.float32 else value
+            value = u64(value) & u64(2**bits - 1)
+            nothing = np.full(32, 0x7FC00000, np.uint64)  # NaN, in lanes that never loaded
+            registers[name] = np.where(mask, value, registers.get(name, nothing))
+
+        def floats(name: str) -> np.ndarray:
+            return as_float(get(name))
+
+        def move(operation: list[str], operands: list[str], mask: np.ndarray) -> None:
+            place, names = operands if operation[0] == "st" else reversed(operands)
+            base, offset = re.match(r"\[(\S+)(?: \+ (\d+))?\]", place).groups()
+            names = [name.strip() for name in names.strip("{}").split(",")]
+            kind, lanes = SIZES[operation[-1]], np.flatnonzero(mask)
+            size = kind().itemsize
+            bits = 16 if size == 2 else 32
+            start = (get(base, 64)[lanes] + u64(int(offset or 0))).astype(np.int64)
+            if not len(lanes):
+                for name in names if operation[0] == "ld" else ():
+                    put(name, np.zeros(32), mask, bits)
+                return
+            assert not (start % (size * len(names))).any(), "misaligned"
+            at = start[:, None] + np.arange(size * len(names))
+            remote = "shared::cluster" in operation
+            shared = remote or "shared" in operation
+            if not shared:
+                (tensor,) = set(start >> 32)
+                buffer, at = self.memory[tensor - 1], at & 0xFFFFFFFF
+                assert at.max() < len(buffer), "outside its tensor"
+            if operation[0] == "ld":
+                found = self.load(w, at, remote) if shared else buffer[at]
+                for i, name in enumerate(names):
+                    value = np.zeros(32, np.uint64)
+                    column = np.ascontiguousarray(found[:, size * i : size * (i + 1)])
+                    value[lanes] = column.view(kind)[:, 0]
+                    put(name, value, mask, bits)
+            else:
+                value = np.stack([get(name)[lanes].astype(kind) for name in names], 1).view(np.uint8)
+                if shared:
+                    self.store(w, at, value)
+                else:
+                    buffer[at] = value
+
+        def mma(operation: list[str], operands: list[str], mask: np.ndarray) -> None:
+            d, a, b, c = ([name.strip() for name in names.strip("{}").split(",")] for names in operands)
+            dtype, g, t = DTYPES[operation[-2]], LANES // 4, LANES % 4
+            left, right, sums = np.zeros((16, 4 * len(a))), np.zeros((4 * len(a), 8)), np.zeros((16, 8), np.float32)
+            for half in (0, 1):
+                for i, name in enumerate(a):
+                    left[g + 8 * (i % 2), 2 * t + half + 8 * (i // 2)] = pairs(get(name), dtype)[:, half]
+                for i, name in enumerate(b):
+                    right[2 * t + half + 8 * i, g] = pairs(get(name), dtype)[:, half]
+            for i, name in enumerate(c):
+                sums[g + 8 * (i // 2), 2 * t + i % 2] = floats(name)
+            sums = tensor_core(*map(torch.from_numpy, (sums, left, right.T.copy()))).numpy()
+            for i, name in enumerate(d):
+                put(name, sums[g + 8 * (i // 2), 2 * t + i % 2], mask)
+
+        def execute(operation: list[str], x: list[str], mask: np.ndarray) -> None:
+            match operation:
+                case ["mov", "b32"] if x[1].startswith("{"):
+                    low, high = (get(name.strip(), 16) for name in x[1].strip("{}").split(","))
+                    put(x[0], high << u64(16) | low, mask)
+                case ["mov", *_]:
+                    bits = BITS[types.get(x[0], ".b32")]
+                    put(x[0], get(x[1], bits), mask, bits)
+                case [name, "b32" | "u32"] if name in INTEGERS:
+                    put(x[0], INTEGERS[name](get(x[1]), get(x[2])), mask)
+                case ["add" | "shl" as name, "u64" | "b64"]:
+                    put(x[0], INTEGERS[name](get(x[1], 64), get(x[2], 64)), mask, 64)
+                case ["mul", "lo", "u32"]:
+                    put(x[0], get(x[1]) * get(x[2]), mask)
+                case ["mul", "wide", "u32"]:
+                    put(x[0], get(x[1]) * get(x[2]), mask, 64)
+                case ["mad", "lo", "u32"]:
+                    put(x[0], get(x[1]) * get(x[2]) + get(x[3]), mask)
+                case ["mad", "wide", "u32"]:
+                    put(x[0], get(x[1]) * get(x[2]) + get(x[3], 64), mask, 64)
+                case ["mad", "lo", "u64"]:
+                    put(x[0], get(x[1], 64) * get(x[2], 64) + get(x[3], 64), mask, 64)
+                case ["cvt", "u64", "u32"]:
+                    put(x[0], get(x[1]), mask, 64)
+                case ["cvt", "rn", "bf16x2" | "f16x2" as kind, "f32"]:
+                    high, low = (rounded(floats(name), DTYPES[kind]) for name in x[1:])
+                    put(x[0], high << u64(16) | low, mask)
+                case ["cvt", "rn", "bf16" | "f16" as kind, "f32"]:
+                    put(x[0], rounded(floats(x[1]), DTYPES[kind]), mask, 16)
+                case ["cvt", "f32", "f16"]:
+                    put(x[0], get(x[1], 16).astype(np.uint16).view(np.float16).astype(np.float32), mask)
+                case ["mul", "rn", "f32"]:
+                    put(x[0], floats(x[1]) * floats(x[2]), mask)
+                case ["add", "rn", "f32"]:
+                    put(x[0], floats(x[1]) + floats(x[2]), mask)
+                case ["setp", how, *more]:
+                    result = COMPARISONS[how](get(x[1]), get(x[2]))
+                    put(x[0], result & (get(x[3], 1) == 1) if "and" in more else result, mask, 1)
+                case ["and", "pred"]:
+                    put(x[0], get(x[1], 1) & get(x[2], 1), mask, 1)
+                case ["selp", "f32"]:
+                    put(x[0], np.where(get(x[3], 1) == 1, get(x[1]), get(x[2])), mask)
+                case ["dp4a", *_]:
+                    a, b = (
+                        get(name).astype(np.uint32).view(np.uint8).reshape(32, 4).astype(np.uint64) for name in x[1:3]
+                    )
+                    put(x[0], (a * b).sum(1) + get(x[3]), mask)
+                case ["shfl", "sync", "idx", "b32"]:
+                    assert mask.all() and x[3] in ("0x1f", "0x1c1f") and x[4] == "0xffffffff"
+                    group = int(x[3], 16) >> 8  # lanes of the same group: 0x1c, of four
+                    put(x[0], get(x[1])[LANES & group | get(x[2]).astype(int) & 31 & ~group], mask)
+                case ["mapa", *_]:
+                    put(x[0], get(x[1]) + (get(x[2]) << u64(REMOTE)), mask)
+                case ["ld" | "st", *_]:
+                    move(operation, x, mask)
+                case ["mma", *_]:
+                    mma(operation, x, mask)
+                case _:
+                    raise NotImplementedError(".".join(operation))
+
+        while at < len(self.text.code):
+            predicate, operation, operands, source = self.text.code[at]
+            at += 1
+            mask = FULL
+            if predicate:
+                mask = (get(predicate.lstrip("!"), 1) == 1) ^ predicate.startswith("!")
+            try:
+                match operation:
+                    case ["bra", *_]:
+                        assert mask.all() or not mask.any(), "the lanes of a warp part"
+                        at = self.text.labels[operands[0]] if mask.all() else at
+                    case ["bar", "sync"]:
+                        yield "program"
+                    case ["bar", "warp", "sync"] | ["barrier", "cluster", "arrive", *_]:
+                        pass
+                    case ["mbarrier", what, *_]:
+                        operands, result = (operands[1:], operands[0]) if what != "init" else (operands, "_")
+                        place, *more = operands
+                        numbers = [int(get(place.strip("[]"))[0]), *(int(get(number)[0]) for number in more)]
+                        complete = self.barrier(w, operation, numbers, mask) if mask.any() else True
+                        if what.endswith("wait"):
+                            put(result, FULL & complete, mask, 1)
+                        if not complete:
+                            yield "wait"
+                    case ["barrier", "cluster", "wait", *_]:
+                        yield "cluster"
+                    case _:
+                        execute(operation, operands, mask)
+            except Exception as error:
+                raise AssertionError(f"{source} (warp {w}): {error}") from error
+
+
+def memory_of(tensor: torch.Tensor) -> np.ndarray:
+    """A copy of a tensor's bytes."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().copy()
+
+
+def launch(
+    cut: Plan, warps: int, x: torch.Tensor, layout: Layout, m: int, outer: int, bias: torch.Tensor | None = None
+):
+    """What a GPU makes of a plan in memory that held NaN: [slices, m, outer], fp32 where there are several."""
+    dtype = torch.float32 if cut.slices > 1 else x.dtype
+    out = memory_of(torch.full((cut.slices, m, outer), float("nan"), dtype=dtype))
+    tensors = (x, *operands(layout), layout.code if bias is None else bias)
+    *inputs, last = map(memory_of, tensors)
+    memory = [*inputs, out, last]
+    (n, k), shift2 = layout.shape, max(0, layout.blocksize2.bit_length() - 1)
+    sizes = (m, n, k // 64, (layout.blocksize // 64).bit_length() - 1, shift2, cut.shares, cut.slices)
+    addresses = {i + 1: (i + 1) << 32 for i in range(len(memory))}
+    run(cut.text, addresses | dict(enumerate(sizes, 10)), cut.programs, cut.cluster, warps, memory)
+    return torch.from_numpy(out).view(dtype).view(cut.slices, m, outer)
+
+
+def run(text: str, operands: dict[int, int], programs: int, cluster: int, warps: int, memory: list[np.ndarray]) -> None:
+    """A grid of ``programs`` clusters of ``cluster`` programs each, one cluster after the other."""
+    parsed = Text(text)
+    for first in range(0, programs * cluster, cluster):
+        group = [Program(parsed, operands, first + rank, warps, memory) for rank in range(cluster)]
+        for rank, program in enumerate(group):
+            program.rank, program.cluster, program.programs = rank, group, programs * cluster
+        running = [program.run() for program in group]
+        while running:
+            stops = [next(program, "end") for program in running]
+            assert len(set(stops)) == 1, "a program ended at a barrier of its cluster"
+            running = [] if stops[0] == "end" else running
+            for program in group if running else ():
+                program.cluster_epoch = program.epoch
+        for program in group:
+            assert cluster == 1 or (program.visited < program.cluster_epoch).all(), "a program ends while it is read"

@@ -1,0 +1,78 @@
+"""Run a script of examples/ in a process of its own, with the patch on or off, and read what it recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nf4_patch.tools.bench.timing import Times
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ALTERNATE_STEPS = Path(__file__).with_name("alternate_steps.py")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")  # a free port: no run meets another
+GLOO = (*TORCHRUN, Path(__file__).with_name("exit_without_finalization.py"))
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This process's, without NF4_* variables. No GPU: every Triton kernel runs under the interpreter."""
+    values = {k: v for k, v in os.environ.items() if not k.startswith("NF4_")}
+    values |= {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if not torch.cuda.is_available():
+        values["TRITON_INTERPRET"] = "1"
+    return values | changes
+
+
+def run(command: list[Any], cwd: Path, **changes: str) -> str:
+    """stdout and stderr of a command that must succeed."""
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=environment(**changes),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+def run_example(
+    script: str | Path,
+    *arguments: Any,
+    folder: Path,
+    patch: bool = True,
+    launcher: tuple[Any, ...] = (),
+    **changes: str,
+) -> dict[str, Any]:
+    """What ``script`` wrote to --json; patch=False is NF4_PATCH=0, the same script with the originals."""
+    record = folder / f"{Path(script).stem}-{'on' if patch else 'off'}.json"
+    record.unlink(missing_ok=True)
+    command = [sys.executable, *launcher, EXAMPLES / script, *arguments, "--json", record]
+    changes = changes if patch else changes | {"NF4_PATCH": "0"}
+    output = run(command, folder, **changes)
+    return json.loads(record.read_text()) | {"output": output}
+
+
+def hits(record: dict[str, Any]) -> int:
+    return sum(target["hits"] for target in record["nf4_patch"]["targets"])
+
+
+def fallbacks(record: dict[str, Any]) -> dict[str, int]:
+    return {name: n for target in record["nf4_patch"]["targets"] for name, n in target["fallbacks"].items()}
+
+
+def same_training(on: dict[str, Any], off: dict[str, Any]) -> bool:
+    """Every loss and every trained parameter, to the bit."""
+    assert len(on["losses"]) == len(off["losses"]) > 0
+    return on["losses"] == off["losses"] and on["adapter"] == off["adapter"]
+
+
+def alternate_steps(record: dict[str, Any]) -> str:
+    """The steps of alternate_steps.py, less the first half: milliseconds, and the noise, of both sides."""
+    lines = []
+    for side, taken in record.get("turns", {}).items():
+        warm = Times(tuple(1e3 * seconds for seconds in taken[len(taken) // 2 :]))
+        lines.append(f"in turns, {side}: {warm.median:.2f} ms a step, noise {warm.noise:.1%}, {len(warm.values)} steps")
+    return "\n".join(lines)

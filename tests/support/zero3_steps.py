@@ -1,0 +1,110 @@
+"""QLoRA steps of a small Llama under DeepSpeed ZeRO-3: torchrun zero3_steps.py on|off CHECKPOINT STEPS FOLDER.
+
+Each process writes FOLDER/RANK.json: losses as hex, the trained parameters' sum, hits, fallbacks, and what a sharded weight is.
+NCCL with GPUs; without, gloo and the kernels under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import triton  # noqa: F401 (before the variable is set: Triton's own functions stay compiled)
+
+patch, checkpoint, steps, folder = sys.argv[1] == "on", sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+GPU = torch.cuda.is_available()
+os.environ["DS_ACCELERATOR"] = "cuda" if GPU else "cpu"  # else what DeepSpeed was installed on
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+    import nf4_patch.nf4.dequantize.kernels
+
+    del os.environ["TRITON_INTERPRET"]
+
+import deepspeed  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig  # noqa: E402
+
+import nf4_patch  # noqa: E402
+
+TOKENS = 512 if GPU else 32  # a few rows bitsandbytes multiplies in a kernel of its own, with nothing to dequantize
+ZERO3 = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # every parameter is sharded
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+
+
+def load(device: torch.device) -> torch.nn.Module:
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=torch.bfloat16,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, quantization_config=quantization, dtype=torch.bfloat16, device_map={"": device}
+    )
+    torch.manual_seed(0)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for parameter in trained(model):
+        parameter.data = parameter.data.bfloat16()
+    return model
+
+
+def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def shard_is_refused(weight: torch.Tensor) -> bool:
+    """What is left of a weight between its uses is not decoded."""
+    try:
+        nf4_patch.dequantize_nf4(weight, weight.quant_state)
+    except ValueError as error:
+        return "the shape disagree" in str(error)
+    return False
+
+
+def main() -> None:
+    if patch:
+        nf4_patch.enable()
+    # plain gloo: else DeepSpeed compiles an extension in ~/.cache, where a killed run's lock stops every later one
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="nccl" if GPU else "gloo")
+    rank = dist.get_rank()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if GPU else torch.device("cpu")
+    if GPU:
+        torch.cuda.set_device(device)
+    model = load(device)
+    optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=trained(model), optimizer=optimizer, config=ZERO3
+    )  # fmt: skip
+    weights = [parameter for parameter in model.parameters() if hasattr(parameter, "quant_state")]
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(steps):
+        ids = torch.randint(3, 512, (1, TOKENS), generator=generator).to(device)
+        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item().hex())
+    targets = nf4_patch.status().targets
+    with deepspeed.zero.GatheredParameters(trained(model)):
+        adapter = [parameter.double().sum().item().hex() for parameter in trained(model)]
+    result = {
+        "losses": losses,
+        "adapter": adapter,
+        "hits": {target.name: target.hits for target in targets if target.hits},
+        "fallbacks": {target.name: target.fallbacks for target in targets if target.fallbacks},
+        "elements": sum(weight.numel() for weight in weights),
+        "refused": all(map(shard_is_refused, weights)),
+    }
+    (folder / f"{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+main()

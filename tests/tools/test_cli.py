@@ -1,0 +1,379 @@
+"""The command line on the real libraries: doctor, verify, run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import textwrap
+
+import pytest
+import torch
+from click.testing import CliRunner
+from subprocess_python import INTERPRETED, python
+
+import nf4_patch
+from nf4_patch.nf4.dequantize import launch
+from nf4_patch.patching import direct
+from nf4_patch.patching.guards import Reason
+from nf4_patch.patching.targets import TARGETS
+from nf4_patch.tools import doctor, verify
+from nf4_patch.tools.cli import VERBS, main
+
+GPU = torch.cuda.is_available()
+
+
+def call(*arguments: str):
+    return CliRunner().invoke(main, list(arguments), catch_exceptions=False)
+
+
+def report_of(tmp_path, *arguments: str):
+    """The exit code and the JSON of a verb."""
+    result = call(*arguments, "--json", str(tmp_path / "report.json"))
+    return result, json.loads((tmp_path / "report.json").read_text())
+
+
+def test_help_is_cheap():
+    done = python("""
+        import sys
+        from nf4_patch.tools.cli import main
+        try:
+            main(["--help"])
+        finally:
+            print([name for name in ("torch", "triton", "rich", "bitsandbytes") if name in sys.modules])
+    """)
+    assert done.stdout.endswith("[]\n")
+    assert all(
+        f"  {name}" in done.stdout and verb.help in " ".join(done.stdout.split()) for name, verb in VERBS.items()
+    )
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_and_json(verb):
+    module = VERBS[verb].command.partition(":")[0]
+    assert importlib.util.find_spec(module) is not None
+    result = call(verb, "--help")
+    assert result.exit_code == 0 and "--json FILE" in result.output
+
+
+def test_unknown_verb_and_unknown_value(monkeypatch):
+    assert call("polish").exit_code == 2
+    monkeypatch.setenv("NF4_PATCH_STRICT", "yes")
+    result = call("doctor")
+    assert result.exit_code == 1
+    assert "NF4_PATCH_STRICT='yes' is not known; allowed: 0, 1" in result.output
+
+
+# doctor
+
+
+@pytest.mark.skipif(GPU, reason="for a machine with no GPU")
+def test_doctor_without_a_gpu_says_so_and_exits_1(tmp_path):
+    result, report = report_of(tmp_path, "doctor")
+    assert result.exit_code == report["exit_code"] == 1
+    assert [p for p in report["problems"] if "NOT_CUDA" in p] == report["problems"]
+    verdicts = {target["target"]: target["verdict"] for target in report["targets"]}
+    assert verdicts["bitsandbytes.functional.dequantize_4bit"] == "patched"
+    assert verdicts["bitsandbytes.backends.cuda.ops._dequant_linear_fallback"] in ("not here", "patched")
+    assert list(verdicts) == [target.name for target in TARGETS]
+    assert not nf4_patch.is_enabled()
+    assert all(name in result.output for name in verdicts)
+
+
+@pytest.mark.gpu
+def test_doctor_with_a_gpu(tmp_path):
+    result, report = report_of(tmp_path, "doctor")
+    assert result.exit_code == 0, result.output
+    assert [check["dtype"] for check in report["gpus"][0]["kernels"]] == ["float16", "bfloat16", "float32"]
+    assert all(check["works"] for check in report["gpus"][0]["kernels"])
+
+
+def test_doctor_leaves_the_patch_as_it_was(patched):
+    call("doctor")
+    assert nf4_patch.is_enabled()
+
+
+def test_doctor_shows_the_switch(monkeypatch, tmp_path):
+    monkeypatch.delenv("NF4_PATCH_CALIBRATION")
+    monkeypatch.setenv("NF4_USE_TRITON", "0")
+    result, report = report_of(tmp_path, "doctor")
+    assert result.exit_code == 1
+    assert report["variables"] == {"NF4_USE_TRITON": "0"}
+    assert {t["verdict"] for t in report["targets"] if t["target"].startswith("bitsandbytes")} == {"off"}
+
+
+def test_doctor_names_a_function_that_it_does_not_know(monkeypatch, tmp_path):
+    import bitsandbytes.functional
+
+    from nf4_patch.patching import hooks
+
+    monkeypatch.delitem(hooks.installed, "bitsandbytes.functional.dequantize_4bit", raising=False)
+    monkeypatch.setattr(bitsandbytes.functional, "dequantize_4bit", lambda packed, scales: None)
+    result, report = report_of(tmp_path, "doctor")
+    assert result.exit_code == 1
+    assert any("its parameters are (packed, scales)" in problem for problem in report["problems"])
+
+
+class Properties:
+    name, total_memory = "a GPU", 16 * 2**30
+
+    def __init__(self, major, minor):
+        self.major, self.minor = major, minor
+
+
+def test_doctor_knows_the_generations(monkeypatch):
+    checked = doctor.KernelCheck("float16", True, "launcher", 0.1)
+    monkeypatch.setattr(doctor, "check_kernel", lambda dtype, device, capability: checked)
+    found = {}
+    for capability in ((7, 0), (7, 5), (8, 0), (9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, c=capability: Properties(*c))
+        found[capability] = doctor.examine_gpu(0, lambda *_: None)
+    assert not found[7, 0].serves and Reason.CAPABILITY.sentence in found[7, 0].advice
+    assert found[7, 5].serves and "fp16" in found[7, 5].advice
+    assert found[8, 0].serves and found[8, 0].advice == found[9, 0].advice == ""
+
+
+def test_doctor_exits_0_only_when_all_is_served():
+    good = doctor.Gpu(0, "a GPU", (9, 0), 141.0, "", [doctor.KernelCheck("float16", True, "launcher", 0.1)])
+    bad = doctor.Gpu(1, "a GPU", (9, 0), 141.0, "", [doctor.KernelCheck("float16", False, "", 0.1, "ptxas died")])
+    verdict = doctor.Verdict("module.function", "", "1.0", "patched")
+
+    def code(gpus, *targets):
+        return doctor.DoctorReport("", "", {}, gpus, "", list(targets), {}, False).exit_code
+
+    assert code([good], verdict) == 0
+    assert code([good, bad], verdict) == 1
+    assert code([good]) == 1
+    assert code([good], doctor.Verdict("module.function", "", "1.0", "refused", "why")) == 1
+
+
+@pytest.mark.parametrize(
+    ("release", "condition", "result"),
+    [
+        ("0.50.2", ">= 0.50", True), ("0.49.2", ">= 0.50", False), ("2026.9.12", "<= 2026.9.12", True),
+        ("2026.10.1", "<= 2026.9.12", False), ("2026.9.13.post1", ">= 2026.9.13", True), ("0.50.0.dev0", ">= 0.50", True),
+    ],
+)  # fmt: skip
+def test_releases(release, condition, result):
+    assert doctor.holds(release, condition) is result
+
+
+# verify
+
+
+@pytest.fixture
+def few_cases(monkeypatch):
+    """One case of each family and dtype."""
+    chosen = {}
+    for case in verify.cases():
+        chosen.setdefault((case.family, case.dtype), case)
+    monkeypatch.setattr(verify, "cases", lambda thin=False: iter(chosen.values()))
+    return len(chosen)
+
+
+def test_verify_compares_everything(tmp_path):
+    result, report = report_of(tmp_path, "verify")
+    assert result.exit_code == 0, result.output
+    assert report["failures"] == []
+    assert sum(row["differing"] for row in report["rows"]) == 0
+    pairs = [row for row in report["rows"] if row["family"] == verify.PAIRS]
+    assert [row["dtype"] for row in pairs] == ["float16", "bfloat16", "float32"]
+    assert all(row["elements"] >= 2 * 65_536 for row in pairs)  # an element a nibble
+    assert sum(row["cases"] for row in report["rows"]) == len(list(verify.cases(thin=not GPU)))
+
+
+def test_thin_cases_still_meet_everything():
+    def met(*fields):
+        return [{tuple(getattr(case, f) for f in fields) for case in verify.cases(thin)} for thin in (False, True)]
+
+    for fields in (("dtype", "blocksize", "shape"), ("dtype", "nested", "quant_type", "shape"), ("family", "dtype")):
+        every, thin = met(*fields)
+        assert thin == every
+
+
+def test_the_pairs_are_all_there(device):
+    case = next(case for case in verify.cases() if case.family == verify.PAIRS)
+    packed, state = verify.make(case, device, 0)
+    blocks = torch.arange(packed.numel(), device=device) * 2 // case.blocksize
+    pairs = state.absmax[blocks].long() * 256 + packed.view(-1).long()
+    assert pairs.unique().numel() == 65_536
+
+
+def plant(monkeypatch, change):
+    """Change what the kernel has written."""
+    dequantize, into = launch.dequantize, launch.Launch.into
+
+    def interpreted(layout, out=None):
+        change(dequantize(layout, out))
+        return out
+
+    def compiled(self, out):
+        into(self, out)
+        change(out)
+
+    if GPU:
+        monkeypatch.setattr(launch.Launch, "into", compiled)
+    else:
+        monkeypatch.setattr(launch, "dequantize", interpreted)
+
+
+def flip_one_bit(weight):
+    integers = {2: torch.int16, 4: torch.int32}[weight.dtype.itemsize]
+    weight.view(-1).view(integers)[-1] ^= 1
+
+
+@pytest.mark.parametrize("on", [False, True], ids=["off", "patched"])
+def test_verify_finds_one_bit(on, few_cases, monkeypatch, tmp_path):
+    """Also where the patch is on: bitsandbytes is the oracle, never our replacement of it."""
+    if on:
+        nf4_patch.enable()
+    try:
+        plant(monkeypatch, flip_one_bit)
+        result, report = report_of(tmp_path, "verify")
+        assert nf4_patch.is_enabled() is on
+    finally:
+        nf4_patch.disable()
+    assert result.exit_code == 1
+    assert len(report["failures"]) == few_cases
+    assert [row["differing"] for row in report["rows"]] == [1] * few_cases
+    assert "NOT the same bits" in result.output
+
+
+def test_verify_finds_an_element_that_was_not_written(few_cases, monkeypatch, tmp_path):
+    plant(monkeypatch, lambda out: out.view(-1)[-1:].fill_(float("nan")))
+    result, report = report_of(tmp_path, "verify")
+    assert result.exit_code == 1
+    assert [row["differing"] for row in report["rows"]] == [1] * few_cases
+
+
+def test_verify_takes_a_refusal_for_a_failure(few_cases, monkeypatch, tmp_path):
+    monkeypatch.setattr(direct._server, "serve", lambda weight, state, out: Reason.BLOCKSIZE)
+    result, report = report_of(tmp_path, "verify")
+    assert result.exit_code == 1
+    assert all("refused: a blocksize" in failure for failure in report["failures"])
+
+
+def test_verify_a_checkpoint(tmp_path, device):
+    import bitsandbytes as bnb
+    from safetensors.torch import save_file
+
+    tensors = {}
+    for name, dtype in (("q_proj", torch.bfloat16), ("down_proj", torch.float16)):
+        layer = bnb.nn.Linear4bit(192, 64, bias=False, compute_dtype=dtype, quant_type="nf4").to(dtype)
+        for key, value in layer.to(device).state_dict(prefix=f"model.{name}.").items():
+            tensors[key] = value.cpu().contiguous().clone()
+    tensors["model.norm.weight"] = torch.ones(64)
+    assert "model.q_proj.weight.quant_state.bitsandbytes__nf4" in tensors
+    save_file(tensors, tmp_path / "model.safetensors")
+    result, report = report_of(tmp_path, "verify", "--weights", str(tmp_path / "model.safetensors"))
+    assert result.exit_code == 0, result.output
+    assert [(row["cases"], row["elements"], row["differing"]) for row in report["rows"]] == [(2, 2 * 192 * 64, 0)]
+
+
+def test_verify_of_a_checkpoint_with_nothing_in_it_fails(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    assert call("verify", "--weights", str(tmp_path / "model.safetensors")).exit_code == 1
+
+
+# run
+
+SCRIPT = """
+import json, os, pathlib, sys
+import __main__
+facts = {"argv": sys.argv, "path": sys.path[0], "name": __name__, "main": __main__.__dict__ is globals(),
+         "file": __file__, "switch": os.environ.get("NF4_PATCH")}
+pathlib.Path("facts.json").write_text(json.dumps(facts))
+if "--raise" in sys.argv:
+    raise KeyError("planted")
+if "--text" in sys.argv:
+    sys.exit("stopped for a reason")
+if "--code" in sys.argv:
+    sys.exit(7)
+"""
+
+TRAINING = """
+import bitsandbytes as bnb, torch
+layer = bnb.nn.Linear4bit(128, 64, bias=False, compute_dtype=torch.bfloat16).to(torch.bfloat16).to("cpu")
+for _ in range(3):
+    layer(torch.randn(5, 128, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "place").mkdir()
+    file = tmp_path / "place" / "script.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+def run(*arguments: object, cwd, before: str = "", **environ: str):
+    words = [str(argument) for argument in ("run", *arguments)]
+    code = textwrap.dedent(before) + f"\nfrom nf4_patch.tools.cli import main\nmain({words!r})"
+    return python(code, cwd=cwd, check=False, **environ)
+
+
+def test_run_is_like_python(script, tmp_path):
+    arguments = ["--report", "-m", "--json", "x", "--code"]
+    done = run(script, *arguments, cwd=tmp_path)
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert done.returncode == 7, done.stderr
+    assert facts == {
+        "argv": [str(script), *arguments], "path": str(script.parent), "name": "__main__", "main": True,
+        "file": str(script), "switch": "1",
+    }  # fmt: skip
+    assert done.stdout == ""
+
+
+def test_run_a_module(script, tmp_path):
+    done = run("-m", "script", "--help", cwd=script.parent)
+    facts = json.loads((script.parent / "facts.json").read_text())
+    assert done.returncode == 0, done.stderr
+    assert facts["argv"] == [str(script), "--help"]
+    assert (facts["path"], facts["name"], facts["main"]) == (str(script.parent), "__main__", True)
+
+
+def test_run_passes_errors_through(script, tmp_path):
+    done = run("--report", script, "--raise", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "KeyError: 'planted'" in done.stderr
+    assert "runpy" not in done.stderr and "nf4_patch/tools" not in done.stderr
+    assert "0 dequantizations in the kernel" in done.stdout
+    done = run(script, "--text", cwd=tmp_path)
+    assert (done.returncode, done.stderr.strip()) == (1, "stopped for a reason")
+    assert run(cwd=tmp_path).returncode == 2
+
+
+def test_run_reports_hits_and_what_was_never_hit(tmp_path):
+    (tmp_path / "train.py").write_text(TRAINING)
+    done = run(
+        "--report", "--json", "report.json", "train.py", cwd=tmp_path, before=INTERPRETED, CUDA_VISIBLE_DEVICES=""
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    first = report["status"]["targets"][0]
+    assert (first["name"], first["hits"], first["fallbacks"]) == ("bitsandbytes.functional.dequantize_4bit", 3, {})
+    assert report["status"]["shapes"] == {"64x128 bfloat16": 3}
+    assert "3 dequantizations in the kernel, 0 by the original" in done.stdout
+    (tmp_path / "idle.py").write_text("import bitsandbytes")
+    done = run("--report", "idle.py", cwd=tmp_path)
+    assert "bitsandbytes.functional.dequantize_4bit: installed, never called" in done.stdout
+
+
+def test_run_reports_fallbacks_with_advice(tmp_path):
+    (tmp_path / "train.py").write_text(TRAINING)
+    done = run("--report", "train.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    reason = Reason.NOT_CUDA
+    assert f"3 x NOT_CUDA: {reason.sentence} -> {reason.advice}" in done.stdout
+    assert "bitsandbytes.functional.dequantize_4bit: installed, never hit" in done.stdout
+
+
+def test_run_obeys_the_switch(tmp_path):
+    (tmp_path / "train.py").write_text(TRAINING)
+    done = run("--report", "train.py", cwd=tmp_path, before=INTERPRETED, NF4_PATCH="0", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    assert "The patch was off" in done.stdout
+    assert "0 dequantizations in the kernel" in done.stdout

@@ -1,0 +1,154 @@
+"""What the compiler makes of every variant, for every GPU, on every Triton that matters. No GPU needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+
+from nf4_patch.tools.sass import machine_code
+
+# The lowest release that is supported, Colab's, and the newest; the installed one compiles more variants.
+RELEASES = ("3.2.0", "3.6.0", "3.9.0")
+CACHE = Path(os.environ.get("NF4_TEST_TRITONS", Path.home() / ".cache" / "nf4_patch" / "triton"))
+
+# SASS instructions an element on sm_75, blocksize 64, nested: what held on all of 3.2 to 3.9 (11/2026).
+BUDGET = {"float16": 7.0, "bfloat16": 8.0, "float32": 10.0}
+# Elsewhere the uniform datapath takes the address arithmetic; highest seen: 7.9 and 12.1 on sm_120.
+BUDGET_ELSEWHERE = {"float16": 8.5, "bfloat16": 8.5, "float32": 13.0}
+LOCAL_MEMORY = {"LDL", "STL"}
+SHARED_MEMORY = {"LDS", "STS", "LDSM", "BAR"}
+
+
+def release_of(name: str) -> Path | None:
+    """The folder of a Triton release, from PyPI the first time; None is the installed one."""
+    if name in ("installed", triton.__version__):
+        return None
+    folder = CACHE / name
+    if not (folder / "triton" / "__init__.py").exists():
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--target",
+            str(folder),
+            f"triton=={name}",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"pip cannot fetch triton {name} here: {done.stderr.strip().splitlines()[-1]}")
+    return folder
+
+
+@pytest.fixture(scope="module", params=["installed", *RELEASES])
+def compiled(request):
+    folder = release_of(request.param)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    if folder is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(folder), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    script = Path(__file__).parents[1] / "support" / "compile_matrix.py"
+    kind = "full" if request.param == "installed" else "main"
+    done = subprocess.run(
+        [sys.executable, str(script), kind], capture_output=True, text=True, env=environment, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["triton"] == (triton.__version__ if request.param == "installed" else request.param)
+    return result
+
+
+def test_every_gpu_is_compiled_for(compiled):
+    release = tuple(map(int, compiled["triton"].split(".")[:2]))
+    too_new = {machine_code.sm(c) for c, first in machine_code.FIRST_TRITON.items() if release < first}
+    assert {arch for arch, _ in compiled["unsupported"]} == too_new
+    assert {row["arch"] for row in compiled["rows"]} == {*map(machine_code.sm, machine_code.CAPABILITIES)} - too_new
+    assert all(row["target"].startswith(f"sm_{row['arch']}") for row in compiled["rows"])
+
+
+def test_nothing_spills(compiled):
+    for row in compiled["rows"]:
+        assert row["stack"] == 0 and not LOCAL_MEMORY.intersection(row["names"]), row
+        assert row["registers"] <= 64, row  # 64: 1024 lanes still fit on a T4's SM
+
+
+def test_no_shared_memory_and_no_barrier(compiled):
+    """Every tensor keeps its layout: a conversion would go through shared memory."""
+    for row in compiled["rows"]:
+        assert row["shared"] == 0 and not SHARED_MEMORY.intersection(row["names"]), row
+
+
+def test_widths_and_eviction(compiled):
+    """A 32-bit load of packed words a step and one store of 16 bytes (8 at blocksize 32), both evict-first."""
+    for row in compiled["rows"]:
+        packed = [load.split(".") for load in row["loads"] if ".EF" in load]
+        assert len(packed) == row["steps"], row
+        assert not {"U8", "S8", "U16", "S16", "64", "128"}.intersection(*map(set, packed)), row
+        width = "64" if row["blocksize"] == 32 else "128"
+        main, tail = row["stores"][: row["steps"]], row["stores"][row["steps"] :]
+        assert len(main) == row["steps"] and len(tail) == row["tail"], row
+        assert all(".EF" in store and width in store.split(".") for store in main), row
+        bytes_ = sum("U8" in load.split(".") for load in row["loads"])
+        # Bytes are read one by one only from absmax (one load, if all of the program is in one block) and in the tail.
+        assert bytes_ <= row["steps"] * row["nested"] + row["tail"] * (1 + row["nested"]), row
+        assert row["ptx_evict_first"] > 0, row
+
+
+def test_no_fused_multiply_add(compiled):
+    """The scale has two roundings, code2[absmax] * absmax2 and + offset: a contraction would change bits."""
+    for row in compiled["rows"]:
+        assert "FFMA" not in row["names"] and row["ptx_fma"] == 0, row
+        scales = row["steps"] + row["tail"] if row["nested"] else 0
+        assert row["fadd"] == scales, row
+
+
+def test_packed_loads_are_issued_before_code2_is(compiled):
+    """code2[absmax] waits for absmax: what comes behind it waits two trips to memory."""
+    for row in compiled["rows"]:
+        assert row["packed_after_code2"] == [], row
+        if row["nested"]:
+            assert row["code2_loads"] >= row["steps"], row
+
+
+def test_converts_are_those_of_the_gpu(compiled):
+    for row in compiled["rows"]:
+        if row["arch"] < 80:  # no packed convert, no bf16 convert: integer rounding
+            assert row["packed_converts"] == 0, row
+            assert "F2FP" not in row["names"], row
+            assert ("F2F" in row["names"]) == (row["dtype"] == "float16"), row
+        elif row["dtype"] != "float32":
+            assert row["packed_converts"] > 0, row
+
+
+def test_instruction_budget(compiled):
+    usual = [row for row in compiled["rows"] if row["blocksize"] == 64 and row["nested"] and row["even"]]
+    assert {row["dtype"] for row in usual if row["arch"] == 75} == set(BUDGET)
+    for row in usual:
+        budget = BUDGET if row["arch"] == 75 else BUDGET_ELSEWHERE
+        assert row["per_element"] <= budget[row["dtype"]], row
+
+
+def test_table_in_the_docs(compiled):
+    """docs/t4.md shows what this test counted, on the release that it names."""
+    text = (Path(__file__).parents[2] / "docs" / "t4.md").read_text()
+    section = text.split("### Instructions an element")[1].split("\n## ")[0]
+    if f"Triton {compiled['triton']}," not in section:
+        pytest.skip(f"the table is of another release than {compiled['triton']}")
+    counted = {}
+    for row in compiled["rows"]:
+        if row["blocksize"] == 64 and row["nested"] and row["even"] and row["aligned"]:
+            key = row["arch"], row["dtype"]
+            counted[key] = max(counted.get(key, 0), row["per_element"])
+    names = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    for capability in machine_code.CAPABILITIES:
+        arch = machine_code.sm(capability)
+        line = next(line for line in section.splitlines() if line.startswith(f"| sm_{arch} "))
+        shown = [float(cell) for cell in line.strip("| ").split("|")[1:]]
+        assert shown == pytest.approx([counted[arch, name] for name in names.values()], abs=0.006), line
