@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -16,8 +17,9 @@ import wrapt
 
 from .. import __version__
 from ..config import Config, ConfigError
-from .stats import logger
 from .targets import TARGETS, Target
+
+logger = logging.getLogger("nf4_patch")
 
 
 @dataclass

@@ -48,6 +48,25 @@ def test_help_is_cheap():
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_the_switch_in_the_environment_imports_nothing(value):
+    """Neither the time that torch takes nor the kernels, before a command has chosen Triton's interpreter."""
+    done = python("""
+        import sys
+        import nf4_patch
+        print(nf4_patch.is_enabled(), [name for name in ("torch", "triton", "rich") if name in sys.modules])
+    """, NF4_PATCH=value)  # fmt: skip
+    assert done.stdout == f"{value == '1'} []\n"
+
+
+@pytest.mark.skipif(GPU, reason="for a machine with no GPU")
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_verify_works_whatever_the_switch_says(value):
+    done = python('from nf4_patch.tools.cli import main\nmain(["verify", "--fuzz", "2"])', check=False, NF4_PATCH=value)
+    assert done.returncode == 0, done.stdout
+    assert "mismatches: 0, out of bounds: 0" in done.stdout
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help_and_json(verb):
     module = VERBS[verb].command.partition(":")[0]
