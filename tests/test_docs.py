@@ -17,7 +17,7 @@ import pytest
 
 import nf4_patch
 from nf4_patch.config import VARIABLES
-from nf4_patch.patching.guards import Reason
+from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.targets import TARGETS
 
 ROOT = Path(__file__).parents[1]

@@ -9,7 +9,7 @@ import torch
 from ..nf4.dequantize import launch, reference
 from ..nf4.layout import Layout
 from . import guards
-from .guards import Reason
+from .reasons import Reason
 from .replacement import Server, fields_of
 
 _server = Server("nf4_patch.dequantize_nf4")

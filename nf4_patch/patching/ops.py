@@ -14,7 +14,7 @@ import torch
 from ..nf4.dequantize import launch, reference
 from ..nf4.layout import Layout
 from . import guards
-from .guards import Reason
+from .reasons import Reason
 
 logger = logging.getLogger("nf4_patch")
 _said: set[str] = set()

@@ -18,7 +18,7 @@ from ..nf4.matmul import backward as matmul_dx
 from ..nf4.matmul import calibration
 from ..nf4.matmul import launch as matmul
 from . import guards
-from .guards import Reason
+from .reasons import Reason
 from .stats import ledger
 
 identity = launching.identity

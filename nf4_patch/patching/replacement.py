@@ -17,8 +17,8 @@ from ..nf4.dequantize import launch as launching
 from ..nf4.layout import Layout
 from ..nf4.matmul import calibration
 from . import guards, ops
-from .guards import Reason
 from .product import Multiplier
+from .reasons import Reason
 from .stats import ledger, logger
 
 identity = launching.identity

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from .guards import Reason
+from .reasons import Reason
 
 logger = logging.getLogger("nf4_patch")
 

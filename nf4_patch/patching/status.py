@@ -62,7 +62,7 @@ class Status:
 
 def explain(name: str) -> str:
     """A Reason by its name, with its sentence and what to do about it."""
-    from .guards import Reason
+    from .reasons import Reason
 
     reason = Reason[name]
     return f"{name}: {reason.sentence}" + (f" -> {reason.advice}" if reason.advice else "")

@@ -91,7 +91,7 @@ class DemoReport(Report):
     png: str
 
     def problems(self) -> list[str]:
-        from ..patching.guards import Reason
+        from ..patching.reasons import Reason
 
         found = []
         if not self.without.repeats:
@@ -151,7 +151,7 @@ class DemoReport(Report):
         return table
 
     def _costs(self) -> Table:
-        from ..patching.guards import Reason
+        from ..patching.reasons import Reason
 
         def row(name: str, of: Any) -> None:
             table.add_row(name, of(self.without), of(self.patched))

@@ -25,7 +25,7 @@ from ..nf4.matmul import backward as matmul_dx
 from ..nf4.matmul import calibration
 from ..nf4.matmul import launch as matmul
 from ..patching import hooks
-from ..patching.guards import Reason
+from ..patching.reasons import Reason
 from ..patching.targets import TARGETS, Target
 from .report import DISTRIBUTIONS, Report, Tell, releases, silent
 

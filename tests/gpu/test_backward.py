@@ -13,7 +13,7 @@ import nf4_patch
 from nf4_patch.nf4.dequantize import launch, reference
 from nf4_patch.nf4.matmul import backward as matmul_dx
 from nf4_patch.nf4.matmul import launch as matmul
-from nf4_patch.patching.guards import Reason
+from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.stats import ledger
 
 CUDA = torch.device("cuda", 0)

@@ -15,7 +15,7 @@ from nf4_patch.nf4.matmul import backward as matmul_dx
 from nf4_patch.nf4.matmul import calibration
 from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.patching import hooks, replacement
-from nf4_patch.patching.guards import Reason
+from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.stats import ledger
 from nf4_patch.tools.bench import calibrate
 from nf4_patch.tools.bench import matmul as products

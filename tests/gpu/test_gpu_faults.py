@@ -16,7 +16,7 @@ from oracle import quantized
 import nf4_patch
 from nf4_patch.nf4.dequantize import launch
 from nf4_patch.patching import replacement
-from nf4_patch.patching.guards import Reason
+from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.replacement import Server
 from nf4_patch.patching.stats import ledger
 

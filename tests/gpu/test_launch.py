@@ -11,7 +11,7 @@ import torch
 from oracle import DTYPES, every_pair, layout_of, quantized
 
 from nf4_patch.nf4.dequantize import kernels, launch, reference
-from nf4_patch.patching.guards import Reason
+from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.replacement import Server, fields_of
 
 pytestmark = pytest.mark.gpu

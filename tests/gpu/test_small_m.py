@@ -16,8 +16,8 @@ from subprocess_python import python
 import nf4_patch
 from nf4_patch.nf4.dequantize import launch, reference
 from nf4_patch.nf4.matmul import launch as matmul
-from nf4_patch.patching.guards import Reason
 from nf4_patch.patching.product import Multiplier
+from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.replacement import Server, fields_of
 from nf4_patch.patching.stats import ledger
 

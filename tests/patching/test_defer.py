@@ -7,7 +7,7 @@ import torch
 from oracle import expected, quantized
 
 from nf4_patch.patching import replacement
-from nf4_patch.patching.guards import Reason
+from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.stats import ledger
 
 _USE_NF4_KERNELS = True  # as in unsloth.kernels.utils, where the original looks it up

@@ -16,7 +16,7 @@ from subprocess_python import python
 import nf4_patch
 from nf4_patch.nf4.dequantize import launch
 from nf4_patch.patching import hooks, ops, replacement
-from nf4_patch.patching.guards import Reason
+from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.stats import ledger
 
 TARGET = "bitsandbytes.functional.dequantize_4bit"
@@ -227,7 +227,9 @@ def test_an_unknown_release_is_refused_by_name_and_the_rest_is_patched():
     """)
 
 
-@pytest.mark.parametrize("what", [42, "text", None, print, type("C", (), {})()], ids=["int", "text", "None", "builtin", "instance"])
+@pytest.mark.parametrize(
+    "what", [42, "text", None, print, type("C", (), {})()], ids=["int", "text", "None", "builtin", "instance"]
+)
 def test_something_else_at_the_patched_name(what, monkeypatch):
     nf4_patch.disable()
     monkeypatch.setattr(F, "dequantize_4bit", what)

@@ -23,7 +23,7 @@ from nf4_patch.nf4.matmul import backward as matmul_dx
 from nf4_patch.nf4.matmul import hopper as matmul_wide
 from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.patching import product
-from nf4_patch.patching.guards import Reason
+from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.replacement import (
     replace_backward,
     replace_fast_gemv,

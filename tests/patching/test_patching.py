@@ -17,7 +17,7 @@ from subprocess_python import INTERPRETED, python
 import nf4_patch
 from nf4_patch.config import VARIABLES, Config, ConfigError
 from nf4_patch.patching import hooks
-from nf4_patch.patching.guards import Reason
+from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.stats import FallbackError, ledger
 from nf4_patch.patching.targets import TARGETS
 
@@ -66,6 +66,19 @@ def test_import_is_cheap_and_silent():
     done = python(code)
     assert done.stdout == ""
     assert done.stderr == ""
+
+
+def test_asking_and_switching_import_no_torch():
+    python("""
+    import sys
+    import nf4_patch
+    assert not nf4_patch.is_enabled()
+    nf4_patch.enable()
+    assert nf4_patch.is_enabled()
+    assert nf4_patch.status().enabled
+    nf4_patch.disable()
+    assert "torch" not in sys.modules
+    """)
 
 
 @pytest.mark.parametrize("first", ["nf4_patch.enable()", "import bitsandbytes.functional"])

@@ -14,7 +14,7 @@ from subprocess_python import INTERPRETED, python
 import nf4_patch
 from nf4_patch.nf4.dequantize import launch
 from nf4_patch.patching import direct
-from nf4_patch.patching.guards import Reason
+from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.targets import TARGETS
 from nf4_patch.tools import doctor, verify
 from nf4_patch.tools.cli import VERBS, main
