@@ -41,7 +41,7 @@ VERBS = {
     "calibrate": Verb("nf4_patch.tools.bench.calibrate:command", "Measure what wins on this GPU, and remember it."),
     "inspect": Verb(
         "nf4_patch.tools.sass.inspect:command",
-        "Count the kernel's machine code for a GPU that need not be here; model its time.",
+        "Count the kernel's machine code for a GPU that need not be here.",
     ),
 }
 

@@ -35,7 +35,7 @@ def test_from_the_first_cell_to_the_last(tmp_path, monkeypatch):
     report = (tmp_path / "report.txt").read_text()
     assert "none differs" in report
     assert "differ from" not in report and "bits differ" not in report
-    assert "modelled, not measured" in report
+    assert "bytes spilled" in report
     assert "same losses and adapter: True" in report
     assert (tmp_path / "t4.png").stat().st_size > 10_000
     on, off = namespace["on"], namespace["off"]

@@ -149,7 +149,7 @@ def test_a_product_of_small_integers_is_exact(candidate):
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 def test_a_product_is_as_accurate_as_dequantize_and_matmul_and_repeats_itself(candidate, nested):
     """As gpu/test_matmul.py for the products of this GPU: at most 1 % more error against fp64; the same bits again."""
-    from gpu.test_matmul import error, exact
+    from gpu.test_small_m import error, exact
 
     torch.manual_seed(0)
     missed = []
@@ -173,7 +173,7 @@ def test_a_product_is_as_accurate_as_dequantize_and_matmul_and_repeats_itself(ca
 
 def test_the_product_is_the_code_of_a_t4(candidate):
     cut = matmul.plan(candidate.config, PROCESSORS, 16, 4096, 4096, True, True, False, T4)
-    compiled, _ = portable.load_product(cut.text, candidate.config.along_n * candidate.config.along_k, T4, CUDA)
+    compiled, _ = portable.load_fused_matmul(cut.text, candidate.config.along_n * candidate.config.along_k, T4, CUDA)
     text = compiled.kernel.decode()
     assert ".target sm_75" in text
     assert "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32" in text

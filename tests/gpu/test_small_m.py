@@ -428,7 +428,7 @@ def test_unsloth_gemv():
     nf4_patch.enable(matmul="auto")
     import unsloth
     from unsloth.kernels import utils
-    from gpu.test_matmul import error, exact
+    from gpu.test_small_m import error, exact
     from oracle import layout_of, quantized
     from nf4_patch.nf4.matmul import launch as matmul
     from nf4_patch.nf4.dequantize import reference
@@ -501,7 +501,7 @@ def test_unsloth_matmul_lora():
     import unsloth
     from unsloth.kernels import fast_lora
     from unsloth.kernels.utils import matmul_lora
-    from gpu.test_matmul import error, exact
+    from gpu.test_small_m import error, exact
     from oracle import layout_of, quantized
 
     assert fast_lora.matmul_lora is matmul_lora

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from nf4_patch.nf4.matmul import backward as matmul_dx
 from nf4_patch.nf4.matmul import launch as matmul
-from nf4_patch.tools.sass.machine_code import product_code
+from nf4_patch.tools.sass.machine_code import fused_matmul_code
 
 
 def compile_for(arch, name, config, cut):
-    code = product_code(cut.text, config.along_n * config.along_k, divmod(arch, 10), cut.cluster)
+    code = fused_matmul_code(cut.text, config.along_n * config.along_k, divmod(arch, 10), cut.cluster)
     print(arch, code.registers, code.stack, code.shared, f"{name}-{'-'.join(map(str, config))}")
 
 

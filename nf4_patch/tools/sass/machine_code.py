@@ -7,7 +7,6 @@ is no loop in the kernel).
 
 from __future__ import annotations
 
-import collections
 import functools
 import re
 import subprocess
@@ -19,22 +18,13 @@ from ...nf4.dequantize import launch
 from ...nf4.dequantize.launch import Variant
 from ...nf4.matmul import launch as matmul
 
-# First release whose ptxas and LLVM know the capability; every other one from sm_75 is known to 3.2, the lowest.
-FIRST_TRITON = {(10, 0): (3, 3), (12, 0): (3, 3)}
-CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+Capability = tuple[int, int]
 
-# Opcode (up to the first dot, a leading U of the uniform datapath kept) by the pipe that executes it on Turing,
-# which has one issue slot a partition a cycle, 16 lanes each of ALU and FMA, and one load/store unit an SM with
-# 4 (shuffle) or 16 (convert) lanes a partition. CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions".
-PIPES: dict[str, str] = {
-    **dict.fromkeys(("FADD", "FMUL", "FFMA", "IMAD", "HMUL2", "HFMA2", "HADD2", "IMUL", "FSWZADD"), "fma"),
-    **dict.fromkeys(("F2F", "F2FP", "I2F", "F2I", "MUFU", "POPC", "FLO", "BREV"), "convert"),
-    **dict.fromkeys(("SHFL", "LDS", "STS", "LDSM", "LDC", "ATOMS"), "shared"),
-    **dict.fromkeys(("LDG", "STG", "LD", "ST", "LDL", "STL", "RED", "ATOM", "ATOMG", "CCTL"), "memory"),
-    **dict.fromkeys(("BRA", "EXIT", "BSSY", "BSYNC", "WARPSYNC", "NOP", "BAR", "CALL", "RET", "S2R", "S2UR", "CS2R",
-                     "BMOV", "YIELD", "NANOSLEEP", "MEMBAR", "ERRBAR", "DEPBAR", "BREAK", "ACQBULK", "R2UR", "BRX"), "control"),
+# By capability the first Triton whose ptxas and LLVM know it; 3.2 is the lowest that is supported.
+FIRST_TRITON: dict[Capability, tuple[int, int]] = {
+    (7, 5): (3, 2), (8, 0): (3, 2), (8, 6): (3, 2), (8, 9): (3, 2), (9, 0): (3, 2), (10, 0): (3, 3), (12, 0): (3, 3),
 }  # fmt: skip
-PIPE_NAMES = ("alu", "fma", "convert", "shared", "memory", "control", "uniform")
+CAPABILITIES = tuple(FIRST_TRITON)
 
 
 class Instruction(NamedTuple):
@@ -50,19 +40,6 @@ class Instruction(NamedTuple):
     def modifiers(self) -> tuple[str, ...]:
         return tuple(self.opcode.split(".")[1:])
 
-    @property
-    def target(self) -> int | None:
-        """The position that a branch goes to; its operand is an address, 16 bytes an instruction (sm_70 and newer)."""
-        address = re.search(r"0x([0-9a-f]+)$", self.operands) if self.opcode in ("BRA", "BRA.U") else None
-        return int(address[1], 16) // 16 if address else None
-
-    @property
-    def pipe(self) -> str:
-        """The execution pipe; integer and logic instructions, and all that no other row names, are "alu"."""
-        if self.name in PIPES:
-            return PIPES[self.name]
-        return "uniform" if self.name[0] == "U" or self.name == "VOTEU" else "alu"
-
 
 class Code(NamedTuple):
     """The machine code of one kernel."""
@@ -70,19 +47,15 @@ class Code(NamedTuple):
     instructions: tuple[Instruction, ...]  # to where the last lane leaves, without the padding behind it
     registers: int  # a lane
     stack: int  # bytes a lane: spills and local arrays
-    shared: int  # bytes a program
+    shared: int  # bytes a CTA
     ptx: str  # "" where there is none
 
     def count(self, *names: str) -> int:
         return sum(instruction.name in names for instruction in self.instructions)
 
-    def by_pipe(self) -> dict[str, int]:
-        counts = collections.Counter(instruction.pipe for instruction in self.instructions)
-        return {pipe: counts[pipe] for pipe in PIPE_NAMES}
-
 
 class Unsupported(RuntimeError):
-    """The installed Triton cannot compile for this capability."""
+    """The installed Triton cannot compile for this capability, or the kernel knows no such one."""
 
 
 def tool(name: str) -> str:
@@ -99,7 +72,7 @@ def triton_release() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def source(variant: Variant, capability: tuple[int, int]) -> Any:
+def source(variant: Variant, capability: Capability) -> Any:
     """The kernel of ``variant`` as Triton's compiler takes it, specialized as a launch would specialize it."""
     from triton.compiler import ASTSource
 
@@ -120,7 +93,7 @@ def source(variant: Variant, capability: tuple[int, int]) -> Any:
     return ASTSource(kernel, signature, values, attributes)
 
 
-def compile_variant(variant: Variant, capability: tuple[int, int]) -> Any:
+def compile_variant(variant: Variant, capability: Capability) -> Any:
     """Triton's CompiledKernel of ``variant`` for ``capability``; ``asm`` holds its "ptx" and "cubin".
 
     Raises:
@@ -131,9 +104,7 @@ def compile_variant(variant: Variant, capability: tuple[int, int]) -> Any:
 
     if launch.INTERPRETED:
         raise Unsupported("Triton's interpreter is on (TRITON_INTERPRET=1): unset it and start again")
-    if not is_supported(capability):
-        first = FIRST_TRITON[capability]
-        raise Unsupported(f"sm_{sm(capability)} needs Triton {first[0]}.{first[1]}, installed is {triton.__version__}")
+    check(capability)
     options = {"num_warps": variant.config.num_warps, "enable_fp_fusion": False}
     return triton.compile(source(variant, capability), target=GPUTarget("cuda", sm(capability), 32), options=options)
 
@@ -142,8 +113,8 @@ POINTERS = ("x", "packed", "absmax", "code", "absmax2", "code2", "offset", "out"
 NUMBERS = ("m", "n", "blocks", "shift", "shift2", "shares", "slices")
 
 
-def compile_product(text: str, warps: int, capability: tuple[int, int], cluster: int = 1) -> Any:
-    """Triton's CompiledKernel of a fused product's text, forward or backward."""
+def compile_fused_matmul(ptx_source: str, warps: int, capability: Capability, cluster: int = 1) -> Any:
+    """Triton's CompiledKernel of a fused matmul's PTX source."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -151,7 +122,7 @@ def compile_product(text: str, warps: int, capability: tuple[int, int], cluster:
     from ...nf4.matmul import kernels as matmul_kernels
 
     signature = dict.fromkeys(POINTERS, "*u8") | dict.fromkeys(NUMBERS, "i32")
-    values = matmul.constants(text, cluster)
+    values = matmul.constants(ptx_source, cluster)
     if triton_release() >= (3, 3):
         signature |= dict.fromkeys(values, "constexpr")
     source = ASTSource(matmul_kernels.matmul_4bit_kernel, signature, values)
@@ -160,22 +131,37 @@ def compile_product(text: str, warps: int, capability: tuple[int, int], cluster:
 
 
 @functools.lru_cache(maxsize=512)
-def product_code(text: str, warps: int, capability: tuple[int, int], cluster: int = 1) -> Code:
-    (code,) = disassemble(compile_product(text, warps, capability, cluster).asm["cubin"]).values()
+def fused_matmul_code(ptx_source: str, warps: int, capability: Capability, cluster: int = 1) -> Code:
+    (code,) = disassemble(compile_fused_matmul(ptx_source, warps, capability, cluster).asm["cubin"]).values()
     return code
 
 
-def is_supported(capability: tuple[int, int]) -> bool:
+def check(capability: Capability) -> None:
+    """Raises Unsupported unless the kernel has a launch for the capability and the installed Triton compiles for it."""
+    if capability not in FIRST_TRITON:
+        raise Unsupported(f"{arch_of(capability)} is not supported; use one of {', '.join(map(arch_of, CAPABILITIES))}")
+    if not is_supported(capability):
+        first = ".".join(map(str, FIRST_TRITON[capability]))
+        raise Unsupported(
+            f"{arch_of(capability)} needs Triton {first}, installed is {'.'.join(map(str, triton_release()))}"
+        )
+
+
+def is_supported(capability: Capability) -> bool:
     """Whether the installed Triton compiles for it."""
-    return triton_release() >= FIRST_TRITON.get(capability, (3, 2))
+    return capability in FIRST_TRITON and triton_release() >= FIRST_TRITON[capability]
 
 
-def sm(capability: tuple[int, int]) -> int:
+def sm(capability: Capability) -> int:
     return 10 * capability[0] + capability[1]
 
 
+def arch_of(capability: Capability) -> str:
+    return f"sm_{sm(capability)}"
+
+
 @functools.lru_cache(maxsize=512)
-def code_of(variant: Variant, capability: tuple[int, int]) -> Code:
+def code_of(variant: Variant, capability: Capability) -> Code:
     compiled = compile_variant(variant, capability)
     (code,) = disassemble(compiled.asm["cubin"]).values()
     return code._replace(ptx=compiled.asm["ptx"])
@@ -239,10 +225,8 @@ def dependent_loads(code: Code) -> list[int]:
                 found.append(position)
             byte = "U8" in instruction.modifiers and not tainted.intersection(sources)
             (tainted.update if byte else tainted.difference_update)(target)
-        elif instruction.pipe in ("alu", "fma"):
+        elif instruction.name not in ("STG", "STS"):  # computed: the result depends on every source
             (tainted.update if tainted.intersection(sources) else tainted.difference_update)(target)
-        elif target and instruction.name not in ("STG", "STS"):
-            tainted.difference_update(target)
         if "WIDE" in instruction.modifiers and target:  # the high half of an address never decides
             tainted.discard(str(int(target[0]) + 1))
     return found

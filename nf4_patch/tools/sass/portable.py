@@ -20,8 +20,7 @@ from ...nf4.layout import Layout
 from ...nf4.matmul import launch as matmul
 from ...patching.replacement import fields_of
 from . import machine_code
-
-Capability = tuple[int, int]
+from .machine_code import Capability, arch_of
 
 
 class CannotRun(RuntimeError):
@@ -36,19 +35,19 @@ def capability_of(arch: str) -> Capability:
     """
     found = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)", arch)
     if not found:
-        raise ValueError(f"{arch!r} is no architecture; sm_75, 75 and 7.5 are")
+        raise ValueError(f"{arch!r} is not an architecture; write it as sm_75, 75 or 7.5")
     return int(found[1]), int(found[2])
 
 
 def check(capability: Capability, device: torch.device) -> None:
     """Raises CannotRun unless PTX for ``capability`` runs on ``device``."""
     if capability < launch.MINIMUM_CAPABILITY:
-        raise CannotRun(f"the kernel begins at sm_{machine_code.sm(launch.MINIMUM_CAPABILITY)}")
+        raise CannotRun(f"{arch_of(capability)}: the kernel begins at {arch_of(launch.MINIMUM_CAPABILITY)}")
     if device.type != "cuda":
         raise CannotRun("PTX needs an NVIDIA GPU to run on; `nf4-patch inspect` compiles and counts without one")
     here = torch.cuda.get_device_capability(device)
     if capability > here:
-        raise CannotRun(f"PTX for sm_{machine_code.sm(capability)} does not run on sm_{machine_code.sm(here)}")
+        raise CannotRun(f"PTX for {arch_of(capability)} does not run on {arch_of(here)}")
 
 
 @functools.lru_cache(maxsize=256)
@@ -59,16 +58,18 @@ def load(variant: Variant, capability: Capability, device: torch.device) -> tupl
 
 
 @functools.lru_cache(maxsize=256)
-def load_product(text: str, warps: int, capability: Capability, device: torch.device) -> tuple[Any, launch.Entry]:
-    """As :func:`load`, for the text of a fused product."""
-    compiled = machine_code.compile_product(text, warps, capability)
-    return compiled, entry_of(compiled, tuple(matmul.constants(text).values()), capability, device)
+def load_fused_matmul(
+    ptx_source: str, warps: int, capability: Capability, device: torch.device
+) -> tuple[Any, launch.Entry]:
+    """As :func:`load`, for the PTX source of a fused matmul."""
+    compiled = machine_code.compile_fused_matmul(ptx_source, warps, capability)
+    return compiled, entry_of(compiled, tuple(matmul.constants(ptx_source).values()), capability, device)
 
 
 def entry_of(compiled: Any, values: tuple[Any, ...], capability: Capability, device: torch.device) -> launch.Entry:
     """What launches the PTX of a compiled kernel on ``device``."""
     target = re.search(r"^\.target (\w+)", compiled.asm["ptx"], re.MULTILINE)
-    assert target and target[1].startswith(f"sm_{machine_code.sm(capability)}"), target
+    assert target and target[1].startswith(arch_of(capability)), target
     compiled.kernel = compiled.asm["ptx"].encode() + b"\0"  # cuModuleLoadData reads PTX up to a zero byte
     with torch.cuda.device(device):
         return launch.Entry.of(compiled, values)
@@ -98,7 +99,7 @@ def multiply(
     check(capability, device)
     cut = matmul.plan(config, processors, m, n, k, x.dtype is torch.float16, nested, bias is not None, capability)
     warps = config.along_n * config.along_k
-    _, entry = load_product(cut.text, warps, capability, device)
+    _, entry = load_fused_matmul(cut.text, warps, capability, device)
     kernel = matmul.Kernel(device, x.dtype, layout, cut, warps, m, n, bias is not None, entry)
     return matmul.Product(kernel, x, layout, n, bias)(x, out)
 
