@@ -10,16 +10,9 @@ from ..nf4.dequantize import launch, reference
 from ..nf4.layout import Layout
 from . import guards
 from .reasons import Reason
-from .replacement import Server, fields_of
+from .replacement import Server, fields_of, table
 
 _server = Server("nf4_patch.dequantize_nf4")
-
-
-def describe(weight: torch.Tensor, layout: Layout) -> str:
-    return (
-        f"packed {weight.dtype} {list(weight.shape)} on {weight.device}, absmax {list(layout.absmax.shape)}, "
-        f"blocksize {layout.blocksize}, shape {layout.shape}, dtype {layout.dtype}"
-    )
 
 
 def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -30,29 +23,42 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
         result = _server.serve(weight, quant_state, out)
     if type(result) is not Reason:
         return result
-    try:
-        layout = Layout(weight, *fields_of(quant_state))
-    except AttributeError:
+    for name, given in (("weight", weight), ("out", weight if out is None else out)):
+        if not isinstance(given, torch.Tensor):
+            raise ValueError(f"{name} is a {type(given).__name__}; a torch.Tensor is needed")
+    if result is Reason.NOT_4BIT:
         raise ValueError(
             f"quant_state is a {type(quant_state).__name__}; a bitsandbytes.functional.QuantState is needed "
             "(layer.weight.quant_state of a quantized Linear4bit)"
-        ) from None
-    if result is Reason.NOT_CUDA:
-        result = guards.state_is_odd(quant_state) or check_on_cpu(layout, out)
-        if result is None:
-            weight = reference.dequantize(layout)
-            if out is None:
-                return weight
-            out.copy_(weight.t() if layout.transposed() else weight)
-            return out.t() if layout.transposed() else out
+        )
     if result is Reason.KERNEL_FAILED:
         raise RuntimeError("; ".join(map(str, failures())) or result.sentence)
+    fields = fields_of(quant_state)
+    found = ""
+    if type(fields) is not Reason:
+        layout = Layout(weight, *fields)
+        found = f": {guards.describe(layout)}"
+        if result in (Reason.NOT_CUDA, Reason.EXPORT):
+            result = guards.state_is_odd(quant_state)
+            if result is None:
+                layout = layout._replace(code=table(quant_state.quant_type, weight.device))
+                result = check_formula(layout, out)
+            if result is None:
+                return by_formula(layout, out)
     advice = f"; {result.advice}" if result.advice else ""
-    raise ValueError(f"{result.sentence}{advice}: {describe(weight, layout)}")
+    raise ValueError(f"{result.sentence}{advice}{found}")
 
 
-def check_on_cpu(layout: Layout, out: torch.Tensor | None) -> Reason | None:
-    reason = guards.check(layout, (Reason.NOT_CUDA,))
+def by_formula(layout: Layout, out: torch.Tensor | None) -> torch.Tensor:
+    weight = reference.dequantize(layout)
+    if out is None:
+        return weight
+    out.copy_(weight.t() if layout.transposed() else weight)
+    return out.t() if layout.transposed() else out
+
+
+def check_formula(layout: Layout, out: torch.Tensor | None) -> Reason | None:
+    reason = guards.check(layout, (Reason.NOT_CUDA, Reason.SUBCLASS))  # exporting, a tensor is a FakeTensor
     return guards.check_out(out, layout) if reason is None and out is not None else reason
 
 

@@ -13,18 +13,33 @@ from .reasons import Reason
 
 
 def state_is_odd(quant_state: Any) -> Reason | None:
-    """What the QuantState says beyond its tensors."""
+    """What the QuantState says beyond its tensors; NOT_4BIT if it is none."""
+    if not hasattr(quant_state, "quant_type"):  # what neither a tensor, a list nor another library's state has
+        return Reason.NOT_4BIT
     # not getattr: where it is missing, Dynamo traces QuantState.__getattr__ and guards on what that reads
     if quant_state.__dict__.get("packing_format_for_cpu"):
         return Reason.CPU_PACKING
     if quant_state.quant_type not in ("nf4", "fp4"):
         return Reason.QUANT_TYPE
-    state2 = quant_state.state2
+    state2 = quant_state.__dict__.get("state2")
     if getattr(quant_state, "nested", state2 is not None) != (state2 is not None):
         return Reason.LAYOUT
     if state2 is not None and (state2.dtype is not torch.float32 or getattr(state2, "nested", False)):
         return Reason.LAYOUT
     return None
+
+
+def describe(layout: Layout) -> str:
+    """What was found, for an error; a field that is no tensor by its type."""
+
+    def shape(field: Any) -> str:
+        return f"{list(field.shape)}" if isinstance(field, torch.Tensor) else f"a {type(field).__name__}"
+
+    packed = layout.packed
+    return (
+        f"packed {packed.dtype} {shape(packed)} on {packed.device}, absmax {shape(layout.absmax)}, "
+        f"blocksize {layout.blocksize}, shape {layout.shape}, dtype {layout.dtype}"
+    )
 
 
 def _tensors(layout: Layout) -> list[Any]:
@@ -113,10 +128,11 @@ def check(layout: Layout, ignore: tuple[Reason, ...] = ()) -> Reason | None:
     return None
 
 
-def check_out(out: torch.Tensor, layout: Layout) -> Reason | None:
+def check_out(out: Any, layout: Layout) -> Reason | None:
     """``out`` must be what the kernel writes: dense, the layout's shape, dtype and device."""
     fits = (
-        tuple(out.shape) == tuple(layout.shape)
+        isinstance(out, torch.Tensor)
+        and tuple(out.shape) == tuple(layout.shape)
         and out.dtype is layout.dtype
         and out.device == layout.packed.device
         and out.is_contiguous()

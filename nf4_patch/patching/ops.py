@@ -1,7 +1,7 @@
 """The op that torch.compile and dispatch modes see: opaque, with a fake. Eager calls go past it (launch.py).
 
 Its fake asks the guards, so that Dynamo need not trace them: 10 ms of 28 a weight (2-core CPU machine, torch 2.13). The
-answer to a refused layout is a bool tensor of as many elements as its reason has reasons before it.
+fake's answer to a refused layout is a bool tensor of as many elements as its reason has reasons before it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from .reasons import Reason
 logger = logging.getLogger("nf4_patch")
 _said: set[str] = set()
 REASONS = tuple(Reason)
+# What keeps the kernel away and not the formula: a graph may run on another machine than it was traced on.
+COMPUTABLE = (Reason.NOT_CUDA, Reason.ROCM, Reason.CAPABILITY, Reason.NOT_CONTIGUOUS)
 
 
 # The fields of a Layout. Defined here and not by ``torch.library.custom_op``, whose Autograd kernel in Python makes a call
@@ -30,21 +32,32 @@ SCHEMA = (
 
 
 def kernel(packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, shape, dtype) -> torch.Tensor:
-    """A new ``shape`` weight, or a refusal; the reference where the kernel fails."""
+    """A new ``shape`` weight: from the kernel, or by the plain formula where it cannot run. A graph has no original.
+
+    Raises:
+        ValueError: the formula cannot be computed either.
+    """
     layout = Layout(packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, tuple(shape), dtype)
     remembered = launch.remembered(layout)
     if remembered is not None:
         return remembered.new()
     reason = guards.check(layout)
-    if reason is not None:
-        return refusal(packed, reason)
-    try:
-        return launch.dequantize(layout)
-    except launch.KernelUnavailable as error:  # a compiled graph has no original to go back to
-        if str(error) not in _said:
-            _said.add(str(error))
-            logger.warning("the plain formula runs inside the compiled graph: %s", error)
+    if reason is None:
+        try:
+            return launch.dequantize(layout)
+        except launch.KernelUnavailable as error:
+            say_once(str(error))
+    elif guards.check(layout, COMPUTABLE) is None:
+        say_once(reason.sentence)
+    else:
+        raise ValueError(f"nf4_patch::dequantize_nf4: {reason.sentence}: {guards.describe(layout)}")
     return reference.dequantize(layout._replace(packed=layout.bytes()))
+
+
+def say_once(why: str) -> None:
+    if why not in _said:
+        _said.add(why)
+        logger.warning("the plain formula runs inside the compiled graph: %s", why)
 
 
 def refusal(packed: torch.Tensor, reason: Reason) -> torch.Tensor:

@@ -97,6 +97,8 @@ class Multiplier:
 
     def prepare(self, key: Any, x: torch.Tensor, layout: Layout, quant_type: str, bias: Any, state: Any) -> Any:
         """Guard and resolve a product that is then remembered, or the Reason why not."""
+        if torch._C._is_tracing():
+            return Reason.EXPORT
         device = x.get_device()
         if device < 0 or launching.INTERPRETED:
             return Reason.NOT_CUDA

@@ -15,7 +15,11 @@ class Reason(enum.Enum):
     TRANSFORM = ("a functorch transform (vmap, grad, ...) is active", "")
     MODE = ("a dispatch mode is active, and the fused product is no operator that it could see", "")
     SUBCLASS = ("a tensor of the weight is a subclass with its own dispatch (DTensor, FakeTensor, ...)", "")
-    ARGUMENTS = ("called without a quant_state or with arguments that only the original takes", "")
+    EXPORT = (
+        "torch.export or torch.jit.trace is recording a program, which has to run where nf4_patch is not",
+        "",
+    )
+    ARGUMENTS = ("called without a weight or quant_state, or with an argument that differs from the quant_state", "")
     CPU_PACKING = ("the weight is in bitsandbytes' CPU packing", "move the model with model.to('cuda')")
     QUANT_TYPE = ("quant_type is neither nf4 nor fp4", "")
     DTYPE = (
@@ -54,4 +58,4 @@ class Reason(enum.Enum):
     @property
     def is_expected(self) -> bool:
         """Nothing was missed: no warning, and nothing raised in strict mode."""
-        return self in (Reason.NOT_4BIT, Reason.DEFERRED, Reason.ROWS, Reason.PRODUCT, Reason.MODE)
+        return self in (Reason.NOT_4BIT, Reason.DEFERRED, Reason.ROWS, Reason.PRODUCT, Reason.MODE, Reason.EXPORT)

@@ -23,6 +23,10 @@ from .stats import ledger, logger
 
 identity = launching.identity
 is_compiling = torch.compiler.is_dynamo_compiling  # torch.export without it runs under a dispatch mode
+is_exporting = getattr(torch.compiler, "is_exporting", bool)  # PyTorch 2.6 does not say; bool() is False
+is_jit_tracing = (
+    torch._C._is_tracing
+)  # torch.jit.trace. Then a shape holds tensors, which are no key: no launch is found
 modes_active = torch._C._len_torch_dispatch_stack
 transforms_active = torch._C._functorch.peek_interpreter_stack
 own_dispatch = torch._C._disabled_torch_dispatch_impl
@@ -41,19 +45,18 @@ class Switch:
 switch = Switch()
 
 
-def fields_of(state: Any) -> tuple[Any, ...]:
-    """The fields of a Layout after ``packed``, from a bitsandbytes QuantState.
-
-    Raises:
-        AttributeError: it is not one (None, a list, an fp8 scale, an NVFP4 state).
-    """
-    state2 = state.state2
-    if state2 is None:
-        return state.absmax, state.code, None, None, None, state.blocksize, 0, state.shape, state.dtype
-    return (
-        state.absmax, state.code, state2.absmax, state2.code, state.offset,
-        state.blocksize, state2.blocksize, state.shape, state.dtype,
-    )  # fmt: skip
+def fields_of(state: Any) -> Any:
+    """The fields of a Layout after ``packed``, from a bitsandbytes QuantState, or the Reason why it has not all of them."""
+    try:
+        state2 = state.state2
+        if state2 is None:
+            return state.absmax, state.code, None, None, None, state.blocksize, 0, state.shape, state.dtype
+        return (
+            state.absmax, state.code, state2.absmax, state2.code, state.offset,
+            state.blocksize, state2.blocksize, state.shape, state.dtype,
+        )  # fmt: skip
+    except AttributeError:  # nothing but a state's fields is read above
+        return guards.state_is_odd(state) or Reason.LAYOUT
 
 
 class Server:
@@ -98,35 +101,39 @@ class Server:
             except (AttributeError, TypeError):  # no QuantState, a field is no tensor, or the shape a list
                 pass
         if launch is None:
-            try:
-                fields = fields_of(state)
-            except AttributeError:
-                return Reason.NOT_4BIT
+            fields = fields_of(state)
+            if type(fields) is Reason:
+                return fields
             return self.serve_fields(weight, fields, state.quant_type, state, out, shared)
         result = launch.shared() if shared else launch.new()
         launch.tally.hits += 1
         return result
 
     def serve_subclass(self, weight: torch.Tensor, state: Any, out: torch.Tensor | None, shared: bool) -> Any:
+        if not isinstance(weight, torch.Tensor):
+            return Reason.ARGUMENTS
         if type(weight).__torch_dispatch__ is own_dispatch:
             # Params4bit has a Python __torch_function__: 1.4 us for each data_ptr() without this.
             with torch._C.DisableTorchFunctionSubclass():
                 return self.serve(weight, state, out, shared, True)
-        try:
-            fields_of(state)
-        except AttributeError:
-            return Reason.NOT_4BIT
-        return self.trace(weight, state, out) if torch.compiler.is_compiling() else Reason.SUBCLASS
+        if torch.compiler.is_compiling():
+            return self.trace(weight, state, out)
+        fields = fields_of(state)
+        return fields if type(fields) is Reason else Reason.SUBCLASS
 
     def trace(self, weight: torch.Tensor, state: Any, out: torch.Tensor | None = None) -> Any:
         """As ``serve``, inside a region that torch.compile traces: through the op, whose fake asks the guards."""
-        if not hasattr(state, "state2"):
-            return Reason.NOT_4BIT
+        reason = guards.state_is_odd(state)
+        if reason is not None:
+            return reason
+        if is_exporting():
+            return Reason.EXPORT
         if out is not None:
             return Reason.OUT
         if not (weight.is_cuda or launching.INTERPRETED):  # asked here too: on a CPU nothing would be served
             return Reason.NOT_CUDA
-        return guards.state_is_odd(state) or ops.dequantize(weight, *fields_of(state))
+        fields = fields_of(state)
+        return fields if type(fields) is Reason else ops.dequantize(weight, *fields)
 
     def serve_fields(self, weight, fields, quant_type, state=None, out=None, shared=False) -> Any:
         """As ``serve``, of the fields of a Layout after ``packed``."""
@@ -164,6 +171,8 @@ class Server:
 
     def decoded_as(self, layout: Layout, quant_type: str) -> Layout | Reason:
         """The layout with the table of its quant_type: bitsandbytes goes by the name and never reads ``state.code``."""
+        if is_jit_tracing():
+            return Reason.EXPORT
         code = codebook(quant_type, layout.packed.device)
         return code if isinstance(code, Reason) else layout._replace(code=code)
 
@@ -202,6 +211,8 @@ class Server:
 
     def dispatch(self, layout: Layout, state: Any, out: torch.Tensor | None) -> Any:
         """Through the op, which dispatch modes see; nothing is counted."""
+        if is_exporting() or is_jit_tracing():
+            return Reason.EXPORT
         reason = self.refuse(layout, state) if out is None else Reason.OUT
         return ops.dequantize(*layout) if reason is None else reason
 
@@ -245,6 +256,24 @@ keep_dynamo_out(Server.serve)
 keep_dynamo_out(Server.serve_fields)
 
 
+def output_of(state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``out`` among the arguments of ``dequantize_4bit`` after a state; ARGUMENTS where another differs from the state.
+
+    None, a default written out and what the state says as well change nothing.
+    """
+    given = {"absmax": None, "out": None, "blocksize": 64, "quant_type": "fp4"}
+    names = [*list(given)[: len(args)], *kwargs]
+    known = len({*names}) == len(args) + len(kwargs) and given.keys() >= {*names}
+    given.update(zip(names, (*args, *kwargs.values()), strict=False))
+    agrees = (
+        known
+        and (given["absmax"] is None or given["absmax"] is getattr(state, "absmax", None))
+        and given["blocksize"] in (None, 64, getattr(state, "blocksize", None))
+        and given["quant_type"] in ("fp4", getattr(state, "quant_type", None))
+    )
+    return given["out"] if agrees else Reason.ARGUMENTS
+
+
 def replace_dequantize_4bit(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``bitsandbytes.functional.dequantize_4bit``."""
     server = Server(target)
@@ -253,15 +282,19 @@ def replace_dequantize_4bit(target: str, original: Callable[..., Any]) -> Callab
     @functools.wraps(original)
     def dequantize_4bit(A, quant_state=None, *args, **kwargs):
         if switch.on:
-            result: Any = Reason.ARGUMENTS
-            if quant_state is not None and not args and (not kwargs or kwargs.keys() == {"out"}):
-                if is_compiling():
-                    result = trace(A, quant_state, **kwargs)
-                else:
-                    try:
-                        result = serve(A, quant_state, **kwargs) if kwargs else serve(A, quant_state)
-                    except Exception as error:
-                        result = server.failed(error)
+            out: Any = None
+            if args or kwargs:
+                alone = not args and kwargs.keys() == {"out"}
+                out = kwargs["out"] if alone else output_of(quant_state, args, kwargs)
+            if quant_state is None or type(out) is Reason:
+                result: Any = Reason.ARGUMENTS
+            elif is_compiling():
+                result = trace(A, quant_state, out)
+            else:
+                try:
+                    result = serve(A, quant_state, out)
+                except Exception as error:
+                    result = server.failed(error)
             if type(result) is not Reason:
                 return result
             if not is_compiling():
@@ -338,10 +371,9 @@ def product_of(multiplier: Multiplier, x, packed, state, bias=None, out=None, tr
     Args:
         transposed: whether the packed weight has to come as [1, bytes]; None: it does not matter.
     """
-    try:
-        fields = fields_of(state)
-    except AttributeError:
-        return Reason.NOT_4BIT
+    fields = fields_of(state)
+    if type(fields) is Reason:
+        return fields
     if modes_active():
         return Reason.MODE
     if transforms_active() is not None:
@@ -487,6 +519,22 @@ def replace_backward(target: str, original: Callable[..., Any]) -> Callable[...,
     return backward
 
 
+TABLES = {
+    "nf4": (  # QLoRA (arXiv 2305.14314), appendix E
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
+    "fp4": tuple(value / 12 for value in (0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3)),
+}  # fmt: skip
+
+
+def table(quant_type: str, device: torch.device) -> torch.Tensor:
+    """fp32 whatever the default dtype; bitsandbytes' ``get_4bit_type`` follows that."""
+    return torch.tensor(TABLES[quant_type], dtype=torch.float32, device=device)
+
+
 _codebooks: dict[tuple[str, torch.device], torch.Tensor] = {}
 
 
@@ -494,14 +542,12 @@ def codebook(quant_type: str, device: torch.device) -> torch.Tensor | Reason:
     """The 16 values of a quant_type, fp32 [16]; or why they are not to be had."""
     code = _codebooks.get((quant_type, device))
     if code is None:
-        if quant_type not in ("nf4", "fp4"):
+        if quant_type not in TABLES:
             return Reason.QUANT_TYPE
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # a copy from the host would end it
             return Reason.CAPTURING
-        from bitsandbytes.functional import get_4bit_type
-
         with torch.inference_mode(False):
-            code = _codebooks[quant_type, device] = get_4bit_type(quant_type, device=device)
+            code = _codebooks[quant_type, device] = table(quant_type, device)
     return code
 
 

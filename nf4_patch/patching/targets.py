@@ -64,6 +64,7 @@ TARGETS = (
         parameters=(("A", "quant_state", "absmax", "out", "blocksize", "quant_type"),),
         replace="replace_dequantize_4bit",
         covers="backward of every Linear4bit, forward before 0.50; peft merge and DoRA; model.dequantize()",
+        copied=True,
     ),
     Target(
         module="bitsandbytes.backends.cuda.ops",
@@ -96,6 +97,7 @@ TARGETS = (
         replace="replace_gemv",
         covers='one row of Linear4bit before 0.50 (generation), with enable(matmul="auto") only',
         only="matmul",
+        copied=True,
     ),
     Target(
         module="bitsandbytes.autograd._functions",

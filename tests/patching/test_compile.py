@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo
 from oracle import layout_of, quantized
+from subprocess_python import python
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.compiler import is_dynamo_compiling as is_compiling
@@ -15,6 +16,8 @@ from torch.compiler import is_dynamo_compiling as is_compiling
 import nf4_patch
 from nf4_patch.nf4.dequantize import launch
 from nf4_patch.patching import guards, ops
+from nf4_patch.patching.reasons import Reason
+from nf4_patch.patching.stats import ledger
 
 BACKEND = "inductor" if torch.cuda.is_available() else "aot_eager"
 
@@ -175,8 +178,8 @@ def strided(tensor):
     return torch.stack([tensor, tensor], 1)[:, 0]
 
 
-def test_the_op_says_why_not(device):
-    """The fake's answer, the op's own and the guards' are one."""
+def test_the_op_says_why_not_to_a_trace(device):
+    """The fake's answer and the guards' are one."""
     packed, state = quantized((64, 256), torch.bfloat16, device)
     layout = layout_of(packed, state)
     for changed in (
@@ -188,13 +191,15 @@ def test_the_op_says_why_not(device):
     ):
         reason = guards.check(changed)
         assert (reason is None) is (changed is layout)
-        real = torch.ops.nf4_patch.dequantize_nf4(*changed)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fake = torch.ops.nf4_patch.dequantize_nf4(
+            fake = ops.dequantize(
                 *(mode.from_tensor(field) if isinstance(field, torch.Tensor) else field for field in changed)
             )
-        assert (real.dtype, real.shape) == (fake.dtype, fake.shape)
-        assert ops.dequantize(*changed) is reason if reason else torch.equal(ops.dequantize(*changed), real)
+        if reason is None:
+            real = ops.dequantize(*changed)
+            assert (real.dtype, real.shape) == (fake.dtype, fake.shape)
+        else:
+            assert fake is reason
 
 
 @pytest.mark.skipif(
@@ -221,3 +226,75 @@ def test_no_guard_is_traced(patched, device, monkeypatch):
     compiled = torch.compile(lambda w, s: F.dequantize_4bit(w, s) * 1, fullgraph=True, backend="eager")
     assert torch.equal(compiled(packed, state), F.dequantize_4bit(packed, state))
     assert traced and not any(traced)
+
+
+def exportable(device):
+    """A module whose weight is decoded in its forward, and one that asks the direct API."""
+    packed, state = quantized((64, 256), torch.float32, device)
+
+    class Original(torch.nn.Module):
+        def forward(self, x):
+            return x * F.dequantize_4bit(packed, state)
+
+    class Direct(torch.nn.Module):
+        def forward(self, x):
+            return x * nf4_patch.dequantize_nf4(packed, state)
+
+    return Original(), Direct(), torch.randn(64, 256, device=device)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+def test_an_exported_program_needs_no_nf4_patch(patched, device, tmp_path, strict):
+    """It runs in a process that never imported nf4_patch, with the same numbers."""
+    original, direct, x = exportable(device)
+    want = original(x)
+    torch.save((x, want), tmp_path / "want.pt")
+    for name, module in (("original", original), ("direct", direct)):
+        program = torch.export.export(module, (x,), strict=strict)
+        assert "nf4_patch" not in str(program.graph)
+        assert torch.equal(program.module()(x), want)
+        torch.export.save(program, tmp_path / f"{name}.pt2")
+    python(f"""
+    import sys
+    import bitsandbytes, torch
+    x, want = torch.load({str(tmp_path / "want.pt")!r})
+    for name in ("original", "direct"):
+        got = torch.export.load({str(tmp_path)!r} + f"/{{name}}.pt2").module()(x)
+        assert torch.equal(got, want), (name, got - want)
+    assert "nf4_patch.patching.ops" not in sys.modules
+    """)
+
+
+def test_a_jit_trace_records_the_original(patched, device):
+    """No constant is baked in: other bytes in the same weight give other numbers."""
+    packed, state = quantized((64, 256), torch.float32, device)
+    other, _ = quantized((64, 256), torch.float32, device, seed=1)
+    F.dequantize_4bit(packed, state)  # remembered before the trace
+    traced = torch.jit.trace(lambda w: F.dequantize_4bit(w, state) * 2, (packed,), check_trace=False)
+    assert fallbacks() == {Reason.EXPORT: 1}
+    for each in (packed, other):
+        assert torch.equal(traced(each), F.dequantize_4bit(each, state) * 2)
+
+
+def fallbacks():
+    return {reason: n for (_, reason), n in ledger.fallbacks.items()}
+
+
+def test_the_op_computes_where_the_kernel_cannot(device, monkeypatch, caplog):
+    """A graph runs on another machine than it was traced on: the formula, or an error; never unwritten memory."""
+    packed, state = quantized((64, 256), torch.bfloat16, device)
+    layout = layout_of(packed, state)
+    want = torch.ops.nf4_patch.dequantize_nf4(*layout)
+    assert torch.equal(torch.ops.nf4_patch.dequantize_nf4(*layout._replace(absmax=strided(layout.absmax))), want)
+    for changed in (layout._replace(absmax=layout.absmax[:-1]), layout._replace(blocksize=96)):
+        with pytest.raises(ValueError, match=guards.check(changed).sentence[:20]):
+            torch.ops.nf4_patch.dequantize_nf4(*changed)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(ops, "_said", set())
+    on_the_cpu = layout._replace(**{name: getattr(layout, name).cpu() for name in TENSORS})
+    for _ in range(2):
+        assert torch.equal(torch.ops.nf4_patch.dequantize_nf4(*on_the_cpu), want.cpu())
+    assert len([r for r in caplog.records if Reason.NOT_CUDA.sentence in r.getMessage()]) == 1
+
+
+TENSORS = ("packed", "absmax", "code", "absmax2", "code2", "offset")

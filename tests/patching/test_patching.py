@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import logging
@@ -16,7 +17,8 @@ from subprocess_python import INTERPRETED, python
 
 import nf4_patch
 from nf4_patch.config import VARIABLES, Config, ConfigError
-from nf4_patch.patching import hooks
+from nf4_patch.nf4.dequantize import launch
+from nf4_patch.patching import guards, hooks, replacement
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.stats import FallbackError, ledger
 from nf4_patch.patching.targets import TARGETS
@@ -421,3 +423,166 @@ def test_every_target_names_its_function():
         assert target.covers
         assert target.releases
         assert target.tested
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_the_tables_are_those_of_bitsandbytes(quant_type, device):
+    """In fp32 whatever the default dtype is at the first use, which is when a table is made."""
+    want = F.get_4bit_type(quant_type, device=device)
+    packed, state = quantized((64, 128), torch.float16, device, quant_type=quant_type)
+    weight = expected(packed, state)
+    dtype = torch.get_default_dtype()
+    replacement._codebooks.clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(nf4_patch.dequantize_nf4(packed, state), weight)
+    finally:
+        torch.set_default_dtype(dtype)
+    assert torch.equal(replacement.codebook(quant_type, device), want)
+    assert torch.equal(nf4_patch.dequantize_nf4(packed, state), weight)
+
+
+def test_arguments_that_agree_with_the_state_are_served(on):
+    for name, others in (("nf4", {"quant_type": "nf4"}), ("fp4", {"quant_type": "fp4"})):
+        packed, state = quantized((64, 128), torch.float16, on, blocksize=128, quant_type=name)
+        want = expected(packed, state)
+        ledger.reset()
+        wrapper = getattr(F, f"dequantize_{name}")
+        out = torch.empty_like(want)
+        results = [
+            wrapper(packed, state),
+            wrapper(packed, quant_state=state, out=out),
+            F.dequantize_4bit(packed, state, None, None, None, name),
+            F.dequantize_4bit(packed, state, state.absmax, out, 128, name),
+            F.dequantize_4bit(packed, state, blocksize=64),  # the default of some releases, written out
+            F.dequantize_4bit(packed, state, quant_type="fp4"),  # the default written out
+            F.dequantize_4bit(packed, state, **others),
+        ]
+        assert all(torch.equal(result, want) for result in results)
+        assert results[1] is out and results[3] is out
+        assert ledger.hits(DEQUANTIZE) == len(results)
+        assert not fallbacks()
+
+
+def test_arguments_that_differ_from_the_state_run_the_original(on):
+    packed, state = quantized((64, 128), torch.float16, on, blocksize=128, quant_type="fp4")
+    want = expected(packed, state)
+    ledger.reset()
+    for arguments in ({"absmax": state.absmax.clone()}, {"blocksize": 256}, {"quant_type": "nf4"}):
+        result = F.dequantize_4bit(packed, state, **arguments)
+        if on.type == "cuda":
+            assert torch.equal(result, want)
+    assert fallbacks() == {Reason.ARGUMENTS: 3}
+    for args, kwargs in (((None,) * 5, {}), ((None,), {"absmax": None}), ((), {"scale": 1})):
+        with pytest.raises(TypeError):
+            F.dequantize_4bit(packed, state, *args, **kwargs)
+    assert fallbacks() == {Reason.ARGUMENTS: 6}
+
+
+def test_a_function_imported_by_value_before_enable():
+    """In any module, and under any name."""
+    python(f"""
+    {INTERPRETED.strip().replace(chr(10), "; ")}
+    from bitsandbytes.functional import dequantize_4bit, gemv_4bit as product
+    import bitsandbytes.functional as F, nf4_patch, torch
+    packed, state = F.quantize_4bit(torch.randn(64, 64), quant_type="nf4", compress_statistics=True)
+    want = dequantize_4bit(packed, state)
+    nf4_patch.enable(matmul="auto")
+    assert torch.equal(dequantize_4bit(packed, state), want)
+    assert nf4_patch.status().hits == 1, nf4_patch.status()
+    assert product is F.gemv_4bit and hasattr(product, "__wrapped__")
+    nf4_patch.disable()
+    assert not hasattr(dequantize_4bit, "__wrapped__") and not hasattr(product, "__wrapped__")
+    """)
+
+
+def packed_for_cpu(nested):
+    """A weight that bitsandbytes repacked for a CPU with AVX512-BF16."""
+    convert = getattr(F, "_convert_weight_packed_for_cpu", None)
+    if convert is None:
+        pytest.skip("this release of bitsandbytes has no CPU packing")
+    return convert(*quantized((64, 128), torch.bfloat16, torch.device("cpu"), nested=nested))
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
+def test_cpu_packing_has_its_name(nested, device):
+    packed, state = packed_for_cpu(nested)
+    nf4_patch.enable()
+    ledger.reset()
+    try:
+        with contextlib.suppress(Exception):  # what the original makes of it is its own
+            F.dequantize_4bit(packed, state)
+        assert fallbacks() == {Reason.CPU_PACKING: 1}
+        ledger.reset()
+        with contextlib.suppress(Exception):
+            torch.compile(lambda w: F.dequantize_4bit(w, state), backend="eager")(packed)
+        assert ledger.hits(DEQUANTIZE) == 0
+    finally:
+        nf4_patch.disable()
+        ledger.reset()
+    with pytest.raises(ValueError, match=Reason.CPU_PACKING.sentence):
+        nf4_patch.dequantize_nf4(packed, state)
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
+def test_a_forward_without_gradient_on_a_cpu_with_avx512_bf16(nested, monkeypatch):
+    """The layer repacks its weight by itself; the direct API names it."""
+    layer = linear(torch.device("cpu"), compress_statistics=nested).eval()
+    if not hasattr(layer, "support_avx512bf16_for_cpu"):
+        pytest.skip("this release of bitsandbytes has no CPU packing")
+    layer.support_avx512bf16_for_cpu = True  # a CPU without it gets as far as its first multiplication
+    with contextlib.suppress(Exception):
+        layer(torch.randn(2, 256, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=Reason.CPU_PACKING.sentence):
+        nf4_patch.triton_dequantize_nf4(layer)
+
+
+def test_an_error_that_is_no_missing_field_is_not_taken_for_one(on, monkeypatch):
+    packed, state = quantized((64, 128), torch.float16, on)
+
+    def mistaken(*args):
+        raise AttributeError("a mistake of ours")
+
+    monkeypatch.setattr(guards, "state_is_odd", mistaken)
+    F.dequantize_4bit(packed, state)
+    assert fallbacks() == {Reason.ERROR: 1}
+
+
+def test_a_state_without_one_of_its_fields(on):
+    packed, state = quantized((64, 128), torch.float16, on)
+    del state.absmax
+    with pytest.raises(AttributeError):  # the original's own
+        F.dequantize_4bit(packed, state)
+    assert fallbacks() == {Reason.LAYOUT: 1}
+    with pytest.raises(ValueError, match=Reason.LAYOUT.sentence):
+        nf4_patch.dequantize_nf4(packed, state)
+
+
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_direct_api_raises_value_errors_only(interpreted, monkeypatch, device):
+    if not interpreted:
+        monkeypatch.setattr(launch, "INTERPRETED", False)
+    packed, state = quantized((96, 128), torch.float16, device)
+    for weight, out, words in (
+        (None, None, "weight is a NoneType"),
+        ("w", None, "weight is a str"),
+        (packed, "x", "out is a str"),
+        (packed, torch.empty(3), Reason.OUT.sentence),
+    ):
+        with pytest.raises(ValueError, match=words):
+            nf4_patch.dequantize_nf4(weight, state, out)
+    for change in (
+        {"absmax": None},
+        {"offset": 0.5},
+        {"state2": None},
+        {"blocksize": None},
+        {"shape": None},
+        {"code": 3},
+    ):
+        packed, state = quantized((96, 128), torch.float16, device)
+        vars(state).update(change)
+        if change == {"code": 3}:  # never read
+            assert torch.equal(nf4_patch.dequantize_nf4(packed, state), expected(packed, state))
+            continue
+        with pytest.raises(ValueError, match=r"packed torch\.uint8"):
+            nf4_patch.dequantize_nf4(packed, state)
