@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,3 +52,33 @@ class Layout(NamedTuple):
     def bytes(self) -> torch.Tensor:
         """The packed weight as a flat uint8 view."""
         return self.packed.detach().reshape(-1).view(torch.uint8)
+
+    def operands(self) -> tuple[torch.Tensor, ...]:
+        """A matmul kernel's tensors of the weight; a flat one repeats its code, which is then not read."""
+        second = (self.absmax2, self.code2, self.offset) if self.nested() else (self.code,) * 3
+        return (self.packed, self.absmax, self.code, *second)  # type: ignore[return-value]
+
+
+def identity(
+    table: str | int, packed: torch.Tensor, absmax: Any, code: Any, absmax2: Any, code2: Any, offset: Any,
+    blocksize: int, blocksize2: int, shape: Sequence[int], dtype: torch.dtype,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Everything a resolved launch depends on, as a key: the same addresses, sizes and types give the same result.
+
+    Args:
+        table: what stands for ``code``, which is not read: the quant_type, or the address of the code.
+        packed ... dtype: the fields of a Layout, in its order.
+
+    Raises:
+        AttributeError: a field is no tensor.
+    """
+    if absmax2 is None:
+        return (
+            packed.data_ptr(), packed.shape, packed.dtype, packed.is_contiguous(), absmax.data_ptr(), absmax.numel(),
+            blocksize, shape, dtype, table,
+        )  # fmt: skip
+    return (
+        packed.data_ptr(), packed.shape, packed.dtype, packed.is_contiguous(), absmax.data_ptr(), absmax.numel(),
+        absmax2.data_ptr(), absmax2.numel(), code2.data_ptr(), offset.data_ptr(), offset.dtype,
+        blocksize, blocksize2, shape, dtype, table,
+    )  # fmt: skip

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ..nf4.dequantize import launch, reference
+from ..nf4 import runtime
+from ..nf4.dequantize import compilation, reference
 from ..nf4.layout import Layout
 from . import guards
 from .reasons import Reason
@@ -62,8 +63,8 @@ def check_formula(layout: Layout, out: torch.Tensor | None) -> Reason | None:
     return guards.check_out(out, layout) if reason is None and out is not None else reason
 
 
-def failures() -> list[launch.KernelUnavailable]:
-    return [k for k in launch.compiled_kernels().values() if isinstance(k, launch.KernelUnavailable)]
+def failures() -> list[runtime.KernelUnavailable]:
+    return [k for k in compilation.compiled_kernels().values() if isinstance(k, runtime.KernelUnavailable)]
 
 
 def triton_dequantize_nf4(layer: Any) -> torch.Tensor:

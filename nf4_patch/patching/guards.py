@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..nf4.dequantize import launch
+from ..nf4.dequantize import compilation
 from ..nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES, Layout
 from .reasons import Reason
 
@@ -101,13 +101,13 @@ def _too_old(layout: Layout) -> bool:
 
 
 def _capable(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) >= launch.MINIMUM_CAPABILITY
+    return torch.cuda.get_device_capability(index) >= compilation.MINIMUM_CAPABILITY
 
 
 # In order: the first that holds is the reason. Each looks only at what the ones before it have vouched for.
 GUARDS: tuple[tuple[Reason, Callable[[Layout], bool]], ...] = (
-    (Reason.NOT_CUDA, lambda layout: not layout.packed.is_cuda and not launch.INTERPRETED),
-    (Reason.ROCM, lambda layout: torch.version.hip is not None and not launch.INTERPRETED),
+    (Reason.NOT_CUDA, lambda layout: not layout.packed.is_cuda and not compilation.INTERPRETED),
+    (Reason.ROCM, lambda layout: torch.version.hip is not None and not compilation.INTERPRETED),
     (Reason.CAPABILITY, _too_old),
     (Reason.DTYPE, lambda layout: layout.dtype not in OUTPUT_DTYPES),
     (Reason.STORAGE, lambda layout: layout.packed.dtype not in STORAGE_DTYPES),

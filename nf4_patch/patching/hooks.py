@@ -126,14 +126,18 @@ def use_calibration(config: Config) -> None:
     """The products' configs come from the file that NF4_PATCH_CALIBRATION names, where it has this GPU and releases."""
     from ..nf4.matmul import calibration
 
-    calibration.use(config.calibration, releases)
+    if calibration.use(config.calibration, releases):
+        from . import product, replacement
+
+        product.forget()
+        replacement.measured_everywhere.cache_clear()
 
 
 def releases() -> dict[str, str | None]:
     """What a calibration depends on, as installed; None: it is not."""
-    from ..nf4.dequantize import launch
+    from ..nf4 import runtime
 
-    found = {"nf4_patch": __version__, "triton": launch.triton.__version__ if launch.triton else None}
+    found = {"nf4_patch": __version__, "triton": runtime.triton.__version__ if runtime.triton else None}
     for name in dict.fromkeys(target.distribution for target in TARGETS):
         try:
             found[name] = metadata.version(name)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..nf4 import runtime
 from ..nf4.dequantize import launch, reference
 from ..nf4.layout import Layout
 from . import guards
@@ -45,7 +46,7 @@ def kernel(packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, 
     if reason is None:
         try:
             return launch.dequantize(layout)
-        except launch.KernelUnavailable as error:
+        except runtime.KernelUnavailable as error:
             say_once(str(error))
     elif guards.check(layout, COMPUTABLE) is None:
         say_once(reason.sentence)

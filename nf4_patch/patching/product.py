@@ -12,48 +12,38 @@ from typing import Any
 
 import torch
 
-from ..nf4.dequantize import launch as launching
-from ..nf4.layout import Layout
-from ..nf4.matmul import backward as matmul_dx
-from ..nf4.matmul import calibration
+from ..nf4 import runtime
+from ..nf4.dequantize import compilation
+from ..nf4.layout import Layout, identity
 from ..nf4.matmul import launch as matmul
 from . import guards
 from .reasons import Reason
 from .stats import ledger
 
-identity = launching.identity
-
 
 @functools.lru_cache(maxsize=4096)
-def is_measured(device: int, m: int, n: int, k: int, backward: bool = False) -> bool:
+def is_measured(device: int, m: int, n: int, k: int) -> bool:
     """Whether there is a row, calibrated or shipped, in which our product won."""
-    table: Any = matmul_dx if backward else matmul
-    return table.config_for(torch.cuda.get_device_capability(device), m, n, k, device=device) is not None
+    return matmul.config_for(torch.cuda.get_device_capability(device), m, n, k, device=device) is not None
 
 
 _multipliers: weakref.WeakSet[Multiplier] = weakref.WeakSet()
 
 
 def forget() -> None:
-    """Ask the tables anew: other measurements are in force."""
+    """Ask the tables anew: another calibration is in force."""
+    matmul.forget()
     is_measured.cache_clear()
     for multiplier in _multipliers:
         multiplier.products.clear()
 
 
-calibration.dependents.append(forget)
-
-
 class Multiplier:
-    """Serves the products of one target: from x, the weight and its fields to the result or a Reason.
+    """Serves the products of one target: from x, the weight and its fields to the result or a Reason."""
 
-    Backward, x is dY and the result dX: the same but for which side of the weight is summed over.
-    """
-
-    def __init__(self, server: Any, backward: bool = False):
+    def __init__(self, server: Any):
         self.server = server  # of the target's dequantizations
-        self.backward = backward
-        self.memo = launching.Memo()
+        self.memo = runtime.Memo()
         self.products: dict[tuple[Any, ...], Any] = self.memo.launches
         _multipliers.add(self)
 
@@ -61,13 +51,12 @@ class Multiplier:
         self, x: torch.Tensor, packed: torch.Tensor, fields: tuple[Any, ...], quant_type: str,
         bias: torch.Tensor | None = None, out: torch.Tensor | None = None, state: Any = None,
     ) -> Any:  # fmt: skip
-        """x @ weight.T + bias, [..., N] in x's dtype, or the Reason why not; backward x @ weight, [..., K].
+        """x @ weight.T + bias, [..., N] in x's dtype, or the Reason why not.
 
         A remembered product is found before anything else is asked for.
 
         Args:
             fields: those of a Layout after ``packed``, the dtype being x's; the code is not read.
-            bias: forward only.
             out: filled and returned.
             state: the QuantState, where there is one to look at.
         """
@@ -100,14 +89,13 @@ class Multiplier:
         if torch._C._is_tracing():
             return Reason.EXPORT
         device = x.get_device()
-        if device < 0 or launching.INTERPRETED:
+        if device < 0 or compilation.INTERPRETED:
             return Reason.NOT_CUDA
         if len(layout.shape) != 2:
             return Reason.PRODUCT
         n, k = layout.shape
-        inner = n if self.backward else k
-        m = x.numel() // inner
-        if m == 0 or x.shape[-1] != inner or not is_measured(device, m, n, k, self.backward):
+        m = x.numel() // k
+        if m == 0 or x.shape[-1] != k or not is_measured(device, m, n, k):
             return Reason.ROWS
         decoded = self.server.decoded_as(layout, quant_type)
         if isinstance(decoded, Reason):
@@ -115,15 +103,13 @@ class Multiplier:
         reason = self.server.refuse(decoded, state)
         if reason is not None:
             return reason
-        extra = () if self.backward else (bias,)
-        table: Any = matmul_dx if self.backward else matmul
-        if table.refusal(x, decoded, *extra) is not None:
+        if matmul.refusal(x, decoded, bias) is not None:
             return Reason.PRODUCT
-        if not all(map(launching.has_memory, guards._tensors(decoded))):
+        if not all(map(runtime.has_memory, guards._tensors(decoded))):
             return Reason.NO_MEMORY
         try:
-            product = table.product(x, decoded, *extra)
-        except launching.KernelUnavailable as error:
+            product: Any = matmul.resolve(x, decoded, bias)
+        except runtime.KernelUnavailable as error:
             return self.server.unavailable(error)
         product.tally = ledger.tally(self.server.target, (n, k), f"{str(x.dtype).removeprefix('torch.')} product")
         return product if key is None else self.memo.remember(key, product)

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..nf4.dequantize import launch as launching
-from ..nf4.layout import Layout
+from ..nf4 import runtime
+from ..nf4.dequantize import compilation, launch
+from ..nf4.dequantize.launch import Launch
+from ..nf4.layout import Layout, identity
 from ..nf4.matmul import calibration
 from . import guards, ops
 from .product import Multiplier
 from .reasons import Reason
 from .stats import ledger, logger
 
-identity = launching.identity
 is_compiling = torch.compiler.is_dynamo_compiling  # torch.export without it runs under a dispatch mode
 is_exporting = getattr(torch.compiler, "is_exporting", bool)  # PyTorch 2.6 does not say; bool() is False
 is_jit_tracing = (
@@ -64,7 +65,7 @@ class Server:
 
     def __init__(self, target: str):
         self.target = target
-        self.memo = launching.Memo()
+        self.memo = runtime.Memo()
         self.launches = self.memo.launches
         self.failure = self.error = ""  # the latest KERNEL_FAILED and the latest ERROR, in full
 
@@ -130,7 +131,7 @@ class Server:
             return Reason.EXPORT
         if out is not None:
             return Reason.OUT
-        if not (weight.is_cuda or launching.INTERPRETED):  # asked here too: on a CPU nothing would be served
+        if not (weight.is_cuda or compilation.INTERPRETED):  # asked here too: on a CPU nothing would be served
             return Reason.NOT_CUDA
         fields = fields_of(state)
         return fields if type(fields) is Reason else ops.dequantize(weight, *fields)
@@ -146,7 +147,7 @@ class Server:
         except (AttributeError, TypeError):  # the guards decide
             launch = None
         if launch is None:
-            if launching.INTERPRETED:
+            if compilation.INTERPRETED:
                 return self.run(Layout(weight, *fields), quant_type, state, out)
             launch = self.prepare(Layout(weight, *fields), quant_type, state)
             if type(launch) is Reason:
@@ -185,13 +186,13 @@ class Server:
         if reason is not None:
             return reason
         try:
-            launch = launching.Launch(decoded, decoded.transposed())
-        except launching.KernelUnavailable as error:
+            launch = Launch(decoded, decoded.transposed())
+        except runtime.KernelUnavailable as error:
             return self.unavailable(error)
         launch.tally = ledger.tally(self.target, tuple(layout.shape), str(layout.dtype))
         return self.memo.remember(identity(quant_type, *layout._replace(shape=tuple(layout.shape))), launch)
 
-    def unavailable(self, error: launching.KernelUnavailable) -> Reason:
+    def unavailable(self, error: runtime.KernelUnavailable) -> Reason:
         reason = Reason[error.reason]
         if reason is Reason.KERNEL_FAILED:
             self.failure = str(error)
@@ -205,7 +206,7 @@ class Server:
         reason = self.refuse(decoded, state) or (guards.check_out(out, decoded) if out is not None else None)
         if reason is not None:
             return reason
-        result = launching.dequantize(decoded, out)
+        result = launch.dequantize(decoded, out)
         ledger.tally(self.target, tuple(layout.shape), str(layout.dtype)).hits += 1
         return result.t() if layout.transposed() else result
 
@@ -380,10 +381,8 @@ def product_of(multiplier: Multiplier, x, packed, state, bias=None, out=None, tr
         return Reason.TRANSFORM
     if type(x).__torch_dispatch__ is not own_dispatch or type(packed).__torch_dispatch__ is not own_dispatch:
         return Reason.SUBCLASS
-    if (
-        (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
-        or (transposed is not None and (packed.shape[0] == 1) is not transposed)
-        or (multiplier.backward and x.dtype is not fields[-1])  # the original rounds to both
+    if (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))) or (
+        transposed is not None and (packed.shape[0] == 1) is not transposed
     ):
         return Reason.PRODUCT
     with torch._C.DisableTorchFunctionSubclass():  # Params4bit's methods as a Tensor's
@@ -462,15 +461,15 @@ def replace_gemv_rows(target: str, original: Callable[..., Any]) -> Callable[...
     return _gemv_rows
 
 
-def lora_product(ways: tuple[Multiplier, Multiplier], x, packed, state, a, b, scale, out) -> Any:
-    """x @ weight.T, or x @ weight for a packed weight [1, bytes], plus (x @ a.T) @ b.T * scale; or the Reason why not."""
+def lora_product(multiplier: Multiplier, x, packed, state, a, b, scale, out) -> Any:
+    """x @ weight.T + (x @ a.T) @ b.T * scale, or the Reason why not: for a packed weight [1, bytes] it is x @ weight."""
     autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     adapted = a is not None and torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
     # the original multiplies in the dtype of autocast, and rounds a weight of another dtype than x's twice
     if adapted or autocast not in (False, x.dtype) or getattr(state, "dtype", x.dtype) is not x.dtype:
         return Reason.PRODUCT
     rows = x.view(-1, x.shape[-1])
-    result = product_of(ways[packed.shape[0] == 1], rows, packed, state, out=out)
+    result = product_of(multiplier, rows, packed, state, out=out, transposed=False)
     if type(result) is Reason:
         return result
     if a is not None:
@@ -479,44 +478,19 @@ def lora_product(ways: tuple[Multiplier, Multiplier], x, packed, state, a, b, sc
 
 
 def replace_matmul_lora(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """For Unsloth's ``matmul_lora``: the linear layers of its LoRA kernels, forward and back. Traced, it stays Unsloth's."""
+    """For Unsloth's ``matmul_lora``: the linear layers of its LoRA kernels, forward. Traced, it stays Unsloth's."""
     server = Server(target)
-    ways = Multiplier(server), Multiplier(server, backward=True)
+    multiplier = Multiplier(server)
 
     @functools.wraps(original)
     def matmul_lora(X, W, W_quant, A, B, s, out=None, **kwargs):
         if switch.on and switch.matmul != "off" and not is_compiling():
-            result = server.tried(lora_product, ways, X, W, W_quant, A, B, s, out)
+            result = server.tried(lora_product, multiplier, X, W, W_quant, A, B, s, out)
             if type(result) is not Reason:
                 return result
         return original(X, W, W_quant, A, B, s, out, **kwargs)
 
     return matmul_lora
-
-
-def replace_backward(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """For ``bitsandbytes.autograd._functions.MatMul4Bit.backward``, where only dX is asked for.
-
-    Before 0.50 it transposes the dequantized weight of a packed [1, bytes], since 0.50 neither.
-    """
-    server = Server(target)
-    multiplier = Multiplier(server, backward=True)
-    transposes = "t" in original.__code__.co_names  # type: ignore[attr-defined]
-
-    @functools.wraps(original)
-    def backward(ctx, grad_output):
-        if switch.on and switch.matmul != "off" and not is_compiling():
-            wanted, _, _, bias_wanted, _ = ctx.needs_input_grad
-            if wanted and not bias_wanted and not ctx.is_empty:
-                packed, state = ctx.tensors[1], ctx.state
-                result = server.tried(product_of, multiplier, grad_output, packed, state, None, None, transposes)
-                if type(result) is not Reason:
-                    return result, None, None, None, None
-            else:
-                server.fall_back(Reason.PRODUCT)
-        return original(ctx, grad_output)
-
-    return backward
 
 
 TABLES = {
@@ -575,9 +549,6 @@ def faster_eagerly(device: int) -> bool:
 @functools.cache
 def measured_everywhere() -> bool:
     return all(map(faster_eagerly, range(torch.cuda.device_count())))
-
-
-calibration.dependents.append(measured_everywhere.cache_clear)
 
 
 def replace_fast_dequantize(target: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -112,17 +112,6 @@ TARGETS = (
         copied=True,
     ),
     Target(
-        module="bitsandbytes.autograd._functions",
-        attribute="MatMul4Bit.backward",
-        distribution="bitsandbytes",
-        releases=">= 0.43",
-        tested=TESTED_OP_RELEASES,
-        parameters=(("ctx", "grad_output"),),
-        replace="replace_backward",
-        covers='backward of Linear4bit through a few rows, with enable(matmul="auto") only',
-        only="matmul",
-    ),
-    Target(
         module="unsloth.kernels.utils",
         attribute="fast_dequantize",
         distribution="unsloth",

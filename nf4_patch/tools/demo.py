@@ -199,7 +199,7 @@ def demo(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
-    from ..nf4.dequantize import launch
+    from ..nf4.dequantize import compilation
     from .verify import place_of
 
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -220,7 +220,7 @@ def demo(
     finally:
         (nf4_patch.enable if before else nf4_patch.disable)()
     report = DemoReport(
-        place=place_of(device) if on_gpu else "CPU", serves=on_gpu or launch.INTERPRETED, size=size,
+        place=place_of(device) if on_gpu else "CPU", serves=on_gpu or compilation.INTERPRETED, size=size,
         parameters=model.parameters, linears=model.linears, dtype=str(dtype).removeprefix("torch."),
         tokens=SIZES[size].batch * SIZES[size].length, without=without, patched=with_patch,
         verification=verification, png=str(png),

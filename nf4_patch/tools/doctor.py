@@ -19,11 +19,11 @@ from rich.table import Table
 import nf4_patch
 
 from ..config import VARIABLES, Config
-from ..nf4.dequantize import launch
+from ..nf4 import runtime
+from ..nf4.dequantize import compilation
 from ..nf4.layout import OUTPUT_DTYPES
-from ..nf4.matmul import backward as matmul_dx
 from ..nf4.matmul import calibration
-from ..nf4.matmul import launch as matmul
+from ..nf4.matmul.tuning import SMALL_M_ROWS
 from ..patching import hooks
 from ..patching.reasons import Reason
 from ..patching.targets import TARGETS, Target
@@ -31,7 +31,7 @@ from .report import DISTRIBUTIONS, Report, Tell, releases, silent
 
 # (first capability it no longer holds for, what to tell): the first row that the GPU is under is told.
 GPU_ADVICE: tuple[tuple[tuple[int, int], str], ...] = (
-    (launch.MINIMUM_CAPABILITY, f"every call runs the original: {Reason.CAPABILITY.sentence}"),
+    (compilation.MINIMUM_CAPABILITY, f"every call runs the original: {Reason.CAPABILITY.sentence}"),
     (
         (8, 0),
         "fp16 is right here: this GPU has no bf16 arithmetic and PyTorch emulates it, slowly. Take "
@@ -46,7 +46,7 @@ class KernelCheck:
 
     dtype: str
     works: bool
-    way: str  # how it is launched: "c entry" or "launcher"
+    launch_path: str  # how it is launched: "c entry" or "launcher"
     seconds: float  # to compile (or load from Triton's cache) and check
     error: str = ""
 
@@ -144,7 +144,7 @@ class DoctorReport(Report):
             name = f"{gpu.index}: {gpu.name}, sm_{gpu.capability[0]}{gpu.capability[1]}, {gpu.gibibytes:.0f} GiB"
             for check in gpu.kernels:
                 result = "same bits" if check.works else "FAILED"
-                table.add_row(name, check.dtype, result, check.way, f"{check.seconds * 1e3:,.0f} ms")
+                table.add_row(name, check.dtype, result, check.launch_path, f"{check.seconds * 1e3:,.0f} ms")
                 name = ""
             if not gpu.kernels:
                 table.add_row(name, "", "refused", "", "")
@@ -210,11 +210,11 @@ def examine_gpu(index: int, tell: Tell) -> Gpu:
     capability = (properties.major, properties.minor)
     advice = next((text for limit, text in GPU_ADVICE if capability < limit), "")
     gpu = Gpu(index, properties.name, capability, properties.total_memory / 2**30, advice)
-    if torch.version.hip is None and capability >= launch.MINIMUM_CAPABILITY:
+    if torch.version.hip is None and capability >= compilation.MINIMUM_CAPABILITY:
         for done, dtype in enumerate(OUTPUT_DTYPES):
             tell(f"compiling for {properties.name}", done, len(OUTPUT_DTYPES))
             gpu.kernels.append(check_kernel(dtype, torch.device("cuda", index), capability))
-        shipped = any(row.capability == capability for row in (*matmul.ROWS, *matmul_dx.ROWS))
+        shipped = any(row.capability == capability for row in SMALL_M_ROWS)
         gpu.products = calibration.status(index) or (
             "by the shipped tables" if shipped else "in no shipped table; `nf4-patch calibrate` measures them"
         )
@@ -223,17 +223,17 @@ def examine_gpu(index: int, tell: Tell) -> Gpu:
 
 def check_kernel(dtype: torch.dtype, device: torch.device, capability: tuple[int, int]) -> KernelCheck:
     """Compile the variant of a usual weight (nested, blocksize 64); it compares its own bits with the reference."""
-    variant = launch.Variant(
-        config=launch.config_for(capability, 4096 * 4096), dtype=dtype, offset_dtype=torch.float32,
+    variant = compilation.Variant(
+        config=compilation.config_for(capability, 4096 * 4096), dtype=dtype, offset_dtype=torch.float32,
         blocksize=64, blocksize2=256, even=True, tail=False, wide=False, aligned=True,
     )  # fmt: skip
     name = str(dtype).removeprefix("torch.")
     started = time.perf_counter()
     try:
-        kernel = launch.kernel_for(variant, device)
-    except launch.KernelUnavailable as error:
+        kernel = compilation.kernel_for(variant, device)
+    except runtime.KernelUnavailable as error:
         return KernelCheck(name, False, "", time.perf_counter() - started, str(error))
-    return KernelCheck(name, True, kernel.way, time.perf_counter() - started)
+    return KernelCheck(name, True, kernel.launch_path, time.perf_counter() - started)
 
 
 def examine_targets(unsloth: bool, config: Config, tell: Tell) -> list[Verdict]:

@@ -189,7 +189,7 @@ def verify(
         portable.CannotRun: that code does not run on this machine.
     """
     use_interpreter_without_gpu()
-    from ..nf4.dequantize import launch
+    from ..nf4.dequantize import compilation
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -204,7 +204,7 @@ def verify(
             "GPU by the driver."
         )
     if not on_gpu:
-        if not launch.INTERPRETED:
+        if not compilation.INTERPRETED:
             report.failures.append("no GPU, and the kernels were imported before the interpreter could be chosen")
             return report
         report.notes.append(

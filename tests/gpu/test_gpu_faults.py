@@ -14,7 +14,8 @@ import torch
 from oracle import quantized
 
 import nf4_patch
-from nf4_patch.nf4.dequantize import launch
+from nf4_patch.nf4 import runtime
+from nf4_patch.nf4.dequantize import compilation, launch
 from nf4_patch.patching import replacement
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.replacement import Server
@@ -28,7 +29,7 @@ TARGET = "bitsandbytes.functional.dequantize_4bit"
 @pytest.fixture
 def fresh(monkeypatch):
     """The patch is on, no kernel is compiled, nothing is remembered from one test to the next."""
-    monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(compilation, "_kernels", {})
     nf4_patch.enable()
     F.dequantize_4bit.__closure__  # noqa: B018 (it is ours: a function that closes over its server)
     for cell in F.dequantize_4bit.__closure__:
@@ -61,7 +62,7 @@ def test_the_compiler_fails(fresh, monkeypatch):
     def fails(*args, **kwargs):
         raise RuntimeError("ptxas exited with 255")
 
-    monkeypatch.setattr(type(launch.kernels.dequantize_kernel), "warmup", fails)
+    monkeypatch.setattr(type(compilation.kernels.dequantize_kernel), "warmup", fails)
     falls_back_by_name("ptxas exited with 255")
 
 
@@ -69,13 +70,13 @@ def test_the_launcher_has_another_signature(fresh, monkeypatch):
     def call(*arguments):
         raise TypeError("function takes exactly 21 arguments (20 given)")
 
-    monkeypatch.setattr(launch.Entry, "of", lambda compiled, values: launch.Entry(call, (), (), "changed"))
+    monkeypatch.setattr(runtime.Entry, "of", lambda compiled, values: runtime.Entry(call, (), (), "changed"))
     falls_back_by_name("takes exactly 21 arguments")
 
 
 def test_the_kernel_gives_other_bits(fresh, monkeypatch):
     """A miscompiled kernel is found on its sample, before a weight sees it."""
-    monkeypatch.setattr(launch, "same_bits", lambda a, b: False)
+    monkeypatch.setattr(runtime, "same_bits", lambda a, b: False)
     falls_back_by_name("bits differ from the reference")
 
 

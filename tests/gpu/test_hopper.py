@@ -11,7 +11,8 @@ from oracle import layout_of, quantized
 from test_matmul import error, exact, linear, products
 
 import nf4_patch
-from nf4_patch.nf4.dequantize import launch, reference
+from nf4_patch.nf4 import runtime
+from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.matmul import hopper as matmul_wide
 from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.patching.stats import ledger
@@ -160,14 +161,14 @@ def test_first_use_is_checked_and_a_capture_is_named(monkeypatch):
     monkeypatch.setattr(matmul_wide, "_checked", {})
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        with pytest.raises(launch.KernelUnavailable) as caught:
+        with pytest.raises(runtime.KernelUnavailable) as caught:
             matmul.matmul_4bit(x, layout, config=CONFIGS[0])
         torch.zeros(1, device=CUDA)
     assert caught.value.reason == "CAPTURING"
     dequantize = reference.dequantize
     monkeypatch.setattr(reference, "dequantize", lambda layout: dequantize(layout) + 1)
     for _ in range(2):  # remembered
-        with pytest.raises(launch.KernelUnavailable, match="the product's bits differ from the reference on"):
+        with pytest.raises(runtime.KernelUnavailable, match="the product's bits differ from the reference on"):
             matmul.matmul_4bit(x, layout, config=CONFIGS[0])
     monkeypatch.setattr(matmul_wide, "_checked", {})
     monkeypatch.setattr(reference, "dequantize", dequantize)

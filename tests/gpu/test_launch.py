@@ -10,7 +10,8 @@ import pytest
 import torch
 from oracle import DTYPES, every_pair, layout_of, quantized
 
-from nf4_patch.nf4.dequantize import kernels, launch, reference
+from nf4_patch.nf4 import runtime
+from nf4_patch.nf4.dequantize import compilation, kernels, launch, reference
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.replacement import Server, fields_of
 
@@ -24,13 +25,13 @@ def test_plain_twin_compiled_for_the_gpu(dtype, blocksize):
     """PTX = "": the same kernel without inline decode gives the same bits."""
     packed, state = every_pair(dtype, CUDA, blocksize)
     layout = layout_of(packed, state)
-    config = launch.Config(4, 2, "", "")
-    values = launch.constants(launch.Variant.of(layout, config), (9, 0)) | {"PTX": "", "CONSTRAINTS": ""}
+    config = compilation.LaunchConfig(4, 2, "", "")
+    values = compilation.constants(compilation.Variant.of(layout, config), (9, 0)) | {"PTX": "", "CONSTRAINTS": ""}
     out = torch.full(tuple(layout.shape), math.nan, dtype=dtype, device=CUDA)
-    grid = (-(-layout.numel() // launch.elements_of(layout, config)),)
-    tensors = launch.operands(layout, out.view(-1))
+    grid = (-(-layout.numel() // compilation.elements_of(layout, config)),)
+    tensors = compilation.operands(layout, out.view(-1))
     kernels.dequantize_kernel[grid](*tensors, layout.numel(), **values, num_warps=4, enable_fp_fusion=False)
-    assert launch.same_bits(out, F.dequantize_4bit(packed, state))
+    assert runtime.same_bits(out, F.dequantize_4bit(packed, state))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -50,7 +51,7 @@ def test_more_than_2_31_elements(dtype):
             absmax2=second[start // 16384 : start // 16384 + 1],
             shape=(16384,),
         )
-        assert launch.same_bits(got[start : start + 16384], reference.dequantize(part)), start
+        assert runtime.same_bits(got[start : start + 16384], reference.dequantize(part)), start
 
 
 def serve(server: Server, packed, state, **kwargs):
@@ -136,7 +137,7 @@ def test_cuda_graph():
 
 def test_first_use_inside_a_capture_is_refused_by_name():
     packed, state = quantized((96, 64), torch.float16, CUDA, blocksize=2048)
-    launch._kernels.clear()
+    compilation._kernels.clear()
     server = Server("test")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

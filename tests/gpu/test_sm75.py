@@ -11,7 +11,8 @@ import torch
 from matmul_emulation import in_order
 from oracle import DTYPES, every_pair, layout_of, quantized
 
-from nf4_patch.nf4.dequantize import launch, reference
+from nf4_patch.nf4 import runtime
+from nf4_patch.nf4.dequantize import compilation, reference
 from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.tools.sass import machine_code, portable
 
@@ -24,7 +25,7 @@ CUDA = torch.device("cuda", 0)
 def check(packed, state):
     want = F.dequantize_4bit(packed, state)
     out = torch.full(tuple(state.shape), math.nan, dtype=state.dtype, device=CUDA)
-    assert launch.same_bits(portable.dequantize(layout_of(packed, state), T4, out), want)
+    assert runtime.same_bits(portable.dequantize(layout_of(packed, state), T4, out), want)
     assert not out.isnan().any()
 
 
@@ -46,8 +47,8 @@ def test_random_weights_with_tails(dtype, nested, quant_type):
 def test_it_is_the_code_and_the_configuration_of_a_t4():
     packed, state = quantized((4096, 1024), torch.bfloat16, CUDA)
     layout = layout_of(packed, state)
-    config = launch.config_for(T4, layout.numel())
-    variant = launch.Variant.of(layout, config)
+    config = compilation.config_for(T4, layout.numel())
+    variant = compilation.Variant.of(layout, config)
     compiled, _ = portable.load(variant, T4, CUDA)
     assert ".target sm_75" in compiled.kernel.decode()
     assert compiled.kernel[:-1].decode() == machine_code.code_of(variant, T4).ptx
@@ -56,7 +57,7 @@ def test_it_is_the_code_and_the_configuration_of_a_t4():
 
 
 def test_signature_is_what_a_launch_specializes_on():
-    """machine_code compiles from launch.signature; a launch from its tensors: the same kernel must come out."""
+    """machine_code compiles from compilation.signature; a launch from its tensors: the same kernel must come out."""
     here = torch.cuda.get_device_capability()
 
     def text(compiled):  # less the release of PTX: Inductor sets TRITON_PTXAS_PATH to another ptxas than Triton's
@@ -65,8 +66,8 @@ def test_signature_is_what_a_launch_specializes_on():
     for dtype in DTYPES:
         for nested in (True, False):
             layout = layout_of(*quantized((4096, 1024), dtype, CUDA, nested=nested))
-            variant = launch.Variant.of(layout, launch.config_for(here, layout.numel()))
-            launched = launch.kernel_for(variant, CUDA).compiled
+            variant = compilation.Variant.of(layout, compilation.config_for(here, layout.numel()))
+            launched = compilation.kernel_for(variant, CUDA).compiled
             assert text(machine_code.compile_variant(variant, here)) == text(launched)
 
 

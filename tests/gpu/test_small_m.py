@@ -14,7 +14,8 @@ from oracle import layout_of, quantized
 from subprocess_python import python
 
 import nf4_patch
-from nf4_patch.nf4.dequantize import launch, reference
+from nf4_patch.nf4 import runtime
+from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.patching.product import Multiplier
 from nf4_patch.patching.reasons import Reason
@@ -213,7 +214,7 @@ def test_first_use_inside_a_capture_is_named():
     matmul._kernels.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        with pytest.raises(launch.KernelUnavailable) as caught:
+        with pytest.raises(runtime.KernelUnavailable) as caught:
             multiply(x, layout)
         torch.zeros(1, device=CUDA)
     assert caught.value.reason == "CAPTURING"

@@ -10,7 +10,7 @@ import torch
 from oracle import layout_of, quantized
 
 import nf4_patch
-from nf4_patch.nf4.dequantize import launch
+from nf4_patch.nf4.dequantize import compilation
 from nf4_patch.patching.replacement import Server
 from nf4_patch.patching.stats import ledger
 
@@ -94,17 +94,19 @@ def test_the_second_gpu_is_a_t4(patched, monkeypatch):
         return T4 if index == 1 else real(device)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
-    monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(compilation, "_kernels", {})
     server = Server("test")
     for dtype in (torch.float16, torch.bfloat16):
         both, want = weights(dtype, seed=5)
         for weight, expected in zip(both, want, strict=True):
             assert torch.equal(server.serve(*weight), expected)
-    used = {device.index: variant.config for variant, device in launch.compiled_kernels()}
-    assert used == {i: launch.config_for(capability(i), 512 * 1024) for i in (0, 1)}
+    used = {device.index: variant.config for variant, device in compilation.compiled_kernels()}
+    assert used == {i: compilation.config_for(capability(i), 512 * 1024) for i in (0, 1)}
     assert used[0] != used[1]
     code = {
-        d.index: k.compiled.asm["ptx"] for (v, d), k in launch.compiled_kernels().items() if v.dtype is torch.bfloat16
+        d.index: k.compiled.asm["ptx"]
+        for (v, d), k in compilation.compiled_kernels().items()
+        if v.dtype is torch.bfloat16
     }
     assert "cvt.rn.bf16x2.f32" in code[0] and "cvt.rn.bf16x2.f32" not in code[1]
 

@@ -167,7 +167,7 @@ from pathlib import Path
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from nf4_patch.nf4.dequantize import launch
+from nf4_patch.nf4.dequantize import compilation
 from nf4_patch.nf4.matmul import hopper as matmul_wide
 from nf4_patch.nf4.matmul.hopper_kernels import matmul_wide_kernel as kernel
 from nf4_patch.tools.sass.machine_code import tool
@@ -180,7 +180,7 @@ for config in {row.config for row in matmul_wide.ROWS}:
         kinds += ["*fp32", "*i32", "*fp32", "*" + types[dtype], *["i32"] * 5, *["constexpr"] * 6]
         names = kernel.arg_names
         values = {"ROWS": config.rows, "STAGES": config.stages, "DECODED": config.decoded, "BIAS": bias}
-        values |= {"PTX": matmul_wide.decode(launch.PTX_TYPES[dtype]), "CONSTRAINTS": matmul_wide.CONSTRAINTS}
+        values |= {"PTX": matmul_wide.decode(compilation.PTX_TYPES[dtype]), "CONSTRAINTS": matmul_wide.CONSTRAINTS}
         aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("sums", "flags", "code", "bias")}
         source = GluonASTSource(kernel, dict(zip(names, kinds)), {(names.index(k),): v for k, v in values.items()}, aligned)
         code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 1})

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracle import DTYPES, every_pair, expected, layout_of, quantized
 
+from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import launch, reference
 from nf4_patch.nf4.layout import BLOCKSIZES, Layout
 from nf4_patch.patching import ops
@@ -33,7 +34,7 @@ def check(packed: torch.Tensor, state: F.QuantState) -> None:
     assert torch.equal(reference.dequantize(layout), want)
     assert torch.equal(ops.dequantize(*layout), want)
     if packed.is_cuda:  # signs of zero too: the CPU library gives FP4's minus zero the other sign
-        assert launch.same_bits(got, upright)
+        assert runtime.same_bits(got, upright)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -116,18 +117,18 @@ def test_special_scales(dtype, nested, offset, device):
         state.absmax = values.repeat(1000)[: state.absmax.numel()].contiguous()
     want = expected(packed, state)
     layout = layout_of(packed, state)
-    assert launch.same_bits(launch.dequantize(layout, out=poisoned(layout)), want)
-    assert launch.same_bits(reference.dequantize(layout), want)
+    assert runtime.same_bits(launch.dequantize(layout, out=poisoned(layout)), want)
+    assert runtime.same_bits(reference.dequantize(layout), want)
 
 
 def test_same_bits_sees_one_bit(device):
     a = torch.randn(1000, device=device).half()
     b = a.clone()
     b.view(torch.int16)[617] ^= 1
-    assert launch.same_bits(a, a.clone())
-    assert not launch.same_bits(a, b)
-    assert not launch.same_bits(torch.zeros(1, device=device), -torch.zeros(1, device=device))
-    assert launch.same_bits(torch.tensor([math.nan], device=device), torch.tensor([-math.nan], device=device))
+    assert runtime.same_bits(a, a.clone())
+    assert not runtime.same_bits(a, b)
+    assert not runtime.same_bits(torch.zeros(1, device=device), -torch.zeros(1, device=device))
+    assert runtime.same_bits(torch.tensor([math.nan], device=device), torch.tensor([-math.nan], device=device))
 
 
 def test_op_is_well_formed(device):

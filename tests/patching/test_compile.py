@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.compiler import is_dynamo_compiling as is_compiling
 
 import nf4_patch
-from nf4_patch.nf4.dequantize import launch
+from nf4_patch.nf4 import runtime
+from nf4_patch.nf4.dequantize import compilation, launch
 from nf4_patch.patching import guards, ops
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.stats import ledger
@@ -140,9 +141,9 @@ def test_the_op_resolves_a_layout_once(monkeypatch, device):
         def new(self):
             return len(resolved)
 
-    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(compilation, "INTERPRETED", False)
     monkeypatch.setattr(launch, "Launch", Resolved)
-    monkeypatch.setattr(launch, "_memo", launch.Memo())
+    monkeypatch.setattr(launch, "_memo", runtime.Memo())
     assert [launch.dequantize(layout) for _ in range(3)] == [1, 1, 1]
     for other in (
         layout._replace(code=layout.code.clone()),
@@ -289,7 +290,7 @@ def test_the_op_computes_where_the_kernel_cannot(device, monkeypatch, caplog):
     for changed in (layout._replace(absmax=layout.absmax[:-1]), layout._replace(blocksize=96)):
         with pytest.raises(ValueError, match=guards.check(changed).sentence[:20]):
             torch.ops.nf4_patch.dequantize_nf4(*changed)
-    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(compilation, "INTERPRETED", False)
     monkeypatch.setattr(ops, "_said", set())
     on_the_cpu = layout._replace(**{name: getattr(layout, name).cpu() for name in TENSORS})
     for _ in range(2):

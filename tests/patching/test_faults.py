@@ -14,6 +14,7 @@ from oracle import expected, quantized
 from subprocess_python import python
 
 import nf4_patch
+from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import launch
 from nf4_patch.patching import hooks, ops, replacement
 from nf4_patch.patching.reasons import Reason
@@ -108,7 +109,7 @@ def test_two_kernel_failures_are_counted_under_their_own_names(on, monkeypatch):
     messages = iter(["ptxas exited with 1", "no space left on device"] * 10)
 
     def unavailable(self, layout, *rest):
-        return self.unavailable(launch.KernelUnavailable(next(messages)))
+        return self.unavailable(runtime.KernelUnavailable(next(messages)))
 
     monkeypatch.setattr(replacement.Server, "run", unavailable)
     monkeypatch.setattr(replacement.Server, "prepare", unavailable)
@@ -126,7 +127,7 @@ def test_a_compiled_graph_goes_on_without_the_kernel(on, monkeypatch, caplog):
     monkeypatch.setattr(ops, "_said", set())
 
     def unavailable(*args, **kwargs):
-        raise launch.KernelUnavailable("ptxas exited with 1")
+        raise runtime.KernelUnavailable("ptxas exited with 1")
 
     monkeypatch.setattr(launch, "dequantize", unavailable)
     compiled = torch.compile(lambda p: F.dequantize_4bit(p, state) * 1, backend="aot_eager", fullgraph=True)
@@ -180,10 +181,11 @@ def test_without_triton():
     nf4_patch.enable()
     assert torch.equal(F.dequantize_4bit(packed, state), want)
     assert torch.equal(nf4_patch.dequantize_nf4(packed, state), want)
-    from nf4_patch.nf4.dequantize import launch
-    assert launch.triton is None and not launch.INTERPRETED
-    refused = launch._build(None, torch.device("cpu"))
-    assert isinstance(refused, launch.KernelUnavailable) and "triton" in str(refused), refused
+    from nf4_patch.nf4.dequantize import compilation, launch
+    from nf4_patch.nf4 import runtime
+    assert runtime.triton is None and not compilation.INTERPRETED
+    refused = compilation._build(None, torch.device("cpu"))
+    assert isinstance(refused, runtime.KernelUnavailable) and "triton" in str(refused), refused
     """)
 
 

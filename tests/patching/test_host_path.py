@@ -13,7 +13,8 @@ import torch
 from bitsandbytes.nn import Params4bit
 from oracle import layout_of, quantized
 
-from nf4_patch.nf4.dequantize import launch, reference
+from nf4_patch.nf4 import runtime
+from nf4_patch.nf4.dequantize import compilation, launch, reference
 from nf4_patch.nf4.matmul import backward as matmul_dx
 from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.patching import guards, product, replacement
@@ -41,7 +42,7 @@ def server(monkeypatch):
                 ctypes.memmove(out, weight.data_ptr(), weight.nbytes)
                 server.launched += 1
 
-            self.entry = launch.Entry(call, (), (), "test")
+            self.entry = runtime.Entry(call, (), (), "test")
 
     def variant(layout, config):
         server.resolved.append(layout)
@@ -53,12 +54,12 @@ def server(monkeypatch):
     def empty(shape, strides, dtype):
         return torch.full((1,), float("nan"), dtype=dtype).expand(shape).clone().as_strided(shape, strides)
 
-    monkeypatch.setattr(launch, "INTERPRETED", False)
-    monkeypatch.setattr(launch.Variant, "of", variant)
-    monkeypatch.setattr(launch, "kernel_for", lambda layout, device: Kernel(layout))
-    monkeypatch.setattr(launch, "current_device", lambda: None)  # what a CPU tensor's device.index is
-    monkeypatch.setattr(launch, "current_stream", lambda device: 0)
-    monkeypatch.setattr(launch, "empty_strided_cuda", empty)
+    monkeypatch.setattr(compilation, "INTERPRETED", False)
+    monkeypatch.setattr(compilation.Variant, "of", variant)
+    monkeypatch.setattr(compilation, "kernel_for", lambda layout, device: Kernel(layout))
+    monkeypatch.setattr(runtime, "current_device", lambda: None)  # what a CPU tensor's device.index is
+    monkeypatch.setattr(runtime, "current_stream", lambda device: 0)
+    monkeypatch.setattr(runtime, "empty_strided_cuda", empty)
     monkeypatch.setattr(launch, "shared_buffer", buffer)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(guards, "GUARDS", [row for row in guards.GUARDS if row[0].name != "NOT_CUDA"])
@@ -150,11 +151,11 @@ def multiplier(server, monkeypatch):
                 ctypes.memmove(out, result.contiguous().data_ptr(), result.nbytes)
                 server.launched += 1
 
-            self.entry, self.sum = launch.Entry(call, (), (), "test"), None
+            self.entry, self.sum = runtime.Entry(call, (), (), "test"), None
             server.resolved.append(layout)
 
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
-    monkeypatch.setattr(launch, "current_device", lambda: 0)
+    monkeypatch.setattr(runtime, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(
@@ -260,7 +261,7 @@ def test_a_product_backward(server, multiplier, n):
 
 def test_a_product_that_cannot_be_compiled_is_named(server, multiplier, monkeypatch):
     def broken(*arguments):
-        raise launch.KernelUnavailable("ptxas says no")
+        raise runtime.KernelUnavailable("ptxas says no")
 
     multiply = multiplier()
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")

@@ -19,7 +19,7 @@ from oracle import expected, quantized
 from subprocess_python import INTERPRETED, python
 
 import nf4_patch
-from nf4_patch.nf4.dequantize import launch
+from nf4_patch.nf4.layout import identity
 from nf4_patch.patching.stats import ledger
 
 TARGET = "bitsandbytes.functional.dequantize_4bit"
@@ -318,7 +318,7 @@ def test_a_storage_of_fewer_bytes_in_the_same_place_is_another_weight():
     halves, all_of_it = memory[:32].view(32, 1), memory.view(torch.bfloat16).view(32, 1)
     absmax = torch.ones(2)
     keys = {
-        launch.identity("nf4", packed, absmax, None, None, None, None, 64, 0, (128,), torch.bfloat16)
+        identity("nf4", packed, absmax, None, None, None, None, 64, 0, (128,), torch.bfloat16)
         for packed in (halves, all_of_it, memory[:32].view(32, 1))
     }
     assert len(keys) == 2

@@ -17,7 +17,7 @@ from subprocess_python import INTERPRETED, python
 
 import nf4_patch
 from nf4_patch.config import VARIABLES, Config, ConfigError
-from nf4_patch.nf4.dequantize import launch
+from nf4_patch.nf4.dequantize import compilation
 from nf4_patch.patching import guards, hooks, replacement
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.stats import FallbackError, ledger
@@ -397,9 +397,9 @@ def test_direct_api(nested, device):
 
 
 def test_direct_api_on_the_cpu_gives_the_reference(monkeypatch):
-    from nf4_patch.nf4.dequantize import launch
+    from nf4_patch.nf4.dequantize import compilation
 
-    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(compilation, "INTERPRETED", False)
     packed, state = quantized((96, 128), torch.float16, torch.device("cpu"))
     assert torch.equal(nf4_patch.dequantize_nf4(packed, state), expected(packed, state))
     assert torch.equal(nf4_patch.dequantize_nf4(packed.t(), state), expected(packed, state).t())
@@ -561,7 +561,7 @@ def test_a_state_without_one_of_its_fields(on):
 @pytest.mark.parametrize("interpreted", [True, False])
 def test_direct_api_raises_value_errors_only(interpreted, monkeypatch, device):
     if not interpreted:
-        monkeypatch.setattr(launch, "INTERPRETED", False)
+        monkeypatch.setattr(compilation, "INTERPRETED", False)
     packed, state = quantized((96, 128), torch.float16, device)
     for weight, out, words in (
         (None, None, "weight is a NoneType"),

@@ -14,18 +14,18 @@ import sys
 import torch
 import triton
 
-from nf4_patch.nf4.dequantize import launch
-from nf4_patch.nf4.dequantize.launch import Variant
+from nf4_patch.nf4.dequantize import compilation
+from nf4_patch.nf4.dequantize.compilation import Variant
 from nf4_patch.tools.sass import machine_code
 
-SIZES = (2**20, 2**26)  # elements: each side of every bound in launch.CONFIGS
+SIZES = (2**20, 2**26)  # elements: each side of every bound in compilation.CONFIGS
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 USUAL = {"blocksize": 64, "nested": True, "whole": "even", "aligned": True}
 
 
 def variant(capability, dtype, numel, blocksize, nested, whole, aligned):
     return Variant(
-        config=launch.config_for(capability, numel), dtype=dtype, offset_dtype=torch.float32 if nested else None,
+        config=compilation.config_for(capability, numel), dtype=dtype, offset_dtype=torch.float32 if nested else None,
         blocksize=blocksize, blocksize2=256 if nested else 0, even=whole == "even", tail=whole == "tail",
         wide=False, aligned=aligned,
     )  # fmt: skip
@@ -64,7 +64,7 @@ def row(capability, variant) -> dict:
         "warps": variant.config.num_warps,
         "steps": steps,
         "instructions": len(code.instructions),
-        "per_element": len(code.instructions) / (launch.group_of(variant) * steps),
+        "per_element": len(code.instructions) / (compilation.group_of(variant) * steps),
         "registers": code.registers,
         "stack": code.stack,
         "shared": code.shared,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from ptx_simulator import tensor_core
 
-from nf4_patch.nf4.matmul.launch import Config
+from nf4_patch.nf4.matmul.tuning import SmallMConfig
 
 
 def in_order(
-    x: torch.Tensor, weight: torch.Tensor, config: Config, slices: int = 1, bias: torch.Tensor | None = None, depth: int = 8
+    x: torch.Tensor, weight: torch.Tensor, config: SmallMConfig, slices: int = 1, bias: torch.Tensor | None = None, depth: int = 8
 ) -> torch.Tensor:  # fmt: skip
     """x [m, k] times weight [n, k] to [m, n] in x's dtype: mma by mma, then warp by warp, then slice by slice.
 
@@ -21,7 +21,7 @@ def in_order(
 
 
 def partial_sums(
-    x: torch.Tensor, weight: torch.Tensor, config: Config, slices: int, depth: int
+    x: torch.Tensor, weight: torch.Tensor, config: SmallMConfig, slices: int, depth: int
 ) -> list[torch.Tensor]:  # fmt: skip
     """[m, n] in fp32 of each slice of K."""
     (m, k), n, groups = x.shape, weight.shape[0], 2 if config.wide else 4

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from nf4_patch.nf4.layout import Layout
-from nf4_patch.nf4.matmul.launch import Plan, operands
+from nf4_patch.nf4.matmul.small_m import Plan
 
 LANES = np.arange(32)
 FULL = np.ones(32, bool)
@@ -376,7 +376,7 @@ def launch(
     """What a GPU makes of a plan in memory that held NaN: [slices, m, outer], fp32 where there are several."""
     dtype = torch.float32 if cut.slices > 1 else x.dtype
     out = memory_of(torch.full((cut.slices, m, outer), float("nan"), dtype=dtype))
-    tensors = (x, *operands(layout), layout.code if bias is None else bias)
+    tensors = (x, *layout.operands(), layout.code if bias is None else bias)
     *inputs, last = map(memory_of, tensors)
     memory = [*inputs, out, last]
     (n, k), shift2 = layout.shape, max(0, layout.blocksize2.bit_length() - 1)

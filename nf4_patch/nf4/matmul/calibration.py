@@ -2,8 +2,7 @@
 
 It goes before the shipped tables, for exactly the sizes that were measured and with the releases that they were
 measured with. A file that cannot be used is named by :func:`status`; nothing here raises because of it. By GPU it holds
-the date, the releases, ``faster_eagerly`` and, under "forward" and "backward", for each "NxK" rows ``{"m", "config"}``
-in ascending m: up to so many rows of X the config, or null where the original is faster.
+the date, the releases, ``faster_eagerly`` and, under "matmul", for each "NxK" rows ``{"m", "config"}`` in ascending m: up to so many rows of X the config, or null where the original is faster.
 """
 
 from __future__ import annotations
@@ -16,17 +15,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .tuning import SmallMConfig
+
 logger = logging.getLogger("nf4_patch")
 
-Rows = Mapping[tuple[int, int], tuple[tuple[int, Any], ...]]  # by (n, k): the most rows of X, and a Config or None
+Rows = Mapping[tuple[int, int], tuple[tuple[int, SmallMConfig | None], ...]]  # by (n, k): up to so many rows of X
 Releases = Mapping[str, "str | None"]  # by name; None: not installed
 
 
 class Entry(NamedTuple):
     """What is in force on one GPU."""
 
-    forward: Rows = {}  # noqa: RUF012 (never written to)
-    backward: Rows = {}  # noqa: RUF012
+    matmul: Rows = {}  # noqa: RUF012 (never written to)
     faster_eagerly: bool | None = None
     status: str = ""
 
@@ -38,27 +38,26 @@ def _no_releases() -> Releases:
 _path: Path | None = None
 _releases: Callable[[], Releases] = _no_releases
 _entries: dict[int, Entry] = {}
-dependents: list[Callable[[], object]] = []  # each clears what was remembered of the answers given here
 
 
-def use(path: Path | None, releases: Callable[[], Releases]) -> None:
-    """Answer from ``path`` from now on; from nothing if it is None. Nothing is read yet.
+def use(path: Path | None, releases: Callable[[], Releases]) -> bool:
+    """Answer from ``path`` from now on; from nothing if it is None. Nothing is read yet. True: the answers may differ.
 
     Args:
         releases: what is installed; an entry that names another release of any of them is ignored.
     """
     global _path, _releases
     _releases = releases
-    if path != _path:
+    changed = path != _path
+    if changed:
         _path = path
         forget()
+    return changed
 
 
 def forget() -> None:
     """Read anew at the next question."""
     _entries.clear()
-    for clear in dependents:
-        clear()
 
 
 def gpu(device: int) -> str:
@@ -67,11 +66,9 @@ def gpu(device: int) -> str:
     return f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}"
 
 
-def rows(device: int | None, backward: bool) -> Rows:
+def rows(device: int | None) -> Rows:
     """By (n, k) the measured ranges of rows of X; empty where nothing is in force."""
-    if device is None:
-        return {}
-    return entry(device).backward if backward else entry(device).forward
+    return {} if device is None else entry(device).matmul
 
 
 def faster_eagerly(device: int) -> bool | None:
@@ -129,29 +126,25 @@ def parsed(known: Any, releases: Releases) -> Entry:
                 status=f"the calibration of {date} is ignored: measured with {name} {then[name] or '(none)'}, here is "
                 f"{release or 'none'}; `nf4-patch calibrate` measures anew"
             )
-    from . import backward as matmul_dx
-    from . import launch as matmul  # which ask this module
-
-    forward, backward = ranges(known["forward"], matmul.Config), ranges(known["backward"], matmul_dx.Config)
-    faster = known["faster_eagerly"]
+    matmul, faster = ranges(known["matmul"]), known["faster_eagerly"]
     if faster not in (True, False, None):
         raise ValueError(f"faster_eagerly is {faster!r}")
-    return Entry(forward, backward, faster, f"calibrated on {date}, {len(forward.keys() | backward.keys())} shapes")
+    return Entry(matmul, faster, f"calibrated on {date}, {len(matmul)} shapes")
 
 
-def ranges(table: Any, kind: Any) -> Rows:
-    """The rows of one direction, whose configs are of ``kind``."""
+def ranges(table: Any) -> Rows:
+    """Up to so many rows of X, by (n, k)."""
     found = {}
     for name, row in table.items():
         n, k = map(int, name.split("x"))
-        found[n, k] = tuple((int(one["m"]), config(one["config"], kind)) for one in row)
+        found[n, k] = tuple((int(one["m"]), config(one["config"])) for one in row)
     return found
 
 
-def config(values: Any, kind: Any) -> Any:
+def config(values: Any) -> SmallMConfig | None:
     if values is None:
         return None
-    made = kind(**values)
+    made = SmallMConfig(**values)
     if not all(type(value) is bool or (type(value) is int and value > 0) for value in made):
         raise ValueError(f"no {made}")
     return made

@@ -1,6 +1,6 @@
 """X[M, K] @ dequantize(weight)[N, K].T for hundreds of rows of X, on Hopper: launch table and launch.
 
-The weight is decoded on its way into wgmma, 128 of its rows at once, for 128 or 256 rows of X (matmul_wide_kernels.py).
+The weight is decoded on its way into wgmma, 128 of its rows at once, for 128 or 256 rows of X (hopper_kernels.py).
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..dequantize import launch, reference
+from ..dequantize import reference
+from ..dequantize.compilation import INTERPRETER_CONFIG, PTX_TYPES, Variant, sample_layout
 from ..layout import Layout
+from ..runtime import Entry, KernelUnavailable, compiled, current_stream, empty_strided_cuda, multiprocessors
+from .tuning import HOPPER_ROWS, MULTIPROCESSORS, HopperConfig
 
 RELEASE: tuple[int, ...] = (0, 0)  # of Triton, if it is one with this Gluon
 try:
@@ -27,52 +30,12 @@ try:
 except Exception:  # no Triton, or what another release makes of an experimental interface
     pass
 
-RELEASES = ((3, 6),)  # of Triton, where it ran; 3.7.1 compiles it (tests/test_matmul_wide_text.py) and was not run
-COLUMNS, DEPTH, LEAST_STEPS = 128, 64, 4  # rows of the weight and of K at once; steps that are worth a program
-FLAGS = 1024  # two a program
+RELEASES = ((3, 6),)  # of Triton, where it ran; 3.7.1 compiles it (tests/nf4/test_hopper_ptx.py) and was not run
+COLUMNS, DEPTH, LEAST_STEPS = 128, 64, 4  # rows of the weight and of K at once; steps that are worth a CTA
+FLAGS = 1024  # two a CTA
 
 
-class Config(NamedTuple):
-    """A tile's rows of X, and the slots of the rings: what TMA brings, and what is decoded.
-
-    ``stages`` is even, so that a decoder, which takes every second step, meets every phase of its slots' barriers.
-    """
-
-    rows: int
-    stages: int
-    decoded: int
-
-
-class Row(NamedTuple):
-    """Where a config serves: capability, least and most rows of X, fewest elements of the weight, least Plan.fill."""
-
-    capability: tuple[int, int]
-    least: int
-    most: int
-    elements: int
-    fill: float
-    config: Config
-
-
-# No row: the caller dequantizes and multiplies. The matmul of that is cuBLAS', nearer to the tensor cores' peak, and the
-# more rows share the cost of the dequantization the more it counts: what is saved here falls with the rows.
-# H200, torch 2.11, triton 3.6.0, bf16, us a call, CUDA graph over weights that overflow the L2, this / dequantize + matmul:
-#              14336x4096     4096x14336    8192x8192     5120x13824    4096x11008    28672x8192   11008x4096, fill 0.65
-#   M = 128    44.8 / 74.4    49.0 / 78.9   52.6 / 84.0   56.0 / 95.7   40.7 / 62.9   165 / 279    47.2 / 58.4
-#   M = 160    56.4 / 76.1    67.1 / 81.0   77.4 / 84.6   77.3 / 97.6   56.7 / 64.2   214 / 278    56.9 / 64.1
-#   M = 256    57.7 / 83.6    68.7 / 87.5   70.0 / 92.1   79.2 / 104    57.4 / 70.9   230 / 327    57.6 / 64.5
-#   M = 512    105 / 124      102 / 114     110 / 129     169 / 142     81.8 / 88.7   459 / 464    104 / 90.3
-# 130 rows take no less than 256 (8192x8192: 90.7 / 87.5), 385 no less than 512 (110 / 106 at 14336x4096), and 1024 lose.
-# 5120x5120 at 128 rows 30.1 / 36.1, at 256 40.9 / 41.2; 4096x4096 at 128 rows 24.8 / 25.0.
-ROWS: tuple[Row, ...] = (
-    Row((9, 0), 65, 128, 26_000_000, 0.0, Config(rows=128, stages=6, decoded=4)),
-    Row((9, 0), 160, 256, 45_000_000, 0.8, Config(rows=256, stages=4, decoded=3)),
-    Row((9, 0), 449, 512, 45_000_000, 0.8, Config(rows=256, stages=4, decoded=3)),
-)
-PROCESSORS = 132  # of the GPU they were measured on
-
-
-def config_for(capability: tuple[int, int], m: int, n: int, k: int, device: int | None = None) -> Config | None:
+def config_for(capability: tuple[int, int], m: int, n: int, k: int, device: int | None = None) -> HopperConfig | None:
     """The measured config for ``m`` rows of X and an [n, k] weight; None where none is.
 
     Args:
@@ -80,16 +43,12 @@ def config_for(capability: tuple[int, int], m: int, n: int, k: int, device: int 
     """
     if RELEASE not in RELEASES or n % 8:  # TMA writes rows of whole 16 bytes
         return None
-    for row in ROWS:
+    for row in HOPPER_ROWS:
         if row.capability == capability and row.least <= m <= row.most and n * k >= row.elements:
-            processors = PROCESSORS if device is None else multiprocessors(device)
+            processors = MULTIPROCESSORS if device is None else multiprocessors(device)
             if Plan.of(row.config, processors, m, n, k).fill(processors) >= row.fill:
                 return row.config
     return None
-
-
-def multiprocessors(device: int | torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def decode(dtype: str) -> str:
@@ -123,24 +82,24 @@ CONSTRAINTS = ",".join(["=&r"] * 32 + ["r"] * 8 + ["f"] * 8 + ["l"] * 8)
 
 
 class Plan(NamedTuple):
-    """How the tiles are shared out: several whole ones a program, or one in ``splits`` chunks of K."""
+    """How the tiles are shared out: several whole ones a CTA, or one in ``splits`` chunks of K."""
 
-    programs: int
+    ctas: int
     tiles: int
     tiles_m: int
     splits: int
 
     @classmethod
-    def of(cls, config: Config, processors: int, m: int, n: int, k: int) -> Plan:
+    def of(cls, config: HopperConfig, processors: int, m: int, n: int, k: int) -> Plan:
         tiles_m = -(-m // config.rows)
         tiles = tiles_m * -(-n // COLUMNS)
         splits = max(1, min(processors // tiles, k // DEPTH // LEAST_STEPS))
-        programs = tiles * splits if splits > 1 else -(-tiles // -(-tiles // processors))
-        return cls(programs, tiles, tiles_m, splits)
+        ctas = tiles * splits if splits > 1 else -(-tiles // -(-tiles // processors))
+        return cls(ctas, tiles, tiles_m, splits)
 
     def fill(self, processors: int) -> float:
         """The share of the multiprocessors' time that is work, if a tile takes its time."""
-        return self.tiles * self.splits / (processors * -(-self.tiles * self.splits // self.programs))
+        return self.tiles * self.splits / (processors * -(-self.tiles * self.splits // self.ctas))
 
 
 @functools.cache
@@ -177,40 +136,32 @@ class Address:
         return self.address
 
 
-def operands(layout: Layout) -> tuple[torch.Tensor, ...]:
-    """The kernel's tensors of the weight; a flat one has no second level and the kernel reads none."""
-    second = (layout.absmax2, layout.code2, layout.offset) if layout.nested() else (layout.code,) * 3
-    return (layout.packed, layout.absmax, layout.code, *second)  # type: ignore[return-value]
+class HopperKernel:
+    """The launches for one size and kind of argument on one device: the scales, then the matmul.
 
-
-class Kernel:
-    """The launches for one size and kind of argument on one device: the scales, then the product.
-
-    As matmul.Kernel: ``entry`` takes the addresses of x, the weight's operands, the result and the bias.
-
-    Args:
-        compiled: matmul.compiled.
+    As small_m.SmallMKernel: ``entry`` takes the addresses of x, the weight's operands, the result and the bias.
     """
 
-    slices, sum = 1, None
+    split_k, sum = 1, None
 
     def __init__(
-        self, config: Config, device: torch.device, dtype: torch.dtype, layout: Layout, m: int, bias: bool, compiled: Any
+        self, config: HopperConfig, device: torch.device, dtype: torch.dtype, layout: Layout, m: int, bias: bool
     ):  # fmt: skip
         n, k = layout.shape
         cut = Plan.of(config, multiprocessors(device), m, n, k)
         steps = k // DEPTH
-        self.grid, self.sizes, self.total = cut.programs, (), m * n
-        self.entry = launch.Entry(self.start, (), (), "two launches")
+        self.grid, self.sizes, self.total = cut.ctas, (), m * n
+        self.entry = Entry(self.start, (), (), "two launches")
         self.m, self.n, self.k = m, n, k
         shift = (layout.blocksize // DEPTH).bit_length() - 1
         self.scale_count = -(-n * steps // 32) * 32  # what follows starts on 128 bytes
-        self.sum_count = cut.programs * config.rows * COLUMNS if cut.splits > 1 else 0
+        self.sum_count = cut.ctas * config.rows * COLUMNS if cut.splits > 1 else 0
         self.scale_grid = -(-n // 128) * -(-steps // 16)
         self.scale_sizes = (n, steps, shift, max(0, layout.blocksize2.bit_length() - 1))
-        self.product_sizes = (n, steps, cut.tiles_m, cut.tiles * cut.splits, cut.splits)
-        self.scales, self.product = (
-            compiled(*each, device, dtype) for each in kinds(config, device, dtype, layout.nested(), bias)
+        self.matmul_sizes = (n, steps, cut.tiles_m, cut.tiles * cut.splits, cut.splits)
+        self.scales, self.matmul = (
+            compiled(kernel, arguments, values, warps, device, dtype)
+            for kernel, arguments, values, warps in kinds(config, device, dtype, layout.nested(), bias)
         )
 
     def start(
@@ -218,19 +169,19 @@ class Kernel:
         code2: int, offset: int, out: int, bias: int,
     ) -> None:  # fmt: skip
         # its own at every call: the caching allocator keeps the streams apart
-        scratch = launch.empty_strided_cuda((self.scale_count + self.sum_count + FLAGS,), (1,), torch.float32)
+        scratch = empty_strided_cuda((self.scale_count + self.sum_count + FLAGS,), (1,), torch.float32)
         scales = scratch.data_ptr()
         sums = scales + 4 * self.scale_count
         flags = sums + 4 * self.sum_count
         self.scales.start(self.scale_grid, stream, absmax, absmax2, code2, offset, scales, flags, *self.scale_sizes)
         m, n, k = self.m, self.n, self.k
-        self.product.start(
+        self.matmul.start(
             grid, stream, Address(x, (m, k)), Address(packed, (n, k // 8)), Address(scales, (n * (k // DEPTH),)),
-            Address(out, (m, n)), sums, flags, code, bias, *self.product_sizes,
+            Address(out, (m, n)), sums, flags, code, bias, *self.matmul_sizes,
         )  # type: ignore[arg-type]  # fmt: skip
 
 
-def kinds(config: Config, device: torch.device, dtype: torch.dtype, nested: bool, bias: bool) -> tuple[Any, ...]:
+def kinds(config: HopperConfig, device: torch.device, dtype: torch.dtype, nested: bool, bias: bool) -> tuple[Any, ...]:
     """Kernel, sample arguments, constexprs and warps of both launches, for the compiler."""
     some = {
         each: torch.empty(64 * 128, dtype=each, device=device)
@@ -250,20 +201,20 @@ def kinds(config: Config, device: torch.device, dtype: torch.dtype, nested: bool
             4,
         ),
         (
-            kernels.matmul_wide_kernel,
+            kernels.hopper_kernel,
             (*described, floats, flags, floats, some[dtype], 64, 64, 1, 1, 1),
-            {**values, "PTX": decode(launch.PTX_TYPES[dtype]), "CONSTRAINTS": CONSTRAINTS},
+            {**values, "PTX": decode(PTX_TYPES[dtype]), "CONSTRAINTS": CONSTRAINTS},
             4,
         ),
     )
 
 
-_checked: dict[tuple[Any, ...], launch.KernelUnavailable | None] = {}
+_checked: dict[tuple[Any, ...], KernelUnavailable | None] = {}
 
 
 def checked(
-    config: Config, device: torch.device, dtype: torch.dtype, layout: Layout, m: int, bias: bool, compiled: Any
-) -> Kernel:  # fmt: skip
+    config: HopperConfig, device: torch.device, dtype: torch.dtype, layout: Layout, m: int, bias: bool
+) -> HopperKernel:  # fmt: skip
     """A Kernel, trusted only after rows of X with a single 1 came back as the weight's bits on this device, five times.
 
     Raises:
@@ -271,23 +222,23 @@ def checked(
     """
     key = (config, device, dtype, layout.nested(), bias)
     if key not in _checked:
-        _checked[key] = _wrong(*key, compiled)
+        _checked[key] = _wrong(*key)
     why = _checked[key]
     if why is not None:
         raise why
-    return Kernel(config, device, dtype, layout, m, bias, compiled)
+    return HopperKernel(config, device, dtype, layout, m, bias)
 
 
 def _wrong(
-    config: Config, device: torch.device, dtype: torch.dtype, nested: bool, bias: bool, compiled: Any
-) -> launch.KernelUnavailable | None:
+    config: HopperConfig, device: torch.device, dtype: torch.dtype, nested: bool, bias: bool
+) -> KernelUnavailable | None:
     m, n, k = config.rows + 3, 2 * COLUMNS + 8, 1024
-    variant = launch.Variant(
-        launch.INTERPRETER_CONFIG, dtype, torch.float32 if nested else None, blocksize=64, blocksize2=256 if nested else 0,
+    variant = Variant(
+        INTERPRETER_CONFIG, dtype, torch.float32 if nested else None, blocksize=64, blocksize2=256 if nested else 0,
         even=True, tail=False, wide=False, aligned=True,
     )  # fmt: skip
-    layout = launch.sample_layout(variant, n * k // 3, device)._replace(shape=(n, k))
-    kernel = Kernel(config, device, dtype, layout, m, bias, compiled)
+    layout = sample_layout(variant, n * k // 3, device)._replace(shape=(n, k))
+    kernel = HopperKernel(config, device, dtype, layout, m, bias)
     columns = torch.arange(m, device=device) * 37 % k
     x = torch.zeros(m, k, dtype=dtype, device=device)
     x[torch.arange(m, device=device), columns] = 1
@@ -295,11 +246,11 @@ def _wrong(
     want = (reference.dequantize(layout)[:, columns].t().float() + added.float()).to(dtype)
     for _ in range(5):
         out = torch.full((m, n), float("nan"), dtype=dtype, device=device)
-        pointers = [tensor.data_ptr() for tensor in (x, *operands(layout), out, added)]
-        kernel.start(kernel.grid, 1, 1, launch.current_stream(device.index), *pointers)
+        pointers = [tensor.data_ptr() for tensor in (x, *layout.operands(), out, added)]
+        kernel.start(kernel.grid, 1, 1, current_stream(device.index), *pointers)
         if not torch.equal(out, want):
-            return launch.KernelUnavailable(
-                f"the product's bits differ from the reference on {torch.cuda.get_device_name(device)} "
+            return KernelUnavailable(
+                f"the fused matmul's bits differ from the reference on {torch.cuda.get_device_name(device)} "
                 f"with Triton {triton.__version__} for {config}"
             )
     return None

@@ -1,4 +1,4 @@
-"""The fused product of hundreds of rows on Hopper: wgmma on a weight that two warp groups decode into shared memory.
+"""The fused matmul of hundreds of rows on Hopper: wgmma on a weight that two warp groups decode into shared memory.
 
 Gluon, because the pipeline is written out: 17 warps a program and no two groups with the same work.
 
@@ -225,12 +225,12 @@ def consume(
 
 
 @gluon.jit(do_not_specialize=["n", "k_steps", "tiles_m", "chunks", "splits"])
-def matmul_wide_kernel(
+def hopper_kernel(
     x, packed, scales, out, sums, flags, code, bias, n, k_steps, tiles_m, chunks, splits,
     ROWS: gl.constexpr, STAGES: gl.constexpr, DECODED: gl.constexpr, BIAS: gl.constexpr,
     PTX: gl.constexpr, CONSTRAINTS: gl.constexpr,
 ):  # fmt: skip
-    """x, packed, scales and out are TMA descriptors; the boxes are ROWS or 128 or 64 by DEPTH, see matmul_wide.boxes."""
+    """x, packed, scales and out are TMA descriptors; the boxes are ROWS or 128 or 64 by DEPTH, see hopper.boxes."""
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, DEPTH], x.layout)
     packed_ring = gl.allocate_shared_memory(gl.int32, [STAGES, COLUMNS, DEPTH // 8], packed.layout)
     scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], scales.layout)

@@ -1,4 +1,4 @@
-"""Triton kernels of the fused decode + matmul. The first is a shell around PTX (matmul_ptx.py)."""
+"""Triton kernels of the fused decode + matmul. The first is a shell around PTX (small_m_ptx.py)."""
 
 import triton
 import triton.language as tl
@@ -8,10 +8,10 @@ import triton.language as tl
 def matmul_4bit_kernel(
     x, packed, absmax, code, absmax2, code2, offset, out, bias,
     m, n, blocks, shift, shift2, shares, slices,
-    PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, CLUSTER: tl.constexpr,
+    PTX: tl.constexpr, CONSTRAINTS: tl.constexpr,
 ):  # fmt: skip
-    """See matmul_ptx.program and matmul_dx_ptx.program for the operands."""
-    zero = tl.inline_asm_elementwise(
+    """See small_m_ptx.program for the operands."""
+    tl.inline_asm_elementwise(
         PTX,
         CONSTRAINTS,
         [
@@ -23,9 +23,6 @@ def matmul_4bit_kernel(
         is_pure=False,
         pack=1,
     )  # fmt: skip
-    if CLUSTER > 1:  # Triton 3.6 and 3.7 plan a cluster around a store: this one stores nothing
-        i = tl.arange(0, 1024)
-        tl.store(out + i, tl.full((1024,), 0, out.dtype.element_ty), mask=i < zero)
 
 
 @triton.jit(do_not_specialize=["total", "n"])

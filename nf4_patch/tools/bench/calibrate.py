@@ -24,7 +24,7 @@ from rich.table import Table
 import nf4_patch
 
 from ...config import Config
-from ...nf4.dequantize import launch
+from ...nf4 import runtime
 from ...nf4.layout import Layout
 from ...nf4.matmul import backward as matmul_dx
 from ...nf4.matmul import calibration
@@ -165,7 +165,7 @@ def one_point(
     for config in candidates(torch.cuda.get_device_capability(dense.device), direction, m, quick):
         try:
             why = wrong(backward, config, x, weights[0], dense, truth)
-        except launch.KernelUnavailable:  # too many registers for this GPU, an instruction that it has not
+        except runtime.KernelUnavailable:  # too many registers for this GPU, an instruction that it has not
             continue
         if why:
             failures.append(f"{n}x{k} {direction}, {m} rows, {config}: {why}")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import nf4_patch
 
-from ...nf4.dequantize.launch import same_bits
+from ...nf4.runtime import same_bits
 from ..report import Tell
 from .dequantize import name_of
 from .peers import BITSANDBYTES, OURS, Peer

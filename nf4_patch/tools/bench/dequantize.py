@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import nf4_patch
 
-from ...nf4.dequantize.launch import same_bits
+from ...nf4.runtime import same_bits
 from ...patching import hooks
 from ...patching.replacement import switch
 from ..report import Tell

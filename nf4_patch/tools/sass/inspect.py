@@ -15,8 +15,8 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from ...nf4.dequantize import launch
-from ...nf4.dequantize.launch import Variant
+from ...nf4.dequantize import compilation
+from ...nf4.dequantize.compilation import Variant
 from ..report import Report, Tell, silent
 from . import machine_code
 from .machine_code import Capability, Code
@@ -62,7 +62,7 @@ class InspectReport(Report):
 def variant_of(capability: Capability, dtype: torch.dtype, blocksize: int = 64, numel: int = 2**26) -> Variant:
     """The usual weight: nested, whole CTAs, aligned."""
     return Variant(
-        config=launch.config_for(capability, numel), dtype=dtype, offset_dtype=torch.float32, blocksize=blocksize,
+        config=compilation.config_for(capability, numel), dtype=dtype, offset_dtype=torch.float32, blocksize=blocksize,
         blocksize2=256, even=True, tail=False, wide=False, aligned=True,
     )  # fmt: skip
 
@@ -70,7 +70,7 @@ def variant_of(capability: Capability, dtype: torch.dtype, blocksize: int = 64, 
 def ours(capability: Capability, dtype: torch.dtype) -> KernelRow:
     variant = variant_of(capability, dtype)
     code = machine_code.code_of(variant, capability)
-    elements = launch.group_of(variant) * variant.config.steps  # a lane
+    elements = compilation.group_of(variant) * variant.config.steps  # a lane
     return row_of(capability, dtype, OURS, code, len(code.instructions) / elements)
 
 

@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...nf4.dequantize import launch
-from ...nf4.dequantize.launch import Variant
-from ...nf4.matmul import launch as matmul
+from ...nf4.dequantize import compilation
+from ...nf4.dequantize.compilation import Variant
+from ...nf4.matmul import small_m
 
 Capability = tuple[int, int]
 
@@ -76,11 +76,11 @@ def source(variant: Variant, capability: Capability) -> Any:
     """The kernel of ``variant`` as Triton's compiler takes it, specialized as a launch would specialize it."""
     from triton.compiler import ASTSource
 
-    kernel = launch.kernels.dequantize_kernel
-    values = launch.constants(variant, capability)
-    signature = launch.signature(variant)
+    kernel = compilation.kernels.dequantize_kernel
+    values = compilation.constants(variant, capability)
+    signature = compilation.signature(variant)
     names = list(kernel.arg_names)
-    divisible = [names.index(name) for name in launch.on_16_bytes(variant)]
+    divisible = [names.index(name) for name in compilation.on_16_bytes(variant)]
     if triton_release() >= (3, 3):
         signature.update(dict.fromkeys(values, "constexpr"))
         attributes: Any = {(index,): [["tt.divisibility", 16]] for index in divisible}
@@ -102,7 +102,7 @@ def compile_variant(variant: Variant, capability: Capability) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    if launch.INTERPRETED:
+    if compilation.INTERPRETED:
         raise Unsupported("Triton's interpreter is on (TRITON_INTERPRET=1): unset it and start again")
     check(capability)
     options = {"num_warps": variant.config.num_warps, "enable_fp_fusion": False}
@@ -113,7 +113,7 @@ POINTERS = ("x", "packed", "absmax", "code", "absmax2", "code2", "offset", "out"
 NUMBERS = ("m", "n", "blocks", "shift", "shift2", "shares", "slices")
 
 
-def compile_fused_matmul(ptx_source: str, warps: int, capability: Capability, cluster: int = 1) -> Any:
+def compile_fused_matmul(ptx_source: str, warps: int, capability: Capability) -> Any:
     """Triton's CompiledKernel of a fused matmul's PTX source."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -122,17 +122,17 @@ def compile_fused_matmul(ptx_source: str, warps: int, capability: Capability, cl
     from ...nf4.matmul import kernels as matmul_kernels
 
     signature = dict.fromkeys(POINTERS, "*u8") | dict.fromkeys(NUMBERS, "i32")
-    values = matmul.constants(ptx_source, cluster)
+    values = small_m.constants(ptx_source)
     if triton_release() >= (3, 3):
         signature |= dict.fromkeys(values, "constexpr")
     source = ASTSource(matmul_kernels.matmul_4bit_kernel, signature, values)
-    options = {"num_warps": warps, "num_stages": 1, "num_ctas": cluster}
+    options = {"num_warps": warps, "num_stages": 1}
     return triton.compile(source, target=GPUTarget("cuda", sm(capability), 32), options=options)
 
 
 @functools.lru_cache(maxsize=512)
-def fused_matmul_code(ptx_source: str, warps: int, capability: Capability, cluster: int = 1) -> Code:
-    (code,) = disassemble(compile_fused_matmul(ptx_source, warps, capability, cluster).asm["cubin"]).values()
+def fused_matmul_code(ptx_source: str, warps: int, capability: Capability) -> Code:
+    (code,) = disassemble(compile_fused_matmul(ptx_source, warps, capability).asm["cubin"]).values()
     return code
 
 

@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 
-from ...nf4.dequantize import launch
-from ...nf4.dequantize.launch import Variant
+from ...nf4 import runtime
+from ...nf4.dequantize import compilation
+from ...nf4.dequantize.compilation import Variant
 from ...nf4.layout import Layout
 from ...nf4.matmul import launch as matmul
+from ...nf4.matmul import small_m
+from ...nf4.matmul.tuning import SmallMConfig
 from ...patching.replacement import fields_of
 from . import machine_code
 from .machine_code import Capability, arch_of
@@ -41,8 +44,8 @@ def capability_of(arch: str) -> Capability:
 
 def check(capability: Capability, device: torch.device) -> None:
     """Raises CannotRun unless PTX for ``capability`` runs on ``device``."""
-    if capability < launch.MINIMUM_CAPABILITY:
-        raise CannotRun(f"{arch_of(capability)}: the kernel begins at {arch_of(launch.MINIMUM_CAPABILITY)}")
+    if capability < compilation.MINIMUM_CAPABILITY:
+        raise CannotRun(f"{arch_of(capability)}: the kernel begins at {arch_of(compilation.MINIMUM_CAPABILITY)}")
     if device.type != "cuda":
         raise CannotRun("PTX needs an NVIDIA GPU to run on; `nf4-patch inspect` compiles and counts without one")
     here = torch.cuda.get_device_capability(device)
@@ -51,57 +54,57 @@ def check(capability: Capability, device: torch.device) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def load(variant: Variant, capability: Capability, device: torch.device) -> tuple[Any, launch.Entry]:
+def load(variant: Variant, capability: Capability, device: torch.device) -> tuple[Any, runtime.Entry]:
     """The compiled kernel with its PTX in the place of its cubin, and a function that launches it on ``device``."""
     compiled = machine_code.compile_variant(variant, capability)
-    return compiled, entry_of(compiled, tuple(launch.constants(variant, capability).values()), capability, device)
+    return compiled, entry_of(compiled, tuple(compilation.constants(variant, capability).values()), capability, device)
 
 
 @functools.lru_cache(maxsize=256)
 def load_fused_matmul(
     ptx_source: str, warps: int, capability: Capability, device: torch.device
-) -> tuple[Any, launch.Entry]:
+) -> tuple[Any, runtime.Entry]:
     """As :func:`load`, for the PTX source of a fused matmul."""
     compiled = machine_code.compile_fused_matmul(ptx_source, warps, capability)
-    return compiled, entry_of(compiled, tuple(matmul.constants(ptx_source).values()), capability, device)
+    return compiled, entry_of(compiled, tuple(small_m.constants(ptx_source).values()), capability, device)
 
 
-def entry_of(compiled: Any, values: tuple[Any, ...], capability: Capability, device: torch.device) -> launch.Entry:
+def entry_of(compiled: Any, values: tuple[Any, ...], capability: Capability, device: torch.device) -> runtime.Entry:
     """What launches the PTX of a compiled kernel on ``device``."""
     target = re.search(r"^\.target (\w+)", compiled.asm["ptx"], re.MULTILINE)
     assert target and target[1].startswith(arch_of(capability)), target
     compiled.kernel = compiled.asm["ptx"].encode() + b"\0"  # cuModuleLoadData reads PTX up to a zero byte
     with torch.cuda.device(device):
-        return launch.Entry.of(compiled, values)
+        return runtime.Entry.of(compiled, values)
 
 
 def dequantize(layout: Layout, capability: Capability, out: torch.Tensor) -> torch.Tensor:
     """Fill ``out`` (n elements, 16-byte aligned, on the layout's device) with code built for ``capability``."""
     device = out.device
     check(capability, device)
-    variant = Variant.of(layout, launch.config_for(capability, layout.numel()))
+    variant = Variant.of(layout, compilation.config_for(capability, layout.numel()))
     _, entry = load(variant, capability, device)
-    tensors = launch.operands(layout, out)
+    tensors = compilation.operands(layout, out)
     with torch.cuda.device(device):
         stream = torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[attr-defined]
-        grid = -(-layout.numel() // launch.elements_of(variant))
+        grid = -(-layout.numel() // compilation.elements_of(variant))
         entry.start(grid, stream, *(tensor.data_ptr() for tensor in tensors), layout.numel())
     return out
 
 
 def multiply(
-    x: torch.Tensor, layout: Layout, config: matmul.Config, processors: int, capability: Capability, out: torch.Tensor,
+    x: torch.Tensor, layout: Layout, config: SmallMConfig, processors: int, capability: Capability, out: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Fill ``out`` [m, n] with x [m, k] @ weight.T (+ bias) by code built for ``capability``, as a GPU of so many
     multiprocessors would launch it."""
     (m, k), n, device, nested = x.shape, layout.shape[0], out.device, layout.nested()
     check(capability, device)
-    cut = matmul.plan(config, processors, m, n, k, x.dtype is torch.float16, nested, bias is not None, capability)
-    warps = config.along_n * config.along_k
-    _, entry = load_fused_matmul(cut.text, warps, capability, device)
-    kernel = matmul.Kernel(device, x.dtype, layout, cut, warps, m, n, bias is not None, entry)
-    return matmul.Product(kernel, x, layout, n, bias)(x, out)
+    cut = small_m.plan(config, processors, m, n, k, x.dtype is torch.float16, nested, bias is not None, capability)
+    warps = config.warps_n * config.warps_k
+    _, entry = load_fused_matmul(cut.ptx, warps, capability, device)
+    kernel = small_m.SmallMKernel(device, x.dtype, layout, cut, warps, m, bias is not None, entry)
+    return matmul.MatmulLaunch(kernel, x, layout, bias)(x, out)
 
 
 def server(capability: Capability) -> Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]:

@@ -1,0 +1,15 @@
+"""The fused matmul in plain torch: the truth for tests and readers."""
+
+from __future__ import annotations
+
+import torch
+
+from ..dequantize import reference
+from ..layout import Layout
+
+
+def matmul(x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight.T (+ bias)``, [..., N]: the weight rounded to x's dtype, products and sums in fp32, one rounding at the end."""
+    weight = reference.dequantize(layout._replace(dtype=x.dtype, packed=layout.bytes()))
+    out = x.float() @ weight.float().t()
+    return (out if bias is None else out + bias.float()).to(x.dtype)

@@ -1,0 +1,76 @@
+"""X[M, K] @ dequantize(weight)[N, K].T for up to 64 rows of X: how a config cuts one size, and its compiled launches."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..layout import Layout
+from ..runtime import Entry, compiled, triton
+from . import small_m_ptx
+from .tuning import TILE_COUNTS, SmallMConfig
+
+if triton is not None:
+    from . import kernels
+
+SUM_BLOCK = 1024
+
+
+class Plan(NamedTuple):
+    """How a config serves one size on one GPU."""
+
+    sm_partitions: int  # even shares of the rows of the weight, one a multiprocessor and slice of K
+    ctas: int
+    split_k: int  # slices of K, whose sums a second launch adds
+    ptx: str
+
+
+def plan(
+    config: SmallMConfig, processors: int, m: int, n: int, k: int, half: bool, nested: bool, bias: bool,
+    capability: tuple[int, int] = (9, 0),
+) -> Plan:  # fmt: skip
+    groups = -(-n // config.rows)
+    chunks = -(-k // 256)
+    split_k = min(max(1, processors // groups), chunks) if config.split_k else 1
+    sm_partitions = min(groups, max(1, processors // split_k))
+    ctas = sm_partitions * min(config.ctas_per_sm, -(-groups // sm_partitions)) * split_k
+    x_in_registers = config.load_128bit and chunks <= config.warps_k
+    n_tiles = next(count for count in TILE_COUNTS if m <= 8 * count)
+    ptx = small_m_ptx.program(
+        config.tiles, n_tiles, config.warps_n, config.warps_k, config.load_128bit, config.prefetch_depth,
+        x_in_registers, half, nested, k % 256 != 0, split_k > 1, bias and split_k == 1, capability,
+    )  # fmt: skip
+    return Plan(sm_partitions, ctas, split_k, ptx)
+
+
+def constants(ptx: str) -> dict[str, Any]:
+    """The constexpr arguments of matmul_4bit_kernel."""
+    return {"PTX": ptx, "CONSTRAINTS": small_m_ptx.CONSTRAINTS}
+
+
+class SmallMKernel:
+    """The compiled launches for one size and kind of argument on one device.
+
+    Args:
+        entry: of the first launch, where it is compiled already.
+    """
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, layout: Layout, cut: Plan, warps: int, m: int, bias: bool,
+        entry: Entry | None = None,
+    ):  # fmt: skip
+        n, k = layout.shape
+        blocks = (k // 64, (layout.blocksize // 64).bit_length() - 1, max(0, layout.blocksize2.bit_length() - 1))
+        self.grid, self.split_k, self.total = cut.ctas, cut.split_k, m * n
+        self.sizes = (m, n, *blocks, cut.sm_partitions, cut.split_k)
+        self.sum_grid, self.sum_sizes = -(-self.total // SUM_BLOCK), (self.total, n)
+        # what is allocated at every call: at an address that is a multiple of 16, as an empty tensor's 0 is
+        out, part = (torch.empty(0, dtype=each, device=device) for each in (dtype, torch.float32))
+        values = constants(cut.ptx)
+        arguments = (out, *layout.operands(), out if cut.split_k == 1 else part, out, *self.sizes)
+        self.entry = entry or compiled(kernels.matmul_4bit_kernel, arguments, values, warps, device, dtype)
+        self.sum: Entry | None = None
+        if cut.split_k > 1:
+            values = {"SLICES": cut.split_k, "BIAS": bias, "BLOCK": SUM_BLOCK}
+            self.sum = compiled(kernels.sum_slices_kernel, (part, out, out, *self.sum_sizes), values, 4, device, dtype)

@@ -1,0 +1,127 @@
+"""Where a fused matmul was measured to win, and with which configuration: tables, and nothing that reads them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ANY = 2**62
+TILE_COUNTS = (1, 2, 3, 4, 6, 8)  # 8-row tiles of X that a kernel for few rows is compiled for
+
+
+class SmallMConfig(NamedTuple):
+    """Up to 64 rows of X: how the work is cut. See small_m_ptx.program for the first four."""
+
+    tiles: int
+    warps_n: int
+    warps_k: int
+    load_128bit: bool
+    ctas_per_sm: int
+    prefetch_depth: int = 1  # chunks in flight a warp
+    split_k: bool = False  # K over several CTAs, their sums by a second launch, where rows alone leave it idle
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight a CTA takes at once."""
+        return 16 * self.tiles * self.warps_n
+
+
+class SmallMRow(NamedTuple):
+    """Where a config wins: capability, and the most rows of X, most K, fewest N."""
+
+    capability: tuple[int, int]
+    m: int
+    k: int
+    n: int
+    config: SmallMConfig
+
+
+# The first row that fits is taken; no row: the caller dequantizes and multiplies.
+# H200, torch 2.11, triton 3.6.0, bf16, us a call, CUDA graph over weights that overflow the L2:
+#                  14336x4096     4096x14336     4096x4096      8192x8192      28672x8192
+#   M = 1 / 8      16.9 / 17.8    19.0 / 21.3    7.0 / 7.7      22.0 / 25.0    64.4 / 73.5
+#   M = 16         21.7           23.2           9.3            26.6           91.7
+#   M = 32 / 64    31.2 / 43.1    29.5 / 40.2    12.8 / 16.7    32.1 / 43.2    114 / 159
+# The other configs tried for a row are 3 to 60 % slower on most of these shapes; 4 and 16 warps likewise.
+# One chunk of K a warp (K <= 4096 at 16 warps) keeps X in registers: 21.8 -> 16.9 at M = 1, 26.9 -> 21.7 at M = 16.
+# Past 64 rows a second pass over the weight costs more than dequantize + matmul. Dequantizing in slices that stay in
+# the L2 does not help that either: 186 -> 197 to 210 us at M = 1024, 14336x4096.
+SMALL_M_ROWS: tuple[SmallMRow, ...] = (
+    SmallMRow((9, 0), 8, 4096, 1, SmallMConfig(tiles=1, warps_n=1, warps_k=16, load_128bit=True, ctas_per_sm=1)),
+    SmallMRow(
+        (9, 0),
+        8,
+        ANY,
+        4000,
+        SmallMConfig(tiles=2, warps_n=1, warps_k=8, load_128bit=True, ctas_per_sm=1, prefetch_depth=2),
+    ),
+    SmallMRow((9, 0), 8, ANY, 1, SmallMConfig(tiles=1, warps_n=1, warps_k=8, load_128bit=True, ctas_per_sm=2)),
+    SmallMRow((9, 0), 16, 4096, 5000, SmallMConfig(tiles=1, warps_n=1, warps_k=16, load_128bit=True, ctas_per_sm=1)),
+    SmallMRow((9, 0), 16, ANY, 2100, SmallMConfig(tiles=2, warps_n=1, warps_k=8, load_128bit=False, ctas_per_sm=2)),
+    SmallMRow(
+        (9, 0),
+        16,
+        ANY,
+        1,
+        SmallMConfig(tiles=1, warps_n=1, warps_k=8, load_128bit=False, ctas_per_sm=2, prefetch_depth=2),
+    ),
+    SmallMRow(
+        (9, 0),
+        64,
+        ANY,
+        12000,
+        SmallMConfig(tiles=2, warps_n=4, warps_k=2, load_128bit=False, ctas_per_sm=1, split_k=True),
+    ),
+    SmallMRow(
+        (9, 0), 64, ANY, 1, SmallMConfig(tiles=2, warps_n=2, warps_k=4, load_128bit=False, ctas_per_sm=1, split_k=True)
+    ),
+)
+
+
+# Modelled, not measured on a T4: used by `nf4-patch calibrate`, never by config_for. By the model (docs/t4.md) 1.4 to 3.0 times
+# as fast as bitsandbytes from 4 rows on, and no faster below. fp16 only.
+SMALL_M_CANDIDATES: tuple[SmallMRow, ...] = (
+    SmallMRow((7, 5), 16, ANY, 1, SmallMConfig(tiles=1, warps_n=1, warps_k=8, load_128bit=True, ctas_per_sm=1)),
+    SmallMRow(
+        (7, 5), 64, ANY, 1, SmallMConfig(tiles=2, warps_n=4, warps_k=2, load_128bit=False, ctas_per_sm=1, split_k=True)
+    ),
+)
+
+
+class HopperConfig(NamedTuple):
+    """A tile's rows of X, and the slots of the rings: what TMA brings, and what is decoded.
+
+    ``stages`` is even, so that a decoder, which takes every second step, meets every phase of its slots' barriers.
+    """
+
+    rows: int
+    stages: int
+    decoded: int
+
+
+class HopperRow(NamedTuple):
+    """Where a config wins: capability, least and most rows of X, fewest elements of the weight, least Plan.fill."""
+
+    capability: tuple[int, int]
+    least: int
+    most: int
+    elements: int
+    fill: float
+    config: HopperConfig
+
+
+# No row: the caller dequantizes and multiplies. The matmul of that is cuBLAS', nearer to the tensor cores' peak, and the
+# more rows share the cost of the dequantization the more it counts: what is saved here falls with the rows.
+# H200, torch 2.11, triton 3.6.0, bf16, us a call, CUDA graph over weights that overflow the L2, this / dequantize + matmul:
+#              14336x4096     4096x14336    8192x8192     5120x13824    4096x11008    28672x8192   11008x4096, fill 0.65
+#   M = 128    44.8 / 74.4    49.0 / 78.9   52.6 / 84.0   56.0 / 95.7   40.7 / 62.9   165 / 279    47.2 / 58.4
+#   M = 160    56.4 / 76.1    67.1 / 81.0   77.4 / 84.6   77.3 / 97.6   56.7 / 64.2   214 / 278    56.9 / 64.1
+#   M = 256    57.7 / 83.6    68.7 / 87.5   70.0 / 92.1   79.2 / 104    57.4 / 70.9   230 / 327    57.6 / 64.5
+#   M = 512    105 / 124      102 / 114     110 / 129     169 / 142     81.8 / 88.7   459 / 464    104 / 90.3
+# 130 rows take no less than 256 (8192x8192: 90.7 / 87.5), 385 no less than 512 (110 / 106 at 14336x4096), and 1024 lose.
+# 5120x5120 at 128 rows 30.1 / 36.1, at 256 40.9 / 41.2; 4096x4096 at 128 rows 24.8 / 25.0.
+HOPPER_ROWS: tuple[HopperRow, ...] = (
+    HopperRow((9, 0), 65, 128, 26_000_000, 0.0, HopperConfig(rows=128, stages=6, decoded=4)),
+    HopperRow((9, 0), 160, 256, 45_000_000, 0.8, HopperConfig(rows=256, stages=4, decoded=3)),
+    HopperRow((9, 0), 449, 512, 45_000_000, 0.8, HopperConfig(rows=256, stages=4, decoded=3)),
+)
+MULTIPROCESSORS = 132  # of the GPU they were measured on

@@ -1,0 +1,123 @@
+"""What every launch needs: the entry of a compiled kernel, the stream, the allocator, remembered launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+MISSING = ""
+try:
+    import triton
+except ImportError as error:  # every launch is then refused with this sentence
+    triton = None
+    MISSING = f"{type(error).__name__}: {error}"
+
+
+class KernelUnavailable(RuntimeError):
+    """The kernel cannot serve here; the message says why, ``reason`` in one word of four."""
+
+    def __init__(self, message: str, reason: str = "KERNEL_FAILED"):
+        super().__init__(message)
+        self.reason = reason  # KERNEL_FAILED (for good), CAPTURING, MISALIGNED or NO_MEMORY (this time)
+
+
+class Entry(NamedTuple):
+    """How a compiled kernel is launched from plain integers: ``call(grid, 1, 1, stream, *head, *arguments, *tail)``."""
+
+    call: Callable[..., None]
+    head: tuple[Any, ...]
+    tail: tuple[Any, ...]
+    launch_path: str  # for people: "c entry" or "launcher"
+
+    @classmethod
+    def of(cls, compiled: Any, values: tuple[Any, ...]) -> Entry:
+        """Triton's own ``kernel[grid](...)`` costs 17 us a call (H200 machine, 3.6.0), most of it finding the
+        compiled kernel again. ``run`` is what it calls in the end, in every release from 3.2.
+        """
+        compiled._init_handles()
+        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+        release = tuple(int(part) for part in triton.__version__.split(".")[:2])
+        values = values if release >= (3, 3) else ()  # 3.2 passes no constexpr to the launcher
+        if release == (3, 6) and run.global_scratch_size == 0 and run.profile_scratch_size == 0:
+            flags = run.launch_cooperative_grid, run.launch_pdl
+            return cls(run.launch, (function, *flags, None, None, metadata, None, None, None), values, "c entry")
+        return cls(run, (function, metadata, None, None, None), values, "launcher")
+
+    def start(self, grid: int, stream: int, *arguments: Any) -> None:
+        """Launch. Launch and MatmulLaunch write this line out: a Python call less."""
+        self.call(grid, 1, 1, stream, *self.head, *arguments, *self.tail)
+
+
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # absent from builds without CUDA
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def _empty_strided(shape, strides, dtype):
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+# Allocation on the current device without the dispatcher, as Inductor's own code allocates:
+# 0.74 us; ``empty_like`` takes 1.14 and ``torch.empty`` 2.2 (H200 machine, torch 2.11).
+empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _empty_strided)
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """False for a tensor whose storage was freed or cut, as sharding and offloading do."""
+    end = tensor.storage_offset() + tensor.numel()
+    return tensor.untyped_storage().nbytes() >= end * tensor.element_size()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal to the bit, signs of zero included; a NaN equals any NaN."""
+    integers = {2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
+    a, b = a.reshape(-1), b.reshape(-1)
+    return bool(torch.all((a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())))
+
+
+class Memo:
+    """Remembered launches by ``identity``. Bounded."""
+
+    def __init__(self, limit: int = 16384):  # a 70B model has 560 weights, each in one or two dtypes
+        self.limit = limit
+        self.launches: dict[tuple[Any, ...], Any] = {}
+
+    def remember(self, key: tuple[Any, ...], launch: Any) -> Any:
+        if len(self.launches) >= self.limit:
+            self.launches.clear()
+        self.launches[key] = launch
+        return launch
+
+
+def multiprocessors(device: int | torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+_entries: dict[tuple[Any, ...], Entry | KernelUnavailable] = {}
+
+
+def compiled(
+    kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int, device: torch.device, dtype: torch.dtype
+) -> Entry:  # fmt: skip
+    """The entry of a kernel, compiled at the first use of these constexprs on this device; a failure is remembered."""
+    key = (device, dtype, id(kernel), *values.values(), warps)
+    known = _entries.get(key)
+    if known is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise KernelUnavailable("a CUDA graph is being captured; the kernel compiles outside one", "CAPTURING")
+        known = _entries[key] = _compile(kernel, arguments, values, warps)
+    if isinstance(known, KernelUnavailable):
+        raise known
+    return known
+
+
+def _compile(kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int) -> Entry | KernelUnavailable:
+    try:
+        result = kernel.warmup(*arguments, **values, grid=(1,), num_warps=warps, num_stages=1)
+        result = result.result() if hasattr(result, "result") else result
+        return Entry.of(result, tuple(values.values()))
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:  # the compiler, the driver, a read-only cache: theirs to raise, ours to name
+        return KernelUnavailable(f"{type(error).__name__}: {error}")
