@@ -1,0 +1,232 @@
+"""A cache of dequantized weights, for callers that only read them: ``enable(cache="6GiB")`` or ``cache="block"``.
+
+Weights are frozen, so a training step decodes the same bytes two or three times. A step uses the layers 0 to L and
+back: what was read last is read next, so the least recently used weight makes room, and only for one of its own size:
+memory never fragments. docs/notes/weight-cache.md compares the policies.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..nf4.dequantize import launch as launching
+from .cache_entry import Entry, Key, ResizeWatch, Tensors, allocated, either_way, refusal, versions
+from .reasons import Uncached
+
+current_task: Any = torch._C._current_graph_task_id  # of the autograd engine; -1 outside a backward pass
+engine: Any = torch.autograd.Variable._execution_engine
+
+
+class StaleWeightError(RuntimeError):
+    """NF4_PATCH_STRICT=1, and a cached weight differs from what its packed bytes decode to."""
+
+
+class Reader(threading.local):
+    """What this thread is inside of: functions that only read what the public ``dequantize_4bit`` returns them."""
+
+    bitsandbytes = ""  # "forward" or "backward" of MatMul4Bit
+    unsloth = False  # a backward of Unsloth's LoRA kernels
+
+
+@dataclass(frozen=True)
+class CacheStatus:
+    """A snapshot. Bytes are what PyTorch's allocator takes at most, by device index (-1: the CPU)."""
+
+    mode: str = "off"  # off, block, or bytes a device
+    held: dict[int, int] = field(default_factory=dict)
+    weights: int = 0
+    hits: int = 0  # dequantizations saved
+    misses: int = 0
+    uncached: dict[str, int] = field(default_factory=dict)  # by name of Uncached
+
+
+class Cache:
+    """One for the process. ``on`` is all that a call looks at where the cache is off."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.mode: str | int = "off"
+        self.budget = 0
+        self.results: dict[Key, tuple[torch.Tensor, Entry]] = {}
+        self.entries: dict[Key, Entry] = {}  # by ``either_way``
+        self.peers: dict[tuple[int, int], OrderedDict[Entry, None]] = defaultdict(OrderedDict)
+        self.held: Counter[int] = Counter()  # bytes by device; ``+=`` has no call in it: no thread comes between
+        self.tasks: set[int] = set()  # backward passes at whose end entries are dropped
+        self.hits = self.misses = 0
+        self.uncached: Counter[Uncached] = Counter()
+        self.lock = threading.RLock()
+
+    def configure(self, mode: str | int) -> None:
+        """ "off", "block" or bytes a device. Another mode starts empty."""
+        with self.lock:
+            if mode != self.mode:
+                self.on = False
+                self.release()
+                self.mode, self.budget = mode, mode if isinstance(mode, int) else sys.maxsize
+                self.on = mode != "off"
+
+    def find(self, key: Key, tensors: Tensors, backward: bool = False) -> torch.Tensor | None:
+        """The cached weight, not to be written into; or None.
+
+        Args:
+            backward: this backward pass is not expected to read the weight again.
+        """
+        found = self.results.get(key) or self.other_way(key)
+        if found is None:
+            return None
+        result, entry = found
+        try:
+            fresh = entry.is_fresh(tensors)
+        except RuntimeError:  # an inference tensor over the same memory
+            return None
+        if not fresh:
+            self.drop(entry)
+            return None
+        if entry.stream is not None:
+            stream = launching.current_stream(entry.device)
+            if stream != entry.stream:
+                self.uncached[Uncached.STREAM] += 1
+                return None
+            if stream and torch.cuda.is_current_stream_capturing():  # the default stream cannot be captured
+                self.uncached[Uncached.CAPTURING] += 1
+                return None
+        if entry.task == -1:
+            try:
+                entry.peers.move_to_end(entry)
+            except KeyError:  # dropped by another thread
+                return None
+        elif backward:
+            self.drop(entry)
+        self.hits += 1
+        return result
+
+    def other_way(self, key: Key) -> tuple[torch.Tensor, Entry] | None:
+        """The weight where it was cached for the packed bytes the other way round, [1, bytes] or [bytes, 1]."""
+        entry = self.entries.get(either_way(key))
+        if entry is None or entry.dense.dim() > 2:
+            return None
+        found = self.results[key] = entry.dense.t() if key[1][0] == 1 else entry.dense, entry
+        entry.keys.append(key)
+        return found
+
+    def keep(
+        self, key: Key, tensors: Tensors, nbytes: int, decode: Callable[[], torch.Tensor], backward: bool = False
+    ) -> torch.Tensor | None:
+        """What ``decode`` gives, cached; or None with nothing decoded, where it is not to be cached.
+
+        Args:
+            nbytes: of the dense weight.
+            backward: as in ``find``.
+        """
+        self.misses += 1
+        task = -1
+        if self.mode == "block":
+            task = current_task()
+            if task == -1 and self.tasks:  # a backward pass that raised has called nothing at its end
+                self.drop_recomputed()
+            if task == -1 or backward:
+                return None
+        reason = refusal(tensors)
+        if reason is None:
+            device, size = tensors[0].get_device(), allocated(nbytes)
+            with self.lock:
+                other = self.entries.get(either_way(key))
+                if other is not None:  # decoded on another stream
+                    self.drop(other)
+                if self.on and self.make_room(device, size):
+                    with torch.inference_mode(False):  # training may read what generation decoded
+                        result = decode()
+                    self.add(key, tensors, result, size, task)
+                    return result
+            reason = Uncached.FULL
+        self.uncached[reason] += 1
+        return None
+
+    def make_room(self, device: int, size: int) -> bool:
+        peers = self.peers[device, size]
+        while self.held[device] + size > self.budget and peers:
+            self.drop(next(iter(peers)))
+        return self.held[device] + size <= self.budget
+
+    def add(self, key: Key, tensors: Tensors, result: torch.Tensor, size: int, task: int) -> None:
+        packed = tensors[0]
+        storage, device = packed.untyped_storage(), packed.get_device()
+        ResizeWatch.over(storage, self.drop_of)
+        entry = Entry(
+            dense=result.t() if key[1][0] == 1 else result,
+            storage=weakref.ref(storage),
+            versions=versions(tensors),
+            device=device,
+            stream=launching.current_stream(device) if packed.is_cuda else None,
+            size=size,
+            task=task,
+            either_way=either_way(key),
+            peers=self.peers[device, size],
+            keys=[key],
+            written=result._version,
+        )
+        entry.watchers = [weakref.ref(tensor.untyped_storage(), lambda _: self.drop(entry)) for tensor in tensors]
+        if task != -1 and task not in self.tasks:
+            self.tasks.add(task)
+            engine.queue_callback(lambda: self.drop_recomputed(task))
+        entry.peers[entry] = None
+        self.held[device] += size
+        self.entries[entry.either_way] = entry
+        self.results[key] = result, entry
+
+    def drop(self, entry: Entry) -> None:
+        """Forget it, once. Takes no lock: the death of a storage comes here, at any point of any thread."""
+        if entry.peers.pop(entry, self) is self:
+            return
+        self.held[entry.device] -= entry.size
+        self.entries.pop(entry.either_way, None)
+        for key in entry.keys:
+            self.results.pop(key, None)
+        entry.watchers = []  # which refer to the entry
+
+    def drop_of(self, storage: torch.UntypedStorage) -> None:
+        for entry in list(self.entries.values()):
+            if entry.storage() is storage:
+                self.drop(entry)
+
+    def drop_recomputed(self, task: int | None = None) -> None:
+        """What a backward pass, or every one, kept for reads that did not come."""
+        for entry in list(self.entries.values()):
+            if entry.task != -1 and task in (None, entry.task):
+                self.drop(entry)
+        self.tasks -= self.tasks.copy() if task is None else {task}
+
+    def release(self) -> None:
+        """Drop everything: the memory is PyTorch's again when this returns."""
+        with self.lock:
+            for entry in list(self.entries.values()):
+                self.drop(entry)
+
+    def compare(self, cached: torch.Tensor, decoded: torch.Tensor) -> None:
+        """
+        Raises:
+            StaleWeightError: the bits differ.
+        """
+        if not launching.same_bits(cached, decoded):
+            self.release()
+            raise StaleWeightError(
+                f"a cached weight {tuple(cached.shape)} differs from its packed bytes, which were changed where no version "
+                "counter sees it (tensor.data, a raw pointer); call nf4_patch.release() after such a change"
+            )
+
+    def status(self) -> CacheStatus:
+        held = {device: size for device, size in self.held.items() if size}
+        uncached = {reason.name: count for reason, count in self.uncached.items()}
+        return CacheStatus(str(self.mode), held, len(self.entries), self.hits, self.misses, uncached)
+
+
+cache = Cache()
+reader = Reader()

@@ -1,0 +1,96 @@
+"""One dense weight of the cache, and by what it is known to be what the packed bytes still decode to."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from .reasons import Uncached
+
+Key = tuple[Any, ...]  # the ``identity`` of a weight
+Tensors = tuple[torch.Tensor, ...]  # the packed bytes, absmax and, of a nested state, absmax2, code2 and offset
+
+version_of = attrgetter("_version")
+
+
+def versions(tensors: Tensors) -> tuple[int, ...]:
+    return tuple(map(version_of, tensors))
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """It owns the dense weight and holds the storages of the packed bytes and of the scales weakly."""
+
+    dense: torch.Tensor
+    storage: weakref.ref[torch.UntypedStorage]  # of the packed bytes
+    versions: tuple[int, ...]  # of the packed bytes and of the scales
+    device: int  # -1: the CPU
+    stream: int | None  # on which it was decoded
+    size: int  # bytes in the allocator
+    task: int  # -1, or the backward pass that it does not outlive
+    either_way: Key
+    peers: OrderedDict[Entry, None]  # of the same size, oldest first
+    keys: list[Key]
+    watchers: list[Any] = field(default_factory=list)
+    written: int = 0  # the version of ``dense``
+
+    def is_fresh(self, tensors: Tensors) -> bool:
+        """The same storage, no new version of what was decoded, and nobody wrote into the result.
+
+        The addresses are in the key. The storages of the scales are alive: the entry would be gone with one of them.
+        """
+        return (
+            tensors[0].untyped_storage() is self.storage()
+            and tuple(map(version_of, tensors)) == self.versions
+            and self.dense._version == self.written
+        )
+
+
+def refusal(tensors: Tensors) -> Uncached | None:
+    """Why a weight cannot be cached at all, or not now."""
+    packed = tensors[0]
+    if any(tensor.is_inference() for tensor in tensors):
+        return Uncached.INFERENCE
+    if hasattr(packed, "ds_id") or hasattr(packed._base, "ds_id"):
+        return Uncached.ZERO3
+    if packed.is_cuda and torch.cuda.is_current_stream_capturing():
+        return Uncached.CAPTURING
+    storage = weakref.ref(packed.untyped_storage())()
+    if storage is None:
+        return Uncached.STORAGE
+    watch = vars(storage).get("resize_")
+    return Uncached.REFILLED if watch is not None and watch.resized else None
+
+
+class ResizeWatch:
+    """Stands in for ``resize_`` of one storage: FSDP frees and refills memory so, and keeps the version counters."""
+
+    def __init__(self, storage: torch.UntypedStorage, notify: Callable[[torch.UntypedStorage], None]):
+        self.storage, self.notify, self.resized = weakref.ref(storage), notify, False
+
+    @classmethod
+    def over(cls, storage: torch.UntypedStorage, notify: Callable[[torch.UntypedStorage], None]) -> None:
+        vars(storage).setdefault("resize_", cls(storage, notify))
+
+    def __call__(self, *size: int) -> Any:
+        self.resized = True
+        storage: Any = self.storage()
+        self.notify(storage)
+        return torch.UntypedStorage.resize_(storage, *size)
+
+
+def either_way(key: Key) -> Key:
+    """The ``identity`` without the shape of the packed bytes: of a weight and of its transpose."""
+    return (key[0], *key[2:])
+
+
+def allocated(nbytes: int) -> int:
+    """What the CUDA allocator takes for a tensor, at most: whole 512 bytes, and beyond 1 MiB a rest of up to 1 MiB."""
+    rounded = -(-nbytes // 512) * 512
+    return rounded if rounded <= 2**20 else rounded + 2**20
