@@ -105,6 +105,8 @@ class Cache:
                 return None
         elif backward:
             self.drop(entry)
+        elif current_task() == -1:
+            self.drop_recomputed()
         self.hits += 1
         return result
 
@@ -130,7 +132,7 @@ class Cache:
         task = -1
         if self.mode == "block":
             task = current_task()
-            if task == -1 and self.tasks:  # a backward pass that raised has called nothing at its end
+            if task == -1 and self.tasks:
                 self.drop_recomputed()
             if task == -1 or backward:
                 return None
@@ -198,7 +200,7 @@ class Cache:
                 self.drop(entry)
 
     def drop_recomputed(self, task: int | None = None) -> None:
-        """What a backward pass, or every one, kept for reads that did not come."""
+        """What a backward pass, or every one, kept for reads that did not come. A pass that raises calls nothing at its end."""
         for entry in list(self.entries.values()):
             if entry.task != -1 and task in (None, entry.task):
                 self.drop(entry)

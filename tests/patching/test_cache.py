@@ -1,0 +1,317 @@
+"""The cache by itself: what it knows an entry by, its budget, its order, and what it holds during a backward pass."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from oracle import expected, quantized
+
+from nf4_patch.nf4.dequantize.launch import identity
+from nf4_patch.patching.cache import Cache, StaleWeightError
+from nf4_patch.patching.cache_entry import allocated
+from nf4_patch.patching.reasons import Uncached
+from nf4_patch.patching.replacement import fields_of
+
+SHAPE = (64, 256)
+SIZE = allocated(64 * 256 * 2)  # in bf16
+
+
+def weight(seed=0, nested=True, shape=SHAPE, device="cpu"):
+    return quantized(shape, torch.bfloat16, device, nested=nested, seed=seed)
+
+
+def read(cache, packed, state, backward=False):
+    """As the replacements do; decoded by bitsandbytes."""
+    fields = fields_of(state)
+    key = identity(state.quant_type, packed, *fields)
+    tensors = (packed, *(fields[i] for i in (0, 2, 3, 4) if fields[i] is not None))
+    found = cache.find(key, tensors, backward)
+    if found is None:
+        nbytes = state.shape.numel() * state.dtype.itemsize
+        found = cache.keep(key, tensors, nbytes, lambda: expected(packed, state), backward)
+    return expected(packed, state) if found is None else found
+
+
+@pytest.fixture
+def cache():
+    cache = Cache()
+    cache.configure(2**20)
+    return cache
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_hit_is_the_same_memory_either_way_round(cache, nested):
+    packed, state = weight(nested=nested)
+    first = read(cache, packed, state)
+    assert torch.equal(first, expected(packed, state))
+    assert read(cache, packed, state) is first
+    turned = read(cache, packed.t(), state)
+    assert torch.equal(turned, first.t())
+    assert turned.data_ptr() == first.data_ptr()
+    assert (cache.hits, cache.misses, cache.held) == (2, 1, {-1: SIZE})
+
+
+def test_a_transposed_read_may_come_first(cache):
+    packed, state = weight()
+    turned = read(cache, packed.t(), state)
+    assert torch.equal(read(cache, packed, state), turned.t())
+    assert cache.misses == 1
+
+
+def refill(packed, state):
+    """FSDP2: the storage is freed and filled again, and the version counter does not tell."""
+    content = packed.clone().bitwise_xor_(255)
+    nbytes = packed.untyped_storage().nbytes()
+    packed.untyped_storage().resize_(0)
+    packed.untyped_storage().resize_(nbytes)
+    with torch.autograd._unsafe_preserve_version_counter(packed):
+        packed.copy_(content)
+
+
+def another_at_the_address(packed, state):
+    """The tensor looks at other memory; its version counter stays."""
+    packed.data = packed.clone().bitwise_xor_(255)
+
+
+CHANGES = {
+    "copy_": lambda packed, state: packed.copy_(packed.clone().bitwise_xor_(255)),
+    "in place": lambda packed, state: packed.bitwise_xor_(255),
+    "through a view": lambda packed, state: packed.view(-1)[:8].bitwise_xor_(255),
+    "through detach()": lambda packed, state: packed.detach().bitwise_xor_(255),
+    "out=": lambda packed, state: torch.bitwise_xor(packed.clone(), 255, out=packed),
+    "data = other": another_at_the_address,
+    "set_": lambda packed, state: packed.set_(packed.clone().bitwise_xor_(255)),
+    "swap_tensors": lambda packed, state: torch.utils.swap_tensors(packed, packed.clone().bitwise_xor_(255)),
+    "freed and refilled": refill,
+    "absmax in place": lambda packed, state: state.absmax.bitwise_xor_(1),
+    "absmax replaced": lambda packed, state: setattr(state, "absmax", state.absmax ^ 1),
+    "second absmax in place": lambda packed, state: state.state2.absmax.mul_(2),
+    "second absmax replaced": lambda packed, state: setattr(state.state2, "absmax", state.state2.absmax * 2),
+    "second code in place": lambda packed, state: state.state2.code.mul_(2),
+    "offset in place": lambda packed, state: state.offset.add_(1),
+    "offset replaced": lambda packed, state: setattr(state, "offset", state.offset + 1),
+    "dtype": lambda packed, state: setattr(state, "dtype", torch.float16),
+    "quant_type": lambda packed, state: setattr(state, "quant_type", "fp4"),
+    "shape": lambda packed, state: setattr(state, "shape", torch.Size((SHAPE[1], SHAPE[0]))),
+    "the result written into": None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_gives_new_bits_at_the_next_read(cache, change):
+    packed, state = weight()
+    old = read(cache, packed, state)
+    if CHANGES[change] is None:
+        old.zero_()
+    else:
+        CHANGES[change](packed, state)
+    new = read(cache, packed, state)
+    assert torch.equal(new, expected(packed, state))
+    assert new.shape != old.shape or not torch.equal(new, old)
+    assert cache.hits == 0
+
+
+def test_what_no_counter_sees_is_found_by_comparing(cache):
+    packed, state = weight()
+    old = read(cache, packed, state)
+    packed.data.bitwise_xor_(255)
+    assert read(cache, packed, state) is old  # stated in docs/guarantees.md
+    with pytest.raises(StaleWeightError, match="release"):
+        cache.compare(old, expected(packed, state))
+    assert torch.equal(read(cache, packed, state), expected(packed, state))
+
+
+def test_memory_that_is_freed_and_refilled_is_refused_by_name(cache):
+    packed, state = weight()
+    read(cache, packed, state)
+    refill(packed, state)
+    for _ in range(2):
+        assert torch.equal(read(cache, packed, state), expected(packed, state))
+    assert cache.uncached == {Uncached.REFILLED: 2}
+    assert not cache.held[-1]
+
+
+def test_an_inference_tensor_is_refused_by_name(cache):
+    with torch.inference_mode():
+        packed, state = weight()
+    for _ in range(2):
+        read(cache, packed, state)
+    assert cache.uncached == {Uncached.INFERENCE: 2}
+
+
+def test_a_parameter_of_zero3_is_refused_by_name(cache):
+    packed, state = weight()
+    packed = torch.nn.Parameter(packed, requires_grad=False)
+    packed.ds_id = 0
+    read(cache, packed, state)
+    read(cache, packed.view(-1, 1), state)
+    read(cache, packed.t(), state)
+    assert cache.uncached == {Uncached.ZERO3: 3}
+
+
+def test_a_training_read_of_what_inference_mode_decoded(cache):
+    packed, state = weight()
+    with torch.inference_mode():
+        read(cache, packed, state)
+    x = torch.randn(2, SHAPE[0], dtype=torch.bfloat16, requires_grad=True)
+    (x @ read(cache, packed, state)).sum().backward()
+    assert cache.hits == 1
+
+
+@pytest.mark.parametrize("gone", ["packed", "absmax"])
+def test_an_entry_dies_with_a_storage(cache, gone):
+    packed, state = weight()
+    read(cache, packed, state)
+    if gone == "packed":
+        view = packed.view(-1)
+        del packed
+        assert cache.held == {-1: SIZE}  # the storage lives on
+        del view
+    else:
+        state.absmax = None
+    gc.collect()
+    assert (cache.held[-1], len(cache.entries), len(cache.results)) == (0, 0, 0)
+
+
+def test_another_weight_at_the_same_address_is_another_weight(cache):
+    for seed in range(50):  # the CPU's allocator gives the same address again
+        packed, state = weight(seed)
+        assert torch.equal(read(cache, packed, state), expected(packed, state))
+    assert cache.hits == 0
+
+
+def test_the_budget_is_never_exceeded(cache):
+    budget = 5 * SIZE + SIZE // 2
+    cache.configure(budget)
+    weights = [weight(seed, shape=(64, 256) if seed % 3 else (32, 96)) for seed in range(20)]
+    for _ in range(3):
+        for packed, state in [*weights, *reversed(weights)]:
+            assert torch.equal(read(cache, packed, state), expected(packed, state))
+            dense = {entry.dense.data_ptr(): allocated(entry.dense.nbytes) for entry in cache.entries.values()}
+            assert sum(dense.values()) == cache.held[-1] <= budget
+    assert cache.hits > 0
+
+
+def test_what_was_read_last_stays_and_sizes_do_not_displace_each_other(cache):
+    small = allocated(32 * 96 * 2)
+    cache.configure(2 * SIZE + small)
+    large = [weight(seed) for seed in range(3)]
+    other = weight(9, shape=(32, 96))
+    for each in (large[0], large[1], other, large[0], large[2]):  # 2 takes the place of 1, not of the older other
+        read(cache, *each)
+    hits = cache.hits
+    for each in (large[0], large[2], other):
+        read(cache, *each)
+    assert cache.hits == hits + 3
+    read(cache, *weight(10, shape=(16, 64)))
+    assert cache.uncached == {Uncached.FULL: 1}
+
+
+def test_a_checkpointed_step_hits_as_the_notes_say(cache):
+    """Half of the weights' memory: the half that is read last before each turn, and all that was just recomputed."""
+    cache.configure(4 * SIZE)
+    weights = [weight(seed) for seed in range(8)]
+    for _ in range(3):
+        cache.hits = cache.misses = 0
+        for each in weights:
+            read(cache, *each)
+        for each in reversed(weights):
+            read(cache, *each)
+            read(cache, *each, backward=True)
+    assert cache.hits / (cache.hits + cache.misses) == pytest.approx((0.5 + 0.5 + 1) / 3)
+
+
+class Linear(torch.autograd.Function):
+    """x @ weight.T, reading the weight in both directions."""
+
+    @staticmethod
+    def forward(ctx, x, cache, packed, state):
+        ctx.weight = cache, packed, state
+        return x @ read(cache, packed, state).t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ read(*ctx.weight, backward=True), None, None, None
+
+
+def checkpointed_step(cache, blocks, reentrant, fail=False):
+    """The peak of what is held, in weights."""
+    peak = 0
+
+    def block(x, weights):
+        nonlocal peak
+        for packed, state in weights:
+            x = Linear.apply(x, cache, packed, state)
+            peak = max(peak, len(cache.entries))
+            x = x.relu()
+            if fail and torch._C._current_graph_task_id() != -1:
+                raise RuntimeError("in the recompute")
+        return x
+
+    x = torch.randn(4, 256, dtype=torch.bfloat16, requires_grad=True)
+    for weights in blocks:
+        x = torch.utils.checkpoint.checkpoint(block, x, weights, use_reentrant=reentrant)
+    x.sum().backward()
+    return peak
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_block_holds_one_block_and_nothing_after(cache, reentrant):
+    cache.configure("block")
+    blocks = [[weight(10 * i + j, shape=(256, 256)) for j in range(3)] for i in range(4)]
+    for _ in range(2):
+        assert checkpointed_step(cache, blocks, reentrant) == 3
+        assert not cache.entries
+        assert not cache.held[-1]
+        assert not cache.tasks
+    assert cache.hits == 2 * 12  # of 36 a step
+    assert cache.misses == 2 * 24
+
+
+def test_block_drops_what_a_failed_backward_left(cache):
+    cache.configure("block")
+    blocks = [[weight(j, shape=(256, 256)) for j in range(2)]]
+    with pytest.raises(RuntimeError, match="in the recompute"):
+        checkpointed_step(cache, blocks, reentrant=False, fail=True)
+    read(cache, *blocks[0][0])
+    assert not cache.entries
+
+
+def test_release_and_off_give_the_memory_back(cache):
+    packed, state = weight()
+    read(cache, packed, state)
+    cache.release()
+    assert not cache.held[-1]
+    read(cache, packed, state)
+    assert cache.held[-1]
+    cache.configure("off")
+    assert not cache.held[-1]
+    assert not cache.on
+
+
+def test_threads(cache):
+    cache.configure(6 * SIZE)
+    weights = [weight(seed) for seed in range(12)]
+    right = [expected(*each) for each in weights]
+    failures = []
+
+    def work(offset):
+        try:
+            for i in range(400):
+                j = (i * (offset + 1) + offset) % len(weights)
+                assert torch.equal(read(cache, *weights[j]), right[j])
+                if offset == 0 and i % 50 == 49:
+                    cache.release()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert sum(allocated(entry.dense.nbytes) for entry in cache.entries.values()) == cache.held[-1] <= 6 * SIZE
