@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..nf4.dequantize import launch as launching
+from ..nf4 import runtime
 from .cache_entry import Entry, Key, ResizeWatch, Tensors, allocated, either_way, refusal, versions
 from .reasons import Uncached
 
@@ -91,7 +91,7 @@ class Cache:
             self.drop(entry)
             return None
         if entry.stream is not None:
-            stream = launching.current_stream(entry.device)
+            stream = runtime.current_stream(entry.device)
             if stream != entry.stream:
                 self.uncached[Uncached.STREAM] += 1
                 return None
@@ -167,7 +167,7 @@ class Cache:
             storage=weakref.ref(storage),
             versions=versions(tensors),
             device=device,
-            stream=launching.current_stream(device) if packed.is_cuda else None,
+            stream=runtime.current_stream(device) if packed.is_cuda else None,
             size=size,
             task=task,
             either_way=either_way(key),
@@ -217,7 +217,7 @@ class Cache:
         Raises:
             StaleWeightError: the bits differ.
         """
-        if not launching.same_bits(cached, decoded):
+        if not runtime.same_bits(cached, decoded):
             self.release()
             raise StaleWeightError(
                 f"a cached weight {tuple(cached.shape)} differs from its packed bytes, which were changed where no version "

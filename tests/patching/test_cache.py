@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracle import expected, quantized
 
-from nf4_patch.nf4.dequantize.launch import identity
+from nf4_patch.nf4.layout import identity
 from nf4_patch.patching.cache import Cache, StaleWeightError
 from nf4_patch.patching.cache_entry import allocated
 from nf4_patch.patching.reasons import Uncached
