@@ -9,6 +9,7 @@ Importing this module is cheap: torch, triton and the patched libraries are impo
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,6 @@ __all__ = [
     "triton_dequantize_nf4",
 ]
 
-logging.getLogger(__name__).addHandler(logging.NullHandler())
-
 
 def enable(matmul: str | None = None) -> bool:
     """Patch bitsandbytes and Unsloth, now or when they are imported. Safe to call again.
@@ -41,10 +40,10 @@ def enable(matmul: str | None = None) -> bool:
             None leaves it to NF4_PATCH_MATMUL, whose default is "off".
 
     Returns:
-        True if the patch is on; False where NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it.
+        True if the patch is on; False where NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it, and then it is off.
 
     Raises:
-        nf4_patch.config.ConfigError: a NF4_* variable has an unknown value.
+        nf4_patch.config.ConfigError: ``matmul`` or a NF4_* variable has an unknown value.
     """
     from .patching import hooks
 
@@ -67,15 +66,18 @@ def is_enabled() -> bool:
 
 @contextlib.contextmanager
 def enabled(matmul: str | None = None) -> Iterator[None]:
-    """The patch is on inside the ``with`` block, as ``enable(matmul)`` does; afterwards as it was before."""
+    """The patch is on inside the ``with`` block, as ``enable(matmul)`` does; afterwards as it was before.
+
+    The patch is the process': while blocks overlap, in several threads say, it is on, with the ``matmul`` of the one
+    entered last. When the last of them ends it is as it was before the first.
+    """
     from .patching import hooks
 
-    before, matmul_before = hooks.is_enabled(), hooks.matmul()
-    enable(matmul)
+    block = hooks.enter(matmul)
     try:
         yield
     finally:
-        enable(matmul_before) if before else disable()
+        hooks.leave(block)
 
 
 def status() -> Status:
@@ -136,12 +138,22 @@ def _autoload() -> None:
 
     if not os.environ.get("NF4_PATCH"):  # then nothing else is imported
         return
+    from .config import Config, ConfigError
+
     try:
-        from .patching import hooks
-    except ImportError:
-        logging.getLogger(__name__).exception("nf4_patch stays off: a package that it needs is missing")
-        return
-    hooks.autoload()
+        if Config.read().requested:
+            enable()
+    except ImportError as error:
+        _stays_off(f"a package that it needs is missing: {error}")
+    except ConfigError as error:
+        _stays_off(str(error))
+    except Exception:
+        logging.getLogger(__name__).exception("nf4_patch stays off")
+
+
+@functools.cache  # bitsandbytes asks again
+def _stays_off(why: str) -> None:
+    logging.getLogger(__name__).error("nf4_patch stays off: %s", why)
 
 
 _autoload()

@@ -9,7 +9,10 @@ from pathlib import Path
 
 
 class ConfigError(ValueError):
-    """A variable holds a value that is not in its table row."""
+    """A variable or an argument holds a value that is not in its table row."""
+
+
+SWITCH = {"0": False, "1": True, "false": False, "true": True, "no": False, "yes": True, "off": False, "on": True}
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,12 @@ class Variable:
 
 VARIABLES = (
     Variable(
-        "NF4_PATCH", ("0", "1"), "",
+        "NF4_PATCH", (*SWITCH,), "",
         "1: enable with no change of code (bitsandbytes >= 0.46, or on `import nf4_patch`). "
         "0: stay off, whatever the code says. Unset: the code decides.",
     ),
-    Variable("NF4_USE_TRITON", ("0", "1"), "1", "0: the same off-switch under another project's name."),
-    Variable("NF4_PATCH_STRICT", ("0", "1"), "0", "1: raise where a 4-bit weight would fall back to the original."),
+    Variable("NF4_USE_TRITON", (*SWITCH,), "1", "0: the same off-switch under another project's name."),
+    Variable("NF4_PATCH_STRICT", (*SWITCH,), "0", "1: raise where a 4-bit weight would fall back to the original."),
     Variable(
         "NF4_PATCH_MATMUL", ("off", "auto"), "off",
         "auto: multiply few rows (generation, short sequences) straight from the packed weight where measured to win. "
@@ -55,8 +58,8 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class Config:
-    requested: bool  # NF4_PATCH=1
-    forbidden: bool  # NF4_PATCH=0 or NF4_USE_TRITON=0
+    requested: bool  # NF4_PATCH=1, or true, yes, on
+    forbidden: bool  # NF4_PATCH=0 or NF4_USE_TRITON=0, or false, no, off
     strict: bool
     defer: str  # auto, never, always
     matmul: str  # off, auto
@@ -67,10 +70,12 @@ class Config:
         """The configuration from ``environ`` (os.environ by default); ``matmul``, if given, wins over its variable.
 
         Raises:
-            ConfigError: a variable has a value that is not allowed; the message lists the allowed ones.
+            ConfigError: a variable or ``matmul`` has a value that is not allowed; the message lists the allowed ones.
         """
         environ = dict(os.environ if environ is None else environ)
         if matmul is not None:
+            if not isinstance(matmul, str):
+                raise ConfigError(f'matmul={matmul!r} is not known; allowed: "off", "auto" or None')
             environ["NF4_PATCH_MATMUL"] = matmul
         values = {}
         for variable in VARIABLES:
@@ -89,9 +94,9 @@ class Config:
             values["NF4_PATCH_CALIBRATION"], values["NF4_PATCH_CALIBRATION"]
         )
         return cls(
-            requested=values["NF4_PATCH"] == "1",
-            forbidden="0" in (values["NF4_PATCH"], values["NF4_USE_TRITON"]),
-            strict=values["NF4_PATCH_STRICT"] == "1",
+            requested=SWITCH.get(values["NF4_PATCH"], False),
+            forbidden=not (SWITCH.get(values["NF4_PATCH"], True) and SWITCH[values["NF4_USE_TRITON"]]),
+            strict=SWITCH[values["NF4_PATCH_STRICT"]],
             defer=values["NF4_PATCH_DEFER"],
             matmul=values["NF4_PATCH_MATMUL"],
             calibration=Path(os.path.expanduser(file)) if file else None,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from typing import Any
 import wrapt
 
 from .. import __version__
-from ..config import Config, ConfigError
+from ..config import Config
 from .targets import TARGETS, Target
 
 logger = logging.getLogger("nf4_patch")
@@ -55,7 +57,9 @@ class Installed:
 
 
 installed: dict[str, Installed] = {}
-_lock = threading.RLock()
+_blocks: list[list[str | None]] = []  # the matmul of each ``with enabled()`` that is entered
+_outside: tuple[bool, str | None] = (False, None)  # enabled and matmul before the first of them
+_lock = threading.RLock()  # never held while another thread's import is waited for: that takes it in _on_import
 _hooked = False
 _enabled = False
 _matmul: str | None = None
@@ -68,12 +72,18 @@ def enable(matmul: str | None = None) -> bool:
         matmul: "off" or "auto", the fused product; None leaves it to NF4_PATCH_MATMUL.
 
     Raises:
-        ConfigError: a NF4_* variable has an unknown value.
+        ConfigError: ``matmul`` or a NF4_* variable has an unknown value.
     """
+    on = _switch_on(matmul)
+    _finish_imports()
+    return on
+
+
+def _switch_on(matmul: str | None) -> bool:
     global _hooked, _enabled, _matmul
     config = Config.read(matmul=matmul)
     if config.forbidden:
-        logger.info("nf4_patch stays off: NF4_PATCH=0 or NF4_USE_TRITON=0")
+        disable()
         return False
     with _lock:
         _enabled, _matmul = True, matmul
@@ -84,12 +94,53 @@ def enable(matmul: str | None = None) -> bool:
             for target in TARGETS:
                 # wrapt calls the hook at once where the module is imported already.
                 wrapt.register_post_import_hook(functools.partial(_on_import, target), target.module)
-        else:
-            for target in TARGETS:
-                if target.module in sys.modules:
-                    _on_import(target, sys.modules[target.module])
-    logger.info("nf4_patch is on: %s", ", ".join(name for name, i in installed.items() if i.replacement) or "waiting")
+        _install_all()
+        logger.info("nf4_patch is on: %s", ", ".join(n for n, i in installed.items() if i.replacement) or "waiting")
     return True
+
+
+def _install_all() -> None:
+    with _lock:
+        for target in TARGETS:
+            if target.module in sys.modules:
+                _on_import(target, sys.modules[target.module])
+
+
+def _finish_imports() -> None:
+    """Wait until other threads have imported what is patched: a hook registered in the middle of an import does not fire.
+
+    Python knows a thread that waits for this one, or is this one: then there is no wait.
+    """
+    for package in dict.fromkeys(target.module.split(".")[0] for target in TARGETS):
+        spec = getattr(sys.modules.get(package), "__spec__", None)
+        if getattr(spec, "_initializing", False):
+            importlib._bootstrap._lock_unlock_module(package)  # type: ignore[attr-defined]
+    _install_all()
+
+
+def enter(matmul: str | None) -> list[str | None]:
+    """Into a ``with enabled(matmul)``; for ``leave``."""
+    global _outside
+    block = [matmul]
+    with _lock:
+        before = _enabled, _matmul
+        _switch_on(matmul)
+        if not _blocks:
+            _outside = before
+        _blocks.append(block)
+    _finish_imports()
+    return block
+
+
+def leave(block: list[str | None]) -> None:
+    """As the block entered last of those that are left has it; after the last as before the first."""
+    with _lock:
+        _blocks[:] = [other for other in _blocks if other is not block]
+        on, matmul = (True, _blocks[-1][0]) if _blocks else _outside
+        if on:
+            _switch_on(matmul)
+        else:
+            disable()
 
 
 def disable() -> None:
@@ -101,16 +152,13 @@ def disable() -> None:
             _set_switch(False, None)
         for entry in installed.values():
             entry.swap(entry.replacement, entry.original)
+        for target in TARGETS:
+            _remove_earlier(target)
     logger.info("nf4_patch is off")
 
 
 def is_enabled() -> bool:
     return _enabled
-
-
-def matmul() -> str | None:
-    """What ``enable`` was last given."""
-    return _matmul
 
 
 def _set_switch(on: bool, config: Config | None) -> None:
@@ -148,6 +196,9 @@ def releases() -> dict[str, str | None]:
 
 def _on_import(target: Target, module: ModuleType) -> None:
     """Post-import hook: whatever happens here, the import of the module succeeds."""
+    current = sys.modules.get(__name__)
+    if current is not None and vars(current) is not globals():
+        return  # nf4_patch was imported anew: this is the hook of the earlier import
     try:
         with _lock:
             if _enabled:
@@ -167,7 +218,19 @@ def put(holder: Any, name: str, function: Any) -> None:
 def _is_ours(function: Any) -> bool:
     """A replacement of this package, of an earlier import of it too (importlib.reload, IPython's autoreload)."""
     code = getattr(function, "__code__", None)
-    return code is not None and code.co_filename == sys.modules[f"{__package__}.replacement"].__file__
+    return code is not None and code.co_filename.startswith(os.path.dirname(__file__) + os.sep)
+
+
+def _remove_earlier(target: Target) -> None:
+    """Put the original back where a replacement of an earlier import of this package stands."""
+    holder, name = target.holder(sys.modules.get(target.module))
+    standing: Any = getattr(holder, name, None)
+    original = standing
+    while _is_ours(original):
+        original.__globals__["switch"].on = False  # another library may still call it
+        original = original.__wrapped__
+    if original is not standing:
+        Installed(target, places=[(holder, name)]).swap(standing, original)
 
 
 def _install(target: Target, module: ModuleType, wanted: bool) -> None:
@@ -248,17 +311,3 @@ def reaches(function: Any, wanted: Any) -> bool:
             except ValueError:  # not filled yet
                 continue
     return False
-
-
-def autoload() -> None:
-    """Entry point of the group ``bitsandbytes.backends``, and of ``import nf4_patch``: NF4_PATCH=1 enables.
-
-    Called inside somebody's import: it logs and never raises.
-    """
-    try:
-        if Config.read().requested:
-            enable()
-    except ConfigError as error:
-        logger.error("nf4_patch stays off: %s", error)
-    except Exception:
-        logger.exception("nf4_patch stays off")

@@ -24,7 +24,7 @@ class Tally:
 
 
 class Ledger:
-    """All counts of the process. Calls inside a compiled graph are not seen and not counted."""
+    """All counts of the process, read over ``list(...)``: other threads add to them meanwhile. Calls inside a compiled graph are not seen and not counted."""
 
     def __init__(self) -> None:
         self.tallies: dict[tuple[str, tuple[int, ...], str], Tally] = {}
@@ -35,7 +35,7 @@ class Ledger:
         return self.tallies.setdefault((target, tuple(shape), dtype), Tally())
 
     def hits(self, target: str) -> int:
-        return sum(tally.hits for (name, _, _), tally in self.tallies.items() if name == target)
+        return sum(tally.hits for (name, _, _), tally in list(self.tallies.items()) if name == target)
 
     def fall_back(self, target: str, reason: Reason, strict: bool, detail: str = "") -> None:
         """Count it; the first of its kind is a WARNING.
@@ -59,7 +59,7 @@ class Ledger:
 
     def reset(self) -> None:
         """Forget the counts; launches that are remembered keep counting into their tallies."""
-        for tally in self.tallies.values():
+        for tally in list(self.tallies.values()):
             tally.hits = 0
         self.fallbacks.clear()
         self.errors.clear()

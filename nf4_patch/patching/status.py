@@ -85,7 +85,7 @@ def status() -> Status:
             if not hooks.is_enabled() and entry.replacement is not None:
                 state = "off"
         hits = ledger.hits(target.name) if ledger else 0
-        counts = {r.name: n for (name, r), n in ledger.fallbacks.items() if name == target.name} if ledger else {}
+        counts = {r.name: n for (name, r), n in list(ledger.fallbacks.items()) if name == target.name} if ledger else {}
         if state in STANDING and target.only and getattr(sys.modules[REPLACEMENT].switch, target.only) == "off":
             state, note = "stands by", f'enable({target.only}="auto") puts it in place'
         elif state == "patched" and not hits and not counts:
@@ -97,7 +97,7 @@ def status() -> Status:
         targets.append(TargetStatus(target.name, state, hits, counts, note))
     shapes: dict[str, int] = {}
     if ledger:
-        for (_, shape, dtype), tally in ledger.tallies.items():
+        for (_, shape, dtype), tally in list(ledger.tallies.items()):
             key = f"{'x'.join(map(str, shape))} {dtype.removeprefix('torch.')}"
             shapes[key] = shapes.get(key, 0) + tally.hits
     return Status(hooks.is_enabled(), tuple(targets), shapes, tuple(ledger.errors) if ledger else ())

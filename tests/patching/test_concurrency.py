@@ -9,8 +9,10 @@ import bitsandbytes.functional as F
 import pytest
 import torch
 from oracle import expected, quantized
+from subprocess_python import python
 
 import nf4_patch
+from nf4_patch.patching.replacement import switch
 from nf4_patch.patching.stats import ledger
 
 TARGET = "bitsandbytes.functional.dequantize_4bit"
@@ -143,3 +145,90 @@ def test_dispatch_modes_see_one_op(device, patched):
         got = F.dequantize_4bit(packed, state)
     assert torch.equal(got, want)
     assert "nf4_patch.dequantize_nf4.default" in seen
+
+
+def test_status_while_others_meet_new_shapes(patched):
+    stop = threading.Event()
+
+    def meet():
+        for size in range(20_000):
+            ledger.tally(TARGET, (size, size), "torch.float16")
+        stop.set()
+
+    def look():
+        while not stop.is_set():
+            ledger.hits(TARGET)
+            list(nf4_patch.status().shapes)
+
+    try:
+        together(meet, look)
+    finally:
+        ledger.tallies.clear()
+
+
+def test_blocks_that_overlap_in_two_threads():
+    """On until the last of them ends, then as before the first."""
+    first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
+
+    def first():
+        with nf4_patch.enabled("auto"):
+            first_is_in.set()
+            assert second_is_in.wait(60)
+        first_is_out.set()
+
+    def second():
+        assert first_is_in.wait(60)
+        with nf4_patch.enabled("off"):
+            second_is_in.set()
+            assert first_is_out.wait(60)
+            assert nf4_patch.is_enabled()
+            assert switch.on and switch.matmul == "off"
+
+    nf4_patch.disable()
+    together(first, second)
+    assert not nf4_patch.is_enabled()
+    assert not hasattr(F.dequantize_4bit, "__wrapped__")
+
+
+@pytest.mark.parametrize("halfway", ["before", "after"])
+def test_enable_while_another_thread_is_halfway_through_an_import(halfway, tmp_path):
+    """A bitsandbytes whose import stops before or after its function is there, until enable() has been called."""
+    package = tmp_path / "bitsandbytes"
+    package.mkdir()
+    (package / "__init__.py").write_text("from . import functional")
+    stop = ["import gate", "gate.halfway.set()", "gate.wait()"]
+    function = ["def dequantize_4bit(A, quant_state=None, absmax=None, out=None, blocksize=64, quant_type='fp4'): ..."]
+    lines = stop + function if halfway == "before" else function + stop
+    (package / "functional.py").write_text("\n".join(lines))
+    (tmp_path / "gate.py").write_text(
+        "import threading, time; halfway = threading.Event(); wait = lambda: time.sleep(1)"
+    )
+    python(
+        """
+        import threading
+        import gate, nf4_patch
+        from nf4_patch.patching import replacement  # torch, now: not while the other waits
+        importing = threading.Thread(target=__import__, args=("bitsandbytes.functional",))
+        importing.start()
+        assert gate.halfway.wait(60)
+        nf4_patch.enable()
+        states = {t.name: t.state for t in nf4_patch.status().targets}
+        importing.join(60)
+        assert states["bitsandbytes.functional.dequantize_4bit"] == "patched", states
+        """,
+        path=tmp_path,
+    )
+
+
+def test_enable_inside_the_import_of_the_same_thread(tmp_path):
+    """As bitsandbytes' entry points do: no wait for itself."""
+    package = tmp_path / "bitsandbytes"
+    package.mkdir()
+    (package / "__init__.py").write_text("from . import functional; import nf4_patch; nf4_patch.enable()")
+    (package / "functional.py").write_text(
+        "def dequantize_4bit(A, quant_state=None, absmax=None, out=None, blocksize=64, quant_type='fp4'): ..."
+    )
+    python(
+        "import bitsandbytes.functional as F; assert hasattr(F.dequantize_4bit, '__wrapped__'), F.dequantize_4bit",
+        path=tmp_path,
+    )

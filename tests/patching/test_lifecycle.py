@@ -322,3 +322,32 @@ def test_a_storage_of_fewer_bytes_in_the_same_place_is_another_weight():
         for packed in (halves, all_of_it, memory[:32].view(32, 1))
     }
     assert len(keys) == 2
+
+
+def test_imported_anew():
+    """Deleted from sys.modules and imported again: disable() and enable() of the new one go for what the old one put there."""
+    python(f"""
+    {INTERPRETED.strip().replace(chr(10), "; ")}
+    import sys
+    import bitsandbytes.functional as F, nf4_patch, torch
+    held = [F.dequantize_4bit]  # globals would follow the patch
+    def again():
+        for name in [name for name in sys.modules if name.split(".")[0] == "nf4_patch" and ".nf4" not in name]:
+            del sys.modules[name]
+        import nf4_patch
+        return nf4_patch
+    for _ in range(2):
+        nf4_patch.enable()
+        held[1:] = [F.dequantize_4bit]
+        nf4_patch = again()
+        nf4_patch.disable()
+        assert F.dequantize_4bit is held[0]
+        assert not held[1].__globals__["switch"].on
+    nf4_patch.enable()
+    held[1:] = [F.dequantize_4bit]
+    nf4_patch = again()
+    nf4_patch.enable()
+    assert F.dequantize_4bit is not held[1] and F.dequantize_4bit.__wrapped__ is held[0]
+    nf4_patch.disable()
+    assert F.dequantize_4bit is held[0]
+    """)

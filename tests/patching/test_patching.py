@@ -586,3 +586,69 @@ def test_direct_api_raises_value_errors_only(interpreted, monkeypatch, device):
             continue
         with pytest.raises(ValueError, match=r"packed torch\.uint8"):
             nf4_patch.dequantize_nf4(packed, state)
+
+
+@pytest.mark.parametrize("value", ["1", "true", "Yes", "ON"])
+def test_usual_spellings_of_true_and_false(value):
+    opposite = {"1": "0", "true": "false", "Yes": "No", "ON": "OFF"}[value]
+    assert Config.read({"NF4_PATCH": value}).requested
+    assert Config.read({"NF4_PATCH_STRICT": value}).strict
+    assert not Config.read({"NF4_PATCH_STRICT": opposite}).strict
+    assert Config.read({"NF4_PATCH": opposite}).forbidden
+    assert Config.read({"NF4_PATCH": value, "NF4_USE_TRITON": opposite}).forbidden
+    assert not Config.read({"NF4_USE_TRITON": value}).forbidden
+
+
+def test_an_unknown_value_says_so_in_one_line():
+    for code in ("import nf4_patch", "import nf4_patch, bitsandbytes"):
+        done = python(f"{code}; assert not nf4_patch.is_enabled()", NF4_PATCH="2")
+        lines = [line for line in done.stderr.splitlines() if "NF4_PATCH" in line]
+        assert len(lines) == 1 and lines[0].startswith("nf4_patch stays off: NF4_PATCH='2' is not known; allowed: 0, 1")
+
+
+def test_the_first_fallback_reaches_a_user_without_logging():
+    done = python(f"""
+    {INTERPRETED.strip().replace(chr(10), "; ")}
+    import bitsandbytes.functional as F, nf4_patch, torch
+    packed, state = F.quantize_4bit(torch.randn(64, 64), quant_type="nf4")
+    state.absmax = state.absmax.double()
+    nf4_patch.enable()
+    for _ in range(2):
+        try:
+            F.dequantize_4bit(packed, state)
+        except Exception:
+            pass
+    """)
+    assert done.stderr.count(Reason.LAYOUT.sentence) == 1
+
+
+def test_enable_turns_off_what_the_environment_forbids(on, monkeypatch):
+    monkeypatch.setenv("NF4_PATCH", "0")
+    assert nf4_patch.enable() is False
+    assert not nf4_patch.is_enabled()
+    assert not hasattr(F.dequantize_4bit, "__wrapped__")
+
+
+@pytest.mark.parametrize("matmul", [True, 1, "always", ("auto",)], ids=repr)
+def test_enable_names_what_matmul_may_be(matmul):
+    with pytest.raises(ConfigError, match=r"off.*auto"):
+        nf4_patch.enable(matmul)
+    with pytest.raises(ConfigError), nf4_patch.enabled(matmul):
+        pass
+    with nf4_patch.enabled():
+        assert nf4_patch.is_enabled()
+    assert not nf4_patch.is_enabled()
+
+
+def test_nested_blocks_restore_what_each_found():
+    with nf4_patch.enabled("auto"):
+        with nf4_patch.enabled("off"):
+            assert replacement.switch.matmul == "off"
+        assert replacement.switch.matmul == "auto"
+        nf4_patch.disable()
+    assert not nf4_patch.is_enabled()
+    nf4_patch.enable("auto")
+    with nf4_patch.enabled("off"):
+        assert replacement.switch.matmul == "off"
+    assert nf4_patch.is_enabled() and replacement.switch.matmul == "auto"
+    nf4_patch.disable()
