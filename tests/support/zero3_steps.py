@@ -83,6 +83,7 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=trained(model), optimizer=optimizer, config=ZERO3
     )  # fmt: skip
+    engine.train()  # as a Trainer does; in eval mode bitsandbytes repacks the weights on a CPU with AVX512-BF16
     weights = [parameter for parameter in model.parameters() if hasattr(parameter, "quant_state")]
     generator = torch.Generator().manual_seed(rank)
     losses = []
