@@ -175,10 +175,17 @@ def use_calibration(config: Config) -> None:
     from ..nf4.matmul import calibration
 
     if calibration.use(config.calibration, releases):
-        from . import product, replacement
+        forget_calibration()
 
-        product.forget()
-        replacement.measured_everywhere.cache_clear()
+
+def forget_calibration() -> None:
+    """Read the file anew, and decide anew what was decided by it."""
+    from ..nf4.matmul import calibration
+    from . import product, replacement
+
+    calibration.forget()
+    product.forget()
+    replacement.measured_everywhere.cache_clear()
 
 
 def releases() -> dict[str, str | None]:

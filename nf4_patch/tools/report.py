@@ -40,7 +40,18 @@ class Report(ABC):
         return {**dataclasses.asdict(self), "exit_code": self.exit_code}  # type: ignore[call-overload]
 
 
-DISTRIBUTIONS = ("torch", "triton", "bitsandbytes", "unsloth", "transformers", "peft", "wrapt")
+def require_gpu() -> None:
+    """
+    Raises:
+        RuntimeError: torch finds no NVIDIA GPU.
+    """
+    import torch
+
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        raise RuntimeError("no NVIDIA GPU: nothing can be measured here")
+
+
+DISTRIBUTIONS = ("torch", "triton", "bitsandbytes", "unsloth", "unsloth_zoo", "transformers", "peft", "wrapt")
 
 
 def releases(names: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import json
 import os
@@ -16,25 +17,28 @@ from nf4_patch.tools.bench import challenge, plots, shapes, timing
 from nf4_patch.tools.bench import command as bench
 from nf4_patch.tools.bench import training as steps
 from nf4_patch.tools.bench.peers import BITSANDBYTES, OURS, UNSLOTH_TRITON
-from nf4_patch.tools.bench.record import Comparison
+from nf4_patch.tools.bench.record import CEILING, Bench, Row, bits, table
 from nf4_patch.tools.bench.timing import Machine, Times
 
 MACHINE = Machine("a GPU", "90", "580.1", "SM clock 1 MHz", {"torch": "2.11.0", "triton": "3.6.0"})
 
 
-def comparison(**same_bits: bool) -> Comparison:
+def comparison(**same: bool) -> Row:
     times = {
         OURS: Times((10.0, 10.0)), BITSANDBYTES: Times((25.0, 25.0)), UNSLOTH_TRITON: Times((11.0, 11.0)),
-        "ceiling": Times((9.5, 9.5)),
+        CEILING: Times((9.5, 9.5)),
     }  # fmt: skip
-    return Comparison(
-        "4096x4096 bf16", "us", times, {name.replace("_", " "): same for name, same in same_bits.items()}, 42_000_000
-    )
+    checks = bits({name.replace("_", " "): equal for name, equal in same.items()})
+    return Row("4096x4096 bf16", "us", times, checks, 42_000_000, {"n": 4096, "k": 4096})
 
 
-def text_of(report: bench.Bench) -> str:
+def report_of(*rows: Row) -> Bench:
+    return Bench(MACHINE, {"dequantize": list(rows)}, {"dequantize": "how"})
+
+
+def text_of(*renderables) -> str:
     console = Console(width=240, record=True, markup=False, file=io.StringIO())
-    for renderable in report.render():
+    for renderable in renderables:
         console.print(renderable)
     return console.export_text()
 
@@ -43,25 +47,26 @@ def test_ratio_and_percent_where_the_bits_agree():
     row = comparison(bitsandbytes=True, Unsloth_Triton=True)
     assert row.ratio(BITSANDBYTES) == 2.5
     assert row.ratio(UNSLOTH_TRITON) == pytest.approx(1.1)
-    assert row.percent_of("ceiling") == 95.0
-    assert row.gigabytes_a_second(OURS) == 4200.0
-    report = bench.Bench(MACHINE, {"dequantize": [row]})
-    text = text_of(report)
-    assert "2.50x" in text and "1.10x" in text and "95.0" in text
+    assert row.ratio(CEILING) == 0.95
+    assert row.gigabytes_a_second == 4200.0
+    report = report_of(row)
+    text = text_of(*report.render())
+    assert "2.50x" in text and "1.10x" in text and "95.0%" in text and "how" in text
     assert "a GPU" in text and "580.1" in text and "SM clock" in text and "triton 3.6.0" in text
     assert report.exit_code == 0
 
 
 def test_no_speedup_where_our_bits_differ_from_bitsandbytes():
     row = comparison(bitsandbytes=False, Unsloth_Triton=True)
-    assert row.ratio(BITSANDBYTES) is row.ratio(UNSLOTH_TRITON) is row.percent_of("ceiling") is None
-    assert row.gigabytes_a_second(OURS) is None
-    report = bench.Bench(MACHINE, {"dequantize": [row]})
-    text = text_of(report)
+    assert row.ratio(BITSANDBYTES) is row.ratio(UNSLOTH_TRITON) is row.ratio(CEILING) is None
+    assert row.gigabytes_a_second is None
+    report = report_of(row)
+    text = text_of(*report.render())
     assert "2.50x" not in text and "1.10x" not in text and "95.0" not in text
-    assert "bits differ" in text
+    assert text.count("check failed") == 3 and "4096x4096 bf16: the bits differ from bitsandbytes" in text
     assert report.exit_code == 1
-    assert report.as_dict()["sections"]["dequantize"][0]["ratio"] == {BITSANDBYTES: None, UNSLOTH_TRITON: None}
+    ratios = report.as_dict()["sections"]["dequantize"][0]["ratio"]
+    assert ratios == {BITSANDBYTES: None, UNSLOTH_TRITON: None, CEILING: None}
     with pytest.raises(RuntimeError, match="nothing to draw"):
         plots.draw(report, "unused.png")
 
@@ -72,7 +77,19 @@ def test_a_peer_with_other_bits_loses_only_its_own_ratio():
 
 
 def test_no_speedup_where_nothing_was_compared():
-    assert comparison().ratio(BITSANDBYTES) is None and comparison().percent_of("ceiling") is None
+    assert comparison().ratio(BITSANDBYTES) is None and comparison().ratio(CEILING) is None
+
+
+def test_no_ratio_where_the_only_peer_has_other_bits():
+    row = comparison(Unsloth_Triton=False)
+    assert row.ratio(UNSLOTH_TRITON) is row.ratio(CEILING) is None
+
+
+def test_what_is_not_timed_is_an_empty_cell():
+    """A row without ours, as calibrate has it where no config is right: times and no word about a check."""
+    only = Row("a", "us", {BITSANDBYTES: Times((25.0,))}, {})
+    text = text_of(table("title", [only, comparison(bitsandbytes=True)]))
+    assert "25.00 \n" in text.replace("25.00  ", "25.00 \n") and "check failed" not in text
 
 
 def test_noise_is_a_variant_against_itself():
@@ -82,15 +99,19 @@ def test_noise_is_a_variant_against_itself():
 
 def test_json_holds_every_time():
     row = comparison(bitsandbytes=True)
-    data = json.loads(json.dumps(bench.Bench(MACHINE, {"dequantize": [row]}).as_dict()))
-    assert data["sections"]["dequantize"][0]["times"][OURS] == [10.0, 10.0]
-    assert data["machine"]["releases"]["torch"] == "2.11.0"
+    data = json.loads(json.dumps(report_of(row).as_dict()))
+    (shown,) = data["sections"]["dequantize"]
+    assert shown["times"][OURS] == [10.0, 10.0] and shown["median"][OURS] == 10.0
+    assert shown["ratio"][BITSANDBYTES] == 2.5 and shown["sizes"] == {"n": 4096, "k": 4096}
+    assert shown["checks"][BITSANDBYTES]["passed"] is True
+    assert data["machine"]["releases"]["torch"] == "2.11.0" and {"date", "commit"} <= data["machine"].keys()
+    assert data["method"] == {"dequantize": "how"}
 
 
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "bench.png"
-    plots.draw(bench.Bench(MACHINE, {"dequantize": [comparison(bitsandbytes=True)]}), file)
+    plots.draw(report_of(comparison(bitsandbytes=True)), file)
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
@@ -151,12 +172,25 @@ def test_challenge_total_is_the_sum_and_needs_every_part_equal():
     rows = [comparison(bitsandbytes=True), comparison(bitsandbytes=False)]
     total = challenge.total(rows)
     assert total.times[OURS].values == (20.0, 20.0)
-    assert total.same_bits == {BITSANDBYTES: False} and total.ratio(BITSANDBYTES) is None
+    assert not total.checks[BITSANDBYTES].passed and total.ratio(BITSANDBYTES) is None
 
 
-def test_releases_name_what_is_installed():
-    found = timing.releases()
-    assert found["torch"] == torch.__version__ and {"bitsandbytes", "triton", "nf4-patch", "python"} <= found.keys()
+def test_the_machine_names_releases_date_and_commit(monkeypatch):
+    properties = SimpleNamespace(uuid="0")
+    for name, value in {"current_device": 0, "get_device_properties": properties, "get_device_capability": (9, 0),
+                        "get_device_name": "a GPU"}.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(timing, "_answer", lambda *command: "" if command[0] == "nvidia-smi" else "0123abcd\n")
+    machine = timing.machine()
+    assert machine.driver == "unknown" and machine.commit == "0123abcd"
+    assert machine.date == datetime.date.today().isoformat()
+    assert machine.releases["torch"] == torch.__version__
+    assert {"bitsandbytes", "triton", "nf4-patch", "python"} <= machine.releases.keys()
+
+
+def test_no_commit_where_git_does_not_know_the_package(monkeypatch, tmp_path):
+    monkeypatch.setattr(timing.nf4_patch, "__file__", str(tmp_path / "__init__.py"))
+    assert timing.commit() is None
 
 
 def test_a_first_step_is_compiled_anew(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,15 +13,16 @@ from oracle import layout_of, quantized
 
 from nf4_patch.config import Config, ConfigError
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.matmul import backward as matmul_dx
 from nf4_patch.nf4.matmul import calibration
 from nf4_patch.nf4.matmul import launch as matmul
+from nf4_patch.nf4.matmul import reference as matmul_reference
+from nf4_patch.nf4.matmul.tuning import ANY, SMALL_M_CANDIDATES, SMALL_M_ROWS, SmallMConfig, SmallMRow
 from nf4_patch.patching import hooks, product, replacement
 from nf4_patch.tools import doctor
 from nf4_patch.tools.bench import calibrate
-from nf4_patch.tools.bench import matmul as products
+from nf4_patch.tools.bench import matmul as fused_matmul
 from nf4_patch.tools.bench.peers import BITSANDBYTES, OURS, UNSLOTH_TRITON
-from nf4_patch.tools.bench.record import Comparison
+from nf4_patch.tools.bench.record import Row, bits
 from nf4_patch.tools.bench.timing import Machine, Times
 from nf4_patch.tools.cli import main
 
@@ -28,8 +30,7 @@ ADA = (8, 9)
 NAMES = {0: "NVIDIA GeForce RTX 4090", 1: "NVIDIA L40S"}
 GPU = "NVIDIA GeForce RTX 4090, sm_89"
 RELEASES = {"nf4_patch": "0.1.0", "triton": "3.6.0", "bitsandbytes": "0.50.2", "unsloth": None}
-FORWARD = matmul.Config(tiles=1, along_n=1, along_k=8, wide=True, resident=2)
-BACKWARD = matmul_dx.Config(words=2, depth=8, along_k=2, along_n=8)
+CONFIG = SmallMConfig(tiles=1, warps_n=1, warps_k=8, load_128bit=True, ctas_per_sm=2)
 
 
 def row(m, config):
@@ -46,8 +47,7 @@ def entry_of(**changes):
         "date": "2026-11-21",
         "releases": {"torch": "2.11.0", **RELEASES},
         "dtype": "bfloat16",
-        "forward": {"4096x4096": [row(1, None), row(8, FORWARD), row(64, None)], "1024x4096": [row(8, FORWARD)]},
-        "backward": {"4096x4096": [row(16, BACKWARD)]},
+        "matmul": {"4096x4096": [row(1, None), row(8, CONFIG), row(64, None)], "1024x4096": [row(8, CONFIG)]},
         "faster_eagerly": True,
         "dequantization": [],
         **changes,
@@ -68,12 +68,13 @@ def machine(monkeypatch, tmp_path):
         else:
             file.parent.mkdir(exist_ok=True)
             file.write_bytes(entries)
-        calibration.use(None, lambda: RELEASES)
         calibration.use(file, lambda: RELEASES)
+        hooks.forget_calibration()
         return file
 
     yield use
     calibration.use(None, lambda: RELEASES)
+    hooks.forget_calibration()
 
 
 def test_round_trip_for_this_gpu_and_these_sizes_only(machine):
@@ -81,25 +82,21 @@ def test_round_trip_for_this_gpu_and_these_sizes_only(machine):
     assert [path.name for path in file.parent.iterdir()] == ["calibration.json"]  # no temporary file is left
     assert calibration.status(0) == "calibrated on 2026-11-21, 2 shapes"
     assert calibration.status(1) == ""
-    assert calibration.rows(0, False)[4096, 4096] == ((1, None), (8, FORWARD), (64, None))
-    assert calibration.rows(0, True) == {(4096, 4096): ((16, BACKWARD),)}
-    assert calibration.rows(1, False) == calibration.rows(None, False) == {}
+    assert calibration.rows(0)[4096, 4096] == ((1, None), (8, CONFIG), (64, None))
+    assert calibration.rows(1) == calibration.rows(None) == {}
     assert (calibration.faster_eagerly(0), calibration.faster_eagerly(1)) == (True, None)
 
     found = [matmul.config_for(ADA, m, 4096, 4096, device=0) for m in (1, 2, 8, 9, 64, 65)]
-    assert found == [None, FORWARD, FORWARD, None, None, None]
-    assert [matmul_dx.config_for(ADA, m, 4096, 4096, 0) for m in (1, 16, 17)] == [BACKWARD, BACKWARD, None]
+    assert found == [None, CONFIG, CONFIG, None, None, None]
     for n, k, device in ((4096, 4097, 0), (4095, 4096, 0), (8192, 4096, 0), (4096, 4096, 1), (4096, 4096, None)):
         assert matmul.config_for(ADA, 8, n, k, device=device) is None
-        assert matmul_dx.config_for(ADA, 8, n, k, device) is None
-    assert matmul_dx.config_for(ADA, 8, 1024, 4096, 0) is None  # measured forward only
 
 
 def test_it_goes_before_the_shipped_table_where_it_measured(machine):
     machine({GPU: entry_of()})
-    shipped = (matmul.Row(ADA, 64, matmul.ANY, 1, "shipped"),)
+    shipped = (SmallMRow(ADA, 64, ANY, 1, "shipped"),)
     found = [matmul.config_for(ADA, m, 4096, 4096, shipped, 0) for m in (1, 8, 64)]
-    assert found == [None, FORWARD, None]
+    assert found == [None, CONFIG, None]
     assert matmul.config_for(ADA, 8, 4096, 4096, shipped, 1) == "shipped"
     assert matmul.config_for(ADA, 8, 4096, 14336, shipped, 0) == "shipped"
 
@@ -107,15 +104,15 @@ def test_it_goes_before_the_shipped_table_where_it_measured(machine):
 def test_the_answers_that_were_remembered_follow_the_file(machine):
     """is_measured, measured_everywhere, kernels and remembered products are resolved anew when another file is used."""
     machine({GPU: entry_of()})
-    assert product.is_measured(0, 8, 4096, 4096) and product.is_measured(0, 16, 4096, 4096, True)
+    assert product.is_measured(0, 8, 4096, 4096)
     assert not product.is_measured(0, 1, 4096, 4096) and not product.is_measured(1, 8, 4096, 4096)
     assert replacement.measured_everywhere()
     multiplier = product.Multiplier(replacement.Server("test"))
-    matmul._kernels["a size"] = matmul_dx._kernels["a size"] = multiplier.products["a weight"] = None
-    calibration.use(None, lambda: RELEASES)
-    assert not product.is_measured(0, 8, 4096, 4096) and not product.is_measured(0, 16, 4096, 4096, True)
+    matmul._kernels["a size"] = multiplier.products["a weight"] = None
+    hooks.use_calibration(SimpleNamespace(calibration=None))
+    assert not product.is_measured(0, 8, 4096, 4096)
     assert not replacement.measured_everywhere()
-    assert "a size" not in matmul._kernels and "a size" not in matmul_dx._kernels
+    assert "a size" not in matmul._kernels
     assert not multiplier.products
 
 
@@ -145,7 +142,7 @@ def test_other_releases_are_ignored_by_name(machine, name, release, here):
         f"the calibration of 2026-11-21 is ignored: measured with {name} {release or '(none)'}, here is {here}; "
         "`nf4-patch calibrate` measures anew"
     )
-    assert calibration.rows(0, False) == {} and calibration.faster_eagerly(0) is None
+    assert calibration.rows(0) == {} and calibration.faster_eagerly(0) is None
     assert matmul.config_for(ADA, 8, 4096, 4096, device=0) is None
 
 
@@ -175,13 +172,13 @@ DAMAGED = {
     "no entry": json.dumps({GPU: [1, 2]}).encode(),
     "no date": json.dumps({GPU: {"releases": {}}}).encode(),
     "no release": broken(["releases"], {"torch": "2.11.0"}),
-    "no rows": broken(["forward"], [4096]),
-    "a shape": broken(["forward", "4096"], [row(8, FORWARD)]),
-    "a field": broken(["forward", "4096x4096", 1, "config", "warps"], 4),
-    "a missing field": broken(["backward", "4096x4096", 0, "config"], {"words": 2}),
-    "a text": broken(["forward", "4096x4096", 1, "config", "tiles"], "1"),
-    "a zero": broken(["forward", "4096x4096", 1, "config", "tiles"], 0),
-    "no m": broken(["forward", "4096x4096", 1], {"config": None}),
+    "no rows": broken(["matmul"], [4096]),
+    "a shape": broken(["matmul", "4096"], [row(8, CONFIG)]),
+    "a field": broken(["matmul", "4096x4096", 1, "config", "warps"], 4),
+    "a missing field": broken(["matmul", "4096x4096", 1, "config"], {"tiles": 2}),
+    "a text": broken(["matmul", "4096x4096", 1, "config", "tiles"], "1"),
+    "a zero": broken(["matmul", "4096x4096", 1, "config", "tiles"], 0),
+    "no m": broken(["matmul", "4096x4096", 1], {"config": None}),
     "faster": broken(["faster_eagerly"], "yes"),
 }
 
@@ -190,7 +187,7 @@ DAMAGED = {
 def test_a_damaged_file_is_named_and_ignored(machine, content):
     file = machine(content)
     assert calibration.status(0).startswith(f"{file} is ignored, it is damaged: ")
-    assert calibration.rows(0, False) == calibration.rows(0, True) == {}
+    assert calibration.rows(0) == {}
     assert calibration.faster_eagerly(0) is None
     assert not product.is_measured(0, 8, 4096, 4096)
 
@@ -210,7 +207,6 @@ def test_it_is_read_once_and_not_before_the_first_question(machine, monkeypatch)
     assert asked == []
     for m in (1, 8, 64):
         matmul.config_for(ADA, m, 4096, 4096, device=0)
-        matmul_dx.config_for(ADA, m, 4096, 4096, 0)
     calibration.use(file, lambda: RELEASES)  # enable() again
     calibration.status(0)
     assert asked == [file]
@@ -271,12 +267,13 @@ def test_doctor_and_every_header_of_the_bench_say_it(machine, monkeypatch):
 # the rule
 
 
-def point(m, ours, theirs, noise=0.0, config=FORWARD):
+def point(m, ours, theirs, noise=0.0, config=CONFIG):
     def times(value):
         return Times((value, value * (1 + noise)) * 2)
 
-    taken = {BITSANDBYTES: times(theirs), "dequantize + matmul": times(100.0)}
-    return calibrate.Point(m, config, taken if ours is None else {OURS: times(ours), **taken})
+    taken = {BITSANDBYTES: times(theirs), fused_matmul.DEQUANTIZE: times(100.0)}
+    taken |= {} if ours is None else {OURS: times(ours)}
+    return calibrate.Point(Row(f"M={m}", "us", taken, {}, sizes={"m": m}), config)
 
 
 def taken(*points):
@@ -299,56 +296,47 @@ def test_a_range_is_won_at_both_ends():
 
 
 def test_candidates_are_what_is_shipped_for_as_many_rows():
-    tables = {"forward": (*matmul.ROWS, *matmul.CANDIDATES), "backward": matmul_dx.ROWS}
-    for direction, table in tables.items():
-        for m in calibrate.ROWS:
-            every = calibrate.candidates((9, 0), direction, m, quick=False)
-            quick = calibrate.candidates((9, 0), direction, m, quick=True)
-            assert every == list(dict.fromkeys(row.config for row in table if row.m >= m))
-            assert quick and set(quick) <= set(every)
-            for row in table:  # what is shipped for so many rows is tried
-                if matmul.config_for(row.capability, m, row.n, min(row.k, 4096), table) is row.config:
-                    assert row.config in quick
-    for config in calibrate.candidates(ADA, "backward", 1, quick=False):
-        assert config.cluster == 1  # clusters came with 9.0
-    assert calibrate.candidates((9, 0), "forward", 65, quick=False) == []
+    table = SMALL_M_ROWS + SMALL_M_CANDIDATES
+    for m in calibrate.ROWS:
+        every, quick = calibrate.candidates(m, quick=False), calibrate.candidates(m, quick=True)
+        assert every == list(dict.fromkeys(row.config for row in table if row.m >= m))
+        assert quick and set(quick) <= set(every)
+        for row in table:  # what is shipped for so many rows is tried
+            if matmul.config_for(row.capability, m, row.n, min(row.k, 4096), table) is row.config:
+                assert row.config in quick
+    assert calibrate.candidates(65, quick=False) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels themselves are checked so")
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_config_that_is_wrong_is_not_timed(monkeypatch, backward):
-    """The plain twin passes for a config; one weight that is off, or the sums, and it is named by what is wrong."""
+def test_a_config_that_is_wrong_is_not_timed(monkeypatch):
+    """The reference passes for a config; one weight that is off, or the sums, and it is named by what is wrong."""
     packed, state = quantized((256, 512), torch.bfloat16, "cpu")
     layout = layout_of(packed, state)
-    dense, truth = reference.dequantize(layout), products.exact(layout)
-    x = torch.randn(8, 256 if backward else 512).bfloat16()
-    twin = matmul_dx.matmul_dx_reference if backward else matmul.matmul_reference
+    dense, truth = reference.dequantize(layout), fused_matmul.exact(layout)
+    x = torch.randn(8, 512).bfloat16()
 
-    def wrong(change):
-        def multiply(backward, config, x, packed, state, out=None):
-            result = change(twin(x, layout), int(x.count_nonzero()) == len(x))
+    def check(change):
+        def multiply(config, x, packed, state, out=None):
+            result = change(matmul_reference.matmul(x, layout), int(x.count_nonzero()) == len(x))
             return result if out is None else out.copy_(result)
 
         monkeypatch.setattr(calibrate, "multiply", multiply)
-        return calibrate.wrong(backward, FORWARD, x, (packed, state), dense, truth)
+        return calibrate.check(CONFIG, x, (packed, state), dense, truth)
 
     def one_bit(result, one_hot):
         result.view(torch.int16)[3, 5] ^= one_hot
         return result
 
-    assert wrong(lambda result, one_hot: result) == ""
-    assert wrong(one_bit) == "one-hot rows do not give the bits of dequantize"
-    word, error, *_ = wrong(lambda result, one_hot: result if one_hot else result * 1.01).split()
-    assert word == "error" and float(error) == pytest.approx(0.01, rel=0.1)  # and the rounding to bf16
+    assert check(lambda result, one_hot: result).passed
+    other = check(one_bit)
+    assert not other.passed and other.found == "one-hot rows do not give the bits of dequantize"
+    off = check(lambda result, one_hot: result if one_hot else result * 1.01)
+    assert not off.passed and off.error == pytest.approx(0.01, rel=0.1)  # and the rounding to bf16
 
 
 def eagerly(ours, theirs, same=True, noise=0.0):
-    return Comparison(
-        "a call",
-        "us",
-        {OURS: Times((ours, ours * (1 + noise))), UNSLOTH_TRITON: Times((theirs,))},
-        {UNSLOTH_TRITON: same},
-    )
+    times = {OURS: Times((ours, ours * (1 + noise))), UNSLOTH_TRITON: Times((theirs,))}
+    return Row("a call", "us", times, bits({UNSLOTH_TRITON: same}))
 
 
 def test_unsloths_kernel_loses_its_calls_where_ours_is_never_slower():
@@ -372,7 +360,7 @@ def call(*arguments, file=None):
 def test_without_a_gpu(tmp_path):
     for arguments in ((), ("--quick",), ("--forget",)):
         done = call(*arguments, file=tmp_path / "none.json")
-        assert done.exit_code == 2
+        assert done.exit_code == 1
         assert "no NVIDIA GPU: nothing can be measured here" in done.output
     assert not (tmp_path / "none.json").exists()
     done = call("--show", file=tmp_path / "none.json")
@@ -389,8 +377,8 @@ def with_a_gpu(machine, monkeypatch):
 
     def measure(shapes, quick, tell):
         asked.append((shapes, quick))
-        rows = {f"{n}x{k}": [row(8, FORWARD)] for n, k in shapes}
-        return entry_of(releases=here, forward=rows, backward={}), []
+        rows = {f"{n}x{k}": [row(8, CONFIG)] for n, k in shapes}
+        return entry_of(releases=here, matmul=rows), []
 
     monkeypatch.setattr(calibrate, "measure", measure)
     return machine, asked
@@ -405,14 +393,14 @@ def test_the_command_adds_to_what_the_same_releases_measured(with_a_gpu, tmp_pat
     assert asked == [([(128, 256)], True), ([(64, 64)], False)]
     written = json.loads(file.read_text())
     assert list(written) == ["another GPU, sm_80", GPU] and written["another GPU, sm_80"] == other
-    assert list(written[GPU]["forward"]) == ["128x256", "64x64"]
+    assert list(written[GPU]["matmul"]) == ["128x256", "64x64"]
     assert f"{GPU} is remembered in {file}" in done.output and "2.80x" in done.output and "1 to 8" in done.output
     assert calibration.status(0) == "calibrated on 2026-11-21, 2 shapes"
     # of other releases nothing is kept
     written[GPU]["releases"]["triton"] = "2.0"
     machine(written)
     call("--model", "llama-1b", file=file)
-    assert list(json.loads(file.read_text())[GPU]["forward"]) == ["512x2048", "2048x2048", "8192x2048", "2048x8192"]
+    assert list(json.loads(file.read_text())[GPU]["matmul"]) == ["512x2048", "2048x2048", "8192x2048", "2048x8192"]
     shown = call("--show", file=file)
     assert f"{GPU}: calibrated on 2026-11-21, 4 shapes" in shown.output and "8192x2048" in shown.output
     assert "another GPU, sm_80: the calibration of 2026-11-21 is ignored" in shown.output
@@ -430,7 +418,7 @@ def test_a_damaged_file_is_replaced(with_a_gpu):
 
 
 def test_a_wrong_config_fails_the_command(with_a_gpu, monkeypatch, tmp_path):
-    wrong = "64x64 forward, 8 rows, Config(): one-hot rows do not give the bits of dequantize"
+    wrong = "64x64, 8 rows, Config(): one-hot rows do not give the bits of dequantize"
     monkeypatch.setattr(calibrate, "measure", lambda shapes, quick, tell: (entry_of(), [wrong]))
     done = call(file=tmp_path / "calibration.json")
     assert done.exit_code == 1 and wrong in done.output

@@ -9,8 +9,9 @@ from oracle import layout_of, quantized
 from subprocess_python import python
 
 from nf4_patch.tools.bench import generation as generate
-from nf4_patch.tools.bench import matmul as products
+from nf4_patch.tools.bench import matmul as fused_matmul
 from nf4_patch.tools.bench.peers import BITSANDBYTES, OURS
+from nf4_patch.tools.bench.record import Bench, Row, accuracy
 from nf4_patch.tools.bench.shapes import Model
 from nf4_patch.tools.bench.timing import Machine, Times
 
@@ -18,9 +19,13 @@ MACHINE = Machine("a GPU", "90", "1", "clocks", {})
 TINY = Model("tiny", 256, 128, 512)
 
 
-def product(ours: float, theirs: float) -> products.Product:
-    times = {OURS: Times((10.0, 10.0)), BITSANDBYTES: Times((30.0, 30.0)), products.DENSE: Times((20.0, 20.0))}
-    return products.Product((64, 128), 8, times, {OURS: ours, products.DEQUANTIZE: theirs}, True)
+def row(ours: float, theirs: float) -> Row:
+    times = {OURS: Times((10.0, 10.0)), BITSANDBYTES: Times((30.0, 30.0)), fused_matmul.DENSE: Times((20.0, 20.0))}
+    return Row("M=8", "us", times, {"fp64": accuracy(ours, theirs)}, sizes={"m": 8}, notes={"fused": "yes"})
+
+
+def report_of(*rows: Row) -> Bench:
+    return Bench(MACHINE, {"64x128 bf16": list(rows)}, {"64x128 bf16": "how"})
 
 
 def text_of(report) -> str:
@@ -35,41 +40,47 @@ def text_of(report) -> str:
 
 
 def test_a_ratio_needs_the_accuracy_of_the_same_run():
-    good, bad = product(1e-3, 1e-3), product(1.02e-3, 1e-3)
+    good, bad = row(1e-3, 1e-3), row(1.02e-3, 1e-3)
     assert good.ratio(BITSANDBYTES) == 3.0
-    assert good.ratio(products.UNSLOTH) is None
+    assert good.ratio(fused_matmul.UNSLOTH) is None
     assert bad.ratio(BITSANDBYTES) is None
-    report = products.Products(MACHINE, [good, bad])
+    report = report_of(good, bad)
     assert report.exit_code == 1
-    assert report.failures == ["64x128 M=8: error 1.020e-03 against fp64, dequantize + matmul 1.000e-03"]
+    assert report.failures == ["64x128 bf16, M=8: error 1.020e-03 against fp64, dequantize + matmul 1.000e-03"]
     text = text_of(report)
     assert text.count("3.00x") == 1 and text.count("2.00x") == 1
-    assert text.count("less accurate") == 2
-    assert report.as_dict()["products"][1]["ratio"][BITSANDBYTES] is None
+    assert text.count("check failed") == 2
+    shown = report.as_dict()["sections"]["64x128 bf16"][1]
+    assert shown["ratio"][BITSANDBYTES] is None
+    assert shown["checks"]["fp64"]["error"] == 1.02e-3 > shown["checks"]["fp64"]["limit"]
 
 
 def test_a_rate_needs_hits_and_accuracy():
     rates = {generate.STOCK: Times((100.0,)), OURS: Times((150.0,))}
-    good = generate.Rate(8, "compiled", rates, 224, {"64x64": (1e-3, 1e-3)}, 1e-2)
-    silent = generate.Rate(8, "compiled", rates, 0, {"64x64": (1e-3, 1e-3)}, 0.0)
-    worse = generate.Rate(8, "compiled", rates, 224, {"64x64": (2e-3, 1e-3)}, 1e-2)
-    assert good.ratio == 1.5
-    assert silent.ratio is None and worse.ratio is None
-    report = generate.Generations(MACHINE, "method", [good, silent, worse])
+    exact, off = ({"64x64": accuracy(error, 1e-3, "64x64 ")} for error in (1e-3, 2e-3))
+    good = generate.row(8, "compiled", rates, 224, exact, 1e-2)
+    silent = generate.row(8, "compiled", rates, 0, exact, 0.0)
+    worse = generate.row(8, "compiled", rates, 224, off, 1e-2)
+    assert good.ratio(generate.STOCK) == 1.5
+    assert silent.ratio(generate.STOCK) is None and worse.ratio(generate.STOCK) is None
+    report = Bench(MACHINE, {"generation": [good, silent, worse]}, {"generation": "how"})
     assert report.exit_code == 1
-    assert [failure.split(":")[0] for failure in report.failures] == ["batch 8", "batch 8, 64x64"]
+    assert report.failures == [
+        "generation, batch 8, compiled: no fused matmul ran",
+        "generation, batch 8, compiled: 64x64 error 2.000e-03 against fp64, dequantize + matmul 1.000e-03",
+    ]
     text = text_of(report)
-    assert text.count("1.50x") == 1 and text.count("not accurate") == 2
+    assert text.count("1.50x") == 1 and text.count("check failed") == 2
 
 
 def test_the_picture_needs_accuracy(tmp_path):
     from nf4_patch.tools.bench import plots
 
-    plots.draw_products(products.Products(MACHINE, [product(1e-3, 1e-3)]), tmp_path / "products.png")
-    assert (tmp_path / "products.png").stat().st_size > 10_000
-    for nothing in ([], [product(2e-3, 1e-3)]):
+    plots.draw_matmul(report_of(row(1e-3, 1e-3)), tmp_path / "matmul.png")
+    assert (tmp_path / "matmul.png").stat().st_size > 10_000
+    for nothing in (Bench(MACHINE), report_of(row(2e-3, 1e-3))):
         with pytest.raises(RuntimeError, match="nothing to draw"):
-            plots.draw_products(products.Products(MACHINE, nothing), tmp_path / "none.png")
+            plots.draw_matmul(nothing, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
 
 
@@ -91,8 +102,8 @@ def test_the_options_reach_what_they_name(monkeypatch, tmp_path):
 
         return measure
 
-    monkeypatch.setattr(products, "measure", measured(products.Products(MACHINE, [product(1e-3, 1e-3)])))
-    monkeypatch.setattr(generate, "measure", measured(generate.Generations(MACHINE, "method", [])))
+    monkeypatch.setattr(fused_matmul, "measure", measured(report_of(row(1e-3, 1e-3))))
+    monkeypatch.setattr(generate, "measure", measured(Bench(MACHINE)))
     file = tmp_path / "report.json"
     for arguments, wanted in [
         (["--matmul"], ((None,), {"with_unsloth": True})),
@@ -115,7 +126,7 @@ def test_the_options_reach_what_they_name(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_said():
-    for measure in (products.measure, generate.measure):
+    for measure in (fused_matmul.measure, generate.measure):
         with pytest.raises(RuntimeError, match="no NVIDIA GPU: nothing can be measured here"):
             measure()
 
@@ -123,10 +134,10 @@ def test_no_gpu_is_said():
 @pytest.mark.parametrize("nested", [True, False])
 def test_exact_is_the_weight_before_rounding(nested):
     packed, state = quantized((96, 256), torch.float32, "cpu", nested=nested)
-    weight = products.exact(layout_of(packed, state))
+    weight = fused_matmul.exact(layout_of(packed, state))
     assert weight.dtype is torch.float64
-    assert torch.equal(weight.float(), products.reference.dequantize(layout_of(packed, state)))
-    assert products.error(weight.float(), weight) < 1e-7
+    assert torch.equal(weight.float(), fused_matmul.reference.dequantize(layout_of(packed, state)))
+    assert fused_matmul.error(weight.float(), weight) < 1e-7
 
 
 def plain_logits(model: generate.Llama, tokens: torch.Tensor) -> torch.Tensor:
@@ -163,7 +174,7 @@ def test_the_static_cache_gives_the_logits_of_the_whole_sequence():
         tokens.append(state.token.clone())
         logits.append(state.logits)
     want = plain_logits(model, torch.stack(tokens[:-1], 1))
-    assert products.error(torch.stack(logits, 1), want.double()) < 0.02
+    assert fused_matmul.error(torch.stack(logits, 1), want.double()) < 0.02
     first = logits[0].clone()
     state.restart()
     state.step()

@@ -1,4 +1,4 @@
-"""``nf4-patch calibrate``: which config of the fused products wins on this GPU, by weight and rows of X, remembered.
+"""``nf4-patch calibrate``: which config of the fused matmul wins on this GPU, by weight and rows of X, remembered.
 
 And whether our dequantization is no slower than Unsloth's own kernel. What is written is what
 :mod:`nf4_patch.nf4.matmul.calibration` reads, with the times that decided it.
@@ -13,82 +13,65 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import torch
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
-
-import nf4_patch
 
 from ...config import Config
 from ...nf4 import runtime
 from ...nf4.layout import Layout
-from ...nf4.matmul import backward as matmul_dx
 from ...nf4.matmul import calibration
 from ...nf4.matmul import launch as matmul
+from ...nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
 from ...patching import hooks
 from ...patching.replacement import fields_of
-from ..report import Report, Tell, silent
+from ..report import Report, Tell, require_gpu, silent
 from . import dequantize as dequantization
-from . import matmul as products
-from .matmul import DEQUANTIZE, SLACK
-from .peers import BITSANDBYTES, OURS, UNSLOTH_TRITON, original, peers
-from .record import Comparison
+from . import matmul as fused_matmul
+from .peers import OURS, UNSLOTH_TRITON, original, peers
+from .record import Check, Row, accuracy, table
 from .shapes import LLAMA_8B, MODELS, Model, projections
 from .timing import Times, gpu_times
 
 ROWS = (1, 2, 8, 16, 32, 64)  # of X; each closes the range that starts after the one before
 MARGIN = 0.03  # what is not this much faster is not called faster; nor what is not faster by the noise of the run
 ROUNDS = 10
-DIRECTIONS = {"forward": False, "backward": True}
-SHIPPED = {
-    "forward": matmul.ROWS + matmul.CANDIDATES,
-    "backward": matmul_dx.ROWS,
-}  # whose configs are the candidates, whatever their GPU
+SHIPPED = SMALL_M_ROWS + SMALL_M_CANDIDATES  # whose configs are the candidates, whatever their GPU
 NAMES = {f"{model.name.split()[0]}-{model.name.split()[-1]}".lower(): model for model in MODELS}
 METHOD = (
-    "GPU time of one product, us: CUDA-graph replays over weights that overflow the L2, in turns, medians. Each config "
+    "GPU time of one matmul, us: CUDA-graph replays over weights that overflow the L2, alternating, medians. Each config "
     "was right first: one-hot rows give dequantize's bits, and the error against fp64 is that of dequantize + matmul. "
     f"It is taken where it is {100 * MARGIN:.0f} % faster than all else, at the fewest rows of its range too."
 )
 Packed = tuple[torch.Tensor, Any]
 
 
-def candidates(capability: tuple[int, int], direction: str, m: int, quick: bool) -> list[Any]:
+def candidates(m: int, quick: bool) -> list[Any]:
     """The configs to try at ``m`` rows of X: those that serve as many somewhere; quick: that are taken there for a size."""
-    rows = [row for row in SHIPPED[direction] if row.m >= m]
+    rows = [row for row in SHIPPED if row.m >= m]
     found = [row.config for row in rows]
     if quick:
         sizes = dict.fromkeys((row.capability, m, row.n, other.k) for row in rows for other in rows)
-        found = [config for size in sizes if (config := matmul.config_for(*size, SHIPPED[direction])) is not None]
-    if capability < (9, 0):  # no clusters
-        found = [config._replace(cluster=1) if "cluster" in config._fields else config for config in found]
+        found = [config for size in sizes if (config := matmul.config_for(*size, SHIPPED)) is not None]
     return list(dict.fromkeys(found))
 
 
-@dataclass(frozen=True)
-class Point:
-    """One weight, direction and number of rows: the fastest of the configs that are right, beside everything else."""
+class Point(NamedTuple):
+    """What was measured of one weight at one number of rows of X, and the fastest config that is right; None: none is."""
 
-    m: int
-    config: Any  # None: none compiles here, or none is right
-    times: dict[str, Times]  # OURS: of the config
+    row: Row
+    config: Any
 
-    @property
-    def noise(self) -> float:
-        """The largest difference of a thing from itself."""
-        return max(times.noise for times in self.times.values())
 
-    def beats(self, other: Point) -> bool:
-        """Whether ours here takes less than everything else takes there."""
-        if OURS not in self.times:
-            return False
-        margin = 1 + max(MARGIN, self.noise, other.noise)
-        ours = self.times[OURS].median * margin
-        return all(ours < times.median for name, times in other.times.items() if name != OURS)
+def beats(here: Row, there: Row) -> bool:
+    """Whether ours takes less here than everything else takes there."""
+    if OURS not in here.times:
+        return False
+    ours = here.times[OURS].median * (1 + max(MARGIN, here.noise, there.noise))
+    return all(ours < times.median for name, times in there.times.items() if name != OURS)
 
 
 def decided(points: Sequence[Point]) -> list[dict[str, Any]]:
@@ -98,38 +81,24 @@ def decided(points: Sequence[Point]) -> list[dict[str, Any]]:
     the others are at either end.
     """
     found = []
-    for before, point in zip((None, *points), points, strict=False):
-        wins = point.beats(point) and (before is None or point.m == before.m + 1 or point.beats(before))
-        found.append({
-            "m": point.m,
-            "config": point.config._asdict() if wins else None,
-            "us": {name: times.median for name, times in point.times.items()},
-            "noise": point.noise,
-        })  # fmt: skip
+    for before, (row, config) in zip((None, *points), points, strict=False):
+        m = row.sizes["m"]
+        wins = beats(row, row) and (before is None or m == before.row.sizes["m"] + 1 or beats(row, before.row))
+        found.append({"m": m, "config": config._asdict() if wins else None, **recorded(row)})
     return found
 
 
-def multiply(backward: bool, config: Any, x: torch.Tensor, packed: torch.Tensor, state: Any, out: Any = None) -> Any:
-    """Our product with a config: x @ weight.T, backward x @ weight."""
-    function: Any = matmul_dx.matmul_4bit_dx if backward else matmul.matmul_4bit
-    return function(x, Layout(packed, *fields_of(state)), config=config, out=out)
+def recorded(row: Row) -> dict[str, Any]:
+    return {"us": {name: times.median for name, times in row.times.items()}, "noise": row.noise}
 
 
-def others(backward: bool, x: torch.Tensor, unsloth: Any) -> dict[str, Callable[..., Any]]:
-    """By name what ours has to beat."""
-    if not backward:
-        return products.others(x, unsloth)
-    dequantize = original("bitsandbytes.functional", "dequantize_4bit")
-    return {
-        BITSANDBYTES: lambda packed, state: x @ dequantize(packed, state),
-        DEQUANTIZE: lambda packed, state: x @ nf4_patch.dequantize_nf4(packed, state),
-    }
+def multiply(config: Any, x: torch.Tensor, packed: torch.Tensor, state: Any, out: Any = None) -> Any:
+    """The fused matmul with a config."""
+    return matmul.matmul_4bit(x, Layout(packed, *fields_of(state)), config=config, out=out)
 
 
-def wrong(
-    backward: bool, config: Any, x: torch.Tensor, weights: Packed, dense: torch.Tensor, truth: torch.Tensor
-) -> str:  # fmt: skip
-    """What is wrong with a config's product of x; "" where nothing is.
+def check(config: Any, x: torch.Tensor, weights: Packed, dense: torch.Tensor, truth: torch.Tensor) -> Check:
+    """A config's result for x: the bits of dequantize in one-hot rows, the error of dequantize + matmul in others.
 
     Args:
         dense: the weight as bitsandbytes dequantizes it, [n, k] in x's dtype.
@@ -138,71 +107,65 @@ def wrong(
     Raises:
         KernelUnavailable: it does not compile here.
     """
-    m, inner = x.shape
-    lines = torch.randperm(inner, device=x.device)[:m]
+    m, k = x.shape
+    columns = torch.randperm(k, device=x.device)[:m]
     one_hot = torch.zeros_like(x)
-    one_hot[torch.arange(m, device=x.device), lines] = 1
-    out = torch.full((m, dense.shape[1 if backward else 0]), float("nan"), dtype=x.dtype, device=x.device)
-    want = dense[lines] if backward else dense[:, lines].t()
-    if not torch.equal(multiply(backward, config, one_hot, *weights, out.clone()), want):
-        return "one-hot rows do not give the bits of dequantize"
-    side, exact = (dense, truth) if backward else (dense.t(), truth.t())
-    result = x.double() @ exact
-    ours = products.error(multiply(backward, config, x, *weights, out), result)
-    theirs = products.error(x @ side, result)
-    return "" if ours <= SLACK * theirs else f"error {ours:.3e} against fp64, dequantize + matmul {theirs:.3e}"
+    one_hot[torch.arange(m, device=x.device), columns] = 1
+    out = torch.full((m, dense.shape[0]), float("nan"), dtype=x.dtype, device=x.device)
+    if not torch.equal(multiply(config, one_hot, *weights, out.clone()), dense[:, columns].t()):
+        return Check(False, "one-hot rows do not give the bits of dequantize")
+    result = x.double() @ truth.t()
+    ours = fused_matmul.error(multiply(config, x, *weights, out), result)
+    return accuracy(ours, fused_matmul.error(x @ dense.t(), result))
 
 
 def one_point(
-    direction: str, m: int, weights: Sequence[Packed], dense: torch.Tensor, truth: torch.Tensor, quick: bool,
-    unsloth: Any, failures: list[str],
+    m: int, weights: Sequence[Packed], dense: torch.Tensor, truth: torch.Tensor, quick: bool, unsloth: Any,
+    failures: list[str],
 ) -> Point:  # fmt: skip
-    """Check every candidate, then time those that are right beside everything else, in turns."""
-    backward = DIRECTIONS[direction]
+    """Check every candidate, then time those that are right beside everything else, alternating."""
     n, k = dense.shape
-    x = torch.randn(m, n if backward else k, dtype=dense.dtype, device=dense.device)
-    right: dict[str, Any] = {}
-    for config in candidates(torch.cuda.get_device_capability(dense.device), direction, m, quick):
+    x = torch.randn(m, k, dtype=dense.dtype, device=dense.device)
+    right: dict[str, tuple[Any, Check]] = {}
+    for config in candidates(m, quick):
         try:
-            why = wrong(backward, config, x, weights[0], dense, truth)
+            checked = check(config, x, weights[0], dense, truth)
         except runtime.KernelUnavailable:  # too many registers for this GPU, an instruction that it has not
             continue
-        if why:
-            failures.append(f"{n}x{k} {direction}, {m} rows, {config}: {why}")
+        if checked.passed:
+            right[str(config)] = config, checked
         else:
-            right[str(config)] = config
-    functions = others(backward, x, unsloth)
-    functions |= {name: functools.partial(multiply, backward, config, x) for name, config in right.items()}
+            failures.append(f"{n}x{k}, {m} rows, {config}: {checked.found}")
+    functions = fused_matmul.others(x, unsloth)
+    functions |= {name: functools.partial(multiply, config, x) for name, (config, _) in right.items()}
     times = gpu_times(
         {name: [functools.partial(f, *weight) for weight in weights] for name, f in functions.items()}, ROUNDS
     )
     kept = {name: taken for name, taken in times.items() if name not in right}
-    if not right:
-        return Point(m, None, kept)
-    fastest = min(right, key=lambda name: times[name].median)
-    return Point(m, right[fastest], {OURS: times[fastest], **kept})
+    config, checks = None, {}
+    if right:
+        fastest = min(right, key=lambda name: times[name].median)
+        kept, (config, checks["fp64"]) = {OURS: times[fastest], **kept}, right[fastest]
+    return Point(Row(f"M={m}", "us", kept, checks, sizes={"n": n, "k": k, "m": m}), config)
 
 
 def one_shape(
     shape: tuple[int, int], dtype: torch.dtype, quick: bool, unsloth: Any, failures: list[str], say: Callable[[str], None]
-) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
-    """The rows to remember of one weight, by direction."""
-    weights = products.rotating(shape, dtype)
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The rows to remember of one weight."""
+    weights = fused_matmul.rotating(shape, dtype)
     packed, state = weights[0]
     dense = original("bitsandbytes.functional", "dequantize_4bit")(packed, state)
-    truth = products.exact(Layout(packed, *fields_of(state)))
-    found = {}
-    for direction in DIRECTIONS:
-        points = []
-        for m in ROWS:
-            say(f"{dequantization.name_of(shape, dtype)} {direction}, {m} rows")
-            points.append(one_point(direction, m, weights, dense, truth, quick, unsloth, failures))
-        found[direction] = decided(points)
+    truth = fused_matmul.exact(Layout(packed, *fields_of(state)))
+    points = []
+    for m in ROWS:
+        say(f"{dequantization.name_of(shape, dtype)}, {m} rows")
+        points.append(one_point(m, weights, dense, truth, quick, unsloth, failures))
     torch.cuda.empty_cache()
-    return found
+    return decided(points)
 
 
-def eager(shapes: Iterable[tuple[int, int]], dtype: torch.dtype, tell: Tell) -> Iterator[Comparison]:
+def eager(shapes: Iterable[tuple[int, int]], dtype: torch.dtype, tell: Tell) -> Iterator[Row]:
     """Our dequantization beside Unsloth's Triton kernel, on the host and on the GPU; nothing where there is none."""
     found = peers()
     if UNSLOTH_TRITON not in found or Config.read().forbidden:  # NF4_PATCH=0: ours is not to be had
@@ -213,7 +176,7 @@ def eager(shapes: Iterable[tuple[int, int]], dtype: torch.dtype, tell: Tell) -> 
         yield dequantization.one_shape(shape, dtype, "", {UNSLOTH_TRITON: found[UNSLOTH_TRITON]}, limits=False)
 
 
-def faster(comparisons: Sequence[Comparison]) -> bool | None:
+def faster(comparisons: Sequence[Row]) -> bool | None:
     """Whether ours is nowhere slower and somewhere faster than Unsloth's Triton kernel; None where nothing was compared."""
     if not comparisons:
         return None
@@ -234,16 +197,16 @@ def measure(
     Raises:
         RuntimeError: there is no NVIDIA GPU, or bitsandbytes is older than 0.50.
     """
-    products.check_machine()
+    fused_matmul.check_machine()
     capability = torch.cuda.get_device_capability()
     dtype = torch.bfloat16 if capability >= (8, 0) else torch.float16
-    unsloth = products.gemv() if with_unsloth else None
+    unsloth = fused_matmul.gemv() if with_unsloth else None
     failures: list[str] = []
-    points = len(shapes) * len(DIRECTIONS) * len(ROWS)
-    done = iter(range(points))
+    total = len(shapes) * len(ROWS)
+    done = iter(range(total))
     found = {
-        shape: one_shape(shape, dtype, quick, unsloth, failures, lambda text: tell(text, next(done), points))
-        for shape in shapes
+        f"{n}x{k}": one_shape((n, k), dtype, quick, unsloth, failures, lambda text: tell(text, next(done), total))
+        for n, k in shapes
     }
     comparisons = list(eager(shapes, dtype, tell)) if with_unsloth else []
     failures += [failure for comparison in comparisons for failure in comparison.failures]
@@ -251,18 +214,9 @@ def measure(
         "date": datetime.date.today().isoformat(),
         "releases": {"torch": torch.__version__, **hooks.releases()},
         "dtype": str(dtype).removeprefix("torch."),
-        **{
-            direction: {f"{n}x{k}": rows[direction] for (n, k), rows in found.items()} for direction in DIRECTIONS
-        },
+        "matmul": found,
         "faster_eagerly": faster(comparisons),
-        "dequantization": [
-            {
-                "subject": comparison.subject,
-                "us": {name: comparison.times[name].median for name in (OURS, UNSLOTH_TRITON)},
-                "noise": comparison.noise,
-            }
-            for comparison in comparisons
-        ],
+        "dequantization": [{"subject": comparison.subject, **recorded(comparison)} for comparison in comparisons],
     }, failures  # fmt: skip
 
 
@@ -273,7 +227,7 @@ def merged(known: Any, entry: dict[str, Any]) -> dict[str, Any]:
     eagerly = entry if entry["faster_eagerly"] is not None else known
     return {
         **entry,
-        **{direction: {**known[direction], **entry[direction]} for direction in DIRECTIONS},
+        "matmul": {**known["matmul"], **entry["matmul"]},
         **{name: eagerly[name] for name in ("faster_eagerly", "dequantization")},
     }
 
@@ -284,7 +238,7 @@ def write(path: Path, entries: dict[str, Any]) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
-    calibration.forget()
+    hooks.forget_calibration()
 
 
 @dataclass(frozen=True)
@@ -306,51 +260,37 @@ class Calibration(Report):
             releases = ", ".join(f"{library} {release}" for library, release in entry["releases"].items() if release)
             yield f"{name}, {entry['date']}, {entry['dtype']}, {releases}"
             yield METHOD
-            yield table(entry)
-            if entry["dequantization"]:
-                yield dequantizations(entry)
+            yield from tables(entry)
         yield from self.failures
 
 
-def microseconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
-
-
-def table(entry: dict[str, Any]) -> Table:
-    """One row a weight, direction and range: ours, the others, ours against the best of them, who is taken."""
+def tables(entry: dict[str, Any]) -> Iterator[Table]:
+    """By weight and range of rows what was measured and who is taken; then who keeps the eager dequantizations."""
     ranges = [
-        (f"{shape} {direction}", before + 1, row)
-        for direction in DIRECTIONS
-        for shape, rows in entry[direction].items()
+        remembered(f"{shape} M={span(before + 1, row['m'])}", row, taken=taken(row["config"]))
+        for shape, rows in entry["matmul"].items()
         for before, row in zip((0, *(row["m"] for row in rows)), rows, strict=False)
     ]
-    names = list(dict.fromkeys(name for *_, row in ranges for name in row["us"] if name != OURS))
-    caption = "taken: the config's fields in order (nf4/matmul.py, backward nf4/matmul_dx.py)"
-    result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
-    for heading in ("weight", "rows", OURS, *names, "best / ours", "noise", "taken"):
-        text = heading in ("weight", "taken")
-        result.add_column(heading, justify="left" if text else "right", no_wrap=text)
-    for subject, first, row in ranges:
-        us, config = row["us"], row["config"]
-        ratio = f"{min(us[name] for name in names if name in us) / us[OURS]:.2f}x" if OURS in us else ""
-        taken = "the original" if config is None else "-".join(f"{value:d}" for value in config.values())
-        span = str(first) if first == row["m"] else f"{first} to {row['m']}"
-        times = [microseconds(us.get(name)) for name in (OURS, *names)]
-        result.add_row(subject if first == 1 else "", span, *times, ratio, f"{100 * row['noise']:.1f} %", taken)
-    return result
+    yield table("fused matmul", ranges)
+    if entry["dequantization"]:
+        keeps = "ours takes" if entry["faster_eagerly"] else "Unsloth's keeps"
+        rows = [remembered(row["subject"], row) for row in entry["dequantization"]]
+        yield table(f"dequantization: {keeps} eager calls", rows)
 
 
-def dequantizations(entry: dict[str, Any]) -> Table:
-    keeps = "ours takes" if entry["faster_eagerly"] else "Unsloth's keeps"
-    result = Table(title=f"dequantization, us: {keeps} eager calls", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("", OURS, UNSLOTH_TRITON, "ratio", "noise"):
-        result.add_column(heading, justify="right" if heading else "left")
-    for row in entry["dequantization"]:
-        ours, theirs = row["us"][OURS], row["us"][UNSLOTH_TRITON]
-        result.add_row(
-            row["subject"], f"{ours:.2f}", f"{theirs:.2f}", f"{theirs / ours:.2f}x", f"{100 * row['noise']:.1f} %"
-        )
-    return result
+def remembered(subject: str, row: dict[str, Any], **notes: str) -> Row:
+    """What was recorded, which is only what was right."""
+    times = {name: Times((us,)) for name, us in row["us"].items()}
+    passed = {"fp64": Check(True, "checked before it was timed")}
+    return Row(subject, "us", times, passed, notes={"noise": f"{100 * row['noise']:.1f} %", **notes})
+
+
+def span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first} to {last}"
+
+
+def taken(config: dict[str, Any] | None) -> str:
+    return "the original" if config is None else "-".join(f"{value:d}" for value in config.values())
 
 
 def shape_of(text: str) -> tuple[int, int]:
@@ -371,7 +311,7 @@ def shape_of(text: str) -> tuple[int, int]:
 def command(
     tell: Tell, models: tuple[str, ...], shapes: tuple[str, ...], quick: bool, show: bool, forget: bool
 ) -> Calibration:  # fmt: skip
-    """Measure on this GPU which config of the fused products wins, by weight and rows of X, and remember it.
+    """Measure on this GPU which config of the fused matmul wins, by weight and rows of X, and remember it.
 
     With enable(matmul="auto") it then goes before the shipped tables, as long as the releases are these.
     """
@@ -389,22 +329,21 @@ def command(
     if show:
         note = note or f"{'remembered' if known else 'nothing is remembered'} in {path}"
         lines = [note, *(f"{name}: {entry.status}" for name, entry in states.items())]
-        sound = {name: known[name] for name, entry in states.items() if entry.forward or entry.backward}
+        sound = {name: known[name] for name, entry in states.items() if entry.matmul}
         return Calibration(path, sound, note="\n".join(lines))
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        raise click.UsageError("no NVIDIA GPU: nothing can be measured here")
-    hooks.use_calibration(config)
-    name = calibration.gpu(torch.cuda.current_device())
-    if forget:
-        before = known.pop(name, None)
-        if before is not None:
-            write(path, known)
-        return Calibration(path, {}, note=f"{'forgotten' if before else 'nothing was remembered'}: {name}")
     chosen: list[Model] = [NAMES[model] for model in models] or ([] if shapes else [LLAMA_8B])
     wanted = [shape for model in chosen for shape in projections(model)] + [shape_of(text) for text in shapes]
     try:
+        require_gpu()
+        hooks.use_calibration(config)
+        name = calibration.gpu(torch.cuda.current_device())
+        if forget:
+            before = known.pop(name, None)
+            if before is not None:
+                write(path, known)
+            return Calibration(path, {}, note=f"{'forgotten' if before else 'nothing was remembered'}: {name}")
         entry, failures = measure(list(dict.fromkeys(wanted)), quick, tell=tell)
-        known[name] = merged(known[name] if name in known and states[name].forward else None, entry)
+        known[name] = merged(known[name] if name in known and states[name].matmul else None, entry)
         write(path, known)
     except (RuntimeError, ImportError, OSError) as error:
         raise click.ClickException(str(error)) from error

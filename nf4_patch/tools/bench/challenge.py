@@ -19,7 +19,7 @@ from ...nf4.runtime import same_bits
 from ..report import Tell
 from .dequantize import name_of
 from .peers import BITSANDBYTES, OURS, Peer
-from .record import Comparison
+from .record import Row, bits
 from .shapes import CHALLENGE
 from .timing import Times
 
@@ -96,15 +96,13 @@ def of_layer(dequantize: Callable[..., torch.Tensor]) -> Dequantize:
     return lambda layer: dequantize(layer.weight, layer.weight.quant_state)
 
 
-def run(
-    peers: dict[str, Peer], tell: Tell, configurations: Sequence[tuple[Any, ...]] = CHALLENGE
-) -> Iterator[Comparison]:
+def run(peers: dict[str, Peer], tell: Tell, configurations: Sequence[tuple[Any, ...]] = CHALLENGE) -> Iterator[Row]:
     """Each configuration, every dequantization in both orders (first to last, last to first), then the total."""
     functions: dict[str, Dequantize] = {name: of_layer(peer.dequantize) for name, peer in peers.items()}
     functions[OURS] = nf4_patch.triton_dequantize_nf4
     reference = functions[BITSANDBYTES]
     orders = (list(functions), list(reversed(functions)))
-    comparisons = []
+    rows = []
     for i, (hidden, intermediate, seed, dtype, batch, length) in enumerate(configurations):
         subject = name_of((intermediate, hidden), dtype)
         tell(f"challenge {subject}", i, len(configurations))
@@ -123,17 +121,17 @@ def run(
                     check(mlp, x, functions[name], reference)
                 taken[name].append(seconds(mlp, functions[name]))
         times = {name: Times(tuple(values)) for name, values in taken.items()}
-        comparisons.append(Comparison(subject, "s", times, same))
-        yield comparisons[-1]
-    yield total(comparisons)
+        sizes = {"hidden": hidden, "intermediate": intermediate}
+        rows.append(Row(subject, "s", times, bits(same), sizes=sizes))
+        yield rows[-1]
+    yield total(rows)
 
 
-def total(comparisons: Sequence[Comparison]) -> Comparison:
+def total(rows: Sequence[Row]) -> Row:
     """The sum over configurations, order by order; bits agree where they agreed everywhere."""
-    first = comparisons[0]
+    first = rows[0]
     times = {
-        name: Times(tuple(sum(parts) for parts in zip(*(c.times[name].values for c in comparisons), strict=True)))
+        name: Times(tuple(sum(parts) for parts in zip(*(row.times[name].values for row in rows), strict=True)))
         for name in first.times
     }
-    same = {name: all(c.same_bits[name] for c in comparisons) for name in first.same_bits}
-    return Comparison("total", "s", times, same)
+    return Row("total", "s", times, bits({name: all(row.checks[name].passed for row in rows) for name in first.checks}))

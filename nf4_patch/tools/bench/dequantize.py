@@ -16,14 +16,10 @@ from ...patching import hooks
 from ...patching.replacement import switch
 from ..report import Tell
 from .peers import BITSANDBYTES, OURS, Peer
-from .record import Comparison
+from .record import CEILING, COPY, EMPTY, Row, bits
 from .shapes import LLAMA_8B, projections, shapes
 from .timing import gpu_times, host_times, rotation
 
-CEILING = "ceiling"
-COPY = "device copy"
-EMPTY = "torch.empty"
-PATCHED = "patched dequantize_4bit"
 DTYPES = (torch.float16, torch.bfloat16)
 Packed = tuple[torch.Tensor, Any]
 
@@ -60,7 +56,7 @@ def agree(weights: Sequence[Packed], peers: dict[str, Peer], outs: Sequence[torc
     return same
 
 
-def on_gpu(peers: dict[str, Peer], tell: Tell, challenge_only: bool = False) -> Iterator[Comparison]:
+def on_gpu(peers: dict[str, Peer], tell: Tell, challenge_only: bool = False) -> Iterator[Row]:
     """Each shape and dtype: ours, the peers, the traffic ceiling and the device copy of as many bytes."""
     chosen = [(shape, dtype, users) for shape, users in shapes(challenge_only).items() for dtype in DTYPES]
     for i, (shape, dtype, users) in enumerate(chosen):
@@ -71,14 +67,15 @@ def on_gpu(peers: dict[str, Peer], tell: Tell, challenge_only: bool = False) -> 
 
 def one_shape(
     shape: tuple[int, int], dtype: torch.dtype, users: str, peers: dict[str, Peer], limits: bool = True
-) -> Comparison:
+) -> Row:
     """Ours and the peers; with ``limits`` the ceiling and the copy too."""
     from . import traffic_kernel
 
     nbytes = traffic(shape, dtype.itemsize)
     weights = quantized(shape, dtype, rotation(nbytes))
     outs = [torch.empty(shape, dtype=dtype, device="cuda") for _ in weights]
-    same = agree(weights, peers, outs)
+    subject, sizes, notes = name_of(shape, dtype), {"n": shape[0], "k": shape[1]}, {"used by": users} if users else {}
+    checks = bits(agree(weights, peers, outs))
 
     def calls(function: Callable[..., Any]) -> list[Callable[[], object]]:
         return [
@@ -89,7 +86,7 @@ def one_shape(
     variants: dict[str, Sequence[Callable[[], object]]] = {OURS: calls(nf4_patch.dequantize_nf4)}
     variants |= {name: calls(peer.dequantize) for name, peer in peers.items() if peer.captures}
     if not limits:
-        return Comparison(name_of(shape, dtype), "us", gpu_times(variants), same, nbytes, {"used by": users})
+        return Row(subject, "us", gpu_times(variants), checks, nbytes, sizes, notes)
     half = nbytes // 2 // 512 * 512  # both halves start where an allocation may
     halves = [torch.randint(0, 256, (2, half), dtype=torch.uint8, device="cuda") for _ in weights]
     for config in traffic_kernel.SHAPES:
@@ -101,10 +98,10 @@ def one_shape(
     ceilings = [name for name in times if name.startswith(CEILING)]
     fastest = min(ceilings, key=lambda name: times[name].median)
     kept = {name: taken for name, taken in times.items() if name not in ceilings} | {CEILING: times[fastest]}
-    return Comparison(name_of(shape, dtype), "us", kept, same, nbytes, {"used by": users})
+    return Row(subject, "us", kept, checks, nbytes, sizes, notes)
 
 
-def with_matmul(peers: dict[str, Peer], tell: Tell, rows: Sequence[int] = (512, 2048)) -> Iterator[Comparison]:
+def with_matmul(peers: dict[str, Peer], tell: Tell, rows: Sequence[int] = (512, 2048)) -> Iterator[Row]:
     """Dequantize, then F.linear of ``rows`` rows, Llama 8B in bf16: what a faster store must not cost."""
     chosen = [(shape, m) for shape in projections(LLAMA_8B) for m in rows]
     dtype = torch.bfloat16
@@ -117,19 +114,19 @@ def with_matmul(peers: dict[str, Peer], tell: Tell, rows: Sequence[int] = (512, 
         def multiply(function: Callable[..., Any], packed: torch.Tensor, state: Any, x: torch.Tensor = x) -> Any:
             return F.linear(x, function(packed, state))
 
-        # the original's result by the same matmul: where the weights agree to the bit, so do the products
+        # the original's weight by the same matmul: where the weights agree to the bit, so do the results
         functions = {OURS: nf4_patch.dequantize_nf4} | {p.name: p.dequantize for p in peers.values() if p.captures}
-        products = {name: multiply(function, *weights[0]) for name, function in functions.items()}
-        same = {name: same_bits(products[OURS], product) for name, product in products.items() if name != OURS}
+        results = {name: multiply(function, *weights[0]) for name, function in functions.items()}
+        checks = bits({name: same_bits(results[OURS], result) for name, result in results.items() if name != OURS})
         variants = {
             name: [functools.partial(multiply, function, *weight) for weight in weights]
             for name, function in functions.items()
         }
-        yield Comparison(subject, "us", gpu_times(variants), same)
+        yield Row(subject, "us", gpu_times(variants), checks, sizes={"n": shape[0], "k": shape[1], "m": m})
         torch.cuda.empty_cache()
 
 
-def on_host(peers: dict[str, Peer], tell: Tell) -> Iterator[Comparison]:
+def on_host(peers: dict[str, Peer], tell: Tell) -> Iterator[Row]:
     """One eager call on a 64x64 weight: what stands at bitsandbytes.functional.dequantize_4bit with the patch on.
 
     Allocation, guards and statistics included; ``torch.empty`` of the same result in the same turns. Then the
@@ -164,7 +161,7 @@ def on_host(peers: dict[str, Peer], tell: Tell) -> Iterator[Comparison]:
                 switch.defer = before
 
 
-def host(subject: str, ours: Callable[[], Any], others: Mapping[str, Callable[[], Any]]) -> Comparison:
+def host(subject: str, ours: Callable[[], Any], others: Mapping[str, Callable[[], Any]]) -> Row:
     """Host times of ours and the others.
 
     Raises:
@@ -174,8 +171,8 @@ def host(subject: str, ours: Callable[[], Any], others: Mapping[str, Callable[[]
     result = ours().clone()
     if nf4_patch.status().hits != before + 1:
         raise RuntimeError(f"the patched function did not run the kernel:\n{nf4_patch.status()}")
-    same = {name: same_bits(result, call()) for name, call in others.items() if name != EMPTY}
-    return Comparison(subject, "us", host_times({OURS: ours, **others}), same)
+    checks = bits({name: same_bits(result, call()) for name, call in others.items() if name != EMPTY})
+    return Row(subject, "us", host_times({OURS: ours, **others}), checks)
 
 
 def unsloth_replacement() -> Callable[..., Any]:

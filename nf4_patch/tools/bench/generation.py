@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import RenderableType
-from rich.table import Table
 
 import nf4_patch
 
 from ...nf4.layout import Layout
 from ...patching.replacement import fields_of, switch
-from ..report import Report, Tell, silent
-from .matmul import SLACK, error, exact, product_hits
+from ..report import Tell, require_gpu, silent
+from .matmul import error, exact, fused_matmul_hits
 from .peers import OURS, original
+from .record import RATE, Bench, Check, Row, accuracy
 from .shapes import LLAMA_8B, Model
-from .timing import Machine, Times, machine
+from .timing import Times, machine
 
 STOCK = "stock"
 BATCHES = (1, 8, 32)
@@ -34,7 +32,7 @@ CACHE = 512  # positions of the static cache
 VOCABULARY = 128256
 HEAD = 128
 METHOD = (
-    "Tokens a second, greedy, wall time of {tokens} tokens, the two sides in turns, medians. {layers} layers of {name}, "
+    "Tokens a second, greedy, wall time of {tokens} tokens, both sides alternating, medians. {layers} layers of {name}, "
     "NF4 nested, bf16, static cache of {cache} positions, lm_head of {vocabulary} in bf16; eager and compiled."
 )
 
@@ -150,9 +148,9 @@ class Generation:
         switch.on, switch.matmul = self.patch, "auto"
         for _ in range(3):
             self.step()
-        before = product_hits()
+        before = fused_matmul_hits()
         self.step()
-        self.hits = product_hits() - before
+        self.hits = fused_matmul_hits() - before
         if capture:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -178,88 +176,8 @@ class Generation:
         return self.batch * tokens / (time.perf_counter() - begin)
 
 
-@dataclass(frozen=True)
-class Rate:
-    """One batch, eager or compiled: tokens a second of both sides, and whether every product was accurate."""
-
-    batch: int
-    way: str  # eager, compiled
-    rates: dict[str, Times]
-    products: int  # fused products a token
-    errors: dict[str, tuple[float, float]]  # by weight shape: ours and dequantize + linear against fp64
-    distance: float  # relative, of the first logits of both sides
-
-    @property
-    def accurate(self) -> bool:
-        return self.products > 0 and all(ours <= SLACK * theirs for ours, theirs in self.errors.values())
-
-    @property
-    def ratio(self) -> float | None:
-        return self.rates[OURS].median / self.rates[STOCK].median if self.accurate else None
-
-    @property
-    def failures(self) -> list[str]:
-        if not self.products:
-            return [f"batch {self.batch}: no fused product ran"]
-        return [
-            f"batch {self.batch}, {shape}: error {ours:.3e} against fp64, dequantize + linear {theirs:.3e}"
-            for shape, (ours, theirs) in self.errors.items() if ours > SLACK * theirs
-        ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Generations(Report):
-    machine: Machine
-    method: str
-    rates: list[Rate] = field(default_factory=list)
-
-    @property
-    def failures(self) -> list[str]:
-        return list(dict.fromkeys(failure for rate in self.rates for failure in rate.failures))
-
-    @property
-    def exit_code(self) -> int:
-        return 1 if self.failures else 0
-
-    def render(self) -> Iterable[RenderableType]:
-        yield str(self.machine)
-        yield self.method
-        result = Table(title="generation, tokens a second", title_justify="left")
-        for column in (
-            "batch",
-            "",
-            STOCK,
-            f'{OURS}, matmul="auto"',
-            "ratio",
-            "products a token",
-            "logits apart",
-            "noise",
-        ):
-            result.add_column(column, justify="right")
-        for rate in self.rates:
-            ratio = f"{rate.ratio:.2f}x" if rate.ratio is not None else "not accurate"
-            noise = max(times.noise for times in rate.rates.values())
-            result.add_row(
-                str(rate.batch), rate.way, f"{rate.rates[STOCK].median:.0f}", f"{rate.rates[OURS].median:.0f}", ratio,
-                str(rate.products), f"{rate.distance:.1e}", f"{100 * noise:.1f} %",
-            )  # fmt: skip
-        yield result
-        yield from self.failures
-
-    def as_dict(self) -> dict[str, Any]:
-        rows = [
-            {"batch": rate.batch, "way": rate.way, "products": rate.products, "errors": rate.errors,
-             "logits_apart": rate.distance, "accurate": rate.accurate, "ratio": rate.ratio,
-             "tokens_a_second": {name: times.median for name, times in rate.rates.items()},
-             "values": {name: times.values for name, times in rate.rates.items()}}
-            for rate in self.rates
-        ]  # fmt: skip
-        return {"machine": {**vars(self.machine)}, "method": self.method, "rates": rows, "failures": self.failures,
-                "exit_code": self.exit_code}  # fmt: skip
-
-
-def errors_of(model: Llama, batch: int) -> dict[str, tuple[float, float]]:
-    """Each weight shape of a layer at this batch: error of ours and of bitsandbytes' dequantize + linear, to fp64."""
+def accuracies(model: Llama, batch: int) -> dict[str, Check]:
+    """Each weight shape of a layer at this batch: our error against fp64 beside that of dequantize + linear."""
     dequantize = original("bitsandbytes.functional", "dequantize_4bit")
     found = {}
     for linear in model.layers[0]:
@@ -270,7 +188,8 @@ def errors_of(model: Llama, batch: int) -> dict[str, tuple[float, float]]:
         x = torch.randn(batch, 1, state.shape[1], dtype=torch.bfloat16, device=weight.device)
         truth = x.double() @ exact(Layout(weight.data, *fields_of(state))).t()
         switch.on, switch.matmul = True, "auto"
-        found[shape] = (error(linear(x), truth), error(F.linear(x, dequantize(weight.data, state)), truth))
+        ours, theirs = linear(x), F.linear(x, dequantize(weight.data, state))
+        found[shape] = accuracy(error(ours, truth), error(theirs, truth), f"{shape} ")
     return found
 
 
@@ -278,36 +197,33 @@ def errors_of(model: Llama, batch: int) -> dict[str, tuple[float, float]]:
 def measure(
     model: Model = LLAMA_8B, layers: int = 32, batches: Sequence[int] = BATCHES, tokens: int = 64, rounds: int = 6,
     tell: Tell = silent,
-) -> Generations:  # fmt: skip
-    """Each batch, eager and compiled: stock and ours in turns.
+) -> Bench:  # fmt: skip
+    """Each batch, eager and compiled: stock and ours alternating.
 
     Raises:
         RuntimeError: there is no NVIDIA GPU.
     """
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        raise RuntimeError("no NVIDIA GPU: nothing can be measured here")
+    require_gpu()
     tell(f"building {layers} layers of {model.name} in 4 bits")
     torch.manual_seed(0)
     device = torch.device("cuda", torch.cuda.current_device())
     llama = Llama(model, layers, VOCABULARY, device)
-    rates = []
+    rows = []
     with nf4_patch.enabled(matmul="auto"):
         for i, batch in enumerate(batches):
-            errors = errors_of(llama, batch)
-            for way in ("eager", "compiled"):
-                tell(f"generating, batch {batch}, {way}", i, len(batches))
-                rates.append(one_rate(llama, batch, way, errors, tokens, rounds))
+            checks = accuracies(llama, batch)
+            for mode in ("eager", "compiled"):
+                tell(f"generating, batch {batch}, {mode}", i, len(batches))
+                rows.append(one_row(llama, batch, mode, checks, tokens, rounds))
     method = METHOD.format(tokens=tokens, layers=layers, name=model.name, cache=CACHE, vocabulary=VOCABULARY)
-    return Generations(machine(), method, rates)
+    return Bench(machine(), {"generation": rows}, {"generation": method})
 
 
-def one_rate(
-    llama: Llama, batch: int, way: str, errors: dict[str, tuple[float, float]], tokens: int, rounds: int
-) -> Rate:
-    sides = {name: Generation(llama, batch, name == OURS, way == "compiled") for name in (STOCK, OURS)}
+def one_row(llama: Llama, batch: int, mode: str, checks: dict[str, Check], tokens: int, rounds: int) -> Row:
+    sides = {name: Generation(llama, batch, name == OURS, mode == "compiled") for name in (STOCK, OURS)}
     first = {}
     for name, side in sides.items():
-        side.prepare(capture=way == "compiled")
+        side.prepare(capture=mode == "compiled")
         side.restart()
         side.step()
         assert side.logits is not None
@@ -320,4 +236,18 @@ def one_rate(
                 values[name].append(rate)
     rates = {name: Times(tuple(taken)) for name, taken in values.items()}
     torch.cuda.empty_cache()
-    return Rate(batch, way, rates, sides[OURS].hits, errors, error(first[OURS], first[STOCK]))
+    return row(batch, mode, rates, sides[OURS].hits, checks, error(first[OURS], first[STOCK]))
+
+
+def row(
+    batch: int, mode: str, rates: dict[str, Times], hits: int, checks: dict[str, Check], distance: float
+) -> Row:  # fmt: skip
+    """One batch, eager or compiled: tokens a second of both sides.
+
+    Args:
+        hits: fused matmuls a token, without which there is no ratio.
+        distance: relative, of the first logits of both sides.
+    """
+    ran = Check(hits > 0, f"{hits} fused matmuls ran" if hits else "no fused matmul ran")
+    notes = {"fused matmuls a token": str(hits), "logits differ by": f"{distance:.1e}"}
+    return Row(f"batch {batch}, {mode}", RATE, rates, {"hits": ran, **checks}, sizes={"batch": batch}, notes=notes)

@@ -1,20 +1,15 @@
-"""The dequantization section as a picture: bars by shape, and a roofline by traffic."""
+"""Pictures of a bench: dequantization as bars by shape and a roofline by traffic, the fused matmul by rows."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .peers import BITSANDBYTES, OURS, UNSLOTH_CTYPES, UNSLOTH_TRITON
-from .record import Comparison, variants_of
-
-if TYPE_CHECKING:
-    from .command import Bench
-    from .matmul import Products
+from .record import CEILING, COPY, Bench, Row, variants_of
 
 COLORS = {
     OURS: "#1b7f4b", UNSLOTH_TRITON: "#d98e04", UNSLOTH_CTYPES: "#b0532b", BITSANDBYTES: "#8b1e3f",
-    "ceiling": "#444444", "device copy": "#bbbbbb",
+    CEILING: "#444444", COPY: "#bbbbbb",
 }  # fmt: skip
 
 
@@ -33,19 +28,16 @@ def draw(report: Bench, file: Path) -> None:
     figure = Figure(figsize=(13, 10), layout="constrained")
     bars, roofline = figure.subplots(2, 1)
     names = [name for name in COLORS if name in variants_of(rows)]
-    draw_bars(bars, rows, [name for name in names if name not in ("ceiling", "device copy")])
+    draw_bars(bars, rows, [name for name in names if name not in (CEILING, COPY)])
     draw_roofline(roofline, rows, names)
-    machine = report.machine
-    releases = ", ".join(f"{name} {release}" for name, release in machine.releases.items())
-    figure.suptitle(f"{machine.gpu}, driver {machine.driver}, {machine.clocks}\n{releases}", fontsize=8)
-    figure.savefig(file, dpi=130)
+    save(figure, report, file)
 
 
-def draw_bars(axes, rows: list[Comparison], names: list[str]) -> None:
+def draw_bars(axes, rows: list[Row], names: list[str]) -> None:
     width = 0.8 / len(names)
     for i, name in enumerate(names):
         heights = [
-            100 * row.times["ceiling"].median / row.times[name].median if name in row.times else 0.0 for row in rows
+            100 * row.times[CEILING].median / row.times[name].median if name in row.times else 0.0 for row in rows
         ]
         axes.bar([x + i * width for x in range(len(rows))], heights, width, label=name, color=COLORS[name])
     axes.axhline(100, color="#444444", linewidth=1)
@@ -56,10 +48,10 @@ def draw_bars(axes, rows: list[Comparison], names: list[str]) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
 
 
-def draw_roofline(axes, rows: list[Comparison], names: list[str]) -> None:
+def draw_roofline(axes, rows: list[Row], names: list[str]) -> None:
     for name in names:
         points = [(row.nbytes / 1e6, row.nbytes / row.times[name].median / 1e3) for row in rows if name in row.times]
-        style = "--" if name in ("ceiling", "device copy") else "o-"
+        style = "--" if name in (CEILING, COPY) else "o-"
         axes.plot(*zip(*points, strict=True), style, label=name, color=COLORS[name], markersize=4)
     axes.set_xscale("log")
     axes.set_xlabel("bytes moved a call, MB")
@@ -69,26 +61,31 @@ def draw_roofline(axes, rows: list[Comparison], names: list[str]) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
 
 
-def draw_products(report: Products, file: Path) -> None:
-    """Write a PNG: how many times the product is as fast as bitsandbytes and as a dense weight, by rows of X.
+def draw_matmul(report: Bench, file: Path) -> None:
+    """Write a PNG: how many times ours is as fast as bitsandbytes and as a dense weight, by rows of X, a line a weight.
 
     Raises:
-        RuntimeError: a product was less accurate than dequantize + matmul, or nothing was measured.
+        RuntimeError: a result was less accurate than dequantize + matmul, or nothing was measured.
     """
     from matplotlib.figure import Figure
 
-    if not report.products or report.failures:
-        raise RuntimeError("nothing to draw: no product was measured with the accuracy of dequantize + matmul")
+    if not report.sections or report.failures:
+        raise RuntimeError("nothing to draw: nothing was measured with the accuracy of dequantize + matmul")
     figure = Figure(figsize=(13, 5), layout="constrained")
     for axes, peer in zip(figure.subplots(1, 2, sharey=True), (BITSANDBYTES, "dense"), strict=True):
-        for shape in dict.fromkeys(product.shape for product in report.products):
-            points = [(p.rows, p.ratio(peer)) for p in report.products if p.shape == shape]
-            axes.plot(*zip(*points, strict=True), "o-", label="x".join(map(str, shape)), markersize=4)
+        for weight, rows in report.sections.items():
+            points = [(row.sizes["m"], row.ratio(peer)) for row in rows]
+            axes.plot(*zip(*points, strict=True), "o-", label=weight, markersize=4)
         axes.axhline(1, color="#444444", linewidth=1)
         axes.set_xscale("log", base=2)
         axes.set_xlabel("rows of X")
-        axes.set_title(f"times as fast as {peer}, bf16")
+        axes.set_title(f"times as fast as {peer}")
     axes.legend(fontsize=8)
+    save(figure, report, file)
+
+
+def save(figure, report: Bench, file: Path) -> None:
+    """With the machine as its title."""
     machine = report.machine
     releases = ", ".join(f"{name} {release}" for name, release in machine.releases.items())
     figure.suptitle(f"{machine.gpu}, driver {machine.driver}, {machine.clocks}\n{releases}", fontsize=8)

@@ -1,46 +1,85 @@
-"""Variants of one thing measured side by side: a ratio exists only where the bits agreed in this very run."""
+"""Variants of one thing measured side by side: a ratio exists only where the checks of its row passed in this very run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+
+from ..report import Report
 from .peers import BITSANDBYTES, OURS
-from .timing import Times
+from .timing import Machine, Times
+
+RATE = "tokens/s"  # the unit of which more is better
+CEILING, COPY, EMPTY, READ = "ceiling", "device copy", "torch.empty", "read"
+LIMITS = (CEILING, COPY, EMPTY, READ)  # what ours cannot be faster than; everything else that is timed is a peer
+HIDDEN = ("used by",)  # notes that the table has no room for
+SLACK = 1.01  # of an error against fp64: the order of the additions; both sides share the rest, which is rounding
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One subject, its variants' times, and whether ours gave each peer's bits before anything was timed."""
+class Check:
+    """What a ratio depends on."""
+
+    passed: bool
+    found: str
+    error: float | None = None  # ours, relative, against fp64; None: bits were compared
+    limit: float | None = None  # that it must not exceed
+
+
+def bits(same: Mapping[str, bool]) -> dict[str, Check]:
+    """A check a peer: whether ours gave its bits before anything was timed."""
+    says = {True: "the same bits as", False: "the bits differ from"}
+    return {peer: Check(equal, f"{says[equal]} {peer}") for peer, equal in same.items()}
+
+
+def accuracy(ours: float, theirs: float, of: str = "") -> Check:
+    """Errors against fp64: that of dequantize + matmul, SLACK included, is the limit of ours."""
+    found = f"{of}error {ours:.3e} against fp64, dequantize + matmul {theirs:.3e}"
+    return Check(ours <= SLACK * theirs, found, ours, SLACK * theirs)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One subject, its variants' times, and the checks that ours passed or not.
+
+    A check that bears a peer's name decides about that peer's ratio; bitsandbytes' and those of any other name
+    ("fp64") about every ratio of the row.
+    """
 
     subject: str
-    unit: str  # us, ms, s
+    unit: str  # us, ms, s or RATE
     times: dict[str, Times]
-    same_bits: dict[str, bool]  # by peer
-    nbytes: int = 0  # traffic of one call
+    checks: dict[str, Check]
+    nbytes: int = 0  # moved by one call
+    sizes: dict[str, int] = field(default_factory=dict)  # n, k, m, batch, tokens: the subject as numbers
     notes: dict[str, str] = field(default_factory=dict)  # further columns
 
     @property
     def checked(self) -> bool:
-        """Something was compared, and ours has the bits of bitsandbytes where that was measured."""
-        return bool(self.same_bits) and self.same_bits.get(BITSANDBYTES, all(self.same_bits.values()))
+        """Something was compared, and no check that concerns the whole row failed."""
+        peers = self.times.keys() - {BITSANDBYTES}
+        decisive = [check for name, check in self.checks.items() if name not in peers] or self.checks.values()
+        return bool(decisive) and all(check.passed for check in decisive)
 
-    def ratio(self, peer: str) -> float | None:
-        """How many times ours is as fast as the peer; None where the bits did not agree or nothing was measured."""
-        if not self.checked or not self.same_bits.get(peer, False) or not {peer, OURS} <= self.times.keys():
+    def ratio(self, other: str) -> float | None:
+        """How many times ours is as fast as another variant; None where a check failed or nothing was measured."""
+        if not self.checked or not {other, OURS} <= self.times.keys():
             return None
-        return self.times[peer].median / self.times[OURS].median
+        if other in self.checks and not self.checks[other].passed:
+            return None
+        ours, theirs = self.times[OURS].median, self.times[other].median
+        return ours / theirs if self.unit == RATE else theirs / ours
 
-    def percent_of(self, limit: str) -> float | None:
-        """100 * limit / ours by time; None as in ``ratio``."""
-        if not self.checked or not {limit, OURS} <= self.times.keys():
-            return None
-        return 100 * self.times[limit].median / self.times[OURS].median
-
-    def gigabytes_a_second(self, name: str) -> float | None:
-        if name not in self.times or (name == OURS and not self.checked):
-            return None
-        return self.nbytes / self.times[name].median / 1e3  # bytes a microsecond
+    @property
+    def gigabytes_a_second(self) -> float | None:
+        """Of ours, in microseconds."""
+        return self.nbytes / self.times[OURS].median / 1e3 if self.nbytes and self.checked else None
 
     @property
     def noise(self) -> float:
@@ -49,22 +88,97 @@ class Comparison:
 
     @property
     def failures(self) -> list[str]:
-        return [f"{self.subject}: the bits differ from {peer}" for peer, same in self.same_bits.items() if not same]
+        return [f"{self.subject}: {check.found}" for check in self.checks.values() if not check.passed]
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, Any]:
         return {
-            "subject": self.subject,
-            "unit": self.unit,
-            "nbytes": self.nbytes,
-            "same_bits": self.same_bits,
+            **dataclasses.asdict(self),
             "median": {name: times.median for name, times in self.times.items()},
             "noise": {name: times.noise for name, times in self.times.items()},
-            "ratio": {peer: self.ratio(peer) for peer in self.same_bits},
-            "notes": self.notes,
+            "ratio": {name: self.ratio(name) for name in self.times if name != OURS},
             "times": {name: times.values for name, times in self.times.items()},
         }
 
 
-def variants_of(comparisons: Sequence[Comparison]) -> list[str]:
+@dataclass(frozen=True)
+class Bench(Report):
+    """What was measured, by section."""
+
+    machine: Machine
+    sections: dict[str, list[Row]] = field(default_factory=dict)
+    method: dict[str, str] = field(default_factory=dict)  # of each section
+
+    @property
+    def failures(self) -> list[str]:
+        every = (f"{name}, {text}" for name, rows in self.sections.items() for row in rows for text in row.failures)
+        return list(dict.fromkeys(every))
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.failures else 0
+
+    def render(self) -> Iterable[RenderableType]:
+        yield str(self.machine)
+        told = ""
+        for name, rows in self.sections.items():
+            yield ""
+            if self.method[name] != told:
+                told = self.method[name]
+                yield told
+            yield table(name, rows)
+        yield from self.failures
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "machine": vars(self.machine),
+            "method": self.method,
+            "sections": {name: [row.as_dict() for row in rows] for name, rows in self.sections.items()},
+            "failures": self.failures,
+            "exit_code": self.exit_code,
+        }
+
+
+def variants_of(rows: Sequence[Row]) -> list[str]:
     """Every variant's name, in the order of first appearance."""
-    return list(dict.fromkeys(name for comparison in comparisons for name in comparison.times))
+    return list(dict.fromkeys(name for row in rows for name in row.times))
+
+
+def table(title: str, rows: Sequence[Row]) -> Table:
+    """A line a row: ours, the limits and what part of them ours reaches, the peers and how many times ours is as fast."""
+    others = [name for name in variants_of(rows) if name != OURS]
+    others.sort(key=lambda name: name not in LIMITS)
+    traffic, repeated = (
+        any(row.nbytes for row in rows),
+        any(len(t.values) > 1 for row in rows for t in row.times.values()),
+    )
+    notes = [note for note in dict.fromkeys(note for row in rows for note in row.notes) if note not in HIDDEN]
+    units = " / ".join(dict.fromkeys(row.unit for row in rows))
+    result = Table(title=f"{title}, {units}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    result.add_column("", no_wrap=True)
+    for heading in (OURS, *("MB", "GB/s") * traffic, *others, *("noise",) * repeated):
+        result.add_column(heading, justify="right")
+    for note in notes:
+        result.add_column(note)
+    for row in rows:
+        cells = [row.subject, digits(row.times[OURS].median) if OURS in row.times else ""]
+        if traffic:
+            speed = row.gigabytes_a_second
+            cells += [f"{row.nbytes / 1e6:.1f}", "" if speed is None else f"{speed:.0f}"]
+        cells += [cell(row, name) for name in others]
+        cells += [f"{100 * row.noise:.1f} %"] * repeated
+        result.add_row(*cells, *(row.notes.get(note, "") for note in notes))
+    return result
+
+
+def cell(row: Row, name: str) -> str:
+    """A variant's time and what ours is to it, or that the checks forbid to say."""
+    if name not in row.times:
+        return ""
+    time, ratio = digits(row.times[name].median), row.ratio(name)
+    if ratio is None:
+        return f"{time} check failed" if OURS in row.times else time
+    return f"{time} {100 * ratio:.1f}%" if name in LIMITS else f"{time} {ratio:.2f}x"
+
+
+def digits(value: float) -> str:
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.1f}"

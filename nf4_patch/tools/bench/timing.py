@@ -6,19 +6,23 @@ move all of them alike. The noise of a variant is it against itself: its odd rou
 
 from __future__ import annotations
 
-import importlib.metadata
+import datetime
 import platform
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+import nf4_patch
 
 from ...config import Config
 from ...nf4.matmul import calibration
 from ...patching import hooks
+from ..report import releases
 
 Call = Callable[[], object]
 L2_ROTATIONS = 8  # buffers of this many times the L2 between two uses of the same weight
@@ -51,6 +55,8 @@ class Machine:
     clocks: str
     releases: dict[str, str]
     calibration: str = ""  # what is in force, or why it is not
+    date: str = ""
+    commit: str | None = None  # of the package's checkout, "-dirty" where it was changed; None: there is none
 
     def __str__(self) -> str:
         releases = ", ".join(f"{name} {release}" for name, release in self.releases.items())
@@ -58,7 +64,6 @@ class Machine:
         return "\n".join(filter(None, lines))
 
 
-DISTRIBUTIONS = ("torch", "triton", "bitsandbytes", "unsloth", "unsloth_zoo", "transformers", "peft", "nf4-patch")
 SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
 
 
@@ -66,35 +71,40 @@ def machine() -> Machine:
     """The current CUDA device, its clocks at this moment and the installed releases."""
     device = torch.cuda.current_device()
     query = ["nvidia-smi", f"--id={_uuid(device)}", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-        driver, sm, sm_max, memory, power, temperature = (field.strip() for field in answer.split(","))
+    answer = _answer(*query).split(",")
+    if len(answer) == len(SMI):
+        driver, sm, sm_max, memory, power, temperature = (field.strip() for field in answer)
         clocks = f"SM clock {sm} of {sm_max}, memory clock {memory}, power limit {power}, {temperature} C"
-    except (OSError, subprocess.SubprocessError, ValueError):
+    else:
         driver, clocks = "unknown", "clocks unknown (nvidia-smi did not answer)"
     major, minor = torch.cuda.get_device_capability(device)
     hooks.use_calibration(Config.read())
     name, calibrated = torch.cuda.get_device_name(device), calibration.status(device)
-    return Machine(name, f"{major}{minor}", driver, clocks, releases(), calibrated)
+    installed = {"python": platform.python_version(), **releases(), "nf4-patch": nf4_patch.__version__}
+    installed["torch"] = torch.__version__  # with the CUDA that it was built for
+    today = datetime.date.today().isoformat()
+    return Machine(name, f"{major}{minor}", driver, clocks, installed, calibrated, today, commit())
+
+
+def commit() -> str | None:
+    """The commit of the checkout that the package runs from; None where git does not know the package's files."""
+    folder = str(Path(nf4_patch.__file__).parent)
+    if not _answer("git", "-C", folder, "ls-files", "__init__.py"):
+        return None
+    return _answer("git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").strip() or None
+
+
+def _answer(*command: str) -> str:
+    """What a command prints; "" where it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _uuid(device: int) -> str:
     """nvidia-smi counts GPUs in another order than CUDA and ignores CUDA_VISIBLE_DEVICES."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-
-
-def releases() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in DISTRIBUTIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    found["torch"] = torch.__version__  # with the CUDA it was built for
-    from ... import __version__
-
-    found["nf4-patch"] = __version__
-    return found
 
 
 def rotation(traffic: int, most: int = 160) -> int:

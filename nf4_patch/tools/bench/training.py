@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ import nf4_patch
 
 from ..report import Tell
 from .peers import OURS
-from .record import Comparison
-from .timing import wall_times
+from .record import Check, Row
+from .timing import Times, wall_times
 
 UNPATCHED = "unpatched"
 LENGTHS = ((1, 512), (2, 1024), (2, 2048))  # (batch, tokens)
@@ -159,7 +159,7 @@ class FirstStep(Step):
         return loss
 
 
-def compiling(tell: Tell, rounds: int = 2) -> Iterator[Comparison]:
+def compiling(tell: Tell, rounds: int = 2) -> Iterator[Row]:
     """Wall time of the first step of a compiled peft model with the patch and without."""
     tell(f"compile: loading {LAYERS} Llama-3.1-8B layers")
     with restored():
@@ -171,15 +171,23 @@ def compiling(tell: Tell, rounds: int = 2) -> Iterator[Comparison]:
         times = wall_times(steps, {name: step.switch for name, step in steps.items()}, rounds, warmups=1)
         ours, stock = (sorted(set(steps[name].losses)) for name in (OURS, UNPATCHED))
         agree = max(ours[-1], stock[-1]) - min(ours[0], stock[0]) <= AGREE * abs(stock[0])
-        notes = {"loss": f"{seen(ours)} (unpatched {seen(stock)})"}
-        yield Comparison(f"compile {batch}x{length}", "ms", times, {UNPATCHED: agree}, notes=notes)
+        loss = f"{seen(ours)} (unpatched {seen(stock)})"
+        yield row(f"compile {batch}x{length}", batch, length, times, agree, {"loss": loss})
 
 
-def seen(losses: list[float]) -> str:
-    return " / ".join(f"{loss:.6f}" for loss in losses)
+def seen(losses: Iterable[float]) -> str:
+    return " / ".join(f"{loss:.6f}" for loss in sorted(losses))
 
 
-def run(trainer: str, tell: Tell, rounds: int = 20) -> Iterator[Comparison]:
+def row(
+    subject: str, batch: int, length: int, times: dict[str, Times], agree: bool, notes: dict[str, str]
+) -> Row:  # fmt: skip
+    """A step's times, whose ratio depends on the losses that ``notes`` hold."""
+    check = Check(agree, f"losses with the patch and without: {notes['loss']}")
+    return Row(subject, "ms", times, {UNPATCHED: check}, sizes={"batch": batch, "tokens": length}, notes=notes)
+
+
+def run(trainer: str, tell: Tell, rounds: int = 20) -> Iterator[Row]:
     """Each length: wall time of a step with the patch and without, peak memory, the loss of both to the bit."""
     if trainer == "compile":
         yield from compiling(tell)
@@ -192,9 +200,7 @@ def run(trainer: str, tell: Tell, rounds: int = 20) -> Iterator[Comparison]:
             yield one_length(trainer, model, optimizer, batch, length, rounds)
 
 
-def one_length(
-    trainer: str, model: Any, optimizer: torch.optim.Optimizer, batch: int, length: int, rounds: int
-) -> Comparison:
+def one_length(trainer: str, model: Any, optimizer: torch.optim.Optimizer, batch: int, length: int, rounds: int) -> Row:
     steps = {
         OURS: Step(model, optimizer, batch, length, True),
         UNPATCHED: Step(model, optimizer, batch, length, False),
@@ -211,8 +217,8 @@ def one_length(
     losses = {loss for step in steps.values() for loss in step.losses}
     gib = {name: f"{step.peak / 2**30:.3f} GiB" for name, step in steps.items()}
     notes = {"peak memory": f"{gib[OURS]} (unpatched {gib[UNPATCHED]})", "kernel calls a step": str(hits)}
-    notes["loss"] = " / ".join(f"{loss:.6f}" for loss in sorted(losses))
-    return Comparison(f"{trainer} {batch}x{length}", "ms", times, {UNPATCHED: len(losses) == 1}, notes=notes)
+    notes["loss"] = seen(losses)
+    return row(f"{trainer} {batch}x{length}", batch, length, times, len(losses) == 1, notes)
 
 
 @contextlib.contextmanager
