@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nf4_patch.nf4.matmul import launch as matmul
+from nf4_patch.nf4.matmul.tuning import SMALL_M_ROWS
 from nf4_patch.tools.fuzz import FAULTS, fuzz
 
 pytestmark = pytest.mark.gpu
@@ -36,12 +36,12 @@ from nf4_patch.tools.fuzz import fuzz
 report = fuzz(60, 7, blocksizes=(64,), oracle="formula")
 assert report.hits and not report.exit_code
 """
-# Quantized on the CPU for the same reason. Tails of N and K, every row of both tables, slices and clusters.
-PRODUCTS = """
+# Quantized on the CPU for the same reason. Tails of N and K, every row of the table, slices of K.
+SMALL_M = """
 import torch
 from oracle import layout_of, quantized
 from nf4_patch.nf4.matmul import launch as matmul
-from nf4_patch.nf4.matmul import backward as matmul_dx
+from nf4_patch.nf4.matmul.tuning import SMALL_M_ROWS
 from nf4_patch.nf4.dequantize import reference
 
 here = torch.cuda.get_device_capability()
@@ -50,32 +50,28 @@ for n, k in ((250, 320), (4003, 4416), (1003, 4096), (12003, 320)):
     layout = layout._replace(**{name: t.cuda() for name, t in layout._asdict().items() if isinstance(t, torch.Tensor)})
     weight = reference.dequantize(layout)
     for m in (1, 9, 17, 64):
-        for inner, product in ((k, matmul), (n, matmul_dx)):
-            lines = torch.randperm(inner, device="cuda")[:m]
-            x = torch.zeros(m, inner, dtype=torch.bfloat16, device="cuda")
-            x[torch.arange(m, device="cuda"), lines] = 1
-            config = product.config_for(here, m, n, k) or next(row.config for row in product.ROWS if row.m >= m)
-            if product is matmul:
-                assert torch.equal(matmul.matmul_4bit(x, layout, config=config), weight[:, lines].t())
-            else:
-                assert torch.equal(matmul_dx.matmul_4bit_dx(x, layout, config=config), weight[lines])
+        columns = torch.randperm(k, device="cuda")[:m]
+        x = torch.zeros(m, k, dtype=torch.bfloat16, device="cuda")
+        x[torch.arange(m, device="cuda"), columns] = 1
+        config = matmul.config_for(here, m, n, k) or next(row.config for row in SMALL_M_ROWS if row.m >= m)
+        assert torch.equal(matmul.matmul_4bit(x, layout, config=config), weight[:, columns].t())
 """
-# Tails of M and N, one tile a program, several, and a tile in chunks.
-WIDE = """
+# Tails of M and N, one tile a CTA, several, and a tile in chunks.
+HOPPER = """
 import torch
 from oracle import layout_of, quantized
 from nf4_patch.nf4.matmul import launch as matmul
-from nf4_patch.nf4.matmul import hopper as matmul_wide
+from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS
 from nf4_patch.nf4.dequantize import reference
 
 for n, k, m in ((264, 512, 300), (136, 4096, 70), (8200, 64, 600)):
     layout = layout_of(*quantized((n, k), torch.bfloat16, "cpu", nested=n != 136))
     layout = layout._replace(**{name: t.cuda() for name, t in layout._asdict().items() if isinstance(t, torch.Tensor)})
-    lines = torch.randint(0, k, (m,), device="cuda")
+    columns = torch.randint(0, k, (m,), device="cuda")
     x = torch.zeros(m, k, dtype=torch.bfloat16, device="cuda")
-    x[torch.arange(m, device="cuda"), lines] = 1
-    for config in {row.config for row in matmul_wide.ROWS}:
-        assert torch.equal(matmul.matmul_4bit(x, layout, config=config), reference.dequantize(layout)[:, lines].t())
+    x[torch.arange(m, device="cuda"), columns] = 1
+    for config in {row.config for row in HOPPER_ROWS}:
+        assert torch.equal(matmul.matmul_4bit(x, layout, config=config), reference.dequantize(layout)[:, columns].t())
 """
 
 
@@ -86,18 +82,18 @@ for n, k, m in ((264, 512, 300), (136, 4096, 70), (8200, 64, 600)):
         pytest.param(code, tool, id=f"{name}-{tool}")
         for name, code, tools in (
             ("dequantize", DEQUANTIZE, ("memcheck", "racecheck")),
-            ("products", PRODUCTS, ("memcheck", "racecheck")),
-            ("wide", WIDE, ("memcheck",)),  # racecheck does not follow TMA and wgmma
+            ("small_m", SMALL_M, ("memcheck", "racecheck")),
+            ("hopper", HOPPER, ("memcheck",)),  # racecheck does not follow TMA and wgmma
         )
         for tool in tools
     ],
 )
 def test_compute_sanitizer(code, tool):
     """With PyTorch's caching allocator off: inside its blocks nothing is out of bounds."""
-    if code is not DEQUANTIZE and torch.cuda.get_device_capability() not in {row.capability for row in matmul.ROWS}:
-        pytest.skip("no row of the table of products serves this GPU")
+    if code is not DEQUANTIZE and torch.cuda.get_device_capability() not in {row.capability for row in SMALL_M_ROWS}:
+        pytest.skip("no row of the fused matmul's table is for this GPU")
     root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(root), str(root / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [SANITIZER, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code],
         capture_output=True, text=True, cwd=root,

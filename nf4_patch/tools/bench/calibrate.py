@@ -52,7 +52,7 @@ Packed = tuple[torch.Tensor, Any]
 def candidates(m: int, quick: bool) -> list[Any]:
     """The configs to try at ``m`` rows of X: those that serve as many somewhere; quick: that are taken there for a size."""
     rows = [row for row in SHIPPED if row.m >= m]
-    found = [row.config for row in rows]
+    found: list[Any] = [row.config for row in rows]
     if quick:
         sizes = dict.fromkeys((row.capability, m, row.n, other.k) for row in rows for other in rows)
         found = [config for size in sizes if (config := matmul.config_for(*size, SHIPPED)) is not None]
