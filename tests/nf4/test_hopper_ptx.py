@@ -1,4 +1,4 @@
-"""The product of hundreds of rows without its GPU: the decode's text in numpy, the shares, the table, the compiler."""
+"""The fused matmul of hundreds of rows without its GPU: the decode in numpy, the partitions, the table, the compiler."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from oracle import layout_of, quantized
 from subprocess_python import python
 
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.matmul import hopper as matmul_wide
-from nf4_patch.nf4.matmul import launch as matmul
+from nf4_patch.nf4.matmul import calibration, hopper, launch
+from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS, SMALL_M_ROWS
 
 H200 = (9, 0)
-pytestmark = pytest.mark.skipif(matmul_wide.RELEASE < (3, 6), reason="Triton without this Gluon")
+pytestmark = pytest.mark.skipif(hopper.RELEASE < (3, 6), reason="Triton without this Gluon")
 
 
 @pytest.fixture
 def proven_release(monkeypatch):
     """Whatever Triton is installed here, the table is asked as on one that the kernel ran on."""
-    monkeypatch.setattr(matmul_wide, "RELEASE", matmul_wide.RELEASES[0])
+    monkeypatch.setattr(hopper, "RELEASE", hopper.RELEASES[0])
 
 
 def permuted(a, b, selector):
@@ -36,11 +36,11 @@ def permuted(a, b, selector):
     return out
 
 
-def evaluated(text, words, scales, codes, dtype):
+def evaluated(ptx, words, scales, codes, dtype):
     """The 32 registers of every lane: words [8, lanes] uint32, scales [lanes] fp32, codes [16] fp32."""
     lanes = scales.size
     known = {f"${32 + i}": words[i] for i in range(8)} | {"$40": scales}
-    body = text.strip().removeprefix("{").removesuffix("}")
+    body = ptx.strip().removeprefix("{").removesuffix("}")
     for line in filter(None, (line.strip() for line in body.replace("\n", " ").split(";"))):
         if line.startswith(".reg"):
             continue
@@ -72,7 +72,7 @@ def evaluated(text, words, scales, codes, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-def test_text_decodes_the_bits_of_dequantize(quant_type, nested, dtype):
+def test_decode_gives_the_bits_of_dequantize(quant_type, nested, dtype):
     n, k = 128, 512
     layout = layout_of(*quantized((n, k), dtype, "cpu", 64, nested, quant_type))
     layout = layout._replace(packed=torch.randperm(n * k // 2).remainder(256).to(torch.uint8).view(-1, 1))
@@ -82,7 +82,7 @@ def test_text_decodes_the_bits_of_dequantize(quant_type, nested, dtype):
     name = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
     for step in range(k // 64):
         lanes = words[:, 8 * step : 8 * step + 8].T.copy()
-        registers = evaluated(matmul_wide.decode(name), lanes, scales[:, step].copy(), layout.code.numpy(), dtype)
+        registers = evaluated(hopper.decode(name), lanes, scales[:, step].copy(), layout.code.numpy(), dtype)
         got = np.stack([np.stack(registers[word::8], 1) for word in range(8)], 1).reshape(n, 32)
         zeros = want[:, 64 * step : 64 * step + 64].bitwise_and(0x7FFF) == 0  # FP4's minus zero: invisible in a sum
         got = torch.from_numpy(got.view(np.int16))
@@ -90,47 +90,46 @@ def test_text_decodes_the_bits_of_dequantize(quant_type, nested, dtype):
 
 
 def shares(plan, steps):
-    """[start, end) of every program, as the kernel's share() has them, by turn."""
+    """[start, end) of every CTA, as the kernel's partition() has them, by turn."""
 
     def start_of(chunk):
         return chunk // plan.splits * steps + chunk % plan.splits * steps // plan.splits
 
     chunks = plan.tiles * plan.splits
     return [
-        (start_of(chunks * turn // plan.programs), start_of(chunks * (turn + 1) // plan.programs))
-        for turn in range(plan.programs)
+        (start_of(chunks * turn // plan.ctas), start_of(chunks * (turn + 1) // plan.ctas)) for turn in range(plan.ctas)
     ]
 
 
-def test_shares_cover_every_tile_once_and_split_it_as_the_first_program_expects():
-    for row in matmul_wide.ROWS:
-        assert row.config.stages % 2 == 0 and row.config.decoded >= 2  # see Config
+def test_every_tile_is_covered_once_and_split_as_its_first_cta_expects():
+    for row in HOPPER_ROWS:
+        assert row.config.stages % 2 == 0 and row.config.decoded >= 2  # see HopperConfig
         for n in (8, 136, 1000, 4096, 8192, 11008, 14336, 28672, 50000):
             for k in (64, 128, 320, 4096, 5120, 11008, 14336):
                 for m in (row.least, row.most):
                     for processors in (78, 114, 132):
-                        plan = matmul_wide.Plan.of(row.config, processors, m, n, k)
+                        plan = hopper.Plan.of(row.config, processors, m, n, k)
                         steps = k // 64
                         parts = shares(plan, steps)
                         assert plan.tiles == -(-m // row.config.rows) * -(-n // 128)
-                        assert 1 <= plan.programs <= processors
+                        assert 1 <= plan.ctas <= processors
                         assert parts[0][0] == 0 and parts[-1][1] == plan.tiles * steps
                         assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
                         assert all(start < end for start, end in parts)
                         for turn, (start, end) in enumerate(parts):
                             if plan.splits == 1:
                                 assert start % steps == end % steps == 0
-                            else:  # turn's tile, its chunk; the first one's program waits for turn + 1 .. + splits - 1
+                            else:  # turn's tile, its chunk; the first one's CTA waits for turn + 1 .. + splits - 1
                                 assert turn // plan.splits == start // steps == (end - 1) // steps
                                 assert (turn % plan.splits == 0) == (start % steps == 0)
                         assert 0 < plan.fill(processors) <= 1
 
 
-def test_the_table_serves_what_was_measured_and_nothing_else(proven_release):
+def test_the_table_has_what_was_measured_and_nothing_else(proven_release):
     found = {}
     for n, k in ((14336, 4096), (4096, 14336), (11008, 4096), (5120, 5120), (4096, 4096), (28672, 8192)):
         for m in (64, 65, 128, 129, 159, 160, 256, 257, 448, 449, 512, 513, 1024):
-            config = matmul_wide.config_for(H200, m, n, k)
+            config = hopper.config_for(H200, m, n, k)
             found[n, k, m] = config and config.rows
     for shape in ((14336, 4096), (4096, 14336), (28672, 8192)):
         expected = {65: 128, 128: 128, 160: 256, 256: 256, 449: 256, 512: 256}
@@ -138,25 +137,25 @@ def test_the_table_serves_what_was_measured_and_nothing_else(proven_release):
     for shape in ((11008, 4096), (5120, 5120)):  # too few multiprocessors at work, or too small, for 256
         assert {m for (*size, m), rows in found.items() if tuple(size) == shape and rows} == {65, 128}
     assert not any(rows for (*size, _), rows in found.items() if size == [4096, 4096])
-    assert matmul_wide.config_for((8, 0), 128, 14336, 4096) is None
-    assert matmul_wide.config_for(H200, 128, 14336 + 4, 4096) is None  # TMA writes 16 bytes at least
-    assert matmul.config_for(H200, 128, 14336, 4096) == matmul_wide.ROWS[0].config
-    assert matmul.config_for(H200, 64, 14336, 4096) in [row.config for row in matmul.ROWS]
-    assert matmul.config_for(H200, 128, 14336, 4096, matmul.ROWS) is None  # calibrate's candidates
+    assert hopper.config_for((8, 0), 128, 14336, 4096) is None
+    assert hopper.config_for(H200, 128, 14336 + 4, 4096) is None  # TMA writes 16 bytes at least
+    assert launch.config_for(H200, 128, 14336, 4096) == HOPPER_ROWS[0].config
+    assert launch.config_for(H200, 64, 14336, 4096) in [row.config for row in SMALL_M_ROWS]
+    assert launch.config_for(H200, 128, 14336, 4096, SMALL_M_ROWS) is None  # calibrate's candidates
 
 
 def test_a_calibration_decides_up_to_its_last_row(proven_release, monkeypatch):
     """It measures up to 64 rows; past them the shipped table stands."""
-    monkeypatch.setattr(matmul.calibration, "rows", lambda device, backward: {(14336, 4096): ((8, None), (64, None))})
-    assert matmul.config_for(H200, 64, 14336, 4096) is None
-    assert matmul.config_for(H200, 128, 14336, 4096) == matmul_wide.ROWS[0].config
-    assert matmul.config_for(H200, 64, 4096, 4096) is not None
+    monkeypatch.setattr(calibration, "rows", lambda device: {(14336, 4096): ((8, None), (64, None))})
+    assert launch.config_for(H200, 64, 14336, 4096) is None
+    assert launch.config_for(H200, 128, 14336, 4096) == HOPPER_ROWS[0].config
+    assert launch.config_for(H200, 64, 4096, 4096) is not None
 
 
 @pytest.mark.parametrize("release", [(3, 5), (3, 7)])
 def test_a_release_of_triton_on_which_nothing_ran_has_no_row(release, monkeypatch):
-    monkeypatch.setattr(matmul_wide, "RELEASE", release)
-    assert matmul_wide.config_for(H200, 128, 14336, 4096) is None
+    monkeypatch.setattr(hopper, "RELEASE", release)
+    assert hopper.config_for(H200, 128, 14336, 4096) is None
 
 
 def test_it_compiles_to_asynchronous_wgmma_within_shared_memory():
@@ -168,19 +167,20 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from nf4_patch.nf4.dequantize import compilation
-from nf4_patch.nf4.matmul import hopper as matmul_wide
-from nf4_patch.nf4.matmul.hopper_kernels import matmul_wide_kernel as kernel
+from nf4_patch.nf4.matmul import hopper
+from nf4_patch.nf4.matmul.hopper_kernels import hopper_kernel as kernel
+from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS
 from nf4_patch.tools.sass.machine_code import tool
 
 types = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.float32: "fp32"}
-for config in {row.config for row in matmul_wide.ROWS}:
+for config in {row.config for row in HOPPER_ROWS}:
     for dtype, bias in ((torch.bfloat16, False), (torch.float16, True)):
-        boxes = matmul_wide.boxes(config.rows, dtype)
+        boxes = hopper.boxes(config.rows, dtype)
         kinds = [f"tensordesc<{types[kind]}{box},{layout!r}>" for box, layout, kind in boxes]
         kinds += ["*fp32", "*i32", "*fp32", "*" + types[dtype], *["i32"] * 5, *["constexpr"] * 6]
         names = kernel.arg_names
         values = {"ROWS": config.rows, "STAGES": config.stages, "DECODED": config.decoded, "BIAS": bias}
-        values |= {"PTX": matmul_wide.decode(compilation.PTX_TYPES[dtype]), "CONSTRAINTS": matmul_wide.CONSTRAINTS}
+        values |= {"PTX": hopper.decode(compilation.PTX_TYPES[dtype]), "CONSTRAINTS": hopper.CONSTRAINTS}
         aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("sums", "flags", "code", "bias")}
         source = GluonASTSource(kernel, dict(zip(names, kinds)), {(names.index(k),): v for k, v in values.items()}, aligned)
         code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 1})
@@ -193,7 +193,7 @@ for config in {row.config for row in matmul_wide.ROWS}:
 """)
     lines = [line.split() for line in done.stdout.splitlines()]
     assert len(lines) == 4
-    for rows, _dtype, shared, serialized, products in lines:
+    for rows, _dtype, shared, serialized, wgmmas in lines:
         assert int(shared) <= 227 * 1024, rows
         assert serialized == "False", rows
-        assert int(products) == 2 * 4 * (2 if rows == "256" else 1), rows
+        assert int(wgmmas) == 2 * 4 * (2 if rows == "256" else 1), rows

@@ -1,4 +1,4 @@
-"""The text of the forward product, executed without a GPU: the bits of its plain twin and of dequantize, no race, no stray access."""
+"""The PTX of the fused matmul, run without a GPU: the bits of its emulation and of dequantize, no race, no stray access."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from oracle import layout_of, quantized
 from ptx_simulator import launch
 
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.matmul import launch as matmul
-from nf4_patch.nf4.matmul import small_m_ptx as matmul_ptx
-from nf4_patch.nf4.matmul.launch import Config
+from nf4_patch.nf4.matmul import reference as matmul_reference
+from nf4_patch.nf4.matmul import small_m, small_m_ptx
+from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, SmallMConfig
 
 T4, A100, H200 = (7, 5), (8, 0), (9, 0)
-PROCESSORS = 3  # of an imagined GPU: enough for slices of the smallest weights
+PROCESSORS = 3  # of an imagined GPU: the smallest weights still split K
 
-# (config, M, N, K, blocksize, nested, quant_type, bias): both widths of a load, X that stays and X that comes, every split
+# (config, M, N, K, blocksize, nested, quant_type, bias): both widths of a load, X in registers and not, every split
 # of warps, one and two rounds of sums, with tails of M, N and K.
 CASES = (
-    (Config(1, 1, 8, True, 1), 1, 40, 2048, 64, True, "nf4", False),
-    (Config(1, 1, 4, True, 2), 8, 97, 1344, 64, True, "fp4", True),
-    (Config(2, 1, 4, True, 1, ahead=2), 5, 70, 1280, 128, False, "nf4", False),
-    (Config(1, 2, 4, False, 1), 13, 50, 1088, 64, True, "nf4", True),
-    (Config(2, 2, 2, False, 1, sliced=True), 20, 60, 832, 64, False, "fp4", True),
-    (Config(1, 4, 1, False, 1), 30, 129, 320, 64, True, "nf4", False),
-    (Config(2, 1, 8, False, 1), 64, 33, 512, 256, True, "nf4", False),
+    (SmallMConfig(1, 1, 8, True, 1), 1, 40, 2048, 64, True, "nf4", False),
+    (SmallMConfig(1, 1, 4, True, 2), 8, 97, 1344, 64, True, "fp4", True),
+    (SmallMConfig(2, 1, 4, True, 1, prefetch_depth=2), 5, 70, 1280, 128, False, "nf4", False),
+    (SmallMConfig(1, 2, 4, False, 1), 13, 50, 1088, 64, True, "nf4", True),
+    (SmallMConfig(2, 2, 2, False, 1, split_k=True), 20, 60, 832, 64, False, "fp4", True),
+    (SmallMConfig(1, 4, 1, False, 1), 30, 129, 320, 64, True, "nf4", False),
+    (SmallMConfig(2, 1, 8, False, 1), 64, 33, 512, 256, True, "nf4", False),
 )
 
 
 def execute(x, layout, config, bias=None, capability=T4):
-    """What matmul_4bit launches, on the CPU; and in how many slices."""
+    """What matmul_4bit launches, on the CPU; and the slices of K."""
     (m, k), n, nested = x.shape, layout.shape[0], layout.nested()
-    cut = matmul.plan(config, PROCESSORS, m, n, k, x.dtype is torch.float16, nested, bias is not None, capability)
-    parts = launch(cut, config.along_k * config.along_n, x, layout, m, n, bias)
-    if cut.slices == 1:
+    cut = small_m.plan(config, PROCESSORS, m, n, k, x.dtype is torch.float16, nested, bias is not None, capability)
+    parts = launch(cut, config.warps_n * config.warps_k, x, layout, bias)
+    if cut.split_k == 1:
         return parts[0], 1
     total = sum(parts[1:], parts[0])
-    return (total if bias is None else total + bias.float()).to(x.dtype), cut.slices
+    return (total if bias is None else total + bias.float()).to(x.dtype), cut.split_k
 
 
 @pytest.mark.parametrize(
     ("capability", "dtype"), [(T4, torch.float16), (A100, torch.float16), (H200, torch.bfloat16)], ids=str
 )
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[0])))
-def test_the_text_computes_the_product(case, capability, dtype):
+def test_it_computes_the_matmul(case, capability, dtype):
     config, m, n, k, blocksize, nested, quant_type, with_bias = case
     packed, state = quantized((n, k), dtype, "cpu", blocksize, nested, quant_type)
     layout = layout_of(packed, state)
@@ -54,11 +54,11 @@ def test_the_text_computes_the_product(case, capability, dtype):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(m, k, generator=generator).to(dtype)
     bias = torch.randn(n, generator=generator).to(dtype) if with_bias else None
-    got, slices = execute(x, layout, config, bias, capability)
-    assert (slices > 1) == config.sliced
-    assert torch.equal(got, in_order(x, weight, config, slices, bias, matmul_ptx.DIALECTS[capability].depth))
+    got, split_k = execute(x, layout, config, bias, capability)
+    assert (split_k > 1) == config.split_k
+    assert torch.equal(got, in_order(x, weight, config, split_k, bias, small_m_ptx.DIALECTS[capability].depth))
     truth = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
-    plain = matmul.matmul_reference(x, layout, bias)
+    plain = matmul_reference.matmul(x, layout, bias)
     assert (got - truth).norm() <= 1.01 * (plain - truth).norm()
     columns = torch.randperm(k, generator=generator)[:m]
     hot = torch.zeros(m, k, dtype=dtype)
@@ -66,16 +66,16 @@ def test_the_text_computes_the_product(case, capability, dtype):
     assert torch.equal(execute(hot, layout, config, capability=capability)[0], weight[:, columns].t())
 
 
-@pytest.mark.parametrize("row", matmul.ROWS, ids=lambda row: "-".join(map(str, (row.m, *row.config))))
-def test_the_text_of_every_row_of_the_table(row):
+@pytest.mark.parametrize("row", SMALL_M_ROWS, ids=lambda row: "-".join(map(str, (row.m, *row.config))))
+def test_every_row_of_the_table(row):
     """What an H200 runs, at its most rows of X and on few rows of the weight, K past one round of its warps."""
-    n, k = 5 * row.config.rows // 2, 2368 if row.config.along_k == 8 else 1088
+    n, k = 5 * row.config.rows // 2, 2368 if row.config.warps_k == 8 else 1088
     packed, state = quantized((n, k), torch.bfloat16, "cpu")
     layout = layout_of(packed, state)
     x = torch.randn(row.m, k, generator=torch.Generator().manual_seed(0)).bfloat16()
-    got, slices = execute(x, layout, row.config, None, H200)
+    got, split_k = execute(x, layout, row.config, None, H200)
     weight = reference.dequantize(layout, False)
-    assert torch.equal(got, in_order(x, weight, row.config, slices, None, 16))
+    assert torch.equal(got, in_order(x, weight, row.config, split_k, None, 16))
 
 
 def test_small_integers_are_exact():
@@ -87,11 +87,11 @@ def test_small_integers_are_exact():
     x = torch.randint(-1, 2, (9, 1088), generator=torch.Generator().manual_seed(0)).half()
     want = x.double() @ reference.dequantize(layout, False).double().t()
     assert want.abs().max() > 20
-    for row in matmul.CANDIDATES:
+    for row in SMALL_M_CANDIDATES:
         assert torch.equal(execute(x, layout, row.config)[0].double(), want)
 
 
-FAULTS = {  # what is taken out of the text, and how it is noticed
+FAULTS = {  # what is taken out of the PTX, and how it is noticed
     "full": (H200, r"FULL\w+: mbarrier[^;]*; @!p bra FULL\w+;", "", "without a barrier"),
     "free": (H200, r"FREE\w+: mbarrier[^;]*; @!p bra FREE\w+;", "", "without a barrier"),
     "arrival": (H200, r"mbarrier.arrive.shared.b64 _, \[full\];", "", "nobody does"),
@@ -103,19 +103,18 @@ FAULTS = {  # what is taken out of the text, and how it is noticed
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_text_with_a_fault_is_refused(fault, monkeypatch):
-    """The machine notices what it is there for."""
+def test_a_fault_in_the_ptx_is_found(fault, monkeypatch):
     capability, pattern, replacement, noticed = FAULTS[fault]
-    plan = matmul.plan
+    plan = small_m.plan
 
     def faulty(*arguments):
         cut = plan(*arguments)
-        text, count = re.subn(pattern, replacement, cut.text, flags=re.DOTALL)
+        ptx, count = re.subn(pattern, replacement, cut.ptx, flags=re.DOTALL)
         assert count
-        return cut._replace(text=text)
+        return cut._replace(ptx=ptx)
 
     packed, state = quantized((97, 1344), torch.float16, "cpu")
     x = torch.randn(8, 1344, generator=torch.Generator().manual_seed(0)).half()
-    monkeypatch.setattr(matmul, "plan", faulty)
+    monkeypatch.setattr(small_m, "plan", faulty)
     with pytest.raises(AssertionError, match=noticed):
-        execute(x, layout_of(packed, state), Config(1, 1, 4, True, 2), capability=capability)
+        execute(x, layout_of(packed, state), SmallMConfig(1, 1, 4, True, 2), capability=capability)

@@ -1,4 +1,4 @@
-"""The fused product without a GPU: its switch, its rows, its refusals, and its text compiled for every GPU."""
+"""The fused matmul without a GPU: its switch, its table, its reasons, and its PTX compiled for every GPU."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from subprocess_python import INTERPRETED, python
 
 import nf4_patch
 from nf4_patch.config import Config, ConfigError
-from nf4_patch.nf4.matmul import backward as matmul_dx
-from nf4_patch.nf4.matmul import hopper as matmul_wide
-from nf4_patch.nf4.matmul import launch as matmul
+from nf4_patch.nf4 import runtime
+from nf4_patch.nf4.dequantize import reference
+from nf4_patch.nf4.layout import Layout
+from nf4_patch.nf4.matmul import hopper, kernels, launch, small_m
+from nf4_patch.nf4.matmul import reference as matmul_reference
+from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, TILE_COUNTS, HopperConfig
 from nf4_patch.patching import product
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.replacement import (
-    replace_backward,
     replace_fast_gemv,
     replace_gemm,
     replace_gemv,
@@ -92,7 +94,7 @@ def test_status_says_that_it_stands_by(monkeypatch):
 
 
 def test_it_is_in_place_only_where_it_is_switched_on(monkeypatch):
-    """Switched off, the fused product costs nobody a Python frame, eager or traced; who copied the name gets both."""
+    """Switched off, the fused matmul costs nobody a Python frame, eager or traced; who copied the name gets both."""
     monkeypatch.delenv("NF4_PATCH_MATMUL", raising=False)
     original = autograd.matmul_4bit
     late = ModuleType("imported_while_off")
@@ -217,87 +219,6 @@ def test_reasons_of_a_state(name, refusing):
     }
 
 
-def context(packed, state, needs=(True, False, False, False, False), is_empty=False):
-    """What MatMul4Bit's forward leaves for its backward."""
-    return SimpleNamespace(needs_input_grad=needs, is_empty=is_empty, tensors=(None, packed), state=state)
-
-
-def backward_since_0_50(ctx, grad_output):
-    return "original", ctx, grad_output
-
-
-def backward_before_0_50(ctx, grad_output):
-    if False:  # its code names .t(): it transposes what it dequantized
-        ctx.t()
-    return "original", ctx, grad_output
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="dY is on the CPU on purpose")
-@pytest.mark.parametrize("original", [backward_since_0_50, backward_before_0_50])
-def test_backward_is_refused_by_name_with_untouched_arguments(original, refusing):
-    replacement = replace_backward("backward", original)
-    packed, state = quantized((128, 256), torch.bfloat16, "cpu")
-    mine, other = (packed.t(), packed) if original is backward_before_0_50 else (packed, packed.t())
-    dy = torch.randn(1, 4, 128, dtype=torch.bfloat16)
-    mode = torch.utils.flop_counter.FlopCounterMode(display=False)
-
-    def refused(reason, ctx, dy=dy):
-        ledger.reset()
-        assert replacement(ctx, dy) == ("original", ctx, dy)
-        assert ledger.fallbacks == ({("backward", reason): 1} if reason else {})
-
-    refused(Reason.NOT_CUDA, context(mine, state))
-    refused(Reason.NOT_4BIT, context(mine, None))
-    refused(Reason.PRODUCT, context(other, state))  # the weight lies the other way round
-    refused(Reason.PRODUCT, context(mine, state, needs=(True, False, False, True, False)))  # a bias is trained
-    refused(Reason.PRODUCT, context(mine, state, needs=(False, False, False, False, False)))
-    refused(Reason.PRODUCT, context(None, state, is_empty=True))
-    refused(Reason.PRODUCT, context(mine, state), dy.float())
-    with torch.enable_grad():  # create_graph=True
-        refused(Reason.PRODUCT, context(mine, state), dy.clone().requires_grad_())
-    with mode:
-        refused(Reason.MODE, context(mine, state))
-    nf4_patch.enable(matmul="off")
-    refused(None, context(mine, state))
-    nf4_patch.disable()
-    refused(None, context(mine, state))
-
-
-def gradients(layer, create_graph=False):
-    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
-    (grad,) = torch.autograd.grad(layer(x).float().square().sum(), x, create_graph=create_graph)
-    return grad
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="bitsandbytes runs its CPU kernels here")
-def test_backward_of_the_real_class_comes_and_goes():
-    """Before and after it is bitsandbytes' own static method; on the CPU its bits throughout, compiled too."""
-    from bitsandbytes.autograd._functions import MatMul4Bit
-
-    torch.manual_seed(0)
-    stock = MatMul4Bit.__dict__["backward"]
-    layer = bnb.nn.Linear4bit(256, 128, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).to("cpu")
-    want = gradients(layer)
-    nf4_patch.enable(matmul="auto")
-    try:
-        ledger.reset()
-        name = "bitsandbytes.autograd._functions.MatMul4Bit.backward"
-        assert rows_of_status()[name].state == "patched"
-        assert isinstance(MatMul4Bit.__dict__["backward"], staticmethod)
-        assert torch.equal(gradients(layer), want)
-        assert torch.equal(gradients(layer, create_graph=True), want)
-        assert sum(count for (target, _), count in ledger.fallbacks.items() if target == name) == 2
-        ledger.reset()
-        torch._dynamo.reset()
-        assert torch.equal(gradients(torch.compile(layer, backend="aot_eager")), want)
-        assert not any(target == name for target, _ in ledger.fallbacks)
-    finally:
-        nf4_patch.disable()
-        ledger.reset()
-    assert MatMul4Bit.backward is stock.__func__
-    assert isinstance(MatMul4Bit.__dict__["backward"], staticmethod)
-
-
 def test_an_error_of_ours_runs_the_original(refusing, monkeypatch):
     def broken(*arguments, **kwargs):
         raise ZeroDivisionError("on purpose")
@@ -313,7 +234,7 @@ def test_an_error_of_ours_runs_the_original(refusing, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bitsandbytes runs its CPU kernels here")
 def test_bitsandbytes_gives_its_own_bits_on_the_cpu(refusing):
-    """The real functions: a CPU has no product, so the result is the original's to the bit."""
+    """The real functions: a CPU has no fused matmul, so the result is the original's to the bit."""
     torch.manual_seed(0)
     layer = bnb.nn.Linear4bit(256, 128, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).to("cpu")
     x = torch.randn(1, 256, dtype=torch.bfloat16)
@@ -328,16 +249,16 @@ def test_bitsandbytes_gives_its_own_bits_on_the_cpu(refusing):
 
 def test_table_of_measured_sizes(monkeypatch):
     """Every Llama layer up to 64 rows on the H200, large ones past them; nothing on a GPU that was not measured."""
-    monkeypatch.setattr(matmul_wide, "RELEASE", matmul_wide.RELEASES[0])
+    monkeypatch.setattr(hopper, "RELEASE", hopper.RELEASES[0])
     shapes = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (8192, 28672)]
     for n, k in shapes:
         for m in (1, 2, 8, 9, 16, 17, 32, 33, 64):
-            assert matmul.config_for(H200, m, n, k) is not None, (m, n, k)
+            assert launch.config_for(H200, m, n, k) is not None, (m, n, k)
         for m in (65, 128, 513, 4096):
-            config = matmul.config_for(H200, m, n, k)
-            assert isinstance(config, matmul_wide.Config) if m <= 128 and n * k >= 26_000_000 else config is None
+            config = launch.config_for(H200, m, n, k)
+            assert isinstance(config, HopperConfig) if m <= 128 and n * k >= 26_000_000 else config is None
         for capability in ((7, 5), (8, 0), (8, 9), (10, 0), (12, 0)):
-            assert matmul.config_for(capability, 1, n, k) is None
+            assert launch.config_for(capability, 1, n, k) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: H200)
     product.is_measured.cache_clear()
     assert product.is_measured(0, 64, 4096, 4096)
@@ -348,78 +269,43 @@ def test_table_of_measured_sizes(monkeypatch):
 def test_the_first_fitting_row_is_reached():
     """No row of the table is dead: each is the first for some size."""
     found = {
-        id(matmul.config_for(H200, m, n, k)) for m in (1, 16, 64) for n in (1024, 4096, 14336) for k in (4096, 14336)
+        id(launch.config_for(H200, m, n, k)) for m in (1, 16, 64) for n in (1024, 4096, 14336) for k in (4096, 14336)
     }
-    assert found == {id(row.config) for row in matmul.ROWS}
+    assert found == {id(row.config) for row in SMALL_M_ROWS}
 
 
-def test_the_first_fitting_row_of_dx_is_reached():
-    found = {
-        id(matmul_dx.config_for(H200, m, n, k))
-        for m in (8, 16, 32, 64)
-        for n in (1024, 4096, 14336)
-        for k in (4096, 14336)
-    }
-    assert found - {id(None)} == {id(row.config) for row in matmul_dx.ROWS}
-    assert matmul_dx.config_for(H200, 64, 1024, 4096) is None  # dequantize + matmul is faster there
-    assert matmul_dx.config_for(H200, 65, 4096, 4096) is None
-    assert matmul_dx.config_for((8, 0), 1, 4096, 4096) is None
-
-
-def test_every_length_of_a_prompt_shares_six_texts():
-    """1 to 64 rows of one layer: the text follows the tiles, not the rows."""
+def test_every_length_of_a_prompt_shares_six_kernels():
+    """1 to 64 rows of one layer: the PTX follows the tiles, not the rows."""
     for n, k in [(4096, 4096), (14336, 4096), (4096, 14336)]:
-        texts = {
-            matmul.plan(matmul.config_for(H200, m, n, k), 132, m, n, k, False, True, False).text for m in range(1, 65)
+        found = {
+            small_m.plan(launch.config_for(H200, m, n, k), 132, m, n, k, False, True, False).ptx for m in range(1, 65)
         }
-        assert len(texts) <= 6, (n, k, len(texts))
-
-
-def test_every_length_shares_six_texts_backward():
-    for n, k in [(4096, 4096), (14336, 4096), (4096, 14336)]:
-        texts = {
-            matmul_dx.plan(matmul_dx.config_for(H200, m, n, k), 132, m, n, k, False, True).text for m in range(1, 65)
-        }
-        assert len(texts) <= 6, (n, k, len(texts))
-
-
-def test_plan_of_dx_fills_the_gpu_and_leaves_no_slice_empty():
-    for row in matmul_dx.ROWS:
-        for n in (1, 17, 1000, 4096, 50001):
-            for k in (64, 4096, 14336):
-                cut = matmul_dx.plan(row.config, 132, row.m, n, k, False, True)
-                assert cut.programs == cut.shares * cut.slices
-                assert cut.shares * 64 * row.config.words * row.config.along_k >= k
-                assert cut.cluster == 1 or cut.slices == 1
-                parts = cut.slices * cut.cluster
-                assert parts == 1 or cut.shares * parts <= 132 * row.config.resident
-                assert parts <= -(-n // (4 * row.config.depth))
+        assert len(found) <= 6, (n, k, len(found))
 
 
 def test_plan_covers_every_row_once():
-    for row in matmul.ROWS:
+    for row in SMALL_M_ROWS:
         for n in (1, 17, 1000, 4096, 50001):
             for k in (64, 4096, 14336):
-                cut = matmul.plan(row.config, 132, row.m, n, k, False, True, False)
-                assert 1 <= cut.shares <= -(-n // row.config.rows)
-                assert cut.programs % (cut.shares * cut.slices) == 0
-                assert cut.slices <= -(-k // 256)
+                cut = small_m.plan(row.config, 132, row.m, n, k, False, True, False)
+                assert 1 <= cut.sm_partitions <= -(-n // row.config.rows)
+                assert cut.ctas % (cut.sm_partitions * cut.split_k) == 0
+                assert cut.split_k <= -(-k // 256)
 
 
-@pytest.mark.parametrize("table", [matmul, matmul_dx], ids=["forward", "backward"])
-def test_bf16_is_refused_by_name_before_sm_80(table, monkeypatch):
-    monkeypatch.setattr(matmul.kernels, "matmul_4bit_kernel", SimpleNamespace())
-    monkeypatch.setattr(matmul.triton.runtime, "JITFunction", SimpleNamespace)
+def test_bf16_is_refused_before_sm_80(monkeypatch):
+    monkeypatch.setattr(kernels, "matmul_4bit_kernel", SimpleNamespace())
+    monkeypatch.setattr(launch.triton.runtime, "JITFunction", SimpleNamespace)
     device = torch.device("cuda", 0)
     x = SimpleNamespace(is_cuda=True, device=device, numel=lambda: 4096)
     packed = SimpleNamespace(device=device, data_ptr=lambda: 256)
-    layout = product.Layout(packed, None, None, None, None, None, 64, 0, (4096, 4096), None)
+    layout = Layout(packed, None, None, None, None, None, 64, 0, (4096, 4096), None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
 
     def why(dtype, capability):
         x.dtype = dtype
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        return table.refusal(x, layout)
+        return launch.refusal(x, layout)
 
     assert why(torch.bfloat16, (7, 5)).endswith(
         "bfloat16; tensor cores multiply it from compute capability 8.0 on, this GPU has 7.5"
@@ -428,24 +314,24 @@ def test_bf16_is_refused_by_name_before_sm_80(table, monkeypatch):
 
 
 def test_candidates_are_offered_and_never_taken():
-    for row in matmul.CANDIDATES:
+    for row in SMALL_M_CANDIDATES:
         assert row.capability == (7, 5)
-        assert matmul.config_for(row.capability, 1, 4096, 4096) is None
-        assert matmul.config_for(row.capability, row.m, 4096, 4096, matmul.CANDIDATES) is row.config
+        assert launch.config_for(row.capability, 1, 4096, 4096) is None
+        assert launch.config_for(row.capability, row.m, 4096, 4096, SMALL_M_CANDIDATES) is row.config
 
 
 class Compiler:
     """Stands where Triton's JITFunction stands and counts what it is asked to compile."""
 
     def __init__(self):
-        self.texts = []
+        self.compiled = []
         self.fails = False
 
     def warmup(self, *arguments, **values):
         if self.fails:
-            self.texts.append("failed")
+            self.compiled.append("failed")
             raise RuntimeError("ptxas says no")
-        self.texts.append(values.get("PTX", "sum"))
+        self.compiled.append(values.get("PTX", "sum"))
         return object()
 
 
@@ -454,15 +340,15 @@ def compiler(monkeypatch):
     """An H200 without the H200: everything of matmul_4bit but the launches, which are recorded."""
     made, launches = Compiler(), []
     state = SimpleNamespace(compiler=made, launches=launches, capturing=False)
-    monkeypatch.setattr(matmul.kernels, "matmul_4bit_kernel", made)
-    monkeypatch.setattr(matmul.kernels, "sum_slices_kernel", made)
-    monkeypatch.setattr(matmul, "_entries", {})
-    monkeypatch.setattr(matmul, "_kernels", {})
-    entry = matmul.launch.Entry(lambda *call: launches.append(call), (), (), "test")
-    monkeypatch.setattr(matmul.launch.Entry, "of", lambda compiled, values: entry)
-    monkeypatch.setattr(matmul.launch, "current_device", lambda: -1)  # what a CPU tensor's get_device() is
-    monkeypatch.setattr(matmul.launch, "current_stream", lambda index: 7)
-    monkeypatch.setattr(matmul.launch, "empty_strided_cuda", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]))
+    monkeypatch.setattr(kernels, "matmul_4bit_kernel", made)
+    monkeypatch.setattr(kernels, "sum_slices_kernel", made)
+    monkeypatch.setattr(runtime, "_entries", {})
+    monkeypatch.setattr(launch, "_kernels", {})
+    entry = runtime.Entry(lambda *call: launches.append(call), (), (), "test")
+    monkeypatch.setattr(runtime.Entry, "of", lambda compiled, values: entry)
+    monkeypatch.setattr(runtime, "current_device", lambda: -1)  # what a CPU tensor's get_device() is
+    monkeypatch.setattr(runtime, "current_stream", lambda index: 7)
+    monkeypatch.setattr(runtime, "empty_strided_cuda", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: H200)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
@@ -473,43 +359,43 @@ def compiler(monkeypatch):
 def multiply(m, packed, state, **kwargs):
     n, k = state.shape
     x = torch.zeros(m, k, dtype=torch.bfloat16)
-    layout = product.Layout(packed, *fields_of(state))
-    return matmul.matmul_4bit(x, layout, config=matmul.config_for(H200, m, n, k), **kwargs)
+    layout = Layout(packed, *fields_of(state))
+    return launch.matmul_4bit(x, layout, config=launch.config_for(H200, m, n, k), **kwargs)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="gpu/test_matmul.py asks the compiler itself")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gpu/test_small_m.py asks the compiler itself")
 def test_a_new_number_of_rows_compiles_nothing(compiler):
     packed, state = quantized((4096, 512), torch.bfloat16, "cpu")
-    for count in matmul.TILE_COUNTS:
+    for count in TILE_COUNTS:
         multiply(8 * count, packed, state)
-    compiled = list(compiler.compiler.texts)
-    assert len([text for text in compiled if text != "sum"]) == 6
+    compiled = list(compiler.compiler.compiled)
+    assert len([ptx for ptx in compiled if ptx != "sum"]) == 6
     for m in range(1, 65):
         assert multiply(m, packed, state).shape == (m, 4096)
         assert compiler.launches[-1][0] > 0
-    assert compiler.compiler.texts == compiled
+    assert compiler.compiler.compiled == compiled
     assert len(compiler.launches) >= 70
     # inside a capture, too: nothing is compiled for a number of rows that is new there
-    matmul._kernels.clear()
+    launch._kernels.clear()
     compiler.capturing = True
     multiply(5, packed, state)
-    with pytest.raises(matmul.launch.KernelUnavailable) as caught:
+    with pytest.raises(runtime.KernelUnavailable) as caught:
         multiply(5, packed, state, bias=torch.zeros(4096, dtype=torch.bfloat16))
     assert caught.value.reason == "CAPTURING"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="gpu/test_matmul.py asks the compiler itself")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gpu/test_small_m.py asks the compiler itself")
 def test_a_failed_compilation_is_remembered(compiler):
     packed, state = quantized((256, 512), torch.bfloat16, "cpu")
     compiler.compiler.fails = True
     for m in (1, 1, 2):
-        with pytest.raises(matmul.launch.KernelUnavailable, match="RuntimeError: ptxas says no") as caught:
+        with pytest.raises(runtime.KernelUnavailable, match="RuntimeError: ptxas says no") as caught:
             multiply(m, packed, state)
         assert caught.value.reason == "KERNEL_FAILED"
-    assert compiler.compiler.texts == ["failed"]
+    assert compiler.compiler.compiled == ["failed"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="gpu/test_matmul.py looks at the numbers")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gpu/test_small_m.py looks at the numbers")
 def test_out_is_what_is_written(compiler):
     packed, state = quantized((256, 512), torch.bfloat16, "cpu")
     out = torch.empty(4, 256, dtype=torch.bfloat16)
@@ -521,24 +407,15 @@ def test_out_is_what_is_written(compiler):
 @pytest.mark.parametrize("nested", [True, False])
 def test_reference_is_linear_with_the_rounded_weight(nested):
     packed, state = quantized((96, 256), torch.float16, "cpu", nested=nested)
-    layout = product.Layout(packed, *fields_of(state))
+    layout = Layout(packed, *fields_of(state))
     x, bias = torch.randn(5, 256).half(), torch.randn(96).half()
-    weight = matmul.reference.dequantize(layout)
+    weight = reference.dequantize(layout)
     want = (x.float() @ weight.float().t() + bias.float()).half()
-    assert torch.equal(matmul.matmul_reference(x, layout, bias), want)
+    assert torch.equal(matmul_reference.matmul(x, layout, bias), want)
 
 
-@pytest.mark.parametrize("nested", [True, False])
-def test_reference_of_dx_is_dy_times_the_rounded_weight(nested):
-    packed, state = quantized((96, 256), torch.float16, "cpu", nested=nested)
-    layout = product.Layout(packed, *fields_of(state))
-    dy = torch.randn(5, 96).half()
-    weight = matmul.reference.dequantize(layout)
-    assert torch.equal(matmul_dx.matmul_dx_reference(dy, layout), (dy.float() @ weight.float()).half())
-
-
-def test_text_compiles_for_every_gpu():
-    """ptxas takes every row's text from sm_80 on, every candidate's for sm_75; no local memory, but for one 8-byte address
+def test_every_row_compiles_for_every_gpu():
+    """ptxas takes every row's PTX from sm_80 on, every candidate's for sm_75; no local memory, but for one 8-byte address
     past 56 rows of X on sm_80 and newer.
 
     There all 255 registers are taken (Triton 3.7.1; the weight then comes through as before, 2.0 to 3.0x at 64 rows).
@@ -546,8 +423,8 @@ def test_text_compiles_for_every_gpu():
     done = python((Path(__file__).parents[1] / "support" / "compile_products.py").read_text())
     lines = [line.split() for line in done.stdout.splitlines()]
     assert {int(line[0]) for line in lines} == {75, 80, 86, 89, 90, 100, 120}
-    assert sum(line[0] == "75" for line in lines) == 3 * (2 + len(matmul.TILE_COUNTS))
-    assert sum(line[0] == "90" for line in lines) >= 2 * len(matmul.ROWS + matmul_dx.ROWS)
+    assert sum(line[0] == "75" for line in lines) == 3 * (2 + len(TILE_COUNTS))
+    assert sum(line[0] == "90" for line in lines) >= 2 * len(SMALL_M_ROWS)
     for arch, registers, stack, shared, name in lines:
         assert int(shared) <= 48 * 1024, name
         assert int(registers) <= 255, name
@@ -557,7 +434,7 @@ def test_text_compiles_for_every_gpu():
 OLD = Path(sys.prefix) / "unsloth-2026.9.7"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs it: gpu/test_matmul.py")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs it: gpu/test_small_m.py")
 @pytest.mark.parametrize("release", ["2026.10.9", "2026.9.7"])
 @pytest.mark.parametrize("order", ["enable; unsloth", "unsloth; enable"])
 def test_unsloth_row_is_in_every_holder(release, order, tmp_path):

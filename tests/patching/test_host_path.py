@@ -1,4 +1,4 @@
-"""The host path of an eager call without a GPU: the real Server and Launch, with a launcher that writes the formula."""
+"""The host path of an eager call without a GPU: the real Server and Launch, with a kernel that writes the formula."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from oracle import layout_of, quantized
 
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import compilation, launch, reference
-from nf4_patch.nf4.matmul import backward as matmul_dx
 from nf4_patch.nf4.matmul import launch as matmul
+from nf4_patch.nf4.matmul import reference as matmul_reference
+from nf4_patch.nf4.matmul import small_m
 from nf4_patch.patching import guards, product, replacement
 from nf4_patch.patching.product import Multiplier
 from nf4_patch.patching.replacement import Server
@@ -57,9 +58,10 @@ def server(monkeypatch):
     monkeypatch.setattr(compilation, "INTERPRETED", False)
     monkeypatch.setattr(compilation.Variant, "of", variant)
     monkeypatch.setattr(compilation, "kernel_for", lambda layout, device: Kernel(layout))
-    monkeypatch.setattr(runtime, "current_device", lambda: None)  # what a CPU tensor's device.index is
-    monkeypatch.setattr(runtime, "current_stream", lambda device: 0)
-    monkeypatch.setattr(runtime, "empty_strided_cuda", empty)
+    for module in (runtime, launch):
+        monkeypatch.setattr(module, "current_device", lambda: None)  # what a CPU tensor's device.index is
+        monkeypatch.setattr(module, "current_stream", lambda device: 0)
+        monkeypatch.setattr(module, "empty_strided_cuda", empty)
     monkeypatch.setattr(launch, "shared_buffer", buffer)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(guards, "GUARDS", [row for row in guards.GUARDS if row[0].name != "NOT_CUDA"])
@@ -131,23 +133,20 @@ def test_refusals_by_the_short_way(server):
 
 @pytest.fixture
 def multiplier(server, monkeypatch):
-    """``multiplier(backward)``; a product is launched by a stand-in that multiplies what lies at the addresses."""
+    """A kernel stands in that multiplies what lies at the addresses."""
 
     class Kernel:
-        grid, slices, sizes = 1, 1, ()
+        grid, split_k, sizes = 1, 1, ()
 
-        def __init__(self, device, dtype, layout, cut, warps, m, outer, bias):
+        def __init__(self, device, dtype, layout, cut, warps, m, bias):
             n, k = layout.shape
-            formula = matmul.matmul_reference if outer == n else matmul_dx.matmul_dx_reference
-            self.total = m * outer
+            self.total = m * n
 
             def call(grid, one, another, stream, x, packed, *rest):
                 *_, out, spare = rest
                 assert packed == layout.packed.data_ptr() and x % 16 == 0
-                width = k if outer == n else n + -n % 32
-                values = tensor_at(x, (m, width), dtype)[:, : k if outer == n else n]
                 extra = (tensor_at(spare, (n,), dtype),) if bias else ()
-                result = formula(values, layout, *extra)
+                result = matmul_reference.matmul(tensor_at(x, (m, k), dtype), layout, *extra)
                 ctypes.memmove(out, result.contiguous().data_ptr(), result.nbytes)
                 server.launched += 1
 
@@ -155,18 +154,15 @@ def multiplier(server, monkeypatch):
             server.resolved.append(layout)
 
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
-    monkeypatch.setattr(runtime, "current_device", lambda: 0)
+    for module in (runtime, launch):
+        monkeypatch.setattr(module, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(
-        matmul, "refusal", lambda x, layout, bias: matmul.refusal_of_bias(bias, x.dtype, layout.shape[0])
-    )
-    monkeypatch.setattr(matmul_dx, "refusal", lambda dy, layout: None)
-    monkeypatch.setattr(matmul, "Kernel", Kernel)
-    for module in (matmul, matmul_dx):
-        monkeypatch.setattr(module, "_kernels", {})
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(small_m, "SmallMKernel", Kernel)
+    monkeypatch.setattr(matmul, "_kernels", {})
     product.is_measured.cache_clear()
-    yield lambda backward=False: Multiplier(server, backward)
+    yield Multiplier(server)
     product.is_measured.cache_clear()
 
 
@@ -178,7 +174,6 @@ def tensor_at(address, shape, dtype):
 
 def test_what_a_remembered_product_is_recognized_by(server, multiplier):
     """Every way to ask for it, and whatever changes the result: resolved once each, and the numbers of now."""
-    multiply = multiplier()
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     other, state2 = quantized((64, 128), torch.bfloat16, "cpu", seed=7)
     x = torch.randn(2, 3, 128).bfloat16()
@@ -189,8 +184,8 @@ def test_what_a_remembered_product_is_recognized_by(server, multiplier):
         layout = layout_of(packed, state)
         code = F.get_4bit_type(state.quant_type, device="cpu")
         fields = (*replacement.fields_of(state)[:-1], x.dtype)
-        got = multiply.serve(x, packed, fields, state.quant_type, bias, out, state)
-        want = matmul.matmul_reference(x.reshape(-1, 128), layout._replace(code=code), bias)
+        got = multiplier.serve(x, packed, fields, state.quant_type, bias, out, state)
+        want = matmul_reference.matmul(x.reshape(-1, 128), layout._replace(code=code), bias)
         assert torch.equal(got, want.view(*x.shape[:-1], 64)) and got.dtype is x.dtype
         assert out is None or got is out
 
@@ -200,13 +195,13 @@ def test_what_a_remembered_product_is_recognized_by(server, multiplier):
         check(values)
     check(x, out=torch.full((2, 3, 64), float("nan")).bfloat16())
     check(x, out=torch.full((2 * 3 * 64 + 1,), float("nan")).bfloat16()[1:].view(2, 3, 64))
-    assert len(multiply.products) == len(server.resolved) == 1
+    assert len(multiplier.products) == len(server.resolved) == 1
     count = 1
     for arguments in ((x[:1],), (x.half(),), (x, bias), (x, another), (x.view(6, 128),)):
         for _ in range(2):
             check(*arguments)
         count += 1
-        assert len(multiply.products) == len(server.resolved) == count
+        assert len(multiplier.products) == len(server.resolved) == count
     changes = (
         lambda: setattr(state, "absmax", state2.absmax),
         lambda: setattr(state.state2, "absmax", state2.state2.absmax.clone()),
@@ -220,18 +215,17 @@ def test_what_a_remembered_product_is_recognized_by(server, multiplier):
         for _ in range(2):
             check(x)
         count += 1
-        assert len(multiply.products) == len(server.resolved) == count
+        assert len(multiplier.products) == len(server.resolved) == count
     assert ledger.hits("test") == server.launched == 6 + 2 * 5 + 2 * len(changes)
 
 
 def test_refused_products_are_not_remembered(server, multiplier):
-    multiply = multiplier()
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     fields = replacement.fields_of(state)
     x = torch.randn(4, 128).bfloat16()
 
     def serve(x=x, packed=packed, fields=fields, quant_type="nf4", bias=None, out=None):
-        return multiply.serve(x, packed, fields, quant_type, bias, out, state)
+        return multiplier.serve(x, packed, fields, quant_type, bias, out, state)
 
     reason = guards.Reason
     for _ in range(2):
@@ -243,31 +237,17 @@ def test_refused_products_are_not_remembered(server, multiplier):
         for out in (torch.empty(4, 63).bfloat16(), torch.empty(4, 64), torch.empty(64, 4).bfloat16().t()):
             assert serve(out=out) is reason.OUT
     assert torch.equal(serve(fields=(*fields[:7], [64, 128], torch.bfloat16)), serve())  # a list is no key, and serves
-    assert len(multiply.products) == 1
-
-
-@pytest.mark.parametrize("n", [64, 72])  # 72: dY is padded to a multiple of 32
-def test_a_product_backward(server, multiplier, n):
-    multiply = multiplier(backward=True)
-    packed, state = quantized((n, 128), torch.float16, "cpu")
-    dy = torch.randn(3, n).half()
-    want = matmul_dx.matmul_dx_reference(dy, layout_of(packed, state))
-    for weight in (packed, packed.t()):
-        matmul_dx._kernels.clear()
-        for _ in range(2):
-            assert torch.equal(multiply.serve(dy, weight, replacement.fields_of(state), "nf4", state=state), want)
-    assert len(multiply.products) == 2 and server.launched == 4
+    assert len(multiplier.products) == 1
 
 
 def test_a_product_that_cannot_be_compiled_is_named(server, multiplier, monkeypatch):
     def broken(*arguments):
         raise runtime.KernelUnavailable("ptxas says no")
 
-    multiply = multiplier()
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
-    monkeypatch.setattr(matmul, "product", broken)
+    monkeypatch.setattr(matmul, "resolve", broken)
     x = torch.randn(4, 128).bfloat16()
-    assert multiply.serve(x, packed, replacement.fields_of(state), "nf4", state=state) is guards.Reason.KERNEL_FAILED
+    assert multiplier.serve(x, packed, replacement.fields_of(state), "nf4", state=state) is guards.Reason.KERNEL_FAILED
     assert server.failure == "ptxas says no"
 
 
@@ -295,7 +275,7 @@ def test_matmul_4bit(original, auto):
     layout = layout_of(packed, state)
     bias = torch.randn(64).bfloat16()
     x = torch.randn(2, 3, 128).bfloat16()
-    want = matmul.matmul_reference(x.view(6, 128), layout, bias).view(2, 3, 64)
+    want = matmul_reference.matmul(x.view(6, 128), layout, bias).view(2, 3, 64)
     for each in (packed, packed.t(), weight, weight.t()):
         matmul._kernels.clear()
         got = replacement_of(x, each, state, bias=bias)
@@ -325,7 +305,8 @@ def autocast(dtype, function):
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_matmul_lora(lora, auto):
-    """Forward and, with the weight the other way round, back; what the original rounds otherwise is left to it."""
+    """Forward it is the fused matmul; backward, with the weight the other way round, and what the original rounds
+    otherwise, it is the original."""
 
     def original(X, W, W_quant, A, B, s, out=None, use_global_buffer=True):
         return "original"
@@ -333,25 +314,23 @@ def test_matmul_lora(lora, auto):
     replacement_of = replacement.replace_matmul_lora("test", original)
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     weight = reference.dequantize(layout_of(packed, state)).float()
-    for inner, outer, each in ((128, 64, packed), (64, 128, packed.t())):
-        x = torch.randn(2, 3, inner).bfloat16()
-        a, b = torch.randn(4, inner), torch.randn(outer, 4)
-        adapter = (a, b, 0.5) if lora else (None, None, None)
-        dense = weight if each is packed else weight.t()
-        want = (x.view(6, inner).float() @ dense.t()).bfloat16()
-        if lora:
-            want.addmm_(x.view(6, inner) @ a.t().bfloat16(), b.t().bfloat16(), alpha=0.5)
-        got = replacement_of(x, each, state, *adapter, use_global_buffer=False)
-        assert torch.equal(got, want.view(2, 3, outer))
-        out = torch.full_like(want, float("nan"))
-        got = replacement_of(x.view(6, inner), each, state, *adapter, out)
-        assert torch.equal(got, want) and got.data_ptr() == out.data_ptr()
-        assert replacement_of(x.half(), each, state, *adapter) == "original"
-        call = functools.partial(replacement_of, x, each, state, *adapter)
-        assert autocast(torch.float16, call) == "original"
-        assert torch.equal(autocast(torch.bfloat16, call), want.view(2, 3, outer))
-        assert replacement_of(x.clone().requires_grad_(), each, state, *adapter) == "original"
-        assert replacement_of(x, each, None, *adapter) == "original"
-        if lora:
-            assert replacement_of(x, each, state, a.requires_grad_(), b, 0.5) == "original"
-    assert ledger.hits("test") == 6
+    x, a, b = torch.randn(2, 3, 128).bfloat16(), torch.randn(4, 128), torch.randn(64, 4)
+    adapter = (a, b, 0.5) if lora else (None, None, None)
+    want = (x.view(6, 128).float() @ weight.t()).bfloat16()
+    if lora:
+        want.addmm_(x.view(6, 128) @ a.t().bfloat16(), b.t().bfloat16(), alpha=0.5)
+    assert torch.equal(replacement_of(x, packed, state, *adapter, use_global_buffer=False), want.view(2, 3, 64))
+    out = torch.full_like(want, float("nan"))
+    got = replacement_of(x.view(6, 128), packed, state, *adapter, out)
+    assert torch.equal(got, want) and got.data_ptr() == out.data_ptr()
+    call = functools.partial(replacement_of, x, packed, state, *adapter)
+    assert torch.equal(autocast(torch.bfloat16, call), want.view(2, 3, 64))
+    assert autocast(torch.float16, call) == "original"
+    assert replacement_of(x.half(), packed, state, *adapter) == "original"
+    assert replacement_of(x.clone().requires_grad_(), packed, state, *adapter) == "original"
+    assert replacement_of(x, packed, None, *adapter) == "original"
+    if lora:
+        assert replacement_of(x, packed, state, a.requires_grad_(), b, 0.5) == "original"
+    back = torch.randn(2, 3, 64).bfloat16()
+    assert replacement_of(back, packed.t(), state, None, None, None) == "original"
+    assert ledger.hits("test") == 3

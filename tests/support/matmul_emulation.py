@@ -1,4 +1,4 @@
-"""The forward product in plain torch, its sums in the order of the text that matmul_ptx writes."""
+"""The fused matmul in plain torch, its sums in the order of the PTX of nf4/matmul/small_m_ptx.py."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from nf4_patch.nf4.matmul.tuning import SmallMConfig
 
 
 def in_order(
-    x: torch.Tensor, weight: torch.Tensor, config: SmallMConfig, slices: int = 1, bias: torch.Tensor | None = None, depth: int = 8
+    x: torch.Tensor, weight: torch.Tensor, config: SmallMConfig, split_k: int = 1, bias: torch.Tensor | None = None,
+    depth: int = 8,
 ) -> torch.Tensor:  # fmt: skip
     """x [m, k] times weight [n, k] to [m, n] in x's dtype: mma by mma, then warp by warp, then slice by slice.
 
     Args:
         depth: of K one mma takes, 8 on sm_75 and 16 from sm_80 on.
     """
-    total = added(partial_sums(x, weight, config, slices, depth))
+    total = added(partial_sums(x, weight, config, split_k, depth))
     return (total if bias is None else total + bias.float()).to(x.dtype)
 
 
 def partial_sums(
-    x: torch.Tensor, weight: torch.Tensor, config: SmallMConfig, slices: int, depth: int
-) -> list[torch.Tensor]:  # fmt: skip
+    x: torch.Tensor, weight: torch.Tensor, config: SmallMConfig, split_k: int, depth: int
+) -> list[torch.Tensor]:
     """[m, n] in fp32 of each slice of K."""
-    (m, k), n, groups = x.shape, weight.shape[0], 2 if config.wide else 4
+    (m, k), n, groups = x.shape, weight.shape[0], 2 if config.load_128bit else 4
     chunks = -(-k // 256)
     padded = (torch.nn.functional.pad(side, (0, 256 * chunks - k)).double() for side in (x, weight))
     # a lane's bytes are its fragment: an mma takes one of lanes 0 to 3, two weights each, or that and the next
@@ -37,11 +38,11 @@ def partial_sums(
         for side in padded
     )
     parts = []
-    for s in range(slices):
-        first, stop = s * chunks // slices, (s + 1) * chunks // slices
-        sums = torch.zeros(config.along_k, n, m, device=x.device)
-        for start in range(first, stop, config.along_k):
-            warps = min(config.along_k, stop - start)
+    for s in range(split_k):
+        first, stop = s * chunks // split_k, (s + 1) * chunks // split_k
+        sums = torch.zeros(config.warps_k, n, m, device=x.device)
+        for start in range(first, stop, config.warps_k):
+            warps = min(config.warps_k, stop - start)
             for q in range(256 // depth):
                 sums[:warps] = tensor_core(sums[:warps], weight[start : start + warps, q], x[start : start + warps, q])
         parts.append(added(sums).t())

@@ -1,9 +1,8 @@
-"""A GPU for inline PTX, in numpy: lane by lane, warp by warp between barriers, the programs of a cluster together.
+"""Runs inline PTX in numpy: the 32 lanes of a warp at once, the warps of a CTA by turns between its barriers.
 
-It knows the instructions that matmul_ptx and matmul_dx_ptx write, and refuses what a GPU would do silently: a register
-read before it is written, an address outside its tensor or off its alignment, a branch that lanes of a warp take
-differently, shared memory touched by two warps, or two programs of a cluster, without a barrier between them (what one
-warp knows of the others is a vector clock: a barrier hands it on), a barrier that nobody will complete.
+It knows the instructions of nf4/matmul/small_m_ptx.py and stops at what a GPU would do silently: a register read before
+it is written, an address outside its tensor or off its alignment, a divergent branch, shared memory that two warps touch
+with no barrier between them (a vector clock of each warp, which barriers hand on), a barrier that nobody completes.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ BITS = {".b16": 16, ".b32": 32, ".f32": 32, ".b64": 64, ".pred": 1}
 SIZES = {"b32": np.uint32, "f32": np.uint32, "b16": np.uint16, "u8": np.uint8}
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "bf16x2": torch.bfloat16, "f16x2": torch.float16}
 INTEGERS = {
-    "and": operator.and_, "or": operator.or_, "xor": operator.xor, "shl": operator.lshift, "shr": operator.rshift,
+    "and": operator.and_, "xor": operator.xor, "shl": operator.lshift, "shr": operator.rshift,
     "add": operator.add, "sub": operator.sub, "min": np.minimum, "div": operator.floordiv, "rem": operator.mod,
 }  # fmt: skip
 COMPARISONS = {"lt": operator.lt, "ge": operator.ge, "eq": operator.eq}
-REMOTE = 24  # mapa: the rank stands above these bits of a shared address
 
 
 def u64(value) -> np.ndarray:
@@ -66,16 +64,16 @@ def pairs(bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return torch.from_numpy(bits.astype(np.uint32).view(np.int32).copy()).view(dtype).double().numpy().reshape(32, 2)
 
 
-class Text:
-    """The instructions of a text: (predicate, operation, operands, source), its labels, registers and shared arrays."""
+class Source:
+    """Parsed PTX: (predicate, operation, operands, source) of each instruction, labels, registers and shared arrays."""
 
-    def __init__(self, text: str):
+    def __init__(self, ptx: str):
         self.code: list[tuple[str | None, list[str], list[str], str]] = []
         self.labels: dict[str, int] = {}
         self.types: dict[str, str] = {}
         self.arrays: dict[str, int] = {}
         self.shared = 0
-        for part in text.strip()[1:-1].replace("\n", " ").split(";"):
+        for part in ptx.strip()[1:-1].replace("\n", " ").split(";"):
             self.read(part.strip())
 
     def read(self, source: str) -> None:
@@ -114,23 +112,23 @@ class Barrier:
             self.phase, self.pending, self.complete = self.phase + 1, self.count, self.known
 
 
-class Program:
-    """One program (CTA) of a text. ``memory[i]`` is a tensor's bytes, at the address (i + 1) << 32."""
+class Cta:
+    """One CTA. ``memory[i]`` is a tensor's bytes, at the address (i + 1) << 32."""
 
-    def __init__(self, text: Text, operands: dict[int, int], index: int, warps: int, memory: list[np.ndarray]):
-        self.text, self.operands, self.index, self.warps, self.memory = text, operands, index, warps, memory
-        self.rank, self.cluster, self.programs = 0, [self], 1
-        self.shared = np.zeros(text.shared, np.uint8)
-        self.epoch = self.cluster_epoch = 0  # barriers passed, and at the last one of the cluster
+    def __init__(
+        self, source: Source, operands: dict[int, int], index: int, ctas: int, warps: int, memory: list[np.ndarray]
+    ):
+        self.source, self.operands, self.warps, self.memory = source, operands, warps, memory
+        self.index, self.ctas = index, ctas
+        self.shared = np.zeros(source.shared, np.uint8)
+        self.epoch = 0  # bar.sync passed
         self.clock = np.eye(warps, dtype=int)  # of each warp (row): what it knows of every warp
         self.barriers: dict[int, Barrier] = {}
         self.arrivals = 0
-        self.written = np.full((text.shared, 3), -1)  # (epoch, warp, its clock) of each byte
-        self.loaded = np.zeros((text.shared, warps), int)  # each warp's clock
-        self.visited = np.full(text.shared, -1)  # cluster_epoch of the last load by another program
+        self.written = np.full((source.shared, 2), -1)  # (warp, its clock) of each byte
+        self.loaded = np.zeros((source.shared, warps), int)  # each warp's clock
 
-    def run(self) -> Iterator[None]:
-        """Stops at each barrier of the cluster."""
+    def run(self) -> None:
         live = [self.warp(w) for w in range(self.warps)]
         while True:
             stops = [next(warp, "end") for warp in live]
@@ -138,34 +136,24 @@ class Program:
                 before = self.arrivals, stops.count("wait")
                 stops = [next(warp, "end") if stop == "wait" else stop for warp, stop in zip(live, stops, strict=True)]
                 assert (self.arrivals, stops.count("wait")) != before, "warps wait for what nobody does"
-            assert len(set(stops)) == 1, f"warps of a program stop at {set(stops)}"
+            assert len(set(stops)) == 1, f"warps of a CTA stop at {set(stops)}"
             if stops[0] == "end":
                 return
             self.epoch += 1
             self.clock[:] = self.clock.max(0)
             self.clock += np.eye(self.warps, dtype=int)
-            if stops[0] == "cluster":
-                yield
 
-    def load(self, warp: int, at: np.ndarray, remote: bool) -> np.ndarray:
-        """The bytes at ``at``; in a cluster of the program whose rank mapa put above the address."""
-        owner = self.cluster[at.flat[0] >> REMOTE] if remote else self
-        at = at & (1 << REMOTE) - 1
-        epochs, warps, clocks = np.moveaxis(owner.written[at], -1, 0)
-        if remote:
-            assert (epochs < owner.cluster_epoch).all(), "read without a barrier of the cluster after the write"
-            owner.visited[at] = owner.cluster_epoch
-        else:
-            assert (clocks <= self.clock[warp, warps]).all(), "read without a barrier after the write"
-            self.loaded[at, warp] = self.clock[warp, warp]
-        return owner.shared[at]
+    def load(self, warp: int, at: np.ndarray) -> np.ndarray:
+        warps, clocks = np.moveaxis(self.written[at], -1, 0)
+        assert (clocks <= self.clock[warp, warps]).all(), "read without a barrier after the write"
+        self.loaded[at, warp] = self.clock[warp, warp]
+        return self.shared[at]
 
     def store(self, warp: int, at: np.ndarray, value: np.ndarray) -> None:
-        _, warps, clocks = np.moveaxis(self.written[at], -1, 0)
+        warps, clocks = np.moveaxis(self.written[at], -1, 0)
         known = (clocks <= self.clock[warp, warps]).all() and (self.loaded[at] <= self.clock[warp]).all()
         assert known, "written without a barrier after another warp"
-        assert (self.visited[at] < self.cluster_epoch).all(), "written without a barrier of the cluster after a read"
-        self.written[at] = self.epoch, warp, self.clock[warp, warp]
+        self.written[at] = warp, self.clock[warp, warp]
         self.shared[at] = value
 
     def barrier(self, warp: int, operation: list[str], operands: list[int], mask: np.ndarray) -> bool:
@@ -192,10 +180,9 @@ class Program:
         special = {
             "%tid.x": 32 * w + LANES,
             "%ctaid.x": self.index + 0 * LANES,
-            "%nctaid.x": self.programs + 0 * LANES,
-            "%cluster_ctarank": self.rank + 0 * LANES,
+            "%nctaid.x": self.ctas + 0 * LANES,
         }
-        types, at = self.text.types, 0
+        types, at = self.source.types, 0
 
         def get(name: str, bits: int = 32) -> np.ndarray:
             if name in special:
@@ -204,8 +191,8 @@ class Program:
                 value = registers[name]
             elif name.startswith("$"):
                 value = np.full(32, self.operands[int(name[1:])])
-            elif name in self.text.arrays:
-                value = np.full(32, self.text.arrays[name])
+            elif name in self.source.arrays:
+                value = np.full(32, self.source.arrays[name])
             else:
                 assert name[0].isdigit(), f"{name} is read before it is written"
                 value = np.full(32, int(name[2:], 16) if name.startswith("0f") else int(name, 0))
@@ -238,14 +225,13 @@ class Program:
                 return
             assert not (start % (size * len(names))).any(), "misaligned"
             at = start[:, None] + np.arange(size * len(names))
-            remote = "shared::cluster" in operation
-            shared = remote or "shared" in operation
+            shared = "shared" in operation
             if not shared:
                 (tensor,) = set(start >> 32)
                 buffer, at = self.memory[tensor - 1], at & 0xFFFFFFFF
                 assert at.max() < len(buffer), "outside its tensor"
             if operation[0] == "ld":
-                found = self.load(w, at, remote) if shared else buffer[at]
+                found = self.load(w, at) if shared else buffer[at]
                 for i, name in enumerate(names):
                     value = np.zeros(32, np.uint64)
                     column = np.ascontiguousarray(found[:, size * i : size * (i + 1)])
@@ -313,8 +299,6 @@ class Program:
                     put(x[0], result & (get(x[3], 1) == 1) if "and" in more else result, mask, 1)
                 case ["and", "pred"]:
                     put(x[0], get(x[1], 1) & get(x[2], 1), mask, 1)
-                case ["selp", "f32"]:
-                    put(x[0], np.where(get(x[3], 1) == 1, get(x[1]), get(x[2])), mask)
                 case ["dp4a", *_]:
                     a, b = (
                         get(name).astype(np.uint32).view(np.uint8).reshape(32, 4).astype(np.uint64) for name in x[1:3]
@@ -324,8 +308,6 @@ class Program:
                     assert mask.all() and x[3] in ("0x1f", "0x1c1f") and x[4] == "0xffffffff"
                     group = int(x[3], 16) >> 8  # lanes of the same group: 0x1c, of four
                     put(x[0], get(x[1])[LANES & group | get(x[2]).astype(int) & 31 & ~group], mask)
-                case ["mapa", *_]:
-                    put(x[0], get(x[1]) + (get(x[2]) << u64(REMOTE)), mask)
                 case ["ld" | "st", *_]:
                     move(operation, x, mask)
                 case ["mma", *_]:
@@ -333,8 +315,8 @@ class Program:
                 case _:
                     raise NotImplementedError(".".join(operation))
 
-        while at < len(self.text.code):
-            predicate, operation, operands, source = self.text.code[at]
+        while at < len(self.source.code):
+            predicate, operation, operands, source = self.source.code[at]
             at += 1
             mask = FULL
             if predicate:
@@ -343,10 +325,10 @@ class Program:
                 match operation:
                     case ["bra", *_]:
                         assert mask.all() or not mask.any(), "the lanes of a warp part"
-                        at = self.text.labels[operands[0]] if mask.all() else at
+                        at = self.source.labels[operands[0]] if mask.all() else at
                     case ["bar", "sync"]:
-                        yield "program"
-                    case ["bar", "warp", "sync"] | ["barrier", "cluster", "arrive", *_]:
+                        yield "bar.sync"
+                    case ["bar", "warp", "sync"]:
                         pass
                     case ["mbarrier", what, *_]:
                         operands, result = (operands[1:], operands[0]) if what != "init" else (operands, "_")
@@ -357,8 +339,6 @@ class Program:
                             put(result, FULL & complete, mask, 1)
                         if not complete:
                             yield "wait"
-                    case ["barrier", "cluster", "wait", *_]:
-                        yield "cluster"
                     case _:
                         execute(operation, operands, mask)
             except Exception as error:
@@ -371,34 +351,18 @@ def memory_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def launch(
-    cut: Plan, warps: int, x: torch.Tensor, layout: Layout, m: int, outer: int, bias: torch.Tensor | None = None
-):
-    """What a GPU makes of a plan in memory that held NaN: [slices, m, outer], fp32 where there are several."""
-    dtype = torch.float32 if cut.slices > 1 else x.dtype
-    out = memory_of(torch.full((cut.slices, m, outer), float("nan"), dtype=dtype))
-    tensors = (x, *layout.operands(), layout.code if bias is None else bias)
-    *inputs, last = map(memory_of, tensors)
+    cut: Plan, warps: int, x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None
+) -> torch.Tensor:  # fmt: skip
+    """What a GPU makes of a plan in memory that held NaN: [split_k, M, N], fp32 where split_k > 1."""
+    (m, _), (n, k) = x.shape, layout.shape
+    dtype = torch.float32 if cut.split_k > 1 else x.dtype
+    out = memory_of(torch.full((cut.split_k, m, n), float("nan"), dtype=dtype))
+    *inputs, last = map(memory_of, (x, *layout.operands(), layout.code if bias is None else bias))
     memory = [*inputs, out, last]
-    (n, k), shift2 = layout.shape, max(0, layout.blocksize2.bit_length() - 1)
-    sizes = (m, n, k // 64, (layout.blocksize // 64).bit_length() - 1, shift2, cut.shares, cut.slices)
-    addresses = {i + 1: (i + 1) << 32 for i in range(len(memory))}
-    run(cut.text, addresses | dict(enumerate(sizes, 10)), cut.programs, cut.cluster, warps, memory)
-    return torch.from_numpy(out).view(dtype).view(cut.slices, m, outer)
-
-
-def run(text: str, operands: dict[int, int], programs: int, cluster: int, warps: int, memory: list[np.ndarray]) -> None:
-    """A grid of ``programs`` clusters of ``cluster`` programs each, one cluster after the other."""
-    parsed = Text(text)
-    for first in range(0, programs * cluster, cluster):
-        group = [Program(parsed, operands, first + rank, warps, memory) for rank in range(cluster)]
-        for rank, program in enumerate(group):
-            program.rank, program.cluster, program.programs = rank, group, programs * cluster
-        running = [program.run() for program in group]
-        while running:
-            stops = [next(program, "end") for program in running]
-            assert len(set(stops)) == 1, "a program ended at a barrier of its cluster"
-            running = [] if stops[0] == "end" else running
-            for program in group if running else ():
-                program.cluster_epoch = program.epoch
-        for program in group:
-            assert cluster == 1 or (program.visited < program.cluster_epoch).all(), "a program ends while it is read"
+    shift, shift2 = (layout.blocksize // 64).bit_length() - 1, max(0, layout.blocksize2.bit_length() - 1)
+    sizes = (m, n, k // 64, shift, shift2, cut.sm_partitions, cut.split_k)
+    operands = {i + 1: (i + 1) << 32 for i in range(len(memory))} | dict(enumerate(sizes, 10))
+    source = Source(cut.ptx)
+    for index in range(cut.ctas):
+        Cta(source, operands, index, cut.ctas, warps, memory).run()
+    return torch.from_numpy(out).view(dtype).view(cut.split_k, m, n)
