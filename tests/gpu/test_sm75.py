@@ -8,12 +8,15 @@ import re
 import bitsandbytes.functional as F
 import pytest
 import torch
+from fused_matmul import error, exact
 from matmul_emulation import in_order
 from oracle import DTYPES, every_pair, layout_of, quantized
 
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import compilation, reference
-from nf4_patch.nf4.matmul import launch as matmul
+from nf4_patch.nf4.matmul import reference as matmul_reference
+from nf4_patch.nf4.matmul import small_m
+from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES
 from nf4_patch.tools.sass import machine_code, portable
 
 pytestmark = pytest.mark.gpu
@@ -80,7 +83,7 @@ def test_verify_runs_it():
     assert any("sm_75" in note for note in report.notes)
 
 
-@pytest.fixture(params=matmul.CANDIDATES, ids=lambda row: "-".join(map(str, row.config)))
+@pytest.fixture(params=SMALL_M_CANDIDATES, ids=lambda row: "-".join(map(str, row.config)))
 def candidate(request):
     assert request.param.capability == T4
     return request.param
@@ -97,8 +100,8 @@ def rows_up_to(m):
     return [rows for rows in (1, 3, 8, 9, 16, 17, 31, 40, 64) if rows <= m]
 
 
-# (N, K, blocksize): tails of N in a tile and in a program's rows, of K in a chunk and in a warp's share; slices of K and none.
-PRODUCTS = (
+# (N, K, blocksize): tails of N in a tile and in a CTA's rows, of K in a chunk and in a warp's share; slices of K and none.
+SIZES = (
     (256, 1024, 64), (250, 320, 64), (1003, 4096, 64), (777, 4160, 64), (5001, 2048, 128), (130, 4096, 4096),
     (4003, 4416, 64), (96, 64, 64), (8, 512, 256), (1, 128, 64),
 )  # fmt: skip
@@ -106,7 +109,7 @@ PRODUCTS = (
 
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-def test_one_hot_rows_of_a_product_return_the_bits_of_dequantize(candidate, quant_type, nested):
+def test_one_hot_rows_return_the_bits_of_dequantize(candidate, quant_type, nested):
     for n, k in ((1003, 4096), (4096, 1024), (520, 8192)):
         packed, state = quantized((n, k), torch.float16, CUDA, nested=nested, quant_type=quant_type)
         want = F.dequantize_4bit(packed, state)
@@ -118,22 +121,22 @@ def test_one_hot_rows_of_a_product_return_the_bits_of_dequantize(candidate, quan
 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
-def test_a_product_has_the_bits_of_its_plain_twin(candidate, nested):
-    """1 to 64 rows: every sum in the order of the text, with the tensor cores of the H200 as tests/support/ptx_simulator.py has them."""
+def test_the_fused_matmul_has_the_bits_of_its_emulation(candidate, nested):
+    """1 to 64 rows: every sum in the order of the PTX, with the tensor cores of the H200 as tests/support/ptx_simulator.py has them."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("what a tensor core does below fp32's last bit is modelled for an H200")
     torch.manual_seed(0)
-    for n, k, blocksize in PRODUCTS[:4] if nested else PRODUCTS[4:]:
+    for n, k, blocksize in SIZES[:4] if nested else SIZES[4:]:
         packed, state = quantized((n, k), torch.float16, CUDA, blocksize, nested)
         layout = layout_of(packed, state)
         x, bias = torch.randn(candidate.m, k, device=CUDA).half(), torch.randn(n, device=CUDA).half()
-        slices = matmul.plan(candidate.config, PROCESSORS, 1, n, k, True, nested, True, T4).slices
-        want = in_order(x, reference.dequantize(layout), candidate.config, slices, bias)
+        split_k = small_m.plan(candidate.config, PROCESSORS, 1, n, k, True, nested, True, T4).split_k
+        want = in_order(x, reference.dequantize(layout), candidate.config, split_k, bias)
         for m in range(1, candidate.m + 1):
-            assert torch.equal(multiply(x[:m], layout, candidate.config, bias), want[:m]), (n, k, m, slices)
+            assert torch.equal(multiply(x[:m], layout, candidate.config, bias), want[:m]), (n, k, m, split_k)
 
 
-def test_a_product_of_small_integers_is_exact(candidate):
+def test_small_integers_are_exact(candidate):
     """Weights and X of -1, 0 and 1: no sum is rounded whatever the tensor cores do, so this holds for a T4's as well."""
     for n, k in ((1003, 4096), (96, 14336), (4003, 448)):
         packed, state = quantized((n, k), torch.float16, CUDA, nested=False)
@@ -148,13 +151,11 @@ def test_a_product_of_small_integers_is_exact(candidate):
 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
-def test_a_product_is_as_accurate_as_dequantize_and_matmul_and_repeats_itself(candidate, nested):
-    """As gpu/test_matmul.py for the products of this GPU: at most 1 % more error against fp64; the same bits again."""
-    from gpu.test_small_m import error, exact
-
+def test_as_accurate_as_dequantize_and_matmul_and_the_same_again(candidate, nested):
+    """As test_small_m.py for this GPU's own: at most 1 % more error against fp64; the same bits again."""
     torch.manual_seed(0)
     missed = []
-    for seed, (n, k, blocksize) in enumerate(PRODUCTS):
+    for seed, (n, k, blocksize) in enumerate(SIZES):
         packed, state = quantized((n, k), torch.float16, CUDA, blocksize, nested, seed=seed)
         layout = layout_of(packed, state)
         truth_weight, weight = exact(layout), reference.dequantize(layout)
@@ -165,17 +166,17 @@ def test_a_product_is_as_accurate_as_dequantize_and_matmul_and_repeats_itself(ca
             got, again = (multiply(x, layout, candidate.config, bias) for _ in range(2))
             theirs = max(
                 error(torch.nn.functional.linear(x, weight, bias), truth),
-                error(matmul.matmul_reference(x, layout, bias), truth),
+                error(matmul_reference.matmul(x, layout, bias), truth),
             )
             if not (error(got, truth) <= 1.01 * theirs and torch.equal(got, again)):
                 missed.append((n, k, blocksize, m, error(got, truth), theirs, torch.equal(got, again)))
     assert not missed, missed
 
 
-def test_the_product_is_the_code_of_a_t4(candidate):
-    cut = matmul.plan(candidate.config, PROCESSORS, 16, 4096, 4096, True, True, False, T4)
-    compiled, _ = portable.load_fused_matmul(cut.text, candidate.config.along_n * candidate.config.along_k, T4, CUDA)
-    text = compiled.kernel.decode()
-    assert ".target sm_75" in text
-    assert "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32" in text
-    assert not re.search("m16n8k16|mbarrier|f16x2", text)
+def test_the_fused_matmul_is_the_code_of_a_t4(candidate):
+    cut = small_m.plan(candidate.config, PROCESSORS, 16, 4096, 4096, True, True, False, T4)
+    compiled, _ = portable.load_fused_matmul(cut.ptx, candidate.config.warps_n * candidate.config.warps_k, T4, CUDA)
+    ptx = compiled.kernel.decode()
+    assert ".target sm_75" in ptx
+    assert "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32" in ptx
+    assert not re.search("m16n8k16|mbarrier|f16x2", ptx)

@@ -1,22 +1,26 @@
-"""The fused product on the GPU: correct, as accurate as dequantize + matmul, deterministic, and reached by who should."""
+"""The fused matmul of up to 64 rows on the GPU: its bits, its error, the same at every run, and who reaches it."""
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
+import re
 from pathlib import Path
 
 import bitsandbytes as bnb
 import bitsandbytes.functional as F
 import pytest
 import torch
+from fused_matmul import error, exact, hits_by_shape, linear
 from oracle import layout_of, quantized
 from subprocess_python import python
 
 import nf4_patch
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.matmul import launch as matmul
+from nf4_patch.nf4.matmul import launch
+from nf4_patch.nf4.matmul import reference as matmul_reference
+from nf4_patch.nf4.matmul.tuning import SMALL_M_ROWS, TILE_COUNTS
 from nf4_patch.patching.product import Multiplier
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.replacement import Server, fields_of
@@ -24,11 +28,11 @@ from nf4_patch.patching.stats import ledger
 
 CUDA = torch.device("cuda", 0)
 MEASURED = torch.cuda.is_available() and any(
-    row.capability == torch.cuda.get_device_capability(CUDA) for row in matmul.ROWS
+    row.capability == torch.cuda.get_device_capability(CUDA) for row in SMALL_M_ROWS
 )
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not MEASURED, reason="the table of products has no row for this GPU: it steps aside"),
+    pytest.mark.skipif(not MEASURED, reason="the fused matmul's table has no row for this GPU"),
 ]
 TARGETS = (
     "bitsandbytes.autograd._functions.matmul_4bit",
@@ -37,7 +41,7 @@ TARGETS = (
 )
 ROWS = (1, 2, 5, 8, 9, 16, 17, 31, 40, 64)
 
-# (N, K, blocksize): every row of matmul.ROWS, tails of N in a tile, of K in a chunk and in a warp's share.
+# (N, K, blocksize): every row of SMALL_M_ROWS, tails of N in a tile, of K in a chunk and in a warp's share.
 SIZES = (
     (256, 1024, 64), (250, 320, 64), (1003, 4096, 64), (777, 4160, 64), (5001, 2048, 128), (130, 4096, 4096),
     (4003, 4416, 64), (12003, 320, 64), (96, 64, 64), (8, 512, 256), (1, 128, 64),
@@ -45,19 +49,7 @@ SIZES = (
 
 
 def multiply(x, layout, bias=None, **kwargs):
-    return matmul.matmul_4bit(x, layout, bias, **kwargs)
-
-
-def exact(layout):
-    """The weight in fp64: code * scale, not rounded."""
-    scales = reference.block_scales(layout, False).double().repeat_interleave(layout.blocksize)
-    packed = layout.bytes()
-    nibbles = torch.stack((packed >> 4, packed & 15), -1).reshape(-1).long()
-    return (layout.code.double()[nibbles] * scales).view(layout.shape)
-
-
-def error(a, truth):
-    return ((a.double() - truth).norm() / truth.norm()).item()
+    return launch.matmul_4bit(x, layout, bias, **kwargs)
 
 
 def poison(*shapes, dtype):
@@ -72,7 +64,7 @@ def poison(*shapes, dtype):
 def test_as_accurate_as_dequantize_and_linear(quant_type, nested, dtype):
     """Against fp64, over tails of M, N and K, with and without a bias; the same bits at a second call.
 
-    theirs: cuBLAS or the plain twin, whichever is further off; in a product of few numbers either may be lucky.
+    theirs: cuBLAS or the plain twin, whichever is further off; in a matmul of few numbers either may be lucky.
 
     Both round the same weights to dtype, multiply them exactly and add in fp32; the order of the additions differs, and
     the last bit of a sum with it. Hence 1 %, of an error that is nearly all rounding of the weight and of the result.
@@ -93,7 +85,7 @@ def test_as_accurate_as_dequantize_and_linear(quant_type, nested, dtype):
             again = multiply(x, layout, bias, out=torch.full_like(got, float("nan")))
             theirs = max(
                 error(torch.nn.functional.linear(x, weight, bias), truth),
-                error(matmul.matmul_reference(x, layout, bias), truth),
+                error(matmul_reference.matmul(x, layout, bias), truth),
             )
             if not (error(got, truth) <= 1.01 * theirs and torch.equal(got, again)):
                 missed.append((n, k, blocksize, m, error(got, truth), theirs, torch.equal(got, again)))
@@ -136,7 +128,7 @@ def test_accuracy_on_adversarial_numbers(dtype):
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 def test_one_hot_rows_return_the_bits_of_dequantize(quant_type, nested, dtype):
-    """What the product multiplies by is what dequantize writes: 1 * w, plus zeros, in every lane and slice."""
+    """What it multiplies by is what dequantize writes: 1 * w, plus zeros, in every lane and slice."""
     for n, k in ((1003, 4096), (4096, 1024), (520, 8192)):
         packed, state = quantized((n, k), dtype, CUDA, nested=nested, quant_type=quant_type)
         layout = layout_of(packed, state)
@@ -148,44 +140,39 @@ def test_one_hot_rows_return_the_bits_of_dequantize(quant_type, nested, dtype):
             assert torch.equal(multiply(x, layout), want[:, columns].t()), (n, k, m)
 
 
-def test_refusals_are_sentences():
+def test_what_it_cannot_run():
     packed, state = quantized((128, 256), torch.bfloat16, CUDA)
     layout = layout_of(packed, state)
     x = torch.randn(4, 256, device=CUDA, dtype=torch.bfloat16)
 
     def why(x=x, bias=None, **changes):
-        return matmul.refusal(x, layout._replace(**changes), bias)
+        return launch.refusal(x, layout._replace(**changes), bias)
 
     assert why() is None
-    assert why(x=x.cpu()) == "x is on cpu; the kernel runs on NVIDIA GPUs"
-    assert why(x=x.float()) == "x is torch.float32; the kernel multiplies in float16 or bfloat16"
-    assert why(blocksize=32).startswith("blocksize 32 is none of (64,")
-    assert why(blocksize=512) == "K = 256 is no multiple of the blocksize 512: a block spans two rows"
-    assert why(packed=packed[4:]).endswith("not on 16 bytes")
-    assert why(offset=layout.offset.half()) == "the offset is torch.float16; the kernel reads float32"
-    assert why(bias=torch.zeros(128, device=CUDA)).startswith("bias is torch.float32 [128], strides (1,); it must be")
-    assert why(bias=torch.zeros(127, device=CUDA, dtype=x.dtype)).endswith(
-        "must be torch.bfloat16 [128], contiguous, on 16 bytes"
-    )
-    assert why(x=torch.zeros(65, 256, device=CUDA, dtype=torch.bfloat16)).startswith(
-        "no measured config for 65 rows on"
-    )
-    with pytest.raises(ValueError, match=r"matmul_4bit cannot serve this: x is torch.float32.*dequantize and multiply"):
+    odd = torch.zeros(129, device=CUDA, dtype=x.dtype)[1:]  # starts on 2 bytes
+    refused = [
+        why(x=x.cpu()), why(x=x.float()), why(x=torch.zeros(65, 256, device=CUDA, dtype=x.dtype)),
+        why(blocksize=32), why(blocksize=512), why(packed=packed[4:]), why(offset=layout.offset.half()),
+        *(why(bias=bias) for bias in (torch.zeros(128, device=CUDA), torch.zeros(127, device=CUDA, dtype=x.dtype), odd)),
+    ]  # fmt: skip
+    assert None not in refused
+    assert len(set(refused)) == len(refused)
+    with pytest.raises(ValueError, match=re.escape(why(x=x.float()))):
         multiply(x.float(), layout)
 
 
-def test_every_number_of_rows_shares_the_compiled_text():
+def test_every_number_of_rows_shares_the_compiled_kernels():
     """A prompt of any length up to 64 compiles nothing once its tile count was met."""
     packed, state = quantized((1280, 1024), torch.bfloat16, CUDA)
     layout = layout_of(packed, state)
     x = torch.randn(64, 1024, device=CUDA, dtype=torch.bfloat16)
-    for count in matmul.TILE_COUNTS:
+    for count in TILE_COUNTS:
         multiply(x[: 8 * count], layout)
-    compiled = len(matmul._entries)
+    compiled = len(runtime._entries)
     weight = F.dequantize_4bit(packed, state).double()
     for m in range(1, 65):
         assert error(multiply(x[:m], layout), x[:m].double() @ weight.t()) < 0.01
-    assert len(matmul._entries) == compiled
+    assert len(runtime._entries) == compiled
 
 
 def test_out_stride_and_empty_rows():
@@ -209,17 +196,17 @@ def test_first_use_inside_a_capture_is_named():
     packed, state = quantized((1408, 640), torch.float16, CUDA, blocksize=128)
     layout = layout_of(packed, state)
     x = torch.randn(2, 640, device=CUDA, dtype=torch.float16)
-    saved = dict(matmul._entries), dict(matmul._kernels)
-    matmul._entries.clear()
-    matmul._kernels.clear()
+    saved = dict(runtime._entries), dict(launch._kernels)
+    runtime._entries.clear()
+    launch._kernels.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         with pytest.raises(runtime.KernelUnavailable) as caught:
             multiply(x, layout)
         torch.zeros(1, device=CUDA)
     assert caught.value.reason == "CAPTURING"
-    matmul._entries.update(saved[0])
-    matmul._kernels.update(saved[1])
+    runtime._entries.update(saved[0])
+    launch._kernels.update(saved[1])
     assert multiply(x, layout).isfinite().all()
 
 
@@ -258,7 +245,7 @@ def test_multiplier_reasons():
     assert ledger.hits("test") == 3
 
 
-def test_a_remembered_product_follows_its_weight():
+def test_a_remembered_launch_follows_its_weight():
     """Another bias, x, weight at the same shape, or new numbers at the same address: the result is that of now."""
     packed, state = quantized((128, 256), torch.bfloat16, CUDA)
     other, _ = quantized((128, 256), torch.bfloat16, CUDA, seed=7)
@@ -280,24 +267,12 @@ def test_a_remembered_product_follows_its_weight():
     assert len(multiplier.products) == 18  # 3 shapes of x, 2 weights, 3 biases
 
 
-def linear(n, k, dtype=torch.bfloat16, bias=False, **kwargs):
-    torch.manual_seed(0)
-    layer = bnb.nn.Linear4bit(k, n, bias=bias, quant_type="nf4", compute_dtype=dtype, **kwargs)
-    layer.weight.data.normal_(std=0.02)
-    return layer.to(dtype).to(CUDA).eval()
-
-
 def hits():
     return {name: ledger.hits(name) for name in TARGETS}
 
 
-def products():
-    """Hits of the fused product by target, shape and dtype."""
-    return {key: tally.hits for key, tally in ledger.tallies.items() if key[2].endswith("product") and tally.hits}
-
-
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear4bit_hits_the_product_and_off_has_its_own_bits(auto, bias):
+def test_linear4bit_hits_it_and_off_has_its_own_bits(auto, bias):
     """M = 1, 8, 32, 64 through the real layer: counted once each; off and disabled, the bits of bitsandbytes."""
     layer = linear(1024, 2048, bias=bias)
     for m in (1, 8, 32, 64):
@@ -308,11 +283,11 @@ def test_linear4bit_hits_the_product_and_off_has_its_own_bits(auto, bias):
             nf4_patch.enable(matmul="off")
             ledger.reset()
             assert torch.equal(layer(x), stock), m
-            assert not products(), (m, products())
+            assert not hits_by_shape(), (m, hits_by_shape())
             nf4_patch.enable(matmul="auto")
             ledger.reset()
             got = layer(x)
-        assert sum(products().values()) == sum(hits().values()) == 1, (m, products(), hits())
+        assert sum(hits_by_shape().values()) == sum(hits().values()) == 1, (m, hits_by_shape(), hits())
         weight = F.dequantize_4bit(layer.weight, layer.weight.quant_state)
         want = torch.nn.functional.linear(x.float(), weight.float(), None if layer.bias is None else layer.bias.float())
         assert torch.allclose(got.float(), want, rtol=2**-7, atol=2**-7), m
@@ -325,11 +300,11 @@ def test_past_64_rows_it_steps_aside_with_the_original_bits(auto):
         got = layer(x)
         nf4_patch.disable()
         assert torch.equal(got, layer(x))
-    assert not products()
+    assert not hits_by_shape()
 
 
 def test_dequant_linear_target_too(auto):
-    """bitsandbytes chooses between two functions by M and GPU; both lead to the product."""
+    """bitsandbytes chooses between two functions by M and GPU; both lead to the fused matmul."""
     from bitsandbytes.backends.cuda import ops
 
     packed, state = quantized((1024, 2048), torch.bfloat16, CUDA)
@@ -344,7 +319,7 @@ def test_dequant_linear_target_too(auto):
 
 
 def test_losses_are_stock_with_matmul_off_and_training_is_untouched_with_it_on(auto):
-    """A backward through 600 rows: the product steps aside, so every bit is the original's, "auto" or not."""
+    """A backward through 600 rows: the fused matmul steps aside, so every bit is the original's, "auto" or not."""
     layer = linear(512, 1024)
     results = []
     for mode in ("stock", "off", "auto"):
@@ -384,8 +359,8 @@ def test_generation_loop_in_a_cuda_graph(auto):
             assert torch.equal(static, x)
 
 
-def test_compiled_layer_reaches_the_product(auto):
-    """The op is opaque to torch.compile, so the product runs inside a compiled graph as well."""
+def test_compiled_layer_reaches_it(auto):
+    """The op is opaque to torch.compile, so the fused matmul runs inside a compiled graph as well."""
     torch._dynamo.reset()
     layer = linear(512, 1024)
     x = torch.randn(4, 1024, dtype=torch.bfloat16, device=CUDA)
@@ -429,9 +404,10 @@ def test_unsloth_gemv():
     nf4_patch.enable(matmul="auto")
     import unsloth
     from unsloth.kernels import utils
-    from gpu.test_small_m import error, exact
-    from oracle import layout_of, quantized
-    from nf4_patch.nf4.matmul import launch as matmul
+    from fused_matmul import error, exact
+    from fused_matmul import error, exact, hits_by_shape, linear
+from oracle import layout_of, quantized
+    from nf4_patch.nf4.matmul import launch
     from nf4_patch.nf4.dequantize import reference
 
     attribute = "_fast_gemv_bnb" if hasattr(utils, "_fast_gemv_bnb") else "fast_gemv"
@@ -442,7 +418,7 @@ def test_unsloth_gemv():
     x = torch.randn(1, 1, 2048, dtype=torch.bfloat16, device="cuda")
     got = utils.fast_gemv(x, packed, state)
     assert row().hits == 1, nf4_patch.status()
-    assert torch.equal(got, matmul.matmul_4bit(x, layout))
+    assert torch.equal(got, launch.matmul_4bit(x, layout))
     out = torch.full((1, 1, 1000), float("nan"), dtype=torch.bfloat16, device="cuda")
     assert utils.fast_gemv(x, packed, state, out=out) is out
     assert torch.equal(out, got)
@@ -462,12 +438,12 @@ def test_unsloth_gemv():
         few = torch.randn(4, 1, 2048, dtype=torch.bfloat16, device="cuda")
         got = utils._gemv_rows(few, packed, state, None)
         assert row().hits == 1, nf4_patch.status()
-        assert torch.equal(got, matmul.matmul_4bit(few, layout))
+        assert torch.equal(got, launch.matmul_4bit(few, layout))
         wide = torch.full((4, 1, 1008), float("nan"), dtype=torch.bfloat16, device="cuda")
         utils._gemv_rows(few, packed, state, wide[..., :1000])  # rows apart: for the original
         assert row().hits == 1 and row().fallbacks == {"OUT": 1}, row()
     """,
-        path=Path(__file__).parents[1],
+        path=Path(__file__).parents[1] / "support",
     )
 
 
@@ -492,7 +468,7 @@ def test_matmul_4bit_is_the_op_without_the_op(auto):
 
 
 def test_unsloth_matmul_lora():
-    """Unsloth's own function, forward and back, against its dequantize + matmul; its promises kept: out, no adapter."""
+    """Unsloth's own function against its dequantize + matmul, with and without an adapter; backward it is the original."""
     if importlib.util.find_spec("unsloth") is None:
         pytest.skip("unsloth is not installed")
     python(
@@ -502,8 +478,9 @@ def test_unsloth_matmul_lora():
     import unsloth
     from unsloth.kernels import fast_lora
     from unsloth.kernels.utils import matmul_lora
-    from gpu.test_small_m import error, exact
-    from oracle import layout_of, quantized
+    from fused_matmul import error, exact
+    from fused_matmul import error, exact, hits_by_shape, linear
+from oracle import layout_of, quantized
 
     assert fast_lora.matmul_lora is matmul_lora
     def row():
@@ -513,29 +490,30 @@ def test_unsloth_matmul_lora():
     generator = torch.Generator(device="cuda").manual_seed(0)
     def random(*shape):
         return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
-    served = 0
+    def original(*arguments):
+        nf4_patch.disable()
+        result = matmul_lora(*arguments)
+        nf4_patch.enable(matmul="auto")
+        return result
+
+    hits = 0
     with torch.no_grad():
-        for weight, dense, inner, outer in ((packed, truth, 2048, 1024), (packed.t(), truth.t(), 1024, 2048)):
-            for shape in ((1, 5, inner), (4, 8, inner), (7, inner)):
-                for adapter in ((None, None, None), (random(8, inner).float(), random(outer, 8).float(), 0.5)):
-                    x = random(*shape)
-                    got = matmul_lora(x, weight, state, *adapter)
-                    served += 1
-                    assert row().hits == served, nf4_patch.status()
-                    nf4_patch.disable()
-                    stock = matmul_lora(x, weight, state, *adapter)
-                    nf4_patch.enable(matmul="auto")
-                    assert got.shape == stock.shape and got.dtype is stock.dtype
-                    want = x.double() @ dense.t()
-                    if adapter[0] is not None:
-                        want = want + (x.double() @ adapter[0].double().t()) @ adapter[1].double().t() * 0.5
-                    assert error(got, want) <= 1.02 * error(stock, want), (shape, error(got, want), error(stock, want))
-            x = random(100, inner)  # past 64 rows: the original's bits
+        for shape in ((1, 5, 2048), (4, 8, 2048), (7, 2048)):
+            for adapter in ((None, None, None), (random(8, 2048).float(), random(1024, 8).float(), 0.5)):
+                x = random(*shape)
+                got = matmul_lora(x, packed, state, *adapter)
+                hits += 1
+                assert row().hits == hits, nf4_patch.status()
+                stock = original(x, packed, state, *adapter)
+                assert got.shape == stock.shape and got.dtype is stock.dtype
+                want = x.double() @ truth.t()
+                if adapter[0] is not None:
+                    want = want + (x.double() @ adapter[0].double().t()) @ adapter[1].double().t() * 0.5
+                assert error(got, want) <= 1.02 * error(stock, want), (shape, error(got, want), error(stock, want))
+        for x, weight in ((random(100, 2048), packed), (random(7, 1024), packed.t())):  # past 64 rows; backward
             got = matmul_lora(x, weight, state, None, None, None)
-            nf4_patch.disable()
-            assert torch.equal(got, matmul_lora(x, weight, state, None, None, None))
-            nf4_patch.enable(matmul="auto")
-            assert row().hits == served and row().fallbacks.get("ROWS"), row()
+            assert torch.equal(got, original(x, weight, state, None, None, None))
+        assert row().hits == hits and {"ROWS", "PRODUCT"} <= row().fallbacks.keys(), row()
     """,
-        path=Path(__file__).parents[1],
+        path=Path(__file__).parents[1] / "support",
     )

@@ -121,11 +121,11 @@ def test_deferral_asks_every_gpu(monkeypatch):
     replacement.measured_everywhere.cache_clear()
 
 
-def test_the_product_runs_where_its_weight_is():
+def test_the_fused_matmul_runs_where_its_weight_is():
     from nf4_patch.nf4.matmul import launch as matmul
 
     if matmul.config_for(torch.cuda.get_device_capability(1), 4, 512, 1024) is None:
-        pytest.skip("the table of products has no row for this GPU")
+        pytest.skip("the fused matmul's table has no row for this GPU")
     both, want = weights()
     for (packed, state), weight in zip(both, want, strict=True):
         layout = layout_of(packed, state)
