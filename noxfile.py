@@ -16,7 +16,7 @@ def environment(session: nox.Session, torch: str = "torch") -> None:
 
 @nox.session(python=PYTHON)
 def releases(session: nox.Session) -> None:
-    """Every cell of scripts/release_matrix.py, or the ones that are named after `--`; writes docs/releases.md."""
+    """Every cell of scripts/release_matrix.py, or the ones that are named after `--`; writes docs/data/releases.json."""
     environment(session)
     session.run("python", "scripts/release_matrix.py", *session.posargs)
 

@@ -1,13 +1,13 @@
 """Which releases of the patched libraries work, cell by cell: what is patched, deferred, hit, and equal to the bit.
 
-    python scripts/release_matrix.py                  every cell that this machine can run; docs/releases.md
+    python scripts/release_matrix.py                  every cell that this machine can run
     python scripts/release_matrix.py "wrapt 1.16.0"   these cells only
     python scripts/release_matrix.py --cell NAME      one cell, in this process, as JSON on stdout
     python scripts/release_matrix.py --record FILE... rows that --cell printed elsewhere, on a GPU machine
 
 A cell puts other releases before the installed ones on the path and runs in a process of its own. Its row is kept
-in docs/releases.json under its name and the machine, so that rows of a GPU machine and of a CPU machine stand together.
-Without a GPU the kernels run under Triton's interpreter.
+in docs/data/releases.json under its name and the machine, so that rows of a GPU machine and of a CPU machine stand together;
+scripts/render_docs.py makes the table of docs/compatibility.md from it. Without a GPU the kernels run under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("NF4_RELEASES", ROOT / ".releases"))
-RECORD, TABLE = ROOT / "docs" / "releases.json", ROOT / "docs" / "releases.md"
+RECORD = ROOT / "docs" / "data" / "releases.json"
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,12 @@ def states(device) -> dict[str, Any]:
     import nf4_patch
     from nf4_patch.nf4.dequantize import reference
     from nf4_patch.nf4.layout import Layout
-    from nf4_patch.patching.counters import counters
-    from nf4_patch.patching.quant_state import fields_of
+    from nf4_patch.patching.replacement import fields_of
+    from nf4_patch.patching.stats import ledger
     from nf4_patch.tools.fuzz import draw, make, same
     from nf4_patch.tools.verify import ask_bitsandbytes
 
-    counters.reset()
+    ledger.reset()
     asked = agreed = equal = cases = 0
     number = -1
     while cases < (200 if device.type == "cuda" else 40):
@@ -198,7 +198,7 @@ def peft_step(device) -> dict[str, Any]:
     import torch
 
     import nf4_patch
-    from nf4_patch.patching.counters import counters
+    from nf4_patch.patching.stats import ledger
 
     def once() -> list[Any]:
         torch.manual_seed(0)
@@ -220,7 +220,7 @@ def peft_step(device) -> dict[str, Any]:
         without = once()
     except Exception as error:
         return {"error": f"the release itself: {type(error).__name__}: {str(error)[:120]}"}
-    counters.reset()
+    ledger.reset()
     nf4_patch.enable()
     with_patch = once()
     hits, missed = counts(), unexpected()
@@ -237,7 +237,7 @@ def unsloth_step(device) -> dict[str, Any]:
     from unsloth.kernels import fast_lora, utils
 
     import nf4_patch
-    from nf4_patch.patching.counters import counters
+    from nf4_patch.patching.stats import ledger
 
     torch.manual_seed(0)
     layer = (
@@ -246,7 +246,7 @@ def unsloth_step(device) -> dict[str, Any]:
     weight, state = layer.weight, layer.weight.quant_state
     nf4_patch.disable()
     want = F.dequantize_4bit(weight, state)
-    counters.reset()
+    ledger.reset()
     nf4_patch.enable()
     equal = torch.equal(utils.fast_dequantize(weight, state), want)
     equal &= torch.equal(fast_lora.fast_dequantize(weight.t(), state, use_global_buffer=True), want.t())
@@ -262,7 +262,7 @@ def unsloth_step(device) -> dict[str, Any]:
     return {"hits": hits, "equal": bool(equal and gradient), "fallbacks": missed}
 
 
-# --- the table ---
+# --- the record ---
 
 
 def record(rows: list[dict[str, Any]]) -> None:
@@ -276,57 +276,11 @@ def record(rows: list[dict[str, Any]]) -> None:
     everything = sorted(kept.values(), key=lambda row: ("CPU" in row.get("place", "CPU"), order.get(row["cell"], 99)))
     RECORD.parent.mkdir(exist_ok=True)
     RECORD.write_text(json.dumps(everything, indent=1) + "\n")
-    TABLE.write_text(table(everything))
+    render()
 
 
-def short(name: str) -> str:
-    return name.rsplit(".", 1)[1]
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "# Tested releases",
-        "",
-        "Written by `python scripts/release_matrix.py` from the runs in `releases.json`; each row is one process with",
-        "these releases before the installed ones. *States*: random states through the patched `dequantize_4bit`, how",
-        "many are equal to the bit to bitsandbytes' CUDA library, on the CPU to the plain formula of that library. *Step*:",
-        "a checkpointed LoRA step of peft over two `Linear4bit`, hits and equality to the bit of output and gradients to",
-        "the same step without the patch. *Unsloth*: `fast_dequantize` and `LoRA_W`, against bitsandbytes. On the CPU the",
-        "kernels run under Triton's interpreter, and bitsandbytes >= 0.50 dequantizes in the backward only. What a run",
-        "did not import (on the CPU bitsandbytes' CUDA ops, without Unsloth Unsloth's) is in neither column. Targets that",
-        'stand by serve the fused product and are put in place by `enable(matmul="auto")`. *Commit*: of this package, when',
-        "the row was recorded.",
-        "",
-        "| releases | machine | commit | patched | absent from the release, or refused | states equal | step: hits | step: bits | Unsloth |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        if "error" in row:
-            lines.append(f"| {row['cell']} | | {row['commit']} | | | not run: {row['error']} | | | |")
-            continue
-        releases = row["releases"]
-        shown = ("torch", "triton", "bitsandbytes", "transformers", "peft", "wrapt")
-        names = (*shown, "unsloth", "unsloth_zoo") if "unsloth" in row else shown
-        text = ", ".join(f"{name} {releases[name]}" for name in names if name in releases)
-        targets = row["targets"]
-        on = [short(n) for n, state in targets.items() if state in ("patched", "wrapped")]
-        on += [f"{short(n)} (stands by)" for n, state in targets.items() if state == "stands by"]
-        rest = [f"{short(n)} {state}" for n, state in targets.items() if state in ("absent", "refused", "displaced")]
-        states, step = row["states"], row["step"]
-        hits = "; ".join(f"{short(n)} {k}" for n, k in step.get("hits", {}).items()) or step.get("error", "0")
-        bits = "" if "error" in step else ("equal" if step["equal"] else "DIFFERENT")
-        other = row.get("unsloth", {})
-        own = ", ".join(f"{short(n)} {k}" for n, k in other.get("hits", {}).items())
-        verdict = f"{own}: {'equal' if other['equal'] else 'DIFFERENT'}" if other else ""
-        on_gpu = "CPU" not in row["place"]
-        against = (
-            "" if on_gpu else f" (formula; bitsandbytes' CPU code agrees in {states['agreed']} of {states['asked']})"
-        )
-        lines.append(
-            f"| **{row['cell']}**: {text} | {row['place'].split(' (')[0]} | {row['commit']} | {', '.join(on)} | {', '.join(rest)} | "
-            f"{states['equal']}/{states['cases']}{against} | {hits} | {bits} | {verdict} |"
-        )
-    return "\n".join(lines) + "\n"
+def render() -> None:
+    subprocess.run([sys.executable, str(ROOT / "scripts" / "render_docs.py")], check=True)
 
 
 def failed(row: dict[str, Any]) -> bool:

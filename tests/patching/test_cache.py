@@ -12,8 +12,8 @@ from oracle import expected, quantized
 from nf4_patch.nf4.layout import identity
 from nf4_patch.patching.cache import Cache, StaleWeightError
 from nf4_patch.patching.cache_entry import allocated
-from nf4_patch.patching.quant_state import fields_of
 from nf4_patch.patching.reasons import Uncached
+from nf4_patch.patching.replacement import fields_of
 
 SHAPE = (64, 256)
 SIZE = allocated(64 * 256 * 2)  # in bf16
@@ -118,7 +118,7 @@ def test_what_no_counter_sees_is_found_by_comparing(cache):
     packed, state = weight()
     old = read(cache, packed, state)
     packed.data.bitwise_xor_(255)
-    assert read(cache, packed, state) is old  # stated in docs/guarantees.md
+    assert read(cache, packed, state) is old  # stated in docs/weight-cache.md
     with pytest.raises(StaleWeightError, match="release"):
         cache.compare(old, expected(packed, state))
     assert torch.equal(read(cache, packed, state), expected(packed, state))

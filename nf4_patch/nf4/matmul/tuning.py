@@ -77,7 +77,7 @@ SMALL_M_ROWS: tuple[SmallMRow, ...] = (
 )
 
 
-# Modelled, not measured on a T4: used by `nf4-patch calibrate`, never by config_for. By the model (docs/t4.md) 1.4 to 3.0 times
+# Modelled, not measured on a T4: used by `nf4-patch calibrate`, never by config_for. By a model (docs/notes) 1.4 to 3.0 times
 # as fast as bitsandbytes from 4 rows on, and no faster below. fp16 only.
 SMALL_M_CANDIDATES: tuple[SmallMRow, ...] = (
     SmallMRow((7, 5), 16, ANY, 1, SmallMConfig(tiles=1, warps_n=1, warps_k=8, load_128bit=True, ctas_per_sm=1)),

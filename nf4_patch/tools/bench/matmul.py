@@ -16,9 +16,8 @@ import nf4_patch
 
 from ...nf4.dequantize import reference
 from ...nf4.layout import Layout
-from ...patching.counters import counters
-from ...patching.quant_state import fields_of
-from ...patching.switch import switch
+from ...patching.replacement import fields_of, switch
+from ...patching.stats import ledger
 from ..report import Tell, require_gpu, silent
 from .dequantize import name_of, quantized
 from .peers import BITSANDBYTES, OURS, original
@@ -86,7 +85,7 @@ def gemv() -> Callable[..., Any] | None:
 
 
 def fused_matmul_hits() -> int:
-    return sum(counter.hits for key, counter in counters.hit_counters.items() if key[2].endswith("fused matmul"))
+    return sum(tally.hits for key, tally in ledger.tallies.items() if key[2].endswith("product"))
 
 
 def others(x: torch.Tensor, unsloth: Callable[..., Any] | None) -> dict[str, Callable[..., Any]]:
