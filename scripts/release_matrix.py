@@ -156,12 +156,12 @@ def states(device) -> dict[str, Any]:
     import nf4_patch
     from nf4_patch.nf4.dequantize import reference
     from nf4_patch.nf4.layout import Layout
-    from nf4_patch.patching.replacement import fields_of
-    from nf4_patch.patching.stats import ledger
+    from nf4_patch.patching.counters import counters
+    from nf4_patch.patching.quant_state import fields_of
     from nf4_patch.tools.fuzz import draw, make, same
     from nf4_patch.tools.verify import ask_bitsandbytes
 
-    ledger.reset()
+    counters.reset()
     asked = agreed = equal = cases = 0
     number = -1
     while cases < (200 if device.type == "cuda" else 40):
@@ -198,7 +198,7 @@ def peft_step(device) -> dict[str, Any]:
     import torch
 
     import nf4_patch
-    from nf4_patch.patching.stats import ledger
+    from nf4_patch.patching.counters import counters
 
     def once() -> list[Any]:
         torch.manual_seed(0)
@@ -220,7 +220,7 @@ def peft_step(device) -> dict[str, Any]:
         without = once()
     except Exception as error:
         return {"error": f"the release itself: {type(error).__name__}: {str(error)[:120]}"}
-    ledger.reset()
+    counters.reset()
     nf4_patch.enable()
     with_patch = once()
     hits, missed = counts(), unexpected()
@@ -237,7 +237,7 @@ def unsloth_step(device) -> dict[str, Any]:
     from unsloth.kernels import fast_lora, utils
 
     import nf4_patch
-    from nf4_patch.patching.stats import ledger
+    from nf4_patch.patching.counters import counters
 
     torch.manual_seed(0)
     layer = (
@@ -246,7 +246,7 @@ def unsloth_step(device) -> dict[str, Any]:
     weight, state = layer.weight, layer.weight.quant_state
     nf4_patch.disable()
     want = F.dequantize_4bit(weight, state)
-    ledger.reset()
+    counters.reset()
     nf4_patch.enable()
     equal = torch.equal(utils.fast_dequantize(weight, state), want)
     equal &= torch.equal(fast_lora.fast_dequantize(weight.t(), state, use_global_buffer=True), want.t())

@@ -37,16 +37,16 @@ def device() -> torch.device:
 def switched_on(**options: str):
     """The patch is on, counts start at zero, fallbacks other than expected ones fail the test."""
     import nf4_patch
-    from nf4_patch.patching.stats import ledger
+    from nf4_patch.patching.counters import counters
 
     nf4_patch.enable(**options)
-    ledger.reset()
+    counters.reset()
     yield nf4_patch
     nf4_patch.disable()
     missed = {
-        f"{target}: {reason.name}": n for (target, reason), n in ledger.fallbacks.items() if not reason.is_expected
+        f"{target}: {reason.name}": n for (target, reason), n in counters.fallbacks.items() if not reason.is_expected
     }
-    ledger.reset()
+    counters.reset()
     assert not missed, f"fell back silently: {missed}"
 
 

@@ -10,18 +10,19 @@ from ..nf4 import runtime
 from ..nf4.dequantize import compilation, reference
 from ..nf4.layout import Layout
 from . import guards
+from .dequantizer import Dequantizer
+from .quant_state import code_of, fields_of
 from .reasons import Reason
-from .replacement import Server, fields_of, table
 
-_server = Server("nf4_patch.dequantize_nf4")
+_dequantizer = Dequantizer("nf4_patch.dequantize_nf4")
 
 
 def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | None = None) -> torch.Tensor:
     """See :func:`nf4_patch.dequantize_nf4`."""
     if torch.compiler.is_compiling():
-        result: Any = _server.trace(weight, quant_state, out)
+        result: Any = _dequantizer.trace(weight, quant_state, out)
     else:
-        result = _server.serve(weight, quant_state, out)
+        result = _dequantizer.run(weight, quant_state, out)
     if type(result) is not Reason:
         return result
     for name, given in (("weight", weight), ("out", weight if out is None else out)):
@@ -42,7 +43,7 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
         if result in (Reason.NOT_CUDA, Reason.EXPORT):
             result = guards.state_is_odd(quant_state)
             if result is None:
-                layout = layout._replace(code=table(quant_state.quant_type, weight.device))
+                layout = layout._replace(code=code_of(quant_state.quant_type, weight.device))
                 result = check_formula(layout, out)
             if result is None:
                 return by_formula(layout, out)

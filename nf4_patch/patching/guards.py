@@ -42,7 +42,7 @@ def describe(layout: Layout) -> str:
     )
 
 
-def _tensors(layout: Layout) -> list[Any]:
+def tensors_of(layout: Layout) -> list[Any]:
     fields = [layout.packed, layout.absmax, layout.code]
     return fields + [layout.absmax2, layout.code2, layout.offset] if layout.nested() else fields
 
@@ -53,7 +53,7 @@ def _is(tensor: Any, dtypes: Any) -> bool:
 
 def _has_no_address(layout: Layout) -> bool:
     own = torch._C._disabled_torch_dispatch_impl
-    return not all(type(tensor).__torch_dispatch__ is own for tensor in _tensors(layout))
+    return not all(type(tensor).__torch_dispatch__ is own for tensor in tensors_of(layout))
 
 
 def _wrong_types(layout: Layout) -> bool:
@@ -114,8 +114,8 @@ GUARDS: tuple[tuple[Reason, Callable[[Layout], bool]], ...] = (
     (Reason.LAYOUT, _wrong_types),
     (Reason.SUBCLASS, _has_no_address),
     (Reason.BLOCKSIZE, _wrong_blocksizes),
-    (Reason.DEVICES, lambda layout: any(t.device != layout.packed.device for t in _tensors(layout))),
-    (Reason.NOT_CONTIGUOUS, lambda layout: not all(t.is_contiguous() for t in _tensors(layout))),
+    (Reason.DEVICES, lambda layout: any(t.device != layout.packed.device for t in tensors_of(layout))),
+    (Reason.NOT_CONTIGUOUS, lambda layout: not all(t.is_contiguous() for t in tensors_of(layout))),
     (Reason.SIZES, _wrong_sizes),
 )
 

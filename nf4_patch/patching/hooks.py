@@ -6,7 +6,6 @@ import functools
 import importlib
 import inspect
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from ..config import Config
 from .targets import TARGETS, Target
 
 logger = logging.getLogger("nf4_patch")
+REMEMBER = tuple(f"{__package__}.{name}" for name in ("fused_matmul", "adapters.unsloth"))  # answers of a calibration
 
 
 @dataclass
@@ -162,7 +162,7 @@ def is_enabled() -> bool:
 
 
 def _set_switch(on: bool, config: Config | None) -> None:
-    from .replacement import switch
+    from .switch import switch
 
     switch.on = on
     if config is not None:
@@ -171,7 +171,7 @@ def _set_switch(on: bool, config: Config | None) -> None:
 
 
 def use_calibration(config: Config) -> None:
-    """The products' configs come from the file that NF4_PATCH_CALIBRATION names, where it has this GPU and releases."""
+    """What wins comes from the file that NF4_PATCH_CALIBRATION names, where it has this GPU and these releases."""
     from ..nf4.matmul import calibration
 
     if calibration.use(config.calibration, releases):
@@ -181,11 +181,11 @@ def use_calibration(config: Config) -> None:
 def forget_calibration() -> None:
     """Read the file anew, and decide anew what was decided by it."""
     from ..nf4.matmul import calibration
-    from . import product, replacement
 
     calibration.forget()
-    product.forget()
-    replacement.measured_everywhere.cache_clear()
+    for name in REMEMBER:
+        if name in sys.modules:
+            sys.modules[name].forget()
 
 
 def releases() -> dict[str, str | None]:
@@ -224,8 +224,7 @@ def put(holder: Any, name: str, function: Any) -> None:
 
 def _is_ours(function: Any) -> bool:
     """A replacement of this package, of an earlier import of it too (importlib.reload, IPython's autoreload)."""
-    code = getattr(function, "__code__", None)
-    return code is not None and code.co_filename.startswith(os.path.dirname(__file__) + os.sep)
+    return function is not None and getattr(function, "__nf4_patch__", None) is function
 
 
 def _remove_earlier(target: Target) -> None:

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from . import hooks
+from .counters import counters
+from .switch import switch
 from .targets import TARGETS
 
-REPLACEMENT = f"{__package__}.replacement"  # imported by whatever installs a target
 STANDING = ("patched", "wrapped", "displaced")  # see Installed.state
 SHAPES_SHOWN = 8  # a model has about five; a report is one screen
 
@@ -70,7 +71,6 @@ def explain(name: str) -> str:
 
 def status() -> Status:
     """A snapshot of what is patched, hit and refused in this process."""
-    ledger = sys.modules["nf4_patch.patching.stats"].ledger if "nf4_patch.patching.stats" in sys.modules else None
     targets = []
     for target in TARGETS:
         entry = hooks.installed.get(target.name)
@@ -84,9 +84,9 @@ def status() -> Status:
             state, note = entry.state(), entry.refusal
             if not hooks.is_enabled() and entry.replacement is not None:
                 state = "off"
-        hits = ledger.hits(target.name) if ledger else 0
-        counts = {r.name: n for (name, r), n in list(ledger.fallbacks.items()) if name == target.name} if ledger else {}
-        if state in STANDING and target.only and getattr(sys.modules[REPLACEMENT].switch, target.only) == "off":
+        hits = counters.hits(target.name)
+        counts = {r.name: n for (name, r), n in list(counters.fallbacks.items()) if name == target.name}
+        if state in STANDING and target.only and getattr(switch, target.only) == "off":
             state, note = "stands by", f'enable({target.only}="auto") puts it in place'
         elif state == "patched" and not hits and not counts:
             note = "installed, never called"
@@ -96,8 +96,7 @@ def status() -> Status:
             note = "another library put its own function there; enable() again to take it back"
         targets.append(TargetStatus(target.name, state, hits, counts, note))
     shapes: dict[str, int] = {}
-    if ledger:
-        for (_, shape, dtype), tally in list(ledger.tallies.items()):
-            key = f"{'x'.join(map(str, shape))} {dtype.removeprefix('torch.')}"
-            shapes[key] = shapes.get(key, 0) + tally.hits
-    return Status(hooks.is_enabled(), tuple(targets), shapes, tuple(ledger.errors) if ledger else ())
+    for (_, shape, dtype), counter in list(counters.hit_counters.items()):
+        key = f"{'x'.join(map(str, shape))} {dtype.removeprefix('torch.')}"
+        shapes[key] = shapes.get(key, 0) + counter.hits
+    return Status(hooks.is_enabled(), tuple(targets), shapes, tuple(counters.errors))

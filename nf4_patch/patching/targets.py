@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +21,10 @@ class Target:
     releases: str  # for people: which releases have it
     tested: tuple[str, ...]  # releases that the tests ran with
     parameters: tuple[Parameters, ...]  # the signatures that the replacement adapts
-    replace: str  # name of the function in replacement.py that makes the replacement
+    replace: str  # name of the function in adapters/<distribution>.py that makes the replacement
     covers: str
     unless: str = ""  # an attribute of the module that makes this row void
-    only: str = ""  # "matmul": serves only where the fused product is switched on
+    only: str = ""  # "matmul": runs only where the fused matmul is switched on
     copied: bool = False  # other modules hold it by value: sweep them when the module was imported first
 
     @property
@@ -38,9 +39,11 @@ class Target:
         return module, name
 
     def make(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        from . import replacement
-
-        return getattr(replacement, self.replace)(self.name, original)
+        """The replacement, marked as ours: see hooks.is_ours."""
+        adapter = importlib.import_module(f".adapters.{self.distribution}", __package__)
+        replacement = getattr(adapter, self.replace)(self.name, original)
+        replacement.__nf4_patch__ = replacement  # itself: functools.wraps copies attributes to a wrapper
+        return replacement
 
 
 FAST_GEMV = ("X", "W", "quant_state", "out")

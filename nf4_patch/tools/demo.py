@@ -288,7 +288,7 @@ class Model:
 
     def train(self, patched: bool, steps: int, tell: Tell, doing: str) -> Training:
         """Load, adapt and train from the seed, with the patch or without."""
-        from ..patching.stats import ledger
+        from ..patching.counters import counters
 
         text = f"{doing} {'with' if patched else 'without'} the patch"
         tell(text, 0, steps)
@@ -297,7 +297,7 @@ class Model:
         model.train()
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=self.size.learning_rate)
-        ledger.reset()
+        counters.reset()
         training = Training(patched)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)

@@ -300,15 +300,15 @@ class FuzzReport(Report):
 
 
 class Fuzzer:
-    """Runs cases and keeps the report. One Server for all: remembered launches meet reused addresses."""
+    """Runs cases and keeps the report. One Dequantizer for all: remembered launches meet reused addresses."""
 
     def __init__(
         self, seed: int, device: torch.device, blocksizes: Sequence[int] = BLOCKSIZES, oracle: str = "bitsandbytes"
     ):
-        from ..patching.replacement import Server  # imports the kernels: after use_interpreter_without_gpu
+        from ..patching.dequantizer import Dequantizer  # imports the kernels: after use_interpreter_without_gpu
 
         self.seed, self.device, self.blocksizes, self.oracle = seed, device, tuple(blocksizes), oracle
-        self.server = Server("nf4_patch.tools.fuzz")
+        self.dequantizer = Dequantizer("nf4_patch.tools.fuzz")
         self.report = FuzzReport(place_of(device), seed)
 
     def run(self, number: int) -> None:
@@ -334,7 +334,7 @@ class Fuzzer:
 
     def original(self, case: Case, packed: torch.Tensor, state: Any) -> torch.Tensor:
         if self.oracle == "formula":
-            from ..patching.replacement import fields_of
+            from ..patching.quant_state import fields_of
 
             return reference.dequantize(Layout(packed, *fields_of(state)))
         if case.storage is not torch.uint8 and not packed.is_cuda:  # the CPU library takes bytes only
@@ -349,7 +349,7 @@ class Fuzzer:
             n = case.numel * case.dtype.itemsize
             buffer, raw = bytes_in(n, self.device, fill=0xFF)  # NaN in every dtype
             out = raw.view(case.dtype).view(case.shape)
-        result = self.server.serve(packed, state, out, shared=case.into == "shared")
+        result = self.dequantizer.run(packed, state, out, shared=case.into == "shared")
         if not isinstance(result, torch.Tensor):
             return result
         if not same(result, want):
@@ -371,9 +371,9 @@ class Fuzzer:
         if changed is None:
             return
         try:
-            result = self.server.serve(*changed)
+            result = self.dequantizer.run(*changed)
         except Exception as error:  # as the replacements do: the original would run
-            result = self.server.failed(error)
+            result = self.dequantizer.failed(error)
         if isinstance(result, torch.Tensor):
             ended, fine = "the original's bits", None in allowed and same(result, want)
         else:

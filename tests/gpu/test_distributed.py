@@ -43,7 +43,7 @@ SHARD = """
 import torch, torch.distributed as dist, bitsandbytes as bnb, bitsandbytes.functional as F
 import nf4_patch
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.patching.stats import FallbackError
+from nf4_patch.patching.counters import FallbackError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 

@@ -14,8 +14,8 @@ import nf4_patch
 from nf4_patch.nf4.matmul import calibration
 from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.patching import hooks, replacement
+from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.patching.stats import ledger
 from nf4_patch.tools.bench import calibrate
 from nf4_patch.tools.bench import matmul as fused_matmul
 
@@ -39,7 +39,7 @@ def unknown(monkeypatch, tmp_path):
     hooks.forget_calibration()
     yield file
     nf4_patch.disable()
-    ledger.reset()
+    counters.reset()
     calibration.use(None, hooks.releases)
     hooks.forget_calibration()
 
@@ -56,16 +56,16 @@ def forward(layer, m):
 
 
 def hits():
-    return sum(tally.hits for key, tally in ledger.tallies.items() if key[2].endswith("product"))
+    return sum(counter.hits for key, counter in counters.hit_counters.items() if key[2].endswith("fused matmul"))
 
 
 def test_calibrated_it_is_served_and_right(unknown, monkeypatch):
     layer, other = linear(*SHAPE), linear(4096, 2048)
     nf4_patch.enable(matmul="auto")
-    ledger.reset()
+    counters.reset()
     forward(layer, 1)  # of more rows bitsandbytes dequantizes, which we serve
     assert hits() == 0
-    assert sum(count for (_, reason), count in ledger.fallbacks.items() if reason is Reason.ROWS) == 1
+    assert sum(count for (_, reason), count in counters.fallbacks.items() if reason is Reason.ROWS) == 1
     nf4_patch.disable()
 
     said = []
@@ -92,7 +92,7 @@ def test_calibrated_it_is_served_and_right(unknown, monkeypatch):
     served = 0
     for m in (1, 2, 5, 8, 9, 16, 17, 32, 33, 64):
         taken = next(row["config"] for row in rows if m <= row["m"])
-        ledger.reset()
+        counters.reset()
         x, y = forward(layer, m)
         assert hits() == (taken is not None), m
         served += hits()
@@ -100,7 +100,7 @@ def test_calibrated_it_is_served_and_right(unknown, monkeypatch):
         assert fused_matmul.error(y, exact) <= 1.01 * fused_matmul.error(x @ dense.t(), exact), m
     if torch.cuda.get_device_capability(CUDA) == (9, 0):
         assert served == 10  # the H200's shipped table wins everywhere on this shape
-    ledger.reset()
+    counters.reset()
     forward(other, 8)  # not measured
     forward(layer, 65)
     assert hits() == 0

@@ -16,10 +16,11 @@ from oracle import quantized
 import nf4_patch
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import compilation, launch
-from nf4_patch.patching import replacement
+from nf4_patch.patching import quant_state
+from nf4_patch.patching.counters import counters
+from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.patching.replacement import Server
-from nf4_patch.patching.stats import ledger
+from nf4_patch.patching.switch import switch
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -33,13 +34,13 @@ def fresh(monkeypatch):
     nf4_patch.enable()
     F.dequantize_4bit.__closure__  # noqa: B018 (it is ours: a function that closes over its server)
     for cell in F.dequantize_4bit.__closure__:
-        if isinstance(cell.cell_contents, Server):
+        if isinstance(cell.cell_contents, Dequantizer):
             cell.cell_contents.launches.clear()
-    ledger.reset()
+    counters.reset()
     yield
     nf4_patch.disable()
-    replacement.switch.strict = False
-    ledger.reset()
+    switch.strict = False
+    counters.reset()
 
 
 def original(packed, state):
@@ -54,7 +55,7 @@ def falls_back_by_name(message):
     want = original(packed, state)
     for _ in range(3):
         assert torch.equal(F.dequantize_4bit(packed, state), want)
-    assert dict(ledger.fallbacks) == {(TARGET, Reason.KERNEL_FAILED): 3}
+    assert dict(counters.fallbacks) == {(TARGET, Reason.KERNEL_FAILED): 3}
     assert any(message in error for error in nf4_patch.status().errors), nf4_patch.status().errors
 
 
@@ -93,61 +94,61 @@ def test_out_of_memory_in_the_middle_of_a_call_is_raised(fresh):
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert torch.equal(F.dequantize_4bit(packed, state), want)  # and training can go on
-    assert not ledger.fallbacks
+    assert not counters.fallbacks
 
 
 def test_the_shared_buffer_after_a_failed_growth(fresh):
-    server = Server("test")
+    server = Dequantizer("test")
     small, small_state = quantized((256, 256), torch.float16, CUDA)
     want = original(small, small_state)
-    assert torch.equal(server.serve(small, small_state, shared=True), want)
+    assert torch.equal(server.run(small, small_state, shared=True), want)
     large, large_state = quantized((8192, 4096), torch.float16, CUDA)
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info()
-    server.serve(large, large_state)
+    server.run(large, large_state)
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (8 << 20)) / total)
     try:
         with pytest.raises(torch.cuda.OutOfMemoryError):
-            server.serve(large, large_state, shared=True)
+            server.run(large, large_state, shared=True)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert torch.equal(server.serve(small, small_state, shared=True), want)
-    assert torch.equal(server.serve(large, large_state, shared=True), original(large, large_state))
-    assert torch.equal(server.serve(small, small_state, shared=True), want)
+    assert torch.equal(server.run(small, small_state, shared=True), want)
+    assert torch.equal(server.run(large, large_state, shared=True), original(large, large_state))
+    assert torch.equal(server.run(small, small_state, shared=True), want)
 
 
 def test_a_grown_shared_buffer_frees_the_old_one(fresh):
     launch._buffers.clear()
-    server = Server("test")
+    server = Dequantizer("test")
     weights = [quantized((2**k, 1024), torch.float16, CUDA) for k in (8, 10, 12)]
     wants = [original(*weight) for weight in weights]
     for weight in weights:
-        server.serve(*weight)
+        server.run(*weight)
     del weight
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(2):
         for weight, want in zip(weights, wants, strict=True):
-            assert torch.equal(server.serve(*weight, shared=True), want)
+            assert torch.equal(server.run(*weight, shared=True), want)
     assert torch.cuda.memory_allocated() - before <= (4096 * 1024 * 2) + 4096  # the largest, and nothing else
 
 
 def test_freed_storage_is_refused_before_a_launch(fresh):
     packed, state = quantized((64, 128), torch.float16, CUDA)
-    server = Server("test")
-    want = server.serve(packed, state)
+    server = Dequantizer("test")
+    want = server.run(packed, state)
     kept = packed.clone()
     packed.untyped_storage().resize_(0)
-    assert server.serve(packed, state) is Reason.NO_MEMORY
+    assert server.run(packed, state) is Reason.NO_MEMORY
     packed.untyped_storage().resize_(kept.numel())
     packed.copy_(kept)
-    assert torch.equal(server.serve(packed, state), want)
+    assert torch.equal(server.run(packed, state), want)
     absmax = state.absmax.clone()
     state.absmax.untyped_storage().resize_(0)
-    assert server.serve(packed, state) is Reason.NO_MEMORY
+    assert server.run(packed, state) is Reason.NO_MEMORY
     state.absmax = absmax
-    assert torch.equal(server.serve(packed, state), want)
+    assert torch.equal(server.run(packed, state), want)
 
 
 def test_a_cache_directory_that_cannot_be_written():
@@ -175,15 +176,15 @@ def test_codebook_inside_a_capture(fresh, monkeypatch):
     """The first nf4 weight of a device inside a CUDA graph capture: refused by name, the capture survives."""
     packed, state = quantized((64, 128), torch.float16, CUDA)
     want = original(packed, state)
-    server = Server("test")
-    monkeypatch.setattr(replacement, "_codebooks", {})
+    server = Dequantizer("test")
+    monkeypatch.setattr(quant_state, "_codes", {})
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        reason = server.serve(packed, state)
+        reason = server.run(packed, state)
         torch.zeros(1, device=CUDA)
     assert reason is Reason.CAPTURING
     graph.replay()
-    assert torch.equal(server.serve(packed, state), want)
+    assert torch.equal(server.run(packed, state), want)
 
 
 def test_a_weight_whose_quant_type_changes(fresh):
@@ -194,4 +195,4 @@ def test_a_weight_whose_quant_type_changes(fresh):
         assert torch.equal(F.dequantize_4bit(packed, state), original(packed, state))
     state.code = torch.linspace(-1, 1, 16, device=CUDA)
     assert torch.equal(F.dequantize_4bit(packed, state), original(packed, state))
-    assert ledger.hits(TARGET) == 4
+    assert counters.hits(TARGET) == 4

@@ -16,7 +16,7 @@ from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.matmul import hopper, launch
 from nf4_patch.nf4.matmul import reference as matmul_reference
 from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS
-from nf4_patch.patching.stats import ledger
+from nf4_patch.patching.counters import counters
 
 CUDA = torch.device("cuda", 0)
 MEASURED = (
@@ -187,7 +187,7 @@ def test_linear4bit_runs_it_where_it_wins_and_has_its_own_bits_elsewhere(auto):
             nf4_patch.enable(matmul="off")
             assert torch.equal(layer(x), stock), m
             nf4_patch.enable(matmul="auto")
-            ledger.reset()
+            counters.reset()
             got = layer(x)
         assert bool(hits_by_shape()) == served, (m, hits_by_shape())
         if not served:

@@ -12,8 +12,9 @@ from oracle import DTYPES, every_pair, layout_of, quantized
 
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import compilation, kernels, launch, reference
+from nf4_patch.patching.dequantizer import Dequantizer
+from nf4_patch.patching.quant_state import fields_of
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.patching.replacement import Server, fields_of
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -54,15 +55,15 @@ def test_more_than_2_31_elements(dtype):
         assert runtime.same_bits(got[start : start + 16384], reference.dequantize(part)), start
 
 
-def serve(server: Server, packed, state, **kwargs):
-    result = server.serve(packed, state, **kwargs)
+def serve(server: Dequantizer, packed, state, **kwargs):
+    result = server.run(packed, state, **kwargs)
     assert not isinstance(result, Reason), result
     return result
 
 
 def test_remembered_launch_follows_the_state():
     """Moves, re-quantization, another dtype or shape at the same address: never a stale result."""
-    server = Server("test")
+    server = Dequantizer("test")
     packed, state = quantized((128, 256), torch.bfloat16, CUDA)
     for _ in range(3):
         assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
@@ -74,7 +75,7 @@ def test_remembered_launch_follows_the_state():
     assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
     assert torch.equal(serve(server, packed.t(), state), F.dequantize_4bit(packed.t(), state))
     state.to("cpu")
-    assert server.serve(packed, state) is Reason.DEVICES
+    assert server.run(packed, state) is Reason.DEVICES
     state.to(CUDA)
     assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
     again, state2 = quantized((256, 128), torch.float16, CUDA, blocksize=128, seed=3)
@@ -83,7 +84,7 @@ def test_remembered_launch_follows_the_state():
 
 
 def test_freed_and_reused_memory():
-    server = Server("test")
+    server = Dequantizer("test")
     for seed in range(20):
         packed, state = quantized((64 + 64 * (seed % 3), 256), torch.float16, CUDA, seed=seed)
         assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
@@ -91,7 +92,7 @@ def test_freed_and_reused_memory():
 
 
 def test_no_memory_is_kept():
-    server = Server("test")
+    server = Dequantizer("test")
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -105,7 +106,7 @@ def test_no_memory_is_kept():
 def test_side_stream_and_event_order():
     packed, state = quantized((2048, 2048), torch.bfloat16, CUDA)
     want = F.dequantize_4bit(packed, state)
-    server = Server("test")
+    server = Dequantizer("test")
     serve(server, packed, state)
     stream = torch.cuda.Stream()
     for shared in (False, True):
@@ -120,7 +121,7 @@ def test_side_stream_and_event_order():
 def test_cuda_graph():
     packed, state = quantized((1024, 1024), torch.float16, CUDA)
     other, state2 = quantized((1024, 1024), torch.float16, CUDA, seed=9)
-    server = Server("test")
+    server = Dequantizer("test")
     serve(server, packed, state)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -138,17 +139,17 @@ def test_cuda_graph():
 def test_first_use_inside_a_capture_is_refused_by_name():
     packed, state = quantized((96, 64), torch.float16, CUDA, blocksize=2048)
     compilation._kernels.clear()
-    server = Server("test")
+    server = Dequantizer("test")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        reason = server.serve(packed, state)
+        reason = server.run(packed, state)
         torch.zeros(1, device=CUDA)
     assert reason is Reason.CAPTURING
     assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
 
 
 def test_out_and_shared_buffer():
-    server = Server("test")
+    server = Dequantizer("test")
     packed, state = quantized((512, 256), torch.bfloat16, CUDA)
     want = F.dequantize_4bit(packed, state)
     out = torch.full((512, 256), math.nan, dtype=torch.bfloat16, device=CUDA)
@@ -160,15 +161,15 @@ def test_out_and_shared_buffer():
     larger, state2 = quantized((1024, 512), torch.bfloat16, CUDA)
     assert torch.equal(serve(server, larger, state2, shared=True), F.dequantize_4bit(larger, state2))
     assert torch.equal(serve(server, packed, state, shared=True), want)
-    assert server.serve(packed, state, out=torch.empty(256, 512, dtype=torch.bfloat16, device=CUDA)) is Reason.OUT
+    assert server.run(packed, state, out=torch.empty(256, 512, dtype=torch.bfloat16, device=CUDA)) is Reason.OUT
     odd = torch.empty(512 * 256 + 1, dtype=torch.bfloat16, device=CUDA)[1:].view(512, 256)
-    assert server.serve(packed, state, out=odd) is Reason.OUT  # starts on 2 bytes
+    assert server.run(packed, state, out=odd) is Reason.OUT  # starts on 2 bytes
 
 
 def test_alignment_of_the_packed_weight():
     packed, state = quantized((64, 256), torch.float16, CUDA)
     want = F.dequantize_4bit(packed, state)
-    server = Server("test")
+    server = Dequantizer("test")
     holder = torch.zeros(packed.numel() + 64, dtype=torch.uint8, device=CUDA)
     for start in (0, 4, 8, 12, 16, 20):
         view = holder[start : start + packed.numel()].view(-1, 1)
@@ -176,13 +177,13 @@ def test_alignment_of_the_packed_weight():
         assert torch.equal(serve(server, view, state), want), start
     view = holder[1 : 1 + packed.numel()].view(-1, 1)
     view.copy_(packed)
-    assert server.serve(view, state) is Reason.MISALIGNED
+    assert server.run(view, state) is Reason.MISALIGNED
     assert torch.equal(launch.dequantize(layout_of(view, state)), want)
 
 
 def test_out_of_memory_is_raised():
     packed, state = quantized((64, 256), torch.float16, CUDA)
-    server = Server("test")
+    server = Dequantizer("test")
     kept = serve(server, packed, state)
     resolved = next(iter(server.launches.values()))
     shape, resolved.shape = resolved.shape, (2**40, 256)
@@ -196,7 +197,7 @@ def test_fields_fit_after_pickle_and_copy():
     import copy
     import pickle
 
-    server = Server("test")
+    server = Dequantizer("test")
     packed, state = quantized((64, 256), torch.float16, CUDA)
     want = serve(server, packed, state)
     assert not [name for name in vars(state) if "nf4" in name]  # nothing is left on the state

@@ -21,10 +21,11 @@ from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.matmul import launch
 from nf4_patch.nf4.matmul import reference as matmul_reference
 from nf4_patch.nf4.matmul.tuning import SMALL_M_ROWS, TILE_COUNTS
-from nf4_patch.patching.product import Multiplier
+from nf4_patch.patching.counters import counters
+from nf4_patch.patching.dequantizer import Dequantizer
+from nf4_patch.patching.fused_matmul import FusedMatmul
+from nf4_patch.patching.quant_state import fields_of
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.patching.replacement import Server, fields_of
-from nf4_patch.patching.stats import ledger
 
 CUDA = torch.device("cuda", 0)
 MEASURED = torch.cuda.is_available() and any(
@@ -213,12 +214,12 @@ def test_first_use_inside_a_capture_is_named():
 def test_multiplier_reasons():
     packed, state = quantized((128, 256), torch.bfloat16, CUDA)
     fields = fields_of(state)
-    server = Server("test")
-    multiplier = Multiplier(server)
+    server = Dequantizer("test")
+    multiplier = FusedMatmul(server)
     one = torch.randn(4, 256, device=CUDA, dtype=torch.bfloat16)
 
     def serve(x=one, packed=packed, quant_type="nf4", **kwargs):
-        return multiplier.serve(x, packed, fields, quant_type, state=state, **kwargs)
+        return multiplier.run(x, packed, fields, quant_type, state=state, **kwargs)
 
     want = serve()
     assert not isinstance(want, Reason)
@@ -238,23 +239,23 @@ def test_multiplier_reasons():
     assert torch.equal(out, want)
     odd = torch.full((4 * 128 + 1,), float("nan"), device=CUDA, dtype=one.dtype)[1:].view(4, 128)
     assert torch.equal(serve(out=odd), want) and torch.equal(odd, want)
-    assert len(multiplier.products) == 1
+    assert len(multiplier.launches) == 1
     freed = packed.clone()
     freed.untyped_storage().resize_(0)
     assert serve(packed=freed) is Reason.NO_MEMORY
-    assert ledger.hits("test") == 3
+    assert counters.hits("test") == 3
 
 
 def test_a_remembered_launch_follows_its_weight():
     """Another bias, x, weight at the same shape, or new numbers at the same address: the result is that of now."""
     packed, state = quantized((128, 256), torch.bfloat16, CUDA)
     other, _ = quantized((128, 256), torch.bfloat16, CUDA, seed=7)
-    multiplier = Multiplier(Server("test"))
+    multiplier = FusedMatmul(Dequantizer("test"))
     x = torch.randn(4, 256, device=CUDA, dtype=torch.bfloat16)
     biases = [None, *torch.randn(2, 128, device=CUDA, dtype=torch.bfloat16)]
 
     def both(x, packed, bias):
-        got = multiplier.serve(x, packed, fields_of(state), "nf4", bias, state=state)
+        got = multiplier.run(x, packed, fields_of(state), "nf4", bias, state=state)
         return got, multiply(x.contiguous(), layout_of(packed, state), bias)
 
     for _ in range(2):
@@ -264,11 +265,11 @@ def test_a_remembered_launch_follows_its_weight():
                     got, want = both(values, weight, bias)
                     assert torch.equal(got, want) and got.shape == want.shape
         packed.copy_(torch.randint_like(packed, 256))
-    assert len(multiplier.products) == 18  # 3 shapes of x, 2 weights, 3 biases
+    assert len(multiplier.launches) == 18  # 3 shapes of x, 2 weights, 3 biases
 
 
 def hits():
-    return {name: ledger.hits(name) for name in TARGETS}
+    return {name: counters.hits(name) for name in TARGETS}
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -281,11 +282,11 @@ def test_linear4bit_hits_it_and_off_has_its_own_bits(auto, bias):
             nf4_patch.disable()
             stock = layer(x)
             nf4_patch.enable(matmul="off")
-            ledger.reset()
+            counters.reset()
             assert torch.equal(layer(x), stock), m
             assert not hits_by_shape(), (m, hits_by_shape())
             nf4_patch.enable(matmul="auto")
-            ledger.reset()
+            counters.reset()
             got = layer(x)
         assert sum(hits_by_shape().values()) == sum(hits().values()) == 1, (m, hits_by_shape(), hits())
         weight = F.dequantize_4bit(layer.weight, layer.weight.quant_state)
@@ -346,7 +347,7 @@ def test_generation_loop_in_a_cuda_graph(auto):
     with torch.no_grad():
         for _ in range(2):
             token(static)
-        ledger.reset()
+        counters.reset()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             static.copy_(token(static))
@@ -366,7 +367,7 @@ def test_compiled_layer_reaches_it(auto):
     x = torch.randn(4, 1024, dtype=torch.bfloat16, device=CUDA)
     with torch.no_grad():
         want = layer(x)
-        ledger.reset()
+        counters.reset()
         got = torch.compile(lambda x: layer(x) * 1)(x)
     assert torch.equal(got, want)
     assert sum(hits().values()) == 1
@@ -378,7 +379,7 @@ def test_gemv_4bit(auto):
     packed, state = quantized((1000, 2048), torch.bfloat16, CUDA)
     x = torch.randn(1, 1, 2048, dtype=torch.bfloat16, device=CUDA)
     got = F.gemv_4bit(x, packed, state=state)
-    assert ledger.hits(name) == 1
+    assert counters.hits(name) == 1
     assert torch.equal(got, multiply(x, layout_of(packed, state)))
     out = torch.full_like(got, float("nan"))
     assert F.gemv_4bit(x, packed, out=out, state=state) is out
@@ -392,7 +393,7 @@ def test_gemv_4bit(auto):
     nf4_patch.enable(matmul="off")
     assert torch.equal(F.gemv_4bit(x, packed, state=state), stock)
     nf4_patch.enable(matmul="auto")
-    assert ledger.hits(name) == 2
+    assert counters.hits(name) == 2
 
 
 def test_unsloth_gemv():
@@ -459,7 +460,7 @@ def test_matmul_4bit_is_the_op_without_the_op(auto):
         for weight in (layer.weight, layer.weight.t()):  # since 0.50 either way round
             assert bnb.matmul_4bit(x, weight, state, out, layer.bias) is out
             assert torch.equal(out, got)
-    ledger.reset()
+    counters.reset()
     with_gradient = layer(x.clone().requires_grad_())
     assert torch.equal(with_gradient, got)
     assert hits()[TARGETS[0]] == 0 and sum(hits().values()) == 1

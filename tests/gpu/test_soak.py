@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import nf4_patch
-from nf4_patch.patching.stats import ledger
+from nf4_patch.patching.counters import counters
 from nf4_patch.tools.report import provenance
 from nf4_patch.tools.verify import place_of
 
@@ -61,7 +61,7 @@ def train(toggle: bool) -> tuple[torch.Tensor, list[tuple[int, int]]]:
 
 def test_soak():
     nf4_patch.disable()
-    ledger.reset()
+    counters.reset()
     start = time.perf_counter()
     without, _ = train(toggle=False)
     assert nf4_patch.status().hits == 0

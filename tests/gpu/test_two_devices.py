@@ -11,8 +11,8 @@ from oracle import layout_of, quantized
 
 import nf4_patch
 from nf4_patch.nf4.dequantize import compilation
-from nf4_patch.patching.replacement import Server
-from nf4_patch.patching.stats import ledger
+from nf4_patch.patching.counters import counters
+from nf4_patch.patching.dequantizer import Dequantizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 DEVICES = (torch.device("cuda", 0), torch.device("cuda", 1))
@@ -42,9 +42,9 @@ def test_the_current_device_does_not_matter(patched):
 
 
 def test_shared_buffers_are_one_a_device(patched):
-    server = Server("test")
+    server = Dequantizer("test")
     both, want = weights()
-    got = [server.serve(*weight, shared=True) for weight in both]
+    got = [server.run(*weight, shared=True) for weight in both]
     assert [tensor.device for tensor in got] == list(DEVICES)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
@@ -62,7 +62,7 @@ def test_there_and_back(patched):
 def test_a_weight_in_pieces_on_both_is_refused_by_name(patched):
     (packed, state), _ = weights()[0]
     state.absmax = state.absmax.to(DEVICES[1])
-    assert Server("test").serve(packed, state).name == "DEVICES"
+    assert Dequantizer("test").run(packed, state).name == "DEVICES"
 
 
 def test_each_thread_its_own_device(patched):
@@ -86,7 +86,7 @@ def test_each_thread_its_own_device(patched):
 
 def test_the_second_gpu_is_a_t4(patched, monkeypatch):
     """Its capability faked: the second GPU gets a T4's configuration and code, the first keeps its own."""
-    Server("warm").serve(*weights()[0][0])  # Triton asks for the capability once, and compiles for what this GPU is
+    Dequantizer("warm").run(*weights()[0][0])  # Triton asks for the capability once, and compiles for what this GPU is
     real = torch.cuda.get_device_capability
 
     def capability(device=None):
@@ -95,11 +95,11 @@ def test_the_second_gpu_is_a_t4(patched, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     monkeypatch.setattr(compilation, "_kernels", {})
-    server = Server("test")
+    server = Dequantizer("test")
     for dtype in (torch.float16, torch.bfloat16):
         both, want = weights(dtype, seed=5)
         for weight, expected in zip(both, want, strict=True):
-            assert torch.equal(server.serve(*weight), expected)
+            assert torch.equal(server.run(*weight), expected)
     used = {device.index: variant.config for variant, device in compilation.compiled_kernels()}
     assert used == {i: compilation.config_for(capability(i), 512 * 1024) for i in (0, 1)}
     assert used[0] != used[1]
@@ -113,12 +113,12 @@ def test_the_second_gpu_is_a_t4(patched, monkeypatch):
 
 def test_deferral_asks_every_gpu(monkeypatch):
     """Unsloth's own kernel keeps its calls where one of the GPUs is not measured."""
-    from nf4_patch.patching import replacement
+    from nf4_patch.patching.adapters import unsloth as unsloth_adapter
 
-    replacement.measured_everywhere.cache_clear()
+    unsloth_adapter.measured_everywhere.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: T4 if device == 1 else (9, 0))
-    assert not replacement.measured_everywhere()
-    replacement.measured_everywhere.cache_clear()
+    assert not unsloth_adapter.measured_everywhere()
+    unsloth_adapter.measured_everywhere.cache_clear()
 
 
 def test_the_fused_matmul_runs_where_its_weight_is():
@@ -135,4 +135,4 @@ def test_the_fused_matmul_runs_where_its_weight_is():
             got = matmul.matmul_4bit(x, layout)
         assert got.device == packed.device and torch.equal(got, weight[:, :4].t())
     nf4_patch.disable()
-    ledger.reset()
+    counters.reset()

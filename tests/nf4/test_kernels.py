@@ -14,7 +14,7 @@ from oracle import DTYPES, every_pair, expected, layout_of, quantized
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import launch, reference
 from nf4_patch.nf4.layout import BLOCKSIZES, Layout
-from nf4_patch.patching import ops
+from nf4_patch.patching import op
 
 SHAPES = [(256, 128), (64, 4096), (33, 77), (5,), (1, 1), (3, 7, 64), (2, 3, 5, 11), (129, 8), (4097,)]
 
@@ -32,7 +32,7 @@ def check(packed: torch.Tensor, state: F.QuantState) -> None:
     assert got.dtype is want.dtype
     assert torch.equal(got, upright)
     assert torch.equal(reference.dequantize(layout), want)
-    assert torch.equal(ops.dequantize(*layout), want)
+    assert torch.equal(op.dequantize(*layout), want)
     if packed.is_cuda:  # signs of zero too: the CPU library gives FP4's minus zero the other sign
         assert runtime.same_bits(got, upright)
 
@@ -81,7 +81,7 @@ def test_storage_dtypes(storage, transposed, device):
     bytes_, same = quantized((96, 128), torch.bfloat16, device)
     assert packed.dtype is storage
     packed = packed.t() if transposed else packed
-    got = ops.dequantize(*layout_of(packed, state))
+    got = op.dequantize(*layout_of(packed, state))
     want = expected(bytes_, same)
     assert torch.equal(got, want.t() if transposed else want)
 

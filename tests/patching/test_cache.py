@@ -12,8 +12,8 @@ from oracle import expected, quantized
 from nf4_patch.nf4.layout import identity
 from nf4_patch.patching.cache import Cache, StaleWeightError
 from nf4_patch.patching.cache_entry import allocated
+from nf4_patch.patching.quant_state import fields_of
 from nf4_patch.patching.reasons import Uncached
-from nf4_patch.patching.replacement import fields_of
 
 SHAPE = (64, 256)
 SIZE = allocated(64 * 256 * 2)  # in bf16

@@ -16,9 +16,9 @@ from torch.compiler import is_dynamo_compiling as is_compiling
 import nf4_patch
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import compilation, launch
-from nf4_patch.patching import guards, ops
+from nf4_patch.patching import guards, op
+from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.patching.stats import ledger
 
 BACKEND = "inductor" if torch.cuda.is_available() else "aot_eager"
 
@@ -193,11 +193,11 @@ def test_the_op_says_why_not_to_a_trace(device):
         reason = guards.check(changed)
         assert (reason is None) is (changed is layout)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fake = ops.dequantize(
+            fake = op.dequantize(
                 *(mode.from_tensor(field) if isinstance(field, torch.Tensor) else field for field in changed)
             )
         if reason is None:
-            real = ops.dequantize(*changed)
+            real = op.dequantize(*changed)
             assert (real.dtype, real.shape) == (fake.dtype, fake.shape)
         else:
             assert fake is reason
@@ -262,7 +262,7 @@ def test_an_exported_program_needs_no_nf4_patch(patched, device, tmp_path, stric
     for name in ("original", "direct"):
         got = torch.export.load({str(tmp_path)!r} + f"/{{name}}.pt2").module()(x)
         assert torch.equal(got, want), (name, got - want)
-    assert "nf4_patch.patching.ops" not in sys.modules
+    assert "nf4_patch.patching.op" not in sys.modules
     """)
 
 
@@ -278,7 +278,7 @@ def test_a_jit_trace_records_the_original(patched, device):
 
 
 def fallbacks():
-    return {reason: n for (_, reason), n in ledger.fallbacks.items()}
+    return {reason: n for (_, reason), n in counters.fallbacks.items()}
 
 
 def test_the_op_computes_where_the_kernel_cannot(device, monkeypatch, caplog):
@@ -291,7 +291,7 @@ def test_the_op_computes_where_the_kernel_cannot(device, monkeypatch, caplog):
         with pytest.raises(ValueError, match=guards.check(changed).sentence[:20]):
             torch.ops.nf4_patch.dequantize_nf4(*changed)
     monkeypatch.setattr(compilation, "INTERPRETED", False)
-    monkeypatch.setattr(ops, "_said", set())
+    monkeypatch.setattr(op, "_said", set())
     on_the_cpu = layout._replace(**{name: getattr(layout, name).cpu() for name in TENSORS})
     for _ in range(2):
         assert torch.equal(torch.ops.nf4_patch.dequantize_nf4(*on_the_cpu), want.cpu())

@@ -83,18 +83,20 @@ def test_inductor_calls_the_op_in_fp16_and_emits_no_kernel_of_it(patched, no_bf1
 
 def test_inductor_skips_a_bf16_graph_and_the_patch_serves_it_eagerly(patched, no_bf16, device):
     """What a T4 user gets in bf16: a warning, no compiled graph, the right numbers."""
-    from nf4_patch.patching.stats import ledger
+    from nf4_patch.patching.counters import counters
 
     packed, state, x = arguments(torch.bfloat16, device)
     want = function(packed, state, x)
-    ledger.reset()
+    counters.reset()
     compiled = torch.compile(function, backend="inductor")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got = compiled(packed, state, x)
     assert any("does not support bfloat16 compilation natively" in str(one.message) for one in caught)
     assert torch.equal(got, want)
-    assert sum(tally.hits for tally in ledger.tallies.values()) == 1  # eager: counted, which a traced call is not
+    assert (
+        sum(counter.hits for counter in counters.hit_counters.values()) == 1
+    )  # eager: counted, which a traced call is not
 
 
 def test_inductor_with_fullgraph_says_so_in_bf16(patched, no_bf16, device):

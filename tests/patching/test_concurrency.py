@@ -12,8 +12,8 @@ from oracle import expected, quantized
 from subprocess_python import python
 
 import nf4_patch
-from nf4_patch.patching.replacement import switch
-from nf4_patch.patching.stats import ledger
+from nf4_patch.patching.counters import counters
+from nf4_patch.patching.switch import switch
 
 TARGET = "bitsandbytes.functional.dequantize_4bit"
 
@@ -44,7 +44,7 @@ def together(*functions):
 def test_threads_count_every_hit(device, patched):
     cases = [quantized((64, 64 * (i + 1)), torch.float16, device, seed=i) for i in range(4)]
     wants = [expected(*case) for case in cases]
-    ledger.reset()
+    counters.reset()
 
     def work(index):
         def calls():
@@ -54,7 +54,7 @@ def test_threads_count_every_hit(device, patched):
         return calls
 
     together(*(work(i) for i in range(4)))
-    assert ledger.hits(TARGET) == 100
+    assert counters.hits(TARGET) == 100
 
 
 def test_toggling_while_others_call(device):
@@ -95,7 +95,7 @@ def test_checkpointing_and_autocast(reentrant, autocast, device, patched):
     want = step()
     nf4_patch.enable()
     got = step()
-    assert ledger.hits(TARGET) >= 1
+    assert counters.hits(TARGET) >= 1
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
 
@@ -113,7 +113,7 @@ def test_grad_modes(mode, device, patched):
     again = expected(packed, state)  # what was remembered in one mode serves the other
     assert torch.equal(again, want)
     assert not again.is_inference()
-    assert ledger.hits(TARGET) == 2
+    assert counters.hits(TARGET) == 2
 
 
 def test_a_default_device_and_dtype_of_the_user(device, patched):
@@ -149,15 +149,15 @@ def test_dispatch_modes_see_one_op(device, patched):
 
 def test_status_while_another_thread_meets_a_new_shape(patched, monkeypatch):
     class Meeting:
-        """Read as a tally; another thread, with a shape of its own, comes in at that moment."""
+        """Read as a counter; another thread, with a shape of its own, comes in at that moment."""
 
         @property
         def hits(self):
-            together(lambda: ledger.tally(TARGET, (len(ledger.tallies),), "torch.float16"))
+            together(lambda: counters.of(TARGET, (len(counters.hit_counters),), "torch.float16"))
             return 1
 
-    monkeypatch.setattr(ledger, "tallies", {(TARGET, (size,), "torch.float16"): Meeting() for size in (-1, -2)})
-    assert ledger.hits(TARGET) >= 2
+    monkeypatch.setattr(counters, "tallies", {(TARGET, (size,), "torch.float16"): Meeting() for size in (-1, -2)})
+    assert counters.hits(TARGET) >= 2
     assert nf4_patch.status().hits >= 2
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from oracle import expected, quantized
 
-from nf4_patch.patching import replacement
+from nf4_patch.patching.adapters import unsloth as unsloth_adapter
+from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.patching.stats import ledger
+from nf4_patch.patching.switch import switch
 
 _USE_NF4_KERNELS = True  # as in unsloth.kernels.utils, where the original looks it up
 TARGET = "tests.test_defer.fast_dequantize"
@@ -21,13 +22,13 @@ def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False):
 @pytest.fixture
 def call(device, monkeypatch):
     packed, state = quantized((64, 128), torch.bfloat16, device)
-    replaced = replacement.replace_fast_dequantize(TARGET, fast_dequantize)
-    monkeypatch.setattr(replacement.switch, "on", True)
+    replaced = unsloth_adapter.replace_fast_dequantize(TARGET, fast_dequantize)
+    monkeypatch.setattr(switch, "on", True)
     want = expected(packed, state)
 
     def call(defer: str, measured: bool) -> str:
-        monkeypatch.setattr(replacement.switch, "defer", defer)
-        monkeypatch.setattr(replacement, "measured_everywhere", lambda: measured)
+        monkeypatch.setattr(switch, "defer", defer)
+        monkeypatch.setattr(unsloth_adapter, "measured_everywhere", lambda: measured)
         result = replaced(packed, state)
         if isinstance(result, str):
             return result
@@ -35,7 +36,7 @@ def call(device, monkeypatch):
         return "ours"
 
     yield call
-    ledger.reset()
+    counters.reset()
 
 
 @pytest.mark.parametrize(
@@ -46,9 +47,9 @@ def call(device, monkeypatch):
     ],
 )  # fmt: skip
 def test_who_serves_an_eager_call(call, defer, measured, who):
-    before = ledger.fallbacks[TARGET, Reason.DEFERRED]
+    before = counters.fallbacks[TARGET, Reason.DEFERRED]
     assert call(defer, measured) == who
-    assert ledger.fallbacks[TARGET, Reason.DEFERRED] - before == (who == "theirs")
+    assert counters.fallbacks[TARGET, Reason.DEFERRED] - before == (who == "theirs")
 
 
 def test_a_library_without_a_kernel_of_its_own_is_never_deferred_to(call, monkeypatch):
@@ -57,11 +58,11 @@ def test_a_library_without_a_kernel_of_its_own_is_never_deferred_to(call, monkey
 
 
 def test_a_compiled_region_stays_theirs_unless_forced(monkeypatch):
-    monkeypatch.setattr(replacement, "measured_everywhere", lambda: True)
+    monkeypatch.setattr(unsloth_adapter, "measured_everywhere", lambda: True)
     for defer, stays in (("auto", True), ("always", True), ("never", False)):
-        monkeypatch.setattr(replacement.switch, "defer", defer)
-        assert replacement.deferred(compiling=True) is stays
+        monkeypatch.setattr(switch, "defer", defer)
+        assert unsloth_adapter.deferred(compiling=True) is stays
 
 
 def test_every_measured_capability_says_on_what():
-    assert all("Unsloth" in text and "us" in text for text in replacement.FASTER_EAGERLY.values())
+    assert all("Unsloth" in text and "us" in text for text in unsloth_adapter.FASTER_EAGERLY.values())

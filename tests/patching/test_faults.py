@@ -16,9 +16,11 @@ from subprocess_python import python
 import nf4_patch
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import launch
-from nf4_patch.patching import hooks, ops, replacement
+from nf4_patch.patching import dequantizer, guards, hooks, op
+from nf4_patch.patching.counters import counters
+from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.patching.stats import ledger
+from nf4_patch.patching.switch import switch
 
 TARGET = "bitsandbytes.functional.dequantize_4bit"
 
@@ -26,15 +28,15 @@ TARGET = "bitsandbytes.functional.dequantize_4bit"
 @pytest.fixture
 def on(device):
     nf4_patch.enable()
-    ledger.reset()
+    counters.reset()
     yield device
     nf4_patch.disable()
-    replacement.switch.strict = False
-    ledger.reset()
+    switch.strict = False
+    counters.reset()
 
 
 def fallbacks():
-    return {reason: n for (name, reason), n in ledger.fallbacks.items() if name == TARGET}
+    return {reason: n for (name, reason), n in counters.fallbacks.items() if name == TARGET}
 
 
 def boom(*args, **kwargs):
@@ -44,8 +46,8 @@ def boom(*args, **kwargs):
 def test_our_own_error_runs_the_original_and_is_logged_once(on, monkeypatch, caplog):
     packed, state = quantized((64, 128), torch.float16, on)
     want = expected(packed, state)
-    ledger.reset()
-    monkeypatch.setattr(replacement.guards, "check", boom)
+    counters.reset()
+    monkeypatch.setattr(guards, "check", boom)
     with caplog.at_level(logging.ERROR, "nf4_patch"):
         for _ in range(5):
             assert torch.equal(F.dequantize_4bit(packed, state), want)
@@ -57,8 +59,8 @@ def test_our_own_error_runs_the_original_and_is_logged_once(on, monkeypatch, cap
 
 def test_our_own_error_is_raised_when_strict(on, monkeypatch):
     packed, state = quantized((64, 128), torch.float16, on)
-    monkeypatch.setattr(replacement.guards, "check", boom)
-    replacement.switch.strict = True
+    monkeypatch.setattr(guards, "check", boom)
+    switch.strict = True
     with pytest.raises(ValueError, match="a mistake of ours"):
         F.dequantize_4bit(packed, state)
 
@@ -73,7 +75,7 @@ def test_out_of_memory_is_never_swallowed(on, monkeypatch, strict):
 
     monkeypatch.setattr(launch, "dequantize", full)
     monkeypatch.setattr(launch.Launch, "__call__", full)
-    replacement.switch.strict = strict
+    switch.strict = strict
     with pytest.raises(torch.cuda.OutOfMemoryError):
         F.dequantize_4bit(packed, state)
     assert fallbacks() == {}
@@ -85,7 +87,7 @@ def test_keyboard_interrupt_passes(on, monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(replacement.guards, "check", interrupted)
+    monkeypatch.setattr(guards, "check", interrupted)
     with pytest.raises(KeyboardInterrupt):
         F.dequantize_4bit(packed, state)
 
@@ -97,12 +99,12 @@ def test_error_messages_that_vary_do_not_fill_the_memory(on, monkeypatch):
     def varying(*args):
         raise RuntimeError(f"at {next(addresses):#x}")
 
-    monkeypatch.setattr(replacement.guards, "check", varying)
-    monkeypatch.setattr(replacement.logger, "disabled", True)
+    monkeypatch.setattr(guards, "check", varying)
+    monkeypatch.setattr(dequantizer.logger, "disabled", True)
     for _ in range(300):
         F.dequantize_4bit(packed, state)
     assert fallbacks() == {Reason.ERROR: 300}
-    assert len(ledger.errors) == 100
+    assert len(counters.errors) == 100
 
 
 def test_two_kernel_failures_are_counted_under_their_own_names(on, monkeypatch):
@@ -111,20 +113,20 @@ def test_two_kernel_failures_are_counted_under_their_own_names(on, monkeypatch):
     def unavailable(self, layout, *rest):
         return self.unavailable(runtime.KernelUnavailable(next(messages)))
 
-    monkeypatch.setattr(replacement.Server, "run", unavailable)
-    monkeypatch.setattr(replacement.Server, "prepare", unavailable)
+    monkeypatch.setattr(Dequantizer, "interpret", unavailable)
+    monkeypatch.setattr(Dequantizer, "resolve", unavailable)
     packed, state = quantized((64, 128), torch.float16, on)
     for _ in range(20):
         F.dequantize_4bit(packed, state)
     assert fallbacks() == {Reason.KERNEL_FAILED: 20}
-    assert ledger.errors == {"ptxas exited with 1": 10, "no space left on device": 10}
+    assert counters.errors == {"ptxas exited with 1": 10, "no space left on device": 10}
 
 
 def test_a_compiled_graph_goes_on_without_the_kernel(on, monkeypatch, caplog):
     """Inside torch.compile there is no original to go back to: the plain formula, with the same bits."""
     packed, state = quantized((64, 128), torch.bfloat16, on)
     want = expected(packed, state)
-    monkeypatch.setattr(ops, "_said", set())
+    monkeypatch.setattr(op, "_said", set())
 
     def unavailable(*args, **kwargs):
         raise runtime.KernelUnavailable("ptxas exited with 1")
@@ -268,7 +270,7 @@ def test_fake_and_meta_tensors_get_the_originals_answer(on):
         result = F.dequantize_4bit(mode.from_tensor(packed), state)
     assert tuple(result.shape) == (64, 128)
     assert result.dtype is torch.float16
-    ledger.reset()
+    counters.reset()
     assert outcome(mode.from_tensor(packed), state) == without_patch(mode.from_tensor(packed), state)
     absmax = state.absmax
     state.absmax = mode.from_tensor(absmax)

@@ -25,18 +25,12 @@ from nf4_patch.nf4.layout import Layout
 from nf4_patch.nf4.matmul import hopper, kernels, launch, small_m
 from nf4_patch.nf4.matmul import reference as matmul_reference
 from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, TILE_COUNTS, HopperConfig
-from nf4_patch.patching import product
+from nf4_patch.patching import fused_matmul
+from nf4_patch.patching.adapters.bitsandbytes import replace_gemm, replace_gemv, replace_matmul_4bit
+from nf4_patch.patching.adapters.unsloth import replace_fast_gemv, replace_gemv_rows, replace_matmul_lora
+from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.patching.replacement import (
-    replace_fast_gemv,
-    replace_gemm,
-    replace_gemv,
-    replace_gemv_rows,
-    replace_matmul_4bit,
-    replace_matmul_lora,
-    switch,
-)
-from nf4_patch.patching.stats import ledger
+from nf4_patch.patching.switch import switch
 from nf4_patch.patching.targets import TARGETS
 
 H200 = (9, 0)
@@ -47,10 +41,10 @@ PRODUCTS = [target.name for target in TARGETS if target.only == "matmul"]
 def refusing():
     """Switched on; what falls back is what these tests look at."""
     nf4_patch.enable(matmul="auto")
-    ledger.reset()
+    counters.reset()
     yield
     nf4_patch.disable()
-    ledger.reset()
+    counters.reset()
 
 
 def rows_of_status():
@@ -183,15 +177,15 @@ def test_refused_on_the_cpu_with_untouched_arguments(name, refusing):
     result, arguments = call(name, replacement, x, packed, state)
     assert result == "original"
     assert all(a is b for a, b in zip(seen[0], arguments, strict=True))
-    assert ledger.fallbacks == {(name, Reason.NOT_CUDA): 1}
+    assert counters.fallbacks == {(name, Reason.NOT_CUDA): 1}
     # off: the original at once, nothing counted
     nf4_patch.enable(matmul="off")
-    ledger.reset()
+    counters.reset()
     assert call(name, replacement, x, packed, state)[0] == "original"
     nf4_patch.disable()
     assert call(name, replacement, x, packed, state)[0] == "original"
     assert len(seen) == 3
-    assert not ledger.fallbacks
+    assert not counters.fallbacks
 
 
 @pytest.mark.parametrize("name", ["gemv", "fast_gemv", "matmul", "rows", "lora"])
@@ -212,7 +206,7 @@ def test_reasons_of_a_state(name, refusing):
     with mode:
         call(name, replacement, x, packed, state)
     assert len(seen) == 5
-    assert ledger.fallbacks == {
+    assert counters.fallbacks == {
         (name, Reason.NOT_4BIT): 2,
         (name, Reason.PRODUCT): 2,
         (name, Reason.MODE): 1,
@@ -223,13 +217,13 @@ def test_an_error_of_ours_runs_the_original(refusing, monkeypatch):
     def broken(*arguments, **kwargs):
         raise ZeroDivisionError("on purpose")
 
-    monkeypatch.setattr("nf4_patch.patching.product.Multiplier.serve", broken)
+    monkeypatch.setattr("nf4_patch.patching.fused_matmul.FusedMatmul.run", broken)
     original, _ = calls_of("gemv")
     packed, state = quantized((128, 256), torch.bfloat16, "cpu")
     x = torch.randn(1, 1, 256, dtype=torch.bfloat16)
     assert call("gemv", replace_gemv("gemv", original), x, packed, state)[0] == "original"
-    assert ledger.fallbacks == {("gemv", Reason.ERROR): 1}
-    assert ledger.errors == {"ZeroDivisionError: on purpose": 1}
+    assert counters.fallbacks == {("gemv", Reason.ERROR): 1}
+    assert counters.errors == {"ZeroDivisionError: on purpose": 1}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bitsandbytes runs its CPU kernels here")
@@ -241,7 +235,7 @@ def test_bitsandbytes_gives_its_own_bits_on_the_cpu(refusing):
     packed, state = quantized((128, 256), torch.bfloat16, "cpu")
     with torch.no_grad():
         got, one = layer(x), F.gemv_4bit(x, packed, state=state)
-        assert ledger.fallbacks["bitsandbytes.functional.gemv_4bit", Reason.NOT_CUDA] == 1
+        assert counters.fallbacks["bitsandbytes.functional.gemv_4bit", Reason.NOT_CUDA] == 1
         nf4_patch.disable()
         assert torch.equal(got, layer(x))
         assert torch.equal(one, F.gemv_4bit(x, packed, state=state))
@@ -260,10 +254,10 @@ def test_table_of_measured_sizes(monkeypatch):
         for capability in ((7, 5), (8, 0), (8, 9), (10, 0), (12, 0)):
             assert launch.config_for(capability, 1, n, k) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: H200)
-    product.is_measured.cache_clear()
-    assert product.is_measured(0, 64, 4096, 4096)
-    assert not product.is_measured(0, 65, 4096, 4096)
-    product.is_measured.cache_clear()
+    fused_matmul.is_measured.cache_clear()
+    assert fused_matmul.is_measured(0, 64, 4096, 4096)
+    assert not fused_matmul.is_measured(0, 65, 4096, 4096)
+    fused_matmul.is_measured.cache_clear()
 
 
 def test_the_first_fitting_row_is_reached():

@@ -1,4 +1,4 @@
-"""The host path of an eager call without a GPU: the real Server and Launch, with a kernel that writes the formula."""
+"""The host path of an eager call without a GPU: the real Dequantizer and Launch, with a kernel that writes the formula."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from nf4_patch.nf4.dequantize import compilation, launch, reference
 from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.nf4.matmul import reference as matmul_reference
 from nf4_patch.nf4.matmul import small_m
-from nf4_patch.patching import guards, product, replacement
-from nf4_patch.patching.product import Multiplier
-from nf4_patch.patching.replacement import Server
-from nf4_patch.patching.stats import ledger
+from nf4_patch.patching import fused_matmul, guards, quant_state
+from nf4_patch.patching.adapters import bitsandbytes as bitsandbytes_adapter
+from nf4_patch.patching.adapters import unsloth as unsloth_adapter
+from nf4_patch.patching.counters import counters
+from nf4_patch.patching.dequantizer import Dequantizer
+from nf4_patch.patching.fused_matmul import FusedMatmul
+from nf4_patch.patching.switch import switch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_launch.py runs the launcher itself")
 
@@ -29,7 +32,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/tes
 @pytest.fixture
 def server(monkeypatch):
     """``server.resolved`` holds the layouts in the order in which launches were resolved, ``server.launched`` counts."""
-    server = Server("test")
+    server = Dequantizer("test")
     server.resolved, server.launched = [], 0
 
     class Kernel:
@@ -65,9 +68,9 @@ def server(monkeypatch):
     monkeypatch.setattr(launch, "shared_buffer", buffer)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(guards, "GUARDS", [row for row in guards.GUARDS if row[0].name != "NOT_CUDA"])
-    ledger.reset()
+    counters.reset()
     yield server
-    ledger.reset()
+    counters.reset()
 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
@@ -84,16 +87,16 @@ def test_every_way_to_a_weight(server, nested, transposed, parameter):
     with torch._C.DisableTorchFunctionSubclass():
         again = weight.data.as_subclass(torch.Tensor)
     results = [
-        server.serve(weight, state),
-        server.serve(weight, state, out),
-        server.serve(weight, state, shared=True),
-        server.serve_fields(again, replacement.fields_of(state), state.quant_type),
+        server.run(weight, state),
+        server.run(weight, state, out),
+        server.run(weight, state, shared=True),
+        server.run_fields(again, quant_state.fields_of(state), state.quant_type),
     ]
     for result in results:
         assert torch.equal(result, want) and result.stride() == want.stride()
     assert results[1].data_ptr() == out.data_ptr()
     assert len(server.resolved) == 1 and server.launched == 4
-    assert ledger.hits("test") == 4
+    assert counters.hits("test") == 4
 
 
 def test_what_a_remembered_launch_is_recognized_by(server):
@@ -115,7 +118,7 @@ def test_what_a_remembered_launch_is_recognized_by(server):
         layout = layout_of(packed, state)
         code = F.get_4bit_type(state.quant_type, device="cpu")
         for _ in range(2):
-            got = server.serve(packed, state)
+            got = server.run(packed, state)
             assert torch.equal(got, reference.dequantize(layout._replace(code=code)))
         assert len(server.resolved) == count
 
@@ -124,11 +127,11 @@ def test_refusals_by_the_short_way(server):
     """What is no 4-bit state, and a shape that is no key, go the long way round to the same answer as ever."""
     packed, state = quantized((64, 96), torch.float16, "cpu")
     for nothing in (None, [state.absmax, state.shape], object()):
-        assert server.serve(packed, nothing) is guards.Reason.NOT_4BIT
+        assert server.run(packed, nothing) is guards.Reason.NOT_4BIT
     state.shape = [64, 96]
-    assert torch.equal(server.serve(packed, state), reference.dequantize(layout_of(packed, state)))
+    assert torch.equal(server.run(packed, state), reference.dequantize(layout_of(packed, state)))
     state.absmax = state.absmax[:-1]
-    assert server.serve(packed, state) is guards.Reason.SIZES
+    assert server.run(packed, state) is guards.Reason.SIZES
 
 
 @pytest.fixture
@@ -161,9 +164,9 @@ def multiplier(server, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(small_m, "SmallMKernel", Kernel)
     monkeypatch.setattr(matmul, "_kernels", {})
-    product.is_measured.cache_clear()
-    yield Multiplier(server)
-    product.is_measured.cache_clear()
+    fused_matmul.is_measured.cache_clear()
+    yield FusedMatmul(server)
+    fused_matmul.is_measured.cache_clear()
 
 
 def tensor_at(address, shape, dtype):
@@ -183,8 +186,8 @@ def test_what_a_remembered_product_is_recognized_by(server, multiplier):
         matmul._kernels.clear()  # the stand-in of a size knows one weight
         layout = layout_of(packed, state)
         code = F.get_4bit_type(state.quant_type, device="cpu")
-        fields = (*replacement.fields_of(state)[:-1], x.dtype)
-        got = multiplier.serve(x, packed, fields, state.quant_type, bias, out, state)
+        fields = (*quant_state.fields_of(state)[:-1], x.dtype)
+        got = multiplier.run(x, packed, fields, state.quant_type, bias, out, state)
         want = matmul_reference.matmul(x.reshape(-1, 128), layout._replace(code=code), bias)
         assert torch.equal(got, want.view(*x.shape[:-1], 64)) and got.dtype is x.dtype
         assert out is None or got is out
@@ -195,13 +198,13 @@ def test_what_a_remembered_product_is_recognized_by(server, multiplier):
         check(values)
     check(x, out=torch.full((2, 3, 64), float("nan")).bfloat16())
     check(x, out=torch.full((2 * 3 * 64 + 1,), float("nan")).bfloat16()[1:].view(2, 3, 64))
-    assert len(multiplier.products) == len(server.resolved) == 1
+    assert len(multiplier.launches) == len(server.resolved) == 1
     count = 1
     for arguments in ((x[:1],), (x.half(),), (x, bias), (x, another), (x.view(6, 128),)):
         for _ in range(2):
             check(*arguments)
         count += 1
-        assert len(multiplier.products) == len(server.resolved) == count
+        assert len(multiplier.launches) == len(server.resolved) == count
     changes = (
         lambda: setattr(state, "absmax", state2.absmax),
         lambda: setattr(state.state2, "absmax", state2.state2.absmax.clone()),
@@ -215,17 +218,17 @@ def test_what_a_remembered_product_is_recognized_by(server, multiplier):
         for _ in range(2):
             check(x)
         count += 1
-        assert len(multiplier.products) == len(server.resolved) == count
-    assert ledger.hits("test") == server.launched == 6 + 2 * 5 + 2 * len(changes)
+        assert len(multiplier.launches) == len(server.resolved) == count
+    assert counters.hits("test") == server.launched == 6 + 2 * 5 + 2 * len(changes)
 
 
 def test_refused_products_are_not_remembered(server, multiplier):
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
-    fields = replacement.fields_of(state)
+    fields = quant_state.fields_of(state)
     x = torch.randn(4, 128).bfloat16()
 
     def serve(x=x, packed=packed, fields=fields, quant_type="nf4", bias=None, out=None):
-        return multiplier.serve(x, packed, fields, quant_type, bias, out, state)
+        return multiplier.run(x, packed, fields, quant_type, bias, out, state)
 
     reason = guards.Reason
     for _ in range(2):
@@ -237,7 +240,7 @@ def test_refused_products_are_not_remembered(server, multiplier):
         for out in (torch.empty(4, 63).bfloat16(), torch.empty(4, 64), torch.empty(64, 4).bfloat16().t()):
             assert serve(out=out) is reason.OUT
     assert torch.equal(serve(fields=(*fields[:7], [64, 128], torch.bfloat16)), serve())  # a list is no key, and serves
-    assert len(multiplier.products) == 1
+    assert len(multiplier.launches) == 1
 
 
 def test_a_product_that_cannot_be_compiled_is_named(server, multiplier, monkeypatch):
@@ -247,15 +250,15 @@ def test_a_product_that_cannot_be_compiled_is_named(server, multiplier, monkeypa
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     monkeypatch.setattr(matmul, "resolve", broken)
     x = torch.randn(4, 128).bfloat16()
-    assert multiplier.serve(x, packed, replacement.fields_of(state), "nf4", state=state) is guards.Reason.KERNEL_FAILED
+    assert multiplier.run(x, packed, quant_state.fields_of(state), "nf4", state=state) is guards.Reason.KERNEL_FAILED
     assert server.failure == "ptxas says no"
 
 
 @pytest.fixture
 def auto(multiplier, monkeypatch):
-    monkeypatch.setattr(replacement.switch, "on", True)
-    monkeypatch.setattr(replacement.switch, "matmul", "auto")
-    monkeypatch.setattr(replacement.switch, "strict", False)
+    monkeypatch.setattr(switch, "on", True)
+    monkeypatch.setattr(switch, "matmul", "auto")
+    monkeypatch.setattr(switch, "strict", False)
 
 
 def matmul_4bit_since_0_50(A, B, quant_state, out=None, bias=None):
@@ -269,7 +272,7 @@ def matmul_4bit_before_0_50(A, B, quant_state, out=None, bias=None):
 @pytest.mark.parametrize("original", [matmul_4bit_since_0_50, matmul_4bit_before_0_50])
 def test_matmul_4bit(original, auto):
     """Without a gradient it is the product, whichever way the packed weight lies if the original does not mind."""
-    replacement_of = replacement.replace_matmul_4bit("test", original)
+    replacement_of = bitsandbytes_adapter.replace_matmul_4bit("test", original)
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     weight = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
     layout = layout_of(packed, state)
@@ -311,7 +314,7 @@ def test_matmul_lora(lora, auto):
     def original(X, W, W_quant, A, B, s, out=None, use_global_buffer=True):
         return "original"
 
-    replacement_of = replacement.replace_matmul_lora("test", original)
+    replacement_of = unsloth_adapter.replace_matmul_lora("test", original)
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     weight = reference.dequantize(layout_of(packed, state)).float()
     x, a, b = torch.randn(2, 3, 128).bfloat16(), torch.randn(4, 128), torch.randn(64, 4)
@@ -333,4 +336,4 @@ def test_matmul_lora(lora, auto):
         assert replacement_of(x, packed, state, a.requires_grad_(), b, 0.5) == "original"
     back = torch.randn(2, 3, 64).bfloat16()
     assert replacement_of(back, packed.t(), state, None, None, None) == "original"
-    assert ledger.hits("test") == 3
+    assert counters.hits("test") == 3

@@ -20,7 +20,7 @@ from subprocess_python import INTERPRETED, python
 
 import nf4_patch
 from nf4_patch.nf4.layout import identity
-from nf4_patch.patching.stats import ledger
+from nf4_patch.patching.counters import counters
 
 TARGET = "bitsandbytes.functional.dequantize_4bit"
 
@@ -75,10 +75,10 @@ def test_the_weight_survives(life, nested, device, patched):
     state = layer.weight.quant_state
     assert torch.equal(before, expected(layer.weight.data, state))
     again = life(layer, device)
-    hits = ledger.hits(TARGET)
+    hits = counters.hits(TARGET)
     after = weight_of(again)
     assert torch.equal(before, after)
-    assert ledger.hits(TARGET) == hits + 1
+    assert counters.hits(TARGET) == hits + 1
 
 
 def test_requantizing_in_place(device, patched):
@@ -93,7 +93,7 @@ def test_requantizing_in_place(device, patched):
     state.offset.copy_(state2.offset)
     assert torch.equal(F.dequantize_4bit(packed, state), expected(again, state2))
     assert not torch.equal(F.dequantize_4bit(packed, state), first)
-    assert ledger.hits(TARGET) >= 3
+    assert counters.hits(TARGET) >= 3
 
 
 def test_a_state_that_is_changed_between_calls(device, patched):
@@ -142,7 +142,7 @@ def test_another_model_at_the_same_addresses(device, patched):
         got = F.dequantize_4bit(packed, state)
         assert torch.equal(got, expected(packed, state)), seed
         del packed, state, got
-    assert ledger.hits(TARGET) >= 30
+    assert counters.hits(TARGET) >= 30
 
 
 def test_toggled_in_the_middle_of_training(device):
@@ -166,9 +166,9 @@ def test_toggled_in_the_middle_of_training(device):
 
     nf4_patch.disable()
     without = losses(toggle=False)
-    ledger.reset()
+    counters.reset()
     with_toggle = losses(toggle=True)
-    assert ledger.hits(TARGET) >= 4
+    assert counters.hits(TARGET) >= 4
     nf4_patch.disable()
     for a, b in zip(with_toggle, without, strict=True):
         assert torch.equal(a, b)
@@ -194,10 +194,10 @@ def test_peft_merge_and_unmerge(device):
 
     nf4_patch.disable()
     without = merged()
-    ledger.reset()
+    counters.reset()
     with nf4_patch.enabled():
         with_patch = merged()
-    assert ledger.hits(TARGET) >= 2  # merge and unmerge dequantize
+    assert counters.hits(TARGET) >= 2  # merge and unmerge dequantize
     for a, b in zip(with_patch, without, strict=True):
         assert torch.equal(a, b)
 
@@ -278,14 +278,15 @@ def test_reloaded_modules():
     {INTERPRETED.strip().replace(chr(10), "; ")}
     import importlib, sys
     import bitsandbytes.functional as F, nf4_patch, torch
-    from nf4_patch.patching import hooks, replacement
+    from nf4_patch.patching import hooks
+    from nf4_patch.patching.adapters import bitsandbytes as adapter
     NAME = "bitsandbytes.functional.dequantize_4bit"
     state = lambda: dict((t.name, t.state) for t in nf4_patch.status().targets)[NAME]
     packed, quant = F.quantize_4bit(torch.randn(64, 64), quant_type="nf4", compress_statistics=True)
     held = [F.dequantize_4bit]  # a global would follow the patch
     nf4_patch.enable()
     assert state() == "patched"
-    importlib.reload(hooks); importlib.reload(replacement)  # while it is on
+    importlib.reload(hooks); importlib.reload(adapter)  # while it is on
     nf4_patch.enable()
     assert state() == "patched"
     assert F.dequantize_4bit.__wrapped__ is held[0]  # one replacement, not two

@@ -13,7 +13,7 @@ from subprocess_python import INTERPRETED, python
 
 import nf4_patch
 from nf4_patch.patching import hooks
-from nf4_patch.patching.stats import ledger
+from nf4_patch.patching.counters import counters
 
 TARGET = "bitsandbytes.functional.dequantize_4bit"
 
@@ -54,19 +54,19 @@ def test_a_wrapper_over_ours_is_seen_and_stays(wrap, device):
     theirs = F.dequantize_4bit = wrap(ours)
     packed, state = quantized((64, 128), torch.float16, device)
     try:
-        ledger.reset()
+        counters.reset()
         assert row().state == "wrapped"
         want = expected(packed, state)
-        hits = ledger.hits(TARGET)
+        hits = counters.hits(TARGET)
         assert hits >= 1
         nf4_patch.disable()
         assert F.dequantize_4bit is theirs
         assert torch.equal(F.dequantize_4bit(packed, state), want)
-        assert ledger.hits(TARGET) == hits
+        assert counters.hits(TARGET) == hits
         nf4_patch.enable()
         assert F.dequantize_4bit is theirs  # ours is beneath it: not put on top a second time
         F.dequantize_4bit(packed, state)
-        assert ledger.hits(TARGET) == hits + 1
+        assert counters.hits(TARGET) == hits + 1
     finally:
         nf4_patch.disable()
         F.dequantize_4bit = original
@@ -80,14 +80,14 @@ def test_the_original_restored_behind_our_back(device):
     try:
         assert row().state == "displaced"
         assert "enable() again" in row().note
-        ledger.reset()
+        counters.reset()
         packed, state = quantized((64, 128), torch.float16, device)
         F.dequantize_4bit(packed, state)
-        assert ledger.hits(TARGET) == 0
+        assert counters.hits(TARGET) == 0
         nf4_patch.enable()
         assert row().state == "patched"
         F.dequantize_4bit(packed, state)
-        assert ledger.hits(TARGET) == 1
+        assert counters.hits(TARGET) == 1
     finally:
         nf4_patch.disable()
     assert F.dequantize_4bit is original
@@ -111,10 +111,10 @@ def test_somebody_elses_function_is_left_in_place_and_can_be_patched(device):
         assert F.dequantize_4bit is theirs
         nf4_patch.enable()
         assert row().state == "patched"
-        ledger.reset()
+        counters.reset()
         want = expected(packed, state)
         assert not calls
-        assert ledger.hits(TARGET) == 1
+        assert counters.hits(TARGET) == 1
         state.blocksize = 96  # what we refuse goes to theirs
         with pytest.raises(ValueError, match="blocksize"):
             F.dequantize_4bit(packed, state)
@@ -246,4 +246,4 @@ def test_accelerate_hooks(device, patched):
     assert torch.equal(gradient(), want)
     accelerate_hooks.remove_hook_from_module(layer)
     assert torch.equal(gradient(), want)
-    assert ledger.hits(TARGET) == 2
+    assert counters.hits(TARGET) == 2

@@ -18,26 +18,27 @@ from subprocess_python import INTERPRETED, python
 import nf4_patch
 from nf4_patch.config import VARIABLES, Config, ConfigError
 from nf4_patch.nf4.dequantize import compilation
-from nf4_patch.patching import guards, hooks, replacement
+from nf4_patch.patching import guards, hooks, quant_state
+from nf4_patch.patching.counters import FallbackError, counters
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.patching.stats import FallbackError, ledger
+from nf4_patch.patching.switch import switch
 from nf4_patch.patching.targets import TARGETS
 
 DEQUANTIZE = "bitsandbytes.functional.dequantize_4bit"
 
 
 def fallbacks(target=DEQUANTIZE):
-    return {reason: n for (name, reason), n in ledger.fallbacks.items() if name == target}
+    return {reason: n for (name, reason), n in counters.fallbacks.items() if name == target}
 
 
 @pytest.fixture
 def on(device):
     """The patch is on; the test itself looks at what fell back."""
     nf4_patch.enable()
-    ledger.reset()
+    counters.reset()
     yield device
     nf4_patch.disable()
-    ledger.reset()
+    counters.reset()
 
 
 def linear(device, dtype=torch.bfloat16, **kwargs):
@@ -212,7 +213,7 @@ def test_dequant_linear_fallback(on, monkeypatch):
                 }
             got = cuda_ops._dequant_linear_fallback(x, packed, [96, 256], absmax, 64, quant_type, bias, **nest)
             assert torch.equal(got, torch.nn.functional.linear(x, weight, bias))
-    assert ledger.hits(name) == 4
+    assert counters.hits(name) == 4
     assert not fallbacks(name)
 
 
@@ -221,7 +222,7 @@ def test_output_argument(on):
     out = torch.empty(64, 128, dtype=torch.float16, device=on)
     assert F.dequantize_4bit(packed, state, out=out) is out
     assert torch.equal(out, expected(packed, state))
-    assert ledger.hits(DEQUANTIZE) >= 1
+    assert counters.hits(DEQUANTIZE) >= 1
     other = torch.empty(128, 64, dtype=torch.float16, device=on)
     with pytest.raises(Exception):  # noqa: B017, PT011 (whatever the original raises)
         F.dequantize_4bit(packed, state, out=other)
@@ -287,9 +288,9 @@ def test_refusals_have_a_name_and_run_the_original(on, reason, monkeypatch):
         assert seen[0][0] is packed
         assert seen[0][1] is state
         assert fallbacks() == {reason: 1}
-        assert ledger.hits(DEQUANTIZE) == 0
+        assert counters.hits(DEQUANTIZE) == 0
         if not reason.is_expected:
-            from nf4_patch.patching.replacement import switch
+            from nf4_patch.patching.switch import switch
 
             monkeypatch.setattr(switch, "strict", True)
             with pytest.raises(FallbackError, match="runs the original"):
@@ -327,15 +328,15 @@ def test_disable_reaches_through_another_librarys_wrapper(on):
     packed, state = quantized((64, 128), torch.float16, on)
     try:
         F.dequantize_4bit(packed, state)
-        assert ledger.hits(DEQUANTIZE) == 1
+        assert counters.hits(DEQUANTIZE) == 1
         assert {t.name: t.state for t in nf4_patch.status().targets}[DEQUANTIZE] == "wrapped"
         nf4_patch.disable()
         assert F.dequantize_4bit is theirs  # not ours to remove
         F.dequantize_4bit(packed, state)
-        assert ledger.hits(DEQUANTIZE) == 1
+        assert counters.hits(DEQUANTIZE) == 1
         nf4_patch.enable()
         F.dequantize_4bit(packed, state)
-        assert ledger.hits(DEQUANTIZE) == 2
+        assert counters.hits(DEQUANTIZE) == 2
     finally:
         F.dequantize_4bit = ours
         nf4_patch.disable()
@@ -432,13 +433,13 @@ def test_the_tables_are_those_of_bitsandbytes(quant_type, device):
     packed, state = quantized((64, 128), torch.float16, device, quant_type=quant_type)
     weight = expected(packed, state)
     dtype = torch.get_default_dtype()
-    replacement._codebooks.clear()
+    quant_state._codes.clear()
     torch.set_default_dtype(torch.bfloat16)
     try:
         assert torch.equal(nf4_patch.dequantize_nf4(packed, state), weight)
     finally:
         torch.set_default_dtype(dtype)
-    assert torch.equal(replacement.codebook(quant_type, device), want)
+    assert torch.equal(quant_state.remembered_code(quant_type, device), want)
     assert torch.equal(nf4_patch.dequantize_nf4(packed, state), weight)
 
 
@@ -446,7 +447,7 @@ def test_arguments_that_agree_with_the_state_are_served(on):
     for name, others in (("nf4", {"quant_type": "nf4"}), ("fp4", {"quant_type": "fp4"})):
         packed, state = quantized((64, 128), torch.float16, on, blocksize=128, quant_type=name)
         want = expected(packed, state)
-        ledger.reset()
+        counters.reset()
         wrapper = getattr(F, f"dequantize_{name}")
         out = torch.empty_like(want)
         results = [
@@ -460,14 +461,14 @@ def test_arguments_that_agree_with_the_state_are_served(on):
         ]
         assert all(torch.equal(result, want) for result in results)
         assert results[1] is out and results[3] is out
-        assert ledger.hits(DEQUANTIZE) == len(results)
+        assert counters.hits(DEQUANTIZE) == len(results)
         assert not fallbacks()
 
 
 def test_arguments_that_differ_from_the_state_run_the_original(on):
     packed, state = quantized((64, 128), torch.float16, on, blocksize=128, quant_type="fp4")
     want = expected(packed, state)
-    ledger.reset()
+    counters.reset()
     for arguments in ({"absmax": state.absmax.clone()}, {"blocksize": 256}, {"quant_type": "nf4"}):
         result = F.dequantize_4bit(packed, state, **arguments)
         if on.type == "cuda":
@@ -508,18 +509,18 @@ def packed_for_cpu(nested):
 def test_cpu_packing_has_its_name(nested, device):
     packed, state = packed_for_cpu(nested)
     nf4_patch.enable()
-    ledger.reset()
+    counters.reset()
     try:
         with contextlib.suppress(Exception):  # what the original makes of it is its own
             F.dequantize_4bit(packed, state)
         assert fallbacks() == {Reason.CPU_PACKING: 1}
-        ledger.reset()
+        counters.reset()
         with contextlib.suppress(Exception):
             torch.compile(lambda w: F.dequantize_4bit(w, state), backend="eager")(packed)
-        assert ledger.hits(DEQUANTIZE) == 0
+        assert counters.hits(DEQUANTIZE) == 0
     finally:
         nf4_patch.disable()
-        ledger.reset()
+        counters.reset()
     with pytest.raises(ValueError, match=Reason.CPU_PACKING.sentence):
         nf4_patch.dequantize_nf4(packed, state)
 
@@ -643,12 +644,12 @@ def test_enable_names_what_matmul_may_be(matmul):
 def test_nested_blocks_restore_what_each_found():
     with nf4_patch.enabled("auto"):
         with nf4_patch.enabled("off"):
-            assert replacement.switch.matmul == "off"
-        assert replacement.switch.matmul == "auto"
+            assert switch.matmul == "off"
+        assert switch.matmul == "auto"
         nf4_patch.disable()
     assert not nf4_patch.is_enabled()
     nf4_patch.enable("auto")
     with nf4_patch.enabled("off"):
-        assert replacement.switch.matmul == "off"
-    assert nf4_patch.is_enabled() and replacement.switch.matmul == "auto"
+        assert switch.matmul == "off"
+    assert nf4_patch.is_enabled() and switch.matmul == "auto"
     nf4_patch.disable()

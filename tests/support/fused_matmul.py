@@ -7,7 +7,7 @@ import torch
 
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.layout import Layout
-from nf4_patch.patching.stats import ledger
+from nf4_patch.patching.counters import counters
 
 
 def exact(layout: Layout) -> torch.Tensor:
@@ -32,4 +32,8 @@ def linear(n: int, k: int, dtype: torch.dtype = torch.bfloat16, bias: bool = Fal
 
 def hits_by_shape() -> dict:
     """Hits of the fused matmul by target, shape and dtype."""
-    return {key: tally.hits for key, tally in ledger.tallies.items() if key[2].endswith("product") and tally.hits}
+    return {
+        key: counter.hits
+        for key, counter in counters.hit_counters.items()
+        if key[2].endswith("fused matmul") and counter.hits
+    }

@@ -6,7 +6,7 @@ import bitsandbytes.functional as F
 import torch
 
 from nf4_patch.nf4.layout import Layout
-from nf4_patch.patching.replacement import fields_of
+from nf4_patch.patching.quant_state import fields_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

@@ -17,10 +17,12 @@ from nf4_patch.nf4.matmul import calibration
 from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.nf4.matmul import reference as matmul_reference
 from nf4_patch.nf4.matmul.tuning import ANY, SMALL_M_CANDIDATES, SMALL_M_ROWS, SmallMConfig, SmallMRow
-from nf4_patch.patching import hooks, product, replacement
+from nf4_patch.patching import fused_matmul, hooks
+from nf4_patch.patching.adapters import unsloth as unsloth_adapter
+from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.tools import doctor
 from nf4_patch.tools.bench import calibrate
-from nf4_patch.tools.bench import matmul as fused_matmul
+from nf4_patch.tools.bench import matmul as bench_matmul
 from nf4_patch.tools.bench.peers import BITSANDBYTES, OURS, UNSLOTH_TRITON
 from nf4_patch.tools.bench.record import Row, bits
 from nf4_patch.tools.bench.timing import Machine, Times
@@ -104,27 +106,27 @@ def test_it_goes_before_the_shipped_table_where_it_measured(machine):
 def test_the_answers_that_were_remembered_follow_the_file(machine):
     """is_measured, measured_everywhere, kernels and remembered products are resolved anew when another file is used."""
     machine({GPU: entry_of()})
-    assert product.is_measured(0, 8, 4096, 4096)
-    assert not product.is_measured(0, 1, 4096, 4096) and not product.is_measured(1, 8, 4096, 4096)
-    assert replacement.measured_everywhere()
-    multiplier = product.Multiplier(replacement.Server("test"))
-    matmul._kernels["a size"] = multiplier.products["a weight"] = None
+    assert fused_matmul.is_measured(0, 8, 4096, 4096)
+    assert not fused_matmul.is_measured(0, 1, 4096, 4096) and not fused_matmul.is_measured(1, 8, 4096, 4096)
+    assert unsloth_adapter.measured_everywhere()
+    multiplier = fused_matmul.FusedMatmul(Dequantizer("test"))
+    matmul._kernels["a size"] = multiplier.launches["a weight"] = None
     hooks.use_calibration(SimpleNamespace(calibration=None))
-    assert not product.is_measured(0, 8, 4096, 4096)
-    assert not replacement.measured_everywhere()
+    assert not fused_matmul.is_measured(0, 8, 4096, 4096)
+    assert not unsloth_adapter.measured_everywhere()
     assert "a size" not in matmul._kernels
-    assert not multiplier.products
+    assert not multiplier.launches
 
 
 def test_shipped_or_calibrated_decides_about_unsloths_kernel(machine, monkeypatch):
-    monkeypatch.setattr(replacement, "FASTER_EAGERLY", {ADA: "measured"})
+    monkeypatch.setattr(unsloth_adapter, "FASTER_EAGERLY", {ADA: "measured"})
     for calibrated, wanted in ((True, True), (False, False), (None, True)):
         machine({GPU: entry_of(faster_eagerly=calibrated)})
-        assert replacement.measured_everywhere() is wanted
+        assert unsloth_adapter.measured_everywhere() is wanted
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(replacement, "FASTER_EAGERLY", {})
+    monkeypatch.setattr(unsloth_adapter, "FASTER_EAGERLY", {})
     machine({GPU: entry_of()})
-    assert not replacement.measured_everywhere()  # the second GPU is not in the file
+    assert not unsloth_adapter.measured_everywhere()  # the second GPU is not in the file
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,7 @@ def test_a_damaged_file_is_named_and_ignored(machine, content):
     assert calibration.status(0).startswith(f"{file} is ignored, it is damaged: ")
     assert calibration.rows(0) == {}
     assert calibration.faster_eagerly(0) is None
-    assert not product.is_measured(0, 8, 4096, 4096)
+    assert not fused_matmul.is_measured(0, 8, 4096, 4096)
 
 
 def test_what_cannot_be_read_and_what_is_not_there(machine, tmp_path):
@@ -271,7 +273,7 @@ def point(m, ours, theirs, noise=0.0, config=CONFIG):
     def times(value):
         return Times((value, value * (1 + noise)) * 2)
 
-    taken = {BITSANDBYTES: times(theirs), fused_matmul.DEQUANTIZE: times(100.0)}
+    taken = {BITSANDBYTES: times(theirs), bench_matmul.DEQUANTIZE: times(100.0)}
     taken |= {} if ours is None else {OURS: times(ours)}
     return calibrate.Point(Row(f"M={m}", "us", taken, {}, sizes={"m": m}), config)
 
@@ -312,7 +314,7 @@ def test_a_config_that_is_wrong_is_not_timed(monkeypatch):
     """The reference passes for a config; one weight that is off, or the sums, and it is named by what is wrong."""
     packed, state = quantized((256, 512), torch.bfloat16, "cpu")
     layout = layout_of(packed, state)
-    dense, truth = reference.dequantize(layout), fused_matmul.exact(layout)
+    dense, truth = reference.dequantize(layout), bench_matmul.exact(layout)
     x = torch.randn(8, 512).bfloat16()
 
     def check(change):

@@ -266,7 +266,7 @@ def test_verify_finds_an_element_that_was_not_written(few_cases, monkeypatch, tm
 
 
 def test_verify_takes_a_refusal_for_a_failure(few_cases, monkeypatch, tmp_path):
-    monkeypatch.setattr(direct._server, "serve", lambda weight, state, out: Reason.BLOCKSIZE)
+    monkeypatch.setattr(direct._dequantizer, "run", lambda weight, state, out: Reason.BLOCKSIZE)
     result, report = report_of(tmp_path, "verify")
     assert result.exit_code == 1
     assert all("refused: a blocksize" in failure for failure in report["failures"])

@@ -59,7 +59,7 @@ def test_every_reason_of_a_fault_exists():
 def test_a_wrong_kernel_is_seen(monkeypatch):
     """One flipped bit in one element, a byte written before out, a well-formed state refused: all three are reported."""
     fuzzer = fuzzing.Fuzzer(0, DEVICE)
-    serve = fuzzer.server.serve
+    serve = fuzzer.dequantizer.run
 
     def flipped(packed, state, out=None, shared=False):
         result = serve(packed, state, out, shared)
@@ -79,7 +79,7 @@ def test_a_wrong_kernel_is_seen(monkeypatch):
         if (c := fuzzing.draw(0, n, DEVICE.type)).into == "out" and not (c.transposed or c.fault or c.special)
     )  # fmt: skip
     for wrong, mismatches, out_of_bounds in ((flipped, 1, 0), (spilled, 0, 1), (lambda *a, **k: Reason.SIZES, 1, 0)):
-        monkeypatch.setattr(fuzzer.server, "serve", wrong)
+        monkeypatch.setattr(fuzzer.dequantizer, "run", wrong)
         fuzzer.report = fuzzing.FuzzReport("here", 0)
         fuzzer.run(number)
         assert (len(fuzzer.report.mismatches), len(fuzzer.report.out_of_bounds)) == (mismatches, out_of_bounds), wrong

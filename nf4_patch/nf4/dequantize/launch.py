@@ -18,7 +18,7 @@ class Launch:
     """
 
     __slots__ = (
-        "call", "dense_shape", "device", "dtype", "grid", "head", "n", "shape", "strides", "tail", "tally", "transposed", "view",
+        "call", "dense_shape", "device", "dtype", "grid", "head", "n", "shape", "strides", "tail", "counter", "transposed", "view",
     )  # fmt: skip
 
     def __init__(self, layout: Layout, transposed: bool = False):
@@ -38,7 +38,7 @@ class Launch:
         self.dense_shape, self.transposed = tuple(layout.shape), transposed
         result = self.transposed_if_asked(torch.empty(self.dense_shape, dtype=layout.dtype, device="meta"))
         self.shape, self.strides = tuple(result.shape), result.stride()
-        self.tally: Any = None  # the caller's counter
+        self.counter: Any = None  # the caller's counter
         self.view: torch.Tensor | None = None  # the result in the shared buffer
 
     def transposed_if_asked(self, weight: torch.Tensor) -> torch.Tensor:

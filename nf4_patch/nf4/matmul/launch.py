@@ -89,7 +89,7 @@ class MatmulLaunch:
 
     __slots__ = (
         "call", "device", "dtype", "grid", "head", "part", "shape", "strides", "sum", "sum_grid", "sum_head",
-        "sum_tail", "tail", "tally", "weight",
+        "sum_tail", "tail", "counter", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -108,7 +108,7 @@ class MatmulLaunch:
             self.part, self.sum_grid = (kernel.split_k * kernel.total,), kernel.sum_grid
             self.sum, self.sum_head, tail, _ = kernel.sum
             self.sum_tail = (spare, *kernel.sum_sizes, *tail)
-        self.tally: Any = None  # the caller's counter
+        self.counter: Any = None  # the caller's counter
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The result for an x of the shape, dtype and device it was resolved for, new or in ``out`` (contiguous)."""

@@ -27,7 +27,7 @@ from ...nf4.matmul import calibration
 from ...nf4.matmul import launch as matmul
 from ...nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
 from ...patching import hooks
-from ...patching.replacement import fields_of
+from ...patching.quant_state import fields_of
 from ..report import Report, Tell, require_gpu, silent
 from . import dequantize as dequantization
 from . import matmul as fused_matmul

@@ -13,7 +13,7 @@ import nf4_patch
 
 from ...nf4.runtime import same_bits
 from ...patching import hooks
-from ...patching.replacement import switch
+from ...patching.switch import switch
 from ..report import Tell
 from .peers import BITSANDBYTES, OURS, Peer
 from .record import CEILING, COPY, EMPTY, Row, bits

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 import nf4_patch
 
 from ...nf4.layout import Layout
-from ...patching.replacement import fields_of, switch
+from ...patching.quant_state import fields_of
+from ...patching.switch import switch
 from ..report import Tell, require_gpu, silent
 from .matmul import error, exact, fused_matmul_hits
 from .peers import OURS, original

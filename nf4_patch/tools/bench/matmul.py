@@ -16,8 +16,9 @@ import nf4_patch
 
 from ...nf4.dequantize import reference
 from ...nf4.layout import Layout
-from ...patching.replacement import fields_of, switch
-from ...patching.stats import ledger
+from ...patching.counters import counters
+from ...patching.quant_state import fields_of
+from ...patching.switch import switch
 from ..report import Tell, require_gpu, silent
 from .dequantize import name_of, quantized
 from .peers import BITSANDBYTES, OURS, original
@@ -85,7 +86,7 @@ def gemv() -> Callable[..., Any] | None:
 
 
 def fused_matmul_hits() -> int:
-    return sum(tally.hits for key, tally in ledger.tallies.items() if key[2].endswith("product"))
+    return sum(counter.hits for key, counter in counters.hit_counters.items() if key[2].endswith("fused matmul"))
 
 
 def others(x: torch.Tensor, unsloth: Callable[..., Any] | None) -> dict[str, Callable[..., Any]]:

@@ -21,7 +21,7 @@ from ...nf4.layout import Layout
 from ...nf4.matmul import launch as matmul
 from ...nf4.matmul import small_m
 from ...nf4.matmul.tuning import SmallMConfig
-from ...patching.replacement import fields_of
+from ...patching.quant_state import fields_of
 from . import machine_code
 from .machine_code import Capability, arch_of
 

@@ -14,7 +14,7 @@ class FallbackError(RuntimeError):
     """NF4_PATCH_STRICT=1 and a 4-bit weight would have run the original."""
 
 
-class Tally:
+class HitCounter:
     """Kernel launches of one target, weight shape and dtype."""
 
     __slots__ = ("hits",)
@@ -23,19 +23,19 @@ class Tally:
         self.hits = 0  # ``+= 1`` has no call inside it: CPython does not switch threads in the middle
 
 
-class Ledger:
-    """All counts of the process, read over ``list(...)``: other threads add to them meanwhile. Calls inside a compiled graph are not seen and not counted."""
+class Counters:
+    """All counts of the process, read over ``list(...)``: other threads add meanwhile. Calls in a compiled graph are not seen."""
 
     def __init__(self) -> None:
-        self.tallies: dict[tuple[str, tuple[int, ...], str], Tally] = {}
+        self.hit_counters: dict[tuple[str, tuple[int, ...], str], HitCounter] = {}
         self.fallbacks: Counter[tuple[str, Reason]] = Counter()
         self.errors: dict[str, int] = {}  # kernel failures and own errors, by message
 
-    def tally(self, target: str, shape: tuple[int, ...], dtype: str) -> Tally:
-        return self.tallies.setdefault((target, tuple(shape), dtype), Tally())
+    def of(self, target: str, shape: tuple[int, ...], dtype: str) -> HitCounter:
+        return self.hit_counters.setdefault((target, tuple(shape), dtype), HitCounter())
 
     def hits(self, target: str) -> int:
-        return sum(tally.hits for (name, _, _), tally in list(self.tallies.items()) if name == target)
+        return sum(counter.hits for (name, _, _), counter in list(self.hit_counters.items()) if name == target)
 
     def fall_back(self, target: str, reason: Reason, strict: bool, detail: str = "") -> None:
         """Count it; the first of its kind is a WARNING.
@@ -58,11 +58,11 @@ class Ledger:
             logger.warning("%s. Counted from now on; see nf4_patch.status().", sentence)
 
     def reset(self) -> None:
-        """Forget the counts; launches that are remembered keep counting into their tallies."""
-        for tally in list(self.tallies.values()):
-            tally.hits = 0
+        """Forget the counts; launches that are remembered keep their counters."""
+        for counter in list(self.hit_counters.values()):
+            counter.hits = 0
         self.fallbacks.clear()
         self.errors.clear()
 
 
-ledger = Ledger()
+counters = Counters()

@@ -1,0 +1,115 @@
+"""Unsloth: its dequantization, its matmul of a few rows, and which calls its own NF4 kernel keeps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...nf4.matmul import calibration
+from .. import fused_matmul
+from ..context import is_compiling
+from ..dequantizer import Dequantizer
+from ..reasons import Reason
+from ..switch import switch
+
+# Capabilities where an eager call was measured to be at least as fast as Unsloth's own kernel (2026.10), and the
+# measurement; elsewhere Unsloth's keeps its calls, and everywhere in a compiled region: it is a triton_op, which
+# Inductor launches without the dispatcher that our op goes through.
+FASTER_EAGERLY = {
+    (9, 0): "H200, torch 2.11, triton 3.6.0, Unsloth 2026.10.9: 7.6 us a call of the host against 11.1 into the global "
+    "buffer and 9.4 against 24.0 into a new tensor; 1.02x (591 MB) to 1.35x (2.6 MB) on the GPU",
+}
+
+
+def deferred(compiling: bool) -> bool:
+    """Whether Unsloth's own kernel keeps a call: by NF4_PATCH_DEFER, or by what was measured."""
+    if switch.defer != "auto":
+        return switch.defer == "always"
+    return compiling or not measured_everywhere()
+
+
+def faster_eagerly(device: int) -> bool:
+    calibrated = calibration.faster_eagerly(device)
+    return torch.cuda.get_device_capability(device) in FASTER_EAGERLY if calibrated is None else calibrated
+
+
+@functools.cache
+def measured_everywhere() -> bool:
+    return all(map(faster_eagerly, range(torch.cuda.device_count())))
+
+
+def forget() -> None:
+    """Ask the table anew: another calibration is in force."""
+    measured_everywhere.cache_clear()
+
+
+def replace_fast_dequantize(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``fast_dequantize`` and ``_fast_dequantize_bnb``."""
+    dequantizer = Dequantizer(target)
+    run, trace = dequantizer.run, dequantizer.trace
+    upstream = original.__globals__  # type: ignore[attr-defined]
+
+    @functools.wraps(original)
+    def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, **kwargs):
+        if switch.on:
+            own_kernel = upstream.get("_USE_NF4_KERNELS", False)
+            if own_kernel and deferred(is_compiling()):
+                result: Any = Reason.DEFERRED
+            elif is_compiling():
+                result = trace(W, quant_state, out)
+            else:
+                try:
+                    result = run(W, quant_state, out, use_global_buffer)
+                except Exception as error:
+                    result = dequantizer.failed(error)
+            if type(result) is not Reason:
+                return result
+            if not is_compiling():
+                dequantizer.fall_back(result)
+        return original(W, quant_state, out, use_global_buffer, **kwargs)
+
+    return fast_dequantize
+
+
+def replace_fast_gemv(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``fast_gemv`` and ``_fast_gemv_bnb``: [1, 1, K] to [1, 1, N]. Traced, it stays Unsloth's."""
+
+    def multiply(fused, X, W, quant_state, out=None):
+        return fused.run_row(X, W, quant_state, out)
+
+    return fused_matmul.before(target, original, multiply)
+
+
+def replace_gemv_rows(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``_gemv_rows``: a batch of single tokens, [M, 1, K] to [M, 1, N]; its None means: dequantize."""
+
+    def multiply(fused, X, W, quant_state, out):
+        return fused.run_state(X, W, quant_state, None, out)
+
+    return fused_matmul.before(target, original, multiply)
+
+
+def replace_matmul_lora(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``matmul_lora``, the linear layers of its LoRA kernels: x @ weight.T + (x @ a.T) @ b.T * scale.
+
+    A packed weight [1, bytes] asks for x @ weight, which stays Unsloth's.
+    """
+
+    def multiply(fused, X, W, W_quant, A, B, s, out=None, **kwargs):
+        autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+        adapted = A is not None and torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)
+        # the original multiplies in the dtype of autocast, and rounds a weight of another dtype than X's twice
+        if adapted or autocast not in (False, X.dtype) or getattr(W_quant, "dtype", X.dtype) is not X.dtype:
+            return Reason.PRODUCT
+        rows = X.view(-1, X.shape[-1])
+        result = fused.run_state(rows, W, W_quant, out=out, transposed=False)
+        if type(result) is Reason:
+            return result
+        if A is not None:
+            result.addmm_(rows @ A.t().to(X.dtype), B.t().to(X.dtype), alpha=s)
+        return result.view(*X.shape[:-1], -1)
+
+    return fused_matmul.before(target, original, multiply)

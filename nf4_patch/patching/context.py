@@ -1,0 +1,27 @@
+"""What PyTorch is doing around a call: compiling, exporting, tracing, dispatching to a mode, transforming."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+is_compiling = torch.compiler.is_dynamo_compiling  # torch.export without Dynamo runs under a dispatch mode
+is_exporting = getattr(torch.compiler, "is_exporting", bool)  # PyTorch 2.6 does not say; bool() is False
+is_jit_tracing = torch._C._is_tracing  # torch.jit.trace: a shape then holds tensors, so that no launch is found
+modes_active = torch._C._len_torch_dispatch_stack
+transforms_active = torch._C._functorch.peek_interpreter_stack
+own_dispatch = torch._C._disabled_torch_dispatch_impl  # the __torch_dispatch__ of a class that has none
+
+
+def keep_dynamo_out(function: Callable[..., Any]) -> None:
+    """Dynamo traces neither this function nor what it calls, at no cost a call; inlined frames are not touched.
+
+    Inductor skips a frame with bf16 in it below sm_80 (T4). The frame then runs eagerly, but Dynamo looks into every
+    function that it calls, and would compile the host path piece by piece. PyTorch 2.6 has no such switch.
+    """
+    evaluation = torch._C._dynamo.eval_frame
+    if hasattr(evaluation, "_FrameExecStrategy") and hasattr(evaluation, "set_code_exec_strategy"):
+        skip = evaluation._FrameAction.SKIP
+        evaluation.set_code_exec_strategy(function.__code__, evaluation._FrameExecStrategy(skip, skip))

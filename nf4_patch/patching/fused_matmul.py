@@ -1,0 +1,165 @@
+"""Matmul straight from the packed weight, where bitsandbytes and Unsloth multiply a few rows.
+
+As accurate as dequantize + matmul and not the same bits (bitsandbytes' own fused kernels are not either): therefore a
+switch of its own, ``enable(matmul="auto")`` or NF4_PATCH_MATMUL=auto, off by default.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..nf4 import runtime
+from ..nf4.dequantize import compilation
+from ..nf4.layout import Layout, identity
+from ..nf4.matmul import launch as matmul
+from . import guards
+from .context import is_compiling, is_jit_tracing, modes_active, own_dispatch, transforms_active
+from .counters import counters
+from .dequantizer import Dequantizer
+from .quant_state import fields_of
+from .reasons import Reason
+from .switch import switch
+
+
+@functools.lru_cache(maxsize=4096)
+def is_measured(device: int, m: int, n: int, k: int) -> bool:
+    """Whether a table, calibrated or shipped, has the fused matmul ahead here."""
+    return matmul.config_for(torch.cuda.get_device_capability(device), m, n, k, device=device) is not None
+
+
+_in_use: weakref.WeakSet[FusedMatmul] = weakref.WeakSet()
+
+
+def forget() -> None:
+    """Ask the tables anew: another calibration is in force."""
+    matmul.forget()
+    is_measured.cache_clear()
+    for each in _in_use:
+        each.launches.clear()
+
+
+class FusedMatmul:
+    """Multiplies by the packed weights of one target."""
+
+    def __init__(self, dequantizer: Dequantizer):
+        self.dequantizer = dequantizer  # of the same target
+        self.memo = runtime.Memo()
+        self.launches: dict[tuple[Any, ...], Any] = self.memo.launches
+        _in_use.add(self)
+
+    def run(
+        self, x: torch.Tensor, packed: torch.Tensor, fields: tuple[Any, ...], quant_type: str,
+        bias: torch.Tensor | None = None, out: torch.Tensor | None = None, state: Any = None,
+    ) -> Any:  # fmt: skip
+        """x @ weight.T + bias, [..., N] in x's dtype, or the Reason why not. A remembered launch is found at once.
+
+        Args:
+            fields: those of a Layout after ``packed``, the dtype being x's; the code is not read.
+            out: filled and returned.
+            state: the QuantState, where there is one to look at.
+        """
+        key: Any = None
+        launch = None
+        try:
+            known = None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.is_contiguous())
+            key = (x.shape, x.get_device(), known, identity(quant_type, packed, *fields))
+            launch = self.launches.get(key)
+        except (AttributeError, TypeError):  # a field is no tensor, or the shape a list: the guards decide
+            key = None
+        if launch is None:
+            launch = self.resolve(key, x, Layout(packed, *fields), quant_type, bias, state)
+            if type(launch) is Reason:
+                return launch
+        if out is not None and not (
+            out.shape == launch.shape
+            and out.dtype is x.dtype
+            and out.get_device() == launch.device
+            and out.is_contiguous()
+            and not out.requires_grad
+        ):
+            return Reason.OUT
+        result = launch(x, out)
+        launch.counter.hits += 1
+        return result
+
+    def resolve(self, key: Any, x: torch.Tensor, layout: Layout, quant_type: str, bias: Any, state: Any) -> Any:
+        """A launch that passed the guards and is then remembered, or the Reason why there is none."""
+        if is_jit_tracing():
+            return Reason.EXPORT
+        device = x.get_device()
+        if device < 0 or compilation.INTERPRETED:
+            return Reason.NOT_CUDA
+        if len(layout.shape) != 2:
+            return Reason.PRODUCT
+        n, k = layout.shape
+        m = x.numel() // k
+        if m == 0 or x.shape[-1] != k or not is_measured(device, m, n, k):
+            return Reason.ROWS
+        coded = self.dequantizer.with_code(layout, quant_type)
+        if isinstance(coded, Reason):
+            return coded
+        reason = self.dequantizer.unsupported(coded, state)
+        if reason is not None:
+            return reason
+        if matmul.refusal(x, coded, bias) is not None:
+            return Reason.PRODUCT
+        if not all(map(runtime.has_memory, guards.tensors_of(coded))):
+            return Reason.NO_MEMORY
+        try:
+            launch: Any = matmul.resolve(x, coded, bias)
+        except runtime.KernelUnavailable as error:
+            return self.dequantizer.unavailable(error)
+        dtype = str(x.dtype).removeprefix("torch.")
+        launch.counter = counters.of(self.dequantizer.target, (n, k), f"{dtype} fused matmul")
+        return launch if key is None else self.memo.remember(key, launch)
+
+    def run_state(self, x, packed, state, bias=None, out=None, transposed=None) -> Any:
+        """As ``run``, with the weight of a QuantState, where no gradient is asked for.
+
+        Args:
+            transposed: whether the packed weight has to come as [1, bytes]; None: it does not matter.
+        """
+        fields = fields_of(state)
+        if type(fields) is Reason:
+            return fields
+        if modes_active():
+            return Reason.MODE
+        if transforms_active() is not None:
+            return Reason.TRANSFORM
+        if type(x).__torch_dispatch__ is not own_dispatch or type(packed).__torch_dispatch__ is not own_dispatch:
+            return Reason.SUBCLASS
+        if (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))) or (
+            transposed is not None and (packed.shape[0] == 1) is not transposed
+        ):
+            return Reason.PRODUCT
+        with torch._C.DisableTorchFunctionSubclass():  # Params4bit's methods as a Tensor's
+            return self.run(x, packed, (*fields[:-1], x.dtype), state.quant_type, bias, out, state)
+
+    def run_row(self, x, packed, state, out) -> Any:
+        """As ``run_state``, of one row."""
+        return self.run_state(x, packed, state, None, out) if x.numel() == x.shape[-1] else Reason.PRODUCT
+
+
+def before(target: str, original: Callable[..., Any], multiply: Callable[..., Any]) -> Callable[..., Any]:
+    """The original, with the fused matmul tried first, where it is switched on and nothing is traced.
+
+    Args:
+        multiply: takes a FusedMatmul and the original's arguments; its result, or the Reason why the original runs.
+    """
+    dequantizer = Dequantizer(target)
+    fused = FusedMatmul(dequantizer)
+
+    @functools.wraps(original)
+    def replacement(*args, **kwargs):
+        if switch.on and switch.matmul != "off" and not is_compiling():
+            result = dequantizer.attempt(multiply, fused, *args, **kwargs)
+            if type(result) is not Reason:
+                return result
+        return original(*args, **kwargs)
+
+    return replacement
