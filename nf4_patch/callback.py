@@ -13,6 +13,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from . import status
+from .tools import output
 
 
 class ReportCallback(TrainerCallback):
@@ -24,14 +25,19 @@ class ReportCallback(TrainerCallback):
     Args:
         json_file: written there as well when training ends.
         quiet: print nothing.
+
+    Raises:
+        ValueError: when training begins, if ``json_file`` cannot be written.
     """
 
     def __init__(self, json_file: str | Path | None = None, quiet: bool = False) -> None:
-        self.json_file = json_file
+        self.json_file = None if json_file is None else output.absolute(json_file)
         self.quiet = quiet
         self._start = (0, 0)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.json_file is not None and state.is_world_process_zero:  # only there the folder need exist
+            output.checked(self.json_file)
         now = status()
         self._start = (now.hits, now.fallbacks)
 
@@ -50,4 +56,5 @@ class ReportCallback(TrainerCallback):
         if not self.quiet:
             print(now)
         if self.json_file is not None:
-            Path(self.json_file).write_text(json.dumps(now.as_dict(), indent=1))
+            text = json.dumps(now.as_dict(), indent=1)
+            output.write(self.json_file, lambda file: file.write_text(text, encoding="utf-8"))

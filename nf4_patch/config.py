@@ -64,6 +64,13 @@ class Config:
     defer: str  # auto, never, always
     matmul: str  # off, auto
     calibration: Path | None  # the file of measurements; None: not to be read
+    calibration_named: bool  # by the user: it should exist
+
+    def missing_calibration(self) -> str:
+        """A sentence on a calibration file that the user named and that does not exist; "" where all is well."""
+        if self.calibration is None or not self.calibration_named or self.calibration.exists():
+            return ""
+        return f"NF4_PATCH_CALIBRATION names {self.calibration}, which does not exist: the shipped tables decide"
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None, matmul: str | None = None) -> Config:
@@ -100,4 +107,5 @@ class Config:
             defer=values["NF4_PATCH_DEFER"],
             matmul=values["NF4_PATCH_MATMUL"],
             calibration=Path(os.path.expanduser(file)) if file else None,
+            calibration_named=values["NF4_PATCH_CALIBRATION"] not in ("auto", "off"),
         )

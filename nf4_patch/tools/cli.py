@@ -3,9 +3,10 @@
 A verb is a row of VERBS. Its command is a click.Command that is imported when the verb is used, so that
 ``nf4-patch --help`` imports neither torch nor the verb. The conventions of a command:
 
-* It returns a ``report.Report`` (or None) and prints nothing. This module prints ``report.render()``,
-  writes ``report.as_dict()`` where ``--json FILE`` was given (every verb has that option, none declares it)
-  and exits with ``report.exit_code``.
+* It returns a ``report.Report`` (or None) and prints nothing. This module writes ``report.as_dict()`` where
+  ``--json FILE`` was given (every verb has that option, none declares it), prints ``report.render()`` and exits
+  with ``report.exit_code``.
+* An option that names a file to write is an ``output.OutputFile``: checked before the work.
 * It takes progress from click's context: ``@click.pass_obj`` gives a ``report.Tell``, called as
   ``tell("compiling", 3, 24)``. It appears on stderr.
 * A wrong use is a ``click.UsageError`` or a ``click.ClickException``.
@@ -16,6 +17,7 @@ The verbs of this module call a function of a module of the same name, which kno
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import sys
 from pathlib import Path
@@ -24,7 +26,8 @@ from typing import Any, NamedTuple
 import click
 
 from .. import __version__
-from ..config import ConfigError
+from ..config import Config, ConfigError
+from . import output
 
 
 class Verb(NamedTuple):
@@ -83,7 +86,7 @@ def json_option() -> click.Option:
         ctx.meta["nf4_patch.json"] = value
 
     return click.Option(
-        ["--json", "json_file"], type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+        ["--json", "json_file"], type=output.OutputFile(), metavar="FILE",
         expose_value=False, callback=remember, help="Write the report to FILE as JSON.",
     )  # fmt: skip
 
@@ -122,6 +125,9 @@ def console(stderr: bool = False) -> Any:
     """A rich console that prints strings as they are; outside a terminal wide enough for every table."""
     from rich.console import Console
 
+    stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, io.TextIOWrapper) and not stream.closed:
+        stream.reconfigure(errors="replace")  # an encoding without the character shows "?" instead of raising
     result = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
     if not result.is_terminal:
         result.width = 120
@@ -140,16 +146,18 @@ def main(ctx: click.Context) -> None:
 @main.result_callback()
 @click.pass_context
 def finish(ctx: click.Context, report: Any) -> None:
-    """Print a verb's report, write its JSON and exit with its code."""
+    """Write a verb's JSON, print its report and exit with its code."""
     ctx.obj.stop()
     if report is None:
         return
-    out = console()
-    for renderable in report.render():
-        out.print(renderable, soft_wrap=isinstance(renderable, str))
     file = ctx.meta.get("nf4_patch.json")
     if file is not None:
-        file.write_text(json.dumps(report.as_dict(), indent=2, default=str) + "\n")
+        text = json.dumps(report.as_dict(), indent=2, default=str) + "\n"
+        output.write(file, lambda path: path.write_text(text, encoding="utf-8"))
+    if sys.stdout is not None and not getattr(sys.stdout, "closed", False):
+        out = console()
+        for renderable in report.render():
+            out.print(renderable, soft_wrap=isinstance(renderable, str))
     sys.exit(report.exit_code)
 
 
@@ -179,13 +187,16 @@ def verify(tell: Progress, weights: Path | None, arch: str | None, cases: int | 
         return fuzz.fuzz(cases, seed, tell=tell)
     from . import verify
 
-    if arch is None:  # without importing a kernel: verify decides whether the interpreter runs them
-        return verify.verify(weights, tell=tell)
-    from .sass import portable
-
     try:
-        return verify.verify(weights, tell=tell, arch=portable.capability_of(arch))
-    except (ValueError, portable.CannotRun) as error:
+        if arch is None:  # without importing a kernel: verify decides whether the interpreter runs them
+            return verify.verify(weights, tell=tell)
+        from .sass import portable
+
+        try:
+            return verify.verify(weights, tell=tell, arch=portable.capability_of(arch))
+        except (ValueError, portable.CannotRun) as error:
+            raise click.ClickException(str(error)) from error
+    except verify.BadCheckpoint as error:
         raise click.ClickException(str(error)) from error
 
 
@@ -213,16 +224,24 @@ def run(module: str | None, report: bool, arguments: tuple[str, ...]) -> Any:
 
     if module is None and not arguments:
         raise click.UsageError("nothing to run: name a script, or a module with -m")
-    return run.run(module, arguments, report)
+    try:
+        return run.run(module, arguments, report)
+    except OSError as error:
+        raise click.UsageError(f"can't open {arguments[0]!r}: {error.strerror}") from error
 
 
 @click.command()
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps of training.")
 @click.option("--size", type=click.Choice(["tiny", "small", "large"]), help="Default: small, with a GPU large.")
-@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), default=Path("nf4-patch-demo.png"),
+@click.option("--png", type=output.OutputFile(), default="nf4-patch-demo.png",
               show_default=True, help="Where the picture goes.")  # fmt: skip
 @click.pass_obj
 def demo(tell: Progress, steps: int, size: str | None, png: Path) -> Any:
+    if Config.read().forbidden:
+        raise click.UsageError(
+            "NF4_PATCH=0 or NF4_USE_TRITON=0 keeps the patch off, and the demo compares training with and without it: "
+            "unset the variable"
+        )
     from . import demo
 
     return demo.demo(steps, size, png, tell)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
+import importlib.util
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,11 +26,13 @@ from rich.table import Table
 
 import nf4_patch
 
-from .report import Report, Tell, provenance, silent
+from . import output
+from .report import Report, Tell, plural, provenance, silent
 
 SEED = 0
 WARM_UP = 3  # steps of each kind before anything is timed: kernels compile, allocators fill
 TEXT = "tide_tables.txt"  # written for this package
+NEEDED = ("triton", "bitsandbytes", "transformers", "peft", "accelerate", "matplotlib")
 
 
 class Size(NamedTuple):
@@ -88,7 +93,12 @@ class DemoReport(Report):
     without: Training
     patched: Training
     verification: dict[str, Any]  # as_dict of verify on the model's own weights
-    png: str
+    png: str = ""  # where the picture is; "": it could not be written
+
+    @property
+    def timed(self) -> bool:
+        """Whether the two times compare anything: on a GPU, where the kernel ran."""
+        return self.patched.peak_bytes is not None and self.patched.hits > 0
 
     def problems(self) -> list[str]:
         from ..patching.reasons import Reason
@@ -103,7 +113,7 @@ class DemoReport(Report):
         if self.without.adapter != self.patched.adapter:
             found.append("the trained adapters differ")
         if self.serves and not self.patched.hits:
-            found.append("the kernel served no dequantization")
+            found.append("the kernel was never hit")
         if self.serves:
             missed = [name for name in self.patched.fallbacks if not Reason[name].is_expected]
             found += [f"{self.patched.fallbacks[name]} calls fell back: {Reason[name].sentence}" for name in missed]
@@ -129,18 +139,20 @@ class DemoReport(Report):
         yield self._costs()
         if not self.serves:
             yield (
-                "No GPU here: the patched training ran bitsandbytes' CPU kernels too, so both columns time the same "
-                "code, and the kernel ran on the model's weights under Triton's interpreter:"
+                "No GPU here: both trainings ran bitsandbytes' CPU code, so no time is compared. The kernel ran on the "
+                "model's weights under Triton's interpreter:"
             )
         checked = sum(row["elements"] for row in self.verification["rows"])
         weights = sum(row["cases"] for row in self.verification["rows"])
         wrong = sum(row["differing"] for row in self.verification["rows"])
-        yield f"{weights} weights of the model, {checked:,} elements, against bitsandbytes: {wrong:,} differ."
+        compared = f"{plural(weights, 'weight')} of the model, {plural(checked, 'element')}"
+        yield f"{compared}, against bitsandbytes: {wrong:,} differ."
         problems = self.problems()
         yield from (f"no: {problem}" for problem in problems)
         if not problems:
-            yield f"yes: {len(self.patched.losses)} losses and the trained adapter are the same to the bit."
-        yield f"picture: {self.png}"
+            yield f"yes: {plural(len(self.patched.losses), 'loss')} and the trained adapter are the same to the bit."
+        if self.png:
+            yield f"picture: {self.png}"
 
     def _losses(self) -> Table:
         table = Table(title="Losses")
@@ -156,14 +168,7 @@ class DemoReport(Report):
         def row(name: str, of: Any) -> None:
             table.add_row(name, of(self.without), of(self.patched))
 
-        def memory(training: Training) -> str:
-            return "n/a on the CPU" if training.peak_bytes is None else f"{training.peak_bytes / 2**20:,.0f} MiB"
-
-        def pace(training: Training) -> str:
-            note = "" if self.serves or not training.patched else " (the same code)"
-            return f"{training.seconds_a_step * 1e3:,.1f} ms{note}"
-
-        table = Table(title="Dequantizations, time and memory")
+        table = Table(title="Dequantizations, time and memory" if self.timed else "Dequantizations")
         for heading in ("", "without the patch", "with the patch"):
             table.add_column(heading)
         most = 3 * self.linears * len(self.patched.losses)  # forward, recompute, backward
@@ -171,8 +176,9 @@ class DemoReport(Report):
         row("in the kernel", lambda training: f"{training.hits:,}{of}" if training.patched else "-")
         for name, count in self.patched.fallbacks.items():
             table.add_row("fell back", "-", f"{count:,} x {name}: {Reason[name].sentence}")
-        row("time a step (median)", pace)
-        row("peak memory", memory)
+        if self.timed:
+            row("time a step (median)", lambda training: f"{training.seconds_a_step * 1e3:,.1f} ms")
+            row("peak memory", lambda training: f"{training.peak_bytes / 2**20:,.0f} MiB")
         return table
 
 
@@ -185,15 +191,18 @@ def demo(
         size: a key of SIZES; by default "large" with a GPU and "small" without.
 
     Raises:
-        ValueError: no such size.
+        ValueError: no such size, or no picture can be written there.
         ModuleNotFoundError: something of the extra ``demo`` is not installed.
     """
+    png = output.checked(png)
     on_gpu = torch.cuda.is_available()
     size = size or ("large" if on_gpu else "small")
     if size not in SIZES:
         raise ValueError(f"size {size!r} is not known; allowed: {', '.join(SIZES)}")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is made here: nothing is looked up
-    import matplotlib  # noqa: F401  # missing it is said before the training, not after
+    for name in NEEDED:
+        if importlib.util.find_spec(name) is None:  # named before the training, not after
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -223,9 +232,10 @@ def demo(
         place=place_of(device) if on_gpu else "CPU", serves=on_gpu or compilation.INTERPRETED, size=size,
         parameters=model.parameters, linears=model.linears, dtype=str(dtype).removeprefix("torch."),
         tokens=SIZES[size].batch * SIZES[size].length, without=without, patched=with_patch,
-        verification=verification, png=str(png),
+        verification=verification,
     )  # fmt: skip
-    draw(report, png)
+    if output.write(png, functools.partial(draw, report)):
+        report.png = str(png)
     return report
 
 
@@ -292,7 +302,10 @@ class Model:
 
         text = f"{doing} {'with' if patched else 'without'} the patch"
         tell(text, 0, steps)
-        (nf4_patch.enable if patched else nf4_patch.disable)()
+        if patched:
+            nf4_patch.enable(matmul="off")  # whatever the environment says: the fused matmul has other bits
+        else:
+            nf4_patch.disable()
         model = self.adapted()
         model.train()
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -348,33 +361,32 @@ def verify_weights(checkpoint: Path, tell: Tell) -> dict[str, Any]:
 
 
 def draw(report: DemoReport, png: Path) -> None:
-    """Losses and step times of both trainings."""
+    """Losses of both trainings; step times where they compare anything."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    figure = Figure(figsize=(10, 4.2) if report.timed else (7, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
-    losses, times = figure.subplots(1, 2)
+    losses, *others = figure.subplots(1, 1 + report.timed, squeeze=False)[0]
     steps = range(1, len(report.without.losses) + 1)
     losses.plot(steps, report.without.losses, color="0.6", linewidth=5, label="without the patch")
     losses.plot(steps, report.patched.losses, color="C0", linewidth=1.5, marker="o", label="with the patch")
     same = "the same bits" if report.without.losses == report.patched.losses else "THEY DIFFER"
     losses.set(title=f"Loss: {same}", xlabel="step", ylabel="loss")
-    losses.legend()
-    for training, style in ((report.without, {"color": "0.6"}), (report.patched, {"color": "C0"})):
-        label = f"{'with' if training.patched else 'without'} the patch, median {training.seconds_a_step * 1e3:.1f} ms"
-        times.plot(
-            range(1, len(training.seconds) + 1),
-            [seconds * 1e3 for seconds in training.seconds],
-            marker="o",
-            label=label,
-            **style,
-        )
-    where = "the kernel" if report.serves else "no GPU: both ran bitsandbytes' CPU code"
-    times.set(title=f"Time a step ({where})", xlabel="step, first and second training", ylabel="ms")
-    times.set_ylim(bottom=0)
-    for axes in (losses, times):
+    for times in others:
+        draw_times(times, report)
+    for axes in (losses, *others):
         axes.xaxis.get_major_locator().set_params(integer=True)
-    times.legend()
-    figure.suptitle(provenance(report.place), fontsize=8)
-    figure.savefig(png, dpi=120)
+        axes.legend()
+    width = int(figure.get_figwidth() * 14)  # characters a line at this size
+    figure.suptitle(textwrap.fill(provenance(report.place), width), fontsize=8)
+    figure.savefig(png, format="png", dpi=120)
+
+
+def draw_times(axes: Any, report: DemoReport) -> None:
+    for training, color in ((report.without, "0.6"), (report.patched, "C0")):
+        label = f"{'with' if training.patched else 'without'} the patch, median {training.seconds_a_step * 1e3:.1f} ms"
+        milliseconds = [seconds * 1e3 for seconds in training.seconds]
+        axes.plot(range(1, len(milliseconds) + 1), milliseconds, marker="o", label=label, color=color)
+    axes.set(title="Time a step", xlabel="step, first and second training", ylabel="ms")
+    axes.set_ylim(bottom=0)

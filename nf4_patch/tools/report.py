@@ -65,6 +65,12 @@ def releases(names: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:
     return found
 
 
+def plural(count: int, noun: str) -> str:
+    """ "1 case", "2 cases", "3 losses"."""
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{'' if count == 1 else ending}"
+
+
 def provenance(place: str) -> str:
     """One line that goes with every figure: where, and with which releases."""
     return ", ".join([place, *(f"{name} {release}" for name, release in releases().items())])

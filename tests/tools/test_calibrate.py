@@ -366,7 +366,12 @@ def test_without_a_gpu(tmp_path):
         assert "no NVIDIA GPU: nothing can be measured here" in done.output
     assert not (tmp_path / "none.json").exists()
     done = call("--show", file=tmp_path / "none.json")
-    assert done.exit_code == 0 and f"nothing is remembered in {tmp_path / 'none.json'}" in done.output
+    assert done.exit_code == 0
+    assert f"NF4_PATCH_CALIBRATION names {tmp_path / 'none.json'}, which does not exist" in done.output
+    done = CliRunner().invoke(
+        main, ["calibrate", "--show"], env={"NF4_PATCH_CALIBRATION": "auto", "XDG_CACHE_HOME": str(tmp_path)}
+    )
+    assert f"nothing is remembered in {tmp_path / 'nf4_patch' / 'calibration.json'}" in done.output
 
 
 @pytest.fixture
@@ -416,7 +421,24 @@ def test_a_damaged_file_is_replaced(with_a_gpu):
     file = machine(b"{")
     assert "cannot be read" in call("--show", file=file).output
     assert call("--shape", "64x64", file=file).exit_code == 0
-    assert calibration.status(0) == "calibrated on 2026-11-21, 1 shapes"
+    assert calibration.status(0) == "calibrated on 2026-11-21, 1 shape"
+
+
+def test_where_it_cannot_be_remembered_nothing_is_measured(with_a_gpu, tmp_path):
+    _, asked = with_a_gpu
+    (tmp_path / "file").write_text("")
+    done = call("--shape", "64x64", file=tmp_path / "file" / "calibration.json")
+    assert done.exit_code == 1 and not asked
+
+
+def test_what_cannot_be_remembered_is_still_shown(with_a_gpu, monkeypatch, tmp_path):
+    def full(path, entries):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(calibrate, "write", full)
+    done = call("--shape", "64x64", file=tmp_path / "calibration.json")
+    assert done.exit_code == 0
+    assert "was not written: No space left on device" in done.output and "2.80x" in done.output
 
 
 def test_a_wrong_config_fails_the_command(with_a_gpu, monkeypatch, tmp_path):

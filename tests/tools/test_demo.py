@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
@@ -42,9 +43,10 @@ def test_with_the_kernel_under_the_interpreter(tmp_path):
 
 
 def test_as_on_a_machine_without_a_gpu(tmp_path):
+    """With the patch switched on in the environment too, and with the fused matmul, whose bits are others."""
     words = ["demo", "--size", "tiny", "--steps", str(STEPS), "--png", "demo.png", "--json", "report.json"]
     code = f"from nf4_patch.tools.cli import main\nmain({words!r})"
-    done = python(code, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    done = python(code, cwd=tmp_path, CUDA_VISIBLE_DEVICES="", NF4_PATCH="1", NF4_PATCH_MATMUL="auto")
     report = json.loads((tmp_path / "report.json").read_text())
     check(report, tmp_path / "demo.png")
     assert not report["serves"]
@@ -52,6 +54,24 @@ def test_as_on_a_machine_without_a_gpu(tmp_path):
     assert report["patched"]["fallbacks"] == {"NOT_CUDA": STEPS * LINEARS}
     assert f"{STEPS * LINEARS} x NOT_CUDA" in done.stdout
     assert "training with the patch" in done.stderr
+    assert " ms" not in done.stdout and " MiB" not in done.stdout  # nothing was replaced: no time is compared
+
+
+@pytest.mark.parametrize("variable", ["NF4_PATCH", "NF4_USE_TRITON"])
+def test_a_switched_off_patch_is_named_before_the_training(variable, monkeypatch):
+    monkeypatch.setenv(variable, "0")
+    result = CliRunner().invoke(main, ["demo", "--size", "tiny"])
+    assert result.exit_code == 2 and "making the model" not in result.output
+    assert "NF4_PATCH=0 or NF4_USE_TRITON=0 keeps the patch off" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("name", ["triton", "bitsandbytes", "peft", "accelerate"])
+def test_a_missing_package_is_named_before_the_training(name, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted, *rest: None if wanted == name else find(wanted))
+    result = CliRunner().invoke(main, ["demo", "--size", "tiny"])
+    assert result.exit_code == 1 and "making the model" not in result.output
+    assert f"{name} is not installed: pip install 'nf4-patch[demo]'" in result.output
 
 
 @pytest.mark.gpu
@@ -76,6 +96,15 @@ def made(**changes):
         "verification": verification, "png": "demo.png",
     }  # fmt: skip
     return demo.DemoReport(**{**fields, **changes})
+
+
+@pytest.mark.parametrize("peak_bytes", [None, 2**30], ids=["CPU", "GPU"])
+def test_the_picture_has_times_only_where_they_compare_something(peak_bytes, tmp_path):
+    training = {"losses": [2.0, 1.0], "seconds": [0.1, 0.1], "adapter": "a", "peak_bytes": peak_bytes}
+    report = made(without=demo.Training(False, **training), patched=demo.Training(True, **training, hits=6))
+    demo.draw(report, tmp_path / "demo.picture")
+    width = int.from_bytes((tmp_path / "demo.picture").read_bytes()[16:20], "big")
+    assert width == (1200 if peak_bytes else 840)
 
 
 def test_what_the_demo_calls_a_failure():

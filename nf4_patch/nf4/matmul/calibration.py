@@ -129,7 +129,8 @@ def parsed(known: Any, releases: Releases) -> Entry:
     matmul, faster = ranges(known["matmul"]), known["faster_eagerly"]
     if faster not in (True, False, None):
         raise ValueError(f"faster_eagerly is {faster!r}")
-    return Entry(matmul, faster, f"calibrated on {date}, {len(matmul)} shapes")
+    shapes = f"{len(matmul)} shape{'' if len(matmul) == 1 else 's'}"
+    return Entry(matmul, faster, f"calibrated on {date}, {shapes}")
 
 
 def ranges(table: Any) -> Rows:

@@ -28,6 +28,7 @@ from ...nf4.matmul import launch as matmul
 from ...nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
 from ...patching import hooks
 from ...patching.quant_state import fields_of
+from .. import output
 from ..report import Report, Tell, require_gpu, silent
 from . import dequantize as dequantization
 from . import matmul as fused_matmul
@@ -327,7 +328,8 @@ def command(
         known, note = {}, f"{path} cannot be read: {error}"
     states = {name: calibration.read(path, name, hooks.releases()) for name in known}
     if show:
-        note = note or f"{'remembered' if known else 'nothing is remembered'} in {path}"
+        nothing = config.missing_calibration() or f"nothing is remembered in {path}"
+        note = note or (f"remembered in {path}" if known else nothing)
         lines = [note, *(f"{name}: {entry.status}" for name, entry in states.items())]
         sound = {name: known[name] for name, entry in states.items() if entry.matmul}
         return Calibration(path, sound, note="\n".join(lines))
@@ -337,14 +339,17 @@ def command(
         require_gpu()
         hooks.use_calibration(config)
         name = calibration.gpu(torch.cuda.current_device())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path = output.checked(path)
         if forget:
             before = known.pop(name, None)
             if before is not None:
                 write(path, known)
             return Calibration(path, {}, note=f"{'forgotten' if before else 'nothing was remembered'}: {name}")
         entry, failures = measure(list(dict.fromkeys(wanted)), quick, tell=tell)
-        known[name] = merged(known[name] if name in known and states[name].matmul else None, entry)
-        write(path, known)
-    except (RuntimeError, ImportError, OSError) as error:
+    except (RuntimeError, ImportError, OSError, output.OutputError) as error:
         raise click.ClickException(str(error)) from error
-    return Calibration(path, {name: known[name]}, failures, f"{name} is remembered in {path}")
+    known[name] = merged(known[name] if name in known and states[name].matmul else None, entry)
+    written = output.write(path, lambda path: write(path, known))
+    note = f"{name} is remembered in {path}" if written else f"{name} was measured and is not remembered"
+    return Calibration(path, {name: known[name]}, failures, note)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from ...config import Config
+from ..output import OutputFile, write
 from ..report import Tell, require_gpu, silent
 from .peers import OURS
 from .record import Bench
@@ -63,7 +65,7 @@ def measure(
 @click.option("--quick", is_flag=True,
               help="Only the challenge's three shapes, and no matmul. With --matmul: Llama 8B; with --generate: 8 layers.")  # fmt: skip
 @click.option("--unsloth/--no-unsloth", default=True, help="Whether Unsloth is measured where it is installed.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw it as well.")
+@click.option("--plot", type=OutputFile(), metavar="FILE.png", help="Draw it as well.")
 @click.pass_obj
 def command(
     tell: Tell, challenge: bool, step: str | None, matmul: bool, generate: bool, quick: bool, unsloth: bool,
@@ -76,6 +78,10 @@ def command(
         raise click.UsageError(f"{' and '.join(names)} measure different things: give one of them")
     if plot and names not in ([], ["--matmul"]):
         raise click.UsageError(f"--plot draws the dequantization or --matmul: leave out {names[0]}")
+    if Config.read().forbidden:
+        raise click.UsageError("NF4_PATCH=0 or NF4_USE_TRITON=0 keeps the patch off: unset it to measure the patch")
+    if plot:
+        import matplotlib  # noqa: F401  # a missing one is named before the work
     from . import generation, plots, shapes
     from . import matmul as fused_matmul
 
@@ -90,8 +96,8 @@ def command(
         else:
             sections = ["dequantize", "host"] if quick else ["dequantize", "dequantize + matmul", "host"]
             report = measure(sections, unsloth, quick, "", tell)
-        if plot:
-            (plots.draw_matmul if matmul else plots.draw)(report, plot)
     except (RuntimeError, ImportError, ValueError) as error:
         raise click.ClickException(str(error)) from error
+    if plot:
+        write(plot, functools.partial(plots.draw_matmul if matmul else plots.draw, report))
     return report

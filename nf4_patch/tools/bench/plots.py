@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..output import NothingToWrite
 from .peers import BITSANDBYTES, OURS, UNSLOTH_CTYPES, UNSLOTH_TRITON
 from .record import CEILING, COPY, Bench, Row, variants_of
 
@@ -17,13 +18,13 @@ def draw(report: Bench, file: Path) -> None:
     """Write a PNG of the bf16 rows of ``report``.
 
     Raises:
-        RuntimeError: the bits did not agree, or nothing was dequantized.
+        NothingToWrite: the bits did not agree, or nothing was dequantized.
     """
     from matplotlib.figure import Figure
 
     rows = [row for row in report.sections.get("dequantize", []) if row.subject.endswith("bf16") and row.checked]
     if not rows or report.failures:
-        raise RuntimeError("nothing to draw: no dequantization was measured with equal bits")
+        raise NothingToWrite("nothing to draw: no dequantization was measured with equal bits")
     rows.sort(key=lambda row: row.nbytes)
     figure = Figure(figsize=(13, 10), layout="constrained")
     bars, roofline = figure.subplots(2, 1)
@@ -65,12 +66,12 @@ def draw_matmul(report: Bench, file: Path) -> None:
     """Write a PNG: how many times ours is as fast as bitsandbytes and as a dense weight, by rows of X, a line a weight.
 
     Raises:
-        RuntimeError: a result was less accurate than dequantize + matmul, or nothing was measured.
+        NothingToWrite: a result was less accurate than dequantize + matmul, or nothing was measured.
     """
     from matplotlib.figure import Figure
 
     if not report.sections or report.failures:
-        raise RuntimeError("nothing to draw: nothing was measured with the accuracy of dequantize + matmul")
+        raise NothingToWrite("nothing to draw: nothing was measured with the accuracy of dequantize + matmul")
     figure = Figure(figsize=(13, 5), layout="constrained")
     for axes, peer in zip(figure.subplots(1, 2, sharey=True), (BITSANDBYTES, "dense"), strict=True):
         for weight, rows in report.sections.items():
@@ -89,4 +90,4 @@ def save(figure, report: Bench, file: Path) -> None:
     machine = report.machine
     releases = ", ".join(f"{name} {release}" for name, release in machine.releases.items())
     figure.suptitle(f"{machine.gpu}, driver {machine.driver}, {machine.clocks}\n{releases}", fontsize=8)
-    figure.savefig(file, dpi=130)
+    figure.savefig(file, format="png", dpi=130)

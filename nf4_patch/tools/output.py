@@ -1,0 +1,63 @@
+"""The files that a command writes: checked before the work, written after it, when nothing may raise any more."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+class OutputError(ValueError):
+    """No file can be written at this path; the message says why."""
+
+
+class NothingToWrite(RuntimeError):
+    """The work gave nothing that belongs into the file; the message says why."""
+
+
+def absolute(path: str | Path) -> Path:
+    """As seen from the working directory of this moment: the work may change it."""
+    return Path(os.path.abspath(os.path.expanduser(path)))  # not resolved: /dev/stdout leads to a pipe
+
+
+def checked(path: str | Path) -> Path:
+    """The absolute path of a file that can be written.
+
+    Raises:
+        OutputError: the folder is missing or is not one, or the file or folder cannot be written.
+    """
+    file = absolute(path)
+    if file.is_dir():
+        raise OutputError(f"{file} is a folder; name a file in it")
+    if not file.exists() and not file.parent.is_dir():
+        raise OutputError(f"{file} cannot be written: there is no folder {file.parent}")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise OutputError(f"{file} cannot be written: no permission, or a read-only file system")
+    return file
+
+
+def write(file: Path, writer: Callable[[Path], Any]) -> bool:
+    """Let ``writer`` write ``file``. A failure is one line on stderr, and False: the result of the work is kept."""
+    try:
+        writer(file)
+    except (OSError, NothingToWrite) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        print(f"nf4_patch: {file} was not written: {why}", file=sys.stderr)
+        return False
+    return True
+
+
+class OutputFile(click.ParamType):
+    """A click option whose value is a checked, absolute Path."""
+
+    name = "file"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, ctx: click.Context | None) -> Path:
+        try:
+            return checked(value)
+        except OutputError as error:
+            self.fail(str(error), parameter, ctx)
