@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import runpy
 import sys
 import time
-from collections.abc import Iterable, Sequence
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from types import ModuleType
 from typing import Any
 
 from rich.console import RenderableType
@@ -15,9 +20,16 @@ from rich.table import Table
 
 import nf4_patch
 
-from ..patching.status import STANDING, Status, explain
+from ..patching.status import STANDING, Status, TargetStatus, explain
+from ..patching.targets import TARGETS
 from .estimate import seconds_saved
-from .report import Report
+from .report import Report, plural
+
+# Files whose frames stand above the script's own in a traceback.
+OUR_FRAMES = (
+    __file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>",
+    "<frozen importlib._bootstrap_external>",
+)  # fmt: skip
 
 
 @dataclass
@@ -48,7 +60,7 @@ class RunReport(Report):
             lines.append("The patch was off: NF4_PATCH=0 or NF4_USE_TRITON=0 is set.")
         for target in self.status.targets:
             for name, count in target.fallbacks.items():
-                lines.append(f"{target.name}: {count} x {explain(name)}")
+                lines.append(f"{target.name}: {count:,} x {explain(name)}")
         standing = [target for target in self.status.targets if target.state in STANDING]
         lines += [f"{target.name}: {target.note}" for target in standing if target.note.startswith("installed")]
         if self.enabled and not standing:
@@ -60,14 +72,26 @@ class RunReport(Report):
     def render(self) -> Iterable[RenderableType]:
         if not self.shown:
             return
-        table = Table(title=f"nf4_patch: {' '.join(self.command)} (exit {self.code}, {self.seconds:.1f} s)")
-        for heading in ("target", "state", "hits", "fallbacks", "note"):
-            table.add_column(heading, justify="right" if heading in ("hits", "fallbacks") else "left")
-        for target in self.status.targets:
-            fallbacks = sum(target.fallbacks.values())
-            table.add_row(target.name, target.state, f"{target.hits:,}", f"{fallbacks:,}", target.note)
-        yield table
-        yield f"{self.status.hits:,} dequantizations in the kernel, {self.status.fallbacks:,} by the original"
+        yield f"nf4_patch: {' '.join(self.command)} (exit {self.code}, {self.seconds:.1f} s)"
+        shown = [target for target in self.status.targets if matters(target)]
+        if shown:
+            table = Table(box=None, padding=(0, 2, 0, 0))
+            table.add_column("hits", justify="right")
+            table.add_column("fallbacks", justify="right")
+            table.add_column("target", overflow="fold")
+            for target in shown:
+                note = "" if target.state == "patched" else f"\n{target.state}: {target.note}".rstrip(": ")
+                table.add_row(f"{target.hits:,}", f"{sum(target.fallbacks.values()):,}", target.name + note)
+            yield table
+        rest = Counter(
+            f"waiting for {waited_for(target)}" if target.state == "waiting" else target.state
+            for target in self.status.targets
+            if target not in shown
+        )
+        if rest:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in rest.items())
+            yield f"{plural(rest.total(), 'more target')}: {kinds}"
+        yield f"{plural(self.status.hits, 'dequantization')} in the kernel, {self.status.fallbacks:,} by the original"
         for shape, hits in sorted(self.status.shapes.items(), key=lambda item: -item[1]):
             if hits:
                 yield f"  {hits:,} x {shape}"
@@ -76,38 +100,81 @@ class RunReport(Report):
         yield from self.advice()
 
 
+def matters(target: TargetStatus) -> bool:
+    """Whether it has a line of its own: patched, hit, fallen back or refused."""
+    return target.state in (*STANDING, "refused") or bool(target.hits or target.fallbacks)
+
+
+def waited_for(status: TargetStatus) -> str:
+    """The library whose import a target waits for, or the one module of an imported library."""
+    target = next(target for target in TARGETS if target.name == status.name)
+    return target.module if target.distribution in sys.modules else target.distribution
+
+
 def run(module: str | None, arguments: Sequence[str], shown: bool = False) -> RunReport:
     """Run ``arguments[0]`` as a script, or ``module``, as ``__main__``, with the patch on.
 
-    sys.argv, sys.path[0] and __main__ are what ``python`` would make them. What the run raises is reported as
-    the interpreter would, on stderr; the report carries the exit code. Children are patched through
-    NF4_PATCH=1 in the environment.
+    sys.argv, sys.path[0] and __main__ are what ``python`` would make them, and stay so: threads and atexit handlers of
+    the run may outlive it. What the run raises is reported as the interpreter would, on stderr; the report carries the
+    exit code. Children are patched through NF4_PATCH=1 in the environment.
+
+    Raises:
+        OSError: the script cannot be read.
     """
+    start = _module(module) if module else _script(arguments[0])
     enabled = nf4_patch.enable()
     if enabled:
         os.environ["NF4_PATCH"] = "1"
     started = time.perf_counter()
-    before = sys.argv, sys.path[:]
-    try:
-        code = _as_main(module, arguments)
-    finally:
-        sys.argv, sys.path[:] = before
+    sys.argv = [module, *arguments] if module else list(arguments)  # runpy puts the module's file in place of its name
+    sys.modules["__main__"] = ModuleType("__main__")
+    sys.modules["__main__"].__dict__["__builtins__"] = builtins
+    code = _flush(_exit_code(start))
     command = ["-m", module, *arguments] if module else list(arguments)
     seconds, status = time.perf_counter() - started, nf4_patch.status()
     return RunReport(command, enabled, code, seconds, status, shown, seconds_saved(status))
 
 
-def _as_main(module: str | None, arguments: Sequence[str]) -> int:
-    """The exit code of the run."""
+def _module(name: str) -> Callable[[], Any]:
+    """What runs a module in the ``__main__`` of sys.modules: the function that ``python -m`` calls."""
+
+    def start() -> None:
+        _lead_path_with(os.getcwd())
+        runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+
+    return start
+
+
+def _script(name: str) -> Callable[[], Any]:
+    """What runs a script, a .pyc, or a folder or zip file with a __main__.py, in the ``__main__`` of sys.modules.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    path = os.path.abspath(name)
+    if os.path.isdir(path) or zipfile.is_zipfile(path):
+
+        def start() -> None:
+            sys.path[0 : 0 if _safe_path() else 1] = [path]
+            runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+
+        return start
+    loader: Any = (SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader)("__main__", path)
+    data = loader.get_data(path)
+
+    def execute() -> None:
+        _lead_path_with(os.path.dirname(os.path.realpath(path)))
+        main = sys.modules["__main__"].__dict__
+        main.update(__file__=path, __cached__=None, __loader__=loader)
+        code = loader.get_code("__main__") if path.endswith(".pyc") else loader.source_to_code(data, path)
+        exec(code, main)
+
+    return execute
+
+
+def _exit_code(start: Callable[[], Any]) -> int:
     try:
-        if module is None:
-            sys.argv = list(arguments)
-            _lead_path_with(os.path.dirname(os.path.realpath(arguments[0])))
-            runpy.run_path(arguments[0], run_name="__main__")
-        else:
-            sys.argv = [module, *arguments]  # runpy puts the module's file in place of its name
-            _lead_path_with(os.getcwd())
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        start()
     except SystemExit as exit:
         return _code_of(exit)
     except KeyboardInterrupt as error:
@@ -117,15 +184,33 @@ def _as_main(module: str | None, arguments: Sequence[str]) -> int:
         error = error.with_traceback(_without_our_frames(error.__traceback__))
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
-    finally:
-        sys.stdout.flush()
     return 0
+
+
+def _flush(code: int) -> int:
+    """The exit code: 120, as the interpreter's, where stdout no longer takes what was printed."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except ValueError:  # the run closed it
+        pass
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            print(f"nf4_patch: stdout: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's own flush would fail too
+        return code or 120
+    return code
 
 
 def _lead_path_with(directory: str) -> None:
     """The first entry of sys.path is the script's directory, or the working directory for a module (not with -P)."""
-    if not getattr(sys.flags, "safe_path", False):
+    if not _safe_path():
         sys.path[0] = directory
+
+
+def _safe_path() -> bool:
+    """python -P, which leaves sys.path alone."""
+    return getattr(sys.flags, "safe_path", False)
 
 
 def _code_of(exit: SystemExit) -> int:
@@ -137,7 +222,6 @@ def _code_of(exit: SystemExit) -> int:
 
 def _without_our_frames(traceback: Any) -> Any:
     """The traceback from the script's own first frame on."""
-    ours = (__file__, runpy.__file__, "<frozen runpy>")
-    while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in OUR_FRAMES:
         traceback = traceback.tb_next
     return traceback
