@@ -27,7 +27,7 @@ from ..nf4.matmul.tuning import SMALL_M_ROWS
 from ..patching import hooks
 from ..patching.reasons import Reason
 from ..patching.targets import TARGETS, Target
-from .report import DISTRIBUTIONS, Report, Tell, releases, silent
+from .report import DISTRIBUTIONS, Report, Tell, plural, releases, silent
 
 # (first capability it no longer holds for, what to tell): the first row that the GPU is under is told.
 GPU_ADVICE: tuple[tuple[tuple[int, int], str], ...] = (
@@ -38,6 +38,9 @@ GPU_ADVICE: tuple[tuple[tuple[int, int], str], ...] = (
         "bnb_4bit_compute_dtype=torch.float16 and fp16=True; the kernel itself writes bf16 as exactly as fp16",
     ),
 )
+
+
+BRIEFLY = ("inactive", "not in this release", "not installed")  # verdicts that are counted in one line
 
 
 @dataclass
@@ -73,7 +76,7 @@ class Verdict:
     target: str
     covers: str
     release: str  # of the library; "" where it is not installed
-    verdict: str  # patched, stands by, would be patched, refused, off, not here, not in this release, not installed
+    verdict: str  # patched, inactive, would be patched, refused, off, not here, not in this release, not installed
     why: str = ""
 
 
@@ -87,6 +90,7 @@ class DoctorReport(Report):
     targets: list[Verdict]
     variables: dict[str, str]  # those in force
     forbidden: bool
+    missing: str = ""  # what is said of a calibration file that does not exist
 
     def problems(self) -> list[str]:
         """Why calls would run the original; empty where every installed target would be served."""
@@ -122,9 +126,11 @@ class DoctorReport(Report):
         if self.driver:
             yield self.driver
         yield from self._gpus()
-        yield self._targets()
+        yield from self._targets()
         for name, value in self.variables.items():
             yield f"{name}={value}: {next(v.meaning for v in VARIABLES if v.name == name)}"
+        if self.missing:
+            yield self.missing
         yield ""
         problems = self.problems()
         for problem in problems:
@@ -134,32 +140,36 @@ class DoctorReport(Report):
         if not problems:
             yield "yes: every installed target would be served by the kernel."
 
-    def _gpus(self) -> Iterable[RenderableType]:
-        if not self.gpus:
-            return
-        table = Table(title="GPUs: the kernel, compiled and compared with the reference")
-        for heading in ("GPU", "output", "kernel", "launched by", "ready in"):
-            table.add_column(heading, justify="right" if heading == "ready in" else "left")
+    def _gpus(self) -> Iterable[str]:
         for gpu in self.gpus:
-            name = f"{gpu.index}: {gpu.name}, sm_{gpu.capability[0]}{gpu.capability[1]}, {gpu.gibibytes:.0f} GiB"
+            yield f"GPU {gpu.index}: {gpu.name}, sm_{gpu.capability[0]}{gpu.capability[1]}, {gpu.gibibytes:.0f} GiB"
             for check in gpu.kernels:
-                result = "same bits" if check.works else "FAILED"
-                table.add_row(name, check.dtype, result, check.launch_path, f"{check.seconds * 1e3:,.0f} ms")
-                name = ""
-            if not gpu.kernels:
-                table.add_row(name, "", "refused", "", "")
-        yield table
-        yield from (f"GPU {gpu.index}: {gpu.advice}" for gpu in self.gpus if gpu.advice)
-        yield from (f"GPU {gpu.index}, products of a few rows: {gpu.products}" for gpu in self.gpus if gpu.products)
+                result = "the bits of the reference" if check.works else "FAILED"
+                path = f", launched by {check.launch_path}" if check.launch_path else ""
+                yield f"  kernel for {check.dtype}: {result}{path}, ready in {check.seconds * 1e3:,.0f} ms"
+            if gpu.products:
+                yield f"  fused matmul: {gpu.products}"
+            if gpu.advice:
+                yield f"  {gpu.advice}"
 
-    def _targets(self) -> Table:
-        table = Table(title="Targets")
-        table.add_column("target", no_wrap=True)
-        for heading in ("release", "verdict", "why"):
-            table.add_column(heading)
+    def _targets(self) -> Iterable[RenderableType]:
+        """Those that matter, each on a line that 80 columns hold; the rest in one line."""
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        rest: dict[tuple[str, str], int] = {}
         for verdict in self.targets:
-            table.add_row(verdict.target, verdict.release, verdict.verdict, verdict.why)
-        return table
+            if verdict.verdict in BRIEFLY:
+                key = verdict.verdict, verdict.why or verdict.target.partition(".")[0]
+                rest[key] = rest.get(key, 0) + 1
+            else:
+                table.add_row(verdict.verdict, verdict.target)
+                table.add_row("", verdict.why or verdict.covers)
+        if table.row_count:
+            yield table
+        if rest:
+            kinds = ", ".join(f"{count} {verdict} ({why})" for (verdict, why), count in rest.items())
+            yield f"{plural(sum(rest.values()), 'more target')}: {kinds}"
 
 
 def examine(unsloth: bool = False, tell: Tell = silent) -> DoctorReport:
@@ -183,6 +193,7 @@ def examine(unsloth: bool = False, tell: Tell = silent) -> DoctorReport:
         targets=examine_targets(unsloth, config, tell),
         variables={v.name: os.environ[v.name] for v in VARIABLES if os.environ.get(v.name)},
         forbidden=config.forbidden,
+        missing=config.missing_calibration(),
     )
 
 
@@ -269,11 +280,11 @@ def judge(target: Target, release: str, state: str, failed: dict[str, str], conf
     if target.distribution in failed:
         return verdict("refused", failed[target.distribution])
     if not holds(release, target.releases):
-        return verdict("not in this release", f"{target.distribution} has it {target.releases}")
+        return verdict("not in this release", f"only {target.distribution} {target.releases}")
     if config.forbidden:
         return verdict("off", "NF4_PATCH=0 or NF4_USE_TRITON=0")
     if target.only and getattr(config, target.only) == "off":
-        return verdict("stands by", f"NF4_PATCH_{target.only.upper()}=auto puts it in place")
+        return verdict("inactive", f"only with NF4_PATCH_{target.only.upper()}=auto")
     tested = "" if release in target.tested else f"tested with {', '.join(target.tested)}, not with this release"
     if state in ("patched", "wrapped"):
         return verdict("patched", tested)

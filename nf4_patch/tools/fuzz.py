@@ -20,7 +20,7 @@ from rich.table import Table
 
 from ..nf4.dequantize import reference
 from ..nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES, Layout
-from .report import Report, Tell, provenance, silent
+from .report import Report, Tell, plural, provenance, silent
 from .verify import ask_bitsandbytes, place_of, unpatched, use_interpreter_without_gpu
 
 PADDING, CANARY = 256, 0xA5  # bytes before and after every tensor; as fp32 -2.9e-16, as an absmax byte 165
@@ -290,7 +290,8 @@ class FuzzReport(Report):
         yield provenance(self.place)
         fallbacks = ", ".join(f"{name} {n:,}" for name, n in self.fallbacks.items()) or "none"
         yield (
-            f"{self.cases:,} cases of seed {self.seed}, {len(self.layouts):,} layouts, {self.elements:,} elements: "
+            f"{plural(self.cases, 'case')} of seed {self.seed}, {plural(len(self.layouts), 'layout')}, "
+            f"{plural(self.elements, 'element')}: "
             f"{self.hits:,} in the kernel, fallbacks of well-formed states: {fallbacks}; "
             f"{sum(self.faults.values()):,} malformed"
         )

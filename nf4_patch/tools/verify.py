@@ -18,7 +18,7 @@ from rich.table import Table
 import nf4_patch
 
 from ..nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
-from .report import Report, Tell, provenance, silent
+from .report import Report, Tell, plural, provenance, silent
 
 Serve = Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]  # weight, quant_state, out -> the weight
 
@@ -165,11 +165,13 @@ class VerifyReport(Report):
         yield from self.failures[:SHOWN]
         if len(self.failures) > SHOWN:
             yield f"... and {len(self.failures) - SHOWN} more"
-        cases = sum(row.cases for row in self.rows)
-        if not self.exit_code:
-            yield f"The same bits: {cases:,} cases, {self.elements:,} elements, none differs."
+        cases = plural(sum(row.cases for row in self.rows), "case")
+        if not self.elements:
+            yield "Nothing was compared."
+        elif self.failures:
+            yield f"NOT the same bits: {len(self.failures):,} of {cases} failed."
         else:
-            yield f"NOT the same bits: {len(self.failures)} of {cases:,} cases differ."
+            yield f"The same bits: {cases}, {plural(self.elements, 'element')}, none differs."
 
 
 def verify(
@@ -186,6 +188,7 @@ def verify(
         arch: compare the code that a GPU of this older capability would run, with its launch configuration.
 
     Raises:
+        BadCheckpoint: ``weights`` cannot be read, or holds no 4-bit weight.
         portable.CannotRun: that code does not run on this machine.
     """
     use_interpreter_without_gpu()
@@ -227,9 +230,16 @@ class Weight(NamedTuple):
     make: Callable[[], tuple[torch.Tensor, Any]]
 
 
+class BadCheckpoint(ValueError):
+    """A file that cannot be read as a checkpoint with 4-bit weights; the message says why."""
+
+
 def list_cases(weights: Path | None, device: torch.device) -> list[Weight]:
     if weights is not None:
-        return list(checkpoint(weights, device))
+        found = list(checkpoint(weights, device))
+        if not found:
+            raise BadCheckpoint(f"{weights} holds no 4-bit weight of bitsandbytes: nothing can be compared")
+        return found
 
     def made(case: Case, seed: int) -> Weight:
         return Weight(case.family, name_of(case.dtype), str(case), lambda: make(case, device, seed))
@@ -238,16 +248,30 @@ def list_cases(weights: Path | None, device: torch.device) -> list[Weight]:
 
 
 def checkpoint(path: Path, device: torch.device) -> Iterator[Weight]:
-    """The 4-bit weights of a checkpoint that transformers or bitsandbytes saved."""
-    from bitsandbytes.functional import QuantState
-    from safetensors import safe_open
+    """The 4-bit weights of a checkpoint that transformers or bitsandbytes saved.
 
-    file = safe_open(path, framework="pt", device=str(device))
+    Raises:
+        BadCheckpoint: the file cannot be read; from ``make``, a weight cannot be.
+    """
+    from bitsandbytes.functional import QuantState
+    from safetensors import SafetensorError, safe_open
+
+    # What QuantState.from_dict raises for keys and values that are not those of a quant_state.
+    DAMAGED = (SafetensorError, LookupError, ValueError, TypeError, AttributeError, AssertionError)
+    try:
+        file = safe_open(path, framework="pt", device=str(device))
+    except (SafetensorError, OSError) as error:
+        raise BadCheckpoint(f"{path} cannot be read as safetensors: {error}") from error
     keys = sorted(file.keys())
 
     def read(prefix: str, fields: list[str]) -> tuple[torch.Tensor, Any]:
-        state = QuantState.from_dict({key[len(prefix) + 1 :]: file.get_tensor(key) for key in fields}, device)
-        return file.get_tensor(prefix), state
+        try:
+            state = QuantState.from_dict({key[len(prefix) + 1 :]: file.get_tensor(key) for key in fields}, device)
+            if state.shape is None:
+                raise ValueError("its quant_state has no shape")
+            return file.get_tensor(prefix), state
+        except DAMAGED as error:
+            raise BadCheckpoint(f"damaged in the checkpoint: {type(error).__name__}: {error}") from error
 
     for key in keys:
         prefix, found, _ = key.partition(".quant_state.bitsandbytes__")
@@ -260,9 +284,13 @@ def compare_all(report: VerifyReport, weights: list[Weight], serve: Serve, tell:
     rows: dict[tuple[str, str], Row] = {}
     for done, weight in enumerate(weights):
         tell(f"verify: {weight.family}", done, len(weights))
-        packed, state = weight.make()
         row = rows.setdefault((weight.family, weight.dtype), Row(weight.family, weight.dtype))
         row.cases += 1
+        try:
+            packed, state = weight.make()
+        except BadCheckpoint as error:
+            report.failures.append(f"{weight.name}: {error}")
+            continue
         row.elements += state.shape.numel()
         count, sentence = compare(packed, state, serve)
         row.differing += count
@@ -273,12 +301,12 @@ def compare_all(report: VerifyReport, weights: list[Weight], serve: Serve, tell:
 
 def compare(packed: torch.Tensor, state: Any, serve: Serve) -> tuple[int, str]:
     """How many elements differ, and a sentence on the first; (0, "") where none does."""
-    want = ask_bitsandbytes(packed, state)
     out = torch.full(tuple(state.shape), float("nan"), dtype=state.dtype, device=packed.device)
-    try:
+    try:  # before bitsandbytes, which would read past the end of a damaged weight
         got = serve(packed, state, out)
-    except (ValueError, RuntimeError) as error:  # a refusal is a failure here: every case is one the kernel serves
-        return want.numel(), f"refused: {error}"
+    except (ValueError, RuntimeError) as error:  # a failure here: every case is one for the kernel
+        return out.numel(), f"refused: {error}"
+    want = ask_bitsandbytes(packed, state)
     if got.shape != want.shape or got.dtype is not want.dtype:
         return want.numel(), f"{got.dtype} {list(got.shape)} instead of {want.dtype} {list(want.shape)}"
     where = differing(got, want, zeros_alike=state.quant_type == "fp4" and not packed.is_cuda)

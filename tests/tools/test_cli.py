@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import textwrap
 
 import pytest
 import torch
 from click.testing import CliRunner
-from subprocess_python import INTERPRETED, python
+from subprocess_python import python
 
 import nf4_patch
 from nf4_patch.nf4.dequantize import launch
@@ -18,6 +17,7 @@ from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.targets import TARGETS
 from nf4_patch.tools import doctor, verify
 from nf4_patch.tools.cli import VERBS, main
+from nf4_patch.tools.report import plural
 
 GPU = torch.cuda.is_available()
 
@@ -96,7 +96,9 @@ def test_doctor_without_a_gpu_says_so_and_exits_1(tmp_path):
     assert verdicts["bitsandbytes.backends.cuda.ops._dequant_linear_fallback"] in ("not here", "patched")
     assert list(verdicts) == [target.name for target in TARGETS]
     assert not nf4_patch.is_enabled()
-    assert all(name in result.output for name in verdicts)
+    for name, verdict in verdicts.items():
+        assert (name in result.output) == (verdict not in doctor.BRIEFLY)
+    assert f"{sum(verdict in doctor.BRIEFLY for verdict in verdicts.values())} more targets: " in result.output
 
 
 @pytest.mark.gpu
@@ -105,6 +107,31 @@ def test_doctor_with_a_gpu(tmp_path):
     assert result.exit_code == 0, result.output
     assert [check["dtype"] for check in report["gpus"][0]["kernels"]] == ["float16", "bfloat16", "float32"]
     assert all(check["works"] for check in report["gpus"][0]["kernels"])
+
+
+@pytest.mark.skipif(GPU, reason="for a machine with no GPU")
+def test_doctor_at_80_columns_cuts_nothing():
+    done = python(
+        'from nf4_patch.tools.cli import main\nmain(["doctor"])', check=False, COLUMNS="80", TTY_COMPATIBLE="1"
+    )
+    assert "bitsandbytes.backends.cuda.ops._dequant_linear_fallback" in done.stdout
+    assert "\u2026" not in done.stdout
+
+
+def test_doctor_names_a_calibration_file_that_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setenv("NF4_PATCH_CALIBRATION", str(tmp_path / "none.json"))
+    missing = f"NF4_PATCH_CALIBRATION names {tmp_path / 'none.json'}, which does not exist"
+    assert missing in call("doctor").output
+    (tmp_path / "none.json").write_text("{}")
+    assert missing not in call("doctor").output
+    monkeypatch.setenv("NF4_PATCH_CALIBRATION", "auto")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "does not exist" not in call("doctor").output
+
+
+def test_a_terminal_without_the_character_shows_another():
+    done = python('from nf4_patch.tools.cli import console\nconsole().print("a\u2026b")', PYTHONIOENCODING="ascii")
+    assert done.stdout == "a?b\n"
 
 
 def test_doctor_leaves_the_patch_as_it_was(patched):
@@ -293,106 +320,47 @@ def test_verify_of_a_checkpoint_with_nothing_in_it_fails(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"weight": torch.ones(64)}, tmp_path / "model.safetensors")
-    assert call("verify", "--weights", str(tmp_path / "model.safetensors")).exit_code == 1
+    result = call("verify", "--weights", str(tmp_path / "model.safetensors"))
+    assert result.exit_code == 1
+    assert "holds no 4-bit weight of bitsandbytes" in result.output and "same bits" not in result.output
 
 
-# run
-
-SCRIPT = """
-import json, os, pathlib, sys
-import __main__
-facts = {"argv": sys.argv, "path": sys.path[0], "name": __name__, "main": __main__.__dict__ is globals(),
-         "file": __file__, "switch": os.environ.get("NF4_PATCH")}
-pathlib.Path("facts.json").write_text(json.dumps(facts))
-if "--raise" in sys.argv:
-    raise KeyError("planted")
-if "--text" in sys.argv:
-    sys.exit("stopped for a reason")
-if "--code" in sys.argv:
-    sys.exit(7)
-"""
-
-TRAINING = """
-import bitsandbytes as bnb, torch
-layer = bnb.nn.Linear4bit(128, 64, bias=False, compute_dtype=torch.bfloat16).to(torch.bfloat16).to("cpu")
-for _ in range(3):
-    layer(torch.randn(5, 128, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
-"""
+def test_verify_of_a_damaged_file_says_so(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
+    result = call("verify", "--weights", str(tmp_path / "model.safetensors"))
+    assert result.exit_code == 1
+    assert "cannot be read as safetensors" in result.output and "same bits" not in result.output
 
 
-@pytest.fixture
-def script(tmp_path):
-    (tmp_path / "place").mkdir()
-    file = tmp_path / "place" / "script.py"
-    file.write_text(SCRIPT)
-    return file
+@pytest.mark.parametrize("damage", ["absmax", "state", "bytes", "weight"])
+def test_verify_names_a_damaged_weight_and_compares_the_others(damage, tmp_path, device):
+    import bitsandbytes as bnb
+    from safetensors.torch import save_file
+
+    tensors = {}
+    for name in ("q_proj", "v_proj"):
+        layer = bnb.nn.Linear4bit(192, 64, bias=False, compute_dtype=torch.float16, quant_type="nf4").half().to(device)
+        for key, value in layer.state_dict(prefix=f"model.{name}.").items():
+            tensors[key] = value.cpu().contiguous().clone()
+    weight = "model.v_proj.weight"
+    if damage in ("absmax", "weight"):
+        del tensors[f"{weight}.absmax" if damage == "absmax" else weight]
+    elif damage == "state":
+        tensors[f"{weight}.quant_state.bitsandbytes__nf4"][:4] = 0
+    else:
+        tensors[weight] = tensors[weight][:64].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    result, report = report_of(tmp_path, "verify", "--weights", str(tmp_path / "model.safetensors"))
+    assert result.exit_code == 1
+    assert [failure.split(":")[0] for failure in report["failures"]] == [weight]
+    assert "NOT the same bits: 1 of 2 cases failed." in result.output
 
 
-def run(*arguments: object, cwd, before: str = "", **environ: str):
-    words = [str(argument) for argument in ("run", *arguments)]
-    code = textwrap.dedent(before) + f"\nfrom nf4_patch.tools.cli import main\nmain({words!r})"
-    return python(code, cwd=cwd, check=False, **environ)
+def test_verify_where_the_kernels_cannot_run_says_that_nothing_was_compared():
+    report = verify.VerifyReport("a machine", failures=["no GPU"])
+    assert report.exit_code == 1 and list(report.render())[-1] == "Nothing was compared."
 
 
-def test_run_is_like_python(script, tmp_path):
-    arguments = ["--report", "-m", "--json", "x", "--code"]
-    done = run(script, *arguments, cwd=tmp_path)
-    facts = json.loads((tmp_path / "facts.json").read_text())
-    assert done.returncode == 7, done.stderr
-    assert facts == {
-        "argv": [str(script), *arguments], "path": str(script.parent), "name": "__main__", "main": True,
-        "file": str(script), "switch": "1",
-    }  # fmt: skip
-    assert done.stdout == ""
-
-
-def test_run_a_module(script, tmp_path):
-    done = run("-m", "script", "--help", cwd=script.parent)
-    facts = json.loads((script.parent / "facts.json").read_text())
-    assert done.returncode == 0, done.stderr
-    assert facts["argv"] == [str(script), "--help"]
-    assert (facts["path"], facts["name"], facts["main"]) == (str(script.parent), "__main__", True)
-
-
-def test_run_passes_errors_through(script, tmp_path):
-    done = run("--report", script, "--raise", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "KeyError: 'planted'" in done.stderr
-    assert "runpy" not in done.stderr and "nf4_patch/tools" not in done.stderr
-    assert "0 dequantizations in the kernel" in done.stdout
-    done = run(script, "--text", cwd=tmp_path)
-    assert (done.returncode, done.stderr.strip()) == (1, "stopped for a reason")
-    assert run(cwd=tmp_path).returncode == 2
-
-
-def test_run_reports_hits_and_what_was_never_hit(tmp_path):
-    (tmp_path / "train.py").write_text(TRAINING)
-    done = run(
-        "--report", "--json", "report.json", "train.py", cwd=tmp_path, before=INTERPRETED, CUDA_VISIBLE_DEVICES=""
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
-    first = report["status"]["targets"][0]
-    assert (first["name"], first["hits"], first["fallbacks"]) == ("bitsandbytes.functional.dequantize_4bit", 3, {})
-    assert report["status"]["shapes"] == {"64x128 bfloat16": 3}
-    assert "3 dequantizations in the kernel, 0 by the original" in done.stdout
-    (tmp_path / "idle.py").write_text("import bitsandbytes")
-    done = run("--report", "idle.py", cwd=tmp_path)
-    assert "bitsandbytes.functional.dequantize_4bit: installed, never called" in done.stdout
-
-
-def test_run_reports_fallbacks_with_advice(tmp_path):
-    (tmp_path / "train.py").write_text(TRAINING)
-    done = run("--report", "train.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0, done.stderr
-    reason = Reason.NOT_CUDA
-    assert f"3 x NOT_CUDA: {reason.sentence} -> {reason.advice}" in done.stdout
-    assert "bitsandbytes.functional.dequantize_4bit: installed, never hit" in done.stdout
-
-
-def test_run_obeys_the_switch(tmp_path):
-    (tmp_path / "train.py").write_text(TRAINING)
-    done = run("--report", "train.py", cwd=tmp_path, before=INTERPRETED, NF4_PATCH="0", CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0, done.stderr
-    assert "The patch was off" in done.stdout
-    assert "0 dequantizations in the kernel" in done.stdout
+def test_one_is_no_plural():
+    assert [plural(count, "loss") for count in (0, 1, 2000)] == ["0 losses", "1 loss", "2,000 losses"]
+    assert "1 case of seed 0, 1 layout, " in call("verify", "--fuzz", "1").output
