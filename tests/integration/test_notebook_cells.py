@@ -1,21 +1,31 @@
-"""examples/t4_colab.ipynb is what tests/gpu/test_notebook.py runs: plain Python, no output kept."""
+"""examples/t4_colab.ipynb is what tests/gpu/test_notebook.py runs: plain Python, no output kept, nothing to edit."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
+import subprocess
+import sys
+import types
 from pathlib import Path
 
+import pytest
+
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "t4_colab.ipynb"
+CELLS = json.loads(NOTEBOOK.read_text())["cells"]
+INSTALL = next("".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code")
+ADDRESS = "https://example.org/nf4_patch-0.1.0-py3-none-any.whl"
 
 
 def test_cells_are_plain_python_without_output():
     notebook = json.loads(NOTEBOOK.read_text())
     assert (notebook["nbformat"], notebook["metadata"]["accelerator"]) == (4, "GPU")
-    for cell in notebook["cells"]:
+    for cell in CELLS:
         assert not cell.get("outputs"), "a number belongs to the GPU that measured it"
         if cell["cell_type"] == "code":
-            ast.parse("".join(cell["source"]))  # no magics: what is tested is what Colab runs
+            tree = ast.parse("".join(cell["source"]))  # no magics: what is tested is what Colab runs
+            assert not any(isinstance(node, ast.Assert) for node in ast.walk(tree))
 
 
 def test_its_commands_exist():
@@ -25,3 +35,44 @@ def test_its_commands_exist():
     for verb in ("doctor", "verify", "inspect", "bench"):
         assert verb in VERBS
         assert f'\\"{verb}\\"' in text
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """What the first cell hands to pip where neither package is there; it has run when the list is not empty."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command[5:]))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("builtins.input", lambda prompt: f" {ADDRESS} ")
+    monkeypatch.delenv("NF4_PATCH_SOURCE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return commands
+
+
+def test_installs_from_a_wheel_beside_it(installed, tmp_path):
+    wheel = tmp_path / "nf4_patch-0.1.0-py3-none-any.whl"
+    wheel.touch()
+    exec(INSTALL, {})
+    assert installed == [[f"{wheel}[bench,demo]", "unsloth"]]
+
+
+def test_installs_from_an_upload(installed, monkeypatch):
+    colab = types.SimpleNamespace(files=types.SimpleNamespace(upload=lambda: {"uploaded.whl": b""}))
+    monkeypatch.setitem(sys.modules, "google", types.SimpleNamespace(colab=colab))
+    monkeypatch.setitem(sys.modules, "google.colab", colab)
+    exec(INSTALL, {})
+    assert installed == [["uploaded.whl[bench,demo]", "unsloth"]]
+
+
+@pytest.mark.parametrize("given", ["typed", "in the environment"])
+def test_installs_from_an_address(installed, monkeypatch, given):
+    if given == "in the environment":
+        monkeypatch.setenv("NF4_PATCH_SOURCE", ADDRESS)
+    exec(INSTALL, {})
+    assert installed == [[f"nf4-patch[bench,demo] @ {ADDRESS}", "unsloth"]]
+
+
+def test_installs_nothing_twice(installed, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    exec(INSTALL, {})
+    assert installed == []
