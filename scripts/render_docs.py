@@ -5,7 +5,7 @@
     python scripts/render_docs.py --check    name what is behind and exit 1
 
 A generated part stands between ``<!-- NAME: generated -->`` and ``<!-- /NAME -->``; NAME is a key of BLOCKS. A picture is
-a key of PICTURES and carries the digest of its data. docs/data/README.md says which command writes which data file.
+a key of figures.PICTURES and carries the digest of its data. docs/data/README.md says which command writes which data file.
 """
 
 from __future__ import annotations
@@ -17,208 +17,20 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-DATA, IMAGES, PACKAGE = ROOT / "docs" / "data", ROOT / "docs" / "images", ROOT / "nf4_patch"
-GPUS = ("H200", "H100")  # that figures were taken on, the first where only one is shown
-OURS, BITSANDBYTES, UNPATCHED, STOCK = "nf4_patch", "bitsandbytes", "unpatched", "stock"
-GAIN = 1.015  # less is shown as nothing: runs differ by as much
-UNITS = {"us": "µs"}
-LIMITS = ("ceiling", "device copy", "torch.empty", "read")  # what nothing can be faster than
-# compute capability -> GPUs that people know
-ARCHITECTURES = {
-    "75": "Tesla T4, RTX 2080",
-    "80": "A100",
-    "86": "A10, RTX 3090",
-    "89": "L4, L40S, RTX 4090",
-    "90": "H100, H200",
-    "100": "B200",
-    "120": "RTX 5090",
-}
-# data file -> (the command that writes it, what is in it); GPU in a name stands for h200, h100
-SOURCES = {
-    "bench-GPU.json": ("nf4-patch bench", "dequantization, dequantization before a matmul, host time"),
-    "challenge-GPU.json": ("nf4-patch bench --challenge", "the public NF4 challenge"),
-    "step-peft-GPU.json": ("nf4-patch bench --step peft", "a QLoRA step of peft and bitsandbytes"),
-    "step-unsloth-GPU.json": ("nf4-patch bench --step unsloth", "a QLoRA step of the newest Unsloth"),
-    "step-unsloth-2026.9.7-GPU.json": ("nf4-patch bench --step unsloth", "the same with Unsloth 2026.9.7 installed"),
-    "matmul-GPU.json": ("nf4-patch bench --matmul --quick", "the fused matmul by rows of X"),
-    "generate-GPU.json": ("nf4-patch bench --generate --quick", "tokens a second with the fused matmul"),
-    "instructions.json": ("nf4-patch inspect --all", "machine code of the kernel by architecture; needs no GPU"),
-    "releases.json": ("python scripts/release_matrix.py", "releases of the patched libraries that were run"),
-}
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+import figures
+from figures import table
+
+IMAGES, PACKAGE = ROOT / "docs" / "images", ROOT / "nf4_patch"
 
 
-# --- data ---
-
-
-def load(name: str) -> Any:
-    file = DATA / name
-    return json.loads(file.read_text()) if file.exists() else None
-
-
-def of_gpus(name: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(GPU, file, data) of a file whose name has GPU in it, for each GPU that has one."""
-    for gpu in GPUS:
-        file = name.replace("GPU", gpu.lower())
-        if data := load(file):
-            yield gpu, file, data
-
-
-def figures(name: str, gpu: str = GPUS[0]) -> list[dict[str, Any]]:
-    """Every row of a data file; none where it has not been measured."""
-    data = load(name.replace("GPU", gpu.lower())) or {"sections": {}}
-    return [row for rows in data["sections"].values() for row in rows]
-
-
-def release(name: str, distribution: str) -> str:
-    data = load(name.replace("GPU", GPUS[0].lower()))
-    return data["machine"]["releases"].get(distribution, "") if data else ""
-
-
-def conditions(gpu: str, file: str, data: dict[str, Any]) -> str:
-    """The machine of a table, in a line above it."""
-    machine = data["machine"]
-    shown = ("torch", "triton", BITSANDBYTES, "unsloth", "transformers", "peft")
-    releases = ", ".join(f"{name} {machine['releases'][name]}" for name in shown if name in machine["releases"])
-    return f"**{gpu}** ({machine['date']}; {releases}; [{file}](data/{file})):"
-
-
-# --- Markdown ---
-
-
-def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(row).replace("|  ", "| ") + " |" for row in (heading, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(heading), *lines[1:]])
-
-
-def digits(value: float) -> str:
-    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
-
-
-def times(ratio: float | None) -> str:
-    return "check failed" if ratio is None else f"{ratio:.2f}×"
-
-
-def span(ratios: Sequence[float]) -> str:
-    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}×"
-    return high if f"{low}×" == high else f"{low} to {high}"
-
-
-def shape(text: str) -> str:
-    return re.sub(r"(\d)x(\d)", r"\1×\2", text)
-
-
-def cell(row: dict[str, Any], name: str) -> str:
-    """A variant's time and how many times ours is as fast; of a limit, the part that ours reaches."""
-    if name not in row["median"]:
-        return ""
-    ratio = row["ratio"].get(name)
-    shown = f"{100 * ratio:.0f} %" if ratio and name in LIMITS else times(ratio)
-    return f"{digits(row['median'][name])} ({shown})"
-
-
-def comparison(rows: list[dict[str, Any]], hidden: Sequence[str] = ("device copy",)) -> str:
-    """A row a subject, a column a variant: ours, the limits, the others."""
-    names = [name for name in dict.fromkeys(n for row in rows for n in row["median"]) if name not in (OURS, *hidden)]
-    names.sort(key=lambda name: name not in LIMITS)
-    unit = UNITS.get(rows[0]["unit"], rows[0]["unit"])
-    body = [[shape(r["subject"]), digits(r["median"][OURS]), *(cell(r, name) for name in names)] for r in rows]
-    return table((unit, OURS, *names), body)
-
-
-def measured(name: str, section: str, keep: str = "") -> Callable[[], str]:
-    """A block: the section of a data file, a table for each GPU that it was measured on."""
-
-    def block() -> str:
-        parts = []
-        for gpu, file, data in of_gpus(name):
-            rows = [row for row in data["sections"].get(section, []) if keep in row["subject"]]
-            if rows:
-                parts.append(f"{conditions(gpu, file, data)}\n\n{comparison(rows)}")
-        return "\n\n".join(parts) or "Not measured yet."
-
-    return block
-
-
-# --- blocks: the README ---
-
-
-def step_gain(name: str, gpu: str) -> str:
-    """What a training step gains, by its tokens."""
-    rows = [row for row in figures(name, gpu) if row["ratio"].get(UNPATCHED)]
-    tokens = {row["sizes"]["batch"] * row["sizes"]["tokens"]: row["ratio"][UNPATCHED] for row in rows}
-    if rows and max(tokens.values()) < GAIN:
-        return f"nothing ({span(list(tokens.values()))})"
-    return ", ".join(f"{times(ratio)} at {count:,}" for count, ratio in tokens.items()) + " tokens a step" * bool(rows)
-
-
-def generation_gain(name: str, gpu: str) -> str:
-    rows = [row for row in figures(name, gpu) if row["ratio"].get(STOCK) and row["subject"].endswith("compiled")]
-    parts = ", ".join(f"{times(row['ratio'][STOCK])} at batch {row['sizes']['batch']}" for row in rows)
-    return parts + " (compiled)" * bool(rows)
-
-
-def gains() -> str:
-    """A row a setup that was measured, a column a GPU."""
-    setups = (
-        ("training with peft or TRL and bitsandbytes", step_gain, "step-peft-GPU.json"),
-        ("training with Unsloth up to 2026.9", step_gain, "step-unsloth-2026.9.7-GPU.json"),
-        ("training with Unsloth from 2026.10 on", step_gain, "step-unsloth-GPU.json"),
-        ('4-bit generation with `enable(matmul="auto")`', generation_gain, "generate-GPU.json"),
-    )
-    found = [[words, *(gain(name, gpu) for gpu in GPUS)] for words, gain, name in setups]
-    rows = [row for row in found if any(row[1:])]
-    here = [0, *(i for i, _ in enumerate(GPUS, 1) if any(row[i] for row in rows))]
-    heading = ("your setup", *(f"what you gain on an {gpu}" for gpu in GPUS))
-    return table([heading[i] for i in here], [[row[i] for i in here] for row in rows])
-
-
-def gpus() -> str:
-    """Measured, verified or neither, by what there are data files of; a line for each status."""
-    counted = {row["arch"].removeprefix("sm_") for row in load("instructions.json")["kernels"]}
-    timed: dict[str, list[str]] = {}
-    for gpu, _, data in of_gpus("bench-GPU.json"):
-        timed.setdefault(data["machine"]["capability"], []).append(gpu)
-    known: dict[str, list[str]] = {}
-    for capability, names in ARCHITECTURES.items():
-        status = "machine code checked, **not run**" if capability in counted else "not run"
-        if capability in timed:
-            status = f"**measured** ({' and '.join(timed[capability])}) and verified bit by bit"
-        elif capability == "75":
-            status = "**verified**: its code gave the same bits on an H200; its speed is not measured"
-        known.setdefault(status, []).append(f"{names} (sm_{capability})")
-    rows = [("; ".join(names), status) for status, names in known.items()]
-    return table(("your GPU", "status"), [*rows, ("older, AMD, Intel, Apple, no GPU", "runs as without the patch")])
-
-
-def results() -> str:
-    """A row a kind of figure; on the other GPU only the ratios."""
-    first, other = GPUS
-    fused = "Unsloth Triton"
-    rows = []
-    for name, subject, words in (
-        ("bench-GPU.json", "4096x14336 bf16", "dequantize 4096×14336 to bf16, GPU time"),
-        ("bench-GPU.json", "a new tensor", "host time of a call"),
-        ("challenge-GPU.json", "total", "the public NF4 challenge, 9,000 calls"),
-        ("step-peft-GPU.json", "peft 1x512", "a QLoRA step of peft, 512 tokens"),
-    ):
-        found = {gpu: next((r for r in figures(name, gpu) if r["subject"] == subject), None) for gpu in GPUS}
-        if row := found[first]:
-            ours = f"{digits(row['median'][OURS])} {UNITS.get(row['unit'], row['unit'])}"
-            ratios = found[other]["ratio"] if found[other] else {}
-            elsewhere = " / ".join(times(ratios[peer]) for peer in (BITSANDBYTES, UNPATCHED, fused) if peer in ratios)
-            rows.append((words, ours, cell(row, BITSANDBYTES) or cell(row, UNPATCHED), cell(row, fused), elsewhere))
-    libraries = (f"{name} {release('bench-GPU.json', name.lower())}" for name in (BITSANDBYTES, "Unsloth"))
-    return table((first, OURS, *libraries, f"on an {other}"), rows)
-
-
-# --- blocks: the code's tables ---
+# --- the code's tables ---
 
 
 def targets() -> str:
@@ -248,89 +60,6 @@ def verbs() -> str:
     from nf4_patch.tools.cli import VERBS
 
     return table(("command", ""), [(f"`nf4-patch {name}`", verb.help) for name, verb in VERBS.items()])
-
-
-def data_files() -> str:
-    rows = []
-    for pattern, (command, content) in SOURCES.items():
-        option = "" if command.startswith("python") else f" --json docs/data/{pattern}"
-        rows.append((f"`{pattern}`", f"`{command}{option}`", content))
-    return table(("file", "written by", "what is in it"), rows)
-
-
-# --- blocks: the pages ---
-
-
-def releases() -> str:
-    """A row a run: how many calls the kernel served, and whether every bit was equal."""
-    shown = ("torch", "triton", BITSANDBYTES, "unsloth", "transformers", "peft", "wrapt")
-    rows = []
-    for run in load("releases.json"):
-        if "error" in run:
-            continue
-        installed = {**run["releases"], **({} if "unsloth" in run else {"unsloth": ""})}
-        parts = [run["step"], run.get("unsloth", {})]
-        hits = sum(n for part in parts for n in part.get("hits", {}).values())
-        equal = run["states"]["equal"] == run["states"]["cases"] and all(part.get("equal", True) for part in parts)
-        place = "CPU" if "CPU" in run["place"] else run["place"].removeprefix("NVIDIA ").split(" (")[0]
-        verdict = f"{run['states']['cases']} states, {hits} calls: {'equal' if equal else 'DIFFERENT'}"
-        rows.append((place, *(installed.get(name, "").split("+")[0] for name in shown), verdict))
-    return table(("on", *shown, "bits"), rows)
-
-
-def instructions() -> str:
-    data = load("instructions.json")
-    dtypes = ("float16", "bfloat16", "float32")
-    counts = {(r["kernel"], r["arch"], r["dtype"]): f"{r['instructions']:.2f}" for r in data["kernels"]}
-    archs = dict.fromkeys(row["arch"] for row in data["kernels"])
-    rows = [
-        [arch, *(counts.get((kernel, arch, d), "") for kernel in (OURS, BITSANDBYTES) for d in dtypes)]
-        for arch in archs
-    ]
-    heading = ("GPU", *dtypes, *(f"bitsandbytes, {d}" for d in dtypes))
-    return f"Triton {data['triton']}, [instructions.json](data/instructions.json):\n\n{table(heading, rows)}"
-
-
-def matmul() -> str:
-    """Ours in µs and how many times it is as fast as bitsandbytes, by rows of X and weight."""
-    parts = []
-    for gpu, file, data in of_gpus("matmul-GPU.json"):
-        by_size = {(r["sizes"]["m"], name): r for name, rows in data["sections"].items() for r in rows}
-        weights = list(data["sections"])
-        rows = []
-        for m in dict.fromkeys(m for m, _ in by_size):
-            line = [by_size.get((m, weight)) for weight in weights]
-            rows.append([f"{m:,}", *(mark(row) for row in line)])
-        heading = ("rows of X", *(shape(weight).removesuffix(" bf16") for weight in weights))
-        parts.append(f"{conditions(gpu, file, data)}\n\n{table(heading, rows)}")
-    return "\n\n".join(parts) or "Not measured yet."
-
-
-def mark(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return ""
-    text = f"{digits(row['median'][OURS])} ({times(row['ratio'].get(BITSANDBYTES))})"
-    return text if row["notes"].get("fused") != "no" else f"*{text}*"
-
-
-def steps() -> str:
-    """A row a length, a column a trainer and GPU."""
-    columns: dict[str, dict[str, str]] = {}
-    lines = []
-    for pattern in SOURCES:
-        if not pattern.startswith("step-"):
-            continue
-        for gpu, file, data in of_gpus(pattern):
-            library = "unsloth" if "unsloth" in file else BITSANDBYTES
-            name = "Unsloth" if library == "unsloth" else "peft, bitsandbytes"
-            head = f"{name} {data['machine']['releases'].get(library, '')}, {gpu}"
-            lines.append(f"[{file}](data/{file})")
-            for row in data["sections"]["step"]:
-                subject = shape(row["subject"].split()[1]) + " tokens"
-                columns.setdefault(head, {})[subject] = f"{digits(row['median'][OURS])} / {cell(row, UNPATCHED)}"
-    subjects = list(dict.fromkeys(subject for column in columns.values() for subject in column))
-    rows = [[subject, *(column.get(subject, "") for column in columns.values())] for subject in subjects]
-    return table(("ms, with / without", *columns), rows) + "\n\n" + f"Machine, releases and date: {', '.join(lines)}."
 
 
 # --- the imports ---
@@ -386,91 +115,13 @@ def imported_by(file: Path) -> set[str]:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "gains": gains,
-    "gpus": gpus,
-    "results": results,
+    **figures.BLOCKS,
     "targets": targets,
     "reasons": reasons,
     "variables": variables,
     "commands": verbs,
-    "data": data_files,
-    "releases": releases,
-    "instructions": instructions,
     "imports": imports,
-    "dequantize": measured("bench-GPU.json", "dequantize", "bf16"),
-    "dequantize-matmul": measured("bench-GPU.json", "dequantize + matmul"),
-    "host": measured("bench-GPU.json", "host"),
-    "challenge": measured("challenge-GPU.json", "challenge"),
-    "steps": steps,
-    "matmul": matmul,
-    "generation": measured("generate-GPU.json", "generation"),
 }
-
-
-# --- pictures ---
-
-GREEN, GRAY, AMBER = "#1b7f4b", "#9a9a9a", "#d98e04"
-
-
-def glance() -> tuple[Any, Callable[[Any], None]]:
-    """What the README shows: how many times as fast each thing is that a user does."""
-    bars: list[tuple[str, float, str]] = []
-    for row in figures("bench-GPU.json"):
-        if row["subject"] in ("1024x4096 bf16", "4096x4096 bf16", "4096x14336 bf16", "28672x8192 bf16"):
-            label = f"dequantize {shape(row['subject'].removesuffix(' bf16'))}"
-            bars.append((label, row["ratio"][BITSANDBYTES], GREEN))
-    for name, library in (
-        ("step-peft", "peft"),
-        ("step-unsloth-2026.9.7", "Unsloth 2026.9"),
-        ("step-unsloth", "Unsloth 2026.10"),
-    ):
-        for row in figures(f"{name}-GPU.json"):
-            tokens = row["sizes"]["batch"] * row["sizes"]["tokens"]
-            ratio = row["ratio"][UNPATCHED]
-            bars.append((f"QLoRA step, {library}, {tokens:,} tokens", ratio, GREEN if ratio >= GAIN else GRAY))
-    for row in figures("generate-GPU.json"):
-        if row["subject"].endswith("compiled"):
-            bars.append((f"generation, batch {row['sizes']['batch']} *", row["ratio"][STOCK], AMBER))
-
-    def draw(figure: Any) -> None:
-        figure.set_size_inches(9, 0.6 + 0.27 * len(bars))
-        axes = figure.subplots()
-        axes.barh([label for label, _, _ in bars], [ratio for _, ratio, _ in bars], color=[color for *_, color in bars])
-        for i, (_, ratio, _) in enumerate(bars):
-            axes.text(ratio + 0.02, i, f"{ratio:.2f}×", va="center", fontsize=8)
-        axes.axvline(1, color="#444444", linewidth=1)
-        axes.invert_yaxis()
-        axes.margins(y=0.01)
-        axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel(f'times as fast as without the patch ({GPUS[0]}); * with enable(matmul="auto")', fontsize=8)
-
-    return bars, draw
-
-
-def ceiling() -> tuple[Any, Callable[[Any], None]]:
-    """Dequantization as a part of the speed of a kernel that moves the same bytes."""
-    rows = [row for row in figures("bench-GPU.json") if "ceiling" in row["median"] and row["subject"].endswith("bf16")]
-    rows.sort(key=lambda row: row["nbytes"])
-    colors = {OURS: GREEN, "Unsloth Triton": AMBER, BITSANDBYTES: GRAY}
-    values = {n: [100 * r["median"]["ceiling"] / r["median"].get(n, float("inf")) for r in rows] for n in colors}
-
-    def draw(figure: Any) -> None:
-        figure.set_size_inches(9, 3.6)
-        axes = figure.subplots()
-        for i, (name, heights) in enumerate(values.items()):
-            axes.bar([x + 0.28 * i for x in range(len(rows))], heights, 0.28, label=name, color=colors[name])
-        axes.axhline(100, color="#444444", linewidth=1)
-        labels = [shape(row["subject"].removesuffix(" bf16")) for row in rows]
-        axes.set_xticks([x + 0.28 for x in range(len(rows))], labels, rotation=35, ha="right", fontsize=8)
-        axes.set_ylabel(f"% of the traffic ceiling, {GPUS[0]}", fontsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=8, ncols=3, loc="upper left", bbox_to_anchor=(0, 1.15), frameon=False)
-
-    return values, draw
-
-
-PICTURES = {"at-a-glance.svg": glance, "dequantize.svg": ceiling}
 
 
 # --- writing and checking ---
@@ -524,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             behind.append(page)
             if not check:
                 page.write_text(wanted)
-    for name, make in PICTURES.items():
+    for name, make in figures.PICTURES.items():
         file = IMAGES / name
         values, draw = make()
         source = digest(values, make)

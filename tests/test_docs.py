@@ -57,9 +57,9 @@ def test_no_figure_and_no_commit_is_typed_by_hand(page):
     assert not re.findall(r"\b[0-9a-f]{7}\b", page.read_text()), "a commit belongs to docs/data"
 
 
-@pytest.mark.parametrize("file", sorted(render_docs.DATA.glob("*.json")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted(render_docs.figures.DATA.glob("*.json")), ids=lambda file: file.name)
 def test_data_file_is_whole_and_named_by_its_command(file):
-    patterns = {re.escape(name).replace("GPU", "(h200|h100)") for name in render_docs.SOURCES}
+    patterns = {re.escape(name).replace("GPU", "(h200|h100)") for name in render_docs.figures.SOURCES}
     assert any(re.fullmatch(pattern, file.name) for pattern in patterns), "add its command to SOURCES"
     data = json.loads(file.read_text())
     if isinstance(data, dict):
