@@ -100,7 +100,7 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
         the bits of ``bitsandbytes.functional.dequantize_4bit``.
 
     Raises:
-        ValueError: the weight, its state or ``out`` cannot be served; the message says what was found.
+        ValueError: the weight, its state or ``out`` is not supported; the message says what was found.
         RuntimeError: the kernel cannot be compiled on this GPU.
     """
     from .patching.direct import dequantize_nf4

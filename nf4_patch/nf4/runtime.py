@@ -10,13 +10,13 @@ import torch
 MISSING = ""
 try:
     import triton
-except ImportError as error:  # every launch is then refused with this sentence
+except ImportError as error:  # every launch then fails with this sentence
     triton = None
     MISSING = f"{type(error).__name__}: {error}"
 
 
 class KernelUnavailable(RuntimeError):
-    """The kernel cannot serve here; the message says why, ``reason`` in one word of four."""
+    """The kernel cannot run here; the message says why, ``reason`` names the Reason."""
 
     def __init__(self, message: str, reason: str = "KERNEL_FAILED"):
         super().__init__(message)
@@ -105,7 +105,7 @@ def compiled(
     known = _entries.get(key)
     if known is None:
         if torch.cuda.is_current_stream_capturing():
-            raise KernelUnavailable("a CUDA graph is being captured; the kernel compiles outside one", "CAPTURING")
+            raise KernelUnavailable("a CUDA graph is being captured; the kernel compiles outside one", "GRAPH_CAPTURE")
         known = _entries[key] = _compile(kernel, arguments, values, warps)
     if isinstance(known, KernelUnavailable):
         raise known

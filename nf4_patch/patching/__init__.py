@@ -1,4 +1,4 @@
-"""The surgery: which functions of bitsandbytes and Unsloth are replaced, when, and what is refused.
+"""Which functions of bitsandbytes and Unsloth are replaced, when, and which calls run the original.
 
 The only floor that names foreign modules. It never sees a pointer or a grid.
 """

@@ -86,7 +86,7 @@ class Dequantizer:
         if torch.compiler.is_compiling():
             return self.trace(weight, state, out)
         fields = fields_of(state)
-        return fields if type(fields) is Reason else Reason.SUBCLASS
+        return fields if type(fields) is Reason else Reason.TENSOR_SUBCLASS
 
     def trace(self, weight: torch.Tensor, state: Any, out: torch.Tensor | None = None) -> Any:
         """As ``run``, inside a region that torch.compile traces: through the op, whose fake asks the guards."""
@@ -94,9 +94,9 @@ class Dequantizer:
         if reason is not None:
             return reason
         if is_exporting():
-            return Reason.EXPORT
+            return Reason.EXPORTING
         if out is not None:
-            return Reason.OUT
+            return Reason.OUT_MISMATCH
         if not (weight.is_cuda or compilation.INTERPRETED):  # asked here too: on a CPU nothing would run
             return Reason.NOT_CUDA
         fields = fields_of(state)
@@ -107,7 +107,7 @@ class Dequantizer:
         if modes_active():
             return self.dispatch(Layout(weight, *fields), state, out)
         if transforms_active() is not None:
-            return Reason.TRANSFORM
+            return Reason.FUNCTORCH_TRANSFORM
         try:
             launch = self.launches.get(identity(quant_type, weight, *fields))
         except (AttributeError, TypeError):  # the guards decide
@@ -123,7 +123,7 @@ class Dequantizer:
             if reason is not None:
                 return reason
             if out.data_ptr() % 16:
-                return Reason.OUT
+                return Reason.OUT_MISMATCH
             result = launch.into(out)
         elif shared:
             result = launch.shared()
@@ -140,7 +140,7 @@ class Dequantizer:
     def with_code(self, layout: Layout, quant_type: str) -> Layout | Reason:
         """The layout with the code of its quant_type: bitsandbytes goes by the name and never reads ``state.code``."""
         if is_jit_tracing():
-            return Reason.EXPORT
+            return Reason.EXPORTING
         code = remembered_code(quant_type, layout.packed.device)
         return code if isinstance(code, Reason) else layout._replace(code=code)
 
@@ -180,8 +180,8 @@ class Dequantizer:
     def dispatch(self, layout: Layout, state: Any, out: torch.Tensor | None) -> Any:
         """Through the op, which dispatch modes see; nothing is counted."""
         if is_exporting() or is_jit_tracing():
-            return Reason.EXPORT
-        reason = self.unsupported(layout, state) if out is None else Reason.OUT
+            return Reason.EXPORTING
+        reason = self.unsupported(layout, state) if out is None else Reason.OUT_MISMATCH
         return op.dequantize(*layout) if reason is None else reason
 
     def failed(self, error: Exception) -> Reason:
@@ -191,7 +191,7 @@ class Dequantizer:
         self.error = f"{type(error).__name__}: {error}"
         if self.error not in counters.errors:  # a step makes hundreds of calls: one traceback is enough
             logger.error("nf4_patch failed in %s; the original runs", self.target, exc_info=error)
-        return Reason.ERROR
+        return Reason.INTERNAL_ERROR
 
     def attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The function's result, or the Reason why there is none, counted."""
@@ -204,7 +204,7 @@ class Dequantizer:
         return result
 
     def fall_back(self, reason: Reason) -> None:
-        detail = {Reason.KERNEL_FAILED: self.failure, Reason.ERROR: self.error}.get(reason, "")
+        detail = {Reason.KERNEL_FAILED: self.failure, Reason.INTERNAL_ERROR: self.error}.get(reason, "")
         counters.fall_back(self.target, reason, switch.strict, detail)
 
 

@@ -40,7 +40,7 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
     if type(fields) is not Reason:
         layout = Layout(weight, *fields)
         found = f": {guards.describe(layout)}"
-        if result in (Reason.NOT_CUDA, Reason.EXPORT):
+        if result in (Reason.NOT_CUDA, Reason.EXPORTING):
             result = guards.state_is_odd(quant_state)
             if result is None:
                 layout = layout._replace(code=code_of(quant_state.quant_type, weight.device))
@@ -60,7 +60,7 @@ def by_formula(layout: Layout, out: torch.Tensor | None) -> torch.Tensor:
 
 
 def check_formula(layout: Layout, out: torch.Tensor | None) -> Reason | None:
-    reason = guards.check(layout, (Reason.NOT_CUDA, Reason.SUBCLASS))  # exporting, a tensor is a FakeTensor
+    reason = guards.check(layout, (Reason.NOT_CUDA, Reason.TENSOR_SUBCLASS))  # exporting, a tensor is a FakeTensor
     return guards.check_out(out, layout) if reason is None and out is not None else reason
 
 

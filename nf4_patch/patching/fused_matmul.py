@@ -82,7 +82,7 @@ class FusedMatmul:
             and out.is_contiguous()
             and not out.requires_grad
         ):
-            return Reason.OUT
+            return Reason.OUT_MISMATCH
         result = launch(x, out)
         launch.counter.hits += 1
         return result
@@ -90,26 +90,26 @@ class FusedMatmul:
     def resolve(self, key: Any, x: torch.Tensor, layout: Layout, quant_type: str, bias: Any, state: Any) -> Any:
         """A launch that passed the guards and is then remembered, or the Reason why there is none."""
         if is_jit_tracing():
-            return Reason.EXPORT
+            return Reason.EXPORTING
         device = x.get_device()
         if device < 0 or compilation.INTERPRETED:
             return Reason.NOT_CUDA
         if len(layout.shape) != 2:
-            return Reason.PRODUCT
+            return Reason.MATMUL_OPERANDS
         n, k = layout.shape
         m = x.numel() // k
         if m == 0 or x.shape[-1] != k or not is_measured(device, m, n, k):
-            return Reason.ROWS
+            return Reason.NOT_FASTER
         coded = self.dequantizer.with_code(layout, quant_type)
         if isinstance(coded, Reason):
             return coded
         reason = self.dequantizer.unsupported(coded, state)
         if reason is not None:
             return reason
-        if matmul.refusal(x, coded, bias) is not None:
-            return Reason.PRODUCT
+        if matmul.unsupported(x, coded, bias) is not None:
+            return Reason.MATMUL_OPERANDS
         if not all(map(runtime.has_memory, guards.tensors_of(coded))):
-            return Reason.NO_MEMORY
+            return Reason.NO_STORAGE
         try:
             launch: Any = matmul.resolve(x, coded, bias)
         except runtime.KernelUnavailable as error:
@@ -128,21 +128,21 @@ class FusedMatmul:
         if type(fields) is Reason:
             return fields
         if modes_active():
-            return Reason.MODE
+            return Reason.DISPATCH_MODE
         if transforms_active() is not None:
-            return Reason.TRANSFORM
+            return Reason.FUNCTORCH_TRANSFORM
         if type(x).__torch_dispatch__ is not own_dispatch or type(packed).__torch_dispatch__ is not own_dispatch:
-            return Reason.SUBCLASS
+            return Reason.TENSOR_SUBCLASS
         if (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))) or (
             transposed is not None and (packed.shape[0] == 1) is not transposed
         ):
-            return Reason.PRODUCT
+            return Reason.MATMUL_OPERANDS
         with torch._C.DisableTorchFunctionSubclass():  # Params4bit's methods as a Tensor's
             return self.run(x, packed, (*fields[:-1], x.dtype), state.quant_type, bias, out, state)
 
     def run_row(self, x, packed, state, out) -> Any:
         """As ``run_state``, of one row."""
-        return self.run_state(x, packed, state, None, out) if x.numel() == x.shape[-1] else Reason.PRODUCT
+        return self.run_state(x, packed, state, None, out) if x.numel() == x.shape[-1] else Reason.MATMUL_OPERANDS
 
 
 def before(target: str, original: Callable[..., Any], multiply: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The pure guards: the first reason why a weight must not be served."""
+"""Pure guards: the first reason why the kernel must not run on a weight."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def state_is_odd(quant_state: Any) -> Reason | None:
         return Reason.QUANT_TYPE
     state2 = quant_state.__dict__.get("state2")
     if getattr(quant_state, "nested", state2 is not None) != (state2 is not None):
-        return Reason.LAYOUT
+        return Reason.STATE_FIELDS
     if state2 is not None and (state2.dtype is not torch.float32 or getattr(state2, "nested", False)):
-        return Reason.LAYOUT
+        return Reason.STATE_FIELDS
     return None
 
 
@@ -108,20 +108,20 @@ def _capable(index: int) -> bool:
 GUARDS: tuple[tuple[Reason, Callable[[Layout], bool]], ...] = (
     (Reason.NOT_CUDA, lambda layout: not layout.packed.is_cuda and not compilation.INTERPRETED),
     (Reason.ROCM, lambda layout: torch.version.hip is not None and not compilation.INTERPRETED),
-    (Reason.CAPABILITY, _too_old),
-    (Reason.DTYPE, lambda layout: layout.dtype not in OUTPUT_DTYPES),
-    (Reason.STORAGE, lambda layout: layout.packed.dtype not in STORAGE_DTYPES),
-    (Reason.LAYOUT, _wrong_types),
-    (Reason.SUBCLASS, _has_no_address),
+    (Reason.GPU_TOO_OLD, _too_old),
+    (Reason.OUTPUT_DTYPE, lambda layout: layout.dtype not in OUTPUT_DTYPES),
+    (Reason.STORAGE_DTYPE, lambda layout: layout.packed.dtype not in STORAGE_DTYPES),
+    (Reason.STATE_FIELDS, _wrong_types),
+    (Reason.TENSOR_SUBCLASS, _has_no_address),
     (Reason.BLOCKSIZE, _wrong_blocksizes),
-    (Reason.DEVICES, lambda layout: any(t.device != layout.packed.device for t in tensors_of(layout))),
+    (Reason.MIXED_DEVICES, lambda layout: any(t.device != layout.packed.device for t in tensors_of(layout))),
     (Reason.NOT_CONTIGUOUS, lambda layout: not all(t.is_contiguous() for t in tensors_of(layout))),
-    (Reason.SIZES, _wrong_sizes),
+    (Reason.SIZE_MISMATCH, _wrong_sizes),
 )
 
 
 def check(layout: Layout, ignore: tuple[Reason, ...] = ()) -> Reason | None:
-    """The first reason why the kernel must not serve this layout; None when it may. Looks at no data."""
+    """The first reason why the kernel must not run on this layout; None when it may. Looks at no data."""
     for reason, holds in GUARDS:
         if reason not in ignore and holds(layout):
             return reason
@@ -138,4 +138,4 @@ def check_out(out: Any, layout: Layout) -> Reason | None:
         and out.is_contiguous()
         and not out.requires_grad
     )
-    return None if fits else Reason.OUT
+    return None if fits else Reason.OUT_MISMATCH

@@ -69,7 +69,7 @@ def enable(matmul: str | None = None) -> bool:
     """Replace every target, now or when its module is imported. True if the patch is on.
 
     Args:
-        matmul: "off" or "auto", the fused product; None leaves it to NF4_PATCH_MATMUL.
+        matmul: "off" or "auto", the fused matmul; None leaves it to NF4_PATCH_MATMUL.
 
     Raises:
         ConfigError: ``matmul`` or a NF4_* variable has an unknown value.
@@ -240,7 +240,7 @@ def _remove_earlier(target: Target) -> None:
 
 
 def _install(target: Target, module: ModuleType, wanted: bool) -> None:
-    """Put the replacement in place, or only get it ready where what it serves is switched off."""
+    """Put the replacement in place, or only make it where its feature is switched off."""
     holder, name = target.holder(module)
     if (target.unless and hasattr(module, target.unless)) or not hasattr(holder, name):
         return

@@ -1,7 +1,7 @@
 """The op that torch.compile and dispatch modes see: opaque, with a fake. Eager calls go past it (launch.py).
 
 Its fake asks the guards, so that Dynamo need not trace them: 10 ms of 28 a weight (2-core CPU machine, torch 2.13). The
-fake's answer to a refused layout is a bool tensor of as many elements as its reason has reasons before it.
+fake's answer to an unsupported layout is a bool tensor of as many elements as its reason has reasons before it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger("nf4_patch")
 _said: set[str] = set()
 REASONS = tuple(Reason)
 # What keeps the kernel away and not the formula: a graph may run on another machine than it was traced on.
-COMPUTABLE = (Reason.NOT_CUDA, Reason.ROCM, Reason.CAPABILITY, Reason.NOT_CONTIGUOUS)
+COMPUTABLE = (Reason.NOT_CUDA, Reason.ROCM, Reason.GPU_TOO_OLD, Reason.NOT_CONTIGUOUS)
 
 
 # The fields of a Layout. Defined here and not by ``torch.library.custom_op``, whose Autograd kernel in Python makes a call
@@ -61,14 +61,14 @@ def say_once(why: str) -> None:
         logger.warning("the plain formula runs inside the compiled graph: %s", why)
 
 
-def refusal(packed: torch.Tensor, reason: Reason) -> torch.Tensor:
+def unsupported(packed: torch.Tensor, reason: Reason) -> torch.Tensor:
     return packed.new_empty(REASONS.index(reason), dtype=torch.bool)
 
 
 def fake(packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, shape, dtype) -> torch.Tensor:
     layout = Layout(packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, tuple(shape), dtype)
-    reason = guards.check(layout, (Reason.SUBCLASS,))  # every tensor is a FakeTensor here
-    return packed.new_empty(tuple(shape), dtype=dtype) if reason is None else refusal(packed, reason)
+    reason = guards.check(layout, (Reason.TENSOR_SUBCLASS,))  # every tensor is a FakeTensor here
+    return packed.new_empty(tuple(shape), dtype=dtype) if reason is None else unsupported(packed, reason)
 
 
 if not hasattr(torch.ops.nf4_patch, "dequantize_nf4"):  # importlib.reload: defined once a process
@@ -81,7 +81,7 @@ if not hasattr(torch.ops.nf4_patch, "dequantize_nf4"):  # importlib.reload: defi
 def dequantize(packed, absmax, code, absmax2, code2, offset, *rest) -> Any:
     """The op on the fields of a Layout, transposed when they ask for it; or the Reason why not. Written to be traced."""
     if absmax is None or code is None or isinstance(offset, (int, float)):  # a number is bitsandbytes' to take
-        return Reason.LAYOUT
+        return Reason.STATE_FIELDS
     weight = torch.ops.nf4_patch.dequantize_nf4(packed, absmax, code, absmax2, code2, offset, *rest)
     if weight.dtype is torch.bool:
         return REASONS[weight.shape[0]]

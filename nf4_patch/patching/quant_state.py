@@ -31,7 +31,7 @@ def fields_of(state: Any) -> Any:
             state.blocksize, state2.blocksize, state.shape, state.dtype,
         )  # fmt: skip
     except AttributeError:  # nothing but a state's fields is read above
-        return guards.state_is_odd(state) or Reason.LAYOUT
+        return guards.state_is_odd(state) or Reason.STATE_FIELDS
 
 
 def linear_fields(A, shapeB, absmax, blocksize, absmax_8bit, absmax_code, absmax_offset) -> tuple[Any, ...]:
@@ -56,7 +56,7 @@ def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor | Rea
         if quant_type not in CODES:
             return Reason.QUANT_TYPE
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # a copy from the host would end it
-            return Reason.CAPTURING
+            return Reason.GRAPH_CAPTURE
         with torch.inference_mode(False):
             code = _codes[quant_type, device] = code_of(quant_type, device)
     return code

@@ -11,45 +11,45 @@ class Reason(enum.Enum):
     NOT_4BIT = ("the weight has no bitsandbytes 4-bit state (unquantized, fp8, NVFP4, int4 or a list state)", "")
     NOT_CUDA = ("the packed weight is not on a CUDA GPU", "move the model to the GPU")
     ROCM = ("this PyTorch is built for ROCm; the kernel is NVIDIA PTX", "")
-    CAPABILITY = ("the GPU is older than compute capability 7.5 (Tesla T4)", "")
-    TRANSFORM = ("a functorch transform (vmap, grad, ...) is active", "")
-    MODE = ("a dispatch mode is active, and the fused product is no operator that it could see", "")
-    SUBCLASS = ("a tensor of the weight is a subclass with its own dispatch (DTensor, FakeTensor, ...)", "")
-    EXPORT = (
-        "torch.export or torch.jit.trace is recording a program, which has to run where nf4_patch is not",
+    GPU_TOO_OLD = ("the GPU is older than compute capability 7.5 (Tesla T4)", "")
+    FUNCTORCH_TRANSFORM = ("a functorch transform (vmap, grad, ...) is active", "")
+    DISPATCH_MODE = ("a torch dispatch mode is active, which could not see the fused matmul", "")
+    TENSOR_SUBCLASS = ("a tensor of the weight is a subclass with its own dispatch (DTensor, FakeTensor, ...)", "")
+    EXPORTING = (
+        "torch.export or torch.jit.trace is recording a program that must also run without nf4_patch",
         "",
     )
     ARGUMENTS = ("called without a weight or quant_state, or with an argument that differs from the quant_state", "")
     CPU_PACKING = ("the weight is in bitsandbytes' CPU packing", "move the model with model.to('cuda')")
     QUANT_TYPE = ("quant_type is neither nf4 nor fp4", "")
-    DTYPE = (
+    OUTPUT_DTYPE = (
         "the output dtype is not float16, bfloat16 or float32",
         "set bnb_4bit_compute_dtype to one of them",
     )
-    STORAGE = ("quant_storage is not uint8, float16, bfloat16 or float32", "")
-    BLOCKSIZE = ("a blocksize is not a power of two that bitsandbytes uses", "")
-    LAYOUT = ("a field of the quant_state has another type or dtype than bitsandbytes gives it", "")
-    SIZES = (
-        "the packed bytes, the absmax and the shape disagree (a shard, or a damaged state)",
+    STORAGE_DTYPE = ("quant_storage is not uint8, float16, bfloat16 or float32", "")
+    BLOCKSIZE = ("the blocksize is not one of bitsandbytes': 32 to 4096, a power of two", "")
+    STATE_FIELDS = ("a field of the quant_state does not have the type or dtype that bitsandbytes gives it", "")
+    SIZE_MISMATCH = (
+        "the packed bytes, the absmax and the shape do not fit together (a shard, or a damaged state)",
         "gather the weight before it is used (FSDP2: do not touch a sharded parameter)",
     )
     NOT_CONTIGUOUS = ("a tensor of the weight is not contiguous", "call .contiguous() on it")
-    DEVICES = ("the tensors of the weight are on different devices", "move weight and quant_state together")
-    OUT = ("out has another shape, dtype, device, layout or alignment than the result", "")
+    MIXED_DEVICES = ("the tensors of the weight are on different devices", "move weight and quant_state together")
+    OUT_MISMATCH = ("out does not have the shape, dtype, device, layout or alignment of the result", "")
     MISALIGNED = ("the packed weight does not start on 4 bytes", "")
-    NO_MEMORY = (
-        "a tensor of the weight has no memory (freed, offloaded or sharded away)",
+    NO_STORAGE = (
+        "the memory of one of the weight's tensors is freed (offloaded or sharded away)",
         "bring the weight back to the GPU before it is used",
     )
-    CAPTURING = (
-        "the first use fell inside a CUDA graph capture, where nothing can be compiled",
+    GRAPH_CAPTURE = (
+        "the first use was inside a CUDA graph capture, where no kernel can be compiled",
         "run one step before capturing",
     )
     KERNEL_FAILED = ("the kernel could not be compiled or checked on this GPU", "see the error in `nf4-patch doctor`")
-    DEFERRED = ("the library's own fused kernel serves this call as fast (NF4_PATCH_DEFER)", "")
-    ROWS = ("this GPU, shape and number of rows is not one where the fused product is measured to win", "")
-    PRODUCT = ("x, bias or the weight is not what the fused product takes (dtype, blocksize, K, alignment)", "")
-    ERROR = ("an error inside nf4_patch", "please report it with the traceback in the log")
+    DEFERRED = ("Unsloth's own kernel runs this call: no benchmark shows ours faster here (NF4_PATCH_DEFER)", "")
+    NOT_FASTER = ("no benchmark shows the fused matmul faster for this GPU, shape and row count", "")
+    MATMUL_OPERANDS = ("the fused matmul does not support this dtype, blocksize, K, alignment, bias or gradient", "")
+    INTERNAL_ERROR = ("an error inside nf4_patch", "please report it with the traceback in the log")
 
     def __init__(self, sentence: str, advice: str):
         self.sentence = sentence
@@ -58,7 +58,14 @@ class Reason(enum.Enum):
     @property
     def is_expected(self) -> bool:
         """Nothing was missed: no warning, and nothing raised in strict mode."""
-        return self in (Reason.NOT_4BIT, Reason.DEFERRED, Reason.ROWS, Reason.PRODUCT, Reason.MODE, Reason.EXPORT)
+        return self in (
+            Reason.NOT_4BIT,
+            Reason.DEFERRED,
+            Reason.NOT_FASTER,
+            Reason.MATMUL_OPERANDS,
+            Reason.DISPATCH_MODE,
+            Reason.EXPORTING,
+        )
 
 
 class Uncached(enum.Enum):

@@ -18,7 +18,7 @@ SHAPES_SHOWN = 8  # a model has about five; a report is one screen
 @dataclass(frozen=True)
 class TargetStatus:
     name: str
-    state: str  # STANDING, stands by, refused, waiting (not imported), absent (not in this release), off
+    state: str  # STANDING, inactive, refused, waiting (not imported), absent (not in this release), off
     hits: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)  # by name of the Reason
     note: str = ""
@@ -87,7 +87,7 @@ def status() -> Status:
         hits = counters.hits(target.name)
         counts = {r.name: n for (name, r), n in list(counters.fallbacks.items()) if name == target.name}
         if state in STANDING and target.only and getattr(switch, target.only) == "off":
-            state, note = "stands by", f'enable({target.only}="auto") puts it in place'
+            state, note = "inactive", f'enable({target.only}="auto") puts it in place'
         elif state == "patched" and not hits and not counts:
             note = "installed, never called"
         elif state == "patched" and not hits:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# A release's parameter names; a function with others is refused by name, not guessed.
+# A release's parameter names; a function with others is left alone, by name.
 Parameters = tuple[str, ...]
 
 

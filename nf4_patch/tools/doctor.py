@@ -31,7 +31,7 @@ from .report import DISTRIBUTIONS, Report, Tell, plural, releases, silent
 
 # (first capability it no longer holds for, what to tell): the first row that the GPU is under is told.
 GPU_ADVICE: tuple[tuple[tuple[int, int], str], ...] = (
-    (compilation.MINIMUM_CAPABILITY, f"every call runs the original: {Reason.CAPABILITY.sentence}"),
+    (compilation.MINIMUM_CAPABILITY, f"every call runs the original: {Reason.GPU_TOO_OLD.sentence}"),
     (
         (8, 0),
         "fp16 is right here: this GPU has no bf16 arithmetic and PyTorch emulates it, slowly. Take "

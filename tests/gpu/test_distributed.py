@@ -72,8 +72,8 @@ def refused(weight, reason):
     assert nf4_patch.status().hits == before
     assert sum(target.fallbacks.get(reason, 0) for target in nf4_patch.status().targets) == 1
 
-refused(holder.weight, "SUBCLASS")           # the sharded parameter: a DTensor
-refused(holder.weight.to_local(), "SIZES")   # half of the bytes beside the shape of the whole
+refused(holder.weight, "TENSOR_SUBCLASS")           # the sharded parameter: a DTensor
+refused(holder.weight.to_local(), "SIZE_MISMATCH")   # half of the bytes beside the shape of the whole
 before = nf4_patch.status().hits
 gathered = holder.weight.full_tensor()
 assert torch.equal(F.dequantize_4bit(gathered, state), whole)

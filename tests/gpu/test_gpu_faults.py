@@ -140,13 +140,13 @@ def test_freed_storage_is_refused_before_a_launch(fresh):
     want = server.run(packed, state)
     kept = packed.clone()
     packed.untyped_storage().resize_(0)
-    assert server.run(packed, state) is Reason.NO_MEMORY
+    assert server.run(packed, state) is Reason.NO_STORAGE
     packed.untyped_storage().resize_(kept.numel())
     packed.copy_(kept)
     assert torch.equal(server.run(packed, state), want)
     absmax = state.absmax.clone()
     state.absmax.untyped_storage().resize_(0)
-    assert server.run(packed, state) is Reason.NO_MEMORY
+    assert server.run(packed, state) is Reason.NO_STORAGE
     state.absmax = absmax
     assert torch.equal(server.run(packed, state), want)
 
@@ -182,7 +182,7 @@ def test_codebook_inside_a_capture(fresh, monkeypatch):
     with torch.cuda.graph(graph):
         reason = server.run(packed, state)
         torch.zeros(1, device=CUDA)
-    assert reason is Reason.CAPTURING
+    assert reason is Reason.GRAPH_CAPTURE
     graph.replay()
     assert torch.equal(server.run(packed, state), want)
 

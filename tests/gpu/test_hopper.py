@@ -165,7 +165,7 @@ def test_first_use_is_checked_and_a_capture_is_named(monkeypatch):
         with pytest.raises(runtime.KernelUnavailable) as caught:
             launch.matmul_4bit(x, layout, config=CONFIGS[0])
         torch.zeros(1, device=CUDA)
-    assert caught.value.reason == "CAPTURING"
+    assert caught.value.reason == "GRAPH_CAPTURE"
     dequantize = reference.dequantize
     monkeypatch.setattr(reference, "dequantize", lambda layout: dequantize(layout) + 1)
     for _ in range(2):  # remembered

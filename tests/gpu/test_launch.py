@@ -75,7 +75,7 @@ def test_remembered_launch_follows_the_state():
     assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
     assert torch.equal(serve(server, packed.t(), state), F.dequantize_4bit(packed.t(), state))
     state.to("cpu")
-    assert server.run(packed, state) is Reason.DEVICES
+    assert server.run(packed, state) is Reason.MIXED_DEVICES
     state.to(CUDA)
     assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
     again, state2 = quantized((256, 128), torch.float16, CUDA, blocksize=128, seed=3)
@@ -144,7 +144,7 @@ def test_first_use_inside_a_capture_is_refused_by_name():
     with torch.cuda.graph(graph):
         reason = server.run(packed, state)
         torch.zeros(1, device=CUDA)
-    assert reason is Reason.CAPTURING
+    assert reason is Reason.GRAPH_CAPTURE
     assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
 
 
@@ -161,9 +161,11 @@ def test_out_and_shared_buffer():
     larger, state2 = quantized((1024, 512), torch.bfloat16, CUDA)
     assert torch.equal(serve(server, larger, state2, shared=True), F.dequantize_4bit(larger, state2))
     assert torch.equal(serve(server, packed, state, shared=True), want)
-    assert server.run(packed, state, out=torch.empty(256, 512, dtype=torch.bfloat16, device=CUDA)) is Reason.OUT
+    assert (
+        server.run(packed, state, out=torch.empty(256, 512, dtype=torch.bfloat16, device=CUDA)) is Reason.OUT_MISMATCH
+    )
     odd = torch.empty(512 * 256 + 1, dtype=torch.bfloat16, device=CUDA)[1:].view(512, 256)
-    assert server.run(packed, state, out=odd) is Reason.OUT  # starts on 2 bytes
+    assert server.run(packed, state, out=odd) is Reason.OUT_MISMATCH  # starts on 2 bytes
 
 
 def test_alignment_of_the_packed_weight():

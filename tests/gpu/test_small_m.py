@@ -147,7 +147,7 @@ def test_what_it_cannot_run():
     x = torch.randn(4, 256, device=CUDA, dtype=torch.bfloat16)
 
     def why(x=x, bias=None, **changes):
-        return launch.refusal(x, layout._replace(**changes), bias)
+        return launch.unsupported(x, layout._replace(**changes), bias)
 
     assert why() is None
     odd = torch.zeros(129, device=CUDA, dtype=x.dtype)[1:]  # starts on 2 bytes
@@ -205,7 +205,7 @@ def test_first_use_inside_a_capture_is_named():
         with pytest.raises(runtime.KernelUnavailable) as caught:
             multiply(x, layout)
         torch.zeros(1, device=CUDA)
-    assert caught.value.reason == "CAPTURING"
+    assert caught.value.reason == "GRAPH_CAPTURE"
     runtime._entries.update(saved[0])
     launch._kernels.update(saved[1])
     assert multiply(x, layout).isfinite().all()
@@ -225,15 +225,15 @@ def test_multiplier_reasons():
     assert not isinstance(want, Reason)
     for _ in range(2):  # refused again, and nothing remembered by it
         assert serve(one.cpu()) is Reason.NOT_CUDA
-        assert serve(one[:0]) is Reason.ROWS
-        assert serve(torch.cat([one] * 17)) is Reason.ROWS
-        assert serve(one[:, :128]) is Reason.ROWS
-        assert serve(bias=torch.zeros(128, device=CUDA)) is Reason.PRODUCT
-        assert serve(packed=packed[:64]) is Reason.SIZES
-        assert serve(packed=packed.clone()[16:]) is Reason.SIZES
+        assert serve(one[:0]) is Reason.NOT_FASTER
+        assert serve(torch.cat([one] * 17)) is Reason.NOT_FASTER
+        assert serve(one[:, :128]) is Reason.NOT_FASTER
+        assert serve(bias=torch.zeros(128, device=CUDA)) is Reason.MATMUL_OPERANDS
+        assert serve(packed=packed[:64]) is Reason.SIZE_MISMATCH
+        assert serve(packed=packed.clone()[16:]) is Reason.SIZE_MISMATCH
         assert serve(quant_type="int4") is Reason.QUANT_TYPE
         for wrong in (torch.empty(4, 127, device=CUDA, dtype=one.dtype), torch.empty(4, 128, device=CUDA)):
-            assert serve(out=wrong) is Reason.OUT
+            assert serve(out=wrong) is Reason.OUT_MISMATCH
     out = torch.full((4, 128), float("nan"), device=CUDA, dtype=one.dtype)
     assert serve(out=out) is out
     assert torch.equal(out, want)
@@ -242,7 +242,7 @@ def test_multiplier_reasons():
     assert len(multiplier.launches) == 1
     freed = packed.clone()
     freed.untyped_storage().resize_(0)
-    assert serve(packed=freed) is Reason.NO_MEMORY
+    assert serve(packed=freed) is Reason.NO_STORAGE
     assert counters.hits("test") == 3
 
 
@@ -442,7 +442,7 @@ from oracle import layout_of, quantized
         assert torch.equal(got, launch.matmul_4bit(few, layout))
         wide = torch.full((4, 1, 1008), float("nan"), dtype=torch.bfloat16, device="cuda")
         utils._gemv_rows(few, packed, state, wide[..., :1000])  # rows apart: for the original
-        assert row().hits == 1 and row().fallbacks == {"OUT": 1}, row()
+        assert row().hits == 1 and row().fallbacks == {"OUT_MISMATCH": 1}, row()
     """,
         path=Path(__file__).parents[1] / "support",
     )
@@ -514,7 +514,7 @@ from oracle import layout_of, quantized
         for x, weight in ((random(100, 2048), packed), (random(7, 1024), packed.t())):  # past 64 rows; backward
             got = matmul_lora(x, weight, state, None, None, None)
             assert torch.equal(got, original(x, weight, state, None, None, None))
-        assert row().hits == hits and {"ROWS", "PRODUCT"} <= row().fallbacks.keys(), row()
+        assert row().hits == hits and {"NOT_FASTER", "MATMUL_OPERANDS"} <= row().fallbacks.keys(), row()
     """,
         path=Path(__file__).parents[1] / "support",
     )

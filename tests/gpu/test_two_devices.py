@@ -62,7 +62,7 @@ def test_there_and_back(patched):
 def test_a_weight_in_pieces_on_both_is_refused_by_name(patched):
     (packed, state), _ = weights()[0]
     state.absmax = state.absmax.to(DEVICES[1])
-    assert Dequantizer("test").run(packed, state).name == "DEVICES"
+    assert Dequantizer("test").run(packed, state).name == "MIXED_DEVICES"
 
 
 def test_each_thread_its_own_device(patched):

@@ -272,7 +272,7 @@ def test_a_jit_trace_records_the_original(patched, device):
     other, _ = quantized((64, 256), torch.float32, device, seed=1)
     F.dequantize_4bit(packed, state)  # remembered before the trace
     traced = torch.jit.trace(lambda w: F.dequantize_4bit(w, state) * 2, (packed,), check_trace=False)
-    assert fallbacks() == {Reason.EXPORT: 1}
+    assert fallbacks() == {Reason.EXPORTING: 1}
     for each in (packed, other):
         assert torch.equal(traced(each), F.dequantize_4bit(each, state) * 2)
 

@@ -51,10 +51,10 @@ def test_our_own_error_runs_the_original_and_is_logged_once(on, monkeypatch, cap
     with caplog.at_level(logging.ERROR, "nf4_patch"):
         for _ in range(5):
             assert torch.equal(F.dequantize_4bit(packed, state), want)
-    assert fallbacks() == {Reason.ERROR: 5}
+    assert fallbacks() == {Reason.INTERNAL_ERROR: 5}
     assert len([r for r in caplog.records if r.exc_info]) == 1  # one traceback, not one a call
     assert "ValueError: a mistake of ours" in "\n".join(nf4_patch.status().errors)
-    assert "ERROR" in str(nf4_patch.status())
+    assert "INTERNAL_ERROR" in str(nf4_patch.status())
 
 
 def test_our_own_error_is_raised_when_strict(on, monkeypatch):
@@ -103,7 +103,7 @@ def test_error_messages_that_vary_do_not_fill_the_memory(on, monkeypatch):
     monkeypatch.setattr(dequantizer.logger, "disabled", True)
     for _ in range(300):
         F.dequantize_4bit(packed, state)
-    assert fallbacks() == {Reason.ERROR: 300}
+    assert fallbacks() == {Reason.INTERNAL_ERROR: 300}
     assert len(counters.errors) == 100
 
 
@@ -278,7 +278,7 @@ def test_fake_and_meta_tensors_get_the_originals_answer(on):
     state.absmax = absmax
     assert outcome(packed.to("meta"), state) == without_patch(packed.to("meta"), state)
     assert sum(fallbacks().values()) == 3
-    assert Reason.ERROR not in fallbacks()
+    assert Reason.INTERNAL_ERROR not in fallbacks()
 
 
 def outcome(*arguments):
@@ -310,4 +310,4 @@ def test_functorch_transforms_that_the_original_supports(on):
     got = torch.func.vmap(product)(x), torch.func.grad(lambda r: product(r).sum())(x[0])
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
-    assert fallbacks() == {Reason.TRANSFORM: 2}
+    assert fallbacks() == {Reason.FUNCTORCH_TRANSFORM: 2}

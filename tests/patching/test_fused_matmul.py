@@ -79,7 +79,7 @@ def test_status_says_that_it_stands_by(monkeypatch):
     nf4_patch.enable()
     try:
         row = rows_of_status()["bitsandbytes.functional.gemv_4bit"]
-        assert row.state == "stands by"
+        assert row.state == "inactive"
         assert row.note == 'enable(matmul="auto") puts it in place'
         nf4_patch.enable(matmul="auto")
         assert rows_of_status()["bitsandbytes.functional.gemv_4bit"].state == "patched"
@@ -103,7 +103,7 @@ def test_it_is_in_place_only_where_it_is_switched_on(monkeypatch):
             nf4_patch.enable(matmul="off")
             assert autograd.matmul_4bit is bnb.matmul_4bit is late.multiply is original
         assert nf4_patch.is_enabled() and autograd.matmul_4bit is original
-        assert rows_of_status()["bitsandbytes.autograd._functions.matmul_4bit"].state == "stands by"
+        assert rows_of_status()["bitsandbytes.autograd._functions.matmul_4bit"].state == "inactive"
     finally:
         nf4_patch.disable()
     assert autograd.matmul_4bit is bnb.matmul_4bit is late.multiply is original
@@ -208,8 +208,8 @@ def test_reasons_of_a_state(name, refusing):
     assert len(seen) == 5
     assert counters.fallbacks == {
         (name, Reason.NOT_4BIT): 2,
-        (name, Reason.PRODUCT): 2,
-        (name, Reason.MODE): 1,
+        (name, Reason.MATMUL_OPERANDS): 2,
+        (name, Reason.DISPATCH_MODE): 1,
     }
 
 
@@ -222,7 +222,7 @@ def test_an_error_of_ours_runs_the_original(refusing, monkeypatch):
     packed, state = quantized((128, 256), torch.bfloat16, "cpu")
     x = torch.randn(1, 1, 256, dtype=torch.bfloat16)
     assert call("gemv", replace_gemv("gemv", original), x, packed, state)[0] == "original"
-    assert counters.fallbacks == {("gemv", Reason.ERROR): 1}
+    assert counters.fallbacks == {("gemv", Reason.INTERNAL_ERROR): 1}
     assert counters.errors == {"ZeroDivisionError: on purpose": 1}
 
 
@@ -299,7 +299,7 @@ def test_bf16_is_refused_before_sm_80(monkeypatch):
     def why(dtype, capability):
         x.dtype = dtype
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        return launch.refusal(x, layout)
+        return launch.unsupported(x, layout)
 
     assert why(torch.bfloat16, (7, 5)).endswith(
         "bfloat16; tensor cores multiply it from compute capability 8.0 on, this GPU has 7.5"
@@ -375,7 +375,7 @@ def test_a_new_number_of_rows_compiles_nothing(compiler):
     multiply(5, packed, state)
     with pytest.raises(runtime.KernelUnavailable) as caught:
         multiply(5, packed, state, bias=torch.zeros(4096, dtype=torch.bfloat16))
-    assert caught.value.reason == "CAPTURING"
+    assert caught.value.reason == "GRAPH_CAPTURE"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gpu/test_small_m.py asks the compiler itself")

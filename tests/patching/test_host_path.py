@@ -131,7 +131,7 @@ def test_refusals_by_the_short_way(server):
     state.shape = [64, 96]
     assert torch.equal(server.run(packed, state), reference.dequantize(layout_of(packed, state)))
     state.absmax = state.absmax[:-1]
-    assert server.run(packed, state) is guards.Reason.SIZES
+    assert server.run(packed, state) is guards.Reason.SIZE_MISMATCH
 
 
 @pytest.fixture
@@ -232,13 +232,13 @@ def test_refused_products_are_not_remembered(server, multiplier):
 
     reason = guards.Reason
     for _ in range(2):
-        assert serve(x[:0]) is serve(x[:, :64]) is serve(torch.cat([x] * 17)) is reason.ROWS
-        assert serve(packed=packed[:64]) is reason.SIZES
+        assert serve(x[:0]) is serve(x[:, :64]) is serve(torch.cat([x] * 17)) is reason.NOT_FASTER
+        assert serve(packed=packed[:64]) is reason.SIZE_MISMATCH
         assert serve(quant_type="int4") is reason.QUANT_TYPE
-        assert serve(bias=torch.randn(64)) is serve(bias=torch.randn(63).bfloat16()) is reason.PRODUCT
-        assert serve(fields=(*fields[:7], (64, 128, 1), torch.bfloat16)) is reason.PRODUCT
+        assert serve(bias=torch.randn(64)) is serve(bias=torch.randn(63).bfloat16()) is reason.MATMUL_OPERANDS
+        assert serve(fields=(*fields[:7], (64, 128, 1), torch.bfloat16)) is reason.MATMUL_OPERANDS
         for out in (torch.empty(4, 63).bfloat16(), torch.empty(4, 64), torch.empty(64, 4).bfloat16().t()):
-            assert serve(out=out) is reason.OUT
+            assert serve(out=out) is reason.OUT_MISMATCH
     assert torch.equal(serve(fields=(*fields[:7], [64, 128], torch.bfloat16)), serve())  # a list is no key, and serves
     assert len(multiplier.launches) == 1
 

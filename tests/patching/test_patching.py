@@ -226,7 +226,7 @@ def test_output_argument(on):
     other = torch.empty(128, 64, dtype=torch.float16, device=on)
     with pytest.raises(Exception):  # noqa: B017, PT011 (whatever the original raises)
         F.dequantize_4bit(packed, state, out=other)
-    assert fallbacks() == {Reason.OUT: 1}
+    assert fallbacks() == {Reason.OUT_MISMATCH: 1}
 
 
 def test_transposed_weight(on):
@@ -242,19 +242,19 @@ def broken(reason, device):
     packed, state = quantized((64, 128), torch.float16, device)
     if reason is Reason.QUANT_TYPE:
         state.quant_type = "int8"
-    elif reason is Reason.DTYPE:
+    elif reason is Reason.OUTPUT_DTYPE:
         state.dtype = torch.float64
-    elif reason is Reason.STORAGE:
+    elif reason is Reason.STORAGE_DTYPE:
         packed = packed.view(torch.int8)
     elif reason is Reason.BLOCKSIZE:
         state.blocksize = 96
-    elif reason is Reason.LAYOUT:
+    elif reason is Reason.STATE_FIELDS:
         state.state2.dtype = torch.float16
-    elif reason is Reason.SIZES:
+    elif reason is Reason.SIZE_MISMATCH:
         packed = packed[:100]
     elif reason is Reason.NOT_CONTIGUOUS:
         packed = packed.repeat(1, 2).view(-1)[::2].view(-1, 1)
-    elif reason is Reason.DEVICES:
+    elif reason is Reason.MIXED_DEVICES:
         state.absmax = state.absmax.to("meta")
     elif reason is Reason.CPU_PACKING:
         state.packing_format_for_cpu = True
@@ -266,8 +266,8 @@ def broken(reason, device):
 @pytest.mark.parametrize(
     "reason",
     [
-        Reason.QUANT_TYPE, Reason.DTYPE, Reason.STORAGE, Reason.BLOCKSIZE, Reason.LAYOUT, Reason.SIZES,
-        Reason.NOT_CONTIGUOUS, Reason.DEVICES, Reason.CPU_PACKING, Reason.NOT_4BIT,
+        Reason.QUANT_TYPE, Reason.OUTPUT_DTYPE, Reason.STORAGE_DTYPE, Reason.BLOCKSIZE, Reason.STATE_FIELDS, Reason.SIZE_MISMATCH,
+        Reason.NOT_CONTIGUOUS, Reason.MIXED_DEVICES, Reason.CPU_PACKING, Reason.NOT_4BIT,
     ],
     ids=lambda r: r.name,
 )  # fmt: skip
@@ -546,7 +546,7 @@ def test_an_error_that_is_no_missing_field_is_not_taken_for_one(on, monkeypatch)
 
     monkeypatch.setattr(guards, "state_is_odd", mistaken)
     F.dequantize_4bit(packed, state)
-    assert fallbacks() == {Reason.ERROR: 1}
+    assert fallbacks() == {Reason.INTERNAL_ERROR: 1}
 
 
 def test_a_state_without_one_of_its_fields(on):
@@ -554,8 +554,8 @@ def test_a_state_without_one_of_its_fields(on):
     del state.absmax
     with pytest.raises(AttributeError):  # the original's own
         F.dequantize_4bit(packed, state)
-    assert fallbacks() == {Reason.LAYOUT: 1}
-    with pytest.raises(ValueError, match=Reason.LAYOUT.sentence):
+    assert fallbacks() == {Reason.STATE_FIELDS: 1}
+    with pytest.raises(ValueError, match=Reason.STATE_FIELDS.sentence):
         nf4_patch.dequantize_nf4(packed, state)
 
 
@@ -568,7 +568,7 @@ def test_direct_api_raises_value_errors_only(interpreted, monkeypatch, device):
         (None, None, "weight is a NoneType"),
         ("w", None, "weight is a str"),
         (packed, "x", "out is a str"),
-        (packed, torch.empty(3), Reason.OUT.sentence),
+        (packed, torch.empty(3), Reason.OUT_MISMATCH.sentence),
     ):
         with pytest.raises(ValueError, match=words):
             nf4_patch.dequantize_nf4(weight, state, out)
@@ -620,7 +620,7 @@ def test_the_first_fallback_reaches_a_user_without_logging():
         except Exception:
             pass
     """)
-    assert done.stderr.count(Reason.LAYOUT.sentence) == 1
+    assert done.stderr.count(Reason.STATE_FIELDS.sentence) == 1
 
 
 def test_enable_turns_off_what_the_environment_forbids(on, monkeypatch):

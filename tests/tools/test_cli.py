@@ -174,7 +174,7 @@ def test_doctor_knows_the_generations(monkeypatch):
     for capability in ((7, 0), (7, 5), (8, 0), (9, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, c=capability: Properties(*c))
         found[capability] = doctor.examine_gpu(0, lambda *_: None)
-    assert not found[7, 0].serves and Reason.CAPABILITY.sentence in found[7, 0].advice
+    assert not found[7, 0].serves and Reason.GPU_TOO_OLD.sentence in found[7, 0].advice
     assert found[7, 5].serves and "fp16" in found[7, 5].advice
     assert found[8, 0].serves and found[8, 0].advice == found[9, 0].advice == ""
 

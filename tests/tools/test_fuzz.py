@@ -78,7 +78,11 @@ def test_a_wrong_kernel_is_seen(monkeypatch):
         n for n in range(100)
         if (c := fuzzing.draw(0, n, DEVICE.type)).into == "out" and not (c.transposed or c.fault or c.special)
     )  # fmt: skip
-    for wrong, mismatches, out_of_bounds in ((flipped, 1, 0), (spilled, 0, 1), (lambda *a, **k: Reason.SIZES, 1, 0)):
+    for wrong, mismatches, out_of_bounds in (
+        (flipped, 1, 0),
+        (spilled, 0, 1),
+        (lambda *a, **k: Reason.SIZE_MISMATCH, 1, 0),
+    ):
         monkeypatch.setattr(fuzzer.dequantizer, "run", wrong)
         fuzzer.report = fuzzing.FuzzReport("here", 0)
         fuzzer.run(number)

@@ -18,7 +18,7 @@ MINIMUM_CAPABILITY = (7, 5)
 
 
 class LaunchConfig(NamedTuple):
-    """How a program is cut: ``num_warps * 32`` lanes, ``steps`` groups a lane, cache policies of both streams."""
+    """The work of a program: ``num_warps * 32`` lanes, ``steps`` groups a lane, cache policies of both streams."""
 
     num_warps: int
     steps: int
@@ -26,7 +26,7 @@ class LaunchConfig(NamedTuple):
     store: str
 
 
-# (lowest capability, fewest elements) a row serves; the last row that does is taken.
+# (lowest capability, fewest elements) a row is for; the last one that fits is taken.
 # H200, torch 2.11, triton 3.6.0, percent of the same traffic without a decode, 8 warps and 16: 512x2048 98.6 and 96.2,
 # 1024x4096 97.9 and 96.7, 4096x4096 95.8 and 98.3, 14336x4096 96.9 and 98.8, 8192x8192 97.7 and 99.6.
 # An earlier kernel, 1024x4096, 4096x4096, 4096x14336: 4 warps 92.6, 96.7, 98.0; 1 step 84, 92-95, 92-94;
@@ -207,7 +207,7 @@ def kernel_for(variant: Variant, device: torch.device) -> CompiledKernel:
     known = _kernels.get((variant, device))
     if known is None:
         if torch.cuda.is_current_stream_capturing():
-            raise KernelUnavailable("a CUDA graph is being captured; the kernel compiles outside one", "CAPTURING")
+            raise KernelUnavailable("a CUDA graph is being captured; the kernel compiles outside one", "GRAPH_CAPTURE")
         with _lock:
             known = _kernels.get((variant, device))
             if known is None:
@@ -231,5 +231,5 @@ def _build(variant: Variant, device: torch.device) -> CompiledKernel | KernelUna
 
 
 def compiled_kernels() -> dict[tuple[Variant, torch.device], CompiledKernel | KernelUnavailable]:
-    """What has been compiled or refused so far, by variant and device."""
+    """What has been compiled, or failed to, so far, by variant and device."""
     return dict(_kernels)

@@ -1,4 +1,4 @@
-"""The short way from a layout to a running kernel: launches resolved once and remembered."""
+"""From a layout to a running kernel: launches resolved once and remembered."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Launch:
         device = layout.packed.device
         tensors = compilation.operands(layout, layout.packed)[:6]
         if not all(has_memory(tensor) for tensor in tensors):
-            raise KernelUnavailable("a tensor of the weight is larger than its memory", "NO_MEMORY")
+            raise KernelUnavailable("a tensor of the weight is larger than its memory", "NO_STORAGE")
         pointers = [tensor.data_ptr() for tensor in tensors]
         if pointers[0] % 4:
             raise KernelUnavailable(f"the packed weight starts at {pointers[0]:#x}, not on 4 bytes", "MISALIGNED")

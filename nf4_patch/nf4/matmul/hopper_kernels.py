@@ -1,6 +1,6 @@
 """The fused matmul of hundreds of rows on Hopper: wgmma on a weight that two warp groups decode into shared memory.
 
-Gluon, because the pipeline is written out: 17 warps a program and no two groups with the same work.
+Gluon, because the pipeline is written out: 17 warps a CTA and no two groups with the same work.
 
     producer, 1 warp:     X, packed weight and scales by TMA into rings of ``STAGES``
     decoders, 2 x 4:      128 rows of 64 weights, every second step each, into a ring of ``DECODED``
@@ -33,7 +33,7 @@ def scales_kernel(
     absmax, absmax2, code2, offset, scales, flags, n, k_steps, shift, shift2,
     FLAT: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
-    """scales[step, row] in fp32, as the product reads them: 128 rows of a step at a time; and no flag is raised."""
+    """scales[step, row] in fp32, as the matmul reads them: 128 rows of a step at a time; and no flag is raised."""
     groups = tl.cdiv(n, ROWS)
     row = tl.program_id(0) % groups * ROWS + tl.arange(0, ROWS)[:, None]
     step = tl.program_id(0) // groups * STEPS + tl.arange(0, STEPS)[None, :]

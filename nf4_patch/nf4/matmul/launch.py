@@ -41,7 +41,7 @@ def config_for(
     return hopper.config_for(capability, m, n, k, device) if rows is None else None
 
 
-def refusal(x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) -> str | None:
+def unsupported(x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) -> str | None:
     """Why :func:`matmul_4bit` cannot run these arguments; None if it can."""
     n, k = layout.shape
     if triton is None:
@@ -184,17 +184,17 @@ def matmul_4bit(
         layout: of the weight, shape [N, K], K a multiple of the blocksize; contiguous, the offset in fp32. Its dtype
             is not looked at.
         bias: [N], x's dtype.
-        config: instead of the table's; then the caller answers for :func:`refusal`.
+        config: instead of the table's; then the caller answers for :func:`unsupported`.
         out: filled and returned if given: contiguous, [..., N], x's dtype and device.
 
     Returns:
         [..., N] in x's dtype.
 
     Raises:
-        ValueError: what :func:`refusal` says.
+        ValueError: what :func:`unsupported` says.
         KernelUnavailable: the kernel is not compiled yet and a CUDA graph is being captured.
     """
-    why = refusal(x, layout, bias) if config is None and x.numel() else None
+    why = unsupported(x, layout, bias) if config is None and x.numel() else None
     if why is not None:
         raise ValueError(f"matmul_4bit cannot run: {why}; dequantize and multiply")
     if x.numel() == 0:

@@ -18,7 +18,7 @@ SUM_BLOCK = 1024
 
 
 class Plan(NamedTuple):
-    """How a config serves one size on one GPU."""
+    """One size on one GPU, under a config."""
 
     sm_partitions: int  # even shares of the rows of the weight, one a multiprocessor and slice of K
     ctas: int

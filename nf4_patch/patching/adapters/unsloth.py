@@ -103,7 +103,7 @@ def replace_matmul_lora(target: str, original: Callable[..., Any]) -> Callable[.
         adapted = A is not None and torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)
         # the original multiplies in the dtype of autocast, and rounds a weight of another dtype than X's twice
         if adapted or autocast not in (False, X.dtype) or getattr(W_quant, "dtype", X.dtype) is not X.dtype:
-            return Reason.PRODUCT
+            return Reason.MATMUL_OPERANDS
         rows = X.view(-1, X.shape[-1])
         result = fused.run_state(rows, W, W_quant, out=out, transposed=False)
         if type(result) is Reason:
