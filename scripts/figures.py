@@ -1,4 +1,4 @@
-"""What README and docs show of docs/data/*.json: tables and pictures. scripts/render_docs.py puts them in their places.
+"""What README and docs show of docs/data/*.json: tables. scripts/render_docs.py puts them in their places.
 
 A figure is shown only if it is in a data file; docs/data/README.md says which command writes which.
 """
@@ -36,6 +36,9 @@ SOURCES = {
     "step-unsloth-2026.9.7-GPU.json": ("nf4-patch bench --step unsloth", "the same with Unsloth 2026.9.7 installed"),
     "matmul-GPU.json": ("nf4-patch bench --matmul --quick", "the fused matmul by rows of X"),
     "generate-GPU.json": ("nf4-patch bench --generate --quick", "tokens a second with the fused matmul"),
+    "verify-GPU.json": ("nf4-patch verify", "the kernel against bitsandbytes, every layout"),
+    "verify-sm75-GPU.json": ("nf4-patch verify --arch sm_75", "the code of a T4, run on this GPU"),
+    "fuzz-GPU.json": ("nf4-patch verify --fuzz 10000 --seed 1", "random and malformed states"),
     "instructions.json": ("nf4-patch inspect --all", "machine code of the kernel by architecture; needs no GPU"),
     "releases.json": ("python scripts/release_matrix.py", "releases of the patched libraries that were run"),
 }
@@ -177,8 +180,8 @@ def gpus() -> str:
         status = "machine code checked, **not run**" if capability in counted else "not run"
         if capability in timed:
             status = f"**measured** ({' and '.join(timed[capability])}) and verified bit by bit"
-        elif capability == "75":
-            status = "**verified**: its code gave the same bits on an H200; its speed is not measured"
+        elif any(of_gpus(f"verify-sm{capability}-GPU.json")):
+            status = "**verified**: its code, run on a newer GPU, gave the same bits; its speed is not measured"
         known.setdefault(status, []).append(f"{names} (sm_{capability})")
     rows = [("; ".join(names), status) for status, names in known.items()]
     return table(("your GPU", "status"), [*rows, ("older, AMD, Intel, Apple, no GPU", "runs as without the patch")])
@@ -223,6 +226,24 @@ def releases() -> str:
         verdict = f"{run['states']['cases']} states, {hits} calls: {'equal' if equal else 'DIFFERENT'}"
         rows.append((place, *(installed.get(name, "").split("+")[0] for name in shown), verdict))
     return table(("on", *shown, "bits"), rows)
+
+
+def verified() -> str:
+    """A row a run of ``nf4-patch verify``: cases, elements, and what differed."""
+    rows = []
+    for pattern, (command, content) in SOURCES.items():
+        if not pattern.startswith(("verify", "fuzz")):
+            continue
+        for _, file, data in of_gpus(pattern):
+            parts = data.get("rows", [data])
+            cases, elements = (sum(part[name] for part in parts) for name in ("cases", "elements"))
+            differing = sum(part.get("differing", 0) for part in parts) + len(data.get("mismatches", ()))
+            outside = f", {len(data['out_of_bounds'])} writes outside a buffer" if "out_of_bounds" in data else ""
+            found = f"{differing} differing{outside}"
+            rows.append(
+                (f"{content} (`{command}`)", f"[{data['place']}](data/{file})", f"{cases:,}", f"{elements:,}", found)
+            )
+    return table(("what", "on", "cases", "elements", "found"), rows) if rows else "Not recorded yet."
 
 
 def instructions() -> str:
@@ -295,6 +316,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "data": data_files,
     "releases": releases,
     "instructions": instructions,
+    "verified": verified,
     "dequantize": measured("bench-GPU.json", "dequantize", "bf16"),
     "dequantize-matmul": measured("bench-GPU.json", "dequantize + matmul"),
     "host": measured("bench-GPU.json", "host"),
@@ -303,69 +325,3 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "matmul": matmul,
     "generation": measured("generate-GPU.json", "generation"),
 }
-
-
-# --- pictures ---
-
-GREEN, GRAY, AMBER = "#1b7f4b", "#9a9a9a", "#d98e04"
-
-
-def glance() -> tuple[Any, Callable[[Any], None]]:
-    """What the README shows: how many times as fast each thing is that a user does."""
-    bars: list[tuple[str, float, str]] = []
-    for row in figures("bench-GPU.json"):
-        if row["subject"] in ("1024x4096 bf16", "4096x4096 bf16", "4096x14336 bf16", "28672x8192 bf16"):
-            label = f"dequantize {shape(row['subject'].removesuffix(' bf16'))}"
-            bars.append((label, row["ratio"][BITSANDBYTES], GREEN))
-    for name, library in (
-        ("step-peft", "peft"),
-        ("step-unsloth-2026.9.7", "Unsloth 2026.9"),
-        ("step-unsloth", "Unsloth 2026.10"),
-    ):
-        for row in figures(f"{name}-GPU.json"):
-            tokens = row["sizes"]["batch"] * row["sizes"]["tokens"]
-            ratio = row["ratio"][UNPATCHED]
-            bars.append((f"QLoRA step, {library}, {tokens:,} tokens", ratio, GREEN if ratio >= GAIN else GRAY))
-    for row in figures("generate-GPU.json"):
-        if row["subject"].endswith("compiled"):
-            bars.append((f"generation, batch {row['sizes']['batch']} *", row["ratio"][STOCK], AMBER))
-
-    def draw(figure: Any) -> None:
-        figure.set_size_inches(9, 0.6 + 0.27 * len(bars))
-        axes = figure.subplots()
-        axes.barh([label for label, _, _ in bars], [ratio for _, ratio, _ in bars], color=[color for *_, color in bars])
-        for i, (_, ratio, _) in enumerate(bars):
-            axes.text(ratio + 0.02, i, f"{ratio:.2f}×", va="center", fontsize=8)
-        axes.axvline(1, color="#444444", linewidth=1)
-        axes.invert_yaxis()
-        axes.margins(y=0.01)
-        axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel(f'times as fast as without the patch ({GPUS[0]}); * with enable(matmul="auto")', fontsize=8)
-
-    return bars, draw
-
-
-def ceiling() -> tuple[Any, Callable[[Any], None]]:
-    """Dequantization as a part of the speed of a kernel that moves the same bytes."""
-    rows = [row for row in figures("bench-GPU.json") if "ceiling" in row["median"] and row["subject"].endswith("bf16")]
-    rows.sort(key=lambda row: row["nbytes"])
-    colors = {OURS: GREEN, "Unsloth Triton": AMBER, BITSANDBYTES: GRAY}
-    values = {n: [100 * r["median"]["ceiling"] / r["median"].get(n, float("inf")) for r in rows] for n in colors}
-
-    def draw(figure: Any) -> None:
-        figure.set_size_inches(9, 3.6)
-        axes = figure.subplots()
-        for i, (name, heights) in enumerate(values.items()):
-            axes.bar([x + 0.28 * i for x in range(len(rows))], heights, 0.28, label=name, color=colors[name])
-        axes.axhline(100, color="#444444", linewidth=1)
-        labels = [shape(row["subject"].removesuffix(" bf16")) for row in rows]
-        axes.set_xticks([x + 0.28 for x in range(len(rows))], labels, rotation=35, ha="right", fontsize=8)
-        axes.set_ylabel(f"% of the traffic ceiling, {GPUS[0]}", fontsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=8, ncols=3, loc="upper left", bbox_to_anchor=(0, 1.15), frameon=False)
-
-    return values, draw
-
-
-PICTURES = {"at-a-glance.svg": glance, "dequantize.svg": ceiling}

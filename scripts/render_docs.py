@@ -5,7 +5,7 @@
     python scripts/render_docs.py --check    name what is behind and exit 1
 
 A generated part stands between ``<!-- NAME: generated -->`` and ``<!-- /NAME -->``; NAME is a key of BLOCKS. A picture is
-a key of figures.PICTURES and carries the digest of its data. docs/data/README.md says which command writes which data file.
+a key of pictures.PICTURES and carries the digest of its data. docs/data/README.md says which command writes which data file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import inspect
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import figures
+import pictures
 from figures import table
 
 IMAGES, PACKAGE = ROOT / "docs" / "images", ROOT / "nf4_patch"
@@ -72,24 +74,30 @@ def imports() -> str:
     tuple(TopologicalSorter(edges).static_order())
     folders: dict[str, list[str]] = {}
     for module in edges:
-        folders.setdefault(module.rpartition(".")[0], []).append(module)
-    lines = []
+        folders.setdefault(parent(module), []).append(module)
+    floors = []
     for floor in ("tools", "patching", "nf4"):
-        own = [
-            folder for folder in folders if folder == f"nf4_patch.{floor}" or folder.startswith(f"nf4_patch.{floor}.")
-        ]
-        for folder in sorted(own):
-            name = folder.removeprefix("nf4_patch.").replace(".", "/")
-            below = {other.rpartition(".")[0] for module in folders[folder] for other in edges[module]} - {
-                folder,
-                "nf4_patch",
-                "",
-            }
-            arrow = ", ".join(sorted(other.removeprefix("nf4_patch.").replace(".", "/") for other in below))
-            modules = " ".join(sorted(module.rpartition(".")[2] for module in folders[folder]))
-            lines.append(f"{name:20} {modules}" + f"\n{'':20}   ──▶ {arrow}" * bool(arrow))
-        lines.append("─" * 100)
-    return "```text\n" + "\n".join(lines[:-1]) + "\n```"
+        lines = []
+        for folder in sorted(name for name in folders if f"{name}.".startswith(f"nf4_patch.{floor}.")):
+            names = " ".join(sorted(set(map(last, folders[folder])) - {"__init__"}))
+            below = {parent(other) for module in folders[folder] for other in edges[module]} - {folder, "nf4_patch"}
+            arrow = ", ".join(sorted(map(short, below)))
+            rows = [*textwrap.wrap(names, 80), *([f"  ──▶ {arrow}"] if arrow else [])]
+            lines += [f"{short(folder) * (not i):18}{row}" for i, row in enumerate(rows)]
+        floors.append("\n".join(lines))
+    return "```text\n" + f"\n{'─' * 98}\n".join(floors) + "\n```"
+
+
+def parent(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def last(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def short(folder: str) -> str:
+    return folder.removeprefix("nf4_patch.").replace(".", "/")
 
 
 def module_of(file: Path) -> str:
@@ -175,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             behind.append(page)
             if not check:
                 page.write_text(wanted)
-    for name, make in figures.PICTURES.items():
+    for name, make in pictures.PICTURES.items():
         file = IMAGES / name
         values, draw = make()
         source = digest(values, make)

@@ -57,6 +57,16 @@ def test_no_figure_and_no_commit_is_typed_by_hand(page):
     assert not re.findall(r"\b[0-9a-f]{7}\b", page.read_text()), "a commit belongs to docs/data"
 
 
+def test_status_in_the_readme_is_what_it_prints():
+    from nf4_patch.patching.status import Status, TargetStatus
+
+    shown = README.read_text().split("```text\n")[1].split("\n  ...")[0]
+    found = re.findall(r"^  (\S+): (\w+), (\d+) hits$", shown, re.MULTILINE)
+    targets = tuple(TargetStatus(name, state, int(hits)) for name, state, hits in found)
+    assert str(Status(enabled=True, targets=targets, shapes={}, errors=())).startswith(shown)
+    assert {target.name for target in targets} <= {target.name for target in nf4_patch.status().targets}
+
+
 @pytest.mark.parametrize("file", sorted(render_docs.figures.DATA.glob("*.json")), ids=lambda file: file.name)
 def test_data_file_is_whole_and_named_by_its_command(file):
     patterns = {re.escape(name).replace("GPU", "(h200|h100)") for name in render_docs.figures.SOURCES}

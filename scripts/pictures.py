@@ -1,0 +1,74 @@
+"""The pictures of README and docs, from docs/data/*.json. scripts/render_docs.py writes them to docs/images.
+
+Each function returns what its picture shows, and a function that draws it into a figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from figures import BITSANDBYTES, GAIN, GPUS, OURS, STOCK, UNPATCHED, figures, shape
+
+GREEN, GRAY, AMBER = "#1b7f4b", "#9a9a9a", "#d98e04"
+
+
+def glance() -> tuple[Any, Callable[[Any], None]]:
+    """What the README shows: how many times as fast each thing is that a user does."""
+    bars: list[tuple[str, float, str]] = []
+    for row in figures("bench-GPU.json"):
+        if row["subject"] in ("1024x4096 bf16", "4096x4096 bf16", "4096x14336 bf16", "28672x8192 bf16"):
+            label = f"dequantize {shape(row['subject'].removesuffix(' bf16'))}"
+            bars.append((label, row["ratio"][BITSANDBYTES], GREEN))
+    for name, library in (
+        ("step-peft", "peft"),
+        ("step-unsloth-2026.9.7", "Unsloth 2026.9"),
+        ("step-unsloth", "Unsloth 2026.10"),
+    ):
+        for row in figures(f"{name}-GPU.json"):
+            tokens = row["sizes"]["batch"] * row["sizes"]["tokens"]
+            ratio = row["ratio"][UNPATCHED]
+            bars.append((f"QLoRA step, {library}, {tokens:,} tokens", ratio, GREEN if ratio >= GAIN else GRAY))
+    for row in figures("generate-GPU.json"):
+        if row["subject"].endswith("compiled"):
+            bars.append((f"generation, batch {row['sizes']['batch']} *", row["ratio"][STOCK], AMBER))
+
+    def draw(figure: Any) -> None:
+        figure.set_size_inches(9, 0.6 + 0.27 * len(bars))
+        axes = figure.subplots()
+        axes.barh([label for label, _, _ in bars], [ratio for _, ratio, _ in bars], color=[color for *_, color in bars])
+        for i, (_, ratio, _) in enumerate(bars):
+            axes.text(ratio + 0.02, i, f"{ratio:.2f}×", va="center", fontsize=8)
+        axes.axvline(1, color="#444444", linewidth=1)
+        axes.invert_yaxis()
+        axes.margins(y=0.01)
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel(f'times as fast as without the patch ({GPUS[0]}); * with enable(matmul="auto")', fontsize=8)
+
+    return bars, draw
+
+
+def ceiling() -> tuple[Any, Callable[[Any], None]]:
+    """Dequantization as a part of the speed of a kernel that moves the same bytes."""
+    rows = [row for row in figures("bench-GPU.json") if "ceiling" in row["median"] and row["subject"].endswith("bf16")]
+    rows.sort(key=lambda row: row["nbytes"])
+    colors = {OURS: GREEN, "Unsloth Triton": AMBER, BITSANDBYTES: GRAY}
+    values = {n: [100 * r["median"]["ceiling"] / r["median"].get(n, float("inf")) for r in rows] for n in colors}
+
+    def draw(figure: Any) -> None:
+        figure.set_size_inches(9, 3.6)
+        axes = figure.subplots()
+        for i, (name, heights) in enumerate(values.items()):
+            axes.bar([x + 0.28 * i for x in range(len(rows))], heights, 0.28, label=name, color=colors[name])
+        axes.axhline(100, color="#444444", linewidth=1)
+        labels = [shape(row["subject"].removesuffix(" bf16")) for row in rows]
+        axes.set_xticks([x + 0.28 for x in range(len(rows))], labels, rotation=35, ha="right", fontsize=8)
+        axes.set_ylabel(f"% of the traffic ceiling, {GPUS[0]}", fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=8, ncols=3, loc="upper left", bbox_to_anchor=(0, 1.15), frameon=False)
+
+    return values, draw
+
+
+PICTURES = {"at-a-glance.svg": glance, "dequantize.svg": ceiling}
