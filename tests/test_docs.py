@@ -78,6 +78,21 @@ def test_data_file_is_whole_and_named_by_its_command(file):
             assert {"gpu", "capability", "releases", "date", "commit"} <= data["machine"].keys()
 
 
+def test_what_the_bench_writes_is_what_is_rendered(tmp_path, monkeypatch):
+    from nf4_patch.tools.bench.record import Bench, Row, bits
+    from nf4_patch.tools.bench.timing import Machine, Times
+
+    machine = Machine("NVIDIA H200", "90", "1", "", {"torch": "2.11.0"}, date="2026-11-22", commit="1")
+    sides = {"nf4_patch": Times((2.0,)), "bitsandbytes": Times((5.0,)), "ceiling": Times((1.0,))}
+    rows = [Row("64x64 bf16", "us", sides, bits({"bitsandbytes": same}), nbytes=1) for same in (True, False)]
+    text = json.dumps(Bench(machine, {"dequantize": rows}, {"dequantize": ""}).as_dict())
+    (tmp_path / "bench-h200.json").write_text(text)
+    monkeypatch.setattr(render_docs.figures, "DATA", tmp_path)
+    shown = render_docs.BLOCKS["dequantize"]().splitlines()[-2:]
+    assert shown[0] == "| 64\u00d764 bf16 | 2.00 | 1.00 (50 %) | 5.00 (2.50\u00d7) |"
+    assert shown[1].count("check failed") == 2 and "\u00d7)" not in shown[1]
+
+
 def sections() -> dict[str, str]:
     """The troubleshooting page by reason, in one line each."""
     _, *parts = re.split(r"^### (.+)$", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.MULTILINE)
@@ -86,6 +101,8 @@ def sections() -> dict[str, str]:
 
 def test_every_reason_has_its_section_and_no_other():
     assert list(sections()) == [reason.name for reason in Reason]
+    for reason in Reason:
+        assert sections()[reason.name].lower().startswith(reason.sentence.lower()), reason.name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
