@@ -137,6 +137,13 @@ def test_commands_exist():
             assert (ROOT / script).exists(), f"{page.name}: {script}"
 
 
+def test_report_forms_ask_for_doctor_and_status():
+    yaml = pytest.importorskip("yaml")
+    forms = {file.name: yaml.safe_load(file.read_text()) for file in (ROOT / ".github").rglob("*.yml")}
+    asked = [part["attributes"]["label"] for part in forms["problem.yml"]["body"] if part.get("validations")]
+    assert any("nf4-patch doctor" in label for label in asked) and any("status()" in label for label in asked)
+
+
 @pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.name)
 def test_python_blocks_run(page):
     try:
