@@ -10,7 +10,7 @@ import time
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from types import ModuleType
 from typing import Any
@@ -22,8 +22,8 @@ import nf4_patch
 
 from ..patching.status import STANDING, Status, TargetStatus, explain
 from ..patching.targets import TARGETS
-from .estimate import seconds_saved
 from .report import Report, plural
+from .savings import Saving, measure
 
 # Files whose frames stand above the script's own in a traceback.
 OUR_FRAMES = (
@@ -42,7 +42,7 @@ class RunReport(Report):
     seconds: float
     status: Status
     shown: bool  # --report
-    saved: float | None = None  # seconds of GPU time, an estimate; None: nothing was measured to estimate it from
+    savings: list[Saving] = field(default_factory=list)  # of the shapes hit most
 
     @property
     def exit_code(self) -> int:
@@ -95,8 +95,7 @@ class RunReport(Report):
         for shape, hits in sorted(self.status.shapes.items(), key=lambda item: -item[1]):
             if hits:
                 yield f"  {hits:,} x {shape}"
-        if self.saved is not None:
-            yield f"about {self.saved:.2g} s of GPU time saved: an estimate, hits times the bench's table for this GPU"
+        yield from map(str, self.savings)
         yield from self.advice()
 
 
@@ -132,7 +131,7 @@ def run(module: str | None, arguments: Sequence[str], shown: bool = False) -> Ru
     code = _flush(_exit_code(start))
     command = ["-m", module, *arguments] if module else list(arguments)
     seconds, status = time.perf_counter() - started, nf4_patch.status()
-    return RunReport(command, enabled, code, seconds, status, shown, seconds_saved(status))
+    return RunReport(command, enabled, code, seconds, status, shown, measure(status) if shown else [])
 
 
 def _module(name: str) -> Callable[[], Any]:
