@@ -8,11 +8,15 @@ from typing import Any
 import torch
 
 is_compiling = torch.compiler.is_dynamo_compiling  # torch.export without Dynamo runs under a dispatch mode
-is_exporting = getattr(torch.compiler, "is_exporting", bool)  # PyTorch 2.6 does not say; bool() is False
 is_jit_tracing = torch._C._is_tracing  # torch.jit.trace: a shape then holds tensors, so that no launch is found
 modes_active = torch._C._len_torch_dispatch_stack
 transforms_active = torch._C._functorch.peek_interpreter_stack
 own_dispatch = torch._C._disabled_torch_dispatch_impl  # the __torch_dispatch__ of a class that has none
+
+
+def is_exporting() -> bool:
+    """The flag and not ``torch.compiler.is_exporting()``, which PyTorch 2.11's Dynamo takes for True in every graph."""
+    return getattr(torch.compiler, "_is_exporting_flag", False)  # PyTorch 2.6 has none
 
 
 def keep_dynamo_out(function: Callable[..., Any]) -> None:

@@ -406,8 +406,7 @@ def test_unsloth_gemv():
     import unsloth
     from unsloth.kernels import utils
     from fused_matmul import error, exact
-    from fused_matmul import error, exact, hits_by_shape, linear
-from oracle import layout_of, quantized
+    from oracle import layout_of, quantized
     from nf4_patch.nf4.matmul import launch
     from nf4_patch.nf4.dequantize import reference
 
@@ -480,8 +479,7 @@ def test_unsloth_matmul_lora():
     from unsloth.kernels import fast_lora
     from unsloth.kernels.utils import matmul_lora
     from fused_matmul import error, exact
-    from fused_matmul import error, exact, hits_by_shape, linear
-from oracle import layout_of, quantized
+    from oracle import layout_of, quantized
 
     assert fast_lora.matmul_lora is matmul_lora
     def row():

@@ -179,7 +179,7 @@ for config in {row.config for row in HOPPER_ROWS}:
         kinds = [f"tensordesc<{types[kind]}{box},{layout!r}>" for box, layout, kind in boxes]
         kinds += ["*fp32", "*i32", "*fp32", "*" + types[dtype], *["i32"] * 5, *["constexpr"] * 6]
         names = kernel.arg_names
-        values = {"NOT_FASTER": config.rows, "STAGES": config.stages, "DECODED": config.decoded, "BIAS": bias}
+        values = {"ROWS": config.rows, "STAGES": config.stages, "DECODED": config.decoded, "BIAS": bias}
         values |= {"PTX": hopper.decode(compilation.PTX_TYPES[dtype]), "CONSTRAINTS": hopper.CONSTRAINTS}
         aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("sums", "flags", "code", "bias")}
         source = GluonASTSource(kernel, dict(zip(names, kinds)), {(names.index(k),): v for k, v in values.items()}, aligned)

@@ -192,12 +192,12 @@ def kinds(config: HopperConfig, device: torch.device, dtype: torch.dtype, nested
         TensorDescriptor.from_tensor(some[kind].view([-1, box[-1]]) if len(box) == 2 else some[kind], box, layout)
         for box, layout, kind in boxes(config.rows, dtype)
     )
-    values = {"NOT_FASTER": config.rows, "STAGES": config.stages, "DECODED": config.decoded, "BIAS": bias}
+    values = {"ROWS": config.rows, "STAGES": config.stages, "DECODED": config.decoded, "BIAS": bias}
     return (
         (
             kernels.scales_kernel,
             (some[torch.uint8] if nested else floats, floats, floats, floats, floats, flags, 64, 64, 0, 8),
-            {"FLAT": not nested, "NOT_FASTER": 128, "STEPS": 16, "FLAGS": FLAGS},
+            {"FLAT": not nested, "ROWS": 128, "STEPS": 16, "FLAGS": FLAGS},
             4,
         ),
         (
