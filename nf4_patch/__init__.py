@@ -14,12 +14,13 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__ as __version__
+
 if TYPE_CHECKING:
     import torch
 
     from .patching.status import Status
 
-__version__ = "0.1.0"
 __all__ = [
     "dequantize_nf4",
     "disable",

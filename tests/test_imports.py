@@ -46,6 +46,21 @@ def test_floor_imports_only_what_lies_below(path):
             assert name not in ("os", "nf4_patch.config"), "nf4 must not read the environment"
 
 
+def graph() -> dict[str, set[str]]:
+    """For each module of the package the others that it imports, anywhere in it."""
+    modules = {".".join(("nf4_patch", *p.relative_to(ROOT).with_suffix("").parts)): p for p in ROOT.rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    return {name: (imports_of(path) & modules.keys()) - {name} for name, path in modules.items()}
+
+
+def test_imports_form_no_ring():
+    """What imports nothing that is left is taken away, until nothing is left."""
+    left = graph()
+    while free := {name for name, imported in left.items() if not imported & left.keys()}:
+        left = {name: imported for name, imported in left.items() if name not in free}
+    assert not left, f"in a ring, or above one: {sorted(left)}"
+
+
 def test_kernel_files_hold_kernels_only():
     files = sorted((ROOT / "nf4").rglob("*kernels.py"))
     assert len(files) == 3, "a kernel file was moved where this test does not look"

@@ -16,8 +16,8 @@ from typing import Any
 
 import wrapt
 
-from .. import __version__
 from ..config import Config
+from ..version import __version__
 from .targets import TARGETS, Target
 
 logger = logging.getLogger("nf4_patch")

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from .. import __version__
 from ..config import Config, ConfigError
+from ..version import __version__
 from . import output
 
 
