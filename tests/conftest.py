@@ -66,13 +66,8 @@ def auto():
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> str:
     """A random Llama of one layer, saved."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from nf4_patch.tools import llama
 
     folder = tmp_path_factory.mktemp("llama")
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    llama.save(folder, llama.Shape(128, 256, 1, heads=4, key_value_heads=2))
     return str(folder)

@@ -26,7 +26,7 @@ from rich.table import Table
 
 import nf4_patch
 
-from . import output
+from . import llama, output
 from .report import Report, Tell, plural, provenance, silent
 
 SEED = 0
@@ -243,36 +243,16 @@ class Model:
     """The Llama of a size on disk, with random weights, and its quantized, adapted copies."""
 
     def __init__(self, size: Size, folder: Path, device: torch.device, dtype: torch.dtype):
-        from transformers import LlamaConfig, LlamaForCausalLM
-
         self.size, self.folder, self.device, self.dtype = size, folder, device, dtype
-        config = LlamaConfig(
-            vocab_size=256, hidden_size=size.hidden, intermediate_size=size.intermediate,
-            num_hidden_layers=size.layers, num_attention_heads=size.heads, num_key_value_heads=size.key_value_heads,
-            max_position_embeddings=size.length, tie_word_embeddings=False,
-            bos_token_id=None, eos_token_id=None, pad_token_id=None,
-        )  # fmt: skip
-        torch.manual_seed(SEED)
-        with device:
-            model = LlamaForCausalLM(config).to(dtype)  # type: ignore[arg-type]
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.linears = 7 * size.layers
-        model.save_pretrained(folder / "model")
+        shape = llama.Shape(*size[:5], vocabulary=256, positions=size.length)
+        self.parameters = llama.save(folder / "model", shape, dtype, device, SEED)
+        self.linears = len(llama.LINEARS) * size.layers
         data = (resources.files("nf4_patch") / "data" / TEXT).read_bytes()
         self.text = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()  # a token is a byte
 
     def load(self) -> Any:
-        """Quantized to NF4 with double quantization by transformers and bitsandbytes."""
-        from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-        quantization = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=self.dtype,
-        )  # fmt: skip
-        return AutoModelForCausalLM.from_pretrained(
-            self.folder / "model", quantization_config=quantization, dtype=self.dtype, device_map={"": self.device},
-            attn_implementation="eager",  # the backward of the fused ones adds in no fixed order
-        )  # fmt: skip
+        """In 4 bits, with an attention whose backward adds in a fixed order, which the fused ones do not."""
+        return llama.load_4bit(self.folder / "model", self.dtype, self.device, attn_implementation="eager")
 
     def adapted(self) -> Any:
         """With LoRA on all linears and gradient checkpointing, the same every time."""

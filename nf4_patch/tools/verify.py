@@ -201,7 +201,7 @@ def verify(
         from .sass import portable
 
         portable.check(arch, device)
-        serve = portable.server(arch)
+        serve = portable.dequantizer(arch)
         report.notes.append(
             f"Compared is the code of sm_{arch[0]}{arch[1]}: its PTX and its launch configuration, translated for this "
             "GPU by the driver."

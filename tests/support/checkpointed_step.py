@@ -22,28 +22,12 @@ if library == "unsloth":
     import unsloth  # noqa: F401
 
 import torch  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-LAYERS, TOKENS = 2, 512
-LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+from nf4_patch.tools import llama  # noqa: E402
 
-
-def save_checkpoint(folder: str) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=1024, hidden_size=1024, intermediate_size=2816, num_hidden_layers=LAYERS, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    ).save_pretrained(folder)
+TOKENS = 512
+LINEARS = list(llama.LINEARS)
+LLAMA = llama.Shape(1024, 2816, layers=2, heads=8, key_value_heads=4, vocabulary=1024)
 
 
 def load(folder: str):
@@ -62,16 +46,10 @@ def load(folder: str):
 
         apply_liger_kernel_to_llama()
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=quantization, dtype=torch.bfloat16, device_map={"": 0}
+    model = prepare_model_for_kbit_training(
+        llama.load_4bit(folder), gradient_checkpointing_kwargs={"use_reentrant": False}
     )
-    model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
     torch.manual_seed(0)
     return get_peft_model(model, LoraConfig(r=16, target_modules=LINEARS, task_type="CAUSAL_LM"))
 
@@ -105,7 +83,7 @@ def spy_on_originals() -> dict[str, int]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        save_checkpoint(folder)
+        llama.save(folder, LLAMA)
         model = load(folder)
     model.train()
     originals = spy_on_originals()

@@ -51,7 +51,7 @@ Packed = tuple[torch.Tensor, Any]
 
 
 def candidates(m: int, quick: bool) -> list[Any]:
-    """The configs to try at ``m`` rows of X: those that serve as many somewhere; quick: that are taken there for a size."""
+    """The configs to try at ``m`` rows of X: those of every row of a table for as many; quick: only those taken for some size."""
     rows = [row for row in SHIPPED if row.m >= m]
     found: list[Any] = [row.config for row in rows]
     if quick:

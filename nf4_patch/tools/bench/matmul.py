@@ -33,7 +33,7 @@ DEQUANTIZE = "dequantize + matmul"
 THEIR_DEQUANTIZE = "theirs, dequantize + matmul"
 DENSE = "dense"
 ROWS = tuple(2**i for i in range(14))
-CHECKED_ROWS = 512  # of X, against fp64: every row count that the fused matmul serves
+CHECKED_ROWS = 512  # of X, against fp64: every row count that the fused matmul has a table for
 METHOD = (
     "GPU time of one matmul of M rows, us: CUDA-graph replays over weights that overflow the L2, alternating, medians. "
     f'{OURS}: bitsandbytes\' op with enable(matmul="auto"); {BITSANDBYTES}: the same op unpatched. '

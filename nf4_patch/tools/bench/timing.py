@@ -1,6 +1,6 @@
 """How a time is taken: GPU time by graph replay past the L2, host time by the call, and on which machine.
 
-Every variant of a comparison is measured in turns (a round is one replay of each), so that clocks and neighbours
+The variants of a row are measured alternately (a round is one replay of each), so that clocks and neighbours
 move all of them alike. The noise of a variant is it against itself: its odd rounds against its even ones.
 """
 
@@ -132,7 +132,7 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
 
 
 def gpu_times(variants: Mapping[str, Sequence[Call]], rounds: int = 20) -> dict[str, Times]:
-    """Microseconds a call of each variant on the GPU: replays of a graph of its calls, in turns.
+    """Microseconds a call of each variant on the GPU: replays of a graph of its calls, alternating.
 
     Args:
         variants: for each name the calls of one replay, over enough distinct buffers to overflow the L2.
@@ -153,7 +153,7 @@ def gpu_times(variants: Mapping[str, Sequence[Call]], rounds: int = 20) -> dict[
 
 
 def host_times(variants: Mapping[str, Call], rounds: int = 20, calls: int = 200) -> dict[str, Times]:
-    """Microseconds a call of each variant keeps the host, in turns; the GPU is idle when a variant starts.
+    """Microseconds a call of each variant keeps the host, alternating; the GPU is idle when a variant starts.
 
     ``calls`` stays under the depth of the launch queue (1024), or a slow GPU would be measured.
     """

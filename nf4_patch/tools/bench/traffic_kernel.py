@@ -18,7 +18,7 @@ SHAPES = ((4, 1), (4, 2), (8, 2), (16, 2))
 
 @triton.jit
 def move(words, out, LANES: tl.constexpr, STEPS: tl.constexpr):
-    """words: int32 [n]; out: int32 [4 n]; a program moves STEPS * LANES words, both loads before the stores."""
+    """words: int32 [n]; out: int32 [4 n]; a CTA moves STEPS * LANES words, both loads before the stores."""
     tl.static_assert(STEPS == 1 or STEPS == 2)
     first = tl.program_id(0).to(tl.int64) * (LANES * STEPS)
     lane = tl.arange(0, LANES)
@@ -34,26 +34,26 @@ def move(words, out, LANES: tl.constexpr, STEPS: tl.constexpr):
 
 
 def mover(packed: torch.Tensor, out: torch.Tensor, num_warps: int, steps: int) -> Callable[[], object]:
-    """A call that moves the bytes of ``packed`` into ``out`` (16-bit elements), whole programs of them."""
+    """A call that moves the bytes of ``packed`` into ``out`` (16-bit elements), whole CTAs of them."""
     words, target = packed.view(-1).view(torch.int32), out.view(-1).view(torch.int32)
     lanes = 32 * num_warps
     grid = (words.numel() // (lanes * steps),)
     return lambda: move[grid](words, target, lanes, steps, num_warps=num_warps)
 
 
-READ_WORDS = 4096  # a program: 16 KiB
+READ_WORDS = 4096  # a CTA: 16 KiB
 
 
 @triton.jit
 def read(words, out, LANES: tl.constexpr):
-    """words: int32 [n]; out: int32 [n / LANES], the largest word of each program: the bytes are read and go nowhere."""
+    """words: int32 [n]; out: int32 [n / LANES], the largest word of each CTA: the bytes are read and go nowhere."""
     word = tl.load(words + tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES), eviction_policy="evict_first")
     tl.store(out + tl.program_id(0), tl.max(word, axis=0))
 
 
 def reader(packed: torch.Tensor) -> Callable[[], object]:
-    """A call that reads ``packed`` once, whole programs of it: no product of a packed weight takes less."""
+    """A call that reads ``packed`` once, whole CTAs of it: no matmul with the packed weight takes less."""
     words = packed.view(-1).view(torch.int32)
-    programs = words.numel() // READ_WORDS
-    out = torch.empty(programs, dtype=torch.int32, device=packed.device)
-    return lambda: read[(programs,)](words, out, READ_WORDS, num_warps=8)
+    ctas = words.numel() // READ_WORDS
+    out = torch.empty(ctas, dtype=torch.int32, device=packed.device)
+    return lambda: read[(ctas,)](words, out, READ_WORDS, num_warps=8)

@@ -1,4 +1,4 @@
-"""A QLoRA training step with the patch on and off, in turns, on the same model: peft + transformers, or Unsloth.
+"""A QLoRA training step with the patch on and off, alternating, on the same model: peft + transformers, or Unsloth.
 
 Four Llama-3.1-8B decoder layers with random weights, LoRA r=16 on all linear layers, gradient checkpointing,
 AdamW. The learning rate is 0: every step does the whole work and leaves the loss as it was, to compare by bits.
@@ -18,6 +18,7 @@ from torch._inductor import utils as inductor
 
 import nf4_patch
 
+from ..llama import LINEARS, Shape, load_4bit, save
 from ..report import Tell
 from .peers import OURS
 from .record import Check, Row
@@ -26,55 +27,22 @@ from .timing import Times, wall_times
 UNPATCHED = "unpatched"
 LENGTHS = ((1, 512), (2, 1024), (2, 2048))  # (batch, tokens)
 RANK = 16
-LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LAYERS = 4
-
-
-def config() -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=LAYERS,
-        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
-        rms_norm_eps=1e-5, bos_token_id=0, eos_token_id=1, pad_token_id=2, tie_word_embeddings=False,
-        dtype="bfloat16", architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
-
-
-def checkpoint(folder: Path) -> None:
-    """A random bf16 Llama of LAYERS layers with a one-word tokenizer, as save_pretrained leaves it."""
-    from tokenizers import Tokenizer, models
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = LlamaForCausalLM._from_config(config(), dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    words = {"<s>": 0, "</s>": 1, "<pad>": 2, "word": 3}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="word"))
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="word"
-    ).save_pretrained(folder)
-    del model
-    torch.cuda.empty_cache()
+VOCABULARY = 128256
+LLAMA = Shape(4096, 14336, LAYERS, heads=32, key_value_heads=8, vocabulary=VOCABULARY, positions=8192)
 
 
 def peft_model(folder: Path) -> Any:
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, device_map={"": 0},
-        quantization_config=BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        ),
-    )  # fmt: skip
+    model = load_4bit(folder)
     # Not prepare_model_for_kbit_training: its fp32 head hides the layers behind a matmul of no 4-bit weight.
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     model.config.use_cache = False
-    return get_peft_model(model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=LINEARS, task_type="CAUSAL_LM"))
+    return get_peft_model(
+        model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(LINEARS), task_type="CAUSAL_LM")
+    )
 
 
 def unsloth_model(folder: Path) -> Any:
@@ -84,7 +52,7 @@ def unsloth_model(folder: Path) -> Any:
         str(folder), max_seq_length=2048, dtype=torch.bfloat16, load_in_4bit=True, local_files_only=True
     )
     return FastLanguageModel.get_peft_model(
-        model, r=RANK, lora_alpha=RANK, lora_dropout=0, bias="none", target_modules=LINEARS,
+        model, r=RANK, lora_alpha=RANK, lora_dropout=0, bias="none", target_modules=list(LINEARS),
         use_gradient_checkpointing=True, random_state=0,
     )  # fmt: skip
 
@@ -97,7 +65,8 @@ def prepare(trainer: str) -> tuple[Any, torch.optim.Optimizer]:
     with tempfile.TemporaryDirectory() as folder:
         if trainer == "unsloth":
             import unsloth  # noqa: F401 (before transformers, as it asks)
-        checkpoint(Path(folder))
+        save(folder, LLAMA, device="cuda")
+        torch.cuda.empty_cache()
         model = TRAINERS[trainer](Path(folder))
     model.train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -113,7 +82,7 @@ class Step:
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, batch: int, length: int, patch: bool):
         generator = torch.Generator().manual_seed(batch * length)
-        self.tokens = torch.randint(3, 128256, (batch, length), generator=generator).cuda()
+        self.tokens = torch.randint(3, VOCABULARY, (batch, length), generator=generator).cuda()
         self.model, self.optimizer, self.patch = model, optimizer, patch
         self.losses: list[float] = []
         self.peak = 0

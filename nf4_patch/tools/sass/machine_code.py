@@ -1,8 +1,8 @@
 """What the compiler makes of a kernel, on a machine that need not have a GPU.
 
 Triton compiles for any capability, and its wheel carries ptxas and the disassembler. Counts are static: the
-instructions of a program that runs from its first line to its last, as a decode of whole groups does (there
-is no loop in the kernel).
+instructions of a kernel that runs from its first line to its last, as the dequantization of whole groups does (there is
+no loop in it).
 """
 
 from __future__ import annotations

@@ -107,12 +107,12 @@ def multiply(
     return matmul.MatmulLaunch(kernel, x, layout, bias)(x, out)
 
 
-def server(capability: Capability) -> Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]:
+def dequantizer(capability: Capability) -> Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]:
     """What ``verify`` compares: (packed, quant_state, out) -> the weight, transposed where packed is."""
 
-    def serve(packed: torch.Tensor, state: Any, out: torch.Tensor) -> torch.Tensor:
+    def run(packed: torch.Tensor, state: Any, out: torch.Tensor) -> torch.Tensor:
         layout = Layout(packed, *fields_of(state))
         dequantize(layout, capability, out)
         return out.t() if layout.transposed() else out
 
-    return serve
+    return run

@@ -1,0 +1,58 @@
+"""Llamas with random weights on disk, and loaded in 4 bits: what is trained here without a download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+SPECIAL = {"<pad>": 0, "<s>": 1, "</s>": 2, "word": 3}  # the whole vocabulary of the tokenizer
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class Shape(NamedTuple):
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    vocabulary: int = 512
+    positions: int = 2048
+
+
+def save(
+    folder: str | Path, shape: Shape, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu", seed: int = 0
+) -> int:  # fmt: skip
+    """A Llama with random weights and its tokenizer, as save_pretrained leaves them; the number of its parameters."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.key_value_heads,
+        max_position_embeddings=shape.positions, tie_word_embeddings=False,
+        pad_token_id=SPECIAL["<pad>"], bos_token_id=SPECIAL["<s>"], eos_token_id=SPECIAL["</s>"],
+        dtype=str(dtype).removeprefix("torch."), architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(config, dtype=dtype)
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(SPECIAL, unk_token="word")),
+        pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="word",
+    ).save_pretrained(folder)  # fmt: skip
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def load_4bit(folder: str | Path, dtype: torch.dtype = torch.bfloat16, device: Any = 0, **options: Any) -> Any:
+    """The model on disk in NF4 with double quantization, by transformers and bitsandbytes."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=quantization, dtype=dtype, device_map={"": device}, **options
+    )
