@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -201,10 +202,8 @@ def measure(
     fused_matmul.check_machine()
     capability = torch.cuda.get_device_capability()
     dtype = torch.bfloat16 if capability >= (8, 0) else torch.float16
-    unsloth = fused_matmul.gemv() if with_unsloth else None
-    failures: list[str] = []
-    total = len(shapes) * len(ROWS)
-    done = iter(range(total))
+    unsloth, failures = fused_matmul.gemv() if with_unsloth else None, list[str]()
+    done, total = itertools.count(), len(shapes) * len(ROWS)
     found = {
         f"{n}x{k}": one_shape((n, k), dtype, quick, unsloth, failures, lambda text: tell(text, next(done), total))
         for n, k in shapes
@@ -267,11 +266,11 @@ class Calibration(Report):
 
 def tables(entry: dict[str, Any]) -> Iterator[Table]:
     """By weight and range of rows what was measured and who is taken; then who keeps the eager dequantizations."""
-    ranges = [
-        remembered(f"{shape} M={span(before + 1, row['m'])}", row, taken=taken(row["config"]))
-        for shape, rows in entry["matmul"].items()
-        for before, row in zip((0, *(row["m"] for row in rows)), rows, strict=False)
-    ]
+    ranges = []
+    for shape, rows in entry["matmul"].items():
+        for first, row in zip((1, *(row["m"] + 1 for row in rows)), rows, strict=False):
+            m = str(first) if first == row["m"] else f"{first} to {row['m']}"
+            ranges.append(remembered(f"{shape} M={m}", row, taken=taken(row["config"])))
     yield table("fused matmul", ranges)
     if entry["dequantization"]:
         keeps = "ours takes" if entry["faster_eagerly"] else "Unsloth's keeps"
@@ -284,10 +283,6 @@ def remembered(subject: str, row: dict[str, Any], **notes: str) -> Row:
     times = {name: Times((us,)) for name, us in row["us"].items()}
     passed = {"fp64": Check(True, "checked before it was timed")}
     return Row(subject, "us", times, passed, notes={"noise": f"{100 * row['noise']:.1f} %", **notes})
-
-
-def span(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first} to {last}"
 
 
 def taken(config: dict[str, Any] | None) -> str:
