@@ -27,28 +27,32 @@ __all__ = [
     "enable",
     "enabled",
     "is_enabled",
+    "release",
     "status",
     "triton_dequantize_nf4",
 ]
 
 
-def enable(matmul: str | None = None) -> bool:
+def enable(matmul: str | None = None, cache: str | int | None = None) -> bool:
     """Patch bitsandbytes and Unsloth, now or when they are imported. Safe to call again.
 
     Args:
         matmul: "auto" multiplies few rows (generation, short sequences) straight from the packed weight where that is
             measured to win: as accurate as dequantize + matmul, not the same bits. "off" never does.
             None leaves it to NF4_PATCH_MATMUL, whose default is "off".
+        cache: "6GiB", or a number of bytes: dequantized weights stay in at most that much memory of every GPU, for the
+            functions of bitsandbytes and Unsloth that only read them; the same bits. "block" keeps a checkpointed
+            block's from its recompute to its backward. None leaves it to NF4_PATCH_CACHE, whose default is "off".
 
     Returns:
         True if the patch is on; False where NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it, and then it is off.
 
     Raises:
-        nf4_patch.config.ConfigError: ``matmul`` or a NF4_* variable has an unknown value.
+        nf4_patch.config.ConfigError: an argument or a NF4_* variable has an unknown value.
     """
     from .patching import hooks
 
-    return hooks.enable(matmul)
+    return hooks.enable(matmul, cache)
 
 
 def disable() -> None:
@@ -56,6 +60,16 @@ def disable() -> None:
     from .patching import hooks
 
     hooks.disable()
+
+
+def release() -> None:
+    """Drop every cached weight: its memory is PyTorch's again at once. The cache stays on and fills anew.
+
+    Call it after a change that no version counter sees: a write through ``parameter.data`` or a raw pointer.
+    """
+    from .patching import hooks
+
+    hooks.release()
 
 
 def is_enabled() -> bool:
@@ -66,15 +80,15 @@ def is_enabled() -> bool:
 
 
 @contextlib.contextmanager
-def enabled(matmul: str | None = None) -> Iterator[None]:
-    """The patch is on inside the ``with`` block, as ``enable(matmul)`` does; afterwards as it was before.
+def enabled(matmul: str | None = None, cache: str | int | None = None) -> Iterator[None]:
+    """The patch is on inside the ``with`` block, as ``enable`` does; afterwards as it was before.
 
-    The patch is the process': while blocks overlap, in several threads say, it is on, with the ``matmul`` of the one
+    The patch is the process': while blocks overlap, in several threads say, it is on, with the options of the one
     entered last. When the last of them ends it is as it was before the first.
     """
     from .patching import hooks
 
-    block = hooks.enter(matmul)
+    block = hooks.enter(matmul, cache)
     try:
         yield
     finally:

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,25 +26,6 @@ engine: Any = torch.autograd.Variable._execution_engine
 
 class StaleWeightError(RuntimeError):
     """NF4_PATCH_STRICT=1, and a cached weight differs from what its packed bytes decode to."""
-
-
-class Reader(threading.local):
-    """What this thread is inside of: functions that only read what the public ``dequantize_4bit`` returns them."""
-
-    bitsandbytes = ""  # "forward" or "backward" of MatMul4Bit
-    unsloth = False  # a backward of Unsloth's LoRA kernels
-
-
-@dataclass(frozen=True)
-class CacheStatus:
-    """A snapshot. Bytes are what PyTorch's allocator takes at most, by device index (-1: the CPU)."""
-
-    mode: str = "off"  # off, block, or bytes a device
-    held: dict[int, int] = field(default_factory=dict)
-    weights: int = 0
-    hits: int = 0  # dequantizations saved
-    misses: int = 0
-    uncached: dict[str, int] = field(default_factory=dict)  # by name of Uncached
 
 
 class Cache:
@@ -96,7 +76,7 @@ class Cache:
                 self.uncached[Uncached.STREAM] += 1
                 return None
             if stream and torch.cuda.is_current_stream_capturing():  # the default stream cannot be captured
-                self.uncached[Uncached.CAPTURING] += 1
+                self.uncached[Uncached.GRAPH] += 1
                 return None
         if entry.task == -1:
             try:
@@ -119,10 +99,8 @@ class Cache:
         entry.keys.append(key)
         return found
 
-    def keep(
-        self, key: Key, tensors: Tensors, nbytes: int, decode: Callable[[], torch.Tensor], backward: bool = False
-    ) -> torch.Tensor | None:
-        """What ``decode`` gives, cached; or None with nothing decoded, where it is not to be cached.
+    def keep(self, key: Key, tensors: Tensors, nbytes: int, decode: Callable[[], Any], backward: bool = False) -> Any:
+        """What ``decode`` gives, cached if it is a tensor; or None with nothing decoded, where it is not to be cached.
 
         Args:
             nbytes: of the dense weight.
@@ -146,7 +124,8 @@ class Cache:
                 if self.on and self.make_room(device, size):
                     with torch.inference_mode(False):  # training may read what generation decoded
                         result = decode()
-                    self.add(key, tensors, result, size, task)
+                    if isinstance(result, torch.Tensor):
+                        self.add(key, tensors, result, size, task)
                     return result
             reason = Uncached.FULL
         self.uncached[reason] += 1
@@ -224,11 +203,5 @@ class Cache:
                 "counter sees it (tensor.data, a raw pointer); call nf4_patch.release() after such a change"
             )
 
-    def status(self) -> CacheStatus:
-        held = {device: size for device, size in self.held.items() if size}
-        uncached = {reason.name: count for reason, count in self.uncached.items()}
-        return CacheStatus(str(self.mode), held, len(self.entries), self.hits, self.misses, uncached)
-
 
 cache = Cache()
-reader = Reader()

@@ -60,10 +60,10 @@ def refusal(tensors: Tensors) -> Uncached | None:
     if hasattr(packed, "ds_id") or hasattr(packed._base, "ds_id"):
         return Uncached.ZERO3
     if packed.is_cuda and torch.cuda.is_current_stream_capturing():
-        return Uncached.CAPTURING
+        return Uncached.GRAPH
     storage = weakref.ref(packed.untyped_storage())()
     if storage is None:
-        return Uncached.STORAGE
+        return Uncached.OBJECT
     watch = vars(storage).get("resize_")
     return Uncached.REFILLED if watch is not None and watch.resized else None
 

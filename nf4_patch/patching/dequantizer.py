@@ -12,6 +12,7 @@ from ..nf4.dequantize import compilation
 from ..nf4.dequantize import launch as launches
 from ..nf4.layout import Layout, identity
 from . import guards, op
+from .cache import cache
 from .context import (
     is_exporting,
     is_jit_tracing,
@@ -132,6 +133,41 @@ class Dequantizer:
         launch.counter.hits += 1
         return result
 
+    def cached(self, weight, fields, quant_type, state=None, backward=False) -> Any:
+        """For a caller that only reads the result: the cached weight, or one that is cached from now on.
+
+        None: go on as without the cache. A Reason is possible too.
+        """
+        if (
+            type(fields) is Reason
+            or not isinstance(fields[-2], tuple)
+            or modes_active()
+            or transforms_active() is not None
+        ):
+            return None
+        try:
+            key = identity(quant_type, weight, *fields)
+        except AttributeError:  # a field is no tensor: the guards say which
+            return None
+        absmax, _, absmax2, code2, offset = fields[:5]
+        tensors = (weight, absmax) if absmax2 is None else (weight, absmax, absmax2, code2, offset)
+        found = cache.find(key, tensors, backward)
+        if found is None:
+            nbytes = 2 * weight.nbytes * fields[-1].itemsize
+            return cache.keep(
+                key, tensors, nbytes, lambda: self.run_fields(weight, fields, quant_type, state), backward
+            )
+        if switch.strict:
+            cache.compare(found, self.run_fields(weight, fields, quant_type, state))
+        return found
+
+    def cached_state(self, weight, state, backward) -> Any:
+        """As ``cached``, of a QuantState."""
+        if getattr(type(weight), "__torch_dispatch__", None) is not own_dispatch:
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.cached(weight, fields_of(state), getattr(state, "quant_type", None), state, backward)
+
     def unsupported(self, layout: Layout, state: Any) -> Reason | None:
         """Why the kernel must not run on this layout; None if it may."""
         reason = guards.state_is_odd(state) if state is not None else None
@@ -210,3 +246,5 @@ class Dequantizer:
 
 keep_dynamo_out(Dequantizer.run)
 keep_dynamo_out(Dequantizer.run_fields)
+keep_dynamo_out(Dequantizer.cached)
+keep_dynamo_out(Dequantizer.cached_state)

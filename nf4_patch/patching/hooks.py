@@ -56,37 +56,40 @@ class Installed:
                 put(holder, name, new)
 
 
+Options = tuple[str | None, str | int | None]  # matmul and cache, as they were given
+
 installed: dict[str, Installed] = {}
-_blocks: list[list[str | None]] = []  # the matmul of each ``with enabled()`` that is entered
-_outside: tuple[bool, str | None] = (False, None)  # enabled and matmul before the first of them
+_blocks: list[list[Options]] = []  # of each ``with enabled()`` that is entered
+_outside: tuple[bool, Options] = (False, (None, None))  # enabled and with what, before the first of them
 _lock = threading.RLock()  # never held while another thread's import is waited for: that takes it in _on_import
 _hooked = False
 _enabled = False
-_matmul: str | None = None
+_options: Options = (None, None)
 
 
-def enable(matmul: str | None = None) -> bool:
+def enable(matmul: str | None = None, cache: str | int | None = None) -> bool:
     """Replace every target, now or when its module is imported. True if the patch is on.
 
     Args:
         matmul: "off" or "auto", the fused matmul; None leaves it to NF4_PATCH_MATMUL.
+        cache: "off", "block" or a size; None leaves it to NF4_PATCH_CACHE.
 
     Raises:
-        ConfigError: ``matmul`` or a NF4_* variable has an unknown value.
+        ConfigError: an argument or a NF4_* variable has an unknown value.
     """
-    on = _switch_on(matmul)
+    on = _switch_on((matmul, cache))
     _finish_imports()
     return on
 
 
-def _switch_on(matmul: str | None) -> bool:
-    global _hooked, _enabled, _matmul
-    config = Config.read(matmul=matmul)
+def _switch_on(options: Options) -> bool:
+    global _hooked, _enabled, _options
+    config = Config.read(None, *options)
     if config.forbidden:
         disable()
         return False
     with _lock:
-        _enabled, _matmul = True, matmul
+        _enabled, _options = True, options
         if "torch" in sys.modules:
             _set_switch(True, config)
         if not _hooked:
@@ -118,13 +121,14 @@ def _finish_imports() -> None:
     _install_all()
 
 
-def enter(matmul: str | None) -> list[str | None]:
-    """Into a ``with enabled(matmul)``; for ``leave``."""
+def enter(matmul: str | None, cache: str | int | None) -> list[Options]:
+    """Into a ``with enabled(matmul, cache)``; for ``leave``."""
     global _outside
-    block = [matmul]
+    options = (matmul, cache)
+    block: list[Options] = [options]
     with _lock:
-        before = _enabled, _matmul
-        _switch_on(matmul)
+        before = _enabled, _options
+        _switch_on(options)
         if not _blocks:
             _outside = before
         _blocks.append(block)
@@ -132,13 +136,13 @@ def enter(matmul: str | None) -> list[str | None]:
     return block
 
 
-def leave(block: list[str | None]) -> None:
+def leave(block: list[Options]) -> None:
     """As the block entered last of those that are left has it; after the last as before the first."""
     with _lock:
         _blocks[:] = [other for other in _blocks if other is not block]
-        on, matmul = (True, _blocks[-1][0]) if _blocks else _outside
+        on, options = (True, _blocks[-1][0]) if _blocks else _outside
         if on:
-            _switch_on(matmul)
+            _switch_on(options)
         else:
             disable()
 
@@ -161,12 +165,21 @@ def is_enabled() -> bool:
     return _enabled
 
 
+def release() -> None:
+    """Drop every cached weight."""
+    if f"{__package__}.cache" in sys.modules:
+        sys.modules[f"{__package__}.cache"].cache.release()
+
+
 def _set_switch(on: bool, config: Config | None) -> None:
+    from .cache import cache
     from .switch import switch
 
     switch.on = on
+    cache.configure(config.cache if on and config is not None else "off")
     if config is not None:
-        switch.strict, switch.defer, switch.matmul = config.strict, config.defer, config.matmul
+        switch.strict, switch.defer = config.strict, config.defer
+        switch.matmul, switch.cache = config.matmul, config.cache
         use_calibration(config)
 
 
@@ -209,7 +222,7 @@ def _on_import(target: Target, module: ModuleType) -> None:
     try:
         with _lock:
             if _enabled:
-                config = Config.read(matmul=_matmul)
+                config = Config.read(None, *_options)
                 _set_switch(True, config)
                 _install(target, module, not target.only or getattr(config, target.only) != "off")
     except Exception:

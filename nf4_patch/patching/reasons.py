@@ -72,9 +72,9 @@ class Uncached(enum.Enum):
     """Why a weight that a caller only reads was decoded and not kept."""
 
     FULL = "the budget is spent, and no held weight has this size"
-    CAPTURING = "a CUDA graph is being captured: its replays would read memory that the cache may free"
+    GRAPH = "a CUDA graph is being captured: its replays would read memory that the cache may free"
     STREAM = "it was decoded on another CUDA stream"
     INFERENCE = "a tensor of the weight is an inference tensor, which has no version counter"
     REFILLED = "its memory is freed and filled again under the same tensor (FSDP)"
     ZERO3 = "DeepSpeed ZeRO-3 owns it and writes it without a new version"
-    STORAGE = "this PyTorch does not keep the Python object of a storage"
+    OBJECT = "this PyTorch does not keep the Python object of a storage"

@@ -9,7 +9,7 @@ from typing import Any
 from . import hooks
 from .counters import counters
 from .switch import switch
-from .targets import TARGETS
+from .targets import SWITCHES, TARGETS
 
 STANDING = ("patched", "wrapped", "displaced")  # see Installed.state
 SHAPES_SHOWN = 8  # a model has about five; a report is one screen
@@ -25,6 +25,24 @@ class TargetStatus:
 
 
 @dataclass(frozen=True)
+class CacheStatus:
+    """Bytes are what PyTorch's allocator takes at most."""
+
+    mode: str = "off"  # off, block, or bytes a GPU
+    held: dict[int, int] = field(default_factory=dict)  # bytes by device index
+    weights: int = 0
+    hits: int = 0  # dequantizations saved
+    misses: int = 0
+    uncached: dict[str, int] = field(default_factory=dict)  # by name of the Uncached
+
+    def __str__(self) -> str:
+        gib = ", ".join(f"{size / 2**30:.2f} GiB on device {device}" for device, size in self.held.items()) or "nothing"
+        return (
+            f"cache {self.mode}: {self.weights} weights, {gib}; {self.hits} of {self.hits + self.misses} reads served"
+        )
+
+
+@dataclass(frozen=True)
 class Status:
     """A snapshot of the process."""
 
@@ -32,6 +50,7 @@ class Status:
     targets: tuple[TargetStatus, ...]
     shapes: dict[str, int]  # hits by "shape dtype"
     errors: tuple[str, ...]  # kernel failures, in full
+    cache: CacheStatus = CacheStatus()
 
     @property
     def hits(self) -> int:
@@ -57,14 +76,19 @@ class Status:
         lines += [f"  {hits} x {shape}" for hits, shape in most[:SHAPES_SHOWN]]
         if len(most) > SHAPES_SHOWN:
             lines.append(f"  and {len(most) - SHAPES_SHOWN} more shapes")
+        if self.cache.mode != "off" or self.cache.hits:
+            lines.append(f"  {self.cache}")
+            lines += [f"    {count} x not cached: {explain(reason)}" for reason, count in self.cache.uncached.items()]
         lines += [f"  error: {error}" for error in self.errors]
         return "\n".join(lines)
 
 
 def explain(name: str) -> str:
-    """A Reason by its name, with its sentence and what to do about it."""
-    from .reasons import Reason
+    """A Reason or an Uncached by its name, with its sentence and what to do about it."""
+    from .reasons import Reason, Uncached
 
+    if name in Uncached.__members__:
+        return f"{name}: {Uncached[name].value}"
     reason = Reason[name]
     return f"{name}: {reason.sentence}" + (f" -> {reason.advice}" if reason.advice else "")
 
@@ -87,7 +111,9 @@ def status() -> Status:
         hits = counters.hits(target.name)
         counts = {r.name: n for (name, r), n in list(counters.fallbacks.items()) if name == target.name}
         if state in STANDING and target.only and getattr(switch, target.only) == "off":
-            state, note = "inactive", f'enable({target.only}="auto") puts it in place'
+            state, note = "inactive", f'enable({target.only}="{SWITCHES[target.only]}") puts it in place'
+        elif state == "patched" and target.only == "cache":
+            note = "its reads may come from the cache"
         elif state == "patched" and not hits and not counts:
             note = "installed, never called"
         elif state == "patched" and not hits:
@@ -99,4 +125,14 @@ def status() -> Status:
     for (_, shape, dtype), counter in list(counters.hit_counters.items()):
         key = f"{'x'.join(map(str, shape))} {dtype.removeprefix('torch.')}"
         shapes[key] = shapes.get(key, 0) + counter.hits
-    return Status(hooks.is_enabled(), tuple(targets), shapes, tuple(counters.errors))
+    return Status(hooks.is_enabled(), tuple(targets), shapes, tuple(counters.errors), cache_status())
+
+
+def cache_status() -> CacheStatus:
+    module = sys.modules.get(f"{__package__}.cache")  # it needs torch
+    if module is None:
+        return CacheStatus()
+    cache = module.cache
+    held = {device: size for device, size in cache.held.items() if size}
+    uncached = {reason.name: count for reason, count in cache.uncached.items()}
+    return CacheStatus(str(cache.mode), held, len(cache.entries), cache.hits, cache.misses, uncached)

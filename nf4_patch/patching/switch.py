@@ -11,6 +11,7 @@ class Switch:
         self.strict = False
         self.defer = "auto"
         self.matmul = "off"
+        self.cache: str | int = "off"
 
 
 switch = Switch()

@@ -24,7 +24,7 @@ class Target:
     replace: str  # name of the function in adapters/<distribution>.py that makes the replacement
     covers: str
     unless: str = ""  # an attribute of the module that makes this row void
-    only: str = ""  # "matmul": runs only where the fused matmul is switched on
+    only: str = ""  # "matmul", "cache": in place only where that is switched on
     copied: bool = False  # other modules hold it by value: sweep them when the module was imported first
 
     @property
@@ -56,6 +56,9 @@ LINEAR_4BIT = (
 # Releases that scripts/release_matrix.py ran; docs/data/releases.json says on which machine.
 TESTED_OP_RELEASES = ("0.50.2",)
 TESTED_BITSANDBYTES = ("0.45.5", "0.46.1", "0.47.0", "0.48.2", "0.49.2", "0.50.2")
+
+# What ``only`` may be, and a value that switches it on.
+SWITCHES = {"matmul": "auto", "cache": "6GiB"}
 
 TARGETS = (
     Target(
@@ -113,6 +116,28 @@ TARGETS = (
         covers='eager forward of Linear4bit on a few rows without a gradient, with enable(matmul="auto") only',
         only="matmul",
         copied=True,
+    ),
+    Target(
+        module="bitsandbytes.autograd._functions",
+        attribute="MatMul4Bit.backward",
+        distribution="bitsandbytes",
+        releases=">= 0.43",
+        tested=TESTED_OP_RELEASES,
+        parameters=(("ctx", "grad_output"),),
+        replace="replace_reader",
+        covers="cached weights in the backward of Linear4bit, with enable(cache=...) only",
+        only="cache",
+    ),
+    Target(
+        module="bitsandbytes.autograd._functions",
+        attribute="MatMul4Bit.forward",
+        distribution="bitsandbytes",
+        releases=">= 0.43",
+        tested=TESTED_OP_RELEASES,
+        parameters=(("ctx", "A", "B", "out", "bias", "quant_state"),),
+        replace="replace_reader",
+        covers="cached weights in the forward of Linear4bit before 0.50, with enable(cache=...) only",
+        only="cache",
     ),
     Target(
         module="unsloth.kernels.utils",
@@ -182,5 +207,19 @@ TARGETS = (
         covers='linear layers with LoRA on a few rows (short prompts), with enable(matmul="auto") only',
         only="matmul",
         copied=True,
+    ),
+    *(
+        Target(
+            module="unsloth.kernels.fast_lora",
+            attribute=f"{name}.backward",
+            distribution="unsloth",
+            releases=">= 2026.6",
+            tested=("2026.9.7", "2026.10.9"),
+            parameters=(("ctx", *gradients),),
+            replace="replace_reader",
+            covers="cached weights in the backward of Unsloth's LoRA kernels, with enable(cache=...) only",
+            only="cache",
+        )
+        for name, gradients in (("LoRA_MLP", ("dY",)), ("LoRA_QKV", ("dQ", "dK", "dV")), ("LoRA_W", ("dY",)))
     ),
 )

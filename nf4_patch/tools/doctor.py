@@ -26,7 +26,7 @@ from ..nf4.matmul import calibration
 from ..nf4.matmul.tuning import SMALL_M_ROWS
 from ..patching import hooks
 from ..patching.reasons import Reason
-from ..patching.targets import TARGETS, Target
+from ..patching.targets import SWITCHES, TARGETS, Target
 from .report import DISTRIBUTIONS, Report, Tell, plural, releases, silent
 
 # (first capability it no longer holds for, what to tell): the first row that the GPU is under is told.
@@ -284,7 +284,7 @@ def judge(target: Target, release: str, state: str, failed: dict[str, str], conf
     if config.forbidden:
         return verdict("off", "NF4_PATCH=0 or NF4_USE_TRITON=0")
     if target.only and getattr(config, target.only) == "off":
-        return verdict("inactive", f"only with NF4_PATCH_{target.only.upper()}=auto")
+        return verdict("inactive", f"only with NF4_PATCH_{target.only.upper()}={SWITCHES[target.only]}")
     tested = "" if release in target.tested else f"tested with {', '.join(target.tested)}, not with this release"
     if state in ("patched", "wrapped"):
         return verdict("patched", tested)

@@ -9,12 +9,16 @@ from typing import Any
 import torch.nn.functional as F
 
 from .. import fused_matmul
+from ..cache import cache
 from ..context import is_compiling
 from ..dequantizer import Dequantizer
 from ..fused_matmul import FusedMatmul
 from ..quant_state import linear_fields
+from ..reader import reader, replace_reader
 from ..reasons import Reason
 from ..switch import switch
+
+__all__ = ["replace_reader"]  # for ``MatMul4Bit.forward`` and ``.backward``
 
 
 def output_of(state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -53,7 +57,11 @@ def replace_dequantize_4bit(target: str, original: Callable[..., Any]) -> Callab
                 result = trace(A, quant_state, out)
             else:
                 try:
-                    result = run(A, quant_state, out)
+                    result = None
+                    if cache.on and reader.bitsandbytes and out is None:
+                        result = dequantizer.cached_state(A, quant_state, reader.bitsandbytes == "backward")
+                    if result is None:
+                        result = run(A, quant_state, out)
                 except Exception as error:
                     result = dequantizer.failed(error)
             if type(result) is not Reason:
@@ -84,7 +92,9 @@ def replace_dequant_linear(target: str, original: Callable[..., Any]) -> Callabl
                     result = multiply(A, B, fields, quant_type, bias)
                     if type(result) is not Reason:
                         return result
-                result = dequantizer.run_fields(B, fields, quant_type)
+                result = dequantizer.cached(B, fields, quant_type) if cache.on else None
+                if result is None:
+                    result = dequantizer.run_fields(B, fields, quant_type)
             except Exception as error:
                 result = dequantizer.failed(error)
             if type(result) is not Reason:

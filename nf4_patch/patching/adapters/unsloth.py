@@ -10,10 +10,14 @@ import torch
 
 from ...nf4.matmul import calibration
 from .. import fused_matmul
+from ..cache import cache
 from ..context import is_compiling
 from ..dequantizer import Dequantizer
+from ..reader import reader, replace_reader
 from ..reasons import Reason
 from ..switch import switch
+
+__all__ = ["replace_reader"]  # for the ``backward`` of its LoRA kernels
 
 # Capabilities where an eager call was measured to be at least as fast as Unsloth's own kernel (2026.10), and the
 # measurement; elsewhere Unsloth's keeps its calls, and everywhere in a compiled region: it is a triton_op, which
@@ -55,19 +59,28 @@ def replace_fast_dequantize(target: str, original: Callable[..., Any]) -> Callab
     @functools.wraps(original)
     def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, **kwargs):
         if switch.on:
-            own_kernel = upstream.get("_USE_NF4_KERNELS", False)
-            if own_kernel and deferred(is_compiling()):
-                result: Any = Reason.DEFERRED
-            elif is_compiling():
-                result = trace(W, quant_state, out)
-            else:
-                try:
-                    result = run(W, quant_state, out, use_global_buffer)
-                except Exception as error:
-                    result = dequantizer.failed(error)
+            compiling = is_compiling()
+            result: Any = None
+            if not compiling and cache.on and out is None and quant_state is not None and switch.defer != "always":
+                backward = W.shape[0] == 1  # Unsloth transposes the packed weight for its backward, and only there
+                if use_global_buffer or (backward and reader.unsloth):
+                    try:
+                        result = dequantizer.cached_state(W, quant_state, backward)
+                    except Exception as error:
+                        result = dequantizer.failed(error)
+            if result is None:
+                if upstream.get("_USE_NF4_KERNELS", False) and deferred(compiling):
+                    result = Reason.DEFERRED
+                elif compiling:
+                    result = trace(W, quant_state, out)
+                else:
+                    try:
+                        result = run(W, quant_state, out, use_global_buffer)
+                    except Exception as error:
+                        result = dequantizer.failed(error)
             if type(result) is not Reason:
                 return result
-            if not is_compiling():
+            if not compiling:
                 dequantizer.fall_back(result)
         return original(W, quant_state, out, use_global_buffer, **kwargs)
 
