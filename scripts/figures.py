@@ -27,6 +27,13 @@ ARCHITECTURES = {
     "100": "B200",
     "120": "RTX 5090",
 }
+# data file of a training step -> who trains; the last word is the distribution whose release is shown
+STEPS = {
+    "step-peft-GPU.json": "peft, bitsandbytes",
+    "step-cache-GPU.json": "peft, cache, bitsandbytes",
+    "step-unsloth-2026.9.7-GPU.json": "Unsloth",
+    "step-unsloth-GPU.json": "Unsloth",
+}
 # data file -> (the command that writes it, what is in it); GPU in a name stands for h200, h100
 SOURCES = {
     "bench-GPU.json": ("nf4-patch bench", "dequantization, dequantization before a matmul, host time"),
@@ -34,6 +41,10 @@ SOURCES = {
     "step-peft-GPU.json": ("nf4-patch bench --step peft", "a QLoRA step of peft and bitsandbytes"),
     "step-unsloth-GPU.json": ("nf4-patch bench --step unsloth", "a QLoRA step of the newest Unsloth"),
     "step-unsloth-2026.9.7-GPU.json": ("nf4-patch bench --step unsloth", "the same with Unsloth 2026.9.7 installed"),
+    "step-cache-GPU.json": (
+        "NF4_PATCH_CACHE=4GiB nf4-patch bench --step peft",
+        "a step with every weight in the cache",
+    ),
     "matmul-GPU.json": ("nf4-patch bench --matmul --quick", "the fused matmul by rows of X"),
     "generate-GPU.json": ("nf4-patch bench --generate --quick", "tokens a second with the fused matmul"),
     "verify-GPU.json": ("nf4-patch verify", "the kernel against bitsandbytes, every layout"),
@@ -160,6 +171,7 @@ def gains() -> str:
         ("training with peft or TRL and bitsandbytes", step_gain, "step-peft-GPU.json"),
         ("training with Unsloth up to 2026.9", step_gain, "step-unsloth-2026.9.7-GPU.json"),
         ("training with Unsloth from 2026.10 on", step_gain, "step-unsloth-GPU.json"),
+        ('the first, with `enable(cache="4GiB")`', step_gain, "step-cache-GPU.json"),
         ('4-bit generation with `enable(matmul="auto")`', generation_gain, "generate-GPU.json"),
     )
     found = [[words, *(gain(name, gpu) for gpu in GPUS)] for words, gain, name in setups]
@@ -282,23 +294,21 @@ def mark(row: dict[str, Any] | None) -> str:
 
 
 def steps() -> str:
-    """A row a length, a column a trainer and GPU."""
-    columns: dict[str, dict[str, str]] = {}
-    lines = []
-    for pattern in SOURCES:
-        if not pattern.startswith("step-"):
-            continue
-        for gpu, file, data in of_gpus(pattern):
-            library = "unsloth" if "unsloth" in file else BITSANDBYTES
-            name = "Unsloth" if library == "unsloth" else "peft, bitsandbytes"
-            head = f"{name} {data['machine']['releases'].get(library, '')}, {gpu}"
-            lines.append(f"[{file}](data/{file})")
+    """A table a GPU: a row a length, a column a trainer."""
+    parts = []
+    for gpu in GPUS:
+        found = [(who, file, data) for name, who in STEPS.items() for g, file, data in of_gpus(name) if g == gpu]
+        heading = [f"{who} {data['machine']['releases'].get(who.split()[-1].lower(), '')}" for who, _, data in found]
+        lengths: dict[str, list[str]] = {}
+        for _, _, data in found:
             for row in data["sections"]["step"]:
-                subject = shape(row["subject"].split()[1]) + " tokens"
-                columns.setdefault(head, {})[subject] = f"{digits(row['median'][OURS])} / {cell(row, UNPATCHED)}"
-    subjects = list(dict.fromkeys(subject for column in columns.values() for subject in column))
-    rows = [[subject, *(column.get(subject, "") for column in columns.values())] for subject in subjects]
-    return table(("ms, with / without", *columns), rows) + "\n\n" + f"Machine, releases and date: {', '.join(lines)}."
+                shown = f"{digits(row['median'][OURS])} / {cell(row, UNPATCHED)}"
+                lengths.setdefault(shape(row["subject"].split()[1]), []).append(shown)
+        if found:
+            files = ", ".join(f"[{file}](data/{file})" for _, file, _ in found)
+            rows = [[length, *cells] for length, cells in lengths.items()]
+            parts.append(f"**{gpu}** ({files}), ms with / without:\n\n{table(('tokens', *heading), rows)}")
+    return "\n\n".join(parts)
 
 
 def data_files() -> str:
