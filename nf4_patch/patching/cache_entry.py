@@ -19,10 +19,6 @@ Tensors = tuple[torch.Tensor, ...]  # the packed bytes, absmax and, of a nested 
 version_of = attrgetter("_version")
 
 
-def versions(tensors: Tensors) -> tuple[int, ...]:
-    return tuple(map(version_of, tensors))
-
-
 @dataclass(slots=True, eq=False)
 class Entry:
     """It owns the dense weight and holds the storages of the packed bytes and of the scales weakly."""
@@ -39,17 +35,6 @@ class Entry:
     keys: list[Key]
     watchers: list[Any] = field(default_factory=list)
     written: int = 0  # the version of ``dense``
-
-    def is_fresh(self, tensors: Tensors) -> bool:
-        """The same storage, no new version of what was decoded, and nobody wrote into the result.
-
-        The addresses are in the key. The storages of the scales are alive: the entry would be gone with one of them.
-        """
-        return (
-            tensors[0].untyped_storage() is self.storage()
-            and tuple(map(version_of, tensors)) == self.versions
-            and self.dense._version == self.written
-        )
 
 
 def refusal(tensors: Tensors) -> Uncached | None:

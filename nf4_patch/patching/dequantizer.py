@@ -163,6 +163,8 @@ class Dequantizer:
 
     def cached_state(self, weight, state, backward) -> Any:
         """As ``cached``, of a QuantState."""
+        if type(weight) is torch.Tensor:
+            return self.cached(weight, fields_of(state), getattr(state, "quant_type", None), state, backward)
         if getattr(type(weight), "__torch_dispatch__", None) is not own_dispatch:
             return None
         with torch._C.DisableTorchFunctionSubclass():
