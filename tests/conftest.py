@@ -23,9 +23,10 @@ if not GPU:
 
 
 def pytest_collection_modifyitems(config, items):
-    for item in items:
-        if "gpu" in item.keywords and not GPU:
-            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
+    if not GPU:
+        gpu = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if item not in gpu]
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
 import sys
 
 import pytest
@@ -18,13 +17,13 @@ from run_example import (
     EXAMPLES,
     GLOO,
     TORCHRUN,
-    environment,
     fallbacks,
     hits,
     run,
     run_example,
     same_training,
 )
+from subprocess_python import python
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own")
 LINEARS = 14  # two layers of seven
@@ -32,18 +31,27 @@ LINEARS = 14  # two layers of seven
 
 def test_peft(tmp_path):
     arguments = ("--steps", 3, "--tokens", 64)
-    on = run_example("qlora_peft.py", *arguments, "--plot", tmp_path / "loss.png", folder=tmp_path)
+    on = run_example("qlora_peft.py", *arguments, folder=tmp_path)
     off = run_example("qlora_peft.py", *arguments, folder=tmp_path, patch=False)
-    turns = run_example("qlora_peft.py", *arguments, folder=tmp_path, launcher=(ALTERNATE_STEPS,))
     # On the CPU bitsandbytes dequantizes for the backward alone through the function that is replaced.
     assert hits(on) == 3 * LINEARS and hits(off) == 0 and not fallbacks(on)
     assert same_training(on, off)
-    assert hits(turns) == LINEARS and [len(turns["turns"][way]) for way in ("on", "off")] == [1, 2]
-    assert same_training(turns, off)
     assert on["losses"][-1] < on["losses"][0]
+
+
+@pytest.mark.full
+def test_both_sides_alternate_in_one_process(tmp_path):
+    arguments = ("--steps", 3, "--tokens", 64)
+    off = run_example("qlora_peft.py", *arguments, folder=tmp_path, patch=False)
+    both = run_example(
+        "qlora_peft.py", *arguments, "--plot", tmp_path / "loss.png", folder=tmp_path, launcher=(ALTERNATE_STEPS,)
+    )
+    assert hits(both) == LINEARS and [len(both["turns"][side]) for side in ("on", "off")] == [1, 2]
+    assert same_training(both, off)
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["random-qwen", "random-gemma"])
 def test_peft_on_other_architectures(model, tmp_path):
     on = run_example("qlora_peft.py", "--model", model, "--steps", 1, "--tokens", 32, folder=tmp_path)
@@ -60,6 +68,7 @@ def test_the_patch_is_one_line(script):
     ast.parse("\n".join(line for line in lines if line not in with_patch))
 
 
+@pytest.mark.full
 def test_trl_and_its_twin(tmp_path):
     twin = tmp_path / "twin.py"
     lines = (EXAMPLES / "qlora_trl.py").read_text().splitlines(keepends=True)
@@ -72,18 +81,21 @@ def test_trl_and_its_twin(tmp_path):
     assert same_training(on, off)
 
 
+@pytest.mark.full
 def test_unsloth_reads_its_arguments_with_the_patch_on(tmp_path):
     """As far as it goes without a GPU: the real Unsloth imports after the patch, and the script parses."""
     output = run([sys.executable, EXAMPLES / "qlora_unsloth.py", "--help"], tmp_path, UNSLOTH_ALLOW_CPU="1")
     assert "--model" in output and "Traceback" not in output
 
 
+@pytest.mark.full
 def test_generate(tmp_path):
     record = run_example("generate.py", "--new-tokens", 3, "--batches", 1, 3, folder=tmp_path)
     assert [row["equal"] for row in record["generation"]] == [True, True]
     assert not fallbacks(record)  # nor hits: on the CPU generation runs in bitsandbytes' own fused kernel
 
 
+@pytest.mark.full
 def test_merge(tmp_path):
     record = run_example("merge_adapter.py", "--out", tmp_path / "merged", folder=tmp_path)
     assert [row["equal"] for row in record["merges"]] == [True, True]
@@ -92,6 +104,7 @@ def test_merge(tmp_path):
     assert (tmp_path / "merged" / "config.json").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", [(), ("--fsdp",)], ids=["ddp", "fsdp2"])
 def test_two_processes(mode, tmp_path):
     arguments = ("--steps", 2, "--tokens", 32, *mode)
@@ -143,6 +156,7 @@ def step(tmp_path):
     return script
 
 
+@pytest.mark.full
 def test_no_change_of_code(step, tmp_path):
     """The rows of the README's table."""
     python = sys.executable
@@ -155,6 +169,7 @@ def test_no_change_of_code(step, tmp_path):
     assert run(launched, tmp_path, NF4_PATCH="1").count("hits: 1") == 2
 
 
+@pytest.mark.full
 def test_dataloader_workers(tmp_path):
     script = tmp_path / "loader.py"
     script.write_text(LOADER)
@@ -172,6 +187,7 @@ def test_notebook_extension(patched):
     assert not patched.is_enabled()
 
 
+@pytest.mark.full
 def test_in_ipython(tmp_path):
     pytest.importorskip("IPython")
     cells = tmp_path / "cells.ipy"
@@ -179,6 +195,7 @@ def test_in_ipython(tmp_path):
     assert "hits: 1" in run([sys.executable, "-m", "IPython", cells], tmp_path)
 
 
+@pytest.mark.full
 def test_callback(tmp_path):
     """ReportCallback in a real Trainer: hits in the log history, the report on stdout and as JSON."""
     script = tmp_path / "trained.py"
@@ -195,15 +212,12 @@ def test_callback(tmp_path):
     assert report["enabled"] and sum(target["hits"] for target in report["targets"]) == 2 * LINEARS
 
 
-def test_logging(step, tmp_path):
+def test_logging(tmp_path):
     """Nothing on import, one INFO when it is enabled, one WARNING for each new reason, no more."""
 
     def log_of(code: str) -> list[str]:
         head = "import logging, sys; logging.basicConfig(format='LOG %(levelname)s %(name)s %(message)s', level=20)\n"
-        done = subprocess.run(
-            [sys.executable, "-c", head + code], env=environment(), capture_output=True, text=True, cwd=tmp_path
-        )
-        assert done.returncode == 0, done.stderr
+        done = python(head + code, cwd=tmp_path)
         return [line for line in done.stderr.splitlines() if line.startswith("LOG") and "nf4_patch" in line]
 
     assert log_of("import nf4_patch") == []

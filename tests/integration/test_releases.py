@@ -35,6 +35,7 @@ def test_what_a_target_calls_tested_was_run(target):
     assert set(target.tested) <= ran
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine records rows of its own")
 @pytest.mark.parametrize("name", ["installed", "wrapt 1.16.0"])
 def test_light_selection(name, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from run_example import GLOO, run
 
 OWN = Path(sys.prefix) / "deepspeed-0.19.8"  # where scripts/test puts it
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.skipif(
         not OWN.is_dir() and importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
     ),

@@ -158,6 +158,7 @@ def test_a_release_of_triton_on_which_nothing_ran_has_no_row(release, monkeypatc
     assert hopper.config_for(H200, 128, 14336, 4096) is None
 
 
+@pytest.mark.full
 def test_it_compiles_to_asynchronous_wgmma_within_shared_memory():
     """ptxas waits for every single wgmma, four times slower, where it finds too few registers; it says so."""
     done = python("""

@@ -67,6 +67,7 @@ def test_it_computes_the_matmul(case, capability, dtype):
 
 
 @pytest.mark.parametrize("row", SMALL_M_ROWS, ids=lambda row: "-".join(map(str, (row.m, *row.config))))
+@pytest.mark.full
 def test_every_row_of_the_table(row):
     """What an H200 runs, at its most rows of X and on few rows of the weight, K past one round of its warps."""
     n, k = 5 * row.config.rows // 2, 2368 if row.config.warps_k == 8 else 1088

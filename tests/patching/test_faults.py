@@ -188,7 +188,7 @@ def test_without_triton():
     assert runtime.triton is None and not compilation.INTERPRETED
     refused = compilation._build(None, torch.device("cpu"))
     assert isinstance(refused, runtime.KernelUnavailable) and "triton" in str(refused), refused
-    """)
+    """, fresh=True)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["wrapt", "triton"])
@@ -202,6 +202,7 @@ def test_a_missing_dependency_never_breaks_the_import_of_bitsandbytes(name):
         import bitsandbytes.functional
         print("imported")
         """,
+        fresh=True,
         NF4_PATCH="1",
     )
     assert done.stdout.split() == ["imported"]

@@ -408,6 +408,7 @@ def test_reference_is_linear_with_the_rounded_weight(nested):
     assert torch.equal(matmul_reference.matmul(x, layout, bias), want)
 
 
+@pytest.mark.full
 def test_every_row_compiles_for_every_gpu():
     """ptxas takes every row's PTX from sm_80 on, every candidate's for sm_75; no local memory, but for one 8-byte address
     past 56 rows of X on sm_80 and newer.
@@ -429,8 +430,8 @@ OLD = Path(sys.prefix) / "unsloth-2026.9.7"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs it: gpu/test_small_m.py")
-@pytest.mark.parametrize("release", ["2026.10.9", "2026.9.7"])
-@pytest.mark.parametrize("order", ["enable; unsloth", "unsloth; enable"])
+@pytest.mark.parametrize("release", ["2026.10.9", pytest.param("2026.9.7", marks=pytest.mark.full)])
+@pytest.mark.parametrize("order", [pytest.param("enable; unsloth", marks=pytest.mark.full), "unsloth; enable"])
 def test_unsloth_row_is_in_every_holder(release, order, tmp_path):
     path = OLD if release == "2026.9.7" else None
     if (path is not None and not path.is_dir()) or importlib.util.find_spec("unsloth") is None:

@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import logging
 import os
+import re
 
 import bitsandbytes as bnb
 import bitsandbytes.functional as F
@@ -66,7 +67,7 @@ def test_import_is_cheap_and_silent():
     assert not heavy, heavy
     assert elapsed < 0.2, elapsed
     """
-    done = python(code)
+    done = python(code, fresh=True)
     assert done.stdout == ""
     assert done.stderr == ""
 
@@ -81,7 +82,7 @@ def test_asking_and_switching_import_no_torch():
     assert nf4_patch.status().enabled
     nf4_patch.disable()
     assert "torch" not in sys.modules
-    """)
+    """, fresh=True)  # fmt: skip
 
 
 @pytest.mark.parametrize("first", ["nf4_patch.enable()", "import bitsandbytes.functional"])
@@ -293,8 +294,9 @@ def test_refusals_have_a_name_and_run_the_original(on, reason, monkeypatch):
             from nf4_patch.patching.switch import switch
 
             monkeypatch.setattr(switch, "strict", True)
-            with pytest.raises(FallbackError, match="runs the original"):
+            with pytest.raises(FallbackError):
                 F.dequantize_4bit(packed, state)
+            assert fallbacks() == {reason: 2}
     finally:
         nf4_patch.disable()
         hooks.installed.pop(DEQUANTIZE, None)
@@ -313,7 +315,7 @@ def test_one_warning_a_reason(on, caplog):
         for _ in range(3):
             with pytest.raises(ValueError, match="blocksize"):
                 F.dequantize_4bit(packed, state)
-    assert len([r for r in caplog.records if "blocksize" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if Reason.BLOCKSIZE.sentence in r.getMessage()]) == 1
     assert fallbacks() == {Reason.BLOCKSIZE: 3}
 
 
@@ -408,9 +410,8 @@ def test_direct_api_on_the_cpu_gives_the_reference(monkeypatch):
 
 def test_direct_api_says_what_was_found(device):
     packed, state = quantized((96, 128), torch.float16, device)
-    with pytest.raises(
-        ValueError, match=r"packed torch.uint8 \[100, 1\].*blocksize 64, shape torch.Size\(\[96, 128\]\)"
-    ):
+    found = r"packed torch.uint8 \[100, 1\].*blocksize 64, shape torch.Size\(\[96, 128\]\)"
+    with pytest.raises(ValueError, match=f"{re.escape(Reason.SIZES.sentence)}.*{found}"):
         nf4_patch.dequantize_nf4(packed[:100], state)
     with pytest.raises(ValueError, match="quant_state is a NoneType"):
         nf4_patch.dequantize_nf4(packed, None)

@@ -29,6 +29,7 @@ from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig  # noqa: E402
 
 import nf4_patch  # noqa: E402
+from nf4_patch.patching.reasons import Reason  # noqa: E402
 
 TOKENS = 512 if GPU else 32  # a few rows bitsandbytes multiplies in a kernel of its own, with nothing to dequantize
 ZERO3 = {
@@ -64,7 +65,7 @@ def shard_is_refused(weight: torch.Tensor) -> bool:
     try:
         nf4_patch.dequantize_nf4(weight, weight.quant_state)
     except ValueError as error:
-        return "the shape disagree" in str(error)
+        return Reason.SIZES.sentence in str(error)
     return False
 
 

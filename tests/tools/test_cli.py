@@ -40,7 +40,7 @@ def test_help_is_cheap():
             main(["--help"])
         finally:
             print([name for name in ("torch", "triton", "rich", "bitsandbytes") if name in sys.modules])
-    """)
+    """, fresh=True)  # fmt: skip
     assert done.stdout.endswith("[]\n")
     assert all(
         f"  {name}" in done.stdout and verb.help in " ".join(done.stdout.split()) for name, verb in VERBS.items()
@@ -55,7 +55,7 @@ def test_the_switch_in_the_environment_imports_nothing(value):
         import sys
         import nf4_patch
         print(nf4_patch.is_enabled(), [name for name in ("torch", "triton", "rich") if name in sys.modules])
-    """, NF4_PATCH=value)  # fmt: skip
+    """, fresh=True, NF4_PATCH=value)  # fmt: skip
     assert done.stdout == f"{value == '1'} []\n"
 
 

@@ -42,6 +42,7 @@ def test_with_the_kernel_under_the_interpreter(tmp_path):
     assert report["patched"]["fallbacks"] == {}
 
 
+@pytest.mark.full
 def test_as_on_a_machine_without_a_gpu(tmp_path):
     """With the patch switched on in the environment too, and with the fused matmul, whose bits are others."""
     words = ["demo", "--size", "tiny", "--steps", str(STEPS), "--png", "demo.png", "--json", "report.json"]

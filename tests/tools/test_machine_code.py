@@ -48,7 +48,9 @@ def release_of(name: str) -> Path | None:
     return folder
 
 
-@pytest.fixture(scope="module", params=["installed", *RELEASES])
+@pytest.fixture(
+    scope="module", params=["installed", *(pytest.param(name, marks=pytest.mark.full) for name in RELEASES)]
+)
 def compiled(request):
     folder = release_of(request.param)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -194,5 +194,5 @@ def test_reader_reads_every_word():
     found = next(c.cell_contents for c in out if torch.is_tensor(c.cell_contents) and c.cell_contents.numel() == 3)
     assert torch.equal(found, packed.view(-1).view(torch.int32).view(3, -1).amax(1))
     print("read")
-    """)
+    """, fresh=True)  # fmt: skip
     assert done.stdout.split() == ["read"]
