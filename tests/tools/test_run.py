@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -208,5 +209,5 @@ def test_the_report_has_a_line_for_each_target_that_matters(tmp_path):
     assert [line.split() for line in lines if "0  " in line and "dequantize_4bit" in line] == [
         ["0", "3", "bitsandbytes.functional.dequantize_4bit"]
     ]
-    assert any("more targets: " in line and "6 waiting for unsloth" in line for line in lines)
+    assert re.search(r"\d+ more targets: .*\d+ waiting for unsloth", done.stdout)
     assert "\u2026" not in done.stdout and "fast_gemv" not in done.stdout
