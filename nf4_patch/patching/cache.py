@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..nf4 import runtime
-from .cache_entry import Entry, Key, ResizeWatch, Tensors, allocated, either_way, refusal, version_of
+from .cache_entry import Entry, Fields, Key, ResizeWatch, allocated, either_way, fingerprint, refusal
 from .reasons import Uncached
 
 current_task: Any = torch._C._current_graph_task_id  # of the autograd engine; -1 outside a backward pass
@@ -36,7 +36,7 @@ class Cache:
         self.mode: str | int = "off"
         self.budget = 0
         self.results: dict[Key, tuple[torch.Tensor, Entry]] = {}
-        self.entries: dict[Key, Entry] = {}  # by ``either_way``
+        self.entries: dict[Any, Entry] = {}  # by ``either_way``
         self.peers: dict[tuple[int, int], OrderedDict[Entry, None]] = defaultdict(OrderedDict)
         self.held: Counter[int] = Counter()  # bytes by device; ``+=`` has no call in it: no thread comes between
         self.tasks: set[int] = set()  # backward passes at whose end entries are dropped
@@ -53,34 +53,37 @@ class Cache:
                 self.mode, self.budget = mode, mode if isinstance(mode, int) else sys.maxsize
                 self.on = mode != "off"
 
-    def find(self, key: Key, tensors: Tensors, backward: bool = False) -> torch.Tensor | None:
+    def find(
+        self, packed: torch.Tensor, fields: Fields, quant_type: Any, backward: bool = False
+    ) -> torch.Tensor | None:
         """The cached weight, not to be written into; or None.
 
         Args:
+            fields: those of a Layout after ``packed``; the code is not read.
             backward: this backward pass is not expected to read the weight again.
+
+        Raises:
+            AttributeError, RuntimeError: see ``fingerprint``.
         """
+        key = packed.data_ptr(), packed.shape, fields[-1]
         found = self.results.get(key) or self.other_way(key)
         if found is None:
             return None
         result, entry = found
-        try:
-            fresh = (  # the addresses are in the key, and the entry would be gone with a storage of the scales
-                tensors[0].untyped_storage() is entry.storage()
-                and tuple(map(version_of, tensors)) == entry.versions
-                and result._version == entry.written  # nobody wrote into what is handed out
-            )
-        except RuntimeError:  # an inference tensor over the same memory
-            return None
-        if not fresh:
+        if not (
+            packed.untyped_storage() is entry.storage()
+            and fingerprint(packed, fields, quant_type) == entry.fingerprint
+            and result._version == entry.written  # nobody wrote into what is handed out
+        ):
             self.drop(entry)
             return None
         if entry.stream is not None:
             stream = runtime.current_stream(entry.device)
             if stream != entry.stream:
-                self.uncached[Uncached.STREAM] += 1
+                self.uncached[Uncached.OTHER_STREAM] += 1
                 return None
             if stream and torch.cuda.is_current_stream_capturing():  # the default stream cannot be captured
-                self.uncached[Uncached.GRAPH] += 1
+                self.uncached[Uncached.CUDA_GRAPH] += 1
                 return None
         if entry.task == -1:
             try:
@@ -103,12 +106,12 @@ class Cache:
         entry.keys.append(key)
         return found
 
-    def keep(self, key: Key, tensors: Tensors, nbytes: int, decode: Callable[[], Any], backward: bool = False) -> Any:
+    def keep(
+        self, packed: torch.Tensor, fields: Fields, quant_type: Any, decode: Callable[[], Any], backward: bool = False
+    ) -> Any:
         """What ``decode`` gives, cached if it is a tensor; or None with nothing decoded, where it is not to be cached.
 
-        Args:
-            nbytes: of the dense weight.
-            backward: as in ``find``.
+        Args and Raises: as ``find``.
         """
         self.misses += 1
         task = -1
@@ -118,9 +121,11 @@ class Cache:
                 self.drop_recomputed()
             if task == -1 or backward:
                 return None
-        reason = refusal(tensors)
+        known = fingerprint(packed, fields, quant_type)
+        reason = refusal(packed)
         if reason is None:
-            device, size = tensors[0].get_device(), allocated(nbytes)
+            key = packed.data_ptr(), packed.shape, fields[-1]
+            device, size = packed.get_device(), allocated(2 * packed.nbytes * getattr(fields[-1], "itemsize", 0))
             with self.lock:
                 other = self.entries.get(either_way(key))
                 if other is not None:  # decoded on another stream
@@ -129,9 +134,9 @@ class Cache:
                     with torch.inference_mode(False):  # training may read what generation decoded
                         result = decode()
                     if isinstance(result, torch.Tensor):
-                        self.add(key, tensors, result, size, task)
+                        self.add(key, known, packed, fields, result, size, task)
                     return result
-            reason = Uncached.FULL
+            reason = Uncached.BUDGET_SPENT
         self.uncached[reason] += 1
         return None
 
@@ -141,14 +146,15 @@ class Cache:
             self.drop(next(iter(peers)))
         return self.held[device] + size <= self.budget
 
-    def add(self, key: Key, tensors: Tensors, result: torch.Tensor, size: int, task: int) -> None:
-        packed = tensors[0]
+    def add(
+        self, key: Key, known: tuple[Any, ...], packed: torch.Tensor, fields: Fields, result: torch.Tensor, size: int, task: int
+    ) -> None:  # fmt: skip
         storage, device = packed.untyped_storage(), packed.get_device()
         ResizeWatch.over(storage, self.drop_of)
         entry = Entry(
             dense=result.t() if key[1][0] == 1 else result,
             storage=weakref.ref(storage),
-            versions=tuple(map(version_of, tensors)),
+            fingerprint=known,
             device=device,
             stream=runtime.current_stream(device) if packed.is_cuda else None,
             size=size,
@@ -158,7 +164,8 @@ class Cache:
             keys=[key],
             written=result._version,
         )
-        entry.watchers = [weakref.ref(tensor.untyped_storage(), lambda _: self.drop(entry)) for tensor in tensors]
+        read = (packed, *(fields[i] for i in (0, 2, 3, 4) if fields[i] is not None))
+        entry.watchers = [weakref.ref(tensor.untyped_storage(), lambda _: self.drop(entry)) for tensor in read]
         if task != -1 and task not in self.tasks:
             self.tasks.add(task)
             engine.queue_callback(lambda: self.drop_recomputed(task))

@@ -6,17 +6,30 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import torch
 
 from .reasons import Uncached
 
-Key = tuple[Any, ...]  # the ``identity`` of a weight
-Tensors = tuple[torch.Tensor, ...]  # the packed bytes, absmax and, of a nested state, absmax2, code2 and offset
+Key = tuple[int, torch.Size, torch.dtype]  # address and shape of the packed bytes, dtype of the result
+Fields = tuple[Any, ...]  # of a Layout after ``packed``
 
-version_of = attrgetter("_version")
+
+def fingerprint(packed: torch.Tensor, fields: Fields, quant_type: Any) -> tuple[Any, ...]:
+    """What a result depends on beyond the Key: addresses and version counters of what is decoded, and the plain fields.
+
+    Raises:
+        AttributeError: a field is no tensor.
+        RuntimeError: an inference tensor, which has no version counter, or a tensor with no address.
+    """
+    absmax, _, absmax2, code2, offset, blocksize, blocksize2, shape, _ = fields
+    if absmax2 is None:
+        return packed._version, absmax.data_ptr(), absmax._version, blocksize, shape, quant_type
+    return (
+        packed._version, absmax.data_ptr(), absmax._version, absmax2.data_ptr(), absmax2._version,
+        code2.data_ptr(), code2._version, offset.data_ptr(), offset._version, blocksize, blocksize2, shape, quant_type,
+    )  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -25,30 +38,27 @@ class Entry:
 
     dense: torch.Tensor
     storage: weakref.ref[torch.UntypedStorage]  # of the packed bytes
-    versions: tuple[int, ...]  # of the packed bytes and of the scales
+    fingerprint: tuple[Any, ...]
     device: int  # -1: the CPU
     stream: int | None  # on which it was decoded
     size: int  # bytes in the allocator
     task: int  # -1, or the backward pass that it does not outlive
-    either_way: Key
+    either_way: tuple[int, torch.dtype]
     peers: OrderedDict[Entry, None]  # of the same size, oldest first
     keys: list[Key]
     watchers: list[Any] = field(default_factory=list)
     written: int = 0  # the version of ``dense``
 
 
-def refusal(tensors: Tensors) -> Uncached | None:
+def refusal(packed: torch.Tensor) -> Uncached | None:
     """Why a weight cannot be cached at all, or not now."""
-    packed = tensors[0]
-    if any(tensor.is_inference() for tensor in tensors):
-        return Uncached.INFERENCE
     if hasattr(packed, "ds_id") or hasattr(packed._base, "ds_id"):
         return Uncached.ZERO3
     if packed.is_cuda and torch.cuda.is_current_stream_capturing():
-        return Uncached.GRAPH
+        return Uncached.CUDA_GRAPH
     storage = weakref.ref(packed.untyped_storage())()
     if storage is None:
-        return Uncached.OBJECT
+        return Uncached.NO_STORAGE_OBJECT
     watch = vars(storage).get("resize_")
     return Uncached.REFILLED if watch is not None and watch.resized else None
 
@@ -70,9 +80,9 @@ class ResizeWatch:
         return torch.UntypedStorage.resize_(storage, *size)
 
 
-def either_way(key: Key) -> Key:
-    """The ``identity`` without the shape of the packed bytes: of a weight and of its transpose."""
-    return (key[0], *key[2:])
+def either_way(key: Key) -> tuple[int, torch.dtype]:
+    """The key of a weight and of its transpose, whose packed bytes are [bytes, 1] and [1, bytes]."""
+    return key[0], key[2]
 
 
 def allocated(nbytes: int) -> int:

@@ -23,7 +23,7 @@ from .context import (
 )
 from .counters import counters, logger
 from .quant_state import fields_of, remembered_code
-from .reasons import Reason
+from .reasons import Reason, Uncached
 from .switch import switch
 
 
@@ -138,37 +138,37 @@ class Dequantizer:
 
         None: go on as without the cache. A Reason is possible too.
         """
-        if (
-            type(fields) is Reason
-            or not isinstance(fields[-2], tuple)
-            or modes_active()
-            or transforms_active() is not None
-        ):
+        if modes_active() or transforms_active() is not None:
             return None
         try:
-            key = identity(quant_type, weight, *fields)
-        except AttributeError:  # a field is no tensor: the guards say which
+            found = cache.find(weight, fields, quant_type, backward)
+            if found is None:
+                return cache.keep(
+                    weight, fields, quant_type, lambda: self.run_fields(weight, fields, quant_type, state), backward
+                )
+        except (AttributeError, RuntimeError):
+            tensors = [weight, *(fields[i] for i in (0, 2, 3, 4) if fields[i] is not None)]
+            if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+                return None  # the guards say which
+            if not any(tensor.is_inference() for tensor in tensors):
+                raise
+            cache.uncached[Uncached.INFERENCE_TENSOR] += 1
             return None
-        absmax, _, absmax2, code2, offset = fields[:5]
-        tensors = (weight, absmax) if absmax2 is None else (weight, absmax, absmax2, code2, offset)
-        found = cache.find(key, tensors, backward)
-        if found is None:
-            nbytes = 2 * weight.nbytes * fields[-1].itemsize
-            return cache.keep(
-                key, tensors, nbytes, lambda: self.run_fields(weight, fields, quant_type, state), backward
-            )
         if switch.strict:
             cache.compare(found, self.run_fields(weight, fields, quant_type, state))
         return found
 
     def cached_state(self, weight, state, backward) -> Any:
         """As ``cached``, of a QuantState."""
+        fields = fields_of(state)
+        if type(fields) is Reason:
+            return None
         if type(weight) is torch.Tensor:
-            return self.cached(weight, fields_of(state), getattr(state, "quant_type", None), state, backward)
+            return self.cached(weight, fields, state.quant_type, state, backward)
         if getattr(type(weight), "__torch_dispatch__", None) is not own_dispatch:
             return None
         with torch._C.DisableTorchFunctionSubclass():
-            return self.cached(weight, fields_of(state), getattr(state, "quant_type", None), state, backward)
+            return self.cached(weight, fields, state.quant_type, state, backward)
 
     def unsupported(self, layout: Layout, state: Any) -> Reason | None:
         """Why the kernel must not run on this layout; None if it may."""

@@ -71,10 +71,10 @@ class Reason(enum.Enum):
 class Uncached(enum.Enum):
     """Why a weight that a caller only reads was decoded and not kept."""
 
-    FULL = "the budget is spent, and no held weight has this size"
-    GRAPH = "a CUDA graph is being captured: its replays would read memory that the cache may free"
-    STREAM = "it was decoded on another CUDA stream"
-    INFERENCE = "a tensor of the weight is an inference tensor, which has no version counter"
+    BUDGET_SPENT = "the budget is spent, and no held weight has this size"
+    CUDA_GRAPH = "a CUDA graph is being captured: its replays would read memory that the cache may free"
+    OTHER_STREAM = "it was decoded on another CUDA stream"
+    INFERENCE_TENSOR = "a tensor of the weight is an inference tensor, which has no version counter"
     REFILLED = "its memory is freed and filled again under the same tensor (FSDP)"
     ZERO3 = "DeepSpeed ZeRO-3 owns it and writes it without a new version"
-    OBJECT = "this PyTorch does not keep the Python object of a storage"
+    NO_STORAGE_OBJECT = "this PyTorch does not keep the Python object of a storage"

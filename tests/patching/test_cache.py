@@ -9,7 +9,6 @@ import pytest
 import torch
 from oracle import expected, quantized
 
-from nf4_patch.nf4.layout import identity
 from nf4_patch.patching.cache import Cache, StaleWeightError
 from nf4_patch.patching.cache_entry import allocated
 from nf4_patch.patching.quant_state import fields_of
@@ -26,12 +25,9 @@ def weight(seed=0, nested=True, shape=SHAPE, device="cpu"):
 def read(cache, packed, state, backward=False):
     """As the replacements do; decoded by bitsandbytes."""
     fields = fields_of(state)
-    key = identity(state.quant_type, packed, *fields)
-    tensors = (packed, *(fields[i] for i in (0, 2, 3, 4) if fields[i] is not None))
-    found = cache.find(key, tensors, backward)
+    found = cache.find(packed, fields, state.quant_type, backward)
     if found is None:
-        nbytes = state.shape.numel() * state.dtype.itemsize
-        found = cache.keep(key, tensors, nbytes, lambda: expected(packed, state), backward)
+        found = cache.keep(packed, fields, state.quant_type, lambda: expected(packed, state), backward)
     return expected(packed, state) if found is None else found
 
 
@@ -134,14 +130,6 @@ def test_memory_that_is_freed_and_refilled_is_refused_by_name(cache):
     assert not cache.held[-1]
 
 
-def test_an_inference_tensor_is_refused_by_name(cache):
-    with torch.inference_mode():
-        packed, state = weight()
-    for _ in range(2):
-        read(cache, packed, state)
-    assert cache.uncached == {Uncached.INFERENCE: 2}
-
-
 def test_a_parameter_of_zero3_is_refused_by_name(cache):
     packed, state = weight()
     packed = torch.nn.Parameter(packed, requires_grad=False)
@@ -207,7 +195,7 @@ def test_what_was_read_last_stays_and_sizes_do_not_displace_each_other(cache):
         read(cache, *each)
     assert cache.hits == hits + 3
     read(cache, *weight(10, shape=(16, 64)))
-    assert cache.uncached == {Uncached.FULL: 1}
+    assert cache.uncached == {Uncached.BUDGET_SPENT: 1}
 
 
 def test_a_checkpointed_step_hits_as_the_notes_say(cache):

@@ -23,6 +23,7 @@ from nf4_patch.nf4.layout import Layout
 from nf4_patch.patching.cache import StaleWeightError, cache
 from nf4_patch.patching.cache_entry import allocated
 from nf4_patch.patching.counters import counters
+from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.quant_state import code_of, linear_fields
 from nf4_patch.patching.reasons import Reason, Uncached
 
@@ -318,6 +319,32 @@ def test_a_transposed_or_flat_or_fp4_weight(fresh):
                 assert torch.equal(y, torch.nn.functional.linear(x, weight))
                 assert torch.equal(grad, torch.ones_like(y) @ weight)
     assert cache.misses == 3
+
+
+def test_a_weight_without_a_version_counter_is_refused_by_name(fresh):
+    with torch.inference_mode():
+        packed, state = quantized((SIDE, SIDE), torch.bfloat16, fresh)
+    nf4_patch.enable(cache=2**20)
+    x = torch.randn(600, SIDE, dtype=torch.bfloat16, device=fresh)
+    with torch.no_grad():
+        got = [bnb.matmul_4bit(x, packed, state) for _ in range(2)]
+    nf4_patch.disable()
+    with torch.no_grad():
+        assert torch.equal(got[0], bnb.matmul_4bit(x, packed, state))
+    assert torch.equal(*got)
+    assert cache.uncached == {Uncached.INFERENCE_TENSOR: 2}
+
+
+def test_what_is_no_tensor_is_the_guards_business(fresh):
+    packed, state = quantized((SIDE, SIDE), torch.bfloat16, fresh)
+    nf4_patch.enable(cache=2**20)
+    dequantizer = Dequantizer("a test")
+    state.offset = 0.5
+    assert dequantizer.cached_state(packed, state, False) is None
+    state.dtype = None
+    assert dequantizer.run(packed, state) is Reason.OUTPUT_DTYPE
+    assert dequantizer.cached_state(packed, state, False) in (None, Reason.OUTPUT_DTYPE)
+    assert dequantizer.cached_state(packed, None, False) is None
 
 
 def test_the_status_says_what_is_held(fresh):
