@@ -12,6 +12,7 @@ scripts/render_docs.py makes the table of docs/compatibility.md from it. Without
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -58,6 +59,8 @@ CELLS = (
     Cell("wrapt 1.16.0", ("wrapt==1.16.0",)),
     Cell("wrapt 2.0.1", ("wrapt==2.0.1",)),
     Cell("peft 0.15.2", ("peft==0.15.2",)),
+    Cell("transformers 5.0.0", ("transformers==5.0.0", "tokenizers==0.22.2")),
+    Cell("transformers 5.17.0", ("transformers==5.17.0",)),
     Cell(
         "transformers 4.51.3, peft 0.15.2",
         ("transformers==4.51.3", "tokenizers==0.21.4", "huggingface_hub==0.36.0", "peft==0.15.2", "accelerate==1.6.0"),
@@ -109,6 +112,9 @@ def measure(cell: Cell) -> dict[str, Any]:
         import unsloth  # noqa: F401
     import bitsandbytes.functional  # noqa: F401
 
+    with contextlib.suppress(ImportError):  # before transformers 5
+        import transformers.integrations.moe  # noqa: F401
+
     row: dict[str, Any] = {"cell": cell.name, "place": place_of(device)}
     row["releases"] = {name: metadata.version(name) for name in SHOWN if is_installed(name)}
     row["python"] = sys.version.split()[0]
@@ -117,6 +123,8 @@ def measure(cell: Cell) -> dict[str, Any]:
     nf4_patch.disable()
     row["states"] = states(device)
     row["step"] = peft_step(device)
+    if "transformers.integrations.moe" in sys.modules:
+        row["experts"] = experts_step(device)
     if cell.unsloth:
         row["unsloth"] = unsloth_step(device)
     return row
@@ -229,6 +237,41 @@ def peft_step(device) -> dict[str, Any]:
     return {"hits": hits, "equal": equal, "fallbacks": missed}
 
 
+def experts_step(device) -> dict[str, Any]:
+    """Forward and backward of a mixture's 4-bit experts, with and without: output, gradient, hits."""
+    import torch
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
+
+    import nf4_patch
+    from nf4_patch.patching.counters import counters
+
+    config = Qwen3MoeConfig(hidden_size=128, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = "grouped_mm"
+    experts = Qwen3MoeExperts(config).to(device, torch.bfloat16)
+    torch.manual_seed(0)
+    for name, parameter in list(experts.named_parameters()):
+        torch.nn.init.normal_(parameter)
+        replace_parameter_4bit(experts, name, compress_statistics=True)
+
+    def once() -> list[Any]:
+        torch.manual_seed(1)
+        x = torch.randn(16, 128, device=device, dtype=torch.bfloat16).requires_grad_()
+        scores, chosen = torch.randn(16, 4, device=device).softmax(-1).topk(2)
+        y = experts(x, chosen, scores.to(x.dtype))
+        y.float().square().mean().backward()
+        return [y.detach(), x.grad]
+
+    nf4_patch.disable()
+    without = once()
+    counters.reset()
+    nf4_patch.enable()
+    with_patch = once()
+    hits, missed = counts(), unexpected()
+    nf4_patch.disable()
+    return {"hits": hits, "equal": all(map(torch.equal, with_patch, without)), "fallbacks": missed}
+
+
 def unsloth_step(device) -> dict[str, Any]:
     """Unsloth's fast_dequantize and its LoRA autograd function, against bitsandbytes without the patch."""
     import bitsandbytes as bnb
@@ -286,7 +329,7 @@ def render() -> None:
 def failed(row: dict[str, Any]) -> bool:
     if "error" in row:
         return True
-    parts = [row["step"], row.get("unsloth", {"equal": True})]
+    parts = [row["step"], row.get("unsloth", {"equal": True}), row.get("experts", {"equal": True})]
     wrong = row["states"]["equal"] != row["states"]["cases"] or row["states"]["hits"] < row["states"]["cases"]
     return wrong or any(not p.get("equal", "error" in p) or p.get("fallbacks") for p in parts) or bool(row["notes"])
 

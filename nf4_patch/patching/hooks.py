@@ -40,19 +40,19 @@ class Installed:
             return "refused"
         # not places[0]: the module may have been imported anew
         holder, name = self.target.holder(sys.modules.get(self.target.module))
-        current = getattr(holder, name, None)
+        current = held(holder, name)
         if current is self.replacement:
             return "patched"
         return "wrapped" if reaches(current, self.replacement) else "displaced"
 
     def swap(self, old: Any, new: Any) -> None:
         """Put ``new`` wherever ``old`` stands, and in a copied target's place wherever it was copied to meanwhile."""
-        if not any(getattr(holder, name, None) is old for holder, name in self.places):
+        if not any(held(holder, name) is old for holder, name in self.places):
             return
         if self.target.copied:  # every global of 3,000 modules: 35 ms (2-core CPU machine, busy)
             self.places += [place for place in _copies(old) if place not in self.places]
         for holder, name in self.places:
-            if getattr(holder, name, None) is old:
+            if held(holder, name) is old:
                 put(holder, name, new)
 
 
@@ -206,7 +206,7 @@ def releases() -> dict[str, str | None]:
     from ..nf4 import runtime
 
     found = {"nf4_patch": __version__, "triton": runtime.triton.__version__ if runtime.triton else None}
-    for name in dict.fromkeys(target.distribution for target in TARGETS):
+    for name in dict.fromkeys(target.distribution for target in TARGETS if target.only == "matmul"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -230,9 +230,17 @@ def _on_import(target: Target, module: ModuleType) -> None:
         installed[target.name] = Installed(target, refusal="an error inside nf4_patch: see the log")
 
 
+def held(holder: Any, name: str) -> Any:
+    """What a module, class or dict holds under a name, or None."""
+    return holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
+
+
 def put(holder: Any, name: str, function: Any) -> None:
-    """Into a module as it is, into a class as the static method that stood there."""
-    setattr(holder, name, staticmethod(function) if isinstance(holder, type) else function)
+    """Into a module or dict as it is, into a class as the static method that stood there."""
+    if isinstance(holder, dict):
+        holder[name] = function
+    else:
+        setattr(holder, name, staticmethod(function) if isinstance(holder, type) else function)
 
 
 def _is_ours(function: Any) -> bool:
@@ -243,7 +251,7 @@ def _is_ours(function: Any) -> bool:
 def _remove_earlier(target: Target) -> None:
     """Put the original back where a replacement of an earlier import of this package stands."""
     holder, name = target.holder(sys.modules.get(target.module))
-    standing: Any = getattr(holder, name, None)
+    standing = held(holder, name)
     original = standing
     while _is_ours(original):
         original.__globals__["switch"].on = False  # another library may still call it
@@ -255,9 +263,9 @@ def _remove_earlier(target: Target) -> None:
 def _install(target: Target, module: ModuleType, wanted: bool) -> None:
     """Put the replacement in place, or only make it where its feature is switched off."""
     holder, name = target.holder(module)
-    if (target.unless and hasattr(module, target.unless)) or not hasattr(holder, name):
+    current = held(holder, name)
+    if (target.unless and hasattr(module, target.unless)) or current is None:
         return
-    current = getattr(holder, name)
     entry = installed.get(target.name)
     if entry is not None and entry.replacement is not None:
         if current is entry.replacement or reaches(current, entry.replacement):

@@ -49,6 +49,14 @@ class Reason(enum.Enum):
     DEFERRED = ("Unsloth's own kernel runs this call: no benchmark shows ours faster here (NF4_PATCH_DEFER)", "")
     NOT_FASTER = ("no benchmark shows the fused matmul faster for this GPU, shape and row count", "")
     MATMUL_OPERANDS = ("the fused matmul does not support this dtype, blocksize, K, alignment, bias or gradient", "")
+    SECOND_PARAMETRIZATION = (
+        "another parametrization changes the dequantized experts (LoRA on the experts' weights)",
+        "",
+    )
+    NO_GRADIENT = ("gradients are disabled: nothing is saved for a backward", "")
+    SAVED_TENSOR_HOOKS = ("gradient checkpointing, or another hook on saved tensors, decides what is kept", "")
+    BATCHED_MM_GRADIENT = ("the experts' implementation batched_mm saves copies of weights", "use grouped_mm to train")
+    EXPERT_BLOCKS = ("an expert does not end where a quantization block ends: all experts are dequantized", "")
     INTERNAL_ERROR = ("an error inside nf4_patch", "please report it with the traceback in the log")
 
     def __init__(self, sentence: str, advice: str):
@@ -65,6 +73,11 @@ class Reason(enum.Enum):
             Reason.MATMUL_OPERANDS,
             Reason.DISPATCH_MODE,
             Reason.EXPORTING,
+            Reason.SECOND_PARAMETRIZATION,
+            Reason.NO_GRADIENT,
+            Reason.SAVED_TENSOR_HOOKS,
+            Reason.BATCHED_MM_GRADIENT,
+            Reason.EXPERT_BLOCKS,
         )
 
 

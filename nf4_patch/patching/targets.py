@@ -16,7 +16,7 @@ class Target:
     """One function of one module."""
 
     module: str
-    attribute: str  # dotted for a static method of a class
+    attribute: str  # dotted for a static method of a class, or an entry of a dict of one
     distribution: str
     releases: str  # for people: which releases have it
     tested: tuple[str, ...]  # releases that the tests ran with
@@ -25,6 +25,7 @@ class Target:
     covers: str
     unless: str = ""  # an attribute of the module that makes this row void
     only: str = ""  # "matmul", "cache": in place only where that is switched on
+    lazy: bool = False  # its package imports the module only when it is used
     copied: bool = False  # other modules hold it by value: sweep them when the module was imported first
 
     @property
@@ -32,7 +33,7 @@ class Target:
         return f"{self.module}.{self.attribute}"
 
     def holder(self, module: Any) -> tuple[Any, str]:
-        """The module or class that holds the function (None if there is none), and its name there."""
+        """The module, class or dict that holds the function (None if there is none), and its name there."""
         *classes, name = self.attribute.split(".")
         for each in classes:
             module = getattr(module, each, None)
@@ -46,6 +47,7 @@ class Target:
         return replacement
 
 
+EXPERTS = ("self", "hidden_states", "top_k_index", "top_k_weights")
 FAST_GEMV = ("X", "W", "quant_state", "out")
 MATMUL_LORA = ("X", "W", "W_quant", "A", "B", "s", "out")
 FAST_DEQUANTIZE = ("W", "quant_state", "out", "use_global_buffer")
@@ -221,5 +223,27 @@ TARGETS = (
             only="cache",
         )
         for name, gradients in (("LoRA_MLP", ("dY",)), ("LoRA_QKV", ("dQ", "dK", "dV")), ("LoRA_W", ("dY",)))
+    ),
+    Target(
+        module="transformers.integrations.moe",
+        attribute="ExpertsInterface._global_mapping.grouped_mm",
+        distribution="transformers",
+        releases=">= 5.0",
+        tested=("5.0.0", "5.17.0", "5.23.0"),
+        parameters=(EXPERTS,),
+        lazy=True,
+        replace="replace_grouped_mm",
+        covers="mixtures of experts in 4 bits: training saves the packed experts and not the dense ones",
+    ),
+    Target(
+        module="transformers.integrations.moe",
+        attribute="ExpertsInterface._global_mapping.batched_mm",
+        distribution="transformers",
+        releases=">= 5.0",
+        tested=("5.0.0", "5.17.0", "5.23.0"),
+        parameters=(EXPERTS,),
+        lazy=True,
+        replace="replace_batched_mm",
+        covers="mixtures of experts in 4 bits: generation dequantizes the experts that are used and no other",
     ),
 )

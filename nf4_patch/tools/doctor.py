@@ -255,8 +255,10 @@ def examine_targets(unsloth: bool, config: Config, tell: Tell) -> list[Verdict]:
     failed = {}
     for name in wanted:
         tell(f"importing {name}")
+        of_library = [t for t in TARGETS if t.lazy and t.distribution == name and holds(installed[name], t.releases)]
         try:
-            importlib.import_module(name)
+            for module in (name, *(target.module for target in of_library)):
+                importlib.import_module(module)
         except Exception as error:  # a broken library is a finding, not a crash of the doctor
             failed[name] = f"import {name} fails: {type(error).__name__}: {error}"
     nf4_patch.enable()

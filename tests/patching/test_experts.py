@@ -1,0 +1,259 @@
+"""Mixtures of experts of transformers with 4-bit stacks: what is saved, what is decoded, and that no bit differs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections import Counter
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+pytest.importorskip("transformers.integrations.moe", reason="transformers before 5")
+pytest.importorskip("bitsandbytes.nn.parametrize", reason="bitsandbytes before 0.46")
+
+from bitsandbytes.nn.parametrize import Bnb4bitParametrization, replace_parameter_4bit
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from nf4_patch.patching.counters import counters
+from nf4_patch.patching.reasons import Reason
+
+STACKS = ("gate_up_proj", "down_proj")
+LAYERS = 2
+COMMON = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2,
+}  # fmt: skip
+# A block of the second level has 64 * 256 elements: gpt-oss's down_proj, 128 x 64 an expert, does not divide into such.
+CONFIGS = {
+    "qwen3": lambda: Qwen3MoeConfig(moe_intermediate_size=256, num_experts=6, **COMMON),
+    "gpt-oss": lambda: GptOssConfig(num_local_experts=6, **COMMON),
+}
+CHECKPOINTING = {"kept": None, "reentrant": {"use_reentrant": True}, "recomputed": {"use_reentrant": False}}
+
+
+def experts_of(model):
+    return [
+        module for module in model.modules() if type(module).__name__.endswith("Experts") or is_parametrized(module)
+    ]
+
+
+def is_parametrized(module):
+    return hasattr(module, "parametrizations")
+
+
+def model_of(name: str, dtype=torch.bfloat16, nested: bool = True, lora: bool = True):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype, attn_implementation="eager")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    for module in list(model.modules()):
+        for stack in STACKS:
+            if stack in module._parameters:
+                replace_parameter_4bit(module, stack, compress_statistics=nested)
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    return model.train()
+
+
+def ids_of(tokens: int = 24) -> torch.Tensor:
+    return torch.arange(2 * tokens).view(2, tokens) * 7 % 96
+
+
+def step(model) -> dict[str, torch.Tensor]:
+    """The loss and every gradient of a training step."""
+    model.zero_grad()
+    loss = model(input_ids=ids_of(), labels=ids_of()).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def same(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == stock.keys() and all(torch.equal(ours[name], stock[name]) for name in stock)
+
+
+@contextlib.contextmanager
+def decoded(monkeypatch):
+    """The storage of every stack that bitsandbytes' parametrization decodes."""
+    storages: list[StorageWeakRef] = []
+    forward = Bnb4bitParametrization.forward
+
+    def record(self, packed):
+        result = forward(self, packed)
+        storages.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bnb4bitParametrization, "forward", record)
+        yield storages
+
+
+def reasons(implementation: str = "grouped_mm") -> Counter[Reason]:
+    return Counter(
+        {reason: n for (target, reason), n in counters.fallbacks.items() if target.endswith(f".{implementation}")}
+    )
+
+
+def hits(implementation: str = "grouped_mm") -> int:
+    (target,) = {name for name, _, _ in counters.hit_counters if name.endswith(f".{implementation}")} or {""}
+    return counters.hits(target)
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_is_the_same_to_the_bit(name, checkpointing, patched):
+    model = model_of(name)
+    if CHECKPOINTING[checkpointing]:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(CHECKPOINTING[checkpointing])
+    ours = step(model)
+    patched.disable()
+    assert same(ours, step(model)) and len(ours) > 4 * LAYERS
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_dtypes_and_layouts(name, dtype, nested, patched):
+    model = model_of(name, dtype, nested)
+    ours = step(model)
+    assert hits() == 2 * LAYERS and not reasons()
+    patched.disable()
+    assert same(ours, step(model))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_nothing_dense_is_saved(name, patched, monkeypatch):
+    model = model_of(name)
+    with decoded(monkeypatch) as storages:
+        ours = model(input_ids=ids_of()).logits
+        gc.collect()  # Triton's interpreter keeps the last kernel's tensors in a cycle
+        assert len(storages) == 2 * LAYERS and all(storage.expired() for storage in storages)
+        patched.disable()
+        storages.clear()
+        stock = model(input_ids=ids_of()).logits
+        assert len(storages) == 2 * LAYERS and not any(storage.expired() for storage in storages)
+    assert torch.equal(ours, stock)
+
+
+@pytest.mark.parametrize("checkpointing", ["reentrant", "recomputed"])
+def test_as_many_decodes_as_stock_under_checkpointing(checkpointing, patched, monkeypatch):
+    model = model_of("qwen3")
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(CHECKPOINTING[checkpointing])
+    with decoded(monkeypatch) as storages:
+        step(model)
+        ours = len(storages)
+        first = Reason.NO_GRADIENT if checkpointing == "reentrant" else Reason.SAVED_TENSOR_HOOKS
+        assert reasons() == Counter({first: LAYERS}) + Counter({Reason.SAVED_TENSOR_HOOKS: LAYERS}) and hits() == 0
+        patched.disable()
+        storages.clear()
+        step(model)
+    assert ours == len(storages) == 4 * LAYERS
+
+
+def test_two_backwards_and_a_backward_after_disable(patched):
+    model = model_of("qwen3")
+
+    def gradients(*loss) -> list[torch.Tensor]:
+        wanted = [p for p in model.parameters() if p.requires_grad]
+        return [g for one in loss for g in torch.autograd.grad(one, wanted, retain_graph=True)]
+
+    loss = model(input_ids=ids_of(), labels=ids_of()).loss
+    first, second = gradients(loss), gradients(loss)
+    patched.disable()
+    stock = gradients(model(input_ids=ids_of(), labels=ids_of()).loss)
+    for ours in (first, second, gradients(loss)):
+        assert all(map(torch.equal, ours, stock))
+
+
+def test_a_second_parametrization_stays_dense(patched):
+    """What peft's ``target_parameters`` does: the sum of the decoded stack and a product of adapters is what is used."""
+
+    class Plus(torch.nn.Module):
+        def __init__(self, shape):
+            super().__init__()
+            self.delta = torch.nn.Parameter(torch.full(shape, 0.01, dtype=torch.bfloat16))
+
+        def forward(self, weight):
+            return weight + self.delta
+
+    model = model_of("qwen3", lora=False)
+    both, one = experts_of(model)
+    for module, names in ((both, STACKS), (one, STACKS[:1])):
+        for stack in names:
+            shape = getattr(module, stack).shape
+            torch.nn.utils.parametrize.register_parametrization(module, stack, Plus(shape), unsafe=True)
+    ours = step(model)
+    assert reasons() == {Reason.SECOND_PARAMETRIZATION: 1} and hits() == 1  # the other layer's down_proj
+    patched.disable()
+    assert same(ours, step(model))
+
+
+@pytest.mark.parametrize("hooks", ["save_on_cpu", "no_grad"])
+def test_where_nothing_is_to_be_done(hooks, patched):
+    model = model_of("qwen3")
+    with torch.no_grad() if hooks == "no_grad" else torch.autograd.graph.save_on_cpu():
+        model(input_ids=ids_of())
+    assert reasons() == {Reason.NO_GRADIENT if hooks == "no_grad" else Reason.SAVED_TENSOR_HOOKS: LAYERS}
+
+
+def test_16_bit_experts(patched):
+    model = AutoModelForCausalLM.from_config(CONFIGS["qwen3"](), dtype=torch.bfloat16)
+    ours = step(model)
+    assert reasons() == {Reason.NOT_4BIT: LAYERS} and hits() == 0
+    patched.disable()
+    assert same(ours, step(model))
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_generation_decodes_the_experts_that_are_needed(name, nested, patched):
+    model = model_of(name, nested=nested, lora=False).eval()
+    model.set_experts_implementation("batched_mm")
+    with torch.no_grad():
+        ours = model(input_ids=ids_of(1)).logits
+        whole = 1 if nested and name == "gpt-oss" else 2
+        assert hits("batched_mm") == whole * LAYERS and not reasons("batched_mm")
+        experts = {
+            shape[0]
+            for (target, shape, _), counter in counters.hit_counters.items()
+            if "batched" in target and counter.hits
+        }
+        assert experts == {4}  # two rows of two experts each, of six
+        patched.disable()
+        assert torch.equal(ours, model(input_ids=ids_of(1)).logits)
+
+
+def test_batched_mm_with_a_gradient(patched):
+    model = model_of("qwen3")
+    model.set_experts_implementation("batched_mm")
+    ours = model(input_ids=ids_of()).logits  # no backward: transformers 5.8 changes in place what it saves
+    assert reasons("batched_mm") == {Reason.BATCHED_MM_GRADIENT: LAYERS} and hits("batched_mm") == 0
+    patched.disable()
+    assert torch.equal(ours, model(input_ids=ids_of()).logits)
+
+
+def test_the_registry_is_put_back(patched):
+    on = {name: ALL_EXPERTS_FUNCTIONS[name] for name in ("grouped_mm", "batched_mm")}
+    patched.disable()
+    for name, function in on.items():
+        assert ALL_EXPERTS_FUNCTIONS[name] is function.__wrapped__
+    patched.enable()
+    assert all(ALL_EXPERTS_FUNCTIONS[name] is function for name, function in on.items())
+
+
+def test_compiled_graphs_are_as_without_the_patch(patched):
+    model = model_of("qwen3")
+
+    def explained() -> tuple[int, int]:
+        torch._dynamo.reset()
+        found = torch._dynamo.explain(model)(input_ids=ids_of())
+        return found.graph_count, found.graph_break_count
+
+    ours = explained()
+    patched.disable()
+    assert ours == explained()
