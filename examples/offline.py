@@ -12,7 +12,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-RANDOM = {"random": "llama", "random-llama": "llama", "random-qwen": "qwen3", "random-gemma": "gemma3_text"}
+RANDOM = {
+    "random": "llama", "random-llama": "llama", "random-qwen": "qwen3", "random-gemma": "gemma3_text",
+    "random-qwen-moe": "qwen3_moe", "random-gpt-oss": "gpt_oss",
+}  # fmt: skip
+EXPERTS = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
+}
 SIZES = {
     # A few hundred thousand weights: seconds on a CPU.
     "tiny": {
@@ -58,7 +65,7 @@ def checkpoint(model: str, size: str = "tiny", folder: str | None = None) -> str
         RANDOM[model],
         vocab_size=512, max_position_embeddings=4096, tie_word_embeddings=False, dtype="bfloat16",
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, **SIZES[size],
+        pad_token_id=tokenizer.pad_token_id, **SIZES[size], **EXPERTS.get(RANDOM[model], {}),
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

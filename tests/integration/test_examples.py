@@ -60,6 +60,16 @@ def test_peft_on_other_architectures(model, tmp_path):
     assert same_training(on, off)
 
 
+@pytest.mark.parametrize(("model", "options"), [("random-qwen-moe", ()), ("random-gpt-oss", ("--checkpointing",))])
+def test_mixture_of_experts(model, options, tmp_path):
+    arguments = ("--model", model, "--steps", 2, "--tokens", 32, *options)
+    on = run_example("qlora_moe.py", *arguments, folder=tmp_path)
+    off = run_example("qlora_moe.py", *arguments, folder=tmp_path, patch=False)
+    assert hits(on) > 2 * 8 and hits(off) == 0  # a step: two stacks a layer, in the forward and in the backward
+    assert fallbacks(on) == ({"SAVED_TENSOR_HOOKS": 2 * 2 * 2} if options else {})
+    assert same_training(on, off)
+
+
 @pytest.mark.parametrize("script", ["qlora_trl.py", "qlora_unsloth.py"])
 def test_the_patch_is_one_line(script):
     lines = (EXAMPLES / script).read_text().splitlines()
