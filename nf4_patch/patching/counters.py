@@ -17,9 +17,10 @@ class FallbackError(RuntimeError):
 class HitCounter:
     """Kernel launches of one target, weight shape and dtype."""
 
-    __slots__ = ("hits",)
+    __slots__ = ("addresses", "hits")
 
     def __init__(self) -> None:
+        self.addresses: set[int] = set()  # of the packed weights
         self.hits = 0  # ``+= 1`` has no call inside it: CPython does not switch threads in the middle
 
 

@@ -195,6 +195,7 @@ class Dequantizer:
         except runtime.KernelUnavailable as error:
             return self.unavailable(error)
         launch.counter = counters.of(self.target, tuple(layout.shape), str(layout.dtype))
+        launch.counter.addresses.add(layout.packed.data_ptr())
         return self.memo.remember(identity(quant_type, *layout._replace(shape=tuple(layout.shape))), launch)
 
     def unavailable(self, error: runtime.KernelUnavailable) -> Reason:
@@ -212,7 +213,9 @@ class Dequantizer:
         if reason is not None:
             return reason
         result = launches.dequantize(coded, out)
-        counters.of(self.target, tuple(layout.shape), str(layout.dtype)).hits += 1
+        counter = counters.of(self.target, tuple(layout.shape), str(layout.dtype))
+        counter.addresses.add(layout.packed.data_ptr())
+        counter.hits += 1
         return result.t() if layout.transposed() else result
 
     def dispatch(self, layout: Layout, state: Any, out: torch.Tensor | None) -> Any:

@@ -51,6 +51,7 @@ class Status:
     shapes: dict[str, int]  # hits by "shape dtype"
     errors: tuple[str, ...]  # kernel failures, in full
     cache: CacheStatus = CacheStatus()
+    weights: dict[str, int] = field(default_factory=dict)  # how many there are, by "shape dtype"
 
     @property
     def hits(self) -> int:
@@ -122,10 +123,13 @@ def status() -> Status:
             note = "another library put its own function there; enable() again to take it back"
         targets.append(TargetStatus(target.name, state, hits, counts, note))
     shapes: dict[str, int] = {}
+    addresses: dict[str, set[int]] = {}
     for (_, shape, dtype), counter in list(counters.hit_counters.items()):
         key = f"{'x'.join(map(str, shape))} {dtype.removeprefix('torch.')}"
         shapes[key] = shapes.get(key, 0) + counter.hits
-    return Status(hooks.is_enabled(), tuple(targets), shapes, tuple(counters.errors), cache_status())
+        addresses.setdefault(key, set()).update(counter.addresses)
+    weights = {key: len(known) for key, known in addresses.items() if known}
+    return Status(hooks.is_enabled(), tuple(targets), shapes, tuple(counters.errors), cache_status(), weights)
 
 
 def cache_status() -> CacheStatus:

@@ -23,7 +23,7 @@ import nf4_patch
 from ..patching.status import STANDING, Status, TargetStatus, explain
 from ..patching.targets import TARGETS
 from .report import Report, plural
-from .savings import Saving, measure
+from .savings import Saving, measure, of_the_cache
 
 # Files whose frames stand above the script's own in a traceback.
 OUR_FRAMES = (
@@ -96,6 +96,7 @@ class RunReport(Report):
             if hits:
                 yield f"  {hits:,} x {shape}"
         yield from map(str, self.savings)
+        yield from of_the_cache(self.status)
         yield from self.advice()
 
 

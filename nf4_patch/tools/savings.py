@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +14,11 @@ import nf4_patch
 from ..patching import hooks
 from ..patching.status import Status
 from ..patching.targets import TARGETS
+from .report import plural
 
 SHAPES, ROUNDS, SECONDS = 3, 20, 0.5  # no further shape is begun after so many seconds
 QUEUE_CYCLES = 20_000_000  # about 10 ms in which the host fills the queue, so that its own time is not measured
+DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4}  # bytes an element
 DEQUANTIZE = "bitsandbytes.functional.dequantize_4bit"  # also for bitsandbytes' forward, which does a matmul besides
 
 
@@ -32,6 +35,31 @@ class Saving:
         saved = self.hits * (self.original - self.ours) / 1e6
         times = f"{self.shape}: {self.ours:.1f} us, the original {self.original:.1f} us on this GPU"
         return f"{times} (nested NF4, blocksize 64); with {self.hits:,} hits {saved:.2g} s of GPU time saved"
+
+
+def of_the_cache(status: Status) -> list[str]:
+    """What the cache saved, or which budget would have saved what: in proportion to it, and more with checkpointing."""
+    if status.cache.mode != "off":
+        return [str(status.cache)]
+    weights = sum(status.weights.values())
+    reads = sum(status.shapes[shape] for shape in status.weights)
+    size = sum(count * cached_size(shape) for shape, count in status.weights.items())
+    saved = 1 - weights / max(reads, 1)
+    if not weights or saved <= 0:
+        return []
+    half = f'cache="{size / 2 / 2**30:.2f}GiB" at least {saved / 2:.0%}'
+    return [
+        f"cache: {plural(weights, 'weight')} would take {size / 2**30:.2f} GiB dequantized; "
+        f"enable(cache=...) of that size would have saved {saved:.0%} of the dequantizations, {half}"
+    ]
+
+
+def cached_size(shape: str) -> int:
+    """Bytes in the cache of a weight "4096x4096 bfloat16"."""
+    from ..patching.cache_entry import allocated
+
+    sides, dtype = shape.split()
+    return allocated(math.prod(map(int, sides.split("x"))) * DTYPES[dtype])
 
 
 def most_hit(status: Status) -> list[tuple[str, int]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
-from nf4_patch.patching.status import Status, TargetStatus
+from nf4_patch.patching.status import CacheStatus, Status, TargetStatus
 from nf4_patch.tools import savings
 
 DEQUANTIZE = "bitsandbytes.functional.dequantize_4bit"
@@ -67,3 +68,17 @@ def test_on_a_gpu(patched):
 @pytest.mark.gpu
 def test_a_weight_that_does_not_fit_says_nothing(patched):
     assert savings.compare("1000000x1000000 bfloat16", lambda packed, state: None) is None
+
+
+def test_which_budget_would_have_saved_what():
+    shapes = {"4096x4096 bfloat16": 3000, "14336x4096 bfloat16": 3000, "64x64 bfloat16 fused matmul": 7}
+    weights = {"4096x4096 bfloat16": 10, "14336x4096 bfloat16": 10}
+    (line,) = savings.of_the_cache(replace(status(shapes), weights=weights))
+    assert line.startswith("cache: 20 weights would take 1.43 GiB dequantized")
+    assert "100% of the dequantizations" in line and 'cache="0.71GiB" at least 50%' in line
+    assert savings.of_the_cache(replace(status({"64x64 bfloat16": 5}), weights={"64x64 bfloat16": 5})) == []
+    assert savings.of_the_cache(status({})) == []
+    held = CacheStatus("6442450944", {0: 2**30}, 10, 75, 25)
+    assert savings.of_the_cache(replace(status(shapes), cache=held)) == [
+        "cache 6442450944: 10 weights, 1.00 GiB on device 0; 75 of 100 reads served"
+    ]

@@ -1,0 +1,138 @@
+"""The cache on a GPU: what the allocator takes, streams, captured graphs, and a training with and without it."""
+
+from __future__ import annotations
+
+import bitsandbytes as bnb
+import pytest
+import torch
+
+import nf4_patch
+from nf4_patch.patching.cache import cache
+from nf4_patch.patching.reasons import Uncached
+
+pytestmark = pytest.mark.gpu
+ROWS = 2048  # above bitsandbytes' own fused kernel: its forward dequantizes
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def off():
+    nf4_patch.disable()
+    cache.hits = cache.misses = 0
+    cache.uncached.clear()
+    yield
+    nf4_patch.disable()
+
+
+def linear(n=1024, k=1024, seed=0):
+    torch.manual_seed(seed)
+    layer = bnb.nn.Linear4bit(k, n, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).bfloat16()
+    return layer.to("cuda").train()
+
+
+def run(layer, seed=1):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(ROWS, layer.in_features, dtype=torch.bfloat16, device="cuda", generator=generator)
+    y = layer(x.requires_grad_())
+    y.square().sum().backward()
+    return y.detach(), x.grad
+
+
+def equal(a, b):
+    return all(map(torch.equal, a, b))
+
+
+def test_the_budget_is_what_the_allocator_takes_at_most():
+    """Sizes that leave a rest in the allocator's blocks, and a hole in them to be filled."""
+    layers = [linear(n, 1024, seed) for seed, n in enumerate((1000, 1500, 700, 1023, 2048, 64, 512, 1536) * 3)]
+    for layer in layers:
+        run(layer)
+    holes = [torch.empty(n * 3 * MIB // 2, dtype=torch.uint8, device="cuda") for n in range(1, 12)]
+    del holes[::2]
+    for budget in (5 * MIB, 20 * MIB, 200 * MIB):
+        nf4_patch.enable(cache=budget)
+        for _ in range(2):
+            for layer in [*layers, *reversed(layers)]:
+                with torch.no_grad():
+                    layer(torch.zeros(ROWS, 1024, dtype=torch.bfloat16, device="cuda"))
+                assert cache.held[0] <= budget
+        counted, before = cache.held[0], torch.cuda.memory_allocated()
+        nf4_patch.release()
+        assert 0 < before - torch.cuda.memory_allocated() <= counted
+        nf4_patch.disable()
+
+
+def test_another_stream_decodes_for_itself():
+    layer = linear()
+    want = run(layer)
+    nf4_patch.enable(cache=64 * MIB)
+    assert equal(run(layer), want)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        first, second = run(layer), run(layer)
+    side.synchronize()
+    assert equal(first, want)
+    assert equal(second, want)
+    assert cache.uncached[Uncached.OTHER_STREAM] == 1
+    assert equal(run(layer), want)
+
+
+def test_a_captured_graph_outlives_the_cache():
+    layer = linear()
+    x = torch.randn(ROWS, 1024, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        want = layer(x)
+        nf4_patch.enable(cache=64 * MIB)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                layer(x)
+            side.synchronize()
+            assert cache.hits == 2
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=side):
+                got = layer(x)
+        assert cache.hits == 2
+        assert cache.uncached[Uncached.CUDA_GRAPH] >= 1
+        nf4_patch.disable()
+        ruins = [torch.full((1024, 1024), 7.0, dtype=torch.bfloat16, device="cuda") for _ in range(8)]
+        got.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+    assert torch.equal(got, want)
+    assert ruins[0][0, 0] == 7
+
+
+@pytest.mark.parametrize("mode", ["block", 3 * (2 * MIB + MIB), 64 * MIB])
+def test_checkpointed_training_to_the_bit_and_in_the_same_memory(mode):
+    layers = [linear(seed=seed) for seed in range(6)]
+
+    def train(steps):
+        adapters = [torch.zeros(1024, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in layers]
+        optimizer = torch.optim.SGD(adapters, lr=1e-2)
+        generator = torch.Generator("cuda").manual_seed(2)
+        losses, memory = [], set()
+        for step in range(steps):
+            x = torch.randn(ROWS, 1024, dtype=torch.bfloat16, device="cuda", generator=generator).requires_grad_()
+            for layer, adapter in zip(layers, adapters, strict=True):
+                block = lambda x, layer, adapter: torch.nn.functional.silu(layer(x)) + adapter  # noqa: E731
+                x = torch.utils.checkpoint.checkpoint(block, x, layer, adapter, use_reentrant=False)
+            loss = x.float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+            if step > 2:
+                memory.add(torch.cuda.memory_allocated() - losses[0].nbytes * len(losses))
+        return torch.stack(losses), torch.stack([a.detach() for a in adapters]), memory
+
+    want = train(50)
+    nf4_patch.enable(cache=mode)
+    got = train(50)
+    assert equal(got[:2], want[:2])
+    assert cache.hits >= (cache.hits + cache.misses) * 0.3
+    assert max(got[2]) - min(got[2]) < MIB
+    if mode == "block":
+        assert not cache.entries
