@@ -23,11 +23,12 @@ parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--rows", type=int, default=1)
 parser.add_argument("--tokens", type=int, default=128)
 parser.add_argument("--compile", action="store_true", help="torch.compile the whole model")
+parser.add_argument("--cache", help='"block", or memory to spend on dequantized weights: 6GiB')
 parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
 args = parser.parse_args()
 
-nf4_patch.enable()
+nf4_patch.enable(cache=args.cache)
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 path = checkpoint(args.model, args.size)
