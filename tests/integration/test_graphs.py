@@ -101,6 +101,7 @@ def test_whole_model_is_one_graph(checkpoint, device):
     assert counts["graphs"] == 1 and counts["breaks"] == 0 and counts["compilations"] == 1
 
 
+@pytest.mark.full
 def test_checkpointed_model(checkpoint, device):
     counts = compare(checkpoint, device, [48] * 3, checkpointed=True)
     assert counts["graphs"] >= 1
@@ -145,6 +146,7 @@ def operations(checkpoint: str, device: torch.device) -> list[Counter[str]]:
     return graphs
 
 
+@pytest.mark.full
 def test_the_graphs_differ_in_the_op_alone(checkpoint, device):
     """One op for the three of each dequantized weight, and not another operator more, less or elsewhere split."""
     nf4_patch.disable()

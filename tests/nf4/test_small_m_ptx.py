@@ -43,7 +43,12 @@ def execute(x, layout, config, bias=None, capability=T4):
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype"), [(T4, torch.float16), (A100, torch.float16), (H200, torch.bfloat16)], ids=str
+    ("capability", "dtype"),
+    [
+        pytest.param(T4, torch.float16, id="sm_75"),
+        pytest.param(A100, torch.float16, id="sm_80", marks=pytest.mark.full),  # sm_90 but for the wait of a barrier
+        pytest.param(H200, torch.bfloat16, id="sm_90"),
+    ],
 )
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[0])))
 def test_it_computes_the_matmul(case, capability, dtype):

@@ -159,7 +159,13 @@ UNSLOTH = pytest.mark.skipif(
 
 
 @UNSLOTH
-@pytest.mark.parametrize("first", ["import nf4_patch; nf4_patch.enable()", "pass"], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param("import nf4_patch; nf4_patch.enable()", id="before"),
+        pytest.param("pass", id="after", marks=pytest.mark.full),
+    ],
+)
 def test_unsloth_zoos_wrapper_of_bitsandbytes(first, tmp_path):
     """unsloth_zoo wraps dequantize_4bit in a closure: over ours or beneath it, hits, off and on."""
     python(
@@ -189,7 +195,7 @@ def test_unsloth_zoos_wrapper_of_bitsandbytes(first, tmp_path):
     )
 
 
-@pytest.mark.parametrize("first", ["nf4_patch", "liger"])
+@pytest.mark.parametrize("first", ["nf4_patch", pytest.param("liger", marks=pytest.mark.full)])
 def test_liger(first, tmp_path):
     """Liger replaces classes of transformers and nothing of ours: hits inside its modules, off and on again."""
     pytest.importorskip("liger_kernel")
