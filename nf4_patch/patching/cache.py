@@ -21,6 +21,8 @@ from .cache_entry import Entry, Fields, Key, ResizeWatch, allocated, either_way,
 from .reasons import Uncached
 
 current_task: Any = torch._C._current_graph_task_id  # of the autograd engine; -1 outside a backward pass
+# With "block", weights waiting for their backward. A block of Llama has 7; where the backward is compiled none is read.
+WAITING = 16
 engine: Any = torch.autograd.Variable._execution_engine
 
 
@@ -130,6 +132,8 @@ class Cache:
                 other = self.entries.get(either_way(key))
                 if other is not None:  # decoded on another stream
                     self.drop(other)
+                while task != -1 and len(self.entries) >= WAITING:
+                    self.drop(next(iter(self.entries.values())))
                 if self.on and self.make_room(device, size):
                     with torch.inference_mode(False):  # training may read what generation decoded
                         result = decode()

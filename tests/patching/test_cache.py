@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracle import expected, quantized
 
-from nf4_patch.patching.cache import Cache, StaleWeightError
+from nf4_patch.patching.cache import WAITING, Cache, StaleWeightError
 from nf4_patch.patching.cache_entry import allocated
 from nf4_patch.patching.quant_state import fields_of
 from nf4_patch.patching.reasons import Uncached
@@ -257,6 +257,24 @@ def test_block_holds_one_block_and_nothing_after(cache, reentrant):
         assert not cache.tasks
     assert cache.hits == 2 * 12  # of 36 a step
     assert cache.misses == 2 * 24
+
+
+def test_block_holds_little_where_no_backward_reads(cache):
+    """As under torch.compile, whose traced backward decodes for itself."""
+    cache.configure("block")
+    weights = [weight(seed, shape=(16, 16)) for seed in range(WAITING + 5)]
+    held = []
+
+    def backward(grad):
+        for each in weights:
+            read(cache, *each)
+            held.append(len(cache.entries))
+
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(backward)
+    x.sum().backward()
+    assert max(held) == WAITING
+    assert not cache.entries
 
 
 def test_block_drops_what_a_failed_backward_left(cache):

@@ -276,6 +276,17 @@ def test_who_may_write_receives_memory_of_its_own(fresh):
     assert equal(run(layer, fresh), want)
 
 
+def test_a_compiled_forward_reads_and_a_traced_backward_decodes(fresh):
+    layer = linear(fresh)
+    want = run(layer, fresh)
+    nf4_patch.enable(cache=2**20)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        assert equal(run(compiled, fresh), want)
+    assert (cache.hits, cache.misses) == (2, 1)
+    torch._dynamo.reset()
+
+
 def test_toggling_in_the_middle_of_a_step(fresh):
     layers = torch.nn.Sequential(linear(fresh, 1), linear(fresh, 2))
     want = run(layers, fresh)
