@@ -46,4 +46,7 @@ def test_losses_and_adapter_are_equal_to_the_bit(checkpoint, tmp_path):
         assert backward == (7 - 3) * STEPS
         forward = 7 * STEPS if torch.cuda.is_available() else 0  # the CPU's is bitsandbytes' own op
         assert sum(mine["hits"].values()) == forward
+    for mine, theirs in zip(processes("cached", checkpoint, tmp_path), off, strict=True):
+        assert mine["losses"] == theirs["losses"] and mine["adapter"] == theirs["adapter"]
+        assert mine["cache"]["uncached"].keys() == {"ZERO3"} and not mine["cache"]["hits"] and not mine["cache"]["held"]
     assert on[0]["losses"] != on[1]["losses"]  # each process had tokens of its own

@@ -1,4 +1,4 @@
-"""QLoRA steps of a small Llama under DeepSpeed ZeRO-3: torchrun zero3_steps.py on|off CHECKPOINT STEPS FOLDER.
+"""QLoRA steps of a small Llama under DeepSpeed ZeRO-3: torchrun zero3_steps.py on|off|cached CHECKPOINT STEPS FOLDER.
 
 Each process writes FOLDER/RANK.json: losses as hex, the trained parameters' sum, hits, fallbacks, and what a sharded weight is.
 NCCL with GPUs; without, gloo and the kernels under Triton's interpreter.
@@ -6,6 +6,7 @@ NCCL with GPUs; without, gloo and the kernels under Triton's interpreter.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 import triton  # noqa: F401 (before the variable is set: Triton's own functions stay compiled)
 
-patch, checkpoint, steps, folder = sys.argv[1] == "on", sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+patch, checkpoint, steps, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
 GPU = torch.cuda.is_available()
 os.environ["DS_ACCELERATOR"] = "cuda" if GPU else "cpu"  # else what DeepSpeed was installed on
 if not GPU:
@@ -65,13 +66,13 @@ def shard_is_refused(weight: torch.Tensor) -> bool:
     try:
         nf4_patch.dequantize_nf4(weight, weight.quant_state)
     except ValueError as error:
-        return Reason.SIZES.sentence in str(error)
+        return Reason.SIZE_MISMATCH.sentence in str(error)
     return False
 
 
 def main() -> None:
-    if patch:
-        nf4_patch.enable()
+    if patch != "off":
+        nf4_patch.enable(cache="64MiB" if patch == "cached" else "off")
     # plain gloo: else DeepSpeed compiles an extension in ~/.cache, where a killed run's lock stops every later one
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="nccl" if GPU else "gloo")
@@ -102,6 +103,7 @@ def main() -> None:
         "adapter": adapter,
         "hits": {target.name: target.hits for target in targets if target.hits},
         "fallbacks": {target.name: target.fallbacks for target in targets if target.fallbacks},
+        "cache": dataclasses.asdict(nf4_patch.status().cache),
         "elements": sum(weight.numel() for weight in weights),
         "refused": all(map(shard_is_refused, weights)),
     }
