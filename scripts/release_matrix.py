@@ -101,7 +101,7 @@ def run(cell: Cell) -> dict[str, Any]:
 def measure(cell: Cell) -> dict[str, Any]:
     import torch
 
-    from nf4_patch.tools.verify import place_of, use_interpreter_without_gpu
+    from nf4_patch.tools.cases import place_of, use_interpreter_without_gpu
 
     use_interpreter_without_gpu()
     import nf4_patch
@@ -166,8 +166,7 @@ def states(device) -> dict[str, Any]:
     from nf4_patch.nf4.layout import Layout
     from nf4_patch.patching.counters import counters
     from nf4_patch.patching.quant_state import fields_of
-    from nf4_patch.tools.fuzz import draw, make, same
-    from nf4_patch.tools.verify import ask_bitsandbytes
+    from nf4_patch.tools.cases import ask_bitsandbytes, draw, random_state, same
 
     counters.reset()
     asked = agreed = equal = cases = 0
@@ -177,7 +176,7 @@ def states(device) -> dict[str, Any]:
         case = draw(11, number, device.type, (64, 128, 4096))
         if case.start % 4 or (case.storage is not torch.uint8 and device.type == "cpu"):
             continue
-        packed, state = make(case, 11, device)
+        packed, state = random_state(case, 11, device)
         nf4_patch.disable()
         want = reference.dequantize(Layout(packed, *fields_of(state)))
         try:

@@ -27,7 +27,9 @@ from rich.table import Table
 import nf4_patch
 
 from . import llama, output
-from .report import Report, Tell, plural, provenance, silent
+from .cases import device_here, name_of, place_of
+from .llama import Shape
+from .report import Diagnosis, Tell, plural, provenance, silent
 
 SEED = 0
 WARM_UP = 3  # steps of each kind before anything is timed: kernels compile, allocators fill
@@ -38,21 +40,17 @@ NEEDED = ("triton", "bitsandbytes", "transformers", "peft", "accelerate", "matpl
 class Size(NamedTuple):
     """A Llama, and the tokens of a step."""
 
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    key_value_heads: int
+    llama: Shape
     batch: int
     length: int
     learning_rate: float
 
 
 SIZES = {
-    "tiny": Size(128, 320, 2, 4, 2, batch=2, length=64, learning_rate=2e-3),
-    "small": Size(512, 1408, 4, 8, 4, batch=2, length=128, learning_rate=2e-3),
+    "tiny": Size(Shape(128, 320, 2, 4, 2, vocabulary=256), batch=2, length=64, learning_rate=2e-3),
+    "small": Size(Shape(512, 1408, 4, 8, 4, vocabulary=256), batch=2, length=128, learning_rate=2e-3),
     # 2048 rows: beyond 1536, bitsandbytes 0.50 dequantizes the forward on every GPU instead of taking its gemm_4bit.
-    "large": Size(2048, 5632, 4, 16, 8, batch=4, length=512, learning_rate=4e-4),
+    "large": Size(Shape(2048, 5632, 4, 16, 8, vocabulary=256), batch=4, length=512, learning_rate=4e-4),
 }
 
 
@@ -82,9 +80,9 @@ class Training:
 
 
 @dataclass
-class DemoReport(Report):
+class DemoReport(Diagnosis):
     place: str
-    serves: bool  # the kernel can run here: a GPU, or the interpreter
+    kernel_runs: bool  # on a GPU or under the interpreter
     size: str
     parameters: int
     linears: int
@@ -112,22 +110,14 @@ class DemoReport(Report):
             found.append("the losses differ")
         if self.without.adapter != self.patched.adapter:
             found.append("the trained adapters differ")
-        if self.serves and not self.patched.hits:
-            found.append("the kernel was never hit")
-        if self.serves:
+        if self.kernel_runs:
+            found += [] if self.patched.hits else ["the kernel was never hit"]
             missed = [name for name in self.patched.fallbacks if not Reason[name].is_expected]
             found += [f"{self.patched.fallbacks[name]} calls fell back: {Reason[name].sentence}" for name in missed]
         if self.verification["exit_code"]:
             found.append("the kernel's bits differ from bitsandbytes' on the model's weights")
             found += self.verification["failures"][:3]
         return found + list(self.patched.errors)
-
-    @property
-    def exit_code(self) -> int:
-        return 1 if self.problems() else 0
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**super().as_dict(), "problems": self.problems()}
 
     def render(self) -> Iterable[RenderableType]:
         yield provenance(self.place)
@@ -137,15 +127,14 @@ class DemoReport(Report):
         )
         yield self._losses()
         yield self._costs()
-        if not self.serves:
+        if not self.kernel_runs:
             yield (
                 "No GPU here: both trainings ran bitsandbytes' CPU code, so no time is compared. The kernel ran on the "
                 "model's weights under Triton's interpreter:"
             )
-        checked = sum(row["elements"] for row in self.verification["rows"])
-        weights = sum(row["cases"] for row in self.verification["rows"])
-        wrong = sum(row["differing"] for row in self.verification["rows"])
-        compared = f"{plural(weights, 'weight')} of the model, {plural(checked, 'element')}"
+        rows = self.verification["rows"]
+        weights, elements, wrong = (sum(row[name] for row in rows) for name in ("cases", "elements", "differing"))
+        compared = f"{plural(weights, 'weight')} of the model, {plural(elements, 'element')}"
         yield f"{compared}, against bitsandbytes: {wrong:,} differ."
         problems = self.problems()
         yield from (f"no: {problem}" for problem in problems)
@@ -172,7 +161,7 @@ class DemoReport(Report):
         for heading in ("", "without the patch", "with the patch"):
             table.add_column(heading)
         most = 3 * self.linears * len(self.patched.losses)  # forward, recompute, backward
-        of = f" of at most {most:,}" if self.serves else ""
+        of = f" of at most {most:,}" if self.kernel_runs else ""
         row("in the kernel", lambda training: f"{training.hits:,}{of}" if training.patched else "-")
         for name, count in self.patched.fallbacks.items():
             table.add_row("fell back", "-", f"{count:,} x {name}: {Reason[name].sentence}")
@@ -209,9 +198,8 @@ def demo(
     logging.disable_progress_bar()
 
     from ..nf4.dequantize import compilation
-    from .verify import place_of
 
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    device = device_here()
     dtype = torch.float16 if on_gpu and torch.cuda.get_device_capability() < (8, 0) else torch.bfloat16
     before = nf4_patch.is_enabled()
     try:
@@ -225,12 +213,13 @@ def demo(
             without, with_patch = rounds[:2]
             without.add(rounds[3])
             with_patch.add(rounds[2])
-            verification = verify_weights(model.save_packed(), tell)
+            model.load().save_pretrained(Path(folder, "packed"))
+            verification = verify_weights(Path(folder, "packed", "model.safetensors"), tell)
     finally:
         (nf4_patch.enable if before else nf4_patch.disable)()
     report = DemoReport(
-        place=place_of(device) if on_gpu else "CPU", serves=on_gpu or compilation.INTERPRETED, size=size,
-        parameters=model.parameters, linears=model.linears, dtype=str(dtype).removeprefix("torch."),
+        place=place_of(device) if on_gpu else "CPU", kernel_runs=on_gpu or compilation.INTERPRETED, size=size,
+        parameters=model.parameters, linears=model.linears, dtype=name_of(dtype),
         tokens=SIZES[size].batch * SIZES[size].length, without=without, patched=with_patch,
         verification=verification,
     )  # fmt: skip
@@ -244,9 +233,8 @@ class Model:
 
     def __init__(self, size: Size, folder: Path, device: torch.device, dtype: torch.dtype):
         self.size, self.folder, self.device, self.dtype = size, folder, device, dtype
-        shape = llama.Shape(*size[:5], vocabulary=256, positions=size.length)
-        self.parameters = llama.save(folder / "model", shape, dtype, device, SEED)
-        self.linears = len(llama.LINEARS) * size.layers
+        self.parameters = llama.save(folder / "model", size.llama, dtype, device, SEED)
+        self.linears = len(llama.LINEARS) * size.llama.layers
         data = (resources.files("nf4_patch") / "data" / TEXT).read_bytes()
         self.text = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()  # a token is a byte
 
@@ -263,12 +251,6 @@ class Model:
         lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         return get_peft_model(model, lora)
 
-    def save_packed(self) -> Path:
-        """The packed weights as a checkpoint."""
-        model = self.load()
-        model.save_pretrained(self.folder / "packed")
-        return self.folder / "packed" / "model.safetensors"
-
     def batches(self, steps: int) -> Iterable[torch.Tensor]:
         """Token windows of the text, [batch, length], the same every time."""
         generator = torch.Generator().manual_seed(SEED)
@@ -282,10 +264,9 @@ class Model:
 
         text = f"{doing} {'with' if patched else 'without'} the patch"
         tell(text, 0, steps)
+        nf4_patch.disable()
         if patched:
             nf4_patch.enable(matmul="off")  # whatever the environment says: the fused matmul has other bits
-        else:
-            nf4_patch.disable()
         model = self.adapted()
         model.train()
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -324,7 +305,7 @@ class Model:
 def verify_weights(checkpoint: Path, tell: Tell) -> dict[str, Any]:
     """``verify`` on the model's packed weights. Without a GPU in a process of its own, under the interpreter.
 
-    There the kernels of this process must stay as they are: interpreted, they would serve CPU tensors.
+    There the kernels of this process must stay as they are: interpreted, they would run on CPU tensors.
     """
     if torch.cuda.is_available():
         from . import verify
@@ -347,26 +328,21 @@ def draw(report: DemoReport, png: Path) -> None:
 
     figure = Figure(figsize=(10, 4.2) if report.timed else (7, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
-    losses, *others = figure.subplots(1, 1 + report.timed, squeeze=False)[0]
-    steps = range(1, len(report.without.losses) + 1)
-    losses.plot(steps, report.without.losses, color="0.6", linewidth=5, label="without the patch")
-    losses.plot(steps, report.patched.losses, color="C0", linewidth=1.5, marker="o", label="with the patch")
+    panels = figure.subplots(1, 1 + report.timed, squeeze=False)[0]
     same = "the same bits" if report.without.losses == report.patched.losses else "THEY DIFFER"
-    losses.set(title=f"Loss: {same}", xlabel="step", ylabel="loss")
-    for times in others:
-        draw_times(times, report)
-    for axes in (losses, *others):
+    panels[0].set(title=f"Loss: {same}", xlabel="step", ylabel="loss")
+    for training, color, width in ((report.without, "0.6", 5.0), (report.patched, "C0", 1.5)):
+        label = f"{'with' if training.patched else 'without'} the patch"
+        style = {"color": color, "linewidth": width, "marker": "o" if training.patched else ""}
+        panels[0].plot(range(1, len(training.losses) + 1), training.losses, label=label, **style)
+        for times in panels[1:]:
+            label += f", median {training.seconds_a_step * 1e3:.1f} ms"
+            milliseconds = [1e3 * seconds for seconds in training.seconds]
+            times.plot(range(1, len(milliseconds) + 1), milliseconds, marker="o", label=label, color=color)
+            times.set(title="Time a step", xlabel="step, first and second training", ylabel="ms", ylim=(0, None))
+    for axes in panels:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend()
-    width = int(figure.get_figwidth() * 14)  # characters a line at this size
-    figure.suptitle(textwrap.fill(provenance(report.place), width), fontsize=8)
+    characters = int(figure.get_figwidth() * 14)  # a line at this size
+    figure.suptitle(textwrap.fill(provenance(report.place), characters), fontsize=8)
     figure.savefig(png, format="png", dpi=120)
-
-
-def draw_times(axes: Any, report: DemoReport) -> None:
-    for training, color in ((report.without, "0.6"), (report.patched, "C0")):
-        label = f"{'with' if training.patched else 'without'} the patch, median {training.seconds_a_step * 1e3:.1f} ms"
-        milliseconds = [seconds * 1e3 for seconds in training.seconds]
-        axes.plot(range(1, len(milliseconds) + 1), milliseconds, marker="o", label=label, color=color)
-    axes.set(title="Time a step", xlabel="step, first and second training", ylabel="ms")
-    axes.set_ylim(bottom=0)

@@ -27,7 +27,7 @@ from ..nf4.matmul.tuning import SMALL_M_ROWS
 from ..patching import hooks
 from ..patching.reasons import Reason
 from ..patching.targets import SWITCHES, TARGETS, Target
-from .report import DISTRIBUTIONS, Report, Tell, plural, releases, silent
+from .report import DISTRIBUTIONS, Diagnosis, Tell, plural, releases, silent
 
 # (first capability it no longer holds for, what to tell): the first row that the GPU is under is told.
 GPU_ADVICE: tuple[tuple[tuple[int, int], str], ...] = (
@@ -62,10 +62,10 @@ class Gpu:
     gibibytes: float
     advice: str
     kernels: list[KernelCheck] = field(default_factory=list)
-    products: str = ""  # by what is decided where the fused product serves
+    fused_matmul: str = ""  # by what is decided where it runs
 
     @property
-    def serves(self) -> bool:
+    def works(self) -> bool:
         return bool(self.kernels) and all(check.works for check in self.kernels)
 
 
@@ -81,7 +81,7 @@ class Verdict:
 
 
 @dataclass
-class DoctorReport(Report):
+class DoctorReport(Diagnosis):
     machine: str
     driver: str
     releases: dict[str, str]
@@ -93,29 +93,22 @@ class DoctorReport(Report):
     missing: str = ""  # what is said of a calibration file that does not exist
 
     def problems(self) -> list[str]:
-        """Why calls would run the original; empty where every installed target would be served."""
+        """Why calls would run the original; empty where the kernel would run for every installed target."""
         found = []
         if self.no_gpu:
             found.append(f"{self.no_gpu}: every call would run the original ({Reason.NOT_CUDA.name})")
         if self.forbidden:
             found.append("NF4_PATCH=0 or NF4_USE_TRITON=0 keeps the patch off")
         for gpu in self.gpus:
-            if not gpu.serves:
+            if not gpu.works:
                 errors = [f"{check.dtype}: {check.error}" for check in gpu.kernels if not check.works]
-                found.append(f"GPU {gpu.index} ({gpu.name}) is not served: {'; '.join(errors) or gpu.advice}")
+                found.append(f"GPU {gpu.index} ({gpu.name}) runs the original: {'; '.join(errors) or gpu.advice}")
         for verdict in self.targets:
             if verdict.verdict == "refused":
                 found.append(f"{verdict.target} is left alone: {verdict.why}")
         if not any(verdict.release for verdict in self.targets):
             found.append("neither bitsandbytes nor Unsloth is installed: there is nothing to patch")
         return found
-
-    @property
-    def exit_code(self) -> int:
-        return 1 if self.problems() else 0
-
-    def as_dict(self) -> dict[str, object]:
-        return {**super().as_dict(), "problems": self.problems()}
 
     def render(self) -> Iterable[RenderableType]:
         yield f"nf4_patch {nf4_patch.__version__}, {self.machine}"
@@ -138,7 +131,7 @@ class DoctorReport(Report):
         if self.no_gpu:
             yield "`nf4-patch verify` runs the kernel here under Triton's interpreter."
         if not problems:
-            yield "yes: every installed target would be served by the kernel."
+            yield "yes: the kernel would run for every installed target."
 
     def _gpus(self) -> Iterable[str]:
         for gpu in self.gpus:
@@ -147,8 +140,8 @@ class DoctorReport(Report):
                 result = "the bits of the reference" if check.works else "FAILED"
                 path = f", launched by {check.launch_path}" if check.launch_path else ""
                 yield f"  kernel for {check.dtype}: {result}{path}, ready in {check.seconds * 1e3:,.0f} ms"
-            if gpu.products:
-                yield f"  fused matmul: {gpu.products}"
+            if gpu.fused_matmul:
+                yield f"  fused matmul: {gpu.fused_matmul}"
             if gpu.advice:
                 yield f"  {gpu.advice}"
 
@@ -226,7 +219,7 @@ def examine_gpu(index: int, tell: Tell) -> Gpu:
             tell(f"compiling for {properties.name}", done, len(OUTPUT_DTYPES))
             gpu.kernels.append(check_kernel(dtype, torch.device("cuda", index), capability))
         shipped = any(row.capability == capability for row in SMALL_M_ROWS)
-        gpu.products = calibration.status(index) or (
+        gpu.fused_matmul = calibration.status(index) or (
             "by the shipped tables" if shipped else "in no shipped table; `nf4-patch calibrate` measures them"
         )
     return gpu

@@ -40,6 +40,21 @@ class Report(ABC):
         return {**dataclasses.asdict(self), "exit_code": self.exit_code}  # type: ignore[call-overload]
 
 
+class Diagnosis(Report):
+    """A Report whose assertion holds where nothing speaks against it."""
+
+    @abstractmethod
+    def problems(self) -> list[str]:
+        """What speaks against it, each in a sentence."""
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.problems() else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**super().as_dict(), "problems": self.problems()}
+
+
 def require_gpu() -> None:
     """
     Raises:

@@ -15,8 +15,8 @@ import torch
 
 import nf4_patch
 from nf4_patch.patching.counters import counters
+from nf4_patch.tools.cases import place_of
 from nf4_patch.tools.report import provenance
-from nf4_patch.tools.verify import place_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 STEPS, TOGGLE = int(os.environ.get("NF4_SOAK_STEPS", 10_000)), 500

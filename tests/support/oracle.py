@@ -7,7 +7,9 @@ import torch
 
 from nf4_patch.nf4.layout import Layout
 from nf4_patch.patching.quant_state import fields_of
+from nf4_patch.tools.cases import ask_bitsandbytes
 
+expected = ask_bitsandbytes
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -22,23 +24,6 @@ def quantized(shape, dtype, device, blocksize=64, nested=True, quant_type="nf4",
     return F.quantize_4bit(
         weight, blocksize=blocksize, compress_statistics=nested, quant_type=quant_type, quant_storage=storage
     )
-
-
-def expected(packed: torch.Tensor, state: F.QuantState) -> torch.Tensor:
-    """What bitsandbytes gives, asked with a flat shape.
-
-    Its CPU kernel (0.50.2) starts a new block at every row when a row is even and no multiple of the blocksize;
-    its CUDA kernel and its own fallback do not. A single row is right everywhere.
-    """
-    shape = state.shape
-    if packed.is_cuda:
-        return F.dequantize_4bit(packed, state)
-    state.shape = torch.Size((shape.numel(),))
-    try:
-        weight = F.dequantize_4bit(packed.reshape(-1, 1), state).reshape(shape)
-    finally:
-        state.shape = shape
-    return weight.t() if packed.shape[0] == 1 else weight
 
 
 def every_pair(dtype: torch.dtype, device: torch.device, blocksize: int = 512) -> tuple[torch.Tensor, F.QuantState]:

@@ -256,12 +256,15 @@ def test_doctor_and_every_header_of_the_bench_say_it(machine, monkeypatch):
     monkeypatch.setattr(doctor, "check_kernel", lambda dtype, device, capability: check)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
     machine({GPU: entry_of()})
-    assert doctor.examine_gpu(0, lambda *_: None).products == "calibrated on 2026-11-21, 2 shapes"
+    assert doctor.examine_gpu(0, lambda *_: None).fused_matmul == "calibrated on 2026-11-21, 2 shapes"
     machine({})
-    assert doctor.examine_gpu(0, lambda *_: None).products == "in no shipped table; `nf4-patch calibrate` measures them"
+    assert (
+        doctor.examine_gpu(0, lambda *_: None).fused_matmul
+        == "in no shipped table; `nf4-patch calibrate` measures them"
+    )
     monkeypatch.setattr(Properties, "major", 9)
     monkeypatch.setattr(Properties, "minor", 0)
-    assert doctor.examine_gpu(0, lambda *_: None).products == "by the shipped tables"
+    assert doctor.examine_gpu(0, lambda *_: None).fused_matmul == "by the shipped tables"
     header = Machine("a GPU", "89", "580.1", "clocks", {"torch": "2.11.0"}, "calibrated on 2026-11-21, 2 shapes")
     assert str(header).splitlines()[-1] == "calibrated on 2026-11-21, 2 shapes"
 

@@ -16,7 +16,7 @@ from nf4_patch.tools.cli import main
 STEPS, LINEARS = 2, 14
 
 
-def check(report, png):
+def check(report, png, linears=LINEARS):
     assert report["exit_code"] == 0 and report["problems"] == []
     without, patched = report["without"], report["patched"]
     assert len(without["losses"]) == STEPS
@@ -24,22 +24,35 @@ def check(report, png):
     assert without["adapter"] == patched["adapter"]
     assert without["hits"] == 0 and without["fallbacks"] == {}
     rows = report["verification"]["rows"]
-    assert [(row["cases"], row["differing"]) for row in rows] == [(LINEARS, 0)]
+    assert [(row["cases"], row["differing"]) for row in rows] == [(linears, 0)]
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def run(tmp_path, size):
+    """The report of the verb."""
+    png, file = tmp_path / "demo.png", tmp_path / "report.json"
+    words = ["demo", "--size", size, "--steps", str(STEPS), "--png", str(png), "--json", str(file)]
+    result = CliRunner().invoke(main, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    check(report, png, report["linears"])
+    assert report["patched"]["fallbacks"] == {}
+    return report
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU takes the place of the interpreter")
 def test_with_the_kernel_under_the_interpreter(tmp_path):
     """Here the kernels were imported under the interpreter: the patched training runs in them."""
-    png, file = tmp_path / "demo.png", tmp_path / "report.json"
-    words = ["demo", "--size", "tiny", "--steps", str(STEPS), "--png", str(png), "--json", str(file)]
-    result = CliRunner().invoke(main, words, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    report = json.loads(file.read_text())
-    check(report, png)
-    assert report["serves"]
+    report = run(tmp_path, "tiny")
+    assert report["kernel_runs"]
     assert report["patched"]["hits"] == STEPS * LINEARS  # on the CPU bitsandbytes dequantizes in the backward only
-    assert report["patched"]["fallbacks"] == {}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    report = run(tmp_path, "large")
+    assert report["patched"]["hits"] == STEPS * report["linears"] * 3
+    assert report["patched"]["peak_bytes"] > 0
 
 
 @pytest.mark.full
@@ -50,7 +63,7 @@ def test_as_on_a_machine_without_a_gpu(tmp_path):
     done = python(code, cwd=tmp_path, CUDA_VISIBLE_DEVICES="", NF4_PATCH="1", NF4_PATCH_MATMUL="auto")
     report = json.loads((tmp_path / "report.json").read_text())
     check(report, tmp_path / "demo.png")
-    assert not report["serves"]
+    assert not report["kernel_runs"]
     assert report["patched"]["hits"] == 0
     assert report["patched"]["fallbacks"] == {"NOT_CUDA": STEPS * LINEARS}
     assert f"{STEPS * LINEARS} x NOT_CUDA" in done.stdout
@@ -75,25 +88,16 @@ def test_a_missing_package_is_named_before_the_training(name, monkeypatch):
     assert f"{name} is not installed: pip install 'nf4-patch[demo]'" in result.output
 
 
-@pytest.mark.gpu
-def test_on_a_gpu(tmp_path):
-    png, file = tmp_path / "demo.png", tmp_path / "report.json"
-    words = ["demo", "--size", "large", "--steps", str(STEPS), "--png", str(png), "--json", str(file)]
-    result = CliRunner().invoke(main, words, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    report = json.loads(file.read_text())
-    assert report["patched"]["hits"] == STEPS * report["linears"] * 3
-    assert report["patched"]["fallbacks"] == {}
-    assert report["patched"]["peak_bytes"] > 0
+def trained(patched, **changes):
+    return demo.Training(patched, **{"losses": [2.0, 1.0], "seconds": [0.1, 0.1], "adapter": "a", **changes})
 
 
 def made(**changes):
     """A report of a demo where all is well, but for the changes."""
-    training = {"losses": [2.0, 1.0], "seconds": [0.1, 0.1], "adapter": "a"}
     verification = {"exit_code": 0, "failures": [], "rows": [{"cases": 1, "elements": 64, "differing": 0}]}
     fields = {
-        "place": "a GPU", "serves": True, "size": "tiny", "parameters": 1, "linears": 1, "dtype": "float16", "tokens": 1,
-        "without": demo.Training(False, **training), "patched": demo.Training(True, **training, hits=6),
+        "place": "a GPU", "kernel_runs": True, "size": "tiny", "parameters": 1, "linears": 1, "dtype": "float16", "tokens": 1,
+        "without": trained(False), "patched": trained(True, hits=6),
         "verification": verification, "png": "demo.png",
     }  # fmt: skip
     return demo.DemoReport(**{**fields, **changes})
@@ -101,25 +105,23 @@ def made(**changes):
 
 @pytest.mark.parametrize("peak_bytes", [None, 2**30], ids=["CPU", "GPU"])
 def test_the_picture_has_times_only_where_they_compare_something(peak_bytes, tmp_path):
-    training = {"losses": [2.0, 1.0], "seconds": [0.1, 0.1], "adapter": "a", "peak_bytes": peak_bytes}
-    report = made(without=demo.Training(False, **training), patched=demo.Training(True, **training, hits=6))
+    report = made(without=trained(False, peak_bytes=peak_bytes), patched=trained(True, hits=6, peak_bytes=peak_bytes))
     demo.draw(report, tmp_path / "demo.picture")
     width = int.from_bytes((tmp_path / "demo.picture").read_bytes()[16:20], "big")
     assert width == (1200 if peak_bytes else 840)
 
 
 def test_what_the_demo_calls_a_failure():
-    training = {"losses": [2.0, 1.0], "seconds": [0.1, 0.1], "adapter": "a"}
     assert made().exit_code == 0
-    patched = [
-        demo.Training(True, **{**training, "losses": [2.0, 1.0000000000000002]}, hits=6),
-        demo.Training(True, **{**training, "adapter": "b"}, hits=6),
-        demo.Training(True, **training),
-        demo.Training(True, **training, hits=3, fallbacks={"KERNEL_FAILED": 3}),
-    ]
-    assert [made(patched=one).exit_code for one in patched] == [1, 1, 1, 1]
-    assert made(patched=demo.Training(True, **training, hits=3, fallbacks={"NOT_4BIT": 3})).exit_code == 0
-    assert made(serves=False, patched=demo.Training(True, **training, fallbacks={"NOT_CUDA": 6})).exit_code == 0
+    for failed in (
+        trained(True, losses=[2.0, 1.0000000000000002], hits=6),
+        trained(True, adapter="b", hits=6),
+        trained(True),
+        trained(True, hits=3, fallbacks={"KERNEL_FAILED": 3}),
+    ):
+        assert made(patched=failed).exit_code == 1, failed
+    assert made(patched=trained(True, hits=3, fallbacks={"NOT_4BIT": 3})).exit_code == 0
+    assert made(kernel_runs=False, patched=trained(True, fallbacks={"NOT_CUDA": 6})).exit_code == 0
     wrong = {"exit_code": 1, "failures": ["q_proj: 1 of 64 elements differ"], "rows": []}
     assert made(verification=wrong).exit_code == 1
 

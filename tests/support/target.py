@@ -1,0 +1,64 @@
+"""bitsandbytes' dequantize_4bit, the target of most tests: layers that call it, what stands there, what was counted."""
+
+from __future__ import annotations
+
+import contextlib
+
+import bitsandbytes as bnb
+import bitsandbytes.functional as F
+import torch
+
+import nf4_patch
+from nf4_patch.patching import hooks
+from nf4_patch.patching.counters import counters
+
+TARGET = "bitsandbytes.functional.dequantize_4bit"
+
+
+def row(target=TARGET):
+    """Its row of status()."""
+    return {t.name: t for t in nf4_patch.status().targets}[target]
+
+
+def fallbacks(target=TARGET):
+    return {reason: n for (name, reason), n in counters.fallbacks.items() if name == target}
+
+
+@contextlib.contextmanager
+def replaced_by(function, on=False):
+    """Somebody puts ``function`` at the name: while the patch is ``on``, or before it is enabled."""
+    (nf4_patch.enable if on else nf4_patch.disable)()
+    original = getattr(F.dequantize_4bit, "__wrapped__", F.dequantize_4bit)
+    F.dequantize_4bit = function
+    if not on:
+        hooks.installed.pop(TARGET, None)
+        nf4_patch.enable()
+    counters.reset()
+    try:
+        yield original
+    finally:
+        nf4_patch.disable()
+        F.dequantize_4bit = original
+        hooks.installed.pop(TARGET, None)
+        counters.reset()
+
+
+def linear(device, inputs=256, outputs=128, dtype=torch.bfloat16, seed=0, **options):
+    """A layer in training with random weights."""
+    torch.manual_seed(seed)
+    layer = bnb.nn.Linear4bit(inputs, outputs, bias=False, quant_type="nf4", compute_dtype=dtype, **options)
+    return layer.to(device).train()
+
+
+def step(layer, device, inputs=256, dtype=torch.bfloat16):
+    """The output and the input's gradient of 600 rows, so many that no release multiplies in 4 bits."""
+    torch.manual_seed(1)
+    x = torch.randn(600, inputs, dtype=dtype).to(device).requires_grad_()
+    y = layer(x)
+    y.float().square().sum().backward()
+    return y.detach(), x.grad
+
+
+def same(got, want):
+    """Whether two lists of tensors are equal to the bit."""
+    return len(got) == len(want) and all(map(torch.equal, got, want))
