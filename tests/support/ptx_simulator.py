@@ -1,8 +1,7 @@
-"""Runs inline PTX in numpy: the 32 lanes of a warp at once, the warps of a CTA by turns between its barriers.
+"""Runs the PTX of nf4/matmul/small_m_ptx.py in numpy, and stops at what a GPU would do silently.
 
-It knows the instructions of nf4/matmul/small_m_ptx.py and stops at what a GPU would do silently: a register read before
-it is written, an address outside its tensor or off its alignment, a divergent branch, shared memory that two warps touch
-with no barrier between them (a vector clock of each warp, which barriers hand on), a barrier that nobody completes.
+A register read before it is written, an address outside its tensor or misaligned, a divergent branch, shared memory that
+two warps touch with no barrier between them (a vector clock a warp, which barriers hand on), a wait that never ends.
 """
 
 from __future__ import annotations
@@ -26,15 +25,12 @@ INTEGERS = {
     "and": operator.and_, "xor": operator.xor, "shl": operator.lshift, "shr": operator.rshift,
     "add": operator.add, "sub": operator.sub, "min": np.minimum, "div": operator.floordiv, "rem": operator.mod,
 }  # fmt: skip
+FLOATS = {"mul": operator.mul, "add": operator.add}
 COMPARISONS = {"lt": operator.lt, "ge": operator.ge, "eq": operator.eq}
 
 
 def u64(value) -> np.ndarray:
     return np.asarray(value).astype(np.uint64)
-
-
-def as_float(bits: np.ndarray) -> np.ndarray:
-    return bits.astype(np.uint32).view(np.float32)
 
 
 def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
@@ -46,8 +42,7 @@ def tensor_core(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> 
     """``sums`` [m, n] in fp32, plus left [m, k] @ right [n, k].T in fp64: one mma of an H200, to the bit.
 
     The products are exact. They and the sum are aligned to the largest exponent, that of a product being the sum of its
-    factors', cut toward zero two bits below fp32's last, and added; the result is cut to fp32 (what another GPU does with
-    those bits is its own affair).
+    factors', cut toward zero two bits below fp32's last, and added; the result is cut to fp32.
     """
     terms = torch.cat((left[..., :, None, :] * right[..., None, :, :], sums.double()[..., None]), -1)
     a, b, c = (torch.frexp(part).exponent for part in (left, right, sums.double()))
@@ -80,13 +75,10 @@ class Source:
         while label := re.match(r"([A-Z]\w*):\s*", source):
             self.labels[label[1]] = len(self.code)
             source = source[label.end() :]
-        if array := re.match(r"\.shared \.align \d+ \.b8 (\w+)\[(\d+)\]", source):
-            self.arrays[array[1]] = self.shared
-            self.shared += int(array[2])
-        elif words := re.match(r"\.shared \.align 8 \.b64 (.*)", source):
-            for name in words[1].split(", "):
+        if shared := re.match(r"\.shared \.align \d+ \.b(?:8|64) (.*)", source):
+            for name, count in re.findall(r"(\w+)(?:\[(\d+)\])?", shared[1]):
                 self.arrays[name] = self.shared
-                self.shared += 8
+                self.shared += int(count or 8)
         elif source.startswith(".reg"):
             _, kind, names = source.split(None, 2)
             for name, count in re.findall(r"(\w+)(?:<(\d+)>)?", names):
@@ -118,8 +110,8 @@ class Cta:
     def __init__(
         self, source: Source, operands: dict[int, int], index: int, ctas: int, warps: int, memory: list[np.ndarray]
     ):
-        self.source, self.operands, self.warps, self.memory = source, operands, warps, memory
-        self.index, self.ctas = index, ctas
+        self.source, self.operands, self.index, self.ctas = source, operands, index, ctas
+        self.warps, self.memory = warps, memory
         self.shared = np.zeros(source.shared, np.uint8)
         self.epoch = 0  # bar.sync passed
         self.clock = np.eye(warps, dtype=int)  # of each warp (row): what it knows of every warp
@@ -129,7 +121,7 @@ class Cta:
         self.loaded = np.zeros((source.shared, warps), int)  # each warp's clock
 
     def run(self) -> None:
-        live = [self.warp(w) for w in range(self.warps)]
+        live = [Warp(self, w).run() for w in range(self.warps)]
         while True:
             stops = [next(warp, "end") for warp in live]
             while "wait" in stops:
@@ -175,174 +167,163 @@ class Cta:
                 self.clock[warp] = np.maximum(self.clock[warp], self.barriers[at].complete)
         return True
 
-    def warp(self, w: int) -> Iterator[str]:
-        registers: dict[str, np.ndarray] = {}
-        special = {
-            "%tid.x": 32 * w + LANES,
-            "%ctaid.x": self.index + 0 * LANES,
-            "%nctaid.x": self.ctas + 0 * LANES,
-        }
-        types, at = self.source.types, 0
 
-        def get(name: str, bits: int = 32) -> np.ndarray:
-            if name in special:
-                value = special[name]
-            elif name in registers:
-                value = registers[name]
-            elif name.startswith("$"):
-                value = np.full(32, self.operands[int(name[1:])])
-            elif name in self.source.arrays:
-                value = np.full(32, self.source.arrays[name])
-            else:
-                assert name[0].isdigit(), f"{name} is read before it is written"
-                value = np.full(32, int(name[2:], 16) if name.startswith("0f") else int(name, 0))
-            return u64(value) & u64(2**bits - 1)
+class Warp:
+    """32 lanes and their registers, each a number of as many bits a lane."""
 
-        def put(name: str, value, mask: np.ndarray, bits: int = 32) -> None:
-            if name == "$0":
-                return
-            assert BITS[types[name]] == bits, f"{name} is {types[name]}"
-            value = np.asarray(value)
-            value = value.view(np.uint32) if value.dtype == np.float32 else value
-            value = u64(value) & u64(2**bits - 1)
-            nothing = np.full(32, 0x7FC00000, np.uint64)  # NaN, in lanes that never loaded
-            registers[name] = np.where(mask, value, registers.get(name, nothing))
+    def __init__(self, cta: Cta, index: int):
+        self.cta, self.index, self.types = cta, index, cta.source.types
+        self.registers: dict[str, np.ndarray] = {
+            "%tid.x": 32 * index + LANES, "%ctaid.x": cta.index + 0 * LANES, "%nctaid.x": cta.ctas + 0 * LANES,
+        }  # fmt: skip
 
-        def floats(name: str) -> np.ndarray:
-            return as_float(get(name))
-
-        def move(operation: list[str], operands: list[str], mask: np.ndarray) -> None:
-            place, names = operands if operation[0] == "st" else reversed(operands)
-            base, offset = re.match(r"\[(\S+)(?: \+ (\d+))?\]", place).groups()
-            names = [name.strip() for name in names.strip("{}").split(",")]
-            kind, lanes = SIZES[operation[-1]], np.flatnonzero(mask)
-            size = kind().itemsize
-            bits = 16 if size == 2 else 32
-            start = (get(base, 64)[lanes] + u64(int(offset or 0))).astype(np.int64)
-            if not len(lanes):
-                for name in names if operation[0] == "ld" else ():
-                    put(name, np.zeros(32), mask, bits)
-                return
-            assert not (start % (size * len(names))).any(), "misaligned"
-            at = start[:, None] + np.arange(size * len(names))
-            shared = "shared" in operation
-            if not shared:
-                (tensor,) = set(start >> 32)
-                buffer, at = self.memory[tensor - 1], at & 0xFFFFFFFF
-                assert at.max() < len(buffer), "outside its tensor"
-            if operation[0] == "ld":
-                found = self.load(w, at) if shared else buffer[at]
-                for i, name in enumerate(names):
-                    value = np.zeros(32, np.uint64)
-                    column = np.ascontiguousarray(found[:, size * i : size * (i + 1)])
-                    value[lanes] = column.view(kind)[:, 0]
-                    put(name, value, mask, bits)
-            else:
-                value = np.stack([get(name)[lanes].astype(kind) for name in names], 1).view(np.uint8)
-                if shared:
-                    self.store(w, at, value)
-                else:
-                    buffer[at] = value
-
-        def mma(operation: list[str], operands: list[str], mask: np.ndarray) -> None:
-            d, a, b, c = ([name.strip() for name in names.strip("{}").split(",")] for names in operands)
-            dtype, g, t = DTYPES[operation[-2]], LANES // 4, LANES % 4
-            left, right, sums = np.zeros((16, 4 * len(a))), np.zeros((4 * len(a), 8)), np.zeros((16, 8), np.float32)
-            for half in (0, 1):
-                for i, name in enumerate(a):
-                    left[g + 8 * (i % 2), 2 * t + half + 8 * (i // 2)] = pairs(get(name), dtype)[:, half]
-                for i, name in enumerate(b):
-                    right[2 * t + half + 8 * i, g] = pairs(get(name), dtype)[:, half]
-            for i, name in enumerate(c):
-                sums[g + 8 * (i // 2), 2 * t + i % 2] = floats(name)
-            sums = tensor_core(*map(torch.from_numpy, (sums, left, right.T.copy()))).numpy()
-            for i, name in enumerate(d):
-                put(name, sums[g + 8 * (i // 2), 2 * t + i % 2], mask)
-
-        def execute(operation: list[str], x: list[str], mask: np.ndarray) -> None:
-            match operation:
-                case ["mov", "b32"] if x[1].startswith("{"):
-                    low, high = (get(name.strip(), 16) for name in x[1].strip("{}").split(","))
-                    put(x[0], high << u64(16) | low, mask)
-                case ["mov", *_]:
-                    bits = BITS[types.get(x[0], ".b32")]
-                    put(x[0], get(x[1], bits), mask, bits)
-                case [name, "b32" | "u32"] if name in INTEGERS:
-                    put(x[0], INTEGERS[name](get(x[1]), get(x[2])), mask)
-                case ["add" | "shl" as name, "u64" | "b64"]:
-                    put(x[0], INTEGERS[name](get(x[1], 64), get(x[2], 64)), mask, 64)
-                case ["mul", "lo", "u32"]:
-                    put(x[0], get(x[1]) * get(x[2]), mask)
-                case ["mul", "wide", "u32"]:
-                    put(x[0], get(x[1]) * get(x[2]), mask, 64)
-                case ["mad", "lo", "u32"]:
-                    put(x[0], get(x[1]) * get(x[2]) + get(x[3]), mask)
-                case ["mad", "wide", "u32"]:
-                    put(x[0], get(x[1]) * get(x[2]) + get(x[3], 64), mask, 64)
-                case ["mad", "lo", "u64"]:
-                    put(x[0], get(x[1], 64) * get(x[2], 64) + get(x[3], 64), mask, 64)
-                case ["cvt", "u64", "u32"]:
-                    put(x[0], get(x[1]), mask, 64)
-                case ["cvt", "rn", "bf16x2" | "f16x2" as kind, "f32"]:
-                    high, low = (rounded(floats(name), DTYPES[kind]) for name in x[1:])
-                    put(x[0], high << u64(16) | low, mask)
-                case ["cvt", "rn", "bf16" | "f16" as kind, "f32"]:
-                    put(x[0], rounded(floats(x[1]), DTYPES[kind]), mask, 16)
-                case ["cvt", "f32", "f16"]:
-                    put(x[0], get(x[1], 16).astype(np.uint16).view(np.float16).astype(np.float32), mask)
-                case ["mul", "rn", "f32"]:
-                    put(x[0], floats(x[1]) * floats(x[2]), mask)
-                case ["add", "rn", "f32"]:
-                    put(x[0], floats(x[1]) + floats(x[2]), mask)
-                case ["setp", how, *more]:
-                    result = COMPARISONS[how](get(x[1]), get(x[2]))
-                    put(x[0], result & (get(x[3], 1) == 1) if "and" in more else result, mask, 1)
-                case ["and", "pred"]:
-                    put(x[0], get(x[1], 1) & get(x[2], 1), mask, 1)
-                case ["dp4a", *_]:
-                    a, b = (
-                        get(name).astype(np.uint32).view(np.uint8).reshape(32, 4).astype(np.uint64) for name in x[1:3]
-                    )
-                    put(x[0], (a * b).sum(1) + get(x[3]), mask)
-                case ["shfl", "sync", "idx", "b32"]:
-                    assert mask.all() and x[3] in ("0x1f", "0x1c1f") and x[4] == "0xffffffff"
-                    group = int(x[3], 16) >> 8  # lanes of the same group: 0x1c, of four
-                    put(x[0], get(x[1])[LANES & group | get(x[2]).astype(int) & 31 & ~group], mask)
-                case ["ld" | "st", *_]:
-                    move(operation, x, mask)
-                case ["mma", *_]:
-                    mma(operation, x, mask)
-                case _:
-                    raise NotImplementedError(".".join(operation))
-
-        while at < len(self.source.code):
-            predicate, operation, operands, source = self.source.code[at]
+    def run(self) -> Iterator[str]:
+        """Stops at a barrier ("bar.sync"), and while a phase is not complete ("wait")."""
+        code, labels, at = self.cta.source.code, self.cta.source.labels, 0
+        while at < len(code):
+            predicate, operation, operands, source = code[at]
             at += 1
             mask = FULL
-            if predicate:
-                mask = (get(predicate.lstrip("!"), 1) == 1) ^ predicate.startswith("!")
             try:
+                if predicate:
+                    mask = (self.get(predicate.lstrip("!"), 1) == 1) ^ predicate.startswith("!")
                 match operation:
                     case ["bra", *_]:
                         assert mask.all() or not mask.any(), "the lanes of a warp part"
-                        at = self.source.labels[operands[0]] if mask.all() else at
-                    case ["bar", "sync"]:
-                        yield "bar.sync"
-                    case ["bar", "warp", "sync"]:
-                        pass
-                    case ["mbarrier", what, *_]:
-                        operands, result = (operands[1:], operands[0]) if what != "init" else (operands, "_")
-                        place, *more = operands
-                        numbers = [int(get(place.strip("[]"))[0]), *(int(get(number)[0]) for number in more)]
-                        complete = self.barrier(w, operation, numbers, mask) if mask.any() else True
-                        if what.endswith("wait"):
-                            put(result, FULL & complete, mask, 1)
-                        if not complete:
+                        at = labels[operands[0]] if mask.all() else at
+                    case ["bar", *scope, "sync"]:
+                        if scope != ["warp"]:
+                            yield "bar.sync"
+                    case ["mbarrier", *_]:
+                        if not self.mbarrier(operation, operands, mask):
                             yield "wait"
                     case _:
-                        execute(operation, operands, mask)
+                        self.execute(operation, operands, mask)
             except Exception as error:
-                raise AssertionError(f"{source} (warp {w}): {error}") from error
+                raise AssertionError(f"{source} (warp {self.index}): {error}") from error
+
+    def mbarrier(self, operation: list[str], operands: list[str], mask: np.ndarray) -> bool:
+        """Whether there is nothing to wait for."""
+        operands, result = (operands[1:], operands[0]) if operation[1] != "init" else (operands, "_")
+        numbers = [int(self.get(operand.strip("[]"))[0]) for operand in operands]
+        complete = self.cta.barrier(self.index, operation, numbers, mask) if mask.any() else True
+        if operation[1].endswith("wait"):
+            self.put(result, FULL & complete, mask, 1)
+        return complete
+
+    def get(self, name: str, bits: int = 32) -> np.ndarray:
+        if name in self.registers:
+            value = self.registers[name]
+        elif name.startswith("$"):
+            value = np.full(32, self.cta.operands[int(name[1:])])
+        elif name in self.cta.source.arrays:
+            value = np.full(32, self.cta.source.arrays[name])
+        else:
+            assert name[0].isdigit(), f"{name} is read before it is written"
+            value = np.full(32, int(name[2:], 16) if name.startswith("0f") else int(name, 0))
+        return u64(value) & u64(2**bits - 1)
+
+    def put(self, name: str, value, mask: np.ndarray, bits: int = 32) -> None:
+        if name == "$0":
+            return
+        assert BITS[self.types[name]] == bits, f"{name} is {self.types[name]}"
+        value = u64(value.view(np.uint32) if value.dtype == np.float32 else value) & u64(2**bits - 1)
+        nothing = np.full(32, 0x7FC00000, np.uint64)  # NaN, in lanes that never loaded
+        self.registers[name] = np.where(mask, value, self.registers.get(name, nothing))
+
+    def floats(self, name: str) -> np.ndarray:
+        return self.get(name).astype(np.uint32).view(np.float32)
+
+    def move(self, operation: list[str], operands: list[str], mask: np.ndarray) -> None:
+        place, names = operands if operation[0] == "st" else reversed(operands)
+        base, offset = re.match(r"\[(\S+)(?: \+ (\d+))?\]", place).groups()
+        names = [name.strip() for name in names.strip("{}").split(",")]
+        kind, lanes = SIZES[operation[-1]], np.flatnonzero(mask)
+        size = kind().itemsize
+        bits = 16 if size == 2 else 32
+        start = (self.get(base, 64)[lanes] + u64(int(offset or 0))).astype(np.int64)
+        if not len(lanes):
+            for name in names if operation[0] == "ld" else ():
+                self.put(name, np.zeros(32), mask, bits)
+            return
+        assert not (start % (size * len(names))).any(), "misaligned"
+        at = start[:, None] + np.arange(size * len(names))
+        shared = "shared" in operation
+        if not shared:
+            (tensor,) = set(start >> 32)
+            buffer, at = self.cta.memory[tensor - 1], at & 0xFFFFFFFF
+            assert at.max() < len(buffer), "outside its tensor"
+        if operation[0] == "ld":
+            found = self.cta.load(self.index, at) if shared else buffer[at]
+            for i, name in enumerate(names):
+                value = np.zeros(32, np.uint64)
+                column = np.ascontiguousarray(found[:, size * i : size * (i + 1)])
+                value[lanes] = column.view(kind)[:, 0]
+                self.put(name, value, mask, bits)
+        else:
+            value = np.stack([self.get(name)[lanes].astype(kind) for name in names], 1).view(np.uint8)
+            if shared:
+                self.cta.store(self.index, at, value)
+            else:
+                buffer[at] = value
+
+    def mma(self, operation: list[str], operands: list[str], mask: np.ndarray) -> None:
+        d, a, b, c = ([name.strip() for name in names.strip("{}").split(",")] for names in operands)
+        dtype, g, t = DTYPES[operation[-2]], LANES // 4, LANES % 4
+        left, right, sums = np.zeros((16, 4 * len(a))), np.zeros((4 * len(a), 8)), np.zeros((16, 8), np.float32)
+        for half in (0, 1):
+            for i, name in enumerate(a):
+                left[g + 8 * (i % 2), 2 * t + half + 8 * (i // 2)] = pairs(self.get(name), dtype)[:, half]
+            for i, name in enumerate(b):
+                right[2 * t + half + 8 * i, g] = pairs(self.get(name), dtype)[:, half]
+        for i, name in enumerate(c):
+            sums[g + 8 * (i // 2), 2 * t + i % 2] = self.floats(name)
+        sums = tensor_core(*map(torch.from_numpy, (sums, left, right.T.copy()))).numpy()
+        for i, name in enumerate(d):
+            self.put(name, sums[g + 8 * (i // 2), 2 * t + i % 2], mask)
+
+    def execute(self, operation: list[str], x: list[str], mask: np.ndarray) -> None:
+        match operation:
+            case ["mov", "b32"] if x[1].startswith("{"):
+                low, high = (self.get(name.strip(), 16) for name in x[1].strip("{}").split(","))
+                self.put(x[0], high << u64(16) | low, mask)
+            case ["mov", *_]:
+                bits = BITS[self.types.get(x[0], ".b32")]
+                self.put(x[0], self.get(x[1], bits), mask, bits)
+            case [name, "b32" | "u32" | "b64" | "u64" | "pred" as kind] if name in INTEGERS:
+                bits = 1 if kind == "pred" else int(kind[1:])
+                self.put(x[0], INTEGERS[name](self.get(x[1], bits), self.get(x[2], bits)), mask, bits)
+            case ["mul" | "mad" as name, "lo" | "wide" as how, "u32" | "u64" as kind] if (how, kind) != ("wide", "u64"):
+                factors, result = int(kind[1:]), 64 if how == "wide" else int(kind[1:])
+                product = self.get(x[1], factors) * self.get(x[2], factors)
+                self.put(x[0], product + self.get(x[3], result) if name == "mad" else product, mask, result)
+            case ["cvt", "u64", "u32"]:
+                self.put(x[0], self.get(x[1]), mask, 64)
+            case ["cvt", "rn", "bf16x2" | "f16x2" as kind, "f32"]:
+                high, low = (rounded(self.floats(name), DTYPES[kind]) for name in x[1:])
+                self.put(x[0], high << u64(16) | low, mask)
+            case ["cvt", "rn", "bf16" | "f16" as kind, "f32"]:
+                self.put(x[0], rounded(self.floats(x[1]), DTYPES[kind]), mask, 16)
+            case ["cvt", "f32", "f16"]:
+                self.put(x[0], self.get(x[1], 16).astype(np.uint16).view(np.float16).astype(np.float32), mask)
+            case ["mul" | "add" as name, "rn", "f32"]:
+                self.put(x[0], FLOATS[name](self.floats(x[1]), self.floats(x[2])), mask)
+            case ["setp", how, *more]:
+                result = COMPARISONS[how](self.get(x[1]), self.get(x[2]))
+                self.put(x[0], result & (self.get(x[3], 1) == 1) if "and" in more else result, mask, 1)
+            case ["dp4a", *_]:
+                a, b = (np.stack([self.get(name) >> u64(8 * i) & u64(255) for i in range(4)], 1) for name in x[1:3])
+                self.put(x[0], (a * b).sum(1) + self.get(x[3]), mask)
+            case ["shfl", "sync", "idx", "b32"]:
+                assert mask.all() and x[3] in ("0x1f", "0x1c1f") and x[4] == "0xffffffff"
+                group = int(x[3], 16) >> 8  # lanes of the same group: 0x1c, of four
+                self.put(x[0], self.get(x[1])[LANES & group | self.get(x[2]).astype(int) & 31 & ~group], mask)
+            case ["ld" | "st", *_]:
+                self.move(operation, x, mask)
+            case ["mma", *_]:
+                self.mma(operation, x, mask)
+            case _:
+                raise NotImplementedError(".".join(operation))
 
 
 def memory_of(tensor: torch.Tensor) -> np.ndarray:
@@ -350,9 +331,7 @@ def memory_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().copy()
 
 
-def launch(
-    cut: Plan, warps: int, x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None
-) -> torch.Tensor:  # fmt: skip
+def launch(cut: Plan, warps: int, x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) -> torch.Tensor:
     """What a GPU makes of a plan in memory that held NaN: [split_k, M, N], fp32 where split_k > 1."""
     (m, _), (n, k) = x.shape, layout.shape
     dtype = torch.float32 if cut.split_k > 1 else x.dtype
