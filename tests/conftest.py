@@ -58,6 +58,19 @@ def patched():
 
 
 @pytest.fixture
+def on(device):
+    """The patch is on; the test itself looks at what fell back."""
+    import nf4_patch
+    from nf4_patch.patching.counters import counters
+
+    nf4_patch.enable()
+    counters.reset()
+    yield device
+    nf4_patch.disable()
+    counters.reset()
+
+
+@pytest.fixture
 def auto():
     """As ``patched``, with the fused product switched on."""
     with switched_on(matmul="auto"):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import bitsandbytes as bnb
 import bitsandbytes.functional as F
 import pytest
 import torch
 import torch._dynamo
 from oracle import layout_of, quantized
 from subprocess_python import python
+from target import linear, same, step
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.compiler import is_dynamo_compiling as is_compiling
@@ -30,18 +30,9 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-def linear(device, dtype=torch.bfloat16):
-    torch.manual_seed(0)
-    layer = bnb.nn.Linear4bit(256, 128, bias=False, quant_type="nf4", compute_dtype=dtype)
-    return layer.to(device).train()
-
-
-def step(layer, device, rows=600):
-    torch.manual_seed(1)
-    x = torch.randn(rows, 256, dtype=torch.bfloat16).to(device).requires_grad_()
-    y = layer(x)
-    y.float().square().sum().backward()
-    return y.detach(), x.grad
+def names(counter):
+    """What the nodes of the compiled graphs call."""
+    return [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
 
 
 def test_linear4bit_forward_and_backward_fullgraph(patched, device):
@@ -57,9 +48,7 @@ def test_linear4bit_forward_and_backward_fullgraph(patched, device):
     counter = CompileCounterWithBackend(BACKEND)
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
     for _ in range(4):
-        traced = step(compiled, device)
-        assert torch.equal(traced[0], eager[0])
-        assert torch.equal(traced[1], eager[1])
+        assert same(step(compiled, device), eager)
     assert counter.frame_count == 1  # one graph, no recompile from step to step
 
 
@@ -75,8 +64,7 @@ def test_dequantize_4bit_fullgraph(patched, device, dtype, nested, transposed):
     for _ in range(3):
         assert torch.equal(compiled(packed, state), want)
     assert counter.frame_count == 1
-    nodes = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
-    assert any("nf4_patch.dequantize_nf4" in name for name in nodes), nodes  # the op is in the graph: not bypassed
+    assert any("nf4_patch.dequantize_nf4" in name for name in names(counter))  # the op is in the graph: not bypassed
 
 
 def test_toggling_recompiles_and_stays_right(device):
@@ -96,33 +84,21 @@ def test_direct_api_fullgraph(device):
     assert torch.equal(compiled(packed, state), nf4_patch.dequantize_nf4(packed, state))
 
 
-def test_refused_state_traces_into_the_original(patched, device):
-    """A guard that refuses while tracing leaves the original in the graph."""
+def test_what_is_unsupported_while_tracing_leaves_the_original_in_the_graph(patched, device):
     packed, state = quantized((64, 256), torch.bfloat16, device)
-    state.state2.dtype = torch.float32
-    state.blocksize = 64
-    state.quant_type = "nf4"
     state.packing_format_for_cpu = True
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda w, s: F.dequantize_4bit(w, s), backend=counter)
-    compiled(packed, state)
-    names = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
-    assert not any("nf4_patch" in name for name in names)
+    torch.compile(lambda w, s: F.dequantize_4bit(w, s), backend=counter)(packed, state)
+    assert not any("nf4_patch" in name for name in names(counter))
 
 
-def test_fake_tensor_mode_goes_through_the_op(patched, device):
-    packed, state = quantized((64, 256), torch.bfloat16, device)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        fake = F.dequantize_4bit(packed, state)
-    assert type(fake).__name__ == "FakeTensor"
-    assert fake.shape == (64, 256)
-    assert fake.dtype is torch.bfloat16
-
-
-def test_make_fx_records_the_op(patched, device):
+def test_fake_tensors_and_make_fx_meet_the_op(patched, device):
     from torch.fx.experimental.proxy_tensor import make_fx
 
     packed, state = quantized((64, 256), torch.bfloat16, device)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = F.dequantize_4bit(packed, state)
+    assert (type(fake).__name__, fake.shape, fake.dtype) == ("FakeTensor", (64, 256), torch.bfloat16)
     graph = make_fx(lambda w: F.dequantize_4bit(w, state) + 0)(packed)
     assert "nf4_patch.dequantize_nf4" in graph.code
     assert torch.equal(graph(packed), F.dequantize_4bit(packed, state))
@@ -151,19 +127,18 @@ def test_the_op_resolves_a_layout_once(monkeypatch, device):
         layout._replace(dtype=torch.float16),
         layout._replace(packed=packed.clone()),
     ):
-        before = len(resolved)
         launch.dequantize(other)
-        assert len(resolved) == before + 1
+    assert len(resolved) == 5
 
 
-def test_a_refusal_while_tracing_runs_the_original(patched, device):
-    """What bitsandbytes decodes and the op's schema or the guards refuse: the original's numbers, one graph, no break."""
-    refused = {
+def test_what_the_schema_or_a_guard_does_not_support_runs_the_original(patched, device):
+    """While tracing, what bitsandbytes dequantizes and we do not: the original's numbers, one graph, no break."""
+    unsupported = {
         "a table that bitsandbytes never reads": lambda state: setattr(state, "code", None),
         "an offset that is a number": lambda state: setattr(state, "offset", state.offset.item()),
         "an absmax with strides": lambda state: setattr(state, "absmax", strided(state.absmax)),
     }
-    for what, change in refused.items():
+    for what, change in unsupported.items():
         packed, state = quantized((64, 256), torch.bfloat16, device)
         change(state)
         patched.disable()

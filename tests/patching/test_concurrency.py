@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import threading
 
-import bitsandbytes as bnb
 import bitsandbytes.functional as F
 import pytest
 import torch
 from oracle import expected, quantized
 from subprocess_python import python
+from target import TARGET, linear, same, step
 
 import nf4_patch
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.switch import switch
-
-TARGET = "bitsandbytes.functional.dequantize_4bit"
 
 
 def together(*functions):
@@ -80,24 +78,17 @@ def test_toggling_while_others_call(device):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_checkpointing_and_autocast(reentrant, autocast, device, patched):
-    torch.manual_seed(0)
-    layer = bnb.nn.Linear4bit(128, 64, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).to(device)
-    values = torch.randn(600, 128, device=device)
+    layer = linear(device)
 
-    def step():
-        x = values.clone().requires_grad_()
+    def checkpointed(x):
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
-        y.float().square().sum().backward()
-        return y.detach(), x.grad
+            return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
 
     nf4_patch.disable()
-    want = step()
+    want = step(checkpointed, device, dtype=torch.float32)
     nf4_patch.enable()
-    got = step()
+    assert same(step(checkpointed, device, dtype=torch.float32), want)
     assert counters.hits(TARGET) >= 1
-    assert torch.equal(got[0], want[0])
-    assert torch.equal(got[1], want[1])
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda m: m.__name__)
@@ -110,7 +101,7 @@ def test_grad_modes(mode, device, patched):
         got = expected(packed, state)
         assert torch.equal(got, want)
         assert (got.is_inference(), got.requires_grad) == (want.is_inference(), want.requires_grad)
-    again = expected(packed, state)  # what was remembered in one mode serves the other
+    again = expected(packed, state)  # what was remembered in one mode holds in the other
     assert torch.equal(again, want)
     assert not again.is_inference()
     assert counters.hits(TARGET) == 2
@@ -185,45 +176,39 @@ def test_blocks_that_overlap_in_two_threads():
     assert not hasattr(F.dequantize_4bit, "__wrapped__")
 
 
+DEFINITION = "def dequantize_4bit(A, quant_state=None, absmax=None, out=None, blocksize=64, quant_type='fp4'): ..."
+
+
+def fake_bitsandbytes(folder, init, functional):
+    (folder / "bitsandbytes").mkdir()
+    (folder / "bitsandbytes" / "__init__.py").write_text(init)
+    (folder / "bitsandbytes" / "functional.py").write_text(functional)
+
+
 @pytest.mark.parametrize("halfway", ["before", "after"])
 def test_enable_while_another_thread_is_halfway_through_an_import(halfway, tmp_path):
     """A bitsandbytes whose import stops before or after its function is there, until enable() has been called."""
-    package = tmp_path / "bitsandbytes"
-    package.mkdir()
-    (package / "__init__.py").write_text("from . import functional")
-    stop = ["import gate", "gate.halfway.set()", "gate.wait()"]
-    function = ["def dequantize_4bit(A, quant_state=None, absmax=None, out=None, blocksize=64, quant_type='fp4'): ..."]
-    lines = stop + function if halfway == "before" else function + stop
-    (package / "functional.py").write_text("\n".join(lines))
+    parts = ["import gate; gate.halfway.set(); gate.wait()", DEFINITION]
+    fake_bitsandbytes(tmp_path, "from . import functional", "\n".join(parts if halfway == "before" else parts[::-1]))
     (tmp_path / "gate.py").write_text(
         "import threading, time; halfway = threading.Event(); wait = lambda: time.sleep(1)"
     )
-    python(
-        """
-        import threading
-        import gate, nf4_patch
-        from nf4_patch.patching.adapters import bitsandbytes  # torch, now: not while the other waits
-        importing = threading.Thread(target=__import__, args=("bitsandbytes.functional",))
-        importing.start()
-        assert gate.halfway.wait(60)
-        nf4_patch.enable()
-        states = {t.name: t.state for t in nf4_patch.status().targets}
-        importing.join(60)
-        assert states["bitsandbytes.functional.dequantize_4bit"] == "patched", states
-        """,
-        path=tmp_path,
-    )
+    python("""
+    import threading
+    import gate, nf4_patch
+    from nf4_patch.patching.adapters import bitsandbytes  # torch, now: not while the other waits
+    importing = threading.Thread(target=__import__, args=("bitsandbytes.functional",))
+    importing.start()
+    assert gate.halfway.wait(60)
+    nf4_patch.enable()
+    states = {t.name: t.state for t in nf4_patch.status().targets}
+    importing.join(60)
+    assert states["bitsandbytes.functional.dequantize_4bit"] == "patched", states
+    """, path=tmp_path)  # fmt: skip
 
 
 def test_enable_inside_the_import_of_the_same_thread(tmp_path):
     """As bitsandbytes' entry points do: no wait for itself."""
-    package = tmp_path / "bitsandbytes"
-    package.mkdir()
-    (package / "__init__.py").write_text("from . import functional; import nf4_patch; nf4_patch.enable()")
-    (package / "functional.py").write_text(
-        "def dequantize_4bit(A, quant_state=None, absmax=None, out=None, blocksize=64, quant_type='fp4'): ..."
-    )
-    python(
-        "import bitsandbytes.functional as F; assert hasattr(F.dequantize_4bit, '__wrapped__'), F.dequantize_4bit",
-        path=tmp_path,
-    )
+    fake_bitsandbytes(tmp_path, "from . import functional; import nf4_patch; nf4_patch.enable()", DEFINITION)
+    code = "import bitsandbytes.functional as F; assert hasattr(F.dequantize_4bit, '__wrapped__'), F.dequantize_4bit"
+    python(code, path=tmp_path)

@@ -12,42 +12,35 @@ import pytest
 import torch
 from oracle import expected, quantized
 from subprocess_python import python
+from target import fallbacks, replaced_by, row, same
 
 import nf4_patch
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import launch
-from nf4_patch.patching import dequantizer, guards, hooks, op
+from nf4_patch.patching import dequantizer, guards, op
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
 
-TARGET = "bitsandbytes.functional.dequantize_4bit"
+
+def raising(error):
+    """A function that raises it."""
+
+    def raises(*args, **kwargs):
+        raise error
+
+    return raises
 
 
-@pytest.fixture
-def on(device):
-    nf4_patch.enable()
-    counters.reset()
-    yield device
-    nf4_patch.disable()
-    switch.strict = False
-    counters.reset()
-
-
-def fallbacks():
-    return {reason: n for (name, reason), n in counters.fallbacks.items() if name == TARGET}
-
-
-def boom(*args, **kwargs):
-    raise ValueError("a mistake of ours at 0x7f")
+MISTAKE = ValueError("a mistake of ours at 0x7f")
 
 
 def test_our_own_error_runs_the_original_and_is_logged_once(on, monkeypatch, caplog):
     packed, state = quantized((64, 128), torch.float16, on)
     want = expected(packed, state)
     counters.reset()
-    monkeypatch.setattr(guards, "check", boom)
+    monkeypatch.setattr(guards, "check", raising(MISTAKE))
     with caplog.at_level(logging.ERROR, "nf4_patch"):
         for _ in range(5):
             assert torch.equal(F.dequantize_4bit(packed, state), want)
@@ -57,39 +50,24 @@ def test_our_own_error_runs_the_original_and_is_logged_once(on, monkeypatch, cap
     assert "INTERNAL_ERROR" in str(nf4_patch.status())
 
 
-def test_our_own_error_is_raised_when_strict(on, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "strict"),
+    [(MISTAKE, True), (KeyboardInterrupt(), False), (torch.cuda.OutOfMemoryError("full"), False),
+     (torch.cuda.OutOfMemoryError("full"), True)],
+    ids=["a mistake, strict", "interrupt", "memory", "memory, strict"],
+)  # fmt: skip
+def test_what_is_raised(on, error, strict, monkeypatch):
+    """Memory is never swallowed: the original would need the same, and a second attempt would hide where it ran out."""
     packed, state = quantized((64, 128), torch.float16, on)
-    monkeypatch.setattr(guards, "check", boom)
-    switch.strict = True
-    with pytest.raises(ValueError, match="a mistake of ours"):
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        monkeypatch.setattr(launch, "dequantize", raising(error))
+        monkeypatch.setattr(launch.Launch, "__call__", raising(error))
+    else:
+        monkeypatch.setattr(guards, "check", raising(error))
+    monkeypatch.setattr(switch, "strict", strict)
+    with pytest.raises(type(error), match=str(error)):
         F.dequantize_4bit(packed, state)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_out_of_memory_is_never_swallowed(on, monkeypatch, strict):
-    """The original would need the same memory; a second attempt would hide where it ran out."""
-    packed, state = quantized((64, 128), torch.float16, on)
-
-    def full(*args, **kwargs):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(launch, "dequantize", full)
-    monkeypatch.setattr(launch.Launch, "__call__", full)
-    switch.strict = strict
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        F.dequantize_4bit(packed, state)
-    assert fallbacks() == {}
-
-
-def test_keyboard_interrupt_passes(on, monkeypatch):
-    packed, state = quantized((64, 128), torch.float16, on)
-
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(guards, "check", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        F.dequantize_4bit(packed, state)
+    assert error is MISTAKE or fallbacks() == {}
 
 
 def test_error_messages_that_vary_do_not_fill_the_memory(on, monkeypatch):
@@ -127,11 +105,7 @@ def test_a_compiled_graph_goes_on_without_the_kernel(on, monkeypatch, caplog):
     packed, state = quantized((64, 128), torch.bfloat16, on)
     want = expected(packed, state)
     monkeypatch.setattr(op, "_said", set())
-
-    def unavailable(*args, **kwargs):
-        raise runtime.KernelUnavailable("ptxas exited with 1")
-
-    monkeypatch.setattr(launch, "dequantize", unavailable)
+    monkeypatch.setattr(launch, "dequantize", raising(runtime.KernelUnavailable("ptxas exited with 1")))
     compiled = torch.compile(lambda p: F.dequantize_4bit(p, state) * 1, backend="aot_eager", fullgraph=True)
     with caplog.at_level(logging.WARNING, "nf4_patch"):
         for _ in range(3):
@@ -169,46 +143,36 @@ sys.meta_path.insert(0, Blocked())
 """
 
 
+WITHOUT_TRITON = """
+import torch
+import nf4_patch
+nf4_patch.enable()
+import bitsandbytes.functional as F
+packed, state = F.quantize_4bit(torch.randn(64, 64), quant_type="nf4", compress_statistics=True)
+nf4_patch.disable()
+want = F.dequantize_4bit(packed, state)
+nf4_patch.enable()
+assert torch.equal(F.dequantize_4bit(packed, state), want)
+assert torch.equal(nf4_patch.dequantize_nf4(packed, state), want)
+from nf4_patch.nf4.dequantize import compilation, launch
+from nf4_patch.nf4 import runtime
+assert runtime.triton is None and not compilation.INTERPRETED
+refused = compilation._build(None, torch.device("cpu"))
+assert isinstance(refused, runtime.KernelUnavailable) and "triton" in str(refused), refused
+"""
+
+
 def test_without_triton():
-    """bitsandbytes itself may need Triton's absence handled: only nf4_patch's floor is asked here."""
-    python(f"""
-    {BLOCKED.format(name="triton").strip().replace(chr(10), chr(10) + "    ")}
-    import torch
-    import nf4_patch
-    nf4_patch.enable()
-    import bitsandbytes.functional as F
-    packed, state = F.quantize_4bit(torch.randn(64, 64), quant_type="nf4", compress_statistics=True)
-    nf4_patch.disable()
-    want = F.dequantize_4bit(packed, state)
-    nf4_patch.enable()
-    assert torch.equal(F.dequantize_4bit(packed, state), want)
-    assert torch.equal(nf4_patch.dequantize_nf4(packed, state), want)
-    from nf4_patch.nf4.dequantize import compilation, launch
-    from nf4_patch.nf4 import runtime
-    assert runtime.triton is None and not compilation.INTERPRETED
-    refused = compilation._build(None, torch.device("cpu"))
-    assert isinstance(refused, runtime.KernelUnavailable) and "triton" in str(refused), refused
-    """, fresh=True)  # fmt: skip
+    """bitsandbytes itself may need Triton's absence handled: only nf4_patch's part is asked here."""
+    python(BLOCKED.format(name="triton") + WITHOUT_TRITON, fresh=True)
 
 
 @pytest.mark.parametrize("name", ["wrapt", "triton"])
 def test_a_missing_dependency_never_breaks_the_import_of_bitsandbytes(name):
-    done = python(
-        f"""
-        {BLOCKED.format(name=name).strip().replace(chr(10), chr(10) + "        ")}
-        import logging
-        logging.basicConfig()
-        import bitsandbytes
-        import bitsandbytes.functional
-        print("imported")
-        """,
-        fresh=True,
-        NF4_PATCH="1",
-    )
+    code = "import logging; logging.basicConfig()\nimport bitsandbytes.functional\nprint('imported')"
+    done = python(BLOCKED.format(name=name) + code, fresh=True, NF4_PATCH="1")
     assert done.stdout.split() == ["imported"]
-    if name == "wrapt":
-        assert "nf4_patch stays off" in done.stderr
-        assert "wrapt" in done.stderr
+    assert name != "wrapt" or ("nf4_patch stays off" in done.stderr and "wrapt" in done.stderr)
 
 
 def test_an_unknown_release_is_refused_by_name_and_the_rest_is_patched():
@@ -233,19 +197,15 @@ def test_an_unknown_release_is_refused_by_name_and_the_rest_is_patched():
 
 
 @pytest.mark.parametrize(
-    "what", [42, "text", None, print, type("C", (), {})()], ids=["int", "text", "None", "builtin", "instance"]
-)
-def test_something_else_at_the_patched_name(what, monkeypatch):
-    nf4_patch.disable()
-    monkeypatch.setattr(F, "dequantize_4bit", what)
-    hooks.installed.pop(TARGET, None)
-    nf4_patch.enable()
-    try:
-        assert {t.name: t.state for t in nf4_patch.status().targets}[TARGET] == "refused"
+    ("what", "note"),
+    [(42, ""), ("text", ""), (None, ""), (print, ""), (type("C", (), {})(), ""),
+     (lambda A, quant_state, rank, scale: None, "(A, quant_state, rank, scale)")],
+    ids=["int", "text", "None", "builtin", "instance", "another signature"],
+)  # fmt: skip
+def test_something_else_at_the_patched_name(what, note):
+    with replaced_by(what):
+        assert row().state == "refused" and note in row().note
         assert F.dequantize_4bit is what
-    finally:
-        nf4_patch.disable()
-        hooks.installed.pop(TARGET, None)
 
 
 def test_garbage_arguments_get_the_originals_error(on):
@@ -269,33 +229,28 @@ def test_fake_and_meta_tensors_get_the_originals_answer(on):
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         result = F.dequantize_4bit(mode.from_tensor(packed), state)
-    assert tuple(result.shape) == (64, 128)
-    assert result.dtype is torch.float16
-    counters.reset()
-    assert outcome(mode.from_tensor(packed), state) == without_patch(mode.from_tensor(packed), state)
-    absmax = state.absmax
-    state.absmax = mode.from_tensor(absmax)
-    assert outcome(packed, state) == without_patch(packed, state)
-    state.absmax = absmax
-    assert outcome(packed.to("meta"), state) == without_patch(packed.to("meta"), state)
-    assert sum(fallbacks().values()) == 3
-    assert Reason.INTERNAL_ERROR not in fallbacks()
+    assert tuple(result.shape) == (64, 128) and result.dtype is torch.float16
 
+    def outcome(weight):
+        try:
+            result = F.dequantize_4bit(weight, state)
+        except Exception as error:
+            return type(error)
+        return type(result), result.device, result.shape
 
-def outcome(*arguments):
-    try:
-        result = F.dequantize_4bit(*arguments)
-    except Exception as error:
-        return type(error)
-    return type(result), result.device, result.shape
-
-
-def without_patch(*arguments):
-    nf4_patch.disable()
-    try:
-        return outcome(*arguments)
-    finally:
+    def as_without_the_patch(weight):
+        got = outcome(weight)
+        nf4_patch.disable()
+        want = outcome(weight)
         nf4_patch.enable()
+        return got == want
+
+    counters.reset()
+    assert as_without_the_patch(mode.from_tensor(packed))
+    assert as_without_the_patch(packed.to("meta"))
+    state.absmax = mode.from_tensor(state.absmax)
+    assert as_without_the_patch(packed)
+    assert sum(fallbacks().values()) == 3 and Reason.INTERNAL_ERROR not in fallbacks()
 
 
 def test_functorch_transforms_that_the_original_supports(on):
@@ -305,10 +260,11 @@ def test_functorch_transforms_that_the_original_supports(on):
     def product(row):
         return row @ F.dequantize_4bit(packed, state)
 
+    def transformed():
+        return torch.func.vmap(product)(x), torch.func.grad(lambda r: product(r).sum())(x[0])
+
     nf4_patch.disable()
-    want = torch.func.vmap(product)(x), torch.func.grad(lambda r: product(r).sum())(x[0])
+    want = transformed()
     nf4_patch.enable()
-    got = torch.func.vmap(product)(x), torch.func.grad(lambda r: product(r).sum())(x[0])
-    assert torch.equal(got[0], want[0])
-    assert torch.equal(got[1], want[1])
+    assert same(transformed(), want)
     assert fallbacks() == {Reason.FUNCTORCH_TRANSFORM: 2}

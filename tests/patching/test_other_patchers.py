@@ -9,17 +9,11 @@ import bitsandbytes.functional as F
 import pytest
 import torch
 from oracle import expected, quantized
-from subprocess_python import INTERPRETED, python
+from subprocess_python import python
+from target import TARGET, linear, replaced_by, row, same, step
 
 import nf4_patch
-from nf4_patch.patching import hooks
 from nf4_patch.patching.counters import counters
-
-TARGET = "bitsandbytes.functional.dequantize_4bit"
-
-
-def row():
-    return {t.name: t for t in nf4_patch.status().targets}[TARGET]
 
 
 def by_wraps(ours):
@@ -47,14 +41,10 @@ def by_method(ours):
 
 
 @pytest.mark.parametrize("wrap", [by_wraps, by_closure, by_partial, by_method], ids=lambda f: f.__name__)
-def test_a_wrapper_over_ours_is_seen_and_stays(wrap, device):
-    nf4_patch.enable()
-    ours = F.dequantize_4bit
-    original = ours.__wrapped__
-    theirs = F.dequantize_4bit = wrap(ours)
-    packed, state = quantized((64, 128), torch.float16, device)
-    try:
-        counters.reset()
+def test_a_wrapper_over_ours_is_seen_and_stays(wrap, on):
+    theirs = wrap(F.dequantize_4bit)
+    packed, state = quantized((64, 128), torch.float16, on)
+    with replaced_by(theirs, on=True):
         assert row().state == "wrapped"
         want = expected(packed, state)
         hits = counters.hits(TARGET)
@@ -67,55 +57,41 @@ def test_a_wrapper_over_ours_is_seen_and_stays(wrap, device):
         assert F.dequantize_4bit is theirs  # ours is beneath it: not put on top a second time
         F.dequantize_4bit(packed, state)
         assert counters.hits(TARGET) == hits + 1
-    finally:
-        nf4_patch.disable()
-        F.dequantize_4bit = original
-        hooks.installed.pop(TARGET, None)
 
 
-def test_the_original_restored_behind_our_back(device):
-    nf4_patch.enable()
+def test_the_original_restored_behind_our_back(on):
     original = F.dequantize_4bit.__wrapped__
-    F.dequantize_4bit = original
-    try:
-        assert row().state == "displaced"
-        assert "enable() again" in row().note
-        counters.reset()
-        packed, state = quantized((64, 128), torch.float16, device)
+    packed, state = quantized((64, 128), torch.float16, on)
+    with replaced_by(original, on=True):
+        assert row().state == "displaced" and "enable() again" in row().note
         F.dequantize_4bit(packed, state)
         assert counters.hits(TARGET) == 0
         nf4_patch.enable()
         assert row().state == "patched"
         F.dequantize_4bit(packed, state)
         assert counters.hits(TARGET) == 1
-    finally:
         nf4_patch.disable()
-    assert F.dequantize_4bit is original
+        assert F.dequantize_4bit is original
 
 
-def test_somebody_elses_function_is_left_in_place_and_can_be_patched(device):
+def test_somebody_elses_function_is_left_in_place_and_can_be_patched(on):
     """Another patcher puts its own function over ours, without ours beneath: disable() leaves it, enable() adapts it."""
-    nf4_patch.enable()
-    original = F.dequantize_4bit.__wrapped__
     calls = []
 
     def theirs(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
         calls.append(A)
         return original(A, quant_state, absmax, out, blocksize, quant_type)
 
-    F.dequantize_4bit = theirs
-    packed, state = quantized((64, 128), torch.float16, device)
-    try:
+    packed, state = quantized((64, 128), torch.float16, on)
+    with replaced_by(theirs, on=True) as original:
         assert row().state == "displaced"
         nf4_patch.disable()
         assert F.dequantize_4bit is theirs
         nf4_patch.enable()
         assert row().state == "patched"
-        counters.reset()
         want = expected(packed, state)
-        assert not calls
-        assert counters.hits(TARGET) == 1
-        state.blocksize = 96  # what we refuse goes to theirs
+        assert not calls and counters.hits(TARGET) == 1
+        state.blocksize = 96  # what is unsupported goes to theirs
         with pytest.raises(ValueError, match="blocksize"):
             F.dequantize_4bit(packed, state)
         assert len(calls) == 1
@@ -123,18 +99,10 @@ def test_somebody_elses_function_is_left_in_place_and_can_be_patched(device):
         nf4_patch.disable()
         assert F.dequantize_4bit is theirs
         assert torch.equal(expected(packed, state), want)
-    finally:
-        nf4_patch.disable()
-        F.dequantize_4bit = original
-        hooks.installed.pop(TARGET, None)
 
 
-def test_a_wrapper_full_of_closures_is_searched_quickly(device):
+def test_a_wrapper_full_of_closures_is_searched_quickly(on):
     """Thirty functions that all close over each other: a search by depth alone would never return."""
-    nf4_patch.enable()
-    ours = F.dequantize_4bit
-    original = ours.__wrapped__
-    functions: list = []
 
     def make(others):
         a, b, c, d, e, f, g, h = others
@@ -143,13 +111,8 @@ def test_a_wrapper_full_of_closures_is_searched_quickly(device):
     functions = [lambda *args: None for _ in range(8)]
     for _ in range(30):
         functions = [make(functions) for _ in range(8)]
-    F.dequantize_4bit = functions[0]
-    try:
+    with replaced_by(functions[0], on=True):
         assert row().state == "displaced"
-    finally:
-        F.dequantize_4bit = ours
-        nf4_patch.disable()
-    assert F.dequantize_4bit is original
 
 
 UNSLOTH = pytest.mark.skipif(
@@ -170,7 +133,6 @@ def test_unsloth_zoos_wrapper_of_bitsandbytes(first, tmp_path):
     """unsloth_zoo wraps dequantize_4bit in a closure: over ours or beneath it, hits, off and on."""
     python(
         f"""
-        {INTERPRETED.strip().replace(chr(10), "; ")}
         import torch
         {first}
         import unsloth, bitsandbytes.functional as F, nf4_patch
@@ -190,9 +152,8 @@ def test_unsloth_zoos_wrapper_of_bitsandbytes(first, tmp_path):
         F.dequantize_4bit(packed, state)
         assert row().hits == 2, row()
         """,
-        cwd=tmp_path,
-        UNSLOTH_ALLOW_CPU="1",
-    )
+        interpreted=True, cwd=tmp_path, UNSLOTH_ALLOW_CPU="1",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("first", ["nf4_patch", pytest.param("liger", marks=pytest.mark.full)])
@@ -201,7 +162,6 @@ def test_liger(first, tmp_path):
     pytest.importorskip("liger_kernel")
     python(
         f"""
-        {INTERPRETED.strip().replace(chr(10), "; ")}
         import torch, bitsandbytes as bnb, nf4_patch
         from liger_kernel.transformers import apply_liger_kernel_to_llama
         steps = [nf4_patch.enable, apply_liger_kernel_to_llama]
@@ -227,29 +187,19 @@ def test_liger(first, tmp_path):
         assert torch.equal(gradient(), got) and nf4_patch.status().hits == hits
         assert "liger" in modeling_llama.LlamaMLP.__module__
         """,
-        cwd=tmp_path,
-    )
+        interpreted=True, cwd=tmp_path,
+    )  # fmt: skip
 
 
-def test_accelerate_hooks(device, patched):
+def test_accelerate_hooks(on):
     """accelerate's hooks wrap a module's forward, not our target: offloading hooks around a Linear4bit change nothing."""
     accelerate_hooks = pytest.importorskip("accelerate.hooks")
-    import bitsandbytes as bnb
-
-    torch.manual_seed(0)
-    layer = bnb.nn.Linear4bit(128, 64, bias=False, quant_type="nf4", compute_dtype=torch.float16).to(device)
-    x = torch.randn(600, 128, device=device, dtype=torch.float16)
-
-    def gradient():
-        inputs = x.clone().requires_grad_()
-        layer(inputs).float().sum().backward()
-        return inputs.grad
-
+    layer = linear(on)
     nf4_patch.disable()
-    want = gradient()
+    want = step(layer, on)
     nf4_patch.enable()
-    accelerate_hooks.add_hook_to_module(layer, accelerate_hooks.AlignDevicesHook(execution_device=device))
-    assert torch.equal(gradient(), want)
+    accelerate_hooks.add_hook_to_module(layer, accelerate_hooks.AlignDevicesHook(execution_device=on))
+    assert same(step(layer, on), want)
     accelerate_hooks.remove_hook_from_module(layer)
-    assert torch.equal(gradient(), want)
+    assert same(step(layer, on), want)
     assert counters.hits(TARGET) == 2

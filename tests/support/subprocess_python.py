@@ -75,6 +75,7 @@ def forked(code: str, folder: Path, path: list[str], environment: dict[str, str]
 def python(
     code: str,
     *,
+    interpreted: bool = False,
     path: Path | None = None,
     cwd: Path | None = None,
     check: bool = True,
@@ -82,7 +83,7 @@ def python(
     **environ: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``code``; its completed process, with output as text. ``path`` goes before site-packages."""
-    code = textwrap.dedent(code)
+    code = INTERPRETED * interpreted + textwrap.dedent(code)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("NF4_") and k != "TRITON_INTERPRET"}
     environment |= {"NF4_PATCH_CALIBRATION": "off"} | environ
     paths = [] if path is None else [str(path)]

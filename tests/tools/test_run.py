@@ -7,27 +7,12 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 import zipfile
 
 import pytest
-from subprocess_python import INTERPRETED, python
+from subprocess_python import python
 
 from nf4_patch.patching.guards import Reason
-
-SCRIPT = """
-import json, os, pathlib, sys
-import __main__
-facts = {"argv": sys.argv, "path": sys.path[0], "name": __name__, "main": __main__.__dict__ is globals(),
-         "file": __file__, "switch": os.environ.get("NF4_PATCH")}
-pathlib.Path("facts.json").write_text(json.dumps(facts))
-if "--raise" in sys.argv:
-    raise KeyError("planted")
-if "--text" in sys.argv:
-    sys.exit("stopped for a reason")
-if "--code" in sys.argv:
-    sys.exit(7)
-"""
 
 TRAINING = """
 import bitsandbytes as bnb, torch
@@ -37,56 +22,26 @@ for _ in range(3):
 """
 
 
-@pytest.fixture
-def script(tmp_path):
-    (tmp_path / "place").mkdir()
-    file = tmp_path / "place" / "script.py"
-    file.write_text(SCRIPT)
-    return file
-
-
-def run(*arguments: object, cwd, before: str = "", **environ: str):
+def run(*arguments: object, cwd, **options):
     words = [str(argument) for argument in ("run", *arguments)]
-    code = textwrap.dedent(before) + f"\nfrom nf4_patch.tools.cli import main\nmain({words!r})"
-    return python(code, cwd=cwd, check=False, **environ)
+    return python(f"from nf4_patch.tools.cli import main\nmain({words!r})", cwd=cwd, check=False, **options)
 
 
-def test_run_is_like_python(script, tmp_path):
-    arguments = ["--report", "-m", "--json", "x", "--code"]
-    done = run(script, *arguments, cwd=tmp_path)
-    facts = json.loads((tmp_path / "facts.json").read_text())
-    assert done.returncode == 7, done.stderr
-    assert facts == {
-        "argv": [str(script), *arguments], "path": str(script.parent), "name": "__main__", "main": True,
-        "file": str(script), "switch": "1",
-    }  # fmt: skip
-    assert done.stdout == ""
-
-
-def test_run_a_module(script, tmp_path):
-    done = run("-m", "script", "--help", cwd=script.parent)
-    facts = json.loads((script.parent / "facts.json").read_text())
-    assert done.returncode == 0, done.stderr
-    assert facts["argv"] == [str(script), "--help"]
-    assert (facts["path"], facts["name"], facts["main"]) == (str(script.parent), "__main__", True)
-
-
-def test_run_passes_errors_through(script, tmp_path):
-    done = run("--report", script, "--raise", cwd=tmp_path)
-    assert done.returncode == 1
+def test_run_passes_errors_through_and_patches_children(tmp_path):
+    (tmp_path / "script.py").write_text("import os; print(os.environ['NF4_PATCH']); raise KeyError('planted')")
+    done = run("--report", "script.py", cwd=tmp_path)
+    assert done.returncode == 1 and done.stdout.startswith("1\n")
     assert "KeyError: 'planted'" in done.stderr
     assert "runpy" not in done.stderr and "nf4_patch/tools" not in done.stderr
     assert "0 dequantizations in the kernel" in done.stdout
-    done = run(script, "--text", cwd=tmp_path)
-    assert (done.returncode, done.stderr.strip()) == (1, "stopped for a reason")
     assert run(cwd=tmp_path).returncode == 2
+    done = run("nothing.py", cwd=tmp_path)
+    assert done.returncode == 2 and "can't open 'nothing.py': No such file or directory" in done.stderr
 
 
 def test_run_reports_hits_and_what_was_never_hit(tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
-    done = run(
-        "--report", "--json", "report.json", "train.py", cwd=tmp_path, before=INTERPRETED, CUDA_VISIBLE_DEVICES=""
-    )
+    done = run("--report", "--json", "report.json", "train.py", cwd=tmp_path, interpreted=True, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     first = report["status"]["targets"][0]
@@ -98,18 +53,26 @@ def test_run_reports_hits_and_what_was_never_hit(tmp_path):
     assert "bitsandbytes.functional.dequantize_4bit: installed, never called" in done.stdout
 
 
-def test_run_reports_fallbacks_with_advice(tmp_path):
+def test_run_reports_fallbacks_with_advice_and_a_line_for_each_target_that_matters(tmp_path):
+    """At 80 columns, no name is cut."""
     (tmp_path / "train.py").write_text(TRAINING)
     done = run("--report", "train.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     reason = Reason.NOT_CUDA
     assert f"3 x NOT_CUDA: {reason.sentence} -> {reason.advice}" in done.stdout
     assert "bitsandbytes.functional.dequantize_4bit: installed, never hit" in done.stdout
+    done = run("--report", "train.py", cwd=tmp_path, COLUMNS="80", TTY_COMPATIBLE="1", CUDA_VISIBLE_DEVICES="")
+    lines = done.stdout.splitlines()
+    assert [line.split() for line in lines if "0  " in line and "dequantize_4bit" in line] == [
+        ["0", "3", "bitsandbytes.functional.dequantize_4bit"]
+    ]
+    assert re.search(r"\d+ more targets: .*\d+ waiting for unsloth", done.stdout)
+    assert "\u2026" not in done.stdout and "fast_gemv" not in done.stdout
 
 
 def test_run_obeys_the_switch(tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
-    done = run("--report", "train.py", cwd=tmp_path, before=INTERPRETED, NF4_PATCH="0", CUDA_VISIBLE_DEVICES="")
+    done = run("--report", "train.py", cwd=tmp_path, interpreted=True, NF4_PATCH="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     assert "The patch was off" in done.stdout
     assert "0 dequantizations in the kernel" in done.stdout
@@ -159,7 +122,7 @@ def place(tmp_path):
 
 @pytest.mark.parametrize("arguments", [["script.py"], ["-m", "script"], ["folder"], ["archive.zip"]], ids=" ".join)
 def test_a_run_sees_what_it_sees_under_python(arguments, place):
-    theirs, ours = both(*arguments, "a", "--report", cwd=place)
+    theirs, ours = both(*arguments, "a", "--report", "-m", "--json", "x", "--help", cwd=place)
     assert ours == theirs
     if "script" in arguments[-1]:
         assert [line.split()[0] for line in ours[0].splitlines()] == ["__main__", "thread", "atexit"]
@@ -174,11 +137,6 @@ def test_a_run_ends_as_under_python(text, tmp_path):
     (tmp_path / "script.py").write_text(text)
     theirs, ours = both("script.py", cwd=tmp_path)
     assert ours == theirs
-
-
-def test_a_script_that_is_not_there(tmp_path):
-    done = run("nothing.py", cwd=tmp_path)
-    assert done.returncode == 2 and "can't open 'nothing.py': No such file or directory" in done.stderr
 
 
 @pytest.mark.parametrize("report", [[], ["--report"]], ids=["plain", "report"])
@@ -199,15 +157,3 @@ def test_the_report_is_written_where_the_run_began(tmp_path):
     done = run("--json", "report.json", "script.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "report.json").read_text())["code"] == 0
-
-
-def test_the_report_has_a_line_for_each_target_that_matters(tmp_path):
-    """At 80 columns, no name is cut."""
-    (tmp_path / "train.py").write_text(TRAINING)
-    done = run("--report", "train.py", cwd=tmp_path, COLUMNS="80", TTY_COMPATIBLE="1", CUDA_VISIBLE_DEVICES="")
-    lines = done.stdout.splitlines()
-    assert [line.split() for line in lines if "0  " in line and "dequantize_4bit" in line] == [
-        ["0", "3", "bitsandbytes.functional.dequantize_4bit"]
-    ]
-    assert re.search(r"\d+ more targets: .*\d+ waiting for unsloth", done.stdout)
-    assert "\u2026" not in done.stdout and "fast_gemv" not in done.stdout

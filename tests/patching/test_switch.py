@@ -1,0 +1,173 @@
+"""On and off: imports, environment, enable(), disable() and enabled()."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+
+import bitsandbytes.functional as F
+import pytest
+from subprocess_python import python
+
+import nf4_patch
+from nf4_patch.config import VARIABLES, Config, ConfigError
+from nf4_patch.patching.reasons import Reason
+from nf4_patch.patching.switch import switch
+
+
+def test_import_and_switching_are_cheap_and_silent():
+    done = python("""
+    import sys, time
+    start = time.perf_counter()
+    import nf4_patch
+    elapsed = time.perf_counter() - start
+    heavy = {"torch", "triton", "bitsandbytes", "unsloth", "transformers", "wrapt", "rich", "click"} & set(sys.modules)
+    assert not heavy, heavy
+    assert elapsed < 0.2, elapsed
+    assert not nf4_patch.is_enabled()
+    nf4_patch.enable()
+    assert nf4_patch.is_enabled() and nf4_patch.status().enabled
+    nf4_patch.disable()
+    assert "torch" not in sys.modules
+    """, fresh=True)  # fmt: skip
+    assert done.stdout == done.stderr == ""
+
+
+@pytest.mark.parametrize("enabled_first", [True, False])
+def test_either_import_order(enabled_first):
+    """Also what was imported by value before enable(), in any module and under any name."""
+    steps = [
+        "nf4_patch.enable(matmul='auto')",
+        "from bitsandbytes.functional import dequantize_4bit, gemv_4bit as held",
+    ]
+    first, second = steps if enabled_first else reversed(steps)
+    python(f"""
+    import nf4_patch
+    {first}
+    {second}
+    import torch, bitsandbytes.functional as F
+    packed, state = F.quantize_4bit(torch.randn(64, 64), quant_type="nf4", compress_statistics=True)
+    got = F.dequantize_4bit(packed, state)
+    assert torch.equal(dequantize_4bit(packed, state), got)
+    assert nf4_patch.status().hits == 2, nf4_patch.status()
+    assert held is F.gemv_4bit and hasattr(held, "__wrapped__")
+    nf4_patch.disable()
+    assert not any(hasattr(function, "__wrapped__") for function in (F.dequantize_4bit, F.gemv_4bit))
+    if not {enabled_first}:
+        assert not hasattr(dequantize_4bit, "__wrapped__") and not hasattr(held, "__wrapped__")
+    assert torch.equal(got, F.dequantize_4bit(packed, state))
+    nf4_patch.enable()
+    F.dequantize_4bit(packed, state)
+    assert nf4_patch.status().hits == 3, nf4_patch.status()
+    """, interpreted=True)  # fmt: skip
+
+
+def test_environment_enables_with_no_change_of_code():
+    if not importlib.metadata.entry_points(group="bitsandbytes.backends", name="nf4_patch"):
+        assert not os.environ.get("CI"), "the package is on the path but not installed"
+        pytest.skip("nf4_patch is not installed: no entry point")
+    code = 'import bitsandbytes.functional as F; print(hasattr(F.dequantize_4bit, "__wrapped__"))'
+    assert python(code, NF4_PATCH="1").stdout.split() == ["True"]
+    assert python(code).stdout.split() == ["False"]
+    assert python("import nf4_patch; print(nf4_patch.is_enabled())", NF4_PATCH="1").stdout.split() == ["True"]
+
+
+@pytest.mark.parametrize(
+    "off", [{"NF4_PATCH": "0"}, {"NF4_USE_TRITON": "0"}, {"NF4_PATCH": "1", "NF4_USE_TRITON": "0"}]
+)
+def test_environment_off_always_wins(off):
+    code = """
+    import nf4_patch
+    assert nf4_patch.enable() is False
+    import bitsandbytes.functional as F
+    assert not hasattr(F.dequantize_4bit, "__wrapped__")
+    assert not nf4_patch.is_enabled()
+    """
+    python(code, **off)
+
+
+def test_enable_turns_off_what_the_environment_forbids(on, monkeypatch):
+    monkeypatch.setenv("NF4_PATCH", "0")
+    assert nf4_patch.enable() is False
+    assert not nf4_patch.is_enabled()
+    assert not hasattr(F.dequantize_4bit, "__wrapped__")
+
+
+@pytest.mark.parametrize("variable", VARIABLES, ids=lambda v: v.name)
+def test_every_variable_has_a_default_that_it_allows(variable):
+    assert variable.default in ("", *variable.allowed)
+    for value in variable.allowed:
+        Config.read({variable.name: value})
+        Config.read({variable.name: value.upper()})
+
+
+@pytest.mark.parametrize(("true", "false"), [("1", "0"), ("true", "false"), ("Yes", "No"), ("ON", "OFF")])
+def test_usual_spellings_of_true_and_false(true, false):
+    assert Config.read({"NF4_PATCH": true}).requested
+    assert Config.read({"NF4_PATCH_STRICT": true}).strict
+    assert not Config.read({"NF4_PATCH_STRICT": false}).strict
+    assert Config.read({"NF4_PATCH": false}).forbidden
+    assert Config.read({"NF4_PATCH": true, "NF4_USE_TRITON": false}).forbidden
+    assert not Config.read({"NF4_USE_TRITON": true}).forbidden
+
+
+def test_an_unknown_value_says_so_in_one_line_and_never_breaks_an_import():
+    with pytest.raises(ConfigError, match=r"NF4_PATCH='banana' is not known; allowed: 0, 1"):
+        Config.read({"NF4_PATCH": "banana"})
+    for code in ("import nf4_patch", "import nf4_patch, bitsandbytes"):
+        done = python(f"{code}; assert not nf4_patch.is_enabled()", NF4_PATCH="2")
+        lines = [line for line in done.stderr.splitlines() if "NF4_PATCH" in line]
+        assert len(lines) == 1 and lines[0].startswith("nf4_patch stays off: NF4_PATCH='2' is not known; allowed: 0, 1")
+    done = python("import nf4_patch; nf4_patch.enable()", NF4_PATCH_STRICT="perhaps", check=False)
+    assert "allowed: 0, 1" in done.stderr
+
+
+def test_the_first_fallback_reaches_a_user_without_logging():
+    done = python("""
+    import contextlib
+    import bitsandbytes.functional as F, nf4_patch, torch
+    packed, state = F.quantize_4bit(torch.randn(64, 64), quant_type="nf4")
+    state.absmax = state.absmax.double()
+    nf4_patch.enable()
+    for _ in range(2):
+        with contextlib.suppress(Exception):
+            F.dequantize_4bit(packed, state)
+    """, interpreted=True)  # fmt: skip
+    assert done.stderr.count(Reason.STATE_FIELDS.sentence) == 1
+
+
+@pytest.mark.parametrize("matmul", [True, 1, "always", ("auto",)], ids=repr)
+def test_enable_names_what_matmul_may_be(matmul):
+    with pytest.raises(ConfigError, match=r"off.*auto"):
+        nf4_patch.enable(matmul)
+    with pytest.raises(ConfigError), nf4_patch.enabled(matmul):
+        pass
+    with nf4_patch.enabled():
+        assert nf4_patch.is_enabled()
+    assert not nf4_patch.is_enabled()
+
+
+def test_nested_blocks_restore_what_each_found():
+    nf4_patch.disable()
+    with nf4_patch.enabled("auto"):
+        with nf4_patch.enabled("off"):
+            assert switch.matmul == "off"
+        assert nf4_patch.is_enabled() and switch.matmul == "auto"
+        nf4_patch.disable()
+    assert not nf4_patch.is_enabled()
+    nf4_patch.enable("auto")
+    with nf4_patch.enabled("off"):
+        assert switch.matmul == "off"
+    assert nf4_patch.is_enabled() and switch.matmul == "auto"
+    nf4_patch.disable()
+    with nf4_patch.enabled():
+        pass
+    assert not nf4_patch.is_enabled()
+    assert not hasattr(F.dequantize_4bit, "__wrapped__")
+
+
+def test_public_names():
+    assert set(nf4_patch.__all__) >= {
+        "enable", "disable", "is_enabled", "enabled", "status", "dequantize_nf4", "triton_dequantize_nf4",
+    }  # fmt: skip
+    assert all(getattr(nf4_patch, name).__doc__ for name in nf4_patch.__all__)
