@@ -307,7 +307,9 @@ def steps() -> str:
         if found:
             files = ", ".join(f"[{file}](data/{file})" for _, file, _ in found)
             rows = [[length, *cells] for length, cells in lengths.items()]
-            parts.append(f"**{gpu}** ({files}), ms with / without:\n\n{table(('tokens', *heading), rows)}")
+            parts.append(
+                f"**{gpu}** ({found[0][2]['machine']['date']}; {files}), ms with / without:\n\n{table(('tokens', *heading), rows)}"
+            )
     return "\n\n".join(parts)
 
 
