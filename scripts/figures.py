@@ -5,6 +5,7 @@ A figure is shown only if it is in a data file; docs/data/README.md says which c
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 DATA = Path(__file__).resolve().parents[1] / "docs" / "data"
 GPUS = ("H200", "H100")  # that figures were taken on, the first where only one is shown
 OURS, BITSANDBYTES, UNPATCHED, STOCK = "nf4_patch", "bitsandbytes", "unpatched", "stock"
+CACHED = "all cached"  # a note of a step: its time in ms, and its peak memory
 GAIN = 1.015  # less is shown as nothing: runs differ by as much
 UNITS = {"us": "µs"}
 LIMITS = ("ceiling", "device copy", "torch.empty", "read")  # what nothing can be faster than
@@ -30,9 +32,9 @@ ARCHITECTURES = {
 # data file of a training step -> who trains; the last word is the distribution whose release is shown
 STEPS = {
     "step-peft-GPU.json": "peft, bitsandbytes",
-    "step-cache-GPU.json": "peft, cache, bitsandbytes",
     "step-unsloth-2026.9.7-GPU.json": "Unsloth",
     "step-unsloth-GPU.json": "Unsloth",
+    "step-moe-GPU.json": "mixture of experts, peft, bitsandbytes",
 }
 # data file -> (the command that writes it, what is in it); GPU in a name stands for h200, h100
 SOURCES = {
@@ -150,13 +152,23 @@ def measured(name: str, section: str, keep: str = "") -> Callable[[], str]:
 # --- blocks: the README ---
 
 
-def step_gain(name: str, gpu: str) -> str:
+def step_ratios(name: str, gpu: str, cached: bool = False) -> dict[int, float]:
+    """By tokens of a step how many times it is as fast as without the patch; ``cached``: with every weight in the cache."""
+    rows = [row for row in figures(name, gpu) if row["ratio"].get(UNPATCHED) and (not cached or CACHED in row["notes"])]
+    ratios = [row["median"][UNPATCHED] / cached_ms(row) if cached else row["ratio"][UNPATCHED] for row in rows]
+    return {row["sizes"]["batch"] * row["sizes"]["tokens"]: ratio for row, ratio in zip(rows, ratios, strict=True)}
+
+
+def cached_ms(row: dict[str, Any]) -> float:
+    return float(row["notes"][CACHED].split()[0])
+
+
+def step_gain(name: str, gpu: str, cached: bool = False) -> str:
     """What a training step gains, by its tokens."""
-    rows = [row for row in figures(name, gpu) if row["ratio"].get(UNPATCHED)]
-    tokens = {row["sizes"]["batch"] * row["sizes"]["tokens"]: row["ratio"][UNPATCHED] for row in rows}
-    if rows and max(tokens.values()) < GAIN:
-        return f"nothing ({span(list(tokens.values()))})"
-    return ", ".join(f"{times(ratio)} at {count:,}" for count, ratio in tokens.items()) + " tokens a step" * bool(rows)
+    ratios = step_ratios(name, gpu, cached)
+    if ratios and max(ratios.values()) < GAIN:
+        return f"nothing ({span(list(ratios.values()))})"
+    return ", ".join(f"{times(ratio)} at {n:,}" for n, ratio in ratios.items()) + " tokens a step" * bool(ratios)
 
 
 def generation_gain(name: str, gpu: str) -> str:
@@ -171,7 +183,12 @@ def gains() -> str:
         ("training with peft or TRL and bitsandbytes", step_gain, "step-peft-GPU.json"),
         ("training with Unsloth up to 2026.9", step_gain, "step-unsloth-2026.9.7-GPU.json"),
         ("training with Unsloth from 2026.10 on", step_gain, "step-unsloth-GPU.json"),
-        ('the first, with `enable(cache="4GiB")`', step_gain, "step-cache-GPU.json"),
+        (
+            "the same, every weight in the cache (`enable(cache=...)`)",
+            functools.partial(step_gain, cached=True),
+            "step-peft-GPU.json",
+        ),
+        ("training a mixture of experts with peft and bitsandbytes", step_gain, "step-moe-GPU.json"),
         ('4-bit generation with `enable(matmul="auto")`', generation_gain, "generate-GPU.json"),
     )
     found = [[words, *(gain(name, gpu) for gpu in GPUS)] for words, gain, name in setups]
@@ -303,6 +320,8 @@ def steps() -> str:
         for _, _, data in found:
             for row in data["sections"]["step"]:
                 shown = f"{digits(row['median'][OURS])} / {cell(row, UNPATCHED)}"
+                if CACHED in row["notes"]:
+                    shown += f"; cached {times(row['median'][UNPATCHED] / cached_ms(row))}"
                 lengths.setdefault(shape(row["subject"].split()[1]), []).append(shown)
         if found:
             files = ", ".join(f"[{file}](data/{file})" for _, file, _ in found)

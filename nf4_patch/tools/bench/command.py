@@ -35,7 +35,7 @@ def measure(
 
     Args:
         challenge_only: of the shapes only the challenge's.
-        step: whose step, "peft" or "unsloth", or "compile".
+        step: whose step, "peft", "unsloth" or "moe", or "compile".
 
     Raises:
         RuntimeError: there is no NVIDIA GPU, or the kernel does not run here.
@@ -58,8 +58,9 @@ def measure(
 
 @click.command()
 @click.option("--challenge", is_flag=True, help="The public Unsloth NF4 challenge instead.")
-@click.option("--step", type=click.Choice(["peft", "unsloth", "compile"]),
-              help="A QLoRA step with the patch on and off instead; compile: the first one of a compiled peft model.")  # fmt: skip
+@click.option("--step", type=click.Choice(["peft", "unsloth", "moe", "compile"]),
+              help="A QLoRA step with the patch on and off instead; moe: of a mixture of experts with peft; "
+              "compile: the first one of a compiled peft model.")  # fmt: skip
 @click.option("--matmul", is_flag=True, help="The fused matmul of 1 to 8192 rows, Llama 8B and 70B, instead.")
 @click.option("--generate", is_flag=True, help="Tokens a second of a 4-bit Llama 8B, static cache, instead.")
 @click.option("--quick", is_flag=True,

@@ -1,7 +1,7 @@
 """A QLoRA training step with the patch on and off, alternating, on the same model: peft + transformers, or Unsloth.
 
-Four Llama-3.1-8B decoder layers with random weights, LoRA r=16 on all linear layers, gradient checkpointing,
-AdamW. The learning rate is 0: every step does the whole work and leaves the loss as it was, to compare by bits.
+Four Llama-3.1-8B decoder layers with random weights, LoRA r=16 on all linear layers, or with peft a mixture of experts
+(``experts``); gradient checkpointing, AdamW. The learning rate is 0: every step does the whole work and leaves the loss as it was, to compare by bits.
 And how long torch.compile takes over the peft model: its first step, compiled anew.
 """
 
@@ -20,6 +20,7 @@ import nf4_patch
 
 from ..llama import LINEARS, Shape, load_4bit, save
 from ..report import Tell
+from . import experts
 from .peers import OURS
 from .record import Check, Row
 from .timing import Times, wall_times
@@ -58,7 +59,11 @@ def unsloth_model(folder: Path) -> Any:
     )  # fmt: skip
 
 
-TRAINERS: dict[str, Callable[[Path], Any]] = {"peft": peft_model, "unsloth": unsloth_model}
+def expert_model(folder: Path) -> Any:
+    return experts.load(folder, RANK)
+
+
+TRAINERS: dict[str, Callable[[Path], Any]] = {"peft": peft_model, "unsloth": unsloth_model, "moe": expert_model}
 
 
 def prepare(trainer: str) -> tuple[Any, torch.optim.Optimizer]:
@@ -66,7 +71,10 @@ def prepare(trainer: str) -> tuple[Any, torch.optim.Optimizer]:
     with tempfile.TemporaryDirectory() as folder:
         if trainer == "unsloth":
             import unsloth  # noqa: F401 (before transformers, as it asks)
-        save(folder, LLAMA, device="cuda")
+        if trainer == "moe":
+            experts.save(folder, VOCABULARY)
+        else:
+            save(folder, LLAMA, device="cuda")
         torch.cuda.empty_cache()
         model = TRAINERS[trainer](Path(folder))
     model.train()
