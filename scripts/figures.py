@@ -5,18 +5,16 @@ A figure is shown only if it is in a data file; docs/data/README.md says which c
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 DATA = Path(__file__).resolve().parents[1] / "docs" / "data"
 GPUS = ("H200", "H100")  # that figures were taken on, the first where only one is shown
 OURS, BITSANDBYTES, UNPATCHED, STOCK = "nf4_patch", "bitsandbytes", "unpatched", "stock"
 CACHED = "all cached"  # a note of a step: its time in ms, and its peak memory
-GAIN = 1.015  # less is shown as nothing: runs differ by as much
 UNITS = {"us": "µs"}
 LIMITS = ("ceiling", "device copy", "torch.empty", "read")  # what nothing can be faster than
 # compute capability -> GPUs that people know
@@ -32,6 +30,7 @@ ARCHITECTURES = {
 # data file of a training step -> who trains; the last word is the distribution whose release is shown
 STEPS = {
     "step-peft-GPU.json": "peft, bitsandbytes",
+    "step-cache-GPU.json": "peft, cache, bitsandbytes",
     "step-unsloth-2026.9.7-GPU.json": "Unsloth",
     "step-unsloth-GPU.json": "Unsloth",
     "step-moe-GPU.json": "mixture of experts, peft, bitsandbytes",
@@ -43,10 +42,8 @@ SOURCES = {
     "step-peft-GPU.json": ("nf4-patch bench --step peft", "a QLoRA step of peft and bitsandbytes"),
     "step-unsloth-GPU.json": ("nf4-patch bench --step unsloth", "a QLoRA step of the newest Unsloth"),
     "step-unsloth-2026.9.7-GPU.json": ("nf4-patch bench --step unsloth", "the same with Unsloth 2026.9.7 installed"),
-    "step-cache-GPU.json": (
-        "NF4_PATCH_CACHE=4GiB nf4-patch bench --step peft",
-        "a step with every weight in the cache",
-    ),
+    "step-cache-GPU.json": ("NF4_PATCH_CACHE=4GiB nf4-patch bench --step peft", "the first, every weight in the cache"),
+    "step-moe-GPU.json": ("nf4-patch bench --step moe", "a QLoRA step of a mixture of experts with peft"),
     "matmul-GPU.json": ("nf4-patch bench --matmul --quick", "the fused matmul by rows of X"),
     "generate-GPU.json": ("nf4-patch bench --generate --quick", "tokens a second with the fused matmul"),
     "verify-GPU.json": ("nf4-patch verify", "the kernel against bitsandbytes, every layout"),
@@ -152,23 +149,41 @@ def measured(name: str, section: str, keep: str = "") -> Callable[[], str]:
 # --- blocks: the README ---
 
 
-def step_ratios(name: str, gpu: str, cached: bool = False) -> dict[int, float]:
-    """By tokens of a step how many times it is as fast as without the patch; ``cached``: with every weight in the cache."""
-    rows = [row for row in figures(name, gpu) if row["ratio"].get(UNPATCHED) and (not cached or CACHED in row["notes"])]
-    ratios = [row["median"][UNPATCHED] / cached_ms(row) if cached else row["ratio"][UNPATCHED] for row in rows]
-    return {row["sizes"]["batch"] * row["sizes"]["tokens"]: ratio for row, ratio in zip(rows, ratios, strict=True)}
+class Gain(NamedTuple):
+    tokens: int  # of a step
+    ratio: float  # how many times it is as fast as without the patch
+    clear: bool  # more than the two sides differ from themselves in that run
 
 
-def cached_ms(row: dict[str, Any]) -> float:
-    return float(row["notes"][CACHED].split()[0])
+def step_gains(name: str, gpu: str, cached: bool = False) -> list[Gain]:
+    """Every length of a step; ``cached``: with every weight in the cache, where that was measured."""
+    found = []
+    for row in figures(name, gpu):
+        ratio = row["ratio"].get(UNPATCHED)
+        if cached:
+            ratio = (
+                row["median"][UNPATCHED] / float(row["notes"][CACHED].split()[0]) if CACHED in row["notes"] else None
+            )
+        if ratio:
+            clear = ratio - 1 > max(row["noise"].values())
+            found.append(Gain(row["sizes"]["batch"] * row["sizes"]["tokens"], ratio, clear))
+    return found
 
 
-def step_gain(name: str, gpu: str, cached: bool = False) -> str:
-    """What a training step gains, by its tokens."""
-    ratios = step_ratios(name, gpu, cached)
-    if ratios and max(ratios.values()) < GAIN:
-        return f"nothing ({span(list(ratios.values()))})"
-    return ", ".join(f"{times(ratio)} at {n:,}" for n, ratio in ratios.items()) + " tokens a step" * bool(ratios)
+def step_gain(name: str, gpu: str) -> str:
+    return told(step_gains(name, gpu))
+
+
+def cache_gain(name: str, gpu: str) -> str:
+    return told(step_gains(name, gpu, cached=True) or step_gains("step-cache-GPU.json", gpu))
+
+
+def told(gains: Sequence[Gain]) -> str:
+    """A step's gains in words; what is not clear is said to be so."""
+    if gains and not any(gain.clear for gain in gains):
+        return f"no clear difference ({span([gain.ratio for gain in gains])})"
+    parts = [f"{times(gain.ratio) if gain.clear else 'not clear'} at {gain.tokens:,}" for gain in gains]
+    return ", ".join(parts) + " tokens a step" * bool(parts)
 
 
 def generation_gain(name: str, gpu: str) -> str:
@@ -185,7 +200,7 @@ def gains() -> str:
         ("training with Unsloth from 2026.10 on", step_gain, "step-unsloth-GPU.json"),
         (
             "the same, every weight in the cache (`enable(cache=...)`)",
-            functools.partial(step_gain, cached=True),
+            cache_gain,
             "step-peft-GPU.json",
         ),
         ("training a mixture of experts with peft and bitsandbytes", step_gain, "step-moe-GPU.json"),
@@ -320,8 +335,8 @@ def steps() -> str:
         for _, _, data in found:
             for row in data["sections"]["step"]:
                 shown = f"{digits(row['median'][OURS])} / {cell(row, UNPATCHED)}"
-                if CACHED in row["notes"]:
-                    shown += f"; cached {times(row['median'][UNPATCHED] / cached_ms(row))}"
+                if row["ratio"][UNPATCHED] - 1 <= max(row["noise"].values()):
+                    shown = f"*{shown}*"
                 lengths.setdefault(shape(row["subject"].split()[1]), []).append(shown)
         if found:
             files = ", ".join(f"[{file}](data/{file})" for _, file, _ in found)

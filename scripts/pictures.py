@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from figures import BITSANDBYTES, GAIN, GPUS, OURS, STOCK, UNPATCHED, figures, shape, step_ratios
+from figures import BITSANDBYTES, GPUS, OURS, STOCK, figures, shape, step_gains
 
 GREEN, GRAY, AMBER = "#1b7f4b", "#9a9a9a", "#d98e04"
 
@@ -26,13 +26,10 @@ def glance() -> tuple[Any, Callable[[Any], None]]:
         ("step-unsloth", "Unsloth 2026.10"),
         ("step-moe", "mixture of experts"),
     ):
-        for row in figures(f"{name}-GPU.json"):
-            tokens = row["sizes"]["batch"] * row["sizes"]["tokens"]
-            ratio = row["ratio"][UNPATCHED]
-            bars.append((f"QLoRA step, {library}, {tokens:,} tokens", ratio, GREEN if ratio >= GAIN else GRAY))
-        if name == "step-peft":
-            cached = step_ratios("step-peft-GPU.json", GPUS[0], cached=True)
-            bars += [(f"QLoRA step, {library}, {n:,} tokens, cached *", ratio, AMBER) for n, ratio in cached.items()]
+        steps = step_gains(f"{name}-GPU.json", GPUS[0])
+        bars += [(f"QLoRA step, {library}, {n:,} tokens", ratio, GREEN if clear else GRAY) for n, ratio, clear in steps]
+        cached = step_gains(f"{name}-GPU.json", GPUS[0], cached=True)
+        bars += [(f"the same, {n:,} tokens, cached *", ratio, AMBER if clear else GRAY) for n, ratio, clear in cached]
     for row in figures("generate-GPU.json"):
         if row["subject"].endswith("compiled"):
             bars.append((f"generation, batch {row['sizes']['batch']} *", row["ratio"][STOCK], AMBER))
@@ -48,7 +45,9 @@ def glance() -> tuple[Any, Callable[[Any], None]]:
         axes.margins(y=0.01)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel(f"times as fast as without the patch ({GPUS[0]}); * with an option", fontsize=8)
+        axes.set_xlabel(
+            f"times as fast as without the patch ({GPUS[0]}); gray: no clear difference; * with an option", fontsize=8
+        )
 
     return bars, draw
 
