@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from figures import BITSANDBYTES, GPUS, OURS, STOCK, figures, shape, step_gains
+from figures import BITSANDBYTES, GPUS, OURS, STOCK, figures, shape
+from glance import step_gains
 
 GREEN, GRAY, AMBER = "#1b7f4b", "#9a9a9a", "#d98e04"
 
 
-def glance() -> tuple[Any, Callable[[Any], None]]:
+def at_a_glance() -> tuple[Any, Callable[[Any], None]]:
     """What the README shows: how many times as fast each thing is that a user does."""
     bars: list[tuple[str, float, str]] = []
     for row in figures("bench-GPU.json"):
@@ -74,4 +75,4 @@ def ceiling() -> tuple[Any, Callable[[Any], None]]:
     return values, draw
 
 
-PICTURES = {"at-a-glance.svg": glance, "dequantize.svg": ceiling}
+PICTURES = {"at-a-glance.svg": at_a_glance, "dequantize.svg": ceiling}

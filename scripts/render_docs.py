@@ -26,6 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import figures
+import glance
 import pictures
 from figures import table
 
@@ -123,6 +124,7 @@ def imported_by(file: Path) -> set[str]:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
+    **glance.BLOCKS,
     **figures.BLOCKS,
     "targets": targets,
     "reasons": reasons,

@@ -1,0 +1,141 @@
+"""What the README says at a glance, from docs/data/*.json: what a user gains, on which GPU, and four results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from figures import (
+    BITSANDBYTES,
+    CACHED,
+    GPUS,
+    OURS,
+    STOCK,
+    UNITS,
+    UNPATCHED,
+    cell,
+    digits,
+    figures,
+    load,
+    of_gpus,
+    release,
+    span,
+    table,
+    times,
+)  # fmt: skip
+
+# compute capability -> GPUs that people know
+ARCHITECTURES = {
+    "75": "Tesla T4, RTX 2080",
+    "80": "A100",
+    "86": "A10, RTX 3090",
+    "89": "L4, L40S, RTX 4090",
+    "90": "H100, H200",
+    "100": "B200",
+    "120": "RTX 5090",
+}
+
+
+class Gain(NamedTuple):
+    tokens: int  # of a step
+    ratio: float  # how many times it is as fast as without the patch
+    clear: bool  # more than the two sides differ from themselves in that run
+
+
+def step_gains(name: str, gpu: str, cached: bool = False) -> list[Gain]:
+    """Every length of a step; ``cached``: with every weight in the cache, where that was measured."""
+    found = []
+    for row in figures(name, gpu):
+        ratio = row["ratio"].get(UNPATCHED)
+        if cached:
+            ratio = (
+                row["median"][UNPATCHED] / float(row["notes"][CACHED].split()[0]) if CACHED in row["notes"] else None
+            )
+        if ratio:
+            called = row["notes"].get("kernel calls a step") != "0"
+            clear = called and ratio - 1 > max(row["noise"].values())
+            found.append(Gain(row["sizes"]["batch"] * row["sizes"]["tokens"], ratio, clear))
+    return found
+
+
+def step_gain(name: str, gpu: str) -> str:
+    if {row["notes"].get("kernel calls a step") for row in figures(name, gpu)} == {"0"}:
+        return "nothing: the kernel is not called"
+    return told(step_gains(name, gpu))
+
+
+def cache_gain(name: str, gpu: str) -> str:
+    return told(step_gains(name, gpu, cached=True) or step_gains("step-cache-GPU.json", gpu))
+
+
+def told(gains: Sequence[Gain]) -> str:
+    """A step's gains in words; what is not clear is said to be so."""
+    if gains and not any(gain.clear for gain in gains):
+        return f"no clear difference ({span([gain.ratio for gain in gains])})"
+    parts = [f"{times(gain.ratio) if gain.clear else 'not clear'} at {gain.tokens:,}" for gain in gains]
+    return ", ".join(parts) + " tokens a step" * bool(parts)
+
+
+def generation_gain(name: str, gpu: str) -> str:
+    rows = [row for row in figures(name, gpu) if row["ratio"].get(STOCK) and row["subject"].endswith("compiled")]
+    parts = ", ".join(f"{times(row['ratio'][STOCK])} at batch {row['sizes']['batch']}" for row in rows)
+    return parts + " (compiled)" * bool(rows)
+
+
+def gains() -> str:
+    """A row a setup that was measured, a column a GPU."""
+    setups = (
+        ("training with peft or TRL and bitsandbytes", step_gain, "step-peft-GPU.json"),
+        ("the same with `enable(cache=...)`, everything in it", cache_gain, "step-peft-GPU.json"),
+        ("training with Unsloth up to 2026.9", step_gain, "step-unsloth-2026.9.7-GPU.json"),
+        ("training with Unsloth from 2026.10 on", step_gain, "step-unsloth-GPU.json"),
+        ("training a mixture of experts with peft", step_gain, "step-moe-GPU.json"),
+        ('4-bit generation with `enable(matmul="auto")`', generation_gain, "generate-GPU.json"),
+    )
+    found = [[words, *(gain(name, gpu) for gpu in GPUS)] for words, gain, name in setups]
+    rows = [row for row in found if any(row[1:])]
+    here = [0, *(i for i, _ in enumerate(GPUS, 1) if any(row[i] for row in rows))]
+    heading = ("your setup", *(f"what you gain on an {gpu}" for gpu in GPUS))
+    return table([heading[i] for i in here], [[row[i] for i in here] for row in rows])
+
+
+def gpus() -> str:
+    """Measured, verified or neither, by what there are data files of; a line for each status."""
+    counted = {row["arch"].removeprefix("sm_") for row in load("instructions.json")["kernels"]}
+    timed: dict[str, list[str]] = {}
+    for gpu, _, data in of_gpus("bench-GPU.json"):
+        timed.setdefault(data["machine"]["capability"], []).append(gpu)
+    known: dict[str, list[str]] = {}
+    for capability, names in ARCHITECTURES.items():
+        status = "machine code checked, **not run**" if capability in counted else "not run"
+        if capability in timed:
+            status = f"**measured** ({' and '.join(timed[capability])}) and verified bit by bit"
+        elif any(of_gpus(f"verify-sm{capability}-GPU.json")):
+            status = "**verified**: its code, run on a newer GPU, gave the same bits; its speed is not measured"
+        known.setdefault(status, []).append(f"{names} (sm_{capability})")
+    rows = [("; ".join(names), status) for status, names in known.items()]
+    return table(("your GPU", "status"), [*rows, ("older, AMD, Intel, Apple, no GPU", "runs as without the patch")])
+
+
+def results() -> str:
+    """A row a kind of figure; on the other GPU only the ratios."""
+    first, other = GPUS
+    fused = "Unsloth Triton"
+    rows = []
+    for name, subject, words in (
+        ("bench-GPU.json", "4096x14336 bf16", "dequantize 4096×14336 to bf16, GPU time"),
+        ("bench-GPU.json", "a new tensor", "host time of a call"),
+        ("challenge-GPU.json", "total", "the public NF4 challenge, 9,000 calls"),
+        ("step-peft-GPU.json", "peft 1x512", "a QLoRA step of peft, 512 tokens"),
+    ):
+        found = {gpu: next((r for r in figures(name, gpu) if r["subject"] == subject), None) for gpu in GPUS}
+        if row := found[first]:
+            ours = f"{digits(row['median'][OURS])} {UNITS.get(row['unit'], row['unit'])}"
+            ratios = found[other]["ratio"] if found[other] else {}
+            elsewhere = " / ".join(times(ratios[peer]) for peer in (BITSANDBYTES, UNPATCHED, fused) if peer in ratios)
+            rows.append((words, ours, cell(row, BITSANDBYTES) or cell(row, UNPATCHED), cell(row, fused), elsewhere))
+    libraries = (f"{name} {release('bench-GPU.json', name.lower())}" for name in (BITSANDBYTES, "Unsloth"))
+    return table((first, OURS, *libraries, f"on an {other}"), rows)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"gains": gains, "gpus": gpus, "results": results}
