@@ -61,6 +61,7 @@ Options = tuple[str | None, str | int | None]  # matmul and cache, as they were 
 installed: dict[str, Installed] = {}
 _blocks: list[list[Options]] = []  # of each ``with enabled()`` that is entered
 _outside: tuple[bool, Options] = (False, (None, None))  # enabled and with what, before the first of them
+ABSENT = object()
 _lock = threading.RLock()  # never held while another thread's import is waited for: that takes it in _on_import
 _hooked = False
 _enabled = False
@@ -230,9 +231,9 @@ def _on_import(target: Target, module: ModuleType) -> None:
         installed[target.name] = Installed(target, refusal="an error inside nf4_patch: see the log")
 
 
-def held(holder: Any, name: str) -> Any:
-    """What a module, class or dict holds under a name, or None."""
-    return holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
+def held(holder: Any, name: str, default: Any = None) -> Any:
+    """What a module, class or dict holds under a name."""
+    return holder.get(name, default) if isinstance(holder, dict) else getattr(holder, name, default)
 
 
 def put(holder: Any, name: str, function: Any) -> None:
@@ -263,8 +264,8 @@ def _remove_earlier(target: Target) -> None:
 def _install(target: Target, module: ModuleType, wanted: bool) -> None:
     """Put the replacement in place, or only make it where its feature is switched off."""
     holder, name = target.holder(module)
-    current = held(holder, name)
-    if (target.unless and hasattr(module, target.unless)) or current is None:
+    current = held(holder, name, ABSENT)
+    if (target.unless and hasattr(module, target.unless)) or current is ABSENT:
         return
     entry = installed.get(target.name)
     if entry is not None and entry.replacement is not None:
