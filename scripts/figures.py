@@ -14,6 +14,7 @@ from typing import Any
 DATA = Path(__file__).resolve().parents[1] / "docs" / "data"
 GPUS = ("H200", "H100")  # that figures were taken on, the first where only one is shown
 OURS, BITSANDBYTES, UNPATCHED, STOCK = "nf4_patch", "bitsandbytes", "unpatched", "stock"
+CALLS = "kernel calls a step"  # a note of a step
 CACHED = "all cached"  # a note of a step: its time in ms, and its peak memory
 UNITS = {"us": "µs"}
 LIMITS = ("ceiling", "device copy", "torch.empty", "read")  # what nothing can be faster than
@@ -206,6 +207,11 @@ def mark(row: dict[str, Any] | None) -> str:
     return text if row["notes"].get("fused") != "no" else f"*{text}*"
 
 
+def clear(row: dict[str, Any], ratio: float | None) -> bool:
+    """Whether a step's ratio is more than each side differs from itself in that run, and the kernel was called at all."""
+    return bool(ratio) and row["notes"].get(CALLS) != "0" and ratio - 1 > max(row["noise"].values())
+
+
 def steps() -> str:
     """A table a GPU: a row a length, a column a trainer."""
     parts = []
@@ -216,7 +222,7 @@ def steps() -> str:
         for _, _, data in found:
             for row in data["sections"]["step"]:
                 shown = f"{digits(row['median'][OURS])} / {cell(row, UNPATCHED)}"
-                if row["ratio"][UNPATCHED] - 1 <= max(row["noise"].values()):
+                if not clear(row, row["ratio"][UNPATCHED]):
                     shown = f"*{shown}*"
                 lengths.setdefault(shape(row["subject"].split()[1]), []).append(shown)
         if found:

@@ -8,12 +8,14 @@ from typing import NamedTuple
 from figures import (
     BITSANDBYTES,
     CACHED,
+    CALLS,
     GPUS,
     OURS,
     STOCK,
     UNITS,
     UNPATCHED,
     cell,
+    clear,
     digits,
     figures,
     load,
@@ -39,7 +41,7 @@ ARCHITECTURES = {
 class Gain(NamedTuple):
     tokens: int  # of a step
     ratio: float  # how many times it is as fast as without the patch
-    clear: bool  # more than the two sides differ from themselves in that run
+    clear: bool
 
 
 def step_gains(name: str, gpu: str, cached: bool = False) -> list[Gain]:
@@ -52,14 +54,12 @@ def step_gains(name: str, gpu: str, cached: bool = False) -> list[Gain]:
                 row["median"][UNPATCHED] / float(row["notes"][CACHED].split()[0]) if CACHED in row["notes"] else None
             )
         if ratio:
-            called = row["notes"].get("kernel calls a step") != "0"
-            clear = called and ratio - 1 > max(row["noise"].values())
-            found.append(Gain(row["sizes"]["batch"] * row["sizes"]["tokens"], ratio, clear))
+            found.append(Gain(row["sizes"]["batch"] * row["sizes"]["tokens"], ratio, clear(row, ratio)))
     return found
 
 
 def step_gain(name: str, gpu: str) -> str:
-    if {row["notes"].get("kernel calls a step") for row in figures(name, gpu)} == {"0"}:
+    if {row["notes"].get(CALLS) for row in figures(name, gpu)} == {"0"}:
         return "nothing: the kernel is not called"
     return told(step_gains(name, gpu))
 
