@@ -16,6 +16,7 @@ The verbs of this module call a function of a module of the same name, which kno
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import io
 import json
@@ -152,7 +153,12 @@ def finish(ctx: click.Context, report: Any) -> None:
         return
     file = ctx.meta.get("nf4_patch.json")
     if file is not None:
-        text = json.dumps(report.as_dict(), indent=2, default=str) + "\n"
+        from .report import commit, releases
+
+        data = report.as_dict()
+        if "machine" not in data:  # which says as much and more
+            data |= {"releases": releases(), "date": datetime.date.today().isoformat(), "commit": commit()}
+        text = json.dumps(data, indent=2, default=str) + "\n"
         output.write(file, lambda path: path.write_text(text, encoding="utf-8"))
     if sys.stdout is not None and not getattr(sys.stdout, "closed", False):
         out = console()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import RenderableType
+
+import nf4_patch
 
 
 class Tell(Protocol):
@@ -89,3 +93,19 @@ def plural(count: int, noun: str) -> str:
 def provenance(place: str) -> str:
     """One line that goes with every figure: where, and with which releases."""
     return ", ".join([place, *(f"{name} {release}" for name, release in releases().items())])
+
+
+def commit() -> str | None:
+    """The commit of the checkout that the package runs from; None where git does not know the package's files."""
+    folder = str(Path(nf4_patch.__file__).parent)
+    if not answer("git", "-C", folder, "ls-files", "__init__.py"):
+        return None
+    return answer("git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").strip() or None
+
+
+def answer(*command: str) -> str:
+    """What a command prints; "" where it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -9,11 +9,9 @@ from __future__ import annotations
 import datetime
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -22,7 +20,7 @@ import nf4_patch
 from ...config import Config
 from ...nf4.matmul import calibration
 from ...patching import hooks
-from ..report import releases
+from ..report import answer, commit, releases
 
 Call = Callable[[], object]
 L2_ROTATIONS = 8  # buffers of this many times the L2 between two uses of the same weight
@@ -71,9 +69,9 @@ def machine() -> Machine:
     """The current CUDA device, its clocks at this moment and the installed releases."""
     device = torch.cuda.current_device()
     query = ["nvidia-smi", f"--id={_uuid(device)}", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader"]
-    answer = _answer(*query).split(",")
-    if len(answer) == len(SMI):
-        driver, sm, sm_max, memory, power, temperature = (field.strip() for field in answer)
+    fields = answer(*query).split(",")
+    if len(fields) == len(SMI):
+        driver, sm, sm_max, memory, power, temperature = (field.strip() for field in fields)
         clocks = f"SM clock {sm} of {sm_max}, memory clock {memory}, power limit {power}, {temperature} C"
     else:
         driver, clocks = "unknown", "clocks unknown (nvidia-smi did not answer)"
@@ -84,22 +82,6 @@ def machine() -> Machine:
     installed["torch"] = torch.__version__  # with the CUDA that it was built for
     today = datetime.date.today().isoformat()
     return Machine(name, f"{major}{minor}", driver, clocks, installed, calibrated, today, commit())
-
-
-def commit() -> str | None:
-    """The commit of the checkout that the package runs from; None where git does not know the package's files."""
-    folder = str(Path(nf4_patch.__file__).parent)
-    if not _answer("git", "-C", folder, "ls-files", "__init__.py"):
-        return None
-    return _answer("git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").strip() or None
-
-
-def _answer(*command: str) -> str:
-    """What a command prints; "" where it fails."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def _uuid(device: int) -> str:
