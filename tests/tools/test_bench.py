@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
+from nf4_patch.tools import report
 from nf4_patch.tools.bench import challenge, plots, shapes, timing
 from nf4_patch.tools.bench import command as bench
 from nf4_patch.tools.bench import training as steps
@@ -180,7 +181,8 @@ def test_the_machine_names_releases_date_and_commit(monkeypatch):
     for name, value in {"current_device": 0, "get_device_properties": properties, "get_device_capability": (9, 0),
                         "get_device_name": "a GPU"}.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(timing, "_answer", lambda *command: "" if command[0] == "nvidia-smi" else "0123abcd\n")
+    monkeypatch.setattr(timing, "answer", lambda *command: "")  # nvidia-smi's
+    monkeypatch.setattr(report, "answer", lambda *command: "0123abcd\n")  # git's
     machine = timing.machine()
     assert machine.driver == "unknown" and machine.commit == "0123abcd"
     assert machine.date == datetime.date.today().isoformat()
@@ -189,8 +191,8 @@ def test_the_machine_names_releases_date_and_commit(monkeypatch):
 
 
 def test_no_commit_where_git_does_not_know_the_package(monkeypatch, tmp_path):
-    monkeypatch.setattr(timing.nf4_patch, "__file__", str(tmp_path / "__init__.py"))
-    assert timing.commit() is None
+    monkeypatch.setattr(report.nf4_patch, "__file__", str(tmp_path / "__init__.py"))
+    assert report.commit() is None
 
 
 def test_a_first_step_is_compiled_anew(monkeypatch):
