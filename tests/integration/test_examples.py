@@ -60,6 +60,7 @@ def test_peft_on_other_architectures(model, tmp_path):
     assert same_training(on, off)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("model", "options"), [("random-qwen-moe", ()), ("random-gpt-oss", ("--checkpointing",))])
 def test_mixture_of_experts(model, options, tmp_path):
     arguments = ("--model", model, "--steps", 2, "--tokens", 32, *options)

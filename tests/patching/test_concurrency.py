@@ -142,6 +142,8 @@ def test_status_while_another_thread_meets_a_new_shape(patched, monkeypatch):
     class Meeting:
         """Read as a counter; another thread, with a shape of its own, comes in at that moment."""
 
+        addresses: frozenset[int] = frozenset()
+
         @property
         def hits(self):
             together(lambda: counters.of(TARGET, (len(counters.hit_counters),), "torch.float16"))
