@@ -7,7 +7,14 @@ import torch
 
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.layout import Layout
+from nf4_patch.nf4.matmul.tuning import SMALL_M_ROWS
 from nf4_patch.patching.counters import counters
+
+CUDA = torch.device("cuda", 0)
+MEASURED = torch.cuda.is_available() and any(
+    row.capability == torch.cuda.get_device_capability(CUDA) for row in SMALL_M_ROWS
+)
+NOT_MEASURED = "the fused matmul's table has no row for this GPU"
 
 
 def exact(layout: Layout) -> torch.Tensor:
