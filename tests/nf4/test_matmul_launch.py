@@ -1,0 +1,202 @@
+"""The launch of the fused matmul without a GPU: its table of configs, its plans, what it compiles, and its PTX."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from oracle import layout_of, quantized
+from subprocess_python import python
+
+from nf4_patch.nf4 import runtime
+from nf4_patch.nf4.dequantize import reference
+from nf4_patch.nf4.layout import Layout
+from nf4_patch.nf4.matmul import hopper, kernels, launch, small_m
+from nf4_patch.nf4.matmul import reference as matmul_reference
+from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, TILE_COUNTS, HopperConfig
+
+H200 = (9, 0)
+GPU = torch.cuda.is_available()
+
+
+def test_table_of_measured_sizes(monkeypatch):
+    """Every Llama layer up to 64 rows on the H200, large ones past them; nothing on a GPU that was not measured."""
+    monkeypatch.setattr(hopper, "RELEASE", hopper.RELEASES[0])
+    shapes = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (8192, 28672)]
+    for n, k in shapes:
+        for m in (1, 2, 8, 9, 16, 17, 32, 33, 64):
+            assert launch.config_for(H200, m, n, k) is not None, (m, n, k)
+        for m in (65, 128, 513, 4096):
+            config = launch.config_for(H200, m, n, k)
+            assert isinstance(config, HopperConfig) if m <= 128 and n * k >= 26_000_000 else config is None
+        for capability in ((7, 5), (8, 0), (8, 9), (10, 0), (12, 0)):
+            assert launch.config_for(capability, 1, n, k) is None
+
+
+def test_the_first_fitting_row_is_reached():
+    """No row of the table is dead: each is the first for some size."""
+    found = {
+        id(launch.config_for(H200, m, n, k)) for m in (1, 16, 64) for n in (1024, 4096, 14336) for k in (4096, 14336)
+    }
+    assert found == {id(row.config) for row in SMALL_M_ROWS}
+
+
+def test_every_prompt_length_shares_six_kernels():
+    """1 to 64 rows of one layer: the PTX follows the tiles, not the rows."""
+    for n, k in [(4096, 4096), (14336, 4096), (4096, 14336)]:
+        found = {
+            small_m.plan(launch.config_for(H200, m, n, k), 132, m, n, k, False, True, False).ptx for m in range(1, 65)
+        }
+        assert len(found) <= 6, (n, k, len(found))
+
+
+def test_plan_covers_every_row_once():
+    for row in SMALL_M_ROWS:
+        for n in (1, 17, 1000, 4096, 50001):
+            for k in (64, 4096, 14336):
+                cut = small_m.plan(row.config, 132, row.m, n, k, False, True, False)
+                assert 1 <= cut.sm_partitions <= -(-n // row.config.rows)
+                assert cut.ctas % (cut.sm_partitions * cut.split_k) == 0
+                assert cut.split_k <= -(-k // 256)
+
+
+def test_bf16_is_unsupported_before_sm_80(monkeypatch):
+    monkeypatch.setattr(kernels, "matmul_4bit_kernel", SimpleNamespace())
+    monkeypatch.setattr(launch.triton.runtime, "JITFunction", SimpleNamespace)
+    device = torch.device("cuda", 0)
+    x = SimpleNamespace(is_cuda=True, device=device, numel=lambda: 4096)
+    packed = SimpleNamespace(device=device, data_ptr=lambda: 256)
+    layout = Layout(packed, None, None, None, None, None, 64, 0, (4096, 4096), None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+
+    def why(dtype, capability):
+        x.dtype = dtype
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        return launch.unsupported(x, layout)
+
+    assert why(torch.bfloat16, (7, 5)).endswith(
+        "bfloat16; tensor cores multiply it from compute capability 8.0 on, this GPU has 7.5"
+    )
+    assert why(torch.bfloat16, (8, 0)) == why(torch.float16, (7, 5)) == "no measured config for 1 rows on a GPU"
+
+
+def test_candidates_are_offered_and_never_taken():
+    for row in SMALL_M_CANDIDATES:
+        assert row.capability == (7, 5)
+        assert launch.config_for(row.capability, 1, 4096, 4096) is None
+        assert launch.config_for(row.capability, row.m, 4096, 4096, SMALL_M_CANDIDATES) is row.config
+
+
+class Compiler:
+    """Stands where Triton's JITFunction stands and counts what it is asked to compile."""
+
+    def __init__(self):
+        self.compiled = []
+        self.fails = False
+
+    def warmup(self, *arguments, **values):
+        if self.fails:
+            self.compiled.append("failed")
+            raise RuntimeError("ptxas says no")
+        self.compiled.append(values.get("PTX", "sum"))
+        return object()
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """An H200 without the H200: everything of matmul_4bit but the launches, which are recorded."""
+    made, launches = Compiler(), []
+    state = SimpleNamespace(compiler=made, launches=launches, capturing=False)
+    monkeypatch.setattr(kernels, "matmul_4bit_kernel", made)
+    monkeypatch.setattr(kernels, "sum_slices_kernel", made)
+    monkeypatch.setattr(runtime, "_entries", {})
+    monkeypatch.setattr(launch, "_kernels", {})
+    entry = runtime.Entry(lambda *call: launches.append(call), (), (), "test")
+    monkeypatch.setattr(runtime.Entry, "of", lambda compiled, values: entry)
+    monkeypatch.setattr(runtime, "current_device", lambda: -1)  # what a CPU tensor's get_device() is
+    monkeypatch.setattr(runtime, "current_stream", lambda index: 7)
+    monkeypatch.setattr(runtime, "empty_strided_cuda", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: H200)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return state
+
+
+def multiply(m, packed, state, **kwargs):
+    n, k = state.shape
+    x = torch.zeros(m, k, dtype=torch.bfloat16)
+    layout = layout_of(packed, state)
+    return launch.matmul_4bit(x, layout, config=launch.config_for(H200, m, n, k), **kwargs)
+
+
+@pytest.mark.skipif(GPU, reason="tests/gpu/test_small_m.py asks the compiler itself")
+def test_a_new_number_of_rows_compiles_nothing(compiler):
+    packed, state = quantized((4096, 512), torch.bfloat16, "cpu")
+    for count in TILE_COUNTS:
+        multiply(8 * count, packed, state)
+    compiled = list(compiler.compiler.compiled)
+    assert len([ptx for ptx in compiled if ptx != "sum"]) == 6
+    for m in range(1, 65):
+        assert multiply(m, packed, state).shape == (m, 4096)
+        assert compiler.launches[-1][0] > 0
+    assert compiler.compiler.compiled == compiled
+    assert len(compiler.launches) >= 70
+    # inside a capture, too: nothing is compiled for a number of rows that is new there
+    launch._kernels.clear()
+    compiler.capturing = True
+    multiply(5, packed, state)
+    with pytest.raises(runtime.KernelUnavailable) as caught:
+        multiply(5, packed, state, bias=torch.zeros(4096, dtype=torch.bfloat16))
+    assert caught.value.reason == "GRAPH_CAPTURE"
+
+
+@pytest.mark.skipif(GPU, reason="tests/gpu/test_small_m.py asks the compiler itself")
+def test_a_failed_compilation_is_remembered(compiler):
+    packed, state = quantized((256, 512), torch.bfloat16, "cpu")
+    compiler.compiler.fails = True
+    for m in (1, 1, 2):
+        with pytest.raises(runtime.KernelUnavailable, match="RuntimeError: ptxas says no") as caught:
+            multiply(m, packed, state)
+        assert caught.value.reason == "KERNEL_FAILED"
+    assert compiler.compiler.compiled == ["failed"]
+
+
+@pytest.mark.skipif(GPU, reason="tests/gpu/test_small_m.py looks at the numbers")
+def test_out_is_what_is_written(compiler):
+    packed, state = quantized((256, 512), torch.bfloat16, "cpu")
+    out = torch.empty(4, 256, dtype=torch.bfloat16)
+    assert multiply(4, packed, state, out=out) is out
+    assert out.data_ptr() in compiler.launches[-1]
+    assert packed.data_ptr() in compiler.launches[-1]
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_reference_is_linear_with_the_rounded_weight(nested):
+    packed, state = quantized((96, 256), torch.float16, "cpu", nested=nested)
+    layout = layout_of(packed, state)
+    x, bias = torch.randn(5, 256).half(), torch.randn(96).half()
+    weight = reference.dequantize(layout)
+    want = (x.float() @ weight.float().t() + bias.float()).half()
+    assert torch.equal(matmul_reference.matmul(x, layout, bias), want)
+
+
+@pytest.mark.full
+def test_every_row_compiles_for_every_gpu():
+    """ptxas takes every row's PTX from sm_80 on, every candidate's for sm_75; no local memory, but for one 8-byte address
+    past 56 rows of X on sm_80 and newer.
+
+    There all 255 registers are taken (Triton 3.7.1; the weight then comes through as before, 2.0 to 3.0x at 64 rows).
+    """
+    done = python((Path(__file__).parents[1] / "support" / "compile_products.py").read_text())
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert {int(line[0]) for line in lines} == {75, 80, 86, 89, 90, 100, 120}
+    assert sum(line[0] == "75" for line in lines) == 3 * (2 + len(TILE_COUNTS))
+    assert sum(line[0] == "90" for line in lines) >= 2 * len(SMALL_M_ROWS)
+    for arch, registers, stack, shared, name in lines:
+        assert int(shared) <= 48 * 1024, name
+        assert int(registers) <= 255, name
+        assert int(stack) <= (8 if name.startswith("x:64x") and arch != "75" else 0), (arch, name, "spills")
