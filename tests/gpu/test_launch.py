@@ -9,6 +9,7 @@ import bitsandbytes.functional as F
 import pytest
 import torch
 from oracle import DTYPES, every_pair, layout_of, quantized
+from target import fallbacks
 
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import compilation, kernels, launch, reference
@@ -206,3 +207,32 @@ def test_fields_fit_after_pickle_and_copy():
     for twin in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
         assert torch.equal(serve(server, packed.clone(), twin), want)
     assert fields_of(state)[0].data_ptr() == state.absmax.data_ptr()
+
+
+class Scale(torch.nn.Module):
+    """x * the dequantized weight, whose packed bytes are a buffer."""
+
+    def __init__(self, packed, state):
+        super().__init__()
+        self.register_buffer("packed", packed)
+        self.state = state
+
+    def forward(self, x):
+        return x * F.dequantize_4bit(self.packed, self.state)
+
+
+def test_a_jit_trace_of_a_remembered_weight_bakes_no_dense_weight(on):
+    """The traced module reads the packed bytes at every call: another x, other bytes in place, and no large constant."""
+    packed, state = quantized((256, 512), torch.bfloat16, CUDA)
+    scale, x = Scale(packed, state), torch.randn(256, 512, device=CUDA).bfloat16()
+    first = scale(x)  # from here on its launch is remembered
+    traced = torch.jit.trace(scale, (x,))
+    assert fallbacks()[Reason.EXPORTING] >= 1
+    graph = traced.inlined_graph
+    values = [node.output().toIValue() for node in graph.findAllNodes("prim::Constant")]
+    assert all(value.numel() < packed.numel() for value in values if isinstance(value, torch.Tensor))
+    new = torch.randn_like(x)
+    assert torch.equal(traced(new), scale(new))
+    packed.bitwise_xor_(255)
+    assert torch.equal(traced(x), scale(x))
+    assert not torch.equal(scale(x), first)
