@@ -12,14 +12,16 @@ from oracle import expected, quantized
 from nf4_patch.patching.cache import WAITING, Cache, StaleWeightError
 from nf4_patch.patching.cache_entry import allocated
 from nf4_patch.patching.quant_state import fields_of
-from nf4_patch.patching.reasons import Uncached
+from nf4_patch.patching.reasons import Reason, Uncached
 
+GPU = torch.cuda.is_available()
+DEVICE, INDEX = (torch.device("cuda", 0), 0) if GPU else (torch.device("cpu"), -1)  # the index is a key of ``held``
 SHAPE = (64, 256)
 SIZE = allocated(64 * 256 * 2)  # in bf16
 
 
-def weight(seed=0, nested=True, shape=SHAPE, device="cpu"):
-    return quantized(shape, torch.bfloat16, device, nested=nested, seed=seed)
+def weight(seed=0, nested=True, shape=SHAPE):
+    return quantized(shape, torch.bfloat16, DEVICE, nested=nested, seed=seed)
 
 
 def read(cache, packed, state, backward=False):
@@ -47,7 +49,7 @@ def test_a_hit_is_the_same_memory_either_way_round(cache, nested):
     turned = read(cache, packed.t(), state)
     assert torch.equal(turned, first.t())
     assert turned.data_ptr() == first.data_ptr()
-    assert (cache.hits, cache.misses, cache.held) == (2, 1, {-1: SIZE})
+    assert (cache.hits, cache.misses, cache.held) == (2, 1, {INDEX: SIZE})
 
 
 def test_a_transposed_read_may_come_first(cache):
@@ -127,7 +129,7 @@ def test_memory_that_is_freed_and_refilled_is_refused_by_name(cache):
     for _ in range(2):
         assert torch.equal(read(cache, packed, state), expected(packed, state))
     assert cache.uncached == {Uncached.REFILLED: 2}
-    assert not cache.held[-1]
+    assert not cache.held[INDEX]
 
 
 def test_a_parameter_of_zero3_is_refused_by_name(cache):
@@ -144,7 +146,7 @@ def test_a_training_read_of_what_inference_mode_decoded(cache):
     packed, state = weight()
     with torch.inference_mode():
         read(cache, packed, state)
-    x = torch.randn(2, SHAPE[0], dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(2, SHAPE[0], dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
     (x @ read(cache, packed, state)).sum().backward()
     assert cache.hits == 1
 
@@ -156,16 +158,16 @@ def test_an_entry_dies_with_a_storage(cache, gone):
     if gone == "packed":
         view = packed.view(-1)
         del packed
-        assert cache.held == {-1: SIZE}  # the storage lives on
+        assert cache.held == {INDEX: SIZE}  # the storage lives on
         del view
     else:
         state.absmax = None
     gc.collect()
-    assert (cache.held[-1], len(cache.entries), len(cache.results)) == (0, 0, 0)
+    assert (cache.held[INDEX], len(cache.entries), len(cache.results)) == (0, 0, 0)
 
 
 def test_another_weight_at_the_same_address_is_another_weight(cache):
-    for seed in range(50):  # the CPU's allocator gives the same address again
+    for seed in range(50):  # the allocator gives the same address again
         packed, state = weight(seed)
         assert torch.equal(read(cache, packed, state), expected(packed, state))
     assert cache.hits == 0
@@ -179,7 +181,7 @@ def test_the_budget_is_never_exceeded(cache):
         for packed, state in [*weights, *reversed(weights)]:
             assert torch.equal(read(cache, packed, state), expected(packed, state))
             dense = {entry.dense.data_ptr(): allocated(entry.dense.nbytes) for entry in cache.entries.values()}
-            assert sum(dense.values()) == cache.held[-1] <= budget
+            assert sum(dense.values()) == cache.held[INDEX] <= budget
     assert cache.hits > 0
 
 
@@ -239,7 +241,7 @@ def checkpointed_step(cache, blocks, reentrant, fail=False):
                 raise RuntimeError("in the recompute")
         return x
 
-    x = torch.randn(4, 256, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(4, 256, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
     for weights in blocks:
         x = torch.utils.checkpoint.checkpoint(block, x, weights, use_reentrant=reentrant)
     x.sum().backward()
@@ -253,7 +255,7 @@ def test_block_holds_one_block_and_nothing_after(cache, reentrant):
     for _ in range(2):
         assert checkpointed_step(cache, blocks, reentrant) == 3
         assert not cache.entries
-        assert not cache.held[-1]
+        assert not cache.held[INDEX]
         assert not cache.tasks
     assert cache.hits == 2 * 12  # of 36 a step
     assert cache.misses == 2 * 24
@@ -270,7 +272,7 @@ def test_block_holds_little_where_no_backward_reads(cache):
             read(cache, *each)
             held.append(len(cache.entries))
 
-    x = torch.ones(1, requires_grad=True)
+    x = torch.ones(1, device=DEVICE, requires_grad=True)
     x.register_hook(backward)
     x.sum().backward()
     assert max(held) == WAITING
@@ -290,11 +292,11 @@ def test_release_and_off_give_the_memory_back(cache):
     packed, state = weight()
     read(cache, packed, state)
     cache.release()
-    assert not cache.held[-1]
+    assert not cache.held[INDEX]
     read(cache, packed, state)
-    assert cache.held[-1]
+    assert cache.held[INDEX]
     cache.configure("off")
-    assert not cache.held[-1]
+    assert not cache.held[INDEX]
     assert not cache.on
 
 
@@ -320,4 +322,8 @@ def test_threads(cache):
     for thread in threads:
         thread.join()
     assert not failures
-    assert sum(allocated(entry.dense.nbytes) for entry in cache.entries.values()) == cache.held[-1] <= 6 * SIZE
+    assert sum(allocated(entry.dense.nbytes) for entry in cache.entries.values()) == cache.held[INDEX] <= 6 * SIZE
+
+
+def test_no_reason_of_the_cache_has_the_name_of_a_fallback():
+    assert not Uncached.__members__.keys() & Reason.__members__.keys()

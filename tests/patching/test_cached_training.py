@@ -1,11 +1,9 @@
-"""The cache where bitsandbytes and Unsloth read: the same bits, fewer decodes, and never a weight of yesterday."""
+"""The cache in training steps of bitsandbytes' layers: the same bits, fewer decodes, and a changed weight is decoded anew."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import importlib.util
-import os
 
 import bitsandbytes as bnb
 import bitsandbytes.autograd._functions as autograd_functions
@@ -13,11 +11,9 @@ import bitsandbytes.functional as F
 import pytest
 import torch
 from oracle import quantized
-from subprocess_python import INTERPRETED, python
-from test_unsloth import RELEASES
+from target import same, step
 
 import nf4_patch
-from nf4_patch.config import Config, ConfigError
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.layout import Layout
 from nf4_patch.patching.cache import StaleWeightError, cache
@@ -65,21 +61,15 @@ def linear(device, seed=0):
     return layer.bfloat16().to(device).train()
 
 
-class Block(torch.nn.Module):
-    def __init__(self, device, seed):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(linear(device, 10 * seed + i) for i in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.nn.functional.silu(layer(x))
-        return x
+def block(device, seed):
+    first, second = (linear(device, 10 * seed + i) for i in range(2))
+    return torch.nn.Sequential(first, torch.nn.SiLU(), second, torch.nn.SiLU())
 
 
 class Model(torch.nn.Module):
     def __init__(self, device, blocks=3, reentrant=False):
         super().__init__()
-        self.blocks = torch.nn.ModuleList(Block(device, seed) for seed in range(blocks))
+        self.blocks = torch.nn.ModuleList(block(device, seed) for seed in range(blocks))
         self.reentrant = reentrant
 
     def forward(self, x):
@@ -91,7 +81,7 @@ class Model(torch.nn.Module):
 def peft_model(device, **options):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    names = [f"blocks.{i}.layers.{j}" for i in range(3) for j in range(2)]
+    names = [f"blocks.{i}.{j}" for i in range(3) for j in (0, 2)]
     config = peft.LoraConfig(target_modules=names, r=4, init_lora_weights="gaussian")
     return peft.get_peft_model(Model(device, **options), config).to(device)
 
@@ -112,10 +102,6 @@ def train(model, device, steps=2):
     return [*losses, *(p.detach().clone() for p in parameters)]
 
 
-def equal(a, b):
-    return len(a) == len(b) and all(map(torch.equal, a, b))
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpointed_peft_step_has_the_same_bits_and_fewer_decodes(fresh, reentrant):
     model = peft_model(fresh, reentrant=reentrant)
@@ -128,7 +114,7 @@ def test_a_checkpointed_peft_step_has_the_same_bits_and_fewer_decodes(fresh, ree
                 parameter.copy_(value)
         nf4_patch.enable(cache=mode)
         hits, misses, decoded = cache.hits, cache.misses, counters.hits(FORWARD)
-        assert equal(train(model, fresh), want)
+        assert same(train(model, fresh), want)
         reads = cache.hits - hits + cache.misses - misses
         assert reads == 2 * 3 * 6
         saved[mode] = (cache.hits - hits) / reads
@@ -142,14 +128,6 @@ def test_a_checkpointed_peft_step_has_the_same_bits_and_fewer_decodes(fresh, ree
     assert saved["block"] == pytest.approx(1 / 3)
     assert saved[6 * ONE] == pytest.approx((6 - 1) / 6)  # every weight is decoded once
     assert saved[3 * ONE] > 0.5  # half of the memory; the first step finds nothing in its forward
-
-
-def run(layer, device):
-    torch.manual_seed(1)
-    x = torch.randn(600, SIDE, dtype=torch.bfloat16).to(device).requires_grad_()
-    y = layer(x)
-    y.square().sum().backward()
-    return y.detach(), x.grad
 
 
 def other_bytes(layer):
@@ -202,13 +180,13 @@ CHANGES = {
 def test_a_changed_weight_is_read_as_it_is(fresh, change, mode):
     layer = linear(fresh)
     nf4_patch.enable(cache=mode)
-    before = run(layer, fresh)
-    assert equal(run(layer, fresh), before)
+    before = step(layer, fresh, SIDE)
+    assert same(step(layer, fresh, SIDE), before)
     with torch.no_grad():
         CHANGES[change](layer)
-    got = run(layer, fresh)
+    got = step(layer, fresh, SIDE)
     nf4_patch.disable()
-    assert equal(got, run(layer, fresh))
+    assert same(got, step(layer, fresh, SIDE))
     assert not torch.equal(got[0], before[0])
 
 
@@ -220,15 +198,15 @@ def test_moving_and_merging(fresh):
     model = peft.get_peft_model(model, config).to(fresh)
     nf4_patch.enable(cache=2**20)
     for change in ("merge_adapter", "unmerge_adapter", "to"):
-        run(model, fresh)
+        step(model, fresh, SIDE)
         assert cache.entries
         getattr(model, change)(*(["cpu"] if change == "to" else []))
         model.to(fresh)
-        got = run(model, fresh)
+        got = step(model, fresh, SIDE)
         with nf4_patch.enabled(cache="off"):
-            assert equal(got, run(model, fresh))
+            assert same(got, step(model, fresh, SIDE))
     layer = copy.deepcopy(model)
-    assert equal(run(layer, fresh), run(model, fresh))
+    assert same(step(layer, fresh, SIDE), step(model, fresh, SIDE))
     del model, layer
     gc.collect()
     assert not cache.entries
@@ -238,31 +216,31 @@ def test_strict_compares(fresh, monkeypatch):
     monkeypatch.setenv("NF4_PATCH_STRICT", "1")
     layer = linear(fresh)
     nf4_patch.enable(cache=2**20)
-    first = run(layer, fresh)
-    assert equal(run(layer, fresh), first)
+    first = step(layer, fresh, SIDE)
+    assert same(step(layer, fresh, SIDE), first)
     layer.weight.data.bitwise_xor_(255)  # no version counter sees it
     with pytest.raises(StaleWeightError, match="call nf4_patch"):
-        run(layer, fresh)
-    assert not torch.equal(run(layer, fresh)[0], first[0])
+        step(layer, fresh, SIDE)
+    assert not torch.equal(step(layer, fresh, SIDE)[0], first[0])
 
 
 def test_release_is_the_answer_to_a_change_that_is_not_seen(fresh):
     layer = linear(fresh)
     nf4_patch.enable(cache=2**20)
-    before = run(layer, fresh)
+    before = step(layer, fresh, SIDE)
     layer.weight.data.bitwise_xor_(255)
     nf4_patch.release()
     assert not cache.entries
-    got = run(layer, fresh)
+    got = step(layer, fresh, SIDE)
     nf4_patch.disable()
-    assert equal(got, run(layer, fresh))
+    assert same(got, step(layer, fresh, SIDE))
     assert not torch.equal(got[0], before[0])
 
 
 def test_who_may_write_receives_memory_of_its_own(fresh):
     layer = linear(fresh)
     nf4_patch.enable(cache=2**20)
-    want = run(layer, fresh)
+    want = step(layer, fresh, SIDE)
     (entry,) = cache.entries.values()
     packed, state = layer.weight, layer.weight.quant_state
     out = torch.empty(SIDE, SIDE, dtype=state.dtype, device=fresh)
@@ -273,23 +251,23 @@ def test_who_may_write_receives_memory_of_its_own(fresh):
     mine = nf4_patch.triton_dequantize_nf4(layer)
     assert mine.data_ptr() != entry.dense.data_ptr()
     mine.zero_()
-    assert equal(run(layer, fresh), want)
+    assert same(step(layer, fresh, SIDE), want)
 
 
 def test_a_compiled_forward_reads_and_a_traced_backward_decodes(fresh):
     layer = linear(fresh)
-    want = run(layer, fresh)
+    want = step(layer, fresh, SIDE)
     nf4_patch.enable(cache=2**20)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for _ in range(3):
-        assert equal(run(compiled, fresh), want)
+        assert same(step(compiled, fresh, SIDE), want)
     assert (cache.hits, cache.misses) == (2, 1)
     torch._dynamo.reset()
 
 
 def test_toggling_in_the_middle_of_a_step(fresh):
     layers = torch.nn.Sequential(linear(fresh, 1), linear(fresh, 2))
-    want = run(layers, fresh)
+    want = step(layers, fresh, SIDE)
     for first, then in (("off", 2**20), (2**20, "off"), (2**20, "block"), (2**20, None), ("block", 2**20)):
         nf4_patch.enable(cache=first)
         torch.manual_seed(1)
@@ -297,7 +275,7 @@ def test_toggling_in_the_middle_of_a_step(fresh):
         y = layers(x)
         nf4_patch.disable() if then is None else nf4_patch.enable(cache=then)
         y.square().sum().backward()
-        assert equal((y.detach(), x.grad), want)
+        assert same((y.detach(), x.grad), want)
         nf4_patch.disable()
         assert not cache.entries
 
@@ -308,7 +286,7 @@ def test_off_looks_at_one_attribute(fresh, monkeypatch):
         monkeypatch.setattr(cache, name, None)
     nf4_patch.enable()
     assert not hasattr(autograd_functions.MatMul4Bit.backward, "__wrapped__")
-    run(linear(fresh), fresh)
+    step(linear(fresh), fresh, SIDE)
     assert nf4_patch.status().cache.mode == "off"
     monkeypatch.undo()
     nf4_patch.enable(cache="block")
@@ -361,147 +339,10 @@ def test_what_is_no_tensor_is_the_guards_business(fresh):
 def test_the_status_says_what_is_held(fresh):
     layer = linear(fresh)
     nf4_patch.enable(cache="1MiB")
-    run(layer, fresh)
+    step(layer, fresh, SIDE)
     status = nf4_patch.status().cache
     assert (status.mode, status.weights, status.hits, status.misses) == (str(2**20), 1, 1, 1)
     assert list(status.held.values()) == [ONE]
     assert "cache 1048576: 1 weights" in str(nf4_patch.status())
     nf4_patch.disable()
     assert not nf4_patch.status().cache.held
-
-
-@pytest.mark.parametrize(
-    ("given", "read"),
-    [("off", "off"), ("BLOCK", "block"), ("6GiB", 6 * 2**30), ("1.5 gb", 1_500_000_000), ("500MB", 500_000_000),
-     ("1024", 1024), (4096, 4096), ("64 KiB", 65536), ("10B", 10), (None, "off")],
-)  # fmt: skip
-def test_sizes(given, read):
-    assert Config.read({}, cache=given).cache == read
-
-
-@pytest.mark.parametrize("given", ["6 gigs", "-1", "0", "GiB", "auto", "1e9"])
-def test_what_is_no_size_is_an_error_that_lists_the_allowed(given):
-    with pytest.raises(ConfigError, match=r"NF4_PATCH_CACHE='.*' is not known; allowed: off, block, a size in bytes"):
-        Config.read({"NF4_PATCH_CACHE": given})
-
-
-def test_a_no_of_the_cache_is_not_taken_for_a_fallback():
-    assert not Uncached.__members__.keys() & Reason.__members__.keys()
-
-
-FSDP2 = f"""
-{INTERPRETED}
-import os, torch
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-store = dist.HashStore()
-dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-import bitsandbytes as bnb, nf4_patch
-from nf4_patch.patching.cache import cache
-torch.manual_seed(0)
-
-class Layer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.base = bnb.nn.Linear4bit(128, 128, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16,
-                                      quant_storage=torch.bfloat16).to("cpu")
-        self.adapter = torch.nn.Linear(128, 128, bias=False, dtype=torch.bfloat16)
-    def forward(self, x):
-        return self.base(x) + self.adapter(x)
-
-model = torch.nn.Sequential(Layer(), Layer())
-for layer in model:
-    fully_shard(layer, mesh=mesh)
-fully_shard(model, mesh=mesh)
-x = torch.randn(64, 128, dtype=torch.bfloat16)
-
-def step():
-    a = x.clone().requires_grad_()
-    y = model(a)
-    y.float().square().sum().backward()
-    return y.detach(), a.grad
-
-def equal(a, b):
-    return all(map(torch.equal, a, b))
-
-for mode in ("block", 2**30):
-    nf4_patch.enable(cache=mode)
-    before = step()
-    assert equal(step(), before)
-    for layer in model:  # the bytes of a shard, which FSDP gathers into the old memory with the old version
-        layer.base.weight.to_local().view(torch.uint8).bitwise_xor_(255)
-    got = step()
-    print(mode, cache.hits, cache.misses, dict(cache.uncached))
-    nf4_patch.disable()
-    assert equal(got, step())
-    assert not torch.equal(got[0], before[0])
-"""
-
-
-def test_fsdp2():
-    done = python(FSDP2)
-    assert "REFILLED" in done.stdout
-
-
-UNSLOTH = f"""
-{INTERPRETED}
-import torch, nf4_patch
-import unsloth
-import bitsandbytes as bnb
-from unsloth.kernels import fast_lora, utils
-from nf4_patch.patching.cache import cache
-torch.manual_seed(0)
-layers = [bnb.nn.Linear4bit(128, 128, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).bfloat16().to("cpu")
-          for _ in range(3)]
-lora = [(torch.randn(4, 128).bfloat16().requires_grad_(), torch.randn(128, 4).bfloat16().requires_grad_())
-        for _ in range(3)]
-values = torch.randn(2, 8, 128, dtype=torch.bfloat16)
-
-def block(x):
-    q, k, v = fast_lora.LoRA_QKV.apply(
-        x, *(item for layer, (a, b) in zip(layers, lora)
-             for item in (layer.weight, layer.weight.quant_state, a, b, 0.5)), False)
-    layer, (a, b) = layers[0], lora[0]
-    return fast_lora.LoRA_W.apply(q + k * v, layer.weight, layer.weight.quant_state, a, b, 0.5)
-
-def step(reentrant):
-    x = values.clone().requires_grad_()
-    torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant).float().square().sum().backward()
-    grads = [x.grad, *(t.grad.clone() for pair in lora for t in pair)]
-    for pair in lora:
-        for t in pair:
-            t.grad = None
-    return grads
-
-for reentrant in (True, False):
-    nf4_patch.enable(cache="off")
-    want = step(reentrant)
-    for mode in ("block", 2**30):
-        nf4_patch.enable(cache=mode)
-        cache.hits = cache.misses = 0
-        for _ in range(3):
-            assert all(map(torch.equal, step(reentrant), want)), mode
-        reads = cache.hits + cache.misses
-        assert reads == 3 * 3 * 4, reads
-        print(mode, reentrant, cache.hits / reads)
-        # a caller without the buffer may write into what it gets
-        first, second = (utils.fast_dequantize(layers[0].weight, layers[0].weight.quant_state) for _ in range(2))
-        assert first.data_ptr() != second.data_ptr()
-        assert all(first.data_ptr() != entry.dense.data_ptr() for entry in cache.entries.values())
-        assert bool(cache.entries) == (mode != "block")
-        assert cache.hits >= reads * 0.3, (cache.hits, reads)
-        nf4_patch.disable()
-        assert not cache.entries
-"""
-
-
-@pytest.mark.parametrize("release", ["2026.10.9", pytest.param("2026.9.7", marks=pytest.mark.full)])
-def test_unsloth(release, tmp_path):
-    path = RELEASES[release]
-    if (path is not None and not path.is_dir()) or importlib.util.find_spec("unsloth") is None:
-        assert not os.environ.get("CI"), f"unsloth {release} is missing: scripts/test installs it"
-        pytest.skip(f"unsloth {release} is not installed: scripts/test installs it")
-    done = python(UNSLOTH, path=path, cwd=tmp_path, UNSLOTH_ALLOW_CPU="1")
-    assert "1073741824 False" in done.stdout

@@ -21,6 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 STACKS = ("gate_up_proj", "down_proj")
 LAYERS = 2
 COMMON = {
@@ -47,7 +48,7 @@ def is_parametrized(module):
 
 def model_of(name: str, dtype=torch.bfloat16, nested: bool = True, lora: bool = True):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype, attn_implementation="eager").to(DEVICE)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     for module in list(model.modules()):
@@ -56,11 +57,11 @@ def model_of(name: str, dtype=torch.bfloat16, nested: bool = True, lora: bool = 
                 replace_parameter_4bit(module, stack, compress_statistics=nested)
     if lora:
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    return model.train()
+    return model.to(DEVICE).train()
 
 
 def ids_of(tokens: int = 24) -> torch.Tensor:
-    return torch.arange(2 * tokens).view(2, tokens) * 7 % 96
+    return torch.arange(2 * tokens, device=DEVICE).view(2, tokens) * 7 % 96
 
 
 def step(model) -> dict[str, torch.Tensor]:
@@ -176,7 +177,7 @@ def test_a_second_parametrization_stays_dense(patched):
     class Plus(torch.nn.Module):
         def __init__(self, shape):
             super().__init__()
-            self.delta = torch.nn.Parameter(torch.full(shape, 0.01, dtype=torch.bfloat16))
+            self.delta = torch.nn.Parameter(torch.full(shape, 0.01, dtype=torch.bfloat16, device=DEVICE))
 
         def forward(self, weight):
             return weight + self.delta
@@ -202,7 +203,7 @@ def test_where_nothing_is_to_be_done(hooks, patched):
 
 
 def test_16_bit_experts(patched):
-    model = AutoModelForCausalLM.from_config(CONFIGS["qwen3"](), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(CONFIGS["qwen3"](), dtype=torch.bfloat16).to(DEVICE)
     ours = step(model)
     assert reasons() == {Reason.NOT_4BIT: LAYERS} and hits() == 0
     patched.disable()

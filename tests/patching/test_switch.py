@@ -171,3 +171,18 @@ def test_public_names():
         "enable", "disable", "is_enabled", "enabled", "status", "dequantize_nf4", "triton_dequantize_nf4",
     }  # fmt: skip
     assert all(getattr(nf4_patch, name).__doc__ for name in nf4_patch.__all__)
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [("off", "off"), ("BLOCK", "block"), ("6GiB", 6 * 2**30), ("1.5 gb", 1_500_000_000), ("500MB", 500_000_000),
+     ("1024", 1024), (4096, 4096), ("64 KiB", 65536), ("10B", 10), (None, "off")],
+)  # fmt: skip
+def test_sizes_of_the_cache(given, read):
+    assert Config.read({}, cache=given).cache == read
+
+
+@pytest.mark.parametrize("given", ["6 gigs", "-1", "0", "GiB", "auto", "1e9"])
+def test_an_invalid_size_of_the_cache_is_an_error_that_lists_the_allowed(given):
+    with pytest.raises(ConfigError, match=r"NF4_PATCH_CACHE='.*' is not known; allowed: off, block, a size in bytes"):
+        Config.read({"NF4_PATCH_CACHE": given})
