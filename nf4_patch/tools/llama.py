@@ -1,4 +1,4 @@
-"""Llamas with random weights on disk, and loaded in 4 bits: what is trained here without a download."""
+"""Models with random weights, on disk and in 4 bits: what is trained here without a download."""
 
 from __future__ import annotations
 
@@ -21,23 +21,28 @@ class Shape(NamedTuple):
     positions: int = 2048
 
 
-def save(
-    folder: str | Path, shape: Shape, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu", seed: int = 0
-) -> int:  # fmt: skip
-    """A Llama with random weights and its tokenizer, as save_pretrained leaves them; the number of its parameters."""
-    from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+def config_of(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Any:
+    from transformers import LlamaConfig
 
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.key_value_heads,
         max_position_embeddings=shape.positions, tie_word_embeddings=False,
         pad_token_id=SPECIAL["<pad>"], bos_token_id=SPECIAL["<s>"], eos_token_id=SPECIAL["</s>"],
         dtype=str(dtype).removeprefix("torch."), architectures=["LlamaForCausalLM"],
     )  # fmt: skip
+
+
+def save(
+    folder: str | Path, shape: Shape, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu", seed: int = 0
+) -> int:  # fmt: skip
+    """A Llama with random weights and its tokenizer, as save_pretrained leaves them; the number of its parameters."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
     torch.manual_seed(seed)
     with torch.device(device):
-        model = LlamaForCausalLM._from_config(config, dtype=dtype)
+        model = LlamaForCausalLM._from_config(config_of(shape, dtype), dtype=dtype)
     model.save_pretrained(folder)
     PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(SPECIAL, unk_token="word")),
@@ -56,3 +61,32 @@ def load_4bit(folder: str | Path, dtype: torch.dtype = torch.bfloat16, device: A
     return AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=quantization, dtype=dtype, device_map={"": device}, **options
     )
+
+
+def build_4bit(config: Any, device: Any = "cuda") -> Any:
+    """A causal model of that configuration with random weights, bf16, never on disk: its linear layers but the head as
+    bitsandbytes' Linear4bit, experts by bitsandbytes' own helper, both NF4 with double quantization."""
+    import bitsandbytes
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is torch.nn.Linear and name != "lm_head":
+                packed = bitsandbytes.nn.Linear4bit(
+                    child.in_features, child.out_features, child.bias is not None, torch.bfloat16, True, "nf4",
+                    device="meta",
+                )  # fmt: skip
+                packed.weight = bitsandbytes.nn.Params4bit(
+                    child.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True, module=packed
+                )
+                packed.bias = child.bias
+                setattr(module, name, packed.to(device))
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dim() == 3:  # the weights of all experts
+                replace_parameter_4bit(module, name, compress_statistics=True)
+    model.is_loaded_in_4bit = True  # peft asks for it
+    return model

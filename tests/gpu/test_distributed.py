@@ -12,12 +12,10 @@ import pytest
 import torch
 from run_example import (
     ALTERNATE_STEPS,
-    EXAMPLES,
     TORCHRUN,
     alternate_steps,
     environment,
     fallbacks,
-    run,
     run_example,
     same_training,
 )
@@ -28,15 +26,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 LINEARS, PASSES, STEPS = 4 * 7, 3, 120
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> str:
-    """Made once: 1.8 GB."""
-    folder = tmp_path_factory.mktemp("llama")
-    code = f"import offline; offline.checkpoint('random', '8b-4layers', {str(folder)!r})"
-    run([sys.executable, "-c", code], folder, PYTHONPATH=f"{EXAMPLES}:{os.environ.get('PYTHONPATH', '')}")
-    return str(folder)
 
 
 SHARD = """

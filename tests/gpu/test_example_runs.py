@@ -8,24 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from run_example import ALTERNATE_STEPS, EXAMPLES, alternate_steps, fallbacks, hits, run, run_example, same_training
+from run_example import ALTERNATE_STEPS, alternate_steps, fallbacks, hits, run_example, same_training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 LINEARS, PASSES = 4 * 7, 3  # forward, recompute, backward
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> str:
-    """Made once: 1.8 GB."""
-    folder = tmp_path_factory.mktemp("llama")
-    code = f"import offline; offline.checkpoint('random', '8b-4layers', {str(folder)!r})"
-    run([sys.executable, "-c", code], folder, PYTHONPATH=f"{EXAMPLES}:{os.environ.get('PYTHONPATH', '')}")
-    return str(folder)
 
 
 def note(name: str, **runs) -> None:

@@ -44,6 +44,11 @@ def test_host_time_of_an_eager_call(measured):
     assert row.times[OURS].median <= 3.3 * row.times[EMPTY].median  # the bar of 3 is missed: docs/performance.md
 
 
+def test_host_time_of_a_cached_weight(measured):
+    row = next(row for row in measured["host"] if row.subject == "a cached weight")
+    assert row.times[OURS].median <= 3.0
+
+
 def test_challenge(measured):
     total = measured["challenge"][-1]
     assert total.subject == "total" and total.ratio(BITSANDBYTES) >= 2.0
@@ -59,6 +64,9 @@ def test_with_the_matmul_that_reads_it(measured):
 def test_qlora_step_of_peft():
     for row in bench.measure(["step"], step="peft").sections["step"]:
         assert row.ratio(UNPATCHED) > 1.0, row.subject  # None, were the losses not equal to the bit
-        assert row.notes["kernel calls a step"] == "84"  # 28 layers: forward, recompute, backward
+        # 28 layers: forward, recompute, backward
+        assert row.notes["kernel calls a step"] == ("0" if "cache" in row.subject else "84")
+        if "cache" in row.subject:
+            continue
         patched, _, unpatched = row.notes["peak memory"].rstrip(")").partition(" (unpatched ")
         assert float(patched.split()[0]) <= float(unpatched.split()[0])

@@ -210,7 +210,8 @@ def test_a_first_step_is_compiled_anew(monkeypatch):
     ("losses", "agree"), [((12.53, 12.531), True), ((12.53, 12.59), False), ((12.59, 12.53), False)]
 )
 def test_losses_of_two_compilations_need_agree_to_rounding_only(monkeypatch, losses, agree):
-    monkeypatch.setattr(steps, "prepare", lambda trainer: (None, None))
+    monkeypatch.setattr(steps, "peft_model", lambda config: None)
+    monkeypatch.setattr(steps, "optimizer_of", lambda model: None)
     monkeypatch.setattr(steps, "FirstStep", lambda *a: SimpleNamespace(losses=[losses[not a[-1]]] * 2, switch=None))
     monkeypatch.setattr(steps, "wall_times", lambda named, *a, **k: {name: Times((1.0, 1.0)) for name in named})
     (comparison,) = steps.compiling(lambda *a: None)

@@ -22,8 +22,9 @@ METHOD = {
     "host": "Host time of one eager call, GPU idle before: allocation, guards and statistics included.",
     "challenge": "The public NF4 challenge, checks on in the warm-ups, a synchronize after every call; "
     "both orders, medians.",
-    "step": f"Wall time of a QLoRA step, the patch on ({OURS}) and off alternating. compile: the first step, compiled anew; "
-    "Inductor does not repeat to the bit without us, so its losses need agree to 2**-8 only.",
+    "step": f"A QLoRA step, the patch on ({OURS}) and off alternating: wall time, and GPU time (the sum of its kernels and "
+    "copies). 16-bit weights: the same step with nn.Linear on the dequantized weights. compile: the first step, compiled "
+    "anew; Inductor does not repeat to the bit without us, so its losses need agree to 2**-8 only.",
 }
 
 
@@ -35,7 +36,7 @@ def measure(
 
     Args:
         challenge_only: of the shapes only the challenge's.
-        step: whose step, "peft", "unsloth" or "moe", or "compile".
+        step: as the option of that name.
 
     Raises:
         RuntimeError: there is no NVIDIA GPU, or the kernel does not run here.
@@ -58,9 +59,9 @@ def measure(
 
 @click.command()
 @click.option("--challenge", is_flag=True, help="The public Unsloth NF4 challenge instead.")
-@click.option("--step", type=click.Choice(["peft", "unsloth", "moe", "compile"]),
-              help="A QLoRA step with the patch on and off instead; moe: of a mixture of experts with peft; "
-              "compile: the first one of a compiled peft model.")  # fmt: skip
+@click.option("--step", type=click.Choice(["peft", "unsloth", "moe", "cache", "compile"]),
+              help="A QLoRA step with the patch on and off instead; moe: of mixtures of experts with peft, and their "
+              "generation; cache: by the size of the weight cache; compile: the first one of a compiled peft model.")  # fmt: skip
 @click.option("--matmul", is_flag=True, help="The fused matmul of 1 to 8192 rows, Llama 8B and 70B, instead.")
 @click.option("--generate", is_flag=True, help="Tokens a second of a 4-bit Llama 8B, static cache, instead.")
 @click.option("--quick", is_flag=True,

@@ -13,6 +13,8 @@ import nf4_patch
 
 from ...nf4.runtime import same_bits
 from ...patching import hooks
+from ...patching.cache import cache
+from ...patching.reader import reader
 from ...patching.switch import switch
 from ..report import Tell
 from .peers import BITSANDBYTES, OURS, Peer
@@ -130,7 +132,7 @@ def on_host(peers: dict[str, Peer], tell: Tell) -> Iterator[Row]:
     """One eager call on a 64x64 weight: what stands at bitsandbytes.functional.dequantize_4bit with the patch on.
 
     Allocation, guards and statistics included; ``torch.empty`` of the same result in the same turns. Then the
-    same into Unsloth's global buffer, where Unsloth is a peer.
+    same into Unsloth's global buffer, where Unsloth is a peer, and a weight that is in the cache.
     """
     import bitsandbytes.functional
     from bitsandbytes.nn import Params4bit
@@ -159,18 +161,30 @@ def on_host(peers: dict[str, Peer], tell: Tell) -> Iterator[Row]:
                 yield host("Unsloth's global buffer", functools.partial(ours, parameter, state, None, True), others)
             finally:
                 switch.defer = before
+    with nf4_patch.enabled(cache="1GiB"):
+        patched = bitsandbytes.functional.dequantize_4bit
+        others = {BITSANDBYTES: functools.partial(peers[BITSANDBYTES].dequantize, parameter, state)}
+        reader.bitsandbytes = "backward"  # as in the backward of a Linear4bit
+        try:
+            patched(parameter, state)  # fills it
+            yield host("a cached weight", functools.partial(patched, parameter, state), others, lambda: cache.hits)
+        finally:
+            reader.bitsandbytes = ""
 
 
-def host(subject: str, ours: Callable[[], Any], others: Mapping[str, Callable[[], Any]]) -> Row:
+def host(
+    subject: str, ours: Callable[[], Any], others: Mapping[str, Callable[[], Any]],
+    hits: Callable[[], int] = lambda: nf4_patch.status().hits,
+) -> Row:  # fmt: skip
     """Host times of ours and the others.
 
     Raises:
-        RuntimeError: ours did not run the kernel, so its time would be another's.
+        RuntimeError: ours was not served as ``hits`` counts, so its time would be another's.
     """
-    before = nf4_patch.status().hits
+    before = hits()
     result = ours().clone()
-    if nf4_patch.status().hits != before + 1:
-        raise RuntimeError(f"the patched function did not run the kernel:\n{nf4_patch.status()}")
+    if hits() != before + 1:
+        raise RuntimeError(f"the patched function was not a hit:\n{nf4_patch.status()}")
     checks = bits({name: same_bits(result, call()) for name, call in others.items() if name != EMPTY})
     return Row(subject, "us", host_times({OURS: ours, **others}), checks)
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 import nf4_patch
 
@@ -172,4 +174,24 @@ def wall_times(
             torch.cuda.synchronize()
             if round_ >= 0:
                 values[name].append((time.perf_counter() - begin) * 1e3)
+    return {name: Times(tuple(taken)) for name, taken in values.items()}
+
+
+def kernel_times(variants: Mapping[str, Call], before: Mapping[str, Call], rounds: int) -> dict[str, Times]:
+    """Milliseconds that the GPU works for each variant: the sum of its kernels and copies, by PyTorch's profiler.
+
+    Args:
+        before: as in ``wall_times``.
+    """
+    values: dict[str, list[float]] = {name: [] for name in variants}
+    for round_ in range(-1, rounds):
+        for name, call in variants.items():
+            before[name]()
+            torch.cuda.synchronize()
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                call()
+                torch.cuda.synchronize()
+            worked = [e for e in profiler.events() if e.device_type is DeviceType.CUDA and not e.is_user_annotation]
+            if round_ >= 0:  # the first starts the profiler
+                values[name].append(sum(event.device_time for event in worked) / 1e3)
     return {name: Times(tuple(taken)) for name, taken in values.items()}
