@@ -15,16 +15,15 @@ DATA = Path(__file__).resolve().parents[1] / "docs" / "data"
 GPUS = ("H200", "H100")  # that figures were taken on, the first where only one is shown
 OURS, BITSANDBYTES, UNPATCHED, STOCK = "nf4_patch", "bitsandbytes", "unpatched", "stock"
 CALLS = "kernel calls a step"  # a note of a step
-CACHED = "all cached"  # a note of a step: its time in ms, and its peak memory
+DENSE = "16-bit weights"
+GPU_TIME = "GPU time"
 UNITS = {"us": "µs"}
-LIMITS = ("ceiling", "device copy", "torch.empty", "read")  # what nothing can be faster than
+LIMITS = ("ceiling", "device copy", "torch.empty", "read", DENSE)  # what nothing can be faster than
 # data file of a training step -> who trains; the last word is the distribution whose release is shown
 STEPS = {
     "step-peft-GPU.json": "peft, bitsandbytes",
-    "step-cache-GPU.json": "peft, cache, bitsandbytes",
     "step-unsloth-2026.9.7-GPU.json": "Unsloth",
     "step-unsloth-GPU.json": "Unsloth",
-    "step-moe-GPU.json": "mixture of experts, peft, bitsandbytes",
 }
 # data file -> (the command that writes it, what is in it); GPU in a name stands for h200, h100
 SOURCES = {
@@ -33,8 +32,8 @@ SOURCES = {
     "step-peft-GPU.json": ("nf4-patch bench --step peft", "a QLoRA step of peft and bitsandbytes"),
     "step-unsloth-GPU.json": ("nf4-patch bench --step unsloth", "a QLoRA step of the newest Unsloth"),
     "step-unsloth-2026.9.7-GPU.json": ("nf4-patch bench --step unsloth", "the same with Unsloth 2026.9.7 installed"),
-    "step-cache-GPU.json": ("NF4_PATCH_CACHE=4GiB nf4-patch bench --step peft", "the first, every weight in the cache"),
-    "step-moe-GPU.json": ("nf4-patch bench --step moe", "a QLoRA step of a mixture of experts with peft"),
+    "step-cache-GPU.json": ("nf4-patch bench --step cache", "GPU time of a step by the size of the weight cache"),
+    "step-moe-GPU.json": ("nf4-patch bench --step moe", "mixtures of experts: a QLoRA step with peft, and generation"),
     "matmul-GPU.json": ("nf4-patch bench --matmul --quick", "the fused matmul by rows of X"),
     "generate-GPU.json": ("nf4-patch bench --generate --quick", "tokens a second with the fused matmul"),
     "verify-GPU.json": ("nf4-patch verify", "the kernel against bitsandbytes, every layout"),
@@ -208,8 +207,17 @@ def mark(row: dict[str, Any] | None) -> str:
 
 
 def clear(row: dict[str, Any], ratio: float | None) -> bool:
-    """Whether a step's ratio is more than each side differs from itself in that run, and the kernel was called at all."""
-    return bool(ratio) and row["notes"].get(CALLS) != "0" and ratio - 1 > max(row["noise"].values())
+    """Whether a step's ratio is more than each side differs from itself in that run, and the patch served it at all."""
+    served = row["notes"].get(CALLS) != "0" or "cache" in row["notes"]
+    return bool(ratio) and served and ratio - 1 > max(row["noise"].values())
+
+
+def parts_of(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    """Of a step's subject: who, batch x tokens, the setting of the cache or of checkpointing, the clock."""
+    first, *others = row["subject"].split(", ")
+    who, _, length = first.rpartition(" ")
+    clock = others.pop() if others and others[-1] == GPU_TIME else ""
+    return who, shape(length), others[0] if others else "", clock
 
 
 def steps() -> str:
@@ -217,21 +225,61 @@ def steps() -> str:
     parts = []
     for gpu in GPUS:
         found = [(who, file, data) for name, who in STEPS.items() for g, file, data in of_gpus(name) if g == gpu]
-        heading = [f"{who} {data['machine']['releases'].get(who.split()[-1].lower(), '')}" for who, _, data in found]
-        lengths: dict[str, list[str]] = {}
-        for _, _, data in found:
+        columns: dict[str, dict[str, str]] = {}
+        for who, _, data in found:
+            release = data["machine"]["releases"].get(who.split()[-1].lower(), "")
             for row in data["sections"]["step"]:
+                _, length, setting, clock = parts_of(row)
+                heading = " ".join(filter(None, (who, release, f"`{setting}`" * bool(setting), clock)))
                 shown = f"{digits(row['median'][OURS])} / {cell(row, UNPATCHED)}"
                 if not clear(row, row["ratio"][UNPATCHED]):
                     shown = f"*{shown}*"
-                lengths.setdefault(shape(row["subject"].split()[1]), []).append(shown)
+                columns.setdefault(heading, {})[length] = shown
         if found:
             files = ", ".join(f"[{file}](data/{file})" for _, file, _ in found)
-            rows = [[length, *cells] for length, cells in lengths.items()]
+            lengths = dict.fromkeys(length for cells in columns.values() for length in cells)
+            rows = [[length, *(cells.get(length, "") for cells in columns.values())] for length in lengths]
             parts.append(
-                f"**{gpu}** ({found[0][2]['machine']['date']}; {files}), ms with / without:\n\n{table(('tokens', *heading), rows)}"
+                f"**{gpu}** ({found[0][2]['machine']['date']}; {files}), ms with / without:\n\n{table(('tokens', *columns), rows)}"
             )
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) or "Not measured yet."
+
+
+def cache() -> str:
+    """GPU time of a step by the setting of the cache, a table a GPU; the last column is the aim."""
+    parts = []
+    for gpu, file, data in of_gpus("step-cache-GPU.json"):
+        body: dict[tuple[str, str], dict[str, str]] = {}
+        for row in data["sections"]["step"]:
+            who, length, setting, _ = parts_of(row)
+            cells = body.setdefault((who, length), {"unpatched": digits(row["median"][UNPATCHED])})
+            cells[setting or "patch"] = digits(row["median"][OURS])
+            cells[DENSE] = cells.pop(DENSE, digits(row["median"][DENSE]))
+        heading = ["ms", "tokens", *next(iter(body.values()))]
+        rows = [[who, length, *cells.values()] for (who, length), cells in body.items()]
+        parts.append(f"{conditions(gpu, file, data)}\n\n{table(heading, rows)}")
+    return "\n\n".join(parts) or "Not measured yet."
+
+
+def experts() -> str:
+    """GPU time, wall time and peak memory of a step, and tokens a second, with and without; a table a GPU."""
+    parts = []
+    for gpu, file, data in of_gpus("step-moe-GPU.json"):
+        body: dict[tuple[str, ...], list[str]] = {}
+        for row in data["sections"]["step"]:
+            shown = f"{digits(row['median'][OURS])} / {cell(row, UNPATCHED)}"
+            if row["subject"].startswith("generation"):
+                _, layers, batch = row["subject"].split(", ")
+                body[("Qwen3-30B-A3B", f"generation, {batch}, {layers}")] = [f"{shown} tokens/s", "", ""]
+                continue
+            who, length, how, clock = parts_of(row)
+            cells = body.setdefault((who, f"{length}, {how}"), ["", "", ""])
+            cells[1 if clock else 0] = shown
+            cells[2] = row["notes"]["peak memory"].replace(" (unpatched", " /").replace(")", "")
+        rows = [[*key, *cells] for key, cells in body.items()]
+        heading = ("model", "step", "wall time, ms", "GPU time, ms", "peak memory")
+        parts.append(f"{conditions(gpu, file, data)}\n\n{table(heading, rows)}")
+    return "\n\n".join(parts) or "Not measured yet."
 
 
 def data_files() -> str:
@@ -252,6 +300,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "host": measured("bench-GPU.json", "host"),
     "challenge": measured("challenge-GPU.json", "challenge"),
     "steps": steps,
+    "cache": cache,
+    "experts": experts,
     "matmul": matmul,
     "generation": measured("generate-GPU.json", "generation"),
 }

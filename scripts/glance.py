@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from figures import (
     BITSANDBYTES,
-    CACHED,
     CALLS,
+    GPU_TIME,
     GPUS,
     OURS,
     STOCK,
@@ -20,6 +20,7 @@ from figures import (
     figures,
     load,
     of_gpus,
+    parts_of,
     release,
     span,
     table,
@@ -44,16 +45,12 @@ class Gain(NamedTuple):
     clear: bool
 
 
-def step_gains(name: str, gpu: str, cached: bool = False) -> list[Gain]:
-    """Every length of a step; ``cached``: with every weight in the cache, where that was measured."""
+def step_gains(name: str, gpu: str, setting: str = "") -> list[Gain]:
+    """Wall time of every length of a step; ``setting``: of the cache, or of checkpointing."""
     found = []
     for row in figures(name, gpu):
         ratio = row["ratio"].get(UNPATCHED)
-        if cached:
-            ratio = (
-                row["median"][UNPATCHED] / float(row["notes"][CACHED].split()[0]) if CACHED in row["notes"] else None
-            )
-        if ratio:
+        if ratio and "tokens" in row["sizes"] and parts_of(row)[2:] == (setting, ""):
             found.append(Gain(row["sizes"]["batch"] * row["sizes"]["tokens"], ratio, clear(row, ratio)))
     return found
 
@@ -65,7 +62,24 @@ def step_gain(name: str, gpu: str) -> str:
 
 
 def cache_gain(name: str, gpu: str) -> str:
-    return told(step_gains(name, gpu, cached=True) or step_gains("step-cache-GPU.json", gpu))
+    return told(step_gains(name, gpu, "cache all"))
+
+
+def experts_gain(name: str, gpu: str) -> str:
+    """Of Qwen3's layers, which come first: time with checkpointing, memory without."""
+    rows = [row for row in figures(name, gpu) if "tokens" in row["sizes"]]
+    model = parts_of(rows[0])[0] if rows else ""
+    rows = [row for row in rows if parts_of(row)[0] == model]
+    gains = []
+    for row in rows:
+        ratio = row["ratio"].get(UNPATCHED)
+        if ratio and parts_of(row)[2:] == ("checkpointing", GPU_TIME):
+            gains.append(Gain(row["sizes"]["batch"] * row["sizes"]["tokens"], ratio, clear(row, ratio)))
+    peaks = [row["notes"]["peak memory"] for row in rows if parts_of(row)[2] == "no checkpointing"]
+    if not gains or not peaks:
+        return ""
+    ours, stock = (float(part.split()[0]) for part in peaks[0].rstrip(")").split(" (unpatched "))
+    return f"{told(gains)} (GPU time); {(stock - ours) / 2:.1f} GiB less a layer without checkpointing"
 
 
 def told(gains: Sequence[Gain]) -> str:
@@ -89,7 +103,7 @@ def gains() -> str:
         ("the same with `enable(cache=...)`, everything in it", cache_gain, "step-peft-GPU.json"),
         ("training with Unsloth up to 2026.9", step_gain, "step-unsloth-2026.9.7-GPU.json"),
         ("training with Unsloth from 2026.10 on", step_gain, "step-unsloth-GPU.json"),
-        ("training a mixture of experts with peft", step_gain, "step-moe-GPU.json"),
+        ("training a mixture of experts with peft", experts_gain, "step-moe-GPU.json"),
         ('4-bit generation with `enable(matmul="auto")`', generation_gain, "generate-GPU.json"),
     )
     found = [[words, *(gain(name, gpu) for gpu in GPUS)] for words, gain, name in setups]

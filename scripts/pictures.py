@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from figures import BITSANDBYTES, GPUS, OURS, STOCK, figures, shape
+from figures import BITSANDBYTES, DENSE, GPUS, OURS, STOCK, UNPATCHED, figures, parts_of, shape
 from glance import step_gains
 
 GREEN, GRAY, AMBER = "#1b7f4b", "#9a9a9a", "#d98e04"
@@ -25,11 +25,10 @@ def at_a_glance() -> tuple[Any, Callable[[Any], None]]:
         ("step-peft", "peft"),
         ("step-unsloth-2026.9.7", "Unsloth 2026.9"),
         ("step-unsloth", "Unsloth 2026.10"),
-        ("step-moe", "mixture of experts"),
     ):
         steps = step_gains(f"{name}-GPU.json", GPUS[0])
         bars += [(f"QLoRA step, {library}, {n:,} tokens", ratio, GREEN if clear else GRAY) for n, ratio, clear in steps]
-        cached = step_gains(f"{name}-GPU.json", GPUS[0], cached=True)
+        cached = step_gains(f"{name}-GPU.json", GPUS[0], "cache all")
         bars += [(f"the same, {n:,} tokens, cached *", ratio, AMBER if clear else GRAY) for n, ratio, clear in cached]
     for row in figures("generate-GPU.json"):
         if row["subject"].endswith("compiled"):
@@ -75,4 +74,40 @@ def ceiling() -> tuple[Any, Callable[[Any], None]]:
     return values, draw
 
 
-PICTURES = {"at-a-glance.svg": at_a_glance, "dequantize.svg": ceiling}
+def memory() -> tuple[Any, Callable[[Any], None]]:
+    """GPU time of a step over what the cache holds, a part a model."""
+    models: dict[str, dict[str, Any]] = {}
+    for row in figures("step-cache-GPU.json"):
+        who, _, setting, _ = parts_of(row)
+        if "layers" in who:
+            continue
+        model = models.setdefault(
+            who, {"points": [], "unpatched": row["median"][UNPATCHED], DENSE: row["median"][DENSE]}
+        )
+        if setting == "cache block":
+            model["block"] = row["median"][OURS]
+        else:
+            held = float(row["notes"].get("cache", "0").split()[0])
+            model["points"].append((held, row["median"][OURS]))
+
+    def draw(figure: Any) -> None:
+        figure.set_size_inches(9, 3)
+        for axes, (who, model) in zip(
+            figure.subplots(1, max(1, len(models)), squeeze=False)[0], models.items(), strict=False
+        ):
+            held, times = zip(*model["points"], strict=True)
+            axes.plot(held, times, marker="o", color=GREEN, label="with the patch, by cache")
+            axes.plot(0, model["block"], marker="^", color=AMBER, linestyle="none", label='cache="block"')
+            axes.plot(0, model["unpatched"], marker="s", color=GRAY, linestyle="none", label="without the patch")
+            axes.axhline(model[DENSE], color="#444444", linewidth=1, linestyle="--", label="16-bit weights")
+            axes.set_title(f"{who}, 512 tokens", fontsize=9)
+            axes.set_xlabel("GiB of cached weights", fontsize=8)
+            axes.tick_params(labelsize=8)
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.axes[0].set_ylabel(f"GPU time of a step, ms ({GPUS[0]})", fontsize=8)
+        figure.axes[0].legend(fontsize=7, frameon=False)
+
+    return models, draw
+
+
+PICTURES = {"at-a-glance.svg": at_a_glance, "dequantize.svg": ceiling, "weight-cache.svg": memory}

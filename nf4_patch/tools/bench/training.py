@@ -243,13 +243,12 @@ def mixtures(tell: Tell) -> Iterator[Row]:
     """Two layers of experts, LoRA on the attention, with checkpointing and without; and generation."""
     for name, config in experts.CONFIGURATIONS.items():
         model = peft_model(config(), ATTENTION)
-        for checkpointing in (True, False):
-            if not checkpointing:
+        for how in ("checkpointing", "no checkpointing"):
+            if how != "checkpointing":
                 model.gradient_checkpointing_disable()
-            subject = f"{name}, {'checkpointing' if checkpointing else 'none'}"
             for batch, length in (LENGTHS[0], LENGTHS[-1]):
-                tell(f"{subject}: {batch}x{length} tokens")
-                yield from side_by_side(subject, model, batch, length, OFF, wall=10)
+                tell(f"{name}, {how}: {batch}x{length} tokens")
+                yield from side_by_side(name, model, batch, length, {how: "off"}, wall=10)
         del model
     for batch in (1, 8):
         tell(f"generation: batch {batch}")
@@ -257,13 +256,14 @@ def mixtures(tell: Tell) -> Iterator[Row]:
 
 
 def side_by_side(
-    subject: str, model: Any, batch: int, length: int, settings: Settings, wall: int = 20, kernels: int = 5,
+    subject: str, model: Any, batch: int, length: int, settings: Settings, wall: int = 20, kernels: int = 4,
     dense: bool = False,
 ) -> Iterator[Row]:  # fmt: skip
     """A row a setting of the cache, each beside the step without the patch: wall time, then GPU time.
 
     Args:
-        wall, kernels: how many rounds of each; 0: none.
+        settings: "": the cache is off and the row has no further name.
+        wall, kernels: how many rounds of each clock; wall 0: GPU time only.
         dense: GPU time also of the same step on 16-bit weights.
     """
     optimizer = optimizer_of(model)
