@@ -13,6 +13,7 @@ try:
 except ImportError as error:  # every launch then fails with this sentence
     triton = None
     MISSING = f"{type(error).__name__}: {error}"
+TRITON_RELEASE = tuple(map(int, triton.__version__.split(".")[:2])) if triton is not None else (0, 0)
 
 
 class KernelUnavailable(RuntimeError):
@@ -20,7 +21,7 @@ class KernelUnavailable(RuntimeError):
 
     def __init__(self, message: str, reason: str = "KERNEL_FAILED"):
         super().__init__(message)
-        self.reason = reason  # KERNEL_FAILED (for good), CAPTURING, MISALIGNED or NO_MEMORY (this time)
+        self.reason = reason  # KERNEL_FAILED (for good), or GRAPH_CAPTURE, MISALIGNED, NO_STORAGE (this time)
 
 
 class Entry(NamedTuple):
@@ -38,9 +39,8 @@ class Entry(NamedTuple):
         """
         compiled._init_handles()
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-        release = tuple(int(part) for part in triton.__version__.split(".")[:2])
-        values = values if release >= (3, 3) else ()  # 3.2 passes no constexpr to the launcher
-        if release == (3, 6) and run.global_scratch_size == 0 and run.profile_scratch_size == 0:
+        values = values if TRITON_RELEASE >= (3, 3) else ()  # 3.2 passes no constexpr to the launcher
+        if TRITON_RELEASE == (3, 6) and run.global_scratch_size == 0 and run.profile_scratch_size == 0:
             flags = run.launch_cooperative_grid, run.launch_pdl
             return cls(run.launch, (function, *flags, None, None, metadata, None, None, None), values, "c entry")
         return cls(run, (function, metadata, None, None, None), values, "launcher")

@@ -9,7 +9,7 @@ A verb is a row of VERBS. Its command is a click.Command that is imported when t
 * An option that names a file to write is an ``output.OutputFile``: checked before the work.
 * It takes progress from click's context: ``@click.pass_obj`` gives a ``report.Tell``, called as
   ``tell("compiling", 3, 24)``. It appears on stderr.
-* A wrong use is a ``click.UsageError`` or a ``click.ClickException``.
+* A wrong use is a ``click.UsageError``; what cannot be done on this machine, a ``report.Impossible``.
 
 The verbs of this module call a function of a module of the same name, which knows neither click nor a console.
 """
@@ -29,6 +29,7 @@ import click
 from ..config import Config, ConfigError
 from ..version import __version__
 from . import output
+from .report import Impossible, commit, releases
 
 
 class Verb(NamedTuple):
@@ -74,7 +75,7 @@ class Verbs(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except ConfigError as error:
+        except (ConfigError, Impossible) as error:
             raise click.ClickException(str(error)) from None
         except ModuleNotFoundError as error:
             if (error.name or "nf4_patch").startswith("nf4_patch"):
@@ -153,8 +154,6 @@ def finish(ctx: click.Context, report: Any) -> None:
         return
     file = ctx.meta.get("nf4_patch.json")
     if file is not None:
-        from .report import commit, releases
-
         data = report.as_dict()
         if "machine" not in data:  # which says as much and more
             data |= {"releases": releases(), "date": datetime.date.today().isoformat(), "commit": commit()}
@@ -193,17 +192,11 @@ def verify(tell: Progress, weights: Path | None, arch: str | None, cases: int | 
         return fuzz.fuzz(cases, seed, tell=tell)
     from . import verify
 
-    try:
-        if arch is None:  # without importing a kernel: verify decides whether the interpreter runs them
-            return verify.verify(weights, tell=tell)
-        from .sass import portable
+    if arch is None:  # without importing a kernel: verify decides whether the interpreter runs them
+        return verify.verify(weights, tell=tell)
+    from .sass.machine_code import capability_of
 
-        try:
-            return verify.verify(weights, tell=tell, arch=portable.capability_of(arch))
-        except (ValueError, portable.CannotRun) as error:
-            raise click.ClickException(str(error)) from error
-    except verify.BadCheckpoint as error:
-        raise click.ClickException(str(error)) from error
+    return verify.verify(weights, tell=tell, arch=capability_of(arch))
 
 
 class PassThrough(click.Command):

@@ -227,10 +227,7 @@ def examine_gpu(index: int, tell: Tell) -> Gpu:
 
 def check_kernel(dtype: torch.dtype, device: torch.device, capability: tuple[int, int]) -> KernelCheck:
     """Compile the variant of a usual weight (nested, blocksize 64); it compares its own bits with the reference."""
-    variant = compilation.Variant(
-        config=compilation.config_for(capability, 4096 * 4096), dtype=dtype, offset_dtype=torch.float32,
-        blocksize=64, blocksize2=256, even=True, tail=False, wide=False, aligned=True,
-    )  # fmt: skip
+    variant = compilation.Variant(compilation.config_for(capability, 4096 * 4096), dtype)
     name = str(dtype).removeprefix("torch.")
     started = time.perf_counter()
     try:

@@ -8,11 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
-
-from rich.console import RenderableType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import nf4_patch
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 class Tell(Protocol):
@@ -59,15 +60,19 @@ class Diagnosis(Report):
         return {**super().as_dict(), "problems": self.problems()}
 
 
+class Impossible(RuntimeError):
+    """What a verb is asked cannot be done here; the message says why."""
+
+
 def require_gpu() -> None:
     """
     Raises:
-        RuntimeError: torch finds no NVIDIA GPU.
+        Impossible: torch finds no NVIDIA GPU.
     """
     import torch
 
     if not torch.cuda.is_available() or torch.version.hip is not None:
-        raise RuntimeError("no NVIDIA GPU: nothing can be measured here")
+        raise Impossible("no NVIDIA GPU: nothing can be measured here")
 
 
 DISTRIBUTIONS = ("torch", "triton", "bitsandbytes", "unsloth", "unsloth_zoo", "transformers", "peft", "wrapt")

@@ -25,7 +25,7 @@ from .cases import (
     unpatched,
     use_interpreter_without_gpu,
 )  # fmt: skip
-from .report import Report, Tell, plural, provenance, silent
+from .report import Impossible, Report, Tell, plural, provenance, silent
 
 Dequantize = Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]  # weight, quant_state, out -> the weight
 SHOWN = 20  # failures that are listed
@@ -94,7 +94,7 @@ def verify(
 
     Raises:
         BadCheckpoint: ``weights`` cannot be read, or holds no 4-bit weight.
-        portable.CannotRun: that code does not run on this machine.
+        machine_code.Unsupported: that code does not run on this machine.
     """
     use_interpreter_without_gpu()
     from ..nf4.dequantize import compilation
@@ -134,7 +134,7 @@ class Weight(NamedTuple):
     make: Callable[[], tuple[torch.Tensor, Any]]
 
 
-class BadCheckpoint(ValueError):
+class BadCheckpoint(Impossible):
     """A file that cannot be read as a checkpoint with 4-bit weights; the message says why."""
 
 

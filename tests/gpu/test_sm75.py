@@ -6,6 +6,7 @@ import math
 import re
 
 import bitsandbytes.functional as F
+import matmul_elsewhere
 import pytest
 import torch
 from fused_matmul import error, exact
@@ -93,7 +94,7 @@ def multiply(x, layout, config, bias=None):
     """What a T4 would launch, into NaN; the memory that the sums of slices are likely to get holds NaN too."""
     out = torch.full((x.shape[0], layout.shape[0]), math.nan, dtype=torch.float16, device=CUDA)
     torch.full((PROCESSORS * out.numel(),), math.nan, device=CUDA)
-    return portable.multiply(x, layout, config, PROCESSORS, T4, out, bias)
+    return matmul_elsewhere.multiply(x, layout, config, PROCESSORS, T4, out, bias)
 
 
 def rows_up_to(m):
@@ -175,7 +176,7 @@ def test_as_accurate_as_dequantize_and_matmul_and_the_same_again(candidate, nest
 
 def test_the_fused_matmul_is_the_code_of_a_t4(candidate):
     cut = small_m.plan(candidate.config, PROCESSORS, 16, 4096, 4096, True, True, False, T4)
-    compiled, _ = portable.load_fused_matmul(cut.ptx, candidate.config.warps_n * candidate.config.warps_k, T4, CUDA)
+    compiled, _ = matmul_elsewhere.load(cut.ptx, candidate.config.warps_n * candidate.config.warps_k, T4, CUDA)
     ptx = compiled.kernel.decode()
     assert ".target sm_75" in ptx
     assert "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32" in ptx

@@ -47,12 +47,31 @@ def cases(kind: str):
             yield capability, variant(capability, dtype, 2**26, blocksize, nested, whole, aligned=True)
 
 
+def dependent_loads(code: machine_code.Code) -> list[int]:
+    """Positions of the loads whose address comes from a byte that another load fetched: code2[absmax], the second trip to memory."""
+    tainted: set[str] = set()
+    found = []
+    for position, instruction in enumerate(code.instructions):
+        target, *sources = re.findall(r"\bR(\d+)\b", instruction.operands) or [""]
+        dependent = bool(tainted.intersection(sources))
+        if instruction.name == "LDG":
+            if dependent:
+                found.append(position)
+            dependent = ".U8" in instruction.opcode and not dependent
+        elif instruction.name in ("STG", "STS"):  # they write no register
+            continue
+        (tainted.add if dependent else tainted.discard)(target)
+        if ".WIDE" in instruction.opcode and target:  # the high half of an address never decides
+            tainted.discard(str(int(target) + 1))
+    return found
+
+
 def row(capability, variant) -> dict:
     code = machine_code.code_of(variant, capability)
     steps = variant.config.steps
     loads = [i for i in code.instructions if i.name == "LDG"]
     stores = [i for i in code.instructions if i.name == "STG"]
-    code2 = machine_code.dependent_loads(code)
+    code2 = dependent_loads(code)
     return {
         "arch": machine_code.sm(capability),
         "dtype": str(variant.dtype).removeprefix("torch."),
@@ -73,7 +92,7 @@ def row(capability, variant) -> dict:
         "stores": [i.opcode for i in stores],
         "packed_after_code2": [
             i.opcode for n, i in enumerate(code.instructions)
-            if i.name == "LDG" and "EF" in i.modifiers and code2 and n > min(code2)
+            if i.name == "LDG" and ".EF" in i.opcode and code2 and n > min(code2)
         ],
         "code2_loads": len(code2),
         "fadd": code.count("FADD"),

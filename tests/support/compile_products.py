@@ -5,15 +5,16 @@ A process of its own, because the tests' process may hold Triton's interpreter.
 
 from __future__ import annotations
 
+import matmul_elsewhere
+
 from nf4_patch.nf4.matmul import small_m
 from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, TILE_COUNTS
-from nf4_patch.tools.sass.machine_code import fused_matmul_code
 
 
 def compile_for(arch, config, m, n, k, half, nested, bias):
     capability = divmod(arch, 10)
     cut = small_m.plan(config, 132, m, n, k, half, nested, bias, capability)
-    code = fused_matmul_code(cut.ptx, config.warps_n * config.warps_k, capability)
+    code = matmul_elsewhere.code_of(cut.ptx, config.warps_n * config.warps_k, capability)
     name = f"x:{m}x{n}x{k}:{half:d}{nested:d}{bias:d}-{'-'.join(map(str, config))}"
     print(arch, code.registers, code.stack, code.shared, name)
 

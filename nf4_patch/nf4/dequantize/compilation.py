@@ -56,17 +56,17 @@ def config_for(capability: tuple[int, int], numel: int) -> LaunchConfig:
 
 
 class Variant(NamedTuple):
-    """Everything a compiled kernel depends on."""
+    """Everything a compiled kernel depends on; by default that of a usual weight."""
 
     config: LaunchConfig
     dtype: torch.dtype
-    offset_dtype: torch.dtype | None  # None: flat
-    blocksize: int
-    blocksize2: int
-    even: bool
-    tail: bool
-    wide: bool  # n needs 64 bits
-    aligned: bool  # the packed weight starts on 16 bytes, not only on 4
+    offset_dtype: torch.dtype | None = torch.float32  # None: flat
+    blocksize: int = 64
+    blocksize2: int = 256
+    even: bool = True  # whole CTAs
+    tail: bool = False  # n is no multiple of 8
+    wide: bool = False  # n needs 64 bits
+    aligned: bool = True  # the packed weight starts on 16 bytes, not only on 4
 
     @classmethod
     def of(cls, layout: Layout, config: LaunchConfig) -> Variant:

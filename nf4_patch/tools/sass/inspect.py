@@ -20,7 +20,6 @@ from ...nf4.dequantize.compilation import Variant
 from ..report import Report, Tell, silent
 from . import machine_code
 from .machine_code import Capability, Code
-from .portable import capability_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 OURS, BITSANDBYTES = "nf4_patch", "bitsandbytes"
@@ -59,16 +58,8 @@ class InspectReport(Report):
         yield from self.notes
 
 
-def variant_of(capability: Capability, dtype: torch.dtype, blocksize: int = 64, numel: int = 2**26) -> Variant:
-    """The usual weight: nested, whole CTAs, aligned."""
-    return Variant(
-        config=compilation.config_for(capability, numel), dtype=dtype, offset_dtype=torch.float32, blocksize=blocksize,
-        blocksize2=256, even=True, tail=False, wide=False, aligned=True,
-    )  # fmt: skip
-
-
 def ours(capability: Capability, dtype: torch.dtype) -> KernelRow:
-    variant = variant_of(capability, dtype)
+    variant = Variant(compilation.config_for(capability, 2**26), dtype)
     code = machine_code.code_of(variant, capability)
     elements = compilation.group_of(variant) * variant.config.steps  # a lane
     return row_of(capability, dtype, OURS, code, len(code.instructions) / elements)
@@ -140,10 +131,7 @@ def inspect(capabilities: Iterable[Capability], tell: Tell = silent) -> InspectR
 @click.pass_obj
 def command(tell: Tell, archs: tuple[str, ...], everything: bool) -> InspectReport:
     """Count instructions, registers and spills of the kernel for a GPU that need not be here."""
-    try:
-        capabilities = [capability_of(arch) for arch in archs] or [(7, 5)]
-        if everything:
-            capabilities = [one for one in machine_code.CAPABILITIES if machine_code.is_supported(one)]
-        return inspect(capabilities, tell)
-    except (ValueError, machine_code.Unsupported) as error:
-        raise click.ClickException(str(error)) from error
+    capabilities = [machine_code.capability_of(arch) for arch in archs] or [(7, 5)]
+    if everything:
+        capabilities = [one for one in machine_code.CAPABILITIES if machine_code.is_supported(one)]
+    return inspect(capabilities, tell)

@@ -1,8 +1,7 @@
 """What the compiler makes of a kernel, on a machine that need not have a GPU.
 
 Triton compiles for any capability, and its wheel carries ptxas and the disassembler. Counts are static: the
-instructions of a kernel that runs from its first line to its last, as the dequantization of whole groups does (there is
-no loop in it).
+dequantization of whole groups has no loop.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from typing import Any, NamedTuple
 
 from ...nf4.dequantize import compilation
 from ...nf4.dequantize.compilation import Variant
-from ...nf4.matmul import small_m
+from ...nf4.runtime import TRITON_RELEASE
+from ..report import Impossible
 
 Capability = tuple[int, int]
 
@@ -36,10 +36,6 @@ class Instruction(NamedTuple):
     def name(self) -> str:
         return self.opcode.split(".")[0]
 
-    @property
-    def modifiers(self) -> tuple[str, ...]:
-        return tuple(self.opcode.split(".")[1:])
-
 
 class Code(NamedTuple):
     """The machine code of one kernel."""
@@ -54,8 +50,8 @@ class Code(NamedTuple):
         return sum(instruction.name in names for instruction in self.instructions)
 
 
-class Unsupported(RuntimeError):
-    """The installed Triton cannot compile for this capability, or the kernel knows no such one."""
+class Unsupported(Impossible):
+    """Code for this capability cannot be compiled, or not be run, on this machine."""
 
 
 def tool(name: str) -> str:
@@ -63,13 +59,6 @@ def tool(name: str) -> str:
     import triton
 
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
-
-
-def triton_release() -> tuple[int, int]:
-    import triton
-
-    major, minor = triton.__version__.split(".")[:2]
-    return int(major), int(minor)
 
 
 def source(variant: Variant, capability: Capability) -> Any:
@@ -81,7 +70,7 @@ def source(variant: Variant, capability: Capability) -> Any:
     signature = compilation.signature(variant)
     names = list(kernel.arg_names)
     divisible = [names.index(name) for name in compilation.on_16_bytes(variant)]
-    if triton_release() >= (3, 3):
+    if TRITON_RELEASE >= (3, 3):
         signature.update(dict.fromkeys(values, "constexpr"))
         attributes: Any = {(index,): [["tt.divisibility", 16]] for index in divisible}
         return ASTSource(kernel, signature, {(names.index(k),): v for k, v in values.items()}, attributes)
@@ -109,47 +98,18 @@ def compile_variant(variant: Variant, capability: Capability) -> Any:
     return triton.compile(source(variant, capability), target=GPUTarget("cuda", sm(capability), 32), options=options)
 
 
-POINTERS = ("x", "packed", "absmax", "code", "absmax2", "code2", "offset", "out", "bias")
-NUMBERS = ("m", "n", "blocks", "shift", "shift2", "shares", "slices")
-
-
-def compile_fused_matmul(ptx_source: str, warps: int, capability: Capability) -> Any:
-    """Triton's CompiledKernel of a fused matmul's PTX source."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from ...nf4.matmul import kernels as matmul_kernels
-
-    signature = dict.fromkeys(POINTERS, "*u8") | dict.fromkeys(NUMBERS, "i32")
-    values = small_m.constants(ptx_source)
-    if triton_release() >= (3, 3):
-        signature |= dict.fromkeys(values, "constexpr")
-    source = ASTSource(matmul_kernels.matmul_4bit_kernel, signature, values)
-    options = {"num_warps": warps, "num_stages": 1}
-    return triton.compile(source, target=GPUTarget("cuda", sm(capability), 32), options=options)
-
-
-@functools.lru_cache(maxsize=512)
-def fused_matmul_code(ptx_source: str, warps: int, capability: Capability) -> Code:
-    (code,) = disassemble(compile_fused_matmul(ptx_source, warps, capability).asm["cubin"]).values()
-    return code
-
-
 def check(capability: Capability) -> None:
     """Raises Unsupported unless the kernel has a launch for the capability and the installed Triton compiles for it."""
     if capability not in FIRST_TRITON:
         raise Unsupported(f"{arch_of(capability)} is not supported; use one of {', '.join(map(arch_of, CAPABILITIES))}")
     if not is_supported(capability):
-        first = ".".join(map(str, FIRST_TRITON[capability]))
-        raise Unsupported(
-            f"{arch_of(capability)} needs Triton {first}, installed is {'.'.join(map(str, triton_release()))}"
-        )
+        first, here = (".".join(map(str, release)) for release in (FIRST_TRITON[capability], TRITON_RELEASE))
+        raise Unsupported(f"{arch_of(capability)} needs Triton {first}, installed is {here}")
 
 
 def is_supported(capability: Capability) -> bool:
     """Whether the installed Triton compiles for it."""
-    return capability in FIRST_TRITON and triton_release() >= FIRST_TRITON[capability]
+    return capability in FIRST_TRITON and FIRST_TRITON[capability] <= TRITON_RELEASE
 
 
 def sm(capability: Capability) -> int:
@@ -160,27 +120,39 @@ def arch_of(capability: Capability) -> str:
     return f"sm_{sm(capability)}"
 
 
+def capability_of(arch: str) -> Capability:
+    """(7, 5) of "sm_75", "75" or "7.5".
+
+    Raises:
+        Unsupported: no capability is written so.
+    """
+    found = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)", arch)
+    if not found:
+        raise Unsupported(f"{arch!r} is not an architecture; write it as sm_75, 75 or 7.5")
+    return int(found[1]), int(found[2])
+
+
 @functools.lru_cache(maxsize=512)
 def code_of(variant: Variant, capability: Capability) -> Code:
     compiled = compile_variant(variant, capability)
-    (code,) = disassemble(compiled.asm["cubin"]).values()
-    return code._replace(ptx=compiled.asm["ptx"])
+    return disassemble(compiled.asm["cubin"])._replace(ptx=compiled.asm["ptx"])
 
 
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", re.MULTILINE)
 RESOURCES = re.compile(r"Function (\S+?):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
-def disassemble(cubin: bytes) -> dict[str, Code]:
-    """The machine code of every kernel in a cubin, by its (mangled) name."""
+def disassemble(cubin: bytes) -> Code:
+    """The machine code of a cubin with one kernel."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
-        return disassemble_file(file)
+        (code,) = disassemble_file(file).values()
+        return code
 
 
 def disassemble_file(file: Path, *options: str) -> dict[str, Code]:
-    """As :func:`disassemble`, for a cubin or a library; ``options`` of cuobjdump choose "-arch" and "-fun"."""
+    """The machine code of each kernel in a cubin or library, by mangled name; ``options`` of cuobjdump: "-arch", "-fun"."""
     text = run(tool("cuobjdump"), "-sass", *options, str(file))
     resources = functions(file, *options[1:2])
     listings = re.split(r"^\s*Function : (\S+)\s*$", text, flags=re.MULTILINE)[1:]
@@ -208,25 +180,3 @@ def functions(file: Path, arch: str | None = None) -> dict[str, tuple[int, int, 
 
 def run(*command: str, check: bool = True) -> str:
     return subprocess.run(command, check=check, capture_output=True, text=True).stdout
-
-
-REGISTER = re.compile(r"\bR(\d+)\b")
-
-
-def dependent_loads(code: Code) -> list[int]:
-    """Positions of the loads whose address comes from a byte that another load fetched: code2[absmax], the second trip to memory."""
-    tainted: set[str] = set()
-    found = []
-    for position, instruction in enumerate(code.instructions):
-        registers = REGISTER.findall(instruction.operands)
-        target, sources = registers[:1], registers[1:]
-        if instruction.name == "LDG":
-            if tainted.intersection(sources):
-                found.append(position)
-            byte = "U8" in instruction.modifiers and not tainted.intersection(sources)
-            (tainted.update if byte else tainted.difference_update)(target)
-        elif instruction.name not in ("STG", "STS"):  # computed: the result depends on every source
-            (tainted.update if tainted.intersection(sources) else tainted.difference_update)(target)
-        if "WIDE" in instruction.modifiers and target:  # the high half of an address never decides
-            tainted.discard(str(int(target[0]) + 1))
-    return found

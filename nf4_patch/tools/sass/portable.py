@@ -18,55 +18,28 @@ from ...nf4 import runtime
 from ...nf4.dequantize import compilation
 from ...nf4.dequantize.compilation import Variant
 from ...nf4.layout import Layout
-from ...nf4.matmul import launch as matmul
-from ...nf4.matmul import small_m
-from ...nf4.matmul.tuning import SmallMConfig
 from ...patching.quant_state import fields_of
 from . import machine_code
-from .machine_code import Capability, arch_of
-
-
-class CannotRun(RuntimeError):
-    """Code for that capability does not run on this machine; the message says why."""
-
-
-def capability_of(arch: str) -> Capability:
-    """(7, 5) of "sm_75", "75" or "7.5".
-
-    Raises:
-        ValueError: no capability is written so.
-    """
-    found = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)", arch)
-    if not found:
-        raise ValueError(f"{arch!r} is not an architecture; write it as sm_75, 75 or 7.5")
-    return int(found[1]), int(found[2])
+from .machine_code import Capability, Unsupported, arch_of
 
 
 def check(capability: Capability, device: torch.device) -> None:
-    """Raises CannotRun unless PTX for ``capability`` runs on ``device``."""
+    """Raises Unsupported unless PTX for ``capability`` runs on ``device``."""
     if capability < compilation.MINIMUM_CAPABILITY:
-        raise CannotRun(f"{arch_of(capability)}: the kernel begins at {arch_of(compilation.MINIMUM_CAPABILITY)}")
+        raise Unsupported(f"{arch_of(capability)}: the kernel begins at {arch_of(compilation.MINIMUM_CAPABILITY)}")
     if device.type != "cuda":
-        raise CannotRun("PTX needs an NVIDIA GPU to run on; `nf4-patch inspect` compiles and counts without one")
+        raise Unsupported("PTX needs an NVIDIA GPU to run on; `nf4-patch inspect` compiles and counts without one")
     here = torch.cuda.get_device_capability(device)
     if capability > here:
-        raise CannotRun(f"PTX for {arch_of(capability)} does not run on {arch_of(here)}")
+        raise Unsupported(f"PTX for {arch_of(capability)} does not run on {arch_of(here)}")
 
 
 @functools.lru_cache(maxsize=256)
 def load(variant: Variant, capability: Capability, device: torch.device) -> tuple[Any, runtime.Entry]:
     """The compiled kernel with its PTX in the place of its cubin, and a function that launches it on ``device``."""
     compiled = machine_code.compile_variant(variant, capability)
-    return compiled, entry_of(compiled, tuple(compilation.constants(variant, capability).values()), capability, device)
-
-
-@functools.lru_cache(maxsize=256)
-def load_fused_matmul(
-    ptx_source: str, warps: int, capability: Capability, device: torch.device
-) -> tuple[Any, runtime.Entry]:
-    """As :func:`load`, for the PTX source of a fused matmul."""
-    compiled = machine_code.compile_fused_matmul(ptx_source, warps, capability)
-    return compiled, entry_of(compiled, tuple(small_m.constants(ptx_source).values()), capability, device)
+    values = tuple(compilation.constants(variant, capability).values())
+    return compiled, entry_of(compiled, values, capability, device)
 
 
 def entry_of(compiled: Any, values: tuple[Any, ...], capability: Capability, device: torch.device) -> runtime.Entry:
@@ -86,25 +59,10 @@ def dequantize(layout: Layout, capability: Capability, out: torch.Tensor) -> tor
     _, entry = load(variant, capability, device)
     tensors = compilation.operands(layout, out)
     with torch.cuda.device(device):
-        stream = torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[attr-defined]
         grid = -(-layout.numel() // compilation.elements_of(variant))
-        entry.start(grid, stream, *(tensor.data_ptr() for tensor in tensors), layout.numel())
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        entry.start(grid, runtime.current_stream(device.index), *pointers, layout.numel())
     return out
-
-
-def multiply(
-    x: torch.Tensor, layout: Layout, config: SmallMConfig, processors: int, capability: Capability, out: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Fill ``out`` [m, n] with x [m, k] @ weight.T (+ bias) by code built for ``capability``, as a GPU of so many
-    multiprocessors would launch it."""
-    (m, k), n, device, nested = x.shape, layout.shape[0], out.device, layout.nested()
-    check(capability, device)
-    cut = small_m.plan(config, processors, m, n, k, x.dtype is torch.float16, nested, bias is not None, capability)
-    warps = config.warps_n * config.warps_k
-    _, entry = load_fused_matmul(cut.ptx, warps, capability, device)
-    kernel = small_m.SmallMKernel(device, x.dtype, layout, cut, warps, m, bias is not None, entry)
-    return matmul.MatmulLaunch(kernel, x, layout, bias)(x, out)
 
 
 def dequantizer(capability: Capability) -> Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]:

@@ -1,0 +1,62 @@
+"""The fused matmul compiled for a GPU that need not be here, and run on the GPU at hand as that one would launch it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from nf4_patch.nf4 import runtime
+from nf4_patch.nf4.layout import Layout
+from nf4_patch.nf4.matmul import kernels, small_m
+from nf4_patch.nf4.matmul.launch import MatmulLaunch
+from nf4_patch.nf4.matmul.tuning import SmallMConfig
+from nf4_patch.tools.sass import machine_code, portable
+
+Capability = tuple[int, int]
+POINTERS = ("x", "packed", "absmax", "code", "absmax2", "code2", "offset", "out", "bias")
+NUMBERS = ("m", "n", "blocks", "shift", "shift2", "shares", "slices")
+
+
+def compile_matmul(ptx_source: str, warps: int, capability: Capability) -> Any:
+    """Triton's CompiledKernel of a fused matmul's PTX source."""
+    signature = dict.fromkeys(POINTERS, "*u8") | dict.fromkeys(NUMBERS, "i32")
+    values = small_m.constants(ptx_source)
+    if runtime.TRITON_RELEASE >= (3, 3):
+        signature |= dict.fromkeys(values, "constexpr")
+    source = ASTSource(kernels.matmul_4bit_kernel, signature, values)
+    target = GPUTarget("cuda", machine_code.sm(capability), 32)
+    return triton.compile(source, target=target, options={"num_warps": warps, "num_stages": 1})
+
+
+def code_of(ptx_source: str, warps: int, capability: Capability) -> machine_code.Code:
+    return machine_code.disassemble(compile_matmul(ptx_source, warps, capability).asm["cubin"])
+
+
+@functools.lru_cache(maxsize=256)
+def load(
+    ptx_source: str, warps: int, capability: Capability, device: torch.device
+) -> tuple[Any, runtime.Entry]:  # fmt: skip
+    """As portable.load, for the PTX source of a fused matmul."""
+    compiled = compile_matmul(ptx_source, warps, capability)
+    values = tuple(small_m.constants(ptx_source).values())
+    return compiled, portable.entry_of(compiled, values, capability, device)
+
+
+def multiply(
+    x: torch.Tensor, layout: Layout, config: SmallMConfig, processors: int, capability: Capability, out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Fill ``out`` [m, n] with x [m, k] @ weight.T (+ bias) by code built for ``capability``, as a GPU of so many
+    multiprocessors would launch it."""
+    (m, k), n, device, nested = x.shape, layout.shape[0], out.device, layout.nested()
+    portable.check(capability, device)
+    cut = small_m.plan(config, processors, m, n, k, x.dtype is torch.float16, nested, bias is not None, capability)
+    warps = config.warps_n * config.warps_k
+    _, entry = load(cut.ptx, warps, capability, device)
+    kernel = small_m.SmallMKernel(device, x.dtype, layout, cut, warps, m, bias is not None, entry)
+    return MatmulLaunch(kernel, x, layout, bias)(x, out)
