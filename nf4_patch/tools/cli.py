@@ -109,10 +109,9 @@ class Progress:
                 progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn(),
                 console=console(stderr=True), transient=True,
             )  # fmt: skip
-            if self.bar.console.is_terminal:
-                self.bar.start()
-                self.bar.add_task(text)
+            self.bar.add_task(text)
         if self.bar.console.is_terminal:
+            self.bar.start()
             self.bar.update(self.bar.task_ids[0], description=text, completed=done, total=total)
         elif text != self.text:
             self.bar.console.print(text)
@@ -152,8 +151,7 @@ def finish(ctx: click.Context, report: Any) -> None:
     ctx.obj.stop()
     if report is None:
         return
-    file = ctx.meta.get("nf4_patch.json")
-    if file is not None:
+    if file := ctx.meta.get("nf4_patch.json"):
         data = report.as_dict()
         if "machine" not in data:  # which says as much and more
             data |= {"releases": releases(), "date": datetime.date.today().isoformat(), "commit": commit()}

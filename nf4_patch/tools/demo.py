@@ -26,10 +26,13 @@ from rich.table import Table
 
 import nf4_patch
 
+from ..nf4.dequantize import compilation
+from ..patching.counters import counters
+from ..patching.reasons import Reason
 from . import llama, output
-from .cases import device_here, name_of, place_of
+from .cases import device_here, name_of, place_of, unpatched
 from .llama import Shape
-from .report import Diagnosis, Tell, plural, provenance, silent
+from .report import Diagnosis, Tell, plural, provenance, right, silent
 
 SEED = 0
 WARM_UP = 3  # steps of each kind before anything is timed: kernels compile, allocators fill
@@ -99,8 +102,6 @@ class DemoReport(Diagnosis):
         return self.patched.peak_bytes is not None and self.patched.hits > 0
 
     def problems(self) -> list[str]:
-        from ..patching.reasons import Reason
-
         found = []
         if not self.without.repeats:
             found.append("the training without the patch gives other bits each time: nothing can be compared with it")
@@ -110,10 +111,11 @@ class DemoReport(Diagnosis):
             found.append("the losses differ")
         if self.without.adapter != self.patched.adapter:
             found.append("the trained adapters differ")
-        if self.kernel_runs:
-            found += [] if self.patched.hits else ["the kernel was never hit"]
-            missed = [name for name in self.patched.fallbacks if not Reason[name].is_expected]
-            found += [f"{self.patched.fallbacks[name]} calls fell back: {Reason[name].sentence}" for name in missed]
+        if self.kernel_runs and not self.patched.hits:
+            found.append("the kernel was never hit")
+        for name, count in self.patched.fallbacks.items():
+            if self.kernel_runs and not Reason[name].is_expected:
+                found.append(f"{count} calls fell back: {Reason[name].sentence}")
         if self.verification["exit_code"]:
             found.append("the kernel's bits differ from bitsandbytes' on the model's weights")
             found += self.verification["failures"][:3]
@@ -144,22 +146,17 @@ class DemoReport(Diagnosis):
             yield f"picture: {self.png}"
 
     def _losses(self) -> Table:
-        table = Table(title="Losses")
-        for heading in ("step", "without the patch", "with the patch", "same bits"):
-            table.add_column(heading, justify="right")
+        table = Table(*right("step", "without the patch", "with the patch", "same bits"), title="Losses")
         for step, (a, b) in enumerate(zip(self.without.losses, self.patched.losses, strict=True), 1):
             table.add_row(str(step), f"{a:.9f}", f"{b:.9f}", "yes" if a == b else "NO", style=None if a == b else "red")
         return table
 
     def _costs(self) -> Table:
-        from ..patching.reasons import Reason
-
         def row(name: str, of: Any) -> None:
             table.add_row(name, of(self.without), of(self.patched))
 
-        table = Table(title="Dequantizations, time and memory" if self.timed else "Dequantizations")
-        for heading in ("", "without the patch", "with the patch"):
-            table.add_column(heading)
+        title = "Dequantizations, time and memory" if self.timed else "Dequantizations"
+        table = Table("", "without the patch", "with the patch", title=title)
         most = 3 * self.linears * len(self.patched.losses)  # forward, recompute, backward
         of = f" of at most {most:,}" if self.kernel_runs else ""
         row("in the kernel", lambda training: f"{training.hits:,}{of}" if training.patched else "-")
@@ -197,26 +194,20 @@ def demo(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
-    from ..nf4.dequantize import compilation
-
     device = device_here()
     dtype = torch.float16 if on_gpu and torch.cuda.get_device_capability() < (8, 0) else torch.bfloat16
-    before = nf4_patch.is_enabled()
-    try:
-        with tempfile.TemporaryDirectory(prefix="nf4-patch-demo-") as folder:
-            tell("making the model")
-            model = Model(SIZES[size], Path(folder), device, dtype)
-            for patched in (False, True):
-                model.train(patched, min(WARM_UP, steps), tell, "warming up")
-            # A B B A: a machine that gets faster or slower meanwhile does so for both.
-            rounds = [model.train(patched, steps, tell, "training") for patched in (False, True, True, False)]
-            without, with_patch = rounds[:2]
-            without.add(rounds[3])
-            with_patch.add(rounds[2])
-            model.load().save_pretrained(Path(folder, "packed"))
-            verification = verify_weights(Path(folder, "packed", "model.safetensors"), tell)
-    finally:
-        (nf4_patch.enable if before else nf4_patch.disable)()
+    with tempfile.TemporaryDirectory(prefix="nf4-patch-demo-") as folder:
+        tell("making the model")
+        model = Model(SIZES[size], Path(folder), device, dtype)
+        for patched in (False, True):
+            model.train(patched, min(WARM_UP, steps), tell, "warming up")
+        # A B B A: a machine that gets faster or slower meanwhile does so for both.
+        rounds = [model.train(patched, steps, tell, "training") for patched in (False, True, True, False)]
+        without, with_patch = rounds[:2]
+        without.add(rounds[3])
+        with_patch.add(rounds[2])
+        model.load().save_pretrained(Path(folder, "packed"))
+        verification = verify_weights(Path(folder, "packed", "model.safetensors"), tell)
     report = DemoReport(
         place=place_of(device) if on_gpu else "CPU", kernel_runs=on_gpu or compilation.INTERPRETED, size=size,
         parameters=model.parameters, linears=model.linears, dtype=name_of(dtype),
@@ -260,45 +251,41 @@ class Model:
 
     def train(self, patched: bool, steps: int, tell: Tell, doing: str) -> Training:
         """Load, adapt and train from the seed, with the patch or without."""
-        from ..patching.counters import counters
-
         text = f"{doing} {'with' if patched else 'without'} the patch"
         tell(text, 0, steps)
-        nf4_patch.disable()
-        if patched:
-            nf4_patch.enable(matmul="off")  # whatever the environment says: the fused matmul has other bits
-        model = self.adapted()
-        model.train()
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trainable, lr=self.size.learning_rate)
-        counters.reset()
-        training = Training(patched)
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        for step, tokens in enumerate(self.batches(steps), 1):
-            started = time.perf_counter()
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            training.losses.append(loss.item())  # waits for the GPU
-            training.seconds.append(time.perf_counter() - started)
-            tell(text, step, steps)
-        if self.device.type == "cuda":
-            training.peak_bytes = torch.cuda.max_memory_allocated(self.device)
-        status = nf4_patch.status()
-        training.hits, training.errors = status.hits, status.errors
-        for target in status.targets:
-            for name, count in target.fallbacks.items():
-                training.fallbacks[name] = training.fallbacks.get(name, 0) + count
+        # matmul off, whatever the environment says: the fused matmul has other bits
+        with nf4_patch.enabled(matmul="off") if patched else unpatched():
+            model = self.adapted()
+            model.train()
+            trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            optimizer = torch.optim.AdamW(trainable, lr=self.size.learning_rate)
+            counters.reset()
+            training = Training(patched)
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+            for step, tokens in enumerate(self.batches(steps), 1):
+                started = time.perf_counter()
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                training.losses.append(loss.item())  # waits for the GPU
+                training.seconds.append(time.perf_counter() - started)
+                tell(text, step, steps)
+            if self.device.type == "cuda":
+                training.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+            status = nf4_patch.status()
+            training.hits, training.errors = status.hits, status.errors
+            for target in status.targets:
+                for name, count in target.fallbacks.items():
+                    training.fallbacks[name] = training.fallbacks.get(name, 0) + count
         digest = hashlib.sha256()
         for parameter in trainable:
             digest.update(parameter.detach().float().cpu().numpy().tobytes())
         training.adapter = digest.hexdigest()
         del model, optimizer, trainable, loss
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         return training
 
 

@@ -8,13 +8,14 @@ import platform
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from rich.console import RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 import nf4_patch
 
@@ -147,14 +148,12 @@ class DoctorReport(Diagnosis):
 
     def _targets(self) -> Iterable[RenderableType]:
         """Those that matter, each on a line that 80 columns hold; the rest in one line."""
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
-        rest: dict[tuple[str, str], int] = {}
+        columns = Column(no_wrap=True), Column(overflow="fold")
+        table = Table(*columns, box=None, show_header=False, padding=(0, 2, 0, 0))
+        rest: Counter[tuple[str, str]] = Counter()
         for verdict in self.targets:
             if verdict.verdict in BRIEFLY:
-                key = verdict.verdict, verdict.why or verdict.target.partition(".")[0]
-                rest[key] = rest.get(key, 0) + 1
+                rest[verdict.verdict, verdict.why or verdict.target.partition(".")[0]] += 1
             else:
                 table.add_row(verdict.verdict, verdict.target)
                 table.add_row("", verdict.why or verdict.covers)
@@ -162,7 +161,7 @@ class DoctorReport(Diagnosis):
             yield table
         if rest:
             kinds = ", ".join(f"{count} {verdict} ({why})" for (verdict, why), count in rest.items())
-            yield f"{plural(sum(rest.values()), 'more target')}: {kinds}"
+            yield f"{plural(rest.total(), 'more target')}: {kinds}"
 
 
 def examine(unsloth: bool = False, tell: Tell = silent) -> DoctorReport:
@@ -230,18 +229,18 @@ def check_kernel(dtype: torch.dtype, device: torch.device, capability: tuple[int
     variant = compilation.Variant(compilation.config_for(capability, 4096 * 4096), dtype)
     name = str(dtype).removeprefix("torch.")
     started = time.perf_counter()
+    path = error = ""
     try:
-        kernel = compilation.kernel_for(variant, device)
-    except runtime.KernelUnavailable as error:
-        return KernelCheck(name, False, "", time.perf_counter() - started, str(error))
-    return KernelCheck(name, True, kernel.launch_path, time.perf_counter() - started)
+        path = compilation.kernel_for(variant, device).launch_path
+    except runtime.KernelUnavailable as unavailable:
+        error = str(unavailable)
+    return KernelCheck(name, not error, path, time.perf_counter() - started, error)
 
 
 def examine_targets(unsloth: bool, config: Config, tell: Tell) -> list[Verdict]:
-    """Enable the patch with the libraries imported, ask what stands where, and leave all as it was."""
+    """Import the libraries, enable the patch, and ask what stands where; afterwards it is as it was."""
     installed = releases({target.distribution for target in TARGETS})
     wanted = [name for name in installed if name != "unsloth" or unsloth]
-    before = nf4_patch.is_enabled()
     failed = {}
     for name in wanted:
         tell(f"importing {name}")
@@ -251,42 +250,37 @@ def examine_targets(unsloth: bool, config: Config, tell: Tell) -> list[Verdict]:
                 importlib.import_module(module)
         except Exception as error:  # a broken library is a finding, not a crash of the doctor
             failed[name] = f"import {name} fails: {type(error).__name__}: {error}"
-    nf4_patch.enable()
-    try:
-        states = {target.name: target.state for target in nf4_patch.status().targets}
-        return [
-            judge(target, installed.get(target.distribution, ""), states[target.name], failed, config)
-            for target in TARGETS
-        ]
-    finally:
-        if not before:
-            nf4_patch.disable()
+    found = []
+    with nf4_patch.enabled():
+        for target, status in zip(TARGETS, nf4_patch.status().targets, strict=True):
+            release = installed.get(target.distribution, "")
+            verdict, why = judge(target, release, status.state, failed, config)
+            found.append(Verdict(target.name, target.covers, release, verdict, why))
+    return found
 
 
-def judge(target: Target, release: str, state: str, failed: dict[str, str], config: Config) -> Verdict:
-    def verdict(word: str, why: str = "") -> Verdict:
-        return Verdict(target.name, target.covers, release, word, why)
-
+def judge(target: Target, release: str, state: str, failed: dict[str, str], config: Config) -> tuple[str, str]:
+    """The verdict on a target, and why."""
     if not release:
-        return verdict("not installed")
+        return "not installed", ""
     if target.distribution in failed:
-        return verdict("refused", failed[target.distribution])
+        return "refused", failed[target.distribution]
     if not holds(release, target.releases):
-        return verdict("not in this release", f"only {target.distribution} {target.releases}")
+        return "not in this release", f"only {target.distribution} {target.releases}"
     if config.forbidden:
-        return verdict("off", "NF4_PATCH=0 or NF4_USE_TRITON=0")
+        return "off", "NF4_PATCH=0 or NF4_USE_TRITON=0"
     if target.only and getattr(config, target.only) == "off":
-        return verdict("inactive", f"only with NF4_PATCH_{target.only.upper()}={SWITCHES[target.only]}")
+        return "inactive", f"only with NF4_PATCH_{target.only.upper()}={SWITCHES[target.only]}"
     tested = "" if release in target.tested else f"tested with {', '.join(target.tested)}, not with this release"
     if state in ("patched", "wrapped"):
-        return verdict("patched", tested)
+        return "patched", tested
     if state == "refused":
-        return verdict("refused", hooks.installed[target.name].refusal)
+        return "refused", hooks.installed[target.name].refusal
     if state == "absent":
-        return verdict("refused", f"{target.distribution} {release} has no such function")
+        return "refused", f"{target.distribution} {release} has no such function"
     if target.distribution in sys.modules:
-        return verdict("not here", f"{target.distribution} imports {target.module} only where it finds a GPU")
-    return verdict("would be patched", tested or "by its release; --unsloth imports it and looks")
+        return "not here", f"{target.distribution} imports {target.module} only where it finds a GPU"
+    return "would be patched", tested or "by its release; --unsloth imports it and looks"
 
 
 def holds(release: str, condition: str) -> bool:

@@ -16,21 +16,9 @@ from rich.table import Table
 
 from ..nf4.dequantize import reference
 from ..nf4.layout import BLOCKSIZES, Layout
-from .cases import (
-    CANARY,
-    PADDING,
-    Case,
-    ask_bitsandbytes,
-    bytes_in,
-    device_here,
-    draw,
-    place_of,
-    random_state,
-    same,
-    unpatched,
-    use_interpreter_without_gpu,
-)  # fmt: skip
-from .report import Report, Tell, plural, provenance, silent
+from . import cases
+from .cases import Case
+from .report import Report, Tell, plural, provenance, right, silent
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,10 +36,6 @@ def _freed(tensor: torch.Tensor) -> torch.Tensor:
 def _strided(tensor: torch.Tensor) -> torch.Tensor:
     wide = torch.stack((tensor.reshape(-1), tensor.reshape(-1)), 1)
     return wide[:, 0] if tensor.dim() == 1 else wide[:, :1]
-
-
-def _bytes_as_int8(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8).view(torch.int8)
 
 
 # Fault: the field that is changed ("packed" and "state" are the arguments themselves), how, and the Reasons it may end
@@ -78,7 +62,7 @@ FAULTS: dict[str, tuple[str, Callable[[Any], Any], tuple[str | None, ...]]] = {
     "code None": ("code", lambda t: None, (None,)),
     "packed one short": ("packed", lambda t: t.reshape(-1)[:-1].reshape(-1, 1), ("SIZE_MISMATCH",)),
     "packed twice": ("packed", lambda t: torch.cat((t.reshape(-1), t.reshape(-1))).view(-1, 1), ("SIZE_MISMATCH",)),
-    "packed int8": ("packed", _bytes_as_int8, ("STORAGE_DTYPE",)),
+    "packed int8": ("packed", lambda t: t.contiguous().view(torch.uint8).view(torch.int8), ("STORAGE_DTYPE",)),
     "packed on meta": ("packed", lambda t: t.to("meta"), ("NOT_CUDA", "MIXED_DEVICES")),
     "packed fake": ("packed", _fake, ("TENSOR_SUBCLASS",)),
     "packed freed": ("packed", _freed, ("NO_STORAGE",)),
@@ -136,19 +120,16 @@ class FuzzReport(Report):
         return {**vars(self), "layouts": len(self.layouts), "exit_code": self.exit_code}
 
     def render(self) -> Iterable[RenderableType]:
-        table = Table(title=f"Malformed states, seed {self.seed}")
-        table.add_column("fault: ended in")
-        table.add_column("cases", justify="right")
+        table = Table("fault: ended in", *right("cases"), title=f"Malformed states, seed {self.seed}")
         for name, count in sorted(self.faults.items()):
             table.add_row(name, str(count))
         yield table
         yield provenance(self.place)
         fallbacks = ", ".join(f"{name} {n:,}" for name, n in self.fallbacks.items()) or "none"
+        of = [plural(len(self.layouts), "layout"), plural(self.elements, "element")]
         yield (
-            f"{plural(self.cases, 'case')} of seed {self.seed}, {plural(len(self.layouts), 'layout')}, "
-            f"{plural(self.elements, 'element')}: "
-            f"{self.hits:,} in the kernel, fallbacks of well-formed states: {fallbacks}; "
-            f"{sum(self.faults.values()):,} malformed"
+            f"{plural(self.cases, 'case')} of seed {self.seed}, {', '.join(of)}: {self.hits:,} in the kernel, "
+            f"fallbacks of well-formed states: {fallbacks}; {sum(self.faults.values()):,} malformed"
         )
         yield f"mismatches: {len(self.mismatches)}, out of bounds: {len(self.out_of_bounds)}"
         yield from self.mismatches[:20]
@@ -165,13 +146,13 @@ class Fuzzer:
 
         self.seed, self.device, self.blocksizes, self.oracle = seed, device, tuple(blocksizes), oracle
         self.dequantizer = Dequantizer("nf4_patch.tools.fuzz")
-        self.report = FuzzReport(place_of(device), seed)
+        self.report = FuzzReport(cases.place_of(device), seed)
 
     def run(self, number: int) -> None:
         """Case ``number``: the well-formed state always, then the same state broken where the case says so."""
-        case = draw(self.seed, number, self.device.type, self.blocksizes, list(FAULTS))
+        case = cases.draw(self.seed, number, self.device.type, self.blocksizes, list(FAULTS))
         report = self.report
-        packed, state = random_state(case, self.seed, self.device)
+        packed, state = cases.random_state(case, self.seed, self.device)
         want = self.original(case, packed, state)
         report.cases += 1
         report.elements += case.numel
@@ -195,7 +176,7 @@ class Fuzzer:
             return reference.dequantize(Layout(packed, *fields_of(state)))
         if case.storage is not torch.uint8 and not packed.is_cuda:  # the CPU library takes bytes only
             packed = packed.view(torch.uint8)
-        return ask_bitsandbytes(packed.clone(), state)
+        return cases.ask_bitsandbytes(packed.clone(), state)
 
     def run_kernel(self, case: Case, packed: torch.Tensor, state: Any, want: torch.Tensor) -> Any:
         """The result, compared, or the Reason why not"""
@@ -203,16 +184,16 @@ class Fuzzer:
         out = buffer = None
         if case.into == "out":
             n = case.numel * case.dtype.itemsize
-            buffer, raw = bytes_in(n, self.device, fill=0xFF)  # NaN in every dtype
+            buffer, raw = cases.bytes_in(n, self.device, fill=0xFF)  # NaN in every dtype
             out = raw.view(case.dtype).view(case.shape)
         result = self.dequantizer.run(packed, state, out, shared=case.into == "shared")
         if not isinstance(result, torch.Tensor):
             return result
-        if not same(result, want):
+        if not cases.same(result, want):
             self.report.mismatches.append(repr(case))
         if buffer is not None:
-            edges = torch.cat((buffer[:PADDING], buffer[PADDING + n :]))
-            if not bool((edges == CANARY).all()):
+            edges = torch.cat((buffer[: cases.PADDING], buffer[cases.PADDING + n :]))
+            if not bool((edges == cases.CANARY).all()):
                 self.report.out_of_bounds.append(f"wrote outside out: {case!r}")
         if not torch.equal(before.view(torch.uint8), packed.contiguous().view(torch.uint8)):
             self.report.out_of_bounds.append(f"wrote into the packed weight: {case!r}")
@@ -231,7 +212,7 @@ class Fuzzer:
         except Exception as error:  # as the replacements do: the original would run
             result = self.dequantizer.failed(error)
         if isinstance(result, torch.Tensor):
-            ended, fine = "the original's bits", None in allowed and same(result, want)
+            ended, fine = "the original's bits", None in allowed and cases.same(result, want)
         else:
             ended, misaligned = result.name, case.start % 4 != 0
             fine = ended in allowed or (ended == "MISALIGNED" and misaligned)
@@ -241,25 +222,25 @@ class Fuzzer:
 
 
 def fuzz(
-    cases: int,
+    count: int,
     seed: int = 0,
     device: torch.device | None = None,
     blocksizes: Sequence[int] = BLOCKSIZES,
     tell: Tell = silent,
     oracle: str = "bitsandbytes",
 ) -> FuzzReport:
-    """Run ``cases`` cases of ``seed`` on the GPU, or under Triton's interpreter where there is none.
+    """Run ``count`` cases of ``seed`` on the GPU, or under Triton's interpreter where there is none.
 
     Args:
         blocksizes: drawn from; fewer mean fewer kernels to compile.
         oracle: "bitsandbytes", or "formula" for compute-sanitizer: bitsandbytes' CUDA kernel (0.50.2) itself reads
             past the end of absmax when the last block is partial.
     """
-    use_interpreter_without_gpu()
-    fuzzer = Fuzzer(seed, device or device_here(), blocksizes, oracle)
-    with unpatched():
-        for number in range(cases):
+    cases.use_interpreter_without_gpu()
+    fuzzer = Fuzzer(seed, device or cases.device_here(), blocksizes, oracle)
+    with cases.unpatched():
+        for number in range(count):
             if number % 64 == 0:
-                tell("fuzz", number, cases)
+                tell("fuzz", number, count)
             fuzzer.run(number)
     return fuzzer.report

@@ -14,6 +14,7 @@ import nf4_patch
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Column
 
 
 class Tell(Protocol):
@@ -58,6 +59,13 @@ class Diagnosis(Report):
 
     def as_dict(self) -> dict[str, Any]:
         return {**super().as_dict(), "problems": self.problems()}
+
+
+def right(*headings: str) -> list[Column]:
+    """Right-aligned columns of a table."""
+    from rich.table import Column
+
+    return [Column(heading, justify="right") for heading in headings]
 
 
 class Impossible(RuntimeError):

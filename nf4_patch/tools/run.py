@@ -16,13 +16,13 @@ from types import ModuleType
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 import nf4_patch
 
 from ..patching.status import STANDING, Status, TargetStatus, explain
 from ..patching.targets import TARGETS
-from .report import Report, plural
+from .report import Report, plural, right
 from .savings import Saving, measure, of_the_cache
 
 # Files whose frames stand above the script's own in a traceback.
@@ -73,12 +73,11 @@ class RunReport(Report):
         if not self.shown:
             return
         yield f"nf4_patch: {' '.join(self.command)} (exit {self.code}, {self.seconds:.1f} s)"
-        shown = [target for target in self.status.targets if matters(target)]
+        worth_a_line = (*STANDING, "refused")
+        shown = [t for t in self.status.targets if t.state in worth_a_line or t.hits or t.fallbacks]
         if shown:
-            table = Table(box=None, padding=(0, 2, 0, 0))
-            table.add_column("hits", justify="right")
-            table.add_column("fallbacks", justify="right")
-            table.add_column("target", overflow="fold")
+            columns = (*right("hits", "fallbacks"), Column("target", overflow="fold"))
+            table = Table(*columns, box=None, padding=(0, 2, 0, 0))
             for target in shown:
                 note = "" if target.state == "patched" else f"\n{target.state}: {target.note}".rstrip(": ")
                 table.add_row(f"{target.hits:,}", f"{sum(target.fallbacks.values()):,}", target.name + note)
@@ -98,11 +97,6 @@ class RunReport(Report):
         yield from map(str, self.savings)
         yield from of_the_cache(self.status)
         yield from self.advice()
-
-
-def matters(target: TargetStatus) -> bool:
-    """Whether it has a line of its own: patched, hit, fallen back or refused."""
-    return target.state in (*STANDING, "refused") or bool(target.hits or target.fallbacks)
 
 
 def waited_for(status: TargetStatus) -> str:
@@ -173,16 +167,22 @@ def _script(name: str) -> Callable[[], Any]:
 
 
 def _exit_code(start: Callable[[], Any]) -> int:
+    """That of the run; what it raises is printed as the interpreter would."""
     try:
         start()
     except SystemExit as exit:
-        return _code_of(exit)
+        if exit.code is None or isinstance(exit.code, int):
+            return exit.code or 0
+        print(exit.code, file=sys.stderr)  # as the interpreter does
+        return 1
     except KeyboardInterrupt as error:
         sys.excepthook(type(error), error, error.__traceback__)
         return 130
     except BaseException as error:
-        error = error.with_traceback(_without_our_frames(error.__traceback__))
-        sys.excepthook(type(error), error, error.__traceback__)
+        traceback = error.__traceback__
+        while traceback is not None and traceback.tb_frame.f_code.co_filename in OUR_FRAMES:
+            traceback = traceback.tb_next  # to the script's own first frame
+        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         return 1
     return 0
 
@@ -211,17 +211,3 @@ def _lead_path_with(directory: str) -> None:
 def _safe_path() -> bool:
     """python -P, which leaves sys.path alone."""
     return getattr(sys.flags, "safe_path", False)
-
-
-def _code_of(exit: SystemExit) -> int:
-    if exit.code is None or isinstance(exit.code, int):
-        return exit.code or 0
-    print(exit.code, file=sys.stderr)  # as the interpreter does
-    return 1
-
-
-def _without_our_frames(traceback: Any) -> Any:
-    """The traceback from the script's own first frame on."""
-    while traceback is not None and traceback.tb_frame.f_code.co_filename in OUR_FRAMES:
-        traceback = traceback.tb_next
-    return traceback

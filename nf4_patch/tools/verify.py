@@ -14,18 +14,8 @@ from rich.table import Table
 
 import nf4_patch
 
-from .cases import (
-    ask_bitsandbytes,
-    device_here,
-    differing,
-    every_case,
-    name_of,
-    place_of,
-    quantized,
-    unpatched,
-    use_interpreter_without_gpu,
-)  # fmt: skip
-from .report import Impossible, Report, Tell, plural, provenance, silent
+from . import cases
+from .report import Impossible, Report, Tell, plural, provenance, right, silent
 
 Dequantize = Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]  # weight, quant_state, out -> the weight
 SHOWN = 20  # failures that are listed
@@ -58,25 +48,24 @@ class VerifyReport(Report):
         return 1 if self.failures or not self.elements else 0
 
     def render(self) -> Iterable[RenderableType]:
-        table = Table(title="Kernel against bitsandbytes, bit for bit")
-        for heading in ("cases of", "output", "cases", "elements", "differing"):
-            table.add_column(heading, justify="left" if heading in ("cases of", "output") else "right")
+        title, counts = "Kernel against bitsandbytes, bit for bit", right("cases", "elements", "differing")
+        table = Table("cases of", "output", *counts, title=title)
         for row in self.rows:
-            counts = (f"{row.cases:,}", f"{row.elements:,}", f"{row.differing:,}")
-            table.add_row(row.family, row.dtype, *counts, style="red" if row.differing else None)
+            cells = (f"{row.cases:,}", f"{row.elements:,}", f"{row.differing:,}")
+            table.add_row(row.family, row.dtype, *cells, style="red" if row.differing else None)
         yield table
         yield provenance(self.place)
         yield from self.notes
         yield from self.failures[:SHOWN]
         if len(self.failures) > SHOWN:
             yield f"... and {len(self.failures) - SHOWN} more"
-        cases = plural(sum(row.cases for row in self.rows), "case")
+        compared = plural(sum(row.cases for row in self.rows), "case")
         if not self.elements:
             yield "Nothing was compared."
         elif self.failures:
-            yield f"NOT the same bits: {len(self.failures):,} of {cases} failed."
+            yield f"NOT the same bits: {len(self.failures):,} of {compared} failed."
         else:
-            yield f"The same bits: {cases}, {plural(self.elements, 'element')}, none differs."
+            yield f"The same bits: {compared}, {plural(self.elements, 'element')}, none differs."
 
 
 def verify(
@@ -96,11 +85,11 @@ def verify(
         BadCheckpoint: ``weights`` cannot be read, or holds no 4-bit weight.
         machine_code.Unsupported: that code does not run on this machine.
     """
-    use_interpreter_without_gpu()
+    cases.use_interpreter_without_gpu()
     from ..nf4.dequantize import compilation
 
-    device = device_here()
-    report = VerifyReport(place_of(device))
+    device = cases.device_here()
+    report = VerifyReport(cases.place_of(device))
     if arch is not None:
         from .sass import portable
 
@@ -120,7 +109,7 @@ def verify(
             "Of the six shapes every combination ran two, to keep it short: each blocksize met each shape."
         )
     dequantize = dequantize or nf4_patch.dequantize_nf4
-    with unpatched():
+    with cases.unpatched():
         compare_all(report, list_cases(weights, device), dequantize, tell)
     return report
 
@@ -145,8 +134,10 @@ def list_cases(weights: Path | None, device: torch.device) -> list[Weight]:
             raise BadCheckpoint(f"{weights} holds no 4-bit weight of bitsandbytes: nothing can be compared")
         return found
     return [
-        Weight(case.family, name_of(case.dtype), str(case), functools.partial(quantized, case, seed, device))
-        for seed, case in enumerate(every_case(thin=device.type == "cpu"))
+        Weight(
+            case.family, cases.name_of(case.dtype), str(case), functools.partial(cases.quantized, case, seed, device)
+        )
+        for seed, case in enumerate(cases.every_case(thin=device.type == "cpu"))
     ]
 
 
@@ -209,15 +200,13 @@ def compare(packed: torch.Tensor, state: Any, dequantize: Dequantize) -> tuple[i
         got = dequantize(packed, state, out)
     except (ValueError, RuntimeError) as error:  # a failure here: every case is one for the kernel
         return out.numel(), f"unsupported: {error}"
-    want = ask_bitsandbytes(packed, state)
+    want = cases.ask_bitsandbytes(packed, state)
     if got.shape != want.shape or got.dtype is not want.dtype:
         return want.numel(), f"{got.dtype} {list(got.shape)} instead of {want.dtype} {list(want.shape)}"
-    where = differing(got, want, zeros_alike=state.quant_type == "fp4" and not packed.is_cuda)
-    if not where.numel():
+    where = cases.differing(got, want, zeros_alike=state.quant_type == "fp4" and not packed.is_cuda)
+    count = where.numel()
+    if not count:
         return 0, ""
     first = int(where[0])
     a, b = float(got.reshape(-1)[first]), float(want.reshape(-1)[first])
-    return (
-        where.numel(),
-        f"{where.numel()} of {want.numel()} elements differ, first [{first}]: {a!r}, bitsandbytes {b!r}",
-    )
+    return count, f"{count} of {want.numel()} elements differ, first [{first}]: {a!r}, bitsandbytes {b!r}"

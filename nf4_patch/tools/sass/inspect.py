@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ...nf4.dequantize import compilation
 from ...nf4.dequantize.compilation import Variant
-from ..report import Report, Tell, silent
+from ..report import Report, Tell, right, silent
 from . import machine_code
 from .machine_code import Capability, Code
 
@@ -47,10 +47,11 @@ class InspectReport(Report):
     notes: list[str] = field(default_factory=list)
 
     def render(self) -> Iterable[RenderableType]:
-        title = f"Machine code of a dequantization (blocksize 64, nested), Triton {self.triton}"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-        for heading in ("GPU", "output", "kernel", "instructions an element", "registers", "bytes spilled"):
-            table.add_column(heading, justify="left" if heading in ("GPU", "output", "kernel") else "right")
+        table = Table(
+            "GPU", "output", "kernel", *right("instructions an element", "registers", "bytes spilled"),
+            title=f"Machine code of a dequantization (blocksize 64, nested), Triton {self.triton}",
+            title_justify="left", box=box.SIMPLE_HEAD,
+        )  # fmt: skip
         for row in self.kernels:
             counts = f"{row.instructions:.2f}", str(row.registers), str(row.spills)
             table.add_row(row.arch, row.dtype, row.kernel, *counts)
