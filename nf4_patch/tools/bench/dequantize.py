@@ -142,12 +142,10 @@ def on_host(peers: dict[str, Peer], tell: Tell) -> Iterator[Row]:
     parameter = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
     with nf4_patch.enabled():
         patched = bitsandbytes.functional.dequantize_4bit
-        others = {name: functools.partial(peer.dequantize, packed, state) for name, peer in peers.items()}
-        others[EMPTY] = functools.partial(torch.empty, (64, 64), dtype=torch.bfloat16, device=packed.device)
-        yield host("a new tensor", functools.partial(patched, packed, state), others)
-        others = {name: functools.partial(peer.dequantize, parameter, state) for name, peer in peers.items()}
-        others[EMPTY] = functools.partial(torch.empty, (64, 64), dtype=torch.bfloat16, device=packed.device)
-        yield host("a new tensor from a Params4bit", functools.partial(patched, parameter, state), others)
+        for subject, weight in (("a new tensor", packed), ("a new tensor from a Params4bit", parameter)):
+            others = {name: functools.partial(peer.dequantize, weight, state) for name, peer in peers.items()}
+            others[EMPTY] = functools.partial(torch.empty, (64, 64), dtype=torch.bfloat16, device=packed.device)
+            yield host(subject, functools.partial(patched, weight, state), others)
         unsloth = {name: peer for name, peer in peers.items() if name != BITSANDBYTES}
         if unsloth:
             ours = unsloth_replacement()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from .matmul import error, exact, fused_matmul_hits
 from .peers import OURS, original
 from .record import RATE, Bench, Check, Row, accuracy
 from .shapes import LLAMA_8B, Model
-from .timing import Times, machine
+from .timing import Times, capture, machine
 
 STOCK = "stock"
 BATCHES = (1, 8, 32)
@@ -36,8 +36,6 @@ METHOD = (
     "Tokens a second, greedy, wall time of {tokens} tokens, both sides alternating, medians. {layers} layers of {name}, "
     "NF4 nested, bf16, static cache of {cache} positions, lm_head of {vocabulary} in bf16; eager and compiled."
 )
-
-Glue = Callable[..., Any]
 
 
 def normalize(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -74,12 +72,7 @@ def gate_and_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-GLUE: dict[str, Glue] = {
-    "normalize": normalize,
-    "add_and_normalize": add_and_normalize,
-    "attend": attend,
-    "gate_and_up": gate_and_up,
-}
+BETWEEN = (normalize, add_and_normalize, attend, gate_and_up)  # the linear layers: what torch.compile sees
 
 
 class Llama:
@@ -106,14 +99,14 @@ class Llama:
         self.head = torch.randn(vocabulary, hidden, dtype=torch.bfloat16, device=device) / hidden**0.5
         self.norm = torch.ones(hidden, dtype=torch.bfloat16, device=device)
 
-    def logits(self, token: torch.Tensor, caches: Sequence[Any], position: torch.Tensor, glue: dict[str, Glue]) -> Any:
-        """Logits [batch, vocabulary] after token [batch] at position [1]."""
+    def logits(self, token: torch.Tensor, caches: Sequence[Any], position: torch.Tensor, between: Sequence[Any]) -> Any:
+        """Logits [batch, vocabulary] after token [batch] at position [1]; ``between``: BETWEEN, compiled or not."""
+        norm, add_and_norm, attention, activation = between
         x = self.embedding[token][:, None]
-        h = glue["normalize"](x, self.norm)
+        h = norm(x, self.norm)
         for (q, k, v, o, gate, up, down), (keys, values) in zip(self.layers, caches, strict=True):
-            attended = glue["attend"](q(h), k(h), v(h), keys, values, position)
-            x, h = glue["add_and_normalize"](x, o(attended), self.norm)
-            x, h = glue["add_and_normalize"](x, down(glue["gate_and_up"](gate(h), up(h))), self.norm)
+            x, h = add_and_norm(x, o(attention(q(h), k(h), v(h), keys, values, position)), self.norm)
+            x, h = add_and_norm(x, down(activation(gate(h), up(h))), self.norm)
         return h[:, 0] @ self.head.t()
 
 
@@ -129,22 +122,21 @@ class Generation:
         ]
         self.token = torch.arange(batch, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
-        self.glue = {name: torch.compile(part, dynamic=False) for name, part in GLUE.items()} if compiled else GLUE
+        self.between = [torch.compile(part, dynamic=False) for part in BETWEEN] if compiled else BETWEEN
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: torch.Tensor | None = None
         self.hits = 0
 
     def step(self) -> None:
-        logits = self.model.logits(self.token, self.caches, self.position, self.glue)
-        self.token.copy_(logits.argmax(-1))
+        self.logits = self.model.logits(self.token, self.caches, self.position, self.between)
+        self.token.copy_(self.logits.argmax(-1))
         self.position.add_(1)
-        self.logits = logits
 
     def restart(self) -> None:
         self.token.copy_(torch.arange(self.batch, device=self.token.device))
         self.position.zero_()
 
-    def prepare(self, capture: bool) -> None:
+    def prepare(self, captured: bool) -> None:
         """Compile and, if asked, capture the step."""
         switch.on, switch.matmul = self.patch, "auto"
         for _ in range(3):
@@ -152,16 +144,8 @@ class Generation:
         before = fused_matmul_hits()
         self.step()
         self.hits = fused_matmul_hits() - before
-        if capture:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.stream(stream):
-                self.step()
-                stream.synchronize()
-                with torch.cuda.graph(self.graph, stream=stream):
-                    self.step()
-            torch.cuda.current_stream().wait_stream(stream)
+        if captured:
+            self.graph = capture([self.step])
 
     def run(self, tokens: int) -> float:
         """Tokens a second over ``tokens`` steps from an empty cache."""
@@ -224,7 +208,7 @@ def one_row(llama: Llama, batch: int, mode: str, checks: dict[str, Check], token
     sides = {name: Generation(llama, batch, name == OURS, mode == "compiled") for name in (STOCK, OURS)}
     first = {}
     for name, side in sides.items():
-        side.prepare(capture=mode == "compiled")
+        side.prepare(captured=mode == "compiled")
         side.restart()
         side.step()
         assert side.logits is not None
@@ -240,9 +224,7 @@ def one_row(llama: Llama, batch: int, mode: str, checks: dict[str, Check], token
     return row(batch, mode, rates, sides[OURS].hits, checks, error(first[OURS], first[STOCK]))
 
 
-def row(
-    batch: int, mode: str, rates: dict[str, Times], hits: int, checks: dict[str, Check], distance: float
-) -> Row:  # fmt: skip
+def row(batch: int, mode: str, rates: dict[str, Times], hits: int, checks: dict[str, Check], distance: float) -> Row:
     """One batch, eager or compiled: tokens a second of both sides.
 
     Args:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,12 +18,10 @@ from ...patching.quant_state import fields_of
 from ...patching.switch import switch
 from ..report import Tell, require_gpu, silent
 from .dequantize import name_of, quantized
-from .peers import BITSANDBYTES, OURS, original
+from .peers import BITSANDBYTES, OURS, UNSLOTH_MODULE, from_unsloth, original
 from .record import READ, Bench, Row, accuracy
 from .shapes import MODELS, Model, projections
 from .timing import Call, gpu_times, machine, rotation
-
-logger = logging.getLogger("nf4_patch")
 
 UNSLOTH = "Unsloth GEMV"  # one row only
 DEQUANTIZE = "dequantize + matmul"
@@ -73,15 +68,9 @@ def multiply(x: torch.Tensor, packed: torch.Tensor, state: Any) -> torch.Tensor:
 
 def gemv() -> Callable[..., Any] | None:
     """Unsloth's own matmul of one row, unpatched; None where it is not installed or refuses this machine."""
-    if importlib.util.find_spec("unsloth") is None:
-        return None
-    try:
-        importlib.import_module("unsloth")
-    except Exception as error:  # Unsloth refuses machines and releases in many ways
-        logger.warning("Unsloth is installed and cannot be measured: %s: %s", type(error).__name__, error)
-        return None
-    module = "unsloth.kernels.utils"
-    found: Callable[..., Any] | None = original(module, "_fast_gemv_bnb") or original(module, "fast_gemv")
+    found: Callable[..., Any] | None = from_unsloth(
+        lambda: original(UNSLOTH_MODULE, "_fast_gemv_bnb") or original(UNSLOTH_MODULE, "fast_gemv")
+    )
     return found
 
 

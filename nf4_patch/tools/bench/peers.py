@@ -17,6 +17,7 @@ OURS = "nf4_patch"
 BITSANDBYTES = "bitsandbytes"
 UNSLOTH_CTYPES = "Unsloth ctypes"
 UNSLOTH_TRITON = "Unsloth Triton"
+UNSLOTH_MODULE = "unsloth.kernels.utils"
 
 Dequantize = Callable[..., Any]  # (packed, quant_state, out=None) -> weight
 
@@ -37,23 +38,31 @@ def original(module: str, attribute: str) -> Any:
 
 
 def peers(with_unsloth: bool = True) -> dict[str, Peer]:
-    """By name, bitsandbytes first. Imports Unsloth where it is installed and wanted; a failure there is logged."""
+    """By name, bitsandbytes first. Imports Unsloth where it is installed and wanted."""
     found = [Peer(BITSANDBYTES, original("bitsandbytes.functional", "dequantize_4bit"))]
-    if with_unsloth and importlib.util.find_spec("unsloth") is not None:
-        try:
-            found += unsloth_peers()
-        except Exception as error:  # Unsloth refuses machines and releases in many ways
-            logger.warning("Unsloth is installed and cannot be measured: %s: %s", type(error).__name__, error)
+    if with_unsloth:
+        found += from_unsloth(unsloth_peers) or []
     return {peer.name: peer for peer in found}
 
 
+def from_unsloth(find: Callable[[], Any]) -> Any:
+    """What ``find`` gives once Unsloth is imported; None where it is not installed, or fails, which is logged."""
+    if importlib.util.find_spec("unsloth") is None:
+        return None
+    try:
+        importlib.import_module("unsloth")
+        return find()
+    except Exception as error:  # Unsloth refuses machines and releases in many ways
+        logger.warning("Unsloth is installed and cannot be measured: %s: %s", type(error).__name__, error)
+        return None
+
+
 def unsloth_peers() -> list[Peer]:
-    module = "unsloth.kernels.utils"
-    importlib.import_module("unsloth")
-    utils = importlib.import_module(module)
-    fused = original(module, "_fast_dequantize_bnb")
+    utils = importlib.import_module(UNSLOTH_MODULE)
+    fused = original(UNSLOTH_MODULE, "_fast_dequantize_bnb")
     if fused is None:  # <= 2026.9.12: three launches on the stream that was current at import
-        return [Peer(UNSLOTH_CTYPES, original(module, "fast_dequantize"), captures=not hasattr(utils, "CUDA_STREAMS"))]
+        theirs = original(UNSLOTH_MODULE, "fast_dequantize")
+        return [Peer(UNSLOTH_CTYPES, theirs, captures=not hasattr(utils, "CUDA_STREAMS"))]
     if not getattr(utils, "_USE_NF4_KERNELS", False):
         return [Peer(UNSLOTH_CTYPES, fused)]
     return [Peer(UNSLOTH_CTYPES, utils._fast_dequantize_ctypes), Peer(UNSLOTH_TRITON, fused)]

@@ -44,8 +44,8 @@ def draw_bars(axes, rows: list[Row], names: list[str]) -> None:
     axes.axhline(100, color="#444444", linewidth=1)
     axes.set_xticks([x + 0.4 - width / 2 for x in range(len(rows))])
     axes.set_xticklabels([row.subject.removesuffix(" bf16") for row in rows], rotation=30, ha="right", fontsize=8)
-    axes.set_ylabel("% of the traffic ceiling")
-    axes.set_title("Dequantize to bf16: GPU time, as a share of the same bytes moved without a decode")
+    title = "Dequantize to bf16: GPU time, as a share of the same bytes moved without a decode"
+    axes.set(ylabel="% of the traffic ceiling", title=title)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
 
 
@@ -54,10 +54,7 @@ def draw_roofline(axes, rows: list[Row], names: list[str]) -> None:
         points = [(row.nbytes / 1e6, row.nbytes / row.times[name].median / 1e3) for row in rows if name in row.times]
         style = "--" if name in (CEILING, COPY) else "o-"
         axes.plot(*zip(*points, strict=True), style, label=name, color=COLORS[name], markersize=4)
-    axes.set_xscale("log")
-    axes.set_xlabel("bytes moved a call, MB")
-    axes.set_ylabel("GB/s")
-    axes.set_ylim(bottom=0)
+    axes.set(xscale="log", xlabel="bytes moved a call, MB", ylabel="GB/s", ylim=(0, None))
     axes.set_title("Roofline: bytes over GPU time")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
 
@@ -79,8 +76,7 @@ def draw_matmul(report: Bench, file: Path) -> None:
             axes.plot(*zip(*points, strict=True), "o-", label=weight, markersize=4)
         axes.axhline(1, color="#444444", linewidth=1)
         axes.set_xscale("log", base=2)
-        axes.set_xlabel("rows of X")
-        axes.set_title(f"times as fast as {peer}")
+        axes.set(xlabel="rows of X", title=f"times as fast as {peer}")
     axes.legend(fontsize=8)
     save(figure, report, file)
 

@@ -46,9 +46,7 @@ def shapes(challenge_only: bool = False) -> dict[tuple[int, int], str]:
     found: dict[tuple[int, int], list[str]] = {}
     for hidden, intermediate, *_ in CHALLENGE:
         found.setdefault((intermediate, hidden), []).append("challenge")
-    if challenge_only:
-        return {shape: ", ".join(users) for shape, users in found.items()}
-    for model in MODELS:
+    for model in () if challenge_only else MODELS:
         for shape, layers in projections(model).items():
             found.setdefault(shape, []).append(f"{model.name} {layers}")
     return {shape: ", ".join(users) for shape, users in found.items()}
