@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -94,30 +95,50 @@ def multiprocessors(device: int | torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+_building = threading.RLock()
+
+
+def built_once(known: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any:
+    """``known[key]``, built at its first use; a failure is remembered and raised again at once.
+
+    Raises:
+        KernelUnavailable: it cannot be built; or a CUDA graph is being captured, which is not remembered.
+    """
+    if key not in known:
+        if torch.cuda.is_current_stream_capturing():
+            raise KernelUnavailable("a CUDA graph is being captured; the kernel compiles outside one", "GRAPH_CAPTURE")
+        with _building:
+            if key not in known:
+                try:
+                    known[key] = build()
+                except torch.cuda.OutOfMemoryError:
+                    raise
+                except KernelUnavailable as error:
+                    known[key] = error
+                except Exception as error:  # the compiler, the driver, a read-only cache: theirs to raise, ours to name
+                    known[key] = KernelUnavailable(f"{type(error).__name__}: {error}")
+    if isinstance(known[key], KernelUnavailable):
+        raise known[key]
+    return known[key]
+
+
+def compile_kernel(kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], **options: Any) -> Any:
+    """Triton's CompiledKernel for arguments of these types and these constexprs; nothing is launched."""
+    result = kernel.warmup(*arguments, **values, grid=(1,), **options)
+    return result.result() if hasattr(result, "result") else result
+
+
 _entries: dict[tuple[Any, ...], Entry | KernelUnavailable] = {}
 
 
 def compiled(
     kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int, device: torch.device, dtype: torch.dtype
 ) -> Entry:  # fmt: skip
-    """The entry of a kernel, compiled at the first use of these constexprs on this device; a failure is remembered."""
-    key = (device, dtype, id(kernel), *values.values(), warps)
-    known = _entries.get(key)
-    if known is None:
-        if torch.cuda.is_current_stream_capturing():
-            raise KernelUnavailable("a CUDA graph is being captured; the kernel compiles outside one", "GRAPH_CAPTURE")
-        known = _entries[key] = _compile(kernel, arguments, values, warps)
-    if isinstance(known, KernelUnavailable):
-        raise known
-    return known
+    """The entry of a kernel, compiled at the first use of these constexprs on this device; see :func:`built_once`."""
 
-
-def _compile(kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int) -> Entry | KernelUnavailable:
-    try:
-        result = kernel.warmup(*arguments, **values, grid=(1,), num_warps=warps, num_stages=1)
-        result = result.result() if hasattr(result, "result") else result
+    def build() -> Entry:
+        result = compile_kernel(kernel, arguments, values, num_warps=warps, num_stages=1)
         return Entry.of(result, tuple(values.values()))
-    except torch.cuda.OutOfMemoryError:
-        raise
-    except Exception as error:  # the compiler, the driver, a read-only cache: theirs to raise, ours to name
-        return KernelUnavailable(f"{type(error).__name__}: {error}")
+
+    entry: Entry = built_once(_entries, (device, dtype, id(kernel), *values.values(), warps), build)
+    return entry

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any, NamedTuple
 
 import torch
 
 from ..layout import Layout
-from ..runtime import MISSING, Entry, KernelUnavailable, current_stream, same_bits, triton
+from ..runtime import (
+    MISSING,
+    Entry,
+    KernelUnavailable,
+    built_once,
+    compile_kernel,
+    current_stream,
+    same_bits,
+    triton,
+)  # fmt: skip
 from . import ptx, reference
 
 if triton is not None:
@@ -18,7 +26,7 @@ MINIMUM_CAPABILITY = (7, 5)
 
 
 class LaunchConfig(NamedTuple):
-    """The work of a program: ``num_warps * 32`` lanes, ``steps`` groups a lane, cache policies of both streams."""
+    """The work of a CTA: ``num_warps * 32`` lanes, ``steps`` groups a lane, cache policies of loads and stores."""
 
     num_warps: int
     steps: int
@@ -31,15 +39,14 @@ class LaunchConfig(NamedTuple):
 # 1024x4096 97.9 and 96.7, 4096x4096 95.8 and 98.3, 14336x4096 96.9 and 98.8, 8192x8192 97.7 and 99.6.
 # An earlier kernel, 1024x4096, 4096x4096, 4096x14336: 4 warps 92.6, 96.7, 98.0; 1 step 84, 92-95, 92-94;
 # evict_first on one stream only 87, 94, 96, on neither 86, 94, 95; the matmul that reads the output is as fast with it.
-# sm_75 to sm_89 and sm_100 on are not measured: 4 warps keep the most programs of the smallest GPU (T4) in flight.
+# sm_75 to sm_89 and sm_100 on are not measured: 4 warps keep the most CTAs of the smallest GPU (T4) in flight.
 CONFIGS: dict[tuple[tuple[int, int], int], LaunchConfig] = {
     ((7, 5), 0): LaunchConfig(num_warps=4, steps=2, load="evict_first", store="evict_first"),
     ((8, 0), 0): LaunchConfig(num_warps=8, steps=2, load="evict_first", store="evict_first"),
     ((9, 0), 2**23): LaunchConfig(num_warps=16, steps=2, load="evict_first", store="evict_first"),
 }
-INTERPRETER_CONFIG = LaunchConfig(
-    num_warps=512, steps=1, load="", store=""
-)  # few large programs: a program is a Python call
+# The interpreter runs a CTA as one Python call: few, large ones.
+INTERPRETER_CONFIG = LaunchConfig(num_warps=512, steps=1, load="", store="")
 PACKED_CONVERT = (8, 0)  # cvt.rn.{f16,bf16}x2.f32
 
 PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -90,20 +97,20 @@ def group_of(layout: Layout | Variant) -> int:
 
 
 def elements_of(layout: Layout | Variant, config: LaunchConfig | None = None) -> int:
-    """Elements a program."""
+    """Elements a CTA."""
     config = config or layout.config  # type: ignore[union-attr]
     return group_of(layout) * 32 * config.num_warps * config.steps
 
 
 def constants(variant: Variant, capability: tuple[int, int] | None) -> dict[str, Any]:
-    """The kernel's constexprs in the order of its signature. No capability: the plain twin."""
+    """The kernel's constexprs in the order of its signature. No capability: without inline PTX, for the interpreter."""
     group = group_of(variant)
     name = PTX_TYPES[variant.dtype]
-    text = layout_text = ""
+    source = constraints = ""
     if capability is not None:
         blocks = 2 if 16 * group > variant.blocksize else 1
-        text = ptx.decode(name, group, blocks, capability >= PACKED_CONVERT)
-        layout_text = ptx.constraints(name, group)
+        source = ptx.decode(name, group, blocks, capability >= PACKED_CONVERT)
+        constraints = ptx.constraints(name, group)
     return {
         "BLOCKSIZE": variant.blocksize,
         "BLOCKSIZE2": variant.blocksize2,
@@ -113,8 +120,8 @@ def constants(variant: Variant, capability: tuple[int, int] | None) -> dict[str,
         "EVEN": variant.even,
         "TAIL": variant.tail,
         "FLUSH": capability is not None,
-        "PTX": text,
-        "CONSTRAINTS": layout_text,
+        "PTX": source,
+        "CONSTRAINTS": constraints,
         "LOAD": variant.config.load,
         "STORE": variant.config.store,
     }
@@ -122,14 +129,13 @@ def constants(variant: Variant, capability: tuple[int, int] | None) -> dict[str,
 
 def signature(variant: Variant) -> dict[str, str]:
     """The types of the kernel's arguments, as Triton writes them, for compilers that have no tensors to look at."""
-    offset = TRITON_POINTERS[variant.offset_dtype or torch.float32]
     return {
         "packed": "*u8",
         "absmax": "*fp32" if variant.offset_dtype is None else "*u8",
         "code": "*fp32",
         "absmax2": "*fp32",
         "code2": "*fp32",
-        "offset": offset,
+        "offset": TRITON_POINTERS[variant.offset_dtype or torch.float32],
         "out": TRITON_POINTERS[variant.dtype],
         "n": "i64" if variant.wide else "i32",
     }
@@ -151,6 +157,8 @@ class CompiledKernel:
     """One compiled variant on one device, trusted only after its bits matched the reference there."""
 
     def __init__(self, variant: Variant, device: torch.device):
+        if triton is None:
+            raise KernelUnavailable(MISSING)
         capability = torch.cuda.get_device_capability(device)
         self.elements = elements_of(variant)
         sample = sample_layout(variant, self.elements, device)
@@ -159,10 +167,8 @@ class CompiledKernel:
         tensors = operands(sample, out)
         n = 2**31 if variant.wide else sample.numel()
         with torch.cuda.device(device):
-            compiled = kernels.dequantize_kernel.warmup(
-                *tensors, n, **values, grid=(1,), num_warps=variant.config.num_warps, enable_fp_fusion=False
-            )
-            self.compiled = compiled.result() if hasattr(compiled, "result") else compiled
+            options = {"num_warps": variant.config.num_warps, "enable_fp_fusion": False}
+            self.compiled = compile_kernel(kernels.dequantize_kernel, (*tensors, n), values, **options)
             self.entry = Entry.of(self.compiled, tuple(values.values()))
             self.launch_path = self.entry.launch_path
             pointers = [tensor.data_ptr() for tensor in tensors]
@@ -199,35 +205,12 @@ def sample_layout(variant: Variant, elements: int, device: torch.device) -> Layo
 
 
 _kernels: dict[tuple[Variant, torch.device], CompiledKernel | KernelUnavailable] = {}
-_lock = threading.Lock()
 
 
 def kernel_for(variant: Variant, device: torch.device) -> CompiledKernel:
-    """The compiled kernel of ``variant`` on ``device``; a failure is remembered and raised again at once."""
-    known = _kernels.get((variant, device))
-    if known is None:
-        if torch.cuda.is_current_stream_capturing():
-            raise KernelUnavailable("a CUDA graph is being captured; the kernel compiles outside one", "GRAPH_CAPTURE")
-        with _lock:
-            known = _kernels.get((variant, device))
-            if known is None:
-                known = _kernels[variant, device] = _build(variant, device)
-    if isinstance(known, KernelUnavailable):
-        raise known
-    return known
-
-
-def _build(variant: Variant, device: torch.device) -> CompiledKernel | KernelUnavailable:
-    if triton is None:
-        return KernelUnavailable(MISSING)
-    try:
-        return CompiledKernel(variant, device)
-    except torch.cuda.OutOfMemoryError:
-        raise
-    except KernelUnavailable as error:
-        return error
-    except Exception as error:  # the compiler, the driver, a read-only cache: theirs to raise, ours to name
-        return KernelUnavailable(f"{type(error).__name__}: {error}")
+    """The compiled kernel of ``variant`` on ``device``; see :func:`runtime.built_once`."""
+    kernel: CompiledKernel = built_once(_kernels, (variant, device), lambda: CompiledKernel(variant, device))
+    return kernel
 
 
 def compiled_kernels() -> dict[tuple[Variant, torch.device], CompiledKernel | KernelUnavailable]:

@@ -31,12 +31,8 @@ class Entry(NamedTuple):
     status: str = ""
 
 
-def _no_releases() -> Releases:
-    return {}
-
-
 _path: Path | None = None
-_releases: Callable[[], Releases] = _no_releases
+_releases: Callable[[], Releases] = dict
 _entries: dict[int, Entry] = {}
 
 

@@ -46,45 +46,33 @@ class SmallMRow(NamedTuple):
 # Past 64 rows a second pass over the weight costs more than dequantize + matmul. Dequantizing in slices that stay in
 # the L2 does not help that either: 186 -> 197 to 210 us at M = 1024, 14336x4096.
 SMALL_M_ROWS: tuple[SmallMRow, ...] = (
-    SmallMRow((9, 0), 8, 4096, 1, SmallMConfig(tiles=1, warps_n=1, warps_k=16, load_128bit=True, ctas_per_sm=1)),
-    SmallMRow(
-        (9, 0),
-        8,
-        ANY,
-        4000,
-        SmallMConfig(tiles=2, warps_n=1, warps_k=8, load_128bit=True, ctas_per_sm=1, prefetch_depth=2),
-    ),
-    SmallMRow((9, 0), 8, ANY, 1, SmallMConfig(tiles=1, warps_n=1, warps_k=8, load_128bit=True, ctas_per_sm=2)),
-    SmallMRow((9, 0), 16, 4096, 5000, SmallMConfig(tiles=1, warps_n=1, warps_k=16, load_128bit=True, ctas_per_sm=1)),
-    SmallMRow((9, 0), 16, ANY, 2100, SmallMConfig(tiles=2, warps_n=1, warps_k=8, load_128bit=False, ctas_per_sm=2)),
-    SmallMRow(
-        (9, 0),
-        16,
-        ANY,
-        1,
-        SmallMConfig(tiles=1, warps_n=1, warps_k=8, load_128bit=False, ctas_per_sm=2, prefetch_depth=2),
-    ),
-    SmallMRow(
-        (9, 0),
-        64,
-        ANY,
-        12000,
-        SmallMConfig(tiles=2, warps_n=4, warps_k=2, load_128bit=False, ctas_per_sm=1, split_k=True),
-    ),
-    SmallMRow(
-        (9, 0), 64, ANY, 1, SmallMConfig(tiles=2, warps_n=2, warps_k=4, load_128bit=False, ctas_per_sm=1, split_k=True)
-    ),
-)
+    SmallMRow((9, 0), 8, 4096, 1,
+              SmallMConfig(tiles=1, warps_n=1, warps_k=16, load_128bit=True, ctas_per_sm=1)),
+    SmallMRow((9, 0), 8, ANY, 4000,
+              SmallMConfig(tiles=2, warps_n=1, warps_k=8, load_128bit=True, ctas_per_sm=1, prefetch_depth=2)),
+    SmallMRow((9, 0), 8, ANY, 1,
+              SmallMConfig(tiles=1, warps_n=1, warps_k=8, load_128bit=True, ctas_per_sm=2)),
+    SmallMRow((9, 0), 16, 4096, 5000,
+              SmallMConfig(tiles=1, warps_n=1, warps_k=16, load_128bit=True, ctas_per_sm=1)),
+    SmallMRow((9, 0), 16, ANY, 2100,
+              SmallMConfig(tiles=2, warps_n=1, warps_k=8, load_128bit=False, ctas_per_sm=2)),
+    SmallMRow((9, 0), 16, ANY, 1,
+              SmallMConfig(tiles=1, warps_n=1, warps_k=8, load_128bit=False, ctas_per_sm=2, prefetch_depth=2)),
+    SmallMRow((9, 0), 64, ANY, 12000,
+              SmallMConfig(tiles=2, warps_n=4, warps_k=2, load_128bit=False, ctas_per_sm=1, split_k=True)),
+    SmallMRow((9, 0), 64, ANY, 1,
+              SmallMConfig(tiles=2, warps_n=2, warps_k=4, load_128bit=False, ctas_per_sm=1, split_k=True)),
+)  # fmt: skip
 
 
-# Modelled, not measured on a T4: used by `nf4-patch calibrate`, never by config_for. By a model (docs/notes) 1.4 to 3.0 times
-# as fast as bitsandbytes from 4 rows on, and no faster below. fp16 only.
+# By a model (docs/notes), 1.4 to 3.0 times as fast as bitsandbytes on a T4 from 4 rows on, and no faster below; not
+# measured: `nf4-patch calibrate` tries them, config_for never takes them. fp16 only.
 SMALL_M_CANDIDATES: tuple[SmallMRow, ...] = (
-    SmallMRow((7, 5), 16, ANY, 1, SmallMConfig(tiles=1, warps_n=1, warps_k=8, load_128bit=True, ctas_per_sm=1)),
-    SmallMRow(
-        (7, 5), 64, ANY, 1, SmallMConfig(tiles=2, warps_n=4, warps_k=2, load_128bit=False, ctas_per_sm=1, split_k=True)
-    ),
-)
+    SmallMRow((7, 5), 16, ANY, 1,
+              SmallMConfig(tiles=1, warps_n=1, warps_k=8, load_128bit=True, ctas_per_sm=1)),
+    SmallMRow((7, 5), 64, ANY, 1,
+              SmallMConfig(tiles=2, warps_n=4, warps_k=2, load_128bit=False, ctas_per_sm=1, split_k=True)),
+)  # fmt: skip
 
 
 class HopperConfig(NamedTuple):
