@@ -105,7 +105,13 @@ def test_a_captured_graph_outlives_the_cache():
     assert ruins[0][0, 0] == 7
 
 
-@pytest.mark.parametrize(("mode", "steps"), [("block", 50), (64 * MIB, 50), (3 * (2 * MIB + MIB), 2000)])
+HALF_OF_THEM = 3 * (2 * MIB + MIB)
+
+
+@pytest.mark.parametrize(
+    ("mode", "steps"),
+    [("block", 50), (64 * MIB, 50), (HALF_OF_THEM, 50), pytest.param(HALF_OF_THEM, 2000, marks=pytest.mark.slow)],
+)
 def test_checkpointed_training_to_the_bit_and_in_the_same_memory(mode, steps):
     layers = [linear(seed=seed) for seed in range(6)]
 

@@ -42,9 +42,10 @@ def test_a_hundred_steps_to_the_bit_and_nothing_dense_is_saved(name):
         assert torch.equal(got, want)
         assert all(map(torch.equal, ours, trained))
         assert want[-1] != want[0]
-        dense = 2 * sum(
-            chain[0].quant_state.shape.numel()
+        stacks = [
+            2 * chain[0].quant_state.shape.numel()
             for module in model.modules()
             for chain in getattr(module, "parametrizations", {}).values()
-        )
-        assert peak <= (stock if checkpointing else stock - dense * 0.99)
+        ]
+        in_use = max(stacks)  # one is dense at a time
+        assert peak <= (stock if checkpointing else stock - sum(stacks) + in_use)

@@ -99,8 +99,9 @@ class Step:
     def switch(self) -> None:
         if not self.patch:
             return nf4_patch.disable()
+        before = nf4_patch.status().cache.mode
         nf4_patch.enable(cache=self.cache)
-        if isinstance(self.cache, int) or self.cache == BUDGET:
+        if nf4_patch.status().cache.mode not in (before, "off", "block"):
             for _ in range(2):  # fills it; the second finds what every further one finds
                 self()
 
@@ -256,7 +257,7 @@ def mixtures(tell: Tell) -> Iterator[Row]:
 
 
 def side_by_side(
-    subject: str, model: Any, batch: int, length: int, settings: Settings, wall: int = 20, kernels: int = 4,
+    subject: str, model: Any, batch: int, length: int, settings: Settings, wall: int = 20, kernels: int = 3,
     dense: bool = False,
 ) -> Iterator[Row]:  # fmt: skip
     """A row a setting of the cache, each beside the step without the patch: wall time, then GPU time.
@@ -287,7 +288,7 @@ def side_by_side(
         steps[DENSE] = DenseStep(steps[UNPATCHED])
     clocks[GPU_TIME] = kernel_times(steps, {name: step.switch for name, step in steps.items()}, kernels)
     for clock, times in clocks.items():
-        for name in settings:
+        for name in settings if times else ():
             found = {OURS: times[name], **{other: times[other] for other in (UNPATCHED, DENSE) if other in times}}
             told = {"peak memory": f"{gib[name]} (unpatched {gib[UNPATCHED]})", "loss": seen(losses)}
             words = ", ".join(filter(None, (f"{subject} {batch}x{length}", name, clock)))
