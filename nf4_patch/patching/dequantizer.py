@@ -13,14 +13,7 @@ from ..nf4.dequantize import launch as launches
 from ..nf4.layout import Layout, identity
 from . import guards, op
 from .cache import cache
-from .context import (
-    is_exporting,
-    is_jit_tracing,
-    keep_dynamo_out,
-    modes_active,
-    own_dispatch,
-    transforms_active,
-)
+from .context import is_exporting, is_jit_tracing, keep_dynamo_out, modes_active, own_dispatch, transforms_active
 from .counters import counters, logger
 from .quant_state import fields_of, remembered_code
 from .reasons import Reason, Uncached
@@ -120,10 +113,7 @@ class Dequantizer:
             if type(launch) is Reason:
                 return launch
         if out is not None:
-            reason = guards.check_out(out, Layout(weight, *fields))
-            if reason is not None:
-                return reason
-            if out.data_ptr() % 16:
+            if guards.check_out(out, Layout(weight, *fields)) is not None or out.data_ptr() % 16:
                 return Reason.OUT_MISMATCH
             result = launch.into(out)
         elif shared:
@@ -249,7 +239,5 @@ class Dequantizer:
         counters.fall_back(self.target, reason, switch.strict, detail)
 
 
-keep_dynamo_out(Dequantizer.run)
-keep_dynamo_out(Dequantizer.run_fields)
-keep_dynamo_out(Dequantizer.cached)
-keep_dynamo_out(Dequantizer.cached_state)
+for method in (Dequantizer.run, Dequantizer.run_fields, Dequantizer.cached, Dequantizer.cached_state):
+    keep_dynamo_out(method)

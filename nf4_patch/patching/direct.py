@@ -34,7 +34,9 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
             "(layer.weight.quant_state of a quantized Linear4bit)"
         )
     if result is Reason.KERNEL_FAILED:
-        raise RuntimeError("; ".join(map(str, failures())) or result.sentence)
+        kernels = compilation.compiled_kernels().values()
+        failures = [str(kernel) for kernel in kernels if isinstance(kernel, runtime.KernelUnavailable)]
+        raise RuntimeError("; ".join(failures) or result.sentence)
     fields = fields_of(quant_state)
     found = ""
     if type(fields) is not Reason:
@@ -44,7 +46,10 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
             result = guards.state_is_odd(quant_state)
             if result is None:
                 layout = layout._replace(code=code_of(quant_state.quant_type, weight.device))
-                result = check_formula(layout, out)
+                # TENSOR_SUBCLASS: while a program is exported, a tensor is a FakeTensor
+                result = guards.check(layout, (Reason.NOT_CUDA, Reason.TENSOR_SUBCLASS))
+            if result is None and out is not None:
+                result = guards.check_out(out, layout)
             if result is None:
                 return by_formula(layout, out)
     advice = f"; {result.advice}" if result.advice else ""
@@ -57,15 +62,6 @@ def by_formula(layout: Layout, out: torch.Tensor | None) -> torch.Tensor:
         return weight
     out.copy_(weight.t() if layout.transposed() else weight)
     return out.t() if layout.transposed() else out
-
-
-def check_formula(layout: Layout, out: torch.Tensor | None) -> Reason | None:
-    reason = guards.check(layout, (Reason.NOT_CUDA, Reason.TENSOR_SUBCLASS))  # exporting, a tensor is a FakeTensor
-    return guards.check_out(out, layout) if reason is None and out is not None else reason
-
-
-def failures() -> list[runtime.KernelUnavailable]:
-    return [k for k in compilation.compiled_kernels().values() if isinstance(k, runtime.KernelUnavailable)]
 
 
 def triton_dequantize_nf4(layer: Any) -> torch.Tensor:

@@ -47,26 +47,18 @@ def tensors_of(layout: Layout) -> list[Any]:
     return fields + [layout.absmax2, layout.code2, layout.offset] if layout.nested() else fields
 
 
-def _is(tensor: Any, dtypes: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.dtype in dtypes
-
-
 def _has_no_address(layout: Layout) -> bool:
     own = torch._C._disabled_torch_dispatch_impl
     return not all(type(tensor).__torch_dispatch__ is own for tensor in tensors_of(layout))
 
 
 def _wrong_types(layout: Layout) -> bool:
-    if not _is(layout.code, (torch.float32,)) or layout.packed.dim() == 0:
-        return True
-    if not layout.nested():
-        return not _is(layout.absmax, (torch.float32,))
-    return not (
-        _is(layout.absmax, (torch.uint8,))
-        and _is(layout.absmax2, (torch.float32,))
-        and _is(layout.code2, (torch.float32,))
-        and _is(layout.offset, OFFSET_DTYPES)
-    )
+    fp32 = (torch.float32,)
+    wanted: list[Any] = [(layout.code, fp32), (layout.absmax, (torch.uint8,) if layout.nested() else fp32)]
+    if layout.nested():
+        wanted += [(layout.absmax2, fp32), (layout.code2, fp32), (layout.offset, OFFSET_DTYPES)]
+    typed = all(isinstance(tensor, torch.Tensor) and tensor.dtype in dtypes for tensor, dtypes in wanted)
+    return not typed or layout.packed.dim() == 0
 
 
 def _wrong_blocksizes(layout: Layout) -> bool:
@@ -75,33 +67,19 @@ def _wrong_blocksizes(layout: Layout) -> bool:
 
 
 def _wrong_sizes(layout: Layout) -> bool:
-    shape = layout.shape
-    if shape is None or (layout.transposed() and len(shape) > 2):
+    if layout.shape is None or (layout.transposed() and len(layout.shape) > 2):
         return True
-    n = layout.numel()
-    if (
-        n == 0
-        or layout.nbytes() != (n + 1) // 2
-        or layout.absmax.numel() != layout.blocks()
-        or layout.code.numel() != 16
-    ):
-        return True
-    if not layout.nested():
-        return False
-    assert layout.absmax2 is not None and layout.code2 is not None and layout.offset is not None
-    return (
-        layout.absmax2.numel() != -(-layout.blocks() // layout.blocksize2)
-        or layout.code2.numel() != 256
-        or layout.offset.numel() != 1
-    )
+    n, blocks = layout.numel(), layout.blocks()
+    sizes: list[Any] = [(layout.nbytes(), -(-n // 2)), (layout.absmax.numel(), blocks), (layout.code.numel(), 16)]
+    if layout.absmax2 is not None and layout.code2 is not None and layout.offset is not None:  # nested
+        second = -(-blocks // layout.blocksize2)
+        sizes += [(layout.absmax2.numel(), second), (layout.code2.numel(), 256), (layout.offset.numel(), 1)]
+    return n == 0 or any(found != wanted for found, wanted in sizes)
 
 
 def _too_old(layout: Layout) -> bool:
-    return layout.packed.is_cuda and not _capable(layout.packed.device.index)
-
-
-def _capable(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) >= compilation.MINIMUM_CAPABILITY
+    packed = layout.packed
+    return packed.is_cuda and torch.cuda.get_device_capability(packed.device) < compilation.MINIMUM_CAPABILITY
 
 
 # In order: the first that holds is the reason. Each looks only at what the ones before it have vouched for.

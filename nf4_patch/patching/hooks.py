@@ -69,15 +69,7 @@ _options: Options = (None, None)
 
 
 def enable(matmul: str | None = None, cache: str | int | None = None) -> bool:
-    """Replace every target, now or when its module is imported. True if the patch is on.
-
-    Args:
-        matmul: "off" or "auto", the fused matmul; None leaves it to NF4_PATCH_MATMUL.
-        cache: "off", "block" or a size; None leaves it to NF4_PATCH_CACHE.
-
-    Raises:
-        ConfigError: an argument or a NF4_* variable has an unknown value.
-    """
+    """Replace every target, now or when its module is imported: see :func:`nf4_patch.enable`."""
     on = _switch_on((matmul, cache))
     _finish_imports()
     return on
@@ -92,7 +84,7 @@ def _switch_on(options: Options) -> bool:
     with _lock:
         _enabled, _options = True, options
         if "torch" in sys.modules:
-            _set_switch(True, config)
+            _set_switch(config)
         if not _hooked:
             _hooked = True
             for target in TARGETS:
@@ -154,7 +146,7 @@ def disable() -> None:
     with _lock:
         _enabled = False
         if "torch" in sys.modules:
-            _set_switch(False, None)
+            _set_switch(None)
         for entry in installed.values():
             entry.swap(entry.replacement, entry.original)
         for target in TARGETS:
@@ -172,12 +164,13 @@ def release() -> None:
         sys.modules[f"{__package__}.cache"].cache.release()
 
 
-def _set_switch(on: bool, config: Config | None) -> None:
+def _set_switch(config: Config | None) -> None:
+    """What every call consults; None: off, with the options as they were."""
     from .cache import cache
     from .switch import switch
 
-    switch.on = on
-    cache.configure(config.cache if on and config is not None else "off")
+    switch.on = config is not None
+    cache.configure("off" if config is None else config.cache)
     if config is not None:
         switch.strict, switch.defer = config.strict, config.defer
         switch.matmul, switch.cache = config.matmul, config.cache
@@ -224,7 +217,7 @@ def _on_import(target: Target, module: ModuleType) -> None:
         with _lock:
             if _enabled:
                 config = Config.read(None, *_options)
-                _set_switch(True, config)
+                _set_switch(config)
                 _install(target, module, not target.only or getattr(config, target.only) != "off")
     except Exception:
         logger.exception("nf4_patch could not replace %s; the original stays", target.name)

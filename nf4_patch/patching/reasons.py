@@ -6,37 +6,31 @@ import enum
 
 
 class Reason(enum.Enum):
-    """Why a call ran the original: (sentence, advice). Advice is "" where there is nothing to do."""
+    """Why a call ran the original: a sentence, and advice where there is something to do."""
 
-    NOT_4BIT = ("the weight has no bitsandbytes 4-bit state (unquantized, fp8, NVFP4, int4 or a list state)", "")
+    NOT_4BIT = "the weight has no bitsandbytes 4-bit state (unquantized, fp8, NVFP4, int4 or a list state)"
     NOT_CUDA = ("the packed weight is not on a CUDA GPU", "move the model to the GPU")
-    ROCM = ("this PyTorch is built for ROCm; the kernel is NVIDIA PTX", "")
-    GPU_TOO_OLD = ("the GPU is older than compute capability 7.5 (Tesla T4)", "")
-    FUNCTORCH_TRANSFORM = ("a functorch transform (vmap, grad, ...) is active", "")
-    DISPATCH_MODE = ("a torch dispatch mode is active, which could not see the fused matmul", "")
-    TENSOR_SUBCLASS = ("a tensor of the weight is a subclass with its own dispatch (DTensor, FakeTensor, ...)", "")
-    EXPORTING = (
-        "torch.export or torch.jit.trace is recording a program that must also run without nf4_patch",
-        "",
-    )
-    ARGUMENTS = ("called without a weight or quant_state, or with an argument that differs from the quant_state", "")
+    ROCM = "this PyTorch is built for ROCm; the kernel is NVIDIA PTX"
+    GPU_TOO_OLD = "the GPU is older than compute capability 7.5 (Tesla T4)"
+    FUNCTORCH_TRANSFORM = "a functorch transform (vmap, grad, ...) is active"
+    DISPATCH_MODE = "a torch dispatch mode is active, which could not see the fused matmul"
+    TENSOR_SUBCLASS = "a tensor of the weight is a subclass with its own dispatch (DTensor, FakeTensor, ...)"
+    EXPORTING = "torch.export or torch.jit.trace is recording a program that must also run without nf4_patch"
+    ARGUMENTS = "called without a weight or quant_state, or with an argument that differs from the quant_state"
     CPU_PACKING = ("the weight is in bitsandbytes' CPU packing", "move the model with model.to('cuda')")
-    QUANT_TYPE = ("quant_type is neither nf4 nor fp4", "")
-    OUTPUT_DTYPE = (
-        "the output dtype is not float16, bfloat16 or float32",
-        "set bnb_4bit_compute_dtype to one of them",
-    )
-    STORAGE_DTYPE = ("quant_storage is not uint8, float16, bfloat16 or float32", "")
-    BLOCKSIZE = ("the blocksize is not one of bitsandbytes': 32 to 4096, a power of two", "")
-    STATE_FIELDS = ("a field of the quant_state does not have the type or dtype that bitsandbytes gives it", "")
+    QUANT_TYPE = "quant_type is neither nf4 nor fp4"
+    OUTPUT_DTYPE = ("the output dtype is not float16, bfloat16 or float32", "set bnb_4bit_compute_dtype to one of them")
+    STORAGE_DTYPE = "quant_storage is not uint8, float16, bfloat16 or float32"
+    BLOCKSIZE = "the blocksize is not one of bitsandbytes': 32 to 4096, a power of two"
+    STATE_FIELDS = "a field of the quant_state does not have the type or dtype that bitsandbytes gives it"
     SIZE_MISMATCH = (
         "the packed bytes, the absmax and the shape do not fit together (a shard, or a damaged state)",
         "gather the weight before it is used (FSDP2: do not touch a sharded parameter)",
     )
     NOT_CONTIGUOUS = ("a tensor of the weight is not contiguous", "call .contiguous() on it")
     MIXED_DEVICES = ("the tensors of the weight are on different devices", "move weight and quant_state together")
-    OUT_MISMATCH = ("out does not have the shape, dtype, device, layout or alignment of the result", "")
-    MISALIGNED = ("the packed weight does not start on 4 bytes", "")
+    OUT_MISMATCH = "out does not have the shape, dtype, device, layout or alignment of the result"
+    MISALIGNED = "the packed weight does not start on 4 bytes"
     NO_STORAGE = (
         "the memory of one of the weight's tensors is freed (offloaded or sharded away)",
         "bring the weight back to the GPU before it is used",
@@ -46,39 +40,31 @@ class Reason(enum.Enum):
         "run one step before capturing",
     )
     KERNEL_FAILED = ("the kernel could not be compiled or checked on this GPU", "see the error in `nf4-patch doctor`")
-    DEFERRED = ("Unsloth's own kernel runs this call: no benchmark shows ours faster here (NF4_PATCH_DEFER)", "")
-    NOT_FASTER = ("no benchmark shows the fused matmul faster for this GPU, shape and row count", "")
-    MATMUL_OPERANDS = ("the fused matmul does not support this dtype, blocksize, K, alignment, bias or gradient", "")
-    SECOND_PARAMETRIZATION = (
-        "another parametrization changes the dequantized experts (LoRA on the experts' weights)",
-        "",
-    )
-    NO_GRADIENT = ("gradients are disabled: nothing is saved for a backward", "")
-    SAVED_TENSOR_HOOKS = ("gradient checkpointing, or another hook on saved tensors, decides what is kept", "")
+    DEFERRED = "Unsloth's own kernel runs this call: no benchmark shows ours faster here (NF4_PATCH_DEFER)"
+    NOT_FASTER = "no benchmark shows the fused matmul faster for this GPU, shape and row count"
+    MATMUL_OPERANDS = "the fused matmul does not support this dtype, blocksize, K, alignment, bias or gradient"
+    SECOND_PARAMETRIZATION = "another parametrization changes the dequantized experts (LoRA on the experts' weights)"
+    NO_GRADIENT = "gradients are disabled: nothing is saved for a backward"
+    SAVED_TENSOR_HOOKS = "gradient checkpointing, or another hook on saved tensors, decides what is kept"
     BATCHED_MM_GRADIENT = ("the experts' implementation batched_mm saves copies of weights", "use grouped_mm to train")
-    EXPERT_BLOCKS = ("an expert does not end where a quantization block ends: all experts are dequantized", "")
+    EXPERT_BLOCKS = "an expert does not end where a quantization block ends: all experts are dequantized"
     INTERNAL_ERROR = ("an error inside nf4_patch", "please report it with the traceback in the log")
 
-    def __init__(self, sentence: str, advice: str):
+    def __init__(self, sentence: str, advice: str = ""):
         self.sentence = sentence
         self.advice = advice
 
     @property
     def is_expected(self) -> bool:
         """Nothing was missed: no warning, and nothing raised in strict mode."""
-        return self in (
-            Reason.NOT_4BIT,
-            Reason.DEFERRED,
-            Reason.NOT_FASTER,
-            Reason.MATMUL_OPERANDS,
-            Reason.DISPATCH_MODE,
-            Reason.EXPORTING,
-            Reason.SECOND_PARAMETRIZATION,
-            Reason.NO_GRADIENT,
-            Reason.SAVED_TENSOR_HOOKS,
-            Reason.BATCHED_MM_GRADIENT,
-            Reason.EXPERT_BLOCKS,
-        )
+        return self in EXPECTED
+
+
+EXPECTED = {
+    Reason.NOT_4BIT, Reason.DEFERRED, Reason.NOT_FASTER, Reason.MATMUL_OPERANDS, Reason.DISPATCH_MODE, Reason.EXPORTING,
+    Reason.SECOND_PARAMETRIZATION, Reason.NO_GRADIENT, Reason.SAVED_TENSOR_HOOKS, Reason.BATCHED_MM_GRADIENT,
+    Reason.EXPERT_BLOCKS,
+}  # fmt: skip
 
 
 class Uncached(enum.Enum):

@@ -8,6 +8,7 @@ from typing import Any
 
 from . import hooks
 from .counters import counters
+from .reasons import Reason, Uncached
 from .switch import switch
 from .targets import SWITCHES, TARGETS
 
@@ -36,10 +37,9 @@ class CacheStatus:
     uncached: dict[str, int] = field(default_factory=dict)  # by name of the Uncached
 
     def __str__(self) -> str:
-        gib = ", ".join(f"{size / 2**30:.2f} GiB on device {device}" for device, size in self.held.items()) or "nothing"
-        return (
-            f"cache {self.mode}: {self.weights} weights, {gib}; {self.hits} of {self.hits + self.misses} reads served"
-        )
+        held = ", ".join(f"{size / 2**30:.2f} GiB on device {device}" for device, size in self.held.items())
+        reads = f"{self.hits} of {self.hits + self.misses} reads served"
+        return f"cache {self.mode}: {self.weights} weights, {held or 'nothing'}; {reads}"
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,11 @@ class Status:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [
-            f"nf4_patch is {'on' if self.enabled else 'off'}: {self.hits} in the kernel, {self.fallbacks} fell back"
-        ]
+        on = "on" if self.enabled else "off"
+        lines = [f"nf4_patch is {on}: {self.hits} in the kernel, {self.fallbacks} fell back"]
         for target in self.targets:
-            lines.append(
-                f"  {target.name}: {target.state}, {target.hits} hits" + (f" ({target.note})" if target.note else "")
-            )
+            note = f" ({target.note})" if target.note else ""
+            lines.append(f"  {target.name}: {target.state}, {target.hits} hits{note}")
             lines += [f"    {count} x {explain(reason)}" for reason, count in target.fallbacks.items()]
         most = sorted(((hits, shape) for shape, hits in self.shapes.items() if hits), reverse=True)
         lines += [f"  {hits} x {shape}" for hits, shape in most[:SHAPES_SHOWN]]
@@ -86,8 +84,6 @@ class Status:
 
 def explain(name: str) -> str:
     """A Reason or an Uncached by its name, with its sentence and what to do about it."""
-    from .reasons import Reason, Uncached
-
     if name in Uncached.__members__:
         return f"{name}: {Uncached[name].value}"
     reason = Reason[name]
@@ -100,15 +96,12 @@ def status() -> Status:
     for target in TARGETS:
         entry = hooks.installed.get(target.name)
         note = ""
-        if entry is None:
-            module = sys.modules.get(target.module)
-            state = "waiting" if module is None else "absent"
-            if module is not None and not hooks.is_enabled():
-                state = "off"
+        if target.module not in sys.modules and entry is None:
+            state = "waiting"
+        elif not hooks.is_enabled() and (entry is None or entry.replacement is not None):
+            state = "off"
         else:
-            state, note = entry.state(), entry.refusal
-            if not hooks.is_enabled() and entry.replacement is not None:
-                state = "off"
+            state, note = ("absent", "") if entry is None else (entry.state(), entry.refusal)
         hits = counters.hits(target.name)
         counts = {r.name: n for (name, r), n in list(counters.fallbacks.items()) if name == target.name}
         if state in STANDING and target.only and getattr(switch, target.only) == "off":
