@@ -106,7 +106,7 @@ class FusedMatmul:
         reason = self.dequantizer.unsupported(coded, state)
         if reason is not None:
             return reason
-        if matmul.unsupported(x, coded, bias) is not None:
+        if not matmul.supports(x, coded, bias):
             return Reason.MATMUL_OPERANDS
         if not all(map(runtime.has_memory, guards.tensors_of(coded))):
             return Reason.NO_STORAGE

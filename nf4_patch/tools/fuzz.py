@@ -222,12 +222,7 @@ class Fuzzer:
 
 
 def fuzz(
-    count: int,
-    seed: int = 0,
-    device: torch.device | None = None,
-    blocksizes: Sequence[int] = BLOCKSIZES,
-    tell: Tell = silent,
-    oracle: str = "bitsandbytes",
+    count: int, seed: int = 0, blocksizes: Sequence[int] = BLOCKSIZES, tell: Tell = silent, oracle: str = "bitsandbytes"
 ) -> FuzzReport:
     """Run ``count`` cases of ``seed`` on the GPU, or under Triton's interpreter where there is none.
 
@@ -237,7 +232,7 @@ def fuzz(
             past the end of absmax when the last block is partial.
     """
     cases.use_interpreter_without_gpu()
-    fuzzer = Fuzzer(seed, device or cases.device_here(), blocksizes, oracle)
+    fuzzer = Fuzzer(seed, cases.device_here(), blocksizes, oracle)
     with cases.unpatched():
         for number in range(count):
             if number % 64 == 0:

@@ -69,16 +69,12 @@ class VerifyReport(Report):
 
 
 def verify(
-    weights: Path | None = None,
-    dequantize: Dequantize | None = None,
-    tell: Tell = silent,
-    arch: tuple[int, int] | None = None,
-) -> VerifyReport:
+    weights: Path | None = None, tell: Tell = silent, arch: tuple[int, int] | None = None
+) -> VerifyReport:  # fmt: skip
     """Compare the kernel with bitsandbytes, on made weights or on those of a checkpoint.
 
     Args:
         weights: a .safetensors file with bitsandbytes 4-bit weights.
-        dequantize: what is compared, by default ``nf4_patch.dequantize_nf4``.
         arch: compare the code that a GPU of this older capability would run, with its launch configuration.
 
     Raises:
@@ -90,6 +86,7 @@ def verify(
 
     device = cases.device_here()
     report = VerifyReport(cases.place_of(device))
+    dequantize: Dequantize = nf4_patch.dequantize_nf4
     if arch is not None:
         from .sass import portable
 
@@ -108,7 +105,6 @@ def verify(
             "library; signs of FP4's zeros are not compared (the CPU library's differ from the CUDA library's). "
             "Of the six shapes every combination ran two, to keep it short: each blocksize met each shape."
         )
-    dequantize = dequantize or nf4_patch.dequantize_nf4
     with cases.unpatched():
         compare_all(report, list_cases(weights, device), dequantize, tell)
     return report

@@ -63,24 +63,24 @@ def test_plan_covers_every_row_once():
                 assert cut.split_k <= -(-k // 256)
 
 
-def test_bf16_is_unsupported_before_sm_80(monkeypatch):
+def test_bf16_is_supported_from_sm_80_on(monkeypatch):
     monkeypatch.setattr(kernels, "matmul_4bit_kernel", SimpleNamespace())
     monkeypatch.setattr(launch.triton.runtime, "JITFunction", SimpleNamespace)
     device = torch.device("cuda", 0)
     x = SimpleNamespace(is_cuda=True, device=device, numel=lambda: 4096)
     packed = SimpleNamespace(device=device, data_ptr=lambda: 256)
     layout = Layout(packed, None, None, None, None, None, 64, 0, (4096, 4096), None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(launch, "config_for", lambda *arguments, **options: "measured")
 
-    def why(dtype, capability):
+    def supported(dtype, capability):
         x.dtype = dtype
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        return launch.unsupported(x, layout)
+        return launch.supports(x, layout)
 
-    assert why(torch.bfloat16, (7, 5)).endswith(
-        "bfloat16; tensor cores multiply it from compute capability 8.0 on, this GPU has 7.5"
-    )
-    assert why(torch.bfloat16, (8, 0)) == why(torch.float16, (7, 5)) == "no measured config for 1 rows on a GPU"
+    assert not supported(torch.bfloat16, (7, 5)) and not supported(torch.float32, (9, 0))
+    assert supported(torch.bfloat16, (8, 0)) and supported(torch.float16, (7, 5))
+    monkeypatch.setattr(launch, "config_for", lambda *arguments, **options: None)
+    assert not supported(torch.float16, (7, 5))
 
 
 def test_candidates_are_offered_and_never_taken():

@@ -15,7 +15,6 @@ from .tuning import SMALL_M_ROWS, HopperConfig, SmallMConfig, SmallMRow
 if triton is not None:
     from . import kernels
 
-DTYPES = (torch.float16, torch.bfloat16)
 BLOCKSIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 AnyConfig = SmallMConfig | HopperConfig
 AnyKernel = small_m.SmallMKernel | hopper.HopperKernel
@@ -41,43 +40,25 @@ def config_for(
     return hopper.config_for(capability, m, n, k, device) if rows is None else None
 
 
-def unsupported(x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) -> str | None:
-    """Why :func:`matmul_4bit` cannot run these arguments; None if it can."""
+def supports(x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) -> bool:
+    """Whether :func:`matmul_4bit` can run these arguments, and a config is measured for them."""
     n, k = layout.shape
-    if triton is None:
-        return "Triton is not installed"
-    if not isinstance(kernels.matmul_4bit_kernel, triton.runtime.JITFunction):
-        return "Triton's interpreter (TRITON_INTERPRET=1) does not run PTX"
-    if not x.is_cuda or torch.version.hip:
-        return f"x is on {x.device}; the kernel runs on NVIDIA GPUs"
-    if x.device != layout.packed.device:
-        return f"x is on {x.device}, the weight on {layout.packed.device}"
-    if x.dtype not in DTYPES:
-        return f"x is {x.dtype}; the kernel multiplies in float16 or bfloat16"
+    if triton is None or not isinstance(kernels.matmul_4bit_kernel, triton.runtime.JITFunction):
+        return False  # Triton's interpreter does not run PTX
+    if not x.is_cuda or torch.version.hip or x.device != layout.packed.device:
+        return False
     capability = torch.cuda.get_device_capability(x.device)
-    if x.dtype is torch.bfloat16 and capability < (8, 0):
-        return (
-            "x is torch.bfloat16; tensor cores multiply it from compute capability 8.0 on, "
-            f"this GPU has {capability[0]}.{capability[1]}"
-        )
-    if layout.blocksize not in BLOCKSIZES:
-        return f"blocksize {layout.blocksize} is none of {BLOCKSIZES}"
-    if k % layout.blocksize:
-        return f"K = {k} is no multiple of the blocksize {layout.blocksize}: a block spans two rows"
-    if layout.packed.data_ptr() % 16:
-        return f"the packed weight starts at {layout.packed.data_ptr():#x}, not on 16 bytes"
-    if layout.offset is not None and layout.offset.dtype is not torch.float32:
-        return f"the offset is {layout.offset.dtype}; the kernel reads float32"
-    m = x.numel() // k
-    if config_for(capability, m, n, k, device=x.device.index) is None:
-        return f"no measured config for {m} rows on {torch.cuda.get_device_name(x.device)}"
-    if bias is None or (
-        bias.dtype is x.dtype and bias.shape == (n,) and bias.is_contiguous() and bias.data_ptr() % 16 == 0
-    ):
-        return None
     return (
-        f"bias is {bias.dtype} {list(bias.shape)}, strides {bias.stride()}; "
-        f"it must be {x.dtype} [{n}], contiguous, on 16 bytes"
+        (x.dtype is torch.float16 or (x.dtype is torch.bfloat16 and capability >= (8, 0)))  # of the tensor cores
+        and layout.blocksize in BLOCKSIZES
+        and k % layout.blocksize == 0  # no block spans two rows
+        and layout.packed.data_ptr() % 16 == 0
+        and (layout.offset is None or layout.offset.dtype is torch.float32)
+        and config_for(capability, x.numel() // k, n, k, device=x.device.index) is not None
+        and (
+            bias is None
+            or (bias.dtype is x.dtype and bias.shape == (n,) and bias.is_contiguous() and bias.data_ptr() % 16 == 0)
+        )
     )
 
 
@@ -92,9 +73,7 @@ class MatmulLaunch:
         "sum_tail", "tail", "counter", "weight",
     )  # fmt: skip
 
-    def __init__(
-        self, kernel: AnyKernel, x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None
-    ):  # fmt: skip
+    def __init__(self, kernel: AnyKernel, x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None):
         self.device, self.dtype = x.get_device(), x.dtype
         self.weight = tuple(tensor.data_ptr() for tensor in layout.operands())
         spare = (layout.code if bias is None else bias).data_ptr()  # unread without a bias
@@ -168,12 +147,9 @@ def resolve(
 
 
 def matmul_4bit(
-    x: torch.Tensor,
-    layout: Layout,
-    bias: torch.Tensor | None = None,
-    config: AnyConfig | None = None,
+    x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None, config: AnyConfig | None = None,
     out: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """``x @ weight.T (+ bias)`` with the weight decoded inside the kernel; fp32 accumulation.
 
     The weights it multiplies by are, bit for bit, those of dequantize in x's dtype. The same arguments give the same
@@ -184,19 +160,21 @@ def matmul_4bit(
         layout: of the weight, shape [N, K], K a multiple of the blocksize; contiguous, the offset in fp32. Its dtype
             is not looked at.
         bias: [N], x's dtype.
-        config: instead of the table's; then the caller answers for :func:`unsupported`.
+        config: instead of the table's; then the caller answers for :func:`supports`.
         out: filled and returned if given: contiguous, [..., N], x's dtype and device.
 
     Returns:
         [..., N] in x's dtype.
 
     Raises:
-        ValueError: what :func:`unsupported` says.
+        ValueError: :func:`supports` says no.
         KernelUnavailable: the kernel is not compiled yet and a CUDA graph is being captured.
     """
-    why = unsupported(x, layout, bias) if config is None and x.numel() else None
-    if why is not None:
-        raise ValueError(f"matmul_4bit cannot run: {why}; dequantize and multiply")
     if x.numel() == 0:
         return x.new_empty((*x.shape[:-1], layout.shape[0])) if out is None else out
+    if config is None and not supports(x, layout, bias):
+        raise ValueError(
+            f"matmul_4bit does not support x {x.dtype} {list(x.shape)} on {x.device} by a weight {list(layout.shape)} of "
+            f"blocksize {layout.blocksize}, or its alignment, offset or bias: dequantize and multiply"
+        )
     return resolve(x, layout, bias, config)(x, out)

@@ -82,10 +82,10 @@ def check(mlp: MLP, x: torch.Tensor, dequantize: Dequantize, reference: Dequanti
         raise WrongResult(str(error)) from None
 
 
-def seconds(mlp: MLP, dequantize: Dequantize, iterations: int = ITERATIONS) -> float:
-    """``iterations`` times all three weights, the device synchronized after every call."""
+def seconds(mlp: MLP, dequantize: Dequantize) -> float:
+    """ITERATIONS times all three weights, the device synchronized after every call."""
     begin = time.perf_counter()
-    for _ in range(iterations):
+    for _ in range(ITERATIONS):
         for layer in mlp.layers:
             dequantize(layer)
             torch.cuda.synchronize()
