@@ -115,7 +115,7 @@ def built_once(known: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any
                     raise
                 except KernelUnavailable as error:
                     known[key] = error
-                except Exception as error:  # the compiler, the driver, a read-only cache: theirs to raise, ours to name
+                except Exception as error:  # of the compiler, the driver or a read-only cache
                     known[key] = KernelUnavailable(f"{type(error).__name__}: {error}")
     if isinstance(known[key], KernelUnavailable):
         raise known[key]

@@ -194,7 +194,7 @@ class Cache:
                 self.drop(entry)
 
     def drop_recomputed(self, task: int | None = None) -> None:
-        """What a backward pass, or every one, kept for reads that did not come. A pass that raises calls nothing at its end."""
+        """Drop what a backward pass (None: any) kept and nobody read. A pass that raises never calls this at its end."""
         for entry in list(self.entries.values()):
             if entry.task != -1 and task in (None, entry.task):
                 self.drop(entry)

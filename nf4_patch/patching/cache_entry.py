@@ -1,4 +1,4 @@
-"""One dense weight of the cache, and by what it is known to be what the packed bytes still decode to."""
+"""A dense weight in the cache, and the fingerprint that tells whether the packed bytes still decode to it."""
 
 from __future__ import annotations
 

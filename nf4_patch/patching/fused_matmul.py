@@ -28,7 +28,7 @@ from .switch import switch
 
 @functools.lru_cache(maxsize=4096)
 def is_measured(device: int, m: int, n: int, k: int) -> bool:
-    """Whether a table, calibrated or shipped, has the fused matmul ahead here."""
+    """Whether a calibration or a shipped table has a config for this size: whether the fused matmul is faster."""
     return matmul.config_for(torch.cuda.get_device_capability(device), m, n, k, device=device) is not None
 
 

@@ -21,7 +21,9 @@ from ..version import __version__
 from .targets import TARGETS, Target
 
 logger = logging.getLogger("nf4_patch")
-REMEMBER = tuple(f"{__package__}.{name}" for name in ("fused_matmul", "adapters.unsloth"))  # answers of a calibration
+REMEMBER = tuple(
+    f"{__package__}.{name}" for name in ("fused_matmul", "adapters.unsloth")
+)  # modules that remember what a calibration decided
 
 
 @dataclass
@@ -62,7 +64,7 @@ installed: dict[str, Installed] = {}
 _blocks: list[list[Options]] = []  # of each ``with enabled()`` that is entered
 _outside: tuple[bool, Options] = (False, (None, None))  # enabled and with what, before the first of them
 ABSENT = object()
-_lock = threading.RLock()  # never held while another thread's import is waited for: that takes it in _on_import
+_lock = threading.RLock()  # never held while waiting for another thread's import, which takes it in _on_import
 _hooked = False
 _enabled = False
 _options: Options = (None, None)
@@ -105,7 +107,7 @@ def _install_all() -> None:
 def _finish_imports() -> None:
     """Wait until other threads have imported what is patched: a hook registered in the middle of an import does not fire.
 
-    Python knows a thread that waits for this one, or is this one: then there is no wait.
+    Python's import locks detect a deadlock, and an import by this very thread: then there is no wait.
     """
     for package in dict.fromkeys(target.module.split(".")[0] for target in TARGETS):
         spec = getattr(sys.modules.get(package), "__spec__", None)
@@ -115,7 +117,7 @@ def _finish_imports() -> None:
 
 
 def enter(matmul: str | None, cache: str | int | None) -> list[Options]:
-    """Into a ``with enabled(matmul, cache)``; for ``leave``."""
+    """Enter a ``with enabled(matmul, cache)`` block; what comes back is for ``leave``."""
     global _outside
     options = (matmul, cache)
     block: list[Options] = [options]
@@ -130,7 +132,7 @@ def enter(matmul: str | None, cache: str | int | None) -> list[Options]:
 
 
 def leave(block: list[Options]) -> None:
-    """As the block entered last of those that are left has it; after the last as before the first."""
+    """Leave a block: the options of the one entered last of those still open, or the state before the first of all."""
     with _lock:
         _blocks[:] = [other for other in _blocks if other is not block]
         on, options = (True, _blocks[-1][0]) if _blocks else _outside
@@ -178,7 +180,7 @@ def _set_switch(config: Config | None) -> None:
 
 
 def use_calibration(config: Config) -> None:
-    """What wins comes from the file that NF4_PATCH_CALIBRATION names, where it has this GPU and these releases."""
+    """Let the file that NF4_PATCH_CALIBRATION names decide, where it has this GPU and these releases."""
     from ..nf4.matmul import calibration
 
     if calibration.use(config.calibration, releases):
@@ -196,7 +198,7 @@ def forget_calibration() -> None:
 
 
 def releases() -> dict[str, str | None]:
-    """What a calibration depends on, as installed; None: it is not."""
+    """The releases that a calibration depends on; None: not installed."""
     from ..nf4 import runtime
 
     found = {"nf4_patch": __version__, "triton": runtime.triton.__version__ if runtime.triton else None}

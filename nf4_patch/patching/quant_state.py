@@ -21,7 +21,7 @@ CODES = {
 
 
 def fields_of(state: Any) -> Any:
-    """The fields of a Layout after ``packed``, or the Reason why the state has not all of them."""
+    """The fields of a Layout after ``packed``, or the Reason why the state lacks one."""
     try:
         state2 = state.state2
         if state2 is None:
@@ -50,7 +50,7 @@ _codes: dict[tuple[str, torch.device], torch.Tensor] = {}
 
 
 def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor | Reason:
-    """``code_of``, one tensor a device; or why it is not to be had."""
+    """``code_of``, made once for each device; or the Reason why it cannot be made now."""
     code = _codes.get((quant_type, device))
     if code is None:
         if quant_type not in CODES:

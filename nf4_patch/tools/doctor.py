@@ -30,7 +30,7 @@ from ..patching.reasons import Reason
 from ..patching.targets import SWITCHES, TARGETS, Target
 from .report import DISTRIBUTIONS, Diagnosis, Tell, plural, releases, silent
 
-# (first capability it no longer holds for, what to tell): the first row that the GPU is under is told.
+# (capability that no longer needs the advice, the advice): the first row whose capability the GPU is below.
 GPU_ADVICE: tuple[tuple[tuple[int, int], str], ...] = (
     (compilation.MINIMUM_CAPABILITY, f"every call runs the original: {Reason.GPU_TOO_OLD.sentence}"),
     (
@@ -63,7 +63,7 @@ class Gpu:
     gibibytes: float
     advice: str
     kernels: list[KernelCheck] = field(default_factory=list)
-    fused_matmul: str = ""  # by what is decided where it runs
+    fused_matmul: str = ""  # what decides where it runs
 
     @property
     def works(self) -> bool:

@@ -1,4 +1,4 @@
-"""What every verb returns, and how it tells its progress."""
+"""What every verb returns, how it reports progress, and what it raises."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Launch:
 
     def shared(self) -> torch.Tensor:
         """The weight in a buffer that the next such call may overwrite; a new one off the default stream."""
-        if current_stream(self.device) != 0:  # 0: the default stream, on which order is given
+        if current_stream(self.device) != 0:  # 0: the default stream, which orders the calls
             return self.new()
         if self.view is None:
             buffer = shared_buffer(self.n, self.dtype, self.device)[: self.n]

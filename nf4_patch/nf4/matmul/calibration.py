@@ -1,8 +1,9 @@
 """What ``nf4-patch calibrate`` measured on this machine's GPUs: a file, read at the first question about a GPU.
 
-It goes before the shipped tables, for exactly the sizes that were measured and with the releases that they were
-measured with. A file that cannot be used is named by :func:`status`; nothing here raises because of it. By GPU it holds
-the date, the releases, ``faster_eagerly`` and, under "matmul", for each "NxK" rows ``{"m", "config"}`` in ascending m: up to so many rows of X the config, or null where the original is faster.
+It takes precedence over the shipped tables, for the sizes and releases that were measured. A file that cannot be used is
+named by :func:`status`; nothing here raises because of it. By GPU it holds the date, the releases, ``faster_eagerly`` and,
+under "matmul", for each "NxK" rows ``{"m", "config"}`` in ascending m: the config for up to m rows of X, or null where the
+original is faster.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def parsed(known: Any, releases: Releases) -> Entry:
 
 
 def ranges(table: Any) -> Rows:
-    """Up to so many rows of X, by (n, k)."""
+    """A file's table as Rows."""
     found = {}
     for name, row in table.items():
         n, k = map(int, name.split("x"))

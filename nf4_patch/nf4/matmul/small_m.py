@@ -1,4 +1,4 @@
-"""X[M, K] @ dequantize(weight)[N, K].T for up to 64 rows of X: how a config cuts one size, and its compiled launches."""
+"""X[M, K] @ dequantize(weight)[N, K].T for up to 64 rows of X: how a config divides one size, and its compiled launches."""
 
 from __future__ import annotations
 

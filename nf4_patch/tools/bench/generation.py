@@ -115,7 +115,7 @@ class Generation:
 
     def __init__(self, model: Llama, batch: int, patch: bool, compiled: bool, cache: int = CACHE):
         device = model.norm.device
-        self.model, self.batch, self.patch = model, batch, patch
+        self.model, self.batch, self.patch, self.compiled = model, batch, patch, compiled
         shape = (batch, model.model.key_value // HEAD, cache, HEAD)
         self.caches = [
             tuple(torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2)) for _ in model.layers
@@ -136,15 +136,15 @@ class Generation:
         self.token.copy_(torch.arange(self.batch, device=self.token.device))
         self.position.zero_()
 
-    def prepare(self, captured: bool) -> None:
-        """Compile and, if asked, capture the step."""
+    def prepare(self) -> None:
+        """Run the step until nothing compiles any more; if compiled, capture it."""
         switch.on, switch.matmul = self.patch, "auto"
         for _ in range(3):
             self.step()
         before = fused_matmul_hits()
         self.step()
         self.hits = fused_matmul_hits() - before
-        if captured:
+        if self.compiled:
             self.graph = capture([self.step])
 
     def run(self, tokens: int) -> float:
@@ -208,7 +208,7 @@ def one_row(llama: Llama, batch: int, mode: str, checks: dict[str, Check], token
     sides = {name: Generation(llama, batch, name == OURS, mode == "compiled") for name in (STOCK, OURS)}
     first = {}
     for name, side in sides.items():
-        side.prepare(captured=mode == "compiled")
+        side.prepare()
         side.restart()
         side.step()
         assert side.logits is not None
