@@ -3,7 +3,7 @@
 A verb is a row of VERBS. Its command is a click.Command that is imported when the verb is used, so that
 ``nf4-patch --help`` imports neither torch nor the verb. The conventions of a command:
 
-* It returns a ``report.Report`` (or None) and prints nothing. This module writes ``report.as_dict()`` where
+* It returns a ``report.Report`` and prints nothing. This module writes ``report.as_dict()`` where
   ``--json FILE`` was given (every verb has that option, none declares it), prints ``report.render()`` and exits
   with ``report.exit_code``.
 * An option that names a file to write is an ``output.OutputFile``: checked before the work.
@@ -149,8 +149,6 @@ def main(ctx: click.Context) -> None:
 def finish(ctx: click.Context, report: Any) -> None:
     """Write a verb's JSON, print its report and exit with its code."""
     ctx.obj.stop()
-    if report is None:
-        return
     if file := ctx.meta.get("nf4_patch.json"):
         data = report.as_dict()
         if "machine" not in data:  # which says as much and more

@@ -13,7 +13,6 @@ import nf4_patch
 
 from ..patching import hooks
 from ..patching.status import Status
-from ..patching.targets import TARGETS
 from .report import plural
 
 SHAPES, ROUNDS, SECONDS = 3, 20, 0.5  # no further shape is begun after so many seconds
@@ -63,10 +62,10 @@ def of_the_cache(status: Status) -> list[str]:
 
 def most_hit(status: Status) -> list[tuple[str, int]]:
     """The shapes to measure with their hits; none where a hit was a fused matmul, which is more than a dequantization."""
-    hit = {target.name for target in status.targets if target.hits}
-    if any(target.only for target in TARGETS if target.name in hit):
+    hit = {shape: hits for shape, hits in status.shapes.items() if hits}
+    if any(shape.endswith("fused matmul") for shape in hit):
         return []
-    return sorted(((shape, n) for shape, n in status.shapes.items() if n), key=lambda each: -each[1])[:SHAPES]
+    return sorted(hit.items(), key=lambda each: -each[1])[:SHAPES]
 
 
 def measure(status: Status) -> list[Saving]:

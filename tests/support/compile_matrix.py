@@ -95,7 +95,7 @@ def row(capability, variant) -> dict:
             if i.name == "LDG" and ".EF" in i.opcode and code2 and n > min(code2)
         ],
         "code2_loads": len(code2),
-        "fadd": code.count("FADD"),
+        "fadd": sum(i.name == "FADD" for i in code.instructions),
         "packed_converts": len(re.findall(r"cvt\.\S*x2", code.ptx)),
         "ptx_fma": len(re.findall(r"\bfma\.", code.ptx)),
         "ptx_evict_first": len(re.findall(r"evict_first|createpolicy", code.ptx)),

@@ -29,7 +29,10 @@ def test_the_shapes_hit_most():
 def test_a_fused_matmul_is_more_than_a_dequantization():
     hit = {"64x64 bfloat16": 5}
     assert savings.most_hit(status(hit, LINEAR)) == [("64x64 bfloat16", 5)]
-    assert savings.most_hit(status(hit, DEQUANTIZE, "bitsandbytes.functional.gemv_4bit")) == []
+    fused = {"64x64 bfloat16 fused matmul": 1}  # of a target of its own, or of one that dequantizes as well
+    assert savings.most_hit(status(hit | fused, DEQUANTIZE, "bitsandbytes.functional.gemv_4bit")) == []
+    assert savings.most_hit(status(hit | fused, LINEAR)) == []
+    assert savings.most_hit(status(hit | {"64x64 bfloat16 fused matmul": 0}, LINEAR)) == [("64x64 bfloat16", 5)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine with no GPU")

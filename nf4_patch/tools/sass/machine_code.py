@@ -46,9 +46,6 @@ class Code(NamedTuple):
     shared: int  # bytes a CTA
     ptx: str  # "" where there is none
 
-    def count(self, *names: str) -> int:
-        return sum(instruction.name in names for instruction in self.instructions)
-
 
 class Unsupported(Impossible):
     """Code for this capability cannot be compiled, or not be run, on this machine."""
