@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ import nf4_patch
 from ..llama import build_4bit
 from .peers import OURS
 from .record import RATE, Check, Row
-from .timing import Times
+from .timing import Call, Times, kernel_times, wall_times
 
 LAYERS = 2  # of a step
 TOKENS, PROMPT = 16, 16  # of a sequence that is generated
 UNPATCHED = "unpatched"
+GPU_TIME = "GPU time"
 
 
 def qwen3(layers: int = LAYERS) -> Any:
@@ -44,22 +45,23 @@ CONFIGURATIONS = {"Qwen3-30B-A3B": qwen3, "gpt-oss-20b": gpt_oss}
 
 
 @torch.no_grad()
-def generation(batch: int, layers: int = 16, rounds: int = 4) -> Row:
-    """Tokens a second of ``generate`` with Qwen3's shapes, greedy, the patch on and off alternating."""
+def generation(batch: int, layers: int = 16) -> Iterator[Row]:
+    """Tokens a second of ``generate`` with Qwen3's shapes, greedy, the patch on and off alternating; and GPU time."""
     model = build_4bit(qwen3(layers)).eval()
     prompt = torch.randint(3, 1000, (batch, PROMPT), generator=torch.Generator().manual_seed(batch)).cuda()
-    rates: dict[str, list[float]] = {OURS: [], UNPATCHED: []}
-    tokens = set()
-    for round_ in range(-1, rounds):
-        for name, taken in rates.items():
-            nf4_patch.enable() if name == OURS else nf4_patch.disable()
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            found = model.generate(prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
-            torch.cuda.synchronize()
-            if round_ >= 0:  # the first compiles
-                taken.append(batch * TOKENS / (time.perf_counter() - begin))
-            tokens.add(tuple(found.flatten().tolist()))
-    times = {name: Times(tuple(taken)) for name, taken in rates.items()}
-    check = Check(len(tokens) == 1, f"{len(tokens)} different texts with the patch and without")
-    return Row(f"generation, {layers} layers, batch {batch}", RATE, times, {UNPATCHED: check}, sizes={"batch": batch})
+    texts = set()
+
+    def generate() -> None:
+        found = model.generate(prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
+        texts.add(tuple(found.flatten().tolist()))
+
+    sides = {OURS: generate, UNPATCHED: generate}
+    switches: dict[str, Call] = {OURS: nf4_patch.enable, UNPATCHED: nf4_patch.disable}
+    walls = wall_times(sides, switches, rounds=4, warmups=1)
+    rates = {name: Times(tuple(1e3 * batch * TOKENS / ms for ms in taken.values)) for name, taken in walls.items()}
+    clocks = {"": (RATE, rates), f", {GPU_TIME}": ("ms", kernel_times(sides, switches, rounds=2))}
+    check = Check(len(texts) == 1, f"{len(texts)} different texts with the patch and without")
+    for words, (unit, times) in clocks.items():
+        if times:
+            subject = f"generation, {layers} layers, batch {batch}{words}"
+            yield Row(subject, unit, times, {UNPATCHED: check}, sizes={"batch": batch})

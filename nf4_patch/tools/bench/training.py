@@ -21,12 +21,11 @@ import nf4_patch
 from ..llama import LINEARS, Shape, build_4bit, config_of, save
 from ..report import Tell
 from . import experts
+from .experts import GPU_TIME, UNPATCHED
 from .peers import OURS
 from .record import DENSE, Check, Row
 from .timing import Times, kernel_times, wall_times
 
-UNPATCHED = "unpatched"
-GPU_TIME = "GPU time"
 BUDGET = "64GiB"
 LENGTHS = ((1, 512), (2, 1024), (2, 2048))  # (batch, tokens)
 RANK = 16
@@ -94,7 +93,7 @@ class Step:
         self.tokens = torch.randint(3, VOCABULARY, (batch, length), generator=generator).cuda()
         self.model, self.optimizer, self.patch, self.cache = model, optimizer, patch, cache
         self.losses: list[float] = []
-        self.peak = self.held = 0
+        self.peak = self.held = self.calls = 0
 
     def switch(self) -> None:
         if not self.patch:
@@ -113,13 +112,16 @@ class Step:
         return loss.detach()
 
     def observe(self) -> None:
-        """One step outside the timing: its loss, its peak memory and what the cache holds then."""
+        """A step outside the timing: its loss, peak memory and kernel calls, and what the cache holds then."""
         self.switch()
+        self()  # compiles, allocates
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        calls = nf4_patch.status().hits
         self.losses.append(self().item())
-        self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+        self.calls = nf4_patch.status().hits - calls
+        self.peak = torch.cuda.max_memory_allocated()
         self.held = sum(nf4_patch.status().cache.held.values())
 
 
@@ -253,11 +255,11 @@ def mixtures(tell: Tell) -> Iterator[Row]:
         del model
     for batch in (1, 8):
         tell(f"generation: batch {batch}")
-        yield experts.generation(batch)
+        yield from experts.generation(batch)
 
 
 def side_by_side(
-    subject: str, model: Any, batch: int, length: int, settings: Settings, wall: int = 20, kernels: int = 3,
+    subject: str, model: Any, batch: int, length: int, settings: Settings, wall: int = 20, kernels: int = 2,
     dense: bool = False,
 ) -> Iterator[Row]:  # fmt: skip
     """A row a setting of the cache, each beside the step without the patch: wall time, then GPU time.
@@ -270,19 +272,10 @@ def side_by_side(
     optimizer = optimizer_of(model)
     steps = {name: Step(model, optimizer, batch, length, True, cache) for name, cache in settings.items()}
     steps[UNPATCHED] = Step(model, optimizer, batch, length, False)
-    notes: dict[str, dict[str, str]] = {}
-    for name, step in steps.items():
-        step.switch()
-        step()  # compiles, allocates
+    for step in steps.values():
         step.observe()
-        step.switch()
-        hits = nf4_patch.status().hits
-        step()
-        notes[name] = {"kernel calls a step": str(nf4_patch.status().hits - hits)}
-        if step.held:
-            notes[name]["cache"] = f"{step.held / 2**30:.3f} GiB"
     losses = {loss for step in steps.values() for loss in step.losses}
-    gib = {name: f"{step.peak / 2**30:.3f} GiB" for name, step in steps.items()}
+    unpatched = gib(steps[UNPATCHED].peak)
     clocks = {"": wall_times(steps, {name: step.switch for name, step in steps.items()}, wall)} if wall else {}
     if dense:
         steps[DENSE] = DenseStep(steps[UNPATCHED])
@@ -290,9 +283,17 @@ def side_by_side(
     for clock, times in clocks.items():
         for name in settings if times else ():
             found = {OURS: times[name], **{other: times[other] for other in (UNPATCHED, DENSE) if other in times}}
-            told = {"peak memory": f"{gib[name]} (unpatched {gib[UNPATCHED]})", "loss": seen(losses)}
+            step = steps[name]
+            told = {"kernel calls a step": str(step.calls), "loss": seen(losses)}
+            told["peak memory"] = f"{gib(step.peak)} (unpatched {unpatched})"
+            if step.held:
+                told["cache"] = gib(step.held)
             words = ", ".join(filter(None, (f"{subject} {batch}x{length}", name, clock)))
-            yield row(words, batch, length, found, len(losses) == 1, notes[name] | told)
+            yield row(words, batch, length, found, len(losses) == 1, told)
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.3f} GiB"
 
 
 @contextlib.contextmanager
