@@ -128,9 +128,8 @@ class Config:
                 )
             values[variable.name] = value
         folder = environ.get("XDG_CACHE_HOME") or "~/.cache"
-        file = {"auto": f"{folder}/nf4_patch/calibration.json", "off": ""}.get(
-            values["NF4_PATCH_CALIBRATION"], values["NF4_PATCH_CALIBRATION"]
-        )
+        named = values["NF4_PATCH_CALIBRATION"]
+        file = {"auto": f"{folder}/nf4_patch/calibration.json", "off": ""}.get(named, named)
         return cls(
             requested=SWITCH.get(values["NF4_PATCH"], False),
             forbidden=not (SWITCH.get(values["NF4_PATCH"], True) and SWITCH[values["NF4_USE_TRITON"]]),
@@ -138,6 +137,6 @@ class Config:
             defer=values["NF4_PATCH_DEFER"],
             matmul=values["NF4_PATCH_MATMUL"],
             calibration=Path(os.path.expanduser(file)) if file else None,
-            calibration_named=values["NF4_PATCH_CALIBRATION"] not in ("auto", "off"),
+            calibration_named=named not in ("auto", "off"),
             cache=size_of(values["NF4_PATCH_CACHE"]) or values["NF4_PATCH_CACHE"],
         )

@@ -54,7 +54,7 @@ class Layout(NamedTuple):
         return self.packed.detach().reshape(-1).view(torch.uint8)
 
     def operands(self) -> tuple[torch.Tensor, ...]:
-        """A matmul kernel's tensors of the weight; a flat one repeats its code, which is then not read."""
+        """A kernel's tensors of the weight; a flat one repeats its code where the second level is, which is not read."""
         second = (self.absmax2, self.code2, self.offset) if self.nested() else (self.code,) * 3
         return (self.packed, self.absmax, self.code, *second)  # type: ignore[return-value]
 

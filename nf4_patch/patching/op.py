@@ -6,6 +6,7 @@ fake's answer to an unsupported layout is a bool tensor of as many elements as i
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -18,7 +19,6 @@ from . import guards
 from .reasons import Reason
 
 logger = logging.getLogger("nf4_patch")
-_said: set[str] = set()
 REASONS = tuple(Reason)
 # What keeps the kernel away and not the formula: a graph may run on another machine than it was traced on.
 COMPUTABLE = (Reason.NOT_CUDA, Reason.ROCM, Reason.GPU_TOO_OLD, Reason.NOT_CONTIGUOUS)
@@ -55,10 +55,9 @@ def kernel(packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, 
     return reference.dequantize(layout._replace(packed=layout.bytes()))
 
 
+@functools.cache
 def say_once(why: str) -> None:
-    if why not in _said:
-        _said.add(why)
-        logger.warning("the plain formula runs inside the compiled graph: %s", why)
+    logger.warning("the plain formula runs inside the compiled graph: %s", why)
 
 
 def unsupported(packed: torch.Tensor, reason: Reason) -> torch.Tensor:

@@ -266,7 +266,7 @@ def test_the_op_computes_where_the_kernel_cannot(device, monkeypatch, caplog):
         with pytest.raises(ValueError, match=guards.check(changed).sentence[:20]):
             torch.ops.nf4_patch.dequantize_nf4(*changed)
     monkeypatch.setattr(compilation, "INTERPRETED", False)
-    monkeypatch.setattr(op, "_said", set())
+    op.say_once.cache_clear()
     on_the_cpu = layout._replace(**{name: getattr(layout, name).cpu() for name in TENSORS})
     for _ in range(2):
         assert torch.equal(torch.ops.nf4_patch.dequantize_nf4(*on_the_cpu), want.cpu())

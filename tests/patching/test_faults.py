@@ -104,7 +104,7 @@ def test_a_compiled_graph_goes_on_without_the_kernel(on, monkeypatch, caplog):
     """Inside torch.compile there is no original to go back to: the plain formula, with the same bits."""
     packed, state = quantized((64, 128), torch.bfloat16, on)
     want = expected(packed, state)
-    monkeypatch.setattr(op, "_said", set())
+    op.say_once.cache_clear()
     monkeypatch.setattr(launch, "dequantize", raising(runtime.KernelUnavailable("ptxas exited with 1")))
     compiled = torch.compile(lambda p: F.dequantize_4bit(p, state) * 1, backend="aot_eager", fullgraph=True)
     with caplog.at_level(logging.WARNING, "nf4_patch"):

@@ -147,10 +147,8 @@ def on_16_bytes(variant: Variant) -> tuple[str, ...]:
 
 
 def operands(layout: Layout, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The kernel's tensors in the order of its signature; a flat layout repeats absmax, which is then not read."""
-    second = (layout.absmax2, layout.code2, layout.offset) if layout.nested() else (layout.absmax,) * 3
-    absmax2, code2, offset = second
-    return (layout.bytes(), layout.absmax, layout.code, absmax2, code2, offset, out)  # type: ignore[return-value]
+    """The kernel's tensors in the order of its signature."""
+    return (layout.bytes(), *layout.operands()[1:], out)
 
 
 class CompiledKernel:
