@@ -37,8 +37,6 @@ class LaunchConfig(NamedTuple):
 # (lowest capability, fewest elements) a row is for; the last one that fits is taken.
 # H200, torch 2.11, triton 3.6.0, percent of the same traffic without a decode, 8 warps and 16: 512x2048 98.6 and 96.2,
 # 1024x4096 97.9 and 96.7, 4096x4096 95.8 and 98.3, 14336x4096 96.9 and 98.8, 8192x8192 97.7 and 99.6.
-# An earlier kernel, 1024x4096, 4096x4096, 4096x14336: 4 warps 92.6, 96.7, 98.0; 1 step 84, 92-95, 92-94;
-# evict_first on one stream only 87, 94, 96, on neither 86, 94, 95; the matmul that reads the output is as fast with it.
 # sm_75 to sm_89 and sm_100 on are not measured: 4 warps keep the most CTAs of the smallest GPU (T4) in flight.
 CONFIGS: dict[tuple[tuple[int, int], int], LaunchConfig] = {
     ((7, 5), 0): LaunchConfig(num_warps=4, steps=2, load="evict_first", store="evict_first"),

@@ -41,10 +41,8 @@ class SmallMRow(NamedTuple):
 #   M = 1 / 8      16.9 / 17.8    19.0 / 21.3    7.0 / 7.7      22.0 / 25.0    64.4 / 73.5
 #   M = 16         21.7           23.2           9.3            26.6           91.7
 #   M = 32 / 64    31.2 / 43.1    29.5 / 40.2    12.8 / 16.7    32.1 / 43.2    114 / 159
-# The other configs tried for a row are 3 to 60 % slower on most of these shapes; 4 and 16 warps likewise.
 # One chunk of K a warp (K <= 4096 at 16 warps) keeps X in registers: 21.8 -> 16.9 at M = 1, 26.9 -> 21.7 at M = 16.
-# Past 64 rows a second pass over the weight costs more than dequantize + matmul. Dequantizing in slices that stay in
-# the L2 does not help that either: 186 -> 197 to 210 us at M = 1024, 14336x4096.
+# Past 64 rows a second pass over the weight costs more than dequantize + matmul.
 SMALL_M_ROWS: tuple[SmallMRow, ...] = (
     SmallMRow((9, 0), 8, 4096, 1,
               SmallMConfig(tiles=1, warps_n=1, warps_k=16, load_128bit=True, ctas_per_sm=1)),
