@@ -68,6 +68,7 @@ CELLS = (
         ("transformers==4.51.3", "tokenizers==0.21.4", "huggingface_hub==0.36.0", "peft==0.15.2", "accelerate==1.6.0"),
     ),
 )
+UNSLOTH_EXPERTS = "unsloth_zoo.temporary_patches.moe_triton_kernels"
 SHOWN = ("torch", "triton", "bitsandbytes", "unsloth", "unsloth_zoo", "transformers", "peft", "wrapt")
 
 
@@ -110,13 +111,10 @@ def measure(cell: Cell) -> dict[str, Any]:
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     nf4_patch.enable()
-    if cell.unsloth:
-        import unsloth  # noqa: F401
-    import bitsandbytes.functional  # noqa: F401
-
-    with contextlib.suppress(ImportError):  # before transformers 5
-        import transformers.integrations.moe  # noqa: F401
-
+    libraries = ("bitsandbytes.functional", "transformers.integrations.moe")
+    for module in ("unsloth", UNSLOTH_EXPERTS) * cell.unsloth + libraries:
+        with contextlib.suppress(ModuleNotFoundError):  # those of experts in old releases
+            importlib.import_module(module)
     row: dict[str, Any] = {"cell": cell.name, "place": place_of(device)}
     row["releases"] = {name: metadata.version(name) for name in SHOWN if importlib.util.find_spec(name)}
     row["python"] = sys.version.split()[0]
@@ -282,6 +280,8 @@ def unsloth_step(device) -> dict[str, Any]:
     nf4_patch.enable()
     equal = torch.equal(utils.fast_dequantize(weight, state), want)
     equal &= torch.equal(fast_lora.fast_dequantize(weight.t(), state, use_global_buffer=True), want.t())
+    experts = sys.modules.get(UNSLOTH_EXPERTS)
+    equal &= experts is None or torch.equal(experts.nf4_dequant_triton(weight.data, state), want)
     x = torch.randn(2, 8, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
     A = torch.randn(4, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
     B = torch.zeros(512, 4, device=device, dtype=torch.bfloat16, requires_grad=True)

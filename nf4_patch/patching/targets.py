@@ -48,6 +48,7 @@ class Target:
 
 
 EXPERTS = ("self", "hidden_states", "top_k_index", "top_k_weights")
+EXPERT_STACK = ("packed", "quant_state", "out_shape")
 FAST_GEMV = ("X", "W", "quant_state", "out")
 MATMUL_LORA = ("X", "W", "W_quant", "A", "B", "s", "out")
 FAST_DEQUANTIZE = ("W", "quant_state", "out", "use_global_buffer")
@@ -223,6 +224,17 @@ TARGETS = (
             only="cache",
         )
         for name, gradients in (("LoRA_MLP", ("dY",)), ("LoRA_QKV", ("dQ", "dK", "dV")), ("LoRA_W", ("dY",)))
+    ),
+    Target(
+        module="unsloth_zoo.temporary_patches.moe_triton_kernels",
+        attribute="nf4_dequant_triton",
+        distribution="unsloth_zoo",
+        releases=">= 2026.9.8",
+        tested=("2026.9.9", "2026.10.9"),
+        parameters=(EXPERT_STACK, (*EXPERT_STACK, "out")),
+        replace="replace_nf4_dequant",
+        covers="Unsloth's mixtures of experts in 4 bits: a layer's stack of experts, or the experts that are used",
+        lazy=True,
     ),
     Target(
         module="transformers.integrations.moe",

@@ -239,8 +239,9 @@ def check_kernel(dtype: torch.dtype, device: torch.device, capability: tuple[int
 
 def examine_targets(unsloth: bool, config: Config, tell: Tell) -> list[Verdict]:
     """Import the libraries, enable the patch, and ask what stands where; afterwards it is as it was."""
-    installed = releases({target.distribution for target in TARGETS})
-    wanted = [name for name in installed if name != "unsloth" or unsloth]
+    # in the order of TARGETS: unsloth_zoo cannot be imported before unsloth
+    installed = releases(dict.fromkeys(target.distribution for target in TARGETS))
+    wanted = [name for name in installed if unsloth or not name.startswith("unsloth")]
     failed = {}
     for name in wanted:
         tell(f"importing {name}")

@@ -7,6 +7,7 @@ import torch
 from oracle import expected, quantized
 
 from nf4_patch.patching.adapters import unsloth as unsloth_adapter
+from nf4_patch.patching.adapters import unsloth_zoo as unsloth_zoo_adapter
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
@@ -64,5 +65,17 @@ def test_a_compiled_region_stays_theirs_unless_forced(monkeypatch):
         assert unsloth_adapter.deferred(compiling=True) is stays
 
 
+@pytest.mark.parametrize("capability", [(9, 0), (7, 5)])
+def test_a_stack_of_experts_stays_theirs_where_ours_was_not_measured(capability, monkeypatch):
+    measured = unsloth_zoo_adapter.measured_everywhere.__wrapped__
+    monkeypatch.setattr(switch, "defer", "auto")
+    monkeypatch.setattr(unsloth_zoo_adapter, "FASTER_ON_STACKS", {(9, 0): ""})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert unsloth_adapter.deferred(False, measured) is (capability != (9, 0))
+    assert unsloth_adapter.deferred(True, measured)
+
+
 def test_every_measured_capability_says_on_what():
-    assert all("Unsloth" in text and "us" in text for text in unsloth_adapter.FASTER_EAGERLY.values())
+    texts = [*unsloth_adapter.FASTER_EAGERLY.values(), *unsloth_zoo_adapter.FASTER_ON_STACKS.values()]
+    assert all("Unsloth" in text and "us" in text for text in texts)

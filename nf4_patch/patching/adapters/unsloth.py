@@ -28,11 +28,11 @@ FASTER_EAGERLY = {
 }
 
 
-def deferred(compiling: bool) -> bool:
-    """Whether Unsloth's own kernel keeps a call: by NF4_PATCH_DEFER, or by what was measured."""
+def deferred(compiling: bool, measured: Callable[[], bool] | None = None) -> bool:
+    """Whether Unsloth's own kernel keeps a call: by NF4_PATCH_DEFER, or by what was ``measured`` (measured_everywhere)."""
     if switch.defer != "auto":
         return switch.defer == "always"
-    return compiling or not measured_everywhere()
+    return compiling or not (measured or measured_everywhere)()
 
 
 def faster_eagerly(device: int) -> bool:
