@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from types import ModuleType
@@ -154,6 +155,18 @@ def disable() -> None:
         for target in TARGETS:
             _remove_earlier(target)
     logger.info("nf4_patch is off")
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """The patch is off inside the block; afterwards it is on again if it was, with its options."""
+    on, options = _enabled, _options
+    disable()
+    try:
+        yield
+    finally:
+        if on:
+            enable(*options)
 
 
 def is_enabled() -> bool:

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-import nf4_patch
-
 from ..nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
+from ..patching import hooks
 
 # Whole CTAs and part of one, partial last blocks, odd counts, rows that no blocksize divides, rank 1 to 3.
 SHAPES = ((256, 512), (96, 136), (33, 77), (3, 5, 44), (4097,), (1, 1))
@@ -268,13 +267,8 @@ def unpatched() -> Iterator[None]:
     """bitsandbytes as it is, also where NF4_PATCH=1 patches it on import: nothing is compared with itself."""
     import bitsandbytes.functional  # noqa: F401
 
-    before = nf4_patch.is_enabled()
-    nf4_patch.disable()
-    try:
+    with hooks.suspended():
         yield
-    finally:
-        if before:
-            nf4_patch.enable()
 
 
 def place_of(device: torch.device) -> str:

@@ -7,8 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import nf4_patch
 from nf4_patch.nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
 from nf4_patch.patching.reasons import Reason
+from nf4_patch.patching.switch import switch
+from nf4_patch.tools import cases
 from nf4_patch.tools import fuzz as fuzzing
 from nf4_patch.tools.cases import PADDING, draw, random_state
 
@@ -40,16 +43,23 @@ def test_every_fault_ends_as_its_row_says(fault):
 
 
 def test_the_draw_reaches_every_layout():
-    cases = [draw(0, number, "cuda", faults=list(fuzzing.FAULTS)) for number in range(4000)]
-    assert {c.dtype for c in cases} == set(OUTPUT_DTYPES)
-    assert {c.blocksize for c in cases} == set(BLOCKSIZES)
-    assert {c.storage for c in cases} == set(STORAGE_DTYPES)
-    assert {c.offset_dtype for c in cases} == set(OFFSET_DTYPES)
-    assert {len(c.shape) for c in cases} == {1, 2, 3, 4}
-    assert {c.numel % 8 for c in cases} == set(range(8))
-    assert {c.start % 4 for c in cases} == {0, 1, 2, 3}
-    assert {c.fault for c in cases} == {"", *fuzzing.FAULTS}
-    assert {c.into for c in cases} == {"new", "out", "shared"}
+    drawn = [draw(0, number, "cuda", faults=list(fuzzing.FAULTS)) for number in range(4000)]
+    assert {c.dtype for c in drawn} == set(OUTPUT_DTYPES)
+    assert {c.blocksize for c in drawn} == set(BLOCKSIZES)
+    assert {c.storage for c in drawn} == set(STORAGE_DTYPES)
+    assert {c.offset_dtype for c in drawn} == set(OFFSET_DTYPES)
+    assert {len(c.shape) for c in drawn} == {1, 2, 3, 4}
+    assert {c.numel % 8 for c in drawn} == set(range(8))
+    assert {c.start % 4 for c in drawn} == {0, 1, 2, 3}
+    assert {c.fault for c in drawn} == {"", *fuzzing.FAULTS}
+    assert {c.into for c in drawn} == {"new", "out", "shared"}
+
+
+def test_the_patch_is_on_again_with_its_options():
+    with nf4_patch.enabled(matmul="auto"):
+        with cases.unpatched():
+            assert not nf4_patch.is_enabled()
+        assert nf4_patch.is_enabled() and switch.matmul == "auto"
 
 
 def test_every_reason_of_a_fault_exists():

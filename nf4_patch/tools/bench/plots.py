@@ -83,7 +83,5 @@ def draw_matmul(report: Bench, file: Path) -> None:
 
 def save(figure, report: Bench, file: Path) -> None:
     """With the machine as its title."""
-    machine = report.machine
-    releases = ", ".join(f"{name} {release}" for name, release in machine.releases.items())
-    figure.suptitle(f"{machine.gpu}, driver {machine.driver}, {machine.clocks}\n{releases}", fontsize=8)
+    figure.suptitle(str(report.machine), fontsize=8)
     figure.savefig(file, format="png", dpi=130)
