@@ -237,6 +237,17 @@ TARGETS = (
         lazy=True,
     ),
     Target(
+        module="axolotl.integrations.kernels.libs.scattermoe_lora.selective_dequant",
+        attribute="_selective_dequant_bnb4",
+        distribution="axolotl",
+        releases=">= 0.17",
+        tested=("0.19.0",),
+        parameters=(("raw_param", "quant_state", "active_experts", "expert_shape"),),
+        replace="replace_selective_dequant",
+        covers="axolotl's mixtures of experts in 4 bits with use_scattermoe: the experts that are used",
+        lazy=True,
+    ),
+    Target(
         module="transformers.integrations.moe",
         attribute="ExpertsInterface._global_mapping.grouped_mm",
         distribution="transformers",

@@ -52,6 +52,10 @@ class Stack:
 
     def __getitem__(self, ids: torch.Tensor) -> torch.Tensor:
         """The experts ``ids``, int64 [n], as transformers asks a dense stack for them: [n, ...]. No other is read."""
+        return self.decode(*self.select(ids))
+
+    def select(self, ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """A copy of the packed experts ``ids``, int64 [n], and their QuantState of shape [n, ...]."""
         from bitsandbytes.functional import QuantState
 
         state, second = self.state, self.state.state2
@@ -69,7 +73,7 @@ class Stack:
             selected(state.absmax), torch.Size((len(ids), *state.shape[1:])), state.code, state.blocksize,
             state.quant_type, state.dtype, **nested,
         )  # fmt: skip
-        return self.decode(selected(self.packed).unsqueeze(1), experts)
+        return selected(self.packed).unsqueeze(1), experts
 
     def size(self, dim: int) -> int:
         return self.state.shape[dim]
