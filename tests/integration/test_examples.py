@@ -8,21 +8,12 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 
 import pytest
 import torch
-from run_example import (
-    ALTERNATE_STEPS,
-    EXAMPLES,
-    GLOO,
-    TORCHRUN,
-    fallbacks,
-    hits,
-    run,
-    run_example,
-    same_training,
-)
+from run_example import EXAMPLES, GLOO, TORCHRUN, fallbacks, hits, on_and_off, run, run_example, same_training
 from subprocess_python import python
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own")
@@ -30,45 +21,28 @@ LINEARS = 14  # two layers of seven
 
 
 def test_peft(tmp_path):
-    arguments = ("--steps", 3, "--tokens", 64)
-    on = run_example("qlora_peft.py", *arguments, folder=tmp_path)
-    off = run_example("qlora_peft.py", *arguments, folder=tmp_path, patch=False)
+    plot = tmp_path / "loss.png"
+    on, off = on_and_off("qlora_peft.py", "--steps", 3, "--tokens", 64, "--plot", plot, folder=tmp_path)
     # On the CPU bitsandbytes dequantizes for the backward alone through the function that is replaced.
     assert hits(on) == 3 * LINEARS and hits(off) == 0 and not fallbacks(on)
-    assert same_training(on, off)
     assert on["losses"][-1] < on["losses"][0]
-
-
-@pytest.mark.full
-def test_both_sides_alternate_in_one_process(tmp_path):
-    arguments = ("--steps", 3, "--tokens", 64)
-    off = run_example("qlora_peft.py", *arguments, folder=tmp_path, patch=False)
-    both = run_example(
-        "qlora_peft.py", *arguments, "--plot", tmp_path / "loss.png", folder=tmp_path, launcher=(ALTERNATE_STEPS,)
-    )
-    assert hits(both) == LINEARS and [len(both["turns"][side]) for side in ("on", "off")] == [1, 2]
-    assert same_training(both, off)
-    assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert plot.read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("model", ["random-qwen", "random-gemma"])
 def test_peft_on_other_architectures(model, tmp_path):
-    on = run_example("qlora_peft.py", "--model", model, "--steps", 1, "--tokens", 32, folder=tmp_path)
-    off = run_example("qlora_peft.py", "--model", model, "--steps", 1, "--tokens", 32, folder=tmp_path, patch=False)
+    on, _ = on_and_off("qlora_peft.py", "--model", model, "--steps", 1, "--tokens", 32, folder=tmp_path)
     assert hits(on) == LINEARS and not fallbacks(on)
-    assert same_training(on, off)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("model", "options"), [("random-qwen-moe", ()), ("random-gpt-oss", ("--checkpointing",))])
 def test_mixture_of_experts(model, options, tmp_path):
     arguments = ("--model", model, "--steps", 2, "--tokens", 32, *options)
-    on = run_example("qlora_moe.py", *arguments, folder=tmp_path)
-    off = run_example("qlora_moe.py", *arguments, folder=tmp_path, patch=False)
+    on, off = on_and_off("qlora_moe.py", *arguments, folder=tmp_path)
     assert hits(on) > 2 * 8 and hits(off) == 0  # a step: two stacks a layer, in the forward and in the backward
     assert fallbacks(on) == ({"SAVED_TENSOR_HOOKS": 2 * 2 * 2} if options else {})
-    assert same_training(on, off)
 
 
 @pytest.mark.parametrize("script", ["qlora_trl.py", "qlora_unsloth.py"])
@@ -119,11 +93,9 @@ def test_merge(tmp_path):
 @pytest.mark.parametrize("mode", [(), ("--fsdp",)], ids=["ddp", "fsdp2"])
 def test_two_processes(mode, tmp_path):
     arguments = ("--steps", 2, "--tokens", 32, *mode)
-    on = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=GLOO)
-    off = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=GLOO, patch=False)
+    on, off = on_and_off("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=GLOO)
     assert on["hits_by_process"] == [2 * LINEARS] * 2 and off["hits_by_process"] == [0, 0]
     assert not fallbacks(on)
-    assert same_training(on, off)
     if mode:  # every process holds half of all bytes, the packed ones among them
         dense = 2 * 512 * 128 * 2 + 5 * 128 * 2  # embedding, head, norms: bf16
         packed = 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256) // 2
@@ -160,24 +132,20 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def step(tmp_path):
-    script = tmp_path / "step.py"
-    script.write_text(STEP)
-    return script
-
-
 @pytest.mark.full
-def test_no_change_of_code(step, tmp_path):
-    """The rows of the README's table."""
-    python = sys.executable
-    assert "hits: 0" in run([python, step], tmp_path)
-    assert "hits: 1" in run([python, step], tmp_path, NF4_PATCH="1")
-    assert "hits: 1" in run([python, "-m", "nf4_patch", "run", step], tmp_path)
-    launched = [python, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", step]
-    assert "hits: 1" in run(launched, tmp_path, NF4_PATCH="1")
-    launched = [python, *TORCHRUN, step]
-    assert run(launched, tmp_path, NF4_PATCH="1").count("hits: 1") == 2
+@pytest.mark.parametrize(
+    ("launcher", "variables", "hits"),
+    [
+        ((), {}, [0]), ((), {"NF4_PATCH": "1"}, [1]), (("-m", "nf4_patch", "run"), {}, [1]),
+        (("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"), {"NF4_PATCH": "1"}, [1]),
+        (TORCHRUN, {"NF4_PATCH": "1"}, [1, 1]),
+    ],
+    ids=["nothing", "variable", "run", "accelerate", "torchrun"],
+)  # fmt: skip
+def test_no_change_of_code(launcher, variables, hits, tmp_path):
+    (tmp_path / "step.py").write_text(STEP)
+    output = run([sys.executable, *launcher, "step.py"], tmp_path, **variables)
+    assert [int(n) for n in re.findall(r"hits: (\d+)", output)] == hits
 
 
 @pytest.mark.full

@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 
-from nf4_patch.tools.bench.timing import Times
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
-ALTERNATE_STEPS = Path(__file__).with_name("alternate_steps.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")  # a free port: no run meets another
 GLOO = (*TORCHRUN, Path(__file__).with_name("exit_without_finalization.py"))
 
@@ -69,10 +66,9 @@ def same_training(on: dict[str, Any], off: dict[str, Any]) -> bool:
     return on["losses"] == off["losses"] and on["adapter"] == off["adapter"]
 
 
-def alternate_steps(record: dict[str, Any]) -> str:
-    """The steps of alternate_steps.py, less the first half: milliseconds, and the noise, of both sides."""
-    lines = []
-    for side, taken in record.get("turns", {}).items():
-        warm = Times(tuple(1e3 * seconds for seconds in taken[len(taken) // 2 :]))
-        lines.append(f"in turns, {side}: {warm.median:.2f} ms a step, noise {warm.noise:.1%}, {len(warm.values)} steps")
-    return "\n".join(lines)
+def on_and_off(script: str, *arguments: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a run with the patch wrote, and one without it that learned the same."""
+    on = run_example(script, *arguments, **options)
+    off = run_example(script, *arguments, patch=False, **options)
+    assert same_training(on, off)
+    return on, off
