@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 
 import bitsandbytes.functional as F
 import pytest
 import torch
 from oracle import layout_of, quantized
+from threads import together
 
 import nf4_patch
 from nf4_patch.nf4.dequantize import compilation
@@ -67,20 +68,13 @@ def test_a_weight_in_pieces_on_both_is_refused_by_name(patched):
 
 def test_each_thread_its_own_device(patched):
     both, want = weights()
-    wrong = []
 
     def work(i):
         torch.cuda.set_device(DEVICES[i])
         for _ in range(200):
-            if not torch.equal(F.dequantize_4bit(*both[i]), want[i]):
-                wrong.append(i)
+            assert torch.equal(F.dequantize_4bit(*both[i]), want[i])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    together(*(functools.partial(work, i) for i in (0, 1)))
     assert nf4_patch.status().hits == 400
 
 

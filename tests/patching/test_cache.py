@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-import threading
 
 import pytest
 import torch
 from oracle import expected, quantized
+from threads import together
 
 from nf4_patch.patching.cache import WAITING, Cache, StaleWeightError
 from nf4_patch.patching.cache_entry import allocated
@@ -304,24 +305,15 @@ def test_threads(cache):
     cache.configure(6 * SIZE)
     weights = [weight(seed) for seed in range(12)]
     right = [expected(*each) for each in weights]
-    failures = []
 
     def work(offset):
-        try:
-            for i in range(400):
-                j = (i * (offset + 1) + offset) % len(weights)
-                assert torch.equal(read(cache, *weights[j]), right[j])
-                if offset == 0 and i % 50 == 49:
-                    cache.release()
-        except BaseException as error:
-            failures.append(error)
+        for i in range(400):
+            j = (i * (offset + 1) + offset) % len(weights)
+            assert torch.equal(read(cache, *weights[j]), right[j])
+            if offset == 0 and i % 50 == 49:
+                cache.release()
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    together(*(functools.partial(work, offset) for offset in range(4)))
     assert sum(allocated(entry.dense.nbytes) for entry in cache.entries.values()) == cache.held[INDEX] <= 6 * SIZE
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import bitsandbytes.functional as F
@@ -10,32 +11,11 @@ import torch
 from oracle import expected, quantized
 from subprocess_python import python
 from target import TARGET, linear, same, step
+from threads import together
 
 import nf4_patch
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.switch import switch
-
-
-def together(*functions):
-    """Run all at once; the first exception of any is raised."""
-    errors = []
-    barrier = threading.Barrier(len(functions))
-
-    def guarded(function):
-        barrier.wait()
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(f,)) for f in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
 
 
 @pytest.mark.gpu  # Triton's interpreter is not made for threads
@@ -44,14 +24,11 @@ def test_threads_count_every_hit(device, patched):
     wants = [expected(*case) for case in cases]
     counters.reset()
 
-    def work(index):
-        def calls():
-            for _ in range(25):
-                assert torch.equal(F.dequantize_4bit(*cases[index]), wants[index])
+    def work(case, want):
+        for _ in range(25):
+            assert torch.equal(F.dequantize_4bit(*case), want)
 
-        return calls
-
-    together(*(work(i) for i in range(4)))
+    together(*map(functools.partial, [work] * 4, cases, wants))
     assert counters.hits(TARGET) == 100
 
 
@@ -107,17 +84,11 @@ def test_grad_modes(mode, device, patched):
     assert counters.hits(TARGET) == 2
 
 
-def test_a_default_device_and_dtype_of_the_user(device, patched):
+def test_a_default_device_of_the_user(device, patched):
     packed, state = quantized((64, 128), torch.float16, device)
     want = expected(packed, state)
     with torch.device("meta"):
         assert torch.equal(F.dequantize_4bit(packed, state), want)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        assert torch.equal(F.dequantize_4bit(packed, state), want)
-    finally:
-        torch.set_default_dtype(before)
 
 
 def test_dispatch_modes_see_one_op(device, patched):
