@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-import bitsandbytes as bnb
 import bitsandbytes.functional as F
 import pytest
 import torch
+from fused_matmul import CUDA, error, exact, hits_by_shape, linear
 from oracle import layout_of
 
 import nf4_patch
@@ -18,9 +18,9 @@ from nf4_patch.patching.adapters import unsloth as unsloth_adapter
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.bench import calibrate
-from nf4_patch.tools.bench import matmul as fused_matmul
+from nf4_patch.tools.bench.matmul import DEQUANTIZE
+from nf4_patch.tools.bench.peers import BITSANDBYTES, OURS
 
-CUDA = torch.device("cuda", 0)
 SHAPE = (4096, 4096)
 pytestmark = [
     pytest.mark.gpu,
@@ -45,19 +45,13 @@ def unknown(monkeypatch, tmp_path):
     hooks.forget_calibration()
 
 
-def linear(n, k):
-    torch.manual_seed(0)
-    layer = bnb.nn.Linear4bit(k, n, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16)
-    return layer.to(torch.bfloat16).to(CUDA)
-
-
 def forward(layer, m):
     x = torch.randn(m, layer.in_features, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
     return x.detach(), layer(x).detach()
 
 
 def hits():
-    return sum(counter.hits for key, counter in counters.hit_counters.items() if key[2].endswith("fused matmul"))
+    return sum(hits_by_shape().values())
 
 
 def test_calibrated_it_is_served_and_right(unknown, monkeypatch):
@@ -80,16 +74,16 @@ def test_calibrated_it_is_served_and_right(unknown, monkeypatch):
     rows = entry["matmul"]["4096x4096"]
     assert [row["m"] for row in rows] == list(calibrate.ROWS)
     for row in rows:
-        names = {fused_matmul.OURS, fused_matmul.BITSANDBYTES, fused_matmul.DEQUANTIZE}
+        names = {OURS, BITSANDBYTES, DEQUANTIZE}
         assert names <= row["us"].keys() and min(row["us"].values()) > 1, row
         if row["config"]:
-            best = min(us for name, us in row["us"].items() if name != fused_matmul.OURS)
-            assert row["us"][fused_matmul.OURS] * 1.03 < best, row
+            best = min(us for name, us in row["us"].items() if name != OURS)
+            assert row["us"][OURS] * 1.03 < best, row
 
     nf4_patch.enable(matmul="auto")
     assert calibration.status(0) == f"calibrated on {entry['date']}, 1 shape"
     packed, state = layer.weight, layer.weight.quant_state
-    truth, dense = fused_matmul.exact(layout_of(packed.data, state)), F.dequantize_4bit(packed, state)
+    truth, dense = exact(layout_of(packed.data, state)), F.dequantize_4bit(packed, state)
     served = 0
     for m in (1, 2, 5, 8, 9, 16, 17, 32, 33, 64):
         taken = next(row["config"] for row in rows if m <= row["m"])
@@ -97,8 +91,8 @@ def test_calibrated_it_is_served_and_right(unknown, monkeypatch):
         x, y = forward(layer, m)
         assert hits() == (taken is not None), m
         served += hits()
-        exact = x.double() @ truth.t()
-        assert fused_matmul.error(y, exact) <= 1.01 * fused_matmul.error(x @ dense.t(), exact), m
+        want = x.double() @ truth.t()
+        assert error(y, want) <= 1.01 * error(x @ dense.t(), want), m
     if torch.cuda.get_device_capability(CUDA) == (9, 0):
         assert served == 10  # the H200's shipped table wins everywhere on this shape
     counters.reset()

@@ -36,42 +36,35 @@ from nf4_patch.tools.fuzz import fuzz
 report = fuzz(60, 7, blocksizes=(64,), oracle="formula")
 assert report.hits and not report.exit_code
 """
-# Quantized on the CPU for the same reason. Tails of N and K, every row of the table, slices of K.
-SMALL_M = """
+# Quantized on the CPU for the same reason.
+FUSED = """
 import torch
+from fused_matmul import one_hot
 from oracle import layout_of, quantized
 from nf4_patch.nf4.matmul import launch as matmul
-from nf4_patch.nf4.matmul.tuning import SMALL_M_ROWS
+from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS, SMALL_M_ROWS
 from nf4_patch.nf4.dequantize import reference
 
-here = torch.cuda.get_device_capability()
-for n, k in ((250, 320), (4003, 4416), (1003, 4096), (12003, 320)):
-    layout = layout_of(*quantized((n, k), torch.bfloat16, "cpu", nested=n != 250))
-    layout = layout._replace(**{name: t.cuda() for name, t in layout._asdict().items() if isinstance(t, torch.Tensor)})
-    weight = reference.dequantize(layout)
-    for m in (1, 9, 17, 64):
-        columns = torch.randperm(k, device="cuda")[:m]
-        x = torch.zeros(m, k, dtype=torch.bfloat16, device="cuda")
-        x[torch.arange(m, device="cuda"), columns] = 1
-        config = matmul.config_for(here, m, n, k) or next(row.config for row in SMALL_M_ROWS if row.m >= m)
-        assert torch.equal(matmul.matmul_4bit(x, layout, config=config), weight[:, columns].t())
-"""
-# Tails of M and N, one tile a CTA, several, and a tile in chunks.
-HOPPER = """
-import torch
-from oracle import layout_of, quantized
-from nf4_patch.nf4.matmul import launch as matmul
-from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS
-from nf4_patch.nf4.dequantize import reference
-
-for n, k, m in ((264, 512, 300), (136, 4096, 70), (8200, 64, 600)):
-    layout = layout_of(*quantized((n, k), torch.bfloat16, "cpu", nested=n != 136))
+def check(n, k, m, nested, configs):
+    layout = layout_of(*quantized((n, k), torch.bfloat16, "cpu", nested=nested))
     layout = layout._replace(**{name: t.cuda() for name, t in layout._asdict().items() if isinstance(t, torch.Tensor)})
     columns = torch.randint(0, k, (m,), device="cuda")
-    x = torch.zeros(m, k, dtype=torch.bfloat16, device="cuda")
-    x[torch.arange(m, device="cuda"), columns] = 1
-    for config in {row.config for row in HOPPER_ROWS}:
-        assert torch.equal(matmul.matmul_4bit(x, layout, config=config), reference.dequantize(layout)[:, columns].t())
+    x, want = one_hot(columns, k, torch.bfloat16), reference.dequantize(layout)[:, columns].t()
+    for config in configs:
+        assert torch.equal(matmul.matmul_4bit(x, layout, config=config), want)
+"""
+# Tails of N and K, every row of the table, slices of K.
+SMALL_M = f"""{FUSED}
+here = torch.cuda.get_device_capability()
+for n, k in ((250, 320), (4003, 4416), (1003, 4096), (12003, 320)):
+    for m in (1, 9, 17, 64):
+        config = matmul.config_for(here, m, n, k) or next(row.config for row in SMALL_M_ROWS if row.m >= m)
+        check(n, k, m, n != 250, [config])
+"""
+# Tails of M and N, one tile a CTA, several, and a tile in chunks.
+HOPPER = f"""{FUSED}
+for n, k, m in ((264, 512, 300), (136, 4096, 70), (8200, 64, 600)):
+    check(n, k, m, n != 136, {{row.config for row in HOPPER_ROWS}})
 """
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 
 import bitsandbytes.functional as F
 import pytest
 import torch
-from fused_matmul import CUDA, MEASURED, NOT_MEASURED, error, exact
+from fused_matmul import CUDA, MEASURED, NOT_MEASURED, adversarial, error, exact, one_hot, unfused_error
 from oracle import layout_of, quantized
 
 from nf4_patch.nf4 import runtime
-from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.matmul import launch
-from nf4_patch.nf4.matmul import reference as matmul_reference
 from nf4_patch.nf4.matmul.tuning import TILE_COUNTS
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
@@ -45,20 +42,14 @@ def poison(*shapes, dtype):
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_as_accurate_as_dequantize_and_linear(quant_type, nested, dtype):
-    """Against fp64, over tails of M, N and K, with and without a bias; the same bits at a second call.
-
-    theirs: cuBLAS or the plain twin, whichever is further off; in a matmul of few numbers either may be lucky.
-
-    Both round the same weights to dtype, multiply them exactly and add in fp32; the order of the additions differs, and
-    the last bit of a sum with it. Hence 1 %, of an error that is nearly all rounding of the weight and of the result.
-    """
+    """Against fp64, over tails of M, N and K, with and without a bias; the same bits at a second call."""
     missed = []
     torch.manual_seed(0)
     sizes, rows = (SIZES, ROWS) if nested else (SIZES[1:8:2], ROWS[::3])  # a flat weight differs in its scales only
     for seed, (n, k, blocksize) in enumerate(sizes):
         packed, state = quantized((n, k), dtype, CUDA, blocksize, nested, quant_type, seed=seed)
         layout = layout_of(packed, state)
-        truth_weight, weight = exact(layout), reference.dequantize(layout)
+        truth_weight = exact(layout)
         for m in rows:
             x = torch.randn(m, k, device=CUDA).to(dtype)
             bias = torch.randn(n, device=CUDA).to(dtype) if m % 2 else None
@@ -66,10 +57,7 @@ def test_as_accurate_as_dequantize_and_linear(quant_type, nested, dtype):
             poison((m, n), (4 * m, 2 * n), dtype=dtype)
             got = multiply(x, layout, bias)
             again = multiply(x, layout, bias, out=torch.full_like(got, float("nan")))
-            theirs = max(
-                error(torch.nn.functional.linear(x, weight, bias), truth),
-                error(matmul_reference.matmul(x, layout, bias), truth),
-            )
+            theirs = unfused_error(x, layout, truth, bias)
             if not (error(got, truth) <= 1.01 * theirs and torch.equal(got, again)):
                 missed.append((n, k, blocksize, m, error(got, truth), theirs, torch.equal(got, again)))
     assert not missed, missed
@@ -77,33 +65,17 @@ def test_as_accurate_as_dequantize_and_linear(quant_type, nested, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_accuracy_on_adversarial_numbers(dtype):
-    """Heavy tails, cancelling rows, outlier columns of X, tiny and large weights: at most 1 % over dequantize + linear."""
-    generator = torch.Generator(device=CUDA).manual_seed(1)
-    n = k = 2048
-    w = torch.randn(n, k, device=CUDA, generator=generator) * 0.02
-    signs = 1 - 2 * (torch.arange(k, device=CUDA) % 2)
-    weights = {
-        "gaussian": w,
-        "heavy tail": w * (1 + 8 * (torch.rand(n, k, device=CUDA, generator=generator) < 0.001)),
-        "alternating": w.abs() * signs,
-        "tiny": w * 1e-4,
-        "large": w * 50,
-    }
-    x = torch.randn(64, k, device=CUDA, generator=generator)
-    outliers = x.clone()
-    outliers[:, ::257] *= 60
-    inputs = {"gaussian": x, "outliers": outliers, "positive": x.abs(), "ones": torch.ones_like(x), "small": x * 1e-3}
     missed = []
-    for (weight_name, weight), (input_name, values) in itertools.product(weights.items(), inputs.items()):
+    for name, weight, values in adversarial(2048, 2048, 64):
         packed, state = F.quantize_4bit(weight.to(dtype), quant_type="nf4", compress_statistics=True)
         layout = layout_of(packed, state)
         truth_weight, rounded = exact(layout), F.dequantize_4bit(packed, state)
         for m in (1, 8, 16, 64):
-            rows = values[:m].to(dtype)
-            truth = rows.double() @ truth_weight.t()
-            ours, theirs = error(multiply(rows, layout), truth), error(torch.nn.functional.linear(rows, rounded), truth)
+            x = values[:m].to(dtype)
+            truth = x.double() @ truth_weight.t()
+            ours, theirs = error(multiply(x, layout), truth), error(torch.nn.functional.linear(x, rounded), truth)
             if ours > 1.01 * theirs:
-                missed.append((weight_name, input_name, m, ours, theirs))
+                missed.append((name, m, ours, theirs))
     assert not missed, missed
 
 
@@ -111,16 +83,14 @@ def test_accuracy_on_adversarial_numbers(dtype):
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 def test_one_hot_rows_return_the_bits_of_dequantize(quant_type, nested, dtype):
-    """What it multiplies by is what dequantize writes: 1 * w, plus zeros, in every lane and slice."""
+    """What it multiplies by is what dequantize writes."""
     for n, k in ((1003, 4096), (4096, 1024), (520, 8192)):
         packed, state = quantized((n, k), dtype, CUDA, nested=nested, quant_type=quant_type)
         layout = layout_of(packed, state)
         want = F.dequantize_4bit(packed, state)
         for m in (1, 8, 16, 64):
             columns = torch.randperm(k, device=CUDA)[:m]
-            x = torch.zeros(m, k, dtype=dtype, device=CUDA)
-            x[torch.arange(m, device=CUDA), columns] = 1
-            assert torch.equal(multiply(x, layout), want[:, columns].t()), (n, k, m)
+            assert torch.equal(multiply(one_hot(columns, k, dtype), layout), want[:, columns].t()), (n, k, m)
 
 
 def test_every_unsupported_operand_is_refused():
@@ -174,21 +144,18 @@ def test_out_stride_and_empty_rows():
     assert multiply(x[:0], layout).shape == (0, 1, 320)
 
 
-def test_first_use_inside_a_capture_is_named():
+def test_first_use_inside_a_capture_is_named(monkeypatch):
     packed, state = quantized((1408, 640), torch.float16, CUDA, blocksize=128)
     layout = layout_of(packed, state)
     x = torch.randn(2, 640, device=CUDA, dtype=torch.float16)
-    saved = dict(runtime._entries), dict(launch._kernels)
-    runtime._entries.clear()
-    launch._kernels.clear()
+    monkeypatch.setattr(runtime, "_entries", {})
+    monkeypatch.setattr(launch, "_kernels", {})
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         with pytest.raises(runtime.KernelUnavailable) as caught:
             multiply(x, layout)
         torch.zeros(1, device=CUDA)
     assert caught.value.reason == "GRAPH_CAPTURE"
-    runtime._entries.update(saved[0])
-    launch._kernels.update(saved[1])
     assert multiply(x, layout).isfinite().all()
 
 

@@ -1,14 +1,19 @@
-"""What tests of the fused matmul share: the exact weight, the error against fp64, a layer, and what was counted."""
+"""What tests of the fused matmul share: the error against fp64, inputs, a layer, and what was counted."""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
 
 import bitsandbytes as bnb
 import torch
 
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.layout import Layout
+from nf4_patch.nf4.matmul import reference as matmul_reference
 from nf4_patch.nf4.matmul.tuning import SMALL_M_ROWS
 from nf4_patch.patching.counters import counters
+from nf4_patch.tools.bench.matmul import error, exact  # noqa: F401 (for the tests)
 
 CUDA = torch.device("cuda", 0)
 MEASURED = torch.cuda.is_available() and any(
@@ -17,16 +22,41 @@ MEASURED = torch.cuda.is_available() and any(
 NOT_MEASURED = "the fused matmul's table has no row for this GPU"
 
 
-def exact(layout: Layout) -> torch.Tensor:
-    """The weight in fp64: code * scale, not rounded."""
-    scales = reference.block_scales(layout, False).double().repeat_interleave(layout.blocksize)
-    packed = layout.bytes()
-    nibbles = torch.stack((packed >> 4, packed & 15), -1).reshape(-1).long()
-    return (layout.code.double()[nibbles] * scales).view(layout.shape)
+def unfused_error(x: torch.Tensor, layout: Layout, truth: torch.Tensor, bias: torch.Tensor | None = None) -> float:
+    """Of dequantize + linear against ``truth``: cuBLAS or the plain twin, whichever is further off.
+
+    In a matmul of few numbers either may be lucky. Both and the fused matmul round the same weights, multiply them exactly
+    and add in fp32; the order of the additions differs, and the last bit of a sum with it. Hence tests allow 1 % more, of
+    an error that is nearly all rounding of the weight and of the result.
+    """
+    linear = torch.nn.functional.linear(x, reference.dequantize(layout), bias)
+    return max(error(linear, truth), error(matmul_reference.matmul(x, layout, bias), truth))
 
 
-def error(a: torch.Tensor, truth: torch.Tensor) -> float:
-    return ((a.double() - truth).norm() / truth.norm()).item()
+def one_hot(columns: torch.Tensor, k: int, dtype: torch.dtype) -> torch.Tensor:
+    """x [len(columns), k] that picks these columns of a weight: 1 * w, plus zeros, in every lane and slice."""
+    x = torch.zeros(len(columns), k, dtype=dtype, device=CUDA)
+    x[torch.arange(len(columns), device=CUDA), columns] = 1
+    return x
+
+
+def adversarial(n: int, k: int, m: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(name, weight [n, k], x [m, k]) in fp32: heavy tails, cancelling rows, outlier columns, tiny and large numbers."""
+    generator = torch.Generator(device=CUDA).manual_seed(1)
+    w = torch.randn(n, k, device=CUDA, generator=generator) * 0.02
+    x = torch.randn(m, k, device=CUDA, generator=generator)
+    outliers = x.clone()
+    outliers[:, ::257] *= 60
+    weights = {
+        "gaussian": w,
+        "heavy tail": w * (1 + 8 * (torch.rand(n, k, device=CUDA, generator=generator) < 0.001)),
+        "alternating": w.abs() * (1 - 2 * (torch.arange(k, device=CUDA) % 2)),
+        "tiny": w * 1e-4,
+        "large": w * 50,
+    }
+    inputs = {"gaussian": x, "outliers": outliers, "positive": x.abs(), "ones": torch.ones_like(x), "small": x * 1e-3}
+    for weight, rows in itertools.product(weights, inputs):
+        yield f"{weight} weight, {rows} x", weights[weight], inputs[rows]
 
 
 def linear(n: int, k: int, dtype: torch.dtype = torch.bfloat16, bias: bool = False) -> bnb.nn.Linear4bit:
