@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import bitsandbytes as bnb
 import pytest
 import torch
+from target import linear, same, step
 
 import nf4_patch
 from nf4_patch.patching.cache import cache
@@ -13,6 +13,7 @@ from nf4_patch.patching.reasons import Uncached
 pytestmark = pytest.mark.gpu
 ROWS = 2048  # above bitsandbytes' own fused kernel: its forward dequantizes
 MIB = 2**20
+CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -24,27 +25,17 @@ def off():
     nf4_patch.disable()
 
 
-def linear(n=1024, k=1024, seed=0):
-    torch.manual_seed(seed)
-    layer = bnb.nn.Linear4bit(k, n, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).bfloat16()
-    return layer.to("cuda").train()
+def layer_of(outputs=1024, seed=0):
+    return linear(CUDA, 1024, outputs, seed=seed)
 
 
-def run(layer, seed=1):
-    generator = torch.Generator("cuda").manual_seed(seed)
-    x = torch.randn(ROWS, layer.in_features, dtype=torch.bfloat16, device="cuda", generator=generator)
-    y = layer(x.requires_grad_())
-    y.square().sum().backward()
-    return y.detach(), x.grad
-
-
-def equal(a, b):
-    return all(map(torch.equal, a, b))
+def run(layer):
+    return step(layer, CUDA, 1024)
 
 
 def test_the_budget_is_what_the_allocator_takes_at_most():
     """Sizes that leave a rest in the allocator's blocks, and a hole in them to be filled."""
-    layers = [linear(n, 1024, seed) for seed, n in enumerate((1000, 1500, 700, 1023, 2048, 64, 512, 1536) * 3)]
+    layers = [layer_of(n, seed) for seed, n in enumerate((1000, 1500, 700, 1023, 2048, 64, 512, 1536) * 3)]
     for layer in layers:
         run(layer)
     holes = [torch.empty(n * 3 * MIB // 2, dtype=torch.uint8, device="cuda") for n in range(1, 12)]
@@ -63,23 +54,23 @@ def test_the_budget_is_what_the_allocator_takes_at_most():
 
 
 def test_another_stream_decodes_for_itself():
-    layer = linear()
+    layer = layer_of()
     want = run(layer)
     nf4_patch.enable(cache=64 * MIB)
-    assert equal(run(layer), want)
+    assert same(run(layer), want)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         first, second = run(layer), run(layer)
     side.synchronize()
-    assert equal(first, want)
-    assert equal(second, want)
+    assert same(first, want)
+    assert same(second, want)
     assert cache.uncached[Uncached.OTHER_STREAM] == 1
-    assert equal(run(layer), want)
+    assert same(run(layer), want)
 
 
 def test_a_captured_graph_outlives_the_cache():
-    layer = linear()
+    layer = layer_of()
     x = torch.randn(ROWS, 1024, dtype=torch.bfloat16, device="cuda")
     with torch.no_grad():
         want = layer(x)
@@ -113,14 +104,14 @@ HALF_OF_THEM = 3 * (2 * MIB + MIB)
     [("block", 50), (64 * MIB, 50), (HALF_OF_THEM, 50), pytest.param(HALF_OF_THEM, 2000, marks=pytest.mark.slow)],
 )
 def test_checkpointed_training_to_the_bit_and_in_the_same_memory(mode, steps):
-    layers = [linear(seed=seed) for seed in range(6)]
+    layers = [layer_of(seed=seed) for seed in range(6)]
 
     def train(steps):
         adapters = [torch.zeros(1024, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in layers]
         optimizer = torch.optim.SGD(adapters, lr=1e-2)
         generator = torch.Generator("cuda").manual_seed(2)
         losses, memory = [], set()
-        for step in range(steps):
+        for number in range(steps):
             x = torch.randn(ROWS, 1024, dtype=torch.bfloat16, device="cuda", generator=generator).requires_grad_()
             for layer, adapter in zip(layers, adapters, strict=True):
                 block = lambda x, layer, adapter: torch.nn.functional.silu(layer(x)) + adapter  # noqa: E731
@@ -130,14 +121,14 @@ def test_checkpointed_training_to_the_bit_and_in_the_same_memory(mode, steps):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
-            if step > 2:
+            if number > 2:
                 memory.add(torch.cuda.memory_allocated() - losses[0].nbytes * len(losses))
         return torch.stack(losses), torch.stack([a.detach() for a in adapters]), memory
 
     want = train(steps)
     nf4_patch.enable(cache=mode)
     got = train(steps)
-    assert equal(got[:2], want[:2])
+    assert same(got[:2], want[:2])
     assert cache.hits >= (cache.hits + cache.misses) * 0.3
     assert max(got[2]) - min(got[2]) < MIB
     if mode == "block":

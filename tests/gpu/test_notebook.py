@@ -11,14 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-NOTEBOOK = ROOT / "examples" / "t4_colab.ipynb"
-
-
-def cells() -> list[str]:
-    notebook = json.loads(NOTEBOOK.read_text())
-    assert notebook["nbformat"] == 4
-    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+NOTEBOOK = json.loads((Path(__file__).parents[2] / "examples" / "t4_colab.ipynb").read_text())
 
 
 @pytest.mark.gpu
@@ -28,8 +21,8 @@ def test_from_the_first_cell_to_the_last(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     namespace: dict = {"__name__": "__main__"}
-    for number, cell in enumerate(cells()):
-        exec(compile(cell, f"cell {number}", "exec"), namespace)
+    for number, cell in enumerate(cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"):
+        exec(compile("".join(cell["source"]), f"cell {number}", "exec"), namespace)
     report = (tmp_path / "report.txt").read_text()
     assert namespace["problems"] == []
     assert "none differs" in report

@@ -14,9 +14,9 @@ from peft import LoraConfig, get_peft_model
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import nf4_patch
+from nf4_patch.tools import llama
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < (2, 8), reason="before PyTorch 2.8 stock bitsandbytes and peft break the graph 42 times"
@@ -26,13 +26,7 @@ BACKEND = "inductor" if GPU else "aot_eager"
 
 
 def qlora(checkpoint: str, device: torch.device) -> torch.nn.Module:
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint, quantization_config=quantization, dtype=torch.bfloat16, device_map={"": device}
-    )
+    model = llama.load_4bit(checkpoint, device=device)
     torch.manual_seed(0)
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")).train()
 
@@ -77,11 +71,8 @@ def compare(checkpoint: str, device: torch.device, lengths: list[int], **options
     """
     nf4_patch.disable()
     stock = trained(checkpoint, device, lengths, **options)
-    nf4_patch.enable()
-    try:
+    with nf4_patch.enabled():
         patched = trained(checkpoint, device, lengths, **options)
-    finally:
-        nf4_patch.disable()
     assert patched["losses"] == stock["losses"]
     assert len(patched["gradients"]) > 0
     apart = [
@@ -114,56 +105,42 @@ def test_dynamic_shapes(checkpoint, device, backend):
     assert counts["breaks"] == 0 and counts["graphs"] == 2
 
 
-def test_the_op_is_in_the_backward_graph(checkpoint, device, patched):
-    """The patch is not bypassed under compilation: the traced backward holds our op, once a linear layer."""
-    graphs = []
-
-    def keep(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    model = qlora(checkpoint, device)
-    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=keep))
-    ids = torch.randint(3, 512, (1, 32)).to(device)
-    compiled(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    backward = graphs[-1]
-    ours = [node for node in backward.graph.nodes if "nf4_patch.dequantize_nf4" in str(node.target)]
-    theirs = [node for node in backward.graph.nodes if "bitsandbytes.dequantize_4bit" in str(node.target)]
-    # every linear but those whose input needs no gradient: q, k and v of the only layer
-    assert len(ours) == 7 - 3 and not theirs
-
-
-def operations(checkpoint: str, device: torch.device) -> list[Counter[str]]:
-    """How often each operator stands in the partitioned graphs of a static and of a dynamic length: what Inductor gets."""
+def operations(checkpoint: str, device: torch.device, lengths: list[int]) -> list[Counter[str]]:
+    """How often each operator stands in the partitioned graphs, a forward and a backward each: what Inductor gets."""
     graphs: list[Counter[str]] = []
 
     def keep(graph, inputs):
         graphs.append(Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
         return graph.forward
 
-    trained(checkpoint, device, [48, 56, 64], backend=aot_autograd(fw_compiler=keep))
+    trained(checkpoint, device, lengths, backend=aot_autograd(fw_compiler=keep))
     return graphs
+
+
+OURS = "nf4_patch.dequantize_nf4.default"
+THEIRS = ("bitsandbytes.dequantize_blockwise.default", "aten.add.Tensor", "bitsandbytes.dequantize_4bit.default")
+WEIGHTS = 7 - 3  # of the backward: q, k and v of the only layer have an input that needs no gradient
+
+
+def test_the_op_is_in_the_backward_graph(checkpoint, device, patched):
+    """The patch is not bypassed under compilation."""
+    backward = operations(checkpoint, device, [32])[-1]
+    assert backward[OURS] == WEIGHTS and not backward[THEIRS[-1]]
 
 
 @pytest.mark.full
 def test_the_graphs_differ_in_the_op_alone(checkpoint, device):
     """One op for the three of each dequantized weight, and not another operator more, less or elsewhere split."""
     nf4_patch.disable()
-    stock = operations(checkpoint, device)
-    nf4_patch.enable()
-    try:
-        patched = operations(checkpoint, device)
-    finally:
-        nf4_patch.disable()
-    assert len(stock) == len(patched) == 4  # forward and backward of two lengths
-    weights = 7 - 3  # of the backward: q, k and v of the only layer have an input that needs no gradient
-    theirs = ("bitsandbytes.dequantize_blockwise.default", "aten.add.Tensor", "bitsandbytes.dequantize_4bit.default")
+    stock = operations(checkpoint, device, [48, 56, 64])
+    with nf4_patch.enabled():
+        patched = operations(checkpoint, device, [48, 56, 64])
+    assert len(stock) == len(patched) == 4  # forward and backward of a static and of a dynamic length
     for ours, without in zip(patched, stock, strict=True):
-        count = weights if "nf4_patch.dequantize_nf4.default" in ours else 0
-        assert ours - without == Counter({"nf4_patch.dequantize_nf4.default": count} if count else {})
-        assert without - ours == Counter(dict.fromkeys(theirs, count) if count else {})
-    assert sum("nf4_patch.dequantize_nf4.default" in graph for graph in patched) == 2
+        count = WEIGHTS if OURS in ours else 0
+        assert ours - without == Counter({OURS: count} if count else {})
+        assert without - ours == Counter(dict.fromkeys(THEIRS, count) if count else {})
+    assert sum(OURS in graph for graph in patched) == 2
 
 
 @pytest.mark.gpu

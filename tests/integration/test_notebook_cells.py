@@ -12,29 +12,26 @@ from pathlib import Path
 
 import pytest
 
-NOTEBOOK = Path(__file__).parents[2] / "examples" / "t4_colab.ipynb"
-CELLS = json.loads(NOTEBOOK.read_text())["cells"]
-INSTALL = next("".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code")
+TEXT = (Path(__file__).parents[2] / "examples" / "t4_colab.ipynb").read_text()
+NOTEBOOK = json.loads(TEXT)
+CODE = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+INSTALL = CODE[0]
 ADDRESS = "https://example.org/nf4_patch-0.1.0-py3-none-any.whl"
 
 
 def test_cells_are_plain_python_without_output():
-    notebook = json.loads(NOTEBOOK.read_text())
-    assert (notebook["nbformat"], notebook["metadata"]["accelerator"]) == (4, "GPU")
-    for cell in CELLS:
-        assert not cell.get("outputs"), "a number belongs to the GPU that measured it"
-        if cell["cell_type"] == "code":
-            tree = ast.parse("".join(cell["source"]))  # no magics: what is tested is what Colab runs
-            assert not any(isinstance(node, ast.Assert) for node in ast.walk(tree))
+    assert (NOTEBOOK["nbformat"], NOTEBOOK["metadata"]["accelerator"]) == (4, "GPU")
+    assert not any(cell.get("outputs") for cell in NOTEBOOK["cells"]), "a number belongs to the GPU that measured it"
+    for cell in CODE:  # no magics: what is tested is what Colab runs
+        assert not any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(cell)))
 
 
 def test_its_commands_exist():
     from nf4_patch.tools.cli import VERBS
 
-    text = NOTEBOOK.read_text()
     for verb in ("doctor", "verify", "inspect", "bench"):
         assert verb in VERBS
-        assert f'\\"{verb}\\"' in text
+        assert f'\\"{verb}\\"' in TEXT
 
 
 @pytest.fixture
