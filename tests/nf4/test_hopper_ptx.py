@@ -1,14 +1,14 @@
-"""The fused matmul of hundreds of rows without its GPU: the decode in numpy, the partitions, the table, the compiler."""
+"""The fused matmul of hundreds of rows without its GPU: the decode on the simulator, the partitions, the table, the compiler."""
 
 from __future__ import annotations
 
 import itertools
-import re
 
 import numpy as np
 import pytest
 import torch
 from oracle import layout_of, quantized
+from ptx_simulator import Cta, Source, Warp, memory_of, u64
 from subprocess_python import python
 
 from nf4_patch.nf4.dequantize import reference
@@ -25,48 +25,14 @@ def proven_release(monkeypatch):
     monkeypatch.setattr(hopper, "RELEASE", hopper.RELEASES[0])
 
 
-def permuted(a, b, selector):
-    """prmt.b32, with the sign-replicating mode of a selector's highest bit."""
-    by = [np.uint32(value >> shift & 0xFF) for value in (a, b) for shift in (0, 8, 16, 24)]
-    out = np.zeros_like(a)
-    for i in range(4):
-        choice = selector >> (4 * i) & 15
-        value = np.choose(choice & 7, by)
-        out |= np.where(choice & 8, np.where(value & 0x80, np.uint32(0xFF), np.uint32(0)), value) << (8 * i)
-    return out
-
-
-def evaluated(ptx, words, scales, codes, dtype):
-    """The 32 registers of every lane: words [8, lanes] uint32, scales [lanes] fp32, codes [16] fp32."""
-    lanes = scales.size
-    known = {f"${32 + i}": words[i] for i in range(8)} | {"$40": scales}
-    body = ptx.strip().removeprefix("{").removesuffix("}")
-    for line in filter(None, (line.strip() for line in body.replace("\n", " ").split(";"))):
-        if line.startswith(".reg"):
-            continue
-        name, rest = line.split(" ", 1)
-        if name == "ld.global.nc.v4.f32":
-            registers, start = re.fullmatch(r"\{(.*)\}, \[\$48 \+ (\d+)\]", rest).groups()
-            for i, register in enumerate(registers.split(", ")):
-                known[register] = np.full(lanes, codes[int(start) // 4 + i], np.float32)
-            continue
-        target, *sources = (part.strip() for part in rest.split(","))
-        values = [known[s] if s in known else np.full(lanes, int(s, 0), np.uint32) for s in sources]
-        kind = name.split(".")[0]
-        if name == "mul.rn.ftz.f32":
-            result = values[0] * values[1]
-        elif kind == "cvt":
-            high, low = (torch.from_numpy(value).to(dtype).view(torch.int16).numpy() for value in values)
-            result = low.view(np.uint16).astype(np.uint32) | high.view(np.uint16).astype(np.uint32) << 16
-        elif kind == "prmt":
-            result = permuted(*values)
-        elif kind == "lop3":
-            assert sources[3] == "0xCA"
-            result = values[0] & values[1] | ~values[0] & values[2]
-        else:
-            result = {"and": np.bitwise_and, "shl": np.left_shift, "shr": np.right_shift}[kind](*values)
-        known[target] = result
-    return [known[f"${i}"] for i in range(32)]
+def decoded(source, words, scales, code):
+    """The registers of 32 lanes, [32, 8 words, 4] of two weights each: words [32, 8], scales [32] in fp32, code [16]."""
+    warp = Warp(Cta(source, {48: 1 << 32}, 0, 1, 1, [memory_of(code)]), 0)
+    inputs = [*words.T, scales.view(torch.int32)]
+    warp.registers |= {f"${i}": u64(values.numpy().view(np.uint32)) for i, values in enumerate(inputs, 32)}
+    assert not list(warp.run())
+    registers = np.stack([warp.get(f"${i}") for i in range(32)], 1).astype(np.uint32)
+    return torch.from_numpy(registers.view(np.int32)).view(32, 4, 8).transpose(1, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -77,16 +43,16 @@ def test_decode_gives_the_bits_of_dequantize(quant_type, nested, dtype):
     layout = layout_of(*quantized((n, k), dtype, "cpu", 64, nested, quant_type))
     layout = layout._replace(packed=torch.randperm(n * k // 2).remainder(256).to(torch.uint8).view(-1, 1))
     want = reference.dequantize(layout).view(torch.int16)
-    words = layout.packed.view(-1).view(torch.int32).view(n, k // 8).numpy().view(np.uint32)
-    scales = reference.block_scales(layout, False).view(n, k // 64).numpy()
-    name = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
-    for step in range(k // 64):
-        lanes = words[:, 8 * step : 8 * step + 8].T.copy()
-        registers = evaluated(hopper.decode(name), lanes, scales[:, step].copy(), layout.code.numpy(), dtype)
-        got = np.stack([np.stack(registers[word::8], 1) for word in range(8)], 1).reshape(n, 32)
-        zeros = want[:, 64 * step : 64 * step + 64].bitwise_and(0x7FFF) == 0  # FP4's minus zero: invisible in a sum
-        got = torch.from_numpy(got.view(np.int16))
-        assert torch.equal(got.masked_fill(zeros, 0), want[:, 64 * step : 64 * step + 64].masked_fill(zeros, 0))
+    words = layout.packed.view(-1).view(torch.int32).view(n // 32, 32, k // 64, 8)
+    scales = reference.block_scales(layout, False).view(n // 32, 32, k // 64)
+    source = Source(hopper.decode({torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]))
+    source.types |= {f"${i}": ".b32" for i in range(32)}
+    for warp, step in itertools.product(range(n // 32), range(k // 64)):
+        got = decoded(source, words[warp, :, step], scales[warp, :, step].contiguous(), layout.code)
+        got = got.contiguous().view(torch.int16).view(32, 64)
+        wanted = want[32 * warp : 32 * warp + 32, 64 * step : 64 * step + 64]
+        zeros = wanted.bitwise_and(0x7FFF) == 0  # FP4's minus zero: invisible in a sum
+        assert torch.equal(got.masked_fill(zeros, 0), wanted.masked_fill(zeros, 0))
 
 
 def shares(plan, steps):

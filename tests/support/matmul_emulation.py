@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 import torch
-from ptx_simulator import tensor_core
 
 from nf4_patch.nf4.matmul.tuning import SmallMConfig
+
+
+def tensor_core(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """``sums`` [m, n] in fp32, plus left [m, k] @ right [n, k].T in fp64: one mma of an H200, to the bit.
+
+    The products are exact. They and the sum are aligned to the largest exponent, that of a product being the sum of its
+    factors', cut toward zero two bits below fp32's last, and added; the result is cut to fp32.
+    """
+    terms = torch.cat((left[..., :, None, :] * right[..., None, :, :], sums.double()[..., None]), -1)
+    a, b, c = (torch.frexp(part).exponent for part in (left, right, sums.double()))
+    exponents = torch.cat((a[..., :, None, :] + b[..., None, :, :] - 1, c[..., None]), -1)
+    top = torch.where(terms == 0, -200, exponents).amax(-1, keepdim=True)
+    unit = torch.ldexp(torch.ones_like(terms[..., :1]), top - 26)
+    total = (terms / unit).trunc().sum(-1) * unit[..., 0]
+    unit = torch.ldexp(torch.ones_like(total), torch.frexp(total).exponent - 24)
+    return ((total / unit).trunc() * unit).float()
 
 
 def in_order(

@@ -1,4 +1,4 @@
-"""Runs the PTX of nf4/matmul/small_m_ptx.py in numpy, and stops at what a GPU would do silently.
+"""Runs the PTX of nf4/matmul in numpy, and stops at what a GPU would do silently.
 
 A register read before it is written, an address outside its tensor or misaligned, a divergent branch, shared memory that
 two warps touch with no barrier between them (a vector clock a warp, which barriers hand on), a wait that never ends.
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from matmul_emulation import tensor_core
 
 from nf4_patch.nf4.layout import Layout
 from nf4_patch.nf4.matmul.small_m import Plan
@@ -33,25 +34,14 @@ def u64(value) -> np.ndarray:
     return np.asarray(value).astype(np.uint64)
 
 
+def bytes_of(value: np.ndarray) -> np.ndarray:
+    """[4, 32], the lowest first."""
+    return np.stack([value >> u64(8 * i) & u64(255) for i in range(4)])
+
+
 def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """fp32 to the nearest 16-bit floats, as bits."""
     return u64(torch.from_numpy(values.copy()).to(dtype).view(torch.int16).numpy().view(np.uint16))
-
-
-def tensor_core(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """``sums`` [m, n] in fp32, plus left [m, k] @ right [n, k].T in fp64: one mma of an H200, to the bit.
-
-    The products are exact. They and the sum are aligned to the largest exponent, that of a product being the sum of its
-    factors', cut toward zero two bits below fp32's last, and added; the result is cut to fp32.
-    """
-    terms = torch.cat((left[..., :, None, :] * right[..., None, :, :], sums.double()[..., None]), -1)
-    a, b, c = (torch.frexp(part).exponent for part in (left, right, sums.double()))
-    exponents = torch.cat((a[..., :, None, :] + b[..., None, :, :] - 1, c[..., None]), -1)
-    top = torch.where(terms == 0, -200, exponents).amax(-1, keepdim=True)
-    unit = torch.ldexp(torch.ones_like(terms[..., :1]), top - 26)
-    total = (terms / unit).trunc().sum(-1) * unit[..., 0]
-    unit = torch.ldexp(torch.ones_like(total), torch.frexp(total).exponent - 24)
-    return ((total / unit).trunc() * unit).float()
 
 
 def pairs(bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
@@ -224,7 +214,7 @@ class Warp:
         return u64(value) & u64(2**bits - 1)
 
     def put(self, name: str, value, mask: np.ndarray, bits: int = 32) -> None:
-        if name == "$0":
+        if name == "$0" and name not in self.types:
             return
         assert BITS[self.types[name]] == bits, f"{name} is {self.types[name]}"
         value = u64(value.view(np.uint32) if value.dtype == np.float32 else value) & u64(2**bits - 1)
@@ -306,14 +296,26 @@ class Warp:
                 self.put(x[0], rounded(self.floats(x[1]), DTYPES[kind]), mask, 16)
             case ["cvt", "f32", "f16"]:
                 self.put(x[0], self.get(x[1], 16).astype(np.uint16).view(np.float16).astype(np.float32), mask)
-            case ["mul" | "add" as name, "rn", "f32"]:
+            case ["mul" | "add" as name, "rn", *_, "f32"]:
                 self.put(x[0], FLOATS[name](self.floats(x[1]), self.floats(x[2])), mask)
             case ["setp", how, *more]:
                 result = COMPARISONS[how](self.get(x[1]), self.get(x[2]))
                 self.put(x[0], result & (self.get(x[3], 1) == 1) if "and" in more else result, mask, 1)
+            case ["lop3", "b32"]:
+                assert x[4] == "0xCA"
+                a, b, c = map(self.get, x[1:4])
+                self.put(x[0], a & b | ~a & c, mask)
+            case ["prmt", "b32"]:
+                pool, result = np.concatenate([bytes_of(self.get(name)) for name in x[1:3]]), u64(0)
+                for i in range(4):
+                    choice = self.get(x[3]) >> u64(4 * i) & u64(15)
+                    byte = pool[(choice & u64(7)).astype(int), LANES]
+                    byte = np.where(choice & u64(8), (byte >> u64(7)) * u64(255), byte)  # its sign, eight times
+                    result = result | byte << u64(8 * i)
+                self.put(x[0], result, mask)
             case ["dp4a", *_]:
-                a, b = (np.stack([self.get(name) >> u64(8 * i) & u64(255) for i in range(4)], 1) for name in x[1:3])
-                self.put(x[0], (a * b).sum(1) + self.get(x[3]), mask)
+                a, b = (bytes_of(self.get(name)) for name in x[1:3])
+                self.put(x[0], (a * b).sum(0) + self.get(x[3]), mask)
             case ["shfl", "sync", "idx", "b32"]:
                 assert mask.all() and x[3] in ("0x1f", "0x1c1f") and x[4] == "0xffffffff"
                 group = int(x[3], 16) >> 8  # lanes of the same group: 0x1c, of four
