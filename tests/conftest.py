@@ -57,17 +57,29 @@ def patched():
         yield package
 
 
-@pytest.fixture
-def on(device):
-    """The patch is on; the test itself looks at what fell back."""
+@contextlib.contextmanager
+def watched(**options: str):
+    """The patch is on, counts start at zero; the test itself looks at what fell back."""
     import nf4_patch
     from nf4_patch.patching.counters import counters
 
-    nf4_patch.enable()
+    nf4_patch.enable(**options)
     counters.reset()
-    yield device
+    yield
     nf4_patch.disable()
     counters.reset()
+
+
+@pytest.fixture
+def on(device):
+    with watched():
+        yield device
+
+
+@pytest.fixture
+def on_with_matmul():
+    with watched(matmul="auto"):
+        yield
 
 
 @pytest.fixture

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import pytest
 import torch
-from subprocess_python import INTERPRETED, python
-from test_unsloth import RELEASES
+from subprocess_python import python
+from unsloth_releases import RELEASES, with_unsloth
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_cache_gpu.py trains on the GPU")
 
-FSDP2 = f"""
-{INTERPRETED}
+FSDP2 = """
 import os, torch
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
 import torch.distributed as dist
@@ -64,12 +60,10 @@ for mode in ("block", 2**30):
 
 
 def test_fsdp2():
-    done = python(FSDP2)
-    assert "REFILLED" in done.stdout
+    assert "REFILLED" in python(FSDP2, interpreted=True).stdout
 
 
-UNSLOTH = f"""
-{INTERPRETED}
+UNSLOTH = """
 import torch, nf4_patch
 import unsloth
 import bitsandbytes as bnb
@@ -120,11 +114,6 @@ for reentrant in (True, False):
 """
 
 
-@pytest.mark.parametrize("release", ["2026.10.9", pytest.param("2026.9.7", marks=pytest.mark.full)])
+@RELEASES
 def test_unsloth(release, tmp_path):
-    path = RELEASES[release]
-    if (path is not None and not path.is_dir()) or importlib.util.find_spec("unsloth") is None:
-        assert not os.environ.get("CI"), f"unsloth {release} is missing: scripts/test installs it"
-        pytest.skip(f"unsloth {release} is not installed: scripts/test installs it")
-    done = python(UNSLOTH, path=path, cwd=tmp_path, UNSLOTH_ALLOW_CPU="1")
-    assert "1073741824 False" in done.stdout
+    assert "1073741824 False" in with_unsloth(release, UNSLOTH, tmp_path)

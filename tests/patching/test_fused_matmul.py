@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
+import functools
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import bitsandbytes as bnb
@@ -14,7 +12,8 @@ import pytest
 import torch
 from bitsandbytes.autograd import _functions as autograd
 from oracle import quantized
-from subprocess_python import INTERPRETED, python
+from target import row
+from unsloth_releases import RELEASES, with_unsloth
 
 import nf4_patch
 from nf4_patch.config import Config, ConfigError
@@ -24,20 +23,6 @@ from nf4_patch.patching.adapters.unsloth import replace_fast_gemv, replace_gemv_
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
-
-
-@pytest.fixture
-def on_auto():
-    """Switched on; what falls back is what these tests look at."""
-    nf4_patch.enable(matmul="auto")
-    counters.reset()
-    yield
-    nf4_patch.disable()
-    counters.reset()
-
-
-def rows_of_status():
-    return {target.name: target for target in nf4_patch.status().targets}
 
 
 def test_switch_and_variable(monkeypatch):
@@ -65,15 +50,12 @@ def test_switch_and_variable(monkeypatch):
 
 def test_status_says_that_it_is_inactive(monkeypatch):
     monkeypatch.delenv("NF4_PATCH_MATMUL", raising=False)
-    nf4_patch.enable()
-    try:
-        row = rows_of_status()["bitsandbytes.functional.gemv_4bit"]
-        assert row.state == "inactive"
-        assert row.note == 'enable(matmul="auto") puts it in place'
+    gemv = "bitsandbytes.functional.gemv_4bit"
+    with nf4_patch.enabled():
+        assert row(gemv).state == "inactive"
+        assert row(gemv).note == 'enable(matmul="auto") puts it in place'
         nf4_patch.enable(matmul="auto")
-        assert rows_of_status()["bitsandbytes.functional.gemv_4bit"].state == "patched"
-    finally:
-        nf4_patch.disable()
+        assert row(gemv).state == "patched"
 
 
 def test_it_is_in_place_only_where_it_is_switched_on(monkeypatch):
@@ -92,108 +74,66 @@ def test_it_is_in_place_only_where_it_is_switched_on(monkeypatch):
             nf4_patch.enable(matmul="off")
             assert autograd.matmul_4bit is bnb.matmul_4bit is late.multiply is original
         assert nf4_patch.is_enabled() and autograd.matmul_4bit is original
-        assert rows_of_status()["bitsandbytes.autograd._functions.matmul_4bit"].state == "inactive"
+        assert row("bitsandbytes.autograd._functions.matmul_4bit").state == "inactive"
     finally:
         nf4_patch.disable()
     assert autograd.matmul_4bit is bnb.matmul_4bit is late.multiply is original
 
 
-def calls_of(name):
-    """A stand-in for an original: its arguments, and a result that only it gives."""
+def replaced(name):
+    """The replacement of a stand-in whose result only it gives, what makes its arguments, and the stand-in's calls."""
+    make, arguments_of, keywords = CALLS[name]
     seen = []
-    if name == "gemm":
 
-        def original(A, B, shapeB, absmax, blocksize, quant_type, bias, absmax_8bit, absmax_code, absmax_offset):
-            seen.append((A, B, shapeB, absmax, blocksize, quant_type, bias, absmax_8bit, absmax_code, absmax_offset))
-            return "original"
-    elif name == "gemv":
+    def original(*arguments, **keywords):
+        seen.append((arguments, keywords))
+        return "original" if seen else gemm_4bit  # noqa: F821 (the name tells bitsandbytes 0.50)
 
-        def original(A, B, out, transposed_A, transposed_B, state):
-            seen.append((A, B, out, transposed_A, transposed_B, state))
-            return "original"
-    elif name == "matmul":
-
-        def original(A, B, quant_state, out, bias):
-            seen.append((A, B, quant_state, out, bias))
-            return "original" if seen else gemm_4bit  # noqa: F821 (the name tells bitsandbytes 0.50)
-    elif name == "lora":
-
-        def original(X, W, W_quant, A, B, s, out, use_global_buffer):
-            seen.append((X, W, W_quant, A, B, s, out, use_global_buffer))
-            return "original"
-    else:
-
-        def original(X, W, quant_state, out):
-            seen.append((X, W, quant_state, out))
-            return "original"
-
-    return original, seen
+    return functools.partial(make(name, original), **keywords), arguments_of, seen
 
 
-def call(name, replacement, x, packed, state, out=None):
-    if name == "gemm":
-        second = (state.absmax, state.state2.code, state.offset)
-        arguments = (x, packed, list(state.shape), state.state2.absmax, 64, "nf4", None, *second)
-    elif name == "gemv":
-        arguments = (x, packed, out, False, False, state)
-    elif name == "matmul":
-        arguments = (x, packed, state, out, None)
-    elif name == "lora":
-        arguments = (x, packed, state, None, None, None, out)
-        return replacement(*arguments, use_global_buffer=False), (*arguments, False)
-    else:
-        arguments = (x, packed, state, out)
-    return replacement(*arguments), arguments
-
-
-MAKERS = {
-    "gemm": replace_gemm,
-    "matmul": replace_matmul_4bit,
-    "gemv": replace_gemv,
-    "fast_gemv": replace_fast_gemv,
-    "rows": replace_gemv_rows,
-    "lora": replace_matmul_lora,
-}
+# What makes a replacement, and what the library gives it, of x, the packed weight and its state, and by name.
+CALLS = {
+    "gemm": (replace_gemm, lambda x, w, s: (
+        x, w, list(s.shape), s.state2.absmax, 64, "nf4", None, s.absmax, s.state2.code, s.offset), {}),
+    "matmul": (replace_matmul_4bit, lambda x, w, s: (x, w, s, None, None), {}),
+    "gemv": (replace_gemv, lambda x, w, s: (x, w, None, False, False, s), {}),
+    "fast_gemv": (replace_fast_gemv, lambda x, w, s: (x, w, s, None), {}),
+    "rows": (replace_gemv_rows, lambda x, w, s: (x, w, s, None), {}),
+    "lora": (replace_matmul_lora, lambda x, w, s: (x, w, s, None, None, None, None), {"use_global_buffer": False}),
+}  # fmt: skip
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="x is on the CPU on purpose")
-@pytest.mark.parametrize("name", MAKERS)
-def test_refused_on_the_cpu_with_untouched_arguments(name, on_auto):
-    original, seen = calls_of(name)
-    replacement = MAKERS[name](name, original)
+@pytest.mark.parametrize("name", CALLS)
+def test_refused_on_the_cpu_with_untouched_arguments(name, on_with_matmul):
+    replacement, arguments_of, seen = replaced(name)
     packed, state = quantized((128, 256), torch.bfloat16, "cpu")
-    x = torch.randn(1, 1, 256, dtype=torch.bfloat16)
-    result, arguments = call(name, replacement, x, packed, state)
-    assert result == "original"
-    assert all(a is b for a, b in zip(seen[0], arguments, strict=True))
+    arguments = arguments_of(torch.randn(1, 1, 256, dtype=torch.bfloat16), packed, state)
+    assert replacement(*arguments) == "original"
+    assert all(a is b for a, b in zip(seen[0][0], arguments, strict=True)) and seen[0][1] == replacement.keywords
     assert counters.fallbacks == {(name, Reason.NOT_CUDA): 1}
     # off: the original at once, nothing counted
     nf4_patch.enable(matmul="off")
     counters.reset()
-    assert call(name, replacement, x, packed, state)[0] == "original"
+    assert replacement(*arguments) == "original"
     nf4_patch.disable()
-    assert call(name, replacement, x, packed, state)[0] == "original"
+    assert replacement(*arguments) == "original"
     assert len(seen) == 3
     assert not counters.fallbacks
 
 
 @pytest.mark.parametrize("name", ["gemv", "fast_gemv", "matmul", "rows", "lora"])
-def test_reasons_of_a_state(name, on_auto):
-    original, seen = calls_of(name)
-    replacement = MAKERS[name](name, original)
+def test_reasons_of_a_state(name, on_with_matmul):
+    replacement, arguments_of, seen = replaced(name)
     packed, state = quantized((128, 256), torch.bfloat16, "cpu")
     x = torch.randn(1, 1, 256, dtype=torch.bfloat16)
-    more = torch.randn(1, 2, 256, dtype=torch.bfloat16)
-    mode = torch.utils.flop_counter.FlopCounterMode(display=False)
-    call(name, replacement, x, packed, None)
-    call(name, replacement, x, packed, [1, 2])
-    if "gemv" in name:
-        call(name, replacement, more, packed, state)
-    else:
-        call(name, replacement, x.clone().requires_grad_(), packed, state)
-    call(name, replacement, x.clone().requires_grad_(), packed, state)
-    with mode:
-        call(name, replacement, x, packed, state)
+    with_gradient = x.clone().requires_grad_()
+    more = torch.randn(1, 2, 256, dtype=torch.bfloat16) if "gemv" in name else with_gradient
+    for each_x, each_state in ((x, None), (x, [1, 2]), (more, state), (with_gradient, state)):
+        replacement(*arguments_of(each_x, packed, each_state))
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        replacement(*arguments_of(x, packed, state))
     assert len(seen) == 5
     assert counters.fallbacks == {
         (name, Reason.NOT_4BIT): 2,
@@ -202,21 +142,21 @@ def test_reasons_of_a_state(name, on_auto):
     }
 
 
-def test_an_error_of_ours_runs_the_original(on_auto, monkeypatch):
+def test_an_error_of_ours_runs_the_original(on_with_matmul, monkeypatch):
     def broken(*arguments, **kwargs):
         raise ZeroDivisionError("on purpose")
 
     monkeypatch.setattr("nf4_patch.patching.fused_matmul.FusedMatmul.run", broken)
-    original, _ = calls_of("gemv")
+    replacement, arguments_of, _ = replaced("gemv")
     packed, state = quantized((128, 256), torch.bfloat16, "cpu")
     x = torch.randn(1, 1, 256, dtype=torch.bfloat16)
-    assert call("gemv", replace_gemv("gemv", original), x, packed, state)[0] == "original"
+    assert replacement(*arguments_of(x, packed, state)) == "original"
     assert counters.fallbacks == {("gemv", Reason.INTERNAL_ERROR): 1}
     assert counters.errors == {"ZeroDivisionError: on purpose": 1}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bitsandbytes runs its CPU kernels here")
-def test_bitsandbytes_gives_its_own_bits_on_the_cpu(on_auto):
+def test_bitsandbytes_gives_its_own_bits_on_the_cpu(on_with_matmul):
     """The real functions: a CPU has no fused matmul, so the result is the original's to the bit."""
     torch.manual_seed(0)
     layer = bnb.nn.Linear4bit(256, 128, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).to("cpu")
@@ -239,24 +179,14 @@ def test_up_to_64_rows_are_measured(monkeypatch):
     fused_matmul.is_measured.cache_clear()
 
 
-OLD = Path(sys.prefix) / "unsloth-2026.9.7"
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs it: tests/gpu/test_small_m_layers.py")
-@pytest.mark.parametrize("release", ["2026.10.9", pytest.param("2026.9.7", marks=pytest.mark.full)])
-@pytest.mark.parametrize("order", [pytest.param("enable; unsloth", marks=pytest.mark.full), "unsloth; enable"])
-def test_unsloth_row_is_in_every_holder(release, order, tmp_path):
-    path = OLD if release == "2026.9.7" else None
-    if (path is not None and not path.is_dir()) or importlib.util.find_spec("unsloth") is None:
-        assert not os.environ.get("CI"), f"unsloth {release} is missing: scripts/test installs it"
-        pytest.skip(f"unsloth {release} is not installed: scripts/test installs it")
-    attribute = "fast_gemv" if path else "_fast_gemv_bnb"
-    first, second = (
-        {"enable": "import nf4_patch; nf4_patch.enable(matmul='auto')", "unsloth": "import unsloth"}[word]
-        for word in order.split("; ")
-    )
+@RELEASES
+@pytest.mark.parametrize("enabled_first", [pytest.param(True, marks=pytest.mark.full), False])
+def test_unsloth_row_is_in_every_holder(release, enabled_first, tmp_path):
+    attribute = "_fast_gemv_bnb" if release == "2026.10.9" else "fast_gemv"
+    steps = ["import unsloth", "import nf4_patch; nf4_patch.enable(matmul='auto')"]
+    first, second = reversed(steps) if enabled_first else steps
     code = f"""
-{INTERPRETED}
 {first}
 {second}
 import torch, nf4_patch, unsloth.kernels
@@ -283,4 +213,4 @@ assert row().fallbacks == {{"NOT_4BIT": 2}}, row()
 assert "nf4_patch" not in utils.{attribute}.__code__.co_filename
 assert "nf4_patch" not in unsloth.kernels.fast_gemv.__code__.co_filename
 """
-    python(code, path=path, cwd=tmp_path, UNSLOTH_ALLOW_CPU="1")
+    with_unsloth(release, code, tmp_path)

@@ -6,27 +6,21 @@ computed is bitsandbytes' CPU result.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from subprocess_python import INTERPRETED, python
+from unsloth_releases import RELEASES, with_unsloth
 
-OLD = Path(sys.prefix) / "unsloth-2026.9.7"
-RELEASES = {"2026.10.9": None, "2026.9.7": OLD}
 TARGET = {
     "2026.10.9": "unsloth.kernels.utils._fast_dequantize_bnb",
     "2026.9.7": "unsloth.kernels.utils.fast_dequantize",
 }
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own: gpu/test_steps.py")
 full = pytest.mark.full
-
-ENABLE_FIRST = "import nf4_patch; nf4_patch.enable(); import unsloth"
-ENABLE_LAST = "import unsloth; import nf4_patch; nf4_patch.enable()"
-ENABLE_BETWEEN = "import bitsandbytes; import nf4_patch; nf4_patch.enable(); import unsloth"
+ORDERS = [
+    pytest.param("import nf4_patch; nf4_patch.enable(); import unsloth", id="first"),
+    pytest.param("import unsloth; import nf4_patch; nf4_patch.enable()", id="last", marks=full),
+    pytest.param("import bitsandbytes; import nf4_patch; nf4_patch.enable(); import unsloth", id="between", marks=full),
+]
 
 BODY = """
 import torch, bitsandbytes as bnb, bitsandbytes.functional as F
@@ -97,20 +91,7 @@ print("state", rows()[TARGET].state)
 """
 
 
-@pytest.mark.parametrize("release", ["2026.10.9", pytest.param("2026.9.7", marks=full)])
-@pytest.mark.parametrize(
-    "order",
-    [
-        pytest.param(ENABLE_FIRST, id="first"),
-        pytest.param(ENABLE_LAST, id="last", marks=full),
-        pytest.param(ENABLE_BETWEEN, id="between", marks=full),
-    ],
-)
+@RELEASES
+@pytest.mark.parametrize("order", ORDERS)
 def test_unsloth(release, order, tmp_path):
-    path = RELEASES[release]
-    if (path is not None and not path.is_dir()) or importlib.util.find_spec("unsloth") is None:
-        assert not os.environ.get("CI"), f"unsloth {release} is missing: scripts/test installs it"
-        pytest.skip(f"unsloth {release} is not installed: scripts/test installs it")
-    code = f"{INTERPRETED}\n{order}\nTARGET = {TARGET[release]!r}\n{BODY}"
-    done = python(code, path=path, cwd=tmp_path, UNSLOTH_ALLOW_CPU="1")
-    assert "state patched" in done.stdout
+    assert "state patched" in with_unsloth(release, f"{order}\nTARGET = {TARGET[release]!r}\n{BODY}", tmp_path)
