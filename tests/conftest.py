@@ -34,6 +34,13 @@ def device() -> torch.device:
     return torch.device("cuda", 0) if GPU else torch.device("cpu")
 
 
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @contextlib.contextmanager
 def switched_on(**options: str):
     """The patch is on, counts start at zero, fallbacks other than expected ones fail the test."""

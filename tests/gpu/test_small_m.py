@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import bitsandbytes.functional as F
 import pytest
 import torch
