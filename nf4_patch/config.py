@@ -53,7 +53,7 @@ VARIABLES = (
     ),
     Variable(
         "NF4_PATCH_CALIBRATION", ("auto", "off"), "auto",
-        "The file of `nf4-patch calibrate`, which goes before the shipped tables of what is measured to win. "
+        "The file of `nf4-patch calibrate`, which takes precedence over the shipped tables of what is measured to win. "
         "auto: nf4_patch/calibration.json in $XDG_CACHE_HOME or ~/.cache; off: the shipped tables only.",
         suffix=".json",
     ),

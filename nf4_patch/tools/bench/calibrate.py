@@ -39,7 +39,7 @@ from .shapes import LLAMA_8B, MODELS, Model, projections
 from .timing import Times, gpu_times
 
 ROWS = (1, 2, 8, 16, 32, 64)  # of X; each closes the range that starts after the one before
-MARGIN = 0.03  # what is not this much faster is not called faster; nor what is not faster by the noise of the run
+MARGIN = 0.03  # ours has to be faster by this much, and by more than the noise of the run
 ROUNDS = 10
 SHIPPED = SMALL_M_ROWS + SMALL_M_CANDIDATES  # whose configs are the candidates, whatever their GPU
 NAMES = {f"{model.name.split()[0]}-{model.name.split()[-1]}".lower(): model for model in MODELS}
@@ -52,7 +52,7 @@ Packed = tuple[torch.Tensor, Any]
 
 
 def candidates(m: int, quick: bool) -> list[Any]:
-    """The configs to try at ``m`` rows of X: those of every row of a table for as many; quick: only those taken for some size."""
+    """The configs to try at ``m`` rows of X: those of every table row that covers m; quick: only those that some size takes."""
     rows = [row for row in SHIPPED if row.m >= m]
     found: list[Any] = [row.config for row in rows]
     if quick:
@@ -79,8 +79,8 @@ def beats(here: Row, there: Row) -> bool:
 def decided(points: Sequence[Point]) -> list[dict[str, Any]]:
     """The rows to remember.
 
-    Inside a range nothing is measured. Ours takes no more there than at its last row, where it has to be faster than
-    the others are at either end.
+    Inside a range nothing is measured. Ours takes no longer there than at its last number of rows, and the others no less
+    than at the one before: so there ours has to be faster than the others are at either end.
     """
     found = []
     for before, (row, config) in zip((None, *points), points, strict=False):
@@ -265,7 +265,7 @@ class Calibration(Report):
 
 
 def tables(entry: dict[str, Any]) -> Iterator[Table]:
-    """By weight and range of rows what was measured and who is taken; then who keeps the eager dequantizations."""
+    """What was measured and taken, by weight and range of rows of X; then whose kernel runs eager dequantizations."""
     ranges = []
     for shape, rows in entry["matmul"].items():
         for first, row in zip((1, *(row["m"] + 1 for row in rows)), rows, strict=False):
@@ -279,7 +279,7 @@ def tables(entry: dict[str, Any]) -> Iterator[Table]:
 
 
 def remembered(subject: str, row: dict[str, Any], **notes: str) -> Row:
-    """What was recorded, which is only what was right."""
+    """A recorded row as one of a table; only what passed its check was recorded."""
     times = {name: Times((us,)) for name, us in row["us"].items()}
     passed = {"fp64": Check(True, "checked before it was timed")}
     return Row(subject, "us", times, passed, notes={"noise": f"{100 * row['noise']:.1f} %", **notes})
@@ -309,7 +309,7 @@ def command(
 ) -> Calibration:  # fmt: skip
     """Measure on this GPU which config of the fused matmul wins, by weight and rows of X, and remember it.
 
-    With enable(matmul="auto") it then goes before the shipped tables, as long as the releases are these.
+    enable(matmul="auto") then prefers it to the shipped tables, as long as the same releases are installed.
     """
     config = Config.read()
     path = config.calibration
