@@ -23,7 +23,7 @@ from .targets import TARGETS, Target
 
 logger = logging.getLogger("nf4_patch")
 REMEMBER = tuple(
-    f"{__package__}.{name}" for name in ("fused_matmul", "adapters.unsloth")
+    f"{__package__}.{name}" for name in ("fused_matmul", "deferral")
 )  # modules that remember what a calibration decided
 
 

@@ -13,8 +13,7 @@ from oracle import layout_of
 import nf4_patch
 from nf4_patch.nf4.matmul import calibration
 from nf4_patch.nf4.matmul import launch as matmul
-from nf4_patch.patching import hooks
-from nf4_patch.patching.adapters import unsloth as unsloth_adapter
+from nf4_patch.patching import deferral, hooks
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.bench import calibrate
@@ -36,7 +35,7 @@ def unknown(monkeypatch, tmp_path):
     file = tmp_path / "calibration.json"
     monkeypatch.setenv("NF4_PATCH_CALIBRATION", str(file))
     monkeypatch.setattr(matmul, "SMALL_M_ROWS", ())
-    monkeypatch.setattr(unsloth_adapter, "FASTER_EAGERLY", {})
+    monkeypatch.setitem(deferral.FASTER, "unsloth", {})
     hooks.forget_calibration()
     yield file
     nf4_patch.disable()

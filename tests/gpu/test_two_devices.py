@@ -107,12 +107,12 @@ def test_the_second_gpu_is_a_t4(patched, monkeypatch):
 
 def test_deferral_asks_every_gpu(monkeypatch):
     """Unsloth's own kernel keeps its calls where one of the GPUs is not measured."""
-    from nf4_patch.patching.adapters import unsloth as unsloth_adapter
+    from nf4_patch.patching import deferral
 
-    unsloth_adapter.measured_everywhere.cache_clear()
+    deferral.measured_everywhere.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: T4 if device == 1 else (9, 0))
-    assert not unsloth_adapter.measured_everywhere()
-    unsloth_adapter.measured_everywhere.cache_clear()
+    assert not deferral.measured_everywhere("unsloth")
+    deferral.measured_everywhere.cache_clear()
 
 
 def test_the_fused_matmul_runs_where_its_weight_is():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from oracle import expected, quantized
 
+from nf4_patch.patching import deferral
 from nf4_patch.patching.adapters import unsloth as unsloth_adapter
-from nf4_patch.patching.adapters import unsloth_zoo as unsloth_zoo_adapter
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
@@ -29,7 +29,7 @@ def call(device, monkeypatch):
 
     def call(defer: str, measured: bool) -> str:
         monkeypatch.setattr(switch, "defer", defer)
-        monkeypatch.setattr(unsloth_adapter, "measured_everywhere", lambda: measured)
+        monkeypatch.setattr(deferral, "measured_everywhere", lambda library: measured)
         result = replaced(packed, state)
         if isinstance(result, str):
             return result
@@ -59,23 +59,23 @@ def test_a_library_without_a_kernel_of_its_own_is_never_deferred_to(call, monkey
 
 
 def test_a_compiled_region_stays_theirs_unless_forced(monkeypatch):
-    monkeypatch.setattr(unsloth_adapter, "measured_everywhere", lambda: True)
+    monkeypatch.setattr(deferral, "measured_everywhere", lambda library: True)
     for defer, stays in (("auto", True), ("always", True), ("never", False)):
         monkeypatch.setattr(switch, "defer", defer)
-        assert unsloth_adapter.deferred(compiling=True) is stays
+        assert deferral.deferred("unsloth", compiling=True) is stays
 
 
+@pytest.mark.parametrize("library", deferral.FASTER)
 @pytest.mark.parametrize("capability", [(9, 0), (7, 5)])
-def test_a_stack_of_experts_stays_theirs_where_ours_was_not_measured(capability, monkeypatch):
-    measured = unsloth_zoo_adapter.measured_everywhere.__wrapped__
+def test_a_call_stays_theirs_where_ours_was_not_measured(library, capability, monkeypatch):
     monkeypatch.setattr(switch, "defer", "auto")
-    monkeypatch.setattr(unsloth_zoo_adapter, "FASTER_ON_STACKS", {(9, 0): ""})
+    monkeypatch.setattr(deferral, "measured_everywhere", deferral.measured_everywhere.__wrapped__)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert unsloth_adapter.deferred(False, measured) is (capability != (9, 0))
-    assert unsloth_adapter.deferred(True, measured)
+    assert deferral.deferred(library) is (capability != (9, 0))
+    assert deferral.deferred(library, compiling=True)
 
 
-def test_every_measured_capability_says_on_what():
-    texts = [*unsloth_adapter.FASTER_EAGERLY.values(), *unsloth_zoo_adapter.FASTER_ON_STACKS.values()]
-    assert all("Unsloth" in text and "us" in text for text in texts)
+@pytest.mark.parametrize("library", deferral.FASTER)
+def test_every_measured_capability_says_on_what(library):
+    assert all(library in text.lower() and " us " in text for text in deferral.FASTER[library].values())

@@ -16,8 +16,7 @@ from nf4_patch.config import Config, ConfigError
 from nf4_patch.nf4.matmul import calibration
 from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.nf4.matmul.tuning import ANY, SmallMRow
-from nf4_patch.patching import fused_matmul, hooks
-from nf4_patch.patching.adapters import unsloth as unsloth_adapter
+from nf4_patch.patching import deferral, fused_matmul, hooks
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.tools import doctor
 from nf4_patch.tools.bench.timing import Machine
@@ -52,25 +51,25 @@ def test_the_answers_that_were_remembered_follow_the_file(machine):
     machine({GPU: entry_of()})
     assert fused_matmul.is_measured(0, 8, 4096, 4096)
     assert not fused_matmul.is_measured(0, 1, 4096, 4096) and not fused_matmul.is_measured(1, 8, 4096, 4096)
-    assert unsloth_adapter.measured_everywhere()
+    assert deferral.measured_everywhere("unsloth")
     multiplier = fused_matmul.FusedMatmul(Dequantizer("test"))
     matmul._kernels["a size"] = multiplier.launches["a weight"] = None
     hooks.use_calibration(SimpleNamespace(calibration=None))
     assert not fused_matmul.is_measured(0, 8, 4096, 4096)
-    assert not unsloth_adapter.measured_everywhere()
+    assert not deferral.measured_everywhere("unsloth")
     assert "a size" not in matmul._kernels
     assert not multiplier.launches
 
 
 def test_shipped_or_calibrated_decides_about_unsloths_kernel(machine, monkeypatch):
-    monkeypatch.setattr(unsloth_adapter, "FASTER_EAGERLY", {ADA: "measured"})
+    monkeypatch.setitem(deferral.FASTER, "unsloth", {ADA: "measured"})
     for calibrated, wanted in ((True, True), (False, False), (None, True)):
         machine({GPU: entry_of(faster_eagerly=calibrated)})
-        assert unsloth_adapter.measured_everywhere() is wanted
+        assert deferral.measured_everywhere("unsloth") is wanted
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(unsloth_adapter, "FASTER_EAGERLY", {})
+    monkeypatch.setitem(deferral.FASTER, "unsloth", {})
     machine({GPU: entry_of()})
-    assert not unsloth_adapter.measured_everywhere()  # the second GPU is not in the file
+    assert not deferral.measured_everywhere("unsloth")  # the second GPU is not in the file
 
 
 @pytest.mark.parametrize(

@@ -6,26 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ..context import is_compiling
+from ..deferral import deferred
 from ..dequantizer import Dequantizer
 from ..reasons import Reason
 from ..switch import switch
 from .transformers import Stack
-from .unsloth import deferred
-
-# As FASTER_ON_STACKS for unsloth_zoo. Of a state that is not nested axolotl needs one kernel and ours copies first.
-FASTER_ON_NESTED = {
-    (9, 0): "H200, torch 2.11, triton 3.6.0, axolotl 0.19.0: 27 us against 54 for 8 experts of Qwen3-30B-A3B's larger "
-    "stack, 187 against 204 for 64, 363 against 376 for all 128",
-}
-
-
-@functools.cache
-def measured_everywhere() -> bool:
-    devices = range(torch.cuda.device_count())
-    return all(torch.cuda.get_device_capability(device) in FASTER_ON_NESTED for device in devices)
 
 
 def replace_selective_dequant(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,8 +19,7 @@ def replace_selective_dequant(target: str, original: Callable[..., Any]) -> Call
     dequantizer = Dequantizer(target)
 
     def decode(packed, state, ids, shape):
-        nested = getattr(state, "state2", None) is not None
-        if deferred(False, lambda: nested and measured_everywhere()):
+        if (switch.defer == "auto" and state.state2 is None) or deferred("axolotl"):
             return Reason.DEFERRED
         stack = Stack(packed, state, dequantizer)
         if tuple(state.shape[1:]) != tuple(shape) or not stack.has_whole_experts():

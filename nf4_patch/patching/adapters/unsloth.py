@@ -8,46 +8,16 @@ from typing import Any
 
 import torch
 
-from ...nf4.matmul import calibration
 from .. import fused_matmul
 from ..cache import cache
 from ..context import is_compiling
+from ..deferral import deferred
 from ..dequantizer import Dequantizer
 from ..reader import reader, replace_reader
 from ..reasons import Reason
 from ..switch import switch
 
 __all__ = ["replace_reader"]  # for the ``backward`` of its LoRA kernels
-
-# Capabilities where an eager call was measured to be at least as fast as Unsloth's own kernel (2026.10), and the
-# measurement; elsewhere Unsloth's keeps its calls, and everywhere in a compiled region: it is a triton_op, which
-# Inductor launches without the dispatcher that our op goes through.
-FASTER_EAGERLY = {
-    (9, 0): "H200, torch 2.11, triton 3.6.0, Unsloth 2026.10.9: 7.6 us a call of the host against 11.1 into the global "
-    "buffer and 9.4 against 24.0 into a new tensor; 1.02x (591 MB) to 1.35x (2.6 MB) on the GPU",
-}
-
-
-def deferred(compiling: bool, measured: Callable[[], bool] | None = None) -> bool:
-    """Whether Unsloth's own kernel keeps a call: by NF4_PATCH_DEFER, or by what was ``measured`` (measured_everywhere)."""
-    if switch.defer != "auto":
-        return switch.defer == "always"
-    return compiling or not (measured or measured_everywhere)()
-
-
-def faster_eagerly(device: int) -> bool:
-    calibrated = calibration.faster_eagerly(device)
-    return torch.cuda.get_device_capability(device) in FASTER_EAGERLY if calibrated is None else calibrated
-
-
-@functools.cache
-def measured_everywhere() -> bool:
-    return all(map(faster_eagerly, range(torch.cuda.device_count())))
-
-
-def forget() -> None:
-    """Ask the table anew: another calibration is in force."""
-    measured_everywhere.cache_clear()
 
 
 def replace_fast_dequantize(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,7 +39,7 @@ def replace_fast_dequantize(target: str, original: Callable[..., Any]) -> Callab
                     except Exception as error:
                         result = dequantizer.failed(error)
             if result is None:
-                if upstream.get("_USE_NF4_KERNELS", False) and deferred(compiling):
+                if upstream.get("_USE_NF4_KERNELS", False) and deferred("unsloth", compiling):
                     result = Reason.DEFERRED
                 elif compiling:
                     result = trace(W, quant_state, out)

@@ -7,26 +7,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ..context import is_compiling
+from ..deferral import deferred
 from ..dequantizer import Dequantizer
 from ..reasons import Reason
 from ..switch import switch
-from .unsloth import deferred
-
-# Capabilities where an eager call was measured to be at least as fast as unsloth_zoo's own kernel, and the measurement;
-# elsewhere, and in every compiled region, unsloth_zoo's keeps its calls.
-FASTER_ON_STACKS = {
-    (9, 0): "H200, torch 2.11, triton 3.6.0, Unsloth 2026.10.9: 248 us against 276 for Qwen3-30B-A3B's larger stack, "
-    "1.03x (not nested) to 1.11x for whole stacks, 1.11x to 1.20x for eight experts",
-}
-
-
-@functools.cache
-def measured_everywhere() -> bool:
-    devices = range(torch.cuda.device_count())
-    return all(torch.cuda.get_device_capability(device) in FASTER_ON_STACKS for device in devices)
 
 
 def replace_nf4_dequant(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,7 +23,7 @@ def replace_nf4_dequant(target: str, original: Callable[..., Any]) -> Callable[.
     dequantizer = Dequantizer(target)
 
     def decode(compiling, packed, state, shape, out):
-        if deferred(compiling, measured_everywhere):
+        if deferred("unsloth_zoo", compiling):
             return Reason.DEFERRED
         if packed.shape[-1] != 1:  # one expert's bytes, [1, bytes], would ask for a transposed weight
             packed = packed.reshape(-1, 1)

@@ -18,6 +18,7 @@ from torch._inductor import utils as inductor
 
 import nf4_patch
 
+from ...patching import hooks
 from ..llama import LINEARS, Shape, build_4bit, config_of, save
 from ..report import Tell
 from . import experts
@@ -300,8 +301,8 @@ def gib(size: int) -> str:
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
     """The patch afterwards as it was before."""
-    before = nf4_patch.is_enabled()
-    try:
-        yield
-    finally:
-        (nf4_patch.enable if before else nf4_patch.disable)()
+    with hooks.suspended():
+        try:
+            yield
+        finally:
+            nf4_patch.disable()

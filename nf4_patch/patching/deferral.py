@@ -1,0 +1,59 @@
+"""Which calls a library's own fused kernel keeps: those where ours was not measured to be at least as fast."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ..nf4.matmul import calibration
+from .switch import switch
+
+# By library: capabilities where an eager call was measured to be at least as fast as the library's own kernel, and the
+# measurement. Compiled regions stay the library's everywhere: Unsloth's kernel is a triton_op, which Inductor launches
+# without the dispatcher that our op goes through.
+FASTER = {
+    "unsloth": {
+        (
+            9,
+            0,
+        ): "H200, torch 2.11, triton 3.6.0, Unsloth 2026.10.9: 7.6 us a call of the host against 11.1 into the global "
+        "buffer and 9.4 against 24.0 into a new tensor; 1.02x (591 MB) to 1.35x (2.6 MB) on the GPU",
+    },
+    "unsloth_zoo": {
+        (
+            9,
+            0,
+        ): "H200, torch 2.11, triton 3.6.0, unsloth_zoo 2026.10.9: 248 us against 276 for Qwen3-30B-A3B's larger stack, "
+        "1.03x (not nested) to 1.11x for whole stacks, 1.11x to 1.20x for eight experts",
+    },
+    "axolotl": {  # nested states: of another axolotl needs one kernel, and ours copies first
+        (
+            9,
+            0,
+        ): "H200, torch 2.11, triton 3.6.0, axolotl 0.19.0: 27 us against 54 for 8 experts of Qwen3-30B-A3B's larger "
+        "stack, 187 against 204 for 64, 363 against 376 for all 128",
+    },
+}
+
+
+def deferred(library: str, compiling: bool = False) -> bool:
+    """Whether the library's own kernel keeps a call: by NF4_PATCH_DEFER, or by what was measured on every GPU here."""
+    if switch.defer != "auto":
+        return switch.defer == "always"
+    return compiling or not measured_everywhere(library)
+
+
+def faster(library: str, device: int) -> bool:
+    calibrated = calibration.faster_eagerly(device) if library == "unsloth" else None
+    return torch.cuda.get_device_capability(device) in FASTER[library] if calibrated is None else calibrated
+
+
+@functools.cache
+def measured_everywhere(library: str) -> bool:
+    return all(faster(library, device) for device in range(torch.cuda.device_count()))
+
+
+def forget() -> None:
+    """Ask the table anew: another calibration is in force."""
+    measured_everywhere.cache_clear()
