@@ -14,6 +14,7 @@ import sys
 import tempfile
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,11 +60,8 @@ def forked(code: str, folder: Path, path: list[str], environment: dict[str, str]
     with tempfile.NamedTemporaryFile("r") as stdout, tempfile.NamedTemporaryFile("r") as stderr:
         process = server()
         try:
-            print(
-                json.dumps([code, str(folder), path, environment, stdout.name, stderr.name]),
-                file=process.stdin,
-                flush=True,
-            )
+            request = json.dumps([code, str(folder), path, environment, stdout.name, stderr.name])
+            print(request, file=process.stdin, flush=True)
             answer = process.stdout.readline()
         except BaseException:  # a test's time is up: the next one needs another server
             process.kill()
@@ -89,11 +87,15 @@ def python(
     paths = [] if path is None else [str(path)]
     environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     if fresh or torch.cuda.is_available() or any(name.startswith("PYTHON") for name in environ):
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=cwd
-        )  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=cwd)
     else:
         done = forked(code, cwd or Path.cwd(), paths, environment)
     if check:
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done
+
+
+def command(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """``nf4-patch WORDS``, whatever its exit code."""
+    code = f"from nf4_patch.tools.cli import main\nmain({[str(word) for word in words]!r})"
+    return python(code, check=False, **options)

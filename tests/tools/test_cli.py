@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import bitsandbytes as bnb
 import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save, save_file
-from subprocess_python import python
+from subprocess_python import command, python
 from target import replaced_by
 
 import nf4_patch
@@ -31,10 +32,11 @@ def call(*arguments: str):
     return CliRunner().invoke(main, list(arguments), catch_exceptions=False)
 
 
-def report_of(tmp_path, *arguments: str):
-    """The exit code and the JSON of a verb."""
+def report_of(tmp_path, *arguments: str, exit_code: int = 0):
+    """The JSON of a verb, with its output."""
     result = call(*arguments, "--json", str(tmp_path / "report.json"))
-    return result, json.loads((tmp_path / "report.json").read_text())
+    assert result.exit_code == exit_code, result.output
+    return json.loads((tmp_path / "report.json").read_text()) | {"output": result.output}
 
 
 def test_help_is_cheap():
@@ -89,8 +91,8 @@ def test_unknown_verb_and_unknown_value(monkeypatch):
 
 @WITHOUT_GPU
 def test_doctor_without_a_gpu_says_so_and_exits_1(tmp_path):
-    result, report = report_of(tmp_path, "doctor")
-    assert result.exit_code == report["exit_code"] == 1
+    report = report_of(tmp_path, "doctor", exit_code=1)
+    assert report["exit_code"] == 1
     assert [p for p in report["problems"] if "NOT_CUDA" in p] == report["problems"]
     verdicts = {target["target"]: target["verdict"] for target in report["targets"]}
     assert verdicts["bitsandbytes.functional.dequantize_4bit"] == "patched"
@@ -98,23 +100,20 @@ def test_doctor_without_a_gpu_says_so_and_exits_1(tmp_path):
     assert list(verdicts) == [target.name for target in TARGETS]
     assert not nf4_patch.is_enabled()
     for name, verdict in verdicts.items():
-        assert (name in result.output) == (verdict not in doctor.BRIEFLY)
-    assert f"{sum(verdict in doctor.BRIEFLY for verdict in verdicts.values())} more targets: " in result.output
+        assert (name in report["output"]) == (verdict not in doctor.BRIEFLY)
+    assert f"{sum(verdict in doctor.BRIEFLY for verdict in verdicts.values())} more targets: " in report["output"]
 
 
 @pytest.mark.gpu
 def test_doctor_with_a_gpu(tmp_path):
-    result, report = report_of(tmp_path, "doctor")
-    assert result.exit_code == 0, result.output
+    report = report_of(tmp_path, "doctor")
     assert [check["dtype"] for check in report["gpus"][0]["kernels"]] == ["float16", "bfloat16", "float32"]
     assert all(check["works"] for check in report["gpus"][0]["kernels"])
 
 
 @WITHOUT_GPU
 def test_doctor_at_80_columns_cuts_nothing():
-    done = python(
-        'from nf4_patch.tools.cli import main\nmain(["doctor"])', check=False, COLUMNS="80", TTY_COMPATIBLE="1"
-    )
+    done = command("doctor", COLUMNS="80", TTY_COMPATIBLE="1")
     assert "bitsandbytes.backends.cuda.ops._dequant_linear_fallback" in done.stdout
     assert "\u2026" not in done.stdout
 
@@ -143,36 +142,30 @@ def test_doctor_leaves_the_patch_as_it_was(patched):
 def test_doctor_shows_the_switch(monkeypatch, tmp_path):
     monkeypatch.delenv("NF4_PATCH_CALIBRATION")
     monkeypatch.setenv("NF4_USE_TRITON", "0")
-    result, report = report_of(tmp_path, "doctor")
-    assert result.exit_code == 1
+    report = report_of(tmp_path, "doctor", exit_code=1)
     assert report["variables"] == {"NF4_USE_TRITON": "0"}
     assert {t["verdict"] for t in report["targets"] if t["target"].startswith("bitsandbytes")} == {"off"}
 
 
 def test_doctor_names_a_function_that_it_does_not_know(tmp_path):
     with replaced_by(lambda packed, scales: None):
-        result, report = report_of(tmp_path, "doctor")
-    assert result.exit_code == 1
+        report = report_of(tmp_path, "doctor", exit_code=1)
     assert any("its parameters are (packed, scales)" in problem for problem in report["problems"])
-
-
-class Properties:
-    name, total_memory = "a GPU", 16 * 2**30
-
-    def __init__(self, major, minor):
-        self.major, self.minor = major, minor
 
 
 def test_doctor_knows_the_generations(monkeypatch):
     checked = doctor.KernelCheck("float16", True, "launcher", 0.1)
     monkeypatch.setattr(doctor, "check_kernel", lambda dtype, device, capability: checked)
-    found = {}
-    for capability in ((7, 0), (7, 5), (8, 0), (9, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, c=capability: Properties(*c))
-        found[capability] = doctor.examine_gpu(0, lambda *_: None)
-    assert not found[7, 0].works and Reason.GPU_TOO_OLD.sentence in found[7, 0].advice
-    assert found[7, 5].works and "fp16" in found[7, 5].advice
-    assert found[8, 0].works and found[8, 0].advice == found[9, 0].advice == ""
+
+    def examined(major, minor):
+        properties = SimpleNamespace(name="a GPU", total_memory=16 * 2**30, major=major, minor=minor)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        return doctor.examine_gpu(0, lambda *_: None)
+
+    volta, turing, ampere, hopper = examined(7, 0), examined(7, 5), examined(8, 0), examined(9, 0)
+    assert not volta.works and Reason.GPU_TOO_OLD.sentence in volta.advice
+    assert turing.works and "fp16" in turing.advice
+    assert ampere.works and ampere.advice == hopper.advice == ""
 
 
 def test_doctor_exits_0_only_when_the_kernel_would_run_everywhere():
@@ -214,8 +207,7 @@ def few_cases(monkeypatch):
 
 
 def test_verify_compares_everything(tmp_path):
-    result, report = report_of(tmp_path, "verify")
-    assert result.exit_code == 0, result.output
+    report = report_of(tmp_path, "verify")
     assert report["failures"] == []
     assert sum(row["differing"] for row in report["rows"]) == 0
     pairs = [row for row in report["rows"] if row["family"] == cases.PAIRS]
@@ -264,30 +256,25 @@ def flip_one_bit(weight):
     weight.view(-1).view(integers)[-1] ^= 1
 
 
-@pytest.mark.parametrize("on", [False, True], ids=["off", "patched"])
-def test_verify_finds_one_bit(on, few_cases, monkeypatch, tmp_path):
+def write_not(weight):
+    weight.view(-1)[-1:].fill_(float("nan"))
+
+
+@pytest.mark.parametrize(("mistake", "on"), [(flip_one_bit, False), (flip_one_bit, True), (write_not, False)])
+def test_verify_finds_one_element(mistake, on, few_cases, monkeypatch, tmp_path):
     """Also where the patch is on: bitsandbytes is the oracle, never our replacement of it."""
-    plant(monkeypatch, flip_one_bit)
+    plant(monkeypatch, mistake)
     with nf4_patch.enabled() if on else contextlib.nullcontext():
-        result, report = report_of(tmp_path, "verify")
+        report = report_of(tmp_path, "verify", exit_code=1)
         assert nf4_patch.is_enabled() is on
-    assert result.exit_code == 1
     assert len(report["failures"]) == few_cases
     assert [row["differing"] for row in report["rows"]] == [1] * few_cases
-    assert "NOT the same bits" in result.output
-
-
-def test_verify_finds_an_element_that_was_not_written(few_cases, monkeypatch, tmp_path):
-    plant(monkeypatch, lambda out: out.view(-1)[-1:].fill_(float("nan")))
-    result, report = report_of(tmp_path, "verify")
-    assert result.exit_code == 1
-    assert [row["differing"] for row in report["rows"]] == [1] * few_cases
+    assert "NOT the same bits" in report["output"]
 
 
 def test_verify_takes_unsupported_for_a_failure(few_cases, monkeypatch, tmp_path):
     monkeypatch.setattr(direct._dequantizer, "run", lambda weight, state, out: Reason.BLOCKSIZE)
-    result, report = report_of(tmp_path, "verify")
-    assert result.exit_code == 1
+    report = report_of(tmp_path, "verify", exit_code=1)
     assert all(f"unsupported: {Reason.BLOCKSIZE.sentence}" in failure for failure in report["failures"])
 
 
@@ -305,8 +292,7 @@ def layers(device):
 
 def test_verify_a_checkpoint(layers, tmp_path):
     save_file(layers, tmp_path / "model.safetensors")
-    result, report = report_of(tmp_path, "verify", "--weights", str(tmp_path / "model.safetensors"))
-    assert result.exit_code == 0, result.output
+    report = report_of(tmp_path, "verify", "--weights", str(tmp_path / "model.safetensors"))
     assert [(row["cases"], row["elements"], row["differing"]) for row in report["rows"]] == [(2, 2 * 192 * 64, 0)]
 
 
@@ -333,10 +319,9 @@ def test_verify_names_a_damaged_weight_and_compares_the_others(damage, layers, t
     else:
         layers[weight] = layers[weight][:64].clone()
     save_file(layers, tmp_path / "model.safetensors")
-    result, report = report_of(tmp_path, "verify", "--weights", str(tmp_path / "model.safetensors"))
-    assert result.exit_code == 1
+    report = report_of(tmp_path, "verify", "--weights", str(tmp_path / "model.safetensors"), exit_code=1)
     assert [failure.split(":")[0] for failure in report["failures"]] == [weight]
-    assert "NOT the same bits: 1 of 2 cases failed." in result.output
+    assert "NOT the same bits: 1 of 2 cases failed." in report["output"]
 
 
 def test_verify_where_the_kernels_cannot_run_says_that_nothing_was_compared():

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
-from subprocess_python import python
+from subprocess_python import command
 
 from nf4_patch.tools import demo
 from nf4_patch.tools.cli import main
@@ -58,9 +58,8 @@ def test_on_a_gpu(tmp_path):
 @pytest.mark.full
 def test_as_on_a_machine_without_a_gpu(tmp_path):
     """With the patch switched on in the environment too, and with the fused matmul, whose bits are others."""
-    words = ["demo", "--size", "tiny", "--steps", str(STEPS), "--png", "demo.png", "--json", "report.json"]
-    code = f"from nf4_patch.tools.cli import main\nmain({words!r})"
-    done = python(code, cwd=tmp_path, CUDA_VISIBLE_DEVICES="", NF4_PATCH="1", NF4_PATCH_MATMUL="auto")
+    words = ["demo", "--size", "tiny", "--steps", STEPS, "--png", "demo.png", "--json", "report.json"]
+    done = command(*words, cwd=tmp_path, CUDA_VISIBLE_DEVICES="", NF4_PATCH="1", NF4_PATCH_MATMUL="auto")
     report = json.loads((tmp_path / "report.json").read_text())
     check(report, tmp_path / "demo.png")
     assert not report["kernel_runs"]

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
-from subprocess_python import python
+from subprocess_python import command
 from test_machine_code import BUDGET
-
-INSPECT = "from nf4_patch.tools.cli import main; main({!r})"
 
 
 def test_counts_beside_bitsandbytes(tmp_path):
     """In a process of its own: the kernels may be under the interpreter here."""
     file = tmp_path / "report.json"
-    done = python(INSPECT.format(["inspect", "--json", str(file)]))
+    done = command("inspect", "--json", file)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.count("sm_75") == 6
     rows = {(row["dtype"], row["kernel"]): row for row in json.loads(file.read_text())["kernels"]}
     assert len(rows) == 6
@@ -31,6 +30,6 @@ def test_counts_beside_bitsandbytes(tmp_path):
      ("sm_70", "sm_70 is not supported", "sm_75, sm_80, sm_86, sm_89, sm_90, sm_100, sm_120")],
 )  # fmt: skip
 def test_an_architecture_that_is_not_known_is_named_with_those_that_are(arch, found, allowed):
-    done = python(INSPECT.format(["inspect", "--arch", arch]), check=False)
+    done = command("inspect", "--arch", arch)
     assert done.returncode == 1
     assert found in done.stderr and allowed in done.stderr and "Traceback" not in done.stderr

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from subprocess_python import python
+from subprocess_python import command
 
 from nf4_patch.callback import ReportCallback
 from nf4_patch.tools import output
@@ -69,8 +69,7 @@ def test_a_command_checks_its_files_before_the_work(words, tmp_path):
 def test_a_folder_that_goes_away_during_a_run(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "script.py").write_text("import os, sys; os.rmdir('there'); sys.exit(5)")
-    words = ["run", "--json", "there/report.json", "script.py"]
-    done = python(f"from nf4_patch.tools.cli import main\nmain({words})", cwd=tmp_path, check=False)
+    done = command("run", "--json", "there/report.json", "script.py", cwd=tmp_path)
     assert done.returncode == 5
     assert "there/report.json was not written: No such file or directory" in done.stderr
     assert "Traceback" not in done.stderr

@@ -10,7 +10,7 @@ import sys
 import zipfile
 
 import pytest
-from subprocess_python import python
+from subprocess_python import command
 
 from nf4_patch.patching.guards import Reason
 
@@ -22,26 +22,23 @@ for _ in range(3):
 """
 
 
-def run(*arguments: object, cwd, **options):
-    words = [str(argument) for argument in ("run", *arguments)]
-    return python(f"from nf4_patch.tools.cli import main\nmain({words!r})", cwd=cwd, check=False, **options)
-
-
 def test_run_passes_errors_through_and_patches_children(tmp_path):
     (tmp_path / "script.py").write_text("import os; print(os.environ['NF4_PATCH']); raise KeyError('planted')")
-    done = run("--report", "script.py", cwd=tmp_path)
+    done = command("run", "--report", "script.py", cwd=tmp_path)
     assert done.returncode == 1 and done.stdout.startswith("1\n")
     assert "KeyError: 'planted'" in done.stderr
     assert "runpy" not in done.stderr and "nf4_patch/tools" not in done.stderr
     assert "0 dequantizations in the kernel" in done.stdout
-    assert run(cwd=tmp_path).returncode == 2
-    done = run("nothing.py", cwd=tmp_path)
+    assert command("run", cwd=tmp_path).returncode == 2
+    done = command("run", "nothing.py", cwd=tmp_path)
     assert done.returncode == 2 and "can't open 'nothing.py': No such file or directory" in done.stderr
 
 
 def test_run_reports_hits_and_what_was_never_hit(tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
-    done = run("--report", "--json", "report.json", "train.py", cwd=tmp_path, interpreted=True, CUDA_VISIBLE_DEVICES="")
+    done = command(
+        "run", "--report", "--json", "report.json", "train.py", cwd=tmp_path, interpreted=True, CUDA_VISIBLE_DEVICES=""
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     first = report["status"]["targets"][0]
@@ -49,19 +46,21 @@ def test_run_reports_hits_and_what_was_never_hit(tmp_path):
     assert report["status"]["shapes"] == {"64x128 bfloat16": 3}
     assert "3 dequantizations in the kernel, 0 by the original" in done.stdout
     (tmp_path / "idle.py").write_text("import bitsandbytes")
-    done = run("--report", "idle.py", cwd=tmp_path)
+    done = command("run", "--report", "idle.py", cwd=tmp_path)
     assert "bitsandbytes.functional.dequantize_4bit: installed, never called" in done.stdout
 
 
 def test_run_reports_fallbacks_with_advice_and_a_line_for_each_target_that_matters(tmp_path):
     """At 80 columns, no name is cut."""
     (tmp_path / "train.py").write_text(TRAINING)
-    done = run("--report", "train.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    done = command("run", "--report", "train.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     reason = Reason.NOT_CUDA
     assert f"3 x NOT_CUDA: {reason.sentence} -> {reason.advice}" in done.stdout
     assert "bitsandbytes.functional.dequantize_4bit: installed, never hit" in done.stdout
-    done = run("--report", "train.py", cwd=tmp_path, COLUMNS="80", TTY_COMPATIBLE="1", CUDA_VISIBLE_DEVICES="")
+    done = command(
+        "run", "--report", "train.py", cwd=tmp_path, COLUMNS="80", TTY_COMPATIBLE="1", CUDA_VISIBLE_DEVICES=""
+    )
     lines = done.stdout.splitlines()
     assert [line.split() for line in lines if "0  " in line and "dequantize_4bit" in line] == [
         ["0", "3", "bitsandbytes.functional.dequantize_4bit"]
@@ -72,7 +71,9 @@ def test_run_reports_fallbacks_with_advice_and_a_line_for_each_target_that_matte
 
 def test_run_obeys_the_switch(tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
-    done = run("--report", "train.py", cwd=tmp_path, interpreted=True, NF4_PATCH="0", CUDA_VISIBLE_DEVICES="")
+    done = command(
+        "run", "--report", "train.py", cwd=tmp_path, interpreted=True, NF4_PATCH="0", CUDA_VISIBLE_DEVICES=""
+    )
     assert done.returncode == 0, done.stderr
     assert "The patch was off" in done.stdout
     assert "0 dequantizations in the kernel" in done.stdout
@@ -154,6 +155,6 @@ def test_a_reader_that_has_gone(report, tmp_path):
 
 def test_the_report_is_written_where_the_run_began(tmp_path):
     (tmp_path / "script.py").write_text("import os; os.chdir('/')")
-    done = run("--json", "report.json", "script.py", cwd=tmp_path)
+    done = command("run", "--json", "report.json", "script.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "report.json").read_text())["code"] == 0
