@@ -26,7 +26,7 @@ def off():
 
 
 def layer_of(outputs=1024, seed=0):
-    return linear(CUDA, 1024, outputs, seed=seed)
+    return linear(CUDA, 1024, outputs, seed=seed, weights=torch.bfloat16)
 
 
 def run(layer):

@@ -9,6 +9,7 @@ import bitsandbytes as bnb
 import bitsandbytes.autograd._functions as autograd_functions
 import bitsandbytes.functional as F
 import pytest
+import target
 import torch
 from oracle import quantized
 from target import same, step
@@ -55,21 +56,19 @@ def fresh(device, monkeypatch):
 
 
 def linear(device, seed=0):
-    layer = bnb.nn.Linear4bit(SIDE, SIDE, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16)
-    torch.manual_seed(seed)
-    layer.weight.data.normal_(std=0.1)
-    return layer.bfloat16().to(device).train()
-
-
-def block(device, seed):
-    first, second = (linear(device, 10 * seed + i) for i in range(2))
-    return torch.nn.Sequential(first, torch.nn.SiLU(), second, torch.nn.SiLU())
+    return target.linear(device, SIDE, SIDE, seed=seed, weights=torch.bfloat16)
 
 
 class Model(torch.nn.Module):
-    def __init__(self, device, blocks=3, reentrant=False):
+    """Three checkpointed blocks of two layers."""
+
+    def __init__(self, device, reentrant):
         super().__init__()
-        self.blocks = torch.nn.ModuleList(block(device, seed) for seed in range(blocks))
+        layers = [linear(device, seed) for seed in range(6)]
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(first, torch.nn.SiLU(), second, torch.nn.SiLU())
+            for first, second in zip(layers[::2], layers[1::2], strict=True)
+        )
         self.reentrant = reentrant
 
     def forward(self, x):
@@ -78,12 +77,13 @@ class Model(torch.nn.Module):
         return x
 
 
-def peft_model(device, **options):
+def peft_model(device, reentrant):
     peft = pytest.importorskip("peft")
+    model = Model(device, reentrant)
+    names = [name for name, module in model.named_modules() if isinstance(module, bnb.nn.Linear4bit)]
     torch.manual_seed(0)
-    names = [f"blocks.{i}.{j}" for i in range(3) for j in (0, 2)]
     config = peft.LoraConfig(target_modules=names, r=4, init_lora_weights="gaussian")
-    return peft.get_peft_model(Model(device, **options), config).to(device)
+    return peft.get_peft_model(model, config).to(device)
 
 
 def train(model, device, steps=2):
@@ -104,7 +104,7 @@ def train(model, device, steps=2):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpointed_peft_step_has_the_same_bits_and_fewer_decodes(fresh, reentrant):
-    model = peft_model(fresh, reentrant=reentrant)
+    model = peft_model(fresh, reentrant)
     adapter = [p.detach().clone() for p in model.parameters() if p.requires_grad]
     want = train(model, fresh)
     saved = {}
@@ -145,11 +145,6 @@ def requantized(layer):
     layer.weight = weight.to(layer.weight.device)
 
 
-def moved_state(layer):
-    state = layer.weight.quant_state
-    state.absmax = state.absmax.clone() ^ 1
-
-
 def fsdp1(layer):
     """As FSDP's ``_free_storage`` and ``_alloc_storage``, by the typed storage."""
     nbytes, content = layer.weight.untyped_storage().nbytes(), other_bytes(layer)
@@ -169,7 +164,7 @@ CHANGES = {
         layer, "weight", bnb.nn.Params4bit.from_prequantized(
             other_bytes(layer), layer.weight.quant_state.as_dict(packed=True), device=layer.weight.device)
     ),
-    "absmax replaced": moved_state,
+    "absmax replaced": lambda layer: setattr(layer.weight.quant_state, "absmax", layer.weight.quant_state.absmax ^ 1),
     "absmax in place": lambda layer: layer.weight.quant_state.absmax.bitwise_xor_(1),
     "freed and refilled": fsdp1,
 }  # fmt: skip

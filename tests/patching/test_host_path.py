@@ -99,19 +99,26 @@ def test_every_way_to_a_weight(server, nested, transposed, parameter):
     assert counters.hits("test") == 4
 
 
+def changes_of(packed, state):
+    """Each changes what a weight is dequantized to."""
+    other, other_state = quantized(tuple(state.shape), state.dtype, "cpu", seed=7)
+    return (
+        lambda: setattr(state, "absmax", other_state.absmax),
+        lambda: setattr(state.state2, "absmax", other_state.state2.absmax.clone()),
+        lambda: setattr(state.state2, "code", other_state.state2.code.clone()),
+        lambda: setattr(state, "quant_type", "fp4"),
+        lambda: setattr(packed, "data", other.clone()),
+    )
+
+
 def test_what_a_remembered_launch_is_recognized_by(server):
     """Whatever changes it, the launch is resolved anew and the numbers are those of the changed state."""
     packed, state = quantized((64, 96), torch.float16, "cpu")
-    other, state2 = quantized((64, 96), torch.float16, "cpu", seed=7)
     changes = (
-        lambda: setattr(state, "absmax", state2.absmax),
-        lambda: setattr(state.state2, "absmax", state2.state2.absmax.clone()),
-        lambda: setattr(state.state2, "code", state2.state2.code.clone()),
         lambda: setattr(state, "offset", state.offset.half()),
         lambda: setattr(state, "dtype", torch.bfloat16),
         lambda: setattr(state, "shape", torch.Size((96, 64))),
-        lambda: setattr(state, "quant_type", "fp4"),
-        lambda: setattr(packed, "data", other.clone()),
+        *changes_of(packed, state),
     )
     for count, change in enumerate((lambda: None, *changes), 1):
         change()
@@ -178,7 +185,6 @@ def tensor_at(address, shape, dtype):
 def test_what_a_remembered_product_is_recognized_by(server, multiplier):
     """Every way to ask for it, and whatever changes the result: resolved once each, and the numbers of now."""
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
-    other, state2 = quantized((64, 128), torch.bfloat16, "cpu", seed=7)
     x = torch.randn(2, 3, 128).bfloat16()
     bias, another = torch.randn(2, 64).bfloat16()
 
@@ -205,14 +211,7 @@ def test_what_a_remembered_product_is_recognized_by(server, multiplier):
             check(*arguments)
         count += 1
         assert len(multiplier.launches) == len(server.resolved) == count
-    changes = (
-        lambda: setattr(state, "absmax", state2.absmax),
-        lambda: setattr(state.state2, "absmax", state2.state2.absmax.clone()),
-        lambda: setattr(state.state2, "code", state2.state2.code.clone()),
-        lambda: setattr(state, "offset", state.offset.clone()),
-        lambda: setattr(state, "quant_type", "fp4"),
-        lambda: setattr(packed, "data", other.clone()),
-    )
+    changes = (lambda: setattr(state, "offset", state.offset.clone()), *changes_of(packed, state))
     for change in changes:
         change()
         for _ in range(2):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 
 import bitsandbytes as bnb
@@ -133,17 +132,6 @@ def test_tables_say_what_a_user_reads():
         assert len(reason.sentence) > 20 and not reason.sentence.endswith("."), reason
     assert len({target.name for target in TARGETS}) == len(TARGETS)
     assert all(target.covers and target.releases and target.tested for target in TARGETS)
-
-
-def test_one_warning_a_reason(on, caplog):
-    packed, state = quantized((64, 128), torch.float16, on)
-    state.blocksize = 96
-    with caplog.at_level(logging.WARNING, "nf4_patch"):
-        for _ in range(3):
-            with pytest.raises(ValueError, match="blocksize"):
-                F.dequantize_4bit(packed, state)
-    assert len([r for r in caplog.records if Reason.BLOCKSIZE.sentence in r.getMessage()]) == 1
-    assert fallbacks() == {Reason.BLOCKSIZE: 3}
 
 
 def test_installed_but_never_hit_is_said(on):

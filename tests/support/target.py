@@ -43,11 +43,11 @@ def replaced_by(function, on=False):
         counters.reset()
 
 
-def linear(device, inputs=256, outputs=128, dtype=torch.bfloat16, seed=0, **options):
-    """A layer in training with random weights."""
+def linear(device, inputs=256, outputs=128, dtype=torch.bfloat16, seed=0, weights=torch.float32, **options):
+    """A layer in training with random weights, quantized from the dtype ``weights``."""
     torch.manual_seed(seed)
     layer = bnb.nn.Linear4bit(inputs, outputs, bias=False, quant_type="nf4", compute_dtype=dtype, **options)
-    return layer.to(device).train()
+    return layer.to(weights).to(device).train()
 
 
 def step(layer, device, inputs=256, dtype=torch.bfloat16):
