@@ -174,14 +174,3 @@ def test_codebook_inside_a_capture(fresh, monkeypatch):
     assert reason is Reason.GRAPH_CAPTURE
     graph.replay()
     assert torch.equal(server.run(packed, state), want)
-
-
-def test_a_weight_whose_quant_type_changes(fresh):
-    """The remembered launch of an nf4 weight does not serve it as fp4, nor one with another code."""
-    packed, state = quantized((64, 128), torch.float16, CUDA)
-    for quant_type in ("nf4", "fp4", "nf4"):
-        state.quant_type = quant_type
-        assert torch.equal(F.dequantize_4bit(packed, state), original(packed, state))
-    state.code = torch.linspace(-1, 1, 16, device=CUDA)
-    assert torch.equal(F.dequantize_4bit(packed, state), original(packed, state))
-    assert counters.hits(TARGET) == 4

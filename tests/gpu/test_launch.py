@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
+import pickle
 
 import bitsandbytes.functional as F
 import pytest
@@ -63,12 +65,17 @@ def serve(server: Dequantizer, packed, state, **kwargs):
 
 
 def test_remembered_launch_follows_the_state():
-    """Moves, re-quantization, another dtype or shape at the same address: never a stale result."""
+    """Moves, re-quantization, another type, dtype or shape at the same address: never a stale result."""
     server = Dequantizer("test")
     packed, state = quantized((128, 256), torch.bfloat16, CUDA)
     for _ in range(3):
         assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
     assert len(server.launches) == 1
+    for quant_type in ("fp4", "nf4"):
+        state.quant_type = quant_type
+        assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
+    state.code = torch.linspace(-1, 1, 16, device=CUDA)  # never read
+    assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
     state.dtype = torch.float16
     assert serve(server, packed, state).dtype is torch.float16
     assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
@@ -184,22 +191,7 @@ def test_alignment_of_the_packed_weight():
     assert torch.equal(launch.dequantize(layout_of(view, state)), want)
 
 
-def test_out_of_memory_is_raised():
-    packed, state = quantized((64, 256), torch.float16, CUDA)
-    server = Dequantizer("test")
-    kept = serve(server, packed, state)
-    resolved = next(iter(server.launches.values()))
-    shape, resolved.shape = resolved.shape, (2**40, 256)
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        serve(server, packed, state)
-    resolved.shape = shape
-    assert torch.equal(kept, serve(server, packed, state))
-
-
 def test_fields_fit_after_pickle_and_copy():
-    import copy
-    import pickle
-
     server = Dequantizer("test")
     packed, state = quantized((64, 256), torch.float16, CUDA)
     want = serve(server, packed, state)

@@ -55,29 +55,27 @@ def load(folder: str):
 
 
 def spy_on_originals() -> dict[str, int]:
-    """Count what still reaches bitsandbytes' own 4-bit dequantization."""
+    """Count what still reaches the libraries' own 4-bit dequantization."""
     import bitsandbytes.backends.cuda.ops as cuda_ops
 
-    calls = {"bitsandbytes": 0}
-    original = cuda_ops._dequantize_4bit_impl
+    calls = {}
 
-    def counted(*args, **kwargs):
-        calls["bitsandbytes"] += 1
-        return original(*args, **kwargs)
+    def count(name, module, attribute):
+        original = getattr(module, attribute)
 
-    cuda_ops._dequantize_4bit_impl = counted
+        def counted(*args, **kwargs):
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        calls[name] = 0
+        setattr(module, attribute, counted)
+
+    count("bitsandbytes", cuda_ops, "_dequantize_4bit_impl")
     # Read at every call (2026.9.13 and newer). Not where Dynamo compiles the layers: a spy in them moves their bits.
     if library == "unsloth" and not patch and os.environ.get("TORCHDYNAMO_DISABLE"):
         from unsloth.kernels import utils
 
-        calls["unsloth"] = 0
-        theirs = utils._fast_dequantize_bnb
-
-        def counted_too(*args, **kwargs):
-            calls["unsloth"] += 1
-            return theirs(*args, **kwargs)
-
-        utils._fast_dequantize_bnb = counted_too
+        count("unsloth", utils, "_fast_dequantize_bnb")
     return calls
 
 
