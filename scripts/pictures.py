@@ -42,7 +42,7 @@ def at_a_glance() -> tuple[Any, Callable[[Any], None]]:
             axes.text(ratio + 0.02, i, f"{ratio:.2f}×", va="center", fontsize=8)
         axes.axvline(1, color="#444444", linewidth=1)
         axes.invert_yaxis()
-        axes.margins(y=0.01)
+        axes.margins(x=0.08, y=0.01)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel(

@@ -11,7 +11,7 @@ from nf4_patch.patching.cache import cache
 from nf4_patch.patching.reasons import Uncached
 
 pytestmark = pytest.mark.gpu
-ROWS = 2048  # above bitsandbytes' own fused kernel: its forward dequantizes
+ROWS = 2048  # above bitsandbytes' own fused kernel, which does not repeat itself to the bit: its forward dequantizes
 MIB = 2**20
 CUDA = torch.device("cuda", 0)
 
@@ -30,7 +30,7 @@ def layer_of(outputs=1024, seed=0):
 
 
 def run(layer):
-    return step(layer, CUDA, 1024)
+    return step(layer, CUDA, 1024, rows=ROWS)
 
 
 def test_the_budget_is_what_the_allocator_takes_at_most():

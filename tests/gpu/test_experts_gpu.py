@@ -33,11 +33,14 @@ def train(model, patch: bool, steps: int):
 @pytest.mark.parametrize("name", experts.CONFIGURATIONS)
 def test_a_hundred_steps_to_the_bit_and_nothing_dense_is_saved(name):
     model = training.peft_model(experts.CONFIGURATIONS[name](), training.ATTENTION)
+    model.get_base_model().set_attn_implementation("eager")  # cuDNN's backward may not repeat beside other work (H200)
     for checkpointing in (True, False):
         if not checkpointing:
             model.gradient_checkpointing_disable()
         want, trained, stock = train(model, False, 100)
         got, ours, peak = train(model, True, 100)
+        if not torch.equal(got, want):
+            assert torch.equal(train(model, False, 100)[0], want), "it does not repeat without the patch either"
         print(f"\n{name}, checkpointing {checkpointing}: peak {stock / 2**30:.2f} -> {peak / 2**30:.2f} GiB")
         assert torch.equal(got, want)
         assert all(map(torch.equal, ours, trained))

@@ -50,10 +50,10 @@ def linear(device, inputs=256, outputs=128, dtype=torch.bfloat16, seed=0, weight
     return layer.to(weights).to(device).train()
 
 
-def step(layer, device, inputs=256, dtype=torch.bfloat16):
-    """The output and the input's gradient of 600 rows, so many that no release multiplies in 4 bits."""
+def step(layer, device, inputs=256, dtype=torch.bfloat16, rows=600):
+    """The output and the input's gradient; on the CPU 600 rows are so many that no release multiplies in 4 bits."""
     torch.manual_seed(1)
-    x = torch.randn(600, inputs, dtype=dtype).to(device).requires_grad_()
+    x = torch.randn(rows, inputs, dtype=dtype).to(device).requires_grad_()
     y = layer(x)
     y.float().square().sum().backward()
     return y.detach(), x.grad
