@@ -1,0 +1,53 @@
+#!/usr/bin/env python
+"""Take the figures of docs/data anew on the GPU at hand.
+
+    python scripts/measure.py                  every file
+    python scripts/measure.py step-cache bench only these
+
+Then python scripts/render_docs.py. A file is written when its command succeeds; the exit code is 1 if one did not.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import time
+from importlib import metadata
+
+import torch
+from figures import DATA, GPUS, SOURCES
+
+
+def needs_another_unsloth(name: str) -> bool:
+    """Whether a file is of another release than the one installed; one without a release is of the newest line."""
+    if "unsloth" not in name:
+        return False
+    installed = metadata.version("unsloth")
+    return name.removeprefix("step-unsloth-") != installed if "2026" in name else installed < "2026.10"
+
+
+def main(wanted: list[str]) -> int:
+    found = torch.cuda.get_device_name()
+    gpu = next((gpu.lower() for gpu in GPUS if gpu in found), None)
+    if gpu is None:
+        sys.exit(f"this is a {found}; docs/data has figures of {' and '.join(GPUS)} (GPUS in scripts/figures.py)")
+    named = {
+        pattern.removesuffix("-GPU.json"): command for pattern, (command, _) in SOURCES.items() if "-GPU" in pattern
+    }
+    if unknown := set(wanted) - named.keys():
+        sys.exit(f"no such file: {', '.join(sorted(unknown))}; there are {', '.join(named)}")
+    failed = 0
+    for name, command in named.items():
+        if name not in (wanted or named) or needs_another_unsloth(name):
+            continue
+        file, begin = DATA / f"{name}-{gpu}.json", time.monotonic()
+        _, *arguments = shlex.split(command)
+        code = subprocess.run([sys.executable, "-m", "nf4_patch", *arguments, "--json", str(file)]).returncode
+        print(f"{file.name}: exit {code} after {time.monotonic() - begin:.0f} s", flush=True)
+        failed += code != 0
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
