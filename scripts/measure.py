@@ -28,7 +28,7 @@ def needs_another_unsloth(name: str) -> bool:
 
 
 def main(wanted: list[str]) -> int:
-    found = torch.cuda.get_device_name()
+    found = torch.cuda.get_device_name() if torch.cuda.is_available() else "machine without a GPU"
     gpu = next((gpu.lower() for gpu in GPUS if gpu in found), None)
     if gpu is None:
         sys.exit(f"this is a {found}; docs/data has figures of {' and '.join(GPUS)} (GPUS in scripts/figures.py)")
