@@ -42,29 +42,6 @@ def fresh_dynamo():
 
 
 @contextlib.contextmanager
-def switched_on(**options: str):
-    """The patch is on, counts start at zero, fallbacks other than expected ones fail the test."""
-    import nf4_patch
-    from nf4_patch.patching.counters import counters
-
-    nf4_patch.enable(**options)
-    counters.reset()
-    yield nf4_patch
-    nf4_patch.disable()
-    missed = {
-        f"{target}: {reason.name}": n for (target, reason), n in counters.fallbacks.items() if not reason.is_expected
-    }
-    counters.reset()
-    assert not missed, f"fell back silently: {missed}"
-
-
-@pytest.fixture
-def patched():
-    with switched_on() as package:
-        yield package
-
-
-@contextlib.contextmanager
 def watched(**options: str):
     """The patch is on, counts start at zero; the test itself looks at what fell back."""
     import nf4_patch
@@ -72,9 +49,25 @@ def watched(**options: str):
 
     nf4_patch.enable(**options)
     counters.reset()
-    yield
+    yield nf4_patch, counters
     nf4_patch.disable()
     counters.reset()
+
+
+@contextlib.contextmanager
+def switched_on(**options: str):
+    """The same, and a fallback that is not expected fails the test."""
+    with watched(**options) as (package, counters):
+        yield package
+        unexpected = {key: n for key, n in counters.fallbacks.items() if not key[1].is_expected}
+        missed = {f"{target}: {reason.name}": n for (target, reason), n in unexpected.items()}
+    assert not missed, f"fell back silently: {missed}"
+
+
+@pytest.fixture
+def patched():
+    with switched_on() as package:
+        yield package
 
 
 @pytest.fixture

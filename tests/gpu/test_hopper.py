@@ -7,7 +7,7 @@ import itertools
 import bitsandbytes.functional as F
 import pytest
 import torch
-from fused_matmul import adversarial, error, exact, hits_by_shape, linear, one_hot, unfused_error
+from fused_matmul import adversarial, error, exact, hits_by_shape, linear, one_hot, stock_and_fused, unfused_error
 from oracle import layout_of, quantized
 
 import nf4_patch
@@ -15,7 +15,6 @@ from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.matmul import hopper, launch
 from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS
-from nf4_patch.patching.counters import counters
 
 CUDA = torch.device("cuda", 0)
 MEASURED = (
@@ -155,14 +154,7 @@ def test_linear4bit_runs_it_where_it_wins_and_has_its_own_bits_elsewhere(auto):
     layer = linear(14336, 4096)
     for m, served in ((128, True), (256, True), (384, False), (512, True), (600, False)):
         x = torch.randn(m, 4096, dtype=torch.bfloat16, device=CUDA)
-        with torch.no_grad():
-            nf4_patch.disable()
-            stock = layer(x)
-            nf4_patch.enable(matmul="off")
-            assert torch.equal(layer(x), stock), m
-            nf4_patch.enable(matmul="auto")
-            counters.reset()
-            got = layer(x)
+        stock, got = stock_and_fused(layer, x)
         assert bool(hits_by_shape()) == served, (m, hits_by_shape())
         if not served:
             assert torch.equal(got, stock), m

@@ -9,7 +9,7 @@ import bitsandbytes as bnb
 import bitsandbytes.functional as F
 import pytest
 import torch
-from fused_matmul import CUDA, MEASURED, NOT_MEASURED, error, exact, hits_by_shape, linear
+from fused_matmul import CUDA, MEASURED, NOT_MEASURED, error, exact, hits_by_shape, linear, stock_and_fused
 from oracle import layout_of, quantized
 from subprocess_python import python
 from target import same, step
@@ -38,16 +38,7 @@ def test_linear4bit_hits_it_and_off_has_its_own_bits(auto, bias):
     layer = linear(1024, 2048, bias=bias)
     for m in (1, 8, 32, 64, 200):
         x = torch.randn(m, 2048, dtype=torch.bfloat16, device=CUDA)
-        with torch.no_grad():
-            nf4_patch.disable()
-            stock = layer(x)
-            nf4_patch.enable(matmul="off")
-            counters.reset()
-            assert torch.equal(layer(x), stock), m
-            assert not hits_by_shape(), (m, hits_by_shape())
-            nf4_patch.enable(matmul="auto")
-            counters.reset()
-            got = layer(x)
+        stock, got = stock_and_fused(layer, x)
         if m == 200:
             assert torch.equal(got, stock) and not hits_by_shape()
             continue

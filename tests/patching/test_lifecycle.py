@@ -28,14 +28,6 @@ def weight_of(layer):
     return F.dequantize_4bit(layer.weight, layer.weight.quant_state)
 
 
-def copied(layer, device):
-    return copy.deepcopy(layer)
-
-
-def pickled(layer, device):
-    return pickle.loads(pickle.dumps(layer))
-
-
 def saved(layer, device):
     file = io.BytesIO()
     torch.save(layer, file)
@@ -60,8 +52,17 @@ def there_and_back(layer, device):
     return layer
 
 
+LIVES = {
+    "copied": lambda layer, device: copy.deepcopy(layer),
+    "pickled": lambda layer, device: pickle.loads(pickle.dumps(layer)),
+    "saved": saved,
+    "state_dict": from_state_dict,
+    "there and back": there_and_back,
+}
+
+
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
-@pytest.mark.parametrize("life", [copied, pickled, saved, from_state_dict, there_and_back], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("life", LIVES.values(), ids=LIVES)
 def test_the_weight_survives(life, nested, device, patched):
     layer = linear(device, 128, 96, compress_statistics=nested)
     before = weight_of(layer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import types
 
 import bitsandbytes.functional as F
 import pytest
@@ -15,32 +16,15 @@ from target import TARGET, linear, replaced_by, row, same, step
 import nf4_patch
 from nf4_patch.patching.counters import counters
 
-
-def by_wraps(ours):
-    @functools.wraps(ours)
-    def theirs(*args, **kwargs):
-        return ours(*args, **kwargs)
-
-    return theirs
-
-
-def by_closure(ours):
-    return lambda A, *args, **kwargs: ours(A, *args, **kwargs)
+WRAPPERS = {
+    "wraps": lambda ours: functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs)),
+    "closure": lambda ours: lambda A, *args, **kwargs: ours(A, *args, **kwargs),
+    "partial": functools.partial,
+    "method": lambda ours: types.MethodType(lambda self, *args, **kwargs: ours(*args, **kwargs), object()),
+}
 
 
-def by_partial(ours):
-    return functools.partial(ours)
-
-
-def by_method(ours):
-    class Holder:
-        def call(self, *args, **kwargs):
-            return ours(*args, **kwargs)
-
-    return Holder().call
-
-
-@pytest.mark.parametrize("wrap", [by_wraps, by_closure, by_partial, by_method], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_a_wrapper_over_ours_is_seen_and_stays(wrap, on):
     theirs = wrap(F.dequantize_4bit)
     packed, state = quantized((64, 128), torch.float16, on)
@@ -117,7 +101,7 @@ def test_a_wrapper_full_of_closures_is_searched_quickly(on):
 
 UNSLOTH = pytest.mark.skipif(
     importlib.util.find_spec("unsloth") is None or torch.cuda.is_available(),
-    reason="the real Unsloth on a CPU machine; the GPU has gpu/test_unsloth.py",
+    reason="the real Unsloth on a CPU machine; the GPU has gpu/test_steps.py",
 )
 
 

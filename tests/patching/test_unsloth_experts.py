@@ -5,16 +5,7 @@ Without a GPU unsloth_zoo's own kernel runs under Triton's interpreter too, its 
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
-from pathlib import Path
-
-import pytest
-import torch
-from subprocess_python import INTERPRETED, python
-
-RELEASES = {"2026.10.9": None, "2026.9.9": Path(sys.prefix) / "unsloth-2026.9.7"}
+from unsloth_releases import RELEASES, with_unsloth
 
 BODY = """
 import contextlib, inspect, os
@@ -106,12 +97,6 @@ assert "nf4_patch" not in zoo.nf4_dequant_triton.__code__.co_filename
 """
 
 
-@pytest.mark.parametrize("release", ["2026.10.9", pytest.param("2026.9.9", marks=pytest.mark.full)])
+@RELEASES
 def test_unsloth_zoo(release, tmp_path):
-    path = RELEASES[release]
-    if (path is not None and not path.is_dir()) or importlib.util.find_spec("unsloth_zoo") is None:
-        assert not os.environ.get("CI"), f"unsloth_zoo {release} is missing: scripts/test installs it"
-        pytest.skip(f"unsloth_zoo {release} is not installed: scripts/test installs it")
-    interpreted = "" if torch.cuda.is_available() else INTERPRETED
-    done = python(f"{interpreted}\n{BODY}", path=path, cwd=tmp_path, UNSLOTH_ALLOW_CPU="1")
-    assert "state patched" in done.stdout
+    assert "state patched" in with_unsloth(release, BODY, tmp_path)

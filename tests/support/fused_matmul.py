@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import bitsandbytes as bnb
 import torch
 
+import nf4_patch
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.layout import Layout
 from nf4_patch.nf4.matmul import reference as matmul_reference
@@ -74,3 +75,16 @@ def hits_by_shape() -> dict:
         for key, counter in counters.hit_counters.items()
         if key[2].endswith("fused matmul") and counter.hits
     }
+
+
+def stock_and_fused(layer: bnb.nn.Linear4bit, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a layer gives without the patch, which has the bits of matmul="off", and with "auto", its hits counted from zero."""
+    with torch.no_grad():
+        nf4_patch.disable()
+        stock = layer(x)
+        nf4_patch.enable(matmul="off")
+        counters.reset()
+        assert torch.equal(layer(x), stock) and not hits_by_shape(), (x.shape, hits_by_shape())
+        nf4_patch.enable(matmul="auto")
+        counters.reset()
+        return stock, layer(x)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from io import StringIO
+
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 from oracle import layout_of, quantized
+from rich.console import Console
 from subprocess_python import python
 
 from nf4_patch.tools.bench import generation as generate
 from nf4_patch.tools.bench import matmul as fused_matmul
+from nf4_patch.tools.bench import plots
 from nf4_patch.tools.bench.peers import BITSANDBYTES, OURS
 from nf4_patch.tools.bench.record import Bench, Row, accuracy
-from nf4_patch.tools.bench.shapes import Model
+from nf4_patch.tools.bench.shapes import LLAMA_8B, Model
 from nf4_patch.tools.bench.timing import Machine, Times
+from nf4_patch.tools.cli import main
 
 MACHINE = Machine("a GPU", "90", "1", "clocks", {})
 TINY = Model("tiny", 256, 128, 512)
@@ -29,10 +36,6 @@ def report_of(*rows: Row) -> Bench:
 
 
 def text_of(report) -> str:
-    from io import StringIO
-
-    from rich.console import Console
-
     console = Console(file=StringIO(), width=200)
     for renderable in report.render():
         console.print(renderable)
@@ -74,8 +77,6 @@ def test_a_rate_needs_hits_and_accuracy():
 
 
 def test_the_picture_needs_accuracy(tmp_path):
-    from nf4_patch.tools.bench import plots
-
     plots.draw_matmul(report_of(row(1e-3, 1e-3)), tmp_path / "matmul.png")
     assert (tmp_path / "matmul.png").stat().st_size > 10_000
     for nothing in (Bench(MACHINE), report_of(row(2e-3, 1e-3))):
@@ -85,13 +86,6 @@ def test_the_picture_needs_accuracy(tmp_path):
 
 
 def test_the_options_reach_what_they_name(monkeypatch, tmp_path):
-    import json
-
-    from click.testing import CliRunner
-
-    from nf4_patch.tools.bench.shapes import LLAMA_8B
-    from nf4_patch.tools.cli import main
-
     asked = []
 
     def measured(report):
