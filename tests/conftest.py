@@ -5,7 +5,6 @@ Only the kernels: TRITON_INTERPRET is unset again before Unsloth or Inductor def
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 import pytest
@@ -41,52 +40,58 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@contextlib.contextmanager
-def watched(**options: str):
-    """The patch is on, counts start at zero; the test itself looks at what fell back."""
+@pytest.fixture(autouse=True)
+def off_and_counted_from_zero():
+    """Whatever a test leaves on, the next one starts with nothing."""
+    yield
+    import nf4_patch
+    from nf4_patch.patching.cache import cache
+    from nf4_patch.patching.counters import counters
+
+    nf4_patch.disable()
+    counters.reset()
+    cache.hits = cache.misses = 0
+    cache.uncached.clear()
+
+
+def switched_on(**options: str):
+    """The patch is on, and a fallback that is not expected fails the test."""
     import nf4_patch
     from nf4_patch.patching.counters import counters
 
     nf4_patch.enable(**options)
-    counters.reset()
-    yield nf4_patch, counters
-    nf4_patch.disable()
-    counters.reset()
-
-
-@contextlib.contextmanager
-def switched_on(**options: str):
-    """The same, and a fallback that is not expected fails the test."""
-    with watched(**options) as (package, counters):
-        yield package
-        unexpected = {key: n for key, n in counters.fallbacks.items() if not key[1].is_expected}
-        missed = {f"{target}: {reason.name}": n for (target, reason), n in unexpected.items()}
+    yield nf4_patch
+    unexpected = {key: n for key, n in counters.fallbacks.items() if not key[1].is_expected}
+    missed = {f"{target}: {reason.name}": n for (target, reason), n in unexpected.items()}
     assert not missed, f"fell back silently: {missed}"
 
 
 @pytest.fixture
 def patched():
-    with switched_on() as package:
-        yield package
-
-
-@pytest.fixture
-def on(device):
-    with watched():
-        yield device
-
-
-@pytest.fixture
-def on_with_matmul():
-    with watched(matmul="auto"):
-        yield
+    yield from switched_on()
 
 
 @pytest.fixture
 def auto():
-    """As ``patched``, with the fused product switched on."""
-    with switched_on(matmul="auto"):
-        yield
+    """As ``patched``, with the fused matmul switched on."""
+    yield from switched_on(matmul="auto")
+
+
+@pytest.fixture
+def on(device):
+    """The patch is on; the test itself looks at what fell back."""
+    import nf4_patch
+
+    nf4_patch.enable()
+    return device
+
+
+@pytest.fixture
+def on_with_matmul():
+    """As ``on``, with the fused matmul switched on."""
+    import nf4_patch
+
+    nf4_patch.enable(matmul="auto")
 
 
 @pytest.fixture(scope="session")

@@ -146,11 +146,8 @@ def test_report_forms_ask_for_doctor_and_status():
 
 @pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.name)
 def test_python_blocks_run(page):
-    try:
-        for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
-            exec(compile(block, page.name, "exec"), {})
-    finally:
-        nf4_patch.disable()
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        exec(compile(block, page.name, "exec"), {})
 
 
 @pytest.mark.full

@@ -16,15 +16,6 @@ MIB = 2**20
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.fixture(autouse=True)
-def off():
-    nf4_patch.disable()
-    cache.hits = cache.misses = 0
-    cache.uncached.clear()
-    yield
-    nf4_patch.disable()
-
-
 def layer_of(outputs=1024, seed=0):
     return linear(CUDA, 1024, outputs, seed=seed, weights=torch.bfloat16)
 

@@ -38,8 +38,6 @@ def unknown(monkeypatch, tmp_path):
     monkeypatch.setitem(deferral.FASTER, "unsloth", {})
     hooks.forget_calibration()
     yield file
-    nf4_patch.disable()
-    counters.reset()
     calibration.use(None, hooks.releases)
     hooks.forget_calibration()
 

@@ -18,7 +18,6 @@ from nf4_patch.patching import quant_state
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.patching.switch import switch
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -32,11 +31,6 @@ def fresh(monkeypatch):
     for cell in F.dequantize_4bit.__closure__:
         if isinstance(cell.cell_contents, Dequantizer):
             cell.cell_contents.launches.clear()
-    counters.reset()
-    yield
-    nf4_patch.disable()
-    switch.strict = False
-    counters.reset()
 
 
 def original(packed, state):

@@ -12,7 +12,6 @@ from threads import together
 
 import nf4_patch
 from nf4_patch.nf4.dequantize import compilation
-from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
@@ -128,5 +127,3 @@ def test_the_fused_matmul_runs_where_its_weight_is():
         with torch.cuda.device(DEVICES[0]):
             got = matmul.matmul_4bit(x, layout)
         assert got.device == packed.device and torch.equal(got, weight[:, :4].t())
-    nf4_patch.disable()
-    counters.reset()

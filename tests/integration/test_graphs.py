@@ -69,7 +69,6 @@ def compare(checkpoint: str, device: torch.device, lengths: list[int], **options
     each other, in 5 of 42 LoRA gradients by up to 1e-7 of their norm (H200, torch 2.11; why is not known, and Inductor's
     deterministic mode does not mend it). The bound there is bf16's rounding.
     """
-    nf4_patch.disable()
     stock = trained(checkpoint, device, lengths, **options)
     with nf4_patch.enabled():
         patched = trained(checkpoint, device, lengths, **options)
@@ -131,7 +130,6 @@ def test_the_op_is_in_the_backward_graph(checkpoint, device, patched):
 @pytest.mark.full
 def test_the_graphs_differ_in_the_op_alone(checkpoint, device):
     """One op for the three of each dequantized weight, and not another operator more, less or elsewhere split."""
-    nf4_patch.disable()
     stock = operations(checkpoint, device, [48, 56, 64])
     with nf4_patch.enabled():
         patched = operations(checkpoint, device, [48, 56, 64])

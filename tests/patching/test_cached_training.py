@@ -31,7 +31,7 @@ ONE = allocated(SIDE * SIDE * 2)
 
 @pytest.fixture
 def fresh(device, monkeypatch):
-    """bitsandbytes 0.50's forward on the CPU too goes the way that it goes on a GPU; counts start at zero."""
+    """bitsandbytes 0.50's forward on the CPU too goes the way that it goes on a GPU."""
     if device.type == "cpu":
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     import bitsandbytes.backends.cuda.ops as cuda_ops
@@ -43,16 +43,11 @@ def fresh(device, monkeypatch):
         weight = reference.dequantize(Layout(B, absmax, code_of(quant_type, B.device), *rest))
         return torch.nn.functional.linear(A, weight, bias)
 
-    nf4_patch.disable()
-    counters.reset()
-    cache.hits = cache.misses = 0
-    cache.uncached.clear()
     with torch.library._scoped_library("bitsandbytes", "IMPL") as library:
         if device.type == "cpu":
             library.impl("gemm_4bit", gemm_4bit, "CPU")
         yield device
-    nf4_patch.disable()
-    counters.reset()
+        nf4_patch.disable()
 
 
 def linear(device, seed=0):

@@ -34,7 +34,6 @@ def test_threads_count_every_hit(device, patched):
 
 def test_toggling_while_others_call(device):
     packed, state = quantized((64, 128), torch.float16, device)
-    nf4_patch.disable()
     want = expected(packed, state)
     stop = threading.Event()
 
@@ -143,7 +142,6 @@ def test_blocks_that_overlap_in_two_threads():
             assert nf4_patch.is_enabled()
             assert switch.on and switch.matmul == "off"
 
-    nf4_patch.disable()
     together(first, second)
     assert not nf4_patch.is_enabled()
     assert not hasattr(F.dequantize_4bit, "__wrapped__")

@@ -28,19 +28,13 @@ from nf4_patch.patching.switch import switch
 def test_switch_and_variable(monkeypatch):
     monkeypatch.delenv("NF4_PATCH_MATMUL", raising=False)
     assert Config.read().matmul == "off"
-    try:
-        for variable, argument, wanted in [
-            (None, None, "off"), ("auto", None, "auto"), ("auto", "off", "off"), ("off", "auto", "auto"),
-            ("", None, "off"), ("AUTO", None, "auto"),
-        ]:  # fmt: skip
-            if variable is None:
-                monkeypatch.delenv("NF4_PATCH_MATMUL", raising=False)
-            else:
-                monkeypatch.setenv("NF4_PATCH_MATMUL", variable)
-            assert nf4_patch.enable(matmul=argument)
-            assert switch.matmul == wanted, (variable, argument)
-    finally:
-        nf4_patch.disable()
+    assert nf4_patch.enable() and switch.matmul == "off"
+    for variable, argument, wanted in [
+        ("auto", None, "auto"), ("auto", "off", "off"), ("off", "auto", "auto"), ("", None, "off"), ("AUTO", None, "auto"),
+    ]:  # fmt: skip
+        monkeypatch.setenv("NF4_PATCH_MATMUL", variable)
+        assert nf4_patch.enable(matmul=argument)
+        assert switch.matmul == wanted, (variable, argument)
     for bad in ({"NF4_PATCH_MATMUL": "on"}, {"NF4_PATCH_MATMUL": "1"}):
         with pytest.raises(ConfigError, match=r"NF4_PATCH_MATMUL=.*allowed: off, auto"):
             Config.read(bad)
@@ -64,19 +58,17 @@ def test_it_is_in_place_only_where_it_is_switched_on(monkeypatch):
     original = autograd.matmul_4bit
     late = ModuleType("imported_while_off")
     monkeypatch.setitem(sys.modules, late.__name__, late)
-    try:
-        nf4_patch.enable()
-        assert autograd.matmul_4bit is bnb.matmul_4bit is original
-        late.multiply = bnb.matmul_4bit
-        with nf4_patch.enabled(matmul="auto"):
-            assert autograd.matmul_4bit is bnb.matmul_4bit is late.multiply is not original
-            assert original is autograd.matmul_4bit.__wrapped__
-            nf4_patch.enable(matmul="off")
-            assert autograd.matmul_4bit is bnb.matmul_4bit is late.multiply is original
-        assert nf4_patch.is_enabled() and autograd.matmul_4bit is original
-        assert row("bitsandbytes.autograd._functions.matmul_4bit").state == "inactive"
-    finally:
-        nf4_patch.disable()
+    nf4_patch.enable()
+    assert autograd.matmul_4bit is bnb.matmul_4bit is original
+    late.multiply = bnb.matmul_4bit
+    with nf4_patch.enabled(matmul="auto"):
+        assert autograd.matmul_4bit is bnb.matmul_4bit is late.multiply is not original
+        assert original is autograd.matmul_4bit.__wrapped__
+        nf4_patch.enable(matmul="off")
+        assert autograd.matmul_4bit is bnb.matmul_4bit is late.multiply is original
+    assert nf4_patch.is_enabled() and autograd.matmul_4bit is original
+    assert row("bitsandbytes.autograd._functions.matmul_4bit").state == "inactive"
+    nf4_patch.disable()
     assert autograd.matmul_4bit is bnb.matmul_4bit is late.multiply is original
 
 

@@ -68,9 +68,7 @@ def server(monkeypatch):
     monkeypatch.setattr(launch, "shared_buffer", buffer)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(guards, "GUARDS", [row for row in guards.GUARDS if row[0].name != "NOT_CUDA"])
-    counters.reset()
-    yield server
-    counters.reset()
+    return server
 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])

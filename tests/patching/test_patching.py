@@ -254,7 +254,6 @@ def test_direct_api(nested, interpreted, monkeypatch):
     device = torch.device("cuda" if torch.cuda.is_available() and interpreted else "cpu")
     if not interpreted:
         monkeypatch.setattr(compilation, "INTERPRETED", False)
-    nf4_patch.disable()
     packed, state = quantized((96, 128), torch.bfloat16, device, nested=nested)
     want = expected(packed, state)
     assert torch.equal(nf4_patch.dequantize_nf4(packed, state), want)

@@ -148,7 +148,6 @@ def test_enable_names_what_matmul_may_be(matmul):
 
 
 def test_nested_blocks_restore_what_each_found():
-    nf4_patch.disable()
     with nf4_patch.enabled("auto"):
         with nf4_patch.enabled("off"):
             assert switch.matmul == "off"

@@ -176,15 +176,12 @@ def test_the_variable(monkeypatch, tmp_path):
 def test_enable_says_which_file(machine, monkeypatch):
     file = machine({GPU: entry_of(releases={"torch": "2.11.0", **hooks.releases()})})
     calibration.use(None, dict)
-    try:
-        monkeypatch.setenv("NF4_PATCH_CALIBRATION", str(file))
-        nf4_patch.enable()
-        assert calibration.status(0) == "calibrated on 2026-11-21, 2 shapes"
-        monkeypatch.setenv("NF4_PATCH_CALIBRATION", "off")
-        nf4_patch.enable()
-        assert calibration.status(0) == ""
-    finally:
-        nf4_patch.disable()
+    monkeypatch.setenv("NF4_PATCH_CALIBRATION", str(file))
+    nf4_patch.enable()
+    assert calibration.status(0) == "calibrated on 2026-11-21, 2 shapes"
+    monkeypatch.setenv("NF4_PATCH_CALIBRATION", "off")
+    nf4_patch.enable()
+    assert calibration.status(0) == ""
 
 
 def test_doctor_and_every_header_of_the_bench_say_it(machine, monkeypatch):
