@@ -16,9 +16,14 @@ os.environ["NF4_PATCH_CALIBRATION"] = "off"  # the shipped tables, whatever this
 
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
-    import nf4_patch.nf4.dequantize.kernels  # noqa: F401
+    import nf4_patch.nf4.dequantize.kernels
 
     del os.environ["TRITON_INTERPRET"]
+
+import nf4_patch  # noqa: E402
+from nf4_patch.patching.cache import cache  # noqa: E402
+from nf4_patch.patching.counters import counters  # noqa: E402
+from nf4_patch.tools import llama  # noqa: E402
 
 
 def pytest_collection_modifyitems(config, items):
@@ -44,10 +49,6 @@ def fresh_dynamo():
 def off_and_counted_from_zero():
     """Whatever a test leaves on, the next one starts with nothing."""
     yield
-    import nf4_patch
-    from nf4_patch.patching.cache import cache
-    from nf4_patch.patching.counters import counters
-
     nf4_patch.disable()
     counters.reset()
     cache.hits = cache.misses = 0
@@ -56,9 +57,6 @@ def off_and_counted_from_zero():
 
 def switched_on(**options: str):
     """The patch is on, and a fallback that is not expected fails the test."""
-    import nf4_patch
-    from nf4_patch.patching.counters import counters
-
     nf4_patch.enable(**options)
     yield nf4_patch
     unexpected = {key: n for key, n in counters.fallbacks.items() if not key[1].is_expected}
@@ -80,8 +78,6 @@ def auto():
 @pytest.fixture
 def on(device):
     """The patch is on; the test itself looks at what fell back."""
-    import nf4_patch
-
     nf4_patch.enable()
     return device
 
@@ -89,16 +85,12 @@ def on(device):
 @pytest.fixture
 def on_with_matmul():
     """As ``on``, with the fused matmul switched on."""
-    import nf4_patch
-
     nf4_patch.enable(matmul="auto")
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> str:
     """A random Llama of one layer, saved."""
-    from nf4_patch.tools import llama
-
     folder = tmp_path_factory.mktemp("llama")
     llama.save(folder, llama.Shape(128, 256, 1, heads=4, key_value_heads=2))
     return str(folder)
