@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 
-import bitsandbytes as bnb
 import bitsandbytes.functional as F
 import pytest
 import torch
@@ -30,31 +29,6 @@ def test_linear4bit_forward_and_backward_are_bit_equal(on):
     nf4_patch.disable()
     assert same(with_patch, step(layer, on))
     assert nf4_patch.status().hits == hits == (2 if on.type == "cuda" else 1)  # a CPU forward never dequantizes
-
-
-def test_peft_lora_checkpointed_step(on):
-    peft = pytest.importorskip("peft")
-    model = torch.nn.Sequential(linear(on), torch.nn.SiLU(), bnb.nn.Linear4bit(128, 64, quant_type="nf4").to(on))
-    torch.manual_seed(0)
-    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0", "2"], r=4, init_lora_weights="gaussian"))
-    model.to(on)
-
-    def losses():
-        torch.manual_seed(2)
-        result = []
-        for _ in range(2):
-            x = torch.randn(600, 256, device=on, dtype=torch.bfloat16).requires_grad_()
-            y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
-            model.zero_grad()
-            loss = y.float().square().mean()
-            loss.backward()
-            result += [loss.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-        return result
-
-    with_patch = losses()
-    assert nf4_patch.status().hits > 0 and not fallbacks()
-    nf4_patch.disable()
-    assert same(with_patch, losses())
 
 
 def test_dequant_linear_fallback(on, monkeypatch):

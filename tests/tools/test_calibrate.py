@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 from calibrated import CONFIG, GPU, entry_of, row
-from click.testing import CliRunner
 from oracle import layout_of, quantized
+from verbs import output_of
 
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.matmul import calibration
@@ -21,7 +21,6 @@ from nf4_patch.tools.bench import matmul as bench_matmul
 from nf4_patch.tools.bench.peers import BITSANDBYTES, OURS, UNSLOTH_TRITON
 from nf4_patch.tools.bench.record import Row, bits
 from nf4_patch.tools.bench.timing import Times
-from nf4_patch.tools.cli import main
 
 
 def point(m, ours, theirs, noise=0.0, config=CONFIG):
@@ -105,25 +104,19 @@ def test_unsloths_kernel_loses_its_calls_where_ours_is_never_slower():
     assert calibrate.faster([eagerly(10, 20), eagerly(10, 20, same=False)]) is False
 
 
-def call(*arguments, file=None):
-    environ = {} if file is None else {"NF4_PATCH_CALIBRATION": str(file)}
-    return CliRunner().invoke(main, ["calibrate", *arguments], env=environ, catch_exceptions=False)
+def call(*arguments, file="off", exit_code=0):
+    return output_of("calibrate", *arguments, exit_code=exit_code, NF4_PATCH_CALIBRATION=str(file))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine with no GPU")
 def test_without_a_gpu(tmp_path):
+    file = tmp_path / "none.json"
     for arguments in ((), ("--quick",), ("--forget",)):
-        done = call(*arguments, file=tmp_path / "none.json")
-        assert done.exit_code == 1
-        assert "no NVIDIA GPU: nothing can be measured here" in done.output
-    assert not (tmp_path / "none.json").exists()
-    done = call("--show", file=tmp_path / "none.json")
-    assert done.exit_code == 0
-    assert f"NF4_PATCH_CALIBRATION names {tmp_path / 'none.json'}, which does not exist" in done.output
-    done = CliRunner().invoke(
-        main, ["calibrate", "--show"], env={"NF4_PATCH_CALIBRATION": "auto", "XDG_CACHE_HOME": str(tmp_path)}
-    )
-    assert f"nothing is remembered in {tmp_path / 'nf4_patch' / 'calibration.json'}" in done.output
+        assert "no NVIDIA GPU: nothing can be measured here" in call(*arguments, file=file, exit_code=1)
+    assert not file.exists()
+    assert f"NF4_PATCH_CALIBRATION names {file}, which does not exist" in call("--show", file=file)
+    shown = output_of("calibrate", "--show", NF4_PATCH_CALIBRATION="auto", XDG_CACHE_HOME=str(tmp_path))
+    assert f"nothing is remembered in {tmp_path / 'nf4_patch' / 'calibration.json'}" in shown
 
 
 @pytest.fixture
@@ -147,13 +140,13 @@ def test_the_command_adds_to_what_the_same_releases_measured(with_a_gpu, tmp_pat
     machine, asked = with_a_gpu
     other = entry_of()
     file = machine({"another GPU, sm_80": other})
-    assert call("--shape", "128x256", "--quick", file=file).exit_code == 0
-    done = call("--shape", "64x64", file=file)
+    call("--shape", "128x256", "--quick", file=file)
+    said = call("--shape", "64x64", file=file)
     assert asked == [([(128, 256)], True), ([(64, 64)], False)]
     written = json.loads(file.read_text())
     assert list(written) == ["another GPU, sm_80", GPU] and written["another GPU, sm_80"] == other
     assert list(written[GPU]["matmul"]) == ["128x256", "64x64"]
-    assert f"{GPU} is remembered in {file}" in done.output and "2.80x" in done.output and "1 to 8" in done.output
+    assert f"{GPU} is remembered in {file}" in said and "2.80x" in said and "1 to 8" in said
     assert calibration.status(0) == "calibrated on 2026-11-21, 2 shapes"
     # of other releases nothing is kept
     written[GPU]["releases"]["triton"] = "2.0"
@@ -161,9 +154,9 @@ def test_the_command_adds_to_what_the_same_releases_measured(with_a_gpu, tmp_pat
     call("--model", "llama-1b", file=file)
     assert list(json.loads(file.read_text())[GPU]["matmul"]) == ["512x2048", "2048x2048", "8192x2048", "2048x8192"]
     shown = call("--show", file=file)
-    assert f"{GPU}: calibrated on 2026-11-21, 4 shapes" in shown.output and "8192x2048" in shown.output
-    assert "another GPU, sm_80: the calibration of 2026-11-21 is ignored" in shown.output
-    assert call("--forget", file=file).exit_code == 0
+    assert f"{GPU}: calibrated on 2026-11-21, 4 shapes" in shown and "8192x2048" in shown
+    assert "another GPU, sm_80: the calibration of 2026-11-21 is ignored" in shown
+    call("--forget", file=file)
     assert list(json.loads(file.read_text())) == ["another GPU, sm_80"]
     assert calibration.status(0) == ""
 
@@ -171,16 +164,16 @@ def test_the_command_adds_to_what_the_same_releases_measured(with_a_gpu, tmp_pat
 def test_a_damaged_file_is_replaced(with_a_gpu):
     machine, _ = with_a_gpu
     file = machine(b"{")
-    assert "cannot be read" in call("--show", file=file).output
-    assert call("--shape", "64x64", file=file).exit_code == 0
+    assert "cannot be read" in call("--show", file=file)
+    call("--shape", "64x64", file=file)
     assert calibration.status(0) == "calibrated on 2026-11-21, 1 shape"
 
 
 def test_where_it_cannot_be_remembered_nothing_is_measured(with_a_gpu, tmp_path):
     _, asked = with_a_gpu
     (tmp_path / "file").write_text("")
-    done = call("--shape", "64x64", file=tmp_path / "file" / "calibration.json")
-    assert done.exit_code == 1 and not asked
+    call("--shape", "64x64", file=tmp_path / "file" / "calibration.json", exit_code=1)
+    assert not asked
 
 
 def test_what_cannot_be_remembered_is_still_shown(with_a_gpu, monkeypatch, tmp_path):
@@ -188,26 +181,23 @@ def test_what_cannot_be_remembered_is_still_shown(with_a_gpu, monkeypatch, tmp_p
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(calibrate, "write", full)
-    done = call("--shape", "64x64", file=tmp_path / "calibration.json")
-    assert done.exit_code == 0
-    assert "was not written: No space left on device" in done.output and "2.80x" in done.output
+    said = call("--shape", "64x64", file=tmp_path / "calibration.json")
+    assert "was not written: No space left on device" in said and "2.80x" in said
 
 
 def test_a_wrong_config_fails_the_command(with_a_gpu, monkeypatch, tmp_path):
     wrong = "64x64, 8 rows, Config(): one-hot rows do not give the bits of dequantize"
     monkeypatch.setattr(calibrate, "measure", lambda shapes, quick, tell: (entry_of(), [wrong]))
-    done = call(file=tmp_path / "calibration.json")
-    assert done.exit_code == 1 and wrong in done.output
+    assert wrong in call(file=tmp_path / "calibration.json", exit_code=1)
 
 
 @pytest.mark.parametrize(
     ("arguments", "file", "message"),
     [
-        ((), None, "NF4_PATCH_CALIBRATION=off"), (("--show", "--forget"), "x.json", "--show and --forget"),
+        ((), "off", "NF4_PATCH_CALIBRATION=off"), (("--show", "--forget"), "x.json", "--show and --forget"),
         (("--shape", "4096"), "x.json", "--shape 4096: give it as NxK"),
         (("--shape", "64x65"), "x.json", "K a multiple of 64"),
     ],
 )  # fmt: skip
 def test_wrong_uses(arguments, file, message, with_a_gpu, tmp_path):
-    done = call(*arguments, file=file and tmp_path / file)
-    assert done.exit_code == 2 and message in done.output
+    assert message in call(*arguments, file="off" if file == "off" else tmp_path / file, exit_code=2)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 from types import SimpleNamespace
 
 import bitsandbytes as bnb
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save, save_file
 from subprocess_python import command, python
 from target import replaced_by
+from verbs import output_of, report_of
 
 import nf4_patch
 from nf4_patch.nf4.dequantize import launch
@@ -21,22 +20,11 @@ from nf4_patch.patching import direct
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.targets import TARGETS
 from nf4_patch.tools import cases, doctor, verify
-from nf4_patch.tools.cli import VERBS, main
+from nf4_patch.tools.cli import VERBS
 from nf4_patch.tools.report import plural
 
 GPU = torch.cuda.is_available()
 WITHOUT_GPU = pytest.mark.skipif(GPU, reason="for a machine with no GPU")
-
-
-def call(*arguments: str):
-    return CliRunner().invoke(main, list(arguments), catch_exceptions=False)
-
-
-def report_of(tmp_path, *arguments: str, exit_code: int = 0):
-    """The JSON of a verb, with its output."""
-    result = call(*arguments, "--json", str(tmp_path / "report.json"))
-    assert result.exit_code == exit_code, result.output
-    return json.loads((tmp_path / "report.json").read_text()) | {"output": result.output}
 
 
 def test_help_is_cheap():
@@ -74,16 +62,13 @@ def test_the_switch_in_the_environment_imports_nothing_and_changes_no_verificati
 def test_every_verb_has_help_and_json(verb):
     module = VERBS[verb].command.partition(":")[0]
     assert importlib.util.find_spec(module) is not None
-    result = call(verb, "--help")
-    assert result.exit_code == 0 and "--json FILE" in result.output
+    assert "--json FILE" in output_of(verb, "--help")
 
 
-def test_unknown_verb_and_unknown_value(monkeypatch):
-    assert call("polish").exit_code == 2
-    monkeypatch.setenv("NF4_PATCH_STRICT", "maybe")
-    result = call("doctor")
-    assert result.exit_code == 1
-    assert "NF4_PATCH_STRICT='maybe' is not known; allowed: 0, 1, " in result.output
+def test_unknown_verb_and_unknown_value():
+    output_of("polish", exit_code=2)
+    said = output_of("doctor", exit_code=1, NF4_PATCH_STRICT="maybe")
+    assert "NF4_PATCH_STRICT='maybe' is not known; allowed: 0, 1, " in said
 
 
 # doctor
@@ -118,15 +103,18 @@ def test_doctor_at_80_columns_cuts_nothing():
     assert "\u2026" not in done.stdout
 
 
-def test_doctor_names_a_calibration_file_that_is_not_there(monkeypatch, tmp_path):
-    monkeypatch.setenv("NF4_PATCH_CALIBRATION", str(tmp_path / "none.json"))
-    missing = f"NF4_PATCH_CALIBRATION names {tmp_path / 'none.json'}, which does not exist"
-    assert missing in call("doctor").output
-    (tmp_path / "none.json").write_text("{}")
-    assert missing not in call("doctor").output
-    monkeypatch.setenv("NF4_PATCH_CALIBRATION", "auto")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert "does not exist" not in call("doctor").output
+def test_doctor_names_a_calibration_file_that_is_not_there(tmp_path):
+    file = tmp_path / "none.json"
+
+    def said(calibration):
+        variables = {"NF4_PATCH_CALIBRATION": calibration, "XDG_CACHE_HOME": str(tmp_path)}
+        return output_of("doctor", exit_code=0 if GPU else 1, **variables)
+
+    missing = f"NF4_PATCH_CALIBRATION names {file}, which does not exist"
+    assert missing in said(str(file))
+    file.write_text("{}")
+    assert missing not in said(str(file))
+    assert "does not exist" not in said("auto")
 
 
 def test_a_terminal_without_the_character_shows_another():
@@ -135,7 +123,7 @@ def test_a_terminal_without_the_character_shows_another():
 
 
 def test_doctor_leaves_the_patch_as_it_was(patched):
-    call("doctor")
+    output_of("doctor", exit_code=0 if GPU else 1)
     assert nf4_patch.is_enabled()
 
 
@@ -292,7 +280,7 @@ def layers(device):
 
 def test_verify_a_checkpoint(layers, tmp_path):
     save_file(layers, tmp_path / "model.safetensors")
-    report = report_of(tmp_path, "verify", "--weights", str(tmp_path / "model.safetensors"))
+    report = report_of(tmp_path, "verify", "--weights", tmp_path / "model.safetensors")
     assert [(row["cases"], row["elements"], row["differing"]) for row in report["rows"]] == [(2, 2 * 192 * 64, 0)]
 
 
@@ -304,9 +292,8 @@ def test_verify_a_checkpoint(layers, tmp_path):
 )  # fmt: skip
 def test_verify_says_why_a_file_cannot_be_compared(content, words, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(content)
-    result = call("verify", "--weights", str(tmp_path / "model.safetensors"))
-    assert result.exit_code == 1
-    assert words in result.output and "same bits" not in result.output
+    said = output_of("verify", "--weights", tmp_path / "model.safetensors", exit_code=1)
+    assert words in said and "same bits" not in said
 
 
 @pytest.mark.parametrize("damage", ["absmax", "state", "bytes", "weight"])
@@ -319,7 +306,7 @@ def test_verify_names_a_damaged_weight_and_compares_the_others(damage, layers, t
     else:
         layers[weight] = layers[weight][:64].clone()
     save_file(layers, tmp_path / "model.safetensors")
-    report = report_of(tmp_path, "verify", "--weights", str(tmp_path / "model.safetensors"), exit_code=1)
+    report = report_of(tmp_path, "verify", "--weights", tmp_path / "model.safetensors", exit_code=1)
     assert [failure.split(":")[0] for failure in report["failures"]] == [weight]
     assert "NOT the same bits: 1 of 2 cases failed." in report["output"]
 
@@ -331,4 +318,4 @@ def test_verify_where_the_kernels_cannot_run_says_that_nothing_was_compared():
 
 def test_one_is_no_plural():
     assert [plural(count, "loss") for count in (0, 1, 2000)] == ["0 losses", "1 loss", "2,000 losses"]
-    assert "1 case of seed 0, 1 layout, " in call("verify", "--fuzz", "1").output
+    assert "1 case of seed 0, 1 layout, " in output_of("verify", "--fuzz", 1)

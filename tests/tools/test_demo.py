@@ -7,8 +7,8 @@ import json
 
 import pytest
 import torch
-from click.testing import CliRunner
 from subprocess_python import command
+from verbs import output_of, report_of
 
 from nf4_patch.tools import demo
 from nf4_patch.tools.cli import main
@@ -30,11 +30,8 @@ def check(report, png, linears=LINEARS):
 
 def run(tmp_path, size):
     """The report of the verb."""
-    png, file = tmp_path / "demo.png", tmp_path / "report.json"
-    words = ["demo", "--size", size, "--steps", str(STEPS), "--png", str(png), "--json", str(file)]
-    result = CliRunner().invoke(main, words, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    report = json.loads(file.read_text())
+    png = tmp_path / "demo.png"
+    report = report_of(tmp_path, "demo", "--size", size, "--steps", STEPS, "--png", png)
     check(report, png, report["linears"])
     assert report["patched"]["fallbacks"] == {}
     return report
@@ -71,20 +68,19 @@ def test_as_on_a_machine_without_a_gpu(tmp_path):
 
 
 @pytest.mark.parametrize("variable", ["NF4_PATCH", "NF4_USE_TRITON"])
-def test_a_switched_off_patch_is_named_before_the_training(variable, monkeypatch):
-    monkeypatch.setenv(variable, "0")
-    result = CliRunner().invoke(main, ["demo", "--size", "tiny"])
-    assert result.exit_code == 2 and "making the model" not in result.output
-    assert "NF4_PATCH=0 or NF4_USE_TRITON=0 keeps the patch off" in " ".join(result.output.split())
+def test_a_switched_off_patch_is_named_before_the_training(variable):
+    said = output_of("demo", "--size", "tiny", exit_code=2, **{variable: "0"})
+    assert "making the model" not in said
+    assert "NF4_PATCH=0 or NF4_USE_TRITON=0 keeps the patch off" in " ".join(said.split())
 
 
 @pytest.mark.parametrize("name", ["triton", "bitsandbytes", "peft", "accelerate"])
 def test_a_missing_package_is_named_before_the_training(name, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda wanted, *rest: None if wanted == name else find(wanted))
-    result = CliRunner().invoke(main, ["demo", "--size", "tiny"])
-    assert result.exit_code == 1 and "making the model" not in result.output
-    assert f"{name} is not installed: pip install 'nf4-patch[demo]'" in result.output
+    said = output_of("demo", "--size", "tiny", exit_code=1)
+    assert "making the model" not in said
+    assert f"{name} is not installed: pip install 'nf4-patch[demo]'" in said
 
 
 def trained(patched, **changes):

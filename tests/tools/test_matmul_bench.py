@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from io import StringIO
 
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import CliRunner
 from oracle import layout_of, quantized
 from rich.console import Console
 from subprocess_python import python
+from verbs import output_of, report_of
 
 from nf4_patch.tools.bench import generation as generate
 from nf4_patch.tools.bench import matmul as fused_matmul
@@ -20,7 +19,6 @@ from nf4_patch.tools.bench.peers import BITSANDBYTES, OURS
 from nf4_patch.tools.bench.record import Bench, Row, accuracy
 from nf4_patch.tools.bench.shapes import LLAMA_8B, Model
 from nf4_patch.tools.bench.timing import Machine, Times
-from nf4_patch.tools.cli import main
 
 MACHINE = Machine("a GPU", "90", "1", "clocks", {})
 TINY = Model("tiny", 256, 128, 512)
@@ -31,7 +29,7 @@ def row(ours: float, theirs: float) -> Row:
     return Row("M=8", "us", times, {"fp64": accuracy(ours, theirs)}, sizes={"m": 8}, notes={"fused": "yes"})
 
 
-def report_of(*rows: Row) -> Bench:
+def bench_of(*rows: Row) -> Bench:
     return Bench(MACHINE, {"64x128 bf16": list(rows)}, {"64x128 bf16": "how"})
 
 
@@ -47,7 +45,7 @@ def test_a_ratio_needs_the_accuracy_of_the_same_run():
     assert good.ratio(BITSANDBYTES) == 3.0
     assert good.ratio(fused_matmul.UNSLOTH) is None
     assert bad.ratio(BITSANDBYTES) is None
-    report = report_of(good, bad)
+    report = bench_of(good, bad)
     assert report.exit_code == 1
     assert report.failures == ["64x128 bf16, M=8: error 1.020e-03 against fp64, dequantize + matmul 1.000e-03"]
     text = text_of(report)
@@ -77,9 +75,9 @@ def test_a_rate_needs_hits_and_accuracy():
 
 
 def test_the_picture_needs_accuracy(tmp_path):
-    plots.draw_matmul(report_of(row(1e-3, 1e-3)), tmp_path / "matmul.png")
+    plots.draw_matmul(bench_of(row(1e-3, 1e-3)), tmp_path / "matmul.png")
     assert (tmp_path / "matmul.png").stat().st_size > 10_000
-    for nothing in (Bench(MACHINE), report_of(row(2e-3, 1e-3))):
+    for nothing in (Bench(MACHINE), bench_of(row(2e-3, 1e-3))):
         with pytest.raises(RuntimeError, match="nothing to draw"):
             plots.draw_matmul(nothing, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
@@ -96,26 +94,21 @@ def test_the_options_reach_what_they_name(monkeypatch, tmp_path):
 
         return measure
 
-    monkeypatch.setattr(fused_matmul, "measure", measured(report_of(row(1e-3, 1e-3))))
+    monkeypatch.setattr(fused_matmul, "measure", measured(bench_of(row(1e-3, 1e-3))))
     monkeypatch.setattr(generate, "measure", measured(Bench(MACHINE)))
-    file = tmp_path / "report.json"
     for arguments, wanted in [
         (["--matmul"], ((None,), {"with_unsloth": True})),
         (["--matmul", "--quick", "--no-unsloth"], (((LLAMA_8B,),), {"with_unsloth": False})),
         (["--generate"], ((), {"layers": 32})),
         (["--generate", "--quick"], ((), {"layers": 8})),
     ]:
-        done = CliRunner().invoke(main, ["bench", *arguments, "--json", str(file)])
-        assert done.exit_code == 0, done.output
+        assert report_of(tmp_path, "bench", *arguments)["exit_code"] == 0
         assert asked.pop() == wanted
-        assert json.loads(file.read_text())["exit_code"] == 0
     for arguments, message in [
         (["--matmul", "--generate"], "--matmul and --generate measure different things"),
         (["--generate", "--plot", "x.png"], "leave out --generate"),
     ]:
-        done = CliRunner().invoke(main, ["bench", *arguments])
-        assert done.exit_code == 2
-        assert message in done.output
+        assert message in output_of("bench", *arguments, exit_code=2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -8,12 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from click.testing import CliRunner
 from subprocess_python import command
+from verbs import output_of
 
 from nf4_patch.callback import ReportCallback
 from nf4_patch.tools import output
-from nf4_patch.tools.cli import main
 
 MAIN = SimpleNamespace(is_world_process_zero=True, log_history=[])
 OTHER = SimpleNamespace(is_world_process_zero=False, log_history=[])
@@ -61,9 +60,8 @@ def test_a_failed_write_is_one_line(error, tmp_path, capsys):
     "words", [["doctor", "--json"], ["demo", "--png"], ["bench", "--plot"], ["run", "script.py", "--json"]]
 )
 def test_a_command_checks_its_files_before_the_work(words, tmp_path):
-    words = [*words[:1], words[-1], str(tmp_path / "missing" / "x"), *words[1:-1]]
-    result = CliRunner().invoke(main, words, catch_exceptions=False)
-    assert result.exit_code == 2 and "there is no folder" in result.output
+    verb, *script, option = words
+    assert "there is no folder" in output_of(verb, option, tmp_path / "missing" / "x", *script, exit_code=2)
 
 
 def test_a_folder_that_goes_away_during_a_run(tmp_path):

@@ -1,0 +1,24 @@
+"""``nf4-patch`` in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from nf4_patch.tools.cli import main
+
+
+def output_of(*words: object, exit_code: int = 0, **variables: str) -> str:
+    """What the command prints, with these variables in its environment."""
+    result = CliRunner().invoke(main, [str(word) for word in words], env=variables, catch_exceptions=False)
+    assert result.exit_code == exit_code, result.output
+    return result.output
+
+
+def report_of(folder: Path, *words: object, exit_code: int = 0) -> dict[str, Any]:
+    """What it writes to --json, and its output."""
+    output = output_of(*words, "--json", folder / "report.json", exit_code=exit_code)
+    return json.loads((folder / "report.json").read_text()) | {"output": output}
