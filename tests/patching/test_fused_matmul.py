@@ -93,6 +93,7 @@ CALLS = {
     "fast_gemv": (replace_fast_gemv, lambda x, w, s: (x, w, s, None), {}),
     "rows": (replace_gemv_rows, lambda x, w, s: (x, w, s, None), {}),
     "lora": (replace_matmul_lora, lambda x, w, s: (x, w, s, None, None, None, None), {"use_global_buffer": False}),
+    "lora by position": (replace_matmul_lora, lambda x, w, s: (x, w, s, None, None, None, None, False), {}),
 }  # fmt: skip
 
 

@@ -81,7 +81,7 @@ def replace_matmul_lora(target: str, original: Callable[..., Any]) -> Callable[.
     A packed weight [1, bytes] asks for x @ weight, which stays Unsloth's.
     """
 
-    def multiply(fused, X, W, W_quant, A, B, s, out=None, **kwargs):
+    def multiply(fused, X, W, W_quant, A, B, s, out=None, use_global_buffer=False):
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         adapted = A is not None and torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)
         # the original multiplies in the dtype of autocast, and rounds a weight of another dtype than X's twice
