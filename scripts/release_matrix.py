@@ -5,9 +5,8 @@
     python scripts/release_matrix.py --cell NAME      one cell, in this process, as JSON on stdout
     python scripts/release_matrix.py --record FILE... rows that --cell printed elsewhere, on a GPU machine
 
-A cell puts other releases before the installed ones on the path and runs in a process of its own. Its row is kept
-in docs/data/releases.json under its name and the machine, so that rows of a GPU machine and of a CPU machine stand together;
-scripts/render_docs.py makes the table of docs/compatibility.md from it. Without a GPU the kernels run under Triton's interpreter.
+A cell puts other releases before the installed ones on the path and runs in a process of its own. Its row is kept in
+docs/data/releases.json under its name and the machine. Without a GPU the kernels run under Triton's interpreter.
 """
 
 from __future__ import annotations

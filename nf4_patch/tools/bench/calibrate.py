@@ -48,7 +48,6 @@ METHOD = (
     "was right first: one-hot rows give dequantize's bits, and the error against fp64 is that of dequantize + matmul. "
     f"It is taken where it is {100 * MARGIN:.0f} % faster than all else, at the fewest rows of its range too."
 )
-Packed = tuple[torch.Tensor, Any]
 
 
 def candidates(m: int, quick: bool) -> list[Any]:
@@ -99,7 +98,9 @@ def multiply(config: Any, x: torch.Tensor, packed: torch.Tensor, state: Any, out
     return matmul.matmul_4bit(x, Layout(packed, *fields_of(state)), config=config, out=out)
 
 
-def check(config: Any, x: torch.Tensor, weights: Packed, dense: torch.Tensor, truth: torch.Tensor) -> Check:
+def check(
+    config: Any, x: torch.Tensor, weights: dequantization.Packed, dense: torch.Tensor, truth: torch.Tensor
+) -> Check:
     """A config's result for x: the bits of dequantize in one-hot rows, the error of dequantize + matmul in others.
 
     Args:
@@ -122,7 +123,7 @@ def check(config: Any, x: torch.Tensor, weights: Packed, dense: torch.Tensor, tr
 
 
 def one_point(
-    m: int, weights: Sequence[Packed], dense: torch.Tensor, truth: torch.Tensor, quick: bool, unsloth: Any,
+    m: int, weights: Sequence[dequantization.Packed], dense: torch.Tensor, truth: torch.Tensor, quick: bool, unsloth: Any,
     failures: list[str],
 ) -> Point:  # fmt: skip
     """Check every candidate, then time those that are right beside everything else, alternating."""
