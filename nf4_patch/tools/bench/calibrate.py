@@ -33,6 +33,7 @@ from .. import output
 from ..report import Report, Tell, require_gpu, silent
 from . import dequantize as dequantization
 from . import matmul as fused_matmul
+from .dequantize import Packed
 from .peers import OURS, UNSLOTH_TRITON, original, peers
 from .record import Check, Row, accuracy, table
 from .shapes import LLAMA_8B, MODELS, Model, projections
@@ -98,9 +99,7 @@ def multiply(config: Any, x: torch.Tensor, packed: torch.Tensor, state: Any, out
     return matmul.matmul_4bit(x, Layout(packed, *fields_of(state)), config=config, out=out)
 
 
-def check(
-    config: Any, x: torch.Tensor, weights: dequantization.Packed, dense: torch.Tensor, truth: torch.Tensor
-) -> Check:
+def check(config: Any, x: torch.Tensor, weights: Packed, dense: torch.Tensor, truth: torch.Tensor) -> Check:
     """A config's result for x: the bits of dequantize in one-hot rows, the error of dequantize + matmul in others.
 
     Args:
@@ -123,7 +122,7 @@ def check(
 
 
 def one_point(
-    m: int, weights: Sequence[dequantization.Packed], dense: torch.Tensor, truth: torch.Tensor, quick: bool, unsloth: Any,
+    m: int, weights: Sequence[Packed], dense: torch.Tensor, truth: torch.Tensor, quick: bool, unsloth: Any,
     failures: list[str],
 ) -> Point:  # fmt: skip
     """Check every candidate, then time those that are right beside everything else, alternating."""
@@ -338,8 +337,7 @@ def command(
         path.parent.mkdir(parents=True, exist_ok=True)
         path = output.checked(path)
         if forget:
-            before = known.pop(name, None)
-            if before is not None:
+            if before := known.pop(name, None):
                 write(path, known)
             return Calibration(path, {}, note=f"{'forgotten' if before else 'nothing was remembered'}: {name}")
         entry, failures = measure(list(dict.fromkeys(wanted)), quick, tell=tell)
