@@ -114,12 +114,15 @@ def built_once(known: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any
                 except torch.cuda.OutOfMemoryError:
                     raise
                 except KernelUnavailable as error:
-                    known[key] = error
+                    known[key] = error.with_traceback(None)
                 except Exception as error:  # of the compiler, the driver or a read-only cache
                     known[key] = KernelUnavailable(f"{type(error).__name__}: {error}")
-    if isinstance(known[key], KernelUnavailable):
-        raise known[key]
-    return known[key]
+    found = known[key]
+    if isinstance(found, KernelUnavailable):
+        raise KernelUnavailable(
+            str(found), found.reason
+        )  # a new one: raised twice, it would keep every frame, and a weight
+    return found
 
 
 def compile_kernel(kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], **options: Any) -> Any:

@@ -5,7 +5,9 @@ What needs a compiler and a GPU is in gpu/test_gpu_faults.py.
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 
 import bitsandbytes.functional as F
 import pytest
@@ -98,6 +100,28 @@ def test_two_kernel_failures_are_counted_under_their_own_names(on, monkeypatch):
         F.dequantize_4bit(packed, state)
     assert fallbacks() == {Reason.KERNEL_FAILED: 20}
     assert counters.errors == {"ptxas exited with 1": 10, "no space left on device": 10}
+
+
+@pytest.mark.parametrize("error", [ValueError("ptxas"), runtime.KernelUnavailable("ptxas", "MISALIGNED")])
+def test_a_remembered_failure_keeps_no_weight_alive(error, monkeypatch):
+    """Nor does it grow: an exception that is raised again and again adds the frames of every raise to its traceback."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # which needs a GPU
+    known: dict = {}
+
+    def use(weight):
+        runtime.built_once(known, "kernel", raising(error))
+
+    weight = torch.empty(1)
+    alive = weakref.ref(weight)
+    for _ in range(3):
+        with pytest.raises(runtime.KernelUnavailable, match="ptxas") as caught:
+            use(weight)
+        assert caught.value.reason == getattr(error, "reason", "KERNEL_FAILED")
+    del weight, caught
+    error.__traceback__ = None  # ours
+    gc.collect()
+    assert alive() is None
+    assert known["kernel"].__traceback__ is None
 
 
 def test_a_compiled_graph_goes_on_without_the_kernel(on, monkeypatch, caplog):
