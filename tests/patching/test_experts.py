@@ -171,6 +171,39 @@ def test_two_backwards_and_a_backward_after_disable(patched):
         assert all(map(torch.equal, ours, stock))
 
 
+@pytest.mark.parametrize("what", ["the packed experts", "a saved activation"])
+def test_what_changes_before_the_backward_is_refused(what, patched):
+    """A backward with other numbers than the forward's would be a wrong gradient; stock raises for the activation too."""
+    model = model_of("qwen3")
+    experts, kept = next(module for module in model.modules() if is_parametrized(module)), []
+    experts.act_fn.register_forward_hook(lambda module, inputs, output: kept.append(output))
+    loss = model(input_ids=ids_of(), labels=ids_of()).loss
+    assert not reasons()
+    packed = experts.parametrizations.gate_up_proj.original
+    with torch.no_grad():
+        (packed.bitwise_xor_(255) if what == "the packed experts" else kept[0].add_(1))
+    with pytest.raises(RuntimeError, match="modified by an in"):
+        loss.backward()
+
+
+def test_experts_that_were_quantized_in_inference_mode(patched):
+    with torch.inference_mode():
+        model = model_of("qwen3", lora=False)
+    packed = experts_of(model)[0].parametrizations.gate_up_proj.original
+    assert packed.is_inference()
+    hidden = torch.randn(8, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    chosen = torch.arange(16, device=DEVICE).view(8, 2) % 6
+    weights = torch.full((8, 2), 0.5, dtype=torch.bfloat16, device=DEVICE)
+
+    def gradient():
+        return torch.autograd.grad(experts_of(model)[0](hidden, chosen, weights).float().sum(), hidden)[0]
+
+    ours = gradient()
+    assert hits() == 2
+    patched.disable()
+    assert torch.equal(ours, gradient())
+
+
 def test_a_second_parametrization_stays_dense(patched):
     """What peft's ``target_parameters`` does: the sum of the decoded stack and a product of adapters is what is used."""
 

@@ -113,19 +113,30 @@ class View:
         return self._read(name) if name in self._names else getattr(self._module, name)
 
 
-class Packed(NamedTuple):
-    """What is saved in place of a view of a dense stack."""
-
-    stack: Stack
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
+def version_of(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version  # which an inference tensor does not have
 
 
-def unpack(saved: Any) -> torch.Tensor:
-    if type(saved) is Packed:
-        return saved.stack.dense().as_strided(saved.size, saved.stride, saved.offset)
-    return saved
+class Saved(NamedTuple):
+    """What is saved for the backward, and its version then: autograd checks none of what hooks save."""
+
+    tensor: torch.Tensor  # or the packed weight, in place of a view of a dense stack:
+    version: int | None
+    stack: Stack | None = None
+    view: tuple[Any, ...] = ()  # size, stride, offset
+
+    def unpack(self) -> torch.Tensor:
+        """
+        Raises:
+            RuntimeError: the tensor was changed in between.
+        """
+        version = version_of(self.tensor)
+        if version != self.version:
+            raise RuntimeError(
+                f"a tensor {list(self.tensor.shape)} that the backward of the experts needs was modified by an in-place "
+                f"operation: it is at version {version}, expected {self.version}"
+            )
+        return self.tensor if self.stack is None else self.stack.dense().as_strided(*self.view)
 
 
 @contextmanager
@@ -138,13 +149,16 @@ def nothing_dense_saved(module: Any, stacks: dict[str, Stack]) -> Iterator[View]
         dense[weight.untyped_storage()._cdata] = stacks[name], weight
         return weight
 
-    def pack(tensor: torch.Tensor) -> Any:
+    def pack(tensor: torch.Tensor) -> Saved:
         known = dense.get(tensor.untyped_storage()._cdata)
-        if known is None:
-            return tensor.detach()  # not the tensor itself, which may hold the node that saves it
-        return Packed(known[0], tensor.size(), tensor.stride(), tensor.storage_offset())
+        if known is None:  # detached: the tensor itself may hold the node that saves it
+            return Saved(tensor.detach(), version_of(tensor))
+        stack, _ = known
+        return Saved(
+            stack.packed, version_of(stack.packed), stack, (tensor.size(), tensor.stride(), tensor.storage_offset())
+        )
 
-    with saved_tensors_hooks(pack, unpack):
+    with saved_tensors_hooks(pack, Saved.unpack):
         try:
             yield View(module, stacks, read)
         finally:
