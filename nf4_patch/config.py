@@ -48,8 +48,8 @@ VARIABLES = (
     ),
     Variable(
         "NF4_PATCH_DEFER", ("auto", "never", "always"), "auto",
-        "Whether a library's own fused kernel (Unsloth >= 2026.10) keeps its calls. auto: where it is measured "
-        "to be as fast as ours; never: ours takes them; always: it keeps them all.",
+        "Whether a library's own fused kernel (Unsloth >= 2026.10, axolotl) keeps its calls. auto: unless ours is measured "
+        "to be at least as fast; never: ours takes them; always: it keeps them all.",
     ),
     Variable(
         "NF4_PATCH_CALIBRATION", ("auto", "off"), "auto",
