@@ -39,14 +39,9 @@ def replace_nf4_dequant(target: str, original: Callable[..., Any]) -> Callable[.
             if compiling:
                 result = decode(True, packed, quant_state, out_shape, out)
             else:
-                try:
-                    result = decode(False, packed, quant_state, out_shape, out)
-                except Exception as error:
-                    result = dequantizer.failed(error)
+                result = dequantizer.attempt(decode, False, packed, quant_state, out_shape, out)
             if type(result) is not Reason:
                 return result
-            if not compiling:
-                dequantizer.fall_back(result)
         into = () if out is None else (out,)  # before 2026.10.7 there is none
         return original(packed, quant_state, out_shape, *into)
 
