@@ -11,13 +11,11 @@ import nf4_patch
 
 from ..llama import build_4bit
 from .peers import OURS
-from .record import RATE, Check, Row
+from .record import GPU_TIME, RATE, UNPATCHED, Check, Row
 from .timing import Call, Times, kernel_times, wall_times
 
 LAYERS = 2  # of a step
 TOKENS, PROMPT = 16, 16  # of a sequence that is generated
-UNPATCHED = "unpatched"
-GPU_TIME = "GPU time"
 
 
 def qwen3(layers: int = LAYERS) -> Any:

@@ -15,9 +15,11 @@ from ..report import Report
 from .peers import BITSANDBYTES, OURS
 from .timing import Machine, Times
 
+UNPATCHED = "unpatched"  # the same with the patch off
+GPU_TIME = "GPU time"  # at the end of a subject: not wall time
 RATE = "tokens/s"  # the unit of which more is better
 CEILING, COPY, EMPTY, READ, DENSE = "ceiling", "device copy", "torch.empty", "read", "16-bit weights"
-LIMITS = (CEILING, COPY, EMPTY, READ, DENSE)  # what ours cannot be faster than; everything else that is timed is a peer
+LIMITS = (CEILING, COPY, EMPTY, READ, DENSE)  # what ours is held against; everything else that is timed is a peer
 HIDDEN = ("used by",)  # notes that the table has no room for
 SLACK = 1.01  # of an error against fp64: the order of the additions; both sides share the rest, which is rounding
 

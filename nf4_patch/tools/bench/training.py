@@ -22,9 +22,8 @@ from ...patching import hooks
 from ..llama import LINEARS, Shape, build_4bit, config_of, save
 from ..report import Tell
 from . import experts
-from .experts import GPU_TIME, UNPATCHED
 from .peers import OURS
-from .record import DENSE, Check, Row
+from .record import DENSE, GPU_TIME, UNPATCHED, Check, Row
 from .timing import Times, kernel_times, wall_times
 
 BUDGET = "64GiB"
