@@ -4,7 +4,7 @@
     python scripts/measure.py                  every file
     python scripts/measure.py step-cache bench only these
 
-Then python scripts/render_docs.py. A file is written when its command succeeds; the exit code is 1 if one did not.
+Then python scripts/render_docs.py. The exit code is 1 if a command failed.
 """
 
 from __future__ import annotations
