@@ -34,7 +34,7 @@ class Cache:
     """One for the process. ``on`` is all that a call looks at where the cache is off."""
 
     def __init__(self) -> None:
-        self.on = False
+        self.on = self.sized = False  # sized: on, and not "block"
         self.mode: str | int = "off"
         self.budget = 0
         self.results: dict[Key, tuple[torch.Tensor, Entry]] = {}
@@ -50,10 +50,10 @@ class Cache:
         """ "off", "block" or bytes a device. Another mode starts empty."""
         with self.lock:
             if mode != self.mode:
-                self.on = False
+                self.on = self.sized = False
                 self.release()
                 self.mode, self.budget = mode, mode if isinstance(mode, int) else sys.maxsize
-                self.on = mode != "off"
+                self.on, self.sized = mode != "off", isinstance(mode, int)
 
     def find(
         self, packed: torch.Tensor, fields: Fields, quant_type: Any, backward: bool = False

@@ -160,6 +160,11 @@ class Dequantizer:
         with torch._C.DisableTorchFunctionSubclass():
             return self.cached(weight, fields, state.quant_type, state, backward)
 
+    def read(self, weight: torch.Tensor, state: Any) -> Any:
+        """As ``run``, for a caller that only reads the result: from the weight cache where that has a size."""
+        found = self.cached_state(weight, state, True) if cache.sized else None
+        return self.run(weight, state) if found is None else found
+
     def unsupported(self, layout: Layout, state: Any) -> Reason | None:
         """Why the kernel must not run on this layout; None if it may."""
         reason = guards.state_is_odd(state) if state is not None else None

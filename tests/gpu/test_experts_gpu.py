@@ -11,9 +11,9 @@ from nf4_patch.tools.bench import experts, training
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
-def train(model, patch: bool, steps: int):
+def train(model, patch: bool, steps: int, cache: str = "off"):
     """Losses, adapters and the peak memory of a step."""
-    (nf4_patch.enable if patch else nf4_patch.disable)()
+    nf4_patch.enable(cache=cache) if patch else nf4_patch.disable()
     adapters = training.optimizer_of(model).param_groups[0]["params"]
     optimizer = torch.optim.AdamW(adapters, lr=1e-4)
     generator = torch.Generator().manual_seed(0)
@@ -42,6 +42,9 @@ def test_a_hundred_steps_to_the_bit_and_nothing_dense_is_saved(name):
         if not torch.equal(got, want):
             assert torch.equal(train(model, False, 100)[0], want), "it does not repeat without the patch either"
         print(f"\n{name}, checkpointing {checkpointing}: peak {stock / 2**30:.2f} -> {peak / 2**30:.2f} GiB")
+        assert torch.equal(got, want)
+        assert all(map(torch.equal, ours, trained))
+        got, ours, _ = train(model, True, 100, cache="8GiB")  # all of them fit
         assert torch.equal(got, want)
         assert all(map(torch.equal, ours, trained))
         assert want[-1] != want[0]

@@ -18,6 +18,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from nf4_patch.patching.adapters.transformers import Stack
+from nf4_patch.patching.cache import cache
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 
@@ -78,17 +80,20 @@ def same(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor]) -> bool:
 
 @contextlib.contextmanager
 def decoded(monkeypatch):
-    """The storage of every stack that bitsandbytes' parametrization decodes."""
+    """The storage of every stack that bitsandbytes' parametrization or ours decodes."""
     storages: list[StorageWeakRef] = []
-    forward = Bnb4bitParametrization.forward
 
-    def record(self, packed):
-        result = forward(self, packed)
-        storages.append(StorageWeakRef(result.untyped_storage()))
-        return result
+    def recorded(decode):
+        def record(*args):
+            result = decode(*args)
+            storages.append(StorageWeakRef(result.untyped_storage()))
+            return result
+
+        return record
 
     with monkeypatch.context() as patch:
-        patch.setattr(Bnb4bitParametrization, "forward", record)
+        for owner, name in ((Bnb4bitParametrization, "forward"), (Stack, "dense")):
+            patch.setattr(owner, name, recorded(getattr(owner, name)))
         yield storages
 
 
@@ -121,7 +126,7 @@ def test_a_step_is_the_same_to_the_bit(name, checkpointing, patched):
 def test_dtypes_and_layouts(name, dtype, nested, patched):
     model = model_of(name, dtype, nested)
     ours = step(model)
-    assert hits() == 2 * LAYERS and not reasons()
+    assert hits() == 4 * LAYERS and not reasons()
     patched.disable()
     assert same(ours, step(model))
 
@@ -154,6 +159,53 @@ def test_as_many_decodes_as_stock_under_checkpointing(checkpointing, patched, mo
         storages.clear()
         step(model)
     assert ours == len(storages) == 4 * LAYERS
+
+
+@pytest.mark.parametrize("part", ["all", "half"])
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_cached_experts_give_the_same_bits(name, checkpointing, part, patched):
+    model = model_of(name)
+    if CHECKPOINTING[checkpointing]:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(CHECKPOINTING[checkpointing])
+    patched.enable(cache="1GiB")
+    if part == "half":
+        step(model)
+        patched.enable(cache=cache.held.total() // 2)
+    ours = [step(model), step(model)]
+    assert cache.hits > 0 and not reasons().keys() - {Reason.NO_GRADIENT, Reason.SAVED_TENSOR_HOOKS}
+    if part == "half":
+        assert 0 < cache.held.total() <= cache.budget
+    else:
+        assert cache.misses == len(cache.entries) and not cache.uncached  # the second step decodes nothing
+    patched.disable()
+    stock = step(model)
+    assert same(ours[0], stock) and same(ours[1], stock)
+
+
+def test_a_cached_stack_that_is_loaded_anew_is_decoded_anew(patched):
+    model = model_of("qwen3")
+    patched.enable(cache="1GiB")
+    before = step(model)
+    for module in experts_of(model):
+        with torch.no_grad():
+            module.parametrizations.gate_up_proj.original.bitwise_xor_(255)
+    ours = step(model)
+    patched.disable()
+    assert same(ours, step(model)) and not torch.equal(ours["loss"], before["loss"])
+
+
+def test_block_holds_no_stack(patched, monkeypatch):
+    """What the recompute decodes autograd itself keeps until the backward."""
+    model = model_of("qwen3")
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(CHECKPOINTING["recomputed"])
+    patched.enable(cache="block")
+    ours = step(model)
+    assert not cache.held.total()
+    patched.disable()
+    assert same(ours, step(model))
 
 
 def test_two_backwards_and_a_backward_after_disable(patched):
@@ -199,7 +251,7 @@ def test_experts_that_were_quantized_in_inference_mode(patched):
         return torch.autograd.grad(experts_of(model)[0](hidden, chosen, weights).float().sum(), hidden)[0]
 
     ours = gradient()
-    assert hits() == 2
+    assert hits() == 4
     patched.disable()
     assert torch.equal(ours, gradient())
 
@@ -222,7 +274,7 @@ def test_a_second_parametrization_stays_dense(patched):
             shape = getattr(module, stack).shape
             torch.nn.utils.parametrize.register_parametrization(module, stack, Plus(shape), unsafe=True)
     ours = step(model)
-    assert reasons() == {Reason.SECOND_PARAMETRIZATION: 1} and hits() == 1  # the other layer's down_proj
+    assert reasons() == {Reason.SECOND_PARAMETRIZATION: 1} and hits() == 2  # the other layer's down_proj
     patched.disable()
     assert same(ours, step(model))
 

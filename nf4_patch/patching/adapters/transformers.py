@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..cache import cache
 from ..context import is_compiling, transforms_active
 from ..dequantizer import Dequantizer
 from ..reasons import Reason
@@ -37,9 +38,9 @@ class Stack:
     state: Any  # QuantState of shape [experts, ...]
     dequantizer: Dequantizer
 
-    def decode(self, packed: torch.Tensor, state: Any) -> torch.Tensor:
+    def decode(self, run: Callable[..., Any], packed: torch.Tensor, state: Any) -> torch.Tensor:
         if switch.on and not is_compiling():
-            result = self.dequantizer.attempt(self.dequantizer.run, packed, state)
+            result = self.dequantizer.attempt(run, packed, state)
             if type(result) is not Reason:
                 return result
         from bitsandbytes.functional import dequantize_4bit
@@ -47,12 +48,12 @@ class Stack:
         return dequantize_4bit(packed, state)
 
     def dense(self) -> torch.Tensor:
-        """All experts: [experts, ...]."""
-        return self.decode(self.packed, self.state)
+        """All experts, not to be written into: [experts, ...]."""
+        return self.decode(self.dequantizer.read, self.packed, self.state)
 
     def __getitem__(self, ids: torch.Tensor) -> torch.Tensor:
         """The experts ``ids``, int64 [n], as transformers asks a dense stack for them: [n, ...]. No other is read."""
-        return self.decode(*self.select(ids))
+        return self.decode(self.dequantizer.run, *self.select(ids))
 
     def select(self, ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """A copy of the packed experts ``ids``, int64 [n], and their QuantState of shape [n, ...]."""
@@ -145,7 +146,7 @@ def nothing_dense_saved(module: Any, stacks: dict[str, Stack]) -> Iterator[View]
     dense: dict[int, tuple[Stack, torch.Tensor]] = {}  # by the storage's address
 
     def read(name: str) -> torch.Tensor:
-        weight = getattr(module, name)
+        weight = stacks[name].dense()
         dense[weight.untyped_storage()._cdata] = stacks[name], weight
         return weight
 
@@ -187,6 +188,8 @@ def replace_grouped_mm(target: str, original: Callable[..., Any]) -> Callable[..
                 with nothing_dense_saved(self, stacks) as view:
                     return original(view, *args, **kwargs)
             dequantizer.fall_back(reason)
+            if cache.sized and not isinstance(stacks, Reason):
+                return original(View(self, stacks, lambda name: stacks[name].dense()), *args, **kwargs)
         return original(self, *args, **kwargs)
 
     return grouped_mm_experts_forward

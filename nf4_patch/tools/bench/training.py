@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fractions
+import gc
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -116,6 +117,7 @@ class Step:
         self.switch()
         self()  # compiles, allocates
         torch.cuda.synchronize()
+        gc.collect()  # of the model before this one
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         calls = nf4_patch.status().hits
@@ -252,7 +254,8 @@ def mixtures(tell: Tell) -> Iterator[Row]:
                 model.gradient_checkpointing_disable()
             for batch, length in (LENGTHS[0], LENGTHS[-1]):
                 tell(f"{name}, {how}: {batch}x{length} tokens")
-                yield from side_by_side(name, model, batch, length, {how: "off"}, wall=10)
+                settings: Settings = {how: "off", f"{how} and everything cached": BUDGET}
+                yield from side_by_side(name, model, batch, length, settings, wall=10)
         del model
     for batch in (1, 8):
         tell(f"generation: batch {batch}")
