@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from figures import (
     BITSANDBYTES,
+    CACHED,
     CALLS,
     GPU_TIME,
     GPUS,
@@ -45,14 +46,20 @@ class Gain(NamedTuple):
     clear: bool
 
 
+def gains_of(rows: Iterable[dict[str, Any]]) -> list[Gain]:
+    timed = [(row, row["sizes"], row["ratio"].get(UNPATCHED)) for row in rows]
+    return [Gain(sizes["batch"] * sizes["tokens"], ratio, clear(row, ratio)) for row, sizes, ratio in timed if ratio]
+
+
+def step_rows(name: str, gpu: str, setting: str, clock: str = "") -> list[dict[str, Any]]:
+    """Of the first model in the file; ``setting``: of the cache, or of checkpointing. Wall time if no clock is named."""
+    rows = [row for row in figures(name, gpu) if "tokens" in row["sizes"]]
+    first = parts_of(rows[0])[0] if rows else ""
+    return [row for row in rows if parts_of(row)[::2] == (first, setting) and parts_of(row)[3] == clock]
+
+
 def step_gains(name: str, gpu: str, setting: str = "") -> list[Gain]:
-    """Wall time of every length of a step; ``setting``: of the cache, or of checkpointing."""
-    found = []
-    for row in figures(name, gpu):
-        ratio = row["ratio"].get(UNPATCHED)
-        if ratio and "tokens" in row["sizes"] and parts_of(row)[2:] == (setting, ""):
-            found.append(Gain(row["sizes"]["batch"] * row["sizes"]["tokens"], ratio, clear(row, ratio)))
-    return found
+    return gains_of(step_rows(name, gpu, setting))
 
 
 def step_gain(name: str, gpu: str) -> str:
@@ -66,20 +73,21 @@ def cache_gain(name: str, gpu: str) -> str:
 
 
 def experts_gain(name: str, gpu: str) -> str:
-    """Of Qwen3's layers, which come first: time with checkpointing, memory without."""
-    rows = [row for row in figures(name, gpu) if "tokens" in row["sizes"]]
-    model = parts_of(rows[0])[0] if rows else ""
-    rows = [row for row in rows if parts_of(row)[0] == model]
-    gains = []
-    for row in rows:
-        ratio = row["ratio"].get(UNPATCHED)
-        if ratio and parts_of(row)[2:] == ("checkpointing", GPU_TIME):
-            gains.append(Gain(row["sizes"]["batch"] * row["sizes"]["tokens"], ratio, clear(row, ratio)))
-    peaks = [row["notes"]["peak memory"] for row in rows if parts_of(row)[2] == "no checkpointing"]
-    if not gains or not peaks:
+    """Time with checkpointing, memory without."""
+    peaks = [row["notes"]["peak memory"].rstrip(")") for row in step_rows(name, gpu, "no checkpointing")]
+    if not peaks:
         return ""
-    ours, stock = (float(part.split()[0]) for part in peaks[0].rstrip(")").split(" (unpatched "))
-    return f"{told(gains)} (GPU time); {(stock - ours) / 2:.1f} GiB less a layer without checkpointing"
+    ours, stock = (float(part.split()[0]) for part in peaks[0].split(" (unpatched "))
+    return f"{gpu_time_gain(name, gpu)}; {(stock - ours) / 2:.1f} GiB less a layer without checkpointing"
+
+
+def cached_experts_gain(name: str, gpu: str) -> str:
+    return gpu_time_gain(name, gpu, CACHED)
+
+
+def gpu_time_gain(name: str, gpu: str, cached: str = "") -> str:
+    gains = gains_of(step_rows(name, gpu, f"checkpointing{cached}", GPU_TIME))
+    return told(gains) + " (GPU time)" * bool(gains)
 
 
 def told(gains: Sequence[Gain]) -> str:
@@ -104,6 +112,7 @@ def gains() -> str:
         ("training with Unsloth up to 2026.9", step_gain, "step-unsloth-2026.9.7-GPU.json"),
         ("training with Unsloth from 2026.10 on", step_gain, "step-unsloth-GPU.json"),
         ("training a mixture of experts with peft", experts_gain, "step-moe-GPU.json"),
+        ("the same with `enable(cache=...)`, everything in it", cached_experts_gain, "step-moe-GPU.json"),
         ('4-bit generation with `enable(matmul="auto")`', generation_gain, "generate-GPU.json"),
     )
     found = [[words, *(gain(name, gpu) for gpu in GPUS)] for words, gain, name in setups]
