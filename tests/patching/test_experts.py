@@ -173,12 +173,15 @@ def test_cached_experts_give_the_same_bits(name, checkpointing, part, patched):
     if part == "half":
         step(model)
         patched.enable(cache=cache.held.total() // 2)
-    ours = [step(model), step(model)]
-    assert cache.hits > 0 and not reasons().keys() - {Reason.NO_GRADIENT, Reason.SAVED_TENSOR_HOOKS}
+    ours = [step(model)]
+    hits, misses = cache.hits, cache.misses
+    ours.append(step(model))
+    saved = (cache.hits - hits) / (cache.hits - hits + cache.misses - misses)
+    assert not reasons().keys() - {Reason.NO_GRADIENT, Reason.SAVED_TENSOR_HOOKS}
     if part == "half":
-        assert 0 < cache.held.total() <= cache.budget
+        assert saved == 0.5 and 0 < cache.held.total() <= cache.budget
     else:
-        assert cache.misses == len(cache.entries) and not cache.uncached  # the second step decodes nothing
+        assert saved == 1 and not cache.uncached
     patched.disable()
     stock = step(model)
     assert same(ours[0], stock) and same(ours[1], stock)
