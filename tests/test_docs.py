@@ -93,6 +93,24 @@ def test_what_the_bench_writes_is_what_is_rendered(tmp_path, monkeypatch):
     assert shown[1].count("check failed") == 2 and "\u00d7)" not in shown[1]
 
 
+@pytest.mark.parametrize(
+    ("ours", "calls", "clear"),
+    [
+        ([9, 9, 9, 9, 9], "84", True), ([11, 11, 11, 11, 11], "84", True),
+        ([9, 9, 9, 9, 11], "84", True), ([9, 9, 9, 11, 11], "84", False),  # four of five rounds, three of five
+        ([9, 9, 9, 9, 9], "0", False),  # nothing ran in the kernel
+    ],
+)  # fmt: skip
+def test_when_a_difference_between_steps_is_clear(ours, calls, clear):
+    from nf4_patch.tools.bench.record import GPU_TIME, UNPATCHED, Check, Row
+    from nf4_patch.tools.bench.timing import Times
+
+    sides = {"nf4_patch": Times(tuple(ours)), UNPATCHED: Times((10,) * 5)}
+    row = Row(GPU_TIME, "ms", sides, {UNPATCHED: Check(True, "")}, notes={"kernel calls a step": calls}).as_dict()
+    row["noise"] = dict.fromkeys(sides, 0.05)
+    assert render_docs.figures.clear(row, row["ratio"][UNPATCHED]) is clear
+
+
 def sections() -> dict[str, str]:
     """The troubleshooting page by reason, in one line each."""
     _, *parts = re.split(r"^### (.+)$", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.MULTILINE)
