@@ -128,11 +128,14 @@ def gpus() -> str:
     timed: dict[str, list[str]] = {}
     for gpu, _, data in of_gpus("bench-GPU.json"):
         timed.setdefault(data["machine"]["capability"], []).append(gpu)
+    verified = [gpu for gpu, _, _ in of_gpus("verify-GPU.json")]
     known: dict[str, list[str]] = {}
     for capability, names in ARCHITECTURES.items():
         status = "machine code checked, **not run**" if capability in counted else "not run"
         if capability in timed:
-            status = f"**measured** ({' and '.join(timed[capability])}) and verified bit by bit"
+            both = [gpu for gpu in timed[capability] if gpu in verified]
+            status = f"**measured** ({' and '.join(timed[capability])})"
+            status += f", verified bit by bit ({' and '.join(both)})" * bool(both)
         elif any(of_gpus(f"verify-sm{capability}-GPU.json")):
             status = "**verified**: its code, run on a newer GPU, gave the same bits; its speed is not measured"
         known.setdefault(status, []).append(f"{names} (sm_{capability})")

@@ -41,7 +41,10 @@ class Reason(enum.Enum):
     )
     KERNEL_FAILED = ("the kernel could not be compiled or checked on this GPU", "see the error in `nf4-patch doctor`")
     DEFERRED = "the library's own fused kernel runs this call: no benchmark shows ours faster here (NF4_PATCH_DEFER)"
-    NOT_FASTER = "no benchmark shows the fused matmul faster for this GPU, shape and row count"
+    NOT_FASTER = (
+        "no benchmark shows the fused matmul faster for this GPU, shape and row count",
+        "run `nf4-patch calibrate` once on this GPU",
+    )
     MATMUL_OPERANDS = "the fused matmul does not support this dtype, blocksize, K, alignment, bias or gradient"
     SECOND_PARAMETRIZATION = "another parametrization changes the dequantized experts (LoRA on the experts' weights)"
     NO_GRADIENT = "gradients are disabled: nothing is saved for a backward"

@@ -104,7 +104,7 @@ TARGETS = (
         tested=TESTED_OP_RELEASES,
         parameters=(("A", "B", "out", "transposed_A", "transposed_B", "state"),),
         replace="replace_gemv",
-        covers='one row of Linear4bit before 0.50 (generation), with enable(matmul="auto") only',
+        covers='gemv_4bit, which Linear4bit before 0.50 calls for one row (generation), with enable(matmul="auto") only',
         only="matmul",
         copied=True,
     ),
