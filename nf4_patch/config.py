@@ -40,7 +40,11 @@ VARIABLES = (
         "0: stay off, whatever the code says. Unset: the code decides.",
     ),
     Variable("NF4_USE_TRITON", (*SWITCH,), "1", "0: the same off-switch under another project's name."),
-    Variable("NF4_PATCH_STRICT", (*SWITCH,), "0", "1: raise where a 4-bit weight would fall back to the original, and where a cached weight is not what it decodes to."),
+    Variable(
+        "NF4_PATCH_STRICT", (*SWITCH,), "0",
+        "1: raise where a 4-bit weight would fall back to the original, "
+        "and where a cached weight is not what its bytes decode to.",
+    ),
     Variable(
         "NF4_PATCH_MATMUL", ("off", "auto"), "off",
         "auto: multiply few rows (generation, short sequences) straight from the packed weight where measured to win. "

@@ -199,7 +199,7 @@ def test_a_cached_stack_that_is_loaded_anew_is_decoded_anew(patched):
     assert same(ours, step(model)) and not torch.equal(ours["loss"], before["loss"])
 
 
-def test_block_holds_no_stack(patched, monkeypatch):
+def test_block_holds_no_stack(patched):
     """What the recompute decodes autograd itself keeps until the backward."""
     model = model_of("qwen3")
     model.enable_input_require_grads()
