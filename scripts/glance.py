@@ -73,19 +73,16 @@ def cache_gain(name: str, gpu: str) -> str:
 
 
 def experts_gain(name: str, gpu: str) -> str:
-    """Time with checkpointing, memory without."""
-    peaks = [row["notes"]["peak memory"].rstrip(")") for row in step_rows(name, gpu, "no checkpointing")]
-    if not peaks:
+    """GPU time with checkpointing, and what the memory that is saved without it costs."""
+    rows = step_rows(name, gpu, "no checkpointing", GPU_TIME)
+    if not rows:
         return ""
-    ours, stock = (float(part.split()[0]) for part in peaks[0].split(" (unpatched "))
-    return f"{gpu_time_gain(name, gpu)}; {(stock - ours) / 2:.1f} GiB less a layer without checkpointing"
+    ours, stock = (float(part.split()[0]) for part in rows[0]["notes"]["peak memory"].rstrip(")").split(" (unpatched "))
+    less = f"{(stock - ours) / 2:.1f} GiB less a layer"
+    return f"{cached_experts_gain(name, gpu, '')}; without checkpointing {told(gains_of(rows))} and {less}"
 
 
-def cached_experts_gain(name: str, gpu: str) -> str:
-    return gpu_time_gain(name, gpu, CACHED)
-
-
-def gpu_time_gain(name: str, gpu: str, cached: str = "") -> str:
+def cached_experts_gain(name: str, gpu: str, cached: str = CACHED) -> str:
     gains = gains_of(step_rows(name, gpu, f"checkpointing{cached}", GPU_TIME))
     return told(gains) + " (GPU time)" * bool(gains)
 
