@@ -244,5 +244,7 @@ class Dequantizer:
         counters.fall_back(self.target, reason, switch.strict, detail)
 
 
-for method in (Dequantizer.run, Dequantizer.run_fields, Dequantizer.cached, Dequantizer.cached_state):
+for method in (
+    Dequantizer.run, Dequantizer.run_fields, Dequantizer.read, Dequantizer.cached, Dequantizer.cached_state,
+):  # fmt: skip
     keep_dynamo_out(method)
