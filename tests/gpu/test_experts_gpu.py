@@ -44,7 +44,9 @@ def test_a_hundred_steps_to_the_bit_and_nothing_dense_is_saved(name):
         print(f"\n{name}, checkpointing {checkpointing}: peak {stock / 2**30:.2f} -> {peak / 2**30:.2f} GiB")
         assert torch.equal(got, want)
         assert all(map(torch.equal, ours, trained))
+        hits = nf4_patch.status().cache.hits
         got, ours, _ = train(model, True, 100, cache="8GiB")  # all of them fit
+        assert nf4_patch.status().cache.hits > hits
         assert torch.equal(got, want)
         assert all(map(torch.equal, ours, trained))
         assert want[-1] != want[0]

@@ -191,6 +191,7 @@ def test_a_cached_stack_that_is_loaded_anew_is_decoded_anew(patched):
     model = model_of("qwen3")
     patched.enable(cache="1GiB")
     before = step(model)
+    assert len(cache.entries) == 2 * LAYERS
     for module in experts_of(model):
         with torch.no_grad():
             module.parametrizations.gate_up_proj.original.bitwise_xor_(255)
