@@ -119,9 +119,8 @@ def built_once(known: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any
                     known[key] = KernelUnavailable(f"{type(error).__name__}: {error}")
     found = known[key]
     if isinstance(found, KernelUnavailable):
-        raise KernelUnavailable(
-            str(found), found.reason
-        )  # a new one: raised twice, it would keep every frame, and a weight
+        # a new one: the same error raised twice would keep the frames of both, and their weights
+        raise KernelUnavailable(str(found), found.reason)
     return found
 
 
