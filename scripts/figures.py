@@ -19,7 +19,7 @@ DENSE = "16-bit weights"
 CACHED = " and everything cached"  # of a mixture of experts
 GPU_TIME = "GPU time"
 UNITS = {"us": "µs"}
-LIMITS = ("ceiling", "device copy", "torch.empty", "read", DENSE)  # what nothing can be faster than
+LIMITS = ("ceiling", "device copy", "torch.empty", "read", DENSE)  # what ours is held against
 # data file of a training step -> who trains; the last word is the distribution whose release is shown
 STEPS = {
     "step-peft-GPU.json": "peft, bitsandbytes",
