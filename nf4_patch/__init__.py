@@ -75,9 +75,9 @@ def release() -> None:
 
 def is_enabled() -> bool:
     """Whether the patch is on."""
-    from .patching import hooks
+    from .patching.switch import switch
 
-    return hooks.is_enabled()
+    return switch.on
 
 
 @contextlib.contextmanager
@@ -87,13 +87,13 @@ def enabled(matmul: str | None = None, cache: str | int | None = None) -> Iterat
     The patch is the process': while blocks overlap, in several threads say, it is on, with the options of the one
     entered last. When the last of them ends it is as it was before the first.
     """
-    from .patching import hooks
+    from .patching import blocks
 
-    block = hooks.enter(matmul, cache)
+    block = blocks.enter(matmul, cache)
     try:
         yield
     finally:
-        hooks.leave(block)
+        blocks.leave(block)
 
 
 def status() -> Status:

@@ -21,7 +21,7 @@ if not GPU:
     del os.environ["TRITON_INTERPRET"]
 
 import nf4_patch  # noqa: E402
-from nf4_patch.patching.cache import cache  # noqa: E402
+from nf4_patch.patching.cache.cache import cache  # noqa: E402
 from nf4_patch.patching.counters import counters  # noqa: E402
 from nf4_patch.tools import llama  # noqa: E402
 
@@ -51,8 +51,7 @@ def off_and_counted_from_zero():
     yield
     nf4_patch.disable()
     counters.reset()
-    cache.hits = cache.misses = 0
-    cache.uncached.clear()
+    cache.forget_counts()
 
 
 def switched_on(**options: str):

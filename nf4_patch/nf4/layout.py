@@ -63,7 +63,8 @@ def identity(
     table: str | int, packed: torch.Tensor, absmax: Any, code: Any, absmax2: Any, code2: Any, offset: Any,
     blocksize: int, blocksize2: int, shape: Sequence[int], dtype: torch.dtype,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Everything a resolved launch depends on, as a key: the same addresses, sizes and types give the same result.
+    """Everything a resolved launch depends on, as a key: the same addresses, sizes, strides and types give the same
+    result.
 
     Args:
         table: what stands for ``code``, which is not read: the quant_type, or the address of the code.
@@ -74,11 +75,12 @@ def identity(
     """
     if absmax2 is None:
         return (
-            packed.data_ptr(), packed.shape, packed.dtype, packed.is_contiguous(), absmax.data_ptr(), absmax.numel(),
-            blocksize, shape, dtype, table,
+            packed.data_ptr(), packed.shape, packed.dtype, packed.is_contiguous(),
+            absmax.data_ptr(), absmax.numel(), absmax.is_contiguous(), blocksize, shape, dtype, table,
         )  # fmt: skip
     return (
-        packed.data_ptr(), packed.shape, packed.dtype, packed.is_contiguous(), absmax.data_ptr(), absmax.numel(),
-        absmax2.data_ptr(), absmax2.numel(), code2.data_ptr(), offset.data_ptr(), offset.dtype,
+        packed.data_ptr(), packed.shape, packed.dtype, packed.is_contiguous(),
+        absmax.data_ptr(), absmax.numel(), absmax.is_contiguous(), absmax2.data_ptr(), absmax2.numel(),
+        absmax2.is_contiguous(), code2.data_ptr(), code2.is_contiguous(), offset.data_ptr(), offset.dtype,
         blocksize, blocksize2, shape, dtype, table,
     )  # fmt: skip

@@ -43,7 +43,7 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
         layout = Layout(weight, *fields)
         found = f": {guards.describe(layout)}"
         if result in (Reason.NOT_CUDA, Reason.EXPORTING):
-            result = guards.state_is_odd(quant_state)
+            result = guards.check_quant_state(quant_state)
             if result is None:
                 layout = layout._replace(code=code_of(quant_state.quant_type, weight.device))
                 # TENSOR_SUBCLASS: while a program is exported, a tensor is a FakeTensor

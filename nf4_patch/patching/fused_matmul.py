@@ -18,11 +18,12 @@ from ..nf4.dequantize import compilation
 from ..nf4.layout import Layout, identity
 from ..nf4.matmul import launch as matmul
 from . import guards
-from .context import is_compiling, is_jit_tracing, modes_active, own_dispatch, transforms_active
+from .context import is_jit_tracing, modes_active, own_dispatch, transforms_active
 from .counters import counters
-from .dequantizer import Dequantizer
+from .dequantizer import unsupported, with_code
 from .quant_state import fields_of
 from .reasons import Reason
+from .replacement import Fallbacks, tried_first
 from .switch import switch
 
 
@@ -46,8 +47,8 @@ def forget() -> None:
 class FusedMatmul:
     """Multiplies by the packed weights of one target."""
 
-    def __init__(self, dequantizer: Dequantizer):
-        self.dequantizer = dequantizer  # of the same target
+    def __init__(self, target: str, fallbacks: Fallbacks | None = None):
+        self.target, self.fallbacks = target, fallbacks or Fallbacks(target)
         self.memo = runtime.Memo()
         self.launches: dict[tuple[Any, ...], Any] = self.memo.launches
         _in_use.add(self)
@@ -81,6 +82,7 @@ class FusedMatmul:
             and out.get_device() == launch.device
             and out.is_contiguous()
             and not out.requires_grad
+            and not guards.shares_memory(out, (x, bias, packed, *(fields[i] for i in (0, 2, 3, 4))))
         ):
             return Reason.OUT_MISMATCH
         result = launch(x, out)
@@ -100,10 +102,10 @@ class FusedMatmul:
         m = x.numel() // k
         if m == 0 or x.shape[-1] != k or not is_measured(device, m, n, k):
             return Reason.NOT_FASTER
-        coded = self.dequantizer.with_code(layout, quant_type)
+        coded = with_code(layout, quant_type)
         if isinstance(coded, Reason):
             return coded
-        reason = self.dequantizer.unsupported(coded, state)
+        reason = unsupported(coded, state)
         if reason is not None:
             return reason
         if not matmul.supports(x, coded, bias):
@@ -113,9 +115,9 @@ class FusedMatmul:
         try:
             launch: Any = matmul.resolve(x, coded, bias)
         except runtime.KernelUnavailable as error:
-            return self.dequantizer.unavailable(error)
+            return self.fallbacks.unavailable(error)
         dtype = str(x.dtype).removeprefix("torch.")
-        launch.counter = counters.of(self.dequantizer.target, (n, k), f"{dtype} fused matmul")
+        launch.counter = counters.of(self.target, (n, k), f"{dtype} fused matmul")
         return launch if key is None else self.memo.remember(key, launch)
 
     def run_state(self, x, packed, state, bias=None, out=None, transposed=None) -> Any:
@@ -145,21 +147,22 @@ class FusedMatmul:
         return self.run_state(x, packed, state, None, out) if x.numel() == x.shape[-1] else Reason.MATMUL_OPERANDS
 
 
-def before(target: str, original: Callable[..., Any], multiply: Callable[..., Any]) -> Callable[..., Any]:
-    """The original, with the fused matmul tried first, where it is switched on and nothing is traced.
+def before(target: Any, original: Callable[..., Any], multiply: Callable[..., Any]) -> Callable[..., Any]:
+    """The original, with the fused matmul tried first where it is switched on.
 
     Args:
+        target: the row.
         multiply: takes a FusedMatmul and the original's arguments; its result, or the Reason why the original runs.
     """
-    dequantizer = Dequantizer(target)
-    fused = FusedMatmul(dequantizer)
+    fused = FusedMatmul(target.name)
+    return tried_first(original, fused.fallbacks, functools.partial(multiply, fused), gate=switch.gates["matmul"])
 
-    @functools.wraps(original)
-    def replacement(*args, **kwargs):
-        if switch.on and switch.matmul != "off" and not is_compiling():
-            result = dequantizer.attempt(multiply, fused, *args, **kwargs)
-            if type(result) is not Reason:
-                return result
-        return original(*args, **kwargs)
 
-    return replacement
+def _use(config: Any) -> None:
+    from .hooks import use_calibration
+
+    if config is not None:
+        use_calibration(config)
+
+
+switch.follow(_use)

@@ -31,7 +31,7 @@ def fields_of(state: Any) -> Any:
             state.blocksize, state2.blocksize, state.shape, state.dtype,
         )  # fmt: skip
     except AttributeError:  # nothing but a state's fields is read above
-        return guards.state_is_odd(state) or Reason.STATE_FIELDS
+        return guards.check_quant_state(state) or Reason.STATE_FIELDS
 
 
 def linear_fields(A, shapeB, absmax, blocksize, absmax_8bit, absmax_code, absmax_offset) -> tuple[Any, ...]:

@@ -29,7 +29,10 @@ class Reason(enum.Enum):
     )
     NOT_CONTIGUOUS = ("a tensor of the weight is not contiguous", "call .contiguous() on it")
     MIXED_DEVICES = ("the tensors of the weight are on different devices", "move weight and quant_state together")
-    OUT_MISMATCH = "out does not have the shape, dtype, device, layout or alignment of the result"
+    OUT_MISMATCH = (
+        "out does not have the shape, dtype, device, layout or alignment of the result, or shares an input's memory"
+    )
+    REQUIRES_GRAD = ("the packed weight requires a gradient", "freeze it: weight.requires_grad_(False)")
     MISALIGNED = "the packed weight does not start on 4 bytes"
     NO_STORAGE = (
         "the memory of one of the weight's tensors is freed (offloaded or sharded away)",
@@ -78,5 +81,9 @@ class Uncached(enum.Enum):
     OTHER_STREAM = "it was decoded on another CUDA stream"
     INFERENCE_TENSOR = "a tensor of the weight is an inference tensor, which has no version counter"
     REFILLED = "its memory is freed and filled again under the same tensor (FSDP)"
+    NOT_A_PARAMETER = (
+        "it is no parameter of a module and no view of one (a tensor that compiled code computed or reinterpreted)"
+    )
+    SHARED = "two parameters share its memory, and a write through one does not move the version of the other"
     ZERO3 = "DeepSpeed ZeRO-3 owns it and writes it without a new version"
     NO_STORAGE_OBJECT = "this PyTorch does not keep the Python object of a storage"

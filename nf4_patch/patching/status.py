@@ -6,8 +6,8 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from . import hooks
 from .counters import counters
+from .placement import installed
 from .reasons import Reason, Uncached
 from .switch import switch
 from .targets import SWITCHES, TARGETS
@@ -94,11 +94,11 @@ def status() -> Status:
     """A snapshot of what is patched, hit and refused in this process."""
     targets = []
     for target in TARGETS:
-        entry = hooks.installed.get(target.name)
+        entry = installed.get(target.name)
         note = ""
         if target.module not in sys.modules and entry is None:
             state = "waiting"
-        elif not hooks.is_enabled() and (entry is None or entry.replacement is not None):
+        elif not switch.on and (entry is None or entry.replacement is not None):
             state = "off"
         else:
             state, note = ("absent", "") if entry is None else (entry.state(), entry.refusal)
@@ -122,14 +122,13 @@ def status() -> Status:
         shapes[key] = shapes.get(key, 0) + counter.hits
         addresses.setdefault(key, set()).update(counter.addresses)
     weights = {key: len(known) for key, known in addresses.items() if known}
-    return Status(hooks.is_enabled(), tuple(targets), shapes, tuple(counters.errors), cache_status(), weights)
+    return Status(switch.on, tuple(targets), shapes, tuple(counters.errors), cache_status(), weights)
 
 
 def cache_status() -> CacheStatus:
-    module = sys.modules.get(f"{__package__}.cache")  # it needs torch
+    module = sys.modules.get(f"{__package__}.cache.cache")  # it needs torch
     if module is None:
         return CacheStatus()
-    cache = module.cache
-    held = {device: size for device, size in cache.held.items() if size}
-    uncached = {reason.name: count for reason, count in cache.uncached.items()}
-    return CacheStatus(str(cache.mode), held, len(cache.entries), cache.hits, cache.misses, uncached)
+    now = module.cache.snapshot()
+    uncached = {reason.name: count for reason, count in now.uncached.items()}
+    return CacheStatus(str(module.cache.mode), now.held, now.weights, now.hits, now.misses, uncached)

@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 
-class Switch:
-    """The options in force, set by hooks.enable and hooks.disable; the values are those of config.Config."""
+from ..config import Config
+
+
+class Gate:
+    """Whether the rows of one feature are on."""
 
     def __init__(self) -> None:
         self.on = False
+
+
+class Switch(Gate):
+    """The patch itself and the options in force; the values are those of config.Config.
+
+    What else depends on them follows: it is told at once and at every change, so that this module imports neither torch
+    nor what it switches.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config: Config | None = None  # None: off
         self.strict = False
         self.defer = "auto"
         self.matmul = "off"
         self.cache: str | int = "off"
+        self.gates: dict[str, Gate] = {"": self, "matmul": Gate(), "cache": Gate()}  # by ``only`` of a row
+        self.followers: list[Callable[[Config | None], None]] = []
+
+    def set(self, config: Config | None) -> None:
+        """Put a configuration in force; None: off, with the options as they were."""
+        if config is not None:
+            self.strict, self.defer, self.matmul, self.cache = config.strict, config.defer, config.matmul, config.cache
+        self.config, self.on = config, config is not None
+        for feature in ("matmul", "cache"):
+            self.gates[feature].on = self.on and getattr(self, feature) != "off"
+        for follower in self.followers:
+            follower(config)
+
+    def follow(self, follower: Callable[[Config | None], None]) -> None:
+        self.followers.append(follower)
+        follower(self.config)
 
 
 switch = Switch()

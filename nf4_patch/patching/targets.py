@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,14 @@ from typing import Any
 
 # A release's parameter names; a function with others is left alone, by name.
 Parameters = tuple[str, ...]
+
+
+class Reads(enum.Enum):
+    """Which calls of a target only read their result, and may be handed a cached weight."""
+
+    NEVER = "the result belongs to the caller"
+    INSIDE = "inside the library's functions that only read it: the rows of cache.reader"
+    ALWAYS = "whoever calls it multiplies by the weight"
 
 
 @dataclass(frozen=True)
@@ -21,11 +30,12 @@ class Target:
     releases: str  # for people: which releases have it
     tested: tuple[str, ...]  # releases that the tests ran with
     parameters: tuple[Parameters, ...]  # the signatures that the replacement adapts
-    replace: str  # name of the function in adapters/<distribution>.py that makes the replacement
+    replace: str  # "module:function" of this package, which makes the replacement of a row and an original
     covers: str
     unless: str = ""  # an attribute of the module that makes this row void
     only: str = ""  # "matmul", "cache": in place only where that is switched on
     lazy: bool = False  # its package imports the module only when it is used
+    reads: Reads = Reads.NEVER  # which of its calls may be handed a cached weight
     copied: bool = False  # other modules hold it by value: sweep them when the module was imported first
 
     @property
@@ -40,9 +50,9 @@ class Target:
         return module, name
 
     def make(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement, marked as ours: see hooks.is_ours."""
-        adapter = importlib.import_module(f".adapters.{self.distribution}", __package__)
-        replacement = getattr(adapter, self.replace)(self.name, original)
+        """The replacement, marked as ours: see placement.is_ours."""
+        module, function = self.replace.split(":")
+        replacement = getattr(importlib.import_module(f".{module}", __package__), function)(self, original)
         replacement.__nf4_patch__ = replacement  # itself: functools.wraps copies attributes to a wrapper
         return replacement
 
@@ -71,7 +81,8 @@ TARGETS = (
         releases=">= 0.43",
         tested=TESTED_BITSANDBYTES,
         parameters=(("A", "quant_state", "absmax", "out", "blocksize", "quant_type"),),
-        replace="replace_dequantize_4bit",
+        replace="adapters.bitsandbytes:dequantize_4bit",
+        reads=Reads.INSIDE,
         covers="backward of every Linear4bit, forward before 0.50; peft merge and DoRA; model.dequantize()",
         copied=True,
     ),
@@ -82,7 +93,8 @@ TARGETS = (
         releases=">= 0.50",
         tested=TESTED_OP_RELEASES,
         parameters=(LINEAR_4BIT,),
-        replace="replace_dequant_linear",
+        replace="adapters.bitsandbytes:dequant_linear",
+        reads=Reads.ALWAYS,
         covers="forward of Linear4bit in training, and its recompute under gradient checkpointing",
     ),
     Target(
@@ -92,7 +104,7 @@ TARGETS = (
         releases=">= 0.50",
         tested=TESTED_OP_RELEASES,
         parameters=(LINEAR_4BIT,),
-        replace="replace_gemm",
+        replace="adapters.bitsandbytes:gemm",
         covers='forward of Linear4bit on a few rows (generation), with enable(matmul="auto") only',
         only="matmul",
     ),
@@ -103,7 +115,7 @@ TARGETS = (
         releases=">= 0.43",
         tested=TESTED_OP_RELEASES,
         parameters=(("A", "B", "out", "transposed_A", "transposed_B", "state"),),
-        replace="replace_gemv",
+        replace="adapters.bitsandbytes:gemv",
         covers='gemv_4bit, which Linear4bit before 0.50 calls for one row (generation), with enable(matmul="auto") only',
         only="matmul",
         copied=True,
@@ -115,7 +127,7 @@ TARGETS = (
         releases=">= 0.43",
         tested=TESTED_OP_RELEASES,
         parameters=(("A", "B", "quant_state", "out", "bias"),),
-        replace="replace_matmul_4bit",
+        replace="adapters.bitsandbytes:matmul_4bit",
         covers='eager forward of Linear4bit on a few rows without a gradient, with enable(matmul="auto") only',
         only="matmul",
         copied=True,
@@ -127,7 +139,7 @@ TARGETS = (
         releases=">= 0.43",
         tested=("0.49.2", "0.50.2"),
         parameters=(("ctx", "grad_output"),),
-        replace="replace_reader",
+        replace="cache.reader:replace_reader",
         covers="cached weights in the backward of Linear4bit, with enable(cache=...) only",
         only="cache",
     ),
@@ -138,7 +150,7 @@ TARGETS = (
         releases=">= 0.43",
         tested=("0.49.2", "0.50.2"),
         parameters=(("ctx", "A", "B", "out", "bias", "quant_state"),),
-        replace="replace_reader",
+        replace="cache.reader:replace_reader",
         covers="cached weights in the forward of Linear4bit before 0.50, with enable(cache=...) only",
         only="cache",
     ),
@@ -149,7 +161,8 @@ TARGETS = (
         releases="<= 2026.9.12",
         tested=("2026.6.9", "2026.9.7"),
         parameters=(FAST_DEQUANTIZE,),
-        replace="replace_fast_dequantize",
+        replace="adapters.unsloth:fast_dequantize",
+        reads=Reads.INSIDE,
         covers="every 4-bit weight of Unsloth's LoRA kernels, decoding and saving",
         unless="_fast_dequantize_bnb",
         copied=True,
@@ -161,7 +174,8 @@ TARGETS = (
         releases=">= 2026.9.13",
         tested=("2026.9.14", "2026.10.9"),
         parameters=(FAST_DEQUANTIZE, (*FAST_DEQUANTIZE, "dtype")),
-        replace="replace_fast_dequantize",
+        replace="adapters.unsloth:fast_dequantize",
+        reads=Reads.INSIDE,
         covers="every 4-bit weight of Unsloth's LoRA kernels, decoding and saving",
     ),
     Target(
@@ -171,7 +185,7 @@ TARGETS = (
         releases="<= 2026.9.12",
         tested=("2026.9.7",),
         parameters=(FAST_GEMV,),
-        replace="replace_fast_gemv",
+        replace="adapters.unsloth:fast_gemv",
         covers='one row of every 4-bit weight (generation), with enable(matmul="auto") only',
         unless="_fast_gemv_bnb",
         only="matmul",
@@ -184,7 +198,7 @@ TARGETS = (
         releases=">= 2026.9.13",
         tested=("2026.10.9",),
         parameters=(FAST_GEMV,),
-        replace="replace_fast_gemv",
+        replace="adapters.unsloth:fast_gemv",
         covers='one row of every 4-bit weight (generation), with enable(matmul="auto") only',
         only="matmul",
     ),
@@ -195,7 +209,7 @@ TARGETS = (
         releases=">= 2026.10.9",
         tested=("2026.10.9",),
         parameters=(FAST_GEMV,),
-        replace="replace_gemv_rows",
+        replace="adapters.unsloth:gemv_rows",
         covers='generation of 2 to UNSLOTH_GEMV_MAX_ROWS (4) sequences at once, with enable(matmul="auto") only',
         only="matmul",
     ),
@@ -206,7 +220,7 @@ TARGETS = (
         releases=">= 2026.9.7",
         tested=("2026.9.7", "2026.10.9"),
         parameters=(MATMUL_LORA, (*MATMUL_LORA, "use_global_buffer")),
-        replace="replace_matmul_lora",
+        replace="adapters.unsloth:matmul_lora",
         covers='linear layers with LoRA on a few rows (short prompts), with enable(matmul="auto") only',
         only="matmul",
         copied=True,
@@ -219,7 +233,7 @@ TARGETS = (
             releases=">= 2026.6",
             tested=("2026.9.7", "2026.10.9"),
             parameters=(("ctx", *gradients),),
-            replace="replace_reader",
+            replace="cache.reader:replace_reader",
             covers="cached weights in the backward of Unsloth's LoRA kernels, with enable(cache=...) only",
             only="cache",
         )
@@ -232,7 +246,7 @@ TARGETS = (
         releases=">= 2026.9.8",
         tested=("2026.9.9", "2026.10.9"),
         parameters=(EXPERT_STACK, (*EXPERT_STACK, "out")),
-        replace="replace_nf4_dequant",
+        replace="adapters.unsloth_zoo:nf4_dequant",
         covers="Unsloth's mixtures of experts in 4 bits: a layer's stack of experts, or the experts that are used",
         lazy=True,
     ),
@@ -243,7 +257,7 @@ TARGETS = (
         releases=">= 0.17",
         tested=("0.19.0",),
         parameters=(("raw_param", "quant_state", "active_experts", "expert_shape"),),
-        replace="replace_selective_dequant",
+        replace="adapters.axolotl:selective_dequant",
         covers="axolotl's mixtures of experts in 4 bits with use_scattermoe: the experts that are used",
         lazy=True,
     ),
@@ -255,7 +269,8 @@ TARGETS = (
         tested=("5.0.0", "5.17.0", "5.23.0"),
         parameters=(EXPERTS,),
         lazy=True,
-        replace="replace_grouped_mm",
+        replace="adapters.transformers:grouped_mm",
+        reads=Reads.ALWAYS,
         covers="mixtures of experts in 4 bits: training saves the packed experts and not the dense ones",
     ),
     Target(
@@ -266,7 +281,18 @@ TARGETS = (
         tested=("5.0.0", "5.17.0", "5.23.0"),
         parameters=(EXPERTS,),
         lazy=True,
-        replace="replace_batched_mm",
+        replace="adapters.transformers:batched_mm",
         covers="mixtures of experts in 4 bits: generation dequantizes the experts that are used and no other",
+    ),
+    Target(
+        module="torch.utils",
+        attribute="swap_tensors",
+        distribution="torch",
+        releases=">= 2.3",
+        tested=("2.11.0", "2.13.0"),
+        parameters=(("t1", "t2"),),
+        replace="cache.reader:swap_tensors",
+        covers="parameters whose contents are swapped while their weights are cached, with enable(cache=...) only",
+        only="cache",
     ),
 )

@@ -25,7 +25,7 @@ from ..nf4.dequantize import compilation
 from ..nf4.layout import OUTPUT_DTYPES
 from ..nf4.matmul import calibration
 from ..nf4.matmul.tuning import SMALL_M_ROWS
-from ..patching import hooks
+from ..patching import hooks, placement
 from ..patching.reasons import Reason
 from ..patching.targets import SWITCHES, TARGETS, Target
 from .report import DISTRIBUTIONS, Diagnosis, Tell, plural, releases, silent
@@ -276,7 +276,7 @@ def judge(target: Target, release: str, state: str, failed: dict[str, str], conf
     if state in ("patched", "wrapped"):
         return "patched", tested
     if state == "refused":
-        return "refused", hooks.installed[target.name].refusal
+        return "refused", placement.installed[target.name].refusal
     if state == "absent":
         return "refused", f"{target.distribution} {release} has no such function"
     if target.distribution in sys.modules:

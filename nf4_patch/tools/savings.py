@@ -11,7 +11,7 @@ from typing import Any
 
 import nf4_patch
 
-from ..patching import hooks
+from ..patching.placement import installed
 from ..patching.status import Status
 from .report import plural
 
@@ -42,7 +42,7 @@ def of_the_cache(status: Status) -> list[str]:
         return [str(status.cache)]
     if not status.weights:
         return []
-    from ..patching.cache_entry import allocated  # imports torch, which the run has
+    from ..patching.cache.allocator import allocated  # imports torch, which the run has
 
     weights = sum(status.weights.values())
     reads = sum(status.shapes[shape] for shape in status.weights)
@@ -73,7 +73,7 @@ def measure(status: Status) -> list[Saving]:
     if not (shapes := most_hit(status)):
         return []
     most = max(status.targets, key=lambda target: target.hits).name
-    entry = hooks.installed.get(DEQUANTIZE if most.startswith("bitsandbytes") else most)
+    entry = installed.get(DEQUANTIZE if most.startswith("bitsandbytes") else most)
     if entry is None or entry.original is None:
         return []
     found, started = [], time.perf_counter()

@@ -12,7 +12,6 @@ from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.matmul import launch
 from nf4_patch.nf4.matmul.tuning import TILE_COUNTS
 from nf4_patch.patching.counters import counters
-from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.fused_matmul import FusedMatmul
 from nf4_patch.patching.quant_state import fields_of
 from nf4_patch.patching.reasons import Reason
@@ -161,7 +160,7 @@ def test_first_use_inside_a_capture_is_named(monkeypatch):
 def test_reasons_of_fused_matmul():
     packed, state = quantized((128, 256), torch.bfloat16, CUDA)
     fields = fields_of(state)
-    matmul = FusedMatmul(Dequantizer("test"))
+    matmul = FusedMatmul("test")
     one = torch.randn(4, 256, device=CUDA, dtype=torch.bfloat16)
 
     def run(x=one, packed=packed, quant_type="nf4", **kwargs):
@@ -196,7 +195,7 @@ def test_a_remembered_launch_follows_its_weight():
     """Another bias, x, weight at the same shape, or new numbers at the same address: the result is that of now."""
     packed, state = quantized((128, 256), torch.bfloat16, CUDA)
     other, _ = quantized((128, 256), torch.bfloat16, CUDA, seed=7)
-    matmul = FusedMatmul(Dequantizer("test"))
+    matmul = FusedMatmul("test")
     x = torch.randn(4, 256, device=CUDA, dtype=torch.bfloat16)
     biases = [None, *torch.randn(2, 128, device=CUDA, dtype=torch.bfloat16)]
 

@@ -18,7 +18,7 @@ store = dist.HashStore()
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
 import bitsandbytes as bnb, nf4_patch
-from nf4_patch.patching.cache import cache
+from nf4_patch.patching.cache.cache import cache
 torch.manual_seed(0)
 
 class Layer(torch.nn.Module):
@@ -68,7 +68,7 @@ import torch, nf4_patch
 import unsloth
 import bitsandbytes as bnb
 from unsloth.kernels import fast_lora, utils
-from nf4_patch.patching.cache import cache
+from nf4_patch.patching.cache.cache import cache
 torch.manual_seed(0)
 layers = [bnb.nn.Linear4bit(128, 128, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).bfloat16().to("cpu")
           for _ in range(3)]

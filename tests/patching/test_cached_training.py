@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 
 import bitsandbytes as bnb
@@ -12,13 +13,14 @@ import pytest
 import target
 import torch
 from oracle import quantized
-from target import same, step
+from target import same, step, target_like
 
 import nf4_patch
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.layout import Layout
-from nf4_patch.patching.cache import StaleWeightError, cache
-from nf4_patch.patching.cache_entry import allocated
+from nf4_patch.patching.cache.allocator import allocated
+from nf4_patch.patching.cache.cache import StaleWeightError, cache
+from nf4_patch.patching.cache.reader import Reader
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.quant_state import code_of, linear_fields
@@ -27,27 +29,6 @@ from nf4_patch.patching.reasons import Reason, Uncached
 FORWARD = "bitsandbytes.backends.cuda.ops._dequant_linear_fallback"
 SIDE = 64
 ONE = allocated(SIDE * SIDE * 2)
-
-
-@pytest.fixture
-def fresh(device, monkeypatch):
-    """bitsandbytes 0.50's forward on the CPU too goes the way that it goes on a GPU."""
-    if device.type == "cpu":
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    import bitsandbytes.backends.cuda.ops as cuda_ops
-
-    def gemm_4bit(A, B, shapeB, absmax, blocksize, quant_type, bias=None, *second):
-        if nf4_patch.is_enabled():
-            return cuda_ops._dequant_linear_fallback(A, B, shapeB, absmax, blocksize, quant_type, bias, *second)
-        absmax, _, *rest = linear_fields(A, shapeB, absmax, blocksize, *(second or (None,) * 3))
-        weight = reference.dequantize(Layout(B, absmax, code_of(quant_type, B.device), *rest))
-        return torch.nn.functional.linear(A, weight, bias)
-
-    with torch.library._scoped_library("bitsandbytes", "IMPL") as library:
-        if device.type == "cpu":
-            library.impl("gemm_4bit", gemm_4bit, "CPU")
-        yield device
-        nf4_patch.disable()
 
 
 def linear(device, seed=0):
@@ -98,10 +79,10 @@ def train(model, device, steps=2):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpointed_peft_step_has_the_same_bits_and_fewer_decodes(fresh, reentrant):
-    model = peft_model(fresh, reentrant)
+def test_a_checkpointed_peft_step_has_the_same_bits_and_fewer_decodes(linear_op, reentrant):
+    model = peft_model(linear_op, reentrant)
     adapter = [p.detach().clone() for p in model.parameters() if p.requires_grad]
-    want = train(model, fresh)
+    want = train(model, linear_op)
     saved = {}
     for mode in ("block", 3 * ONE, 6 * ONE):
         with torch.no_grad():
@@ -109,13 +90,13 @@ def test_a_checkpointed_peft_step_has_the_same_bits_and_fewer_decodes(fresh, ree
                 parameter.copy_(value)
         nf4_patch.enable(cache=mode)
         hits, misses, decoded = cache.hits, cache.misses, counters.hits(FORWARD)
-        assert same(train(model, fresh), want)
+        assert same(train(model, linear_op), want)
         reads = cache.hits - hits + cache.misses - misses
         assert reads == 2 * 3 * 6
         saved[mode] = (cache.hits - hits) / reads
         assert counters.hits(FORWARD) > decoded
         if isinstance(mode, int):
-            assert cache.held[fresh.index or 0 if fresh.type == "cuda" else -1] <= mode
+            assert cache.held[linear_op.index or 0 if linear_op.type == "cuda" else -1] <= mode
         else:
             assert not cache.entries
         nf4_patch.disable()
@@ -175,60 +156,60 @@ CHANGES = {
 
 @pytest.mark.parametrize("mode", ["block", 2**20])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_weight_is_read_as_it_is(fresh, change, mode):
-    layer = linear(fresh)
+def test_a_changed_weight_is_read_as_it_is(linear_op, change, mode):
+    layer = linear(linear_op)
     nf4_patch.enable(cache=mode)
-    before = step(layer, fresh, SIDE)
-    assert same(step(layer, fresh, SIDE), before)
+    before = step(layer, linear_op, SIDE)
+    assert same(step(layer, linear_op, SIDE), before)
     with torch.no_grad():
         CHANGES[change](layer)
-    got = step(layer, fresh, SIDE)
+    got = step(layer, linear_op, SIDE)
     nf4_patch.disable()
-    assert same(got, step(layer, fresh, SIDE))
+    assert same(got, step(layer, linear_op, SIDE))
     assert not torch.equal(got[0], before[0])
 
 
-def test_moving_and_merging(fresh):
+def test_moving_and_merging(linear_op):
     peft = pytest.importorskip("peft")
-    model = torch.nn.Sequential(linear(fresh))
+    model = torch.nn.Sequential(linear(linear_op))
     model.is_loaded_in_4bit = True  # what transformers sets: peft then takes its bitsandbytes layer
     config = peft.LoraConfig(target_modules=["0"], r=4, init_lora_weights=False)
-    model = peft.get_peft_model(model, config).to(fresh)
+    model = peft.get_peft_model(model, config).to(linear_op)
     nf4_patch.enable(cache=2**20)
     for change in ("merge_adapter", "unmerge_adapter", "to"):
-        step(model, fresh, SIDE)
+        step(model, linear_op, SIDE)
         assert cache.entries
         getattr(model, change)(*(["cpu"] if change == "to" else []))
-        model.to(fresh)
-        got = step(model, fresh, SIDE)
+        model.to(linear_op)
+        got = step(model, linear_op, SIDE)
         with nf4_patch.enabled(cache="off"):
-            assert same(got, step(model, fresh, SIDE))
+            assert same(got, step(model, linear_op, SIDE))
     layer = copy.deepcopy(model)
-    assert same(step(layer, fresh, SIDE), step(model, fresh, SIDE))
+    assert same(step(layer, linear_op, SIDE), step(model, linear_op, SIDE))
     del model, layer
     gc.collect()
     assert not cache.entries
 
 
-def test_strict_compares(fresh, monkeypatch):
+def test_strict_compares(linear_op, monkeypatch):
     monkeypatch.setenv("NF4_PATCH_STRICT", "1")
-    layer = linear(fresh)
+    layer = linear(linear_op)
     nf4_patch.enable(cache=2**20)
-    first = step(layer, fresh, SIDE)
-    assert same(step(layer, fresh, SIDE), first)
+    first = step(layer, linear_op, SIDE)
+    assert same(step(layer, linear_op, SIDE), first)
     layer.weight.data.bitwise_xor_(255)  # no version counter sees it
     with pytest.raises(StaleWeightError, match="call nf4_patch"):
-        step(layer, fresh, SIDE)
-    assert not torch.equal(step(layer, fresh, SIDE)[0], first[0])
+        step(layer, linear_op, SIDE)
+    assert not torch.equal(step(layer, linear_op, SIDE)[0], first[0])
 
 
-def test_who_may_write_receives_memory_of_its_own(fresh):
-    layer = linear(fresh)
+def test_who_may_write_receives_memory_of_its_own(linear_op):
+    layer = linear(linear_op)
     nf4_patch.enable(cache=2**20)
-    want = step(layer, fresh, SIDE)
+    want = step(layer, linear_op, SIDE)
     (entry,) = cache.entries.values()
     packed, state = layer.weight, layer.weight.quant_state
-    out = torch.empty(SIDE, SIDE, dtype=state.dtype, device=fresh)
+    out = torch.empty(SIDE, SIDE, dtype=state.dtype, device=linear_op)
     for mine in (
         F.dequantize_4bit(packed, state),
         F.dequantize_4bit(packed, state, out=out),
@@ -237,27 +218,27 @@ def test_who_may_write_receives_memory_of_its_own(fresh):
     ):
         assert mine.data_ptr() != entry.dense.data_ptr()
         mine.zero_()
-    assert same(step(layer, fresh, SIDE), want)
+    assert same(step(layer, linear_op, SIDE), want)
 
 
-def test_a_compiled_forward_reads_and_a_traced_backward_decodes(fresh):
-    layer = linear(fresh)
-    want = step(layer, fresh, SIDE)
+def test_a_compiled_forward_reads_and_a_traced_backward_decodes(linear_op):
+    layer = linear(linear_op)
+    want = step(layer, linear_op, SIDE)
     nf4_patch.enable(cache=2**20)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for _ in range(3):
-        assert same(step(compiled, fresh, SIDE), want)
+        assert same(step(compiled, linear_op, SIDE), want)
     assert (cache.hits, cache.misses) == (2, 1)
     torch._dynamo.reset()
 
 
-def test_toggling_in_the_middle_of_a_step(fresh):
-    layers = torch.nn.Sequential(linear(fresh, 1), linear(fresh, 2))
-    want = step(layers, fresh, SIDE)
+def test_toggling_in_the_middle_of_a_step(linear_op):
+    layers = torch.nn.Sequential(linear(linear_op, 1), linear(linear_op, 2))
+    want = step(layers, linear_op, SIDE)
     for first, then in (("off", 2**20), (2**20, "off"), (2**20, "block"), (2**20, None), ("block", 2**20)):
         nf4_patch.enable(cache=first)
         torch.manual_seed(1)
-        x = torch.randn(600, SIDE, dtype=torch.bfloat16).to(fresh).requires_grad_()
+        x = torch.randn(600, SIDE, dtype=torch.bfloat16).to(linear_op).requires_grad_()
         y = layers(x)
         nf4_patch.disable() if then is None else nf4_patch.enable(cache=then)
         y.square().sum().backward()
@@ -266,13 +247,13 @@ def test_toggling_in_the_middle_of_a_step(fresh):
         assert not cache.entries
 
 
-def test_off_looks_at_one_attribute(fresh, monkeypatch):
+def test_off_looks_at_one_attribute(linear_op, monkeypatch):
     """The functions that only serve the cache are the originals, and no call asks it."""
-    for name in ("find", "keep"):
+    for name in ("find", "insert"):
         monkeypatch.setattr(cache, name, None)
     nf4_patch.enable()
     assert not hasattr(autograd_functions.MatMul4Bit.backward, "__wrapped__")
-    step(linear(fresh), fresh, SIDE)
+    step(linear(linear_op), linear_op, SIDE)
     assert nf4_patch.status().cache.mode == "off"
     monkeypatch.undo()
     nf4_patch.enable(cache="block")
@@ -281,11 +262,12 @@ def test_off_looks_at_one_attribute(fresh, monkeypatch):
     assert not hasattr(autograd_functions.MatMul4Bit.backward, "__wrapped__")
 
 
-def test_a_transposed_or_flat_or_fp4_weight(fresh):
+def test_a_transposed_or_flat_or_fp4_weight(linear_op):
     nf4_patch.enable(cache=2**20)
     for options in ({"nested": False}, {"quant_type": "fp4"}, {"storage": torch.bfloat16}):
-        packed, state = quantized((SIDE, SIDE), torch.bfloat16, fresh, **options)
-        x = torch.randn(600, SIDE, dtype=torch.bfloat16, device=fresh, requires_grad=True)
+        packed, state = quantized((SIDE, SIDE), torch.bfloat16, linear_op, **options)
+        packed = torch.nn.Parameter(packed, requires_grad=False)
+        x = torch.randn(600, SIDE, dtype=torch.bfloat16, device=linear_op, requires_grad=True)
         for _ in range(2):
             for each in (packed, packed.t()):
                 y = bnb.matmul_4bit(x, each, state)
@@ -296,11 +278,11 @@ def test_a_transposed_or_flat_or_fp4_weight(fresh):
     assert cache.misses == 3
 
 
-def test_a_weight_without_a_version_counter_is_refused_by_name(fresh):
+def test_a_weight_without_a_version_counter_is_refused_by_name(linear_op):
     with torch.inference_mode():
-        packed, state = quantized((SIDE, SIDE), torch.bfloat16, fresh)
+        packed, state = quantized((SIDE, SIDE), torch.bfloat16, linear_op)
     nf4_patch.enable(cache=2**20)
-    x = torch.randn(600, SIDE, dtype=torch.bfloat16, device=fresh)
+    x = torch.randn(600, SIDE, dtype=torch.bfloat16, device=linear_op)
     with torch.no_grad():
         got = [bnb.matmul_4bit(x, packed, state) for _ in range(2)]
     nf4_patch.disable()
@@ -310,22 +292,24 @@ def test_a_weight_without_a_version_counter_is_refused_by_name(fresh):
     assert cache.uncached == {Uncached.INFERENCE_TENSOR: 2}
 
 
-def test_what_is_no_tensor_is_the_guards_business(fresh):
-    packed, state = quantized((SIDE, SIDE), torch.bfloat16, fresh)
+def test_what_is_no_tensor_is_the_guards_business(linear_op):
+    packed, state = quantized((SIDE, SIDE), torch.bfloat16, linear_op)
     nf4_patch.enable(cache=2**20)
     dequantizer = Dequantizer("a test")
+    reader = Reader(target_like("bitsandbytes"), dequantizer.run_fields)
+    inside = functools.partial(reader.state, shared=True)
     state.offset = 0.5
-    assert dequantizer.cached_state(packed, state, False) is None
+    assert inside(packed, state) is None
     state.dtype = None
     assert dequantizer.run(packed, state) is Reason.OUTPUT_DTYPE
-    assert dequantizer.cached_state(packed, state, False) in (None, Reason.OUTPUT_DTYPE)
-    assert dequantizer.cached_state(packed, None, False) is None
+    assert inside(packed, state) in (None, Reason.OUTPUT_DTYPE)
+    assert inside(packed, None) is None
 
 
-def test_the_status_says_what_is_held(fresh):
-    layer = linear(fresh)
+def test_the_status_says_what_is_held(linear_op):
+    layer = linear(linear_op)
     nf4_patch.enable(cache="1MiB")
-    step(layer, fresh, SIDE)
+    step(layer, linear_op, SIDE)
     status = nf4_patch.status().cache
     assert (status.mode, status.weights, status.hits, status.misses) == (str(2**20), 1, 1, 1)
     assert list(status.held.values()) == [ONE]

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from nf4_patch.patching.adapters.transformers import Stack
-from nf4_patch.patching.cache import cache
+from nf4_patch.patching.cache.cache import cache
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 

@@ -19,7 +19,7 @@ from target import fallbacks, replaced_by, row, same
 import nf4_patch
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import launch
-from nf4_patch.patching import dequantizer, guards, op
+from nf4_patch.patching import guards, op, replacement
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
@@ -80,7 +80,7 @@ def test_error_messages_that_vary_do_not_fill_the_memory(on, monkeypatch):
         raise RuntimeError(f"at {next(addresses):#x}")
 
     monkeypatch.setattr(guards, "check", varying)
-    monkeypatch.setattr(dequantizer.logger, "disabled", True)
+    monkeypatch.setattr(replacement.logger, "disabled", True)
     for _ in range(300):
         F.dequantize_4bit(packed, state)
     assert fallbacks() == {Reason.INTERNAL_ERROR: 300}
@@ -91,7 +91,7 @@ def test_two_kernel_failures_are_counted_under_their_own_names(on, monkeypatch):
     messages = iter(["ptxas exited with 1", "no space left on device"] * 10)
 
     def unavailable(self, layout, *rest):
-        return self.unavailable(runtime.KernelUnavailable(next(messages)))
+        return self.fallbacks.unavailable(runtime.KernelUnavailable(next(messages)))
 
     monkeypatch.setattr(Dequantizer, "interpret", unavailable)
     monkeypatch.setattr(Dequantizer, "resolve", unavailable)

@@ -12,14 +12,14 @@ import pytest
 import torch
 from bitsandbytes.autograd import _functions as autograd
 from oracle import quantized
-from target import row
+from target import row, target_like
 from unsloth_releases import RELEASES, with_unsloth
 
 import nf4_patch
 from nf4_patch.config import Config, ConfigError
 from nf4_patch.patching import fused_matmul
-from nf4_patch.patching.adapters.bitsandbytes import replace_gemm, replace_gemv, replace_matmul_4bit
-from nf4_patch.patching.adapters.unsloth import replace_fast_gemv, replace_gemv_rows, replace_matmul_lora
+from nf4_patch.patching.adapters.bitsandbytes import gemm, gemv, matmul_4bit
+from nf4_patch.patching.adapters.unsloth import fast_gemv, gemv_rows, matmul_lora
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
@@ -60,16 +60,16 @@ def test_it_is_in_place_only_where_it_is_switched_on(monkeypatch):
     monkeypatch.setitem(sys.modules, late.__name__, late)
     nf4_patch.enable()
     assert autograd.matmul_4bit is bnb.matmul_4bit is original
-    late.multiply = bnb.matmul_4bit
+    late.matmul_4bit = bnb.matmul_4bit
     with nf4_patch.enabled(matmul="auto"):
-        assert autograd.matmul_4bit is bnb.matmul_4bit is late.multiply is not original
+        assert autograd.matmul_4bit is bnb.matmul_4bit is late.matmul_4bit is not original
         assert original is autograd.matmul_4bit.__wrapped__
         nf4_patch.enable(matmul="off")
-        assert autograd.matmul_4bit is bnb.matmul_4bit is late.multiply is original
+        assert autograd.matmul_4bit is bnb.matmul_4bit is late.matmul_4bit is original
     assert nf4_patch.is_enabled() and autograd.matmul_4bit is original
     assert row("bitsandbytes.autograd._functions.matmul_4bit").state == "inactive"
     nf4_patch.disable()
-    assert autograd.matmul_4bit is bnb.matmul_4bit is late.multiply is original
+    assert autograd.matmul_4bit is bnb.matmul_4bit is late.matmul_4bit is original
 
 
 def replaced(name):
@@ -81,19 +81,19 @@ def replaced(name):
         seen.append((arguments, keywords))
         return "original" if seen else gemm_4bit  # noqa: F821 (the name tells bitsandbytes 0.50)
 
-    return functools.partial(make(name, original), **keywords), arguments_of, seen
+    return functools.partial(make(target_like("unsloth", name), original), **keywords), arguments_of, seen
 
 
 # What makes a replacement, and what the library gives it, of x, the packed weight and its state, and by name.
 CALLS = {
-    "gemm": (replace_gemm, lambda x, w, s: (
+    "gemm": (gemm, lambda x, w, s: (
         x, w, list(s.shape), s.state2.absmax, 64, "nf4", None, s.absmax, s.state2.code, s.offset), {}),
-    "matmul": (replace_matmul_4bit, lambda x, w, s: (x, w, s, None, None), {}),
-    "gemv": (replace_gemv, lambda x, w, s: (x, w, None, False, False, s), {}),
-    "fast_gemv": (replace_fast_gemv, lambda x, w, s: (x, w, s, None), {}),
-    "rows": (replace_gemv_rows, lambda x, w, s: (x, w, s, None), {}),
-    "lora": (replace_matmul_lora, lambda x, w, s: (x, w, s, None, None, None, None), {"use_global_buffer": False}),
-    "lora by position": (replace_matmul_lora, lambda x, w, s: (x, w, s, None, None, None, None, False), {}),
+    "matmul": (matmul_4bit, lambda x, w, s: (x, w, s, None, None), {}),
+    "gemv": (gemv, lambda x, w, s: (x, w, None, False, False, s), {}),
+    "fast_gemv": (fast_gemv, lambda x, w, s: (x, w, s, None), {}),
+    "rows": (gemv_rows, lambda x, w, s: (x, w, s, None), {}),
+    "lora": (matmul_lora, lambda x, w, s: (x, w, s, None, None, None, None), {"use_global_buffer": False}),
+    "lora by position": (matmul_lora, lambda x, w, s: (x, w, s, None, None, None, None, False), {}),
 }  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def test_refused_on_the_cpu_with_untouched_arguments(name, on_with_matmul):
     arguments = arguments_of(torch.randn(1, 1, 256, dtype=torch.bfloat16), packed, state)
     assert replacement(*arguments) == "original"
     assert all(a is b for a, b in zip(seen[0][0], arguments, strict=True)) and seen[0][1] == replacement.keywords
-    assert counters.fallbacks == {(name, Reason.NOT_CUDA): 1}
+    assert counters.fallbacks == {(f"test.{name}", Reason.NOT_CUDA): 1}
     # off: the original at once, nothing counted
     nf4_patch.enable(matmul="off")
     counters.reset()
@@ -129,9 +129,9 @@ def test_reasons_of_a_state(name, on_with_matmul):
         replacement(*arguments_of(x, packed, state))
     assert len(seen) == 5
     assert counters.fallbacks == {
-        (name, Reason.NOT_4BIT): 2,
-        (name, Reason.MATMUL_OPERANDS): 2,
-        (name, Reason.DISPATCH_MODE): 1,
+        (f"test.{name}", Reason.NOT_4BIT): 2,
+        (f"test.{name}", Reason.MATMUL_OPERANDS): 2,
+        (f"test.{name}", Reason.DISPATCH_MODE): 1,
     }
 
 
@@ -144,7 +144,7 @@ def test_an_error_of_ours_runs_the_original(on_with_matmul, monkeypatch):
     packed, state = quantized((128, 256), torch.bfloat16, "cpu")
     x = torch.randn(1, 1, 256, dtype=torch.bfloat16)
     assert replacement(*arguments_of(x, packed, state)) == "original"
-    assert counters.fallbacks == {("gemv", Reason.INTERNAL_ERROR): 1}
+    assert counters.fallbacks == {("test.gemv", Reason.INTERNAL_ERROR): 1}
     assert counters.errors == {"ZeroDivisionError: on purpose": 1}
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from bitsandbytes.nn import Params4bit
 from oracle import layout_of, quantized
+from target import target_like
 
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import compilation, launch, reference
@@ -170,7 +171,7 @@ def multiplier(server, monkeypatch):
     monkeypatch.setattr(small_m, "SmallMKernel", Kernel)
     monkeypatch.setattr(matmul, "_kernels", {})
     fused_matmul.is_measured.cache_clear()
-    yield FusedMatmul(server)
+    yield FusedMatmul("test")
     fused_matmul.is_measured.cache_clear()
 
 
@@ -248,13 +249,12 @@ def test_a_product_that_cannot_be_compiled_is_named(server, multiplier, monkeypa
     monkeypatch.setattr(matmul, "resolve", broken)
     x = torch.randn(4, 128).bfloat16()
     assert multiplier.run(x, packed, quant_state.fields_of(state), "nf4", state=state) is guards.Reason.KERNEL_FAILED
-    assert server.failure == "ptxas says no"
+    assert multiplier.fallbacks.details == {guards.Reason.KERNEL_FAILED: "ptxas says no"}
 
 
 @pytest.fixture
 def auto(multiplier, monkeypatch):
-    monkeypatch.setattr(switch, "on", True)
-    monkeypatch.setattr(switch, "matmul", "auto")
+    monkeypatch.setattr(switch.gates["matmul"], "on", True)
     monkeypatch.setattr(switch, "strict", False)
 
 
@@ -269,7 +269,7 @@ def matmul_4bit_before_0_50(A, B, quant_state, out=None, bias=None):
 @pytest.mark.parametrize("original", [matmul_4bit_since_0_50, matmul_4bit_before_0_50])
 def test_matmul_4bit(original, auto):
     """Without a gradient it is the product, whichever way the packed weight lies if the original does not mind."""
-    replacement_of = bitsandbytes_adapter.replace_matmul_4bit("test", original)
+    replacement_of = bitsandbytes_adapter.matmul_4bit(target_like("bitsandbytes"), original)
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     weight = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
     layout = layout_of(packed, state)
@@ -311,7 +311,7 @@ def test_matmul_lora(lora, auto):
     def original(X, W, W_quant, A, B, s, out=None, use_global_buffer=True):
         return "original"
 
-    replacement_of = unsloth_adapter.replace_matmul_lora("test", original)
+    replacement_of = unsloth_adapter.matmul_lora(target_like("unsloth"), original)
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     weight = reference.dequantize(layout_of(packed, state)).float()
     x, a, b = torch.randn(2, 3, 128).bfloat16(), torch.randn(4, 128), torch.randn(64, 4)
@@ -333,4 +333,4 @@ def test_matmul_lora(lora, auto):
         assert replacement_of(x, packed, state, a.requires_grad_(), b, 0.5) == "original"
     back = torch.randn(2, 3, 64).bfloat16()
     assert replacement_of(back, packed.t(), state, None, None, None) == "original"
-    assert counters.hits("test") == 3
+    assert counters.hits("test.test") == 3

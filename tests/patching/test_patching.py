@@ -206,7 +206,7 @@ def test_an_attribute_error_is_taken_for_a_missing_field_only_where_one_is_missi
         raise AttributeError("a mistake of ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr(guards, "state_is_odd", mistaken)
+        patch.setattr(guards, "check_quant_state", mistaken)
         F.dequantize_4bit(packed, state)
     assert fallbacks() == {Reason.INTERNAL_ERROR: 1}
     counters.reset()

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import bitsandbytes as bnb
 import bitsandbytes.functional as F
 import torch
 
 import nf4_patch
-from nf4_patch.patching import hooks
+from nf4_patch.patching import placement
 from nf4_patch.patching.counters import counters
+from nf4_patch.patching.targets import TARGETS
 
 TARGET = "bitsandbytes.functional.dequantize_4bit"
+
+
+def target_like(library: str, name: str = "test"):
+    """A row of this name, for an adapter of the library that is called with an original of the test's own."""
+    like = next(target for target in TARGETS if target.distribution == library)
+    return dataclasses.replace(like, module="test", attribute=name)
 
 
 def row(target=TARGET):
@@ -31,7 +39,7 @@ def replaced_by(function, on=False):
     original = getattr(F.dequantize_4bit, "__wrapped__", F.dequantize_4bit)
     F.dequantize_4bit = function
     if not on:
-        hooks.installed.pop(TARGET, None)
+        placement.installed.pop(TARGET, None)
         nf4_patch.enable()
     counters.reset()
     try:
@@ -39,7 +47,7 @@ def replaced_by(function, on=False):
     finally:
         nf4_patch.disable()
         F.dequantize_4bit = original
-        hooks.installed.pop(TARGET, None)
+        placement.installed.pop(TARGET, None)
         counters.reset()
 
 

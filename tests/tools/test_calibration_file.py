@@ -17,7 +17,6 @@ from nf4_patch.nf4.matmul import calibration
 from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.nf4.matmul.tuning import ANY, SmallMRow
 from nf4_patch.patching import deferral, fused_matmul, hooks
-from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.tools import doctor
 from nf4_patch.tools.bench.timing import Machine
 
@@ -52,7 +51,7 @@ def test_the_answers_that_were_remembered_follow_the_file(machine):
     assert fused_matmul.is_measured(0, 8, 4096, 4096)
     assert not fused_matmul.is_measured(0, 1, 4096, 4096) and not fused_matmul.is_measured(1, 8, 4096, 4096)
     assert deferral.measured_everywhere("unsloth")
-    multiplier = fused_matmul.FusedMatmul(Dequantizer("test"))
+    multiplier = fused_matmul.FusedMatmul("test")
     matmul._kernels["a size"] = multiplier.launches["a weight"] = None
     hooks.use_calibration(SimpleNamespace(calibration=None))
     assert not fused_matmul.is_measured(0, 8, 4096, 4096)

@@ -18,7 +18,7 @@ class Launch:
     """
 
     __slots__ = (
-        "call", "dense_shape", "device", "dtype", "grid", "head", "n", "shape", "strides", "tail", "counter", "transposed", "view",
+        "call", "dense_shape", "device", "differentiable", "dtype", "grid", "head", "n", "shape", "strides", "tail", "counter", "transposed", "view",
     )  # fmt: skip
 
     def __init__(self, layout: Layout, transposed: bool = False):
@@ -32,6 +32,7 @@ class Launch:
         config = compilation.config_for(torch.cuda.get_device_capability(device), layout.numel())
         kernel = compilation.kernel_for(compilation.Variant.of(layout, config), device)
         self.n, self.dtype, self.device = layout.numel(), layout.dtype, device.index
+        self.differentiable = layout.packed.is_floating_point()  # bytes cannot require a gradient
         self.grid = -(-self.n // kernel.elements)
         self.call, head, tail, _ = kernel.entry
         self.head, self.tail = (*head, *pointers), (self.n, *tail)

@@ -14,9 +14,9 @@ from ..switch import switch
 from .transformers import Stack
 
 
-def replace_selective_dequant(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def selective_dequant(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``_selective_dequant_bnb4``: the experts ``active_experts`` of a packed stack, [n, ...]."""
-    dequantizer = Dequantizer(target)
+    dequantizer = Dequantizer(target.name)
 
     def decode(packed, state, ids, shape):
         if (switch.defer == "auto" and state.state2 is None) or deferred("axolotl"):
@@ -29,7 +29,7 @@ def replace_selective_dequant(target: str, original: Callable[..., Any]) -> Call
     @functools.wraps(original)
     def _selective_dequant_bnb4(raw_param, quant_state, active_experts, expert_shape):
         if switch.on and not is_compiling():
-            result = dequantizer.attempt(decode, raw_param, quant_state, active_experts, expert_shape)
+            result = dequantizer.fallbacks.attempt(decode, raw_param, quant_state, active_experts, expert_shape)
             if type(result) is not Reason:
                 return result
         return original(raw_param, quant_state, active_experts, expert_shape)

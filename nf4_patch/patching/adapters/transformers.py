@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..cache import cache
+from ..cache.cache import cache
+from ..cache.reader import Reader
 from ..context import is_compiling, transforms_active
 from ..dequantizer import Dequantizer
 from ..reasons import Reason
@@ -37,10 +38,11 @@ class Stack:
     packed: torch.Tensor
     state: Any  # QuantState of shape [experts, ...]
     dequantizer: Dequantizer
+    reader: Reader | None = None
 
     def decode(self, run: Callable[..., Any], packed: torch.Tensor, state: Any) -> torch.Tensor:
         if switch.on and not is_compiling():
-            result = self.dequantizer.attempt(run, packed, state)
+            result = self.dequantizer.fallbacks.attempt(run, packed, state)
             if type(result) is not Reason:
                 return result
         from bitsandbytes.functional import dequantize_4bit
@@ -49,7 +51,11 @@ class Stack:
 
     def dense(self) -> torch.Tensor:
         """All experts, not to be written into: [experts, ...]."""
-        return self.decode(self.dequantizer.read, self.packed, self.state)
+        return self.decode(self.read, self.packed, self.state)
+
+    def read(self, packed: torch.Tensor, state: Any) -> Any:
+        found = self.reader.state(packed, state, backward=True) if cache.sized and self.reader else None
+        return self.dequantizer.run(packed, state) if found is None else found
 
     def __getitem__(self, ids: torch.Tensor) -> torch.Tensor:
         """The experts ``ids``, int64 [n], as transformers asks a dense stack for them: [n, ...]. No other is read."""
@@ -87,7 +93,7 @@ class Stack:
         return whole and math.prod(state.shape[1:]) % block == 0
 
 
-def stacks_of(module: Any, dequantizer: Dequantizer) -> dict[str, Stack] | Reason:
+def stacks_of(module: Any, dequantizer: Dequantizer, reader: Reader | None = None) -> dict[str, Stack] | Reason:
     """The 4-bit stacks of an experts module by name, or the Reason why there is none."""
     chains = {
         name: chain
@@ -97,7 +103,7 @@ def stacks_of(module: Any, dequantizer: Dequantizer) -> dict[str, Stack] | Reaso
     if not chains:
         return Reason.NOT_4BIT
     stacks = {
-        name: Stack(chain.original, chain[0].quant_state, dequantizer)
+        name: Stack(chain.original, chain[0].quant_state, dequantizer, reader)
         for name, chain in chains.items()
         if len(chain) == 1
     }
@@ -166,9 +172,10 @@ def nothing_dense_saved(module: Any, stacks: dict[str, Stack]) -> Iterator[View]
             dense.clear()
 
 
-def replace_grouped_mm(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def grouped_mm(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``grouped_mm_experts_forward``, which saves the dense stacks for the backward."""
-    dequantizer = Dequantizer(target)
+    dequantizer = Dequantizer(target.name)
+    reader = Reader(target, dequantizer.run_fields)
 
     def unsupported() -> Reason | None:
         if not torch.is_grad_enabled():
@@ -182,12 +189,12 @@ def replace_grouped_mm(target: str, original: Callable[..., Any]) -> Callable[..
     @functools.wraps(original)
     def grouped_mm_experts_forward(self, *args, **kwargs):
         if switch.on and not is_compiling():
-            stacks = stacks_of(self, dequantizer)
+            stacks = stacks_of(self, dequantizer, reader)
             reason = stacks if isinstance(stacks, Reason) else unsupported()
             if reason is None:
                 with nothing_dense_saved(self, stacks) as view:
                     return original(view, *args, **kwargs)
-            dequantizer.fall_back(reason)
+            dequantizer.fallbacks.count(reason)
             if cache.sized and not isinstance(stacks, Reason):
                 return original(View(self, stacks, lambda name: stacks[name].dense()), *args, **kwargs)
         return original(self, *args, **kwargs)
@@ -195,9 +202,9 @@ def replace_grouped_mm(target: str, original: Callable[..., Any]) -> Callable[..
     return grouped_mm_experts_forward
 
 
-def replace_batched_mm(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def batched_mm(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``batched_mm_experts_forward``, with which ``generate`` decodes tokens on a GPU."""
-    dequantizer = Dequantizer(target)
+    dequantizer = Dequantizer(target.name)
 
     def divisible(stacks: dict[str, Stack]) -> dict[str, Stack] | Reason:
         if torch.is_grad_enabled():
@@ -212,7 +219,7 @@ def replace_batched_mm(target: str, original: Callable[..., Any]) -> Callable[..
                 stacks = divisible(stacks)
             if not isinstance(stacks, Reason):
                 return original(View(self, stacks, stacks.__getitem__), *args, **kwargs)
-            dequantizer.fall_back(stacks)
+            dequantizer.fallbacks.count(stacks)
         return original(self, *args, **kwargs)
 
     return batched_mm_experts_forward

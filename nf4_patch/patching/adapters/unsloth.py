@@ -2,62 +2,45 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .. import fused_matmul
-from ..cache import cache
-from ..context import is_compiling
+from ..cache.cache import cache
+from ..cache.reader import Reader
 from ..deferral import deferred
 from ..dequantizer import Dequantizer
-from ..reader import reader, replace_reader
 from ..reasons import Reason
+from ..replacement import tried_first
 from ..switch import switch
 
-__all__ = ["replace_reader"]  # for the ``backward`` of its LoRA kernels
 
-
-def replace_fast_dequantize(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def fast_dequantize(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``fast_dequantize`` and ``_fast_dequantize_bnb``."""
-    dequantizer = Dequantizer(target)
-    run, trace = dequantizer.run, dequantizer.trace
+    dequantizer = Dequantizer(target.name)
+    run, reader = dequantizer.run, Reader(target, dequantizer.run_fields)
     upstream = original.__globals__  # type: ignore[attr-defined]
 
-    @functools.wraps(original)
-    def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, **kwargs):
-        if switch.on:
-            compiling = is_compiling()
-            result: Any = None
-            if not compiling and cache.on and out is None and quant_state is not None and switch.defer != "always":
-                backward = W.shape[0] == 1  # Unsloth transposes the packed weight for its backward, and only there
-                if use_global_buffer or (backward and reader.unsloth):
-                    try:
-                        result = dequantizer.cached_state(W, quant_state, backward)
-                    except Exception as error:
-                        result = dequantizer.failed(error)
-            if result is None:
-                if upstream.get("_USE_NF4_KERNELS", False) and deferred("unsloth", compiling):
-                    result = Reason.DEFERRED
-                elif compiling:
-                    result = trace(W, quant_state, out)
-                else:
-                    try:
-                        result = run(W, quant_state, out, use_global_buffer)
-                    except Exception as error:
-                        result = dequantizer.failed(error)
-            if type(result) is not Reason:
-                return result
-            if not compiling:
-                dequantizer.fall_back(result)
-        return original(W, quant_state, out, use_global_buffer, **kwargs)
+    def is_deferred(compiling: bool) -> bool:
+        return upstream.get("_USE_NF4_KERNELS", False) and deferred("unsloth", compiling)
 
-    return fast_dequantize
+    def attempt(W, quant_state=None, out=None, use_global_buffer=False, **kwargs):
+        transposed = quant_state is not None and W.shape[0] == 1  # for its backward, and only there
+        if cache.on and out is None and switch.defer != "always" and (use_global_buffer or transposed):
+            found = reader.state(W, quant_state, use_global_buffer, transposed)
+            if found is not None:
+                return found
+        return Reason.DEFERRED if is_deferred(False) else run(W, quant_state, out, use_global_buffer)
+
+    def trace(W, quant_state=None, out=None, use_global_buffer=False, **kwargs):
+        return Reason.DEFERRED if is_deferred(True) else dequantizer.trace(W, quant_state, out)
+
+    return tried_first(original, dequantizer.fallbacks, attempt, trace)
 
 
-def replace_fast_gemv(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def fast_gemv(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``fast_gemv`` and ``_fast_gemv_bnb``: [1, 1, K] to [1, 1, N]. Traced, it stays Unsloth's."""
 
     def multiply(fused, X, W, quant_state, out=None):
@@ -66,7 +49,7 @@ def replace_fast_gemv(target: str, original: Callable[..., Any]) -> Callable[...
     return fused_matmul.before(target, original, multiply)
 
 
-def replace_gemv_rows(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def gemv_rows(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``_gemv_rows``: a batch of single tokens, [M, 1, K] to [M, 1, N]; its None means: dequantize."""
 
     def multiply(fused, X, W, quant_state, out):
@@ -75,7 +58,7 @@ def replace_gemv_rows(target: str, original: Callable[..., Any]) -> Callable[...
     return fused_matmul.before(target, original, multiply)
 
 
-def replace_matmul_lora(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def matmul_lora(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``matmul_lora``, the linear layers of its LoRA kernels: x @ weight.T + (x @ a.T) @ b.T * scale.
 
     A packed weight [1, bytes] asks for x @ weight, which stays Unsloth's.

@@ -14,13 +14,13 @@ from ..reasons import Reason
 from ..switch import switch
 
 
-def replace_nf4_dequant(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def nf4_dequant(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``nf4_dequant_triton``: a stack, or some experts of one, packed as [bytes, 1] or [experts, bytes].
 
     The original answers None where it does not run (fp4, another blocksize, switched off), upon which every caller
     asks bitsandbytes; the replacement decodes what it can instead.
     """
-    dequantizer = Dequantizer(target)
+    dequantizer = Dequantizer(target.name)
 
     def decode(compiling, packed, state, shape, out):
         if deferred("unsloth_zoo", compiling):
@@ -39,7 +39,7 @@ def replace_nf4_dequant(target: str, original: Callable[..., Any]) -> Callable[.
             if compiling:
                 result = decode(True, packed, quant_state, out_shape, out)
             else:
-                result = dequantizer.attempt(decode, False, packed, quant_state, out_shape, out)
+                result = dequantizer.fallbacks.attempt(decode, False, packed, quant_state, out_shape, out)
             if type(result) is not Reason:
                 return result
         into = () if out is None else (out,)  # before 2026.10.7 there is none

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 import nf4_patch
 
 from ...nf4.runtime import same_bits
-from ...patching import hooks
-from ...patching.cache import cache
-from ...patching.reader import reader
+from ...patching import placement
+from ...patching.cache.cache import cache
+from ...patching.cache.reader import inside
 from ...patching.switch import switch
 from ..report import Tell
 from .peers import BITSANDBYTES, OURS, Peer
@@ -162,12 +162,12 @@ def on_host(peers: dict[str, Peer], tell: Tell) -> Iterator[Row]:
     with nf4_patch.enabled(cache="1GiB"):
         patched = bitsandbytes.functional.dequantize_4bit
         others = {BITSANDBYTES: functools.partial(peers[BITSANDBYTES].dequantize, parameter, state)}
-        reader.bitsandbytes = "backward"  # as in the backward of a Linear4bit
+        inside.bitsandbytes = "backward"  # as in the backward of a Linear4bit
         try:
             patched(parameter, state)  # fills it
             yield host("a cached weight", functools.partial(patched, parameter, state), others, lambda: cache.hits)
         finally:
-            reader.bitsandbytes = ""
+            inside.bitsandbytes = ""
 
 
 def host(
@@ -189,7 +189,7 @@ def host(
 
 def unsloth_replacement() -> Callable[..., Any]:
     """What the patch has put into Unsloth."""
-    for name, entry in hooks.installed.items():
+    for name, entry in placement.installed.items():
         if name.startswith("unsloth.") and entry.replacement is not None:
             return entry.replacement
     raise RuntimeError(f"Unsloth is imported and not patched:\n{nf4_patch.status()}")

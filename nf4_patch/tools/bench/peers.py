@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...patching import hooks
+from ...patching import placement
 
 logger = logging.getLogger("nf4_patch")
 
@@ -31,7 +31,7 @@ class Peer:
 
 def original(module: str, attribute: str) -> Any:
     """The function as its library made it: what the patch has saved, or what stands there."""
-    entry = hooks.installed.get(f"{module}.{attribute}")
+    entry = placement.installed.get(f"{module}.{attribute}")
     if entry is not None and entry.original is not None:
         return entry.original
     return getattr(importlib.import_module(module), attribute, None)

@@ -1,0 +1,1 @@
+"""Dequantized weights kept between calls, for callers that only read them."""

@@ -1,0 +1,147 @@
+"""A dense weight in the cache: the parameter it belongs to, and what tells that the packed bytes still decode to it."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...nf4 import runtime
+from ..reasons import Uncached
+
+# id of the owner, address and shape of the packed bytes, dtype of the result
+Key = tuple[int, int, torch.Size, torch.dtype]
+Fields = tuple[Any, ...]  # of a Layout after ``packed``
+
+
+def owner_of(packed: torch.Tensor) -> torch.Tensor:
+    """The tensor whose memory ``packed`` is or looks at; a weight is cached only where that is a parameter.
+
+    What Inductor computes or reinterprets has no ``_base``: addresses and version counters say nothing there.
+    """
+    base = packed._base
+    return packed if base is None else base
+
+
+def fingerprint(packed: torch.Tensor, fields: Fields, quant_type: Any) -> tuple[Any, ...]:
+    """What a result depends on beyond the Key: the storage, the scales as objects, addresses and versions, plain fields.
+
+    Raises:
+        AttributeError: a field is no tensor.
+        RuntimeError: an inference tensor, which has no version counter, or a tensor with no address.
+    """
+    absmax, _, absmax2, code2, offset, blocksize, blocksize2, shape, _ = fields
+    storage = packed.untyped_storage()._cdata
+    if absmax2 is None:
+        return storage, packed._version, id(absmax), absmax.data_ptr(), absmax._version, blocksize, shape, quant_type
+    return (
+        storage, packed._version, id(absmax), absmax.data_ptr(), absmax._version,
+        id(absmax2), absmax2.data_ptr(), absmax2._version, id(code2), code2.data_ptr(), code2._version,
+        id(offset), offset.data_ptr(), offset._version, blocksize, blocksize2, shape, quant_type,
+    )  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """It owns the dense weight; the parameter, its memory and the scales are held weakly."""
+
+    dense: torch.Tensor
+    storage: StorageWeakRef  # of the packed bytes: while it is held, no other storage has this ``cdata``
+    fingerprint: tuple[Any, ...]
+    device: int  # -1: the CPU
+    stream: int | None  # on which it was decoded
+    size: int  # bytes in the allocator
+    task: int  # -1, or the backward pass that it does not outlive
+    storage_key: tuple[Any, ...]
+    same_size: OrderedDict[Entry, None]  # the least recently used first
+    keys: list[Key]
+    watchers: list[Any] = field(default_factory=list)
+    written: int = 0  # the version of ``dense``
+
+
+def refusal(packed: torch.Tensor, owner: torch.Tensor) -> Uncached | None:
+    """Why a weight cannot be cached at all, or not now."""
+    if not isinstance(owner, torch.nn.Parameter):
+        return Uncached.NOT_A_PARAMETER
+    if hasattr(owner, "ds_id"):
+        return Uncached.ZERO3
+    if packed.is_cuda and is_captured(packed.get_device()):
+        return Uncached.CUDA_GRAPH
+    storage = weakref.ref(packed.untyped_storage())()
+    if storage is None:
+        return Uncached.NO_STORAGE_OBJECT
+    watch = vars(storage).get("resize_")
+    if watch is None:
+        return None
+    if watch.resized:
+        return Uncached.REFILLED
+    return Uncached.SHARED if watch.shared_with_another(owner) else None
+
+
+def is_captured(device: int) -> bool:
+    """Whether what is allocated now belongs to a CUDA graph, in the warm-up before torch.compile captures one as well.
+
+    That warm-up runs on a stream of its own, and allocates from the graph's private pool.
+    """
+    stream = runtime.current_stream(device)
+    if not stream:  # the default stream cannot be captured
+        return False
+    return "torch._inductor.cudagraph_trees" in sys.modules or torch.cuda.is_current_stream_capturing()
+
+
+def nobody() -> None:
+    return None
+
+
+class StorageWatch:
+    """Stands in for ``resize_`` of one storage: FSDP frees and refills memory so, and keeps the version counters.
+
+    It also knows the parameter that the storage was cached for: a second one has a version counter of its own.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage):
+        self.storage = StorageWeakRef(storage)
+        self.owner: Callable[[], torch.Tensor | None] = nobody
+        self.resized = self.shared = False
+        self.notify: set[Callable[[int], None]] = set()  # one, and that of an earlier import of this package
+
+    @classmethod
+    def over(cls, storage: torch.UntypedStorage, owner: torch.Tensor, notify: Callable[[int], None]) -> None:
+        watch = vars(storage).setdefault("resize_", cls(storage))
+        watch.notify.add(notify)
+        if watch.owner() is None:
+            watch.owner = weakref.ref(owner)
+
+    @classmethod
+    def disown(cls, owner: torch.Tensor) -> None:
+        watch = vars(owner.untyped_storage()).get("resize_")
+        if isinstance(watch, cls) and watch.owner() is owner:
+            watch.owner = nobody
+
+    def shared_with_another(self, owner: torch.Tensor) -> bool:
+        known = self.owner()
+        if known is not None and known is not owner and not self.shared:
+            self.shared = True
+            self.tell()
+        return self.shared
+
+    def tell(self) -> None:
+        for notify in list(self.notify):
+            notify(self.storage.cdata)
+
+    def __call__(self, *size: int) -> Any:
+        self.resized = True
+        self.tell()
+        storage: Any = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        return torch.UntypedStorage.resize_(storage, *size)
+
+
+def storage_key(key: Key, nbytes: int) -> tuple[Any, ...]:
+    """The key of a weight and of its transpose, whose packed bytes are [bytes, 1] and [1, bytes]."""
+    return key[0], key[1], nbytes, key[3]

@@ -1,0 +1,124 @@
+"""Who may be handed a cached weight: callers that only read what they dequantize."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..context import is_compiling, keep_dynamo_out, modes_active, own_dispatch, transforms_active
+from ..quant_state import fields_of
+from ..reasons import Reason, Uncached
+from ..replacement import Fallbacks
+from ..switch import switch
+from ..targets import Reads, Target
+from .cache import cache
+
+
+class Inside(threading.local):
+    """By library: "forward" or "backward" where the thread is inside such a function."""
+
+    bitsandbytes = unsloth = ""
+
+
+inside = Inside()
+
+
+def replace_reader(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+    """For the ``forward`` or ``backward`` of an autograd function, which reaches for the library's public dequantization."""
+    library, direction = target.distribution, target.name.rpartition(".")[2]
+    gate = switch.gates["cache"]
+
+    @functools.wraps(original)
+    def read(*args, **kwargs):
+        if is_compiling() or not gate.on:
+            return original(*args, **kwargs)
+        before = getattr(inside, library)
+        setattr(inside, library, direction)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            setattr(inside, library, before)
+
+    return read
+
+
+def swap_tensors(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``torch.utils.swap_tensors``, which refuses a tensor with weak references: the cache lets go of both first."""
+
+    fallbacks = Fallbacks(target.name)
+
+    @functools.wraps(original)
+    def replacement(t1, t2):
+        if cache.on:
+            for tensor in (t1, t2):
+                fallbacks.attempt(cache.forget, tensor)
+        return original(t1, t2)
+
+    return replacement
+
+
+class Reader:
+    """The cached weights of one target, for the calls of it that only read what they dequantize."""
+
+    def __init__(self, target: Target, decode: Callable[..., Any]):
+        """
+        Args:
+            target: the row, which says which calls those are.
+            decode: ``run_fields`` of the target's Dequantizer.
+        """
+        self.library, self.always, self.decode = target.distribution, target.reads is Reads.ALWAYS, decode
+
+    def state(self, weight: torch.Tensor, state: Any, shared: bool = False, backward: bool | None = None) -> Any:
+        """The cached weight of a QuantState, or one that is cached from now on; a Reason is possible too.
+
+        Args:
+            shared: the next such call may overwrite the result: whoever asks for that only reads it.
+            backward: this backward pass is not expected to read the weight again; None: inside a ``backward`` of the library.
+
+        Returns:
+            None where the weight has to be decoded as without the cache.
+        """
+        direction = getattr(inside, self.library, "")
+        if not (direction or shared or self.always):
+            return None
+        fields = fields_of(state)
+        if type(fields) is Reason:
+            return None
+        backward = direction == "backward" if backward is None else backward
+        if type(weight) is torch.Tensor:
+            return self.fields(weight, fields, state.quant_type, state, backward)
+        if getattr(type(weight), "__torch_dispatch__", None) is not own_dispatch:
+            return None
+        with torch._C.DisableTorchFunctionSubclass():  # Params4bit's methods as a Tensor's
+            return self.fields(weight, fields, state.quant_type, state, backward)
+
+    def fields(
+        self, weight: torch.Tensor, fields: Any, quant_type: Any, state: Any = None, backward: bool = False
+    ) -> Any:  # fmt: skip
+        """As ``state``, of the fields of a Layout after ``weight``; the code is not read."""
+        if modes_active() or transforms_active() is not None:
+            return None
+        try:
+            found = cache.find(weight, fields, quant_type, backward)
+            if found is None:
+                decode = functools.partial(self.decode, weight, fields, quant_type, state)
+                return cache.insert(weight, fields, quant_type, decode, backward)
+        except (AttributeError, RuntimeError):
+            tensors = [weight, *(fields[i] for i in (0, 2, 3, 4) if fields[i] is not None)]
+            if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+                return None  # the guards say which
+            if not any(tensor.is_inference() for tensor in tensors):
+                raise
+            cache.refuse(Uncached.INFERENCE_TENSOR)
+            return None
+        if switch.strict:
+            cache.compare(found, self.decode(weight, fields, quant_type, state))
+        return found
+
+
+for method in (Reader.state, Reader.fields):
+    keep_dynamo_out(method)

@@ -1,0 +1,93 @@
+"""What stands where a library's function stood: it tries, counts, and falls back with untouched arguments.
+
+An adapter gives ``attempt``, which returns the result or the Reason why the original has to run. Two kinds of replacement
+add something of their own: what torch.compile traces (``trace``), and the experts, whose original runs on a view.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..nf4.runtime import KernelUnavailable
+from .context import is_compiling, keep_dynamo_out
+from .counters import counters, logger
+from .reasons import Reason
+from .switch import Gate, switch
+
+Function = Callable[..., Any]
+
+
+class Fallbacks:
+    """Why the calls of one target ran the original: named, counted, and the latest failures in full."""
+
+    def __init__(self, target: str):
+        self.target = target
+        self.details: dict[Reason, str] = {}
+
+    def unavailable(self, error: KernelUnavailable) -> Reason:
+        reason = Reason[error.reason]
+        if reason is Reason.KERNEL_FAILED:
+            self.details[reason] = str(error)
+        return reason
+
+    def failed(self, error: Exception) -> Reason:
+        """Our own error never stops a training that would have worked: logged, named, counted."""
+        if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
+            return Reason.ARGUMENTS  # raised by the call itself: the original says what is wrong with the arguments
+        if switch.strict or isinstance(error, torch.cuda.OutOfMemoryError):
+            raise error
+        message = self.details[Reason.INTERNAL_ERROR] = f"{type(error).__name__}: {error}"
+        if message not in counters.errors:  # a step makes hundreds of calls: one traceback is enough
+            logger.error("nf4_patch failed in %s; the original runs", self.target, exc_info=error)
+        return Reason.INTERNAL_ERROR
+
+    def count(self, reason: Reason) -> None:
+        counters.fall_back(self.target, reason, switch.strict, self.details.get(reason, ""))
+
+    def attempt(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        """The function's result, or the Reason why there is none, counted."""
+        try:
+            result = function(*args, **kwargs)
+        except Exception as error:
+            result = self.failed(error)
+        if type(result) is Reason:
+            self.count(result)
+        return result
+
+
+def tried_first(
+    original: Function, fallbacks: Fallbacks, attempt: Function, trace: Function | None = None, gate: Gate = switch
+) -> Function:
+    """The original, with ``attempt`` tried first.
+
+    Args:
+        attempt: takes the original's arguments; its result, or the Reason why the original runs.
+        trace: the same, written to be traced by Dynamo, where nothing can be caught or counted. None: what is traced
+            stays the original's.
+        gate: tried only while this is on.
+    """
+    failed, count = fallbacks.failed, fallbacks.count
+    keep_dynamo_out(attempt.func if isinstance(attempt, functools.partial) else attempt)
+
+    @functools.wraps(original)
+    def replacement(*args, **kwargs):
+        if gate.on:
+            if not is_compiling():
+                try:
+                    result = attempt(*args, **kwargs)
+                except Exception as error:
+                    result = failed(error)
+                if type(result) is not Reason:
+                    return result
+                count(result)
+            elif trace is not None:
+                result = trace(*args, **kwargs)
+                if type(result) is not Reason:
+                    return result
+        return original(*args, **kwargs)
+
+    return replacement

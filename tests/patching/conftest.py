@@ -1,0 +1,32 @@
+"""Shared by the tests of the replacements."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import nf4_patch
+from nf4_patch.nf4.dequantize import reference
+from nf4_patch.nf4.layout import Layout
+from nf4_patch.patching.quant_state import code_of, linear_fields
+
+
+@pytest.fixture
+def linear_op(device, monkeypatch):
+    """bitsandbytes 0.50's forward on the CPU too goes the way that it goes on a GPU."""
+    if device.type == "cpu":
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    import bitsandbytes.backends.cuda.ops as cuda_ops
+
+    def gemm_4bit(A, B, shapeB, absmax, blocksize, quant_type, bias=None, *second):
+        if nf4_patch.is_enabled():
+            return cuda_ops._dequant_linear_fallback(A, B, shapeB, absmax, blocksize, quant_type, bias, *second)
+        absmax, _, *rest = linear_fields(A, shapeB, absmax, blocksize, *(second or (None,) * 3))
+        weight = reference.dequantize(Layout(B, absmax, code_of(quant_type, B.device), *rest))
+        return torch.nn.functional.linear(A, weight, bias)
+
+    with torch.library._scoped_library("bitsandbytes", "IMPL") as library:
+        if device.type == "cpu":
+            library.impl("gemm_4bit", gemm_4bit, "CPU")
+        yield device
+        nf4_patch.disable()

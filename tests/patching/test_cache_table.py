@@ -1,0 +1,161 @@
+"""A table that is walked whole: how a weight reaches the patched functions, what changes it, and the cache's options.
+
+Every output and every gradient is that of the formula, to the bit.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from oracle import layout_of, quantized
+from torch.utils.checkpoint import checkpoint
+
+import nf4_patch
+from nf4_patch.nf4.dequantize import reference
+from nf4_patch.patching.cache.cache import cache
+from nf4_patch.patching.reasons import Uncached
+
+SIDE, ROWS = 64, 600
+OPTIONS = ("off", "block", 2**20)
+GPU = torch.cuda.is_available()
+
+
+class Weights(torch.nn.Module):
+    """Two weights in one parameter or two, and the way on which each comes to ``matmul_4bit``."""
+
+    def __init__(self, form: str, device: torch.device):
+        super().__init__()
+        parts = [quantized((SIDE, SIDE), torch.bfloat16, device, seed=seed) for seed in (1, 2)]
+        self.form, self.states = form, [state for _, state in parts]
+        packed = [part for part, _ in parts]
+        whole = {
+            "parameter": packed,
+            "transposed": [part.t() for part in packed],
+            "slices": [torch.cat(packed)],
+            "stack": [torch.stack(packed)],
+            "computed": [torch.stack(packed)],
+        }[form]
+        self.held = torch.nn.ParameterList(torch.nn.Parameter(part.clone(), requires_grad=False) for part in whole)
+        self.register_buffer("order", torch.arange(2, device=device))
+
+    def packed(self, i: int) -> torch.Tensor:
+        first = self.held[0]
+        if self.form in ("parameter", "transposed"):
+            return self.held[i]
+        if self.form == "slices":
+            return first[i * len(first) // 2 : (i + 1) * len(first) // 2]
+        if self.form == "stack":
+            return first[i]
+        return torch.index_select(first, 0, self.order[i : i + 1]).squeeze(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, state in enumerate(self.states):
+            x = bnb.matmul_4bit(x, self.packed(i), state)
+        return x
+
+    def dense(self, i: int) -> torch.Tensor:
+        weight = reference.dequantize(layout_of(self.packed(i), self.states[i]))
+        return weight.t() if self.form == "transposed" else weight
+
+
+def flip(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().bitwise_xor_(255)
+
+
+CHANGES = {
+    "nothing": lambda m: None,
+    "load_state_dict": lambda m: m.load_state_dict({k: flip(v) if "held" in k else v for k, v in m.state_dict().items()}),
+    "in place": lambda m: [p.bitwise_xor_(255) for p in m.held],
+    "through a view": lambda m: [p.view(-1)[5:].bitwise_xor_(255) for p in m.held],
+    "data =": lambda m: [setattr(p, "data", flip(p)) for p in m.held],
+    "set_": lambda m: [p.set_(flip(p)) for p in m.held],
+    "swap_tensors": lambda m: [torch.utils.swap_tensors(p, torch.nn.Parameter(flip(p), False)) for p in m.held],
+    "new parameters": lambda m: setattr(
+        m, "held", torch.nn.ParameterList(torch.nn.Parameter(flip(p), requires_grad=False) for p in m.held)
+    ),
+    "absmax in place": lambda m: [state.absmax.bitwise_xor_(3) for state in m.states],
+    "absmax strided": lambda m: [
+        setattr(state, "absmax", torch.stack([state.absmax ^ 1, state.absmax], 1).view(-1)[::2].contiguous())
+        for state in m.states
+    ],
+    "second absmax": lambda m: [setattr(state.state2, "absmax", state.state2.absmax * 2) for state in m.states],
+    "offset in place": lambda m: [state.offset.add_(1) for state in m.states],
+    "collected": lambda m: gc.collect(),
+}  # fmt: skip
+
+
+def eager(module, x):
+    return module(x)
+
+
+def checkpointed(reentrant):
+    return lambda module, x: checkpoint(module, x, use_reentrant=reentrant)
+
+
+def compiled(**options):
+    return lambda module, x: torch.compile(module, **options)(x)
+
+
+def compiled_in_a_checkpoint(module, x):
+    return checkpoint(torch.compile(module), x, use_reentrant=False)
+
+
+MODES = {
+    "eager": eager,
+    "checkpoint": checkpointed(False),
+    "reentrant checkpoint": checkpointed(True),
+    "inductor": compiled(fullgraph=True),
+    "inductor in a checkpoint": compiled_in_a_checkpoint,
+    "aot_eager": compiled(backend="aot_eager"),
+}
+if GPU:
+    MODES["reduce-overhead"] = compiled(mode="reduce-overhead")
+FORMS = ("parameter", "transposed", "slices", "stack", "computed")
+
+
+QUICK = {
+    *(("eager", form, 2**20) for form in FORMS),
+    ("inductor", "transposed", 2**20),
+    ("inductor", "computed", 2**20),
+    ("inductor in a checkpoint", "computed", "block"),
+}
+
+
+def check(mode, module, x):
+    x = x.clone().requires_grad_()
+    if GPU and mode == "reduce-overhead":
+        torch.compiler.cudagraph_mark_step_begin()
+    y = MODES[mode](module, x)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    first, second = module.dense(0), module.dense(1)
+    assert torch.equal(y, x.detach() @ first.t() @ second.t())
+    assert torch.equal(grad, torch.ones_like(y) @ second @ first)
+
+
+def cases():
+    """Every mode, form and option; on every push those in which a fault was found."""
+    for mode in MODES:
+        for form in FORMS:
+            for cached in OPTIONS:
+                quick = (mode, form, cached) in QUICK
+                marks = () if quick or GPU else pytest.mark.full
+                yield pytest.param(mode, form, cached, id=f"{mode}-{form}-{cached}", marks=marks)
+
+
+@pytest.mark.parametrize(("mode", "form", "cached"), cases())
+def test_every_change_in_every_mode(mode, form, cached, linear_op, fresh_dynamo):
+    nf4_patch.enable(cache=cached)
+    module = Weights(form, linear_op)
+    x = torch.randn(ROWS, SIDE, dtype=torch.bfloat16, device=linear_op)
+    for name, change in CHANGES.items():
+        change(module)
+        for _ in range(2):
+            try:
+                check(mode, module, x)
+            except AssertionError as error:
+                raise AssertionError(f"after {name!r}") from error
+    if cached == 2**20 and mode == "eager":  # a table of a cache that is never used proves nothing
+        assert cache.hits if form != "computed" else cache.uncached.keys() == {Uncached.NOT_A_PARAMETER}
