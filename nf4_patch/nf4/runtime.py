@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -144,3 +145,15 @@ def compiled(
 
     entry: Entry = built_once(_entries, (device, dtype, id(kernel), *values.values(), warps), build)
     return entry
+
+
+def outside_graph_pools(build: Callable[[], Any], device: torch.device) -> Any:
+    """What ``build`` allocates to keep, never in the private pool of a CUDA graph.
+
+    torch.compile's warm-up before a capture lets one thread, on a stream of its own, allocate from the graph's pool, and
+    fails if anything there outlives the call: another thread allocates as usual.
+    """
+    if device.type != "cuda" or not current_stream(device.index):
+        return build()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(build).result()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..nf4 import runtime
 from . import guards
 from .reasons import Reason
 
@@ -58,5 +59,5 @@ def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor | Rea
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # a copy from the host would end it
             return Reason.GRAPH_CAPTURE
         with torch.inference_mode(False):
-            code = _codes[quant_type, device] = code_of(quant_type, device)
+            code = _codes[quant_type, device] = runtime.outside_graph_pools(lambda: code_of(quant_type, device), device)
     return code

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import sys
+import time
 
 import pytest
 import torch
@@ -289,6 +292,124 @@ def test_threads(cache):
 
     together(*(functools.partial(work, offset) for offset in range(4)))
     assert sum(allocated(entry.dense.nbytes) for entry in cache.entries.values()) == cache.held[INDEX] <= 6 * SIZE
+
+
+def test_memory_of_two_parameters_is_refused_by_name(cache):
+    """A write through one moves no version of the other, so neither is cached once both were seen."""
+    packed, state = weight()
+    other = copy.copy(packed)
+    first = read(cache, packed, state)
+    assert torch.equal(read(cache, other, state), first)
+    assert not cache.entries
+    other.bitwise_xor_(255)
+    assert torch.equal(read(cache, packed, state), expected(packed, state))
+    assert cache.uncached == {Uncached.SHARED: 2}
+
+
+def test_what_is_no_parameter_is_refused_by_name(cache):
+    packed, state = weight()
+    for each in (packed.data, packed.detach(), packed.clone(), packed.data.view(-1, 1)):
+        assert torch.equal(read(cache, each, state), expected(packed, state))
+    assert cache.uncached == {Uncached.NOT_A_PARAMETER: 4}
+    part, part_state = packed.view(-1)[:64].view(-1, 1), weight(shape=(2, 64))[1]  # a view of one is
+    first = read(cache, part, part_state)
+    assert read(cache, part, part_state) is first
+
+
+def test_the_same_memory_under_a_new_parameter_is_decoded_again(cache):
+    """The new one may have the id of the old, and its version counter starts from 0."""
+    for seed in range(20):
+        packed, state = weight(seed)
+        read(cache, packed, state)
+        data = packed.data
+        packed.bitwise_xor_(255)
+        del packed
+        packed = torch.nn.Parameter(data, requires_grad=False)
+        assert torch.equal(read(cache, packed, state), expected(packed, state))
+    assert cache.hits == 0
+
+
+def test_a_collection_drops_nothing_that_lives(cache):
+    packed, state = weight()
+    first = read(cache, packed, state)
+    gc.collect()
+    assert read(cache, packed, state) is first
+    assert len(cache.entries) == 1
+
+
+def test_a_death_while_the_lock_is_held_is_seen_to_afterwards(cache):
+    """The garbage collector may run in the middle of any change, in the thread that makes it."""
+    packed, state = weight()
+    read(cache, packed, state)
+    with cache.locked():
+        del packed
+        gc.collect()
+        assert len(cache.entries) == 1
+    assert not cache.entries and not cache.held[INDEX]
+
+
+@pytest.mark.parametrize("storm", [pytest.param(2, id="short"), pytest.param(60, id="minute", marks=pytest.mark.full)])
+def test_storm(cache, storm):
+    """Eight threads read, change, drop, look and let weights die, switching every microsecond: nothing lost or held."""
+    cache.configure(6 * SIZE)
+    weights = [weight(seed) for seed in range(12)]
+    right = [expected(*each) for each in weights]
+    end = time.monotonic() + storm
+
+    def work(number):
+        i = number
+        while time.monotonic() < end:
+            i += 1
+            j = i * (number + 1) % len(weights)
+            packed, state = weights[j]
+            each = packed if i % 3 else packed.t()
+            want = right[j] if i % 3 else right[j].t()
+            assert torch.equal(read(cache, each, state, decode=lambda *_, want=want: want.clone()), want)
+            if number == 0:
+                mine, own_state = weight(1000 + i)  # dies with this turn
+                read(cache, mine, own_state, decode=lambda *_: torch.zeros(SHAPE, dtype=torch.bfloat16, device=DEVICE))
+            elif number == 1 and i % 7 == 0:
+                cache.release()
+            elif number == 2:
+                now = cache.snapshot()
+                assert sum(now.held.values()) <= 6 * SIZE and now.weights <= 6
+            elif number == 3 and i % 5 == 0:
+                packed.untyped_storage().resize_(packed.untyped_storage().nbytes())  # as FSDP does: of the same size
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        together(*(functools.partial(work, number) for number in range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    gc.collect()
+    counted = [allocated(entry.dense.nbytes) for entry in cache.entries.values()]
+    assert sum(counted) == cache.held[INDEX] <= 6 * SIZE
+    assert len(cache.results) <= 2 * len(counted) and not cache.dead
+    cache.release()
+    assert not cache.results and not cache.held[INDEX]
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "settings", "want"),
+    [
+        (1, {}, 512),
+        (MIB, {}, MIB),
+        (MIB + 1, {}, MIB + 512 + MIB),
+        (5 * MIB, {"max_split_size": 100 * MIB}, 6 * MIB),
+        (128 * MIB, {"max_split_size": 100 * MIB}, 148 * MIB),
+        (1200, {"roundup_power2_divisions": {1: 4}}, 1536),  # too small to be rounded by division
+        (5 * MIB, {"roundup_power2_divisions": {1: 4, 2: 4, 4: 4}}, 6 * MIB),
+        (5 * MIB + 1, {"roundup_power2_divisions": {1: 4, 2: 4, 4: 4}}, 7 * MIB),
+        (5 * MIB + 1, {"roundup_power2_divisions": {1: 4, 2: 4, 4: 1, 8: 4}}, 5 * MIB + 512 + MIB),
+        (70 * MIB, {"roundup_power2_divisions": {"1": 0, "64": 2}}, 97 * MIB),
+    ],
+)
+def test_what_the_allocator_takes(nbytes, settings, want):
+    assert allocated(nbytes, settings) == want
 
 
 def test_no_reason_of_the_cache_has_the_name_of_a_fallback():

@@ -16,14 +16,11 @@ from oracle import quantized
 from target import same, step, target_like
 
 import nf4_patch
-from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.layout import Layout
 from nf4_patch.patching.cache.allocator import allocated
 from nf4_patch.patching.cache.cache import StaleWeightError, cache
 from nf4_patch.patching.cache.reader import Reader
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
-from nf4_patch.patching.quant_state import code_of, linear_fields
 from nf4_patch.patching.reasons import Reason, Uncached
 
 FORWARD = "bitsandbytes.backends.cuda.ops._dequant_linear_fallback"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import sys
 import types
 
 import bitsandbytes.functional as F
@@ -11,10 +13,11 @@ import pytest
 import torch
 from oracle import expected, quantized
 from subprocess_python import python
-from target import TARGET, linear, replaced_by, row, same, step
+from target import TARGET, fallbacks, linear, replaced_by, row, same, step
 
 import nf4_patch
 from nf4_patch.patching.counters import counters
+from nf4_patch.patching.reasons import Reason
 
 WRAPPERS = {
     "wraps": lambda ours: functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs)),
@@ -187,3 +190,65 @@ def test_accelerate_hooks(on):
     accelerate_hooks.remove_hook_from_module(layer)
     assert same(step(layer, on), want)
     assert counters.hits(TARGET) == 2
+
+
+def test_an_original_that_somebody_keeps_stays_the_original(on):
+    """To compare with, or to put back: only a global of the function's own name is a copy that wants to be replaced."""
+    nf4_patch.disable()
+    original = F.dequantize_4bit
+    script = types.ModuleType("a_script")
+    script.stock = script._original = script.dequantize_4bit = original
+    sys.modules[script.__name__] = script
+    try:
+        nf4_patch.enable()
+        assert script.stock is script._original is original
+        assert script.dequantize_4bit is F.dequantize_4bit is not original
+        nf4_patch.disable()
+        assert script.dequantize_4bit is original
+    finally:
+        del sys.modules[script.__name__]
+
+
+class Subclass(torch.Tensor):
+    """Operators return this class."""
+
+
+def test_a_weight_that_asks_for_a_gradient_gets_the_originals_answer(on):
+    packed, state = quantized((64, 128), torch.bfloat16, on, storage=torch.bfloat16)
+    for each in (packed, torch.nn.Parameter(packed)):
+        each.requires_grad_()
+        got = F.dequantize_4bit(each, state)
+        nf4_patch.disable()
+        want = F.dequantize_4bit(each, state)
+        nf4_patch.enable()
+        assert got.requires_grad == want.requires_grad and type(got) is type(want)
+        assert torch.equal(got, want)
+        with torch.no_grad():
+            assert not F.dequantize_4bit(each, state).requires_grad
+    assert fallbacks() == {Reason.REQUIRES_GRAD: 2}
+
+
+def test_a_tensor_subclass_comes_back_as_one(on):
+    packed, state = quantized((64, 128), torch.bfloat16, on)
+    got = F.dequantize_4bit(packed.as_subclass(Subclass), state)
+    nf4_patch.disable()
+    want = F.dequantize_4bit(packed.as_subclass(Subclass), state)
+    assert type(got) is type(want) is Subclass
+    assert torch.equal(got, want)
+    assert fallbacks() == {Reason.TENSOR_SUBCLASS: 1}
+
+
+def test_out_in_memory_that_is_read_is_the_originals(on):
+    packed, state = quantized((64, 128), torch.bfloat16, on, storage=torch.bfloat16)
+    whole = torch.zeros(64, 128, dtype=torch.bfloat16, device=on)
+    whole.view(-1)[: packed.numel()] = packed.view(-1)
+    shared = whole.view(-1)[: packed.numel()].view(-1, 1)
+    with contextlib.suppress(NotImplementedError):  # bitsandbytes has no out= on the CPU
+        F.dequantize_4bit(shared, state, out=whole)
+    assert fallbacks() == {Reason.OUT_MISMATCH: 1}
+
+
+def test_arguments_that_do_not_fit_are_the_originals_to_refuse(on):
+    with pytest.raises(TypeError):
+        F.dequantize_4bit()
+    assert fallbacks() == {Reason.ARGUMENTS: 1} and not counters.errors
