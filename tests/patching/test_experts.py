@@ -13,14 +13,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 pytest.importorskip("transformers.integrations.moe", reason="transformers before 5")
 pytest.importorskip("bitsandbytes.nn.parametrize", reason="bitsandbytes before 0.46")
 
-from bitsandbytes.nn.parametrize import Bnb4bitParametrization, replace_parameter_4bit
+import bitsandbytes.functional
+from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from nf4_patch.patching.adapters.transformers import Stack
 from nf4_patch.patching.cache import cache
 from nf4_patch.patching.counters import counters
+from nf4_patch.patching.experts import Stack
 from nf4_patch.patching.reasons import Reason
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -80,7 +81,7 @@ def same(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor]) -> bool:
 
 @contextlib.contextmanager
 def decoded(monkeypatch):
-    """The storage of every stack that bitsandbytes' parametrization or ours decodes."""
+    """The storage of every stack that bitsandbytes' parametrization or a Stack decodes."""
     storages: list[StorageWeakRef] = []
 
     def recorded(decode):
@@ -92,7 +93,7 @@ def decoded(monkeypatch):
         return record
 
     with monkeypatch.context() as patch:
-        for owner, name in ((Bnb4bitParametrization, "forward"), (Stack, "dense")):
+        for owner, name in ((bitsandbytes.functional, "dequantize_4bit"), (Stack, "dense")):
             patch.setattr(owner, name, recorded(getattr(owner, name)))
         yield storages
 
@@ -294,7 +295,7 @@ def test_where_nothing_is_to_be_done(hooks, patched):
 def test_16_bit_experts(patched):
     model = AutoModelForCausalLM.from_config(CONFIGS["qwen3"](), dtype=torch.bfloat16).to(DEVICE)
     ours = step(model)
-    assert reasons() == {Reason.NOT_4BIT: LAYERS} and hits() == 0
+    assert reasons() == {Reason.EXPERTS_NOT_PACKED: LAYERS} and hits() == 0
     patched.disable()
     assert same(ours, step(model))
 

@@ -9,9 +9,10 @@ from typing import Any
 from ..context import is_compiling
 from ..deferral import deferred
 from ..dequantizer import Dequantizer
+from ..experts import Stack
+from ..quant_state import fields_of
 from ..reasons import Reason
 from ..switch import switch
-from .transformers import Stack
 
 
 def replace_selective_dequant(target: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -19,12 +20,16 @@ def replace_selective_dequant(target: str, original: Callable[..., Any]) -> Call
     dequantizer = Dequantizer(target)
 
     def decode(packed, state, ids, shape):
+        fields = fields_of(state)
+        if type(fields) is Reason:
+            return fields
         if (switch.defer == "auto" and state.state2 is None) or deferred("axolotl"):
             return Reason.DEFERRED
         stack = Stack(packed, state, dequantizer)
         if tuple(state.shape[1:]) != tuple(shape) or not stack.has_whole_experts():
             return Reason.EXPERT_BLOCKS
-        return dequantizer.run(*stack.select(ids.long()))
+        chosen = stack.select(ids.long())
+        return dequantizer.run(chosen.packed, chosen.state)
 
     @functools.wraps(original)
     def _selective_dequant_bnb4(raw_param, quant_state, active_experts, expert_shape):
