@@ -255,6 +255,8 @@ def nothing_dense_saved(module: Any, stacks: dict[str, Saved], dequantizer: Dequ
         return weight
 
     def packed_instead(tensor: torch.Tensor) -> Saved | None:
+        if tensor.layout is not torch.strided:
+            return None
         saved, weight, version = decoded.get(tensor.untyped_storage()._cdata, (None, tensor, None))
         if saved is None or tensor.dtype is not weight.dtype or version_of(weight) != version:
             return None

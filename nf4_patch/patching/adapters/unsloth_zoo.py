@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ..context import is_compiling
 from ..deferral import deferred
 from ..dequantizer import Dequantizer
@@ -25,12 +27,12 @@ def replace_nf4_dequant(target: str, original: Callable[..., Any]) -> Callable[.
     def decode(compiling, packed, state, shape, out):
         if deferred("unsloth_zoo", compiling):
             return Reason.DEFERRED
-        if packed.shape[-1] != 1:  # one expert's bytes, [1, bytes], would ask for a transposed weight
-            packed = packed.reshape(-1, 1)
+        if shape is not None and math.prod(shape) != math.prod(getattr(state, "shape", None) or shape):
+            return Reason.SIZE_MISMATCH  # before ``out`` is written
+        if isinstance(packed, torch.Tensor) and packed.shape[-1:] != (1,):
+            packed = packed.reshape(-1, 1)  # one expert's bytes, [1, bytes], would ask for a transposed weight
         result = (dequantizer.trace if compiling else dequantizer.run)(packed, state, out)
-        if type(result) is Reason or shape is None:
-            return result
-        return result.view(shape) if result.numel() == math.prod(shape) else Reason.SIZE_MISMATCH
+        return result if type(result) is Reason or shape is None else result.view(shape)
 
     @functools.wraps(original)
     def nf4_dequant_triton(packed, quant_state, out_shape=None, out=None):
