@@ -83,8 +83,7 @@ class Stack:
         state, second, numel = self.state, self.state.state2, math.prod(self.state.shape)
         block = state.blocksize * (1 if second is None else second.blocksize)
         return (
-            self.packed.dtype is torch.uint8
-            and 2 * self.packed.numel() == numel == state.blocksize * state.absmax.numel()  # no shard
+            2 * self.packed.numel() == numel == state.blocksize * state.absmax.numel()  # uint8, and no shard
             and (second is None or block * second.absmax.numel() == numel)
             and math.prod(state.shape[1:]) % block == 0
         )
@@ -97,28 +96,31 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 def stacks_of(module: Any, dequantizer: Dequantizer) -> dict[str, Stack] | Reason:
     """The 4-bit stacks of an experts module by name, or the Reason why they are not read past the parametrization."""
-    chains = {
-        name: chain
-        for name, chain in (module.parametrizations.items() if parametrize.is_parametrized(module) else ())
-        if getattr(chain[0], "quant_state", None) is not None
-    }
+    chains = {}
+    names = module.parametrizations.items() if parametrize.is_parametrized(module) else ()
+    reason = Reason.EXPERTS_NOT_PACKED
+    for name, chain in names:
+        part, *others = chain
+        if getattr(part, "quant_state", None) is None:
+            continue
+        if others:
+            reason = Reason.SECOND_PARAMETRIZATION
+        else:
+            chains[name] = chain, part
     if not chains:
-        return Reason.EXPERTS_NOT_PACKED
-    chains = {name: chain for name, chain in chains.items() if len(chain) == 1}
-    if not chains:
-        return Reason.SECOND_PARAMETRIZATION
+        return reason
     if is_hooked(module, chains):
         return Reason.HOOKED
-    for chain in chains.values():
-        packed = chain.original
-        if type(packed).__torch_dispatch__ is not own_dispatch:
+    stacks = {name: Stack(chain.original, part.quant_state, dequantizer) for name, (chain, part) in chains.items()}
+    for stack in stacks.values():
+        if type(stack.packed).__torch_dispatch__ is not own_dispatch:
             return Reason.TENSOR_SUBCLASS
-        if packed.is_meta or not has_memory(packed):
+        if stack.packed.is_meta or not has_memory(stack.packed):
             return Reason.NO_STORAGE
-    return {name: Stack(chain.original, chain[0].quant_state, dequantizer) for name, chain in chains.items()}
+    return stacks
 
 
-def is_hooked(module: Any, chains: dict[str, Any]) -> bool:
+def is_hooked(module: Any, chains: dict[str, tuple[Any, Any]]) -> bool:
     """Whether reading one of the stacks runs, or returns, anything but what bitsandbytes' parametrization does.
 
     Offloading and sharding gather and free a weight in hooks: on the experts, on PyTorch's list of parametrizations
@@ -128,18 +130,18 @@ def is_hooked(module: Any, chains: dict[str, Any]) -> bool:
     library = sys.modules.get("bitsandbytes.nn.parametrize")
     if library is None or any(getattr(torch_module, f"_global{kind}") for kind in HOOKS):
         return True
-    caching = library._enable_parametrization_cache
+    caching, no_longer = (getattr(library, f"_{verb}_parametrization_cache", None) for verb in ("enable", "disable"))
     if parametrize._cache_enabled > [*module._forward_pre_hooks.values()].count(caching):
         return True
-    if is_called_otherwise(module, (caching, library._disable_parametrization_cache)):
+    if is_called_otherwise(module, (caching, no_longer)):
         return True
     return any(
         is_called_otherwise(chain)
-        or is_called_otherwise(chain[0])
+        or is_called_otherwise(part)
         or not is_written_in(parametrize, getattr(getattr(type(module), name, None), "fget", None))
         or not is_written_in(parametrize, type(chain).forward)
-        or not is_written_in(library, type(chain[0]).forward)
-        for name, chain in chains.items()
+        or not is_written_in(library, type(part).forward)
+        for name, (chain, part) in chains.items()
     )
 
 
@@ -161,13 +163,10 @@ def is_called_otherwise(module: Any, known: tuple[Any, ...] = ()) -> bool:
 
 
 def is_written_in(module: Any, function: Any) -> bool:
-    """Whether a function and everything that it wraps is the module's own, but for PyTorch's decorators."""
-    own = vars(module), vars(torch_decorators)
-    while function is not None:
-        if not any(getattr(function, "__globals__", None) is namespace for namespace in own):
-            return False
-        outer, function = function, getattr(function, "__wrapped__", None)
-    return outer.__globals__ is own[0]
+    """Whether a function is the module's own and wraps no other, PyTorch's decorators aside."""
+    while getattr(function, "__globals__", None) is vars(torch_decorators):
+        function = function.__wrapped__
+    return getattr(function, "__globals__", None) is vars(module) and not hasattr(function, "__wrapped__")
 
 
 # --- what the original runs on, and what is saved ---

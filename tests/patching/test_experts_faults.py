@@ -98,6 +98,7 @@ def test_what_the_original_raises_is_its_own(implementation, patched):
     assert all(map(torch.equal, run(), layer.stock(run)))
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU stops at it, with or without the patch")
 def test_an_expert_that_does_not_exist(on):
     layer = Layer()
     run = run_of(layer, "batched_mm")
@@ -206,6 +207,8 @@ def test_a_packed_weight_that_requires_a_gradient(patched):
 
     ours = step()
     assert all(map(torch.equal, ours, layer.stock(step))) and hits() == 4 and not reasons()
+    patched.disable()  # bitsandbytes itself gives a dense weight that requires one, where nobody says no_grad
+    assert not any(stack.dense().requires_grad for stack in stacks_of(layer.experts, Dequantizer("a test")).values())
 
 
 # --- what the original may do with what it is given ---
@@ -284,3 +287,24 @@ def test_cached_experts_without_a_gradient(patched):
         ours = [layer.forward(), layer.forward()]
     assert reasons() == {Reason.NO_GRADIENT: 2} and hits() == 2 and len(cache.entries) == 2 == cache.hits
     assert all(torch.equal(output, layer.stock()[0]) for output in ours)
+
+
+@pytest.mark.parametrize("way", ["under a transform", "where hooks are forbidden"])
+def test_where_no_hook_may_be_set(way, on):
+    layer = Layer()
+    want = layer.stock()[0]
+    if way == "under a transform":
+        ours = torch.func.vjp(lambda hidden: layer.experts(hidden, layer.ids, layer.weights), layer.hidden.detach())[0]
+        assert reasons() == {Reason.FUNCTORCH_TRANSFORM: 1}
+    else:
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            ours = layer.forward()
+        assert reasons() == {Reason.SAVED_TENSOR_HOOKS: 1}
+    assert torch.equal(ours, want) and hits() == 0
+
+
+def test_no_stack_of_whole_experts(on, monkeypatch):
+    monkeypatch.setattr(Stack, "has_whole_experts", lambda stack: False)
+    layer = Layer()
+    run = run_of(layer, "batched_mm")
+    assert all(map(torch.equal, run(), layer.stock(run))) and reasons("batched_mm") == {Reason.EXPERT_BLOCKS: 1}

@@ -250,3 +250,10 @@ def test_what_cannot_be_read(change):
     layer = Layer()
     change(layer)
     assert stacks_of(layer.experts, Dequantizer("a test")) is UNREADABLE[change]
+
+
+def test_a_parametrization_of_16_bit_experts_is_no_hook():
+    linear = torch.nn.Linear(2, 2)
+    torch.nn.utils.parametrize.register_parametrization(linear, "weight", torch.nn.Identity())
+    for module in (linear, torch.nn.Linear(2, 2)):
+        assert stacks_of(module, Dequantizer("a test")) is Reason.EXPERTS_NOT_PACKED
