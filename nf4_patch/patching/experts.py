@@ -163,10 +163,10 @@ def is_called_otherwise(module: Any, known: tuple[Any, ...] = ()) -> bool:
 
 
 def is_written_in(module: Any, function: Any) -> bool:
-    """Whether a function is the module's own and wraps no other, PyTorch's decorators aside."""
+    """Whether a function is the module's own, under no decorator but PyTorch's."""
     while getattr(function, "__globals__", None) is vars(torch_decorators):
         function = function.__wrapped__
-    return getattr(function, "__globals__", None) is vars(module) and not hasattr(function, "__wrapped__")
+    return getattr(function, "__globals__", None) is vars(module)
 
 
 # --- what the original runs on, and what is saved ---

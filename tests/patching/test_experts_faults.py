@@ -151,6 +151,17 @@ def test_what_is_replaced_before_the_backward_is_not_what_it_reads(change, size,
     assert torch.equal(layer.gradient(output), stock[1]) and not reasons() and (size != "off" or hits() == 4)
 
 
+def test_the_backward_reads_the_parameter_itself(patched, monkeypatch):
+    """To which a cached weight belongs."""
+    layer, weights, read = Layer(), [], Dequantizer.read
+    monkeypatch.setattr(
+        Dequantizer, "read", lambda self, weight, state: weights.append(weight) or read(self, weight, state)
+    )
+    layer.step()
+    names = [*STACKS, *reversed(STACKS)]
+    assert [id(weight) for weight in weights] == [id(layer.chain(name).original) for name in names]
+
+
 WRITTEN = {
     "packed": lambda layer: layer.chain().original.data,
     "absmax": lambda layer: layer.chain()[0].quant_state.absmax,

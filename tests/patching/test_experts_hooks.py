@@ -182,10 +182,14 @@ def test_accelerates_hooks_that_only_move_inputs(removed, patched):
     assert same(step(model), stock) and hits() == 2 * before == 8 * LAYERS and not reasons()
 
 
-def test_a_forward_of_ones_own_under_accelerates_hook(patched):
+@pytest.mark.parametrize("order", ["under", "over"])
+def test_a_forward_of_ones_own_and_accelerates_hook(order, patched):
     layer = Layer()
-    own_forward(layer.experts)
+    if order == "under":
+        own_forward(layer.experts)
     dispatch_model(layer.experts, {"": DEVICE}, force_hooks=True)
+    if order == "over":
+        own_forward(layer.experts)
     ours = layer.step()
     assert reasons() == {Reason.HOOKED: 1} and all(map(torch.equal, ours, layer.stock()))
 
