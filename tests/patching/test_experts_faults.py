@@ -319,3 +319,10 @@ def test_no_stack_of_whole_experts(on, monkeypatch):
     layer = Layer()
     run = run_of(layer, "batched_mm")
     assert all(map(torch.equal, run(), layer.stock(run))) and reasons("batched_mm") == {Reason.EXPERT_BLOCKS: 1}
+
+
+def test_switched_off_where_another_library_holds_it(on, monkeypatch):
+    monkeypatch.setattr(switch, "on", False)
+    with torch.no_grad():
+        Layer().forward()
+    assert not reasons()
