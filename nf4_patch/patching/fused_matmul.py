@@ -25,6 +25,7 @@ from .quant_state import fields_of
 from .reasons import Reason
 from .replacement import Fallbacks, tried_first
 from .switch import switch
+from .targets import Target
 
 
 @functools.lru_cache(maxsize=4096)
@@ -147,7 +148,7 @@ class FusedMatmul:
         return self.run_state(x, packed, state, None, out) if x.numel() == x.shape[-1] else Reason.MATMUL_OPERANDS
 
 
-def before(target: Any, original: Callable[..., Any], multiply: Callable[..., Any]) -> Callable[..., Any]:
+def before(target: Target, original: Callable[..., Any], multiply: Callable[..., Any]) -> Callable[..., Any]:
     """The original, with the fused matmul tried first where it is switched on.
 
     Args:

@@ -2,110 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections import Counter
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-
-pytest.importorskip("transformers.integrations.moe", reason="transformers before 5")
-pytest.importorskip("bitsandbytes.nn.parametrize", reason="bitsandbytes before 0.46")
-
-from bitsandbytes.nn.parametrize import Bnb4bitParametrization, replace_parameter_4bit
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
+from tiny_experts import (
+    CHECKPOINTING,
+    CONFIGS,
+    DEVICE,
+    LAYERS,
+    STACKS,
+    decoded,
+    experts_of,
+    hits,
+    ids_of,
+    is_parametrized,
+    model_of,
+    reasons,
+    same,
+    step,
+)  # fmt: skip
+from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from nf4_patch.patching.adapters.transformers import Stack
 from nf4_patch.patching.cache.cache import cache
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
-
-DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-STACKS = ("gate_up_proj", "down_proj")
-LAYERS = 2
-COMMON = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2,
-}  # fmt: skip
-# A block of the second level has 64 * 256 elements: gpt-oss's down_proj, 128 x 64 an expert, does not divide into such.
-CONFIGS = {
-    "qwen3": lambda: Qwen3MoeConfig(moe_intermediate_size=256, num_experts=6, **COMMON),
-    "gpt-oss": lambda: GptOssConfig(num_local_experts=6, **COMMON),
-}
-CHECKPOINTING = {"kept": None, "reentrant": {"use_reentrant": True}, "recomputed": {"use_reentrant": False}}
-
-
-def experts_of(model):
-    return [
-        module for module in model.modules() if type(module).__name__.endswith("Experts") or is_parametrized(module)
-    ]
-
-
-def is_parametrized(module):
-    return hasattr(module, "parametrizations")
-
-
-def model_of(name: str, dtype=torch.bfloat16, nested: bool = True, lora: bool = True):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype, attn_implementation="eager").to(DEVICE)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    for module in list(model.modules()):
-        for stack in STACKS:
-            if stack in module._parameters:
-                replace_parameter_4bit(module, stack, compress_statistics=nested)
-    if lora:
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    return model.to(DEVICE).train()
-
-
-def ids_of(tokens: int = 24) -> torch.Tensor:
-    return torch.arange(2 * tokens, device=DEVICE).view(2, tokens) * 7 % 96
-
-
-def step(model) -> dict[str, torch.Tensor]:
-    """The loss and every gradient of a training step."""
-    model.zero_grad()
-    loss = model(input_ids=ids_of(), labels=ids_of()).loss
-    loss.backward()
-    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def same(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == stock.keys() and all(torch.equal(ours[name], stock[name]) for name in stock)
-
-
-@contextlib.contextmanager
-def decoded(monkeypatch):
-    """The storage of every stack that bitsandbytes' parametrization or ours decodes."""
-    storages: list[StorageWeakRef] = []
-
-    def recorded(decode):
-        def record(*args):
-            result = decode(*args)
-            storages.append(StorageWeakRef(result.untyped_storage()))
-            return result
-
-        return record
-
-    with monkeypatch.context() as patch:
-        for owner, name in ((Bnb4bitParametrization, "forward"), (Stack, "dense")):
-            patch.setattr(owner, name, recorded(getattr(owner, name)))
-        yield storages
-
-
-def reasons(implementation: str = "grouped_mm") -> Counter[Reason]:
-    return Counter(
-        {reason: n for (target, reason), n in counters.fallbacks.items() if target.endswith(f".{implementation}")}
-    )
-
-
-def hits(implementation: str = "grouped_mm") -> int:
-    (target,) = {name for name, _, _ in counters.hit_counters if name.endswith(f".{implementation}")} or {""}
-    return counters.hits(target)
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
@@ -294,7 +217,7 @@ def test_where_nothing_is_to_be_done(hooks, patched):
 def test_16_bit_experts(patched):
     model = AutoModelForCausalLM.from_config(CONFIGS["qwen3"](), dtype=torch.bfloat16).to(DEVICE)
     ours = step(model)
-    assert reasons() == {Reason.NOT_4BIT: LAYERS} and hits() == 0
+    assert reasons() == {Reason.EXPERTS_NOT_PACKED: LAYERS} and hits() == 0
     patched.disable()
     assert same(ours, step(model))
 

@@ -17,6 +17,7 @@ from ..quant_state import linear_fields
 from ..reasons import Reason
 from ..replacement import tried_first
 from ..switch import switch
+from ..targets import Target
 
 
 def output_of(state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -43,7 +44,7 @@ def casts(A: torch.Tensor) -> bool:
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is not A.dtype
 
 
-def dequantize_4bit(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def dequantize_4bit(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``bitsandbytes.functional.dequantize_4bit``."""
     dequantizer = Dequantizer(target.name)
     run, reader = dequantizer.run, Reader(target, dequantizer.run_fields)
@@ -71,7 +72,7 @@ def dequantize_4bit(target: Any, original: Callable[..., Any]) -> Callable[..., 
     return tried_first(original, dequantizer.fallbacks, attempt, trace)
 
 
-def dequant_linear(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def dequant_linear(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``bitsandbytes.backends.cuda.ops._dequant_linear_fallback``: dequantize to A's dtype, then F.linear.
 
     It is the body of an opaque op: torch.compile never traces it.
@@ -96,7 +97,7 @@ def dequant_linear(target: Any, original: Callable[..., Any]) -> Callable[..., A
     return tried_first(original, dequantizer.fallbacks, attempt)
 
 
-def gemm(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def gemm(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``bitsandbytes.backends.cuda.ops._gemm_4bit_kernel_impl``: its fused matmul of a few rows."""
 
     def multiply(
@@ -109,7 +110,7 @@ def gemm(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     return fused_matmul.before(target, original, multiply)
 
 
-def matmul_4bit(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def matmul_4bit(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``bitsandbytes.autograd._functions.matmul_4bit``, where no gradient is asked for: past the op, whose dispatch
     takes longer than the matmul of a few rows. Since 0.50 the packed weight may lie either way round.
     """
@@ -123,7 +124,7 @@ def matmul_4bit(target: Any, original: Callable[..., Any]) -> Callable[..., Any]
     return fused_matmul.before(target, original, multiply)
 
 
-def gemv(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def gemv(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``bitsandbytes.functional.gemv_4bit``, which Linear4bit calls for one row before 0.50."""
 
     def multiply(fused, A, B, out=None, transposed_A=False, transposed_B=False, state=None):

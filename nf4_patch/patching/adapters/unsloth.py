@@ -15,9 +15,10 @@ from ..dequantizer import Dequantizer
 from ..reasons import Reason
 from ..replacement import tried_first
 from ..switch import switch
+from ..targets import Target
 
 
-def fast_dequantize(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def fast_dequantize(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``fast_dequantize`` and ``_fast_dequantize_bnb``."""
     dequantizer = Dequantizer(target.name)
     run, reader = dequantizer.run, Reader(target, dequantizer.run_fields)
@@ -40,7 +41,7 @@ def fast_dequantize(target: Any, original: Callable[..., Any]) -> Callable[..., 
     return tried_first(original, dequantizer.fallbacks, attempt, trace)
 
 
-def fast_gemv(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def fast_gemv(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``fast_gemv`` and ``_fast_gemv_bnb``: [1, 1, K] to [1, 1, N]. Traced, it stays Unsloth's."""
 
     def multiply(fused, X, W, quant_state, out=None):
@@ -49,7 +50,7 @@ def fast_gemv(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     return fused_matmul.before(target, original, multiply)
 
 
-def gemv_rows(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def gemv_rows(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``_gemv_rows``: a batch of single tokens, [M, 1, K] to [M, 1, N]; its None means: dequantize."""
 
     def multiply(fused, X, W, quant_state, out):
@@ -58,7 +59,7 @@ def gemv_rows(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     return fused_matmul.before(target, original, multiply)
 
 
-def matmul_lora(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def matmul_lora(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``matmul_lora``, the linear layers of its LoRA kernels: x @ weight.T + (x @ a.T) @ b.T * scale.
 
     A packed weight [1, bytes] asks for x @ weight, which stays Unsloth's.

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
-from ..context import is_compiling
+import torch
+
 from ..deferral import deferred
 from ..dequantizer import Dequantizer
 from ..reasons import Reason
-from ..switch import switch
+from ..replacement import tried_first
+from ..targets import Target
 
 
-def nf4_dequant(target: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def nf4_dequant(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``nf4_dequant_triton``: a stack, or some experts of one, packed as [bytes, 1] or [experts, bytes].
 
     The original answers None where it does not run (fp4, another blocksize, switched off), upon which every caller
@@ -22,27 +23,20 @@ def nf4_dequant(target: Any, original: Callable[..., Any]) -> Callable[..., Any]
     """
     dequantizer = Dequantizer(target.name)
 
-    def decode(compiling, packed, state, shape, out):
+    def decode(compiling, run, packed, state, shape, out):
         if deferred("unsloth_zoo", compiling):
             return Reason.DEFERRED
-        if packed.shape[-1] != 1:  # one expert's bytes, [1, bytes], would ask for a transposed weight
-            packed = packed.reshape(-1, 1)
-        result = (dequantizer.trace if compiling else dequantizer.run)(packed, state, out)
-        if type(result) is Reason or shape is None:
-            return result
-        return result.view(shape) if result.numel() == math.prod(shape) else Reason.SIZE_MISMATCH
+        if shape is not None and math.prod(shape) != math.prod(getattr(state, "shape", None) or shape):
+            return Reason.SIZE_MISMATCH  # before ``out`` is written
+        if isinstance(packed, torch.Tensor) and packed.shape[-1:] != (1,):
+            packed = packed.reshape(-1, 1)  # one expert's bytes, [1, bytes], would ask for a transposed weight
+        result = run(packed, state, out)
+        return result if type(result) is Reason or shape is None else result.view(shape)
 
-    @functools.wraps(original)
-    def nf4_dequant_triton(packed, quant_state, out_shape=None, out=None):
-        if switch.on:
-            compiling = is_compiling()
-            if compiling:
-                result = decode(True, packed, quant_state, out_shape, out)
-            else:
-                result = dequantizer.fallbacks.attempt(decode, False, packed, quant_state, out_shape, out)
-            if type(result) is not Reason:
-                return result
-        into = () if out is None else (out,)  # before 2026.10.7 there is none
-        return original(packed, quant_state, out_shape, *into)
+    def attempt(packed, quant_state, out_shape=None, out=None):
+        return decode(False, dequantizer.run, packed, quant_state, out_shape, out)
 
-    return nf4_dequant_triton
+    def trace(packed, quant_state, out_shape=None, out=None):
+        return decode(True, dequantizer.trace, packed, quant_state, out_shape, out)
+
+    return tried_first(original, dequantizer.fallbacks, attempt, trace)

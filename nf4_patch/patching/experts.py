@@ -1,0 +1,283 @@
+"""4-bit stacks of experts: all experts of a layer in one weight of bitsandbytes', how it is read, and what is saved of it.
+
+``bitsandbytes.nn.parametrize.replace_parameter_4bit`` packs the weight and keeps it behind a parametrization of PyTorch:
+reading ``module.gate_up_proj`` then decodes every expert.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
+from torch.utils import _contextlib as torch_decorators
+
+from ..nf4.runtime import has_memory
+from .cache.cache import cache
+from .cache.reader import Reader
+from .context import is_compiling, own_dispatch
+from .dequantizer import Dequantizer
+from .reasons import Reason
+from .switch import switch
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """The 4-bit weight of all experts of a layer."""
+
+    packed: torch.Tensor
+    state: Any  # QuantState of shape [experts, ...]
+    dequantizer: Dequantizer
+    reader: Reader | None = None  # of the weight cache, for a target whose calls only read
+
+    def decode(self, run: Callable[..., Any]) -> torch.Tensor:
+        with torch.no_grad():  # as bitsandbytes' parametrization: a packed weight that requires a gradient gets none
+            if switch.on and not is_compiling():
+                result = self.dequantizer.fallbacks.attempt(run, self.packed, self.state)
+                if type(result) is not Reason:
+                    return result
+            from bitsandbytes.functional import dequantize_4bit
+
+            return dequantize_4bit(self.packed, self.state)
+
+    def dense(self) -> torch.Tensor:
+        """All experts, not to be written into: [experts, ...]."""
+        return self.decode(self.read)
+
+    def read(self, packed: torch.Tensor, state: Any) -> Any:
+        found = self.reader.state(packed, state, backward=True) if self.reader is not None and cache.on else None
+        return self.dequantizer.run(packed, state) if found is None else found
+
+    def __getitem__(self, ids: torch.Tensor) -> torch.Tensor:
+        """The experts ``ids``, int64 [n], as transformers asks a dense stack for them: [n, ...]. No other is read."""
+        chosen = self.dequantizer.fallbacks.attempt(self.select, ids)
+        return self.dense()[ids] if type(chosen) is Reason else chosen.decode(self.dequantizer.run)
+
+    def select(self, ids: torch.Tensor) -> Stack:
+        """A copy of the packed experts ``ids``, int64 [n], with a QuantState of shape [n, ...]."""
+        from bitsandbytes.functional import QuantState
+
+        state, second = self.state, self.state.state2
+
+        def selected(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().reshape(state.shape[0], -1)[ids].flatten()
+
+        nested = {}
+        if second is not None:
+            scales = QuantState(
+                selected(second.absmax), code=second.code, blocksize=second.blocksize, dtype=second.dtype
+            )
+            nested = {"offset": state.offset, "state2": scales}
+        experts = QuantState(
+            selected(state.absmax), torch.Size((len(ids), *state.shape[1:])), state.code, state.blocksize,
+            state.quant_type, state.dtype, **nested,
+        )  # fmt: skip
+        return Stack(selected(self.packed).unsqueeze(1), experts, self.dequantizer)
+
+    def size(self, dim: int) -> int:
+        return self.state.shape[dim]
+
+    def has_whole_experts(self) -> bool:
+        """Every expert ends with a byte, a block and, where the state is nested, a block of the second level."""
+        state, second, numel = self.state, self.state.state2, math.prod(self.state.shape)
+        block = state.blocksize * (1 if second is None else second.blocksize)
+        return (
+            2 * self.packed.numel() == numel == state.blocksize * state.absmax.numel()  # uint8, and no shard
+            and (second is None or block * second.absmax.numel() == numel)
+            and math.prod(state.shape[1:]) % block == 0
+        )
+
+
+# --- who else takes part in reading a stack ---
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def stacks_of(module: Any, dequantizer: Dequantizer, reader: Reader | None = None) -> dict[str, Stack] | Reason:
+    """The 4-bit stacks of an experts module by name, or the Reason why they are not read past the parametrization."""
+    chains = {}
+    names = module.parametrizations.items() if parametrize.is_parametrized(module) else ()
+    reason = Reason.EXPERTS_NOT_PACKED
+    for name, chain in names:
+        part, *others = chain
+        if getattr(part, "quant_state", None) is None:
+            continue
+        if others:
+            reason = Reason.SECOND_PARAMETRIZATION
+        else:
+            chains[name] = chain, part
+    if not chains:
+        return reason
+    if is_hooked(module, chains):
+        return Reason.HOOKED
+    stacks = {
+        name: Stack(chain.original, part.quant_state, dequantizer, reader) for name, (chain, part) in chains.items()
+    }
+    for stack in stacks.values():
+        if type(stack.packed).__torch_dispatch__ is not own_dispatch:
+            return Reason.TENSOR_SUBCLASS
+        if stack.packed.is_meta or not has_memory(stack.packed):
+            return Reason.NO_STORAGE
+    return stacks
+
+
+def is_hooked(module: Any, chains: dict[str, tuple[Any, Any]]) -> bool:
+    """Whether reading one of the stacks runs, or returns, anything but what bitsandbytes' parametrization does.
+
+    Offloading and sharding gather and free a weight in hooks: on the experts, on PyTorch's list of parametrizations
+    (a chain) and on bitsandbytes' parametrization in it. bitsandbytes itself hooks the experts, to let PyTorch keep what
+    was decoded during a forward; a ``parametrize.cached()`` around it keeps that for longer.
+    """
+    library = sys.modules.get("bitsandbytes.nn.parametrize")
+    if library is None or any(getattr(torch_module, f"_global{kind}") for kind in HOOKS):
+        return True
+    caching, no_longer = (getattr(library, f"_{verb}_parametrization_cache", None) for verb in ("enable", "disable"))
+    if parametrize._cache_enabled > [*module._forward_pre_hooks.values()].count(caching):
+        return True
+    if is_called_otherwise(module, (caching, no_longer)):
+        return True
+    return any(
+        is_called_otherwise(chain)
+        or is_called_otherwise(part)
+        or not is_written_in(parametrize, getattr(getattr(type(module), name, None), "fget", None))
+        or not is_written_in(parametrize, type(chain).forward)
+        or not is_written_in(library, type(part).forward)
+        for name, (chain, part) in chains.items()
+    )
+
+
+def is_called_otherwise(module: Any, known: tuple[Any, ...] = ()) -> bool:
+    """Whether a call of the module runs more than its class's forward and the hooks ``known``.
+
+    accelerate's hook that only moves inputs, on every module of a model on several GPUs, counts as nothing.
+    """
+    if any(hook not in known for kind in HOOKS for hook in getattr(module, kind).values()):
+        return True
+    forward, hook = vars(module).get("forward"), getattr(module, "_hf_hook", None)
+    if hook is not None:
+        accelerate = sys.modules.get("accelerate.hooks")
+        only_moves = accelerate is not None and type(hook) is accelerate.AlignDevicesHook and not hook.offload
+        if not (only_moves and is_written_in(accelerate, getattr(forward, "func", None))):
+            return True
+        forward = vars(module).get("_old_forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+
+
+def is_written_in(module: Any, function: Any) -> bool:
+    """Whether a function is the module's own, under no decorator but PyTorch's."""
+    while getattr(function, "__globals__", None) is vars(torch_decorators):
+        function = function.__wrapped__
+    return getattr(function, "__globals__", None) is vars(module)
+
+
+# --- what the original runs on, and what is saved ---
+
+
+class View:
+    """An experts module whose 4-bit stacks are read by ``read(name)``."""
+
+    def __init__(self, module: Any, names: Collection[str], read: Callable[[str], Any]):
+        vars(self).update(_module=module, _names=names, _read=read)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._read(name) if name in self._names else getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version  # which an inference tensor does not have
+
+
+class Saved(NamedTuple):
+    """What is saved for the backward, and the versions then: autograd checks none of what hooks save."""
+
+    tensors: tuple[torch.Tensor, ...]  # the tensor itself; or all of a stack, the packed weight first, in place of
+    versions: tuple[int | None, ...]
+    stack: Stack | None = None
+    view: tuple[Any, ...] = ()  # size, stride and offset in the dense stack
+
+    @classmethod
+    def of(cls, stack: Stack) -> Saved:
+        """A stack as it is now: whatever is done to the module until the backward, to offload it for example, the
+        backward decodes what the forward did.
+        """
+        state = copy.copy(stack.state)
+        state.state2 = copy.copy(getattr(state, "state2", None))
+        fields = [value for part in (state, state.state2) if part is not None for value in vars(part).values()]
+        tensors = stack.packed.detach(), *(value for value in fields if isinstance(value, torch.Tensor))
+        return cls(tensors, tuple(map(version_of, tensors)), dataclasses.replace(stack, state=state))
+
+    def dense(self) -> torch.Tensor:
+        stack: Any = self.stack
+        if is_compiling() or stack.packed.data_ptr() != self.tensors[0].data_ptr():  # ``parameter.data`` was replaced
+            stack = Stack(self.tensors[0], stack.state, stack.dequantizer)
+        return stack.dense()
+
+    def check(self) -> None:
+        """
+        Raises:
+            RuntimeError: a tensor was changed or freed in between.
+        """
+        for tensor, version in zip(self.tensors, self.versions, strict=True):
+            if version_of(tensor) != version:
+                raise RuntimeError(
+                    f"a tensor {list(tensor.shape)} that the backward of the experts needs was modified by an in-place "
+                    f"operation: it is at version {version_of(tensor)}, expected {version}"
+                )
+            if self.stack is not None and not has_memory(tensor):
+                raise RuntimeError(
+                    f"the memory of packed experts {list(self.stack.state.shape)} was freed between forward and "
+                    "backward: bring it back before the backward, or free it in a hook on the experts module"
+                )
+
+
+def unpack(saved: Saved) -> torch.Tensor:
+    """The tensor that was to be saved.
+
+    Raises:
+        RuntimeError: see ``Saved.check``.
+    """
+    if not is_compiling():  # compiled autograd traces this, and Dynamo breaks the graph at a version: see the test
+        saved.check()
+    return saved.tensors[0] if saved.stack is None else saved.dense().as_strided(*saved.view)
+
+
+@contextmanager
+def nothing_dense_saved(module: Any, stacks: dict[str, Saved], dequantizer: Dequantizer) -> Iterator[View]:
+    """A view of the module, in whose use autograd saves the packed stack in place of the dense one."""
+    decoded: dict[int, tuple[Saved, torch.Tensor, int | None]] = {}  # by the storage's address
+
+    def read(name: str) -> torch.Tensor:
+        weight = stacks[name].dense()
+        decoded[weight.untyped_storage()._cdata] = stacks[name], weight, version_of(weight)
+        return weight
+
+    def packed_instead(tensor: torch.Tensor) -> Saved | None:
+        if tensor.layout is not torch.strided:
+            return None
+        saved, weight, version = decoded.get(tensor.untyped_storage()._cdata, (None, tensor, None))
+        if saved is None or tensor.dtype is not weight.dtype or version_of(weight) != version:
+            return None
+        return saved._replace(view=(tensor.size(), tensor.stride(), tensor.storage_offset()))
+
+    def pack(tensor: torch.Tensor) -> Saved:
+        saved = dequantizer.fallbacks.attempt(packed_instead, tensor)
+        if type(saved) is Saved:
+            return saved
+        return Saved((tensor.detach(),), (version_of(tensor),))  # detached: it may hold the node that saves it
+
+    with saved_tensors_hooks(pack, unpack):
+        try:
+            yield View(module, stacks, read)
+        finally:
+            decoded.clear()

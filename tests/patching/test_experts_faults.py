@@ -1,0 +1,328 @@
+"""4-bit experts where something goes wrong: an error of ours, the original's own, a stack that changes before its backward."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from tiny_experts import DEVICE, STACKS, Layer, hits, reasons
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from nf4_patch.patching import experts
+from nf4_patch.patching.adapters import transformers as adapter
+from nf4_patch.patching.cache.cache import cache
+from nf4_patch.patching.counters import counters
+from nf4_patch.patching.dequantizer import Dequantizer
+from nf4_patch.patching.experts import Saved, Stack, View, nothing_dense_saved, stacks_of
+from nf4_patch.patching.reasons import Reason
+from nf4_patch.patching.switch import switch
+
+# What runs in the forward, by the implementation that it serves; how often in a step.
+OURS = {
+    "stacks_of": (adapter, "grouped_mm", 1),
+    "why_not_saved": (adapter, "grouped_mm", 1),
+    "nothing_dense_saved": (adapter, "grouped_mm", 1),
+    "is_hooked": (experts, "grouped_mm", 1),
+    "is_written_in": (experts, "grouped_mm", 1),
+    "of": (Saved, "grouped_mm", 1),
+    "_replace": (Saved, "grouped_mm", 2),
+    "read": (Dequantizer, "grouped_mm", 4),
+    "has_whole_experts": (Stack, "batched_mm", 1),
+    "select": (Stack, "batched_mm", 2),
+}
+
+
+def broken(error):
+    def fault(*args, **kwargs):
+        raise error
+
+    return fault
+
+
+def run_of(layer: Layer, implementation: str):
+    """A step, or without a gradient a forward."""
+    layer.experts.config._experts_implementation = implementation
+    if implementation == "grouped_mm":
+        return layer.step
+
+    def forward():
+        with torch.no_grad():
+            return [layer.forward()]
+
+    return forward
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_an_error_of_ours_stops_no_training(name, on, monkeypatch):
+    owner, implementation, times = OURS[name]
+    layer, used = Layer(), []
+    run = run_of(layer, implementation)
+    layer.experts.act_fn.register_forward_hook(lambda *_: used.append(1))
+    stock = layer.stock(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, broken(AssertionError("a bug")))
+        ours = run()
+    assert all(map(torch.equal, ours, stock)) and len(used) == 2
+    assert reasons(implementation) == {Reason.INTERNAL_ERROR: times} and "AssertionError: a bug" in counters.errors
+
+
+@pytest.mark.parametrize("error", ["strict", "memory"])
+@pytest.mark.parametrize("name", OURS)
+def test_what_is_raised_all_the_same(name, error, on, monkeypatch):
+    owner, implementation, _ = OURS[name]
+    run = run_of(Layer(), implementation)
+    monkeypatch.setattr(switch, "strict", error == "strict")
+    fault = AssertionError("a bug") if error == "strict" else torch.cuda.OutOfMemoryError("none left")
+    monkeypatch.setattr(owner, name, broken(fault))
+    with pytest.raises(type(fault)):
+        run()
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_what_the_original_raises_is_its_own(implementation, patched):
+    layer, used = Layer(), []
+    run = run_of(layer, implementation)
+
+    def fail(*_):
+        used.append(1)
+        raise LookupError("the user's")
+
+    handle = layer.experts.act_fn.register_forward_hook(fail)
+    with pytest.raises(LookupError, match="the user's"):
+        run()
+    assert len(used) == 1 and not reasons(implementation)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    handle.remove()
+    assert all(map(torch.equal, run(), layer.stock(run)))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU stops at it, with or without the patch")
+def test_an_expert_that_does_not_exist(on):
+    layer = Layer()
+    run = run_of(layer, "batched_mm")
+    layer.ids = layer.ids + 6
+    with pytest.raises(IndexError):
+        run()
+
+
+# --- between forward and backward ---
+
+
+def moved_away(layer):
+    packed = layer.chain().original
+    packed.data = packed.data.new_empty(0)
+
+
+def requantized(layer):
+    part = layer.chain()[0]
+    part.quant_state.absmax = torch.zeros_like(part.quant_state.absmax)
+    part.quant_state.state2.absmax = torch.zeros_like(part.quant_state.state2.absmax)
+
+
+def another_state(layer):
+    part = layer.chain()[0]
+    part.quant_state = copy.deepcopy(part.quant_state)
+    part.quant_state.absmax.zero_()
+
+
+def another_weight(layer):
+    packed = layer.chain().original
+    layer.chain().original = torch.nn.Parameter(packed ^ 255, requires_grad=False)
+
+
+def unpacked(layer):
+    torch.nn.utils.parametrize.remove_parametrizations(layer.experts, STACKS[0], leave_parametrized=False)
+
+
+REPLACED = (moved_away, requantized, another_state, another_weight, unpacked)
+
+
+@pytest.mark.parametrize("size", ["off", "1GiB"])
+@pytest.mark.parametrize("change", REPLACED)
+def test_what_is_replaced_before_the_backward_is_not_what_it_reads(change, size, patched):
+    layer = Layer()
+    patched.enable(cache=size)
+    stock = layer.stock()
+    patched.enable(cache=size)
+    output = layer.forward()
+    change(layer)
+    assert torch.equal(layer.gradient(output), stock[1]) and not reasons() and (size != "off" or hits() == 4)
+
+
+def test_the_backward_reads_the_parameter_itself(patched, monkeypatch):
+    """To which a cached weight belongs."""
+    layer, weights, read = Layer(), [], Dequantizer.read
+    monkeypatch.setattr(
+        Dequantizer, "read", lambda self, weight, state: weights.append(weight) or read(self, weight, state)
+    )
+    layer.step()
+    names = [*STACKS, *reversed(STACKS)]
+    assert [id(weight) for weight in weights] == [id(layer.chain(name).original) for name in names]
+
+
+WRITTEN = {
+    "packed": lambda layer: layer.chain().original.data,
+    "absmax": lambda layer: layer.chain()[0].quant_state.absmax,
+    "absmax2": lambda layer: layer.chain()[0].quant_state.state2.absmax,
+    "code2": lambda layer: layer.chain()[0].quant_state.state2.code,
+    "offset": lambda layer: layer.chain()[0].quant_state.offset,
+}
+
+
+@pytest.mark.parametrize("name", list(WRITTEN)[1:])
+def test_what_is_written_before_the_backward_is_refused(name, patched):
+    layer = Layer()
+    output = layer.forward()
+    WRITTEN[name](layer).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an in-place"):
+        layer.gradient(output)
+    assert not reasons()
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_freed_before_the_backward_is_refused(name, patched):
+    layer = Layer()
+    output = layer.forward()
+    WRITTEN[name](layer).untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="was freed between forward and backward"):
+        layer.gradient(output)
+
+
+def test_what_is_freed_and_filled_again(patched):
+    """As FSDP does around the backward of a layer."""
+    layer = Layer()
+    stock, output = layer.stock(), layer.forward()
+    storage = layer.chain().original.untyped_storage()
+    kept = storage.clone()
+    storage.resize_(0)
+    storage.resize_(kept.nbytes())
+    storage.copy_(kept)
+    assert torch.equal(layer.gradient(output), stock[1])
+
+
+def test_a_packed_weight_that_requires_a_gradient(patched):
+    """bf16 storage, which alone can."""
+    layer = Layer()
+    for name in STACKS:
+        chain = layer.chain(name)
+        chain.original = torch.nn.Parameter(chain.original.view(-1).view(torch.bfloat16).view(-1, 1))
+        assert chain.original.requires_grad
+
+    def step():
+        result = layer.step()
+        assert all(layer.chain(name).original.grad is None for name in STACKS)
+        assert not getattr(layer.experts, STACKS[0]).requires_grad
+        return result
+
+    ours = step()
+    assert all(map(torch.equal, ours, layer.stock(step))) and hits() == 4 and not reasons()
+    patched.disable()  # bitsandbytes itself gives a dense weight that requires one, where nobody says no_grad
+    assert not any(stack.dense().requires_grad for stack in stacks_of(layer.experts, Dequantizer("a test")).values())
+
+
+# --- what the original may do with what it is given ---
+
+
+def test_a_view_is_the_module_but_for_the_stacks():
+    module = torch.nn.Linear(2, 2)
+    view = View(module, ("weight",), lambda name: f"the {name}")
+    view.seen = 3
+    assert (view.weight, view.bias, view.seen) == ("the weight", module.bias, 3) and module.seen == 3
+
+
+USES = {
+    "as it is": lambda x, weight: x * weight,
+    "a part, transposed": lambda x, weight: x.mT[2:5] * weight.mT[2:5],
+    "of another dtype": lambda x, weight: x * weight.view(torch.float16),
+    "changed in place": lambda x, weight: x * weight.mul_(2),
+    "a sparse tensor too": lambda x, weight: torch.sparse.mm(x[0].to_sparse(), weight[0].mT.contiguous()),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_is_saved_of_a_dense_stack(use, patched):
+    layer, dequantizer = Layer(), Dequantizer("a test")
+    x = torch.randn(6, 512, 64, device=DEVICE).bfloat16()
+
+    def gradient(weight):
+        leaf = (x.float() if "sparse" in use else x).clone().requires_grad_()
+        return torch.autograd.grad(USES[use](leaf, weight.float() if "sparse" in use else weight).float().sum(), leaf)[
+            0
+        ]
+
+    stock = gradient(layer.experts.gate_up_proj)
+    stacks = {name: Saved.of(stack) for name, stack in stacks_of(layer.experts, dequantizer).items()}
+    with nothing_dense_saved(layer.experts, stacks, dequantizer) as view:
+        ours = gradient(view.gate_up_proj)
+    assert torch.equal(ours, stock)
+    assert counters.hits("a test") == (2 if use in ("as it is", "a part, transposed") else 1)
+
+
+# --- compiled autograd ---
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("around", ["the step", "the backward"])
+def test_compiled_autograd_traces_the_backward_as_without_the_patch(around, backend, patched):
+    compiled = torch._dynamo.compiled_autograd._enable
+    layer = Layer()
+    want = layer.stock()
+
+    def two_steps() -> tuple[list[torch.Tensor], int]:
+        torch._dynamo.reset()
+        graphs, results = CompileCounterWithBackend(backend), []
+        for _ in range(2):
+            with compiled(torch.compile(backend=graphs)) if around == "the step" else contextlib.nullcontext():
+                output = layer.forward()
+            layer.hidden.grad = None
+            with compiled(torch.compile(backend=graphs)):
+                output.float().square().sum().backward()
+            results += [output.detach(), layer.hidden.grad]
+        return results, graphs.frame_count
+
+    ours, graphs = two_steps()
+    stock, stock_graphs = layer.stock(two_steps)
+    assert graphs == stock_graphs == 1 and not reasons()
+    assert all(map(torch.equal, ours, stock)) and all(map(torch.equal, ours, want * 2))
+    assert hits() == 4  # of the forwards: what is traced is not counted
+
+
+def test_cached_experts_without_a_gradient(patched):
+    layer = Layer()
+    patched.enable(cache="1GiB")
+    with torch.no_grad():
+        ours = [layer.forward(), layer.forward()]
+    assert reasons() == {Reason.NO_GRADIENT: 2} and hits() == 2 and len(cache.entries) == 2 == cache.hits
+    assert all(torch.equal(output, layer.stock()[0]) for output in ours)
+
+
+@pytest.mark.parametrize("way", ["under a transform", "where hooks are forbidden"])
+def test_where_no_hook_may_be_set(way, on):
+    layer = Layer()
+    want = layer.stock()[0]
+    if way == "under a transform":
+        ours = torch.func.vjp(lambda hidden: layer.experts(hidden, layer.ids, layer.weights), layer.hidden.detach())[0]
+        assert reasons() == {Reason.FUNCTORCH_TRANSFORM: 1}
+    else:
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            ours = layer.forward()
+        assert reasons() == {Reason.SAVED_TENSOR_HOOKS: 1}
+    assert torch.equal(ours, want) and hits() == 0
+
+
+def test_no_stack_of_whole_experts(on, monkeypatch):
+    monkeypatch.setattr(Stack, "has_whole_experts", lambda stack: False)
+    layer = Layer()
+    run = run_of(layer, "batched_mm")
+    assert all(map(torch.equal, run(), layer.stock(run))) and reasons("batched_mm") == {Reason.EXPERT_BLOCKS: 1}
+
+
+def test_switched_off_where_another_library_holds_it(on, monkeypatch):
+    monkeypatch.setattr(switch, "on", False)
+    with torch.no_grad():
+        Layer().forward()
+    assert not reasons()
