@@ -9,6 +9,10 @@ class Reason(enum.Enum):
     """Why a call ran the original: a sentence, and advice where there is something to do."""
 
     NOT_4BIT = "the weight has no bitsandbytes 4-bit state (unquantized, fp8, NVFP4, int4 or a list state)"
+    EXPERTS_NOT_4BIT = (
+        "the experts are not packed in 4 bits (load_in_4bit leaves them in 16 bits)",
+        "pack them: docs/mixtures-of-experts.md",
+    )
     NOT_CUDA = ("the packed weight is not on a CUDA GPU", "move the model to the GPU")
     ROCM = "this PyTorch is built for ROCm; the kernel is NVIDIA PTX"
     GPU_TOO_OLD = "the GPU is older than compute capability 7.5 (Tesla T4)"
@@ -64,7 +68,7 @@ class Reason(enum.Enum):
 
 
 EXPECTED = {
-    Reason.NOT_4BIT, Reason.DEFERRED, Reason.NOT_FASTER, Reason.MATMUL_OPERANDS, Reason.DISPATCH_MODE, Reason.EXPORTING,
+    Reason.NOT_4BIT, Reason.EXPERTS_NOT_4BIT, Reason.DEFERRED, Reason.NOT_FASTER, Reason.MATMUL_OPERANDS, Reason.DISPATCH_MODE, Reason.EXPORTING,
     Reason.SECOND_PARAMETRIZATION, Reason.NO_GRADIENT, Reason.SAVED_TENSOR_HOOKS, Reason.BATCHED_MM_GRADIENT,
     Reason.EXPERT_BLOCKS,
 }  # fmt: skip

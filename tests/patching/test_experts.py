@@ -172,7 +172,7 @@ def test_cached_experts_give_the_same_bits(name, checkpointing, part, patched):
     patched.enable(cache="1GiB")
     if part == "half":
         step(model)
-        patched.enable(cache=cache.held.total() // 2)
+        patched.enable(cache=f"{cache.held.total() // 2}B")
     ours = [step(model)]
     hits, misses = cache.hits, cache.misses
     ours.append(step(model))
@@ -294,7 +294,7 @@ def test_where_nothing_is_to_be_done(hooks, patched):
 def test_16_bit_experts(patched):
     model = AutoModelForCausalLM.from_config(CONFIGS["qwen3"](), dtype=torch.bfloat16).to(DEVICE)
     ours = step(model)
-    assert reasons() == {Reason.NOT_4BIT: LAYERS} and hits() == 0
+    assert reasons() == {Reason.EXPERTS_NOT_4BIT: LAYERS} and hits() == 0
     patched.disable()
     assert same(ours, step(model))
 

@@ -95,7 +95,7 @@ def stacks_of(module: Any, dequantizer: Dequantizer) -> dict[str, Stack] | Reaso
         if getattr(chain[0], "quant_state", None) is not None
     }
     if not chains:
-        return Reason.NOT_4BIT
+        return Reason.EXPERTS_NOT_4BIT
     stacks = {
         name: Stack(chain.original, chain[0].quant_state, dequantizer)
         for name, chain in chains.items()
