@@ -19,6 +19,7 @@ import wrapt
 
 from ..config import Config
 from ..version import __version__
+from .state import State
 from .targets import TARGETS, Target
 
 logger = logging.getLogger("nf4_patch")
@@ -37,16 +38,15 @@ class Installed:
     places: list[tuple[Any, str]] = field(default_factory=list)
     refusal: str = ""
 
-    def state(self) -> str:
-        """patched, wrapped (another library's function stands over ours), displaced (by one without ours), refused."""
+    def state(self) -> State:
         if self.replacement is None:
-            return "refused"
+            return State.REFUSED
         # not places[0]: the module may have been imported anew
         holder, name = self.target.holder(sys.modules.get(self.target.module))
         current = held(holder, name)
         if current is self.replacement:
-            return "patched"
-        return "wrapped" if reaches(current, self.replacement) else "displaced"
+            return State.PATCHED
+        return State.WRAPPED if reaches(current, self.replacement) else State.DISPLACED
 
     def swap(self, old: Any, new: Any) -> None:
         """Put ``new`` wherever ``old`` stands, and in a copied target's place wherever it was copied to meanwhile."""
