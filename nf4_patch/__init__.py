@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +41,10 @@ def enable(matmul: str | None = None, cache: str | int | None = None) -> bool:
         matmul: "auto" multiplies few rows (generation, short sequences) straight from the packed weight where that is
             measured to win: as accurate as dequantize + matmul, not the same bits. "off" never does.
             None leaves it to NF4_PATCH_MATMUL, whose default is "off".
-        cache: "6GiB", or a number of bytes: dequantized weights stay in at most that much memory of every GPU, for the
-            functions of bitsandbytes, Unsloth and transformers that only read them; the same bits. "block" keeps those
-            of one checkpointed block, from its recompute to its backward. None leaves it to NF4_PATCH_CACHE, whose
-            default is "off".
+        cache: "6GiB" (or "6G", or a number of bytes; "6GB" is 6 * 10^9 bytes): dequantized weights stay in at most that
+            much memory of every GPU, for the functions of bitsandbytes, Unsloth and transformers that only read them;
+            the same bits. "block" keeps those of one checkpointed block, from its recompute to its backward. "off" or 0
+            keeps none. None leaves it to NF4_PATCH_CACHE, whose default is "off".
 
     Returns:
         True if the patch is on; False where NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it, and then it is off.
@@ -150,15 +151,17 @@ def unload_ipython_extension(shell: Any) -> None:
 
 def _autoload() -> None:
     """NF4_PATCH=1 enables. Called inside somebody's import (bitsandbytes loads it as a backend): it never raises."""
-    import os
-
-    if not os.environ.get("NF4_PATCH"):  # then nothing else is imported
+    if not any(name.startswith("NF4_PATCH") for name in os.environ):  # then nothing else is imported
         return
+    from . import notices
     from .config import Config, ConfigError
 
+    if not os.environ.get("NF4_PATCH"):
+        notices.watch_options()
+        return
     try:
-        if Config.read().requested:
-            enable()
+        if Config.read().requested and _enabled_once():
+            notices.say_when_it_is_used()
     except ImportError as error:
         _stays_off(f"a package that it needs is missing: {error}")
     except ConfigError as error:
@@ -167,7 +170,12 @@ def _autoload() -> None:
         logging.getLogger(__name__).exception("nf4_patch stays off")
 
 
-@functools.cache  # bitsandbytes asks again
+@functools.cache  # bitsandbytes asks again, and a ``disable`` meanwhile stands
+def _enabled_once() -> bool:
+    return enable()
+
+
+@functools.cache
 def _stays_off(why: str) -> None:
     logging.getLogger(__name__).error("nf4_patch stays off: %s", why)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -23,13 +25,14 @@ class Variable:
     default: str  # what an unset or empty variable means; "" where that is a third state
     meaning: str
     suffix: str = ""  # a path that ends so is allowed too
-    size: bool = False  # a number of bytes is allowed too
+    size: bool = False  # an amount of memory is allowed too
+    option: bool = False  # it changes what the patch does, and does nothing where the patch is off
 
     @property
     def values(self) -> tuple[str, ...]:
         """What may be given, in words."""
         more = [f"a path to a `{self.suffix}`"] if self.suffix else []
-        more += ["a size in bytes or with a unit (`6GiB`, `500MB`)"] if self.size else []
+        more += ["a size (`6GiB` = `6G`, in units of 2^30 bytes; `6GB`, of 10^9; `0`: off)"] if self.size else []
         return (*(f"`{value}`" for value in self.allowed), *more)
 
 
@@ -44,44 +47,96 @@ VARIABLES = (
         "NF4_PATCH_STRICT", (*SWITCH,), "0",
         "1: raise where a 4-bit weight would fall back to the original, "
         "and where a cached weight is not what its bytes decode to.",
+        option=True,
     ),
     Variable(
         "NF4_PATCH_MATMUL", ("off", "auto"), "off",
         "auto: multiply few rows (generation, short sequences) straight from the packed weight where measured to win. "
         "Off by default: as accurate, but not the same bits as the original.",
+        option=True,
     ),
     Variable(
         "NF4_PATCH_DEFER", ("auto", "never", "always"), "auto",
         "Whether a library's own fused kernel (Unsloth >= 2026.10, axolotl) keeps its calls. auto: unless ours is measured "
         "to be at least as fast; never: ours takes them; always: it keeps them all.",
+        option=True,
     ),
     Variable(
         "NF4_PATCH_CALIBRATION", ("auto", "off"), "auto",
         "The file of `nf4-patch calibrate`, which takes precedence over the shipped tables of what is measured to win. "
         "auto: nf4_patch/calibration.json in $XDG_CACHE_HOME or ~/.cache; off: the shipped tables only.",
-        suffix=".json",
+        suffix=".json", option=True,
     ),
     Variable(
         "NF4_PATCH_CACHE", ("off", "block"), "off",
         "Keep dequantized weights for the functions that only read them, with the same bits. block: from the recompute "
         "of a checkpointed block to its backward; a size: as many as fit into that much memory of every GPU.",
-        size=True,
+        size=True, option=True,
+    ),
+    Variable(
+        "NF4_PATCH_QUIET", (*SWITCH,), "0",
+        "1: nothing on stderr that says that NF4_PATCH=1 switched the patch on, or that an option has no effect.",
     ),
 )  # fmt: skip
 
-UNITS = {"": 1, "b": 1} | {
-    unit: base**power
-    for power, letter in enumerate("kmgt", 1)
-    for unit, base in ((f"{letter}b", 1000), (f"{letter}ib", 1024))
+UNITS = {
+    "TiB": 2**40,
+    "TB": 10**12,
+    "GiB": 2**30,
+    "GB": 10**9,
+    "MiB": 2**20,
+    "MB": 10**6,
+    "KiB": 2**10,
+    "KB": 10**3,
+    "B": 1,
 }
+# One letter is binary, as for Docker, Slurm and coreutils; GB is decimal, as in accelerate's max_memory.
+SPELLINGS = {unit.lower(): size for unit, size in UNITS.items()} | {
+    letter: UNITS[f"{letter.upper()}iB"] for letter in "kmgt"
+}
+SMALLEST = 10**6  # a number without a unit that is smaller hardly means bytes
 
 
 def size_of(text: str) -> int | None:
-    """The bytes of "1500000", "500MB" or "6.5 GiB"; None where it is no size."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in UNITS:
+    """The bytes of "6GiB", "6G", "6.5 GB" or "6442450944"; None where it is no size.
+
+    Raises:
+        ConfigError: a number without a unit, and so small that it hardly means bytes.
+    """
+    match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in ("", *SPELLINGS):
         return None
-    return int(float(match[1]) * UNITS[match[2]])
+    size = int(float(match[1]) * SPELLINGS.get(match[2], 1))
+    if not match[2] and 0 < float(match[1]) < SMALLEST:
+        raise ConfigError(f"would be {match[1]} bytes. Which is meant: {match[1]}GiB, {match[1]}MiB or {match[1]}B?")
+    return size if size <= sys.maxsize else None
+
+
+def size_in_words(size: int) -> str:
+    """As people write it, "6 GiB" or "1.5 GB"; to three digits where neither unit has a round number."""
+    for unit, base in UNITS.items():
+        if size >= base > 1 and 10 * size % base == 0:
+            return f"{size / base:g} {unit}"
+    for unit, base in UNITS.items():
+        if size >= base and (base == 1 or "i" in unit):
+            return f"{size / base:.3g} {unit}"
+    return "0 B"
+
+
+def options_set(environ: Mapping[str, str] | None = None) -> list[str]:
+    """ "NAME=value" of every option in the environment that asks for something."""
+    environ = os.environ if environ is None else environ
+    given = {v: environ.get(v.name, "").strip() for v in VARIABLES if v.option}
+    return [
+        f"{v.name}={value}" for v, value in given.items()
+        if value.lower() not in ("", v.default) and SWITCH.get(value.lower(), True)
+    ]  # fmt: skip
+
+
+def is_first_process(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a launcher (torchrun, accelerate) gave this process rank 0, or there is none."""
+    environ = os.environ if environ is None else environ
+    return (environ.get("RANK") or environ.get("LOCAL_RANK") or "0") == "0"
 
 
 @dataclass(frozen=True)
@@ -93,7 +148,8 @@ class Config:
     matmul: str  # off, auto
     calibration: Path | None  # the file of measurements; None: not to be read
     calibration_named: bool  # by the user: it should exist
-    cache: str | int  # off, block, or bytes a GPU
+    cache: str | int  # off, block, or bytes per GPU
+    quiet: bool
 
     def missing_calibration(self) -> str:
         """A sentence on a calibration file that the user named and that does not exist; "" where all is well."""
@@ -110,27 +166,14 @@ class Config:
         Raises:
             ConfigError: a variable or an argument has a value that is not allowed; the message lists the allowed ones.
         """
-        environ = dict(os.environ if environ is None else environ)
-        if matmul is not None:
-            if not isinstance(matmul, str):
-                raise ConfigError(f'matmul={matmul!r} is not known; allowed: "off", "auto" or None')
-            environ["NF4_PATCH_MATMUL"] = matmul
-        if cache is not None:
-            environ["NF4_PATCH_CACHE"] = str(cache)
+        environ = os.environ if environ is None else environ
+        arguments = {"NF4_PATCH_MATMUL": ("matmul", matmul), "NF4_PATCH_CACHE": ("cache", cache)}
         values = {}
         for variable in VARIABLES:
-            given = environ.get(variable.name, "").strip()
-            value = given.lower() or variable.default
-            if variable.suffix and value.endswith(variable.suffix):
-                value = given
-            elif variable.size and size_of(value):
-                pass
-            elif value not in (*variable.allowed, variable.default):
-                raise ConfigError(
-                    f"{variable.name}={environ[variable.name]!r} is not known; "
-                    f"allowed: {', '.join(variable.values).replace('`', '')}, or unset. {variable.meaning}"
-                )
-            values[variable.name] = value
+            name, given = arguments.get(variable.name, ("", None))
+            if given is None:
+                name, given = variable.name, environ.get(variable.name, "")
+            values[variable.name] = value_of(variable, name, given)
         folder = environ.get("XDG_CACHE_HOME") or "~/.cache"
         named = values["NF4_PATCH_CALIBRATION"]
         file = {"auto": f"{folder}/nf4_patch/calibration.json", "off": ""}.get(named, named)
@@ -142,5 +185,36 @@ class Config:
             matmul=values["NF4_PATCH_MATMUL"],
             calibration=Path(os.path.expanduser(file)) if file else None,
             calibration_named=named not in ("auto", "off"),
-            cache=size_of(values["NF4_PATCH_CACHE"]) or values["NF4_PATCH_CACHE"],
+            cache=values["NF4_PATCH_CACHE"],
+            quiet=SWITCH[values["NF4_PATCH_QUIET"]],
         )
+
+
+def value_of(variable: Variable, name: str, given: Any) -> Any:
+    """What ``given``, the value of an argument or variable called ``name``, means.
+
+    Raises:
+        ConfigError: it is not allowed.
+    """
+    try:
+        text = str(given).strip()
+    except ValueError:  # an int of more than 4,300 digits
+        text = hex(given)
+    value = text.lower() or variable.default
+    shown = repr(given) if isinstance(given, str) else text
+    shown = f"{name}={shown if len(shown) <= 60 else shown[:60] + '...'}"
+    if value in (*variable.allowed, variable.default):
+        return value
+    if variable.suffix and value.endswith(variable.suffix):
+        return text
+    try:
+        size = size_of(value) if variable.size else None
+    except ConfigError as error:
+        raise ConfigError(f"{shown} {error}") from None
+    if size is None:
+        unset = "unset" if name == variable.name else "None"
+        raise ConfigError(
+            f"{shown} is not known; "
+            f"allowed: {', '.join(variable.values).replace('`', '')}, or {unset}. {variable.meaning}"
+        )
+    return size or "off"

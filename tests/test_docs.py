@@ -57,14 +57,22 @@ def test_no_figure_and_no_commit_is_typed_by_hand(page):
     assert not re.findall(r"\b[0-9a-f]{7}\b", page.read_text()), "a commit belongs to docs/data"
 
 
-def test_status_in_the_readme_is_what_it_prints():
+def test_status_in_the_readme_is_what_it_prints(monkeypatch):
+    from nf4_patch.patching.state import State
     from nf4_patch.patching.status import Status, TargetStatus
+    from nf4_patch.patching.targets import TARGETS
 
-    shown = README.read_text().split("```text\n")[1].split("\n  ...")[0]
-    found = re.findall(r"^  (\S+): (\w+), (\d+) hits$", shown, re.MULTILINE)
-    targets = tuple(TargetStatus(name, state, int(hits)) for name, state, hits in found)
-    assert str(Status(enabled=True, targets=targets, shapes={}, errors=())).startswith(shown)
-    assert {target.name for target in targets} <= {target.name for target in nf4_patch.status().targets}
+    for name in ("unsloth", "unsloth_zoo", "axolotl"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    shown = README.read_text().split("```text\n")[1].split("\n```")[0]
+    hits = {name: int(count) for name, count in re.findall(r"^  (\S+): patched, (\d+) hits$", shown, re.MULTILINE)}
+    states = {"bitsandbytes": State.PATCHED, "transformers": State.PATCHED}
+    targets = tuple(
+        TargetStatus(t.name, State.INACTIVE if t.only and t.distribution in states else states.get(t.distribution, State.WAITING),
+                     hits.pop(t.name, 0))
+        for t in TARGETS
+    )  # fmt: skip
+    assert str(Status(enabled=True, targets=targets, shapes={}, errors=())).startswith(shown) and not hits
 
 
 @pytest.mark.parametrize("file", sorted(render_docs.figures.DATA.glob("*.json")), ids=lambda file: file.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 
 import torch
 
@@ -27,6 +28,23 @@ FASTER = {
         "stack, 187 against 204 for 64, 363 against 376 for all 128",
     },
 }
+
+
+OWN_KERNEL = {"unsloth": ">= 2026.10", "unsloth_zoo": ">= 0", "axolotl": ">= 0"}  # releases that have one
+# What the library keeps for it, by default, and what to do.
+KEPT = {
+    "unsloth": "Unsloth from 2026.10 on trains compiled layers, which keep its own NF4 kernel: training gains nothing. Train "
+    "with peft or TRL alone, or with Unsloth up to 2026.9, to train on this kernel.",
+    "unsloth_zoo": "Compiled mixtures of experts keep unsloth_zoo's own kernel.",
+    "axolotl": "Compiled mixtures of experts keep axolotl's own kernel.",
+}
+
+
+def own_kernel(library: str) -> bool:
+    """Whether the imported library uses an NF4 kernel of its own."""
+    if library != "unsloth":
+        return library in OWN_KERNEL
+    return bool(getattr(sys.modules.get("unsloth.kernels.utils"), "_USE_NF4_KERNELS", False))
 
 
 def deferred(library: str, compiling: bool = False) -> bool:

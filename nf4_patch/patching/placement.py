@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from .state import State
 from .targets import Target
 
 logger = logging.getLogger("nf4_patch")
@@ -27,16 +28,16 @@ class Installed:
     places: list[tuple[Any, str]] = field(default_factory=list)
     refusal: str = ""
 
-    def state(self) -> str:
-        """patched, wrapped (another library's function stands over ours), displaced (by one without ours), refused."""
+    def state(self) -> State:
+        """PATCHED, WRAPPED, DISPLACED or REFUSED."""
         if self.replacement is None:
-            return "refused"
+            return State.REFUSED
         # not places[0]: the module may have been imported again
         holder, name = self.target.holder(sys.modules.get(self.target.module))
         current = get_attr(holder, name)
         if current is self.replacement:
-            return "patched"
-        return "wrapped" if is_wrapped_by(self.replacement, current) else "displaced"
+            return State.PATCHED
+        return State.WRAPPED if is_wrapped_by(self.replacement, current) else State.DISPLACED
 
     def swap(self, old: Any, new: Any) -> None:
         """Put ``new`` wherever ``old`` stands, and in a copied target's place wherever it was copied to meanwhile."""

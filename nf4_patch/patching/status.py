@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..config import size_in_words
 from .counters import counters
 from .placement import installed
 from .reasons import Reason, Uncached
+from .state import State
 from .switch import switch
 from .targets import SWITCHES, TARGETS
 
-STANDING = ("patched", "wrapped", "displaced")  # see Installed.state
+NEVER_CALLED, NEVER_HIT = "installed, never called", "installed, never hit"
 SHAPES_SHOWN = 8  # a model has about five; a report is one screen
 
 
 @dataclass(frozen=True)
 class TargetStatus:
     name: str
-    state: str  # STANDING, inactive, refused, waiting (not imported), absent (not in this release), off
+    state: State
     hits: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)  # by name of the Reason
     note: str = ""
+
+    @property
+    def calls(self) -> int:
+        return self.hits + sum(self.fallbacks.values())
 
 
 @dataclass(frozen=True)
 class CacheStatus:
     """Bytes are what PyTorch's allocator takes at most."""
 
-    mode: str = "off"  # off, block, or bytes a GPU
+    mode: str = "off"  # off, block, or bytes per GPU
     held: dict[int, int] = field(default_factory=dict)  # bytes by device index
     weights: int = 0
     hits: int = 0  # dequantizations saved
@@ -37,9 +45,10 @@ class CacheStatus:
     uncached: dict[str, int] = field(default_factory=dict)  # by name of the Uncached
 
     def __str__(self) -> str:
-        held = ", ".join(f"{size / 2**30:.2f} GiB on device {device}" for device, size in self.held.items())
+        mode = size_in_words(int(self.mode)) if self.mode.isdigit() else self.mode
+        held = ", ".join(f"{size_in_words(size)} on device {device}" for device, size in self.held.items())
         reads = f"{self.hits} of {self.hits + self.misses} reads served"
-        return f"cache {self.mode}: {self.weights} weights, {held or 'nothing'}; {reads}"
+        return f"cache {mode}: {self.weights} weight{'s' * (self.weights != 1)}, {held or 'nothing'}; {reads}"
 
 
 @dataclass(frozen=True)
@@ -67,10 +76,12 @@ class Status:
     def __str__(self) -> str:
         on = "on" if self.enabled else "off"
         lines = [f"nf4_patch is {on}: {self.hits} in the kernel, {self.fallbacks} fell back"]
-        for target in self.targets:
+        shown, rest = folded(self.targets)
+        for target in shown:
             note = f" ({target.note})" if target.note else ""
             lines.append(f"  {target.name}: {target.state}, {target.hits} hits{note}")
             lines += [f"    {count} x {explain(reason)}" for reason, count in target.fallbacks.items()]
+        lines += [f"  {rest}"] if rest else []
         most = sorted(((hits, shape) for shape, hits in self.shapes.items() if hits), reverse=True)
         lines += [f"  {hits} x {shape}" for hits, shape in most[:SHAPES_SHOWN]]
         if len(most) > SHAPES_SHOWN:
@@ -80,6 +91,29 @@ class Status:
             lines += [f"    {count} x not cached: {explain(reason)}" for reason, count in self.cache.uncached.items()]
         lines += [f"  error: {error}" for error in self.errors]
         return "\n".join(lines)
+
+
+def folded(targets: Sequence[TargetStatus]) -> tuple[list[TargetStatus], str]:
+    """The targets that have something to say, and one line on all others ("" if there are none).
+
+    A target that was never called says something only while none was: most models do not have what it covers.
+    """
+    used = any(target.calls for target in targets)
+    always = (State.WRAPPED, State.DISPLACED, State.REFUSED)
+    shown = [t for t in targets if t.calls or t.state in always or (t.note == NEVER_CALLED and not used)]
+    rest = [target for target in targets if target not in shown]
+    names = {State.ABSENT: "not in this release", State.INACTIVE: "for options that are off"}
+    names[State.PATCHED] = "not called" if used else "in place"
+    libraries = dict.fromkeys(waited_for(target) for target in rest if target.state is State.WAITING)
+    names[State.WAITING] = f"not imported ({', '.join(libraries)})"
+    kinds = [f"{count} {names.get(state, state)}" for state, count in Counter(t.state for t in rest).items()]
+    return shown, f"{len(rest)} more target{'s' * (len(rest) != 1)}: {', '.join(kinds)}" if rest else ""
+
+
+def waited_for(status: TargetStatus) -> str:
+    """The library whose import a target waits for, or the one module of an imported library."""
+    target = next(target for target in TARGETS if target.name == status.name)
+    return target.module if target.distribution in sys.modules else target.distribution
 
 
 def explain(name: str) -> str:
@@ -97,28 +131,29 @@ def status() -> Status:
         entry = installed.get(target.name)
         note = ""
         if target.module not in sys.modules and entry is None:
-            state = "waiting"
+            state = State.WAITING
         elif not switch.on and (entry is None or entry.replacement is not None):
-            state = "off"
+            state = State.OFF
         else:
-            state, note = ("absent", "") if entry is None else (entry.state(), entry.refusal)
+            state, note = (State.ABSENT, "") if entry is None else (entry.state(), entry.refusal)
         hits = counters.hits(target.name)
         counts = {r.name: n for (name, r), n in list(counters.fallbacks.items()) if name == target.name}
-        if state in STANDING and target.only and getattr(switch, target.only) == "off":
-            state, note = "inactive", f'enable({target.only}="{SWITCHES[target.only]}") puts it in place'
-        elif state == "patched" and target.only == "cache":
+        if state.stands and target.only and getattr(switch, target.only) == "off":
+            state, note = State.INACTIVE, f'enable({target.only}="{SWITCHES[target.only]}") puts it in place'
+        elif state is State.PATCHED and target.only == "cache":
             note = "its reads may come from the cache"
-        elif state == "patched" and not hits and not counts:
-            note = "installed, never called"
-        elif state == "patched" and not hits:
-            note = "installed, never hit"
-        elif state == "displaced":
+        elif state is State.PATCHED and not hits and not counts:
+            note = NEVER_CALLED
+        elif state is State.PATCHED and not hits:
+            note = NEVER_HIT
+        elif state is State.DISPLACED:
             note = "another library put its own function there; enable() again to take it back"
         targets.append(TargetStatus(target.name, state, hits, counts, note))
     shapes: dict[str, int] = {}
     addresses: dict[str, set[int]] = {}
     for (_, shape, dtype), counter in list(counters.hit_counters.items()):
-        key = f"{'x'.join(map(str, shape))} {dtype.removeprefix('torch.')}"
+        sides = "x".join(map(str, shape)) or "1"  # a weight of shape () is one element
+        key = f"{sides} {dtype.removeprefix('torch.')}"
         shapes[key] = shapes.get(key, 0) + counter.hits
         addresses.setdefault(key, set()).update(counter.addresses)
     weights = {key: len(known) for key, known in addresses.items() if known}

@@ -21,12 +21,15 @@ import importlib
 import io
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
+from .. import notices
 from ..config import Config, ConfigError
+from ..patching.counters import FallbackError
 from ..version import __version__
 from . import output
 from .report import Impossible, commit, releases
@@ -43,7 +46,9 @@ VERBS = {
     "run": Verb("nf4_patch.tools.cli:run", "Enable the patch, then run a script or a module."),
     "demo": Verb("nf4_patch.tools.cli:demo", "Fine-tune a small QLoRA model without and with the patch."),
     "bench": Verb("nf4_patch.tools.bench.command:command", "Measure the kernel beside what it replaces."),
-    "calibrate": Verb("nf4_patch.tools.bench.calibrate:command", "Measure what wins on this GPU, and remember it."),
+    "calibrate": Verb(
+        "nf4_patch.tools.bench.calibrate:command", "Tune the fused matmul for this GPU and save the result."
+    ),
     "inspect": Verb(
         "nf4_patch.tools.sass.inspect:command",
         "Count the kernel's machine code for a GPU that need not be here.",
@@ -75,12 +80,22 @@ class Verbs(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (ConfigError, Impossible) as error:
+        except (ConfigError, FallbackError, Impossible) as error:
             raise click.ClickException(str(error)) from None
         except ModuleNotFoundError as error:
             if (error.name or "nf4_patch").startswith("nf4_patch"):
                 raise
-            raise click.ClickException(f"{error.name} is not installed: pip install 'nf4-patch[demo]'") from None
+            raise click.ClickException(
+                f"{error.name} is not installed: pip install '.[demo]' in a checkout of nf4_patch"
+            ) from None
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except OSError:
+            if code := output.flushed(0):  # stdout took no more: said in one line
+                sys.exit(code)
+            raise
 
 
 def json_option() -> click.Option:
@@ -135,11 +150,23 @@ def console(stderr: bool = False) -> Any:
     return result
 
 
+def wrapped(text: str, width: int) -> str:
+    """At words, what is continued two columns further in; a longer word stays whole."""
+    lines = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        lines.append(
+            textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        )
+    return "\n".join(lines)
+
+
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="nf4-patch")
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Fused Triton kernels for 4-bit fine-tuning, inside bitsandbytes and Unsloth, with the same bits."""
+    notices.silenced = ctx.invoked_subcommand != "run"
     ctx.obj = progress = Progress()
     ctx.call_on_close(progress.stop)
 
@@ -157,9 +184,15 @@ def finish(ctx: click.Context, report: Any) -> None:
         output.write(file, lambda path: path.write_text(text, encoding="utf-8"))
     if sys.stdout is not None and not getattr(sys.stdout, "closed", False):
         out = console()
-        for renderable in report.render():
-            out.print(renderable, soft_wrap=isinstance(renderable, str))
-    sys.exit(report.exit_code)
+        try:
+            for renderable in report.render():
+                if isinstance(renderable, str):
+                    out.print(wrapped(renderable, out.width) if out.is_terminal else renderable, soft_wrap=True)
+                else:
+                    out.print(renderable)
+        except OSError as error:
+            sys.exit(output.lost(error))
+    sys.exit(output.flushed(report.exit_code))
 
 
 @click.command()
@@ -207,7 +240,10 @@ class PassThrough(click.Command):
             index += 2 if word in with_value else 1
             if word.startswith("-m"):
                 break
-        return super().parse_args(ctx, [*args[:index], "--", *args[index:]])
+        if index > len(args):  # the last option lacks its value, which click says
+            return super().parse_args(ctx, args)
+        rest = args[index + 1 :] if args[index : index + 1] == ["--"] else args[index:]
+        return super().parse_args(ctx, [*args[:index], "--", *rest])
 
 
 @click.command(cls=PassThrough, options_metavar="[--report] [--json FILE] (SCRIPT | -m MODULE)")
@@ -218,7 +254,10 @@ def run(module: str | None, report: bool, arguments: tuple[str, ...]) -> Any:
     from . import run
 
     if module is None and not arguments:
-        raise click.UsageError("nothing to run: name a script, or a module with -m")
+        file = click.get_current_context().meta.get("nf4_patch.json")
+        taken = f" (--json writes to {file})" if file else ""
+        raise click.UsageError(f"nothing to run: name a script, or a module with -m{taken}")
+    notices.silenced = report  # which says more
     try:
         return run.run(module, arguments, report)
     except OSError as error:
@@ -227,7 +266,7 @@ def run(module: str | None, report: bool, arguments: tuple[str, ...]) -> Any:
 
 @click.command()
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps of training.")
-@click.option("--size", type=click.Choice(["tiny", "small", "large"]), help="Default: small, with a GPU large.")
+@click.option("--size", type=click.Choice(["tiny", "small", "large"]), help="Default: large with a GPU, small without.")
 @click.option("--png", type=output.OutputFile(), default="nf4-patch-demo.png",
               show_default=True, help="Where the picture goes.")  # fmt: skip
 @click.pass_obj

@@ -125,7 +125,7 @@ class DemoReport(Diagnosis):
         yield provenance(self.place)
         yield (
             f"Llama with {self.parameters / 1e6:.1f} M parameters, {self.linears} linears in NF4 with double "
-            f"quantization, LoRA on all of them, gradient checkpointing, {self.dtype}, {self.tokens} tokens a step"
+            f"quantization, LoRA on all of them, gradient checkpointing, {self.dtype}, {self.tokens} tokens per step"
         )
         yield self._losses()
         yield self._costs()
@@ -139,9 +139,9 @@ class DemoReport(Diagnosis):
         compared = f"{plural(weights, 'weight')} of the model, {plural(elements, 'element')}"
         yield f"{compared}, against bitsandbytes: {wrong:,} differ."
         problems = self.problems()
-        yield from (f"no: {problem}" for problem in problems)
+        yield from (f"Failed: {problem}" for problem in problems)
         if not problems:
-            yield f"yes: {plural(len(self.patched.losses), 'loss')} and the trained adapter are the same to the bit."
+            yield f"Passed: {plural(len(self.patched.losses), 'loss')} and the trained adapter are the same to the bit."
         if self.png:
             yield f"picture: {self.png}"
 
@@ -163,7 +163,7 @@ class DemoReport(Diagnosis):
         for name, count in self.patched.fallbacks.items():
             table.add_row("fell back", "-", f"{count:,} x {name}: {Reason[name].sentence}")
         if self.timed:
-            row("time a step (median)", lambda training: f"{training.seconds_a_step * 1e3:,.1f} ms")
+            row("time per step (median)", lambda training: f"{training.seconds_a_step * 1e3:,.1f} ms")
             row("peak memory", lambda training: f"{training.peak_bytes / 2**20:,.0f} MiB")
         return table
 
@@ -326,7 +326,7 @@ def draw(report: DemoReport, png: Path) -> None:
             label += f", median {training.seconds_a_step * 1e3:.1f} ms"
             milliseconds = [1e3 * seconds for seconds in training.seconds]
             times.plot(range(1, len(milliseconds) + 1), milliseconds, marker="o", label=label, color=color)
-            times.set(title="Time a step", xlabel="step, first and second training", ylabel="ms", ylim=(0, None))
+            times.set(title="Time per step", xlabel="step, first and second training", ylabel="ms", ylim=(0, None))
     for axes in panels:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend()

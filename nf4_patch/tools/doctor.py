@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import os
 import platform
@@ -12,21 +13,22 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import RenderableType
-from rich.table import Column, Table
 
 import nf4_patch
 
-from ..config import VARIABLES, Config
+from ..config import VARIABLES, Config, options_set, size_in_words
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.layout import OUTPUT_DTYPES
 from ..nf4.matmul import calibration
 from ..nf4.matmul.tuning import SMALL_M_ROWS
-from ..patching import hooks, placement
+from ..patching import deferral, hooks, placement
 from ..patching.reasons import Reason
+from ..patching.state import State
 from ..patching.targets import SWITCHES, TARGETS, Target
 from .report import DISTRIBUTIONS, Diagnosis, Tell, plural, releases, silent
 
@@ -41,7 +43,41 @@ GPU_ADVICE: tuple[tuple[tuple[int, int], str], ...] = (
 )
 
 
-BRIEFLY = ("inactive", "not in this release", "not installed")  # verdicts that are counted in one line
+# Why the eager calls of a library are left to its own kernel, and what to do; "": of any other library.
+UNMEASURED = {
+    "unsloth": "no benchmark shows ours faster on this GPU; `nf4-patch calibrate` measures it",
+    "": "no benchmark shows ours faster on this GPU; NF4_PATCH_DEFER=never takes them",
+}
+
+
+class Verdict(str, enum.Enum):
+    """What would happen to a target here."""
+
+    PATCHED = "patched"
+    WOULD_BE_PATCHED = "would be patched"
+    EAGER_ONLY = "eager calls only"  # compiled code keeps the library's own kernel
+    DEFERRED = "deferred"  # every call keeps the library's own kernel
+    INACTIVE = "inactive"
+    REFUSED = "refused"
+    OFF = "off"
+    NOT_HERE = "not here"
+    NOT_IN_THIS_RELEASE = "not in this release"
+    NOT_INSTALLED = "not installed"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Outcome(str, enum.Enum):
+    READY = "Ready"
+    LIMITED = "Ready, with limits"  # patched, and not everything gains by it
+    NOT_READY = "Not ready"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+BRIEFLY = (Verdict.INACTIVE, Verdict.NOT_IN_THIS_RELEASE, Verdict.NOT_INSTALLED)  # counted in one line
 
 
 @dataclass
@@ -71,13 +107,13 @@ class Gpu:
 
 
 @dataclass
-class Verdict:
-    """What would happen to a target here."""
+class Judged:
+    """A target, and what would happen to it here."""
 
     target: str
     covers: str
     release: str  # of the library; "" where it is not installed
-    verdict: str  # patched, inactive, would be patched, refused, off, not here, not in this release, not installed
+    verdict: Verdict
     why: str = ""
 
 
@@ -88,10 +124,11 @@ class DoctorReport(Diagnosis):
     releases: dict[str, str]
     gpus: list[Gpu]
     no_gpu: str  # why there is none
-    targets: list[Verdict]
+    targets: list[Judged]
     variables: dict[str, str]  # those in force
     forbidden: bool
     missing: str = ""  # what is said of a calibration file that does not exist
+    requested: bool = False  # NF4_PATCH=1
 
     def problems(self) -> list[str]:
         """Why calls would run the original; empty where the kernel would run for every installed target."""
@@ -104,12 +141,29 @@ class DoctorReport(Diagnosis):
             if not gpu.works:
                 errors = [f"{check.dtype}: {check.error}" for check in gpu.kernels if not check.works]
                 found.append(f"GPU {gpu.index} ({gpu.name}) runs the original: {'; '.join(errors) or gpu.advice}")
-        for verdict in self.targets:
-            if verdict.verdict == "refused":
-                found.append(f"{verdict.target} is left alone: {verdict.why}")
-        if not any(verdict.release for verdict in self.targets):
+        for judged in self.targets:
+            if judged.verdict is Verdict.REFUSED:
+                found.append(f"{judged.target} is left alone: {judged.why}")
+        if not any(judged.release for judged in self.targets):
             found.append("neither bitsandbytes nor Unsloth is installed: there is nothing to patch")
         return found
+
+    def limits(self) -> list[str]:
+        """What is patched and yet keeps a kernel of its library's, with what to do."""
+        found = []
+        for judged in self.targets:
+            if judged.verdict in (Verdict.EAGER_ONLY, Verdict.DEFERRED):
+                found.append(deferral.KEPT[judged.target.partition(".")[0]])
+            if judged.verdict is Verdict.DEFERRED:
+                found.append(f"{judged.target} leaves its eager calls to its library too: {judged.why}.")
+        return list(dict.fromkeys(found))
+
+    @property
+    def outcome(self) -> Outcome:
+        return Outcome.NOT_READY if self.problems() else Outcome.LIMITED if self.limits() else Outcome.READY
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**super().as_dict(), "outcome": self.outcome, "limits": self.limits()}
 
     def render(self) -> Iterable[RenderableType]:
         yield f"nf4_patch {nf4_patch.__version__}, {self.machine}"
@@ -122,17 +176,23 @@ class DoctorReport(Diagnosis):
         yield from self._gpus()
         yield from self._targets()
         for name, value in self.variables.items():
-            yield f"{name}={value}: {next(v.meaning for v in VARIABLES if v.name == name)}"
+            words = f" ({size_in_words(int(value))})" if name == "NF4_PATCH_CACHE" and value.isdigit() else ""
+            yield f"{name}={value}{words}: {next(v.meaning for v in VARIABLES if v.name == name)}"
+        if (options := options_set(self.variables)) and not self.requested and not self.forbidden:
+            yield f"{', '.join(options)}: no effect until NF4_PATCH=1 or nf4_patch.enable() switches the patch on"
         if self.missing:
             yield self.missing
         yield ""
-        problems = self.problems()
-        for problem in problems:
-            yield f"no: {problem}"
+        for problem in self.problems():
+            yield f"{self.outcome}: {problem}"
         if self.no_gpu:
             yield "`nf4-patch verify` runs the kernel here under Triton's interpreter."
-        if not problems:
-            yield "yes: the kernel would run for every installed target."
+        if self.outcome is Outcome.READY:
+            yield f"{self.outcome}: the kernel would run for every installed target."
+        if self.outcome is Outcome.LIMITED:
+            patched = f'"{Verdict.PATCHED}" or "{Verdict.WOULD_BE_PATCHED}"'
+            yield f"{self.outcome}: the kernel would run for the targets above that are {patched}."
+        yield from self.limits()
 
     def _gpus(self) -> Iterable[str]:
         for gpu in self.gpus:
@@ -146,19 +206,15 @@ class DoctorReport(Diagnosis):
             if gpu.advice:
                 yield f"  {gpu.advice}"
 
-    def _targets(self) -> Iterable[RenderableType]:
-        """Those that matter, each on a line that 80 columns hold; the rest in one line."""
-        columns = Column(no_wrap=True), Column(overflow="fold")
-        table = Table(*columns, box=None, show_header=False, padding=(0, 2, 0, 0))
-        rest: Counter[tuple[str, str]] = Counter()
-        for verdict in self.targets:
-            if verdict.verdict in BRIEFLY:
-                rest[verdict.verdict, verdict.why or verdict.target.partition(".")[0]] += 1
+    def _targets(self) -> Iterable[str]:
+        """Those that matter, and the rest in one line."""
+        rest: Counter[tuple[Verdict, str]] = Counter()
+        for judged in self.targets:
+            if judged.verdict in BRIEFLY:
+                rest[judged.verdict, judged.why or judged.target.partition(".")[0]] += 1
             else:
-                table.add_row(verdict.verdict, verdict.target)
-                table.add_row("", verdict.why or verdict.covers)
-        if table.row_count:
-            yield table
+                yield f"{judged.verdict}: {judged.target}"
+                yield f"  {judged.why or judged.covers}"
         if rest:
             kinds = ", ".join(f"{count} {verdict} ({why})" for (verdict, why), count in rest.items())
             yield f"{plural(rest.total(), 'more target')}: {kinds}"
@@ -186,6 +242,7 @@ def examine(unsloth: bool = False, tell: Tell = silent) -> DoctorReport:
         variables={v.name: os.environ[v.name] for v in VARIABLES if os.environ.get(v.name)},
         forbidden=config.forbidden,
         missing=config.missing_calibration(),
+        requested=config.requested,
     )
 
 
@@ -237,7 +294,7 @@ def check_kernel(dtype: torch.dtype, device: torch.device, capability: tuple[int
     return KernelCheck(name, not error, path, time.perf_counter() - started, error)
 
 
-def examine_targets(unsloth: bool, config: Config, tell: Tell) -> list[Verdict]:
+def examine_targets(unsloth: bool, config: Config, tell: Tell) -> list[Judged]:
     """Import the libraries, enable the patch, and ask what stands where; afterwards it is as it was."""
     # in the order of TARGETS: unsloth_zoo cannot be imported before unsloth
     installed = releases(dict.fromkeys(target.distribution for target in TARGETS))
@@ -256,32 +313,48 @@ def examine_targets(unsloth: bool, config: Config, tell: Tell) -> list[Verdict]:
         for target, status in zip(TARGETS, nf4_patch.status().targets, strict=True):
             release = installed.get(target.distribution, "")
             verdict, why = judge(target, release, status.state, failed, config)
-            found.append(Verdict(target.name, target.covers, release, verdict, why))
+            found.append(Judged(target.name, target.covers, release, verdict, why))
     return found
 
 
-def judge(target: Target, release: str, state: str, failed: dict[str, str], config: Config) -> tuple[str, str]:
+def judge(target: Target, release: str, state: State, failed: dict[str, str], config: Config) -> tuple[Verdict, str]:
     """The verdict on a target, and why."""
+    library = target.distribution
     if not release:
-        return "not installed", ""
-    if target.distribution in failed:
-        return "refused", failed[target.distribution]
+        return Verdict.NOT_INSTALLED, ""
+    if library in failed:
+        return Verdict.REFUSED, failed[library]
     if not holds(release, target.releases):
-        return "not in this release", f"only {target.distribution} {target.releases}"
+        return Verdict.NOT_IN_THIS_RELEASE, f"only {library} {target.releases}"
     if config.forbidden:
-        return "off", "NF4_PATCH=0 or NF4_USE_TRITON=0"
+        return Verdict.OFF, "NF4_PATCH=0 or NF4_USE_TRITON=0"
     if target.only and getattr(config, target.only) == "off":
-        return "inactive", f"only with NF4_PATCH_{target.only.upper()}={SWITCHES[target.only]}"
+        return Verdict.INACTIVE, f"only with NF4_PATCH_{target.only.upper()}={SWITCHES[target.only]}"
+    if state is State.REFUSED:
+        return Verdict.REFUSED, placement.installed[target.name].refusal
+    if state is State.ABSENT:
+        return Verdict.REFUSED, f"{library} {release} has no such function"
     tested = "" if release in target.tested else f"tested with {', '.join(target.tested)}, not with this release"
-    if state in ("patched", "wrapped"):
-        return "patched", tested
-    if state == "refused":
-        return "refused", placement.installed[target.name].refusal
-    if state == "absent":
-        return "refused", f"{target.distribution} {release} has no such function"
-    if target.distribution in sys.modules:
-        return "not here", f"{target.distribution} imports {target.module} only where it finds a GPU"
-    return "would be patched", tested or "by its release; --unsloth imports it and looks"
+    if state is State.WAITING and library in sys.modules:
+        return Verdict.NOT_HERE, f"{library} imports {target.module} only where it finds a GPU"
+    if not target.only and keeps_its_kernel(library, release, state):
+        if deferral.deferred(library):
+            by_option = config.defer == "always"
+            return Verdict.DEFERRED, "NF4_PATCH_DEFER=always" if by_option else UNMEASURED.get(library, UNMEASURED[""])
+        if deferral.deferred(library, compiling=True):
+            return Verdict.EAGER_ONLY, f"compiled code keeps {library}'s own kernel"
+    if state is State.WAITING:
+        return Verdict.WOULD_BE_PATCHED, tested or "by its release; --unsloth imports it and looks"
+    return Verdict.PATCHED, tested
+
+
+def keeps_its_kernel(library: str, release: str, state: State) -> bool:
+    """Whether the library has an NF4 kernel of its own: as it is imported, else by its release."""
+    if library not in deferral.OWN_KERNEL:
+        return False
+    if state is not State.WAITING:
+        return deferral.own_kernel(library)
+    return holds(release, deferral.OWN_KERNEL[library]) and os.environ.get("UNSLOTH_BNB_TRITON") != "0"
 
 
 def holds(release: str, condition: str) -> bool:

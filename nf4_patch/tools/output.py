@@ -51,6 +51,27 @@ def write(file: Path, writer: Callable[[Path], Any]) -> bool:
     return True
 
 
+def flushed(code: int) -> int:
+    """The exit code: 120, as the interpreter's, where stdout no longer takes what was printed."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except ValueError:  # closed
+        pass
+    except OSError as error:
+        ending = lost(error)
+        return code or ending
+    return code
+
+
+def lost(error: OSError) -> int:
+    """The exit code where stdout raised; the reason is one line on stderr, nothing where the reader has gone."""
+    if not isinstance(error, BrokenPipeError):
+        print(f"nf4_patch: stdout: {error.strerror}", file=sys.stderr)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's own flush would fail too
+    return 120
+
+
 class OutputFile(click.ParamType):
     """A click option whose value is a checked, absolute Path."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import os
 import runpy
 import sys
+import threading
 import time
 import zipfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
@@ -20,8 +21,10 @@ from rich.table import Column, Table
 
 import nf4_patch
 
-from ..patching.status import STANDING, Status, TargetStatus, explain
-from ..patching.targets import TARGETS
+from ..config import is_first_process
+from ..patching.state import State
+from ..patching.status import NEVER_HIT, Status, explain, folded
+from . import output
 from .report import Report, plural, right
 from .savings import Saving, measure, of_the_cache
 
@@ -30,6 +33,11 @@ OUR_FRAMES = (
     __file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>",
     "<frozen importlib._bootstrap_external>",
 )  # fmt: skip
+
+# What starts the processes that train, as it is named after ``run``; and how each of them gets a report instead.
+LAUNCHERS = dict.fromkeys(
+    ("torch.distributed.run", "torch.distributed.launch", "torchrun"), "torchrun --no-python"
+) | dict.fromkeys(("accelerate.commands.launch", "accelerate"), "accelerate launch --no_python")
 
 
 @dataclass
@@ -55,17 +63,28 @@ class RunReport(Report):
 
     def advice(self) -> list[str]:
         """What to know and what to do, most important first."""
-        lines = []
+        targets, lines = self.status.targets, []
         if not self.enabled:
             lines.append("The patch was off: NF4_PATCH=0 or NF4_USE_TRITON=0 is set.")
-        for target in self.status.targets:
-            for name, count in target.fallbacks.items():
-                lines.append(f"{target.name}: {count:,} x {explain(name)}")
-        standing = [target for target in self.status.targets if target.state in STANDING]
-        lines += [f"{target.name}: {target.note}" for target in standing if target.note.startswith("installed")]
-        if self.enabled and not standing:
+        elif not any(target.state.stands or target.state is State.OFF for target in targets):
             lines.append(
-                "Nothing was patched: the run imported neither bitsandbytes nor Unsloth, or they were refused."
+                "Nothing was patched: this process imported neither bitsandbytes nor Unsloth, or they were refused."
+            )
+        elif not any(target.calls for target in targets):
+            lines.append("Nothing that is patched was called by eager code. Calls by compiled code are not counted.")
+        for target in targets:
+            lines += [f"{target.name}: {count:,} x {explain(name)}" for name, count in target.fallbacks.items()]
+            lines += [f"{target.name}: {target.note}"] if target.note == NEVER_HIT else []
+        if "unsloth" in sys.modules:
+            from ..patching import deferral  # imports torch, which Unsloth has
+
+            kept = deferral.own_kernel("unsloth") and deferral.deferred("unsloth", compiling=True)
+            lines += [deferral.KEPT["unsloth"]] if kept else []
+        program = self.command[1] if self.command[0] == "-m" else os.path.basename(self.command[0])
+        if launcher := LAUNCHERS.get(program):
+            lines.append(
+                "The processes that it started are not counted. For a report of rank 0: "
+                f"`{launcher} nf4-patch run --report train.py`."
             )
         return lines + [f"kernel error: {error}" for error in self.status.errors]
 
@@ -73,23 +92,16 @@ class RunReport(Report):
         if not self.shown:
             return
         yield f"nf4_patch: {' '.join(self.command)} (exit {self.code}, {self.seconds:.1f} s)"
-        worth_a_line = (*STANDING, "refused")
-        shown = [t for t in self.status.targets if t.state in worth_a_line or t.hits or t.fallbacks]
+        shown, rest = folded(self.status.targets)
         if shown:
             columns = (*right("hits", "fallbacks"), Column("target", overflow="fold"))
             table = Table(*columns, box=None, padding=(0, 2, 0, 0))
             for target in shown:
-                note = "" if target.state == "patched" else f"\n{target.state}: {target.note}".rstrip(": ")
-                table.add_row(f"{target.hits:,}", f"{sum(target.fallbacks.values()):,}", target.name + note)
+                note = "" if target.state is State.PATCHED else f"\n{target.state}: {target.note}".rstrip(": ")
+                table.add_row(f"{target.hits:,}", f"{target.calls - target.hits:,}", target.name + note)
             yield table
-        rest = Counter(
-            f"waiting for {waited_for(target)}" if target.state == "waiting" else target.state
-            for target in self.status.targets
-            if target not in shown
-        )
         if rest:
-            kinds = ", ".join(f"{count} {kind}" for kind, count in rest.items())
-            yield f"{plural(rest.total(), 'more target')}: {kinds}"
+            yield rest
         yield f"{plural(self.status.hits, 'dequantization')} in the kernel, {self.status.fallbacks:,} by the original"
         for shape, hits in sorted(self.status.shapes.items(), key=lambda item: -item[1]):
             if hits:
@@ -99,21 +111,17 @@ class RunReport(Report):
         yield from self.advice()
 
 
-def waited_for(status: TargetStatus) -> str:
-    """The library whose import a target waits for, or the one module of an imported library."""
-    target = next(target for target in TARGETS if target.name == status.name)
-    return target.module if target.distribution in sys.modules else target.distribution
-
-
 def run(module: str | None, arguments: Sequence[str], shown: bool = False) -> RunReport:
     """Run ``arguments[0]`` as a script, or ``module``, as ``__main__``, with the patch on.
 
-    sys.argv, sys.path[0] and __main__ are what ``python`` would make them, and stay so: threads and atexit handlers of
-    the run may outlive it. What the run raises is reported as the interpreter would, on stderr; the report carries the
-    exit code. Children are patched through NF4_PATCH=1 in the environment.
+    sys.argv, sys.path[0] and __main__ are what ``python`` would make them, and stay so: atexit handlers and daemon threads
+    of the run outlive it. Other threads are waited for, as at the interpreter's end, and none can be started afterwards.
+    What the run raises is reported as the interpreter would, on stderr; the report carries the exit code. Children are
+    patched through NF4_PATCH=1 in the environment.
 
     Raises:
         OSError: the script cannot be read.
+        SystemExit: this is a forked child, or a launcher's process of another rank than 0: it has no report.
     """
     start = _module(module) if module else _script(arguments[0])
     enabled = nf4_patch.enable()
@@ -123,7 +131,10 @@ def run(module: str | None, arguments: Sequence[str], shown: bool = False) -> Ru
     sys.argv = [module, *arguments] if module else list(arguments)  # runpy puts the module's file in place of its name
     sys.modules["__main__"] = ModuleType("__main__")
     sys.modules["__main__"].__dict__["__builtins__"] = builtins
-    code = _flush(_exit_code(start))
+    process = os.getpid()
+    code = output.flushed(_exit_code(start))
+    if os.getpid() != process or not is_first_process():
+        sys.exit(code)
     command = ["-m", module, *arguments] if module else list(arguments)
     seconds, status = time.perf_counter() - started, nf4_patch.status()
     return RunReport(command, enabled, code, seconds, status, shown, measure(status) if shown else [])
@@ -167,39 +178,42 @@ def _script(name: str) -> Callable[[], Any]:
 
 
 def _exit_code(start: Callable[[], Any]) -> int:
-    """That of the run; what it raises is printed as the interpreter would."""
+    """That of the run, also after its threads; what it raises is printed as the interpreter would."""
+    raised = None
     try:
         start()
-    except SystemExit as exit:
-        if exit.code is None or isinstance(exit.code, int):
-            return exit.code or 0
-        print(exit.code, file=sys.stderr)  # as the interpreter does
-        return 1
-    except KeyboardInterrupt as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        return 130
     except BaseException as error:
-        traceback = error.__traceback__
-        while traceback is not None and traceback.tb_frame.f_code.co_filename in OUR_FRAMES:
-            traceback = traceback.tb_next  # to the script's own first frame
-        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
-        return 1
-    return 0
-
-
-def _flush(code: int) -> int:
-    """The exit code: 120, as the interpreter's, where stdout no longer takes what was printed."""
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except ValueError:  # the run closed it
-        pass
-    except OSError as error:
-        if not isinstance(error, BrokenPipeError):
-            print(f"nf4_patch: stdout: {error.strerror}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's own flush would fail too
-        return code or 120
+        raised = error  # handled below: what its excepthook raises has no context
+    code = 0 if raised is None else _ended(raised)
+    with contextlib.suppress(KeyboardInterrupt):  # as the interpreter, which goes on to its end
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons: they may train
     return code
+
+
+def _ended(error: BaseException) -> int:
+    """Print what ended a run as the interpreter would: its exit code."""
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
+    try:
+        _show(error, sys.excepthook)
+    except SystemExit as exit:
+        return _ended(exit)
+    except BaseException as another:
+        print("Error in sys.excepthook:", file=sys.stderr)
+        _show(another, sys.__excepthook__)
+        print("\nOriginal exception was:", file=sys.stderr)
+        _show(error, sys.__excepthook__)
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _show(error: BaseException, hook: Callable[..., Any]) -> None:
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in OUR_FRAMES:
+        traceback = traceback.tb_next  # to the script's own first frame
+    hook(type(error), error.with_traceback(traceback), traceback)
 
 
 def _lead_path_with(directory: str) -> None:

@@ -85,7 +85,7 @@ def test_a_checkpointed_peft_step_has_the_same_bits_and_fewer_decodes(linear_op,
         with torch.no_grad():
             for parameter, value in zip((p for p in model.parameters() if p.requires_grad), adapter, strict=True):
                 parameter.copy_(value)
-        nf4_patch.enable(cache=mode)
+        nf4_patch.enable(cache=mode if mode == "block" else f"{mode}B")
         hits, misses, decoded = cache.hits, cache.misses, counters.hits(FORWARD)
         assert same(train(model, linear_op), want)
         reads = cache.hits - hits + cache.misses - misses
@@ -310,6 +310,6 @@ def test_the_status_says_what_is_held(linear_op):
     status = nf4_patch.status().cache
     assert (status.mode, status.weights, status.hits, status.misses) == (str(2**20), 1, 1, 1)
     assert list(status.held.values()) == [ONE]
-    assert "cache 1048576: 1 weights" in str(nf4_patch.status())
+    assert "cache 1 MiB: 1 weight, " in str(nf4_patch.status())
     nf4_patch.disable()
     assert not nf4_patch.status().cache.held

@@ -28,7 +28,7 @@ OURS = {
     "is_written_in": (experts, "grouped_mm", 1),
     "of": (Saved, "grouped_mm", 1),
     "_replace": (Saved, "grouped_mm", 2),
-    "read": (Dequantizer, "grouped_mm", 4),
+    "read": (Stack, "grouped_mm", 4),
     "has_whole_experts": (Stack, "batched_mm", 1),
     "select": (Stack, "batched_mm", 2),
 }
@@ -153,10 +153,8 @@ def test_what_is_replaced_before_the_backward_is_not_what_it_reads(change, size,
 
 def test_the_backward_reads_the_parameter_itself(patched, monkeypatch):
     """To which a cached weight belongs."""
-    layer, weights, read = Layer(), [], Dequantizer.read
-    monkeypatch.setattr(
-        Dequantizer, "read", lambda self, weight, state: weights.append(weight) or read(self, weight, state)
-    )
+    layer, weights, read = Layer(), [], Stack.read
+    monkeypatch.setattr(Stack, "read", lambda self, weight, state: weights.append(weight) or read(self, weight, state))
     layer.step()
     names = [*STACKS, *reversed(STACKS)]
     assert [id(weight) for weight in weights] == [id(layer.chain(name).original) for name in names]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 
 import bitsandbytes.functional as F
 import pytest
 from subprocess_python import python
 
 import nf4_patch
-from nf4_patch.config import VARIABLES, Config, ConfigError
+from nf4_patch.config import VARIABLES, Config, ConfigError, size_in_words
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
 
@@ -173,15 +174,51 @@ def test_public_names():
 
 
 @pytest.mark.parametrize(
-    ("given", "read"),
-    [("off", "off"), ("BLOCK", "block"), ("6GiB", 6 * 2**30), ("1.5 gb", 1_500_000_000), ("500MB", 500_000_000),
-     ("1024", 1024), (4096, 4096), ("64 KiB", 65536), ("10B", 10), (None, "off")],
+    ("given", "read", "words"),
+    [("off", "off", ""), ("BLOCK", "block", ""), ("6GiB", 6 * 2**30, "6 GiB"), ("6G", 6 * 2**30, "6 GiB"),
+     (" 6 GiB ", 6 * 2**30, "6 GiB"), ("6g", 6 * 2**30, "6 GiB"), ("6GB", 6 * 10**9, "6 GB"),
+     ("1.5 gb", 1_500_000_000, "1.5 GB"), ("1.5G", 3 * 2**29, "1.5 GiB"), ("500MB", 500_000_000, "500 MB"),
+     ("512M", 2**29, "512 MiB"), (6442450944, 6 * 2**30, "6 GiB"), ("1000000", 10**6, "1 MB"), ("64 KiB", 65536, "64 KiB"),
+     ("10B", 10, "10 B"), (123_456_789, 123_456_789, "118 MiB"), (None, "off", ""), (0, "off", ""), ("0", "off", ""),
+     ("0GiB", "off", "")],
 )  # fmt: skip
-def test_sizes_of_the_cache(given, read):
-    assert Config.read({}, cache=given).cache == read
+def test_sizes_of_the_cache(given, read, words):
+    """As an argument and as a variable; and as people read them."""
+    assert Config.read({}, cache=given).cache == Config.read({"NF4_PATCH_CACHE": str(given or "")}).cache == read
+    assert not words or size_in_words(read) == words
 
 
-@pytest.mark.parametrize("given", ["6 gigs", "-1", "0", "GiB", "auto", "1e9"])
+@pytest.mark.parametrize(
+    "given", ["6 gigs", "-1", "GiB", "auto", "1e9", "9" * 400, "9" * 5000, str(2**63)], ids=lambda given: given[:9]
+)
 def test_an_invalid_size_of_the_cache_is_an_error_that_lists_the_allowed(given):
-    with pytest.raises(ConfigError, match=r"NF4_PATCH_CACHE='.*' is not known; allowed: off, block, a size in bytes"):
+    allowed = r"is not known; allowed: off, block, a size \(6GiB = 6G"
+    with pytest.raises(ConfigError, match=f"^NF4_PATCH_CACHE='.* {allowed}.*, or unset"):
         Config.read({"NF4_PATCH_CACHE": given})
+    with pytest.raises(ConfigError, match=f"^cache='.* {allowed}.*, or None") as error:
+        nf4_patch.enable(cache=given)
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "given", [-1, 10**5000, True, 2**63, float("inf"), b"6GiB"], ids=lambda given: type(given).__name__
+)
+def test_what_is_no_size_is_named_as_it_was_given(given):
+    with pytest.raises(ConfigError, match=r"^cache=.* is not known; allowed: off, block"):
+        nf4_patch.enable(cache=given)
+
+
+@pytest.mark.parametrize("given", [6, "6", 6.5, 999_999])
+def test_a_small_number_without_a_unit_asks_what_is_meant(given):
+    message = f"would be {given} bytes. Which is meant: {given}GiB, {given}MiB or {given}B?"
+    with pytest.raises(ConfigError, match=f"^cache=.*{re.escape(message)}"):
+        nf4_patch.enable(cache=given)
+    with pytest.raises(ConfigError, match=f"^NF4_PATCH_CACHE=.*{re.escape(message)}"):
+        Config.read({"NF4_PATCH_CACHE": str(given)})
+
+
+def test_a_patch_that_the_code_switched_off_stays_off():
+    """bitsandbytes calls the package's entry point when it is imported."""
+    python(
+        "import nf4_patch; nf4_patch.disable(); import bitsandbytes; assert not nf4_patch.is_enabled()", NF4_PATCH="1"
+    )

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import bitsandbytes as bnb
@@ -15,15 +19,19 @@ from target import replaced_by
 from verbs import output_of, report_of
 
 import nf4_patch
+from nf4_patch.config import Config
 from nf4_patch.nf4.dequantize import launch
-from nf4_patch.patching import direct
+from nf4_patch.patching import deferral, direct
 from nf4_patch.patching.reasons import Reason
+from nf4_patch.patching.state import State
 from nf4_patch.patching.targets import TARGETS
 from nf4_patch.tools import cases, doctor, verify
-from nf4_patch.tools.cli import VERBS
+from nf4_patch.tools.cli import VERBS, wrapped
+from nf4_patch.tools.doctor import Outcome, Verdict
 from nf4_patch.tools.report import plural
 
 GPU = torch.cuda.is_available()
+UNSLOTH = "unsloth.kernels.utils._fast_dequantize_bnb"
 WITHOUT_GPU = pytest.mark.skipif(GPU, reason="for a machine with no GPU")
 
 
@@ -56,6 +64,15 @@ def test_the_switch_in_the_environment_imports_nothing_and_changes_no_verificati
     """, check=False, fresh=True, NF4_PATCH=value)  # fmt: skip
     assert done.stdout.startswith(f"{value == '1'} []\n")
     assert done.returncode == 0 and "mismatches: 0, out of bounds: 0" in done.stdout
+
+
+def test_a_missing_package_is_named_with_what_installs_it(monkeypatch):
+    """The package is on no index."""
+    monkeypatch.setitem(sys.modules, "nf4_patch.tools.sass.inspect", None)  # its import fails
+    monkeypatch.setattr(
+        importlib, "import_module", lambda name: (_ for _ in ()).throw(ModuleNotFoundError(name="peft"))
+    )
+    assert "peft is not installed: pip install '.[demo]' in a checkout" in output_of("inspect", exit_code=1)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -101,6 +118,31 @@ def test_doctor_at_80_columns_cuts_nothing():
     done = command("doctor", COLUMNS="80", TTY_COMPATIBLE="1")
     assert "bitsandbytes.backends.cuda.ops._dequant_linear_fallback" in done.stdout
     assert "\u2026" not in done.stdout
+    lines = done.stdout.splitlines()
+    assert all(len(line) <= 80 or " " not in line.strip() for line in lines)  # a name stays whole
+    words = " ".join(lines).split()
+    for sentence in (next(t.covers for t in TARGETS), "every call would run the original"):
+        assert sentence in " ".join(words)  # no word is cut
+
+
+def test_lines_are_wrapped_at_words_and_names_stay_whole():
+    text = "  kernel for bf16: ready\n" + "a" * 30 + " b\n\n" + "word " * 5
+    assert wrapped(text, 20).split("\n") == [
+        "  kernel for bf16:", "    ready", "a" * 30, "  b", "", "word word word word", "  word",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["--help"], ["run", "--help"]], ids=" ".join)
+def test_a_full_device_is_one_line(words):
+    """Where stdout is buffered and where it is not; /dev/full takes nothing."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("NF4_", "PYTHONUNBUFFERED"))}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "nf4_patch", *words], stdout=full, stderr=subprocess.PIPE, text=True, env=environment
+        )
+    assert done.returncode == 120
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("nf4_patch: stdout: No space left on device") == 1
 
 
 def test_doctor_names_a_calibration_file_that_is_not_there(tmp_path):
@@ -156,18 +198,77 @@ def test_doctor_knows_the_generations(monkeypatch):
     assert ampere.works and ampere.advice == hopper.advice == ""
 
 
-def test_doctor_exits_0_only_when_the_kernel_would_run_everywhere():
-    good = doctor.Gpu(0, "a GPU", (9, 0), 141.0, "", [doctor.KernelCheck("float16", True, "launcher", 0.1)])
-    bad = doctor.Gpu(1, "a GPU", (9, 0), 141.0, "", [doctor.KernelCheck("float16", False, "", 0.1, "ptxas died")])
-    verdict = doctor.Verdict("module.function", "", "1.0", "patched")
+GOOD = doctor.Gpu(0, "a GPU", (9, 0), 141.0, "", [doctor.KernelCheck("float16", True, "launcher", 0.1)])
+BAD = doctor.Gpu(1, "a GPU", (9, 0), 141.0, "", [doctor.KernelCheck("float16", False, "", 0.1, "ptxas died")])
 
-    def code(gpus, *targets):
-        return doctor.DoctorReport("", "", {}, gpus, "", list(targets), {}, False).exit_code
 
-    assert code([good], verdict) == 0
-    assert code([good, bad], verdict) == 1
-    assert code([good]) == 1
-    assert code([good], doctor.Verdict("module.function", "", "1.0", "refused", "why")) == 1
+def judged(verdict, target="bitsandbytes.functional.dequantize_4bit", why=""):
+    return doctor.Judged(target, "", "1.0", verdict, why)
+
+
+def diagnosis(gpus, *targets):
+    return doctor.DoctorReport("", "", {}, gpus, "", list(targets), {}, False)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "targets", "outcome", "code"),
+    [([GOOD], [judged(Verdict.PATCHED)], Outcome.READY, 0),
+     ([GOOD, BAD], [judged(Verdict.PATCHED)], Outcome.NOT_READY, 1),
+     ([GOOD], [], Outcome.NOT_READY, 1),
+     ([GOOD], [judged(Verdict.REFUSED, why="why")], Outcome.NOT_READY, 1),
+     ([GOOD], [judged(Verdict.PATCHED), judged(Verdict.EAGER_ONLY, UNSLOTH)], Outcome.LIMITED, 0),
+     ([GOOD], [judged(Verdict.PATCHED), judged(Verdict.DEFERRED, UNSLOTH)], Outcome.LIMITED, 0),
+     ([BAD], [judged(Verdict.EAGER_ONLY, UNSLOTH)], Outcome.NOT_READY, 1)],
+)  # fmt: skip
+def test_what_doctor_concludes(gpus, targets, outcome, code):
+    report = diagnosis(gpus, *targets)
+    assert (report.outcome, report.exit_code, report.as_dict()["outcome"]) == (outcome, code, outcome.value)
+    lines = [line for line in report.render() if isinstance(line, str)]
+    assert [line for line in lines if line.startswith(f"{outcome}: ")]
+    unsloth = deferral.KEPT["unsloth"]
+    assert (unsloth in lines) == (unsloth in report.limits()) == (len(targets) > 0 and targets[-1].target == UNSLOTH)
+
+
+@pytest.mark.parametrize(
+    ("release", "variables", "measured", "verdict"),
+    [("2026.10.9", {}, True, Verdict.EAGER_ONLY), ("2026.10.9", {}, False, Verdict.DEFERRED),
+     ("2026.10.9", {"NF4_PATCH_DEFER": "never"}, False, Verdict.WOULD_BE_PATCHED),
+     ("2026.10.9", {"NF4_PATCH_DEFER": "always"}, True, Verdict.DEFERRED),
+     ("2026.10.9", {"UNSLOTH_BNB_TRITON": "0"}, False, Verdict.WOULD_BE_PATCHED),
+     ("2026.9.14", {}, False, Verdict.WOULD_BE_PATCHED)],
+)  # fmt: skip
+def test_what_unsloth_keeps_for_its_own_kernel(release, variables, measured, verdict, monkeypatch):
+    """By its release; it is not imported."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(deferral, "measured_everywhere", lambda library: measured)
+    target = next(target for target in TARGETS if target.name == UNSLOTH)
+    with nf4_patch.enabled():
+        got, why = doctor.judge(target, release, State.WAITING, {}, Config.read())
+    assert got is verdict
+    if verdict is Verdict.DEFERRED:
+        assert ("NF4_PATCH_DEFER=always" if variables else "`nf4-patch calibrate`") in why
+    (limits,) = [diagnosis([GOOD], judged(got, UNSLOTH, why)).limits()]
+    assert len(limits) == {Verdict.DEFERRED: 2, Verdict.EAGER_ONLY: 1}.get(verdict, 0)
+
+
+@pytest.mark.parametrize(("its_kernels", "verdict"), [("1", Verdict.EAGER_ONLY), ("0", Verdict.PATCHED)])
+def test_doctor_asks_the_imported_unsloth(its_kernels, verdict, tmp_path):
+    code = "from nf4_patch.tools.cli import main; main(['doctor', '--unsloth', '--json', 'report.json'])"
+    python(
+        code, check=False, cwd=tmp_path, UNSLOTH_ALLOW_CPU="1", CUDA_VISIBLE_DEVICES="", UNSLOTH_BNB_TRITON=its_kernels
+    )
+    verdicts = {t["target"]: t["verdict"] for t in json.loads((tmp_path / "report.json").read_text())["targets"]}
+    assert verdicts[UNSLOTH] == verdict.value
+
+
+def test_doctor_says_what_an_option_needs():
+    assert "NF4_PATCH_CACHE=6442450944 (6 GiB): " in output_of(
+        "doctor", exit_code=0 if GPU else 1, NF4_PATCH_CACHE="6442450944"
+    )
+    said = " ".join(output_of("doctor", exit_code=0 if GPU else 1, NF4_PATCH_CACHE="6G").split())
+    assert "NF4_PATCH_CACHE=6G: no effect until NF4_PATCH=1 or nf4_patch.enable() switches the patch on" in said
+    assert "no effect until" not in output_of("doctor", exit_code=0 if GPU else 1, NF4_PATCH_CACHE="6G", NF4_PATCH="1")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from subprocess_python import command
 from verbs import output_of, report_of
 
+from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools import demo
 from nf4_patch.tools.cli import main
 
@@ -80,7 +81,16 @@ def test_a_missing_package_is_named_before_the_training(name, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda wanted, *rest: None if wanted == name else find(wanted))
     said = output_of("demo", "--size", "tiny", exit_code=1)
     assert "making the model" not in said
-    assert f"{name} is not installed: pip install 'nf4-patch[demo]'" in said
+    assert f"{name} is not installed: pip install '.[demo]'" in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU falls back nowhere")
+def test_strict_where_the_kernel_cannot_run_is_a_sentence(tmp_path):
+    words = ["demo", "--size", "tiny", "--steps", 1, "--png", "demo.png"]
+    done = command(*words, cwd=tmp_path, CUDA_VISIBLE_DEVICES="", NF4_PATCH_STRICT="1")
+    assert done.returncode == 1
+    assert Reason.NOT_CUDA.sentence in done.stderr and "(NF4_PATCH_STRICT=1)" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def trained(patched, **changes):

@@ -8,11 +8,18 @@ import re
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from subprocess_python import command
 
-from nf4_patch.patching.guards import Reason
+from nf4_patch.patching import deferral
+from nf4_patch.patching.reasons import Reason
+from nf4_patch.patching.state import State
+from nf4_patch.patching.status import NEVER_CALLED, NEVER_HIT, Status, TargetStatus
+from nf4_patch.patching.switch import switch
+from nf4_patch.tools import run
 
 TRAINING = """
 import bitsandbytes as bnb, torch
@@ -47,7 +54,8 @@ def test_run_reports_hits_and_what_was_never_hit(tmp_path):
     assert "3 dequantizations in the kernel, 0 by the original" in done.stdout
     (tmp_path / "idle.py").write_text("import bitsandbytes")
     done = command("run", "--report", "idle.py", cwd=tmp_path)
-    assert "bitsandbytes.functional.dequantize_4bit: installed, never called" in done.stdout
+    assert "Nothing that is patched was called by eager code." in done.stdout
+    assert "is on" not in done.stderr  # the report says more
 
 
 def test_run_reports_fallbacks_with_advice_and_a_line_for_each_target_that_matters(tmp_path):
@@ -65,8 +73,59 @@ def test_run_reports_fallbacks_with_advice_and_a_line_for_each_target_that_matte
     assert [line.split() for line in lines if "0  " in line and "dequantize_4bit" in line] == [
         ["0", "3", "bitsandbytes.functional.dequantize_4bit"]
     ]
-    assert re.search(r"\d+ more targets: .*\d+ waiting for unsloth", done.stdout)
+    assert re.search(r"\d+ more targets: .*\d+ not imported \(.*unsloth", done.stdout.replace("\n", ""))
     assert "\u2026" not in done.stdout and "fast_gemv" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [(["-m"], "'-m' requires an argument"), (["--json"], "'--json' requires an argument"),
+     (["--report", "-m"], "'-m' requires an argument"), (["--json", "script.py"], "(--json writes to /"), ([], "name a script"),
+     (["--"], "name a script")],
+)  # fmt: skip
+def test_what_is_missing_is_named(words, missing, tmp_path):
+    (tmp_path / "script.py").write_text("")
+    done = command("run", *words, cwd=tmp_path)
+    assert done.returncode == 2 and missing in " ".join(done.stderr.split()), done.stderr
+
+
+def test_two_dashes_end_the_options_as_under_python(tmp_path):
+    (tmp_path / "script.py").write_text("import sys; print(sys.argv[1:])")
+    done = command("run", "--json", "report.json", "--", "script.py", "--", "--report", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "['--', '--report']\n"), done.stderr
+    assert json.loads((tmp_path / "report.json").read_text())["command"] == ["script.py", "--", "--report"]
+
+
+def test_a_run_of_experts_in_16_bits_and_a_dense_model_are_told_apart():
+    """A target whose feature the model does not have is no advice; experts that are not packed are."""
+    targets = [
+        TargetStatus("bitsandbytes.functional.dequantize_4bit", State.PATCHED, 3),
+        TargetStatus("transformers.integrations.moe.ExpertsInterface._global_mapping.grouped_mm", State.PATCHED, note=NEVER_CALLED),
+    ]  # fmt: skip
+
+    def report(*targets):
+        status = Status(True, targets, {}, ())
+        return run.RunReport(["train.py"], True, 0, 1.0, status, shown=True)
+
+    dense = report(*targets)
+    assert dense.advice() == [] and "1 more target: 1 not called" in list(dense.render())
+    moe = report(targets[0], replace(targets[1], fallbacks={"EXPERTS_NOT_PACKED": 2}, note=NEVER_HIT))
+    assert any(
+        f"2 x EXPERTS_NOT_PACKED: {Reason.EXPERTS_NOT_PACKED.sentence} -> pack them" in line for line in moe.advice()
+    )
+    launched = replace(dense, command=["-m", "torch.distributed.run", "train.py"])
+    assert any("`torchrun --no-python nf4-patch run --report train.py`" in line for line in launched.advice())
+
+
+@pytest.mark.parametrize(
+    ("kernels", "defer", "said"), [(True, "auto", True), (True, "never", False), (False, "auto", False)]
+)
+def test_a_run_with_unsloth_says_what_it_keeps(kernels, defer, said, monkeypatch):
+    monkeypatch.setitem(sys.modules, "unsloth", ModuleType("unsloth"))
+    monkeypatch.setitem(sys.modules, "unsloth.kernels.utils", SimpleNamespace(_USE_NF4_KERNELS=kernels))
+    monkeypatch.setattr(switch, "defer", defer)
+    report = run.RunReport(["train.py"], True, 0, 1.0, Status(True, (), {}, ()), shown=True)
+    assert (deferral.KEPT["unsloth"] in report.advice()) is said
 
 
 def test_run_obeys_the_switch(tmp_path):
@@ -129,10 +188,17 @@ def test_a_run_sees_what_it_sees_under_python(arguments, place):
         assert [line.split()[0] for line in ours[0].splitlines()] == ["__main__", "thread", "atexit"]
 
 
+# A user's own excepthook that fails, or ends the process.
+HOOKS = [
+    f"import sys\ndef hook(*error):\n    {what}\nsys.excepthook = hook\n1 / 0"
+    for what in ("raise KeyError('in the hook')", "sys.exit(3)", "sys.exit('why')", "print('seen')")
+]
+
+
 @pytest.mark.parametrize(
     "text",
     ["a b", "import sys; sys.exit(3)", "import sys; sys.exit('why')", "1 / 0", "import sys; sys.stdout.close()",
-     "import sys; sys.stdout = None"],
+     "import sys; sys.stdout = None", *HOOKS],
 )  # fmt: skip
 def test_a_run_ends_as_under_python(text, tmp_path):
     (tmp_path / "script.py").write_text(text)
@@ -158,3 +224,79 @@ def test_the_report_is_written_where_the_run_began(tmp_path):
     done = command("run", "--json", "report.json", "script.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "report.json").read_text())["code"] == 0
+
+
+def reported(folder, text, **environ):
+    """A run of ``text`` with a report: its process, and its JSON (None: not written)."""
+    (folder / "script.py").write_text(text)
+    done = command("run", "--report", "--json", "report.json", "script.py", cwd=folder, interpreted=True, **environ)
+    file = folder / "report.json"
+    return done, json.loads(file.read_text()) if file.exists() else None
+
+
+def test_a_failing_excepthook_loses_no_report(tmp_path):
+    done, report = reported(tmp_path, HOOKS[0])
+    assert done.returncode == report["code"] == 1
+    assert done.stdout.count("0 dequantizations in the kernel") == 1
+    assert "Error in sys.excepthook:" in done.stderr and "ZeroDivisionError" in done.stderr
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(5)", "raise SystemExit"])
+def test_a_forked_child_has_no_report(end, tmp_path):
+    done, report = reported(
+        tmp_path,
+        f"""
+import os, sys
+if not os.fork():
+    print("child", flush=True)
+    {end or "pass"}
+else:
+    os.wait()
+    sys.exit(7)
+""",
+    )
+    assert done.returncode == report["code"] == 7
+    assert done.stdout.count("child") == done.stdout.count("dequantizations in the kernel") == 1
+
+
+def test_a_thread_that_outlives_the_script_is_waited_for(tmp_path):
+    """It trains on after the main thread's end, which it can wait for; then come atexit handlers, as under Python."""
+    training = TRAINING.replace("\n", "\n    ")
+    done, report = reported(tmp_path, f"""
+import atexit, threading
+def train():
+    threading.main_thread().join(){training}
+    print("trained")
+atexit.register(print, "the end")
+threading.Thread(target=train).start()
+""", CUDA_VISIBLE_DEVICES="")  # fmt: skip
+    assert report["status"]["shapes"] == {"64x128 bfloat16": 3}, done.stderr
+    assert done.stdout.startswith("trained\n") and done.stdout.endswith("the end\n")
+
+
+def test_a_weight_without_dimensions_is_reported(tmp_path):
+    done, report = reported(tmp_path, """
+import bitsandbytes.functional as F, torch
+packed, state = F.quantize_4bit(torch.tensor(1.0), quant_type="nf4")
+assert F.dequantize_4bit(packed, state).shape == ()
+""", CUDA_VISIBLE_DEVICES="")  # fmt: skip
+    assert done.returncode == 0 and report["status"]["shapes"] == {"1 float32": 1}, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reports"), [({"RANK": "0", "LOCAL_RANK": "0"}, 1), ({"RANK": "8", "LOCAL_RANK": "0"}, 0)]
+)
+def test_under_a_launcher_rank_0_reports(ranks, reports, tmp_path):
+    done, report = reported(tmp_path, "import sys; sys.exit(3)", **ranks)
+    assert done.returncode == 3 and (report is not None) == bool(reports)
+    assert done.stdout.count("dequantizations in the kernel") == reports
+
+
+def test_a_launcher_in_the_place_of_the_script_says_how_to_count_its_processes(tmp_path):
+    (tmp_path / "train.py").write_text("import os; print('rank', os.environ['RANK'], os.environ['NF4_PATCH'])")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    done = command("run", "--report", *launcher, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 1" in done.stdout and "rank 1 1" in done.stdout  # patched, and not counted
+    assert "Nothing was patched: this process imported neither" in done.stdout
+    assert "`torchrun --no-python nf4-patch run --report train.py`" in done.stdout

@@ -83,5 +83,5 @@ def test_which_budget_would_have_saved_what():
     assert savings.of_the_cache(status({})) == []
     held = CacheStatus("6442450944", {0: 2**30}, 10, 75, 25)
     assert savings.of_the_cache(replace(status(shapes), cache=held)) == [
-        "cache 6442450944: 10 weights, 1.00 GiB on device 0; 75 of 100 reads served"
+        "cache 6 GiB: 10 weights, 1 GiB on device 0; 75 of 100 reads served"
     ]

@@ -1,0 +1,26 @@
+"""Where a target stands."""
+
+from __future__ import annotations
+
+import enum
+
+
+class State(str, enum.Enum):
+    """What became of a target in this process; its value is what ``--json`` writes."""
+
+    PATCHED = "patched"
+    WRAPPED = "wrapped"  # another library's function stands over ours
+    DISPLACED = "displaced"  # another library's function, without ours under it
+    INACTIVE = "inactive"  # its option (matmul, cache) is off
+    REFUSED = "refused"  # its function has another signature
+    WAITING = "waiting"  # its module is not imported
+    ABSENT = "absent"  # not in this release of the library
+    OFF = "off"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def stands(self) -> bool:
+        """Whether the replacement was put in place."""
+        return self in (State.PATCHED, State.WRAPPED, State.DISPLACED)

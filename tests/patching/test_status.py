@@ -1,0 +1,96 @@
+"""What status() shows: what was used and what is wrong in full, all other targets in one line; as data, everything."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+
+import bitsandbytes.functional as F
+import pytest
+import torch
+from target import replaced_by
+
+import nf4_patch
+from nf4_patch.patching.state import State
+from nf4_patch.patching.status import CacheStatus, Status, TargetStatus, folded
+from nf4_patch.patching.targets import TARGETS
+
+DEQUANTIZE = "bitsandbytes.functional.dequantize_4bit"
+
+
+def rows() -> list[str]:
+    """The lines of the status that name a target, and the one on all others."""
+    return re.findall(r"^  (\S+\.\S+|\d+ more targets?): ", str(nf4_patch.status()), re.MULTILINE)
+
+
+def counts() -> int:
+    """How many targets the line on all others counts; its parts add up to it."""
+    total, kinds = re.search(r"^  (\d+) more targets?: (.*)$", str(nf4_patch.status()), re.MULTILINE).groups()
+    assert int(total) == sum(map(int, re.findall(r"(?:^|, )(\d+) ", kinds)))
+    return int(total)
+
+
+@pytest.fixture
+def weight(device):
+    return F.quantize_4bit(torch.randn(64, 64, device=device), quant_type="nf4", compress_statistics=True)
+
+
+def test_before_the_first_call_every_installed_target_has_a_line(on):
+    assert DEQUANTIZE in rows() and f"{DEQUANTIZE}: patched, 0 hits (installed, never called)" in str(
+        nf4_patch.status()
+    )
+    never = [t.name for t in nf4_patch.status().targets if t.note == "installed, never called"]
+    assert rows() == [*never, f"{counts()} more targets"]
+    assert len(never) + counts() == len(TARGETS)
+
+
+def test_afterwards_those_that_were_called(patched, weight):
+    for _ in range(3):
+        F.dequantize_4bit(*weight)
+    assert rows() == [DEQUANTIZE, f"{len(TARGETS) - 1} more targets"]
+    assert counts() == len(TARGETS) - 1
+    assert f"  {DEQUANTIZE}: patched, 3 hits\n" in str(nf4_patch.status())
+
+
+def test_a_fallback_has_its_line_with_its_reason(on, weight):
+    packed, state = weight
+    state.absmax = state.absmax.to(torch.float64)
+    with contextlib.suppress(Exception):  # whatever bitsandbytes says to such a state
+        F.dequantize_4bit(packed, state)
+    assert rows()[0] == DEQUANTIZE
+    assert "    1 x STATE_FIELDS: " in str(nf4_patch.status())
+
+
+def test_a_refused_target_has_its_line_with_the_reason():
+    with replaced_by(lambda packed, scales: None):
+        nf4_patch.enable()
+        assert rows()[0] == DEQUANTIZE
+        assert f"{DEQUANTIZE}: refused, 0 hits (its parameters are (packed, scales)" in str(nf4_patch.status())
+
+
+@pytest.mark.parametrize("state", State, ids=str)
+def test_every_state_is_a_line_or_counted(state):
+    target = TargetStatus(DEQUANTIZE, state)
+    used = TargetStatus("transformers.integrations.moe.ExpertsInterface._global_mapping.grouped_mm", State.PATCHED, 1)
+    shown, rest = folded([target, used])
+    assert (target in shown) == (state in (State.WRAPPED, State.DISPLACED, State.REFUSED))
+    assert rest.startswith("1 more target: 1 ") == (target not in shown)
+    assert f"{state}" == state.value == json.loads(json.dumps(state))
+
+
+def test_as_data_nothing_is_folded(on):
+    data = json.loads(json.dumps(nf4_patch.status().as_dict()))
+    assert [target["name"] for target in data["targets"]] == [target.name for target in TARGETS]
+    assert {target["state"] for target in data["targets"]} <= {state.value for state in State}
+    assert data["targets"][0]["state"] == "patched" and data["targets"][0]["note"] == "installed, never called"
+
+
+@pytest.mark.parametrize(
+    ("cache", "text"),
+    [(CacheStatus("block"), "cache block: 0 weights, nothing; 0 of 0 reads served"),
+     (CacheStatus(str(6 * 2**30), {0: 3 * 2**29, 1: 2**20}, 1, 2, 3),
+      "cache 6 GiB: 1 weight, 1.5 GiB on device 0, 1 MiB on device 1; 2 of 5 reads served")],
+)  # fmt: skip
+def test_sizes_are_printed_as_people_write_them(cache, text):
+    assert text in str(Status(True, (), {}, (), cache))
