@@ -18,6 +18,12 @@ from subprocess_python import python
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own")
 LINEARS = 14  # two layers of seven
+SUPPORT = EXAMPLES.parent / "tests" / "support"
+# Of the tiny Llama on two processes: each holds half of all bytes, the packed ones among them.
+DENSE = 2 * 512 * 128 * 2 + 5 * 128 * 2  # embedding, head, norms: bf16
+PACKED = 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256) // 2
+ADAPTERS = 2 * 16 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 256)) * 2
+SHARDED_BYTES = (DENSE + PACKED + ADAPTERS) // 2
 
 
 def test_peft(tmp_path):
@@ -96,11 +102,17 @@ def test_two_processes(mode, tmp_path):
     on, off = on_and_off("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=GLOO)
     assert on["hits_by_process"] == [2 * LINEARS] * 2 and off["hits_by_process"] == [0, 0]
     assert not fallbacks(on)
-    if mode:  # every process holds half of all bytes, the packed ones among them
-        dense = 2 * 512 * 128 * 2 + 5 * 128 * 2  # embedding, head, norms: bf16
-        packed = 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256) // 2
-        adapters = 2 * 16 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 256)) * 2
-        assert on["sharded_bytes"] == (dense + packed + adapters) // 2
+    assert on["sharded_bytes"] == (SHARDED_BYTES if mode else 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", ["fsdp1.yaml", "fsdp2.yaml"])
+def test_two_processes_by_a_config_file_of_accelerate(config, tmp_path):
+    launcher = (*TORCHRUN, SUPPORT / "fsdp_on_cpu.py", EXAMPLES / config)
+    on, off = on_and_off("qlora_torchrun.py", "--steps", 2, "--tokens", 32, folder=tmp_path, launcher=launcher)
+    assert on["hits_by_process"] == [2 * LINEARS] * 2 and off["hits_by_process"] == [0, 0]
+    assert not fallbacks(on)
+    assert on["sharded_bytes"] == SHARDED_BYTES
 
 
 # One training step of one Linear4bit, which says in the end how often the kernel ran.
