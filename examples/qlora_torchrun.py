@@ -97,7 +97,9 @@ elif by_accelerate and accelerator.is_fsdp2:
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
 else:
     if by_accelerate:
-        accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)  # adapters apart from frozen weights
+        accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(
+            model
+        )  # adapters apart from frozen weights
     model = accelerator.prepare(model)
     optimizer = accelerator.prepare(optimizer_of(model))
 shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()] if sharded else []

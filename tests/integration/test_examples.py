@@ -10,10 +10,12 @@ import ast
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from run_example import EXAMPLES, GLOO, TORCHRUN, fallbacks, hits, on_and_off, run, run_example, same_training
+from safetensors.torch import load_file, save_file
 from subprocess_python import python
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own")
@@ -49,6 +51,53 @@ def test_mixture_of_experts(model, options, tmp_path):
     on, off = on_and_off("qlora_moe.py", *arguments, folder=tmp_path)
     assert hits(on) > 2 * 8 and hits(off) == 0  # a step: two stacks a layer, in the forward and in the backward
     assert fallbacks(on) == ({"SAVED_TENSOR_HOOKS": 2 * 2 * 2} if options else {})
+
+
+def in_mxfp4(folder: Path) -> None:
+    """Rewrite a saved gpt-oss as it is published: experts as blocks of 32 four-bit values and a scale for each."""
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name, weight in weights.items() if weight.dim() == 3]:
+        experts, rows, columns = weights.pop(name).shape
+        blocks = (experts, columns, rows // 32)
+        weights[f"{name}_blocks"] = torch.randint(256, (*blocks, 16), dtype=torch.uint8)
+        weights[f"{name}_scales"] = torch.randint(120, 124, blocks, dtype=torch.uint8)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    dense = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": dense}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.full
+def test_gpt_oss_as_it_is_published(tmp_path):
+    code = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import offline; "
+    run(
+        [sys.executable, "-c", code + f"offline.checkpoint('random-gpt-oss', folder={str(tmp_path / 'model')!r})"],
+        tmp_path,
+    )
+    in_mxfp4(tmp_path / "model")
+    on, off = on_and_off("qlora_moe.py", "--model", tmp_path / "model", "--steps", 2, "--tokens", 32, folder=tmp_path)
+    assert hits(on) == 2 * 2 * 2 * 2 and hits(off) == 0  # steps, layers, stacks, passes: the experts alone are packed
+
+
+def test_peft_does_not_reach_packed_experts():
+    """What docs/mixtures-of-experts.md says; when this fails, peft has learned it and the page is behind."""
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        num_experts=2, num_experts_per_tok=1, moe_intermediate_size=64,
+    )  # fmt: skip
+    names = ["gate_up_proj", "down_proj"]
+    model = AutoModelForCausalLM.from_config(config)
+    for name in names:
+        replace_parameter_4bit(model.model.layers[0].mlp.experts, name, compress_statistics=True)
+    lora = LoraConfig(target_modules=["q_proj"], target_parameters=[f"mlp.experts.{name}" for name in names])
+    with pytest.warns(RuntimeWarning, match="no parameter was matched"):
+        model = get_peft_model(model, lora)
+    assert not any("experts" in name for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 @pytest.mark.parametrize("script", ["qlora_trl.py", "qlora_unsloth.py"])
