@@ -7,7 +7,8 @@
     NF4_PATCH=0 python examples/qlora_moe.py                        # the same without the patch
 
 transformers' load_in_4bit leaves fused experts (3-D parameters) in 16 bits. Here the model is loaded on the host, and
-bitsandbytes packs the experts of one layer after another on the GPU, so that only one layer is ever there in 16 bits.
+bitsandbytes (0.48 and newer) packs the experts of one layer after another on the GPU, so that only one layer is ever there in
+16 bits.
 The host holds the experts in 16 bits: 2 bytes per parameter.
 """  # fmt: skip
 

@@ -91,13 +91,26 @@ def test_peft_does_not_reach_packed_experts():
         num_experts=2, num_experts_per_tok=1, moe_intermediate_size=64,
     )  # fmt: skip
     names = ["gate_up_proj", "down_proj"]
-    model = AutoModelForCausalLM.from_config(config)
-    for name in names:
-        replace_parameter_4bit(model.model.layers[0].mlp.experts, name, compress_statistics=True)
     lora = LoraConfig(target_modules=["q_proj"], target_parameters=[f"mlp.experts.{name}" for name in names])
+
+    def pack(model: torch.nn.Module) -> None:
+        experts = next(module for module in model.modules() if type(module).__name__ == "Qwen3MoeExperts")
+        for name in names:
+            replace_parameter_4bit(experts, name, compress_statistics=True)
+
+    model = AutoModelForCausalLM.from_config(config)
+    pack(model)
     with pytest.warns(RuntimeWarning, match="no parameter was matched"):
         model = get_peft_model(model, lora)
     assert not any("experts" in name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+    model = get_peft_model(AutoModelForCausalLM.from_config(config), lora)
+    pack(model)
+    ids = torch.arange(8)[None]
+    with pytest.warns(UserWarning, match="Could not find any LoRA parametrization"):
+        model(input_ids=ids)
+    with pytest.raises(RuntimeError, match="only Tensors of floating point dtype"):
+        model(input_ids=ids)
 
 
 @pytest.mark.parametrize("script", ["qlora_trl.py", "qlora_unsloth.py"])
