@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -116,11 +117,12 @@ def test_code_block(block, tmp_path, checkpoint, monkeypatch):
     assert block.language in ("python", "bash", *OUTPUT), "python, bash, or text for what is printed"
     if block.language == "python":
         monkeypatch.chdir(tmp_path)
-        used = {
-            name: make(tmp_path, checkpoint) for name, make in NAMES.items() if re.search(rf"\b{name}\.", block.text)
-        }
+        script = ModuleType("script")  # enable() looks for copies of functions in modules, and finds a script's
+        monkeypatch.setitem(sys.modules, script.__name__, script)
+        used = [name for name in NAMES if re.search(rf"\b{name}\.", block.text)]
+        vars(script).update({name: NAMES[name](tmp_path, checkpoint) for name in used})
         code = block.text if torch.cuda.is_available() else block.text.replace('"cuda"', '"cpu"')
-        exec(compile(code, str(block), "exec"), used)
+        exec(compile(code, str(block), "exec"), vars(script))
         if "trainer.train()" in code:
             assert nf4_patch.status().hits > 0
     elif block.language == "bash":
