@@ -5,8 +5,8 @@
     accelerate launch --config_file examples/fsdp1.yaml --num_processes 2 examples/qlora_torchrun.py
     accelerate launch --config_file examples/fsdp2.yaml --num_processes 2 examples/qlora_torchrun.py
 
-Under FSDP every process loads and packs the model in its host memory (about 40 GB for a 70B model), and a layer at a time
-goes to the GPU and is sharded there.
+Under FSDP every process loads and packs the model in its host memory (about 40 GB for a 70B model), and one layer at a time
+goes to the GPU and is sharded there. A checkpoint that was saved packed, with the same quant_storage, is loaded as it is.
 """  # fmt: skip
 
 import argparse
@@ -90,16 +90,13 @@ if args.fsdp:
     for layer in model.get_base_model().model.layers:
         layer.to(device)  # with its quant_states; the next layer comes when only a shard of this one is left
         fully_shard(layer, mesh=mesh)
-    model.to(device)
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)  # takes the rest to the GPU
     optimizer = optimizer_of(model)
 elif by_accelerate and accelerator.is_fsdp2:
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
 else:
-    if by_accelerate:
-        accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(
-            model
-        )  # adapters apart from frozen weights
+    if by_accelerate:  # FSDP1 shards adapters apart from frozen weights
+        accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
     model = accelerator.prepare(model)
     optimizer = accelerator.prepare(optimizer_of(model))
 shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()] if sharded else []

@@ -177,6 +177,31 @@ def test_two_processes_by_a_config_file_of_accelerate(config, tmp_path):
     assert on["sharded_bytes"] == SHARDED_BYTES
 
 
+PACK = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+sys.path.insert(0, sys.argv[1])
+from offline import checkpoint
+path, folder = checkpoint("random"), sys.argv[2]
+packed = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_quant_storage=torch.bfloat16
+)
+model = AutoModelForCausalLM.from_pretrained(path, quantization_config=packed, dtype=torch.bfloat16, device_map={"": "cpu"})
+model.save_pretrained(folder)
+AutoTokenizer.from_pretrained(path).save_pretrained(folder)
+"""
+
+
+@pytest.mark.full
+def test_a_packed_checkpoint_is_sharded(tmp_path):
+    """What a model that fits on no single GPU is best started from."""
+    run([sys.executable, "-c", PACK, EXAMPLES, tmp_path / "packed"], tmp_path)
+    arguments = ("--fsdp", "--model", tmp_path / "packed", "--steps", 2, "--tokens", 32)
+    record = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=GLOO)
+    assert record["hits_by_process"] == [2 * LINEARS] * 2 and not fallbacks(record)
+    assert record["sharded_bytes"] == SHARDED_BYTES
+
+
 # One training step of one Linear4bit, which says in the end how often the kernel ran.
 STEP = """
 import sys, torch, bitsandbytes as bnb
