@@ -170,8 +170,11 @@ def test_two_processes(mode, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("config", ["fsdp1.yaml", "fsdp2.yaml"])
 def test_two_processes_by_a_config_file_of_accelerate(config, tmp_path):
+    """With a cache, which does nothing there: docs/usage.md, several GPUs."""
     launcher = (*TORCHRUN, SUPPORT / "fsdp_on_cpu.py", EXAMPLES / config)
-    on, off = on_and_off("qlora_torchrun.py", "--steps", 2, "--tokens", 32, folder=tmp_path, launcher=launcher)
+    options = {"folder": tmp_path, "launcher": launcher, "NF4_PATCH_CACHE": "1GiB"}
+    on, off = on_and_off("qlora_torchrun.py", "--steps", 2, "--tokens", 32, **options)
+    assert on["nf4_patch"]["cache"]["hits"] == 0
     assert on["hits_by_process"] == [2 * LINEARS] * 2 and off["hits_by_process"] == [0, 0]
     assert not fallbacks(on)
     assert on["sharded_bytes"] == SHARDED_BYTES
@@ -184,7 +187,8 @@ sys.path.insert(0, sys.argv[1])
 from offline import checkpoint
 path, folder = checkpoint("random"), sys.argv[2]
 packed = BitsAndBytesConfig(
-    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_quant_storage=torch.bfloat16
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=torch.bfloat16,
 )
 model = AutoModelForCausalLM.from_pretrained(path, quantization_config=packed, dtype=torch.bfloat16, device_map={"": "cpu"})
 model.save_pretrained(folder)
