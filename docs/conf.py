@@ -1,5 +1,9 @@
 """Sphinx: Markdown pages (myst) and the API from the docstrings. Built by scripts/docs, warnings as errors."""
 
+import re
+from pathlib import Path
+from typing import Any
+
 import nf4_patch
 
 project = "nf4_patch"
@@ -11,3 +15,16 @@ exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+
+
+def home_page(app: Any, name: str, source: list[str]) -> None:
+    """The home page is the README, its links as seen from docs/; index.md adds the table of contents."""
+    if name == "index":
+        readme = Path(app.srcdir).with_name("README.md").read_text(encoding="utf-8")
+        seen_from_docs = re.sub(r"\]\((?!\w+:|#)(docs/)?", lambda link: "](" if link[1] else "](../", readme)
+        no_pages = re.sub(r"\[([^]]+)\]\((\.\./\w+\.md)\)", r"{download}`\1 <\2>`", seen_from_docs)  # CHANGELOG.md, ...
+        source[0] = f"{no_pages}\n{source[0]}"
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", home_page)

@@ -42,7 +42,7 @@ model.eval()
 
 
 def generate(batch: int) -> tuple[torch.Tensor, float]:
-    """The tokens [batch, prompt + new] and the new tokens a second, greedily; the second run of two."""
+    """The tokens [batch, prompt + new] and the new tokens per second, greedily; the second run of two."""
     lines = (text() * (batch // len(text()) + 1))[:batch]
     prompt = tokenizer(lines, return_tensors="pt", padding=True).to(device)
     settings = {"do_sample": False, "min_new_tokens": args.new_tokens, "max_new_tokens": args.new_tokens}
@@ -71,7 +71,7 @@ for row in rows:
     verdict = "the same tokens" if row["equal"] else "OTHER TOKENS"
     if not row["repeats"]:  # a split sum in bitsandbytes' own kernel can end in another order
         verdict = "stock does not repeat its own tokens: nothing to compare"
-    print(f"batch {row['batch']:3}: {row['stock']:8.1f} -> {row['patched']:8.1f} tokens a second, {verdict}")
+    print(f"batch {row['batch']:3}: {row['stock']:8.1f} -> {row['patched']:8.1f} tokens per second, {verdict}")
 record.extra["generation"] = rows
 record.finish(json_file=args.json)
 if not all(row["equal"] for row in rows if row["repeats"]):

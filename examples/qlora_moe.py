@@ -3,10 +3,13 @@
     python examples/qlora_moe.py                                    # a small random Qwen3 MoE, no network
     python examples/qlora_moe.py --model random-gpt-oss
     python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B         # a real one: 61 GB of host memory, 24 GB of the GPU's
+    python examples/qlora_moe.py --model openai/gpt-oss-20b         # published in MXFP4: 42 GB of host memory
     NF4_PATCH=0 python examples/qlora_moe.py                        # the same without the patch
 
 transformers' load_in_4bit leaves fused experts (3-D parameters) in 16 bits. Here the model is loaded on the host, and
-bitsandbytes packs the experts of one layer after another on the GPU, so that only one layer is ever there in 16 bits.
+bitsandbytes (0.48 and newer) packs the experts of one layer after another on the GPU, so that only one layer is ever there in
+16 bits.
+The host holds the experts in 16 bits: 2 bytes per parameter.
 """  # fmt: skip
 
 import argparse
@@ -17,7 +20,7 @@ from offline import SIZES, batches, checkpoint, compute_dtype
 from peft import LoraConfig, get_peft_model
 from record import Record
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Mxfp4Config
 
 import nf4_patch
 
@@ -43,6 +46,11 @@ quantization = BitsAndBytesConfig(
     bnb_4bit_use_double_quant=True,
     bnb_4bit_compute_dtype=compute_dtype(),
 )
+published = getattr(AutoConfig.from_pretrained(path), "quantization_config", None) or {}
+if (
+    published.get("quant_method") == "mxfp4"
+):  # gpt-oss: its experts are decoded on the host, its attention stays in 16 bits
+    quantization = Mxfp4Config(dequantize=True)
 model = AutoModelForCausalLM.from_pretrained(
     path, quantization_config=quantization, dtype=compute_dtype(), device_map={"": "cpu"}
 )

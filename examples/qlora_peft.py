@@ -50,13 +50,17 @@ model.train()
 forward = torch.compile(model) if args.compile else model
 
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+scaler = torch.amp.GradScaler(
+    device, enabled=compute_dtype() is torch.float16
+)  # small gradients vanish in fp16 without it
 record = Record()
 progress = tqdm(batches(tokenizer, args.rows, args.tokens, args.steps, device), total=args.steps)
 for ids in progress:
     with torch.autocast(device, compute_dtype()):
         loss = forward(input_ids=ids, labels=ids).loss
-    loss.backward()
-    optimizer.step()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
     optimizer.zero_grad()
     record.step(loss.detach())
     progress.set_postfix(loss=f"{record.losses[-1]:.4f}")

@@ -1,8 +1,12 @@
-"""QLoRA on several GPUs: DDP by accelerate, or FSDP2 (torch's fully_shard) with the packed weights sharded as bfloat16 bytes.
+"""QLoRA on several GPUs: DDP, or FSDP with the packed weights sharded, so that no GPU ever holds the whole model.
 
     torchrun --nproc-per-node 2 examples/qlora_torchrun.py                     # DDP, a small random Llama
-    torchrun --nproc-per-node 2 examples/qlora_torchrun.py --fsdp              # FSDP2
-    accelerate launch --num-processes 2 examples/qlora_torchrun.py
+    torchrun --nproc-per-node 2 examples/qlora_torchrun.py --fsdp              # FSDP2 (torch's fully_shard)
+    accelerate launch --config_file examples/fsdp1.yaml --num_processes 2 examples/qlora_torchrun.py
+    accelerate launch --config_file examples/fsdp2.yaml --num_processes 2 examples/qlora_torchrun.py
+
+Under FSDP every process loads and packs the model in its host memory (about 40 GB for a 70B model), and one layer at a time
+goes to the GPU and is sharded there. A checkpoint that was saved packed, with the same quant_storage, is loaded as it is.
 """  # fmt: skip
 
 import argparse
@@ -10,9 +14,10 @@ import os
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import DistributedType, broadcast_object_list
 from offline import SIZES, batches, checkpoint, compute_dtype
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from peft.utils.other import fsdp_auto_wrap_policy
 from record import Record, fingerprint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,9 +30,9 @@ import nf4_patch
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="random", help="random, random-qwen, random-gemma, or any checkpoint")
 parser.add_argument("--size", default="tiny", choices=SIZES, help="of a random model")
-parser.add_argument("--fsdp", action="store_true", help="FSDP2 instead of DDP")
+parser.add_argument("--fsdp", action="store_true", help="FSDP2 instead of DDP, without accelerate's configuration")
 parser.add_argument("--steps", type=int, default=20)
-parser.add_argument("--rows", type=int, default=1, help="a process")
+parser.add_argument("--rows", type=int, default=1, help="per process")
 parser.add_argument("--tokens", type=int, default=128)
 parser.add_argument(
     "--attention", default="sdpa", choices=("sdpa", "eager"), help="sdpa may not repeat on several GPUs"
@@ -42,6 +47,8 @@ cuda = torch.cuda.is_available()
 dtype = compute_dtype()
 accelerator = Accelerator(cpu=not cuda)
 device = accelerator.device
+by_accelerate = accelerator.distributed_type is DistributedType.FSDP  # fsdp1.yaml or fsdp2.yaml
+sharded = args.fsdp or by_accelerate
 paths = [checkpoint(args.model, args.size) if accelerator.is_main_process else None]
 path = broadcast_object_list(paths)[0]  # a random one is made once
 tokenizer = AutoTokenizer.from_pretrained(path)
@@ -50,12 +57,16 @@ quantization = BitsAndBytesConfig(
     bnb_4bit_quant_type="nf4",
     bnb_4bit_use_double_quant=True,
     bnb_4bit_compute_dtype=dtype,
-    bnb_4bit_quant_storage=dtype if args.fsdp else torch.uint8,  # FSDP shards parameters of one floating dtype
+    bnb_4bit_quant_storage=dtype if sharded else torch.uint8,  # FSDP shards parameters of one floating dtype
 )
 model = AutoModelForCausalLM.from_pretrained(
-    path, quantization_config=quantization, dtype=dtype, device_map={"": device}, attn_implementation=args.attention
+    path,
+    quantization_config=quantization,
+    dtype=dtype,
+    device_map={"": "cpu" if sharded else device},
+    attn_implementation=args.attention,
 )
-if args.fsdp:
+if sharded:
     for parameter in model.parameters():
         parameter.requires_grad = False
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -64,19 +75,31 @@ else:
     model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
 torch.manual_seed(0)
 lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-model = get_peft_model(model, lora, autocast_adapter_dtype=not args.fsdp)
+model = get_peft_model(model, lora, autocast_adapter_dtype=not sharded)
 model.train()
 
 everyone = accelerator.num_processes
+
+
+def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+
 if args.fsdp:
     mesh = init_device_mesh(device.type, (everyone,))
     for layer in model.get_base_model().model.layers:
+        layer.to(device)  # with its quant_states; the next layer comes when only a shard of this one is left
         fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)  # takes the rest to the GPU
+    optimizer = optimizer_of(model)
+elif by_accelerate and accelerator.is_fsdp2:
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
 else:
+    if by_accelerate:  # FSDP1 shards adapters apart from frozen weights
+        accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
     model = accelerator.prepare(model)
-optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-shards = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
+    optimizer = accelerator.prepare(optimizer_of(model))
+shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()] if sharded else []
 record = Record()
 record.extra["sharded_bytes"] = sum(shard.numel() * shard.element_size() for shard in shards)
 progress = tqdm(

@@ -1,4 +1,4 @@
-"""What every example reports in the end: losses, seconds a step, peak memory, and what nf4_patch did."""
+"""What every example reports in the end: losses, seconds per step, peak memory, and what nf4_patch did."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Record(TrainerCallback):
         return {
             "losses": self.losses,
             "seconds": self.seconds,
-            "seconds_a_step": statistics.median(warm) if warm else None,
+            "seconds_per_step": statistics.median(warm) if warm else None,
             "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
             "torch_compile": graphs(),
             "nf4_patch": status,
@@ -91,8 +91,8 @@ class Record(TrainerCallback):
         data = self.as_dict()
         if self.losses:
             print(f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f} in {len(self.losses)} steps")
-        if data["seconds_a_step"] is not None:
-            print(f"{1e3 * data['seconds_a_step']:.1f} ms a step (median of the second half)")
+        if data["seconds_per_step"] is not None:
+            print(f"{1e3 * data['seconds_per_step']:.1f} ms per step (median of the second half)")
         if data["peak_bytes"] is not None:
             print(f"{data['peak_bytes'] / 2**30:.2f} GiB at the peak on {torch.cuda.get_device_name()}")
         if data["nf4_patch"] is not None:

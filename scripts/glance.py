@@ -78,7 +78,7 @@ def experts_gain(name: str, gpu: str) -> str:
     if not rows:
         return ""
     ours, stock = (float(part.split()[0]) for part in rows[0]["notes"]["peak memory"].rstrip(")").split(" (unpatched "))
-    less = f"{(stock - ours) / 2:.1f} GiB less a layer"
+    less = f"{(stock - ours) / 2:.1f} GiB less memory per layer"
     return f"{cached_experts_gain(name, gpu, '')}; without checkpointing {told(gains_of(rows))} and {less}"
 
 
@@ -92,7 +92,7 @@ def told(gains: Sequence[Gain]) -> str:
     if gains and not any(gain.clear for gain in gains):
         return f"no clear difference ({span([gain.ratio for gain in gains])})"
     parts = [f"{times(gain.ratio) if gain.clear else 'not clear'} at {gain.tokens:,}" for gain in gains]
-    return ", ".join(parts) + " tokens a step" * bool(parts)
+    return ", ".join(parts) + " tokens per step" * bool(parts)
 
 
 def generation_gain(name: str, gpu: str) -> str:
@@ -102,14 +102,14 @@ def generation_gain(name: str, gpu: str) -> str:
 
 
 def gains() -> str:
-    """A row a setup that was measured, a column a GPU."""
+    """A row for each setup that was measured, a column for each GPU."""
     setups = (
         ("training with peft or TRL and bitsandbytes", step_gain, "step-peft-GPU.json"),
-        ("the same with `enable(cache=...)`, everything in it", cache_gain, "step-peft-GPU.json"),
+        ("the same with `enable(cache=...)`, every weight cached", cache_gain, "step-peft-GPU.json"),
         ("training with Unsloth up to 2026.9", step_gain, "step-unsloth-2026.9.7-GPU.json"),
         ("training with Unsloth from 2026.10 on", step_gain, "step-unsloth-GPU.json"),
-        ("training a mixture of experts with peft", experts_gain, "step-moe-GPU.json"),
-        ("the same with `enable(cache=...)`, everything in it", cached_experts_gain, "step-moe-GPU.json"),
+        ("training a mixture of experts with peft, experts packed in 4 bits", experts_gain, "step-moe-GPU.json"),
+        ("the same with `enable(cache=...)`, every weight cached", cached_experts_gain, "step-moe-GPU.json"),
         ('4-bit generation with `enable(matmul="auto")`', generation_gain, "generate-GPU.json"),
     )
     found = [[words, *(gain(name, gpu) for gpu in GPUS)] for words, gain, name in setups]
@@ -120,7 +120,7 @@ def gains() -> str:
 
 
 def gpus() -> str:
-    """Measured, verified or neither, by what there are data files of; a line for each status."""
+    """Measured, verified or neither, by what there are data files of; a row for each status."""
     counted = {row["arch"].removeprefix("sm_") for row in load("instructions.json")["kernels"]}
     timed: dict[str, list[str]] = {}
     for gpu, _, data in of_gpus("bench-GPU.json"):
@@ -137,17 +137,17 @@ def gpus() -> str:
             status = "**verified**: its code, run on a newer GPU, gave the same bits; its speed is not measured"
         known.setdefault(status, []).append(f"{names} (sm_{capability})")
     rows = [("; ".join(names), status) for status, names in known.items()]
-    return table(("your GPU", "status"), [*rows, ("older, AMD, Intel, Apple, no GPU", "runs as without the patch")])
+    return table(("your GPU", "status"), [*rows, ("older, AMD, Intel, Apple, no GPU", "no effect; the originals run")])
 
 
 def results() -> str:
-    """A row a kind of figure; on the other GPU only the ratios."""
+    """A row for each kind of figure; on the other GPU only the ratios."""
     first, other = GPUS
     fused = "Unsloth Triton"
     rows = []
     for name, subject, words in (
         ("bench-GPU.json", "4096x14336 bf16", "dequantize 4096×14336 to bf16, GPU time"),
-        ("bench-GPU.json", "a new tensor", "host time of a call"),
+        ("bench-GPU.json", "a new tensor", "host time per call"),
         ("challenge-GPU.json", "total", "the public NF4 challenge, 9,000 calls"),
         ("step-peft-GPU.json", "peft 1x512", "a QLoRA step of peft, 512 tokens"),
     ):

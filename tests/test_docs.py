@@ -170,12 +170,6 @@ def test_report_forms_ask_for_doctor_and_status():
     assert any("nf4-patch doctor" in label for label in asked) and any("status()" in label for label in asked)
 
 
-@pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.name)
-def test_python_blocks_run(page):
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
-        exec(compile(block, page.name, "exec"), {})
-
-
 @pytest.mark.full
 def test_site_builds_without_warnings():
     pytest.importorskip("furo")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from run_example import TORCHRUN, fallbacks, on_and_off, run
+from run_example import EXAMPLES, TORCHRUN, fallbacks, on_and_off, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,13 +67,20 @@ def test_a_shard_is_refused_by_name(tmp_path):
     assert output.count("REFUSED BY NAME") == 2
 
 
+def launch(config: str) -> tuple[str | Path, ...]:
+    return ("-m", "accelerate.commands.launch", "--config_file", EXAMPLES / config, "--main_process_port", "0")
+
+
 # Beside NCCL sdpa's backward (cuDNN's) does not repeat itself: of 16 trainings over DDP without the patch 1 ended with other
 # losses than the rest, over FSDP2 4 of 16, of 8 and 24 with eager attention none (two H200).
-@pytest.mark.parametrize("mode", [("--fsdp",), ()], ids=["fsdp2", "ddp"])
-def test_two_gpus(mode, checkpoint, tmp_path):
+@pytest.mark.parametrize(
+    ("launcher", "mode"),
+    [(TORCHRUN, ("--fsdp",)), (TORCHRUN, ()), (launch("fsdp1.yaml"), ()), (launch("fsdp2.yaml"), ())],
+    ids=["fsdp2", "ddp", "fsdp1 by accelerate", "fsdp2 by accelerate"],
+)
+def test_two_gpus(launcher, mode, checkpoint, tmp_path):
     arguments = ("--model", checkpoint, "--steps", STEPS, "--tokens", 512, "--attention", "eager", *mode)
-    on, off = on_and_off("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=TORCHRUN)
+    on, off = on_and_off("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=launcher)
     assert on["hits_by_process"] == [STEPS * LINEARS * PASSES] * 2 and off["hits_by_process"] == [0, 0]
     assert not fallbacks(on)
-    if mode:
-        assert on["sharded_bytes"] > 0
+    assert bool(on["sharded_bytes"]) == ((launcher, mode) != (TORCHRUN, ()))

@@ -10,14 +10,22 @@ import ast
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from run_example import EXAMPLES, GLOO, TORCHRUN, fallbacks, hits, on_and_off, run, run_example, same_training
+from safetensors.torch import load_file, save_file
 from subprocess_python import python
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own")
 LINEARS = 14  # two layers of seven
+SUPPORT = EXAMPLES.parent / "tests" / "support"
+# Of the tiny Llama on two processes: each holds half of all bytes, the packed ones among them.
+DENSE = 2 * 512 * 128 * 2 + 5 * 128 * 2  # embedding, head, norms: bf16
+PACKED = 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256) // 2
+ADAPTERS = 2 * 16 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 256)) * 2
+SHARDED_BYTES = (DENSE + PACKED + ADAPTERS) // 2
 
 
 def test_peft(tmp_path):
@@ -43,6 +51,66 @@ def test_mixture_of_experts(model, options, tmp_path):
     on, off = on_and_off("qlora_moe.py", *arguments, folder=tmp_path)
     assert hits(on) > 2 * 8 and hits(off) == 0  # a step: two stacks a layer, in the forward and in the backward
     assert fallbacks(on) == ({"SAVED_TENSOR_HOOKS": 2 * 2 * 2} if options else {})
+
+
+def in_mxfp4(folder: Path) -> None:
+    """Rewrite a saved gpt-oss as it is published: experts as blocks of 32 four-bit values and a scale for each."""
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name, weight in weights.items() if weight.dim() == 3]:
+        experts, rows, columns = weights.pop(name).shape
+        blocks = (experts, columns, rows // 32)
+        weights[f"{name}_blocks"] = torch.randint(256, (*blocks, 16), dtype=torch.uint8)
+        weights[f"{name}_scales"] = torch.randint(120, 124, blocks, dtype=torch.uint8)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    dense = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": dense}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.full
+def test_gpt_oss_as_it_is_published(tmp_path):
+    code = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import offline; "
+    run(
+        [sys.executable, "-c", code + f"offline.checkpoint('random-gpt-oss', folder={str(tmp_path / 'model')!r})"],
+        tmp_path,
+    )
+    in_mxfp4(tmp_path / "model")
+    on, off = on_and_off("qlora_moe.py", "--model", tmp_path / "model", "--steps", 2, "--tokens", 32, folder=tmp_path)
+    assert hits(on) == 2 * 2 * 2 * 2 and hits(off) == 0  # steps, layers, stacks, passes: the experts alone are packed
+
+
+def test_peft_does_not_reach_packed_experts():
+    """What docs/mixtures-of-experts.md says; when this fails, peft has learned it and the page is behind."""
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        num_experts=2, num_experts_per_tok=1, moe_intermediate_size=64,
+    )  # fmt: skip
+    names = ["gate_up_proj", "down_proj"]
+    lora = LoraConfig(target_modules=["q_proj"], target_parameters=[f"mlp.experts.{name}" for name in names])
+
+    def pack(model: torch.nn.Module) -> None:
+        experts = next(module for module in model.modules() if type(module).__name__ == "Qwen3MoeExperts")
+        for name in names:
+            replace_parameter_4bit(experts, name, compress_statistics=True)
+
+    model = AutoModelForCausalLM.from_config(config)
+    pack(model)
+    with pytest.warns(RuntimeWarning, match="no parameter was matched"):
+        model = get_peft_model(model, lora)
+    assert not any("experts" in name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+    model = get_peft_model(AutoModelForCausalLM.from_config(config), lora)
+    pack(model)
+    ids = torch.arange(8)[None]
+    with pytest.warns(UserWarning, match="Could not find any LoRA parametrization"):
+        model(input_ids=ids)
+    with pytest.raises(RuntimeError, match="only Tensors of floating point dtype"):
+        model(input_ids=ids)
 
 
 @pytest.mark.parametrize("script", ["qlora_trl.py", "qlora_unsloth.py"])
@@ -96,11 +164,46 @@ def test_two_processes(mode, tmp_path):
     on, off = on_and_off("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=GLOO)
     assert on["hits_by_process"] == [2 * LINEARS] * 2 and off["hits_by_process"] == [0, 0]
     assert not fallbacks(on)
-    if mode:  # every process holds half of all bytes, the packed ones among them
-        dense = 2 * 512 * 128 * 2 + 5 * 128 * 2  # embedding, head, norms: bf16
-        packed = 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256) // 2
-        adapters = 2 * 16 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 256)) * 2
-        assert on["sharded_bytes"] == (dense + packed + adapters) // 2
+    assert on["sharded_bytes"] == (SHARDED_BYTES if mode else 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", ["fsdp1.yaml", "fsdp2.yaml"])
+def test_two_processes_by_a_config_file_of_accelerate(config, tmp_path):
+    """With a cache, which does nothing there: docs/usage.md, several GPUs."""
+    launcher = (*TORCHRUN, SUPPORT / "fsdp_on_cpu.py", EXAMPLES / config)
+    options = {"folder": tmp_path, "launcher": launcher, "NF4_PATCH_CACHE": "1GiB"}
+    on, off = on_and_off("qlora_torchrun.py", "--steps", 2, "--tokens", 32, **options)
+    assert on["nf4_patch"]["cache"]["hits"] == 0
+    assert on["hits_by_process"] == [2 * LINEARS] * 2 and off["hits_by_process"] == [0, 0]
+    assert not fallbacks(on)
+    assert on["sharded_bytes"] == SHARDED_BYTES
+
+
+PACK = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+sys.path.insert(0, sys.argv[1])
+from offline import checkpoint
+path, folder = checkpoint("random"), sys.argv[2]
+packed = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=torch.bfloat16,
+)
+model = AutoModelForCausalLM.from_pretrained(path, quantization_config=packed, dtype=torch.bfloat16, device_map={"": "cpu"})
+model.save_pretrained(folder)
+AutoTokenizer.from_pretrained(path).save_pretrained(folder)
+"""
+
+
+@pytest.mark.full
+def test_a_packed_checkpoint_is_sharded(tmp_path):
+    """What a model that fits on no single GPU is best started from."""
+    run([sys.executable, "-c", PACK, EXAMPLES, tmp_path / "packed"], tmp_path)
+    arguments = ("--fsdp", "--model", tmp_path / "packed", "--steps", 2, "--tokens", 32)
+    record = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=GLOO)
+    assert record["hits_by_process"] == [2 * LINEARS] * 2 and not fallbacks(record)
+    assert record["sharded_bytes"] == SHARDED_BYTES
 
 
 # One training step of one Linear4bit, which says in the end how often the kernel ran.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import types
@@ -15,7 +16,8 @@ import pytest
 TEXT = (Path(__file__).parents[2] / "examples" / "t4_colab.ipynb").read_text()
 NOTEBOOK = json.loads(TEXT)
 CODE = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
-INSTALL = CODE[0]
+GPU, INSTALL = CODE[:2]
+COMPARE = next(cell for cell in CODE if "qlora_peft.py" in cell)
 ADDRESS = "https://example.org/nf4_patch-0.1.0-py3-none-any.whl"
 
 
@@ -29,9 +31,33 @@ def test_cells_are_plain_python_without_output():
 def test_its_commands_exist():
     from nf4_patch.tools.cli import VERBS
 
-    for verb in ("doctor", "verify", "inspect", "bench"):
+    for verb in ("doctor", "verify", "bench"):
         assert verb in VERBS
         assert f'\\"{verb}\\"' in TEXT
+
+
+def test_without_a_gpu_it_says_what_to_choose(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(RuntimeError, match="Choose a GPU runtime"):
+        exec(GPU, {})
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    exec(GPU, {})
+
+
+RUN = {"losses": [6.3, 6.2], "adapter": "0a"}
+
+
+@pytest.mark.parametrize(
+    ("off", "on", "verdict"),
+    [
+        (RUN, RUN, "the same bits"), (RUN, RUN | {"adapter": "0b"}, "DIFFERENT"), (RUN, RUN | {"losses": [6.3]}, "DIFFERENT"),
+        ({}, RUN, "not compared"), (RUN, {}, "not compared"), ({}, {}, "not compared"),  # a run that failed wrote nothing
+    ],
+)  # fmt: skip
+def test_what_it_says_of_two_trainings(off, on, verdict, tmp_path, capsys):
+    given = {"run": lambda *words, **variables: None, "read": {"off": off, "on": on}.get, "os": os}
+    exec(COMPARE, given | {"examples": tmp_path, "results": tmp_path})
+    assert f"losses and adapter: {verdict}" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -1,0 +1,152 @@
+"""Every code block of README and docs: Python runs, a command runs or says why not, anything else is output.
+
+A Python block runs by itself, on the CPU, with the names of NAMES made for it; nothing is downloaded. A line of a bash block
+has to be in COMMANDS.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from run_example import environment
+
+import nf4_patch
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OUTPUT = ("text", "{toctree}", "{eval-rst}")  # shown, not typed
+TRAIN = """
+import torch, bitsandbytes
+layer = bitsandbytes.nn.Linear4bit(128, 64, bias=False, compute_dtype=torch.bfloat16).to("cpu")
+layer(torch.randn(4, 128, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+"""
+
+
+class Block(NamedTuple):
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    found = re.finditer(r"^```(\S*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    return [Block(page, text.count("\n", 0, match.start()) + 1, match[1], match[2]) for match in found]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+class Run(NamedTuple):
+    """A command that is run, with train.py in the working directory."""
+
+    prints: str
+    codes: tuple[int, ...] = (0,)
+    processes: int = 2  # in place of the 8 of the page
+
+
+# a line of a bash block -> how it is run, or why not, and what runs it instead
+COMMANDS: dict[str, Run | str] = {
+    "nf4-patch doctor": Run("bitsandbytes.functional.dequantize_4bit", codes=(0, 1)),
+    "torchrun --nproc-per-node 8 --local-ranks-filter 0 --no-python nf4-patch run --report train.py": Run(
+        "1 dequantization in the kernel, 0 by the original"
+    ),
+    "NF4_PATCH=1 torchrun --nproc-per-node 8 train.py": "integration/test_examples.py, test_no_change_of_code",
+    "NF4_PATCH=1 accelerate launch --num_processes 8 train.py": "integration/test_examples.py, test_no_change_of_code",
+    "NF4_PATCH=1 accelerate launch --config_file examples/fsdp2.yaml --num_processes 8 train.py": (
+        "needs two GPUs: gpu/test_distributed.py; over gloo in integration/test_examples.py"
+    ),
+    "nf4-patch verify": "half a minute: tools/test_cli.py",
+    "nf4-patch bench": "needs a GPU: gpu/test_performance.py",
+    "nf4-patch bench --challenge": "needs a GPU: tools/test_bench.py",
+    "nf4-patch bench --step peft": "needs a GPU: tools/test_bench.py",
+    "scripts/demo": "installs packages; the demo itself: tools/test_demo.py",
+}
+
+
+def commands_of(block: Block) -> list[str]:
+    return [line for line in (line.split("  #")[0].strip() for line in block.text.splitlines()) if line]
+
+
+# --- what a Python block finds ---
+
+
+def trainer(folder: Path, checkpoint: str) -> Any:
+    """A Trainer of transformers for one step of a tiny 4-bit Llama with LoRA."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=quantization, device_map={"": "cpu"})
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    ids = torch.arange(16)
+    arguments = TrainingArguments(
+        str(folder), max_steps=1, per_device_train_batch_size=1, use_cpu=True, report_to="none", save_strategy="no"
+    )
+    return Trainer(model, arguments, train_dataset=[{"input_ids": ids, "labels": ids}])
+
+
+def mixture_of_experts(folder: Path, checkpoint: str) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        num_experts=2, num_experts_per_tok=1, moe_intermediate_size=64,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
+
+
+NAMES: dict[str, Callable[[Path, str], Any]] = {"trainer": trainer, "model": mixture_of_experts}
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_code_block(block, tmp_path, checkpoint, monkeypatch):
+    assert block.language in ("python", "bash", *OUTPUT), "python, bash, or text for what is printed"
+    if block.language == "python":
+        monkeypatch.chdir(tmp_path)
+        script = ModuleType("script")  # enable() looks for copies of functions in modules, and finds a script's
+        monkeypatch.setitem(sys.modules, script.__name__, script)
+        used = [name for name in NAMES if re.search(rf"\b{name}\.", block.text)]
+        vars(script).update({name: NAMES[name](tmp_path, checkpoint) for name in used})
+        code = block.text if torch.cuda.is_available() else block.text.replace('"cuda"', '"cpu"')
+        exec(compile(code, str(block), "exec"), vars(script))
+        if "trainer.train()" in code:
+            assert nf4_patch.status().hits > 0
+    elif block.language == "bash":
+        (tmp_path / "train.py").write_text(TRAIN)
+        for command in commands_of(block):
+            how = COMMANDS.get(command)
+            assert how, f"{command!r}: add to COMMANDS how it is run, or why not"
+            if isinstance(how, Run):
+                run(command, how, tmp_path)
+
+
+def run(command: str, how: Run, folder: Path) -> None:
+    words = shlex.split(command.replace("--nproc-per-node 8", f"--standalone --nproc-per-node {how.processes}"))
+    path = f"{Path(sys.executable).parent}:{environment()['PATH']}"
+    done = subprocess.run(
+        words, cwd=folder, env=environment(PATH=path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode in how.codes, done.stdout
+    assert done.stdout.count(how.prints) == 1, done.stdout
+
+
+def test_commands_are_of_the_pages_and_their_tests_exist():
+    typed = {command for block in BLOCKS if block.language == "bash" for command in commands_of(block)}
+    assert typed == COMMANDS.keys()
+    for reason in COMMANDS.values():
+        for test in re.findall(r"\w+/test_\w+\.py", reason if isinstance(reason, str) else ""):
+            assert (ROOT / "tests" / test).exists(), test
