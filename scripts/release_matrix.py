@@ -194,7 +194,7 @@ def states(device) -> dict[str, Any]:
     """Random states through the patched dequantize_4bit: on the GPU the bits of the original, on the CPU of the formula.
 
     bitsandbytes' CPU code is another one than its CUDA library: it came with 0.46, raised on odd sizes before 0.50, and
-    0.47 and 0.48 round 16-bit weights otherwise. How often it agrees is counted beside.
+    from 0.47 to 0.49 some of its bits are others. How often it agrees is counted beside.
     """
     import bitsandbytes.functional as F
     import torch
