@@ -6,7 +6,7 @@ nox.options.sessions = ["light"]
 PYTHON = "3.11"
 TORCH = ("2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.13.0")
 LIBRARIES = ("bitsandbytes>=0.50", "transformers>=5,<5.18", "peft", "accelerate", "datasets>=4,<5", "pillow")
-LIGHT = ("installed", "bitsandbytes 0.48.2", "wrapt 1.16.0", "unsloth 2026.9.7")
+LIGHT = ("installed", "lowest", "bitsandbytes 0.48.2", "wrapt 1.16.0", "unsloth 2026.9.7")
 
 
 def environment(session: nox.Session, torch: str = "torch") -> None:
@@ -42,5 +42,6 @@ def torch(session: nox.Session, torch: str) -> None:
         "tests/patching/test_switch.py",
         "tests/tools/test_fuzz.py",
         "tests/patching/test_compile.py",
+        "tests/integration/test_releases.py::test_a_garbage_collection_leaves_the_cached_weights",
     )
-    session.run("python", "scripts/release_matrix.py", "installed")
+    session.run("python", "scripts/release_matrix.py", "--as", f"torch {torch}", "installed")

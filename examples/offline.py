@@ -49,8 +49,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     bos, eos, pad = SPECIAL
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad, model_max_length=4096
-    )
+        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad, model_max_length=4096,
+        model_input_names=["input_ids", "attention_mask"],  # transformers 4 adds token_type_ids, which no Llama takes
+    )  # fmt: skip
 
 
 def checkpoint(model: str, size: str = "tiny", folder: str | None = None) -> str:

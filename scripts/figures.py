@@ -151,6 +151,8 @@ def releases() -> str:
         equal = run["states"]["equal"] == run["states"]["cases"] and all(part.get("equal", True) for part in ran)
         place = "CPU" if "CPU" in run["place"] else run["place"].removeprefix("NVIDIA ").split(" (")[0]
         verdict = f"{run['states']['cases']} states, {hits} calls: {'equal' if equal else 'DIFFERENT'}"
+        if place == "CPU":
+            verdict += "; bitsandbytes agrees on {agreed} of {asked}".format(**run["states"])
         if ran != parts:
             verdict += "; the step fails without the patch too"
         rows.append((place, *(installed.get(name, "").split("+")[0] for name in shown), verdict))

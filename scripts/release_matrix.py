@@ -2,6 +2,7 @@
 
     python scripts/release_matrix.py                  every cell that this machine can run
     python scripts/release_matrix.py "wrapt 1.16.0"   these cells only
+    python scripts/release_matrix.py --as "torch 2.8.0" installed    record the row under this name
     python scripts/release_matrix.py --cell NAME      one cell, in this process, as JSON on stdout
     python scripts/release_matrix.py --record FILE... rows that --cell printed elsewhere, on a GPU machine
 
@@ -36,10 +37,22 @@ class Cell:
     name: str
     packages: tuple[str, ...] = ()
     unsloth: bool = False  # import Unsloth and run its LoRA autograd function too
+    commands: bool = False  # run COMMANDS too
 
     @property
     def path(self) -> Path:
         return CACHE / "_".join(p.replace("==", "-") for p in self.packages)
+
+
+# What the extra "demo" is installed for.
+COMMANDS = {
+    "nf4-patch verify": ("-m", "nf4_patch", "verify"),
+    "nf4-patch demo": ("-m", "nf4_patch", "demo", "--steps", "2", "--size", "tiny"),
+    "qlora_peft.py": ("examples/qlora_peft.py", "--steps", "2"),
+    "qlora_moe.py": ("examples/qlora_moe.py", "--steps", "2"),
+    "merge_adapter.py": ("examples/merge_adapter.py",),
+    "generate.py": ("examples/generate.py", "--batches", "1", "--new-tokens", "4"),
+}
 
 
 def bitsandbytes(release: str) -> Cell:
@@ -57,6 +70,22 @@ CELLS = (
     unsloth("2026.9.7", "2026.9.9"),
     unsloth("2026.9.14", "2026.9.9"),
     unsloth("2026.10.9", "2026.10.9"),
+    Cell(
+        "lowest",  # the lower bounds of pyproject.toml, under the torch that is installed
+        (
+            "bitsandbytes==0.50.0",
+            "transformers==4.56.0",
+            "peft==0.15.0",
+            "accelerate==1.0.0",
+            "matplotlib==3.9.0",
+            "wrapt==1.16.0",
+            "click==8.1.0",
+            "rich==13.0.0",
+            "tokenizers==0.22.0",
+            "huggingface_hub==0.34.0",
+        ),
+        commands=True,
+    ),
     Cell("wrapt 1.16.0", ("wrapt==1.16.0",)),
     Cell("wrapt 2.0.1", ("wrapt==2.0.1",)),
     Cell("peft 0.15.2", ("peft==0.15.2",)),
@@ -90,11 +119,27 @@ def run(cell: Cell) -> dict[str, Any]:
     command = [sys.executable, str(Path(__file__).resolve()), "--cell", cell.name]
     with tempfile.TemporaryDirectory() as directory:  # Unsloth writes its compiled cache where it stands
         done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=directory)
-    for line in reversed(done.stdout.splitlines()):
-        if line.startswith('{"cell"'):
-            return json.loads(line)
-    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-    return {"cell": cell.name, "error": last[:200]}
+        for line in reversed(done.stdout.splitlines()):
+            if line.startswith('{"cell"'):
+                row = json.loads(line)
+                return row | {"commands": run_commands(environ, directory)} if cell.commands else row
+    return {"cell": cell.name, "error": last_line(done)}
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    return (done.stderr.strip().splitlines() or ["no output"])[-1][:200]
+
+
+def run_commands(environ: dict[str, str], directory: str) -> dict[str, str]:
+    """ "ok", or the last line on stderr, of each of COMMANDS."""
+    ended = {}
+    for name, (first, *words) in COMMANDS.items():
+        first = str(ROOT / first) if first.endswith(".py") else first
+        done = subprocess.run(
+            [sys.executable, first, *words], capture_output=True, text=True, env=environ, cwd=directory
+        )  # fmt: skip
+        ended[name] = last_line(done) if done.returncode else "ok"
+    return ended
 
 
 # --- inside the cell's own process ---
@@ -122,7 +167,9 @@ def measure(cell: Cell) -> dict[str, Any]:
     nf4_patch.disable()
     row["states"] = states(device)
     row["step"] = peft_step(device)
-    if "transformers.integrations.moe" in sys.modules:
+    row["cache"] = cached_step(device)
+    packs_experts = importlib.util.find_spec("bitsandbytes.nn.parametrize")  # from 0.48 on
+    if packs_experts and "transformers.integrations.moe" in sys.modules:
         row["experts"] = experts_step(device)
     if cell.unsloth:
         row["unsloth"] = unsloth_step(device)
@@ -146,8 +193,8 @@ def unexpected() -> dict[str, int]:
 def states(device) -> dict[str, Any]:
     """Random states through the patched dequantize_4bit: on the GPU the bits of the original, on the CPU of the formula.
 
-    bitsandbytes' CPU code is another one than its CUDA library: it came with 0.46, raised on odd sizes and rounded
-    otherwise before 0.50. How often it agrees is counted beside.
+    bitsandbytes' CPU code is another one than its CUDA library: it came with 0.46, raised on odd sizes before 0.50, and
+    from 0.47 to 0.49 some of its bits are others. How often it agrees is counted beside.
     """
     import bitsandbytes.functional as F
     import torch
@@ -234,6 +281,39 @@ def peft_step(device) -> dict[str, Any]:
     return with_and_without(once)
 
 
+def cached_step(device) -> dict[str, Any]:
+    """Steps of a layer with a weight cache: what it holds before and after a garbage collection, and the hits after it."""
+    import gc
+
+    import bitsandbytes as bnb
+    import torch
+
+    import nf4_patch
+
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear4bit(256, 128, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).to(device)
+    x = torch.randn(2048, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    def step() -> list[Any]:
+        y = layer(x)
+        (gradient,) = torch.autograd.grad(y.float().square().mean(), x)
+        return [y.detach(), gradient]
+
+    nf4_patch.disable()
+    try:
+        want = step()
+    except Exception as error:
+        return {"error": f"the release itself: {type(error).__name__}: {str(error)[:120]}"}
+    with nf4_patch.enabled(cache="1GiB"):
+        equal = all(map(torch.equal, step(), want))
+        before = nf4_patch.status().cache
+        gc.collect()
+        after = nf4_patch.status().cache
+        equal &= all(map(torch.equal, step(), want))
+        hits = nf4_patch.status().cache.hits - after.hits
+    return {"held": before.weights, "kept": after.weights, "hits": hits, "equal": equal}
+
+
 def experts_step(device) -> dict[str, Any]:
     """Forward and backward of a mixture's 4-bit experts, with and without: output, gradient, hits."""
     import torch
@@ -242,7 +322,10 @@ def experts_step(device) -> dict[str, Any]:
 
     config = Qwen3MoeConfig(hidden_size=128, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2)
     config._experts_implementation = "grouped_mm"
-    experts = Qwen3MoeExperts(config).to(device, torch.bfloat16)
+    # bf16 on a CPU from 0.50 on only: bitsandbytes 0.48 rounds it otherwise there.
+    old = device.type == "cpu" and tuple(map(int, metadata.version("bitsandbytes").split(".")[:2])) < (0, 50)
+    dtype = torch.float32 if old else torch.bfloat16
+    experts = Qwen3MoeExperts(config).to(device, dtype)
     torch.manual_seed(0)
     for name, parameter in list(experts.named_parameters()):
         torch.nn.init.normal_(parameter)
@@ -250,7 +333,7 @@ def experts_step(device) -> dict[str, Any]:
 
     def once() -> list[Any]:
         torch.manual_seed(1)
-        x = torch.randn(16, 128, device=device, dtype=torch.bfloat16).requires_grad_()
+        x = torch.randn(16, 128, device=device, dtype=dtype).requires_grad_()
         scores, chosen = torch.randn(16, 4, device=device).softmax(-1).topk(2)
         y = experts(x, chosen, scores.to(x.dtype))
         y.float().square().mean().backward()
@@ -321,6 +404,9 @@ def failed(row: dict[str, Any]) -> bool:
     wrong = row["states"]["equal"] != row["states"]["cases"] or row["states"]["hits"] < row["states"]["cases"]
     wrong |= not step.get("equal", "error" in step)  # some old releases fail in a PEFT step themselves
     wrong |= not all(part.get("equal") for part in others) or bool(row["notes"])
+    cached = row.get("cache", {"error": "recorded before there was one"})
+    wrong |= "error" not in cached and not (cached["equal"] and 0 < cached["held"] == cached["kept"] <= cached["hits"])
+    wrong |= any(ended != "ok" for ended in row.get("commands", {}).values())
     return wrong or any(part.get("fallbacks") for part in parts)
 
 
@@ -333,13 +419,20 @@ def main(arguments: list[str]) -> int:
         lines = [line for name in arguments[1:] for line in Path(name).read_text().splitlines()]
         record([json.loads(line) for line in lines if line.startswith('{"cell"')])
         return 0
+    recorded_as = None
+    if arguments[:1] == ["--as"]:
+        recorded_as, *arguments = arguments[1:]
+        if len(arguments) != 1:
+            print("--as NAME goes with one cell", file=sys.stderr)
+            return 2
     if unknown := [name for name in arguments if name not in names]:
         print(f"unknown: {', '.join(unknown)}; cells: {', '.join(names)}", file=sys.stderr)
         return 2
     rows = []
     for cell in CELLS:
         if not arguments or cell.name in arguments:
-            rows.append(row := run(cell))
+            row = run(cell)
+            rows.append(row := row | {"cell": recorded_as or cell.name})
             print("FAILED" if failed(row) else "ok", json.dumps(row), flush=True)
     record(rows)
     return 1 if any(map(failed, rows)) else 0

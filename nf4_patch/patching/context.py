@@ -16,7 +16,20 @@ own_dispatch = torch._C._disabled_torch_dispatch_impl  # the __torch_dispatch__ 
 
 def is_exporting() -> bool:
     """The flag and not ``torch.compiler.is_exporting()``, which PyTorch 2.11's Dynamo takes for True in every graph."""
-    return getattr(torch.compiler, "_is_exporting_flag", False)  # PyTorch 2.6 has none
+    return torch.compiler._is_exporting_flag
+
+
+if torch.__version__ < (2, 8):  # type: ignore[operator]
+
+    def is_exporting() -> bool:
+        """In PyTorch 2.6 only torch.export raises the flag of compiling; neither 2.6 nor 2.7 raises one while Dynamo traces."""
+        if getattr(torch.compiler, "_is_exporting_flag", torch.compiler._is_compiling_flag):
+            return True
+        tracer = getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
+        return tracer is not None and tracer.export
+
+    # As torch.compiler.assume_constant_result, which imports Dynamo: it calls the function instead of tracing it.
+    is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def keep_dynamo_out(function: Callable[..., Any]) -> None:

@@ -45,7 +45,8 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
         if result in (Reason.NOT_CUDA, Reason.EXPORTING):
             result = guards.check_quant_state(quant_state)
             if result is None:
-                layout = layout._replace(code=code_of(quant_state.quant_type, weight.device))
+                code = code_of(quant_state.quant_type, weight.device)
+                layout = Layout(weight, fields[0], code, *fields[2:])  # before PyTorch 2.9 Dynamo traces no _replace
                 # TENSOR_SUBCLASS: while a program is exported, a tensor is a FakeTensor
                 result = guards.check(layout, (Reason.NOT_CUDA, Reason.TENSOR_SUBCLASS))
             if result is None and out is not None:

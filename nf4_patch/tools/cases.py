@@ -15,6 +15,7 @@ import torch
 
 from ..nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
 from ..patching import hooks
+from .report import Impossible
 
 # Whole CTAs and part of one, partial last blocks, odd counts, rows that no blocksize divides, rank 1 to 3.
 SHAPES = ((256, 512), (96, 136), (33, 77), (3, 5, 44), (4097,), (1, 1))
@@ -193,6 +194,20 @@ def random_state(case: Case, seed: int, device: torch.device) -> tuple[torch.Ten
         absmax, torch.Size(case.shape), code, case.blocksize, case.quant_type, case.dtype, offset, state2
     )
     return (packed.t() if case.transposed else packed), state
+
+
+def require_oracle(device: torch.device) -> None:
+    """
+    Raises:
+        Impossible: bitsandbytes here computes other bits than its CUDA library, or cannot quantize every shape.
+    """
+    import bitsandbytes
+
+    if device.type == "cpu" and tuple(map(int, bitsandbytes.__version__.split(".")[:2])) < (0, 50):
+        raise Impossible(
+            f"no GPU, and the CPU code of bitsandbytes {bitsandbytes.__version__} has other bits than its CUDA library or "
+            "does not take every shape: nothing can be compared here; install bitsandbytes 0.50 or newer"
+        )
 
 
 def ask_bitsandbytes(packed: torch.Tensor, state: Any) -> torch.Tensor:

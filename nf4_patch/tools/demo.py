@@ -30,7 +30,7 @@ from ..nf4.dequantize import compilation
 from ..patching.counters import counters
 from ..patching.reasons import Reason
 from . import llama, output
-from .cases import device_here, name_of, place_of, unpatched
+from .cases import device_here, name_of, place_of, require_oracle, unpatched
 from .llama import Shape
 from .report import Diagnosis, Tell, plural, provenance, right, silent
 
@@ -179,6 +179,7 @@ def demo(
     Raises:
         ValueError: no such size, or no picture can be written there.
         ModuleNotFoundError: something of the extra ``demo`` is not installed.
+        Impossible: there is no GPU, and bitsandbytes is older than 0.50.
     """
     png = output.checked(png)
     on_gpu = torch.cuda.is_available()
@@ -189,12 +190,13 @@ def demo(
     for name in NEEDED:
         if importlib.util.find_spec(name) is None:  # named before the training, not after
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    device = device_here()
+    require_oracle(device)
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
-    device = device_here()
     dtype = torch.float16 if on_gpu and torch.cuda.get_device_capability() < (8, 0) else torch.bfloat16
     with tempfile.TemporaryDirectory(prefix="nf4-patch-demo-") as folder:
         tell("making the model")

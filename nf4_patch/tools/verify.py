@@ -79,12 +79,14 @@ def verify(
 
     Raises:
         BadCheckpoint: ``weights`` cannot be read, or holds no 4-bit weight.
+        Impossible: there is no GPU, and bitsandbytes is older than 0.50.
         machine_code.Unsupported: that code does not run on this machine.
     """
     cases.use_interpreter_without_gpu()
     from ..nf4.dequantize import compilation
 
     device = cases.device_here()
+    cases.require_oracle(device)
     report = VerifyReport(cases.place_of(device))
     dequantize: Dequantize = nf4_patch.dequantize_nf4
     if arch is not None:

@@ -38,6 +38,32 @@ def test_what_a_target_calls_tested_was_run(target):
     assert set(target.tested) <= ran
 
 
+def test_the_lower_bounds_of_pyproject_were_run():
+    """Those of what a cell can put before the installed releases; torch and triton have a row of their own."""
+    project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
+    (cell,) = (cell for cell in matrix.CELLS if cell.name == "lowest")
+    ran = dict(package.split("==") for package in cell.packages)
+    extras = project["optional-dependencies"]
+    for requirement in (*project["dependencies"], *extras["demo"], *extras["bench"]):
+        name, _, bound = requirement.partition(";")[0].partition(">=")
+        if name not in ("torch", "triton"):
+            assert (ran[name] + ".").startswith(bound + "."), requirement
+    rows = [row for row in ROWS if row["cell"] in ("lowest", "torch 2.6.0 (lowest)")]
+    assert len(rows) == 2
+    for row in rows:
+        assert set(row["commands"]) == set(matrix.COMMANDS)
+        assert {name: row["releases"].get(name, "") for name in ran if name in matrix.SHOWN}.items() <= ran.items()
+    assert rows[1]["releases"]["torch"].startswith("2.6.0")
+
+
+def test_a_garbage_collection_leaves_the_cached_weights(device):
+    """Under every release of torch (nox -s torch): a cached weight belongs to a parameter that lives."""
+    got = matrix.cached_step(device)
+    assert got["equal"] and got["held"] == 1
+    assert got["kept"] == 1
+    assert got["hits"] >= 1
+
+
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine records rows of its own")
 @pytest.mark.parametrize("name", ["installed", "wrapt 1.16.0"])
