@@ -35,7 +35,7 @@ class Entry(NamedTuple):
 
     @classmethod
     def of(cls, compiled: Any, values: tuple[Any, ...]) -> Entry:
-        """Triton's own ``kernel[grid](...)`` costs 17 us a call (H200 machine, 3.6.0), most of it finding the
+        """Triton's own ``kernel[grid](...)`` costs 17 us per call (H200 machine, 3.6.0), most of it finding the
         compiled kernel again. ``run`` is what it calls in the end, in every release from 3.2.
         """
         compiled._init_handles()

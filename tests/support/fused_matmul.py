@@ -24,7 +24,7 @@ NOT_MEASURED = "the fused matmul's table has no row for this GPU"
 
 
 def unfused_error(x: torch.Tensor, layout: Layout, truth: torch.Tensor, bias: torch.Tensor | None = None) -> float:
-    """Of dequantize + linear against ``truth``: cuBLAS or the plain twin, whichever is further off.
+    """Of dequantize + linear against ``truth``: cuBLAS or plain torch, whichever is further off.
 
     In a matmul of few numbers either may be lucky. Both and the fused matmul round the same weights, multiply them exactly
     and add in fp32; the order of the additions differs, and the last bit of a sum with it. Hence tests allow 1 % more, of

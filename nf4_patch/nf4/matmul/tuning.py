@@ -16,7 +16,7 @@ class SmallMConfig(NamedTuple):
     warps_k: int
     load_128bit: bool
     ctas_per_sm: int
-    prefetch_depth: int = 1  # chunks in flight a warp
+    prefetch_depth: int = 1  # chunks in flight per warp
     split_k: bool = False  # K over several CTAs, their sums by a second launch, where rows alone leave it idle
 
     @property
@@ -36,12 +36,12 @@ class SmallMRow(NamedTuple):
 
 
 # The first row that fits is taken; no row: the caller dequantizes and multiplies.
-# H200, torch 2.11, triton 3.6.0, bf16, us a call, CUDA graph over weights that overflow the L2:
+# H200, torch 2.11, triton 3.6.0, bf16, us per call, CUDA graph over weights that overflow the L2:
 #                  14336x4096     4096x14336     4096x4096      8192x8192      28672x8192
 #   M = 1 / 8      16.9 / 17.8    19.0 / 21.3    7.0 / 7.7      22.0 / 25.0    64.4 / 73.5
 #   M = 16         21.7           23.2           9.3            26.6           91.7
 #   M = 32 / 64    31.2 / 43.1    29.5 / 40.2    12.8 / 16.7    32.1 / 43.2    114 / 159
-# One chunk of K a warp (K <= 4096 at 16 warps) keeps X in registers: 21.8 -> 16.9 at M = 1, 26.9 -> 21.7 at M = 16.
+# One chunk of K per warp (K <= 4096 at 16 warps) keeps X in registers: 21.8 -> 16.9 at M = 1, 26.9 -> 21.7 at M = 16.
 # Past 64 rows a second pass over the weight costs more than dequantize + matmul.
 SMALL_M_ROWS: tuple[SmallMRow, ...] = (
     SmallMRow((9, 0), 8, 4096, 1,
@@ -97,7 +97,7 @@ class HopperRow(NamedTuple):
 
 # No row: the caller dequantizes and multiplies. The matmul of that is cuBLAS', nearer to the tensor cores' peak, and the
 # more rows share the cost of the dequantization the more it counts: what is saved here falls with the rows.
-# H200, torch 2.11, triton 3.6.0, bf16, us a call, CUDA graph over weights that overflow the L2, this / dequantize + matmul:
+# H200, torch 2.11, triton 3.6.0, bf16, us per call, CUDA graph over weights that overflow the L2, this / dequantize + matmul:
 #              14336x4096     4096x14336    8192x8192     5120x13824    4096x11008    28672x8192   11008x4096, fill 0.65
 #   M = 128    44.8 / 74.4    49.0 / 78.9   52.6 / 84.0   56.0 / 95.7   40.7 / 62.9   165 / 279    47.2 / 58.4
 #   M = 160    56.4 / 76.1    67.1 / 81.0   77.4 / 84.6   77.3 / 97.6   56.7 / 64.2   214 / 278    56.9 / 64.1
