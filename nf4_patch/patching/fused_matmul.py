@@ -17,7 +17,7 @@ from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.layout import Layout, identity
 from ..nf4.matmul import launch as matmul
-from . import guards
+from . import calibrated, guards
 from .context import is_compiling, is_jit_tracing, modes_active, own_dispatch, transforms_active
 from .counters import counters
 from .dequantizer import Dequantizer
@@ -36,11 +36,14 @@ _in_use: weakref.WeakSet[FusedMatmul] = weakref.WeakSet()
 
 
 def forget() -> None:
-    """Ask the tables anew: another calibration is in force."""
+    """Ask the tables again: another calibration is in force."""
     matmul.forget()
     is_measured.cache_clear()
     for each in _in_use:
         each.launches.clear()
+
+
+calibrated.on_change.append(forget)
 
 
 class FusedMatmul:

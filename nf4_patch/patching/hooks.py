@@ -11,20 +11,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib import metadata
 from types import ModuleType
 from typing import Any
 
 import wrapt
 
 from ..config import Config
-from ..version import __version__
 from .targets import TARGETS, Target
 
 logger = logging.getLogger("nf4_patch")
-REMEMBER = tuple(
-    f"{__package__}.{name}" for name in ("fused_matmul", "deferral")
-)  # modules that remember what a calibration decided
 
 
 @dataclass
@@ -181,6 +176,7 @@ def release() -> None:
 
 def _set_switch(config: Config | None) -> None:
     """What every call consults; None: off, with the options as they were."""
+    from . import calibrated
     from .cache import cache
     from .switch import switch
 
@@ -189,38 +185,7 @@ def _set_switch(config: Config | None) -> None:
     if config is not None:
         switch.strict, switch.defer = config.strict, config.defer
         switch.matmul, switch.cache = config.matmul, config.cache
-        use_calibration(config)
-
-
-def use_calibration(config: Config) -> None:
-    """Let the file that NF4_PATCH_CALIBRATION names decide, where it has this GPU and these releases."""
-    from ..nf4.matmul import calibration
-
-    if calibration.use(config.calibration, releases):
-        forget_calibration()
-
-
-def forget_calibration() -> None:
-    """Read the file anew, and decide anew what was decided by it."""
-    from ..nf4.matmul import calibration
-
-    calibration.forget()
-    for name in REMEMBER:
-        if name in sys.modules:
-            sys.modules[name].forget()
-
-
-def releases() -> dict[str, str | None]:
-    """The releases that a calibration depends on; None: not installed."""
-    from ..nf4 import runtime
-
-    found = {"nf4_patch": __version__, "triton": runtime.triton.__version__ if runtime.triton else None}
-    for name in dict.fromkeys(target.distribution for target in TARGETS if target.only == "matmul"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+        calibrated.use(config)
 
 
 def _on_import(target: Target, module: ModuleType) -> None:

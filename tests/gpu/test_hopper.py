@@ -84,7 +84,7 @@ def test_a_thousand_runs_beside_other_work_have_the_same_bits():
     config = CONFIGS[-1]
     packed, state = quantized((4096, 4096), torch.bfloat16, CUDA)
     layout = layout_of(packed, state)
-    assert hopper.Plan.of(config, hopper.multiprocessors(CUDA), 256, 4096, 4096).splits > 1
+    assert hopper.HopperPlan.of(config, hopper.multiprocessors(CUDA), 256, 4096, 4096).split_k > 1
     x = torch.randn(256, 4096, dtype=torch.bfloat16, device=CUDA)
     want = launch.matmul_4bit(x, layout, config=config)
     other = torch.randn(8192, 8192, dtype=torch.bfloat16, device=CUDA)

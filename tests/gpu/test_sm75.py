@@ -113,7 +113,7 @@ def test_one_hot_rows_return_the_bits_of_dequantize(candidate, quant_type, neste
     for n, k in ((1003, 4096), (4096, 1024), (520, 8192)):
         packed, state = quantized((n, k), torch.float16, CUDA, nested=nested, quant_type=quant_type)
         want = F.dequantize_4bit(packed, state)
-        for m in rows_up_to(candidate.m):
+        for m in rows_up_to(candidate.max_m):
             columns = torch.randperm(k, device=CUDA)[:m]
             x = one_hot(columns, k, torch.float16)
             assert torch.equal(multiply(x, layout_of(packed, state), candidate.config), want[:, columns].t()), (n, k, m)
@@ -128,10 +128,10 @@ def test_the_fused_matmul_has_the_bits_of_its_emulation(candidate, nested):
     for n, k, blocksize in SIZES[:4] if nested else SIZES[4:]:
         packed, state = quantized((n, k), torch.float16, CUDA, blocksize, nested)
         layout = layout_of(packed, state)
-        x, bias = torch.randn(candidate.m, k, device=CUDA).half(), torch.randn(n, device=CUDA).half()
+        x, bias = torch.randn(candidate.max_m, k, device=CUDA).half(), torch.randn(n, device=CUDA).half()
         split_k = small_m.plan(candidate.config, PROCESSORS, 1, n, k, True, nested, True, T4).split_k
         want = in_order(x, reference.dequantize(layout), candidate.config, split_k, bias)
-        for m in range(1, candidate.m + 1):
+        for m in range(1, candidate.max_m + 1):
             assert torch.equal(multiply(x[:m], layout, candidate.config, bias), want[:m]), (n, k, m, split_k)
 
 
@@ -142,10 +142,10 @@ def test_small_integers_are_exact(candidate):
         state.code = (torch.arange(16, device=CUDA) % 3 - 1).float()
         state.absmax = torch.ones_like(state.absmax)
         layout = layout_of(packed, state)
-        x = torch.randint(-1, 2, (candidate.m, k), device=CUDA).half()
+        x = torch.randint(-1, 2, (candidate.max_m, k), device=CUDA).half()
         want = x.double() @ reference.dequantize(layout).double().t()
         assert 20 < want.abs().max() <= 2048
-        for m in rows_up_to(candidate.m):
+        for m in rows_up_to(candidate.max_m):
             assert torch.equal(multiply(x[:m], layout, candidate.config).double(), want[:m]), (n, k, m)
 
 
@@ -157,7 +157,7 @@ def test_as_accurate_as_dequantize_and_matmul_and_the_same_again(candidate, nest
         packed, state = quantized((n, k), torch.float16, CUDA, blocksize, nested, seed=seed)
         layout = layout_of(packed, state)
         truth_weight = exact(layout)
-        for m in rows_up_to(candidate.m):
+        for m in rows_up_to(candidate.max_m):
             x = torch.randn(m, k, device=CUDA).half()
             bias = torch.randn(n, device=CUDA).half() if m % 2 else None
             truth = x.double() @ truth_weight.t() + (0 if bias is None else bias.double())

@@ -57,8 +57,8 @@ def test_plan_covers_every_row_once():
     for row in SMALL_M_ROWS:
         for n in (1, 17, 1000, 4096, 50001):
             for k in (64, 4096, 14336):
-                cut = small_m.plan(row.config, 132, row.m, n, k, False, True, False)
-                assert 1 <= cut.sm_partitions <= -(-n // row.config.rows)
+                cut = small_m.plan(row.config, 132, row.max_m, n, k, False, True, False)
+                assert 1 <= cut.sm_partitions <= -(-n // row.config.block_n)
                 assert cut.ctas % (cut.sm_partitions * cut.split_k) == 0
                 assert cut.split_k <= -(-k // 256)
 
@@ -87,7 +87,7 @@ def test_candidates_are_offered_and_never_taken():
     for row in SMALL_M_CANDIDATES:
         assert row.capability == (7, 5)
         assert launch.config_for(row.capability, 1, 4096, 4096) is None
-        assert launch.config_for(row.capability, row.m, 4096, 4096, SMALL_M_CANDIDATES) is row.config
+        assert launch.first_config(SMALL_M_CANDIDATES, row.capability, row.max_m, 4096, 4096) is row.config
 
 
 class Compiler:
@@ -111,11 +111,11 @@ def compiler(monkeypatch):
     made, launches = Compiler(), []
     state = SimpleNamespace(compiler=made, launches=launches, capturing=False)
     monkeypatch.setattr(kernels, "matmul_4bit_kernel", made)
-    monkeypatch.setattr(kernels, "sum_slices_kernel", made)
+    monkeypatch.setattr(kernels, "sum_split_k_kernel", made)
     monkeypatch.setattr(runtime, "_entries", {})
     monkeypatch.setattr(launch, "_kernels", {})
-    entry = runtime.Entry(lambda *call: launches.append(call), (), (), "test")
-    monkeypatch.setattr(runtime.Entry, "of", lambda compiled, values: entry)
+    entry = runtime.KernelEntry(lambda *call: launches.append(call), (), (), "test")
+    monkeypatch.setattr(runtime.KernelEntry, "of", lambda compiled, values: entry)
     monkeypatch.setattr(runtime, "current_device", lambda: -1)  # what a CPU tensor's get_device() is
     monkeypatch.setattr(runtime, "current_stream", lambda index: 7)
     monkeypatch.setattr(runtime, "empty_strided_cuda", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]))

@@ -61,7 +61,7 @@ def test_it_computes_the_matmul(case, capability, dtype):
     bias = torch.randn(n, generator=generator).to(dtype) if with_bias else None
     got, split_k = execute(x, layout, config, bias, capability)
     assert (split_k > 1) == config.split_k
-    assert torch.equal(got, in_order(x, weight, config, split_k, bias, small_m_ptx.DIALECTS[capability].depth))
+    assert torch.equal(got, in_order(x, weight, config, split_k, bias, small_m_ptx.DIALECTS[capability].mma_k))
     truth = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     plain = matmul_reference.matmul(x, layout, bias)
     assert (got - truth).norm() <= 1.01 * (plain - truth).norm()
@@ -71,14 +71,14 @@ def test_it_computes_the_matmul(case, capability, dtype):
     assert torch.equal(execute(hot, layout, config, capability=capability)[0], weight[:, columns].t())
 
 
-@pytest.mark.parametrize("row", SMALL_M_ROWS, ids=lambda row: "-".join(map(str, (row.m, *row.config))))
+@pytest.mark.parametrize("row", SMALL_M_ROWS, ids=lambda row: "-".join(map(str, (row.max_m, *row.config))))
 @pytest.mark.full
 def test_every_row_of_the_table(row):
     """What an H200 runs, at its most rows of X and on few rows of the weight, K past one round of its warps."""
-    n, k = 5 * row.config.rows // 2, 2368 if row.config.warps_k == 8 else 1088
+    n, k = 5 * row.config.block_n // 2, 2368 if row.config.warps_k == 8 else 1088
     packed, state = quantized((n, k), torch.bfloat16, "cpu")
     layout = layout_of(packed, state)
-    x = torch.randn(row.m, k, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = torch.randn(row.max_m, k, generator=torch.Generator().manual_seed(0)).bfloat16()
     got, split_k = execute(x, layout, row.config, None, H200)
     weight = reference.dequantize(layout, False)
     assert torch.equal(got, in_order(x, weight, row.config, split_k, None, 16))

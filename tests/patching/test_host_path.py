@@ -46,7 +46,7 @@ def server(monkeypatch):
                 ctypes.memmove(out, weight.data_ptr(), weight.nbytes)
                 server.launched += 1
 
-            self.entry = runtime.Entry(call, (), (), "test")
+            self.entry = runtime.KernelEntry(call, (), (), "test")
 
     def variant(layout, config):
         server.resolved.append(layout)
@@ -158,7 +158,7 @@ def multiplier(server, monkeypatch):
                 ctypes.memmove(out, result.contiguous().data_ptr(), result.nbytes)
                 server.launched += 1
 
-            self.entry, self.sum = runtime.Entry(call, (), (), "test"), None
+            self.entry, self.sum = runtime.KernelEntry(call, (), (), "test"), None
             server.resolved.append(layout)
 
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)

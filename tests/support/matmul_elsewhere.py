@@ -19,7 +19,7 @@ from nf4_patch.tools.sass import machine_code, portable
 
 Capability = tuple[int, int]
 POINTERS = ("x", "packed", "absmax", "code", "absmax2", "code2", "offset", "out", "bias")
-NUMBERS = ("m", "n", "blocks", "shift", "shift2", "shares", "slices")
+NUMBERS = ("m", "n", "blocks", "shift", "shift2", "sm_partitions", "split_k")
 
 
 def compile_matmul(ptx_source: str, warps: int, capability: Capability) -> Any:
@@ -40,7 +40,7 @@ def code_of(ptx_source: str, warps: int, capability: Capability) -> machine_code
 @functools.lru_cache(maxsize=256)
 def load(
     ptx_source: str, warps: int, capability: Capability, device: torch.device
-) -> tuple[Any, runtime.Entry]:  # fmt: skip
+) -> tuple[Any, runtime.KernelEntry]:  # fmt: skip
     """As portable.load, for the PTX source of a fused matmul."""
     compiled = compile_matmul(ptx_source, warps, capability)
     values = tuple(small_m.constants(ptx_source).values())

@@ -9,7 +9,7 @@ import torch
 from ..layout import Layout
 from ..runtime import (
     MISSING,
-    Entry,
+    KernelEntry,
     KernelUnavailable,
     built_once,
     compile_kernel,
@@ -165,7 +165,7 @@ class CompiledKernel:
         with torch.cuda.device(device):
             options = {"num_warps": variant.config.num_warps, "enable_fp_fusion": False}
             self.compiled = compile_kernel(kernels.dequantize_kernel, (*tensors, n), values, **options)
-            self.entry = Entry.of(self.compiled, tuple(values.values()))
+            self.entry = KernelEntry.of(self.compiled, tuple(values.values()))
             self.launch_path = self.entry.launch_path
             pointers = [tensor.data_ptr() for tensor in tensors]
             grid = -(-sample.numel() // self.elements)

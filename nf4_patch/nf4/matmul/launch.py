@@ -9,7 +9,7 @@ import torch
 from .. import runtime
 from ..layout import Layout
 from ..runtime import multiprocessors, triton
-from . import calibration, hopper, small_m
+from . import hopper, small_m, tuning
 from .tuning import SMALL_M_ROWS, HopperConfig, SmallMConfig, SmallMRow
 
 if triton is not None:
@@ -20,24 +20,26 @@ AnyConfig = SmallMConfig | HopperConfig
 AnyKernel = small_m.SmallMKernel | hopper.HopperKernel
 
 
-def config_for(
-    capability: tuple[int, int], m: int, n: int, k: int, rows: tuple[SmallMRow, ...] | None = None,
-    device: int | None = None,
-) -> AnyConfig | None:  # fmt: skip
+def first_config(
+    rows: tuple[SmallMRow, ...], capability: tuple[int, int], m: int, n: int, k: int
+) -> SmallMConfig | None:  # fmt: skip
+    """That of the first row that fits ``m`` rows of X and an [n, k] weight; None where none does."""
+    for row in rows:
+        if row.capability == capability and m <= row.max_m and k <= row.max_k and n >= row.min_n:
+            return row.config
+    return None
+
+
+def config_for(capability: tuple[int, int], m: int, n: int, k: int, device: int | None = None) -> AnyConfig | None:
     """The measured config for ``m`` rows of X and an [n, k] weight; None where none is.
 
-    What was calibrated on ``device`` for this very n and k goes before the tables.
-
-    Args:
-        rows: the only table, instead of the shipped ones.
+    What was measured on the GPU with index ``device`` for this very n and k goes before the tables.
     """
-    calibrated = calibration.rows(device).get((n, k))
-    if calibrated is not None and (rows is not None or m <= max((most for most, _ in calibrated), default=0)):
-        return next((config for most, config in calibrated if m <= most), None)
-    for row in SMALL_M_ROWS if rows is None else rows:
-        if row.capability == capability and m <= row.m and k <= row.k and n >= row.n:
-            return row.config
-    return hopper.config_for(capability, m, n, k, device) if rows is None else None
+    if device is not None:
+        for max_m, config in tuning.calibrated(device).get((n, k), ()):
+            if m <= max_m:
+                return config
+    return first_config(SMALL_M_ROWS, capability, m, n, k) or hopper.config_for(capability, m, n, k, device)
 
 
 def supports(x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) -> bool:
@@ -66,6 +68,12 @@ class MatmulLaunch:
     """The matmul with one weight of an x of one shape, resolved once: addresses, sizes and kernels as plain integers.
 
     It keeps no tensor alive and is valid for as long as the layout has the same ``identity``, and the bias its address.
+
+    Args:
+        kernel: compiled for m = x.numel() / K and a layout and bias of this kind.
+        x: [..., K], fp16 or bf16.
+        layout: of the weight [N, K].
+        bias: [N], x's dtype.
     """
 
     __slots__ = (
@@ -117,7 +125,7 @@ _kernels: dict[tuple[Any, ...], AnyKernel] = {}
 
 
 def forget() -> None:
-    """Choose the kernels anew: another calibration is in force."""
+    """Choose the kernels again: another calibration is in force."""
     _kernels.clear()
 
 

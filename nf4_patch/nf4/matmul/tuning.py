@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 ANY = 2**62
@@ -17,11 +18,11 @@ class SmallMConfig(NamedTuple):
     load_128bit: bool
     ctas_per_sm: int
     prefetch_depth: int = 1  # chunks in flight per warp
-    split_k: bool = False  # K over several CTAs, their sums by a second launch, where rows alone leave it idle
+    split_k: bool = False  # K over several CTAs, their sums by a second launch, where rows alone leave the GPU idle
 
     @property
-    def rows(self) -> int:
-        """Rows of the weight a CTA takes at once."""
+    def block_n(self) -> int:
+        """Rows of the weight that a CTA takes at once."""
         return 16 * self.tiles * self.warps_n
 
 
@@ -29,10 +30,22 @@ class SmallMRow(NamedTuple):
     """Where a config wins: capability, and the most rows of X, most K, fewest N."""
 
     capability: tuple[int, int]
-    m: int
-    k: int
-    n: int
+    max_m: int
+    max_k: int
+    min_n: int
     config: SmallMConfig
+
+
+# By (n, k), in ascending m: the config for up to so many rows of X, or None where dequantize + matmul is faster.
+CalibratedRows = Mapping[tuple[int, int], tuple[tuple[int, SmallMConfig | None], ...]]
+
+
+def _not_calibrated(device: int) -> CalibratedRows:
+    return {}
+
+
+# Handed in from above: what was measured on the GPU with this index. It goes before the tables.
+calibrated: Callable[[int], CalibratedRows] = _not_calibrated
 
 
 # The first row that fits is taken; no row: the caller dequantizes and multiplies.
@@ -79,19 +92,19 @@ class HopperConfig(NamedTuple):
     ``stages`` is even, so that a decoder, which takes every second step, meets every phase of its slots' barriers.
     """
 
-    rows: int
+    block_m: int
     stages: int
     decoded: int
 
 
 class HopperRow(NamedTuple):
-    """Where a config wins: capability, least and most rows of X, fewest elements of the weight, least Plan.fill."""
+    """Where a config wins: capability, least and most rows of X, fewest elements of the weight, least HopperPlan.fill."""
 
     capability: tuple[int, int]
-    least: int
-    most: int
-    elements: int
-    fill: float
+    min_m: int
+    max_m: int
+    min_elements: int
+    min_fill: float
     config: HopperConfig
 
 
@@ -106,8 +119,8 @@ class HopperRow(NamedTuple):
 # 130 rows take no less than 256 (8192x8192: 90.7 / 87.5), 385 no less than 512 (110 / 106 at 14336x4096), and 1024 lose.
 # 5120x5120 at 128 rows 30.1 / 36.1, at 256 40.9 / 41.2; 4096x4096 at 128 rows 24.8 / 25.0.
 HOPPER_ROWS: tuple[HopperRow, ...] = (
-    HopperRow((9, 0), 65, 128, 26_000_000, 0.0, HopperConfig(rows=128, stages=6, decoded=4)),
-    HopperRow((9, 0), 160, 256, 45_000_000, 0.8, HopperConfig(rows=256, stages=4, decoded=3)),
-    HopperRow((9, 0), 449, 512, 45_000_000, 0.8, HopperConfig(rows=256, stages=4, decoded=3)),
+    HopperRow((9, 0), 65, 128, 26_000_000, 0.0, HopperConfig(block_m=128, stages=6, decoded=4)),
+    HopperRow((9, 0), 160, 256, 45_000_000, 0.8, HopperConfig(block_m=256, stages=4, decoded=3)),
+    HopperRow((9, 0), 449, 512, 45_000_000, 0.8, HopperConfig(block_m=256, stages=4, decoded=3)),
 )
 MULTIPROCESSORS = 132  # of the GPU they were measured on
