@@ -15,13 +15,14 @@ from oracle import quantized
 from target import same, step
 
 import nf4_patch
+from nf4_patch.nf4.codes import code_of
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.layout import Layout
 from nf4_patch.patching.cache import StaleWeightError, cache
 from nf4_patch.patching.cache_entry import allocated
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
-from nf4_patch.patching.quant_state import code_of, linear_fields
+from nf4_patch.patching.quant_state import linear_fields
 from nf4_patch.patching.reasons import Reason, Uncached
 
 FORWARD = "bitsandbytes.backends.cuda.ops._dequant_linear_fallback"
