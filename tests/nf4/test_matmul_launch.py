@@ -133,7 +133,7 @@ def multiply(m, packed, state, **kwargs):
     return launch.matmul_4bit(x, layout, config=launch.config_for(H200, m, n, k), **kwargs)
 
 
-@pytest.mark.skipif(GPU, reason="tests/gpu/test_small_m.py asks the compiler itself")
+@pytest.mark.skipif(GPU, reason="tests/gpu/test_matmul_kernels.py asks the compiler itself")
 def test_a_new_number_of_rows_compiles_nothing(compiler):
     packed, state = quantized((4096, 512), torch.bfloat16, "cpu")
     for count in TILE_COUNTS:
@@ -154,7 +154,7 @@ def test_a_new_number_of_rows_compiles_nothing(compiler):
     assert caught.value.reason == "GRAPH_CAPTURE"
 
 
-@pytest.mark.skipif(GPU, reason="tests/gpu/test_small_m.py asks the compiler itself")
+@pytest.mark.skipif(GPU, reason="tests/gpu/test_matmul_kernels.py asks the compiler itself")
 def test_a_failed_compilation_is_remembered(compiler):
     packed, state = quantized((256, 512), torch.bfloat16, "cpu")
     compiler.compiler.fails = True
