@@ -35,7 +35,7 @@ def execute(x, layout, config, bias=None, capability=T4):
     """What matmul_4bit launches, on the CPU; and the slices of K."""
     (m, k), n, nested = x.shape, layout.shape[0], layout.nested()
     cut = small_m.plan(config, PROCESSORS, m, n, k, x.dtype is torch.float16, nested, bias is not None, capability)
-    parts = launch(cut, config.warps_n * config.warps_k, x, layout, bias)
+    parts = launch(cut, x, layout, bias)
     if cut.split_k == 1:
         return parts[0], 1
     total = sum(parts[1:], parts[0])

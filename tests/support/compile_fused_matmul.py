@@ -14,7 +14,7 @@ from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, TILE_C
 def compile_for(arch, config, m, n, k, half, nested, bias):
     capability = divmod(arch, 10)
     cut = small_m.plan(config, 132, m, n, k, half, nested, bias, capability)
-    code = matmul_elsewhere.code_of(cut.ptx, config.warps_n * config.warps_k, capability)
+    code = matmul_elsewhere.code_of(cut.ptx, cut.warps, capability)
     name = f"x:{m}x{n}x{k}:{half:d}{nested:d}{bias:d}-{'-'.join(map(str, config))}"
     print(arch, code.registers, code.stack, code.shared, name)
 

@@ -56,7 +56,6 @@ def multiply(
     (m, k), n, device, nested = x.shape, layout.shape[0], out.device, layout.nested()
     portable.check(capability, device)
     cut = small_m.plan(config, processors, m, n, k, x.dtype is torch.float16, nested, bias is not None, capability)
-    warps = config.warps_n * config.warps_k
-    _, entry = load(cut.ptx, warps, capability, device)
-    kernel = small_m.SmallMKernel(device, x.dtype, layout, cut, warps, m, bias is not None, entry)
+    _, entry = load(cut.ptx, cut.warps, capability, device)
+    kernel = small_m.SmallMKernel(device, x.dtype, layout, cut, m, bias is not None, entry)
     return MatmulLaunch(kernel, x, layout, bias)(x, out)

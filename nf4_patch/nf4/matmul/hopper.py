@@ -153,7 +153,7 @@ class HopperKernel:
     and FLAGS flags.
     """
 
-    split_k, sum = 1, None
+    sum = None  # the tiles' chunks are added up inside the matmul
 
     def __init__(
         self, config: HopperConfig, device: torch.device, dtype: torch.dtype, layout: Layout, m: int, bias: bool
@@ -161,9 +161,9 @@ class HopperKernel:
         n, k = layout.shape
         cut = HopperPlan.of(config, multiprocessors(device), m, n, k)
         steps = k // BLOCK_K
-        self.grid, self.sizes, self.total = cut.ctas, (), m * n
+        self.grid, self.sizes = cut.ctas, ()
         self.entry = KernelEntry(self.start, (), (), "two launches")
-        self.m, self.n, self.k = m, n, k
+        self.shapes = (m, k), (n, k // 8), (n * steps,), (m, n)  # of x, packed, scales and out
         shift = (layout.blocksize // BLOCK_K).bit_length() - 1
         self.scale_count = -(-n * steps // 32) * 32  # what follows starts on 128 bytes
         self.sum_count = cut.ctas * config.block_m * BLOCK_N if cut.split_k > 1 else 0
@@ -185,11 +185,8 @@ class HopperKernel:
         sums = scales + 4 * self.scale_count
         flags = sums + 4 * self.sum_count
         self.scales.start(self.scale_grid, stream, absmax, absmax2, code2, offset, scales, flags, *self.scale_sizes)
-        m, n, k = self.m, self.n, self.k
-        self.matmul.start(
-            grid, stream, Address(x, (m, k)), Address(packed, (n, k // 8)), Address(scales, (n * (k // BLOCK_K),)),
-            Address(out, (m, n)), sums, flags, code, bias, *self.matmul_sizes,
-        )  # type: ignore[arg-type]  # fmt: skip
+        described = map(Address, (x, packed, scales, out), self.shapes)
+        self.matmul.start(grid, stream, *described, sums, flags, code, bias, *self.matmul_sizes)
 
 
 def to_compile(

@@ -92,7 +92,7 @@ class MatmulLaunch:
         self.shape, self.strides = tuple(result.shape), result.stride()
         self.sum: Any = None
         if kernel.sum is not None:
-            self.part, self.sum_grid = (kernel.split_k * kernel.total,), kernel.sum_grid
+            self.part, self.sum_grid = (kernel.part_numel,), kernel.sum_grid
             self.sum, self.sum_head, tail, _ = kernel.sum
             self.sum_tail = (spare, *kernel.sum_sizes, *tail)
         self.counter: Any = None  # the caller's counter
@@ -149,7 +149,7 @@ def resolve(
                 cut = small_m.plan(
                     chosen, multiprocessors(x.device), m, n, k, half, layout.nested(), bias is not None, capability
                 )
-                kernel = small_m.SmallMKernel(*kind, cut, chosen.warps_n * chosen.warps_k, m, bias is not None)
+                kernel = small_m.SmallMKernel(*kind, cut, m, bias is not None)
         _kernels[key] = kernel
     return MatmulLaunch(kernel, x, layout, bias)
 

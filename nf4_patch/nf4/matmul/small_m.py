@@ -22,6 +22,7 @@ class SmallMPlan(NamedTuple):
 
     sm_partitions: int  # even parts of the weight's rows, one per multiprocessor and part of K
     ctas: int  # of the grid: those of a partition run on one multiprocessor
+    warps: int  # of a CTA
     split_k: int  # even parts of K, whose sums a second launch adds
     ptx: str
 
@@ -50,7 +51,7 @@ def plan(
         config.tiles, n_tiles, config.warps_n, config.warps_k, config.load_128bit, config.prefetch_depth,
         x_in_registers, half, nested, k % 256 != 0, split_k > 1, bias and split_k == 1, capability,
     )  # fmt: skip
-    return SmallMPlan(sm_partitions, ctas, split_k, ptx)
+    return SmallMPlan(sm_partitions, ctas, config.warps_n * config.warps_k, split_k, ptx)
 
 
 def constants(ptx: str) -> dict[str, Any]:
@@ -65,26 +66,25 @@ class SmallMKernel:
         dtype: of x and the result, fp16 or bf16.
         layout: a weight of this size and kind, [n, k].
         cut: of the size.
-        warps: of a CTA.
         m: rows of x.
         bias: there is one to add.
         entry: of the first launch, where it is compiled already.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, layout: Layout, cut: SmallMPlan, warps: int, m: int, bias: bool,
+        self, device: torch.device, dtype: torch.dtype, layout: Layout, cut: SmallMPlan, m: int, bias: bool,
         entry: KernelEntry | None = None,
     ):  # fmt: skip
         n, k = layout.shape
         blocks = (k // 64, (layout.blocksize // 64).bit_length() - 1, max(0, layout.blocksize2.bit_length() - 1))
-        self.grid, self.split_k, self.total = cut.ctas, cut.split_k, m * n
+        self.grid, self.part_numel = cut.ctas, cut.split_k * m * n
         self.sizes = (m, n, *blocks, cut.sm_partitions, cut.split_k)
-        self.sum_grid, self.sum_sizes = -(-self.total // SUM_BLOCK), (self.total, n)
+        self.sum_grid, self.sum_sizes = -(-m * n // SUM_BLOCK), (m * n, n)
         # what is allocated at every call: at an address that is a multiple of 16, as an empty tensor's 0 is
         out, part = (torch.empty(0, dtype=each, device=device) for each in (dtype, torch.float32))
         values = constants(cut.ptx)
         arguments = (out, *layout.operands(), out if cut.split_k == 1 else part, out, *self.sizes)
-        self.entry = entry or compiled(kernels.matmul_4bit_kernel, arguments, values, warps, device, dtype)
+        self.entry = entry or compiled(kernels.matmul_4bit_kernel, arguments, values, cut.warps, device, dtype)
         self.sum: KernelEntry | None = None
         if cut.split_k > 1:
             values = {"SPLIT_K": cut.split_k, "BIAS": bias, "BLOCK": SUM_BLOCK}
