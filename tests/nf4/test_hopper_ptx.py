@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,7 +112,7 @@ def test_the_table_has_what_was_measured_and_nothing_else(proven_release):
 
 
 def test_a_calibration_decides_up_to_its_last_row(proven_release, monkeypatch):
-    """It measures up to 64 rows; past them the shipped table stands."""
+    """It measures up to 64 rows; past them the shipped table decides."""
     monkeypatch.setattr(tuning, "calibrated", lambda device: {(14336, 4096): ((8, None), (64, None))})
     monkeypatch.setattr(hopper, "multiprocessors", lambda device: tuning.MULTIPROCESSORS)
     assert launch.config_for(H200, 64, 14336, 4096, 0) is None
@@ -128,40 +129,11 @@ def test_a_release_of_triton_on_which_nothing_ran_has_no_row(release, monkeypatc
 @pytest.mark.full
 def test_it_compiles_to_asynchronous_wgmma_within_shared_memory():
     """ptxas waits for every single wgmma, four times slower, where it finds too few registers; it says so."""
-    done = python("""
-import subprocess, tempfile
-from pathlib import Path
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-from nf4_patch.nf4.dequantize import compilation
-from nf4_patch.nf4.matmul import hopper
-from nf4_patch.nf4.matmul.hopper_kernels import hopper_kernel as kernel
-from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS
-from nf4_patch.tools.sass.machine_code import tool
-
-types = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.float32: "fp32"}
-for config in {row.config for row in HOPPER_ROWS}:
-    for dtype, bias in ((torch.bfloat16, False), (torch.float16, True)):
-        boxes = hopper.boxes(config.block_m, dtype)
-        kinds = [f"tensordesc<{types[kind]}{box},{layout!r}>" for box, layout, kind in boxes]
-        kinds += ["*fp32", "*i32", "*fp32", "*" + types[dtype], *["i32"] * 5, *["constexpr"] * 6]
-        names = kernel.arg_names
-        values = {"BLOCK_M": config.block_m, "STAGES": config.stages, "DECODED": config.decoded, "BIAS": bias}
-        values |= {"PTX": hopper.decode_ptx(compilation.PTX_TYPES[dtype]), "CONSTRAINTS": hopper.CONSTRAINTS}
-        aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("sums", "flags", "code", "bias")}
-        source = GluonASTSource(kernel, dict(zip(names, kinds)), {(names.index(k),): v for k, v in values.items()}, aligned)
-        code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 1})
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "a.ptx")
-            path.write_text(code.asm["ptx"])
-            said = subprocess.run([tool("ptxas"), "-v", "--gpu-name", "sm_90a", str(path), "-o", str(path) + ".o"],
-                                  capture_output=True, text=True, check=True).stderr
-        print(config.block_m, dtype, code.metadata.shared, "serialized" in said, code.asm["ptx"].count("wgmma.mma_async"))
-""")
+    support = Path(__file__).parents[1] / "support"
+    done = python((support / "compile_hopper.py").read_text(), path=support)
     lines = [line.split() for line in done.stdout.splitlines()]
     assert len(lines) == 4
-    for rows, _dtype, shared, serialized, wgmmas in lines:
-        assert int(shared) <= 227 * 1024, rows
-        assert serialized == "False", rows
-        assert int(wgmmas) == 2 * 4 * (2 if rows == "256" else 1), rows
+    for block_m, shared, serialized, wgmmas in lines:
+        assert int(shared) <= 227 * 1024, block_m
+        assert serialized == "False", block_m
+        assert int(wgmmas) == 2 * 4 * (2 if block_m == "256" else 1), block_m

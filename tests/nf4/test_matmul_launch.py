@@ -12,10 +12,8 @@ from oracle import layout_of, quantized
 from subprocess_python import python
 
 from nf4_patch.nf4 import runtime
-from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.layout import Layout
 from nf4_patch.nf4.matmul import hopper, kernels, launch, small_m
-from nf4_patch.nf4.matmul import reference as matmul_reference
 from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, TILE_COUNTS, HopperConfig
 
 H200 = (9, 0)
@@ -163,16 +161,6 @@ def test_a_failed_compilation_is_remembered(compiler):
             multiply(m, packed, state)
         assert caught.value.reason == "KERNEL_FAILED"
     assert compiler.compiler.compiled == ["failed"]
-
-
-@pytest.mark.parametrize("nested", [True, False])
-def test_reference_is_linear_with_the_rounded_weight(nested):
-    packed, state = quantized((96, 256), torch.float16, "cpu", nested=nested)
-    layout = layout_of(packed, state)
-    x, bias = torch.randn(5, 256).half(), torch.randn(96).half()
-    weight = reference.dequantize(layout)
-    want = (x.float() @ weight.float().t() + bias.float()).half()
-    assert torch.equal(matmul_reference.matmul(x, layout, bias), want)
 
 
 @pytest.mark.full

@@ -37,5 +37,5 @@ for row in SMALL_M_CANDIDATES:
     arch = 10 * row.capability[0] + row.capability[1]
     for m in (count * 8 for count in TILE_COUNTS if count * 8 <= row.max_m):
         compile_for(arch, row.config, m, 4096, 14336, half=True, nested=True, bias=False)
-        compile_for(arch, row.config, m, 1000, 14336 - 64, half=True, nested=False, bias=True)  # slices, a tail of K
+        compile_for(arch, row.config, m, 1000, 14336 - 64, half=True, nested=False, bias=True)  # K split, with a tail
         compile_for(arch, row.config, m, 1000, 512, half=True, nested=True, bias=True)  # one chunk a warp

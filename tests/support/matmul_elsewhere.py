@@ -38,9 +38,7 @@ def code_of(ptx_source: str, warps: int, capability: Capability) -> machine_code
 
 
 @functools.lru_cache(maxsize=256)
-def load(
-    ptx_source: str, warps: int, capability: Capability, device: torch.device
-) -> tuple[Any, runtime.KernelEntry]:  # fmt: skip
+def load(ptx_source: str, warps: int, capability: Capability, device: torch.device) -> tuple[Any, runtime.KernelEntry]:
     """As portable.load, for the PTX source of a fused matmul."""
     compiled = compile_matmul(ptx_source, warps, capability)
     values = tuple(small_m.constants(ptx_source).values())

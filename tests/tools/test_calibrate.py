@@ -107,7 +107,7 @@ def test_without_a_gpu(tmp_path):
 
 @pytest.fixture
 def with_a_gpu(machine, monkeypatch):
-    """``measured`` stands for what a GPU would give."""
+    """``measure`` is replaced by what a GPU would give."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     asked = []

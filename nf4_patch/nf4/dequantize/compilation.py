@@ -16,7 +16,7 @@ from ..runtime import (
     current_stream,
     same_bits,
     triton,
-)  # fmt: skip
+)
 from . import ptx, reference
 
 if triton is not None:

@@ -22,7 +22,7 @@ from ..runtime import (
     empty_strided_cuda,
     multiprocessors,
     triton,
-)  # fmt: skip
+)
 from .tuning import HOPPER_ROWS, MULTIPROCESSORS, HopperConfig
 
 RELEASE: tuple[int, ...] = (0, 0)  # of Triton, if it is one with this Gluon
@@ -157,7 +157,7 @@ class HopperKernel:
 
     def __init__(
         self, config: HopperConfig, device: torch.device, dtype: torch.dtype, layout: Layout, m: int, bias: bool
-    ):  # fmt: skip
+    ):
         n, k = layout.shape
         cut = HopperPlan.of(config, multiprocessors(device), m, n, k)
         steps = k // BLOCK_K
@@ -224,7 +224,7 @@ _checked: dict[tuple[Any, ...], KernelUnavailable | None] = {}
 
 def checked(
     config: HopperConfig, device: torch.device, dtype: torch.dtype, layout: Layout, m: int, bias: bool
-) -> HopperKernel:  # fmt: skip
+) -> HopperKernel:
     """A HopperKernel, trusted only after rows of X with a single 1 came back as the weight's bits on this device, five times.
 
     Raises:

@@ -9,7 +9,7 @@ X by BLOCK_N of the weight; a step is BLOCK_K of K; a chunk is a tile, or one of
 
 Two mbarriers per slot: ``full`` and ``empty`` of the TMA rings, ``ready`` and ``spent`` of the decoded ring.
 
-A second one-warp partition beside the producer gave wrong sums in most launches (H200, Triton 3.6.0; cause not found).
+A second one-warp partition next to the producer gave wrong sums in most launches (H200, Triton 3.6.0; cause not found).
 """
 
 import triton

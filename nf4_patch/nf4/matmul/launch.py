@@ -22,7 +22,7 @@ AnyKernel = small_m.SmallMKernel | hopper.HopperKernel
 
 def first_config(
     rows: tuple[SmallMRow, ...], capability: tuple[int, int], m: int, n: int, k: int
-) -> SmallMConfig | None:  # fmt: skip
+) -> SmallMConfig | None:
     """That of the first row that fits ``m`` rows of X and an [n, k] weight; None where none does."""
     for row in rows:
         if row.capability == capability and m <= row.max_m and k <= row.max_k and n >= row.min_n:
@@ -161,7 +161,7 @@ def matmul_4bit(
     """``x @ weight.T (+ bias)`` with the weight decoded inside the kernel; fp32 accumulation.
 
     The weights it multiplies by are, bit for bit, those of dequantize in x's dtype. The same arguments give the same
-    bits at every run: sums across warps and slices of K are taken in a fixed order.
+    bits at every run: sums across warps and parts of K are taken in a fixed order.
 
     Args:
         x: [..., K], fp16 or bf16.

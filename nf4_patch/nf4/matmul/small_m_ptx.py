@@ -105,12 +105,11 @@ class Cta:
         if self.warps_k > 1:
             barriers = " .shared .align 8 .b64 full, free;" if self.dialect.wait else ""
             e(f".shared .align 16 .b8 sums[{SUM_BYTES}];{barriers}")
-        e(".reg .pred p, more, last, there, scaled, in<4>, near<4>; .reg .b16 high, low; "
-          f".reg .f32 offset, f, w0, w1, {code2};")  # fmt: skip
+        e(".reg .pred p, more, last, there, scaled, in<4>, near<4>; .reg .b16 high, low;")
+        e(f".reg .f32 offset, f, w0, w1, {code2};")
         e(".reg .b32 tid, lane, g, t, wn, wk, lastn, lastm, rowbytes, u, v, row, column, idx, sub, look, buf, turn;")
-        e(
-            ".reg .b32 step, steps, per, atit, attile, end, first, stop, chunk, fetch, fetchit, fetchtile, split, c0, c1;"
-        )
+        e(".reg .b32 step, steps, per, atit, attile, end, first, stop, chunk, fetch, fetchit, fetchtile, split;")
+        e(".reg .b32 c0, c1;")
         e(".reg .b64 d, base, wide, part, packed, x;")
         e(f".reg .b32 xw<{32 * self.n_tiles}>, a<{8 * self.words * self.tiles}>, block<{rows}>; .reg .b64 at<{rows}>;")
         for k in range(self.prefetch_depth):
@@ -126,28 +125,27 @@ class Cta:
         e(f"shr.u32 u, tid, 5; and.b32 wk, u, {self.warps_k - 1}; shr.u32 wn, u, {log2(self.warps_k)};")
         e("and.b32 u, lane, 15; mul.wide.u32 d, u, 4; add.u64 d, $4, d; ld.global.f32 f, [d];")
         for i in self.code2_parts():
-            e(f"add.u32 u, tid, {i}; setp.lt.u32 p, u, 256; mul.wide.u32 d, u, 4; add.u64 d, $6, d; "
-              f"@p ld.global.f32 code2{i}, [d];")  # fmt: skip
+            e(f"add.u32 u, tid, {i}; setp.lt.u32 p, u, 256; mul.wide.u32 d, u, 4; add.u64 d, $6, d;")
+            e(f"@p ld.global.f32 code2{i}, [d];")
         if self.nested:
             e("ld.global.f32 offset, [$7];")
         e("sub.u32 lastn, $11, 1; sub.u32 lastm, $10, 1; shl.b32 rowbytes, $12, 5;")
         # row groups [attile, end): CTAs i, i + $15, i + 2 $15, ... divide the i-th of $15 even partitions among them,
         # since they run on one multiprocessor
         e(f"add.u32 u, $11, {rows - 1}; div.u32 u, u, {rows};")
-        e(
-            "mov.u32 v, %ctaid.x; mov.u32 row, %nctaid.x; div.u32 row, row, $16; div.u32 split, v, row; rem.u32 v, v, row;"
-        )
+        e("mov.u32 v, %ctaid.x; mov.u32 row, %nctaid.x; div.u32 row, row, $16;")
+        e("div.u32 split, v, row; rem.u32 v, v, row;")
         e("div.u32 row, row, $15; div.u32 idx, v, $15; rem.u32 v, v, $15;")
-        e("mul.lo.u32 attile, v, u; div.u32 attile, attile, $15; add.u32 v, v, 1; mul.lo.u32 end, v, u; "
-          "div.u32 end, end, $15;")  # fmt: skip
+        e("mul.lo.u32 attile, v, u; div.u32 attile, attile, $15; add.u32 v, v, 1; mul.lo.u32 end, v, u;")
+        e("div.u32 end, end, $15;")
         e("sub.u32 u, end, attile; mul.lo.u32 v, u, idx; div.u32 v, v, row;")
-        e("add.u32 idx, idx, 1; mul.lo.u32 u, u, idx; div.u32 u, u, row; add.u32 end, attile, u; "
-          "add.u32 attile, attile, v;")  # fmt: skip
+        e("add.u32 idx, idx, 1; mul.lo.u32 u, u, idx; div.u32 u, u, row; add.u32 end, attile, u;")
+        e("add.u32 attile, attile, v;")
         # chunks first, first + warps_k, ... < stop of this warp, `per` of them a row group for every warp
         e("add.u32 u, $12, 3; shr.u32 u, u, 2; mul.lo.u32 first, split, u; div.u32 first, first, $16;")
         e("add.u32 v, split, 1; mul.lo.u32 stop, v, u; div.u32 stop, stop, $16;")
-        e(f"sub.u32 u, stop, first; add.u32 u, u, {self.warps_k - 1}; shr.u32 per, u, {log2(self.warps_k)}; "
-          "add.u32 first, first, wk;")  # fmt: skip
+        e(f"sub.u32 u, stop, first; add.u32 u, u, {self.warps_k - 1}; shr.u32 per, u, {log2(self.warps_k)};")
+        e("add.u32 first, first, wk;")
         e("sub.u32 u, end, attile; mul.lo.u32 steps, u, per; mov.u32 step, 0; mov.u32 atit, 0; mov.u32 turn, 0;")
         e("mov.u32 fetch, 0; mov.u32 fetchit, 0; mov.u32 fetchtile, attile;")
 
@@ -178,8 +176,8 @@ class Cta:
             e("and.b32 u, idx, 15; shfl.sync.idx.b32 buf, v, u, 0x1f, 0xffffffff;")
             e("shl.b32 u, idx, 7; add.u32 u, u, look; st.shared.v2.b32 [u], {sub, buf};")
         for i in self.code2_parts():
-            e(f"add.u32 u, tid, {i}; setp.lt.u32 p, u, 256; mov.u32 v, scales; mad.lo.u32 v, u, 4, v; "
-              f"@p st.shared.f32 [v], code2{i};")  # fmt: skip
+            e(f"add.u32 u, tid, {i}; setp.lt.u32 p, u, 256; mov.u32 v, scales; mad.lo.u32 v, u, 4, v;")
+            e(f"@p st.shared.f32 [v], code2{i};")
         if self.barriers:
             e(f"setp.eq.u32 p, tid, 0; @p mbarrier.init.shared.b64 [full], {32 * self.warps};")
             e(f"@p mbarrier.init.shared.b64 [free], {32 * self.warps_n * min(self.together, self.warps_k)};")
@@ -234,8 +232,8 @@ class Cta:
                 if self.dialect.packed_convert:
                     e(f"cvt.rn.{self.name}x2.f32 a{register}, w1, w0;")
                 else:
-                    e(f"cvt.rn.{self.name}.f32 low, w0; cvt.rn.{self.name}.f32 high, w1; "
-                      f"mov.b32 a{register}, {{low, high}};")  # fmt: skip
+                    e(f"cvt.rn.{self.name}.f32 low, w0; cvt.rn.{self.name}.f32 high, w1;")
+                    e(f"mov.b32 a{register}, {{low, high}};")
 
     def multiply(self, b: int) -> None:
         words, depth = self.words, self.dialect.mma_k
@@ -256,8 +254,8 @@ class Cta:
             for i in range(self.registers):  # register 2 (rows n + i) + k: row 8 i of the weight, row 8 n + k of X
                 self.store(f"acc{i}", 8 * (i // 2 % rows), 8 * (i // 2 // rows) + i % 2)
         else:
-            e(f"mov.u32 buf, sums; mad.lo.u32 buf, wn, {self.warps_k * self.together * 128}, buf; "
-              "mad.lo.u32 buf, lane, 4, buf;")  # fmt: skip
+            e(f"mov.u32 buf, sums; mad.lo.u32 buf, wn, {self.warps_k * self.together * 128}, buf;")
+            e("mad.lo.u32 buf, lane, 4, buf;")
             for r in range(0, self.registers, self.together):
                 self.add_up(k, r)
         self.clear_sums()
@@ -311,8 +309,8 @@ class Cta:
     def compute_addresses(self) -> None:
         """Of what is to be fetched next: 8 * rows rows of the weight x chunk, under ``there``; then step on."""
         e, rows = self.emit, self.rows
-        e(f"mad.lo.u32 sub, fetchit, {self.warps_k}, first; setp.lt.u32 there, fetch, steps; "
-          "setp.lt.and.u32 there, sub, stop, there;")  # fmt: skip
+        e(f"mad.lo.u32 sub, fetchit, {self.warps_k}, first; setp.lt.u32 there, fetch, steps;")
+        e("setp.lt.and.u32 there, sub, stop, there;")
         e(f"mad.lo.u32 u, fetchtile, {self.warps_n}, wn; mad.lo.u32 row, u, {8 * rows}, g;")
         e("mul.wide.u32 d, sub, 128; add.u64 base, packed, d; shl.b32 sub, sub, 2;")
         if self.tail:
@@ -349,8 +347,8 @@ class Cta:
                 e(f"mov.u32 q{k}_{i}, 0; mov.f32 am{k}_{i}, 0f00000000;")
             if self.nested:
                 e(f"cvt.u64.u32 d, block{i}; add.u64 d, $3, d; @scaled ld.global.u8 q{k}_{i}, [d];")
-                e(f"shr.u32 u, block{i}, $14; mul.wide.u32 d, u, 4; add.u64 d, $5, d; "
-                  f"@scaled ld.global.nc.f32 am{k}_{i}, [d];")  # fmt: skip
+                e(f"shr.u32 u, block{i}, $14; mul.wide.u32 d, u, 4; add.u64 d, $5, d;")
+                e(f"@scaled ld.global.nc.f32 am{k}_{i}, [d];")
             else:
                 e(f"mul.wide.u32 d, block{i}, 4; add.u64 d, $3, d; @scaled ld.global.f32 am{k}_{i}, [d];")
 

@@ -79,11 +79,11 @@ SMALL_M_ROWS: tuple[SmallMRow, ...] = (
 # By a model (docs/notes), 1.4 to 3.0 times as fast as bitsandbytes on a T4 from 4 rows on, and no faster below; not
 # measured: `nf4-patch calibrate` tries them, config_for never takes them. fp16 only.
 SMALL_M_CANDIDATES: tuple[SmallMRow, ...] = (
-    SmallMRow((7, 5), 16, ANY, 1,
-              SmallMConfig(tiles=1, warps_n=1, warps_k=8, load_128bit=True, ctas_per_sm=1)),
-    SmallMRow((7, 5), 64, ANY, 1,
-              SmallMConfig(tiles=2, warps_n=4, warps_k=2, load_128bit=False, ctas_per_sm=1, split_k=True)),
-)  # fmt: skip
+    SmallMRow((7, 5), 16, ANY, 1, SmallMConfig(tiles=1, warps_n=1, warps_k=8, load_128bit=True, ctas_per_sm=1)),
+    SmallMRow(
+        (7, 5), 64, ANY, 1, SmallMConfig(tiles=2, warps_n=4, warps_k=2, load_128bit=False, ctas_per_sm=1, split_k=True)
+    ),
+)
 
 
 class HopperConfig(NamedTuple):

@@ -117,7 +117,7 @@ def one_point(
     m: int, weights: Sequence[Packed], dense: torch.Tensor, truth: torch.Tensor, quick: bool, unsloth: Any,
     failures: list[str],
 ) -> Point:  # fmt: skip
-    """Check every candidate, then time those that are right beside everything else, alternating."""
+    """Check every candidate, then time those that are right and everything else, alternating."""
     n, k = dense.shape
     x = torch.randn(m, k, dtype=dense.dtype, device=dense.device)
     right: dict[str, tuple[Any, Check]] = {}
@@ -161,7 +161,7 @@ def one_shape(
 
 def measure(
     shapes: Sequence[tuple[int, int]], quick: bool = False, with_unsloth: bool = True, tell: Tell = silent
-) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+) -> tuple[dict[str, Any], list[str]]:
     """The entry of the current GPU, and what was wrong.
 
     Args:
@@ -251,7 +251,7 @@ def shape_of(text: str) -> tuple[int, int]:
 @click.pass_obj
 def command(
     tell: Tell, models: tuple[str, ...], shapes: tuple[str, ...], quick: bool, show: bool, forget: bool
-) -> Calibration:  # fmt: skip
+) -> Calibration:
     """Measure on this GPU which config of the fused matmul wins, by weight and rows of X, and remember it.
 
     enable(matmul="auto") then prefers it to the shipped tables, as long as the same releases are installed.
