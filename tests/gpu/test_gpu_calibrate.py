@@ -38,6 +38,7 @@ def unknown(monkeypatch, tmp_path):
     calibrated.forget()
     yield file
     calibrated.use(SimpleNamespace(calibration=None))
+    calibrated.forget()
 
 
 def forward(layer, m):

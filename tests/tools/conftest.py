@@ -32,3 +32,4 @@ def machine(monkeypatch, tmp_path):
 
     yield use
     calibrated.use(SimpleNamespace(calibration=None))
+    calibrated.forget()
