@@ -148,9 +148,9 @@ class Address:
 class HopperKernel:
     """The launches for one size and kind of argument on one device: the scales, then the matmul.
 
-    As small_m.SmallMKernel, and with its arguments: ``entry`` takes the addresses of x, the weight's operands, the result and the bias.
-    Scratch, fp32, is allocated by every call: scales [K / BLOCK_K, N], sums [ctas, block_m, BLOCK_N] where K is split,
-    and FLAGS flags.
+    As small_m.SmallMKernel, and with its arguments: ``entry`` takes the addresses of x, the weight's operands, the result
+    and the bias. Scratch, fp32, is allocated by every call: scales [K / BLOCK_K, N], sums [ctas, block_m, BLOCK_N] where K
+    is split, and FLAGS flags.
     """
 
     sum = None  # the tiles' chunks are added up inside the matmul
