@@ -1,4 +1,4 @@
-"""The arithmetic of 4-bit weights: layout, reference, Triton kernels, launch, op.
+"""The arithmetic of 4-bit weights: layout, codes, references, Triton kernels and their launches.
 
-This floor knows torch and triton. It has never heard of bitsandbytes, unsloth, wrapt or the environment.
+It imports torch and triton, and none of the patched libraries; it reads neither the environment nor a file.
 """

@@ -27,8 +27,8 @@ class Layout(NamedTuple):
     absmax2: torch.Tensor | None  # [ceil(blocks / blocksize2)] fp32
     code2: torch.Tensor | None  # [256] fp32
     offset: torch.Tensor | None  # one element, any of OFFSET_DTYPES, added to every scale
-    blocksize: int  # elements a block
-    blocksize2: int  # blocks a second-level block; 0 when flat
+    blocksize: int  # elements per block
+    blocksize2: int  # blocks per second-level block; 0 when flat
     shape: Sequence[int]  # of the dequantized weight, any rank
     dtype: torch.dtype  # of the dequantized weight, one of OUTPUT_DTYPES
 

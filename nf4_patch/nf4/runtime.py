@@ -26,7 +26,7 @@ class KernelUnavailable(RuntimeError):
         self.reason = reason  # KERNEL_FAILED (for good), or GRAPH_CAPTURE, MISALIGNED, NO_STORAGE (this time)
 
 
-class Entry(NamedTuple):
+class KernelEntry(NamedTuple):
     """How a compiled kernel is launched from plain integers: ``call(grid, 1, 1, stream, *head, *arguments, *tail)``."""
 
     call: Callable[..., None]
@@ -35,8 +35,8 @@ class Entry(NamedTuple):
     launch_path: str  # for people: "c entry" or "launcher"
 
     @classmethod
-    def of(cls, compiled: Any, values: tuple[Any, ...]) -> Entry:
-        """Triton's own ``kernel[grid](...)`` costs 17 us a call (H200 machine, 3.6.0), most of it finding the
+    def of(cls, compiled: Any, values: tuple[Any, ...]) -> KernelEntry:
+        """Triton's own ``kernel[grid](...)`` costs 17 us per call (H200 machine, 3.6.0), most of it finding the
         compiled kernel again. ``run`` is what it calls in the end, in every release from 3.2.
         """
         compiled._init_handles()
@@ -48,7 +48,7 @@ class Entry(NamedTuple):
         return cls(run, (function, metadata, None, None, None), values, "launcher")
 
     def start(self, grid: int, stream: int, *arguments: Any) -> None:
-        """Launch. Launch and MatmulLaunch write this line out: a Python call less."""
+        """Launch. Launch and MatmulLaunch write this line out: one Python call less."""
         self.call(grid, 1, 1, stream, *self.head, *arguments, *self.tail)
 
 
@@ -131,19 +131,19 @@ def compile_kernel(kernel: Any, arguments: tuple[Any, ...], values: dict[str, An
     return result.result() if hasattr(result, "result") else result
 
 
-_entries: dict[tuple[Any, ...], Entry | KernelUnavailable] = {}
+_entries: dict[tuple[Any, ...], KernelEntry | KernelUnavailable] = {}
 
 
 def compiled(
     kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int, device: torch.device, dtype: torch.dtype
-) -> Entry:  # fmt: skip
+) -> KernelEntry:  # fmt: skip
     """The entry of a kernel, compiled at the first use of these constexprs on this device; see :func:`built_once`."""
 
-    def build() -> Entry:
+    def build() -> KernelEntry:
         result = compile_kernel(kernel, arguments, values, num_warps=warps, num_stages=1)
-        return Entry.of(result, tuple(values.values()))
+        return KernelEntry.of(result, tuple(values.values()))
 
-    entry: Entry = built_once(_entries, (device, dtype, id(kernel), *values.values(), warps), build)
+    entry: KernelEntry = built_once(_entries, (device, dtype, id(kernel), *values.values(), warps), build)
     return entry
 
 

@@ -1,4 +1,4 @@
 """Which functions of bitsandbytes and Unsloth are replaced, when, and which calls run the original.
 
-The only floor that names foreign modules. It never sees a pointer or a grid.
+The only floor that names foreign modules, and the only one that reads a user's calibration.
 """

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from ..nf4 import runtime
+from ..nf4.codes import code_of
 from ..nf4.dequantize import compilation, reference
 from ..nf4.layout import Layout
 from . import guards
 from .dequantizer import Dequantizer
-from .quant_state import code_of, fields_of
+from .quant_state import fields_of
 from .reasons import Reason
 
 _dequantizer = Dequantizer("nf4_patch.dequantize_nf4")

@@ -17,7 +17,7 @@ from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.layout import Layout, identity
 from ..nf4.matmul import launch as matmul
-from . import guards
+from . import calibrated, guards
 from .context import is_jit_tracing, modes_active, own_dispatch, transforms_active
 from .counters import counters
 from .dequantizer import unsupported, with_code
@@ -38,11 +38,14 @@ _in_use: weakref.WeakSet[FusedMatmul] = weakref.WeakSet()
 
 
 def forget() -> None:
-    """Ask the tables anew: another calibration is in force."""
+    """Ask the tables again: another calibration is in force."""
     matmul.forget()
     is_measured.cache_clear()
     for each in _in_use:
         each.launches.clear()
+
+
+calibrated.on_change.append(forget)
 
 
 class FusedMatmul:
@@ -157,13 +160,3 @@ def before(target: Target, original: Callable[..., Any], multiply: Callable[...,
     """
     fused = FusedMatmul(target.name)
     return tried_first(original, fused.fallbacks, functools.partial(multiply, fused), gate=switch.gates["matmul"])
-
-
-def _use(config: Any) -> None:
-    from .hooks import use_calibration
-
-    if config is not None:
-        use_calibration(config)
-
-
-switch.follow(_use)

@@ -112,38 +112,3 @@ def _on_import(target: Target, module: ModuleType) -> None:
     except Exception:
         logger.exception("nf4_patch could not replace %s; the original stays", target.name)
         installed[target.name] = Installed(target, refusal="an error inside nf4_patch: see the log")
-
-
-REMEMBER = tuple(f"{__package__}.{name}" for name in ("fused_matmul", "deferral"))
-
-
-def use_calibration(config) -> None:
-    from ..nf4.matmul import calibration
-
-    if calibration.use(config.calibration, releases):
-        forget_calibration()
-
-
-def forget_calibration() -> None:
-    from ..nf4.matmul import calibration
-
-    calibration.forget()
-    for name in REMEMBER:
-        if name in sys.modules:
-            sys.modules[name].forget()
-
-
-def releases() -> dict[str, str | None]:
-    """The releases that a calibration depends on; None: not installed."""
-    from importlib import metadata
-
-    from ..nf4 import runtime
-    from ..version import __version__
-
-    found = {"nf4_patch": __version__, "triton": runtime.triton.__version__ if runtime.triton else None}
-    for name in dict.fromkeys(target.distribution for target in TARGETS if target.only == "matmul"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found

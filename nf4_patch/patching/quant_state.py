@@ -7,18 +7,9 @@ from typing import Any
 import torch
 
 from ..nf4 import runtime
+from ..nf4.codes import CODES, code_of
 from . import guards
 from .reasons import Reason
-
-CODES = {
-    "nf4": (  # QLoRA (arXiv 2305.14314), appendix E
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-    ),
-    "fp4": tuple(value / 12 for value in (0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3)),
-}  # fmt: skip
 
 
 def fields_of(state: Any) -> Any:
@@ -40,11 +31,6 @@ def linear_fields(A, shapeB, absmax, blocksize, absmax_8bit, absmax_code, absmax
     if absmax_8bit is None:
         return (absmax, None, None, None, None, blocksize, 0, tuple(shapeB), A.dtype)
     return (absmax_8bit, None, absmax, absmax_code, absmax_offset, blocksize, 256, tuple(shapeB), A.dtype)
-
-
-def code_of(quant_type: str, device: torch.device) -> torch.Tensor:
-    """The 16 values of a quant_type, in fp32 whatever the default dtype (bitsandbytes' ``get_4bit_type`` follows it)."""
-    return torch.tensor(CODES[quant_type], dtype=torch.float32, device=device)
 
 
 _codes: dict[tuple[str, torch.device], torch.Tensor] = {}

@@ -24,9 +24,8 @@ from ..config import VARIABLES, Config, options_set, size_in_words
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.layout import OUTPUT_DTYPES
-from ..nf4.matmul import calibration
 from ..nf4.matmul.tuning import SMALL_M_ROWS
-from ..patching import deferral, hooks, placement
+from ..patching import calibrated, deferral, placement
 from ..patching.reasons import Reason
 from ..patching.state import State
 from ..patching.targets import SWITCHES, TARGETS, Target
@@ -230,7 +229,7 @@ def examine(unsloth: bool = False, tell: Tell = silent) -> DoctorReport:
         nf4_patch.config.ConfigError: a NF4_* variable has an unknown value.
     """
     config = Config.read()
-    hooks.use_calibration(config)
+    calibrated.use(config)
     gpus = [examine_gpu(index, tell) for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
     return DoctorReport(
         machine=f"Python {platform.python_version()}, {platform.platform()}",
@@ -275,7 +274,7 @@ def examine_gpu(index: int, tell: Tell) -> Gpu:
             tell(f"compiling for {properties.name}", done, len(OUTPUT_DTYPES))
             gpu.kernels.append(check_kernel(dtype, torch.device("cuda", index), capability))
         shipped = any(row.capability == capability for row in SMALL_M_ROWS)
-        gpu.fused_matmul = calibration.status(index) or (
+        gpu.fused_matmul = calibrated.status(index) or (
             "by the shipped tables" if shipped else "in no shipped table; `nf4-patch calibrate` measures them"
         )
     return gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import bitsandbytes.functional as F
 import pytest
@@ -11,9 +12,8 @@ from fused_matmul import CUDA, error, exact, hits_by_shape, linear
 from oracle import layout_of
 
 import nf4_patch
-from nf4_patch.nf4.matmul import calibration
 from nf4_patch.nf4.matmul import launch as matmul
-from nf4_patch.patching import deferral, hooks
+from nf4_patch.patching import calibrated
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.bench import calibrate
@@ -35,11 +35,10 @@ def unknown(monkeypatch, tmp_path):
     file = tmp_path / "calibration.json"
     monkeypatch.setenv("NF4_PATCH_CALIBRATION", str(file))
     monkeypatch.setattr(matmul, "SMALL_M_ROWS", ())
-    monkeypatch.setitem(deferral.FASTER, "unsloth", {})
-    hooks.forget_calibration()
+    calibrated.forget()
     yield file
-    calibration.use(None, hooks.releases)
-    hooks.forget_calibration()
+    calibrated.use(SimpleNamespace(calibration=None))
+    calibrated.forget()
 
 
 def forward(layer, m):
@@ -66,8 +65,8 @@ def test_calibrated_it_is_served_and_right(unknown, monkeypatch):
     )
     assert not failures
     assert said == [f"4096x4096 bf16, {m} rows" for m in calibrate.ROWS]
-    calibrate.write(unknown, {calibration.gpu(0): entry})
-    assert json.loads(unknown.read_text()) == {calibration.gpu(0): entry}
+    calibrated.write(unknown, {calibrated.gpu(0): entry})
+    assert json.loads(unknown.read_text()) == {calibrated.gpu(0): entry}
     rows = entry["matmul"]["4096x4096"]
     assert [row["m"] for row in rows] == list(calibrate.ROWS)
     for row in rows:
@@ -78,7 +77,7 @@ def test_calibrated_it_is_served_and_right(unknown, monkeypatch):
             assert row["us"][OURS] * 1.03 < best, row
 
     nf4_patch.enable(matmul="auto")
-    assert calibration.status(0) == f"calibrated on {entry['date']}, 1 shape"
+    assert calibrated.status(0) == f"calibrated on {entry['date']}, 1 shape"
     packed, state = layer.weight, layer.weight.quant_state
     truth, dense = exact(layout_of(packed.data, state)), F.dequantize_4bit(packed, state)
     served = 0

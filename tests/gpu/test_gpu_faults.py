@@ -61,7 +61,9 @@ def test_the_launcher_has_another_signature(fresh, monkeypatch):
     def call(*arguments):
         raise TypeError("function takes exactly 21 arguments (20 given)")
 
-    monkeypatch.setattr(runtime.Entry, "of", lambda compiled, values: runtime.Entry(call, (), (), "changed"))
+    monkeypatch.setattr(
+        runtime.KernelEntry, "of", lambda compiled, values: runtime.KernelEntry(call, (), (), "changed")
+    )
     falls_back_by_name("takes exactly 21 arguments")
 
 

@@ -58,7 +58,7 @@ SMALL_M = f"""{FUSED}
 here = torch.cuda.get_device_capability()
 for n, k in ((250, 320), (4003, 4416), (1003, 4096), (12003, 320)):
     for m in (1, 9, 17, 64):
-        config = matmul.config_for(here, m, n, k) or next(row.config for row in SMALL_M_ROWS if row.m >= m)
+        config = matmul.config_for(here, m, n, k) or next(row.config for row in SMALL_M_ROWS if row.max_m >= m)
         check(n, k, m, n != 250, [config])
 """
 # Tails of M and N, one tile a CTA, several, and a tile in chunks.

@@ -1,4 +1,4 @@
-"""What only a GPU shows: remembered launches, streams, graphs, devices, sizes past 2^31, the plain twin compiled."""
+"""What only a GPU shows: remembered launches, streams, graphs, devices, sizes past 2^31, the portable path compiled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("blocksize", [32, 64, 512])
-def test_plain_twin_compiled_for_the_gpu(dtype, blocksize):
+def test_portable_path_compiled_for_the_gpu(dtype, blocksize):
     """PTX = "": the same kernel without inline decode gives the same bits."""
     packed, state = every_pair(dtype, CUDA, blocksize)
     layout = layout_of(packed, state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from ptx_simulator import Cta, Source, Warp, memory_of, u64
 from subprocess_python import python
 
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.matmul import calibration, hopper, launch
+from nf4_patch.nf4.matmul import hopper, launch, tuning
 from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS, SMALL_M_ROWS
 
 H200 = (9, 0)
@@ -45,7 +46,7 @@ def test_decode_gives_the_bits_of_dequantize(quant_type, nested, dtype):
     want = reference.dequantize(layout).view(torch.int16)
     words = layout.packed.view(-1).view(torch.int32).view(n // 32, 32, k // 64, 8)
     scales = reference.block_scales(layout, False).view(n // 32, 32, k // 64)
-    source = Source(hopper.decode({torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]))
+    source = Source(hopper.decode_ptx({torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]))
     source.types |= {f"${i}": ".b32" for i in range(32)}
     for warp, step in itertools.product(range(n // 32), range(k // 64)):
         got = decoded(source, words[warp, :, step], scales[warp, :, step].contiguous(), layout.code)
@@ -55,13 +56,13 @@ def test_decode_gives_the_bits_of_dequantize(quant_type, nested, dtype):
         assert torch.equal(got.masked_fill(zeros, 0), wanted.masked_fill(zeros, 0))
 
 
-def shares(plan, steps):
-    """[start, end) of every CTA, as the kernel's partition() has them, by turn."""
+def work_ranges(plan, steps):
+    """[start, end) of every CTA, as the kernel's work_range() has them, by turn."""
 
     def start_of(chunk):
-        return chunk // plan.splits * steps + chunk % plan.splits * steps // plan.splits
+        return chunk // plan.split_k * steps + chunk % plan.split_k * steps // plan.split_k
 
-    chunks = plan.tiles * plan.splits
+    chunks = plan.tiles * plan.split_k
     return [
         (start_of(chunks * turn // plan.ctas), start_of(chunks * (turn + 1) // plan.ctas)) for turn in range(plan.ctas)
     ]
@@ -72,22 +73,22 @@ def test_every_tile_is_covered_once_and_split_as_its_first_cta_expects():
         assert row.config.stages % 2 == 0 and row.config.decoded >= 2  # see HopperConfig
         for n in (8, 136, 1000, 4096, 8192, 11008, 14336, 28672, 50000):
             for k in (64, 128, 320, 4096, 5120, 11008, 14336):
-                for m in (row.least, row.most):
+                for m in (row.min_m, row.max_m):
                     for processors in (78, 114, 132):
-                        plan = hopper.Plan.of(row.config, processors, m, n, k)
+                        plan = hopper.HopperPlan.of(row.config, processors, m, n, k)
                         steps = k // 64
-                        parts = shares(plan, steps)
-                        assert plan.tiles == -(-m // row.config.rows) * -(-n // 128)
+                        parts = work_ranges(plan, steps)
+                        assert plan.tiles == -(-m // row.config.block_m) * -(-n // 128)
                         assert 1 <= plan.ctas <= processors
                         assert parts[0][0] == 0 and parts[-1][1] == plan.tiles * steps
                         assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
                         assert all(start < end for start, end in parts)
                         for turn, (start, end) in enumerate(parts):
-                            if plan.splits == 1:
+                            if plan.split_k == 1:
                                 assert start % steps == end % steps == 0
                             else:  # turn's tile, its chunk; the first one's CTA waits for turn + 1 .. + splits - 1
-                                assert turn // plan.splits == start // steps == (end - 1) // steps
-                                assert (turn % plan.splits == 0) == (start % steps == 0)
+                                assert turn // plan.split_k == start // steps == (end - 1) // steps
+                                assert (turn % plan.split_k == 0) == (start % steps == 0)
                         assert 0 < plan.fill(processors) <= 1
 
 
@@ -96,7 +97,7 @@ def test_the_table_has_what_was_measured_and_nothing_else(proven_release):
     for n, k in ((14336, 4096), (4096, 14336), (11008, 4096), (5120, 5120), (4096, 4096), (28672, 8192)):
         for m in (64, 65, 128, 129, 159, 160, 256, 257, 448, 449, 512, 513, 1024):
             config = hopper.config_for(H200, m, n, k)
-            found[n, k, m] = config and config.rows
+            found[n, k, m] = config and config.block_m
     for shape in ((14336, 4096), (4096, 14336), (28672, 8192)):
         expected = {65: 128, 128: 128, 160: 256, 256: 256, 449: 256, 512: 256}
         assert {m: rows for (*size, m), rows in found.items() if tuple(size) == shape and rows} == expected
@@ -107,15 +108,16 @@ def test_the_table_has_what_was_measured_and_nothing_else(proven_release):
     assert hopper.config_for(H200, 128, 14336 + 4, 4096) is None  # TMA writes 16 bytes at least
     assert launch.config_for(H200, 128, 14336, 4096) == HOPPER_ROWS[0].config
     assert launch.config_for(H200, 64, 14336, 4096) in [row.config for row in SMALL_M_ROWS]
-    assert launch.config_for(H200, 128, 14336, 4096, SMALL_M_ROWS) is None  # calibrate's candidates
+    assert launch.first_config(SMALL_M_ROWS, H200, 128, 14336, 4096) is None
 
 
 def test_a_calibration_decides_up_to_its_last_row(proven_release, monkeypatch):
-    """It measures up to 64 rows; past them the shipped table stands."""
-    monkeypatch.setattr(calibration, "rows", lambda device: {(14336, 4096): ((8, None), (64, None))})
-    assert launch.config_for(H200, 64, 14336, 4096) is None
-    assert launch.config_for(H200, 128, 14336, 4096) == HOPPER_ROWS[0].config
-    assert launch.config_for(H200, 64, 4096, 4096) is not None
+    """It measures up to 64 rows; past them the shipped table decides."""
+    monkeypatch.setattr(tuning, "calibrated", lambda device: {(14336, 4096): ((8, None), (64, None))})
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: tuning.MULTIPROCESSORS)
+    assert launch.config_for(H200, 64, 14336, 4096, 0) is None
+    assert launch.config_for(H200, 128, 14336, 4096, 0) == HOPPER_ROWS[0].config
+    assert launch.config_for(H200, 64, 4096, 4096, 0) is not None
 
 
 @pytest.mark.parametrize("release", [(3, 5), (3, 7)])
@@ -127,40 +129,11 @@ def test_a_release_of_triton_on_which_nothing_ran_has_no_row(release, monkeypatc
 @pytest.mark.full
 def test_it_compiles_to_asynchronous_wgmma_within_shared_memory():
     """ptxas waits for every single wgmma, four times slower, where it finds too few registers; it says so."""
-    done = python("""
-import subprocess, tempfile
-from pathlib import Path
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-from nf4_patch.nf4.dequantize import compilation
-from nf4_patch.nf4.matmul import hopper
-from nf4_patch.nf4.matmul.hopper_kernels import hopper_kernel as kernel
-from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS
-from nf4_patch.tools.sass.machine_code import tool
-
-types = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.float32: "fp32"}
-for config in {row.config for row in HOPPER_ROWS}:
-    for dtype, bias in ((torch.bfloat16, False), (torch.float16, True)):
-        boxes = hopper.boxes(config.rows, dtype)
-        kinds = [f"tensordesc<{types[kind]}{box},{layout!r}>" for box, layout, kind in boxes]
-        kinds += ["*fp32", "*i32", "*fp32", "*" + types[dtype], *["i32"] * 5, *["constexpr"] * 6]
-        names = kernel.arg_names
-        values = {"ROWS": config.rows, "STAGES": config.stages, "DECODED": config.decoded, "BIAS": bias}
-        values |= {"PTX": hopper.decode(compilation.PTX_TYPES[dtype]), "CONSTRAINTS": hopper.CONSTRAINTS}
-        aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("sums", "flags", "code", "bias")}
-        source = GluonASTSource(kernel, dict(zip(names, kinds)), {(names.index(k),): v for k, v in values.items()}, aligned)
-        code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 1})
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "a.ptx")
-            path.write_text(code.asm["ptx"])
-            said = subprocess.run([tool("ptxas"), "-v", "--gpu-name", "sm_90a", str(path), "-o", str(path) + ".o"],
-                                  capture_output=True, text=True, check=True).stderr
-        print(config.rows, dtype, code.metadata.shared, "serialized" in said, code.asm["ptx"].count("wgmma.mma_async"))
-""")
+    support = Path(__file__).parents[1] / "support"
+    done = python((support / "compile_hopper.py").read_text(), path=support)
     lines = [line.split() for line in done.stdout.splitlines()]
     assert len(lines) == 4
-    for rows, _dtype, shared, serialized, wgmmas in lines:
-        assert int(shared) <= 227 * 1024, rows
-        assert serialized == "False", rows
-        assert int(wgmmas) == 2 * 4 * (2 if rows == "256" else 1), rows
+    for block_m, shared, serialized, wgmmas in lines:
+        assert int(shared) <= 227 * 1024, block_m
+        assert serialized == "False", block_m
+        assert int(wgmmas) == 2 * 4 * (2 if block_m == "256" else 1), block_m

@@ -12,10 +12,8 @@ from oracle import layout_of, quantized
 from subprocess_python import python
 
 from nf4_patch.nf4 import runtime
-from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.layout import Layout
 from nf4_patch.nf4.matmul import hopper, kernels, launch, small_m
-from nf4_patch.nf4.matmul import reference as matmul_reference
 from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, TILE_COUNTS, HopperConfig
 
 H200 = (9, 0)
@@ -57,8 +55,8 @@ def test_plan_covers_every_row_once():
     for row in SMALL_M_ROWS:
         for n in (1, 17, 1000, 4096, 50001):
             for k in (64, 4096, 14336):
-                cut = small_m.plan(row.config, 132, row.m, n, k, False, True, False)
-                assert 1 <= cut.sm_partitions <= -(-n // row.config.rows)
+                cut = small_m.plan(row.config, 132, row.max_m, n, k, False, True, False)
+                assert 1 <= cut.sm_partitions <= -(-n // row.config.block_n)
                 assert cut.ctas % (cut.sm_partitions * cut.split_k) == 0
                 assert cut.split_k <= -(-k // 256)
 
@@ -87,7 +85,7 @@ def test_candidates_are_offered_and_never_taken():
     for row in SMALL_M_CANDIDATES:
         assert row.capability == (7, 5)
         assert launch.config_for(row.capability, 1, 4096, 4096) is None
-        assert launch.config_for(row.capability, row.m, 4096, 4096, SMALL_M_CANDIDATES) is row.config
+        assert launch.first_config(SMALL_M_CANDIDATES, row.capability, row.max_m, 4096, 4096) is row.config
 
 
 class Compiler:
@@ -111,11 +109,11 @@ def compiler(monkeypatch):
     made, launches = Compiler(), []
     state = SimpleNamespace(compiler=made, launches=launches, capturing=False)
     monkeypatch.setattr(kernels, "matmul_4bit_kernel", made)
-    monkeypatch.setattr(kernels, "sum_slices_kernel", made)
+    monkeypatch.setattr(kernels, "sum_split_k_kernel", made)
     monkeypatch.setattr(runtime, "_entries", {})
     monkeypatch.setattr(launch, "_kernels", {})
-    entry = runtime.Entry(lambda *call: launches.append(call), (), (), "test")
-    monkeypatch.setattr(runtime.Entry, "of", lambda compiled, values: entry)
+    entry = runtime.KernelEntry(lambda *call: launches.append(call), (), (), "test")
+    monkeypatch.setattr(runtime.KernelEntry, "of", lambda compiled, values: entry)
     monkeypatch.setattr(runtime, "current_device", lambda: -1)  # what a CPU tensor's get_device() is
     monkeypatch.setattr(runtime, "current_stream", lambda index: 7)
     monkeypatch.setattr(runtime, "empty_strided_cuda", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]))
@@ -133,7 +131,7 @@ def multiply(m, packed, state, **kwargs):
     return launch.matmul_4bit(x, layout, config=launch.config_for(H200, m, n, k), **kwargs)
 
 
-@pytest.mark.skipif(GPU, reason="tests/gpu/test_small_m.py asks the compiler itself")
+@pytest.mark.skipif(GPU, reason="tests/gpu/test_matmul_kernels.py asks the compiler itself")
 def test_a_new_number_of_rows_compiles_nothing(compiler):
     packed, state = quantized((4096, 512), torch.bfloat16, "cpu")
     for count in TILE_COUNTS:
@@ -154,7 +152,7 @@ def test_a_new_number_of_rows_compiles_nothing(compiler):
     assert caught.value.reason == "GRAPH_CAPTURE"
 
 
-@pytest.mark.skipif(GPU, reason="tests/gpu/test_small_m.py asks the compiler itself")
+@pytest.mark.skipif(GPU, reason="tests/gpu/test_matmul_kernels.py asks the compiler itself")
 def test_a_failed_compilation_is_remembered(compiler):
     packed, state = quantized((256, 512), torch.bfloat16, "cpu")
     compiler.compiler.fails = True
@@ -163,16 +161,6 @@ def test_a_failed_compilation_is_remembered(compiler):
             multiply(m, packed, state)
         assert caught.value.reason == "KERNEL_FAILED"
     assert compiler.compiler.compiled == ["failed"]
-
-
-@pytest.mark.parametrize("nested", [True, False])
-def test_reference_is_linear_with_the_rounded_weight(nested):
-    packed, state = quantized((96, 256), torch.float16, "cpu", nested=nested)
-    layout = layout_of(packed, state)
-    x, bias = torch.randn(5, 256).half(), torch.randn(96).half()
-    weight = reference.dequantize(layout)
-    want = (x.float() @ weight.float().t() + bias.float()).half()
-    assert torch.equal(matmul_reference.matmul(x, layout, bias), want)
 
 
 @pytest.mark.full

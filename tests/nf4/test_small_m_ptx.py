@@ -32,14 +32,22 @@ CASES = (
 
 
 def execute(x, layout, config, bias=None, capability=T4):
-    """What matmul_4bit launches, on the CPU; and the slices of K."""
+    """What matmul_4bit launches, on the CPU; and split_k."""
     (m, k), n, nested = x.shape, layout.shape[0], layout.nested()
     cut = small_m.plan(config, PROCESSORS, m, n, k, x.dtype is torch.float16, nested, bias is not None, capability)
-    parts = launch(cut, config.warps_n * config.warps_k, x, layout, bias)
+    parts = launch(cut, x, layout, bias)
     if cut.split_k == 1:
         return parts[0], 1
     total = sum(parts[1:], parts[0])
     return (total if bias is None else total + bias.float()).to(x.dtype), cut.split_k
+
+
+def has_the_bits_of_its_emulation(x, layout, config, bias, capability):
+    """The result, the weight and split_k."""
+    got, split_k = execute(x, layout, config, bias, capability)
+    weight = reference.dequantize(layout, False)
+    assert torch.equal(got, in_order(x, weight, config, split_k, bias, small_m_ptx.DIALECTS[capability].mma_k))
+    return got, weight, split_k
 
 
 @pytest.mark.parametrize(
@@ -53,35 +61,27 @@ def execute(x, layout, config, bias=None, capability=T4):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[0])))
 def test_it_computes_the_matmul(case, capability, dtype):
     config, m, n, k, blocksize, nested, quant_type, with_bias = case
-    packed, state = quantized((n, k), dtype, "cpu", blocksize, nested, quant_type)
-    layout = layout_of(packed, state)
-    weight = reference.dequantize(layout, False)
+    layout = layout_of(*quantized((n, k), dtype, "cpu", blocksize, nested, quant_type))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(m, k, generator=generator).to(dtype)
     bias = torch.randn(n, generator=generator).to(dtype) if with_bias else None
-    got, split_k = execute(x, layout, config, bias, capability)
+    got, weight, split_k = has_the_bits_of_its_emulation(x, layout, config, bias, capability)
     assert (split_k > 1) == config.split_k
-    assert torch.equal(got, in_order(x, weight, config, split_k, bias, small_m_ptx.DIALECTS[capability].depth))
     truth = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
-    plain = matmul_reference.matmul(x, layout, bias)
-    assert (got - truth).norm() <= 1.01 * (plain - truth).norm()
+    assert (got - truth).norm() <= 1.01 * (matmul_reference.matmul(x, layout, bias) - truth).norm()
     columns = torch.randperm(k, generator=generator)[:m]
     hot = torch.zeros(m, k, dtype=dtype)
     hot[torch.arange(m), columns] = 1
     assert torch.equal(execute(hot, layout, config, capability=capability)[0], weight[:, columns].t())
 
 
-@pytest.mark.parametrize("row", SMALL_M_ROWS, ids=lambda row: "-".join(map(str, (row.m, *row.config))))
+@pytest.mark.parametrize("row", SMALL_M_ROWS, ids=lambda row: "-".join(map(str, (row.max_m, *row.config))))
 @pytest.mark.full
 def test_every_row_of_the_table(row):
     """What an H200 runs, at its most rows of X and on few rows of the weight, K past one round of its warps."""
-    n, k = 5 * row.config.rows // 2, 2368 if row.config.warps_k == 8 else 1088
-    packed, state = quantized((n, k), torch.bfloat16, "cpu")
-    layout = layout_of(packed, state)
-    x = torch.randn(row.m, k, generator=torch.Generator().manual_seed(0)).bfloat16()
-    got, split_k = execute(x, layout, row.config, None, H200)
-    weight = reference.dequantize(layout, False)
-    assert torch.equal(got, in_order(x, weight, row.config, split_k, None, 16))
+    n, k = 5 * row.config.block_n // 2, 2368 if row.config.warps_k == 8 else 1088
+    x = torch.randn(row.max_m, k, generator=torch.Generator().manual_seed(0)).bfloat16()
+    has_the_bits_of_its_emulation(x, layout_of(*quantized((n, k), torch.bfloat16, "cpu")), row.config, None, H200)
 
 
 def test_small_integers_are_exact():

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import nf4_patch
+from nf4_patch.nf4.codes import code_of
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.layout import Layout
-from nf4_patch.patching.quant_state import code_of, linear_fields
+from nf4_patch.patching.quant_state import linear_fields
 
 
 @pytest.fixture

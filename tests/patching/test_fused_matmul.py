@@ -172,7 +172,7 @@ def test_up_to_64_rows_are_measured(monkeypatch):
     fused_matmul.is_measured.cache_clear()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs it: tests/gpu/test_small_m_layers.py")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs it: tests/gpu/test_matmul_layers.py")
 @RELEASES
 @pytest.mark.parametrize("enabled_first", [pytest.param(True, marks=pytest.mark.full), False])
 def test_unsloth_row_is_in_every_holder(release, enabled_first, tmp_path):

@@ -47,7 +47,7 @@ def server(monkeypatch):
                 ctypes.memmove(out, weight.data_ptr(), weight.nbytes)
                 server.launched += 1
 
-            self.entry = runtime.Entry(call, (), (), "test")
+            self.entry = runtime.KernelEntry(call, (), (), "test")
 
     def variant(layout, config):
         server.resolved.append(layout)
@@ -159,11 +159,10 @@ def multiplier(server, monkeypatch):
     """A kernel stands in that multiplies what lies at the addresses."""
 
     class Kernel:
-        grid, split_k, sizes = 1, 1, ()
+        grid, sizes = 1, ()
 
-        def __init__(self, device, dtype, layout, cut, warps, m, bias):
+        def __init__(self, device, dtype, layout, cut, m, bias):
             n, k = layout.shape
-            self.total = m * n
 
             def call(grid, one, another, stream, x, packed, *rest):
                 *_, out, spare = rest
@@ -173,7 +172,7 @@ def multiplier(server, monkeypatch):
                 ctypes.memmove(out, result.contiguous().data_ptr(), result.nbytes)
                 server.launched += 1
 
-            self.entry, self.sum = runtime.Entry(call, (), (), "test"), None
+            self.entry, self.sum = runtime.KernelEntry(call, (), (), "test"), None
             server.resolved.append(layout)
 
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)

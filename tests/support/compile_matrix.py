@@ -68,7 +68,7 @@ def dependent_loads(code: machine_code.Code) -> list[int]:
 
 def row(capability, variant) -> dict:
     code = machine_code.code_of(variant, capability)
-    steps = variant.config.steps
+    steps = variant.config.unroll
     loads = [i for i in code.instructions if i.name == "LDG"]
     stores = [i for i in code.instructions if i.name == "STG"]
     code2 = dependent_loads(code)
@@ -83,7 +83,7 @@ def row(capability, variant) -> dict:
         "warps": variant.config.num_warps,
         "steps": steps,
         "instructions": len(code.instructions),
-        "per_element": len(code.instructions) / (compilation.group_of(variant) * steps),
+        "per_element": len(code.instructions) / (compilation.elems_per_thread(variant) * steps),
         "registers": code.registers,
         "stack": code.stack,
         "shared": code.shared,

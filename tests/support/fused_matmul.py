@@ -6,25 +6,30 @@ import itertools
 from collections.abc import Iterator
 
 import bitsandbytes as bnb
+import pytest
 import torch
 
 import nf4_patch
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.layout import Layout
+from nf4_patch.nf4.matmul import hopper
 from nf4_patch.nf4.matmul import reference as matmul_reference
-from nf4_patch.nf4.matmul.tuning import SMALL_M_ROWS
+from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS, SMALL_M_ROWS
 from nf4_patch.patching.counters import counters
 from nf4_patch.tools.bench.matmul import error, exact  # noqa: F401 (for the tests)
 
 CUDA = torch.device("cuda", 0)
-MEASURED = torch.cuda.is_available() and any(
-    row.capability == torch.cuda.get_device_capability(CUDA) for row in SMALL_M_ROWS
+HERE = torch.cuda.get_device_capability(CUDA) if torch.cuda.is_available() else None
+MEASURED = any(row.capability == HERE for row in SMALL_M_ROWS)
+HOPPER_CONFIGS = sorted(
+    {row.config for row in HOPPER_ROWS if row.capability == HERE and hopper.RELEASE in hopper.RELEASES}
 )
-NOT_MEASURED = "the fused matmul's table has no row for this GPU"
+measured = pytest.mark.skipif(not MEASURED, reason="the fused matmul's table has no row for this GPU")
+hopper_measured = pytest.mark.skipif(not HOPPER_CONFIGS, reason="Hopper's table has no row for this GPU and Triton")
 
 
 def unfused_error(x: torch.Tensor, layout: Layout, truth: torch.Tensor, bias: torch.Tensor | None = None) -> float:
-    """Of dequantize + linear against ``truth``: cuBLAS or the plain twin, whichever is further off.
+    """Of dequantize + linear against ``truth``: cuBLAS or plain torch, whichever is further off.
 
     In a matmul of few numbers either may be lucky. Both and the fused matmul round the same weights, multiply them exactly
     and add in fp32; the order of the additions differs, and the last bit of a sum with it. Hence tests allow 1 % more, of

@@ -19,7 +19,7 @@ from nf4_patch.tools.sass import machine_code, portable
 
 Capability = tuple[int, int]
 POINTERS = ("x", "packed", "absmax", "code", "absmax2", "code2", "offset", "out", "bias")
-NUMBERS = ("m", "n", "blocks", "shift", "shift2", "shares", "slices")
+NUMBERS = ("m", "n", "blocks", "shift", "shift2", "sm_partitions", "split_k")
 
 
 def compile_matmul(ptx_source: str, warps: int, capability: Capability) -> Any:
@@ -38,9 +38,7 @@ def code_of(ptx_source: str, warps: int, capability: Capability) -> machine_code
 
 
 @functools.lru_cache(maxsize=256)
-def load(
-    ptx_source: str, warps: int, capability: Capability, device: torch.device
-) -> tuple[Any, runtime.Entry]:  # fmt: skip
+def load(ptx_source: str, warps: int, capability: Capability, device: torch.device) -> tuple[Any, runtime.KernelEntry]:
     """As portable.load, for the PTX source of a fused matmul."""
     compiled = compile_matmul(ptx_source, warps, capability)
     values = tuple(small_m.constants(ptx_source).values())
@@ -56,7 +54,6 @@ def multiply(
     (m, k), n, device, nested = x.shape, layout.shape[0], out.device, layout.nested()
     portable.check(capability, device)
     cut = small_m.plan(config, processors, m, n, k, x.dtype is torch.float16, nested, bias is not None, capability)
-    warps = config.warps_n * config.warps_k
-    _, entry = load(cut.ptx, warps, capability, device)
-    kernel = small_m.SmallMKernel(device, x.dtype, layout, cut, warps, m, bias is not None, entry)
+    _, entry = load(cut.ptx, cut.warps, capability, device)
+    kernel = small_m.SmallMKernel(device, x.dtype, layout, cut, m, bias is not None, entry)
     return MatmulLaunch(kernel, x, layout, bias)(x, out)

@@ -27,7 +27,7 @@ def in_order(
     x: torch.Tensor, weight: torch.Tensor, config: SmallMConfig, split_k: int = 1, bias: torch.Tensor | None = None,
     depth: int = 8,
 ) -> torch.Tensor:  # fmt: skip
-    """x [m, k] times weight [n, k] to [m, n] in x's dtype: mma by mma, then warp by warp, then slice by slice.
+    """x [m, k] times weight [n, k] to [m, n] in x's dtype: mma by mma, then warp by warp, then part of K by part of K.
 
     Args:
         depth: of K one mma takes, 8 on sm_75 and 16 from sm_80 on.
@@ -39,7 +39,7 @@ def in_order(
 def partial_sums(
     x: torch.Tensor, weight: torch.Tensor, config: SmallMConfig, split_k: int, depth: int
 ) -> list[torch.Tensor]:
-    """[m, n] in fp32 of each slice of K."""
+    """[m, n] in fp32 of each of the ``split_k`` parts of K."""
     (m, k), n, groups = x.shape, weight.shape[0], 2 if config.load_128bit else 4
     chunks = -(-k // 256)
     padded = (torch.nn.functional.pad(side, (0, 256 * chunks - k)).double() for side in (x, weight))

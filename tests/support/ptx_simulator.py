@@ -15,7 +15,7 @@ import torch
 from matmul_emulation import tensor_core
 
 from nf4_patch.nf4.layout import Layout
-from nf4_patch.nf4.matmul.small_m import Plan
+from nf4_patch.nf4.matmul.small_m import SmallMPlan
 
 LANES = np.arange(32)
 FULL = np.ones(32, bool)
@@ -333,7 +333,7 @@ def memory_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().copy()
 
 
-def launch(cut: Plan, warps: int, x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) -> torch.Tensor:
+def launch(cut: SmallMPlan, x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) -> torch.Tensor:
     """What a GPU makes of a plan in memory that held NaN: [split_k, M, N], fp32 where split_k > 1."""
     (m, _), (n, k) = x.shape, layout.shape
     dtype = torch.float32 if cut.split_k > 1 else x.dtype
@@ -345,5 +345,5 @@ def launch(cut: Plan, warps: int, x: torch.Tensor, layout: Layout, bias: torch.T
     operands = {i + 1: (i + 1) << 32 for i in range(len(memory))} | dict(enumerate(sizes, 10))
     source = Source(cut.ptx)
     for index in range(cut.ctas):
-        Cta(source, operands, index, cut.ctas, warps, memory).run()
+        Cta(source, operands, index, cut.ctas, cut.warps, memory).run()
     return torch.from_numpy(out).view(dtype).view(cut.split_k, m, n)

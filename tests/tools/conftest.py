@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from calibrated import ADA, NAMES, RELEASES
+from calibration import ADA, NAMES, RELEASES
 
-from nf4_patch.nf4.matmul import calibration
-from nf4_patch.patching import hooks
-from nf4_patch.tools.bench import calibrate
+from nf4_patch.patching import calibrated
 
 
 @pytest.fixture
@@ -17,18 +17,19 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: NAMES[device])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: ADA)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(calibrated, "releases", lambda: RELEASES)
     file = tmp_path / "cache" / "calibration.json"
 
     def use(entries):
         if isinstance(entries, dict):
-            calibrate.write(file, entries)
+            calibrated.write(file, entries)
         else:
             file.parent.mkdir(exist_ok=True)
             file.write_bytes(entries)
-        calibration.use(file, lambda: RELEASES)
-        hooks.forget_calibration()
+        calibrated.use(SimpleNamespace(calibration=file))
+        calibrated.forget()
         return file
 
     yield use
-    calibration.use(None, lambda: RELEASES)
-    hooks.forget_calibration()
+    calibrated.use(SimpleNamespace(calibration=None))
+    calibrated.forget()

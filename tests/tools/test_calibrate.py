@@ -6,20 +6,19 @@ import json
 
 import pytest
 import torch
-from calibrated import CONFIG, GPU, entry_of, row
+from calibration import CONFIG, GPU, entry_of, row
 from oracle import layout_of, quantized
 from verbs import output_of
 
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.matmul import calibration
 from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.nf4.matmul import reference as matmul_reference
 from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
-from nf4_patch.patching import hooks
+from nf4_patch.patching import calibrated
 from nf4_patch.tools.bench import calibrate
 from nf4_patch.tools.bench import matmul as bench_matmul
-from nf4_patch.tools.bench.peers import BITSANDBYTES, OURS, UNSLOTH_TRITON
-from nf4_patch.tools.bench.record import Row, bits
+from nf4_patch.tools.bench.peers import BITSANDBYTES, OURS
+from nf4_patch.tools.bench.record import Row
 from nf4_patch.tools.bench.timing import Times
 
 
@@ -55,10 +54,11 @@ def test_candidates_are_what_is_shipped_for_as_many_rows():
     table = SMALL_M_ROWS + SMALL_M_CANDIDATES
     for m in calibrate.ROWS:
         every, quick = calibrate.candidates(m, quick=False), calibrate.candidates(m, quick=True)
-        assert every == list(dict.fromkeys(shipped.config for shipped in table if shipped.m >= m))
+        assert every == list(dict.fromkeys(shipped.config for shipped in table if shipped.max_m >= m))
         assert quick and set(quick) <= set(every)
         for shipped in table:  # what is shipped for so many rows is tried
-            if matmul.config_for(shipped.capability, m, shipped.n, min(shipped.k, 4096), table) is shipped.config:
+            size = m, shipped.min_n, min(shipped.max_k, 4096)
+            if matmul.first_config(table, shipped.capability, *size) is shipped.config:
                 assert shipped.config in quick
     assert calibrate.candidates(65, quick=False) == []
 
@@ -90,20 +90,6 @@ def test_a_config_that_is_wrong_is_not_timed(monkeypatch):
     assert not off.passed and off.error == pytest.approx(0.01, rel=0.1)  # and the rounding to bf16
 
 
-def eagerly(ours, theirs, same=True, noise=0.0):
-    times = {OURS: Times((ours, ours * (1 + noise))), UNSLOTH_TRITON: Times((theirs,))}
-    return Row("a call", "us", times, bits({UNSLOTH_TRITON: same}))
-
-
-def test_unsloths_kernel_loses_its_calls_where_ours_is_never_slower():
-    assert calibrate.faster([]) is None
-    assert calibrate.faster([eagerly(10, 20), eagerly(100, 99)]) is True
-    assert calibrate.faster([eagerly(10, 20), eagerly(100, 95)]) is False
-    assert calibrate.faster([eagerly(100, 101)]) is False  # no slower is no gain
-    assert calibrate.faster([eagerly(10, 10.5, noise=0.2)]) is False
-    assert calibrate.faster([eagerly(10, 20), eagerly(10, 20, same=False)]) is False
-
-
 def call(*arguments, file="off", exit_code=0):
     return output_of("calibrate", *arguments, exit_code=exit_code, NF4_PATCH_CALIBRATION=str(file))
 
@@ -121,16 +107,15 @@ def test_without_a_gpu(tmp_path):
 
 @pytest.fixture
 def with_a_gpu(machine, monkeypatch):
-    """``measured`` stands for what a GPU would give."""
+    """``measure`` is replaced by what a GPU would give."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    here = {"torch": "2.11.0", **hooks.releases()}
     asked = []
 
     def measure(shapes, quick, tell):
         asked.append((shapes, quick))
         rows = {f"{n}x{k}": [row(8, CONFIG)] for n, k in shapes}
-        return entry_of(releases=here, matmul=rows), []
+        return entry_of(matmul=rows), []
 
     monkeypatch.setattr(calibrate, "measure", measure)
     return machine, asked
@@ -138,7 +123,7 @@ def with_a_gpu(machine, monkeypatch):
 
 def test_the_command_adds_to_what_the_same_releases_measured(with_a_gpu, tmp_path):
     machine, asked = with_a_gpu
-    other = entry_of()
+    other = entry_of(releases={**entry_of()["releases"], "triton": "2.0"})
     file = machine({"another GPU, sm_80": other})
     call("--shape", "128x256", "--quick", file=file)
     said = call("--shape", "64x64", file=file)
@@ -147,7 +132,7 @@ def test_the_command_adds_to_what_the_same_releases_measured(with_a_gpu, tmp_pat
     assert list(written) == ["another GPU, sm_80", GPU] and written["another GPU, sm_80"] == other
     assert list(written[GPU]["matmul"]) == ["128x256", "64x64"]
     assert f"{GPU} is remembered in {file}" in said and "2.80x" in said and "1 to 8" in said
-    assert calibration.status(0) == "calibrated on 2026-11-21, 2 shapes"
+    assert calibrated.status(0) == "calibrated on 2026-11-21, 2 shapes"
     # of other releases nothing is kept
     written[GPU]["releases"]["triton"] = "2.0"
     machine(written)
@@ -158,7 +143,7 @@ def test_the_command_adds_to_what_the_same_releases_measured(with_a_gpu, tmp_pat
     assert "another GPU, sm_80: the calibration of 2026-11-21 is ignored" in shown
     call("--forget", file=file)
     assert list(json.loads(file.read_text())) == ["another GPU, sm_80"]
-    assert calibration.status(0) == ""
+    assert calibrated.status(0) == ""
 
 
 def test_a_damaged_file_is_replaced(with_a_gpu):
@@ -166,7 +151,7 @@ def test_a_damaged_file_is_replaced(with_a_gpu):
     file = machine(b"{")
     assert "cannot be read" in call("--show", file=file)
     call("--shape", "64x64", file=file)
-    assert calibration.status(0) == "calibrated on 2026-11-21, 1 shape"
+    assert calibrated.status(0) == "calibrated on 2026-11-21, 1 shape"
 
 
 def test_where_it_cannot_be_remembered_nothing_is_measured(with_a_gpu, tmp_path):
@@ -180,7 +165,7 @@ def test_what_cannot_be_remembered_is_still_shown(with_a_gpu, monkeypatch, tmp_p
     def full(path, entries):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(calibrate, "write", full)
+    monkeypatch.setattr(calibrated, "write", full)
     said = call("--shape", "64x64", file=tmp_path / "calibration.json")
     assert "was not written: No space left on device" in said and "2.80x" in said
 

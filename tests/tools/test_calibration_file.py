@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from calibrated import ADA, CONFIG, GPU, NAMES, RELEASES, entry_of, row
+from calibration import ADA, CONFIG, GPU, NAMES, RELEASES, entry_of, row
 
 import nf4_patch
 from nf4_patch.config import Config, ConfigError
-from nf4_patch.nf4.matmul import calibration
 from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.nf4.matmul.tuning import ANY, SmallMRow
-from nf4_patch.patching import deferral, fused_matmul, hooks
+from nf4_patch.patching import calibrated, fused_matmul
+from nf4_patch.patching.calibrated import releases
 from nf4_patch.tools import doctor
 from nf4_patch.tools.bench.timing import Machine
 
@@ -24,11 +24,10 @@ from nf4_patch.tools.bench.timing import Machine
 def test_round_trip_for_this_gpu_and_these_sizes_only(machine):
     file = machine({GPU: entry_of()})
     assert [path.name for path in file.parent.iterdir()] == ["calibration.json"]  # no temporary file is left
-    assert calibration.status(0) == "calibrated on 2026-11-21, 2 shapes"
-    assert calibration.status(1) == ""
-    assert calibration.rows(0)[4096, 4096] == ((1, None), (8, CONFIG), (64, None))
-    assert calibration.rows(1) == calibration.rows(None) == {}
-    assert (calibration.faster_eagerly(0), calibration.faster_eagerly(1)) == (True, None)
+    assert calibrated.status(0) == "calibrated on 2026-11-21, 2 shapes"
+    assert calibrated.status(1) == ""
+    assert calibrated.rows(0)[4096, 4096] == ((1, None), (8, CONFIG), (64, None))
+    assert calibrated.rows(1) == {}
 
     found = [matmul.config_for(ADA, m, 4096, 4096, device=0) for m in (1, 2, 8, 9, 64, 65)]
     assert found == [None, CONFIG, CONFIG, None, None, None]
@@ -36,39 +35,25 @@ def test_round_trip_for_this_gpu_and_these_sizes_only(machine):
         assert matmul.config_for(ADA, 8, n, k, device=device) is None
 
 
-def test_it_goes_before_the_shipped_table_where_it_measured(machine):
+def test_it_goes_before_the_shipped_table_where_it_measured(machine, monkeypatch):
     machine({GPU: entry_of()})
-    shipped = (SmallMRow(ADA, 64, ANY, 1, "shipped"),)
-    found = [matmul.config_for(ADA, m, 4096, 4096, shipped, 0) for m in (1, 8, 64)]
-    assert found == [None, CONFIG, None]
-    assert matmul.config_for(ADA, 8, 4096, 4096, shipped, 1) == "shipped"
-    assert matmul.config_for(ADA, 8, 4096, 14336, shipped, 0) == "shipped"
+    monkeypatch.setattr(matmul, "SMALL_M_ROWS", (SmallMRow(ADA, 64, ANY, 1, "shipped"),))
+    assert [matmul.config_for(ADA, m, 4096, 4096, 0) for m in (1, 8, 64)] == [None, CONFIG, None]
+    assert matmul.config_for(ADA, 8, 4096, 4096, 1) == "shipped"
+    assert matmul.config_for(ADA, 8, 4096, 14336, 0) == "shipped"
 
 
 def test_the_answers_that_were_remembered_follow_the_file(machine):
-    """is_measured, measured_everywhere, kernels and remembered products are resolved anew when another file is used."""
+    """is_measured, kernels and remembered products are resolved again when another file is used."""
     machine({GPU: entry_of()})
     assert fused_matmul.is_measured(0, 8, 4096, 4096)
     assert not fused_matmul.is_measured(0, 1, 4096, 4096) and not fused_matmul.is_measured(1, 8, 4096, 4096)
-    assert deferral.measured_everywhere("unsloth")
     multiplier = fused_matmul.FusedMatmul("test")
     matmul._kernels["a size"] = multiplier.launches["a weight"] = None
-    hooks.use_calibration(SimpleNamespace(calibration=None))
+    calibrated.use(SimpleNamespace(calibration=None))
     assert not fused_matmul.is_measured(0, 8, 4096, 4096)
-    assert not deferral.measured_everywhere("unsloth")
     assert "a size" not in matmul._kernels
     assert not multiplier.launches
-
-
-def test_shipped_or_calibrated_decides_about_unsloths_kernel(machine, monkeypatch):
-    monkeypatch.setitem(deferral.FASTER, "unsloth", {ADA: "measured"})
-    for calibrated, wanted in ((True, True), (False, False), (None, True)):
-        machine({GPU: entry_of(faster_eagerly=calibrated)})
-        assert deferral.measured_everywhere("unsloth") is wanted
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setitem(deferral.FASTER, "unsloth", {})
-    machine({GPU: entry_of()})
-    assert not deferral.measured_everywhere("unsloth")  # the second GPU is not in the file
 
 
 @pytest.mark.parametrize(
@@ -82,11 +67,11 @@ def test_other_releases_are_ignored_by_name(machine, name, release, here):
     entry = entry_of()
     entry["releases"][name] = release
     machine({GPU: entry})
-    assert calibration.status(0) == (
+    assert calibrated.status(0) == (
         f"the calibration of 2026-11-21 is ignored: measured with {name} {release or '(none)'}, here is {here}; "
-        "`nf4-patch calibrate` measures anew"
+        "`nf4-patch calibrate` measures again"
     )
-    assert calibration.rows(0) == {} and calibration.faster_eagerly(0) is None
+    assert calibrated.rows(0) == {}
     assert matmul.config_for(ADA, 8, 4096, 4096, device=0) is None
 
 
@@ -94,7 +79,7 @@ def test_another_torch_is_named_and_no_reason(machine):
     entry = entry_of()
     entry["releases"]["torch"] = "2.10.0"
     machine({GPU: entry})
-    assert calibration.status(0).startswith("calibrated on")
+    assert calibrated.status(0).startswith("calibrated on")
 
 
 def broken(path, value):
@@ -123,36 +108,34 @@ DAMAGED = {
     "a text": broken(["matmul", "4096x4096", 1, "config", "tiles"], "1"),
     "a zero": broken(["matmul", "4096x4096", 1, "config", "tiles"], 0),
     "no m": broken(["matmul", "4096x4096", 1], {"config": None}),
-    "faster": broken(["faster_eagerly"], "yes"),
 }
 
 
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_file_is_named_and_ignored(machine, content):
     file = machine(content)
-    assert calibration.status(0).startswith(f"{file} is ignored, it is damaged: ")
-    assert calibration.rows(0) == {}
-    assert calibration.faster_eagerly(0) is None
+    assert calibrated.status(0).startswith(f"{file} is ignored, it is damaged: ")
+    assert calibrated.rows(0) == {}
     assert not fused_matmul.is_measured(0, 8, 4096, 4096)
 
 
 def test_what_cannot_be_read_and_what_is_not_there(machine, tmp_path):
-    calibration.use(tmp_path, lambda: RELEASES)
-    assert calibration.status(0) == f"{tmp_path} is ignored: Is a directory"
-    calibration.use(tmp_path / "none.json", lambda: RELEASES)
-    assert calibration.status(0) == ""
+    calibrated.use(SimpleNamespace(calibration=tmp_path))
+    assert calibrated.status(0) == f"{tmp_path} is ignored: Is a directory"
+    calibrated.use(SimpleNamespace(calibration=tmp_path / "none.json"))
+    assert calibrated.status(0) == ""
 
 
 def test_it_is_read_once_and_not_before_the_first_question(machine, monkeypatch):
     asked = []
-    load = calibration.load
-    monkeypatch.setattr(calibration, "load", lambda path: asked.append(path) or load(path))
+    load = calibrated.load
+    monkeypatch.setattr(calibrated, "load", lambda path: asked.append(path) or load(path))
     file = machine({GPU: entry_of()})
     assert asked == []
     for m in (1, 8, 64):
         matmul.config_for(ADA, m, 4096, 4096, device=0)
-    calibration.use(file, lambda: RELEASES)  # enable() again
-    calibration.status(0)
+    calibrated.use(SimpleNamespace(calibration=file))  # enable() again
+    calibrated.status(0)
     assert asked == [file]
 
 
@@ -173,14 +156,15 @@ def test_the_variable(monkeypatch, tmp_path):
 
 
 def test_enable_says_which_file(machine, monkeypatch):
-    file = machine({GPU: entry_of(releases={"torch": "2.11.0", **hooks.releases()})})
-    calibration.use(None, dict)
+    file = machine({GPU: entry_of()})
+    calibrated.use(SimpleNamespace(calibration=None))
+    assert releases().keys() == RELEASES.keys() and releases()["bitsandbytes"] is not None
     monkeypatch.setenv("NF4_PATCH_CALIBRATION", str(file))
     nf4_patch.enable()
-    assert calibration.status(0) == "calibrated on 2026-11-21, 2 shapes"
+    assert calibrated.status(0) == "calibrated on 2026-11-21, 2 shapes"
     monkeypatch.setenv("NF4_PATCH_CALIBRATION", "off")
     nf4_patch.enable()
-    assert calibration.status(0) == ""
+    assert calibrated.status(0) == ""
 
 
 def test_doctor_and_every_header_of_the_bench_say_it(machine, monkeypatch):

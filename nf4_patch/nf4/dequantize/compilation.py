@@ -9,14 +9,14 @@ import torch
 from ..layout import Layout
 from ..runtime import (
     MISSING,
-    Entry,
+    KernelEntry,
     KernelUnavailable,
     built_once,
     compile_kernel,
     current_stream,
     same_bits,
     triton,
-)  # fmt: skip
+)
 from . import ptx, reference
 
 if triton is not None:
@@ -26,10 +26,10 @@ MINIMUM_CAPABILITY = (7, 5)
 
 
 class LaunchConfig(NamedTuple):
-    """The work of a CTA: ``num_warps * 32`` lanes, ``steps`` groups a lane, cache policies of loads and stores."""
+    """The work of a CTA: ``num_warps * 32`` threads, ``unroll`` steps of each, cache policies of loads and stores."""
 
     num_warps: int
-    steps: int
+    unroll: int
     load: str
     store: str
 
@@ -39,12 +39,12 @@ class LaunchConfig(NamedTuple):
 # 1024x4096 97.9 and 96.7, 4096x4096 95.8 and 98.3, 14336x4096 96.9 and 98.8, 8192x8192 97.7 and 99.6.
 # sm_75 to sm_89 and sm_100 on are not measured: 4 warps keep the most CTAs of the smallest GPU (T4) in flight.
 CONFIGS: dict[tuple[tuple[int, int], int], LaunchConfig] = {
-    ((7, 5), 0): LaunchConfig(num_warps=4, steps=2, load="evict_first", store="evict_first"),
-    ((8, 0), 0): LaunchConfig(num_warps=8, steps=2, load="evict_first", store="evict_first"),
-    ((9, 0), 2**23): LaunchConfig(num_warps=16, steps=2, load="evict_first", store="evict_first"),
+    ((7, 5), 0): LaunchConfig(num_warps=4, unroll=2, load="evict_first", store="evict_first"),
+    ((8, 0), 0): LaunchConfig(num_warps=8, unroll=2, load="evict_first", store="evict_first"),
+    ((9, 0), 2**23): LaunchConfig(num_warps=16, unroll=2, load="evict_first", store="evict_first"),
 }
 # The interpreter runs a CTA as one Python call: few, large ones.
-INTERPRETER_CONFIG = LaunchConfig(num_warps=512, steps=1, load="", store="")
+INTERPRETER_CONFIG = LaunchConfig(num_warps=512, unroll=1, load="", store="")
 PACKED_CONVERT = (8, 0)  # cvt.rn.{f16,bf16}x2.f32
 
 PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -89,35 +89,35 @@ class Variant(NamedTuple):
         )
 
 
-def group_of(layout: Layout | Variant) -> int:
-    """Elements a lane: 16 bytes of output, halved at blocksize 32 so that 16 lanes span two blocks (one in fp32)."""
+def elems_per_thread(layout: Layout | Variant) -> int:
+    """Of a step: 16 bytes of output, halved at blocksize 32 so that 16 lanes span two blocks (one in fp32)."""
     return 16 // layout.dtype.itemsize // (2 if layout.blocksize == 32 else 1)
 
 
 def elements_of(layout: Layout | Variant, config: LaunchConfig | None = None) -> int:
-    """Elements a CTA."""
+    """Elements per CTA."""
     config = config or layout.config  # type: ignore[union-attr]
-    return group_of(layout) * 32 * config.num_warps * config.steps
+    return elems_per_thread(layout) * 32 * config.num_warps * config.unroll
 
 
 def constants(variant: Variant, capability: tuple[int, int] | None) -> dict[str, Any]:
     """The kernel's constexprs in the order of its signature. No capability: without inline PTX, for the interpreter."""
-    group = group_of(variant)
+    elements = elems_per_thread(variant)
     name = PTX_TYPES[variant.dtype]
     source = constraints = ""
     if capability is not None:
-        blocks = 2 if 16 * group > variant.blocksize else 1
-        source = ptx.decode(name, group, blocks, capability >= PACKED_CONVERT)
-        constraints = ptx.constraints(name, group)
+        blocks = 2 if 16 * elements > variant.blocksize else 1
+        source = ptx.decode(name, elements, blocks, capability >= PACKED_CONVERT)
+        constraints = ptx.constraints(name, elements)
     return {
         "BLOCKSIZE": variant.blocksize,
         "BLOCKSIZE2": variant.blocksize2,
-        "GROUP": group,
-        "LANES": 32 * variant.config.num_warps,
-        "STEPS": variant.config.steps,
+        "ELEMS_PER_THREAD": elements,
+        "THREADS": 32 * variant.config.num_warps,
+        "UNROLL": variant.config.unroll,
         "EVEN": variant.even,
         "TAIL": variant.tail,
-        "FLUSH": capability is not None,
+        "FTZ": capability is not None,
         "PTX": source,
         "CONSTRAINTS": constraints,
         "LOAD": variant.config.load,
@@ -165,7 +165,7 @@ class CompiledKernel:
         with torch.cuda.device(device):
             options = {"num_warps": variant.config.num_warps, "enable_fp_fusion": False}
             self.compiled = compile_kernel(kernels.dequantize_kernel, (*tensors, n), values, **options)
-            self.entry = Entry.of(self.compiled, tuple(values.values()))
+            self.entry = KernelEntry.of(self.compiled, tuple(values.values()))
             self.launch_path = self.entry.launch_path
             pointers = [tensor.data_ptr() for tensor in tensors]
             grid = -(-sample.numel() // self.elements)

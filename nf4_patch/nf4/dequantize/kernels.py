@@ -3,14 +3,14 @@
 import triton
 import triton.language as tl
 
-# Lanes of a half warp share one table of finished products (ptx.py); blocks under it meet at lane 8.
+# The lanes of a half warp share one table of finished products (ptx.py); two blocks under it meet at lane 8.
 HALF_WARP = tl.constexpr(16)
 
 
 @triton.jit
-def multiply(a, b, FLUSH: tl.constexpr):
-    """fp32 product, one rounding. FLUSH: subnormals to zero, as in a CUDA library built with --use_fast_math."""
-    if FLUSH:
+def multiply(a, b, FTZ: tl.constexpr):
+    """fp32 product, one rounding. FTZ: subnormals to zero, as in a CUDA library built with --use_fast_math."""
+    if FTZ:
         return tl.inline_asm_elementwise(
             "mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -19,10 +19,10 @@ def multiply(a, b, FLUSH: tl.constexpr):
 
 
 @triton.jit
-def look_up(code, nibble, FLUSH: tl.constexpr):
+def look_up(code, nibble, FTZ: tl.constexpr):
     """The value of a nibble. FP4's nibble 8 is minus zero in bitsandbytes' CUDA tables, plus zero in its code."""
     value = tl.load(code + nibble)
-    if FLUSH:
+    if FTZ:
         sign = ((nibble == 8) & (value == 0.0)).to(tl.int32) << 31  # as bits: Triton's literal -0.0 is plus zero
         value = (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return value
@@ -42,19 +42,19 @@ def round_to(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def decode_nibble(nibbles, ELEMENT: tl.constexpr, scale, code, dtype: tl.constexpr, FLUSH: tl.constexpr):
+def decode_nibble(nibbles, ELEMENT: tl.constexpr, scale, code, dtype: tl.constexpr, FTZ: tl.constexpr):
     SHIFT: tl.constexpr = 8 * (ELEMENT // 2) + 4 * (1 - ELEMENT % 2)
-    return round_to(multiply(look_up(code, (nibbles >> SHIFT) & 15, FLUSH), scale, FLUSH), dtype)
+    return round_to(multiply(look_up(code, (nibbles >> SHIFT) & 15, FTZ), scale, FTZ), dtype)
 
 
 @triton.jit
-def decode_output(nibbles, OUTPUT: tl.constexpr, scale, code, dtype: tl.constexpr, FLUSH: tl.constexpr):
-    """The plain twin of ptx.decode: output register OUTPUT, one fp32 element or two 16-bit ones."""
+def decode_output(nibbles, OUTPUT: tl.constexpr, scale, code, dtype: tl.constexpr, FTZ: tl.constexpr):
+    """The portable path, with the bits of ptx.decode: output register OUTPUT, one fp32 element or two 16-bit ones."""
     if dtype == tl.float32:
-        return decode_nibble(nibbles, OUTPUT, scale, code, dtype, FLUSH)
+        return decode_nibble(nibbles, OUTPUT, scale, code, dtype, FTZ)
     else:
-        low = decode_nibble(nibbles, 2 * OUTPUT, scale, code, dtype, FLUSH)
-        high = decode_nibble(nibbles, 2 * OUTPUT + 1, scale, code, dtype, FLUSH)
+        low = decode_nibble(nibbles, 2 * OUTPUT, scale, code, dtype, FTZ)
+        high = decode_nibble(nibbles, 2 * OUTPUT + 1, scale, code, dtype, FTZ)
         return low | (high << 16)
 
 
@@ -68,33 +68,34 @@ def second_level(absmax2, block, mask, BLOCKSIZE2: tl.constexpr):
 
 
 @triton.jit
-def block_scale(first, second, code2, offset, FLAT: tl.constexpr, FLUSH: tl.constexpr):
+def block_scale(first, second, code2, offset, FLAT: tl.constexpr, FTZ: tl.constexpr):
     """fp32 scale of a block from its absmax: two roundings (the launch forbids contraction to an FMA)."""
     if FLAT:
         return first
     else:
-        return multiply(tl.load(code2 + first.to(tl.int32)), second, FLUSH) + offset
+        return multiply(tl.load(code2 + first.to(tl.int32)), second, FTZ) + offset
 
 
 @triton.jit
 def fetch(
-    packed, absmax, group, lane, groups, blocks, STEP: tl.constexpr,
-    BLOCKSIZE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, LOAD: tl.constexpr,
+    packed, absmax, group, thread, groups, blocks, STEP: tl.constexpr,
+    BLOCKSIZE: tl.constexpr, ELEMS_PER_THREAD: tl.constexpr, EVEN: tl.constexpr, LOAD: tl.constexpr,
 ):  # fmt: skip
-    """A lane's nibbles, in the low bits, and the absmax of its block; ``group`` is the program's first, 64-bit.
+    """A thread's nibbles, in the low bits, and the absmax of its block. A group is the ELEMS_PER_THREAD elements that a
+    thread decodes in a step; ``group`` is the program's first, 64-bit.
 
     A step is a constant added last: an offset in the load itself, and no second address (9 instructions on sm_75).
     """
-    WORDS: tl.constexpr = 8 // GROUP  # lanes that share a 32-bit word
-    LANES: tl.constexpr = lane.shape[0]
-    mask = None if EVEN else group + STEP * LANES + lane < groups
-    word = tl.load(packed + group // WORDS + lane // WORDS + STEP * LANES // WORDS, mask=mask, eviction_policy=LOAD)
-    nibbles = word >> ((lane % WORDS) * (4 * GROUP)) if WORDS > 1 else word
+    WORDS: tl.constexpr = 8 // ELEMS_PER_THREAD  # threads that share a 32-bit word
+    THREADS: tl.constexpr = thread.shape[0]
+    mask = None if EVEN else group + STEP * THREADS + thread < groups
+    word = tl.load(packed + group // WORDS + thread // WORDS + STEP * THREADS // WORDS, mask=mask, eviction_policy=LOAD)
+    nibbles = word >> ((thread % WORDS) * (4 * ELEMS_PER_THREAD)) if WORDS > 1 else word
     # The program's first element is a multiple of the blocksize or inside one block: the sum never carries.
-    block = group * GROUP // BLOCKSIZE
-    index = lane * GROUP // BLOCKSIZE
-    # By block and not by group: a lane past the end still multiplies its table entry for its half warp.
-    NEXT: tl.constexpr = STEP * LANES * GROUP // BLOCKSIZE
+    block = group * ELEMS_PER_THREAD // BLOCKSIZE
+    index = thread * ELEMS_PER_THREAD // BLOCKSIZE
+    # By block and not by group: a thread past the end still multiplies its table entry for its half warp.
+    NEXT: tl.constexpr = STEP * THREADS * ELEMS_PER_THREAD // BLOCKSIZE
     mask = None if EVEN else block + NEXT + index < blocks
     return nibbles, tl.load(absmax + block + index + NEXT, mask=mask)
 
@@ -116,35 +117,36 @@ def after_loads(first, PTX: tl.constexpr):
 
 @triton.jit
 def scale_of(
-    first, absmax2, second, code2, offset, group, lane, blocks, STEP: tl.constexpr,
-    BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, GROUP: tl.constexpr, ONE_SECOND: tl.constexpr,
-    EVEN: tl.constexpr, FLUSH: tl.constexpr,
+    first, absmax2, second, code2, offset, group, thread, blocks, STEP: tl.constexpr,
+    BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, ELEMS_PER_THREAD: tl.constexpr, ONE_SECOND: tl.constexpr,
+    EVEN: tl.constexpr, FTZ: tl.constexpr,
 ):  # fmt: skip
-    """fp32 scale of a lane's block; ``second`` holds the second-level absmax if the program has ONE_SECOND."""
+    """fp32 scale of a thread's block; ``second`` holds the second-level absmax if the program has ONE_SECOND."""
     if not ONE_SECOND:
-        LANES: tl.constexpr = lane.shape[0]
-        block = group * GROUP // BLOCKSIZE + lane * GROUP // BLOCKSIZE + STEP * LANES * GROUP // BLOCKSIZE
+        THREADS: tl.constexpr = thread.shape[0]
+        block = group * ELEMS_PER_THREAD // BLOCKSIZE + thread * ELEMS_PER_THREAD // BLOCKSIZE
+        block += STEP * THREADS * ELEMS_PER_THREAD // BLOCKSIZE
         mask = None if EVEN else block < blocks
         second = second_level(absmax2, block, mask, BLOCKSIZE2)
-    return block_scale(first, second, code2, offset, BLOCKSIZE2 == 0, FLUSH)
+    return block_scale(first, second, code2, offset, BLOCKSIZE2 == 0, FTZ)
 
 
 @triton.jit
 def store(
-    out, nibbles, scale, entry, select, code, group, lane, groups, STEP: tl.constexpr,
-    dtype: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, FLUSH: tl.constexpr,
+    out, nibbles, scale, entry, select, code, group, thread, groups, STEP: tl.constexpr,
+    dtype: tl.constexpr, ELEMS_PER_THREAD: tl.constexpr, EVEN: tl.constexpr, FTZ: tl.constexpr,
     PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
-    """Decode a group a lane and write it: 16 bytes (8 where the blocksize is 32), contiguous over lanes."""
-    OUTPUTS: tl.constexpr = GROUP if dtype == tl.float32 else GROUP // 2
-    LANES: tl.constexpr = lane.shape[0]
+    """Decode one group per thread and write it: 16 bytes (8 where the blocksize is 32), contiguous over the threads."""
+    OUTPUTS: tl.constexpr = ELEMS_PER_THREAD if dtype == tl.float32 else ELEMS_PER_THREAD // 2
+    THREADS: tl.constexpr = thread.shape[0]
     tl.static_assert(OUTPUTS == 2 or OUTPUTS == 4)
     if OUTPUTS == 4:
         if PTX == "":
-            a = decode_output(nibbles, 0, scale, code, dtype, FLUSH)
-            b = decode_output(nibbles, 1, scale, code, dtype, FLUSH)
-            c = decode_output(nibbles, 2, scale, code, dtype, FLUSH)
-            d = decode_output(nibbles, 3, scale, code, dtype, FLUSH)
+            a = decode_output(nibbles, 0, scale, code, dtype, FTZ)
+            b = decode_output(nibbles, 1, scale, code, dtype, FTZ)
+            c = decode_output(nibbles, 2, scale, code, dtype, FTZ)
+            d = decode_output(nibbles, 3, scale, code, dtype, FTZ)
         else:
             a, b, c, d = tl.inline_asm_elementwise(
                 PTX, CONSTRAINTS, [nibbles, entry, scale, select],
@@ -153,24 +155,24 @@ def store(
         outputs = tl.join(tl.join(a, c), tl.join(b, d))
     else:
         if PTX == "":
-            a = decode_output(nibbles, 0, scale, code, dtype, FLUSH)
-            b = decode_output(nibbles, 1, scale, code, dtype, FLUSH)
+            a = decode_output(nibbles, 0, scale, code, dtype, FTZ)
+            b = decode_output(nibbles, 1, scale, code, dtype, FTZ)
         else:
             a, b = tl.inline_asm_elementwise(
                 PTX, CONSTRAINTS, [nibbles, entry, scale, select],
                 dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
             )  # fmt: skip
         outputs = tl.join(a, b)
-    column = tl.arange(0, LANES * OUTPUTS)
-    mask = None if EVEN else group + STEP * LANES + column // OUTPUTS < groups
-    pointer = out.to(tl.pointer_type(tl.int32), bitcast=True) + group * OUTPUTS + column + STEP * LANES * OUTPUTS
-    tl.store(pointer, tl.reshape(outputs, [LANES * OUTPUTS]), mask=mask, eviction_policy=STORE)
+    column = tl.arange(0, THREADS * OUTPUTS)
+    mask = None if EVEN else group + STEP * THREADS + column // OUTPUTS < groups
+    pointer = out.to(tl.pointer_type(tl.int32), bitcast=True) + group * OUTPUTS + column + STEP * THREADS * OUTPUTS
+    tl.store(pointer, tl.reshape(outputs, [THREADS * OUTPUTS]), mask=mask, eviction_policy=STORE)
 
 
 @triton.jit
 def store_tail(
     packed, absmax, absmax2, code, code2, offset, out, first, n,
-    BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, FLUSH: tl.constexpr,
+    BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, FTZ: tl.constexpr,
 ):  # fmt: skip
     """The up to 7 elements past the last whole 32-bit word, a byte and an element at a time."""
     element = first + tl.arange(0, 8)
@@ -179,8 +181,8 @@ def store_tail(
     nibble = tl.where(element % 2 == 0, byte >> 4, byte & 15)
     block = element // BLOCKSIZE
     second = second_level(absmax2, block, mask, BLOCKSIZE2)
-    scale = block_scale(tl.load(absmax + block, mask=mask), second, code2, offset, BLOCKSIZE2 == 0, FLUSH)
-    bits = round_to(multiply(look_up(code, nibble, FLUSH), scale, FLUSH), out.dtype.element_ty)
+    scale = block_scale(tl.load(absmax + block, mask=mask), second, code2, offset, BLOCKSIZE2 == 0, FTZ)
+    bits = round_to(multiply(look_up(code, nibble, FTZ), scale, FTZ), out.dtype.element_ty)
     if out.dtype.element_ty == tl.float32:
         tl.store(out.to(tl.pointer_type(tl.int32), bitcast=True) + element, bits, mask=mask)
     else:
@@ -190,64 +192,67 @@ def store_tail(
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["absmax", "code", "absmax2", "code2", "offset"])
 def dequantize_kernel(
     packed, absmax, code, absmax2, code2, offset, out, n,
-    BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
-    STEPS: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr, FLUSH: tl.constexpr,
+    BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, ELEMS_PER_THREAD: tl.constexpr, THREADS: tl.constexpr,
+    UNROLL: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr, FTZ: tl.constexpr,
     PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, LOAD: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """out[e] = dtype(fp32(code[nibble(e)] * scale(e // BLOCKSIZE))): both dequantizations in one launch.
 
-    A lane decodes GROUP nibbles of one 32-bit word a step; a program runs STEPS steps of LANES lanes.
+    A thread decodes ELEMS_PER_THREAD nibbles of one 32-bit word per step; a program runs UNROLL steps of THREADS threads.
 
     packed: uint8 [ceil(n / 2)], 4-byte aligned. absmax: uint8 (nested) or fp32 (flat) [ceil(n / BLOCKSIZE)].
-    code: fp32 [16]. absmax2: fp32, one for BLOCKSIZE2 blocks. code2: fp32 [256]. offset: one float.
+    code: fp32 [16]. absmax2: fp32, one for BLOCKSIZE2 blocks. code2: fp32 [256]. offset: one element.
     out: fp16, bf16 or fp32 [n], 16-byte aligned. BLOCKSIZE2 0 means flat: the second level is never read.
     EVEN: n is a multiple of the program's elements. TAIL: n is not a multiple of 8.
-    PTX, CONSTRAINTS: ptx.decode and ptx.constraints, or "" for the plain twin with the same bits.
+    PTX, CONSTRAINTS: ptx.decode and ptx.constraints, or "" for the portable path with the same bits.
     """
-    tl.static_assert(STEPS == 1 or STEPS == 2)
+    tl.static_assert(UNROLL == 1 or UNROLL == 2)
     tl.static_assert(not (EVEN and TAIL))
     dtype: tl.constexpr = out.dtype.element_ty
     words = packed.to(tl.pointer_type(tl.int32), bitcast=True)
-    lane = tl.arange(0, LANES)
-    entry = look_up(code, lane % HALF_WARP, FLUSH)
-    select = tl.where(lane % HALF_WARP * GROUP < BLOCKSIZE, 0x5410, 0x7632)  # ptx.SELECT_LOW, ptx.SELECT_HIGH
+    thread = tl.arange(0, THREADS)
+    entry = look_up(code, thread % HALF_WARP, FTZ)
+    # ptx.SELECT_LOW, ptx.SELECT_HIGH
+    select = tl.where(thread % HALF_WARP * ELEMS_PER_THREAD < BLOCKSIZE, 0x5410, 0x7632)
     shift = tl.load(offset).to(tl.float32) if BLOCKSIZE2 > 0 else 0.0
-    groups = n // 8 * (8 // GROUP)
+    groups = n // 8 * (8 // ELEMS_PER_THREAD)
     blocks = (n - 1) // BLOCKSIZE + 1
-    group = tl.program_id(0).to(tl.int64) * (LANES * STEPS)
+    group = tl.program_id(0).to(tl.int64) * (THREADS * UNROLL)
 
     # All of a program's elements lie in one second-level block for every state that bitsandbytes makes.
-    ONE_SECOND: tl.constexpr = LANES * STEPS * GROUP <= BLOCKSIZE * BLOCKSIZE2
+    ONE_SECOND: tl.constexpr = THREADS * UNROLL * ELEMS_PER_THREAD <= BLOCKSIZE * BLOCKSIZE2
     second = 0.0
     if ONE_SECOND:
-        second = second_level(absmax2, group * GROUP // BLOCKSIZE, None, BLOCKSIZE2)
+        second = second_level(absmax2, group * ELEMS_PER_THREAD // BLOCKSIZE, None, BLOCKSIZE2)
     # Both steps load before either stores: the compiler may not move a load above a store.
-    nibbles, first = fetch(words, absmax, group, lane, groups, blocks, 0, BLOCKSIZE, GROUP, EVEN, LOAD)
-    if STEPS == 2:
-        nibbles2, first2 = fetch(words, absmax, group, lane, groups, blocks, 1, BLOCKSIZE, GROUP, EVEN, LOAD)
+    nibbles, first = fetch(words, absmax, group, thread, groups, blocks, 0, BLOCKSIZE, ELEMS_PER_THREAD, EVEN, LOAD)
+    if UNROLL == 2:
+        nibbles2, first2 = fetch(
+            words, absmax, group, thread, groups, blocks, 1, BLOCKSIZE, ELEMS_PER_THREAD, EVEN, LOAD
+        )
     if BLOCKSIZE2 > 0:
         first = after_loads(first, PTX)
     scale = scale_of(
-        first, absmax2, second, code2, shift, group, lane, blocks, 0,
-        BLOCKSIZE, BLOCKSIZE2, GROUP, ONE_SECOND, EVEN, FLUSH,
+        first, absmax2, second, code2, shift, group, thread, blocks, 0,
+        BLOCKSIZE, BLOCKSIZE2, ELEMS_PER_THREAD, ONE_SECOND, EVEN, FTZ,
     )  # fmt: skip
-    if STEPS == 2:
+    if UNROLL == 2:
         scale2 = scale_of(
-            first2, absmax2, second, code2, shift, group, lane, blocks, 1,
-            BLOCKSIZE, BLOCKSIZE2, GROUP, ONE_SECOND, EVEN, FLUSH,
+            first2, absmax2, second, code2, shift, group, thread, blocks, 1,
+            BLOCKSIZE, BLOCKSIZE2, ELEMS_PER_THREAD, ONE_SECOND, EVEN, FTZ,
         )  # fmt: skip
     store(
-        out, nibbles, scale, entry, select, code, group, lane, groups, 0,
-        dtype, GROUP, EVEN, FLUSH, PTX, CONSTRAINTS, STORE,
+        out, nibbles, scale, entry, select, code, group, thread, groups, 0,
+        dtype, ELEMS_PER_THREAD, EVEN, FTZ, PTX, CONSTRAINTS, STORE,
     )  # fmt: skip
-    if STEPS == 2:
+    if UNROLL == 2:
         store(
-            out, nibbles2, scale2, entry, select, code, group, lane, groups, 1,
-            dtype, GROUP, EVEN, FLUSH, PTX, CONSTRAINTS, STORE,
+            out, nibbles2, scale2, entry, select, code, group, thread, groups, 1,
+            dtype, ELEMS_PER_THREAD, EVEN, FTZ, PTX, CONSTRAINTS, STORE,
         )  # fmt: skip
     if TAIL:
         if tl.program_id(0) == 0:
             store_tail(
                 packed, absmax, absmax2, code, code2, shift, out, n // 8 * 8, n,
-                BLOCKSIZE, BLOCKSIZE2, FLUSH,
+                BLOCKSIZE, BLOCKSIZE2, FTZ,
             )  # fmt: skip

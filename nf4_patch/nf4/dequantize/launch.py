@@ -15,6 +15,13 @@ class Launch:
     """The launch of one layout, resolved once: addresses, sizes and kernel as plain integers.
 
     It keeps no tensor alive and is valid for as long as the layout has the same ``identity``.
+
+    Args:
+        layout: on a CUDA device, of any rank; packed on 4 bytes.
+        transposed: the caller gets the transpose of the dense ``layout.shape``, a view.
+
+    Raises:
+        KernelUnavailable: NO_STORAGE, MISALIGNED, or what compilation.kernel_for raises.
     """
 
     __slots__ = (

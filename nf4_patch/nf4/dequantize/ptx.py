@@ -1,9 +1,9 @@
 """The decode of one group of packed nibbles as a block of inline PTX.
 
 The 16 lanes of a half warp decode 16 consecutive groups, which span one or two quantization blocks.
-There are only 16 values a block, so each lane multiplies and rounds ONE of them (two, when the half warp
+There are only 16 values per block, so each lane multiplies and rounds ONE of them (two, when the half warp
 spans two blocks, kept as the two halves of a register) and every element is then a single shuffle of a
-finished value: 6 instructions an element less on sm_75 than multiplying and rounding each element.
+finished value: 6 instructions per element less on sm_75 than multiplying and rounding each element.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def _pack(dtype: str, low: str, high: str, has_packed_convert: bool) -> list[str
 
 
 @functools.cache
-def decode(dtype: str, group: int, blocks: int, has_packed_convert: bool) -> str:
-    """PTX that decodes ``group`` nibbles into 32-bit registers.
+def decode(dtype: str, elements: int, blocks: int, has_packed_convert: bool) -> str:
+    """PTX that decodes ``elements`` nibbles into 32-bit registers.
 
-    Operands, after the outputs (group * itemsize / 4 registers): the nibbles in the low bits (r), the
+    Operands, after the outputs (elements * itemsize / 4 registers): the nibbles in the low bits (r), the
     lane's entry of the 16-entry table (f), the lane's block scale (f), the prmt selector of the lane's block (r).
 
     Args:
         dtype: "f16", "bf16" or "f32".
-        group: nibbles a lane, 2, 4 or 8.
+        elements: nibbles per lane, 2, 4 or 8.
         blocks: quantization blocks under 16 lanes: 1, or 2 (16-bit only) that meet at lane 8.
         has_packed_convert: the GPU has cvt.rn.f16x2.f32 and cvt.rn.bf16x2.f32 (sm_80 and newer).
     """
-    outputs = group if dtype == "f32" else group // 2
+    outputs = elements if dtype == "f32" else elements // 2
     nibbles, entry, scale, select = (f"${outputs + i}" for i in range(4))
     lines = [".reg .b32 i, t, u, v, p, e0, e1;", ".reg .b16 lo, hi;", ".reg .f32 s, x, y;", ".reg .pred nan;"]
     if dtype == "f32":
@@ -86,7 +86,7 @@ def decode(dtype: str, group: int, blocks: int, has_packed_convert: bool) -> str
 
 
 @functools.cache
-def constraints(dtype: str, group: int) -> str:
+def constraints(dtype: str, elements: int) -> str:
     """The operand constraints of :func:`decode`: early-clobber outputs, since inputs are read to the end."""
-    outputs = group if dtype == "f32" else group // 2
+    outputs = elements if dtype == "f32" else elements // 2
     return ",".join(["=&r"] * outputs + ["r", "f", "f", "r"])

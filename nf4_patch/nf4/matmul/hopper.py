@@ -13,46 +13,55 @@ import torch
 from ..dequantize import reference
 from ..dequantize.compilation import INTERPRETER_CONFIG, PTX_TYPES, Variant, sample_layout
 from ..layout import Layout
-from ..runtime import Entry, KernelUnavailable, compiled, current_stream, empty_strided_cuda, multiprocessors
+from ..runtime import (
+    TRITON_RELEASE,
+    KernelEntry,
+    KernelUnavailable,
+    built_once,
+    compiled,
+    current_stream,
+    empty_strided_cuda,
+    multiprocessors,
+    triton,
+)
 from .tuning import HOPPER_ROWS, MULTIPROCESSORS, HopperConfig
 
 RELEASE: tuple[int, ...] = (0, 0)  # of Triton, if it is one with this Gluon
 try:
-    import triton
-
-    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6):
+    if TRITON_RELEASE >= (3, 6):
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         from . import hopper_kernels as kernels
 
-        RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
-except Exception:  # no Triton, or what another release makes of an experimental interface
+        RELEASE = TRITON_RELEASE
+except Exception:  # what another release makes of an experimental interface
     pass
 
 RELEASES = ((3, 6),)  # of Triton, where it ran; 3.7.1 compiles it (tests/nf4/test_hopper_ptx.py) and was not run
-COLUMNS, DEPTH, LEAST_STEPS = 128, 64, 4  # rows of the weight and of K at once; steps that are worth a CTA
-FLAGS = 1024  # two a CTA
+BLOCK_N, BLOCK_K, MIN_STEPS = 128, 64, 4  # as in hopper_kernels; the fewest steps that are worth a CTA
+FLAGS = 1024  # two per CTA
+SCALE_STEPS = 16  # that a CTA of scales_kernel takes
 
 
 def config_for(capability: tuple[int, int], m: int, n: int, k: int, device: int | None = None) -> HopperConfig | None:
     """The measured config for ``m`` rows of X and an [n, k] weight; None where none is.
 
     Args:
-        device: None: one like that of the table.
+        device: its index; None: a GPU like that of the table.
     """
     if RELEASE not in RELEASES or n % 8:  # TMA writes rows of whole 16 bytes
         return None
     for row in HOPPER_ROWS:
-        if row.capability == capability and row.least <= m <= row.most and n * k >= row.elements:
+        if row.capability == capability and row.min_m <= m <= row.max_m and n * k >= row.min_elements:
             processors = MULTIPROCESSORS if device is None else multiprocessors(device)
-            if Plan.of(row.config, processors, m, n, k).fill(processors) >= row.fill:
+            if HopperPlan.of(row.config, processors, m, n, k).fill(processors) >= row.min_fill:
                 return row.config
     return None
 
 
-def decode(dtype: str) -> str:
-    """PTX of a lane: 8 words of a row, its scale and the codes' address -> 32 registers of two weights in ``dtype``.
+def decode_ptx(dtype: str) -> str:
+    """PTX of one thread: 8 words of a row, its scale and the codes' address -> 32 registers of two weights in ``dtype``.
 
     $0 to $31: register r of word w is $(8 * r + w); $32 to $39: the words; $40: the scale; $48: the address.
     The block's 16 weights are finished first, as bytes: four registers of low ones and four of high ones. A nibble's
@@ -81,29 +90,30 @@ def decode(dtype: str) -> str:
 CONSTRAINTS = ",".join(["=&r"] * 32 + ["r"] * 8 + ["f"] * 8 + ["l"] * 8)
 
 
-class Plan(NamedTuple):
-    """How the tiles are shared out: several whole ones a CTA, or one in ``splits`` chunks of K."""
+class HopperPlan(NamedTuple):
+    """How the tiles are distributed: several whole ones per CTA, or each in ``split_k`` chunks, one per CTA."""
 
     ctas: int
-    tiles: int
-    tiles_m: int
-    splits: int
+    tiles: int  # of block_m x BLOCK_N
+    tiles_m: int  # of them along M
+    split_k: int
 
     @classmethod
-    def of(cls, config: HopperConfig, processors: int, m: int, n: int, k: int) -> Plan:
-        tiles_m = -(-m // config.rows)
-        tiles = tiles_m * -(-n // COLUMNS)
-        splits = max(1, min(processors // tiles, k // DEPTH // LEAST_STEPS))
-        ctas = tiles * splits if splits > 1 else -(-tiles // -(-tiles // processors))
-        return cls(ctas, tiles, tiles_m, splits)
+    def of(cls, config: HopperConfig, processors: int, m: int, n: int, k: int) -> HopperPlan:
+        """For x [m, k] by a weight [n, k] on a GPU of ``processors`` multiprocessors, one CTA on each."""
+        tiles_m = -(-m // config.block_m)
+        tiles = tiles_m * -(-n // BLOCK_N)
+        split_k = max(1, min(processors // tiles, k // BLOCK_K // MIN_STEPS))
+        ctas = tiles * split_k if split_k > 1 else -(-tiles // -(-tiles // processors))
+        return cls(ctas, tiles, tiles_m, split_k)
 
     def fill(self, processors: int) -> float:
-        """The share of the multiprocessors' time that is work, if a tile takes its time."""
-        return self.tiles * self.splits / (processors * -(-self.tiles * self.splits // self.ctas))
+        """The fraction of the multiprocessors' time that is work, if every chunk takes as long."""
+        return self.tiles * self.split_k / (processors * -(-self.tiles * self.split_k // self.ctas))
 
 
 @functools.cache
-def boxes(rows: int, dtype: torch.dtype) -> tuple[tuple[list[int], Any, torch.dtype], ...]:
+def boxes(block_m: int, dtype: torch.dtype) -> tuple[tuple[list[int], Any, torch.dtype], ...]:
     """Box, layout in shared memory and dtype of x, packed, scales and out."""
 
     def of(box: list[int], swizzle: int, dtype: torch.dtype) -> tuple[list[int], Any, torch.dtype]:
@@ -111,10 +121,10 @@ def boxes(rows: int, dtype: torch.dtype) -> tuple[tuple[list[int], Any, torch.dt
         return box, gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=len(box)), dtype
 
     return (
-        of([rows, DEPTH], 128, dtype),
-        of([COLUMNS, DEPTH // 8], 32, torch.int32),
-        of([COLUMNS], 0, torch.float32),
-        of([64, COLUMNS], 128, dtype),
+        of([block_m, BLOCK_K], 128, dtype),
+        of([BLOCK_N, BLOCK_K // 8], 32, torch.int32),
+        of([BLOCK_N], 0, torch.float32),
+        of([64, BLOCK_N], 128, dtype),
     )
 
 
@@ -139,29 +149,31 @@ class Address:
 class HopperKernel:
     """The launches for one size and kind of argument on one device: the scales, then the matmul.
 
-    As small_m.SmallMKernel: ``entry`` takes the addresses of x, the weight's operands, the result and the bias.
+    As small_m.SmallMKernel, and with its arguments: ``entry`` takes the addresses of x, the weight's operands, the result
+    and the bias. Scratch, fp32, is allocated by every call: scales [K / BLOCK_K, N], sums [ctas, block_m, BLOCK_N] where K
+    is split, and FLAGS flags.
     """
 
-    split_k, sum = 1, None
+    sum = None  # the tiles' chunks are added up inside the matmul
 
     def __init__(
         self, config: HopperConfig, device: torch.device, dtype: torch.dtype, layout: Layout, m: int, bias: bool
-    ):  # fmt: skip
+    ):
         n, k = layout.shape
-        cut = Plan.of(config, multiprocessors(device), m, n, k)
-        steps = k // DEPTH
-        self.grid, self.sizes, self.total = cut.ctas, (), m * n
-        self.entry = Entry(self.start, (), (), "two launches")
-        self.m, self.n, self.k = m, n, k
-        shift = (layout.blocksize // DEPTH).bit_length() - 1
+        cut = HopperPlan.of(config, multiprocessors(device), m, n, k)
+        steps = k // BLOCK_K
+        self.grid, self.sizes = cut.ctas, ()
+        self.entry = KernelEntry(self.start, (), (), "two launches")
+        self.shapes = (m, k), (n, k // 8), (n * steps,), (m, n)  # of x, packed, scales and out
+        shift = (layout.blocksize // BLOCK_K).bit_length() - 1
         self.scale_count = -(-n * steps // 32) * 32  # what follows starts on 128 bytes
-        self.sum_count = cut.ctas * config.rows * COLUMNS if cut.splits > 1 else 0
-        self.scale_grid = -(-n // 128) * -(-steps // 16)
+        self.sum_count = cut.ctas * config.block_m * BLOCK_N if cut.split_k > 1 else 0
+        self.scale_grid = -(-n // BLOCK_N) * -(-steps // SCALE_STEPS)
         self.scale_sizes = (n, steps, shift, max(0, layout.blocksize2.bit_length() - 1))
-        self.matmul_sizes = (n, steps, cut.tiles_m, cut.tiles * cut.splits, cut.splits)
+        self.matmul_sizes = (n, steps, cut.tiles_m, cut.tiles * cut.split_k, cut.split_k)
         self.scales, self.matmul = (
             compiled(kernel, arguments, values, warps, device, dtype)
-            for kernel, arguments, values, warps in kinds(config, device, dtype, layout.nested(), bias)
+            for kernel, arguments, values, warps in to_compile(config, device, dtype, layout.nested(), bias)
         )
 
     def start(
@@ -174,14 +186,13 @@ class HopperKernel:
         sums = scales + 4 * self.scale_count
         flags = sums + 4 * self.sum_count
         self.scales.start(self.scale_grid, stream, absmax, absmax2, code2, offset, scales, flags, *self.scale_sizes)
-        m, n, k = self.m, self.n, self.k
-        self.matmul.start(
-            grid, stream, Address(x, (m, k)), Address(packed, (n, k // 8)), Address(scales, (n * (k // DEPTH),)),
-            Address(out, (m, n)), sums, flags, code, bias, *self.matmul_sizes,
-        )  # type: ignore[arg-type]  # fmt: skip
+        described = map(Address, (x, packed, scales, out), self.shapes)
+        self.matmul.start(grid, stream, *described, sums, flags, code, bias, *self.matmul_sizes)
 
 
-def kinds(config: HopperConfig, device: torch.device, dtype: torch.dtype, nested: bool, bias: bool) -> tuple[Any, ...]:
+def to_compile(
+    config: HopperConfig, device: torch.device, dtype: torch.dtype, nested: bool, bias: bool
+) -> tuple[Any, ...]:
     """Kernel, sample arguments, constexprs and warps of both launches, for the compiler."""
     some = {
         each: torch.empty(64 * 128, dtype=each, device=device)
@@ -190,49 +201,47 @@ def kinds(config: HopperConfig, device: torch.device, dtype: torch.dtype, nested
     floats, flags = some[torch.float32], some[torch.int32]
     described = (
         TensorDescriptor.from_tensor(some[kind].view([-1, box[-1]]) if len(box) == 2 else some[kind], box, layout)
-        for box, layout, kind in boxes(config.rows, dtype)
+        for box, layout, kind in boxes(config.block_m, dtype)
     )
-    values = {"ROWS": config.rows, "STAGES": config.stages, "DECODED": config.decoded, "BIAS": bias}
+    values = {"BLOCK_M": config.block_m, "STAGES": config.stages, "DECODED": config.decoded, "BIAS": bias}
     return (
         (
             kernels.scales_kernel,
             (some[torch.uint8] if nested else floats, floats, floats, floats, floats, flags, 64, 64, 0, 8),
-            {"FLAT": not nested, "ROWS": 128, "STEPS": 16, "FLAGS": FLAGS},
+            {"FLAT": not nested, "BLOCK_STEPS": SCALE_STEPS, "FLAGS": FLAGS},
             4,
         ),
         (
             kernels.hopper_kernel,
             (*described, floats, flags, floats, some[dtype], 64, 64, 1, 1, 1),
-            {**values, "PTX": decode(PTX_TYPES[dtype]), "CONSTRAINTS": CONSTRAINTS},
+            {**values, "PTX": decode_ptx(PTX_TYPES[dtype]), "CONSTRAINTS": CONSTRAINTS},
             4,
         ),
     )
 
 
-_checked: dict[tuple[Any, ...], KernelUnavailable | None] = {}
+_checked: dict[tuple[Any, ...], bool | KernelUnavailable] = {}
 
 
 def checked(
     config: HopperConfig, device: torch.device, dtype: torch.dtype, layout: Layout, m: int, bias: bool
-) -> HopperKernel:  # fmt: skip
-    """A Kernel, trusted only after rows of X with a single 1 came back as the weight's bits on this device, five times.
+) -> HopperKernel:
+    """A HopperKernel, trusted only after rows of X with a single 1 came back as the weight's bits on this device, five times.
 
     Raises:
-        KernelUnavailable: they did not, now or before, or it cannot be compiled.
+        KernelUnavailable: they did not, now or before, or it cannot be compiled; or a CUDA graph is being captured.
     """
     key = (config, device, dtype, layout.nested(), bias)
-    if key not in _checked:
-        _checked[key] = _wrong(*key)
-    why = _checked[key]
-    if why is not None:
-        raise why
+    built_once(_checked, key, lambda: check(*key))
     return HopperKernel(config, device, dtype, layout, m, bias)
 
 
-def _wrong(
-    config: HopperConfig, device: torch.device, dtype: torch.dtype, nested: bool, bias: bool
-) -> KernelUnavailable | None:
-    m, n, k = config.rows + 3, 2 * COLUMNS + 8, 1024
+def check(config: HopperConfig, device: torch.device, dtype: torch.dtype, nested: bool, bias: bool) -> bool:
+    """
+    Raises:
+        KernelUnavailable: the bits differ, or it cannot be compiled.
+    """
+    m, n, k = config.block_m + 3, 2 * BLOCK_N + 8, 1024
     variant = Variant(
         INTERPRETER_CONFIG, dtype, torch.float32 if nested else None, blocksize=64, blocksize2=256 if nested else 0,
         even=True, tail=False, wide=False, aligned=True,
@@ -249,8 +258,8 @@ def _wrong(
         pointers = [tensor.data_ptr() for tensor in (x, *layout.operands(), out, added)]
         kernel.start(kernel.grid, 1, 1, current_stream(device.index), *pointers)
         if not torch.equal(out, want):
-            return KernelUnavailable(
+            raise KernelUnavailable(
                 f"the fused matmul's bits differ from the reference on {torch.cuda.get_device_name(device)} "
                 f"with Triton {triton.__version__} for {config}"
             )
-    return None
+    return True

@@ -1,12 +1,15 @@
 """The fused matmul of hundreds of rows on Hopper: wgmma on a weight that two warp groups decode into shared memory.
 
-Gluon, because the pipeline is written out: 17 warps a CTA and no two groups with the same work.
+Gluon, because the pipeline is written out: 17 warps per CTA and no two groups with the same work. A tile is BLOCK_M rows of
+X by BLOCK_N of the weight; a step is BLOCK_K of K; a chunk is a tile, or one of its ``split_k`` parts along K.
 
-    producer, 1 warp:     X, packed weight and scales by TMA into rings of ``STAGES``
-    decoders, 2 x 4:      128 rows of 64 weights, every second step each, into a ring of ``DECODED``
-    consumers, 2 x 4:     each half of the tile's rows of X by all 128 of the weight, fp32 sums in registers
+    producer, 1 warp:     X, packed weight and scales by TMA into rings of STAGES slots
+    decoders, 2 x 4:      BLOCK_N x BLOCK_K weights, every second step each, into a ring of DECODED slots
+    consumers, 2 x 4:     each half of the tile's rows of X by all of the weight's, fp32 sums in registers
 
-A second one-warp partition beside the producer gave wrong sums in most launches (H200, Triton 3.6.0; cause not found).
+Two mbarriers per slot: ``full`` and ``empty`` of the TMA rings, ``ready`` and ``spent`` of the decoded ring.
+
+A second one-warp partition next to the producer gave wrong sums in most launches (H200, Triton 3.6.0; cause not found).
 """
 
 import triton
@@ -23,20 +26,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..dequantize.kernels import block_scale
 
-COLUMNS = gl.constexpr(128)  # rows of the weight a tile: columns of the result
-DEPTH = gl.constexpr(64)  # of K a step: one block of the smallest blocksize
+BLOCK_N = gl.constexpr(128)  # rows of the weight per tile: columns of the result
+BLOCK_K = gl.constexpr(64)  # one block of the smallest blocksize
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton >= 3.7
 
 
 @triton.jit(do_not_specialize=["n", "k_steps", "shift", "shift2"])
 def scales_kernel(
     absmax, absmax2, code2, offset, scales, flags, n, k_steps, shift, shift2,
-    FLAT: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, FLAGS: tl.constexpr,
+    FLAT: tl.constexpr, BLOCK_STEPS: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
-    """scales[step, row] in fp32, as the matmul reads them: 128 rows of a step at a time; and no flag is raised."""
-    groups = tl.cdiv(n, ROWS)
-    row = tl.program_id(0) % groups * ROWS + tl.arange(0, ROWS)[:, None]
-    step = tl.program_id(0) // groups * STEPS + tl.arange(0, STEPS)[None, :]
+    """scales fp32 [k_steps, n], as the matmul reads them: BLOCK_N rows of a step at a time; and flags int32 [FLAGS] = 0.
+
+    absmax: uint8 (nested) or fp32 (FLAT), row-major over n rows. absmax2, code2 [256]: fp32. offset: one fp32.
+    shift: log2(blocksize / BLOCK_K), steps per block. shift2: log2(blocksize2).
+    """
+    groups = tl.cdiv(n, BLOCK_N)
+    row = tl.program_id(0) % groups * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    step = tl.program_id(0) // groups * BLOCK_STEPS + tl.arange(0, BLOCK_STEPS)[None, :]
     mask = (row < n) & (step < k_steps)
     block = (row * k_steps + step) >> shift
     first = tl.load(absmax + block, mask, 0)
@@ -52,38 +59,44 @@ def scales_kernel(
 
 
 @gluon.jit
-def following(slot, phase, SLOTS: gl.constexpr):
+def advance(slot, phase, SLOTS: gl.constexpr):
     """The next slot of a ring, and the parity of its barriers' phase."""
     return gl.where(slot == SLOTS - 1, 0, slot + 1), gl.where(slot == SLOTS - 1, phase ^ 1, phase)
 
 
 @gluon.jit
-def start_of(chunk, splits, k_steps):
-    """The first step of a chunk: a tile has ``k_steps``, in ``splits`` chunks."""
-    return chunk // splits * k_steps + chunk % splits * k_steps // splits
+def start_of(chunk, split_k, k_steps):
+    """The first step of a chunk: a tile has ``k_steps``, in ``split_k`` chunks."""
+    return chunk // split_k * k_steps + chunk % split_k * k_steps // split_k
 
 
 @gluon.jit
-def share(chunks, splits, k_steps):
-    """This program's turn, and its steps [start, end): whole tiles, or one chunk of a tile.
+def work_range(chunks, split_k, k_steps):
+    """This program's turn, and its steps [start, end) of all tiles': whole tiles, or one chunk of a tile.
 
-    The first chunk's program waits for the others of its tile: they are given to lower program ids, which start before.
+    The program of a tile's first chunk waits for the others: they are given to lower program ids, which start before.
     """
     programs = gl.num_programs(0)
     turn = programs - 1 - gl.program_id(0)
     return (
         turn,
-        start_of(chunks * turn // programs, splits, k_steps),
-        start_of(chunks * (turn + 1) // programs, splits, k_steps),
+        start_of(chunks * turn // programs, split_k, k_steps),
+        start_of(chunks * (turn + 1) // programs, split_k, k_steps),
     )
 
 
 @gluon.jit
 def produce(
-    x, packed, scales, full, empty, x_ring, packed_ring, scale_ring, n, k_steps, tiles_m, chunks, splits,
-    ROWS: gl.constexpr, STAGES: gl.constexpr,
+    x, packed, scales, full, empty, x_ring, packed_ring, scale_ring, n, k_steps, tiles_m, chunks, split_k,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    _turn, at, end = share(chunks, splits, k_steps)
+    """The producer: fill a slot of each TMA ring per step.
+
+    x [M, K], packed int32 [n, K / 8] and scales [k_steps * n]: TMA descriptors. Rings: x_ring [STAGES, BLOCK_M, BLOCK_K],
+    packed_ring [STAGES, BLOCK_N, BLOCK_K / 8], scale_ring [STAGES, BLOCK_N].
+    tiles_m: tiles along M, the fastest. chunks: tiles * split_k.
+    """
+    _turn, at, end = work_range(chunks, split_k, k_steps)
     slot = 0
     phase = 1  # the phase before the first counts as over
     while at < end:
@@ -91,33 +104,36 @@ def produce(
         first = at % k_steps
         steps = gl.minimum(k_steps - first, end - at)
         at += steps
-        row = tile % tiles_m * ROWS
-        column = tile // tiles_m * COLUMNS
+        row = tile % tiles_m * BLOCK_M
+        column = tile // tiles_m * BLOCK_N
         for step in range(first, first + steps):  # nothing to divide in here: it is one warp's time
             ready = full.index(slot)
             mbarrier.wait(empty.index(slot), phase)
-            mbarrier.expect(ready, (2 * ROWS + COLUMNS // 2) * DEPTH + 4 * COLUMNS)
-            tma.async_copy_global_to_shared(packed, [column, step * (DEPTH // 8)], ready, packed_ring.index(slot))
+            mbarrier.expect(ready, (2 * BLOCK_M + BLOCK_N // 2) * BLOCK_K + 4 * BLOCK_N)
+            tma.async_copy_global_to_shared(packed, [column, step * (BLOCK_K // 8)], ready, packed_ring.index(slot))
             tma.async_copy_global_to_shared(scales, [step * n + column], ready, scale_ring.index(slot))
-            tma.async_copy_global_to_shared(x, [row, step * DEPTH], ready, x_ring.index(slot))
-            slot, phase = following(slot, phase, STAGES)
+            tma.async_copy_global_to_shared(x, [row, step * BLOCK_K], ready, x_ring.index(slot))
+            slot, phase = advance(slot, phase, STAGES)
 
 
 @gluon.jit
 def decode(
-    TURN: gl.constexpr, code, full, empty, ready, spent, packed_ring, scale_ring, ring, k_steps, chunks, splits,
+    TURN: gl.constexpr, code, full, empty, ready, spent, packed_ring, scale_ring, weight_ring, k_steps, chunks, split_k,
     STAGES: gl.constexpr, DECODED: gl.constexpr, PTX: gl.constexpr, CONSTRAINTS: gl.constexpr,
 ):  # fmt: skip
-    """Every second step; a lane takes a row."""
-    row: gl.constexpr = gl.BlockedLayout([1, DEPTH // 8], [32, 1], [4, 1], [1, 0])
-    _turn, start, end = share(chunks, splits, k_steps)
+    """Decoder TURN of two: every second step from its slots of the TMA rings to weight_ring [DECODED, BLOCK_N, BLOCK_K].
+
+    A thread takes a row. code: the address of 16 fp32. PTX, CONSTRAINTS: hopper.decode_ptx and hopper.CONSTRAINTS.
+    """
+    row: gl.constexpr = gl.BlockedLayout([1, BLOCK_K // 8], [32, 1], [4, 1], [1, 0])
+    _turn, start, end = work_range(chunks, split_k, k_steps)
     slot = 0
     phase = 0
-    to = 0
-    to_phase = 1
+    write_slot = 0
+    write_phase = 1
     if TURN == 1:
-        slot, phase = following(slot, phase, STAGES)
-        to, to_phase = following(to, to_phase, DECODED)
+        slot, phase = advance(slot, phase, STAGES)
+        write_slot, write_phase = advance(write_slot, write_phase, DECODED)
     for _step in range(start + TURN, end, 2):
         mbarrier.wait(full.index(slot), phase)
         words = packed_ring.index(slot).load(row)
@@ -125,33 +141,34 @@ def decode(
         barrier()
         mbarrier.arrive(empty.index(slot), count=1)
         scale, words = gl.broadcast(gl.expand_dims(scale, 1), words)
-        where = gl.full([COLUMNS, DEPTH // 8], 0, gl.int64, row) + code.to(gl.int64)
+        where = gl.full([BLOCK_N, BLOCK_K // 8], 0, gl.int64, row) + code.to(gl.int64)
         a, b, c, d = gl.inline_asm_elementwise(
-            PTX, CONSTRAINTS, [words, scale, where], (gl.int32, gl.int32, gl.int32, gl.int32), True, DEPTH // 8
+            PTX, CONSTRAINTS, [words, scale, where], (gl.int32, gl.int32, gl.int32, gl.int32), True, BLOCK_K // 8
         )
         pairs = gl.join(gl.join(a, c), gl.join(b, d))  # [row, word, 4 registers of two weights]
-        weights = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).reshape([COLUMNS, DEPTH])
-        mbarrier.wait(spent.index(to), to_phase)
-        ring.index(to).store(weights.to(ring.dtype, bitcast=True))
+        weights = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).reshape([BLOCK_N, BLOCK_K])
+        mbarrier.wait(spent.index(write_slot), write_phase)
+        weight_ring.index(write_slot).store(weights.to(weight_ring.dtype, bitcast=True))
         fence_async_shared()
         barrier()
-        mbarrier.arrive(ready.index(to), count=1)
+        mbarrier.arrive(ready.index(write_slot), count=1)
         for _twice in gl.static_range(2):
-            slot, phase = following(slot, phase, STAGES)
-            to, to_phase = following(to, to_phase, DECODED)
+            slot, phase = advance(slot, phase, STAGES)
+            write_slot, write_phase = advance(write_slot, write_phase, DECODED)
 
 
 @gluon.jit
-def places(turn, HALF: gl.constexpr, ROWS: gl.constexpr, mma: gl.constexpr):
-    """Where the sums of half a tile lie. The zero hides that they are loop-invariant: 64 addresses a lane would spill."""
+def partial_offsets(turn, HALF: gl.constexpr, HALF_M: gl.constexpr, mma: gl.constexpr):
+    """Offsets [HALF_M, BLOCK_N] of half a tile in ``sums``. The zero hides that they are loop-invariant: 64 addresses per
+    thread would spill."""
     zero = 4 * gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [turn], gl.int32, False, 1)
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, mma)) + zero
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, mma)) + zero
-    return (2 * turn + HALF) * (ROWS * COLUMNS) + row[:, None] * COLUMNS + column[None, :]
+    row = gl.arange(0, HALF_M, gl.SliceLayout(1, mma)) + zero
+    column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma)) + zero
+    return (2 * turn + HALF) * (HALF_M * BLOCK_N) + row[:, None] * BLOCK_N + column[None, :]
 
 
 @gluon.jit
-def put(value, staging, out, row, column):
+def tma_store(value, staging, out, row, column):
     """64 rows of the result by TMA, which leaves out what lies past M or N."""
     tma.store_wait(0)
     barrier()
@@ -163,79 +180,90 @@ def put(value, staging, out, row, column):
 
 @gluon.jit
 def consume(
-    HALF: gl.constexpr, full, empty, ready, spent, x_ring, ring, staging, out, sums, flags, bias, n, k_steps, tiles_m,
-    chunks, splits, ROWS: gl.constexpr, STAGES: gl.constexpr, DECODED: gl.constexpr, BIAS: gl.constexpr,
+    HALF: gl.constexpr, full, empty, ready, spent, x_ring, weight_ring, staging, out, sums, flags, bias,
+    n, k_steps, tiles_m, chunks, split_k, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DECODED: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
+    """Consumer HALF of two: multiply, add up the tile's chunks in their order, add the bias, store.
+
+    The first chunk's program waits for the flag of each other one and adds its sums; see hopper_kernel.
+    staging [2, 64, BLOCK_N]: the result on its way to ``out``.
+    """
     dtype: gl.constexpr = x_ring.dtype
-    HEIGHT: gl.constexpr = ROWS // 2
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    turn, at, end = share(chunks, splits, k_steps)
+    HALF_M: gl.constexpr = BLOCK_M // 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    turn, at, end = work_range(chunks, split_k, k_steps)
     slot = 0
     phase = 0
-    of = 0
-    of_phase = 0
+    read_slot = 0
+    read_phase = 0
     slot_before = 0
-    of_before = 0
+    read_slot_before = 0
     while at < end:
         tile = at // k_steps
         first = at % k_steps
         steps = gl.minimum(k_steps - first, end - at)
         at += steps
-        acc = gl.zeros([HEIGHT, COLUMNS], gl.float32, mma)
+        acc = gl.zeros([HALF_M, BLOCK_N], gl.float32, mma)
         for i in range(steps):
             mbarrier.wait(full.index(slot), phase)
-            mbarrier.wait(ready.index(of), of_phase)
-            rows = x_ring.index(slot).slice(HALF * HEIGHT, HEIGHT, dim=0)
-            acc = warpgroup_mma(rows, ring.index(of).permute((1, 0)), acc, is_async=True)
+            mbarrier.wait(ready.index(read_slot), read_phase)
+            rows = x_ring.index(slot).slice(HALF * HALF_M, HALF_M, dim=0)
+            acc = warpgroup_mma(rows, weight_ring.index(read_slot).permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))  # the step before this one
             mbarrier.arrive(empty.index(slot_before), count=1, pred=i > 0)
-            mbarrier.arrive(spent.index(of_before), count=1, pred=i > 0)
+            mbarrier.arrive(spent.index(read_slot_before), count=1, pred=i > 0)
             slot_before = slot
-            of_before = of
-            slot, phase = following(slot, phase, STAGES)
-            of, of_phase = following(of, of_phase, DECODED)
+            read_slot_before = read_slot
+            slot, phase = advance(slot, phase, STAGES)
+            read_slot, read_phase = advance(read_slot, read_phase, DECODED)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(slot_before), count=1)
-        mbarrier.arrive(spent.index(of_before), count=1)
+        mbarrier.arrive(spent.index(read_slot_before), count=1)
         if first > 0:
-            gl.store(sums + places(turn, HALF, HEIGHT, mma), acc)
+            gl.store(sums + partial_offsets(turn, HALF, HALF_M, mma), acc)
             barrier()
             gl.atomic_xchg(flags + (2 * turn + HALF), 1, sem="release", scope="gpu")
         else:
-            for other in range(turn + 1, turn + splits):  # in this order: the same bits at every run
+            for other in range(turn + 1, turn + split_k):  # in this order: the same bits at every run
                 flag = flags + (2 * other + HALF)
                 gl.inline_asm_elementwise(
                     "{ .reg .pred p; again: ld.acquire.gpu.global.u32 $0, [$1]; setp.eq.u32 p, $0, 0; @p bra again; }",
                     "=&r,l", [flag.to(gl.int64)], gl.int32, False, 1,
                 )  # fmt: skip
                 barrier()  # or LLVM moves the loads before the wait
-                acc += gl.load(sums + places(other, HALF, HEIGHT, mma), cache_modifier=".cg")
-            row = tile % tiles_m * ROWS + HALF * HEIGHT
-            column = tile // tiles_m * COLUMNS
+                acc += gl.load(sums + partial_offsets(other, HALF, HALF_M, mma), cache_modifier=".cg")
+            row = tile % tiles_m * BLOCK_M + HALF * HALF_M
+            column = tile // tiles_m * BLOCK_N
             if BIAS:
-                columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, mma))
+                columns = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
                 acc += gl.load(bias + columns, mask=columns < n, other=0.0).to(gl.float32)[None, :]
-            if HEIGHT == 128:
-                upper, lower = acc.to(dtype).reshape([2, 64, COLUMNS]).permute((1, 2, 0)).split()
-                put(upper, staging.index(HALF), out, row, column)
-                put(lower, staging.index(HALF), out, row + 64, column)
+            if HALF_M == 128:
+                upper, lower = acc.to(dtype).reshape([2, 64, BLOCK_N]).permute((1, 2, 0)).split()
+                tma_store(upper, staging.index(HALF), out, row, column)
+                tma_store(lower, staging.index(HALF), out, row + 64, column)
             else:
-                put(acc.to(dtype), staging.index(HALF), out, row, column)
+                tma_store(acc.to(dtype), staging.index(HALF), out, row, column)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["n", "k_steps", "tiles_m", "chunks", "splits"])
+@gluon.jit(do_not_specialize=["n", "k_steps", "tiles_m", "chunks", "split_k"])
 def hopper_kernel(
-    x, packed, scales, out, sums, flags, code, bias, n, k_steps, tiles_m, chunks, splits,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, DECODED: gl.constexpr, BIAS: gl.constexpr,
+    x, packed, scales, out, sums, flags, code, bias, n, k_steps, tiles_m, chunks, split_k,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DECODED: gl.constexpr, BIAS: gl.constexpr,
     PTX: gl.constexpr, CONSTRAINTS: gl.constexpr,
 ):  # fmt: skip
-    """x, packed, scales and out are TMA descriptors; the boxes are ROWS or 128 or 64 by DEPTH, see hopper.boxes."""
-    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, DEPTH], x.layout)
-    packed_ring = gl.allocate_shared_memory(gl.int32, [STAGES, COLUMNS, DEPTH // 8], packed.layout)
-    scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], scales.layout)
-    ring = gl.allocate_shared_memory(x.dtype, [DECODED, COLUMNS, DEPTH], x.layout)
-    staging = gl.allocate_shared_memory(x.dtype, [2, 64, COLUMNS], out.layout)
+    """out = x @ weight.T (+ bias), decoded on the way; a program takes whole tiles, or one chunk of a tile.
+
+    x [M, K], packed int32 [n, K / 8], scales fp32 [k_steps * n] (scales_kernel's) and out [M, n]: TMA descriptors whose
+    boxes are those of hopper.boxes. code: fp32 [16]. bias: [n] in x's dtype, read if BIAS.
+    sums: fp32 [programs, 2, BLOCK_M / 2, BLOCK_N], the partial sums of all but a tile's first chunk, by turn and half.
+    flags: int32 [programs, 2], zero before; 1 as soon as those sums are written. Both are unread where split_k is 1.
+    """
+    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
+    packed_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N, BLOCK_K // 8], packed.layout)
+    scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], scales.layout)
+    weight_ring = gl.allocate_shared_memory(x.dtype, [DECODED, BLOCK_N, BLOCK_K], x.layout)
+    staging = gl.allocate_shared_memory(x.dtype, [2, 64, BLOCK_N], out.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [DECODED, 1], mbarrier.MBarrierLayout())
@@ -248,11 +276,11 @@ def hopper_kernel(
         mbarrier.init(spent.index(i), count=2)
     gl.warp_specialize(
         [
-            (consume, (0, full, empty, ready, spent, x_ring, ring, staging, out, sums, flags, bias, n, k_steps, tiles_m, chunks, splits, ROWS, STAGES, DECODED, BIAS)),
-            (consume, (1, full, empty, ready, spent, x_ring, ring, staging, out, sums, flags, bias, n, k_steps, tiles_m, chunks, splits, ROWS, STAGES, DECODED, BIAS)),
-            (decode, (0, code, full, empty, ready, spent, packed_ring, scale_ring, ring, k_steps, chunks, splits, STAGES, DECODED, PTX, CONSTRAINTS)),
-            (decode, (1, code, full, empty, ready, spent, packed_ring, scale_ring, ring, k_steps, chunks, splits, STAGES, DECODED, PTX, CONSTRAINTS)),
-            (produce, (x, packed, scales, full, empty, x_ring, packed_ring, scale_ring, n, k_steps, tiles_m, chunks, splits, ROWS, STAGES)),
+            (consume, (0, full, empty, ready, spent, x_ring, weight_ring, staging, out, sums, flags, bias, n, k_steps, tiles_m, chunks, split_k, BLOCK_M, STAGES, DECODED, BIAS)),
+            (consume, (1, full, empty, ready, spent, x_ring, weight_ring, staging, out, sums, flags, bias, n, k_steps, tiles_m, chunks, split_k, BLOCK_M, STAGES, DECODED, BIAS)),
+            (decode, (0, code, full, empty, ready, spent, packed_ring, scale_ring, weight_ring, k_steps, chunks, split_k, STAGES, DECODED, PTX, CONSTRAINTS)),
+            (decode, (1, code, full, empty, ready, spent, packed_ring, scale_ring, weight_ring, k_steps, chunks, split_k, STAGES, DECODED, PTX, CONSTRAINTS)),
+            (produce, (x, packed, scales, full, empty, x_ring, packed_ring, scale_ring, n, k_steps, tiles_m, chunks, split_k, BLOCK_M, STAGES)),
         ],
         [4, 4, 4, 1],
         [184, 56, 56, 24],

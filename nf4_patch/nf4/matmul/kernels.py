@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["m", "n", "blocks", "shift", "shift2", "shares", "slices"])
+@triton.jit(do_not_specialize=["m", "n", "blocks", "shift", "shift2", "sm_partitions", "split_k"])
 def matmul_4bit_kernel(
     x, packed, absmax, code, absmax2, code2, offset, out, bias,
-    m, n, blocks, shift, shift2, shares, slices,
+    m, n, blocks, shift, shift2, sm_partitions, split_k,
     PTX: tl.constexpr, CONSTRAINTS: tl.constexpr,
 ):  # fmt: skip
     """See small_m_ptx.program for the operands."""
@@ -17,7 +17,7 @@ def matmul_4bit_kernel(
         [
             x.to(tl.int64), packed.to(tl.int64), absmax.to(tl.int64), code.to(tl.int64), absmax2.to(tl.int64),
             code2.to(tl.int64), offset.to(tl.int64), out.to(tl.int64), bias.to(tl.int64),
-            m, n, blocks, shift, shift2, shares, slices,
+            m, n, blocks, shift, shift2, sm_partitions, split_k,
         ],
         dtype=tl.int32,
         is_pure=False,
@@ -26,12 +26,15 @@ def matmul_4bit_kernel(
 
 
 @triton.jit(do_not_specialize=["total", "n"])
-def sum_slices_kernel(part, out, bias, total, n, SLICES: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[i] = part[0, i] + part[1, i] + ... (+ bias[i % n]), in that order."""
+def sum_split_k_kernel(part, out, bias, total, n, SPLIT_K: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """out[i] = part[0, i] + part[1, i] + ... (+ bias[i % n]), in that order, then rounded to out's dtype.
+
+    part: fp32 [SPLIT_K, total]. out: [total] = [M, n]. bias: [n], read if BIAS. A program takes BLOCK elements.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < total
     value = tl.load(part + i, mask=mask)
-    for s in tl.static_range(1, SLICES):
+    for s in tl.static_range(1, SPLIT_K):
         value += tl.load(part + s * total.to(tl.int64) + i, mask=mask)
     if BIAS:
         value += tl.load(bias + i % n, mask=mask).to(tl.float32)

@@ -9,7 +9,7 @@ import torch
 from .. import runtime
 from ..layout import Layout
 from ..runtime import multiprocessors, triton
-from . import calibration, hopper, small_m
+from . import hopper, small_m, tuning
 from .tuning import SMALL_M_ROWS, HopperConfig, SmallMConfig, SmallMRow
 
 if triton is not None:
@@ -20,24 +20,26 @@ AnyConfig = SmallMConfig | HopperConfig
 AnyKernel = small_m.SmallMKernel | hopper.HopperKernel
 
 
-def config_for(
-    capability: tuple[int, int], m: int, n: int, k: int, rows: tuple[SmallMRow, ...] | None = None,
-    device: int | None = None,
-) -> AnyConfig | None:  # fmt: skip
+def first_config(
+    rows: tuple[SmallMRow, ...], capability: tuple[int, int], m: int, n: int, k: int
+) -> SmallMConfig | None:
+    """That of the first row that fits ``m`` rows of X and an [n, k] weight; None where none does."""
+    for row in rows:
+        if row.capability == capability and m <= row.max_m and k <= row.max_k and n >= row.min_n:
+            return row.config
+    return None
+
+
+def config_for(capability: tuple[int, int], m: int, n: int, k: int, device: int | None = None) -> AnyConfig | None:
     """The measured config for ``m`` rows of X and an [n, k] weight; None where none is.
 
-    What was calibrated on ``device`` for this very n and k goes before the tables.
-
-    Args:
-        rows: the only table, instead of the shipped ones.
+    What was measured on the GPU with index ``device`` for this very n and k goes before the tables.
     """
-    calibrated = calibration.rows(device).get((n, k))
-    if calibrated is not None and (rows is not None or m <= max((most for most, _ in calibrated), default=0)):
-        return next((config for most, config in calibrated if m <= most), None)
-    for row in SMALL_M_ROWS if rows is None else rows:
-        if row.capability == capability and m <= row.m and k <= row.k and n >= row.n:
-            return row.config
-    return hopper.config_for(capability, m, n, k, device) if rows is None else None
+    if device is not None:
+        for max_m, config in tuning.calibrated(device).get((n, k), ()):
+            if m <= max_m:
+                return config
+    return first_config(SMALL_M_ROWS, capability, m, n, k) or hopper.config_for(capability, m, n, k, device)
 
 
 def supports(x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) -> bool:
@@ -66,6 +68,12 @@ class MatmulLaunch:
     """The matmul with one weight of an x of one shape, resolved once: addresses, sizes and kernels as plain integers.
 
     It keeps no tensor alive and is valid for as long as the layout has the same ``identity``, and the bias its address.
+
+    Args:
+        kernel: compiled for m = x.numel() / K and a layout and bias of this kind.
+        x: [..., K], fp16 or bf16.
+        layout: of the weight [N, K].
+        bias: [N], x's dtype.
     """
 
     __slots__ = (
@@ -84,7 +92,7 @@ class MatmulLaunch:
         self.shape, self.strides = tuple(result.shape), result.stride()
         self.sum: Any = None
         if kernel.sum is not None:
-            self.part, self.sum_grid = (kernel.split_k * kernel.total,), kernel.sum_grid
+            self.part, self.sum_grid = (kernel.part_numel,), kernel.sum_grid
             self.sum, self.sum_head, tail, _ = kernel.sum
             self.sum_tail = (spare, *kernel.sum_sizes, *tail)
         self.counter: Any = None  # the caller's counter
@@ -117,7 +125,7 @@ _kernels: dict[tuple[Any, ...], AnyKernel] = {}
 
 
 def forget() -> None:
-    """Choose the kernels anew: another calibration is in force."""
+    """Choose the kernels again: another calibration is in force."""
     _kernels.clear()
 
 
@@ -141,7 +149,7 @@ def resolve(
                 cut = small_m.plan(
                     chosen, multiprocessors(x.device), m, n, k, half, layout.nested(), bias is not None, capability
                 )
-                kernel = small_m.SmallMKernel(*kind, cut, chosen.warps_n * chosen.warps_k, m, bias is not None)
+                kernel = small_m.SmallMKernel(*kind, cut, m, bias is not None)
         _kernels[key] = kernel
     return MatmulLaunch(kernel, x, layout, bias)
 
@@ -153,7 +161,7 @@ def matmul_4bit(
     """``x @ weight.T (+ bias)`` with the weight decoded inside the kernel; fp32 accumulation.
 
     The weights it multiplies by are, bit for bit, those of dequantize in x's dtype. The same arguments give the same
-    bits at every run: sums across warps and slices of K are taken in a fixed order.
+    bits at every run: sums across warps and parts of K are taken in a fixed order.
 
     Args:
         x: [..., K], fp16 or bf16.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..layout import Layout
-from ..runtime import Entry, compiled, triton
+from ..runtime import KernelEntry, compiled, triton
 from . import small_m_ptx
 from .tuning import TILE_COUNTS, SmallMConfig
 
@@ -17,20 +17,30 @@ if triton is not None:
 SUM_BLOCK = 1024
 
 
-class Plan(NamedTuple):
-    """One size on one GPU, under a config."""
+class SmallMPlan(NamedTuple):
+    """How a config divides one size on one GPU."""
 
-    sm_partitions: int  # even shares of the rows of the weight, one a multiprocessor and slice of K
-    ctas: int
-    split_k: int  # slices of K, whose sums a second launch adds
+    sm_partitions: int  # even parts of the weight's rows, one per multiprocessor and part of K
+    ctas: int  # of the grid: those of a partition run on one multiprocessor
+    warps: int  # of a CTA
+    split_k: int  # even parts of K, whose sums a second launch adds
     ptx: str
 
 
 def plan(
     config: SmallMConfig, processors: int, m: int, n: int, k: int, half: bool, nested: bool, bias: bool,
     capability: tuple[int, int] = (9, 0),
-) -> Plan:  # fmt: skip
-    groups = -(-n // config.rows)
+) -> SmallMPlan:  # fmt: skip
+    """For x [m, k] by a weight [n, k] on a GPU of ``processors`` multiprocessors.
+
+    Args:
+        m: up to 64.
+        half: x is fp16, else bf16.
+        nested: of the weight.
+        bias: there is one to add.
+        capability: of the GPU that the PTX is for.
+    """
+    groups = -(-n // config.block_n)
     chunks = -(-k // 256)
     split_k = min(max(1, processors // groups), chunks) if config.split_k else 1
     sm_partitions = min(groups, max(1, processors // split_k))
@@ -41,7 +51,7 @@ def plan(
         config.tiles, n_tiles, config.warps_n, config.warps_k, config.load_128bit, config.prefetch_depth,
         x_in_registers, half, nested, k % 256 != 0, split_k > 1, bias and split_k == 1, capability,
     )  # fmt: skip
-    return Plan(sm_partitions, ctas, split_k, ptx)
+    return SmallMPlan(sm_partitions, ctas, config.warps_n * config.warps_k, split_k, ptx)
 
 
 def constants(ptx: str) -> dict[str, Any]:
@@ -53,24 +63,29 @@ class SmallMKernel:
     """The compiled launches for one size and kind of argument on one device.
 
     Args:
+        dtype: of x and the result, fp16 or bf16.
+        layout: a weight of this size and kind, [n, k].
+        cut: of the size.
+        m: rows of x.
+        bias: there is one to add.
         entry: of the first launch, where it is compiled already.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, layout: Layout, cut: Plan, warps: int, m: int, bias: bool,
-        entry: Entry | None = None,
+        self, device: torch.device, dtype: torch.dtype, layout: Layout, cut: SmallMPlan, m: int, bias: bool,
+        entry: KernelEntry | None = None,
     ):  # fmt: skip
         n, k = layout.shape
         blocks = (k // 64, (layout.blocksize // 64).bit_length() - 1, max(0, layout.blocksize2.bit_length() - 1))
-        self.grid, self.split_k, self.total = cut.ctas, cut.split_k, m * n
+        self.grid, self.part_numel = cut.ctas, cut.split_k * m * n
         self.sizes = (m, n, *blocks, cut.sm_partitions, cut.split_k)
-        self.sum_grid, self.sum_sizes = -(-self.total // SUM_BLOCK), (self.total, n)
+        self.sum_grid, self.sum_sizes = -(-m * n // SUM_BLOCK), (m * n, n)
         # what is allocated at every call: at an address that is a multiple of 16, as an empty tensor's 0 is
         out, part = (torch.empty(0, dtype=each, device=device) for each in (dtype, torch.float32))
         values = constants(cut.ptx)
         arguments = (out, *layout.operands(), out if cut.split_k == 1 else part, out, *self.sizes)
-        self.entry = entry or compiled(kernels.matmul_4bit_kernel, arguments, values, warps, device, dtype)
-        self.sum: Entry | None = None
+        self.entry = entry or compiled(kernels.matmul_4bit_kernel, arguments, values, cut.warps, device, dtype)
+        self.sum: KernelEntry | None = None
         if cut.split_k > 1:
-            values = {"SLICES": cut.split_k, "BIAS": bias, "BLOCK": SUM_BLOCK}
-            self.sum = compiled(kernels.sum_slices_kernel, (part, out, out, *self.sum_sizes), values, 4, device, dtype)
+            values = {"SPLIT_K": cut.split_k, "BIAS": bias, "BLOCK": SUM_BLOCK}
+            self.sum = compiled(kernels.sum_split_k_kernel, (part, out, out, *self.sum_sizes), values, 4, device, dtype)

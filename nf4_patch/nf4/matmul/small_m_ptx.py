@@ -8,10 +8,9 @@
 * A byte is looked up whole: 256 entries of two fp32 codes in shared memory, one ``dp4a`` for the address (byte * 128 +
   lane) and one 64-bit load. Then code * scale, rounded once and packed: the bits that dequantize writes.
 * The warps of a CTA split K and add up their parts in warp order, so the result does not vary from run to run.
-
 * As soon as a group of words is decoded, the same group of the next chunk is asked for into the same registers.
 
-What bounds it (H200, ncu): up to 16 rows the L1 data pipe, 200 cycles a warp for 16 rows x 256, 128 of them lookups;
+What bounds it (H200, ncu): up to 16 rows the L1 data pipe, 200 cycles per warp for 16 rows x 256, 128 of them lookups;
 from 32 rows on the latency of X, which comes through the same pipe behind the weight.
 """
 
@@ -19,57 +18,86 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from .small_m_traffic_ptx import DIALECTS, Traffic, log2, vector
-
-TABLE_BYTES = 32768  # 256 entries x 16 copies x 8 B: a 64-bit shared load serves 16 lanes a cycle, each its own copy
+TABLE_BYTES = 32768  # 256 entries x 16 copies x 8 B: a 64-bit shared load serves 16 lanes per cycle, each its own copy
 SUM_BYTES = 8192  # partial sums. With the table and code2 under 48 KiB, which a kernel gets unasked
 CONSTRAINTS = "=r,l,l,l,l,l,l,l,l,l,r,r,r,r,r,r,r"
 
 
-@functools.lru_cache(maxsize=256)
-def program(
-    tiles: int, n_tiles: int, warps_n: int, warps_k: int, load_128bit: bool, prefetch_depth: int, x_in_registers: bool,
-    half: bool, nested: bool, tail: bool, split_k: bool, bias: bool, capability: tuple[int, int] = (9, 0),
-) -> str:  # fmt: skip
-    """The PTX source for a :class:`Cta` of these fields.
+class Dialect(NamedTuple):
+    """What a capability spells in its own way."""
 
-    Operands: $1 x, $2 packed, $3 absmax, $4 code, $5 absmax2, $6 code2, $7 offset, $8 out, $9 bias (addresses);
-    $10 M, $11 N, $12 K / 64, $13 log2(blocksize / 64), $14 log2(blocksize2), $15 even shares of the rows, $16 slices of K.
-    The grid is shares x CTAs a share x slices, shares fastest."""
-    return Cta(
-        tiles, n_tiles, warps_n, warps_k, load_128bit, prefetch_depth, x_in_registers, half, nested, tail, split_k, bias,
-        DIALECTS[max(known for known in DIALECTS if known <= capability)],
-    ).source()  # fmt: skip
+    mma_k: int  # K of one mma: sm_75 needs two for the same fragments
+    packed_convert: bool  # two fp32 are rounded and packed by one convert
+    wait: str  # for an mbarrier; "": there are none, the CTA meets at bar.sync
 
 
-class Cta(Traffic):
-    """The source, part by part."""
+DIALECTS = {
+    (7, 5): Dialect(8, False, ""),  # fp16 only
+    (8, 0): Dialect(16, True, "mbarrier.test_wait.parity.shared.b64"),  # spins
+    (9, 0): Dialect(16, True, "mbarrier.try_wait.parity.shared.b64"),  # may suspend the warp
+}
+
+
+def log2(x: int) -> int:
+    return x.bit_length() - 1
+
+
+def vector(prefix: str, first: int, count: int) -> str:
+    return "{" + ", ".join(f"{prefix}{first + i}" for i in range(count)) + "}"
+
+
+@dataclass
+class Cta:
+    """What a CTA is compiled for, and the lines of its source as they are written."""
+
+    tiles: int  # 16-row tiles of the weight a warp carries at once
+    n_tiles: int  # 8-row tiles of X
+    warps_n: int  # side by side along the rows of the weight,
+    warps_k: int  # and along K; powers of two
+    load_128bit: bool  # of the packed weight (half the L1 cycles, twice those of X), else 64-bit
+    prefetch_depth: int  # chunks of words and scales in flight, one set of registers each
+    x_in_registers: bool  # each warp meets one chunk of K only: its part of X stays in registers
+    half: bool  # fp16, else bf16
+    nested: bool
+    tail: bool  # K is no multiple of 256
+    split_k: bool  # fp32 partial sums out[split_k, M, N]
+    bias: bool
+    dialect: Dialect
+    lines: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.rows = 2 * self.tiles  # of the weight per lane
+        # a chunk is ``groups`` of ``words`` per lane and row, one scale each
+        self.groups, self.words = (2, 4) if self.load_128bit else (4, 2)
+        self.name = "f16" if self.half else "bf16"
         self.warps, self.registers = self.warps_n * self.warps_k, 4 * self.tiles * self.n_tiles
         # accumulators the warps add up at a time, of which each summing warp takes so many
         self.together = math.gcd(self.registers, SUM_BYTES // (128 * self.warps))
         self.mine = range(max(1, self.together // self.warps_k))
         self.barriers = self.warps_k > 1 and bool(self.dialect.wait)
 
+    def emit(self, line: str) -> None:
+        self.lines.append(line)
+
     def source(self) -> str:
         self.declare()
-        self.share_out()
+        self.partition()
         self.start_fetching()
         self.fill_tables()
-        self.add("LOOP:")
+        self.emit("LOOP:")
         for k in range(self.prefetch_depth):
             self.multiply_chunk(k)
-            self.finish_rows(k)
-        self.add("DONE:")
-        self.add("mov.u32 $0, 0;")
-        self.add("}")
+            self.epilogue(k)
+        self.emit("DONE:")
+        self.emit("mov.u32 $0, 0;")
+        self.emit("}")
         return "\n".join(self.lines)
 
     def declare(self) -> None:
-        e, rows, code2 = self.add, self.rows, ", ".join(f"code2{i}" for i in range(0, 256, 32 * self.warps))
+        e, rows, code2 = self.emit, self.rows, ", ".join(f"code2{i}" for i in range(0, 256, 32 * self.warps))
         e("{")
         e(f".shared .align 16 .b8 table[{TABLE_BYTES}];")
         if self.nested:
@@ -77,12 +105,11 @@ class Cta(Traffic):
         if self.warps_k > 1:
             barriers = " .shared .align 8 .b64 full, free;" if self.dialect.wait else ""
             e(f".shared .align 16 .b8 sums[{SUM_BYTES}];{barriers}")
-        e(".reg .pred p, more, last, there, scaled, in<4>, near<4>; .reg .b16 high, low; "
-          f".reg .f32 offset, f, w0, w1, {code2};")  # fmt: skip
+        e(".reg .pred p, more, last, there, scaled, in<4>, near<4>; .reg .b16 high, low;")
+        e(f".reg .f32 offset, f, w0, w1, {code2};")
         e(".reg .b32 tid, lane, g, t, wn, wk, lastn, lastm, rowbytes, u, v, row, column, idx, sub, look, buf, turn;")
-        e(
-            ".reg .b32 step, steps, per, atit, attile, end, first, stop, chunk, fetch, fetchit, fetchtile, slice, c0, c1;"
-        )
+        e(".reg .b32 step, steps, per, atit, attile, end, first, stop, chunk, fetch, fetchit, fetchtile, split;")
+        e(".reg .b32 c0, c1;")
         e(".reg .b64 d, base, wide, part, packed, x;")
         e(f".reg .b32 xw<{32 * self.n_tiles}>, a<{8 * self.words * self.tiles}>, block<{rows}>; .reg .b64 at<{rows}>;")
         for k in range(self.prefetch_depth):
@@ -90,46 +117,45 @@ class Cta(Traffic):
         e(f".reg .f32 own<{rows}>, s<{rows}>, acc<{self.registers}>, sum<{len(self.mine)}>;")
         e(f".reg .b64 x<{self.n_tiles}>;")
 
-    def share_out(self) -> None:
+    def partition(self) -> None:
         """Which rows of the weight and which chunks of K are this warp's."""
-        e, rows = self.add, 8 * self.rows * self.warps_n
+        e, rows = self.emit, 8 * self.rows * self.warps_n
         # lane (g, t): rows g and g + 8 of a tile of the weight, row g of a tile of X
         e("mov.u32 tid, %tid.x; and.b32 lane, tid, 31; shr.u32 g, lane, 2; and.b32 t, lane, 3;")
         e(f"shr.u32 u, tid, 5; and.b32 wk, u, {self.warps_k - 1}; shr.u32 wn, u, {log2(self.warps_k)};")
         e("and.b32 u, lane, 15; mul.wide.u32 d, u, 4; add.u64 d, $4, d; ld.global.f32 f, [d];")
         for i in self.code2_parts():
-            e(f"add.u32 u, tid, {i}; setp.lt.u32 p, u, 256; mul.wide.u32 d, u, 4; add.u64 d, $6, d; "
-              f"@p ld.global.f32 code2{i}, [d];")  # fmt: skip
+            e(f"add.u32 u, tid, {i}; setp.lt.u32 p, u, 256; mul.wide.u32 d, u, 4; add.u64 d, $6, d;")
+            e(f"@p ld.global.f32 code2{i}, [d];")
         if self.nested:
             e("ld.global.f32 offset, [$7];")
         e("sub.u32 lastn, $11, 1; sub.u32 lastm, $10, 1; shl.b32 rowbytes, $12, 5;")
-        # row groups [attile, end): CTAs i, i + $15, i + 2 $15, ... divide the i-th of $15 even shares among them,
+        # row groups [attile, end): CTAs i, i + $15, i + 2 $15, ... divide the i-th of $15 even partitions among them,
         # since they run on one multiprocessor
         e(f"add.u32 u, $11, {rows - 1}; div.u32 u, u, {rows};")
-        e(
-            "mov.u32 v, %ctaid.x; mov.u32 row, %nctaid.x; div.u32 row, row, $16; div.u32 slice, v, row; rem.u32 v, v, row;"
-        )
+        e("mov.u32 v, %ctaid.x; mov.u32 row, %nctaid.x; div.u32 row, row, $16;")
+        e("div.u32 split, v, row; rem.u32 v, v, row;")
         e("div.u32 row, row, $15; div.u32 idx, v, $15; rem.u32 v, v, $15;")
-        e("mul.lo.u32 attile, v, u; div.u32 attile, attile, $15; add.u32 v, v, 1; mul.lo.u32 end, v, u; "
-          "div.u32 end, end, $15;")  # fmt: skip
+        e("mul.lo.u32 attile, v, u; div.u32 attile, attile, $15; add.u32 v, v, 1; mul.lo.u32 end, v, u;")
+        e("div.u32 end, end, $15;")
         e("sub.u32 u, end, attile; mul.lo.u32 v, u, idx; div.u32 v, v, row;")
-        e("add.u32 idx, idx, 1; mul.lo.u32 u, u, idx; div.u32 u, u, row; add.u32 end, attile, u; "
-          "add.u32 attile, attile, v;")  # fmt: skip
+        e("add.u32 idx, idx, 1; mul.lo.u32 u, u, idx; div.u32 u, u, row; add.u32 end, attile, u;")
+        e("add.u32 attile, attile, v;")
         # chunks first, first + warps_k, ... < stop of this warp, `per` of them a row group for every warp
-        e("add.u32 u, $12, 3; shr.u32 u, u, 2; mul.lo.u32 first, slice, u; div.u32 first, first, $16;")
-        e("add.u32 v, slice, 1; mul.lo.u32 stop, v, u; div.u32 stop, stop, $16;")
-        e(f"sub.u32 u, stop, first; add.u32 u, u, {self.warps_k - 1}; shr.u32 per, u, {log2(self.warps_k)}; "
-          "add.u32 first, first, wk;")  # fmt: skip
+        e("add.u32 u, $12, 3; shr.u32 u, u, 2; mul.lo.u32 first, split, u; div.u32 first, first, $16;")
+        e("add.u32 v, split, 1; mul.lo.u32 stop, v, u; div.u32 stop, stop, $16;")
+        e(f"sub.u32 u, stop, first; add.u32 u, u, {self.warps_k - 1}; shr.u32 per, u, {log2(self.warps_k)};")
+        e("add.u32 first, first, wk;")
         e("sub.u32 u, end, attile; mul.lo.u32 steps, u, per; mov.u32 step, 0; mov.u32 atit, 0; mov.u32 turn, 0;")
         e("mov.u32 fetch, 0; mov.u32 fetchit, 0; mov.u32 fetchtile, attile;")
 
     def start_fetching(self) -> None:
         """The first chunks' words and scales, and the part of X that stays."""
-        e, words = self.add, self.words
+        e, words = self.emit, self.words
         e(f"mul.wide.u32 d, t, {4 * words}; add.u64 packed, $2, d; mul.wide.u32 d, t, {16 * words}; add.u64 x, $1, d;")
         self.clear_sums()
         for k in range(self.prefetch_depth):
-            self.aim()
+            self.compute_addresses()
             self.fetch_scales(k)
             for b in range(self.groups):
                 self.fetch_words(k, b)
@@ -141,8 +167,8 @@ class Cta(Traffic):
                 self.load_x(b)
 
     def fill_tables(self) -> None:
-        """With all that in flight: the table, an entry a half warp at a time, high nibble first; and code2."""
-        e = self.add
+        """With all that in flight: the table, one entry per half warp at a time, high nibble first; and code2."""
+        e = self.emit
         e("TABLE: and.b32 u, lane, 15; shl.b32 u, u, 3; mov.u32 look, table; add.u32 look, look, u;")
         e("shr.u32 u, tid, 5; shl.b32 u, u, 1; shr.u32 row, lane, 4; add.u32 row, row, u; mov.b32 v, f;")
         for i in range(0, 256, 2 * self.warps):
@@ -150,8 +176,8 @@ class Cta(Traffic):
             e("and.b32 u, idx, 15; shfl.sync.idx.b32 buf, v, u, 0x1f, 0xffffffff;")
             e("shl.b32 u, idx, 7; add.u32 u, u, look; st.shared.v2.b32 [u], {sub, buf};")
         for i in self.code2_parts():
-            e(f"add.u32 u, tid, {i}; setp.lt.u32 p, u, 256; mov.u32 v, scales; mad.lo.u32 v, u, 4, v; "
-              f"@p st.shared.f32 [v], code2{i};")  # fmt: skip
+            e(f"add.u32 u, tid, {i}; setp.lt.u32 p, u, 256; mov.u32 v, scales; mad.lo.u32 v, u, 4, v;")
+            e(f"@p st.shared.f32 [v], code2{i};")
         if self.barriers:
             e(f"setp.eq.u32 p, tid, 0; @p mbarrier.init.shared.b64 [full], {32 * self.warps};")
             e(f"@p mbarrier.init.shared.b64 [free], {32 * self.warps_n * min(self.together, self.warps_k)};")
@@ -159,14 +185,14 @@ class Cta(Traffic):
         e("setp.eq.u32 p, steps, 0; @p bra DONE;")
 
     def code2_parts(self) -> range:
-        """Of code2, a lane's entries: tid, tid + lanes, ..."""
+        """Of code2, a thread's entries: tid, tid + threads of the CTA, ..."""
         return range(0, 256, 32 * self.warps) if self.nested else range(0)
 
     def multiply_chunk(self, k: int) -> None:
         """The chunk in registers ``k``, while the next one of them is fetched into the same."""
-        e = self.add
+        e = self.emit
         e(f"mad.lo.u32 chunk, atit, {self.warps_k}, first; add.u32 u, atit, 1; setp.eq.u32 last, u, per;")
-        self.aim()
+        self.compute_addresses()
         e(f"setp.ge.u32 p, chunk, stop; @p bra IDLE{k};")
         if not self.x_in_registers:
             self.find_x()
@@ -194,7 +220,7 @@ class Cta(Traffic):
 
     def decode(self, k: int, b: int) -> None:
         """Group b of a chunk's words into A: 4 registers, rows g and g + 8 at the mma's low K, then at its high K."""
-        e, words = self.add, self.words
+        e, words = self.emit, self.words
         for i in range(self.rows):
             source = f"add.u32 v, column, {2 * b};" if self.load_128bit else f"mov.u32 v, {b};"
             e(f"{source} mov.b32 u, own{i}; shfl.sync.idx.b32 u, u, v, 0x1c1f, 0xffffffff; mov.b32 s{i}, u;")
@@ -203,33 +229,33 @@ class Cta(Traffic):
                 register = 8 * words * (i // 2) + 2 * byte + i % 2
                 e(f"dp4a.u32.u32 u, word{k}_{8 * i + words * b + byte // 4}, {0x80 << 8 * (byte % 4)}, look;")
                 e(f"ld.shared.v2.f32 {{w0, w1}}, [u]; mul.rn.f32 w0, w0, s{i}; mul.rn.f32 w1, w1, s{i};")
-                if self.dialect.pairs:
+                if self.dialect.packed_convert:
                     e(f"cvt.rn.{self.name}x2.f32 a{register}, w1, w0;")
                 else:
-                    e(f"cvt.rn.{self.name}.f32 low, w0; cvt.rn.{self.name}.f32 high, w1; "
-                      f"mov.b32 a{register}, {{low, high}};")  # fmt: skip
+                    e(f"cvt.rn.{self.name}.f32 low, w0; cvt.rn.{self.name}.f32 high, w1;")
+                    e(f"mov.b32 a{register}, {{low, high}};")
 
     def multiply(self, b: int) -> None:
-        words, depth = self.words, self.dialect.depth
+        words, depth = self.words, self.dialect.mma_k
         mma = f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{self.name}.{self.name}.f32"
         for j in range(0, 4 * words, depth // 8):  # pairs of registers of A, single ones of B
             for n in range(self.n_tiles):
                 for i in range(self.tiles):
                     c = vector("acc", 4 * (self.tiles * n + i), 4)
                     fragment = vector("xw", 32 * n + 4 * words * b + j, depth // 8)
-                    self.add(f"{mma} {c}, {vector('a', 8 * words * i + 2 * j, depth // 4)}, {fragment}, {c};")
+                    self.emit(f"{mma} {c}, {vector('a', 8 * words * i + 2 * j, depth // 4)}, {fragment}, {c};")
 
-    def finish_rows(self, k: int) -> None:
+    def epilogue(self, k: int) -> None:
         """After the last chunk of a row group: add up the warps' sums, store, begin the next group."""
-        e, rows = self.add, self.rows
+        e, rows = self.emit, self.rows
         e(f"SUM{k}: @!last bra NEXT{k};")
         e(f"mad.lo.u32 u, attile, {self.warps_n}, wn; mad.lo.u32 row, u, {8 * rows}, g; shl.b32 column, t, 1;")
         if self.warps_k == 1:
             for i in range(self.registers):  # register 2 (rows n + i) + k: row 8 i of the weight, row 8 n + k of X
                 self.store(f"acc{i}", 8 * (i // 2 % rows), 8 * (i // 2 // rows) + i % 2)
         else:
-            e(f"mov.u32 buf, sums; mad.lo.u32 buf, wn, {self.warps_k * self.together * 128}, buf; "
-              "mad.lo.u32 buf, lane, 4, buf;")  # fmt: skip
+            e(f"mov.u32 buf, sums; mad.lo.u32 buf, wn, {self.warps_k * self.together * 128}, buf;")
+            e("mad.lo.u32 buf, lane, 4, buf;")
             for r in range(0, self.registers, self.together):
                 self.add_up(k, r)
         self.clear_sums()
@@ -238,7 +264,7 @@ class Cta(Traffic):
         e("@more bra LOOP;" if k + 1 == self.prefetch_depth else "@!more bra DONE;")
 
     def clear_sums(self) -> None:
-        self.add(" ".join(f"mov.f32 acc{i}, 0f00000000;" for i in range(self.registers)))
+        self.emit(" ".join(f"mov.f32 acc{i}, 0f00000000;" for i in range(self.registers)))
 
     def add_up(self, k: int, r: int) -> None:
         """Registers r to r + together of all warps along K, by sums[wn][wk][register][lane]; register i by warp i % warps_k.
@@ -246,15 +272,15 @@ class Cta(Traffic):
         Two mbarriers in place of bar.sync: a warp that sums nothing now leaves its part (full) and goes on, and waits only
         where the sums before are not yet taken (free). 22.0 -> 18.9 us at 8 rows, 14336x4096, H200.
         """
-        e, together, warps_k = self.add, self.together, self.warps_k
-        e(f"xor.b32 v, turn, 1; {self.await_('free', 'v', f'FREE{k}_{r}')}")
+        e, together, warps_k = self.emit, self.together, self.warps_k
+        e(f"xor.b32 v, turn, 1; {self.wait_for('free', 'v', f'FREE{k}_{r}')}")
         e(f"mad.lo.u32 u, wk, {together * 128}, buf;")
         e(" ".join(f"st.shared.f32 [u + {128 * i}], acc{r + i};" for i in range(together)))
         e(self.arrive("full"))
         e(f"sub.u32 sub, wk, {r % warps_k};")
         if together < warps_k:
             e(f"setp.ge.u32 p, sub, {together}; @p bra SUMMED{k}_{r};")
-        e(self.await_("full", "turn", f"FULL{k}_{r}"))
+        e(self.wait_for("full", "turn", f"FULL{k}_{r}"))
         for i in self.mine:
             e(f"add.u32 u, sub, {i * warps_k}; mad.lo.u32 u, u, 128, buf; mov.f32 sum{i}, 0f00000000;")
             for j in range(warps_k):
@@ -268,14 +294,111 @@ class Cta(Traffic):
         e(f"SUMMED{k}_{r}: xor.b32 turn, turn, 1;")
 
     def arrive(self, barrier: str) -> str:
-        """This warp has left its part of the sums (full), or taken what it adds up (free)."""
+        """After this warp has left its part of the sums (full), or taken what it adds up (free)."""
         if self.dialect.wait:
             # Every lane for itself: racecheck (2025.3.1) reports the stores of all lanes but one that arrives for its warp.
             return f"bar.warp.sync 0xffffffff; mbarrier.arrive.shared.b64 _, [{barrier}];"
         return "bar.sync 0;" if barrier == "full" else ""
 
-    def await_(self, barrier: str, phase: str, label: str) -> str:
-        """All of them have."""
+    def wait_for(self, barrier: str, phase: str, label: str) -> str:
+        """Until all of them have."""
         if self.dialect.wait:
             return f"{label}: {self.dialect.wait} p, [{barrier}], {phase}; @!p bra {label};"
         return "bar.sync 0;" if barrier == "free" else ""
+
+    def compute_addresses(self) -> None:
+        """Of what is to be fetched next: 8 * rows rows of the weight x chunk, under ``there``; then step on."""
+        e, rows = self.emit, self.rows
+        e(f"mad.lo.u32 sub, fetchit, {self.warps_k}, first; setp.lt.u32 there, fetch, steps;")
+        e("setp.lt.and.u32 there, sub, stop, there;")
+        e(f"mad.lo.u32 u, fetchtile, {self.warps_n}, wn; mad.lo.u32 row, u, {8 * rows}, g;")
+        e("mul.wide.u32 d, sub, 128; add.u64 base, packed, d; shl.b32 sub, sub, 2;")
+        if self.tail:
+            self.within_k("near", ", there")
+        e("add.u32 sub, sub, t;")  # the scale of block t of the chunk is for lane t to fetch
+        e("setp.lt.and.u32 scaled, sub, $12, there;" if self.tail else "and.pred scaled, there, there;")
+        for i in range(rows):
+            e(f"add.u32 u, row, {8 * i}; min.u32 u, u, lastn; mad.wide.u32 at{i}, u, rowbytes, base;")
+            e(f"mad.lo.u32 block{i}, u, $12, sub; shr.u32 block{i}, block{i}, $13;")
+        e("add.u32 fetch, fetch, 1;")
+        self.advance("fetch")
+
+    def advance(self, cursor: str) -> None:
+        self.emit(f"add.u32 {cursor}it, {cursor}it, 1; setp.eq.u32 p, {cursor}it, per;")
+        self.emit(f"@p mov.u32 {cursor}it, 0; @p add.u32 {cursor}tile, {cursor}tile, 1;")
+
+    def within_k(self, name: str, also: str = "") -> None:
+        """name<b>: this lane's words of group b lie within K."""
+        for b in range(self.groups):
+            self.emit("shr.u32 u, t, 1; add.u32 u, u, sub;" if self.load_128bit else "mov.u32 u, sub;")
+            condition = f"setp.lt{'.and' if also else ''}.u32 {name}{b}, u, $12{also};"
+            self.emit(f"add.u32 u, u, {b * 4 // self.groups}; {condition}")
+
+    def fetch_words(self, k: int, b: int) -> None:
+        there = f"near{b}" if self.tail else "there"
+        for i in range(self.rows):
+            target, offset = vector(f"word{k}_", 8 * i + self.words * b, self.words), 128 // self.groups * b
+            self.emit(f"@{there} ld.global.L1::no_allocate.v{self.words}.b32 {target}, [at{i} + {offset}];")
+
+    def fetch_scales(self, k: int) -> None:
+        e = self.emit
+        for i in range(self.rows):
+            if self.tail:  # else a lane past K would look up what it never loaded
+                e(f"mov.u32 q{k}_{i}, 0; mov.f32 am{k}_{i}, 0f00000000;")
+            if self.nested:
+                e(f"cvt.u64.u32 d, block{i}; add.u64 d, $3, d; @scaled ld.global.u8 q{k}_{i}, [d];")
+                e(f"shr.u32 u, block{i}, $14; mul.wide.u32 d, u, 4; add.u64 d, $5, d;")
+                e(f"@scaled ld.global.nc.f32 am{k}_{i}, [d];")
+            else:
+                e(f"mul.wide.u32 d, block{i}, 4; add.u64 d, $3, d; @scaled ld.global.f32 am{k}_{i}, [d];")
+
+    def find_x(self) -> None:
+        e = self.emit
+        e("mul.wide.u32 d, chunk, 512; add.u64 base, x, d; shl.b32 sub, chunk, 2; mul.wide.u32 wide, $12, 128;")
+        if self.tail:
+            self.within_k("in")
+        for n in range(self.n_tiles):  # a row of X past M repeats the last; its sums are not written
+            e(f"add.u32 u, g, {8 * n}; min.u32 u, u, lastm; cvt.u64.u32 d, u; mad.lo.u64 x{n}, d, wide, base;")
+
+    def load_x(self, b: int) -> None:
+        within = f"@in{b} " if self.tail else ""
+        for n in range(self.n_tiles):
+            for word in range(self.words):
+                first, offset = 32 * n + 4 * (self.words * b + word), 512 // self.groups * b + 16 * word
+                if self.tail:
+                    self.emit(" ".join(f"mov.b32 xw{first + i}, 0;" for i in range(4)))
+                self.emit(f"{within}ld.global.nc.v4.b32 {vector('xw', first, 4)}, [x{n} + {offset}];")
+
+    def store(self, value: str, drow: str | int, dcolumn: str | int) -> None:
+        """The finished sum for row ``row + drow`` of the weight and row ``column + dcolumn`` of X."""
+        e = self.emit
+        e(f"add.u32 u, row, {drow}; add.u32 v, column, {dcolumn}; setp.lt.u32 p, u, $11; setp.lt.and.u32 p, v, $10, p;")
+        if self.bias and not self.split_k:
+            e("mul.wide.u32 d, u, 2; add.u64 d, $9, d; mov.b16 high, 0; @p ld.global.b16 high, [d];")
+            e("cvt.f32.f16 f, high;" if self.half else "mov.b16 low, 0; mov.b32 idx, {low, high}; mov.b32 f, idx;")
+            e(f"add.rn.f32 {value}, {value}, f;")
+        e("cvt.u64.u32 d, v; cvt.u64.u32 wide, $11; cvt.u64.u32 base, u;")
+        if self.split_k:
+            e("mul.wide.u32 part, split, $10; add.u64 d, d, part;")
+        e("mad.lo.u64 d, d, wide, base;")
+        if self.split_k:
+            e(f"shl.b64 d, d, 2; add.u64 d, d, $8; @p st.global.f32 [d], {value};")
+        else:
+            e(f"shl.b64 d, d, 1; add.u64 d, d, $8; cvt.rn.{self.name}.f32 high, {value}; @p st.global.b16 [d], high;")
+
+
+@functools.lru_cache(maxsize=256)
+def program(
+    tiles: int, n_tiles: int, warps_n: int, warps_k: int, load_128bit: bool, prefetch_depth: int, x_in_registers: bool,
+    half: bool, nested: bool, tail: bool, split_k: bool, bias: bool, capability: tuple[int, int] = (9, 0),
+) -> str:  # fmt: skip
+    """The PTX source for a :class:`Cta` of these fields.
+
+    Operands: $1 x, $2 packed, $3 absmax, $4 code, $5 absmax2, $6 code2, $7 offset, $8 out, $9 bias (addresses);
+    $10 M, $11 N, $12 K / 64, $13 log2(blocksize / 64), $14 log2(blocksize2), $15 sm_partitions, $16 split_k.
+    The grid is sm_partitions x CTAs of each x split_k, the first fastest; see SmallMPlan.
+    """
+    return Cta(
+        tiles, n_tiles, warps_n, warps_k, load_128bit, prefetch_depth, x_in_registers, half, nested, tail, split_k, bias,
+        DIALECTS[max(known for known in DIALECTS if known <= capability)],
+    ).source()  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 ANY = 2**62
@@ -16,12 +17,12 @@ class SmallMConfig(NamedTuple):
     warps_k: int
     load_128bit: bool
     ctas_per_sm: int
-    prefetch_depth: int = 1  # chunks in flight a warp
-    split_k: bool = False  # K over several CTAs, their sums by a second launch, where rows alone leave it idle
+    prefetch_depth: int = 1  # chunks in flight per warp
+    split_k: bool = False  # K over several CTAs, their sums by a second launch, where rows alone leave the GPU idle
 
     @property
-    def rows(self) -> int:
-        """Rows of the weight a CTA takes at once."""
+    def block_n(self) -> int:
+        """Rows of the weight that a CTA takes at once."""
         return 16 * self.tiles * self.warps_n
 
 
@@ -29,19 +30,31 @@ class SmallMRow(NamedTuple):
     """Where a config wins: capability, and the most rows of X, most K, fewest N."""
 
     capability: tuple[int, int]
-    m: int
-    k: int
-    n: int
+    max_m: int
+    max_k: int
+    min_n: int
     config: SmallMConfig
 
 
+# By (n, k), in ascending m: the config for up to so many rows of X, or None where dequantize + matmul is faster.
+CalibratedRows = Mapping[tuple[int, int], tuple[tuple[int, SmallMConfig | None], ...]]
+
+
+def _not_calibrated(device: int) -> CalibratedRows:
+    return {}
+
+
+# Handed in from above: what was measured on the GPU with this index. It goes before the tables.
+calibrated: Callable[[int], CalibratedRows] = _not_calibrated
+
+
 # The first row that fits is taken; no row: the caller dequantizes and multiplies.
-# H200, torch 2.11, triton 3.6.0, bf16, us a call, CUDA graph over weights that overflow the L2:
+# H200, torch 2.11, triton 3.6.0, bf16, us per call, CUDA graph over weights that overflow the L2:
 #                  14336x4096     4096x14336     4096x4096      8192x8192      28672x8192
 #   M = 1 / 8      16.9 / 17.8    19.0 / 21.3    7.0 / 7.7      22.0 / 25.0    64.4 / 73.5
 #   M = 16         21.7           23.2           9.3            26.6           91.7
 #   M = 32 / 64    31.2 / 43.1    29.5 / 40.2    12.8 / 16.7    32.1 / 43.2    114 / 159
-# One chunk of K a warp (K <= 4096 at 16 warps) keeps X in registers: 21.8 -> 16.9 at M = 1, 26.9 -> 21.7 at M = 16.
+# One chunk of K per warp (K <= 4096 at 16 warps) keeps X in registers: 21.8 -> 16.9 at M = 1, 26.9 -> 21.7 at M = 16.
 # Past 64 rows a second pass over the weight costs more than dequantize + matmul.
 SMALL_M_ROWS: tuple[SmallMRow, ...] = (
     SmallMRow((9, 0), 8, 4096, 1,
@@ -66,11 +79,11 @@ SMALL_M_ROWS: tuple[SmallMRow, ...] = (
 # By a model (docs/notes), 1.4 to 3.0 times as fast as bitsandbytes on a T4 from 4 rows on, and no faster below; not
 # measured: `nf4-patch calibrate` tries them, config_for never takes them. fp16 only.
 SMALL_M_CANDIDATES: tuple[SmallMRow, ...] = (
-    SmallMRow((7, 5), 16, ANY, 1,
-              SmallMConfig(tiles=1, warps_n=1, warps_k=8, load_128bit=True, ctas_per_sm=1)),
-    SmallMRow((7, 5), 64, ANY, 1,
-              SmallMConfig(tiles=2, warps_n=4, warps_k=2, load_128bit=False, ctas_per_sm=1, split_k=True)),
-)  # fmt: skip
+    SmallMRow((7, 5), 16, ANY, 1, SmallMConfig(tiles=1, warps_n=1, warps_k=8, load_128bit=True, ctas_per_sm=1)),
+    SmallMRow(
+        (7, 5), 64, ANY, 1, SmallMConfig(tiles=2, warps_n=4, warps_k=2, load_128bit=False, ctas_per_sm=1, split_k=True)
+    ),
+)
 
 
 class HopperConfig(NamedTuple):
@@ -79,25 +92,25 @@ class HopperConfig(NamedTuple):
     ``stages`` is even, so that a decoder, which takes every second step, meets every phase of its slots' barriers.
     """
 
-    rows: int
+    block_m: int
     stages: int
     decoded: int
 
 
 class HopperRow(NamedTuple):
-    """Where a config wins: capability, least and most rows of X, fewest elements of the weight, least Plan.fill."""
+    """Where a config wins: capability, least and most rows of X, fewest elements of the weight, least HopperPlan.fill."""
 
     capability: tuple[int, int]
-    least: int
-    most: int
-    elements: int
-    fill: float
+    min_m: int
+    max_m: int
+    min_elements: int
+    min_fill: float
     config: HopperConfig
 
 
 # No row: the caller dequantizes and multiplies. The matmul of that is cuBLAS', nearer to the tensor cores' peak, and the
 # more rows share the cost of the dequantization the more it counts: what is saved here falls with the rows.
-# H200, torch 2.11, triton 3.6.0, bf16, us a call, CUDA graph over weights that overflow the L2, this / dequantize + matmul:
+# H200, torch 2.11, triton 3.6.0, bf16, us per call, CUDA graph over weights that overflow the L2, this / dequantize + matmul:
 #              14336x4096     4096x14336    8192x8192     5120x13824    4096x11008    28672x8192   11008x4096, fill 0.65
 #   M = 128    44.8 / 74.4    49.0 / 78.9   52.6 / 84.0   56.0 / 95.7   40.7 / 62.9   165 / 279    47.2 / 58.4
 #   M = 160    56.4 / 76.1    67.1 / 81.0   77.4 / 84.6   77.3 / 97.6   56.7 / 64.2   214 / 278    56.9 / 64.1
@@ -106,8 +119,8 @@ class HopperRow(NamedTuple):
 # 130 rows take no less than 256 (8192x8192: 90.7 / 87.5), 385 no less than 512 (110 / 106 at 14336x4096), and 1024 lose.
 # 5120x5120 at 128 rows 30.1 / 36.1, at 256 40.9 / 41.2; 4096x4096 at 128 rows 24.8 / 25.0.
 HOPPER_ROWS: tuple[HopperRow, ...] = (
-    HopperRow((9, 0), 65, 128, 26_000_000, 0.0, HopperConfig(rows=128, stages=6, decoded=4)),
-    HopperRow((9, 0), 160, 256, 45_000_000, 0.8, HopperConfig(rows=256, stages=4, decoded=3)),
-    HopperRow((9, 0), 449, 512, 45_000_000, 0.8, HopperConfig(rows=256, stages=4, decoded=3)),
+    HopperRow((9, 0), 65, 128, 26_000_000, 0.0, HopperConfig(block_m=128, stages=6, decoded=4)),
+    HopperRow((9, 0), 160, 256, 45_000_000, 0.8, HopperConfig(block_m=256, stages=4, decoded=3)),
+    HopperRow((9, 0), 449, 512, 45_000_000, 0.8, HopperConfig(block_m=256, stages=4, decoded=3)),
 )
 MULTIPROCESSORS = 132  # of the GPU they were measured on

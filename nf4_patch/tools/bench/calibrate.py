@@ -1,7 +1,6 @@
 """``nf4-patch calibrate``: which config of the fused matmul wins on this GPU, by weight and rows of X, remembered.
 
-And whether our dequantization is no slower than Unsloth's own kernel. What is written is what
-:mod:`nf4_patch.nf4.matmul.calibration` reads, with the times that decided it.
+What is written is what :mod:`nf4_patch.patching.calibrated` reads, with the times that decided it.
 """
 
 from __future__ import annotations
@@ -9,9 +8,7 @@ from __future__ import annotations
 import datetime
 import functools
 import itertools
-import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,22 +16,20 @@ from typing import Any, NamedTuple
 import click
 import torch
 from rich.console import RenderableType
-from rich.table import Table
 
 from ...config import Config
 from ...nf4 import runtime
 from ...nf4.layout import Layout
-from ...nf4.matmul import calibration
 from ...nf4.matmul import launch as matmul
 from ...nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
-from ...patching import hooks
+from ...patching import calibrated
 from ...patching.quant_state import fields_of
 from .. import output
 from ..report import Report, Tell, require_gpu, silent
 from . import dequantize as dequantization
 from . import matmul as fused_matmul
 from .dequantize import Packed
-from .peers import OURS, UNSLOTH_TRITON, original, peers
+from .peers import OURS, original
 from .record import Check, Row, accuracy, table
 from .shapes import LLAMA_8B, MODELS, Model, projections
 from .timing import Times, gpu_times
@@ -53,11 +48,11 @@ METHOD = (
 
 def candidates(m: int, quick: bool) -> list[Any]:
     """The configs to try at ``m`` rows of X: those of every table row that covers m; quick: only those that some size takes."""
-    rows = [row for row in SHIPPED if row.m >= m]
+    rows = [row for row in SHIPPED if row.max_m >= m]
     found: list[Any] = [row.config for row in rows]
     if quick:
-        sizes = dict.fromkeys((row.capability, m, row.n, other.k) for row in rows for other in rows)
-        found = [config for size in sizes if (config := matmul.config_for(*size, SHIPPED)) is not None]
+        sizes = dict.fromkeys((row.capability, m, row.min_n, other.max_k) for row in rows for other in rows)
+        found = [config for size in sizes if (config := matmul.first_config(SHIPPED, *size)) is not None]
     return list(dict.fromkeys(found))
 
 
@@ -86,12 +81,9 @@ def decided(points: Sequence[Point]) -> list[dict[str, Any]]:
     for before, (row, config) in zip((None, *points), points, strict=False):
         m = row.sizes["m"]
         wins = beats(row, row) and (before is None or m == before.row.sizes["m"] + 1 or beats(row, before.row))
-        found.append({"m": m, "config": config._asdict() if wins else None, **recorded(row)})
+        us = {name: times.median for name, times in row.times.items()}
+        found.append({"m": m, "config": config._asdict() if wins else None, "us": us, "noise": row.noise})
     return found
-
-
-def recorded(row: Row) -> dict[str, Any]:
-    return {"us": {name: times.median for name, times in row.times.items()}, "noise": row.noise}
 
 
 def multiply(config: Any, x: torch.Tensor, packed: torch.Tensor, state: Any, out: Any = None) -> Any:
@@ -125,7 +117,7 @@ def one_point(
     m: int, weights: Sequence[Packed], dense: torch.Tensor, truth: torch.Tensor, quick: bool, unsloth: Any,
     failures: list[str],
 ) -> Point:  # fmt: skip
-    """Check every candidate, then time those that are right beside everything else, alternating."""
+    """Check every candidate, then time those that are right and everything else, alternating."""
     n, k = dense.shape
     x = torch.randn(m, k, dtype=dense.dtype, device=dense.device)
     right: dict[str, tuple[Any, Check]] = {}
@@ -167,29 +159,9 @@ def one_shape(
     return decided(points)
 
 
-def eager(shapes: Iterable[tuple[int, int]], dtype: torch.dtype, tell: Tell) -> Iterator[Row]:
-    """Our dequantization beside Unsloth's Triton kernel, on the host and on the GPU; nothing where there is none."""
-    found = peers()
-    if UNSLOTH_TRITON not in found or Config.read().forbidden:  # NF4_PATCH=0: ours is not to be had
-        return
-    yield from dequantization.on_host(found, tell)
-    for shape in shapes:
-        tell(f"dequantize {dequantization.name_of(shape, dtype)}")
-        yield dequantization.one_shape(shape, dtype, "", {UNSLOTH_TRITON: found[UNSLOTH_TRITON]}, limits=False)
-
-
-def faster(comparisons: Sequence[Row]) -> bool | None:
-    """Whether ours is nowhere slower and somewhere faster than Unsloth's Triton kernel; None where nothing was compared."""
-    if not comparisons:
-        return None
-    ratios = [(comparison.ratio(UNSLOTH_TRITON) or 0.0, comparison.noise) for comparison in comparisons]
-    slower = any(ratio < 1 / (1 + MARGIN) for ratio, _ in ratios)
-    return not slower and any(ratio > 1 + max(MARGIN, noise) for ratio, noise in ratios)
-
-
 def measure(
     shapes: Sequence[tuple[int, int]], quick: bool = False, with_unsloth: bool = True, tell: Tell = silent
-) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+) -> tuple[dict[str, Any], list[str]]:
     """The entry of the current GPU, and what was wrong.
 
     Args:
@@ -208,37 +180,19 @@ def measure(
         f"{n}x{k}": one_shape((n, k), dtype, quick, unsloth, failures, lambda text: tell(text, next(done), total))
         for n, k in shapes
     }
-    comparisons = list(eager(shapes, dtype, tell)) if with_unsloth else []
-    failures += [failure for comparison in comparisons for failure in comparison.failures]
     return {
         "date": datetime.date.today().isoformat(),
-        "releases": {"torch": torch.__version__, **hooks.releases()},
+        "releases": {"torch": torch.__version__, **calibrated.releases()},
         "dtype": str(dtype).removeprefix("torch."),
         "matmul": found,
-        "faster_eagerly": faster(comparisons),
-        "dequantization": [{"subject": comparison.subject, **recorded(comparison)} for comparison in comparisons],
-    }, failures  # fmt: skip
+    }, failures
 
 
 def merged(known: Any, entry: dict[str, Any]) -> dict[str, Any]:
     """``entry`` with the shapes that it does not have from one of the same releases."""
     if known is None or any(known[name] != entry[name] for name in ("releases", "dtype")):
         return entry
-    eagerly = entry if entry["faster_eagerly"] is not None else known
-    return {
-        **entry,
-        "matmul": {**known["matmul"], **entry["matmul"]},
-        **{name: eagerly[name] for name in ("faster_eagerly", "dequantization")},
-    }
-
-
-def write(path: Path, entries: dict[str, Any]) -> None:
-    """Whoever reads sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-    hooks.forget_calibration()
+    return {**entry, "matmul": {**known["matmul"], **entry["matmul"]}}
 
 
 @dataclass(frozen=True)
@@ -260,29 +214,20 @@ class Calibration(Report):
             releases = ", ".join(f"{library} {release}" for library, release in entry["releases"].items() if release)
             yield f"{name}, {entry['date']}, {entry['dtype']}, {releases}"
             yield METHOD
-            yield from tables(entry)
+            yield table(
+                "fused matmul", [row for shape, rows in entry["matmul"].items() for row in remembered(shape, rows)]
+            )
         yield from self.failures
 
 
-def tables(entry: dict[str, Any]) -> Iterator[Table]:
-    """What was measured and taken, by weight and range of rows of X; then whose kernel runs eager dequantizations."""
-    ranges = []
-    for shape, rows in entry["matmul"].items():
-        for first, row in zip((1, *(row["m"] + 1 for row in rows)), rows, strict=False):
-            m = str(first) if first == row["m"] else f"{first} to {row['m']}"
-            ranges.append(remembered(f"{shape} M={m}", row, taken=taken(row["config"])))
-    yield table("fused matmul", ranges)
-    if entry["dequantization"]:
-        keeps = "ours takes" if entry["faster_eagerly"] else "Unsloth's keeps"
-        rows = [remembered(row["subject"], row) for row in entry["dequantization"]]
-        yield table(f"dequantization: {keeps} eager calls", rows)
-
-
-def remembered(subject: str, row: dict[str, Any], **notes: str) -> Row:
-    """A recorded row as one of a table; only what passed its check was recorded."""
-    times = {name: Times((us,)) for name, us in row["us"].items()}
-    passed = {"fp64": Check(True, "checked before it was timed")}
-    return Row(subject, "us", times, passed, notes={"noise": f"{100 * row['noise']:.1f} %", **notes})
+def remembered(shape: str, rows: Sequence[dict[str, Any]]) -> Iterable[Row]:
+    """What was measured and taken for a weight, by range of rows of X; only what passed its check was recorded."""
+    for first, row in zip((1, *(row["m"] + 1 for row in rows)), rows, strict=False):
+        m = str(first) if first == row["m"] else f"{first} to {row['m']}"
+        times = {name: Times((us,)) for name, us in row["us"].items()}
+        passed = {"fp64": Check(True, "checked before it was timed")}
+        notes = {"noise": f"{100 * row['noise']:.1f} %", "taken": taken(row["config"])}
+        yield Row(f"{shape} M={m}", "us", times, passed, notes=notes)
 
 
 def taken(config: dict[str, Any] | None) -> str:
@@ -306,7 +251,7 @@ def shape_of(text: str) -> tuple[int, int]:
 @click.pass_obj
 def command(
     tell: Tell, models: tuple[str, ...], shapes: tuple[str, ...], quick: bool, show: bool, forget: bool
-) -> Calibration:  # fmt: skip
+) -> Calibration:
     """Measure on this GPU which config of the fused matmul wins, by weight and rows of X, and remember it.
 
     enable(matmul="auto") then prefers it to the shipped tables, as long as the same releases are installed.
@@ -318,32 +263,32 @@ def command(
     if show and forget:
         raise click.UsageError("--show and --forget: give one of them")
     try:
-        known, note = calibration.load(path), ""
+        known, note = calibrated.load(path), ""
     except (OSError, ValueError) as error:
         known, note = {}, f"{path} cannot be read: {error}"
-    states = {name: calibration.read(path, name, hooks.releases()) for name in known}
+    states = {name: calibrated.read(path, name) for name in known}
     if show:
         nothing = config.missing_calibration() or f"nothing is remembered in {path}"
         note = note or (f"remembered in {path}" if known else nothing)
         lines = [note, *(f"{name}: {entry.status}" for name, entry in states.items())]
-        sound = {name: known[name] for name, entry in states.items() if entry.matmul}
+        sound = {name: known[name] for name, entry in states.items() if entry.rows}
         return Calibration(path, sound, note="\n".join(lines))
     chosen: list[Model] = [NAMES[model] for model in models] or ([] if shapes else [LLAMA_8B])
     wanted = [shape for model in chosen for shape in projections(model)] + [shape_of(text) for text in shapes]
     try:
         require_gpu()
-        hooks.use_calibration(config)
-        name = calibration.gpu(torch.cuda.current_device())
+        calibrated.use(config)
+        name = calibrated.gpu(torch.cuda.current_device())
         path.parent.mkdir(parents=True, exist_ok=True)
         path = output.checked(path)
         if forget:
             if before := known.pop(name, None):
-                write(path, known)
+                calibrated.write(path, known)
             return Calibration(path, {}, note=f"{'forgotten' if before else 'nothing was remembered'}: {name}")
         entry, failures = measure(list(dict.fromkeys(wanted)), quick, tell=tell)
     except (RuntimeError, ImportError, OSError, output.OutputError) as error:
         raise click.ClickException(str(error)) from error
-    known[name] = merged(known[name] if name in known and states[name].matmul else None, entry)
-    written = output.write(path, lambda path: write(path, known))
+    known[name] = merged(known[name] if name in known and states[name].rows else None, entry)
+    written = output.write(path, lambda path: calibrated.write(path, known))
     note = f"{name} is remembered in {path}" if written else f"{name} was measured and is not remembered"
     return Calibration(path, {name: known[name]}, failures, note)

@@ -20,8 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 import nf4_patch
 
 from ...config import Config
-from ...nf4.matmul import calibration
-from ...patching import hooks
+from ...patching import calibrated
 from ..report import answer, commit, releases
 
 Call = Callable[[], object]
@@ -78,12 +77,12 @@ def machine() -> Machine:
     else:
         driver, clocks = "unknown", "clocks unknown (nvidia-smi did not answer)"
     major, minor = torch.cuda.get_device_capability(device)
-    hooks.use_calibration(Config.read())
-    name, calibrated = torch.cuda.get_device_name(device), calibration.status(device)
+    calibrated.use(Config.read())
+    name = torch.cuda.get_device_name(device)
     installed = {"python": platform.python_version(), **releases(), "nf4-patch": nf4_patch.__version__}
     installed["torch"] = torch.__version__  # with the CUDA that it was built for
     today = datetime.date.today().isoformat()
-    return Machine(name, f"{major}{minor}", driver, clocks, installed, calibrated, today, commit())
+    return Machine(name, f"{major}{minor}", driver, clocks, installed, calibrated.status(device), today, commit())
 
 
 def _uuid(device: int) -> str:

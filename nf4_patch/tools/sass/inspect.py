@@ -62,7 +62,7 @@ class InspectReport(Report):
 def ours(capability: Capability, dtype: torch.dtype) -> KernelRow:
     variant = Variant(compilation.config_for(capability, 2**26), dtype)
     code = machine_code.code_of(variant, capability)
-    elements = compilation.group_of(variant) * variant.config.steps  # a lane
+    elements = compilation.elems_per_thread(variant) * variant.config.unroll
     return row_of(capability, dtype, OURS, code, len(code.instructions) / elements)
 
 

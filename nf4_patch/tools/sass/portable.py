@@ -35,20 +35,22 @@ def check(capability: Capability, device: torch.device) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def load(variant: Variant, capability: Capability, device: torch.device) -> tuple[Any, runtime.Entry]:
+def load(variant: Variant, capability: Capability, device: torch.device) -> tuple[Any, runtime.KernelEntry]:
     """The compiled kernel with its PTX in the place of its cubin, and a function that launches it on ``device``."""
     compiled = machine_code.compile_variant(variant, capability)
     values = tuple(compilation.constants(variant, capability).values())
     return compiled, entry_of(compiled, values, capability, device)
 
 
-def entry_of(compiled: Any, values: tuple[Any, ...], capability: Capability, device: torch.device) -> runtime.Entry:
+def entry_of(
+    compiled: Any, values: tuple[Any, ...], capability: Capability, device: torch.device
+) -> runtime.KernelEntry:
     """What launches the PTX of a compiled kernel on ``device``."""
     target = re.search(r"^\.target (\w+)", compiled.asm["ptx"], re.MULTILINE)
     assert target and target[1].startswith(arch_of(capability)), target
     compiled.kernel = compiled.asm["ptx"].encode() + b"\0"  # cuModuleLoadData reads PTX up to a zero byte
     with torch.cuda.device(device):
-        return runtime.Entry.of(compiled, values)
+        return runtime.KernelEntry.of(compiled, values)
 
 
 def dequantize(layout: Layout, capability: Capability, out: torch.Tensor) -> torch.Tensor:

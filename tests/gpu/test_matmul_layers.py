@@ -1,4 +1,4 @@
-"""The fused matmul of up to 64 rows on the GPU, reached through the layers and functions of bitsandbytes and Unsloth."""
+"""The fused matmul on the GPU, reached through the layers and functions of bitsandbytes and Unsloth."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import bitsandbytes as bnb
 import bitsandbytes.functional as F
 import pytest
 import torch
-from fused_matmul import CUDA, MEASURED, NOT_MEASURED, error, exact, hits_by_shape, linear, stock_and_fused
+from fused_matmul import CUDA, error, exact, hits_by_shape, hopper_measured, linear, measured, stock_and_fused
 from oracle import layout_of, quantized
 from subprocess_python import python
 from target import same, step
@@ -17,8 +17,11 @@ from target import same, step
 import nf4_patch
 from nf4_patch.nf4.matmul import launch
 from nf4_patch.patching.counters import counters
+from nf4_patch.patching.fused_matmul import FusedMatmul
+from nf4_patch.patching.quant_state import fields_of
+from nf4_patch.patching.reasons import Reason
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not MEASURED, reason=NOT_MEASURED)]
+pytestmark = [pytest.mark.gpu, measured]
 unsloth = pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="unsloth is not installed")
 SUPPORT = Path(__file__).parents[1] / "support"
 TARGETS = (
@@ -252,3 +255,91 @@ def test_unsloth_matmul_lora():
     """,
         path=SUPPORT,
     )
+
+
+@hopper_measured
+def test_linear4bit_runs_it_where_it_wins_and_has_its_own_bits_elsewhere(auto):
+    layer = linear(14336, 4096)
+    for m, served in ((128, True), (256, True), (384, False), (512, True), (600, False)):
+        x = torch.randn(m, 4096, dtype=torch.bfloat16, device=CUDA)
+        stock, got = stock_and_fused(layer, x)
+        assert bool(hits_by_shape()) == served, (m, hits_by_shape())
+        if not served:
+            assert torch.equal(got, stock), m
+        weight = F.dequantize_4bit(layer.weight, layer.weight.quant_state)
+        truth = x.double() @ weight.double().t()
+        assert error(got, truth) <= 1.01 * error(stock, truth), m
+
+
+@hopper_measured
+def test_a_training_step_of_128_tokens(auto):
+    """The forward is the fused matmul's, dX of 128 rows the original's: the same bits from the same dY."""
+    layer = linear(14336, 4096)
+    x = torch.randn(128, 4096, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
+    dy = torch.randn(128, 14336, dtype=torch.bfloat16, device=CUDA)
+    out = layer(x)
+    assert hits_by_shape()
+    (ours,) = torch.autograd.grad(out, x, dy)
+    nf4_patch.disable()
+    (theirs,) = torch.autograd.grad(layer(x), x, dy)
+    assert torch.equal(ours, theirs)
+    nf4_patch.enable(matmul="auto")
+    compiled = torch.compile(layer, fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), out)
+
+
+def test_reasons_of_fused_matmul():
+    packed, state = quantized((128, 256), torch.bfloat16, CUDA)
+    fields = fields_of(state)
+    matmul = FusedMatmul("test")
+    one = torch.randn(4, 256, device=CUDA, dtype=torch.bfloat16)
+
+    def run(x=one, packed=packed, quant_type="nf4", **kwargs):
+        return matmul.run(x, packed, fields, quant_type, state=state, **kwargs)
+
+    want = run()
+    assert not isinstance(want, Reason)
+    for _ in range(2):  # refused again, and nothing remembered by it
+        assert run(one.cpu()) is Reason.NOT_CUDA
+        assert run(one[:0]) is Reason.NOT_FASTER
+        assert run(torch.cat([one] * 17)) is Reason.NOT_FASTER
+        assert run(one[:, :128]) is Reason.NOT_FASTER
+        assert run(bias=torch.zeros(128, device=CUDA)) is Reason.MATMUL_OPERANDS
+        assert run(packed=packed[:64]) is Reason.SIZE_MISMATCH
+        assert run(packed=packed.clone()[16:]) is Reason.SIZE_MISMATCH
+        assert run(quant_type="int4") is Reason.QUANT_TYPE
+        for wrong in (torch.empty(4, 127, device=CUDA, dtype=one.dtype), torch.empty(4, 128, device=CUDA)):
+            assert run(out=wrong) is Reason.OUT_MISMATCH
+    out = torch.full((4, 128), float("nan"), device=CUDA, dtype=one.dtype)
+    assert run(out=out) is out
+    assert torch.equal(out, want)
+    odd = torch.full((4 * 128 + 1,), float("nan"), device=CUDA, dtype=one.dtype)[1:].view(4, 128)
+    assert torch.equal(run(out=odd), want) and torch.equal(odd, want)
+    assert len(matmul.launches) == 1
+    freed = packed.clone()
+    freed.untyped_storage().resize_(0)
+    assert run(packed=freed) is Reason.NO_STORAGE
+    assert counters.hits("test") == 3
+
+
+def test_a_remembered_launch_follows_its_weight():
+    """Another bias, x, weight at the same shape, or new numbers at the same address: the result is that of now."""
+    packed, state = quantized((128, 256), torch.bfloat16, CUDA)
+    other, _ = quantized((128, 256), torch.bfloat16, CUDA, seed=7)
+    matmul = FusedMatmul("test")
+    x = torch.randn(4, 256, device=CUDA, dtype=torch.bfloat16)
+    biases = [None, *torch.randn(2, 128, device=CUDA, dtype=torch.bfloat16)]
+
+    def both(x, packed, bias):
+        got = matmul.run(x, packed, fields_of(state), "nf4", bias, state=state)
+        return got, launch.matmul_4bit(x.contiguous(), layout_of(packed, state), bias)
+
+    for _ in range(2):
+        for values in (x, x + 1, x.repeat(1, 2)[:, ::2], x[:1], x.view(2, 2, 256)):
+            for weight in (packed, other):
+                for bias in biases:
+                    got, want = both(values, weight, bias)
+                    assert torch.equal(got, want) and got.shape == want.shape
+        packed.copy_(torch.randint_like(packed, 256))
+    assert len(matmul.launches) == 18  # 3 shapes of x, 2 weights, 3 biases

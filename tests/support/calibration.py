@@ -27,7 +27,5 @@ def entry_of(**changes):
         "releases": {"torch": "2.11.0", **RELEASES},
         "dtype": "bfloat16",
         "matmul": {"4096x4096": [row(1, None), row(8, CONFIG), row(64, None)], "1024x4096": [row(8, CONFIG)]},
-        "faster_eagerly": True,
-        "dequantization": [],
         **changes,
     }

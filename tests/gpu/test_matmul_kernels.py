@@ -1,0 +1,343 @@
+"""The kernels of the fused matmul on the GPU: their bits, their error, the same result at every run.
+
+For up to 64 rows with the configs of the table, for hundreds of rows with those of Hopper's, and for up to 64 rows the code
+that a T4 would run: PTX built for sm_75 and launched as on its 40 multiprocessors.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import bitsandbytes.functional as F
+import matmul_elsewhere
+import pytest
+import torch
+from fused_matmul import (
+    CUDA,
+    HOPPER_CONFIGS,
+    MEASURED,
+    adversarial,
+    error,
+    exact,
+    hopper_measured,
+    measured,
+    one_hot,
+    unfused_error,
+)
+from matmul_emulation import in_order
+from oracle import layout_of, quantized
+
+from nf4_patch.nf4 import runtime
+from nf4_patch.nf4.dequantize import reference
+from nf4_patch.nf4.matmul import hopper, launch, small_m
+from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, TILE_COUNTS
+
+pytestmark = pytest.mark.gpu
+T4, T4_PROCESSORS = (7, 5), 40
+HALVES = (torch.bfloat16, torch.float16)
+
+
+# (N, K, blocksize): every row of SMALL_M_ROWS, tails of N in a tile and in a CTA's rows, of K in a chunk and in a warp's part.
+SMALL = (
+    (256, 1024, 64), (250, 320, 64), (1003, 4096, 64), (777, 4160, 64), (5001, 2048, 128), (130, 4096, 4096),
+    (4003, 4416, 64), (12003, 320, 64), (96, 64, 64), (8, 512, 256), (1, 128, 64),
+)  # fmt: skip
+FEW_SMALL = (*SMALL[1:8:2], (1003, 4096, 64), (4096, 1024, 64), (520, 8192, 64))
+# (N, K, blocksize, M): tails of M and N, one step and many, chunks of a tile (2 to 33), several tiles per CTA.
+LARGE = (
+    (264, 512, 64, 300), (8, 64, 64, 70), (1000, 1088, 64, 129), (136, 8192, 4096, 511), (128, 4096, 128, 65),
+    (4096, 4096, 64, 256), (14336, 4096, 64, 200), (2056, 320, 64, 512),
+)  # fmt: skip
+
+
+class Kernel(NamedTuple):
+    """One of them: ``multiply(x, layout, bias=None, out=None)``, and (N, K, blocksize, M) to try."""
+
+    name: str
+    multiply: Callable[..., torch.Tensor]
+    dtypes: tuple[torch.dtype, ...]
+    cases: Sequence[tuple[int, int, int, int]]
+    few_cases: Sequence[tuple[int, int, int, int]]  # what is enough of the variants that differ little
+    config: Any = None
+    most: int = 64  # rows of X
+    runs: int = 1  # again, for the same bits
+
+
+def on_a_t4(config, x, layout, bias=None, out=None):
+    out = poisoned(x.shape[0], layout.shape[0], x.dtype) if out is None else out
+    return matmul_elsewhere.multiply(x, layout, config, T4_PROCESSORS, T4, out, bias)
+
+
+def with_rows(sizes, most, rows=(1, 2, 3, 5, 8, 9, 16, 17, 31, 40, 64)):
+    return [(*size, m) for size in dict.fromkeys(sizes) for m in rows if m <= most]
+
+
+def hopper_kernel(config):
+    multiply = functools.partial(launch.matmul_4bit, config=config)
+    return Kernel("hopper-" + "-".join(map(str, config)), multiply, HALVES, LARGE, LARGE, config, 512, runs=100)
+
+
+def sm_75_kernel(row):
+    name, multiply = "-".join(f"{value:d}" for value in row.config), functools.partial(on_a_t4, row.config)
+    cases = with_rows((*SMALL, *FEW_SMALL), row.max_m)
+    return Kernel(f"sm_75-{name}", multiply, HALVES[1:], cases, cases, row.config, row.max_m)
+
+
+few_small = with_rows(FEW_SMALL, 64, (1, 8, 16, 17, 64))
+SMALL_M = [Kernel("small_m", launch.matmul_4bit, HALVES, with_rows(SMALL, 64), few_small)] if MEASURED else []
+HOPPER = list(map(hopper_kernel, HOPPER_CONFIGS))
+SM_75 = list(map(sm_75_kernel, SMALL_M_CANDIDATES))
+
+
+def over(kernels):
+    """Parametrizes a test over kernels and their dtypes."""
+    pairs = [(kernel, dtype) for kernel in kernels for dtype in kernel.dtypes]
+    return pytest.mark.parametrize(
+        ("kernel", "dtype"), pairs, ids=[f"{kernel.name}-{dtype}" for kernel, dtype in pairs]
+    )
+
+
+nested_and_flat = pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
+candidates = pytest.mark.parametrize("kernel", SM_75, ids=lambda kernel: kernel.name)
+
+
+def poisoned(m, n, dtype):
+    """A result of NaN; memory that the sums of parts of K are likely to get holds NaN too."""
+    torch.full((T4_PROCESSORS * m * n,), float("nan"), device=CUDA)
+    return torch.full((m, n), float("nan"), dtype=dtype, device=CUDA)
+
+
+@functools.lru_cache(maxsize=2)
+def weight_of(n, k, blocksize, dtype, nested, quant_type):
+    """A layout, and the weight in fp64 and as bitsandbytes dequantizes it."""
+    packed, state = quantized((n, k), dtype, CUDA, blocksize, nested, quant_type, seed=n)
+    layout = layout_of(packed, state)
+    return layout, exact(layout), F.dequantize_4bit(packed, state)
+
+
+@over(SMALL_M + HOPPER + SM_75)
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@nested_and_flat
+def test_one_hot_rows_return_the_bits_of_dequantize(kernel, dtype, quant_type, nested):
+    """What it multiplies by is what dequantize writes."""
+    for n, k, blocksize, m in kernel.few_cases:
+        layout, _, want = weight_of(n, k, blocksize, dtype, nested, quant_type)
+        columns = torch.randint(0, k, (m,), device=CUDA)
+        got = kernel.multiply(one_hot(columns, k, dtype), layout, out=poisoned(m, n, dtype))
+        assert torch.equal(got, want[:, columns].t()), (n, k, blocksize, m)
+
+
+@over(SMALL_M + HOPPER + SM_75)
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@nested_and_flat
+def test_as_accurate_as_dequantize_and_linear_and_the_same_at_every_run(kernel, dtype, quant_type, nested):
+    """Against fp64, over tails of M, N and K, with and without a bias."""
+    missed = []
+    torch.manual_seed(0)
+    for n, k, blocksize, m in kernel.cases if nested else kernel.few_cases:
+        layout, weight, _ = weight_of(n, k, blocksize, dtype, nested, quant_type)
+        x = torch.randn(m, k, device=CUDA).to(dtype)
+        bias = torch.randn(n, device=CUDA).to(dtype) if m % 2 or m > 64 else None
+        truth = x.double() @ weight.t() + (0 if bias is None else bias.double())
+        poisoned(m, n, dtype)
+        got = kernel.multiply(x, layout, bias)
+        again = (kernel.multiply(x, layout, bias, out=torch.full_like(got, float("nan"))) for _ in range(kernel.runs))
+        different = sum(int((other != got).any()) for other in again)
+        ours, theirs = error(got, truth), unfused_error(x, layout, truth, bias)
+        if not ours <= 1.01 * theirs or different:
+            missed.append((n, k, blocksize, m, ours, theirs, different))
+    assert not missed, missed
+
+
+@over(SMALL_M + HOPPER)
+def test_accuracy_on_adversarial_numbers(kernel, dtype):
+    missed = []
+    n, k, rows = (2048, 2048, (1, 8, 16, 64)) if kernel in SMALL_M else (1024, 4096, (256,))
+    for name, weight, values in adversarial(n, k, max(rows)):
+        packed, state = F.quantize_4bit(weight.to(dtype), quant_type="nf4", compress_statistics=True)
+        layout = layout_of(packed, state)
+        truth_weight, rounded = exact(layout), F.dequantize_4bit(packed, state)
+        for m in rows:
+            x = values[:m].to(dtype)
+            truth = x.double() @ truth_weight.t()
+            ours, theirs = (
+                error(kernel.multiply(x, layout), truth),
+                error(torch.nn.functional.linear(x, rounded), truth),
+            )
+            if not ours <= 1.01 * theirs:
+                missed.append((name, m, ours, theirs))
+    assert not missed, missed
+
+
+one_of_each = pytest.mark.parametrize("kernel", SMALL_M + HOPPER[:1], ids=lambda kernel: kernel.name)
+
+
+def size_for(kernel):
+    """The shape of X, and N."""
+    return ((3, 1, 512), 320) if kernel in SMALL_M else ((2, 65, 2048), 1024)
+
+
+@one_of_each
+def test_out_stride_alignment_and_capture(kernel):
+    (shape, n), dtype = size_for(kernel), torch.bfloat16
+    k = shape[-1]
+    layout = layout_of(*quantized((n, k), dtype, CUDA))
+    x = torch.randn(shape, dtype=dtype, device=CUDA)
+    want = kernel.multiply(x, layout)
+    assert want.shape == (*shape[:2], n)
+    assert kernel.multiply(x[:0], layout).shape == (0, shape[1], n)
+    spread = torch.randn(*shape[:2], 2 * k, dtype=dtype, device=CUDA)
+    spread[..., ::2] = x
+    odd = torch.empty(x.numel() + 1, dtype=dtype, device=CUDA)[1:].view(shape).copy_(x)
+    for same in (spread[..., ::2], odd):
+        assert torch.equal(kernel.multiply(same, layout), want)
+    guarded = poisoned(want.numel() // n + 2, n, dtype)
+    kernel.multiply(x, layout, out=guarded[1:-1].view(want.shape))
+    assert torch.equal(guarded[1:-1].view(want.shape), want) and guarded[[0, -1]].isnan().all()
+    odd_out = poisoned(want.numel() + 1, 1, dtype)[1:].view(want.shape)
+    assert torch.equal(kernel.multiply(x, layout, out=odd_out), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = kernel.multiply(x, layout)
+    for seed in range(3):
+        x.copy_(torch.randn(shape, generator=torch.Generator(device=CUDA).manual_seed(seed), device=CUDA))
+        graph.replay()
+        assert torch.equal(got, kernel.multiply(x, layout))
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch):
+    monkeypatch.setattr(runtime, "_entries", {})
+    monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(hopper, "_checked", {})
+
+
+@one_of_each
+def test_first_use_inside_a_capture_is_named(kernel, nothing_compiled):
+    shape, n = size_for(kernel)
+    layout = layout_of(*quantized((n, shape[-1]), torch.float16, CUDA, blocksize=128))
+    x = torch.randn(shape, dtype=torch.float16, device=CUDA)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(runtime.KernelUnavailable) as caught:
+            kernel.multiply(x, layout)
+        torch.zeros(1, device=CUDA)
+    assert caught.value.reason == "GRAPH_CAPTURE"
+    assert kernel.multiply(x, layout).isfinite().all()
+
+
+@measured
+def test_every_number_of_rows_shares_the_compiled_kernels():
+    """A prompt of any length up to 64 compiles nothing once its tile count was met."""
+    packed, state = quantized((1280, 1024), torch.bfloat16, CUDA)
+    layout = layout_of(packed, state)
+    x = torch.randn(64, 1024, device=CUDA, dtype=torch.bfloat16)
+    for count in TILE_COUNTS:
+        launch.matmul_4bit(x[: 8 * count], layout)
+    compiled = len(runtime._entries)
+    weight = F.dequantize_4bit(packed, state).double()
+    for m in range(1, 65):
+        assert error(launch.matmul_4bit(x[:m], layout), x[:m].double() @ weight.t()) < 0.01
+    assert len(runtime._entries) == compiled
+
+
+@measured
+def test_every_unsupported_operand_is_refused():
+    layout = layout_of(*quantized((128, 256), torch.bfloat16, CUDA))
+    x = torch.randn(4, 256, device=CUDA, dtype=torch.bfloat16)
+
+    def supported(x=x, bias=None, **changes):
+        return launch.supports(x, layout._replace(**changes), bias)
+
+    assert supported() and supported(bias=torch.zeros(128, device=CUDA, dtype=x.dtype))
+    changed = {"blocksize": 32}, {"blocksize": 512}, {"packed": layout.packed[4:]}, {"offset": layout.offset.half()}
+    for changes in changed:
+        assert not supported(**changes), changes
+    for unsupported in (x.cpu(), x.float(), torch.zeros(65, 256, device=CUDA, dtype=x.dtype)):
+        assert not supported(x=unsupported), unsupported.dtype
+        with pytest.raises(ValueError, match="does not support"):
+            launch.matmul_4bit(unsupported, layout)
+    odd = torch.zeros(129, device=CUDA, dtype=x.dtype)[1:]  # starts on 2 bytes
+    for bias in (torch.zeros(128, device=CUDA), torch.zeros(127, device=CUDA, dtype=x.dtype), odd):
+        assert not supported(bias=bias), bias
+
+
+@hopper_measured
+def test_a_thousand_runs_beside_other_work_have_the_same_bits():
+    """Chunks of a tile wait for each other; two streams of them, and matmuls that fill the GPU, run at once."""
+    kernel, m, side = HOPPER[-1], 256, 4096
+    layout = layout_of(*quantized((side, side), torch.bfloat16, CUDA))
+    assert hopper.HopperPlan.of(kernel.config, runtime.multiprocessors(CUDA), m, side, side).split_k > 1
+    x = torch.randn(m, side, dtype=torch.bfloat16, device=CUDA)
+    want = kernel.multiply(x, layout)
+    other = torch.randn(8192, 8192, dtype=torch.bfloat16, device=CUDA)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    wrong = torch.zeros(2, dtype=torch.int64, device=CUDA)
+    torch.cuda.synchronize()
+    for _ in range(500):
+        for i, stream in enumerate(streams[:2]):
+            with torch.cuda.stream(stream):
+                wrong[i] += (kernel.multiply(x, layout) != want).any()
+        with torch.cuda.stream(streams[2]):
+            other @ other
+    torch.cuda.synchronize()
+    assert wrong.tolist() == [0, 0]
+
+
+@hopper_measured
+def test_first_use_is_checked(monkeypatch, nothing_compiled):
+    layout = layout_of(*quantized((1024, 512), torch.bfloat16, CUDA))
+    x = torch.randn(70, 512, dtype=torch.bfloat16, device=CUDA)
+    with monkeypatch.context() as patch:
+        dequantize = reference.dequantize
+        patch.setattr(reference, "dequantize", lambda layout: dequantize(layout) + 1)
+        for _ in range(2):  # remembered
+            with pytest.raises(runtime.KernelUnavailable) as caught:
+                HOPPER[0].multiply(x, layout)
+            assert caught.value.reason == "KERNEL_FAILED"
+    monkeypatch.setattr(hopper, "_checked", {})
+    assert HOPPER[0].multiply(x, layout).isfinite().all()
+
+
+@candidates
+@nested_and_flat
+def test_the_fused_matmul_has_the_bits_of_its_emulation(kernel, nested):
+    """1 to 64 rows: every sum in the order of the PTX, with the tensor cores of the H200 as tests/support/matmul_emulation.py has them."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("what a tensor core does below fp32's last bit is modelled for an H200")
+    torch.manual_seed(0)
+    for n, k, blocksize in SMALL[:4] if nested else SMALL[4:]:
+        layout = layout_of(*quantized((n, k), torch.float16, CUDA, blocksize, nested))
+        x, bias = torch.randn(kernel.most, k, device=CUDA).half(), torch.randn(n, device=CUDA).half()
+        split_k = small_m.plan(kernel.config, T4_PROCESSORS, 1, n, k, True, nested, True, T4).split_k
+        want = in_order(x, reference.dequantize(layout), kernel.config, split_k, bias)
+        for m in range(1, kernel.most + 1):
+            assert torch.equal(kernel.multiply(x[:m], layout, bias), want[:m]), (n, k, m, split_k)
+
+
+@candidates
+def test_small_integers_are_exact(kernel):
+    """Weights and X of -1, 0 and 1: no sum is rounded whatever the tensor cores do, so this holds for a T4's as well."""
+    for n, k in ((1003, 4096), (96, 14336), (4003, 448)):
+        packed, state = quantized((n, k), torch.float16, CUDA, nested=False)
+        state.code = (torch.arange(16, device=CUDA) % 3 - 1).float()
+        state.absmax = torch.ones_like(state.absmax)
+        layout = layout_of(packed, state)
+        x = torch.randint(-1, 2, (kernel.most, k), device=CUDA).half()
+        want = x.double() @ reference.dequantize(layout).double().t()
+        assert 20 < want.abs().max() <= 2048
+        for m in range(1, kernel.most + 1):
+            assert torch.equal(kernel.multiply(x[:m], layout).double(), want[:m]), (n, k, m)
+
+
+@candidates
+def test_the_fused_matmul_is_the_code_of_a_t4(kernel):
+    cut = small_m.plan(kernel.config, T4_PROCESSORS, 16, 4096, 4096, True, True, False, T4)
+    compiled, _ = matmul_elsewhere.load(cut.ptx, cut.warps, T4, CUDA)
+    ptx = compiled.kernel.decode()
+    assert ".target sm_75" in ptx
+    assert "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32" in ptx
+    assert not re.search("m16n8k16|mbarrier|f16x2", ptx)
