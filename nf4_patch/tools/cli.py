@@ -7,9 +7,9 @@ A verb is a row of VERBS. Its command is a click.Command that is imported when t
   ``--json FILE`` was given (every verb has that option, none declares it), prints ``report.render()`` and exits
   with ``report.exit_code``.
 * An option that names a file to write is an ``output.OutputFile``: checked before the work.
-* It takes progress from click's context: ``@click.pass_obj`` gives a ``report.Tell``, called as
+* It takes progress from click's context: ``@click.pass_obj`` gives a ``report.Progress``, called as
   ``tell("compiling", 3, 24)``. It appears on stderr.
-* A wrong use is a ``click.UsageError``; what cannot be done on this machine, a ``report.Impossible``.
+* A wrong use is a ``click.UsageError``; what cannot be done on this machine, a ``report.NotAvailable``.
 
 The verbs of this module call a function of a module of the same name, which knows neither click nor a console.
 """
@@ -29,7 +29,7 @@ import click
 from ..config import Config, ConfigError
 from ..version import __version__
 from . import output
-from .report import Impossible, commit, releases
+from .report import NotAvailable, commit, releases
 
 
 class Verb(NamedTuple):
@@ -75,7 +75,7 @@ class Verbs(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (ConfigError, Impossible) as error:
+        except (ConfigError, NotAvailable) as error:
             raise click.ClickException(str(error)) from None
         except ModuleNotFoundError as error:
             if (error.name or "nf4_patch").startswith("nf4_patch"):
@@ -93,8 +93,8 @@ def json_option() -> click.Option:
     )  # fmt: skip
 
 
-class Progress:
-    """A report.Tell on stderr: a bar on a terminal, a line for each new text elsewhere."""
+class ProgressBar:
+    """A report.Progress on stderr: a bar on a terminal, a line for each new text elsewhere."""
 
     def __init__(self) -> None:
         self.bar: Any = None
@@ -140,7 +140,7 @@ def console(stderr: bool = False) -> Any:
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Fused Triton kernels for 4-bit fine-tuning, inside bitsandbytes and Unsloth, with the same bits."""
-    ctx.obj = progress = Progress()
+    ctx.obj = progress = ProgressBar()
     ctx.call_on_close(progress.stop)
 
 
@@ -165,7 +165,7 @@ def finish(ctx: click.Context, report: Any) -> None:
 @click.command()
 @click.option("--unsloth", is_flag=True, help="Import Unsloth too (8 s) instead of judging by its release.")
 @click.pass_obj
-def doctor(tell: Progress, unsloth: bool) -> Any:
+def doctor(tell: ProgressBar, unsloth: bool) -> Any:
     from . import doctor
 
     return doctor.examine(unsloth, tell)
@@ -179,7 +179,7 @@ def doctor(tell: Progress, unsloth: bool) -> Any:
               help="Verify on N random and malformed states instead.")  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True, help="Of --fuzz: repeats the same states.")
 @click.pass_obj
-def verify(tell: Progress, weights: Path | None, arch: str | None, cases: int | None, seed: int) -> Any:
+def verify(tell: ProgressBar, weights: Path | None, arch: str | None, cases: int | None, seed: int) -> Any:
     if cases is not None:
         from . import fuzz
 
@@ -231,7 +231,7 @@ def run(module: str | None, report: bool, arguments: tuple[str, ...]) -> Any:
 @click.option("--png", type=output.OutputFile(), default="nf4-patch-demo.png",
               show_default=True, help="Where the picture goes.")  # fmt: skip
 @click.pass_obj
-def demo(tell: Progress, steps: int, size: str | None, png: Path) -> Any:
+def demo(tell: ProgressBar, steps: int, size: str | None, png: Path) -> Any:
     if Config.read().forbidden:
         raise click.UsageError(
             "NF4_PATCH=0 or NF4_USE_TRITON=0 keeps the patch off, and the demo compares training with and without it: "

@@ -28,7 +28,7 @@ from ..nf4.matmul.tuning import SMALL_M_ROWS
 from ..patching import hooks
 from ..patching.reasons import Reason
 from ..patching.targets import SWITCHES, TARGETS, Target
-from .report import DISTRIBUTIONS, Diagnosis, Tell, plural, releases, silent
+from .report import DISTRIBUTIONS, Diagnosis, Progress, plural, releases, silent
 
 # (capability that no longer needs the advice, the advice): the first row whose capability the GPU is below.
 GPU_ADVICE: tuple[tuple[tuple[int, int], str], ...] = (
@@ -164,7 +164,7 @@ class DoctorReport(Diagnosis):
             yield f"{plural(rest.total(), 'more target')}: {kinds}"
 
 
-def examine(unsloth: bool = False, tell: Tell = silent) -> DoctorReport:
+def examine(unsloth: bool = False, tell: Progress = silent) -> DoctorReport:
     """Look at the machine, compile the kernels, put the patch in place and take it out again.
 
     Args:
@@ -208,7 +208,7 @@ def why_no_gpu() -> str:
     return "torch finds no NVIDIA GPU (nvidia-smi shows whether the driver does)"
 
 
-def examine_gpu(index: int, tell: Tell) -> Gpu:
+def examine_gpu(index: int, tell: Progress) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
     advice = next((text for limit, text in GPU_ADVICE if capability < limit), "")
@@ -237,7 +237,7 @@ def check_kernel(dtype: torch.dtype, device: torch.device, capability: tuple[int
     return KernelCheck(name, not error, path, time.perf_counter() - started, error)
 
 
-def examine_targets(unsloth: bool, config: Config, tell: Tell) -> list[Verdict]:
+def examine_targets(unsloth: bool, config: Config, tell: Progress) -> list[Verdict]:
     """Import the libraries, enable the patch, and ask what stands where; afterwards it is as it was."""
     # in the order of TARGETS: unsloth_zoo cannot be imported before unsloth
     installed = releases(dict.fromkeys(target.distribution for target in TARGETS))

@@ -18,7 +18,7 @@ from ..nf4.dequantize import reference
 from ..nf4.layout import BLOCKSIZES, Layout
 from . import cases
 from .cases import Case
-from .report import Report, Tell, plural, provenance, right, silent
+from .report import Progress, Report, plural, provenance, right_aligned, silent
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ class FuzzReport(Report):
         return {**vars(self), "layouts": len(self.layouts), "exit_code": self.exit_code}
 
     def render(self) -> Iterable[RenderableType]:
-        table = Table("fault: ended in", *right("cases"), title=f"Malformed states, seed {self.seed}")
+        table = Table("fault: ended in", *right_aligned("cases"), title=f"Malformed states, seed {self.seed}")
         for name, count in sorted(self.faults.items()):
             table.add_row(name, str(count))
         yield table
@@ -222,7 +222,11 @@ class Fuzzer:
 
 
 def fuzz(
-    count: int, seed: int = 0, blocksizes: Sequence[int] = BLOCKSIZES, tell: Tell = silent, oracle: str = "bitsandbytes"
+    count: int,
+    seed: int = 0,
+    blocksizes: Sequence[int] = BLOCKSIZES,
+    tell: Progress = silent,
+    oracle: str = "bitsandbytes",
 ) -> FuzzReport:
     """Run ``count`` cases of ``seed`` on the GPU, or under Triton's interpreter where there is none.
 

@@ -22,7 +22,7 @@ import nf4_patch
 
 from ..patching.status import STANDING, Status, TargetStatus, explain
 from ..patching.targets import TARGETS
-from .report import Report, plural, right
+from .report import Report, plural, right_aligned
 from .savings import Saving, measure, of_the_cache
 
 # Files whose frames stand above the script's own in a traceback.
@@ -76,7 +76,7 @@ class RunReport(Report):
         worth_a_line = (*STANDING, "refused")
         shown = [t for t in self.status.targets if t.state in worth_a_line or t.hits or t.fallbacks]
         if shown:
-            columns = (*right("hits", "fallbacks"), Column("target", overflow="fold"))
+            columns = (*right_aligned("hits", "fallbacks"), Column("target", overflow="fold"))
             table = Table(*columns, box=None, padding=(0, 2, 0, 0))
             for target in shown:
                 note = "" if target.state == "patched" else f"\n{target.state}: {target.note}".rstrip(": ")

@@ -15,7 +15,7 @@ from rich.table import Table
 import nf4_patch
 
 from . import cases
-from .report import Impossible, Report, Tell, plural, provenance, right, silent
+from .report import NotAvailable, Progress, Report, plural, provenance, right_aligned, silent
 
 Dequantize = Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]  # weight, quant_state, out -> the weight
 SHOWN = 20  # failures that are listed
@@ -48,7 +48,7 @@ class VerifyReport(Report):
         return 1 if self.failures or not self.elements else 0
 
     def render(self) -> Iterable[RenderableType]:
-        title, counts = "Kernel against bitsandbytes, bit for bit", right("cases", "elements", "differing")
+        title, counts = "Kernel against bitsandbytes, bit for bit", right_aligned("cases", "elements", "differing")
         table = Table("cases of", "output", *counts, title=title)
         for row in self.rows:
             cells = (f"{row.cases:,}", f"{row.elements:,}", f"{row.differing:,}")
@@ -69,7 +69,7 @@ class VerifyReport(Report):
 
 
 def verify(
-    weights: Path | None = None, tell: Tell = silent, arch: tuple[int, int] | None = None
+    weights: Path | None = None, tell: Progress = silent, arch: tuple[int, int] | None = None
 ) -> VerifyReport:  # fmt: skip
     """Compare the kernel with bitsandbytes, on made weights or on those of a checkpoint.
 
@@ -119,7 +119,7 @@ class Weight(NamedTuple):
     make: Callable[[], tuple[torch.Tensor, Any]]
 
 
-class BadCheckpoint(Impossible):
+class BadCheckpoint(NotAvailable):
     """A file that cannot be read as a checkpoint with 4-bit weights; the message says why."""
 
 
@@ -170,7 +170,7 @@ def checkpoint(path: Path, device: torch.device) -> Iterator[Weight]:
             yield Weight("weights of the checkpoint", "its own", prefix, functools.partial(read, prefix, fields))
 
 
-def compare_all(report: VerifyReport, weights: list[Weight], dequantize: Dequantize, tell: Tell) -> None:
+def compare_all(report: VerifyReport, weights: list[Weight], dequantize: Dequantize, tell: Progress) -> None:
     rows: dict[tuple[str, str], Row] = {}
     for done, weight in enumerate(weights):
         tell(f"verify: {weight.family}", done, len(weights))

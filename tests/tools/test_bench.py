@@ -49,7 +49,7 @@ def test_ratio_and_percent_where_the_bits_agree():
     assert row.ratio(BITSANDBYTES) == 2.5
     assert row.ratio(UNSLOTH_TRITON) == pytest.approx(1.1)
     assert row.ratio(CEILING) == 0.95
-    assert row.gigabytes_a_second == 4200.0
+    assert row.gigabytes_per_second == 4200.0
     report = report_of(row)
     text = text_of(*report.render())
     assert "2.50x" in text and "1.10x" in text and "95.0%" in text and "how" in text
@@ -60,7 +60,7 @@ def test_ratio_and_percent_where_the_bits_agree():
 def test_no_speedup_where_our_bits_differ_from_bitsandbytes():
     row = comparison(bitsandbytes=False, Unsloth_Triton=True)
     assert row.ratio(BITSANDBYTES) is row.ratio(UNSLOTH_TRITON) is row.ratio(CEILING) is None
-    assert row.gigabytes_a_second is None
+    assert row.gigabytes_per_second is None
     report = report_of(row)
     text = text_of(*report.render())
     assert "2.50x" not in text and "1.10x" not in text and "95.0" not in text

@@ -30,7 +30,7 @@ from ...nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
 from ...patching import hooks
 from ...patching.quant_state import fields_of
 from .. import output
-from ..report import Report, Tell, require_gpu, silent
+from ..report import Progress, Report, require_gpu, silent
 from . import dequantize as dequantization
 from . import matmul as fused_matmul
 from .dequantize import Packed
@@ -167,7 +167,7 @@ def one_shape(
     return decided(points)
 
 
-def eager(shapes: Iterable[tuple[int, int]], dtype: torch.dtype, tell: Tell) -> Iterator[Row]:
+def eager(shapes: Iterable[tuple[int, int]], dtype: torch.dtype, tell: Progress) -> Iterator[Row]:
     """Our dequantization beside Unsloth's Triton kernel, on the host and on the GPU; nothing where there is none."""
     found = peers()
     if UNSLOTH_TRITON not in found or Config.read().forbidden:  # NF4_PATCH=0: ours is not to be had
@@ -188,7 +188,7 @@ def faster(comparisons: Sequence[Row]) -> bool | None:
 
 
 def measure(
-    shapes: Sequence[tuple[int, int]], quick: bool = False, with_unsloth: bool = True, tell: Tell = silent
+    shapes: Sequence[tuple[int, int]], quick: bool = False, with_unsloth: bool = True, tell: Progress = silent
 ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
     """The entry of the current GPU, and what was wrong.
 
@@ -305,7 +305,7 @@ def shape_of(text: str) -> tuple[int, int]:
 @click.option("--forget", is_flag=True, help="Only forget what is remembered about this GPU.")
 @click.pass_obj
 def command(
-    tell: Tell, models: tuple[str, ...], shapes: tuple[str, ...], quick: bool, show: bool, forget: bool
+    tell: Progress, models: tuple[str, ...], shapes: tuple[str, ...], quick: bool, show: bool, forget: bool
 ) -> Calibration:  # fmt: skip
     """Measure on this GPU which config of the fused matmul wins, by weight and rows of X, and remember it.
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import nf4_patch
 
 from ...nf4.runtime import same_bits
-from ..report import Tell
+from ..report import Progress
 from .dequantize import name_of
 from .peers import BITSANDBYTES, OURS, Peer
 from .record import Row, bits
@@ -96,7 +96,7 @@ def of_layer(dequantize: Callable[..., torch.Tensor]) -> Dequantize:
     return lambda layer: dequantize(layer.weight, layer.weight.quant_state)
 
 
-def run(peers: dict[str, Peer], tell: Tell, configurations: Sequence[tuple[Any, ...]] = CHALLENGE) -> Iterator[Row]:
+def run(peers: dict[str, Peer], tell: Progress, configurations: Sequence[tuple[Any, ...]] = CHALLENGE) -> Iterator[Row]:
     """Each configuration, every dequantization in both orders (first to last, last to first), then the total."""
     functions: dict[str, Dequantize] = {name: of_layer(peer.dequantize) for name, peer in peers.items()}
     functions[OURS] = nf4_patch.triton_dequantize_nf4

@@ -10,7 +10,7 @@ import click
 
 from ...config import Config
 from ..output import OutputFile, write
-from ..report import Tell, require_gpu, silent
+from ..report import Progress, require_gpu, silent
 from .peers import OURS
 from .record import Bench
 from .timing import machine
@@ -30,7 +30,7 @@ METHOD = {
 
 def measure(
     sections: Iterable[str], with_unsloth: bool = True, challenge_only: bool = False,
-    step: str = "", tell: Tell = silent,
+    step: str = "", tell: Progress = silent,
 ) -> Bench:  # fmt: skip
     """Measure the sections of METHOD, in order.
 
@@ -70,7 +70,7 @@ def measure(
 @click.option("--plot", type=OutputFile(), metavar="FILE.png", help="Draw it as well.")
 @click.pass_obj
 def command(
-    tell: Tell, challenge: bool, step: str | None, matmul: bool, generate: bool, quick: bool, unsloth: bool,
+    tell: Progress, challenge: bool, step: str | None, matmul: bool, generate: bool, quick: bool, unsloth: bool,
     plot: Path | None,
 ) -> Bench:  # fmt: skip
     """Measure the kernel beside what it replaces."""

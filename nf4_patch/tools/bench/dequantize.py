@@ -16,7 +16,7 @@ from ...patching import hooks
 from ...patching.cache import cache
 from ...patching.reader import reader
 from ...patching.switch import switch
-from ..report import Tell
+from ..report import Progress
 from .peers import BITSANDBYTES, OURS, Peer
 from .record import CEILING, COPY, EMPTY, Row, bits
 from .shapes import LLAMA_8B, projections, shapes
@@ -58,7 +58,7 @@ def agree(weights: Sequence[Packed], peers: dict[str, Peer], outs: Sequence[torc
     return same
 
 
-def on_gpu(peers: dict[str, Peer], tell: Tell, challenge_only: bool = False) -> Iterator[Row]:
+def on_gpu(peers: dict[str, Peer], tell: Progress, challenge_only: bool = False) -> Iterator[Row]:
     """Each shape and dtype: ours, the peers, the traffic ceiling and the device copy of as many bytes."""
     chosen = [(shape, dtype, users) for shape, users in shapes(challenge_only).items() for dtype in DTYPES]
     for i, (shape, dtype, users) in enumerate(chosen):
@@ -103,7 +103,7 @@ def one_shape(
     return Row(subject, "us", kept, checks, nbytes, sizes, notes)
 
 
-def with_matmul(peers: dict[str, Peer], tell: Tell, rows: Sequence[int] = (512, 2048)) -> Iterator[Row]:
+def with_matmul(peers: dict[str, Peer], tell: Progress, rows: Sequence[int] = (512, 2048)) -> Iterator[Row]:
     """Dequantize, then F.linear of ``rows`` rows, Llama 8B in bf16: what a faster store must not cost."""
     chosen = [(shape, m) for shape in projections(LLAMA_8B) for m in rows]
     dtype = torch.bfloat16
@@ -128,7 +128,7 @@ def with_matmul(peers: dict[str, Peer], tell: Tell, rows: Sequence[int] = (512, 
         torch.cuda.empty_cache()
 
 
-def on_host(peers: dict[str, Peer], tell: Tell) -> Iterator[Row]:
+def on_host(peers: dict[str, Peer], tell: Progress) -> Iterator[Row]:
     """One eager call on a 64x64 weight: what stands at bitsandbytes.functional.dequantize_4bit with the patch on.
 
     Allocation, guards and statistics included; ``torch.empty`` of the same result in the same turns. Then the

@@ -20,7 +20,7 @@ import nf4_patch
 from ...nf4.layout import Layout
 from ...patching.quant_state import fields_of
 from ...patching.switch import switch
-from ..report import Tell, require_gpu, silent
+from ..report import Progress, require_gpu, silent
 from .matmul import error, exact, fused_matmul_hits
 from .peers import OURS, original
 from .record import RATE, Bench, Check, Row, accuracy
@@ -181,7 +181,7 @@ def accuracies(model: Llama, batch: int) -> dict[str, Check]:
 @torch.no_grad()
 def measure(
     model: Model = LLAMA_8B, layers: int = 32, batches: Sequence[int] = BATCHES, tokens: int = 64, rounds: int = 6,
-    tell: Tell = silent,
+    tell: Progress = silent,
 ) -> Bench:  # fmt: skip
     """Each batch, eager and compiled: stock and ours alternating.
 

@@ -16,7 +16,7 @@ from ...nf4.layout import Layout
 from ...patching.counters import counters
 from ...patching.quant_state import fields_of
 from ...patching.switch import switch
-from ..report import Tell, require_gpu, silent
+from ..report import Progress, require_gpu, silent
 from .dequantize import name_of, quantized
 from .peers import BITSANDBYTES, OURS, UNSLOTH_MODULE, from_unsloth, original
 from .record import READ, Bench, Row, accuracy
@@ -144,7 +144,10 @@ def rotating(shape: tuple[int, int], dtype: torch.dtype) -> list[tuple[torch.Ten
 
 
 def measure(
-    models: Iterable[Model] | None = None, rows: Sequence[int] = ROWS, with_unsloth: bool = True, tell: Tell = silent
+    models: Iterable[Model] | None = None,
+    rows: Sequence[int] = ROWS,
+    with_unsloth: bool = True,
+    tell: Progress = silent,
 ) -> Bench:
     """Every projection of the models, bf16, by rows of X.
 

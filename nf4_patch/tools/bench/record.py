@@ -79,7 +79,7 @@ class Row:
         return ours / theirs if self.unit == RATE else theirs / ours
 
     @property
-    def gigabytes_a_second(self) -> float | None:
+    def gigabytes_per_second(self) -> float | None:
         """Of ours, in microseconds."""
         return self.nbytes / self.times[OURS].median / 1e3 if self.nbytes and self.checked else None
 
@@ -164,7 +164,7 @@ def table(title: str, rows: Sequence[Row]) -> Table:
     for row in rows:
         cells = [row.subject, digits(row.times[OURS].median) if OURS in row.times else ""]
         if traffic:
-            speed = row.gigabytes_a_second
+            speed = row.gigabytes_per_second
             cells += [f"{row.nbytes / 1e6:.1f}", "" if speed is None else f"{speed:.0f}"]
         cells += [cell(row, name) for name in others]
         cells += [f"{100 * row.noise:.1f} %"] * repeated

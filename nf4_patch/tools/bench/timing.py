@@ -186,15 +186,15 @@ def kernel_times(variants: Mapping[str, Call], before: Mapping[str, Call], round
         before: as in ``wall_times``.
     """
     values: dict[str, list[float]] = {name: [] for name in variants}
-    worked(torch.cuda.synchronize)  # starts the profiler
+    gpu_busy_ms(torch.cuda.synchronize)  # starts the profiler
     for _ in range(rounds):
         for name, call in variants.items():
             before[name]()
-            values[name].append(worked(call))
+            values[name].append(gpu_busy_ms(call))
     return {name: Times(tuple(taken)) for name, taken in values.items() if all(taken)}
 
 
-def worked(call: Call) -> float:
+def gpu_busy_ms(call: Call) -> float:
     """Milliseconds of the kernels and copies that a call launches."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:

@@ -21,7 +21,7 @@ import nf4_patch
 
 from ...patching import hooks
 from ..llama import LINEARS, Shape, build_4bit, config_of, save
-from ..report import Tell
+from ..report import Progress
 from . import experts
 from .peers import OURS
 from .record import DENSE, GPU_TIME, UNPATCHED, Check, Row
@@ -174,7 +174,7 @@ class FirstStep(Step):
         return loss
 
 
-def compiling(tell: Tell, rounds: int = 2) -> Iterator[Row]:
+def compiling(tell: Progress, rounds: int = 2) -> Iterator[Row]:
     """Wall time of the first step of a compiled peft model with the patch and without."""
     tell(f"compile: {LAYERS} Llama-3.1-8B layers")
     with restored():
@@ -187,11 +187,11 @@ def compiling(tell: Tell, rounds: int = 2) -> Iterator[Row]:
         times = wall_times(steps, {name: step.switch for name, step in steps.items()}, rounds, warmups=1)
         ours, stock = (sorted(set(steps[name].losses)) for name in (OURS, UNPATCHED))
         agree = max(ours[-1], stock[-1]) - min(ours[0], stock[0]) <= AGREE * abs(stock[0])
-        loss = f"{seen(ours)} (unpatched {seen(stock)})"
+        loss = f"{format_losses(ours)} (unpatched {format_losses(stock)})"
         yield row(f"compile {batch}x{length}", batch, length, times, agree, {"loss": loss})
 
 
-def seen(losses: Iterable[float]) -> str:
+def format_losses(losses: Iterable[float]) -> str:
     return " / ".join(f"{loss:.6f}" for loss in sorted(losses))
 
 
@@ -201,7 +201,7 @@ def row(subject: str, batch: int, length: int, times: dict[str, Times], agree: b
     return Row(subject, "ms", times, {UNPATCHED: check}, sizes={"batch": batch, "tokens": length}, notes=notes)
 
 
-def run(what: str, tell: Tell) -> Iterator[Row]:
+def run(what: str, tell: Progress) -> Iterator[Row]:
     """Wall time of a step with the patch and without, GPU time, peak memory, the loss of both to the bit.
 
     Args:
@@ -220,13 +220,13 @@ def run(what: str, tell: Tell) -> Iterator[Row]:
             yield from mixtures(tell)
 
 
-def every_length(subject: str, model: Any, tell: Tell, settings: Settings | None = None) -> Iterator[Row]:
+def every_length(subject: str, model: Any, tell: Progress, settings: Settings | None = None) -> Iterator[Row]:
     for i, (batch, length) in enumerate(LENGTHS):
         tell(f"{subject}: {batch}x{length} tokens", i, len(LENGTHS))
         yield from side_by_side(subject, model, batch, length, OFF | (settings or {}))
 
 
-def budgets(tell: Tell) -> Iterator[Row]:
+def budgets(tell: Progress) -> Iterator[Row]:
     """GPU time by what the cache may take, beside 16-bit weights: four layers by length, then whole models."""
     models: dict[str, tuple[Shape, Sequence[tuple[int, int]]]] = {
         f"{LAYERS} layers of Llama-3.1-8B": (LLAMA, ((1, 256), *LENGTHS)),
@@ -245,7 +245,7 @@ def budgets(tell: Tell) -> Iterator[Row]:
             yield from side_by_side(name, model, batch, length, every, wall=0, kernels=rounds, dense=True)
 
 
-def mixtures(tell: Tell) -> Iterator[Row]:
+def mixtures(tell: Progress) -> Iterator[Row]:
     """Two layers of experts, LoRA on the attention, with checkpointing and without; and generation."""
     for name, config in experts.CONFIGURATIONS.items():
         model = peft_model(config(), ATTENTION)
@@ -288,7 +288,7 @@ def side_by_side(
         for name in settings if times else ():
             found = {OURS: times[name], **{other: times[other] for other in (UNPATCHED, DENSE) if other in times}}
             step = steps[name]
-            told = {"kernel calls a step": str(step.calls), "loss": seen(losses)}
+            told = {"kernel calls a step": str(step.calls), "loss": format_losses(losses)}
             told["peak memory"] = f"{gib(step.peak)} (unpatched {unpatched})"
             if step.held:
                 told["cache"] = gib(step.held)

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ...nf4.dequantize import compilation
 from ...nf4.dequantize.compilation import Variant
-from ..report import Report, Tell, right, silent
+from ..report import Progress, Report, right_aligned, silent
 from . import machine_code
 from .machine_code import Capability, Code
 
@@ -48,7 +48,7 @@ class InspectReport(Report):
 
     def render(self) -> Iterable[RenderableType]:
         table = Table(
-            "GPU", "output", "kernel", *right("instructions an element", "registers", "bytes spilled"),
+            "GPU", "output", "kernel", *right_aligned("instructions an element", "registers", "bytes spilled"),
             title=f"Machine code of a dequantization (blocksize 64, nested), Triton {self.triton}",
             title_justify="left", box=box.SIMPLE_HEAD,
         )  # fmt: skip
@@ -106,7 +106,7 @@ def library_code(capability: Capability, pattern: str) -> Code | None:
     return None
 
 
-def inspect(capabilities: Iterable[Capability], tell: Tell = silent) -> InspectReport:
+def inspect(capabilities: Iterable[Capability], tell: Progress = silent) -> InspectReport:
     """Compile for each capability, and count.
 
     Raises:
@@ -130,7 +130,7 @@ def inspect(capabilities: Iterable[Capability], tell: Tell = silent) -> InspectR
 @click.option("--arch", "archs", multiple=True, metavar="SM", help="sm_75, 8.0, ...; again for more (default: sm_75).")
 @click.option("--all", "everything", is_flag=True, help="Every architecture that the installed Triton compiles for.")
 @click.pass_obj
-def command(tell: Tell, archs: tuple[str, ...], everything: bool) -> InspectReport:
+def command(tell: Progress, archs: tuple[str, ...], everything: bool) -> InspectReport:
     """Count instructions, registers and spills of the kernel for a GPU that need not be here."""
     capabilities = [machine_code.capability_of(arch) for arch in archs] or [(7, 5)]
     if everything:

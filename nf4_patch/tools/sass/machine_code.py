@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ...nf4.dequantize import compilation
 from ...nf4.dequantize.compilation import Variant
 from ...nf4.runtime import TRITON_RELEASE
-from ..report import Impossible
+from ..report import NotAvailable
 
 Capability = tuple[int, int]
 
@@ -47,7 +47,7 @@ class Code(NamedTuple):
     ptx: str  # "" where there is none
 
 
-class Unsupported(Impossible):
+class Unsupported(NotAvailable):
     """Code for this capability cannot be compiled, or not be run, on this machine."""
 
 
