@@ -44,10 +44,6 @@ VERBS = {
     "demo": Verb("nf4_patch.tools.cli:demo", "Fine-tune a small QLoRA model without and with the patch."),
     "bench": Verb("nf4_patch.tools.bench.command:command", "Measure the kernel beside what it replaces."),
     "calibrate": Verb("nf4_patch.tools.bench.calibrate:command", "Measure what wins on this GPU, and remember it."),
-    "inspect": Verb(
-        "nf4_patch.tools.sass.inspect:command",
-        "Count the kernel's machine code for a GPU that need not be here.",
-    ),
 }
 
 
@@ -58,12 +54,13 @@ class Verbs(click.Group):
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        verb = VERBS.get(name)
-        if verb is None:
-            return None
-        module, attribute = verb.command.split(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
-        command.help = command.help or verb.help
+        command = super().get_command(ctx, name)  # of run_alone
+        if command is None:
+            if name not in VERBS:
+                return None
+            module, attribute = VERBS[name].command.split(":")
+            command = getattr(importlib.import_module(module), attribute)
+            command.help = command.help or VERBS[name].help
         if not any(parameter.name == "json_file" for parameter in command.params):
             command.params.append(json_option())
         return command
@@ -162,6 +159,17 @@ def finish(ctx: click.Context, report: Any) -> None:
     sys.exit(report.exit_code)
 
 
+def run_alone(command: click.Command, invocation: str) -> None:
+    """Run a command that is no verb as one, with --json, progress and errors in one line: a benchmark, a script.
+
+    Args:
+        invocation: how it is called, e.g. "python -m benchmarks.challenge".
+    """
+    program, _, name = invocation.rpartition(" ")
+    main.add_command(command, name)
+    main([name, *sys.argv[1:]], prog_name=program)
+
+
 @click.command()
 @click.option("--unsloth", is_flag=True, help="Import Unsloth too (8 s) instead of judging by its release.")
 @click.pass_obj
@@ -174,25 +182,11 @@ def doctor(tell: ProgressBar, unsloth: bool) -> Any:
 @click.command()
 @click.option("--weights", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="SAFETENSORS",
               help="Verify on the 4-bit weights of a saved checkpoint instead of on made ones.")  # fmt: skip
-@click.option("--arch", metavar="SM", help="Compare the code that an older GPU would run, e.g. sm_75, on this one.")
-@click.option("--fuzz", "cases", type=click.IntRange(min=1), metavar="N",
-              help="Verify on N random and malformed states instead.")  # fmt: skip
-@click.option("--seed", type=int, default=0, show_default=True, help="Of --fuzz: repeats the same states.")
 @click.pass_obj
-def verify(tell: ProgressBar, weights: Path | None, arch: str | None, cases: int | None, seed: int) -> Any:
-    if cases is not None:
-        from . import fuzz
-
-        if weights or arch:
-            raise click.UsageError("--fuzz makes its own states: it goes with --seed only")
-        return fuzz.fuzz(cases, seed, tell=tell)
+def verify(tell: ProgressBar, weights: Path | None) -> Any:
     from . import verify
 
-    if arch is None:  # without importing a kernel: verify decides whether the interpreter runs them
-        return verify.verify(weights, tell=tell)
-    from .sass.machine_code import capability_of
-
-    return verify.verify(weights, tell=tell, arch=capability_of(arch))
+    return verify.verify(weights, tell)
 
 
 class PassThrough(click.Command):

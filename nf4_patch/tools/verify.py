@@ -69,33 +69,22 @@ class VerifyReport(Report):
 
 
 def verify(
-    weights: Path | None = None, tell: Progress = silent, arch: tuple[int, int] | None = None
-) -> VerifyReport:  # fmt: skip
+    weights: Path | None = None, tell: Progress = silent, dequantize: Dequantize = nf4_patch.dequantize_nf4
+) -> VerifyReport:
     """Compare the kernel with bitsandbytes, on made weights or on those of a checkpoint.
 
     Args:
         weights: a .safetensors file with bitsandbytes 4-bit weights.
-        arch: compare the code that a GPU of this older capability would run, with its launch configuration.
+        dequantize: what is compared.
 
     Raises:
         BadCheckpoint: ``weights`` cannot be read, or holds no 4-bit weight.
-        machine_code.Unsupported: that code does not run on this machine.
     """
     cases.use_interpreter_without_gpu()
     from ..nf4.dequantize import compilation
 
     device = cases.device_here()
     report = VerifyReport(cases.place_of(device))
-    dequantize: Dequantize = nf4_patch.dequantize_nf4
-    if arch is not None:
-        from .sass import portable
-
-        portable.check(arch, device)
-        dequantize = portable.dequantizer(arch)
-        report.notes.append(
-            f"Compared is the code of sm_{arch[0]}{arch[1]}: its PTX and its launch configuration, translated for this "
-            "GPU by the driver."
-        )
     if device.type == "cpu":
         if not compilation.INTERPRETED:
             report.failures.append("no GPU, and the kernels were imported before the interpreter could be chosen")

@@ -27,9 +27,8 @@ def test_from_the_first_cell_to_the_last(tmp_path, monkeypatch):
     assert namespace["problems"] == []
     assert "none differs" in report
     assert "differ from" not in report and "bits differ" not in report
-    assert "bytes spilled" in report
     assert "same losses and adapter: True" in report
     assert (tmp_path / "t4.png").stat().st_size > 10_000
     on, off = namespace["on"], namespace["off"]
     assert on["losses"] == off["losses"] and len(on["losses"]) == 10
-    assert {row["unit"] for row in namespace["challenge"]}
+    assert {row["unit"] for row in namespace["measured"]} == {"us"}

@@ -29,7 +29,7 @@ def test_cells_are_plain_python_without_output():
 def test_its_commands_exist():
     from nf4_patch.tools.cli import VERBS
 
-    for verb in ("doctor", "verify", "inspect", "bench"):
+    for verb in ("doctor", "verify", "bench"):
         assert verb in VERBS
         assert f'\\"{verb}\\"' in TEXT
 

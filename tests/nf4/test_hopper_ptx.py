@@ -137,7 +137,7 @@ from nf4_patch.nf4.dequantize import compilation
 from nf4_patch.nf4.matmul import hopper
 from nf4_patch.nf4.matmul.hopper_kernels import hopper_kernel as kernel
 from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS
-from nf4_patch.tools.sass.machine_code import tool
+from machine_code import tool
 
 types = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.float32: "fp32"}
 for config in {row.config for row in HOPPER_ROWS}:

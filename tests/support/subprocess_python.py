@@ -95,6 +95,14 @@ def python(
     return done
 
 
+def script(file: Path, *words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """As ``python file WORDS``."""
+    argv = [str(word) for word in (file, *words)]
+    return python(
+        f"import runpy, sys\nsys.argv = {argv!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')", **options
+    )
+
+
 def command(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """``nf4-patch WORDS``, whatever its exit code."""
     code = f"from nf4_patch.tools.cli import main\nmain({[str(word) for word in words]!r})"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fuzz as fuzzing
 import pytest
 import torch
+from fuzz import PADDING, draw, random_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,8 +14,6 @@ from nf4_patch.nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORA
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
 from nf4_patch.tools import cases
-from nf4_patch.tools import fuzz as fuzzing
-from nf4_patch.tools.cases import PADDING, draw, random_state
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
