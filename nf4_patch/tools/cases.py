@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import sys
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
-from ..patching import hooks
 
 # Whole CTAs and part of one, partial last blocks, odd counts, rows that no blocksize divides, rank 1 to 3.
 SHAPES = ((256, 512), (96, 136), (33, 77), (3, 5, 44), (4097,), (1, 1))
@@ -138,15 +136,6 @@ def use_interpreter_without_gpu() -> None:
         os.environ.pop("TRITON_INTERPRET")
         if before is not None:
             os.environ["TRITON_INTERPRET"] = before
-
-
-@contextlib.contextmanager
-def unpatched() -> Iterator[None]:
-    """bitsandbytes as it is, also where NF4_PATCH=1 patches it on import: nothing is compared with itself."""
-    import bitsandbytes.functional  # noqa: F401
-
-    with hooks.suspended():
-        yield
 
 
 def place_of(device: torch.device) -> str:

@@ -29,7 +29,7 @@ import click
 from ..config import Config, ConfigError
 from ..version import __version__
 from . import output
-from .report import NotAvailable, commit, releases
+from .report import NotAvailable, commit, installed_releases
 
 
 class Verb(NamedTuple):
@@ -43,7 +43,9 @@ VERBS = {
     "run": Verb("nf4_patch.tools.cli:run", "Enable the patch, then run a script or a module."),
     "demo": Verb("nf4_patch.tools.cli:demo", "Fine-tune a small QLoRA model without and with the patch."),
     "bench": Verb("nf4_patch.tools.bench.command:command", "Measure the kernel beside what it replaces."),
-    "calibrate": Verb("nf4_patch.tools.bench.calibrate:command", "Measure what wins on this GPU, and remember it."),
+    "calibrate": Verb(
+        "nf4_patch.tools.bench.calibrate:command", "Tune the fused matmul for this GPU and save the result."
+    ),
 }
 
 
@@ -149,7 +151,7 @@ def finish(ctx: click.Context, report: Any) -> None:
     if file := ctx.meta.get("nf4_patch.json"):
         data = report.as_dict()
         if "machine" not in data:  # which says as much and more
-            data |= {"releases": releases(), "date": datetime.date.today().isoformat(), "commit": commit()}
+            data |= {"releases": installed_releases(), "date": datetime.date.today().isoformat(), "commit": commit()}
         text = json.dumps(data, indent=2, default=str) + "\n"
         output.write(file, lambda path: path.write_text(text, encoding="utf-8"))
     if sys.stdout is not None and not getattr(sys.stdout, "closed", False):

@@ -30,8 +30,9 @@ from ..nf4.dequantize import compilation
 from ..patching.counters import counters
 from ..patching.reasons import Reason
 from . import llama, output
-from .cases import device_here, name_of, place_of, unpatched
+from .cases import device_here, name_of, place_of
 from .llama import Shape
+from .patch import patch
 from .report import Diagnosis, Progress, plural, provenance, right_aligned, silent
 
 SEED = 0
@@ -195,7 +196,7 @@ def demo(
     logging.disable_progress_bar()
 
     device = device_here()
-    dtype = torch.float16 if on_gpu and torch.cuda.get_device_capability() < (8, 0) else torch.bfloat16
+    dtype = llama.training_dtype()
     with tempfile.TemporaryDirectory(prefix="nf4-patch-demo-") as folder:
         tell("making the model")
         model = Model(SIZES[size], Path(folder), device, dtype)
@@ -254,7 +255,7 @@ class Model:
         text = f"{doing} {'with' if patched else 'without'} the patch"
         tell(text, 0, steps)
         # matmul off, whatever the environment says: the fused matmul has other bits
-        with nf4_patch.enabled(matmul="off") if patched else unpatched():
+        with patch(patched, matmul="off"):
             model = self.adapted()
             model.train()
             trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]

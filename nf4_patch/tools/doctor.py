@@ -28,7 +28,7 @@ from ..nf4.matmul.tuning import SMALL_M_ROWS
 from ..patching import hooks
 from ..patching.reasons import Reason
 from ..patching.targets import SWITCHES, TARGETS, Target
-from .report import DISTRIBUTIONS, Diagnosis, Progress, plural, releases, silent
+from .report import DISTRIBUTIONS, Diagnosis, Progress, installed_releases, plural, silent
 
 # (capability that no longer needs the advice, the advice): the first row whose capability the GPU is below.
 GPU_ADVICE: tuple[tuple[tuple[int, int], str], ...] = (
@@ -179,7 +179,7 @@ def examine(unsloth: bool = False, tell: Progress = silent) -> DoctorReport:
     return DoctorReport(
         machine=f"Python {platform.python_version()}, {platform.platform()}",
         driver=driver(),
-        releases=releases(),
+        releases=installed_releases(),
         gpus=gpus,
         no_gpu=why_no_gpu() if not gpus else "",
         targets=examine_targets(unsloth, config, tell),
@@ -240,7 +240,7 @@ def check_kernel(dtype: torch.dtype, device: torch.device, capability: tuple[int
 def examine_targets(unsloth: bool, config: Config, tell: Progress) -> list[Verdict]:
     """Import the libraries, enable the patch, and ask what stands where; afterwards it is as it was."""
     # in the order of TARGETS: unsloth_zoo cannot be imported before unsloth
-    installed = releases(dict.fromkeys(target.distribution for target in TARGETS))
+    installed = installed_releases(dict.fromkeys(target.distribution for target in TARGETS))
     wanted = [name for name in installed if unsloth or not name.startswith("unsloth")]
     failed = {}
     for name in wanted:

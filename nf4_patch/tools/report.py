@@ -86,7 +86,7 @@ def require_gpu() -> None:
 DISTRIBUTIONS = ("torch", "triton", "bitsandbytes", "unsloth", "unsloth_zoo", "transformers", "peft", "wrapt")
 
 
-def releases(names: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:
+def installed_releases(names: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:
     """The installed releases, by distribution. One that is not installed is left out."""
     found = {}
     for name in names:
@@ -105,7 +105,7 @@ def plural(count: int, noun: str) -> str:
 
 def provenance(place: str) -> str:
     """One line that goes with every figure: where, and with which releases."""
-    return ", ".join([place, *(f"{name} {release}" for name, release in releases().items())])
+    return ", ".join([place, *(f"{name} {release}" for name, release in installed_releases().items())])
 
 
 def commit() -> str | None:

@@ -15,6 +15,7 @@ from rich.table import Table
 import nf4_patch
 
 from . import cases
+from .patch import patch
 from .report import NotAvailable, Progress, Report, plural, provenance, right_aligned, silent
 
 Dequantize = Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]  # weight, quant_state, out -> the weight
@@ -22,7 +23,7 @@ SHOWN = 20  # failures that are listed
 
 
 @dataclass
-class Row:
+class Family:
     """One family of cases in one output dtype."""
 
     family: str
@@ -35,7 +36,7 @@ class Row:
 @dataclass
 class VerifyReport(Report):
     place: str
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Family] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -94,7 +95,7 @@ def verify(
             "library; signs of FP4's zeros are not compared (the CPU library's differ from the CUDA library's). "
             "Of the six shapes every combination ran two, to keep it short: each blocksize met each shape."
         )
-    with cases.unpatched():
+    with patch(False):
         compare_all(report, list_cases(weights, device), dequantize, tell)
     return report
 
@@ -160,10 +161,10 @@ def checkpoint(path: Path, device: torch.device) -> Iterator[Weight]:
 
 
 def compare_all(report: VerifyReport, weights: list[Weight], dequantize: Dequantize, tell: Progress) -> None:
-    rows: dict[tuple[str, str], Row] = {}
+    rows: dict[tuple[str, str], Family] = {}
     for done, weight in enumerate(weights):
         tell(f"verify: {weight.family}", done, len(weights))
-        row = rows.setdefault((weight.family, weight.dtype), Row(weight.family, weight.dtype))
+        row = rows.setdefault((weight.family, weight.dtype), Family(weight.family, weight.dtype))
         row.cases += 1
         try:
             packed, state = weight.make()

@@ -19,6 +19,7 @@ from rich.table import Table
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
 from nf4_patch.tools import cases
+from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress, Report, plural, provenance, right_aligned, silent
 
 PADDING, CANARY = 256, 0xA5  # bytes before and after every tensor; as fp32 -2.9e-16, as an absmax byte 165
@@ -371,7 +372,7 @@ def fuzz(
     """
     cases.use_interpreter_without_gpu()
     fuzzer = Fuzzer(seed, cases.device_here(), blocksizes, oracle)
-    with cases.unpatched():
+    with patch(False):
         for number in range(count):
             if number % 64 == 0:
                 tell("fuzz", number, count)

@@ -30,20 +30,22 @@ from ...nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
 from ...patching import hooks
 from ...patching.quant_state import fields_of
 from .. import output
+from ..llama import training_dtype
+from ..patch import patch
 from ..report import Progress, Report, require_gpu, silent
 from . import dequantize as dequantization
 from . import matmul as fused_matmul
+from .baselines import OURS, UNSLOTH_TRITON, baselines, original
 from .dequantize import Packed
-from .peers import OURS, UNSLOTH_TRITON, original, peers
 from .record import Check, Row, accuracy, table
-from .shapes import LLAMA_8B, MODELS, Model, projections
+from .shapes import LLAMA_8B, MODELS, projections
 from .timing import Times, gpu_times
 
 ROWS = (1, 2, 8, 16, 32, 64)  # of X; each closes the range that starts after the one before
 MARGIN = 0.03  # ours has to be faster by this much, and by more than the noise of the run
 ROUNDS = 10
 SHIPPED = SMALL_M_ROWS + SMALL_M_CANDIDATES  # whose configs are the candidates, whatever their GPU
-NAMES = {f"{model.name.split()[0]}-{model.name.split()[-1]}".lower(): model for model in MODELS}
+NAMES = {f"{name.split()[0]}-{name.split()[-1]}".lower(): model for name, model in MODELS.items()}
 METHOD = (
     "GPU time of one matmul, us: CUDA-graph replays over weights that overflow the L2, alternating, medians. Each config "
     "was right first: one-hot rows give dequantize's bits, and the error against fp64 is that of dequantize + matmul. "
@@ -161,7 +163,7 @@ def one_shape(
     truth = fused_matmul.exact(Layout(packed, *fields_of(state)))
     points = []
     for m in ROWS:
-        say(f"{dequantization.name_of(shape, dtype)}, {m} rows")
+        say(f"{dequantization.subject_of(shape, dtype)}, {m} rows")
         points.append(one_point(m, weights, dense, truth, quick, unsloth, failures))
     torch.cuda.empty_cache()
     return decided(points)
@@ -169,12 +171,12 @@ def one_shape(
 
 def eager(shapes: Iterable[tuple[int, int]], dtype: torch.dtype, tell: Progress) -> Iterator[Row]:
     """Our dequantization beside Unsloth's Triton kernel, on the host and on the GPU; nothing where there is none."""
-    found = peers()
+    found = baselines()
     if UNSLOTH_TRITON not in found or Config.read().forbidden:  # NF4_PATCH=0: ours is not to be had
         return
     yield from dequantization.on_host(found, tell)
     for shape in shapes:
-        tell(f"dequantize {dequantization.name_of(shape, dtype)}")
+        tell(f"dequantize {dequantization.subject_of(shape, dtype)}")
         yield dequantization.one_shape(shape, dtype, "", {UNSLOTH_TRITON: found[UNSLOTH_TRITON]}, limits=False)
 
 
@@ -187,6 +189,7 @@ def faster(comparisons: Sequence[Row]) -> bool | None:
     return not slower and any(ratio > 1 + max(MARGIN, noise) for ratio, noise in ratios)
 
 
+@patch(False)
 def measure(
     shapes: Sequence[tuple[int, int]], quick: bool = False, with_unsloth: bool = True, tell: Progress = silent
 ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
@@ -200,8 +203,7 @@ def measure(
         RuntimeError: there is no NVIDIA GPU, or bitsandbytes is older than 0.50.
     """
     fused_matmul.check_machine()
-    capability = torch.cuda.get_device_capability()
-    dtype = torch.bfloat16 if capability >= (8, 0) else torch.float16
+    dtype = training_dtype()
     unsloth, failures = fused_matmul.gemv() if with_unsloth else None, list[str]()
     done, total = itertools.count(), len(shapes) * len(ROWS)
     found = {
@@ -298,8 +300,8 @@ def shape_of(text: str) -> tuple[int, int]:
 
 @click.command()
 @click.option("--model", "models", type=click.Choice(list(NAMES)), multiple=True,
-              help="Whose projections; again for more.  [default: llama-8b, unless --shape is given]")  # fmt: skip
-@click.option("--shape", "shapes", multiple=True, metavar="NxK", help="A weight of N rows, K columns; again for more.")
+              help="Model whose layer shapes to measure; repeatable.  [default: llama-8b, unless --shape is given]")  # fmt: skip
+@click.option("--shape", "shapes", multiple=True, metavar="NxK", help="A weight of N rows, K columns; repeatable.")
 @click.option("--quick", is_flag=True, help="Fewer configs for each.")
 @click.option("--show", is_flag=True, help="Only show what is remembered.")
 @click.option("--forget", is_flag=True, help="Only forget what is remembered about this GPU.")
@@ -328,7 +330,7 @@ def command(
         lines = [note, *(f"{name}: {entry.status}" for name, entry in states.items())]
         sound = {name: known[name] for name, entry in states.items() if entry.matmul}
         return Calibration(path, sound, note="\n".join(lines))
-    chosen: list[Model] = [NAMES[model] for model in models] or ([] if shapes else [LLAMA_8B])
+    chosen = [NAMES[model] for model in models] or ([] if shapes else [LLAMA_8B])
     wanted = [shape for model in chosen for shape in projections(model)] + [shape_of(text) for text in shapes]
     try:
         require_gpu()

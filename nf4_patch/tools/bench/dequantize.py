@@ -1,4 +1,4 @@
-"""Dequantization beside its peers: alone on the GPU, before the matmul that reads it, and on the host."""
+"""Dequantization next to its baselines: alone on the GPU, before the matmul that reads it, and on the host."""
 
 from __future__ import annotations
 
@@ -16,17 +16,35 @@ from ...patching import hooks
 from ...patching.cache import cache
 from ...patching.reader import reader
 from ...patching.switch import switch
-from ..report import Progress
-from .peers import BITSANDBYTES, OURS, Peer
-from .record import CEILING, COPY, EMPTY, Row, bits
+from ..llama import training_dtype
+from ..patch import patch
+from ..report import Progress, silent
+from .baselines import BITSANDBYTES, OURS, Baseline, baselines
+from .record import CEILING, COPY, EMPTY, Bench, Row, bits
 from .shapes import LLAMA_8B, projections, shapes
-from .timing import gpu_times, host_times, rotation
+from .timing import gpu_times, host_times, machine, rotation
 
+METHOD = {
+    "dequantize": "GPU time of one call: CUDA-graph replays over weights that overflow the L2, alternating, medians. "
+    "ceiling: the same bytes moved with no decode; %: the part of it that ours reaches.",
+    "dequantize + matmul": "GPU time of dequantize and F.linear, the same way.",
+    "host": "Host time of one eager call, GPU idle before: allocation, guards and statistics included.",
+}
 DTYPES = (torch.float16, torch.bfloat16)
 Packed = tuple[torch.Tensor, Any]
 
 
-def name_of(shape: Sequence[int], dtype: torch.dtype) -> str:
+def measure(with_unsloth: bool = True, quick: bool = False, tell: Progress = silent) -> Bench:
+    """Every section of METHOD; ``quick``: the challenge's shapes only, and no matmul."""
+    found = baselines(with_unsloth)
+    sections = {"dequantize": list(on_gpu(found, tell, quick))}
+    if not quick:
+        sections["dequantize + matmul"] = list(with_matmul(found, tell))
+    sections["host"] = list(on_host(found, tell))
+    return Bench(machine(), sections, {section: METHOD[section] for section in sections})
+
+
+def subject_of(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"{'x'.join(map(str, shape))} {'bf16' if dtype is torch.bfloat16 else 'fp16'}"
 
 
@@ -47,37 +65,41 @@ def traffic(shape: Sequence[int], itemsize: int) -> int:
     return n // 2 + n // 64 + -(-n // 64 // 256) * 4 + n * itemsize
 
 
-def agree(weights: Sequence[Packed], peers: dict[str, Peer], outs: Sequence[torch.Tensor]) -> dict[str, bool]:
-    """For each peer whether ours gives its bits, for every weight, into memory that held NaN."""
-    same = dict.fromkeys(peers, True)
+def agree(weights: Sequence[Packed], others: dict[str, Baseline], outs: Sequence[torch.Tensor]) -> dict[str, bool]:
+    """For each baseline whether ours gives its bits, for every weight, into memory that held NaN."""
+    same = dict.fromkeys(others, True)
     for (packed, state), out in zip(weights, outs, strict=True):
         out.fill_(float("nan"))
         nf4_patch.dequantize_nf4(packed, state, out)
-        for name, peer in peers.items():
-            same[name] = same[name] and same_bits(out, peer.dequantize(packed, state))
+        for name, other in others.items():
+            same[name] = same[name] and same_bits(out, other.dequantize(packed, state))
     return same
 
 
-def on_gpu(peers: dict[str, Peer], tell: Progress, challenge_only: bool = False) -> Iterator[Row]:
-    """Each shape and dtype: ours, the peers, the traffic ceiling and the device copy of as many bytes."""
+def on_gpu(others: dict[str, Baseline], tell: Progress, challenge_only: bool = False) -> Iterator[Row]:
+    """Each shape and dtype: ours, the baselines, the traffic ceiling and the device copy of as many bytes."""
     chosen = [(shape, dtype, users) for shape, users in shapes(challenge_only).items() for dtype in DTYPES]
     for i, (shape, dtype, users) in enumerate(chosen):
-        tell(f"dequantize {name_of(shape, dtype)}", i, len(chosen))
-        yield one_shape(shape, dtype, users, peers)
+        tell(f"dequantize {subject_of(shape, dtype)}", i, len(chosen))
+        yield one_shape(shape, dtype, users, others)
         torch.cuda.empty_cache()
 
 
 def one_shape(
-    shape: tuple[int, int], dtype: torch.dtype, users: str, peers: dict[str, Peer], limits: bool = True
+    shape: tuple[int, int], dtype: torch.dtype, users: str, others: dict[str, Baseline], limits: bool = True
 ) -> Row:
-    """Ours and the peers; with ``limits`` the ceiling and the copy too."""
+    """Ours and the baselines; with ``limits`` the ceiling and the copy too."""
     from . import traffic_kernel
 
     nbytes = traffic(shape, dtype.itemsize)
     weights = quantized(shape, dtype, rotation(nbytes))
     outs = [torch.empty(shape, dtype=dtype, device="cuda") for _ in weights]
-    subject, sizes, notes = name_of(shape, dtype), {"n": shape[0], "k": shape[1]}, {"used by": users} if users else {}
-    checks = bits(agree(weights, peers, outs))
+    subject, sizes, notes = (
+        subject_of(shape, dtype),
+        {"n": shape[0], "k": shape[1]},
+        {"used by": users} if users else {},
+    )
+    checks = bits(agree(weights, others, outs))
 
     def calls(function: Callable[..., Any]) -> list[Callable[[], object]]:
         return [
@@ -86,7 +108,7 @@ def one_shape(
         ]
 
     variants: dict[str, Sequence[Callable[[], object]]] = {OURS: calls(nf4_patch.dequantize_nf4)}
-    variants |= {name: calls(peer.dequantize) for name, peer in peers.items() if peer.captures}
+    variants |= {name: calls(other.dequantize) for name, other in others.items() if other.captures}
     if not limits:
         return Row(subject, "us", gpu_times(variants), checks, nbytes, sizes, notes)
     half = nbytes // 2 // 512 * 512  # both halves start where an allocation may
@@ -103,12 +125,12 @@ def one_shape(
     return Row(subject, "us", kept, checks, nbytes, sizes, notes)
 
 
-def with_matmul(peers: dict[str, Peer], tell: Progress, rows: Sequence[int] = (512, 2048)) -> Iterator[Row]:
-    """Dequantize, then F.linear of ``rows`` rows, Llama 8B in bf16: what a faster store must not cost."""
+def with_matmul(others: dict[str, Baseline], tell: Progress, rows: Sequence[int] = (512, 2048)) -> Iterator[Row]:
+    """Dequantize, then F.linear of ``rows`` rows, Llama 8B: what a faster store must not cost."""
     chosen = [(shape, m) for shape in projections(LLAMA_8B) for m in rows]
-    dtype = torch.bfloat16
+    dtype = training_dtype()
     for i, (shape, m) in enumerate(chosen):
-        subject = f"{name_of(shape, dtype)}, {m} rows"
+        subject = f"{subject_of(shape, dtype)}, {m} rows"
         tell(f"dequantize + matmul {subject}", i, len(chosen))
         weights = quantized(shape, dtype, min(rotation(traffic(shape, dtype.itemsize)), 40))
         x = torch.randn(m, shape[1], dtype=dtype, device="cuda")
@@ -117,7 +139,7 @@ def with_matmul(peers: dict[str, Peer], tell: Progress, rows: Sequence[int] = (5
             return F.linear(x, function(packed, state))
 
         # the original's weight by the same matmul: where the weights agree to the bit, so do the results
-        functions = {OURS: nf4_patch.dequantize_nf4} | {p.name: p.dequantize for p in peers.values() if p.captures}
+        functions = {OURS: nf4_patch.dequantize_nf4} | {o.name: o.dequantize for o in others.values() if o.captures}
         results = {name: multiply(function, *weights[0]) for name, function in functions.items()}
         checks = bits({name: same_bits(results[OURS], result) for name, result in results.items() if name != OURS})
         variants = {
@@ -128,11 +150,11 @@ def with_matmul(peers: dict[str, Peer], tell: Progress, rows: Sequence[int] = (5
         torch.cuda.empty_cache()
 
 
-def on_host(peers: dict[str, Peer], tell: Progress) -> Iterator[Row]:
+def on_host(others: dict[str, Baseline], tell: Progress) -> Iterator[Row]:
     """One eager call on a 64x64 weight: what stands at bitsandbytes.functional.dequantize_4bit with the patch on.
 
     Allocation, guards and statistics included; ``torch.empty`` of the same result in the same turns. Then the
-    same into Unsloth's global buffer, where Unsloth is a peer, and a weight that is in the cache.
+    same into Unsloth's global buffer, where Unsloth is a baseline, and a weight that is in the cache.
     """
     import bitsandbytes.functional
     from bitsandbytes.nn import Params4bit
@@ -140,32 +162,32 @@ def on_host(peers: dict[str, Peer], tell: Progress) -> Iterator[Row]:
     tell("host time")
     packed, state = quantized((64, 64), torch.bfloat16, 1)[0]
     parameter = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
-    with nf4_patch.enabled():
+    with patch(True):
         patched = bitsandbytes.functional.dequantize_4bit
         for subject, weight in (("a new tensor", packed), ("a new tensor from a Params4bit", parameter)):
-            others = {name: functools.partial(peer.dequantize, weight, state) for name, peer in peers.items()}
-            others[EMPTY] = functools.partial(torch.empty, (64, 64), dtype=torch.bfloat16, device=packed.device)
-            yield host(subject, functools.partial(patched, weight, state), others)
-        unsloth = {name: peer for name, peer in peers.items() if name != BITSANDBYTES}
+            calls = {name: functools.partial(other.dequantize, weight, state) for name, other in others.items()}
+            calls[EMPTY] = functools.partial(torch.empty, (64, 64), dtype=torch.bfloat16, device=packed.device)
+            yield host(subject, functools.partial(patched, weight, state), calls)
+        unsloth = {name: other for name, other in others.items() if name != BITSANDBYTES}
         if unsloth:
             ours = unsloth_replacement()
-            others = {
-                name: functools.partial(peer.dequantize, parameter, state, use_global_buffer=True)
-                for name, peer in unsloth.items()
+            calls = {
+                name: functools.partial(other.dequantize, parameter, state, use_global_buffer=True)
+                for name, other in unsloth.items()
             }
             before = switch.defer
             switch.defer = "never"  # on a GPU that is not measured yet ours would give the call back
             try:
-                yield host("Unsloth's global buffer", functools.partial(ours, parameter, state, None, True), others)
+                yield host("Unsloth's global buffer", functools.partial(ours, parameter, state, None, True), calls)
             finally:
                 switch.defer = before
-    with nf4_patch.enabled(cache="1GiB"):
+    with patch(True, cache="1GiB"):
         patched = bitsandbytes.functional.dequantize_4bit
-        others = {BITSANDBYTES: functools.partial(peers[BITSANDBYTES].dequantize, parameter, state)}
+        calls = {BITSANDBYTES: functools.partial(others[BITSANDBYTES].dequantize, parameter, state)}
         reader.bitsandbytes = "backward"  # as in the backward of a Linear4bit
         try:
             patched(parameter, state)  # fills it
-            yield host("a cached weight", functools.partial(patched, parameter, state), others, lambda: cache.hits)
+            yield host("a cached weight", functools.partial(patched, parameter, state), calls, lambda: cache.hits)
         finally:
             reader.bitsandbytes = ""
 
