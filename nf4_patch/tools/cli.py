@@ -42,7 +42,7 @@ VERBS = {
     "verify": Verb("nf4_patch.tools.cli:verify", "Compare the kernel with bitsandbytes on this machine, bit for bit."),
     "run": Verb("nf4_patch.tools.cli:run", "Enable the patch, then run a script or a module."),
     "demo": Verb("nf4_patch.tools.cli:demo", "Fine-tune a small QLoRA model without and with the patch."),
-    "bench": Verb("nf4_patch.tools.bench.command:command", "Measure the kernel beside what it replaces."),
+    "bench": Verb("nf4_patch.tools.bench.command:command", "Measure the kernel next to what it replaces."),
     "calibrate": Verb(
         "nf4_patch.tools.bench.calibrate:command", "Tune the fused matmul for this GPU and save the result."
     ),

@@ -10,7 +10,7 @@ import time
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from types import ModuleType
 from typing import Any
@@ -23,7 +23,7 @@ import nf4_patch
 from ..patching.status import STANDING, Status, TargetStatus, explain
 from ..patching.targets import TARGETS
 from .report import Report, plural, right_aligned
-from .savings import Saving, measure, of_the_cache
+from .savings import of_the_cache
 
 # Files whose frames stand above the script's own in a traceback.
 OUR_FRAMES = (
@@ -42,7 +42,6 @@ class RunReport(Report):
     seconds: float
     status: Status
     shown: bool  # --report
-    savings: list[Saving] = field(default_factory=list)  # of the shapes hit most
 
     @property
     def exit_code(self) -> int:
@@ -94,7 +93,6 @@ class RunReport(Report):
         for shape, hits in sorted(self.status.shapes.items(), key=lambda item: -item[1]):
             if hits:
                 yield f"  {hits:,} x {shape}"
-        yield from map(str, self.savings)
         yield from of_the_cache(self.status)
         yield from self.advice()
 
@@ -126,7 +124,7 @@ def run(module: str | None, arguments: Sequence[str], shown: bool = False) -> Ru
     code = _flush(_exit_code(start))
     command = ["-m", module, *arguments] if module else list(arguments)
     seconds, status = time.perf_counter() - started, nf4_patch.status()
-    return RunReport(command, enabled, code, seconds, status, shown, measure(status) if shown else [])
+    return RunReport(command, enabled, code, seconds, status, shown)
 
 
 def _module(name: str) -> Callable[[], Any]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from subprocess_python import python
 from verbs import output_of
 
-from nf4_patch.tools import report
+from nf4_patch.tools import llama, report
 from nf4_patch.tools.bench import matmul, shapes, timing
 from nf4_patch.tools.bench.baselines import BITSANDBYTES, OURS, UNSLOTH_TRITON
 from nf4_patch.tools.bench.record import CEILING, Bench, Row, accuracy, bits, table
@@ -137,6 +137,16 @@ def test_the_machine_names_releases_date_and_commit(monkeypatch):
 def test_no_commit_where_git_does_not_know_the_package(monkeypatch, tmp_path):
     monkeypatch.setattr(report.nf4_patch, "__file__", str(tmp_path / "__init__.py"))
     assert report.commit() is None
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
+def test_a_step_is_in_the_dtype_that_the_gpu_computes_in(monkeypatch, capability, dtype):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    config = llama.config_of(llama.Shape(128, 256, 1, heads=2, key_value_heads=2), llama.training_dtype())
+    model = llama.build_4bit(config, device="cpu")
+    projection = model.model.layers[0].self_attn.q_proj
+    assert (projection.compute_dtype, projection.weight.quant_state.dtype, model.lm_head.weight.dtype) == (dtype,) * 3
 
 
 def test_one_thing_is_measured_at_a_time():
