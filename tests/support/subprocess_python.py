@@ -98,9 +98,13 @@ def python(
 def script(file: Path, *words: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """As ``python file WORDS``."""
     argv = [str(word) for word in (file, *words)]
-    return python(
-        f"import runpy, sys\nsys.argv = {argv!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')", **options
-    )
+    code = f"import sys\nsys.argv = {argv!r}\nexec(compile(open(sys.argv[0]).read(), sys.argv[0], 'exec'))"
+    return python(code, **options)
+
+
+def program(name: str, *words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """tests/programs/NAME.py."""
+    return script(Path(__file__).parents[1] / "programs" / f"{name}.py", *words, **options)
 
 
 def command(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
