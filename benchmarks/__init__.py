@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import click
 
@@ -14,8 +14,8 @@ from nf4_patch.tools.patch import require_patch
 from nf4_patch.tools.report import Progress, require_gpu
 
 
-def main(section: str, method: str, rows: Callable[[Progress], Iterable[Row]]) -> None:
-    """The command of the benchmark that Python was started with: its rows, by ``method``, as a section of the report."""
+def main(method: Mapping[str, str], rows: Callable[[Progress], Mapping[str, Iterable[Row]]]) -> None:
+    """The command of the benchmark that Python was started with: its rows by section, measured by its ``method``."""
     module = sys.modules["__main__"]
     assert module.__spec__ is not None, "run as python -m benchmarks.NAME"
 
@@ -24,6 +24,7 @@ def main(section: str, method: str, rows: Callable[[Progress], Iterable[Row]]) -
     def command(tell: Progress) -> Bench:
         require_gpu()
         require_patch()
-        return Bench(machine(), {section: list(rows(tell))}, {section: method})
+        sections = {name: list(found) for name, found in rows(tell).items()}
+        return Bench(machine(), sections, dict(method))
 
     run_alone(command, f"python -m {module.__spec__.name}")

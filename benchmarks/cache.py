@@ -82,4 +82,4 @@ def rows(tell: Progress) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    main("step", METHOD + " 16-bit weights: nn.Linear on the dequantized weights.", rows)
+    main({"step": METHOD + " 16-bit weights: nn.Linear on the dequantized weights."}, lambda tell: {"step": rows(tell)})

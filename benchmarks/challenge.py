@@ -143,4 +143,4 @@ def rows(tell: Progress) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    main("challenge", METHOD, rows)
+    main({"challenge": METHOD}, lambda tell: {"challenge": rows(tell)})

@@ -92,4 +92,4 @@ def rows(tell: Progress) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    main("step", METHOD, rows)
+    main({"step": METHOD}, lambda tell: {"step": rows(tell)})

@@ -156,4 +156,4 @@ def rows(tell: Progress) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    main("generation", METHOD, rows)
+    main({"generation": METHOD}, lambda tell: {"generation": rows(tell)})

@@ -28,7 +28,7 @@ STEPS = {
 }
 # data file -> (the command that writes it, what is in it); GPU in a name stands for h200, h100
 SOURCES = {
-    "bench-GPU.json": ("nf4-patch bench", "dequantization, dequantization before a matmul, host time"),
+    "bench-GPU.json": ("python -m benchmarks.dequantize", "dequantization, dequantization before a matmul, host time"),
     "challenge-GPU.json": ("python -m benchmarks.challenge", "the public NF4 challenge"),
     "step-peft-GPU.json": ("nf4-patch bench --step peft", "a QLoRA step of peft and bitsandbytes"),
     "step-unsloth-GPU.json": ("python -m benchmarks.unsloth_step", "a QLoRA step of the newest Unsloth"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import challenge
-from nf4_patch.tools.bench import dequantize, step
+from benchmarks import challenge, dequantize
+from nf4_patch.tools.bench import step
 from nf4_patch.tools.bench.baselines import BITSANDBYTES, OURS, UNSLOTH_CTYPES, UNSLOTH_TRITON, baselines
 from nf4_patch.tools.bench.record import CEILING, EMPTY, UNPATCHED
 from nf4_patch.tools.report import silent
@@ -21,7 +21,7 @@ SHARE_OF_CEILING = ((100e6, 97.0), (40e6, 93.0), (10e6, 88.0))  # (bytes moved a
 def measured():
     others = baselines()
     sections = {
-        "dequantize": list(dequantize.on_gpu(others, silent, challenge_only=True)),
+        "dequantize": list(dequantize.dequantizations(others, silent, challenge_only=True)),
         "dequantize + matmul": list(dequantize.with_matmul(others, silent)),
         "host": list(dequantize.on_host(others, silent)),
         "challenge": list(challenge.rows(silent)),

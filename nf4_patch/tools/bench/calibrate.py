@@ -177,7 +177,7 @@ def eager(shapes: Iterable[tuple[int, int]], dtype: torch.dtype, tell: Progress)
     yield from dequantization.on_host(found, tell)
     for shape in shapes:
         tell(f"dequantize {dequantization.subject_of(shape, dtype)}")
-        yield dequantization.one_shape(shape, dtype, "", {UNSLOTH_TRITON: found[UNSLOTH_TRITON]}, limits=False)
+        yield dequantization.one_shape(shape, dtype, "", {UNSLOTH_TRITON: found[UNSLOTH_TRITON]})
 
 
 def faster(comparisons: Sequence[Row]) -> bool | None:

@@ -1,4 +1,4 @@
-"""``nf4-patch bench``: ours beside the saved originals of whatever is installed, the ceiling and the device copy."""
+"""``nf4-patch bench``: ours next to the saved originals of whatever is installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .record import Bench
 @click.option("--step", type=click.Choice(["peft"]), help="A whole QLoRA training step, the patch on and off, instead.")
 @click.option("--matmul", is_flag=True, help="The fused matmul of 1 to 8192 rows, Llama 8B and 70B, instead.")
 @click.option("--quick", is_flag=True,
-              help="Three shapes only, and no matmul. With --matmul: Llama 8B only.")  # fmt: skip
+              help="Three shapes only; with --matmul Llama 8B only.")  # fmt: skip
 @click.option("--unsloth/--no-unsloth", default=True, help="Whether Unsloth is measured where it is installed.")
 @click.pass_obj
 def command(tell: Progress, step: str | None, matmul: bool, quick: bool, unsloth: bool) -> Bench:

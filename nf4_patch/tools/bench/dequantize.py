@@ -1,4 +1,4 @@
-"""Dequantization next to its baselines: alone on the GPU, before the matmul that reads it, and on the host."""
+"""Dequantization next to its baselines, on the GPU and on the host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import nf4_patch
 
@@ -16,18 +15,15 @@ from ...patching import hooks
 from ...patching.cache import cache
 from ...patching.reader import reader
 from ...patching.switch import switch
-from ..llama import training_dtype
 from ..patch import patch
 from ..report import Progress, silent
 from .baselines import BITSANDBYTES, OURS, Baseline, baselines
-from .record import CEILING, COPY, EMPTY, Bench, Row, bits
-from .shapes import LLAMA_8B, projections, shapes
-from .timing import gpu_times, host_times, machine, rotation
+from .record import EMPTY, Bench, Row, bits
+from .shapes import shapes
+from .timing import Call, gpu_times, host_times, machine, rotation
 
 METHOD = {
-    "dequantize": "GPU time of one call: CUDA-graph replays over weights that overflow the L2, alternating, medians. "
-    "ceiling: the same bytes moved with no decode; %: the part of it that ours reaches.",
-    "dequantize + matmul": "GPU time of dequantize and F.linear, the same way.",
+    "dequantize": "GPU time of one call: CUDA-graph replays over weights that overflow the L2, alternating, medians.",
     "host": "Host time of one eager call, GPU idle before: allocation, guards and statistics included.",
 }
 DTYPES = (torch.float16, torch.bfloat16)
@@ -35,13 +31,10 @@ Packed = tuple[torch.Tensor, Any]
 
 
 def measure(with_unsloth: bool = True, quick: bool = False, tell: Progress = silent) -> Bench:
-    """Every section of METHOD; ``quick``: the challenge's shapes only, and no matmul."""
+    """Both sections of METHOD; ``quick``: the challenge's shapes only."""
     found = baselines(with_unsloth)
-    sections = {"dequantize": list(on_gpu(found, tell, quick))}
-    if not quick:
-        sections["dequantize + matmul"] = list(with_matmul(found, tell))
-    sections["host"] = list(on_host(found, tell))
-    return Bench(machine(), sections, {section: METHOD[section] for section in sections})
+    sections = {"dequantize": list(on_gpu(found, tell, quick)), "host": list(on_host(found, tell))}
+    return Bench(machine(), sections, METHOD)
 
 
 def subject_of(shape: Sequence[int], dtype: torch.dtype) -> str:
@@ -76,21 +69,29 @@ def agree(weights: Sequence[Packed], others: dict[str, Baseline], outs: Sequence
     return same
 
 
-def on_gpu(others: dict[str, Baseline], tell: Progress, challenge_only: bool = False) -> Iterator[Row]:
-    """Each shape and dtype: ours, the baselines, the traffic ceiling and the device copy of as many bytes."""
+Limits = Callable[
+    [Sequence[torch.Tensor], Sequence[torch.Tensor]], dict[str, list[Call]]
+]  # packed, out -> more variants
+
+
+def no_limits(packed: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> dict[str, list[Call]]:
+    return {}
+
+
+def on_gpu(
+    others: dict[str, Baseline], tell: Progress, challenge_only: bool = False, limits: Limits = no_limits
+) -> Iterator[Row]:
+    """Each shape and dtype: ours, the baselines, and what ``limits`` makes of the same weights and results."""
     chosen = [(shape, dtype, users) for shape, users in shapes(challenge_only).items() for dtype in DTYPES]
     for i, (shape, dtype, users) in enumerate(chosen):
         tell(f"dequantize {subject_of(shape, dtype)}", i, len(chosen))
-        yield one_shape(shape, dtype, users, others)
+        yield one_shape(shape, dtype, users, others, limits)
         torch.cuda.empty_cache()
 
 
 def one_shape(
-    shape: tuple[int, int], dtype: torch.dtype, users: str, others: dict[str, Baseline], limits: bool = True
+    shape: tuple[int, int], dtype: torch.dtype, users: str, others: dict[str, Baseline], limits: Limits = no_limits
 ) -> Row:
-    """Ours and the baselines; with ``limits`` the ceiling and the copy too."""
-    from . import traffic_kernel
-
     nbytes = traffic(shape, dtype.itemsize)
     weights = quantized(shape, dtype, rotation(nbytes))
     outs = [torch.empty(shape, dtype=dtype, device="cuda") for _ in weights]
@@ -101,53 +102,16 @@ def one_shape(
     )
     checks = bits(agree(weights, others, outs))
 
-    def calls(function: Callable[..., Any]) -> list[Callable[[], object]]:
+    def calls(function: Callable[..., Any]) -> list[Call]:
         return [
             functools.partial(function, packed, state, out=out)
             for (packed, state), out in zip(weights, outs, strict=True)
         ]
 
-    variants: dict[str, Sequence[Callable[[], object]]] = {OURS: calls(nf4_patch.dequantize_nf4)}
+    variants: dict[str, Sequence[Call]] = {OURS: calls(nf4_patch.dequantize_nf4)}
     variants |= {name: calls(other.dequantize) for name, other in others.items() if other.captures}
-    if not limits:
-        return Row(subject, "us", gpu_times(variants), checks, nbytes, sizes, notes)
-    half = nbytes // 2 // 512 * 512  # both halves start where an allocation may
-    halves = [torch.randint(0, 256, (2, half), dtype=torch.uint8, device="cuda") for _ in weights]
-    for config in traffic_kernel.SHAPES:
-        variants[f"{CEILING} {config}"] = [
-            traffic_kernel.mover(packed, out, *config) for (packed, _), out in zip(weights, outs, strict=True)
-        ]
-    variants[COPY] = [functools.partial(target.copy_, source) for target, source in halves]
-    times = gpu_times(variants)
-    ceilings = [name for name in times if name.startswith(CEILING)]
-    fastest = min(ceilings, key=lambda name: times[name].median)
-    kept = {name: taken for name, taken in times.items() if name not in ceilings} | {CEILING: times[fastest]}
-    return Row(subject, "us", kept, checks, nbytes, sizes, notes)
-
-
-def with_matmul(others: dict[str, Baseline], tell: Progress, rows: Sequence[int] = (512, 2048)) -> Iterator[Row]:
-    """Dequantize, then F.linear of ``rows`` rows, Llama 8B: what a faster store must not cost."""
-    chosen = [(shape, m) for shape in projections(LLAMA_8B) for m in rows]
-    dtype = training_dtype()
-    for i, (shape, m) in enumerate(chosen):
-        subject = f"{subject_of(shape, dtype)}, {m} rows"
-        tell(f"dequantize + matmul {subject}", i, len(chosen))
-        weights = quantized(shape, dtype, min(rotation(traffic(shape, dtype.itemsize)), 40))
-        x = torch.randn(m, shape[1], dtype=dtype, device="cuda")
-
-        def multiply(function: Callable[..., Any], packed: torch.Tensor, state: Any, x: torch.Tensor = x) -> Any:
-            return F.linear(x, function(packed, state))
-
-        # the original's weight by the same matmul: where the weights agree to the bit, so do the results
-        functions = {OURS: nf4_patch.dequantize_nf4} | {o.name: o.dequantize for o in others.values() if o.captures}
-        results = {name: multiply(function, *weights[0]) for name, function in functions.items()}
-        checks = bits({name: same_bits(results[OURS], result) for name, result in results.items() if name != OURS})
-        variants = {
-            name: [functools.partial(multiply, function, *weight) for weight in weights]
-            for name, function in functions.items()
-        }
-        yield Row(subject, "us", gpu_times(variants), checks, sizes={"n": shape[0], "k": shape[1], "m": m})
-        torch.cuda.empty_cache()
+    variants |= limits([packed for packed, _ in weights], outs)
+    return Row(subject, "us", gpu_times(variants), checks, nbytes, sizes, notes)
 
 
 def on_host(others: dict[str, Baseline], tell: Progress) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""``nf4-patch bench --matmul``: X @ W.T with a 4-bit W, by rows of X: ours, theirs, dense, and the weight only read."""
+"""``nf4-patch bench --matmul``: X @ W.T with a 4-bit W, by rows of X: ours, theirs and dense."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..patch import patch
 from ..report import Progress, require_gpu, silent
 from .baselines import BITSANDBYTES, OURS, UNSLOTH_MODULE, from_unsloth, original
 from .dequantize import quantized, subject_of
-from .record import READ, Bench, Row, accuracy
+from .record import Bench, Row, accuracy
 from .shapes import LLAMA_8B, LLAMA_70B, projections
 from .timing import Call, gpu_times, machine, rotation
 
@@ -33,7 +33,7 @@ CHECKED_ROWS = 512  # of X, against fp64: every row count that the fused matmul 
 METHOD = (
     "GPU time of one matmul of M rows, us: CUDA-graph replays over weights that overflow the L2, alternating, medians. "
     f'{OURS}: bitsandbytes\' op with enable(matmul="auto"); {BITSANDBYTES}: the same op unpatched. '
-    f"{DEQUANTIZE}: our kernel, then F.linear. {DENSE}: F.linear of a 16-bit weight. {READ}: the packed bytes only read."
+    f"{DEQUANTIZE}: our kernel, then F.linear. {DENSE}: F.linear of a 16-bit weight."
 )
 
 
@@ -89,8 +89,6 @@ def one_matmul(
 ) -> Row:  # fmt: skip
     """Check ours against fp64, then time every variant over ``weights``."""
     n, k = dense[0].shape
-    from . import traffic_kernel
-
     x = torch.randn(m, k, dtype=dense[0].dtype, device="cuda")
     dequantize = original("bitsandbytes.functional", "dequantize_4bit")
     packed, state = weights[0]
@@ -111,7 +109,6 @@ def one_matmul(
         OURS: calls(functools.partial(multiply, x)),
         **{name: calls(function) for name, function in others(x, unsloth).items()},
         DENSE: [functools.partial(F.linear, x, weight) for weight in dense],
-        READ: [traffic_kernel.reader(packed) for packed, _ in few],
     }
     sizes, notes = {"n": n, "k": k, "m": m}, {"fused": "yes" if fused else "no"}
     times = gpu_times(variants, rounds=10, around={OURS: functools.partial(patch, True, matmul="auto")})
