@@ -21,13 +21,13 @@ from nf4_patch.tools.report import Progress
 ROUNDS = 2
 AGREE = 2**-8  # bf16's rounding: two compilations of stock by Inductor do not repeat to the bit either (H200)
 METHOD = (
-    "The first step, compiled anew, the patch on and off alternating. Inductor does not repeat to the bit without us, so "
+    "The first step, compiled again, the patch on and off alternating. Inductor does not repeat to the bit without us, so "
     "its losses need agree to 2**-8 only."
 )
 
 
 class FirstStep(Step):
-    """A step of the model compiled anew."""
+    """A step of the model compiled again."""
 
     def __call__(self) -> torch.Tensor:
         eager = self.model

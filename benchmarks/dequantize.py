@@ -22,7 +22,7 @@ from benchmarks import main
 from nf4_patch.nf4.runtime import same_bits
 from nf4_patch.tools.bench import dequantize
 from nf4_patch.tools.bench.baselines import OURS, Baseline, baselines
-from nf4_patch.tools.bench.dequantize import on_gpu, on_host, quantized, subject_of, traffic
+from nf4_patch.tools.bench.dequantize import on_gpu, on_host, random_weights, subject_of, traffic
 from nf4_patch.tools.bench.record import CEILING, Row, bits
 from nf4_patch.tools.bench.shapes import LLAMA_8B, projections
 from nf4_patch.tools.bench.timing import Call, gpu_times, rotation
@@ -88,7 +88,7 @@ def with_matmul(others: dict[str, Baseline], tell: Progress, rows: Sequence[int]
     for i, (shape, m) in enumerate(chosen):
         subject = f"{subject_of(shape, dtype)}, {m} rows"
         tell(f"dequantize + matmul {subject}", i, len(chosen))
-        weights = quantized(shape, dtype, min(rotation(traffic(shape, dtype.itemsize)), 40))
+        weights = random_weights(shape, dtype, min(rotation(traffic(shape, dtype.itemsize)), 40))
         x = torch.randn(m, shape[1], dtype=dtype, device="cuda")
 
         def multiply(function: Callable[..., Any], packed: torch.Tensor, state: Any, x: torch.Tensor = x) -> Any:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Take the figures of docs/data anew on the GPU at hand.
+"""Take the figures of docs/data again on the GPU at hand.
 
     python scripts/measure.py                  every file
     python scripts/measure.py step-cache bench only these

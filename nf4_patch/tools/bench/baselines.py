@@ -1,4 +1,4 @@
-"""Who is measured beside us: the saved originals of what is installed, whether the patch is on or not."""
+"""What is measured next to us: the saved originals of what is installed, whether the patch is on or not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Baseline:
 
 
 def original(module: str, attribute: str) -> Any:
-    """The function as its library made it: what the patch has saved, or what stands there."""
+    """The function as its library made it: what the patch has saved, or what is there now."""
     entry = hooks.installed.get(f"{module}.{attribute}")
     if entry is not None and entry.original is not None:
         return entry.original

@@ -41,7 +41,7 @@ def subject_of(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"{'x'.join(map(str, shape))} {'bf16' if dtype is torch.bfloat16 else 'fp16'}"
 
 
-def quantized(shape: Sequence[int], dtype: torch.dtype, count: int) -> list[Packed]:
+def random_weights(shape: Sequence[int], dtype: torch.dtype, count: int) -> list[Packed]:
     """Distinct random NF4 weights with nested statistics, as a QLoRA checkpoint holds them."""
     from bitsandbytes.functional import quantize_4bit
 
@@ -93,7 +93,7 @@ def one_shape(
     shape: tuple[int, int], dtype: torch.dtype, users: str, others: dict[str, Baseline], limits: Limits = no_limits
 ) -> Row:
     nbytes = traffic(shape, dtype.itemsize)
-    weights = quantized(shape, dtype, rotation(nbytes))
+    weights = random_weights(shape, dtype, rotation(nbytes))
     outs = [torch.empty(shape, dtype=dtype, device="cuda") for _ in weights]
     subject, sizes, notes = (
         subject_of(shape, dtype),
@@ -115,7 +115,7 @@ def one_shape(
 
 
 def on_host(others: dict[str, Baseline], tell: Progress) -> Iterator[Row]:
-    """One eager call on a 64x64 weight: what stands at bitsandbytes.functional.dequantize_4bit with the patch on.
+    """One eager call on a 64x64 weight: what is at bitsandbytes.functional.dequantize_4bit with the patch on.
 
     Allocation, guards and statistics included; ``torch.empty`` of the same result in the same turns. Then the
     same into Unsloth's global buffer, where Unsloth is a baseline, and a weight that is in the cache.
@@ -124,7 +124,7 @@ def on_host(others: dict[str, Baseline], tell: Progress) -> Iterator[Row]:
     from bitsandbytes.nn import Params4bit
 
     tell("host time")
-    packed, state = quantized((64, 64), torch.bfloat16, 1)[0]
+    packed, state = random_weights((64, 64), torch.bfloat16, 1)[0]
     parameter = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
     with patch(True):
         patched = bitsandbytes.functional.dequantize_4bit

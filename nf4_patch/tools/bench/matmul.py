@@ -19,7 +19,7 @@ from ..llama import Shape, training_dtype
 from ..patch import patch
 from ..report import Progress, require_gpu, silent
 from .baselines import BITSANDBYTES, OURS, UNSLOTH_MODULE, from_unsloth, original
-from .dequantize import quantized, subject_of
+from .dequantize import random_weights, subject_of
 from .record import Bench, Row, accuracy
 from .shapes import LLAMA_8B, LLAMA_70B, projections
 from .timing import Call, gpu_times, machine, rotation
@@ -130,7 +130,7 @@ def check_machine() -> None:
 
 def rotating(shape: tuple[int, int], dtype: torch.dtype) -> list[tuple[torch.Tensor, Any]]:
     """Enough weights to overflow the L2."""
-    return quantized(shape, dtype, max(4, min(24, rotation(shape[0] * shape[1] // 2))))
+    return random_weights(shape, dtype, max(4, min(24, rotation(shape[0] * shape[1] // 2))))
 
 
 def measure(

@@ -131,7 +131,7 @@ def side_by_side(
     subject: str, model: Any, batch: int, length: int, settings: Settings, wall: int = 20, kernels: int = 2,
     dense: Callable[[Step], Step] | None = None,
 ) -> Iterator[Row]:  # fmt: skip
-    """A row a setting of the cache, each beside the step without the patch: wall time, then GPU time.
+    """A row a setting of the cache, each next to the step without the patch: wall time, then GPU time.
 
     Args:
         settings: "": the cache is off and the row has no further name.
