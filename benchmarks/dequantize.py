@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import bitsandbytes.functional
 import torch
 import torch.nn.functional as F
 import triton
@@ -20,13 +21,18 @@ import triton.language as tl
 import nf4_patch
 from benchmarks import main
 from nf4_patch.nf4.runtime import same_bits
+from nf4_patch.patching import hooks
+from nf4_patch.patching.cache import cache
+from nf4_patch.patching.reader import reader
+from nf4_patch.patching.switch import switch
 from nf4_patch.tools.bench import dequantize
-from nf4_patch.tools.bench.baselines import OURS, Baseline, baselines
-from nf4_patch.tools.bench.dequantize import on_gpu, on_host, random_weights, subject_of, traffic
+from nf4_patch.tools.bench.baselines import BITSANDBYTES, OURS, Baseline, baselines
+from nf4_patch.tools.bench.dequantize import host, on_gpu, on_host, random_weights, small_weight, subject_of, traffic
 from nf4_patch.tools.bench.record import CEILING, Row, bits
 from nf4_patch.tools.bench.shapes import LLAMA_8B, projections
 from nf4_patch.tools.bench.timing import Call, gpu_times, rotation
 from nf4_patch.tools.llama import training_dtype
+from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress
 
 METHOD = {
@@ -106,12 +112,49 @@ def with_matmul(others: dict[str, Baseline], tell: Progress, rows: Sequence[int]
         torch.cuda.empty_cache()
 
 
+def host_rows(others: dict[str, Baseline], tell: Progress) -> Iterator[Row]:
+    """What a user's bench measures; then a call into Unsloth's global buffer, and a weight that is in the cache."""
+    yield from on_host(others, tell)
+    _, state, parameter = small_weight()
+    unsloth = {name: other for name, other in others.items() if name != BITSANDBYTES}
+    if unsloth:
+        calls = {
+            name: functools.partial(other.dequantize, parameter, state, use_global_buffer=True)
+            for name, other in unsloth.items()
+        }
+        with patch(True):
+            ours = functools.partial(unsloth_replacement(), parameter, state, None, True)
+            before = switch.defer
+            switch.defer = "never"  # on a GPU that is not measured yet ours would give the call back
+            try:
+                yield host("Unsloth's global buffer", ours, calls)
+            finally:
+                switch.defer = before
+    with patch(True, cache="1GiB"):
+        patched = functools.partial(bitsandbytes.functional.dequantize_4bit, parameter, state)
+        reader.bitsandbytes = "backward"  # as in the backward of a Linear4bit
+        try:
+            patched()  # fills it
+            stock = {BITSANDBYTES: functools.partial(others[BITSANDBYTES].dequantize, parameter, state)}
+            yield host("a cached weight", patched, stock, lambda: cache.hits)
+        finally:
+            reader.bitsandbytes = ""
+
+
+def unsloth_replacement() -> Callable[..., Any]:
+    """What the patch has put into Unsloth."""
+    for name, entry in hooks.installed.items():
+        if name.startswith("unsloth.") and entry.replacement is not None:
+            return entry.replacement
+    raise RuntimeError(f"Unsloth is imported and not patched:\n{nf4_patch.status()}")
+
+
 def rows(tell: Progress) -> dict[str, Iterator[Row]]:
     others = baselines()
     return {
         "dequantize": dequantizations(others, tell),
         "dequantize + matmul": with_matmul(others, tell),
-        "host": on_host(others, tell),
+        "host": host_rows(others, tell),
     }
 
 

@@ -23,7 +23,7 @@ def measured():
     sections = {
         "dequantize": list(dequantize.dequantizations(others, silent, challenge_only=True)),
         "dequantize + matmul": list(dequantize.with_matmul(others, silent)),
-        "host": list(dequantize.on_host(others, silent)),
+        "host": list(dequantize.host_rows(others, silent)),
         "challenge": list(challenge.rows(silent)),
     }
     assert [failure for rows in sections.values() for row in rows for failure in row.failures] == []

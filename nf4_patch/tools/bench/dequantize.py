@@ -11,13 +11,9 @@ import torch
 import nf4_patch
 
 from ...nf4.runtime import same_bits
-from ...patching import hooks
-from ...patching.cache import cache
-from ...patching.reader import reader
-from ...patching.switch import switch
 from ..patch import patch
 from ..report import Progress, silent
-from .baselines import BITSANDBYTES, OURS, Baseline, baselines
+from .baselines import OURS, Baseline, baselines
 from .record import EMPTY, Bench, Row, bits
 from .shapes import shapes
 from .timing import Call, gpu_times, host_times, machine, rotation
@@ -117,43 +113,26 @@ def one_shape(
 def on_host(others: dict[str, Baseline], tell: Progress) -> Iterator[Row]:
     """One eager call on a 64x64 weight: what is at bitsandbytes.functional.dequantize_4bit with the patch on.
 
-    Allocation, guards and statistics included; ``torch.empty`` of the same result in the same turns. Then the
-    same into Unsloth's global buffer, where Unsloth is a baseline, and a weight that is in the cache.
+    Allocation, guards and statistics included; ``torch.empty`` of the same result in the same turns.
     """
     import bitsandbytes.functional
-    from bitsandbytes.nn import Params4bit
 
     tell("host time")
-    packed, state = random_weights((64, 64), torch.bfloat16, 1)[0]
-    parameter = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
+    packed, state, parameter = small_weight()
     with patch(True):
         patched = bitsandbytes.functional.dequantize_4bit
         for subject, weight in (("a new tensor", packed), ("a new tensor from a Params4bit", parameter)):
             calls = {name: functools.partial(other.dequantize, weight, state) for name, other in others.items()}
             calls[EMPTY] = functools.partial(torch.empty, (64, 64), dtype=torch.bfloat16, device=packed.device)
             yield host(subject, functools.partial(patched, weight, state), calls)
-        unsloth = {name: other for name, other in others.items() if name != BITSANDBYTES}
-        if unsloth:
-            ours = unsloth_replacement()
-            calls = {
-                name: functools.partial(other.dequantize, parameter, state, use_global_buffer=True)
-                for name, other in unsloth.items()
-            }
-            before = switch.defer
-            switch.defer = "never"  # on a GPU that is not measured yet ours would give the call back
-            try:
-                yield host("Unsloth's global buffer", functools.partial(ours, parameter, state, None, True), calls)
-            finally:
-                switch.defer = before
-    with patch(True, cache="1GiB"):
-        patched = bitsandbytes.functional.dequantize_4bit
-        calls = {BITSANDBYTES: functools.partial(others[BITSANDBYTES].dequantize, parameter, state)}
-        reader.bitsandbytes = "backward"  # as in the backward of a Linear4bit
-        try:
-            patched(parameter, state)  # fills it
-            yield host("a cached weight", functools.partial(patched, parameter, state), calls, lambda: cache.hits)
-        finally:
-            reader.bitsandbytes = ""
+
+
+def small_weight() -> tuple[torch.Tensor, Any, Any]:
+    """The packed weight, its quant_state, and both as the parameter of a Linear4bit."""
+    from bitsandbytes.nn import Params4bit
+
+    packed, state = random_weights((64, 64), torch.bfloat16, 1)[0]
+    return packed, state, Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
 
 
 def host(
@@ -171,11 +150,3 @@ def host(
         raise RuntimeError(f"the patched function was not a hit:\n{nf4_patch.status()}")
     checks = bits({name: same_bits(result, call()) for name, call in others.items() if name != EMPTY})
     return Row(subject, "us", host_times({OURS: ours, **others}), checks)
-
-
-def unsloth_replacement() -> Callable[..., Any]:
-    """What the patch has put into Unsloth."""
-    for name, entry in hooks.installed.items():
-        if name.startswith("unsloth.") and entry.replacement is not None:
-            return entry.replacement
-    raise RuntimeError(f"Unsloth is imported and not patched:\n{nf4_patch.status()}")
