@@ -98,7 +98,7 @@ def python(
 def script(file: Path, *words: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """As ``python file WORDS``."""
     argv = [str(word) for word in (file, *words)]
-    code = f"import sys\nsys.argv = {argv!r}\nexec(compile(open(sys.argv[0]).read(), sys.argv[0], 'exec'))"
+    code = f"import sys\nsys.argv = {argv!r}\n__file__ = sys.argv[0]\nexec(compile(open(__file__).read(), __file__, 'exec'))"
     return python(code, **options)
 
 
