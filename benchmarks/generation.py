@@ -50,6 +50,8 @@ class Generation:
         self.token = self.first.clone()
         self.compiled, self.hits = compiled, 0
         self.graph: torch.cuda.CUDAGraph | None = None
+        model(input_ids=self.token, past_key_values=self.cache)  # allocates the cache, outside of what is compiled
+        self.restart()
         self.logits: torch.Tensor | None = None
 
     def step(self) -> torch.Tensor:

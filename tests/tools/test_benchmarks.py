@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
@@ -98,11 +99,13 @@ def test_a_rate_needs_hits_and_accuracy():
     ]
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "one graph"])
 @torch.no_grad()
-def test_the_static_cache_gives_the_logits_of_the_whole_sequence():
+def test_the_static_cache_gives_the_logits_of_the_whole_sequence(monkeypatch, fresh_dynamo, compiled):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
     shape = llama.Shape(256, 512, 2, heads=4, key_value_heads=2, vocabulary=97)
     model = llama.build_4bit(llama.config_of(shape), device="cpu").eval()
-    side = generation.Generation(model, 3, compiled=False, cache=16)
+    side = generation.Generation(model, 3, compiled, cache=16)
     tokens, logits = [], []
     for _ in range(6):
         tokens.append(side.token.clone())
