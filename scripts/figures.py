@@ -28,19 +28,25 @@ STEPS = {
 }
 # data file -> (the command that writes it, what is in it); GPU in a name stands for h200, h100
 SOURCES = {
-    "bench-GPU.json": ("nf4-patch bench", "dequantization, dequantization before a matmul, host time"),
-    "challenge-GPU.json": ("nf4-patch bench --challenge", "the public NF4 challenge"),
+    "bench-GPU.json": ("python -m benchmarks.dequantize", "dequantization, dequantization before a matmul, host time"),
+    "challenge-GPU.json": ("python -m benchmarks.challenge", "the public NF4 challenge"),
     "step-peft-GPU.json": ("nf4-patch bench --step peft", "a QLoRA step of peft and bitsandbytes"),
-    "step-unsloth-GPU.json": ("nf4-patch bench --step unsloth", "a QLoRA step of the newest Unsloth"),
-    "step-unsloth-2026.9.7-GPU.json": ("nf4-patch bench --step unsloth", "the same with Unsloth 2026.9.7 installed"),
-    "step-cache-GPU.json": ("nf4-patch bench --step cache", "GPU time of a step by the size of the weight cache"),
-    "step-moe-GPU.json": ("nf4-patch bench --step moe", "mixtures of experts: a QLoRA step with peft, and generation"),
+    "step-unsloth-GPU.json": ("python -m benchmarks.unsloth_step", "a QLoRA step of the newest Unsloth"),
+    "step-unsloth-2026.9.7-GPU.json": ("python -m benchmarks.unsloth_step", "the same with Unsloth 2026.9.7 installed"),
+    "step-cache-GPU.json": ("python -m benchmarks.cache", "GPU time of a step by the size of the weight cache"),
+    "step-moe-GPU.json": (
+        "python -m benchmarks.experts",
+        "mixtures of experts: a QLoRA step with peft, and generation",
+    ),
     "matmul-GPU.json": ("nf4-patch bench --matmul --quick", "the fused matmul by rows of X"),
-    "generate-GPU.json": ("nf4-patch bench --generate --quick", "tokens a second with the fused matmul"),
+    "generate-GPU.json": ("python -m benchmarks.generation", "tokens a second with the fused matmul"),
     "verify-GPU.json": ("nf4-patch verify", "the kernel against bitsandbytes, every layout"),
-    "verify-sm75-GPU.json": ("nf4-patch verify --arch sm_75", "the code of a T4, run on this GPU"),
-    "fuzz-GPU.json": ("nf4-patch verify --fuzz 10000 --seed 1", "random and malformed states"),
-    "instructions.json": ("nf4-patch inspect --all", "machine code of the kernel by architecture; needs no GPU"),
+    "verify-sm75-GPU.json": ("python scripts/check_kernel.py older-gpu sm_75", "the code of a T4, run on this GPU"),
+    "fuzz-GPU.json": ("python scripts/check_kernel.py fuzz 10000 --seed 1", "random and malformed states"),
+    "instructions.json": (
+        "python scripts/check_kernel.py instructions --all",
+        "machine code of the kernel by architecture; needs no GPU",
+    ),
     "releases.json": ("python scripts/release_matrix.py", "releases of the patched libraries that were run"),
 }
 
@@ -160,7 +166,7 @@ def releases() -> str:
 
 
 def verified() -> str:
-    """A row a run of ``nf4-patch verify``: cases, elements, and what differed."""
+    """A row a run of verify or the fuzzer: cases, elements, and what differed."""
     rows = []
     for pattern, (command, content) in SOURCES.items():
         if not pattern.startswith(("verify", "fuzz")):
@@ -306,7 +312,7 @@ def experts() -> str:
 def data_files() -> str:
     rows = []
     for pattern, (command, content) in SOURCES.items():
-        option = "" if command.startswith("python") else f" --json docs/data/{pattern}"
+        option = "" if "release_matrix" in command else f" --json docs/data/{pattern}"
         rows.append((f"`{pattern}`", f"`{command}{option}`", content))
     return table(("file", "written by", "what is in it"), rows)
 

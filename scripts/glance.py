@@ -65,11 +65,11 @@ def step_gains(name: str, gpu: str, setting: str = "") -> list[Gain]:
 def step_gain(name: str, gpu: str) -> str:
     if {row["notes"].get(CALLS) for row in figures(name, gpu)} == {"0"}:
         return "nothing: the kernel is not called"
-    return told(step_gains(name, gpu))
+    return describe(step_gains(name, gpu))
 
 
 def cache_gain(name: str, gpu: str) -> str:
-    return told(step_gains(name, gpu, "cache all"))
+    return describe(step_gains(name, gpu, "cache all"))
 
 
 def experts_gain(name: str, gpu: str) -> str:
@@ -78,16 +78,16 @@ def experts_gain(name: str, gpu: str) -> str:
     if not rows:
         return ""
     ours, stock = (float(part.split()[0]) for part in rows[0]["notes"]["peak memory"].rstrip(")").split(" (unpatched "))
-    less = f"{(stock - ours) / 2:.1f} GiB less memory per layer"
-    return f"{cached_experts_gain(name, gpu, '')}; without checkpointing {told(gains_of(rows))} and {less}"
+    less = f"{(stock - ours) / 2:.1f} GiB less a layer"
+    return f"{cached_experts_gain(name, gpu, '')}; without checkpointing {describe(gains_of(rows))} and {less}"
 
 
 def cached_experts_gain(name: str, gpu: str, cached: str = CACHED) -> str:
     gains = gains_of(step_rows(name, gpu, f"checkpointing{cached}", GPU_TIME))
-    return told(gains) + " (GPU time)" * bool(gains)
+    return describe(gains) + " (GPU time)" * bool(gains)
 
 
-def told(gains: Sequence[Gain]) -> str:
+def describe(gains: Sequence[Gain]) -> str:
     """A step's gains in words; what is not clear is said to be so."""
     if gains and not any(gain.clear for gain in gains):
         return f"no clear difference ({span([gain.ratio for gain in gains])})"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Take the figures of docs/data anew on the GPU at hand.
+"""Take the figures of docs/data again on the GPU at hand.
 
     python scripts/measure.py                  every file
     python scripts/measure.py step-cache bench only these
@@ -42,8 +42,8 @@ def main(wanted: list[str]) -> int:
         if name not in (wanted or named) or needs_another_unsloth(name):
             continue
         file, begin = DATA / f"{name}-{gpu}.json", time.monotonic()
-        _, *arguments = shlex.split(command)
-        code = subprocess.run([sys.executable, "-m", "nf4_patch", *arguments, "--json", str(file)]).returncode
+        words = shlex.split(command.replace("nf4-patch", "python -m nf4_patch"))
+        code = subprocess.run([sys.executable, *words[1:], "--json", str(file)], cwd=DATA.parents[1]).returncode
         print(f"{file.name}: exit {code} after {time.monotonic() - begin:.0f} s", flush=True)
         failed += code != 0
     return int(failed > 0)

@@ -204,7 +204,10 @@ def states(device) -> dict[str, Any]:
     from nf4_patch.nf4.layout import Layout
     from nf4_patch.patching.counters import counters
     from nf4_patch.patching.quant_state import fields_of
-    from nf4_patch.tools.cases import ask_bitsandbytes, draw, random_state, same
+    from nf4_patch.tools.cases import ask_bitsandbytes
+
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+    from fuzz import draw, random_state, same
 
     counters.reset()
     asked = agreed = equal = cases = 0

@@ -101,6 +101,17 @@ def test_what_the_bench_writes_is_what_is_rendered(tmp_path, monkeypatch):
     assert shown[1].count("check failed") == 2 and "\u00d7)" not in shown[1]
 
 
+def test_every_data_file_is_written_by_a_command_that_exists():
+    from nf4_patch.tools.cli import VERBS
+
+    for command, _ in render_docs.figures.SOURCES.values():
+        program, *words = command.split()
+        if program == "nf4-patch":
+            assert words[0] in VERBS, command
+        else:
+            assert importlib.util.find_spec(words[1]) if words[0] == "-m" else (ROOT / words[0]).exists(), command
+
+
 @pytest.mark.parametrize(
     ("ours", "calls", "clear"),
     [

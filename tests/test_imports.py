@@ -41,6 +41,7 @@ def test_floor_imports_only_what_lies_below(path):
         parts = name.split(".")
         if parts[0] == "nf4_patch" and len(parts) > 1 and parts[1] in FLOORS:
             assert FLOORS[parts[1]] <= floor, f"{path.name} imports {name}"
+        assert parts[0] not in ("benchmarks", "tests"), "the wheel has neither"
         if floor == 0:
             assert parts[0] not in FOREIGN, f"nf4 must not know {parts[0]}"
             assert name not in ("os", "json", "pathlib", "nf4_patch.config"), "nf4 must read no environment and no file"

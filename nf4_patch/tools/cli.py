@@ -7,9 +7,9 @@ A verb is a row of VERBS. Its command is a click.Command that is imported when t
   ``--json FILE`` was given (every verb has that option, none declares it), prints ``report.render()`` and exits
   with ``report.exit_code``.
 * An option that names a file to write is an ``output.OutputFile``: checked before the work.
-* It takes progress from click's context: ``@click.pass_obj`` gives a ``report.Tell``, called as
+* It takes progress from click's context: ``@click.pass_obj`` gives a ``report.Progress``, called as
   ``tell("compiling", 3, 24)``. It appears on stderr.
-* A wrong use is a ``click.UsageError``; what cannot be done on this machine, a ``report.Impossible``.
+* A wrong use is a ``click.UsageError``; what cannot be done on this machine, a ``report.NotAvailable``.
 
 The verbs of this module call a function of a module of the same name, which knows neither click nor a console.
 """
@@ -29,10 +29,9 @@ import click
 
 from .. import notices
 from ..config import Config, ConfigError
-from ..patching.counters import FallbackError
 from ..version import __version__
 from . import output
-from .report import Impossible, commit, releases
+from .report import NotAvailable, commit, installed_releases
 
 
 class Verb(NamedTuple):
@@ -45,13 +44,9 @@ VERBS = {
     "verify": Verb("nf4_patch.tools.cli:verify", "Compare the kernel with bitsandbytes on this machine, bit for bit."),
     "run": Verb("nf4_patch.tools.cli:run", "Enable the patch, then run a script or a module."),
     "demo": Verb("nf4_patch.tools.cli:demo", "Fine-tune a small QLoRA model without and with the patch."),
-    "bench": Verb("nf4_patch.tools.bench.command:command", "Measure the kernel beside what it replaces."),
+    "bench": Verb("nf4_patch.tools.bench.command:command", "Measure the kernel next to what it replaces."),
     "calibrate": Verb(
         "nf4_patch.tools.bench.calibrate:command", "Tune the fused matmul for this GPU and save the result."
-    ),
-    "inspect": Verb(
-        "nf4_patch.tools.sass.inspect:command",
-        "Count the kernel's machine code for a GPU that need not be here.",
     ),
 }
 
@@ -63,12 +58,13 @@ class Verbs(click.Group):
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        verb = VERBS.get(name)
-        if verb is None:
-            return None
-        module, attribute = verb.command.split(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
-        command.help = command.help or verb.help
+        command = super().get_command(ctx, name)  # of run_alone
+        if command is None:
+            if name not in VERBS:
+                return None
+            module, attribute = VERBS[name].command.split(":")
+            command = getattr(importlib.import_module(module), attribute)
+            command.help = command.help or VERBS[name].help
         if not any(parameter.name == "json_file" for parameter in command.params):
             command.params.append(json_option())
         return command
@@ -80,7 +76,7 @@ class Verbs(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (ConfigError, FallbackError, Impossible) as error:
+        except (ConfigError, NotAvailable) as error:
             raise click.ClickException(str(error)) from None
         except ModuleNotFoundError as error:
             if (error.name or "nf4_patch").startswith("nf4_patch"):
@@ -108,8 +104,8 @@ def json_option() -> click.Option:
     )  # fmt: skip
 
 
-class Progress:
-    """A report.Tell on stderr: a bar on a terminal, a line for each new text elsewhere."""
+class ProgressBar:
+    """A report.Progress on stderr: a bar on a terminal, a line for each new text elsewhere."""
 
     def __init__(self) -> None:
         self.bar: Any = None
@@ -166,8 +162,7 @@ def wrapped(text: str, width: int) -> str:
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Fused Triton kernels for 4-bit fine-tuning, inside bitsandbytes and Unsloth, with the same bits."""
-    notices.silenced = ctx.invoked_subcommand != "run"
-    ctx.obj = progress = Progress()
+    ctx.obj = progress = ProgressBar()
     ctx.call_on_close(progress.stop)
 
 
@@ -179,7 +174,7 @@ def finish(ctx: click.Context, report: Any) -> None:
     if file := ctx.meta.get("nf4_patch.json"):
         data = report.as_dict()
         if "machine" not in data:  # which says as much and more
-            data |= {"releases": releases(), "date": datetime.date.today().isoformat(), "commit": commit()}
+            data |= {"releases": installed_releases(), "date": datetime.date.today().isoformat(), "commit": commit()}
         text = json.dumps(data, indent=2, default=str) + "\n"
         output.write(file, lambda path: path.write_text(text, encoding="utf-8"))
     if sys.stdout is not None and not getattr(sys.stdout, "closed", False):
@@ -195,10 +190,21 @@ def finish(ctx: click.Context, report: Any) -> None:
     sys.exit(output.flushed(report.exit_code))
 
 
+def run_alone(command: click.Command, invocation: str) -> None:
+    """Run a command that is no verb as one, with --json, progress and errors in one line: a benchmark, a script.
+
+    Args:
+        invocation: how it is called, e.g. "python -m benchmarks.challenge".
+    """
+    program, _, name = invocation.rpartition(" ")
+    main.add_command(command, name)
+    main([name, *sys.argv[1:]], prog_name=program)
+
+
 @click.command()
 @click.option("--unsloth", is_flag=True, help="Import Unsloth too (8 s) instead of judging by its release.")
 @click.pass_obj
-def doctor(tell: Progress, unsloth: bool) -> Any:
+def doctor(tell: ProgressBar, unsloth: bool) -> Any:
     from . import doctor
 
     return doctor.examine(unsloth, tell)
@@ -207,25 +213,11 @@ def doctor(tell: Progress, unsloth: bool) -> Any:
 @click.command()
 @click.option("--weights", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="SAFETENSORS",
               help="Verify on the 4-bit weights of a saved checkpoint instead of on made ones.")  # fmt: skip
-@click.option("--arch", metavar="SM", help="Compare the code that an older GPU would run, e.g. sm_75, on this one.")
-@click.option("--fuzz", "cases", type=click.IntRange(min=1), metavar="N",
-              help="Verify on N random and malformed states instead.")  # fmt: skip
-@click.option("--seed", type=int, default=0, show_default=True, help="Of --fuzz: repeats the same states.")
 @click.pass_obj
-def verify(tell: Progress, weights: Path | None, arch: str | None, cases: int | None, seed: int) -> Any:
-    if cases is not None:
-        from . import fuzz
-
-        if weights or arch:
-            raise click.UsageError("--fuzz makes its own states: it goes with --seed only")
-        return fuzz.fuzz(cases, seed, tell=tell)
+def verify(tell: ProgressBar, weights: Path | None) -> Any:
     from . import verify
 
-    if arch is None:  # without importing a kernel: verify decides whether the interpreter runs them
-        return verify.verify(weights, tell=tell)
-    from .sass.machine_code import capability_of
-
-    return verify.verify(weights, tell=tell, arch=capability_of(arch))
+    return verify.verify(weights, tell)
 
 
 class PassThrough(click.Command):
@@ -270,7 +262,7 @@ def run(module: str | None, report: bool, arguments: tuple[str, ...]) -> Any:
 @click.option("--png", type=output.OutputFile(), default="nf4-patch-demo.png",
               show_default=True, help="Where the picture goes.")  # fmt: skip
 @click.pass_obj
-def demo(tell: Progress, steps: int, size: str | None, png: Path) -> Any:
+def demo(tell: ProgressBar, steps: int, size: str | None, png: Path) -> Any:
     if Config.read().forbidden:
         raise click.UsageError(
             "NF4_PATCH=0 or NF4_USE_TRITON=0 keeps the patch off, and the demo compares training with and without it: "

@@ -30,9 +30,10 @@ from ..nf4.dequantize import compilation
 from ..patching.counters import counters
 from ..patching.reasons import Reason
 from . import llama, output
-from .cases import device_here, name_of, place_of, require_oracle, unpatched
+from .cases import device_here, name_of, place_of, require_oracle
 from .llama import Shape
-from .report import Diagnosis, Tell, plural, provenance, right, silent
+from .patch import patch
+from .report import Diagnosis, Progress, plural, provenance, right_aligned, silent
 
 SEED = 0
 WARM_UP = 3  # steps of each kind before anything is timed: kernels compile, allocators fill
@@ -72,7 +73,7 @@ class Training:
     errors: tuple[str, ...] = ()
 
     @property
-    def seconds_a_step(self) -> float:
+    def seconds_per_step(self) -> float:
         return statistics.median(self.seconds)
 
     def add(self, again: Training) -> None:
@@ -146,7 +147,7 @@ class DemoReport(Diagnosis):
             yield f"picture: {self.png}"
 
     def _losses(self) -> Table:
-        table = Table(*right("step", "without the patch", "with the patch", "same bits"), title="Losses")
+        table = Table(*right_aligned("step", "without the patch", "with the patch", "same bits"), title="Losses")
         for step, (a, b) in enumerate(zip(self.without.losses, self.patched.losses, strict=True), 1):
             table.add_row(str(step), f"{a:.9f}", f"{b:.9f}", "yes" if a == b else "NO", style=None if a == b else "red")
         return table
@@ -163,13 +164,13 @@ class DemoReport(Diagnosis):
         for name, count in self.patched.fallbacks.items():
             table.add_row("fell back", "-", f"{count:,} x {name}: {Reason[name].sentence}")
         if self.timed:
-            row("time per step (median)", lambda training: f"{training.seconds_a_step * 1e3:,.1f} ms")
+            row("time a step (median)", lambda training: f"{training.seconds_per_step * 1e3:,.1f} ms")
             row("peak memory", lambda training: f"{training.peak_bytes / 2**20:,.0f} MiB")
         return table
 
 
 def demo(
-    steps: int = 10, size: str | None = None, png: Path = Path("nf4-patch-demo.png"), tell: Tell = silent
+    steps: int = 10, size: str | None = None, png: Path = Path("nf4-patch-demo.png"), tell: Progress = silent
 ) -> DemoReport:
     """Make the model, train it twice from the same seed, verify the kernel on its weights, draw the picture.
 
@@ -179,7 +180,7 @@ def demo(
     Raises:
         ValueError: no such size, or no picture can be written there.
         ModuleNotFoundError: something of the extra ``demo`` is not installed.
-        Impossible: there is no GPU, and bitsandbytes is older than 0.50.
+        NotAvailable: there is no GPU, and bitsandbytes is older than 0.50.
     """
     png = output.checked(png)
     on_gpu = torch.cuda.is_available()
@@ -197,7 +198,8 @@ def demo(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
-    dtype = torch.float16 if on_gpu and torch.cuda.get_device_capability() < (8, 0) else torch.bfloat16
+    device = device_here()
+    dtype = llama.training_dtype()
     with tempfile.TemporaryDirectory(prefix="nf4-patch-demo-") as folder:
         tell("making the model")
         model = Model(SIZES[size], Path(folder), device, dtype)
@@ -251,12 +253,12 @@ class Model:
             starts = torch.randint(len(self.text) - self.size.length, (self.size.batch,), generator=generator)
             yield torch.stack([self.text[start : start + self.size.length] for start in starts]).to(self.device)
 
-    def train(self, patched: bool, steps: int, tell: Tell, doing: str) -> Training:
+    def train(self, patched: bool, steps: int, tell: Progress, doing: str) -> Training:
         """Load, adapt and train from the seed, with the patch or without."""
         text = f"{doing} {'with' if patched else 'without'} the patch"
         tell(text, 0, steps)
         # matmul off, whatever the environment says: the fused matmul has other bits
-        with nf4_patch.enabled(matmul="off") if patched else unpatched():
+        with patch(patched, matmul="off"):
             model = self.adapted()
             model.train()
             trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -291,7 +293,7 @@ class Model:
         return training
 
 
-def verify_weights(checkpoint: Path, tell: Tell) -> dict[str, Any]:
+def verify_weights(checkpoint: Path, tell: Progress) -> dict[str, Any]:
     """``verify`` on the model's packed weights. Without a GPU in a process of its own, under the interpreter.
 
     There the kernels of this process must stay as they are: interpreted, they would run on CPU tensors.
@@ -325,7 +327,7 @@ def draw(report: DemoReport, png: Path) -> None:
         style = {"color": color, "linewidth": width, "marker": "o" if training.patched else ""}
         panels[0].plot(range(1, len(training.losses) + 1), training.losses, label=label, **style)
         for times in panels[1:]:
-            label += f", median {training.seconds_a_step * 1e3:.1f} ms"
+            label += f", median {training.seconds_per_step * 1e3:.1f} ms"
             milliseconds = [1e3 * seconds for seconds in training.seconds]
             times.plot(range(1, len(milliseconds) + 1), milliseconds, marker="o", label=label, color=color)
             times.set(title="Time per step", xlabel="step, first and second training", ylabel="ms", ylim=(0, None))

@@ -29,7 +29,7 @@ from ..patching import calibrated, deferral, placement
 from ..patching.reasons import Reason
 from ..patching.state import State
 from ..patching.targets import SWITCHES, TARGETS, Target
-from .report import DISTRIBUTIONS, Diagnosis, Tell, plural, releases, silent
+from .report import DISTRIBUTIONS, Diagnosis, Progress, installed_releases, plural, silent
 
 # (capability that no longer needs the advice, the advice): the first row whose capability the GPU is below.
 GPU_ADVICE: tuple[tuple[tuple[int, int], str], ...] = (
@@ -219,7 +219,7 @@ class DoctorReport(Diagnosis):
             yield f"{plural(rest.total(), 'more target')}: {kinds}"
 
 
-def examine(unsloth: bool = False, tell: Tell = silent) -> DoctorReport:
+def examine(unsloth: bool = False, tell: Progress = silent) -> DoctorReport:
     """Look at the machine, compile the kernels, put the patch in place and take it out again.
 
     Args:
@@ -234,7 +234,7 @@ def examine(unsloth: bool = False, tell: Tell = silent) -> DoctorReport:
     return DoctorReport(
         machine=f"Python {platform.python_version()}, {platform.platform()}",
         driver=driver(),
-        releases=releases(),
+        releases=installed_releases(),
         gpus=gpus,
         no_gpu=why_no_gpu() if not gpus else "",
         targets=examine_targets(unsloth, config, tell),
@@ -264,7 +264,7 @@ def why_no_gpu() -> str:
     return "torch finds no NVIDIA GPU (nvidia-smi shows whether the driver does)"
 
 
-def examine_gpu(index: int, tell: Tell) -> Gpu:
+def examine_gpu(index: int, tell: Progress) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
     advice = next((text for limit, text in GPU_ADVICE if capability < limit), "")
@@ -293,10 +293,10 @@ def check_kernel(dtype: torch.dtype, device: torch.device, capability: tuple[int
     return KernelCheck(name, not error, path, time.perf_counter() - started, error)
 
 
-def examine_targets(unsloth: bool, config: Config, tell: Tell) -> list[Judged]:
+def examine_targets(unsloth: bool, config: Config, tell: Progress) -> list[Judged]:
     """Import the libraries, enable the patch, and ask what stands where; afterwards it is as it was."""
     # in the order of TARGETS: unsloth_zoo cannot be imported before unsloth
-    installed = releases(dict.fromkeys(target.distribution for target in TARGETS))
+    installed = installed_releases(dict.fromkeys(target.distribution for target in TARGETS))
     wanted = [name for name in installed if unsloth or not name.startswith("unsloth")]
     failed = {}
     for name in wanted:

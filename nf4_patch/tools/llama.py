@@ -63,8 +63,14 @@ def load_4bit(folder: str | Path, dtype: torch.dtype = torch.bfloat16, device: A
     )
 
 
+def training_dtype() -> torch.dtype:
+    """bf16; fp16 on a GPU without bf16 arithmetic, where PyTorch emulates it (before sm_80: a T4)."""
+    old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    return torch.float16 if old else torch.bfloat16
+
+
 def build_4bit(config: Any, device: Any = "cuda") -> Any:
-    """A causal model of that configuration with random weights, bf16, never on disk: its linear layers but the head as
+    """A causal model of that configuration with random weights, never on disk: its linear layers but the head as
     bitsandbytes' Linear4bit, experts by bitsandbytes' own helper, both NF4 with double quantization."""
     import bitsandbytes
     from bitsandbytes.nn.parametrize import replace_parameter_4bit
@@ -72,12 +78,12 @@ def build_4bit(config: Any, device: Any = "cuda") -> Any:
 
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is torch.nn.Linear and name != "lm_head":
                 packed = bitsandbytes.nn.Linear4bit(
-                    child.in_features, child.out_features, child.bias is not None, torch.bfloat16, True, "nf4",
+                    child.in_features, child.out_features, child.bias is not None, config.dtype, True, "nf4",
                     device="meta",
                 )  # fmt: skip
                 packed.weight = bitsandbytes.nn.Params4bit(

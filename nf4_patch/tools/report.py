@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from rich.table import Column
 
 
-class Tell(Protocol):
-    """Progress: what is being done, and how far it is (``total`` None: unknown)."""
+class Progress(Protocol):
+    """What is being done, and how far it is (``total`` None: unknown)."""
 
     def __call__(self, text: str, done: int = 0, total: int | None = None) -> None: ...
 
 
 def silent(text: str, done: int = 0, total: int | None = None) -> None:
-    """The Tell of a caller who does not want to know."""
+    """A Progress that shows nothing."""
 
 
 class Report(ABC):
@@ -61,32 +61,32 @@ class Diagnosis(Report):
         return {**super().as_dict(), "problems": self.problems()}
 
 
-def right(*headings: str) -> list[Column]:
+def right_aligned(*headings: str) -> list[Column]:
     """Right-aligned columns of a table."""
     from rich.table import Column
 
     return [Column(heading, justify="right") for heading in headings]
 
 
-class Impossible(RuntimeError):
+class NotAvailable(RuntimeError):
     """What a verb is asked cannot be done here; the message says why."""
 
 
 def require_gpu() -> None:
     """
     Raises:
-        Impossible: torch finds no NVIDIA GPU.
+        NotAvailable: torch finds no NVIDIA GPU.
     """
     import torch
 
     if not torch.cuda.is_available() or torch.version.hip is not None:
-        raise Impossible("no NVIDIA GPU: nothing can be measured here")
+        raise NotAvailable("no NVIDIA GPU: nothing can be measured here")
 
 
 DISTRIBUTIONS = ("torch", "triton", "bitsandbytes", "unsloth", "unsloth_zoo", "transformers", "peft", "wrapt")
 
 
-def releases(names: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:
+def installed_releases(names: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:
     """The installed releases, by distribution. One that is not installed is left out."""
     found = {}
     for name in names:
@@ -105,7 +105,7 @@ def plural(count: int, noun: str) -> str:
 
 def provenance(place: str) -> str:
     """One line that goes with every figure: where, and with which releases."""
-    return ", ".join([place, *(f"{name} {release}" for name, release in releases().items())])
+    return ", ".join([place, *(f"{name} {release}" for name, release in installed_releases().items())])
 
 
 def commit() -> str | None:

@@ -11,7 +11,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from types import ModuleType
 from typing import Any
@@ -25,8 +25,8 @@ from ..config import is_first_process
 from ..patching.state import State
 from ..patching.status import NEVER_HIT, Status, explain, folded
 from . import output
-from .report import Report, plural, right
-from .savings import Saving, measure, of_the_cache
+from .report import Report, plural, right_aligned
+from .savings import of_the_cache
 
 # Files whose frames stand above the script's own in a traceback.
 OUR_FRAMES = (
@@ -50,7 +50,6 @@ class RunReport(Report):
     seconds: float
     status: Status
     shown: bool  # --report
-    savings: list[Saving] = field(default_factory=list)  # of the shapes hit most
 
     @property
     def exit_code(self) -> int:
@@ -94,7 +93,7 @@ class RunReport(Report):
         yield f"nf4_patch: {' '.join(self.command)} (exit {self.code}, {self.seconds:.1f} s)"
         shown, rest = folded(self.status.targets)
         if shown:
-            columns = (*right("hits", "fallbacks"), Column("target", overflow="fold"))
+            columns = (*right_aligned("hits", "fallbacks"), Column("target", overflow="fold"))
             table = Table(*columns, box=None, padding=(0, 2, 0, 0))
             for target in shown:
                 note = "" if target.state is State.PATCHED else f"\n{target.state}: {target.note}".rstrip(": ")
@@ -106,7 +105,6 @@ class RunReport(Report):
         for shape, hits in sorted(self.status.shapes.items(), key=lambda item: -item[1]):
             if hits:
                 yield f"  {hits:,} x {shape}"
-        yield from map(str, self.savings)
         yield from of_the_cache(self.status)
         yield from self.advice()
 
@@ -137,7 +135,7 @@ def run(module: str | None, arguments: Sequence[str], shown: bool = False) -> Ru
         sys.exit(code)
     command = ["-m", module, *arguments] if module else list(arguments)
     seconds, status = time.perf_counter() - started, nf4_patch.status()
-    return RunReport(command, enabled, code, seconds, status, shown, measure(status) if shown else [])
+    return RunReport(command, enabled, code, seconds, status, shown)
 
 
 def _module(name: str) -> Callable[[], Any]:

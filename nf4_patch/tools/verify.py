@@ -15,14 +15,15 @@ from rich.table import Table
 import nf4_patch
 
 from . import cases
-from .report import Impossible, Report, Tell, plural, provenance, right, silent
+from .patch import patch
+from .report import NotAvailable, Progress, Report, plural, provenance, right_aligned, silent
 
 Dequantize = Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]  # weight, quant_state, out -> the weight
 SHOWN = 20  # failures that are listed
 
 
 @dataclass
-class Row:
+class Family:
     """One family of cases in one output dtype."""
 
     family: str
@@ -35,7 +36,7 @@ class Row:
 @dataclass
 class VerifyReport(Report):
     place: str
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Family] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -48,7 +49,7 @@ class VerifyReport(Report):
         return 1 if self.failures or not self.elements else 0
 
     def render(self) -> Iterable[RenderableType]:
-        title, counts = "Kernel against bitsandbytes, bit for bit", right("cases", "elements", "differing")
+        title, counts = "Kernel against bitsandbytes, bit for bit", right_aligned("cases", "elements", "differing")
         table = Table("cases of", "output", *counts, title=title)
         for row in self.rows:
             cells = (f"{row.cases:,}", f"{row.elements:,}", f"{row.differing:,}")
@@ -69,17 +70,17 @@ class VerifyReport(Report):
 
 
 def verify(
-    weights: Path | None = None, tell: Tell = silent, arch: tuple[int, int] | None = None
-) -> VerifyReport:  # fmt: skip
+    weights: Path | None = None, tell: Progress = silent, dequantize: Dequantize = nf4_patch.dequantize_nf4
+) -> VerifyReport:
     """Compare the kernel with bitsandbytes, on made weights or on those of a checkpoint.
 
     Args:
         weights: a .safetensors file with bitsandbytes 4-bit weights.
-        arch: compare the code that a GPU of this older capability would run, with its launch configuration.
+        dequantize: what is compared.
 
     Raises:
         BadCheckpoint: ``weights`` cannot be read, or holds no 4-bit weight.
-        Impossible: there is no GPU, and bitsandbytes is older than 0.50.
+        NotAvailable: there is no GPU, and bitsandbytes is older than 0.50.
         machine_code.Unsupported: that code does not run on this machine.
     """
     cases.use_interpreter_without_gpu()
@@ -88,16 +89,6 @@ def verify(
     device = cases.device_here()
     cases.require_oracle(device)
     report = VerifyReport(cases.place_of(device))
-    dequantize: Dequantize = nf4_patch.dequantize_nf4
-    if arch is not None:
-        from .sass import portable
-
-        portable.check(arch, device)
-        dequantize = portable.dequantizer(arch)
-        report.notes.append(
-            f"Compared is the code of sm_{arch[0]}{arch[1]}: its PTX and its launch configuration, translated for this "
-            "GPU by the driver."
-        )
     if device.type == "cpu":
         if not compilation.INTERPRETED:
             report.failures.append("no GPU, and the kernels were imported before the interpreter could be chosen")
@@ -107,7 +98,7 @@ def verify(
             "library; signs of FP4's zeros are not compared (the CPU library's differ from the CUDA library's). "
             "Of the six shapes every combination ran two, to keep it short: each blocksize met each shape."
         )
-    with cases.unpatched():
+    with patch(False):
         compare_all(report, list_cases(weights, device), dequantize, tell)
     return report
 
@@ -121,7 +112,7 @@ class Weight(NamedTuple):
     make: Callable[[], tuple[torch.Tensor, Any]]
 
 
-class BadCheckpoint(Impossible):
+class BadCheckpoint(NotAvailable):
     """A file that cannot be read as a checkpoint with 4-bit weights; the message says why."""
 
 
@@ -172,11 +163,11 @@ def checkpoint(path: Path, device: torch.device) -> Iterator[Weight]:
             yield Weight("weights of the checkpoint", "its own", prefix, functools.partial(read, prefix, fields))
 
 
-def compare_all(report: VerifyReport, weights: list[Weight], dequantize: Dequantize, tell: Tell) -> None:
-    rows: dict[tuple[str, str], Row] = {}
+def compare_all(report: VerifyReport, weights: list[Weight], dequantize: Dequantize, tell: Progress) -> None:
+    rows: dict[tuple[str, str], Family] = {}
     for done, weight in enumerate(weights):
         tell(f"verify: {weight.family}", done, len(weights))
-        row = rows.setdefault((weight.family, weight.dtype), Row(weight.family, weight.dtype))
+        row = rows.setdefault((weight.family, weight.dtype), Family(weight.family, weight.dtype))
         row.cases += 1
         try:
             packed, state = weight.make()

@@ -17,53 +17,9 @@ pytestmark = [
 LINEARS, PASSES, STEPS = 4 * 7, 3, 120
 
 
-SHARD = """
-import torch, torch.distributed as dist, bitsandbytes as bnb, bitsandbytes.functional as F
-import nf4_patch
-from nf4_patch.patching.reasons import Reason
-from nf4_patch.patching.counters import FallbackError
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-
-nf4_patch.enable()
-rank = int(__import__("os").environ["LOCAL_RANK"])
-torch.cuda.set_device(rank)
-dist.init_process_group("nccl")
-torch.manual_seed(0)
-packed, state = F.quantize_4bit(
-    torch.randn(256, 512, dtype=torch.bfloat16, device="cuda"), quant_type="nf4", compress_statistics=True,
-    quant_storage=torch.bfloat16,
-)
-whole = F.dequantize_4bit(packed, state)
-holder = torch.nn.Module()
-holder.weight = torch.nn.Parameter(packed, requires_grad=False)
-fully_shard(holder, mesh=init_device_mesh("cuda", (2,)))
-
-def refused(weight, reason):
-    before = nf4_patch.status().hits
-    try:
-        F.dequantize_4bit(weight, state)
-    except FallbackError as error:  # strict: the original would read past the end of the shard
-        assert Reason[reason].sentence in str(error), error
-    else:
-        raise AssertionError("a shard was decoded")
-    assert nf4_patch.status().hits == before
-    assert sum(target.fallbacks.get(reason, 0) for target in nf4_patch.status().targets) == 1
-
-refused(holder.weight, "TENSOR_SUBCLASS")           # the sharded parameter: a DTensor
-refused(holder.weight.to_local(), "SIZE_MISMATCH")   # half of the bytes beside the shape of the whole
-before = nf4_patch.status().hits
-gathered = holder.weight.full_tensor()
-assert torch.equal(F.dequantize_4bit(gathered, state), whole)
-assert nf4_patch.status().hits == before + 1
-print("REFUSED BY NAME", rank)
-dist.destroy_process_group()
-"""
-
-
 def test_a_shard_is_refused_by_name(tmp_path):
-    (tmp_path / "shard.py").write_text(SHARD)
-    output = run([sys.executable, *TORCHRUN, "shard.py"], tmp_path, NF4_PATCH_STRICT="1")
+    program = Path(__file__).parents[1] / "programs" / "sharded.py"
+    output = run([sys.executable, *TORCHRUN, str(program)], tmp_path, NF4_PATCH_STRICT="1")
     assert output.count("REFUSED BY NAME") == 2
 
 

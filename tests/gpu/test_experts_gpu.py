@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import nf4_patch
-from nf4_patch.tools.bench import experts, training
+from benchmarks import experts
+from nf4_patch.tools.bench import step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -14,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 def train(model, patch: bool, steps: int, cache: str = "off"):
     """Losses, adapters and the peak memory of a step."""
     nf4_patch.enable(cache=cache) if patch else nf4_patch.disable()
-    adapters = training.optimizer_of(model).param_groups[0]["params"]
+    adapters = step.optimizer_of(model).param_groups[0]["params"]
     optimizer = torch.optim.AdamW(adapters, lr=1e-4)
     generator = torch.Generator().manual_seed(0)
     losses = []
@@ -32,7 +33,7 @@ def train(model, patch: bool, steps: int, cache: str = "off"):
 
 @pytest.mark.parametrize("name", experts.CONFIGURATIONS)
 def test_a_hundred_steps_to_the_bit_and_nothing_dense_is_saved(name):
-    model = training.peft_model(experts.CONFIGURATIONS[name](), training.ATTENTION)
+    model = step.peft_model(experts.CONFIGURATIONS[name](), step.ATTENTION)
     model.get_base_model().set_attn_implementation("eager")  # cuDNN's backward may not repeat beside other work (H200)
     for checkpointing in (True, False):
         if not checkpointing:

@@ -17,8 +17,8 @@ from nf4_patch.patching import calibrated
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.bench import calibrate
+from nf4_patch.tools.bench.baselines import BITSANDBYTES, OURS
 from nf4_patch.tools.bench.matmul import DEQUANTIZE
-from nf4_patch.tools.bench.peers import BITSANDBYTES, OURS
 
 SHAPE = (4096, 4096)
 pytestmark = [

@@ -1,6 +1,6 @@
 """Random and malformed states on the GPU: kernel or named fallback, the original's bits, nothing written outside.
 
-`nf4-patch verify --fuzz 40000 --seed 1` is the same with more cases.
+`python scripts/check_kernel.py fuzz 40000 --seed 1` is the same with more cases.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from fuzz import FAULTS, draw, fuzz, random_state
 
 from nf4_patch.nf4.matmul.tuning import SMALL_M_ROWS
-from nf4_patch.tools.fuzz import FAULTS, fuzz
 
 pytestmark = pytest.mark.gpu
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
@@ -32,7 +32,7 @@ def test_random_states(blocksize):
 
 # The formula is the oracle: bitsandbytes' own kernel (0.50.2) fails memcheck on partial last blocks.
 DEQUANTIZE = """
-from nf4_patch.tools.fuzz import fuzz
+from fuzz import fuzz
 report = fuzz(60, 7, blocksizes=(64,), oracle="formula")
 assert report.hits and not report.exit_code
 """
@@ -97,10 +97,7 @@ def test_compute_sanitizer(code, tool):
 
 
 def test_a_failure_can_be_repeated_from_its_seed_and_number():
-    from nf4_patch.tools.cases import draw
-    from nf4_patch.tools.cases import random_state as make
-
     case = draw(5, 17, "cuda")
     assert case == draw(5, 17, "cuda")
-    a, b = make(case, 5, torch.device("cuda", 0)), make(case, 5, torch.device("cuda", 0))
+    a, b = random_state(case, 5, torch.device("cuda", 0)), random_state(case, 5, torch.device("cuda", 0))
     assert torch.equal(a[0].contiguous().view(torch.uint8), b[0].contiguous().view(torch.uint8))

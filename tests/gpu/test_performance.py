@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nf4_patch.tools.bench import command as bench
-from nf4_patch.tools.bench.peers import BITSANDBYTES, OURS, UNSLOTH_CTYPES, UNSLOTH_TRITON
-from nf4_patch.tools.bench.record import CEILING, EMPTY
-from nf4_patch.tools.bench.training import UNPATCHED
+from benchmarks import challenge, dequantize
+from nf4_patch.tools.bench import step
+from nf4_patch.tools.bench.baselines import BITSANDBYTES, OURS, UNSLOTH_CTYPES, UNSLOTH_TRITON, baselines
+from nf4_patch.tools.bench.record import CEILING, EMPTY, UNPATCHED
+from nf4_patch.tools.report import silent
 
 H200 = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name(0)
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(not H200, reason="the bars are an H200's")]
@@ -18,9 +19,15 @@ SHARE_OF_CEILING = ((100e6, 97.0), (40e6, 93.0), (10e6, 88.0))  # (bytes moved a
 
 @pytest.fixture(scope="module")
 def measured():
-    report = bench.measure(["dequantize", "dequantize + matmul", "host", "challenge"], challenge_only=True)
-    assert report.failures == []
-    return report.sections
+    others = baselines()
+    sections = {
+        "dequantize": list(dequantize.dequantizations(others, silent, challenge_only=True)),
+        "dequantize + matmul": list(dequantize.with_matmul(others, silent)),
+        "host": list(dequantize.host_rows(others, silent)),
+        "challenge": list(challenge.rows(silent)),
+    }
+    assert [failure for rows in sections.values() for row in rows for failure in row.failures] == []
+    return sections
 
 
 def test_share_of_the_traffic_ceiling(measured):
@@ -29,7 +36,7 @@ def test_share_of_the_traffic_ceiling(measured):
         assert 100 * row.ratio(CEILING) >= percent, row.subject
 
 
-def test_gpu_time_against_the_peers(measured):
+def test_gpu_time_against_the_baselines(measured):
     for row in measured["dequantize"]:
         assert row.ratio(BITSANDBYTES) >= 1.8, row.subject
         if UNSLOTH_CTYPES in row.times:
@@ -62,7 +69,7 @@ def test_with_the_matmul_that_reads_it(measured):
 
 
 def test_qlora_step_of_peft():
-    for row in bench.measure(["step"], step="peft").sections["step"]:
+    for row in step.measure().sections["step"]:
         assert row.ratio(UNPATCHED) > 1.0, row.subject  # None, were the losses not equal to the bit
         # 28 layers: forward, recompute, backward
         assert row.notes["kernel calls a step"] == ("0" if "cache" in row.subject else "84")

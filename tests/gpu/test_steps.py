@@ -19,7 +19,7 @@ unsloth = pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason
 
 def on_and_off(library: str, **environ: str) -> list[dict]:
     """What checkpointed_step.py prints of 20 steps with the patch and without: the same losses."""
-    script = Path(__file__).parents[1] / "support" / "checkpointed_step.py"
+    script = Path(__file__).parents[1] / "programs" / "checkpointed_step.py"
     results = []
     for patch in ("on", "off"):
         command = [sys.executable, str(script), library, patch, "20"]

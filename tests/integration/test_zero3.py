@@ -24,7 +24,7 @@ STEPS = 3
 
 
 def processes(patch: str, checkpoint: str, folder: Path) -> list[dict]:
-    script = Path(__file__).parents[1] / "support" / "zero3_steps.py"
+    script = Path(__file__).parents[1] / "programs" / "zero3_steps.py"
     path = os.pathsep.join(filter(None, [str(OWN), os.environ.get("PYTHONPATH")]))
     variables = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", "PYTHONPATH": path}
     folder = folder / patch

@@ -9,7 +9,7 @@ import bitsandbytes.functional as F
 import pytest
 import torch
 from oracle import expected, quantized
-from subprocess_python import python
+from subprocess_python import program, python
 from target import TARGET, linear, same, step
 from threads import together
 
@@ -164,18 +164,7 @@ def test_enable_while_another_thread_is_halfway_through_an_import(halfway, tmp_p
     (tmp_path / "gate.py").write_text(
         "import threading, time; halfway = threading.Event(); wait = lambda: time.sleep(1)"
     )
-    python("""
-    import threading
-    import gate, nf4_patch
-    from nf4_patch.patching.adapters import bitsandbytes  # torch, now: not while the other waits
-    importing = threading.Thread(target=__import__, args=("bitsandbytes.functional",))
-    importing.start()
-    assert gate.halfway.wait(60)
-    nf4_patch.enable()
-    states = {t.name: t.state for t in nf4_patch.status().targets}
-    importing.join(60)
-    assert states["bitsandbytes.functional.dequantize_4bit"] == "patched", states
-    """, path=tmp_path)  # fmt: skip
+    program("halfway_import", path=tmp_path)
 
 
 def test_enable_inside_the_import_of_the_same_thread(tmp_path):

@@ -13,7 +13,7 @@ import bitsandbytes.functional as F
 import pytest
 import torch
 from oracle import expected, quantized
-from subprocess_python import python
+from subprocess_python import program
 from target import fallbacks, replaced_by, row, same
 
 import nf4_patch
@@ -138,89 +138,25 @@ def test_a_compiled_graph_goes_on_without_the_kernel(on, monkeypatch, caplog):
 
 
 def test_a_hook_that_raises_leaves_the_import_alone():
-    done = python("""
-    import logging
-    logging.basicConfig()
-    import nf4_patch
-    from nf4_patch.patching import targets, hooks
-    def broken(self, original):
-        raise RuntimeError("cannot make it")
-    targets.Target.make = broken
-    nf4_patch.enable()
-    import torch, bitsandbytes.functional as F
-    packed, state = F.quantize_4bit(torch.randn(64, 64), quant_type="nf4", compress_statistics=True)
-    F.dequantize_4bit(packed, state)
-    row = {t.name: t for t in nf4_patch.status().targets}["bitsandbytes.functional.dequantize_4bit"]
-    assert row.state == "refused" and "an error inside nf4_patch" in row.note, row
-    nf4_patch.disable()
-    """)
+    done = program("hook_raises")
     assert "cannot make it" in done.stderr
-
-
-BLOCKED = """
-import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == {name!r}:
-            raise ImportError("No module named {name} (blocked by the test)")
-sys.meta_path.insert(0, Blocked())
-"""
-
-
-WITHOUT_TRITON = """
-import torch
-import nf4_patch
-nf4_patch.enable()
-import bitsandbytes.functional as F
-packed, state = F.quantize_4bit(torch.randn(64, 64), quant_type="nf4", compress_statistics=True)
-nf4_patch.disable()
-want = F.dequantize_4bit(packed, state)
-nf4_patch.enable()
-assert torch.equal(F.dequantize_4bit(packed, state), want)
-assert torch.equal(nf4_patch.dequantize_nf4(packed, state), want)
-from nf4_patch.nf4.dequantize import compilation, launch
-from nf4_patch.nf4 import runtime
-assert runtime.triton is None and not compilation.INTERPRETED
-try:
-    compilation.CompiledKernel(None, torch.device("cpu"))
-    raise SystemExit("a kernel without Triton")
-except runtime.KernelUnavailable as refused:
-    assert "triton" in str(refused), refused
-"""
 
 
 def test_without_triton():
     """bitsandbytes itself may need Triton's absence handled: only nf4_patch's part is asked here."""
-    python(BLOCKED.format(name="triton") + WITHOUT_TRITON, fresh=True)
+    program("missing_dependency", "triton", "decode", fresh=True)
 
 
 @pytest.mark.parametrize("name", ["wrapt", "triton"])
 def test_a_missing_dependency_never_breaks_the_import_of_bitsandbytes(name):
-    code = "import logging; logging.basicConfig()\nimport bitsandbytes.functional\nprint('imported')"
-    done = python(BLOCKED.format(name=name) + code, fresh=True, NF4_PATCH="1")
+    done = program("missing_dependency", name, fresh=True, NF4_PATCH="1")
     assert done.stdout.split() == ["imported"]
     assert name != "wrapt" or ("nf4_patch stays off" in done.stderr and "wrapt" in done.stderr)
 
 
 def test_an_unknown_release_is_refused_by_name_and_the_rest_is_patched():
     """A newer Unsloth whose function takes another argument: its row is refused, bitsandbytes is patched."""
-    python("""
-    import sys, types
-    fake = types.ModuleType("unsloth.kernels.utils")
-    def _fast_dequantize_bnb(W, quant_state=None, out=None, use_global_buffer=False, *, layout): ...
-    fake._fast_dequantize_bnb = _fast_dequantize_bnb
-    sys.modules["unsloth.kernels.utils"] = fake
-    import nf4_patch, bitsandbytes.functional
-    nf4_patch.enable()
-    rows = {t.name: t for t in nf4_patch.status().targets}
-    row = rows["unsloth.kernels.utils._fast_dequantize_bnb"]
-    assert row.state == "refused" and "layout" in row.note, row
-    assert fake._fast_dequantize_bnb is _fast_dequantize_bnb
-    assert rows["bitsandbytes.functional.dequantize_4bit"].state == "patched"
-    assert rows["unsloth.kernels.utils.fast_dequantize"].state == "absent"
-    nf4_patch.disable()
-    assert fake._fast_dequantize_bnb is _fast_dequantize_bnb
-    """)
+    program("unknown_release")
 
 
 @pytest.mark.parametrize(

@@ -177,33 +177,5 @@ def test_up_to_64_rows_are_measured(monkeypatch):
 @pytest.mark.parametrize("enabled_first", [pytest.param(True, marks=pytest.mark.full), False])
 def test_unsloth_row_is_in_every_holder(release, enabled_first, tmp_path):
     attribute = "_fast_gemv_bnb" if release == "2026.10.9" else "fast_gemv"
-    steps = ["import unsloth", "import nf4_patch; nf4_patch.enable(matmul='auto')"]
-    first, second = reversed(steps) if enabled_first else steps
-    code = f"""
-{first}
-{second}
-import torch, nf4_patch, unsloth.kernels
-from unsloth.kernels import utils
-name = "unsloth.kernels.utils.{attribute}"
-def row():
-    return next(t for t in nf4_patch.status().targets if t.name == name)
-assert row().state == "patched", nf4_patch.status()
-x, w = torch.randn(1, 1, 8), torch.randn(8, 4)
-for holder in (utils, unsloth.kernels):
-    assert torch.equal(holder.fast_gemv(x, w, None), x @ w)
-assert row().fallbacks == {{"NOT_4BIT": 2}}, row()
-lora = next(t for t in nf4_patch.status().targets if t.name == "unsloth.kernels.utils.matmul_lora")
-assert lora.state == "patched", nf4_patch.status()
-from unsloth.kernels import fast_lora
-assert fast_lora.matmul_lora is utils.matmul_lora
-a, b = torch.randn(2, 8), torch.randn(4, 2)
-got = fast_lora.matmul_lora(x, w.t(), None, a, b, 0.5)
-nf4_patch.disable()
-assert torch.equal(got, fast_lora.matmul_lora(x, w.t(), None, a, b, 0.5))
-assert "nf4_patch" not in fast_lora.matmul_lora.__code__.co_filename
-assert torch.equal(utils.fast_gemv(x, w, None), x @ w)
-assert row().fallbacks == {{"NOT_4BIT": 2}}, row()
-assert "nf4_patch" not in utils.{attribute}.__code__.co_filename
-assert "nf4_patch" not in unsloth.kernels.fast_gemv.__code__.co_filename
-"""
-    with_unsloth(release, code, tmp_path)
+    order = "enabled-first" if enabled_first else "enabled-last"
+    with_unsloth(release, tmp_path, "unsloth_fused_rows", attribute, order)

@@ -16,7 +16,7 @@ import bitsandbytes.functional as F
 import pytest
 import torch
 from oracle import expected, quantized
-from subprocess_python import python
+from subprocess_python import program
 from target import TARGET, linear, same
 
 import nf4_patch
@@ -182,89 +182,17 @@ def test_peft_merge_and_unmerge(device):
 
 def test_from_pretrained_save_pretrained_dequantize(checkpoint, tmp_path, device):
     """transformers: quantize on load, save 4-bit, load the 4-bit files, model.dequantize(): same bits, all hits."""
-    python(f"""
-    import torch
-    from transformers import BitsAndBytesConfig, LlamaForCausalLM
-    import nf4_patch
-    options = dict(device_map={{"": "{device}"}}, dtype=torch.float32)
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    model = LlamaForCausalLM.from_pretrained({checkpoint!r}, quantization_config=quantization, **options)
-    model.save_pretrained({str(tmp_path)!r})
-    again = LlamaForCausalLM.from_pretrained({str(tmp_path)!r}, **options)
-    def dense(model):
-        return {{k: v.clone() for k, v in model.dequantize(dtype=torch.float32).state_dict().items()}}
-    without = dense(model)
-    nf4_patch.enable()
-    with_patch = dense(again)
-    hits = nf4_patch.status().hits  # 7 weights; some releases of transformers dequantize each twice
-    assert hits and hits % 7 == 0, nf4_patch.status()
-    assert nf4_patch.status().fallbacks == 0, nf4_patch.status()
-    assert without.keys() == with_patch.keys()
-    for name in without:
-        assert torch.equal(without[name], with_patch[name]), name
-    """, interpreted=True)  # fmt: skip
+    program("transformers_round_trip", checkpoint, tmp_path, device, interpreted=True)
 
 
 def test_forked_and_started_workers():
     """DataLoader workers: forked ones inherit the patch, started ones have it by NF4_PATCH=1; both end cleanly."""
-    python("""
-    import multiprocessing, subprocess, sys
-    from importlib.metadata import entry_points
-    import bitsandbytes.functional
-    def child(queue):
-        import bitsandbytes.functional as F, nf4_patch
-        queue.put((nf4_patch.is_enabled(), hasattr(F.dequantize_4bit, "__wrapped__")))
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    worker = context.Process(target=child, args=(queue,))
-    worker.start()
-    assert queue.get(timeout=120) == (True, True)
-    worker.join(60)
-    assert worker.exitcode == 0
-    if any(e.name == "nf4_patch" for e in entry_points(group="bitsandbytes.backends")):  # the package is installed
-        code = "import bitsandbytes.functional as F; print(hasattr(F.dequantize_4bit, '__wrapped__'))"
-        assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["True"]
-    """, NF4_PATCH="1")  # fmt: skip
+    program("workers", NF4_PATCH="1")
 
 
 def test_reloaded_modules():
     """importlib.reload of the target, of nf4_patch while it is on, and a target imported anew."""
-    python("""
-    import importlib, sys
-    import bitsandbytes.functional as F, nf4_patch, torch
-    from nf4_patch.patching import hooks
-    from nf4_patch.patching.adapters import bitsandbytes as adapter
-    NAME = "bitsandbytes.functional.dequantize_4bit"
-    state = lambda: dict((t.name, t.state) for t in nf4_patch.status().targets)[NAME]
-    packed, quant = F.quantize_4bit(torch.randn(64, 64), quant_type="nf4", compress_statistics=True)
-    held = [F.dequantize_4bit]  # a global would follow the patch
-    nf4_patch.enable()
-    assert state() == "patched"
-    importlib.reload(hooks); importlib.reload(adapter)  # while it is on
-    nf4_patch.enable()
-    assert state() == "patched"
-    assert F.dequantize_4bit.__wrapped__ is held[0]  # one replacement, not two
-    nf4_patch.disable()
-    assert F.dequantize_4bit is held[0]
-    nf4_patch.enable()
-    replaced = F.dequantize_4bit
-    F.dequantize_4bit = held[0]  # what a reload of the target leaves (its ops may be registered only once)
-    assert state() == "displaced"
-    nf4_patch.enable()
-    assert state() == "patched"
-    import types
-    fresh = types.ModuleType("bitsandbytes.functional"); fresh.__dict__.update(vars(F))
-    fresh.dequantize_4bit = held[0]
-    sys.modules["bitsandbytes.functional"] = fresh  # imported anew
-    assert state() == "displaced", state()
-    nf4_patch.enable()
-    assert state() == "patched"
-    before = nf4_patch.status().hits
-    fresh.dequantize_4bit(packed, quant)
-    assert nf4_patch.status().hits == before + 1
-    nf4_patch.disable()
-    assert fresh.dequantize_4bit is held[0]
-    """, interpreted=True)  # fmt: skip
+    program("reloaded", interpreted=True)
 
 
 def test_a_storage_of_fewer_bytes_in_the_same_place_is_another_weight():
@@ -281,34 +209,4 @@ def test_a_storage_of_fewer_bytes_in_the_same_place_is_another_weight():
 
 def test_imported_anew():
     """Deleted from sys.modules and imported again: disable() and enable() of the new one go for what the old one put there."""
-    python("""
-    import sys
-    import bitsandbytes.functional as F, nf4_patch, torch
-    held = [F.dequantize_4bit]  # globals would follow the patch
-    def again():
-        for name in [name for name in sys.modules if name.split(".")[0] == "nf4_patch" and ".nf4" not in name]:
-            del sys.modules[name]
-        import nf4_patch
-        return nf4_patch
-    packed, state = F.quantize_4bit(torch.randn(64, 64), quant_type="nf4")
-    packed = torch.nn.Parameter(packed, requires_grad=False)
-    for _ in range(2):
-        nf4_patch.enable(cache="1MiB")
-        held[1:] = [F.dequantize_4bit]
-        import nf4_patch.patching.cache.reader as reader
-        reader.inside.bitsandbytes = "forward"
-        F.dequantize_4bit(packed, state)
-        assert len(reader.cache.entries) == 1
-        nf4_patch = again()
-        nf4_patch.disable()
-        assert F.dequantize_4bit is held[0]
-        assert not held[1].__globals__["switch"].on
-        assert not reader.cache.entries and not reader.cache.on  # it would hold its weights for good
-    nf4_patch.enable()
-    held[1:] = [F.dequantize_4bit]
-    nf4_patch = again()
-    nf4_patch.enable()
-    assert F.dequantize_4bit is not held[1] and F.dequantize_4bit.__wrapped__ is held[0]
-    nf4_patch.disable()
-    assert F.dequantize_4bit is held[0]
-    """, interpreted=True)  # fmt: skip
+    program("imported_anew", interpreted=True)

@@ -12,7 +12,7 @@ import bitsandbytes.functional as F
 import pytest
 import torch
 from oracle import expected, quantized
-from subprocess_python import python
+from subprocess_python import program
 from target import TARGET, fallbacks, linear, replaced_by, row, same, step
 
 import nf4_patch
@@ -109,73 +109,17 @@ UNSLOTH = pytest.mark.skipif(
 
 
 @UNSLOTH
-@pytest.mark.parametrize(
-    "first",
-    [
-        pytest.param("import nf4_patch; nf4_patch.enable()", id="before"),
-        pytest.param("pass", id="after", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("first", ["before", pytest.param("after", marks=pytest.mark.full)])
 def test_unsloth_zoos_wrapper_of_bitsandbytes(first, tmp_path):
     """unsloth_zoo wraps dequantize_4bit in a closure: over ours or beneath it, hits, off and on."""
-    python(
-        f"""
-        import torch
-        {first}
-        import unsloth, bitsandbytes.functional as F, nf4_patch
-        nf4_patch.enable()
-        row = lambda: dict((t.name, t) for t in nf4_patch.status().targets)["bitsandbytes.functional.dequantize_4bit"]
-        assert row().state == {"wrapped" if "enable" in first else "patched"!r}, row()
-        torch.manual_seed(0)
-        packed, state = F.quantize_4bit(torch.randn(64, 128), quant_type="nf4", compress_statistics=True)
-        got = F.dequantize_4bit(packed, state)
-        assert row().hits == 1, row()
-        standing = F.dequantize_4bit
-        nf4_patch.disable()
-        assert torch.equal(F.dequantize_4bit(packed, state), got) and row().hits == 1
-        if {"enable" in first}:
-            assert F.dequantize_4bit is standing
-        nf4_patch.enable()
-        F.dequantize_4bit(packed, state)
-        assert row().hits == 2, row()
-        """,
-        interpreted=True, cwd=tmp_path, UNSLOTH_ALLOW_CPU="1",
-    )  # fmt: skip
+    program("unsloth_zoo_wrapper", first, interpreted=True, cwd=tmp_path, UNSLOTH_ALLOW_CPU="1")
 
 
 @pytest.mark.parametrize("first", ["nf4_patch", pytest.param("liger", marks=pytest.mark.full)])
 def test_liger(first, tmp_path):
     """Liger replaces classes of transformers and nothing of ours: hits inside its modules, off and on again."""
     pytest.importorskip("liger_kernel")
-    python(
-        f"""
-        import torch, bitsandbytes as bnb, nf4_patch
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-        steps = [nf4_patch.enable, apply_liger_kernel_to_llama]
-        for step in steps if {first!r} == "nf4_patch" else steps[::-1]:
-            step()
-        from transformers.models.llama import modeling_llama
-        from transformers import LlamaConfig
-        assert "liger" in modeling_llama.LlamaMLP.__module__
-        torch.manual_seed(0)
-        mlp = modeling_llama.LlamaMLP(LlamaConfig(hidden_size=64, intermediate_size=128, hidden_act="silu"))
-        linear = bnb.nn.Linear4bit(128, 64, bias=False, quant_type="nf4", compute_dtype=torch.float16)
-        mlp.down_proj = linear.to("cuda" if torch.cuda.is_available() else "cpu")
-        x = torch.randn(300, 128, dtype=torch.float16, device=mlp.down_proj.weight.device, requires_grad=True)
-
-        def gradient():
-            x.grad = None
-            mlp.down_proj(x).float().sum().backward()
-            return x.grad.clone()
-
-        got, hits = gradient(), nf4_patch.status().hits
-        assert hits >= 1, nf4_patch.status()
-        nf4_patch.disable()
-        assert torch.equal(gradient(), got) and nf4_patch.status().hits == hits
-        assert "liger" in modeling_llama.LlamaMLP.__module__
-        """,
-        interpreted=True, cwd=tmp_path,
-    )  # fmt: skip
+    program("liger", first, interpreted=True, cwd=tmp_path)
 
 
 def test_accelerate_hooks(on):

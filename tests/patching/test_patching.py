@@ -8,6 +8,7 @@ import re
 import bitsandbytes.functional as F
 import pytest
 import torch
+from fuzz import FAULTS, broken
 from oracle import expected, quantized
 from target import TARGET, fallbacks, linear, replaced_by, row, same, step
 
@@ -66,25 +67,15 @@ def test_output_argument_and_transposed_weight(on):
     assert fallbacks() == {Reason.OUT_MISMATCH: 1}
 
 
-# What makes a weight and a state unsupported for each reason.
-UNSUPPORTED = {
-    Reason.QUANT_TYPE: lambda packed, state: setattr(state, "quant_type", "int8"),
-    Reason.OUTPUT_DTYPE: lambda packed, state: setattr(state, "dtype", torch.float64),
-    Reason.STORAGE_DTYPE: lambda packed, state: (packed.view(torch.int8), state),
-    Reason.BLOCKSIZE: lambda packed, state: setattr(state, "blocksize", 96),
-    Reason.STATE_FIELDS: lambda packed, state: setattr(state.state2, "dtype", torch.float16),
-    Reason.SIZE_MISMATCH: lambda packed, state: (packed[:100], state),
-    Reason.NOT_CONTIGUOUS: lambda packed, state: (packed.repeat(1, 2).view(-1)[::2].view(-1, 1), state),
-    Reason.MIXED_DEVICES: lambda packed, state: setattr(state, "absmax", state.absmax.to("meta")),
-    Reason.CPU_PACKING: lambda packed, state: setattr(state, "packing_format_for_cpu", True),
-    Reason.NOT_4BIT: lambda packed, state: (packed, [state.absmax, state.shape]),
-}
+SAID_HALF = "state2 said fp16"
+UNSUPPORTED = FAULTS | {SAID_HALF: ("state2.dtype", lambda dtype: torch.float16, ("STATE_FIELDS",))}
 
 
-@pytest.mark.parametrize("reason", UNSUPPORTED, ids=lambda reason: reason.name)
-def test_what_is_unsupported_has_a_name_and_runs_the_original(on, reason, monkeypatch):
-    packed, state = quantized((64, 128), torch.float16, on)
-    packed, state = UNSUPPORTED[reason](packed, state) or (packed, state)
+@pytest.mark.parametrize(
+    "fault", [name for name, row in UNSUPPORTED.items() if row[2] != (None,) and "freed" not in name]
+)
+def test_what_is_unsupported_has_a_name_and_runs_the_original(on, fault, monkeypatch):
+    packed, state = broken(UNSUPPORTED[fault], *quantized((64, 128), torch.float16, on))
     seen = []
 
     def original(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
@@ -94,7 +85,8 @@ def test_what_is_unsupported_has_a_name_and_runs_the_original(on, reason, monkey
     with replaced_by(original):
         assert F.dequantize_4bit(packed, state) == "the original's result"
         assert seen[0][0] is packed and seen[0][1] is state
-        assert fallbacks() == {reason: 1} and counters.hits(TARGET) == 0
+        ((reason, times),) = fallbacks().items()
+        assert reason.name in UNSUPPORTED[fault][2] and times == 1 and counters.hits(TARGET) == 0
         if not reason.is_expected:
             monkeypatch.setattr(switch, "strict", True)
             with pytest.raises(FallbackError):

@@ -8,7 +8,7 @@ import re
 
 import bitsandbytes.functional as F
 import pytest
-from subprocess_python import python
+from subprocess_python import program, python
 
 import nf4_patch
 from nf4_patch.config import VARIABLES, Config, ConfigError, size_in_words
@@ -17,50 +17,13 @@ from nf4_patch.patching.switch import switch
 
 
 def test_import_and_switching_are_cheap_and_silent():
-    done = python("""
-    import sys, time
-    start = time.perf_counter()
-    import nf4_patch
-    elapsed = time.perf_counter() - start
-    heavy = {"torch", "triton", "bitsandbytes", "unsloth", "transformers", "wrapt", "rich", "click"} & set(sys.modules)
-    assert not heavy, heavy
-    assert elapsed < 0.2, elapsed
-    assert not nf4_patch.is_enabled()
-    nf4_patch.enable()
-    assert nf4_patch.is_enabled() and nf4_patch.status().enabled
-    nf4_patch.disable()
-    assert "torch" not in sys.modules
-    """, fresh=True)  # fmt: skip
+    done = program("import_is_cheap", fresh=True)
     assert done.stdout == done.stderr == ""
 
 
-@pytest.mark.parametrize("enabled_first", [True, False])
-def test_either_import_order(enabled_first):
-    """Also what was imported by value before enable(), in any module."""
-    steps = [
-        "nf4_patch.enable(matmul='auto')",
-        "from bitsandbytes.functional import dequantize_4bit, gemv_4bit",
-    ]
-    first, second = steps if enabled_first else reversed(steps)
-    python(f"""
-    import nf4_patch
-    {first}
-    {second}
-    import torch, bitsandbytes.functional as F
-    packed, state = F.quantize_4bit(torch.randn(64, 64), quant_type="nf4", compress_statistics=True)
-    got = F.dequantize_4bit(packed, state)
-    assert torch.equal(dequantize_4bit(packed, state), got)
-    assert nf4_patch.status().hits == 2, nf4_patch.status()
-    assert gemv_4bit is F.gemv_4bit and hasattr(gemv_4bit, "__wrapped__")
-    nf4_patch.disable()
-    assert not any(hasattr(function, "__wrapped__") for function in (F.dequantize_4bit, F.gemv_4bit))
-    if not {enabled_first}:
-        assert not hasattr(dequantize_4bit, "__wrapped__") and not hasattr(gemv_4bit, "__wrapped__")
-    assert torch.equal(got, F.dequantize_4bit(packed, state))
-    nf4_patch.enable()
-    F.dequantize_4bit(packed, state)
-    assert nf4_patch.status().hits == 3, nf4_patch.status()
-    """, interpreted=True)  # fmt: skip
+@pytest.mark.parametrize("order", ["enabled-first", "enabled-last"])
+def test_either_import_order(order):
+    program("import_order", order, interpreted=True)
 
 
 def test_environment_enables_with_no_change_of_code():

@@ -15,83 +15,10 @@ TARGET = {
     "2026.9.7": "unsloth.kernels.utils.fast_dequantize",
 }
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own: gpu/test_steps.py")
-full = pytest.mark.full
-ORDERS = [
-    pytest.param("import nf4_patch; nf4_patch.enable(); import unsloth", id="first"),
-    pytest.param("import unsloth; import nf4_patch; nf4_patch.enable()", id="last", marks=full),
-    pytest.param("import bitsandbytes; import nf4_patch; nf4_patch.enable(); import unsloth", id="between", marks=full),
-]
-
-BODY = """
-import torch, bitsandbytes as bnb, bitsandbytes.functional as F
-from unsloth.kernels import utils, fast_lora
-import unsloth.kernels, unsloth.save
-
-def rows():
-    return {t.name: t for t in nf4_patch.status().targets}
-
-def ours(function):
-    return "nf4_patch" in function.__code__.co_filename
-
-def quantized(shape, quant_type="nf4", nested=True):
-    torch.manual_seed(0)
-    return F.quantize_4bit(torch.randn(shape, dtype=torch.bfloat16), quant_type=quant_type, compress_statistics=nested)
-
-packed, state = quantized((64, 128))
-want = F.dequantize_4bit(packed, state)
-# every module that holds the function, by value or not, reaches the kernel
-holders = [utils, fast_lora, unsloth.kernels, unsloth.save]
-for module in holders:
-    before = rows()[TARGET].hits
-    assert torch.equal(module.fast_dequantize(packed, state), want)
-    assert rows()[TARGET].hits == before + 1, module.__name__
-assert torch.equal(utils.fast_dequantize(packed.t(), state), want.t())
-# what passes through there and is not 4-bit goes to the original, untouched
-dense = torch.randn(4, 4)
-assert utils.fast_dequantize(dense, None) is dense
-# out=, the global buffer
-out = torch.empty(64, 128, dtype=torch.bfloat16)
-assert torch.equal(utils.fast_dequantize(packed, state, out=out), want) and torch.equal(out, want)
-assert torch.equal(utils.fast_dequantize(packed, state, use_global_buffer=True), want)
-# the old path's faults are cured: flat states, fp4, fp32
-flat = quantized((64, 128), nested=False)
-assert torch.equal(utils.fast_dequantize(*flat), F.dequantize_4bit(*flat))
-four = quantized((64, 128), quant_type="fp4")
-assert torch.equal(utils.fast_dequantize(*four), F.dequantize_4bit(*four))
-# a LoRA layer, forward and backward, through Unsloth's own autograd function
-X = torch.randn(2, 8, 128, dtype=torch.bfloat16, requires_grad=True)
-A, B = torch.randn(4, 128, requires_grad=True), torch.randn(64, 4, requires_grad=True)
-layer = bnb.nn.Linear4bit(128, 64, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).bfloat16().to("cpu")
-
-def lora():
-    y = fast_lora.LoRA_W.apply(X, layer.weight, layer.weight.quant_state, A.bfloat16(), B.bfloat16(), 0.5)
-    X.grad = None
-    y.float().square().sum().backward()
-    return y.detach().clone(), X.grad.clone()
-
-hits = rows()[TARGET].hits
-y, grad = lora()
-assert rows()[TARGET].hits == hits + 2, rows()[TARGET]
-W = F.dequantize_4bit(layer.weight, layer.weight.quant_state)
-plain = torch.nn.functional.linear(X, W)
-assert torch.equal(fast_lora.matmul_lora(X, layer.weight, layer.weight.quant_state, None, None, None), plain)
-unexpected = {r: n for r, n in rows()[TARGET].fallbacks.items() if r != "NOT_4BIT"}
-assert not unexpected, unexpected
-assert rows()[TARGET].fallbacks == {"NOT_4BIT": 1}, rows()[TARGET].fallbacks
-# off: the original is back in every holder
-nf4_patch.disable()
-for module in holders:
-    assert not ours(module.fast_dequantize), module.__name__
-assert not ours(getattr(utils, TARGET.rsplit(".", 1)[1]))
-nf4_patch.enable()
-hits = rows()[TARGET].hits
-utils.fast_dequantize(packed, state)
-assert rows()[TARGET].hits == hits + 1
-print("state", rows()[TARGET].state)
-"""
+ORDERS = ["first", *(pytest.param(order, marks=pytest.mark.full) for order in ("last", "between"))]
 
 
 @RELEASES
 @pytest.mark.parametrize("order", ORDERS)
 def test_unsloth(release, order, tmp_path):
-    assert "state patched" in with_unsloth(release, f"{order}\nTARGET = {TARGET[release]!r}\n{BODY}", tmp_path)
+    assert "state patched" in with_unsloth(release, tmp_path, "unsloth_dequantize", TARGET[release], order)

@@ -10,6 +10,7 @@ import tempfile
 
 import torch
 import triton
+from nf4_patch.tools.sass.machine_code import tool
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -17,7 +18,6 @@ from nf4_patch.nf4.dequantize.compilation import PTX_TYPES
 from nf4_patch.nf4.matmul import hopper
 from nf4_patch.nf4.matmul.hopper_kernels import hopper_kernel as kernel
 from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS
-from nf4_patch.tools.sass.machine_code import tool
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.float32: "fp32"}
 

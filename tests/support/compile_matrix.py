@@ -11,12 +11,12 @@ import json
 import re
 import sys
 
+import machine_code
 import torch
 import triton
 
 from nf4_patch.nf4.dequantize import compilation
 from nf4_patch.nf4.dequantize.compilation import Variant
-from nf4_patch.tools.sass import machine_code
 
 SIZES = (2**20, 2**26)  # elements: each side of every bound in compilation.CONFIGS
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

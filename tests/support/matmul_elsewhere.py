@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import machine_code
+import portable
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -15,7 +17,6 @@ from nf4_patch.nf4.layout import Layout
 from nf4_patch.nf4.matmul import kernels, small_m
 from nf4_patch.nf4.matmul.launch import MatmulLaunch
 from nf4_patch.nf4.matmul.tuning import SmallMConfig
-from nf4_patch.tools.sass import machine_code, portable
 
 Capability = tuple[int, int]
 POINTERS = ("x", "packed", "absmax", "code", "absmax2", "code2", "offset", "out", "bias")

@@ -13,7 +13,7 @@ import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")  # a free port: no run meets another
-GLOO = (*TORCHRUN, Path(__file__).with_name("exit_without_finalization.py"))
+GLOO = (*TORCHRUN, Path(__file__).parents[1] / "programs" / "exit_without_finalization.py")
 
 
 def environment(**changes: str) -> dict[str, str]:

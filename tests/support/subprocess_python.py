@@ -95,6 +95,18 @@ def python(
     return done
 
 
+def script(file: Path, *words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """As ``python file WORDS``."""
+    argv = [str(word) for word in (file, *words)]
+    code = f"import sys\nsys.argv = {argv!r}\n__file__ = sys.argv[0]\nexec(compile(open(__file__).read(), __file__, 'exec'))"
+    return python(code, **options)
+
+
+def program(name: str, *words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """tests/programs/NAME.py."""
+    return script(Path(__file__).parents[1] / "programs" / f"{name}.py", *words, **options)
+
+
 def command(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """``nf4-patch WORDS``, whatever its exit code."""
     code = f"from nf4_patch.tools.cli import main\nmain({[str(word) for word in words]!r})"

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from subprocess_python import python
+from subprocess_python import program
 
 FOLDERS = {"2026.10.9": None, "2026.9.7": Path(sys.prefix) / "unsloth-2026.9.7"}  # None: the installed one
 RELEASES = pytest.mark.parametrize("release", ["2026.10.9", pytest.param("2026.9.7", marks=pytest.mark.full)])
 
 
-def with_unsloth(release: str, code: str, cwd: Path) -> str:
-    """stdout of ``code``; without a GPU the kernels are under the interpreter."""
+def with_unsloth(release: str, cwd: Path, name: str, *words: object) -> str:
+    """stdout of tests/programs/NAME.py; without a GPU the kernels are under the interpreter."""
     folder = FOLDERS[release]
     if (folder is not None and not folder.is_dir()) or importlib.util.find_spec("unsloth") is None:
         assert not os.environ.get("CI"), f"unsloth {release} is missing: scripts/test installs it"
         pytest.skip(f"unsloth {release} is not installed: scripts/test installs it")
     interpreted = not torch.cuda.is_available()
-    return python(code, interpreted=interpreted, path=folder, cwd=cwd, UNSLOTH_ALLOW_CPU="1").stdout
+    return program(name, *words, interpreted=interpreted, path=folder, cwd=cwd, UNSLOTH_ALLOW_CPU="1").stdout

@@ -5,20 +5,18 @@ from __future__ import annotations
 import datetime
 import io
 import json
-import os
 from types import SimpleNamespace
 
 import pytest
 import torch
-from click.testing import CliRunner
+from oracle import layout_of, quantized
 from rich.console import Console
+from verbs import output_of
 
-from nf4_patch.tools import report
-from nf4_patch.tools.bench import challenge, plots, shapes, timing
-from nf4_patch.tools.bench import command as bench
-from nf4_patch.tools.bench import training as steps
-from nf4_patch.tools.bench.peers import BITSANDBYTES, OURS, UNSLOTH_TRITON
-from nf4_patch.tools.bench.record import CEILING, Bench, Row, bits, table
+from nf4_patch.tools import llama, report
+from nf4_patch.tools.bench import matmul, shapes, timing
+from nf4_patch.tools.bench.baselines import BITSANDBYTES, OURS, UNSLOTH_TRITON
+from nf4_patch.tools.bench.record import CEILING, Bench, Row, accuracy, bits, table
 from nf4_patch.tools.bench.timing import Machine, Times
 
 MACHINE = Machine("a GPU", "90", "580.1", "SM clock 1 MHz", {"torch": "2.11.0", "triton": "3.6.0"})
@@ -49,7 +47,7 @@ def test_ratio_and_percent_where_the_bits_agree():
     assert row.ratio(BITSANDBYTES) == 2.5
     assert row.ratio(UNSLOTH_TRITON) == pytest.approx(1.1)
     assert row.ratio(CEILING) == 0.95
-    assert row.gigabytes_a_second == 4200.0
+    assert row.gigabytes_per_second == 4200.0
     report = report_of(row)
     text = text_of(*report.render())
     assert "2.50x" in text and "1.10x" in text and "95.0%" in text and "how" in text
@@ -60,7 +58,7 @@ def test_ratio_and_percent_where_the_bits_agree():
 def test_no_speedup_where_our_bits_differ_from_bitsandbytes():
     row = comparison(bitsandbytes=False, Unsloth_Triton=True)
     assert row.ratio(BITSANDBYTES) is row.ratio(UNSLOTH_TRITON) is row.ratio(CEILING) is None
-    assert row.gigabytes_a_second is None
+    assert row.gigabytes_per_second is None
     report = report_of(row)
     text = text_of(*report.render())
     assert "2.50x" not in text and "1.10x" not in text and "95.0" not in text
@@ -68,11 +66,9 @@ def test_no_speedup_where_our_bits_differ_from_bitsandbytes():
     assert report.exit_code == 1
     ratios = report.as_dict()["sections"]["dequantize"][0]["ratio"]
     assert ratios == {BITSANDBYTES: None, UNSLOTH_TRITON: None, CEILING: None}
-    with pytest.raises(RuntimeError, match="nothing to draw"):
-        plots.draw(report, "unused.png")
 
 
-def test_a_peer_with_other_bits_loses_only_its_own_ratio():
+def test_a_baseline_with_other_bits_loses_only_its_own_ratio():
     row = comparison(bitsandbytes=True, Unsloth_Triton=False)
     assert row.ratio(BITSANDBYTES) == 2.5 and row.ratio(UNSLOTH_TRITON) is None
 
@@ -81,7 +77,7 @@ def test_no_speedup_where_nothing_was_compared():
     assert comparison().ratio(BITSANDBYTES) is None and comparison().ratio(CEILING) is None
 
 
-def test_no_ratio_where_the_only_peer_has_other_bits():
+def test_no_ratio_where_the_only_baseline_has_other_bits():
     row = comparison(Unsloth_Triton=False)
     assert row.ratio(UNSLOTH_TRITON) is row.ratio(CEILING) is None
 
@@ -109,13 +105,6 @@ def test_json_holds_every_time():
     assert data["method"] == {"dequantize": "how"}
 
 
-def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "bench.png"
-    plots.draw(report_of(comparison(bitsandbytes=True)), file)
-    assert file.read_bytes().startswith(b"\x89PNG")
-
-
 def test_shapes_are_listed_once_and_start_with_the_challenge():
     listed = shapes.shapes()
     assert list(listed)[:3] == [(8192, 2048), (4096, 1024), (14336, 4096)]
@@ -124,56 +113,10 @@ def test_shapes_are_listed_once_and_start_with_the_challenge():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("arguments", [[], ["--challenge"], ["--step", "peft"]])
+@pytest.mark.parametrize("arguments", [[], ["--matmul"], ["--step", "peft"]])
 def test_no_gpu_no_numbers(arguments):
-    result = CliRunner().invoke(bench.command, arguments, obj=lambda *_: None)
-    assert result.exit_code == 1
-    assert "no NVIDIA GPU" in result.output and "us" not in result.stdout.split()
-
-
-@pytest.fixture
-def mlp():
-    torch.manual_seed(0)
-    return challenge.MLP(128, 256, torch.bfloat16, "cpu")
-
-
-def right(layer):
-    from nf4_patch import triton_dequantize_nf4
-
-    return triton_dequantize_nf4(layer)
-
-
-def test_challenge_passes_a_right_dequantization(mlp):
-    challenge.check(mlp, torch.randn(2, 3, 128, dtype=torch.bfloat16), right, right)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        pytest.param(lambda layer: right(layer) * 1.02, id="scale"),
-        pytest.param(lambda layer: right(layer).float(), id="dtype"),
-        pytest.param(lambda layer: right(layer).t(), id="transposed"),
-        pytest.param(lambda layer: torch.zeros_like(right(layer)), id="unwritten"),
-        pytest.param(lambda layer: right(layer).roll(1), id="shifted"),
-    ],
-)
-def test_challenge_catches_a_wrong_dequantization(mlp, wrong):
-    with pytest.raises(challenge.WrongResult):
-        challenge.check(mlp, torch.randn(2, 3, 128, dtype=torch.bfloat16), wrong, right)
-
-
-def test_challenge_catches_a_wrong_reference_by_the_forward(mlp):
-    """A dequantization that equals a wrong reference still fails: bitsandbytes' own forward is the second check."""
-    wrong = lambda layer: right(layer) * 1.1  # noqa: E731
-    with pytest.raises(challenge.WrongResult):
-        challenge.check(mlp, torch.randn(2, 3, 128, dtype=torch.bfloat16), wrong, wrong)
-
-
-def test_challenge_total_is_the_sum_and_needs_every_part_equal():
-    rows = [comparison(bitsandbytes=True), comparison(bitsandbytes=False)]
-    total = challenge.total(rows)
-    assert total.times[OURS].values == (20.0, 20.0)
-    assert not total.checks[BITSANDBYTES].passed and total.ratio(BITSANDBYTES) is None
+    said = output_of("bench", *arguments, exit_code=1)
+    assert "no NVIDIA GPU: nothing can be measured here" in said and "us" not in said.split()
 
 
 def test_the_machine_names_releases_date_and_commit(monkeypatch):
@@ -195,24 +138,50 @@ def test_no_commit_where_git_does_not_know_the_package(monkeypatch, tmp_path):
     assert report.commit() is None
 
 
-def test_a_first_step_is_compiled_anew(monkeypatch):
-    model, folders = torch.nn.Linear(4, 1), []
-    monkeypatch.setattr(torch, "compile", lambda m: folders.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]) or m)
-    monkeypatch.setattr(steps.Step, "__call__", lambda self: self.model(torch.ones(4)).sum().detach())
-    step = object.__new__(steps.FirstStep)
-    step.model, step.losses = model, []
-    step(), step()
-    assert folders[0] != folders[1] and step.model is model
-    assert step.losses == [model(torch.ones(4)).item()] * 2
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
+def test_a_step_is_in_the_dtype_that_the_gpu_computes_in(monkeypatch, capability, dtype):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    config = llama.config_of(llama.Shape(128, 256, 1, heads=2, key_value_heads=2), llama.training_dtype())
+    model = llama.build_4bit(config, device="cpu")
+    projection = model.model.layers[0].self_attn.q_proj
+    assert (projection.compute_dtype, projection.weight.quant_state.dtype, model.lm_head.weight.dtype) == (dtype,) * 3
 
 
-@pytest.mark.parametrize(
-    ("losses", "agree"), [((12.53, 12.531), True), ((12.53, 12.59), False), ((12.59, 12.53), False)]
-)
-def test_losses_of_two_compilations_need_agree_to_rounding_only(monkeypatch, losses, agree):
-    monkeypatch.setattr(steps, "peft_model", lambda config: None)
-    monkeypatch.setattr(steps, "optimizer_of", lambda model: None)
-    monkeypatch.setattr(steps, "FirstStep", lambda *a: SimpleNamespace(losses=[losses[not a[-1]]] * 2, switch=None))
-    monkeypatch.setattr(steps, "wall_times", lambda named, *a, **k: {name: Times((1.0, 1.0)) for name in named})
-    (comparison,) = steps.compiling(lambda *a: None)
-    assert (comparison.ratio(steps.UNPATCHED) == 1.0) is agree and bool(comparison.failures) is not agree
+def test_one_thing_is_measured_at_a_time():
+    assert "--step and --matmul measure different things" in output_of(
+        "bench", "--step", "peft", "--matmul", exit_code=2
+    )
+
+
+# --matmul
+
+
+def product(ours: float, theirs: float) -> Row:
+    times = {OURS: Times((10.0, 10.0)), BITSANDBYTES: Times((30.0, 30.0)), matmul.DENSE: Times((20.0, 20.0))}
+    return Row("M=8", "us", times, {"fp64": accuracy(ours, theirs)}, sizes={"m": 8}, notes={"fused": "yes"})
+
+
+def test_a_ratio_needs_the_accuracy_of_the_same_run():
+    good, bad = product(1e-3, 1e-3), product(1.02e-3, 1e-3)
+    assert good.ratio(BITSANDBYTES) == 3.0
+    assert good.ratio(matmul.UNSLOTH) is None
+    assert bad.ratio(BITSANDBYTES) is None
+    report = Bench(MACHINE, {"64x128 bf16": [good, bad]}, {"64x128 bf16": "how"})
+    assert report.exit_code == 1
+    assert report.failures == ["64x128 bf16, M=8: error 1.020e-03 against fp64, dequantize + matmul 1.000e-03"]
+    text = text_of(*report.render())
+    assert text.count("3.00x") == 1 and text.count("2.00x") == 1
+    assert text.count("check failed") == 2
+    shown = report.as_dict()["sections"]["64x128 bf16"][1]
+    assert shown["ratio"][BITSANDBYTES] is None
+    assert shown["checks"]["fp64"]["error"] == 1.02e-3 > shown["checks"]["fp64"]["limit"]
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_exact_is_the_weight_before_rounding(nested):
+    packed, state = quantized((96, 256), torch.float32, "cpu", nested=nested)
+    weight = matmul.exact(layout_of(packed, state))
+    assert weight.dtype is torch.float64
+    assert torch.equal(weight.float(), matmul.reference.dequantize(layout_of(packed, state)))
+    assert matmul.error(weight.float(), weight) < 1e-7

@@ -17,7 +17,7 @@ from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
 from nf4_patch.patching import calibrated
 from nf4_patch.tools.bench import calibrate
 from nf4_patch.tools.bench import matmul as bench_matmul
-from nf4_patch.tools.bench.peers import BITSANDBYTES, OURS
+from nf4_patch.tools.bench.baselines import BITSANDBYTES, OURS
 from nf4_patch.tools.bench.record import Row
 from nf4_patch.tools.bench.timing import Times
 

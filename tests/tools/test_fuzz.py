@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fuzz as fuzzing
 import pytest
 import torch
+from fuzz import PADDING, draw, random_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,9 +13,7 @@ import nf4_patch
 from nf4_patch.nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
-from nf4_patch.tools import cases
-from nf4_patch.tools import fuzz as fuzzing
-from nf4_patch.tools.cases import PADDING, draw, random_state
+from nf4_patch.tools.patch import patch
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -57,7 +57,7 @@ def test_the_draw_reaches_every_layout():
 
 def test_the_patch_is_on_again_with_its_options():
     with nf4_patch.enabled(matmul="auto"):
-        with cases.unpatched():
+        with patch(False):
             assert not nf4_patch.is_enabled()
         assert nf4_patch.is_enabled() and switch.matmul == "auto"
 

@@ -57,7 +57,7 @@ def test_a_failed_write_is_one_line(error, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [["doctor", "--json"], ["demo", "--png"], ["bench", "--plot"], ["run", "script.py", "--json"]]
+    "words", [["doctor", "--json"], ["demo", "--png"], ["bench", "--json"], ["run", "script.py", "--json"]]
 )
 def test_a_command_checks_its_files_before_the_work(words, tmp_path):
     verb, *script, option = words

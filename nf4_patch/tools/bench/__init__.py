@@ -1,1 +1,1 @@
-"""``nf4-patch bench`` and ``nf4-patch calibrate``: what is measured, beside what, and how."""
+"""``nf4-patch bench`` and ``nf4-patch calibrate``: what is measured, next to what, and how."""

@@ -25,20 +25,22 @@ from ...nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
 from ...patching import calibrated
 from ...patching.quant_state import fields_of
 from .. import output
-from ..report import Report, Tell, require_gpu, silent
+from ..llama import training_dtype
+from ..patch import patch
+from ..report import Progress, Report, require_gpu, silent
 from . import dequantize as dequantization
 from . import matmul as fused_matmul
+from .baselines import OURS, original
 from .dequantize import Packed
-from .peers import OURS, original
 from .record import Check, Row, accuracy, table
-from .shapes import LLAMA_8B, MODELS, Model, projections
+from .shapes import LLAMA_8B, MODELS, projections
 from .timing import Times, gpu_times
 
 ROWS = (1, 2, 8, 16, 32, 64)  # of X; each closes the range that starts after the one before
 MARGIN = 0.03  # ours has to be faster by this much, and by more than the noise of the run
 ROUNDS = 10
 SHIPPED = SMALL_M_ROWS + SMALL_M_CANDIDATES  # whose configs are the candidates, whatever their GPU
-NAMES = {f"{model.name.split()[0]}-{model.name.split()[-1]}".lower(): model for model in MODELS}
+NAMES = {f"{name.split()[0]}-{name.split()[-1]}".lower(): model for name, model in MODELS.items()}
 METHOD = (
     "GPU time of one matmul, us: CUDA-graph replays over weights that overflow the L2, alternating, medians. Each config "
     "was right first: one-hot rows give dequantize's bits, and the error against fp64 is that of dequantize + matmul. "
@@ -153,15 +155,16 @@ def one_shape(
     truth = fused_matmul.exact(Layout(packed, *fields_of(state)))
     points = []
     for m in ROWS:
-        say(f"{dequantization.name_of(shape, dtype)}, {m} rows")
+        say(f"{dequantization.subject_of(shape, dtype)}, {m} rows")
         points.append(one_point(m, weights, dense, truth, quick, unsloth, failures))
     torch.cuda.empty_cache()
     return decided(points)
 
 
+@patch(False)
 def measure(
-    shapes: Sequence[tuple[int, int]], quick: bool = False, with_unsloth: bool = True, tell: Tell = silent
-) -> tuple[dict[str, Any], list[str]]:
+    shapes: Sequence[tuple[int, int]], quick: bool = False, with_unsloth: bool = True, tell: Progress = silent
+) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
     """The entry of the current GPU, and what was wrong.
 
     Args:
@@ -172,8 +175,7 @@ def measure(
         RuntimeError: there is no NVIDIA GPU, or bitsandbytes is older than 0.50.
     """
     fused_matmul.check_machine()
-    capability = torch.cuda.get_device_capability()
-    dtype = torch.bfloat16 if capability >= (8, 0) else torch.float16
+    dtype = training_dtype()
     unsloth, failures = fused_matmul.gemv() if with_unsloth else None, list[str]()
     done, total = itertools.count(), len(shapes) * len(ROWS)
     found = {
@@ -243,15 +245,15 @@ def shape_of(text: str) -> tuple[int, int]:
 
 @click.command()
 @click.option("--model", "models", type=click.Choice(list(NAMES)), multiple=True,
-              help="Whose projections; again for more.  [default: llama-8b, unless --shape is given]")  # fmt: skip
-@click.option("--shape", "shapes", multiple=True, metavar="NxK", help="A weight of N rows, K columns; again for more.")
+              help="Model whose layer shapes to measure; repeatable.  [default: llama-8b, unless --shape is given]")  # fmt: skip
+@click.option("--shape", "shapes", multiple=True, metavar="NxK", help="A weight of N rows, K columns; repeatable.")
 @click.option("--quick", is_flag=True, help="Fewer configs for each.")
 @click.option("--show", is_flag=True, help="Only show what is remembered.")
 @click.option("--forget", is_flag=True, help="Only forget what is remembered about this GPU.")
 @click.pass_obj
 def command(
-    tell: Tell, models: tuple[str, ...], shapes: tuple[str, ...], quick: bool, show: bool, forget: bool
-) -> Calibration:
+    tell: Progress, models: tuple[str, ...], shapes: tuple[str, ...], quick: bool, show: bool, forget: bool
+) -> Calibration:  # fmt: skip
     """Measure on this GPU which config of the fused matmul wins, by weight and rows of X, and remember it.
 
     enable(matmul="auto") then prefers it to the shipped tables, as long as the same releases are installed.
@@ -273,7 +275,7 @@ def command(
         lines = [note, *(f"{name}: {entry.status}" for name, entry in states.items())]
         sound = {name: known[name] for name, entry in states.items() if entry.rows}
         return Calibration(path, sound, note="\n".join(lines))
-    chosen: list[Model] = [NAMES[model] for model in models] or ([] if shapes else [LLAMA_8B])
+    chosen = [NAMES[model] for model in models] or ([] if shapes else [LLAMA_8B])
     wanted = [shape for model in chosen for shape in projections(model)] + [shape_of(text) for text in shapes]
     try:
         require_gpu()

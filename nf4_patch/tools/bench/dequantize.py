@@ -1,4 +1,4 @@
-"""Dequantization beside its peers: alone on the GPU, before the matmul that reads it, and on the host."""
+"""Dequantization next to its baselines, on the GPU and on the host."""
 
 from __future__ import annotations
 
@@ -7,30 +7,37 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import nf4_patch
 
 from ...nf4.runtime import same_bits
-from ...patching import placement
-from ...patching.cache.cache import cache
-from ...patching.cache.reader import inside
-from ...patching.switch import switch
-from ..report import Tell
-from .peers import BITSANDBYTES, OURS, Peer
-from .record import CEILING, COPY, EMPTY, Row, bits
-from .shapes import LLAMA_8B, projections, shapes
-from .timing import gpu_times, host_times, rotation
+from ..patch import patch
+from ..report import Progress, silent
+from .baselines import OURS, Baseline, baselines
+from .record import EMPTY, Bench, Row, bits
+from .shapes import shapes
+from .timing import Call, gpu_times, host_times, machine, rotation
 
+METHOD = {
+    "dequantize": "GPU time of one call: CUDA-graph replays over weights that overflow the L2, alternating, medians.",
+    "host": "Host time of one eager call, GPU idle before: allocation, guards and statistics included.",
+}
 DTYPES = (torch.float16, torch.bfloat16)
 Packed = tuple[torch.Tensor, Any]
 
 
-def name_of(shape: Sequence[int], dtype: torch.dtype) -> str:
+def measure(with_unsloth: bool = True, quick: bool = False, tell: Progress = silent) -> Bench:
+    """Both sections of METHOD; ``quick``: the challenge's shapes only."""
+    found = baselines(with_unsloth)
+    sections = {"dequantize": list(on_gpu(found, tell, quick)), "host": list(on_host(found, tell))}
+    return Bench(machine(), sections, METHOD)
+
+
+def subject_of(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"{'x'.join(map(str, shape))} {'bf16' if dtype is torch.bfloat16 else 'fp16'}"
 
 
-def quantized(shape: Sequence[int], dtype: torch.dtype, count: int) -> list[Packed]:
+def random_weights(shape: Sequence[int], dtype: torch.dtype, count: int) -> list[Packed]:
     """Distinct random NF4 weights with nested statistics, as a QLoRA checkpoint holds them."""
     from bitsandbytes.functional import quantize_4bit
 
@@ -47,127 +54,85 @@ def traffic(shape: Sequence[int], itemsize: int) -> int:
     return n // 2 + n // 64 + -(-n // 64 // 256) * 4 + n * itemsize
 
 
-def agree(weights: Sequence[Packed], peers: dict[str, Peer], outs: Sequence[torch.Tensor]) -> dict[str, bool]:
-    """For each peer whether ours gives its bits, for every weight, into memory that held NaN."""
-    same = dict.fromkeys(peers, True)
+def agree(weights: Sequence[Packed], others: dict[str, Baseline], outs: Sequence[torch.Tensor]) -> dict[str, bool]:
+    """For each baseline whether ours gives its bits, for every weight, into memory that held NaN."""
+    same = dict.fromkeys(others, True)
     for (packed, state), out in zip(weights, outs, strict=True):
         out.fill_(float("nan"))
         nf4_patch.dequantize_nf4(packed, state, out)
-        for name, peer in peers.items():
-            same[name] = same[name] and same_bits(out, peer.dequantize(packed, state))
+        for name, other in others.items():
+            same[name] = same[name] and same_bits(out, other.dequantize(packed, state))
     return same
 
 
-def on_gpu(peers: dict[str, Peer], tell: Tell, challenge_only: bool = False) -> Iterator[Row]:
-    """Each shape and dtype: ours, the peers, the traffic ceiling and the device copy of as many bytes."""
+Limits = Callable[
+    [Sequence[torch.Tensor], Sequence[torch.Tensor]], dict[str, list[Call]]
+]  # packed, out -> more variants
+
+
+def no_limits(packed: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> dict[str, list[Call]]:
+    return {}
+
+
+def on_gpu(
+    others: dict[str, Baseline], tell: Progress, challenge_only: bool = False, limits: Limits = no_limits
+) -> Iterator[Row]:
+    """Each shape and dtype: ours, the baselines, and what ``limits`` makes of the same weights and results."""
     chosen = [(shape, dtype, users) for shape, users in shapes(challenge_only).items() for dtype in DTYPES]
     for i, (shape, dtype, users) in enumerate(chosen):
-        tell(f"dequantize {name_of(shape, dtype)}", i, len(chosen))
-        yield one_shape(shape, dtype, users, peers)
+        tell(f"dequantize {subject_of(shape, dtype)}", i, len(chosen))
+        yield one_shape(shape, dtype, users, others, limits)
         torch.cuda.empty_cache()
 
 
 def one_shape(
-    shape: tuple[int, int], dtype: torch.dtype, users: str, peers: dict[str, Peer], limits: bool = True
+    shape: tuple[int, int], dtype: torch.dtype, users: str, others: dict[str, Baseline], limits: Limits = no_limits
 ) -> Row:
-    """Ours and the peers; with ``limits`` the ceiling and the copy too."""
-    from . import traffic_kernel
-
     nbytes = traffic(shape, dtype.itemsize)
-    weights = quantized(shape, dtype, rotation(nbytes))
+    weights = random_weights(shape, dtype, rotation(nbytes))
     outs = [torch.empty(shape, dtype=dtype, device="cuda") for _ in weights]
-    subject, sizes, notes = name_of(shape, dtype), {"n": shape[0], "k": shape[1]}, {"used by": users} if users else {}
-    checks = bits(agree(weights, peers, outs))
+    subject, sizes, notes = (
+        subject_of(shape, dtype),
+        {"n": shape[0], "k": shape[1]},
+        {"used by": users} if users else {},
+    )
+    checks = bits(agree(weights, others, outs))
 
-    def calls(function: Callable[..., Any]) -> list[Callable[[], object]]:
+    def calls(function: Callable[..., Any]) -> list[Call]:
         return [
             functools.partial(function, packed, state, out=out)
             for (packed, state), out in zip(weights, outs, strict=True)
         ]
 
-    variants: dict[str, Sequence[Callable[[], object]]] = {OURS: calls(nf4_patch.dequantize_nf4)}
-    variants |= {name: calls(peer.dequantize) for name, peer in peers.items() if peer.captures}
-    if not limits:
-        return Row(subject, "us", gpu_times(variants), checks, nbytes, sizes, notes)
-    half = nbytes // 2 // 512 * 512  # both halves start where an allocation may
-    halves = [torch.randint(0, 256, (2, half), dtype=torch.uint8, device="cuda") for _ in weights]
-    for config in traffic_kernel.SHAPES:
-        variants[f"{CEILING} {config}"] = [
-            traffic_kernel.mover(packed, out, *config) for (packed, _), out in zip(weights, outs, strict=True)
-        ]
-    variants[COPY] = [functools.partial(target.copy_, source) for target, source in halves]
-    times = gpu_times(variants)
-    ceilings = [name for name in times if name.startswith(CEILING)]
-    fastest = min(ceilings, key=lambda name: times[name].median)
-    kept = {name: taken for name, taken in times.items() if name not in ceilings} | {CEILING: times[fastest]}
-    return Row(subject, "us", kept, checks, nbytes, sizes, notes)
+    variants: dict[str, Sequence[Call]] = {OURS: calls(nf4_patch.dequantize_nf4)}
+    variants |= {name: calls(other.dequantize) for name, other in others.items() if other.captures}
+    variants |= limits([packed for packed, _ in weights], outs)
+    return Row(subject, "us", gpu_times(variants), checks, nbytes, sizes, notes)
 
 
-def with_matmul(peers: dict[str, Peer], tell: Tell, rows: Sequence[int] = (512, 2048)) -> Iterator[Row]:
-    """Dequantize, then F.linear of ``rows`` rows, Llama 8B in bf16: what a faster store must not cost."""
-    chosen = [(shape, m) for shape in projections(LLAMA_8B) for m in rows]
-    dtype = torch.bfloat16
-    for i, (shape, m) in enumerate(chosen):
-        subject = f"{name_of(shape, dtype)}, {m} rows"
-        tell(f"dequantize + matmul {subject}", i, len(chosen))
-        weights = quantized(shape, dtype, min(rotation(traffic(shape, dtype.itemsize)), 40))
-        x = torch.randn(m, shape[1], dtype=dtype, device="cuda")
+def on_host(others: dict[str, Baseline], tell: Progress) -> Iterator[Row]:
+    """One eager call on a 64x64 weight: what is at bitsandbytes.functional.dequantize_4bit with the patch on.
 
-        def multiply(function: Callable[..., Any], packed: torch.Tensor, state: Any, x: torch.Tensor = x) -> Any:
-            return F.linear(x, function(packed, state))
-
-        # the original's weight by the same matmul: where the weights agree to the bit, so do the results
-        functions = {OURS: nf4_patch.dequantize_nf4} | {p.name: p.dequantize for p in peers.values() if p.captures}
-        results = {name: multiply(function, *weights[0]) for name, function in functions.items()}
-        checks = bits({name: same_bits(results[OURS], result) for name, result in results.items() if name != OURS})
-        variants = {
-            name: [functools.partial(multiply, function, *weight) for weight in weights]
-            for name, function in functions.items()
-        }
-        yield Row(subject, "us", gpu_times(variants), checks, sizes={"n": shape[0], "k": shape[1], "m": m})
-        torch.cuda.empty_cache()
-
-
-def on_host(peers: dict[str, Peer], tell: Tell) -> Iterator[Row]:
-    """One eager call on a 64x64 weight: what stands at bitsandbytes.functional.dequantize_4bit with the patch on.
-
-    Allocation, guards and statistics included; ``torch.empty`` of the same result in the same turns. Then the
-    same into Unsloth's global buffer, where Unsloth is a peer, and a weight that is in the cache.
+    Allocation, guards and statistics included; ``torch.empty`` of the same result in the same turns.
     """
     import bitsandbytes.functional
-    from bitsandbytes.nn import Params4bit
 
     tell("host time")
-    packed, state = quantized((64, 64), torch.bfloat16, 1)[0]
-    parameter = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
-    with nf4_patch.enabled():
+    packed, state, parameter = small_weight()
+    with patch(True):
         patched = bitsandbytes.functional.dequantize_4bit
         for subject, weight in (("a new tensor", packed), ("a new tensor from a Params4bit", parameter)):
-            others = {name: functools.partial(peer.dequantize, weight, state) for name, peer in peers.items()}
-            others[EMPTY] = functools.partial(torch.empty, (64, 64), dtype=torch.bfloat16, device=packed.device)
-            yield host(subject, functools.partial(patched, weight, state), others)
-        unsloth = {name: peer for name, peer in peers.items() if name != BITSANDBYTES}
-        if unsloth:
-            ours = unsloth_replacement()
-            others = {
-                name: functools.partial(peer.dequantize, parameter, state, use_global_buffer=True)
-                for name, peer in unsloth.items()
-            }
-            before = switch.defer
-            switch.defer = "never"  # on a GPU that is not measured yet ours would give the call back
-            try:
-                yield host("Unsloth's global buffer", functools.partial(ours, parameter, state, None, True), others)
-            finally:
-                switch.defer = before
-    with nf4_patch.enabled(cache="1GiB"):
-        patched = bitsandbytes.functional.dequantize_4bit
-        others = {BITSANDBYTES: functools.partial(peers[BITSANDBYTES].dequantize, parameter, state)}
-        inside.bitsandbytes = "backward"  # as in the backward of a Linear4bit
-        try:
-            patched(parameter, state)  # fills it
-            yield host("a cached weight", functools.partial(patched, parameter, state), others, lambda: cache.hits)
-        finally:
-            inside.bitsandbytes = ""
+            calls = {name: functools.partial(other.dequantize, weight, state) for name, other in others.items()}
+            calls[EMPTY] = functools.partial(torch.empty, (64, 64), dtype=torch.bfloat16, device=packed.device)
+            yield host(subject, functools.partial(patched, weight, state), calls)
+
+
+def small_weight() -> tuple[torch.Tensor, Any, Any]:
+    """The packed weight, its quant_state, and both as the parameter of a Linear4bit."""
+    from bitsandbytes.nn import Params4bit
+
+    packed, state = random_weights((64, 64), torch.bfloat16, 1)[0]
+    return packed, state, Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
 
 
 def host(
@@ -185,11 +150,3 @@ def host(
         raise RuntimeError(f"the patched function was not a hit:\n{nf4_patch.status()}")
     checks = bits({name: same_bits(result, call()) for name, call in others.items() if name != EMPTY})
     return Row(subject, "us", host_times({OURS: ours, **others}), checks)
-
-
-def unsloth_replacement() -> Callable[..., Any]:
-    """What the patch has put into Unsloth."""
-    for name, entry in placement.installed.items():
-        if name.startswith("unsloth.") and entry.replacement is not None:
-            return entry.replacement
-    raise RuntimeError(f"Unsloth is imported and not patched:\n{nf4_patch.status()}")

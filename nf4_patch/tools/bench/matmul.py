@@ -1,4 +1,4 @@
-"""``nf4-patch bench --matmul``: X @ W.T with a 4-bit W, by rows of X: ours, theirs, dense, and the weight only read."""
+"""``nf4-patch bench --matmul``: X @ W.T with a 4-bit W, by rows of X: ours, theirs and dense."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from ...nf4.dequantize import reference
 from ...nf4.layout import Layout
 from ...patching.counters import counters
 from ...patching.quant_state import fields_of
-from ...patching.switch import switch
-from ..report import Tell, require_gpu, silent
-from .dequantize import name_of, quantized
-from .peers import BITSANDBYTES, OURS, UNSLOTH_MODULE, from_unsloth, original
-from .record import READ, Bench, Row, accuracy
-from .shapes import MODELS, Model, projections
+from ..llama import Shape, training_dtype
+from ..patch import patch
+from ..report import Progress, require_gpu, silent
+from .baselines import BITSANDBYTES, OURS, UNSLOTH_MODULE, from_unsloth, original
+from .dequantize import random_weights, subject_of
+from .record import Bench, Row, accuracy
+from .shapes import LLAMA_8B, LLAMA_70B, projections
 from .timing import Call, gpu_times, machine, rotation
 
 UNSLOTH = "Unsloth GEMV"  # one row only
@@ -32,7 +33,7 @@ CHECKED_ROWS = 512  # of X, against fp64: every row count that the fused matmul 
 METHOD = (
     "GPU time of one matmul of M rows, us: CUDA-graph replays over weights that overflow the L2, alternating, medians. "
     f'{OURS}: bitsandbytes\' op with enable(matmul="auto"); {BITSANDBYTES}: the same op unpatched. '
-    f"{DEQUANTIZE}: our kernel, then F.linear. {DENSE}: F.linear of a bf16 weight. {READ}: the packed bytes only read."
+    f"{DEQUANTIZE}: our kernel, then F.linear. {DENSE}: F.linear of a 16-bit weight."
 )
 
 
@@ -46,16 +47,6 @@ def exact(layout: Layout) -> torch.Tensor:
 
 def error(result: torch.Tensor, truth: torch.Tensor) -> float:
     return float((result.double() - truth).norm() / truth.norm())
-
-
-def with_patch(on: bool, call: Callable[[], Any]) -> Any:
-    """``call`` as it runs with the patch and its fused matmul, or without: a graph keeps what it captured."""
-    before = switch.on, switch.matmul
-    switch.on, switch.matmul = on, "auto"
-    try:
-        return call()
-    finally:
-        switch.on, switch.matmul = before
 
 
 def multiply(x: torch.Tensor, packed: torch.Tensor, state: Any) -> torch.Tensor:
@@ -79,10 +70,10 @@ def fused_matmul_hits() -> int:
 
 
 def others(x: torch.Tensor, unsloth: Callable[..., Any] | None) -> dict[str, Callable[..., Any]]:
-    """By name what else multiplies x by the packed weight of a state; ``unsloth`` one row only."""
+    """By name what else multiplies x by the packed weight of a state, with the patch off; ``unsloth`` one row only."""
     dequantize = original("bitsandbytes.functional", "dequantize_4bit")
     found: dict[str, Callable[..., Any]] = {
-        BITSANDBYTES: lambda packed, state: with_patch(False, lambda: multiply(x, packed, state)),
+        BITSANDBYTES: functools.partial(multiply, x),
         DEQUANTIZE: lambda packed, state: F.linear(x, nf4_patch.dequantize_nf4(packed, state)),
         THEIR_DEQUANTIZE: lambda packed, state: F.linear(x, dequantize(packed, state)),
     }
@@ -98,13 +89,12 @@ def one_matmul(
 ) -> Row:  # fmt: skip
     """Check ours against fp64, then time every variant over ``weights``."""
     n, k = dense[0].shape
-    from . import traffic_kernel
-
     x = torch.randn(m, k, dtype=dense[0].dtype, device="cuda")
     dequantize = original("bitsandbytes.functional", "dequantize_4bit")
     packed, state = weights[0]
     before = fused_matmul_hits()
-    ours = with_patch(True, lambda: multiply(x, packed, state))[:CHECKED_ROWS]
+    with patch(True, matmul="auto"):
+        ours = multiply(x, packed, state)[:CHECKED_ROWS]
     fused = fused_matmul_hits() > before
     theirs = F.linear(x, dequantize(packed, state))[:CHECKED_ROWS]
     truth = x[:CHECKED_ROWS].double() @ truth_weight.t()
@@ -116,13 +106,13 @@ def one_matmul(
         return [functools.partial(function, packed, state) for packed, state in few]
 
     variants: dict[str, Sequence[Call]] = {
-        OURS: calls(lambda packed, state: with_patch(True, lambda: multiply(x, packed, state))),
+        OURS: calls(functools.partial(multiply, x)),
         **{name: calls(function) for name, function in others(x, unsloth).items()},
         DENSE: [functools.partial(F.linear, x, weight) for weight in dense],
-        READ: [traffic_kernel.reader(packed) for packed, _ in few],
     }
     sizes, notes = {"n": n, "k": k, "m": m}, {"fused": "yes" if fused else "no"}
-    return Row(f"M={m}", "us", gpu_times(variants, rounds=10), checks, sizes=sizes, notes=notes)
+    times = gpu_times(variants, rounds=10, around={OURS: functools.partial(patch, True, matmul="auto")})
+    return Row(f"M={m}", "us", times, checks, sizes=sizes, notes=notes)
 
 
 def check_machine() -> None:
@@ -140,30 +130,34 @@ def check_machine() -> None:
 
 def rotating(shape: tuple[int, int], dtype: torch.dtype) -> list[tuple[torch.Tensor, Any]]:
     """Enough weights to overflow the L2."""
-    return quantized(shape, dtype, max(4, min(24, rotation(shape[0] * shape[1] // 2))))
+    return random_weights(shape, dtype, max(4, min(24, rotation(shape[0] * shape[1] // 2))))
 
 
 def measure(
-    models: Iterable[Model] | None = None, rows: Sequence[int] = ROWS, with_unsloth: bool = True, tell: Tell = silent
+    models: Iterable[Shape] | None = None,
+    rows: Sequence[int] = ROWS,
+    with_unsloth: bool = True,
+    tell: Progress = silent,
 ) -> Bench:
-    """Every projection of the models, bf16, by rows of X.
+    """Every projection of the models by rows of X.
 
     Raises:
         RuntimeError: what :func:`check_machine` says.
     """
     check_machine()
     unsloth = gemv() if with_unsloth else None
-    chosen = [shape for model in models or (MODELS[1], MODELS[3]) for shape in projections(model)]
+    chosen = [shape for model in models or (LLAMA_8B, LLAMA_70B) for shape in projections(model)]
     sections: dict[str, list[Row]] = {}
-    with nf4_patch.enabled(matmul="auto"):
+    dtype = training_dtype()
+    with patch(False):
         for i, shape in enumerate(dict.fromkeys(chosen)):
-            weights = rotating(shape, torch.bfloat16)
-            dense = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+            weights = rotating(shape, dtype)
+            dense = [torch.randn(shape, dtype=dtype, device="cuda") for _ in range(4)]
             packed, state = weights[0]
             truth_weight = exact(Layout(packed, *fields_of(state)))
-            section = sections.setdefault(name_of(shape, torch.bfloat16), [])
+            section = sections.setdefault(subject_of(shape, dtype), [])
             for m in rows:
-                tell(f"matmul {name_of(shape, torch.bfloat16)}, {m} rows", i, len(chosen))
+                tell(f"matmul {subject_of(shape, dtype)}, {m} rows", i, len(chosen))
                 section.append(one_matmul(weights, dense, truth_weight, m, unsloth))
             del weights, dense, truth_weight
             torch.cuda.empty_cache()

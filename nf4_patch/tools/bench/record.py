@@ -12,14 +12,14 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from ..report import Report
-from .peers import BITSANDBYTES, OURS
+from .baselines import BITSANDBYTES, OURS
 from .timing import Machine, Times
 
 UNPATCHED = "unpatched"  # the same with the patch off
 GPU_TIME = "GPU time"  # at the end of a subject: not wall time
 RATE = "tokens/s"  # the unit of which more is better
-CEILING, COPY, EMPTY, READ, DENSE = "ceiling", "device copy", "torch.empty", "read", "16-bit weights"
-LIMITS = (CEILING, COPY, EMPTY, READ, DENSE)  # what ours is held against; everything else that is timed is a peer
+CEILING, EMPTY, DENSE = "ceiling", "torch.empty", "16-bit weights"
+LIMITS = (CEILING, EMPTY, DENSE)  # what ours is held against; everything else that is timed is a baseline
 HIDDEN = ("used by",)  # notes that the table has no room for
 SLACK = 1.01  # of an error against fp64: the order of the additions; both sides share the rest, which is rounding
 
@@ -35,9 +35,9 @@ class Check:
 
 
 def bits(same: Mapping[str, bool]) -> dict[str, Check]:
-    """A check a peer: whether ours gave its bits before anything was timed."""
+    """A check per baseline: whether ours gave its bits before anything was timed."""
     says = {True: "the same bits as", False: "the bits differ from"}
-    return {peer: Check(equal, f"{says[equal]} {peer}") for peer, equal in same.items()}
+    return {name: Check(equal, f"{says[equal]} {name}") for name, equal in same.items()}
 
 
 def accuracy(ours: float, theirs: float, of: str = "") -> Check:
@@ -50,7 +50,7 @@ def accuracy(ours: float, theirs: float, of: str = "") -> Check:
 class Row:
     """One subject, its variants' times, and the checks that ours passed or not.
 
-    A check that bears a peer's name decides about that peer's ratio; bitsandbytes' and those of any other name
+    A check that bears a baseline's name decides about that baseline's ratio; bitsandbytes' and those of any other name
     ("fp64") about every ratio of the row.
     """
 
@@ -65,8 +65,8 @@ class Row:
     @property
     def checked(self) -> bool:
         """Something was compared, and no check that concerns the whole row failed."""
-        peers = self.times.keys() - {BITSANDBYTES}
-        decisive = [check for name, check in self.checks.items() if name not in peers] or self.checks.values()
+        others = self.times.keys() - {BITSANDBYTES}
+        decisive = [check for name, check in self.checks.items() if name not in others] or self.checks.values()
         return bool(decisive) and all(check.passed for check in decisive)
 
     def ratio(self, other: str) -> float | None:
@@ -79,7 +79,7 @@ class Row:
         return ours / theirs if self.unit == RATE else theirs / ours
 
     @property
-    def gigabytes_a_second(self) -> float | None:
+    def gigabytes_per_second(self) -> float | None:
         """Of ours, in microseconds."""
         return self.nbytes / self.times[OURS].median / 1e3 if self.nbytes and self.checked else None
 
@@ -121,12 +121,12 @@ class Bench(Report):
 
     def render(self) -> Iterable[RenderableType]:
         yield str(self.machine)
-        told = ""
+        shown = ""
         for name, rows in self.sections.items():
             yield ""
-            if self.method[name] != told:
-                told = self.method[name]
-                yield told
+            if self.method[name] != shown:
+                shown = self.method[name]
+                yield shown
             yield table(name, rows)
         yield from self.failures
 
@@ -146,7 +146,7 @@ def variants_of(rows: Sequence[Row]) -> list[str]:
 
 
 def table(title: str, rows: Sequence[Row]) -> Table:
-    """A line a row: ours, the limits and what part of them ours reaches, the peers and how many times ours is as fast."""
+    """A line a row: ours, the limits and what part of them ours reaches, the baselines and how many times ours is as fast."""
     others = [name for name in variants_of(rows) if name != OURS]
     others.sort(key=lambda name: name not in LIMITS)
     traffic, repeated = (
@@ -164,7 +164,7 @@ def table(title: str, rows: Sequence[Row]) -> Table:
     for row in rows:
         cells = [row.subject, digits(row.times[OURS].median) if OURS in row.times else ""]
         if traffic:
-            speed = row.gigabytes_a_second
+            speed = row.gigabytes_per_second
             cells += [f"{row.nbytes / 1e6:.1f}", "" if speed is None else f"{speed:.0f}"]
         cells += [cell(row, name) for name in others]
         cells += [f"{100 * row.noise:.1f} %"] * repeated

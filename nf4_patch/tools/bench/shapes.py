@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
+from ..llama import Shape
 
-class Model(NamedTuple):
-    name: str
-    hidden: int
-    key_value: int  # rows of the key and value projections
-    intermediate: int
-
-
-MODELS = (
-    Model("Llama 3.2 1B", 2048, 512, 8192),
-    Model("Llama 3.1 8B", 4096, 1024, 14336),
-    Model("Qwen 2.5 7B", 3584, 512, 18944),
-    Model("Llama 3.1 70B", 8192, 1024, 28672),
-)
-LLAMA_8B = MODELS[1]
+MODELS = {
+    "Llama 3.2 1B": Shape(2048, 8192, 16, heads=32, key_value_heads=8, vocabulary=128256, positions=8192),
+    "Llama 3.1 8B": Shape(4096, 14336, 32, heads=32, key_value_heads=8, vocabulary=128256, positions=8192),
+    "Qwen 2.5 7B": Shape(3584, 18944, 28, heads=28, key_value_heads=4, vocabulary=152064, positions=8192),
+    "Llama 3.1 70B": Shape(8192, 28672, 80, heads=64, key_value_heads=8, vocabulary=128256, positions=8192),
+}
+LLAMA_8B, LLAMA_70B = MODELS["Llama 3.1 8B"], MODELS["Llama 3.1 70B"]
 
 # The three configurations of the Unsloth NF4 challenge: (hidden, intermediate, seed, dtype, batch, length).
 CHALLENGE = (
@@ -30,11 +22,11 @@ CHALLENGE = (
 )
 
 
-def projections(model: Model) -> dict[tuple[int, int], str]:
+def projections(model: Shape) -> dict[tuple[int, int], str]:
     """[out, in] of a decoder layer's linear layers, by shape."""
-    hidden, key_value, intermediate = model[1:]
+    hidden, intermediate = model.hidden, model.intermediate
     return {
-        (key_value, hidden): "k, v",
+        (hidden // model.heads * model.key_value_heads, hidden): "k, v",
         (hidden, hidden): "q, o",
         (intermediate, hidden): "gate, up",
         (hidden, intermediate): "down",
@@ -46,7 +38,7 @@ def shapes(challenge_only: bool = False) -> dict[tuple[int, int], str]:
     found: dict[tuple[int, int], list[str]] = {}
     for hidden, intermediate, *_ in CHALLENGE:
         found.setdefault((intermediate, hidden), []).append("challenge")
-    for model in () if challenge_only else MODELS:
+    for name, model in () if challenge_only else MODELS.items():
         for shape, layers in projections(model).items():
-            found.setdefault(shape, []).append(f"{model.name} {layers}")
+            found.setdefault(shape, []).append(f"{name} {layers}")
     return {shape: ", ".join(users) for shape, users in found.items()}

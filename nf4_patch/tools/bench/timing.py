@@ -11,6 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +22,11 @@ import nf4_patch
 
 from ...config import Config
 from ...patching import calibrated
-from ..report import answer, commit, releases
+from ..report import answer, commit, installed_releases
 
 Call = Callable[[], object]
+Around = Mapping[str, Callable[[], AbstractContextManager[object]]]  # what a variant runs inside of, entered untimed
+NOTHING: Around = {}
 L2_ROTATIONS = 8  # buffers of this many times the L2 between two uses of the same weight
 
 
@@ -79,7 +82,7 @@ def machine() -> Machine:
     major, minor = torch.cuda.get_device_capability(device)
     calibrated.use(Config.read())
     name = torch.cuda.get_device_name(device)
-    installed = {"python": platform.python_version(), **releases(), "nf4-patch": nf4_patch.__version__}
+    installed = {"python": platform.python_version(), **installed_releases(), "nf4-patch": nf4_patch.__version__}
     installed["torch"] = torch.__version__  # with the CUDA that it was built for
     today = datetime.date.today().isoformat()
     return Machine(name, f"{major}{minor}", driver, clocks, installed, calibrated.status(device), today, commit())
@@ -114,29 +117,33 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def gpu_times(variants: Mapping[str, Sequence[Call]], rounds: int = 20) -> dict[str, Times]:
-    """Microseconds a call of each variant on the GPU: replays of a graph of its calls, alternating.
+def gpu_times(variants: Mapping[str, Sequence[Call]], rounds: int = 20, around: Around = NOTHING) -> dict[str, Times]:
+    """Microseconds per call of each variant on the GPU: replays of a graph of its calls, alternating.
 
     Args:
         variants: for each name the calls of one replay, over enough distinct buffers to overflow the L2.
+        around: what is captured inside of it; a variant that is not named, as it is.
     """
-    graphs = {name: (capture(calls), len(calls)) for name, calls in variants.items()}
+    graphs = {}
+    for name, calls in variants.items():
+        with around.get(name, nullcontext)():
+            graphs[name] = capture(calls), len(calls)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     values: dict[str, list[float]] = {name: [] for name in graphs}
     for round_ in range(rounds + 1):
-        for name, (graph, calls) in graphs.items():
+        for name, (graph, count) in graphs.items():
             graph.replay()  # or this one would pay for what the one before left dirty in the L2: 3 % at 42 MB (H200)
             begin.record()
             graph.replay()
             end.record()
             end.synchronize()
             if round_:  # the first warms up
-                values[name].append(begin.elapsed_time(end) * 1e3 / calls)
+                values[name].append(begin.elapsed_time(end) * 1e3 / count)
     return {name: Times(tuple(taken)) for name, taken in values.items()}
 
 
 def host_times(variants: Mapping[str, Call], rounds: int = 20, calls: int = 200) -> dict[str, Times]:
-    """Microseconds a call of each variant keeps the host, alternating; the GPU is idle when a variant starts.
+    """Microseconds per call that each variant keeps the host, alternating; the GPU is idle when a variant starts.
 
     ``calls`` stays under the depth of the launch queue (1024), or a slow GPU would be measured.
     """
@@ -154,46 +161,38 @@ def host_times(variants: Mapping[str, Call], rounds: int = 20, calls: int = 200)
     return {name: Times(tuple(taken)) for name, taken in values.items()}
 
 
-def wall_times(
-    variants: Mapping[str, Call], before: Mapping[str, Call], rounds: int, warmups: int = 3
-) -> dict[str, Times]:
-    """Milliseconds of wall time of each variant, the device synchronized around each; the order turns every round.
-
-    Args:
-        before: for each variant what is done before its turn, untimed.
-    """
+def wall_times(variants: Mapping[str, Call], around: Around, rounds: int, warmups: int = 3) -> dict[str, Times]:
+    """Milliseconds of wall time of each variant, the device synchronized around each; the order turns every round."""
     values: dict[str, list[float]] = {name: [] for name in variants}
     for round_ in range(-warmups, rounds):
         names = list(variants) if round_ % 2 == 0 else list(reversed(list(variants)))
         for name in names:
-            before[name]()
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            variants[name]()
-            torch.cuda.synchronize()
+            with around[name]():
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                variants[name]()
+                torch.cuda.synchronize()
+                taken = (time.perf_counter() - begin) * 1e3
             if round_ >= 0:
-                values[name].append((time.perf_counter() - begin) * 1e3)
+                values[name].append(taken)
     return {name: Times(tuple(taken)) for name, taken in values.items()}
 
 
-def kernel_times(variants: Mapping[str, Call], before: Mapping[str, Call], rounds: int) -> dict[str, Times]:
+def kernel_times(variants: Mapping[str, Call], around: Around, rounds: int) -> dict[str, Times]:
     """Milliseconds that the GPU works for each variant: the sum of its kernels and copies, by PyTorch's profiler.
 
     Nothing where the profiler sees no kernel (no CUPTI).
-
-    Args:
-        before: as in ``wall_times``.
     """
     values: dict[str, list[float]] = {name: [] for name in variants}
-    worked(torch.cuda.synchronize)  # starts the profiler
+    gpu_busy_ms(torch.cuda.synchronize)  # starts the profiler
     for _ in range(rounds):
         for name, call in variants.items():
-            before[name]()
-            values[name].append(worked(call))
+            with around[name]():
+                values[name].append(gpu_busy_ms(call))
     return {name: Times(tuple(taken)) for name, taken in values.items() if all(taken)}
 
 
-def worked(call: Call) -> float:
+def gpu_busy_ms(call: Call) -> float:
     """Milliseconds of the kernels and copies that a call launches."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:

@@ -1,4 +1,4 @@
-"""The public Unsloth NF4 challenge: a dequantization called 3000 times a configuration, a synchronize after each.
+"""python -m benchmarks.challenge: the public Unsloth NF4 challenge, 3000 dequantizations a configuration, each synchronized.
 
 An MLP of three ``Linear4bit`` layers with double quantization; the checks run in two warm-ups at the default
 tolerances of torch.testing; then 1000 times all three weights. Written from the description of the challenge.
@@ -14,15 +14,16 @@ import torch
 import torch.nn.functional as F
 
 import nf4_patch
+from benchmarks import main
+from nf4_patch.nf4.runtime import same_bits
+from nf4_patch.tools.bench.baselines import BITSANDBYTES, OURS, Baseline, baselines
+from nf4_patch.tools.bench.dequantize import subject_of
+from nf4_patch.tools.bench.record import Row, bits
+from nf4_patch.tools.bench.shapes import CHALLENGE
+from nf4_patch.tools.bench.timing import Times
+from nf4_patch.tools.report import Progress
 
-from ...nf4.runtime import same_bits
-from ..report import Tell
-from .dequantize import name_of
-from .peers import BITSANDBYTES, OURS, Peer
-from .record import Row, bits
-from .shapes import CHALLENGE
-from .timing import Times
-
+METHOD = "The public NF4 challenge, checks on in the warm-ups, a synchronize after every call; both orders, medians."
 ITERATIONS = 1000
 WARMUPS = 2
 Dequantize = Callable[[Any], torch.Tensor]  # of a Linear4bit layer
@@ -96,16 +97,16 @@ def of_layer(dequantize: Callable[..., torch.Tensor]) -> Dequantize:
     return lambda layer: dequantize(layer.weight, layer.weight.quant_state)
 
 
-def run(peers: dict[str, Peer], tell: Tell, configurations: Sequence[tuple[Any, ...]] = CHALLENGE) -> Iterator[Row]:
+def rows_of(others: dict[str, Baseline], tell: Progress) -> Iterator[Row]:
     """Each configuration, every dequantization in both orders (first to last, last to first), then the total."""
-    functions: dict[str, Dequantize] = {name: of_layer(peer.dequantize) for name, peer in peers.items()}
+    functions: dict[str, Dequantize] = {name: of_layer(other.dequantize) for name, other in others.items()}
     functions[OURS] = nf4_patch.triton_dequantize_nf4
     reference = functions[BITSANDBYTES]
     orders = (list(functions), list(reversed(functions)))
     rows = []
-    for i, (hidden, intermediate, seed, dtype, batch, length) in enumerate(configurations):
-        subject = name_of((intermediate, hidden), dtype)
-        tell(f"challenge {subject}", i, len(configurations))
+    for i, (hidden, intermediate, seed, dtype, batch, length) in enumerate(CHALLENGE):
+        subject = subject_of((intermediate, hidden), dtype)
+        tell(f"challenge {subject}", i, len(CHALLENGE))
         torch.manual_seed(seed)
         mlp = MLP(hidden, intermediate, dtype, "cuda")
         x = torch.randn(batch, length, hidden, dtype=dtype, device="cuda")
@@ -135,3 +136,11 @@ def total(rows: Sequence[Row]) -> Row:
         for name in first.times
     }
     return Row("total", "s", times, bits({name: all(row.checks[name].passed for row in rows) for name in first.checks}))
+
+
+def rows(tell: Progress) -> Iterator[Row]:
+    return rows_of(baselines(), tell)
+
+
+if __name__ == "__main__":
+    main({"challenge": METHOD}, lambda tell: {"challenge": rows(tell)})

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
-import triton  # noqa: F401 (before the variable is set: Triton's own functions stay compiled)
+import triton
 
 patch, checkpoint, steps, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
 GPU = torch.cuda.is_available()
@@ -24,13 +24,13 @@ if not GPU:
 
     del os.environ["TRITON_INTERPRET"]
 
-import deepspeed  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig  # noqa: E402
+import deepspeed
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-import nf4_patch  # noqa: E402
-from nf4_patch.patching.reasons import Reason  # noqa: E402
+import nf4_patch
+from nf4_patch.patching.reasons import Reason
 
 TOKENS = 512 if GPU else 32  # a few rows bitsandbytes multiplies in a kernel of its own, with nothing to dequantize
 ZERO3 = {

@@ -1,4 +1,4 @@
-"""Who is measured beside us: the saved originals of what is installed, whether the patch is on or not."""
+"""What is measured next to us: the saved originals of what is installed, whether the patch is on or not."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ Dequantize = Callable[..., Any]  # (packed, quant_state, out=None) -> weight
 
 
 @dataclass(frozen=True)
-class Peer:
+class Baseline:
     name: str
     dequantize: Dequantize
     captures: bool = True  # it launches on the current stream, so that a CUDA graph holds it
 
 
 def original(module: str, attribute: str) -> Any:
-    """The function as its library made it: what the patch has saved, or what stands there."""
+    """The function as its library made it: what the patch has saved, or what is there now."""
     entry = placement.installed.get(f"{module}.{attribute}")
     if entry is not None and entry.original is not None:
         return entry.original
     return getattr(importlib.import_module(module), attribute, None)
 
 
-def peers(with_unsloth: bool = True) -> dict[str, Peer]:
+def baselines(with_unsloth: bool = True) -> dict[str, Baseline]:
     """By name, bitsandbytes first. Imports Unsloth where it is installed and wanted."""
-    found = [Peer(BITSANDBYTES, original("bitsandbytes.functional", "dequantize_4bit"))]
+    found = [Baseline(BITSANDBYTES, original("bitsandbytes.functional", "dequantize_4bit"))]
     if with_unsloth:
-        found += from_unsloth(unsloth_peers) or []
-    return {peer.name: peer for peer in found}
+        found += from_unsloth(unsloth_baselines) or []
+    return {baseline.name: baseline for baseline in found}
 
 
 def from_unsloth(find: Callable[[], Any]) -> Any:
@@ -57,12 +57,12 @@ def from_unsloth(find: Callable[[], Any]) -> Any:
         return None
 
 
-def unsloth_peers() -> list[Peer]:
+def unsloth_baselines() -> list[Baseline]:
     utils = importlib.import_module(UNSLOTH_MODULE)
     fused = original(UNSLOTH_MODULE, "_fast_dequantize_bnb")
     if fused is None:  # <= 2026.9.12: three launches on the stream that was current at import
         theirs = original(UNSLOTH_MODULE, "fast_dequantize")
-        return [Peer(UNSLOTH_CTYPES, theirs, captures=not hasattr(utils, "CUDA_STREAMS"))]
+        return [Baseline(UNSLOTH_CTYPES, theirs, captures=not hasattr(utils, "CUDA_STREAMS"))]
     if not getattr(utils, "_USE_NF4_KERNELS", False):
-        return [Peer(UNSLOTH_CTYPES, fused)]
-    return [Peer(UNSLOTH_CTYPES, utils._fast_dequantize_ctypes), Peer(UNSLOTH_TRITON, fused)]
+        return [Baseline(UNSLOTH_CTYPES, fused)]
+    return [Baseline(UNSLOTH_CTYPES, utils._fast_dequantize_ctypes), Baseline(UNSLOTH_TRITON, fused)]

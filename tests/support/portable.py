@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 from typing import Any
 
+import machine_code
 import torch
+from machine_code import Capability, Unsupported, arch_of
+from oracle import layout_of
 
-from ...nf4 import runtime
-from ...nf4.dequantize import compilation
-from ...nf4.dequantize.compilation import Variant
-from ...nf4.layout import Layout
-from ...patching.quant_state import fields_of
-from . import machine_code
-from .machine_code import Capability, Unsupported, arch_of
+from nf4_patch.nf4 import runtime
+from nf4_patch.nf4.dequantize import compilation
+from nf4_patch.nf4.dequantize.compilation import Variant
+from nf4_patch.nf4.layout import Layout
+from nf4_patch.tools import cases, verify
+from nf4_patch.tools.report import Progress, silent
 
 
 def check(capability: Capability, device: torch.device) -> None:
@@ -28,7 +29,9 @@ def check(capability: Capability, device: torch.device) -> None:
     if capability < compilation.MINIMUM_CAPABILITY:
         raise Unsupported(f"{arch_of(capability)}: the kernel begins at {arch_of(compilation.MINIMUM_CAPABILITY)}")
     if device.type != "cuda":
-        raise Unsupported("PTX needs an NVIDIA GPU to run on; `nf4-patch inspect` compiles and counts without one")
+        raise Unsupported(
+            "PTX needs an NVIDIA GPU to run on; scripts/check_kernel.py instructions compiles and counts without one"
+        )
     here = torch.cuda.get_device_capability(device)
     if capability > here:
         raise Unsupported(f"PTX for {arch_of(capability)} does not run on {arch_of(here)}")
@@ -67,12 +70,22 @@ def dequantize(layout: Layout, capability: Capability, out: torch.Tensor) -> tor
     return out
 
 
-def dequantizer(capability: Capability) -> Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]:
-    """What ``verify`` compares: (packed, quant_state, out) -> the weight, transposed where packed is."""
+def verified(capability: Capability, tell: Progress = silent) -> verify.VerifyReport:
+    """``nf4-patch verify`` of the code that a GPU of this older capability would run, with its launch configuration.
+
+    Raises:
+        Unsupported: that code does not run on this machine.
+    """
+    check(capability, cases.device_here())
 
     def run(packed: torch.Tensor, state: Any, out: torch.Tensor) -> torch.Tensor:
-        layout = Layout(packed, *fields_of(state))
+        layout = layout_of(packed, state)
         dequantize(layout, capability, out)
         return out.t() if layout.transposed() else out
 
-    return run
+    report = verify.verify(tell=tell, dequantize=run)
+    report.notes.append(
+        f"Compared is the code of {arch_of(capability)}: its PTX and its launch configuration, translated for this GPU by "
+        "the driver."
+    )
+    return report

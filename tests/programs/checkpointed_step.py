@@ -14,16 +14,16 @@ import tempfile
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 library, patch, steps = sys.argv[1], sys.argv[2] == "on", int(sys.argv[3])
 
-import nf4_patch  # noqa: E402
+import nf4_patch
 
 if patch:
     nf4_patch.enable()
 if library == "unsloth":
-    import unsloth  # noqa: F401
+    import unsloth
 
-import torch  # noqa: E402
+import torch
 
-from nf4_patch.tools import llama  # noqa: E402
+from nf4_patch.tools import llama
 
 TOKENS = 512
 LINEARS = list(llama.LINEARS)

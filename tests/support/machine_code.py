@@ -13,10 +13,10 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...nf4.dequantize import compilation
-from ...nf4.dequantize.compilation import Variant
-from ...nf4.runtime import TRITON_RELEASE
-from ..report import Impossible
+from nf4_patch.nf4.dequantize import compilation
+from nf4_patch.nf4.dequantize.compilation import Variant
+from nf4_patch.nf4.runtime import TRITON_RELEASE
+from nf4_patch.tools.report import NotAvailable
 
 Capability = tuple[int, int]
 
@@ -47,7 +47,7 @@ class Code(NamedTuple):
     ptx: str  # "" where there is none
 
 
-class Unsupported(Impossible):
+class Unsupported(NotAvailable):
     """Code for this capability cannot be compiled, or not be run, on this machine."""
 
 

@@ -1,18 +1,24 @@
-"""Mixtures of experts in 4 bits, random weights in the shapes of real ones: a step of training, and generation."""
+"""python -m benchmarks.experts: mixtures of experts in 4 bits, random weights in the shapes of real ones.
+
+A step of training with peft, LoRA on the attention, with checkpointing and without; and generation.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-import nf4_patch
-
-from ..llama import build_4bit
-from .peers import OURS
-from .record import GPU_TIME, RATE, UNPATCHED, Check, Row
-from .timing import Call, Times, kernel_times, wall_times
+from benchmarks import main
+from nf4_patch.tools.bench.baselines import OURS
+from nf4_patch.tools.bench.record import GPU_TIME, RATE, UNPATCHED, Check, Row
+from nf4_patch.tools.bench.step import ATTENTION, BUDGET, LENGTHS, METHOD, Settings, peft_model, side_by_side
+from nf4_patch.tools.bench.timing import Times, kernel_times, wall_times
+from nf4_patch.tools.llama import build_4bit
+from nf4_patch.tools.patch import patch
+from nf4_patch.tools.report import Progress
 
 LAYERS = 2  # of a step
 TOKENS, PROMPT = 16, 16  # of a sequence that is generated
@@ -54,12 +60,36 @@ def generation(batch: int, layers: int = 16) -> Iterator[Row]:
         texts.add(tuple(found.flatten().tolist()))
 
     sides = {OURS: generate, UNPATCHED: generate}
-    switches: dict[str, Call] = {OURS: nf4_patch.enable, UNPATCHED: nf4_patch.disable}
-    walls = wall_times(sides, switches, rounds=4, warmups=1)
+    around = {OURS: functools.partial(patch, True), UNPATCHED: functools.partial(patch, False)}
+    walls = wall_times(sides, around, rounds=4, warmups=1)
     rates = {name: Times(tuple(1e3 * batch * TOKENS / ms for ms in taken.values)) for name, taken in walls.items()}
-    clocks = {"": (RATE, rates), f", {GPU_TIME}": ("ms", kernel_times(sides, switches, rounds=2))}
+    clocks = {"": (RATE, rates), f", {GPU_TIME}": ("ms", kernel_times(sides, around, rounds=2))}
     check = Check(len(texts) == 1, f"{len(texts)} different texts with the patch and without")
     for words, (unit, times) in clocks.items():
         if times:
             subject = f"generation, {layers} layers, batch {batch}{words}"
             yield Row(subject, unit, times, {UNPATCHED: check}, sizes={"batch": batch})
+
+
+def training(tell: Progress) -> Iterator[Row]:
+    for name, config in CONFIGURATIONS.items():
+        model = peft_model(config(), ATTENTION)
+        for how in ("checkpointing", "no checkpointing"):
+            if how != "checkpointing":
+                model.gradient_checkpointing_disable()
+            for batch, length in (LENGTHS[0], LENGTHS[-1]):
+                tell(f"{name}, {how}: {batch}x{length} tokens")
+                settings: Settings = {how: "off", f"{how} and everything cached": BUDGET}
+                yield from side_by_side(name, model, batch, length, settings, wall=10)
+        del model
+
+
+def rows(tell: Progress) -> Iterator[Row]:
+    yield from training(tell)
+    for batch in (1, 8):
+        tell(f"generation: batch {batch}")
+        yield from generation(batch)
+
+
+if __name__ == "__main__":
+    main({"step": METHOD}, lambda tell: {"step": rows(tell)})

@@ -1,4 +1,4 @@
-"""``nf4-patch inspect``: counts from the machine code of the dequantization kernel, for a GPU that need not be here."""
+"""Counts from the machine code of the dequantization kernel, for a GPU that need not be here."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import click
+import machine_code
 import torch
+from machine_code import Capability, Code
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from ...nf4.dequantize import compilation
-from ...nf4.dequantize.compilation import Variant
-from ..report import Report, Tell, right, silent
-from . import machine_code
-from .machine_code import Capability, Code
+from nf4_patch.nf4.dequantize import compilation
+from nf4_patch.nf4.dequantize.compilation import Variant
+from nf4_patch.tools.report import Progress, Report, right_aligned, silent
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 OURS, BITSANDBYTES = "nf4_patch", "bitsandbytes"
-# bitsandbytes' kernels by the C++ type that they write: the weight, 16 elements a lane, and the absmax, 8 blocks a lane.
+# bitsandbytes' kernels by the C++ type that they write: the weight, 16 elements per thread, and the absmax, 8 blocks per thread.
 MANGLED = {torch.float16: "6__half", torch.bfloat16: "13__nv_bfloat16", torch.float32: "f"}
 WEIGHT, ABSMAX = "kDequantizeBlockwiseI{}Li512ELi64ELi8ELi2E", "kDequantizeBlockwiseIfLi512ELi64ELi8ELi0E"
 
@@ -35,20 +34,20 @@ class KernelRow:
     arch: str
     dtype: str
     kernel: str
-    instructions: float  # an element
-    registers: int  # a lane
-    spills: int  # bytes a lane in local memory
+    instructions: float  # per element
+    registers: int  # per thread
+    spills: int  # bytes per thread in local memory
 
 
 @dataclass(frozen=True)
-class InspectReport(Report):
+class InstructionsReport(Report):
     triton: str
     kernels: list[KernelRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def render(self) -> Iterable[RenderableType]:
         table = Table(
-            "GPU", "output", "kernel", *right("instructions an element", "registers", "bytes spilled"),
+            "GPU", "output", "kernel", *right_aligned("instructions per element", "registers", "bytes spilled"),
             title=f"Machine code of a dequantization (blocksize 64, nested), Triton {self.triton}",
             title_justify="left", box=box.SIMPLE_HEAD,
         )  # fmt: skip
@@ -106,7 +105,7 @@ def library_code(capability: Capability, pattern: str) -> Code | None:
     return None
 
 
-def inspect(capabilities: Iterable[Capability], tell: Tell = silent) -> InspectReport:
+def count(capabilities: Iterable[Capability], tell: Progress = silent) -> InstructionsReport:
     """Compile for each capability, and count.
 
     Raises:
@@ -114,7 +113,7 @@ def inspect(capabilities: Iterable[Capability], tell: Tell = silent) -> InspectR
     """
     import triton
 
-    report = InspectReport(triton.__version__)
+    report = InstructionsReport(triton.__version__)
     for capability in capabilities:
         machine_code.check(capability)
         tell(f"compiling for {machine_code.arch_of(capability)}")
@@ -124,15 +123,3 @@ def inspect(capabilities: Iterable[Capability], tell: Tell = silent) -> InspectR
         if None in rows:
             report.notes.append(f"No machine code of bitsandbytes for {machine_code.arch_of(capability)} is installed.")
     return report
-
-
-@click.command()
-@click.option("--arch", "archs", multiple=True, metavar="SM", help="sm_75, 8.0, ...; again for more (default: sm_75).")
-@click.option("--all", "everything", is_flag=True, help="Every architecture that the installed Triton compiles for.")
-@click.pass_obj
-def command(tell: Tell, archs: tuple[str, ...], everything: bool) -> InspectReport:
-    """Count instructions, registers and spills of the kernel for a GPU that need not be here."""
-    capabilities = [machine_code.capability_of(arch) for arch in archs] or [(7, 5)]
-    if everything:
-        capabilities = [one for one in machine_code.CAPABILITIES if machine_code.is_supported(one)]
-    return inspect(capabilities, tell)

@@ -5,20 +5,154 @@ Every tensor lies inside a larger buffer of canaries: a read outside shows in th
 
 from __future__ import annotations
 
+import math
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import RenderableType
 from rich.table import Table
 
-from ..nf4.dequantize import reference
-from ..nf4.layout import BLOCKSIZES, Layout
-from . import cases
-from .cases import Case
-from .report import Report, Tell, plural, provenance, right, silent
+from nf4_patch.nf4.dequantize import reference
+from nf4_patch.nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
+from nf4_patch.tools import cases
+from nf4_patch.tools.patch import patch
+from nf4_patch.tools.report import Progress, Report, plural, provenance, right_aligned, silent
+
+PADDING, CANARY = 256, 0xA5  # bytes before and after every tensor; as fp32 -2.9e-16, as an absmax byte 165
+SPECIAL = (0.0, -0.0, 1e-45, 1e-39, 2e-38, 6e-8, 65504.0, 7e4, 3e38, math.inf, -math.inf, math.nan)
+SPECIAL_ON_CPU = tuple(x for x in SPECIAL if x == 0 or not abs(x) < 1e-7)  # its bf16 convert drops subnormals
+LARGEST = {"cuda": 1 << 19, "cpu": 1 << 13}  # elements of an ordinary random case
+CTA = {"cuda": 1 << 14, "cpu": 1 << 12}  # whole CTAs of every kernel: no masks
+
+
+class Case(NamedTuple):
+    """One random state."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    blocksize: int
+    nested: bool
+    quant_type: str
+    storage: torch.dtype
+    offset_dtype: torch.dtype
+    transposed: bool
+    start: int  # bytes from a 256-byte boundary to the packed weight
+    special: bool  # zeros, subnormals, infinities and NaN among the scales
+    into: str  # "new", "out" (with canaries) or "shared"
+    fault: str  # "" or a name of FAULTS
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def layout(self) -> Case:
+        """What makes a layout, without sizes."""
+        return self._replace(shape=(len(self.shape),), number=0, start=self.start % 16, fault="")
+
+
+def draw(
+    seed: int, number: int, device: str, blocksizes: Sequence[int] = BLOCKSIZES, faults: Sequence[str] = ()
+) -> Case:
+    """Case ``number`` of ``seed``: weighted toward what models have, with everything else in it."""
+    rng = random.Random(f"{seed} {number}")
+    rank = rng.choices((1, 2, 3, 4), (2, 6, 2, 1))[0]
+    if rng.random() < 0.3:
+        shape = [rng.choice((1, 2, 3)) * CTA[device] // 64, *[1] * (rank - 1)]
+        shape[-1] *= 64
+    else:
+        largest = LARGEST[device] if rng.random() < 0.2 else 4096
+        shape = [max(1, int(largest ** (rng.random() / rank))) for _ in range(rank)]
+    if rank > 2 and math.prod(shape) <= 8:
+        shape[-1] *= 16  # one element of packed weight reads as transposed, and t() ends at rank 2
+    n = math.prod(shape)
+    nested = rng.random() < 0.7
+    blocksize = rng.choice(blocksizes)
+    packed_bytes = -(-n // 2)
+    storage = rng.choice(STORAGE_DTYPES) if rng.random() < 0.2 else torch.uint8
+    if packed_bytes % storage.itemsize:
+        storage = torch.uint8
+    aligned = rng.choices((0, 4 * rng.randrange(1, 16), rng.randrange(64)), (7, 2, 1))[0]
+    return Case(
+        number=number,
+        shape=tuple(shape),
+        dtype=rng.choice(OUTPUT_DTYPES),
+        blocksize=blocksize,
+        nested=nested,
+        quant_type=rng.choice(("nf4", "nf4", "fp4")),
+        storage=storage,
+        # a kernel is compiled for each: the rare ones at one blocksize only
+        offset_dtype=rng.choice(OFFSET_DTYPES) if nested and blocksize == 64 else torch.float32,
+        transposed=rank <= 2 and rng.random() < 0.3,
+        start=aligned - aligned % storage.itemsize,
+        special=rng.random() < 0.2,
+        into=rng.choices(("new", "out", "shared"), (2, 5, 2))[0],
+        fault=rng.choice(faults) if faults and rng.random() < 0.25 else "",
+    )
+
+
+def bytes_in(count: int, device: torch.device, start: int = 0, fill: int = CANARY) -> tuple[torch.Tensor, torch.Tensor]:
+    """A buffer of canaries and the ``count`` bytes of it that begin ``start`` bytes past a boundary."""
+    buffer = torch.full((count + 2 * PADDING + start,), CANARY, dtype=torch.uint8, device=device)
+    view = buffer[PADDING + start : PADDING + start + count]
+    if fill != CANARY:
+        view.fill_(fill)
+    return buffer, view
+
+
+def placed(tensor: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """A copy of ``tensor`` in the middle of a buffer of canaries."""
+    raw = tensor.contiguous().view(-1).view(torch.uint8)
+    _, view = bytes_in(raw.numel(), tensor.device, start)
+    return view.copy_(raw).view(tensor.dtype).view(tensor.shape)
+
+
+def random_state(case: Case, seed: int, device: torch.device) -> tuple[torch.Tensor, Any]:
+    """The packed weight and QuantState of a case: every byte random."""
+    from bitsandbytes.functional import QuantState, create_dynamic_map, get_4bit_type
+
+    generator = torch.Generator(device).manual_seed(seed * 1_000_003 + case.number)
+
+    def uniform(count: int) -> torch.Tensor:
+        values = torch.rand(count, generator=generator, device=device) + 0.01
+        if case.special:
+            special = torch.tensor(SPECIAL if device.type == "cuda" else SPECIAL_ON_CPU, device=device)
+            which = torch.randint(2 * special.numel(), (count,), generator=generator, device=device)
+            values = torch.where(which < special.numel(), special[which % special.numel()], values)
+        return placed(values)
+
+    def random_bytes(count: int, start: int = 0) -> torch.Tensor:
+        return placed(torch.randint(256, (count,), generator=generator, device=device, dtype=torch.uint8), start)
+
+    blocks = -(-case.numel // case.blocksize)
+    packed = random_bytes(-(-case.numel // 2), case.start).view(case.storage).view(-1, 1)
+    state2 = offset = None
+    if case.nested:
+        absmax = random_bytes(blocks)
+        code2 = placed(create_dynamic_map().to(device))
+        state2 = QuantState(uniform(-(-blocks // 256)), code=code2, blocksize=256, dtype=torch.float32)
+        offset = placed(torch.tensor([0.0371], device=device, dtype=case.offset_dtype)).view(())
+    else:
+        absmax = uniform(blocks)
+    code = get_4bit_type(case.quant_type, device=device)
+    state = QuantState(
+        absmax, torch.Size(case.shape), code, case.blocksize, case.quant_type, case.dtype, offset, state2
+    )
+    return (packed.t() if case.transposed else packed), state
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Shape, dtype, strides and bits; NaN where the other is NaN; on the CPU FP4's zeros have other signs."""
+
+    def meta(tensor: torch.Tensor) -> tuple[Any, ...]:  # a dimension of one element has any stride
+        strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+        return tensor.shape, tensor.dtype, strides
+
+    return meta(got) == meta(want) and not cases.differing(got, want, not got.is_cuda, nans_alike=True).numel()
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,9 +172,10 @@ def _strided(tensor: torch.Tensor) -> torch.Tensor:
     return wide[:, 0] if tensor.dim() == 1 else wide[:, :1]
 
 
+Fault = tuple[str, Callable[[Any], Any], tuple[str | None, ...]]
 # Fault: the field that is changed ("packed" and "state" are the arguments themselves), how, and the Reasons it may end
 # in; None: the original never looks at it, so the kernel's bits must be the original's.
-FAULTS: dict[str, tuple[str, Callable[[Any], Any], tuple[str | None, ...]]] = {
+FAULTS: dict[str, Fault] = {
     "absmax one short": ("absmax", lambda t: t[:-1], ("SIZE_MISMATCH",)),
     "absmax one long": ("absmax", lambda t: torch.cat((t, t[:1])), ("SIZE_MISMATCH",)),
     "absmax of another dtype": ("absmax", lambda t: t.half(), ("STATE_FIELDS",)),
@@ -85,9 +220,9 @@ FAULTS: dict[str, tuple[str, Callable[[Any], Any], tuple[str | None, ...]]] = {
 }
 
 
-def broken(fault: str, packed: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any] | None:
+def broken(fault: Fault, packed: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any] | None:
     """The arguments with their fault; None where the case has no such field. The state itself is changed."""
-    path, change, _ = FAULTS[fault]
+    path, change, _ = fault
     if path in ("packed", "state"):
         return (change(packed), state) if path == "packed" else (packed, change(state))
     outer, _, name = path.rpartition(".")
@@ -120,7 +255,7 @@ class FuzzReport(Report):
         return {**vars(self), "layouts": len(self.layouts), "exit_code": self.exit_code}
 
     def render(self) -> Iterable[RenderableType]:
-        table = Table("fault: ended in", *right("cases"), title=f"Malformed states, seed {self.seed}")
+        table = Table("fault: ended in", *right_aligned("cases"), title=f"Malformed states, seed {self.seed}")
         for name, count in sorted(self.faults.items()):
             table.add_row(name, str(count))
         yield table
@@ -142,17 +277,17 @@ class Fuzzer:
     def __init__(
         self, seed: int, device: torch.device, blocksizes: Sequence[int] = BLOCKSIZES, oracle: str = "bitsandbytes"
     ):
-        from ..patching.dequantizer import Dequantizer  # imports the kernels: after use_interpreter_without_gpu
+        from nf4_patch.patching.dequantizer import Dequantizer  # imports the kernels
 
         self.seed, self.device, self.blocksizes, self.oracle = seed, device, tuple(blocksizes), oracle
-        self.dequantizer = Dequantizer("nf4_patch.tools.fuzz")
+        self.dequantizer = Dequantizer("fuzz")
         self.report = FuzzReport(cases.place_of(device), seed)
 
     def run(self, number: int) -> None:
         """Case ``number``: the well-formed state always, then the same state broken where the case says so."""
-        case = cases.draw(self.seed, number, self.device.type, self.blocksizes, list(FAULTS))
+        case = draw(self.seed, number, self.device.type, self.blocksizes, list(FAULTS))
         report = self.report
-        packed, state = cases.random_state(case, self.seed, self.device)
+        packed, state = random_state(case, self.seed, self.device)
         want = self.original(case, packed, state)
         report.cases += 1
         report.elements += case.numel
@@ -171,9 +306,9 @@ class Fuzzer:
 
     def original(self, case: Case, packed: torch.Tensor, state: Any) -> torch.Tensor:
         if self.oracle == "formula":
-            from ..patching.quant_state import fields_of
+            from oracle import layout_of  # imports the kernels: after use_interpreter_without_gpu
 
-            return reference.dequantize(Layout(packed, *fields_of(state)))
+            return reference.dequantize(layout_of(packed, state))
         if case.storage is not torch.uint8 and not packed.is_cuda:  # the CPU library takes bytes only
             packed = packed.view(torch.uint8)
         return cases.ask_bitsandbytes(packed.clone(), state)
@@ -184,16 +319,16 @@ class Fuzzer:
         out = buffer = None
         if case.into == "out":
             n = case.numel * case.dtype.itemsize
-            buffer, raw = cases.bytes_in(n, self.device, fill=0xFF)  # NaN in every dtype
+            buffer, raw = bytes_in(n, self.device, fill=0xFF)  # NaN in every dtype
             out = raw.view(case.dtype).view(case.shape)
         result = self.dequantizer.run(packed, state, out, shared=case.into == "shared")
         if not isinstance(result, torch.Tensor):
             return result
-        if not cases.same(result, want):
+        if not same(result, want):
             self.report.mismatches.append(repr(case))
         if buffer is not None:
-            edges = torch.cat((buffer[: cases.PADDING], buffer[cases.PADDING + n :]))
-            if not bool((edges == cases.CANARY).all()):
+            edges = torch.cat((buffer[:PADDING], buffer[PADDING + n :]))
+            if not bool((edges == CANARY).all()):
                 self.report.out_of_bounds.append(f"wrote outside out: {case!r}")
         if not torch.equal(before.view(torch.uint8), packed.contiguous().view(torch.uint8)):
             self.report.out_of_bounds.append(f"wrote into the packed weight: {case!r}")
@@ -203,7 +338,7 @@ class Fuzzer:
         """The original is not asked: it may read outside its buffers."""
         if case.fault.endswith("freed") and not packed.is_cuda:
             return  # the interpreter reads host memory, and the guard is where the launch is resolved
-        changed = broken(case.fault, packed, state)
+        changed = broken(FAULTS[case.fault], packed, state)
         if changed is None:
             return
         allowed = FAULTS[case.fault][2]
@@ -212,7 +347,7 @@ class Fuzzer:
         except Exception as error:  # as the replacements do: the original would run
             result = self.dequantizer.fallbacks.failed(error)
         if isinstance(result, torch.Tensor):
-            ended, fine = "the original's bits", None in allowed and cases.same(result, want)
+            ended, fine = "the original's bits", None in allowed and same(result, want)
         else:
             ended, misaligned = result.name, case.start % 4 != 0
             fine = ended in allowed or (ended == "MISALIGNED" and misaligned)
@@ -222,7 +357,11 @@ class Fuzzer:
 
 
 def fuzz(
-    count: int, seed: int = 0, blocksizes: Sequence[int] = BLOCKSIZES, tell: Tell = silent, oracle: str = "bitsandbytes"
+    count: int,
+    seed: int = 0,
+    blocksizes: Sequence[int] = BLOCKSIZES,
+    tell: Progress = silent,
+    oracle: str = "bitsandbytes",
 ) -> FuzzReport:
     """Run ``count`` cases of ``seed`` on the GPU, or under Triton's interpreter where there is none.
 
@@ -233,7 +372,7 @@ def fuzz(
     """
     cases.use_interpreter_without_gpu()
     fuzzer = Fuzzer(seed, cases.device_here(), blocksizes, oracle)
-    with cases.unpatched():
+    with patch(False):
         for number in range(count):
             if number % 64 == 0:
                 tell("fuzz", number, count)

@@ -1,0 +1,30 @@
+"""What is measured for the tables of docs/, on a GPU: ``python -m benchmarks.NAME --json FILE``. Not in the wheel."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+
+import click
+
+from nf4_patch.tools.bench.record import Bench, Row
+from nf4_patch.tools.bench.timing import machine
+from nf4_patch.tools.cli import run_alone
+from nf4_patch.tools.patch import require_patch
+from nf4_patch.tools.report import Progress, require_gpu
+
+
+def main(method: Mapping[str, str], rows: Callable[[Progress], Mapping[str, Iterable[Row]]]) -> None:
+    """The command of the benchmark that Python was started with: its rows by section, measured by its ``method``."""
+    module = sys.modules["__main__"]
+    assert module.__spec__ is not None, "run as python -m benchmarks.NAME"
+
+    @click.command(help=(module.__doc__ or "").partition(": ")[2])
+    @click.pass_obj
+    def command(tell: Progress) -> Bench:
+        require_gpu()
+        require_patch()
+        sections = {name: list(found) for name, found in rows(tell).items()}
+        return Bench(machine(), sections, dict(method))
+
+    run_alone(command, f"python -m {module.__spec__.name}")

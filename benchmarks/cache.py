@@ -1,0 +1,85 @@
+"""python -m benchmarks.cache: GPU time of a QLoRA step by what the weight cache may take, next to 16-bit weights.
+
+Four layers by length of the step, then whole models.
+"""
+
+from __future__ import annotations
+
+import fractions
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from benchmarks import main
+from nf4_patch.tools.bench.record import Row
+from nf4_patch.tools.bench.shapes import LLAMA_8B, MODELS
+from nf4_patch.tools.bench.step import (
+    BUDGET,
+    LAYERS,
+    LENGTHS,
+    LLAMA,
+    METHOD,
+    OFF,
+    Settings,
+    Step,
+    optimizer_of,
+    peft_model,
+    side_by_side,
+)  # fmt: skip
+from nf4_patch.tools.llama import Shape, config_of, training_dtype
+from nf4_patch.tools.report import Progress
+
+WHOLE = {
+    "Llama-3.2-1B": MODELS["Llama 3.2 1B"],
+    "Llama-3.2-3B": Shape(3072, 8192, 28, heads=24, key_value_heads=8, vocabulary=128256, positions=8192),
+    "Llama-3.1-8B": LLAMA_8B,
+}
+
+
+class DenseStep(Step):
+    """The same step with nn.Linear on the same weights, dequantized, and without the patch."""
+
+    def __init__(self, like: Step):
+        from bitsandbytes.functional import dequantize_4bit
+        from bitsandbytes.nn import Linear4bit
+
+        vars(self).update(vars(like), on=False)
+        adapters = [m for m in self.model.modules() if isinstance(getattr(m, "base_layer", None), Linear4bit)]
+        self.layers = []  # (adapter, 4-bit layer, dense layer)
+        for adapter in adapters:
+            packed = adapter.base_layer
+            dense = torch.nn.Linear(packed.in_features, packed.out_features, packed.bias is not None, device="meta")
+            weight = dequantize_4bit(packed.weight, packed.weight.quant_state)
+            dense.weight, dense.bias = torch.nn.Parameter(weight, requires_grad=False), packed.bias
+            self.layers.append((adapter, packed, dense))
+
+    def __call__(self) -> torch.Tensor:
+        for adapter, _, dense in self.layers:
+            adapter.base_layer = dense
+        try:
+            return super().__call__()
+        finally:
+            for adapter, packed, _ in self.layers:
+                adapter.base_layer = packed
+
+
+def rows(tell: Progress) -> Iterator[Row]:
+    models: dict[str, tuple[Shape, Sequence[tuple[int, int]]]] = {
+        f"{LAYERS} layers of Llama-3.1-8B": (LLAMA, ((1, 256), *LENGTHS)),
+        **{name: (shape, LENGTHS[:1]) for name, shape in WHOLE.items()},
+    }
+    for i, (name, (shape, lengths)) in enumerate(models.items()):
+        tell(f"cache: {name}", i, len(models))
+        model = peft_model(config_of(shape, training_dtype()))
+        full = Step(model, optimizer_of(model), *lengths[0], True, BUDGET)
+        full.observe()
+        settings: Settings = OFF | {"cache block": "block"}
+        settings |= {f"cache {part}": int(full.held * fractions.Fraction(part)) for part in ("1/4", "1/2", "3/4")}
+        settings |= {"cache all": BUDGET}
+        rounds = 2 if shape == LLAMA else 1  # the profiler takes seconds for a step of a whole model
+        for batch, length in lengths:
+            yield from side_by_side(name, model, batch, length, settings, wall=0, kernels=rounds, dense=DenseStep)
+
+
+if __name__ == "__main__":
+    main({"step": METHOD + " 16-bit weights: nn.Linear on the dequantized weights."}, lambda tell: {"step": rows(tell)})

@@ -1,0 +1,162 @@
+"""python -m benchmarks.dequantize: dequantization next to its baselines and the traffic ceiling, on the GPU and on the host.
+
+The ceiling: the bytes of a 4-bit dequantization with no decode, as fast as Triton moves them. A 32-bit word in, four words
+out, as a packed word of 8 nibbles becomes 8 elements of 16 bits. No dequantization that reads and writes these bytes is
+expected to be faster; what it is slower by, its decode costs. And before the matmul that reads the weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import bitsandbytes.functional
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+import nf4_patch
+from benchmarks import main
+from nf4_patch.nf4.runtime import same_bits
+from nf4_patch.patching import placement
+from nf4_patch.patching.cache.cache import cache
+from nf4_patch.patching.cache.reader import inside
+from nf4_patch.patching.switch import switch
+from nf4_patch.tools.bench import dequantize
+from nf4_patch.tools.bench.baselines import BITSANDBYTES, OURS, Baseline, baselines
+from nf4_patch.tools.bench.dequantize import host, on_gpu, on_host, random_weights, small_weight, subject_of, traffic
+from nf4_patch.tools.bench.record import CEILING, Row, bits
+from nf4_patch.tools.bench.shapes import LLAMA_8B, projections
+from nf4_patch.tools.bench.timing import Call, gpu_times, rotation
+from nf4_patch.tools.llama import training_dtype
+from nf4_patch.tools.patch import patch
+from nf4_patch.tools.report import Progress
+
+METHOD = {
+    "dequantize": dequantize.METHOD["dequantize"]
+    + " ceiling: the same bytes moved with no decode; %: the part of it that ours reaches.",
+    "dequantize + matmul": "GPU time of dequantize and F.linear, bf16, the same way.",
+    "host": dequantize.METHOD["host"],
+}
+# (num_warps, words per thread): the fastest of them on this GPU and size is the ceiling.
+CONFIGS = ((4, 1), (4, 2), (8, 2), (16, 2))
+
+
+@triton.jit
+def move(words, out, THREADS: tl.constexpr, UNROLL: tl.constexpr):
+    """words: int32 [n]; out: int32 [4 n]; a CTA moves UNROLL * THREADS words, both loads before the stores."""
+    tl.static_assert(UNROLL == 1 or UNROLL == 2)
+    first = tl.program_id(0).to(tl.int64) * (THREADS * UNROLL)
+    thread = tl.arange(0, THREADS)
+    column = tl.arange(0, 4 * THREADS)
+    word = tl.load(words + first + thread, eviction_policy="evict_first")
+    if UNROLL == 2:
+        word2 = tl.load(words + first + THREADS + thread, eviction_policy="evict_first")
+    four = tl.reshape(tl.join(tl.join(word, word), tl.join(word, word)), [4 * THREADS])
+    tl.store(out + first * 4 + column, four, eviction_policy="evict_first")
+    if UNROLL == 2:
+        four = tl.reshape(tl.join(tl.join(word2, word2), tl.join(word2, word2)), [4 * THREADS])
+        tl.store(out + (first + THREADS) * 4 + column, four, eviction_policy="evict_first")
+
+
+def mover(packed: torch.Tensor, out: torch.Tensor, num_warps: int, unroll: int) -> Call:
+    """A call that moves the bytes of ``packed`` into ``out`` (16-bit elements), whole CTAs of them."""
+    words, target = packed.view(-1).view(torch.int32), out.view(-1).view(torch.int32)
+    threads = 32 * num_warps
+    grid = (words.numel() // (threads * unroll),)
+    return lambda: move[grid](words, target, threads, unroll, num_warps=num_warps)
+
+
+def ceilings(packed: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> dict[str, list[Call]]:
+    pairs = list(zip(packed, outs, strict=True))
+    return {f"{CEILING} {config}": [mover(*pair, *config) for pair in pairs] for config in CONFIGS}
+
+
+def with_ceiling(row: Row) -> Row:
+    """Of its ceilings the fastest."""
+    found = [name for name in row.times if name.startswith(CEILING)]
+    fastest = min(found, key=lambda name: row.times[name].median)
+    kept = {name: taken for name, taken in row.times.items() if name not in found}
+    return dataclasses.replace(row, times=kept | {CEILING: row.times[fastest]})
+
+
+def dequantizations(others: dict[str, Baseline], tell: Progress, challenge_only: bool = False) -> Iterator[Row]:
+    yield from map(with_ceiling, on_gpu(others, tell, challenge_only, ceilings))
+
+
+def with_matmul(others: dict[str, Baseline], tell: Progress, rows: Sequence[int] = (512, 2048)) -> Iterator[Row]:
+    """Dequantize, then F.linear of ``rows`` rows, Llama 8B: what a faster store must not cost."""
+    chosen = [(shape, m) for shape in projections(LLAMA_8B) for m in rows]
+    dtype = training_dtype()
+    for i, (shape, m) in enumerate(chosen):
+        subject = f"{subject_of(shape, dtype)}, {m} rows"
+        tell(f"dequantize + matmul {subject}", i, len(chosen))
+        weights = random_weights(shape, dtype, min(rotation(traffic(shape, dtype.itemsize)), 40))
+        x = torch.randn(m, shape[1], dtype=dtype, device="cuda")
+
+        def multiply(function: Callable[..., Any], packed: torch.Tensor, state: Any, x: torch.Tensor = x) -> Any:
+            return F.linear(x, function(packed, state))
+
+        # the original's weight by the same matmul: where the weights agree to the bit, so do the results
+        functions = {OURS: nf4_patch.dequantize_nf4} | {o.name: o.dequantize for o in others.values() if o.captures}
+        results = {name: multiply(function, *weights[0]) for name, function in functions.items()}
+        checks = bits({name: same_bits(results[OURS], result) for name, result in results.items() if name != OURS})
+        variants = {
+            name: [functools.partial(multiply, function, *weight) for weight in weights]
+            for name, function in functions.items()
+        }
+        yield Row(subject, "us", gpu_times(variants), checks, sizes={"n": shape[0], "k": shape[1], "m": m})
+        torch.cuda.empty_cache()
+
+
+def host_rows(others: dict[str, Baseline], tell: Progress) -> Iterator[Row]:
+    """What a user's bench measures; then a call into Unsloth's global buffer, and a weight that is in the cache."""
+    yield from on_host(others, tell)
+    _, state, parameter = small_weight()
+    unsloth = {name: other for name, other in others.items() if name != BITSANDBYTES}
+    if unsloth:
+        calls = {
+            name: functools.partial(other.dequantize, parameter, state, use_global_buffer=True)
+            for name, other in unsloth.items()
+        }
+        with patch(True):
+            ours = functools.partial(unsloth_replacement(), parameter, state, None, True)
+            before = switch.defer
+            switch.defer = "never"  # on a GPU that is not measured yet ours would give the call back
+            try:
+                yield host("Unsloth's global buffer", ours, calls)
+            finally:
+                switch.defer = before
+    with patch(True, cache="1GiB"):
+        patched = functools.partial(bitsandbytes.functional.dequantize_4bit, parameter, state)
+        inside.bitsandbytes = "backward"  # as in the backward of a Linear4bit
+        try:
+            patched()  # fills it
+            stock = {BITSANDBYTES: functools.partial(others[BITSANDBYTES].dequantize, parameter, state)}
+            yield host("a cached weight", patched, stock, lambda: cache.hits)
+        finally:
+            inside.bitsandbytes = ""
+
+
+def unsloth_replacement() -> Callable[..., Any]:
+    """What the patch has put into Unsloth."""
+    for name, entry in placement.installed.items():
+        if name.startswith("unsloth.") and entry.replacement is not None:
+            return entry.replacement
+    raise RuntimeError(f"Unsloth is imported and not patched:\n{nf4_patch.status()}")
+
+
+def rows(tell: Progress) -> dict[str, Iterator[Row]]:
+    others = baselines()
+    return {
+        "dequantize": dequantizations(others, tell),
+        "dequantize + matmul": with_matmul(others, tell),
+        "host": host_rows(others, tell),
+    }
+
+
+if __name__ == "__main__":
+    main(METHOD, rows)

@@ -1,0 +1,161 @@
+"""python -m benchmarks.generation: tokens per second of a 4-bit Llama with a static cache, the patch off and on.
+
+transformers' own model with random weights, one token a step. Compiled: torch.compile over the model, a step captured in
+one CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks import main
+from nf4_patch.nf4.layout import Layout
+from nf4_patch.patching.quant_state import fields_of
+from nf4_patch.tools.bench.baselines import OURS, original
+from nf4_patch.tools.bench.matmul import error, exact, fused_matmul_hits
+from nf4_patch.tools.bench.record import RATE, Check, Row, accuracy
+from nf4_patch.tools.bench.shapes import LLAMA_8B
+from nf4_patch.tools.bench.timing import Times, capture
+from nf4_patch.tools.llama import build_4bit, config_of, training_dtype
+from nf4_patch.tools.patch import patch
+from nf4_patch.tools.report import Progress
+
+STOCK = "stock"
+AUTO = functools.partial(patch, True, matmul="auto")
+LAYERS = 8
+BATCHES = (1, 8, 32)
+TOKENS, ROUNDS = 64, 6
+CACHE = 512  # positions of the static cache
+METHOD = (
+    f"Tokens per second, greedy, wall time of {TOKENS} tokens, both sides alternating, medians. {LAYERS} layers of "
+    f"Llama 3.1 8B by transformers, NF4 nested, static cache of {CACHE} positions; eager, and compiled in a CUDA graph."
+)
+
+
+class Generation:
+    """Greedy generation of one batch: ``step`` is one token, all its state in place, so that a graph can hold it."""
+
+    def __init__(self, model: Any, batch: int, compiled: bool, cache: int = CACHE):
+        from transformers import StaticCache
+
+        self.model = torch.compile(model, dynamic=False) if compiled else model
+        self.cache = StaticCache(config=model.config, max_cache_len=cache)
+        self.first = torch.arange(batch, device=model.device)[:, None]
+        self.token = self.first.clone()
+        self.compiled, self.hits = compiled, 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        model(input_ids=self.token, past_key_values=self.cache)  # allocates the cache, outside of what is compiled
+        self.restart()
+        self.logits: torch.Tensor | None = None
+
+    def step(self) -> torch.Tensor:
+        """The logits [batch, vocabulary] after ``token`` [batch, 1], which becomes the next one."""
+        logits: torch.Tensor = self.model(input_ids=self.token, past_key_values=self.cache).logits[:, -1]
+        self.token.copy_(logits.argmax(-1, keepdim=True))
+        return logits
+
+    def restart(self) -> None:
+        self.token.copy_(self.first)
+        self.cache.reset()
+
+    def prepare(self) -> torch.Tensor:
+        """Run the step until nothing compiles any more; if compiled, capture it. The first logits."""
+        for _ in range(3):
+            self.step()
+        before = fused_matmul_hits()
+        self.step()
+        self.hits = fused_matmul_hits() - before
+        if self.compiled:
+            self.graph = capture([self.step])
+        self.restart()
+        return self.step()
+
+    def run(self, tokens: int) -> float:
+        """Tokens per second over ``tokens`` steps from an empty cache."""
+        self.restart()
+        step: Any = self.step if self.graph is None else self.graph.replay
+        step()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(tokens):
+            step()
+        torch.cuda.synchronize()
+        return len(self.first) * tokens / (time.perf_counter() - begin)
+
+
+def accuracies(model: Any, batch: int) -> dict[str, Check]:
+    """Each weight shape of a layer at this batch: our error against fp64 next to that of dequantize + linear."""
+    from bitsandbytes.nn import Linear4bit
+
+    dequantize = original("bitsandbytes.functional", "dequantize_4bit")
+    found: dict[str, Check] = {}
+    linears: list[Any] = [module for module in model.model.layers[0].modules() if isinstance(module, Linear4bit)]
+    for linear in linears:
+        weight, state = linear.weight, linear.weight.quant_state
+        shape = "x".join(map(str, state.shape))
+        if shape in found:
+            continue
+        x = torch.randn(batch, 1, state.shape[1], dtype=state.dtype, device=weight.device)
+        truth = x.double() @ exact(Layout(weight.data, *fields_of(state))).t()
+        with AUTO():
+            ours = linear(x)
+        theirs = F.linear(x, dequantize(weight.data, state))
+        found[shape] = accuracy(error(ours, truth), error(theirs, truth), f"{shape} ")
+    return found
+
+
+def one_row(model: Any, batch: int, mode: str, checks: dict[str, Check]) -> Row:
+    torch._dynamo.reset()
+    sides = {name: Generation(model, batch, mode == "compiled") for name in (STOCK, OURS)}
+    around = {STOCK: functools.partial(patch, False), OURS: AUTO}
+    first = {}
+    for name, side in sides.items():
+        with around[name]():
+            first[name] = side.prepare().double()
+    values: dict[str, list[float]] = {name: [] for name in sides}
+    for round_ in range(ROUNDS + 1):
+        for name, side in sides.items():
+            with around[name]():
+                rate = side.run(TOKENS)
+            if round_:
+                values[name].append(rate)
+    rates = {name: Times(tuple(taken)) for name, taken in values.items()}
+    positions = {name: int(side.cache.get_seq_length()) for name, side in sides.items()}
+    counted = Check(set(positions.values()) == {TOKENS + 1}, f"positions in the static cache: {positions}")
+    torch.cuda.empty_cache()
+    distance = error(first[OURS], first[STOCK])
+    return row(batch, mode, rates, sides[OURS].hits, {"positions": counted, **checks}, distance)
+
+
+def row(batch: int, mode: str, rates: dict[str, Times], hits: int, checks: dict[str, Check], distance: float) -> Row:
+    """One batch, eager or compiled: tokens per second of both sides.
+
+    Args:
+        hits: fused matmuls a token, without which there is no ratio.
+        distance: relative, of the first logits of both sides.
+    """
+    ran = Check(hits > 0, f"{hits} fused matmuls ran" if hits else "no fused matmul ran")
+    notes = {"fused matmuls a token": str(hits), "logits differ by": f"{distance:.1e}"}
+    return Row(f"batch {batch}, {mode}", RATE, rates, {"hits": ran, **checks}, sizes={"batch": batch}, notes=notes)
+
+
+@torch.no_grad()
+def rows(tell: Progress) -> Iterator[Row]:
+    """Each batch, eager and compiled: stock and ours alternating."""
+    tell(f"building {LAYERS} layers of Llama 3.1 8B in 4 bits")
+    model = build_4bit(config_of(LLAMA_8B._replace(layers=LAYERS), training_dtype())).eval()
+    for i, batch in enumerate(BATCHES):
+        checks = accuracies(model, batch)
+        for mode in ("eager", "compiled"):
+            tell(f"generating, batch {batch}, {mode}", i, len(BATCHES))
+            yield one_row(model, batch, mode, checks)
+
+
+if __name__ == "__main__":
+    main({"generation": METHOD}, lambda tell: {"generation": rows(tell)})

@@ -1,0 +1,39 @@
+"""python -m benchmarks.unsloth_step: a QLoRA step of Unsloth with the patch on and off, alternating, on the same model."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks import main
+from nf4_patch.tools.bench.record import Row
+from nf4_patch.tools.bench.step import LLAMA, METHOD, OFF, RANK, every_length
+from nf4_patch.tools.llama import LINEARS, save, training_dtype
+from nf4_patch.tools.report import Progress
+
+
+def unsloth_model() -> Any:
+    from unsloth import FastLanguageModel  # before transformers, as it asks
+
+    dtype = training_dtype()
+    with tempfile.TemporaryDirectory() as folder:
+        save(folder, LLAMA, dtype, "cuda")
+        torch.cuda.empty_cache()
+        model, _ = FastLanguageModel.from_pretrained(
+            folder, max_seq_length=2048, dtype=dtype, load_in_4bit=True, local_files_only=True
+        )
+    return FastLanguageModel.get_peft_model(
+        model, r=RANK, lora_alpha=RANK, lora_dropout=0, bias="none", target_modules=list(LINEARS),
+        use_gradient_checkpointing=True, random_state=0,
+    )  # fmt: skip
+
+
+def rows(tell: Progress) -> Iterator[Row]:
+    return every_length("unsloth", unsloth_model(), tell, OFF)
+
+
+if __name__ == "__main__":
+    main({"step": METHOD}, lambda tell: {"step": rows(tell)})

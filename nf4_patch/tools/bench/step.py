@@ -1,0 +1,169 @@
+"""``nf4-patch bench --step peft``: a QLoRA training step with the patch on and off, alternating, on the same model.
+
+Random weights, LoRA r=16, gradient checkpointing, AdamW. The learning rate is 0: every step does the whole work and
+leaves the loss as it was, to compare by bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+import nf4_patch
+
+from ..llama import LINEARS, build_4bit, config_of, training_dtype
+from ..patch import patch
+from ..report import Progress, silent
+from .baselines import OURS
+from .record import DENSE, GPU_TIME, UNPATCHED, Bench, Check, Row
+from .shapes import LLAMA_8B
+from .timing import Times, kernel_times, machine, wall_times
+
+METHOD = f"A QLoRA step, the patch on ({OURS}) and off alternating: wall time, and GPU time (the sum of its kernels and copies)."
+BUDGET = "64GiB"
+LENGTHS = ((1, 512), (2, 1024), (2, 2048))  # (batch, tokens)
+RANK = 16
+LAYERS = 4  # of an 8B model
+LLAMA = LLAMA_8B._replace(layers=LAYERS)
+ATTENTION = LINEARS[:4]
+
+
+def peft_model(config: Any, targets: Iterable[str] = LINEARS) -> Any:
+    """Random weights in NF4, in the dtype of the configuration, and LoRA on ``targets``."""
+    from peft import LoraConfig, get_peft_model
+
+    model = build_4bit(config)
+    # Not prepare_model_for_kbit_training: its fp32 head hides the layers behind a matmul of no 4-bit weight.
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    model.config.use_cache = False
+    return get_peft_model(
+        model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(targets), task_type="CAUSAL_LM")
+    )
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    """For the model in training mode, its adapters random."""
+    model.train()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in parameters:  # peft starts B at zero, which would hide the adapters from the loss
+            parameter.normal_(std=0.01)
+    return torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0)
+
+
+Settings = dict[str, str | int]  # of the cache, by what they are called
+OFF: Settings = {"": "off"}
+
+
+class Step:
+    """One training step on fixed tokens, the patch on or off; remembers the losses and the peak memory."""
+
+    def __init__(
+        self, model: Any, optimizer: torch.optim.Optimizer, batch: int, length: int, on: bool, cache: str | int = "off"
+    ):  # fmt: skip
+        generator = torch.Generator().manual_seed(batch * length)
+        self.tokens = torch.randint(3, LLAMA.vocabulary, (batch, length), generator=generator).cuda()
+        self.model, self.optimizer, self.on, self.cache = model, optimizer, on, cache
+        self.losses: list[float] = []
+        self.peak = self.held = self.calls = 0
+
+    @contextlib.contextmanager
+    def patched(self) -> Iterator[None]:
+        """The patch on or off, the cache filled."""
+        with patch(self.on, cache=self.cache):
+            if self.on and self.cache not in ("off", "block"):
+                for _ in range(2):  # fills it; the second finds what every further one finds
+                    self()
+            yield
+
+    def __call__(self) -> torch.Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss: torch.Tensor = self.model(input_ids=self.tokens, labels=self.tokens).loss
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def observe(self) -> None:
+        """A step outside the timing: its loss, peak memory and kernel calls, and what the cache holds then."""
+        with self.patched():
+            self()  # compiles, allocates
+            torch.cuda.synchronize()
+            gc.collect()  # of the model before this one
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            calls = nf4_patch.status().hits
+            self.losses.append(self().item())
+            self.calls = nf4_patch.status().hits - calls
+            self.peak = torch.cuda.max_memory_allocated()
+            self.held = sum(nf4_patch.status().cache.held.values())
+
+
+def format_losses(losses: Iterable[float]) -> str:
+    return " / ".join(f"{loss:.6f}" for loss in sorted(losses))
+
+
+def row(subject: str, batch: int, length: int, times: dict[str, Times], agree: bool, notes: dict[str, str]) -> Row:
+    """A step's times, whose ratio depends on the losses that ``notes`` hold."""
+    check = Check(agree, f"losses with the patch and without: {notes['loss']}")
+    return Row(subject, "ms", times, {UNPATCHED: check}, sizes={"batch": batch, "tokens": length}, notes=notes)
+
+
+def measure(tell: Progress = silent) -> Bench:
+    """Wall time of a step with the patch and without, GPU time, peak memory, the loss of both to the bit."""
+    model = peft_model(config_of(LLAMA, training_dtype()))
+    rows = list(every_length("peft", model, tell, OFF | {"cache all": BUDGET}))
+    return Bench(machine(), {"step": rows}, {"step": METHOD})
+
+
+def every_length(subject: str, model: Any, tell: Progress, settings: Settings) -> Iterator[Row]:
+    for i, (batch, length) in enumerate(LENGTHS):
+        tell(f"{subject}: {batch}x{length} tokens", i, len(LENGTHS))
+        yield from side_by_side(subject, model, batch, length, settings)
+
+
+def side_by_side(
+    subject: str, model: Any, batch: int, length: int, settings: Settings, wall: int = 20, kernels: int = 2,
+    dense: Callable[[Step], Step] | None = None,
+) -> Iterator[Row]:  # fmt: skip
+    """A row a setting of the cache, each next to the step without the patch: wall time, then GPU time.
+
+    Args:
+        settings: "": the cache is off and the row has no further name.
+        wall, kernels: how many rounds of each clock; wall 0: GPU time only.
+        dense: makes of the step without the patch one on 16-bit weights, whose GPU time is taken too.
+    """
+    optimizer = optimizer_of(model)
+    steps = {name: Step(model, optimizer, batch, length, True, cache) for name, cache in settings.items()}
+    steps[UNPATCHED] = Step(model, optimizer, batch, length, False)
+    for step in steps.values():
+        step.observe()
+    losses = {loss for step in steps.values() for loss in step.losses}
+    unpatched = gib(steps[UNPATCHED].peak)
+    clocks = {"": wall_times(steps, around(steps), wall)} if wall else {}
+    if dense:
+        steps[DENSE] = dense(steps[UNPATCHED])
+    clocks[GPU_TIME] = kernel_times(steps, around(steps), kernels)
+    for clock, times in clocks.items():
+        for name in settings if times else ():
+            found = {OURS: times[name], **{other: times[other] for other in (UNPATCHED, DENSE) if other in times}}
+            step = steps[name]
+            notes = {"kernel calls a step": str(step.calls), "loss": format_losses(losses)}
+            notes["peak memory"] = f"{gib(step.peak)} (unpatched {unpatched})"
+            if step.held:
+                notes["cache"] = gib(step.held)
+            words = ", ".join(filter(None, (f"{subject} {batch}x{length}", name, clock)))
+            yield row(words, batch, length, found, len(losses) == 1, notes)
+
+
+def around(steps: dict[str, Step]) -> dict[str, Callable[[], contextlib.AbstractContextManager[None]]]:
+    return {name: step.patched for name, step in steps.items()}
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.3f} GiB"

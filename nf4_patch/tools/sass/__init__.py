@@ -1,1 +1,0 @@
-"""The machine code of the kernels, for a GPU that need not be here."""

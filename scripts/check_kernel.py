@@ -1,0 +1,67 @@
+#!/usr/bin/env python
+"""What nf4_patch's own developers check of the kernel: random states, the code of another GPU, its machine code.
+
+    python scripts/check_kernel.py fuzz 10000 --seed 1    random and malformed states, against bitsandbytes
+    python scripts/check_kernel.py older-gpu sm_75        nf4-patch verify, of the code that this GPU would run
+    python scripts/check_kernel.py instructions --all     counts from the machine code; needs no GPU
+
+Each takes --json FILE.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+from nf4_patch.tools.cli import run_alone
+from nf4_patch.tools.report import Progress, Report
+
+
+@click.command()
+@click.argument("cases", type=click.IntRange(min=1))
+@click.option("--seed", type=click.IntRange(0, 2**40), default=0, show_default=True, help="Repeats the same states.")
+@click.pass_obj
+def fuzz(tell: Progress, cases: int, seed: int) -> Report:
+    """Compare the kernel with bitsandbytes on CASES random and malformed states."""
+    import fuzz
+
+    return fuzz.fuzz(cases, seed, tell=tell)
+
+
+@click.command()
+@click.argument("arch")
+@click.pass_obj
+def older_gpu(tell: Progress, arch: str) -> Report:
+    """Verify the code that an older GPU would run (ARCH: sm_75, 75 or 7.5), translated for this one by the driver."""
+    import machine_code
+    import portable
+
+    return portable.verified(machine_code.capability_of(arch), tell)
+
+
+@click.command()
+@click.option("--arch", "archs", multiple=True, metavar="SM", help="sm_75, 8.0, ...; repeatable.  [default: sm_75]")
+@click.option("--all", "everything", is_flag=True, help="Every architecture that the installed Triton compiles for.")
+@click.pass_obj
+def instructions(tell: Progress, archs: tuple[str, ...], everything: bool) -> Report:
+    """Count instructions, registers and spills of the kernel for a GPU that need not be here."""
+    import instructions
+    import machine_code
+
+    capabilities = [machine_code.capability_of(arch) for arch in archs] or [(7, 5)]
+    if everything:
+        capabilities = [one for one in machine_code.CAPABILITIES if machine_code.is_supported(one)]
+    return instructions.count(capabilities, tell)
+
+
+COMMANDS = {"fuzz": fuzz, "older-gpu": older_gpu, "instructions": instructions}
+
+if __name__ == "__main__":
+    name = sys.argv.pop(1) if len(sys.argv) > 1 else ""
+    if name not in COMMANDS:
+        sys.exit(__doc__)
+    run_alone(COMMANDS[name], f"python scripts/check_kernel.py {name}")

@@ -1,0 +1,14 @@
+"""enable() while another thread is halfway through the import of a bitsandbytes that waits at its ``gate``."""
+
+import threading
+import gate
+import nf4_patch
+from nf4_patch.patching.adapters import bitsandbytes  # torch, now: not while the other waits
+
+importing = threading.Thread(target=__import__, args=("bitsandbytes.functional",))
+importing.start()
+assert gate.halfway.wait(60)
+nf4_patch.enable()
+states = {t.name: t.state for t in nf4_patch.status().targets}
+importing.join(60)
+assert states["bitsandbytes.functional.dequantize_4bit"] == "patched", states

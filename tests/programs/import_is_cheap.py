@@ -1,0 +1,17 @@
+"""Neither the import nor the switching imports torch; both are silent."""
+
+import sys
+import time
+
+start = time.perf_counter()
+import nf4_patch
+
+elapsed = time.perf_counter() - start
+heavy = {"torch", "triton", "bitsandbytes", "unsloth", "transformers", "wrapt", "rich", "click"} & set(sys.modules)
+assert not heavy, heavy
+assert elapsed < 0.2, elapsed
+assert not nf4_patch.is_enabled()
+nf4_patch.enable()
+assert nf4_patch.is_enabled() and nf4_patch.status().enabled
+nf4_patch.disable()
+assert "torch" not in sys.modules
