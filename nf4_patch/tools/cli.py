@@ -29,6 +29,7 @@ import click
 
 from .. import notices
 from ..config import Config, ConfigError
+from ..patching.counters import FallbackError
 from ..version import __version__
 from . import output
 from .report import NotAvailable, commit, installed_releases
@@ -76,7 +77,7 @@ class Verbs(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (ConfigError, NotAvailable) as error:
+        except (ConfigError, FallbackError, NotAvailable) as error:
             raise click.ClickException(str(error)) from None
         except ModuleNotFoundError as error:
             if (error.name or "nf4_patch").startswith("nf4_patch"):
@@ -162,6 +163,7 @@ def wrapped(text: str, width: int) -> str:
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Fused Triton kernels for 4-bit fine-tuning, inside bitsandbytes and Unsloth, with the same bits."""
+    notices.silenced = ctx.invoked_subcommand != "run"
     ctx.obj = progress = ProgressBar()
     ctx.call_on_close(progress.stop)
 

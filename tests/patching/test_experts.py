@@ -95,7 +95,7 @@ def test_cached_experts_give_the_same_bits(name, checkpointing, part, patched):
     patched.enable(cache="1GiB")
     if part == "half":
         step(model)
-        patched.enable(cache=cache.held.total() // 2)
+        patched.enable(cache=f"{cache.held.total() // 2}B")
     ours = [step(model)]
     hits, misses = cache.hits, cache.misses
     ours.append(step(model))
