@@ -71,6 +71,13 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= end * tensor.element_size()
 
 
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and of the byte after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size() if tensor.numel() else start
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal to the bit, signs of zero included; a NaN equals any NaN."""
     integers = {2: torch.int16, 4: torch.int32}[a.dtype.itemsize]

@@ -150,7 +150,7 @@ class Dequantizer:
             if type(launch) is Reason:
                 return launch
         if out is not None:
-            if guards.check_out(out, Layout(weight, *fields)) is not None or out.data_ptr() % 16:
+            if guards.check_out(out, Layout(weight, *fields)) is not None or out.data_ptr() % 16 or launch.reads(out):
                 return Reason.OUT_MISMATCH
             result = launch.into(out)
         elif shared:
@@ -184,6 +184,8 @@ class Dequantizer:
         reason = unsupported(coded, state) or (guards.check_out(out, coded) if out is not None else None)
         if reason is not None:
             return reason
+        if out is not None and launches.overlap(launches.spans(coded), out):
+            return Reason.OUT_MISMATCH
         result = launches.dequantize(coded, out)
         counter = counters.of(self.target, tuple(layout.shape), str(layout.dtype))
         counter.addresses.add(layout.packed.data_ptr())

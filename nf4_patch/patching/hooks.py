@@ -44,9 +44,9 @@ def switch_on(options: Options) -> bool:
         switch.set(config)
         for target in TARGETS:
             if not _hooked:  # wrapt calls the hook at once where the module is imported already
-                wrapt.register_post_import_hook(functools.partial(_on_import, target), target.module)
-            elif target.module in sys.modules:
-                _on_import(target, sys.modules[target.module])
+                wrapt.register_post_import_hook(functools.partial(_on_import, target), target.trigger)
+            elif target.trigger in sys.modules:
+                _on_import(target)
         _hooked = True
         logger.info("nf4_patch is on: %s", ", ".join(n for n, i in installed.items() if i.replacement) or "waiting")
     return True
@@ -57,13 +57,13 @@ def finish_imports() -> None:
 
     Python's import locks detect a deadlock, and an import by this very thread: then there is no wait.
     """
-    for package in dict.fromkeys(target.module.split(".")[0] for target in TARGETS):
+    for package in dict.fromkeys(target.trigger.split(".")[0] for target in TARGETS):
         spec = getattr(sys.modules.get(package), "__spec__", None)
         if getattr(spec, "_initializing", False):
             importlib._bootstrap._lock_unlock_module(package)  # type: ignore[attr-defined]
             for target in TARGETS:
-                if target.module.split(".")[0] == package and target.module in sys.modules:
-                    _on_import(target, sys.modules[target.module])
+                if target.trigger.split(".")[0] == package and target.trigger in sys.modules:
+                    _on_import(target)
 
 
 def disable() -> None:
@@ -100,7 +100,7 @@ def release() -> None:
         sys.modules[f"{__package__}.cache.cache"].cache.release()
 
 
-def _on_import(target: Target, module: ModuleType) -> None:
+def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
     """Post-import hook: whatever happens here, the import of the module succeeds."""
     current = sys.modules.get(__name__)
     if current is not None and vars(current) is not globals():
@@ -108,7 +108,7 @@ def _on_import(target: Target, module: ModuleType) -> None:
     try:
         with lock:
             if switch.on:
-                install(target, module, switch.gates[target.only].on)
+                install(target, sys.modules[target.module], switch.gates[target.only].on)
     except Exception:
         logger.exception("nf4_patch could not replace %s; the original stays", target.name)
         installed[target.name] = Installed(target, refusal="an error inside nf4_patch: see the log")

@@ -130,7 +130,7 @@ def status() -> Status:
     for target in TARGETS:
         entry = installed.get(target.name)
         note = ""
-        if target.module not in sys.modules and entry is None:
+        if target.trigger not in sys.modules and entry is None:
             state = State.WAITING
         elif not switch.on and (entry is None or entry.replacement is not None):
             state = State.OFF

@@ -36,11 +36,17 @@ class Target:
     only: str = ""  # "matmul", "cache": in place only where that is switched on
     lazy: bool = False  # its package imports the module only when it is used
     reads: Reads = Reads.NEVER  # which of its calls may be handed a cached weight
+    after: str = ""  # installed when this module is imported, and not with its own
     copied: bool = False  # other modules hold it by value: sweep them when the module was imported first
 
     @property
     def name(self) -> str:
         return f"{self.module}.{self.attribute}"
+
+    @property
+    def trigger(self) -> str:
+        """The module whose import installs the row."""
+        return self.after or self.module
 
     def holder(self, module: Any) -> tuple[Any, str]:
         """The module, class or dict that holds the function (None if there is none), and its name there."""
@@ -286,6 +292,7 @@ TARGETS = (
     ),
     Target(
         module="torch.utils",
+        after="bitsandbytes.functional",  # PyTorch is complete then
         attribute="swap_tensors",
         distribution="torch",
         releases=">= 2.3",

@@ -10,7 +10,7 @@ import tempfile
 
 import torch
 import triton
-from nf4_patch.tools.sass.machine_code import tool
+from machine_code import tool
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 

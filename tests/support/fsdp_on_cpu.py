@@ -29,4 +29,4 @@ def fsdp(self: Accelerator, *args: object, **kwargs: object) -> None:
 
 
 Accelerator.__init__ = fsdp
-runpy.run_path(str(Path(__file__).with_name("exit_without_finalization.py")), run_name="__main__")
+runpy.run_path(str(Path(__file__).parents[1] / "programs" / "exit_without_finalization.py"), run_name="__main__")

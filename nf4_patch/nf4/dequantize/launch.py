@@ -7,8 +7,22 @@ from typing import Any
 import torch
 
 from ..layout import Layout, identity
-from ..runtime import KernelUnavailable, Memo, current_device, current_stream, empty_strided_cuda, has_memory
+from ..runtime import KernelUnavailable, Memo, current_device, current_stream, empty_strided_cuda, has_memory, span
 from . import compilation
+
+Spans = tuple[tuple[int, int], ...]
+
+
+def spans(layout: Layout) -> Spans:
+    """Where the tensors of a weight lie in memory."""
+    return tuple(span(tensor) for tensor in layout.operands())
+
+
+def overlap(read: Spans, out: torch.Tensor) -> bool:
+    """Whether a result written to ``out`` (dense) overwrites what is still to be read."""
+    start = out.data_ptr()
+    end = start + out.nbytes
+    return any(first < end and start < last for first, last in read)
 
 
 class Launch:
@@ -25,7 +39,8 @@ class Launch:
     """
 
     __slots__ = (
-        "call", "dense_shape", "device", "differentiable", "dtype", "grid", "head", "n", "shape", "strides", "tail", "counter", "transposed", "view",
+        "call", "dense_shape", "device", "differentiable", "dtype", "grid", "head", "n", "shape", "spans", "strides", "tail",
+        "counter", "transposed", "view",
     )  # fmt: skip
 
     def __init__(self, layout: Layout, transposed: bool = False):
@@ -46,12 +61,17 @@ class Launch:
         self.dense_shape, self.transposed = tuple(layout.shape), transposed
         result = self.transposed_if_asked(torch.empty(self.dense_shape, dtype=layout.dtype, device="meta"))
         self.shape, self.strides = tuple(result.shape), result.stride()
+        self.spans = spans(layout)
         self.counter: Any = None  # the caller's counter
         self.view: torch.Tensor | None = None  # the result in the shared buffer
 
     def transposed_if_asked(self, weight: torch.Tensor) -> torch.Tensor:
         """What the caller gets for a dense ``weight``: [K, N] with the strides of a transpose, if asked."""
         return weight.t() if self.transposed else weight
+
+    def reads(self, out: torch.Tensor) -> bool:
+        """Whether ``out`` is, in part, what the kernel reads."""
+        return overlap(self.spans, out)
 
     def new(self) -> torch.Tensor:
         """A new weight."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .. import runtime
+from ..dequantize.launch import overlap, spans
 from ..layout import Layout
 from ..runtime import multiprocessors, triton
 from . import hopper, small_m, tuning
@@ -78,7 +79,7 @@ class MatmulLaunch:
 
     __slots__ = (
         "call", "device", "dtype", "grid", "head", "part", "shape", "strides", "sum", "sum_grid", "sum_head",
-        "sum_tail", "tail", "counter", "weight",
+        "sum_tail", "tail", "counter", "spans", "weight",
     )  # fmt: skip
 
     def __init__(self, kernel: AnyKernel, x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None):
@@ -95,7 +96,12 @@ class MatmulLaunch:
             self.part, self.sum_grid = (kernel.part_numel,), kernel.sum_grid
             self.sum, self.sum_head, tail, _ = kernel.sum
             self.sum_tail = (spare, *kernel.sum_sizes, *tail)
+        self.spans = (*spans(layout), *(() if bias is None else (runtime.span(bias),)))
         self.counter: Any = None  # the caller's counter
+
+    def reads(self, x: torch.Tensor, out: torch.Tensor) -> bool:
+        """Whether ``out`` is, in part, what the kernels read."""
+        return overlap((runtime.span(x), *self.spans), out)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The result for an x of the shape, dtype and device it was resolved for, new or in ``out`` (contiguous)."""

@@ -25,7 +25,19 @@ from ...nf4 import runtime
 from ..reasons import Uncached
 from ..switch import switch
 from .allocator import allocated
-from .entry import Entry, Fields, Key, StorageWatch, fingerprint, is_captured, owner_of, refusal, storage_key
+from .entry import (
+    SCALES,
+    Entry,
+    Fields,
+    Key,
+    StorageWatch,
+    fingerprint,
+    is_captured,
+    nobody,
+    owner_of,
+    refusal,
+    storage_key,
+)
 
 current_task: Any = torch._C._current_graph_task_id  # of the autograd engine; -1 outside a backward pass
 # With "block", weights waiting for their backward. A block of Llama has 7; where the backward is compiled none is read.
@@ -59,6 +71,7 @@ class Cache:
         self.on = self.sized = False  # sized: on, and not "block"
         self.mode: str | int = "off"
         self.budget = 0
+        self.tight = False  # half of the budget is used: from here on it counts which weight was read last
         self.results: dict[Key, tuple[torch.Tensor, Entry]] = {}
         self.entries: dict[Any, Entry] = {}  # by ``storage_key``
         self.same_size: dict[tuple[int, int], OrderedDict[Entry, None]] = defaultdict(OrderedDict)
@@ -99,6 +112,7 @@ class Cache:
             if mode != self.mode:
                 self.on = self.sized = False
                 self._drop_all()
+                self.tight = False
                 self.mode, self.budget = mode, mode if isinstance(mode, int) else sys.maxsize
                 self.on, self.sized = mode != "off", isinstance(mode, int)
 
@@ -115,15 +129,27 @@ class Cache:
             AttributeError, RuntimeError: see ``fingerprint``.
         """
         if self.dead:
-            with self.locked():  # an object that died may have left its id to another
+            with self.locked():  # a tensor that died may have left its address to another
                 pass
-        key = id(owner_of(packed)), packed.data_ptr(), packed.shape, fields[-1]
-        found = self.results.get(key) or self.other_way(key, packed.nbytes)
+        key = packed.data_ptr(), packed.shape, fields[8]
+        found = self.results.get(key)
         if found is None:
-            return None
+            found = self.other_way(key, packed.nbytes)
+            if found is None:
+                return None
         result, entry = found
-        # nobody changed what it was decoded from, nor wrote into what is handed out
-        if fingerprint(packed, fields, quant_type) != entry.fingerprint or result._version != entry.written:
+        base = packed._base  # see owner_of
+        first, second, third, fourth = entry.scales
+        if not (
+            # these very tensors: another may have come to the address of one, with its version
+            entry.owner() is (packed if base is None else base)
+            and first() is fields[0]
+            and second() is fields[2]
+            and third() is fields[3]
+            and fourth() is fields[4]
+            and fingerprint(packed, fields, quant_type) == entry.fingerprint
+            and result._version == entry.written  # nobody wrote into what is handed out
+        ):
             self.drop(entry)
             return None
         if entry.stream is not None:
@@ -141,14 +167,15 @@ class Cache:
                 self.drop(entry)
             elif current_task() == -1:
                 self.drop_recomputed()
-        # acquire and release: ``with`` takes 0.08 us more (2-core CPU machine, Python 3.11)
-        self.lock.acquire()
-        try:
-            self.hits += 1
-            if entry in entry.same_size:  # another thread may have dropped it
+        self.hits += 1  # no call in it: CPython does not switch threads in the middle
+        if self.tight:
+            self.lock.acquire()  # and release: ``with`` takes 0.08 us more (2-core CPU machine, Python 3.11)
+            try:
                 entry.same_size.move_to_end(entry)
-        finally:
-            self.lock.release()
+            except KeyError:  # another thread dropped it, or this was its last read
+                pass
+            finally:
+                self.lock.release()
         return result
 
     def other_way(self, key: Key, nbytes: int) -> tuple[torch.Tensor, Entry] | None:
@@ -159,7 +186,7 @@ class Cache:
             entry = self.entries.get(storage_key(key, nbytes))
             if entry is None or entry.dense.dim() > 2:
                 return None
-            found = self.results[key] = entry.dense.t() if key[2][0] == 1 else entry.dense, entry
+            found = self.results[key] = entry.dense.t() if key[1][0] == 1 else entry.dense, entry
             entry.keys.append(key)
         return found
 
@@ -181,7 +208,7 @@ class Cache:
         if self.mode != "block" or not (task == -1 or backward):
             reason = refusal(packed, owner)
             if reason is None:
-                key = id(owner), packed.data_ptr(), packed.shape, fields[-1]
+                key = packed.data_ptr(), packed.shape, fields[-1]
                 result = self._insert(key, owner, packed, fields, known, decode, task)
                 if result is not None:
                     return result
@@ -241,8 +268,11 @@ class Cache:
         if other is not None:  # another thread was faster
             self._drop(other)
         StorageWatch.over(storage, owner, self.drop_storage)
+        scales = [fields[i] for i in SCALES if fields[i] is not None]
         entry = Entry(
-            dense=result.t() if key[2][0] == 1 else result,
+            dense=result.t() if key[1][0] == 1 else result,
+            owner=weakref.ref(owner),
+            scales=tuple(nobody if fields[i] is None else weakref.ref(fields[i]) for i in SCALES),
             storage=StorageWeakRef(storage),
             fingerprint=known,
             device=device,
@@ -254,7 +284,6 @@ class Cache:
             keys=[key],
             written=result._version,
         )
-        scales = (fields[i] for i in (0, 2, 3, 4) if fields[i] is not None)
         entry.watchers = [weakref.ref(tensor, lambda _: self.died(entry)) for tensor in (owner, *scales)]
         # PyTorch 2.8 lets go of a storage's Python object in every collection, while its tensors live
         gone = entry.storage.expired
@@ -264,6 +293,7 @@ class Cache:
             engine.queue_callback(lambda: self.drop_recomputed(task))
         entry.same_size[entry] = None
         self.held[device] += size
+        self.tight = self.tight or 2 * self.held[device] > self.budget
         self.entries[entry.storage_key] = entry
         self.results[key] = result, entry
 

@@ -15,9 +15,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...nf4 import runtime
 from ..reasons import Uncached
 
-# id of the owner, address and shape of the packed bytes, dtype of the result
-Key = tuple[int, int, torch.Size, torch.dtype]
+Key = tuple[int, torch.Size, torch.dtype]  # address and shape of the packed bytes, dtype of the result
 Fields = tuple[Any, ...]  # of a Layout after ``packed``
+
+
+def nobody() -> None:
+    return None
 
 
 def owner_of(packed: torch.Tensor) -> torch.Tensor:
@@ -30,7 +33,7 @@ def owner_of(packed: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprint(packed: torch.Tensor, fields: Fields, quant_type: Any) -> tuple[Any, ...]:
-    """What a result depends on beyond the Key: the storage, the scales as objects, addresses and versions, plain fields.
+    """What a result depends on beyond the Key and which tensors they are: storage, addresses, versions, plain fields.
 
     Raises:
         AttributeError: a field is no tensor.
@@ -39,12 +42,14 @@ def fingerprint(packed: torch.Tensor, fields: Fields, quant_type: Any) -> tuple[
     absmax, _, absmax2, code2, offset, blocksize, blocksize2, shape, _ = fields
     storage = packed.untyped_storage()._cdata
     if absmax2 is None:
-        return storage, packed._version, id(absmax), absmax.data_ptr(), absmax._version, blocksize, shape, quant_type
+        return storage, packed._version, absmax.data_ptr(), absmax._version, blocksize, shape, quant_type
     return (
-        storage, packed._version, id(absmax), absmax.data_ptr(), absmax._version,
-        id(absmax2), absmax2.data_ptr(), absmax2._version, id(code2), code2.data_ptr(), code2._version,
-        id(offset), offset.data_ptr(), offset._version, blocksize, blocksize2, shape, quant_type,
+        storage, packed._version, absmax.data_ptr(), absmax._version, absmax2.data_ptr(), absmax2._version,
+        code2.data_ptr(), code2._version, offset.data_ptr(), offset._version, blocksize, blocksize2, shape, quant_type,
     )  # fmt: skip
+
+
+SCALES = (0, 2, 3, 4)  # absmax, absmax2, code2, offset: their places in Fields
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +57,8 @@ class Entry:
     """It owns the dense weight; the parameter, its memory and the scales are held weakly."""
 
     dense: torch.Tensor
+    owner: weakref.ref[torch.Tensor]
+    scales: tuple[Callable[[], Any], ...]  # weak references to absmax, absmax2, code2 and offset
     storage: StorageWeakRef  # of the packed bytes: while it is held, no other storage has this ``cdata``
     fingerprint: tuple[Any, ...]
     device: int  # -1: the CPU
@@ -93,10 +100,6 @@ def is_captured(device: int) -> bool:
     if not stream:  # the default stream cannot be captured
         return False
     return "torch._inductor.cudagraph_trees" in sys.modules or torch.cuda.is_current_stream_capturing()
-
-
-def nobody() -> None:
-    return None
 
 
 class StorageWatch:
@@ -144,4 +147,4 @@ class StorageWatch:
 
 def storage_key(key: Key, nbytes: int) -> tuple[Any, ...]:
     """The key of a weight and of its transpose, whose packed bytes are [bytes, 1] and [1, bytes]."""
-    return key[0], key[1], nbytes, key[3]
+    return key[0], nbytes, key[2]

@@ -16,12 +16,13 @@ from ..replacement import Fallbacks
 from ..switch import switch
 from ..targets import Reads, Target
 from .cache import cache
+from .entry import SCALES
 
 
 class Inside(threading.local):
     """By library: "forward" or "backward" where the thread is inside such a function."""
 
-    bitsandbytes = unsloth = ""
+    bitsandbytes = unsloth = transformers = ""
 
 
 inside = Inside()
@@ -82,13 +83,14 @@ class Reader:
         Returns:
             None where the weight has to be decoded as without the cache.
         """
-        direction = getattr(inside, self.library, "")
+        direction = getattr(inside, self.library)
         if not (direction or shared or self.always):
             return None
         fields = fields_of(state)
         if type(fields) is Reason:
             return None
-        backward = direction == "backward" if backward is None else backward
+        if backward is None:
+            backward = direction == "backward"
         if type(weight) is torch.Tensor:
             return self.fields(weight, fields, state.quant_type, state, backward)
         if getattr(type(weight), "__torch_dispatch__", None) is not own_dispatch:
@@ -108,7 +110,7 @@ class Reader:
                 decode = functools.partial(self.decode, weight, fields, quant_type, state)
                 return cache.insert(weight, fields, quant_type, decode, backward)
         except (AttributeError, RuntimeError):
-            tensors = [weight, *(fields[i] for i in (0, 2, 3, 4) if fields[i] is not None)]
+            tensors = [weight, *(fields[i] for i in SCALES if fields[i] is not None)]
             if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
                 return None  # the guards say which
             if not any(tensor.is_inference() for tensor in tensors):

@@ -1,0 +1,28 @@
+"""The first 4-bit weight of a process is met in the warm-up before torch.compile captures a CUDA graph."""
+
+import sys
+
+import bitsandbytes as bnb
+import torch
+
+import nf4_patch
+
+nf4_patch.enable(cache=sys.argv[1])
+torch.manual_seed(0)
+layers = [
+    bnb.nn.Linear4bit(256, 256, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).cuda() for _ in range(2)
+]
+model = torch.compile(torch.nn.Sequential(*layers), mode="reduce-overhead")
+x = torch.randn(600, 256, dtype=torch.bfloat16, device="cuda")
+results = []
+for _ in range(5):
+    torch.compiler.cudagraph_mark_step_begin()
+    mine = x.clone().requires_grad_()
+    y = model(mine)
+    y.sum().backward()
+    results.append((y.detach().clone(), mine.grad.clone()))
+nf4_patch.disable()
+mine = x.clone().requires_grad_()
+y = torch.nn.Sequential(*layers)(mine)
+y.sum().backward()
+assert all(torch.equal(a, y) and torch.equal(b, mine.grad) for a, b in results)
