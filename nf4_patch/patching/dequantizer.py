@@ -133,7 +133,7 @@ class Dequantizer:
 
     def run_fields(self, weight, fields, quant_type, state=None, out=None, shared=False) -> Any:
         """As ``run``, of the fields of a Layout after ``packed``."""
-        if has_gradient(weight):
+        if weight.requires_grad and torch.is_grad_enabled():  # as has_gradient, without a call
             return Reason.REQUIRES_GRAD
         if modes_active():
             return self.dispatch(Layout(weight, *fields), state, out)

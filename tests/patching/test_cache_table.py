@@ -161,3 +161,31 @@ def test_every_change_in_every_mode(mode, form, cached, linear_op, fresh_dynamo)
                 raise AssertionError(f"after {name!r}") from error
     if cached == 2**20 and mode == "eager":  # a table of a cache that is never used proves nothing
         assert cache.hits if form != "computed" else cache.uncached.keys() == {Uncached.NOT_A_PARAMETER}
+
+
+class WritesItsWeight(torch.nn.Module):
+    """A graph that writes the packed weight and then multiplies by it."""
+
+    def __init__(self, device):
+        super().__init__()
+        packed, self.state = quantized((SIDE, SIDE), torch.bfloat16, device)
+        self.packed = torch.nn.Parameter(packed, requires_grad=False)
+
+    def forward(self, x):
+        first = bnb.matmul_4bit(x, self.packed, self.state)
+        self.packed.bitwise_xor_(255)
+        return first, bnb.matmul_4bit(x, self.packed, self.state)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_a_write_between_two_reads_of_one_graph(backend, linear_op, fresh_dynamo):
+    module = WritesItsWeight(linear_op)
+    run = module if backend is None else torch.compile(module, backend=backend)
+    x = torch.randn(ROWS, SIDE, dtype=torch.bfloat16, device=linear_op)
+    nf4_patch.enable(cache=2**20)
+    for _ in range(3):
+        before = reference.dequantize(layout_of(module.packed, module.state))
+        after = reference.dequantize(layout_of(flip(module.packed), module.state))
+        with torch.no_grad():
+            got = run(x)
+        assert torch.equal(got[0], x @ before.t()) and torch.equal(got[1], x @ after.t())

@@ -52,7 +52,8 @@ def dequantize_4bit(target: Target, original: Callable[..., Any]) -> Callable[..
     def attempt(A, quant_state=None, *args, **kwargs):
         out: Any = None
         if args or kwargs:
-            out = output_of(quant_state, args, kwargs)
+            alone = not args and kwargs.keys() == {"out"}
+            out = kwargs["out"] if alone else output_of(quant_state, args, kwargs)
         if quant_state is None or type(out) is Reason:
             return Reason.ARGUMENTS
         if cache.on and out is None:
