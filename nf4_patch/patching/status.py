@@ -163,7 +163,7 @@ def status() -> Status:
 def cache_status() -> CacheStatus:
     module = sys.modules.get(f"{__package__}.cache.cache")  # it needs torch
     if module is None:
-        return CacheStatus()
+        return CacheStatus(str(switch.cache) if switch.on else "off")
     now = module.cache.snapshot()
     uncached = {reason.name: count for reason, count in now.uncached.items()}
     return CacheStatus(str(module.cache.mode), now.held, now.weights, now.hits, now.misses, uncached)
