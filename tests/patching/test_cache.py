@@ -7,6 +7,7 @@ import functools
 import gc
 import sys
 import time
+import weakref
 
 import pytest
 import torch
@@ -133,15 +134,62 @@ def test_every_change_of_a_flat_state(cache, change):
     assert cache.hits == 0
 
 
-def test_a_strided_view_of_the_scales_is_another_weight(cache):
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_strided_view_of_the_scales_is_another_weight(cache, nested):
     """Same address, same version: what is known by them alone would be taken for the same."""
-    packed, state = weight(nested=False)
-    wide = torch.stack([state.absmax, state.absmax * 2], 1).view(-1)
-    state.absmax = wide[: len(state.absmax)]
+    packed, state = weight(nested=nested, shape=(256, 256))
+    holder = state.state2 if nested else state
+    wide = torch.stack([holder.absmax, holder.absmax * 2], 1).view(-1)
+    holder.absmax = wide[: len(holder.absmax)]
     first = read(cache, packed, state)
-    state.absmax = wide[::2]
+    holder.absmax = wide[::2]
     decoded = read(cache, packed, state, decode=lambda *_: torch.zeros_like(first))
     assert not decoded.any() and cache.hits == 0
+
+
+def test_what_happens_while_a_weight_is_decoded(cache):
+    """The cache is switched off, or another thread caches the same weight."""
+    packed, state = weight()
+
+    def switched_off(*weight):
+        cache.configure("off")
+        return expected(*weight)
+
+    def also_cached(*weight):
+        read(cache, *weight)
+        return expected(*weight)
+
+    read(cache, packed, state, decode=also_cached)
+    assert (len(cache.entries), cache.held) == (1, {INDEX: SIZE})
+    cache.release()
+    read(cache, packed, state, decode=switched_off)
+    assert not cache.entries and not cache.results and not cache.held[INDEX]
+
+
+def test_a_dropped_weight_is_freed_at_once(cache):
+    """With no collection: its memory is what a budget counts."""
+    packed, state = weight()
+    dense = weakref.ref(read(cache, packed, state))
+    gc.disable()
+    try:
+        assert dense() is not None
+        cache.release()
+        assert dense() is None
+    finally:
+        gc.enable()
+
+
+def test_room_is_made_by_what_died_unseen(cache):
+    """PyTorch 2.7 and 2.8 lose the watcher of a storage in any garbage collection."""
+    cache.configure(SIZE)
+    packed, state = weight()
+    read(cache, packed, state)
+    for entry in cache.entries.values():
+        entry.watchers.clear()
+    del packed, state, entry
+    small, small_state = weight(1, shape=(32, 64))
+    read(cache, small, small_state)
+    assert cache.held == {INDEX: allocated(32 * 64 * 2)} and not cache.uncached
 
 
 def test_memory_that_is_freed_and_refilled_is_refused_by_name(cache):
