@@ -141,10 +141,10 @@ def test_a_strided_view_of_the_scales_is_another_weight(cache, nested):
     holder = state.state2 if nested else state
     wide = torch.stack([holder.absmax, holder.absmax * 2], 1).view(-1)
     holder.absmax = wide[: len(holder.absmax)]
-    first = read(cache, packed, state)
+    first, known = read(cache, packed, state), holder.absmax  # which lives on
     holder.absmax = wide[::2]
     decoded = read(cache, packed, state, decode=lambda *_: torch.zeros_like(first))
-    assert not decoded.any() and cache.hits == 0
+    assert not decoded.any() and cache.hits == 0 and known.data_ptr() == holder.absmax.data_ptr()
 
 
 def test_what_happens_while_a_weight_is_decoded(cache):

@@ -153,6 +153,27 @@ def test_an_original_that_somebody_keeps_stays_the_original(on):
         del sys.modules[script.__name__]
 
 
+def test_a_copy_that_somebody_replaced_meanwhile_is_theirs(on):
+    """Of all the places of a function only those are touched where the expected one stands."""
+    nf4_patch.disable()
+    copies = [types.ModuleType(f"copy_{i}") for i in range(2)]
+    for module in copies:
+        module.dequantize_4bit = F.dequantize_4bit
+        sys.modules[module.__name__] = module
+    try:
+        original = F.dequantize_4bit
+        nf4_patch.enable()
+        assert all(module.dequantize_4bit is F.dequantize_4bit for module in copies)
+        theirs = copies[0].dequantize_4bit = lambda *args, **kwargs: "theirs"
+        nf4_patch.disable()
+        assert copies[0].dequantize_4bit is theirs and copies[1].dequantize_4bit is original
+        nf4_patch.enable()
+        assert copies[0].dequantize_4bit is theirs and copies[1].dequantize_4bit is F.dequantize_4bit
+    finally:
+        for module in copies:
+            del sys.modules[module.__name__]
+
+
 class Subclass(torch.Tensor):
     """Operators return this class."""
 
