@@ -24,7 +24,8 @@ from ..reasons import Reason
 from ..switch import switch
 from ..targets import Target
 
-hooks_in_force = torch._C._autograd._top_saved_tensors_default_hooks
+# PyTorch before 2.8 does not say whether hooks are in force: taken for yes, so that the original decides what is saved.
+hooks_in_force = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: True)
 hooks_forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 backward_in_progress = torch._C._current_graph_task_id  # -1: none
 Prepared = AbstractContextManager[View] | Reason
