@@ -78,7 +78,7 @@ def experts_gain(name: str, gpu: str) -> str:
     if not rows:
         return ""
     ours, stock = (float(part.split()[0]) for part in rows[0]["notes"]["peak memory"].rstrip(")").split(" (unpatched "))
-    less = f"{(stock - ours) / 2:.1f} GiB less a layer"
+    less = f"{(stock - ours) / 2:.1f} GiB less memory per layer"
     return f"{cached_experts_gain(name, gpu, '')}; without checkpointing {describe(gains_of(rows))} and {less}"
 
 
