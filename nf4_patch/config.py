@@ -68,9 +68,10 @@ VARIABLES = (
         suffix=".json", option=True,
     ),
     Variable(
-        "NF4_PATCH_CACHE", ("off", "block"), "off",
+        "NF4_PATCH_CACHE", ("off", "block", "auto"), "off",
         "Keep dequantized weights for the functions that only read them, with the same bits. block: from the recompute "
-        "of a checkpointed block to its backward; a size: as many as fit into that much memory of every GPU.",
+        "of a checkpointed block to its backward; a size: as many as fit into that much memory of every GPU; auto: as many "
+        "as fit into what the training leaves free.",
         size=True, option=True,
     ),
     Variable(

@@ -43,12 +43,16 @@ class CacheStatus:
     hits: int = 0  # dequantizations saved
     misses: int = 0
     uncached: dict[str, int] = field(default_factory=dict)  # by name of the Uncached
+    compiled: int = 0  # weights that compiled layers read, whose reads are not counted
+    found: str = ""  # with "auto": how much it may take and why
 
     def __str__(self) -> str:
         mode = size_in_words(int(self.mode)) if self.mode.isdigit() else self.mode
         held = ", ".join(f"{size_in_words(size)} on device {device}" for device, size in self.held.items())
         reads = f"{self.hits} of {self.hits + self.misses} reads served"
-        return f"cache {mode}: {self.weights} weight{'s' * (self.weights != 1)}, {held or 'nothing'}; {reads}"
+        compiled = f" ({self.compiled} for compiled layers)" if self.compiled else ""
+        weights = f"{self.weights} weight{'s' * (self.weights != 1)}{compiled}"
+        return f"cache {mode}: {weights}, {held or 'nothing'}; {reads}"
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class Status:
             lines.append(f"  and {len(most) - SHAPES_SHOWN} more shapes")
         if self.cache.mode != "off" or self.cache.hits:
             lines.append(f"  {self.cache}")
+            lines += [f"    it may take {self.cache.found}"] if self.cache.found else []
             lines += [f"    {count} x not cached: {explain(reason)}" for reason, count in self.cache.uncached.items()]
         lines += [f"  error: {error}" for error in self.errors]
         return "\n".join(lines)
@@ -166,4 +171,7 @@ def cache_status() -> CacheStatus:
         return CacheStatus(str(switch.cache) if switch.on else "off")
     now = module.cache.snapshot()
     uncached = {reason.name: count for reason, count in now.uncached.items()}
-    return CacheStatus(str(module.cache.mode), now.held, now.weights, now.hits, now.misses, uncached)
+    found = module.cache.auto.why if module.cache.auto else ""
+    return CacheStatus(
+        str(module.cache.mode), now.held, now.weights, now.hits, now.misses, uncached, now.compiled, found
+    )

@@ -246,6 +246,17 @@ TARGETS = (
         for name, gradients in (("LoRA_MLP", ("dY",)), ("LoRA_QKV", ("dQ", "dK", "dV")), ("LoRA_W", ("dY",)))
     ),
     Target(
+        module="unsloth.models._block_compile",
+        attribute="_wrap",
+        distribution="unsloth",
+        releases=">= 2026.10",
+        tested=("2026.10.9",),
+        parameters=(("cls", "compile_options", "kinds"),),
+        replace="adapters.unsloth:compiled_layers",
+        covers="cached weights in Unsloth's compiled layers, with enable(cache=...) only, and a size of memory",
+        only="cache",
+    ),
+    Target(
         module="unsloth_zoo.temporary_patches.moe_triton_kernels",
         attribute="nf4_dequant_triton",
         distribution="unsloth_zoo",

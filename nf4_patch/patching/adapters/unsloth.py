@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from .. import fused_matmul
 from ..cache.cache import cache
+from ..cache.held import Layers, dense_of
 from ..cache.reader import Reader
 from ..deferral import deferred
 from ..dequantizer import Dequantizer
@@ -36,9 +38,35 @@ def fast_dequantize(target: Target, original: Callable[..., Any]) -> Callable[..
         return Reason.DEFERRED if is_deferred(False) else run(W, quant_state, out, use_global_buffer)
 
     def trace(W, quant_state=None, out=None, use_global_buffer=False, **kwargs):
+        dense = dense_of(W, quant_state) if out is None else None
+        if dense is not None:
+            return dense
         return Reason.DEFERRED if is_deferred(True) else dequantizer.trace(W, quant_state, out)
 
     return tried_first(original, dequantizer.fallbacks, attempt, trace)
+
+
+def compiled_layers(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``_wrap``, which makes one compiled region of the ``forward`` of a class of layers."""
+    layers = Layers(target.name)
+
+    @functools.wraps(original)
+    def wrap(cls, *args, **kwargs):
+        original(cls, *args, **kwargs)
+        cls.forward = layers.entry_of(cls.forward)
+
+    def wrap_earlier(config):
+        """The classes of models that were loaded before the cache was switched on."""
+        waiting: list[Any] = [torch.nn.Module] if config is not None and config.cache not in ("off", "block") else []
+        while waiting:
+            cls = waiting.pop()
+            waiting += cls.__subclasses__()
+            forward = vars(cls).get("forward")
+            if getattr(forward, "_unsloth_block_compiled", False) and forward not in layers.entries:
+                cls.forward = layers.entry_of(forward)
+
+    switch.follow(wrap_earlier)
+    return wrap
 
 
 def fast_gemv(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:

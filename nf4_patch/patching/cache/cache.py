@@ -25,10 +25,12 @@ from ...nf4 import runtime
 from ..reasons import Uncached
 from ..switch import switch
 from .allocator import allocated
+from .auto import Auto
 from .entry import (
     SCALES,
     Entry,
     Fields,
+    Holder,
     Key,
     StorageWatch,
     fingerprint,
@@ -55,6 +57,7 @@ class Snapshot:
 
     held: dict[int, int]  # bytes by device
     weights: int
+    compiled: int  # of these, the ones that compiled layers read
     hits: int
     misses: int
     uncached: dict[Uncached, int]
@@ -70,12 +73,15 @@ class Cache:
     def __init__(self) -> None:
         self.on = self.sized = False  # sized: on, and not "block"
         self.mode: str | int = "off"
+        self.auto: Auto | None = None  # finds the budget
         self.budget = 0
         self.tight = False  # half of the budget is used: from here on it counts which weight was read last
         self.results: dict[Key, tuple[torch.Tensor, Entry]] = {}
         self.entries: dict[Any, Entry] = {}  # by ``storage_key``
         self.same_size: dict[tuple[int, int], OrderedDict[Entry, None]] = defaultdict(OrderedDict)
         self.held: Counter[int] = Counter()  # bytes by device
+        self.never_evicted: Counter[int] = Counter()  # of these, what compiled layers read
+        self.generation = 0  # changes when what compiled layers read may have room again
         self.tasks: set[int] = set()  # backward passes at whose end entries are dropped
         self.hits = self.misses = 0
         self.uncached: Counter[Uncached] = Counter()
@@ -107,14 +113,26 @@ class Cache:
         self._settle()
 
     def configure(self, mode: str | int) -> None:
-        """ "off", "block" or bytes a device. Another mode starts empty."""
+        """ "off", "block", "auto" or bytes a device. Another mode starts empty."""
         with self.locked():
             if mode != self.mode:
                 self.on = self.sized = False
                 self._drop_all()
                 self.tight = False
-                self.mode, self.budget = mode, mode if isinstance(mode, int) else sys.maxsize
-                self.on, self.sized = mode != "off", isinstance(mode, int)
+                if self.auto is not None:
+                    self.auto.stop()
+                self.auto = Auto(self.may_take, self.held) if mode == "auto" else None
+                self.mode, self.budget = mode, mode if isinstance(mode, int) else {"auto": 0}.get(mode, sys.maxsize)
+                self.generation += 1
+                self.on, self.sized = mode != "off", mode not in ("off", "block")
+
+    def may_take(self, budget: int) -> None:
+        """Bytes of every device from now on; what is there stays, or goes where they are none."""
+        with self.locked():
+            self.budget, self.tight = budget, False
+            self.generation += 1
+            if not budget:
+                self._drop_all()
 
     def find(
         self, packed: torch.Tensor, fields: Fields, quant_type: Any, backward: bool = False
@@ -219,9 +237,20 @@ class Cache:
                 self.uncached[reason] += 1
         return None
 
+    def may_hold(self, device: int, size: int) -> bool:
+        """Whether so many bytes more for compiled layers are within the budget."""
+        return self.never_evicted[device] + size <= self.budget
+
+    def hold(
+        self, packed: torch.Tensor, fields: Fields, quant_type: Any, decode: Callable[[], Any], holder: Holder
+    ) -> Any:  # fmt: skip
+        """What ``decode`` gives; a tensor is the holder's until the weight changes. None without room. Raises as ``find``."""
+        key = packed.data_ptr(), packed.shape, fields[-1]
+        return self._insert(key, packed, packed, fields, fingerprint(packed, fields, quant_type), decode, -1, holder)
+
     def _insert(
         self, key: Key, owner: torch.Tensor, packed: torch.Tensor, fields: Fields, known: tuple[Any, ...],
-        decode: Callable[[], Any], task: int,
+        decode: Callable[[], Any], task: int, holder: Holder | None = None,
     ) -> Any:  # fmt: skip
         dense_bytes = 2 * packed.nbytes * getattr(fields[-1], "itemsize", 0)
         device, size = packed.get_device(), allocated(dense_bytes)
@@ -232,21 +261,26 @@ class Cache:
                 self._drop(other)
             while task != -1 and len(self.entries) >= WAITING:
                 self._drop(next(iter(self.entries.values())))
-            if not (self.on and self._make_room(device, size)):
+            if not (self.on and self._make_room(device, size, holder is not None)):
                 return None
             self.held[device] += size  # reserved: nothing is decoded under the lock
             self.misses += 1
         try:
             with torch.inference_mode(False):  # training may read what generation decoded
                 result = decode()
+        except torch.OutOfMemoryError as error:
+            if self.auto is None:
+                raise
+            self.auto.wait(f"{error}"[:80])  # the caller decodes without keeping, as it would without the cache
         finally:
             with self.locked():
                 self.held[device] -= size
-                if isinstance(result, torch.Tensor) and self.mode == mode:
-                    self._add(key, owner, packed, fields, known, result, size, task)
+                fits = self.held[device] + size <= self.budget
+                if isinstance(result, torch.Tensor) and self.mode == mode and fits:
+                    self._add(key, owner, packed, fields, known, result, size, task, holder)
         return result
 
-    def _make_room(self, device: int, size: int) -> bool:
+    def _make_room(self, device: int, size: int, of_any_size: bool) -> bool:
         def full() -> bool:
             return self.held[device] + size > self.budget
 
@@ -257,11 +291,14 @@ class Cache:
         same_size = self.same_size[device, size]
         while full() and same_size:
             self._drop(next(iter(same_size)))
+        if full() and of_any_size:
+            for entry in [entry for entry in self.entries.values() if entry.device == device and entry.holder is None]:
+                self._drop(entry)
         return not full()
 
     def _add(
         self, key: Key, owner: torch.Tensor, packed: torch.Tensor, fields: Fields, known: tuple[Any, ...],
-        result: torch.Tensor, size: int, task: int,
+        result: torch.Tensor, size: int, task: int, holder: Holder | None,
     ) -> None:  # fmt: skip
         storage, device = packed.untyped_storage(), packed.get_device()
         other = self.entries.get(storage_key(key, packed.nbytes))
@@ -280,7 +317,8 @@ class Cache:
             size=size,
             task=task,
             storage_key=storage_key(key, packed.nbytes),
-            same_size=self.same_size[device, size],
+            same_size=self.same_size[device, size] if holder is None else OrderedDict(),
+            holder=holder,
             keys=[key],
             written=result._version,
         )
@@ -296,6 +334,9 @@ class Cache:
         self.tight = self.tight or 2 * self.held[device] > self.budget
         self.entries[entry.storage_key] = entry
         self.results[key] = result, entry
+        if holder is not None:
+            self.never_evicted[device] += size
+            holder.take(entry)
 
     def _drop(self, entry: Entry) -> None:
         """Forget it, once."""
@@ -306,6 +347,10 @@ class Cache:
         for key in entry.keys:
             self.results.pop(key, None)
         entry.watchers = []  # which refer to the entry
+        if entry.holder is not None:
+            self.never_evicted[entry.device] -= entry.size
+            self.generation += 1
+            entry.holder.let_go()
 
     def _drop_all(self) -> None:
         for entry in list(self.entries.values()):
@@ -354,7 +399,8 @@ class Cache:
     def snapshot(self) -> Snapshot:
         with self.locked():
             held = {device: size for device, size in self.held.items() if size}
-            return Snapshot(held, len(self.entries), self.hits, self.misses, dict(self.uncached))
+            compiled = sum(entry.holder is not None for entry in self.entries.values())
+            return Snapshot(held, len(self.entries), compiled, self.hits, self.misses, dict(self.uncached))
 
     def compare(self, cached: torch.Tensor, decoded: torch.Tensor) -> None:
         """

@@ -7,7 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -49,6 +49,14 @@ def fingerprint(packed: torch.Tensor, fields: Fields, quant_type: Any) -> tuple[
     )  # fmt: skip
 
 
+class Holder(Protocol):
+    """Who reads a weight without asking for it, and lets go of it when the cache drops it."""
+
+    def take(self, entry: Entry) -> None: ...
+
+    def let_go(self) -> None: ...
+
+
 SCALES = (0, 2, 3, 4)  # absmax, absmax2, code2, offset: their places in Fields
 
 
@@ -67,6 +75,7 @@ class Entry:
     task: int  # -1, or the backward pass that it does not outlive
     storage_key: tuple[Any, ...]
     same_size: OrderedDict[Entry, None]  # the least recently used first
+    holder: Holder | None  # then it is never evicted
     keys: list[Key]
     watchers: list[Any] = field(default_factory=list)
     written: int = 0  # the version of ``dense``

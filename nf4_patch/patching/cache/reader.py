@@ -37,6 +37,8 @@ def replace_reader(target: Target, original: Callable[..., Any]) -> Callable[...
     def read(*args, **kwargs):
         if is_compiling() or not gate.on:
             return original(*args, **kwargs)
+        if cache.auto is not None and direction == "forward" and len(args) > 1:
+            cache.auto.observe(args[1])  # ctx, A, B, ...
         before = getattr(inside, library)
         setattr(inside, library, direction)
         try:

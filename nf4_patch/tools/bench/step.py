@@ -75,11 +75,12 @@ class Step:
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
-        """The patch on or off, the cache filled."""
+        """The patch on or off, after two steps."""
         with patch(self.on, cache=self.cache):
-            if self.on and self.cache not in ("off", "block"):
-                for _ in range(2):  # fills it; the second finds what every further one finds
-                    self()
+            for _ in range(
+                2
+            ):  # fills the cache, and compiled layers look for their graph; then one like every further one
+                self()
             yield
 
     def __call__(self) -> torch.Tensor:

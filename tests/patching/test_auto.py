@@ -1,0 +1,89 @@
+"""``cache="auto"``: what it waits for, takes and gives back. What a GPU has free is made up here: see gpu/test_auto_gpu.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import nf4_patch
+from nf4_patch.patching.cache import auto
+from nf4_patch.patching.cache.cache import cache
+
+GIB = 2**30
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own: gpu/test_auto_gpu.py")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of which a test says what is free."""
+    known = {"free": 10 * GIB, "reserved": 4 * GIB, "others": GIB, "margin": GIB}
+    monkeypatch.setattr(auto.Memory, "of", lambda device: auto.Memory(**known))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: known["reserved"])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    nf4_patch.enable(cache="auto")
+    yield known
+    nf4_patch.disable()
+
+
+def steps(count=auto.STEPS):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(count):
+        optimizer.step()
+
+
+def test_it_takes_what_is_free_after_two_steps_of_the_largest_batch(gpu):
+    assert cache.budget == 0
+    steps()
+    assert cache.budget == 0  # no library said how large its batch is
+    cache.auto.batch(1024, 512)
+    steps(1)
+    assert cache.budget == 0
+    steps(1)
+    assert cache.budget == 9 * GIB
+    assert "9 GiB" in str(nf4_patch.status())
+    cache.auto.batch(512, 512)
+    assert cache.budget == 9 * GIB  # nothing that was not seen
+
+
+@pytest.mark.parametrize("larger", [(2048, 512), (1024, 1024), (512, 1024)])
+def test_it_gives_back_before_a_larger_batch(gpu, larger):
+    cache.auto.batch(1024, 512)
+    steps()
+    cache.auto.batch(*larger)
+    assert cache.budget == 0
+    gpu["free"] = 3 * GIB
+    steps()
+    assert cache.budget == 2 * GIB
+
+
+@pytest.mark.parametrize("change", [{"free": GIB // 4}, {"others": 2 * GIB}])
+def test_it_gives_back_where_memory_runs_short_or_a_process_comes(gpu, change):
+    cache.auto.batch(1024, 512)
+    steps()
+    cache.held[0] = GIB
+    gpu.update(change)
+    cache.auto.look()
+    assert cache.budget == 0
+    cache.held[0] = 0
+    steps()
+    assert cache.budget == 0  # as long as it is so
+
+
+def test_it_takes_nothing_where_others_use_the_gpu(gpu):
+    gpu["others"] = 8 * GIB
+    cache.auto.batch(1024, 512)
+    steps()
+    assert cache.budget == 0
+    assert "another process" in nf4_patch.status().cache.found
+
+
+def test_another_mode_no_longer_follows_the_optimizer(gpu):
+    watching = cache.auto
+    nf4_patch.enable(cache=f"{GIB}B")
+    assert cache.auto is None
+    watching.batch(1024, 512)
+    steps()
+    assert cache.budget == GIB

@@ -1,0 +1,80 @@
+"""``cache="auto"`` near the end of the memory: ``auto_cache.py FIRST LAST``. No schedule that fits without it runs out with it.
+
+A schedule is a sequence of batches of random size and length, with evaluations in between, under a random limit on what
+PyTorch may take of the GPU.
+"""
+
+import gc
+import random
+import sys
+
+import torch
+
+import nf4_patch
+from nf4_patch.patching.cache.cache import cache
+from nf4_patch.tools import llama
+from nf4_patch.tools.bench.step import peft_model
+
+MIB = 2**20
+SHAPE = llama.Shape(2048, 5632, layers=8, heads=16, key_value_heads=4, vocabulary=32000)
+model = peft_model(llama.config_of(SHAPE))
+total = torch.cuda.mem_get_info()[1]
+
+
+def clean():
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def run(schedule):
+    """Whether the memory was enough, and what the cache held at the end."""
+    torch.manual_seed(0)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with torch.no_grad():
+        for p in parameters:
+            p.normal_(std=0.01)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for batch, length, trains in schedule:
+            tokens = torch.randint(3, SHAPE.vocabulary, (batch, length), generator=generator).cuda()
+            model.train(trains)
+            with torch.set_grad_enabled(trains):
+                loss = model(input_ids=tokens, labels=tokens).loss
+            if trains:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert loss.isfinite()
+    except torch.OutOfMemoryError:
+        return False, 0
+    return True, sum(cache.held.values())
+
+
+taken = []
+for seed in range(int(sys.argv[1]), int(sys.argv[2])):
+    choose = random.Random(seed)
+    schedule = [
+        (choose.choice((1, 1, 2, 4, 6)), choose.choice((128, 256, 512, 1024, 1536)), choose.random() < 0.8)
+        for _ in range(12)
+    ]
+    schedule += [(*schedule[0][:2], True)] * 4
+    nf4_patch.enable(cache="off")
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    clean()
+    assert run(schedule)[0]
+    needed = torch.cuda.max_memory_reserved()
+    limit = needed + choose.choice((50, 200, 500, 1000, 1500, 2500, 4000)) * MIB
+    clean()
+    torch.cuda.set_per_process_memory_fraction(limit / total)
+    nf4_patch.enable(cache="auto")
+    enough, held = run(schedule)
+    state = nf4_patch.status().cache
+    nf4_patch.enable(cache="off")
+    clean()
+    print(seed, f"{limit / MIB:.0f} MiB, {(limit - needed) / MIB:.0f} to spare, {held / MIB:.0f} held:", state.found)
+    assert enough or not run(schedule)[0], seed  # the limit is below what the patch alone takes
+    taken.append(held)
+assert max(taken) > 500 * MIB, taken
+print("auto")
