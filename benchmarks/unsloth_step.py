@@ -1,4 +1,4 @@
-"""python -m benchmarks.unsloth_step: a QLoRA step of Unsloth with the patch on and off, alternating, on the same model."""
+"""python -m benchmarks.unsloth_step: a QLoRA step of Unsloth with the patch on and off, with a cache and without."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ import torch
 
 from benchmarks import main
 from nf4_patch.tools.bench.record import Row
-from nf4_patch.tools.bench.step import LLAMA, METHOD, OFF, RANK, every_length
+from nf4_patch.tools.bench.step import (
+    BUDGET,
+    LENGTHS,
+    LLAMA,
+    METHOD,
+    OFF,
+    RANK,
+    Settings,
+    Step,
+    every_length,
+    optimizer_of,
+)
 from nf4_patch.tools.llama import LINEARS, save, training_dtype
 from nf4_patch.tools.report import Progress
 
@@ -32,7 +43,11 @@ def unsloth_model() -> Any:
 
 
 def rows(tell: Progress) -> Iterator[Row]:
-    return every_length("unsloth", unsloth_model(), tell, OFF)
+    model = unsloth_model()
+    full = Step(model, optimizer_of(model), *LENGTHS[0], True, BUDGET)
+    full.observe()
+    settings: Settings = OFF | {"cache 1/2": full.held // 2, "cache all": BUDGET}
+    return every_length("unsloth", model, tell, settings)
 
 
 if __name__ == "__main__":

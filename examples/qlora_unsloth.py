@@ -22,9 +22,11 @@ parser.add_argument("--size", default="tiny", choices=SIZES, help="of a random m
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--rows", type=int, default=2)
 parser.add_argument("--tokens", type=int, default=128)
+parser.add_argument("--cache", help='"auto", or memory to spend on dequantized weights: 6GiB')
 parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
 args = parser.parse_args()
+nf4_patch.enable(cache=args.cache)
 
 dtype = compute_dtype()
 model, tokenizer = unsloth.FastLanguageModel.from_pretrained(

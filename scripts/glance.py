@@ -63,8 +63,8 @@ def step_gains(name: str, gpu: str, setting: str = "") -> list[Gain]:
 
 
 def step_gain(name: str, gpu: str) -> str:
-    if {row["notes"].get(CALLS) for row in figures(name, gpu)} == {"0"}:
-        return "nothing: the kernel is not called"
+    if {row["notes"].get(CALLS) for row in step_rows(name, gpu, "")} == {"0"}:
+        return "nothing without a cache: the kernel is not called"
     return describe(step_gains(name, gpu))
 
 
@@ -108,6 +108,7 @@ def gains() -> str:
         ("the same with `enable(cache=...)`, every weight cached", cache_gain, "step-peft-GPU.json"),
         ("training with Unsloth up to 2026.9", step_gain, "step-unsloth-2026.9.7-GPU.json"),
         ("training with Unsloth from 2026.10 on", step_gain, "step-unsloth-GPU.json"),
+        ("the same with `enable(cache=...)`, every weight cached", cache_gain, "step-unsloth-GPU.json"),
         ("training a mixture of experts with peft, experts packed in 4 bits", experts_gain, "step-moe-GPU.json"),
         ("the same with `enable(cache=...)`, every weight cached", cached_experts_gain, "step-moe-GPU.json"),
         ('4-bit generation with `enable(matmul="auto")`', generation_gain, "generate-GPU.json"),

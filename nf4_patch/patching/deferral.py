@@ -32,8 +32,8 @@ FASTER = {
 OWN_KERNEL = {"unsloth": ">= 2026.10", "unsloth_zoo": ">= 0", "axolotl": ">= 0"}  # releases that have one
 # What the library keeps for it, by default, and what to do.
 KEPT = {
-    "unsloth": "Unsloth from 2026.10 on trains compiled layers, which keep its own NF4 kernel: training gains nothing. Train "
-    "with peft or TRL alone, or with Unsloth up to 2026.9, to train on this kernel.",
+    "unsloth": "Unsloth from 2026.10 on trains compiled layers, which keep its own NF4 kernel: training gains only with "
+    'enable(cache="auto") or a size, where these layers read weights that were dequantized once.',
     "unsloth_zoo": "Compiled mixtures of experts keep unsloth_zoo's own kernel.",
     "axolotl": "Compiled mixtures of experts keep axolotl's own kernel.",
 }
