@@ -10,8 +10,7 @@ import click
 from nf4_patch.tools.bench.record import Bench, Row
 from nf4_patch.tools.bench.timing import machine
 from nf4_patch.tools.cli import run_alone
-from nf4_patch.tools.patch import require_patch
-from nf4_patch.tools.report import Progress, require_gpu
+from nf4_patch.tools.report import Progress, require_gpu, require_patch
 
 
 def main(method: Mapping[str, str], rows: Callable[[Progress], Mapping[str, Iterable[Row]]]) -> None:

@@ -15,7 +15,7 @@ from benchmarks import main
 from nf4_patch.tools.bench.baselines import OURS
 from nf4_patch.tools.bench.record import GPU_TIME, RATE, UNPATCHED, Check, Row
 from nf4_patch.tools.bench.step import ATTENTION, BUDGET, LENGTHS, METHOD, Settings, peft_model, side_by_side
-from nf4_patch.tools.bench.timing import Times, kernel_times, wall_times
+from nf4_patch.tools.bench.timing import Times, alternating, kernel_times, wall_ms
 from nf4_patch.tools.llama import build_4bit
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress
@@ -61,7 +61,7 @@ def generation(batch: int, layers: int = 16) -> Iterator[Row]:
 
     sides = {OURS: generate, UNPATCHED: generate}
     around = {OURS: functools.partial(patch, True), UNPATCHED: functools.partial(patch, False)}
-    walls = wall_times(sides, around, rounds=4, warmups=1)
+    walls = alternating(sides, wall_ms, rounds=4, around=around, turn=True)
     rates = {name: Times(tuple(1e3 * batch * TOKENS / ms for ms in taken.values)) for name, taken in walls.items()}
     clocks = {"": (RATE, rates), f", {GPU_TIME}": ("ms", kernel_times(sides, around, rounds=2))}
     check = Check(len(texts) == 1, f"{len(texts)} different texts with the patch and without")
@@ -77,10 +77,10 @@ def training(tell: Progress) -> Iterator[Row]:
         for how in ("checkpointing", "no checkpointing"):
             if how != "checkpointing":
                 model.gradient_checkpointing_disable()
-            for batch, length in (LENGTHS[0], LENGTHS[-1]):
-                tell(f"{name}, {how}: {batch}x{length} tokens")
+            for size in (LENGTHS[0], LENGTHS[-1]):
+                tell("{}, {}: {}x{} tokens".format(name, how, *size))
                 settings: Settings = {how: "off", f"{how} and everything cached": BUDGET}
-                yield from side_by_side(name, model, batch, length, settings, wall=10)
+                yield from side_by_side(name, model, size, settings, wall=10)
         del model
 
 

@@ -20,9 +20,8 @@ from nf4_patch.patching.quant_state import fields_of
 from nf4_patch.tools.bench.baselines import OURS, original
 from nf4_patch.tools.bench.matmul import error, exact, fused_matmul_hits
 from nf4_patch.tools.bench.record import RATE, Check, Row, accuracy
-from nf4_patch.tools.bench.shapes import LLAMA_8B
-from nf4_patch.tools.bench.timing import Times, capture
-from nf4_patch.tools.llama import build_4bit, config_of, training_dtype
+from nf4_patch.tools.bench.timing import Times, alternating, capture
+from nf4_patch.tools.llama import LLAMA_8B, build_4bit, config_of, training_dtype
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress
 
@@ -118,14 +117,7 @@ def one_row(model: Any, batch: int, mode: str, checks: dict[str, Check]) -> Row:
     for name, side in sides.items():
         with around[name]():
             first[name] = side.prepare().double()
-    values: dict[str, list[float]] = {name: [] for name in sides}
-    for round_ in range(ROUNDS + 1):
-        for name, side in sides.items():
-            with around[name]():
-                rate = side.run(TOKENS)
-            if round_:
-                values[name].append(rate)
-    rates = {name: Times(tuple(taken)) for name, taken in values.items()}
+    rates = alternating(sides, lambda side: side.run(TOKENS), ROUNDS, around)
     positions = {name: int(side.cache.get_seq_length()) for name, side in sides.items()}
     counted = Check(set(positions.values()) == {TOKENS + 1}, f"positions in the static cache: {positions}")
     torch.cuda.empty_cache()
@@ -149,7 +141,7 @@ def row(batch: int, mode: str, rates: dict[str, Times], hits: int, checks: dict[
 def rows(tell: Progress) -> Iterator[Row]:
     """Each batch, eager and compiled: stock and ours alternating."""
     tell(f"building {LAYERS} layers of Llama 3.1 8B in 4 bits")
-    model = build_4bit(config_of(LLAMA_8B._replace(layers=LAYERS), training_dtype())).eval()
+    model = build_4bit(config_of(LLAMA_8B._replace(num_hidden_layers=LAYERS), training_dtype())).eval()
     for i, batch in enumerate(BATCHES):
         checks = accuracies(model, batch)
         for mode in ("eager", "compiled"):

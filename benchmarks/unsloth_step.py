@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from benchmarks import main
+from benchmarks.checkpoint import save
 from nf4_patch.tools.bench.record import Row
 from nf4_patch.tools.bench.step import LLAMA, METHOD, OFF, RANK, every_length
-from nf4_patch.tools.llama import LINEARS, save, training_dtype
+from nf4_patch.tools.llama import LINEARS, training_dtype
 from nf4_patch.tools.report import Progress
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import math
 import os
 import runpy
 import sys
@@ -26,13 +27,11 @@ from ..patching.state import State
 from ..patching.status import NEVER_HIT, Status, explain, folded
 from . import output
 from .report import Report, plural, right_aligned
-from .savings import of_the_cache
 
-# Files whose frames stand above the script's own in a traceback.
-OUR_FRAMES = (
-    __file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>",
-    "<frozen importlib._bootstrap_external>",
-)  # fmt: skip
+# Files whose frames are above the script's own in a traceback.
+FROZEN = ("runpy", "importlib._bootstrap", "importlib._bootstrap_external")
+OUR_FRAMES = (__file__, runpy.__file__, *(f"<frozen {name}>" for name in FROZEN))
+BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}  # per element
 
 # What starts the processes that train, as it is named after ``run``; and how each of them gets a report instead.
 LAUNCHERS = dict.fromkeys(
@@ -107,6 +106,30 @@ class RunReport(Report):
                 yield f"  {hits:,} x {shape}"
         yield from of_the_cache(self.status)
         yield from self.advice()
+
+
+def of_the_cache(status: Status) -> list[str]:
+    """What the cache saved, or which budget would have saved what: in proportion to it, and more with checkpointing."""
+    if status.cache.mode != "off":
+        return [str(status.cache)]
+    if not status.weights:
+        return []
+    from ..patching.cache.allocator import allocated  # imports torch, which the run has
+
+    weights = sum(status.weights.values())
+    reads = sum(status.shapes[shape] for shape in status.weights)
+    size = 0
+    for shape, count in status.weights.items():
+        sides, dtype = shape.split()  # "4096x4096 bfloat16"
+        size += count * allocated(math.prod(map(int, sides.split("x"))) * BYTES[dtype])
+    saved = 1 - weights / max(reads, 1)
+    if saved <= 0:
+        return []
+    half = f'cache="{size / 2 / 2**30:.2f}GiB" at least {saved / 2:.0%}'
+    return [
+        f"cache: {plural(weights, 'weight')} would take {size / 2**30:.2f} GiB dequantized; "
+        f"enable(cache=...) of that size would have saved {saved:.0%} of the dequantizations, {half}"
+    ]
 
 
 def run(module: str | None, arguments: Sequence[str], shown: bool = False) -> RunReport:

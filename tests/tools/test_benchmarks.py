@@ -103,7 +103,7 @@ def test_a_rate_needs_hits_and_accuracy():
 @torch.no_grad()
 def test_the_static_cache_gives_the_logits_of_the_whole_sequence(monkeypatch, fresh_dynamo, compiled):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
-    shape = llama.Shape(256, 512, 2, heads=4, key_value_heads=2, vocabulary=97)
+    shape = llama.Shape(256, 512, 2, 4, 2, vocab_size=97)
     model = llama.build_4bit(llama.config_of(shape), device="cpu").eval()
     side = generation.Generation(model, 3, compiled, cache=16)
     tokens, logits = [], []

@@ -17,7 +17,7 @@ from subprocess_python import command
 from nf4_patch.patching import deferral
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.state import State
-from nf4_patch.patching.status import NEVER_CALLED, NEVER_HIT, Status, TargetStatus
+from nf4_patch.patching.status import NEVER_CALLED, NEVER_HIT, CacheStatus, Status, TargetStatus
 from nf4_patch.patching.switch import switch
 from nf4_patch.tools import run
 
@@ -300,3 +300,17 @@ def test_a_launcher_in_the_place_of_the_script_says_how_to_count_its_processes(t
     assert "rank 0 1" in done.stdout and "rank 1 1" in done.stdout  # patched, and not counted
     assert "Nothing was patched: this process imported neither" in done.stdout
     assert "`torchrun --no-python nf4-patch run --report train.py`" in done.stdout
+
+
+def test_which_budget_would_have_saved_what():
+    shapes = {"4096x4096 bfloat16": 3000, "14336x4096 bfloat16": 3000, "64x64 bfloat16 fused matmul": 7}
+    weights = {"4096x4096 bfloat16": 10, "14336x4096 bfloat16": 10}
+    (line,) = run.of_the_cache(replace(Status(True, (), shapes, ()), weights=weights))
+    assert line.startswith("cache: 20 weights would take 1.43 GiB dequantized")
+    assert "100% of the dequantizations" in line and 'cache="0.71GiB" at least 50%' in line
+    assert run.of_the_cache(replace(Status(True, (), {"64x64 bfloat16": 5}, ()), weights={"64x64 bfloat16": 5})) == []
+    assert run.of_the_cache(Status(True, (), {}, ())) == []
+    held = CacheStatus("6442450944", {0: 2**30}, 10, 75, 25)
+    assert run.of_the_cache(replace(Status(True, (), shapes, ()), cache=held)) == [
+        "cache 6 GiB: 10 weights, 1 GiB on device 0; 75 of 100 reads served"
+    ]
