@@ -102,24 +102,20 @@ class DemoReport(Diagnosis):
         return self.patched.peak_bytes is not None and self.patched.hits > 0
 
     def problems(self) -> list[str]:
-        found = []
-        if not self.without.repeats:
-            found.append("the training without the patch gives other bits each time: nothing can be compared with it")
-        if not self.patched.repeats:
-            found.append("the training with the patch gives other bits each time")
-        if self.without.losses != self.patched.losses:
-            found.append("the losses differ")
-        if self.without.adapter != self.patched.adapter:
-            found.append("the trained adapters differ")
-        if self.kernel_runs and not self.patched.hits:
-            found.append("the kernel was never hit")
-        for name, count in self.patched.fallbacks.items():
+        a, b = self.without, self.patched
+        wrong = {
+            "the training without the patch gives other bits each time: nothing can be compared with it": not a.repeats,
+            "the training with the patch gives other bits each time": not b.repeats,
+            "the losses differ": a.losses != b.losses,
+            "the trained adapters differ": a.adapter != b.adapter,
+            "the kernel was never hit": self.kernel_runs and not b.hits,
+            "the kernel's bits differ from bitsandbytes' on the model's weights": bool(self.verification["exit_code"]),
+        }
+        found = [sentence for sentence, holds in wrong.items() if holds] + self.verification["failures"][:3]
+        for name, count in b.fallbacks.items():
             if self.kernel_runs and not Reason[name].is_expected:
                 found.append(f"{count} calls fell back: {Reason[name].sentence}")
-        if self.verification["exit_code"]:
-            found.append("the kernel's bits differ from bitsandbytes' on the model's weights")
-            found += self.verification["failures"][:3]
-        return found + list(self.patched.errors)
+        return found + list(b.errors)
 
     def render(self) -> Iterable[RenderableType]:
         yield provenance(self.place)
@@ -192,10 +188,11 @@ def demo(steps: int, size: str | None, png: Path, tell: Progress = silent) -> De
     for patched in (False, True):
         trained("warming up", patched, min(WARM_UP, steps))
     # A B B A: a machine that gets faster or slower meanwhile does so for both.
-    rounds = [trained("training", patched, steps) for patched in (False, True, True, False)]
-    without, with_patch = rounds[:2]
-    without.add(rounds[3])
-    with_patch.add(rounds[2])
+    without, with_patch, with_again, without_again = (
+        trained("training", on, steps) for on in (False, True, True, False)
+    )
+    without.add(without_again)
+    with_patch.add(with_again)
     model = made(SIZES[size], device)
     report = DemoReport(
         place=place_of(device) if on_gpu else "CPU",

@@ -27,7 +27,7 @@ def point(m, ours, theirs, noise=0.0, config=CONFIG):
 
     taken = {BITSANDBYTES: times(theirs), bench_matmul.DEQUANTIZE: times(100.0)}
     taken |= {} if ours is None else {OURS: times(ours)}
-    return calibrate.Point(Row(f"M={m}", "us", taken, {}, sizes={"m": m}), config)
+    return Row(f"M={m}", "us", taken, {}, sizes={"m": m}), config
 
 
 def taken(*points):

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import RenderableType
@@ -35,6 +35,8 @@ ROWS = (1, 2, 8, 16, 32, 64)  # of X; each closes the range that starts after th
 MARGIN = 0.03  # ours has to be faster by this much, and by more than the noise of the run
 ROUNDS = 10
 SHIPPED = SMALL_M_ROWS + SMALL_M_CANDIDATES  # whose configs are the candidates, whatever their GPU
+# what was measured of one weight at one number of rows of X, and the fastest config that is right; None: none is
+Point = tuple[Row, Any]
 NAMES = {f"{name.split()[0]}-{name.split()[-1]}".lower(): model for name, model in MODELS.items()}
 METHOD = (
     "GPU time of one matmul, us: CUDA-graph replays over weights that overflow the L2, alternating, medians. Each config "
@@ -51,13 +53,6 @@ def candidates(m: int, quick: bool) -> list[Any]:
         sizes = dict.fromkeys((row.capability, m, row.min_n, other.max_k) for row in rows for other in rows)
         found = [config for size in sizes if (config := matmul.first_config(SHIPPED, *size)) is not None]
     return list(dict.fromkeys(found))
-
-
-class Point(NamedTuple):
-    """What was measured of one weight at one number of rows of X, and the fastest config that is right; None: none is."""
-
-    row: Row
-    config: Any
 
 
 def beats(here: Row, there: Row) -> bool:
@@ -77,7 +72,7 @@ def decided(points: Sequence[Point]) -> list[dict[str, Any]]:
     found = []
     for before, (row, config) in zip((None, *points), points, strict=False):
         m = row.sizes["m"]
-        wins = beats(row, row) and (before is None or m == before.row.sizes["m"] + 1 or beats(row, before.row))
+        wins = beats(row, row) and (before is None or m == before[0].sizes["m"] + 1 or beats(row, before[0]))
         us = {name: times.median for name, times in row.times.items()}
         found.append({"m": m, "config": config._asdict() if wins else None, "us": us, "noise": row.noise})
     return found
@@ -125,7 +120,7 @@ def one_point(m: int, weights: Weights, quick: bool, unsloth: Any, failures: lis
     if right:
         fastest = min(right, key=lambda name: times[name].median)
         kept, (config, checks["fp64"]) = {OURS: times[fastest], **kept}, right[fastest]
-    return Point(Row(f"M={m}", "us", kept, checks, sizes={"n": n, "k": k, "m": m}), config)
+    return Row(f"M={m}", "us", kept, checks, sizes={"n": n, "k": k, "m": m}), config
 
 
 @patch(False)
@@ -182,9 +177,8 @@ class Calibration(Report):
             releases = ", ".join(f"{library} {release}" for library, release in entry["releases"].items() if release)
             yield f"{name}, {entry['date']}, {entry['dtype']}, {releases}"
             yield METHOD
-            yield table(
-                "fused matmul", [row for shape, rows in entry["matmul"].items() for row in remembered(shape, rows)]
-            )
+            found = [row for shape, rows in entry["matmul"].items() for row in remembered(shape, rows)]
+            yield table("fused matmul", found)
         yield from self.failures
 
 
