@@ -13,7 +13,7 @@ from torch._inductor import utils as inductor
 from benchmarks import main
 from nf4_patch.tools.bench.baselines import OURS
 from nf4_patch.tools.bench.record import UNPATCHED, Row
-from nf4_patch.tools.bench.step import LENGTHS, LLAMA, Step, around, format_losses, optimizer_of, peft_model, row
+from nf4_patch.tools.bench.step import LENGTHS, LLAMA, Step, format_losses, optimizer_of, peft_model, row
 from nf4_patch.tools.bench.timing import alternating, wall_ms
 from nf4_patch.tools.llama import config_of, training_dtype
 from nf4_patch.tools.report import Progress
@@ -55,7 +55,7 @@ def rows(tell: Progress) -> Iterator[Row]:
     size = LENGTHS[0]
     steps: dict[str, Step] = {name: FirstStep(model, optimizer, size, name == OURS) for name in (OURS, UNPATCHED)}
     tell(f"compile: {2 * ROUNDS + 2} compilations")
-    times = alternating(steps, wall_ms, ROUNDS, around(steps), turn=True)
+    times = alternating(steps, wall_ms, ROUNDS, lambda name: steps[name].patched(), turn=True)
     ours, stock = (set(steps[name].losses) for name in (OURS, UNPATCHED))
     notes = {"loss": f"{format_losses(ours)} (unpatched {format_losses(stock)})"}
     yield row("compile {}x{}".format(*size), size, times, agree(ours, stock), notes)

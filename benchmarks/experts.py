@@ -5,8 +5,8 @@ A step of training with peft, LoRA on the attention, with checkpointing and with
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -60,10 +60,13 @@ def generation(batch: int, layers: int = 16) -> Iterator[Row]:
         texts.add(tuple(found.flatten().tolist()))
 
     sides = {OURS: generate, UNPATCHED: generate}
-    around = {OURS: functools.partial(patch, True), UNPATCHED: functools.partial(patch, False)}
-    walls = alternating(sides, wall_ms, rounds=4, around=around, turn=True)
+
+    def patched(name: str) -> AbstractContextManager[None]:
+        return patch(name == OURS)
+
+    walls = alternating(sides, wall_ms, 4, patched, turn=True)
     rates = {name: Times(tuple(1e3 * batch * TOKENS / ms for ms in taken.values)) for name, taken in walls.items()}
-    clocks = {"": (RATE, rates), f", {GPU_TIME}": ("ms", kernel_times(sides, around, rounds=2))}
+    clocks = {"": (RATE, rates), f", {GPU_TIME}": ("ms", kernel_times(sides, patched, rounds=2))}
     check = Check(len(texts) == 1, f"{len(texts)} different texts with the patch and without")
     for words, (unit, times) in clocks.items():
         if times:

@@ -6,9 +6,9 @@ one CUDA graph.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress
 
 STOCK = "stock"
-AUTO = functools.partial(patch, True, matmul="auto")
 LAYERS = 8
 BATCHES = (1, 8, 32)
 TOKENS, ROUNDS = 64, 6
@@ -35,6 +34,10 @@ METHOD = (
     f"Tokens per second, greedy, wall time of {TOKENS} tokens, both sides alternating, medians. {LAYERS} layers of "
     f"Llama 3.1 8B by transformers, NF4 nested, static cache of {CACHE} positions; eager, and compiled in a CUDA graph."
 )
+
+
+def patched(name: str) -> AbstractContextManager[None]:
+    return patch(name == OURS, matmul="auto")
 
 
 class Generation:
@@ -102,7 +105,7 @@ def accuracies(model: Any, batch: int) -> dict[str, Check]:
             continue
         x = torch.randn(batch, 1, state.shape[1], dtype=state.dtype, device=weight.device)
         truth = x.double() @ exact(Layout(weight.data, *fields_of(state))).t()
-        with AUTO():
+        with patched(OURS):
             ours = linear(x)
         theirs = F.linear(x, dequantize(weight.data, state))
         found[shape] = accuracy(error(ours, truth), error(theirs, truth), f"{shape} ")
@@ -112,12 +115,11 @@ def accuracies(model: Any, batch: int) -> dict[str, Check]:
 def one_row(model: Any, batch: int, mode: str, checks: dict[str, Check]) -> Row:
     torch._dynamo.reset()
     sides = {name: Generation(model, batch, mode == "compiled") for name in (STOCK, OURS)}
-    around = {STOCK: functools.partial(patch, False), OURS: AUTO}
     first = {}
     for name, side in sides.items():
-        with around[name]():
+        with patched(name):
             first[name] = side.prepare().double()
-    rates = alternating(sides, lambda side: side.run(TOKENS), ROUNDS, around)
+    rates = alternating(sides, lambda side: side.run(TOKENS), ROUNDS, patched)
     positions = {name: int(side.cache.get_seq_length()) for name, side in sides.items()}
     counted = Check(set(positions.values()) == {TOKENS + 1}, f"positions in the static cache: {positions}")
     torch.cuda.empty_cache()

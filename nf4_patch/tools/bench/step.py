@@ -145,10 +145,14 @@ def side_by_side(
     for step in steps.values():
         step.observe()
     losses = {loss for step in steps.values() for loss in step.losses}
-    clocks = {"": alternating(steps, wall_ms, wall, around(steps), warmups=3, turn=True)} if wall else {}
+
+    def patched(name: str) -> contextlib.AbstractContextManager[None]:
+        return steps[name].patched()
+
+    clocks = {"": alternating(steps, wall_ms, wall, patched, warmups=3, turn=True)} if wall else {}
     if dense:
         steps[DENSE] = dense(steps[UNPATCHED])
-    clocks[GPU_TIME] = kernel_times(steps, around(steps), kernels)
+    clocks[GPU_TIME] = kernel_times(steps, patched, kernels)
     for clock, times in clocks.items():
         others = {name: times[name] for name in (UNPATCHED, DENSE) if name in times}
         for name in settings if times else ():
@@ -159,10 +163,6 @@ def side_by_side(
                 notes["cache"] = gib(step.held)
             words = ", ".join(filter(None, ("{} {}x{}".format(subject, *size), name, clock)))
             yield row(words, size, {OURS: times[name], **others}, len(losses) == 1, notes)
-
-
-def around(steps: dict[str, Step]) -> dict[str, Callable[[], contextlib.AbstractContextManager[None]]]:
-    return {name: step.patched for name, step in steps.items()}
 
 
 def gib(size: int) -> str:

@@ -27,8 +27,7 @@ from ...patching import calibrated
 from ..report import answer, commit, installed_releases
 
 Call = Callable[[], Any]
-Around = Mapping[str, Callable[[], AbstractContextManager[object]]]  # what a variant runs inside of, entered untimed
-PLAIN: Around = {}
+Inside = Callable[[str], AbstractContextManager[Any]]  # what the variant of this name runs inside of, entered untimed
 Clock = Callable[[Any], float]
 HOST_CALLS = 200  # under the depth of the launch queue (1024), or a slow GPU would be measured
 L2_ROTATIONS = 8  # buffers of this many times the L2 between two uses of the same weight
@@ -127,34 +126,34 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
 
 
 def alternating(
-    variants: Mapping[str, Any], clock: Clock, rounds: int, around: Around = PLAIN, warmups: int = 1, turn: bool = False
+    sides: Mapping[str, Any],
+    clock: Clock,
+    rounds: int,
+    inside: Inside = nullcontext,
+    warmups: int = 1,
+    turn: bool = False,
 ) -> Taken:
-    """What the clock says of each variant in ``rounds`` rounds, after those that warm up.
-
-    Args:
-        around: what a variant runs inside of; one that is not named, as it is.
-        turn: every second round goes backwards.
-    """
-    values: dict[str, list[float]] = {name: [] for name in variants}
+    """What the clock says of each in ``rounds`` rounds, after those that warm up; turn: every second goes backwards."""
+    values: dict[str, list[float]] = {name: [] for name in sides}
     for round_ in range(-warmups, rounds):
-        for name in reversed(list(variants)) if turn and round_ % 2 else variants:
-            with around.get(name, nullcontext)():
-                value = clock(variants[name])
+        for name in reversed(list(sides)) if turn and round_ % 2 else sides:
+            with inside(name):
+                value = clock(sides[name])
             if round_ >= 0:
                 values[name].append(value)
     return {name: Times(tuple(found)) for name, found in values.items()}
 
 
-def gpu_times(variants: Mapping[str, Sequence[Call]], rounds: int = 20, around: Around = PLAIN) -> Taken:
+def gpu_times(variants: Mapping[str, Sequence[Call]], rounds: int = 20, inside: Inside = nullcontext) -> Taken:
     """Microseconds per call of each variant on the GPU: replays of a graph of its calls, alternating.
 
     Args:
         variants: for each name the calls of one replay, over enough distinct buffers to overflow the L2.
-        around: what is captured inside of it.
+        inside: what a variant is captured inside of.
     """
     graphs = {}
     for name, calls in variants.items():
-        with around.get(name, nullcontext)():
+        with inside(name):
             graphs[name] = capture(calls), len(calls)
     return alternating(graphs, replay_us, rounds)
 
@@ -189,10 +188,10 @@ def wall_ms(call: Call) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
-def kernel_times(variants: Mapping[str, Call], around: Around, rounds: int) -> Taken:
+def kernel_times(variants: Mapping[str, Call], inside: Inside, rounds: int) -> Taken:
     """Nothing where the profiler sees no kernel (no CUPTI)."""
     gpu_busy_ms(torch.cuda.synchronize)  # starts the profiler
-    taken = alternating(variants, gpu_busy_ms, rounds, around, warmups=0)
+    taken = alternating(variants, gpu_busy_ms, rounds, inside, warmups=0)
     return {name: times for name, times in taken.items() if all(times.values)}
 
 
