@@ -55,7 +55,7 @@ def rows(tell: Progress) -> Iterator[Row]:
     size = LENGTHS[0]
     steps: dict[str, Step] = {name: FirstStep(model, optimizer, size, name == OURS) for name in (OURS, UNPATCHED)}
     tell(f"compile: {2 * ROUNDS + 2} compilations")
-    times = alternating(steps, wall_ms, ROUNDS, lambda name: steps[name].patched(), turn=True)
+    times = alternating(steps, wall_ms, ROUNDS, lambda name: steps[name].patched())
     ours, stock = (set(steps[name].losses) for name in (OURS, UNPATCHED))
     notes = {"loss": f"{format_losses(ours)} (unpatched {format_losses(stock)})"}
     yield row("compile {}x{}".format(*size), size, times, agree(ours, stock), notes)

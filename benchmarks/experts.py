@@ -64,7 +64,7 @@ def generation(batch: int, layers: int = 16) -> Iterator[Row]:
     def patched(name: str) -> AbstractContextManager[None]:
         return patch(name == OURS)
 
-    walls = alternating(sides, wall_ms, 4, patched, turn=True)
+    walls = alternating(sides, wall_ms, 4, patched)
     rates = {name: Times(tuple(1e3 * batch * TOKENS / ms for ms in taken.values)) for name, taken in walls.items()}
     clocks = {"": (RATE, rates), f", {GPU_TIME}": ("ms", kernel_times(sides, patched, rounds=2))}
     check = Check(len(texts) == 1, f"{len(texts)} different texts with the patch and without")

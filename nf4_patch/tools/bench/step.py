@@ -149,7 +149,7 @@ def side_by_side(
     def patched(name: str) -> contextlib.AbstractContextManager[None]:
         return steps[name].patched()
 
-    clocks = {"": alternating(steps, wall_ms, wall, patched, warmups=3, turn=True)} if wall else {}
+    clocks = {"": alternating(steps, wall_ms, wall, patched, warmups=3)} if wall else {}
     if dense:
         steps[DENSE] = dense(steps[UNPATCHED])
     clocks[GPU_TIME] = kernel_times(steps, patched, kernels)

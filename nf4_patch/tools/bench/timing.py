@@ -1,7 +1,7 @@
 """How a time is taken: GPU time by graph replay past the L2, host time by the call, and on which machine.
 
-The variants of a row are measured alternately (a round is one replay of each), so that clocks and neighbours
-move all of them alike. The noise of a variant is it against itself: its odd rounds against its even ones.
+The variants of a row are measured alternately, so that clocks and neighbours move all of them alike. The noise of a variant
+is it against itself: its odd rounds against its even ones.
 """
 
 from __future__ import annotations
@@ -126,19 +126,14 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
 
 
 def alternating(
-    sides: Mapping[str, Any],
-    clock: Clock,
-    rounds: int,
-    inside: Inside = nullcontext,
-    warmups: int = 1,
-    turn: bool = False,
+    variants: Mapping[str, Any], clock: Clock, rounds: int, inside: Inside = nullcontext, warmups: int = 1
 ) -> Taken:
-    """What the clock says of each in ``rounds`` rounds, after those that warm up; turn: every second goes backwards."""
-    values: dict[str, list[float]] = {name: [] for name in sides}
+    """What the clock says of each variant in ``rounds`` rounds, after those that warm up; the order turns every round."""
+    values: dict[str, list[float]] = {name: [] for name in variants}
     for round_ in range(-warmups, rounds):
-        for name in reversed(list(sides)) if turn and round_ % 2 else sides:
+        for name in reversed(list(variants)) if round_ % 2 else variants:
             with inside(name):
-                value = clock(sides[name])
+                value = clock(variants[name])
             if round_ >= 0:
                 values[name].append(value)
     return {name: Times(tuple(found)) for name, found in values.items()}
