@@ -14,12 +14,13 @@ import torch
 from benchmarks import main
 from nf4_patch.tools.bench.baselines import OURS
 from nf4_patch.tools.bench.record import GPU_TIME, RATE, UNPATCHED, Check, Row
-from nf4_patch.tools.bench.step import ATTENTION, BUDGET, LENGTHS, METHOD, Settings, peft_model, side_by_side
+from nf4_patch.tools.bench.step import BUDGET, LENGTHS, METHOD, Settings, peft_model, side_by_side
 from nf4_patch.tools.bench.timing import Times, alternating, kernel_times, wall_ms
-from nf4_patch.tools.llama import build_4bit
+from nf4_patch.tools.llama import LINEARS, build_4bit
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress
 
+ATTENTION = LINEARS[:4]
 LAYERS = 2  # of a step
 TOKENS, PROMPT = 16, 16  # of a sequence that is generated
 

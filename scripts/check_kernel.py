@@ -15,9 +15,11 @@ from pathlib import Path
 
 import click
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from nf4_patch.tools.cli import run_alone
+from benchmarks import run_alone
 from nf4_patch.tools.report import Progress, Report
 
 

@@ -313,14 +313,3 @@ def calibrate(
         return calibrate.forget(path) if forget else calibrate.calibrate(path, models, shapes, quick, tell)
     except (RuntimeError, OSError, output.OutputError) as error:
         raise click.ClickException(str(error)) from error
-
-
-def run_alone(command: click.Command, invocation: str) -> None:
-    """Run a command that is no verb as one, with --json, progress and errors in one line: a benchmark, a script.
-
-    Args:
-        invocation: how it is called, e.g. "python -m benchmarks.challenge".
-    """
-    program, _, name = invocation.rpartition(" ")
-    main.add_command(command, name)
-    main([name, *sys.argv[1:]], prog_name=program)

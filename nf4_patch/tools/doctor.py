@@ -275,7 +275,7 @@ def check_kernel(dtype: torch.dtype, device: torch.device, capability: tuple[int
 
 
 def examine_targets(unsloth: bool, config: Config, tell: Progress) -> list[Judged]:
-    """Import the libraries, enable the patch, and ask what stands where; afterwards it is as it was."""
+    """Import the libraries, enable the patch, and ask what is in place; afterwards it is as it was."""
     # in the order of TARGETS: unsloth_zoo cannot be imported before unsloth
     installed = installed_releases(dict.fromkeys(target.distribution for target in TARGETS))
     wanted = [name for name in installed if unsloth or not name.startswith("unsloth")]

@@ -63,7 +63,7 @@ def test_challenge_total_is_the_sum_and_needs_every_part_equal():
     assert not total.checks[BITSANDBYTES].passed and total.ratio(BITSANDBYTES) is None
 
 
-def test_a_first_step_is_compiled_anew(monkeypatch):
+def test_a_first_step_is_compiled_again(monkeypatch):
     model, folders = torch.nn.Linear(4, 1), []
     monkeypatch.setattr(torch, "compile", lambda m: folders.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]) or m)
     monkeypatch.setattr(Step, "__call__", lambda self: self.model(torch.ones(4)).sum().detach())

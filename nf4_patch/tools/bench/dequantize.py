@@ -140,12 +140,8 @@ def small_weight() -> tuple[torch.Tensor, Any, Any]:
     return packed, state, Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
 
 
-def patch_hits() -> int:
-    return nf4_patch.status().hits
-
-
 def host(
-    subject: str, ours: Call, others: Mapping[str, Callable[[], Any]], hits: Callable[[], int] = patch_hits
+    subject: str, ours: Call, others: Mapping[str, Call], hits: Callable[[], int] = lambda: nf4_patch.status().hits
 ) -> Row:
     """Host times of ours and the others.
 

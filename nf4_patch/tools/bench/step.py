@@ -28,7 +28,6 @@ LENGTHS = ((1, 512), (2, 1024), (2, 2048))  # (batch, tokens)
 RANK = 16
 LAYERS = 4  # of an 8B model
 LLAMA = LLAMA_8B._replace(num_hidden_layers=LAYERS)
-ATTENTION = LINEARS[:4]
 
 
 def peft_model(config: Any, targets: Iterable[str] = LINEARS) -> Any:
@@ -40,9 +39,8 @@ def peft_model(config: Any, targets: Iterable[str] = LINEARS) -> Any:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     model.config.use_cache = False
-    return get_peft_model(
-        model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(targets), task_type="CAUSAL_LM")
-    )
+    lora = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(targets), task_type="CAUSAL_LM")
+    return get_peft_model(model, lora)
 
 
 def optimizer_of(model: Any) -> torch.optim.Optimizer:
