@@ -24,7 +24,7 @@ if library == "unsloth":
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import checkpoint
 from nf4_patch.tools import llama
 

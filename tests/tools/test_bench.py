@@ -94,6 +94,12 @@ def test_noise_is_a_variant_against_itself():
     assert Times((10.0,)).noise == 0.0
 
 
+def test_the_order_turns_every_round_and_a_warm_up_is_not_counted():
+    said = []
+    times = timing.alternating({"a": "a", "b": "b"}, lambda side: said.append(side) or len(said), rounds=2)
+    assert "".join(said) == "baabba" and times["a"].values == (3, 6)
+
+
 def test_json_holds_every_time():
     row = comparison(bitsandbytes=True)
     data = json.loads(json.dumps(report_of(row).as_dict()))
