@@ -7,6 +7,7 @@ import gc
 import hashlib
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -174,6 +175,7 @@ def demo(steps: int, size: str | None, png: Path, tell: Progress = silent) -> De
         ModuleNotFoundError: something of the extra ``demo`` is not installed.
         NotAvailable: there is no GPU, and bitsandbytes is older than 0.50.
     """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is made here: nothing is looked up
     for name in NEEDED:
         if importlib.util.find_spec(name) is None:  # named before the training, not after
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
