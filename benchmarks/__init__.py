@@ -7,11 +7,21 @@ from collections.abc import Callable, Iterable, Mapping
 
 import click
 
+from nf4_patch.tools import cli
 from nf4_patch.tools.bench.record import Bench, Row
 from nf4_patch.tools.bench.timing import machine
-from nf4_patch.tools.cli import run_alone
-from nf4_patch.tools.patch import require_patch
-from nf4_patch.tools.report import Progress, require_gpu
+from nf4_patch.tools.report import Progress, require_gpu, require_patch
+
+
+def run_alone(command: click.Command, invocation: str) -> None:
+    """Run a command that is no verb as one, with --json, progress and errors in one line: a benchmark, a script.
+
+    Args:
+        invocation: how it is called, e.g. "python -m benchmarks.challenge".
+    """
+    program, _, name = invocation.rpartition(" ")
+    cli.main.add_command(command, name)
+    cli.main([name, *sys.argv[1:]], prog_name=program)
 
 
 def main(method: Mapping[str, str], rows: Callable[[Progress], Mapping[str, Iterable[Row]]]) -> None:

@@ -12,7 +12,6 @@ import torch
 
 from benchmarks import main
 from nf4_patch.tools.bench.record import Row
-from nf4_patch.tools.bench.shapes import LLAMA_8B, MODELS
 from nf4_patch.tools.bench.step import (
     BUDGET,
     LAYERS,
@@ -26,12 +25,12 @@ from nf4_patch.tools.bench.step import (
     peft_model,
     side_by_side,
 )  # fmt: skip
-from nf4_patch.tools.llama import Shape, config_of, training_dtype
+from nf4_patch.tools.llama import LLAMA_8B, MODELS, Shape, config_of, training_dtype
 from nf4_patch.tools.report import Progress
 
 WHOLE = {
     "Llama-3.2-1B": MODELS["Llama 3.2 1B"],
-    "Llama-3.2-3B": Shape(3072, 8192, 28, heads=24, key_value_heads=8, vocabulary=128256, positions=8192),
+    "Llama-3.2-3B": Shape(3072, 8192, 28, 24, 8, 128256, 8192),
     "Llama-3.1-8B": LLAMA_8B,
 }
 
@@ -71,14 +70,14 @@ def rows(tell: Progress) -> Iterator[Row]:
     for i, (name, (shape, lengths)) in enumerate(models.items()):
         tell(f"cache: {name}", i, len(models))
         model = peft_model(config_of(shape, training_dtype()))
-        full = Step(model, optimizer_of(model), *lengths[0], True, BUDGET)
+        full = Step(model, optimizer_of(model), lengths[0], True, BUDGET)
         full.observe()
         settings: Settings = OFF | {"cache block": "block"}
         settings |= {f"cache {part}": int(full.held * fractions.Fraction(part)) for part in ("1/4", "1/2", "3/4")}
         settings |= {"cache all": BUDGET}
         rounds = 2 if shape == LLAMA else 1  # the profiler takes seconds for a step of a whole model
-        for batch, length in lengths:
-            yield from side_by_side(name, model, batch, length, settings, wall=0, kernels=rounds, dense=DenseStep)
+        for size in lengths:
+            yield from side_by_side(name, model, size, settings, wall=0, kernels=rounds, dense=DenseStep)
 
 
 if __name__ == "__main__":

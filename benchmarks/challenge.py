@@ -17,9 +17,8 @@ import nf4_patch
 from benchmarks import main
 from nf4_patch.nf4.runtime import same_bits
 from nf4_patch.tools.bench.baselines import BITSANDBYTES, OURS, Baseline, baselines
-from nf4_patch.tools.bench.dequantize import subject_of
+from nf4_patch.tools.bench.dequantize import CHALLENGE, subject_of
 from nf4_patch.tools.bench.record import Row, bits
-from nf4_patch.tools.bench.shapes import CHALLENGE
 from nf4_patch.tools.bench.timing import Times
 from nf4_patch.tools.report import Progress
 

@@ -13,8 +13,8 @@ from torch._inductor import utils as inductor
 from benchmarks import main
 from nf4_patch.tools.bench.baselines import OURS
 from nf4_patch.tools.bench.record import UNPATCHED, Row
-from nf4_patch.tools.bench.step import LENGTHS, LLAMA, Step, around, format_losses, optimizer_of, peft_model, row
-from nf4_patch.tools.bench.timing import wall_times
+from nf4_patch.tools.bench.step import LENGTHS, LLAMA, Step, format_losses, optimizer_of, peft_model, row
+from nf4_patch.tools.bench.timing import alternating, wall_ms
 from nf4_patch.tools.llama import config_of, training_dtype
 from nf4_patch.tools.report import Progress
 
@@ -52,15 +52,13 @@ def agree(ours: Iterable[float], stock: Iterable[float]) -> bool:
 def rows(tell: Progress) -> Iterator[Row]:
     model = peft_model(config_of(LLAMA, training_dtype()))
     optimizer = optimizer_of(model)
-    batch, length = LENGTHS[0]
-    steps: dict[str, Step] = {
-        name: FirstStep(model, optimizer, batch, length, name == OURS) for name in (OURS, UNPATCHED)
-    }
+    size = LENGTHS[0]
+    steps: dict[str, Step] = {name: FirstStep(model, optimizer, size, name == OURS) for name in (OURS, UNPATCHED)}
     tell(f"compile: {2 * ROUNDS + 2} compilations")
-    times = wall_times(steps, around(steps), ROUNDS, warmups=1)
+    times = alternating(steps, wall_ms, ROUNDS, lambda name: steps[name].patched())
     ours, stock = (set(steps[name].losses) for name in (OURS, UNPATCHED))
     notes = {"loss": f"{format_losses(ours)} (unpatched {format_losses(stock)})"}
-    yield row(f"compile {batch}x{length}", batch, length, times, agree(ours, stock), notes)
+    yield row("compile {}x{}".format(*size), size, times, agree(ours, stock), notes)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,8 @@ from nf4_patch.tools.bench import dequantize
 from nf4_patch.tools.bench.baselines import BITSANDBYTES, OURS, Baseline, baselines
 from nf4_patch.tools.bench.dequantize import host, on_gpu, on_host, random_weights, small_weight, subject_of, traffic
 from nf4_patch.tools.bench.record import CEILING, Row, bits
-from nf4_patch.tools.bench.shapes import LLAMA_8B, projections
-from nf4_patch.tools.bench.timing import Call, gpu_times, rotation
-from nf4_patch.tools.llama import training_dtype
+from nf4_patch.tools.bench.timing import Call, gpu_times, over, rotation
+from nf4_patch.tools.llama import LLAMA_8B, projections, training_dtype
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress
 
@@ -101,14 +100,12 @@ def with_matmul(others: dict[str, Baseline], tell: Progress, rows: Sequence[int]
             return F.linear(x, function(packed, state))
 
         # the original's weight by the same matmul: where the weights agree to the bit, so do the results
-        functions = {OURS: nf4_patch.dequantize_nf4} | {o.name: o.dequantize for o in others.values() if o.captures}
-        results = {name: multiply(function, *weights[0]) for name, function in functions.items()}
+        dequantizers = {OURS: nf4_patch.dequantize_nf4} | {o.name: o.dequantize for o in others.values() if o.captures}
+        functions = {name: functools.partial(multiply, function) for name, function in dequantizers.items()}
+        results = {name: function(*weights[0]) for name, function in functions.items()}
         checks = bits({name: same_bits(results[OURS], result) for name, result in results.items() if name != OURS})
-        variants = {
-            name: [functools.partial(multiply, function, *weight) for weight in weights]
-            for name, function in functions.items()
-        }
-        yield Row(subject, "us", gpu_times(variants), checks, sizes={"n": shape[0], "k": shape[1], "m": m})
+        times = gpu_times(over(weights, functions))
+        yield Row(subject, "us", times, checks, sizes={"n": shape[0], "k": shape[1], "m": m})
         torch.cuda.empty_cache()
 
 

@@ -5,8 +5,8 @@ A step of training with peft, LoRA on the attention, with checkpointing and with
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,12 +14,13 @@ import torch
 from benchmarks import main
 from nf4_patch.tools.bench.baselines import OURS
 from nf4_patch.tools.bench.record import GPU_TIME, RATE, UNPATCHED, Check, Row
-from nf4_patch.tools.bench.step import ATTENTION, BUDGET, LENGTHS, METHOD, Settings, peft_model, side_by_side
-from nf4_patch.tools.bench.timing import Times, kernel_times, wall_times
-from nf4_patch.tools.llama import build_4bit
+from nf4_patch.tools.bench.step import BUDGET, LENGTHS, METHOD, Settings, peft_model, side_by_side
+from nf4_patch.tools.bench.timing import Times, alternating, kernel_times, wall_ms
+from nf4_patch.tools.llama import LINEARS, build_4bit
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress
 
+ATTENTION = LINEARS[:4]
 LAYERS = 2  # of a step
 TOKENS, PROMPT = 16, 16  # of a sequence that is generated
 
@@ -60,10 +61,13 @@ def generation(batch: int, layers: int = 16) -> Iterator[Row]:
         texts.add(tuple(found.flatten().tolist()))
 
     sides = {OURS: generate, UNPATCHED: generate}
-    around = {OURS: functools.partial(patch, True), UNPATCHED: functools.partial(patch, False)}
-    walls = wall_times(sides, around, rounds=4, warmups=1)
+
+    def patched(name: str) -> AbstractContextManager[None]:
+        return patch(name == OURS)
+
+    walls = alternating(sides, wall_ms, 4, patched)
     rates = {name: Times(tuple(1e3 * batch * TOKENS / ms for ms in taken.values)) for name, taken in walls.items()}
-    clocks = {"": (RATE, rates), f", {GPU_TIME}": ("ms", kernel_times(sides, around, rounds=2))}
+    clocks = {"": (RATE, rates), f", {GPU_TIME}": ("ms", kernel_times(sides, patched, rounds=2))}
     check = Check(len(texts) == 1, f"{len(texts)} different texts with the patch and without")
     for words, (unit, times) in clocks.items():
         if times:
@@ -77,10 +81,10 @@ def training(tell: Progress) -> Iterator[Row]:
         for how in ("checkpointing", "no checkpointing"):
             if how != "checkpointing":
                 model.gradient_checkpointing_disable()
-            for batch, length in (LENGTHS[0], LENGTHS[-1]):
-                tell(f"{name}, {how}: {batch}x{length} tokens")
+            for size in (LENGTHS[0], LENGTHS[-1]):
+                tell("{}, {}: {}x{} tokens".format(name, how, *size))
                 settings: Settings = {how: "off", f"{how} and everything cached": BUDGET}
-                yield from side_by_side(name, model, batch, length, settings, wall=10)
+                yield from side_by_side(name, model, size, settings, wall=10)
         del model
 
 

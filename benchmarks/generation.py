@@ -6,9 +6,9 @@ one CUDA graph.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,14 +20,12 @@ from nf4_patch.patching.quant_state import fields_of
 from nf4_patch.tools.bench.baselines import OURS, original
 from nf4_patch.tools.bench.matmul import error, exact, fused_matmul_hits
 from nf4_patch.tools.bench.record import RATE, Check, Row, accuracy
-from nf4_patch.tools.bench.shapes import LLAMA_8B
-from nf4_patch.tools.bench.timing import Times, capture
-from nf4_patch.tools.llama import build_4bit, config_of, training_dtype
+from nf4_patch.tools.bench.timing import Times, alternating, capture
+from nf4_patch.tools.llama import LLAMA_8B, build_4bit, config_of, training_dtype
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress
 
 STOCK = "stock"
-AUTO = functools.partial(patch, True, matmul="auto")
 LAYERS = 8
 BATCHES = (1, 8, 32)
 TOKENS, ROUNDS = 64, 6
@@ -36,6 +34,10 @@ METHOD = (
     f"Tokens per second, greedy, wall time of {TOKENS} tokens, both sides alternating, medians. {LAYERS} layers of "
     f"Llama 3.1 8B by transformers, NF4 nested, static cache of {CACHE} positions; eager, and compiled in a CUDA graph."
 )
+
+
+def patched(name: str) -> AbstractContextManager[None]:
+    return patch(name == OURS, matmul="auto")
 
 
 class Generation:
@@ -103,7 +105,7 @@ def accuracies(model: Any, batch: int) -> dict[str, Check]:
             continue
         x = torch.randn(batch, 1, state.shape[1], dtype=state.dtype, device=weight.device)
         truth = x.double() @ exact(Layout(weight.data, *fields_of(state))).t()
-        with AUTO():
+        with patched(OURS):
             ours = linear(x)
         theirs = F.linear(x, dequantize(weight.data, state))
         found[shape] = accuracy(error(ours, truth), error(theirs, truth), f"{shape} ")
@@ -113,19 +115,11 @@ def accuracies(model: Any, batch: int) -> dict[str, Check]:
 def one_row(model: Any, batch: int, mode: str, checks: dict[str, Check]) -> Row:
     torch._dynamo.reset()
     sides = {name: Generation(model, batch, mode == "compiled") for name in (STOCK, OURS)}
-    around = {STOCK: functools.partial(patch, False), OURS: AUTO}
     first = {}
     for name, side in sides.items():
-        with around[name]():
+        with patched(name):
             first[name] = side.prepare().double()
-    values: dict[str, list[float]] = {name: [] for name in sides}
-    for round_ in range(ROUNDS + 1):
-        for name, side in sides.items():
-            with around[name]():
-                rate = side.run(TOKENS)
-            if round_:
-                values[name].append(rate)
-    rates = {name: Times(tuple(taken)) for name, taken in values.items()}
+    rates = alternating(sides, lambda side: side.run(TOKENS), ROUNDS, patched)
     positions = {name: int(side.cache.get_seq_length()) for name, side in sides.items()}
     counted = Check(set(positions.values()) == {TOKENS + 1}, f"positions in the static cache: {positions}")
     torch.cuda.empty_cache()
@@ -149,7 +143,7 @@ def row(batch: int, mode: str, rates: dict[str, Times], hits: int, checks: dict[
 def rows(tell: Progress) -> Iterator[Row]:
     """Each batch, eager and compiled: stock and ours alternating."""
     tell(f"building {LAYERS} layers of Llama 3.1 8B in 4 bits")
-    model = build_4bit(config_of(LLAMA_8B._replace(layers=LAYERS), training_dtype())).eval()
+    model = build_4bit(config_of(LLAMA_8B._replace(num_hidden_layers=LAYERS), training_dtype())).eval()
     for i, batch in enumerate(BATCHES):
         checks = accuracies(model, batch)
         for mode in ("eager", "compiled"):

@@ -9,29 +9,22 @@ from typing import Any
 import torch
 
 from benchmarks import main
+from benchmarks.cache import WHOLE
+from benchmarks.checkpoint import save
 from nf4_patch.tools.bench.record import Row
-from nf4_patch.tools.bench.step import (
-    BUDGET,
-    LENGTHS,
-    LLAMA,
-    METHOD,
-    OFF,
-    RANK,
-    Settings,
-    Step,
-    every_length,
-    optimizer_of,
-)
-from nf4_patch.tools.llama import LINEARS, save, training_dtype
+from nf4_patch.tools.bench.step import BUDGET, LENGTHS, LLAMA, METHOD, OFF, RANK, Step, optimizer_of, side_by_side
+from nf4_patch.tools.llama import LINEARS, Shape, training_dtype
 from nf4_patch.tools.report import Progress
 
+ENTIRE = ("Llama-3.2-1B", "Llama-3.1-8B")
 
-def unsloth_model() -> Any:
+
+def unsloth_model(shape: Shape = LLAMA) -> Any:
     from unsloth import FastLanguageModel  # before transformers, as it asks
 
     dtype = training_dtype()
     with tempfile.TemporaryDirectory() as folder:
-        save(folder, LLAMA, dtype, "cuda")
+        save(folder, shape, dtype, "cuda")
         torch.cuda.empty_cache()
         model, _ = FastLanguageModel.from_pretrained(
             folder, max_seq_length=2048, dtype=dtype, load_in_4bit=True, local_files_only=True
@@ -43,11 +36,15 @@ def unsloth_model() -> Any:
 
 
 def rows(tell: Progress) -> Iterator[Row]:
-    model = unsloth_model()
-    full = Step(model, optimizer_of(model), *LENGTHS[0], True, BUDGET)
-    full.observe()
-    settings: Settings = OFF | {"cache 1/2": full.held // 2, "cache all": BUDGET}
-    return every_length("unsloth", model, tell, settings)
+    models = {"unsloth": (LLAMA, LENGTHS)} | {f"unsloth {name}": (WHOLE[name], LENGTHS[:1]) for name in ENTIRE}
+    for i, (name, (shape, lengths)) in enumerate(models.items()):
+        tell(name, i, len(models))
+        model = unsloth_model(shape)
+        full = Step(model, optimizer_of(model), lengths[0], True, BUDGET)
+        full.observe()
+        settings = OFF | {"cache 1/2": full.held // 2, "cache all": BUDGET}
+        for size in lengths:
+            yield from side_by_side(name, model, size, settings)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def disable() -> None:
 
 
 def release() -> None:
-    """Drop every cached weight: its memory is PyTorch's again at once. The cache stays on and fills anew.
+    """Drop every cached weight: its memory is PyTorch's again at once. The cache stays on and fills again.
 
     Call it after a change that no version counter sees: a write through ``parameter.data`` or a raw pointer.
     """
@@ -170,7 +170,7 @@ def _autoload() -> None:
         logging.getLogger(__name__).exception("nf4_patch stays off")
 
 
-@functools.cache  # bitsandbytes asks again, and a ``disable`` meanwhile stands
+@functools.cache  # bitsandbytes asks again, and a ``disable`` meanwhile holds
 def _enabled_once() -> bool:
     return enable()
 

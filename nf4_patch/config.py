@@ -80,17 +80,8 @@ VARIABLES = (
     ),
 )  # fmt: skip
 
-UNITS = {
-    "TiB": 2**40,
-    "TB": 10**12,
-    "GiB": 2**30,
-    "GB": 10**9,
-    "MiB": 2**20,
-    "MB": 10**6,
-    "KiB": 2**10,
-    "KB": 10**3,
-    "B": 1,
-}
+UNITS = {"TiB": 2**40, "TB": 10**12, "GiB": 2**30, "GB": 10**9}
+UNITS |= {"MiB": 2**20, "MB": 10**6, "KiB": 2**10, "KB": 10**3, "B": 1}
 # One letter is binary, as for Docker, Slurm and coreutils; GB is decimal, as in accelerate's max_memory.
 SPELLINGS = {unit.lower(): size for unit, size in UNITS.items()} | {
     letter: UNITS[f"{letter.upper()}iB"] for letter in "kmgt"
@@ -128,10 +119,8 @@ def options_set(environ: Mapping[str, str] | None = None) -> list[str]:
     """ "NAME=value" of every option in the environment that asks for something."""
     environ = os.environ if environ is None else environ
     given = {v: environ.get(v.name, "").strip() for v in VARIABLES if v.option}
-    return [
-        f"{v.name}={value}" for v, value in given.items()
-        if value.lower() not in ("", v.default) and SWITCH.get(value.lower(), True)
-    ]  # fmt: skip
+    asks = [v for v, text in given.items() if text.lower() not in ("", v.default) and SWITCH.get(text.lower(), True)]
+    return [f"{v.name}={given[v]}" for v in asks]
 
 
 def is_first_process(environ: Mapping[str, str] | None = None) -> bool:

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import click
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
-from nf4_patch.tools.cli import run_alone
+from benchmarks import run_alone
 from nf4_patch.tools.report import Progress, Report
 
 

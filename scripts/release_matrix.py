@@ -117,7 +117,7 @@ def run(cell: Cell) -> dict[str, Any]:
     environ["PYTHONPATH"] = os.pathsep.join([*paths, environ.get("PYTHONPATH", ""), str(ROOT)])
     environ["UNSLOTH_ALLOW_CPU"] = "1"
     command = [sys.executable, str(Path(__file__).resolve()), "--cell", cell.name]
-    with tempfile.TemporaryDirectory() as directory:  # Unsloth writes its compiled cache where it stands
+    with tempfile.TemporaryDirectory() as directory:  # Unsloth writes its compiled cache into the working directory
         done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=directory)
         for line in reversed(done.stdout.splitlines()):
             if line.startswith('{"cell"'):
@@ -202,7 +202,7 @@ def states(device) -> dict[str, Any]:
     """Random states through the patched dequantize_4bit: on the GPU the bits of the original, on the CPU of the formula.
 
     bitsandbytes' CPU code is another one than its CUDA library: it came with 0.46, raised on odd sizes before 0.50, and
-    from 0.47 to 0.49 some of its bits are others. How often it agrees is counted beside.
+    from 0.47 to 0.49 some of its bits are others. How often it agrees is counted too.
     """
     import bitsandbytes.functional as F
     import torch

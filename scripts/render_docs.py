@@ -60,9 +60,9 @@ def variables() -> str:
 
 
 def verbs() -> str:
-    from nf4_patch.tools.cli import VERBS
+    from nf4_patch.tools.cli import main, summary
 
-    return table(("command", ""), [(f"`nf4-patch {name}`", verb.help) for name, verb in VERBS.items()])
+    return table(("command", ""), [(f"`nf4-patch {name}`", summary(verb)) for name, verb in main.commands.items()])
 
 
 # --- the imports ---

@@ -23,7 +23,6 @@ if not GPU:
 import nf4_patch  # noqa: E402
 from nf4_patch.patching.cache.cache import cache  # noqa: E402
 from nf4_patch.patching.counters import counters  # noqa: E402
-from nf4_patch.tools import llama  # noqa: E402
 
 
 def pytest_collection_modifyitems(config, items):
@@ -90,6 +89,8 @@ def on_with_matmul():
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> str:
     """A random Llama of one layer, saved."""
+    from benchmarks.checkpoint import Shape, save
+
     folder = tmp_path_factory.mktemp("llama")
-    llama.save(folder, llama.Shape(128, 256, 1, heads=4, key_value_heads=2))
+    save(folder, Shape(128, 256, 1, 4, 2))
     return str(folder)

@@ -102,12 +102,12 @@ def test_what_the_bench_writes_is_what_is_rendered(tmp_path, monkeypatch):
 
 
 def test_every_data_file_is_written_by_a_command_that_exists():
-    from nf4_patch.tools.cli import VERBS
+    from nf4_patch.tools.cli import main
 
     for command, _ in render_docs.figures.SOURCES.values():
         program, *words = command.split()
         if program == "nf4-patch":
-            assert words[0] in VERBS, command
+            assert words[0] in main.commands, command
         else:
             assert importlib.util.find_spec(words[1]) if words[0] == "-m" else (ROOT / words[0]).exists(), command
 
@@ -164,12 +164,12 @@ def test_every_example_is_in_the_readme():
 
 
 def test_commands_exist():
-    from nf4_patch.tools.cli import VERBS
+    from nf4_patch.tools.cli import main
 
     for page in PAGES:
         text = page.read_text()
         for verb in re.findall(r"nf4-patch ([a-z]+)\b(?! is)", text):
-            assert verb in VERBS, f"{page.name}: nf4-patch {verb}"
+            assert verb in main.commands, f"{page.name}: nf4-patch {verb}"
         for script in re.findall(r"\bscripts/[\w.]+\w", text):
             assert (ROOT / script).exists(), f"{page.name}: {script}"
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import logging
 import sys
 import threading
-from collections.abc import Iterator
 from types import ModuleType
 
 import wrapt
@@ -80,18 +78,6 @@ def disable() -> None:
 def in_force() -> tuple[bool, Options]:
     """Whether the patch is on, and the options that it was last enabled with."""
     return switch.on, _options
-
-
-@contextlib.contextmanager
-def suspended() -> Iterator[None]:
-    """The patch is off inside the block; afterwards it is on again if it was, with its options."""
-    on, options = in_force()
-    disable()
-    try:
-        yield
-    finally:
-        if on:
-            enable(*options)
 
 
 def release() -> None:

@@ -33,16 +33,6 @@ class Case(NamedTuple):
     storage: torch.dtype = torch.uint8
     offset_dtype: torch.dtype = torch.float32
 
-    def __str__(self) -> str:
-        words = [
-            self.quant_type, "nested" if self.nested else "flat", "x".join(map(str, self.shape)), name_of(self.dtype),
-            f"blocksize {self.blocksize}",
-        ]  # fmt: skip
-        words += ["transposed"] if self.transposed else []
-        words += [f"stored as {name_of(self.storage)}"] if self.storage is not torch.uint8 else []
-        words += [f"{name_of(self.offset_dtype)} offset"] if self.offset_dtype is not torch.float32 else []
-        return ", ".join(words)
-
 
 def every_case(thin: bool = False) -> Iterator[Case]:
     """Every output dtype with everything that changes the kernel or the launch path.
@@ -70,10 +60,12 @@ def quantized(case: Case, seed: int, device: torch.device) -> tuple[torch.Tensor
 
     generator = torch.Generator().manual_seed(seed)
     weight = (torch.randn(case.shape, generator=generator) * 0.05).to(device=device, dtype=case.dtype)
-    packed, state = F.quantize_4bit(
-        weight, blocksize=case.blocksize, compress_statistics=case.nested,
-        quant_type=case.quant_type, quant_storage=case.storage,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "quant_type": case.quant_type,
+        "quant_storage": case.storage,
+        "compress_statistics": case.nested,
+    }
+    packed, state = F.quantize_4bit(weight, blocksize=case.blocksize, **options)
     if case.nested:
         state.offset = state.offset.to(case.offset_dtype)
     if case.family == PAIRS:  # 256 runs of the 256 packed bytes, one absmax byte each

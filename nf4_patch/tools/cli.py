@@ -1,29 +1,26 @@
 """``nf4-patch``: the command line, and the only module that prints.
 
-A verb is a row of VERBS. Its command is a click.Command that is imported when the verb is used, so that
-``nf4-patch --help`` imports neither torch nor the verb. The conventions of a command:
+A verb is a click.Command of this module: its options, and a call into a module that is imported when the verb is used, so
+that ``nf4-patch --help`` imports neither torch nor the verb. That module knows neither click nor a console. The conventions:
 
-* It returns a ``report.Report`` and prints nothing. This module writes ``report.as_dict()`` where
+* A command returns a ``report.Report`` and prints nothing. This module writes ``report.as_dict()`` where
   ``--json FILE`` was given (every verb has that option, none declares it), prints ``report.render()`` and exits
   with ``report.exit_code``.
 * An option that names a file to write is an ``output.OutputFile``: checked before the work.
 * It takes progress from click's context: ``@click.pass_obj`` gives a ``report.Progress``, called as
   ``tell("compiling", 3, 24)``. It appears on stderr.
 * A wrong use is a ``click.UsageError``; what cannot be done on this machine, a ``report.NotAvailable``.
-
-The verbs of this module call a function of a module of the same name, which knows neither click nor a console.
 """
 
 from __future__ import annotations
 
 import datetime
-import importlib
 import io
 import json
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -32,47 +29,19 @@ from ..config import Config, ConfigError
 from ..patching.counters import FallbackError
 from ..version import __version__
 from . import output
-from .report import NotAvailable, commit, installed_releases
-
-
-class Verb(NamedTuple):
-    command: str  # "module:attribute" of its click.Command
-    help: str
-
-
-VERBS = {
-    "doctor": Verb("nf4_patch.tools.cli:doctor", "What would be patched on this machine, by what, and why not."),
-    "verify": Verb("nf4_patch.tools.cli:verify", "Compare the kernel with bitsandbytes on this machine, bit for bit."),
-    "run": Verb("nf4_patch.tools.cli:run", "Enable the patch, then run a script or a module."),
-    "demo": Verb("nf4_patch.tools.cli:demo", "Fine-tune a small QLoRA model without and with the patch."),
-    "bench": Verb("nf4_patch.tools.bench.command:command", "Measure the kernel next to what it replaces."),
-    "calibrate": Verb(
-        "nf4_patch.tools.bench.calibrate:command", "Tune the fused matmul for this GPU and save the result."
-    ),
-}
+from .report import NotAvailable, Progress, Report, commit, installed_releases, require_gpu, require_patch
 
 
 class Verbs(click.Group):
-    """A click group that walks VERBS and imports a verb when it is used."""
+    """A click group in the order of this module, whose commands have --json and fail in one line."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
-
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        command = super().get_command(ctx, name)  # of run_alone
-        if command is None:
-            if name not in VERBS:
-                return None
-            module, attribute = VERBS[name].command.split(":")
-            command = getattr(importlib.import_module(module), attribute)
-            command.help = command.help or VERBS[name].help
-        if not any(parameter.name == "json_file" for parameter in command.params):
-            command.params.append(json_option())
-        return command
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        cmd.params.append(json_option())
+        super().add_command(cmd, name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, verb.help) for name, verb in VERBS.items()])
+            formatter.write_dl([(name, summary(verb)) for name, verb in self.commands.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -95,14 +64,18 @@ class Verbs(click.Group):
             raise
 
 
+def summary(verb: click.Command) -> str:
+    """What it does, in a sentence."""
+    return verb.short_help or verb.help or ""
+
+
 def json_option() -> click.Option:
     def remember(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> None:
         ctx.meta["nf4_patch.json"] = value
 
-    return click.Option(
-        ["--json", "json_file"], type=output.OutputFile(), metavar="FILE",
-        expose_value=False, callback=remember, help="Write the report to FILE as JSON.",
-    )  # fmt: skip
+    option = click.Option(["--json", "json_file"], type=output.OutputFile(), expose_value=False, callback=remember)
+    option.metavar, option.help = "FILE", "Write the report to FILE as JSON."
+    return option
 
 
 class ProgressBar:
@@ -116,11 +89,9 @@ class ProgressBar:
         from rich import progress
 
         if self.bar is None:
-            self.bar = progress.Progress(
-                progress.SpinnerColumn(), progress.TextColumn("{task.description}", markup=False),
-                progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn(),
-                console=console(stderr=True), transient=True,
-            )  # fmt: skip
+            columns = [progress.SpinnerColumn(), progress.TextColumn("{task.description}", markup=False)]
+            columns += [progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn()]
+            self.bar = progress.Progress(*columns, console=console(stderr=True), transient=True)
             self.bar.add_task(text)
         if self.bar.console.is_terminal:
             self.bar.start()
@@ -192,31 +163,25 @@ def finish(ctx: click.Context, report: Any) -> None:
     sys.exit(output.flushed(report.exit_code))
 
 
-def run_alone(command: click.Command, invocation: str) -> None:
-    """Run a command that is no verb as one, with --json, progress and errors in one line: a benchmark, a script.
-
-    Args:
-        invocation: how it is called, e.g. "python -m benchmarks.challenge".
-    """
-    program, _, name = invocation.rpartition(" ")
-    main.add_command(command, name)
-    main([name, *sys.argv[1:]], prog_name=program)
-
-
-@click.command()
+@main.command()
 @click.option("--unsloth", is_flag=True, help="Import Unsloth too (8 s) instead of judging by its release.")
 @click.pass_obj
-def doctor(tell: ProgressBar, unsloth: bool) -> Any:
+def doctor(tell: Progress, unsloth: bool) -> Report:
+    """What would be patched on this machine, by what, and why not."""
     from . import doctor
 
     return doctor.examine(unsloth, tell)
 
 
-@click.command()
-@click.option("--weights", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="SAFETENSORS",
-              help="Verify on the 4-bit weights of a saved checkpoint instead of on made ones.")  # fmt: skip
+CHECKPOINT = click.Path(exists=True, dir_okay=False, path_type=Path)
+WHICH_WEIGHTS = "Verify on the 4-bit weights of a saved checkpoint instead of on made ones."
+
+
+@main.command()
+@click.option("--weights", type=CHECKPOINT, metavar="SAFETENSORS", help=WHICH_WEIGHTS)
 @click.pass_obj
-def verify(tell: ProgressBar, weights: Path | None) -> Any:
+def verify(tell: Progress, weights: Path | None) -> Report:
+    """Compare the kernel with bitsandbytes on this machine, bit for bit."""
     from . import verify
 
     return verify.verify(weights, tell)
@@ -226,8 +191,8 @@ class PassThrough(click.Command):
     """What follows the script or ``-m MODULE`` belongs to it, options too, as after ``python``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        with_value = {name for option in self.params if isinstance(option, click.Option) and not option.is_flag
-                      for name in option.opts}  # fmt: skip
+        options = [option for option in self.params if isinstance(option, click.Option)]
+        with_value = {name for option in options if not option.is_flag for name in option.opts}
         index = 0
         while index < len(args) and args[index].startswith("-") and args[index] != "--":
             word = args[index]
@@ -240,11 +205,12 @@ class PassThrough(click.Command):
         return super().parse_args(ctx, [*args[:index], "--", *rest])
 
 
-@click.command(cls=PassThrough, options_metavar="[--report] [--json FILE] (SCRIPT | -m MODULE)")
+@main.command(cls=PassThrough, options_metavar="[--report] [--json FILE] (SCRIPT | -m MODULE)")
 @click.option("-m", "module", metavar="MODULE", help="Run a module, as python -m does.")
 @click.option("--report", is_flag=True, help="At the end print hits, fallbacks with reasons, and advice.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run(module: str | None, report: bool, arguments: tuple[str, ...]) -> Any:
+def run(module: str | None, report: bool, arguments: tuple[str, ...]) -> Report:
+    """Enable the patch, then run a script or a module."""
     from . import run
 
     if module is None and not arguments:
@@ -258,13 +224,16 @@ def run(module: str | None, report: bool, arguments: tuple[str, ...]) -> Any:
         raise click.UsageError(f"can't open {arguments[0]!r}: {error.strerror}") from error
 
 
-@click.command()
+PNG = "nf4-patch-demo.png"
+
+
+@main.command()
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps of training.")
 @click.option("--size", type=click.Choice(["tiny", "small", "large"]), help="Default: large with a GPU, small without.")
-@click.option("--png", type=output.OutputFile(), default="nf4-patch-demo.png",
-              show_default=True, help="Where the picture goes.")  # fmt: skip
+@click.option("--png", type=output.OutputFile(), default=PNG, show_default=True, help="Where the picture goes.")
 @click.pass_obj
-def demo(tell: ProgressBar, steps: int, size: str | None, png: Path) -> Any:
+def demo(tell: Progress, steps: int, size: str | None, png: Path) -> Report:
+    """Fine-tune a small QLoRA model without and with the patch."""
     if Config.read().forbidden:
         raise click.UsageError(
             "NF4_PATCH=0 or NF4_USE_TRITON=0 keeps the patch off, and the demo compares training with and without it: "
@@ -273,3 +242,74 @@ def demo(tell: ProgressBar, steps: int, size: str | None, png: Path) -> Any:
     from . import demo
 
     return demo.demo(steps, size, png, tell)
+
+
+@main.command(short_help="Measure the kernel next to what it replaces.")
+@click.option("--step", type=click.Choice(["peft"]), help="A whole QLoRA training step, the patch on and off, instead.")
+@click.option("--matmul", is_flag=True, help="The fused matmul of 1 to 8192 rows, Llama 8B and 70B, instead.")
+@click.option("--quick", is_flag=True, help="Three shapes only; with --matmul Llama 8B only.")
+@click.option("--unsloth/--no-unsloth", default=True, help="Whether Unsloth is measured where it is installed.")
+@click.pass_obj
+def bench(tell: Progress, step: str | None, matmul: bool, quick: bool, unsloth: bool) -> Report:
+    """Measure the kernel next to what it replaces: GPU time of a dequantization, and host time of a call."""
+    if step and matmul:
+        raise click.UsageError("--step and --matmul measure different things: give one of them")
+    require_gpu()
+    require_patch()
+    from . import llama
+    from .bench import dequantize
+    from .bench import matmul as fused_matmul
+    from .bench import step as training_step
+
+    try:
+        if matmul:
+            models = (llama.LLAMA_8B,) if quick else (llama.LLAMA_8B, llama.LLAMA_70B)
+            return fused_matmul.measure(models, unsloth, tell)
+        return training_step.measure(tell) if step else dequantize.measure(unsloth, quick, tell)
+    except RuntimeError as error:
+        raise click.ClickException(str(error)) from error
+
+
+MODELS = ["llama-1b", "llama-8b", "qwen-7b", "llama-70b"]  # llama.MODELS, by shorter names
+
+
+def shape_of(text: str) -> tuple[int, int]:
+    n, _, k = text.partition("x")
+    if not (n.isdecimal() and k.isdecimal() and int(n) > 0 and int(k) > 0 and int(k) % 64 == 0):
+        raise click.UsageError(f"--shape {text}: give it as NxK, K a multiple of 64, such as 14336x4096")
+    return int(n), int(k)
+
+
+WHICH_MODEL = "Model whose layer shapes to measure; repeatable.  [default: llama-8b, unless --shape is given]"
+WHICH_SHAPE = "A weight of N rows, K columns; repeatable."
+
+
+@main.command(short_help="Tune the fused matmul for this GPU and save the result.")
+@click.option("--model", "models", type=click.Choice(MODELS), multiple=True, help=WHICH_MODEL)
+@click.option("--shape", "shapes", type=shape_of, multiple=True, metavar="NxK", help=WHICH_SHAPE)
+@click.option("--quick", is_flag=True, help="Fewer configs for each.")
+@click.option("--show", is_flag=True, help="Only show what is remembered.")
+@click.option("--forget", is_flag=True, help="Only forget what is remembered about this GPU.")
+@click.pass_obj
+def calibrate(
+    tell: Progress, models: tuple[str, ...], shapes: tuple[tuple[int, int], ...], quick: bool, show: bool, forget: bool
+) -> Report:
+    """Measure on this GPU which config of the fused matmul wins, by weight and rows of X, and remember it.
+
+    enable(matmul="auto") then prefers it to the shipped tables, as long as the same releases are installed.
+    """
+    config = Config.read()
+    path = config.calibration
+    if path is None:
+        raise click.UsageError("NF4_PATCH_CALIBRATION=off: unset it, or name a file")
+    if show and forget:
+        raise click.UsageError("--show and --forget: give one of them")
+    from .bench import calibrate
+
+    if show:
+        return calibrate.show(path, config.missing_calibration())
+    require_gpu()
+    try:
+        return calibrate.forget(path) if forget else calibrate.calibrate(path, models, shapes, quick, tell)
+    except (RuntimeError, OSError, output.OutputError) as error:
+        raise click.ClickException(str(error)) from error

@@ -29,9 +29,9 @@ import nf4_patch
 from ..nf4.dequantize import compilation
 from ..patching.counters import counters
 from ..patching.reasons import Reason
-from . import llama, output
+from . import output
 from .cases import device_here, name_of, place_of, require_oracle
-from .llama import Shape
+from .llama import LINEARS, Shape, build_4bit, config_of, training_dtype
 from .patch import patch
 from .report import Diagnosis, Progress, plural, provenance, right_aligned, silent
 
@@ -51,10 +51,10 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "tiny": Size(Shape(128, 320, 2, 4, 2, vocabulary=256), batch=2, length=64, learning_rate=2e-3),
-    "small": Size(Shape(512, 1408, 4, 8, 4, vocabulary=256), batch=2, length=128, learning_rate=2e-3),
+    "tiny": Size(Shape(128, 320, 2, 4, 2, vocab_size=256), batch=2, length=64, learning_rate=2e-3),
+    "small": Size(Shape(512, 1408, 4, 8, 4, vocab_size=256), batch=2, length=128, learning_rate=2e-3),
     # 2048 rows: beyond 1536, bitsandbytes 0.50 dequantizes the forward on every GPU instead of taking its gemm_4bit.
-    "large": Size(Shape(2048, 5632, 4, 16, 8, vocabulary=256), batch=4, length=512, learning_rate=4e-4),
+    "large": Size(Shape(2048, 5632, 4, 16, 8, vocab_size=256), batch=4, length=512, learning_rate=4e-4),
 }
 
 
@@ -103,24 +103,20 @@ class DemoReport(Diagnosis):
         return self.patched.peak_bytes is not None and self.patched.hits > 0
 
     def problems(self) -> list[str]:
-        found = []
-        if not self.without.repeats:
-            found.append("the training without the patch gives other bits each time: nothing can be compared with it")
-        if not self.patched.repeats:
-            found.append("the training with the patch gives other bits each time")
-        if self.without.losses != self.patched.losses:
-            found.append("the losses differ")
-        if self.without.adapter != self.patched.adapter:
-            found.append("the trained adapters differ")
-        if self.kernel_runs and not self.patched.hits:
-            found.append("the kernel was never hit")
-        for name, count in self.patched.fallbacks.items():
+        a, b = self.without, self.patched
+        wrong = {
+            "the training without the patch gives other bits each time: nothing can be compared with it": not a.repeats,
+            "the training with the patch gives other bits each time": not b.repeats,
+            "the losses differ": a.losses != b.losses,
+            "the trained adapters differ": a.adapter != b.adapter,
+            "the kernel was never hit": self.kernel_runs and not b.hits,
+            "the kernel's bits differ from bitsandbytes' on the model's weights": bool(self.verification["exit_code"]),
+        }
+        found = [sentence for sentence, holds in wrong.items() if holds] + self.verification["failures"][:3]
+        for name, count in b.fallbacks.items():
             if self.kernel_runs and not Reason[name].is_expected:
                 found.append(f"{count} calls fell back: {Reason[name].sentence}")
-        if self.verification["exit_code"]:
-            found.append("the kernel's bits differ from bitsandbytes' on the model's weights")
-            found += self.verification["failures"][:3]
-        return found + list(self.patched.errors)
+        return found + list(b.errors)
 
     def render(self) -> Iterable[RenderableType]:
         yield provenance(self.place)
@@ -169,24 +165,16 @@ class DemoReport(Diagnosis):
         return table
 
 
-def demo(
-    steps: int = 10, size: str | None = None, png: Path = Path("nf4-patch-demo.png"), tell: Progress = silent
-) -> DemoReport:
+def demo(steps: int, size: str | None, png: Path, tell: Progress = silent) -> DemoReport:
     """Make the model, train it twice from the same seed, verify the kernel on its weights, draw the picture.
 
     Args:
         size: a key of SIZES; by default "large" with a GPU and "small" without.
 
     Raises:
-        ValueError: no such size, or no picture can be written there.
         ModuleNotFoundError: something of the extra ``demo`` is not installed.
         NotAvailable: there is no GPU, and bitsandbytes is older than 0.50.
     """
-    png = output.checked(png)
-    on_gpu = torch.cuda.is_available()
-    size = size or ("large" if on_gpu else "small")
-    if size not in SIZES:
-        raise ValueError(f"size {size!r} is not known; allowed: {', '.join(SIZES)}")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is made here: nothing is looked up
     for name in NEEDED:
         if importlib.util.find_spec(name) is None:  # named before the training, not after
@@ -196,120 +184,122 @@ def demo(
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
-
-    device = device_here()
-    dtype = llama.training_dtype()
-    with tempfile.TemporaryDirectory(prefix="nf4-patch-demo-") as folder:
-        tell("making the model")
-        model = Model(SIZES[size], Path(folder), device, dtype)
-        for patched in (False, True):
-            model.train(patched, min(WARM_UP, steps), tell, "warming up")
-        # A B B A: a machine that gets faster or slower meanwhile does so for both.
-        rounds = [model.train(patched, steps, tell, "training") for patched in (False, True, True, False)]
-        without, with_patch = rounds[:2]
-        without.add(rounds[3])
-        with_patch.add(rounds[2])
-        model.load().save_pretrained(Path(folder, "packed"))
-        verification = verify_weights(Path(folder, "packed", "model.safetensors"), tell)
+    on_gpu = device.type == "cuda"
+    size = size or ("large" if on_gpu else "small")
+    trained = functools.partial(train, SIZES[size], device, tell)
+    for patched in (False, True):
+        trained("warming up", patched, min(WARM_UP, steps))
+    # A B B A: a machine that gets faster or slower meanwhile does so for both.
+    without, with_patch, with_again, without_again = (
+        trained("training", on, steps) for on in (False, True, True, False)
+    )
+    without.add(without_again)
+    with_patch.add(with_again)
+    model = made(SIZES[size], device)
     report = DemoReport(
-        place=place_of(device) if on_gpu else "CPU", kernel_runs=on_gpu or compilation.INTERPRETED, size=size,
-        parameters=model.parameters, linears=model.linears, dtype=name_of(dtype),
-        tokens=SIZES[size].batch * SIZES[size].length, without=without, patched=with_patch,
-        verification=verification,
-    )  # fmt: skip
+        place=place_of(device) if on_gpu else "CPU",
+        kernel_runs=on_gpu or compilation.INTERPRETED,
+        size=size,
+        parameters=model.num_parameters(),
+        linears=len(LINEARS) * SIZES[size].llama.num_hidden_layers,
+        dtype=name_of(training_dtype()),
+        tokens=SIZES[size].batch * SIZES[size].length,
+        without=without,
+        patched=with_patch,
+        verification=verify_weights(model, tell),
+    )
     if output.write(png, functools.partial(draw, report)):
         report.png = str(png)
     return report
 
 
-class Model:
-    """The Llama of a size on disk, with random weights, and its quantized, adapted copies."""
-
-    def __init__(self, size: Size, folder: Path, device: torch.device, dtype: torch.dtype):
-        self.size, self.folder, self.device, self.dtype = size, folder, device, dtype
-        self.parameters = llama.save(folder / "model", size.llama, dtype, device, SEED)
-        self.linears = len(llama.LINEARS) * size.llama.layers
-        data = (resources.files("nf4_patch") / "data" / TEXT).read_bytes()
-        self.text = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()  # a token is a byte
-
-    def load(self) -> Any:
-        """In 4 bits, with an attention whose backward adds in a fixed order, which the fused ones do not."""
-        return llama.load_4bit(self.folder / "model", self.dtype, self.device, attn_implementation="eager")
-
-    def adapted(self) -> Any:
-        """With LoRA on all linears and gradient checkpointing, the same every time."""
-        from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-
-        model = prepare_model_for_kbit_training(self.load(), gradient_checkpointing_kwargs={"use_reentrant": False})
-        torch.manual_seed(SEED)
-        lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        return get_peft_model(model, lora)
-
-    def batches(self, steps: int) -> Iterable[torch.Tensor]:
-        """Token windows of the text, [batch, length], the same every time."""
-        generator = torch.Generator().manual_seed(SEED)
-        for _ in range(steps):
-            starts = torch.randint(len(self.text) - self.size.length, (self.size.batch,), generator=generator)
-            yield torch.stack([self.text[start : start + self.size.length] for start in starts]).to(self.device)
-
-    def train(self, patched: bool, steps: int, tell: Progress, doing: str) -> Training:
-        """Load, adapt and train from the seed, with the patch or without."""
-        text = f"{doing} {'with' if patched else 'without'} the patch"
-        tell(text, 0, steps)
-        # matmul off, whatever the environment says: the fused matmul has other bits
-        with patch(patched, matmul="off"):
-            model = self.adapted()
-            model.train()
-            trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            optimizer = torch.optim.AdamW(trainable, lr=self.size.learning_rate)
-            counters.reset()
-            training = Training(patched)
-            if self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self.device)
-            for step, tokens in enumerate(self.batches(steps), 1):
-                started = time.perf_counter()
-                loss = model(input_ids=tokens, labels=tokens).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                training.losses.append(loss.item())  # waits for the GPU
-                training.seconds.append(time.perf_counter() - started)
-                tell(text, step, steps)
-            if self.device.type == "cuda":
-                training.peak_bytes = torch.cuda.max_memory_allocated(self.device)
-            status = nf4_patch.status()
-            training.hits, training.errors = status.hits, status.errors
-            for target in status.targets:
-                for name, count in target.fallbacks.items():
-                    training.fallbacks[name] = training.fallbacks.get(name, 0) + count
-        digest = hashlib.sha256()
-        for parameter in trainable:
-            digest.update(parameter.detach().float().cpu().numpy().tobytes())
-        training.adapter = digest.hexdigest()
-        del model, optimizer, trainable, loss
-        gc.collect()
-        torch.cuda.empty_cache()
-        return training
+def made(size: Size, device: torch.device) -> Any:
+    """The model in 4 bits, with an attention whose backward adds in a fixed order, which the fused ones do not."""
+    return build_4bit(config_of(size.llama, training_dtype(), attn_implementation="eager"), device)
 
 
-def verify_weights(checkpoint: Path, tell: Progress) -> dict[str, Any]:
+def adapted(size: Size, device: torch.device) -> Any:
+    """With LoRA on all linears and gradient checkpointing, the same every time."""
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    options = {"use_reentrant": False}
+    model = prepare_model_for_kbit_training(made(size, device), gradient_checkpointing_kwargs=options)
+    torch.manual_seed(SEED)
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, lora).train()
+
+
+def batches(size: Size, device: torch.device, steps: int) -> Iterable[torch.Tensor]:
+    """Token windows of the text, [batch, length], the same every time; a token is a byte."""
+    text = bytearray((resources.files("nf4_patch") / "data" / TEXT).read_bytes())
+    tokens = torch.frombuffer(text, dtype=torch.uint8).long()
+    generator = torch.Generator().manual_seed(SEED)
+    for _ in range(steps):
+        starts = torch.randint(len(tokens) - size.length, (size.batch,), generator=generator)
+        yield torch.stack([tokens[start : start + size.length] for start in starts]).to(device)
+
+
+def train(size: Size, device: torch.device, tell: Progress, doing: str, patched: bool, steps: int) -> Training:
+    """Make, adapt and train the model from the seed, with the patch or without."""
+    text = f"{doing} {'with' if patched else 'without'} the patch"
+    tell(text, 0, steps)
+    on_gpu = device.type == "cuda"
+    # matmul off, whatever the environment says: the fused matmul has other bits
+    with patch(patched, matmul="off"):
+        model = adapted(size, device)
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trainable, lr=size.learning_rate)
+        counters.reset()
+        training = Training(patched)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        for step, tokens in enumerate(batches(size, device, steps), 1):
+            started = time.perf_counter()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            training.losses.append(loss.item())  # waits for the GPU
+            training.seconds.append(time.perf_counter() - started)
+            tell(text, step, steps)
+        if on_gpu:
+            training.peak_bytes = torch.cuda.max_memory_allocated(device)
+        status = nf4_patch.status()
+    training.hits, training.errors = status.hits, status.errors
+    for target in status.targets:
+        for name, count in target.fallbacks.items():
+            training.fallbacks[name] = training.fallbacks.get(name, 0) + count
+    digest = hashlib.sha256()
+    for parameter in trainable:
+        digest.update(parameter.detach().float().cpu().numpy().tobytes())
+    training.adapter = digest.hexdigest()
+    del model, optimizer, trainable, loss
+    gc.collect()
+    torch.cuda.empty_cache()
+    return training
+
+
+def verify_weights(model: Any, tell: Progress) -> dict[str, Any]:
     """``verify`` on the model's packed weights. Without a GPU in a process of its own, under the interpreter.
 
     There the kernels of this process must stay as they are: interpreted, they would run on CPU tensors.
     """
-    if torch.cuda.is_available():
-        from . import verify
+    from safetensors.torch import save_file
 
-        return verify.verify(checkpoint, tell=tell).as_dict()
-    tell("verifying the kernel on the model's weights under Triton's interpreter")
-    result = checkpoint.with_name("verify.json")
-    command = [sys.executable, "-m", "nf4_patch", "verify", "--weights", str(checkpoint), "--json", str(result)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if not result.exists():
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    report: dict[str, Any] = json.loads(result.read_text())
-    return report
+    with tempfile.TemporaryDirectory(prefix="nf4-patch-demo-") as folder:
+        checkpoint, result = Path(folder, "model.safetensors"), Path(folder, "verify.json")
+        save_file(model.state_dict(), checkpoint)
+        if torch.cuda.is_available():
+            from . import verify
+
+            return verify.verify(checkpoint, tell=tell).as_dict()
+        tell("verifying the kernel on the model's weights under Triton's interpreter")
+        command = [sys.executable, "-m", "nf4_patch", "verify", "--weights", str(checkpoint), "--json", str(result)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if not result.exists():
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+        report: dict[str, Any] = json.loads(result.read_text())
+        return report
 
 
 def draw(report: DemoReport, png: Path) -> None:

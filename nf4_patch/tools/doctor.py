@@ -31,22 +31,10 @@ from ..patching.state import State
 from ..patching.targets import SWITCHES, TARGETS, Target
 from .report import DISTRIBUTIONS, Diagnosis, Progress, installed_releases, plural, silent
 
-# (capability that no longer needs the advice, the advice): the first row whose capability the GPU is below.
-GPU_ADVICE: tuple[tuple[tuple[int, int], str], ...] = (
-    (compilation.MINIMUM_CAPABILITY, f"every call runs the original: {Reason.GPU_TOO_OLD.sentence}"),
-    (
-        (8, 0),
-        "fp16 is right here: this GPU has no bf16 arithmetic and PyTorch emulates it, slowly. Take "
-        "bnb_4bit_compute_dtype=torch.float16 and fp16=True; the kernel itself writes bf16 as exactly as fp16",
-    ),
+TAKE_FP16 = (  # of a GPU before sm_80
+    "fp16 is right here: this GPU has no bf16 arithmetic and PyTorch emulates it, slowly. Take "
+    "bnb_4bit_compute_dtype=torch.float16 and fp16=True; the kernel itself writes bf16 as exactly as fp16"
 )
-
-
-# Why the eager calls of a library are left to its own kernel, and what to do; "": of any other library.
-UNMEASURED = {
-    "unsloth": "no benchmark shows ours faster on this GPU; `nf4-patch calibrate` measures it",
-    "": "no benchmark shows ours faster on this GPU; NF4_PATCH_DEFER=never takes them",
-}
 
 
 class Verdict(str, enum.Enum):
@@ -96,7 +84,7 @@ class Gpu:
     name: str
     capability: tuple[int, int]
     gibibytes: float
-    advice: str
+    advice: str = ""
     kernels: list[KernelCheck] = field(default_factory=list)
     fused_matmul: str = ""  # what decides where it runs
 
@@ -137,12 +125,10 @@ class DoctorReport(Diagnosis):
         if self.forbidden:
             found.append("NF4_PATCH=0 or NF4_USE_TRITON=0 keeps the patch off")
         for gpu in self.gpus:
+            errors = [f"{check.dtype}: {check.error}" for check in gpu.kernels if not check.works]
             if not gpu.works:
-                errors = [f"{check.dtype}: {check.error}" for check in gpu.kernels if not check.works]
                 found.append(f"GPU {gpu.index} ({gpu.name}) runs the original: {'; '.join(errors) or gpu.advice}")
-        for judged in self.targets:
-            if judged.verdict is Verdict.REFUSED:
-                found.append(f"{judged.target} is left alone: {judged.why}")
+        found += [f"{j.target} is left alone: {j.why}" for j in self.targets if j.verdict is Verdict.REFUSED]
         if not any(judged.release for judged in self.targets):
             found.append("neither bitsandbytes nor Unsloth is installed: there is nothing to patch")
         return found
@@ -166,9 +152,8 @@ class DoctorReport(Diagnosis):
 
     def render(self) -> Iterable[RenderableType]:
         yield f"nf4_patch {nf4_patch.__version__}, {self.machine}"
-        missing = [name for name in DISTRIBUTIONS if name not in self.releases]
         yield ", ".join(f"{name} {release}" for name, release in self.releases.items())
-        if missing:
+        if missing := [name for name in DISTRIBUTIONS if name not in self.releases]:
             yield f"not installed: {', '.join(missing)}"
         if self.driver:
             yield self.driver
@@ -182,8 +167,7 @@ class DoctorReport(Diagnosis):
         if self.missing:
             yield self.missing
         yield ""
-        for problem in self.problems():
-            yield f"{self.outcome}: {problem}"
+        yield from (f"{self.outcome}: {problem}" for problem in self.problems())
         if self.no_gpu:
             yield "`nf4-patch verify` runs the kernel here under Triton's interpreter."
         if self.outcome is Outcome.READY:
@@ -233,7 +217,7 @@ def examine(unsloth: bool = False, tell: Progress = silent) -> DoctorReport:
     gpus = [examine_gpu(index, tell) for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
     return DoctorReport(
         machine=f"Python {platform.python_version()}, {platform.platform()}",
-        driver=driver(),
+        driver=driver() if torch.cuda.is_available() else "",
         releases=installed_releases(),
         gpus=gpus,
         no_gpu=why_no_gpu() if not gpus else "",
@@ -246,14 +230,9 @@ def examine(unsloth: bool = False, tell: Progress = silent) -> DoctorReport:
 
 
 def driver() -> str:
-    if not torch.cuda.is_available():
-        return ""
-    try:
-        found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", Path("/proc/driver/nvidia/version").read_text())
-        release = found[1] if found else "unknown"
-    except OSError:  # Windows and WSL have no such file
-        release = "unknown"
-    return f"NVIDIA driver {release}, CUDA {torch.version.cuda} in torch"
+    file = Path("/proc/driver/nvidia/version")  # which Windows and WSL do not have
+    found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", file.read_text() if file.exists() else "")
+    return f"NVIDIA driver {found[1] if found else 'unknown'}, CUDA {torch.version.cuda} in torch"
 
 
 def why_no_gpu() -> str:
@@ -267,9 +246,11 @@ def why_no_gpu() -> str:
 def examine_gpu(index: int, tell: Progress) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
-    advice = next((text for limit, text in GPU_ADVICE if capability < limit), "")
-    gpu = Gpu(index, properties.name, capability, properties.total_memory / 2**30, advice)
-    if torch.version.hip is None and capability >= compilation.MINIMUM_CAPABILITY:
+    gpu = Gpu(index, properties.name, capability, properties.total_memory / 2**30)
+    if capability < compilation.MINIMUM_CAPABILITY:
+        gpu.advice = f"every call runs the original: {Reason.GPU_TOO_OLD.sentence}"
+    elif torch.version.hip is None:
+        gpu.advice = TAKE_FP16 if capability < (8, 0) else ""
         for done, dtype in enumerate(OUTPUT_DTYPES):
             tell(f"compiling for {properties.name}", done, len(OUTPUT_DTYPES))
             gpu.kernels.append(check_kernel(dtype, torch.device("cuda", index), capability))
@@ -294,7 +275,7 @@ def check_kernel(dtype: torch.dtype, device: torch.device, capability: tuple[int
 
 
 def examine_targets(unsloth: bool, config: Config, tell: Progress) -> list[Judged]:
-    """Import the libraries, enable the patch, and ask what stands where; afterwards it is as it was."""
+    """Import the libraries, enable the patch, and ask what is in place; afterwards it is as it was."""
     # in the order of TARGETS: unsloth_zoo cannot be imported before unsloth
     installed = installed_releases(dict.fromkeys(target.distribution for target in TARGETS))
     wanted = [name for name in installed if unsloth or not name.startswith("unsloth")]
@@ -338,8 +319,9 @@ def judge(target: Target, release: str, state: State, failed: dict[str, str], co
         return Verdict.NOT_HERE, f"{library} imports {target.module} only where it finds a GPU"
     if not target.only and keeps_its_kernel(library, release, state):
         if deferral.deferred(library):
-            by_option = config.defer == "always"
-            return Verdict.DEFERRED, "NF4_PATCH_DEFER=always" if by_option else UNMEASURED.get(library, UNMEASURED[""])
+            can = "`nf4-patch calibrate` measures it" if library == "unsloth" else "NF4_PATCH_DEFER=never takes them"
+            unmeasured = f"no benchmark shows ours faster on this GPU; {can}"
+            return Verdict.DEFERRED, "NF4_PATCH_DEFER=always" if config.defer == "always" else unmeasured
         if deferral.deferred(library, compiling=True):
             return Verdict.EAGER_ONLY, f"compiled code keeps {library}'s own kernel"
     if state is State.WAITING:

@@ -15,10 +15,6 @@ class OutputError(ValueError):
     """No file can be written at this path; the message says why."""
 
 
-class NothingToWrite(RuntimeError):
-    """The work gave nothing that belongs into the file; the message says why."""
-
-
 def absolute(path: str | Path) -> Path:
     """As seen from the working directory of this moment: the work may change it."""
     return Path(os.path.abspath(os.path.expanduser(path)))  # not resolved: /dev/stdout leads to a pipe
@@ -44,9 +40,8 @@ def write(file: Path, writer: Callable[[Path], Any]) -> bool:
     """Let ``writer`` write ``file``. A failure is one line on stderr, and False: the result of the work is kept."""
     try:
         writer(file)
-    except (OSError, NothingToWrite) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        print(f"nf4_patch: {file} was not written: {why}", file=sys.stderr)
+    except OSError as error:
+        print(f"nf4_patch: {file} was not written: {error.strerror or error}", file=sys.stderr)
         return False
     return True
 

@@ -8,9 +8,7 @@ from typing import Any
 
 import nf4_patch
 
-from ..config import Config
 from ..patching import hooks
-from .report import NotAvailable
 
 
 @contextlib.contextmanager
@@ -21,14 +19,14 @@ def patch(on: bool, **options: Any) -> Iterator[None]:
     """
     import bitsandbytes.functional  # noqa: F401
 
-    with nf4_patch.enabled(**options) if on else hooks.suspended():
+    if on:
+        with nf4_patch.enabled(**options):
+            yield
+        return
+    was_on, options_before = hooks.in_force()
+    nf4_patch.disable()
+    try:
         yield
-
-
-def require_patch() -> None:
-    """
-    Raises:
-        NotAvailable: a variable keeps the patch off, so that it cannot be measured.
-    """
-    if Config.read().forbidden:
-        raise NotAvailable("NF4_PATCH=0 or NF4_USE_TRITON=0 keeps the patch off: unset it to measure the patch")
+    finally:
+        if was_on:
+            nf4_patch.enable(*options_before)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import nf4_patch
 
+from ..config import Config
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Column
@@ -81,6 +83,15 @@ def require_gpu() -> None:
 
     if not torch.cuda.is_available() or torch.version.hip is not None:
         raise NotAvailable("no NVIDIA GPU: nothing can be measured here")
+
+
+def require_patch() -> None:
+    """
+    Raises:
+        NotAvailable: a variable keeps the patch off, so that it cannot be measured.
+    """
+    if Config.read().forbidden:
+        raise NotAvailable("NF4_PATCH=0 or NF4_USE_TRITON=0 keeps the patch off: unset it to measure the patch")
 
 
 DISTRIBUTIONS = ("torch", "triton", "bitsandbytes", "unsloth", "unsloth_zoo", "transformers", "peft", "wrapt")

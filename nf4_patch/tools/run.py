@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import math
 import os
 import runpy
 import sys
@@ -26,13 +27,11 @@ from ..patching.state import State
 from ..patching.status import NEVER_HIT, Status, explain, folded
 from . import output
 from .report import Report, plural, right_aligned
-from .savings import of_the_cache
 
-# Files whose frames stand above the script's own in a traceback.
-OUR_FRAMES = (
-    __file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>",
-    "<frozen importlib._bootstrap_external>",
-)  # fmt: skip
+# Files whose frames are above the script's own in a traceback.
+FROZEN = ("runpy", "importlib._bootstrap", "importlib._bootstrap_external")
+OUR_FRAMES = (__file__, runpy.__file__, *(f"<frozen {name}>" for name in FROZEN))
+BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}  # per element
 
 # What starts the processes that train, as it is named after ``run``; and how each of them gets a report instead.
 LAUNCHERS = dict.fromkeys(
@@ -109,6 +108,30 @@ class RunReport(Report):
         yield from self.advice()
 
 
+def of_the_cache(status: Status) -> list[str]:
+    """What the cache saved, or which budget would have saved what: in proportion to it, and more with checkpointing."""
+    if status.cache.mode != "off":
+        return [str(status.cache)]
+    if not status.weights:
+        return []
+    from ..patching.cache.allocator import allocated  # imports torch, which the run has
+
+    weights = sum(status.weights.values())
+    reads = sum(status.shapes[shape] for shape in status.weights)
+    size = 0
+    for shape, count in status.weights.items():
+        sides, dtype = shape.split()  # "4096x4096 bfloat16"
+        size += count * allocated(math.prod(map(int, sides.split("x"))) * BYTES[dtype])
+    saved = 1 - weights / max(reads, 1)
+    if saved <= 0:
+        return []
+    half = f'cache="{size / 2 / 2**30:.2f}GiB" at least {saved / 2:.0%}'
+    return [
+        f"cache: {plural(weights, 'weight')} would take {size / 2**30:.2f} GiB dequantized; "
+        f"enable(cache=...) of that size would have saved {saved:.0%} of the dequantizations, {half}"
+    ]
+
+
 def run(module: str | None, arguments: Sequence[str], shown: bool = False) -> RunReport:
     """Run ``arguments[0]`` as a script, or ``module``, as ``__main__``, with the patch on.
 
@@ -121,7 +144,7 @@ def run(module: str | None, arguments: Sequence[str], shown: bool = False) -> Ru
         OSError: the script cannot be read.
         SystemExit: this is a forked child, or a launcher's process of another rank than 0: it has no report.
     """
-    start = _module(module) if module else _script(arguments[0])
+    start = _starter(module, "" if module else arguments[0])
     enabled = nf4_patch.enable()
     if enabled:
         os.environ["NF4_PATCH"] = "1"
@@ -138,28 +161,18 @@ def run(module: str | None, arguments: Sequence[str], shown: bool = False) -> Ru
     return RunReport(command, enabled, code, seconds, status, shown)
 
 
-def _module(name: str) -> Callable[[], Any]:
-    """What runs a module in the ``__main__`` of sys.modules: the function that ``python -m`` calls."""
-
-    def start() -> None:
-        _lead_path_with(os.getcwd())
-        runpy._run_module_as_main(name)  # type: ignore[attr-defined]
-
-    return start
-
-
-def _script(name: str) -> Callable[[], Any]:
-    """What runs a script, a .pyc, or a folder or zip file with a __main__.py, in the ``__main__`` of sys.modules.
+def _starter(module: str | None, script: str) -> Callable[[], Any]:
+    """What runs a module, or a script, a .pyc, or a folder or zip file with a __main__.py, in the ``__main__`` of sys.modules.
 
     Raises:
         OSError: it cannot be read.
     """
-    path = os.path.abspath(name)
-    if os.path.isdir(path) or zipfile.is_zipfile(path):
+    path = os.path.abspath(script)
+    if module or os.path.isdir(path) or zipfile.is_zipfile(path):
 
         def start() -> None:
-            sys.path[0 : 0 if _safe_path() else 1] = [path]
-            runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+            _lead_path_with(os.getcwd() if module else path, even_if_safe=not module)
+            runpy._run_module_as_main(module or "__main__", alter_argv=bool(module))  # type: ignore[attr-defined]
 
         return start
     loader: Any = (SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader)("__main__", path)
@@ -173,6 +186,13 @@ def _script(name: str) -> Callable[[], Any]:
         exec(code, main)
 
     return execute
+
+
+def _lead_path_with(directory: str, even_if_safe: bool = False) -> None:
+    """Make it the first entry of sys.path; python -P ("safe path") has none for a script's folder or the working directory."""
+    safe = getattr(sys.flags, "safe_path", False)
+    if even_if_safe or not safe:
+        sys.path[0 : 0 if safe else 1] = [directory]
 
 
 def _exit_code(start: Callable[[], Any]) -> int:
@@ -212,14 +232,3 @@ def _show(error: BaseException, hook: Callable[..., Any]) -> None:
     while traceback is not None and traceback.tb_frame.f_code.co_filename in OUR_FRAMES:
         traceback = traceback.tb_next  # to the script's own first frame
     hook(type(error), error.with_traceback(traceback), traceback)
-
-
-def _lead_path_with(directory: str) -> None:
-    """The first entry of sys.path is the script's directory, or the working directory for a module (not with -P)."""
-    if not _safe_path():
-        sys.path[0] = directory
-
-
-def _safe_path() -> bool:
-    """python -P, which leaves sys.path alone."""
-    return getattr(sys.flags, "safe_path", False)

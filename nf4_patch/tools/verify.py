@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import RenderableType
@@ -19,6 +19,8 @@ from .patch import patch
 from .report import NotAvailable, Progress, Report, plural, provenance, right_aligned, silent
 
 Dequantize = Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]  # weight, quant_state, out -> the weight
+# family, output dtype and name of a weight to compare, and what makes it (packed, quant_state) when its turn comes
+Weight = tuple[str, str, str, Callable[[], tuple[torch.Tensor, Any]]]
 SHOWN = 20  # failures that are listed
 
 
@@ -79,9 +81,8 @@ def verify(
         dequantize: what is compared.
 
     Raises:
-        BadCheckpoint: ``weights`` cannot be read, or holds no 4-bit weight.
-        NotAvailable: there is no GPU, and bitsandbytes is older than 0.50.
-        machine_code.Unsupported: that code does not run on this machine.
+        NotAvailable: ``weights`` cannot be read, or holds no 4-bit weight; there is no GPU, and bitsandbytes is older
+            than 0.50.
     """
     cases.use_interpreter_without_gpu()
     from ..nf4.dequantize import compilation
@@ -103,29 +104,14 @@ def verify(
     return report
 
 
-class Weight(NamedTuple):
-    """A weight to compare, made when its turn comes."""
-
-    family: str
-    dtype: str
-    name: str
-    make: Callable[[], tuple[torch.Tensor, Any]]
-
-
-class BadCheckpoint(NotAvailable):
-    """A file that cannot be read as a checkpoint with 4-bit weights; the message says why."""
-
-
 def list_cases(weights: Path | None, device: torch.device) -> list[Weight]:
     if weights is not None:
         found = list(checkpoint(weights, device))
         if not found:
-            raise BadCheckpoint(f"{weights} holds no 4-bit weight of bitsandbytes: nothing can be compared")
+            raise NotAvailable(f"{weights} holds no 4-bit weight of bitsandbytes: nothing can be compared")
         return found
     return [
-        Weight(
-            case.family, cases.name_of(case.dtype), str(case), functools.partial(cases.quantized, case, seed, device)
-        )
+        (case.family, cases.name_of(case.dtype), str(case), functools.partial(cases.quantized, case, seed, device))
         for seed, case in enumerate(cases.every_case(thin=device.type == "cpu"))
     ]
 
@@ -134,7 +120,7 @@ def checkpoint(path: Path, device: torch.device) -> Iterator[Weight]:
     """The 4-bit weights of a checkpoint that transformers or bitsandbytes saved.
 
     Raises:
-        BadCheckpoint: the file cannot be read; from ``make``, a weight cannot be.
+        NotAvailable: the file cannot be read; from ``make``, a weight cannot be.
     """
     from bitsandbytes.functional import QuantState
     from safetensors import SafetensorError, safe_open
@@ -144,7 +130,7 @@ def checkpoint(path: Path, device: torch.device) -> Iterator[Weight]:
     try:
         file = safe_open(path, framework="pt", device=str(device))
     except (SafetensorError, OSError) as error:
-        raise BadCheckpoint(f"{path} cannot be read as safetensors: {error}") from error
+        raise NotAvailable(f"{path} cannot be read as safetensors: {error}") from error
     keys = sorted(file.keys())
 
     def read(prefix: str, fields: list[str]) -> tuple[torch.Tensor, Any]:
@@ -154,31 +140,30 @@ def checkpoint(path: Path, device: torch.device) -> Iterator[Weight]:
                 raise ValueError("its quant_state has no shape")
             return file.get_tensor(prefix), state
         except DAMAGED as error:
-            raise BadCheckpoint(f"damaged in the checkpoint: {type(error).__name__}: {error}") from error
+            raise NotAvailable(f"damaged in the checkpoint: {type(error).__name__}: {error}") from error
 
     for key in keys:
         prefix, found, _ = key.partition(".quant_state.bitsandbytes__")
         if found:
             fields = [k for k in keys if k.startswith(prefix + ".")]
-            yield Weight("weights of the checkpoint", "its own", prefix, functools.partial(read, prefix, fields))
+            yield "weights of the checkpoint", "its own", prefix, functools.partial(read, prefix, fields)
 
 
 def compare_all(report: VerifyReport, weights: list[Weight], dequantize: Dequantize, tell: Progress) -> None:
     rows: dict[tuple[str, str], Family] = {}
-    for done, weight in enumerate(weights):
-        tell(f"verify: {weight.family}", done, len(weights))
-        row = rows.setdefault((weight.family, weight.dtype), Family(weight.family, weight.dtype))
+    for done, (family, dtype, name, make) in enumerate(weights):
+        tell(f"verify: {family}", done, len(weights))
+        row = rows.setdefault((family, dtype), Family(family, dtype))
         row.cases += 1
         try:
-            packed, state = weight.make()
-        except BadCheckpoint as error:
-            report.failures.append(f"{weight.name}: {error}")
-            continue
-        row.elements += state.shape.numel()
-        count, sentence = compare(packed, state, dequantize)
-        row.differing += count
-        if sentence:
-            report.failures.append(f"{weight.name}: {sentence}")
+            packed, state = make()
+            row.elements += state.shape.numel()
+            count, failure = compare(packed, state, dequantize)
+            row.differing += count
+        except NotAvailable as error:
+            failure = str(error)
+        if failure:
+            report.failures.append(f"{name}: {failure}")
     report.rows = list(rows.values())
 
 

@@ -27,7 +27,7 @@ def launch(config: str) -> tuple[str | Path, ...]:
     return ("-m", "accelerate.commands.launch", "--config_file", EXAMPLES / config, "--main_process_port", "0")
 
 
-# Beside NCCL sdpa's backward (cuDNN's) does not repeat itself: of 16 trainings over DDP without the patch 1 ended with other
+# Next to NCCL sdpa's backward (cuDNN's) does not repeat itself: of 16 trainings over DDP without the patch 1 ended with other
 # losses than the rest, over FSDP2 4 of 16, of 8 and 24 with eager attention none (two H200).
 @pytest.mark.parametrize(
     ("launcher", "mode"),

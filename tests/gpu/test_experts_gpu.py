@@ -33,8 +33,8 @@ def train(model, patch: bool, steps: int, cache: str = "off"):
 
 @pytest.mark.parametrize("name", experts.CONFIGURATIONS)
 def test_a_hundred_steps_to_the_bit_and_nothing_dense_is_saved(name):
-    model = step.peft_model(experts.CONFIGURATIONS[name](), step.ATTENTION)
-    model.get_base_model().set_attn_implementation("eager")  # cuDNN's backward may not repeat beside other work (H200)
+    model = step.peft_model(experts.CONFIGURATIONS[name](), experts.ATTENTION)
+    model.get_base_model().set_attn_implementation("eager")  # cuDNN's backward may not repeat next to other work (H200)
     for checkpointing in (True, False):
         if not checkpointing:
             model.gradient_checkpointing_disable()

@@ -21,6 +21,8 @@ from subprocess_python import python
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own")
 LINEARS = 14  # two layers of seven
 SUPPORT = EXAMPLES.parent / "tests" / "support"
+PROGRAMS = EXAMPLES.parent / "tests" / "programs"
+TRAINING = PROGRAMS / "training.py"
 # Of the tiny Llama on two processes: each holds half of all bytes, the packed ones among them.
 DENSE = 2 * 512 * 128 * 2 + 5 * 128 * 2  # embedding, head, norms: bf16
 PACKED = 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256) // 2
@@ -180,59 +182,14 @@ def test_two_processes_by_a_config_file_of_accelerate(config, tmp_path):
     assert on["sharded_bytes"] == SHARDED_BYTES
 
 
-PACK = """
-import sys, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-sys.path.insert(0, sys.argv[1])
-from offline import checkpoint
-path, folder = checkpoint("random"), sys.argv[2]
-packed = BitsAndBytesConfig(
-    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-    bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=torch.bfloat16,
-)
-model = AutoModelForCausalLM.from_pretrained(path, quantization_config=packed, dtype=torch.bfloat16, device_map={"": "cpu"})
-model.save_pretrained(folder)
-AutoTokenizer.from_pretrained(path).save_pretrained(folder)
-"""
-
-
 @pytest.mark.full
 def test_a_packed_checkpoint_is_sharded(tmp_path):
     """What a model that fits on no single GPU is best started from."""
-    run([sys.executable, "-c", PACK, EXAMPLES, tmp_path / "packed"], tmp_path)
+    run([sys.executable, PROGRAMS / "pack_checkpoint.py", EXAMPLES, tmp_path / "packed"], tmp_path)
     arguments = ("--fsdp", "--model", tmp_path / "packed", "--steps", 2, "--tokens", 32)
     record = run_example("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=GLOO)
     assert record["hits_by_process"] == [2 * LINEARS] * 2 and not fallbacks(record)
     assert record["sharded_bytes"] == SHARDED_BYTES
-
-
-# One training step of one Linear4bit, which says in the end how often the kernel ran.
-STEP = """
-import sys, torch, bitsandbytes as bnb
-layer = bnb.nn.Linear4bit(128, 64, bias=False, compute_dtype=torch.bfloat16).to("cpu")
-x = torch.randn(4, 128, dtype=torch.bfloat16, requires_grad=True)
-layer(x).sum().backward()
-print("hits:", sys.modules["nf4_patch"].status().hits)  # bitsandbytes has imported it: an entry point
-"""
-LOADER = """
-import sys, torch
-from torch.utils.data import DataLoader, Dataset
-
-class Steps(Dataset):
-    def __len__(self):
-        return 2
-    def __getitem__(self, index):
-        import bitsandbytes as bnb
-        layer = bnb.nn.Linear4bit(128, 64, bias=False, compute_dtype=torch.bfloat16).to("cpu")
-        x = torch.randn(4, 128, dtype=torch.bfloat16, requires_grad=True)
-        layer(x).sum().backward()
-        return sys.modules["nf4_patch"].status().hits
-
-if __name__ == "__main__":
-    import bitsandbytes
-    context = sys.argv[1]
-    print("hits:", [int(n) for n in DataLoader(Steps(), batch_size=None, num_workers=1, multiprocessing_context=context)])
-"""
 
 
 @pytest.mark.full
@@ -246,15 +203,13 @@ if __name__ == "__main__":
     ids=["nothing", "variable", "run", "accelerate", "torchrun"],
 )  # fmt: skip
 def test_no_change_of_code(launcher, variables, hits, tmp_path):
-    (tmp_path / "step.py").write_text(STEP)
-    output = run([sys.executable, *launcher, "step.py"], tmp_path, **variables)
+    output = run([sys.executable, *launcher, TRAINING], tmp_path, **variables)
     assert [int(n) for n in re.findall(r"hits: (\d+)", output)] == hits
 
 
 @pytest.mark.full
 def test_dataloader_workers(tmp_path):
-    script = tmp_path / "loader.py"
-    script.write_text(LOADER)
+    script = PROGRAMS / "workers_of_a_loader.py"
     for context in ("fork", "spawn"):
         assert "hits: [1, 2]" in run([sys.executable, script, context], tmp_path, NF4_PATCH="1"), context
     assert "hits: [1, 2]" in run([sys.executable, "-m", "nf4_patch", "run", script, "spawn"], tmp_path)
@@ -273,7 +228,7 @@ def test_notebook_extension(patched):
 def test_in_ipython(tmp_path):
     pytest.importorskip("IPython")
     cells = tmp_path / "cells.ipy"
-    cells.write_text("%load_ext nf4_patch\n" + STEP)
+    cells.write_text(f"%load_ext nf4_patch\n%run {TRAINING}\n")
     assert "hits: 1" in run([sys.executable, "-m", "IPython", cells], tmp_path)
 
 
@@ -303,7 +258,8 @@ def test_logging(tmp_path):
         return [line for line in done.stderr.splitlines() if line.startswith("LOG") and "nf4_patch" in line]
 
     assert log_of("import nf4_patch") == []
-    assert log_of(f"import nf4_patch\nimport bitsandbytes\n{STEP}") == []
+    training = f"import nf4_patch, runpy\nimport bitsandbytes\nrunpy.run_path({str(TRAINING)!r}, run_name='__main__')"
+    assert log_of(training) == []
     (line,) = log_of("import nf4_patch; nf4_patch.enable(); import bitsandbytes")
     assert line.startswith("LOG INFO nf4_patch nf4_patch is on")
     lines = log_of(

@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import nf4_patch
-from nf4_patch.tools import llama
+from benchmarks.checkpoint import load_4bit
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < (2, 8), reason="before PyTorch 2.8 stock bitsandbytes and peft break the graph 42 times"
@@ -26,7 +26,7 @@ BACKEND = "inductor" if GPU else "aot_eager"
 
 
 def qlora(checkpoint: str, device: torch.device) -> torch.nn.Module:
-    model = llama.load_4bit(checkpoint, device=device)
+    model = load_4bit(checkpoint, device)
     torch.manual_seed(0)
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")).train()
 

@@ -29,10 +29,10 @@ def test_cells_are_plain_python_without_output():
 
 
 def test_its_commands_exist():
-    from nf4_patch.tools.cli import VERBS
+    from nf4_patch.tools.cli import main
 
     for verb in ("doctor", "verify", "bench"):
-        assert verb in VERBS
+        assert verb in main.commands
         assert f'\\"{verb}\\"' in TEXT
 
 

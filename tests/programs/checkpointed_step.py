@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 library, patch, steps = sys.argv[1], sys.argv[2] == "on", int(sys.argv[3])
@@ -23,11 +24,13 @@ if library == "unsloth":
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks import checkpoint
 from nf4_patch.tools import llama
 
 TOKENS = 512
 LINEARS = list(llama.LINEARS)
-LLAMA = llama.Shape(1024, 2816, layers=2, heads=8, key_value_heads=4, vocabulary=1024)
+LLAMA = llama.Shape(1024, 2816, 2, 8, 4, vocab_size=1024)
 
 
 def load(folder: str):
@@ -48,7 +51,7 @@ def load(folder: str):
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
     model = prepare_model_for_kbit_training(
-        llama.load_4bit(folder), gradient_checkpointing_kwargs={"use_reentrant": False}
+        checkpoint.load_4bit(folder), gradient_checkpointing_kwargs={"use_reentrant": False}
     )
     torch.manual_seed(0)
     return get_peft_model(model, LoraConfig(r=16, target_modules=LINEARS, task_type="CAUSAL_LM"))
@@ -81,7 +84,7 @@ def spy_on_originals() -> dict[str, int]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        llama.save(folder, LLAMA)
+        checkpoint.save(folder, LLAMA)
         model = load(folder)
     model.train()
     originals = spy_on_originals()

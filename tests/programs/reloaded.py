@@ -1,4 +1,4 @@
-"""importlib.reload of the target and of nf4_patch while it is on, and a target imported anew."""
+"""importlib.reload of the target and of nf4_patch while it is on, and a target imported again."""
 
 import importlib
 import sys
@@ -37,7 +37,7 @@ import types
 fresh = types.ModuleType("bitsandbytes.functional")
 fresh.__dict__.update(vars(F))
 fresh.dequantize_4bit = held[0]
-sys.modules["bitsandbytes.functional"] = fresh  # imported anew
+sys.modules["bitsandbytes.functional"] = fresh  # imported again
 assert state() == "displaced", state()
 nf4_patch.enable()
 assert state() == "patched"

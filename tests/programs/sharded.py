@@ -41,7 +41,7 @@ def refused(weight, reason):
 
 
 refused(holder.weight, "TENSOR_SUBCLASS")  # the sharded parameter: a DTensor
-refused(holder.weight.to_local(), "SIZE_MISMATCH")  # half of the bytes beside the shape of the whole
+refused(holder.weight.to_local(), "SIZE_MISMATCH")  # half of the bytes with the shape of the whole
 before = nf4_patch.status().hits
 gathered = holder.weight.full_tensor()
 assert torch.equal(F.dequantize_4bit(gathered, state), whole)

@@ -1,4 +1,4 @@
-"""The patch in Unsloth: ``unsloth_dequantize.py TARGET first|last|between``, when it is enabled beside the imports."""
+"""The patch in Unsloth: ``unsloth_dequantize.py TARGET first|last|between``, enabled before, between or after the imports."""
 
 import importlib
 import sys

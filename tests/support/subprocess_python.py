@@ -1,7 +1,7 @@
 """An interpreter of its own for what can be tried only once a process: import order, environment, silence.
 
 It is forked from a process that has imported what bitsandbytes imports of PyTorch: 6 of the 7 CPU seconds of
-``import bitsandbytes``. On a GPU machine, with ``fresh`` and with a variable that Python itself reads it is started anew.
+``import bitsandbytes``. On a GPU machine, with ``fresh`` and with a variable that Python itself reads it is started fresh.
 """
 
 from __future__ import annotations

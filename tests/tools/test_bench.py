@@ -14,7 +14,7 @@ from rich.console import Console
 from verbs import output_of
 
 from nf4_patch.tools import llama, report
-from nf4_patch.tools.bench import matmul, shapes, timing
+from nf4_patch.tools.bench import dequantize, matmul, timing
 from nf4_patch.tools.bench.baselines import BITSANDBYTES, OURS, UNSLOTH_TRITON
 from nf4_patch.tools.bench.record import CEILING, Bench, Row, accuracy, bits, table
 from nf4_patch.tools.bench.timing import Machine, Times
@@ -94,6 +94,12 @@ def test_noise_is_a_variant_against_itself():
     assert Times((10.0,)).noise == 0.0
 
 
+def test_the_order_turns_every_round_and_a_warm_up_is_not_counted():
+    said = []
+    times = timing.alternating({"a": "a", "b": "b"}, lambda side: said.append(side) or len(said), rounds=2)
+    assert "".join(said) == "baabba" and times["a"].values == (3, 6)
+
+
 def test_json_holds_every_time():
     row = comparison(bitsandbytes=True)
     data = json.loads(json.dumps(report_of(row).as_dict()))
@@ -106,7 +112,7 @@ def test_json_holds_every_time():
 
 
 def test_shapes_are_listed_once_and_start_with_the_challenge():
-    listed = shapes.shapes()
+    listed = dequantize.shapes()
     assert list(listed)[:3] == [(8192, 2048), (4096, 1024), (14336, 4096)]
     assert listed[14336, 4096] == "challenge, Llama 3.1 8B gate, up"
     assert (1024, 4096) in listed and (28672, 8192) in listed and (18944, 3584) in listed
@@ -142,7 +148,7 @@ def test_no_commit_where_git_does_not_know_the_package(monkeypatch, tmp_path):
 def test_a_step_is_in_the_dtype_that_the_gpu_computes_in(monkeypatch, capability, dtype):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    config = llama.config_of(llama.Shape(128, 256, 1, heads=2, key_value_heads=2), llama.training_dtype())
+    config = llama.config_of(llama.Shape(128, 256, 1, 2, 2), llama.training_dtype())
     model = llama.build_4bit(config, device="cpu")
     projection = model.model.layers[0].self_attn.q_proj
     assert (projection.compute_dtype, projection.weight.quant_state.dtype, model.lm_head.weight.dtype) == (dtype,) * 3

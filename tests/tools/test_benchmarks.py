@@ -63,7 +63,7 @@ def test_challenge_total_is_the_sum_and_needs_every_part_equal():
     assert not total.checks[BITSANDBYTES].passed and total.ratio(BITSANDBYTES) is None
 
 
-def test_a_first_step_is_compiled_anew(monkeypatch):
+def test_a_first_step_is_compiled_again(monkeypatch):
     model, folders = torch.nn.Linear(4, 1), []
     monkeypatch.setattr(torch, "compile", lambda m: folders.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]) or m)
     monkeypatch.setattr(Step, "__call__", lambda self: self.model(torch.ones(4)).sum().detach())
@@ -103,7 +103,7 @@ def test_a_rate_needs_hits_and_accuracy():
 @torch.no_grad()
 def test_the_static_cache_gives_the_logits_of_the_whole_sequence(monkeypatch, fresh_dynamo, compiled):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
-    shape = llama.Shape(256, 512, 2, heads=4, key_value_heads=2, vocabulary=97)
+    shape = llama.Shape(256, 512, 2, 4, 2, vocab_size=97)
     model = llama.build_4bit(llama.config_of(shape), device="cpu").eval()
     side = generation.Generation(model, 3, compiled, cache=16)
     tokens, logits = [], []

@@ -10,7 +10,6 @@ from calibration import CONFIG, GPU, entry_of, row
 from oracle import layout_of, quantized
 from verbs import output_of
 
-from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.nf4.matmul import reference as matmul_reference
 from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
@@ -28,7 +27,7 @@ def point(m, ours, theirs, noise=0.0, config=CONFIG):
 
     taken = {BITSANDBYTES: times(theirs), bench_matmul.DEQUANTIZE: times(100.0)}
     taken |= {} if ours is None else {OURS: times(ours)}
-    return calibrate.Point(Row(f"M={m}", "us", taken, {}, sizes={"m": m}), config)
+    return Row(f"M={m}", "us", taken, {}, sizes={"m": m}), config
 
 
 def taken(*points):
@@ -67,9 +66,8 @@ def test_candidates_are_what_is_shipped_for_as_many_rows():
 def test_a_config_that_is_wrong_is_not_timed(monkeypatch):
     """The reference passes for a config; one weight that is off, or the sums, and it is named by what is wrong."""
     packed, state = quantized((256, 512), torch.bfloat16, "cpu")
-    layout = layout_of(packed, state)
-    dense, truth = reference.dequantize(layout), bench_matmul.exact(layout)
-    x = torch.randn(8, 512).bfloat16()
+    layout, weights = layout_of(packed, state), bench_matmul.Weights([(packed, state)])
+    x = weights.rows_of_x(8)
 
     def check(change):
         def multiply(config, x, packed, state, out=None):
@@ -77,7 +75,7 @@ def test_a_config_that_is_wrong_is_not_timed(monkeypatch):
             return result if out is None else out.copy_(result)
 
         monkeypatch.setattr(calibrate, "multiply", multiply)
-        return calibrate.check(CONFIG, x, (packed, state), dense, truth)
+        return calibrate.check(CONFIG, x, weights)
 
     def one_bit(result, one_hot):
         result.view(torch.int16)[3, 5] ^= one_hot

@@ -34,7 +34,7 @@ def test_an_older_gpu_needs_a_newer_one():
     assert done.returncode == 1 and "PTX needs an NVIDIA GPU to run on" in done.stderr
 
 
-def test_counts_beside_bitsandbytes(tmp_path):
+def test_counts_next_to_bitsandbytes(tmp_path):
     file = tmp_path / "report.json"
     done = script(SCRIPT, "instructions", "--json", file)
     assert done.stdout.count("sm_75") == 6

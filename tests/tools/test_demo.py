@@ -12,6 +12,7 @@ from verbs import output_of, report_of
 
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools import demo
+from nf4_patch.tools.bench import calibrate
 from nf4_patch.tools.cli import main
 
 STEPS, LINEARS = 2, 14
@@ -131,6 +132,10 @@ def test_what_the_demo_calls_a_failure():
     assert made(verification=wrong).exit_code == 1
 
 
-def test_sizes_are_those_of_the_command():
-    option = next(option for option in main.get_command(None, "demo").params if option.name == "size")
-    assert list(option.type.choices) == list(demo.SIZES)
+@pytest.mark.parametrize(
+    ("verb", "option", "known"), [("demo", "size", demo.SIZES), ("calibrate", "models", calibrate.NAMES)]
+)
+def test_what_can_be_chosen_is_what_there_is(verb, option, known):
+    """The command line names it without importing the module."""
+    found = next(parameter for parameter in main.commands[verb].params if parameter.name == option)
+    assert list(found.type.choices) == list(known)

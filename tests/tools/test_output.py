@@ -45,15 +45,14 @@ def test_a_path_stays_where_it_was_named(tmp_path, monkeypatch):
     assert output.checked("/dev/stdout") == Path("/dev/stdout")
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), output.NothingToWrite("nothing was timed")])
-def test_a_failed_write_is_one_line(error, tmp_path, capsys):
+def test_a_failed_write_is_one_line(tmp_path, capsys):
     def writer(file):
-        raise error
+        raise OSError(28, "No space left on device")
 
     assert output.write(tmp_path / "x.json", writer) is False
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
-    assert f"{tmp_path / 'x.json'} was not written" in said.err and str(error.args[-1]) in said.err
+    assert f"{tmp_path / 'x.json'} was not written: No space left on device" in said.err
 
 
 @pytest.mark.parametrize(

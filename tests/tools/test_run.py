@@ -1,14 +1,16 @@
-"""``nf4-patch run`` beside ``python``: what a script sees, how it ends, what the report says."""
+"""``nf4-patch run`` next to ``python``: what a script sees, how it ends, what the report says."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -17,16 +19,12 @@ from subprocess_python import command
 from nf4_patch.patching import deferral
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.state import State
-from nf4_patch.patching.status import NEVER_CALLED, NEVER_HIT, Status, TargetStatus
+from nf4_patch.patching.status import NEVER_CALLED, NEVER_HIT, CacheStatus, Status, TargetStatus
 from nf4_patch.patching.switch import switch
 from nf4_patch.tools import run
 
-TRAINING = """
-import bitsandbytes as bnb, torch
-layer = bnb.nn.Linear4bit(128, 64, bias=False, compute_dtype=torch.bfloat16).to(torch.bfloat16).to("cpu")
-for _ in range(3):
-    layer(torch.randn(5, 128, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
-"""
+PROGRAMS = Path(__file__).parents[1] / "programs"
+TRAINING = (PROGRAMS / "training.py", 3)
 
 
 def test_run_passes_errors_through_and_patches_children(tmp_path):
@@ -42,12 +40,8 @@ def test_run_passes_errors_through_and_patches_children(tmp_path):
 
 
 def test_run_reports_hits_and_what_was_never_hit(tmp_path):
-    (tmp_path / "train.py").write_text(TRAINING)
-    done = command(
-        "run", "--report", "--json", "report.json", "train.py", cwd=tmp_path, interpreted=True, CUDA_VISIBLE_DEVICES=""
-    )
+    done, report = reported(tmp_path, *TRAINING, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
     first = report["status"]["targets"][0]
     assert (first["name"], first["hits"], first["fallbacks"]) == ("bitsandbytes.functional.dequantize_4bit", 3, {})
     assert report["status"]["shapes"] == {"64x128 bfloat16": 3}
@@ -60,15 +54,13 @@ def test_run_reports_hits_and_what_was_never_hit(tmp_path):
 
 def test_run_reports_fallbacks_with_advice_and_a_line_for_each_target_that_matters(tmp_path):
     """At 80 columns, no name is cut."""
-    (tmp_path / "train.py").write_text(TRAINING)
-    done = command("run", "--report", "train.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    done = command("run", "--report", *TRAINING, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     reason = Reason.NOT_CUDA
     assert f"3 x NOT_CUDA: {reason.sentence} -> {reason.advice}" in done.stdout
     assert "bitsandbytes.functional.dequantize_4bit: installed, never hit" in done.stdout
-    done = command(
-        "run", "--report", "train.py", cwd=tmp_path, COLUMNS="80", TTY_COMPATIBLE="1", CUDA_VISIBLE_DEVICES=""
-    )
+    terminal = {"COLUMNS": "80", "TTY_COMPATIBLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = command("run", "--report", *TRAINING, cwd=tmp_path, **terminal)
     lines = done.stdout.splitlines()
     assert [line.split() for line in lines if "0  " in line and "dequantize_4bit" in line] == [
         ["0", "3", "bitsandbytes.functional.dequantize_4bit"]
@@ -129,32 +121,10 @@ def test_a_run_with_unsloth_says_what_it_keeps(kernels, defer, said, monkeypatch
 
 
 def test_run_obeys_the_switch(tmp_path):
-    (tmp_path / "train.py").write_text(TRAINING)
-    done = command(
-        "run", "--report", "train.py", cwd=tmp_path, interpreted=True, NF4_PATCH="0", CUDA_VISIBLE_DEVICES=""
-    )
+    done, _ = reported(tmp_path, *TRAINING, NF4_PATCH="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     assert "The patch was off" in done.stdout
     assert "0 dequantizations in the kernel" in done.stdout
-
-
-# What a script can ask of its surroundings, also when its main thread has ended.
-SURROUNDINGS = """
-import atexit, inspect, os, pickle, sys, threading, time
-import beside
-print(__name__, __file__, __spec__ and __spec__.name, type(__loader__).__name__, __builtins__, sys.argv, sys.path[0])
-class Pickled: pass
-def late(when):
-    os.chdir("/")
-    import beside_late
-    pickle.dumps(Pickled)
-    print(when, inspect.getsource(late)[:8], sys.modules["__main__"].late is late, sys.argv, sys.path[0], flush=True)
-def in_thread():
-    threading.main_thread().join()
-    late("thread")
-threading.Thread(target=in_thread).start()
-atexit.register(late, "atexit")
-"""
 
 
 def both(*arguments: str, cwd, **environ: str):
@@ -168,9 +138,9 @@ def both(*arguments: str, cwd, **environ: str):
 @pytest.fixture
 def place(tmp_path):
     """A folder with the script, and a folder and a zip file that can be run."""
-    (tmp_path / "script.py").write_text(SURROUNDINGS)
-    (tmp_path / "beside.py").write_text("")
-    (tmp_path / "beside_late.py").write_text("")
+    shutil.copy(PROGRAMS / "surroundings.py", tmp_path / "script.py")
+    for name in ("neighbour.py", "late_neighbour.py"):
+        (tmp_path / name).write_text("")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "__main__.py").write_text(
         "import sys\nprint(__file__, __spec__.name, sys.argv, sys.path[0])"
@@ -226,16 +196,20 @@ def test_the_report_is_written_where_the_run_began(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["code"] == 0
 
 
-def reported(folder, text, **environ):
-    """A run of ``text`` with a report: its process, and its JSON (None: not written)."""
-    (folder / "script.py").write_text(text)
-    done = command("run", "--report", "--json", "report.json", "script.py", cwd=folder, interpreted=True, **environ)
+def reported(folder, *words, **environ):
+    """A run with a report: its process, and its JSON (None: not written). ``words``: a script and its arguments."""
+    done = command("run", "--report", "--json", "report.json", *words, cwd=folder, interpreted=True, **environ)
     file = folder / "report.json"
     return done, json.loads(file.read_text()) if file.exists() else None
 
 
+def reported_text(folder, text, **environ):
+    (folder / "script.py").write_text(text)
+    return reported(folder, "script.py", **environ)
+
+
 def test_a_failing_excepthook_loses_no_report(tmp_path):
-    done, report = reported(tmp_path, HOOKS[0])
+    done, report = reported_text(tmp_path, HOOKS[0])
     assert done.returncode == report["code"] == 1
     assert done.stdout.count("0 dequantizations in the kernel") == 1
     assert "Error in sys.excepthook:" in done.stderr and "ZeroDivisionError" in done.stderr
@@ -243,7 +217,7 @@ def test_a_failing_excepthook_loses_no_report(tmp_path):
 
 @pytest.mark.parametrize("end", ["", "sys.exit(5)", "raise SystemExit"])
 def test_a_forked_child_has_no_report(end, tmp_path):
-    done, report = reported(
+    done, report = reported_text(
         tmp_path,
         f"""
 import os, sys
@@ -261,21 +235,13 @@ else:
 
 def test_a_thread_that_outlives_the_script_is_waited_for(tmp_path):
     """It trains on after the main thread's end, which it can wait for; then come atexit handlers, as under Python."""
-    training = TRAINING.replace("\n", "\n    ")
-    done, report = reported(tmp_path, f"""
-import atexit, threading
-def train():
-    threading.main_thread().join(){training}
-    print("trained")
-atexit.register(print, "the end")
-threading.Thread(target=train).start()
-""", CUDA_VISIBLE_DEVICES="")  # fmt: skip
+    done, report = reported(tmp_path, PROGRAMS / "training_in_a_thread.py", CUDA_VISIBLE_DEVICES="")
     assert report["status"]["shapes"] == {"64x128 bfloat16": 3}, done.stderr
     assert done.stdout.startswith("trained\n") and done.stdout.endswith("the end\n")
 
 
 def test_a_weight_without_dimensions_is_reported(tmp_path):
-    done, report = reported(tmp_path, """
+    done, report = reported_text(tmp_path, """
 import bitsandbytes.functional as F, torch
 packed, state = F.quantize_4bit(torch.tensor(1.0), quant_type="nf4")
 assert F.dequantize_4bit(packed, state).shape == ()
@@ -287,7 +253,7 @@ assert F.dequantize_4bit(packed, state).shape == ()
     ("ranks", "reports"), [({"RANK": "0", "LOCAL_RANK": "0"}, 1), ({"RANK": "8", "LOCAL_RANK": "0"}, 0)]
 )
 def test_under_a_launcher_rank_0_reports(ranks, reports, tmp_path):
-    done, report = reported(tmp_path, "import sys; sys.exit(3)", **ranks)
+    done, report = reported_text(tmp_path, "import sys; sys.exit(3)", **ranks)
     assert done.returncode == 3 and (report is not None) == bool(reports)
     assert done.stdout.count("dequantizations in the kernel") == reports
 
@@ -300,3 +266,17 @@ def test_a_launcher_in_the_place_of_the_script_says_how_to_count_its_processes(t
     assert "rank 0 1" in done.stdout and "rank 1 1" in done.stdout  # patched, and not counted
     assert "Nothing was patched: this process imported neither" in done.stdout
     assert "`torchrun --no-python nf4-patch run --report train.py`" in done.stdout
+
+
+def test_which_budget_would_have_saved_what():
+    shapes = {"4096x4096 bfloat16": 3000, "14336x4096 bfloat16": 3000, "64x64 bfloat16 fused matmul": 7}
+    weights = {"4096x4096 bfloat16": 10, "14336x4096 bfloat16": 10}
+    (line,) = run.of_the_cache(replace(Status(True, (), shapes, ()), weights=weights))
+    assert line.startswith("cache: 20 weights would take 1.43 GiB dequantized")
+    assert "100% of the dequantizations" in line and 'cache="0.71GiB" at least 50%' in line
+    assert run.of_the_cache(replace(Status(True, (), {"64x64 bfloat16": 5}, ()), weights={"64x64 bfloat16": 5})) == []
+    assert run.of_the_cache(Status(True, (), {}, ())) == []
+    held = CacheStatus("6442450944", {0: 2**30}, 10, 75, 25)
+    assert run.of_the_cache(replace(Status(True, (), shapes, ()), cache=held)) == [
+        "cache 6 GiB: 10 weights, 1 GiB on device 0; 75 of 100 reads served"
+    ]

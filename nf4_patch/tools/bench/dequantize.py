@@ -11,18 +11,24 @@ import torch
 import nf4_patch
 
 from ...nf4.runtime import same_bits
+from ..llama import MODELS, projections
 from ..patch import patch
 from ..report import Progress, silent
 from .baselines import OURS, Baseline, baselines
 from .record import EMPTY, Bench, Row, bits
-from .shapes import shapes
-from .timing import Call, gpu_times, host_times, machine, rotation
+from .timing import Call, alternating, gpu_times, host_us, machine, rotation
 
 METHOD = {
     "dequantize": "GPU time of one call: CUDA-graph replays over weights that overflow the L2, alternating, medians.",
     "host": "Host time of one eager call, GPU idle before: allocation, guards and statistics included.",
 }
 DTYPES = (torch.float16, torch.bfloat16)
+# The three configurations of the Unsloth NF4 challenge: (hidden, intermediate, seed, dtype, batch, length).
+CHALLENGE = (
+    (2048, 8192, 3407, torch.float16, 2, 3333),
+    (1024, 4096, 3409, torch.bfloat16, 5, 777),
+    (4096, 14336, 3408, torch.bfloat16, 3, 2048),
+)
 Packed = tuple[torch.Tensor, Any]
 
 
@@ -31,6 +37,17 @@ def measure(with_unsloth: bool = True, quick: bool = False, tell: Progress = sil
     found = baselines(with_unsloth)
     sections = {"dequantize": list(on_gpu(found, tell, quick)), "host": list(on_host(found, tell))}
     return Bench(machine(), sections, METHOD)
+
+
+def shapes(challenge_only: bool = False) -> dict[tuple[int, int], str]:
+    """[out, in] of every weight to measure and who uses it; the challenge's first, each shape once."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for hidden, intermediate, *_ in CHALLENGE:
+        found.setdefault((intermediate, hidden), []).append("challenge")
+    for name, model in () if challenge_only else MODELS.items():
+        for shape, layers in projections(model).items():
+            found.setdefault(shape, []).append(f"{name} {layers}")
+    return {shape: ", ".join(users) for shape, users in found.items()}
 
 
 def subject_of(shape: Sequence[int], dtype: torch.dtype) -> str:
@@ -65,17 +82,12 @@ def agree(weights: Sequence[Packed], others: dict[str, Baseline], outs: Sequence
     return same
 
 
-Limits = Callable[
-    [Sequence[torch.Tensor], Sequence[torch.Tensor]], dict[str, list[Call]]
-]  # packed, out -> more variants
-
-
-def no_limits(packed: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> dict[str, list[Call]]:
-    return {}
+# of the same packed weights and results, more variants
+Limits = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], dict[str, list[Call]]]
 
 
 def on_gpu(
-    others: dict[str, Baseline], tell: Progress, challenge_only: bool = False, limits: Limits = no_limits
+    others: dict[str, Baseline], tell: Progress, challenge_only: bool = False, limits: Limits | None = None
 ) -> Iterator[Row]:
     """Each shape and dtype: ours, the baselines, and what ``limits`` makes of the same weights and results."""
     chosen = [(shape, dtype, users) for shape, users in shapes(challenge_only).items() for dtype in DTYPES]
@@ -86,28 +98,21 @@ def on_gpu(
 
 
 def one_shape(
-    shape: tuple[int, int], dtype: torch.dtype, users: str, others: dict[str, Baseline], limits: Limits = no_limits
+    shape: tuple[int, int], dtype: torch.dtype, users: str, others: dict[str, Baseline], limits: Limits | None
 ) -> Row:
     nbytes = traffic(shape, dtype.itemsize)
     weights = random_weights(shape, dtype, rotation(nbytes))
     outs = [torch.empty(shape, dtype=dtype, device="cuda") for _ in weights]
-    subject, sizes, notes = (
-        subject_of(shape, dtype),
-        {"n": shape[0], "k": shape[1]},
-        {"used by": users} if users else {},
-    )
     checks = bits(agree(weights, others, outs))
-
-    def calls(function: Callable[..., Any]) -> list[Call]:
-        return [
-            functools.partial(function, packed, state, out=out)
-            for (packed, state), out in zip(weights, outs, strict=True)
-        ]
-
-    variants: dict[str, Sequence[Call]] = {OURS: calls(nf4_patch.dequantize_nf4)}
-    variants |= {name: calls(other.dequantize) for name, other in others.items() if other.captures}
-    variants |= limits([packed for packed, _ in weights], outs)
-    return Row(subject, "us", gpu_times(variants), checks, nbytes, sizes, notes)
+    functions = {OURS: nf4_patch.dequantize_nf4} | {o.name: o.dequantize for o in others.values() if o.captures}
+    variants: dict[str, Sequence[Call]] = {
+        name: [functools.partial(function, *weight, out=out) for weight, out in zip(weights, outs, strict=True)]
+        for name, function in functions.items()
+    }
+    if limits:
+        variants |= limits([packed for packed, _ in weights], outs)
+    sizes, notes = {"n": shape[0], "k": shape[1]}, {"used by": users} if users else {}
+    return Row(subject_of(shape, dtype), "us", gpu_times(variants), checks, nbytes, sizes, notes)
 
 
 def on_host(others: dict[str, Baseline], tell: Progress) -> Iterator[Row]:
@@ -136,9 +141,8 @@ def small_weight() -> tuple[torch.Tensor, Any, Any]:
 
 
 def host(
-    subject: str, ours: Callable[[], Any], others: Mapping[str, Callable[[], Any]],
-    hits: Callable[[], int] = lambda: nf4_patch.status().hits,
-) -> Row:  # fmt: skip
+    subject: str, ours: Call, others: Mapping[str, Call], hits: Callable[[], int] = lambda: nf4_patch.status().hits
+) -> Row:
     """Host times of ours and the others.
 
     Raises:
@@ -149,4 +153,4 @@ def host(
     if hits() != before + 1:
         raise RuntimeError(f"the patched function was not a hit:\n{nf4_patch.status()}")
     checks = bits({name: same_bits(result, call()) for name, call in others.items() if name != EMPTY})
-    return Row(subject, "us", host_times({OURS: ours, **others}), checks)
+    return Row(subject, "us", alternating({OURS: ours, **others}, host_us, rounds=20), checks)

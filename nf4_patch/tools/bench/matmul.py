@@ -15,20 +15,20 @@ from ...nf4.dequantize import reference
 from ...nf4.layout import Layout
 from ...patching.counters import counters
 from ...patching.quant_state import fields_of
-from ..llama import Shape, training_dtype
+from ..llama import Shape, projections, training_dtype
 from ..patch import patch
-from ..report import Progress, require_gpu, silent
+from ..report import NotAvailable, Progress, silent
 from .baselines import BITSANDBYTES, OURS, UNSLOTH_MODULE, from_unsloth, original
-from .dequantize import random_weights, subject_of
-from .record import Bench, Row, accuracy
-from .shapes import LLAMA_8B, LLAMA_70B, projections
-from .timing import Call, gpu_times, machine, rotation
+from .dequantize import Packed, random_weights, subject_of
+from .record import Bench, Check, Row, accuracy
+from .timing import gpu_times, machine, over, rotation
 
 UNSLOTH = "Unsloth GEMV"  # one row only
 DEQUANTIZE = "dequantize + matmul"
 THEIR_DEQUANTIZE = "theirs, dequantize + matmul"
 DENSE = "dense"
 ROWS = tuple(2**i for i in range(14))
+Functions = dict[str, Callable[..., Any]]
 CHECKED_ROWS = 512  # of X, against fp64: every row count that the fused matmul has a table for
 METHOD = (
     "GPU time of one matmul of M rows, us: CUDA-graph replays over weights that overflow the L2, alternating, medians. "
@@ -51,10 +51,8 @@ def error(result: torch.Tensor, truth: torch.Tensor) -> float:
 
 def multiply(x: torch.Tensor, packed: torch.Tensor, state: Any) -> torch.Tensor:
     """bitsandbytes' op for a nested state: what Linear4bit's forward reaches."""
-    return torch.ops.bitsandbytes.gemm_4bit(
-        x, packed, list(state.shape), state.state2.absmax, state.blocksize, state.quant_type, None,
-        state.absmax, state.state2.code, state.offset,
-    )  # fmt: skip
+    fields = state.state2.absmax, state.blocksize, state.quant_type, None, state.absmax, state.state2.code, state.offset
+    return torch.ops.bitsandbytes.gemm_4bit(x, packed, list(state.shape), *fields)
 
 
 def gemv() -> Callable[..., Any] | None:
@@ -69,10 +67,10 @@ def fused_matmul_hits() -> int:
     return sum(counter.hits for key, counter in counters.hit_counters.items() if key[2].endswith("fused matmul"))
 
 
-def others(x: torch.Tensor, unsloth: Callable[..., Any] | None) -> dict[str, Callable[..., Any]]:
+def others(x: torch.Tensor, unsloth: Callable[..., Any] | None) -> Functions:
     """By name what else multiplies x by the packed weight of a state, with the patch off; ``unsloth`` one row only."""
     dequantize = original("bitsandbytes.functional", "dequantize_4bit")
-    found: dict[str, Callable[..., Any]] = {
+    found: Functions = {
         BITSANDBYTES: functools.partial(multiply, x),
         DEQUANTIZE: lambda packed, state: F.linear(x, nf4_patch.dequantize_nf4(packed, state)),
         THEIR_DEQUANTIZE: lambda packed, state: F.linear(x, dequantize(packed, state)),
@@ -83,82 +81,78 @@ def others(x: torch.Tensor, unsloth: Callable[..., Any] | None) -> dict[str, Cal
     return found
 
 
-def one_matmul(
-    weights: Sequence[tuple[torch.Tensor, Any]], dense: Sequence[torch.Tensor], truth_weight: torch.Tensor,
-    m: int, unsloth: Callable[..., Any] | None,
-) -> Row:  # fmt: skip
-    """Check ours against fp64, then time every variant over ``weights``."""
-    n, k = dense[0].shape
-    x = torch.randn(m, k, dtype=dense[0].dtype, device="cuda")
-    dequantize = original("bitsandbytes.functional", "dequantize_4bit")
-    packed, state = weights[0]
+class Weights:
+    """Packed weights of one shape, and what the first of them is."""
+
+    def __init__(self, packed: Sequence[Packed]):
+        self.packed = packed
+        weight, state = packed[0]
+        self.dense: torch.Tensor = original("bitsandbytes.functional", "dequantize_4bit")(weight, state)
+        self.exact = exact(Layout(weight, *fields_of(state)))  # in fp64
+        self.subject = subject_of(self.dense.shape, self.dense.dtype)
+
+    @classmethod
+    def random(cls, shape: tuple[int, int], dtype: torch.dtype) -> Weights:
+        """Enough to overflow the L2."""
+        return cls(random_weights(shape, dtype, max(4, min(24, rotation(shape[0] * shape[1] // 2)))))
+
+    def rows_of_x(self, m: int) -> torch.Tensor:
+        return torch.randn(m, self.dense.shape[1], dtype=self.dense.dtype, device=self.dense.device)
+
+    def check(self, x: torch.Tensor, ours: torch.Tensor) -> Check:
+        """``ours`` for x and the first weight: its error against fp64, which that of dequantize + matmul limits."""
+        truth = x.double() @ self.exact.t()
+        return accuracy(error(ours, truth), error(x @ self.dense.t(), truth))
+
+
+def one_matmul(weights: Weights, dense: Sequence[torch.Tensor], m: int, unsloth: Callable[..., Any] | None) -> Row:
+    """Check ours against fp64, then time every variant; ``dense``: 16-bit weights of the same shape."""
+    x = weights.rows_of_x(m)
     before = fused_matmul_hits()
     with patch(True, matmul="auto"):
-        ours = multiply(x, packed, state)[:CHECKED_ROWS]
+        ours = multiply(x, *weights.packed[0])
     fused = fused_matmul_hits() > before
-    theirs = F.linear(x, dequantize(packed, state))[:CHECKED_ROWS]
-    truth = x[:CHECKED_ROWS].double() @ truth_weight.t()
-    checks = {"fp64": accuracy(error(ours, truth), error(theirs, truth))}
-
-    few = weights if m <= 256 else weights[:4]  # then X, the 16-bit weight and the result overflow the L2 themselves
-
-    def calls(function: Callable[..., Any]) -> list[Call]:
-        return [functools.partial(function, packed, state) for packed, state in few]
-
-    variants: dict[str, Sequence[Call]] = {
-        OURS: calls(functools.partial(multiply, x)),
-        **{name: calls(function) for name, function in others(x, unsloth).items()},
-        DENSE: [functools.partial(F.linear, x, weight) for weight in dense],
-    }
-    sizes, notes = {"n": n, "k": k, "m": m}, {"fused": "yes" if fused else "no"}
-    times = gpu_times(variants, rounds=10, around={OURS: functools.partial(patch, True, matmul="auto")})
-    return Row(f"M={m}", "us", times, checks, sizes=sizes, notes=notes)
+    checks = {"fp64": weights.check(x[:CHECKED_ROWS], ours[:CHECKED_ROWS])}
+    few = weights.packed if m <= 256 else weights.packed[:4]  # then X, the dense weight and the result overflow the L2
+    functions: Functions = {OURS: functools.partial(multiply, x), **others(x, unsloth)}
+    variants = over(few, functions)
+    variants[DENSE] = [functools.partial(F.linear, x, weight) for weight in dense]
+    n, k = dense[0].shape
+    times = gpu_times(variants, rounds=10, inside=lambda name: patch(name == OURS, matmul="auto"))
+    notes = {"fused": "yes" if fused else "no"}
+    return Row(f"M={m}", "us", times, checks, sizes={"n": n, "k": k, "m": m}, notes=notes)
 
 
-def check_machine() -> None:
-    """Whether the fused matmul can be compared here.
-
-    Raises:
-        RuntimeError: there is no NVIDIA GPU, or bitsandbytes has no fused matmul to compare with (before 0.50).
+def require_gemm() -> None:
     """
-    require_gpu()
+    Raises:
+        NotAvailable: bitsandbytes has no fused matmul to compare with (before 0.50).
+    """
     import bitsandbytes  # noqa: F401 (registers its ops)
 
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
-        raise RuntimeError("bitsandbytes before 0.50 has no gemm_4bit to compare with: pip install -U bitsandbytes")
+        raise NotAvailable("bitsandbytes before 0.50 has no gemm_4bit to compare with: pip install -U bitsandbytes")
 
 
-def rotating(shape: tuple[int, int], dtype: torch.dtype) -> list[tuple[torch.Tensor, Any]]:
-    """Enough weights to overflow the L2."""
-    return random_weights(shape, dtype, max(4, min(24, rotation(shape[0] * shape[1] // 2))))
-
-
-def measure(
-    models: Iterable[Shape] | None = None,
-    rows: Sequence[int] = ROWS,
-    with_unsloth: bool = True,
-    tell: Progress = silent,
-) -> Bench:
+def measure(models: Iterable[Shape], with_unsloth: bool = True, tell: Progress = silent) -> Bench:
     """Every projection of the models by rows of X.
 
     Raises:
-        RuntimeError: what :func:`check_machine` says.
+        NotAvailable: what :func:`require_gemm` says.
     """
-    check_machine()
+    require_gemm()
     unsloth = gemv() if with_unsloth else None
-    chosen = [shape for model in models or (LLAMA_8B, LLAMA_70B) for shape in projections(model)]
+    chosen = dict.fromkeys(shape for model in models for shape in projections(model))
     sections: dict[str, list[Row]] = {}
     dtype = training_dtype()
     with patch(False):
-        for i, shape in enumerate(dict.fromkeys(chosen)):
-            weights = rotating(shape, dtype)
+        for i, shape in enumerate(chosen):
+            weights = Weights.random(shape, dtype)
             dense = [torch.randn(shape, dtype=dtype, device="cuda") for _ in range(4)]
-            packed, state = weights[0]
-            truth_weight = exact(Layout(packed, *fields_of(state)))
-            section = sections.setdefault(subject_of(shape, dtype), [])
-            for m in rows:
-                tell(f"matmul {subject_of(shape, dtype)}, {m} rows", i, len(chosen))
-                section.append(one_matmul(weights, dense, truth_weight, m, unsloth))
-            del weights, dense, truth_weight
+            section = sections.setdefault(weights.subject, [])
+            for m in ROWS:
+                tell(f"matmul {weights.subject}, {m} rows", i, len(chosen))
+                section.append(one_matmul(weights, dense, m, unsloth))
+            del weights, dense
             torch.cuda.empty_cache()
     return Bench(machine(), sections, dict.fromkeys(sections, METHOD))

@@ -140,19 +140,13 @@ class Bench(Report):
         }
 
 
-def variants_of(rows: Sequence[Row]) -> list[str]:
-    """Every variant's name, in the order of first appearance."""
-    return list(dict.fromkeys(name for row in rows for name in row.times))
-
-
 def table(title: str, rows: Sequence[Row]) -> Table:
     """A line a row: ours, the limits and what part of them ours reaches, the baselines and how many times ours is as fast."""
-    others = [name for name in variants_of(rows) if name != OURS]
-    others.sort(key=lambda name: name not in LIMITS)
-    traffic, repeated = (
-        any(row.nbytes for row in rows),
-        any(len(t.values) > 1 for row in rows for t in row.times.values()),
+    others = sorted(
+        {name: None for row in rows for name in row.times if name != OURS}, key=lambda name: name not in LIMITS
     )
+    traffic = any(row.nbytes for row in rows)
+    repeated = any(len(times.values) > 1 for row in rows for times in row.times.values())
     notes = [note for note in dict.fromkeys(note for row in rows for note in row.notes) if note not in HIDDEN]
     units = " / ".join(dict.fromkeys(row.unit for row in rows))
     result = Table(title=f"{title}, {units}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -15,21 +15,19 @@ import torch
 
 import nf4_patch
 
-from ..llama import LINEARS, build_4bit, config_of, training_dtype
+from ..llama import LINEARS, LLAMA_8B, build_4bit, config_of, training_dtype
 from ..patch import patch
 from ..report import Progress, silent
 from .baselines import OURS
 from .record import DENSE, GPU_TIME, UNPATCHED, Bench, Check, Row
-from .shapes import LLAMA_8B
-from .timing import Times, kernel_times, machine, wall_times
+from .timing import Times, alternating, kernel_times, machine, wall_ms
 
 METHOD = f"A QLoRA step, the patch on ({OURS}) and off alternating: wall time, and GPU time (the sum of its kernels and copies)."
 BUDGET = "64GiB"
 LENGTHS = ((1, 512), (2, 1024), (2, 2048))  # (batch, tokens)
 RANK = 16
 LAYERS = 4  # of an 8B model
-LLAMA = LLAMA_8B._replace(layers=LAYERS)
-ATTENTION = LINEARS[:4]
+LLAMA = LLAMA_8B._replace(num_hidden_layers=LAYERS)
 
 
 def peft_model(config: Any, targets: Iterable[str] = LINEARS) -> Any:
@@ -41,9 +39,8 @@ def peft_model(config: Any, targets: Iterable[str] = LINEARS) -> Any:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     model.config.use_cache = False
-    return get_peft_model(
-        model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(targets), task_type="CAUSAL_LM")
-    )
+    lora = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(targets), task_type="CAUSAL_LM")
+    return get_peft_model(model, lora)
 
 
 def optimizer_of(model: Any) -> torch.optim.Optimizer:
@@ -57,6 +54,7 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0)
 
 
+Size = tuple[int, int]  # batch, tokens
 Settings = dict[str, str | int]  # of the cache, by what they are called
 OFF: Settings = {"": "off"}
 
@@ -64,11 +62,9 @@ OFF: Settings = {"": "off"}
 class Step:
     """One training step on fixed tokens, the patch on or off; remembers the losses and the peak memory."""
 
-    def __init__(
-        self, model: Any, optimizer: torch.optim.Optimizer, batch: int, length: int, on: bool, cache: str | int = "off"
-    ):  # fmt: skip
-        generator = torch.Generator().manual_seed(batch * length)
-        self.tokens = torch.randint(3, LLAMA.vocabulary, (batch, length), generator=generator).cuda()
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, size: Size, on: bool, cache: str | int = "off"):
+        generator = torch.Generator().manual_seed(size[0] * size[1])
+        self.tokens = torch.randint(3, LLAMA.vocab_size, size, generator=generator).cuda()
         self.model, self.optimizer, self.on, self.cache = model, optimizer, on, cache
         self.losses: list[float] = []
         self.peak = self.held = self.calls = 0
@@ -77,9 +73,8 @@ class Step:
     def patched(self) -> Iterator[None]:
         """The patch on or off, after two steps."""
         with patch(self.on, cache=self.cache):
-            for _ in range(
-                2
-            ):  # fills the cache, and compiled layers look for their graph; then one like every further one
+            # fills the cache, and lets compiled layers find their graph; the second is as every further one
+            for _ in range(2):
                 self()
             yield
 
@@ -105,14 +100,18 @@ class Step:
             self.held = sum(nf4_patch.status().cache.held.values())
 
 
+Dense = Callable[[Step], Step] | None
+
+
 def format_losses(losses: Iterable[float]) -> str:
     return " / ".join(f"{loss:.6f}" for loss in sorted(losses))
 
 
-def row(subject: str, batch: int, length: int, times: dict[str, Times], agree: bool, notes: dict[str, str]) -> Row:
+def row(subject: str, size: Size, times: dict[str, Times], agree: bool, notes: dict[str, str]) -> Row:
     """A step's times, whose ratio depends on the losses that ``notes`` hold."""
     check = Check(agree, f"losses with the patch and without: {notes['loss']}")
-    return Row(subject, "ms", times, {UNPATCHED: check}, sizes={"batch": batch, "tokens": length}, notes=notes)
+    sizes = dict(zip(("batch", "tokens"), size, strict=True))
+    return Row(subject, "ms", times, {UNPATCHED: check}, sizes=sizes, notes=notes)
 
 
 def measure(tell: Progress = silent) -> Bench:
@@ -123,15 +122,14 @@ def measure(tell: Progress = silent) -> Bench:
 
 
 def every_length(subject: str, model: Any, tell: Progress, settings: Settings) -> Iterator[Row]:
-    for i, (batch, length) in enumerate(LENGTHS):
-        tell(f"{subject}: {batch}x{length} tokens", i, len(LENGTHS))
-        yield from side_by_side(subject, model, batch, length, settings)
+    for i, size in enumerate(LENGTHS):
+        tell("{}: {}x{} tokens".format(subject, *size), i, len(LENGTHS))
+        yield from side_by_side(subject, model, size, settings)
 
 
 def side_by_side(
-    subject: str, model: Any, batch: int, length: int, settings: Settings, wall: int = 20, kernels: int = 2,
-    dense: Callable[[Step], Step] | None = None,
-) -> Iterator[Row]:  # fmt: skip
+    subject: str, model: Any, size: Size, settings: Settings, wall: int = 20, kernels: int = 2, dense: Dense = None
+) -> Iterator[Row]:
     """A row a setting of the cache, each next to the step without the patch: wall time, then GPU time.
 
     Args:
@@ -140,30 +138,29 @@ def side_by_side(
         dense: makes of the step without the patch one on 16-bit weights, whose GPU time is taken too.
     """
     optimizer = optimizer_of(model)
-    steps = {name: Step(model, optimizer, batch, length, True, cache) for name, cache in settings.items()}
-    steps[UNPATCHED] = Step(model, optimizer, batch, length, False)
+    steps = {name: Step(model, optimizer, size, True, cache) for name, cache in settings.items()}
+    steps[UNPATCHED] = Step(model, optimizer, size, False)
     for step in steps.values():
         step.observe()
     losses = {loss for step in steps.values() for loss in step.losses}
-    unpatched = gib(steps[UNPATCHED].peak)
-    clocks = {"": wall_times(steps, around(steps), wall)} if wall else {}
+
+    def patched(name: str) -> contextlib.AbstractContextManager[None]:
+        return steps[name].patched()
+
+    clocks = {"": alternating(steps, wall_ms, wall, patched, warmups=3)} if wall else {}
     if dense:
         steps[DENSE] = dense(steps[UNPATCHED])
-    clocks[GPU_TIME] = kernel_times(steps, around(steps), kernels)
+    clocks[GPU_TIME] = kernel_times(steps, patched, kernels)
     for clock, times in clocks.items():
+        others = {name: times[name] for name in (UNPATCHED, DENSE) if name in times}
         for name in settings if times else ():
-            found = {OURS: times[name], **{other: times[other] for other in (UNPATCHED, DENSE) if other in times}}
             step = steps[name]
             notes = {"kernel calls a step": str(step.calls), "loss": format_losses(losses)}
-            notes["peak memory"] = f"{gib(step.peak)} (unpatched {unpatched})"
+            notes["peak memory"] = f"{gib(step.peak)} (unpatched {gib(steps[UNPATCHED].peak)})"
             if step.held:
                 notes["cache"] = gib(step.held)
-            words = ", ".join(filter(None, (f"{subject} {batch}x{length}", name, clock)))
-            yield row(words, batch, length, found, len(losses) == 1, notes)
-
-
-def around(steps: dict[str, Step]) -> dict[str, Callable[[], contextlib.AbstractContextManager[None]]]:
-    return {name: step.patched for name, step in steps.items()}
+            words = ", ".join(filter(None, ("{} {}x{}".format(subject, *size), name, clock)))
+            yield row(words, size, {OURS: times[name], **others}, len(losses) == 1, notes)
 
 
 def gib(size: int) -> str:

@@ -1,7 +1,7 @@
 """How a time is taken: GPU time by graph replay past the L2, host time by the call, and on which machine.
 
-The variants of a row are measured alternately (a round is one replay of each), so that clocks and neighbours
-move all of them alike. The noise of a variant is it against itself: its odd rounds against its even ones.
+The variants of a row are measured alternately, so that clocks and neighbours move all of them alike. The noise of a variant
+is it against itself: its odd rounds against its even ones.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
@@ -24,9 +26,10 @@ from ...config import Config
 from ...patching import calibrated
 from ..report import answer, commit, installed_releases
 
-Call = Callable[[], object]
-Around = Mapping[str, Callable[[], AbstractContextManager[object]]]  # what a variant runs inside of, entered untimed
-NOTHING: Around = {}
+Call = Callable[[], Any]
+Inside = Callable[[str], AbstractContextManager[Any]]  # what the variant of this name runs inside of, entered untimed
+Clock = Callable[[Any], float]
+HOST_CALLS = 200  # under the depth of the launch queue (1024), or a slow GPU would be measured
 L2_ROTATIONS = 8  # buffers of this many times the L2 between two uses of the same weight
 
 
@@ -45,6 +48,9 @@ class Times:
         """abs(odd rounds / even rounds - 1), by medians; 0 for a single value."""
         odd, even = self.values[1::2], self.values[0::2]
         return abs(statistics.median(odd) / statistics.median(even) - 1) if odd else 0.0
+
+
+Taken = dict[str, Times]  # by variant
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,9 @@ SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limi
 def machine() -> Machine:
     """The current CUDA device, its clocks at this moment and the installed releases."""
     device = torch.cuda.current_device()
-    query = ["nvidia-smi", f"--id={_uuid(device)}", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader"]
+    # by its UUID: nvidia-smi counts GPUs in another order than CUDA and ignores CUDA_VISIBLE_DEVICES
+    uuid = torch.cuda.get_device_properties(device).uuid
+    query = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader"]
     fields = answer(*query).split(",")
     if len(fields) == len(SMI):
         driver, sm, sm_max, memory, power, temperature = (field.strip() for field in fields)
@@ -88,17 +96,17 @@ def machine() -> Machine:
     return Machine(name, f"{major}{minor}", driver, clocks, installed, calibrated.status(device), today, commit())
 
 
-def _uuid(device: int) -> str:
-    """nvidia-smi counts GPUs in another order than CUDA and ignores CUDA_VISIBLE_DEVICES."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-
-
-def rotation(traffic: int, most: int = 160) -> int:
+def rotation(traffic: int) -> int:
     """How many weights of ``traffic`` bytes a call to go round so that none is found in the L2 again."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     free, _ = torch.cuda.mem_get_info()
     wanted = -(-L2_ROTATIONS * properties.L2_cache_size // traffic)
-    return max(1, min(max(wanted, 4), most, int(free * 0.4 / traffic)))
+    return max(1, min(max(wanted, 4), 160, int(free * 0.4 / traffic)))
+
+
+def over(weights: Sequence[Sequence[Any]], functions: Mapping[str, Callable[..., Any]]) -> dict[str, list[Call]]:
+    """The calls of each function, one a weight, whose parts are its arguments."""
+    return {name: [partial(function, *weight) for weight in weights] for name, function in functions.items()}
 
 
 def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
@@ -117,88 +125,77 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def gpu_times(variants: Mapping[str, Sequence[Call]], rounds: int = 20, around: Around = NOTHING) -> dict[str, Times]:
+def alternating(
+    variants: Mapping[str, Any], clock: Clock, rounds: int, inside: Inside = nullcontext, warmups: int = 1
+) -> Taken:
+    """What the clock says of each variant in ``rounds`` rounds, after those that warm up; the order turns every round."""
+    values: dict[str, list[float]] = {name: [] for name in variants}
+    for round_ in range(-warmups, rounds):
+        for name in reversed(list(variants)) if round_ % 2 else variants:
+            with inside(name):
+                value = clock(variants[name])
+            if round_ >= 0:
+                values[name].append(value)
+    return {name: Times(tuple(found)) for name, found in values.items()}
+
+
+def gpu_times(variants: Mapping[str, Sequence[Call]], rounds: int = 20, inside: Inside = nullcontext) -> Taken:
     """Microseconds per call of each variant on the GPU: replays of a graph of its calls, alternating.
 
     Args:
         variants: for each name the calls of one replay, over enough distinct buffers to overflow the L2.
-        around: what is captured inside of it; a variant that is not named, as it is.
+        inside: what a variant is captured inside of.
     """
     graphs = {}
     for name, calls in variants.items():
-        with around.get(name, nullcontext)():
+        with inside(name):
             graphs[name] = capture(calls), len(calls)
+    return alternating(graphs, replay_us, rounds)
+
+
+def replay_us(captured: tuple[torch.cuda.CUDAGraph, int]) -> float:
+    """Microseconds of a graph by the number of its calls."""
+    graph, calls = captured
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    values: dict[str, list[float]] = {name: [] for name in graphs}
-    for round_ in range(rounds + 1):
-        for name, (graph, count) in graphs.items():
-            graph.replay()  # or this one would pay for what the one before left dirty in the L2: 3 % at 42 MB (H200)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if round_:  # the first warms up
-                values[name].append(begin.elapsed_time(end) * 1e3 / count)
-    return {name: Times(tuple(taken)) for name, taken in values.items()}
+    graph.replay()  # or this one would pay for what the one before left dirty in the L2: 3 % at 42 MB (H200)
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / calls
 
 
-def host_times(variants: Mapping[str, Call], rounds: int = 20, calls: int = 200) -> dict[str, Times]:
-    """Microseconds per call that each variant keeps the host, alternating; the GPU is idle when a variant starts.
-
-    ``calls`` stays under the depth of the launch queue (1024), or a slow GPU would be measured.
-    """
-    values: dict[str, list[float]] = {name: [] for name in variants}
-    for round_ in range(rounds + 1):
-        for name, call in variants.items():
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(calls):
-                call()
-            taken = (time.perf_counter() - begin) * 1e6 / calls
-            if round_:
-                values[name].append(taken)
+def host_us(call: Call) -> float:
+    """Microseconds that a call keeps the host; the GPU is idle when the first one starts."""
     torch.cuda.synchronize()
-    return {name: Times(tuple(taken)) for name, taken in values.items()}
+    begin = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        call()
+    return (time.perf_counter() - begin) * 1e6 / HOST_CALLS
 
 
-def wall_times(variants: Mapping[str, Call], around: Around, rounds: int, warmups: int = 3) -> dict[str, Times]:
-    """Milliseconds of wall time of each variant, the device synchronized around each; the order turns every round."""
-    values: dict[str, list[float]] = {name: [] for name in variants}
-    for round_ in range(-warmups, rounds):
-        names = list(variants) if round_ % 2 == 0 else list(reversed(list(variants)))
-        for name in names:
-            with around[name]():
-                torch.cuda.synchronize()
-                begin = time.perf_counter()
-                variants[name]()
-                torch.cuda.synchronize()
-                taken = (time.perf_counter() - begin) * 1e3
-            if round_ >= 0:
-                values[name].append(taken)
-    return {name: Times(tuple(taken)) for name, taken in values.items()}
+def wall_ms(call: Call) -> float:
+    """Milliseconds of wall time, the device synchronized before and after."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) * 1e3
 
 
-def kernel_times(variants: Mapping[str, Call], around: Around, rounds: int) -> dict[str, Times]:
-    """Milliseconds that the GPU works for each variant: the sum of its kernels and copies, by PyTorch's profiler.
-
-    Nothing where the profiler sees no kernel (no CUPTI).
-    """
-    values: dict[str, list[float]] = {name: [] for name in variants}
+def kernel_times(variants: Mapping[str, Call], inside: Inside, rounds: int) -> Taken:
+    """Nothing where the profiler sees no kernel (no CUPTI)."""
     gpu_busy_ms(torch.cuda.synchronize)  # starts the profiler
-    for _ in range(rounds):
-        for name, call in variants.items():
-            with around[name]():
-                values[name].append(gpu_busy_ms(call))
-    return {name: Times(tuple(taken)) for name, taken in values.items() if all(taken)}
+    taken = alternating(variants, gpu_busy_ms, rounds, inside, warmups=0)
+    return {name: times for name, times in taken.items() if all(times.values)}
 
 
 def gpu_busy_ms(call: Call) -> float:
-    """Milliseconds of the kernels and copies that a call launches."""
+    """Milliseconds of the kernels and copies that a call launches, summed, by PyTorch's profiler."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         call()
         torch.cuda.synchronize()
     events = profiler.profiler.kineto_results.events()  # .events() would build a tree: 0.3 s a step
-    return (
-        sum(e.duration_ns() for e in events if e.device_type() == DeviceType.CUDA and not e.is_user_annotation()) / 1e6
-    )
+    on_gpu = (e for e in events if e.device_type() == DeviceType.CUDA and not e.is_user_annotation())
+    return float(sum(event.duration_ns() for event in on_gpu)) / 1e6

@@ -1,0 +1,39 @@
+"""A random Llama on disk, for what loads its model from there: Unsloth's step, and tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nf4_patch.tools.llama import Shape, config_of
+
+SPECIAL = {"<pad>": 0, "<s>": 1, "</s>": 2, "word": 3}  # the whole vocabulary of the tokenizer
+
+
+def save(
+    folder: str | Path, shape: Shape, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
+) -> None:
+    """A Llama with random weights and its tokenizer, as save_pretrained leaves them."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    config = config_of(shape, dtype, bos_token_id=SPECIAL["<s>"], eos_token_id=SPECIAL["</s>"])
+    torch.manual_seed(0)
+    with torch.device(device):
+        LlamaForCausalLM._from_config(config, dtype=dtype).save_pretrained(folder)
+    tokens = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "word"}
+    words = Tokenizer(models.WordLevel(SPECIAL, unk_token="word"))
+    PreTrainedTokenizerFast(tokenizer_object=words, **tokens).save_pretrained(folder)
+
+
+def load_4bit(folder: str | Path, device: Any = 0) -> Any:
+    """The model on disk in NF4 with double quantization, by transformers and bitsandbytes, computing in bf16."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True, **options)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=quantization, dtype=torch.bfloat16, device_map={"": device}
+    )
