@@ -16,7 +16,7 @@ from nf4_patch.tools import llama
 from nf4_patch.tools.bench.step import peft_model
 
 MIB = 2**20
-SHAPE = llama.Shape(2048, 5632, layers=8, heads=16, key_value_heads=4, vocabulary=32000)
+SHAPE = llama.Shape(2048, 5632, 8, 16, 4, vocab_size=32000)
 model = peft_model(llama.config_of(SHAPE))
 total = torch.cuda.mem_get_info()[1]
 
@@ -38,7 +38,7 @@ def run(schedule):
     generator = torch.Generator().manual_seed(0)
     try:
         for batch, length, trains in schedule:
-            tokens = torch.randint(3, SHAPE.vocabulary, (batch, length), generator=generator).cuda()
+            tokens = torch.randint(3, SHAPE.vocab_size, (batch, length), generator=generator).cuda()
             model.train(trains)
             with torch.set_grad_enabled(trains):
                 loss = model(input_ids=tokens, labels=tokens).loss

@@ -7,12 +7,16 @@ again (as a merge does), and the model generates.
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import nf4_patch
 import unsloth
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks import checkpoint
 from nf4_patch.patching.cache.cache import cache
 from nf4_patch.tools import llama
 
@@ -20,7 +24,7 @@ TOKENS, LAYERS = 256, 4
 checkpointing = {"0": False, "1": True}.get(sys.argv[1], sys.argv[1])
 steps = int(sys.argv[2])
 folder = tempfile.mkdtemp()
-llama.save(folder, llama.Shape(1024, 2816, layers=LAYERS, heads=8, key_value_heads=4, vocabulary=1024))
+checkpoint.save(folder, llama.Shape(1024, 2816, LAYERS, 8, 4, vocab_size=1024))
 
 
 def load():
