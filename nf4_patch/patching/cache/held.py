@@ -22,10 +22,12 @@ import torch
 
 from ...nf4 import runtime
 from ..context import is_compiling
-from ..dequantizer import Dequantizer
+from ..dequantizer import Dequantizer, returns_tensors
+from ..guards import check_quant_state
 from ..quant_state import fields_of
 from ..reasons import Reason, Uncached
 from ..switch import switch
+from ..targets import Target
 from .allocator import allocated
 from .cache import cache
 from .entry import Entry, Fields, nobody, refusal
@@ -139,7 +141,7 @@ class Layer:
         for name, each in module.named_modules():
             weight = each._parameters.get("weight")
             state = None if weight is None else getattr(weight, "quant_state", None)
-            if weight is not None and state is not None:
+            if weight is not None and check_quant_state(state) is None and returns_tensors(type(weight)):
                 held = Held.of(state)
                 held.layer = self
                 self.weights.append((tuple(name.split(".")), held))
@@ -168,6 +170,11 @@ class Layer:
             if not held.is_current(weight):
                 found.append((weight, held))
         return found
+
+
+def compiled_module(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``OptimizedModule.__call__``: what ``torch.compile(module)`` returns is called."""
+    return Layers(target.name).entry_of(original)
 
 
 class Layers:
