@@ -63,7 +63,7 @@ def server(monkeypatch):
     monkeypatch.setattr(compilation.Variant, "of", variant)
     monkeypatch.setattr(compilation, "kernel_for", lambda layout, device: Kernel(layout))
     for module in (runtime, launch):
-        monkeypatch.setattr(module, "current_device", lambda: None)  # what a CPU tensor's device.index is
+        monkeypatch.setattr(module, "current_device", lambda: -1)  # what a CPU tensor's get_device() is
         monkeypatch.setattr(module, "current_stream", lambda device: 0)
         monkeypatch.setattr(module, "empty_strided_cuda", empty)
     monkeypatch.setattr(launch, "shared_buffer", buffer)

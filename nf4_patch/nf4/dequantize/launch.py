@@ -7,22 +7,24 @@ from typing import Any
 import torch
 
 from ..layout import Layout, identity
-from ..runtime import KernelUnavailable, Memo, current_device, current_stream, empty_strided_cuda, has_memory, span
+from ..runtime import (
+    KernelUnavailable,
+    Memo,
+    Span,
+    current_device,
+    current_stream,
+    empty_strided_cuda,
+    fits,
+    has_memory,
+    overlap,
+    span,
+)
 from . import compilation
 
-Spans = tuple[tuple[int, int], ...]
 
-
-def spans(layout: Layout) -> Spans:
+def spans(layout: Layout) -> tuple[Span, ...]:
     """Where the tensors of a weight lie in memory."""
-    return tuple(span(tensor) for tensor in layout.operands())
-
-
-def overlap(read: Spans, out: torch.Tensor) -> bool:
-    """Whether a result written to ``out`` (dense) overwrites what is still to be read."""
-    start = out.data_ptr()
-    end = start + out.nbytes
-    return any(first < end and start < last for first, last in read)
+    return tuple(dict.fromkeys(map(span, layout.operands())))
 
 
 class Launch:
@@ -53,7 +55,7 @@ class Launch:
             raise KernelUnavailable(f"the packed weight starts at {pointers[0]:#x}, not on 4 bytes", "MISALIGNED")
         config = compilation.config_for(torch.cuda.get_device_capability(device), layout.numel())
         kernel = compilation.kernel_for(compilation.Variant.of(layout, config), device)
-        self.n, self.dtype, self.device = layout.numel(), layout.dtype, device.index
+        self.n, self.dtype, self.device = layout.numel(), layout.dtype, layout.packed.get_device()
         self.differentiable = layout.packed.is_floating_point()  # bytes cannot require a gradient
         self.grid = -(-self.n // kernel.elements)
         self.call, head, tail, _ = kernel.entry
@@ -69,9 +71,12 @@ class Launch:
         """What the caller gets for a dense ``weight``: [K, N] with the strides of a transpose, if asked."""
         return weight.t() if self.transposed else weight
 
-    def reads(self, out: torch.Tensor) -> bool:
-        """Whether ``out`` is, in part, what the kernel reads."""
-        return overlap(self.spans, out)
+    def accepts(self, out: Any) -> bool:
+        """Whether the kernel can write to ``out``: dense, of the weight, 16-byte aligned, and none of what it reads."""
+        if not fits(out, self.dense_shape, self.dtype, self.device):
+            return False
+        start = out.data_ptr()
+        return start % 16 == 0 and not overlap(self.spans, start, start + out.nbytes)
 
     def new(self) -> torch.Tensor:
         """A new weight."""
@@ -96,7 +101,7 @@ class Launch:
     def into(self, out: torch.Tensor) -> torch.Tensor:
         """Fill ``out``: dense, 16-byte aligned, n elements of the launch's dtype on its device."""
         self.fill(out)
-        return self.transposed_if_asked(out)
+        return out.t() if self.transposed else out
 
     def fill(self, out: torch.Tensor) -> None:
         device = self.device
@@ -136,7 +141,7 @@ _memo = Memo()  # of the op: a compiled graph calls it as often as eager code ca
 
 def remembered(layout: Layout) -> Launch | None:
     """The launch of a layout that ``dequantize`` has run before; its shape must be a tuple."""
-    return _memo.launches.get(identity(layout.code.data_ptr(), *layout))
+    return _memo.get(identity(layout.code.data_ptr(), *layout))
 
 
 def dequantize(layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:

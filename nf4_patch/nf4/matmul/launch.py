@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import runtime
-from ..dequantize.launch import overlap, spans
+from ..dequantize.launch import spans
 from ..layout import Layout
 from ..runtime import multiprocessors, triton
 from . import hopper, small_m, tuning
@@ -99,9 +99,10 @@ class MatmulLaunch:
         self.spans = (*spans(layout), *(() if bias is None else (runtime.span(bias),)))
         self.counter: Any = None  # the caller's counter
 
-    def reads(self, x: torch.Tensor, out: torch.Tensor) -> bool:
-        """Whether ``out`` is, in part, what the kernels read."""
-        return overlap((runtime.span(x), *self.spans), out)
+    def accepts(self, x: torch.Tensor, out: Any) -> bool:
+        """Whether the kernels can write to ``out``: contiguous, of the result, and none of what they read."""
+        fits = runtime.fits(out, self.shape, self.dtype, self.device)
+        return fits and not runtime.overlap((runtime.span(x), *self.spans), *runtime.span(out))
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The result for an x of the shape, dtype and device it was resolved for, new or in ``out`` (contiguous)."""
