@@ -1,4 +1,4 @@
-"""Triton kernels, and nothing but @triton.jit."""
+"""Triton kernels, and nothing but @triton.jit. A parameter in capitals is known at compile time."""
 
 import triton
 import triton.language as tl
@@ -8,18 +8,16 @@ HALF_WARP = tl.constexpr(16)
 
 
 @triton.jit
-def multiply(a, b, FTZ: tl.constexpr):
+def multiply(a, b, FTZ):
     """fp32 product, one rounding. FTZ: subnormals to zero, as in a CUDA library built with --use_fast_math."""
     if FTZ:
-        return tl.inline_asm_elementwise(
-            "mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise("mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
     else:
         return a * b
 
 
 @triton.jit
-def look_up(code, nibble, FTZ: tl.constexpr):
+def look_up(code, nibble, FTZ):
     """The value of a nibble. FP4's nibble 8 is minus zero in bitsandbytes' CUDA tables, plus zero in its code."""
     value = tl.load(code + nibble)
     if FTZ:
@@ -29,7 +27,7 @@ def look_up(code, nibble, FTZ: tl.constexpr):
 
 
 @triton.jit
-def round_to(value, dtype: tl.constexpr):
+def round_to(value, dtype):
     """The bits of fp32 ``value`` rounded to ``dtype``, to nearest even, in the low bits of an int32."""
     if dtype == tl.float32:
         return value.to(tl.int32, bitcast=True)
@@ -42,13 +40,13 @@ def round_to(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def decode_nibble(nibbles, ELEMENT: tl.constexpr, scale, code, dtype: tl.constexpr, FTZ: tl.constexpr):
+def decode_nibble(nibbles, ELEMENT, scale, code, dtype, FTZ):
     SHIFT: tl.constexpr = 8 * (ELEMENT // 2) + 4 * (1 - ELEMENT % 2)
     return round_to(multiply(look_up(code, (nibbles >> SHIFT) & 15, FTZ), scale, FTZ), dtype)
 
 
 @triton.jit
-def decode_output(nibbles, OUTPUT: tl.constexpr, scale, code, dtype: tl.constexpr, FTZ: tl.constexpr):
+def decode_output(nibbles, OUTPUT, scale, code, dtype, FTZ):
     """The portable path, with the bits of ptx.decode: output register OUTPUT, one fp32 element or two 16-bit ones."""
     if dtype == tl.float32:
         return decode_nibble(nibbles, OUTPUT, scale, code, dtype, FTZ)
@@ -59,7 +57,7 @@ def decode_output(nibbles, OUTPUT: tl.constexpr, scale, code, dtype: tl.constexp
 
 
 @triton.jit
-def second_level(absmax2, block, mask, BLOCKSIZE2: tl.constexpr):
+def second_level(absmax2, block, mask, BLOCKSIZE2):
     """fp32 second-level absmax of ``block``; nothing is read when flat."""
     if BLOCKSIZE2 == 0:
         return 0.0
@@ -68,7 +66,7 @@ def second_level(absmax2, block, mask, BLOCKSIZE2: tl.constexpr):
 
 
 @triton.jit
-def block_scale(first, second, code2, offset, FLAT: tl.constexpr, FTZ: tl.constexpr):
+def block_scale(first, second, code2, offset, FLAT, FTZ):
     """fp32 scale of a block from its absmax: two roundings (the launch forbids contraction to an FMA)."""
     if FLAT:
         return first
@@ -77,10 +75,7 @@ def block_scale(first, second, code2, offset, FLAT: tl.constexpr, FTZ: tl.conste
 
 
 @triton.jit
-def fetch(
-    packed, absmax, group, thread, groups, blocks, STEP: tl.constexpr,
-    BLOCKSIZE: tl.constexpr, ELEMS_PER_THREAD: tl.constexpr, EVEN: tl.constexpr, LOAD: tl.constexpr,
-):  # fmt: skip
+def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_PER_THREAD, LOAD):
     """A thread's nibbles, in the low bits, and the absmax of its block. A group is the ELEMS_PER_THREAD elements that a
     thread decodes in a step; ``group`` is the program's first, 64-bit.
 
@@ -88,7 +83,7 @@ def fetch(
     """
     WORDS: tl.constexpr = 8 // ELEMS_PER_THREAD  # threads that share a 32-bit word
     THREADS: tl.constexpr = thread.shape[0]
-    mask = None if EVEN else group + STEP * THREADS + thread < groups
+    mask = None if groups is None else group + STEP * THREADS + thread < groups
     word = tl.load(packed + group // WORDS + thread // WORDS + STEP * THREADS // WORDS, mask=mask, eviction_policy=LOAD)
     nibbles = word >> ((thread % WORDS) * (4 * ELEMS_PER_THREAD)) if WORDS > 1 else word
     # The program's first element is a multiple of the blocksize or inside one block: the sum never carries.
@@ -96,12 +91,12 @@ def fetch(
     index = thread * ELEMS_PER_THREAD // BLOCKSIZE
     # By block and not by group: a thread past the end still multiplies its table entry for its half warp.
     NEXT: tl.constexpr = STEP * THREADS * ELEMS_PER_THREAD // BLOCKSIZE
-    mask = None if EVEN else block + NEXT + index < blocks
+    mask = None if blocks is None else block + NEXT + index < blocks
     return nibbles, tl.load(absmax + block + index + NEXT, mask=mask)
 
 
 @triton.jit
-def after_loads(first, PTX: tl.constexpr):
+def after_loads(first, PTX):
     """``first``, with every load so far issued before anything that needs it.
 
     Without it ptxas puts the packed loads behind the code2 load, which waits for the absmax: two trips to memory
@@ -109,73 +104,58 @@ def after_loads(first, PTX: tl.constexpr):
     """
     if PTX != "":
         first = tl.inline_asm_elementwise(
-            "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [first.to(tl.int32)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [first.to(tl.int32)], tl.int32, False, 1
+        )
     return first
 
 
 @triton.jit
 def scale_of(
-    first, absmax2, second, code2, offset, group, thread, blocks, STEP: tl.constexpr,
-    BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, ELEMS_PER_THREAD: tl.constexpr, ONE_SECOND: tl.constexpr,
-    EVEN: tl.constexpr, FTZ: tl.constexpr,
-):  # fmt: skip
-    """fp32 scale of a thread's block; ``second`` holds the second-level absmax if the program has ONE_SECOND."""
-    if not ONE_SECOND:
+    first, absmax2, second, code2, offset, group, thread, blocks, STEP, BLOCKSIZE, BLOCKSIZE2, ELEMS_PER_THREAD, FTZ
+):
+    """fp32 scale of a thread's block; ``second``: the program's only second-level absmax, None if it has several."""
+    if second is None:
         THREADS: tl.constexpr = thread.shape[0]
         block = group * ELEMS_PER_THREAD // BLOCKSIZE + thread * ELEMS_PER_THREAD // BLOCKSIZE
         block += STEP * THREADS * ELEMS_PER_THREAD // BLOCKSIZE
-        mask = None if EVEN else block < blocks
-        second = second_level(absmax2, block, mask, BLOCKSIZE2)
+        second = second_level(absmax2, block, None if blocks is None else block < blocks, BLOCKSIZE2)
     return block_scale(first, second, code2, offset, BLOCKSIZE2 == 0, FTZ)
 
 
 @triton.jit
 def store(
-    out, nibbles, scale, entry, select, code, group, thread, groups, STEP: tl.constexpr,
-    dtype: tl.constexpr, ELEMS_PER_THREAD: tl.constexpr, EVEN: tl.constexpr, FTZ: tl.constexpr,
-    PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, STORE: tl.constexpr,
-):  # fmt: skip
+    out, nibbles, scale, entry, select, code, group, groups, STEP, ELEMS_PER_THREAD, FTZ, PTX, CONSTRAINTS, STORE
+):
     """Decode one group per thread and write it: 16 bytes (8 where the blocksize is 32), contiguous over the threads."""
+    dtype: tl.constexpr = out.dtype.element_ty
     OUTPUTS: tl.constexpr = ELEMS_PER_THREAD if dtype == tl.float32 else ELEMS_PER_THREAD // 2
-    THREADS: tl.constexpr = thread.shape[0]
+    THREADS: tl.constexpr = nibbles.shape[0]
     tl.static_assert(OUTPUTS == 2 or OUTPUTS == 4)
-    if OUTPUTS == 4:
-        if PTX == "":
-            a = decode_output(nibbles, 0, scale, code, dtype, FTZ)
-            b = decode_output(nibbles, 1, scale, code, dtype, FTZ)
+    if PTX == "":
+        a = decode_output(nibbles, 0, scale, code, dtype, FTZ)
+        b = decode_output(nibbles, 1, scale, code, dtype, FTZ)
+        if OUTPUTS == 4:
             c = decode_output(nibbles, 2, scale, code, dtype, FTZ)
             d = decode_output(nibbles, 3, scale, code, dtype, FTZ)
-        else:
-            a, b, c, d = tl.inline_asm_elementwise(
-                PTX, CONSTRAINTS, [nibbles, entry, scale, select],
-                dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-            )  # fmt: skip
-        outputs = tl.join(tl.join(a, c), tl.join(b, d))
+    elif OUTPUTS == 4:
+        a, b, c, d = tl.inline_asm_elementwise(
+            PTX, CONSTRAINTS, [nibbles, entry, scale, select], (tl.int32, tl.int32, tl.int32, tl.int32), False, 1
+        )
     else:
-        if PTX == "":
-            a = decode_output(nibbles, 0, scale, code, dtype, FTZ)
-            b = decode_output(nibbles, 1, scale, code, dtype, FTZ)
-        else:
-            a, b = tl.inline_asm_elementwise(
-                PTX, CONSTRAINTS, [nibbles, entry, scale, select],
-                dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
-            )  # fmt: skip
-        outputs = tl.join(a, b)
+        a, b = tl.inline_asm_elementwise(
+            PTX, CONSTRAINTS, [nibbles, entry, scale, select], (tl.int32, tl.int32), False, 1
+        )
+    outputs = tl.join(tl.join(a, c), tl.join(b, d)) if OUTPUTS == 4 else tl.join(a, b)
     column = tl.arange(0, THREADS * OUTPUTS)
-    mask = None if EVEN else group + STEP * THREADS + column // OUTPUTS < groups
+    mask = None if groups is None else group + STEP * THREADS + column // OUTPUTS < groups
     pointer = out.to(tl.pointer_type(tl.int32), bitcast=True) + group * OUTPUTS + column + STEP * THREADS * OUTPUTS
     tl.store(pointer, tl.reshape(outputs, [THREADS * OUTPUTS]), mask=mask, eviction_policy=STORE)
 
 
 @triton.jit
-def store_tail(
-    packed, absmax, absmax2, code, code2, offset, out, first, n,
-    BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, FTZ: tl.constexpr,
-):  # fmt: skip
+def store_tail(packed, absmax, absmax2, code, code2, offset, out, n, BLOCKSIZE, BLOCKSIZE2, FTZ):
     """The up to 7 elements past the last whole 32-bit word, a byte and an element at a time."""
-    element = first + tl.arange(0, 8)
+    element = n // 8 * 8 + tl.arange(0, 8)
     mask = element < n
     byte = tl.load(packed + element // 2, mask=mask).to(tl.int32)
     nibble = tl.where(element % 2 == 0, byte >> 4, byte & 15)
@@ -208,51 +188,50 @@ def dequantize_kernel(
     """
     tl.static_assert(UNROLL == 1 or UNROLL == 2)
     tl.static_assert(not (EVEN and TAIL))
-    dtype: tl.constexpr = out.dtype.element_ty
     words = packed.to(tl.pointer_type(tl.int32), bitcast=True)
     thread = tl.arange(0, THREADS)
     entry = look_up(code, thread % HALF_WARP, FTZ)
     # ptx.SELECT_LOW, ptx.SELECT_HIGH
     select = tl.where(thread % HALF_WARP * ELEMS_PER_THREAD < BLOCKSIZE, 0x5410, 0x7632)
     shift = tl.load(offset).to(tl.float32) if BLOCKSIZE2 > 0 else 0.0
-    groups = n // 8 * (8 // ELEMS_PER_THREAD)
-    blocks = (n - 1) // BLOCKSIZE + 1
+    groups = None if EVEN else n // 8 * (8 // ELEMS_PER_THREAD)  # what a load or a store must not pass
+    blocks = None if EVEN else (n - 1) // BLOCKSIZE + 1
     group = tl.program_id(0).to(tl.int64) * (THREADS * UNROLL)
 
+    second = None
     # All of a program's elements lie in one second-level block for every state that bitsandbytes makes.
-    ONE_SECOND: tl.constexpr = THREADS * UNROLL * ELEMS_PER_THREAD <= BLOCKSIZE * BLOCKSIZE2
-    second = 0.0
-    if ONE_SECOND:
+    if THREADS * UNROLL * ELEMS_PER_THREAD <= BLOCKSIZE * BLOCKSIZE2:
         second = second_level(absmax2, group * ELEMS_PER_THREAD // BLOCKSIZE, None, BLOCKSIZE2)
     # Both steps load before either stores: the compiler may not move a load above a store.
-    nibbles, first = fetch(words, absmax, group, thread, groups, blocks, 0, BLOCKSIZE, ELEMS_PER_THREAD, EVEN, LOAD)
+    nibbles, first = fetch(words, absmax, group, thread, groups, blocks, 0, BLOCKSIZE, ELEMS_PER_THREAD, LOAD)
     if UNROLL == 2:
-        nibbles2, first2 = fetch(
-            words, absmax, group, thread, groups, blocks, 1, BLOCKSIZE, ELEMS_PER_THREAD, EVEN, LOAD
-        )
+        nibbles2, first2 = fetch(words, absmax, group, thread, groups, blocks, 1, BLOCKSIZE, ELEMS_PER_THREAD, LOAD)
     if BLOCKSIZE2 > 0:
         first = after_loads(first, PTX)
     scale = scale_of(
-        first, absmax2, second, code2, shift, group, thread, blocks, 0,
-        BLOCKSIZE, BLOCKSIZE2, ELEMS_PER_THREAD, ONE_SECOND, EVEN, FTZ,
-    )  # fmt: skip
+        first, absmax2, second, code2, shift, group, thread, blocks, 0, BLOCKSIZE, BLOCKSIZE2, ELEMS_PER_THREAD, FTZ
+    )
     if UNROLL == 2:
         scale2 = scale_of(
-            first2, absmax2, second, code2, shift, group, thread, blocks, 1,
-            BLOCKSIZE, BLOCKSIZE2, ELEMS_PER_THREAD, ONE_SECOND, EVEN, FTZ,
-        )  # fmt: skip
-    store(
-        out, nibbles, scale, entry, select, code, group, thread, groups, 0,
-        dtype, ELEMS_PER_THREAD, EVEN, FTZ, PTX, CONSTRAINTS, STORE,
-    )  # fmt: skip
+            first2,
+            absmax2,
+            second,
+            code2,
+            shift,
+            group,
+            thread,
+            blocks,
+            1,
+            BLOCKSIZE,
+            BLOCKSIZE2,
+            ELEMS_PER_THREAD,
+            FTZ,
+        )
+    store(out, nibbles, scale, entry, select, code, group, groups, 0, ELEMS_PER_THREAD, FTZ, PTX, CONSTRAINTS, STORE)
     if UNROLL == 2:
         store(
-            out, nibbles2, scale2, entry, select, code, group, thread, groups, 1,
-            dtype, ELEMS_PER_THREAD, EVEN, FTZ, PTX, CONSTRAINTS, STORE,
-        )  # fmt: skip
+            out, nibbles2, scale2, entry, select, code, group, groups, 1, ELEMS_PER_THREAD, FTZ, PTX, CONSTRAINTS, STORE
+        )
     if TAIL:
         if tl.program_id(0) == 0:
-            store_tail(
-                packed, absmax, absmax2, code, code2, shift, out, n // 8 * 8, n,
-                BLOCKSIZE, BLOCKSIZE2, FTZ,
-            )  # fmt: skip
+            store_tail(packed, absmax, absmax2, code, code2, shift, out, n, BLOCKSIZE, BLOCKSIZE2, FTZ)
