@@ -83,6 +83,11 @@ def span(tensor: torch.Tensor) -> Span:
     return start, start + (last + 1) * tensor.element_size()
 
 
+def spans(*tensors: torch.Tensor) -> tuple[Span, ...]:
+    """Where they lie in memory."""
+    return tuple(dict.fromkeys(map(span, tensors)))
+
+
 def overlap(read: Iterable[Span], start: int, end: int) -> bool:
     """Whether what is written to [start, end) overwrites some of what is read."""
     for first, last in read:  # noqa: SIM110 (any() of a generator takes three times as long)

@@ -188,7 +188,7 @@ class Dequantizer:
         reason = unsupported(coded, state) or (guards.check_out(out, coded) if out is not None else None)
         if reason is not None:
             return reason
-        if out is not None and runtime.overlap(launches.spans(coded), *runtime.span(out)):
+        if out is not None and runtime.overlap(runtime.spans(*coded.operands()), *runtime.span(out)):
             return Reason.OUT_MISMATCH
         result = launches.dequantize(coded, out)
         counter = counters.of(self.target, tuple(layout.shape), str(layout.dtype))

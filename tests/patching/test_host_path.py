@@ -8,6 +8,7 @@ import functools
 from types import SimpleNamespace
 
 import bitsandbytes.functional as F
+import matmul_reference
 import pytest
 import torch
 from bitsandbytes.nn import Params4bit
@@ -17,7 +18,6 @@ from target import target_like
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import compilation, launch, reference
 from nf4_patch.nf4.matmul import launch as matmul
-from nf4_patch.nf4.matmul import reference as matmul_reference
 from nf4_patch.nf4.matmul import small_m
 from nf4_patch.patching import fused_matmul, guards, quant_state
 from nf4_patch.patching.adapters import bitsandbytes as bitsandbytes_adapter

@@ -6,17 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import runtime
 from ..layout import Layout
-from ..runtime import (
-    MISSING,
-    KernelEntry,
-    KernelUnavailable,
-    built_once,
-    compile_kernel,
-    current_stream,
-    same_bits,
-    triton,
-)
+from ..runtime import KernelUnavailable, triton
 from . import ptx, reference
 
 if triton is not None:
@@ -48,8 +40,6 @@ INTERPRETER_CONFIG = LaunchConfig(num_warps=512, unroll=1, load="", store="")
 PACKED_CONVERT = (8, 0)  # cvt.rn.{f16,bf16}x2.f32
 
 PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
-TRITON_POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-
 
 # Triton's interpreter (TRITON_INTERPRET=1 when the kernels were imported) runs them, on tensors of any device.
 INTERPRETED = triton is not None and not isinstance(kernels.dequantize_kernel, triton.runtime.JITFunction)
@@ -75,29 +65,20 @@ class Variant(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, config: LaunchConfig) -> Variant:
-        n = layout.numel()
-        return cls(
-            config=config,
-            dtype=layout.dtype,
-            offset_dtype=None if layout.offset is None else layout.offset.dtype,
-            blocksize=layout.blocksize,
-            blocksize2=layout.blocksize2,
-            even=n % elements_of(layout, config) == 0,
-            tail=n % 8 != 0,
-            wide=n >= 2**31,
-            aligned=layout.packed.data_ptr() % 16 == 0,
-        )
+        n, offset_dtype = layout.numel(), None if layout.offset is None else layout.offset.dtype
+        aligned = layout.packed.data_ptr() % 16 == 0
+        variant = cls(config, layout.dtype, offset_dtype, layout.blocksize, layout.blocksize2, aligned=aligned)
+        return variant._replace(even=n % elements_of(variant) == 0, tail=n % 8 != 0, wide=n >= 2**31)
 
 
-def elems_per_thread(layout: Layout | Variant) -> int:
+def elems_per_thread(variant: Variant) -> int:
     """Of a step: 16 bytes of output, halved at blocksize 32 so that 16 lanes span two blocks (one in fp32)."""
-    return 16 // layout.dtype.itemsize // (2 if layout.blocksize == 32 else 1)
+    return 16 // variant.dtype.itemsize // (2 if variant.blocksize == 32 else 1)
 
 
-def elements_of(layout: Layout | Variant, config: LaunchConfig | None = None) -> int:
+def elements_of(variant: Variant) -> int:
     """Elements per CTA."""
-    config = config or layout.config  # type: ignore[union-attr]
-    return elems_per_thread(layout) * 32 * config.num_warps * config.unroll
+    return elems_per_thread(variant) * 32 * variant.config.num_warps * variant.config.unroll
 
 
 def constants(variant: Variant, capability: tuple[int, int] | None) -> dict[str, Any]:
@@ -125,25 +106,6 @@ def constants(variant: Variant, capability: tuple[int, int] | None) -> dict[str,
     }
 
 
-def signature(variant: Variant) -> dict[str, str]:
-    """The types of the kernel's arguments, as Triton writes them, for compilers that have no tensors to look at."""
-    return {
-        "packed": "*u8",
-        "absmax": "*fp32" if variant.offset_dtype is None else "*u8",
-        "code": "*fp32",
-        "absmax2": "*fp32",
-        "code2": "*fp32",
-        "offset": TRITON_POINTERS[variant.offset_dtype or torch.float32],
-        "out": TRITON_POINTERS[variant.dtype],
-        "n": "i64" if variant.wide else "i32",
-    }
-
-
-def on_16_bytes(variant: Variant) -> tuple[str, ...]:
-    """The arguments that Triton specializes on 16-byte alignment."""
-    return ("packed", "out") if variant.aligned else ("out",)
-
-
 def operands(layout: Layout, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The kernel's tensors in the order of its signature."""
     return (layout.bytes(), *layout.operands()[1:], out)
@@ -154,7 +116,7 @@ class CompiledKernel:
 
     def __init__(self, variant: Variant, device: torch.device):
         if triton is None:
-            raise KernelUnavailable(MISSING)
+            raise KernelUnavailable(runtime.MISSING)
         capability = torch.cuda.get_device_capability(device)
         self.elements = elements_of(variant)
         sample = sample_layout(variant, self.elements, device)
@@ -164,14 +126,14 @@ class CompiledKernel:
         n = 2**31 if variant.wide else sample.numel()
         with torch.cuda.device(device):
             options = {"num_warps": variant.config.num_warps, "enable_fp_fusion": False}
-            self.compiled = compile_kernel(kernels.dequantize_kernel, (*tensors, n), values, **options)
-            self.entry = KernelEntry.of(self.compiled, tuple(values.values()))
+            self.compiled = runtime.compile_kernel(kernels.dequantize_kernel, (*tensors, n), values, **options)
+            self.entry = runtime.KernelEntry.of(self.compiled, tuple(values.values()))
             self.launch_path = self.entry.launch_path
             pointers = [tensor.data_ptr() for tensor in tensors]
             grid = -(-sample.numel() // self.elements)
-            self.entry.start(grid, current_stream(device.index), *pointers, sample.numel())
+            self.entry.start(grid, runtime.current_stream(device.index), *pointers, sample.numel())
         expected = reference.dequantize(sample)
-        if not same_bits(out, expected):
+        if not runtime.same_bits(out, expected):
             raise KernelUnavailable(
                 f"the kernel's bits differ from the reference on {torch.cuda.get_device_name(device)} "
                 f"with Triton {triton.__version__} for {variant}"
@@ -186,8 +148,8 @@ def sample_layout(variant: Variant, elements: int, device: torch.device) -> Layo
     def bytes_of(count: int, stride: int) -> torch.Tensor:
         return (torch.arange(count, device=device) * stride % 256).to(torch.uint8)
 
-    packed = bytes_of(-(-n // 2) + 4, 97)
-    packed = packed[: -(-n // 2)] if variant.aligned else packed[4 : 4 + -(-n // 2)]
+    start = 0 if variant.aligned else 4
+    packed = bytes_of(-(-n // 2) + start, 97)[start:]
     code = torch.arange(-8, 8, device=device).float() / 7.3
     absmax = bytes_of(blocks, 59)
     second: tuple[Any, Any, Any] = (None, None, None)
@@ -205,7 +167,7 @@ _kernels: dict[tuple[Variant, torch.device], CompiledKernel | KernelUnavailable]
 
 def kernel_for(variant: Variant, device: torch.device) -> CompiledKernel:
     """The compiled kernel of ``variant`` on ``device``; see :func:`runtime.built_once`."""
-    kernel: CompiledKernel = built_once(_kernels, (variant, device), lambda: CompiledKernel(variant, device))
+    kernel: CompiledKernel = runtime.built_once(_kernels, (variant, device), lambda: CompiledKernel(variant, device))
     return kernel
 
 

@@ -6,25 +6,10 @@ from typing import Any
 
 import torch
 
+from .. import runtime
 from ..layout import Layout, identity
-from ..runtime import (
-    KernelUnavailable,
-    Memo,
-    Span,
-    current_device,
-    current_stream,
-    empty_strided_cuda,
-    fits,
-    has_memory,
-    overlap,
-    span,
-)
+from ..runtime import KernelUnavailable, current_device, current_stream, empty_strided_cuda, fits, overlap
 from . import compilation
-
-
-def spans(layout: Layout) -> tuple[Span, ...]:
-    """Where the tensors of a weight lie in memory."""
-    return tuple(dict.fromkeys(map(span, layout.operands())))
 
 
 class Launch:
@@ -40,15 +25,10 @@ class Launch:
         KernelUnavailable: NO_STORAGE, MISALIGNED, or what compilation.kernel_for raises.
     """
 
-    __slots__ = (
-        "call", "dense_shape", "device", "differentiable", "dtype", "grid", "head", "n", "shape", "spans", "strides", "tail",
-        "counter", "transposed", "view",
-    )  # fmt: skip
-
     def __init__(self, layout: Layout, transposed: bool = False):
         device = layout.packed.device
-        tensors = compilation.operands(layout, layout.packed)[:6]
-        if not all(has_memory(tensor) for tensor in tensors):
+        tensors = layout.operands()
+        if not all(map(runtime.has_memory, tensors)):
             raise KernelUnavailable("a tensor of the weight is larger than its memory", "NO_STORAGE")
         pointers = [tensor.data_ptr() for tensor in tensors]
         if pointers[0] % 4:
@@ -63,7 +43,7 @@ class Launch:
         self.dense_shape, self.transposed = tuple(layout.shape), transposed
         result = self.transposed_if_asked(torch.empty(self.dense_shape, dtype=layout.dtype, device="meta"))
         self.shape, self.strides = tuple(result.shape), result.stride()
-        self.spans = spans(layout)
+        self.spans = runtime.spans(*tensors)
         self.counter: Any = None  # the caller's counter
         self.view: torch.Tensor | None = None  # the result in the shared buffer
 
@@ -136,7 +116,7 @@ def shared_buffer(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
     return buffer
 
 
-_memo = Memo()  # of the op: a compiled graph calls it as often as eager code calls a target
+_memo = runtime.Memo()  # of the op: a compiled graph calls it as often as eager code calls a target
 
 
 def remembered(layout: Layout) -> Launch | None:

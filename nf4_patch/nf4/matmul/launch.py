@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from .. import runtime
-from ..dequantize.launch import spans
 from ..layout import Layout
 from ..runtime import multiprocessors, triton
 from . import hopper, small_m, tuning
@@ -77,11 +76,6 @@ class MatmulLaunch:
         bias: [N], x's dtype.
     """
 
-    __slots__ = (
-        "call", "device", "dtype", "grid", "head", "part", "shape", "strides", "sum", "sum_grid", "sum_head",
-        "sum_tail", "tail", "counter", "spans", "weight",
-    )  # fmt: skip
-
     def __init__(self, kernel: AnyKernel, x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None):
         self.device, self.dtype = x.get_device(), x.dtype
         self.weight = tuple(tensor.data_ptr() for tensor in layout.operands())
@@ -96,7 +90,7 @@ class MatmulLaunch:
             self.part, self.sum_grid = (kernel.part_numel,), kernel.sum_grid
             self.sum, self.sum_head, tail, _ = kernel.sum
             self.sum_tail = (spare, *kernel.sum_sizes, *tail)
-        self.spans = (*spans(layout), *(() if bias is None else (runtime.span(bias),)))
+        self.spans = runtime.spans(*layout.operands(), *(() if bias is None else (bias,)))
         self.counter: Any = None  # the caller's counter
 
     def accepts(self, x: torch.Tensor, out: Any) -> bool:

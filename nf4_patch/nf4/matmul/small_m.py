@@ -47,10 +47,8 @@ def plan(
     ctas = sm_partitions * min(config.ctas_per_sm, -(-groups // sm_partitions)) * split_k
     x_in_registers = config.load_128bit and chunks <= config.warps_k
     n_tiles = next(count for count in TILE_COUNTS if m <= 8 * count)
-    ptx = small_m_ptx.program(
-        config.tiles, n_tiles, config.warps_n, config.warps_k, config.load_128bit, config.prefetch_depth,
-        x_in_registers, half, nested, k % 256 != 0, split_k > 1, bias and split_k == 1, capability,
-    )  # fmt: skip
+    tail, bias = k % 256 != 0, bias and split_k == 1
+    ptx = small_m_ptx.program(config, n_tiles, x_in_registers, half, nested, tail, split_k > 1, bias, capability)
     return SmallMPlan(sm_partitions, ctas, config.warps_n * config.warps_k, split_k, ptx)
 
 
