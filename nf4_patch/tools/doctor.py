@@ -282,7 +282,7 @@ def examine_gpu(index: int, tell: Progress) -> Gpu:
 
 def check_kernel(dtype: torch.dtype, device: torch.device, capability: tuple[int, int]) -> KernelCheck:
     """Compile the variant of a usual weight (nested, blocksize 64); it compares its own bits with the reference."""
-    variant = compilation.Variant(compilation.config_for(capability, 4096 * 4096), dtype)
+    variant = compilation.Variant(compilation.warps_for(capability, 4096 * 4096), dtype)
     name = str(dtype).removeprefix("torch.")
     started = time.perf_counter()
     path = error = ""

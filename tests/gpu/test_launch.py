@@ -29,7 +29,7 @@ def test_portable_path_compiled_for_the_gpu(dtype, blocksize):
     """PTX = "": the same kernel without inline decode gives the same bits."""
     packed, state = every_pair(dtype, CUDA, blocksize)
     layout = layout_of(packed, state)
-    variant = compilation.Variant.of(layout, compilation.LaunchConfig(4, 2, "", ""))
+    variant = compilation.Variant.of(layout, 4)
     values = compilation.constants(variant, (9, 0)) | {"PTX": "", "CONSTRAINTS": ""}
     out = torch.full(tuple(layout.shape), math.nan, dtype=dtype, device=CUDA)
     grid = (-(-layout.numel() // compilation.elements_of(variant)),)

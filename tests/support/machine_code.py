@@ -97,7 +97,7 @@ def compile_variant(variant: Variant, capability: Capability) -> Any:
     if compilation.INTERPRETED:
         raise Unsupported("Triton's interpreter is on (TRITON_INTERPRET=1): unset it and start again")
     check(capability)
-    options = {"num_warps": variant.config.num_warps, "enable_fp_fusion": False}
+    options = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
     return triton.compile(source(variant, capability), target=GPUTarget("cuda", sm(capability), 32), options=options)
 
 

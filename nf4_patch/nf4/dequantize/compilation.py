@@ -17,26 +17,13 @@ if triton is not None:
 MINIMUM_CAPABILITY = (7, 5)
 
 
-class LaunchConfig(NamedTuple):
-    """The work of a CTA: ``num_warps * 32`` threads, ``unroll`` steps of each, cache policies of loads and stores."""
-
-    num_warps: int
-    unroll: int
-    load: str
-    store: str
-
-
-# (lowest capability, fewest elements) a row is for; the last one that fits is taken.
+# Warps per CTA by (lowest capability, fewest elements); the last row that fits is taken.
 # H200, torch 2.11, triton 3.6.0, percent of the same traffic without a decode, 8 warps and 16: 512x2048 98.6 and 96.2,
 # 1024x4096 97.9 and 96.7, 4096x4096 95.8 and 98.3, 14336x4096 96.9 and 98.8, 8192x8192 97.7 and 99.6.
 # sm_75 to sm_89 and sm_100 on are not measured: 4 warps keep the most CTAs of the smallest GPU (T4) in flight.
-CONFIGS: dict[tuple[tuple[int, int], int], LaunchConfig] = {
-    ((7, 5), 0): LaunchConfig(num_warps=4, unroll=2, load="evict_first", store="evict_first"),
-    ((8, 0), 0): LaunchConfig(num_warps=8, unroll=2, load="evict_first", store="evict_first"),
-    ((9, 0), 2**23): LaunchConfig(num_warps=16, unroll=2, load="evict_first", store="evict_first"),
-}
-# The interpreter runs a CTA as one Python call: few, large ones.
-INTERPRETER_CONFIG = LaunchConfig(num_warps=512, unroll=1, load="", store="")
+NUM_WARPS = {((7, 5), 0): 4, ((8, 0), 0): 8, ((9, 0), 2**23): 16}
+UNROLL = 2  # as in kernels: steps of a CTA
+INTERPRETER_WARPS = 256  # the interpreter runs a CTA as one Python call: few, large ones
 PACKED_CONVERT = (8, 0)  # cvt.rn.{f16,bf16}x2.f32
 
 PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -45,15 +32,14 @@ PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 INTERPRETED = triton is not None and not isinstance(kernels.dequantize_kernel, triton.runtime.JITFunction)
 
 
-def config_for(capability: tuple[int, int], numel: int) -> LaunchConfig:
-    rows = [row for row in CONFIGS if row[0] <= capability and row[1] <= numel]
-    return CONFIGS[max(rows)]
+def warps_for(capability: tuple[int, int], numel: int) -> int:
+    return NUM_WARPS[max(row for row in NUM_WARPS if row[0] <= capability and row[1] <= numel)]
 
 
 class Variant(NamedTuple):
     """Everything a compiled kernel depends on; by default that of a usual weight."""
 
-    config: LaunchConfig
+    num_warps: int
     dtype: torch.dtype
     offset_dtype: torch.dtype | None = torch.float32  # None: flat
     blocksize: int = 64
@@ -64,10 +50,10 @@ class Variant(NamedTuple):
     aligned: bool = True  # the packed weight starts on 16 bytes, not only on 4
 
     @classmethod
-    def of(cls, layout: Layout, config: LaunchConfig) -> Variant:
+    def of(cls, layout: Layout, num_warps: int) -> Variant:
         n, offset_dtype = layout.numel(), None if layout.offset is None else layout.offset.dtype
         aligned = layout.packed.data_ptr() % 16 == 0
-        variant = cls(config, layout.dtype, offset_dtype, layout.blocksize, layout.blocksize2, aligned=aligned)
+        variant = cls(num_warps, layout.dtype, offset_dtype, layout.blocksize, layout.blocksize2, aligned=aligned)
         return variant._replace(even=n % elements_of(variant) == 0, tail=n % 8 != 0, wide=n >= 2**31)
 
 
@@ -78,7 +64,7 @@ def elems_per_thread(variant: Variant) -> int:
 
 def elements_of(variant: Variant) -> int:
     """Elements per CTA."""
-    return elems_per_thread(variant) * 32 * variant.config.num_warps * variant.config.unroll
+    return elems_per_thread(variant) * 32 * variant.num_warps * UNROLL
 
 
 def constants(variant: Variant, capability: tuple[int, int] | None) -> dict[str, Any]:
@@ -88,21 +74,17 @@ def constants(variant: Variant, capability: tuple[int, int] | None) -> dict[str,
     source = constraints = ""
     if capability is not None:
         blocks = 2 if 16 * elements > variant.blocksize else 1
-        source = ptx.decode(name, elements, blocks, capability >= PACKED_CONVERT)
-        constraints = ptx.constraints(name, elements)
+        source, constraints = ptx.decode(name, elements, blocks, capability >= PACKED_CONVERT)
     return {
         "BLOCKSIZE": variant.blocksize,
         "BLOCKSIZE2": variant.blocksize2,
         "ELEMS_PER_THREAD": elements,
-        "THREADS": 32 * variant.config.num_warps,
-        "UNROLL": variant.config.unroll,
+        "THREADS": 32 * variant.num_warps,
         "EVEN": variant.even,
         "TAIL": variant.tail,
         "FTZ": capability is not None,
         "PTX": source,
         "CONSTRAINTS": constraints,
-        "LOAD": variant.config.load,
-        "STORE": variant.config.store,
     }
 
 
@@ -125,7 +107,7 @@ class CompiledKernel:
         tensors = operands(sample, out)
         n = 2**31 if variant.wide else sample.numel()
         with torch.cuda.device(device):
-            options = {"num_warps": variant.config.num_warps, "enable_fp_fusion": False}
+            options = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
             self.compiled = runtime.compile_kernel(kernels.dequantize_kernel, (*tensors, n), values, **options)
             self.entry = runtime.KernelEntry.of(self.compiled, tuple(values.values()))
             self.launch_path = self.entry.launch_path

@@ -5,6 +5,7 @@ import triton.language as tl
 
 # The lanes of a half warp share one table of finished products (ptx.py); two blocks under it meet at lane 8.
 HALF_WARP = tl.constexpr(16)
+UNROLL = tl.constexpr(2)  # steps of a program
 
 
 @triton.jit
@@ -40,20 +41,13 @@ def round_to(value, dtype):
 
 
 @triton.jit
-def decode_nibble(nibbles, ELEMENT, scale, code, dtype, FTZ):
-    SHIFT: tl.constexpr = 8 * (ELEMENT // 2) + 4 * (1 - ELEMENT % 2)
-    return round_to(multiply(look_up(code, (nibbles >> SHIFT) & 15, FTZ), scale, FTZ), dtype)
-
-
-@triton.jit
-def decode_output(nibbles, OUTPUT, scale, code, dtype, FTZ):
-    """The portable path, with the bits of ptx.decode: output register OUTPUT, one fp32 element or two 16-bit ones."""
-    if dtype == tl.float32:
-        return decode_nibble(nibbles, OUTPUT, scale, code, dtype, FTZ)
+def store_elements(out, element, nibble, scale, code, mask, FTZ):
+    """An element at a time, with the bits of ptx.decode: the portable path, and what is past the last whole word."""
+    bits = round_to(multiply(look_up(code, nibble, FTZ), scale, FTZ), out.dtype.element_ty)
+    if out.dtype.element_ty == tl.float32:
+        tl.store(out.to(tl.pointer_type(tl.int32), bitcast=True) + element, bits, mask=mask)
     else:
-        low = decode_nibble(nibbles, 2 * OUTPUT, scale, code, dtype, FTZ)
-        high = decode_nibble(nibbles, 2 * OUTPUT + 1, scale, code, dtype, FTZ)
-        return low | (high << 16)
+        tl.store(out.to(tl.pointer_type(tl.int16), bitcast=True) + element, bits.to(tl.int16), mask=mask)
 
 
 @triton.jit
@@ -75,7 +69,7 @@ def block_scale(first, second, code2, offset, FLAT, FTZ):
 
 
 @triton.jit
-def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_PER_THREAD, LOAD):
+def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_PER_THREAD):
     """A thread's nibbles, in the low bits, and the absmax of its block. A group is the ELEMS_PER_THREAD elements that a
     thread decodes in a step; ``group`` is the program's first, 64-bit.
 
@@ -84,7 +78,8 @@ def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_
     WORDS: tl.constexpr = 8 // ELEMS_PER_THREAD  # threads that share a 32-bit word
     THREADS: tl.constexpr = thread.shape[0]
     mask = None if groups is None else group + STEP * THREADS + thread < groups
-    word = tl.load(packed + group // WORDS + thread // WORDS + STEP * THREADS // WORDS, mask=mask, eviction_policy=LOAD)
+    pointer = packed + group // WORDS + thread // WORDS + STEP * THREADS // WORDS
+    word = tl.load(pointer, mask=mask, eviction_policy="evict_first")
     nibbles = word >> ((thread % WORDS) * (4 * ELEMS_PER_THREAD)) if WORDS > 1 else word
     # The program's first element is a multiple of the blocksize or inside one block: the sum never carries.
     block = group * ELEMS_PER_THREAD // BLOCKSIZE
@@ -123,38 +118,37 @@ def scale_of(
 
 
 @triton.jit
-def store(
-    out, nibbles, scale, entry, select, code, group, groups, STEP, ELEMS_PER_THREAD, FTZ, PTX, CONSTRAINTS, STORE
-):
+def store(out, nibbles, scale, entry, select, code, group, groups, STEP, ELEMS_PER_THREAD, FTZ, PTX, CONSTRAINTS):
     """Decode one group per thread and write it: 16 bytes (8 where the blocksize is 32), contiguous over the threads."""
-    dtype: tl.constexpr = out.dtype.element_ty
-    OUTPUTS: tl.constexpr = ELEMS_PER_THREAD if dtype == tl.float32 else ELEMS_PER_THREAD // 2
     THREADS: tl.constexpr = nibbles.shape[0]
+    OUTPUTS: tl.constexpr = ELEMS_PER_THREAD * out.dtype.element_ty.primitive_bitwidth // 32
     tl.static_assert(OUTPUTS == 2 or OUTPUTS == 4)
     if PTX == "":
-        a = decode_output(nibbles, 0, scale, code, dtype, FTZ)
-        b = decode_output(nibbles, 1, scale, code, dtype, FTZ)
-        if OUTPUTS == 4:
-            c = decode_output(nibbles, 2, scale, code, dtype, FTZ)
-            d = decode_output(nibbles, 3, scale, code, dtype, FTZ)
-    elif OUTPUTS == 4:
-        a, b, c, d = tl.inline_asm_elementwise(
-            PTX, CONSTRAINTS, [nibbles, entry, scale, select], (tl.int32, tl.int32, tl.int32, tl.int32), False, 1
-        )
+        own = group + STEP * THREADS + tl.arange(0, THREADS)[:, None]
+        element = tl.arange(0, ELEMS_PER_THREAD)[None, :]
+        nibble = (nibbles[:, None] >> (8 * (element // 2) + 4 * (1 - element % 2))) & 15
+        mask = None if groups is None else own < groups
+        store_elements(out, own * ELEMS_PER_THREAD + element, nibble, scale[:, None], code, mask, FTZ)
     else:
-        a, b = tl.inline_asm_elementwise(
-            PTX, CONSTRAINTS, [nibbles, entry, scale, select], (tl.int32, tl.int32), False, 1
-        )
-    outputs = tl.join(tl.join(a, c), tl.join(b, d)) if OUTPUTS == 4 else tl.join(a, b)
-    column = tl.arange(0, THREADS * OUTPUTS)
-    mask = None if groups is None else group + STEP * THREADS + column // OUTPUTS < groups
-    pointer = out.to(tl.pointer_type(tl.int32), bitcast=True) + group * OUTPUTS + column + STEP * THREADS * OUTPUTS
-    tl.store(pointer, tl.reshape(outputs, [THREADS * OUTPUTS]), mask=mask, eviction_policy=STORE)
+        if OUTPUTS == 4:
+            a, b, c, d = tl.inline_asm_elementwise(
+                PTX, CONSTRAINTS, [nibbles, entry, scale, select], (tl.int32, tl.int32, tl.int32, tl.int32), False, 1
+            )
+            outputs = tl.join(tl.join(a, c), tl.join(b, d))
+        else:
+            a, b = tl.inline_asm_elementwise(
+                PTX, CONSTRAINTS, [nibbles, entry, scale, select], (tl.int32, tl.int32), False, 1
+            )
+            outputs = tl.join(a, b)
+        column = tl.arange(0, THREADS * OUTPUTS)
+        mask = None if groups is None else group + STEP * THREADS + column // OUTPUTS < groups
+        pointer = out.to(tl.pointer_type(tl.int32), bitcast=True) + group * OUTPUTS + column + STEP * THREADS * OUTPUTS
+        tl.store(pointer, tl.reshape(outputs, [THREADS * OUTPUTS]), mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
 def store_tail(packed, absmax, absmax2, code, code2, offset, out, n, BLOCKSIZE, BLOCKSIZE2, FTZ):
-    """The up to 7 elements past the last whole 32-bit word, a byte and an element at a time."""
+    """The up to 7 elements past the last whole 32-bit word, from single bytes."""
     element = n // 8 * 8 + tl.arange(0, 8)
     mask = element < n
     byte = tl.load(packed + element // 2, mask=mask).to(tl.int32)
@@ -162,31 +156,25 @@ def store_tail(packed, absmax, absmax2, code, code2, offset, out, n, BLOCKSIZE, 
     block = element // BLOCKSIZE
     second = second_level(absmax2, block, mask, BLOCKSIZE2)
     scale = block_scale(tl.load(absmax + block, mask=mask), second, code2, offset, BLOCKSIZE2 == 0, FTZ)
-    bits = round_to(multiply(look_up(code, nibble, FTZ), scale, FTZ), out.dtype.element_ty)
-    if out.dtype.element_ty == tl.float32:
-        tl.store(out.to(tl.pointer_type(tl.int32), bitcast=True) + element, bits, mask=mask)
-    else:
-        tl.store(out.to(tl.pointer_type(tl.int16), bitcast=True) + element, bits.to(tl.int16), mask=mask)
+    store_elements(out, element, nibble, scale, code, mask, FTZ)
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["absmax", "code", "absmax2", "code2", "offset"])
 def dequantize_kernel(
     packed, absmax, code, absmax2, code2, offset, out, n,
     BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, ELEMS_PER_THREAD: tl.constexpr, THREADS: tl.constexpr,
-    UNROLL: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr, FTZ: tl.constexpr,
-    PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, LOAD: tl.constexpr, STORE: tl.constexpr,
+    EVEN: tl.constexpr, TAIL: tl.constexpr, FTZ: tl.constexpr, PTX: tl.constexpr, CONSTRAINTS: tl.constexpr,
 ):  # fmt: skip
     """out[e] = dtype(fp32(code[nibble(e)] * scale(e // BLOCKSIZE))): both dequantizations in one launch.
 
-    A thread decodes ELEMS_PER_THREAD nibbles of one 32-bit word per step; a program runs UNROLL steps of THREADS threads.
+    A thread decodes ELEMS_PER_THREAD nibbles of one 32-bit word per step; a program runs UNROLL = 2 steps of THREADS threads.
 
     packed: uint8 [ceil(n / 2)], 4-byte aligned. absmax: uint8 (nested) or fp32 (flat) [ceil(n / BLOCKSIZE)].
     code: fp32 [16]. absmax2: fp32, one for BLOCKSIZE2 blocks. code2: fp32 [256]. offset: one element.
     out: fp16, bf16 or fp32 [n], 16-byte aligned. BLOCKSIZE2 0 means flat: the second level is never read.
     EVEN: n is a multiple of the program's elements. TAIL: n is not a multiple of 8.
-    PTX, CONSTRAINTS: ptx.decode and ptx.constraints, or "" for the portable path with the same bits.
+    PTX, CONSTRAINTS: what ptx.decode returns, or "" for the portable path with the same bits.
     """
-    tl.static_assert(UNROLL == 1 or UNROLL == 2)
     tl.static_assert(not (EVEN and TAIL))
     words = packed.to(tl.pointer_type(tl.int32), bitcast=True)
     thread = tl.arange(0, THREADS)
@@ -203,35 +191,18 @@ def dequantize_kernel(
     if THREADS * UNROLL * ELEMS_PER_THREAD <= BLOCKSIZE * BLOCKSIZE2:
         second = second_level(absmax2, group * ELEMS_PER_THREAD // BLOCKSIZE, None, BLOCKSIZE2)
     # Both steps load before either stores: the compiler may not move a load above a store.
-    nibbles, first = fetch(words, absmax, group, thread, groups, blocks, 0, BLOCKSIZE, ELEMS_PER_THREAD, LOAD)
-    if UNROLL == 2:
-        nibbles2, first2 = fetch(words, absmax, group, thread, groups, blocks, 1, BLOCKSIZE, ELEMS_PER_THREAD, LOAD)
+    nibbles, first = fetch(words, absmax, group, thread, groups, blocks, 0, BLOCKSIZE, ELEMS_PER_THREAD)
+    nibbles2, first2 = fetch(words, absmax, group, thread, groups, blocks, 1, BLOCKSIZE, ELEMS_PER_THREAD)
     if BLOCKSIZE2 > 0:
         first = after_loads(first, PTX)
     scale = scale_of(
         first, absmax2, second, code2, shift, group, thread, blocks, 0, BLOCKSIZE, BLOCKSIZE2, ELEMS_PER_THREAD, FTZ
     )
-    if UNROLL == 2:
-        scale2 = scale_of(
-            first2,
-            absmax2,
-            second,
-            code2,
-            shift,
-            group,
-            thread,
-            blocks,
-            1,
-            BLOCKSIZE,
-            BLOCKSIZE2,
-            ELEMS_PER_THREAD,
-            FTZ,
-        )
-    store(out, nibbles, scale, entry, select, code, group, groups, 0, ELEMS_PER_THREAD, FTZ, PTX, CONSTRAINTS, STORE)
-    if UNROLL == 2:
-        store(
-            out, nibbles2, scale2, entry, select, code, group, groups, 1, ELEMS_PER_THREAD, FTZ, PTX, CONSTRAINTS, STORE
-        )
+    scale2 = scale_of(
+        first2, absmax2, second, code2, shift, group, thread, blocks, 1, BLOCKSIZE, BLOCKSIZE2, ELEMS_PER_THREAD, FTZ
+    )
+    store(out, nibbles, scale, entry, select, code, group, groups, 0, ELEMS_PER_THREAD, FTZ, PTX, CONSTRAINTS)
+    store(out, nibbles2, scale2, entry, select, code, group, groups, 1, ELEMS_PER_THREAD, FTZ, PTX, CONSTRAINTS)
     if TAIL:
         if tl.program_id(0) == 0:
             store_tail(packed, absmax, absmax2, code, code2, shift, out, n, BLOCKSIZE, BLOCKSIZE2, FTZ)

@@ -33,8 +33,8 @@ class Launch:
         pointers = [tensor.data_ptr() for tensor in tensors]
         if pointers[0] % 4:
             raise KernelUnavailable(f"the packed weight starts at {pointers[0]:#x}, not on 4 bytes", "MISALIGNED")
-        config = compilation.config_for(torch.cuda.get_device_capability(device), layout.numel())
-        kernel = compilation.kernel_for(compilation.Variant.of(layout, config), device)
+        num_warps = compilation.warps_for(torch.cuda.get_device_capability(device), layout.numel())
+        kernel = compilation.kernel_for(compilation.Variant.of(layout, num_warps), device)
         self.n, self.dtype, self.device = layout.numel(), layout.dtype, layout.packed.get_device()
         self.differentiable = layout.packed.is_floating_point()  # bytes cannot require a gradient
         self.grid = -(-self.n // kernel.elements)
@@ -143,7 +143,7 @@ def dequantize(layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _interpret(layout: Layout, out: torch.Tensor | None) -> torch.Tensor:
-    variant = compilation.Variant.of(layout, compilation.INTERPRETER_CONFIG)
+    variant = compilation.Variant.of(layout, compilation.INTERPRETER_WARPS)
     values = compilation.constants(variant, None)
     if out is None:
         out = torch.empty(tuple(layout.shape), dtype=layout.dtype, device=layout.packed.device)

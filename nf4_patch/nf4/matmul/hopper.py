@@ -12,7 +12,7 @@ import torch
 
 from .. import runtime
 from ..dequantize import reference
-from ..dequantize.compilation import INTERPRETER_CONFIG, PTX_TYPES, Variant, sample_layout
+from ..dequantize.compilation import INTERPRETER_WARPS, PTX_TYPES, Variant, sample_layout
 from ..layout import Layout
 from ..runtime import TRITON_RELEASE, KernelEntry, KernelUnavailable, empty_strided_cuda
 from .tuning import HOPPER_ROWS, MULTIPROCESSORS, HopperConfig
@@ -213,7 +213,7 @@ def check(config: HopperConfig, device: torch.device, dtype: torch.dtype, nested
         KernelUnavailable: the bits differ, or it cannot be compiled.
     """
     m, n, k = config.block_m + 3, 2 * BLOCK_N + 8, 1024
-    variant = Variant(INTERPRETER_CONFIG, dtype) if nested else Variant(INTERPRETER_CONFIG, dtype, None, blocksize2=0)
+    variant = Variant(INTERPRETER_WARPS, dtype) if nested else Variant(INTERPRETER_WARPS, dtype, None, blocksize2=0)
     layout = sample_layout(variant, n * k // 3, device)._replace(shape=(n, k))
     kernel = HopperKernel(config, device, dtype, layout, m, bias)
     columns = torch.arange(m, device=device) * 37 % k
