@@ -70,8 +70,8 @@ def block_scale(first, second, code2, offset, FLAT, FTZ):
 
 @triton.jit
 def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_PER_THREAD):
-    """A thread's nibbles, in the low bits, and the absmax of its block. A group is the ELEMS_PER_THREAD elements that a
-    thread decodes in a step; ``group`` is the program's first, 64-bit.
+    """A thread's nibbles, in the low bits, the absmax of its block, and the block. A group is the ELEMS_PER_THREAD elements
+    that a thread decodes in a step; ``group`` is the program's first, 64-bit.
 
     A step is a constant added last: an offset in the load itself, and no second address (9 instructions on sm_75).
     """
@@ -87,7 +87,7 @@ def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_
     # By block and not by group: a thread past the end still multiplies its table entry for its half warp.
     NEXT: tl.constexpr = STEP * THREADS * ELEMS_PER_THREAD // BLOCKSIZE
     mask = None if blocks is None else block + NEXT + index < blocks
-    return nibbles, tl.load(absmax + block + index + NEXT, mask=mask)
+    return nibbles, tl.load(absmax + block + index + NEXT, mask=mask), block + index + NEXT
 
 
 @triton.jit
@@ -105,14 +105,9 @@ def after_loads(first, PTX):
 
 
 @triton.jit
-def scale_of(
-    first, absmax2, second, code2, offset, group, thread, blocks, STEP, BLOCKSIZE, BLOCKSIZE2, ELEMS_PER_THREAD, FTZ
-):
+def scale_of(first, absmax2, second, code2, offset, block, blocks, BLOCKSIZE2, FTZ):
     """fp32 scale of a thread's block; ``second``: the program's only second-level absmax, None if it has several."""
     if second is None:
-        THREADS: tl.constexpr = thread.shape[0]
-        block = group * ELEMS_PER_THREAD // BLOCKSIZE + thread * ELEMS_PER_THREAD // BLOCKSIZE
-        block += STEP * THREADS * ELEMS_PER_THREAD // BLOCKSIZE
         second = second_level(absmax2, block, None if blocks is None else block < blocks, BLOCKSIZE2)
     return block_scale(first, second, code2, offset, BLOCKSIZE2 == 0, FTZ)
 
@@ -191,16 +186,12 @@ def dequantize_kernel(
     if THREADS * UNROLL * ELEMS_PER_THREAD <= BLOCKSIZE * BLOCKSIZE2:
         second = second_level(absmax2, group * ELEMS_PER_THREAD // BLOCKSIZE, None, BLOCKSIZE2)
     # Both steps load before either stores: the compiler may not move a load above a store.
-    nibbles, first = fetch(words, absmax, group, thread, groups, blocks, 0, BLOCKSIZE, ELEMS_PER_THREAD)
-    nibbles2, first2 = fetch(words, absmax, group, thread, groups, blocks, 1, BLOCKSIZE, ELEMS_PER_THREAD)
+    nibbles, first, block = fetch(words, absmax, group, thread, groups, blocks, 0, BLOCKSIZE, ELEMS_PER_THREAD)
+    nibbles2, first2, block2 = fetch(words, absmax, group, thread, groups, blocks, 1, BLOCKSIZE, ELEMS_PER_THREAD)
     if BLOCKSIZE2 > 0:
         first = after_loads(first, PTX)
-    scale = scale_of(
-        first, absmax2, second, code2, shift, group, thread, blocks, 0, BLOCKSIZE, BLOCKSIZE2, ELEMS_PER_THREAD, FTZ
-    )
-    scale2 = scale_of(
-        first2, absmax2, second, code2, shift, group, thread, blocks, 1, BLOCKSIZE, BLOCKSIZE2, ELEMS_PER_THREAD, FTZ
-    )
+    scale = scale_of(first, absmax2, second, code2, shift, block, blocks, BLOCKSIZE2, FTZ)
+    scale2 = scale_of(first2, absmax2, second, code2, shift, block2, blocks, BLOCKSIZE2, FTZ)
     store(out, nibbles, scale, entry, select, code, group, groups, 0, ELEMS_PER_THREAD, FTZ, PTX, CONSTRAINTS)
     store(out, nibbles2, scale2, entry, select, code, group, groups, 1, ELEMS_PER_THREAD, FTZ, PTX, CONSTRAINTS)
     if TAIL:

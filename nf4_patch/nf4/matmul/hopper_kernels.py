@@ -52,15 +52,11 @@ def scales_kernel(
     mask = (row < n) & (step < k_steps)
     block = (row * k_steps + step) >> shift
     first = tl.load(absmax + block, mask, 0)
-    if FLAT:
-        scale = first
-    else:
-        second = tl.load(absmax2 + (block >> shift2), mask, 0.0)
-        scale = block_scale(first, second, code2, tl.load(offset), False, True)
+    second = None if FLAT else tl.load(absmax2 + (block >> shift2), mask, 0.0)
+    scale = block_scale(first, second, code2, None if FLAT else tl.load(offset), FLAT, True)
     tl.store(scales + step * n + row, scale, mask)
     if tl.program_id(0) == 0:
-        flag = tl.arange(0, FLAGS)
-        tl.store(flags + flag, tl.zeros((FLAGS,), tl.int32))
+        tl.store(flags + tl.arange(0, FLAGS), 0)
 
 
 @gluon.jit

@@ -12,16 +12,13 @@ def matmul_4bit_kernel(
 ):  # fmt: skip
     """See small_m_ptx.program for the operands."""
     tl.inline_asm_elementwise(
-        PTX,
-        CONSTRAINTS,
+        PTX, CONSTRAINTS,
         [
             x.to(tl.int64), packed.to(tl.int64), absmax.to(tl.int64), code.to(tl.int64), absmax2.to(tl.int64),
             code2.to(tl.int64), offset.to(tl.int64), out.to(tl.int64), bias.to(tl.int64),
             m, n, blocks, shift, shift2, sm_partitions, split_k,
         ],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
+        tl.int32, False, 1,
     )  # fmt: skip
 
 

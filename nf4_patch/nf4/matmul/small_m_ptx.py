@@ -78,7 +78,6 @@ class Cta:
         # accumulators the warps add up at a time, of which each summing warp takes so many
         self.together = math.gcd(self.registers, SUM_BYTES // (128 * self.warps))
         self.mine = range(max(1, self.together // self.warps_k))
-        self.barriers = self.warps_k > 1 and bool(self.dialect.wait)
 
     def source(self) -> str:
         self.declare()
@@ -104,10 +103,8 @@ class Cta:
         e(".reg .pred p, more, last, there, scaled, in<4>, near<4>; .reg .b16 high, low;")
         e(f".reg .f32 offset, f, w0, w1, {code2};")
         e(".reg .b32 tid, lane, g, t, wn, wk, lastn, lastm, rowbytes, u, v, row, column, idx, sub, look, buf, turn;")
-        e(
-            ".reg .b32 step, steps, per, atit, attile, end, first, stop, chunk, fetch, fetchit, fetchtile, split, c0, c1;"
-        )
-        e(".reg .b64 d, base, wide, part, packed, x;")
+        e(".reg .b32 step, steps, per, atit, attile, end, first, stop, chunk, fetch, fetchit, fetchtile, split;")
+        e(".reg .b32 c0, c1; .reg .b64 d, base, wide, part, packed, x;")
         e(f".reg .b32 xw<{32 * self.n_tiles}>, a<{8 * self.words * self.tiles}>, block<{rows}>; .reg .b64 at<{rows}>;")
         for k in range(self.prefetch_depth):
             e(f".reg .b32 word{k}_<{8 * rows}>, q{k}_<{rows}>; .reg .f32 am{k}_<{rows}>;")
@@ -175,7 +172,7 @@ class Cta:
         for i in self.code2_parts():
             e(f"add.u32 u, tid, {i}; setp.lt.u32 p, u, 256; mov.u32 v, scales; mad.lo.u32 v, u, 4, v;")
             e(f"@p st.shared.f32 [v], code2{i};")
-        if self.barriers:
+        if self.warps_k > 1 and self.dialect.wait:
             e(f"setp.eq.u32 p, tid, 0; @p mbarrier.init.shared.b64 [full], {32 * self.warps};")
             e(f"@p mbarrier.init.shared.b64 [free], {32 * self.warps_n * min(self.together, self.warps_k)};")
         e("bar.sync 0;")
