@@ -97,7 +97,7 @@ class Dequantizer:
             return Reason.REQUIRES_GRAD
         if out is not None:
             return self.fill(launch, out)
-        result = launch.shared() if shared else launch.new()
+        result = launch.shared() if shared else launch.run()
         launch.counter.hits += 1
         return result
 
@@ -160,7 +160,7 @@ class Dequantizer:
                 return launch
         if out is not None:
             return self.fill(launch, out)
-        result = launch.shared() if shared else launch.new()
+        result = launch.shared() if shared else launch.run()
         launch.counter.hits += 1
         return result
 

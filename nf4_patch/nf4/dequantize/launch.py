@@ -41,15 +41,12 @@ class Launch:
         self.call, head, tail, _ = kernel.entry
         self.head, self.tail = (*head, *pointers), (self.n, *tail)
         self.dense_shape, self.transposed = tuple(layout.shape), transposed
-        result = self.transposed_if_asked(torch.empty(self.dense_shape, dtype=layout.dtype, device="meta"))
+        result = torch.empty(self.dense_shape, dtype=layout.dtype, device="meta")
+        result = result.t() if transposed else result
         self.shape, self.strides = tuple(result.shape), result.stride()
         self.spans = runtime.spans(*tensors)
         self.counter: Any = None  # the caller's counter
         self.view: torch.Tensor | None = None  # the result in the shared buffer
-
-    def transposed_if_asked(self, weight: torch.Tensor) -> torch.Tensor:
-        """What the caller gets for a dense ``weight``: [K, N] with the strides of a transpose, if asked."""
-        return weight.t() if self.transposed else weight
 
     def accepts(self, out: Any) -> bool:
         """Whether the kernel can write to ``out``: dense, of the weight, 16-byte aligned, and none of what it reads."""
@@ -58,37 +55,30 @@ class Launch:
         start = out.data_ptr()
         return start % 16 == 0 and not overlap(self.spans, start, start + out.nbytes)
 
-    def new(self) -> torch.Tensor:
-        """A new weight."""
+    def run(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """A new weight (transposed if asked); or ``out``, filled: 16-byte aligned, n dense elements of its dtype and device."""
         device = self.device
         if current_device() != device:
             with torch.cuda.device(device):
-                return self.new()
-        out = empty_strided_cuda(self.shape, self.strides, self.dtype)
+                return self.run(out)
+        if out is None:
+            out = empty_strided_cuda(self.shape, self.strides, self.dtype)
         self.call(self.grid, 1, 1, current_stream(device), *self.head, out.data_ptr(), *self.tail)
         return out
+
+    def into(self, out: torch.Tensor) -> torch.Tensor:
+        """``out``, one that it ``accepts``, filled and transposed if asked."""
+        self.run(out)
+        return out.t() if self.transposed else out
 
     def shared(self) -> torch.Tensor:
         """The weight in a buffer that the next such call may overwrite; a new one off the default stream."""
         if current_stream(self.device) != 0:  # 0: the default stream, which orders the calls
-            return self.new()
+            return self.run()
         if self.view is None:
-            buffer = shared_buffer(self.n, self.dtype, self.device)[: self.n]
-            self.view = self.transposed_if_asked(buffer.view(self.dense_shape))
-        self.fill(self.view)
-        return self.view
-
-    def into(self, out: torch.Tensor) -> torch.Tensor:
-        """Fill ``out``: dense, 16-byte aligned, n elements of the launch's dtype on its device."""
-        self.fill(out)
-        return out.t() if self.transposed else out
-
-    def fill(self, out: torch.Tensor) -> None:
-        device = self.device
-        if current_device() != device:
-            with torch.cuda.device(device):
-                return self.fill(out)
-        self.call(self.grid, 1, 1, current_stream(device), *self.head, out.data_ptr(), *self.tail)
+            dense = shared_buffer(self.n, self.dtype, self.device)[: self.n].view(self.dense_shape)
+            self.view = dense.t() if self.transposed else dense
+        return self.run(self.view)
 
 
 _buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
@@ -136,10 +126,9 @@ def dequantize(layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:
         layout = layout._replace(packed=layout.packed.clone())
     layout = layout._replace(shape=tuple(layout.shape))
     launch = remembered(layout) or _memo.remember(identity(layout.code.data_ptr(), *layout), Launch(layout))
-    if out is not None and out.data_ptr() % 16 == 0:
-        return launch.into(out)
-    result = launch.new()
-    return result if out is None else out.copy_(result)
+    if out is None or out.data_ptr() % 16 == 0:
+        return launch.run(out)
+    return out.copy_(launch.run())
 
 
 def _interpret(layout: Layout, out: torch.Tensor | None) -> torch.Tensor:
