@@ -56,7 +56,7 @@ current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # absent from 
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 # Allocation on the current device without the dispatcher, as Inductor's own code allocates:
 # 0.74 us; ``empty_like`` takes 1.14 and ``torch.empty`` 2.2 (H200 machine, torch 2.11).
-empty_strided_cuda: Any = torch._C._dynamo.guards._empty_strided_cuda
+empty_strided_cuda: Any = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
