@@ -163,16 +163,15 @@ def compile_kernel(kernel: Any, arguments: tuple[Any, ...], values: dict[str, An
 _entries: dict[tuple[Any, ...], KernelEntry | KernelUnavailable] = {}
 
 
-def compiled(
-    kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int, device: torch.device, dtype: torch.dtype
-) -> KernelEntry:  # fmt: skip
-    """The entry of a kernel, compiled at the first use of these constexprs on this device; see :func:`built_once`."""
+def compiled(kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int, *kind: Any) -> KernelEntry:
+    """The entry of a kernel, compiled at the first use of these constexprs with this device and dtype (``kind``);
+    see :func:`built_once`."""
 
     def build() -> KernelEntry:
         result = compile_kernel(kernel, arguments, values, num_warps=warps, num_stages=1)
         return KernelEntry.of(result, tuple(values.values()))
 
-    entry: KernelEntry = built_once(_entries, (device, dtype, id(kernel), *values.values(), warps), build)
+    entry: KernelEntry = built_once(_entries, (*kind, id(kernel), *values.values(), warps), build)
     return entry
 
 

@@ -287,7 +287,7 @@ def check_kernel(dtype: torch.dtype, device: torch.device, capability: tuple[int
     started = time.perf_counter()
     path = error = ""
     try:
-        path = compilation.kernel_for(variant, device).launch_path
+        path = compilation.kernel_for(variant, device).entry.launch_path
     except runtime.KernelUnavailable as unavailable:
         error = str(unavailable)
     return KernelCheck(name, not error, path, time.perf_counter() - started, error)

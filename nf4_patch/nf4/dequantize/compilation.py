@@ -110,7 +110,6 @@ class CompiledKernel:
             options = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
             self.compiled = runtime.compile_kernel(kernels.dequantize_kernel, (*tensors, n), values, **options)
             self.entry = runtime.KernelEntry.of(self.compiled, tuple(values.values()))
-            self.launch_path = self.entry.launch_path
             pointers = [tensor.data_ptr() for tensor in tensors]
             grid = -(-sample.numel() // self.elements)
             self.entry.start(grid, runtime.current_stream(device.index), *pointers, sample.numel())

@@ -31,8 +31,7 @@ except Exception:  # what another release makes of an experimental interface
 
 RELEASES = ((3, 6),)  # of Triton, where it ran; 3.7.1 compiles it (tests/nf4/test_hopper_ptx.py) and was not run
 BLOCK_N, BLOCK_K, MIN_STEPS = 128, 64, 4  # as in hopper_kernels; the fewest steps that are worth a CTA
-FLAGS = 1024  # two per CTA
-SCALE_STEPS = 16  # that a CTA of scales_kernel takes
+FLAGS, SCALE_STEPS = 1024, 16  # as in hopper_kernels
 
 
 def config_for(capability: tuple[int, int], m: int, n: int, k: int, device: int | None = None) -> HopperConfig | None:
@@ -76,9 +75,6 @@ def decode_ptx(dtype: str) -> str:
             lines += [f"prmt.b32 ${first}, lo, hi, 0x4051;", f"prmt.b32 ${first + 8}, lo, hi, 0x6273;"]
             lines += ["shr.u32 low, low, 16;"] if half == 0 else []
     return "\n".join([*lines, "}"])
-
-
-CONSTRAINTS = ",".join(["=&r"] * 32 + ["r"] * 8 + ["f"] * 8 + ["l"] * 8)
 
 
 class HopperPlan(NamedTuple):
@@ -183,11 +179,10 @@ def compiled(
         for box, layout, kind in boxes(config.block_m, dtype)
     )
     of_scales = (some[torch.uint8] if nested else floats, floats, floats, floats, floats, flags, 64, 64, 0, 8)
-    values: dict[str, Any] = {"FLAT": not nested, "BLOCK_STEPS": SCALE_STEPS, "FLAGS": FLAGS}
-    scales = runtime.compiled(kernels.scales_kernel, of_scales, values, 4, device, dtype)
+    scales = runtime.compiled(kernels.scales_kernel, of_scales, {"FLAT": not nested}, 4, device, dtype)
     of_matmul = (*described, floats, flags, floats, some[dtype], 64, 64, 1, 1, 1)
-    values = {"BLOCK_M": config.block_m, "STAGES": config.stages, "DECODED": config.decoded, "BIAS": bias}
-    values |= {"PTX": decode_ptx(PTX_TYPES[dtype]), "CONSTRAINTS": CONSTRAINTS}
+    values: Any = {"BLOCK_M": config.block_m, "STAGES": config.stages, "DECODED": config.decoded, "BIAS": bias}
+    values["PTX"] = decode_ptx(PTX_TYPES[dtype])
     return scales, runtime.compiled(kernels.hopper_kernel, of_matmul, values, 4, device, dtype)
 
 

@@ -30,6 +30,9 @@ from ..dequantize.kernels import block_scale
 
 BLOCK_N = gl.constexpr(128)  # rows of the weight per tile: columns of the result
 BLOCK_K = gl.constexpr(64)  # one block of the smallest blocksize
+FLAGS = gl.constexpr(1024)  # two per program
+SCALE_STEPS = gl.constexpr(16)  # that a program of scales_kernel takes
+CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 32 + ["r"] * 8 + ["f"] * 8 + ["l"] * 8))  # see hopper.decode_ptx
 UNTIL_SET = gl.constexpr(
     "{ .reg .pred p; again: ld.acquire.gpu.global.u32 $0, [$1]; setp.eq.u32 p, $0, 0; @p bra again; }"
 )
@@ -37,10 +40,7 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 
 
 
 @triton.jit(do_not_specialize=["n", "k_steps", "shift", "shift2"])
-def scales_kernel(
-    absmax, absmax2, code2, offset, scales, flags, n, k_steps, shift, shift2,
-    FLAT: tl.constexpr, BLOCK_STEPS: tl.constexpr, FLAGS: tl.constexpr,
-):  # fmt: skip
+def scales_kernel(absmax, absmax2, code2, offset, scales, flags, n, k_steps, shift, shift2, FLAT: tl.constexpr):
     """scales fp32 [k_steps, n], as the matmul reads them: BLOCK_N rows of a step at a time; and flags int32 [FLAGS] = 0.
 
     absmax: uint8 (nested) or fp32 (FLAT), row-major over n rows. absmax2, code2 [256]: fp32. offset: one fp32.
@@ -48,7 +48,7 @@ def scales_kernel(
     """
     groups = tl.cdiv(n, BLOCK_N)
     row = tl.program_id(0) % groups * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    step = tl.program_id(0) // groups * BLOCK_STEPS + tl.arange(0, BLOCK_STEPS)[None, :]
+    step = tl.program_id(0) // groups * SCALE_STEPS + tl.arange(0, SCALE_STEPS)[None, :]
     mask = (row < n) & (step < k_steps)
     block = (row * k_steps + step) >> shift
     first = tl.load(absmax + block, mask, 0)
@@ -115,10 +115,10 @@ def produce(x, packed, scales, barriers, x_ring, packed_ring, scale_ring, work):
 
 
 @gluon.jit
-def decode(TURN, code, barriers, packed_ring, scale_ring, weight_ring, work, PTX, CONSTRAINTS):
+def decode(TURN, code, barriers, packed_ring, scale_ring, weight_ring, work, PTX):
     """Decoder TURN of two: every second step from its slots of the TMA rings to weight_ring [DECODED, BLOCK_N, BLOCK_K].
 
-    A thread takes a row. code: the address of 16 fp32. PTX, CONSTRAINTS: hopper.decode_ptx and hopper.CONSTRAINTS.
+    A thread takes a row. code: the address of 16 fp32. PTX: hopper.decode_ptx.
     """
     STAGES: gl.constexpr = packed_ring.type.shape[0]
     DECODED: gl.constexpr = weight_ring.type.shape[0]
@@ -240,8 +240,7 @@ def consume(HALF, barriers, x_ring, weight_ring, staging, out, sums, flags, bias
 @gluon.jit(do_not_specialize=["n", "k_steps", "tiles_m", "chunks", "split_k"])
 def hopper_kernel(
     x, packed, scales, out, sums, flags, code, bias, n, k_steps, tiles_m, chunks, split_k,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DECODED: gl.constexpr, BIAS: gl.constexpr,
-    PTX: gl.constexpr, CONSTRAINTS: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DECODED: gl.constexpr, BIAS: gl.constexpr, PTX: gl.constexpr,
 ):  # fmt: skip
     """out = x @ weight.T (+ bias), decoded on the way; a program takes whole tiles, or one chunk of a tile.
 
@@ -271,8 +270,8 @@ def hopper_kernel(
         [
             (consume, (0, barriers, x_ring, weight_ring, staging, out, sums, flags, bias, work, BIAS)),
             (consume, (1, barriers, x_ring, weight_ring, staging, out, sums, flags, bias, work, BIAS)),
-            (decode, (0, code, barriers, packed_ring, scale_ring, weight_ring, work, PTX, CONSTRAINTS)),
-            (decode, (1, code, barriers, packed_ring, scale_ring, weight_ring, work, PTX, CONSTRAINTS)),
+            (decode, (0, code, barriers, packed_ring, scale_ring, weight_ring, work, PTX)),
+            (decode, (1, code, barriers, packed_ring, scale_ring, weight_ring, work, PTX)),
             (produce, (x, packed, scales, barriers, x_ring, packed_ring, scale_ring, work)),
         ],
         [4, 4, 4, 1],

@@ -52,11 +52,6 @@ def plan(
     return SmallMPlan(sm_partitions, ctas, config.warps_n * config.warps_k, split_k, ptx)
 
 
-def constants(ptx: str) -> dict[str, Any]:
-    """The constexpr arguments of matmul_4bit_kernel."""
-    return {"PTX": ptx, "CONSTRAINTS": small_m_ptx.CONSTRAINTS}
-
-
 class SmallMKernel:
     """The compiled launches for one size and kind of argument on one device.
 
@@ -80,7 +75,7 @@ class SmallMKernel:
         self.sum_grid, self.sum_sizes = -(-m * n // SUM_BLOCK), (m * n, n)
         # what is allocated at every call: at an address that is a multiple of 16, as an empty tensor's 0 is
         out, part = (torch.empty(0, dtype=each, device=device) for each in (dtype, torch.float32))
-        values = constants(cut.ptx)
+        values: dict[str, Any] = {"PTX": cut.ptx}
         arguments = (out, *layout.operands(), out if cut.split_k == 1 else part, out, *self.sizes)
         self.entry = entry or compiled(kernels.matmul_4bit_kernel, arguments, values, cut.warps, device, dtype)
         self.sum: KernelEntry | None = None

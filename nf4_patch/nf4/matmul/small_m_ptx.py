@@ -25,7 +25,6 @@ from .tuning import SmallMConfig
 
 TABLE_BYTES = 32768  # 256 entries x 16 copies x 8 B: a 64-bit shared load serves 16 lanes per cycle, each its own copy
 SUM_BYTES = 8192  # partial sums. With the table and code2 under 48 KiB, which a kernel gets unasked
-CONSTRAINTS = "=r,l,l,l,l,l,l,l,l,l,r,r,r,r,r,r,r"
 
 
 class Dialect(NamedTuple):
