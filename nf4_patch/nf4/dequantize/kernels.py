@@ -51,15 +51,6 @@ def store_elements(out, element, nibble, scale, code, mask, FTZ):
 
 
 @triton.jit
-def second_level(absmax2, block, mask, BLOCKSIZE2):
-    """fp32 second-level absmax of ``block``; nothing is read when flat."""
-    if BLOCKSIZE2 == 0:
-        return 0.0
-    else:
-        return tl.load(absmax2 + block // BLOCKSIZE2, mask=mask)
-
-
-@triton.jit
 def block_scale(first, second, code2, offset, FLAT, FTZ):
     """fp32 scale of a block from its absmax: two roundings (the launch forbids contraction to an FMA)."""
     if FLAT:
@@ -108,7 +99,8 @@ def after_loads(first, PTX):
 def scale_of(first, absmax2, second, code2, offset, block, blocks, BLOCKSIZE2, FTZ):
     """fp32 scale of a thread's block; ``second``: the program's only second-level absmax, None if it has several."""
     if second is None:
-        second = second_level(absmax2, block, None if blocks is None else block < blocks, BLOCKSIZE2)
+        if BLOCKSIZE2 > 0:
+            second = tl.load(absmax2 + block // BLOCKSIZE2, mask=None if blocks is None else block < blocks)
     return block_scale(first, second, code2, offset, BLOCKSIZE2 == 0, FTZ)
 
 
@@ -149,7 +141,7 @@ def store_tail(packed, absmax, absmax2, code, code2, offset, out, n, BLOCKSIZE, 
     byte = tl.load(packed + element // 2, mask=mask).to(tl.int32)
     nibble = tl.where(element % 2 == 0, byte >> 4, byte & 15)
     block = element // BLOCKSIZE
-    second = second_level(absmax2, block, mask, BLOCKSIZE2)
+    second = tl.load(absmax2 + block // BLOCKSIZE2, mask=mask) if BLOCKSIZE2 > 0 else None
     scale = block_scale(tl.load(absmax + block, mask=mask), second, code2, offset, BLOCKSIZE2 == 0, FTZ)
     store_elements(out, element, nibble, scale, code, mask, FTZ)
 
@@ -184,7 +176,7 @@ def dequantize_kernel(
     second = None
     # All of a program's elements lie in one second-level block for every state that bitsandbytes makes.
     if THREADS * UNROLL * ELEMS_PER_THREAD <= BLOCKSIZE * BLOCKSIZE2:
-        second = second_level(absmax2, group * ELEMS_PER_THREAD // BLOCKSIZE, None, BLOCKSIZE2)
+        second = tl.load(absmax2 + group * ELEMS_PER_THREAD // BLOCKSIZE // BLOCKSIZE2)
     # Both steps load before either stores: the compiler may not move a load above a store.
     nibbles, first, block = fetch(words, absmax, group, thread, groups, blocks, 0, BLOCKSIZE, ELEMS_PER_THREAD)
     nibbles2, first2, block2 = fetch(words, absmax, group, thread, groups, blocks, 1, BLOCKSIZE, ELEMS_PER_THREAD)

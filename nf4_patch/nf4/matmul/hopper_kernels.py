@@ -33,9 +33,8 @@ BLOCK_K = gl.constexpr(64)  # one block of the smallest blocksize
 FLAGS = gl.constexpr(1024)  # two per program
 SCALE_STEPS = gl.constexpr(16)  # that a program of scales_kernel takes
 CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 32 + ["r"] * 8 + ["f"] * 8 + ["l"] * 8))  # see hopper.decode_ptx
-UNTIL_SET = gl.constexpr(
-    "{ .reg .pred p; again: ld.acquire.gpu.global.u32 $0, [$1]; setp.eq.u32 p, $0, 0; @p bra again; }"
-)
+# until the flag of another program is set
+SPIN = gl.constexpr("{ .reg .pred p; again: ld.acquire.gpu.global.u32 $0, [$1]; setp.eq.u32 p, $0, 0; @p bra again; }")
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton >= 3.7
 
 
@@ -220,7 +219,7 @@ def consume(HALF, barriers, x_ring, weight_ring, staging, out, sums, flags, bias
         else:
             for other in range(turn + 1, turn + split_k):  # in this order: the same bits at every run
                 flag = flags + (2 * other + HALF)
-                gl.inline_asm_elementwise(UNTIL_SET, "=&r,l", [flag.to(gl.int64)], gl.int32, False, 1)
+                gl.inline_asm_elementwise(SPIN, "=&r,l", [flag.to(gl.int64)], gl.int32, False, 1)
                 barrier()  # or LLVM moves the loads before the wait
                 acc += gl.load(sums + partial_offsets(other, HALF, HALF_M, mma), cache_modifier=".cg")
             row = tile % tiles_m * BLOCK_M + HALF * HALF_M

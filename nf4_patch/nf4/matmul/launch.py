@@ -8,7 +8,7 @@ import torch
 
 from .. import runtime
 from ..layout import Layout
-from ..runtime import multiprocessors, triton
+from ..runtime import triton
 from . import hopper, small_m, tuning
 from .tuning import SMALL_M_ROWS, HopperConfig, SmallMConfig, SmallMRow
 
@@ -132,7 +132,7 @@ def forget() -> None:
 
 def resolve(
     x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None, config: AnyConfig | None = None
-) -> MatmulLaunch:  # fmt: skip
+) -> MatmulLaunch:
     """:func:`matmul_4bit` resolved, for every x of this shape."""
     n, k = layout.shape
     m = x.numel() // k
@@ -141,16 +141,13 @@ def resolve(
     if kernel is None:
         capability = torch.cuda.get_device_capability(x.device)
         chosen: Any = config or config_for(capability, m, n, k, device=x.device.index)
-        kind = (x.device, x.dtype, layout)
+        half, biased, processors = x.dtype is torch.float16, bias is not None, runtime.multiprocessors(x.device)
         with torch.cuda.device(x.device):
             if isinstance(chosen, HopperConfig):
-                kernel = hopper.checked(chosen, *kind, m, bias is not None)
+                kernel = hopper.checked(chosen, x.device, x.dtype, layout, m, biased)
             else:
-                half = x.dtype is torch.float16
-                cut = small_m.plan(
-                    chosen, multiprocessors(x.device), m, n, k, half, layout.nested(), bias is not None, capability
-                )
-                kernel = small_m.SmallMKernel(*kind, cut, m, bias is not None)
+                cut = small_m.plan(chosen, processors, m, n, k, half, layout.nested(), biased, capability)
+                kernel = small_m.SmallMKernel(x.device, x.dtype, layout, cut, m, biased)
         _kernels[key] = kernel
     return MatmulLaunch(kernel, x, layout, bias)
 
