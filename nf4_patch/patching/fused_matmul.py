@@ -53,8 +53,7 @@ class FusedMatmul:
 
     def __init__(self, target: str, fallbacks: Fallbacks | None = None):
         self.target, self.fallbacks = target, fallbacks or Fallbacks(target)
-        self.memo = runtime.Memo()
-        self.launches: dict[tuple[Any, ...], Any] = self.memo.launches
+        self.launches = runtime.Memo()
         _in_use.add(self)
 
     def run(
@@ -80,14 +79,7 @@ class FusedMatmul:
             launch = self.resolve(key, x, Layout(packed, *fields), quant_type, bias, state)
             if type(launch) is Reason:
                 return launch
-        if out is not None and not (
-            out.shape == launch.shape
-            and out.dtype is x.dtype
-            and out.get_device() == launch.device
-            and out.is_contiguous()
-            and not out.requires_grad
-            and not launch.reads(x, out)
-        ):
+        if out is not None and not launch.accepts(x, out):
             return Reason.OUT_MISMATCH
         result = launch(x, out)
         launch.counter.hits += 1
@@ -122,7 +114,7 @@ class FusedMatmul:
             return self.fallbacks.unavailable(error)
         dtype = str(x.dtype).removeprefix("torch.")
         launch.counter = counters.of(self.target, (n, k), f"{dtype} fused matmul")
-        return launch if key is None else self.memo.remember(key, launch)
+        return launch if key is None else self.launches.remember(key, launch)
 
     def run_state(self, x, packed, state, bias=None, out=None, transposed=None) -> Any:
         """As ``run``, with the weight of a QuantState, where no gradient is asked for.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES, Layout
 from .reasons import Reason
@@ -108,12 +109,5 @@ def check(layout: Layout, ignore: tuple[Reason, ...] = ()) -> Reason | None:
 
 def check_out(out: Any, layout: Layout) -> Reason | None:
     """``out`` must be what the kernel writes: dense, the layout's shape, dtype and device."""
-    fits = (
-        isinstance(out, torch.Tensor)
-        and tuple(out.shape) == tuple(layout.shape)
-        and out.dtype is layout.dtype
-        and out.device == layout.packed.device
-        and out.is_contiguous()
-        and not out.requires_grad
-    )
-    return None if fits else Reason.OUT_MISMATCH
+    fits = runtime.fits(out, tuple(layout.shape), layout.dtype, layout.packed.get_device())
+    return None if fits and out.device == layout.packed.device else Reason.OUT_MISMATCH
