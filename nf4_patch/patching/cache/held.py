@@ -108,13 +108,18 @@ class Held:
 
 
 def stamp(weight: torch.Tensor, state: Any) -> tuple[Any, ...]:
-    """What a dequantized weight depends on beyond which tensors they are."""
-    known = weight._version, weight.data_ptr(), state.absmax._version, state.blocksize, state.shape, state.dtype
-    second = state.state2
+    """What a dequantized weight depends on beyond which tensors they are. Other memory may come to the same address."""
+    absmax, second = state.absmax, state.state2
+    known = (
+        weight.untyped_storage()._cdata, weight.data_ptr(), weight._version, absmax.data_ptr(), absmax._version,
+        state.blocksize, state.shape, state.dtype, state.quant_type,
+    )  # fmt: skip
     if second is None:
-        return known, state.quant_type
+        return known
+    absmax2, code2, offset = second.absmax, second.code, state.offset
     return (
-        known, state.quant_type, second.absmax._version, second.code._version, state.offset._version, second.blocksize,
+        known, absmax2.data_ptr(), absmax2._version, code2.data_ptr(), code2._version, offset.data_ptr(), offset._version,
+        second.blocksize,
     )  # fmt: skip
 
 
