@@ -199,8 +199,8 @@ class Layers:
         def entry(module, *args, **kwargs):
             if is_compiling() or not gate.on:
                 return forward(module, *args, **kwargs)
-            if cache.auto is not None and args:
-                cache.auto.observe(args[0])
+            if cache.auto is not None:
+                cache.auto.observe(*args, *kwargs.values())
             if not module.training:
                 return forward(module, *args, **kwargs)
             before = entered.on

@@ -38,7 +38,7 @@ def replace_reader(target: Target, original: Callable[..., Any]) -> Callable[...
         if is_compiling() or not cache.on:
             return original(*args, **kwargs)
         if cache.auto is not None and direction == "forward" and len(args) > 1:
-            cache.auto.observe(args[1])  # ctx, A, B, ...
+            cache.auto.observe(args[1])  # A, of (ctx, A, B, ...)
         before = getattr(inside, library)
         setattr(inside, library, direction)
         try:
