@@ -78,6 +78,19 @@ def test_it_takes_nothing_where_others_use_the_gpu(gpu):
     steps()
     assert cache.budget == 0
     assert "another process" in nf4_patch.status().cache.found
+    gpu["others"] = GIB
+    steps()
+    assert cache.budget == 9 * GIB
+
+
+def test_it_takes_nothing_where_no_more_than_the_margin_is_free(gpu):
+    gpu["free"] = GIB
+    cache.auto.batch(1024, 512)
+    steps()
+    assert cache.budget == 0
+    gpu["free"] = 3 * GIB
+    steps()
+    assert cache.budget == 2 * GIB
 
 
 def test_another_mode_no_longer_follows_the_optimizer(gpu):

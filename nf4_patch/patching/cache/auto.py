@@ -91,10 +91,13 @@ class Auto:
         found = {device: Memory.of(device) for device in devices}
         for device, memory in found.items():
             if memory.others > self.alone.setdefault(device, CONTEXT) + SLACK:
-                self.why = f"nothing, while another process uses device {device}"
+                self.why, self.steps = f"nothing, while another process uses device {device}", 0
                 return
             self.alone[device] = memory.others
-        budget = max(0, min(memory.free - memory.margin for memory in found.values()))
+        budget = min(memory.free - memory.margin for memory in found.values())
+        if budget <= 0:
+            self.why, self.steps = "nothing: at the largest batch so far no more than the margin was free", 0
+            return
         self.why = f"{size_in_words(budget)}: what was free at the largest batch so far, less a margin"
         torch.cuda.empty_cache()  # what is kept then does not lie inside a block that a step wants whole
         self.may_take(budget)
