@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from unsloth_releases import with_unsloth
 
 import nf4_patch
+from nf4_patch import dequantize_nf4
 from nf4_patch.patching.cache.cache import StaleWeightError, cache
 from nf4_patch.patching.cache.held import Held
+from nf4_patch.patching.quant_state import fields_of
 from nf4_patch.patching.reasons import Uncached
 from nf4_patch.patching.switch import switch
 
@@ -140,3 +143,133 @@ def test_a_module_with_a_weight_that_cannot_be_held_lets_go_of_all(compiled):
     assert not any(cache.never_evicted.values())
     assert cache.uncached[Uncached.REFILLED]
     assert backwards == [0, 3]
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="memory at an address of one's choice")
+@pytest.mark.parametrize(("nested", "name"), [(False, "absmax"), (False, "offset"), (True, "absmax"), (True, "code")])
+def test_another_tensor_at_the_address_of_a_scale(compiled, nested, name):
+    """With the version of the one that was there, which lives on elsewhere."""
+    model, step, _ = compiled
+    state = model.layers[0].weight.quant_state
+    owner = state.state2 if nested else state
+    known = getattr(owner, name)
+    buffer = bytearray(known.numpy().tobytes())
+
+    def over_the_buffer():
+        return torch.frombuffer(buffer, dtype=known.dtype).view(known.shape)
+
+    setattr(owner, name, over_the_buffer())
+    nf4_patch.enable(cache=2**30)
+    want = step()
+    first = getattr(owner, name)
+    first.data = first.clone()
+    over_the_buffer().copy_(known.flip(0) if known.numel() > 1 else known * 2)
+    setattr(owner, name, over_the_buffer())
+    assert not same(step(), want)
+
+
+def forward_and_backward(module):
+    x = torch.ones(8, 64, dtype=torch.float16, device=DEVICE, requires_grad=True)
+    module(x).float().square().sum().backward()
+
+
+@pytest.fixture
+def modules():
+    torch._dynamo.reset()
+    models = [Model(), Model(), Model()]
+    compiled = [torch.compile(model, backend="aot_eager") for model in models]
+    nf4_patch.enable(cache="1GiB")
+    forward_and_backward(compiled[0])
+    size = sum(cache.held.values())
+    nf4_patch.disable()
+    return models, compiled, size
+
+
+def test_a_module_that_had_no_room_has_it_when_another_is_gone(modules):
+    models, compiled, size = modules
+    nf4_patch.enable(cache=f"{size}B")
+    for _ in range(3):
+        forward_and_backward(compiled[0])
+        forward_and_backward(compiled[1])
+    assert cache.snapshot().compiled == 3
+    assert (
+        cache.uncached[Uncached.BUDGET_SPENT] == 1 or DEVICE.type == "cuda"
+    )  # asked again only when there may be room
+    del models[0], compiled[0]
+    torch._dynamo.reset()
+    gc.collect()
+    assert cache.snapshot().compiled == 0
+    forward_and_backward(compiled[0])
+    assert cache.snapshot().compiled == 3
+
+
+def eager_read(layer):
+    """As the functions that only read: cached while there is room, the least recently used one gone."""
+    state = layer.weight.quant_state
+    weight, fields = layer.weight.data, fields_of(state)
+    parameter = layer.weight
+    with torch._C.DisableTorchFunctionSubclass():
+        found = cache.find(parameter, fields, state.quant_type)
+        if found is None:
+            cache.insert(parameter, fields, state.quant_type, lambda: dequantize_nf4(weight, state))
+
+
+def test_what_is_held_is_not_evicted_and_evicts_what_is_only_cached(modules):
+    models, compiled, size = modules
+    nf4_patch.enable(cache=f"{2 * size}B")
+    forward_and_backward(compiled[0])
+    others = [linear(DEVICE, 64, 64, seed=seed) for seed in range(20, 26)] + [linear(DEVICE, 32, 64, seed=1)]
+    for layer in others:
+        eager_read(layer)
+    assert cache.snapshot().compiled == 3
+    assert len(cache.entries) > 3
+    forward_and_backward(compiled[1])
+    assert cache.snapshot().compiled == 6
+    assert sum(cache.held.values()) <= cache.budget
+    forward_and_backward(compiled[2])  # no room, and nothing that may go
+    assert cache.snapshot().compiled == 6
+    assert [held.dense is not None for model in models for held in held_of(model)] == [True] * 6 + [False] * 3
+
+
+def held_of(model):
+    return [Held.of(layer.weight.quant_state) for layer in model.layers]
+
+
+def test_no_budget_holds_nothing_and_a_decode_in_between_does_not_stay(modules):
+    _, compiled, _ = modules
+    nf4_patch.enable(cache="1GiB")
+    forward_and_backward(compiled[0])
+    cache.may_take(0)
+    assert not cache.entries
+    cache.may_take(2**30)
+    layer = linear(DEVICE, 64, 64)
+    state = layer.weight.quant_state
+
+    def decode():
+        cache.may_take(0)
+        return dequantize_nf4(layer.weight.data, state)
+
+    with torch._C.DisableTorchFunctionSubclass():
+        assert cache.insert(layer.weight, fields_of(state), state.quant_type, decode) is not None
+    assert not cache.entries
+    assert not any(cache.held.values())
+
+
+@pytest.mark.parametrize("mode", ["auto", 2**30])
+def test_out_of_memory_is_raised_unless_the_size_was_found_here(mode):
+    layer = linear(DEVICE, 64, 64)
+    state = layer.weight.quant_state
+    nf4_patch.enable(cache=mode)
+    cache.may_take(2**30)
+
+    def decode():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with torch._C.DisableTorchFunctionSubclass():
+        if mode == "auto":
+            assert cache.insert(layer.weight, fields_of(state), state.quant_type, decode) is None
+            assert cache.budget == 0
+        else:
+            with pytest.raises(torch.OutOfMemoryError):
+                cache.insert(layer.weight, fields_of(state), state.quant_type, decode)
+    assert not any(cache.held.values())
