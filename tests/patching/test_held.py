@@ -160,12 +160,14 @@ def test_another_tensor_at_the_address_of_a_scale(compiled, nested, name):
 
     setattr(owner, name, over_the_buffer())
     nf4_patch.enable(cache=2**30)
-    want = step()
+    step()
     first = getattr(owner, name)
     first.data = first.clone()
     over_the_buffer().copy_(known.flip(0) if known.numel() > 1 else known * 2)
     setattr(owner, name, over_the_buffer())
-    assert not same(step(), want)
+    got = step()
+    nf4_patch.enable(cache="off")
+    assert same(got, step())
 
 
 def forward_and_backward(module):
@@ -218,7 +220,7 @@ def test_what_is_held_is_not_evicted_and_evicts_what_is_only_cached(modules):
     models, compiled, size = modules
     nf4_patch.enable(cache=f"{2 * size}B")
     forward_and_backward(compiled[0])
-    others = [linear(DEVICE, 64, 64, seed=seed) for seed in range(20, 26)] + [linear(DEVICE, 32, 64, seed=1)]
+    others = [linear(DEVICE, 32, 64, seed=seed) for seed in range(20, 28)]  # of another size, which is not reused
     for layer in others:
         eager_read(layer)
     assert cache.snapshot().compiled == 3
