@@ -150,7 +150,8 @@ class Dequantizer:
             if type(launch) is Reason:
                 return launch
         if out is not None:
-            if guards.check_out(out, Layout(weight, *fields)) is not None or out.data_ptr() % 16 or launch.reads(out):
+            fits = guards.fits(out, fields[7], fields[8], weight.device)
+            if not fits or out.data_ptr() % 16 or launch.reads(out):
                 return Reason.OUT_MISMATCH
             result = launch.into(out)
         elif shared:
@@ -181,11 +182,13 @@ class Dequantizer:
         coded = with_code(layout, quant_type)
         if isinstance(coded, Reason):
             return coded
-        reason = unsupported(coded, state) or (guards.check_out(out, coded) if out is not None else None)
+        reason = unsupported(coded, state)
         if reason is not None:
             return reason
-        if out is not None and launches.overlap(launches.spans(coded), out):
-            return Reason.OUT_MISMATCH
+        if out is not None:
+            fits = guards.fits(out, coded.shape, coded.dtype, coded.packed.device)
+            if not fits or launches.overlap(launches.spans(coded), out):
+                return Reason.OUT_MISMATCH
         result = launches.dequantize(coded, out)
         counter = counters.of(self.target, tuple(layout.shape), str(layout.dtype))
         counter.addresses.add(layout.packed.data_ptr())

@@ -50,8 +50,8 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
                 layout = Layout(weight, fields[0], code, *fields[2:])  # before PyTorch 2.9 Dynamo traces no _replace
                 # TENSOR_SUBCLASS: while a program is exported, a tensor is a FakeTensor
                 result = guards.check(layout, (Reason.NOT_CUDA, Reason.TENSOR_SUBCLASS))
-            if result is None and out is not None:
-                result = guards.check_out(out, layout)
+            if result is None and out is not None and not guards.fits(out, layout.shape, layout.dtype, weight.device):
+                result = Reason.OUT_MISMATCH
             if result is None:
                 return by_formula(layout, out)
     advice = f"; {result.advice}" if result.advice else ""

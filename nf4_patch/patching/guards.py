@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -106,14 +106,13 @@ def check(layout: Layout, ignore: tuple[Reason, ...] = ()) -> Reason | None:
     return None
 
 
-def check_out(out: Any, layout: Layout) -> Reason | None:
-    """``out`` must be what the kernel writes: dense, the layout's shape, dtype and device."""
-    fits = (
+def fits(out: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel may write to ``out``: dense, of the weight's shape and dtype, and on its device."""
+    return (
         isinstance(out, torch.Tensor)
-        and tuple(out.shape) == tuple(layout.shape)
-        and out.dtype is layout.dtype
-        and out.device == layout.packed.device
+        and tuple(out.shape) == tuple(shape)
+        and out.dtype is dtype
+        and out.device == device
         and out.is_contiguous()
         and not out.requires_grad
     )
-    return None if fits else Reason.OUT_MISMATCH

@@ -15,27 +15,18 @@ from ..dequantizer import Dequantizer
 from ..fused_matmul import FusedMatmul
 from ..quant_state import linear_fields
 from ..reasons import Reason
-from ..replacement import tried_first
+from ..replacement import CallersError, tried_first
 from ..switch import switch
 from ..targets import Target
 
 
-def output_of(state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``out`` among the arguments of ``dequantize_4bit`` after a state; ARGUMENTS where another differs from the state.
-
-    None, a default written out and what the state says as well change nothing.
-    """
-    given = {"absmax": None, "out": None, "blocksize": 64, "quant_type": "fp4"}
-    names = [*list(given)[: len(args)], *kwargs]
-    known = len({*names}) == len(args) + len(kwargs) and given.keys() >= {*names}
-    given.update(zip(names, (*args, *kwargs.values()), strict=False))
-    agrees = (
-        known
-        and (given["absmax"] is None or given["absmax"] is getattr(state, "absmax", None))
-        and given["blocksize"] in (None, 64, getattr(state, "blocksize", None))
-        and given["quant_type"] in ("fp4", getattr(state, "quant_type", None))
+def agrees(state: Any, absmax: Any, blocksize: Any, quant_type: Any) -> bool:
+    """Whether the arguments of ``dequantize_4bit`` say what its state says, or are defaults written out."""
+    return (
+        (absmax is None or absmax is getattr(state, "absmax", None))
+        and blocksize in (None, 64, getattr(state, "blocksize", None))
+        and quant_type in ("fp4", getattr(state, "quant_type", None))
     )
-    return given["out"] if agrees else Reason.ARGUMENTS
 
 
 def casts(A: torch.Tensor) -> bool:
@@ -49,12 +40,9 @@ def dequantize_4bit(target: Target, original: Callable[..., Any]) -> Callable[..
     dequantizer = Dequantizer(target.name)
     run, reader = dequantizer.run, Reader(target, dequantizer.run_fields)
 
-    def attempt(A, quant_state=None, *args, **kwargs):
-        out: Any = None
-        if args or kwargs:
-            alone = not args and kwargs.keys() == {"out"}
-            out = kwargs["out"] if alone else output_of(quant_state, args, kwargs)
-        if quant_state is None or type(out) is Reason:
+    def attempt(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
+        defaults = absmax is None and blocksize is None and quant_type == "fp4"
+        if quant_state is None or not (defaults or agrees(quant_state, absmax, blocksize, quant_type)):
             return Reason.ARGUMENTS
         if cache.on and out is None:
             found = reader.state(A, quant_state)
@@ -62,11 +50,8 @@ def dequantize_4bit(target: Target, original: Callable[..., Any]) -> Callable[..
                 return found
         return run(A, quant_state, out)
 
-    def trace(A, quant_state=None, *args, **kwargs):
-        out: Any = None
-        if args or kwargs:
-            out = output_of(quant_state, args, kwargs)
-        if quant_state is None or type(out) is Reason:
+    def trace(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
+        if quant_state is None or not agrees(quant_state, absmax, blocksize, quant_type):
             return Reason.ARGUMENTS
         return dequantizer.trace(A, quant_state, out)
 
@@ -93,7 +78,12 @@ def dequant_linear(target: Target, original: Callable[..., Any]) -> Callable[...
         weight = reader.fields(B, fields, quant_type) if cache.on else None
         if weight is None:
             weight = dequantizer.run_fields(B, fields, quant_type)
-        return weight if type(weight) is Reason else F.linear(A, weight, bias)
+        if type(weight) is Reason:
+            return weight
+        try:
+            return F.linear(A, weight, bias)
+        except Exception as error:
+            raise CallersError from error
 
     return tried_first(original, dequantizer.fallbacks, attempt)
 

@@ -71,7 +71,7 @@ class Cache:
     """
 
     def __init__(self) -> None:
-        self.on = self.sized = False  # sized: on, and not "block"
+        self.on = False
         self.mode: str | int = "off"
         self.auto: Auto | None = None  # finds the budget
         self.budget = 0
@@ -116,7 +116,7 @@ class Cache:
         """ "off", "block", "auto" or bytes a device. Another mode starts empty."""
         with self.locked():
             if mode != self.mode:
-                self.on = self.sized = False
+                self.on = False
                 self._drop_all()
                 self.tight = False
                 if self.auto is not None:
@@ -124,7 +124,12 @@ class Cache:
                 self.auto = Auto(self.may_take, self.held) if mode == "auto" else None
                 self.mode, self.budget = mode, mode if isinstance(mode, int) else {"auto": 0}.get(mode, sys.maxsize)
                 self.generation += 1
-                self.on, self.sized = mode != "off", mode not in ("off", "block")
+                self.on = mode != "off"
+
+    @property
+    def sized(self) -> bool:
+        """Whether it is on and keeps weights from one step to the next."""
+        return self.on and self.mode != "block"
 
     def may_take(self, budget: int) -> None:
         """Bytes of every device from now on; what is there stays, or goes where they are none."""
@@ -226,8 +231,7 @@ class Cache:
         if self.mode != "block" or not (task == -1 or backward):
             reason = refusal(packed, owner)
             if reason is None:
-                key = packed.data_ptr(), packed.shape, fields[-1]
-                result = self._insert(key, owner, packed, fields, known, decode, task)
+                result = self._insert(owner, packed, fields, known, decode, task)
                 if result is not None:
                     return result
                 reason = Uncached.BUDGET_SPENT
@@ -245,13 +249,19 @@ class Cache:
         self, packed: torch.Tensor, fields: Fields, quant_type: Any, decode: Callable[[], Any], holder: Holder
     ) -> Any:  # fmt: skip
         """What ``decode`` gives; a tensor is the holder's until the weight changes. None without room. Raises as ``find``."""
-        key = packed.data_ptr(), packed.shape, fields[-1]
-        return self._insert(key, packed, packed, fields, fingerprint(packed, fields, quant_type), decode, -1, holder)
+        return self._insert(packed, packed, fields, fingerprint(packed, fields, quant_type), decode, -1, holder)
 
     def _insert(
-        self, key: Key, owner: torch.Tensor, packed: torch.Tensor, fields: Fields, known: tuple[Any, ...],
-        decode: Callable[[], Any], task: int, holder: Holder | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        owner: torch.Tensor,
+        packed: torch.Tensor,
+        fields: Fields,
+        known: tuple[Any, ...],
+        decode: Callable[[], Any],
+        task: int,
+        holder: Holder | None = None,
+    ) -> Any:
+        key = packed.data_ptr(), packed.shape, fields[-1]
         dense_bytes = 2 * packed.nbytes * getattr(fields[-1], "itemsize", 0)
         device, size = packed.get_device(), allocated(dense_bytes)
         mode, result = self.mode, None
