@@ -12,8 +12,8 @@ from ..nf4.dequantize import launch as launches
 from ..nf4.layout import Layout, identity
 from . import guards, op
 from .context import is_exporting, is_jit_tracing, keep_dynamo_out, modes_active, own_dispatch, transforms_active
-from .counters import counters
-from .quant_state import fields_of, remembered_code
+from .counters import HitCounter, counters
+from .quant_state import Fields, fields_of, remembered_code
 from .reasons import Reason
 from .replacement import Fallbacks
 
@@ -39,12 +39,17 @@ def unsupported(layout: Layout, state: Any) -> Reason | None:
     return reason or guards.check(layout)
 
 
-def with_code(layout: Layout, quant_type: str) -> Layout | Reason:
-    """The layout with the code of its quant_type: bitsandbytes goes by the name and never reads ``state.code``."""
+def supported(layout: Layout, quant_type: str, state: Any) -> Layout | Reason:
+    """The layout as the kernel takes it, or why it must not: with the code of its quant_type, by whose name bitsandbytes
+    goes; it never reads ``state.code``.
+    """
     if is_jit_tracing():
         return Reason.EXPORTING
     code = remembered_code(quant_type, layout.packed.device)
-    return code if isinstance(code, Reason) else layout._replace(code=code)
+    if type(code) is Reason:
+        return code
+    coded = layout._replace(code=code)
+    return unsupported(coded, state) or coded
 
 
 class Dequantizer:
@@ -54,12 +59,17 @@ class Dequantizer:
         self.target = target
         self.fallbacks = Fallbacks(target)
         self.memo = runtime.Memo()
-        self.launches = self.memo.launches
+        self.launches: dict[Any, launches.Launch] = self.memo.launches
         self.classes: dict[type, bool] = {torch.Tensor: True}  # ``returns_tensors`` of each
 
     def run(
-        self, weight: torch.Tensor, state: Any, out: torch.Tensor | None = None, shared: bool = False, plain: bool = False
-    ) -> Any:  # fmt: skip
+        self,
+        weight: torch.Tensor,
+        state: Any,
+        out: torch.Tensor | None = None,
+        shared: bool = False,
+        plain: bool = False,
+    ) -> torch.Tensor | Reason:
         """The dequantized weight of a QuantState, or the Reason why not. A remembered launch is found at once.
 
         Args:
@@ -74,19 +84,16 @@ class Dequantizer:
             try:  # not through fields_of, which takes 0.35 us (2-core CPU machine, Python 3.11)
                 second = state.state2
                 if second is None:
-                    launch = self.launches.get(
-                        identity(
-                            state.quant_type, weight, state.absmax, None, None, None, None,
-                            state.blocksize, 0, state.shape, state.dtype,
-                        )
+                    key = identity(
+                        state.quant_type, weight, state.absmax, None, None, None, None,
+                        state.blocksize, 0, state.shape, state.dtype,
                     )  # fmt: skip
                 else:
-                    launch = self.launches.get(
-                        identity(
-                            state.quant_type, weight, state.absmax, None, second.absmax, second.code, state.offset,
-                            state.blocksize, second.blocksize, state.shape, state.dtype,
-                        )
+                    key = identity(
+                        state.quant_type, weight, state.absmax, None, second.absmax, second.code, state.offset,
+                        state.blocksize, second.blocksize, state.shape, state.dtype,
                     )  # fmt: skip
+                launch = self.launches.get(key)
             except (AttributeError, TypeError):  # no QuantState, a field is no tensor, or the shape a list
                 pass
         if launch is None:
@@ -100,7 +107,9 @@ class Dequantizer:
         launch.counter.hits += 1
         return result
 
-    def run_subclass(self, weight: torch.Tensor, state: Any, out: torch.Tensor | None, shared: bool) -> Any:
+    def run_subclass(
+        self, weight: torch.Tensor, state: Any, out: torch.Tensor | None, shared: bool
+    ) -> torch.Tensor | Reason:
         plain = self.classes.get(type(weight))
         if plain is None:
             if not isinstance(weight, torch.Tensor):
@@ -115,7 +124,7 @@ class Dequantizer:
         fields = fields_of(state)
         return fields if type(fields) is Reason else Reason.TENSOR_SUBCLASS
 
-    def trace(self, weight: torch.Tensor, state: Any, out: torch.Tensor | None = None) -> Any:
+    def trace(self, weight: torch.Tensor, state: Any, out: torch.Tensor | None = None) -> torch.Tensor | Reason:
         """As ``run``, inside a region that torch.compile traces: through the op, whose fake asks the guards."""
         reason = guards.check_quant_state(state)
         if reason is not None:
@@ -131,7 +140,15 @@ class Dequantizer:
         fields = fields_of(state)
         return fields if type(fields) is Reason else op.dequantize(weight, *fields)
 
-    def run_fields(self, weight, fields, quant_type, state=None, out=None, shared=False) -> Any:
+    def run_fields(
+        self,
+        weight: torch.Tensor,
+        fields: Fields,
+        quant_type: str,
+        state: Any = None,
+        out: torch.Tensor | None = None,
+        shared: bool = False,
+    ) -> torch.Tensor | Reason:
         """As ``run``, of the fields of a Layout after ``packed``."""
         if weight.requires_grad and torch.is_grad_enabled():  # as has_gradient, without a call
             return Reason.REQUIRES_GRAD
@@ -139,6 +156,7 @@ class Dequantizer:
             return self.dispatch(Layout(weight, *fields), state, out)
         if transforms_active() is not None:
             return Reason.FUNCTORCH_TRANSFORM
+        launch: launches.Launch | Reason | None
         try:
             launch = self.launches.get(identity(quant_type, weight, *fields))
         except (AttributeError, TypeError):  # the guards decide
@@ -154,48 +172,43 @@ class Dequantizer:
             if not fits or out.data_ptr() % 16 or launch.reads(out):
                 return Reason.OUT_MISMATCH
             result = launch.into(out)
-        elif shared:
-            result = launch.shared()
         else:
-            result = launch.new()
+            result = launch.shared() if shared else launch.new()
         launch.counter.hits += 1
         return result
 
-    def resolve(self, layout: Layout, quant_type: str, state: Any) -> Any:
+    def resolve(self, layout: Layout, quant_type: str, state: Any) -> launches.Launch | Reason:
         """A launch that passed the guards and is then remembered, or the Reason why there is none."""
-        coded = with_code(layout, quant_type)
-        if isinstance(coded, Reason):
+        coded = supported(layout, quant_type, state)
+        if type(coded) is Reason:
             return coded
-        reason = unsupported(coded, state)
-        if reason is not None:
-            return reason
         try:
             launch = launches.Launch(coded, coded.transposed())
         except runtime.KernelUnavailable as error:
             return self.fallbacks.unavailable(error)
-        launch.counter = counters.of(self.target, tuple(layout.shape), str(layout.dtype))
-        launch.counter.addresses.add(layout.packed.data_ptr())
-        return self.memo.remember(identity(quant_type, *layout._replace(shape=tuple(layout.shape))), launch)
+        launch.counter = self.counter_of(layout)
+        self.memo.remember(identity(quant_type, *layout._replace(shape=tuple(layout.shape))), launch)
+        return launch
 
-    def interpret(self, layout: Layout, quant_type: str, state: Any, out: torch.Tensor | None) -> Any:
+    def interpret(self, layout: Layout, quant_type: str, state: Any, out: torch.Tensor | None) -> torch.Tensor | Reason:
         """As ``run``, under Triton's interpreter: nothing is remembered."""
-        coded = with_code(layout, quant_type)
-        if isinstance(coded, Reason):
+        coded = supported(layout, quant_type, state)
+        if type(coded) is Reason:
             return coded
-        reason = unsupported(coded, state)
-        if reason is not None:
-            return reason
         if out is not None:
             fits = guards.fits(out, coded.shape, coded.dtype, coded.packed.device)
             if not fits or launches.overlap(launches.spans(coded), out):
                 return Reason.OUT_MISMATCH
         result = launches.dequantize(coded, out)
-        counter = counters.of(self.target, tuple(layout.shape), str(layout.dtype))
-        counter.addresses.add(layout.packed.data_ptr())
-        counter.hits += 1
+        self.counter_of(layout).hits += 1
         return result.t() if layout.transposed() else result
 
-    def dispatch(self, layout: Layout, state: Any, out: torch.Tensor | None) -> Any:
+    def counter_of(self, layout: Layout) -> HitCounter:
+        counter = counters.of(self.target, tuple(layout.shape), str(layout.dtype))
+        counter.addresses.add(layout.packed.data_ptr())
+        return counter
+
+    def dispatch(self, layout: Layout, state: Any, out: torch.Tensor | None) -> torch.Tensor | Reason:
         """Through the op, which dispatch modes see; nothing is counted."""
         if is_exporting() or is_jit_tracing():
             return Reason.EXPORTING

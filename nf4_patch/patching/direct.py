@@ -21,7 +21,7 @@ _dequantizer = Dequantizer("nf4_patch.dequantize_nf4")
 def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | None = None) -> torch.Tensor:
     """See :func:`nf4_patch.dequantize_nf4`."""
     if torch.compiler.is_compiling():
-        result: Any = _dequantizer.trace(weight, quant_state, out)
+        result = _dequantizer.trace(weight, quant_state, out)
     else:
         result = _dequantizer.run(weight, quant_state, out)
     if type(result) is not Reason:
@@ -44,16 +44,17 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
         layout = Layout(weight, *fields)
         found = f": {guards.describe(layout)}"
         if result in (Reason.NOT_CUDA, Reason.EXPORTING):
-            result = guards.check_quant_state(quant_state)
-            if result is None:
+            reason = guards.check_quant_state(quant_state)
+            if reason is None:
                 code = code_of(quant_state.quant_type, weight.device)
                 layout = Layout(weight, fields[0], code, *fields[2:])  # before PyTorch 2.9 Dynamo traces no _replace
                 # TENSOR_SUBCLASS: while a program is exported, a tensor is a FakeTensor
-                result = guards.check(layout, (Reason.NOT_CUDA, Reason.TENSOR_SUBCLASS))
-            if result is None and out is not None and not guards.fits(out, layout.shape, layout.dtype, weight.device):
-                result = Reason.OUT_MISMATCH
-            if result is None:
+                reason = guards.check(layout, (Reason.NOT_CUDA, Reason.TENSOR_SUBCLASS))
+            if reason is None and out is not None and not guards.fits(out, layout.shape, layout.dtype, weight.device):
+                reason = Reason.OUT_MISMATCH
+            if reason is None:
                 return by_formula(layout, out)
+            result = reason
     advice = f"; {result.advice}" if result.advice else ""
     raise ValueError(f"{result.sentence}{advice}{found}")
 

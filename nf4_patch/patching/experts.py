@@ -38,7 +38,7 @@ class Stack:
     dequantizer: Dequantizer
     reader: Reader | None = None  # of the weight cache, for a target whose calls only read
 
-    def decode(self, run: Callable[..., Any]) -> torch.Tensor:
+    def decode(self, run: Callable[..., torch.Tensor | Reason]) -> torch.Tensor:
         with torch.no_grad():  # as bitsandbytes' parametrization: a packed weight that requires a gradient gets none
             if switch.on and not is_compiling():
                 result = self.dequantizer.fallbacks.attempt(run, self.packed, self.state)
@@ -46,13 +46,14 @@ class Stack:
                     return result
             from bitsandbytes.functional import dequantize_4bit
 
-            return dequantize_4bit(self.packed, self.state)
+            dense: torch.Tensor = dequantize_4bit(self.packed, self.state)
+            return dense
 
     def dense(self) -> torch.Tensor:
         """All experts, not to be written into: [experts, ...]."""
         return self.decode(self.read)
 
-    def read(self, packed: torch.Tensor, state: Any) -> Any:
+    def read(self, packed: torch.Tensor, state: Any) -> torch.Tensor | Reason:
         found = self.reader.state(packed, state, backward=True) if self.reader is not None and cache.on else None
         return self.dequantizer.run(packed, state) if found is None else found
 
@@ -83,13 +84,13 @@ class Stack:
         return Stack(selected(self.packed).unsqueeze(1), experts, self.dequantizer)
 
     def size(self, dim: int) -> int:
-        return self.state.shape[dim]
+        return int(self.state.shape[dim])
 
     def has_whole_experts(self) -> bool:
         """Every expert ends with a byte, a block and, where the state is nested, a block of the second level."""
         state, second, numel = self.state, self.state.state2, math.prod(self.state.shape)
         block = state.blocksize * (1 if second is None else second.blocksize)
-        return (
+        return bool(
             2 * self.packed.numel() == numel == state.blocksize * state.absmax.numel()  # uint8, and no shard
             and (second is None or block * second.absmax.numel() == numel)
             and math.prod(state.shape[1:]) % block == 0
@@ -218,7 +219,8 @@ class Saved(NamedTuple):
         return cls(tensors, tuple(map(version_of, tensors)), dataclasses.replace(stack, state=state))
 
     def dense(self) -> torch.Tensor:
-        stack: Any = self.stack
+        stack = self.stack
+        assert stack is not None
         if is_compiling() or stack.packed.data_ptr() != self.tensors[0].data_ptr():  # ``parameter.data`` was replaced
             stack = Stack(self.tensors[0], stack.state, stack.dequantizer)
         return stack.dense()

@@ -11,9 +11,11 @@ from ..nf4.codes import CODES, code_of
 from . import guards
 from .reasons import Reason
 
+Fields = tuple[Any, ...]  # of a Layout, after ``packed``
+
 
 def fields_of(state: Any) -> Any:
-    """The fields of a Layout after ``packed``, or the Reason why the state lacks one."""
+    """The Fields, or the Reason why the state lacks one."""
     try:
         state2 = state.state2
         if state2 is None:
@@ -26,7 +28,9 @@ def fields_of(state: Any) -> Any:
         return guards.check_quant_state(state) or Reason.STATE_FIELDS
 
 
-def linear_fields(A, shapeB, absmax, blocksize, absmax_8bit, absmax_code, absmax_offset) -> tuple[Any, ...]:
+def linear_fields(
+    A: torch.Tensor, shapeB: Any, absmax: Any, blocksize: int, absmax_8bit: Any, absmax_code: Any, absmax_offset: Any
+) -> Fields:
     """The same, less the code, from the arguments of bitsandbytes 0.50's 4-bit linear functions; the dtype is A's."""
     if absmax_8bit is None:
         return (absmax, None, None, None, None, blocksize, 0, tuple(shapeB), A.dtype)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from .reasons import Reason
 from .switch import Gate, switch
 
 Function = Callable[..., Any]
+T = TypeVar("T")
 
 
 class CallersError(Exception):
@@ -53,8 +54,9 @@ class Fallbacks:
     def count(self, reason: Reason) -> None:
         counters.fall_back(self.target, reason, switch.strict, self.details.get(reason, ""))
 
-    def attempt(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+    def attempt(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T | Reason:
         """The function's result, or the Reason why there is none, counted."""
+        result: T | Reason
         try:
             result = function(*args, **kwargs)
         except Exception as error:
@@ -77,7 +79,7 @@ def tried_first(
         gate: tried only while this is on.
     """
     failed, count = fallbacks.failed, fallbacks.count
-    keep_dynamo_out(attempt.func if isinstance(attempt, functools.partial) else attempt)
+    keep_dynamo_out(attempt)
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:

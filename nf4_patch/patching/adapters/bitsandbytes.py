@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .. import fused_matmul
 from ..cache.cache import cache
 from ..cache.reader import Reader
 from ..dequantizer import Dequantizer
@@ -40,7 +39,7 @@ def dequantize_4bit(target: Target, original: Callable[..., Any]) -> Callable[..
     dequantizer = Dequantizer(target.name)
     run, reader = dequantizer.run, Reader(target, dequantizer.run_fields)
 
-    def attempt(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
+    def attempt(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4") -> torch.Tensor | Reason:
         defaults = absmax is None and blocksize is None and quant_type == "fp4"
         if quant_state is None or not (defaults or agrees(quant_state, absmax, blocksize, quant_type)):
             return Reason.ARGUMENTS
@@ -50,7 +49,7 @@ def dequantize_4bit(target: Target, original: Callable[..., Any]) -> Callable[..
                 return found
         return run(A, quant_state, out)
 
-    def trace(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
+    def trace(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4") -> torch.Tensor | Reason:
         if quant_state is None or not agrees(quant_state, absmax, blocksize, quant_type):
             return Reason.ARGUMENTS
         return dequantizer.trace(A, quant_state, out)
@@ -69,7 +68,7 @@ def dequant_linear(target: Target, original: Callable[..., Any]) -> Callable[...
 
     def attempt(
         A, B, shapeB, absmax, blocksize, quant_type, bias=None, absmax_8bit=None, absmax_code=None, absmax_offset=None
-    ):
+    ) -> torch.Tensor | Reason:
         fields = linear_fields(A, shapeB, absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
         if switch.matmul != "off" and not casts(A):
             result = multiply(A, B, fields, quant_type, bias)
@@ -90,35 +89,37 @@ def dequant_linear(target: Target, original: Callable[..., Any]) -> Callable[...
 
 def gemm(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``bitsandbytes.backends.cuda.ops._gemm_4bit_kernel_impl``: its fused matmul of a few rows."""
+    fused = FusedMatmul(target.name)
 
     def multiply(
-        fused, A, B, shapeB, absmax, blocksize, quant_type, bias=None,
-        absmax_8bit=None, absmax_code=None, absmax_offset=None,
-    ):  # fmt: skip
+        A, B, shapeB, absmax, blocksize, quant_type, bias=None, absmax_8bit=None, absmax_code=None, absmax_offset=None
+    ) -> torch.Tensor | Reason:
         fields = linear_fields(A, shapeB, absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
         return fused.run(A, B, fields, quant_type, bias)
 
-    return fused_matmul.before(target, original, multiply)
+    return fused.before(original, multiply)
 
 
 def matmul_4bit(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``bitsandbytes.autograd._functions.matmul_4bit``, where no gradient is asked for: past the op, whose dispatch
     takes longer than the matmul of a few rows. Since 0.50 the packed weight may lie either way round.
     """
+    fused = FusedMatmul(target.name)
     transposed = None if "gemm_4bit" in original.__code__.co_names else True  # type: ignore[attr-defined]
 
-    def multiply(fused, A, B, quant_state, out=None, bias=None):
+    def multiply(A, B, quant_state, out=None, bias=None) -> torch.Tensor | Reason:
         if casts(A):
             return Reason.MATMUL_OPERANDS
         return fused.run_state(A, B, quant_state, bias, out, transposed)
 
-    return fused_matmul.before(target, original, multiply)
+    return fused.before(original, multiply)
 
 
 def gemv(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``bitsandbytes.functional.gemv_4bit``, which Linear4bit calls for one row before 0.50."""
+    fused = FusedMatmul(target.name)
 
-    def multiply(fused, A, B, out=None, transposed_A=False, transposed_B=False, state=None):
+    def multiply(A, B, out=None, transposed_A=False, transposed_B=False, state=None) -> torch.Tensor | Reason:
         return fused.run_row(A, B, state, out)
 
-    return fused_matmul.before(target, original, multiply)
+    return fused.before(original, multiply)

@@ -41,7 +41,7 @@ def on_view(
     dequantizer = Dequantizer(target.name)
 
     @functools.wraps(original)
-    def experts_forward(self, *args, **kwargs):
+    def experts_forward(self, *args, **kwargs) -> Any:
         if switch.on and not is_compiling():
             prepared = dequantizer.fallbacks.attempt(prepare, self, dequantizer)
             if type(prepared) is not Reason:

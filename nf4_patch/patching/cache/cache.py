@@ -22,7 +22,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...nf4 import runtime
-from ..reasons import Uncached
+from ..reasons import Reason, Uncached
 from ..switch import switch
 from .allocator import allocated
 from .auto import Auto
@@ -44,6 +44,7 @@ from .entry import (
 current_task: Any = torch._C._current_graph_task_id  # of the autograd engine; -1 outside a backward pass
 # With "block", weights waiting for their backward. A block of Llama has 7; where the backward is compiled none is read.
 WAITING = 16
+Decode = Callable[[], torch.Tensor | Reason]
 engine: Any = torch.autograd.Variable._execution_engine
 
 
@@ -214,8 +215,8 @@ class Cache:
         return found
 
     def insert(
-        self, packed: torch.Tensor, fields: Fields, quant_type: Any, decode: Callable[[], Any], backward: bool = False
-    ) -> Any:
+        self, packed: torch.Tensor, fields: Fields, quant_type: Any, decode: Decode, backward: bool = False
+    ) -> torch.Tensor | Reason | None:
         """What ``decode`` gives, cached if it is a tensor; or None with nothing decoded, where it is not to be cached.
 
         Args and Raises: as ``find``.
@@ -246,8 +247,8 @@ class Cache:
         return self.never_evicted[device] + size <= self.budget
 
     def hold(
-        self, packed: torch.Tensor, fields: Fields, quant_type: Any, decode: Callable[[], Any], holder: Holder
-    ) -> Any:  # fmt: skip
+        self, packed: torch.Tensor, fields: Fields, quant_type: Any, decode: Decode, holder: Holder
+    ) -> torch.Tensor | Reason | None:
         """What ``decode`` gives; a tensor is the holder's until the weight changes. None without room. Raises as ``find``."""
         return self._insert(packed, packed, fields, fingerprint(packed, fields, quant_type), decode, -1, holder)
 
@@ -257,10 +258,10 @@ class Cache:
         packed: torch.Tensor,
         fields: Fields,
         known: tuple[Any, ...],
-        decode: Callable[[], Any],
+        decode: Decode,
         task: int,
         holder: Holder | None = None,
-    ) -> Any:
+    ) -> torch.Tensor | Reason | None:
         key = packed.data_ptr(), packed.shape, fields[-1]
         dense_bytes = 2 * packed.nbytes * getattr(fields[-1], "itemsize", 0)
         device, size = packed.get_device(), allocated(dense_bytes)

@@ -13,10 +13,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...nf4 import runtime
+from ..quant_state import Fields
 from ..reasons import Uncached
 
 Key = tuple[int, torch.Size, torch.dtype]  # address and shape of the packed bytes, dtype of the result
-Fields = tuple[Any, ...]  # of a Layout after ``packed``
 
 
 def nobody() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..context import is_compiling, keep_dynamo_out, modes_active, own_dispatch, transforms_active
-from ..quant_state import fields_of
+from ..quant_state import Fields, fields_of
 from ..reasons import Reason, Uncached
 from ..replacement import Fallbacks
 from ..switch import switch
@@ -34,7 +34,7 @@ def replace_reader(target: Target, original: Callable[..., Any]) -> Callable[...
     gate = switch.gates["cache"]
 
     @functools.wraps(original)
-    def read(*args, **kwargs):
+    def read(*args: Any, **kwargs: Any) -> Any:
         if is_compiling() or not gate.on:
             return original(*args, **kwargs)
         if cache.auto is not None and direction == "forward" and len(args) > 1:
@@ -55,11 +55,11 @@ def swap_tensors(target: Target, original: Callable[..., Any]) -> Callable[..., 
     fallbacks = Fallbacks(target.name)
 
     @functools.wraps(original)
-    def replacement(t1, t2):
+    def replacement(t1: torch.Tensor, t2: torch.Tensor) -> None:
         if cache.on:
             for tensor in (t1, t2):
                 fallbacks.attempt(cache.forget, tensor)
-        return original(t1, t2)
+        original(t1, t2)
 
     return replacement
 
@@ -67,7 +67,7 @@ def swap_tensors(target: Target, original: Callable[..., Any]) -> Callable[..., 
 class Reader:
     """The cached weights of one target, for the calls of it that only read what they dequantize."""
 
-    def __init__(self, target: Target, decode: Callable[..., Any]):
+    def __init__(self, target: Target, decode: Callable[..., torch.Tensor | Reason]):
         """
         Args:
             target: the row, which says which calls those are.
@@ -75,7 +75,9 @@ class Reader:
         """
         self.library, self.always, self.decode = target.distribution, target.reads is Reads.ALWAYS, decode
 
-    def state(self, weight: torch.Tensor, state: Any, shared: bool = False, backward: bool | None = None) -> Any:
+    def state(
+        self, weight: torch.Tensor, state: Any, shared: bool = False, backward: bool | None = None
+    ) -> torch.Tensor | Reason | None:
         """The cached weight of a QuantState, or one that is cached from now on; a Reason is possible too.
 
         Args:
@@ -101,8 +103,8 @@ class Reader:
             return self.fields(weight, fields, state.quant_type, state, backward)
 
     def fields(
-        self, weight: torch.Tensor, fields: Any, quant_type: Any, state: Any = None, backward: bool = False
-    ) -> Any:  # fmt: skip
+        self, weight: torch.Tensor, fields: Fields, quant_type: Any, state: Any = None, backward: bool = False
+    ) -> torch.Tensor | Reason | None:
         """As ``state``, of the fields of a Layout after ``weight``; the code is not read."""
         if modes_active() or transforms_active() is not None:
             return None
@@ -120,7 +122,10 @@ class Reader:
             cache.refuse(Uncached.INFERENCE_TENSOR)
             return None
         if switch.strict:
-            cache.compare(found, self.decode(weight, fields, quant_type, state))
+            decoded = self.decode(weight, fields, quant_type, state)
+            if type(decoded) is Reason:
+                return decoded
+            cache.compare(found, decoded)
         return found
 
 
