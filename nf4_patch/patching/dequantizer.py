@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation
@@ -28,7 +29,7 @@ def returns_tensors(cls: type) -> bool:
     return function is own_function or getattr(function, "__module__", "") == "bitsandbytes.nn.modules"
 
 
-def has_gradient(weight: torch.Tensor) -> bool:
+def has_gradient(weight: Tensor) -> bool:
     """Whether an operator on the weight would ask for a gradient: only one stored as floating point can."""
     return weight.requires_grad and torch.is_grad_enabled()
 
@@ -60,16 +61,11 @@ class Dequantizer:
         self.fallbacks = Fallbacks(target)
         self.memo = runtime.Memo()
         self.launches: dict[Any, launches.Launch] = self.memo.launches
-        self.classes: dict[type, bool] = {torch.Tensor: True}  # ``returns_tensors`` of each
+        self.classes: dict[type, bool] = {Tensor: True}  # ``returns_tensors`` of each
 
     def run(
-        self,
-        weight: torch.Tensor,
-        state: Any,
-        out: torch.Tensor | None = None,
-        shared: bool = False,
-        plain: bool = False,
-    ) -> torch.Tensor | Reason:
+        self, weight: Tensor, state: Any, out: Tensor | None = None, shared: bool = False, plain: bool = False
+    ) -> Tensor | Reason:
         """The dequantized weight of a QuantState, or the Reason why not. A remembered launch is found at once.
 
         Args:
@@ -77,7 +73,7 @@ class Dequantizer:
             shared: the result may live in a buffer that the next such call overwrites.
             plain: the weight's methods are Tensor's own, whatever its class.
         """
-        if not plain and type(weight) is not torch.Tensor:
+        if not plain and type(weight) is not Tensor:
             return self.run_subclass(weight, state, out, shared)
         launch = None
         if out is None and not modes_active() and transforms_active() is None:
@@ -107,12 +103,10 @@ class Dequantizer:
         launch.counter.hits += 1
         return result
 
-    def run_subclass(
-        self, weight: torch.Tensor, state: Any, out: torch.Tensor | None, shared: bool
-    ) -> torch.Tensor | Reason:
+    def run_subclass(self, weight: Tensor, state: Any, out: Tensor | None, shared: bool) -> Tensor | Reason:
         plain = self.classes.get(type(weight))
         if plain is None:
-            if not isinstance(weight, torch.Tensor):
+            if not isinstance(weight, Tensor):
                 return Reason.ARGUMENTS
             plain = self.classes[type(weight)] = returns_tensors(type(weight))
         if plain:
@@ -124,7 +118,7 @@ class Dequantizer:
         fields = fields_of(state)
         return fields if type(fields) is Reason else Reason.TENSOR_SUBCLASS
 
-    def trace(self, weight: torch.Tensor, state: Any, out: torch.Tensor | None = None) -> torch.Tensor | Reason:
+    def trace(self, weight: Tensor, state: Any, out: Tensor | None = None) -> Tensor | Reason:
         """As ``run``, inside a region that torch.compile traces: through the op, whose fake asks the guards."""
         reason = guards.check_quant_state(state)
         if reason is not None:
@@ -142,13 +136,13 @@ class Dequantizer:
 
     def run_fields(
         self,
-        weight: torch.Tensor,
+        weight: Tensor,
         fields: Fields,
         quant_type: str,
         state: Any = None,
-        out: torch.Tensor | None = None,
+        out: Tensor | None = None,
         shared: bool = False,
-    ) -> torch.Tensor | Reason:
+    ) -> Tensor | Reason:
         """As ``run``, of the fields of a Layout after ``packed``."""
         if weight.requires_grad and torch.is_grad_enabled():  # as has_gradient, without a call
             return Reason.REQUIRES_GRAD
@@ -190,7 +184,7 @@ class Dequantizer:
         self.memo.remember(identity(quant_type, *layout._replace(shape=tuple(layout.shape))), launch)
         return launch
 
-    def interpret(self, layout: Layout, quant_type: str, state: Any, out: torch.Tensor | None) -> torch.Tensor | Reason:
+    def interpret(self, layout: Layout, quant_type: str, state: Any, out: Tensor | None) -> Tensor | Reason:
         """As ``run``, under Triton's interpreter: nothing is remembered."""
         coded = supported(layout, quant_type, state)
         if type(coded) is Reason:
@@ -208,7 +202,7 @@ class Dequantizer:
         counter.addresses.add(layout.packed.data_ptr())
         return counter
 
-    def dispatch(self, layout: Layout, state: Any, out: torch.Tensor | None) -> torch.Tensor | Reason:
+    def dispatch(self, layout: Layout, state: Any, out: Tensor | None) -> Tensor | Reason:
         """Through the op, which dispatch modes see; nothing is counted."""
         if is_exporting() or is_jit_tracing():
             return Reason.EXPORTING

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..nf4 import runtime
 from ..nf4.codes import code_of
@@ -18,7 +19,7 @@ from .reasons import Reason
 _dequantizer = Dequantizer("nf4_patch.dequantize_nf4")
 
 
-def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+def dequantize_nf4(weight: Tensor, quant_state: Any, out: Tensor | None = None) -> Tensor:
     """See :func:`nf4_patch.dequantize_nf4`."""
     if torch.compiler.is_compiling():
         result = _dequantizer.trace(weight, quant_state, out)
@@ -27,7 +28,7 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
     if type(result) is not Reason:
         return result
     for name, given in (("weight", weight), ("out", weight if out is None else out)):
-        if not isinstance(given, torch.Tensor):
+        if not isinstance(given, Tensor):
             raise ValueError(f"{name} is a {type(given).__name__}; a torch.Tensor is needed")
     if result is Reason.NOT_4BIT:
         raise ValueError(
@@ -59,7 +60,7 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
     raise ValueError(f"{result.sentence}{advice}{found}")
 
 
-def by_formula(layout: Layout, out: torch.Tensor | None) -> torch.Tensor:
+def by_formula(layout: Layout, out: Tensor | None) -> Tensor:
     weight = reference.dequantize(layout)
     if out is None:
         return weight
@@ -67,7 +68,7 @@ def by_formula(layout: Layout, out: torch.Tensor | None) -> torch.Tensor:
     return out.t() if layout.transposed() else out
 
 
-def triton_dequantize_nf4(layer: Any) -> torch.Tensor:
+def triton_dequantize_nf4(layer: Any) -> Tensor:
     """See :func:`nf4_patch.triton_dequantize_nf4`."""
     weight = getattr(layer, "weight", None)
     state = getattr(weight, "quant_state", None)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation
@@ -58,14 +59,14 @@ class FusedMatmul:
 
     def run(
         self,
-        x: torch.Tensor,
-        packed: torch.Tensor,
+        x: Tensor,
+        packed: Tensor,
         fields: Fields,
         quant_type: str,
-        bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
         state: Any = None,
-    ) -> torch.Tensor | Reason:
+    ) -> Tensor | Reason:
         """x @ weight.T + bias, [..., N] in x's dtype, or the Reason why not. A remembered launch is found at once.
 
         Args:
@@ -99,7 +100,7 @@ class FusedMatmul:
         return result
 
     def resolve(
-        self, key: Any, x: torch.Tensor, layout: Layout, quant_type: str, bias: Any, state: Any
+        self, key: Any, x: Tensor, layout: Layout, quant_type: str, bias: Any, state: Any
     ) -> matmul.MatmulLaunch | Reason:
         """A launch that passed the guards and is then remembered, or the Reason why there is none."""
         if is_jit_tracing():
@@ -132,13 +133,13 @@ class FusedMatmul:
 
     def run_state(
         self,
-        x: torch.Tensor,
-        packed: torch.Tensor,
+        x: Tensor,
+        packed: Tensor,
         state: Any,
-        bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
         transposed: bool | None = None,
-    ) -> torch.Tensor | Reason:
+    ) -> Tensor | Reason:
         """As ``run``, with the weight of a QuantState, where no gradient is asked for.
 
         Args:
@@ -160,12 +161,10 @@ class FusedMatmul:
         with torch._C.DisableTorchFunctionSubclass():  # Params4bit's methods as a Tensor's
             return self.run(x, packed, (*fields[:-1], x.dtype), state.quant_type, bias, out, state)
 
-    def run_row(
-        self, x: torch.Tensor, packed: torch.Tensor, state: Any, out: torch.Tensor | None
-    ) -> torch.Tensor | Reason:
+    def run_row(self, x: Tensor, packed: Tensor, state: Any, out: Tensor | None) -> Tensor | Reason:
         """As ``run_state``, of one row."""
         return self.run_state(x, packed, state, None, out) if x.numel() == x.shape[-1] else Reason.MATMUL_OPERANDS
 
-    def before(self, original: Function, multiply: Callable[..., torch.Tensor | Reason]) -> Function:
+    def before(self, original: Function, multiply: Callable[..., Tensor | Reason]) -> Function:
         """The original, with ``multiply``, which takes its arguments, tried first where the feature is switched on."""
         return tried_first(original, self.fallbacks, multiply, gate=switch.gates["matmul"])

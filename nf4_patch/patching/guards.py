@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..nf4.dequantize import compilation
 from ..nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES, Layout
@@ -33,7 +34,7 @@ def describe(layout: Layout) -> str:
     """What was found, for an error; a field that is no tensor by its type."""
 
     def shape(field: Any) -> str:
-        return f"{list(field.shape)}" if isinstance(field, torch.Tensor) else f"a {type(field).__name__}"
+        return f"{list(field.shape)}" if isinstance(field, Tensor) else f"a {type(field).__name__}"
 
     packed = layout.packed
     return (
@@ -57,7 +58,7 @@ def _wrong_types(layout: Layout) -> bool:
     wanted: list[Any] = [(layout.code, fp32), (layout.absmax, (torch.uint8,) if layout.nested() else fp32)]
     if layout.nested():
         wanted += [(layout.absmax2, fp32), (layout.code2, fp32), (layout.offset, OFFSET_DTYPES)]
-    typed = all(isinstance(tensor, torch.Tensor) and tensor.dtype in dtypes for tensor, dtypes in wanted)
+    typed = all(isinstance(tensor, Tensor) and tensor.dtype in dtypes for tensor, dtypes in wanted)
     return not typed or layout.packed.dim() == 0
 
 
@@ -109,7 +110,7 @@ def check(layout: Layout, ignore: tuple[Reason, ...] = ()) -> Reason | None:
 def fits(out: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel may write to ``out``: dense, of the weight's shape and dtype, and on its device."""
     return (
-        isinstance(out, torch.Tensor)
+        isinstance(out, Tensor)
         and tuple(out.shape) == tuple(shape)
         and out.dtype is dtype
         and out.device == device

@@ -11,6 +11,7 @@ import logging
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..nf4 import runtime
 from ..nf4.dequantize import launch, reference
@@ -32,7 +33,7 @@ SCHEMA = (
 )
 
 
-def kernel(*fields: Any) -> torch.Tensor:
+def kernel(*fields: Any) -> Tensor:
     """A new ``shape`` weight: from the kernel, or by the plain formula where it cannot run. A graph has no original.
 
     Raises:
@@ -61,11 +62,11 @@ def say_once(why: str) -> None:
     logger.warning("the plain formula runs inside the compiled graph: %s", why)
 
 
-def unsupported(packed: torch.Tensor, reason: Reason) -> torch.Tensor:
+def unsupported(packed: Tensor, reason: Reason) -> Tensor:
     return packed.new_empty(REASONS.index(reason), dtype=torch.bool)
 
 
-def fake(*fields: Any) -> torch.Tensor:
+def fake(*fields: Any) -> Tensor:
     *others, shape, dtype = fields
     layout = Layout._make((*others, tuple(shape), dtype))
     reason = guards.check(layout, (Reason.TENSOR_SUBCLASS,))  # every tensor is a FakeTensor here
@@ -82,12 +83,12 @@ if not hasattr(torch.ops.nf4_patch, "dequantize_nf4"):  # importlib.reload: defi
 
 
 def dequantize(
-    packed: torch.Tensor, absmax: Any, code: Any, absmax2: Any, code2: Any, offset: Any, *rest: Any
-) -> torch.Tensor | Reason:
+    packed: Tensor, absmax: Any, code: Any, absmax2: Any, code2: Any, offset: Any, *rest: Any
+) -> Tensor | Reason:
     """The op on the fields of a Layout, transposed when they ask for it; or the Reason why not. Written to be traced."""
     if absmax is None or code is None or isinstance(offset, (int, float)):  # a number is bitsandbytes' to take
         return Reason.STATE_FIELDS
-    weight: torch.Tensor = torch.ops.nf4_patch.dequantize_nf4(packed, absmax, code, absmax2, code2, offset, *rest)
+    weight: Tensor = torch.ops.nf4_patch.dequantize_nf4(packed, absmax, code, absmax2, code2, offset, *rest)
     if weight.dtype is torch.bool:
         return REASONS[weight.shape[0]]
     return weight.t() if packed.shape[0] == 1 else weight

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..nf4 import runtime
 from ..nf4.codes import CODES, code_of
@@ -29,7 +30,7 @@ def fields_of(state: Any) -> Any:
 
 
 def linear_fields(
-    A: torch.Tensor, shapeB: Any, absmax: Any, blocksize: int, absmax_8bit: Any, absmax_code: Any, absmax_offset: Any
+    A: Tensor, shapeB: Any, absmax: Any, blocksize: int, absmax_8bit: Any, absmax_code: Any, absmax_offset: Any
 ) -> Fields:
     """The same, less the code, from the arguments of bitsandbytes 0.50's 4-bit linear functions; the dtype is A's."""
     if absmax_8bit is None:
@@ -37,10 +38,10 @@ def linear_fields(
     return (absmax_8bit, None, absmax, absmax_code, absmax_offset, blocksize, 256, tuple(shapeB), A.dtype)
 
 
-_codes: dict[tuple[str, torch.device], torch.Tensor] = {}
+_codes: dict[tuple[str, torch.device], Tensor] = {}
 
 
-def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor | Reason:
+def remembered_code(quant_type: str, device: torch.device) -> Tensor | Reason:
     """``code_of``, made once for each device; or the Reason why it cannot be made now."""
     code = _codes.get((quant_type, device))
     if code is None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..cache.cache import cache
 from ..cache.reader import Reader
@@ -28,7 +29,7 @@ def agrees(state: Any, absmax: Any, blocksize: Any, quant_type: Any) -> bool:
     )
 
 
-def casts(A: torch.Tensor) -> bool:
+def casts(A: Tensor) -> bool:
     """Whether autocast makes the original multiply in another dtype than A's."""
     device = A.device.type
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is not A.dtype
@@ -39,7 +40,7 @@ def dequantize_4bit(target: Target, original: Callable[..., Any]) -> Callable[..
     dequantizer = Dequantizer(target.name)
     run, reader = dequantizer.run, Reader(target, dequantizer.run_fields)
 
-    def attempt(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4") -> torch.Tensor | Reason:
+    def attempt(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4") -> Tensor | Reason:
         defaults = absmax is None and blocksize is None and quant_type == "fp4"
         if quant_state is None or not (defaults or agrees(quant_state, absmax, blocksize, quant_type)):
             return Reason.ARGUMENTS
@@ -49,7 +50,7 @@ def dequantize_4bit(target: Target, original: Callable[..., Any]) -> Callable[..
                 return found
         return run(A, quant_state, out)
 
-    def trace(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4") -> torch.Tensor | Reason:
+    def trace(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4") -> Tensor | Reason:
         if quant_state is None or not agrees(quant_state, absmax, blocksize, quant_type):
             return Reason.ARGUMENTS
         return dequantizer.trace(A, quant_state, out)
@@ -68,7 +69,7 @@ def dequant_linear(target: Target, original: Callable[..., Any]) -> Callable[...
 
     def attempt(
         A, B, shapeB, absmax, blocksize, quant_type, bias=None, absmax_8bit=None, absmax_code=None, absmax_offset=None
-    ) -> torch.Tensor | Reason:
+    ) -> Tensor | Reason:
         fields = linear_fields(A, shapeB, absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
         if switch.matmul != "off" and not casts(A):
             result = multiply(A, B, fields, quant_type, bias)
@@ -93,7 +94,7 @@ def gemm(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
 
     def multiply(
         A, B, shapeB, absmax, blocksize, quant_type, bias=None, absmax_8bit=None, absmax_code=None, absmax_offset=None
-    ) -> torch.Tensor | Reason:
+    ) -> Tensor | Reason:
         fields = linear_fields(A, shapeB, absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
         return fused.run(A, B, fields, quant_type, bias)
 
@@ -107,7 +108,7 @@ def matmul_4bit(target: Target, original: Callable[..., Any]) -> Callable[..., A
     fused = FusedMatmul(target.name)
     transposed = None if "gemm_4bit" in original.__code__.co_names else True  # type: ignore[attr-defined]
 
-    def multiply(A, B, quant_state, out=None, bias=None) -> torch.Tensor | Reason:
+    def multiply(A, B, quant_state, out=None, bias=None) -> Tensor | Reason:
         if casts(A):
             return Reason.MATMUL_OPERANDS
         return fused.run_state(A, B, quant_state, bias, out, transposed)
@@ -119,7 +120,7 @@ def gemv(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``bitsandbytes.functional.gemv_4bit``, which Linear4bit calls for one row before 0.50."""
     fused = FusedMatmul(target.name)
 
-    def multiply(A, B, out=None, transposed_A=False, transposed_B=False, state=None) -> torch.Tensor | Reason:
+    def multiply(A, B, out=None, transposed_A=False, transposed_B=False, state=None) -> Tensor | Reason:
         return fused.run_row(A, B, state, out)
 
     return fused.before(original, multiply)

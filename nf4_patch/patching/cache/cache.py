@@ -15,14 +15,15 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...nf4 import runtime
 from ..reasons import Reason, Uncached
+from ..status import CacheStatus
 from ..switch import switch
 from .allocator import allocated
 from .auto import Auto
@@ -44,24 +45,12 @@ from .entry import (
 current_task: Any = torch._C._current_graph_task_id  # of the autograd engine; -1 outside a backward pass
 # With "block", weights waiting for their backward. A block of Llama has 7; where the backward is compiled none is read.
 WAITING = 16
-Decode = Callable[[], torch.Tensor | Reason]
+Decode = Callable[[], Tensor | Reason]
 engine: Any = torch.autograd.Variable._execution_engine
 
 
 class StaleWeightError(RuntimeError):
     """NF4_PATCH_STRICT=1, and a cached weight differs from what its packed bytes decode to."""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The cache at one moment. Bytes are what PyTorch's allocator takes at most."""
-
-    held: dict[int, int]  # bytes by device
-    weights: int
-    compiled: int  # of these, the ones that compiled layers read
-    hits: int
-    misses: int
-    uncached: dict[Uncached, int]
 
 
 class Cache:
@@ -77,7 +66,7 @@ class Cache:
         self.auto: Auto | None = None  # finds the budget
         self.budget = 0
         self.tight = False  # half of the budget is used: from here on it counts which weight was read last
-        self.results: dict[Key, tuple[torch.Tensor, Entry]] = {}
+        self.results: dict[Key, tuple[Tensor, Entry]] = {}
         self.entries: dict[Any, Entry] = {}  # by ``storage_key``
         self.same_size: dict[tuple[int, int], OrderedDict[Entry, None]] = defaultdict(OrderedDict)
         self.held: Counter[int] = Counter()  # bytes by device
@@ -118,7 +107,7 @@ class Cache:
         with self.locked():
             if mode != self.mode:
                 self.on = False
-                self._drop_all()
+                self._drop_where()
                 self.tight = False
                 if self.auto is not None:
                     self.auto.stop()
@@ -138,11 +127,9 @@ class Cache:
             self.budget, self.tight = budget, False
             self.generation += 1
             if not budget:
-                self._drop_all()
+                self._drop_where()
 
-    def find(
-        self, packed: torch.Tensor, fields: Fields, quant_type: Any, backward: bool = False
-    ) -> torch.Tensor | None:
+    def find(self, packed: Tensor, fields: Fields, quant_type: Any, backward: bool = False) -> Tensor | None:
         """The cached weight, not to be written into; or None.
 
         Args:
@@ -202,7 +189,7 @@ class Cache:
                 self.lock.release()
         return result
 
-    def other_way(self, key: Key, nbytes: int) -> tuple[torch.Tensor, Entry] | None:
+    def other_way(self, key: Key, nbytes: int) -> tuple[Tensor, Entry] | None:
         """The weight where it was cached for the packed bytes the other way round, [1, bytes] or [bytes, 1]."""
         if storage_key(key, nbytes) not in self.entries:
             return None
@@ -215,8 +202,8 @@ class Cache:
         return found
 
     def insert(
-        self, packed: torch.Tensor, fields: Fields, quant_type: Any, decode: Decode, backward: bool = False
-    ) -> torch.Tensor | Reason | None:
+        self, packed: Tensor, fields: Fields, quant_type: Any, decode: Decode, backward: bool = False
+    ) -> Tensor | Reason | None:
         """What ``decode`` gives, cached if it is a tensor; or None with nothing decoded, where it is not to be cached.
 
         Args and Raises: as ``find``.
@@ -247,21 +234,21 @@ class Cache:
         return self.never_evicted[device] + size <= self.budget
 
     def hold(
-        self, packed: torch.Tensor, fields: Fields, quant_type: Any, decode: Decode, holder: Holder
-    ) -> torch.Tensor | Reason | None:
+        self, packed: Tensor, fields: Fields, quant_type: Any, decode: Decode, holder: Holder
+    ) -> Tensor | Reason | None:
         """What ``decode`` gives; a tensor is the holder's until the weight changes. None without room. Raises as ``find``."""
         return self._insert(packed, packed, fields, fingerprint(packed, fields, quant_type), decode, -1, holder)
 
     def _insert(
         self,
-        owner: torch.Tensor,
-        packed: torch.Tensor,
+        owner: Tensor,
+        packed: Tensor,
         fields: Fields,
         known: tuple[Any, ...],
         decode: Decode,
         task: int,
         holder: Holder | None = None,
-    ) -> torch.Tensor | Reason | None:
+    ) -> Tensor | Reason | None:
         key = packed.data_ptr(), packed.shape, fields[-1]
         dense_bytes = 2 * packed.nbytes * getattr(fields[-1], "itemsize", 0)
         device, size = packed.get_device(), allocated(dense_bytes)
@@ -287,7 +274,7 @@ class Cache:
             with self.locked():
                 self.held[device] -= size
                 fits = self.held[device] + size <= self.budget
-                if isinstance(result, torch.Tensor) and self.mode == mode and fits:
+                if isinstance(result, Tensor) and self.mode == mode and fits:
                     self._add(key, owner, packed, fields, known, result, size, task, holder)
         return result
 
@@ -296,20 +283,17 @@ class Cache:
             return self.held[device] + size > self.budget
 
         if full():
-            for entry in list(self.entries.values()):
-                if entry.storage.expired():
-                    self._drop(entry)
+            self._drop_where(lambda entry: entry.storage.expired())
         same_size = self.same_size[device, size]
         while full() and same_size:
             self._drop(next(iter(same_size)))
         if full() and of_any_size:
-            for entry in [entry for entry in self.entries.values() if entry.device == device and entry.holder is None]:
-                self._drop(entry)
+            self._drop_where(lambda entry: entry.device == device and entry.holder is None)
         return not full()
 
     def _add(
-        self, key: Key, owner: torch.Tensor, packed: torch.Tensor, fields: Fields, known: tuple[Any, ...],
-        result: torch.Tensor, size: int, task: int, holder: Holder | None,
+        self, key: Key, owner: Tensor, packed: Tensor, fields: Fields, known: tuple[Any, ...],
+        result: Tensor, size: int, task: int, holder: Holder | None
     ) -> None:  # fmt: skip
         storage, device = packed.untyped_storage(), packed.get_device()
         other = self.entries.get(storage_key(key, packed.nbytes))
@@ -363,40 +347,35 @@ class Cache:
             self.generation += 1
             entry.holder.let_go()
 
-    def _drop_all(self) -> None:
+    def _drop_where(self, condition: Callable[[Entry], bool] = lambda entry: True) -> None:
         for entry in list(self.entries.values()):
-            self._drop(entry)
+            if condition(entry):
+                self._drop(entry)
 
     def drop(self, entry: Entry) -> None:
         with self.locked():
             self._drop(entry)
 
-    def forget(self, tensor: torch.Tensor) -> None:
+    def forget(self, tensor: Tensor) -> None:
         """Drop what was decoded from this tensor, and every weak reference to it."""
         with self.locked():
-            for entry in list(self.entries.values()):
-                if any(watcher() is tensor for watcher in entry.watchers):
-                    self._drop(entry)
+            self._drop_where(lambda entry: any(watcher() is tensor for watcher in entry.watchers))
         StorageWatch.disown(tensor)
 
     def drop_storage(self, cdata: int) -> None:
         with self.locked():
-            for entry in list(self.entries.values()):
-                if entry.storage.cdata == cdata:
-                    self._drop(entry)
+            self._drop_where(lambda entry: entry.storage.cdata == cdata)
 
     def drop_recomputed(self, task: int | None = None) -> None:
         """Drop what a backward pass (None: any) kept and nobody read. A pass that raises never calls this at its end."""
         with self.locked():
-            for entry in list(self.entries.values()):
-                if entry.task != -1 and task in (None, entry.task):
-                    self._drop(entry)
+            self._drop_where(lambda entry: entry.task != -1 and task in (None, entry.task))
             self.tasks -= self.tasks.copy() if task is None else {task}
 
     def release(self) -> None:
         """Drop everything: the memory is PyTorch's again when this returns."""
         with self.locked():
-            self._drop_all()
+            self._drop_where()
 
     def refuse(self, reason: Uncached) -> None:
         with self.locked():
@@ -407,13 +386,20 @@ class Cache:
             self.hits = self.misses = 0
             self.uncached.clear()
 
-    def snapshot(self) -> Snapshot:
+    def status(self) -> CacheStatus:
         with self.locked():
-            held = {device: size for device, size in self.held.items() if size}
-            compiled = sum(entry.holder is not None for entry in self.entries.values())
-            return Snapshot(held, len(self.entries), compiled, self.hits, self.misses, dict(self.uncached))
+            return CacheStatus(
+                mode=str(self.mode),
+                held={device: size for device, size in self.held.items() if size},
+                weights=len(self.entries),
+                hits=self.hits,
+                misses=self.misses,
+                uncached={reason.name: count for reason, count in self.uncached.items()},
+                compiled=sum(entry.holder is not None for entry in self.entries.values()),
+                found=self.auto.why if self.auto else "",
+            )
 
-    def compare(self, cached: torch.Tensor, decoded: torch.Tensor) -> None:
+    def compare(self, cached: Tensor, decoded: Tensor) -> None:
         """
         Raises:
             StaleWeightError: the bits differ.

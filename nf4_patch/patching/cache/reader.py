@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..context import is_compiling, keep_dynamo_out, modes_active, own_dispatch, transforms_active
 from ..quant_state import Fields, fields_of
@@ -55,7 +56,7 @@ def swap_tensors(target: Target, original: Callable[..., Any]) -> Callable[..., 
     fallbacks = Fallbacks(target.name)
 
     @functools.wraps(original)
-    def replacement(t1: torch.Tensor, t2: torch.Tensor) -> None:
+    def replacement(t1: Tensor, t2: Tensor) -> None:
         if cache.on:
             for tensor in (t1, t2):
                 fallbacks.attempt(cache.forget, tensor)
@@ -67,7 +68,7 @@ def swap_tensors(target: Target, original: Callable[..., Any]) -> Callable[..., 
 class Reader:
     """The cached weights of one target, for the calls of it that only read what they dequantize."""
 
-    def __init__(self, target: Target, decode: Callable[..., torch.Tensor | Reason]):
+    def __init__(self, target: Target, decode: Callable[..., Tensor | Reason]):
         """
         Args:
             target: the row, which says which calls those are.
@@ -76,8 +77,8 @@ class Reader:
         self.library, self.always, self.decode = target.distribution, target.reads is Reads.ALWAYS, decode
 
     def state(
-        self, weight: torch.Tensor, state: Any, shared: bool = False, backward: bool | None = None
-    ) -> torch.Tensor | Reason | None:
+        self, weight: Tensor, state: Any, shared: bool = False, backward: bool | None = None
+    ) -> Tensor | Reason | None:
         """The cached weight of a QuantState, or one that is cached from now on; a Reason is possible too.
 
         Args:
@@ -95,7 +96,7 @@ class Reader:
             return None
         if backward is None:
             backward = direction == "backward"
-        if type(weight) is torch.Tensor:
+        if type(weight) is Tensor:
             return self.fields(weight, fields, state.quant_type, state, backward)
         if getattr(type(weight), "__torch_dispatch__", None) is not own_dispatch:
             return None
@@ -103,8 +104,8 @@ class Reader:
             return self.fields(weight, fields, state.quant_type, state, backward)
 
     def fields(
-        self, weight: torch.Tensor, fields: Fields, quant_type: Any, state: Any = None, backward: bool = False
-    ) -> torch.Tensor | Reason | None:
+        self, weight: Tensor, fields: Fields, quant_type: Any, state: Any = None, backward: bool = False
+    ) -> Tensor | Reason | None:
         """As ``state``, of the fields of a Layout after ``weight``; the code is not read."""
         if modes_active() or transforms_active() is not None:
             return None
@@ -115,7 +116,7 @@ class Reader:
                 return cache.insert(weight, fields, quant_type, decode, backward)
         except (AttributeError, RuntimeError):
             tensors = [weight, *(fields[i] for i in SCALES if fields[i] is not None)]
-            if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            if not all(isinstance(tensor, Tensor) for tensor in tensors):
                 return None  # the guards say which
             if not any(tensor.is_inference() for tensor in tensors):
                 raise
