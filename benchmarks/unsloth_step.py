@@ -16,7 +16,7 @@ from nf4_patch.tools.bench.step import BUDGET, LENGTHS, LLAMA, METHOD, OFF, RANK
 from nf4_patch.tools.llama import LINEARS, Shape, training_dtype
 from nf4_patch.tools.report import Progress
 
-ENTIRE = ("Llama-3.2-1B", "Llama-3.1-8B")
+ENTIRE = ("Llama-3.2-1B",)
 
 
 def unsloth_model(shape: Shape = LLAMA) -> Any:
@@ -44,7 +44,7 @@ def rows(tell: Progress) -> Iterator[Row]:
         full.observe()
         settings = OFF | {"cache 1/2": full.held // 2, "cache all": BUDGET}
         for size in lengths:
-            yield from side_by_side(name, model, size, settings)
+            yield from side_by_side(name, model, size, settings, wall=20 if shape == LLAMA else 10)
 
 
 if __name__ == "__main__":

@@ -60,11 +60,9 @@ class Layout(NamedTuple):
 
 
 def identity(
-    table: str | int, packed: torch.Tensor, absmax: Any, code: Any, absmax2: Any, code2: Any, offset: Any,
-    blocksize: int, blocksize2: int, shape: Sequence[int], dtype: torch.dtype,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Everything a resolved launch depends on, as a key: the same addresses, sizes, strides and types give the same
-    result.
+    table, packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, shape, dtype
+) -> tuple[Any, ...]:
+    """Everything a resolved launch depends on, as a key: the same addresses, sizes, strides and types, the same result.
 
     Args:
         table: what stands for ``code``, which is not read: the quant_type, or the address of the code.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -54,15 +54,9 @@ class KernelEntry(NamedTuple):
 
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # absent from builds without CUDA
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-
-
-def _empty_strided(shape, strides, dtype):
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
-
-
 # Allocation on the current device without the dispatcher, as Inductor's own code allocates:
 # 0.74 us; ``empty_like`` takes 1.14 and ``torch.empty`` 2.2 (H200 machine, torch 2.11).
-empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _empty_strided)
+empty_strided_cuda: Any = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -71,11 +65,41 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= end * tensor.element_size()
 
 
-def span(tensor: torch.Tensor) -> tuple[int, int]:
+Span = tuple[int, int]
+
+
+def span(tensor: torch.Tensor) -> Span:
     """The addresses of a tensor's first byte and of the byte after its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size() if tensor.numel() else start
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def spans(*tensors: torch.Tensor) -> tuple[Span, ...]:
+    """Where they lie in memory."""
+    return tuple(dict.fromkeys(map(span, tensors)))
+
+
+def overlap(read: Iterable[Span], start: int, end: int) -> bool:
+    """Whether what is written to [start, end) overwrites some of what is read."""
+    for first, last in read:  # noqa: SIM110 (any() of a generator takes three times as long)
+        if first < end and start < last:
+            return True
+    return False
+
+
+def fits(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> bool:
+    """Whether a result of this shape, dtype and device index can be written to ``out``: dense, with no gradient."""
+    return (
+        isinstance(out, torch.Tensor)
+        and out.shape == shape
+        and out.dtype is dtype
+        and out.get_device() == device
+        and out.is_contiguous()
+        and not out.requires_grad
+    )
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -85,17 +109,15 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(torch.all((a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())))
 
 
-class Memo:
+class Memo(dict[tuple[Any, ...], Any]):
     """Remembered launches by ``identity``. Bounded."""
 
-    def __init__(self, limit: int = 16384):  # a 70B model has 560 weights, each in one or two dtypes
-        self.limit = limit
-        self.launches: dict[tuple[Any, ...], Any] = {}
+    limit = 16384  # a 70B model has 560 weights, each in one or two dtypes
 
     def remember(self, key: tuple[Any, ...], launch: Any) -> Any:
-        if len(self.launches) >= self.limit:
-            self.launches.clear()
-        self.launches[key] = launch
+        if len(self) >= self.limit:
+            self.clear()
+        self[key] = launch
         return launch
 
 
@@ -141,16 +163,15 @@ def compile_kernel(kernel: Any, arguments: tuple[Any, ...], values: dict[str, An
 _entries: dict[tuple[Any, ...], KernelEntry | KernelUnavailable] = {}
 
 
-def compiled(
-    kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int, device: torch.device, dtype: torch.dtype
-) -> KernelEntry:  # fmt: skip
-    """The entry of a kernel, compiled at the first use of these constexprs on this device; see :func:`built_once`."""
+def compiled(kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int, *kind: Any) -> KernelEntry:
+    """The entry of a kernel, compiled at the first use of these constexprs with this device and dtype (``kind``);
+    see :func:`built_once`."""
 
     def build() -> KernelEntry:
         result = compile_kernel(kernel, arguments, values, num_warps=warps, num_stages=1)
         return KernelEntry.of(result, tuple(values.values()))
 
-    entry: KernelEntry = built_once(_entries, (device, dtype, id(kernel), *values.values(), warps), build)
+    entry: KernelEntry = built_once(_entries, (*kind, id(kernel), *values.values(), warps), build)
     return entry
 
 

@@ -59,8 +59,7 @@ class Dequantizer:
     def __init__(self, target: str):
         self.target = target
         self.fallbacks = Fallbacks(target)
-        self.memo = runtime.Memo()
-        self.launches: dict[Any, launches.Launch] = self.memo.launches
+        self.launches = runtime.Memo()
         self.classes: dict[type, bool] = {Tensor: True}  # ``returns_tensors`` of each
 
     def run(
@@ -75,8 +74,8 @@ class Dequantizer:
         """
         if not plain and type(weight) is not Tensor:
             return self.run_subclass(weight, state, out, shared)
-        launch = None
-        if out is None and not modes_active() and transforms_active() is None:
+        launch: launches.Launch | None = None
+        if not modes_active() and transforms_active() is None:
             try:  # not through fields_of, which takes 0.35 us (2-core CPU machine, Python 3.11)
                 second = state.state2
                 if second is None:
@@ -99,7 +98,17 @@ class Dequantizer:
             return self.run_fields(weight, fields, state.quant_type, state, out, shared)
         if launch.differentiable and has_gradient(weight):
             return Reason.REQUIRES_GRAD
-        result = launch.shared() if shared else launch.new()
+        if out is not None:
+            return self.fill(launch, out)
+        result = launch.shared() if shared else launch.run()
+        launch.counter.hits += 1
+        return result
+
+    def fill(self, launch: launches.Launch, out: Tensor) -> Tensor | Reason:
+        """``out``, filled (transposed for a transposed weight); or the Reason why not."""
+        if not launch.accepts(out):
+            return Reason.OUT_MISMATCH
+        result = launch.into(out)
         launch.counter.hits += 1
         return result
 
@@ -162,12 +171,8 @@ class Dequantizer:
             if type(launch) is Reason:
                 return launch
         if out is not None:
-            fits = guards.fits(out, fields[7], fields[8], weight.device)
-            if not fits or out.data_ptr() % 16 or launch.reads(out):
-                return Reason.OUT_MISMATCH
-            result = launch.into(out)
-        else:
-            result = launch.shared() if shared else launch.new()
+            return self.fill(launch, out)
+        result = launch.shared() if shared else launch.run()
         launch.counter.hits += 1
         return result
 
@@ -181,7 +186,7 @@ class Dequantizer:
         except runtime.KernelUnavailable as error:
             return self.fallbacks.unavailable(error)
         launch.counter = self.counter_of(layout)
-        self.memo.remember(identity(quant_type, *layout._replace(shape=tuple(layout.shape))), launch)
+        self.launches.remember(identity(quant_type, *layout._replace(shape=tuple(layout.shape))), launch)
         return launch
 
     def interpret(self, layout: Layout, quant_type: str, state: Any, out: Tensor | None) -> Tensor | Reason:
@@ -189,10 +194,11 @@ class Dequantizer:
         coded = supported(layout, quant_type, state)
         if type(coded) is Reason:
             return coded
-        if out is not None:
-            fits = guards.fits(out, coded.shape, coded.dtype, coded.packed.device)
-            if not fits or launches.overlap(launches.spans(coded), out):
-                return Reason.OUT_MISMATCH
+        if out is not None and (
+            guards.check_out(out, coded) is not None
+            or runtime.overlap(runtime.spans(*coded.operands()), *runtime.span(out))
+        ):
+            return Reason.OUT_MISMATCH
         result = launches.dequantize(coded, out)
         self.counter_of(layout).hits += 1
         return result.t() if layout.transposed() else result

@@ -51,8 +51,8 @@ def dequantize_nf4(weight: Tensor, quant_state: Any, out: Tensor | None = None) 
                 layout = Layout(weight, fields[0], code, *fields[2:])  # before PyTorch 2.9 Dynamo traces no _replace
                 # TENSOR_SUBCLASS: while a program is exported, a tensor is a FakeTensor
                 reason = guards.check(layout, (Reason.NOT_CUDA, Reason.TENSOR_SUBCLASS))
-            if reason is None and out is not None and not guards.fits(out, layout.shape, layout.dtype, weight.device):
-                reason = Reason.OUT_MISMATCH
+            if reason is None and out is not None:
+                reason = guards.check_out(out, layout)
             if reason is None:
                 return by_formula(layout, out)
             result = reason

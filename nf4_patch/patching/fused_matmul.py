@@ -53,8 +53,7 @@ class FusedMatmul:
 
     def __init__(self, target: str, fallbacks: Fallbacks | None = None):
         self.target, self.fallbacks = target, fallbacks or Fallbacks(target)
-        self.memo = runtime.Memo()
-        self.launches: dict[Any, matmul.MatmulLaunch] = self.memo.launches
+        self.launches = runtime.Memo()
         _in_use.add(self)
 
     def run(
@@ -86,14 +85,7 @@ class FusedMatmul:
             launch = self.resolve(key, x, Layout(packed, *fields), quant_type, bias, state)
             if type(launch) is Reason:
                 return launch
-        if out is not None and not (
-            out.shape == launch.shape
-            and out.dtype is x.dtype
-            and out.get_device() == launch.device
-            and out.is_contiguous()
-            and not out.requires_grad
-            and not launch.reads(x, out)
-        ):
+        if out is not None and not launch.accepts(x, out):
             return Reason.OUT_MISMATCH
         result = launch(x, out)
         launch.counter.hits += 1
@@ -128,7 +120,7 @@ class FusedMatmul:
         dtype = str(x.dtype).removeprefix("torch.")
         launch.counter = counters.of(self.target, (n, k), f"{dtype} fused matmul")
         if key is not None:
-            self.memo.remember(key, launch)
+            self.launches.remember(key, launch)
         return launch
 
     def run_state(

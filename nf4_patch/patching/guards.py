@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES, Layout
 from .reasons import Reason
@@ -107,13 +108,7 @@ def check(layout: Layout, ignore: tuple[Reason, ...] = ()) -> Reason | None:
     return None
 
 
-def fits(out: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel may write to ``out``: dense, of the weight's shape and dtype, and on its device."""
-    return (
-        isinstance(out, Tensor)
-        and tuple(out.shape) == tuple(shape)
-        and out.dtype is dtype
-        and out.device == device
-        and out.is_contiguous()
-        and not out.requires_grad
-    )
+def check_out(out: Any, layout: Layout) -> Reason | None:
+    """``out`` must be what the kernel writes: dense, the layout's shape, dtype and device."""
+    fits = runtime.fits(out, tuple(layout.shape), layout.dtype, layout.packed.get_device())
+    return None if fits and out.device == layout.packed.device else Reason.OUT_MISMATCH

@@ -105,11 +105,11 @@ def get_attr(holder: Any, name: str, default: Any = None) -> Any:
 
 
 def put(holder: Any, name: str, function: Any) -> None:
-    """Into a module or dict as it is, into a class as the static method that it replaces."""
+    """Into a module or dict as it is, into a class as the method or static method that it replaces."""
     if isinstance(holder, dict):
         holder[name] = function
     else:
-        setattr(holder, name, staticmethod(function) if isinstance(holder, type) else function)
+        setattr(holder, name, staticmethod(function) if isinstance(vars(holder).get(name), staticmethod) else function)
 
 
 def is_ours(function: Any) -> bool:

@@ -83,7 +83,9 @@ EXPECTED = {
 class Uncached(enum.Enum):
     """Why a weight that a caller only reads was decoded and not kept."""
 
-    BUDGET_SPENT = "the budget is spent, and no held weight has this size"
+    BUDGET_SPENT = (
+        "the budget is spent: no room for a compiled layer as a whole, or no cached weight of this size to replace"
+    )
     CUDA_GRAPH = "a CUDA graph is being captured: its replays would read memory that the cache may free"
     OTHER_STREAM = "it was decoded on another CUDA stream"
     INFERENCE_TENSOR = "a tensor of the weight is an inference tensor, which has no version counter"

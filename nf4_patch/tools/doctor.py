@@ -263,12 +263,12 @@ def examine_gpu(index: int, tell: Progress) -> Gpu:
 
 def check_kernel(dtype: torch.dtype, device: torch.device, capability: tuple[int, int]) -> KernelCheck:
     """Compile the variant of a usual weight (nested, blocksize 64); it compares its own bits with the reference."""
-    variant = compilation.Variant(compilation.config_for(capability, 4096 * 4096), dtype)
+    variant = compilation.Variant(compilation.warps_for(capability, 4096 * 4096), dtype)
     name = str(dtype).removeprefix("torch.")
     started = time.perf_counter()
     path = error = ""
     try:
-        path = compilation.kernel_for(variant, device).launch_path
+        path = compilation.kernel_for(variant, device).entry.launch_path
     except runtime.KernelUnavailable as unavailable:
         error = str(unavailable)
     return KernelCheck(name, not error, path, time.perf_counter() - started, error)

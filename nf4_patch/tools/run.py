@@ -128,7 +128,8 @@ def of_the_cache(status: Status) -> list[str]:
     half = f'cache="{size / 2 / 2**30:.2f}GiB" at least {saved / 2:.0%}'
     return [
         f"cache: {plural(weights, 'weight')} would take {size / 2**30:.2f} GiB dequantized; "
-        f"enable(cache=...) of that size would have saved {saved:.0%} of the dequantizations, {half}"
+        f"enable(cache=...) of that size would have saved {saved:.0%} of the dequantizations, {half}; "
+        'cache="auto" finds a size'
     ]
 
 

@@ -69,7 +69,7 @@ def test_the_launcher_has_another_signature(fresh, monkeypatch):
 
 def test_the_kernel_gives_other_bits(fresh, monkeypatch):
     """A miscompiled kernel is found on its sample, before a weight sees it."""
-    monkeypatch.setattr(compilation, "same_bits", lambda a, b: False)
+    monkeypatch.setattr(runtime, "same_bits", lambda a, b: False)
     falls_back_by_name("bits differ from the reference")
 
 

@@ -30,66 +30,24 @@ def test_random_states(blocksize):
     assert {name.split(":")[0] for name in report.faults} == set(FAULTS)
 
 
-# The formula is the oracle: bitsandbytes' own kernel (0.50.2) fails memcheck on partial last blocks.
-DEQUANTIZE = """
-from fuzz import fuzz
-report = fuzz(60, 7, blocksizes=(64,), oracle="formula")
-assert report.hits and not report.exit_code
-"""
-# Quantized on the CPU for the same reason.
-FUSED = """
-import torch
-from fused_matmul import one_hot
-from oracle import layout_of, quantized
-from nf4_patch.nf4.matmul import launch as matmul
-from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS, SMALL_M_ROWS
-from nf4_patch.nf4.dequantize import reference
-
-def check(n, k, m, nested, configs):
-    layout = layout_of(*quantized((n, k), torch.bfloat16, "cpu", nested=nested))
-    layout = layout._replace(**{name: t.cuda() for name, t in layout._asdict().items() if isinstance(t, torch.Tensor)})
-    columns = torch.randint(0, k, (m,), device="cuda")
-    x, want = one_hot(columns, k, torch.bfloat16), reference.dequantize(layout)[:, columns].t()
-    for config in configs:
-        assert torch.equal(matmul.matmul_4bit(x, layout, config=config), want)
-"""
-# Tails of N and K, every row of the table, slices of K.
-SMALL_M = f"""{FUSED}
-here = torch.cuda.get_device_capability()
-for n, k in ((250, 320), (4003, 4416), (1003, 4096), (12003, 320)):
-    for m in (1, 9, 17, 64):
-        config = matmul.config_for(here, m, n, k) or next(row.config for row in SMALL_M_ROWS if row.max_m >= m)
-        check(n, k, m, n != 250, [config])
-"""
-# Tails of M and N, one tile a CTA, several, and a tile in chunks.
-HOPPER = f"""{FUSED}
-for n, k, m in ((264, 512, 300), (136, 4096, 70), (8200, 64, 600)):
-    check(n, k, m, n != 136, {{row.config for row in HOPPER_ROWS}})
-"""
-
-
 @pytest.mark.skipif(not os.path.exists(SANITIZER), reason="the CUDA toolkit's compute-sanitizer is not on this machine")
 @pytest.mark.parametrize(
-    ("code", "tool"),
+    ("what", "tool"),
     [
-        pytest.param(code, tool, id=f"{name}-{tool}")
-        for name, code, tools in (
-            ("dequantize", DEQUANTIZE, ("memcheck", "racecheck")),
-            ("small_m", SMALL_M, ("memcheck", "racecheck")),
-            ("hopper", HOPPER, ("memcheck",)),  # racecheck does not follow TMA and wgmma
-        )
-        for tool in tools
+        ("dequantize", "memcheck"), ("dequantize", "racecheck"), ("small_m", "memcheck"), ("small_m", "racecheck"),
+        ("hopper", "memcheck"),  # racecheck does not follow TMA and wgmma
     ],
-)
-def test_compute_sanitizer(code, tool):
+)  # fmt: skip
+def test_compute_sanitizer(what, tool):
     """With PyTorch's caching allocator off: inside its blocks nothing is out of bounds."""
-    if code is not DEQUANTIZE and torch.cuda.get_device_capability() not in {row.capability for row in SMALL_M_ROWS}:
+    if what != "dequantize" and torch.cuda.get_device_capability() not in {row.capability for row in SMALL_M_ROWS}:
         pytest.skip("no row of the fused matmul's table is for this GPU")
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), str(root / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join([str(tests.parent), str(tests / "support"), os.environ.get("PYTHONPATH", "")])
+    watched = [sys.executable, str(tests / "programs" / "sanitized.py"), what]
     done = subprocess.run(
-        [SANITIZER, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code],
-        capture_output=True, text=True, cwd=root,
+        [SANITIZER, "--tool", tool, "--error-exitcode", "9", *watched],
+        capture_output=True, text=True, cwd=tests.parent,
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": path},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

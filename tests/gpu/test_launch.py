@@ -29,10 +29,10 @@ def test_portable_path_compiled_for_the_gpu(dtype, blocksize):
     """PTX = "": the same kernel without inline decode gives the same bits."""
     packed, state = every_pair(dtype, CUDA, blocksize)
     layout = layout_of(packed, state)
-    config = compilation.LaunchConfig(4, 2, "", "")
-    values = compilation.constants(compilation.Variant.of(layout, config), (9, 0)) | {"PTX": "", "CONSTRAINTS": ""}
+    variant = compilation.Variant.of(layout, 4)
+    values = compilation.constants(variant, (9, 0)) | {"PTX": "", "CONSTRAINTS": ""}
     out = torch.full(tuple(layout.shape), math.nan, dtype=dtype, device=CUDA)
-    grid = (-(-layout.numel() // compilation.elements_of(layout, config)),)
+    grid = (-(-layout.numel() // compilation.elements_of(variant)),)
     tensors = compilation.operands(layout, out.view(-1))
     kernels.dequantize_kernel[grid](*tensors, layout.numel(), **values, num_warps=4, enable_fp_fusion=False)
     assert runtime.same_bits(out, F.dequantize_4bit(packed, state))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fused_matmul import CUDA, error, exact, hits_by_shape, hopper_measured, linear, measured, stock_and_fused
 from oracle import layout_of, quantized
-from subprocess_python import python
+from subprocess_python import program
 from target import same, step
 
 import nf4_patch
@@ -23,7 +23,6 @@ from nf4_patch.patching.reasons import Reason
 
 pytestmark = [pytest.mark.gpu, measured]
 unsloth = pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="unsloth is not installed")
-SUPPORT = Path(__file__).parents[1] / "support"
 TARGETS = (
     "bitsandbytes.autograd._functions.matmul_4bit",
     "bitsandbytes.backends.cuda.ops._gemm_4bit_kernel_impl",
@@ -138,53 +137,9 @@ def test_gemv_4bit(auto):
 
 
 @unsloth
-def test_unsloth_gemv():
-    python(
-        """
-    import torch, nf4_patch
-    nf4_patch.enable(matmul="auto")
-    import unsloth
-    from unsloth.kernels import utils
-    from fused_matmul import error, exact
-    from oracle import layout_of, quantized
-    from nf4_patch.nf4.matmul import launch
-    from nf4_patch.nf4.dequantize import reference
-
-    attribute = "_fast_gemv_bnb" if hasattr(utils, "_fast_gemv_bnb") else "fast_gemv"
-    def row():
-        return next(t for t in nf4_patch.status().targets if t.name == f"unsloth.kernels.utils.{attribute}")
-    packed, state = quantized((1000, 2048), torch.bfloat16, "cuda")
-    layout = layout_of(packed, state)
-    x = torch.randn(1, 1, 2048, dtype=torch.bfloat16, device="cuda")
-    got = utils.fast_gemv(x, packed, state)
-    assert row().hits == 1, nf4_patch.status()
-    assert torch.equal(got, launch.matmul_4bit(x, layout))
-    out = torch.full((1, 1, 1000), float("nan"), dtype=torch.bfloat16, device="cuda")
-    assert utils.fast_gemv(x, packed, state, out=out) is out
-    assert torch.equal(out, got)
-    nf4_patch.disable()
-    stock = utils.fast_gemv(x, packed, state)
-    assert stock.shape == got.shape
-    # Unsloth's kernel never rounds a weight to 16 bits and is nearer to the truth than dequantize + matmul: that is ours'
-    truth = x.double() @ exact(layout).t()
-    linear = torch.nn.functional.linear(x, reference.dequantize(layout))
-    assert error(got, truth) <= 1.01 * error(linear, truth)
-    nf4_patch.enable(matmul="off")
-    assert torch.equal(utils.fast_gemv(x, packed, state), stock)
-    assert row().hits == 2, nf4_patch.status()
-    if hasattr(utils, "_gemv_rows"):
-        attribute = "_gemv_rows"
-        nf4_patch.enable(matmul="auto")
-        few = torch.randn(4, 1, 2048, dtype=torch.bfloat16, device="cuda")
-        got = utils._gemv_rows(few, packed, state, None)
-        assert row().hits == 1, nf4_patch.status()
-        assert torch.equal(got, launch.matmul_4bit(few, layout))
-        wide = torch.full((4, 1, 1008), float("nan"), dtype=torch.bfloat16, device="cuda")
-        utils._gemv_rows(few, packed, state, wide[..., :1000])  # rows apart: for the original
-        assert row().hits == 1 and row().fallbacks == {"OUT_MISMATCH": 1}, row()
-    """,
-        path=SUPPORT,
-    )
+@pytest.mark.parametrize("function", ["gemv", "matmul_lora"])
+def test_unsloth(function):
+    program("unsloth_fused_matmul", function, path=Path(__file__).parents[1] / "support")
 
 
 def test_matmul_4bit_is_the_op_without_the_op(auto):
@@ -205,56 +160,6 @@ def test_matmul_4bit_is_the_op_without_the_op(auto):
     assert hits()[TARGETS[0]] == 0 and sum(hits().values()) == 1
     with torch.inference_mode():
         assert torch.equal(layer(x), got)
-
-
-@unsloth
-def test_unsloth_matmul_lora():
-    """Unsloth's own function against its dequantize + matmul, with and without an adapter; backward it is the original."""
-    python(
-        """
-    import torch, nf4_patch
-    nf4_patch.enable(matmul="auto")
-    import unsloth
-    from unsloth.kernels import fast_lora
-    from unsloth.kernels.utils import matmul_lora
-    from fused_matmul import error, exact
-    from oracle import layout_of, quantized
-
-    assert fast_lora.matmul_lora is matmul_lora
-    def row():
-        return next(t for t in nf4_patch.status().targets if t.name == "unsloth.kernels.utils.matmul_lora")
-    packed, state = quantized((1024, 2048), torch.bfloat16, "cuda")
-    truth = exact(layout_of(packed, state))
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    def random(*shape):
-        return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
-    def original(*arguments):
-        nf4_patch.disable()
-        result = matmul_lora(*arguments)
-        nf4_patch.enable(matmul="auto")
-        return result
-
-    hits = 0
-    with torch.no_grad():
-        for shape in ((1, 5, 2048), (4, 8, 2048), (7, 2048)):
-            for adapter in ((None, None, None), (random(8, 2048).float(), random(1024, 8).float(), 0.5)):
-                x = random(*shape)
-                got = matmul_lora(x, packed, state, *adapter)
-                hits += 1
-                assert row().hits == hits, nf4_patch.status()
-                stock = original(x, packed, state, *adapter)
-                assert got.shape == stock.shape and got.dtype is stock.dtype
-                want = x.double() @ truth.t()
-                if adapter[0] is not None:
-                    want = want + (x.double() @ adapter[0].double().t()) @ adapter[1].double().t() * 0.5
-                assert error(got, want) <= 1.02 * error(stock, want), (shape, error(got, want), error(stock, want))
-        for x, weight in ((random(100, 2048), packed), (random(7, 1024), packed.t())):  # past 64 rows; backward
-            got = matmul_lora(x, weight, state, None, None, None)
-            assert torch.equal(got, original(x, weight, state, None, None, None))
-        assert row().hits == hits and {"NOT_FASTER", "MATMUL_OPERANDS"} <= row().fallbacks.keys(), row()
-    """,
-        path=SUPPORT,
-    )
 
 
 @hopper_measured

@@ -45,17 +45,17 @@ def test_random_weights_with_tails(dtype, nested, quant_type):
 def test_it_is_the_code_and_the_configuration_of_a_t4():
     packed, state = quantized((4096, 1024), torch.bfloat16, CUDA)
     layout = layout_of(packed, state)
-    config = compilation.config_for(T4, layout.numel())
-    variant = compilation.Variant.of(layout, config)
+    num_warps = compilation.warps_for(T4, layout.numel())
+    variant = compilation.Variant.of(layout, num_warps)
     compiled, _ = portable.load(variant, T4, CUDA)
     assert ".target sm_75" in compiled.kernel.decode()
     assert compiled.kernel[:-1].decode() == machine_code.code_of(variant, T4).ptx
-    assert compiled.metadata.num_warps == config.num_warps
+    assert compiled.metadata.num_warps == num_warps
     assert "bf16x2" not in compiled.asm["ptx"]  # the convert that sm_75 lacks
 
 
 def test_signature_is_what_a_launch_specializes_on():
-    """machine_code compiles from compilation.signature; a launch from its tensors: the same kernel must come out."""
+    """machine_code compiles from types; a launch from its tensors: the same kernel must come out."""
     here = torch.cuda.get_device_capability()
 
     def text(compiled):  # less the release of PTX: Inductor sets TRITON_PTXAS_PATH to another ptxas than Triton's
@@ -64,7 +64,7 @@ def test_signature_is_what_a_launch_specializes_on():
     for dtype in DTYPES:
         for nested in (True, False):
             layout = layout_of(*quantized((4096, 1024), dtype, CUDA, nested=nested))
-            variant = compilation.Variant.of(layout, compilation.config_for(here, layout.numel()))
+            variant = compilation.Variant.of(layout, compilation.warps_for(here, layout.numel()))
             launched = compilation.kernel_for(variant, CUDA).compiled
             assert text(machine_code.compile_variant(variant, here)) == text(launched)
 

@@ -93,8 +93,8 @@ def test_the_second_gpu_is_a_t4(patched, monkeypatch):
         both, want = weights(dtype, seed=5)
         for weight, expected in zip(both, want, strict=True):
             assert torch.equal(server.run(*weight), expected)
-    used = {device.index: variant.config for variant, device in compilation.compiled_kernels()}
-    assert used == {i: compilation.config_for(capability(i), 512 * 1024) for i in (0, 1)}
+    used = {device.index: variant.num_warps for variant, device in compilation.compiled_kernels()}
+    assert used == {i: compilation.warps_for(capability(i), 512 * 1024) for i in (0, 1)}
     assert used[0] != used[1]
     code = {
         d.index: k.compiled.asm["ptx"]

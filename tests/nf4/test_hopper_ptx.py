@@ -12,6 +12,7 @@ from oracle import layout_of, quantized
 from ptx_simulator import Cta, Source, Warp, memory_of, u64
 from subprocess_python import python
 
+from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.matmul import hopper, launch, tuning
 from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS, SMALL_M_ROWS
@@ -114,7 +115,7 @@ def test_the_table_has_what_was_measured_and_nothing_else(proven_release):
 def test_a_calibration_decides_up_to_its_last_row(proven_release, monkeypatch):
     """It measures up to 64 rows; past them the shipped table decides."""
     monkeypatch.setattr(tuning, "calibrated", lambda device: {(14336, 4096): ((8, None), (64, None))})
-    monkeypatch.setattr(hopper, "multiprocessors", lambda device: tuning.MULTIPROCESSORS)
+    monkeypatch.setattr(runtime, "multiprocessors", lambda device: tuning.MULTIPROCESSORS)
     assert launch.config_for(H200, 64, 14336, 4096, 0) is None
     assert launch.config_for(H200, 128, 14336, 4096, 0) == HOPPER_ROWS[0].config
     assert launch.config_for(H200, 64, 4096, 4096, 0) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import matmul_reference
 import pytest
 import torch
 from matmul_emulation import in_order
@@ -11,7 +12,6 @@ from oracle import layout_of, quantized
 from ptx_simulator import launch
 
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.matmul import reference as matmul_reference
 from nf4_patch.nf4.matmul import small_m, small_m_ptx
 from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, SmallMConfig
 

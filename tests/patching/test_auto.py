@@ -78,6 +78,19 @@ def test_it_takes_nothing_where_others_use_the_gpu(gpu):
     steps()
     assert cache.budget == 0
     assert "another process" in nf4_patch.status().cache.found
+    gpu["others"] = GIB
+    steps()
+    assert cache.budget == 9 * GIB
+
+
+def test_it_takes_nothing_where_no_more_than_the_margin_is_free(gpu):
+    gpu["free"] = GIB
+    cache.auto.batch(1024, 512)
+    steps()
+    assert cache.budget == 0
+    gpu["free"] = 3 * GIB
+    steps()
+    assert cache.budget == 2 * GIB
 
 
 def test_another_mode_no_longer_follows_the_optimizer(gpu):
@@ -87,3 +100,12 @@ def test_another_mode_no_longer_follows_the_optimizer(gpu):
     watching.batch(1024, 512)
     steps()
     assert cache.budget == GIB
+
+
+@pytest.mark.parametrize(
+    ("x", "size"),
+    [(torch.zeros(2, 512, 64), (1024, 512)), (torch.zeros(30, 64), (30, 30)), (torch.zeros(64), (1, 1)),
+     (torch.zeros(4, 128, dtype=torch.long), (512, 128)), (torch.zeros((), dtype=torch.long), (1, 1))],
+)  # fmt: skip
+def test_how_large_a_batch_is(x, size):
+    assert auto.size_of(x) == size

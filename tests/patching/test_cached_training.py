@@ -218,14 +218,14 @@ def test_who_may_write_receives_memory_of_its_own(linear_op):
     assert same(step(layer, linear_op, SIDE), want)
 
 
-def test_a_compiled_forward_reads_and_a_traced_backward_decodes(linear_op):
+def test_a_compiled_forward_reads_and_a_traced_backward_has_what_is_held(linear_op):
     layer = linear(linear_op)
     want = step(layer, linear_op, SIDE)
     nf4_patch.enable(cache=2**20)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for _ in range(3):
         assert same(step(compiled, linear_op, SIDE), want)
-    assert (cache.hits, cache.misses) == (2, 1)
+    assert (cache.hits, cache.misses, cache.snapshot().compiled) == (3, 1, 1)
     torch._dynamo.reset()
 
 

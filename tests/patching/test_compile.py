@@ -120,7 +120,7 @@ def test_the_op_resolves_a_layout_once(monkeypatch, device):
         def __init__(self, layout):
             resolved.append(layout)
 
-        def new(self):
+        def run(self, out):
             return len(resolved)
 
     monkeypatch.setattr(compilation, "INTERPRETED", False)

@@ -8,6 +8,7 @@ import functools
 from types import SimpleNamespace
 
 import bitsandbytes.functional as F
+import matmul_reference
 import pytest
 import torch
 from bitsandbytes.nn import Params4bit
@@ -17,7 +18,6 @@ from target import target_like
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import compilation, launch, reference
 from nf4_patch.nf4.matmul import launch as matmul
-from nf4_patch.nf4.matmul import reference as matmul_reference
 from nf4_patch.nf4.matmul import small_m
 from nf4_patch.patching import fused_matmul, guards, quant_state
 from nf4_patch.patching.adapters import bitsandbytes as bitsandbytes_adapter
@@ -63,7 +63,7 @@ def server(monkeypatch):
     monkeypatch.setattr(compilation.Variant, "of", variant)
     monkeypatch.setattr(compilation, "kernel_for", lambda layout, device: Kernel(layout))
     for module in (runtime, launch):
-        monkeypatch.setattr(module, "current_device", lambda: None)  # what a CPU tensor's device.index is
+        monkeypatch.setattr(module, "current_device", lambda: -1)  # what a CPU tensor's get_device() is
         monkeypatch.setattr(module, "current_stream", lambda device: 0)
         monkeypatch.setattr(module, "empty_strided_cuda", empty)
     monkeypatch.setattr(launch, "shared_buffer", buffer)
@@ -96,6 +96,23 @@ def test_every_way_to_a_weight(server, nested, transposed, parameter):
     assert results[1].data_ptr() == out.data_ptr()
     assert len(server.resolved) == 1 and server.launched == 4
     assert counters.hits("test") == 4
+
+
+def test_an_out_that_the_kernel_must_not_write_is_refused(server):
+    """Another shape, dtype or strides, off 16 bytes, with a gradient, no tensor, over the weight or over its scales."""
+    packed, state = quantized((64, 96), torch.bfloat16, "cpu")
+    memory = torch.zeros(4096 + 2 * 64 * 96, dtype=torch.uint8)
+    weight = memory[:3072].view(-1, 1).copy_(packed)
+    dense = memory[4096:].view(torch.bfloat16).view(64, 96)  # right behind what is read
+    state.absmax = memory[4000:4096].copy_(state.absmax)
+    half = torch.empty(64, 96, dtype=torch.float16)
+    odd = torch.empty(64 * 96 + 1, dtype=torch.bfloat16)[1:].view(64, 96)
+    over = [memory[start:][: dense.nbytes].view(torch.bfloat16).view(64, 96) for start in (0, 3056, 4080)]
+    for out in (dense.t(), dense[:32], half, dense[:, ::2], odd, dense.clone().requires_grad_(), "no tensor", *over):
+        for _ in range(2):
+            assert server.run(weight, state, out) is guards.Reason.OUT_MISMATCH
+    assert server.run(weight, state, dense) is dense and server.launched == 1
+    assert torch.equal(dense, reference.dequantize(layout_of(packed, state)))
 
 
 def test_the_same_addresses_with_other_strides_are_another_weight(server):

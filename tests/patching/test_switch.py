@@ -152,10 +152,10 @@ def test_sizes_of_the_cache(given, read, words):
 
 
 @pytest.mark.parametrize(
-    "given", ["6 gigs", "-1", "GiB", "auto", "1e9", "9" * 400, "9" * 5000, str(2**63)], ids=lambda given: given[:9]
+    "given", ["6 gigs", "-1", "GiB", "all", "1e9", "9" * 400, "9" * 5000, str(2**63)], ids=lambda given: given[:9]
 )
 def test_an_invalid_size_of_the_cache_is_an_error_that_lists_the_allowed(given):
-    allowed = r"is not known; allowed: off, block, a size \(6GiB = 6G"
+    allowed = r"is not known; allowed: off, block, auto, a size \(6GiB = 6G"
     with pytest.raises(ConfigError, match=f"^NF4_PATCH_CACHE='.* {allowed}.*, or unset"):
         Config.read({"NF4_PATCH_CACHE": given})
     with pytest.raises(ConfigError, match=f"^cache='.* {allowed}.*, or None") as error:

@@ -23,6 +23,7 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 WEIGHTS, LAYERS, SIDE = 3, 2, 64
 CHECKPOINTING = sys.argv[1]
+BUFFER = bytearray(SIDE * SIDE // 2)
 if not GPU:  # Unsloth decodes in the graph with a kernel that has no CPU; the op of this package has
     os.environ["NF4_PATCH_DEFER"] = "never"
 
@@ -111,6 +112,18 @@ def replace_data_at_once():
         weight().data = bytes_of(seed)
 
 
+def replace_data_by_a_buffer(seed=58):
+    if GPU:
+        weight().data = bytes_of(seed)
+    else:
+        BUFFER[:] = bytes_of(seed).numpy().tobytes()
+        weight().data = torch.frombuffer(BUFFER, dtype=torch.uint8).view(-1, 1)
+
+
+def replace_data_at_the_same_address():
+    replace_data_by_a_buffer(59)
+
+
 def replace_parameter():  # as peft does at a merge
     model.layers[0].projections[0].weight = linear(55).weight
 
@@ -147,6 +160,10 @@ def write_offset():
 
 def replace_scales():
     weight().quant_state.absmax = weight().quant_state.absmax.flip(0)
+
+
+def replace_data_of_scales():
+    weight().quant_state.absmax.data = weight().quant_state.absmax.data.flip(0)
 
 
 def replace_offset():
@@ -206,8 +223,9 @@ def write_into_held():
 
 
 CHANGES = [
-    write_in_place, replace_data, replace_data_at_once, replace_parameter, replace_module, replace_state, copy_state,
-    write_scales, write_second_scales, write_second_code, write_offset, replace_scales, replace_offset, load,
+    write_in_place, replace_data, replace_data_at_once, replace_data_by_a_buffer, replace_data_at_the_same_address, replace_parameter, replace_module, replace_state, copy_state,
+    write_scales, write_second_scales, write_second_code, write_offset, replace_scales, replace_data_of_scales,
+    replace_offset, load,
     copy_layer, exchange_layers, exchange_weights, exchange_modules, swap_tensors, move, evaluate, release, write_into_held,
 ]  # fmt: skip
 _block_compile._wrap(

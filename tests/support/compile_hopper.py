@@ -25,8 +25,8 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torc
 def compiled(config, dtype, bias):
     boxes = hopper.boxes(config.block_m, dtype)
     types = [f"tensordesc<{TYPES[kind]}{box},{layout!r}>" for box, layout, kind in boxes]
-    types += ["*fp32", "*i32", "*fp32", "*" + TYPES[dtype], *["i32"] * 5, *["constexpr"] * 6]
-    values = (*config, bias, hopper.decode_ptx(PTX_TYPES[dtype]), hopper.CONSTRAINTS)
+    types += ["*fp32", "*i32", "*fp32", "*" + TYPES[dtype], *["i32"] * 5, *["constexpr"] * 5]
+    values = (*config, bias, hopper.decode_ptx(PTX_TYPES[dtype]))
     first = len(types) - len(values)
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in ("sums", "flags", "code", "bias")}
     constants = {(first + i,): value for i, value in enumerate(values)}

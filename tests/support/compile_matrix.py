@@ -18,14 +18,14 @@ import triton
 from nf4_patch.nf4.dequantize import compilation
 from nf4_patch.nf4.dequantize.compilation import Variant
 
-SIZES = (2**20, 2**26)  # elements: each side of every bound in compilation.CONFIGS
+SIZES = (2**20, 2**26)  # elements: each side of every bound in compilation.NUM_WARPS
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 USUAL = {"blocksize": 64, "nested": True, "whole": "even", "aligned": True}
 
 
 def variant(capability, dtype, numel, blocksize, nested, whole, aligned):
     return Variant(
-        config=compilation.config_for(capability, numel), dtype=dtype, offset_dtype=torch.float32 if nested else None,
+        num_warps=compilation.warps_for(capability, numel), dtype=dtype, offset_dtype=torch.float32 if nested else None,
         blocksize=blocksize, blocksize2=256 if nested else 0, even=whole == "even", tail=whole == "tail",
         wide=False, aligned=aligned,
     )  # fmt: skip
@@ -68,7 +68,7 @@ def dependent_loads(code: machine_code.Code) -> list[int]:
 
 def row(capability, variant) -> dict:
     code = machine_code.code_of(variant, capability)
-    steps = variant.config.unroll
+    steps = compilation.UNROLL
     loads = [i for i in code.instructions if i.name == "LDG"]
     stores = [i for i in code.instructions if i.name == "STG"]
     code2 = dependent_loads(code)
@@ -80,7 +80,7 @@ def row(capability, variant) -> dict:
         "even": variant.even,
         "tail": variant.tail,
         "aligned": variant.aligned,
-        "warps": variant.config.num_warps,
+        "warps": variant.num_warps,
         "steps": steps,
         "instructions": len(code.instructions),
         "per_element": len(code.instructions) / (compilation.elems_per_thread(variant) * steps),

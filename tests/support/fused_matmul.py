@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 import bitsandbytes as bnb
+import matmul_reference
 import pytest
 import torch
 
@@ -13,7 +14,6 @@ import nf4_patch
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.layout import Layout
 from nf4_patch.nf4.matmul import hopper
-from nf4_patch.nf4.matmul import reference as matmul_reference
 from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS, SMALL_M_ROWS
 from nf4_patch.patching.counters import counters
 from nf4_patch.tools.bench.matmul import error, exact  # noqa: F401 (for the tests)

@@ -59,9 +59,9 @@ class InstructionsReport(Report):
 
 
 def ours(capability: Capability, dtype: torch.dtype) -> KernelRow:
-    variant = Variant(compilation.config_for(capability, 2**26), dtype)
+    variant = Variant(compilation.warps_for(capability, 2**26), dtype)
     code = machine_code.code_of(variant, capability)
-    elements = compilation.elems_per_thread(variant) * variant.config.unroll
+    elements = compilation.elems_per_thread(variant) * compilation.UNROLL
     return row_of(capability, dtype, OURS, code, len(code.instructions) / elements)
 
 

@@ -13,6 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from nf4_patch.nf4.dequantize import compilation
 from nf4_patch.nf4.dequantize.compilation import Variant
 from nf4_patch.nf4.runtime import TRITON_RELEASE
@@ -25,6 +27,7 @@ FIRST_TRITON: dict[Capability, tuple[int, int]] = {
     (7, 5): (3, 2), (8, 0): (3, 2), (8, 6): (3, 2), (8, 9): (3, 2), (9, 0): (3, 2), (10, 0): (3, 3), (12, 0): (3, 3),
 }  # fmt: skip
 CAPABILITIES = tuple(FIRST_TRITON)
+POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
 
 class Instruction(NamedTuple):
@@ -64,9 +67,12 @@ def source(variant: Variant, capability: Capability) -> Any:
 
     kernel = compilation.kernels.dequantize_kernel
     values = compilation.constants(variant, capability)
-    signature = compilation.signature(variant)
+    absmax = "*fp32" if variant.offset_dtype is None else "*u8"
+    offset, out = POINTERS[variant.offset_dtype or torch.float32], POINTERS[variant.dtype]
+    types = ("*u8", absmax, "*fp32", "*fp32", "*fp32", offset, out, "i64" if variant.wide else "i32")
     names = list(kernel.arg_names)
-    divisible = [names.index(name) for name in compilation.on_16_bytes(variant)]
+    signature = dict(zip(names, types, strict=False))
+    divisible = [names.index(name) for name in (("packed", "out") if variant.aligned else ("out",))]
     if TRITON_RELEASE >= (3, 3):
         signature.update(dict.fromkeys(values, "constexpr"))
         attributes: Any = {(index,): [["tt.divisibility", 16]] for index in divisible}
@@ -91,7 +97,7 @@ def compile_variant(variant: Variant, capability: Capability) -> Any:
     if compilation.INTERPRETED:
         raise Unsupported("Triton's interpreter is on (TRITON_INTERPRET=1): unset it and start again")
     check(capability)
-    options = {"num_warps": variant.config.num_warps, "enable_fp_fusion": False}
+    options = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
     return triton.compile(source(variant, capability), target=GPUTarget("cuda", sm(capability), 32), options=options)
 
 

@@ -26,7 +26,7 @@ NUMBERS = ("m", "n", "blocks", "shift", "shift2", "sm_partitions", "split_k")
 def compile_matmul(ptx_source: str, warps: int, capability: Capability) -> Any:
     """Triton's CompiledKernel of a fused matmul's PTX source."""
     signature = dict.fromkeys(POINTERS, "*u8") | dict.fromkeys(NUMBERS, "i32")
-    values = small_m.constants(ptx_source)
+    values = {"PTX": ptx_source}
     if runtime.TRITON_RELEASE >= (3, 3):
         signature |= dict.fromkeys(values, "constexpr")
     source = ASTSource(kernels.matmul_4bit_kernel, signature, values)
@@ -42,8 +42,7 @@ def code_of(ptx_source: str, warps: int, capability: Capability) -> machine_code
 def load(ptx_source: str, warps: int, capability: Capability, device: torch.device) -> tuple[Any, runtime.KernelEntry]:
     """As portable.load, for the PTX source of a fused matmul."""
     compiled = compile_matmul(ptx_source, warps, capability)
-    values = tuple(small_m.constants(ptx_source).values())
-    return compiled, portable.entry_of(compiled, values, capability, device)
+    return compiled, portable.entry_of(compiled, (ptx_source,), capability, device)
 
 
 def multiply(

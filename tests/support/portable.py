@@ -60,7 +60,7 @@ def dequantize(layout: Layout, capability: Capability, out: torch.Tensor) -> tor
     """Fill ``out`` (n elements, 16-byte aligned, on the layout's device) with code built for ``capability``."""
     device = out.device
     check(capability, device)
-    variant = Variant.of(layout, compilation.config_for(capability, layout.numel()))
+    variant = Variant.of(layout, compilation.warps_for(capability, layout.numel()))
     _, entry = load(variant, capability, device)
     tensors = compilation.operands(layout, out)
     with torch.cuda.device(device):

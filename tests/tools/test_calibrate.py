@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import matmul_reference
 import pytest
 import torch
 from calibration import CONFIG, GPU, entry_of, row
@@ -11,7 +12,6 @@ from oracle import layout_of, quantized
 from verbs import output_of
 
 from nf4_patch.nf4.matmul import launch as matmul
-from nf4_patch.nf4.matmul import reference as matmul_reference
 from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
 from nf4_patch.patching import calibrated
 from nf4_patch.tools.bench import calibrate

@@ -12,7 +12,7 @@ import machine_code
 import pytest
 import triton
 
-from nf4_patch.nf4.dequantize.compilation import config_for
+from nf4_patch.nf4.dequantize.compilation import warps_for
 
 # The lowest release that is supported, Colab's, and the newest.
 RELEASES = ("3.2.0", "3.6.0", "3.9.0")
@@ -128,9 +128,7 @@ def test_data_of_the_docs(compiled):
     data = json.loads((Path(__file__).parents[2] / "docs" / "data" / "instructions.json").read_text())
     if data["triton"] != compiled["triton"]:
         pytest.skip(f"recorded with Triton {data['triton']}")
-    warps = {
-        machine_code.sm(c): config_for(c, 2**26).num_warps for c in machine_code.CAPABILITIES
-    }  # as instructions.py counts
+    warps = {machine_code.sm(c): warps_for(c, 2**26) for c in machine_code.CAPABILITIES}  # as instructions.py counts
     counted = {
         (f"sm_{row['arch']}", row["dtype"]): row["per_element"]
         for row in compiled["rows"]

@@ -6,17 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import runtime
 from ..layout import Layout
-from ..runtime import (
-    MISSING,
-    KernelEntry,
-    KernelUnavailable,
-    built_once,
-    compile_kernel,
-    current_stream,
-    same_bits,
-    triton,
-)
+from ..runtime import KernelUnavailable, triton
 from . import ptx, reference
 
 if triton is not None:
@@ -25,45 +17,29 @@ if triton is not None:
 MINIMUM_CAPABILITY = (7, 5)
 
 
-class LaunchConfig(NamedTuple):
-    """The work of a CTA: ``num_warps * 32`` threads, ``unroll`` steps of each, cache policies of loads and stores."""
-
-    num_warps: int
-    unroll: int
-    load: str
-    store: str
-
-
-# (lowest capability, fewest elements) a row is for; the last one that fits is taken.
+# Warps per CTA by (lowest capability, fewest elements); the last row that fits is taken.
 # H200, torch 2.11, triton 3.6.0, percent of the same traffic without a decode, 8 warps and 16: 512x2048 98.6 and 96.2,
 # 1024x4096 97.9 and 96.7, 4096x4096 95.8 and 98.3, 14336x4096 96.9 and 98.8, 8192x8192 97.7 and 99.6.
 # sm_75 to sm_89 and sm_100 on are not measured: 4 warps keep the most CTAs of the smallest GPU (T4) in flight.
-CONFIGS: dict[tuple[tuple[int, int], int], LaunchConfig] = {
-    ((7, 5), 0): LaunchConfig(num_warps=4, unroll=2, load="evict_first", store="evict_first"),
-    ((8, 0), 0): LaunchConfig(num_warps=8, unroll=2, load="evict_first", store="evict_first"),
-    ((9, 0), 2**23): LaunchConfig(num_warps=16, unroll=2, load="evict_first", store="evict_first"),
-}
-# The interpreter runs a CTA as one Python call: few, large ones.
-INTERPRETER_CONFIG = LaunchConfig(num_warps=512, unroll=1, load="", store="")
+NUM_WARPS = {((7, 5), 0): 4, ((8, 0), 0): 8, ((9, 0), 2**23): 16}
+UNROLL = 2  # as in kernels: steps of a CTA
+INTERPRETER_WARPS = 256  # the interpreter runs a CTA as one Python call: few, large ones
 PACKED_CONVERT = (8, 0)  # cvt.rn.{f16,bf16}x2.f32
 
 PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
-TRITON_POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-
 
 # Triton's interpreter (TRITON_INTERPRET=1 when the kernels were imported) runs them, on tensors of any device.
 INTERPRETED = triton is not None and not isinstance(kernels.dequantize_kernel, triton.runtime.JITFunction)
 
 
-def config_for(capability: tuple[int, int], numel: int) -> LaunchConfig:
-    rows = [row for row in CONFIGS if row[0] <= capability and row[1] <= numel]
-    return CONFIGS[max(rows)]
+def warps_for(capability: tuple[int, int], numel: int) -> int:
+    return NUM_WARPS[max(row for row in NUM_WARPS if row[0] <= capability and row[1] <= numel)]
 
 
 class Variant(NamedTuple):
     """Everything a compiled kernel depends on; by default that of a usual weight."""
 
-    config: LaunchConfig
+    num_warps: int
     dtype: torch.dtype
     offset_dtype: torch.dtype | None = torch.float32  # None: flat
     blocksize: int = 64
@@ -74,30 +50,21 @@ class Variant(NamedTuple):
     aligned: bool = True  # the packed weight starts on 16 bytes, not only on 4
 
     @classmethod
-    def of(cls, layout: Layout, config: LaunchConfig) -> Variant:
-        n = layout.numel()
-        return cls(
-            config=config,
-            dtype=layout.dtype,
-            offset_dtype=None if layout.offset is None else layout.offset.dtype,
-            blocksize=layout.blocksize,
-            blocksize2=layout.blocksize2,
-            even=n % elements_of(layout, config) == 0,
-            tail=n % 8 != 0,
-            wide=n >= 2**31,
-            aligned=layout.packed.data_ptr() % 16 == 0,
-        )
+    def of(cls, layout: Layout, num_warps: int) -> Variant:
+        n, offset_dtype = layout.numel(), None if layout.offset is None else layout.offset.dtype
+        aligned = layout.packed.data_ptr() % 16 == 0
+        variant = cls(num_warps, layout.dtype, offset_dtype, layout.blocksize, layout.blocksize2, aligned=aligned)
+        return variant._replace(even=n % elements_of(variant) == 0, tail=n % 8 != 0, wide=n >= 2**31)
 
 
-def elems_per_thread(layout: Layout | Variant) -> int:
+def elems_per_thread(variant: Variant) -> int:
     """Of a step: 16 bytes of output, halved at blocksize 32 so that 16 lanes span two blocks (one in fp32)."""
-    return 16 // layout.dtype.itemsize // (2 if layout.blocksize == 32 else 1)
+    return 16 // variant.dtype.itemsize // (2 if variant.blocksize == 32 else 1)
 
 
-def elements_of(layout: Layout | Variant, config: LaunchConfig | None = None) -> int:
+def elements_of(variant: Variant) -> int:
     """Elements per CTA."""
-    config = config or layout.config  # type: ignore[union-attr]
-    return elems_per_thread(layout) * 32 * config.num_warps * config.unroll
+    return elems_per_thread(variant) * 32 * variant.num_warps * UNROLL
 
 
 def constants(variant: Variant, capability: tuple[int, int] | None) -> dict[str, Any]:
@@ -107,41 +74,18 @@ def constants(variant: Variant, capability: tuple[int, int] | None) -> dict[str,
     source = constraints = ""
     if capability is not None:
         blocks = 2 if 16 * elements > variant.blocksize else 1
-        source = ptx.decode(name, elements, blocks, capability >= PACKED_CONVERT)
-        constraints = ptx.constraints(name, elements)
+        source, constraints = ptx.decode(name, elements, blocks, capability >= PACKED_CONVERT)
     return {
         "BLOCKSIZE": variant.blocksize,
         "BLOCKSIZE2": variant.blocksize2,
         "ELEMS_PER_THREAD": elements,
-        "THREADS": 32 * variant.config.num_warps,
-        "UNROLL": variant.config.unroll,
+        "THREADS": 32 * variant.num_warps,
         "EVEN": variant.even,
         "TAIL": variant.tail,
         "FTZ": capability is not None,
         "PTX": source,
         "CONSTRAINTS": constraints,
-        "LOAD": variant.config.load,
-        "STORE": variant.config.store,
     }
-
-
-def signature(variant: Variant) -> dict[str, str]:
-    """The types of the kernel's arguments, as Triton writes them, for compilers that have no tensors to look at."""
-    return {
-        "packed": "*u8",
-        "absmax": "*fp32" if variant.offset_dtype is None else "*u8",
-        "code": "*fp32",
-        "absmax2": "*fp32",
-        "code2": "*fp32",
-        "offset": TRITON_POINTERS[variant.offset_dtype or torch.float32],
-        "out": TRITON_POINTERS[variant.dtype],
-        "n": "i64" if variant.wide else "i32",
-    }
-
-
-def on_16_bytes(variant: Variant) -> tuple[str, ...]:
-    """The arguments that Triton specializes on 16-byte alignment."""
-    return ("packed", "out") if variant.aligned else ("out",)
 
 
 def operands(layout: Layout, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -154,7 +98,7 @@ class CompiledKernel:
 
     def __init__(self, variant: Variant, device: torch.device):
         if triton is None:
-            raise KernelUnavailable(MISSING)
+            raise KernelUnavailable(runtime.MISSING)
         capability = torch.cuda.get_device_capability(device)
         self.elements = elements_of(variant)
         sample = sample_layout(variant, self.elements, device)
@@ -163,15 +107,14 @@ class CompiledKernel:
         tensors = operands(sample, out)
         n = 2**31 if variant.wide else sample.numel()
         with torch.cuda.device(device):
-            options = {"num_warps": variant.config.num_warps, "enable_fp_fusion": False}
-            self.compiled = compile_kernel(kernels.dequantize_kernel, (*tensors, n), values, **options)
-            self.entry = KernelEntry.of(self.compiled, tuple(values.values()))
-            self.launch_path = self.entry.launch_path
+            options = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
+            self.compiled = runtime.compile_kernel(kernels.dequantize_kernel, (*tensors, n), values, **options)
+            self.entry = runtime.KernelEntry.of(self.compiled, tuple(values.values()))
             pointers = [tensor.data_ptr() for tensor in tensors]
             grid = -(-sample.numel() // self.elements)
-            self.entry.start(grid, current_stream(device.index), *pointers, sample.numel())
+            self.entry.start(grid, runtime.current_stream(device.index), *pointers, sample.numel())
         expected = reference.dequantize(sample)
-        if not same_bits(out, expected):
+        if not runtime.same_bits(out, expected):
             raise KernelUnavailable(
                 f"the kernel's bits differ from the reference on {torch.cuda.get_device_name(device)} "
                 f"with Triton {triton.__version__} for {variant}"
@@ -186,8 +129,8 @@ def sample_layout(variant: Variant, elements: int, device: torch.device) -> Layo
     def bytes_of(count: int, stride: int) -> torch.Tensor:
         return (torch.arange(count, device=device) * stride % 256).to(torch.uint8)
 
-    packed = bytes_of(-(-n // 2) + 4, 97)
-    packed = packed[: -(-n // 2)] if variant.aligned else packed[4 : 4 + -(-n // 2)]
+    start = 0 if variant.aligned else 4
+    packed = bytes_of(-(-n // 2) + start, 97)[start:]
     code = torch.arange(-8, 8, device=device).float() / 7.3
     absmax = bytes_of(blocks, 59)
     second: tuple[Any, Any, Any] = (None, None, None)
@@ -205,7 +148,7 @@ _kernels: dict[tuple[Variant, torch.device], CompiledKernel | KernelUnavailable]
 
 def kernel_for(variant: Variant, device: torch.device) -> CompiledKernel:
     """The compiled kernel of ``variant`` on ``device``; see :func:`runtime.built_once`."""
-    kernel: CompiledKernel = built_once(_kernels, (variant, device), lambda: CompiledKernel(variant, device))
+    kernel: CompiledKernel = runtime.built_once(_kernels, (variant, device), lambda: CompiledKernel(variant, device))
     return kernel
 
 

@@ -1,25 +1,24 @@
-"""Triton kernels, and nothing but @triton.jit."""
+"""Triton kernels, and nothing but @triton.jit. A parameter in capitals is known at compile time."""
 
 import triton
 import triton.language as tl
 
 # The lanes of a half warp share one table of finished products (ptx.py); two blocks under it meet at lane 8.
 HALF_WARP = tl.constexpr(16)
+UNROLL = tl.constexpr(2)  # steps of a program
 
 
 @triton.jit
-def multiply(a, b, FTZ: tl.constexpr):
+def multiply(a, b, FTZ):
     """fp32 product, one rounding. FTZ: subnormals to zero, as in a CUDA library built with --use_fast_math."""
     if FTZ:
-        return tl.inline_asm_elementwise(
-            "mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise("mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
     else:
         return a * b
 
 
 @triton.jit
-def look_up(code, nibble, FTZ: tl.constexpr):
+def look_up(code, nibble, FTZ):
     """The value of a nibble. FP4's nibble 8 is minus zero in bitsandbytes' CUDA tables, plus zero in its code."""
     value = tl.load(code + nibble)
     if FTZ:
@@ -29,7 +28,7 @@ def look_up(code, nibble, FTZ: tl.constexpr):
 
 
 @triton.jit
-def round_to(value, dtype: tl.constexpr):
+def round_to(value, dtype):
     """The bits of fp32 ``value`` rounded to ``dtype``, to nearest even, in the low bits of an int32."""
     if dtype == tl.float32:
         return value.to(tl.int32, bitcast=True)
@@ -42,33 +41,17 @@ def round_to(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def decode_nibble(nibbles, ELEMENT: tl.constexpr, scale, code, dtype: tl.constexpr, FTZ: tl.constexpr):
-    SHIFT: tl.constexpr = 8 * (ELEMENT // 2) + 4 * (1 - ELEMENT % 2)
-    return round_to(multiply(look_up(code, (nibbles >> SHIFT) & 15, FTZ), scale, FTZ), dtype)
-
-
-@triton.jit
-def decode_output(nibbles, OUTPUT: tl.constexpr, scale, code, dtype: tl.constexpr, FTZ: tl.constexpr):
-    """The portable path, with the bits of ptx.decode: output register OUTPUT, one fp32 element or two 16-bit ones."""
-    if dtype == tl.float32:
-        return decode_nibble(nibbles, OUTPUT, scale, code, dtype, FTZ)
+def store_elements(out, element, nibble, scale, code, mask, FTZ):
+    """An element at a time, with the bits of ptx.decode: the portable path, and what is past the last whole word."""
+    bits = round_to(multiply(look_up(code, nibble, FTZ), scale, FTZ), out.dtype.element_ty)
+    if out.dtype.element_ty == tl.float32:
+        tl.store(out.to(tl.pointer_type(tl.int32), bitcast=True) + element, bits, mask=mask)
     else:
-        low = decode_nibble(nibbles, 2 * OUTPUT, scale, code, dtype, FTZ)
-        high = decode_nibble(nibbles, 2 * OUTPUT + 1, scale, code, dtype, FTZ)
-        return low | (high << 16)
+        tl.store(out.to(tl.pointer_type(tl.int16), bitcast=True) + element, bits.to(tl.int16), mask=mask)
 
 
 @triton.jit
-def second_level(absmax2, block, mask, BLOCKSIZE2: tl.constexpr):
-    """fp32 second-level absmax of ``block``; nothing is read when flat."""
-    if BLOCKSIZE2 == 0:
-        return 0.0
-    else:
-        return tl.load(absmax2 + block // BLOCKSIZE2, mask=mask)
-
-
-@triton.jit
-def block_scale(first, second, code2, offset, FLAT: tl.constexpr, FTZ: tl.constexpr):
+def block_scale(first, second, code2, offset, FLAT, FTZ):
     """fp32 scale of a block from its absmax: two roundings (the launch forbids contraction to an FMA)."""
     if FLAT:
         return first
@@ -77,31 +60,29 @@ def block_scale(first, second, code2, offset, FLAT: tl.constexpr, FTZ: tl.conste
 
 
 @triton.jit
-def fetch(
-    packed, absmax, group, thread, groups, blocks, STEP: tl.constexpr,
-    BLOCKSIZE: tl.constexpr, ELEMS_PER_THREAD: tl.constexpr, EVEN: tl.constexpr, LOAD: tl.constexpr,
-):  # fmt: skip
-    """A thread's nibbles, in the low bits, and the absmax of its block. A group is the ELEMS_PER_THREAD elements that a
-    thread decodes in a step; ``group`` is the program's first, 64-bit.
+def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_PER_THREAD):
+    """A thread's nibbles, in the low bits, the absmax of its block, and the block. A group is the ELEMS_PER_THREAD elements
+    that a thread decodes in a step; ``group`` is the program's first, 64-bit.
 
     A step is a constant added last: an offset in the load itself, and no second address (9 instructions on sm_75).
     """
     WORDS: tl.constexpr = 8 // ELEMS_PER_THREAD  # threads that share a 32-bit word
     THREADS: tl.constexpr = thread.shape[0]
-    mask = None if EVEN else group + STEP * THREADS + thread < groups
-    word = tl.load(packed + group // WORDS + thread // WORDS + STEP * THREADS // WORDS, mask=mask, eviction_policy=LOAD)
+    mask = None if groups is None else group + STEP * THREADS + thread < groups
+    pointer = packed + group // WORDS + thread // WORDS + STEP * THREADS // WORDS
+    word = tl.load(pointer, mask=mask, eviction_policy="evict_first")
     nibbles = word >> ((thread % WORDS) * (4 * ELEMS_PER_THREAD)) if WORDS > 1 else word
     # The program's first element is a multiple of the blocksize or inside one block: the sum never carries.
     block = group * ELEMS_PER_THREAD // BLOCKSIZE
     index = thread * ELEMS_PER_THREAD // BLOCKSIZE
     # By block and not by group: a thread past the end still multiplies its table entry for its half warp.
     NEXT: tl.constexpr = STEP * THREADS * ELEMS_PER_THREAD // BLOCKSIZE
-    mask = None if EVEN else block + NEXT + index < blocks
-    return nibbles, tl.load(absmax + block + index + NEXT, mask=mask)
+    mask = None if blocks is None else block + NEXT + index < blocks
+    return nibbles, tl.load(absmax + block + index + NEXT, mask=mask), block + index + NEXT
 
 
 @triton.jit
-def after_loads(first, PTX: tl.constexpr):
+def after_loads(first, PTX):
     """``first``, with every load so far issued before anything that needs it.
 
     Without it ptxas puts the packed loads behind the code2 load, which waits for the absmax: two trips to memory
@@ -109,150 +90,102 @@ def after_loads(first, PTX: tl.constexpr):
     """
     if PTX != "":
         first = tl.inline_asm_elementwise(
-            "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [first.to(tl.int32)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [first.to(tl.int32)], tl.int32, False, 1
+        )
     return first
 
 
 @triton.jit
-def scale_of(
-    first, absmax2, second, code2, offset, group, thread, blocks, STEP: tl.constexpr,
-    BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, ELEMS_PER_THREAD: tl.constexpr, ONE_SECOND: tl.constexpr,
-    EVEN: tl.constexpr, FTZ: tl.constexpr,
-):  # fmt: skip
-    """fp32 scale of a thread's block; ``second`` holds the second-level absmax if the program has ONE_SECOND."""
-    if not ONE_SECOND:
-        THREADS: tl.constexpr = thread.shape[0]
-        block = group * ELEMS_PER_THREAD // BLOCKSIZE + thread * ELEMS_PER_THREAD // BLOCKSIZE
-        block += STEP * THREADS * ELEMS_PER_THREAD // BLOCKSIZE
-        mask = None if EVEN else block < blocks
-        second = second_level(absmax2, block, mask, BLOCKSIZE2)
+def scale_of(first, absmax2, second, code2, offset, block, blocks, BLOCKSIZE2, FTZ):
+    """fp32 scale of a thread's block; ``second``: the program's only second-level absmax, None if it has several."""
+    if second is None:
+        if BLOCKSIZE2 > 0:
+            second = tl.load(absmax2 + block // BLOCKSIZE2, mask=None if blocks is None else block < blocks)
     return block_scale(first, second, code2, offset, BLOCKSIZE2 == 0, FTZ)
 
 
 @triton.jit
-def store(
-    out, nibbles, scale, entry, select, code, group, thread, groups, STEP: tl.constexpr,
-    dtype: tl.constexpr, ELEMS_PER_THREAD: tl.constexpr, EVEN: tl.constexpr, FTZ: tl.constexpr,
-    PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, STORE: tl.constexpr,
-):  # fmt: skip
+def store(out, nibbles, scale, entry, select, code, group, groups, STEP, ELEMS_PER_THREAD, FTZ, PTX, CONSTRAINTS):
     """Decode one group per thread and write it: 16 bytes (8 where the blocksize is 32), contiguous over the threads."""
-    OUTPUTS: tl.constexpr = ELEMS_PER_THREAD if dtype == tl.float32 else ELEMS_PER_THREAD // 2
-    THREADS: tl.constexpr = thread.shape[0]
+    THREADS: tl.constexpr = nibbles.shape[0]
+    OUTPUTS: tl.constexpr = ELEMS_PER_THREAD * out.dtype.element_ty.primitive_bitwidth // 32
     tl.static_assert(OUTPUTS == 2 or OUTPUTS == 4)
-    if OUTPUTS == 4:
-        if PTX == "":
-            a = decode_output(nibbles, 0, scale, code, dtype, FTZ)
-            b = decode_output(nibbles, 1, scale, code, dtype, FTZ)
-            c = decode_output(nibbles, 2, scale, code, dtype, FTZ)
-            d = decode_output(nibbles, 3, scale, code, dtype, FTZ)
-        else:
-            a, b, c, d = tl.inline_asm_elementwise(
-                PTX, CONSTRAINTS, [nibbles, entry, scale, select],
-                dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-            )  # fmt: skip
-        outputs = tl.join(tl.join(a, c), tl.join(b, d))
+    if PTX == "":
+        own = group + STEP * THREADS + tl.arange(0, THREADS)[:, None]
+        element = tl.arange(0, ELEMS_PER_THREAD)[None, :]
+        nibble = (nibbles[:, None] >> (8 * (element // 2) + 4 * (1 - element % 2))) & 15
+        mask = None if groups is None else own < groups
+        store_elements(out, own * ELEMS_PER_THREAD + element, nibble, scale[:, None], code, mask, FTZ)
     else:
-        if PTX == "":
-            a = decode_output(nibbles, 0, scale, code, dtype, FTZ)
-            b = decode_output(nibbles, 1, scale, code, dtype, FTZ)
+        if OUTPUTS == 4:
+            a, b, c, d = tl.inline_asm_elementwise(
+                PTX, CONSTRAINTS, [nibbles, entry, scale, select], (tl.int32, tl.int32, tl.int32, tl.int32), False, 1
+            )
+            outputs = tl.join(tl.join(a, c), tl.join(b, d))
         else:
             a, b = tl.inline_asm_elementwise(
-                PTX, CONSTRAINTS, [nibbles, entry, scale, select],
-                dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
-            )  # fmt: skip
-        outputs = tl.join(a, b)
-    column = tl.arange(0, THREADS * OUTPUTS)
-    mask = None if EVEN else group + STEP * THREADS + column // OUTPUTS < groups
-    pointer = out.to(tl.pointer_type(tl.int32), bitcast=True) + group * OUTPUTS + column + STEP * THREADS * OUTPUTS
-    tl.store(pointer, tl.reshape(outputs, [THREADS * OUTPUTS]), mask=mask, eviction_policy=STORE)
+                PTX, CONSTRAINTS, [nibbles, entry, scale, select], (tl.int32, tl.int32), False, 1
+            )
+            outputs = tl.join(a, b)
+        column = tl.arange(0, THREADS * OUTPUTS)
+        mask = None if groups is None else group + STEP * THREADS + column // OUTPUTS < groups
+        pointer = out.to(tl.pointer_type(tl.int32), bitcast=True) + group * OUTPUTS + column + STEP * THREADS * OUTPUTS
+        tl.store(pointer, tl.reshape(outputs, [THREADS * OUTPUTS]), mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
-def store_tail(
-    packed, absmax, absmax2, code, code2, offset, out, first, n,
-    BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, FTZ: tl.constexpr,
-):  # fmt: skip
-    """The up to 7 elements past the last whole 32-bit word, a byte and an element at a time."""
-    element = first + tl.arange(0, 8)
+def store_tail(packed, absmax, absmax2, code, code2, offset, out, n, BLOCKSIZE, BLOCKSIZE2, FTZ):
+    """The up to 7 elements past the last whole 32-bit word, from single bytes."""
+    element = n // 8 * 8 + tl.arange(0, 8)
     mask = element < n
     byte = tl.load(packed + element // 2, mask=mask).to(tl.int32)
     nibble = tl.where(element % 2 == 0, byte >> 4, byte & 15)
     block = element // BLOCKSIZE
-    second = second_level(absmax2, block, mask, BLOCKSIZE2)
+    second = tl.load(absmax2 + block // BLOCKSIZE2, mask=mask) if BLOCKSIZE2 > 0 else None
     scale = block_scale(tl.load(absmax + block, mask=mask), second, code2, offset, BLOCKSIZE2 == 0, FTZ)
-    bits = round_to(multiply(look_up(code, nibble, FTZ), scale, FTZ), out.dtype.element_ty)
-    if out.dtype.element_ty == tl.float32:
-        tl.store(out.to(tl.pointer_type(tl.int32), bitcast=True) + element, bits, mask=mask)
-    else:
-        tl.store(out.to(tl.pointer_type(tl.int16), bitcast=True) + element, bits.to(tl.int16), mask=mask)
+    store_elements(out, element, nibble, scale, code, mask, FTZ)
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["absmax", "code", "absmax2", "code2", "offset"])
 def dequantize_kernel(
     packed, absmax, code, absmax2, code2, offset, out, n,
     BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, ELEMS_PER_THREAD: tl.constexpr, THREADS: tl.constexpr,
-    UNROLL: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr, FTZ: tl.constexpr,
-    PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, LOAD: tl.constexpr, STORE: tl.constexpr,
+    EVEN: tl.constexpr, TAIL: tl.constexpr, FTZ: tl.constexpr, PTX: tl.constexpr, CONSTRAINTS: tl.constexpr,
 ):  # fmt: skip
     """out[e] = dtype(fp32(code[nibble(e)] * scale(e // BLOCKSIZE))): both dequantizations in one launch.
 
-    A thread decodes ELEMS_PER_THREAD nibbles of one 32-bit word per step; a program runs UNROLL steps of THREADS threads.
+    A thread decodes ELEMS_PER_THREAD nibbles of one 32-bit word per step; a program runs UNROLL = 2 steps of THREADS threads.
 
     packed: uint8 [ceil(n / 2)], 4-byte aligned. absmax: uint8 (nested) or fp32 (flat) [ceil(n / BLOCKSIZE)].
     code: fp32 [16]. absmax2: fp32, one for BLOCKSIZE2 blocks. code2: fp32 [256]. offset: one element.
     out: fp16, bf16 or fp32 [n], 16-byte aligned. BLOCKSIZE2 0 means flat: the second level is never read.
     EVEN: n is a multiple of the program's elements. TAIL: n is not a multiple of 8.
-    PTX, CONSTRAINTS: ptx.decode and ptx.constraints, or "" for the portable path with the same bits.
+    PTX, CONSTRAINTS: what ptx.decode returns, or "" for the portable path with the same bits.
     """
-    tl.static_assert(UNROLL == 1 or UNROLL == 2)
     tl.static_assert(not (EVEN and TAIL))
-    dtype: tl.constexpr = out.dtype.element_ty
     words = packed.to(tl.pointer_type(tl.int32), bitcast=True)
     thread = tl.arange(0, THREADS)
     entry = look_up(code, thread % HALF_WARP, FTZ)
     # ptx.SELECT_LOW, ptx.SELECT_HIGH
     select = tl.where(thread % HALF_WARP * ELEMS_PER_THREAD < BLOCKSIZE, 0x5410, 0x7632)
     shift = tl.load(offset).to(tl.float32) if BLOCKSIZE2 > 0 else 0.0
-    groups = n // 8 * (8 // ELEMS_PER_THREAD)
-    blocks = (n - 1) // BLOCKSIZE + 1
+    groups = None if EVEN else n // 8 * (8 // ELEMS_PER_THREAD)  # what a load or a store must not pass
+    blocks = None if EVEN else (n - 1) // BLOCKSIZE + 1
     group = tl.program_id(0).to(tl.int64) * (THREADS * UNROLL)
 
+    second = None
     # All of a program's elements lie in one second-level block for every state that bitsandbytes makes.
-    ONE_SECOND: tl.constexpr = THREADS * UNROLL * ELEMS_PER_THREAD <= BLOCKSIZE * BLOCKSIZE2
-    second = 0.0
-    if ONE_SECOND:
-        second = second_level(absmax2, group * ELEMS_PER_THREAD // BLOCKSIZE, None, BLOCKSIZE2)
+    if THREADS * UNROLL * ELEMS_PER_THREAD <= BLOCKSIZE * BLOCKSIZE2:
+        second = tl.load(absmax2 + group * ELEMS_PER_THREAD // BLOCKSIZE // BLOCKSIZE2)
     # Both steps load before either stores: the compiler may not move a load above a store.
-    nibbles, first = fetch(words, absmax, group, thread, groups, blocks, 0, BLOCKSIZE, ELEMS_PER_THREAD, EVEN, LOAD)
-    if UNROLL == 2:
-        nibbles2, first2 = fetch(
-            words, absmax, group, thread, groups, blocks, 1, BLOCKSIZE, ELEMS_PER_THREAD, EVEN, LOAD
-        )
+    nibbles, first, block = fetch(words, absmax, group, thread, groups, blocks, 0, BLOCKSIZE, ELEMS_PER_THREAD)
+    nibbles2, first2, block2 = fetch(words, absmax, group, thread, groups, blocks, 1, BLOCKSIZE, ELEMS_PER_THREAD)
     if BLOCKSIZE2 > 0:
         first = after_loads(first, PTX)
-    scale = scale_of(
-        first, absmax2, second, code2, shift, group, thread, blocks, 0,
-        BLOCKSIZE, BLOCKSIZE2, ELEMS_PER_THREAD, ONE_SECOND, EVEN, FTZ,
-    )  # fmt: skip
-    if UNROLL == 2:
-        scale2 = scale_of(
-            first2, absmax2, second, code2, shift, group, thread, blocks, 1,
-            BLOCKSIZE, BLOCKSIZE2, ELEMS_PER_THREAD, ONE_SECOND, EVEN, FTZ,
-        )  # fmt: skip
-    store(
-        out, nibbles, scale, entry, select, code, group, thread, groups, 0,
-        dtype, ELEMS_PER_THREAD, EVEN, FTZ, PTX, CONSTRAINTS, STORE,
-    )  # fmt: skip
-    if UNROLL == 2:
-        store(
-            out, nibbles2, scale2, entry, select, code, group, thread, groups, 1,
-            dtype, ELEMS_PER_THREAD, EVEN, FTZ, PTX, CONSTRAINTS, STORE,
-        )  # fmt: skip
+    scale = scale_of(first, absmax2, second, code2, shift, block, blocks, BLOCKSIZE2, FTZ)
+    scale2 = scale_of(first2, absmax2, second, code2, shift, block2, blocks, BLOCKSIZE2, FTZ)
+    store(out, nibbles, scale, entry, select, code, group, groups, 0, ELEMS_PER_THREAD, FTZ, PTX, CONSTRAINTS)
+    store(out, nibbles2, scale2, entry, select, code, group, groups, 1, ELEMS_PER_THREAD, FTZ, PTX, CONSTRAINTS)
     if TAIL:
         if tl.program_id(0) == 0:
-            store_tail(
-                packed, absmax, absmax2, code, code2, shift, out, n // 8 * 8, n,
-                BLOCKSIZE, BLOCKSIZE2, FTZ,
-            )  # fmt: skip
+            store_tail(packed, absmax, absmax2, code, code2, shift, out, n, BLOCKSIZE, BLOCKSIZE2, FTZ)

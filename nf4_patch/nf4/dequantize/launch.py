@@ -6,23 +6,10 @@ from typing import Any
 
 import torch
 
+from .. import runtime
 from ..layout import Layout, identity
-from ..runtime import KernelUnavailable, Memo, current_device, current_stream, empty_strided_cuda, has_memory, span
+from ..runtime import KernelUnavailable, current_device, current_stream, empty_strided_cuda, fits, overlap
 from . import compilation
-
-Spans = tuple[tuple[int, int], ...]
-
-
-def spans(layout: Layout) -> Spans:
-    """Where the tensors of a weight lie in memory."""
-    return tuple(span(tensor) for tensor in layout.operands())
-
-
-def overlap(read: Spans, out: torch.Tensor) -> bool:
-    """Whether a result written to ``out`` (dense) overwrites what is still to be read."""
-    start = out.data_ptr()
-    end = start + out.nbytes
-    return any(first < end and start < last for first, last in read)
 
 
 class Launch:
@@ -38,72 +25,60 @@ class Launch:
         KernelUnavailable: NO_STORAGE, MISALIGNED, or what compilation.kernel_for raises.
     """
 
-    __slots__ = (
-        "call", "dense_shape", "device", "differentiable", "dtype", "grid", "head", "n", "shape", "spans", "strides", "tail",
-        "counter", "transposed", "view",
-    )  # fmt: skip
-
     def __init__(self, layout: Layout, transposed: bool = False):
         device = layout.packed.device
-        tensors = compilation.operands(layout, layout.packed)[:6]
-        if not all(has_memory(tensor) for tensor in tensors):
+        tensors = layout.operands()
+        if not all(map(runtime.has_memory, tensors)):
             raise KernelUnavailable("a tensor of the weight is larger than its memory", "NO_STORAGE")
         pointers = [tensor.data_ptr() for tensor in tensors]
         if pointers[0] % 4:
             raise KernelUnavailable(f"the packed weight starts at {pointers[0]:#x}, not on 4 bytes", "MISALIGNED")
-        config = compilation.config_for(torch.cuda.get_device_capability(device), layout.numel())
-        kernel = compilation.kernel_for(compilation.Variant.of(layout, config), device)
-        self.n, self.dtype, self.device = layout.numel(), layout.dtype, device.index
+        num_warps = compilation.warps_for(torch.cuda.get_device_capability(device), layout.numel())
+        kernel = compilation.kernel_for(compilation.Variant.of(layout, num_warps), device)
+        self.n, self.dtype, self.device = layout.numel(), layout.dtype, layout.packed.get_device()
         self.differentiable = layout.packed.is_floating_point()  # bytes cannot require a gradient
         self.grid = -(-self.n // kernel.elements)
         self.call, head, tail, _ = kernel.entry
         self.head, self.tail = (*head, *pointers), (self.n, *tail)
         self.dense_shape, self.transposed = tuple(layout.shape), transposed
-        result = self.transposed_if_asked(torch.empty(self.dense_shape, dtype=layout.dtype, device="meta"))
+        result = torch.empty(self.dense_shape, dtype=layout.dtype, device="meta")
+        result = result.t() if transposed else result
         self.shape, self.strides = tuple(result.shape), result.stride()
-        self.spans = spans(layout)
+        self.spans = runtime.spans(*tensors)
         self.counter: Any = None  # the caller's counter
         self.view: torch.Tensor | None = None  # the result in the shared buffer
 
-    def transposed_if_asked(self, weight: torch.Tensor) -> torch.Tensor:
-        """What the caller gets for a dense ``weight``: [K, N] with the strides of a transpose, if asked."""
-        return weight.t() if self.transposed else weight
+    def accepts(self, out: Any) -> bool:
+        """Whether the kernel can write to ``out``: dense, of the weight, 16-byte aligned, and none of what it reads."""
+        if not fits(out, self.dense_shape, self.dtype, self.device):
+            return False
+        start = out.data_ptr()
+        return start % 16 == 0 and not overlap(self.spans, start, start + out.nbytes)
 
-    def reads(self, out: torch.Tensor) -> bool:
-        """Whether ``out`` is, in part, what the kernel reads."""
-        return overlap(self.spans, out)
-
-    def new(self) -> torch.Tensor:
-        """A new weight."""
+    def run(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """A new weight (transposed if asked); or ``out``, filled: 16-byte aligned, n dense elements of its dtype and device."""
         device = self.device
         if current_device() != device:
             with torch.cuda.device(device):
-                return self.new()
-        out = empty_strided_cuda(self.shape, self.strides, self.dtype)
+                return self.run(out)
+        if out is None:
+            out = empty_strided_cuda(self.shape, self.strides, self.dtype)
         self.call(self.grid, 1, 1, current_stream(device), *self.head, out.data_ptr(), *self.tail)
         return out
+
+    def into(self, out: torch.Tensor) -> torch.Tensor:
+        """``out``, one that it ``accepts``, filled and transposed if asked."""
+        self.run(out)
+        return out.t() if self.transposed else out
 
     def shared(self) -> torch.Tensor:
         """The weight in a buffer that the next such call may overwrite; a new one off the default stream."""
         if current_stream(self.device) != 0:  # 0: the default stream, which orders the calls
-            return self.new()
+            return self.run()
         if self.view is None:
-            buffer = shared_buffer(self.n, self.dtype, self.device)[: self.n]
-            self.view = self.transposed_if_asked(buffer.view(self.dense_shape))
-        self.fill(self.view)
-        return self.view
-
-    def into(self, out: torch.Tensor) -> torch.Tensor:
-        """Fill ``out``: dense, 16-byte aligned, n elements of the launch's dtype on its device."""
-        self.fill(out)
-        return self.transposed_if_asked(out)
-
-    def fill(self, out: torch.Tensor) -> None:
-        device = self.device
-        if current_device() != device:
-            with torch.cuda.device(device):
-                return self.fill(out)
-        self.call(self.grid, 1, 1, current_stream(device), *self.head, out.data_ptr(), *self.tail)
+            dense = shared_buffer(self.n, self.dtype, self.device)[: self.n].view(self.dense_shape)
+            self.view = dense.t() if self.transposed else dense
+        return self.run(self.view)
 
 
 _buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
@@ -131,12 +106,12 @@ def shared_buffer(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
     return buffer
 
 
-_memo = Memo()  # of the op: a compiled graph calls it as often as eager code calls a target
+_memo = runtime.Memo()  # of the op: a compiled graph calls it as often as eager code calls a target
 
 
 def remembered(layout: Layout) -> Launch | None:
     """The launch of a layout that ``dequantize`` has run before; its shape must be a tuple."""
-    return _memo.launches.get(identity(layout.code.data_ptr(), *layout))
+    return _memo.get(identity(layout.code.data_ptr(), *layout))
 
 
 def dequantize(layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -151,14 +126,13 @@ def dequantize(layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:
         layout = layout._replace(packed=layout.packed.clone())
     layout = layout._replace(shape=tuple(layout.shape))
     launch = remembered(layout) or _memo.remember(identity(layout.code.data_ptr(), *layout), Launch(layout))
-    if out is not None and out.data_ptr() % 16 == 0:
-        return launch.into(out)
-    result = launch.new()
-    return result if out is None else out.copy_(result)
+    if out is None or out.data_ptr() % 16 == 0:
+        return launch.run(out)
+    return out.copy_(launch.run())
 
 
 def _interpret(layout: Layout, out: torch.Tensor | None) -> torch.Tensor:
-    variant = compilation.Variant.of(layout, compilation.INTERPRETER_CONFIG)
+    variant = compilation.Variant.of(layout, compilation.INTERPRETER_WARPS)
     values = compilation.constants(variant, None)
     if out is None:
         out = torch.empty(tuple(layout.shape), dtype=layout.dtype, device=layout.packed.device)

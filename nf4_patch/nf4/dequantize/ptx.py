@@ -45,8 +45,8 @@ def _pack(dtype: str, low: str, high: str, has_packed_convert: bool) -> list[str
 
 
 @functools.cache
-def decode(dtype: str, elements: int, blocks: int, has_packed_convert: bool) -> str:
-    """PTX that decodes ``elements`` nibbles into 32-bit registers.
+def decode(dtype: str, elements: int, blocks: int, has_packed_convert: bool) -> tuple[str, str]:
+    """PTX that decodes ``elements`` nibbles into 32-bit registers, and the constraints of its operands.
 
     Operands, after the outputs (elements * itemsize / 4 registers): the nibbles in the low bits (r), the
     lane's entry of the 16-entry table (f), the lane's block scale (f), the prmt selector of the lane's block (r).
@@ -82,11 +82,5 @@ def decode(dtype: str, elements: int, blocks: int, has_packed_convert: bool) -> 
         else:
             lines += shuffle("e0", 2 * output) + shuffle("e1", 2 * output + 1)
             lines.append(f"prmt.b32 ${output}, e0, e1, {select};")
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-@functools.cache
-def constraints(dtype: str, elements: int) -> str:
-    """The operand constraints of :func:`decode`: early-clobber outputs, since inputs are read to the end."""
-    outputs = elements if dtype == "f32" else elements // 2
-    return ",".join(["=&r"] * outputs + ["r", "f", "f", "r"])
+    constraints = ",".join(["=&r"] * outputs + ["r", "f", "f", "r"])  # early clobber: inputs are read to the end
+    return "{\n" + "\n".join(lines) + "\n}", constraints

@@ -10,20 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import runtime
 from ..dequantize import reference
-from ..dequantize.compilation import INTERPRETER_CONFIG, PTX_TYPES, Variant, sample_layout
+from ..dequantize.compilation import INTERPRETER_WARPS, PTX_TYPES, Variant, sample_layout
 from ..layout import Layout
-from ..runtime import (
-    TRITON_RELEASE,
-    KernelEntry,
-    KernelUnavailable,
-    built_once,
-    compiled,
-    current_stream,
-    empty_strided_cuda,
-    multiprocessors,
-    triton,
-)
+from ..runtime import TRITON_RELEASE, KernelEntry, KernelUnavailable, empty_strided_cuda
 from .tuning import HOPPER_ROWS, MULTIPROCESSORS, HopperConfig
 
 RELEASE: tuple[int, ...] = (0, 0)  # of Triton, if it is one with this Gluon
@@ -40,8 +31,7 @@ except Exception:  # what another release makes of an experimental interface
 
 RELEASES = ((3, 6),)  # of Triton, where it ran; 3.7.1 compiles it (tests/nf4/test_hopper_ptx.py) and was not run
 BLOCK_N, BLOCK_K, MIN_STEPS = 128, 64, 4  # as in hopper_kernels; the fewest steps that are worth a CTA
-FLAGS = 1024  # two per CTA
-SCALE_STEPS = 16  # that a CTA of scales_kernel takes
+FLAGS, SCALE_STEPS = 1024, 16  # as in hopper_kernels
 
 
 def config_for(capability: tuple[int, int], m: int, n: int, k: int, device: int | None = None) -> HopperConfig | None:
@@ -54,7 +44,7 @@ def config_for(capability: tuple[int, int], m: int, n: int, k: int, device: int 
         return None
     for row in HOPPER_ROWS:
         if row.capability == capability and row.min_m <= m <= row.max_m and n * k >= row.min_elements:
-            processors = MULTIPROCESSORS if device is None else multiprocessors(device)
+            processors = MULTIPROCESSORS if device is None else runtime.multiprocessors(device)
             if HopperPlan.of(row.config, processors, m, n, k).fill(processors) >= row.min_fill:
                 return row.config
     return None
@@ -87,9 +77,6 @@ def decode_ptx(dtype: str) -> str:
     return "\n".join([*lines, "}"])
 
 
-CONSTRAINTS = ",".join(["=&r"] * 32 + ["r"] * 8 + ["f"] * 8 + ["l"] * 8)
-
-
 class HopperPlan(NamedTuple):
     """How the tiles are distributed: several whole ones per CTA, or each in ``split_k`` chunks, one per CTA."""
 
@@ -115,16 +102,14 @@ class HopperPlan(NamedTuple):
 @functools.cache
 def boxes(block_m: int, dtype: torch.dtype) -> tuple[tuple[list[int], Any, torch.dtype], ...]:
     """Box, layout in shared memory and dtype of x, packed, scales and out."""
-
-    def of(box: list[int], swizzle: int, dtype: torch.dtype) -> tuple[list[int], Any, torch.dtype]:
-        bits = 8 * dtype.itemsize
-        return box, gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=len(box)), dtype
-
-    return (
-        of([block_m, BLOCK_K], 128, dtype),
-        of([BLOCK_N, BLOCK_K // 8], 32, torch.int32),
-        of([BLOCK_N], 0, torch.float32),
-        of([64, BLOCK_N], 128, dtype),
+    swizzled = (
+        ([block_m, BLOCK_K], 128, dtype),
+        ([BLOCK_N, BLOCK_K // 8], 32, torch.int32),
+        ([BLOCK_N], 0, torch.float32),
+        ([64, BLOCK_N], 128, dtype),
+    )
+    return tuple(
+        (box, gl.NVMMASharedLayout(swizzle, 8 * kind.itemsize, rank=len(box)), kind) for box, swizzle, kind in swizzled
     )
 
 
@@ -138,9 +123,7 @@ class Address:
         self.address, self.shape = address, shape
         self.strides = (1,) if len(shape) == 1 else (shape[1], 1)
 
-    @property
-    def base(self) -> Address:
-        return self
+    base = property(lambda self: self)
 
     def data_ptr(self) -> int:
         return self.address
@@ -160,7 +143,7 @@ class HopperKernel:
         self, config: HopperConfig, device: torch.device, dtype: torch.dtype, layout: Layout, m: int, bias: bool
     ):
         n, k = layout.shape
-        cut = HopperPlan.of(config, multiprocessors(device), m, n, k)
+        cut = HopperPlan.of(config, runtime.multiprocessors(device), m, n, k)
         steps = k // BLOCK_K
         self.grid, self.sizes = cut.ctas, ()
         self.entry = KernelEntry(self.start, (), (), "two launches")
@@ -171,15 +154,9 @@ class HopperKernel:
         self.scale_grid = -(-n // BLOCK_N) * -(-steps // SCALE_STEPS)
         self.scale_sizes = (n, steps, shift, max(0, layout.blocksize2.bit_length() - 1))
         self.matmul_sizes = (n, steps, cut.tiles_m, cut.tiles * cut.split_k, cut.split_k)
-        self.scales, self.matmul = (
-            compiled(kernel, arguments, values, warps, device, dtype)
-            for kernel, arguments, values, warps in to_compile(config, device, dtype, layout.nested(), bias)
-        )
+        self.scales, self.matmul = compiled(config, device, dtype, layout.nested(), bias)
 
-    def start(
-        self, grid: int, _y: int, _z: int, stream: int, x: int, packed: int, absmax: int, code: int, absmax2: int,
-        code2: int, offset: int, out: int, bias: int,
-    ) -> None:  # fmt: skip
+    def start(self, grid, _y, _z, stream, x, packed, absmax, code, absmax2, code2, offset, out, bias) -> None:
         # its own at every call: the caching allocator keeps the streams apart
         scratch = empty_strided_cuda((self.scale_count + self.sum_count + FLAGS,), (1,), torch.float32)
         scales = scratch.data_ptr()
@@ -190,34 +167,23 @@ class HopperKernel:
         self.matmul.start(grid, stream, *described, sums, flags, code, bias, *self.matmul_sizes)
 
 
-def to_compile(
+def compiled(
     config: HopperConfig, device: torch.device, dtype: torch.dtype, nested: bool, bias: bool
-) -> tuple[Any, ...]:
-    """Kernel, sample arguments, constexprs and warps of both launches, for the compiler."""
-    some = {
-        each: torch.empty(64 * 128, dtype=each, device=device)
-        for each in (dtype, torch.float32, torch.int32, torch.uint8)
-    }
+) -> tuple[KernelEntry, KernelEntry]:
+    """The entries of scales_kernel and hopper_kernel, compiled for arguments of these types."""
+    kinds = (dtype, torch.float32, torch.int32, torch.uint8)
+    some = {kind: torch.empty(64 * 128, dtype=kind, device=device) for kind in kinds}
     floats, flags = some[torch.float32], some[torch.int32]
     described = (
-        TensorDescriptor.from_tensor(some[kind].view([-1, box[-1]]) if len(box) == 2 else some[kind], box, layout)
+        TensorDescriptor.from_tensor(some[kind].view(-1, *box[1:]), box, layout)
         for box, layout, kind in boxes(config.block_m, dtype)
     )
-    values = {"BLOCK_M": config.block_m, "STAGES": config.stages, "DECODED": config.decoded, "BIAS": bias}
-    return (
-        (
-            kernels.scales_kernel,
-            (some[torch.uint8] if nested else floats, floats, floats, floats, floats, flags, 64, 64, 0, 8),
-            {"FLAT": not nested, "BLOCK_STEPS": SCALE_STEPS, "FLAGS": FLAGS},
-            4,
-        ),
-        (
-            kernels.hopper_kernel,
-            (*described, floats, flags, floats, some[dtype], 64, 64, 1, 1, 1),
-            {**values, "PTX": decode_ptx(PTX_TYPES[dtype]), "CONSTRAINTS": CONSTRAINTS},
-            4,
-        ),
-    )
+    of_scales = (some[torch.uint8] if nested else floats, floats, floats, floats, floats, flags, 64, 64, 0, 8)
+    scales = runtime.compiled(kernels.scales_kernel, of_scales, {"FLAT": not nested}, 4, device, dtype)
+    of_matmul = (*described, floats, flags, floats, some[dtype], 64, 64, 1, 1, 1)
+    values: Any = {"BLOCK_M": config.block_m, "STAGES": config.stages, "DECODED": config.decoded, "BIAS": bias}
+    values["PTX"] = decode_ptx(PTX_TYPES[dtype])
+    return scales, runtime.compiled(kernels.hopper_kernel, of_matmul, values, 4, device, dtype)
 
 
 _checked: dict[tuple[Any, ...], bool | KernelUnavailable] = {}
@@ -232,7 +198,7 @@ def checked(
         KernelUnavailable: they did not, now or before, or it cannot be compiled; or a CUDA graph is being captured.
     """
     key = (config, device, dtype, layout.nested(), bias)
-    built_once(_checked, key, lambda: check(*key))
+    runtime.built_once(_checked, key, lambda: check(*key))
     return HopperKernel(config, device, dtype, layout, m, bias)
 
 
@@ -242,10 +208,7 @@ def check(config: HopperConfig, device: torch.device, dtype: torch.dtype, nested
         KernelUnavailable: the bits differ, or it cannot be compiled.
     """
     m, n, k = config.block_m + 3, 2 * BLOCK_N + 8, 1024
-    variant = Variant(
-        INTERPRETER_CONFIG, dtype, torch.float32 if nested else None, blocksize=64, blocksize2=256 if nested else 0,
-        even=True, tail=False, wide=False, aligned=True,
-    )  # fmt: skip
+    variant = Variant(INTERPRETER_WARPS, dtype) if nested else Variant(INTERPRETER_WARPS, dtype, None, blocksize2=0)
     layout = sample_layout(variant, n * k // 3, device)._replace(shape=(n, k))
     kernel = HopperKernel(config, device, dtype, layout, m, bias)
     columns = torch.arange(m, device=device) * 37 % k
@@ -256,10 +219,10 @@ def check(config: HopperConfig, device: torch.device, dtype: torch.dtype, nested
     for _ in range(5):
         out = torch.full((m, n), float("nan"), dtype=dtype, device=device)
         pointers = [tensor.data_ptr() for tensor in (x, *layout.operands(), out, added)]
-        kernel.start(kernel.grid, 1, 1, current_stream(device.index), *pointers)
+        kernel.entry.start(kernel.grid, runtime.current_stream(device.index), *pointers)
         if not torch.equal(out, want):
             raise KernelUnavailable(
                 f"the fused matmul's bits differ from the reference on {torch.cuda.get_device_name(device)} "
-                f"with Triton {triton.__version__} for {config}"
+                f"with Triton {runtime.triton.__version__} for {config}"
             )
     return True

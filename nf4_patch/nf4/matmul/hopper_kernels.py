@@ -7,7 +7,9 @@ X by BLOCK_N of the weight; a step is BLOCK_K of K; a chunk is a tile, or one of
     decoders, 2 x 4:      BLOCK_N x BLOCK_K weights, every second step each, into a ring of DECODED slots
     consumers, 2 x 4:     each half of the tile's rows of X by all of the weight's, fp32 sums in registers
 
-Two mbarriers per slot: ``full`` and ``empty`` of the TMA rings, ``ready`` and ``spent`` of the decoded ring.
+Two mbarriers per slot: ``full`` and ``empty`` of the TMA rings, ``ready`` and ``spent`` of the decoded ring. In every group:
+``barriers`` are these four, ``work`` is n, k_steps (of K), tiles_m (along M, the fastest), chunks and split_k; what is in
+capitals is known at compile time.
 
 A second one-warp partition next to the producer gave wrong sums in most launches (H200, Triton 3.6.0; cause not found).
 """
@@ -28,14 +30,16 @@ from ..dequantize.kernels import block_scale
 
 BLOCK_N = gl.constexpr(128)  # rows of the weight per tile: columns of the result
 BLOCK_K = gl.constexpr(64)  # one block of the smallest blocksize
+FLAGS = gl.constexpr(1024)  # two per program
+SCALE_STEPS = gl.constexpr(16)  # that a program of scales_kernel takes
+CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 32 + ["r"] * 8 + ["f"] * 8 + ["l"] * 8))  # see hopper.decode_ptx
+# until the flag of another program is set
+SPIN = gl.constexpr("{ .reg .pred p; again: ld.acquire.gpu.global.u32 $0, [$1]; setp.eq.u32 p, $0, 0; @p bra again; }")
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton >= 3.7
 
 
 @triton.jit(do_not_specialize=["n", "k_steps", "shift", "shift2"])
-def scales_kernel(
-    absmax, absmax2, code2, offset, scales, flags, n, k_steps, shift, shift2,
-    FLAT: tl.constexpr, BLOCK_STEPS: tl.constexpr, FLAGS: tl.constexpr,
-):  # fmt: skip
+def scales_kernel(absmax, absmax2, code2, offset, scales, flags, n, k_steps, shift, shift2, FLAT: tl.constexpr):
     """scales fp32 [k_steps, n], as the matmul reads them: BLOCK_N rows of a step at a time; and flags int32 [FLAGS] = 0.
 
     absmax: uint8 (nested) or fp32 (FLAT), row-major over n rows. absmax2, code2 [256]: fp32. offset: one fp32.
@@ -43,23 +47,19 @@ def scales_kernel(
     """
     groups = tl.cdiv(n, BLOCK_N)
     row = tl.program_id(0) % groups * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    step = tl.program_id(0) // groups * BLOCK_STEPS + tl.arange(0, BLOCK_STEPS)[None, :]
+    step = tl.program_id(0) // groups * SCALE_STEPS + tl.arange(0, SCALE_STEPS)[None, :]
     mask = (row < n) & (step < k_steps)
     block = (row * k_steps + step) >> shift
     first = tl.load(absmax + block, mask, 0)
-    if FLAT:
-        scale = first
-    else:
-        second = tl.load(absmax2 + (block >> shift2), mask, 0.0)
-        scale = block_scale(first, second, code2, tl.load(offset), False, True)
+    second = None if FLAT else tl.load(absmax2 + (block >> shift2), mask, 0.0)
+    scale = block_scale(first, second, code2, None if FLAT else tl.load(offset), FLAT, True)
     tl.store(scales + step * n + row, scale, mask)
     if tl.program_id(0) == 0:
-        flag = tl.arange(0, FLAGS)
-        tl.store(flags + flag, tl.zeros((FLAGS,), tl.int32))
+        tl.store(flags + tl.arange(0, FLAGS), 0)
 
 
 @gluon.jit
-def advance(slot, phase, SLOTS: gl.constexpr):
+def advance(slot, phase, SLOTS):
     """The next slot of a ring, and the parity of its barriers' phase."""
     return gl.where(slot == SLOTS - 1, 0, slot + 1), gl.where(slot == SLOTS - 1, phase ^ 1, phase)
 
@@ -71,34 +71,31 @@ def start_of(chunk, split_k, k_steps):
 
 
 @gluon.jit
-def work_range(chunks, split_k, k_steps):
+def work_range(work):
     """This program's turn, and its steps [start, end) of all tiles': whole tiles, or one chunk of a tile.
 
     The program of a tile's first chunk waits for the others: they are given to lower program ids, which start before.
     """
+    _n, k_steps, _tiles_m, chunks, split_k = work
     programs = gl.num_programs(0)
     turn = programs - 1 - gl.program_id(0)
-    return (
-        turn,
-        start_of(chunks * turn // programs, split_k, k_steps),
-        start_of(chunks * (turn + 1) // programs, split_k, k_steps),
-    )
+    start = start_of(chunks * turn // programs, split_k, k_steps)
+    return turn, start, start_of(chunks * (turn + 1) // programs, split_k, k_steps)
 
 
 @gluon.jit
-def produce(
-    x, packed, scales, full, empty, x_ring, packed_ring, scale_ring, n, k_steps, tiles_m, chunks, split_k,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def produce(x, packed, scales, barriers, x_ring, packed_ring, scale_ring, work):
     """The producer: fill a slot of each TMA ring per step.
 
     x [M, K], packed int32 [n, K / 8] and scales [k_steps * n]: TMA descriptors. Rings: x_ring [STAGES, BLOCK_M, BLOCK_K],
     packed_ring [STAGES, BLOCK_N, BLOCK_K / 8], scale_ring [STAGES, BLOCK_N].
-    tiles_m: tiles along M, the fastest. chunks: tiles * split_k.
     """
-    _turn, at, end = work_range(chunks, split_k, k_steps)
-    slot = 0
-    phase = 1  # the phase before the first counts as over
+    STAGES: gl.constexpr = x_ring.type.shape[0]
+    BLOCK_M: gl.constexpr = x_ring.type.shape[1]
+    full, empty, _ready, _spent = barriers
+    n, k_steps, tiles_m, _chunks, _split_k = work
+    _turn, at, end = work_range(work)
+    slot, phase = 0, 1  # the phase before the first counts as over
     while at < end:
         tile = at // k_steps
         first = at % k_steps
@@ -117,20 +114,18 @@ def produce(
 
 
 @gluon.jit
-def decode(
-    TURN: gl.constexpr, code, full, empty, ready, spent, packed_ring, scale_ring, weight_ring, k_steps, chunks, split_k,
-    STAGES: gl.constexpr, DECODED: gl.constexpr, PTX: gl.constexpr, CONSTRAINTS: gl.constexpr,
-):  # fmt: skip
+def decode(TURN, code, barriers, packed_ring, scale_ring, weight_ring, work, PTX):
     """Decoder TURN of two: every second step from its slots of the TMA rings to weight_ring [DECODED, BLOCK_N, BLOCK_K].
 
-    A thread takes a row. code: the address of 16 fp32. PTX, CONSTRAINTS: hopper.decode_ptx and hopper.CONSTRAINTS.
+    A thread takes a row. code: the address of 16 fp32. PTX: hopper.decode_ptx.
     """
+    STAGES: gl.constexpr = packed_ring.type.shape[0]
+    DECODED: gl.constexpr = weight_ring.type.shape[0]
     row: gl.constexpr = gl.BlockedLayout([1, BLOCK_K // 8], [32, 1], [4, 1], [1, 0])
-    _turn, start, end = work_range(chunks, split_k, k_steps)
-    slot = 0
-    phase = 0
-    write_slot = 0
-    write_phase = 1
+    full, empty, ready, spent = barriers
+    _turn, start, end = work_range(work)
+    slot, phase = 0, 0
+    write_slot, write_phase = 0, 1
     if TURN == 1:
         slot, phase = advance(slot, phase, STAGES)
         write_slot, write_phase = advance(write_slot, write_phase, DECODED)
@@ -158,7 +153,7 @@ def decode(
 
 
 @gluon.jit
-def partial_offsets(turn, HALF: gl.constexpr, HALF_M: gl.constexpr, mma: gl.constexpr):
+def partial_offsets(turn, HALF, HALF_M, mma):
     """Offsets [HALF_M, BLOCK_N] of half a tile in ``sums``. The zero hides that they are loop-invariant: 64 addresses per
     thread would spill."""
     zero = 4 * gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [turn], gl.int32, False, 1)
@@ -179,25 +174,24 @@ def tma_store(value, staging, out, row, column):
 
 
 @gluon.jit
-def consume(
-    HALF: gl.constexpr, full, empty, ready, spent, x_ring, weight_ring, staging, out, sums, flags, bias,
-    n, k_steps, tiles_m, chunks, split_k, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DECODED: gl.constexpr, BIAS: gl.constexpr,
-):  # fmt: skip
+def consume(HALF, barriers, x_ring, weight_ring, staging, out, sums, flags, bias, work, BIAS):
     """Consumer HALF of two: multiply, add up the tile's chunks in their order, add the bias, store.
 
     The first chunk's program waits for the flag of each other one and adds its sums; see hopper_kernel.
     staging [2, 64, BLOCK_N]: the result on its way to ``out``.
     """
-    dtype: gl.constexpr = x_ring.dtype
+    STAGES: gl.constexpr = x_ring.type.shape[0]
+    DECODED: gl.constexpr = weight_ring.type.shape[0]
+    BLOCK_M: gl.constexpr = x_ring.type.shape[1]
     HALF_M: gl.constexpr = BLOCK_M // 2
+    dtype: gl.constexpr = x_ring.dtype
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    turn, at, end = work_range(chunks, split_k, k_steps)
-    slot = 0
-    phase = 0
-    read_slot = 0
-    read_phase = 0
-    slot_before = 0
-    read_slot_before = 0
+    n, k_steps, tiles_m, _chunks, split_k = work
+    full, empty, ready, spent = barriers
+    turn, at, end = work_range(work)
+    slot, phase = 0, 0
+    read_slot, read_phase = 0, 0
+    slot_before, read_slot_before = 0, 0
     while at < end:
         tile = at // k_steps
         first = at % k_steps
@@ -212,8 +206,7 @@ def consume(
             acc = warpgroup_mma_wait(1, deps=(acc,))  # the step before this one
             mbarrier.arrive(empty.index(slot_before), count=1, pred=i > 0)
             mbarrier.arrive(spent.index(read_slot_before), count=1, pred=i > 0)
-            slot_before = slot
-            read_slot_before = read_slot
+            slot_before, read_slot_before = slot, read_slot
             slot, phase = advance(slot, phase, STAGES)
             read_slot, read_phase = advance(read_slot, read_phase, DECODED)
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -226,10 +219,7 @@ def consume(
         else:
             for other in range(turn + 1, turn + split_k):  # in this order: the same bits at every run
                 flag = flags + (2 * other + HALF)
-                gl.inline_asm_elementwise(
-                    "{ .reg .pred p; again: ld.acquire.gpu.global.u32 $0, [$1]; setp.eq.u32 p, $0, 0; @p bra again; }",
-                    "=&r,l", [flag.to(gl.int64)], gl.int32, False, 1,
-                )  # fmt: skip
+                gl.inline_asm_elementwise(SPIN, "=&r,l", [flag.to(gl.int64)], gl.int32, False, 1)
                 barrier()  # or LLVM moves the loads before the wait
                 acc += gl.load(sums + partial_offsets(other, HALF, HALF_M, mma), cache_modifier=".cg")
             row = tile % tiles_m * BLOCK_M + HALF * HALF_M
@@ -249,8 +239,7 @@ def consume(
 @gluon.jit(do_not_specialize=["n", "k_steps", "tiles_m", "chunks", "split_k"])
 def hopper_kernel(
     x, packed, scales, out, sums, flags, code, bias, n, k_steps, tiles_m, chunks, split_k,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DECODED: gl.constexpr, BIAS: gl.constexpr,
-    PTX: gl.constexpr, CONSTRAINTS: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DECODED: gl.constexpr, BIAS: gl.constexpr, PTX: gl.constexpr,
 ):  # fmt: skip
     """out = x @ weight.T (+ bias), decoded on the way; a program takes whole tiles, or one chunk of a tile.
 
@@ -274,14 +263,16 @@ def hopper_kernel(
     for i in gl.static_range(DECODED):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(spent.index(i), count=2)
+    barriers = full, empty, ready, spent
+    work = n, k_steps, tiles_m, chunks, split_k
     gl.warp_specialize(
         [
-            (consume, (0, full, empty, ready, spent, x_ring, weight_ring, staging, out, sums, flags, bias, n, k_steps, tiles_m, chunks, split_k, BLOCK_M, STAGES, DECODED, BIAS)),
-            (consume, (1, full, empty, ready, spent, x_ring, weight_ring, staging, out, sums, flags, bias, n, k_steps, tiles_m, chunks, split_k, BLOCK_M, STAGES, DECODED, BIAS)),
-            (decode, (0, code, full, empty, ready, spent, packed_ring, scale_ring, weight_ring, k_steps, chunks, split_k, STAGES, DECODED, PTX, CONSTRAINTS)),
-            (decode, (1, code, full, empty, ready, spent, packed_ring, scale_ring, weight_ring, k_steps, chunks, split_k, STAGES, DECODED, PTX, CONSTRAINTS)),
-            (produce, (x, packed, scales, full, empty, x_ring, packed_ring, scale_ring, n, k_steps, tiles_m, chunks, split_k, BLOCK_M, STAGES)),
+            (consume, (0, barriers, x_ring, weight_ring, staging, out, sums, flags, bias, work, BIAS)),
+            (consume, (1, barriers, x_ring, weight_ring, staging, out, sums, flags, bias, work, BIAS)),
+            (decode, (0, code, barriers, packed_ring, scale_ring, weight_ring, work, PTX)),
+            (decode, (1, code, barriers, packed_ring, scale_ring, weight_ring, work, PTX)),
+            (produce, (x, packed, scales, barriers, x_ring, packed_ring, scale_ring, work)),
         ],
         [4, 4, 4, 1],
         [184, 56, 56, 24],
-    )  # fmt: skip
+    )

@@ -3,25 +3,24 @@
 import triton
 import triton.language as tl
 
+CONSTRAINTS = tl.constexpr("=r,l,l,l,l,l,l,l,l,l,r,r,r,r,r,r,r")  # an unused result, 9 addresses, 7 numbers
+
 
 @triton.jit(do_not_specialize=["m", "n", "blocks", "shift", "shift2", "sm_partitions", "split_k"])
 def matmul_4bit_kernel(
     x, packed, absmax, code, absmax2, code2, offset, out, bias,
     m, n, blocks, shift, shift2, sm_partitions, split_k,
-    PTX: tl.constexpr, CONSTRAINTS: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """See small_m_ptx.program for the operands."""
     tl.inline_asm_elementwise(
-        PTX,
-        CONSTRAINTS,
+        PTX, CONSTRAINTS,
         [
             x.to(tl.int64), packed.to(tl.int64), absmax.to(tl.int64), code.to(tl.int64), absmax2.to(tl.int64),
             code2.to(tl.int64), offset.to(tl.int64), out.to(tl.int64), bias.to(tl.int64),
             m, n, blocks, shift, shift2, sm_partitions, split_k,
         ],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
+        tl.int32, False, 1,
     )  # fmt: skip
 
 

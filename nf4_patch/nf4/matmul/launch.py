@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from .. import runtime
-from ..dequantize.launch import overlap, spans
 from ..layout import Layout
-from ..runtime import multiprocessors, triton
+from ..runtime import triton
 from . import hopper, small_m, tuning
 from .tuning import SMALL_M_ROWS, HopperConfig, SmallMConfig, SmallMRow
 
@@ -77,11 +76,6 @@ class MatmulLaunch:
         bias: [N], x's dtype.
     """
 
-    __slots__ = (
-        "call", "device", "dtype", "grid", "head", "part", "shape", "strides", "sum", "sum_grid", "sum_head",
-        "sum_tail", "tail", "counter", "spans", "weight",
-    )  # fmt: skip
-
     def __init__(self, kernel: AnyKernel, x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None):
         self.device, self.dtype = x.get_device(), x.dtype
         self.weight = tuple(tensor.data_ptr() for tensor in layout.operands())
@@ -96,12 +90,13 @@ class MatmulLaunch:
             self.part, self.sum_grid = (kernel.part_numel,), kernel.sum_grid
             self.sum, self.sum_head, tail, _ = kernel.sum
             self.sum_tail = (spare, *kernel.sum_sizes, *tail)
-        self.spans = (*spans(layout), *(() if bias is None else (runtime.span(bias),)))
+        self.spans = runtime.spans(*layout.operands(), *(() if bias is None else (bias,)))
         self.counter: Any = None  # the caller's counter
 
-    def reads(self, x: torch.Tensor, out: torch.Tensor) -> bool:
-        """Whether ``out`` is, in part, what the kernels read."""
-        return overlap((runtime.span(x), *self.spans), out)
+    def accepts(self, x: torch.Tensor, out: Any) -> bool:
+        """Whether the kernels can write to ``out``: contiguous, of the result, and none of what they read."""
+        fits = runtime.fits(out, self.shape, self.dtype, self.device)
+        return fits and not runtime.overlap((runtime.span(x), *self.spans), *runtime.span(out))
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The result for an x of the shape, dtype and device it was resolved for, new or in ``out`` (contiguous)."""
@@ -137,7 +132,7 @@ def forget() -> None:
 
 def resolve(
     x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None, config: AnyConfig | None = None
-) -> MatmulLaunch:  # fmt: skip
+) -> MatmulLaunch:
     """:func:`matmul_4bit` resolved, for every x of this shape."""
     n, k = layout.shape
     m = x.numel() // k
@@ -146,16 +141,13 @@ def resolve(
     if kernel is None:
         capability = torch.cuda.get_device_capability(x.device)
         chosen: Any = config or config_for(capability, m, n, k, device=x.device.index)
-        kind = (x.device, x.dtype, layout)
+        half, biased, processors = x.dtype is torch.float16, bias is not None, runtime.multiprocessors(x.device)
         with torch.cuda.device(x.device):
             if isinstance(chosen, HopperConfig):
-                kernel = hopper.checked(chosen, *kind, m, bias is not None)
+                kernel = hopper.checked(chosen, x.device, x.dtype, layout, m, biased)
             else:
-                half = x.dtype is torch.float16
-                cut = small_m.plan(
-                    chosen, multiprocessors(x.device), m, n, k, half, layout.nested(), bias is not None, capability
-                )
-                kernel = small_m.SmallMKernel(*kind, cut, m, bias is not None)
+                cut = small_m.plan(chosen, processors, m, n, k, half, layout.nested(), biased, capability)
+                kernel = small_m.SmallMKernel(x.device, x.dtype, layout, cut, m, biased)
         _kernels[key] = kernel
     return MatmulLaunch(kernel, x, layout, bias)
 

@@ -47,16 +47,9 @@ def plan(
     ctas = sm_partitions * min(config.ctas_per_sm, -(-groups // sm_partitions)) * split_k
     x_in_registers = config.load_128bit and chunks <= config.warps_k
     n_tiles = next(count for count in TILE_COUNTS if m <= 8 * count)
-    ptx = small_m_ptx.program(
-        config.tiles, n_tiles, config.warps_n, config.warps_k, config.load_128bit, config.prefetch_depth,
-        x_in_registers, half, nested, k % 256 != 0, split_k > 1, bias and split_k == 1, capability,
-    )  # fmt: skip
+    tail, bias = k % 256 != 0, bias and split_k == 1
+    ptx = small_m_ptx.program(config, n_tiles, x_in_registers, half, nested, tail, split_k > 1, bias, capability)
     return SmallMPlan(sm_partitions, ctas, config.warps_n * config.warps_k, split_k, ptx)
-
-
-def constants(ptx: str) -> dict[str, Any]:
-    """The constexpr arguments of matmul_4bit_kernel."""
-    return {"PTX": ptx, "CONSTRAINTS": small_m_ptx.CONSTRAINTS}
 
 
 class SmallMKernel:
@@ -82,7 +75,7 @@ class SmallMKernel:
         self.sum_grid, self.sum_sizes = -(-m * n // SUM_BLOCK), (m * n, n)
         # what is allocated at every call: at an address that is a multiple of 16, as an empty tensor's 0 is
         out, part = (torch.empty(0, dtype=each, device=device) for each in (dtype, torch.float32))
-        values = constants(cut.ptx)
+        values: dict[str, Any] = {"PTX": cut.ptx}
         arguments = (out, *layout.operands(), out if cut.split_k == 1 else part, out, *self.sizes)
         self.entry = entry or compiled(kernels.matmul_4bit_kernel, arguments, values, cut.warps, device, dtype)
         self.sum: KernelEntry | None = None

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .tuning import SmallMConfig
 
 TABLE_BYTES = 32768  # 256 entries x 16 copies x 8 B: a 64-bit shared load serves 16 lanes per cycle, each its own copy
 SUM_BYTES = 8192  # partial sums. With the table and code2 under 48 KiB, which a kernel gets unasked
-CONSTRAINTS = "=r,l,l,l,l,l,l,l,l,l,r,r,r,r,r,r,r"
 
 
 class Dialect(NamedTuple):
@@ -53,22 +54,21 @@ def vector(prefix: str, first: int, count: int) -> str:
 class Cta:
     """What a CTA is compiled for, and the lines of its source as they are written."""
 
-    tiles: int  # 16-row tiles of the weight a warp carries at once
+    config: SmallMConfig
     n_tiles: int  # 8-row tiles of X
-    warps_n: int  # side by side along the rows of the weight,
-    warps_k: int  # and along K; powers of two
-    load_128bit: bool  # of the packed weight (half the L1 cycles, twice those of X), else 64-bit
-    prefetch_depth: int  # chunks of words and scales in flight, one set of registers each
     x_in_registers: bool  # each warp meets one chunk of K only: its part of X stays in registers
     half: bool  # fp16, else bf16
     nested: bool
     tail: bool  # K is no multiple of 256
     split_k: bool  # fp32 partial sums out[split_k, M, N]
     bias: bool
-    dialect: Dialect
-    lines: list[str] = field(default_factory=list)
+    capability: tuple[int, int]
 
     def __post_init__(self) -> None:
+        self.lines: list[str] = []
+        self.emit = self.lines.append
+        self.tiles, self.warps_n, self.warps_k, self.load_128bit, _, self.prefetch_depth, _ = self.config
+        self.dialect = DIALECTS[max(known for known in DIALECTS if known <= self.capability)]
         self.rows = 2 * self.tiles  # of the weight per lane
         # a chunk is ``groups`` of ``words`` per lane and row, one scale each
         self.groups, self.words = (2, 4) if self.load_128bit else (4, 2)
@@ -77,10 +77,6 @@ class Cta:
         # accumulators the warps add up at a time, of which each summing warp takes so many
         self.together = math.gcd(self.registers, SUM_BYTES // (128 * self.warps))
         self.mine = range(max(1, self.together // self.warps_k))
-        self.barriers = self.warps_k > 1 and bool(self.dialect.wait)
-
-    def emit(self, line: str) -> None:
-        self.lines.append(line)
 
     def source(self) -> str:
         self.declare()
@@ -91,9 +87,7 @@ class Cta:
         for k in range(self.prefetch_depth):
             self.multiply_chunk(k)
             self.epilogue(k)
-        self.emit("DONE:")
-        self.emit("mov.u32 $0, 0;")
-        self.emit("}")
+        self.emit("DONE: mov.u32 $0, 0; }")
         return "\n".join(self.lines)
 
     def declare(self) -> None:
@@ -109,8 +103,7 @@ class Cta:
         e(f".reg .f32 offset, f, w0, w1, {code2};")
         e(".reg .b32 tid, lane, g, t, wn, wk, lastn, lastm, rowbytes, u, v, row, column, idx, sub, look, buf, turn;")
         e(".reg .b32 step, steps, per, atit, attile, end, first, stop, chunk, fetch, fetchit, fetchtile, split;")
-        e(".reg .b32 c0, c1;")
-        e(".reg .b64 d, base, wide, part, packed, x;")
+        e(".reg .b32 c0, c1; .reg .b64 d, base, wide, part, packed, x;")
         e(f".reg .b32 xw<{32 * self.n_tiles}>, a<{8 * self.words * self.tiles}>, block<{rows}>; .reg .b64 at<{rows}>;")
         for k in range(self.prefetch_depth):
             e(f".reg .b32 word{k}_<{8 * rows}>, q{k}_<{rows}>; .reg .f32 am{k}_<{rows}>;")
@@ -178,7 +171,7 @@ class Cta:
         for i in self.code2_parts():
             e(f"add.u32 u, tid, {i}; setp.lt.u32 p, u, 256; mov.u32 v, scales; mad.lo.u32 v, u, 4, v;")
             e(f"@p st.shared.f32 [v], code2{i};")
-        if self.barriers:
+        if self.warps_k > 1 and self.dialect.wait:
             e(f"setp.eq.u32 p, tid, 0; @p mbarrier.init.shared.b64 [full], {32 * self.warps};")
             e(f"@p mbarrier.init.shared.b64 [free], {32 * self.warps_n * min(self.together, self.warps_k)};")
         e("bar.sync 0;")
@@ -388,17 +381,11 @@ class Cta:
 
 
 @functools.lru_cache(maxsize=256)
-def program(
-    tiles: int, n_tiles: int, warps_n: int, warps_k: int, load_128bit: bool, prefetch_depth: int, x_in_registers: bool,
-    half: bool, nested: bool, tail: bool, split_k: bool, bias: bool, capability: tuple[int, int] = (9, 0),
-) -> str:  # fmt: skip
+def program(*fields: Any) -> str:
     """The PTX source for a :class:`Cta` of these fields.
 
     Operands: $1 x, $2 packed, $3 absmax, $4 code, $5 absmax2, $6 code2, $7 offset, $8 out, $9 bias (addresses);
     $10 M, $11 N, $12 K / 64, $13 log2(blocksize / 64), $14 log2(blocksize2), $15 sm_partitions, $16 split_k.
     The grid is sm_partitions x CTAs of each x split_k, the first fastest; see SmallMPlan.
     """
-    return Cta(
-        tiles, n_tiles, warps_n, warps_k, load_128bit, prefetch_depth, x_in_registers, half, nested, tail, split_k, bias,
-        DIALECTS[max(known for known in DIALECTS if known <= capability)],
-    ).source()  # fmt: skip
+    return Cta(*fields).source()

@@ -10,14 +10,14 @@ TILE_COUNTS = (1, 2, 3, 4, 6, 8)  # 8-row tiles of X that a kernel for few rows 
 
 
 class SmallMConfig(NamedTuple):
-    """Up to 64 rows of X: how the work is cut. See small_m_ptx.program for the first four."""
+    """Up to 64 rows of X: how the work is cut."""
 
-    tiles: int
-    warps_n: int
-    warps_k: int
-    load_128bit: bool
+    tiles: int  # 16-row tiles of the weight that a warp carries at once
+    warps_n: int  # of a CTA, next to each other along the rows of the weight,
+    warps_k: int  # and along K; powers of two
+    load_128bit: bool  # of the packed weight (half the L1 cycles, twice those of X), else 64-bit
     ctas_per_sm: int
-    prefetch_depth: int = 1  # chunks in flight per warp
+    prefetch_depth: int = 1  # chunks of words and scales in flight per warp, one set of registers each
     split_k: bool = False  # K over several CTAs, their sums by a second launch, where rows alone leave the GPU idle
 
     @property
@@ -56,33 +56,24 @@ calibrated: Callable[[int], CalibratedRows] = _not_calibrated
 #   M = 32 / 64    31.2 / 43.1    29.5 / 40.2    12.8 / 16.7    32.1 / 43.2    114 / 159
 # One chunk of K per warp (K <= 4096 at 16 warps) keeps X in registers: 21.8 -> 16.9 at M = 1, 26.9 -> 21.7 at M = 16.
 # Past 64 rows a second pass over the weight costs more than dequantize + matmul.
+# A config's numbers: tiles, warps_n, warps_k, load_128bit, ctas_per_sm.
 SMALL_M_ROWS: tuple[SmallMRow, ...] = (
-    SmallMRow((9, 0), 8, 4096, 1,
-              SmallMConfig(tiles=1, warps_n=1, warps_k=16, load_128bit=True, ctas_per_sm=1)),
-    SmallMRow((9, 0), 8, ANY, 4000,
-              SmallMConfig(tiles=2, warps_n=1, warps_k=8, load_128bit=True, ctas_per_sm=1, prefetch_depth=2)),
-    SmallMRow((9, 0), 8, ANY, 1,
-              SmallMConfig(tiles=1, warps_n=1, warps_k=8, load_128bit=True, ctas_per_sm=2)),
-    SmallMRow((9, 0), 16, 4096, 5000,
-              SmallMConfig(tiles=1, warps_n=1, warps_k=16, load_128bit=True, ctas_per_sm=1)),
-    SmallMRow((9, 0), 16, ANY, 2100,
-              SmallMConfig(tiles=2, warps_n=1, warps_k=8, load_128bit=False, ctas_per_sm=2)),
-    SmallMRow((9, 0), 16, ANY, 1,
-              SmallMConfig(tiles=1, warps_n=1, warps_k=8, load_128bit=False, ctas_per_sm=2, prefetch_depth=2)),
-    SmallMRow((9, 0), 64, ANY, 12000,
-              SmallMConfig(tiles=2, warps_n=4, warps_k=2, load_128bit=False, ctas_per_sm=1, split_k=True)),
-    SmallMRow((9, 0), 64, ANY, 1,
-              SmallMConfig(tiles=2, warps_n=2, warps_k=4, load_128bit=False, ctas_per_sm=1, split_k=True)),
-)  # fmt: skip
+    SmallMRow((9, 0), 8, 4096, 1, SmallMConfig(1, 1, 16, True, 1)),
+    SmallMRow((9, 0), 8, ANY, 4000, SmallMConfig(2, 1, 8, True, 1, prefetch_depth=2)),
+    SmallMRow((9, 0), 8, ANY, 1, SmallMConfig(1, 1, 8, True, 2)),
+    SmallMRow((9, 0), 16, 4096, 5000, SmallMConfig(1, 1, 16, True, 1)),
+    SmallMRow((9, 0), 16, ANY, 2100, SmallMConfig(2, 1, 8, False, 2)),
+    SmallMRow((9, 0), 16, ANY, 1, SmallMConfig(1, 1, 8, False, 2, prefetch_depth=2)),
+    SmallMRow((9, 0), 64, ANY, 12000, SmallMConfig(2, 4, 2, False, 1, split_k=True)),
+    SmallMRow((9, 0), 64, ANY, 1, SmallMConfig(2, 2, 4, False, 1, split_k=True)),
+)
 
 
 # By a model (docs/notes), 1.4 to 3.0 times as fast as bitsandbytes on a T4 from 4 rows on, and no faster below; not
 # measured: `nf4-patch calibrate` tries them, config_for never takes them. fp16 only.
 SMALL_M_CANDIDATES: tuple[SmallMRow, ...] = (
-    SmallMRow((7, 5), 16, ANY, 1, SmallMConfig(tiles=1, warps_n=1, warps_k=8, load_128bit=True, ctas_per_sm=1)),
-    SmallMRow(
-        (7, 5), 64, ANY, 1, SmallMConfig(tiles=2, warps_n=4, warps_k=2, load_128bit=False, ctas_per_sm=1, split_k=True)
-    ),
+    SmallMRow((7, 5), 16, ANY, 1, SmallMConfig(1, 1, 8, True, 1)),
+    SmallMRow((7, 5), 64, ANY, 1, SmallMConfig(2, 4, 2, False, 1, split_k=True)),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cache.cache import cache
-from ..cache.reader import Reader
+from ..cache.held import dense_of
+from ..cache.reader import Reader, replace_reader
+from ..context import is_compiling
 from ..dequantizer import Dequantizer
 from ..fused_matmul import FusedMatmul
 from ..quant_state import linear_fields
@@ -51,11 +54,45 @@ def dequantize_4bit(target: Target, original: Callable[..., Any]) -> Callable[..
         return run(A, quant_state, out)
 
     def trace(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4") -> Tensor | Reason:
+        if isinstance(quant_state, DenseState):
+            return quant_state.dense
         if quant_state is None or not agrees(quant_state, absmax, blocksize, quant_type):
             return Reason.ARGUMENTS
         return dequantizer.trace(A, quant_state, out)
 
     return tried_first(original, dequantizer.fallbacks, attempt, trace)
+
+
+def matmul_backward(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``MatMul4Bit.backward``, which only reads what it dequantizes: eagerly by way of the cache, and inside a graph
+    from what is held for the compiled module."""
+    read = replace_reader(target, original)
+
+    @functools.wraps(original)
+    def backward(ctx, grad_output) -> Any:
+        if not is_compiling():
+            return read(ctx, grad_output)
+        dense = None if ctx.tensors[1] is None else dense_of(ctx.tensors[1], ctx.state)
+        return original(ctx if dense is None else ReadingContext(ctx, dense), grad_output)
+
+    return backward
+
+
+class ReadingContext:
+    """A context of autograd whose state stands for a held weight. Written to be traced."""
+
+    def __init__(self, ctx: Any, dense: Tensor):
+        self.ctx, self.state = ctx, DenseState(dense)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ctx, name)
+
+
+class DenseState:
+    """In place of a QuantState, where ``dequantize_4bit`` has nothing left to do."""
+
+    def __init__(self, dense: Tensor):
+        self.dense = dense
 
 
 def dequant_linear(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ given back before it asks the driver for more.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -46,13 +47,15 @@ class Auto:
         self.hook.remove()
         self.may_take = lambda budget: None  # another thread may be in ``observe``
 
-    def observe(self, x: Any) -> None:
-        """A forward pass reads its weights now, for activations ``x``, [..., length, features]."""
-        if not isinstance(x, torch.Tensor) or not x.is_cuda or torch.cuda.is_current_stream_capturing():
+    def observe(self, *inputs: Any) -> None:
+        """A forward pass is about to read weights; the first tensor of ``inputs`` is its activations, [..., length,
+        features], or its tokens, [..., length]."""
+        x = next((each for each in inputs if isinstance(each, torch.Tensor)), None)
+        if x is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():
             return
         if x.shape != self.latest:
             self.latest = x.shape
-            self.batch(x.numel() // max(x.shape[-1], 1), x.shape[-2] if x.dim() > 1 else 1)
+            self.batch(*size_of(x))
         if time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + SECONDS
             self.look()
@@ -88,13 +91,22 @@ class Auto:
         found = {device: Memory.of(device) for device in devices}
         for device, memory in found.items():
             if memory.others > self.alone.setdefault(device, CONTEXT) + SLACK:
-                self.why = f"nothing, while another process uses device {device}"
+                self.why, self.steps = f"nothing, while another process uses device {device}", 0
                 return
             self.alone[device] = memory.others
-        budget = max(0, min(memory.free - memory.margin for memory in found.values()))
+        budget = min(memory.free - memory.margin for memory in found.values())
+        if budget <= 0:
+            self.why, self.steps = "nothing: at the largest batch so far no more than the margin was free", 0
+            return
         self.why = f"{size_in_words(budget)}: what was free at the largest batch so far, less a margin"
         torch.cuda.empty_cache()  # what is kept then does not lie inside a block that a step wants whole
         self.may_take(budget)
+
+
+def size_of(x: torch.Tensor) -> tuple[int, int]:
+    """Rows and length of activations or tokens."""
+    sizes = x.shape[:-1] if x.is_floating_point() else x.shape
+    return math.prod(sizes), sizes[-1] if sizes else 1
 
 
 class Memory(NamedTuple):

@@ -87,7 +87,9 @@ class Cache:
 
     def _bury(self) -> None:
         while self.dead:
-            self._drop(self.dead.popleft())
+            entry = self.dead.popleft()
+            if entry.dead or entry.storage.expired():
+                self._drop(entry)
 
     def _settle(self) -> None:
         """Drop what died while the lock was held; whoever holds it now does it otherwise."""
@@ -99,6 +101,7 @@ class Cache:
 
     def died(self, entry: Entry) -> None:
         """A tensor of the entry was freed. Called by the garbage collector, at any point of any thread."""
+        entry.dead = True
         self.dead.append(entry)
         self._settle()
 
@@ -318,9 +321,9 @@ class Cache:
             written=result._version,
         )
         entry.watchers = [weakref.ref(tensor, lambda _: self.died(entry)) for tensor in (owner, *scales)]
-        # PyTorch 2.8 lets go of a storage's Python object in every collection, while its tensors live
-        gone = entry.storage.expired
-        entry.watchers.append(weakref.ref(storage, lambda _: self.died(entry) if gone() else None))
+        # Looked at later: PyTorch 2.8 lets go of a storage's Python object in every collection, while its tensors live, and
+        # 2.13 before the storage has expired
+        entry.watchers.append(weakref.ref(storage, lambda _: self.dead.append(entry)))
         if task != -1 and task not in self.tasks:
             self.tasks.add(task)
             engine.queue_callback(lambda: self.drop_recomputed(task))

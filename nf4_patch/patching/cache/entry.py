@@ -80,6 +80,7 @@ class Entry:
     keys: list[Key]
     watchers: list[Any] = field(default_factory=list)
     written: int = 0  # the version of ``dense``
+    dead: bool = False  # a tensor that it was decoded from was freed
 
 
 def refusal(packed: Tensor, owner: Tensor) -> Uncached | None:

@@ -22,10 +22,12 @@ import torch
 
 from ...nf4 import runtime
 from ..context import is_compiling
-from ..dequantizer import Dequantizer
+from ..dequantizer import Dequantizer, returns_tensors
+from ..guards import check_quant_state
 from ..quant_state import fields_of
 from ..reasons import Reason, Uncached
 from ..switch import switch
+from ..targets import Target
 from .allocator import allocated
 from .cache import cache
 from .entry import Entry, Fields, nobody, refusal
@@ -106,13 +108,18 @@ class Held:
 
 
 def stamp(weight: torch.Tensor, state: Any) -> tuple[Any, ...]:
-    """What a dequantized weight depends on beyond which tensors they are."""
-    known = weight._version, weight.data_ptr(), state.absmax._version, state.blocksize, state.shape, state.dtype
-    second = state.state2
+    """What a dequantized weight depends on beyond which tensors they are. Other memory may come to the same address."""
+    absmax, second = state.absmax, state.state2
+    known = (
+        weight.untyped_storage()._cdata, weight.data_ptr(), weight._version, absmax.data_ptr(), absmax._version,
+        state.blocksize, state.shape, state.dtype, state.quant_type,
+    )  # fmt: skip
     if second is None:
-        return known, state.quant_type
+        return known
+    absmax2, code2, offset = second.absmax, second.code, state.offset
     return (
-        known, state.quant_type, second.absmax._version, second.code._version, state.offset._version, second.blocksize,
+        known, absmax2.data_ptr(), absmax2._version, code2.data_ptr(), code2._version, offset.data_ptr(), offset._version,
+        second.blocksize,
     )  # fmt: skip
 
 
@@ -139,7 +146,7 @@ class Layer:
         for name, each in module.named_modules():
             weight = each._parameters.get("weight")
             state = None if weight is None else getattr(weight, "quant_state", None)
-            if weight is not None and state is not None:
+            if weight is not None and check_quant_state(state) is None and returns_tensors(type(weight)):
                 held = Held.of(state)
                 held.layer = self
                 self.weights.append((tuple(name.split(".")), held))
@@ -170,6 +177,11 @@ class Layer:
         return found
 
 
+def compiled_module(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``OptimizedModule.__call__``: what ``torch.compile(module)`` returns is called."""
+    return Layers(target.name).entry_of(original)
+
+
 class Layers:
     """The compiled layers of one target, by the module that is entered."""
 
@@ -187,8 +199,8 @@ class Layers:
         def entry(module, *args, **kwargs):
             if is_compiling() or not gate.on:
                 return forward(module, *args, **kwargs)
-            if cache.auto is not None and args:
-                cache.auto.observe(args[0])
+            if cache.auto is not None:
+                cache.auto.observe(*args, *kwargs.values())
             if not module.training:
                 return forward(module, *args, **kwargs)
             before = entered.on

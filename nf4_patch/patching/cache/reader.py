@@ -32,14 +32,14 @@ inside = Inside()
 def replace_reader(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For the ``forward`` or ``backward`` of an autograd function, which reaches for the library's public dequantization."""
     library, direction = target.distribution, target.name.rpartition(".")[2]
-    gate = switch.gates["cache"]
 
     @functools.wraps(original)
     def read(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or not gate.on:
+        # no gate in the closure: PyTorch 2.8's Dynamo breaks the graph at a function whose closure holds an object
+        if is_compiling() or not cache.on:
             return original(*args, **kwargs)
         if cache.auto is not None and direction == "forward" and len(args) > 1:
-            cache.auto.observe(args[1])  # ctx, A, B, ...
+            cache.auto.observe(args[1])  # A, of (ctx, A, B, ...)
         before = getattr(inside, library)
         setattr(inside, library, direction)
         try:

@@ -1,11 +1,11 @@
-"""The fused matmul in plain torch: the truth for tests and readers."""
+"""The fused matmul in plain torch: what tests compare it with."""
 
 from __future__ import annotations
 
 import torch
 
-from ..dequantize import reference
-from ..layout import Layout
+from nf4_patch.nf4.dequantize import reference
+from nf4_patch.nf4.layout import Layout
 
 
 def matmul(x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) -> torch.Tensor:

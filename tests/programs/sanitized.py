@@ -1,0 +1,45 @@
+"""What compute-sanitizer watches: ``sanitized.py dequantize|small_m|hopper``."""
+
+import sys
+
+import torch
+from fused_matmul import one_hot
+from fuzz import fuzz
+from oracle import layout_of, quantized
+
+from nf4_patch.nf4.dequantize import reference
+from nf4_patch.nf4.matmul import launch
+from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS, SMALL_M_ROWS
+
+
+def check(n, k, m, nested, configs):
+    # quantized on the CPU: bitsandbytes' own kernel (0.50.2) fails memcheck on partial last blocks
+    layout = layout_of(*quantized((n, k), torch.bfloat16, "cpu", nested=nested))
+    layout = layout._replace(**{name: t.cuda() for name, t in layout._asdict().items() if isinstance(t, torch.Tensor)})
+    columns = torch.randint(0, k, (m,), device="cuda")
+    x, want = one_hot(columns, k, torch.bfloat16), reference.dequantize(layout)[:, columns].t()
+    for config in configs:
+        assert torch.equal(launch.matmul_4bit(x, layout, config=config), want)
+
+
+def dequantize():
+    report = fuzz(60, 7, blocksizes=(64,), oracle="formula")  # not bitsandbytes, for the same reason
+    assert report.hits and not report.exit_code
+
+
+def small_m():
+    """Tails of N and K, every row of the table, parts of K."""
+    here = torch.cuda.get_device_capability()
+    for n, k in ((250, 320), (4003, 4416), (1003, 4096), (12003, 320)):
+        for m in (1, 9, 17, 64):
+            config = launch.config_for(here, m, n, k) or next(row.config for row in SMALL_M_ROWS if row.max_m >= m)
+            check(n, k, m, n != 250, [config])
+
+
+def hopper():
+    """Tails of M and N, one tile a CTA, several, and a tile in chunks."""
+    for n, k, m in ((264, 512, 300), (136, 4096, 70), (8200, 64, 600)):
+        check(n, k, m, n != 136, {row.config for row in HOPPER_ROWS})
+
+
+{"dequantize": dequantize, "small_m": small_m, "hopper": hopper}[sys.argv[1]]()
