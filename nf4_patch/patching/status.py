@@ -169,5 +169,5 @@ def cache_status() -> CacheStatus:
     module = sys.modules.get(f"{__package__}.cache.cache")  # it needs torch
     if module is None:
         return CacheStatus(str(switch.cache) if switch.on else "off")
-    held: CacheStatus = module.cache.status()
+    held: CacheStatus = module.cache.snapshot()
     return held

@@ -470,7 +470,7 @@ def test_storm(cache, storm):
             elif number == 1 and i % 7 == 0:
                 cache.release()
             elif number == 2:
-                now = cache.status()
+                now = cache.snapshot()
                 assert sum(now.held.values()) <= 6 * SIZE and now.weights <= 6
             elif number == 3 and i % 5 == 0:
                 packed.untyped_storage().resize_(packed.untyped_storage().nbytes())  # as FSDP does: of the same size

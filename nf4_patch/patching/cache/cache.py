@@ -389,7 +389,7 @@ class Cache:
             self.hits = self.misses = 0
             self.uncached.clear()
 
-    def status(self) -> CacheStatus:
+    def snapshot(self) -> CacheStatus:
         with self.locked():
             return CacheStatus(
                 mode=str(self.mode),
