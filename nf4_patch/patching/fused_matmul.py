@@ -18,7 +18,7 @@ from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.layout import Layout, identity
 from ..nf4.matmul import launch as matmul
-from . import calibrated, guards
+from . import calibrated
 from .context import is_jit_tracing, modes_active, own_dispatch, transforms_active
 from .counters import counters
 from .dequantizer import supported
@@ -111,7 +111,7 @@ class FusedMatmul:
             return coded
         if not matmul.supports(x, coded, bias):
             return Reason.MATMUL_OPERANDS
-        if not all(map(runtime.has_memory, guards.tensors_of(coded))):
+        if not all(map(runtime.has_memory, coded.operands())):
             return Reason.NO_STORAGE
         try:
             launch = matmul.resolve(x, coded, bias)

@@ -44,14 +44,9 @@ def describe(layout: Layout) -> str:
     )
 
 
-def tensors_of(layout: Layout) -> list[Any]:
-    fields = [layout.packed, layout.absmax, layout.code]
-    return fields + [layout.absmax2, layout.code2, layout.offset] if layout.nested() else fields
-
-
 def _has_no_address(layout: Layout) -> bool:
     own = torch._C._disabled_torch_dispatch_impl
-    return not all(type(tensor).__torch_dispatch__ is own for tensor in tensors_of(layout))
+    return not all(type(tensor).__torch_dispatch__ is own for tensor in layout.operands())
 
 
 def _wrong_types(layout: Layout) -> bool:
@@ -94,8 +89,8 @@ GUARDS: tuple[tuple[Reason, Callable[[Layout], bool]], ...] = (
     (Reason.STATE_FIELDS, _wrong_types),
     (Reason.TENSOR_SUBCLASS, _has_no_address),
     (Reason.BLOCKSIZE, _wrong_blocksizes),
-    (Reason.MIXED_DEVICES, lambda layout: any(t.device != layout.packed.device for t in tensors_of(layout))),
-    (Reason.NOT_CONTIGUOUS, lambda layout: not all(t.is_contiguous() for t in tensors_of(layout))),
+    (Reason.MIXED_DEVICES, lambda layout: any(t.device != layout.packed.device for t in layout.operands())),
+    (Reason.NOT_CONTIGUOUS, lambda layout: not all(t.is_contiguous() for t in layout.operands())),
     (Reason.SIZE_MISMATCH, _wrong_sizes),
 )
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from ..deferral import deferred
@@ -12,12 +9,12 @@ from ..dequantizer import Dequantizer
 from ..experts import Stack
 from ..quant_state import fields_of
 from ..reasons import Reason
-from ..replacement import tried_first
+from ..replacement import Function, tried_first
 from ..switch import switch
 from ..targets import Target
 
 
-def selective_dequant(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+def selective_dequant(target: Target, original: Function) -> Function:
     """For ``_selective_dequant_bnb4``: the experts ``active_experts`` of a packed stack, [n, ...]."""
     dequantizer = Dequantizer(target.name)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ..dequantizer import Dequantizer
 from ..fused_matmul import FusedMatmul
 from ..quant_state import linear_fields
 from ..reasons import Reason
-from ..replacement import CallersError, tried_first
+from ..replacement import CallersError, Function, tried_first
 from ..switch import switch
 from ..targets import Target
 
@@ -38,7 +37,7 @@ def casts(A: Tensor) -> bool:
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is not A.dtype
 
 
-def dequantize_4bit(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+def dequantize_4bit(target: Target, original: Function) -> Function:
     """For ``bitsandbytes.functional.dequantize_4bit``."""
     dequantizer = Dequantizer(target.name)
     run, reader = dequantizer.run, Reader(target, dequantizer.run_fields)
@@ -63,7 +62,7 @@ def dequantize_4bit(target: Target, original: Callable[..., Any]) -> Callable[..
     return tried_first(original, dequantizer.fallbacks, attempt, trace)
 
 
-def matmul_backward(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+def matmul_backward(target: Target, original: Function) -> Function:
     """For ``MatMul4Bit.backward``, which only reads what it dequantizes: eagerly by way of the cache, and inside a graph
     from what is held for the compiled module."""
     read = replace_reader(target, original)
@@ -95,7 +94,7 @@ class DenseState:
         self.dense = dense
 
 
-def dequant_linear(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+def dequant_linear(target: Target, original: Function) -> Function:
     """For ``bitsandbytes.backends.cuda.ops._dequant_linear_fallback``: dequantize to A's dtype, then F.linear.
 
     It is the body of an opaque op: torch.compile never traces it.
@@ -125,7 +124,7 @@ def dequant_linear(target: Target, original: Callable[..., Any]) -> Callable[...
     return tried_first(original, dequantizer.fallbacks, attempt)
 
 
-def gemm(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+def gemm(target: Target, original: Function) -> Function:
     """For ``bitsandbytes.backends.cuda.ops._gemm_4bit_kernel_impl``: its fused matmul of a few rows."""
     fused = FusedMatmul(target.name)
 
@@ -138,7 +137,7 @@ def gemm(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     return fused.before(original, multiply)
 
 
-def matmul_4bit(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+def matmul_4bit(target: Target, original: Function) -> Function:
     """For ``bitsandbytes.autograd._functions.matmul_4bit``, where no gradient is asked for: past the op, whose dispatch
     takes longer than the matmul of a few rows. Since 0.50 the packed weight may lie either way round.
     """
@@ -153,7 +152,7 @@ def matmul_4bit(target: Target, original: Callable[..., Any]) -> Callable[..., A
     return fused.before(original, multiply)
 
 
-def gemv(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+def gemv(target: Target, original: Function) -> Function:
     """For ``bitsandbytes.functional.gemv_4bit``, which Linear4bit calls for one row before 0.50."""
     fused = FusedMatmul(target.name)
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
 from ..deferral import deferred
 from ..dequantizer import Dequantizer
 from ..reasons import Reason
-from ..replacement import tried_first
+from ..replacement import Function, tried_first
 from ..targets import Target
 
 
-def nf4_dequant(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+def nf4_dequant(target: Target, original: Function) -> Function:
     """For ``nf4_dequant_triton``: a stack, or some experts of one, packed as [bytes, 1] or [experts, bytes].
 
     The original answers None where it does not run (fp4, another blocksize, switched off), upon which every caller

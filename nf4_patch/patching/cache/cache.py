@@ -253,13 +253,11 @@ class Cache:
         holder: Holder | None = None,
     ) -> Tensor | Reason | None:
         key = packed.data_ptr(), packed.shape, fields[-1]
-        dense_bytes = 2 * packed.nbytes * getattr(fields[-1], "itemsize", 0)
-        device, size = packed.get_device(), allocated(dense_bytes)
+        place = storage_key(key, packed.nbytes)
+        device, size = packed.get_device(), allocated(2 * packed.nbytes * getattr(fields[-1], "itemsize", 0))
         mode, result = self.mode, None
         with self.locked():
-            other = self.entries.get(storage_key(key, packed.nbytes))
-            if other is not None:  # decoded on another stream
-                self._drop(other)
+            self._drop(self.entries.get(place))  # decoded on another stream
             while task != -1 and len(self.entries) >= WAITING:
                 self._drop(next(iter(self.entries.values())))
             if not (self.on and self._make_room(device, size, holder is not None)):
@@ -299,9 +297,8 @@ class Cache:
         result: Tensor, size: int, task: int, holder: Holder | None
     ) -> None:  # fmt: skip
         storage, device = packed.untyped_storage(), packed.get_device()
-        other = self.entries.get(storage_key(key, packed.nbytes))
-        if other is not None:  # another thread was faster
-            self._drop(other)
+        place = storage_key(key, packed.nbytes)
+        self._drop(self.entries.get(place))  # another thread was faster
         StorageWatch.over(storage, owner, self.drop_storage)
         scales = [fields[i] for i in SCALES if fields[i] is not None]
         entry = Entry(
@@ -314,7 +311,7 @@ class Cache:
             stream=runtime.current_stream(device) if packed.is_cuda else None,
             size=size,
             task=task,
-            storage_key=storage_key(key, packed.nbytes),
+            storage_key=place,
             same_size=self.same_size[device, size] if holder is None else OrderedDict(),
             holder=holder,
             keys=[key],
@@ -336,9 +333,9 @@ class Cache:
             self.never_evicted[device] += size
             holder.take(entry)
 
-    def _drop(self, entry: Entry) -> None:
-        """Forget it, once."""
-        if entry.same_size.pop(entry, self) is self:
+    def _drop(self, entry: Entry | None) -> None:
+        """Forget it, once; nothing for None."""
+        if entry is None or entry.same_size.pop(entry, self) is self:
             return
         self.held[entry.device] -= entry.size
         self.entries.pop(entry.storage_key, None)
