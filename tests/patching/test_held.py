@@ -127,3 +127,16 @@ def test_strict_mode_notices_a_write_that_no_version_counter_sees(compiled, monk
     model.layers[0].weight.data.copy_(model.layers[1].weight.data)
     with pytest.raises(StaleWeightError):
         step()
+
+
+def test_a_module_with_a_weight_that_cannot_be_held_lets_go_of_all(compiled):
+    model, step, backwards = compiled
+    nf4_patch.enable(cache=2**30)
+    want = step()
+    storage = model.layers[1].weight.untyped_storage()
+    storage.resize_(storage.nbytes())  # as FSDP frees and refills it
+    assert same(step(), want)
+    assert cache.snapshot().compiled == 0
+    assert not any(cache.never_evicted.values())
+    assert cache.uncached[Uncached.REFILLED]
+    assert backwards == [0, 3]
