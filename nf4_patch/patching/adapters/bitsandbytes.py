@@ -78,7 +78,7 @@ def matmul_backward(target: Target, original: Function) -> Function:
 
 
 class ReadingContext:
-    """A context of autograd whose state stands for a held weight. Written to be traced."""
+    """A context of autograd whose state is a held weight. Written to be traced."""
 
     def __init__(self, ctx: Any, dense: Tensor):
         self.ctx, self.state = ctx, DenseState(dense)
