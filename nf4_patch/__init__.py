@@ -88,13 +88,10 @@ def enabled(matmul: str | None = None, cache: str | int | None = None) -> Iterat
     The patch is the process': while blocks overlap, in several threads say, it is on, with the options of the one
     entered last. When the last of them ends it is as it was before the first.
     """
-    from .patching import blocks
+    from .patching import hooks
 
-    block = blocks.enter(matmul, cache)
-    try:
+    with hooks.block(matmul, cache):
         yield
-    finally:
-        blocks.leave(block)
 
 
 def status() -> Status:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation
@@ -12,8 +13,8 @@ from ..nf4.dequantize import launch as launches
 from ..nf4.layout import Layout, identity
 from . import guards, op
 from .context import is_exporting, is_jit_tracing, keep_dynamo_out, modes_active, own_dispatch, transforms_active
-from .counters import counters
-from .quant_state import fields_of, remembered_code
+from .counters import HitCounter, counters
+from .quant_state import Fields, fields_of, remembered_code
 from .reasons import Reason
 from .replacement import Fallbacks
 
@@ -28,7 +29,7 @@ def returns_tensors(cls: type) -> bool:
     return function is own_function or getattr(function, "__module__", "") == "bitsandbytes.nn.modules"
 
 
-def has_gradient(weight: torch.Tensor) -> bool:
+def has_gradient(weight: Tensor) -> bool:
     """Whether an operator on the weight would ask for a gradient: only one stored as floating point can."""
     return weight.requires_grad and torch.is_grad_enabled()
 
@@ -39,12 +40,17 @@ def unsupported(layout: Layout, state: Any) -> Reason | None:
     return reason or guards.check(layout)
 
 
-def with_code(layout: Layout, quant_type: str) -> Layout | Reason:
-    """The layout with the code of its quant_type: bitsandbytes goes by the name and never reads ``state.code``."""
+def supported(layout: Layout, quant_type: str, state: Any) -> Layout | Reason:
+    """The layout as the kernel takes it, or why it must not: with the code of its quant_type, by whose name bitsandbytes
+    goes; it never reads ``state.code``.
+    """
     if is_jit_tracing():
         return Reason.EXPORTING
     code = remembered_code(quant_type, layout.packed.device)
-    return code if isinstance(code, Reason) else layout._replace(code=code)
+    if type(code) is Reason:
+        return code
+    coded = layout._replace(code=code)
+    return unsupported(coded, state) or coded
 
 
 class Dequantizer:
@@ -54,11 +60,11 @@ class Dequantizer:
         self.target = target
         self.fallbacks = Fallbacks(target)
         self.launches = runtime.Memo()
-        self.classes: dict[type, bool] = {torch.Tensor: True}  # ``returns_tensors`` of each
+        self.classes: dict[type, bool] = {Tensor: True}  # ``returns_tensors`` of each
 
     def run(
-        self, weight: torch.Tensor, state: Any, out: torch.Tensor | None = None, shared: bool = False, plain: bool = False
-    ) -> Any:  # fmt: skip
+        self, weight: Tensor, state: Any, out: Tensor | None = None, shared: bool = False, plain: bool = False
+    ) -> Tensor | Reason:
         """The dequantized weight of a QuantState, or the Reason why not. A remembered launch is found at once.
 
         Args:
@@ -66,26 +72,23 @@ class Dequantizer:
             shared: the result may live in a buffer that the next such call overwrites.
             plain: the weight's methods are Tensor's own, whatever its class.
         """
-        if not plain and type(weight) is not torch.Tensor:
+        if not plain and type(weight) is not Tensor:
             return self.run_subclass(weight, state, out, shared)
-        launch = None
+        launch: launches.Launch | None = None
         if not modes_active() and transforms_active() is None:
             try:  # not through fields_of, which takes 0.35 us (2-core CPU machine, Python 3.11)
                 second = state.state2
                 if second is None:
-                    launch = self.launches.get(
-                        identity(
-                            state.quant_type, weight, state.absmax, None, None, None, None,
-                            state.blocksize, 0, state.shape, state.dtype,
-                        )
+                    key = identity(
+                        state.quant_type, weight, state.absmax, None, None, None, None,
+                        state.blocksize, 0, state.shape, state.dtype,
                     )  # fmt: skip
                 else:
-                    launch = self.launches.get(
-                        identity(
-                            state.quant_type, weight, state.absmax, None, second.absmax, second.code, state.offset,
-                            state.blocksize, second.blocksize, state.shape, state.dtype,
-                        )
+                    key = identity(
+                        state.quant_type, weight, state.absmax, None, second.absmax, second.code, state.offset,
+                        state.blocksize, second.blocksize, state.shape, state.dtype,
                     )  # fmt: skip
+                launch = self.launches.get(key)
             except (AttributeError, TypeError):  # no QuantState, a field is no tensor, or the shape a list
                 pass
         if launch is None:
@@ -101,7 +104,7 @@ class Dequantizer:
         launch.counter.hits += 1
         return result
 
-    def fill(self, launch: launches.Launch, out: Any) -> Any:
+    def fill(self, launch: launches.Launch, out: Tensor) -> Tensor | Reason:
         """``out``, filled (transposed for a transposed weight); or the Reason why not."""
         if not launch.accepts(out):
             return Reason.OUT_MISMATCH
@@ -109,10 +112,10 @@ class Dequantizer:
         launch.counter.hits += 1
         return result
 
-    def run_subclass(self, weight: torch.Tensor, state: Any, out: torch.Tensor | None, shared: bool) -> Any:
+    def run_subclass(self, weight: Tensor, state: Any, out: Tensor | None, shared: bool) -> Tensor | Reason:
         plain = self.classes.get(type(weight))
         if plain is None:
-            if not isinstance(weight, torch.Tensor):
+            if not isinstance(weight, Tensor):
                 return Reason.ARGUMENTS
             plain = self.classes[type(weight)] = returns_tensors(type(weight))
         if plain:
@@ -124,7 +127,7 @@ class Dequantizer:
         fields = fields_of(state)
         return fields if type(fields) is Reason else Reason.TENSOR_SUBCLASS
 
-    def trace(self, weight: torch.Tensor, state: Any, out: torch.Tensor | None = None) -> Any:
+    def trace(self, weight: Tensor, state: Any, out: Tensor | None = None) -> Tensor | Reason:
         """As ``run``, inside a region that torch.compile traces: through the op, whose fake asks the guards."""
         reason = guards.check_quant_state(state)
         if reason is not None:
@@ -140,7 +143,15 @@ class Dequantizer:
         fields = fields_of(state)
         return fields if type(fields) is Reason else op.dequantize(weight, *fields)
 
-    def run_fields(self, weight, fields, quant_type, state=None, out=None, shared=False) -> Any:
+    def run_fields(
+        self,
+        weight: Tensor,
+        fields: Fields,
+        quant_type: str,
+        state: Any = None,
+        out: Tensor | None = None,
+        shared: bool = False,
+    ) -> Tensor | Reason:
         """As ``run``, of the fields of a Layout after ``packed``."""
         if weight.requires_grad and torch.is_grad_enabled():  # as has_gradient, without a call
             return Reason.REQUIRES_GRAD
@@ -148,6 +159,7 @@ class Dequantizer:
             return self.dispatch(Layout(weight, *fields), state, out)
         if transforms_active() is not None:
             return Reason.FUNCTORCH_TRANSFORM
+        launch: launches.Launch | Reason | None
         try:
             launch = self.launches.get(identity(quant_type, weight, *fields))
         except (AttributeError, TypeError):  # the guards decide
@@ -164,39 +176,39 @@ class Dequantizer:
         launch.counter.hits += 1
         return result
 
-    def resolve(self, layout: Layout, quant_type: str, state: Any) -> Any:
+    def resolve(self, layout: Layout, quant_type: str, state: Any) -> launches.Launch | Reason:
         """A launch that passed the guards and is then remembered, or the Reason why there is none."""
-        coded = with_code(layout, quant_type)
-        if isinstance(coded, Reason):
+        coded = supported(layout, quant_type, state)
+        if type(coded) is Reason:
             return coded
-        reason = unsupported(coded, state)
-        if reason is not None:
-            return reason
         try:
             launch = launches.Launch(coded, coded.transposed())
         except runtime.KernelUnavailable as error:
             return self.fallbacks.unavailable(error)
-        launch.counter = counters.of(self.target, tuple(layout.shape), str(layout.dtype))
-        launch.counter.addresses.add(layout.packed.data_ptr())
-        return self.launches.remember(identity(quant_type, *layout._replace(shape=tuple(layout.shape))), launch)
+        launch.counter = self.counter_of(layout)
+        self.launches.remember(identity(quant_type, *layout._replace(shape=tuple(layout.shape))), launch)
+        return launch
 
-    def interpret(self, layout: Layout, quant_type: str, state: Any, out: torch.Tensor | None) -> Any:
+    def interpret(self, layout: Layout, quant_type: str, state: Any, out: Tensor | None) -> Tensor | Reason:
         """As ``run``, under Triton's interpreter: nothing is remembered."""
-        coded = with_code(layout, quant_type)
-        if isinstance(coded, Reason):
+        coded = supported(layout, quant_type, state)
+        if type(coded) is Reason:
             return coded
-        reason = unsupported(coded, state) or (guards.check_out(out, coded) if out is not None else None)
-        if reason is not None:
-            return reason
-        if out is not None and runtime.overlap(runtime.spans(*coded.operands()), *runtime.span(out)):
+        if out is not None and (
+            guards.check_out(out, coded) is not None
+            or runtime.overlap(runtime.spans(*coded.operands()), *runtime.span(out))
+        ):
             return Reason.OUT_MISMATCH
         result = launches.dequantize(coded, out)
-        counter = counters.of(self.target, tuple(layout.shape), str(layout.dtype))
-        counter.addresses.add(layout.packed.data_ptr())
-        counter.hits += 1
+        self.counter_of(layout).hits += 1
         return result.t() if layout.transposed() else result
 
-    def dispatch(self, layout: Layout, state: Any, out: torch.Tensor | None) -> Any:
+    def counter_of(self, layout: Layout) -> HitCounter:
+        counter = counters.of(self.target, tuple(layout.shape), str(layout.dtype))
+        counter.addresses.add(layout.packed.data_ptr())
+        return counter
+
+    def dispatch(self, layout: Layout, state: Any, out: Tensor | None) -> Tensor | Reason:
         """Through the op, which dispatch modes see; nothing is counted."""
         if is_exporting() or is_jit_tracing():
             return Reason.EXPORTING

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..nf4 import runtime
 from ..nf4.codes import code_of
@@ -18,16 +19,16 @@ from .reasons import Reason
 _dequantizer = Dequantizer("nf4_patch.dequantize_nf4")
 
 
-def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+def dequantize_nf4(weight: Tensor, quant_state: Any, out: Tensor | None = None) -> Tensor:
     """See :func:`nf4_patch.dequantize_nf4`."""
     if torch.compiler.is_compiling():
-        result: Any = _dequantizer.trace(weight, quant_state, out)
+        result = _dequantizer.trace(weight, quant_state, out)
     else:
         result = _dequantizer.run(weight, quant_state, out)
     if type(result) is not Reason:
         return result
     for name, given in (("weight", weight), ("out", weight if out is None else out)):
-        if not isinstance(given, torch.Tensor):
+        if not isinstance(given, Tensor):
             raise ValueError(f"{name} is a {type(given).__name__}; a torch.Tensor is needed")
     if result is Reason.NOT_4BIT:
         raise ValueError(
@@ -44,21 +45,22 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
         layout = Layout(weight, *fields)
         found = f": {guards.describe(layout)}"
         if result in (Reason.NOT_CUDA, Reason.EXPORTING):
-            result = guards.check_quant_state(quant_state)
-            if result is None:
+            reason = guards.check_quant_state(quant_state)
+            if reason is None:
                 code = code_of(quant_state.quant_type, weight.device)
                 layout = Layout(weight, fields[0], code, *fields[2:])  # before PyTorch 2.9 Dynamo traces no _replace
                 # TENSOR_SUBCLASS: while a program is exported, a tensor is a FakeTensor
-                result = guards.check(layout, (Reason.NOT_CUDA, Reason.TENSOR_SUBCLASS))
-            if result is None and out is not None:
-                result = guards.check_out(out, layout)
-            if result is None:
+                reason = guards.check(layout, (Reason.NOT_CUDA, Reason.TENSOR_SUBCLASS))
+            if reason is None and out is not None:
+                reason = guards.check_out(out, layout)
+            if reason is None:
                 return by_formula(layout, out)
+            result = reason
     advice = f"; {result.advice}" if result.advice else ""
     raise ValueError(f"{result.sentence}{advice}{found}")
 
 
-def by_formula(layout: Layout, out: torch.Tensor | None) -> torch.Tensor:
+def by_formula(layout: Layout, out: Tensor | None) -> Tensor:
     weight = reference.dequantize(layout)
     if out is None:
         return weight
@@ -66,7 +68,7 @@ def by_formula(layout: Layout, out: torch.Tensor | None) -> torch.Tensor:
     return out.t() if layout.transposed() else out
 
 
-def triton_dequantize_nf4(layer: Any) -> torch.Tensor:
+def triton_dequantize_nf4(layer: Any) -> Tensor:
     """See :func:`nf4_patch.triton_dequantize_nf4`."""
     weight = getattr(layer, "weight", None)
     state = getattr(weight, "quant_state", None)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
@@ -33,12 +34,12 @@ from .switch import switch
 class Stack:
     """The 4-bit weight of all experts of a layer."""
 
-    packed: torch.Tensor
+    packed: Tensor
     state: Any  # QuantState of shape [experts, ...]
     dequantizer: Dequantizer
     reader: Reader | None = None  # of the weight cache, for a target whose calls only read
 
-    def decode(self, run: Callable[..., Any]) -> torch.Tensor:
+    def decode(self, run: Callable[..., Tensor | Reason]) -> Tensor:
         with torch.no_grad():  # as bitsandbytes' parametrization: a packed weight that requires a gradient gets none
             if switch.on and not is_compiling():
                 result = self.dequantizer.fallbacks.attempt(run, self.packed, self.state)
@@ -46,28 +47,29 @@ class Stack:
                     return result
             from bitsandbytes.functional import dequantize_4bit
 
-            return dequantize_4bit(self.packed, self.state)
+            dense: Tensor = dequantize_4bit(self.packed, self.state)
+            return dense
 
-    def dense(self) -> torch.Tensor:
+    def dense(self) -> Tensor:
         """All experts, not to be written into: [experts, ...]."""
         return self.decode(self.read)
 
-    def read(self, packed: torch.Tensor, state: Any) -> Any:
+    def read(self, packed: Tensor, state: Any) -> Tensor | Reason:
         found = self.reader.state(packed, state, backward=True) if self.reader is not None and cache.on else None
         return self.dequantizer.run(packed, state) if found is None else found
 
-    def __getitem__(self, ids: torch.Tensor) -> torch.Tensor:
+    def __getitem__(self, ids: Tensor) -> Tensor:
         """The experts ``ids``, int64 [n], as transformers asks a dense stack for them: [n, ...]. No other is read."""
         chosen = self.dequantizer.fallbacks.attempt(self.select, ids)
         return self.dense()[ids] if type(chosen) is Reason else chosen.decode(self.dequantizer.run)
 
-    def select(self, ids: torch.Tensor) -> Stack:
+    def select(self, ids: Tensor) -> Stack:
         """A copy of the packed experts ``ids``, int64 [n], with a QuantState of shape [n, ...]."""
         from bitsandbytes.functional import QuantState
 
         state, second = self.state, self.state.state2
 
-        def selected(tensor: torch.Tensor) -> torch.Tensor:
+        def selected(tensor: Tensor) -> Tensor:
             return tensor.detach().reshape(state.shape[0], -1)[ids].flatten()
 
         nested = {}
@@ -83,13 +85,13 @@ class Stack:
         return Stack(selected(self.packed).unsqueeze(1), experts, self.dequantizer)
 
     def size(self, dim: int) -> int:
-        return self.state.shape[dim]
+        return int(self.state.shape[dim])
 
     def has_whole_experts(self) -> bool:
         """Every expert ends with a byte, a block and, where the state is nested, a block of the second level."""
         state, second, numel = self.state, self.state.state2, math.prod(self.state.shape)
         block = state.blocksize * (1 if second is None else second.blocksize)
-        return (
+        return bool(
             2 * self.packed.numel() == numel == state.blocksize * state.absmax.numel()  # uint8, and no shard
             and (second is None or block * second.absmax.numel() == numel)
             and math.prod(state.shape[1:]) % block == 0
@@ -194,14 +196,14 @@ class View:
         setattr(self._module, name, value)
 
 
-def version_of(tensor: torch.Tensor) -> int | None:
+def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version  # which an inference tensor does not have
 
 
 class Saved(NamedTuple):
     """What is saved for the backward, and the versions then: autograd checks none of what hooks save."""
 
-    tensors: tuple[torch.Tensor, ...]  # the tensor itself; or all of a stack, the packed weight first, in place of
+    tensors: tuple[Tensor, ...]  # the tensor itself; or all of a stack, the packed weight first, in place of
     versions: tuple[int | None, ...]
     stack: Stack | None = None
     view: tuple[Any, ...] = ()  # size, stride and offset in the dense stack
@@ -214,11 +216,12 @@ class Saved(NamedTuple):
         state = copy.copy(stack.state)
         state.state2 = copy.copy(getattr(state, "state2", None))
         fields = [value for part in (state, state.state2) if part is not None for value in vars(part).values()]
-        tensors = stack.packed.detach(), *(value for value in fields if isinstance(value, torch.Tensor))
+        tensors = stack.packed.detach(), *(value for value in fields if isinstance(value, Tensor))
         return cls(tensors, tuple(map(version_of, tensors)), dataclasses.replace(stack, state=state))
 
-    def dense(self) -> torch.Tensor:
-        stack: Any = self.stack
+    def dense(self) -> Tensor:
+        stack = self.stack
+        assert stack is not None
         if is_compiling() or stack.packed.data_ptr() != self.tensors[0].data_ptr():  # ``parameter.data`` was replaced
             stack = Stack(self.tensors[0], stack.state, stack.dequantizer)
         return stack.dense()
@@ -241,7 +244,7 @@ class Saved(NamedTuple):
                 )
 
 
-def unpack(saved: Saved) -> torch.Tensor:
+def unpack(saved: Saved) -> Tensor:
     """The tensor that was to be saved.
 
     Raises:
@@ -255,14 +258,14 @@ def unpack(saved: Saved) -> torch.Tensor:
 @contextmanager
 def nothing_dense_saved(module: Any, stacks: dict[str, Saved], dequantizer: Dequantizer) -> Iterator[View]:
     """A view of the module, in whose use autograd saves the packed stack in place of the dense one."""
-    decoded: dict[int, tuple[Saved, torch.Tensor, int | None]] = {}  # by the storage's address
+    decoded: dict[int, tuple[Saved, Tensor, int | None]] = {}  # by the storage's address
 
-    def read(name: str) -> torch.Tensor:
+    def read(name: str) -> Tensor:
         weight = stacks[name].dense()
         decoded[weight.untyped_storage()._cdata] = stacks[name], weight, version_of(weight)
         return weight
 
-    def packed_instead(tensor: torch.Tensor) -> Saved | None:
+    def packed_instead(tensor: Tensor) -> Saved | None:
         if tensor.layout is not torch.strided:
             return None
         saved, weight, version = decoded.get(tensor.untyped_storage()._cdata, (None, tensor, None))
@@ -270,7 +273,7 @@ def nothing_dense_saved(module: Any, stacks: dict[str, Saved], dequantizer: Dequ
             return None
         return saved._replace(view=(tensor.size(), tensor.stride(), tensor.storage_offset()))
 
-    def pack(tensor: torch.Tensor) -> Saved:
+    def pack(tensor: Tensor) -> Saved:
         saved = dequantizer.fallbacks.attempt(packed_instead, tensor)
         if type(saved) is Saved:
             return saved

@@ -12,20 +12,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.layout import Layout, identity
 from ..nf4.matmul import launch as matmul
-from . import calibrated, guards
+from . import calibrated
 from .context import is_jit_tracing, modes_active, own_dispatch, transforms_active
 from .counters import counters
-from .dequantizer import unsupported, with_code
-from .quant_state import fields_of
+from .dequantizer import supported
+from .quant_state import Fields, fields_of
 from .reasons import Reason
-from .replacement import Fallbacks, tried_first
+from .replacement import Fallbacks, Function, tried_first
 from .switch import switch
-from .targets import Target
 
 
 @functools.lru_cache(maxsize=4096)
@@ -57,24 +57,30 @@ class FusedMatmul:
         _in_use.add(self)
 
     def run(
-        self, x: torch.Tensor, packed: torch.Tensor, fields: tuple[Any, ...], quant_type: str,
-        bias: torch.Tensor | None = None, out: torch.Tensor | None = None, state: Any = None,
-    ) -> Any:  # fmt: skip
+        self,
+        x: Tensor,
+        packed: Tensor,
+        fields: Fields,
+        quant_type: str,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+        state: Any = None,
+    ) -> Tensor | Reason:
         """x @ weight.T + bias, [..., N] in x's dtype, or the Reason why not. A remembered launch is found at once.
 
         Args:
-            fields: those of a Layout after ``packed``, the dtype being x's; the code is not read.
+            fields: their dtype is x's; the code is not read.
             out: filled and returned.
             state: the QuantState, where there is one to look at.
         """
-        key: Any = None
-        launch = None
+        launch: matmul.MatmulLaunch | Reason | None
+        key: Any
         try:
             known = None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.is_contiguous())
             key = (x.shape, x.get_device(), known, identity(quant_type, packed, *fields))
             launch = self.launches.get(key)
         except (AttributeError, TypeError):  # a field is no tensor, or the shape a list: the guards decide
-            key = None
+            key = launch = None
         if launch is None:
             launch = self.resolve(key, x, Layout(packed, *fields), quant_type, bias, state)
             if type(launch) is Reason:
@@ -85,7 +91,9 @@ class FusedMatmul:
         launch.counter.hits += 1
         return result
 
-    def resolve(self, key: Any, x: torch.Tensor, layout: Layout, quant_type: str, bias: Any, state: Any) -> Any:
+    def resolve(
+        self, key: Any, x: Tensor, layout: Layout, quant_type: str, bias: Any, state: Any
+    ) -> matmul.MatmulLaunch | Reason:
         """A launch that passed the guards and is then remembered, or the Reason why there is none."""
         if is_jit_tracing():
             return Reason.EXPORTING
@@ -98,25 +106,32 @@ class FusedMatmul:
         m = x.numel() // k
         if m == 0 or x.shape[-1] != k or not is_measured(device, m, n, k):
             return Reason.NOT_FASTER
-        coded = with_code(layout, quant_type)
-        if isinstance(coded, Reason):
+        coded = supported(layout, quant_type, state)
+        if type(coded) is Reason:
             return coded
-        reason = unsupported(coded, state)
-        if reason is not None:
-            return reason
         if not matmul.supports(x, coded, bias):
             return Reason.MATMUL_OPERANDS
-        if not all(map(runtime.has_memory, guards.tensors_of(coded))):
+        if not all(map(runtime.has_memory, coded.operands())):
             return Reason.NO_STORAGE
         try:
-            launch: Any = matmul.resolve(x, coded, bias)
+            launch = matmul.resolve(x, coded, bias)
         except runtime.KernelUnavailable as error:
             return self.fallbacks.unavailable(error)
         dtype = str(x.dtype).removeprefix("torch.")
         launch.counter = counters.of(self.target, (n, k), f"{dtype} fused matmul")
-        return launch if key is None else self.launches.remember(key, launch)
+        if key is not None:
+            self.launches.remember(key, launch)
+        return launch
 
-    def run_state(self, x, packed, state, bias=None, out=None, transposed=None) -> Any:
+    def run_state(
+        self,
+        x: Tensor,
+        packed: Tensor,
+        state: Any,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+        transposed: bool | None = None,
+    ) -> Tensor | Reason:
         """As ``run``, with the weight of a QuantState, where no gradient is asked for.
 
         Args:
@@ -138,17 +153,10 @@ class FusedMatmul:
         with torch._C.DisableTorchFunctionSubclass():  # Params4bit's methods as a Tensor's
             return self.run(x, packed, (*fields[:-1], x.dtype), state.quant_type, bias, out, state)
 
-    def run_row(self, x, packed, state, out) -> Any:
+    def run_row(self, x: Tensor, packed: Tensor, state: Any, out: Tensor | None) -> Tensor | Reason:
         """As ``run_state``, of one row."""
         return self.run_state(x, packed, state, None, out) if x.numel() == x.shape[-1] else Reason.MATMUL_OPERANDS
 
-
-def before(target: Target, original: Callable[..., Any], multiply: Callable[..., Any]) -> Callable[..., Any]:
-    """The original, with the fused matmul tried first where it is switched on.
-
-    Args:
-        target: the row.
-        multiply: takes a FusedMatmul and the original's arguments; its result, or the Reason why the original runs.
-    """
-    fused = FusedMatmul(target.name)
-    return tried_first(original, fused.fallbacks, functools.partial(multiply, fused), gate=switch.gates["matmul"])
+    def before(self, original: Function, multiply: Callable[..., Tensor | Reason]) -> Function:
+        """The original, with ``multiply``, which takes its arguments, tried first where the feature is switched on."""
+        return tried_first(original, self.fallbacks, multiply, gate=switch.gates["matmul"])

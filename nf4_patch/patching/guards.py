@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation
@@ -34,7 +35,7 @@ def describe(layout: Layout) -> str:
     """What was found, for an error; a field that is no tensor by its type."""
 
     def shape(field: Any) -> str:
-        return f"{list(field.shape)}" if isinstance(field, torch.Tensor) else f"a {type(field).__name__}"
+        return f"{list(field.shape)}" if isinstance(field, Tensor) else f"a {type(field).__name__}"
 
     packed = layout.packed
     return (
@@ -43,14 +44,9 @@ def describe(layout: Layout) -> str:
     )
 
 
-def tensors_of(layout: Layout) -> list[Any]:
-    fields = [layout.packed, layout.absmax, layout.code]
-    return fields + [layout.absmax2, layout.code2, layout.offset] if layout.nested() else fields
-
-
 def _has_no_address(layout: Layout) -> bool:
     own = torch._C._disabled_torch_dispatch_impl
-    return not all(type(tensor).__torch_dispatch__ is own for tensor in tensors_of(layout))
+    return not all(type(tensor).__torch_dispatch__ is own for tensor in layout.operands())
 
 
 def _wrong_types(layout: Layout) -> bool:
@@ -58,7 +54,7 @@ def _wrong_types(layout: Layout) -> bool:
     wanted: list[Any] = [(layout.code, fp32), (layout.absmax, (torch.uint8,) if layout.nested() else fp32)]
     if layout.nested():
         wanted += [(layout.absmax2, fp32), (layout.code2, fp32), (layout.offset, OFFSET_DTYPES)]
-    typed = all(isinstance(tensor, torch.Tensor) and tensor.dtype in dtypes for tensor, dtypes in wanted)
+    typed = all(isinstance(tensor, Tensor) and tensor.dtype in dtypes for tensor, dtypes in wanted)
     return not typed or layout.packed.dim() == 0
 
 
@@ -93,8 +89,8 @@ GUARDS: tuple[tuple[Reason, Callable[[Layout], bool]], ...] = (
     (Reason.STATE_FIELDS, _wrong_types),
     (Reason.TENSOR_SUBCLASS, _has_no_address),
     (Reason.BLOCKSIZE, _wrong_blocksizes),
-    (Reason.MIXED_DEVICES, lambda layout: any(t.device != layout.packed.device for t in tensors_of(layout))),
-    (Reason.NOT_CONTIGUOUS, lambda layout: not all(t.is_contiguous() for t in tensors_of(layout))),
+    (Reason.MIXED_DEVICES, lambda layout: any(t.device != layout.packed.device for t in layout.operands())),
+    (Reason.NOT_CONTIGUOUS, lambda layout: not all(t.is_contiguous() for t in layout.operands())),
     (Reason.SIZE_MISMATCH, _wrong_sizes),
 )
 

@@ -1,4 +1,4 @@
-"""On and off: every row is installed now, or when its module is imported."""
+"""On and off: every row is installed now, or when its module is imported; for good, or in a ``with`` block."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import importlib
 import logging
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import wrapt
@@ -22,6 +24,8 @@ Options = tuple[str | None, str | int | None]  # matmul and cache, as they were 
 lock = threading.RLock()  # never held while waiting for another thread's import, which takes it in _on_import
 _hooked = False
 _options: Options = (None, None)
+_blocks: list[list[Options]] = []  # of each ``with`` block that is entered; a list is told from others by its identity
+_outside: tuple[bool, Options] = (False, (None, None))  # on and with what, before the first of them
 
 
 def enable(matmul: str | None = None, cache: str | int | None = None) -> bool:
@@ -65,7 +69,7 @@ def finish_imports() -> None:
 
 
 def disable() -> None:
-    """Turn every replacement off and put the originals back wherever ours still stands."""
+    """Turn every replacement off and put the originals back wherever ours is still in place."""
     with lock:
         switch.set(None)
         for entry in installed.values():
@@ -78,6 +82,30 @@ def disable() -> None:
 def in_force() -> tuple[bool, Options]:
     """Whether the patch is on, and the options that it was last enabled with."""
     return switch.on, _options
+
+
+@contextmanager
+def block(matmul: str | None, cache: str | int | None) -> Iterator[None]:
+    """On inside. Blocks may overlap, in several threads too: see :func:`nf4_patch.enabled`."""
+    global _outside
+    entered: list[Options] = [(matmul, cache)]
+    with lock:
+        before = in_force()
+        switch_on(entered[0])
+        if not _blocks:
+            _outside = before
+        _blocks.append(entered)
+    try:
+        finish_imports()
+        yield
+    finally:
+        with lock:
+            _blocks[:] = [other for other in _blocks if other is not entered]
+            on, options = (True, _blocks[-1][0]) if _blocks else _outside
+            if on:
+                switch_on(options)
+            else:
+                disable()
 
 
 def release() -> None:

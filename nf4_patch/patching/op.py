@@ -11,6 +11,7 @@ import logging
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..nf4 import runtime
 from ..nf4.dequantize import launch, reference
@@ -32,13 +33,14 @@ SCHEMA = (
 )
 
 
-def kernel(packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, shape, dtype) -> torch.Tensor:
+def kernel(*fields: Any) -> Tensor:
     """A new ``shape`` weight: from the kernel, or by the plain formula where it cannot run. A graph has no original.
 
     Raises:
         ValueError: the formula cannot be computed either.
     """
-    layout = Layout(packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, tuple(shape), dtype)
+    *others, shape, dtype = fields
+    layout = Layout._make((*others, tuple(shape), dtype))
     remembered = launch.remembered(layout)
     if remembered is not None:
         return remembered.run()
@@ -60,14 +62,17 @@ def say_once(why: str) -> None:
     logger.warning("the plain formula runs inside the compiled graph: %s", why)
 
 
-def unsupported(packed: torch.Tensor, reason: Reason) -> torch.Tensor:
+def unsupported(packed: Tensor, reason: Reason) -> Tensor:
     return packed.new_empty(REASONS.index(reason), dtype=torch.bool)
 
 
-def fake(packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, shape, dtype) -> torch.Tensor:
-    layout = Layout(packed, absmax, code, absmax2, code2, offset, blocksize, blocksize2, tuple(shape), dtype)
+def fake(*fields: Any) -> Tensor:
+    *others, shape, dtype = fields
+    layout = Layout._make((*others, tuple(shape), dtype))
     reason = guards.check(layout, (Reason.TENSOR_SUBCLASS,))  # every tensor is a FakeTensor here
-    return packed.new_empty(tuple(shape), dtype=dtype) if reason is None else unsupported(packed, reason)
+    if reason is not None:
+        return unsupported(layout.packed, reason)
+    return layout.packed.new_empty(layout.shape, dtype=layout.dtype)
 
 
 if not hasattr(torch.ops.nf4_patch, "dequantize_nf4"):  # importlib.reload: defined once a process
@@ -77,11 +82,13 @@ if not hasattr(torch.ops.nf4_patch, "dequantize_nf4"):  # importlib.reload: defi
     torch.library.register_fake("nf4_patch::dequantize_nf4", fake, lib=library)
 
 
-def dequantize(packed, absmax, code, absmax2, code2, offset, *rest) -> Any:
+def dequantize(
+    packed: Tensor, absmax: Any, code: Any, absmax2: Any, code2: Any, offset: Any, *rest: Any
+) -> Tensor | Reason:
     """The op on the fields of a Layout, transposed when they ask for it; or the Reason why not. Written to be traced."""
     if absmax is None or code is None or isinstance(offset, (int, float)):  # a number is bitsandbytes' to take
         return Reason.STATE_FIELDS
-    weight = torch.ops.nf4_patch.dequantize_nf4(packed, absmax, code, absmax2, code2, offset, *rest)
+    weight: Tensor = torch.ops.nf4_patch.dequantize_nf4(packed, absmax, code, absmax2, code2, offset, *rest)
     if weight.dtype is torch.bool:
         return REASONS[weight.shape[0]]
     return weight.t() if packed.shape[0] == 1 else weight

@@ -1,4 +1,4 @@
-"""Where a replacement stands: put in place and taken out again, whoever else replaces the same functions."""
+"""Where a replacement is: put in place and taken out again, whoever else replaces the same functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ABSENT = object()
 
 @dataclass
 class Installed:
-    """A target whose module is imported: what stands there and where, or why nothing does."""
+    """A target whose module is imported: the replacement and its places, or why there is none."""
 
     target: Target
     original: Callable[..., Any] | None = None
@@ -40,7 +40,7 @@ class Installed:
         return State.WRAPPED if is_wrapped_by(self.replacement, current) else State.DISPLACED
 
     def swap(self, old: Any, new: Any) -> None:
-        """Put ``new`` wherever ``old`` stands, and in a copied target's place wherever it was copied to meanwhile."""
+        """Put ``new`` wherever ``old`` is, and in a copied target's place wherever it was copied to meanwhile."""
         if not any(get_attr(holder, name) is old for holder, name in self.places):
             return
         if self.target.copied:  # every global of 3,000 modules: 35 ms (2-core CPU machine, busy)
@@ -69,7 +69,7 @@ def install(target: Target, module: ModuleType, wanted: bool) -> None:
             if wanted:
                 entry.swap(entry.original, entry.replacement)
             return
-    standing = current
+    found = current
     while is_ours(current):
         current = current.__wrapped__
     refusal = _refusal(target, current)
@@ -80,7 +80,7 @@ def install(target: Target, module: ModuleType, wanted: bool) -> None:
     replacement = target.make(current)
     places = [(holder, name)]
     if target.copied:
-        places += [place for found in {standing, current} for place in copies(target, found) if place not in places]
+        places += [place for each in {found, current} for place in copies(target, each) if place not in places]
     for holder, name in places:
         put(holder, name, replacement)
     entry = installed[target.name] = Installed(target, current, replacement, places)
@@ -89,15 +89,14 @@ def install(target: Target, module: ModuleType, wanted: bool) -> None:
 
 
 def remove_earlier(target: Target) -> None:
-    """Put the original back where a replacement of an earlier import of this package stands, and turn that one off."""
+    """Put the original back where a replacement of an earlier import of this package is, and turn that one off."""
     holder, name = target.holder(sys.modules.get(target.module))
-    standing = get_attr(holder, name)
-    original = standing
+    original = current = get_attr(holder, name)
     while is_ours(original):
         original.__globals__["switch"].set(None)  # another library may still call it, and its cache holds weights
         original = original.__wrapped__
-    if original is not standing:
-        Installed(target, places=[(holder, name)]).swap(standing, original)
+    if original is not current:
+        Installed(target, places=[(holder, name)]).swap(current, original)
 
 
 def get_attr(holder: Any, name: str, default: Any = None) -> Any:
@@ -106,7 +105,7 @@ def get_attr(holder: Any, name: str, default: Any = None) -> Any:
 
 
 def put(holder: Any, name: str, function: Any) -> None:
-    """Into a module or dict as it is, into a class as the method or static method that stood there."""
+    """Into a module or dict as it is, into a class as the method or static method that it replaces."""
     if isinstance(holder, dict):
         holder[name] = function
     else:

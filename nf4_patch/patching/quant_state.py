@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..nf4 import runtime
 from ..nf4.codes import CODES, code_of
 from . import guards
 from .reasons import Reason
 
+Fields = tuple[Any, ...]  # of a Layout, after ``packed``
+
 
 def fields_of(state: Any) -> Any:
-    """The fields of a Layout after ``packed``, or the Reason why the state lacks one."""
+    """The Fields, or the Reason why the state lacks one."""
     try:
         state2 = state.state2
         if state2 is None:
@@ -26,17 +29,19 @@ def fields_of(state: Any) -> Any:
         return guards.check_quant_state(state) or Reason.STATE_FIELDS
 
 
-def linear_fields(A, shapeB, absmax, blocksize, absmax_8bit, absmax_code, absmax_offset) -> tuple[Any, ...]:
+def linear_fields(
+    A: Tensor, shapeB: Any, absmax: Any, blocksize: int, absmax_8bit: Any, absmax_code: Any, absmax_offset: Any
+) -> Fields:
     """The same, less the code, from the arguments of bitsandbytes 0.50's 4-bit linear functions; the dtype is A's."""
     if absmax_8bit is None:
         return (absmax, None, None, None, None, blocksize, 0, tuple(shapeB), A.dtype)
     return (absmax_8bit, None, absmax, absmax_code, absmax_offset, blocksize, 256, tuple(shapeB), A.dtype)
 
 
-_codes: dict[tuple[str, torch.device], torch.Tensor] = {}
+_codes: dict[tuple[str, torch.device], Tensor] = {}
 
 
-def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor | Reason:
+def remembered_code(quant_type: str, device: torch.device) -> Tensor | Reason:
     """``code_of``, made once for each device; or the Reason why it cannot be made now."""
     code = _codes.get((quant_type, device))
     if code is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+from typing import final
 
 
+@final
 class Reason(enum.Enum):
     """Why a call ran the original: a sentence, and advice where there is something to do."""
 

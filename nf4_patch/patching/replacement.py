@@ -1,14 +1,13 @@
-"""What stands where a library's function stood: it tries, counts, and falls back with untouched arguments.
+"""What replaces a library's function: it tries, counts, and falls back with untouched arguments.
 
-An adapter gives ``attempt``, which returns the result or the Reason why the original has to run. Two kinds of replacement
-add something of their own: what torch.compile traces (``trace``), and the experts, whose original runs on a view.
+An adapter gives ``attempt``, which returns the result or the Reason why the original has to run.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +18,11 @@ from .reasons import Reason
 from .switch import Gate, switch
 
 Function = Callable[..., Any]
+T = TypeVar("T")
+
+
+class CallersError(Exception):
+    """Raised by ``attempt`` from an error that is the caller's own, and not ours: that one is raised as it is."""
 
 
 class Fallbacks:
@@ -36,6 +40,8 @@ class Fallbacks:
 
     def failed(self, error: Exception) -> Reason:
         """Our own error never stops a training that would have worked: logged, named, counted."""
+        if isinstance(error, CallersError) and error.__cause__ is not None:
+            raise error.__cause__ from None
         if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
             return Reason.ARGUMENTS  # raised by the call itself: the original says what is wrong with the arguments
         if switch.strict or isinstance(error, torch.cuda.OutOfMemoryError):
@@ -48,8 +54,9 @@ class Fallbacks:
     def count(self, reason: Reason) -> None:
         counters.fall_back(self.target, reason, switch.strict, self.details.get(reason, ""))
 
-    def attempt(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+    def attempt(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T | Reason:
         """The function's result, or the Reason why there is none, counted."""
+        result: T | Reason
         try:
             result = function(*args, **kwargs)
         except Exception as error:
@@ -65,20 +72,21 @@ def tried_first(
     """The original, with ``attempt`` tried first.
 
     Args:
-        attempt: takes the original's arguments; its result, or the Reason why the original runs.
+        attempt: takes the original's arguments; its result, or the Reason why the original runs. What it raises is taken
+            for an error of ours, but for a CallersError.
         trace: the same, written to be traced by Dynamo, where nothing can be caught or counted. None: what is traced
             stays the original's.
         gate: tried only while this is on.
     """
     failed, count = fallbacks.failed, fallbacks.count
-    keep_dynamo_out(attempt.func if isinstance(attempt, functools.partial) else attempt)
+    keep_dynamo_out(attempt)
 
     @functools.wraps(original)
-    def replacement(*args, **kwargs):
+    def replacement(*args: Any, **kwargs: Any) -> Any:
         if gate.on:
             if not is_compiling():
-                try:
-                    result = attempt(*args, **kwargs)
+                try:  # without ``**kwargs`` where there are none: 0.1 us less (2-core CPU machine, Python 3.11)
+                    result = attempt(*args, **kwargs) if kwargs else attempt(*args)
                 except Exception as error:
                     result = failed(error)
                 if type(result) is not Reason:

@@ -1,4 +1,4 @@
-"""Where a target stands."""
+"""What became of a target."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class State(str, enum.Enum):
     """What became of a target in this process; its value is what ``--json`` writes."""
 
     PATCHED = "patched"
-    WRAPPED = "wrapped"  # another library's function stands over ours
-    DISPLACED = "displaced"  # another library's function, without ours under it
+    WRAPPED = "wrapped"  # another library's function calls ours
+    DISPLACED = "displaced"  # another library's function, which does not call ours
     INACTIVE = "inactive"  # its option (matmul, cache) is off
     REFUSED = "refused"  # its function has another signature
     WAITING = "waiting"  # its module is not imported
@@ -21,6 +21,6 @@ class State(str, enum.Enum):
         return self.value
 
     @property
-    def stands(self) -> bool:
+    def in_place(self) -> bool:
         """Whether the replacement was put in place."""
         return self in (State.PATCHED, State.WRAPPED, State.DISPLACED)

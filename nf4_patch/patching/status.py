@@ -143,7 +143,7 @@ def status() -> Status:
             state, note = (State.ABSENT, "") if entry is None else (entry.state(), entry.refusal)
         hits = counters.hits(target.name)
         counts = {r.name: n for (name, r), n in list(counters.fallbacks.items()) if name == target.name}
-        if state.stands and target.only and getattr(switch, target.only) == "off":
+        if state.in_place and target.only and getattr(switch, target.only) == "off":
             state, note = State.INACTIVE, f'enable({target.only}="{SWITCHES[target.only]}") puts it in place'
         elif state is State.PATCHED and target.only == "cache":
             note = "its reads may come from the cache"
@@ -169,9 +169,5 @@ def cache_status() -> CacheStatus:
     module = sys.modules.get(f"{__package__}.cache.cache")  # it needs torch
     if module is None:
         return CacheStatus(str(switch.cache) if switch.on else "off")
-    now = module.cache.snapshot()
-    uncached = {reason.name: count for reason, count in now.uncached.items()}
-    found = module.cache.auto.why if module.cache.auto else ""
-    return CacheStatus(
-        str(module.cache.mode), now.held, now.weights, now.hits, now.misses, uncached, now.compiled, found
-    )
+    held: CacheStatus = module.cache.snapshot()
+    return held

@@ -55,10 +55,10 @@ class Target:
             module = getattr(module, each, None)
         return module, name
 
-    def make(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def make(self, original: Callable[..., Any]) -> Any:
         """The replacement, marked as ours: see placement.is_ours."""
         module, function = self.replace.split(":")
-        replacement = getattr(importlib.import_module(f".{module}", __package__), function)(self, original)
+        replacement: Any = getattr(importlib.import_module(f".{module}", __package__), function)(self, original)
         replacement.__nf4_patch__ = replacement  # itself: functools.wraps copies attributes to a wrapper
         return replacement
 

@@ -64,7 +64,7 @@ class RunReport(Report):
         targets, lines = self.status.targets, []
         if not self.enabled:
             lines.append("The patch was off: NF4_PATCH=0 or NF4_USE_TRITON=0 is set.")
-        elif not any(target.state.stands or target.state is State.OFF for target in targets):
+        elif not any(target.state.in_place or target.state is State.OFF for target in targets):
             lines.append(
                 "Nothing was patched: this process imported neither bitsandbytes nor Unsloth, or they were refused."
             )

@@ -53,6 +53,13 @@ def test_dequant_linear_fallback(on, monkeypatch):
         got = cuda_ops._dequant_linear_fallback(x, packed, [96, 256], absmax, 64, quant_type, bias, **nest)
         assert torch.equal(got, want)
     assert counters.hits(name) == 4 and not fallbacks(name)
+    wrong = torch.randn(5, 255, device=on, dtype=torch.float16)
+    with pytest.raises(RuntimeError) as own:
+        torch.nn.functional.linear(wrong, want.new_empty(96, 256), bias)
+    with pytest.raises(RuntimeError) as raised:  # by the matmul, once: the original is not tried as well
+        cuda_ops._dequant_linear_fallback(wrong, packed, [96, 256], absmax, 64, quant_type, bias)
+    assert str(raised.value) == str(own.value)
+    assert counters.hits(name) == 5 and not fallbacks(name) and not counters.errors
 
 
 def test_output_argument_and_transposed_weight(on):

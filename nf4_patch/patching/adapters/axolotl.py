@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import torch
 
 from ..deferral import deferred
 from ..dequantizer import Dequantizer
 from ..experts import Stack
 from ..quant_state import fields_of
 from ..reasons import Reason
-from ..replacement import tried_first
+from ..replacement import Function, tried_first
 from ..switch import switch
 from ..targets import Target
 
 
-def selective_dequant(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+def selective_dequant(target: Target, original: Function) -> Function:
     """For ``_selective_dequant_bnb4``: the experts ``active_experts`` of a packed stack, [n, ...]."""
     dequantizer = Dequantizer(target.name)
 
-    def attempt(raw_param, quant_state, active_experts, expert_shape):
+    def attempt(raw_param, quant_state, active_experts, expert_shape) -> torch.Tensor | Reason:
         fields = fields_of(quant_state)
         if type(fields) is Reason:
             return fields

@@ -21,6 +21,7 @@ from ..context import is_compiling, transforms_active
 from ..dequantizer import Dequantizer
 from ..experts import Saved, View, nothing_dense_saved, stacks_of
 from ..reasons import Reason
+from ..replacement import Function
 from ..switch import switch
 from ..targets import Target
 
@@ -31,9 +32,7 @@ backward_in_progress = torch._C._current_graph_task_id  # -1: none
 Prepared = AbstractContextManager[View] | Reason
 
 
-def on_view(
-    target: Target, original: Callable[..., Any], prepare: Callable[[Any, Dequantizer], Prepared]
-) -> Callable[..., Any]:  # fmt: skip
+def on_view(target: Target, original: Function, prepare: Callable[[Any, Dequantizer], Prepared]) -> Function:
     """``original`` on the view of the experts module that ``prepare`` makes, or as it is for a Reason.
 
     What ``original`` raises on the view is its own: it is not run again.
@@ -41,7 +40,7 @@ def on_view(
     dequantizer = Dequantizer(target.name)
 
     @functools.wraps(original)
-    def experts_forward(self, *args, **kwargs):
+    def experts_forward(self, *args, **kwargs) -> Any:
         if switch.on and not is_compiling():
             prepared = dequantizer.fallbacks.attempt(prepare, self, dequantizer)
             if type(prepared) is not Reason:
@@ -63,7 +62,7 @@ def why_not_saved() -> Reason | None:
     return None
 
 
-def grouped_mm(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+def grouped_mm(target: Target, original: Function) -> Function:
     """For ``grouped_mm_experts_forward``, which saves the dense stacks for the backward."""
 
     def prepare(module: Any, dequantizer: Dequantizer) -> Prepared:
@@ -82,7 +81,7 @@ def grouped_mm(target: Target, original: Callable[..., Any]) -> Callable[..., An
     return on_view(target, original, prepare)
 
 
-def batched_mm(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+def batched_mm(target: Target, original: Function) -> Function:
     """For ``batched_mm_experts_forward``, with which ``generate`` decodes tokens on a GPU."""
 
     def prepare(module: Any, dequantizer: Dequantizer) -> Prepared:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from .. import fused_matmul
 from ..cache.cache import cache
 from ..cache.held import Layers, dense_of
 from ..cache.reader import Reader
 from ..deferral import deferred
 from ..dequantizer import Dequantizer
+from ..fused_matmul import FusedMatmul
 from ..reasons import Reason
 from ..replacement import tried_first
 from ..switch import switch
@@ -29,7 +29,7 @@ def fast_dequantize(target: Target, original: Callable[..., Any]) -> Callable[..
     def is_deferred(compiling: bool) -> bool:
         return upstream.get("_USE_NF4_KERNELS", False) and deferred("unsloth", compiling)
 
-    def attempt(W, quant_state=None, out=None, use_global_buffer=False, **kwargs):
+    def attempt(W, quant_state=None, out=None, use_global_buffer=False, **kwargs) -> torch.Tensor | Reason:
         transposed = quant_state is not None and W.shape[0] == 1  # for its backward, and only there
         if cache.on and out is None and switch.defer != "always" and (use_global_buffer or transposed):
             found = reader.state(W, quant_state, use_global_buffer, transposed)
@@ -37,7 +37,7 @@ def fast_dequantize(target: Target, original: Callable[..., Any]) -> Callable[..
                 return found
         return Reason.DEFERRED if is_deferred(False) else run(W, quant_state, out, use_global_buffer)
 
-    def trace(W, quant_state=None, out=None, use_global_buffer=False, **kwargs):
+    def trace(W, quant_state=None, out=None, use_global_buffer=False, **kwargs) -> torch.Tensor | Reason:
         dense = dense_of(W, quant_state) if out is None else None
         if dense is not None:
             return dense
@@ -51,11 +51,11 @@ def compiled_layers(target: Target, original: Callable[..., Any]) -> Callable[..
     layers = Layers(target.name)
 
     @functools.wraps(original)
-    def wrap(cls, *args, **kwargs):
+    def wrap(cls, *args, **kwargs) -> None:
         original(cls, *args, **kwargs)
         cls.forward = layers.entry_of(cls.forward)
 
-    def wrap_earlier(config):
+    def wrap_earlier(config) -> None:
         """The classes of models that were loaded before the cache was switched on."""
         waiting: list[Any] = [torch.nn.Module] if config is not None and config.cache not in ("off", "block") else []
         while waiting:
@@ -71,20 +71,22 @@ def compiled_layers(target: Target, original: Callable[..., Any]) -> Callable[..
 
 def fast_gemv(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``fast_gemv`` and ``_fast_gemv_bnb``: [1, 1, K] to [1, 1, N]. Traced, it stays Unsloth's."""
+    fused = FusedMatmul(target.name)
 
-    def multiply(fused, X, W, quant_state, out=None):
+    def multiply(X, W, quant_state, out=None) -> torch.Tensor | Reason:
         return fused.run_row(X, W, quant_state, out)
 
-    return fused_matmul.before(target, original, multiply)
+    return fused.before(original, multiply)
 
 
 def gemv_rows(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``_gemv_rows``: a batch of single tokens, [M, 1, K] to [M, 1, N]; its None means: dequantize."""
+    fused = FusedMatmul(target.name)
 
-    def multiply(fused, X, W, quant_state, out):
+    def multiply(X, W, quant_state, out) -> torch.Tensor | Reason:
         return fused.run_state(X, W, quant_state, None, out)
 
-    return fused_matmul.before(target, original, multiply)
+    return fused.before(original, multiply)
 
 
 def matmul_lora(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,8 +94,9 @@ def matmul_lora(target: Target, original: Callable[..., Any]) -> Callable[..., A
 
     A packed weight [1, bytes] asks for x @ weight, which stays Unsloth's.
     """
+    fused = FusedMatmul(target.name)
 
-    def multiply(fused, X, W, W_quant, A, B, s, out=None, use_global_buffer=False):
+    def multiply(X, W, W_quant, A, B, s, out=None, use_global_buffer=False) -> torch.Tensor | Reason:
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         adapted = A is not None and torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)
         # the original multiplies in the dtype of autocast, and rounds a weight of another dtype than X's twice
@@ -107,4 +110,4 @@ def matmul_lora(target: Target, original: Callable[..., Any]) -> Callable[..., A
             result.addmm_(rows @ A.t().to(X.dtype), B.t().to(X.dtype), alpha=s)
         return result.view(*X.shape[:-1], -1)
 
-    return fused_matmul.before(target, original, multiply)
+    return fused.before(original, multiply)

@@ -15,14 +15,15 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...nf4 import runtime
-from ..reasons import Uncached
+from ..reasons import Reason, Uncached
+from ..status import CacheStatus
 from ..switch import switch
 from .allocator import allocated
 from .auto import Auto
@@ -44,23 +45,12 @@ from .entry import (
 current_task: Any = torch._C._current_graph_task_id  # of the autograd engine; -1 outside a backward pass
 # With "block", weights waiting for their backward. A block of Llama has 7; where the backward is compiled none is read.
 WAITING = 16
+Decode = Callable[[], Tensor | Reason]
 engine: Any = torch.autograd.Variable._execution_engine
 
 
 class StaleWeightError(RuntimeError):
     """NF4_PATCH_STRICT=1, and a cached weight differs from what its packed bytes decode to."""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The cache at one moment. Bytes are what PyTorch's allocator takes at most."""
-
-    held: dict[int, int]  # bytes by device
-    weights: int
-    compiled: int  # of these, the ones that compiled layers read
-    hits: int
-    misses: int
-    uncached: dict[Uncached, int]
 
 
 class Cache:
@@ -71,12 +61,12 @@ class Cache:
     """
 
     def __init__(self) -> None:
-        self.on = self.sized = False  # sized: on, and not "block"
+        self.on = False
         self.mode: str | int = "off"
         self.auto: Auto | None = None  # finds the budget
         self.budget = 0
         self.tight = False  # half of the budget is used: from here on it counts which weight was read last
-        self.results: dict[Key, tuple[torch.Tensor, Entry]] = {}
+        self.results: dict[Key, tuple[Tensor, Entry]] = {}
         self.entries: dict[Any, Entry] = {}  # by ``storage_key``
         self.same_size: dict[tuple[int, int], OrderedDict[Entry, None]] = defaultdict(OrderedDict)
         self.held: Counter[int] = Counter()  # bytes by device
@@ -119,15 +109,20 @@ class Cache:
         """ "off", "block", "auto" or bytes a device. Another mode starts empty."""
         with self.locked():
             if mode != self.mode:
-                self.on = self.sized = False
-                self._drop_all()
+                self.on = False
+                self._drop_where()
                 self.tight = False
                 if self.auto is not None:
                     self.auto.stop()
                 self.auto = Auto(self.may_take, self.held) if mode == "auto" else None
                 self.mode, self.budget = mode, mode if isinstance(mode, int) else {"auto": 0}.get(mode, sys.maxsize)
                 self.generation += 1
-                self.on, self.sized = mode != "off", mode not in ("off", "block")
+                self.on = mode != "off"
+
+    @property
+    def sized(self) -> bool:
+        """Whether it is on and keeps weights from one step to the next."""
+        return self.on and self.mode != "block"
 
     def may_take(self, budget: int) -> None:
         """Bytes of every device from now on; what is there stays, or goes where they are none."""
@@ -135,11 +130,9 @@ class Cache:
             self.budget, self.tight = budget, False
             self.generation += 1
             if not budget:
-                self._drop_all()
+                self._drop_where()
 
-    def find(
-        self, packed: torch.Tensor, fields: Fields, quant_type: Any, backward: bool = False
-    ) -> torch.Tensor | None:
+    def find(self, packed: Tensor, fields: Fields, quant_type: Any, backward: bool = False) -> Tensor | None:
         """The cached weight, not to be written into; or None.
 
         Args:
@@ -199,7 +192,7 @@ class Cache:
                 self.lock.release()
         return result
 
-    def other_way(self, key: Key, nbytes: int) -> tuple[torch.Tensor, Entry] | None:
+    def other_way(self, key: Key, nbytes: int) -> tuple[Tensor, Entry] | None:
         """The weight where it was cached for the packed bytes the other way round, [1, bytes] or [bytes, 1]."""
         if storage_key(key, nbytes) not in self.entries:
             return None
@@ -212,8 +205,8 @@ class Cache:
         return found
 
     def insert(
-        self, packed: torch.Tensor, fields: Fields, quant_type: Any, decode: Callable[[], Any], backward: bool = False
-    ) -> Any:
+        self, packed: Tensor, fields: Fields, quant_type: Any, decode: Decode, backward: bool = False
+    ) -> Tensor | Reason | None:
         """What ``decode`` gives, cached if it is a tensor; or None with nothing decoded, where it is not to be cached.
 
         Args and Raises: as ``find``.
@@ -229,8 +222,7 @@ class Cache:
         if self.mode != "block" or not (task == -1 or backward):
             reason = refusal(packed, owner)
             if reason is None:
-                key = packed.data_ptr(), packed.shape, fields[-1]
-                result = self._insert(key, owner, packed, fields, known, decode, task)
+                result = self._insert(owner, packed, fields, known, decode, task)
                 if result is not None:
                     return result
                 reason = Uncached.BUDGET_SPENT
@@ -245,23 +237,27 @@ class Cache:
         return self.never_evicted[device] + size <= self.budget
 
     def hold(
-        self, packed: torch.Tensor, fields: Fields, quant_type: Any, decode: Callable[[], Any], holder: Holder
-    ) -> Any:  # fmt: skip
+        self, packed: Tensor, fields: Fields, quant_type: Any, decode: Decode, holder: Holder
+    ) -> Tensor | Reason | None:
         """What ``decode`` gives; a tensor is the holder's until the weight changes. None without room. Raises as ``find``."""
-        key = packed.data_ptr(), packed.shape, fields[-1]
-        return self._insert(key, packed, packed, fields, fingerprint(packed, fields, quant_type), decode, -1, holder)
+        return self._insert(packed, packed, fields, fingerprint(packed, fields, quant_type), decode, -1, holder)
 
     def _insert(
-        self, key: Key, owner: torch.Tensor, packed: torch.Tensor, fields: Fields, known: tuple[Any, ...],
-        decode: Callable[[], Any], task: int, holder: Holder | None = None,
-    ) -> Any:  # fmt: skip
-        dense_bytes = 2 * packed.nbytes * getattr(fields[-1], "itemsize", 0)
-        device, size = packed.get_device(), allocated(dense_bytes)
+        self,
+        owner: Tensor,
+        packed: Tensor,
+        fields: Fields,
+        known: tuple[Any, ...],
+        decode: Decode,
+        task: int,
+        holder: Holder | None = None,
+    ) -> Tensor | Reason | None:
+        key = packed.data_ptr(), packed.shape, fields[-1]
+        place = storage_key(key, packed.nbytes)
+        device, size = packed.get_device(), allocated(2 * packed.nbytes * getattr(fields[-1], "itemsize", 0))
         mode, result = self.mode, None
         with self.locked():
-            other = self.entries.get(storage_key(key, packed.nbytes))
-            if other is not None:  # decoded on another stream
-                self._drop(other)
+            self._drop(self.entries.get(place))  # decoded on another stream
             while task != -1 and len(self.entries) >= WAITING:
                 self._drop(next(iter(self.entries.values())))
             if not (self.on and self._make_room(device, size, holder is not None)):
@@ -279,7 +275,7 @@ class Cache:
             with self.locked():
                 self.held[device] -= size
                 fits = self.held[device] + size <= self.budget
-                if isinstance(result, torch.Tensor) and self.mode == mode and fits:
+                if isinstance(result, Tensor) and self.mode == mode and fits:
                     self._add(key, owner, packed, fields, known, result, size, task, holder)
         return result
 
@@ -288,25 +284,21 @@ class Cache:
             return self.held[device] + size > self.budget
 
         if full():
-            for entry in list(self.entries.values()):
-                if entry.storage.expired():
-                    self._drop(entry)
+            self._drop_where(lambda entry: entry.storage.expired())
         same_size = self.same_size[device, size]
         while full() and same_size:
             self._drop(next(iter(same_size)))
         if full() and of_any_size:
-            for entry in [entry for entry in self.entries.values() if entry.device == device and entry.holder is None]:
-                self._drop(entry)
+            self._drop_where(lambda entry: entry.device == device and entry.holder is None)
         return not full()
 
     def _add(
-        self, key: Key, owner: torch.Tensor, packed: torch.Tensor, fields: Fields, known: tuple[Any, ...],
-        result: torch.Tensor, size: int, task: int, holder: Holder | None,
+        self, key: Key, owner: Tensor, packed: Tensor, fields: Fields, known: tuple[Any, ...],
+        result: Tensor, size: int, task: int, holder: Holder | None
     ) -> None:  # fmt: skip
         storage, device = packed.untyped_storage(), packed.get_device()
-        other = self.entries.get(storage_key(key, packed.nbytes))
-        if other is not None:  # another thread was faster
-            self._drop(other)
+        place = storage_key(key, packed.nbytes)
+        self._drop(self.entries.get(place))  # another thread was faster
         StorageWatch.over(storage, owner, self.drop_storage)
         scales = [fields[i] for i in SCALES if fields[i] is not None]
         entry = Entry(
@@ -319,7 +311,7 @@ class Cache:
             stream=runtime.current_stream(device) if packed.is_cuda else None,
             size=size,
             task=task,
-            storage_key=storage_key(key, packed.nbytes),
+            storage_key=place,
             same_size=self.same_size[device, size] if holder is None else OrderedDict(),
             holder=holder,
             keys=[key],
@@ -341,9 +333,9 @@ class Cache:
             self.never_evicted[device] += size
             holder.take(entry)
 
-    def _drop(self, entry: Entry) -> None:
-        """Forget it, once."""
-        if entry.same_size.pop(entry, self) is self:
+    def _drop(self, entry: Entry | None) -> None:
+        """Forget it, once; nothing for None."""
+        if entry is None or entry.same_size.pop(entry, self) is self:
             return
         self.held[entry.device] -= entry.size
         self.entries.pop(entry.storage_key, None)
@@ -355,40 +347,35 @@ class Cache:
             self.generation += 1
             entry.holder.let_go()
 
-    def _drop_all(self) -> None:
+    def _drop_where(self, condition: Callable[[Entry], bool] = lambda entry: True) -> None:
         for entry in list(self.entries.values()):
-            self._drop(entry)
+            if condition(entry):
+                self._drop(entry)
 
     def drop(self, entry: Entry) -> None:
         with self.locked():
             self._drop(entry)
 
-    def forget(self, tensor: torch.Tensor) -> None:
+    def forget(self, tensor: Tensor) -> None:
         """Drop what was decoded from this tensor, and every weak reference to it."""
         with self.locked():
-            for entry in list(self.entries.values()):
-                if any(watcher() is tensor for watcher in entry.watchers):
-                    self._drop(entry)
+            self._drop_where(lambda entry: any(watcher() is tensor for watcher in entry.watchers))
         StorageWatch.disown(tensor)
 
     def drop_storage(self, cdata: int) -> None:
         with self.locked():
-            for entry in list(self.entries.values()):
-                if entry.storage.cdata == cdata:
-                    self._drop(entry)
+            self._drop_where(lambda entry: entry.storage.cdata == cdata)
 
     def drop_recomputed(self, task: int | None = None) -> None:
         """Drop what a backward pass (None: any) kept and nobody read. A pass that raises never calls this at its end."""
         with self.locked():
-            for entry in list(self.entries.values()):
-                if entry.task != -1 and task in (None, entry.task):
-                    self._drop(entry)
+            self._drop_where(lambda entry: entry.task != -1 and task in (None, entry.task))
             self.tasks -= self.tasks.copy() if task is None else {task}
 
     def release(self) -> None:
         """Drop everything: the memory is PyTorch's again when this returns."""
         with self.locked():
-            self._drop_all()
+            self._drop_where()
 
     def refuse(self, reason: Uncached) -> None:
         with self.locked():
@@ -399,13 +386,20 @@ class Cache:
             self.hits = self.misses = 0
             self.uncached.clear()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> CacheStatus:
         with self.locked():
-            held = {device: size for device, size in self.held.items() if size}
-            compiled = sum(entry.holder is not None for entry in self.entries.values())
-            return Snapshot(held, len(self.entries), compiled, self.hits, self.misses, dict(self.uncached))
+            return CacheStatus(
+                mode=str(self.mode),
+                held={device: size for device, size in self.held.items() if size},
+                weights=len(self.entries),
+                hits=self.hits,
+                misses=self.misses,
+                uncached={reason.name: count for reason, count in self.uncached.items()},
+                compiled=sum(entry.holder is not None for entry in self.entries.values()),
+                found=self.auto.why if self.auto else "",
+            )
 
-    def compare(self, cached: torch.Tensor, decoded: torch.Tensor) -> None:
+    def compare(self, cached: Tensor, decoded: Tensor) -> None:
         """
         Raises:
             StaleWeightError: the bits differ.

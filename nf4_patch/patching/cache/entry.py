@@ -10,20 +10,21 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...nf4 import runtime
+from ..quant_state import Fields
 from ..reasons import Uncached
 
 Key = tuple[int, torch.Size, torch.dtype]  # address and shape of the packed bytes, dtype of the result
-Fields = tuple[Any, ...]  # of a Layout after ``packed``
 
 
 def nobody() -> None:
     return None
 
 
-def owner_of(packed: torch.Tensor) -> torch.Tensor:
+def owner_of(packed: Tensor) -> Tensor:
     """The tensor whose memory ``packed`` is or looks at; a weight is cached only where that is a parameter.
 
     What Inductor computes or reinterprets has no ``_base``: addresses and version counters say nothing there.
@@ -32,7 +33,7 @@ def owner_of(packed: torch.Tensor) -> torch.Tensor:
     return packed if base is None else base
 
 
-def fingerprint(packed: torch.Tensor, fields: Fields, quant_type: Any) -> tuple[Any, ...]:
+def fingerprint(packed: Tensor, fields: Fields, quant_type: Any) -> tuple[Any, ...]:
     """What a result depends on beyond the Key and which tensors they are: storage, addresses, versions, plain fields.
 
     Raises:
@@ -64,8 +65,8 @@ SCALES = (0, 2, 3, 4)  # absmax, absmax2, code2, offset: their places in Fields
 class Entry:
     """It owns the dense weight; the parameter, its memory and the scales are held weakly."""
 
-    dense: torch.Tensor
-    owner: weakref.ref[torch.Tensor]
+    dense: Tensor
+    owner: weakref.ref[Tensor]
     scales: tuple[Callable[[], Any], ...]  # weak references to absmax, absmax2, code2 and offset
     storage: StorageWeakRef  # of the packed bytes: while it is held, no other storage has this ``cdata``
     fingerprint: tuple[Any, ...]
@@ -82,7 +83,7 @@ class Entry:
     dead: bool = False  # a tensor that it was decoded from was freed
 
 
-def refusal(packed: torch.Tensor, owner: torch.Tensor) -> Uncached | None:
+def refusal(packed: Tensor, owner: Tensor) -> Uncached | None:
     """Why a weight cannot be cached at all, or not now."""
     if not isinstance(owner, torch.nn.Parameter):
         return Uncached.NOT_A_PARAMETER
@@ -120,24 +121,24 @@ class StorageWatch:
 
     def __init__(self, storage: torch.UntypedStorage):
         self.storage = StorageWeakRef(storage)
-        self.owner: Callable[[], torch.Tensor | None] = nobody
+        self.owner: Callable[[], Tensor | None] = nobody
         self.resized = self.shared = False
         self.notify: set[Callable[[int], None]] = set()  # one, and that of an earlier import of this package
 
     @classmethod
-    def over(cls, storage: torch.UntypedStorage, owner: torch.Tensor, notify: Callable[[int], None]) -> None:
+    def over(cls, storage: torch.UntypedStorage, owner: Tensor, notify: Callable[[int], None]) -> None:
         watch = vars(storage).setdefault("resize_", cls(storage))
         watch.notify.add(notify)
         if watch.owner() is None:
             watch.owner = weakref.ref(owner)
 
     @classmethod
-    def disown(cls, owner: torch.Tensor) -> None:
+    def disown(cls, owner: Tensor) -> None:
         watch = vars(owner.untyped_storage()).get("resize_")
         if isinstance(watch, cls) and watch.owner() is owner:
             watch.owner = nobody
 
-    def shared_with_another(self, owner: torch.Tensor) -> bool:
+    def shared_with_another(self, owner: Tensor) -> bool:
         known = self.owner()
         if known is not None and known is not owner and not self.shared:
             self.shared = True

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..context import is_compiling, keep_dynamo_out, modes_active, own_dispatch, transforms_active
-from ..quant_state import fields_of
+from ..quant_state import Fields, fields_of
 from ..reasons import Reason, Uncached
 from ..replacement import Fallbacks
 from ..switch import switch
@@ -33,7 +34,7 @@ def replace_reader(target: Target, original: Callable[..., Any]) -> Callable[...
     library, direction = target.distribution, target.name.rpartition(".")[2]
 
     @functools.wraps(original)
-    def read(*args, **kwargs):
+    def read(*args: Any, **kwargs: Any) -> Any:
         # no gate in the closure: PyTorch 2.8's Dynamo breaks the graph at a function whose closure holds an object
         if is_compiling() or not cache.on:
             return original(*args, **kwargs)
@@ -55,11 +56,11 @@ def swap_tensors(target: Target, original: Callable[..., Any]) -> Callable[..., 
     fallbacks = Fallbacks(target.name)
 
     @functools.wraps(original)
-    def replacement(t1, t2):
+    def replacement(t1: Tensor, t2: Tensor) -> None:
         if cache.on:
             for tensor in (t1, t2):
                 fallbacks.attempt(cache.forget, tensor)
-        return original(t1, t2)
+        original(t1, t2)
 
     return replacement
 
@@ -67,7 +68,7 @@ def swap_tensors(target: Target, original: Callable[..., Any]) -> Callable[..., 
 class Reader:
     """The cached weights of one target, for the calls of it that only read what they dequantize."""
 
-    def __init__(self, target: Target, decode: Callable[..., Any]):
+    def __init__(self, target: Target, decode: Callable[..., Tensor | Reason]):
         """
         Args:
             target: the row, which says which calls those are.
@@ -75,7 +76,9 @@ class Reader:
         """
         self.library, self.always, self.decode = target.distribution, target.reads is Reads.ALWAYS, decode
 
-    def state(self, weight: torch.Tensor, state: Any, shared: bool = False, backward: bool | None = None) -> Any:
+    def state(
+        self, weight: Tensor, state: Any, shared: bool = False, backward: bool | None = None
+    ) -> Tensor | Reason | None:
         """The cached weight of a QuantState, or one that is cached from now on; a Reason is possible too.
 
         Args:
@@ -93,7 +96,7 @@ class Reader:
             return None
         if backward is None:
             backward = direction == "backward"
-        if type(weight) is torch.Tensor:
+        if type(weight) is Tensor:
             return self.fields(weight, fields, state.quant_type, state, backward)
         if getattr(type(weight), "__torch_dispatch__", None) is not own_dispatch:
             return None
@@ -101,8 +104,8 @@ class Reader:
             return self.fields(weight, fields, state.quant_type, state, backward)
 
     def fields(
-        self, weight: torch.Tensor, fields: Any, quant_type: Any, state: Any = None, backward: bool = False
-    ) -> Any:  # fmt: skip
+        self, weight: Tensor, fields: Fields, quant_type: Any, state: Any = None, backward: bool = False
+    ) -> Tensor | Reason | None:
         """As ``state``, of the fields of a Layout after ``weight``; the code is not read."""
         if modes_active() or transforms_active() is not None:
             return None
@@ -113,14 +116,17 @@ class Reader:
                 return cache.insert(weight, fields, quant_type, decode, backward)
         except (AttributeError, RuntimeError):
             tensors = [weight, *(fields[i] for i in SCALES if fields[i] is not None)]
-            if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            if not all(isinstance(tensor, Tensor) for tensor in tensors):
                 return None  # the guards say which
             if not any(tensor.is_inference() for tensor in tensors):
                 raise
             cache.refuse(Uncached.INFERENCE_TENSOR)
             return None
         if switch.strict:
-            cache.compare(found, self.decode(weight, fields, quant_type, state))
+            decoded = self.decode(weight, fields, quant_type, state)
+            if type(decoded) is Reason:
+                return decoded
+            cache.compare(found, decoded)
         return found
 
 
