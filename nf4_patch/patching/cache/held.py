@@ -61,7 +61,7 @@ class Held:
     @classmethod
     def of(cls, state: Any) -> Held:
         """The one of this state, and of no other that was copied from it."""
-        held = vars(state).get(NAME)
+        held: Held | None = vars(state).get(NAME)
         if held is None or held.state() is not state:
             held = vars(state)[NAME] = cls()
             held.state = weakref.ref(state)
@@ -196,7 +196,7 @@ class Layers:
         gate, attempt = switch.gates["cache"], self.dequantizer.fallbacks.attempt
 
         @functools.wraps(forward)
-        def entry(module, *args, **kwargs):
+        def entry(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not gate.on:
                 return forward(module, *args, **kwargs)
             if cache.auto is not None:
