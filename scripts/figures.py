@@ -252,9 +252,7 @@ def steps() -> str:
         for who, _, data in found:
             release = data["machine"]["releases"].get(who.split()[-1].lower(), "")
             for row in data["sections"]["step"]:
-                model, length, setting, clock = parts_of(row)
-                if " " in model:  # a whole model, after its library
-                    length = f"{length}, {model.split()[-1]} whole"
+                _, length, setting, clock = parts_of(row)
                 heading = " ".join(filter(None, (who, release, f"`{setting}`" * bool(setting), clock)))
                 columns.setdefault(heading, {})[length] = emphasized(row)
         if found:
