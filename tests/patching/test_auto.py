@@ -106,6 +106,14 @@ def test_another_mode_no_longer_follows_the_optimizer(gpu):
     assert cache.budget == GIB
 
 
+def test_an_error_of_its_own_stops_no_training(gpu, monkeypatch):
+    monkeypatch.setattr(auto.Memory, "of", lambda device: 1 / 0)
+    cache.auto.batch(1024, 512)
+    steps()
+    assert cache.budget == 0
+    assert any("ZeroDivisionError" in error for error in nf4_patch.status().errors)
+
+
 @pytest.mark.parametrize(
     ("x", "size"),
     [(torch.zeros(2, 512, 64), (1024, 512)), (torch.zeros(30, 64), (30, 30)), (torch.zeros(64), (1, 1)),

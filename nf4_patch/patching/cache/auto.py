@@ -17,6 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...config import size_in_words
+from ..replacement import Fallbacks
 
 STEPS = 2  # the first makes the optimizer's state
 SECONDS = 0.2  # between two looks at the free memory, which takes the driver some 0.1 ms
@@ -41,13 +42,21 @@ class Auto:
         self.next_look = 0.0
         self.alone: dict[int, int] = {}  # ``Memory.others`` by device, when something was taken
         self.why = "nothing before a training"
-        self.hook = register_optimizer_step_post_hook(lambda *_: self.stepped())
+        self.attempt = Fallbacks("cache.auto").attempt  # an error here stops neither a forward pass nor an optimizer
+        self.hook = register_optimizer_step_post_hook(lambda *_: self.after_step())
+
+    def after_step(self) -> None:
+        self.attempt(self.stepped)
 
     def stop(self) -> None:
         self.hook.remove()
         self.may_take = lambda budget: None  # another thread may be in ``observe``
 
     def observe(self, *inputs: Any) -> None:
+        """As ``observed``, in the way of a forward pass."""
+        self.attempt(self.observed, *inputs)
+
+    def observed(self, *inputs: Any) -> None:
         """A forward pass is about to read weights; the first tensor of ``inputs`` is its activations, [..., length,
         features], or its tokens, [..., length]."""
         x = next((each for each in inputs if isinstance(each, torch.Tensor)), None)

@@ -149,7 +149,7 @@ class Layer:
             if weight is not None and check_quant_state(state) is None and returns_tensors(type(weight)):
                 held = Held.of(state)
                 held.layer = self
-                self.weights.append((tuple(name.split(".")), held))
+                self.weights.append((tuple(filter(None, name.split("."))), held))
                 devices.add(weight.get_device())
         self.devices = tuple(devices - {-1})
         for held in {held for _, held in before} - {held for _, held in self.weights}:
