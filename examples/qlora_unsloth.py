@@ -2,6 +2,7 @@
 
     python examples/qlora_unsloth.py                                    # a small random Llama, no network
     python examples/qlora_unsloth.py --model unsloth/Llama-3.2-1B       # a real one
+    NF4_PATCH_CACHE=auto python examples/qlora_unsloth.py               # with a weight cache of the size that is free
 """  # fmt: skip
 
 import nf4_patch; nf4_patch.enable()  # fmt: skip  # the one line
@@ -22,11 +23,9 @@ parser.add_argument("--size", default="tiny", choices=SIZES, help="of a random m
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--rows", type=int, default=2)
 parser.add_argument("--tokens", type=int, default=128)
-parser.add_argument("--cache", help='"auto", or memory to spend on dequantized weights: 6GiB')
 parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
 args = parser.parse_args()
-nf4_patch.enable(cache=args.cache)
 
 dtype = compute_dtype()
 model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
