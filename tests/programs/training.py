@@ -16,4 +16,5 @@ def train(steps: int = 1) -> int:
 
 
 if __name__ == "__main__":
-    print("hits:", train(*map(int, sys.argv[1:])))
+    hits = train(*map(int, sys.argv[1:]))
+    print(f"hits: {hits}\n", end="", flush=True)  # one write: another process may print at the same time
