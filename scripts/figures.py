@@ -18,6 +18,7 @@ CALLS = "kernel calls a step"  # a note of a step
 DENSE = "16-bit weights"
 CACHED = " and everything cached"  # of a mixture of experts
 GPU_TIME = "GPU time"
+SETTINGS = (UNPATCHED, "patch", "cache 1/2", "cache all")  # of a step, in the order of its table
 UNITS = {"us": "µs"}
 LIMITS = ("ceiling", "device copy", "torch.empty", "read", DENSE)  # what ours is held against
 # data file of a training step -> who trains; the last word is the distribution whose release is shown
@@ -244,24 +245,25 @@ def parts_of(row: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def steps() -> str:
-    """A table a GPU: a row a length, a column a trainer."""
+    """A table a GPU: a row a trainer, clock and length, a column a setting of the cache; in italics what is not clear."""
     parts = []
     for gpu in GPUS:
         found = [(who, file, data) for name, who in STEPS.items() for g, file, data in of_gpus(name) if g == gpu]
-        columns: dict[str, dict[str, str]] = {}
+        body: dict[tuple[str, ...], dict[str, str]] = {}
         for who, _, data in found:
             release = data["machine"]["releases"].get(who.split()[-1].lower(), "")
             for row in data["sections"]["step"]:
                 _, length, setting, clock = parts_of(row)
-                heading = " ".join(filter(None, (who, release, f"`{setting}`" * bool(setting), clock)))
-                columns.setdefault(heading, {})[length] = emphasized(row)
-        if found:
-            files = ", ".join(f"[{file}](data/{file})" for _, file, _ in found)
-            lengths = dict.fromkeys(length for cells in columns.values() for length in cells)
-            rows = [[length, *(cells.get(length, "") for cells in columns.values())] for length in lengths]
-            parts.append(
-                f"**{gpu}** ({found[0][2]['machine']['date']}; {files}), ms with / without:\n\n{table(('tokens', *columns), rows)}"
-            )
+                key = (f"{who} {release}".strip(), clock or "wall time", length)
+                shown = f"{digits(row['median'][OURS])} ({times(row['ratio'][UNPATCHED])})"
+                cells = body.setdefault(key, {UNPATCHED: digits(row["median"][UNPATCHED])})
+                cells[setting or "patch"] = shown if clear(row, row["ratio"][UNPATCHED]) else f"*{shown}*"
+        if not found:
+            continue
+        columns = dict.fromkeys(sorted({name for cells in body.values() for name in cells}, key=SETTINGS.index))
+        rows = [[*key, *(cells.get(name, "") for name in columns)] for key, cells in body.items()]
+        files = ", ".join(f"[{file}](data/{file}) of {data['machine']['date']}" for _, file, data in found)
+        parts.append(f"**{gpu}** ({files}):\n\n{table(('ms', 'clock', 'tokens', *columns), rows)}")
     return "\n\n".join(parts) or "Not measured yet."
 
 
