@@ -68,7 +68,7 @@ def test_status_in_the_readme_is_what_it_prints(monkeypatch):
     hits = {name: int(count) for name, count in re.findall(r"^  (\S+): patched, (\d+) hits$", shown, re.MULTILINE)}
     states = {"bitsandbytes": State.PATCHED, "transformers": State.PATCHED, "torch": State.PATCHED}
     targets = tuple(
-        TargetStatus(t.name, State.INACTIVE if t.only and t.distribution in states else states.get(t.distribution, State.WAITING),
+        TargetStatus(t.name, State.INACTIVE if t.only and t.library in states else states.get(t.library, State.WAITING),
                      hits.pop(t.name, 0))
         for t in TARGETS
     )  # fmt: skip

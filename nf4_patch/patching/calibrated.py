@@ -85,7 +85,7 @@ def releases() -> dict[str, str | None]:
     from ..nf4 import runtime
 
     found = {"nf4_patch": __version__, "triton": runtime.triton.__version__ if runtime.triton else None}
-    for name in dict.fromkeys(target.distribution for target in TARGETS if target.only == "matmul"):
+    for name in dict.fromkeys(target.library for target in TARGETS if target.only == "matmul"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

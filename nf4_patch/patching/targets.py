@@ -24,9 +24,7 @@ class Reads(enum.Enum):
 class Target:
     """One function of one module."""
 
-    module: str
-    attribute: str  # dotted for a static method of a class, or an entry of a dict of one
-    distribution: str
+    function: str  # "module:attribute", dotted for a static method of a class, or an entry of a dict of one
     releases: str  # for people: which releases have it
     tested: tuple[str, ...]  # releases that the tests ran with
     parameters: tuple[Parameters, ...]  # the signatures that the replacement adapts
@@ -41,7 +39,16 @@ class Target:
 
     @property
     def name(self) -> str:
-        return f"{self.module}.{self.attribute}"
+        return self.function.replace(":", ".")
+
+    @property
+    def module(self) -> str:
+        return self.function.partition(":")[0]
+
+    @property
+    def library(self) -> str:
+        """The package, and the name of its distribution."""
+        return self.function.partition(".")[0]
 
     @property
     def trigger(self) -> str:
@@ -50,7 +57,7 @@ class Target:
 
     def holder(self, module: Any) -> tuple[Any, str]:
         """The module, class or dict that holds the function (None if there is none), and its name there."""
-        *classes, name = self.attribute.split(".")
+        *classes, name = self.function.partition(":")[2].split(".")
         for each in classes:
             module = getattr(module, each, None)
         return module, name
@@ -81,9 +88,7 @@ SWITCHES = {"matmul": "auto", "cache": "6GiB"}
 
 TARGETS = (
     Target(
-        module="bitsandbytes.functional",
-        attribute="dequantize_4bit",
-        distribution="bitsandbytes",
+        function="bitsandbytes.functional:dequantize_4bit",
         releases=">= 0.43",
         tested=TESTED_BITSANDBYTES,
         parameters=(("A", "quant_state", "absmax", "out", "blocksize", "quant_type"),),
@@ -93,9 +98,7 @@ TARGETS = (
         copied=True,
     ),
     Target(
-        module="bitsandbytes.backends.cuda.ops",
-        attribute="_dequant_linear_fallback",
-        distribution="bitsandbytes",
+        function="bitsandbytes.backends.cuda.ops:_dequant_linear_fallback",
         releases=">= 0.50",
         tested=TESTED_OP_RELEASES,
         parameters=(LINEAR_4BIT,),
@@ -104,9 +107,7 @@ TARGETS = (
         covers="forward of Linear4bit in training, and its recompute under gradient checkpointing",
     ),
     Target(
-        module="bitsandbytes.backends.cuda.ops",
-        attribute="_gemm_4bit_kernel_impl",
-        distribution="bitsandbytes",
+        function="bitsandbytes.backends.cuda.ops:_gemm_4bit_kernel_impl",
         releases=">= 0.50",
         tested=TESTED_OP_RELEASES,
         parameters=(LINEAR_4BIT,),
@@ -115,9 +116,7 @@ TARGETS = (
         only="matmul",
     ),
     Target(
-        module="bitsandbytes.functional",
-        attribute="gemv_4bit",
-        distribution="bitsandbytes",
+        function="bitsandbytes.functional:gemv_4bit",
         releases=">= 0.43",
         tested=TESTED_OP_RELEASES,
         parameters=(("A", "B", "out", "transposed_A", "transposed_B", "state"),),
@@ -127,9 +126,7 @@ TARGETS = (
         copied=True,
     ),
     Target(
-        module="bitsandbytes.autograd._functions",
-        attribute="matmul_4bit",
-        distribution="bitsandbytes",
+        function="bitsandbytes.autograd._functions:matmul_4bit",
         releases=">= 0.43",
         tested=TESTED_OP_RELEASES,
         parameters=(("A", "B", "quant_state", "out", "bias"),),
@@ -139,9 +136,7 @@ TARGETS = (
         copied=True,
     ),
     Target(
-        module="bitsandbytes.autograd._functions",
-        attribute="MatMul4Bit.backward",
-        distribution="bitsandbytes",
+        function="bitsandbytes.autograd._functions:MatMul4Bit.backward",
         releases=">= 0.43",
         tested=("0.49.2", "0.50.2"),
         parameters=(("ctx", "grad_output"),),
@@ -150,9 +145,7 @@ TARGETS = (
         only="cache",
     ),
     Target(
-        module="bitsandbytes.autograd._functions",
-        attribute="MatMul4Bit.forward",
-        distribution="bitsandbytes",
+        function="bitsandbytes.autograd._functions:MatMul4Bit.forward",
         releases=">= 0.43",
         tested=("0.49.2", "0.50.2"),
         parameters=(("ctx", "A", "B", "out", "bias", "quant_state"),),
@@ -161,9 +154,7 @@ TARGETS = (
         only="cache",
     ),
     Target(
-        module="unsloth.kernels.utils",
-        attribute="fast_dequantize",
-        distribution="unsloth",
+        function="unsloth.kernels.utils:fast_dequantize",
         releases="<= 2026.9.12",
         tested=("2026.6.9", "2026.9.7"),
         parameters=(FAST_DEQUANTIZE,),
@@ -174,9 +165,7 @@ TARGETS = (
         copied=True,
     ),
     Target(
-        module="unsloth.kernels.utils",
-        attribute="_fast_dequantize_bnb",
-        distribution="unsloth",
+        function="unsloth.kernels.utils:_fast_dequantize_bnb",
         releases=">= 2026.9.13",
         tested=("2026.9.14", "2026.10.9"),
         parameters=(FAST_DEQUANTIZE, (*FAST_DEQUANTIZE, "dtype")),
@@ -185,9 +174,7 @@ TARGETS = (
         covers="every 4-bit weight of Unsloth's LoRA kernels, decoding and saving",
     ),
     Target(
-        module="unsloth.kernels.utils",
-        attribute="fast_gemv",
-        distribution="unsloth",
+        function="unsloth.kernels.utils:fast_gemv",
         releases="<= 2026.9.12",
         tested=("2026.9.7",),
         parameters=(FAST_GEMV,),
@@ -198,9 +185,7 @@ TARGETS = (
         copied=True,
     ),
     Target(
-        module="unsloth.kernels.utils",
-        attribute="_fast_gemv_bnb",
-        distribution="unsloth",
+        function="unsloth.kernels.utils:_fast_gemv_bnb",
         releases=">= 2026.9.13",
         tested=("2026.10.9",),
         parameters=(FAST_GEMV,),
@@ -209,9 +194,7 @@ TARGETS = (
         only="matmul",
     ),
     Target(
-        module="unsloth.kernels.utils",
-        attribute="_gemv_rows",
-        distribution="unsloth",
+        function="unsloth.kernels.utils:_gemv_rows",
         releases=">= 2026.10.9",
         tested=("2026.10.9",),
         parameters=(FAST_GEMV,),
@@ -220,9 +203,7 @@ TARGETS = (
         only="matmul",
     ),
     Target(
-        module="unsloth.kernels.utils",
-        attribute="matmul_lora",
-        distribution="unsloth",
+        function="unsloth.kernels.utils:matmul_lora",
         releases=">= 2026.9.7",
         tested=("2026.9.7", "2026.10.9"),
         parameters=(MATMUL_LORA, (*MATMUL_LORA, "use_global_buffer")),
@@ -233,9 +214,7 @@ TARGETS = (
     ),
     *(
         Target(
-            module="unsloth.kernels.fast_lora",
-            attribute=f"{name}.backward",
-            distribution="unsloth",
+            function=f"unsloth.kernels.fast_lora:{name}.backward",
             releases=">= 2026.6",
             tested=("2026.9.7", "2026.10.9"),
             parameters=(("ctx", *gradients),),
@@ -246,9 +225,7 @@ TARGETS = (
         for name, gradients in (("LoRA_MLP", ("dY",)), ("LoRA_QKV", ("dQ", "dK", "dV")), ("LoRA_W", ("dY",)))
     ),
     Target(
-        module="unsloth.models._block_compile",
-        attribute="_wrap",
-        distribution="unsloth",
+        function="unsloth.models._block_compile:_wrap",
         releases=">= 2026.10",
         tested=("2026.10.9",),
         parameters=(("cls", "compile_options", "kinds"),),
@@ -257,9 +234,7 @@ TARGETS = (
         only="cache",
     ),
     Target(
-        module="unsloth_zoo.temporary_patches.moe_triton_kernels",
-        attribute="nf4_dequant_triton",
-        distribution="unsloth_zoo",
+        function="unsloth_zoo.temporary_patches.moe_triton_kernels:nf4_dequant_triton",
         releases=">= 2026.9.8",
         tested=("2026.9.9", "2026.10.9"),
         parameters=(EXPERT_STACK, (*EXPERT_STACK, "out")),
@@ -268,9 +243,7 @@ TARGETS = (
         lazy=True,
     ),
     Target(
-        module="axolotl.integrations.kernels.libs.scattermoe_lora.selective_dequant",
-        attribute="_selective_dequant_bnb4",
-        distribution="axolotl",
+        function="axolotl.integrations.kernels.libs.scattermoe_lora.selective_dequant:_selective_dequant_bnb4",
         releases=">= 0.17",
         tested=("0.19.0",),
         parameters=(("raw_param", "quant_state", "active_experts", "expert_shape"),),
@@ -279,9 +252,7 @@ TARGETS = (
         lazy=True,
     ),
     Target(
-        module="transformers.integrations.moe",
-        attribute="ExpertsInterface._global_mapping.grouped_mm",
-        distribution="transformers",
+        function="transformers.integrations.moe:ExpertsInterface._global_mapping.grouped_mm",
         releases=">= 5.0",
         tested=("5.0.0", "5.17.0", "5.23.0"),
         parameters=(EXPERTS,),
@@ -291,9 +262,7 @@ TARGETS = (
         covers="mixtures of experts in 4 bits: training saves the packed experts and not the dense ones",
     ),
     Target(
-        module="transformers.integrations.moe",
-        attribute="ExpertsInterface._global_mapping.batched_mm",
-        distribution="transformers",
+        function="transformers.integrations.moe:ExpertsInterface._global_mapping.batched_mm",
         releases=">= 5.0",
         tested=("5.0.0", "5.17.0", "5.23.0"),
         parameters=(EXPERTS,),
@@ -302,9 +271,7 @@ TARGETS = (
         covers="mixtures of experts in 4 bits: generation dequantizes the experts that are used and no other",
     ),
     Target(
-        module="torch._dynamo.eval_frame",
-        attribute="OptimizedModule.__call__",
-        distribution="torch",
+        function="torch._dynamo.eval_frame:OptimizedModule.__call__",
         releases=">= 2.6",
         tested=("2.11.0", "2.13.0"),
         parameters=(("self", "args", "kwargs"),),
@@ -314,10 +281,8 @@ TARGETS = (
         lazy=True,
     ),
     Target(
-        module="torch.utils",
+        function="torch.utils:swap_tensors",
         after="bitsandbytes.functional",  # PyTorch is complete then
-        attribute="swap_tensors",
-        distribution="torch",
         releases=">= 2.3",
         tested=("2.11.0", "2.13.0"),
         parameters=(("t1", "t2"),),

@@ -277,12 +277,12 @@ def check_kernel(dtype: torch.dtype, device: torch.device, capability: tuple[int
 def examine_targets(unsloth: bool, config: Config, tell: Progress) -> list[Judged]:
     """Import the libraries, enable the patch, and ask what is in place; afterwards it is as it was."""
     # in the order of TARGETS: unsloth_zoo cannot be imported before unsloth
-    installed = installed_releases(dict.fromkeys(target.distribution for target in TARGETS))
+    installed = installed_releases(dict.fromkeys(target.library for target in TARGETS))
     wanted = [name for name in installed if unsloth or not name.startswith("unsloth")]
     failed = {}
     for name in wanted:
         tell(f"importing {name}")
-        of_library = [t for t in TARGETS if t.lazy and t.distribution == name and holds(installed[name], t.releases)]
+        of_library = [t for t in TARGETS if t.lazy and t.library == name and holds(installed[name], t.releases)]
         try:
             for module in (name, *(target.module for target in of_library)):
                 importlib.import_module(module)
@@ -291,7 +291,7 @@ def examine_targets(unsloth: bool, config: Config, tell: Progress) -> list[Judge
     found = []
     with nf4_patch.enabled():
         for target, status in zip(TARGETS, nf4_patch.status().targets, strict=True):
-            release = installed.get(target.distribution, "")
+            release = installed.get(target.library, "")
             verdict, why = judge(target, release, status.state, failed, config)
             found.append(Judged(target.name, target.covers, release, verdict, why))
     return found
@@ -299,7 +299,7 @@ def examine_targets(unsloth: bool, config: Config, tell: Progress) -> list[Judge
 
 def judge(target: Target, release: str, state: State, failed: dict[str, str], config: Config) -> tuple[Verdict, str]:
     """The verdict on a target, and why."""
-    library = target.distribution
+    library = target.library
     if not release:
         return Verdict.NOT_INSTALLED, ""
     if library in failed:

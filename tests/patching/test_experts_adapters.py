@@ -21,7 +21,7 @@ from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
 
 SHAPE = (4, 64, 256)  # an expert is a block of the second level
-TARGET = "test.test"
+TARGETS = {"unsloth_zoo.test.test", "axolotl.test.test"}
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def stack(nested=True, shape=SHAPE, quant_type="nf4"):
 
 
 def counted() -> dict[Reason, int]:
-    return {reason: n for (target, reason), n in counters.fallbacks.items() if target == TARGET}
+    return {reason: n for (target, reason), n in counters.fallbacks.items() if target in TARGETS}
 
 
 def damaged(state, **fields):
@@ -70,7 +70,7 @@ def test_unsloth_zoo_decodes_whatever_shape_is_asked_for(nested):
     assert torch.equal(ours(packed.view(4, -1), state, SHAPE), want)
     out = torch.empty_like(want)
     assert ours(packed, state, SHAPE, out).data_ptr() == out.data_ptr() and torch.equal(out, want)
-    assert counters.hits(TARGET) == 6 and not counted()
+    assert sum(map(counters.hits, TARGETS)) == 6 and not counted()
 
 
 NOT_OURS = {
@@ -148,7 +148,7 @@ def test_axolotl_decodes_the_experts_that_are_used(dtype, nested, quant_type):
     whole = F.dequantize_4bit(packed, state)
     for ids in ([3, 0], [2], [0, 1, 2, 3]):
         assert torch.equal(selective(packed, state, torch.tensor(ids, dtype=dtype, device=DEVICE)), whole[ids])
-    assert counters.hits(TARGET) == 3 and not counted()
+    assert sum(map(counters.hits, TARGETS)) == 3 and not counted()
 
 
 AXOLOTLS = {

@@ -105,7 +105,7 @@ def test_refused_on_the_cpu_with_untouched_arguments(name, on_with_matmul):
     arguments = arguments_of(torch.randn(1, 1, 256, dtype=torch.bfloat16), packed, state)
     assert replacement(*arguments) == "original"
     assert all(a is b for a, b in zip(seen[0][0], arguments, strict=True)) and seen[0][1] == replacement.keywords
-    assert counters.fallbacks == {(f"test.{name}", Reason.NOT_CUDA): 1}
+    assert counters.fallbacks == {(f"unsloth.test.{name}", Reason.NOT_CUDA): 1}
     # off: the original at once, nothing counted
     nf4_patch.enable(matmul="off")
     counters.reset()
@@ -129,9 +129,9 @@ def test_reasons_of_a_state(name, on_with_matmul):
         replacement(*arguments_of(x, packed, state))
     assert len(seen) == 5
     assert counters.fallbacks == {
-        (f"test.{name}", Reason.NOT_4BIT): 2,
-        (f"test.{name}", Reason.MATMUL_OPERANDS): 2,
-        (f"test.{name}", Reason.DISPATCH_MODE): 1,
+        (f"unsloth.test.{name}", Reason.NOT_4BIT): 2,
+        (f"unsloth.test.{name}", Reason.MATMUL_OPERANDS): 2,
+        (f"unsloth.test.{name}", Reason.DISPATCH_MODE): 1,
     }
 
 
@@ -144,7 +144,7 @@ def test_an_error_of_ours_runs_the_original(on_with_matmul, monkeypatch):
     packed, state = quantized((128, 256), torch.bfloat16, "cpu")
     x = torch.randn(1, 1, 256, dtype=torch.bfloat16)
     assert replacement(*arguments_of(x, packed, state)) == "original"
-    assert counters.fallbacks == {("test.gemv", Reason.INTERNAL_ERROR): 1}
+    assert counters.fallbacks == {("unsloth.test.gemv", Reason.INTERNAL_ERROR): 1}
     assert counters.errors == {"ZeroDivisionError: on purpose": 1}
 
 

@@ -363,4 +363,4 @@ def test_matmul_lora(lora, auto):
         assert replacement_of(x, packed, state, a.requires_grad_(), b, 0.5) == "original"
     back = torch.randn(2, 3, 64).bfloat16()
     assert replacement_of(back, packed.t(), state, None, None, None) == "original"
-    assert counters.hits("test.test") == 3
+    assert counters.hits("unsloth.test.test") == 3
