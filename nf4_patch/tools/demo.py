@@ -33,7 +33,7 @@ from . import output
 from .cases import device_here, name_of, place_of, require_oracle
 from .llama import LINEARS, Shape, build_4bit, config_of, training_dtype
 from .patch import patch
-from .report import Diagnosis, Progress, plural, provenance, right_aligned, silent
+from .report import Progress, Report, plural, provenance, right_aligned, silent
 
 SEED = 0
 WARM_UP = 3  # steps of each kind before anything is timed: kernels compile, allocators fill
@@ -84,7 +84,7 @@ class Training:
 
 
 @dataclass
-class DemoReport(Diagnosis):
+class DemoReport(Report):
     place: str
     kernel_runs: bool  # on a GPU or under the interpreter
     size: str

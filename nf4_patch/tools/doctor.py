@@ -29,7 +29,7 @@ from ..patching import calibrated, deferral, placement
 from ..patching.reasons import Reason
 from ..patching.state import State
 from ..patching.targets import SWITCHES, TARGETS, Target
-from .report import DISTRIBUTIONS, Diagnosis, Progress, installed_releases, plural, silent
+from .report import DISTRIBUTIONS, Progress, Report, installed_releases, plural, silent
 
 TAKE_FP16 = (  # of a GPU before sm_80
     "fp16 is right here: this GPU has no bf16 arithmetic and PyTorch emulates it, slowly. Take "
@@ -105,7 +105,7 @@ class Judged:
 
 
 @dataclass
-class DoctorReport(Diagnosis):
+class DoctorReport(Report):
     machine: str
     driver: str
     releases: dict[str, str]

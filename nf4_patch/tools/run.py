@@ -13,7 +13,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
@@ -133,8 +133,8 @@ def of_the_cache(status: Status) -> list[str]:
     ]
 
 
-def run(module: str | None, arguments: Sequence[str], shown: bool = False) -> RunReport:
-    """Run ``arguments[0]`` as a script, or ``module``, as ``__main__``, with the patch on.
+def run(module: bool, arguments: Sequence[str], shown: bool = False) -> RunReport:
+    """Run ``arguments[0]``, a script or a module, as ``__main__``, with the patch on.
 
     sys.argv, sys.path[0] and __main__ are what ``python`` would make them, and stay so: atexit handlers and daemon threads
     of the run outlive it. Other threads are waited for, as at the interpreter's end, and none can be started afterwards.
@@ -145,46 +145,45 @@ def run(module: str | None, arguments: Sequence[str], shown: bool = False) -> Ru
         OSError: the script cannot be read.
         SystemExit: this is a forked child, or a launcher's process of another rank than 0: it has no report.
     """
-    start = _starter(module, "" if module else arguments[0])
+    start = _starter(module, arguments[0])
     enabled = nf4_patch.enable()
     if enabled:
         os.environ["NF4_PATCH"] = "1"
     started = time.perf_counter()
-    sys.argv = [module, *arguments] if module else list(arguments)  # runpy puts the module's file in place of its name
+    sys.argv = list(arguments)  # runpy puts a module's file in place of its name
     sys.modules["__main__"] = ModuleType("__main__")
     sys.modules["__main__"].__dict__["__builtins__"] = builtins
     process = os.getpid()
     code = output.flushed(_exit_code(start))
     if os.getpid() != process or not is_first_process():
         sys.exit(code)
-    command = ["-m", module, *arguments] if module else list(arguments)
+    command = [*["-m"] * module, *arguments]
     seconds, status = time.perf_counter() - started, nf4_patch.status()
     return RunReport(command, enabled, code, seconds, status, shown)
 
 
-def _starter(module: str | None, script: str) -> Callable[[], Any]:
-    """What runs a module, or a script, a .pyc, or a folder or zip file with a __main__.py, in the ``__main__`` of sys.modules.
+def _starter(module: bool, name: str) -> Callable[[], Any]:
+    """What runs a module, or a script, or a folder or zip file with a __main__.py, in the ``__main__`` of sys.modules.
 
     Raises:
         OSError: it cannot be read.
     """
-    path = os.path.abspath(script)
+    path = os.path.abspath(name)
     if module or os.path.isdir(path) or zipfile.is_zipfile(path):
 
         def start() -> None:
             _lead_path_with(os.getcwd() if module else path, even_if_safe=not module)
-            runpy._run_module_as_main(module or "__main__", alter_argv=bool(module))  # type: ignore[attr-defined]
+            runpy._run_module_as_main(name if module else "__main__", alter_argv=module)  # type: ignore[attr-defined]
 
         return start
-    loader: Any = (SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader)("__main__", path)
+    loader = SourceFileLoader("__main__", path)
     data = loader.get_data(path)
 
     def execute() -> None:
         _lead_path_with(os.path.dirname(os.path.realpath(path)))
         main = sys.modules["__main__"].__dict__
         main.update(__file__=path, __cached__=None, __loader__=loader)
-        code = loader.get_code("__main__") if path.endswith(".pyc") else loader.source_to_code(data, path)
-        exec(code, main)
+        exec(loader.source_to_code(data, path), main)
 
     return execute
 

@@ -175,7 +175,7 @@ def test_a_ratio_needs_the_accuracy_of_the_same_run():
     assert bad.ratio(BITSANDBYTES) is None
     report = Bench(MACHINE, {"64x128 bf16": [good, bad]}, {"64x128 bf16": "how"})
     assert report.exit_code == 1
-    assert report.failures == ["64x128 bf16, M=8: error 1.020e-03 against fp64, dequantize + matmul 1.000e-03"]
+    assert report.problems() == ["64x128 bf16, M=8: error 1.020e-03 against fp64, dequantize + matmul 1.000e-03"]
     text = text_of(*report.render())
     assert text.count("3.00x") == 1 and text.count("2.00x") == 1
     assert text.count("check failed") == 2

@@ -71,10 +71,13 @@ def test_run_reports_fallbacks_with_advice_and_a_line_for_each_target_that_matte
 
 @pytest.mark.parametrize(
     ("words", "missing"),
-    [(["-m"], "'-m' requires an argument"), (["--json"], "'--json' requires an argument"),
-     (["--report", "-m"], "'-m' requires an argument"), (["--json", "script.py"], "(--json writes to /"), ([], "name a script"),
-     (["--"], "name a script")],
-)  # fmt: skip
+    [
+        (["--json"], "'--json' requires an argument"),
+        (["--report", "-m"], "name a script, or a module with -m"),
+        (["--json", "script.py"], "(--json writes to /"),
+        (["--"], "name a script"),
+    ],
+)
 def test_what_is_missing_is_named(words, missing, tmp_path):
     (tmp_path / "script.py").write_text("")
     done = command("run", *words, cwd=tmp_path)
@@ -259,7 +262,8 @@ def test_under_a_launcher_rank_0_reports(ranks, reports, tmp_path):
 
 
 def test_a_launcher_in_the_place_of_the_script_says_how_to_count_its_processes(tmp_path):
-    (tmp_path / "train.py").write_text("import os; print('rank', os.environ['RANK'], os.environ['NF4_PATCH'])")
+    text = """import os, sys; sys.stdout.write(f"rank {os.environ['RANK']} {os.environ['NF4_PATCH']}\\n")"""
+    (tmp_path / "train.py").write_text(text)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     done = command("run", "--report", *launcher, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
