@@ -11,7 +11,6 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import torch
 from ..config import Config
 from ..nf4.matmul import tuning
 from ..nf4.matmul.tuning import CalibratedRows, SmallMConfig
-from ..version import __version__
+from ..version import __version__, release_of
 from .switch import switch
 from .targets import TARGETS
 
@@ -84,13 +83,9 @@ def releases() -> dict[str, str | None]:
     """The releases that a calibration depends on; None: not installed."""
     from ..nf4 import runtime
 
-    found = {"nf4_patch": __version__, "triton": runtime.triton.__version__ if runtime.triton else None}
-    for name in dict.fromkeys(target.library for target in TARGETS if target.only == "matmul"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    triton = runtime.triton.__version__ if runtime.triton else None
+    libraries = dict.fromkeys(target.library for target in TARGETS if target.only == "matmul")
+    return {"nf4_patch": __version__, "triton": triton, **{name: release_of(name) for name in libraries}}
 
 
 def load(path: Path) -> dict[str, Any]:

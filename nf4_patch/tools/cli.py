@@ -220,11 +220,7 @@ PNG = "nf4-patch-demo.png"
 @click.pass_obj
 def demo(tell: Progress, steps: int, size: str | None, png: Path) -> Report:
     """Fine-tune a small QLoRA model without and with the patch."""
-    if Config.read().forbidden:
-        raise click.UsageError(
-            "NF4_PATCH=0 or NF4_USE_TRITON=0 keeps the patch off, and the demo compares training with and without it: "
-            "unset the variable"
-        )
+    require_patch()
     from . import demo
 
     return demo.demo(steps, size, png, tell)
@@ -247,13 +243,10 @@ def bench(tell: Progress, step: str | None, matmul: bool, quick: bool, unsloth: 
     from .bench import matmul as fused_matmul
     from .bench import step as training_step
 
-    try:
-        if matmul:
-            models = (llama.LLAMA_8B,) if quick else (llama.LLAMA_8B, llama.LLAMA_70B)
-            return fused_matmul.measure(models, unsloth, tell)
-        return training_step.measure(tell) if step else dequantize.measure(unsloth, quick, tell)
-    except RuntimeError as error:
-        raise click.ClickException(str(error)) from error
+    if matmul:
+        models = (llama.LLAMA_8B,) if quick else (llama.LLAMA_8B, llama.LLAMA_70B)
+        return fused_matmul.measure(models, unsloth, tell)
+    return training_step.measure(tell) if step else dequantize.measure(unsloth, quick, tell)
 
 
 MODELS = ["llama-1b", "llama-8b", "qwen-7b", "llama-70b"]  # llama.MODELS, by shorter names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import importlib
 import os
 import platform
@@ -27,7 +26,7 @@ from ..nf4.layout import OUTPUT_DTYPES
 from ..nf4.matmul.tuning import SMALL_M_ROWS
 from ..patching import calibrated, deferral, placement
 from ..patching.reasons import Reason
-from ..patching.state import State
+from ..patching.state import State, Word
 from ..patching.targets import SWITCHES, TARGETS, Target
 from .report import DISTRIBUTIONS, Progress, Report, installed_releases, plural, silent
 
@@ -37,7 +36,7 @@ TAKE_FP16 = (  # of a GPU before sm_80
 )
 
 
-class Verdict(str, enum.Enum):
+class Verdict(Word):
     """What would happen to a target here."""
 
     PATCHED = "patched"
@@ -51,17 +50,11 @@ class Verdict(str, enum.Enum):
     NOT_IN_THIS_RELEASE = "not in this release"
     NOT_INSTALLED = "not installed"
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class Outcome(str, enum.Enum):
+class Outcome(Word):
     READY = "Ready"
     LIMITED = "Ready, with limits"  # patched, and not everything gains by it
     NOT_READY = "Not ready"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 BRIEFLY = (Verdict.INACTIVE, Verdict.NOT_IN_THIS_RELEASE, Verdict.NOT_INSTALLED)  # counted in one line
@@ -162,7 +155,7 @@ class DoctorReport(Report):
         for name, value in self.variables.items():
             words = f" ({size_in_words(int(value))})" if name == "NF4_PATCH_CACHE" and value.isdigit() else ""
             yield f"{name}={value}{words}: {next(v.meaning for v in VARIABLES if v.name == name)}"
-        if (options := options_set(self.variables)) and not self.requested and not self.forbidden:
+        if (options := options_set()) and not self.requested and not self.forbidden:
             yield f"{', '.join(options)}: no effect until NF4_PATCH=1 or nf4_patch.enable() switches the patch on"
         if self.missing:
             yield self.missing

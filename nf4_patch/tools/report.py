@@ -6,13 +6,13 @@ import dataclasses
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import nf4_patch
 
 from ..config import Config
+from ..version import release_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -89,13 +89,7 @@ DISTRIBUTIONS = ("torch", "triton", "bitsandbytes", "unsloth", "unsloth_zoo", "t
 
 def installed_releases(names: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:
     """The installed releases, by distribution. One that is not installed is left out."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return {name: release for name in names if (release := release_of(name)) is not None}
 
 
 def plural(count: int, noun: str) -> str:
