@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,16 +76,16 @@ EXPERT_STACK = ("packed", "quant_state", "out_shape")
 FAST_GEMV = ("X", "W", "quant_state", "out")
 MATMUL_LORA = ("X", "W", "W_quant", "A", "B", "s", "out")
 FAST_DEQUANTIZE = ("W", "quant_state", "out", "use_global_buffer")
-LINEAR_4BIT = (
-    ("A", "B", "shapeB", "absmax", "blocksize", "quant_type")
-    + ("bias", "absmax_8bit", "absmax_code", "absmax_offset")
-)  # fmt: skip
+SECOND_LEVEL = ("absmax_8bit", "absmax_code", "absmax_offset")
+LINEAR_4BIT = ("A", "B", "shapeB", "absmax", "blocksize", "quant_type", "bias", *SECOND_LEVEL)
 # Releases that scripts/release_matrix.py ran; docs/data/releases.json says on which machine.
 TESTED_OP_RELEASES = ("0.50.2",)
 TESTED_BITSANDBYTES = ("0.45.5", "0.46.1", "0.47.0", "0.48.2", "0.49.2", "0.50.2")
 
 # What ``only`` may be, and a value that switches it on.
 SWITCHES = {"matmul": "auto", "cache": "6GiB"}
+MatmulTarget = functools.partial(Target, only="matmul")
+CacheTarget = functools.partial(Target, only="cache")
 
 TARGETS = (
     Target(
@@ -106,52 +107,47 @@ TARGETS = (
         reads=Reads.ALWAYS,
         covers="forward of Linear4bit in training, and its recompute under gradient checkpointing",
     ),
-    Target(
+    MatmulTarget(
         function="bitsandbytes.backends.cuda.ops:_gemm_4bit_kernel_impl",
         releases=">= 0.50",
         tested=TESTED_OP_RELEASES,
         parameters=(LINEAR_4BIT,),
         replace="adapters.bitsandbytes:gemm",
         covers='forward of Linear4bit on a few rows (generation), with enable(matmul="auto") only',
-        only="matmul",
     ),
-    Target(
+    MatmulTarget(
         function="bitsandbytes.functional:gemv_4bit",
         releases=">= 0.43",
         tested=TESTED_OP_RELEASES,
         parameters=(("A", "B", "out", "transposed_A", "transposed_B", "state"),),
         replace="adapters.bitsandbytes:gemv",
         covers='gemv_4bit, which Linear4bit before 0.50 calls for one row (generation), with enable(matmul="auto") only',
-        only="matmul",
         copied=True,
     ),
-    Target(
+    MatmulTarget(
         function="bitsandbytes.autograd._functions:matmul_4bit",
         releases=">= 0.43",
         tested=TESTED_OP_RELEASES,
         parameters=(("A", "B", "quant_state", "out", "bias"),),
         replace="adapters.bitsandbytes:matmul_4bit",
         covers='eager forward of Linear4bit on a few rows without a gradient, with enable(matmul="auto") only',
-        only="matmul",
         copied=True,
     ),
-    Target(
+    CacheTarget(
         function="bitsandbytes.autograd._functions:MatMul4Bit.backward",
         releases=">= 0.43",
         tested=("0.49.2", "0.50.2"),
         parameters=(("ctx", "grad_output"),),
         replace="adapters.bitsandbytes:matmul_backward",
         covers="cached weights in the backward of Linear4bit, with enable(cache=...) only",
-        only="cache",
     ),
-    Target(
+    CacheTarget(
         function="bitsandbytes.autograd._functions:MatMul4Bit.forward",
         releases=">= 0.43",
         tested=("0.49.2", "0.50.2"),
         parameters=(("ctx", "A", "B", "out", "bias", "quant_state"),),
         replace="cache.reader:replace_reader",
         covers="cached weights in the forward of Linear4bit before 0.50, with enable(cache=...) only",
-        only="cache",
     ),
     Target(
         function="unsloth.kernels.utils:fast_dequantize",
@@ -173,7 +169,7 @@ TARGETS = (
         reads=Reads.INSIDE,
         covers="every 4-bit weight of Unsloth's LoRA kernels, decoding and saving",
     ),
-    Target(
+    MatmulTarget(
         function="unsloth.kernels.utils:fast_gemv",
         releases="<= 2026.9.12",
         tested=("2026.9.7",),
@@ -181,57 +177,51 @@ TARGETS = (
         replace="adapters.unsloth:fast_gemv",
         covers='one row of every 4-bit weight (generation), with enable(matmul="auto") only',
         unless="_fast_gemv_bnb",
-        only="matmul",
         copied=True,
     ),
-    Target(
+    MatmulTarget(
         function="unsloth.kernels.utils:_fast_gemv_bnb",
         releases=">= 2026.9.13",
         tested=("2026.10.9",),
         parameters=(FAST_GEMV,),
         replace="adapters.unsloth:fast_gemv",
         covers='one row of every 4-bit weight (generation), with enable(matmul="auto") only',
-        only="matmul",
     ),
-    Target(
+    MatmulTarget(
         function="unsloth.kernels.utils:_gemv_rows",
         releases=">= 2026.10.9",
         tested=("2026.10.9",),
         parameters=(FAST_GEMV,),
         replace="adapters.unsloth:gemv_rows",
         covers='generation of 2 to UNSLOTH_GEMV_MAX_ROWS (4) sequences at once, with enable(matmul="auto") only',
-        only="matmul",
     ),
-    Target(
+    MatmulTarget(
         function="unsloth.kernels.utils:matmul_lora",
         releases=">= 2026.9.7",
         tested=("2026.9.7", "2026.10.9"),
         parameters=(MATMUL_LORA, (*MATMUL_LORA, "use_global_buffer")),
         replace="adapters.unsloth:matmul_lora",
         covers='linear layers with LoRA on a few rows (short prompts), with enable(matmul="auto") only',
-        only="matmul",
         copied=True,
     ),
     *(
-        Target(
+        CacheTarget(
             function=f"unsloth.kernels.fast_lora:{name}.backward",
             releases=">= 2026.6",
             tested=("2026.9.7", "2026.10.9"),
             parameters=(("ctx", *gradients),),
             replace="cache.reader:replace_reader",
             covers="cached weights in the backward of Unsloth's LoRA kernels, with enable(cache=...) only",
-            only="cache",
         )
         for name, gradients in (("LoRA_MLP", ("dY",)), ("LoRA_QKV", ("dQ", "dK", "dV")), ("LoRA_W", ("dY",)))
     ),
-    Target(
+    CacheTarget(
         function="unsloth.models._block_compile:_wrap",
         releases=">= 2026.10",
         tested=("2026.10.9",),
         parameters=(("cls", "compile_options", "kinds"),),
         replace="adapters.unsloth:compiled_layers",
         covers="cached weights in Unsloth's compiled layers, with enable(cache=...) only, and a size of memory",
-        only="cache",
     ),
     Target(
         function="unsloth_zoo.temporary_patches.moe_triton_kernels:nf4_dequant_triton",
@@ -270,17 +260,16 @@ TARGETS = (
         replace="adapters.transformers:batched_mm",
         covers="mixtures of experts in 4 bits: generation dequantizes the experts that are used and no other",
     ),
-    Target(
+    CacheTarget(
         function="torch._dynamo.eval_frame:OptimizedModule.__call__",
         releases=">= 2.6",
         tested=("2.11.0", "2.13.0"),
         parameters=(("self", "args", "kwargs"),),
         replace="cache.held:compiled_module",
         covers="cached weights in the backward of torch.compile(module), with enable(cache=...) only, and a size of memory",
-        only="cache",
         lazy=True,
     ),
-    Target(
+    CacheTarget(
         function="torch.utils:swap_tensors",
         after="bitsandbytes.functional",  # PyTorch is complete then
         releases=">= 2.3",
@@ -288,6 +277,5 @@ TARGETS = (
         parameters=(("t1", "t2"),),
         replace="cache.reader:swap_tensors",
         covers="parameters whose contents are swapped while their weights are cached, with enable(cache=...) only",
-        only="cache",
     ),
 )
