@@ -14,7 +14,6 @@ from target import TARGET
 import nf4_patch
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import compilation, launch
-from nf4_patch.patching import quant_state
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
@@ -155,18 +154,3 @@ def test_a_cache_directory_that_cannot_be_written():
     row = {t.name: t for t in status.targets}["bitsandbytes.functional.dequantize_4bit"]
     assert row.hits or (row.fallbacks == {"KERNEL_FAILED": 1} and status.errors), status
     """, TRITON_CACHE_DIR="/proc/nowhere")  # fmt: skip
-
-
-def test_codebook_inside_a_capture(fresh, monkeypatch):
-    """The first nf4 weight of a device inside a CUDA graph capture: refused by name, the capture survives."""
-    packed, state = quantized((64, 128), torch.float16, CUDA)
-    want = original(packed, state)
-    server = Dequantizer("test")
-    monkeypatch.setattr(quant_state, "_codes", {})
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        reason = server.run(packed, state)
-        torch.zeros(1, device=CUDA)
-    assert reason is Reason.GRAPH_CAPTURE
-    graph.replay()
-    assert torch.equal(server.run(packed, state), want)

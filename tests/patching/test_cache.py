@@ -358,23 +358,6 @@ def test_block_drops_what_a_failed_backward_left(cache):
     assert not cache.entries
 
 
-def test_threads(cache):
-    cache.configure(6 * SIZE)
-    weights = [weight(seed) for seed in range(12)]
-    right = [expected(*each) for each in weights]
-
-    def work(offset):
-        for i in range(400):
-            j = (i * (offset + 1) + offset) % len(weights)
-            # not decoded by ``expected``, which is not made for threads
-            assert torch.equal(read(cache, *weights[j], decode=lambda *_, j=j: right[j].clone()), right[j])
-            if offset == 0 and i % 50 == 49:
-                cache.release()
-
-    together(*(functools.partial(work, offset) for offset in range(4)))
-    assert sum(allocated(entry.dense.nbytes) for entry in cache.entries.values()) == cache.held[INDEX] <= 6 * SIZE
-
-
 def test_memory_of_two_parameters_is_refused_by_name(cache):
     """A write through one moves no version of the other, so neither is cached once both were seen."""
     packed, state = weight()

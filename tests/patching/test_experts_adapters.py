@@ -15,8 +15,6 @@ from tiny_experts import DEVICE
 
 from nf4_patch.patching.adapters import axolotl, unsloth_zoo
 from nf4_patch.patching.counters import counters
-from nf4_patch.patching.dequantizer import Dequantizer
-from nf4_patch.patching.experts import Stack
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
 
@@ -103,25 +101,12 @@ def test_unsloth_zoo_keeps_its_own(defer, monkeypatch):
     assert Original()(*stack())[0] == "the original" and counted() == {Reason.DEFERRED: 1}
 
 
-@pytest.mark.parametrize("name", ["deferred", "math"])
-def test_an_error_of_ours_before_unsloth_zoo(name, monkeypatch):
-    packed, state = stack()
-    monkeypatch.setattr(unsloth_zoo, name, None)
-    answer = Original()(packed, state, SHAPE)
-    assert answer[0] == "the original" and answer[1] is packed and counted() == {Reason.INTERNAL_ERROR: 1}
-
-
 def test_unsloth_zoo_without_out():
     """Before 2026.10.7."""
     replaced = unsloth_zoo.nf4_dequant(
         target_like("unsloth_zoo"), lambda packed, quant_state, out_shape=None: "the original"
     )
     assert replaced(None, None) == "the original"
-
-
-def test_unsloth_zoo_switched_off(monkeypatch):
-    monkeypatch.setattr(switch, "on", False)
-    assert Original()(*stack())[0] == "the original" and not counted()
 
 
 # --- axolotl ---
@@ -183,15 +168,3 @@ def test_axolotl_keeps_its_own(nested, monkeypatch):
     assert isinstance(result, torch.Tensor) is nested and counted() == ({} if nested else {Reason.DEFERRED: 1})
     monkeypatch.setattr(axolotl, "deferred", lambda library: library == "axolotl")
     assert selective(*stack(nested), torch.tensor([1], device=DEVICE)) == "the original"
-
-
-@pytest.mark.parametrize(("owner", "name"), [(axolotl, "deferred"), (Stack, "select"), (Dequantizer, "run")])
-def test_an_error_of_ours_before_axolotl(owner, name, monkeypatch):
-    monkeypatch.setattr(owner, name, None)
-    assert selective(*stack(), torch.tensor([1], device=DEVICE)) == "the original"
-    assert counted() == {Reason.INTERNAL_ERROR: 1}
-
-
-def test_axolotl_switched_off(monkeypatch):
-    monkeypatch.setattr(switch, "on", False)
-    assert selective(*stack(), torch.tensor([1], device=DEVICE)) == "the original" and not counted()
