@@ -41,6 +41,13 @@ def test_unsloth(checkpoint, tmp_path):
     assert on["torch_compile"] == off["torch_compile"]
 
 
+def test_unsloth_with_eager_layers_hits_every_dequantization(checkpoint, tmp_path):
+    """From 2026.10 on it compiles each layer and keeps its own kernel there: eager shows every call."""
+    arguments = ("--model", checkpoint, "--steps", 20, "--rows", 1, "--tokens", 512)
+    on, _ = on_and_off("qlora_unsloth.py", *arguments, folder=tmp_path, TORCHDYNAMO_DISABLE="1")
+    assert hits(on) >= 20 * LINEARS * PASSES and not fallbacks(on)  # 2026.10.9 makes more calls than 21 a layer
+
+
 def test_generate(checkpoint, tmp_path):
     record = run_example("generate.py", "--model", checkpoint, folder=tmp_path)
     print(record["generation"])

@@ -206,14 +206,6 @@ def test_a_second_parametrization_stays_dense(patched):
     assert same(ours, step(model))
 
 
-@pytest.mark.parametrize("hooks", ["save_on_cpu", "no_grad"])
-def test_where_nothing_is_to_be_done(hooks, patched):
-    model = model_of("qwen3")
-    with torch.no_grad() if hooks == "no_grad" else torch.autograd.graph.save_on_cpu():
-        model(input_ids=ids_of())
-    assert reasons() == {Reason.NO_GRADIENT if hooks == "no_grad" else Reason.SAVED_TENSOR_HOOKS: LAYERS}
-
-
 def test_16_bit_experts(patched):
     model = AutoModelForCausalLM.from_config(CONFIGS["qwen3"](), dtype=torch.bfloat16).to(DEVICE)
     ours = step(model)

@@ -68,18 +68,6 @@ def test_an_error_of_ours_stops_no_training(name, on, monkeypatch):
     assert reasons(implementation) == {Reason.INTERNAL_ERROR: times} and "AssertionError: a bug" in counters.errors
 
 
-@pytest.mark.parametrize("error", ["strict", "memory"])
-@pytest.mark.parametrize("name", OURS)
-def test_what_is_raised_all_the_same(name, error, on, monkeypatch):
-    owner, implementation, _ = OURS[name]
-    run = run_of(Layer(), implementation)
-    monkeypatch.setattr(switch, "strict", error == "strict")
-    fault = AssertionError("a bug") if error == "strict" else torch.cuda.OutOfMemoryError("none left")
-    monkeypatch.setattr(owner, name, broken(fault))
-    with pytest.raises(type(fault)):
-        run()
-
-
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 def test_what_the_original_raises_is_its_own(implementation, patched):
     layer, used = Layer(), []

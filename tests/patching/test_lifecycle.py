@@ -117,30 +117,6 @@ def test_another_model_at_the_same_addresses(device, patched):
     assert counters.hits(TARGET) >= 30
 
 
-def test_toggled_in_the_middle_of_training(device):
-    def losses(toggle):
-        layer = linear(device, 128, 96, seed=3)
-        adapter = torch.nn.Linear(128, 96, bias=False).to(device)
-        torch.nn.init.constant_(adapter.weight, 0.01)
-        optimizer = torch.optim.SGD(adapter.parameters(), lr=0.1)
-        torch.manual_seed(4)
-        result = []
-        for index in range(8):
-            if toggle:
-                (nf4_patch.enable if index % 2 else nf4_patch.disable)()
-            x = torch.randn(40, 128, device=device, requires_grad=True)
-            loss = (layer(x.bfloat16()).float() + adapter(x)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            result += [loss.detach(), x.grad]
-        return result
-
-    without = losses(toggle=False)
-    assert same(losses(toggle=True), without)
-    assert counters.hits(TARGET) >= 4
-
-
 def test_peft_merge_and_unmerge(device):
     peft = pytest.importorskip("peft")
 

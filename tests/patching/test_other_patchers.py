@@ -104,7 +104,7 @@ def test_a_wrapper_full_of_closures_is_searched_quickly(on):
 
 UNSLOTH = pytest.mark.skipif(
     importlib.util.find_spec("unsloth") is None or torch.cuda.is_available(),
-    reason="the real Unsloth on a CPU machine; the GPU has gpu/test_steps.py",
+    reason="the real Unsloth on a CPU machine; the GPU has gpu/test_example_runs.py",
 )
 
 
