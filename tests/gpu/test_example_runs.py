@@ -17,9 +17,7 @@ LINEARS, PASSES = 4 * 7, 3  # forward, recompute, backward
 
 @pytest.mark.parametrize(("script", "options"), [("qlora_peft.py", ()), ("qlora_trl.py", ("--rows", 1))])
 def test_training(script, options, checkpoint, tmp_path):
-    on, off = on_and_off(
-        script, "--model", checkpoint, "--steps", 120, "--tokens", 512, *options, folder=tmp_path
-    )  # fmt: skip
+    on, off = on_and_off(script, "--model", checkpoint, "--steps", 120, "--tokens", 512, *options, folder=tmp_path)
     assert hits(on) == 120 * LINEARS * PASSES and not fallbacks(on)
     assert on["torch_compile"] == off["torch_compile"]
 
@@ -68,10 +66,11 @@ CACHED = {
     "trl": ("qlora_trl.py", ("--rows", 1), ()),
     "unsloth": ("qlora_unsloth.py", ("--rows", 1), ()),
     "ddp": (
-        "qlora_torchrun.py", ("--attention", "eager"),
+        "qlora_torchrun.py",
+        ("--attention", "eager"),
         ("-m", "torch.distributed.run", "--nproc-per-node", PROCESSES, "--standalone"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CACHED)

@@ -144,7 +144,8 @@ def test_freed_storage_is_refused_before_a_launch(fresh):
 
 def test_a_cache_directory_that_cannot_be_written():
     """Triton raises; the training goes on with the original, and the reason is in status()."""
-    python("""
+    python(
+        """
     import torch, bitsandbytes.functional as F, nf4_patch
     packed, state = F.quantize_4bit(torch.randn(64, 64, device="cuda").half(), quant_type="nf4", compress_statistics=True)
     want = F.dequantize_4bit(packed, state)
@@ -153,4 +154,6 @@ def test_a_cache_directory_that_cannot_be_written():
     status = nf4_patch.status()
     row = {t.name: t for t in status.targets}["bitsandbytes.functional.dequantize_4bit"]
     assert row.hits or (row.fallbacks == {"KERNEL_FAILED": 1} and status.errors), status
-    """, TRITON_CACHE_DIR="/proc/nowhere")  # fmt: skip
+    """,
+        TRITON_CACHE_DIR="/proc/nowhere",
+    )

@@ -119,9 +119,10 @@ FLAT = {
     "packed in place": lambda packed, state: packed.bitwise_xor_(255),
     "quant_type": lambda packed, state: setattr(state, "quant_type", "fp4"),
     "blocksize": lambda packed, state: (
-        setattr(state, "blocksize", 128), setattr(state, "absmax", state.absmax[: len(state.absmax) // 2])
+        setattr(state, "blocksize", 128),
+        setattr(state, "absmax", state.absmax[: len(state.absmax) // 2]),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", FLAT)

@@ -22,7 +22,7 @@ from tiny_experts import (
     reasons,
     same,
     step,
-)  # fmt: skip
+)
 from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

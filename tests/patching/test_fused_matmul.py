@@ -86,15 +86,18 @@ def replaced(name):
 
 # What makes a replacement, and what the library gives it, of x, the packed weight and its state, and by name.
 CALLS = {
-    "gemm": (gemm, lambda x, w, s: (
-        x, w, list(s.shape), s.state2.absmax, 64, "nf4", None, s.absmax, s.state2.code, s.offset), {}),
+    "gemm": (
+        gemm,
+        lambda x, w, s: (x, w, list(s.shape), s.state2.absmax, 64, "nf4", None, s.absmax, s.state2.code, s.offset),
+        {},
+    ),
     "matmul": (matmul_4bit, lambda x, w, s: (x, w, s, None, None), {}),
     "gemv": (gemv, lambda x, w, s: (x, w, None, False, False, s), {}),
     "fast_gemv": (fast_gemv, lambda x, w, s: (x, w, s, None), {}),
     "rows": (gemv_rows, lambda x, w, s: (x, w, s, None), {}),
     "lora": (matmul_lora, lambda x, w, s: (x, w, s, None, None, None, None), {"use_global_buffer": False}),
     "lora by position": (matmul_lora, lambda x, w, s: (x, w, s, None, None, None, None, False), {}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="x is on the CPU on purpose")

@@ -24,9 +24,11 @@ MACHINE = Machine("a GPU", "90", "580.1", "SM clock 1 MHz", {"torch": "2.11.0", 
 
 def comparison(**same: bool) -> Row:
     times = {
-        OURS: Times((10.0, 10.0)), BITSANDBYTES: Times((25.0, 25.0)), UNSLOTH_TRITON: Times((11.0, 11.0)),
+        OURS: Times((10.0, 10.0)),
+        BITSANDBYTES: Times((25.0, 25.0)),
+        UNSLOTH_TRITON: Times((11.0, 11.0)),
         CEILING: Times((9.5, 9.5)),
-    }  # fmt: skip
+    }
     checks = bits({name.replace("_", " "): equal for name, equal in same.items()})
     return Row("4096x4096 bf16", "us", times, checks, 42_000_000, {"n": 4096, "k": 4096})
 

@@ -177,10 +177,11 @@ def test_a_wrong_config_fails_the_command(with_a_gpu, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "file", "message"),
     [
-        ((), "off", "NF4_PATCH_CALIBRATION=off"), (("--show", "--forget"), "x.json", "--show and --forget"),
+        ((), "off", "NF4_PATCH_CALIBRATION=off"),
+        (("--show", "--forget"), "x.json", "--show and --forget"),
         (("--shape", "4096"), "x.json", "--shape 4096: give it as NxK"),
         (("--shape", "64x65"), "x.json", "K a multiple of 64"),
     ],
-)  # fmt: skip
+)
 def test_wrong_uses(arguments, file, message, with_a_gpu, tmp_path):
     assert message in call(*arguments, file="off" if file == "off" else tmp_path / file, exit_code=2)

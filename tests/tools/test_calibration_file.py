@@ -59,10 +59,12 @@ def test_the_answers_that_were_remembered_follow_the_file(machine):
 @pytest.mark.parametrize(
     ("name", "release", "here"),
     [
-        ("nf4_patch", "0.0.9", "0.1.0"), ("triton", "3.7.1", "3.6.0"), ("bitsandbytes", None, "0.50.2"),
+        ("nf4_patch", "0.0.9", "0.1.0"),
+        ("triton", "3.7.1", "3.6.0"),
+        ("bitsandbytes", None, "0.50.2"),
         ("unsloth", "2026.10.9", "none"),
     ],
-)  # fmt: skip
+)
 def test_other_releases_are_ignored_by_name(machine, name, release, here):
     entry = entry_of()
     entry["releases"][name] = release
@@ -141,11 +143,12 @@ def test_it_is_read_once_and_not_before_the_first_question(machine, monkeypatch)
 
 def test_the_variable(monkeypatch, tmp_path):
     for environ, wanted in [
-        ({}, "~/.cache/nf4_patch/calibration.json"), ({"XDG_CACHE_HOME": "/c"}, "/c/nf4_patch/calibration.json"),
+        ({}, "~/.cache/nf4_patch/calibration.json"),
+        ({"XDG_CACHE_HOME": "/c"}, "/c/nf4_patch/calibration.json"),
         ({"NF4_PATCH_CALIBRATION": "auto", "XDG_CACHE_HOME": "/c"}, "/c/nf4_patch/calibration.json"),
         ({"NF4_PATCH_CALIBRATION": "/Some/File.json"}, "/Some/File.json"),
         ({"NF4_PATCH_CALIBRATION": "~/File.json"}, "~/File.json"),
-    ]:  # fmt: skip
+    ]:
         assert Config.read(environ).calibration == Path(wanted).expanduser()
     assert Config.read({"NF4_PATCH_CALIBRATION": "OFF"}).calibration is None
     for bad in ("1", "/some/directory"):
