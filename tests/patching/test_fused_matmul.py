@@ -13,11 +13,9 @@ import torch
 from bitsandbytes.autograd import _functions as autograd
 from oracle import quantized
 from target import row, target_like
-from unsloth_releases import RELEASES, with_unsloth
 
 import nf4_patch
 from nf4_patch.config import Config, ConfigError
-from nf4_patch.patching import fused_matmul
 from nf4_patch.patching.adapters.bitsandbytes import gemm, gemv, matmul_4bit
 from nf4_patch.patching.adapters.unsloth import fast_gemv, gemv_rows, matmul_lora
 from nf4_patch.patching.counters import counters
@@ -138,19 +136,6 @@ def test_reasons_of_a_state(name, on_with_matmul):
     }
 
 
-def test_an_error_of_ours_runs_the_original(on_with_matmul, monkeypatch):
-    def broken(*arguments, **kwargs):
-        raise ZeroDivisionError("on purpose")
-
-    monkeypatch.setattr("nf4_patch.patching.fused_matmul.FusedMatmul.run", broken)
-    replacement, arguments_of, _ = replaced("gemv")
-    packed, state = quantized((128, 256), torch.bfloat16, "cpu")
-    x = torch.randn(1, 1, 256, dtype=torch.bfloat16)
-    assert replacement(*arguments_of(x, packed, state)) == "original"
-    assert counters.fallbacks == {("unsloth.test.gemv", Reason.INTERNAL_ERROR): 1}
-    assert counters.errors == {"ZeroDivisionError: on purpose": 1}
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bitsandbytes runs its CPU kernels here")
 def test_bitsandbytes_gives_its_own_bits_on_the_cpu(on_with_matmul):
     """The real functions: a CPU has no fused matmul, so the result is the original's to the bit."""
@@ -164,21 +149,3 @@ def test_bitsandbytes_gives_its_own_bits_on_the_cpu(on_with_matmul):
         nf4_patch.disable()
         assert torch.equal(got, layer(x))
         assert torch.equal(one, F.gemv_4bit(x, packed, state=state))
-
-
-def test_up_to_64_rows_are_measured(monkeypatch):
-    """The answer for a layer of Llama on an H200."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    fused_matmul.is_measured.cache_clear()
-    assert fused_matmul.is_measured(0, 64, 4096, 4096)
-    assert not fused_matmul.is_measured(0, 65, 4096, 4096)
-    fused_matmul.is_measured.cache_clear()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs it: tests/gpu/test_matmul_layers.py")
-@RELEASES
-@pytest.mark.parametrize("enabled_first", [pytest.param(True, marks=pytest.mark.full), False])
-def test_unsloth_row_is_in_every_holder(release, enabled_first, tmp_path):
-    attribute = "_fast_gemv_bnb" if release == "2026.10.9" else "fast_gemv"
-    order = "enabled-first" if enabled_first else "enabled-last"
-    with_unsloth(release, tmp_path, "unsloth_fused_rows", attribute, order)

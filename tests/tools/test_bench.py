@@ -70,18 +70,17 @@ def test_no_speedup_where_our_bits_differ_from_bitsandbytes():
     assert ratios == {BITSANDBYTES: None, UNSLOTH_TRITON: None, CEILING: None}
 
 
-def test_a_baseline_with_other_bits_loses_only_its_own_ratio():
-    row = comparison(bitsandbytes=True, Unsloth_Triton=False)
-    assert row.ratio(BITSANDBYTES) == 2.5 and row.ratio(UNSLOTH_TRITON) is None
-
-
-def test_no_speedup_where_nothing_was_compared():
-    assert comparison().ratio(BITSANDBYTES) is None and comparison().ratio(CEILING) is None
-
-
-def test_no_ratio_where_the_only_baseline_has_other_bits():
-    row = comparison(Unsloth_Triton=False)
-    assert row.ratio(UNSLOTH_TRITON) is row.ratio(CEILING) is None
+@pytest.mark.parametrize(
+    ("same", "ratios"),
+    [
+        ({"bitsandbytes": True, "Unsloth_Triton": False}, {BITSANDBYTES: 2.5, UNSLOTH_TRITON: None}),
+        ({"Unsloth_Triton": False}, {UNSLOTH_TRITON: None, CEILING: None}),
+        ({}, {BITSANDBYTES: None, CEILING: None}),  # nothing was compared
+    ],
+)
+def test_a_ratio_needs_the_bits_of_its_baseline_and_of_bitsandbytes(same, ratios):
+    row = comparison(**same)
+    assert {name: row.ratio(name) for name in ratios} == ratios
 
 
 def test_what_is_not_timed_is_an_empty_cell():
