@@ -18,15 +18,14 @@ from types import ModuleType
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Column, Table
 
 import nf4_patch
 
 from ..config import is_first_process
 from ..patching.state import State
-from ..patching.status import NEVER_HIT, Status, explain, folded
+from ..patching.status import Status, explain
 from . import output
-from .report import Report, plural, right_aligned
+from .report import Report, plural
 
 # Files whose frames are above the script's own in a traceback.
 FROZEN = ("runpy", "importlib._bootstrap", "importlib._bootstrap_external")
@@ -57,10 +56,13 @@ class RunReport(Report):
     def as_dict(self) -> dict[str, Any]:
         fields = asdict(self)
         del fields["shown"]
-        return {**fields, "advice": self.advice(), "exit_code": self.exit_code}
+        reasons = [
+            f"{t.name}: {count:,} x {explain(name)}" for t in self.status.targets for name, count in t.fallbacks.items()
+        ]
+        return {**fields, "advice": reasons + self.advice(), "exit_code": self.exit_code}
 
     def advice(self) -> list[str]:
-        """What to know and what to do, most important first."""
+        """What to know and what to do beyond what the status says, most important first."""
         targets, lines = self.status.targets, []
         if not self.enabled:
             lines.append("The patch was off: NF4_PATCH=0 or NF4_USE_TRITON=0 is set.")
@@ -70,9 +72,6 @@ class RunReport(Report):
             )
         elif not any(target.calls for target in targets):
             lines.append("Nothing that is patched was called by eager code. Calls by compiled code are not counted.")
-        for target in targets:
-            lines += [f"{target.name}: {count:,} x {explain(name)}" for name, count in target.fallbacks.items()]
-            lines += [f"{target.name}: {target.note}"] if target.note == NEVER_HIT else []
         if "unsloth" in sys.modules:
             from ..patching import deferral  # imports torch, which Unsloth has
 
@@ -84,35 +83,20 @@ class RunReport(Report):
                 "The processes that it started are not counted. For a report of rank 0: "
                 f"`{launcher} nf4-patch run --report train.py`."
             )
-        return lines + [f"kernel error: {error}" for error in self.status.errors]
+        return lines
 
     def render(self) -> Iterable[RenderableType]:
         if not self.shown:
             return
         yield f"nf4_patch: {' '.join(self.command)} (exit {self.code}, {self.seconds:.1f} s)"
-        shown, rest = folded(self.status.targets)
-        if shown:
-            columns = (*right_aligned("hits", "fallbacks"), Column("target", overflow="fold"))
-            table = Table(*columns, box=None, padding=(0, 2, 0, 0))
-            for target in shown:
-                note = "" if target.state is State.PATCHED else f"\n{target.state}: {target.note}".rstrip(": ")
-                table.add_row(f"{target.hits:,}", f"{target.calls - target.hits:,}", target.name + note)
-            yield table
-        if rest:
-            yield rest
-        yield f"{plural(self.status.hits, 'dequantization')} in the kernel, {self.status.fallbacks:,} by the original"
-        for shape, hits in sorted(self.status.shapes.items(), key=lambda item: -item[1]):
-            if hits:
-                yield f"  {hits:,} x {shape}"
+        yield str(self.status)
         yield from of_the_cache(self.status)
         yield from self.advice()
 
 
 def of_the_cache(status: Status) -> list[str]:
-    """What the cache saved, or which budget would have saved what: in proportion to it, and more with checkpointing."""
-    if status.cache.mode != "off":
-        return [str(status.cache)]
-    if not status.weights:
+    """Without a cache, which budget would have saved what: in proportion to it, and more with checkpointing."""
+    if status.cache.mode != "off" or not status.weights:
         return []
     from ..patching.cache.allocator import allocated  # imports torch, which the run has
 
