@@ -96,6 +96,8 @@ def test_a_state_that_is_changed_between_calls(device, patched):
         assert torch.equal(F.dequantize_4bit(packed, state), expected(packed, state)), field
     state.blocksize, state.absmax = 128, state.absmax[::2].contiguous()
     assert torch.equal(F.dequantize_4bit(packed, state), expected(packed, state))
+    packed.bitwise_xor_(255)  # the same tensor, other bytes
+    assert torch.equal(F.dequantize_4bit(packed, state), expected(packed, state))
 
 
 def test_nothing_is_kept_alive(device, patched):
