@@ -6,6 +6,7 @@ Every call is a hit or deferred, graphs and breaks are as without. With cached w
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +16,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 LINEARS, PASSES = 4 * 7, 3  # forward, recompute, backward
 
 
-@pytest.mark.parametrize(("script", "options"), [("qlora_peft.py", ()), ("qlora_trl.py", ("--rows", 1))])
-def test_training(script, options, checkpoint, tmp_path):
-    on, off = on_and_off(script, "--model", checkpoint, "--steps", 120, "--tokens", 512, *options, folder=tmp_path)
+WITH_LIGER = (Path(__file__).parents[1] / "programs" / "with_liger.py",)
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "launcher"),
+    [("qlora_peft.py", (), ()), ("qlora_trl.py", ("--rows", 1), ()), ("qlora_peft.py", (), WITH_LIGER)],
+    ids=["peft", "trl", "liger"],
+)
+def test_training(script, options, launcher, checkpoint, tmp_path):
+    """Alone, and with Liger's kernels around the same linears."""
+    if launcher:
+        pytest.importorskip("liger_kernel")
+    arguments = ("--model", checkpoint, "--steps", 120, "--tokens", 512, *options)
+    on, off = on_and_off(script, *arguments, folder=tmp_path, launcher=launcher)
     assert hits(on) == 120 * LINEARS * PASSES and not fallbacks(on)
     assert on["torch_compile"] == off["torch_compile"]
 
