@@ -1,7 +1,7 @@
 """What ``nf4-patch calibrate`` measured on this machine's GPUs: a file, read at the first question about a GPU.
 
 Its rows go before nf4's tables, for the sizes and releases that were measured. A file that cannot be used is named by
-:func:`status`; nothing here raises because of it. By GPU it holds the date, the releases and, under "matmul", for each
+:func:`in_force`; nothing here raises because of it. By GPU it holds the date, the releases and, under "matmul", for each
 "NxK" rows ``{"m", "config"}`` in ascending m: the config for up to m rows of X, or null where the original is faster.
 """
 
@@ -30,7 +30,7 @@ class InForce(NamedTuple):
     """What is in force on one GPU."""
 
     rows: CalibratedRows = {}  # noqa: RUF012 (never written to)
-    status: str = ""
+    status: str = ""  # in one line: what it is, or why the file's is not; "" where there is nothing about this GPU
 
 
 on_change: list[Callable[[], None]] = []  # called when what was decided by the rows has to be decided again
@@ -55,16 +55,12 @@ def forget() -> None:
 
 
 def rows(device: int) -> CalibratedRows:
-    """What was measured on the GPU with this index; empty where nothing is in force."""
+    """What was measured there, for nf4's tables; empty where nothing is in force."""
     return in_force(device).rows
 
 
-def status(device: int) -> str:
-    """One line: what is in force, or why the file is not; "" where there is nothing about this GPU."""
-    return in_force(device).status
-
-
 def in_force(device: int) -> InForce:
+    """Of the GPU with this index; read at the first question."""
     found = _in_force.get(device)
     if found is None:
         found = _in_force[device] = InForce() if _path is None else read(_path, gpu(device))

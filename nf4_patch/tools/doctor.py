@@ -248,7 +248,7 @@ def examine_gpu(index: int, tell: Progress) -> Gpu:
             tell(f"compiling for {properties.name}", done, len(OUTPUT_DTYPES))
             gpu.kernels.append(check_kernel(dtype, torch.device("cuda", index), capability))
         shipped = any(row.capability == capability for row in SMALL_M_ROWS)
-        gpu.fused_matmul = calibrated.status(index) or (
+        gpu.fused_matmul = calibrated.in_force(index).status or (
             "by the shipped tables" if shipped else "in no shipped table; `nf4-patch calibrate` measures them"
         )
     return gpu
