@@ -38,15 +38,15 @@ class Target:
     after: str = ""  # installed when this module is imported, and not with its own
     copied: bool = False  # other modules hold it by value: sweep them when the module was imported first
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         return self.function.replace(":", ".")
 
-    @property
+    @functools.cached_property
     def module(self) -> str:
         return self.function.partition(":")[0]
 
-    @property
+    @functools.cached_property
     def library(self) -> str:
         """The package, and the name of its distribution."""
         return self.function.partition(".")[0]
