@@ -1,4 +1,4 @@
-"""What only a GPU shows: remembered launches, streams, graphs, devices, sizes past 2^31, the portable path compiled."""
+"""What only a GPU shows: remembered launches, streams, graphs, devices, sizes past 2^31."""
 
 from __future__ import annotations
 
@@ -7,31 +7,16 @@ import math
 import bitsandbytes.functional as F
 import pytest
 import torch
-from oracle import DTYPES, every_pair, layout_of, quantized
+from oracle import DTYPES, layout_of, quantized
 
 from nf4_patch.nf4 import runtime
-from nf4_patch.nf4.dequantize import compilation, kernels, launch, reference
+from nf4_patch.nf4.dequantize import compilation, launch, reference
 from nf4_patch.patching import quant_state
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("blocksize", [32, 64, 512])
-def test_portable_path_compiled_for_the_gpu(dtype, blocksize):
-    """PTX = "": the same kernel without inline decode gives the same bits."""
-    packed, state = every_pair(dtype, CUDA, blocksize)
-    layout = layout_of(packed, state)
-    variant = compilation.Variant.of(layout, 4)
-    values = compilation.constants(variant, (9, 0)) | {"PTX": "", "CONSTRAINTS": ""}
-    out = torch.full(tuple(layout.shape), math.nan, dtype=dtype, device=CUDA)
-    grid = (-(-layout.numel() // compilation.elements_of(variant)),)
-    tensors = compilation.operands(layout, out.view(-1))
-    kernels.dequantize_kernel[grid](*tensors, layout.numel(), **values, num_warps=4, enable_fp_fusion=False)
-    assert runtime.same_bits(out, F.dequantize_4bit(packed, state))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

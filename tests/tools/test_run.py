@@ -188,13 +188,6 @@ def test_a_reader_that_has_gone(report, tmp_path):
     assert (done.returncode, done.stderr) == (120, "")
 
 
-def test_the_report_is_written_where_the_run_began(tmp_path):
-    (tmp_path / "script.py").write_text("import os; os.chdir('/')")
-    done = command("run", "--json", "report.json", "script.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "report.json").read_text())["code"] == 0
-
-
 def reported(folder, *words, **environ):
     """A run with a report: its process, and its JSON (None: not written). ``words``: a script and its arguments."""
     done = command("run", "--report", "--json", "report.json", *words, cwd=folder, interpreted=True, **environ)
