@@ -24,7 +24,7 @@ from nf4_patch.tools.bench.step import (
     optimizer_of,
     peft_model,
     side_by_side,
-)  # fmt: skip
+)
 from nf4_patch.tools.llama import LLAMA_8B, MODELS, Shape, config_of, training_dtype
 from nf4_patch.tools.report import Progress
 

@@ -159,9 +159,7 @@ def _autoload() -> None:
     try:
         if Config.read().requested and _enabled_once():
             notices.say_when_it_is_used()
-    except ImportError as error:
-        _stays_off(f"a package that it needs is missing: {error}")
-    except ConfigError as error:
+    except (ImportError, ConfigError) as error:  # a package that it needs is missing, or a variable is wrong
         _stays_off(str(error))
     except Exception:
         logging.getLogger(__name__).exception("nf4_patch stays off")

@@ -115,18 +115,16 @@ def size_in_words(size: int) -> str:
     return "0 B"
 
 
-def options_set(environ: Mapping[str, str] | None = None) -> list[str]:
+def options_set() -> list[str]:
     """ "NAME=value" of every option in the environment that asks for something."""
-    environ = os.environ if environ is None else environ
-    given = {v: environ.get(v.name, "").strip() for v in VARIABLES if v.option}
+    given = {v: os.environ.get(v.name, "").strip() for v in VARIABLES if v.option}
     asks = [v for v, text in given.items() if text.lower() not in ("", v.default) and SWITCH.get(text.lower(), True)]
     return [f"{v.name}={given[v]}" for v in asks]
 
 
-def is_first_process(environ: Mapping[str, str] | None = None) -> bool:
+def is_first_process() -> bool:
     """Whether a launcher (torchrun, accelerate) gave this process rank 0, or there is none."""
-    environ = os.environ if environ is None else environ
-    return (environ.get("RANK") or environ.get("LOCAL_RANK") or "0") == "0"
+    return (os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0") == "0"
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from figures import (
     span,
     table,
     times,
-)  # fmt: skip
+)
 
 # compute capability -> GPUs that people know
 ARCHITECTURES = {

@@ -137,7 +137,7 @@ def run_commands(environ: dict[str, str], directory: str) -> dict[str, str]:
         first = str(ROOT / first) if first.endswith(".py") else first
         done = subprocess.run(
             [sys.executable, first, *words], capture_output=True, text=True, env=environ, cwd=directory
-        )  # fmt: skip
+        )
         ended[name] = last_line(done) if done.returncode else "ok"
     return ended
 
@@ -278,9 +278,10 @@ def peft_step(device) -> dict[str, Any]:
         torch.manual_seed(0)
         options = {"quant_type": "nf4", "compute_dtype": torch.bfloat16}
         base = torch.nn.Sequential(
-            bnb.nn.Linear4bit(256, 384, bias=True, **options), torch.nn.SiLU(),
+            bnb.nn.Linear4bit(256, 384, bias=True, **options),
+            torch.nn.SiLU(),
             bnb.nn.Linear4bit(384, 128, bias=False, compress_statistics=False, **options),
-        ).to(device)  # fmt: skip
+        ).to(device)
         base.is_loaded_in_4bit = True
         torch.manual_seed(1)
         model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["0", "2"], r=4, init_lora_weights="gaussian"))

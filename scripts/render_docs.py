@@ -39,7 +39,7 @@ IMAGES, PACKAGE = ROOT / "docs" / "images", ROOT / "nf4_patch"
 def targets() -> str:
     from nf4_patch.patching.targets import TARGETS
 
-    rows = [(t.distribution, t.releases, f"`{t.name}`", t.covers, ", ".join(t.tested)) for t in TARGETS]
+    rows = [(t.library, t.releases, f"`{t.name}`", t.covers, ", ".join(t.tested)) for t in TARGETS]
     return table(("library", "releases", "what is replaced", "which covers", "tested with"), rows)
 
 

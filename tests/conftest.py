@@ -50,7 +50,8 @@ def off_and_counted_from_zero():
     yield
     nf4_patch.disable()
     counters.reset()
-    cache.forget_counts()
+    cache.hits = cache.misses = 0
+    cache.uncached.clear()
 
 
 def switched_on(**options: str):

@@ -68,10 +68,13 @@ def test_status_in_the_readme_is_what_it_prints(monkeypatch):
     hits = {name: int(count) for name, count in re.findall(r"^  (\S+): patched, (\d+) hits$", shown, re.MULTILINE)}
     states = {"bitsandbytes": State.PATCHED, "transformers": State.PATCHED, "torch": State.PATCHED}
     targets = tuple(
-        TargetStatus(t.name, State.INACTIVE if t.only and t.distribution in states else states.get(t.distribution, State.WAITING),
-                     hits.pop(t.name, 0))
+        TargetStatus(
+            t.name,
+            State.INACTIVE if t.only and t.library in states else states.get(t.library, State.WAITING),
+            hits.pop(t.name, 0),
+        )
         for t in TARGETS
-    )  # fmt: skip
+    )
     assert str(Status(enabled=True, targets=targets, shapes={}, errors=())).startswith(shown) and not hits
 
 
@@ -115,11 +118,13 @@ def test_every_data_file_is_written_by_a_command_that_exists():
 @pytest.mark.parametrize(
     ("ours", "calls", "clear"),
     [
-        ([9, 9, 9, 9, 9], "84", True), ([11, 11, 11, 11, 11], "84", True),
-        ([9, 9, 9, 9, 11], "84", True), ([9, 9, 9, 11, 11], "84", False),  # four of five rounds, three of five
+        ([9, 9, 9, 9, 9], "84", True),
+        ([11, 11, 11, 11, 11], "84", True),
+        ([9, 9, 9, 9, 11], "84", True),
+        ([9, 9, 9, 11, 11], "84", False),  # four of five rounds, three of five
         ([9, 9, 9, 9, 9], "0", False),  # nothing ran in the kernel
     ],
-)  # fmt: skip
+)
 def test_when_a_difference_between_steps_is_clear(ours, calls, clear):
     from nf4_patch.tools.bench.record import GPU_TIME, UNPATCHED, Check, Row
     from nf4_patch.tools.bench.timing import Times

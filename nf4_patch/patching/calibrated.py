@@ -1,7 +1,7 @@
 """What ``nf4-patch calibrate`` measured on this machine's GPUs: a file, read at the first question about a GPU.
 
 Its rows go before nf4's tables, for the sizes and releases that were measured. A file that cannot be used is named by
-:func:`status`; nothing here raises because of it. By GPU it holds the date, the releases and, under "matmul", for each
+:func:`in_force`; nothing here raises because of it. By GPU it holds the date, the releases and, under "matmul", for each
 "NxK" rows ``{"m", "config"}`` in ascending m: the config for up to m rows of X, or null where the original is faster.
 """
 
@@ -11,7 +11,6 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import torch
 from ..config import Config
 from ..nf4.matmul import tuning
 from ..nf4.matmul.tuning import CalibratedRows, SmallMConfig
-from ..version import __version__
+from ..version import __version__, release_of
 from .switch import switch
 from .targets import TARGETS
 
@@ -31,7 +30,7 @@ class InForce(NamedTuple):
     """What is in force on one GPU."""
 
     rows: CalibratedRows = {}  # noqa: RUF012 (never written to)
-    status: str = ""
+    status: str = ""  # in one line: what it is, or why the file's is not; "" where there is nothing about this GPU
 
 
 on_change: list[Callable[[], None]] = []  # called when what was decided by the rows has to be decided again
@@ -56,16 +55,12 @@ def forget() -> None:
 
 
 def rows(device: int) -> CalibratedRows:
-    """What was measured on the GPU with this index; empty where nothing is in force."""
+    """What was measured there, for nf4's tables; empty where nothing is in force."""
     return in_force(device).rows
 
 
-def status(device: int) -> str:
-    """One line: what is in force, or why the file is not; "" where there is nothing about this GPU."""
-    return in_force(device).status
-
-
 def in_force(device: int) -> InForce:
+    """Of the GPU with this index; read at the first question."""
     found = _in_force.get(device)
     if found is None:
         found = _in_force[device] = InForce() if _path is None else read(_path, gpu(device))
@@ -84,13 +79,9 @@ def releases() -> dict[str, str | None]:
     """The releases that a calibration depends on; None: not installed."""
     from ..nf4 import runtime
 
-    found = {"nf4_patch": __version__, "triton": runtime.triton.__version__ if runtime.triton else None}
-    for name in dict.fromkeys(target.distribution for target in TARGETS if target.only == "matmul"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    triton = runtime.triton.__version__ if runtime.triton else None
+    libraries = dict.fromkeys(target.library for target in TARGETS if target.only == "matmul")
+    return {"nf4_patch": __version__, "triton": triton, **{name: release_of(name) for name in libraries}}
 
 
 def load(path: Path) -> dict[str, Any]:

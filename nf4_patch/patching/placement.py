@@ -133,13 +133,13 @@ def copies(target: Target, function: Any) -> list[tuple[ModuleType, str]]:
 
     Under another name it is a copy that somebody keeps on purpose, to compare with or to put back.
     """
-    package, own_name = target.module.split(".")[0], target.attribute.split(".")[-1]
+    own_name = target.name.rpartition(".")[2]
     return [
         (module, name)
         for module_name, module in list(sys.modules.items())
         if isinstance(module, ModuleType)
         for name, value in list(vars(module).items())
-        if value is function and (name == own_name or module_name.split(".")[0] == package)
+        if value is function and (name == own_name or module_name.split(".")[0] == target.library)
     ]
 
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 import enum
 
 
-class State(str, enum.Enum):
-    """What became of a target in this process; its value is what ``--json`` writes."""
+class Word(str, enum.Enum):
+    """A name that is its value, for people and for ``--json``."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class State(Word):
+    """What became of a target in this process."""
 
     PATCHED = "patched"
     WRAPPED = "wrapped"  # another library's function calls ours
@@ -16,9 +23,6 @@ class State(str, enum.Enum):
     WAITING = "waiting"  # its module is not imported
     ABSENT = "absent"  # not in this release of the library
     OFF = "off"
-
-    def __str__(self) -> str:
-        return self.value
 
     @property
     def in_place(self) -> bool:

@@ -118,7 +118,7 @@ def folded(targets: Sequence[TargetStatus]) -> tuple[list[TargetStatus], str]:
 def waited_for(status: TargetStatus) -> str:
     """The library whose import a target waits for, or the one module of an imported library."""
     target = next(target for target in TARGETS if target.name == status.name)
-    return target.module if target.distribution in sys.modules else target.distribution
+    return target.module if target.library in sys.modules else target.library
 
 
 def explain(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,9 +25,7 @@ class Reads(enum.Enum):
 class Target:
     """One function of one module."""
 
-    module: str
-    attribute: str  # dotted for a static method of a class, or an entry of a dict of one
-    distribution: str
+    function: str  # "module:attribute", dotted for a static method of a class, or an entry of a dict of one
     releases: str  # for people: which releases have it
     tested: tuple[str, ...]  # releases that the tests ran with
     parameters: tuple[Parameters, ...]  # the signatures that the replacement adapts
@@ -39,9 +38,18 @@ class Target:
     after: str = ""  # installed when this module is imported, and not with its own
     copied: bool = False  # other modules hold it by value: sweep them when the module was imported first
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
-        return f"{self.module}.{self.attribute}"
+        return self.function.replace(":", ".")
+
+    @functools.cached_property
+    def module(self) -> str:
+        return self.function.partition(":")[0]
+
+    @functools.cached_property
+    def library(self) -> str:
+        """The package, and the name of its distribution."""
+        return self.function.partition(".")[0]
 
     @property
     def trigger(self) -> str:
@@ -50,7 +58,7 @@ class Target:
 
     def holder(self, module: Any) -> tuple[Any, str]:
         """The module, class or dict that holds the function (None if there is none), and its name there."""
-        *classes, name = self.attribute.split(".")
+        *classes, name = self.function.partition(":")[2].split(".")
         for each in classes:
             module = getattr(module, each, None)
         return module, name
@@ -68,22 +76,20 @@ EXPERT_STACK = ("packed", "quant_state", "out_shape")
 FAST_GEMV = ("X", "W", "quant_state", "out")
 MATMUL_LORA = ("X", "W", "W_quant", "A", "B", "s", "out")
 FAST_DEQUANTIZE = ("W", "quant_state", "out", "use_global_buffer")
-LINEAR_4BIT = (
-    ("A", "B", "shapeB", "absmax", "blocksize", "quant_type")
-    + ("bias", "absmax_8bit", "absmax_code", "absmax_offset")
-)  # fmt: skip
+SECOND_LEVEL = ("absmax_8bit", "absmax_code", "absmax_offset")
+LINEAR_4BIT = ("A", "B", "shapeB", "absmax", "blocksize", "quant_type", "bias", *SECOND_LEVEL)
 # Releases that scripts/release_matrix.py ran; docs/data/releases.json says on which machine.
 TESTED_OP_RELEASES = ("0.50.2",)
 TESTED_BITSANDBYTES = ("0.45.5", "0.46.1", "0.47.0", "0.48.2", "0.49.2", "0.50.2")
 
 # What ``only`` may be, and a value that switches it on.
 SWITCHES = {"matmul": "auto", "cache": "6GiB"}
+MatmulTarget = functools.partial(Target, only="matmul")
+CacheTarget = functools.partial(Target, only="cache")
 
 TARGETS = (
     Target(
-        module="bitsandbytes.functional",
-        attribute="dequantize_4bit",
-        distribution="bitsandbytes",
+        function="bitsandbytes.functional:dequantize_4bit",
         releases=">= 0.43",
         tested=TESTED_BITSANDBYTES,
         parameters=(("A", "quant_state", "absmax", "out", "blocksize", "quant_type"),),
@@ -93,9 +99,7 @@ TARGETS = (
         copied=True,
     ),
     Target(
-        module="bitsandbytes.backends.cuda.ops",
-        attribute="_dequant_linear_fallback",
-        distribution="bitsandbytes",
+        function="bitsandbytes.backends.cuda.ops:_dequant_linear_fallback",
         releases=">= 0.50",
         tested=TESTED_OP_RELEASES,
         parameters=(LINEAR_4BIT,),
@@ -103,67 +107,50 @@ TARGETS = (
         reads=Reads.ALWAYS,
         covers="forward of Linear4bit in training, and its recompute under gradient checkpointing",
     ),
-    Target(
-        module="bitsandbytes.backends.cuda.ops",
-        attribute="_gemm_4bit_kernel_impl",
-        distribution="bitsandbytes",
+    MatmulTarget(
+        function="bitsandbytes.backends.cuda.ops:_gemm_4bit_kernel_impl",
         releases=">= 0.50",
         tested=TESTED_OP_RELEASES,
         parameters=(LINEAR_4BIT,),
         replace="adapters.bitsandbytes:gemm",
         covers='forward of Linear4bit on a few rows (generation), with enable(matmul="auto") only',
-        only="matmul",
     ),
-    Target(
-        module="bitsandbytes.functional",
-        attribute="gemv_4bit",
-        distribution="bitsandbytes",
+    MatmulTarget(
+        function="bitsandbytes.functional:gemv_4bit",
         releases=">= 0.43",
         tested=TESTED_OP_RELEASES,
         parameters=(("A", "B", "out", "transposed_A", "transposed_B", "state"),),
         replace="adapters.bitsandbytes:gemv",
         covers='gemv_4bit, which Linear4bit before 0.50 calls for one row (generation), with enable(matmul="auto") only',
-        only="matmul",
         copied=True,
     ),
-    Target(
-        module="bitsandbytes.autograd._functions",
-        attribute="matmul_4bit",
-        distribution="bitsandbytes",
+    MatmulTarget(
+        function="bitsandbytes.autograd._functions:matmul_4bit",
         releases=">= 0.43",
         tested=TESTED_OP_RELEASES,
         parameters=(("A", "B", "quant_state", "out", "bias"),),
         replace="adapters.bitsandbytes:matmul_4bit",
         covers='eager forward of Linear4bit on a few rows without a gradient, with enable(matmul="auto") only',
-        only="matmul",
         copied=True,
     ),
-    Target(
-        module="bitsandbytes.autograd._functions",
-        attribute="MatMul4Bit.backward",
-        distribution="bitsandbytes",
+    CacheTarget(
+        function="bitsandbytes.autograd._functions:MatMul4Bit.backward",
         releases=">= 0.43",
         tested=("0.49.2", "0.50.2"),
         parameters=(("ctx", "grad_output"),),
         replace="adapters.bitsandbytes:matmul_backward",
         covers="cached weights in the backward of Linear4bit, with enable(cache=...) only",
-        only="cache",
     ),
-    Target(
-        module="bitsandbytes.autograd._functions",
-        attribute="MatMul4Bit.forward",
-        distribution="bitsandbytes",
+    CacheTarget(
+        function="bitsandbytes.autograd._functions:MatMul4Bit.forward",
         releases=">= 0.43",
         tested=("0.49.2", "0.50.2"),
         parameters=(("ctx", "A", "B", "out", "bias", "quant_state"),),
         replace="cache.reader:replace_reader",
         covers="cached weights in the forward of Linear4bit before 0.50, with enable(cache=...) only",
-        only="cache",
     ),
     Target(
-        module="unsloth.kernels.utils",
-        attribute="fast_dequantize",
-        distribution="unsloth",
+        function="unsloth.kernels.utils:fast_dequantize",
         releases="<= 2026.9.12",
         tested=("2026.6.9", "2026.9.7"),
         parameters=(FAST_DEQUANTIZE,),
@@ -174,9 +161,7 @@ TARGETS = (
         copied=True,
     ),
     Target(
-        module="unsloth.kernels.utils",
-        attribute="_fast_dequantize_bnb",
-        distribution="unsloth",
+        function="unsloth.kernels.utils:_fast_dequantize_bnb",
         releases=">= 2026.9.13",
         tested=("2026.9.14", "2026.10.9"),
         parameters=(FAST_DEQUANTIZE, (*FAST_DEQUANTIZE, "dtype")),
@@ -184,82 +169,62 @@ TARGETS = (
         reads=Reads.INSIDE,
         covers="every 4-bit weight of Unsloth's LoRA kernels, decoding and saving",
     ),
-    Target(
-        module="unsloth.kernels.utils",
-        attribute="fast_gemv",
-        distribution="unsloth",
+    MatmulTarget(
+        function="unsloth.kernels.utils:fast_gemv",
         releases="<= 2026.9.12",
         tested=("2026.9.7",),
         parameters=(FAST_GEMV,),
         replace="adapters.unsloth:fast_gemv",
         covers='one row of every 4-bit weight (generation), with enable(matmul="auto") only',
         unless="_fast_gemv_bnb",
-        only="matmul",
         copied=True,
     ),
-    Target(
-        module="unsloth.kernels.utils",
-        attribute="_fast_gemv_bnb",
-        distribution="unsloth",
+    MatmulTarget(
+        function="unsloth.kernels.utils:_fast_gemv_bnb",
         releases=">= 2026.9.13",
         tested=("2026.10.9",),
         parameters=(FAST_GEMV,),
         replace="adapters.unsloth:fast_gemv",
         covers='one row of every 4-bit weight (generation), with enable(matmul="auto") only',
-        only="matmul",
     ),
-    Target(
-        module="unsloth.kernels.utils",
-        attribute="_gemv_rows",
-        distribution="unsloth",
+    MatmulTarget(
+        function="unsloth.kernels.utils:_gemv_rows",
         releases=">= 2026.10.9",
         tested=("2026.10.9",),
         parameters=(FAST_GEMV,),
         replace="adapters.unsloth:gemv_rows",
         covers='generation of 2 to UNSLOTH_GEMV_MAX_ROWS (4) sequences at once, with enable(matmul="auto") only',
-        only="matmul",
     ),
-    Target(
-        module="unsloth.kernels.utils",
-        attribute="matmul_lora",
-        distribution="unsloth",
+    MatmulTarget(
+        function="unsloth.kernels.utils:matmul_lora",
         releases=">= 2026.9.7",
         tested=("2026.9.7", "2026.10.9"),
         parameters=(MATMUL_LORA, (*MATMUL_LORA, "use_global_buffer")),
         replace="adapters.unsloth:matmul_lora",
         covers='linear layers with LoRA on a few rows (short prompts), with enable(matmul="auto") only',
-        only="matmul",
         copied=True,
     ),
     *(
-        Target(
-            module="unsloth.kernels.fast_lora",
-            attribute=f"{name}.backward",
-            distribution="unsloth",
+        CacheTarget(
+            function=f"unsloth.kernels.fast_lora:{name}.backward",
             releases=">= 2026.6",
             tested=("2026.9.7", "2026.10.9"),
             parameters=(("ctx", *gradients),),
             replace="cache.reader:replace_reader",
             covers="cached weights in the backward of Unsloth's LoRA kernels, with enable(cache=...) only",
-            only="cache",
         )
         for name, gradients in (("LoRA_MLP", ("dY",)), ("LoRA_QKV", ("dQ", "dK", "dV")), ("LoRA_W", ("dY",)))
     ),
-    Target(
-        module="unsloth.models._block_compile",
-        attribute="_wrap",
-        distribution="unsloth",
+    CacheTarget(
+        function="unsloth.models._block_compile:_wrap",
         releases=">= 2026.10",
         tested=("2026.10.9",),
         parameters=(("cls", "compile_options", "kinds"),),
         replace="adapters.unsloth:compiled_layers",
         covers="cached weights in Unsloth's compiled layers, with enable(cache=...) only, and a size of memory",
-        only="cache",
     ),
     Target(
-        module="unsloth_zoo.temporary_patches.moe_triton_kernels",
-        attribute="nf4_dequant_triton",
-        distribution="unsloth_zoo",
+        function="unsloth_zoo.temporary_patches.moe_triton_kernels:nf4_dequant_triton",
         releases=">= 2026.9.8",
         tested=("2026.9.9", "2026.10.9"),
         parameters=(EXPERT_STACK, (*EXPERT_STACK, "out")),
@@ -268,9 +233,7 @@ TARGETS = (
         lazy=True,
     ),
     Target(
-        module="axolotl.integrations.kernels.libs.scattermoe_lora.selective_dequant",
-        attribute="_selective_dequant_bnb4",
-        distribution="axolotl",
+        function="axolotl.integrations.kernels.libs.scattermoe_lora.selective_dequant:_selective_dequant_bnb4",
         releases=">= 0.17",
         tested=("0.19.0",),
         parameters=(("raw_param", "quant_state", "active_experts", "expert_shape"),),
@@ -279,9 +242,7 @@ TARGETS = (
         lazy=True,
     ),
     Target(
-        module="transformers.integrations.moe",
-        attribute="ExpertsInterface._global_mapping.grouped_mm",
-        distribution="transformers",
+        function="transformers.integrations.moe:ExpertsInterface._global_mapping.grouped_mm",
         releases=">= 5.0",
         tested=("5.0.0", "5.17.0", "5.23.0"),
         parameters=(EXPERTS,),
@@ -291,9 +252,7 @@ TARGETS = (
         covers="mixtures of experts in 4 bits: training saves the packed experts and not the dense ones",
     ),
     Target(
-        module="transformers.integrations.moe",
-        attribute="ExpertsInterface._global_mapping.batched_mm",
-        distribution="transformers",
+        function="transformers.integrations.moe:ExpertsInterface._global_mapping.batched_mm",
         releases=">= 5.0",
         tested=("5.0.0", "5.17.0", "5.23.0"),
         parameters=(EXPERTS,),
@@ -301,28 +260,22 @@ TARGETS = (
         replace="adapters.transformers:batched_mm",
         covers="mixtures of experts in 4 bits: generation dequantizes the experts that are used and no other",
     ),
-    Target(
-        module="torch._dynamo.eval_frame",
-        attribute="OptimizedModule.__call__",
-        distribution="torch",
+    CacheTarget(
+        function="torch._dynamo.eval_frame:OptimizedModule.__call__",
         releases=">= 2.6",
         tested=("2.11.0", "2.13.0"),
         parameters=(("self", "args", "kwargs"),),
         replace="cache.held:compiled_module",
         covers="cached weights in the backward of torch.compile(module), with enable(cache=...) only, and a size of memory",
-        only="cache",
         lazy=True,
     ),
-    Target(
-        module="torch.utils",
+    CacheTarget(
+        function="torch.utils:swap_tensors",
         after="bitsandbytes.functional",  # PyTorch is complete then
-        attribute="swap_tensors",
-        distribution="torch",
         releases=">= 2.3",
         tested=("2.11.0", "2.13.0"),
         parameters=(("t1", "t2"),),
         replace="cache.reader:swap_tensors",
         covers="parameters whose contents are swapped while their weights are cached, with enable(cache=...) only",
-        only="cache",
     ),
 )

@@ -187,33 +187,19 @@ def verify(tell: Progress, weights: Path | None) -> Report:
     return verify.verify(weights, tell)
 
 
-class PassThrough(click.Command):
-    """What follows the script or ``-m MODULE`` belongs to it, options too, as after ``python``."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        options = [option for option in self.params if isinstance(option, click.Option)]
-        with_value = {name for option in options if not option.is_flag for name in option.opts}
-        index = 0
-        while index < len(args) and args[index].startswith("-") and args[index] != "--":
-            word = args[index]
-            index += 2 if word in with_value else 1
-            if word.startswith("-m"):
-                break
-        if index > len(args):  # the last option lacks its value, which click says
-            return super().parse_args(ctx, args)
-        rest = args[index + 1 :] if args[index : index + 1] == ["--"] else args[index:]
-        return super().parse_args(ctx, [*args[:index], "--", *rest])
-
-
-@main.command(cls=PassThrough, options_metavar="[--report] [--json FILE] (SCRIPT | -m MODULE)")
-@click.option("-m", "module", metavar="MODULE", help="Run a module, as python -m does.")
+# What follows the script or the module belongs to it, options too, as after ``python``.
+@main.command(
+    context_settings={"allow_interspersed_args": False},
+    options_metavar="[--report] [--json FILE] (SCRIPT | -m MODULE)",
+)
+@click.option("-m", "module", is_flag=True, help="Run a module, as python -m does.")
 @click.option("--report", is_flag=True, help="At the end print hits, fallbacks with reasons, and advice.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run(module: str | None, report: bool, arguments: tuple[str, ...]) -> Report:
+def run(module: bool, report: bool, arguments: tuple[str, ...]) -> Report:
     """Enable the patch, then run a script or a module."""
     from . import run
 
-    if module is None and not arguments:
+    if not arguments:
         file = click.get_current_context().meta.get("nf4_patch.json")
         taken = f" (--json writes to {file})" if file else ""
         raise click.UsageError(f"nothing to run: name a script, or a module with -m{taken}")
@@ -234,11 +220,7 @@ PNG = "nf4-patch-demo.png"
 @click.pass_obj
 def demo(tell: Progress, steps: int, size: str | None, png: Path) -> Report:
     """Fine-tune a small QLoRA model without and with the patch."""
-    if Config.read().forbidden:
-        raise click.UsageError(
-            "NF4_PATCH=0 or NF4_USE_TRITON=0 keeps the patch off, and the demo compares training with and without it: "
-            "unset the variable"
-        )
+    require_patch()
     from . import demo
 
     return demo.demo(steps, size, png, tell)
@@ -261,13 +243,10 @@ def bench(tell: Progress, step: str | None, matmul: bool, quick: bool, unsloth: 
     from .bench import matmul as fused_matmul
     from .bench import step as training_step
 
-    try:
-        if matmul:
-            models = (llama.LLAMA_8B,) if quick else (llama.LLAMA_8B, llama.LLAMA_70B)
-            return fused_matmul.measure(models, unsloth, tell)
-        return training_step.measure(tell) if step else dequantize.measure(unsloth, quick, tell)
-    except RuntimeError as error:
-        raise click.ClickException(str(error)) from error
+    if matmul:
+        models = (llama.LLAMA_8B,) if quick else (llama.LLAMA_8B, llama.LLAMA_70B)
+        return fused_matmul.measure(models, unsloth, tell)
+    return training_step.measure(tell) if step else dequantize.measure(unsloth, quick, tell)
 
 
 MODELS = ["llama-1b", "llama-8b", "qwen-7b", "llama-70b"]  # llama.MODELS, by shorter names

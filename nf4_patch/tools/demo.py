@@ -33,7 +33,7 @@ from . import output
 from .cases import device_here, name_of, place_of, require_oracle
 from .llama import LINEARS, Shape, build_4bit, config_of, training_dtype
 from .patch import patch
-from .report import Diagnosis, Progress, plural, provenance, right_aligned, silent
+from .report import Progress, Report, plural, provenance, right_aligned, silent
 
 SEED = 0
 WARM_UP = 3  # steps of each kind before anything is timed: kernels compile, allocators fill
@@ -72,6 +72,9 @@ class Training:
     fallbacks: dict[str, int] = field(default_factory=dict)  # by name of the Reason
     errors: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return f"{'with' if self.patched else 'without'} the patch"
+
     @property
     def seconds_per_step(self) -> float:
         return statistics.median(self.seconds)
@@ -84,7 +87,7 @@ class Training:
 
 
 @dataclass
-class DemoReport(Diagnosis):
+class DemoReport(Report):
     place: str
     kernel_runs: bool  # on a GPU or under the interpreter
     size: str
@@ -125,7 +128,7 @@ class DemoReport(Diagnosis):
             f"quantization, LoRA on all of them, gradient checkpointing, {self.dtype}, {self.tokens} tokens per step"
         )
         yield self._losses()
-        yield self._costs()
+        yield from self._costs()
         if not self.kernel_runs:
             yield (
                 "No GPU here: both trainings ran bitsandbytes' CPU code, so no time is compared. The kernel ran on the "
@@ -148,21 +151,14 @@ class DemoReport(Diagnosis):
             table.add_row(str(step), f"{a:.9f}", f"{b:.9f}", "yes" if a == b else "NO", style=None if a == b else "red")
         return table
 
-    def _costs(self) -> Table:
-        def row(name: str, of: Any) -> None:
-            table.add_row(name, of(self.without), of(self.patched))
-
-        title = "Dequantizations, time and memory" if self.timed else "Dequantizations"
-        table = Table("", "without the patch", "with the patch", title=title)
+    def _costs(self) -> Iterable[str]:
         most = 3 * self.linears * len(self.patched.losses)  # forward, recompute, backward
         of = f" of at most {most:,}" if self.kernel_runs else ""
-        row("in the kernel", lambda training: f"{training.hits:,}{of}" if training.patched else "-")
-        for name, count in self.patched.fallbacks.items():
-            table.add_row("fell back", "-", f"{count:,} x {name}: {Reason[name].sentence}")
-        if self.timed:
-            row("time a step (median)", lambda training: f"{training.seconds_per_step * 1e3:,.1f} ms")
-            row("peak memory", lambda training: f"{training.peak_bytes / 2**20:,.0f} MiB")
-        return table
+        yield f"With the patch {self.patched.hits:,}{of} dequantizations ran in the kernel."
+        yield from (f"{count:,} x {name}: {Reason[name].sentence}" for name, count in self.patched.fallbacks.items())
+        for training in (self.without, self.patched) if self.timed else ():
+            peak = (training.peak_bytes or 0) / 2**20
+            yield f"{training}: {training.seconds_per_step * 1e3:,.1f} ms per step (median), {peak:,.0f} MiB at the peak"
 
 
 def demo(steps: int, size: str | None, png: Path, tell: Progress = silent) -> DemoReport:
@@ -241,7 +237,8 @@ def batches(size: Size, device: torch.device, steps: int) -> Iterable[torch.Tens
 
 def train(size: Size, device: torch.device, tell: Progress, doing: str, patched: bool, steps: int) -> Training:
     """Make, adapt and train the model from the seed, with the patch or without."""
-    text = f"{doing} {'with' if patched else 'without'} the patch"
+    training = Training(patched)
+    text = f"{doing} {training}"
     tell(text, 0, steps)
     on_gpu = device.type == "cuda"
     # matmul off, whatever the environment says: the fused matmul has other bits
@@ -250,7 +247,6 @@ def train(size: Size, device: torch.device, tell: Progress, doing: str, patched:
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=size.learning_rate)
         counters.reset()
-        training = Training(patched)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         for step, tokens in enumerate(batches(size, device, steps), 1):
@@ -313,7 +309,7 @@ def draw(report: DemoReport, png: Path) -> None:
     same = "the same bits" if report.without.losses == report.patched.losses else "THEY DIFFER"
     panels[0].set(title=f"Loss: {same}", xlabel="step", ylabel="loss")
     for training, color, width in ((report.without, "0.6", 5.0), (report.patched, "C0", 1.5)):
-        label = f"{'with' if training.patched else 'without'} the patch"
+        label = str(training)
         style = {"color": color, "linewidth": width, "marker": "o" if training.patched else ""}
         panels[0].plot(range(1, len(training.losses) + 1), training.losses, label=label, **style)
         for times in panels[1:]:

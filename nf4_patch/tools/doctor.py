@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import importlib
 import os
 import platform
@@ -27,9 +26,9 @@ from ..nf4.layout import OUTPUT_DTYPES
 from ..nf4.matmul.tuning import SMALL_M_ROWS
 from ..patching import calibrated, deferral, placement
 from ..patching.reasons import Reason
-from ..patching.state import State
+from ..patching.state import State, Word
 from ..patching.targets import SWITCHES, TARGETS, Target
-from .report import DISTRIBUTIONS, Diagnosis, Progress, installed_releases, plural, silent
+from .report import DISTRIBUTIONS, Progress, Report, installed_releases, plural, silent
 
 TAKE_FP16 = (  # of a GPU before sm_80
     "fp16 is right here: this GPU has no bf16 arithmetic and PyTorch emulates it, slowly. Take "
@@ -37,7 +36,7 @@ TAKE_FP16 = (  # of a GPU before sm_80
 )
 
 
-class Verdict(str, enum.Enum):
+class Verdict(Word):
     """What would happen to a target here."""
 
     PATCHED = "patched"
@@ -51,17 +50,11 @@ class Verdict(str, enum.Enum):
     NOT_IN_THIS_RELEASE = "not in this release"
     NOT_INSTALLED = "not installed"
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class Outcome(str, enum.Enum):
+class Outcome(Word):
     READY = "Ready"
     LIMITED = "Ready, with limits"  # patched, and not everything gains by it
     NOT_READY = "Not ready"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 BRIEFLY = (Verdict.INACTIVE, Verdict.NOT_IN_THIS_RELEASE, Verdict.NOT_INSTALLED)  # counted in one line
@@ -105,7 +98,7 @@ class Judged:
 
 
 @dataclass
-class DoctorReport(Diagnosis):
+class DoctorReport(Report):
     machine: str
     driver: str
     releases: dict[str, str]
@@ -162,7 +155,7 @@ class DoctorReport(Diagnosis):
         for name, value in self.variables.items():
             words = f" ({size_in_words(int(value))})" if name == "NF4_PATCH_CACHE" and value.isdigit() else ""
             yield f"{name}={value}{words}: {next(v.meaning for v in VARIABLES if v.name == name)}"
-        if (options := options_set(self.variables)) and not self.requested and not self.forbidden:
+        if (options := options_set()) and not self.requested and not self.forbidden:
             yield f"{', '.join(options)}: no effect until NF4_PATCH=1 or nf4_patch.enable() switches the patch on"
         if self.missing:
             yield self.missing
@@ -255,7 +248,7 @@ def examine_gpu(index: int, tell: Progress) -> Gpu:
             tell(f"compiling for {properties.name}", done, len(OUTPUT_DTYPES))
             gpu.kernels.append(check_kernel(dtype, torch.device("cuda", index), capability))
         shipped = any(row.capability == capability for row in SMALL_M_ROWS)
-        gpu.fused_matmul = calibrated.status(index) or (
+        gpu.fused_matmul = calibrated.in_force(index).status or (
             "by the shipped tables" if shipped else "in no shipped table; `nf4-patch calibrate` measures them"
         )
     return gpu
@@ -277,12 +270,12 @@ def check_kernel(dtype: torch.dtype, device: torch.device, capability: tuple[int
 def examine_targets(unsloth: bool, config: Config, tell: Progress) -> list[Judged]:
     """Import the libraries, enable the patch, and ask what is in place; afterwards it is as it was."""
     # in the order of TARGETS: unsloth_zoo cannot be imported before unsloth
-    installed = installed_releases(dict.fromkeys(target.distribution for target in TARGETS))
+    installed = installed_releases(dict.fromkeys(target.library for target in TARGETS))
     wanted = [name for name in installed if unsloth or not name.startswith("unsloth")]
     failed = {}
     for name in wanted:
         tell(f"importing {name}")
-        of_library = [t for t in TARGETS if t.lazy and t.distribution == name and holds(installed[name], t.releases)]
+        of_library = [t for t in TARGETS if t.lazy and t.library == name and holds(installed[name], t.releases)]
         try:
             for module in (name, *(target.module for target in of_library)):
                 importlib.import_module(module)
@@ -291,7 +284,7 @@ def examine_targets(unsloth: bool, config: Config, tell: Progress) -> list[Judge
     found = []
     with nf4_patch.enabled():
         for target, status in zip(TARGETS, nf4_patch.status().targets, strict=True):
-            release = installed.get(target.distribution, "")
+            release = installed.get(target.library, "")
             verdict, why = judge(target, release, status.state, failed, config)
             found.append(Judged(target.name, target.covers, release, verdict, why))
     return found
@@ -299,7 +292,7 @@ def examine_targets(unsloth: bool, config: Config, tell: Progress) -> list[Judge
 
 def judge(target: Target, release: str, state: State, failed: dict[str, str], config: Config) -> tuple[Verdict, str]:
     """The verdict on a target, and why."""
-    library = target.distribution
+    library = target.library
     if not release:
         return Verdict.NOT_INSTALLED, ""
     if library in failed:

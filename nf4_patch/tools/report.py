@@ -6,13 +6,13 @@ import dataclasses
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import nf4_patch
 
 from ..config import Config
+from ..version import release_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,32 +35,22 @@ class Report(ABC):
     Subclasses are dataclasses whose fields ``json`` can write, or whose ``str`` says what they are.
     """
 
+    def problems(self) -> list[str]:
+        """What speaks against what the verb asserts, each in a sentence."""
+        return []
+
     @property
     def exit_code(self) -> int:
         """0 where what the verb asserts holds, 1 where it does not."""
-        return 0
+        return 1 if self.problems() else 0
 
     @abstractmethod
     def render(self) -> Iterable[RenderableType]:
         """What a person reads, top to bottom. Strings are printed as they are: no rich markup in them."""
 
     def as_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "exit_code": self.exit_code}  # type: ignore[call-overload]
-
-
-class Diagnosis(Report):
-    """A Report whose assertion holds where nothing speaks against it."""
-
-    @abstractmethod
-    def problems(self) -> list[str]:
-        """What speaks against it, each in a sentence."""
-
-    @property
-    def exit_code(self) -> int:
-        return 1 if self.problems() else 0
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**super().as_dict(), "problems": self.problems()}
+        fields = dataclasses.asdict(self)  # type: ignore[call-overload]
+        return {**fields, "problems": self.problems(), "exit_code": self.exit_code}
 
 
 def right_aligned(*headings: str) -> list[Column]:
@@ -99,13 +89,7 @@ DISTRIBUTIONS = ("torch", "triton", "bitsandbytes", "unsloth", "unsloth_zoo", "t
 
 def installed_releases(names: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:
     """The installed releases, by distribution. One that is not installed is left out."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return {name: release for name in names if (release := release_of(name)) is not None}
 
 
 def plural(count: int, noun: str) -> str:

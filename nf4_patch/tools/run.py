@@ -13,20 +13,19 @@ import time
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Column, Table
 
 import nf4_patch
 
 from ..config import is_first_process
 from ..patching.state import State
-from ..patching.status import NEVER_HIT, Status, explain, folded
+from ..patching.status import Status, explain
 from . import output
-from .report import Report, plural, right_aligned
+from .report import Report, plural
 
 # Files whose frames are above the script's own in a traceback.
 FROZEN = ("runpy", "importlib._bootstrap", "importlib._bootstrap_external")
@@ -57,10 +56,13 @@ class RunReport(Report):
     def as_dict(self) -> dict[str, Any]:
         fields = asdict(self)
         del fields["shown"]
-        return {**fields, "advice": self.advice(), "exit_code": self.exit_code}
+        reasons = [
+            f"{t.name}: {count:,} x {explain(name)}" for t in self.status.targets for name, count in t.fallbacks.items()
+        ]
+        return {**fields, "advice": reasons + self.advice(), "exit_code": self.exit_code}
 
     def advice(self) -> list[str]:
-        """What to know and what to do, most important first."""
+        """What to know and what to do beyond what the status says, most important first."""
         targets, lines = self.status.targets, []
         if not self.enabled:
             lines.append("The patch was off: NF4_PATCH=0 or NF4_USE_TRITON=0 is set.")
@@ -70,9 +72,6 @@ class RunReport(Report):
             )
         elif not any(target.calls for target in targets):
             lines.append("Nothing that is patched was called by eager code. Calls by compiled code are not counted.")
-        for target in targets:
-            lines += [f"{target.name}: {count:,} x {explain(name)}" for name, count in target.fallbacks.items()]
-            lines += [f"{target.name}: {target.note}"] if target.note == NEVER_HIT else []
         if "unsloth" in sys.modules:
             from ..patching import deferral  # imports torch, which Unsloth has
 
@@ -84,35 +83,20 @@ class RunReport(Report):
                 "The processes that it started are not counted. For a report of rank 0: "
                 f"`{launcher} nf4-patch run --report train.py`."
             )
-        return lines + [f"kernel error: {error}" for error in self.status.errors]
+        return lines
 
     def render(self) -> Iterable[RenderableType]:
         if not self.shown:
             return
         yield f"nf4_patch: {' '.join(self.command)} (exit {self.code}, {self.seconds:.1f} s)"
-        shown, rest = folded(self.status.targets)
-        if shown:
-            columns = (*right_aligned("hits", "fallbacks"), Column("target", overflow="fold"))
-            table = Table(*columns, box=None, padding=(0, 2, 0, 0))
-            for target in shown:
-                note = "" if target.state is State.PATCHED else f"\n{target.state}: {target.note}".rstrip(": ")
-                table.add_row(f"{target.hits:,}", f"{target.calls - target.hits:,}", target.name + note)
-            yield table
-        if rest:
-            yield rest
-        yield f"{plural(self.status.hits, 'dequantization')} in the kernel, {self.status.fallbacks:,} by the original"
-        for shape, hits in sorted(self.status.shapes.items(), key=lambda item: -item[1]):
-            if hits:
-                yield f"  {hits:,} x {shape}"
+        yield str(self.status)
         yield from of_the_cache(self.status)
         yield from self.advice()
 
 
 def of_the_cache(status: Status) -> list[str]:
-    """What the cache saved, or which budget would have saved what: in proportion to it, and more with checkpointing."""
-    if status.cache.mode != "off":
-        return [str(status.cache)]
-    if not status.weights:
+    """Without a cache, which budget would have saved what: in proportion to it, and more with checkpointing."""
+    if status.cache.mode != "off" or not status.weights:
         return []
     from ..patching.cache.allocator import allocated  # imports torch, which the run has
 
@@ -133,8 +117,8 @@ def of_the_cache(status: Status) -> list[str]:
     ]
 
 
-def run(module: str | None, arguments: Sequence[str], shown: bool = False) -> RunReport:
-    """Run ``arguments[0]`` as a script, or ``module``, as ``__main__``, with the patch on.
+def run(module: bool, arguments: Sequence[str], shown: bool = False) -> RunReport:
+    """Run ``arguments[0]``, a script or a module, as ``__main__``, with the patch on.
 
     sys.argv, sys.path[0] and __main__ are what ``python`` would make them, and stay so: atexit handlers and daemon threads
     of the run outlive it. Other threads are waited for, as at the interpreter's end, and none can be started afterwards.
@@ -145,46 +129,45 @@ def run(module: str | None, arguments: Sequence[str], shown: bool = False) -> Ru
         OSError: the script cannot be read.
         SystemExit: this is a forked child, or a launcher's process of another rank than 0: it has no report.
     """
-    start = _starter(module, "" if module else arguments[0])
+    start = _starter(module, arguments[0])
     enabled = nf4_patch.enable()
     if enabled:
         os.environ["NF4_PATCH"] = "1"
     started = time.perf_counter()
-    sys.argv = [module, *arguments] if module else list(arguments)  # runpy puts the module's file in place of its name
+    sys.argv = list(arguments)  # runpy puts a module's file in place of its name
     sys.modules["__main__"] = ModuleType("__main__")
     sys.modules["__main__"].__dict__["__builtins__"] = builtins
     process = os.getpid()
     code = output.flushed(_exit_code(start))
     if os.getpid() != process or not is_first_process():
         sys.exit(code)
-    command = ["-m", module, *arguments] if module else list(arguments)
+    command = [*["-m"] * module, *arguments]
     seconds, status = time.perf_counter() - started, nf4_patch.status()
     return RunReport(command, enabled, code, seconds, status, shown)
 
 
-def _starter(module: str | None, script: str) -> Callable[[], Any]:
-    """What runs a module, or a script, a .pyc, or a folder or zip file with a __main__.py, in the ``__main__`` of sys.modules.
+def _starter(module: bool, name: str) -> Callable[[], Any]:
+    """What runs a module, or a script, or a folder or zip file with a __main__.py, in the ``__main__`` of sys.modules.
 
     Raises:
         OSError: it cannot be read.
     """
-    path = os.path.abspath(script)
+    path = os.path.abspath(name)
     if module or os.path.isdir(path) or zipfile.is_zipfile(path):
 
         def start() -> None:
             _lead_path_with(os.getcwd() if module else path, even_if_safe=not module)
-            runpy._run_module_as_main(module or "__main__", alter_argv=bool(module))  # type: ignore[attr-defined]
+            runpy._run_module_as_main(name if module else "__main__", alter_argv=module)  # type: ignore[attr-defined]
 
         return start
-    loader: Any = (SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader)("__main__", path)
+    loader = SourceFileLoader("__main__", path)
     data = loader.get_data(path)
 
     def execute() -> None:
         _lead_path_with(os.path.dirname(os.path.realpath(path)))
         main = sys.modules["__main__"].__dict__
         main.update(__file__=path, __cached__=None, __loader__=loader)
-        code = loader.get_code("__main__") if path.endswith(".pyc") else loader.source_to_code(data, path)
-        exec(code, main)
+        exec(loader.source_to_code(data, path), main)
 
     return execute
 

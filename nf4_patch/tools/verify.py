@@ -46,9 +46,8 @@ class VerifyReport(Report):
     def elements(self) -> int:
         return sum(row.elements for row in self.rows)
 
-    @property
-    def exit_code(self) -> int:
-        return 1 if self.failures or not self.elements else 0
+    def problems(self) -> list[str]:
+        return self.failures or ([] if self.elements else ["Nothing was compared."])
 
     def render(self) -> Iterable[RenderableType]:
         title, counts = "Kernel against bitsandbytes, bit for bit", right_aligned("cases", "elements", "differing")

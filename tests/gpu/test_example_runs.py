@@ -6,6 +6,7 @@ Every call is a hit or deferred, graphs and breaks are as without. With cached w
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +16,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 LINEARS, PASSES = 4 * 7, 3  # forward, recompute, backward
 
 
-@pytest.mark.parametrize(("script", "options"), [("qlora_peft.py", ()), ("qlora_trl.py", ("--rows", 1))])
-def test_training(script, options, checkpoint, tmp_path):
-    on, off = on_and_off(
-        script, "--model", checkpoint, "--steps", 120, "--tokens", 512, *options, folder=tmp_path
-    )  # fmt: skip
+WITH_LIGER = (Path(__file__).parents[1] / "programs" / "with_liger.py",)
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "launcher"),
+    [("qlora_peft.py", (), ()), ("qlora_trl.py", ("--rows", 1), ()), ("qlora_peft.py", (), WITH_LIGER)],
+    ids=["peft", "trl", "liger"],
+)
+def test_training(script, options, launcher, checkpoint, tmp_path):
+    """Alone, and with Liger's kernels around the same linears."""
+    if launcher:
+        pytest.importorskip("liger_kernel")
+    arguments = ("--model", checkpoint, "--steps", 120, "--tokens", 512, *options)
+    on, off = on_and_off(script, *arguments, folder=tmp_path, launcher=launcher)
     assert hits(on) == 120 * LINEARS * PASSES and not fallbacks(on)
     assert on["torch_compile"] == off["torch_compile"]
 
@@ -39,6 +49,13 @@ def test_unsloth(checkpoint, tmp_path):
     on, off = on_and_off("qlora_unsloth.py", *arguments, folder=tmp_path)
     assert hits(on) > 0 and set(fallbacks(on)) <= {"DEFERRED"}
     assert on["torch_compile"] == off["torch_compile"]
+
+
+def test_unsloth_with_eager_layers_hits_every_dequantization(checkpoint, tmp_path):
+    """From 2026.10 on it compiles each layer and keeps its own kernel there: eager shows every call."""
+    arguments = ("--model", checkpoint, "--steps", 20, "--rows", 1, "--tokens", 512)
+    on, _ = on_and_off("qlora_unsloth.py", *arguments, folder=tmp_path, TORCHDYNAMO_DISABLE="1")
+    assert hits(on) >= 20 * LINEARS * PASSES and not fallbacks(on)  # 2026.10.9 makes more calls than 21 a layer
 
 
 def test_generate(checkpoint, tmp_path):
@@ -61,10 +78,11 @@ CACHED = {
     "trl": ("qlora_trl.py", ("--rows", 1), ()),
     "unsloth": ("qlora_unsloth.py", ("--rows", 1), ()),
     "ddp": (
-        "qlora_torchrun.py", ("--attention", "eager"),
+        "qlora_torchrun.py",
+        ("--attention", "eager"),
         ("-m", "torch.distributed.run", "--nproc-per-node", PROCESSES, "--standalone"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CACHED)

@@ -77,7 +77,7 @@ def test_calibrated_it_is_served_and_right(unknown, monkeypatch):
             assert row["us"][OURS] * 1.03 < best, row
 
     nf4_patch.enable(matmul="auto")
-    assert calibrated.status(0) == f"calibrated on {entry['date']}, 1 shape"
+    assert calibrated.in_force(0).status == f"calibrated on {entry['date']}, 1 shape"
     packed, state = layer.weight, layer.weight.quant_state
     truth, dense = exact(layout_of(packed.data, state)), F.dequantize_4bit(packed, state)
     served = 0

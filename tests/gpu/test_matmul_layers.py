@@ -17,9 +17,6 @@ from target import same, step
 import nf4_patch
 from nf4_patch.nf4.matmul import launch
 from nf4_patch.patching.counters import counters
-from nf4_patch.patching.fused_matmul import FusedMatmul
-from nf4_patch.patching.quant_state import fields_of
-from nf4_patch.patching.reasons import Reason
 
 pytestmark = [pytest.mark.gpu, measured]
 unsloth = pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="unsloth is not installed")
@@ -192,59 +189,3 @@ def test_a_training_step_of_128_tokens(auto):
     compiled = torch.compile(layer, fullgraph=True)
     with torch.no_grad():
         assert torch.equal(compiled(x), out)
-
-
-def test_reasons_of_fused_matmul():
-    packed, state = quantized((128, 256), torch.bfloat16, CUDA)
-    fields = fields_of(state)
-    matmul = FusedMatmul("test")
-    one = torch.randn(4, 256, device=CUDA, dtype=torch.bfloat16)
-
-    def run(x=one, packed=packed, quant_type="nf4", **kwargs):
-        return matmul.run(x, packed, fields, quant_type, state=state, **kwargs)
-
-    want = run()
-    assert not isinstance(want, Reason)
-    for _ in range(2):  # refused again, and nothing remembered by it
-        assert run(one.cpu()) is Reason.NOT_CUDA
-        assert run(one[:0]) is Reason.NOT_FASTER
-        assert run(torch.cat([one] * 17)) is Reason.NOT_FASTER
-        assert run(one[:, :128]) is Reason.NOT_FASTER
-        assert run(bias=torch.zeros(128, device=CUDA)) is Reason.MATMUL_OPERANDS
-        assert run(packed=packed[:64]) is Reason.SIZE_MISMATCH
-        assert run(packed=packed.clone()[16:]) is Reason.SIZE_MISMATCH
-        assert run(quant_type="int4") is Reason.QUANT_TYPE
-        for wrong in (torch.empty(4, 127, device=CUDA, dtype=one.dtype), torch.empty(4, 128, device=CUDA)):
-            assert run(out=wrong) is Reason.OUT_MISMATCH
-    out = torch.full((4, 128), float("nan"), device=CUDA, dtype=one.dtype)
-    assert run(out=out) is out
-    assert torch.equal(out, want)
-    odd = torch.full((4 * 128 + 1,), float("nan"), device=CUDA, dtype=one.dtype)[1:].view(4, 128)
-    assert torch.equal(run(out=odd), want) and torch.equal(odd, want)
-    assert len(matmul.launches) == 1
-    freed = packed.clone()
-    freed.untyped_storage().resize_(0)
-    assert run(packed=freed) is Reason.NO_STORAGE
-    assert counters.hits("test") == 3
-
-
-def test_a_remembered_launch_follows_its_weight():
-    """Another bias, x, weight at the same shape, or new numbers at the same address: the result is that of now."""
-    packed, state = quantized((128, 256), torch.bfloat16, CUDA)
-    other, _ = quantized((128, 256), torch.bfloat16, CUDA, seed=7)
-    matmul = FusedMatmul("test")
-    x = torch.randn(4, 256, device=CUDA, dtype=torch.bfloat16)
-    biases = [None, *torch.randn(2, 128, device=CUDA, dtype=torch.bfloat16)]
-
-    def both(x, packed, bias):
-        got = matmul.run(x, packed, fields_of(state), "nf4", bias, state=state)
-        return got, launch.matmul_4bit(x.contiguous(), layout_of(packed, state), bias)
-
-    for _ in range(2):
-        for values in (x, x + 1, x.repeat(1, 2)[:, ::2], x[:1], x.view(2, 2, 256)):
-            for weight in (packed, other):
-                for bias in biases:
-                    got, want = both(values, weight, bias)
-                    assert torch.equal(got, want) and got.shape == want.shape
-        packed.copy_(torch.randint_like(packed, 256))
-    assert len(matmul.launches) == 18  # 3 shapes of x, 2 weights, 3 biases

@@ -33,15 +33,6 @@ def test_every_absmax_byte_with_every_packed_byte(dtype, blocksize):
     check(*every_pair(dtype, CUDA, blocksize))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
-@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-def test_random_weights_with_tails(dtype, nested, quant_type):
-    for blocksize in (32, 64, 128, 4096):
-        for shape in ((4096, 1024), (33, 77), (5,), (1, 1), (129, 8), (3, 7, 64), (4097,)):
-            check(*quantized(shape, dtype, CUDA, blocksize, nested, quant_type))
-
-
 def test_it_is_the_code_and_the_configuration_of_a_t4():
     packed, state = quantized((4096, 1024), torch.bfloat16, CUDA)
     layout = layout_of(packed, state)

@@ -196,12 +196,14 @@ def test_a_packed_checkpoint_is_sharded(tmp_path):
 @pytest.mark.parametrize(
     ("launcher", "variables", "hits"),
     [
-        ((), {}, [0]), ((), {"NF4_PATCH": "1"}, [1]), (("-m", "nf4_patch", "run"), {}, [1]),
+        ((), {}, [0]),
+        ((), {"NF4_PATCH": "1"}, [1]),
+        (("-m", "nf4_patch", "run"), {}, [1]),
         (("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"), {"NF4_PATCH": "1"}, [1]),
         (TORCHRUN, {"NF4_PATCH": "1"}, [1, 1]),
     ],
     ids=["nothing", "variable", "run", "accelerate", "torchrun"],
-)  # fmt: skip
+)
 def test_no_change_of_code(launcher, variables, hits, tmp_path):
     output = run([sys.executable, *launcher, TRAINING], tmp_path, **variables)
     assert [int(n) for n in re.findall(r"hits: (\d+)", output)] == hits

@@ -25,13 +25,13 @@ def test_every_row_that_ran_is_equal_to_the_bit(row):
     assert not matrix.failed(row)
 
 
-RECORDED = [t for t in TARGETS if not t.only and t.distribution != "axolotl"]  # of which test_axolotl.py runs one file
+RECORDED = [t for t in TARGETS if not t.only and t.library != "axolotl"]  # of which test_axolotl.py runs one file
 
 
 @pytest.mark.parametrize("target", RECORDED, ids=lambda t: t.name)
 def test_what_a_target_calls_tested_was_run(target):
     ran = {
-        row["releases"].get(target.distribution)
+        row["releases"].get(target.library)
         for row in ROWS
         if "error" not in row and row["targets"].get(target.name) in ("patched", "wrapped")
     }

@@ -67,7 +67,9 @@ def flip(tensor: torch.Tensor) -> torch.Tensor:
 
 CHANGES = {
     "nothing": lambda m: None,
-    "load_state_dict": lambda m: m.load_state_dict({k: flip(v) if "held" in k else v for k, v in m.state_dict().items()}),
+    "load_state_dict": lambda m: m.load_state_dict(
+        {k: flip(v) if "held" in k else v for k, v in m.state_dict().items()}
+    ),
     "in place": lambda m: [p.bitwise_xor_(255) for p in m.held],
     "through a view": lambda m: [p.view(-1)[5:].bitwise_xor_(255) for p in m.held],
     "data =": lambda m: [setattr(p, "data", flip(p)) for p in m.held],
@@ -84,7 +86,7 @@ CHANGES = {
     "second absmax": lambda m: [setattr(state.state2, "absmax", state.state2.absmax * 2) for state in m.states],
     "offset in place": lambda m: [state.offset.add_(1) for state in m.states],
     "collected": lambda m: gc.collect(),
-}  # fmt: skip
+}
 
 
 def eager(module, x):

@@ -198,8 +198,10 @@ def test_no_guard_is_traced(patched, device, monkeypatch):
     """Their price would be paid for every weight: 10 ms of 28 (2-core CPU machine, torch 2.13). The op's fake asks them."""
     packed, state = quantized((64, 256), torch.bfloat16, device)
     traced = []
-    rows = [(reason, lambda layout, holds=holds: traced.append(is_compiling()) or holds(layout))
-            for reason, holds in guards.GUARDS]  # fmt: skip
+    rows = [
+        (reason, lambda layout, holds=holds: traced.append(is_compiling()) or holds(layout))
+        for reason, holds in guards.GUARDS
+    ]
     monkeypatch.setattr(guards, "GUARDS", rows)
     compiled = torch.compile(lambda w, s: F.dequantize_4bit(w, s) * 1, fullgraph=True, backend="eager")
     assert torch.equal(compiled(packed, state), F.dequantize_4bit(packed, state))

@@ -73,10 +73,3 @@ def test_inductor_skips_a_bf16_graph_and_the_patch_serves_it_eagerly(patched, no
     assert any("does not support bfloat16 compilation natively" in str(one.message) for one in caught)
     assert torch.equal(got, want)
     assert nf4_patch.status().hits == 1  # eager: counted, which a traced call is not
-
-
-def test_inductor_with_fullgraph_says_so_in_bf16(patched, no_bf16, device):
-    packed, state, x = arguments(torch.bfloat16, device)
-    compiled = torch.compile(function, fullgraph=True, backend="inductor")
-    with pytest.raises(Exception, match="BF16 is not supported"):
-        compiled(packed, state, x)

@@ -14,7 +14,7 @@ from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
 
 _USE_NF4_KERNELS = True  # as in unsloth.kernels.utils, where the original looks it up
-TARGET = "test.fast_dequantize"
+TARGET = "unsloth.test.fast_dequantize"
 
 
 def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False):
@@ -24,7 +24,7 @@ def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False):
 @pytest.fixture
 def call(device, monkeypatch):
     packed, state = quantized((64, 128), torch.bfloat16, device)
-    replaced = unsloth_adapter.fast_dequantize(target_like("unsloth", TARGET.removeprefix("test.")), fast_dequantize)
+    replaced = unsloth_adapter.fast_dequantize(target_like("unsloth", "fast_dequantize"), fast_dequantize)
     monkeypatch.setattr(switch, "on", True)
     want = expected(packed, state)
 

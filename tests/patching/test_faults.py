@@ -185,37 +185,6 @@ def test_garbage_arguments_get_the_originals_error(on):
             assert str(got.value) == str(want.value)
 
 
-def test_fake_and_meta_tensors_get_the_originals_answer(on):
-    from torch._subclasses import FakeTensorMode
-
-    packed, state = quantized((64, 128), torch.float16, on)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        result = F.dequantize_4bit(mode.from_tensor(packed), state)
-    assert tuple(result.shape) == (64, 128) and result.dtype is torch.float16
-
-    def outcome(weight):
-        try:
-            result = F.dequantize_4bit(weight, state)
-        except Exception as error:
-            return type(error)
-        return type(result), result.device, result.shape
-
-    def as_without_the_patch(weight):
-        got = outcome(weight)
-        nf4_patch.disable()
-        want = outcome(weight)
-        nf4_patch.enable()
-        return got == want
-
-    counters.reset()
-    assert as_without_the_patch(mode.from_tensor(packed))
-    assert as_without_the_patch(packed.to("meta"))
-    state.absmax = mode.from_tensor(state.absmax)
-    assert as_without_the_patch(packed)
-    assert sum(fallbacks().values()) == 3 and Reason.INTERNAL_ERROR not in fallbacks()
-
-
 def test_functorch_transforms_that_the_original_supports(on):
     packed, state = quantized((64, 128), torch.float32, on)
     x = torch.randn(3, 64, device=on)

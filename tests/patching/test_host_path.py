@@ -253,7 +253,8 @@ def test_what_a_remembered_product_is_recognized_by(server, multiplier):
 def test_refused_products_are_not_remembered(server, multiplier):
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     fields = quant_state.fields_of(state)
-    x = torch.randn(4, 128).bfloat16()
+    x, freed = torch.randn(4, 128).bfloat16(), packed.clone()
+    freed.untyped_storage().resize_(0)
 
     def serve(x=x, packed=packed, fields=fields, quant_type="nf4", bias=None, out=None):
         return multiplier.run(x, packed, fields, quant_type, bias, out, state)
@@ -263,6 +264,7 @@ def test_refused_products_are_not_remembered(server, multiplier):
         assert serve(x[:0]) is serve(x[:, :64]) is serve(torch.cat([x] * 17)) is reason.NOT_FASTER
         assert serve(packed=packed[:64]) is reason.SIZE_MISMATCH
         assert serve(quant_type="int4") is reason.QUANT_TYPE
+        assert serve(packed=freed) is reason.NO_STORAGE
         assert serve(bias=torch.randn(64)) is serve(bias=torch.randn(63).bfloat16()) is reason.MATMUL_OPERANDS
         assert serve(fields=(*fields[:7], (64, 128, 1), torch.bfloat16)) is reason.MATMUL_OPERANDS
         for out in (torch.empty(4, 63).bfloat16(), torch.empty(4, 64), torch.empty(64, 4).bfloat16().t()):
@@ -363,4 +365,4 @@ def test_matmul_lora(lora, auto):
         assert replacement_of(x, packed, state, a.requires_grad_(), b, 0.5) == "original"
     back = torch.randn(2, 3, 64).bfloat16()
     assert replacement_of(back, packed.t(), state, None, None, None) == "original"
-    assert counters.hits("test.test") == 3
+    assert counters.hits("unsloth.test.test") == 3

@@ -13,7 +13,7 @@ import pytest
 import torch
 from oracle import expected, quantized
 from subprocess_python import program
-from target import TARGET, fallbacks, linear, replaced_by, row, same, step
+from target import TARGET, fallbacks, replaced_by, row
 
 import nf4_patch
 from nf4_patch.patching.counters import counters
@@ -104,7 +104,7 @@ def test_a_wrapper_full_of_closures_is_searched_quickly(on):
 
 UNSLOTH = pytest.mark.skipif(
     importlib.util.find_spec("unsloth") is None or torch.cuda.is_available(),
-    reason="the real Unsloth on a CPU machine; the GPU has gpu/test_steps.py",
+    reason="the real Unsloth on a CPU machine; the GPU has gpu/test_example_runs.py",
 )
 
 
@@ -120,20 +120,6 @@ def test_liger(first, tmp_path):
     """Liger replaces classes of transformers and nothing of ours: hits inside its modules, off and on again."""
     pytest.importorskip("liger_kernel")
     program("liger", first, interpreted=True, cwd=tmp_path)
-
-
-def test_accelerate_hooks(on):
-    """accelerate's hooks wrap a module's forward, not our target: offloading hooks around a Linear4bit change nothing."""
-    accelerate_hooks = pytest.importorskip("accelerate.hooks")
-    layer = linear(on)
-    nf4_patch.disable()
-    want = step(layer, on)
-    nf4_patch.enable()
-    accelerate_hooks.add_hook_to_module(layer, accelerate_hooks.AlignDevicesHook(execution_device=on))
-    assert same(step(layer, on), want)
-    accelerate_hooks.remove_hook_from_module(layer)
-    assert same(step(layer, on), want)
-    assert counters.hits(TARGET) == 2
 
 
 def test_an_original_that_somebody_keeps_stays_the_original(on):
@@ -211,9 +197,3 @@ def test_out_in_memory_that_is_read_is_the_originals(on):
     with contextlib.suppress(NotImplementedError):  # bitsandbytes has no out= on the CPU
         F.dequantize_4bit(shared, state, out=whole)
     assert fallbacks() == {Reason.OUT_MISMATCH: 1}
-
-
-def test_arguments_that_do_not_fit_are_the_originals_to_refuse(on):
-    with pytest.raises(TypeError):
-        F.dequantize_4bit()
-    assert fallbacks() == {Reason.ARGUMENTS: 1} and not counters.errors

@@ -87,7 +87,8 @@ def test_an_unknown_value_says_so_in_one_line_and_never_breaks_an_import():
 
 
 def test_the_first_fallback_reaches_a_user_without_logging():
-    done = python("""
+    done = python(
+        """
     import contextlib
     import bitsandbytes.functional as F, nf4_patch, torch
     packed, state = F.quantize_4bit(torch.randn(64, 64), quant_type="nf4")
@@ -96,7 +97,9 @@ def test_the_first_fallback_reaches_a_user_without_logging():
     for _ in range(2):
         with contextlib.suppress(Exception):
             F.dequantize_4bit(packed, state)
-    """, interpreted=True)  # fmt: skip
+    """,
+        interpreted=True,
+    )
     assert done.stderr.count(Reason.STATE_FIELDS.sentence) == 1
 
 

@@ -14,7 +14,9 @@ TARGET = {
     "2026.10.9": "unsloth.kernels.utils._fast_dequantize_bnb",
     "2026.9.7": "unsloth.kernels.utils.fast_dequantize",
 }
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own: gpu/test_steps.py")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the GPU has tests of its own: gpu/test_example_runs.py"
+)
 ORDERS = ["first", *(pytest.param(order, marks=pytest.mark.full) for order in ("last", "between"))]
 
 

@@ -24,3 +24,6 @@ for rows, columns in [(64, 64), *sizes]:
         continue
     assert 0 < 2 * rows * columns <= taken <= counted, (rows, columns, taken, counted)
     print(rows, columns, taken, counted)
+before, counted = torch.cuda.memory_allocated(), cache.held[0]
+nf4_patch.release()
+assert 0 < before - torch.cuda.memory_allocated() <= counted

@@ -9,10 +9,10 @@ TARGET, order = sys.argv[1:]
 if order == "between":
     importlib.import_module("bitsandbytes")
 if order != "last":
-    nf4_patch.enable()
+    nf4_patch.enable(matmul="auto")
 importlib.import_module("unsloth")
 if order == "last":
-    nf4_patch.enable()
+    nf4_patch.enable(matmul="auto")
 
 import torch
 import bitsandbytes as bnb
@@ -78,11 +78,23 @@ assert torch.equal(fast_lora.matmul_lora(X, layer.weight, layer.weight.quant_sta
 unexpected = {r: n for r, n in rows()[TARGET].fallbacks.items() if r != "NOT_4BIT"}
 assert not unexpected, unexpected
 assert rows()[TARGET].fallbacks == {"NOT_4BIT": 1}, rows()[TARGET].fallbacks
+# the matmul of one row, in every holder, and that with an adapter: of a dense weight they are the original's
+gemv = TARGET.replace("dequantize", "gemv")
+assert rows()[gemv].state == rows()["unsloth.kernels.utils.matmul_lora"].state == "patched", nf4_patch.status()
+x, w, a, b = torch.randn(1, 1, 8), torch.randn(8, 4), torch.randn(2, 8), torch.randn(4, 2)
+for module in (utils, unsloth.kernels):
+    assert torch.equal(module.fast_gemv(x, w, None), x @ w)
+assert rows()[gemv].fallbacks == {"NOT_4BIT": 2}, rows()[gemv]
+assert fast_lora.matmul_lora is utils.matmul_lora
+adapted = fast_lora.matmul_lora(x, w.t(), None, a, b, 0.5)
 # off: the original is back in every holder
 nf4_patch.disable()
 for module in holders:
     assert not ours(module.fast_dequantize), module.__name__
-assert not ours(getattr(utils, TARGET.rsplit(".", 1)[1]))
+for function in (utils.fast_gemv, unsloth.kernels.fast_gemv, fast_lora.matmul_lora):
+    assert not ours(function), function.__name__
+assert not any(ours(getattr(utils, name.rpartition(".")[2])) for name in (TARGET, gemv))
+assert torch.equal(adapted, fast_lora.matmul_lora(x, w.t(), None, a, b, 0.5))
 nf4_patch.enable()
 hits = rows()[TARGET].hits
 utils.fast_dequantize(packed, state)

@@ -1,6 +1,7 @@
 """The patch in unsloth_zoo's decode of expert stacks: bits, fallbacks, compiled calls."""
 
 import contextlib
+import copy
 import inspect
 import os
 import unsloth
@@ -73,7 +74,17 @@ assert stock(zoo.nf4_dequant_triton, *four) is None
 assert torch.equal(zoo.nf4_dequant_triton(*four), stock(F.dequantize_4bit, *four))
 assert zoo.nf4_dequant_triton(packed, state, (3, 64, 128)) is None
 assert zoo.nf4_dequant_triton(packed, None, SHAPE) is None
-assert row().fallbacks == {"SIZE_MISMATCH": 1, "NOT_4BIT": 1}, row()
+unshaped = copy.copy(state)
+unshaped.shape = None
+assert GPU or zoo.nf4_dequant_triton(packed, unshaped, SHAPE) is None
+assert row().fallbacks == {"SIZE_MISMATCH": 1 if GPU else 2, "NOT_4BIT": 1}, row()
+if "out" in inspect.signature(zoo.nf4_dequant_triton).parameters:
+    counted, unwritten = dict(row().fallbacks), (torch.zeros(SHAPE), torch.zeros(SHAPE, dtype=torch.bfloat16))
+    assert zoo.nf4_dequant_triton(packed, state, SHAPE, out=unwritten[0]) is None  # of another dtype
+    assert zoo.nf4_dequant_triton(packed, state, (3, 64, 128), out=unwritten[1]) is None
+    assert not any(out.any() for out in unwritten)
+    counted["SIZE_MISMATCH"] += 1
+    assert row().fallbacks == counted | {"OUT_MISMATCH": 1}, row()
 
 # a compiled call stays Unsloth's, which answers None on a CPU; ours is one op of the same graph if it is asked for
 from torch._dynamo.testing import CompileCounter

@@ -44,9 +44,12 @@ ZERO3 = {
 
 def load(device: torch.device) -> torch.nn.Module:
     quantization = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=torch.bfloat16,
-    )  # fmt: skip
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=torch.bfloat16,
+    )
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint, quantization_config=quantization, dtype=torch.bfloat16, device_map={"": device}
     )
@@ -82,9 +85,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     model = load(device)
     optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=trained(model), optimizer=optimizer, config=ZERO3
-    )  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained(model), optimizer=optimizer, config=ZERO3)
     engine.train()  # as a Trainer does; in eval mode bitsandbytes repacks the weights on a CPU with AVX512-BF16
     weights = [parameter for parameter in model.parameters() if hasattr(parameter, "quant_state")]
     generator = torch.Generator().manual_seed(rank)

@@ -91,7 +91,8 @@ def row(capability, variant) -> dict:
         "loads": [i.opcode for i in loads],
         "stores": [i.opcode for i in stores],
         "packed_after_code2": [
-            i.opcode for n, i in enumerate(code.instructions)
+            i.opcode
+            for n, i in enumerate(code.instructions)
             if i.name == "LDG" and ".EF" in i.opcode and code2 and n > min(code2)
         ],
         "code2_loads": len(code2),
@@ -100,7 +101,7 @@ def row(capability, variant) -> dict:
         "ptx_fma": len(re.findall(r"\bfma\.", code.ptx)),
         "ptx_evict_first": len(re.findall(r"evict_first|createpolicy", code.ptx)),
         "target": re.findall(r"^\.target (\w+)", code.ptx, re.MULTILINE)[0],
-    }  # fmt: skip
+    }
 
 
 def main(kind: str) -> None:

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import RenderableType
-from rich.table import Table
 
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
 from nf4_patch.tools import cases
 from nf4_patch.tools.patch import patch
-from nf4_patch.tools.report import Progress, Report, plural, provenance, right_aligned, silent
+from nf4_patch.tools.report import Progress, Report, plural, provenance, silent
 
 PADDING, CANARY = 256, 0xA5  # bytes before and after every tensor; as fp32 -2.9e-16, as an absmax byte 165
 SPECIAL = (0.0, -0.0, 1e-45, 1e-39, 2e-38, 6e-8, 65504.0, 7e4, 3e38, math.inf, -math.inf, math.nan)
@@ -247,18 +246,14 @@ class FuzzReport(Report):
     mismatches: list[str] = field(default_factory=list)
     out_of_bounds: list[str] = field(default_factory=list)
 
-    @property
-    def exit_code(self) -> int:
-        return 1 if self.mismatches or self.out_of_bounds or not self.hits else 0
+    def problems(self) -> list[str]:
+        return self.mismatches + self.out_of_bounds + ([] if self.hits else ["no case ran in the kernel"])
 
     def as_dict(self) -> dict[str, Any]:
         return {**vars(self), "layouts": len(self.layouts), "exit_code": self.exit_code}
 
     def render(self) -> Iterable[RenderableType]:
-        table = Table("fault: ended in", *right_aligned("cases"), title=f"Malformed states, seed {self.seed}")
-        for name, count in sorted(self.faults.items()):
-            table.add_row(name, str(count))
-        yield table
+        yield from (f"{name}: {count}" for name, count in sorted(self.faults.items()))
         yield provenance(self.place)
         fallbacks = ", ".join(f"{name} {n:,}" for name, n in self.fallbacks.items()) or "none"
         of = [plural(len(self.layouts), "layout"), plural(self.elements, "element")]
@@ -267,8 +262,7 @@ class FuzzReport(Report):
             f"fallbacks of well-formed states: {fallbacks}; {sum(self.faults.values()):,} malformed"
         )
         yield f"mismatches: {len(self.mismatches)}, out of bounds: {len(self.out_of_bounds)}"
-        yield from self.mismatches[:20]
-        yield from self.out_of_bounds[:20]
+        yield from self.problems()[:20]
 
 
 class Fuzzer:

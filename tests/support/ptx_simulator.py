@@ -164,8 +164,10 @@ class Warp:
     def __init__(self, cta: Cta, index: int):
         self.cta, self.index, self.types = cta, index, cta.source.types
         self.registers: dict[str, np.ndarray] = {
-            "%tid.x": 32 * index + LANES, "%ctaid.x": cta.index + 0 * LANES, "%nctaid.x": cta.ctas + 0 * LANES,
-        }  # fmt: skip
+            "%tid.x": 32 * index + LANES,
+            "%ctaid.x": cta.index + 0 * LANES,
+            "%nctaid.x": cta.ctas + 0 * LANES,
+        }
 
     def run(self) -> Iterator[str]:
         """Stops at a barrier ("bar.sync"), and while a phase is not complete ("wait")."""

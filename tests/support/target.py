@@ -19,8 +19,8 @@ TARGET = "bitsandbytes.functional.dequantize_4bit"
 
 def target_like(library: str, name: str = "test"):
     """A row of this name, for an adapter of the library that is called with an original of the test's own."""
-    like = next(target for target in TARGETS if target.distribution == library)
-    return dataclasses.replace(like, module="test", attribute=name)
+    like = next(target for target in TARGETS if target.library == library)
+    return dataclasses.replace(like, function=f"{library}.test:{name}")
 
 
 def row(target=TARGET):

@@ -93,7 +93,7 @@ def test_a_rate_needs_hits_and_accuracy():
         Machine("a GPU", "90", "1", "clocks", {}), {"generation": [good, silent, worse]}, {"generation": "how"}
     )
     assert report.exit_code == 1
-    assert report.failures == [
+    assert report.problems() == [
         "generation, batch 8, compiled: no fused matmul ran",
         "generation, batch 8, compiled: 64x64 error 2.000e-03 against fp64, dequantize + matmul 1.000e-03",
     ]

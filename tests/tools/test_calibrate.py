@@ -130,7 +130,7 @@ def test_the_command_adds_to_what_the_same_releases_measured(with_a_gpu, tmp_pat
     assert list(written) == ["another GPU, sm_80", GPU] and written["another GPU, sm_80"] == other
     assert list(written[GPU]["matmul"]) == ["128x256", "64x64"]
     assert f"{GPU} is remembered in {file}" in said and "2.80x" in said and "1 to 8" in said
-    assert calibrated.status(0) == "calibrated on 2026-11-21, 2 shapes"
+    assert calibrated.in_force(0).status == "calibrated on 2026-11-21, 2 shapes"
     # of other releases nothing is kept
     written[GPU]["releases"]["triton"] = "2.0"
     machine(written)
@@ -141,7 +141,7 @@ def test_the_command_adds_to_what_the_same_releases_measured(with_a_gpu, tmp_pat
     assert "another GPU, sm_80: the calibration of 2026-11-21 is ignored" in shown
     call("--forget", file=file)
     assert list(json.loads(file.read_text())) == ["another GPU, sm_80"]
-    assert calibrated.status(0) == ""
+    assert calibrated.in_force(0).status == ""
 
 
 def test_a_damaged_file_is_replaced(with_a_gpu):
@@ -149,7 +149,7 @@ def test_a_damaged_file_is_replaced(with_a_gpu):
     file = machine(b"{")
     assert "cannot be read" in call("--show", file=file)
     call("--shape", "64x64", file=file)
-    assert calibrated.status(0) == "calibrated on 2026-11-21, 1 shape"
+    assert calibrated.in_force(0).status == "calibrated on 2026-11-21, 1 shape"
 
 
 def test_where_it_cannot_be_remembered_nothing_is_measured(with_a_gpu, tmp_path):
@@ -177,10 +177,11 @@ def test_a_wrong_config_fails_the_command(with_a_gpu, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "file", "message"),
     [
-        ((), "off", "NF4_PATCH_CALIBRATION=off"), (("--show", "--forget"), "x.json", "--show and --forget"),
+        ((), "off", "NF4_PATCH_CALIBRATION=off"),
+        (("--show", "--forget"), "x.json", "--show and --forget"),
         (("--shape", "4096"), "x.json", "--shape 4096: give it as NxK"),
         (("--shape", "64x65"), "x.json", "K a multiple of 64"),
     ],
-)  # fmt: skip
+)
 def test_wrong_uses(arguments, file, message, with_a_gpu, tmp_path):
     assert message in call(*arguments, file="off" if file == "off" else tmp_path / file, exit_code=2)

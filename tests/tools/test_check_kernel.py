@@ -49,9 +49,11 @@ def test_counts_next_to_bitsandbytes(tmp_path):
 
 @pytest.mark.parametrize(
     ("arch", "found", "allowed"),
-    [("volta", "'volta' is not an architecture", "sm_75, 75 or 7.5"),
-     ("sm_70", "sm_70 is not supported", "sm_75, sm_80, sm_86, sm_89, sm_90, sm_100, sm_120")],
-)  # fmt: skip
+    [
+        ("volta", "'volta' is not an architecture", "sm_75, 75 or 7.5"),
+        ("sm_70", "sm_70 is not supported", "sm_75, sm_80, sm_86, sm_89, sm_90, sm_100, sm_120"),
+    ],
+)
 def test_an_architecture_that_is_not_known_is_named_with_those_that_are(arch, found, allowed):
     done = script(SCRIPT, "instructions", "--arch", arch, check=False)
     assert done.returncode == 1

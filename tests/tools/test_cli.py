@@ -35,14 +35,17 @@ WITHOUT_GPU = pytest.mark.skipif(GPU, reason="for a machine with no GPU")
 
 
 def test_help_is_cheap():
-    done = python("""
+    done = python(
+        """
         import sys
         from nf4_patch.tools.cli import main
         try:
             main(["--help"])
         finally:
             print([name for name in ("torch", "triton", "rich", "bitsandbytes") if name in sys.modules])
-    """, fresh=True)  # fmt: skip
+    """,
+        fresh=True,
+    )
     assert done.stdout.endswith("[]\n")
     said = " ".join(done.stdout.split())
     assert all(f" {name} {summary(verb)}" in said for name, verb in main.commands.items())
@@ -200,14 +203,16 @@ def diagnosis(gpus, *targets):
 
 @pytest.mark.parametrize(
     ("gpus", "targets", "outcome", "code"),
-    [([GOOD], [judged(Verdict.PATCHED)], Outcome.READY, 0),
-     ([GOOD, BAD], [judged(Verdict.PATCHED)], Outcome.NOT_READY, 1),
-     ([GOOD], [], Outcome.NOT_READY, 1),
-     ([GOOD], [judged(Verdict.REFUSED, why="why")], Outcome.NOT_READY, 1),
-     ([GOOD], [judged(Verdict.PATCHED), judged(Verdict.EAGER_ONLY, UNSLOTH)], Outcome.LIMITED, 0),
-     ([GOOD], [judged(Verdict.PATCHED), judged(Verdict.DEFERRED, UNSLOTH)], Outcome.LIMITED, 0),
-     ([BAD], [judged(Verdict.EAGER_ONLY, UNSLOTH)], Outcome.NOT_READY, 1)],
-)  # fmt: skip
+    [
+        ([GOOD], [judged(Verdict.PATCHED)], Outcome.READY, 0),
+        ([GOOD, BAD], [judged(Verdict.PATCHED)], Outcome.NOT_READY, 1),
+        ([GOOD], [], Outcome.NOT_READY, 1),
+        ([GOOD], [judged(Verdict.REFUSED, why="why")], Outcome.NOT_READY, 1),
+        ([GOOD], [judged(Verdict.PATCHED), judged(Verdict.EAGER_ONLY, UNSLOTH)], Outcome.LIMITED, 0),
+        ([GOOD], [judged(Verdict.PATCHED), judged(Verdict.DEFERRED, UNSLOTH)], Outcome.LIMITED, 0),
+        ([BAD], [judged(Verdict.EAGER_ONLY, UNSLOTH)], Outcome.NOT_READY, 1),
+    ],
+)
 def test_what_doctor_concludes(gpus, targets, outcome, code):
     report = diagnosis(gpus, *targets)
     assert (report.outcome, report.exit_code, report.as_dict()["outcome"]) == (outcome, code, outcome.value)
@@ -219,12 +224,15 @@ def test_what_doctor_concludes(gpus, targets, outcome, code):
 
 @pytest.mark.parametrize(
     ("release", "variables", "measured", "verdict"),
-    [("2026.10.9", {}, True, Verdict.EAGER_ONLY), ("2026.10.9", {}, False, Verdict.DEFERRED),
-     ("2026.10.9", {"NF4_PATCH_DEFER": "never"}, False, Verdict.WOULD_BE_PATCHED),
-     ("2026.10.9", {"NF4_PATCH_DEFER": "always"}, True, Verdict.DEFERRED),
-     ("2026.10.9", {"UNSLOTH_BNB_TRITON": "0"}, False, Verdict.WOULD_BE_PATCHED),
-     ("2026.9.14", {}, False, Verdict.WOULD_BE_PATCHED)],
-)  # fmt: skip
+    [
+        ("2026.10.9", {}, True, Verdict.EAGER_ONLY),
+        ("2026.10.9", {}, False, Verdict.DEFERRED),
+        ("2026.10.9", {"NF4_PATCH_DEFER": "never"}, False, Verdict.WOULD_BE_PATCHED),
+        ("2026.10.9", {"NF4_PATCH_DEFER": "always"}, True, Verdict.DEFERRED),
+        ("2026.10.9", {"UNSLOTH_BNB_TRITON": "0"}, False, Verdict.WOULD_BE_PATCHED),
+        ("2026.9.14", {}, False, Verdict.WOULD_BE_PATCHED),
+    ],
+)
 def test_what_unsloth_keeps_for_its_own_kernel(release, variables, measured, verdict, monkeypatch):
     """By its release; it is not imported."""
     for name, value in variables.items():
@@ -375,10 +383,12 @@ def test_verify_a_checkpoint(layers, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(save({"weight": torch.ones(64)}), "holds no 4-bit weight of bitsandbytes"),
-     (b"\x08\0\0\0\0\0\0\0garbage!", "cannot be read as safetensors")],
+    [
+        (save({"weight": torch.ones(64)}), "holds no 4-bit weight of bitsandbytes"),
+        (b"\x08\0\0\0\0\0\0\0garbage!", "cannot be read as safetensors"),
+    ],
     ids=["dense", "damaged"],
-)  # fmt: skip
+)
 def test_verify_says_why_a_file_cannot_be_compared(content, words, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(content)
     said = output_of("verify", "--weights", tmp_path / "model.safetensors", exit_code=1)

@@ -86,9 +86,11 @@ def test_a_wrong_kernel_is_seen(monkeypatch):
         return result
 
     number = next(
-        n for n in range(100)
-        if (c := draw(0, n, DEVICE.type, faults=list(fuzzing.FAULTS))).into == "out" and not (c.transposed or c.fault or c.special)
-    )  # fmt: skip
+        n
+        for n in range(100)
+        if (c := draw(0, n, DEVICE.type, faults=list(fuzzing.FAULTS))).into == "out"
+        and not (c.transposed or c.fault or c.special)
+    )
     for wrong, mismatches, out_of_bounds in (
         (flipped, 1, 0),
         (spilled, 0, 1),

@@ -33,7 +33,7 @@ def test_run_passes_errors_through_and_patches_children(tmp_path):
     assert done.returncode == 1 and done.stdout.startswith("1\n")
     assert "KeyError: 'planted'" in done.stderr
     assert "runpy" not in done.stderr and "nf4_patch/tools" not in done.stderr
-    assert "0 dequantizations in the kernel" in done.stdout
+    assert "0 in the kernel, 0 fell back" in done.stdout
     assert command("run", cwd=tmp_path).returncode == 2
     done = command("run", "nothing.py", cwd=tmp_path)
     assert done.returncode == 2 and "can't open 'nothing.py': No such file or directory" in done.stderr
@@ -45,7 +45,7 @@ def test_run_reports_hits_and_what_was_never_hit(tmp_path):
     first = report["status"]["targets"][0]
     assert (first["name"], first["hits"], first["fallbacks"]) == ("bitsandbytes.functional.dequantize_4bit", 3, {})
     assert report["status"]["shapes"] == {"64x128 bfloat16": 3}
-    assert "3 dequantizations in the kernel, 0 by the original" in done.stdout
+    assert "3 in the kernel, 0 fell back" in done.stdout
     (tmp_path / "idle.py").write_text("import bitsandbytes")
     done = command("run", "--report", "idle.py", cwd=tmp_path)
     assert "Nothing that is patched was called by eager code." in done.stdout
@@ -58,23 +58,23 @@ def test_run_reports_fallbacks_with_advice_and_a_line_for_each_target_that_matte
     assert done.returncode == 0, done.stderr
     reason = Reason.NOT_CUDA
     assert f"3 x NOT_CUDA: {reason.sentence} -> {reason.advice}" in done.stdout
-    assert "bitsandbytes.functional.dequantize_4bit: installed, never hit" in done.stdout
+    assert "bitsandbytes.functional.dequantize_4bit: patched, 0 hits (installed, never hit)" in done.stdout
     terminal = {"COLUMNS": "80", "TTY_COMPATIBLE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = command("run", "--report", *TRAINING, cwd=tmp_path, **terminal)
-    lines = done.stdout.splitlines()
-    assert [line.split() for line in lines if "0  " in line and "dequantize_4bit" in line] == [
-        ["0", "3", "bitsandbytes.functional.dequantize_4bit"]
-    ]
+    assert "bitsandbytes.functional.dequantize_4bit: patched, 0 hits" in done.stdout
     assert re.search(r"\d+ more targets: .*\d+ not imported \(.*unsloth", done.stdout.replace("\n", ""))
     assert "\u2026" not in done.stdout and "fast_gemv" not in done.stdout
 
 
 @pytest.mark.parametrize(
     ("words", "missing"),
-    [(["-m"], "'-m' requires an argument"), (["--json"], "'--json' requires an argument"),
-     (["--report", "-m"], "'-m' requires an argument"), (["--json", "script.py"], "(--json writes to /"), ([], "name a script"),
-     (["--"], "name a script")],
-)  # fmt: skip
+    [
+        (["--json"], "'--json' requires an argument"),
+        (["--report", "-m"], "name a script, or a module with -m"),
+        (["--json", "script.py"], "(--json writes to /"),
+        (["--"], "name a script"),
+    ],
+)
 def test_what_is_missing_is_named(words, missing, tmp_path):
     (tmp_path / "script.py").write_text("")
     done = command("run", *words, cwd=tmp_path)
@@ -100,11 +100,10 @@ def test_a_run_of_experts_in_16_bits_and_a_dense_model_are_told_apart():
         return run.RunReport(["train.py"], True, 0, 1.0, status, shown=True)
 
     dense = report(*targets)
-    assert dense.advice() == [] and "1 more target: 1 not called" in list(dense.render())
+    assert dense.advice() == [] and "1 more target: 1 not called" in "\n".join(dense.render())
     moe = report(targets[0], replace(targets[1], fallbacks={"EXPERTS_NOT_PACKED": 2}, note=NEVER_HIT))
-    assert any(
-        f"2 x EXPERTS_NOT_PACKED: {Reason.EXPERTS_NOT_PACKED.sentence} -> pack them" in line for line in moe.advice()
-    )
+    said = f"2 x EXPERTS_NOT_PACKED: {Reason.EXPERTS_NOT_PACKED.sentence} -> pack them"
+    assert said in "\n".join(moe.render()) and any(said in line for line in moe.as_dict()["advice"])
     launched = replace(dense, command=["-m", "torch.distributed.run", "train.py"])
     assert any("`torchrun --no-python nf4-patch run --report train.py`" in line for line in launched.advice())
 
@@ -124,7 +123,7 @@ def test_run_obeys_the_switch(tmp_path):
     done, _ = reported(tmp_path, *TRAINING, NF4_PATCH="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     assert "The patch was off" in done.stdout
-    assert "0 dequantizations in the kernel" in done.stdout
+    assert "0 in the kernel, 0 fell back" in done.stdout
 
 
 def both(*arguments: str, cwd, **environ: str):
@@ -189,13 +188,6 @@ def test_a_reader_that_has_gone(report, tmp_path):
     assert (done.returncode, done.stderr) == (120, "")
 
 
-def test_the_report_is_written_where_the_run_began(tmp_path):
-    (tmp_path / "script.py").write_text("import os; os.chdir('/')")
-    done = command("run", "--json", "report.json", "script.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "report.json").read_text())["code"] == 0
-
-
 def reported(folder, *words, **environ):
     """A run with a report: its process, and its JSON (None: not written). ``words``: a script and its arguments."""
     done = command("run", "--report", "--json", "report.json", *words, cwd=folder, interpreted=True, **environ)
@@ -211,7 +203,7 @@ def reported_text(folder, text, **environ):
 def test_a_failing_excepthook_loses_no_report(tmp_path):
     done, report = reported_text(tmp_path, HOOKS[0])
     assert done.returncode == report["code"] == 1
-    assert done.stdout.count("0 dequantizations in the kernel") == 1
+    assert done.stdout.count("0 in the kernel, 0 fell back") == 1
     assert "Error in sys.excepthook:" in done.stderr and "ZeroDivisionError" in done.stderr
 
 
@@ -230,7 +222,7 @@ else:
 """,
     )
     assert done.returncode == report["code"] == 7
-    assert done.stdout.count("child") == done.stdout.count("dequantizations in the kernel") == 1
+    assert done.stdout.count("child") == done.stdout.count("in the kernel, 0 fell back") == 1
 
 
 def test_a_thread_that_outlives_the_script_is_waited_for(tmp_path):
@@ -255,11 +247,12 @@ assert F.dequantize_4bit(packed, state).shape == ()
 def test_under_a_launcher_rank_0_reports(ranks, reports, tmp_path):
     done, report = reported_text(tmp_path, "import sys; sys.exit(3)", **ranks)
     assert done.returncode == 3 and (report is not None) == bool(reports)
-    assert done.stdout.count("dequantizations in the kernel") == reports
+    assert done.stdout.count("in the kernel, 0 fell back") == reports
 
 
 def test_a_launcher_in_the_place_of_the_script_says_how_to_count_its_processes(tmp_path):
-    (tmp_path / "train.py").write_text("import os; print('rank', os.environ['RANK'], os.environ['NF4_PATCH'])")
+    text = """import os, sys; sys.stdout.write(f"rank {os.environ['RANK']} {os.environ['NF4_PATCH']}\\n")"""
+    (tmp_path / "train.py").write_text(text)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     done = command("run", "--report", *launcher, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -277,6 +270,4 @@ def test_which_budget_would_have_saved_what():
     assert run.of_the_cache(replace(Status(True, (), {"64x64 bfloat16": 5}, ()), weights={"64x64 bfloat16": 5})) == []
     assert run.of_the_cache(Status(True, (), {}, ())) == []
     held = CacheStatus("6442450944", {0: 2**30}, 10, 75, 25)
-    assert run.of_the_cache(replace(Status(True, (), shapes, ()), cache=held)) == [
-        "cache 6 GiB: 10 weights, 1 GiB on device 0; 75 of 100 reads served"
-    ]
+    assert run.of_the_cache(replace(Status(True, (), shapes, ()), weights=weights, cache=held)) == []

@@ -19,28 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...nf4 import runtime
 from ..reasons import Reason, Uncached
 from ..status import CacheStatus
 from ..switch import switch
-from .allocator import allocated
 from .auto import Auto
-from .entry import (
-    SCALES,
-    Entry,
-    Fields,
-    Holder,
-    Key,
-    StorageWatch,
-    fingerprint,
-    is_captured,
-    nobody,
-    owner_of,
-    refusal,
-    storage_key,
-)
+from .entry import Entry, Fields, Holder, Key, StorageWatch, fingerprint, is_captured, owner_of, refusal, storage_key
 
 current_task: Any = torch._C._current_graph_task_id  # of the autograd engine; -1 outside a backward pass
 # With "block", weights waiting for their backward. A block of Llama has 7; where the backward is compiled none is read.
@@ -216,13 +201,13 @@ class Cache:
             task = current_task()
             if task == -1 and self.tasks:
                 self.drop_recomputed()
-        owner = owner_of(packed)
-        known = fingerprint(packed, fields, quant_type)
         reason = None
         if self.mode != "block" or not (task == -1 or backward):
+            owner = owner_of(packed)
+            entry = Entry.of(packed, fields, quant_type, owner, task=task)
             reason = refusal(packed, owner)
             if reason is None:
-                result = self._insert(owner, packed, fields, known, decode, task)
+                result = self._insert(entry, packed, decode)
                 if result is not None:
                     return result
                 reason = Uncached.BUDGET_SPENT
@@ -240,29 +225,17 @@ class Cache:
         self, packed: Tensor, fields: Fields, quant_type: Any, decode: Decode, holder: Holder
     ) -> Tensor | Reason | None:
         """What ``decode`` gives; a tensor is the holder's until the weight changes. None without room. Raises as ``find``."""
-        return self._insert(packed, packed, fields, fingerprint(packed, fields, quant_type), decode, -1, holder)
+        return self._insert(Entry.of(packed, fields, quant_type, packed, holder=holder), packed, decode)
 
-    def _insert(
-        self,
-        owner: Tensor,
-        packed: Tensor,
-        fields: Fields,
-        known: tuple[Any, ...],
-        decode: Decode,
-        task: int,
-        holder: Holder | None = None,
-    ) -> Tensor | Reason | None:
-        key = packed.data_ptr(), packed.shape, fields[-1]
-        place = storage_key(key, packed.nbytes)
-        device, size = packed.get_device(), allocated(2 * packed.nbytes * getattr(fields[-1], "itemsize", 0))
+    def _insert(self, entry: Entry, packed: Tensor, decode: Decode) -> Tensor | Reason | None:
         mode, result = self.mode, None
         with self.locked():
-            self._drop(self.entries.get(place))  # decoded on another stream
-            while task != -1 and len(self.entries) >= WAITING:
+            self._drop(self.entries.get(entry.storage_key))  # decoded on another stream
+            while entry.task != -1 and len(self.entries) >= WAITING:
                 self._drop(next(iter(self.entries.values())))
-            if not (self.on and self._make_room(device, size, holder is not None)):
+            if not (self.on and self._make_room(entry)):
                 return None
-            self.held[device] += size  # reserved: nothing is decoded under the lock
+            self.held[entry.device] += entry.size  # reserved: nothing is decoded under the lock
             self.misses += 1
         try:
             with torch.inference_mode(False):  # training may read what generation decoded
@@ -273,13 +246,15 @@ class Cache:
             self.auto.wait(f"{error}"[:80])  # the caller decodes without keeping, as it would without the cache
         finally:
             with self.locked():
-                self.held[device] -= size
-                fits = self.held[device] + size <= self.budget
+                self.held[entry.device] -= entry.size
+                fits = self.held[entry.device] + entry.size <= self.budget
                 if isinstance(result, Tensor) and self.mode == mode and fits:
-                    self._add(key, owner, packed, fields, known, result, size, task, holder)
+                    self._add(entry, packed, result)
         return result
 
-    def _make_room(self, device: int, size: int, of_any_size: bool) -> bool:
+    def _make_room(self, wanted: Entry) -> bool:
+        device, size = wanted.device, wanted.size
+
         def full() -> bool:
             return self.held[device] + size > self.budget
 
@@ -288,50 +263,36 @@ class Cache:
         same_size = self.same_size[device, size]
         while full() and same_size:
             self._drop(next(iter(same_size)))
-        if full() and of_any_size:
+        if full() and wanted.holder is not None:
             self._drop_where(lambda entry: entry.device == device and entry.holder is None)
         return not full()
 
-    def _add(
-        self, key: Key, owner: Tensor, packed: Tensor, fields: Fields, known: tuple[Any, ...],
-        result: Tensor, size: int, task: int, holder: Holder | None
-    ) -> None:  # fmt: skip
-        storage, device = packed.untyped_storage(), packed.get_device()
-        place = storage_key(key, packed.nbytes)
-        self._drop(self.entries.get(place))  # another thread was faster
-        StorageWatch.over(storage, owner, self.drop_storage)
-        scales = [fields[i] for i in SCALES if fields[i] is not None]
-        entry = Entry(
-            dense=result.t() if key[1][0] == 1 else result,
-            owner=weakref.ref(owner),
-            scales=tuple(nobody if fields[i] is None else weakref.ref(fields[i]) for i in SCALES),
-            storage=StorageWeakRef(storage),
-            fingerprint=known,
-            device=device,
-            stream=runtime.current_stream(device) if packed.is_cuda else None,
-            size=size,
-            task=task,
-            storage_key=place,
-            same_size=self.same_size[device, size] if holder is None else OrderedDict(),
-            holder=holder,
-            keys=[key],
-            written=result._version,
-        )
-        entry.watchers = [weakref.ref(tensor, lambda _: self.died(entry)) for tensor in (owner, *scales)]
+    def _add(self, entry: Entry, packed: Tensor, result: Tensor) -> None:
+        storage, device = packed.untyped_storage(), entry.device
+        references: tuple[Callable[[], Any], ...] = (entry.owner, *entry.scales)
+        tensors = [tensor for reference in references if (tensor := reference()) is not None]
+        self._drop(self.entries.get(entry.storage_key))  # another thread was faster
+        StorageWatch.over(storage, tensors[0], self.drop_storage)
+        entry.dense, entry.written = (result.t() if packed.shape[0] == 1 else result), result._version
+        entry.stream = runtime.current_stream(device) if packed.is_cuda else None
+        if entry.holder is None:
+            entry.same_size = self.same_size[device, entry.size]
+        entry.watchers = [weakref.ref(tensor, lambda _: self.died(entry)) for tensor in tensors]
         # Looked at later: PyTorch 2.8 lets go of a storage's Python object in every collection, while its tensors live, and
         # 2.13 before the storage has expired
         entry.watchers.append(weakref.ref(storage, lambda _: self.dead.append(entry)))
+        task = entry.task
         if task != -1 and task not in self.tasks:
             self.tasks.add(task)
             engine.queue_callback(lambda: self.drop_recomputed(task))
         entry.same_size[entry] = None
-        self.held[device] += size
+        self.held[device] += entry.size
         self.tight = self.tight or 2 * self.held[device] > self.budget
         self.entries[entry.storage_key] = entry
-        self.results[key] = result, entry
-        if holder is not None:
-            self.never_evicted[device] += size
-            holder.take(entry)
+        self.results[entry.keys[0]] = result, entry
+        if entry.holder is not None:
+            self.never_evicted[device] += entry.size
+            entry.holder.take(entry)
 
     def _drop(self, entry: Entry | None) -> None:
         """Forget it, once; nothing for None."""
@@ -380,11 +341,6 @@ class Cache:
     def refuse(self, reason: Uncached) -> None:
         with self.locked():
             self.uncached[reason] += 1
-
-    def forget_counts(self) -> None:
-        with self.locked():
-            self.hits = self.misses = 0
-            self.uncached.clear()
 
     def snapshot(self) -> CacheStatus:
         with self.locked():

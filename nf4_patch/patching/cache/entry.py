@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...nf4 import runtime
 from ..quant_state import Fields
 from ..reasons import Uncached
+from .allocator import allocated
 
 Key = tuple[int, torch.Size, torch.dtype]  # address and shape of the packed bytes, dtype of the result
 
@@ -65,22 +66,39 @@ SCALES = (0, 2, 3, 4)  # absmax, absmax2, code2, offset: their places in Fields
 class Entry:
     """It owns the dense weight; the parameter, its memory and the scales are held weakly."""
 
-    dense: Tensor
     owner: weakref.ref[Tensor]
     scales: tuple[Callable[[], Any], ...]  # weak references to absmax, absmax2, code2 and offset
     storage: StorageWeakRef  # of the packed bytes: while it is held, no other storage has this ``cdata``
     fingerprint: tuple[Any, ...]
     device: int  # -1: the CPU
-    stream: int | None  # on which it was decoded
     size: int  # bytes in the allocator
-    task: int  # -1, or the backward pass that it does not outlive
     storage_key: tuple[Any, ...]
-    same_size: OrderedDict[Entry, None]  # the least recently used first
-    holder: Holder | None  # then it is never evicted
     keys: list[Key]
+    task: int = -1  # or the backward pass that it does not outlive
+    holder: Holder | None = None  # then it is never evicted
+    # from here on: of what is decoded
+    dense: Tensor = field(init=False)
+    written: int = field(init=False)  # the version of ``dense``
+    stream: int | None = field(init=False)  # on which it was decoded
+    same_size: OrderedDict[Entry, None] = field(default_factory=OrderedDict)  # the least recently used first
     watchers: list[Any] = field(default_factory=list)
-    written: int = 0  # the version of ``dense``
     dead: bool = False  # a tensor that it was decoded from was freed
+
+    @classmethod
+    def of(cls, packed: Tensor, fields: Fields, quant_type: Any, owner: Tensor, **options: Any) -> Entry:
+        """That of a weight which is still to be decoded. Raises as ``fingerprint``."""
+        key = packed.data_ptr(), packed.shape, fields[8]
+        return cls(
+            fingerprint=fingerprint(packed, fields, quant_type),  # first: a field may be no tensor
+            owner=weakref.ref(owner),
+            scales=tuple(nobody if fields[i] is None else weakref.ref(fields[i]) for i in SCALES),
+            storage=StorageWeakRef(packed.untyped_storage()),
+            device=packed.get_device(),
+            size=allocated(2 * packed.nbytes * getattr(fields[8], "itemsize", 0)),
+            storage_key=storage_key(key, packed.nbytes),
+            keys=[key],
+            **options,
+        )
 
 
 def refusal(packed: Tensor, owner: Tensor) -> Uncached | None:

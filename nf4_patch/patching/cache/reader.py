@@ -31,7 +31,7 @@ inside = Inside()
 
 def replace_reader(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For the ``forward`` or ``backward`` of an autograd function, which reaches for the library's public dequantization."""
-    library, direction = target.distribution, target.name.rpartition(".")[2]
+    library, direction = target.library, target.name.rpartition(".")[2]
 
     @functools.wraps(original)
     def read(*args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ class Reader:
             target: the row, which says which calls those are.
             decode: ``run_fields`` of the target's Dequantizer.
         """
-        self.library, self.always, self.decode = target.distribution, target.reads is Reads.ALWAYS, decode
+        self.library, self.always, self.decode = target.library, target.reads is Reads.ALWAYS, decode
 
     def state(
         self, weight: Tensor, state: Any, shared: bool = False, backward: bool | None = None

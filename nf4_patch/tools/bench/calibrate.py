@@ -167,9 +167,8 @@ class Calibration(Report):
     failures: list[str] = field(default_factory=list)  # configs that were wrong, and are not remembered
     note: str = ""  # what was done
 
-    @property
-    def exit_code(self) -> int:
-        return 1 if self.failures else 0
+    def problems(self) -> list[str]:
+        return self.failures
 
     def render(self) -> Iterable[RenderableType]:
         yield self.note

@@ -13,7 +13,7 @@ import nf4_patch
 from ...nf4.runtime import same_bits
 from ..llama import MODELS, projections
 from ..patch import patch
-from ..report import Progress, silent
+from ..report import NotAvailable, Progress, silent
 from .baselines import OURS, Baseline, baselines
 from .record import EMPTY, Bench, Row, bits
 from .timing import Call, alternating, gpu_times, host_us, machine, rotation
@@ -146,11 +146,11 @@ def host(
     """Host times of ours and the others.
 
     Raises:
-        RuntimeError: ours was not served as ``hits`` counts, so its time would be another's.
+        NotAvailable: ours was not served as ``hits`` counts, so its time would be another's.
     """
     before = hits()
     result = ours().clone()
     if hits() != before + 1:
-        raise RuntimeError(f"the patched function was not a hit:\n{nf4_patch.status()}")
+        raise NotAvailable(f"the patched function was not a hit:\n{nf4_patch.status()}")
     checks = bits({name: same_bits(result, call()) for name, call in others.items() if name != EMPTY})
     return Row(subject, "us", alternating({OURS: ours, **others}, host_us, rounds=20), checks)

@@ -110,14 +110,9 @@ class Bench(Report):
     sections: dict[str, list[Row]] = field(default_factory=dict)
     method: dict[str, str] = field(default_factory=dict)  # of each section
 
-    @property
-    def failures(self) -> list[str]:
+    def problems(self) -> list[str]:
         every = (f"{name}, {text}" for name, rows in self.sections.items() for row in rows for text in row.failures)
         return list(dict.fromkeys(every))
-
-    @property
-    def exit_code(self) -> int:
-        return 1 if self.failures else 0
 
     def render(self) -> Iterable[RenderableType]:
         yield str(self.machine)
@@ -128,14 +123,14 @@ class Bench(Report):
                 shown = self.method[name]
                 yield shown
             yield table(name, rows)
-        yield from self.failures
+        yield from self.problems()
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "machine": vars(self.machine),
             "method": self.method,
             "sections": {name: [row.as_dict() for row in rows] for name, rows in self.sections.items()},
-            "failures": self.failures,
+            "failures": self.problems(),
             "exit_code": self.exit_code,
         }
 

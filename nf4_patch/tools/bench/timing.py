@@ -93,7 +93,8 @@ def machine() -> Machine:
     installed = {"python": platform.python_version(), **installed_releases(), "nf4-patch": nf4_patch.__version__}
     installed["torch"] = torch.__version__  # with the CUDA that it was built for
     today = datetime.date.today().isoformat()
-    return Machine(name, f"{major}{minor}", driver, clocks, installed, calibrated.status(device), today, commit())
+    calibration = calibrated.in_force(device).status
+    return Machine(name, f"{major}{minor}", driver, clocks, installed, calibration, today, commit())
 
 
 def rotation(traffic: int) -> int:
