@@ -206,11 +206,11 @@ class Cache:
             owner = owner_of(packed)
             entry = Entry.of(packed, fields, quant_type, owner, task=task)
             reason = refusal(packed, owner)
-            if reason is None:
+            if reason is None and self.budget:  # "auto" waits with none
                 result = self._insert(entry, packed, decode)
                 if result is not None:
                     return result
-                reason = Uncached.BUDGET_SPENT
+            reason = reason or Uncached.BUDGET_SPENT
         with self.locked():
             self.misses += 1
             if reason is not None:
@@ -269,12 +269,9 @@ class Cache:
 
     def _add(self, entry: Entry, packed: Tensor, result: Tensor) -> None:
         storage, device = packed.untyped_storage(), entry.device
-        references: tuple[Callable[[], Any], ...] = (entry.owner, *entry.scales)
-        tensors = [tensor for reference in references if (tensor := reference()) is not None]
+        tensors = entry.decoded(packed, result)
         self._drop(self.entries.get(entry.storage_key))  # another thread was faster
         StorageWatch.over(storage, tensors[0], self.drop_storage)
-        entry.dense, entry.written = (result.t() if packed.shape[0] == 1 else result), result._version
-        entry.stream = runtime.current_stream(device) if packed.is_cuda else None
         if entry.holder is None:
             entry.same_size = self.same_size[device, entry.size]
         entry.watchers = [weakref.ref(tensor, lambda _: self.died(entry)) for tensor in tensors]

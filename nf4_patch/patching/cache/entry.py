@@ -66,9 +66,7 @@ SCALES = (0, 2, 3, 4)  # absmax, absmax2, code2, offset: their places in Fields
 class Entry:
     """It owns the dense weight; the parameter, its memory and the scales are held weakly."""
 
-    owner: weakref.ref[Tensor]
-    scales: tuple[Callable[[], Any], ...]  # weak references to absmax, absmax2, code2 and offset
-    storage: StorageWeakRef  # of the packed bytes: while it is held, no other storage has this ``cdata``
+    sources: tuple[Tensor | None, ...]  # the parameter, absmax, absmax2, code2 and offset: until it is decoded
     fingerprint: tuple[Any, ...]
     device: int  # -1: the CPU
     size: int  # bytes in the allocator
@@ -77,6 +75,9 @@ class Entry:
     task: int = -1  # or the backward pass that it does not outlive
     holder: Holder | None = None  # then it is never evicted
     # from here on: of what is decoded
+    owner: weakref.ref[Tensor] = field(init=False)
+    scales: tuple[Callable[[], Any], ...] = field(init=False)  # weak references to the rest of ``sources``
+    storage: StorageWeakRef = field(init=False)  # of the packed bytes: while it is held, no other has this ``cdata``
     dense: Tensor = field(init=False)
     written: int = field(init=False)  # the version of ``dense``
     stream: int | None = field(init=False)  # on which it was decoded
@@ -89,16 +90,25 @@ class Entry:
         """That of a weight which is still to be decoded. Raises as ``fingerprint``."""
         key = packed.data_ptr(), packed.shape, fields[8]
         return cls(
-            fingerprint=fingerprint(packed, fields, quant_type),  # first: a field may be no tensor
-            owner=weakref.ref(owner),
-            scales=tuple(nobody if fields[i] is None else weakref.ref(fields[i]) for i in SCALES),
-            storage=StorageWeakRef(packed.untyped_storage()),
+            sources=(owner, *(fields[i] for i in SCALES)),
+            fingerprint=fingerprint(packed, fields, quant_type),
             device=packed.get_device(),
             size=allocated(2 * packed.nbytes * getattr(fields[8], "itemsize", 0)),
             storage_key=storage_key(key, packed.nbytes),
             keys=[key],
             **options,
         )
+
+    def decoded(self, packed: Tensor, result: Tensor) -> list[Tensor]:
+        """What it was made from is held weakly from now on, and returned."""
+        tensors = [source for source in self.sources if source is not None]
+        self.owner = weakref.ref(tensors[0])
+        self.scales = tuple(nobody if scale is None else weakref.ref(scale) for scale in self.sources[1:])
+        self.sources = ()
+        self.storage = StorageWeakRef(packed.untyped_storage())
+        self.dense, self.written = (result.t() if packed.shape[0] == 1 else result), result._version
+        self.stream = runtime.current_stream(self.device) if packed.is_cuda else None
+        return tensors
 
 
 def refusal(packed: Tensor, owner: Tensor) -> Uncached | None:
