@@ -95,18 +95,6 @@ def test_first_use_inside_a_capture_is_refused_by_name(owner, name, monkeypatch)
     assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
 
 
-def test_the_shared_buffer_of_several_sizes():
-    server = Dequantizer("test")
-    packed, state = quantized((512, 256), torch.bfloat16, CUDA)
-    want = F.dequantize_4bit(packed, state)
-    shared = serve(server, packed.t(), state, shared=True)
-    assert torch.equal(shared, want.t())
-    assert shared.stride() == want.t().stride()
-    larger, state2 = quantized((1024, 512), torch.bfloat16, CUDA)
-    assert torch.equal(serve(server, larger, state2, shared=True), F.dequantize_4bit(larger, state2))
-    assert torch.equal(serve(server, packed, state, shared=True), want)
-
-
 def test_alignment_of_the_packed_weight():
     packed, state = quantized((64, 256), torch.float16, CUDA)
     want = F.dequantize_4bit(packed, state)

@@ -90,24 +90,6 @@ def test_a_default_device_of_the_user(device, patched):
         assert torch.equal(F.dequantize_4bit(packed, state), want)
 
 
-def test_dispatch_modes_see_one_op(device, patched):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(str(function))
-            return function(*args, **(kwargs or {}))
-
-    packed, state = quantized((64, 128), torch.float16, device)
-    want = expected(packed, state)
-    with Watch():
-        got = F.dequantize_4bit(packed, state)
-    assert torch.equal(got, want)
-    assert "nf4_patch.dequantize_nf4.default" in seen
-
-
 def test_status_while_another_thread_meets_a_new_shape(patched, monkeypatch):
     class Meeting:
         """Read as a counter; another thread, with a shape of its own, comes in at that moment."""

@@ -100,19 +100,6 @@ def test_a_step_is_the_same_to_the_bit(name, checkpointing, part, patched):
     assert same(ours[0], stock) and same(ours[1], stock)
 
 
-def test_a_cached_stack_that_is_loaded_anew_is_decoded_anew(patched):
-    model = model_of("qwen3")
-    patched.enable(cache="1GiB")
-    before = step(model)
-    assert len(cache.entries) == 2 * LAYERS
-    for module in experts_of(model):
-        with torch.no_grad():
-            module.parametrizations.gate_up_proj.original.bitwise_xor_(255)
-    ours = step(model)
-    patched.disable()
-    assert same(ours, step(model)) and not torch.equal(ours["loss"], before["loss"])
-
-
 def test_block_holds_no_stack(patched):
     """What the recompute decodes autograd itself keeps until the backward."""
     model = model_of("qwen3")

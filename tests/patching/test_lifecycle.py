@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 
@@ -26,13 +25,6 @@ from nf4_patch.patching.counters import counters
 
 def weight_of(layer):
     return F.dequantize_4bit(layer.weight, layer.weight.quant_state)
-
-
-def saved(layer, device):
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def from_state_dict(layer, device):
@@ -55,7 +47,6 @@ def there_and_back(layer, device):
 LIVES = {
     "copied": lambda layer, device: copy.deepcopy(layer),
     "pickled": lambda layer, device: pickle.loads(pickle.dumps(layer)),
-    "saved": saved,
     "state_dict": from_state_dict,
     "there and back": there_and_back,
 }
@@ -146,11 +137,6 @@ def test_peft_merge_and_unmerge(device):
 def test_from_pretrained_save_pretrained_dequantize(checkpoint, tmp_path, device):
     """transformers: quantize on load, save 4-bit, load the 4-bit files, model.dequantize(): same bits, all hits."""
     program("transformers_round_trip", checkpoint, tmp_path, device, interpreted=True)
-
-
-def test_forked_and_started_workers():
-    """DataLoader workers: forked ones inherit the patch, started ones have it by NF4_PATCH=1; both end cleanly."""
-    program("workers", NF4_PATCH="1")
 
 
 def test_reloaded_modules():

@@ -46,21 +46,6 @@ def test_a_wrapper_over_ours_is_seen_and_stays(wrap, on):
         assert counters.hits(TARGET) == hits + 1
 
 
-def test_the_original_restored_behind_our_back(on):
-    original = F.dequantize_4bit.__wrapped__
-    packed, state = quantized((64, 128), torch.float16, on)
-    with replaced_by(original, on=True):
-        assert row().state == "displaced" and "enable() again" in row().note
-        F.dequantize_4bit(packed, state)
-        assert counters.hits(TARGET) == 0
-        nf4_patch.enable()
-        assert row().state == "patched"
-        F.dequantize_4bit(packed, state)
-        assert counters.hits(TARGET) == 1
-        nf4_patch.disable()
-        assert F.dequantize_4bit is original
-
-
 def test_somebody_elses_function_is_left_in_place_and_can_be_patched(on):
     """Another patcher puts its own function over ours, without ours beneath: disable() leaves it, enable() adapts it."""
     calls = []
@@ -71,7 +56,7 @@ def test_somebody_elses_function_is_left_in_place_and_can_be_patched(on):
 
     packed, state = quantized((64, 128), torch.float16, on)
     with replaced_by(theirs, on=True) as original:
-        assert row().state == "displaced"
+        assert row().state == "displaced" and "enable() again" in row().note
         nf4_patch.disable()
         assert F.dequantize_4bit is theirs
         nf4_patch.enable()

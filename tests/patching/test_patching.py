@@ -10,7 +10,7 @@ import pytest
 import torch
 from fuzz import FAULTS, broken
 from oracle import expected, quantized
-from target import TARGET, fallbacks, linear, replaced_by, row, same, step
+from target import TARGET, fallbacks, linear, replaced_by, same, step
 
 import nf4_patch
 from nf4_patch.nf4.dequantize import compilation
@@ -107,11 +107,6 @@ def test_tables_say_what_a_user_reads():
     assert all(target.covers and target.releases and target.tested for target in TARGETS)
 
 
-def test_installed_but_never_hit_is_said(on):
-    assert (row().state, row().note) == ("patched", "installed, never called")
-    assert "never called" in str(nf4_patch.status())
-
-
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_the_tables_are_those_of_bitsandbytes(quant_type, device):
     """In fp32 whatever the default dtype is at the first use, which is when a table is made."""
@@ -183,19 +178,6 @@ def test_cpu_packing_has_its_name(nested, device):
     counters.reset()
     with pytest.raises(ValueError, match=Reason.CPU_PACKING.sentence):
         nf4_patch.dequantize_nf4(packed, state)
-
-
-@NESTED
-def test_a_forward_without_gradient_on_a_cpu_with_avx512_bf16(nested):
-    """The layer repacks its weight by itself; the direct API names it."""
-    layer = linear(torch.device("cpu"), compress_statistics=nested).eval()
-    if not hasattr(layer, "support_avx512bf16_for_cpu"):
-        pytest.skip("this release of bitsandbytes has no CPU packing")
-    layer.support_avx512bf16_for_cpu = True  # a CPU without it gets as far as its first multiplication
-    with contextlib.suppress(Exception):
-        layer(torch.randn(2, 256, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=Reason.CPU_PACKING.sentence):
-        nf4_patch.triton_dequantize_nf4(layer)
 
 
 def test_an_attribute_error_is_taken_for_a_missing_field_only_where_one_is_missing(on, monkeypatch):

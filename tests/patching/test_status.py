@@ -9,7 +9,6 @@ import re
 import bitsandbytes.functional as F
 import pytest
 import torch
-from target import replaced_by
 
 import nf4_patch
 from nf4_patch.patching.state import State
@@ -60,13 +59,6 @@ def test_a_fallback_has_its_line_with_its_reason(on, weight):
         F.dequantize_4bit(packed, state)
     assert rows()[0] == DEQUANTIZE
     assert "    1 x STATE_FIELDS: " in str(nf4_patch.status())
-
-
-def test_a_refused_target_has_its_line_with_the_reason():
-    with replaced_by(lambda packed, scales: None):
-        nf4_patch.enable()
-        assert rows()[0] == DEQUANTIZE
-        assert f"{DEQUANTIZE}: refused, 0 hits (its parameters are (packed, scales)" in str(nf4_patch.status())
 
 
 @pytest.mark.parametrize("state", State, ids=str)

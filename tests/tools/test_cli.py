@@ -27,7 +27,6 @@ from nf4_patch.patching.targets import TARGETS
 from nf4_patch.tools import cases, doctor, verify
 from nf4_patch.tools.cli import main, summary, wrapped
 from nf4_patch.tools.doctor import Outcome, Verdict
-from nf4_patch.tools.report import plural
 
 GPU = torch.cuda.is_available()
 UNSLOTH = "unsloth.kernels.utils._fast_dequantize_bnb"
@@ -422,7 +421,3 @@ def test_an_old_bitsandbytes_without_a_gpu_is_named(words, monkeypatch):
     said = output_of(*words, exit_code=1)
     assert "0.49.2" in said and "install bitsandbytes 0.50 or newer" in said and "same bits" not in said
     assert len(said.splitlines()) == 1
-
-
-def test_one_is_no_plural():
-    assert [plural(count, "loss") for count in (0, 1, 2000)] == ["0 losses", "1 loss", "2,000 losses"]
