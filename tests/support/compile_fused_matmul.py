@@ -5,6 +5,8 @@ A process of its own, because the tests' process may hold Triton's interpreter.
 
 from __future__ import annotations
 
+import itertools
+
 import matmul_elsewhere
 import torch
 
@@ -31,6 +33,9 @@ for row in SMALL_M_ROWS:
     for m in rows_of(row.max_m):
         compile_for(90, row.config, m, n, k, half=False, bias=False)
         compile_for(90, row.config, m, n, k - 64, half=True, bias=True, offset=None)
+for row, arch in itertools.product((SMALL_M_ROWS[0], SMALL_M_CANDIDATES[0]), (75, 80, 90)):
+    for offset in (torch.float16, torch.bfloat16):
+        compile_for(arch, row.config, 8, 4096, 4096, half=True, bias=False, offset=offset)
 for row in SMALL_M_ROWS[1], SMALL_M_ROWS[-1]:
     for arch in (80, 86, 89, 100, 120):
         compile_for(arch, row.config, row.max_m, 4096, 14336, half=False, bias=False)
