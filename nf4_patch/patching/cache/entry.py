@@ -148,7 +148,8 @@ class StorageWatch:
     """
 
     def __init__(self, storage: torch.UntypedStorage):
-        self.storage = StorageWeakRef(storage)
+        # not a StorageWeakRef: the storage holds this, and under PyTorch 2.6 its object lives as long as such a reference
+        self.cdata = storage._cdata
         self.owner: Callable[[], Tensor | None] = nobody
         self.resized = self.shared = False
         self.notify: set[Callable[[int], None]] = set()  # one, and that of an earlier import of this package
@@ -175,12 +176,12 @@ class StorageWatch:
 
     def tell(self) -> None:
         for notify in list(self.notify):
-            notify(self.storage.cdata)
+            notify(self.cdata)
 
     def __call__(self, *size: int) -> Any:
         self.resized = True
         self.tell()
-        storage: Any = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        storage: Any = torch.UntypedStorage._new_with_weak_ptr(self.cdata)  # alive: it is called
         return torch.UntypedStorage.resize_(storage, *size)
 
 
