@@ -45,6 +45,15 @@ def serve(server: Dequantizer, packed, state, **kwargs):
     return result
 
 
+def test_freed_and_reused_memory():
+    """The allocator hands the address of one weight to the next: what was remembered of the first is not taken for it."""
+    server = Dequantizer("test")
+    for seed in range(20):
+        packed, state = quantized((64 + 64 * (seed % 3), 256), torch.float16, CUDA, seed=seed)
+        assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
+        del packed, state
+
+
 def test_side_stream_and_event_order():
     packed, state = quantized((2048, 2048), torch.bfloat16, CUDA)
     want = F.dequantize_4bit(packed, state)
