@@ -78,10 +78,8 @@ class Stack:
                 selected(second.absmax), code=second.code, blocksize=second.blocksize, dtype=second.dtype
             )
             nested = {"offset": state.offset, "state2": scales}
-        shape, kind = (
-            torch.Size((len(ids), *state.shape[1:])),
-            (state.code, state.blocksize, state.quant_type, state.dtype),
-        )
+        shape = torch.Size((len(ids), *state.shape[1:]))
+        kind = state.code, state.blocksize, state.quant_type, state.dtype
         experts = QuantState(selected(state.absmax), shape, *kind, **nested)
         return Stack(selected(self.packed).unsqueeze(1), experts, self.dequantizer)
 
