@@ -5,14 +5,14 @@ from __future__ import annotations
 import enum
 
 
-class Word(str, enum.Enum):
-    """A name that is its value, for people and for ``--json``."""
+class StrEnum(str, enum.Enum):
+    """That of Python 3.11, for 3.10 as well: the value is what people read and ``--json`` writes."""
 
     def __str__(self) -> str:
         return str(self.value)
 
 
-class State(Word):
+class State(StrEnum):
     """What became of a target in this process."""
 
     PATCHED = "patched"

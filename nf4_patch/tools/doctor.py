@@ -26,7 +26,7 @@ from ..nf4.layout import OUTPUT_DTYPES
 from ..nf4.matmul.tuning import SMALL_M_ROWS
 from ..patching import calibrated, deferral, placement
 from ..patching.reasons import Reason
-from ..patching.state import State, Word
+from ..patching.state import State, StrEnum
 from ..patching.targets import SWITCHES, TARGETS, Target
 from .report import DISTRIBUTIONS, Progress, Report, installed_releases, plural, silent
 
@@ -36,7 +36,7 @@ TAKE_FP16 = (  # of a GPU before sm_80
 )
 
 
-class Verdict(Word):
+class Verdict(StrEnum):
     """What would happen to a target here."""
 
     PATCHED = "patched"
@@ -51,7 +51,7 @@ class Verdict(Word):
     NOT_INSTALLED = "not installed"
 
 
-class Outcome(Word):
+class Outcome(StrEnum):
     READY = "Ready"
     LIMITED = "Ready, with limits"  # patched, and not everything gains by it
     NOT_READY = "Not ready"

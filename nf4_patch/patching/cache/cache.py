@@ -269,7 +269,7 @@ class Cache:
 
     def _add(self, entry: Entry, packed: Tensor, result: Tensor) -> None:
         storage, device = packed.untyped_storage(), entry.device
-        tensors = entry.decoded(packed, result)
+        tensors = entry.complete(packed, result)
         self._drop(self.entries.get(entry.storage_key))  # another thread was faster
         StorageWatch.over(storage, tensors[0], self.drop_storage)
         if entry.holder is None:

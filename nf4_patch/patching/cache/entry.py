@@ -99,8 +99,8 @@ class Entry:
             **options,
         )
 
-    def decoded(self, packed: Tensor, result: Tensor) -> list[Tensor]:
-        """What it was made from is held weakly from now on, and returned."""
+    def complete(self, packed: Tensor, result: Tensor) -> list[Tensor]:
+        """With the decoded weight. Returns ``sources``, which are held weakly from now on."""
         tensors = [source for source in self.sources if source is not None]
         self.owner = weakref.ref(tensors[0])
         self.scales = tuple(nobody if scale is None else weakref.ref(scale) for scale in self.sources[1:])
