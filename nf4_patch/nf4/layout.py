@@ -41,6 +41,10 @@ class Layout(NamedTuple):
     def nested(self) -> bool:
         return self.absmax2 is not None
 
+    def offset_dtype(self) -> torch.dtype | None:
+        """None: flat."""
+        return None if self.offset is None else self.offset.dtype
+
     def transposed(self) -> bool:
         """A packed weight handed in as [1, bytes] asks for the transposed result."""
         return self.packed.shape[0] == 1

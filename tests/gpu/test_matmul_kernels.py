@@ -131,6 +131,20 @@ def test_one_hot_rows_return_the_bits_of_dequantize(kernel, dtype, quant_type, n
 
 
 @over(SMALL_M + HOPPER + SM_75)
+@pytest.mark.parametrize("offset", [torch.float16, torch.bfloat16], ids=str)
+def test_an_offset_of_16_bits(kernel, dtype, offset):
+    """As in a checkpoint that was saved in that dtype as a whole."""
+    n, k, blocksize, m = kernel.few_cases[0]
+    layout, _, before = weight_of(n, k, blocksize, dtype, True, "nf4")
+    layout = layout._replace(offset=layout.offset.to(offset))
+    want = reference.dequantize(layout)
+    assert not torch.equal(want, before)
+    columns = torch.randint(0, k, (m,), device=CUDA)
+    got = kernel.multiply(one_hot(columns, k, dtype), layout, out=poisoned(m, n, dtype))
+    assert torch.equal(got, want[:, columns].t())
+
+
+@over(SMALL_M + HOPPER + SM_75)
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @nested_and_flat
 def test_as_accurate_as_dequantize_and_linear_and_the_same_at_every_run(kernel, dtype, quant_type, nested):
@@ -257,8 +271,7 @@ def test_every_unsupported_operand_is_refused():
         return launch.supports(x, layout._replace(**changes), bias)
 
     assert supported() and supported(bias=torch.zeros(128, device=CUDA, dtype=x.dtype))
-    changed = {"blocksize": 32}, {"blocksize": 512}, {"packed": layout.packed[4:]}, {"offset": layout.offset.half()}
-    for changes in changed:
+    for changes in {"blocksize": 32}, {"blocksize": 512}, {"packed": layout.packed[4:]}:
         assert not supported(**changes), changes
     for unsupported in (x.cpu(), x.float(), torch.zeros(65, 256, device=CUDA, dtype=x.dtype)):
         assert not supported(x=unsupported), unsupported.dtype
@@ -316,7 +329,7 @@ def test_the_fused_matmul_has_the_bits_of_its_emulation(kernel, nested):
     for n, k, blocksize in SMALL[:4] if nested else SMALL[4:]:
         layout = layout_of(*quantized((n, k), torch.float16, CUDA, blocksize, nested))
         x, bias = torch.randn(kernel.most, k, device=CUDA).half(), torch.randn(n, device=CUDA).half()
-        split_k = small_m.plan(kernel.config, T4_PROCESSORS, 1, n, k, True, nested, True, T4).split_k
+        split_k = small_m.plan(kernel.config, T4_PROCESSORS, 1, n, k, True, layout.offset_dtype(), True, T4).split_k
         want = in_order(x, reference.dequantize(layout), kernel.config, split_k, bias)
         for m in range(1, kernel.most + 1):
             assert torch.equal(kernel.multiply(x[:m], layout, bias), want[:m]), (n, k, m, split_k)
@@ -339,7 +352,7 @@ def test_small_integers_are_exact(kernel):
 
 @candidates
 def test_the_fused_matmul_is_the_code_of_a_t4(kernel):
-    cut = small_m.plan(kernel.config, T4_PROCESSORS, 16, 4096, 4096, True, True, False, T4)
+    cut = small_m.plan(kernel.config, T4_PROCESSORS, 16, 4096, 4096, True, torch.float32, False, T4)
     compiled, _ = matmul_elsewhere.load(cut.ptx, cut.warps, T4, CUDA)
     ptx = compiled.kernel.decode()
     assert ".target sm_75" in ptx

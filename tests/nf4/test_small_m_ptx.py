@@ -33,8 +33,8 @@ CASES = (
 
 def execute(x, layout, config, bias=None, capability=T4):
     """What matmul_4bit launches, on the CPU; and split_k."""
-    (m, k), n, nested = x.shape, layout.shape[0], layout.nested()
-    cut = small_m.plan(config, PROCESSORS, m, n, k, x.dtype is torch.float16, nested, bias is not None, capability)
+    (m, k), n, offset = x.shape, layout.shape[0], layout.offset_dtype()
+    cut = small_m.plan(config, PROCESSORS, m, n, k, x.dtype is torch.float16, offset, bias is not None, capability)
     parts = launch(cut, x, layout, bias)
     if cut.split_k == 1:
         return parts[0], 1
@@ -82,6 +82,15 @@ def test_every_row_of_the_table(row):
     n, k = 5 * row.config.block_n // 2, 2368 if row.config.warps_k == 8 else 1088
     x = torch.randn(row.max_m, k, generator=torch.Generator().manual_seed(0)).bfloat16()
     has_the_bits_of_its_emulation(x, layout_of(*quantized((n, k), torch.bfloat16, "cpu")), row.config, None, H200)
+
+
+@pytest.mark.parametrize("offset", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("capability", [T4, H200])
+def test_an_offset_of_16_bits(offset, capability):
+    layout = layout_of(*quantized((97, 1344), torch.float16, "cpu"))
+    layout = layout._replace(offset=layout.offset.to(offset))
+    x = torch.randn(8, 1344, generator=torch.Generator().manual_seed(0)).half()
+    has_the_bits_of_its_emulation(x, layout, CASES[1][0], None, capability)
 
 
 def test_small_integers_are_exact():

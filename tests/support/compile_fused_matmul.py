@@ -5,17 +5,20 @@ A process of its own, because the tests' process may hold Triton's interpreter.
 
 from __future__ import annotations
 
+import itertools
+
 import matmul_elsewhere
+import torch
 
 from nf4_patch.nf4.matmul import small_m
 from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, TILE_COUNTS
 
 
-def compile_for(arch, config, m, n, k, half, nested, bias):
+def compile_for(arch, config, m, n, k, half, bias, offset=torch.float32):
     capability = divmod(arch, 10)
-    cut = small_m.plan(config, 132, m, n, k, half, nested, bias, capability)
+    cut = small_m.plan(config, 132, m, n, k, half, offset, bias, capability)
     code = matmul_elsewhere.code_of(cut.ptx, cut.warps, capability)
-    name = f"x:{m}x{n}x{k}:{half:d}{nested:d}{bias:d}-{'-'.join(map(str, config))}"
+    name = f"x:{m}x{n}x{k}:{half:d}:{offset}:{bias:d}-{'-'.join(map(str, config))}"
     print(arch, code.registers, code.stack, code.shared, name)
 
 
@@ -28,14 +31,17 @@ for row in SMALL_M_ROWS:
     k = 4096 if row.max_k == 4096 else 14336
     n = max(row.min_n, 4096)
     for m in rows_of(row.max_m):
-        compile_for(90, row.config, m, n, k, half=False, nested=True, bias=False)
-        compile_for(90, row.config, m, n, k - 64, half=True, nested=False, bias=True)
+        compile_for(90, row.config, m, n, k, half=False, bias=False)
+        compile_for(90, row.config, m, n, k - 64, half=True, bias=True, offset=None)
+for row, arch in itertools.product((SMALL_M_ROWS[0], SMALL_M_CANDIDATES[0]), (75, 80, 90)):
+    for offset in (torch.float16, torch.bfloat16):
+        compile_for(arch, row.config, 8, 4096, 4096, half=True, bias=False, offset=offset)
 for row in SMALL_M_ROWS[1], SMALL_M_ROWS[-1]:
     for arch in (80, 86, 89, 100, 120):
-        compile_for(arch, row.config, row.max_m, 4096, 14336, half=False, nested=True, bias=False)
+        compile_for(arch, row.config, row.max_m, 4096, 14336, half=False, bias=False)
 for row in SMALL_M_CANDIDATES:
     arch = 10 * row.capability[0] + row.capability[1]
     for m in (count * 8 for count in TILE_COUNTS if count * 8 <= row.max_m):
-        compile_for(arch, row.config, m, 4096, 14336, half=True, nested=True, bias=False)
-        compile_for(arch, row.config, m, 1000, 14336 - 64, half=True, nested=False, bias=True)  # K split, with a tail
-        compile_for(arch, row.config, m, 1000, 512, half=True, nested=True, bias=True)  # one chunk a warp
+        compile_for(arch, row.config, m, 4096, 14336, half=True, bias=False)
+        compile_for(arch, row.config, m, 1000, 14336 - 64, half=True, bias=True, offset=None)  # K split, with a tail
+        compile_for(arch, row.config, m, 1000, 512, half=True, bias=True)  # one chunk a warp

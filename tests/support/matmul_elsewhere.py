@@ -51,9 +51,9 @@ def multiply(
 ) -> torch.Tensor:  # fmt: skip
     """Fill ``out`` [m, n] with x [m, k] @ weight.T (+ bias) by code built for ``capability``, as a GPU of so many
     multiprocessors would launch it."""
-    (m, k), n, device, nested = x.shape, layout.shape[0], out.device, layout.nested()
+    (m, k), n, device, offset = x.shape, layout.shape[0], out.device, layout.offset_dtype()
     portable.check(capability, device)
-    cut = small_m.plan(config, processors, m, n, k, x.dtype is torch.float16, nested, bias is not None, capability)
+    cut = small_m.plan(config, processors, m, n, k, x.dtype is torch.float16, offset, bias is not None, capability)
     _, entry = load(cut.ptx, cut.warps, capability, device)
     kernel = small_m.SmallMKernel(device, x.dtype, layout, cut, m, bias is not None, entry)
     return MatmulLaunch(kernel, x, layout, bias)(x, out)

@@ -51,9 +51,10 @@ class Variant(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, num_warps: int) -> Variant:
-        n, offset_dtype = layout.numel(), None if layout.offset is None else layout.offset.dtype
-        aligned = layout.packed.data_ptr() % 16 == 0
-        variant = cls(num_warps, layout.dtype, offset_dtype, layout.blocksize, layout.blocksize2, aligned=aligned)
+        n, aligned = layout.numel(), layout.packed.data_ptr() % 16 == 0
+        variant = cls(
+            num_warps, layout.dtype, layout.offset_dtype(), layout.blocksize, layout.blocksize2, aligned=aligned
+        )
         return variant._replace(even=n % elements_of(variant) == 0, tail=n % 8 != 0, wide=n >= 2**31)
 
 

@@ -154,7 +154,7 @@ class HopperKernel:
         self.scale_grid = -(-n // BLOCK_N) * -(-steps // SCALE_STEPS)
         self.scale_sizes = (n, steps, shift, max(0, layout.blocksize2.bit_length() - 1))
         self.matmul_sizes = (n, steps, cut.tiles_m, cut.tiles * cut.split_k, cut.split_k)
-        self.scales, self.matmul = compiled(config, device, dtype, layout.nested(), bias)
+        self.scales, self.matmul = compiled(config, device, dtype, layout.offset_dtype(), bias)
 
     def start(self, grid, _y, _z, stream, x, packed, absmax, code, absmax2, code2, offset, out, bias) -> None:
         # its own at every call: the caching allocator keeps the streams apart
@@ -168,7 +168,7 @@ class HopperKernel:
 
 
 def compiled(
-    config: HopperConfig, device: torch.device, dtype: torch.dtype, nested: bool, bias: bool
+    config: HopperConfig, device: torch.device, dtype: torch.dtype, offset: torch.dtype | None, bias: bool
 ) -> tuple[KernelEntry, KernelEntry]:
     """The entries of scales_kernel and hopper_kernel, compiled for arguments of these types."""
     kinds = (dtype, torch.float32, torch.int32, torch.uint8)
@@ -178,8 +178,9 @@ def compiled(
         TensorDescriptor.from_tensor(some[kind].view(-1, *box[1:]), box, layout)
         for box, layout, kind in boxes(config.block_m, dtype)
     )
-    of_scales = (some[torch.uint8] if nested else floats, floats, floats, floats, floats, flags, 64, 64, 0, 8)
-    scales = runtime.compiled(kernels.scales_kernel, of_scales, {"FLAT": not nested}, 4, device, dtype)
+    first, shift = (some[torch.uint8], torch.empty(1, dtype=offset, device=device)) if offset else (floats, floats)
+    of_scales = (first, floats, floats, shift, floats, flags, 64, 64, 0, 8)
+    scales = runtime.compiled(kernels.scales_kernel, of_scales, {"FLAT": offset is None}, 4, device, dtype)
     of_matmul = (*described, floats, flags, floats, some[dtype], 64, 64, 1, 1, 1)
     values: Any = {"BLOCK_M": config.block_m, "STAGES": config.stages, "DECODED": config.decoded, "BIAS": bias}
     values["PTX"] = decode_ptx(PTX_TYPES[dtype])
@@ -197,18 +198,20 @@ def checked(
     Raises:
         KernelUnavailable: they did not, now or before, or it cannot be compiled; or a CUDA graph is being captured.
     """
-    key = (config, device, dtype, layout.nested(), bias)
+    key = (config, device, dtype, layout.offset_dtype(), bias)
     runtime.built_once(_checked, key, lambda: check(*key))
     return HopperKernel(config, device, dtype, layout, m, bias)
 
 
-def check(config: HopperConfig, device: torch.device, dtype: torch.dtype, nested: bool, bias: bool) -> bool:
+def check(
+    config: HopperConfig, device: torch.device, dtype: torch.dtype, offset: torch.dtype | None, bias: bool
+) -> bool:
     """
     Raises:
         KernelUnavailable: the bits differ, or it cannot be compiled.
     """
     m, n, k = config.block_m + 3, 2 * BLOCK_N + 8, 1024
-    variant = Variant(INTERPRETER_WARPS, dtype) if nested else Variant(INTERPRETER_WARPS, dtype, None, blocksize2=0)
+    variant = Variant(INTERPRETER_WARPS, dtype, offset, blocksize2=256 if offset else 0)
     layout = sample_layout(variant, n * k // 3, device)._replace(shape=(n, k))
     kernel = HopperKernel(config, device, dtype, layout, m, bias)
     columns = torch.arange(m, device=device) * 37 % k

@@ -42,7 +42,7 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 
 def scales_kernel(absmax, absmax2, code2, offset, scales, flags, n, k_steps, shift, shift2, FLAT: tl.constexpr):
     """scales fp32 [k_steps, n], as the matmul reads them: BLOCK_N rows of a step at a time; and flags int32 [FLAGS] = 0.
 
-    absmax: uint8 (nested) or fp32 (FLAT), row-major over n rows. absmax2, code2 [256]: fp32. offset: one fp32.
+    absmax: uint8 (nested) or fp32 (FLAT), row-major over n rows. absmax2, code2 [256]: fp32. offset: one.
     shift: log2(blocksize / BLOCK_K), steps per block. shift2: log2(blocksize2).
     """
     groups = tl.cdiv(n, BLOCK_N)
@@ -52,7 +52,7 @@ def scales_kernel(absmax, absmax2, code2, offset, scales, flags, n, k_steps, shi
     block = (row * k_steps + step) >> shift
     first = tl.load(absmax + block, mask, 0)
     second = None if FLAT else tl.load(absmax2 + (block >> shift2), mask, 0.0)
-    scale = block_scale(first, second, code2, None if FLAT else tl.load(offset), FLAT, True)
+    scale = block_scale(first, second, code2, None if FLAT else tl.load(offset).to(tl.float32), FLAT, True)
     tl.store(scales + step * n + row, scale, mask)
     if tl.program_id(0) == 0:
         tl.store(flags + tl.arange(0, FLAGS), 0)

@@ -55,7 +55,6 @@ def supports(x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) 
         and layout.blocksize in BLOCKSIZES
         and k % layout.blocksize == 0  # no block spans two rows
         and layout.packed.data_ptr() % 16 == 0
-        and (layout.offset is None or layout.offset.dtype is torch.float32)
         and config_for(capability, x.numel() // k, n, k, device=x.device.index) is not None
         and (
             bias is None
@@ -136,7 +135,7 @@ def resolve(
     """:func:`matmul_4bit` resolved, for every x of this shape."""
     n, k = layout.shape
     m = x.numel() // k
-    key = (x.device, x.dtype, layout.nested(), bias is None, m, n, k, layout.blocksize, layout.blocksize2, config)
+    key = (x.device, x.dtype, layout.offset_dtype(), bias is None, m, n, k, layout.blocksize, layout.blocksize2, config)
     kernel = _kernels.get(key)
     if kernel is None:
         capability = torch.cuda.get_device_capability(x.device)
@@ -146,7 +145,7 @@ def resolve(
             if isinstance(chosen, HopperConfig):
                 kernel = hopper.checked(chosen, x.device, x.dtype, layout, m, biased)
             else:
-                cut = small_m.plan(chosen, processors, m, n, k, half, layout.nested(), biased, capability)
+                cut = small_m.plan(chosen, processors, m, n, k, half, layout.offset_dtype(), biased, capability)
                 kernel = small_m.SmallMKernel(x.device, x.dtype, layout, cut, m, biased)
         _kernels[key] = kernel
     return MatmulLaunch(kernel, x, layout, bias)
@@ -163,8 +162,8 @@ def matmul_4bit(
 
     Args:
         x: [..., K], fp16 or bf16.
-        layout: of the weight, shape [N, K], K a multiple of the blocksize; contiguous, the offset in fp32. Its dtype
-            is not looked at.
+        layout: of the weight, shape [N, K], K a multiple of the blocksize; contiguous. Its dtype is not looked
+            at.
         bias: [N], x's dtype.
         config: instead of the table's; then the caller answers for :func:`supports`.
         out: filled and returned if given: contiguous, [..., N], x's dtype and device.
@@ -181,6 +180,6 @@ def matmul_4bit(
     if config is None and not supports(x, layout, bias):
         raise ValueError(
             f"matmul_4bit does not support x {x.dtype} {list(x.shape)} on {x.device} by a weight {list(layout.shape)} of "
-            f"blocksize {layout.blocksize}, or its alignment, offset or bias: dequantize and multiply"
+            f"blocksize {layout.blocksize}, or its alignment or bias: dequantize and multiply"
         )
     return resolve(x, layout, bias, config)(x, out)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..dequantize.compilation import PTX_TYPES
 from ..layout import Layout
 from ..runtime import KernelEntry, compiled, triton
 from . import small_m_ptx
@@ -28,7 +29,7 @@ class SmallMPlan(NamedTuple):
 
 
 def plan(
-    config: SmallMConfig, processors: int, m: int, n: int, k: int, half: bool, nested: bool, bias: bool,
+    config: SmallMConfig, processors: int, m: int, n: int, k: int, half: bool, offset: torch.dtype | None, bias: bool,
     capability: tuple[int, int] = (9, 0),
 ) -> SmallMPlan:  # fmt: skip
     """For x [m, k] by a weight [n, k] on a GPU of ``processors`` multiprocessors.
@@ -36,7 +37,7 @@ def plan(
     Args:
         m: up to 64.
         half: x is fp16, else bf16.
-        nested: of the weight.
+        offset: of the weight, its dtype; None: flat.
         bias: there is one to add.
         capability: of the GPU that the PTX is for.
     """
@@ -48,7 +49,9 @@ def plan(
     x_in_registers = config.load_128bit and chunks <= config.warps_k
     n_tiles = next(count for count in TILE_COUNTS if m <= 8 * count)
     tail, bias = k % 256 != 0, bias and split_k == 1
-    ptx = small_m_ptx.program(config, n_tiles, x_in_registers, half, nested, tail, split_k > 1, bias, capability)
+    ptx = small_m_ptx.program(
+        config, n_tiles, x_in_registers, half, PTX_TYPES[offset] if offset else "", tail, split_k > 1, bias, capability
+    )
     return SmallMPlan(sm_partitions, ctas, config.warps_n * config.warps_k, split_k, ptx)
 
 

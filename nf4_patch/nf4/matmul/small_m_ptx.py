@@ -42,6 +42,13 @@ DIALECTS = {
 }
 
 
+OFFSETS = {
+    "f32": "ld.global.f32 offset, [$7];",
+    "f16": "ld.global.b16 high, [$7]; cvt.f32.f16 offset, high;",
+    "bf16": "ld.global.b16 high, [$7]; mov.b16 low, 0; mov.b32 offset, {low, high};",  # cvt.f32.bf16 needs sm_90
+}
+
+
 def log2(x: int) -> int:
     return x.bit_length() - 1
 
@@ -58,7 +65,7 @@ class Cta:
     n_tiles: int  # 8-row tiles of X
     x_in_registers: bool  # each warp meets one chunk of K only: its part of X stays in registers
     half: bool  # fp16, else bf16
-    nested: bool
+    offset: str  # its type: f32, f16 or bf16; "": a flat weight
     tail: bool  # K is no multiple of 256
     split_k: bool  # fp32 partial sums out[split_k, M, N]
     bias: bool
@@ -94,7 +101,7 @@ class Cta:
         e, rows, code2 = self.emit, self.rows, ", ".join(f"code2{i}" for i in range(0, 256, 32 * self.warps))
         e("{")
         e(f".shared .align 16 .b8 table[{TABLE_BYTES}];")
-        if self.nested:
+        if self.offset:
             e(".shared .align 16 .b8 scales[1024];")
         if self.warps_k > 1:
             barriers = " .shared .align 8 .b64 full, free;" if self.dialect.wait else ""
@@ -120,8 +127,8 @@ class Cta:
         for i in self.code2_parts():
             e(f"add.u32 u, tid, {i}; setp.lt.u32 p, u, 256; mul.wide.u32 d, u, 4; add.u64 d, $6, d;")
             e(f"@p ld.global.f32 code2{i}, [d];")
-        if self.nested:
-            e("ld.global.f32 offset, [$7];")
+        if self.offset:
+            e(OFFSETS[self.offset])
         e("sub.u32 lastn, $11, 1; sub.u32 lastm, $10, 1; shl.b32 rowbytes, $12, 5;")
         # row groups [attile, end): CTAs i, i + $15, i + 2 $15, ... divide the i-th of $15 even partitions among them,
         # since they run on one multiprocessor
@@ -179,7 +186,7 @@ class Cta:
 
     def code2_parts(self) -> range:
         """Of code2, a thread's entries: tid, tid + threads of the CTA, ..."""
-        return range(0, 256, 32 * self.warps) if self.nested else range(0)
+        return range(0, 256, 32 * self.warps) if self.offset else range(0)
 
     def multiply_chunk(self, k: int) -> None:
         """The chunk in registers ``k``, while the next one of them is fetched into the same."""
@@ -191,7 +198,7 @@ class Cta:
             self.find_x()
             self.load_x(0)
         for i in range(self.rows):
-            if self.nested:  # two roundings, never an FMA
+            if self.offset:  # two roundings, never an FMA
                 e(f"mov.u32 v, scales; mad.lo.u32 v, q{k}_{i}, 4, v; ld.shared.f32 f, [v];")
                 e(f"mul.rn.f32 f, f, am{k}_{i}; add.rn.f32 own{i}, f, offset;")
             else:
@@ -338,7 +345,7 @@ class Cta:
         for i in range(self.rows):
             if self.tail:  # else a lane past K would look up what it never loaded
                 e(f"mov.u32 q{k}_{i}, 0; mov.f32 am{k}_{i}, 0f00000000;")
-            if self.nested:
+            if self.offset:
                 e(f"cvt.u64.u32 d, block{i}; add.u64 d, $3, d; @scaled ld.global.u8 q{k}_{i}, [d];")
                 e(f"shr.u32 u, block{i}, $14; mul.wide.u32 d, u, 4; add.u64 d, $5, d;")
                 e(f"@scaled ld.global.nc.f32 am{k}_{i}, [d];")
