@@ -42,9 +42,12 @@ class KernelEntry(NamedTuple):
         compiled._init_handles()
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
         values = values if TRITON_RELEASE >= (3, 3) else ()  # 3.2 passes no constexpr to the launcher
-        if TRITON_RELEASE == (3, 6) and run.global_scratch_size == 0 and run.profile_scratch_size == 0:
-            flags = run.launch_cooperative_grid, run.launch_pdl
-            return cls(run.launch, (function, *flags, None, None, metadata, None, None, None), values, "c entry")
+        if TRITON_RELEASE in ((3, 6), (3, 7)) and run.global_scratch_size == 0 and run.profile_scratch_size == 0:
+            launch, flags = run.launch, (run.launch_cooperative_grid, run.launch_pdl)
+            if TRITON_RELEASE == (3, 6):
+                return cls(launch, (function, *flags, None, None, metadata, None, None, None), values, "c entry")
+            head = (function, *flags, metadata, *[None] * 5, run.arg_annotations, run.kernel_signature)
+            return cls(lambda x, y, z, stream, *all: launch(x, y, z, stream, *head, all), (), values, "c entry")
         return cls(run, (function, metadata, None, None, None), values, "launcher")
 
     def start(self, grid: int, stream: int, *arguments: Any) -> None:
@@ -163,12 +166,19 @@ def compile_kernel(kernel: Any, arguments: tuple[Any, ...], values: dict[str, An
 _entries: dict[tuple[Any, ...], KernelEntry | KernelUnavailable] = {}
 
 
-def compiled(kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int, *kind: Any) -> KernelEntry:
+def compiled(
+    kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int, *kind: Any, dependent: bool = False
+) -> KernelEntry:
     """The entry of a kernel, compiled at the first use of these constexprs with this device and dtype (``kind``);
-    see :func:`built_once`."""
+    see :func:`built_once`.
+
+    Args:
+        dependent: launched while the kernel before it ends, whose results it waits for itself (Triton >= 3.6, sm_90).
+    """
 
     def build() -> KernelEntry:
-        result = compile_kernel(kernel, arguments, values, num_warps=warps, num_stages=1)
+        options = {"launch_pdl": True} if dependent else {}
+        result = compile_kernel(kernel, arguments, values, num_warps=warps, num_stages=1, **options)
         return KernelEntry.of(result, tuple(values.values()))
 
     entry: KernelEntry = built_once(_entries, (*kind, id(kernel), *values.values(), warps), build)

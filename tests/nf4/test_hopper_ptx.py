@@ -121,7 +121,7 @@ def test_a_calibration_decides_up_to_its_last_row(proven_release, monkeypatch):
     assert launch.config_for(H200, 64, 4096, 4096, 0) is not None
 
 
-@pytest.mark.parametrize("release", [(3, 5), (3, 7)])
+@pytest.mark.parametrize("release", [(3, 5), (3, 8)])
 def test_a_release_of_triton_on_which_nothing_ran_has_no_row(release, monkeypatch):
     monkeypatch.setattr(hopper, "RELEASE", release)
     assert hopper.config_for(H200, 128, 14336, 4096) is None

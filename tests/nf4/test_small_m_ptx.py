@@ -28,6 +28,7 @@ CASES = (
     (SmallMConfig(2, 2, 2, False, 1, split_k=True), 20, 60, 832, 64, False, "fp4", True),
     (SmallMConfig(1, 4, 1, False, 1), 30, 129, 320, 64, True, "nf4", False),
     (SmallMConfig(2, 1, 8, False, 1), 64, 33, 512, 256, True, "nf4", False),
+    (SmallMConfig(1, 1, 2, True, 1), 3, 19, 320, 256, True, "nf4", False),  # a block spans two rows
 )
 
 
@@ -113,6 +114,7 @@ FAULTS = {  # what is taken out of the PTX, and how it is noticed
     "count": (H200, r"(init.shared.b64 \[full\]), 128;", r"\1, 96;", "without a barrier"),
     "table": (H200, r"bar.sync 0;", "", "without a barrier|before all warps know"),
     "sync": (T4, r"bar.sync 0;(?!.*bar.sync 0;)", "", "without a barrier|stop at"),
+    "launch": (H200, r"griddepcontrol.wait;", "", "may still write"),
     "last row": (H200, r"min.u32 u, u, lastn;", "", "outside its tensor"),
 }
 

@@ -58,6 +58,7 @@ class Source:
         self.types: dict[str, str] = {}
         self.arrays: dict[str, int] = {}
         self.shared = 0
+        self.dependent = "griddepcontrol" in ptx
         for part in ptx.strip()[1:-1].replace("\n", " ").split(";"):
             self.read(part.strip())
 
@@ -163,6 +164,7 @@ class Warp:
 
     def __init__(self, cta: Cta, index: int):
         self.cta, self.index, self.types = cta, index, cta.source.types
+        self.alone = not cta.source.dependent  # the launch before this one has ended
         self.registers: dict[str, np.ndarray] = {
             "%tid.x": 32 * index + LANES,
             "%ctaid.x": cta.index + 0 * LANES,
@@ -242,6 +244,7 @@ class Warp:
         at = start[:, None] + np.arange(size * len(names))
         shared = "shared" in operation
         if not shared:
+            assert self.alone, "while the launch before it may still write"
             (tensor,) = set(start >> 32)
             buffer, at = self.cta.memory[tensor - 1], at & 0xFFFFFFFF
             assert at.max() < len(buffer), "outside its tensor"
@@ -322,6 +325,8 @@ class Warp:
                 assert mask.all() and x[3] in ("0x1f", "0x1c1f") and x[4] == "0xffffffff"
                 group = int(x[3], 16) >> 8  # lanes of the same group: 0x1c, of four
                 self.put(x[0], self.get(x[1])[LANES & group | self.get(x[2]).astype(int) & 31 & ~group], mask)
+            case ["griddepcontrol", how]:
+                self.alone |= how == "wait"
             case ["ld" | "st", *_]:
                 self.move(operation, x, mask)
             case ["mma", *_]:

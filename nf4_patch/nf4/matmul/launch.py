@@ -16,6 +16,7 @@ if triton is not None:
     from . import kernels
 
 BLOCKSIZES = (64, 128, 256, 512, 1024, 2048, 4096)
+STEP = 64  # of K: what both kernels take at once
 AnyConfig = SmallMConfig | HopperConfig
 AnyKernel = small_m.SmallMKernel | hopper.HopperKernel
 
@@ -53,7 +54,7 @@ def supports(x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) 
     return (
         (x.dtype is torch.float16 or (x.dtype is torch.bfloat16 and capability >= (8, 0)))  # of the tensor cores
         and layout.blocksize in BLOCKSIZES
-        and k % layout.blocksize == 0  # no block spans two rows
+        and k % STEP == 0  # a block may span rows
         and layout.packed.data_ptr() % 16 == 0
         and config_for(capability, x.numel() // k, n, k, device=x.device.index) is not None
         and (
@@ -162,8 +163,7 @@ def matmul_4bit(
 
     Args:
         x: [..., K], fp16 or bf16.
-        layout: of the weight, shape [N, K], K a multiple of the blocksize; contiguous. Its dtype is not looked
-            at.
+        layout: of the weight, shape [N, K], K a multiple of 64; contiguous. Its dtype is not looked at.
         bias: [N], x's dtype.
         config: instead of the table's; then the caller answers for :func:`supports`.
         out: filled and returned if given: contiguous, [..., N], x's dtype and device.

@@ -8,7 +8,7 @@ import torch
 
 from ..dequantize.compilation import PTX_TYPES
 from ..layout import Layout
-from ..runtime import KernelEntry, compiled, triton
+from ..runtime import TRITON_RELEASE, KernelEntry, compiled, triton
 from . import small_m_ptx
 from .tuning import TILE_COUNTS, SmallMConfig
 
@@ -26,6 +26,7 @@ class SmallMPlan(NamedTuple):
     warps: int  # of a CTA
     split_k: int  # even parts of K, whose sums a second launch adds
     ptx: str
+    dependent: bool = False  # launched while the kernel before it ends
 
 
 def plan(
@@ -52,7 +53,8 @@ def plan(
     ptx = small_m_ptx.program(
         config, n_tiles, x_in_registers, half, PTX_TYPES[offset] if offset else "", tail, split_k > 1, bias, capability
     )
-    return SmallMPlan(sm_partitions, ctas, config.warps_n * config.warps_k, split_k, ptx)
+    dependent = "griddepcontrol" in ptx and TRITON_RELEASE >= (3, 6)
+    return SmallMPlan(sm_partitions, ctas, config.warps_n * config.warps_k, split_k, ptx, dependent)
 
 
 class SmallMKernel:
@@ -80,7 +82,8 @@ class SmallMKernel:
         out, part = (torch.empty(0, dtype=each, device=device) for each in (dtype, torch.float32))
         values: dict[str, Any] = {"PTX": cut.ptx}
         arguments = (out, *layout.operands(), out if cut.split_k == 1 else part, out, *self.sizes)
-        self.entry = entry or compiled(kernels.matmul_4bit_kernel, arguments, values, cut.warps, device, dtype)
+        kernel = kernels.matmul_4bit_kernel
+        self.entry = entry or compiled(kernel, arguments, values, cut.warps, device, dtype, dependent=cut.dependent)
         self.sum: KernelEntry | None = None
         if cut.split_k > 1:
             values = {"SPLIT_K": cut.split_k, "BIAS": bias, "BLOCK": SUM_BLOCK}
