@@ -134,4 +134,4 @@ def test_a_fault_in_the_ptx_is_found(fault, monkeypatch):
     x = torch.randn(8, 1344, generator=torch.Generator().manual_seed(0)).half()
     monkeypatch.setattr(small_m, "plan", faulty)
     with pytest.raises(AssertionError, match=noticed):
-        execute(x, layout_of(packed, state), SmallMConfig(1, 1, 4, True, 2), capability=capability)
+        execute(x, layout_of(packed, state), SmallMConfig(1, 1, 4, True, 1), capability=capability)
