@@ -42,12 +42,9 @@ class KernelEntry(NamedTuple):
         compiled._init_handles()
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
         values = values if TRITON_RELEASE >= (3, 3) else ()  # 3.2 passes no constexpr to the launcher
-        if TRITON_RELEASE in ((3, 6), (3, 7)) and run.global_scratch_size == 0 and run.profile_scratch_size == 0:
-            launch, flags = run.launch, (run.launch_cooperative_grid, run.launch_pdl)
-            if TRITON_RELEASE == (3, 6):
-                return cls(launch, (function, *flags, None, None, metadata, None, None, None), values, "c entry")
-            head = (function, *flags, metadata, *[None] * 5, run.arg_annotations, run.kernel_signature)
-            return cls(lambda x, y, z, stream, *all: launch(x, y, z, stream, *head, all), (), values, "c entry")
+        if TRITON_RELEASE == (3, 6) and run.global_scratch_size == 0 and run.profile_scratch_size == 0:
+            flags = run.launch_cooperative_grid, run.launch_pdl
+            return cls(run.launch, (function, *flags, None, None, metadata, None, None, None), values, "c entry")
         return cls(run, (function, metadata, None, None, None), values, "launcher")
 
     def start(self, grid: int, stream: int, *arguments: Any) -> None:
