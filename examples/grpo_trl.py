@@ -99,7 +99,7 @@ trainer.train()
 log = [entry for entry in trainer.state.log_history if "reward" in entry]
 rests = [whole - part for whole, part in zip(record.seconds, seconds, strict=True)]
 # the first half compiles and warms up, as in Record
-generation, rest, step = (statistics.median(all_[args.steps // 2 :]) for all_ in (seconds, rests, record.seconds))
+generation, rest, step = (statistics.median(each[args.steps // 2 :]) for each in (seconds, rests, record.seconds))
 rows = args.prompts * args.generations
 record.extra["rollouts"] = {
     "tokens": round(sum(rows * entry["completions/mean_length"] for entry in log)),
