@@ -8,11 +8,10 @@ The prompt runs through the patched dequantization; tokens after it do where bit
 """  # fmt: skip
 
 import argparse
-import time
 
 import torch
 from offline import SIZES, checkpoint, compute_dtype, text
-from record import Record
+from record import Record, now
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
@@ -47,13 +46,9 @@ def generate(batch: int) -> tuple[torch.Tensor, float]:
     prompt = tokenizer(lines, return_tensors="pt", padding=True).to(device)
     settings = {"do_sample": False, "min_new_tokens": args.new_tokens, "max_new_tokens": args.new_tokens}
     model.generate(**prompt, **settings)  # compiles and warms up
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
+    start = now()
     tokens = model.generate(**prompt, **settings)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return tokens, batch * args.new_tokens / (time.perf_counter() - start)
+    return tokens, batch * args.new_tokens / (now() - start)
 
 
 record = Record()

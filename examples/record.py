@@ -13,6 +13,13 @@ import torch
 from transformers import TrainerCallback
 
 
+def now() -> float:
+    """Seconds of a clock, read when the GPU's queue is empty."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def graphs() -> dict[str, int]:
     """What torch.compile made in this process: graphs (a recompile adds one), operators in them, breaks."""
     from torch._dynamo.utils import counters
@@ -49,11 +56,9 @@ class Record(TrainerCallback):
         self.clock()
 
     def clock(self) -> float:
-        """Seconds since the last call, with the GPU's queue empty at both ends."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        elapsed, self.last = now - getattr(self, "last", now), now
+        """Seconds since the last call."""
+        read = now()
+        elapsed, self.last = read - getattr(self, "last", read), read
         return elapsed
 
     def step(self, loss: torch.Tensor | float | None = None) -> None:

@@ -41,6 +41,7 @@ SOURCES = {
     ),
     "matmul-GPU.json": ("nf4-patch bench --matmul --quick", "the fused matmul by rows of X"),
     "generate-GPU.json": ("python -m benchmarks.generation", "tokens a second with the fused matmul"),
+    "grpo-GPU.json": ("python -m benchmarks.grpo", "RL with TRL's GRPO: tokens a second in generation, time of a step"),
     "verify-GPU.json": ("nf4-patch verify", "the kernel against bitsandbytes, every layout"),
     "verify-sm75-GPU.json": ("python scripts/check_kernel.py older-gpu sm_75", "the code of a T4, run on this GPU"),
     "fuzz-GPU.json": ("python scripts/check_kernel.py fuzz 10000 --seed 1", "random and malformed states"),
@@ -125,7 +126,7 @@ def comparison(rows: list[dict[str, Any]], hidden: Sequence[str] = ("device copy
     """A row a subject, a column a variant: ours, the limits, the others."""
     names = [name for name in dict.fromkeys(n for row in rows for n in row["median"]) if name not in (OURS, *hidden)]
     names.sort(key=lambda name: name not in LIMITS)
-    unit = UNITS.get(rows[0]["unit"], rows[0]["unit"])
+    unit = ", ".join(dict.fromkeys(UNITS.get(row["unit"], row["unit"]) for row in rows))
     body = [[shape(r["subject"]), digits(r["median"][OURS]), *(cell(r, name) for name in names)] for r in rows]
     return table((unit, OURS, *names), body)
 
@@ -333,4 +334,5 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "experts": experts,
     "matmul": matmul,
     "generation": measured("generate-GPU.json", "generation"),
+    "grpo": measured("grpo-GPU.json", "grpo"),
 }

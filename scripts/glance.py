@@ -101,6 +101,12 @@ def generation_gain(name: str, gpu: str) -> str:
     return parts + " (compiled)" * bool(rows)
 
 
+def rollout_gain(name: str, gpu: str) -> str:
+    """Of generation and of the whole step, where it is clear."""
+    found = [(row["subject"].partition(",")[0], row, row["ratio"].get(UNPATCHED)) for row in figures(name, gpu)[:2]]
+    return ", ".join(f"{what} {times(ratio)}" for what, row, ratio in found if clear(row, ratio) and ratio > 1)
+
+
 def gains() -> str:
     """A row for each setup that was measured, a column for each GPU."""
     setups = (
@@ -112,6 +118,7 @@ def gains() -> str:
         ("training a mixture of experts with peft, experts packed in 4 bits", experts_gain, "step-moe-GPU.json"),
         ("the same with `enable(cache=...)`, every weight cached", cached_experts_gain, "step-moe-GPU.json"),
         ('4-bit generation with `enable(matmul="auto")`', generation_gain, "generate-GPU.json"),
+        ('RL with TRL\'s GRPO, the model generating, `enable(matmul="auto")`', rollout_gain, "grpo-GPU.json"),
     )
     found = [[words, *(gain(name, gpu) for gpu in GPUS)] for words, gain, name in setups]
     rows = [row for row in found if any(row[1:])]

@@ -104,6 +104,41 @@ def test_what_the_bench_writes_is_what_is_rendered(tmp_path, monkeypatch):
     assert shown[1].count("check failed") == 2 and "\u00d7)" not in shown[1]
 
 
+def grpo_record(rate: float, fused: int, tokens: int = 8 * 16 * 64, reason: str = "NOT_FASTER") -> dict:
+    """What examples/grpo_trl.py writes, as far as it is read."""
+    rollouts = {"tokens": tokens, "tokens_per_second": rate, "step": 1024 / rate + 0.5, "rest": 0.5}
+    patch = {"shapes": {"4096x4096 bfloat16 fused matmul": fused}, "targets": [{"fallbacks": {reason: 1}}]}
+    return {"rollouts": rollouts, "nf4_patch": patch}
+
+
+@pytest.mark.parametrize(
+    ("changes", "gain"),
+    [
+        ({}, "generation 2.00\u00d7, whole step 1.67\u00d7"),
+        ({"rate": 512}, ""),
+        ({"fused": 0}, ""),
+        ({"tokens": 1}, ""),
+        ({"reason": "INTERNAL_ERROR"}, ""),
+    ],
+    ids=["gains", "no gain", "nothing ran", "less work", "fell back"],
+)
+def test_grpo_is_shown_where_it_gains_and_its_checks_passed(changes, gain, tmp_path, monkeypatch):
+    from benchmarks import grpo
+    from nf4_patch.tools.bench.record import Bench
+    from nf4_patch.tools.bench.timing import Machine
+
+    stock, ours = grpo_record(512, 0), grpo_record(**{"rate": 1024, "fused": 9} | changes)
+    runs = {name: [ours if name == grpo.OURS else stock] * 2 for name in grpo.VARIANTS}
+    machine = Machine("NVIDIA H200", "90", "1", "", {"torch": "2.11.0"}, date="2026-11-22", commit="1")
+    bench = Bench(machine, {"grpo": grpo.compare(runs)}, {"grpo": grpo.METHOD})
+    (tmp_path / "grpo-h200.json").write_text(json.dumps(bench.as_dict()))
+    monkeypatch.setattr(render_docs.figures, "DATA", tmp_path)
+    assert render_docs.glance.rollout_gain("grpo-GPU.json", "H200") == gain
+    failed = set(changes) & {"fused", "tokens", "reason"}
+    assert ("check failed" in render_docs.BLOCKS["grpo"]()) is bool(failed)
+    assert len(bench.problems()) == 3 * len(failed)
+
+
 def test_every_data_file_is_written_by_a_command_that_exists():
     from nf4_patch.tools.cli import main
 

@@ -65,6 +65,17 @@ def test_generate(checkpoint, tmp_path):
     assert hits(record) > 0 and not fallbacks(record)
 
 
+def test_grpo(checkpoint, tmp_path):
+    """Rollouts of 16 rows run in the fused matmul: other bits, as many tokens. The training passes have 1,536 rows."""
+    arguments = ("--model", checkpoint, "--steps", 4)
+    on, off = (run_example("grpo_trl.py", *arguments, folder=tmp_path, patch=patch) for patch in (True, False))
+    print(on["rollouts"], off["rollouts"])
+    assert on["rollouts"]["tokens"] == off["rollouts"]["tokens"] == 4 * 16 * 64
+    fused = sum(n for shape, n in on["nf4_patch"]["shapes"].items() if shape.endswith("fused matmul"))
+    assert fused >= 4 * 63 * LINEARS  # every token after the prompt
+    assert set(fallbacks(on)) <= {"NOT_FASTER", "MATMUL_OPERANDS"}
+
+
 def test_merge(checkpoint, tmp_path):
     record = run_example("merge_adapter.py", "--model", checkpoint, folder=tmp_path)
     print(record["merges"])

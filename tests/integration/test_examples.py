@@ -18,6 +18,8 @@ from run_example import EXAMPLES, GLOO, TORCHRUN, fallbacks, hits, on_and_off, r
 from safetensors.torch import load_file, save_file
 from subprocess_python import python
 
+from benchmarks import grpo
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own")
 LINEARS = 14  # two layers of seven
 SUPPORT = EXAMPLES.parent / "tests" / "support"
@@ -55,6 +57,12 @@ def test_mixture_of_experts(model, options, tmp_path):
     assert fallbacks(on) == ({"SAVED_TENSOR_HOOKS": 2 * 2 * 2} if options else {})
 
 
+def checkpoint(model: str, folder: Path) -> None:
+    """One of examples/offline.py, tiny."""
+    code = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import offline; "
+    run([sys.executable, "-c", f"{code} offline.checkpoint({model!r}, folder={str(folder)!r})"], EXAMPLES)
+
+
 def in_mxfp4(folder: Path) -> None:
     """Rewrite a saved gpt-oss as it is published: experts as blocks of 32 four-bit values and a scale for each."""
     weights = load_file(folder / "model.safetensors")
@@ -72,11 +80,7 @@ def in_mxfp4(folder: Path) -> None:
 
 @pytest.mark.full
 def test_gpt_oss_as_it_is_published(tmp_path):
-    code = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import offline; "
-    run(
-        [sys.executable, "-c", code + f"offline.checkpoint('random-gpt-oss', folder={str(tmp_path / 'model')!r})"],
-        tmp_path,
-    )
+    checkpoint("random-gpt-oss", tmp_path / "model")
     in_mxfp4(tmp_path / "model")
     on, off = on_and_off("qlora_moe.py", "--model", tmp_path / "model", "--steps", 2, "--tokens", 32, folder=tmp_path)
     assert hits(on) == 2 * 2 * 2 * 2 and hits(off) == 0  # steps, layers, stacks, passes: the experts alone are packed
@@ -115,11 +119,13 @@ def test_peft_does_not_reach_packed_experts():
         model(input_ids=ids)
 
 
-@pytest.mark.parametrize("script", ["qlora_trl.py", "qlora_unsloth.py"])
-def test_the_patch_is_one_line(script):
+@pytest.mark.parametrize(
+    ("script", "option"), [("qlora_trl.py", ""), ("qlora_unsloth.py", ""), ("grpo_trl.py", "matmul=args.matmul")]
+)
+def test_the_patch_is_one_line(script, option):
     lines = (EXAMPLES / script).read_text().splitlines()
     with_patch = [line for line in lines if "nf4_patch" in line and not line.lstrip().startswith("#")]
-    assert [line.split("#")[0].strip() for line in with_patch] == ["import nf4_patch; nf4_patch.enable()"]
+    assert [line.split("#")[0].strip() for line in with_patch] == [f"import nf4_patch; nf4_patch.enable({option})"]
     ast.parse("\n".join(line for line in lines if line not in with_patch))
 
 
@@ -134,6 +140,27 @@ def test_trl_and_its_twin(tmp_path):
     assert not off["nf4_patch"]["enabled"] and hits(off) == 0  # imported by bitsandbytes' entry point, and idle
     assert hits(on) == 2 * LINEARS and not fallbacks(on)
     assert same_training(on, off)
+
+
+@pytest.mark.full
+def test_grpo(tmp_path, monkeypatch):
+    """As benchmarks/grpo.py runs it, in its three variants."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # TRL's loss is a Triton kernel too
+    steps, prompts, generations, tokens = 2, 2, 2, 8
+    for name, value in {"STEPS": steps, "PROMPTS": prompts, "GENERATIONS": generations, "TOKENS": tokens}.items():
+        monkeypatch.setattr(grpo, name, value)
+    checkpoint("random", tmp_path)
+    off, on, auto = records = [grpo.run(matmul, str(tmp_path)) for matmul in grpo.VARIANTS.values()]
+    for record in records:
+        assert record["rollouts"]["tokens"] == steps * prompts * generations * tokens
+        assert record["rollouts"]["rewards"] == off["rollouts"]["rewards"] and len(record["seconds"]) == steps
+        assert same_training(record, off)  # with matmul="auto" too: on the CPU the fused matmul never runs
+    assert hits(on) == hits(auto) == steps * LINEARS and hits(off) == 0 and not fallbacks(on)
+    # A linear layer multiplies once a token in generation, and with a gradient in the forward and in the recompute.
+    assert fallbacks(auto) == {"NOT_CUDA": steps * tokens * LINEARS, "MATMUL_OPERANDS": steps * 2 * LINEARS}
+    rows = grpo.compare({name: [record] for name, record in zip(grpo.VARIANTS, records, strict=True)})
+    assert [row.times[name].median > 0 for row in rows for name in grpo.VARIANTS] == [True] * 9
+    assert {name for row in rows for name, check in row.checks.items() if not check.passed} == {"hits", "fallbacks"}
 
 
 @pytest.mark.full
