@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -119,6 +122,15 @@ class Memo(dict[tuple[Any, ...], Any]):
             self.clear()
         self[key] = launch
         return launch
+
+
+@functools.cache
+def driver_version() -> int:
+    """The newest CUDA that the driver runs, 1000 * major + 10 * minor; 0: there is none."""
+    version = ctypes.c_int(0)
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
 
 
 def multiprocessors(device: int | torch.device) -> int:

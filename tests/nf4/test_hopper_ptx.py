@@ -121,6 +121,16 @@ def test_a_calibration_decides_up_to_its_last_row(proven_release, monkeypatch):
     assert launch.config_for(H200, 64, 4096, 4096, 0) is not None
 
 
+def test_each_type_of_offset_has_code_of_its_own(monkeypatch):
+    """Shared, the second one's bytes were read as the first one's type (H200)."""
+    asked = []
+    monkeypatch.setattr(runtime, "compiled", lambda kernel, _, values, warps, *kind: asked.append((id(kernel), kind)))
+    offsets = (None, torch.float32, torch.float16, torch.bfloat16)
+    for offset in offsets:
+        hopper.compiled(HOPPER_ROWS[0].config, torch.device("cpu"), torch.bfloat16, offset, False)
+    assert len(set(asked)) == len(offsets) + 1  # and one matmul
+
+
 @pytest.mark.parametrize("release", [(3, 5), (3, 8)])
 def test_a_release_of_triton_on_which_nothing_ran_has_no_row(release, monkeypatch):
     monkeypatch.setattr(hopper, "RELEASE", release)

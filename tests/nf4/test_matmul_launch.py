@@ -14,7 +14,7 @@ from subprocess_python import python
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.layout import Layout
 from nf4_patch.nf4.matmul import hopper, kernels, launch, small_m
-from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, TILE_COUNTS, HopperConfig
+from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, TILE_COUNTS, HopperConfig, SmallMConfig
 
 H200 = (9, 0)
 GPU = torch.cuda.is_available()
@@ -50,6 +50,27 @@ def test_every_prompt_length_shares_six_kernels():
             for m in range(1, 65)
         }
         assert len(found) <= 6, (n, k, len(found))
+
+
+@pytest.mark.parametrize(("release", "driver", "begins_early"), [
+    ((3, 6), 12030, {"one CTA"}), ((3, 6), 12020, set()), ((3, 5), 13000, set()), ((3, 6), 0, set()),
+])  # fmt: skip
+def test_which_launches_begin_while_the_one_before_ends(release, driver, begins_early, monkeypatch):
+    """One CTA on a multiprocessor and one launch, from Hopper on, with a driver that can capture it."""
+    monkeypatch.setattr(small_m, "TRITON_RELEASE", release)
+    monkeypatch.setattr(small_m, "driver_version", lambda: driver)
+    configs = {
+        "one CTA": SmallMConfig(1, 1, 16, True, 1),
+        "two CTAs": SmallMConfig(1, 1, 8, True, 2),
+        "two launches": SmallMConfig(2, 2, 4, False, 1, split_k=True),
+    }
+    for capability in ((8, 0), (9, 0), (12, 0)):
+        plans = {
+            name: small_m.plan(config, 132, 8, 4096, 4096, False, torch.float32, False, capability)
+            for name, config in configs.items()
+        }
+        found = {name for name, cut in plans.items() if cut.dependent}
+        assert found == (begins_early if capability >= (9, 0) else set()), (capability, found)
 
 
 def test_plan_covers_every_row_once():

@@ -8,7 +8,7 @@ import torch
 
 from ..dequantize.compilation import PTX_TYPES
 from ..layout import Layout
-from ..runtime import TRITON_RELEASE, KernelEntry, compiled, triton
+from ..runtime import TRITON_RELEASE, KernelEntry, compiled, driver_version, triton
 from . import small_m_ptx
 from .tuning import TILE_COUNTS, SmallMConfig
 
@@ -53,7 +53,8 @@ def plan(
     ptx = small_m_ptx.program(
         config, n_tiles, x_in_registers, half, PTX_TYPES[offset] if offset else "", tail, split_k > 1, bias, capability
     )
-    dependent = "griddepcontrol" in ptx and TRITON_RELEASE >= (3, 6)
+    # an older driver may run it and not capture it into a CUDA graph
+    dependent = "griddepcontrol" in ptx and TRITON_RELEASE >= (3, 6) and driver_version() >= 12030
     return SmallMPlan(sm_partitions, ctas, config.warps_n * config.warps_k, split_k, ptx, dependent)
 
 
