@@ -83,7 +83,8 @@ def test_plan_covers_every_row_once():
                 assert cut.split_k <= -(-k // 256)
 
 
-def test_bf16_is_supported_from_sm_80_on(monkeypatch):
+def test_what_is_supported(monkeypatch):
+    """bf16 from sm_80 on; K in whole steps of 64, whose blocks may span rows; a config."""
     monkeypatch.setattr(kernels, "matmul_4bit_kernel", SimpleNamespace())
     monkeypatch.setattr(launch.triton.runtime, "JITFunction", SimpleNamespace)
     device = torch.device("cuda", 0)
@@ -92,13 +93,15 @@ def test_bf16_is_supported_from_sm_80_on(monkeypatch):
     layout = Layout(packed, None, None, None, None, None, 64, 0, (4096, 4096), None)
     monkeypatch.setattr(launch, "config_for", lambda *arguments, **options: "measured")
 
-    def supported(dtype, capability):
+    def supported(dtype, capability, k=4096, blocksize=64):
         x.dtype = dtype
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        return launch.supports(x, layout)
+        return launch.supports(x, layout._replace(shape=(4096, k), blocksize=blocksize))
 
     assert not supported(torch.bfloat16, (7, 5)) and not supported(torch.float32, (9, 0))
     assert supported(torch.bfloat16, (8, 0)) and supported(torch.float16, (7, 5))
+    assert supported(torch.float16, (9, 0), 4160, 256) and not supported(torch.float16, (9, 0), 4128, 32)
+    assert not supported(torch.float16, (9, 0), 4128, 64) and not supported(torch.float16, (9, 0), 4096, 32)
     monkeypatch.setattr(launch, "config_for", lambda *arguments, **options: None)
     assert not supported(torch.float16, (7, 5))
 
