@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -71,6 +72,17 @@ def test_which_launches_begin_while_the_one_before_ends(release, driver, begins_
         }
         found = {name for name, cut in plans.items() if cut.dependent}
         assert found == (begins_early if capability >= (9, 0) else set()), (capability, found)
+
+
+def test_the_driver_is_asked_for_its_cuda(monkeypatch):
+    def driver(name):
+        assert name == "libcuda.so.1"
+        return SimpleNamespace(cuDriverGetVersion=lambda pointer: setattr(pointer._obj, "value", 12080))
+
+    monkeypatch.setattr(runtime.ctypes, "CDLL", driver)
+    assert runtime.driver_version.__wrapped__() == 12080
+    monkeypatch.setattr(runtime.ctypes, "CDLL", Mock(side_effect=OSError))
+    assert runtime.driver_version.__wrapped__() == 0
 
 
 def test_plan_covers_every_row_once():
