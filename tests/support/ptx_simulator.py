@@ -164,7 +164,7 @@ class Warp:
 
     def __init__(self, cta: Cta, index: int):
         self.cta, self.index, self.types = cta, index, cta.source.types
-        self.alone = not cta.source.dependent  # the launch before this one has ended
+        self.waited = not cta.source.dependent  # for the launch before this one
         self.registers: dict[str, np.ndarray] = {
             "%tid.x": 32 * index + LANES,
             "%ctaid.x": cta.index + 0 * LANES,
@@ -244,7 +244,7 @@ class Warp:
         at = start[:, None] + np.arange(size * len(names))
         shared = "shared" in operation
         if not shared:
-            assert self.alone, "while the launch before it may still write"
+            assert self.waited, "while the launch before it may still write"
             (tensor,) = set(start >> 32)
             buffer, at = self.cta.memory[tensor - 1], at & 0xFFFFFFFF
             assert at.max() < len(buffer), "outside its tensor"
@@ -326,7 +326,7 @@ class Warp:
                 group = int(x[3], 16) >> 8  # lanes of the same group: 0x1c, of four
                 self.put(x[0], self.get(x[1])[LANES & group | self.get(x[2]).astype(int) & 31 & ~group], mask)
             case ["griddepcontrol", how]:
-                self.alone |= how == "wait"
+                self.waited |= how == "wait"
             case ["ld" | "st", *_]:
                 self.move(operation, x, mask)
             case ["mma", *_]:

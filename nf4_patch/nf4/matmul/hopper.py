@@ -178,8 +178,8 @@ def compiled(
         TensorDescriptor.from_tensor(some[kind].view(-1, *box[1:]), box, layout)
         for box, layout, kind in boxes(config.block_m, dtype)
     )
-    first, shift = (some[torch.uint8], torch.empty(1, dtype=offset, device=device)) if offset else (floats, floats)
-    of_scales = (first, floats, floats, shift, floats, flags, 64, 64, 0, 8)
+    absmax, added = (some[torch.uint8], torch.empty(1, dtype=offset, device=device)) if offset else (floats, floats)
+    of_scales = (absmax, floats, floats, added, floats, flags, 64, 64, 0, 8)
     scales = runtime.compiled(kernels.scales_kernel, of_scales, {"FLAT": offset is None}, 4, device, dtype, offset)
     of_matmul = (*described, floats, flags, floats, some[dtype], 64, 64, 1, 1, 1)
     values: Any = {"BLOCK_M": config.block_m, "STAGES": config.stages, "DECODED": config.decoded, "BIAS": bias}

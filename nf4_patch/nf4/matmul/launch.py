@@ -16,7 +16,7 @@ if triton is not None:
     from . import kernels
 
 BLOCKSIZES = (64, 128, 256, 512, 1024, 2048, 4096)
-STEP = 64  # of K: what both kernels take at once
+STEP = 64  # elements of K for each scale that the kernels read
 AnyConfig = SmallMConfig | HopperConfig
 AnyKernel = small_m.SmallMKernel | hopper.HopperKernel
 
