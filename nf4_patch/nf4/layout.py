@@ -49,6 +49,10 @@ class Layout(NamedTuple):
         """A packed weight handed in as [1, bytes] asks for the transposed result."""
         return self.packed.shape[0] == 1
 
+    def step(self) -> int:
+        """Of a weight [N, K]: so many elements of a row, 64 at most, from any multiple of it on, have one scale."""
+        return min(64, self.blocksize, self.shape[1] & -self.shape[1])
+
     def nbytes(self) -> int:
         """Bytes of the packed weight."""
         return self.packed.numel() * self.packed.element_size()

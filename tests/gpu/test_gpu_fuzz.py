@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fuzz import FAULTS, fuzz
+from fused_matmul import hopper_measured
+from fuzz import FAULTS, fuzz, fuzz_products
 
 from nf4_patch.nf4.matmul.tuning import SMALL_M_ROWS
 
@@ -28,6 +29,15 @@ def test_random_states(blocksize):
     assert not report.out_of_bounds, report.out_of_bounds[:5]
     assert report.hits > 1500
     assert {name.split(":")[0] for name in report.faults} == set(FAULTS)
+
+
+@hopper_measured
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_fused_matmul_refuses_no_state_that_the_dequantization_runs(dtype, nested):
+    """5,000 in all: every blocksize, K from 16 on, weights off 16 bytes. Where the table has the size."""
+    ended = fuzz_products(1250, 1, dtype, nested)
+    assert ended["hits"] >= 1200 and set(ended) <= {"hits", "NOT_FASTER"}, ended
 
 
 @pytest.mark.skipif(not os.path.exists(SANITIZER), reason="the CUDA toolkit's compute-sanitizer is not on this machine")

@@ -28,9 +28,9 @@ def proven_release(monkeypatch):
 
 
 def decoded(source, words, scales, code):
-    """The registers of 32 lanes, [32, 8 words, 4] of two weights each: words [32, 8], scales [32] in fp32, code [16]."""
+    """The registers of 32 lanes, [32, 8 words, 4] of two weights each: words and fp32 scales [32, 8], code [16]."""
     warp = Warp(Cta(source, {48: 1 << 32}, 0, 1, 1, [memory_of(code)]), 0)
-    inputs = [*words.T, scales.view(torch.int32)]
+    inputs = [*words.T, *scales.contiguous().view(torch.int32).T]
     warp.registers |= {f"${i}": u64(values.numpy().view(np.uint32)) for i, values in enumerate(inputs, 32)}
     assert not list(warp.run())
     registers = np.stack([warp.get(f"${i}") for i in range(32)], 1).astype(np.uint32)
@@ -40,17 +40,18 @@ def decoded(source, words, scales, code):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-def test_decode_gives_the_bits_of_dequantize(quant_type, nested, dtype):
+@pytest.mark.parametrize("blocksize", [64, 32])
+def test_decode_gives_the_bits_of_dequantize(blocksize, quant_type, nested, dtype):
     n, k = 128, 512
-    layout = layout_of(*quantized((n, k), dtype, "cpu", 64, nested, quant_type))
+    layout = layout_of(*quantized((n, k), dtype, "cpu", blocksize, nested, quant_type))
     layout = layout._replace(packed=torch.randperm(n * k // 2).remainder(256).to(torch.uint8).view(-1, 1))
     want = reference.dequantize(layout).view(torch.int16)
     words = layout.packed.view(-1).view(torch.int32).view(n // 32, 32, k // 64, 8)
-    scales = reference.block_scales(layout, False).view(n // 32, 32, k // 64)
-    source = Source(hopper.decode_ptx({torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]))
+    scales = reference.block_scales(layout, False).repeat_interleave(blocksize // 8).view(n // 32, 32, k // 64, 8)
+    source = Source(hopper.decode_ptx({torch.bfloat16: "bf16", torch.float16: "f16"}[dtype], 64 // blocksize))
     source.types |= {f"${i}": ".b32" for i in range(32)}
     for warp, step in itertools.product(range(n // 32), range(k // 64)):
-        got = decoded(source, words[warp, :, step], scales[warp, :, step].contiguous(), layout.code)
+        got = decoded(source, words[warp, :, step], scales[warp, :, step], layout.code)
         got = got.contiguous().view(torch.int16).view(32, 64)
         wanted = want[32 * warp : 32 * warp + 32, 64 * step : 64 * step + 64]
         zeros = wanted.bitwise_and(0x7FFF) == 0  # FP4's minus zero: invisible in a sum
@@ -106,7 +107,8 @@ def test_the_table_has_what_was_measured_and_nothing_else(proven_release):
         assert {m for (*size, m), rows in found.items() if tuple(size) == shape and rows} == {65, 128}
     assert not any(rows for (*size, _), rows in found.items() if size == [4096, 4096])
     assert hopper.config_for((8, 0), 128, 14336, 4096) is None
-    assert hopper.config_for(H200, 128, 14336 + 4, 4096) is None  # TMA writes 16 bytes at least
+    for n, k in ((14336 + 4, 4096), (14336, 4096 + 16)):  # TMA reads and writes 16 bytes at least
+        assert hopper.config_for(H200, 128, n, k) is None
     assert launch.config_for(H200, 128, 14336, 4096) == HOPPER_ROWS[0].config
     assert launch.config_for(H200, 64, 14336, 4096) in [row.config for row in SMALL_M_ROWS]
     assert launch.first_config(SMALL_M_ROWS, H200, 128, 14336, 4096) is None
@@ -127,7 +129,7 @@ def test_each_type_of_offset_has_code_of_its_own(monkeypatch):
     monkeypatch.setattr(runtime, "compiled", lambda kernel, _, values, warps, *kind: asked.append((id(kernel), kind)))
     offsets = (None, torch.float32, torch.float16, torch.bfloat16)
     for offset in offsets:
-        hopper.compiled(HOPPER_ROWS[0].config, torch.device("cpu"), torch.bfloat16, offset, False)
+        hopper.compiled(HOPPER_ROWS[0].config, torch.device("cpu"), torch.bfloat16, offset, False, 1)
     assert len(set(asked)) == len(offsets) + 1  # and one matmul
 
 
@@ -143,7 +145,7 @@ def test_it_compiles_to_asynchronous_wgmma_within_shared_memory():
     support = Path(__file__).parents[1] / "support"
     done = python((support / "compile_hopper.py").read_text(), path=support)
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 4
+    assert len(lines) == 6
     for block_m, shared, serialized, wgmmas in lines:
         assert int(shared) <= 227 * 1024, block_m
         assert serialized == "False", block_m

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -96,7 +97,7 @@ def test_plan_covers_every_row_once():
 
 
 def test_what_is_supported(monkeypatch):
-    """bf16 from sm_80 on; K in whole steps of 64, whose blocks may span rows; a config."""
+    """bf16 from sm_80 on; K in whole steps of 16, whose blocks may span rows; packed on 4 bytes; a config."""
     monkeypatch.setattr(kernels, "matmul_4bit_kernel", SimpleNamespace())
     monkeypatch.setattr(launch.triton.runtime, "JITFunction", SimpleNamespace)
     device = torch.device("cuda", 0)
@@ -105,15 +106,17 @@ def test_what_is_supported(monkeypatch):
     layout = Layout(packed, None, None, None, None, None, 64, 0, (4096, 4096), None)
     monkeypatch.setattr(launch, "config_for", lambda *arguments, **options: "measured")
 
-    def supported(dtype, capability, k=4096, blocksize=64):
+    def supported(dtype, capability, k=4096, blocksize=64, start=256):
+        packed.data_ptr = lambda: start
         x.dtype = dtype
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         return launch.supports(x, layout._replace(shape=(4096, k), blocksize=blocksize))
 
     assert not supported(torch.bfloat16, (7, 5)) and not supported(torch.float32, (9, 0))
     assert supported(torch.bfloat16, (8, 0)) and supported(torch.float16, (7, 5))
-    assert supported(torch.float16, (9, 0), 4160, 256) and not supported(torch.float16, (9, 0), 4128, 32)
-    assert not supported(torch.float16, (9, 0), 4128, 64) and not supported(torch.float16, (9, 0), 4096, 32)
+    for k, blocksize in ((4160, 256), (4128, 32), (4112, 64), (4096, 32)):
+        assert supported(torch.float16, (9, 0), k, blocksize) and not supported(torch.float16, (9, 0), k + 8, blocksize)
+    assert supported(torch.float16, (9, 0), start=260) and not supported(torch.float16, (9, 0), start=258)
     monkeypatch.setattr(launch, "config_for", lambda *arguments, **options: None)
     assert not supported(torch.float16, (7, 5))
 
@@ -205,15 +208,17 @@ def test_every_row_compiles_for_every_gpu():
     """ptxas takes every row's PTX from sm_80 on, every candidate's for sm_75; no local memory, but for one 8-byte address
     past 56 rows of X on sm_80 and newer.
 
-    There all 255 registers are taken (Triton 3.7.1; the weight then comes through as before, 2.0 to 3.0x at 64 rows).
+    There all 255 registers are taken (Triton 3.7.1; the weight then comes through as before, 2.0 to 3.0x at 64 rows). Steps
+    of 32 and 16 weights, which no model of the table has, may spill up to 40 bytes.
     """
     support = Path(__file__).parents[1] / "support"
     done = python((support / "compile_fused_matmul.py").read_text(), path=support)
     lines = [line.split() for line in done.stdout.splitlines()]
     assert {int(line[0]) for line in lines} == {75, 80, 86, 89, 90, 100, 120}
     assert sum(line[0] == "75" for line in lines) == 3 * (2 + len(TILE_COUNTS)) + 2 * 2  # both offsets of 16 bits
-    assert sum(line[0] == "90" for line in lines) >= 2 * len(SMALL_M_ROWS)
+    assert sum(line[0] == "90" for line in lines) >= 4 * len(SMALL_M_ROWS)
     for arch, registers, stack, shared, name in lines:
         assert int(shared) <= 48 * 1024, name
         assert int(registers) <= 255, name
-        assert int(stack) <= (8 if name.startswith("x:64x") and arch != "75" else 0), (arch, name, "spills")
+        allowed = 40 if re.search(":(16|32)-", name) else 8 if name.startswith("x:64x") and arch != "75" else 0
+        assert int(stack) <= allowed, (arch, name, "spills")

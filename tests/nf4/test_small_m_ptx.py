@@ -29,13 +29,18 @@ CASES = (
     (SmallMConfig(1, 4, 1, False, 1), 30, 129, 320, 64, True, "nf4", False),
     (SmallMConfig(2, 1, 8, False, 1), 64, 33, 512, 256, True, "nf4", False),
     (SmallMConfig(1, 1, 2, True, 1), 3, 19, 320, 256, True, "nf4", False),  # a block spans two rows
+    (SmallMConfig(1, 2, 2, True, 1), 7, 40, 1024, 32, True, "nf4", True),
+    (SmallMConfig(2, 1, 2, False, 1, prefetch_depth=2), 3, 33, 832, 32, False, "fp4", False),
+    (SmallMConfig(1, 1, 4, True, 1), 4, 21, 608, 64, True, "nf4", False),  # K is no multiple of 64,
+    (SmallMConfig(2, 1, 2, True, 1, split_k=True), 9, 30, 848, 64, True, "nf4", False),  # or of 32
 )
 
 
 def execute(x, layout, config, bias=None, capability=T4):
     """What matmul_4bit launches, on the CPU; and split_k."""
     (m, k), n, offset = x.shape, layout.shape[0], layout.offset_dtype()
-    cut = small_m.plan(config, PROCESSORS, m, n, k, x.dtype is torch.float16, offset, bias is not None, capability)
+    half, step = x.dtype is torch.float16, layout.step()
+    cut = small_m.plan(config, PROCESSORS, m, n, k, half, offset, bias is not None, capability, step)
     parts = launch(cut, x, layout, bias)
     if cut.split_k == 1:
         return parts[0], 1
@@ -46,8 +51,8 @@ def execute(x, layout, config, bias=None, capability=T4):
 def has_the_bits_of_its_emulation(x, layout, config, bias, capability):
     """The result, the weight and split_k."""
     got, split_k = execute(x, layout, config, bias, capability)
-    weight = reference.dequantize(layout, False)
-    assert torch.equal(got, in_order(x, weight, config, split_k, bias, small_m_ptx.DIALECTS[capability].mma_k))
+    weight, depth = reference.dequantize(layout, False), small_m_ptx.DIALECTS[capability].mma_k
+    assert torch.equal(got, in_order(x, weight, config, split_k, bias, depth, layout.step()))
     return got, weight, split_k
 
 

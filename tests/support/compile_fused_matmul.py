@@ -14,11 +14,11 @@ from nf4_patch.nf4.matmul import small_m
 from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, TILE_COUNTS
 
 
-def compile_for(arch, config, m, n, k, half, bias, offset=torch.float32):
+def compile_for(arch, config, m, n, k, half, bias, offset=torch.float32, step=64):
     capability = divmod(arch, 10)
-    cut = small_m.plan(config, 132, m, n, k, half, offset, bias, capability)
+    cut = small_m.plan(config, 132, m, n, k, half, offset, bias, capability, step)
     code = matmul_elsewhere.code_of(cut.ptx, cut.warps, capability)
-    name = f"x:{m}x{n}x{k}:{half:d}:{offset}:{bias:d}-{'-'.join(map(str, config))}"
+    name = f"x:{m}x{n}x{k}:{half:d}:{offset}:{bias:d}:{step}-{'-'.join(map(str, config))}"
     print(arch, code.registers, code.stack, code.shared, name)
 
 
@@ -33,6 +33,8 @@ for row in SMALL_M_ROWS:
     for m in rows_of(row.max_m):
         compile_for(90, row.config, m, n, k, half=False, bias=False)
         compile_for(90, row.config, m, n, k - 64, half=True, bias=True, offset=None)
+        for step in (32, 16):
+            compile_for(90, row.config, m, n, k - step, half=False, bias=True, step=step)
 for row, arch in itertools.product((SMALL_M_ROWS[0], SMALL_M_CANDIDATES[0]), (75, 80, 90)):
     for offset in (torch.float16, torch.bfloat16):
         compile_for(arch, row.config, 8, 4096, 4096, half=True, bias=False, offset=offset)

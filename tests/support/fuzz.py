@@ -372,3 +372,51 @@ def fuzz(
                 tell("fuzz", number, count)
             fuzzer.run(number)
     return fuzzer.report
+
+
+def draw_product(seed: int, number: int, dtype: torch.dtype, nested: bool) -> tuple[Case, int]:
+    """A well-formed state of a weight [N, K], and rows of X: sizes of every row of the fused matmul's table for an H200.
+
+    One in 30 is for hundreds of rows. Few tile counts of the few rows, because each is a kernel to compile.
+    """
+    rng = random.Random(f"{seed} {number} product")
+    if rng.random() < 1 / 30:
+        n, k = 8 * rng.randrange(1650, 1850), 32 * rng.randrange(110, 140)
+        m = rng.choice((rng.randint(65, 128), rng.randint(160, 256), rng.randint(449, 512)))
+    else:
+        n, k = int(13000 ** rng.random()), rng.choice((16, 32, 64)) * int(512 ** rng.random())
+        m = rng.choice((rng.randint(1, 8), rng.randint(9, 16), rng.randint(57, 64)))
+    case = draw(seed, number, "cuda")
+    start = case.start - case.start % 4  # off 4 bytes nothing of ours runs
+    offset = case.offset_dtype if nested else torch.float32
+    return case._replace(
+        shape=(n, k), dtype=dtype, nested=nested, offset_dtype=offset, transposed=False, start=start, special=False
+    ), m
+
+
+def fuzz_products(count: int, seed: int, dtype: torch.dtype, nested: bool) -> Counter[str]:
+    """States that the fused matmul ran ("hits"), and those it refused by Reason, of those that the dequantization runs.
+
+    Raises:
+        AssertionError: a row of X with a single 1 gave other bits than bitsandbytes' dequantization.
+    """
+    from nf4_patch.patching.dequantizer import Dequantizer
+    from nf4_patch.patching.fused_matmul import FusedMatmul
+
+    device, ended = cases.device_here(), Counter()
+    dequantizer, multiplier = Dequantizer("fuzz"), FusedMatmul("fuzz")
+    with patch(False), torch.no_grad():
+        for number in range(count):
+            case, m = draw_product(seed, number, dtype, nested)
+            packed, state = random_state(case, seed, device)
+            weight = dequantizer.run(packed, state)
+            assert isinstance(weight, torch.Tensor), (weight, case)
+            want = cases.ask_bitsandbytes(packed.clone(), state)
+            columns = torch.randint(case.shape[1], (m,), device=device)
+            x = torch.zeros(m, case.shape[1], dtype=dtype, device=device)
+            x[torch.arange(m, device=device), columns] = 1
+            got = multiplier.run_state(x, packed, state)
+            if isinstance(got, torch.Tensor):
+                assert torch.equal(weight, want) and torch.equal(got, want[:, columns].t()), (case, m)
+            ended["hits" if isinstance(got, torch.Tensor) else got.name] += 1
+    return ended

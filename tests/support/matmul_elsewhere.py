@@ -53,7 +53,8 @@ def multiply(
     multiprocessors would launch it."""
     (m, k), n, device, offset = x.shape, layout.shape[0], out.device, layout.offset_dtype()
     portable.check(capability, device)
-    cut = small_m.plan(config, processors, m, n, k, x.dtype is torch.float16, offset, bias is not None, capability)
+    half, biased = x.dtype is torch.float16, bias is not None
+    cut = small_m.plan(config, processors, m, n, k, half, offset, biased, capability, layout.step())
     _, entry = load(cut.ptx, cut.warps, capability, device)
-    kernel = small_m.SmallMKernel(device, x.dtype, layout, cut, m, bias is not None, entry)
+    kernel = small_m.SmallMKernel(device, x.dtype, layout, cut, m, biased, entry)
     return MatmulLaunch(kernel, x, layout, bias)(x, out)

@@ -25,13 +25,15 @@ def tensor_core(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> 
 
 def in_order(
     x: torch.Tensor, weight: torch.Tensor, config: SmallMConfig, split_k: int = 1, bias: torch.Tensor | None = None,
-    depth: int = 8,
+    depth: int = 8, step: int = 64,
 ) -> torch.Tensor:  # fmt: skip
     """x [m, k] times weight [n, k] to [m, n] in x's dtype: mma by mma, then warp by warp, then part of K by part of K.
 
     Args:
         depth: of K one mma takes, 8 on sm_75 and 16 from sm_80 on.
+        step: the weight's Layout.step(); below 32 a lane loads 64 bits, whatever the config says.
     """
+    config = config._replace(load_128bit=config.load_128bit and step >= 32)
     total = added(partial_sums(x, weight, config, split_k, depth))
     return (total if bias is None else total + bias.float()).to(x.dtype)
 

@@ -347,8 +347,9 @@ def launch(cut: SmallMPlan, x: torch.Tensor, layout: Layout, bias: torch.Tensor 
     out = memory_of(torch.full((cut.split_k, m, n), float("nan"), dtype=dtype))
     *inputs, last = map(memory_of, (x, *layout.operands(), layout.code if bias is None else bias))
     memory = [*inputs, out, last]
-    shift, shift2 = (layout.blocksize // 64).bit_length() - 1, max(0, layout.blocksize2.bit_length() - 1)
-    sizes = (m, n, k // 64, shift, shift2, cut.sm_partitions, cut.split_k)
+    step = layout.step()
+    shift, shift2 = (layout.blocksize // step).bit_length() - 1, max(0, layout.blocksize2.bit_length() - 1)
+    sizes = (m, n, k // step, shift, shift2, cut.sm_partitions, cut.split_k)
     operands = {i + 1: (i + 1) << 32 for i in range(len(memory))} | dict(enumerate(sizes, 10))
     source = Source(cut.ptx)
     for index in range(cut.ctas):

@@ -40,7 +40,7 @@ def config_for(capability: tuple[int, int], m: int, n: int, k: int, device: int 
     Args:
         device: its index; None: a GPU like that of the table.
     """
-    if RELEASE not in RELEASES or n % 8:  # TMA writes rows of whole 16 bytes
+    if RELEASE not in RELEASES or n % 8 or k % 32:  # TMA reads and writes rows of whole 16 bytes
         return None
     for row in HOPPER_ROWS:
         if row.capability == capability and row.min_m <= m <= row.max_m and n * k >= row.min_elements:
@@ -50,21 +50,24 @@ def config_for(capability: tuple[int, int], m: int, n: int, k: int, device: int 
     return None
 
 
-def decode_ptx(dtype: str) -> str:
-    """PTX of one thread: 8 words of a row, its scale and the codes' address -> 32 registers of two weights in ``dtype``.
+def decode_ptx(dtype: str, parts: int) -> str:
+    """PTX of one thread: 8 words of a row, their scales and the codes' address -> 32 registers of two weights in ``dtype``.
 
-    $0 to $31: register r of word w is $(8 * r + w); $32 to $39: the words; $40: the scale; $48: the address.
-    The block's 16 weights are finished first, as bytes: four registers of low ones and four of high ones. A nibble's
+    $0 to $31: register r of word w is $(8 * r + w); $32 to $39: the words; $40 to $47: their scales, equal within each of
+    the ``parts`` (1 or 2) of the words; $48: the address.
+    A part's 16 possible weights are finished first, as bytes: four registers of low ones and four of high ones. A nibble's
     three low bits then choose among eight bytes (prmt), its highest one between two such choices.
     """
     lines = ["{", ".reg .b32 low, sign, above, a, b, lo, hi, p<8>, l<4>, h<4>;", ".reg .f32 x, y, c<16>;"]
     lines += [f"ld.global.nc.v4.f32 {{c{i}, c{i + 1}, c{i + 2}, c{i + 3}}}, [$48 + {4 * i}];" for i in range(0, 16, 4)]
-    for i in range(8):
-        lines += [f"mul.rn.ftz.f32 x, c{2 * i}, $40;", f"mul.rn.ftz.f32 y, c{2 * i + 1}, $40;"]
-        lines += [f"cvt.rn.{dtype}x2.f32 p{i}, y, x;"]
-    for i in range(4):
-        lines += [f"prmt.b32 l{i}, p{2 * i}, p{2 * i + 1}, 0x6420;", f"prmt.b32 h{i}, p{2 * i}, p{2 * i + 1}, 0x7531;"]
     for word in range(8):
+        if word % (8 // parts) == 0:
+            s = f"${40 + word}"
+            for i in range(0, 16, 2):
+                lines += [f"mul.rn.ftz.f32 x, c{i}, {s};", f"mul.rn.ftz.f32 y, c{i + 1}, {s};"]
+                lines += [f"cvt.rn.{dtype}x2.f32 p{i // 2}, y, x;"]
+            for plane, bytes_ in (("l", "0x6420"), ("h", "0x7531")):
+                lines += [f"prmt.b32 {plane}{i}, p{2 * i}, p{2 * i + 1}, {bytes_};" for i in range(4)]
         lines += [f"and.b32 low, ${32 + word}, 0x77777777;", f"shl.b32 above, ${32 + word}, 4;"]
         for half in range(2):
             lines += [f"prmt.b32 sign, ${32 + word}, above, {('0x9d8c', '0xbfae')[half]};"]
@@ -90,7 +93,7 @@ class HopperPlan(NamedTuple):
         """For x [m, k] by a weight [n, k] on a GPU of ``processors`` multiprocessors, one CTA on each."""
         tiles_m = -(-m // config.block_m)
         tiles = tiles_m * -(-n // BLOCK_N)
-        split_k = max(1, min(processors // tiles, k // BLOCK_K // MIN_STEPS))
+        split_k = max(1, min(processors // tiles, -(-k // BLOCK_K) // MIN_STEPS))
         ctas = tiles * split_k if split_k > 1 else -(-tiles // -(-tiles // processors))
         return cls(ctas, tiles, tiles_m, split_k)
 
@@ -100,12 +103,12 @@ class HopperPlan(NamedTuple):
 
 
 @functools.cache
-def boxes(block_m: int, dtype: torch.dtype) -> tuple[tuple[list[int], Any, torch.dtype], ...]:
+def boxes(block_m: int, dtype: torch.dtype, parts: int) -> tuple[tuple[list[int], Any, torch.dtype], ...]:
     """Box, layout in shared memory and dtype of x, packed, scales and out."""
     swizzled = (
         ([block_m, BLOCK_K], 128, dtype),
         ([BLOCK_N, BLOCK_K // 8], 32, torch.int32),
-        ([BLOCK_N], 0, torch.float32),
+        ([parts * BLOCK_N], 0, torch.float32),
         ([64, BLOCK_N], 128, dtype),
     )
     return tuple(
@@ -133,8 +136,8 @@ class HopperKernel:
     """The launches for one size and kind of argument on one device: the scales, then the matmul.
 
     As small_m.SmallMKernel, and with its arguments: ``entry`` takes the addresses of x, the weight's operands, the result
-    and the bias. Scratch, fp32, is allocated by every call: scales [K / BLOCK_K, N], sums [ctas, block_m, BLOCK_N] where K
-    is split, and FLAGS flags.
+    and the bias. Scratch, fp32, is allocated by every call: scales [steps of K, tiles of N, parts, BLOCK_N], sums
+    [ctas, block_m, BLOCK_N] where K is split, and FLAGS flags.
     """
 
     sum = None  # the tiles' chunks are added up inside the matmul
@@ -142,19 +145,19 @@ class HopperKernel:
     def __init__(
         self, config: HopperConfig, device: torch.device, dtype: torch.dtype, layout: Layout, m: int, bias: bool
     ):
-        n, k = layout.shape
+        (n, k), part = layout.shape, layout.step()
         cut = HopperPlan.of(config, runtime.multiprocessors(device), m, n, k)
-        steps = k // BLOCK_K
+        steps, groups, parts = -(-k // BLOCK_K), -(-n // BLOCK_N), BLOCK_K // part
+        self.scale_count = steps * groups * parts * BLOCK_N
         self.grid, self.sizes = cut.ctas, ()
         self.entry = KernelEntry(self.start, (), (), "two launches")
-        self.shapes = (m, k), (n, k // 8), (n * steps,), (m, n)  # of x, packed, scales and out
-        shift = (layout.blocksize // BLOCK_K).bit_length() - 1
-        self.scale_count = -(-n * steps // 32) * 32  # what follows starts on 128 bytes
+        self.shapes = (m, k), (n, k // 8), (self.scale_count,), (m, n)  # of x, packed, scales and out
+        shift = (layout.blocksize // part).bit_length() - 1
         self.sum_count = cut.ctas * config.block_m * BLOCK_N if cut.split_k > 1 else 0
-        self.scale_grid = -(-n // BLOCK_N) * -(-steps // SCALE_STEPS)
-        self.scale_sizes = (n, steps, shift, max(0, layout.blocksize2.bit_length() - 1))
+        self.scale_grid = groups * -(-steps * parts // SCALE_STEPS)
+        self.scale_sizes = (n, k // part, shift, max(0, layout.blocksize2.bit_length() - 1))
         self.matmul_sizes = (n, steps, cut.tiles_m, cut.tiles * cut.split_k, cut.split_k)
-        self.scales, self.matmul = compiled(config, device, dtype, layout.offset_dtype(), bias)
+        self.scales, self.matmul = compiled(config, device, dtype, layout.offset_dtype(), bias, parts)
 
     def start(self, grid, _y, _z, stream, x, packed, absmax, code, absmax2, code2, offset, out, bias) -> None:
         # its own at every call: the caching allocator keeps the streams apart
@@ -168,22 +171,29 @@ class HopperKernel:
 
 
 def compiled(
-    config: HopperConfig, device: torch.device, dtype: torch.dtype, offset: torch.dtype | None, bias: bool
+    config: HopperConfig, device: torch.device, dtype: torch.dtype, offset: torch.dtype | None, bias: bool, parts: int
 ) -> tuple[KernelEntry, KernelEntry]:
-    """The entries of scales_kernel and hopper_kernel, compiled for arguments of these types."""
+    """The entries of scales_kernel and hopper_kernel, compiled for arguments of these types.
+
+    Args:
+        parts: of BLOCK_K, 1 or 2, each with a scale of its own in every row.
+    """
+    config = config._replace(decoded=config.decoded + 1 - parts)  # twice the scales take the room of a slot
     kinds = (dtype, torch.float32, torch.int32, torch.uint8)
     some = {kind: torch.empty(64 * 128, dtype=kind, device=device) for kind in kinds}
     floats, flags = some[torch.float32], some[torch.int32]
     described = (
         TensorDescriptor.from_tensor(some[kind].view(-1, *box[1:]), box, layout)
-        for box, layout, kind in boxes(config.block_m, dtype)
+        for box, layout, kind in boxes(config.block_m, dtype, parts)
     )
     absmax, added = (some[torch.uint8], torch.empty(1, dtype=offset, device=device)) if offset else (floats, floats)
     of_scales = (absmax, floats, floats, added, floats, flags, 64, 64, 0, 8)
-    scales = runtime.compiled(kernels.scales_kernel, of_scales, {"FLAT": offset is None}, 4, device, dtype, offset)
+    scales = runtime.compiled(
+        kernels.scales_kernel, of_scales, {"FLAT": offset is None, "PARTS": parts}, 4, device, dtype, offset
+    )
     of_matmul = (*described, floats, flags, floats, some[dtype], 64, 64, 1, 1, 1)
     values: Any = {"BLOCK_M": config.block_m, "STAGES": config.stages, "DECODED": config.decoded, "BIAS": bias}
-    values["PTX"] = decode_ptx(PTX_TYPES[dtype])
+    values |= {"PARTS": parts, "PTX": decode_ptx(PTX_TYPES[dtype], parts)}
     return scales, runtime.compiled(kernels.hopper_kernel, of_matmul, values, 4, device, dtype)
 
 
@@ -198,20 +208,20 @@ def checked(
     Raises:
         KernelUnavailable: they did not, now or before, or it cannot be compiled; or a CUDA graph is being captured.
     """
-    key = (config, device, dtype, layout.offset_dtype(), bias)
+    key = (config, device, dtype, layout.offset_dtype(), bias, BLOCK_K // layout.step())
     runtime.built_once(_checked, key, lambda: check(*key))
     return HopperKernel(config, device, dtype, layout, m, bias)
 
 
 def check(
-    config: HopperConfig, device: torch.device, dtype: torch.dtype, offset: torch.dtype | None, bias: bool
+    config: HopperConfig, device: torch.device, dtype: torch.dtype, offset: torch.dtype | None, bias: bool, parts: int
 ) -> bool:
     """
     Raises:
         KernelUnavailable: the bits differ, or it cannot be compiled.
     """
-    m, n, k = config.block_m + 3, 2 * BLOCK_N + 8, 1024
-    variant = Variant(INTERPRETER_WARPS, dtype, offset, blocksize2=256 if offset else 0)
+    m, n, k = config.block_m + 3, 2 * BLOCK_N + 8, 1024 - 32 * (parts - 1)
+    variant = Variant(INTERPRETER_WARPS, dtype, offset, BLOCK_K // parts, 256 if offset else 0)
     layout = sample_layout(variant, n * k // 3, device)._replace(shape=(n, k))
     kernel = HopperKernel(config, device, dtype, layout, m, bias)
     columns = torch.arange(m, device=device) * 37 % k

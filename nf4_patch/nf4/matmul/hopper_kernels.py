@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..dequantize.kernels import block_scale
 
 BLOCK_N = gl.constexpr(128)  # rows of the weight per tile: columns of the result
-BLOCK_K = gl.constexpr(64)  # one block of the smallest blocksize
+BLOCK_K = gl.constexpr(64)  # with one scale for a row or, if blocks are shorter or a row starts within one, PARTS
 FLAGS = gl.constexpr(1024)  # two per program
 SCALE_STEPS = gl.constexpr(16)  # that a program of scales_kernel takes
 CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 32 + ["r"] * 8 + ["f"] * 8 + ["l"] * 8))  # see hopper.decode_ptx
@@ -38,22 +38,27 @@ SPIN = gl.constexpr("{ .reg .pred p; again: ld.acquire.gpu.global.u32 $0, [$1]; 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton >= 3.7
 
 
-@triton.jit(do_not_specialize=["n", "k_steps", "shift", "shift2"])
-def scales_kernel(absmax, absmax2, code2, offset, scales, flags, n, k_steps, shift, shift2, FLAT: tl.constexpr):
-    """scales fp32 [k_steps, n], as the matmul reads them: BLOCK_N rows of a step at a time; and flags int32 [FLAGS] = 0.
+@triton.jit(do_not_specialize=["n", "k_parts", "shift", "shift2"])
+def scales_kernel(
+    absmax, absmax2, code2, offset, scales, flags, n, k_parts, shift, shift2, FLAT: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """scales fp32 [steps of K, tiles of n, PARTS, BLOCK_N], as the matmul reads them; and flags int32 [FLAGS] = 0.
 
     absmax: uint8 (nested) or fp32 (FLAT), row-major over n rows. absmax2, code2 [256]: fp32. offset: one.
-    shift: log2(blocksize / BLOCK_K), steps per block. shift2: log2(blocksize2).
+    k_parts: of K, PARTS of a step; the last step may lack one, whose scale is any finite number.
+    shift: log2 of the parts per block. shift2: log2(blocksize2).
     """
     groups = tl.cdiv(n, BLOCK_N)
-    row = tl.program_id(0) % groups * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    group = tl.program_id(0) % groups
+    row = group * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     step = tl.program_id(0) // groups * SCALE_STEPS + tl.arange(0, SCALE_STEPS)[None, :]
-    mask = (row < n) & (step < k_steps)
-    block = (row * k_steps + step) >> shift
+    mask = (row < n) & (step < k_parts)
+    block = (row * k_parts + step) >> shift
     first = tl.load(absmax + block, mask, 0)
     second = None if FLAT else tl.load(absmax2 + (block >> shift2), mask, 0.0)
     scale = block_scale(first, second, code2, None if FLAT else tl.load(offset).to(tl.float32), FLAT, True)
-    tl.store(scales + step * n + row, scale, mask)
+    at = ((step // PARTS * groups + group) * PARTS + step % PARTS) * BLOCK_N + row % BLOCK_N
+    tl.store(scales + at, scale, step < tl.cdiv(k_parts, PARTS) * PARTS)
     if tl.program_id(0) == 0:
         tl.store(flags + tl.arange(0, FLAGS), 0)
 
@@ -87,13 +92,15 @@ def work_range(work):
 def produce(x, packed, scales, barriers, x_ring, packed_ring, scale_ring, work):
     """The producer: fill a slot of each TMA ring per step.
 
-    x [M, K], packed int32 [n, K / 8] and scales [k_steps * n]: TMA descriptors. Rings: x_ring [STAGES, BLOCK_M, BLOCK_K],
-    packed_ring [STAGES, BLOCK_N, BLOCK_K / 8], scale_ring [STAGES, BLOCK_N].
+    x [M, K], packed int32 [n, K / 8] and scales (scales_kernel's, flat): TMA descriptors. Rings: x_ring
+    [STAGES, BLOCK_M, BLOCK_K], packed_ring [STAGES, BLOCK_N, BLOCK_K / 8], scale_ring [STAGES, PARTS * BLOCK_N].
     """
     STAGES: gl.constexpr = x_ring.type.shape[0]
     BLOCK_M: gl.constexpr = x_ring.type.shape[1]
+    SCALES: gl.constexpr = scale_ring.type.shape[1]
     full, empty, _ready, _spent = barriers
     n, k_steps, tiles_m, _chunks, _split_k = work
+    groups = (n + BLOCK_N - 1) // BLOCK_N
     _turn, at, end = work_range(work)
     slot, phase = 0, 1  # the phase before the first counts as over
     while at < end:
@@ -102,13 +109,15 @@ def produce(x, packed, scales, barriers, x_ring, packed_ring, scale_ring, work):
         steps = gl.minimum(k_steps - first, end - at)
         at += steps
         row = tile % tiles_m * BLOCK_M
-        column = tile // tiles_m * BLOCK_N
+        group = tile // tiles_m
         for step in range(first, first + steps):  # nothing to divide in here: it is one warp's time
             ready = full.index(slot)
             mbarrier.wait(empty.index(slot), phase)
-            mbarrier.expect(ready, (2 * BLOCK_M + BLOCK_N // 2) * BLOCK_K + 4 * BLOCK_N)
-            tma.async_copy_global_to_shared(packed, [column, step * (BLOCK_K // 8)], ready, packed_ring.index(slot))
-            tma.async_copy_global_to_shared(scales, [step * n + column], ready, scale_ring.index(slot))
+            mbarrier.expect(ready, (2 * BLOCK_M + BLOCK_N // 2) * BLOCK_K + 4 * SCALES)
+            tma.async_copy_global_to_shared(
+                packed, [group * BLOCK_N, step * (BLOCK_K // 8)], ready, packed_ring.index(slot)
+            )
+            tma.async_copy_global_to_shared(scales, [(step * groups + group) * SCALES], ready, scale_ring.index(slot))
             tma.async_copy_global_to_shared(x, [row, step * BLOCK_K], ready, x_ring.index(slot))
             slot, phase = advance(slot, phase, STAGES)
 
@@ -121,6 +130,7 @@ def decode(TURN, code, barriers, packed_ring, scale_ring, weight_ring, work, PTX
     """
     STAGES: gl.constexpr = packed_ring.type.shape[0]
     DECODED: gl.constexpr = weight_ring.type.shape[0]
+    PARTS: gl.constexpr = scale_ring.type.shape[1] // BLOCK_N
     row: gl.constexpr = gl.BlockedLayout([1, BLOCK_K // 8], [32, 1], [4, 1], [1, 0])
     full, empty, ready, spent = barriers
     _turn, start, end = work_range(work)
@@ -132,10 +142,15 @@ def decode(TURN, code, barriers, packed_ring, scale_ring, weight_ring, work, PTX
     for _step in range(start + TURN, end, 2):
         mbarrier.wait(full.index(slot), phase)
         words = packed_ring.index(slot).load(row)
-        scale = scale_ring.index(slot).load(gl.SliceLayout(1, row))
+        scales = scale_ring.index(slot)
+        scale = gl.expand_dims(scales.slice(0, BLOCK_N).load(gl.SliceLayout(1, row)), 1)
+        if PARTS == 2:
+            second = gl.expand_dims(scales.slice(BLOCK_N, BLOCK_N).load(gl.SliceLayout(1, row)), 1)
+            word = gl.expand_dims(gl.arange(0, BLOCK_K // 8, gl.SliceLayout(0, row)), 0)
+            scale = gl.where(word < BLOCK_K // 16, scale, second)
         barrier()
         mbarrier.arrive(empty.index(slot), count=1)
-        scale, words = gl.broadcast(gl.expand_dims(scale, 1), words)
+        scale, words = gl.broadcast(scale, words)
         where = gl.full([BLOCK_N, BLOCK_K // 8], 0, gl.int64, row) + code.to(gl.int64)
         a, b, c, d = gl.inline_asm_elementwise(
             PTX, CONSTRAINTS, [words, scale, where], (gl.int32, gl.int32, gl.int32, gl.int32), True, BLOCK_K // 8
@@ -239,18 +254,19 @@ def consume(HALF, barriers, x_ring, weight_ring, staging, out, sums, flags, bias
 @gluon.jit(do_not_specialize=["n", "k_steps", "tiles_m", "chunks", "split_k"])
 def hopper_kernel(
     x, packed, scales, out, sums, flags, code, bias, n, k_steps, tiles_m, chunks, split_k,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DECODED: gl.constexpr, BIAS: gl.constexpr, PTX: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DECODED: gl.constexpr, BIAS: gl.constexpr, PARTS: gl.constexpr,
+    PTX: gl.constexpr,
 ):  # fmt: skip
     """out = x @ weight.T (+ bias), decoded on the way; a program takes whole tiles, or one chunk of a tile.
 
-    x [M, K], packed int32 [n, K / 8], scales fp32 [k_steps * n] (scales_kernel's) and out [M, n]: TMA descriptors whose
+    x [M, K], packed int32 [n, K / 8], scales fp32 (scales_kernel's, flat) and out [M, n]: TMA descriptors whose
     boxes are those of hopper.boxes. code: fp32 [16]. bias: [n] in x's dtype, read if BIAS.
     sums: fp32 [programs, 2, BLOCK_M / 2, BLOCK_N], the partial sums of all but a tile's first chunk, by turn and half.
     flags: int32 [programs, 2], zero before; 1 as soon as those sums are written. Both are unread where split_k is 1.
     """
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
     packed_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N, BLOCK_K // 8], packed.layout)
-    scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], scales.layout)
+    scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, PARTS * BLOCK_N], scales.layout)
     weight_ring = gl.allocate_shared_memory(x.dtype, [DECODED, BLOCK_N, BLOCK_K], x.layout)
     staging = gl.allocate_shared_memory(x.dtype, [2, 64, BLOCK_N], out.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

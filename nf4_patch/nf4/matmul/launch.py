@@ -15,8 +15,7 @@ from .tuning import SMALL_M_ROWS, HopperConfig, SmallMConfig, SmallMRow
 if triton is not None:
     from . import kernels
 
-BLOCKSIZES = (64, 128, 256, 512, 1024, 2048, 4096)
-STEP = 64  # elements of K for each scale that the kernels read
+STEP = 16  # a row of the weight is of whole steps
 AnyConfig = SmallMConfig | HopperConfig
 AnyKernel = small_m.SmallMKernel | hopper.HopperKernel
 
@@ -53,9 +52,8 @@ def supports(x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) 
     capability = torch.cuda.get_device_capability(x.device)
     return (
         (x.dtype is torch.float16 or (x.dtype is torch.bfloat16 and capability >= (8, 0)))  # of the tensor cores
-        and layout.blocksize in BLOCKSIZES
-        and k % STEP == 0  # a block may span rows
-        and layout.packed.data_ptr() % 16 == 0
+        and k % STEP == 0
+        and layout.packed.data_ptr() % 4 == 0
         and config_for(capability, x.numel() // k, n, k, device=x.device.index) is not None
         and (
             bias is None
@@ -80,6 +78,10 @@ class MatmulLaunch:
         self.device, self.dtype = x.get_device(), x.dtype
         self.weight = tuple(tensor.data_ptr() for tensor in layout.operands())
         spare = (layout.code if bias is None else bias).data_ptr()  # unread without a bias
+        # the kernels read 16 bytes at once: from a copy, if the weight does not start on 16
+        self.copied_words = layout.nbytes() // 4 if self.weight[0] % 16 else 0
+        if self.copied_words:
+            self.copy = small_m.compiled_copy(x.device)
         self.grid = kernel.grid
         self.call, self.head, tail, _ = kernel.entry
         self.tail = (spare, *kernel.sizes, *tail)
@@ -113,11 +115,17 @@ class MatmulLaunch:
         if out is None:
             out = runtime.empty_strided_cuda(self.shape, self.strides, self.dtype)
         stream = runtime.current_stream(device)
+        weight = self.weight
+        if self.copied_words:
+            count, (packed, *others) = self.copied_words, weight
+            words = runtime.empty_strided_cuda((count,), (1,), torch.int32)
+            self.copy.start(-(-count // small_m.BLOCK), stream, packed, words.data_ptr(), count)
+            weight = (words.data_ptr(), *others)
         if self.sum is None:
-            self.call(self.grid, 1, 1, stream, *self.head, start, *self.weight, out.data_ptr(), *self.tail)
+            self.call(self.grid, 1, 1, stream, *self.head, start, *weight, out.data_ptr(), *self.tail)
             return out
         part = runtime.empty_strided_cuda(self.part, (1,), torch.float32)
-        self.call(self.grid, 1, 1, stream, *self.head, start, *self.weight, part.data_ptr(), *self.tail)
+        self.call(self.grid, 1, 1, stream, *self.head, start, *weight, part.data_ptr(), *self.tail)
         self.sum(self.sum_grid, 1, 1, stream, *self.sum_head, part.data_ptr(), out.data_ptr(), *self.sum_tail)
         return out
 
@@ -146,7 +154,9 @@ def resolve(
             if isinstance(chosen, HopperConfig):
                 kernel = hopper.checked(chosen, x.device, x.dtype, layout, m, biased)
             else:
-                cut = small_m.plan(chosen, processors, m, n, k, half, layout.offset_dtype(), biased, capability)
+                cut = small_m.plan(
+                    chosen, processors, m, n, k, half, layout.offset_dtype(), biased, capability, layout.step()
+                )
                 kernel = small_m.SmallMKernel(x.device, x.dtype, layout, cut, m, biased)
         _kernels[key] = kernel
     return MatmulLaunch(kernel, x, layout, bias)
@@ -163,7 +173,7 @@ def matmul_4bit(
 
     Args:
         x: [..., K], fp16 or bf16.
-        layout: of the weight, shape [N, K], K a multiple of 64; contiguous. Its dtype is not looked at.
+        layout: of the weight, shape [N, K], K a multiple of 16; contiguous, on 4 bytes. Its dtype is not looked at.
         bias: [N], x's dtype.
         config: instead of the table's; then the caller answers for :func:`supports`.
         out: filled and returned if given: contiguous, [..., N], x's dtype and device.

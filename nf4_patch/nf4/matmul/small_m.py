@@ -15,7 +15,7 @@ from .tuning import TILE_COUNTS, SmallMConfig
 if triton is not None:
     from . import kernels
 
-SUM_BLOCK = 1024
+BLOCK = 1024  # elements that a program adds up or copies
 
 
 class SmallMPlan(NamedTuple):
@@ -31,7 +31,7 @@ class SmallMPlan(NamedTuple):
 
 def plan(
     config: SmallMConfig, processors: int, m: int, n: int, k: int, half: bool, offset: torch.dtype | None, bias: bool,
-    capability: tuple[int, int] = (9, 0),
+    capability: tuple[int, int] = (9, 0), step: int = 64,
 ) -> SmallMPlan:  # fmt: skip
     """For x [m, k] by a weight [n, k] on a GPU of ``processors`` multiprocessors.
 
@@ -41,7 +41,10 @@ def plan(
         offset: of the weight, its dtype; None: flat.
         bias: there is one to add.
         capability: of the GPU that the PTX is for.
+        step: the weight's Layout.step().
     """
+    if step < 32:  # a lane's 128 bits would be of two steps, and rows start on 8 bytes
+        config = config._replace(load_128bit=False)
     groups = -(-n // config.block_n)
     chunks = -(-k // 256)
     split_k = min(max(1, processors // groups), chunks) if config.split_k else 1
@@ -51,7 +54,16 @@ def plan(
     n_tiles = next(count for count in TILE_COUNTS if m <= 8 * count)
     tail, bias = k % 256 != 0, bias and split_k == 1
     ptx = small_m_ptx.program(
-        config, n_tiles, x_in_registers, half, PTX_TYPES[offset] if offset else "", tail, split_k > 1, bias, capability
+        config,
+        n_tiles,
+        x_in_registers,
+        half,
+        PTX_TYPES[offset] if offset else "",
+        step,
+        tail,
+        split_k > 1,
+        bias,
+        capability,
     )
     # an older driver may run it and not capture it into a CUDA graph
     dependent = "griddepcontrol" in ptx and TRITON_RELEASE >= (3, 6) and driver_version() >= 12030
@@ -75,10 +87,11 @@ class SmallMKernel:
         entry: KernelEntry | None = None,
     ):  # fmt: skip
         n, k = layout.shape
-        blocks = (k // 64, (layout.blocksize // 64).bit_length() - 1, max(0, layout.blocksize2.bit_length() - 1))
+        step = layout.step()
+        blocks = (k // step, (layout.blocksize // step).bit_length() - 1, max(0, layout.blocksize2.bit_length() - 1))
         self.grid, self.part_numel = cut.ctas, cut.split_k * m * n
         self.sizes = (m, n, *blocks, cut.sm_partitions, cut.split_k)
-        self.sum_grid, self.sum_sizes = -(-m * n // SUM_BLOCK), (m * n, n)
+        self.sum_grid, self.sum_sizes = -(-m * n // BLOCK), (m * n, n)
         # what is allocated at every call: at an address that is a multiple of 16, as an empty tensor's 0 is
         out, part = (torch.empty(0, dtype=each, device=device) for each in (dtype, torch.float32))
         values: dict[str, Any] = {"PTX": cut.ptx}
@@ -87,5 +100,12 @@ class SmallMKernel:
         self.entry = entry or compiled(kernel, arguments, values, cut.warps, device, dtype, dependent=cut.dependent)
         self.sum: KernelEntry | None = None
         if cut.split_k > 1:
-            values = {"SPLIT_K": cut.split_k, "BIAS": bias, "BLOCK": SUM_BLOCK}
+            values = {"SPLIT_K": cut.split_k, "BIAS": bias, "BLOCK": BLOCK}
             self.sum = compiled(kernels.sum_split_k_kernel, (part, out, out, *self.sum_sizes), values, 4, device, dtype)
+
+
+def compiled_copy(device: torch.device) -> KernelEntry:
+    """Of int32 from an address that is a multiple of 4: source, target and count."""
+    with torch.cuda.device(device):
+        words = torch.empty(8, dtype=torch.int32, device=device)
+        return compiled(kernels.copy_kernel, (words[1:], words, 8), {"BLOCK": BLOCK}, 4, device)

@@ -66,6 +66,7 @@ class Cta:
     x_in_registers: bool  # each warp meets one chunk of K only: its part of X stays in registers
     half: bool  # fp16, else bf16
     offset: str  # its type: f32, f16 or bf16; "": a flat weight
+    step: int  # elements of K that surely share a scale: 64, 32, or 16 with 64-bit loads only
     tail: bool  # K is no multiple of 256
     split_k: bool  # fp32 partial sums out[split_k, M, N]
     bias: bool
@@ -77,8 +78,12 @@ class Cta:
         self.tiles, self.warps_n, self.warps_k, self.load_128bit, _, self.prefetch_depth, _ = self.config
         self.dialect = DIALECTS[max(known for known in DIALECTS if known <= self.capability)]
         self.rows = 2 * self.tiles  # of the weight per lane
-        # a chunk is ``groups`` of ``words`` per lane and row, one scale each
+        # a chunk is ``groups`` of ``words`` per lane and row, one scale each: of step b * group_steps + lane_step for group b
         self.groups, self.words = (2, 4) if self.load_128bit else (4, 2)
+        self.steps, self.group_steps = 256 // self.step, 256 // self.groups // self.step
+        lanes = self.step // (8 * self.words)  # that share a step
+        self.lane_step = "mov.u32 {}, 0;" if lanes == 4 else f"shr.u32 {{}}, t, {log2(lanes)};"
+        self.scales = self.rows * self.steps // 4  # lane t has those of steps t, t + 4, ... of each of its rows
         self.name = "f16" if self.half else "bf16"
         self.warps, self.registers = self.warps_n * self.warps_k, 4 * self.tiles * self.n_tiles
         # accumulators the warps add up at a time, of which each summing warp takes so many
@@ -110,15 +115,17 @@ class Cta:
         if self.warps_k > 1:
             barriers = " .shared .align 8 .b64 full, free;" if self.dialect.wait else ""
             e(f".shared .align 16 .b8 sums[{SUM_BYTES}];{barriers}")
-        e(".reg .pred p, more, last, there, scaled, in<4>, near<4>; .reg .b16 high, low;")
+        e(".reg .pred p, more, last, there, scaled<4>, in<4>, near<4>; .reg .b16 high, low;")
         e(f".reg .f32 offset, f, w0, w1, {code2};")
         e(".reg .b32 tid, lane, g, t, wn, wk, lastn, lastm, rowbytes, u, v, row, column, idx, sub, look, buf, turn;")
         e(".reg .b32 step, steps, per, atit, attile, end, first, stop, chunk, fetch, fetchit, fetchtile, split;")
         e(".reg .b32 c0, c1; .reg .b64 d, base, wide, part, packed, x;")
-        e(f".reg .b32 xw<{32 * self.n_tiles}>, a<{8 * self.words * self.tiles}>, block<{rows}>; .reg .b64 at<{rows}>;")
+        e(
+            f".reg .b32 xw<{32 * self.n_tiles}>, a<{8 * self.words * self.tiles}>, block<{self.scales}>; .reg .b64 at<{rows}>;"
+        )
         for k in range(self.prefetch_depth):
-            e(f".reg .b32 word{k}_<{8 * rows}>, q{k}_<{rows}>; .reg .f32 am{k}_<{rows}>;")
-        e(f".reg .f32 own<{rows}>, s<{rows}>, acc<{self.registers}>, sum<{len(self.mine)}>;")
+            e(f".reg .b32 word{k}_<{8 * rows}>, q{k}_<{self.scales}>; .reg .f32 am{k}_<{self.scales}>;")
+        e(f".reg .f32 own<{self.scales}>, s<{rows}>, acc<{self.registers}>, sum<{len(self.mine)}>;")
         e(f".reg .b64 x<{self.n_tiles}>;")
 
     def partition(self) -> None:
@@ -133,7 +140,7 @@ class Cta:
             e(f"@p ld.global.f32 code2{i}, [d];")
         if self.offset:
             e(OFFSETS[self.offset])
-        e("sub.u32 lastn, $11, 1; sub.u32 lastm, $10, 1; shl.b32 rowbytes, $12, 5;")
+        e(f"sub.u32 lastn, $11, 1; sub.u32 lastm, $10, 1; mul.lo.u32 rowbytes, $12, {self.step // 2};")
         # row groups [attile, end): CTAs i, i + $15, i + 2 $15, ... divide the i-th of $15 even partitions among them,
         # since they run on one multiprocessor
         e(f"add.u32 u, $11, {rows - 1}; div.u32 u, u, {rows};")
@@ -146,7 +153,8 @@ class Cta:
         e("add.u32 idx, idx, 1; mul.lo.u32 u, u, idx; div.u32 u, u, row; add.u32 end, attile, u;")
         e("add.u32 attile, attile, v;")
         # chunks first, first + warps_k, ... < stop of this warp, `per` of them a row group for every warp
-        e("add.u32 u, $12, 3; shr.u32 u, u, 2; mul.lo.u32 first, split, u; div.u32 first, first, $16;")
+        e(f"add.u32 u, $12, {self.steps - 1}; shr.u32 u, u, {log2(self.steps)};")
+        e("mul.lo.u32 first, split, u; div.u32 first, first, $16;")
         e("add.u32 v, split, 1; mul.lo.u32 stop, v, u; div.u32 stop, stop, $16;")
         e(f"sub.u32 u, stop, first; add.u32 u, u, {self.warps_k - 1}; shr.u32 per, u, {log2(self.warps_k)};")
         e("add.u32 first, first, wk;")
@@ -201,15 +209,14 @@ class Cta:
         if not self.x_in_registers:
             self.find_x()
             self.load_x(0)
-        for i in range(self.rows):
+        for i in range(self.scales):
             if self.offset:  # two roundings, never an FMA
                 e(f"mov.u32 v, scales; mad.lo.u32 v, q{k}_{i}, 4, v; ld.shared.f32 f, [v];")
                 e(f"mul.rn.f32 f, f, am{k}_{i}; add.rn.f32 own{i}, f, offset;")
             else:
                 e(f"mov.f32 own{i}, am{k}_{i};")
         self.fetch_scales(k)
-        if self.load_128bit:
-            e("shr.u32 column, t, 1;")
+        e(self.lane_step.format("column"))
         for b in range(self.groups):
             if b + 1 < self.groups and not self.x_in_registers:
                 self.load_x(b + 1)
@@ -225,9 +232,11 @@ class Cta:
     def decode(self, k: int, b: int) -> None:
         """Group b of a chunk's words into A: 4 registers, rows g and g + 8 at the mma's low K, then at its high K."""
         e, words = self.emit, self.words
+        which, lane = divmod(b * self.group_steps, 4)
+        e(f"add.u32 v, column, {lane};")
         for i in range(self.rows):
-            source = f"add.u32 v, column, {2 * b};" if self.load_128bit else f"mov.u32 v, {b};"
-            e(f"{source} mov.b32 u, own{i}; shfl.sync.idx.b32 u, u, v, 0x1c1f, 0xffffffff; mov.b32 s{i}, u;")
+            own = f"own{self.rows * which + i}"
+            e(f"mov.b32 u, {own}; shfl.sync.idx.b32 u, u, v, 0x1c1f, 0xffffffff; mov.b32 s{i}, u;")
         for i in range(self.rows):
             for byte in range(4 * words):
                 register = 8 * words * (i // 2) + 2 * byte + i % 2
@@ -316,14 +325,21 @@ class Cta:
         e(f"mad.lo.u32 sub, fetchit, {self.warps_k}, first; setp.lt.u32 there, fetch, steps;")
         e("setp.lt.and.u32 there, sub, stop, there;")
         e(f"mad.lo.u32 u, fetchtile, {self.warps_n}, wn; mad.lo.u32 row, u, {8 * rows}, g;")
-        e("mul.wide.u32 d, sub, 128; add.u64 base, packed, d; shl.b32 sub, sub, 2;")
+        e(f"mul.wide.u32 d, sub, 128; add.u64 base, packed, d; mul.lo.u32 sub, sub, {self.steps};")
         if self.tail:
             self.within_k("near", ", there")
-        e("add.u32 sub, sub, t;")  # the scale of block t of the chunk is for lane t to fetch
-        e("setp.lt.and.u32 scaled, sub, $12, there;" if self.tail else "and.pred scaled, there, there;")
+        e("add.u32 sub, sub, t;")  # the scales of steps t, t + 4, ... of the chunk are for lane t to fetch
+        for j in range(self.steps // 4):
+            e(
+                f"add.u32 u, sub, {4 * j}; setp.lt.and.u32 scaled{j}, u, $12, there;"
+                if self.tail
+                else f"and.pred scaled{j}, there, there;"
+            )
         for i in range(rows):
             e(f"add.u32 u, row, {8 * i}; min.u32 u, u, lastn; mad.wide.u32 at{i}, u, rowbytes, base;")
-            e(f"mad.lo.u32 block{i}, u, $12, sub; shr.u32 block{i}, block{i}, $13;")
+            e("mad.lo.u32 v, u, $12, sub;")
+            for j in range(self.steps // 4):
+                e(f"add.u32 u, v, {4 * j}; shr.u32 block{rows * j + i}, u, $13;")
         e("add.u32 fetch, fetch, 1;")
         self.advance("fetch")
 
@@ -334,9 +350,10 @@ class Cta:
     def within_k(self, name: str, also: str = "") -> None:
         """name<b>: this lane's words of group b lie within K."""
         for b in range(self.groups):
-            self.emit("shr.u32 u, t, 1; add.u32 u, u, sub;" if self.load_128bit else "mov.u32 u, sub;")
             condition = f"setp.lt{'.and' if also else ''}.u32 {name}{b}, u, $12{also};"
-            self.emit(f"add.u32 u, u, {b * 4 // self.groups}; {condition}")
+            self.emit(
+                f"{self.lane_step.format('u')} add.u32 u, u, sub; add.u32 u, u, {b * self.group_steps}; {condition}"
+            )
 
     def fetch_words(self, k: int, b: int) -> None:
         there = f"near{b}" if self.tail else "there"
@@ -346,19 +363,21 @@ class Cta:
 
     def fetch_scales(self, k: int) -> None:
         e = self.emit
-        for i in range(self.rows):
+        for i in range(self.scales):
+            scaled = f"scaled{i // self.rows}"
             if self.tail:  # else a lane past K would look up what it never loaded
                 e(f"mov.u32 q{k}_{i}, 0; mov.f32 am{k}_{i}, 0f00000000;")
             if self.offset:
-                e(f"cvt.u64.u32 d, block{i}; add.u64 d, $3, d; @scaled ld.global.u8 q{k}_{i}, [d];")
+                e(f"cvt.u64.u32 d, block{i}; add.u64 d, $3, d; @{scaled} ld.global.u8 q{k}_{i}, [d];")
                 e(f"shr.u32 u, block{i}, $14; mul.wide.u32 d, u, 4; add.u64 d, $5, d;")
-                e(f"@scaled ld.global.nc.f32 am{k}_{i}, [d];")
+                e(f"@{scaled} ld.global.nc.f32 am{k}_{i}, [d];")
             else:
-                e(f"mul.wide.u32 d, block{i}, 4; add.u64 d, $3, d; @scaled ld.global.f32 am{k}_{i}, [d];")
+                e(f"mul.wide.u32 d, block{i}, 4; add.u64 d, $3, d; @{scaled} ld.global.f32 am{k}_{i}, [d];")
 
     def find_x(self) -> None:
         e = self.emit
-        e("mul.wide.u32 d, chunk, 512; add.u64 base, x, d; shl.b32 sub, chunk, 2; mul.wide.u32 wide, $12, 128;")
+        e(f"mul.wide.u32 d, chunk, 512; add.u64 base, x, d; mul.lo.u32 sub, chunk, {self.steps};")
+        e(f"mul.wide.u32 wide, $12, {2 * self.step};")
         if self.tail:
             self.within_k("in")
         for n in range(self.n_tiles):  # a row of X past M repeats the last; its sums are not written
@@ -396,7 +415,7 @@ def program(*fields: Any) -> str:
     """The PTX source for a :class:`Cta` of these fields.
 
     Operands: $1 x, $2 packed, $3 absmax, $4 code, $5 absmax2, $6 code2, $7 offset, $8 out, $9 bias (addresses);
-    $10 M, $11 N, $12 K / 64, $13 log2(blocksize / 64), $14 log2(blocksize2), $15 sm_partitions, $16 split_k.
+    $10 M, $11 N, $12 K / step, $13 log2(blocksize / step), $14 log2(blocksize2), $15 sm_partitions, $16 split_k.
     The grid is sm_partitions x CTAs of each x split_k, the first fastest; see SmallMPlan.
     """
     return Cta(*fields).source()
