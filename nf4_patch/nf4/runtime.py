@@ -176,21 +176,21 @@ _entries: dict[tuple[Any, ...], KernelEntry | KernelUnavailable] = {}
 
 
 def compiled(
-    kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int, *kind: Any, dependent: bool = False
+    kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int, *kind: Any, **options: Any
 ) -> KernelEntry:
     """The entry of a kernel, compiled at the first use of these constexprs with this device and dtype (``kind``);
     see :func:`built_once`.
 
     Args:
-        dependent: launched while the kernel before it ends, whose results it waits for itself (Triton >= 3.6, sm_90).
+        options: of Triton's compiler. ``launch_pdl``: it starts while the kernel before it ends, whose results it waits for
+            itself (Triton >= 3.6, sm_90).
     """
 
     def build() -> KernelEntry:
-        options = {"launch_pdl": True} if dependent else {}
         result = compile_kernel(kernel, arguments, values, num_warps=warps, num_stages=1, **options)
         return KernelEntry.of(result, tuple(values.values()))
 
-    entry: KernelEntry = built_once(_entries, (*kind, id(kernel), *values.values(), warps), build)
+    entry: KernelEntry = built_once(_entries, (*kind, id(kernel), *values.values(), warps, *options.items()), build)
     return entry
 
 

@@ -374,7 +374,7 @@ def test_small_integers_are_exact(kernel):
 @candidates
 def test_the_fused_matmul_is_the_code_of_a_t4(kernel):
     cut = small_m.plan(kernel.config, T4_PROCESSORS, 16, 4096, 4096, True, torch.float32, False, T4)
-    compiled, _ = matmul_elsewhere.load(cut.ptx, cut.warps, T4, CUDA)
+    compiled, _ = matmul_elsewhere.load(cut, T4, CUDA)
     ptx = compiled.kernel.decode()
     assert ".target sm_75" in ptx
     assert "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32" in ptx

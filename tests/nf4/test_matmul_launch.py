@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,12 +37,20 @@ def test_table_of_measured_sizes(monkeypatch):
             assert launch.config_for(capability, 1, n, k) is None
 
 
-def test_the_first_fitting_row_is_reached():
-    """No row of the table is dead: each is the first for some size."""
-    found = {
-        id(launch.config_for(H200, m, n, k)) for m in (1, 16, 64) for n in (1024, 4096, 14336) for k in (4096, 14336)
-    }
+def test_every_row_is_reached():
+    """No row of the table is dead: each is taken for some size."""
+    sizes = itertools.product((1, 16, 64), (1024, 4096, 8192, 14336), (4096, 14336))
+    found = {id(launch.config_for(H200, m, n, k)) for m, n, k in sizes}
     assert found == {id(row.config) for row in SMALL_M_ROWS}
+
+
+def test_of_rows_with_the_same_limits_the_fullest_is_taken():
+    """On 132 multiprocessors CTAs of 32, 64 and 128 rows; the most rows where they are equally full."""
+    for n, rows in ((4096, 32), (8192, 64), (14336, 128), (5120, 64), (11008, 32), (28672, 32), (2048, 32)):
+        assert launch.config_for(H200, 32, n, 4096).block_n == rows, n
+    assert SmallMConfig(2, 1, 8, False, 1).fill(11008, 132) == 344 / 396
+    # on another GPU with as many rows of CTAs another one is the fullest
+    assert launch.first_config(SMALL_M_ROWS, H200, 32, 4096, 4096, 64).block_n == 64
 
 
 def test_every_prompt_length_shares_six_kernels():
@@ -205,11 +214,10 @@ def test_a_failed_compilation_is_remembered(compiler):
 
 @pytest.mark.full
 def test_every_row_compiles_for_every_gpu():
-    """ptxas takes every row's PTX from sm_80 on, every candidate's for sm_75; no local memory, but for one 8-byte address
-    past 56 rows of X on sm_80 and newer.
+    """ptxas takes every row's PTX from sm_80 on, every candidate's for sm_75; no local memory, but past 56 rows of X.
 
-    There all 255 registers are taken (Triton 3.7.1; the weight then comes through as before, 2.0 to 3.0x at 64 rows). Steps
-    of 32 and 16 weights, which no model of the table has, may spill up to 40 bytes.
+    There all 255 registers are taken: up to 24 bytes on GPUs after Hopper, none on Hopper (Triton 3.7.1). Steps of 32 and 16
+    weights, which no model of the table has, may spill up to 72.
     """
     support = Path(__file__).parents[1] / "support"
     done = python((support / "compile_fused_matmul.py").read_text(), path=support)
@@ -220,5 +228,5 @@ def test_every_row_compiles_for_every_gpu():
     for arch, registers, stack, shared, name in lines:
         assert int(shared) <= 48 * 1024, name
         assert int(registers) <= 255, name
-        allowed = 40 if re.search(":(16|32)-", name) else 8 if name.startswith("x:64x") and arch != "75" else 0
+        allowed = 72 if re.search(":(16|32)-", name) else 24 if name.startswith("x:64x") and int(arch) > 90 else 0
         assert int(stack) <= allowed, (arch, name, "spills")

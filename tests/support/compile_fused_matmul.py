@@ -17,7 +17,7 @@ from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, TILE_C
 def compile_for(arch, config, m, n, k, half, bias, offset=torch.float32, step=64):
     capability = divmod(arch, 10)
     cut = small_m.plan(config, 132, m, n, k, half, offset, bias, capability, step)
-    code = matmul_elsewhere.code_of(cut.ptx, cut.warps, capability)
+    code = matmul_elsewhere.code_of(cut, capability)
     name = f"x:{m}x{n}x{k}:{half:d}:{offset}:{bias:d}:{step}-{'-'.join(map(str, config))}"
     print(arch, code.registers, code.stack, code.shared, name)
 
@@ -38,7 +38,7 @@ for row in SMALL_M_ROWS:
 for row, arch in itertools.product((SMALL_M_ROWS[0], SMALL_M_CANDIDATES[0]), (75, 80, 90)):
     for offset in (torch.float16, torch.bfloat16):
         compile_for(arch, row.config, 8, 4096, 4096, half=True, bias=False, offset=offset)
-for row in SMALL_M_ROWS[1], SMALL_M_ROWS[-1]:
+for row in SMALL_M_ROWS[1], SMALL_M_ROWS[-2]:
     for arch in (80, 86, 89, 100, 120):
         compile_for(arch, row.config, row.max_m, 4096, 14336, half=False, bias=False)
 for row in SMALL_M_CANDIDATES:

@@ -23,26 +23,28 @@ POINTERS = ("x", "packed", "absmax", "code", "absmax2", "code2", "offset", "out"
 NUMBERS = ("m", "n", "blocks", "shift", "shift2", "sm_partitions", "split_k")
 
 
-def compile_matmul(ptx_source: str, warps: int, capability: Capability) -> Any:
-    """Triton's CompiledKernel of a fused matmul's PTX source."""
+def compile_matmul(cut: small_m.SmallMPlan, capability: Capability) -> Any:
+    """Triton's CompiledKernel of a plan of the fused matmul."""
     signature = dict.fromkeys(POINTERS, "*u8") | dict.fromkeys(NUMBERS, "i32")
-    values = {"PTX": ptx_source}
+    values = {"PTX": cut.ptx}
     if runtime.TRITON_RELEASE >= (3, 3):
         signature |= dict.fromkeys(values, "constexpr")
     source = ASTSource(kernels.matmul_4bit_kernel, signature, values)
     target = GPUTarget("cuda", machine_code.sm(capability), 32)
-    return triton.compile(source, target=target, options={"num_warps": warps, "num_stages": 1})
+    return triton.compile(
+        source, target=target, options={"num_warps": cut.warps, "num_stages": 1, "maxnreg": cut.registers}
+    )
 
 
-def code_of(ptx_source: str, warps: int, capability: Capability) -> machine_code.Code:
-    return machine_code.disassemble(compile_matmul(ptx_source, warps, capability).asm["cubin"])
+def code_of(cut: small_m.SmallMPlan, capability: Capability) -> machine_code.Code:
+    return machine_code.disassemble(compile_matmul(cut, capability).asm["cubin"])
 
 
 @functools.lru_cache(maxsize=256)
-def load(ptx_source: str, warps: int, capability: Capability, device: torch.device) -> tuple[Any, runtime.KernelEntry]:
-    """As portable.load, for the PTX source of a fused matmul."""
-    compiled = compile_matmul(ptx_source, warps, capability)
-    return compiled, portable.entry_of(compiled, (ptx_source,), capability, device)
+def load(cut: small_m.SmallMPlan, capability: Capability, device: torch.device) -> tuple[Any, runtime.KernelEntry]:
+    """As portable.load, for a plan of the fused matmul."""
+    compiled = compile_matmul(cut, capability)
+    return compiled, portable.entry_of(compiled, (cut.ptx,), capability, device)
 
 
 def multiply(
@@ -55,6 +57,6 @@ def multiply(
     portable.check(capability, device)
     half, biased = x.dtype is torch.float16, bias is not None
     cut = small_m.plan(config, processors, m, n, k, half, offset, biased, capability, layout.step())
-    _, entry = load(cut.ptx, cut.warps, capability, device)
+    _, entry = load(cut, capability, device)
     kernel = small_m.SmallMKernel(device, x.dtype, layout, cut, m, biased, entry)
     return MatmulLaunch(kernel, x, layout, bias)(x, out)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from calibration import ADA, NAMES, RELEASES
 
+from nf4_patch.nf4 import runtime
 from nf4_patch.patching import calibrated
 
 
@@ -17,6 +18,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: NAMES[device])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: ADA)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(runtime, "multiprocessors", lambda device: 128)
     monkeypatch.setattr(calibrated, "releases", lambda: RELEASES)
     file = tmp_path / "cache" / "calibration.json"
 

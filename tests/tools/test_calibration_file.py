@@ -14,11 +14,13 @@ from calibration import ADA, CONFIG, GPU, NAMES, RELEASES, entry_of, row
 import nf4_patch
 from nf4_patch.config import Config, ConfigError
 from nf4_patch.nf4.matmul import launch as matmul
-from nf4_patch.nf4.matmul.tuning import ANY, SmallMRow
+from nf4_patch.nf4.matmul.tuning import ANY, SmallMConfig, SmallMRow
 from nf4_patch.patching import calibrated, fused_matmul
 from nf4_patch.patching.calibrated import releases
 from nf4_patch.tools import doctor
 from nf4_patch.tools.bench.timing import Machine
+
+SHIPPED = SmallMConfig(1, 1, 4, True, 2)
 
 
 def test_round_trip_for_this_gpu_and_these_sizes_only(machine):
@@ -37,10 +39,10 @@ def test_round_trip_for_this_gpu_and_these_sizes_only(machine):
 
 def test_it_goes_before_the_shipped_table_where_it_measured(machine, monkeypatch):
     machine({GPU: entry_of()})
-    monkeypatch.setattr(matmul, "SMALL_M_ROWS", (SmallMRow(ADA, 64, ANY, 1, "shipped"),))
+    monkeypatch.setattr(matmul, "SMALL_M_ROWS", (SmallMRow(ADA, 64, ANY, 1, SHIPPED),))
     assert [matmul.config_for(ADA, m, 4096, 4096, 0) for m in (1, 8, 64)] == [None, CONFIG, None]
-    assert matmul.config_for(ADA, 8, 4096, 4096, 1) == "shipped"
-    assert matmul.config_for(ADA, 8, 4096, 14336, 0) == "shipped"
+    assert matmul.config_for(ADA, 8, 4096, 4096, 1) is SHIPPED
+    assert matmul.config_for(ADA, 8, 4096, 14336, 0) is SHIPPED
 
 
 def test_the_answers_that_were_remembered_follow_the_file(machine):

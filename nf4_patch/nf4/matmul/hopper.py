@@ -15,6 +15,8 @@ from ..dequantize import reference
 from ..dequantize.compilation import INTERPRETER_WARPS, PTX_TYPES, Variant, sample_layout
 from ..layout import Layout
 from ..runtime import TRITON_RELEASE, KernelEntry, KernelUnavailable, empty_strided_cuda
+from . import byte_permutes
+from .byte_permutes import vector
 from .tuning import HOPPER_ROWS, MULTIPROCESSORS, HopperConfig
 
 RELEASE: tuple[int, ...] = (0, 0)  # of Triton, if it is one with this Gluon
@@ -34,19 +36,16 @@ BLOCK_N, BLOCK_K, MIN_STEPS = 128, 64, 4  # as in hopper_kernels; the fewest ste
 FLAGS, SCALE_STEPS = 1024, 16  # as in hopper_kernels
 
 
-def config_for(capability: tuple[int, int], m: int, n: int, k: int, device: int | None = None) -> HopperConfig | None:
-    """The measured config for ``m`` rows of X and an [n, k] weight; None where none is.
-
-    Args:
-        device: its index; None: a GPU like that of the table.
-    """
+def config_for(
+    capability: tuple[int, int], m: int, n: int, k: int, processors: int = MULTIPROCESSORS
+) -> HopperConfig | None:
+    """The measured config for ``m`` rows of X and an [n, k] weight on so many multiprocessors; None where none is."""
     if RELEASE not in RELEASES or n % 8 or k % 32:  # TMA reads and writes rows of whole 16 bytes
         return None
     for row in HOPPER_ROWS:
-        if row.capability == capability and row.min_m <= m <= row.max_m and n * k >= row.min_elements:
-            processors = MULTIPROCESSORS if device is None else runtime.multiprocessors(device)
-            if HopperPlan.of(row.config, processors, m, n, k).fill(processors) >= row.min_fill:
-                return row.config
+        fits = row.capability == capability and row.min_m <= m <= row.max_m and n * k >= row.min_elements
+        if fits and HopperPlan.of(row.config, processors, m, n, k).fill(processors) >= row.min_fill:
+            return row.config
     return None
 
 
@@ -55,28 +54,13 @@ def decode_ptx(dtype: str, parts: int) -> str:
 
     $0 to $31: register r of word w is $(8 * r + w); $32 to $39: the words; $40 to $47: their scales, equal within each of
     the ``parts`` (1 or 2) of the words; $48: the address.
-    A part's 16 possible weights are finished first, as bytes: four registers of low ones and four of high ones. A nibble's
-    three low bits then choose among eight bytes (prmt), its highest one between two such choices.
     """
-    lines = ["{", ".reg .b32 low, sign, above, a, b, lo, hi, p<8>, l<4>, h<4>;", ".reg .f32 x, y, c<16>;"]
-    lines += [f"ld.global.nc.v4.f32 {{c{i}, c{i + 1}, c{i + 2}, c{i + 3}}}, [$48 + {4 * i}];" for i in range(0, 16, 4)]
+    lines = ["{", byte_permutes.REGISTERS]
+    lines += [f"ld.global.nc.v4.f32 {vector('code', i, 4)}, [$48 + {4 * i}];" for i in range(0, 16, 4)]
     for word in range(8):
         if word % (8 // parts) == 0:
-            s = f"${40 + word}"
-            for i in range(0, 16, 2):
-                lines += [f"mul.rn.ftz.f32 x, c{i}, {s};", f"mul.rn.ftz.f32 y, c{i + 1}, {s};"]
-                lines += [f"cvt.rn.{dtype}x2.f32 p{i // 2}, y, x;"]
-            for plane, bytes_ in (("l", "0x6420"), ("h", "0x7531")):
-                lines += [f"prmt.b32 {plane}{i}, p{2 * i}, p{2 * i + 1}, {bytes_};" for i in range(4)]
-        lines += [f"and.b32 low, ${32 + word}, 0x77777777;", f"shl.b32 above, ${32 + word}, 4;"]
-        for half in range(2):
-            lines += [f"prmt.b32 sign, ${32 + word}, above, {('0x9d8c', '0xbfae')[half]};"]
-            for plane, out in (("l", "lo"), ("h", "hi")):
-                lines += [f"prmt.b32 a, {plane}0, {plane}1, low;", f"prmt.b32 b, {plane}2, {plane}3, low;"]
-                lines += [f"lop3.b32 {out}, sign, b, a, 0xCA;"]  # sign ? b : a
-            first = 16 * half + word
-            lines += [f"prmt.b32 ${first}, lo, hi, 0x4051;", f"prmt.b32 ${first + 8}, lo, hi, 0x6273;"]
-            lines += ["shr.u32 low, low, 16;"] if half == 0 else []
+            lines += byte_permutes.round_codes(f"${40 + word}", "mul.rn.ftz.f32", dtype)
+        lines += byte_permutes.decode_word(f"${32 + word}", [f"${8 * r + word}" for r in range(4)])
     return "\n".join([*lines, "}"])
 
 

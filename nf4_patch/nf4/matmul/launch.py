@@ -10,7 +10,7 @@ from .. import runtime
 from ..layout import Layout
 from ..runtime import triton
 from . import hopper, small_m, tuning
-from .tuning import SMALL_M_ROWS, HopperConfig, SmallMConfig, SmallMRow
+from .tuning import MULTIPROCESSORS, SMALL_M_ROWS, HopperConfig, SmallMConfig, SmallMRow
 
 if triton is not None:
     from . import kernels
@@ -21,13 +21,14 @@ AnyKernel = small_m.SmallMKernel | hopper.HopperKernel
 
 
 def first_config(
-    rows: tuple[SmallMRow, ...], capability: tuple[int, int], m: int, n: int, k: int
+    rows: tuple[SmallMRow, ...], capability: tuple[int, int], m: int, n: int, k: int, processors: int = MULTIPROCESSORS
 ) -> SmallMConfig | None:
-    """That of the first row that fits ``m`` rows of X and an [n, k] weight; None where none does."""
-    for row in rows:
-        if row.capability == capability and m <= row.max_m and k <= row.max_k and n >= row.min_n:
-            return row.config
-    return None
+    """That of the first row, or the fullest with its limits, for ``m`` rows of X and an [n, k] weight; None: no row fits."""
+    fitting = [r for r in rows if r.capability == capability and m <= r.max_m and k <= r.max_k and n >= r.min_n]
+    if not fitting:
+        return None
+    alike = [row.config for row in fitting if row[:-1] == fitting[0][:-1]]
+    return max(alike, key=lambda config: config.fill(n, processors))
 
 
 def config_for(capability: tuple[int, int], m: int, n: int, k: int, device: int | None = None) -> AnyConfig | None:
@@ -39,7 +40,9 @@ def config_for(capability: tuple[int, int], m: int, n: int, k: int, device: int 
         for max_m, config in tuning.calibrated(device).get((n, k), ()):
             if m <= max_m:
                 return config
-    return first_config(SMALL_M_ROWS, capability, m, n, k) or hopper.config_for(capability, m, n, k, device)
+    processors = MULTIPROCESSORS if device is None else runtime.multiprocessors(device)
+    few = first_config(SMALL_M_ROWS, capability, m, n, k, processors)
+    return few or hopper.config_for(capability, m, n, k, processors)
 
 
 def supports(x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) -> bool:

@@ -7,11 +7,12 @@
   mma's K order is permuted alike on both sides, so that the lane's own bytes *are* its fragment.
 * A byte is looked up whole: 256 entries of two fp32 codes in shared memory, one ``dp4a`` for the address (byte * 128 +
   lane) and one 64-bit load. Then code * scale, rounded once and packed: the bits that dequantize writes.
+* A warp of two tiles decodes rows g + 8 by byte permutes instead (byte_permutes.py), on Hopper: the arithmetic has room.
 * The warps of a CTA split K and add up their parts in warp order, so the result does not vary from run to run.
 * As soon as a group of words is decoded, the same group of the next chunk is asked for into the same registers.
 
-What bounds it (H200, ncu): up to 16 rows the L1 data pipe, 200 cycles per warp for 16 rows x 256, 128 of them lookups;
-from 32 rows on the latency of X, which comes through the same pipe behind the weight.
+What bounds it (H200, ncu): up to 16 rows, without permutes, the L1 data pipe, 200 cycles per warp for 16 rows x 256, 128 of
+them lookups; from 32 rows on the latency of X, which comes through the same pipe behind the weight.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from . import byte_permutes
+from .byte_permutes import vector
 from .tuning import SmallMConfig
 
 TABLE_BYTES = 32768  # 256 entries x 16 copies x 8 B: a 64-bit shared load serves 16 lanes per cycle, each its own copy
@@ -33,7 +36,7 @@ class Dialect(NamedTuple):
     mma_k: int  # K of one mma: sm_75 needs two for the same fragments
     packed_convert: bool  # two fp32 are rounded and packed by one convert
     wait: str  # for an mbarrier; "": there are none, the CTA meets at bar.sync
-    dependent: bool = False  # a launch may begin while the one before it ends
+    hopper: bool = False  # a launch may begin while the one before it ends; decode half of two tiles by byte permutes
 
 
 DIALECTS = {
@@ -51,10 +54,6 @@ OFFSETS = {
 
 def log2(x: int) -> int:
     return x.bit_length() - 1
-
-
-def vector(prefix: str, first: int, count: int) -> str:
-    return "{" + ", ".join(f"{prefix}{first + i}" for i in range(count)) + "}"
 
 
 @dataclass
@@ -78,6 +77,8 @@ class Cta:
         self.tiles, self.warps_n, self.warps_k, self.load_128bit, _, self.prefetch_depth, _ = self.config
         self.dialect = DIALECTS[max(known for known in DIALECTS if known <= self.capability)]
         self.rows = 2 * self.tiles  # of the weight per lane
+        # 8 rows, 4096x14336: 20.3 -> 17.7 us; 64 rows, 14336x4096: 42.5 -> 39.4. One tile a warp: no faster (H200, triton 3.6.0)
+        self.permutes = self.dialect.hopper and self.tiles > 1
         # a chunk is ``groups`` of ``words`` per lane and row, one scale each: of step b * group_steps + lane_step for group b
         self.groups, self.words = (2, 4) if self.load_128bit else (4, 2)
         self.steps, self.group_steps = 256 // self.step, 256 // self.groups // self.step
@@ -94,7 +95,7 @@ class Cta:
         self.declare()
         # Saves 0.6 us at 1 to 8 rows (H200, triton 3.6.0). With two CTAs on a multiprocessor it cost up to 14 us, and where a
         # second launch adds the sums 0.2 us on three sizes of four.
-        if self.dialect.dependent and self.config.ctas_per_sm == 1 and not self.config.split_k:
+        if self.dialect.hopper and self.config.ctas_per_sm == 1 and not self.config.split_k:
             self.emit("griddepcontrol.launch_dependents; griddepcontrol.wait;")
         self.partition()
         self.start_fetching()
@@ -110,6 +111,8 @@ class Cta:
         e, rows, code2 = self.emit, self.rows, ", ".join(f"code2{i}" for i in range(0, 256, 32 * self.warps))
         e("{")
         e(f".shared .align 16 .b8 table[{TABLE_BYTES}];")
+        if self.permutes:
+            e(f".shared .align 16 .b8 codes[64]; {byte_permutes.REGISTERS}")
         if self.offset:
             e(".shared .align 16 .b8 scales[1024];")
         if self.warps_k > 1:
@@ -119,7 +122,7 @@ class Cta:
         e(f".reg .f32 offset, f, w0, w1, {code2};")
         e(".reg .b32 tid, lane, g, t, wn, wk, lastn, lastm, rowbytes, u, v, row, column, idx, sub, look, buf, turn;")
         e(".reg .b32 step, steps, per, atit, attile, end, first, stop, chunk, fetch, fetchit, fetchtile, split;")
-        e(".reg .b32 c0, c1; .reg .b64 d, base, wide, part, packed, x;")
+        e(".reg .b32 dm, dn; .reg .b64 d, base, wide, part, packed, x;")
         e(
             f".reg .b32 xw<{32 * self.n_tiles}>, a<{8 * self.words * self.tiles}>, block<{self.scales}>; .reg .b64 at<{rows}>;"
         )
@@ -183,6 +186,8 @@ class Cta:
         e = self.emit
         e("TABLE: and.b32 u, lane, 15; shl.b32 u, u, 3; mov.u32 look, table; add.u32 look, look, u;")
         e("shr.u32 u, tid, 5; shl.b32 u, u, 1; shr.u32 row, lane, 4; add.u32 row, row, u; mov.b32 v, f;")
+        if self.permutes:
+            e("mov.u32 u, codes; mad.lo.u32 u, tid, 4, u; setp.lt.u32 p, tid, 16; @p st.shared.b32 [u], v;")
         for i in range(0, 256, 2 * self.warps):
             e(f"add.u32 idx, row, {i}; shr.u32 u, idx, 4; shfl.sync.idx.b32 sub, v, u, 0x1f, 0xffffffff;")
             e("and.b32 u, idx, 15; shfl.sync.idx.b32 buf, v, u, 0x1f, 0xffffffff;")
@@ -238,15 +243,27 @@ class Cta:
             own = f"own{self.rows * which + i}"
             e(f"mov.b32 u, {own}; shfl.sync.idx.b32 u, u, v, 0x1c1f, 0xffffffff; mov.b32 s{i}, u;")
         for i in range(self.rows):
-            for byte in range(4 * words):
-                register = 8 * words * (i // 2) + 2 * byte + i % 2
-                e(f"dp4a.u32.u32 u, word{k}_{8 * i + words * b + byte // 4}, {0x80 << 8 * (byte % 4)}, look;")
-                e(f"ld.shared.v2.f32 {{w0, w1}}, [u]; mul.rn.f32 w0, w0, s{i}; mul.rn.f32 w1, w1, s{i};")
-                if self.dialect.packed_convert:
-                    e(f"cvt.rn.{self.name}x2.f32 a{register}, w1, w0;")
-                else:
-                    e(f"cvt.rn.{self.name}.f32 low, w0; cvt.rn.{self.name}.f32 high, w1;")
-                    e(f"mov.b32 a{register}, {{low, high}};")
+            decode_row = self.permute if self.permutes and i % 2 else self.look_up
+            sources = [f"word{k}_{8 * i + words * b + word}" for word in range(words)]
+            decode_row(f"s{i}", sources, [f"a{8 * words * (i // 2) + 2 * byte + i % 2}" for byte in range(4 * words)])
+
+    def look_up(self, scale: str, words: list[str], registers: list[str]) -> None:
+        for j, register in enumerate(registers):
+            self.emit(
+                f"dp4a.u32.u32 u, {words[j // 4]}, {0x80 << 8 * (j % 4)}, look; ld.shared.v2.f32 {{w0, w1}}, [u];"
+            )
+            self.emit(f"mul.rn.f32 w0, w0, {scale}; mul.rn.f32 w1, w1, {scale};")
+            if self.dialect.packed_convert:
+                self.emit(f"cvt.rn.{self.name}x2.f32 {register}, w1, w0;")
+            else:
+                self.emit(f"cvt.rn.{self.name}.f32 low, w0; cvt.rn.{self.name}.f32 high, w1;")
+                self.emit(f"mov.b32 {register}, {{low, high}};")
+
+    def permute(self, scale: str, words: list[str], registers: list[str]) -> None:
+        self.lines += [f"ld.shared.v4.f32 {vector('code', i, 4)}, [codes + {4 * i}];" for i in range(0, 16, 4)]
+        self.lines += byte_permutes.round_codes(scale, "mul.rn.f32", self.name)
+        for j, word in enumerate(words):
+            self.lines += byte_permutes.decode_word(word, registers[4 * j : 4 * j + 4])
 
     def multiply(self, b: int) -> None:
         words, depth = self.words, self.dialect.mma_k
@@ -300,10 +317,10 @@ class Cta:
                 e(f"ld.shared.f32 f, [u + {j * together * 128}]; add.rn.f32 sum{i}, sum{i}, f;")
         e(self.arrive("free"))
         for i in self.mine:
-            e(f"add.u32 idx, sub, {r + i * warps_k}; and.b32 c0, idx, 1; shr.u32 idx, idx, 1;")
-            e(f"and.b32 c1, idx, {self.rows - 1}; shl.b32 c1, c1, 3; shr.u32 idx, idx, {log2(self.rows)};")
-            e("mad.lo.u32 c0, idx, 8, c0;")
-            self.store(f"sum{i}", "c1", "c0")
+            e(f"add.u32 idx, sub, {r + i * warps_k}; and.b32 dm, idx, 1; shr.u32 idx, idx, 1;")
+            e(f"and.b32 dn, idx, {self.rows - 1}; shl.b32 dn, dn, 3; shr.u32 idx, idx, {log2(self.rows)};")
+            e("mad.lo.u32 dm, idx, 8, dm;")
+            self.store(f"sum{i}", "dn", "dm")
         e(f"SUMMED{k}_{r}: xor.b32 turn, turn, 1;")
 
     def arrive(self, barrier: str) -> str:
@@ -356,10 +373,10 @@ class Cta:
             )
 
     def fetch_words(self, k: int, b: int) -> None:
-        there = f"near{b}" if self.tail else "there"
+        there, ahead = f"near{b}" if self.tail else "there", ".L2::256B" if self.permutes else ""
         for i in range(self.rows):
             target, offset = vector(f"word{k}_", 8 * i + self.words * b, self.words), 128 // self.groups * b
-            self.emit(f"@{there} ld.global.L1::no_allocate.v{self.words}.b32 {target}, [at{i} + {offset}];")
+            self.emit(f"@{there} ld.global.L1::no_allocate{ahead}.v{self.words}.b32 {target}, [at{i} + {offset}];")
 
     def fetch_scales(self, k: int) -> None:
         e = self.emit

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 ANY = 2**62
+MULTIPROCESSORS = 132  # of the GPU on which the tables were measured
 TILE_COUNTS = (1, 2, 3, 4, 6, 8)  # 8-row tiles of X that a kernel for few rows is compiled for
 
 
@@ -24,6 +25,11 @@ class SmallMConfig(NamedTuple):
     def block_n(self) -> int:
         """Rows of the weight that a CTA takes at once."""
         return 16 * self.tiles * self.warps_n
+
+    def fill(self, n: int, processors: int) -> float:
+        """The fraction of the multiprocessors' time that is work, of a weight with ``n`` rows."""
+        groups = -(-n // self.block_n)
+        return groups / (processors * -(-groups // processors))
 
 
 class SmallMRow(NamedTuple):
@@ -48,24 +54,28 @@ def _not_calibrated(device: int) -> CalibratedRows:
 calibrated: Callable[[int], CalibratedRows] = _not_calibrated
 
 
-# The first row that fits is taken; no row: the caller dequantizes and multiplies.
+# The first row that fits is taken, of rows with the same limits the one that keeps the most multiprocessors at work, or the
+# first of those; no row: the caller dequantizes and multiplies.
 # H200, torch 2.11, triton 3.6.0, bf16, us per call, CUDA graph over weights that overflow the L2:
 #                  14336x4096     4096x14336     4096x4096      8192x8192      28672x8192
-#   M = 1 / 8      16.9 / 17.8    19.0 / 21.3    7.0 / 7.7      22.0 / 25.0    64.4 / 73.5
-#   M = 16         21.7           23.2           9.3            26.6           91.7
-#   M = 32 / 64    31.2 / 43.1    29.5 / 40.2    12.8 / 16.7    32.1 / 43.2    114 / 159
-# One chunk of K per warp (K <= 4096 at 16 warps) keeps X in registers: 21.8 -> 16.9 at M = 1, 26.9 -> 21.7 at M = 16.
-# Past 64 rows a second pass over the weight costs more than dequantize + matmul.
+#   M = 1 / 8      15.8 / 16.8    17.6 / 18.2    6.3 / 7.1      19.7 / 21.3    56.7 / 63.4
+#   M = 16         20.2           19.4           7.7            23.2           75.6
+#   M = 32 / 64    28.5 / 39.4    24.6 / 35.3    9.8 / 13.4     27.8 / 39.1    94.4 / 139
+# One chunk of K per warp (K <= 4096 at 16 warps) keeps X in registers: 21.8 -> 16.9 at M = 1, 26.9 -> 21.7 at M = 16, of
+# 14336x4096. Past 64 rows a second pass over the weight costs more than dequantize + matmul.
 # A config's numbers: tiles, warps_n, warps_k, load_128bit, ctas_per_sm.
 SMALL_M_ROWS: tuple[SmallMRow, ...] = (
     SmallMRow((9, 0), 8, 4096, 1, SmallMConfig(1, 1, 16, True, 1)),
     SmallMRow((9, 0), 8, ANY, 4000, SmallMConfig(2, 1, 8, True, 1, prefetch_depth=2)),
     SmallMRow((9, 0), 8, ANY, 1, SmallMConfig(1, 1, 8, True, 2)),
     SmallMRow((9, 0), 16, 4096, 5000, SmallMConfig(1, 1, 16, True, 1)),
-    SmallMRow((9, 0), 16, ANY, 2100, SmallMConfig(2, 1, 8, False, 2)),
+    SmallMRow((9, 0), 16, ANY, 2100, SmallMConfig(2, 2, 4, False, 1)),
+    SmallMRow((9, 0), 16, ANY, 2100, SmallMConfig(2, 1, 8, False, 1)),
     SmallMRow((9, 0), 16, ANY, 1, SmallMConfig(1, 1, 8, False, 2, prefetch_depth=2)),
-    SmallMRow((9, 0), 64, ANY, 12000, SmallMConfig(2, 4, 2, False, 1, split_k=True)),
-    SmallMRow((9, 0), 64, ANY, 1, SmallMConfig(2, 2, 4, False, 1, split_k=True)),
+    SmallMRow((9, 0), 64, ANY, 1400, SmallMConfig(2, 4, 2, False, 1)),
+    SmallMRow((9, 0), 64, ANY, 1400, SmallMConfig(2, 2, 4, False, 1)),
+    SmallMRow((9, 0), 64, ANY, 1400, SmallMConfig(2, 1, 8, False, 1)),
+    SmallMRow((9, 0), 64, ANY, 1, SmallMConfig(2, 1, 8, False, 1, split_k=True)),
 )
 
 
@@ -114,4 +124,3 @@ HOPPER_ROWS: tuple[HopperRow, ...] = (
     HopperRow((9, 0), 160, 256, 45_000_000, 0.8, HopperConfig(block_m=256, stages=4, decoded=3)),
     HopperRow((9, 0), 449, 512, 45_000_000, 0.8, HopperConfig(block_m=256, stages=4, decoded=3)),
 )
-MULTIPROCESSORS = 132  # of the GPU they were measured on

@@ -1,0 +1,41 @@
+"""PTX that decodes NF4 without a table in memory: a block's 16 possible weights are rounded first and chosen from by prmt.
+
+They are kept as bytes, four registers of low ones and four of high ones. A nibble's three low bits choose among eight bytes,
+its highest bit between two such choices: 2.6 instructions a weight, and 1 to 2 for each of the 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+REGISTERS = (
+    ".reg .b32 index, above, sign, under8, from8, lows, highs, pair<8>, low<4>, high<4>; .reg .f32 code<16>, even, odd;"
+)
+
+
+def vector(prefix: str, first: int, count: int) -> str:
+    return "{" + ", ".join(f"{prefix}{first + i}" for i in range(count)) + "}"
+
+
+def round_codes(scale: str, multiply: str, dtype: str) -> list[str]:
+    """code0 to code15 times ``scale``, by ``multiply``, rounded to ``dtype``, the two of a pair at once (from sm_80 on)."""
+    lines = []
+    for i in range(8):
+        lines += [f"{multiply} even, code{2 * i}, {scale};", f"{multiply} odd, code{2 * i + 1}, {scale};"]
+        lines += [f"cvt.rn.{dtype}x2.f32 pair{i}, odd, even;"]
+    for plane, choice in (("low", "0x6420"), ("high", "0x7531")):
+        lines += [f"prmt.b32 {plane}{i}, pair{2 * i}, pair{2 * i + 1}, {choice};" for i in range(4)]
+    return lines
+
+
+def decode_word(word: str, registers: Sequence[str]) -> list[str]:
+    """The 8 weights of a word of the packed weight, two in each of four registers, in their order in memory."""
+    lines = [f"and.b32 index, {word}, 0x77777777;", f"shl.b32 above, {word}, 4;"]
+    for half, signs in enumerate(("0x9d8c", "0xbfae")):  # in every byte of ``sign``, a nibble's highest bit eight times
+        lines += [f"prmt.b32 sign, {word}, above, {signs};"]
+        for plane in ("low", "high"):
+            lines += [f"prmt.b32 under8, {plane}0, {plane}1, index;", f"prmt.b32 from8, {plane}2, {plane}3, index;"]
+            lines += [f"lop3.b32 {plane}s, sign, from8, under8, 0xCA;"]  # sign ? from8 : under8
+        lines += [f"prmt.b32 {registers[2 * half]}, lows, highs, 0x4051;"]
+        lines += [f"prmt.b32 {registers[2 * half + 1]}, lows, highs, 0x6273;", "shr.u32 index, index, 16;"]
+    return lines
