@@ -6,6 +6,7 @@ one CUDA graph.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -48,7 +49,7 @@ class Generation:
 
         self.model = torch.compile(model, dynamic=False) if compiled else model
         self.cache = StaticCache(config=model.config, max_cache_len=cache)
-        self.first = torch.arange(batch, device=model.device)[:, None]
+        self.first = torch.arange(1, batch + 1, device=model.device)[:, None]  # 0 is padding: an embedding of zeros
         self.token = self.first.clone()
         self.compiled, self.hits = compiled, 0
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -135,8 +136,16 @@ def row(batch: int, mode: str, rates: dict[str, Times], hits: int, checks: dict[
         distance: relative, of the first logits of both sides.
     """
     ran = Check(hits > 0, f"{hits} fused matmuls ran" if hits else "no fused matmul ran")
+    finite = Check(math.isfinite(distance), f"the first logits differ by {distance:.1e}")
     notes = {"fused matmuls a token": str(hits), "logits differ by": f"{distance:.1e}"}
-    return Row(f"batch {batch}, {mode}", RATE, rates, {"hits": ran, **checks}, sizes={"batch": batch}, notes=notes)
+    return Row(
+        f"batch {batch}, {mode}",
+        RATE,
+        rates,
+        {"hits": ran, "logits": finite, **checks},
+        sizes={"batch": batch},
+        notes=notes,
+    )
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 
 import pytest
@@ -87,8 +88,9 @@ def test_a_rate_needs_hits_and_accuracy():
     good = generation.row(8, "compiled", rates, 224, exact, 1e-2)
     silent = generation.row(8, "compiled", rates, 0, exact, 0.0)
     worse = generation.row(8, "compiled", rates, 224, off, 1e-2)
+    empty = generation.row(8, "compiled", rates, 224, exact, math.nan)  # 0 / 0: nothing was computed
     assert good.ratio(generation.STOCK) == 1.5
-    assert silent.ratio(generation.STOCK) is None and worse.ratio(generation.STOCK) is None
+    assert silent.ratio(generation.STOCK) is worse.ratio(generation.STOCK) is empty.ratio(generation.STOCK) is None
     report = Bench(
         Machine("a GPU", "90", "1", "clocks", {}), {"generation": [good, silent, worse]}, {"generation": "how"}
     )

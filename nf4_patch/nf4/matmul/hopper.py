@@ -120,8 +120,8 @@ class HopperKernel:
     """The launches for one size and kind of argument on one device: the scales, then the matmul.
 
     As small_m.SmallMKernel, and with its arguments: ``entry`` takes the addresses of x, the weight's operands, the result
-    and the bias. Scratch, fp32, is allocated by every call: scales [steps of K, tiles of N, parts, BLOCK_N], sums
-    [ctas, block_m, BLOCK_N] where K is split, and FLAGS flags.
+    and the bias. Scratch, fp32, is allocated by every call: scales (scales_kernel's), sums [ctas, block_m, BLOCK_N] where
+    K is split, and FLAGS flags.
     """
 
     sum = None  # the tiles' chunks are added up inside the matmul
@@ -132,10 +132,11 @@ class HopperKernel:
         (n, k), part = layout.shape, layout.step()
         cut = HopperPlan.of(config, runtime.multiprocessors(device), m, n, k)
         steps, groups, parts = -(-k // BLOCK_K), -(-n // BLOCK_N), BLOCK_K // part
-        self.scale_count = steps * groups * parts * BLOCK_N
+        scale_count = steps * (n if parts == 1 else groups * parts * BLOCK_N)
+        self.scale_count = -(-scale_count // 32) * 32  # what follows starts on 128 bytes
         self.grid, self.sizes = cut.ctas, ()
         self.entry = KernelEntry(self.start, (), (), "two launches")
-        self.shapes = (m, k), (n, k // 8), (self.scale_count,), (m, n)  # of x, packed, scales and out
+        self.shapes = (m, k), (n, k // 8), (scale_count,), (m, n)  # of x, packed, scales and out
         shift = (layout.blocksize // part).bit_length() - 1
         self.sum_count = cut.ctas * config.block_m * BLOCK_N if cut.split_k > 1 else 0
         self.scale_grid = groups * -(-steps * parts // SCALE_STEPS)

@@ -42,10 +42,11 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 
 def scales_kernel(
     absmax, absmax2, code2, offset, scales, flags, n, k_parts, shift, shift2, FLAT: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """scales fp32 [steps of K, tiles of n, PARTS, BLOCK_N], as the matmul reads them; and flags int32 [FLAGS] = 0.
+    """scales fp32 as the matmul reads them: [steps of K, n], or [steps, tiles of n, 2, BLOCK_N] if a step has 2 PARTS; and
+    flags int32 [FLAGS] = 0.
 
     absmax: uint8 (nested) or fp32 (FLAT), row-major over n rows. absmax2, code2 [256]: fp32. offset: one.
-    k_parts: of K, PARTS of a step; the last step may lack one, whose scale is any finite number.
+    k_parts: of K; the last step may lack one, whose scale is any finite number.
     shift: log2 of the parts per block. shift2: log2(blocksize2).
     """
     groups = tl.cdiv(n, BLOCK_N)
@@ -57,8 +58,11 @@ def scales_kernel(
     first = tl.load(absmax + block, mask, 0)
     second = None if FLAT else tl.load(absmax2 + (block >> shift2), mask, 0.0)
     scale = block_scale(first, second, code2, None if FLAT else tl.load(offset).to(tl.float32), FLAT, True)
-    at = ((step // PARTS * groups + group) * PARTS + step % PARTS) * BLOCK_N + row % BLOCK_N
-    tl.store(scales + at, scale, step < tl.cdiv(k_parts, PARTS) * PARTS)
+    if PARTS == 1:
+        tl.store(scales + step * n + row, scale, mask)
+    else:
+        at = ((step // PARTS * groups + group) * PARTS + step % PARTS) * BLOCK_N + row % BLOCK_N
+        tl.store(scales + at, scale, step < tl.cdiv(k_parts, PARTS) * PARTS)
     if tl.program_id(0) == 0:
         tl.store(flags + tl.arange(0, FLAGS), 0)
 
@@ -98,9 +102,11 @@ def produce(x, packed, scales, barriers, x_ring, packed_ring, scale_ring, work):
     STAGES: gl.constexpr = x_ring.type.shape[0]
     BLOCK_M: gl.constexpr = x_ring.type.shape[1]
     SCALES: gl.constexpr = scale_ring.type.shape[1]
+    PARTS: gl.constexpr = SCALES // BLOCK_N
     full, empty, _ready, _spent = barriers
     n, k_steps, tiles_m, _chunks, _split_k = work
-    groups = (n + BLOCK_N - 1) // BLOCK_N
+    if PARTS == 2:
+        groups = (n + BLOCK_N - 1) // BLOCK_N
     _turn, at, end = work_range(work)
     slot, phase = 0, 1  # the phase before the first counts as over
     while at < end:
@@ -109,15 +115,17 @@ def produce(x, packed, scales, barriers, x_ring, packed_ring, scale_ring, work):
         steps = gl.minimum(k_steps - first, end - at)
         at += steps
         row = tile % tiles_m * BLOCK_M
-        group = tile // tiles_m
+        column = tile // tiles_m * BLOCK_N
         for step in range(first, first + steps):  # nothing to divide in here: it is one warp's time
             ready = full.index(slot)
             mbarrier.wait(empty.index(slot), phase)
             mbarrier.expect(ready, (2 * BLOCK_M + BLOCK_N // 2) * BLOCK_K + 4 * SCALES)
-            tma.async_copy_global_to_shared(
-                packed, [group * BLOCK_N, step * (BLOCK_K // 8)], ready, packed_ring.index(slot)
-            )
-            tma.async_copy_global_to_shared(scales, [(step * groups + group) * SCALES], ready, scale_ring.index(slot))
+            tma.async_copy_global_to_shared(packed, [column, step * (BLOCK_K // 8)], ready, packed_ring.index(slot))
+            if PARTS == 1:
+                first_scale = step * n + column
+            else:
+                first_scale = (step * groups + tile // tiles_m) * SCALES
+            tma.async_copy_global_to_shared(scales, [first_scale], ready, scale_ring.index(slot))
             tma.async_copy_global_to_shared(x, [row, step * BLOCK_K], ready, x_ring.index(slot))
             slot, phase = advance(slot, phase, STAGES)
 
@@ -143,13 +151,17 @@ def decode(TURN, code, barriers, packed_ring, scale_ring, weight_ring, work, PTX
         mbarrier.wait(full.index(slot), phase)
         words = packed_ring.index(slot).load(row)
         scales = scale_ring.index(slot)
-        scale = gl.expand_dims(scales.slice(0, BLOCK_N).load(gl.SliceLayout(1, row)), 1)
-        if PARTS == 2:
+        if PARTS == 1:
+            scale = scales.load(gl.SliceLayout(1, row))
+        else:
+            scale = gl.expand_dims(scales.slice(0, BLOCK_N).load(gl.SliceLayout(1, row)), 1)
             second = gl.expand_dims(scales.slice(BLOCK_N, BLOCK_N).load(gl.SliceLayout(1, row)), 1)
             word = gl.expand_dims(gl.arange(0, BLOCK_K // 8, gl.SliceLayout(0, row)), 0)
             scale = gl.where(word < BLOCK_K // 16, scale, second)
         barrier()
         mbarrier.arrive(empty.index(slot), count=1)
+        if PARTS == 1:
+            scale = gl.expand_dims(scale, 1)
         scale, words = gl.broadcast(scale, words)
         where = gl.full([BLOCK_N, BLOCK_K // 8], 0, gl.int64, row) + code.to(gl.int64)
         a, b, c, d = gl.inline_asm_elementwise(
