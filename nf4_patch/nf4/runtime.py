@@ -176,8 +176,9 @@ _entries: dict[tuple[Any, ...], KernelEntry | KernelUnavailable] = {}
 
 
 def compiled(
-    kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int, *kind: Any, **options: Any
-) -> KernelEntry:
+    kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int, *kind: Any,
+    options: dict[str, Any] | None = None,
+) -> KernelEntry:  # fmt: skip
     """The entry of a kernel, compiled at the first use of these constexprs with this device and dtype (``kind``);
     see :func:`built_once`.
 
@@ -185,6 +186,7 @@ def compiled(
         options: of Triton's compiler. ``launch_pdl``: it starts while the kernel before it ends, whose results it waits for
             itself (Triton >= 3.6, sm_90).
     """
+    options = options or {}
 
     def build() -> KernelEntry:
         result = compile_kernel(kernel, arguments, values, num_warps=warps, num_stages=1, **options)

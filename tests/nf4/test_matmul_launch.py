@@ -149,6 +149,7 @@ class Compiler:
             self.compiled.append("failed")
             raise RuntimeError("ptxas says no")
         self.compiled.append(values.get("PTX", "sum"))
+        self.values = values
         return object()
 
 
@@ -199,6 +200,18 @@ def test_a_new_number_of_rows_compiles_nothing(compiler):
     with pytest.raises(runtime.KernelUnavailable) as caught:
         multiply(5, packed, state, bias=torch.zeros(4096, dtype=torch.bfloat16))
     assert caught.value.reason == "GRAPH_CAPTURE"
+
+
+@pytest.mark.skipif(GPU, reason="tests/gpu/test_matmul_kernels.py asks the compiler itself")
+def test_what_is_asked_of_the_compiler(compiler, monkeypatch):
+    """All registers for more than one tile of X, none in particular for one; and to begin early."""
+    monkeypatch.setattr(small_m, "TRITON_RELEASE", (3, 6))
+    monkeypatch.setattr(small_m, "driver_version", lambda: 13000)
+    packed, state = quantized((4096, 512), torch.bfloat16, "cpu")
+    for m, registers in ((8, None), (24, 255)):
+        multiply(m, packed, state)
+        assert compiler.compiler.values["maxnreg"] == registers and compiler.compiler.values["launch_pdl"]
+        assert compiler.compiler.values["num_warps"] == (16 if m == 8 else 8)
 
 
 @pytest.mark.skipif(GPU, reason="tests/gpu/test_matmul_kernels.py asks the compiler itself")

@@ -93,7 +93,7 @@ class SmallMKernel:
         arguments = (out, *layout.operands(), out if cut.split_k == 1 else part, out, *self.sizes)
         kernel = kernels.matmul_4bit_kernel
         options = {"maxnreg": cut.registers} | ({"launch_pdl": True} if cut.dependent else {})
-        self.entry = entry or compiled(kernel, arguments, values, cut.warps, device, dtype, **options)
+        self.entry = entry or compiled(kernel, arguments, values, cut.warps, device, dtype, options=options)
         self.sum: KernelEntry | None = None
         if cut.split_k > 1:
             values = {"SPLIT_K": cut.split_k, "BIAS": bias, "BLOCK": BLOCK}
