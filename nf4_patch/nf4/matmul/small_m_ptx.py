@@ -248,6 +248,7 @@ class Cta:
             decode_row(f"s{i}", sources, [f"a{8 * words * (i // 2) + 2 * byte + i % 2}" for byte in range(4 * words)])
 
     def look_up(self, scale: str, words: list[str], registers: list[str]) -> None:
+        """A row's words of a group, by the table, into 4 registers of two weights each."""
         for j, register in enumerate(registers):
             self.emit(
                 f"dp4a.u32.u32 u, {words[j // 4]}, {0x80 << 8 * (j % 4)}, look; ld.shared.v2.f32 {{w0, w1}}, [u];"
@@ -260,6 +261,7 @@ class Cta:
                 self.emit(f"mov.b32 {register}, {{low, high}};")
 
     def permute(self, scale: str, words: list[str], registers: list[str]) -> None:
+        """The same by byte permutes: as many instructions, and no access to the table."""
         self.lines += [f"ld.shared.v4.f32 {vector('code', i, 4)}, [codes + {4 * i}];" for i in range(0, 16, 4)]
         self.lines += byte_permutes.round_codes(scale, "mul.rn.f32", self.name)
         for j, word in enumerate(words):
