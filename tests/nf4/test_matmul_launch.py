@@ -160,6 +160,7 @@ def compiler(monkeypatch):
     state = SimpleNamespace(compiler=made, launches=launches, capturing=False)
     monkeypatch.setattr(kernels, "matmul_4bit_kernel", made)
     monkeypatch.setattr(kernels, "sum_split_k_kernel", made)
+    monkeypatch.setattr(kernels, "copy_kernel", made)
     monkeypatch.setattr(runtime, "_entries", {})
     monkeypatch.setattr(launch, "_kernels", {})
     entry = runtime.KernelEntry(lambda *call: launches.append(call), (), (), "test")
@@ -212,6 +213,21 @@ def test_what_is_asked_of_the_compiler(compiler, monkeypatch):
         multiply(m, packed, state)
         assert compiler.compiler.values["maxnreg"] == registers and compiler.compiler.values["launch_pdl"]
         assert compiler.compiler.values["num_warps"] == (16 if m == 8 else 8)
+
+
+@pytest.mark.skipif(GPU, reason="tests/gpu/test_matmul_kernels.py runs the copies")
+def test_a_weight_off_16_bytes_is_read_from_a_copy(compiler):
+    """Its own at every call, on 16 bytes, of all of it."""
+    packed, state = quantized((256, 512), torch.bfloat16, "cpu")
+    aligned = torch.empty(packed.numel() + 16, dtype=torch.uint8)[: packed.numel()].view(-1, 1)
+    odd = torch.empty(packed.numel() + 16, dtype=torch.uint8)[4 : packed.numel() + 4].view(-1, 1)
+    multiply(8, aligned, state)
+    assert [call[5] for call in compiler.launches] == [aligned.data_ptr()]  # grid, 1, 1, stream, x, packed
+    multiply(8, odd, state)
+    _, copy, matmul = compiler.launches
+    _, _, _, stream, source, target, words = copy
+    assert (stream, source, words) == (7, odd.data_ptr(), 256 * 512 // 8)
+    assert matmul[5] == target != source and target % 16 == 0
 
 
 @pytest.mark.skipif(GPU, reason="tests/gpu/test_matmul_kernels.py asks the compiler itself")

@@ -1,7 +1,7 @@
 """PTX that decodes NF4 without a table in memory: a block's 16 possible weights are rounded first and chosen from by prmt.
 
 They are kept as bytes, four registers of low ones and four of high ones. A nibble's three low bits choose among eight bytes,
-its highest bit between two such choices: 2.6 instructions a weight, and 1 to 2 for each of the 16.
+its highest bit between two such choices: 2.6 instructions a weight, and 2 for each of the 16.
 """
 
 from __future__ import annotations

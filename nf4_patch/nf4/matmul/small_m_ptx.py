@@ -7,7 +7,7 @@
   mma's K order is permuted alike on both sides, so that the lane's own bytes *are* its fragment.
 * A byte is looked up whole: 256 entries of two fp32 codes in shared memory, one ``dp4a`` for the address (byte * 128 +
   lane) and one 64-bit load. Then code * scale, rounded once and packed: the bits that dequantize writes.
-* A warp of two tiles decodes rows g + 8 by byte permutes instead (byte_permutes.py), on Hopper: the arithmetic has room.
+* A warp of two tiles decodes rows g + 8 by byte permutes instead (byte_permutes.py), from Hopper on: the arithmetic has room.
 * The warps of a CTA split K and add up their parts in warp order, so the result does not vary from run to run.
 * As soon as a group of words is decoded, the same group of the next chunk is asked for into the same registers.
 
@@ -77,7 +77,7 @@ class Cta:
         self.tiles, self.warps_n, self.warps_k, self.load_128bit, _, self.prefetch_depth, _ = self.config
         self.dialect = DIALECTS[max(known for known in DIALECTS if known <= self.capability)]
         self.rows = 2 * self.tiles  # of the weight per lane
-        # 8 rows, 4096x14336: 20.3 -> 17.7 us; 64 rows, 14336x4096: 42.5 -> 39.4. One tile a warp: no faster (H200, triton 3.6.0)
+        # 8 rows, 4096x14336: 20.1 -> 18.2 us; 64 rows, 14336x4096: 42.3 -> 39.2. One tile a warp: no faster (H200, triton 3.6.0)
         self.permutes = self.dialect.hopper and self.tiles > 1
         # a chunk is ``groups`` of ``words`` per lane and row, one scale each: of step b * group_steps + lane_step for group b
         self.groups, self.words = (2, 4) if self.load_128bit else (4, 2)
@@ -349,11 +349,8 @@ class Cta:
             self.within_k("near", ", there")
         e("add.u32 sub, sub, t;")  # the scales of steps t, t + 4, ... of the chunk are for lane t to fetch
         for j in range(self.steps // 4):
-            e(
-                f"add.u32 u, sub, {4 * j}; setp.lt.and.u32 scaled{j}, u, $12, there;"
-                if self.tail
-                else f"and.pred scaled{j}, there, there;"
-            )
+            within = f"setp.lt.and.u32 scaled{j}, u, $12, there;" if self.tail else f"and.pred scaled{j}, there, there;"
+            e(f"add.u32 u, sub, {4 * j}; {within}")
         for i in range(rows):
             e(f"add.u32 u, row, {8 * i}; min.u32 u, u, lastn; mad.wide.u32 at{i}, u, rowbytes, base;")
             e("mad.lo.u32 v, u, $12, sub;")
