@@ -33,7 +33,7 @@ except Exception:  # what another release makes of an experimental interface
 
 RELEASES = ((3, 6), (3, 7))  # of Triton, where it ran
 BLOCK_N, BLOCK_K, MIN_STEPS = 128, 64, 4  # as in hopper_kernels; the fewest steps that are worth a CTA
-FLAGS, SCALE_STEPS = 1024, 16  # as in hopper_kernels
+FLAGS, SCALE_PARTS = 1024, 16  # as in hopper_kernels
 
 
 def config_for(
@@ -139,7 +139,7 @@ class HopperKernel:
         self.shapes = (m, k), (n, k // 8), (scale_count,), (m, n)  # of x, packed, scales and out
         shift = (layout.blocksize // part).bit_length() - 1
         self.sum_count = cut.ctas * config.block_m * BLOCK_N if cut.split_k > 1 else 0
-        self.scale_grid = groups * -(-steps * parts // SCALE_STEPS)
+        self.scale_grid = groups * -(-steps * parts // SCALE_PARTS)
         self.scale_sizes = (n, k // part, shift, max(0, layout.blocksize2.bit_length() - 1))
         self.matmul_sizes = (n, steps, cut.tiles_m, cut.tiles * cut.split_k, cut.split_k)
         self.scales, self.matmul = compiled(config, device, dtype, layout.offset_dtype(), bias, parts)

@@ -31,7 +31,7 @@ from ..dequantize.kernels import block_scale
 BLOCK_N = gl.constexpr(128)  # rows of the weight per tile: columns of the result
 BLOCK_K = gl.constexpr(64)  # with one scale for a row or, if blocks are shorter or a row starts within one, PARTS
 FLAGS = gl.constexpr(1024)  # two per program
-SCALE_STEPS = gl.constexpr(16)  # that a program of scales_kernel takes
+SCALE_PARTS = gl.constexpr(16)  # that a program of scales_kernel takes
 CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 32 + ["r"] * 8 + ["f"] * 8 + ["l"] * 8))  # see hopper.decode_ptx
 # until the flag of another program is set
 SPIN = gl.constexpr("{ .reg .pred p; again: ld.acquire.gpu.global.u32 $0, [$1]; setp.eq.u32 p, $0, 0; @p bra again; }")
@@ -52,17 +52,17 @@ def scales_kernel(
     groups = tl.cdiv(n, BLOCK_N)
     group = tl.program_id(0) % groups
     row = group * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    step = tl.program_id(0) // groups * SCALE_STEPS + tl.arange(0, SCALE_STEPS)[None, :]
-    mask = (row < n) & (step < k_parts)
-    block = (row * k_parts + step) >> shift
+    part = tl.program_id(0) // groups * SCALE_PARTS + tl.arange(0, SCALE_PARTS)[None, :]
+    mask = (row < n) & (part < k_parts)
+    block = (row * k_parts + part) >> shift
     first = tl.load(absmax + block, mask, 0)
     second = None if FLAT else tl.load(absmax2 + (block >> shift2), mask, 0.0)
     scale = block_scale(first, second, code2, None if FLAT else tl.load(offset).to(tl.float32), FLAT, True)
     if PARTS == 1:
-        tl.store(scales + step * n + row, scale, mask)
+        tl.store(scales + part * n + row, scale, mask)
     else:
-        at = ((step // PARTS * groups + group) * PARTS + step % PARTS) * BLOCK_N + row % BLOCK_N
-        tl.store(scales + at, scale, step < tl.cdiv(k_parts, PARTS) * PARTS)
+        at = ((part // PARTS * groups + group) * PARTS + part % PARTS) * BLOCK_N + row % BLOCK_N
+        tl.store(scales + at, scale, part < tl.cdiv(k_parts, PARTS) * PARTS)
     if tl.program_id(0) == 0:
         tl.store(flags + tl.arange(0, FLAGS), 0)
 

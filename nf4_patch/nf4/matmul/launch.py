@@ -16,6 +16,7 @@ if triton is not None:
     from . import kernels
 
 STEP = 16  # a row of the weight is of whole steps
+COPY_BLOCK = 1024  # words that a program copies
 AnyConfig = SmallMConfig | HopperConfig
 AnyKernel = small_m.SmallMKernel | hopper.HopperKernel
 
@@ -65,6 +66,13 @@ def supports(x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) 
     )
 
 
+def compiled_copy(device: torch.device) -> runtime.KernelEntry:
+    """The entry of copy_kernel: from an address that is a multiple of 4 to one of 16, and how many int32."""
+    with torch.cuda.device(device):
+        words = torch.empty(8, dtype=torch.int32, device=device)
+        return runtime.compiled(kernels.copy_kernel, (words[1:], words, 8), {"BLOCK": COPY_BLOCK}, 4, device)
+
+
 class MatmulLaunch:
     """The matmul with one weight of an x of one shape, resolved once: addresses, sizes and kernels as plain integers.
 
@@ -84,7 +92,7 @@ class MatmulLaunch:
         # the kernels read 16 bytes at once: from a copy, if the weight does not start on 16
         self.copied_words = layout.nbytes() // 4 if self.weight[0] % 16 else 0
         if self.copied_words:
-            self.copy = small_m.compiled_copy(x.device)
+            self.copy = compiled_copy(x.device)
         self.grid = kernel.grid
         self.call, self.head, tail, _ = kernel.entry
         self.tail = (spare, *kernel.sizes, *tail)
@@ -122,7 +130,7 @@ class MatmulLaunch:
         if self.copied_words:
             count, (packed, *others) = self.copied_words, weight
             words = runtime.empty_strided_cuda((count,), (1,), torch.int32)
-            self.copy.start(-(-count // small_m.BLOCK), stream, packed, words.data_ptr(), count)
+            self.copy.start(-(-count // COPY_BLOCK), stream, packed, words.data_ptr(), count)
             weight = (words.data_ptr(), *others)
         if self.sum is None:
             self.call(self.grid, 1, 1, stream, *self.head, start, *weight, out.data_ptr(), *self.tail)

@@ -15,7 +15,7 @@ from .tuning import TILE_COUNTS, SmallMConfig
 if triton is not None:
     from . import kernels
 
-BLOCK = 1024  # elements that a program adds up or copies
+BLOCK = 1024  # elements that a program adds up
 
 
 class SmallMPlan(NamedTuple):
@@ -98,10 +98,3 @@ class SmallMKernel:
         if cut.split_k > 1:
             values = {"SPLIT_K": cut.split_k, "BIAS": bias, "BLOCK": BLOCK}
             self.sum = compiled(kernels.sum_split_k_kernel, (part, out, out, *self.sum_sizes), values, 4, device, dtype)
-
-
-def compiled_copy(device: torch.device) -> KernelEntry:
-    """Of int32 from an address that is a multiple of 4: source, target and count."""
-    with torch.cuda.device(device):
-        words = torch.empty(8, dtype=torch.int32, device=device)
-        return compiled(kernels.copy_kernel, (words[1:], words, 8), {"BLOCK": BLOCK}, 4, device)
