@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import main
-from nf4_patch.nf4.layout import Layout
-from nf4_patch.patching.quant_state import fields_of
+from nf4_patch.nf4.weight import Weight
+from nf4_patch.patching.quant_state import weight_of
 from nf4_patch.tools.bench.baselines import OURS, original
 from nf4_patch.tools.bench.matmul import error, exact, fused_matmul_hits
 from nf4_patch.tools.bench.record import RATE, Check, Row, accuracy
@@ -105,7 +105,7 @@ def accuracies(model: Any, batch: int) -> dict[str, Check]:
         if shape in found:
             continue
         x = torch.randn(batch, 1, state.shape[1], dtype=state.dtype, device=weight.device)
-        truth = x.double() @ exact(Layout(weight.data, *fields_of(state))).t()
+        truth = x.double() @ exact(weight_of(weight.data, state)).t()
         with patched(OURS):
             ours = linear(x)
         theirs = F.linear(x, dequantize(weight.data, state))

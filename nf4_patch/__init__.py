@@ -43,8 +43,8 @@ def enable(matmul: str | None = None, cache: str | int | None = None) -> bool:
             None leaves it to NF4_PATCH_MATMUL, whose default is "off".
         cache: "6GiB" (or "6G", or a number of bytes; "6GB" is 6 * 10^9 bytes): dequantized weights stay in at most that
             much memory of every GPU, for the functions of bitsandbytes, Unsloth and transformers that only read them;
-            the same bits. "auto" finds the size: what a training leaves free. "block" keeps those of one checkpointed
-            block, from its recompute to its backward. "off" or 0 keeps none. None leaves it to NF4_PATCH_CACHE, whose default is "off".
+            the same bits. "auto" finds the size: what a training leaves free. "off" or 0 keeps none. None leaves it to
+            NF4_PATCH_CACHE, whose default is "off".
 
     Returns:
         True if the patch is on; False where NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it, and then it is off.
@@ -65,7 +65,7 @@ def disable() -> None:
 
 
 def release() -> None:
-    """Drop every cached weight: its memory is PyTorch's again at once. The cache stays on and fills again.
+    """Drop every cached weight: its memory is PyTorch's again as soon as nobody uses it. The cache stays on and fills again.
 
     Call it after a change that no version counter sees: a write through ``parameter.data`` or a raw pointer.
     """

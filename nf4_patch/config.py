@@ -56,22 +56,15 @@ VARIABLES = (
         option=True,
     ),
     Variable(
-        "NF4_PATCH_DEFER", ("auto", "never", "always"), "auto",
-        "Whether a library's own fused kernel (Unsloth >= 2026.10, axolotl) keeps its calls. auto: unless ours is measured "
-        "to be at least as fast; never: ours takes them; always: it keeps them all.",
-        option=True,
-    ),
-    Variable(
         "NF4_PATCH_CALIBRATION", ("auto", "off"), "auto",
         "The file of `nf4-patch calibrate`, which takes precedence over the shipped tables of what is measured to win. "
         "auto: nf4_patch/calibration.json in $XDG_CACHE_HOME or ~/.cache; off: the shipped tables only.",
         suffix=".json", option=True,
     ),
     Variable(
-        "NF4_PATCH_CACHE", ("off", "block", "auto"), "off",
-        "Keep dequantized weights for the functions that only read them, with the same bits. block: from the recompute "
-        "of a checkpointed block to its backward; a size: as many as fit into that much memory of every GPU; auto: as many "
-        "as fit into what the training leaves free.",
+        "NF4_PATCH_CACHE", ("off", "auto"), "off",
+        "Keep dequantized weights for the functions that only read them, with the same bits. A size: as many as fit into "
+        "that much memory of every GPU; auto: as many as fit into what the training leaves free.",
         size=True, option=True,
     ),
     Variable(
@@ -132,11 +125,10 @@ class Config:
     requested: bool  # NF4_PATCH=1, or true, yes, on
     forbidden: bool  # NF4_PATCH=0 or NF4_USE_TRITON=0, or false, no, off
     strict: bool
-    defer: str  # auto, never, always
     matmul: str  # off, auto
     calibration: Path | None  # the file of measurements; None: not to be read
     calibration_named: bool  # by the user: it should exist
-    cache: str | int  # off, block, or bytes per GPU
+    cache: str | int  # off, auto, or bytes per GPU
     quiet: bool
 
     def missing_calibration(self) -> str:
@@ -169,7 +161,6 @@ class Config:
             requested=SWITCH.get(values["NF4_PATCH"], False),
             forbidden=not (SWITCH.get(values["NF4_PATCH"], True) and SWITCH[values["NF4_USE_TRITON"]]),
             strict=SWITCH[values["NF4_PATCH_STRICT"]],
-            defer=values["NF4_PATCH_DEFER"],
             matmul=values["NF4_PATCH_MATMUL"],
             calibration=Path(os.path.expanduser(file)) if file else None,
             calibration_named=named not in ("auto", "off"),
@@ -200,6 +191,11 @@ def value_of(variable: Variable, name: str, given: Any) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{shown} {error}") from None
     if size is None:
+        if variable.size and value == "block":
+            raise ConfigError(
+                f"{shown} is gone: a size serves more of a checkpointed step. For one block of a model give 2 bytes an "
+                "element: 0.5GiB for an 8B model (218 M elements a block); or auto"
+            )
         unset = "unset" if name == variable.name else "None"
         raise ConfigError(
             f"{shown} is not known; "

@@ -209,9 +209,9 @@ def states(device) -> dict[str, Any]:
 
     import nf4_patch
     from nf4_patch.nf4.dequantize import reference
-    from nf4_patch.nf4.layout import Layout
+    from nf4_patch.nf4.weight import Weight
     from nf4_patch.patching.counters import counters
-    from nf4_patch.patching.quant_state import fields_of
+    from nf4_patch.patching.quant_state import weight_of
     from nf4_patch.tools.cases import ask_bitsandbytes
 
     sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
@@ -227,7 +227,7 @@ def states(device) -> dict[str, Any]:
             continue
         packed, state = random_state(case, 11, device)
         nf4_patch.disable()
-        want = reference.dequantize(Layout(packed, *fields_of(state)))
+        want = reference.dequantize(weight_of(packed, state))
         try:
             theirs = ask_bitsandbytes(packed, state)
         except Exception:

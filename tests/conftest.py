@@ -21,7 +21,7 @@ if not GPU:
     del os.environ["TRITON_INTERPRET"]
 
 import nf4_patch  # noqa: E402
-from nf4_patch.patching.cache.cache import cache  # noqa: E402
+from nf4_patch.patching.cache.store import cache  # noqa: E402
 from nf4_patch.patching.counters import counters  # noqa: E402
 
 

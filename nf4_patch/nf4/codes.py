@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from . import runtime
+
 CODES = {
     "nf4": (  # QLoRA (arXiv 2305.14314), appendix E
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -22,3 +24,23 @@ def code_of(quant_type: str, device: torch.device) -> torch.Tensor:
         KeyError: the quant_type is neither "nf4" nor "fp4".
     """
     return torch.tensor(CODES[quant_type], dtype=torch.float32, device=device)
+
+
+_remembered: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+
+def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
+    """``code_of``, made once for each device and kept: launches hold its address.
+
+    Raises:
+        KeyError: as ``code_of``.
+        KernelUnavailable: GRAPH_CAPTURE: a copy from the host would end the capture.
+    """
+    code = _remembered.get((quant_type, device))
+    if code is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise runtime.KernelUnavailable("a CUDA graph is being captured", "GRAPH_CAPTURE")
+        with torch.inference_mode(False):
+            code = runtime.outside_graph_pools(lambda: code_of(quant_type, device), device)
+        _remembered[quant_type, device] = code
+    return code

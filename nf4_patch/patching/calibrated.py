@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ..config import Config
-from ..nf4.matmul import tuning
-from ..nf4.matmul.tuning import CalibratedRows, SmallMConfig
+from ..nf4.matmul.tuning import CalibratedRanges, SmallMConfig
 from ..version import __version__, release_of
 from .switch import switch
 from .targets import TARGETS
@@ -29,7 +28,7 @@ logger = logging.getLogger("nf4_patch")
 class InForce(NamedTuple):
     """What is in force on one GPU."""
 
-    rows: CalibratedRows = {}  # noqa: RUF012 (never written to)
+    rows: Mapping[tuple[int, int], CalibratedRanges] = {}  # by [n, k]; noqa: RUF012 (never written to)
     status: str = ""  # in one line: what it is, or why the file's is not; "" where there is nothing about this GPU
 
 
@@ -41,7 +40,6 @@ _in_force: dict[int, InForce] = {}
 def use(config: Config) -> None:
     """Let the file that NF4_PATCH_CALIBRATION names decide, where it has this GPU and these releases. Nothing is read yet."""
     global _path
-    tuning.calibrated = rows
     if config.calibration != _path:
         _path = config.calibration
         forget()
@@ -54,8 +52,8 @@ def forget() -> None:
         call()
 
 
-def rows(device: int) -> CalibratedRows:
-    """What was measured there, for nf4's tables; empty where nothing is in force."""
+def rows(device: int) -> Mapping[tuple[int, int], CalibratedRanges]:
+    """What was measured there, by [n, k]; empty where nothing is in force."""
     return in_force(device).rows
 
 

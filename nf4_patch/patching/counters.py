@@ -15,7 +15,7 @@ class FallbackError(RuntimeError):
 
 
 class HitCounter:
-    """Kernel launches of one target, weight shape and dtype."""
+    """Kernel launches of one target, weight shape, dtype and kernel."""
 
     __slots__ = ("addresses", "hits")
 
@@ -28,15 +28,16 @@ class Counters:
     """All counts of the process, read over ``list(...)``: other threads add meanwhile. Calls in a compiled graph are not seen."""
 
     def __init__(self) -> None:
-        self.hit_counters: dict[tuple[str, tuple[int, ...], str], HitCounter] = {}
+        self.hit_counters: dict[tuple[str, tuple[int, ...], str, str], HitCounter] = {}
         self.fallbacks: Counter[tuple[str, Reason]] = Counter()
         self.errors: dict[str, int] = {}  # kernel failures and own errors, by message
 
-    def of(self, target: str, shape: tuple[int, ...], dtype: str) -> HitCounter:
-        return self.hit_counters.setdefault((target, tuple(shape), dtype), HitCounter())
+    def of(self, target: str, shape: tuple[int, ...], dtype: str, kernel: str = "") -> HitCounter:
+        """``kernel``: which one, where it is not the dequantization."""
+        return self.hit_counters.setdefault((target, tuple(shape), dtype.removeprefix("torch."), kernel), HitCounter())
 
     def hits(self, target: str) -> int:
-        return sum(counter.hits for (name, _, _), counter in list(self.hit_counters.items()) if name == target)
+        return sum(counter.hits for (name, *_), counter in list(self.hit_counters.items()) if name == target)
 
     def fall_back(self, target: str, reason: Reason, strict: bool, detail: str = "") -> None:
         """Count it; the first of its kind is a WARNING.

@@ -1,4 +1,4 @@
-"""From a weight and its quantization state to the dequantized weight, or the Reason why the original has to run."""
+"""From a packed weight to the dequantized one, or the Reason why the original has to run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch import Tensor
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.dequantize import launch as launches
-from ..nf4.layout import Layout, identity
+from ..nf4.weight import Weight
 from . import guards, op
+from .cache.store import cache
 from .context import is_exporting, is_jit_tracing, keep_dynamo_out, modes_active, own_dispatch, transforms_active
 from .counters import HitCounter, counters
-from .quant_state import Fields, fields_of, remembered_code
+from .quant_state import fields_of, weight_of
 from .reasons import Reason
 from .replacement import Fallbacks
 
@@ -29,28 +30,9 @@ def returns_tensors(cls: type) -> bool:
     return function is own_function or getattr(function, "__module__", "") == "bitsandbytes.nn.modules"
 
 
-def has_gradient(weight: Tensor) -> bool:
-    """Whether an operator on the weight would ask for a gradient: only one stored as floating point can."""
-    return weight.requires_grad and torch.is_grad_enabled()
-
-
-def unsupported(layout: Layout, state: Any) -> Reason | None:
-    """Why the kernel must not run on this layout; None if it may."""
-    reason = guards.check_quant_state(state) if state is not None else None
-    return reason or guards.check(layout)
-
-
-def supported(layout: Layout, quant_type: str, state: Any) -> Layout | Reason:
-    """The layout as the kernel takes it, or why it must not: with the code of its quant_type, by whose name bitsandbytes
-    goes; it never reads ``state.code``.
-    """
-    if is_jit_tracing():
-        return Reason.EXPORTING
-    code = remembered_code(quant_type, layout.packed.device)
-    if type(code) is Reason:
-        return code
-    coded = layout._replace(code=code)
-    return unsupported(coded, state) or coded
+def has_gradient(packed: Tensor) -> bool:
+    """Whether an operator on the packed weight would ask for a gradient: only one stored as floating point can."""
+    return packed.requires_grad and torch.is_grad_enabled()
 
 
 class Dequantizer:
@@ -60,161 +42,135 @@ class Dequantizer:
         self.target = target
         self.fallbacks = Fallbacks(target)
         self.launches = runtime.Memo()
-        self.classes: dict[type, bool] = {Tensor: True}  # ``returns_tensors`` of each
+        self.classes: dict[type, bool] = {}  # ``returns_tensors`` of each
 
-    def run(
-        self, weight: Tensor, state: Any, out: Tensor | None = None, shared: bool = False, plain: bool = False
+    def of_state(
+        self, packed: Tensor, state: Any, out: Tensor | None = None, into_buffer: bool = False, only_read: bool = False
     ) -> Tensor | Reason:
-        """The dequantized weight of a QuantState, or the Reason why not. A remembered launch is found at once.
-
-        Args:
-            out: filled and returned (transposed for a transposed weight).
-            shared: the result may live in a buffer that the next such call overwrites.
-            plain: the weight's methods are Tensor's own, whatever its class.
-        """
-        if not plain and type(weight) is not Tensor:
-            return self.run_subclass(weight, state, out, shared)
-        launch: launches.Launch | None = None
-        if not modes_active() and transforms_active() is None:
-            try:  # not through fields_of, which takes 0.35 us (2-core CPU machine, Python 3.11)
-                second = state.state2
-                if second is None:
-                    key = identity(
-                        state.quant_type, weight, state.absmax, None, None, None, None,
-                        state.blocksize, 0, state.shape, state.dtype,
-                    )  # fmt: skip
-                else:
-                    key = identity(
-                        state.quant_type, weight, state.absmax, None, second.absmax, second.code, state.offset,
-                        state.blocksize, second.blocksize, state.shape, state.dtype,
-                    )  # fmt: skip
-                launch = self.launches.get(key)
-            except (AttributeError, TypeError):  # no QuantState, a field is no tensor, or the shape a list
-                pass
-        if launch is None:
-            fields = fields_of(state)
-            if type(fields) is Reason:
-                return fields
-            return self.run_fields(weight, fields, state.quant_type, state, out, shared)
-        if launch.differentiable and has_gradient(weight):
-            return Reason.REQUIRES_GRAD
-        if out is not None:
-            return self.fill(launch, out)
-        result = launch.shared() if shared else launch.run()
-        launch.counter.hits += 1
-        return result
-
-    def fill(self, launch: launches.Launch, out: Tensor) -> Tensor | Reason:
-        """``out``, filled (transposed for a transposed weight); or the Reason why not."""
-        if not launch.accepts(out):
-            return Reason.OUT_MISMATCH
-        result = launch.into(out)
-        launch.counter.hits += 1
-        return result
-
-    def run_subclass(self, weight: Tensor, state: Any, out: Tensor | None, shared: bool) -> Tensor | Reason:
-        plain = self.classes.get(type(weight))
+        """As ``run``, of the packed weight of a QuantState, whatever its class."""
+        weight = weight_of(packed, state)
+        if type(weight) is Reason:
+            return weight
+        if type(packed) is Tensor:
+            return self.run(weight, out, into_buffer, only_read)
+        plain = self.classes.get(type(packed))
         if plain is None:
-            if not isinstance(weight, Tensor):
+            if not isinstance(packed, Tensor):
                 return Reason.ARGUMENTS
-            plain = self.classes[type(weight)] = returns_tensors(type(weight))
+            plain = self.classes[type(packed)] = returns_tensors(type(packed))
         if plain:
             # Params4bit has a Python __torch_function__: 1.4 us for each data_ptr() without this.
             with torch._C.DisableTorchFunctionSubclass():
-                return self.run(weight, state, out, shared, True)
-        if torch.compiler.is_compiling():
-            return self.trace(weight, state, out)
-        fields = fields_of(state)
-        return fields if type(fields) is Reason else Reason.TENSOR_SUBCLASS
+                return self.run(weight, out, into_buffer, only_read)
+        # inside a traced region every tensor may be a FakeTensor
+        return self.trace(packed, state, out) if torch.compiler.is_compiling() else Reason.TENSOR_SUBCLASS
 
-    def trace(self, weight: Tensor, state: Any, out: Tensor | None = None) -> Tensor | Reason:
-        """As ``run``, inside a region that torch.compile traces: through the op, whose fake asks the guards."""
-        reason = guards.check_quant_state(state)
-        if reason is not None:
-            return reason
+    def trace(self, packed: Tensor, state: Any, out: Tensor | None = None) -> Tensor | Reason:
+        """As ``of_state``, inside a region that torch.compile traces: through the op, whose fake asks the guards."""
+        fields = fields_of(packed, state)
+        if isinstance(fields, Reason):
+            return fields
         if is_exporting():
             return Reason.EXPORTING
         if out is not None:
             return Reason.OUT_MISMATCH
-        if has_gradient(weight):
+        if has_gradient(packed):
             return Reason.REQUIRES_GRAD
-        if not (weight.is_cuda or compilation.INTERPRETED):  # asked here too: on a CPU nothing would run
+        if not (packed.is_cuda or compilation.INTERPRETED):  # asked here too: on a CPU nothing would run
             return Reason.NOT_CUDA
-        fields = fields_of(state)
-        return fields if type(fields) is Reason else op.dequantize(weight, *fields)
+        return op.dequantize(*fields)
 
-    def run_fields(
-        self,
-        weight: Tensor,
-        fields: Fields,
-        quant_type: str,
-        state: Any = None,
-        out: Tensor | None = None,
-        shared: bool = False,
+    def run(
+        self, weight: Weight, out: Tensor | None = None, into_buffer: bool = False, only_read: bool = False
     ) -> Tensor | Reason:
-        """As ``run``, of the fields of a Layout after ``packed``."""
-        if weight.requires_grad and torch.is_grad_enabled():  # as has_gradient, without a call
-            return Reason.REQUIRES_GRAD
+        """The dequantized weight, or the Reason why not.
+
+        Args:
+            out: filled and returned (transposed for a transposed weight).
+            into_buffer: the result may live in a buffer that the next such call overwrites.
+            only_read: the caller writes into no result: it may be handed a cached weight.
+        """
         if modes_active():
-            return self.dispatch(Layout(weight, *fields), state, out)
+            return self.dispatch(weight, out)
         if transforms_active() is not None:
             return Reason.FUNCTORCH_TRANSFORM
+        if only_read and cache.on and out is None:
+            found = cache.read(weight, self.decode)
+            if found is not None:
+                return found
+        return self.decode(weight, out, into_buffer)
+
+    def decode(self, weight: Weight, out: Tensor | None = None, into_buffer: bool = False) -> Tensor | Reason:
+        """As ``run``, never from the cache. A weight that was seen before, unchanged, has its launch at once."""
         launch: launches.Launch | Reason | None
         try:
-            launch = self.launches.get(identity(quant_type, weight, *fields))
-        except (AttributeError, TypeError):  # the guards decide
+            launch = self.launches.get(weight.key())
+        except (AttributeError, TypeError):  # a field is no tensor, or the shape a list: the guards decide
             launch = None
         if launch is None:
             if compilation.INTERPRETED:
-                return self.interpret(Layout(weight, *fields), quant_type, state, out)
-            launch = self.resolve(Layout(weight, *fields), quant_type, state)
+                return self.interpret(weight, out)
+            launch = self.resolve(weight)
             if type(launch) is Reason:
                 return launch
+        if launch.differentiable and has_gradient(weight.packed):
+            return Reason.REQUIRES_GRAD
         if out is not None:
-            return self.fill(launch, out)
-        result = launch.shared() if shared else launch.run()
+            if not launch.accepts(out):
+                return Reason.OUT_MISMATCH
+            result = launch.into(out)
+        else:
+            result = launch.into_buffer() if into_buffer else launch.run()
         launch.counter.hits += 1
         return result
 
-    def resolve(self, layout: Layout, quant_type: str, state: Any) -> launches.Launch | Reason:
+    def why_not(self, weight: Weight, out: Tensor | None = None) -> Reason | None:
+        if is_jit_tracing():
+            return Reason.EXPORTING
+        if has_gradient(weight.packed):
+            return Reason.REQUIRES_GRAD
+        return guards.why_not(weight, out=out)
+
+    def resolve(self, weight: Weight) -> launches.Launch | Reason:
         """A launch that passed the guards and is then remembered, or the Reason why there is none."""
-        coded = supported(layout, quant_type, state)
-        if type(coded) is Reason:
-            return coded
+        reason = self.why_not(weight)
+        if reason is not None:
+            return reason
+        weight = weight._replace(shape=tuple(weight.shape))
         try:
-            launch = launches.Launch(coded, coded.transposed())
+            launch = launches.Launch(weight)
         except runtime.KernelUnavailable as error:
             return self.fallbacks.unavailable(error)
-        launch.counter = self.counter_of(layout)
-        self.launches.remember(identity(quant_type, *layout._replace(shape=tuple(layout.shape))), launch)
+        launch.counter = self.counter_of(weight)
+        self.launches.remember(weight.key(), launch)
         return launch
 
-    def interpret(self, layout: Layout, quant_type: str, state: Any, out: Tensor | None) -> Tensor | Reason:
-        """As ``run``, under Triton's interpreter: nothing is remembered."""
-        coded = supported(layout, quant_type, state)
-        if type(coded) is Reason:
-            return coded
-        if out is not None and (
-            guards.check_out(out, coded) is not None
-            or runtime.overlap(runtime.spans(*coded.operands()), *runtime.span(out))
-        ):
+    def interpret(self, weight: Weight, out: Tensor | None) -> Tensor | Reason:
+        """As ``decode``, under Triton's interpreter: nothing is remembered."""
+        reason = self.why_not(weight, out)
+        if reason is not None:
+            return reason
+        if out is not None and runtime.overlap(runtime.spans(*weight.tensors()), *runtime.span(out)):
             return Reason.OUT_MISMATCH
-        result = launches.dequantize(coded, out)
-        self.counter_of(layout).hits += 1
-        return result.t() if layout.transposed() else result
+        result = launches.dequantize(weight, out)
+        self.counter_of(weight).hits += 1
+        return result.t() if weight.transposed() else result
 
-    def counter_of(self, layout: Layout) -> HitCounter:
-        counter = counters.of(self.target, tuple(layout.shape), str(layout.dtype))
-        counter.addresses.add(layout.packed.data_ptr())
+    def counter_of(self, weight: Weight) -> HitCounter:
+        counter = counters.of(self.target, tuple(weight.shape), str(weight.dtype))
+        if isinstance(weight.owner(), torch.nn.Parameter):  # and no copy of some experts
+            counter.addresses.add(weight.packed.data_ptr())
         return counter
 
-    def dispatch(self, layout: Layout, state: Any, out: Tensor | None) -> Tensor | Reason:
+    def dispatch(self, weight: Weight, out: Tensor | None) -> Tensor | Reason:
         """Through the op, which dispatch modes see; nothing is counted."""
         if is_exporting() or is_jit_tracing():
             return Reason.EXPORTING
-        reason = unsupported(layout, state) if out is None else Reason.OUT_MISMATCH
-        return op.dequantize(*layout) if reason is None else reason
+        if has_gradient(weight.packed):
+            return Reason.REQUIRES_GRAD
+        reason = guards.why_not(weight) if out is None else Reason.OUT_MISMATCH
+        return op.dequantize(*weight) if reason is None else reason
 
 
-for method in (Dequantizer.run, Dequantizer.run_fields):
+for method in (Dequantizer.of_state, Dequantizer.run, Dequantizer.decode):
     keep_dynamo_out(method)

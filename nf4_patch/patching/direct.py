@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ..nf4 import runtime
-from ..nf4.codes import code_of
 from ..nf4.dequantize import compilation, reference
-from ..nf4.layout import Layout
+from ..nf4.weight import Weight
 from . import guards
 from .dequantizer import Dequantizer
 from .quant_state import fields_of
@@ -24,7 +23,7 @@ def dequantize_nf4(weight: Tensor, quant_state: Any, out: Tensor | None = None) 
     if torch.compiler.is_compiling():
         result = _dequantizer.trace(weight, quant_state, out)
     else:
-        result = _dequantizer.run(weight, quant_state, out)
+        result = _dequantizer.of_state(weight, quant_state, out)
     if type(result) is not Reason:
         return result
     for name, given in (("weight", weight), ("out", weight if out is None else out)):
@@ -39,33 +38,27 @@ def dequantize_nf4(weight: Tensor, quant_state: Any, out: Tensor | None = None) 
         kernels = compilation.compiled_kernels().values()
         failures = [str(kernel) for kernel in kernels if isinstance(kernel, runtime.KernelUnavailable)]
         raise RuntimeError("; ".join(failures) or result.sentence)
-    fields = fields_of(quant_state)
+    fields = fields_of(weight, quant_state)
     found = ""
-    if type(fields) is not Reason:
-        layout = Layout(weight, *fields)
-        found = f": {guards.describe(layout)}"
+    if not isinstance(fields, Reason):
+        packed = Weight(*fields)
+        found = f": {guards.describe(packed)}"
         if result in (Reason.NOT_CUDA, Reason.EXPORTING):
-            reason = guards.check_quant_state(quant_state)
+            # TENSOR_SUBCLASS: while a program is exported, a tensor is a FakeTensor
+            reason = guards.why_not(packed, out=out, ignore=(Reason.NOT_CUDA, Reason.TENSOR_SUBCLASS))
             if reason is None:
-                code = code_of(quant_state.quant_type, weight.device)
-                layout = Layout(weight, fields[0], code, *fields[2:])  # before PyTorch 2.9 Dynamo traces no _replace
-                # TENSOR_SUBCLASS: while a program is exported, a tensor is a FakeTensor
-                reason = guards.check(layout, (Reason.NOT_CUDA, Reason.TENSOR_SUBCLASS))
-            if reason is None and out is not None:
-                reason = guards.check_out(out, layout)
-            if reason is None:
-                return by_formula(layout, out)
+                return by_formula(packed, out)
             result = reason
     advice = f"; {result.advice}" if result.advice else ""
     raise ValueError(f"{result.sentence}{advice}{found}")
 
 
-def by_formula(layout: Layout, out: Tensor | None) -> Tensor:
-    weight = reference.dequantize(layout)
+def by_formula(weight: Weight, out: Tensor | None) -> Tensor:
+    dense = reference.dequantize(weight)
     if out is None:
-        return weight
-    out.copy_(weight.t() if layout.transposed() else weight)
-    return out.t() if layout.transposed() else out
+        return dense
+    out.copy_(dense.t() if weight.transposed() else dense)
+    return out.t() if weight.transposed() else out
 
 
 def triton_dequantize_nf4(layer: Any) -> Tensor:

@@ -22,8 +22,6 @@ from torch.nn.utils import parametrize
 from torch.utils import _contextlib as torch_decorators
 
 from ..nf4.runtime import has_memory
-from .cache.cache import cache
-from .cache.reader import Reader
 from .context import is_compiling, own_dispatch
 from .dequantizer import Dequantizer
 from .reasons import Reason
@@ -37,7 +35,7 @@ class Stack:
     packed: Tensor
     state: Any  # QuantState of shape [experts, ...]
     dequantizer: Dequantizer
-    reader: Reader | None = None  # of the weight cache, for a target whose calls only read
+    only_read: bool = False  # the whole stack may come from the weight cache
 
     def decode(self, run: Callable[..., Tensor | Reason]) -> Tensor:
         with torch.no_grad():  # as bitsandbytes' parametrization: a packed weight that requires a gradient gets none
@@ -55,13 +53,14 @@ class Stack:
         return self.decode(self.read)
 
     def read(self, packed: Tensor, state: Any) -> Tensor | Reason:
-        found = self.reader.state(packed, state, backward=True) if self.reader is not None and cache.on else None
-        return self.dequantizer.run(packed, state) if found is None else found
+        return self.dequantizer.of_state(packed, state, only_read=self.only_read)
 
     def __getitem__(self, ids: Tensor) -> Tensor:
         """The experts ``ids``, int64 [n], as transformers asks a dense stack for them: [n, ...]. No other is read."""
+        if not len(ids):
+            return torch.empty(0, *self.state.shape[1:], dtype=self.state.dtype, device=ids.device)
         chosen = self.dequantizer.fallbacks.attempt(self.select, ids)
-        return self.dense()[ids] if type(chosen) is Reason else chosen.decode(self.dequantizer.run)
+        return self.dense()[ids] if type(chosen) is Reason else chosen.decode(self.dequantizer.of_state)
 
     def select(self, ids: Tensor) -> Stack:
         """A copy of the packed experts ``ids``, int64 [n], with a QuantState of shape [n, ...]."""
@@ -102,7 +101,7 @@ class Stack:
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def stacks_of(module: Any, dequantizer: Dequantizer, reader: Reader | None = None) -> dict[str, Stack] | Reason:
+def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) -> dict[str, Stack] | Reason:
     """The 4-bit stacks of an experts module by name, or the Reason why they are not read past the parametrization."""
     chains = {}
     names = module.parametrizations.items() if parametrize.is_parametrized(module) else ()
@@ -120,7 +119,7 @@ def stacks_of(module: Any, dequantizer: Dequantizer, reader: Reader | None = Non
     if is_hooked(module, chains):
         return Reason.HOOKED
     stacks = {
-        name: Stack(chain.original, part.quant_state, dequantizer, reader) for name, (chain, part) in chains.items()
+        name: Stack(chain.original, part.quant_state, dequantizer, only_read) for name, (chain, part) in chains.items()
     }
     for stack in stacks.values():
         if type(stack.packed).__torch_dispatch__ is not own_dispatch:

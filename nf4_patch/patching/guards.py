@@ -1,4 +1,4 @@
-"""Pure guards: the first reason why the kernel must not run on a weight."""
+"""Whether the kernels may run on a weight: the first reason why not."""
 
 from __future__ import annotations
 
@@ -9,101 +9,103 @@ import torch
 from torch import Tensor
 
 from ..nf4 import runtime
+from ..nf4.codes import CODES
 from ..nf4.dequantize import compilation
-from ..nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES, Layout
+from ..nf4.matmul import launch as matmul
+from ..nf4.weight import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES, Weight
+from .context import is_compiling, own_dispatch
 from .reasons import Reason
 
 
-def check_quant_state(quant_state: Any) -> Reason | None:
-    """What the QuantState says beyond its tensors; NOT_4BIT if it is none."""
-    if not hasattr(quant_state, "quant_type"):  # what neither a tensor, a list nor another library's state has
-        return Reason.NOT_4BIT
-    # not getattr: where it is missing, Dynamo traces QuantState.__getattr__ and guards on what that reads
-    if quant_state.__dict__.get("packing_format_for_cpu"):
-        return Reason.CPU_PACKING
-    if quant_state.quant_type not in ("nf4", "fp4"):
-        return Reason.QUANT_TYPE
-    state2 = quant_state.__dict__.get("state2")
-    if getattr(quant_state, "nested", state2 is not None) != (state2 is not None):
-        return Reason.STATE_FIELDS
-    if state2 is not None and (state2.dtype is not torch.float32 or getattr(state2, "nested", False)):
-        return Reason.STATE_FIELDS
-    return None
-
-
-def describe(layout: Layout) -> str:
+def describe(weight: Weight) -> str:
     """What was found, for an error; a field that is no tensor by its type."""
 
     def shape(field: Any) -> str:
         return f"{list(field.shape)}" if isinstance(field, Tensor) else f"a {type(field).__name__}"
 
-    packed = layout.packed
+    packed = weight.packed
     return (
-        f"packed {packed.dtype} {shape(packed)} on {packed.device}, absmax {shape(layout.absmax)}, "
-        f"blocksize {layout.blocksize}, shape {layout.shape}, dtype {layout.dtype}"
+        f"packed {packed.dtype} {shape(packed)} on {packed.device}, absmax {shape(weight.absmax)}, "
+        f"blocksize {weight.blocksize}, shape {weight.shape}, dtype {weight.dtype}"
     )
 
 
-def _has_no_address(layout: Layout) -> bool:
-    own = torch._C._disabled_torch_dispatch_impl
-    return not all(type(tensor).__torch_dispatch__ is own for tensor in layout.operands())
-
-
-def _wrong_types(layout: Layout) -> bool:
-    fp32 = (torch.float32,)
-    wanted: list[Any] = [(layout.code, fp32), (layout.absmax, (torch.uint8,) if layout.nested() else fp32)]
-    if layout.nested():
-        wanted += [(layout.absmax2, fp32), (layout.code2, fp32), (layout.offset, OFFSET_DTYPES)]
+def _wrong_types(weight: Weight) -> bool:
+    wanted: list[Any] = [(weight.absmax, (torch.uint8 if weight.nested() else torch.float32,))]
+    if weight.nested():
+        wanted += [(weight.absmax2, (torch.float32,)), (weight.code2, (torch.float32,)), (weight.offset, OFFSET_DTYPES)]
     typed = all(isinstance(tensor, Tensor) and tensor.dtype in dtypes for tensor, dtypes in wanted)
-    return not typed or layout.packed.dim() == 0
+    return not typed or weight.packed.dim() == 0
 
 
-def _wrong_blocksizes(layout: Layout) -> bool:
-    second = layout.blocksize2
-    return layout.blocksize not in BLOCKSIZES or (layout.nested() and (second < 1 or second & (second - 1) != 0))
+def _wrong_blocksizes(weight: Weight) -> bool:
+    second = weight.blocksize2
+    return weight.blocksize not in BLOCKSIZES or (weight.nested() and (second < 1 or second & (second - 1) != 0))
 
 
-def _wrong_sizes(layout: Layout) -> bool:
-    if layout.shape is None or (layout.transposed() and len(layout.shape) > 2):
+def _wrong_sizes(weight: Weight) -> bool:
+    if weight.shape is None or (weight.transposed() and len(weight.shape) > 2):
         return True
-    n, blocks = layout.numel(), layout.blocks()
-    sizes: list[Any] = [(layout.nbytes(), -(-n // 2)), (layout.absmax.numel(), blocks), (layout.code.numel(), 16)]
-    if layout.absmax2 is not None and layout.code2 is not None and layout.offset is not None:  # nested
-        second = -(-blocks // layout.blocksize2)
-        sizes += [(layout.absmax2.numel(), second), (layout.code2.numel(), 256), (layout.offset.numel(), 1)]
+    n, blocks = weight.numel(), weight.blocks()
+    sizes: list[Any] = [(weight.nbytes(), -(-n // 2)), (weight.absmax.numel(), blocks)]
+    if weight.absmax2 is not None and weight.code2 is not None and weight.offset is not None:  # nested
+        second = -(-blocks // weight.blocksize2)
+        sizes += [(weight.absmax2.numel(), second), (weight.code2.numel(), 256), (weight.offset.numel(), 1)]
     return n == 0 or any(found != wanted for found, wanted in sizes)
 
 
-def _too_old(layout: Layout) -> bool:
-    packed = layout.packed
+def _too_old(weight: Weight) -> bool:
+    packed = weight.packed
     return packed.is_cuda and torch.cuda.get_device_capability(packed.device) < compilation.MINIMUM_CAPABILITY
 
 
+def _not_plain(tensor: Tensor) -> bool:
+    """Whether the memory is not what the tensor shows: strided, or the negative or conjugate of it."""
+    if is_compiling():  # Dynamo traces neither of the others
+        return not tensor.is_contiguous()
+    return not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj()
+
+
 # In order: the first that holds is the reason. Each looks only at what the ones before it have vouched for.
-GUARDS: tuple[tuple[Reason, Callable[[Layout], bool]], ...] = (
-    (Reason.NOT_CUDA, lambda layout: not layout.packed.is_cuda and not compilation.INTERPRETED),
-    (Reason.ROCM, lambda layout: torch.version.hip is not None and not compilation.INTERPRETED),
+GUARDS: tuple[tuple[Reason, Callable[[Weight], bool]], ...] = (
+    (Reason.NOT_CUDA, lambda weight: not weight.packed.is_cuda and not compilation.INTERPRETED),
+    (Reason.ROCM, lambda weight: torch.version.hip is not None and not compilation.INTERPRETED),
     (Reason.GPU_TOO_OLD, _too_old),
-    (Reason.OUTPUT_DTYPE, lambda layout: layout.dtype not in OUTPUT_DTYPES),
-    (Reason.STORAGE_DTYPE, lambda layout: layout.packed.dtype not in STORAGE_DTYPES),
+    (Reason.QUANT_TYPE, lambda weight: weight.quant_type not in CODES),
+    (Reason.OUTPUT_DTYPE, lambda weight: weight.dtype not in OUTPUT_DTYPES),
+    (Reason.STORAGE_DTYPE, lambda weight: weight.packed.dtype not in STORAGE_DTYPES),
     (Reason.STATE_FIELDS, _wrong_types),
-    (Reason.TENSOR_SUBCLASS, _has_no_address),
+    (
+        Reason.TENSOR_SUBCLASS,
+        lambda weight: any(type(t).__torch_dispatch__ is not own_dispatch for t in weight.tensors()),
+    ),
     (Reason.BLOCKSIZE, _wrong_blocksizes),
-    (Reason.MIXED_DEVICES, lambda layout: any(t.device != layout.packed.device for t in layout.operands())),
-    (Reason.NOT_CONTIGUOUS, lambda layout: not all(t.is_contiguous() for t in layout.operands())),
+    (Reason.MIXED_DEVICES, lambda weight: any(t.device != weight.packed.device for t in weight.tensors())),
+    (Reason.NOT_CONTIGUOUS, lambda weight: any(map(_not_plain, weight.tensors()))),
     (Reason.SIZE_MISMATCH, _wrong_sizes),
 )
 
 
-def check(layout: Layout, ignore: tuple[Reason, ...] = ()) -> Reason | None:
-    """The first reason why the kernel must not run on this layout; None when it may. Looks at no data."""
+def why_not(
+    weight: Weight, x: Tensor | None = None, bias: Tensor | None = None, out: Tensor | None = None,
+    ignore: tuple[Reason, ...] = (),
+) -> Reason | None:  # fmt: skip
+    """The first reason why a kernel must not run on this weight; None when it may. Looks at no data.
+
+    Args:
+        x, bias: of a matmul straight from the packed weight.
+        out: of a dequantization: what is to be filled, dense, of the weight's shape, dtype and device.
+        ignore: reasons that do not count.
+    """
     for reason, holds in GUARDS:
-        if reason not in ignore and holds(layout):
+        if reason not in ignore and holds(weight):
             return reason
+    if x is not None and not matmul.takes(x, weight, bias):
+        return Reason.MATMUL_OPERANDS
+    if x is not None and not all(map(runtime.has_memory, weight.tensors())):
+        return Reason.NO_STORAGE
+    if out is not None:
+        fits = runtime.fits(out, tuple(weight.shape), weight.dtype, weight.packed.get_device())
+        if not fits or out.device != weight.packed.device:
+            return Reason.OUT_MISMATCH
     return None
-
-
-def check_out(out: Any, layout: Layout) -> Reason | None:
-    """``out`` must be what the kernel writes: dense, the layout's shape, dtype and device."""
-    fits = runtime.fits(out, tuple(layout.shape), layout.dtype, layout.packed.get_device())
-    return None if fits and out.device == layout.packed.device else Reason.OUT_MISMATCH

@@ -110,8 +110,8 @@ def block(matmul: str | None, cache: str | int | None) -> Iterator[None]:
 
 def release() -> None:
     """Drop every cached weight."""
-    if f"{__package__}.cache.cache" in sys.modules:
-        sys.modules[f"{__package__}.cache.cache"].cache.release()
+    if f"{__package__}.cache.store" in sys.modules:
+        sys.modules[f"{__package__}.cache.store"].cache.release()
 
 
 def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
@@ -122,7 +122,7 @@ def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
     try:
         with lock:
             if switch.on:
-                install(target, sys.modules[target.module], switch.gates[target.only].on)
+                install(target, sys.modules[target.module], switch.wants(target.only))
     except Exception:
         logger.exception("nf4_patch could not replace %s; the original stays", target.name)
         installed[target.name] = Installed(target, refusal="an error inside nf4_patch: see the log")

@@ -12,7 +12,8 @@ from types import ModuleType
 from typing import Any
 
 from .state import State
-from .targets import Target
+from .switch import switch
+from .targets import ANY, Target
 
 logger = logging.getLogger("nf4_patch")
 ABSENT = object()
@@ -70,8 +71,7 @@ def install(target: Target, module: ModuleType, wanted: bool) -> None:
                 entry.swap(entry.original, entry.replacement)
             return
     found = current
-    while is_ours(current):
-        current = current.__wrapped__
+    current = original_of(current)
     refusal = _refusal(target, current)
     if refusal:
         installed[target.name] = Installed(target, refusal=refusal)
@@ -91,12 +91,20 @@ def install(target: Target, module: ModuleType, wanted: bool) -> None:
 def remove_earlier(target: Target) -> None:
     """Put the original back where a replacement of an earlier import of this package is, and turn that one off."""
     holder, name = target.holder(sys.modules.get(target.module))
-    original = current = get_attr(holder, name)
-    while is_ours(original):
-        original.__globals__["switch"].set(None)  # another library may still call it, and its cache holds weights
-        original = original.__wrapped__
+    current = get_attr(holder, name)
+    original = original_of(current)
     if original is not current:
         Installed(target, places=[(holder, name)]).swap(current, original)
+
+
+def original_of(function: Any) -> Any:
+    """What replacements of this package stand for; one of an earlier import is turned off, its cached weights are dropped."""
+    while is_ours(function):
+        _, its_switch = function.__nf4_patch__
+        if its_switch is not switch:
+            its_switch.set(None)
+        function = function.__wrapped__
+    return function
 
 
 def get_attr(holder: Any, name: str, default: Any = None) -> Any:
@@ -108,16 +116,21 @@ def put(holder: Any, name: str, function: Any) -> None:
     """Into a module or dict as it is, into a class as the method or static method that it replaces."""
     if isinstance(holder, dict):
         holder[name] = function
+    elif isinstance(holder, type) and any(vars(base).get(name) is function for base in holder.__mro__[1:]):
+        delattr(holder, name)  # it was inherited
     else:
         setattr(holder, name, staticmethod(function) if isinstance(vars(holder).get(name), staticmethod) else function)
 
 
 def is_ours(function: Any) -> bool:
     """A replacement of this package, of an earlier import of it too (importlib.reload, IPython's autoreload)."""
-    return function is not None and getattr(function, "__nf4_patch__", None) is function
+    mark = getattr(function, "__nf4_patch__", None)
+    return isinstance(mark, tuple) and mark[0] is function
 
 
 def _refusal(target: Target, function: Any) -> str:
+    if target.parameters is ANY:
+        return ""
     try:
         parameters = tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):

@@ -45,7 +45,7 @@ class Reason(enum.Enum):
         "run one step before capturing",
     )
     KERNEL_FAILED = ("the kernel could not be compiled or checked on this GPU", "see the error in `nf4-patch doctor`")
-    DEFERRED = "the library's own fused kernel runs this call: no benchmark shows ours faster here (NF4_PATCH_DEFER)"
+    DEFERRED = "the library's own fused kernel runs this call: no benchmark shows ours faster here"
     NOT_FASTER = (
         "no benchmark shows the fused matmul faster for this GPU, shape and row count",
         "run `nf4-patch calibrate` once on this GPU",
@@ -86,13 +86,14 @@ class Uncached(enum.Enum):
     BUDGET_SPENT = (
         "the budget is spent: no room for a compiled layer as a whole, or no cached weight of this size to replace"
     )
+    WAITING = 'cache="auto" waits for two steps of the optimizer before it takes memory'
     CUDA_GRAPH = "a CUDA graph is being captured: its replays would read memory that the cache may free"
     OTHER_STREAM = "it was decoded on another CUDA stream"
+    CHECKPOINT = "a compiled layer in a non-reentrant checkpoint: its recompute must save what its forward saved"
     INFERENCE_TENSOR = "a tensor of the weight is an inference tensor, which has no version counter"
     REFILLED = "its memory is freed and filled again under the same tensor (FSDP)"
     NOT_A_PARAMETER = (
         "it is no parameter of a module and no view of one (a tensor that compiled code computed or reinterpreted)"
     )
-    SHARED = "two parameters share its memory, and a write through one does not move the version of the other"
+    ALIASED = "two parameters share its memory, and a write through one does not move the version of the other"
     ZERO3 = "DeepSpeed ZeRO-3 owns it and writes it without a new version"
-    NO_STORAGE_OBJECT = "this PyTorch does not keep the Python object of a storage"

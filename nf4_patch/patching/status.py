@@ -37,8 +37,8 @@ class TargetStatus:
 class CacheStatus:
     """Bytes are what PyTorch's allocator takes at most."""
 
-    mode: str = "off"  # off, block, or bytes per GPU
-    held: dict[int, int] = field(default_factory=dict)  # bytes by device index
+    mode: str = "off"  # off, auto, or bytes per GPU
+    taken: dict[int, int] = field(default_factory=dict)  # bytes by device index, of what is dropped and still used too
     weights: int = 0
     hits: int = 0  # dequantizations saved
     misses: int = 0
@@ -48,11 +48,11 @@ class CacheStatus:
 
     def __str__(self) -> str:
         mode = size_in_words(int(self.mode)) if self.mode.isdigit() else self.mode
-        held = ", ".join(f"{size_in_words(size)} on device {device}" for device, size in self.held.items())
+        taken = ", ".join(f"{size_in_words(size)} on device {device}" for device, size in self.taken.items())
         reads = f"{self.hits} of {self.hits + self.misses} reads served"
         compiled = f" ({self.compiled} for compiled layers)" if self.compiled else ""
         weights = f"{self.weights} weight{'s' * (self.weights != 1)}{compiled}"
-        return f"cache {mode}: {weights}, {held or 'nothing'}; {reads}"
+        return f"cache {mode}: {weights}, {taken or 'nothing'}; {reads}"
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,9 @@ def status() -> Status:
         targets.append(TargetStatus(target.name, state, hits, counts, note))
     shapes: dict[str, int] = {}
     addresses: dict[str, set[int]] = {}
-    for (_, shape, dtype), counter in list(counters.hit_counters.items()):
+    for (_, shape, dtype, kernel), counter in list(counters.hit_counters.items()):
         sides = "x".join(map(str, shape)) or "1"  # a weight of shape () is one element
-        key = f"{sides} {dtype.removeprefix('torch.')}"
+        key = f"{sides} {dtype} {kernel}".rstrip()
         shapes[key] = shapes.get(key, 0) + counter.hits
         addresses.setdefault(key, set()).update(counter.addresses)
     weights = {key: len(known) for key, known in addresses.items() if known}
@@ -166,8 +166,8 @@ def status() -> Status:
 
 
 def cache_status() -> CacheStatus:
-    module = sys.modules.get(f"{__package__}.cache.cache")  # it needs torch
+    module = sys.modules.get(f"{__package__}.cache.store")  # it needs torch
     if module is None:
         return CacheStatus(str(switch.cache) if switch.on else "off")
-    held: CacheStatus = module.cache.snapshot()
-    return held
+    found: CacheStatus = module.cache.snapshot()
+    return found

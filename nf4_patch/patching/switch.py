@@ -25,21 +25,24 @@ class Switch(Gate):
         super().__init__()
         self.config: Config | None = None  # None: off
         self.strict = False
-        self.defer = "auto"
         self.matmul = "off"
         self.cache: str | int = "off"
-        self.gates: dict[str, Gate] = {"": self, "matmul": Gate(), "cache": Gate()}  # by ``only`` of a row
+        self.gates = {"matmul": Gate(), "cache": Gate()}  # by ``only`` of a row
         self.followers: list[Callable[[Config | None], None]] = []
 
     def set(self, config: Config | None) -> None:
         """Put a configuration in force; None: off, with the options as they were."""
         if config is not None:
-            self.strict, self.defer, self.matmul, self.cache = config.strict, config.defer, config.matmul, config.cache
+            self.strict, self.matmul, self.cache = config.strict, config.matmul, config.cache
         self.config, self.on = config, config is not None
         for feature in ("matmul", "cache"):
             self.gates[feature].on = self.on and getattr(self, feature) != "off"
         for follower in self.followers:
             follower(config)
+
+    def wants(self, feature: str) -> bool:
+        """Whether the rows of this feature ("": those of the patch itself) are to be in place."""
+        return self.gates[feature].on if feature else self.on
 
     def follow(self, follower: Callable[[Config | None], None]) -> None:
         self.followers.append(follower)

@@ -9,16 +9,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .switch import switch
+
 # A release's parameter names; a function with others is left alone, by name.
 Parameters = tuple[str, ...]
+ANY: tuple[Parameters, ...] = ()  # of a function that is written in C, whose parameters cannot be read
 
 
 class Reads(enum.Enum):
     """Which calls of a target only read their result, and may be handed a cached weight."""
 
     NEVER = "the result belongs to the caller"
-    INSIDE = "inside the library's functions that only read it: the rows of cache.reader"
+    INSIDE = "inside the library's functions that only read it: the rows of cache.reads"
     ALWAYS = "whoever calls it multiplies by the weight"
+
+
+@dataclass(frozen=True)
+class OwnKernel:
+    """A fused kernel of the library's own. Code that is compiled keeps it everywhere: Inductor launches it without the
+    dispatcher that our op goes through."""
+
+    used: str  # the global of the module that says whether the library uses it
+    releases: str
+    slower_on: tuple[tuple[int, int], ...]  # capabilities where eager calls of ours were measured to be faster
+    measured: str
+    advice: str
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,7 @@ class Target:
     reads: Reads = Reads.NEVER  # which of its calls may be handed a cached weight
     after: str = ""  # installed when this module is imported, and not with its own
     copied: bool = False  # other modules hold it by value: sweep them when the module was imported first
+    own_kernel: OwnKernel | None = None  # the library's, which keeps calls that ours was not measured to run faster
 
     @functools.cached_property
     def name(self) -> str:
@@ -67,12 +83,11 @@ class Target:
         """The replacement, marked as ours: see placement.is_ours."""
         module, function = self.replace.split(":")
         replacement: Any = getattr(importlib.import_module(f".{module}", __package__), function)(self, original)
-        replacement.__nf4_patch__ = replacement  # itself: functools.wraps copies attributes to a wrapper
+        replacement.__nf4_patch__ = replacement, switch  # itself: functools.wraps copies attributes to a wrapper
         return replacement
 
 
 EXPERTS = ("self", "hidden_states", "top_k_index", "top_k_weights")
-EXPERT_STACK = ("packed", "quant_state", "out_shape")
 FAST_GEMV = ("X", "W", "quant_state", "out")
 MATMUL_LORA = ("X", "W", "W_quant", "A", "B", "s", "out")
 FAST_DEQUANTIZE = ("W", "quant_state", "out", "use_global_buffer")
@@ -138,7 +153,7 @@ TARGETS = (
         releases=">= 0.43",
         tested=("0.49.2", "0.50.2"),
         parameters=(("ctx", "grad_output"),),
-        replace="adapters.bitsandbytes:matmul_backward",
+        replace="cache.reads:reading",
         covers="cached weights in the backward of Linear4bit, with enable(cache=...) only",
     ),
     CacheTarget(
@@ -146,7 +161,7 @@ TARGETS = (
         releases=">= 0.43",
         tested=("0.49.2", "0.50.2"),
         parameters=(("ctx", "A", "B", "out", "bias", "quant_state"),),
-        replace="cache.reader:replace_reader",
+        replace="cache.reads:reading",
         covers="cached weights in the forward of Linear4bit before 0.50, with enable(cache=...) only",
     ),
     Target(
@@ -162,6 +177,15 @@ TARGETS = (
     ),
     Target(
         function="unsloth.kernels.utils:_fast_dequantize_bnb",
+        own_kernel=OwnKernel(
+            used="_USE_NF4_KERNELS",
+            releases=">= 2026.10",
+            slower_on=((9, 0),),
+            measured="H200, torch 2.11, triton 3.6.0, Unsloth 2026.10.9: 7.6 us of the host per call against 11.1 into the "
+            "global buffer and 9.4 against 24.0 into a new tensor; 1.02x (591 MB) to 1.35x (2.6 MB) on the GPU",
+            advice="Unsloth from 2026.10 on trains compiled layers, which keep its own NF4 kernel: training gains only with "
+            'enable(cache="auto") or a size, where these layers read weights that were dequantized once.',
+        ),
         releases=">= 2026.9.13",
         tested=("2026.9.14", "2026.10.9"),
         parameters=(FAST_DEQUANTIZE, (*FAST_DEQUANTIZE, "dtype")),
@@ -210,7 +234,7 @@ TARGETS = (
             releases=">= 2026.6",
             tested=("2026.9.7", "2026.10.9"),
             parameters=(("ctx", *gradients),),
-            replace="cache.reader:replace_reader",
+            replace="cache.reads:reading",
             covers="cached weights in the backward of Unsloth's LoRA kernels, with enable(cache=...) only",
         )
         for name, gradients in (("LoRA_MLP", ("dY",)), ("LoRA_QKV", ("dQ", "dK", "dV")), ("LoRA_W", ("dY",)))
@@ -222,24 +246,6 @@ TARGETS = (
         parameters=(("cls", "compile_options", "kinds"),),
         replace="adapters.unsloth:compiled_layers",
         covers="cached weights in Unsloth's compiled layers, with enable(cache=...) only, and a size of memory",
-    ),
-    Target(
-        function="unsloth_zoo.temporary_patches.moe_triton_kernels:nf4_dequant_triton",
-        releases=">= 2026.9.8",
-        tested=("2026.9.9", "2026.10.9"),
-        parameters=(EXPERT_STACK, (*EXPERT_STACK, "out")),
-        replace="adapters.unsloth_zoo:nf4_dequant",
-        covers="Unsloth's mixtures of experts in 4 bits: a layer's stack of experts, or the experts that are used",
-        lazy=True,
-    ),
-    Target(
-        function="axolotl.integrations.kernels.libs.scattermoe_lora.selective_dequant:_selective_dequant_bnb4",
-        releases=">= 0.17",
-        tested=("0.19.0",),
-        parameters=(("raw_param", "quant_state", "active_experts", "expert_shape"),),
-        replace="adapters.axolotl:selective_dequant",
-        covers="axolotl's mixtures of experts in 4 bits with use_scattermoe: the experts that are used",
-        lazy=True,
     ),
     Target(
         function="transformers.integrations.moe:ExpertsInterface._global_mapping.grouped_mm",
@@ -261,21 +267,21 @@ TARGETS = (
         covers="mixtures of experts in 4 bits: generation dequantizes the experts that are used and no other",
     ),
     CacheTarget(
-        function="torch._dynamo.eval_frame:OptimizedModule.__call__",
-        releases=">= 2.6",
-        tested=("2.11.0", "2.13.0"),
-        parameters=(("self", "args", "kwargs"),),
-        replace="cache.held:compiled_module",
-        covers="cached weights in the backward of torch.compile(module), with enable(cache=...) only, and a size of memory",
-        lazy=True,
-    ),
-    CacheTarget(
         function="torch.utils:swap_tensors",
         after="bitsandbytes.functional",  # PyTorch is complete then
         releases=">= 2.3",
         tested=("2.11.0", "2.13.0"),
         parameters=(("t1", "t2"),),
-        replace="cache.reader:swap_tensors",
+        replace="cache.reads:swap_tensors",
         covers="parameters whose contents are swapped while their weights are cached, with enable(cache=...) only",
+    ),
+    CacheTarget(
+        function="torch:UntypedStorage.resize_",
+        after="bitsandbytes.functional",
+        releases=">= 2.0",
+        tested=("2.11.0", "2.13.0"),
+        parameters=ANY,
+        replace="cache.reads:resize",
+        covers="memory that is freed and filled again (FSDP) while its weight is cached, with enable(cache=...) only",
     ),
 )

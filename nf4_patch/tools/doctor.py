@@ -22,8 +22,8 @@ import nf4_patch
 from ..config import VARIABLES, Config, options_set, size_in_words
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation
-from ..nf4.layout import OUTPUT_DTYPES
 from ..nf4.matmul.tuning import SMALL_M_ROWS
+from ..nf4.weight import OUTPUT_DTYPES
 from ..patching import calibrated, deferral, placement
 from ..patching.reasons import Reason
 from ..patching.state import State, StrEnum

@@ -7,7 +7,7 @@ import torch
 from target import linear, same, step
 
 import nf4_patch
-from nf4_patch.patching.cache.cache import cache
+from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.reasons import Uncached
 
 pytestmark = pytest.mark.gpu

@@ -11,13 +11,13 @@ from oracle import DTYPES, every_pair, expected, layout_of, quantized
 
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import launch, reference
-from nf4_patch.nf4.layout import BLOCKSIZES, Layout
+from nf4_patch.nf4.weight import BLOCKSIZES, Weight
 from nf4_patch.patching import op
 
 SHAPES = [(256, 128), (64, 4096), (33, 77), (5,), (1, 1), (3, 7, 64), (2, 3, 5, 11), (129, 8), (4097,)]
 
 
-def poisoned(layout: Layout) -> torch.Tensor:
+def poisoned(layout: Weight) -> torch.Tensor:
     return torch.full(tuple(layout.shape), math.nan, dtype=layout.dtype, device=layout.packed.device)
 
 

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 import nf4_patch
-from nf4_patch.nf4.codes import code_of
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.layout import Layout
-from nf4_patch.patching.quant_state import linear_fields
+from nf4_patch.patching.quant_state import linear_weight
 
 
 @pytest.fixture
@@ -22,9 +20,8 @@ def linear_op(device, monkeypatch):
     def gemm_4bit(A, B, shapeB, absmax, blocksize, quant_type, bias=None, *second):
         if nf4_patch.is_enabled():
             return cuda_ops._dequant_linear_fallback(A, B, shapeB, absmax, blocksize, quant_type, bias, *second)
-        absmax, _, *rest = linear_fields(A, shapeB, absmax, blocksize, *(second or (None,) * 3))
-        weight = reference.dequantize(Layout(B, absmax, code_of(quant_type, B.device), *rest))
-        return torch.nn.functional.linear(A, weight, bias)
+        weight = linear_weight(A.dtype, B, shapeB, absmax, blocksize, quant_type, *(second or (None,) * 3))
+        return torch.nn.functional.linear(A, reference.dequantize(weight), bias)
 
     with torch.library._scoped_library("bitsandbytes", "IMPL") as library:
         if device.type == "cpu":

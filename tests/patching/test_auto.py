@@ -8,7 +8,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import nf4_patch
 from nf4_patch.patching.cache import auto
-from nf4_patch.patching.cache.cache import cache
+from nf4_patch.patching.cache.store import cache
 
 GIB = 2**30
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own: gpu/test_auto_gpu.py")
@@ -66,11 +66,11 @@ def test_it_gives_back_before_a_larger_batch(gpu, larger):
 def test_it_gives_back_where_memory_runs_short_or_a_process_comes(gpu, change):
     cache.auto.batch(1024, 512)
     steps()
-    cache.held[0] = GIB
+    cache.taken[0] = GIB
     gpu.update(change)
     cache.auto.look()
     assert cache.budget == 0
-    cache.held[0] = 0
+    cache.taken[0] = 0
     steps()
     assert cache.budget == 0  # as long as it is so
 

@@ -13,12 +13,11 @@ import pytest
 import target
 import torch
 from oracle import quantized
-from target import same, step, target_like
+from target import same, step
 
 import nf4_patch
 from nf4_patch.patching.cache.allocator import allocated
-from nf4_patch.patching.cache.cache import StaleWeightError, cache
-from nf4_patch.patching.cache.reader import Reader
+from nf4_patch.patching.cache.store import StaleWeightError, cache
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason, Uncached
@@ -81,24 +80,20 @@ def test_a_checkpointed_peft_step_has_the_same_bits_and_fewer_decodes(linear_op,
     adapter = [p.detach().clone() for p in model.parameters() if p.requires_grad]
     want = train(model, linear_op)
     saved = {}
-    for mode in ("block", 3 * ONE, 6 * ONE):
+    for mode in (3 * ONE, 6 * ONE):
         with torch.no_grad():
             for parameter, value in zip((p for p in model.parameters() if p.requires_grad), adapter, strict=True):
                 parameter.copy_(value)
-        nf4_patch.enable(cache=mode if mode == "block" else f"{mode}B")
+        nf4_patch.enable(cache=f"{mode}B")
         hits, misses, decoded = cache.hits, cache.misses, counters.hits(FORWARD)
         assert same(train(model, linear_op), want)
         reads = cache.hits - hits + cache.misses - misses
         assert reads == 2 * 3 * 6
         saved[mode] = (cache.hits - hits) / reads
         assert counters.hits(FORWARD) > decoded
-        if isinstance(mode, int):
-            assert cache.held[linear_op.index or 0 if linear_op.type == "cuda" else -1] <= mode
-        else:
-            assert not cache.entries
+        assert cache.taken[linear_op.index or 0 if linear_op.type == "cuda" else -1] <= mode
         nf4_patch.disable()
-        assert not sum(cache.held.values())
-    assert saved["block"] == pytest.approx(1 / 3)
+        assert not sum(cache.taken.values())
     assert saved[6 * ONE] == pytest.approx((6 - 1) / 6)  # every weight is decoded once
     assert saved[3 * ONE] > 0.5  # half of the memory; the first step finds nothing in its forward
 
@@ -131,7 +126,7 @@ def unseen(layer):
     """By a version counter."""
     layer.weight.data.bitwise_xor_(255)
     nf4_patch.release()
-    assert not cache.entries
+    assert not cache.weights
 
 
 # What test_cache_table.py does not do, to a layer.
@@ -144,11 +139,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("mode", ["block", 2**20])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_weight_is_read_as_it_is(linear_op, change, mode):
+def test_a_changed_weight_is_read_as_it_is(linear_op, change):
     layer = linear(linear_op)
-    nf4_patch.enable(cache=mode)
+    nf4_patch.enable(cache=2**20)
     before = step(layer, linear_op, SIDE)
     assert same(step(layer, linear_op, SIDE), before)
     with torch.no_grad():
@@ -168,7 +162,7 @@ def test_moving_and_merging(linear_op):
     nf4_patch.enable(cache=2**20)
     for change in ("merge_adapter", "unmerge_adapter", "to"):
         step(model, linear_op, SIDE)
-        assert cache.entries
+        assert cache.weights
         getattr(model, change)(*(["cpu"] if change == "to" else []))
         model.to(linear_op)
         got = step(model, linear_op, SIDE)
@@ -178,7 +172,7 @@ def test_moving_and_merging(linear_op):
     assert same(step(layer, linear_op, SIDE), step(model, linear_op, SIDE))
     del model, layer
     gc.collect()
-    assert not cache.entries
+    assert not cache.weights
 
 
 def test_strict_compares(linear_op, monkeypatch):
@@ -197,7 +191,7 @@ def test_who_may_write_receives_memory_of_its_own(linear_op):
     layer = linear(linear_op)
     nf4_patch.enable(cache=2**20)
     want = step(layer, linear_op, SIDE)
-    (entry,) = cache.entries.values()
+    (entry,) = cache.weights.values()
     packed, state = layer.weight, layer.weight.quant_state
     out = torch.empty(SIDE, SIDE, dtype=state.dtype, device=linear_op)
     for mine in (
@@ -211,21 +205,21 @@ def test_who_may_write_receives_memory_of_its_own(linear_op):
     assert same(step(layer, linear_op, SIDE), want)
 
 
-def test_a_compiled_forward_reads_and_a_traced_backward_has_what_is_held(linear_op):
+def test_a_compiled_forward_reads_and_a_traced_backward_dequantizes(linear_op):
     layer = linear(linear_op)
     want = step(layer, linear_op, SIDE)
     nf4_patch.enable(cache=2**20)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for _ in range(3):
         assert same(step(compiled, linear_op, SIDE), want)
-    assert (cache.hits, cache.misses, cache.snapshot().compiled) == (3, 1, 1)
+    assert (cache.hits, cache.misses, cache.snapshot().compiled) == (2, 1, 0)
     torch._dynamo.reset()
 
 
 def test_toggling_in_the_middle_of_a_step(linear_op):
     layers = torch.nn.Sequential(linear(linear_op, 1), linear(linear_op, 2))
     want = step(layers, linear_op, SIDE)
-    for first, then in (("off", 2**20), (2**20, "off"), (2**20, "block"), (2**20, None), ("block", 2**20)):
+    for first, then in (("off", 2**20), (2**20, "off"), (2**20, 2**21), (2**20, None)):
         nf4_patch.enable(cache=first)
         torch.manual_seed(1)
         x = torch.randn(600, SIDE, dtype=torch.bfloat16).to(linear_op).requires_grad_()
@@ -234,19 +228,19 @@ def test_toggling_in_the_middle_of_a_step(linear_op):
         y.square().sum().backward()
         assert same((y.detach(), x.grad), want)
         nf4_patch.disable()
-        assert not cache.entries
+        assert not cache.weights
 
 
 def test_off_looks_at_one_attribute(linear_op, monkeypatch):
     """The functions that only serve the cache are the originals, and no call asks it."""
-    for name in ("find", "insert"):
+    for name in ("find", "read"):
         monkeypatch.setattr(cache, name, None)
     nf4_patch.enable()
     assert not hasattr(autograd_functions.MatMul4Bit.backward, "__wrapped__")
     step(linear(linear_op), linear_op, SIDE)
     assert nf4_patch.status().cache.mode == "off"
     monkeypatch.undo()
-    nf4_patch.enable(cache="block")
+    nf4_patch.enable(cache=2**20)
     assert hasattr(autograd_functions.MatMul4Bit.backward, "__wrapped__")
     nf4_patch.enable(cache="off")
     assert not hasattr(autograd_functions.MatMul4Bit.backward, "__wrapped__")
@@ -285,15 +279,12 @@ def test_a_weight_without_a_version_counter_is_refused_by_name(linear_op):
 def test_what_is_no_tensor_is_the_guards_business(linear_op):
     packed, state = quantized((SIDE, SIDE), torch.bfloat16, linear_op)
     nf4_patch.enable(cache=2**20)
-    dequantizer = Dequantizer("a test")
-    reader = Reader(target_like("bitsandbytes"), dequantizer.run_fields)
-    inside = functools.partial(reader.state, shared=True)
+    read = functools.partial(Dequantizer("a test").of_state, only_read=True)
     state.offset = 0.5
-    assert inside(packed, state) is None
+    assert read(packed, state) is Reason.STATE_FIELDS
     state.dtype = None
-    assert dequantizer.run(packed, state) is Reason.OUTPUT_DTYPE
-    assert inside(packed, state) in (None, Reason.OUTPUT_DTYPE)
-    assert inside(packed, None) is None
+    assert read(packed, state) is Reason.OUTPUT_DTYPE
+    assert read(packed, None) is Reason.NOT_4BIT
 
 
 def test_the_status_says_what_is_held(linear_op):
@@ -302,7 +293,7 @@ def test_the_status_says_what_is_held(linear_op):
     step(layer, linear_op, SIDE)
     status = nf4_patch.status().cache
     assert (status.mode, status.weights, status.hits, status.misses) == (str(2**20), 1, 1, 1)
-    assert list(status.held.values()) == [ONE]
+    assert list(status.taken.values()) == [ONE]
     assert "cache 1 MiB: 1 weight, " in str(nf4_patch.status())
     nf4_patch.disable()
-    assert not nf4_patch.status().cache.held
+    assert not nf4_patch.status().cache.taken

@@ -120,7 +120,7 @@ def test_the_op_resolves_a_layout_once(monkeypatch, device):
         def __init__(self, layout):
             resolved.append(layout)
 
-        def run(self, out):
+        def dense(self):
             return len(resolved)
 
     monkeypatch.setattr(compilation, "INTERPRETED", False)
@@ -128,7 +128,7 @@ def test_the_op_resolves_a_layout_once(monkeypatch, device):
     monkeypatch.setattr(launch, "_memo", runtime.Memo())
     assert [launch.dequantize(layout) for _ in range(3)] == [1, 1, 1]
     for other in (
-        layout._replace(code=layout.code.clone()),
+        layout._replace(quant_type="fp4"),
         layout._replace(shape=(128, 128)),
         layout._replace(dtype=torch.float16),
         layout._replace(packed=packed.clone()),
@@ -164,10 +164,10 @@ def test_the_op_says_why_not_to_a_trace(device):
         layout,
         layout._replace(absmax=layout.absmax[:-1]),
         layout._replace(blocksize=96),
-        layout._replace(code=layout.code.double()),
+        layout._replace(quant_type="int4"),
         layout._replace(absmax=strided(layout.absmax)),
     ):
-        reason = guards.check(changed)
+        reason = guards.why_not(changed)
         assert (reason is None) is (changed is layout)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fake = op.dequantize(
@@ -215,13 +215,20 @@ class Exportable(torch.nn.Module):
         super().__init__()
         self.dequantize = dequantize
         packed, state = quantized((64, 256), torch.float32, device)
-        for name, tensor in zip(op.Layout._fields[:6], layout_of(packed, state), strict=False):
+        for name, tensor in zip(op.Weight._fields[:5], layout_of(packed, state), strict=False):
             self.register_buffer(f"a_{name}", tensor)
 
     def forward(self, x):
         second = F.QuantState(self.a_absmax2, code=self.a_code2, blocksize=256, dtype=torch.float32)
         state = F.QuantState(
-            self.a_absmax, torch.Size((64, 256)), self.a_code, 64, "nf4", torch.float32, self.a_offset, second
+            self.a_absmax,
+            torch.Size((64, 256)),
+            F.get_4bit_type("nf4", self.a_absmax.device),
+            64,
+            "nf4",
+            torch.float32,
+            self.a_offset,
+            second,
         )
         return x * self.dequantize(self.a_packed, state)
 
@@ -270,7 +277,7 @@ def test_the_op_computes_where_the_kernel_cannot(device, monkeypatch, caplog):
     want = torch.ops.nf4_patch.dequantize_nf4(*layout)
     assert torch.equal(torch.ops.nf4_patch.dequantize_nf4(*layout._replace(absmax=strided(layout.absmax))), want)
     for changed in (layout._replace(absmax=layout.absmax[:-1]), layout._replace(blocksize=96)):
-        with pytest.raises(ValueError, match=guards.check(changed).sentence[:20]):
+        with pytest.raises(ValueError, match=guards.why_not(changed).sentence[:20]):
             torch.ops.nf4_patch.dequantize_nf4(*changed)
     monkeypatch.setattr(compilation, "INTERPRETED", False)
     op.say_once.cache_clear()

@@ -26,7 +26,7 @@ from tiny_experts import (
 from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from nf4_patch.patching.cache.cache import cache
+from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 
@@ -86,13 +86,13 @@ def test_a_step_is_the_same_to_the_bit(name, checkpointing, part, patched):
     patched.enable(cache="off" if part == "none" else "1GiB")
     if part == "half":
         step(model)
-        patched.enable(cache=f"{cache.held.total() // 2}B")
+        patched.enable(cache=f"{cache.taken.total() // 2}B")
     ours = [step(model)]
     hits, misses = cache.hits, cache.misses
     ours.append(step(model))
     reads = cache.hits - hits + cache.misses - misses
     assert cache.hits - hits == CACHED[part] * reads and bool(reads) == (part != "none")
-    assert cache.held.total() <= cache.budget and (part == "half" or not cache.uncached)
+    assert cache.taken.total() <= cache.budget and (part == "half" or not cache.uncached)
     assert not reasons().keys() - {Reason.NO_GRADIENT, Reason.SAVED_TENSOR_HOOKS}
     patched.disable()
     stock = step(model)
@@ -107,7 +107,7 @@ def test_block_holds_no_stack(patched):
     model.gradient_checkpointing_enable(CHECKPOINTING["recomputed"])
     patched.enable(cache="block")
     ours = step(model)
-    assert not cache.held.total()
+    assert not cache.taken.total()
     patched.disable()
     assert same(ours, step(model))
 

@@ -11,7 +11,7 @@ from tiny_experts import DEVICE, STACKS, Layer, hits, reasons
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nf4_patch.patching.adapters import transformers as adapter
-from nf4_patch.patching.cache.cache import cache
+from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.experts import Saved, Stack, View, nothing_dense_saved, stacks_of

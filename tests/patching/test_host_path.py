@@ -7,7 +7,6 @@ import ctypes
 import functools
 from types import SimpleNamespace
 
-import bitsandbytes.functional as F
 import matmul_reference
 import pytest
 import torch
@@ -19,7 +18,7 @@ from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import compilation, launch, reference
 from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.nf4.matmul import small_m
-from nf4_patch.patching import fused_matmul, guards, quant_state
+from nf4_patch.patching import fused_matmul, guards
 from nf4_patch.patching.adapters import bitsandbytes as bitsandbytes_adapter
 from nf4_patch.patching.adapters import unsloth as unsloth_adapter
 from nf4_patch.patching.counters import counters
@@ -66,7 +65,7 @@ def server(monkeypatch):
         monkeypatch.setattr(module, "current_device", lambda: -1)  # what a CPU tensor's get_device() is
         monkeypatch.setattr(module, "current_stream", lambda device: 0)
         monkeypatch.setattr(module, "empty_strided_cuda", empty)
-    monkeypatch.setattr(launch, "shared_buffer", buffer)
+    monkeypatch.setattr(launch, "buffer_of", buffer)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(guards, "GUARDS", [row for row in guards.GUARDS if row[0].name != "NOT_CUDA"])
     return server
@@ -86,10 +85,10 @@ def test_every_way_to_a_weight(server, nested, transposed, parameter):
     with torch._C.DisableTorchFunctionSubclass():
         again = weight.data.as_subclass(torch.Tensor)
     results = [
-        server.run(weight, state),
-        server.run(weight, state, out),
-        server.run(weight, state, shared=True),
-        server.run_fields(again, quant_state.fields_of(state), state.quant_type),
+        server.of_state(weight, state),
+        server.of_state(weight, state, out),
+        server.of_state(weight, state, into_buffer=True),
+        server.run(layout_of(again, state)),
     ]
     for result in results:
         assert torch.equal(result, want) and result.stride() == want.stride()
@@ -110,8 +109,8 @@ def test_an_out_that_the_kernel_must_not_write_is_refused(server):
     over = [memory[start:][: dense.nbytes].view(torch.bfloat16).view(64, 96) for start in (0, 3056, 4080)]
     for out in (dense.t(), dense[:32], half, dense[:, ::2], odd, dense.clone().requires_grad_(), "no tensor", *over):
         for _ in range(2):
-            assert server.run(weight, state, out) is guards.Reason.OUT_MISMATCH
-    assert server.run(weight, state, dense) is dense and server.launched == 1
+            assert server.of_state(weight, state, out) is guards.Reason.OUT_MISMATCH
+    assert server.of_state(weight, state, dense) is dense and server.launched == 1
     assert torch.equal(dense, reference.dequantize(layout_of(packed, state)))
 
 
@@ -123,9 +122,9 @@ def test_the_same_addresses_with_other_strides_are_another_weight(server):
             values = getattr(holder, name)
             wide = torch.stack([values, values.roll(1)]).t().contiguous().view(-1)
             setattr(holder, name, wide[: len(values)])
-            assert torch.equal(server.run(packed, state), reference.dequantize(layout_of(packed, state)))
+            assert torch.equal(server.of_state(packed, state), reference.dequantize(layout_of(packed, state)))
             setattr(holder, name, wide[::2])
-            assert server.run(packed, state) is guards.Reason.NOT_CONTIGUOUS
+            assert server.of_state(packed, state) is guards.Reason.NOT_CONTIGUOUS
             setattr(holder, name, values)
 
 
@@ -153,10 +152,9 @@ def test_what_a_remembered_launch_is_recognized_by(server):
     for count, change in enumerate((lambda: None, *changes), 1):
         change()
         layout = layout_of(packed, state)
-        code = F.get_4bit_type(state.quant_type, device="cpu")
         for _ in range(2):
-            got = server.run(packed, state)
-            assert torch.equal(got, reference.dequantize(layout._replace(code=code)))
+            got = server.of_state(packed, state)
+            assert torch.equal(got, reference.dequantize(layout))
         assert len(server.resolved) == count
 
 
@@ -164,11 +162,11 @@ def test_refusals_by_the_short_way(server):
     """What is no 4-bit state, and a shape that is no key, go the long way round to the same answer as ever."""
     packed, state = quantized((64, 96), torch.float16, "cpu")
     for nothing in (None, [state.absmax, state.shape], object()):
-        assert server.run(packed, nothing) is guards.Reason.NOT_4BIT
+        assert server.of_state(packed, nothing) is guards.Reason.NOT_4BIT
     state.shape = [64, 96]
-    assert torch.equal(server.run(packed, state), reference.dequantize(layout_of(packed, state)))
+    assert torch.equal(server.of_state(packed, state), reference.dequantize(layout_of(packed, state)))
     state.absmax = state.absmax[:-1]
-    assert server.run(packed, state) is guards.Reason.SIZE_MISMATCH
+    assert server.of_state(packed, state) is guards.Reason.SIZE_MISMATCH
 
 
 @pytest.fixture
@@ -200,9 +198,9 @@ def multiplier(server, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(small_m, "SmallMKernel", Kernel)
     monkeypatch.setattr(matmul, "_kernels", {})
-    fused_matmul.is_measured.cache_clear()
+    fused_matmul.config_for.cache_clear()
     yield FusedMatmul("test")
-    fused_matmul.is_measured.cache_clear()
+    fused_matmul.config_for.cache_clear()
 
 
 def tensor_at(address, shape, dtype):
@@ -220,10 +218,8 @@ def test_what_a_remembered_product_is_recognized_by(server, multiplier):
     def check(x, bias=None, out=None):
         matmul._kernels.clear()  # the stand-in of a size knows one weight
         layout = layout_of(packed, state)
-        code = F.get_4bit_type(state.quant_type, device="cpu")
-        fields = (*quant_state.fields_of(state)[:-1], x.dtype)
-        got = multiplier.run(x, packed, fields, state.quant_type, bias, out, state)
-        want = matmul_reference.matmul(x.reshape(-1, 128), layout._replace(code=code), bias)
+        got = multiplier.run(x, layout._replace(dtype=x.dtype), bias, out)
+        want = matmul_reference.matmul(x.reshape(-1, 128), layout, bias)
         assert torch.equal(got, want.view(*x.shape[:-1], 64)) and got.dtype is x.dtype
         assert out is None or got is out
 
@@ -252,12 +248,11 @@ def test_what_a_remembered_product_is_recognized_by(server, multiplier):
 
 def test_refused_products_are_not_remembered(server, multiplier):
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
-    fields = quant_state.fields_of(state)
     x, freed = torch.randn(4, 128).bfloat16(), packed.clone()
     freed.untyped_storage().resize_(0)
 
-    def serve(x=x, packed=packed, fields=fields, quant_type="nf4", bias=None, out=None):
-        return multiplier.run(x, packed, fields, quant_type, bias, out, state)
+    def serve(x=x, bias=None, out=None, **fields):
+        return multiplier.run(x, layout_of(packed, state)._replace(**fields), bias, out)
 
     reason = guards.Reason
     for _ in range(2):
@@ -266,10 +261,10 @@ def test_refused_products_are_not_remembered(server, multiplier):
         assert serve(quant_type="int4") is reason.QUANT_TYPE
         assert serve(packed=freed) is reason.NO_STORAGE
         assert serve(bias=torch.randn(64)) is serve(bias=torch.randn(63).bfloat16()) is reason.MATMUL_OPERANDS
-        assert serve(fields=(*fields[:7], (64, 128, 1), torch.bfloat16)) is reason.MATMUL_OPERANDS
+        assert serve(shape=(64, 128, 1)) is reason.MATMUL_OPERANDS
         for out in (torch.empty(4, 63).bfloat16(), torch.empty(4, 64), torch.empty(64, 4).bfloat16().t()):
             assert serve(out=out) is reason.OUT_MISMATCH
-    assert torch.equal(serve(fields=(*fields[:7], [64, 128], torch.bfloat16)), serve())  # a list is no key, and serves
+    assert torch.equal(serve(shape=[64, 128]), serve())  # a list is no key, and serves
     assert len(multiplier.launches) == 1
 
 
@@ -280,7 +275,7 @@ def test_a_product_that_cannot_be_compiled_is_named(server, multiplier, monkeypa
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     monkeypatch.setattr(matmul, "resolve", broken)
     x = torch.randn(4, 128).bfloat16()
-    assert multiplier.run(x, packed, quant_state.fields_of(state), "nf4", state=state) is guards.Reason.KERNEL_FAILED
+    assert multiplier.run(x, layout_of(packed, state)) is guards.Reason.KERNEL_FAILED
     assert multiplier.fallbacks.details == {guards.Reason.KERNEL_FAILED: "ptxas says no"}
 
 

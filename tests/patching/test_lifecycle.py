@@ -19,7 +19,7 @@ from subprocess_python import program
 from target import TARGET, linear, same
 
 import nf4_patch
-from nf4_patch.nf4.layout import identity
+from nf4_patch.nf4.weight import Weight
 from nf4_patch.patching.counters import counters
 
 
@@ -150,7 +150,7 @@ def test_a_storage_of_fewer_bytes_in_the_same_place_is_another_weight():
     halves, all_of_it = memory[:32].view(32, 1), memory.view(torch.bfloat16).view(32, 1)
     absmax = torch.ones(2)
     keys = {
-        identity("nf4", packed, absmax, None, None, None, None, 64, 0, (128,), torch.bfloat16)
+        Weight(packed, absmax, None, None, None, 64, 0, (128,), torch.bfloat16, "nf4").key()
         for packed in (halves, all_of_it, memory[:32].view(32, 1))
     }
     assert len(keys) == 2

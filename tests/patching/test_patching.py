@@ -13,8 +13,9 @@ from oracle import expected, quantized
 from target import TARGET, fallbacks, linear, replaced_by, same, step
 
 import nf4_patch
+from nf4_patch.nf4 import codes
 from nf4_patch.nf4.dequantize import compilation
-from nf4_patch.patching import guards, quant_state
+from nf4_patch.patching import guards
 from nf4_patch.patching.counters import FallbackError, counters
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
@@ -114,13 +115,13 @@ def test_the_tables_are_those_of_bitsandbytes(quant_type, device):
     packed, state = quantized((64, 128), torch.float16, device, quant_type=quant_type)
     weight = expected(packed, state)
     dtype = torch.get_default_dtype()
-    quant_state._codes.clear()
+    codes._remembered.clear()
     torch.set_default_dtype(torch.bfloat16)
     try:
         assert torch.equal(nf4_patch.dequantize_nf4(packed, state), weight)
     finally:
         torch.set_default_dtype(dtype)
-    assert torch.equal(quant_state.remembered_code(quant_type, device), want)
+    assert torch.equal(codes.remembered_code(quant_type, device), want)
     assert torch.equal(nf4_patch.dequantize_nf4(packed, state), weight)
 
 
@@ -187,7 +188,7 @@ def test_an_attribute_error_is_taken_for_a_missing_field_only_where_one_is_missi
         raise AttributeError("a mistake of ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr(guards, "check_quant_state", mistaken)
+        patch.setattr(guards, "why_not", mistaken)
         F.dequantize_4bit(packed, state)
     assert fallbacks() == {Reason.INTERNAL_ERROR: 1}
     counters.reset()
@@ -237,7 +238,7 @@ def test_direct_api_raises_value_errors_that_say_what_was_found(interpreted, mon
             nf4_patch.dequantize_nf4(*arguments)
     with pytest.raises(ValueError, match="Linear has no quantized weight"):
         nf4_patch.triton_dequantize_nf4(torch.nn.Linear(4, 4))
-    for field, value in {"absmax": None, "offset": 0.5, "state2": None, "blocksize": None, "shape": None}.items():
+    for field, value in {"absmax": None, "offset": 0.5, "blocksize": None, "shape": None}.items():
         packed, state = quantized((96, 128), torch.float16, device)
         setattr(state, field, value)
         with pytest.raises(ValueError, match=r"packed torch\.uint8"):

@@ -141,7 +141,7 @@ def test_public_names():
 
 @pytest.mark.parametrize(
     ("given", "read", "words"),
-    [("off", "off", ""), ("BLOCK", "block", ""), ("6GiB", 6 * 2**30, "6 GiB"), ("6G", 6 * 2**30, "6 GiB"),
+    [("off", "off", ""), ("AUTO", "auto", ""), ("6GiB", 6 * 2**30, "6 GiB"), ("6G", 6 * 2**30, "6 GiB"),
      (" 6 GiB ", 6 * 2**30, "6 GiB"), ("6g", 6 * 2**30, "6 GiB"), ("6GB", 6 * 10**9, "6 GB"),
      ("1.5 gb", 1_500_000_000, "1.5 GB"), ("1.5G", 3 * 2**29, "1.5 GiB"), ("500MB", 500_000_000, "500 MB"),
      ("512M", 2**29, "512 MiB"), (6442450944, 6 * 2**30, "6 GiB"), ("1000000", 10**6, "1 MB"), ("64 KiB", 65536, "64 KiB"),
@@ -158,7 +158,7 @@ def test_sizes_of_the_cache(given, read, words):
     "given", ["6 gigs", "-1", "GiB", "all", "1e9", "9" * 400, "9" * 5000, str(2**63)], ids=lambda given: given[:9]
 )
 def test_an_invalid_size_of_the_cache_is_an_error_that_lists_the_allowed(given):
-    allowed = r"is not known; allowed: off, block, auto, a size \(6GiB = 6G"
+    allowed = r"is not known; allowed: off, auto, a size \(6GiB = 6G"
     with pytest.raises(ConfigError, match=f"^NF4_PATCH_CACHE='.* {allowed}.*, or unset"):
         Config.read({"NF4_PATCH_CACHE": given})
     with pytest.raises(ConfigError, match=f"^cache='.* {allowed}.*, or None") as error:
@@ -166,11 +166,17 @@ def test_an_invalid_size_of_the_cache_is_an_error_that_lists_the_allowed(given):
     assert len(str(error.value)) < 500
 
 
+def test_block_is_gone_and_the_error_says_what_to_give():
+    for read in (lambda: Config.read({"NF4_PATCH_CACHE": "block"}), lambda: nf4_patch.enable(cache="BLOCK")):
+        with pytest.raises(ConfigError, match=r"0\.5GiB"):
+            read()
+
+
 @pytest.mark.parametrize(
     "given", [-1, 10**5000, True, 2**63, float("inf"), b"6GiB"], ids=lambda given: type(given).__name__
 )
 def test_what_is_no_size_is_named_as_it_was_given(given):
-    with pytest.raises(ConfigError, match=r"^cache=.* is not known; allowed: off, block"):
+    with pytest.raises(ConfigError, match=r"^cache=.* is not known; allowed: off, auto"):
         nf4_patch.enable(cache=given)
 
 

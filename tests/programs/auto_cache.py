@@ -11,7 +11,7 @@ import sys
 import torch
 
 import nf4_patch
-from nf4_patch.patching.cache.cache import cache
+from nf4_patch.patching.cache.store import cache
 from nf4_patch.tools import llama
 from nf4_patch.tools.bench.step import peft_model
 
@@ -49,7 +49,7 @@ def run(schedule):
             assert loss.isfinite()
     except torch.OutOfMemoryError:
         return False, 0
-    return True, sum(cache.held.values())
+    return True, sum(cache.taken.values())
 
 
 taken = []

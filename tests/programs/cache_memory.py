@@ -4,7 +4,7 @@ import bitsandbytes as bnb
 import torch
 
 import nf4_patch
-from nf4_patch.patching.cache.cache import cache
+from nf4_patch.patching.cache.store import cache
 
 nf4_patch.enable(cache="40GiB")
 first, kept = True, []
@@ -15,15 +15,15 @@ for rows, columns in [(64, 64), *sizes]:
     layer = bnb.nn.Linear4bit(columns, rows, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).cuda()
     kept.append(layer)
     x = torch.randn(2048, columns, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    before, counted = torch.cuda.memory_allocated(), cache.held[0]
+    before, counted = torch.cuda.memory_allocated(), cache.taken[0]
     y = layer(x)
     del y
-    taken, counted = torch.cuda.memory_allocated() - before, cache.held[0] - counted
+    taken, counted = torch.cuda.memory_allocated() - before, cache.taken[0] - counted
     if first:  # the first product takes a workspace of cuBLAS
         first = False
         continue
     assert 0 < 2 * rows * columns <= taken <= counted, (rows, columns, taken, counted)
     print(rows, columns, taken, counted)
-before, counted = torch.cuda.memory_allocated(), cache.held[0]
+before, counted = torch.cuda.memory_allocated(), cache.taken[0]
 nf4_patch.release()
 assert 0 < before - torch.cuda.memory_allocated() <= counted

@@ -5,7 +5,7 @@ import nf4_patch
 import unsloth
 import bitsandbytes as bnb
 from unsloth.kernels import fast_lora, utils
-from nf4_patch.patching.cache.cache import cache
+from nf4_patch.patching.cache.store import cache
 
 torch.manual_seed(0)
 layers = [

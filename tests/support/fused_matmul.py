@@ -12,9 +12,9 @@ import torch
 
 import nf4_patch
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.layout import Layout
 from nf4_patch.nf4.matmul import hopper
 from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS, SMALL_M_ROWS
+from nf4_patch.nf4.weight import Weight
 from nf4_patch.patching.counters import counters
 from nf4_patch.tools.bench.matmul import error, exact  # noqa: F401 (for the tests)
 
@@ -28,7 +28,7 @@ measured = pytest.mark.skipif(not MEASURED, reason="the fused matmul's table has
 hopper_measured = pytest.mark.skipif(not HOPPER_CONFIGS, reason="Hopper's table has no row for this GPU and Triton")
 
 
-def unfused_error(x: torch.Tensor, layout: Layout, truth: torch.Tensor, bias: torch.Tensor | None = None) -> float:
+def unfused_error(x: torch.Tensor, layout: Weight, truth: torch.Tensor, bias: torch.Tensor | None = None) -> float:
     """Of dequantize + linear against ``truth``: cuBLAS or plain torch, whichever is further off.
 
     In a matmul of few numbers either may be lucky. Both and the fused matmul round the same weights, multiply them exactly

@@ -16,7 +16,7 @@ import torch
 from rich.console import RenderableType
 
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.layout import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
+from nf4_patch.nf4.weight import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
 from nf4_patch.tools import cases
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress, Report, plural, provenance, silent
@@ -212,9 +212,8 @@ FAULTS: dict[str, Fault] = {
     "dtype float64": ("dtype", lambda d: torch.float64, ("OUTPUT_DTYPE",)),
     "dtype None": ("dtype", lambda d: None, ("OUTPUT_DTYPE",)),
     "quant_type int8": ("quant_type", lambda q: "int8", ("QUANT_TYPE",)),
-    # Flags that contradict the tensors are looked at when a weight is first seen; after that its tensors decide.
-    "CPU packing": ("packing_format_for_cpu", lambda flag: True, ("CPU_PACKING", None)),
-    "nested but said flat": ("nested", lambda nested: False, ("STATE_FIELDS", None)),
+    "CPU packing": ("packing_format_for_cpu", lambda flag: True, ("CPU_PACKING",)),
+    "nested but said flat": ("nested", lambda nested: False, ("STATE_FIELDS",)),
     "state a list": ("state", lambda state: [state.absmax, state.shape], ("NOT_4BIT",)),
 }
 

@@ -13,10 +13,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nf4_patch.nf4 import runtime
-from nf4_patch.nf4.layout import Layout
 from nf4_patch.nf4.matmul import kernels, small_m
 from nf4_patch.nf4.matmul.launch import MatmulLaunch
 from nf4_patch.nf4.matmul.tuning import SmallMConfig
+from nf4_patch.nf4.weight import Weight
 
 Capability = tuple[int, int]
 POINTERS = ("x", "packed", "absmax", "code", "absmax2", "code2", "offset", "out", "bias")
@@ -48,7 +48,7 @@ def load(cut: small_m.SmallMPlan, capability: Capability, device: torch.device) 
 
 
 def multiply(
-    x: torch.Tensor, layout: Layout, config: SmallMConfig, processors: int, capability: Capability, out: torch.Tensor,
+    x: torch.Tensor, layout: Weight, config: SmallMConfig, processors: int, capability: Capability, out: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Fill ``out`` [m, n] with x [m, k] @ weight.T (+ bias) by code built for ``capability``, as a GPU of so many

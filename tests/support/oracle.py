@@ -5,8 +5,8 @@ from __future__ import annotations
 import bitsandbytes.functional as F
 import torch
 
-from nf4_patch.nf4.layout import Layout
-from nf4_patch.patching.quant_state import fields_of
+from nf4_patch.nf4.weight import Weight
+from nf4_patch.patching import quant_state
 from nf4_patch.tools import cases
 from nf4_patch.tools.cases import Case, ask_bitsandbytes
 
@@ -14,8 +14,9 @@ expected = ask_bitsandbytes
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def layout_of(packed: torch.Tensor, state: F.QuantState) -> Layout:
-    return Layout(packed, *fields_of(state))
+def layout_of(packed: torch.Tensor, state: F.QuantState) -> Weight:
+    weight: Weight = quant_state.weight_of(packed, state)
+    return weight
 
 
 def quantized(shape, dtype, device, blocksize=64, nested=True, quant_type="nf4", storage=torch.uint8, seed=0):

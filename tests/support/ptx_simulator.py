@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from matmul_emulation import tensor_core
 
-from nf4_patch.nf4.layout import Layout
 from nf4_patch.nf4.matmul.small_m import SmallMPlan
+from nf4_patch.nf4.weight import Weight
 
 LANES = np.arange(32)
 FULL = np.ones(32, bool)
@@ -340,7 +340,7 @@ def memory_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().copy()
 
 
-def launch(cut: SmallMPlan, x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) -> torch.Tensor:
+def launch(cut: SmallMPlan, x: torch.Tensor, layout: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """What a GPU makes of a plan in memory that held NaN: [split_k, M, N], fp32 where split_k > 1."""
     (m, _), (n, k) = x.shape, layout.shape
     dtype = torch.float32 if cut.split_k > 1 else x.dtype

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import runtime
-from ..layout import Layout
 from ..runtime import KernelUnavailable, triton
+from ..weight import Weight
 from . import ptx, reference
 
 if triton is not None:
@@ -50,10 +50,10 @@ class Variant(NamedTuple):
     aligned: bool = True  # the packed weight starts on 16 bytes, not only on 4
 
     @classmethod
-    def of(cls, layout: Layout, num_warps: int) -> Variant:
-        n, aligned = layout.numel(), layout.packed.data_ptr() % 16 == 0
+    def of(cls, weight: Weight, num_warps: int) -> Variant:
+        n, aligned = weight.numel(), weight.packed.data_ptr() % 16 == 0
         variant = cls(
-            num_warps, layout.dtype, layout.offset_dtype(), layout.blocksize, layout.blocksize2, aligned=aligned
+            num_warps, weight.dtype, weight.offset_dtype(), weight.blocksize, weight.blocksize2, aligned=aligned
         )
         return variant._replace(even=n % elements_of(variant) == 0, tail=n % 8 != 0, wide=n >= 2**31)
 
@@ -89,9 +89,9 @@ def constants(variant: Variant, capability: tuple[int, int] | None) -> dict[str,
     }
 
 
-def operands(layout: Layout, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def operands(weight: Weight, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The kernel's tensors in the order of its signature."""
-    return (layout.bytes(), *layout.operands()[1:], out)
+    return (weight.bytes(), *weight.operands()[1:], out)
 
 
 class CompiledKernel:
@@ -102,7 +102,7 @@ class CompiledKernel:
             raise KernelUnavailable(runtime.MISSING)
         capability = torch.cuda.get_device_capability(device)
         self.elements = elements_of(variant)
-        sample = sample_layout(variant, self.elements, device)
+        sample = sample_weight(variant, self.elements, device)
         out = torch.full((sample.numel(),), float("nan"), dtype=variant.dtype, device=device)
         values = constants(variant, capability)
         tensors = operands(sample, out)
@@ -122,8 +122,8 @@ class CompiledKernel:
             )
 
 
-def sample_layout(variant: Variant, elements: int, device: torch.device) -> Layout:
-    """A small layout of this variant with every byte value in it. No random numbers: training must not notice."""
+def sample_weight(variant: Variant, elements: int, device: torch.device) -> Weight:
+    """A small weight of this variant with every byte value in it. No random numbers: training must not notice."""
     n = 3 * elements if variant.even else 3 * elements + 8 + (3 if variant.tail else 0)
     blocks = -(-n // variant.blocksize)
 
@@ -132,7 +132,6 @@ def sample_layout(variant: Variant, elements: int, device: torch.device) -> Layo
 
     start = 0 if variant.aligned else 4
     packed = bytes_of(-(-n // 2) + start, 97)[start:]
-    code = torch.arange(-8, 8, device=device).float() / 7.3
     absmax = bytes_of(blocks, 59)
     second: tuple[Any, Any, Any] = (None, None, None)
     if variant.offset_dtype is None:
@@ -141,7 +140,7 @@ def sample_layout(variant: Variant, elements: int, device: torch.device) -> Layo
         code2 = torch.arange(-128, 128, device=device).float() / 127.7
         absmax2 = torch.arange(1, -(-blocks // variant.blocksize2) + 1, device=device).float() / 3.1
         second = (absmax2, code2, torch.full((), 0.37, dtype=variant.offset_dtype, device=device))
-    return Layout(packed, absmax, code, *second, variant.blocksize, variant.blocksize2, (n,), variant.dtype)
+    return Weight(packed, absmax, *second, variant.blocksize, variant.blocksize2, (n,), variant.dtype, "nf4")
 
 
 _kernels: dict[tuple[Variant, torch.device], CompiledKernel | KernelUnavailable] = {}

@@ -1,4 +1,4 @@
-"""From a layout to a running kernel: launches resolved once and remembered."""
+"""From a packed weight to a running kernel: launches resolved once and remembered."""
 
 from __future__ import annotations
 
@@ -7,46 +7,45 @@ from typing import Any
 import torch
 
 from .. import runtime
-from ..layout import Layout, identity
 from ..runtime import KernelUnavailable, current_device, current_stream, empty_strided_cuda, fits, overlap
+from ..weight import Weight
 from . import compilation
 
 
 class Launch:
-    """The launch of one layout, resolved once: addresses, sizes and kernel as plain integers.
+    """The launch of one weight, resolved once: addresses, sizes and kernel as plain integers.
 
-    It keeps no tensor alive and is valid for as long as the layout has the same ``identity``.
+    It keeps no tensor alive and is valid for as long as the weight has the same ``key``.
 
     Args:
-        layout: on a CUDA device, of any rank; packed on 4 bytes.
-        transposed: the caller gets the transpose of the dense ``layout.shape``, a view.
+        weight: on a CUDA device, of any rank; packed on 4 bytes. The result is transposed where the packed bytes are.
 
     Raises:
-        KernelUnavailable: NO_STORAGE, MISALIGNED, or what compilation.kernel_for raises.
+        KernelUnavailable: NO_STORAGE, MISALIGNED, GRAPH_CAPTURE, or what compilation.kernel_for raises.
     """
 
-    def __init__(self, layout: Layout, transposed: bool = False):
-        device = layout.packed.device
-        tensors = layout.operands()
+    def __init__(self, weight: Weight):
+        device = weight.packed.device
+        tensors = weight.operands()
         if not all(map(runtime.has_memory, tensors)):
             raise KernelUnavailable("a tensor of the weight is larger than its memory", "NO_STORAGE")
         pointers = [tensor.data_ptr() for tensor in tensors]
         if pointers[0] % 4:
             raise KernelUnavailable(f"the packed weight starts at {pointers[0]:#x}, not on 4 bytes", "MISALIGNED")
-        num_warps = compilation.warps_for(torch.cuda.get_device_capability(device), layout.numel())
-        kernel = compilation.kernel_for(compilation.Variant.of(layout, num_warps), device)
-        self.n, self.dtype, self.device = layout.numel(), layout.dtype, layout.packed.get_device()
-        self.differentiable = layout.packed.is_floating_point()  # bytes cannot require a gradient
+        num_warps = compilation.warps_for(torch.cuda.get_device_capability(device), weight.numel())
+        kernel = compilation.kernel_for(compilation.Variant.of(weight, num_warps), device)
+        self.n, self.dtype, self.device = weight.numel(), weight.dtype, weight.packed.get_device()
+        self.differentiable = weight.packed.is_floating_point()  # bytes cannot require a gradient
         self.grid = -(-self.n // kernel.elements)
         self.call, head, tail, _ = kernel.entry
         self.head, self.tail = (*head, *pointers), (self.n, *tail)
-        self.dense_shape, self.transposed = tuple(layout.shape), transposed
-        result = torch.empty(self.dense_shape, dtype=layout.dtype, device="meta")
-        result = result.t() if transposed else result
+        self.dense_shape, self.transposed = tuple(weight.shape), weight.transposed()
+        result = torch.empty(self.dense_shape, dtype=weight.dtype, device="meta")
+        result = result.t() if self.transposed else result
         self.shape, self.strides = tuple(result.shape), result.stride()
         self.spans = runtime.spans(*tensors)
         self.counter: Any = None  # the caller's counter
-        self.view: torch.Tensor | None = None  # the result in the shared buffer
+        self.view: torch.Tensor | None = None  # the result in the device's buffer
 
     def accepts(self, out: Any) -> bool:
         """Whether the kernel can write to ``out``: dense, of the weight, 16-byte aligned, and none of what it reads."""
@@ -66,17 +65,22 @@ class Launch:
         self.call(self.grid, 1, 1, current_stream(device), *self.head, out.data_ptr(), *self.tail)
         return out
 
+    def dense(self) -> torch.Tensor:
+        """A new weight, never transposed."""
+        result = self.run()
+        return result.t() if self.transposed else result
+
     def into(self, out: torch.Tensor) -> torch.Tensor:
         """``out``, one that it ``accepts``, filled and transposed if asked."""
         self.run(out)
         return out.t() if self.transposed else out
 
-    def shared(self) -> torch.Tensor:
+    def into_buffer(self) -> torch.Tensor:
         """The weight in a buffer that the next such call may overwrite; a new one off the default stream."""
         if current_stream(self.device) != 0:  # 0: the default stream, which orders the calls
             return self.run()
         if self.view is None:
-            dense = shared_buffer(self.n, self.dtype, self.device)[: self.n].view(self.dense_shape)
+            dense = buffer_of(self.n, self.dtype, self.device)[: self.n].view(self.dense_shape)
             self.view = dense.t() if self.transposed else dense
         return self.run(self.view)
 
@@ -84,7 +88,7 @@ class Launch:
 _buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
 
-def shared_buffer(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
+def buffer_of(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
     """The device's buffer of at least n elements.
 
     It grows in place: every view of it, in whatever launch, then looks at the new memory, and none holds the old.
@@ -109,33 +113,33 @@ def shared_buffer(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
 _memo = runtime.Memo()  # of the op: a compiled graph calls it as often as eager code calls a target
 
 
-def remembered(layout: Layout) -> Launch | None:
-    """The launch of a layout that ``dequantize`` has run before; its shape must be a tuple."""
-    return _memo.get(identity(layout.code.data_ptr(), *layout))
+def remembered(weight: Weight) -> Launch | None:
+    """The launch of a weight that ``dequantize`` has run before; its shape must be a tuple."""
+    return _memo.get(weight.key())
 
 
-def dequantize(layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Run the kernel on a layout that passed its guards, ``layout.shape``; out, if given, is filled and returned.
+def dequantize(weight: Weight, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Run the kernel on a weight that passed its guards, ``weight.shape``; out, if given, is filled and returned.
 
-    Any alignment: a weight off 4 bytes or an ``out`` off 16 is copied through an aligned buffer.
+    Any alignment: packed bytes off 4 bytes or an ``out`` off 16 are copied through an aligned buffer.
     Under Triton's interpreter the tensors may be on any device.
     """
     if compilation.INTERPRETED:
-        return _interpret(layout, out)
-    if layout.packed.data_ptr() % 4:
-        layout = layout._replace(packed=layout.packed.clone())
-    layout = layout._replace(shape=tuple(layout.shape))
-    launch = remembered(layout) or _memo.remember(identity(layout.code.data_ptr(), *layout), Launch(layout))
-    if out is None or out.data_ptr() % 16 == 0:
-        return launch.run(out)
-    return out.copy_(launch.run())
+        return _interpret(weight, out)
+    if weight.packed.data_ptr() % 4:
+        weight = weight._replace(packed=weight.packed.clone())
+    weight = weight._replace(shape=tuple(weight.shape))
+    launch = remembered(weight) or _memo.remember(weight.key(), Launch(weight))
+    if out is None:
+        return launch.dense()
+    return launch.run(out) if out.data_ptr() % 16 == 0 else out.copy_(dequantize(weight))
 
 
-def _interpret(layout: Layout, out: torch.Tensor | None) -> torch.Tensor:
-    variant = compilation.Variant.of(layout, compilation.INTERPRETER_WARPS)
+def _interpret(weight: Weight, out: torch.Tensor | None) -> torch.Tensor:
+    variant = compilation.Variant.of(weight, compilation.INTERPRETER_WARPS)
     values = compilation.constants(variant, None)
     if out is None:
-        out = torch.empty(tuple(layout.shape), dtype=layout.dtype, device=layout.packed.device)
-    grid = (-(-layout.numel() // compilation.elements_of(variant)),)
-    compilation.kernels.dequantize_kernel[grid](*compilation.operands(layout, out.view(-1)), layout.numel(), **values)
+        out = torch.empty(tuple(weight.shape), dtype=weight.dtype, device=weight.packed.device)
+    grid = (-(-weight.numel() // compilation.elements_of(variant)),)
+    compilation.kernels.dequantize_kernel[grid](*compilation.operands(weight, out.view(-1)), weight.numel(), **values)
     return out

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..layout import Layout
+from ..codes import code_of
+from ..weight import Weight
 
 SMALLEST_NORMAL = 2.0**-126
 
@@ -18,18 +19,18 @@ def multiply(a: torch.Tensor, b: torch.Tensor, flush_subnormals: bool) -> torch.
     return flush(flush(a, flush_subnormals) * flush(b, flush_subnormals), flush_subnormals)
 
 
-def block_scales(layout: Layout, flush_subnormals: bool) -> torch.Tensor:
+def block_scales(weight: Weight, flush_subnormals: bool) -> torch.Tensor:
     """The fp32 scale of every block, [blocks]: fp32(code2[absmax] * absmax2) + fp32(offset), two roundings."""
-    if not layout.nested():
-        return layout.absmax
-    assert layout.absmax2 is not None and layout.code2 is not None and layout.offset is not None
-    second = layout.absmax2.repeat_interleave(layout.blocksize2)[: layout.blocks()]
-    scales = multiply(layout.code2[layout.absmax.long()], second, flush_subnormals)
-    return scales + layout.offset.float()
+    if not weight.nested():
+        return weight.absmax
+    assert weight.absmax2 is not None and weight.code2 is not None and weight.offset is not None
+    second = weight.absmax2.repeat_interleave(weight.blocksize2)[: weight.blocks()]
+    scales = multiply(weight.code2[weight.absmax.long()], second, flush_subnormals)
+    return scales + weight.offset.float()
 
 
-def dequantize(layout: Layout, flush_subnormals: bool | None = None) -> torch.Tensor:
-    """The weight, ``layout.shape``, ``layout.dtype``: dtype(fp32(code[nibble] * scale)), round to nearest even.
+def dequantize(weight: Weight, flush_subnormals: bool | None = None) -> torch.Tensor:
+    """The weight, ``weight.shape``, ``weight.dtype``: dtype(fp32(code[nibble] * scale)), round to nearest even.
 
     Args:
         flush_subnormals: the bits of bitsandbytes' CUDA library, built with --use_fast_math: fp32
@@ -38,13 +39,13 @@ def dequantize(layout: Layout, flush_subnormals: bool | None = None) -> torch.Te
     Source: bitsandbytes' kDequantizeBlockwise; QLoRA (arXiv 2305.14314), section 3.
     """
     if flush_subnormals is None:
-        flush_subnormals = layout.packed.is_cuda
-    packed = layout.bytes()
-    nibbles = torch.stack((packed >> 4, packed & 15), dim=-1).reshape(-1)[: layout.numel()]
-    scales = block_scales(layout, flush_subnormals).repeat_interleave(layout.blocksize)[: layout.numel()]
-    code = layout.code.clone()
+        flush_subnormals = weight.packed.is_cuda
+    packed = weight.bytes()
+    nibbles = torch.stack((packed >> 4, packed & 15), dim=-1).reshape(-1)[: weight.numel()]
+    scales = block_scales(weight, flush_subnormals).repeat_interleave(weight.blocksize)[: weight.numel()]
+    code = code_of(weight.quant_type, weight.packed.device)
     if flush_subnormals:  # FP4's nibble 8: minus zero in bitsandbytes' CUDA tables, plus zero in its code
         code[8] = torch.where(code[8] == 0, -0.0, code[8])
     values = multiply(code[nibbles.long()], scales, flush_subnormals)
-    weight = values.to(layout.dtype).reshape(tuple(layout.shape))
-    return weight.t() if layout.transposed() else weight
+    dense = values.to(weight.dtype).reshape(tuple(weight.shape))
+    return dense.t() if weight.transposed() else dense

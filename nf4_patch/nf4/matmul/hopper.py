@@ -12,9 +12,9 @@ import torch
 
 from .. import runtime
 from ..dequantize import reference
-from ..dequantize.compilation import INTERPRETER_WARPS, PTX_TYPES, Variant, sample_layout
-from ..layout import Layout
+from ..dequantize.compilation import INTERPRETER_WARPS, PTX_TYPES, Variant, sample_weight
 from ..runtime import TRITON_RELEASE, KernelEntry, KernelUnavailable, empty_strided_cuda
+from ..weight import Weight
 from . import byte_permutes
 from .byte_permutes import vector
 from .tuning import HOPPER_ROWS, MULTIPROCESSORS, HopperConfig
@@ -127,9 +127,9 @@ class HopperKernel:
     sum = None  # the tiles' chunks are added up inside the matmul
 
     def __init__(
-        self, config: HopperConfig, device: torch.device, dtype: torch.dtype, layout: Layout, m: int, bias: bool
+        self, config: HopperConfig, device: torch.device, dtype: torch.dtype, weight: Weight, m: int, bias: bool
     ):
-        (n, k), part = layout.shape, layout.step()
+        (n, k), part = weight.shape, weight.step()
         cut = HopperPlan.of(config, runtime.multiprocessors(device), m, n, k)
         steps, groups, parts = -(-k // BLOCK_K), -(-n // BLOCK_N), BLOCK_K // part
         scale_count = steps * (n if parts == 1 else groups * parts * BLOCK_N)
@@ -137,12 +137,12 @@ class HopperKernel:
         self.grid, self.sizes = cut.ctas, ()
         self.entry = KernelEntry(self.start, (), (), "two launches")
         self.shapes = (m, k), (n, k // 8), (scale_count,), (m, n)  # of x, packed, scales and out
-        shift = (layout.blocksize // part).bit_length() - 1
+        shift = (weight.blocksize // part).bit_length() - 1
         self.sum_count = cut.ctas * config.block_m * BLOCK_N if cut.split_k > 1 else 0
         self.scale_grid = groups * -(-steps * parts // SCALE_PARTS)
-        self.scale_sizes = (n, k // part, shift, max(0, layout.blocksize2.bit_length() - 1))
+        self.scale_sizes = (n, k // part, shift, max(0, weight.blocksize2.bit_length() - 1))
         self.matmul_sizes = (n, steps, cut.tiles_m, cut.tiles * cut.split_k, cut.split_k)
-        self.scales, self.matmul = compiled(config, device, dtype, layout.offset_dtype(), bias, parts)
+        self.scales, self.matmul = compiled(config, device, dtype, weight.offset_dtype(), bias, parts)
 
     def start(self, grid, _y, _z, stream, x, packed, absmax, code, absmax2, code2, offset, out, bias) -> None:
         # its own at every call: the caching allocator keeps the streams apart
@@ -186,16 +186,16 @@ _checked: dict[tuple[Any, ...], bool | KernelUnavailable] = {}
 
 
 def checked(
-    config: HopperConfig, device: torch.device, dtype: torch.dtype, layout: Layout, m: int, bias: bool
+    config: HopperConfig, device: torch.device, dtype: torch.dtype, weight: Weight, m: int, bias: bool
 ) -> HopperKernel:
     """A HopperKernel, trusted only after rows of X with a single 1 came back as the weight's bits on this device, five times.
 
     Raises:
         KernelUnavailable: they did not, now or before, or it cannot be compiled; or a CUDA graph is being captured.
     """
-    key = (config, device, dtype, layout.offset_dtype(), bias, BLOCK_K // layout.step())
+    key = (config, device, dtype, weight.offset_dtype(), bias, BLOCK_K // weight.step())
     runtime.built_once(_checked, key, lambda: check(*key))
-    return HopperKernel(config, device, dtype, layout, m, bias)
+    return HopperKernel(config, device, dtype, weight, m, bias)
 
 
 def check(
@@ -207,16 +207,16 @@ def check(
     """
     m, n, k = config.block_m + 3, 2 * BLOCK_N + 8, 1024 - 32 * (parts - 1)
     variant = Variant(INTERPRETER_WARPS, dtype, offset, BLOCK_K // parts, 256 if offset else 0)
-    layout = sample_layout(variant, n * k // 3, device)._replace(shape=(n, k))
-    kernel = HopperKernel(config, device, dtype, layout, m, bias)
+    weight = sample_weight(variant, n * k // 3, device)._replace(shape=(n, k))
+    kernel = HopperKernel(config, device, dtype, weight, m, bias)
     columns = torch.arange(m, device=device) * 37 % k
     x = torch.zeros(m, k, dtype=dtype, device=device)
     x[torch.arange(m, device=device), columns] = 1
     added = (torch.arange(n, device=device) / 7).to(dtype) if bias else torch.zeros(n, dtype=dtype, device=device)
-    want = (reference.dequantize(layout)[:, columns].t().float() + added.float()).to(dtype)
+    want = (reference.dequantize(weight)[:, columns].t().float() + added.float()).to(dtype)
     for _ in range(5):
         out = torch.full((m, n), float("nan"), dtype=dtype, device=device)
-        pointers = [tensor.data_ptr() for tensor in (x, *layout.operands(), out, added)]
+        pointers = [tensor.data_ptr() for tensor in (x, *weight.operands(), out, added)]
         kernel.entry.start(kernel.grid, runtime.current_stream(device.index), *pointers)
         if not torch.equal(out, want):
             raise KernelUnavailable(

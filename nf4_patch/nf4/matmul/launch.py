@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from .. import runtime
-from ..layout import Layout
 from ..runtime import triton
-from . import hopper, small_m, tuning
-from .tuning import MULTIPROCESSORS, SMALL_M_ROWS, HopperConfig, SmallMConfig, SmallMRow
+from ..weight import Weight
+from . import hopper, small_m
+from .tuning import MULTIPROCESSORS, SMALL_M_ROWS, CalibratedRanges, HopperConfig, SmallMConfig, SmallMRow
 
 if triton is not None:
     from . import kernels
@@ -32,38 +32,41 @@ def first_config(
     return max(alike, key=lambda config: config.fill(n, processors))
 
 
-def config_for(capability: tuple[int, int], m: int, n: int, k: int, device: int | None = None) -> AnyConfig | None:
-    """The measured config for ``m`` rows of X and an [n, k] weight; None where none is.
+def config_for(
+    capability: tuple[int, int], m: int, n: int, k: int, processors: int = MULTIPROCESSORS,
+    calibrated: CalibratedRanges = (),
+) -> AnyConfig | None:  # fmt: skip
+    """The measured config for ``m`` rows of X and an [n, k] weight on so many multiprocessors; None where none is.
 
-    What was measured on the GPU with index ``device`` for this very n and k goes before the tables.
+    Args:
+        calibrated: what was measured on this GPU for this very n and k; it goes before the tables.
     """
-    if device is not None:
-        for max_m, config in tuning.calibrated(device).get((n, k), ()):
-            if m <= max_m:
-                return config
-    processors = MULTIPROCESSORS if device is None else runtime.multiprocessors(device)
+    for max_m, config in calibrated:
+        if m <= max_m:
+            return config
     few = first_config(SMALL_M_ROWS, capability, m, n, k, processors)
     return few or hopper.config_for(capability, m, n, k, processors)
 
 
-def supports(x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) -> bool:
-    """Whether :func:`matmul_4bit` can run these arguments, and a config is measured for them."""
-    n, k = layout.shape
+def takes(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> bool:
+    """Whether a kernel can run on these arguments, of a weight that passed its guards."""
+    n, k = weight.shape
     if triton is None or not isinstance(kernels.matmul_4bit_kernel, triton.runtime.JITFunction):
         return False  # Triton's interpreter does not run PTX
-    if not x.is_cuda or torch.version.hip or x.device != layout.packed.device:
+    if not x.is_cuda or torch.version.hip or x.device != weight.packed.device or x.is_neg():
         return False
     capability = torch.cuda.get_device_capability(x.device)
     return (
         (x.dtype is torch.float16 or (x.dtype is torch.bfloat16 and capability >= (8, 0)))  # of the tensor cores
         and k % STEP == 0
-        and layout.packed.data_ptr() % 4 == 0
-        and config_for(capability, x.numel() // k, n, k, device=x.device.index) is not None
-        and (
-            bias is None
-            or (bias.dtype is x.dtype and bias.shape == (n,) and bias.is_contiguous() and bias.data_ptr() % 16 == 0)
-        )
+        and weight.packed.data_ptr() % 4 == 0
+        and (bias is None or takes_bias(bias, x.dtype, n))
     )
+
+
+def takes_bias(bias: torch.Tensor, dtype: torch.dtype, n: int) -> bool:
+    plain = bias.is_contiguous() and not bias.is_neg()
+    return bias.dtype is dtype and bias.shape == (n,) and plain and bias.data_ptr() % 16 == 0
 
 
 def compiled_copy(device: torch.device) -> runtime.KernelEntry:
@@ -76,34 +79,35 @@ def compiled_copy(device: torch.device) -> runtime.KernelEntry:
 class MatmulLaunch:
     """The matmul with one weight of an x of one shape, resolved once: addresses, sizes and kernels as plain integers.
 
-    It keeps no tensor alive and is valid for as long as the layout has the same ``identity``, and the bias its address.
+    It keeps no tensor alive and is valid for as long as the weight has the same ``key``, and the bias its address.
 
     Args:
-        kernel: compiled for m = x.numel() / K and a layout and bias of this kind.
+        kernel: compiled for m = x.numel() / K and a weight and bias of this kind.
         x: [..., K], fp16 or bf16.
-        layout: of the weight [N, K].
+        weight: [N, K].
         bias: [N], x's dtype.
     """
 
-    def __init__(self, kernel: AnyKernel, x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None):
+    def __init__(self, kernel: AnyKernel, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None):
+        operands = weight.operands()
         self.device, self.dtype = x.get_device(), x.dtype
-        self.weight = tuple(tensor.data_ptr() for tensor in layout.operands())
-        spare = (layout.code if bias is None else bias).data_ptr()  # unread without a bias
+        self.weight = tuple(tensor.data_ptr() for tensor in operands)
+        spare = (operands[2] if bias is None else bias).data_ptr()  # unread without a bias
         # the kernels read 16 bytes at once: from a copy, if the weight does not start on 16
-        self.copied_words = layout.nbytes() // 4 if self.weight[0] % 16 else 0
+        self.copied_words = weight.nbytes() // 4 if self.weight[0] % 16 else 0
         if self.copied_words:
             self.copy = compiled_copy(x.device)
         self.grid = kernel.grid
         self.call, self.head, tail, _ = kernel.entry
         self.tail = (spare, *kernel.sizes, *tail)
-        result = torch.empty((*x.shape[:-1], layout.shape[0]), dtype=x.dtype, device="meta")
+        result = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device="meta")
         self.shape, self.strides = tuple(result.shape), result.stride()
         self.sum: Any = None
         if kernel.sum is not None:
             self.part, self.sum_grid = (kernel.part_numel,), kernel.sum_grid
             self.sum, self.sum_head, tail, _ = kernel.sum
             self.sum_tail = (spare, *kernel.sum_sizes, *tail)
-        self.spans = runtime.spans(*layout.operands(), *(() if bias is None else (bias,)))
+        self.spans = runtime.spans(*operands, *(() if bias is None else (bias,)))
         self.counter: Any = None  # the caller's counter
 
     def accepts(self, x: torch.Tensor, out: Any) -> bool:
@@ -144,37 +148,29 @@ class MatmulLaunch:
 _kernels: dict[tuple[Any, ...], AnyKernel] = {}
 
 
-def forget() -> None:
-    """Choose the kernels again: another calibration is in force."""
-    _kernels.clear()
-
-
-def resolve(
-    x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None, config: AnyConfig | None = None
-) -> MatmulLaunch:
-    """:func:`matmul_4bit` resolved, for every x of this shape."""
-    n, k = layout.shape
+def resolve(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, config: AnyConfig) -> MatmulLaunch:
+    """:func:`matmul_4bit` resolved, for every x of this shape; the caller answers for :func:`takes`."""
+    n, k = weight.shape
     m = x.numel() // k
-    key = (x.device, x.dtype, layout.offset_dtype(), bias is None, m, n, k, layout.blocksize, layout.blocksize2, config)
+    key = (x.device, x.dtype, weight.offset_dtype(), bias is None, m, n, k, weight.blocksize, weight.blocksize2, config)
     kernel = _kernels.get(key)
     if kernel is None:
-        capability = torch.cuda.get_device_capability(x.device)
-        chosen: Any = config or config_for(capability, m, n, k, device=x.device.index)
-        half, biased, processors = x.dtype is torch.float16, bias is not None, runtime.multiprocessors(x.device)
+        half, biased = x.dtype is torch.float16, bias is not None
         with torch.cuda.device(x.device):
-            if isinstance(chosen, HopperConfig):
-                kernel = hopper.checked(chosen, x.device, x.dtype, layout, m, biased)
+            if isinstance(config, HopperConfig):
+                kernel = hopper.checked(config, x.device, x.dtype, weight, m, biased)
             else:
-                cut = small_m.plan(
-                    chosen, processors, m, n, k, half, layout.offset_dtype(), biased, capability, layout.step()
+                capability, processors = torch.cuda.get_device_capability(x.device), runtime.multiprocessors(x.device)
+                division = small_m.plan(
+                    config, processors, m, n, k, half, weight.offset_dtype(), biased, capability, weight.step()
                 )
-                kernel = small_m.SmallMKernel(x.device, x.dtype, layout, cut, m, biased)
+                kernel = small_m.SmallMKernel(x.device, x.dtype, weight, division, m, biased)
         _kernels[key] = kernel
-    return MatmulLaunch(kernel, x, layout, bias)
+    return MatmulLaunch(kernel, x, weight, bias)
 
 
 def matmul_4bit(
-    x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None, config: AnyConfig | None = None,
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, config: AnyConfig | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """``x @ weight.T (+ bias)`` with the weight decoded inside the kernel; fp32 accumulation.
@@ -184,23 +180,27 @@ def matmul_4bit(
 
     Args:
         x: [..., K], fp16 or bf16.
-        layout: of the weight, shape [N, K], K a multiple of 16; contiguous, on 4 bytes. Its dtype is not looked at.
+        weight: of shape [N, K], K a multiple of 16; contiguous, on 4 bytes. Its dtype is not looked at.
         bias: [N], x's dtype.
-        config: instead of the table's; then the caller answers for :func:`supports`.
+        config: instead of the table's; then the caller answers for :func:`takes`.
         out: filled and returned if given: contiguous, [..., N], x's dtype and device.
 
     Returns:
         [..., N] in x's dtype.
 
     Raises:
-        ValueError: :func:`supports` says no.
+        ValueError: :func:`takes` says no, or no config is measured for this size.
         KernelUnavailable: the kernel is not compiled yet and a CUDA graph is being captured.
     """
+    n, k = weight.shape
     if x.numel() == 0:
-        return x.new_empty((*x.shape[:-1], layout.shape[0])) if out is None else out
-    if config is None and not supports(x, layout, bias):
+        return x.new_empty((*x.shape[:-1], n)) if out is None else out
+    if config is None and takes(x, weight, bias):
+        capability, processors = torch.cuda.get_device_capability(x.device), runtime.multiprocessors(x.device)
+        config = config_for(capability, x.numel() // k, n, k, processors)
+    if config is None:
         raise ValueError(
-            f"matmul_4bit does not support x {x.dtype} {list(x.shape)} on {x.device} by a weight {list(layout.shape)} of "
-            f"blocksize {layout.blocksize}, or its alignment or bias: dequantize and multiply"
+            f"matmul_4bit does not support x {x.dtype} {list(x.shape)} on {x.device} by a weight {list(weight.shape)} of "
+            f"blocksize {weight.blocksize}, or its alignment or bias: dequantize and multiply"
         )
-    return resolve(x, layout, bias, config)(x, out)
+    return resolve(x, weight, bias, config)(x, out)

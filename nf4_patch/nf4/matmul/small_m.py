@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..dequantize.compilation import PTX_TYPES
-from ..layout import Layout
 from ..runtime import TRITON_RELEASE, KernelEntry, compiled, driver_version, triton
+from ..weight import Weight
 from . import small_m_ptx
 from .tuning import TILE_COUNTS, SmallMConfig
 
@@ -42,7 +42,7 @@ def plan(
         offset: of the weight, its dtype; None: flat.
         bias: there is one to add.
         capability: of the GPU that the PTX is for.
-        step: the weight's Layout.step().
+        step: Weight.step().
     """
     if step < 32:  # a lane's 128 bits would be of two steps, and rows start on 8 bytes
         config = config._replace(load_128bit=False)
@@ -70,31 +70,31 @@ class SmallMKernel:
 
     Args:
         dtype: of x and the result, fp16 or bf16.
-        layout: a weight of this size and kind, [n, k].
-        cut: of the size.
+        weight: one of this size and kind, [n, k].
+        division: of this size.
         m: rows of x.
         bias: there is one to add.
         entry: of the first launch, where it is compiled already.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, layout: Layout, cut: SmallMPlan, m: int, bias: bool,
+        self, device: torch.device, dtype: torch.dtype, weight: Weight, division: SmallMPlan, m: int, bias: bool,
         entry: KernelEntry | None = None,
     ):  # fmt: skip
-        n, k = layout.shape
-        step = layout.step()
-        blocks = (k // step, (layout.blocksize // step).bit_length() - 1, max(0, layout.blocksize2.bit_length() - 1))
-        self.grid, self.part_numel = cut.ctas, cut.split_k * m * n
-        self.sizes = (m, n, *blocks, cut.sm_partitions, cut.split_k)
+        n, k = weight.shape
+        step = weight.step()
+        blocks = (k // step, (weight.blocksize // step).bit_length() - 1, max(0, weight.blocksize2.bit_length() - 1))
+        self.grid, self.part_numel = division.ctas, division.split_k * m * n
+        self.sizes = (m, n, *blocks, division.sm_partitions, division.split_k)
         self.sum_grid, self.sum_sizes = -(-m * n // BLOCK), (m * n, n)
         # what is allocated at every call: at an address that is a multiple of 16, as an empty tensor's 0 is
         out, part = (torch.empty(0, dtype=each, device=device) for each in (dtype, torch.float32))
-        values: dict[str, Any] = {"PTX": cut.ptx}
-        arguments = (out, *layout.operands(), out if cut.split_k == 1 else part, out, *self.sizes)
+        values: dict[str, Any] = {"PTX": division.ptx}
+        arguments = (out, *weight.operands(), out if division.split_k == 1 else part, out, *self.sizes)
         kernel = kernels.matmul_4bit_kernel
-        options = {"maxnreg": cut.registers} | ({"launch_pdl": True} if cut.dependent else {})
-        self.entry = entry or compiled(kernel, arguments, values, cut.warps, device, dtype, options=options)
+        options = {"maxnreg": division.registers} | ({"launch_pdl": True} if division.dependent else {})
+        self.entry = entry or compiled(kernel, arguments, values, division.warps, device, dtype, options=options)
         self.sum: KernelEntry | None = None
-        if cut.split_k > 1:
-            values = {"SPLIT_K": cut.split_k, "BIAS": bias, "BLOCK": BLOCK}
+        if division.split_k > 1:
+            values = {"SPLIT_K": division.split_k, "BIAS": bias, "BLOCK": BLOCK}
             self.sum = compiled(kernels.sum_split_k_kernel, (part, out, out, *self.sum_sizes), values, 4, device, dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 ANY = 2**62
@@ -42,16 +41,8 @@ class SmallMRow(NamedTuple):
     config: SmallMConfig
 
 
-# By (n, k), in ascending m: the config for up to so many rows of X, or None where dequantize + matmul is faster.
-CalibratedRows = Mapping[tuple[int, int], tuple[tuple[int, SmallMConfig | None], ...]]
-
-
-def _not_calibrated(device: int) -> CalibratedRows:
-    return {}
-
-
-# Handed in from above: what was measured on the GPU with this index. It goes before the tables.
-calibrated: Callable[[int], CalibratedRows] = _not_calibrated
+# Of one [n, k], in ascending m: the config for up to so many rows of X, or None where dequantize + matmul is faster.
+CalibratedRanges = tuple[tuple[int, SmallMConfig | None], ...]
 
 
 # The first row that fits is taken, of rows with the same limits the one that keeps the most multiprocessors at work, or the

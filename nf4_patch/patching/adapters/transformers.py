@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from ..cache.cache import cache
-from ..cache.reader import Reader
-from ..context import is_compiling, transforms_active
+from ..cache.store import cache
+from ..context import is_compiling, saved_tensors_hooks, transforms_active
 from ..dequantizer import Dequantizer
 from ..experts import Saved, View, nothing_dense_saved, stacks_of
 from ..reasons import Reason
@@ -25,8 +24,6 @@ from ..replacement import Function
 from ..switch import switch
 from ..targets import Target
 
-# PyTorch before 2.8 does not say whether hooks are in force: taken for yes, so that the original decides what is saved.
-hooks_in_force = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: True)
 hooks_forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 backward_in_progress = torch._C._current_graph_task_id  # -1: none
 Prepared = AbstractContextManager[View] | Reason
@@ -57,7 +54,7 @@ def why_not_saved() -> Reason | None:
         return Reason.NO_GRADIENT
     if transforms_active() is not None:
         return Reason.FUNCTORCH_TRANSFORM
-    if backward_in_progress() != -1 or hooks_in_force(True) is not None or hooks_forbidden() is not None:
+    if backward_in_progress() != -1 or saved_tensors_hooks(True) is not None or hooks_forbidden() is not None:
         return Reason.SAVED_TENSOR_HOOKS
     return None
 
@@ -66,14 +63,14 @@ def grouped_mm(target: Target, original: Function) -> Function:
     """For ``grouped_mm_experts_forward``, which saves the dense stacks for the backward."""
 
     def prepare(module: Any, dequantizer: Dequantizer) -> Prepared:
-        stacks = stacks_of(module, dequantizer, Reader(target, dequantizer.run_fields))
+        stacks = stacks_of(module, dequantizer, only_read=True)
         if isinstance(stacks, Reason):
             return stacks
         reason = why_not_saved()
         if reason is None:
             saved = {name: Saved.of(stack) for name, stack in stacks.items()}
             return nothing_dense_saved(module, saved, dequantizer)
-        if not cache.sized:
+        if not cache.on:
             return reason
         dequantizer.fallbacks.count(reason)
         return nullcontext(View(module, stacks, lambda name: stacks[name].dense()))

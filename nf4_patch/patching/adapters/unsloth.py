@@ -3,69 +3,89 @@
 from __future__ import annotations
 
 import functools
+import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..cache.cache import cache
-from ..cache.held import Layers, dense_of
-from ..cache.reader import Reader
-from ..deferral import deferred
+from ..cache.pinned import Layers, dense_of
+from ..cache.reads import inside
+from ..cache.store import cache
 from ..dequantizer import Dequantizer
 from ..fused_matmul import FusedMatmul
 from ..reasons import Reason
 from ..replacement import tried_first
 from ..switch import switch
-from ..targets import Target
+from ..targets import OwnKernel, Target
 
 
 def fast_dequantize(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``fast_dequantize`` and ``_fast_dequantize_bnb``."""
     dequantizer = Dequantizer(target.name)
-    run, reader = dequantizer.run, Reader(target, dequantizer.run_fields)
-    upstream = original.__globals__  # type: ignore[attr-defined]
+    run = dequantizer.of_state
+    module, own = sys.modules[target.module], target.own_kernel
 
-    def is_deferred(compiling: bool) -> bool:
-        return upstream.get("_USE_NF4_KERNELS", False) and deferred("unsloth", compiling)
+    def keeps_its_own(compiling: bool) -> bool:
+        return own is not None and getattr(module, own.used, False) and (compiling or not is_slower_everywhere(own))
 
     def attempt(W, quant_state=None, out=None, use_global_buffer=False, **kwargs) -> torch.Tensor | Reason:
-        transposed = quant_state is not None and W.shape[0] == 1  # for its backward, and only there
-        if cache.on and out is None and switch.defer != "always" and (use_global_buffer or transposed):
-            found = reader.state(W, quant_state, use_global_buffer, transposed)
-            if found is not None:
-                return found
-        return Reason.DEFERRED if is_deferred(False) else run(W, quant_state, out, use_global_buffer)
+        # transposed: for its backward, and only there
+        only_read = use_global_buffer or inside.unsloth or (quant_state is not None and W.shape[0] == 1)
+        if keeps_its_own(False) and not (only_read and cache.on):
+            return Reason.DEFERRED
+        return run(W, quant_state, out, use_global_buffer, only_read)
 
     def trace(W, quant_state=None, out=None, use_global_buffer=False, **kwargs) -> torch.Tensor | Reason:
         dense = dense_of(W, quant_state) if out is None else None
         if dense is not None:
             return dense
-        return Reason.DEFERRED if is_deferred(True) else dequantizer.trace(W, quant_state, out)
+        return Reason.DEFERRED if keeps_its_own(True) else dequantizer.trace(W, quant_state, out)
 
     return tried_first(original, dequantizer.fallbacks, attempt, trace)
+
+
+@functools.cache
+def is_slower_everywhere(own: OwnKernel) -> bool:
+    """Whether the library's own kernel was measured to be slower on every GPU here."""
+    capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+    return all(capability in own.slower_on for capability in capabilities)
 
 
 def compiled_layers(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``_wrap``, which makes one compiled region of the ``forward`` of a class of layers."""
     layers = Layers(target.name)
+    entries: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by class: its own forward, and ours
+
+    def enter(cls: Any) -> None:
+        entries[cls] = cls.forward, layers.entered(cls.forward)
+        cls.forward = entries[cls][1]
 
     @functools.wraps(original)
     def wrap(cls, *args, **kwargs) -> None:
         original(cls, *args, **kwargs)
-        cls.forward = layers.entry_of(cls.forward)
+        if gate.on:
+            enter(cls)
 
-    def wrap_earlier(config) -> None:
-        """The classes of models that were loaded before the cache was switched on."""
-        waiting: list[Any] = [torch.nn.Module] if config is not None and config.cache not in ("off", "block") else []
+    def follow(config) -> None:
+        """The classes of models that were loaded before the cache was switched on; and all are as they were, once it is off."""
+        if not gate.on:
+            for cls, (forward, entry) in list(entries.items()):
+                if cls.forward is entry:
+                    cls.forward = forward
+            entries.clear()
+            return
+        waiting: list[Any] = [torch.nn.Module]
         while waiting:
             cls = waiting.pop()
             waiting += cls.__subclasses__()
             forward = vars(cls).get("forward")
-            if getattr(forward, "_unsloth_block_compiled", False) and forward not in layers.entries:
-                cls.forward = layers.entry_of(forward)
+            if getattr(forward, "_unsloth_block_compiled", False) and cls not in entries:
+                enter(cls)
 
-    switch.follow(wrap_earlier)
+    gate = switch.gates["cache"]
+    switch.follow(follow)
     return wrap
 
 
@@ -74,7 +94,7 @@ def fast_gemv(target: Target, original: Callable[..., Any]) -> Callable[..., Any
     fused = FusedMatmul(target.name)
 
     def multiply(X, W, quant_state, out=None) -> torch.Tensor | Reason:
-        return fused.run_row(X, W, quant_state, out)
+        return fused.one_row(X, W, quant_state, out)
 
     return fused.before(original, multiply)
 
@@ -84,7 +104,7 @@ def gemv_rows(target: Target, original: Callable[..., Any]) -> Callable[..., Any
     fused = FusedMatmul(target.name)
 
     def multiply(X, W, quant_state, out) -> torch.Tensor | Reason:
-        return fused.run_state(X, W, quant_state, None, out)
+        return fused.of_state(X, W, quant_state, None, out)
 
     return fused.before(original, multiply)
 
@@ -103,7 +123,7 @@ def matmul_lora(target: Target, original: Callable[..., Any]) -> Callable[..., A
         if adapted or autocast not in (False, X.dtype) or getattr(W_quant, "dtype", X.dtype) is not X.dtype:
             return Reason.MATMUL_OPERANDS
         rows = X.view(-1, X.shape[-1])
-        result = fused.run_state(rows, W, W_quant, out=out, transposed=False)
+        result = fused.of_state(rows, W, W_quant, out=out, transposed=False)
         if type(result) is Reason:
             return result
         if A is not None:

@@ -16,11 +16,10 @@ import torch
 from rich.console import RenderableType
 
 from ...nf4 import runtime
-from ...nf4.layout import Layout
 from ...nf4.matmul import launch as matmul
 from ...nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
 from ...patching import calibrated
-from ...patching.quant_state import fields_of
+from ...patching.quant_state import weight_of
 from .. import output
 from ..llama import LLAMA_8B, MODELS, projections, training_dtype
 from ..patch import patch
@@ -80,7 +79,7 @@ def decided(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 def multiply(config: Any, x: torch.Tensor, packed: torch.Tensor, state: Any, out: Any = None) -> Any:
     """The fused matmul with a config."""
-    return matmul.matmul_4bit(x, Layout(packed, *fields_of(state)), config=config, out=out)
+    return matmul.matmul_4bit(x, weight_of(packed, state), config=config, out=out)
 
 
 def check(config: Any, x: torch.Tensor, weights: Weights) -> Check:

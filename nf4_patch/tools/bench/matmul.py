@@ -12,9 +12,9 @@ import torch.nn.functional as F
 import nf4_patch
 
 from ...nf4.dequantize import reference
-from ...nf4.layout import Layout
+from ...nf4.weight import Weight
 from ...patching.counters import counters
-from ...patching.quant_state import fields_of
+from ...patching.quant_state import weight_of
 from ..llama import Shape, projections, training_dtype
 from ..patch import patch
 from ..report import NotAvailable, Progress, silent
@@ -37,7 +37,7 @@ METHOD = (
 )
 
 
-def exact(layout: Layout) -> torch.Tensor:
+def exact(layout: Weight) -> torch.Tensor:
     """The weight in fp64: code * scale with no rounding to 16 bits."""
     scales = reference.block_scales(layout, False).double().repeat_interleave(layout.blocksize)
     packed = layout.bytes()
@@ -88,7 +88,7 @@ class Weights:
         self.packed = packed
         weight, state = packed[0]
         self.dense: torch.Tensor = original("bitsandbytes.functional", "dequantize_4bit")(weight, state)
-        self.exact = exact(Layout(weight, *fields_of(state)))  # in fp64
+        self.exact = exact(weight_of(weight, state))  # in fp64
         self.subject = subject_of(self.dense.shape, self.dense.dtype)
 
     @classmethod

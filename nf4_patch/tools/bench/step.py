@@ -67,7 +67,7 @@ class Step:
         self.tokens = torch.randint(3, LLAMA.vocab_size, size, generator=generator).cuda()
         self.model, self.optimizer, self.on, self.cache = model, optimizer, on, cache
         self.losses: list[float] = []
-        self.peak = self.held = self.calls = 0
+        self.peak = self.taken = self.calls = 0
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
@@ -97,7 +97,7 @@ class Step:
             self.losses.append(self().item())
             self.calls = nf4_patch.status().hits - calls
             self.peak = torch.cuda.max_memory_allocated()
-            self.held = sum(nf4_patch.status().cache.held.values())
+            self.taken = sum(nf4_patch.status().cache.taken.values())
 
 
 Dense = Callable[[Step], Step] | None
@@ -157,8 +157,8 @@ def side_by_side(
             step = steps[name]
             notes = {"kernel calls a step": str(step.calls), "loss": format_losses(losses)}
             notes["peak memory"] = f"{gib(step.peak)} (unpatched {gib(steps[UNPATCHED].peak)})"
-            if step.held:
-                notes["cache"] = gib(step.held)
+            if step.taken:
+                notes["cache"] = gib(step.taken)
             words = ", ".join(filter(None, ("{} {}x{}".format(subject, *size), name, clock)))
             yield row(words, size, {OURS: times[name], **others}, len(losses) == 1, notes)
 

@@ -1,12 +1,11 @@
-"""Weights held for Unsloth's compiled layers: equal to the bit through every change, in two graphs at most.
+"""Weights pinned for Unsloth's compiled layers: equal to the bit through every change, in two graphs at most.
 
-``held_unsloth.py CHECKPOINTING``: "none", "reentrant" or "non-reentrant".
+``pinned_unsloth.py CHECKPOINTING``: "none", "reentrant" or "non-reentrant".
 """
 
 import copy
 import gc
 import io
-import os
 import sys
 from typing import Any
 
@@ -16,7 +15,7 @@ import unsloth
 import bitsandbytes as bnb
 from unsloth.kernels import fast_lora
 from unsloth.models import _block_compile
-from nf4_patch.patching.cache.cache import cache
+from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.switch import switch
 
 GPU = torch.cuda.is_available()
@@ -25,7 +24,7 @@ WEIGHTS, LAYERS, SIDE = 3, 2, 64
 CHECKPOINTING = sys.argv[1]
 BUFFER = bytearray(SIDE * SIDE // 2)
 if not GPU:  # Unsloth decodes in the graph with a kernel that has no CPU; the op of this package has
-    os.environ["NF4_PATCH_DEFER"] = "never"
+    unsloth.kernels.utils._USE_NF4_KERNELS = False
 
 
 def linear(seed):
@@ -180,7 +179,6 @@ def load():
 def copy_layer():
     model.layers[0] = copy.deepcopy(model.layers[0])
     gc.collect()  # bitsandbytes' parameters refer to their module
-    assert model.layers[0].projections[1].weight.quant_state._nf4_patch_held.dense is None
 
 
 def exchange_layers():
@@ -215,18 +213,19 @@ def evaluate():
 
 def release():
     nf4_patch.release()
-    assert not cache.entries
+    assert not cache.weights
 
 
-def write_into_held():
-    weight().quant_state._nf4_patch_held.dense.zero_()
+def write_into_pinned():
+    cached = next(each for each in cache.weights.values() if each.owner() is weight())
+    cached.dense.zero_()
 
 
 CHANGES = [
     write_in_place, replace_data, replace_data_at_once, replace_data_by_a_buffer, replace_data_at_the_same_address, replace_parameter, replace_module, replace_state, copy_state,
     write_scales, write_second_scales, write_second_code, write_offset, replace_scales, replace_data_of_scales,
     replace_offset, load,
-    copy_layer, exchange_layers, exchange_weights, exchange_modules, swap_tensors, move, evaluate, release, write_into_held,
+    copy_layer, exchange_layers, exchange_weights, exchange_modules, swap_tensors, move, evaluate, release, write_into_pinned,
 ]  # fmt: skip
 _block_compile._wrap(
     Layer, {**_block_compile._COMPILE_OPTIONS}, 1
@@ -246,32 +245,31 @@ for change in CHANGES:
     new = graphs() - before
     for _ in range(2):
         assert agree(step(), want), change.__name__
-        assert nf4_patch.status().cache.compiled == WEIGHTS * LAYERS, change.__name__
+        assert nf4_patch.status().cache.compiled == WEIGHTS * LAYERS, (change.__name__, nf4_patch.status().cache)
     assert graphs() - before == 2 * new, (change.__name__, new)  # as many as without the cache
 known = graphs()
 # half of the budget: one layer; then nothing, then all again
-size = sum(cache.held.values()) // 2
+size = sum(cache.taken.values()) // 2
 for budget, layers in ((f"{size}B", 1), (f"{size - 1}B", 0), (2**30, LAYERS)):
     nf4_patch.enable(cache=budget)
     for _ in range(2):
         assert agree(step(), without()), budget
     assert nf4_patch.status().cache.compiled == WEIGHTS * layers, (budget, nf4_patch.status().cache)
-    assert sum(cache.held.values()) <= cache.budget
+    assert sum(cache.taken.values()) <= cache.budget
     assert graphs() == known, budget
 want = step()
 nf4_patch.disable()
-assert not cache.entries
+assert not cache.weights
 assert not GPU or agree(step(), want)
 
-# what is saved holds nothing dense
+# what is saved names nothing of this package
 nf4_patch.enable(cache=2**30)
 step()
+assert nf4_patch.status().cache.compiled
 file = io.BytesIO()
-torch.save(weight().quant_state, file)
-file.seek(0)
-assert weight().quant_state._nf4_patch_held.dense is not None
-assert torch.load(file, weights_only=False)._nf4_patch_held.dense is None
+torch.save([model.layers[0].projections, weight(), weight().quant_state], file)
+assert b"nf4_patch" not in file.getvalue()
 model = None
 gc.collect()
-assert not cache.entries and not any(cache.never_evicted.values())
-print("held")
+assert not cache.weights and not any(cache.pinned.values())
+print("pinned")

@@ -1,6 +1,6 @@
 """A training of Unsloth's compiled layers with the cache and without: losses and adapters are equal to the bit.
 
-``held_training.py CHECKPOINTING STEPS``: "0", "1" or "unsloth". In between the weights are loaded, moved and quantized
+``pinned_training.py CHECKPOINTING STEPS``: "0", "1" or "unsloth". In between the weights are loaded, moved and quantized
 again (as a merge does), and the model generates.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import checkpoint
-from nf4_patch.patching.cache.cache import cache
+from nf4_patch.patching.cache.store import cache
 from nf4_patch.tools import llama
 
 TOKENS, LAYERS = 256, 4
@@ -91,7 +91,7 @@ def train(budget):
         losses,
         [p.detach().clone() for p in model.parameters() if p.requires_grad],
         held,
-        max(cache.held.values(), default=0),
+        max(cache.taken.values(), default=0),
     )
 
 

@@ -1,4 +1,4 @@
-"""On a GPU: Unsloth's compiled layers on held weights, and the cache that finds its own size."""
+"""On a GPU: Unsloth's compiled layers on pinned weights, and the cache that finds its own size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ unsloth = pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason
 @unsloth
 @pytest.mark.parametrize(("checkpointing", "steps"), [("0", 36), ("1", 100), ("unsloth", 36)])
 def test_a_training_of_compiled_layers_to_the_bit(checkpointing, steps):
-    assert program("held_training", checkpointing, steps).stdout.split()[-1] == "equal"
+    assert program("pinned_training", checkpointing, steps).stdout.split()[-1] == "equal"
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(10, marks=pytest.mark.slow)])

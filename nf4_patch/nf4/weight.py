@@ -1,0 +1,121 @@
+"""The packed 4-bit weight, as plain tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from .codes import remembered_code
+
+BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+OUTPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+STORAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
+OFFSET_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Weight(NamedTuple):
+    """One packed weight of n = prod(shape) elements in ceil(n / blocksize) blocks.
+
+    A nested weight carries ``absmax2``, ``code2`` and ``offset``; a flat one has None in all three.
+    """
+
+    packed: torch.Tensor  # ceil(n / 2) bytes stored as any of STORAGE_DTYPES; high nibble = even element
+    absmax: torch.Tensor  # [blocks], uint8 (nested: an index into code2) or fp32 (flat: the scale itself)
+    absmax2: torch.Tensor | None  # [ceil(blocks / blocksize2)] fp32
+    code2: torch.Tensor | None  # [256] fp32
+    offset: torch.Tensor | None  # one element, any of OFFSET_DTYPES, added to every scale
+    blocksize: int  # elements per block
+    blocksize2: int  # blocks per second-level block; 0 when flat
+    shape: Sequence[int]  # of the dequantized weight, any rank
+    dtype: torch.dtype  # of the dequantized weight, one of OUTPUT_DTYPES
+    quant_type: str  # "nf4" or "fp4": the value of each nibble
+
+    def key(self) -> tuple[Any, ...]:
+        """What a launch depends on: the same addresses, sizes, strides and types, the same launch.
+
+        Raises:
+            AttributeError: a field is no tensor.
+        """
+        packed, absmax, absmax2, code2, offset, *plain = cast("tuple[Any, ...]", self)
+        if absmax2 is None:
+            return (
+                packed.data_ptr(), packed.shape, packed.dtype, packed.is_contiguous(),
+                absmax.data_ptr(), absmax.numel(), absmax.is_contiguous(), *plain,
+            )  # fmt: skip
+        return (
+            packed.data_ptr(), packed.shape, packed.dtype, packed.is_contiguous(),
+            absmax.data_ptr(), absmax.numel(), absmax.is_contiguous(), absmax2.data_ptr(), absmax2.numel(),
+            absmax2.is_contiguous(), code2.data_ptr(), code2.is_contiguous(), offset.data_ptr(), offset.dtype, *plain,
+        )  # fmt: skip
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Its own tensors, the packed bytes first."""
+        return tuple(tensor for tensor in self[:5] if tensor is not None)
+
+    def owner(self) -> torch.Tensor:
+        """The tensor whose memory the packed bytes are, or look at: a parameter, unless somebody computed or copied them.
+
+        What Inductor computes or reinterprets has no ``_base``: addresses and version counters say nothing there.
+        """
+        base: torch.Tensor | None = self.packed._base
+        return self.packed if base is None else base
+
+    def proof(self) -> tuple[Any, ...]:
+        """What a dense copy depends on beyond ``key`` and which tensors they are: the memory and the version of each.
+
+        Raises:
+            RuntimeError: an inference tensor, which has no version counter.
+        """
+        packed, absmax, absmax2, code2, offset, *_ = cast("tuple[Any, ...]", self)
+        first = (
+            packed.untyped_storage()._cdata, packed._version, absmax.untyped_storage()._cdata, absmax._version
+        )  # fmt: skip
+        if absmax2 is None:
+            return first
+        return (
+            first, absmax2.untyped_storage()._cdata, absmax2._version, code2.untyped_storage()._cdata, code2._version,
+            offset.untyped_storage()._cdata, offset._version,
+        )  # fmt: skip
+
+    def operands(self) -> tuple[torch.Tensor, ...]:
+        """A kernel's tensors: packed, absmax, code, absmax2, code2, offset. Of a flat weight the last three are the code,
+        which is not read.
+
+        Raises:
+            KernelUnavailable: GRAPH_CAPTURE, at the first use on a device.
+        """
+        code = remembered_code(self.quant_type, self.packed.device)
+        second = (self.absmax2, self.code2, self.offset) if self.nested() else (code,) * 3
+        return (self.packed, self.absmax, code, *second)  # type: ignore[return-value]
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def blocks(self) -> int:
+        return -(-self.numel() // self.blocksize)
+
+    def nested(self) -> bool:
+        return self.absmax2 is not None
+
+    def offset_dtype(self) -> torch.dtype | None:
+        """None: flat."""
+        return None if self.offset is None else self.offset.dtype
+
+    def transposed(self) -> bool:
+        """A packed weight handed in as [1, bytes] asks for the transposed result."""
+        return self.packed.shape[0] == 1
+
+    def step(self) -> int:
+        """Of a weight [N, K]: so many elements of a row, 64 at most, from any multiple of it on, have one scale."""
+        return min(64, self.blocksize, self.shape[1] & -self.shape[1])
+
+    def nbytes(self) -> int:
+        """Bytes of the packed weight."""
+        return self.packed.numel() * self.packed.element_size()
+
+    def bytes(self) -> torch.Tensor:
+        """The packed weight as a flat uint8 view."""
+        return self.packed.detach().reshape(-1).view(torch.uint8)

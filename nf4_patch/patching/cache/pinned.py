@@ -1,0 +1,217 @@
+"""Cached weights for layers that are compiled as a whole, where no call of ours is left to look one up.
+
+Whoever enters such a layer asks for all of its weights first. While the layer runs, each weight's dense copy hangs on its
+quantization state, where Dynamo finds it and makes it an input of the graph: Inductor neither overwrites an input nor reuses
+its memory. When the layer returns, the states are again as bitsandbytes made them.
+
+A layer is pinned as a whole or not at all, so that a kind of layer has two graphs at most. What is pinned is never evicted: a
+step reads its layers in a circle, and a fixed part of a circle saves exactly its share.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Container, Iterator
+from typing import Any
+
+import torch
+
+from ...nf4 import runtime
+from ..context import is_compiling, modes_active, saved_tensors_hooks, transforms_active
+from ..dequantizer import Dequantizer, returns_tensors
+from ..quant_state import weight_of
+from ..reasons import Reason, Uncached
+from ..switch import switch
+from .cached import size_of
+from .store import cache
+
+NAME = "_nf4_patch_dense"  # the attribute of a QuantState while its layer runs
+gate = switch.gates["cache"]
+
+
+class Running:
+    """How many pinned layers run now. Where none does, compiled code looks at nothing else: its graph is that of no cache."""
+
+    def __init__(self) -> None:
+        self.count, self.any = 0, False
+
+
+running = Running()
+
+
+def dense_of(packed: torch.Tensor, state: Any) -> torch.Tensor | None:
+    """What hangs on the state, or None. Written to be traced: what it looks at becomes a guard."""
+    if not running.any or not hasattr(state, "quant_type"):
+        return None
+    # not getattr: where it is missing, Dynamo traces QuantState.__getattr__ and guards on what that reads
+    dense: torch.Tensor | None = state.__dict__.get(NAME)
+    return dense.t() if dense is not None and packed.shape[0] == 1 else dense
+
+
+class Layer:
+    """Where the weights of a module are: its parameters called ``weight`` with a state of bitsandbytes'."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.lock = threading.RLock()  # one thread at a time in a pinned layer: its states are the process'
+        self.refused_at = -1  # the generation of the cache in which there was no room for it
+        self.numbers: dict[tuple[Any, ...], int] = {}  # by key, of what was pinned for it
+        self.find(module)
+
+    def find(self, module: torch.nn.Module) -> None:
+        self.paths: list[list[str]] = []  # names of modules
+        devices = set()
+        for name, each in module.named_modules():
+            weight = each._parameters.get("weight")
+            state = getattr(weight, "quant_state", None)
+            if weight is not None and hasattr(state, "quant_type") and returns_tensors(type(weight)):
+                self.paths.append([part for part in name.split(".") if part])
+                devices.add(weight.get_device())
+        self.devices = devices - {-1}
+
+    def weights(self, module: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
+        """The state and the Weight, or the Reason why there is none, of every parameter as it is now."""
+        for path in self.paths:
+            owner: Any = module
+            for name in path:  # no reference to what is found: it would keep alive what has been replaced
+                owner = None if owner is None else owner._modules.get(name)
+            packed: Any = None if owner is None else owner._parameters.get("weight")
+            state = getattr(packed, "quant_state", None)
+            yield state, weight_of(packed, state)
+
+    def unpin(self, keep: Container[tuple[Any, ...]] = ()) -> None:
+        """Let go of what is pinned for it. Called by the garbage collector too, at any point of any thread."""
+        for key, number in list(self.numbers.items()):
+            found = cache.results.get(key)
+            if key not in keep and found is not None and found[1].number == number:
+                cache.died(found[1])
+        self.numbers = {}
+
+
+class Layers:
+    """The compiled layers of one target, by the module that is entered."""
+
+    def __init__(self, target: str):
+        self.dequantizer = Dequantizer(target)
+        self.decode: Any = self.dequantizer.decode
+        self.known: weakref.WeakKeyDictionary[torch.nn.Module, Layer] = weakref.WeakKeyDictionary()
+
+    def entered(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward`` of a module that runs as one compiled region, with its weights pinned where they can be."""
+        attempt = self.dequantizer.fallbacks.attempt
+
+        @functools.wraps(forward)
+        def entry(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not gate.on or modes_active() or transforms_active() is not None:
+                return forward(module, *args, **kwargs)
+            if cache.auto is not None:
+                cache.auto.observe(*args, *kwargs.values())
+            if not module.training:
+                return forward(module, *args, **kwargs)
+            layer = self.known.get(module)
+            if layer is None:
+                layer = self.known[module] = Layer(module)
+                weakref.finalize(module, layer.unpin).atexit = False
+            with layer.lock:
+                pinned = attempt(self.pinned, module, layer)
+                if not pinned or isinstance(pinned, Reason):
+                    return forward(module, *args, **kwargs)
+                try:
+                    running.count += 1
+                    running.any = True
+                    for state, dense in pinned:
+                        state.__dict__[NAME] = dense
+                    return forward(module, *args, **kwargs)
+                finally:
+                    running.count -= 1
+                    running.any = running.count > 0
+                    for state, _ in pinned:
+                        state.__dict__.pop(NAME, None)
+
+        return entry
+
+    def pinned(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, torch.Tensor]] | Reason:
+        """Every state of the layer with the dense copy of its weight; nothing where not all of them can be pinned."""
+        if layer.refused_at == cache.generation:
+            return []
+        why: Reason | Uncached | None = None
+        if is_checkpointed():
+            why = Uncached.CHECKPOINT
+        elif any(
+            map(runtime.current_stream, layer.devices)
+        ):  # a graph captured there would read what the cache may free
+            why = Uncached.OTHER_STREAM
+        else:
+            # Params4bit's methods are a Tensor's in here: 1.1 us each otherwise (2-core CPU machine, Python 3.11)
+            with torch._C.DisableTorchFunctionSubclass():
+                states = self.look(module, layer)
+                if states is None:
+                    layer.find(module)
+                    why = self.pin(module, layer)
+                    states = self.look(module, layer) if why is None else None
+            if states is not None:
+                return states
+            why = why or Uncached.BUDGET_SPENT  # another thread was faster
+        if isinstance(why, Reason):
+            return why
+        cache.refuse(why)
+        return []
+
+    def look(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, torch.Tensor]] | None:
+        """Every state with its dense copy; None where one is missing or no longer true."""
+        states = []
+        for state, weight in layer.weights(module):
+            found = None if type(weight) is Reason else cache.find(weight)
+            if found is None or not found[1].pinned:
+                return None
+            if switch.strict:
+                cache.compare(found[0], self.decode(weight))
+            states.append((state, found[1].dense))
+            layer.numbers[found[1].key] = found[1].number
+        return states
+
+    def pin(self, module: torch.nn.Module, layer: Layer) -> Reason | Uncached | None:
+        """Decode and keep what is not pinned yet; where one weight cannot be kept, none is, and the answer says why."""
+        weights, sizes = {}, Counter[int]()
+        for _, weight in layer.weights(module):
+            why: Reason | Uncached | None = weight if type(weight) is Reason else self.dequantizer.why_not(weight)
+            why = why or cache.why_not(weight)
+            if why is not None:
+                layer.unpin()
+                return why
+            found = cache.find(weight)
+            if weight.key() not in weights and (found is None or not found[1].pinned):
+                sizes[weight.packed.get_device()] += size_of(weight)
+            weights[weight.key()] = weight
+        layer.unpin(keep=weights)
+        cache.settle()
+        room = all(cache.pinned[device] + size <= cache.budget for device, size in sizes.items())
+        for weight in weights.values() if room else ():
+            found = cache.find(weight)
+            if found is None or not found[1].pinned:
+                result = cache.keep(weight, self.decode, pin=True)
+                if isinstance(result, Reason):
+                    layer.unpin()
+                    return result
+                found = None if result is None else cache.find(weight)
+                if found is None:
+                    room = False
+                    break
+                torch._dynamo.mark_static_address(found[1].dense, guard=False)  # a CUDA graph reads it where it is
+                torch._dynamo.mark_static(found[1].dense)
+        if room:
+            return None
+        layer.unpin()
+        cache.settle()
+        layer.refused_at = cache.generation
+        return cache.no_room()
+
+
+def is_checkpointed() -> bool:
+    """Whether non-reentrant checkpointing decides what is saved: the recompute must save the tensors that the forward did,
+    also if the weights can no longer be pinned then.
+    """
+    hooks = saved_tensors_hooks(True)
+    return hooks is not None and (hooks is True or hooks[0].__module__ == "torch.utils.checkpoint")

@@ -1,0 +1,362 @@
+"""Weights pinned for layers that are compiled as a whole, and what compiled code does without them.
+
+Without a GPU the kernel is under the interpreter, and the layers are entered as Unsloth's are.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import io
+import threading
+
+import bitsandbytes.functional as F
+import pytest
+import torch
+from oracle import layout_of
+from target import linear, same
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+from unsloth_releases import with_unsloth
+
+import nf4_patch
+from nf4_patch import dequantize_nf4
+from nf4_patch.patching.cache.pinned import NAME, Layers, dense_of
+from nf4_patch.patching.cache.store import StaleWeightError, cache
+from nf4_patch.patching.counters import counters
+from nf4_patch.patching.dequantizer import Dequantizer
+from nf4_patch.patching.reasons import Reason, Uncached
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIDE = 64
+WAYS = ["none", *(pytest.param(way, marks=pytest.mark.full) for way in ("reentrant", "non-reentrant"))]
+
+
+@pytest.mark.parametrize("checkpointing", WAYS)
+def test_every_change_of_a_weight_is_noticed(checkpointing, tmp_path):
+    assert with_unsloth("2026.10.9", tmp_path, "pinned_unsloth", checkpointing).split()[-1] == "pinned"
+
+
+def weight_layer(seed, inputs=SIDE):
+    return linear(DEVICE, inputs, SIDE, seed=seed, weights=torch.bfloat16)
+
+
+class Decode(torch.autograd.Function):
+    """x @ weight.T, which dequantizes in both directions as Unsloth's functions do."""
+
+    @staticmethod
+    def forward(ctx, x, packed, state):
+        ctx.state = state
+        ctx.save_for_backward(packed)
+        return x @ dense(packed, state).t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (packed,) = ctx.saved_tensors
+        return grad @ dense(packed, ctx.state), None, None
+
+
+def dense(packed, state):
+    found = dense_of(packed, state)
+    return Dequantizer("a test").trace(packed, state) if found is None else found
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, layers=3, first=0):
+        super().__init__()
+        self.parts = torch.nn.ModuleList(weight_layer(seed) for seed in range(first, first + layers))
+        self.scale = torch.nn.Parameter(torch.rand(SIDE, device=DEVICE))
+
+    def forward(self, x):
+        for part in self.parts:
+            x = torch.nn.functional.silu(Decode.apply(x, part.weight, part.weight.quant_state))
+        return x * self.scale.to(x.dtype)
+
+
+@pytest.fixture
+def enter():
+    """A step through the layer as it is entered, compiled; the input's and the parameter's gradient."""
+    torch._dynamo.reset()
+    compiled = torch.compile(Layer.forward, backend="aot_eager", fullgraph=True)
+    entry = Layers("a test").entered(compiled)
+
+    def step(layer, through=entry):
+        layer.zero_grad()
+        x = torch.linspace(-1, 1, SIDE * 8, device=DEVICE).view(8, SIDE).bfloat16().requires_grad_()
+        through(layer, x).float().square().sum().backward()
+        return x.grad, layer.scale.grad.clone()
+
+    step.entry, step.plain = entry, functools.partial(step, through=compiled)
+    return step
+
+
+def test_a_pinned_layer_has_the_bits_of_one_that_decodes(enter):
+    layer = Layer()
+    nf4_patch.enable(cache=2**30)
+    for change in (
+        lambda: None,
+        lambda: layer.parts[0].load_state_dict({"weight": layer.parts[0].weight.flip(0)}, strict=False),
+        lambda: setattr(layer.parts[1], "weight", weight_layer(7).weight),
+        lambda: layer.parts[2].weight.quant_state.offset.mul_(2),
+        nf4_patch.release,
+    ):
+        change()
+        for _ in range(2):
+            got = enter(layer)
+            assert cache.snapshot().compiled == 3
+            assert same(got, enter.plain(layer))
+    assert not any(NAME in vars(part.weight.quant_state) for part in layer.parts)
+
+
+def test_what_does_not_fit_as_a_whole_is_dequantized_in_the_graph(enter):
+    layer = Layer()
+    nf4_patch.enable(cache=f"{2 * SIDE * SIDE * 2}B")
+    first = enter(layer)
+    assert cache.snapshot().compiled == 0 and cache.uncached == {Uncached.BUDGET_SPENT: 1}
+    enter(layer)
+    assert cache.uncached == {Uncached.BUDGET_SPENT: 1} or DEVICE.type == "cuda"  # asked again when there may be room
+    nf4_patch.enable(cache=2**30)
+    assert same(enter(layer), first) and cache.snapshot().compiled == 3
+
+
+def test_while_auto_waits_nothing_is_pinned_and_the_reason_says_so(enter):
+    nf4_patch.enable(cache="auto")
+    enter(Layer())
+    assert cache.uncached == {Uncached.WAITING: 1}
+
+
+def test_a_module_that_comes_later_is_dequantized_as_it_is(enter):
+    layer = Layer()
+    nf4_patch.enable(cache=2**30)
+    enter(layer)
+    layer.parts.append(weight_layer(9))
+    for _ in range(2):
+        assert same(enter(layer), enter.plain(layer))
+        layer.parts[-1].weight.data.bitwise_xor_(255)
+
+
+def test_a_module_in_two_layers_and_twice_in_one_is_charged_once(enter):
+    first, second = Layer(), Layer(first=3)
+    first.parts.append(first.parts[0])
+    second.parts.append(first.parts[0])
+    nf4_patch.enable(cache=2**30)
+    for _ in range(2):
+        for layer in (first, second):
+            assert same(enter(layer), enter.plain(layer))
+        assert cache.snapshot().compiled == 6
+        with torch.no_grad():
+            first.parts[0].weight.bitwise_xor_(255)
+    size = next(iter(cache.weights.values())).size
+    assert cache.taken.total() - sum(cached[2] for cached in cache.leaving) == 6 * size
+
+
+def test_another_threads_layer_does_not_change_what_this_one_reads(enter):
+    """While one is inside, another enters the same layer: each with the weights that it looked at."""
+    layer = Layer()
+    nf4_patch.enable(cache=2**30)
+    want = enter(layer)
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(enter(layer)[0])) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4 and all(torch.equal(grad, want[0]) for grad in results)
+    assert not any(NAME in vars(part.weight.quant_state) for part in layer.parts)
+
+
+def test_a_copied_state_is_not_what_it_was_copied_from(enter):
+    """On a parameter of another name, with other scales."""
+    layer = Layer()
+    nf4_patch.enable(cache=2**30)
+    enter(layer)
+    copied = copy.copy(layer.parts[0].weight.quant_state)
+    copied.absmax = copied.absmax.flip(0)
+    assert dense_of(layer.parts[0].weight, copied) is None
+    assert dense_of(layer.parts[0].weight, layer.parts[0].weight.quant_state) is None
+
+
+def test_weights_made_under_inference_mode_are_named(enter):
+    with torch.inference_mode():
+        layer = Layer()
+    layer.scale = torch.nn.Parameter(torch.rand(SIDE, device=DEVICE))
+    nf4_patch.enable(cache=2**30)
+    with torch.no_grad():
+        enter.entry(layer, torch.ones(8, SIDE, device=DEVICE).bfloat16())
+    assert cache.uncached == {Uncached.INFERENCE_TENSOR: 1} and not counters.errors
+
+
+@pytest.mark.parametrize("between", [nf4_patch.release, nf4_patch.disable, lambda: cache.may_take(0)])
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_what_changes_between_forward_and_backward(enter, reentrant, between):
+    layer = Layer()
+    want = enter.plain(layer)
+    nf4_patch.enable(cache=2**30)
+    enter(layer)
+    layer.zero_grad()
+    x = torch.linspace(-1, 1, SIDE * 8, device=DEVICE).view(8, SIDE).bfloat16().requires_grad_()
+    y = enter.entry(layer, x) if reentrant is None else checkpoint(enter.entry, layer, x, use_reentrant=reentrant)
+    assert reentrant is not False or cache.uncached[Uncached.CHECKPOINT]
+    between()
+    if reentrant is None:  # the graph still uses them
+        assert cache.snapshot().taken
+    y.float().square().sum().backward()
+    assert same((x.grad, layer.scale.grad), want)
+    del y
+    gc.collect()
+    assert reentrant is not None or not cache.snapshot().taken
+
+
+def test_a_fake_tensor_never_stays(enter):
+    layer = Layer()
+    nf4_patch.enable(cache=2**30)
+    want = enter(layer)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        enter.entry(layer, torch.ones(8, SIDE, device=DEVICE).bfloat16())
+    assert same(enter(layer), want)
+
+
+def test_strict_mode_notices_a_write_that_no_version_counter_sees(enter, monkeypatch):
+    layer = Layer()
+    monkeypatch.setenv("NF4_PATCH_STRICT", "1")
+    nf4_patch.enable(cache=2**30)
+    enter(layer)
+    layer.parts[0].weight.data.copy_(layer.parts[1].weight.data)
+    with pytest.raises(StaleWeightError):
+        enter(layer)
+
+
+def test_a_layer_with_a_weight_that_cannot_be_pinned_lets_go_of_all(enter):
+    layer = Layer()
+    nf4_patch.enable(cache=2**30)
+    want = enter(layer)
+    storage = layer.parts[1].weight.untyped_storage()
+    storage.resize_(storage.nbytes())  # as FSDP frees and refills it
+    assert same(enter(layer), want)
+    assert cache.snapshot().compiled == 0 and not cache.pinned.total() and cache.uncached[Uncached.REFILLED]
+
+
+def test_pinned_weights_are_not_evicted_and_evict_what_is_only_cached(enter):
+    layers = [Layer(), Layer(first=3), Layer(first=6)]
+    nf4_patch.enable(cache=2**30)
+    enter(layers[0])
+    size = cache.taken.total()
+    nf4_patch.enable(cache=f"{2 * size}B")
+    enter(layers[0])
+    others = [weight_layer(seed, inputs=32) for seed in range(20, 28)]  # of another size, which is not reused
+    for other in others:
+        with torch._C.DisableTorchFunctionSubclass():
+            weight = layout_of(other.weight, other.weight.quant_state)
+            cache.read(weight, lambda _, other=other: dequantize_nf4(other.weight.data, other.weight.quant_state))
+    assert cache.snapshot().compiled == 3 and len(cache.weights) > 3
+    enter(layers[1])
+    assert cache.snapshot().compiled == 6
+    enter(layers[2])  # no room, and nothing that may go
+    assert cache.snapshot().compiled == 6
+    del layers[0]
+    gc.collect()
+    enter(layers[1])
+    assert cache.snapshot().compiled == 6 and cache.taken.total() <= cache.budget
+
+
+# What torch.compile of a module does: the forward reads inside bitsandbytes' op, the traced backward dequantizes.
+
+
+@pytest.fixture
+def compiled(linear_op, fresh_dynamo):
+    layer = weight_layer(0)
+    return layer, torch.compile(layer, backend="aot_eager", fullgraph=True)
+
+
+def forward_and_backward(module, rows=600):
+    x = torch.linspace(-1, 1, rows * SIDE, device=DEVICE).view(rows, SIDE).bfloat16().requires_grad_()
+    y = module(x)
+    y.float().square().sum().backward()
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("between", [nf4_patch.disable, lambda: nf4_patch.enable(cache=2**20)])
+def test_a_compiled_layer_in_a_checkpoint_while_the_cache_changes(compiled, between):
+    layer, module = compiled
+    want = forward_and_backward(layer)
+    nf4_patch.enable(cache=2**30)
+    x = torch.linspace(-1, 1, 600 * SIDE, device=DEVICE).view(600, SIDE).bfloat16().requires_grad_()
+    y = checkpoint(module, x, use_reentrant=False)
+    between()
+    y.float().square().sum().backward()
+    assert same((y.detach(), x.grad), want)
+
+
+def test_five_lengths_make_as_many_graphs_as_without_a_cache(compiled):
+    layer, module = compiled
+    graphs = []
+    for options in ({}, {"cache": 2**30}):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        nf4_patch.enable(**options)
+        for rows in (600, 601, 602, 603, 604):
+            assert same(forward_and_backward(module, rows), forward_and_backward(layer, rows))
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1]
+
+
+def test_no_rows_and_another_librarys_wrapper_break_no_graph(compiled, monkeypatch):
+    _, module = compiled
+    nf4_patch.enable(cache=2**30)
+    y, grad = forward_and_backward(module, 0)
+    assert y.shape == (0, SIDE) and grad.shape == (0, SIDE)
+    ours = F.dequantize_4bit
+    monkeypatch.setattr(F, "dequantize_4bit", lambda *args, **kwargs: ours(*args, **kwargs) * 1)
+    torch._dynamo.reset()
+    assert forward_and_backward(module)[1].isfinite().all()
+
+
+def test_a_module_that_was_called_before_it_was_quantized(compiled):
+    layer, module = compiled
+    nf4_patch.enable(cache=2**30)
+    forward_and_backward(module)
+    layer.weight = weight_layer(5).weight
+    for _ in range(2):
+        assert same(forward_and_backward(module), forward_and_backward(layer))
+
+
+def test_a_hook_that_writes_into_the_weight(compiled):
+    layer, module = compiled
+    nf4_patch.enable(cache=2**30)
+
+    def flip(*_):
+        with torch.no_grad():
+            layer.weight.bitwise_xor_(255)
+
+    forward_and_backward(layer)
+    flip()
+    want = forward_and_backward(layer)
+    flip()
+    layer.register_forward_pre_hook(flip)
+    torch._dynamo.reset()
+    assert same(forward_and_backward(torch.compile(layer, backend="aot_eager")), want)
+
+
+def test_a_compiled_module_under_a_dispatch_mode_is_counted(compiled):
+    layer, _ = compiled
+    module = torch.compile(layer, backend="aot_eager")
+    nf4_patch.enable()
+    want = forward_and_backward(module)
+    counters.reset()
+    with FlopCounterMode(display=False):
+        got = forward_and_backward(module)
+    assert same(got, want)
+    assert sum(counter.hits for counter in counters.hit_counters.values()) or counters.fallbacks
+    assert Reason.INTERNAL_ERROR not in {reason for _, reason in counters.fallbacks}
+
+
+def test_a_saved_module_names_nothing_of_this_package(compiled):
+    layer, _ = compiled
+    nf4_patch.enable(cache=2**30)
+    forward_and_backward(layer)
+    for saved in (layer, layer.weight, layer.weight.quant_state, layer.state_dict(keep_vars=True)):
+        file = io.BytesIO()
+        torch.save(saved, file)
+        assert b"nf4_patch" not in file.getvalue()
