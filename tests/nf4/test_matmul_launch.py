@@ -17,7 +17,14 @@ from subprocess_python import python
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.layout import Layout
 from nf4_patch.nf4.matmul import hopper, kernels, launch, small_m
-from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, TILE_COUNTS, HopperConfig, SmallMConfig
+from nf4_patch.nf4.matmul.tuning import (
+    HOPPER_ROWS,
+    SMALL_M_CANDIDATES,
+    SMALL_M_ROWS,
+    TILE_COUNTS,
+    HopperConfig,
+    SmallMConfig,
+)
 
 H200 = (9, 0)
 GPU = torch.cuda.is_available()
@@ -106,14 +113,15 @@ def test_plan_covers_every_row_once():
 
 
 def test_what_is_supported(monkeypatch):
-    """bf16 from sm_80 on; K in whole steps of 16, whose blocks may span rows; packed on 4 bytes; a config."""
+    """bf16 from sm_80 on; K in whole steps of 16, whose blocks may span rows; packed on 4 bytes; a config, and its blocksize."""
     monkeypatch.setattr(kernels, "matmul_4bit_kernel", SimpleNamespace())
     monkeypatch.setattr(launch.triton.runtime, "JITFunction", SimpleNamespace)
     device = torch.device("cuda", 0)
     x = SimpleNamespace(is_cuda=True, device=device, numel=lambda: 4096)
     packed = SimpleNamespace(device=device, data_ptr=lambda: 256)
     layout = Layout(packed, None, None, None, None, None, 64, 0, (4096, 4096), None)
-    monkeypatch.setattr(launch, "config_for", lambda *arguments, **options: "measured")
+    config = SMALL_M_ROWS[0].config
+    monkeypatch.setattr(launch, "config_for", lambda *arguments, **options: config)
 
     def supported(dtype, capability, k=4096, blocksize=64, start=256):
         packed.data_ptr = lambda: start
@@ -126,7 +134,9 @@ def test_what_is_supported(monkeypatch):
     for k, blocksize in ((4160, 256), (4128, 32), (4112, 64), (4096, 32)):
         assert supported(torch.float16, (9, 0), k, blocksize) and not supported(torch.float16, (9, 0), k + 8, blocksize)
     assert supported(torch.float16, (9, 0), start=260) and not supported(torch.float16, (9, 0), start=258)
-    monkeypatch.setattr(launch, "config_for", lambda *arguments, **options: None)
+    config = HOPPER_ROWS[0].config
+    assert supported(torch.float16, (9, 0)) and not supported(torch.float16, (9, 0), blocksize=32)
+    config = None
     assert not supported(torch.float16, (7, 5))
 
 

@@ -54,11 +54,13 @@ def supports(x: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) 
     if not x.is_cuda or torch.version.hip or x.device != layout.packed.device:
         return False
     capability = torch.cuda.get_device_capability(x.device)
+    config = config_for(capability, x.numel() // k, n, k, device=x.device.index)
     return (
         (x.dtype is torch.float16 or (x.dtype is torch.bfloat16 and capability >= (8, 0)))  # of the tensor cores
         and k % STEP == 0
         and layout.packed.data_ptr() % 4 == 0
-        and config_for(capability, x.numel() // k, n, k, device=x.device.index) is not None
+        and config is not None
+        and (isinstance(config, SmallMConfig) or layout.blocksize >= hopper.BLOCK_K)
         and (
             bias is None
             or (bias.dtype is x.dtype and bias.shape == (n,) and bias.is_contiguous() and bias.data_ptr() % 16 == 0)
