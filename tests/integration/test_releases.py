@@ -83,7 +83,10 @@ COMPILED = pytest.param(
 )
 
 
-@pytest.mark.parametrize(("change", "mode"), [("2051", ""), ("2049", ""), ("2035", ""), COMPILED, ("experts", "")])
+FULL = [pytest.param(change, "", marks=pytest.mark.full) for change in ("2051", "2049", "experts")]
+
+
+@pytest.mark.parametrize(("change", "mode"), [("2035", ""), COMPILED, *FULL])
 def test_releases_to_come(change, mode):
     """Changes that pull requests of bitsandbytes and transformers make: the replacement serves, or is refused by name."""
     if change == "experts":

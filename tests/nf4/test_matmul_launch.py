@@ -7,7 +7,6 @@ import itertools
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -91,17 +90,6 @@ def test_which_launches_begin_while_the_one_before_ends(release, driver, begins_
         assert found == (begins_early if capability >= (9, 0) else set()), (capability, found)
 
 
-def test_the_driver_is_asked_for_its_cuda(monkeypatch):
-    def driver(name):
-        assert name == "libcuda.so.1"
-        return SimpleNamespace(cuDriverGetVersion=lambda pointer: setattr(pointer._obj, "value", 12080))
-
-    monkeypatch.setattr(runtime.ctypes, "CDLL", driver)
-    assert runtime.driver_version.__wrapped__() == 12080
-    monkeypatch.setattr(runtime.ctypes, "CDLL", Mock(side_effect=OSError))
-    assert runtime.driver_version.__wrapped__() == 0
-
-
 def test_plan_covers_every_row_once():
     for row in SMALL_M_ROWS:
         for n in (1, 17, 1000, 4096, 50001):
@@ -148,17 +136,9 @@ def test_candidates_are_offered_and_never_taken():
 
 
 class Compiler:
-    """Stands where Triton's JITFunction stands and counts what it is asked to compile."""
-
-    def __init__(self):
-        self.compiled = []
-        self.fails = False
+    """Stands where Triton's JITFunction stands and keeps what it was asked for last."""
 
     def warmup(self, *arguments, **values):
-        if self.fails:
-            self.compiled.append("failed")
-            raise RuntimeError("ptxas says no")
-        self.compiled.append(values.get("PTX", "sum"))
         self.values = values
         return object()
 
@@ -167,7 +147,7 @@ class Compiler:
 def compiler(monkeypatch):
     """An H200 without the H200: everything of matmul_4bit but the launches, which are recorded."""
     made, launches = Compiler(), []
-    state = SimpleNamespace(compiler=made, launches=launches, capturing=False)
+    state = SimpleNamespace(compiler=made, launches=launches)
     monkeypatch.setattr(kernels, "matmul_4bit_kernel", made)
     monkeypatch.setattr(kernels, "sum_split_k_kernel", made)
     monkeypatch.setattr(kernels, "copy_kernel", made)
@@ -180,37 +160,16 @@ def compiler(monkeypatch):
     monkeypatch.setattr(runtime, "empty_strided_cuda", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: H200)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return state
 
 
-def multiply(m, packed, state, **kwargs):
+def multiply(m, packed, state):
     n, k = state.shape
     x = torch.zeros(m, k, dtype=torch.bfloat16)
     layout = layout_of(packed, state)
-    return launch.matmul_4bit(x, layout, config=launch.config_for(H200, m, n, k), **kwargs)
-
-
-@pytest.mark.skipif(GPU, reason="tests/gpu/test_matmul_kernels.py asks the compiler itself")
-def test_a_new_number_of_rows_compiles_nothing(compiler):
-    packed, state = quantized((4096, 512), torch.bfloat16, "cpu")
-    for count in TILE_COUNTS:
-        multiply(8 * count, packed, state)
-    compiled = list(compiler.compiler.compiled)
-    assert len([ptx for ptx in compiled if ptx != "sum"]) == 6
-    for m in range(1, 65):
-        assert multiply(m, packed, state).shape == (m, 4096)
-        assert compiler.launches[-1][0] > 0
-    assert compiler.compiler.compiled == compiled
-    assert len(compiler.launches) >= 70
-    # inside a capture, too: nothing is compiled for a number of rows that is new there
-    launch._kernels.clear()
-    compiler.capturing = True
-    multiply(5, packed, state)
-    with pytest.raises(runtime.KernelUnavailable) as caught:
-        multiply(5, packed, state, bias=torch.zeros(4096, dtype=torch.bfloat16))
-    assert caught.value.reason == "GRAPH_CAPTURE"
+    return launch.matmul_4bit(x, layout, config=launch.config_for(H200, m, n, k))
 
 
 @pytest.mark.skipif(GPU, reason="tests/gpu/test_matmul_kernels.py asks the compiler itself")
@@ -238,17 +197,6 @@ def test_a_weight_off_16_bytes_is_read_from_a_copy(compiler):
     _, _, _, stream, source, target, words = copy
     assert (stream, source, words) == (7, odd.data_ptr(), 256 * 512 // 8)
     assert matmul[5] == target != source and target % 16 == 0
-
-
-@pytest.mark.skipif(GPU, reason="tests/gpu/test_matmul_kernels.py asks the compiler itself")
-def test_a_failed_compilation_is_remembered(compiler):
-    packed, state = quantized((256, 512), torch.bfloat16, "cpu")
-    compiler.compiler.fails = True
-    for m in (1, 1, 2):
-        with pytest.raises(runtime.KernelUnavailable, match="RuntimeError: ptxas says no") as caught:
-            multiply(m, packed, state)
-        assert caught.value.reason == "KERNEL_FAILED"
-    assert compiler.compiler.compiled == ["failed"]
 
 
 @pytest.mark.full
