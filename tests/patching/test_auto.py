@@ -113,14 +113,15 @@ def test_steps_inside_a_backward_pass_are_of_one_training_step(gpu):
             cache.auto.observe(BATCH)
         assert cache.budget == 0
 
-    for _ in range(auto.STEPS):
-        x = torch.ones(1, requires_grad=True)
-        x.register_hook(layer_is_done)
-        cache.auto.observe(BATCH)
-        assert cache.budget == 0
-        x.sum().backward()
-    cache.auto.observe(BATCH)
-    assert cache.budget == 9 * GIB
+    for batch in (BATCH, inputs(2, 1024, 64)):  # the second one's optimizers have made their state
+        for _ in range(auto.STEPS):
+            x = torch.ones(1, requires_grad=True)
+            x.register_hook(layer_is_done)
+            cache.auto.observe(batch)
+            assert cache.budget == 0
+            x.sum().backward()
+        cache.auto.observe(batch)
+        assert cache.budget == 9 * GIB
 
 
 def test_it_gives_back_before_another_optimizer_makes_its_state(gpu):

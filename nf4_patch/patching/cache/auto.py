@@ -88,7 +88,7 @@ class Auto:
             self.latest = shapes
             features, rows, lengths = zip(*map(size_of, found), strict=True)
             self.batch(features[0], max(rows), max(lengths))
-        if self.waits and self.steps >= STEPS and current_task() == -1:
+        if self.waits and self.steps >= STEPS:
             self.take()
         if time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + SECONDS
