@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from nf4_patch.patching.cache.reader import inside
 
 import nf4_patch
 from benchmarks import main
 from nf4_patch.nf4.runtime import same_bits
 from nf4_patch.patching import placement
 from nf4_patch.patching.cache.store import cache
-from nf4_patch.patching.cache.reader import inside
 from nf4_patch.patching.switch import switch
 from nf4_patch.tools.bench import dequantize
 from nf4_patch.tools.bench.baselines import BITSANDBYTES, OURS, Baseline, baselines

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import main
-from nf4_patch.nf4.weight import Weight
 from nf4_patch.patching.quant_state import weight_of
 from nf4_patch.tools.bench.baselines import OURS, original
 from nf4_patch.tools.bench.matmul import error, exact, fused_matmul_hits

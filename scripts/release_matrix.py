@@ -209,7 +209,6 @@ def states(device) -> dict[str, Any]:
 
     import nf4_patch
     from nf4_patch.nf4.dequantize import reference
-    from nf4_patch.nf4.weight import Weight
     from nf4_patch.patching.counters import counters
     from nf4_patch.patching.quant_state import weight_of
     from nf4_patch.tools.cases import ask_bitsandbytes

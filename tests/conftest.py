@@ -33,6 +33,20 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture
+def monkeypatch(monkeypatch):
+    """As pytest's, which replaces what a class has from ``type`` alone, such as ``__call__``, and nothing then calls."""
+    replace = monkeypatch.setattr
+
+    def setattr(target, name, *arguments, **keywords):
+        if isinstance(target, type) and not any(name in vars(base) for base in target.__mro__):
+            raise AttributeError(f"{target.__name__} has no {name} of its own")
+        replace(target, name, *arguments, **keywords)
+
+    monkeypatch.setattr = setattr
+    return monkeypatch
+
+
+@pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda", 0) if GPU else torch.device("cpu")
 

@@ -137,6 +137,13 @@ def multiprocessors(device: int | torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Triton raises a plain RuntimeError where the driver has no memory to load or launch a kernel."""
+    return isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "out of memory" in str(error)
+    )
+
+
 _building = threading.RLock()
 
 
@@ -145,6 +152,7 @@ def built_once(known: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any
 
     Raises:
         KernelUnavailable: it cannot be built; or a CUDA graph is being captured, which is not remembered.
+        torch.cuda.OutOfMemoryError, MemoryError: not remembered either.
     """
     if key not in known:
         if torch.cuda.is_current_stream_capturing():
@@ -153,11 +161,13 @@ def built_once(known: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any
             if key not in known:
                 try:
                     known[key] = build()
-                except torch.cuda.OutOfMemoryError:
+                except (torch.cuda.OutOfMemoryError, MemoryError):
                     raise
                 except KernelUnavailable as error:
                     known[key] = error.with_traceback(None)
                 except Exception as error:  # of the compiler, the driver or a read-only cache
+                    if is_out_of_memory(error):
+                        raise torch.cuda.OutOfMemoryError(str(error)) from error
                     known[key] = KernelUnavailable(f"{type(error).__name__}: {error}")
     found = known[key]
     if isinstance(found, KernelUnavailable):

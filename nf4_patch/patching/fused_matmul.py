@@ -98,7 +98,7 @@ class FusedMatmul:
         config = config_for(device, m, n, k) if m and x.shape[-1] == k else None
         if config is None:
             return Reason.NOT_FASTER
-        reason = guards.why_not(weight, x, bias)
+        reason = guards.why_not(weight, product=(x, bias, config))
         if reason is not None:
             return reason
         try:

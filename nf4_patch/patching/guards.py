@@ -87,23 +87,25 @@ GUARDS: tuple[tuple[Reason, Callable[[Weight], bool]], ...] = (
 
 
 def why_not(
-    weight: Weight, x: Tensor | None = None, bias: Tensor | None = None, out: Tensor | None = None,
+    weight: Weight, out: Tensor | None = None, product: tuple[Tensor, Tensor | None, matmul.AnyConfig] | None = None,
     ignore: tuple[Reason, ...] = (),
 ) -> Reason | None:  # fmt: skip
     """The first reason why a kernel must not run on this weight; None when it may. Looks at no data.
 
     Args:
-        x, bias: of a matmul straight from the packed weight.
         out: of a dequantization: what is to be filled, dense, of the weight's shape, dtype and device.
+        product: x, bias and config of a matmul straight from the packed weight.
         ignore: reasons that do not count.
     """
     for reason, holds in GUARDS:
         if reason not in ignore and holds(weight):
             return reason
-    if x is not None and not matmul.takes(x, weight, bias):
-        return Reason.MATMUL_OPERANDS
-    if x is not None and not all(map(runtime.has_memory, weight.tensors())):
-        return Reason.NO_STORAGE
+    if product is not None:
+        x, bias, config = product
+        if not matmul.takes(x, weight, bias, config):
+            return Reason.MATMUL_OPERANDS
+        if not all(map(runtime.has_memory, weight.tensors())):
+            return Reason.NO_STORAGE
     if out is not None:
         fits = runtime.fits(out, tuple(weight.shape), weight.dtype, weight.packed.get_device())
         if not fits or out.device != weight.packed.device:

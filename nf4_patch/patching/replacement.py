@@ -9,9 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-
-from ..nf4.runtime import KernelUnavailable
+from ..nf4.runtime import KernelUnavailable, is_out_of_memory
 from .context import is_compiling, keep_dynamo_out
 from .counters import counters, logger
 from .reasons import Reason
@@ -44,7 +42,7 @@ class Fallbacks:
             raise error.__cause__ from None
         if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
             return Reason.ARGUMENTS  # raised by the call itself: the original says what is wrong with the arguments
-        if switch.strict or isinstance(error, torch.cuda.OutOfMemoryError):
+        if switch.strict or is_out_of_memory(error):
             raise error
         message = self.details[Reason.INTERNAL_ERROR] = f"{type(error).__name__}: {error}"
         if message not in counters.errors:  # a step makes hundreds of calls: one traceback is enough

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from subprocess_python import program
 
 from nf4_patch.patching.targets import TARGETS
 
@@ -75,3 +76,19 @@ def test_light_selection(name, tmp_path, monkeypatch):
     assert not matrix.failed(row), row
     if name != "installed":
         assert row["releases"]["wrapt"] == "1.16.0"
+
+
+COMPILED = pytest.param(
+    "2035", "compiled", marks=pytest.mark.xfail(strict=True, reason="the traced backward reads ctx.tensors")
+)
+
+
+FULL = [pytest.param(change, "", marks=pytest.mark.full) for change in ("2051", "2049", "experts")]
+
+
+@pytest.mark.parametrize(("change", "mode"), [("2035", ""), COMPILED, *FULL])
+def test_releases_to_come(change, mode):
+    """Changes that pull requests of bitsandbytes and transformers make: the replacement serves, or is refused by name."""
+    if change == "experts":
+        pytest.importorskip("transformers.integrations.moe", reason="transformers before 5")
+    program("releases_to_come", change, *mode.split(), interpreted=not torch.cuda.is_available())

@@ -1,123 +1,243 @@
-"""``cache="auto"``: what it waits for, takes and gives back. What a GPU has free is made up here: see gpu/test_auto_gpu.py."""
+"""``cache="auto"``: what it waits for, takes and gives back. What a GPU has free is made up here: see gpu/test_held_gpu.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch._subclasses import FakeTensorMode
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import nf4_patch
 from nf4_patch.patching.cache import auto
 from nf4_patch.patching.cache.store import cache
 
 GIB = 2**30
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own: gpu/test_auto_gpu.py")
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU of which a test says what is free."""
+    """A GPU of which a test says what is free. What the cache gives back, ``spare``, PyTorch has until it empties its own."""
     known = {"free": 10 * GIB, "reserved": 4 * GIB, "others": GIB, "margin": GIB}
+    spare = []
+
+    def empty_cache():
+        while spare:
+            size = spare.pop()
+            known.update(free=known["free"] + size, reserved=known["reserved"] - size)
+
     monkeypatch.setattr(auto.Memory, "of", lambda device: auto.Memory(**known))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: known["reserved"])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     nf4_patch.enable(cache="auto")
-    yield known
+    yield known, spare
     nf4_patch.disable()
+    cache.taken.clear()
 
 
-def steps(count=auto.STEPS):
+def inputs(*sizes, dtype=torch.bfloat16):
+    with FakeTensorMode():
+        return torch.empty(sizes, dtype=dtype, device="cuda:0")
+
+
+BATCH = inputs(2, 512, 64)
+
+
+def optimizer():
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.ones(1)
-    optimizer = torch.optim.SGD([weight], lr=0.1)
+    return torch.optim.SGD([weight], lr=0.1)
+
+
+ADAM = optimizer()
+
+
+def train(count, batch=BATCH, optimizers=(ADAM,)):
+    """So many training steps: forward passes that are each followed by the steps of all optimizers."""
     for _ in range(count):
-        optimizer.step()
+        cache.auto.observe(batch)
+        for each in optimizers:
+            each.step()
+
+
+def budget_after(count, *args):
+    """What it may take in the forward pass after so many training steps."""
+    train(count, *args)
+    cache.auto.observe(*args[:1] or (BATCH,))
+    return cache.budget
 
 
 def test_it_takes_what_is_free_after_two_steps_of_the_largest_batch(gpu):
+    train(auto.STEPS)
     assert cache.budget == 0
-    steps()
-    assert cache.budget == 0  # no library said how large its batch is
-    cache.auto.batch(1024, 512)
-    steps(1)
-    assert cache.budget == 0
-    steps(1)
+    cache.auto.observe(BATCH)
     assert cache.budget == 9 * GIB
     assert "9 GiB" in str(nf4_patch.status())
-    cache.auto.batch(512, 512)
-    gpu["free"] = 2 * GIB
-    steps(4)
-    assert cache.budget == 9 * GIB  # nothing that was not seen; what is free now is what the cache left
+    gpu[0]["free"] = 2 * GIB
+    assert budget_after(4, inputs(1, 512, 64)) == 9 * GIB  # what is free now is what the cache left
 
 
-@pytest.mark.parametrize("larger", [(2048, 512), (1024, 1024), (512, 1024)])
-def test_it_gives_back_before_a_larger_batch(gpu, larger):
-    cache.auto.batch(1024, 512)
-    steps()
-    cache.auto.batch(*larger)
+def test_steps_without_a_batch_count_for_nothing(gpu):
+    for _ in range(4):
+        ADAM.step()
+    assert cache.budget == 0  # no library said how large its batch is
+
+
+def test_a_step_of_many_optimizers_is_one(gpu):
+    """Of GaLore's kind: one for every layer."""
+    layers = [optimizer() for _ in range(8)]
+    assert budget_after(1, BATCH, layers) == 0
+    layers[0].step()
     assert cache.budget == 0
-    gpu["free"] = 3 * GIB
-    steps()
-    assert cache.budget == 2 * GIB
+    cache.auto.observe(BATCH)
+    assert cache.budget == 9 * GIB
+
+
+def test_accumulated_batches_are_one_step(gpu):
+    for _ in range(4):
+        cache.auto.observe(BATCH)
+    ADAM.step()
+    for _ in range(4):
+        cache.auto.observe(BATCH)
+    assert cache.budget == 0
+
+
+def test_steps_inside_a_backward_pass_are_of_one_training_step(gpu):
+    """As optimizers in backward hooks with checkpointing: a step, a recomputed forward pass, the next step."""
+    layers = [optimizer() for _ in range(8)]
+
+    def layer_is_done(gradient):
+        for each in layers:
+            each.step()
+            cache.auto.observe(BATCH)
+        assert cache.budget == 0
+
+    for batch in (BATCH, inputs(2, 1024, 64)):  # the second one's optimizers have made their state
+        for _ in range(auto.STEPS):
+            x = torch.ones(1, requires_grad=True)
+            x.register_hook(layer_is_done)
+            cache.auto.observe(batch)
+            assert cache.budget == 0
+            x.sum().backward()
+        cache.auto.observe(batch)
+        assert cache.budget == 9 * GIB
+
+
+def test_it_gives_back_before_another_optimizer_makes_its_state(gpu):
+    """A generator's after five steps of its critic, or one that is created anew."""
+    assert budget_after(2) == 9 * GIB
+    seen = []
+    late = optimizer()
+    late.register_step_pre_hook(lambda *_: seen.append(cache.budget))
+    late.step()
+    late.step()
+    assert (seen[-1], cache.budget) == (0, 0)
+    assert budget_after(1) == 9 * GIB
+
+
+@pytest.mark.parametrize("larger", [(4, 512, 64), (1, 1024, 64), (2, 1024, 64)])
+def test_it_gives_back_before_a_larger_batch(gpu, larger):
+    budget_after(2)
+    larger = inputs(*larger)
+    cache.auto.observe(larger)
+    assert cache.budget == 0
+    gpu[0]["free"] = 3 * GIB
+    assert budget_after(2, larger) == 2 * GIB
+
+
+def test_every_tensor_counts_for_the_size_of_a_batch(gpu):
+    """An image comes first and is always the same; text grows, in a dictionary of keyword arguments."""
+    image = inputs(1, 900, 64)
+    for length, budget in ((128, 0), (128, 9 * GIB), (950, 0), (950, 9 * GIB)):
+        for _ in range(auto.STEPS):
+            cache.auto.observe(image, {"text": [inputs(1, length, 64)]})
+            ADAM.step()
+        assert cache.budget == budget
+
+
+def test_text_that_grows_beside_larger_images(gpu):
+    """Each in a forward pass of its own, as the layers of two parts of a model."""
+    for length, budget in ((128, 0), (128, 9 * GIB), (256, 0), (256, 9 * GIB)):
+        for _ in range(auto.STEPS):
+            cache.auto.observe(inputs(1, 900, 32))
+            cache.auto.observe(inputs(1, length, 64))
+            ADAM.step()
+        assert cache.budget == budget
+
+
+def test_what_it_gave_back_is_free_again(gpu):
+    """Near the limit too: what PyTorch keeps of it is not what a training step needs."""
+    known, spare = gpu
+    budget_after(2)
+    cache.taken[0] = 9 * GIB
+    known.update(free=GIB, reserved=13 * GIB)
+    spare.append(9 * GIB)
+    longer = inputs(2, 513, 64)
+    cache.auto.observe(longer)
+    cache.taken[0] = 0
+    known.update(free=known["free"] - GIB, reserved=known["reserved"] + GIB)  # which the longer batch takes
+    assert budget_after(2, longer) == 8 * GIB
+
+
+def test_what_the_largest_batch_took_is_not_forgotten(gpu):
+    """Memory ran short: the steps after that were of small batches."""
+    known, _ = gpu
+    budget_after(2)
+    cache.auto.wait("memory ran short")
+    known.update(free=12 * GIB, reserved=2 * GIB)
+    assert budget_after(2, inputs(1, 16, 64)) == 9 * GIB
 
 
 @pytest.mark.parametrize("change", [{"free": GIB // 4}, {"others": 2 * GIB}])
 def test_it_gives_back_where_memory_runs_short_or_a_process_comes(gpu, change):
-    cache.auto.batch(1024, 512)
-    steps()
+    budget_after(2)
     cache.taken[0] = GIB
-    gpu.update(change)
+    gpu[0].update(change)
     cache.auto.look()
     assert cache.budget == 0
     cache.taken[0] = 0
-    steps()
-    assert cache.budget == 0  # as long as it is so
+    assert budget_after(2) == 0  # as long as it is so
 
 
 def test_it_takes_nothing_where_others_use_the_gpu(gpu):
-    gpu["others"] = 8 * GIB
-    cache.auto.batch(1024, 512)
-    steps()
-    assert cache.budget == 0
+    gpu[0]["others"] = 8 * GIB
+    assert budget_after(2) == 0
     assert "another process" in nf4_patch.status().cache.found
-    gpu["others"] = GIB
-    steps()
-    assert cache.budget == 9 * GIB
+    gpu[0]["others"] = GIB
+    assert budget_after(2) == 9 * GIB
 
 
 def test_it_takes_nothing_where_no_more_than_the_margin_is_free(gpu):
-    gpu["free"] = GIB
-    cache.auto.batch(1024, 512)
-    steps()
-    assert cache.budget == 0
-    gpu["free"] = 3 * GIB
-    steps()
-    assert cache.budget == 2 * GIB
+    gpu[0]["free"] = GIB
+    assert budget_after(2) == 0
+    gpu[0]["free"] = 3 * GIB
+    assert budget_after(2) == 2 * GIB
 
 
 def test_another_mode_no_longer_follows_the_optimizer(gpu):
-    watching, hooks = cache.auto, len(_global_optimizer_post_hooks)
+    watching = cache.auto
+    hooks = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
     nf4_patch.enable(cache=f"{GIB}B")
     assert cache.auto is None
-    assert len(_global_optimizer_post_hooks) == hooks - 1
-    watching.batch(1024, 512)
-    steps()
+    assert (len(_global_optimizer_pre_hooks) + 1, len(_global_optimizer_post_hooks) + 1) == hooks
+    watching.observe(BATCH)
     assert cache.budget == GIB
 
 
 def test_an_error_of_its_own_stops_no_training(gpu, monkeypatch):
     monkeypatch.setattr(auto.Memory, "of", lambda device: 1 / 0)
-    cache.auto.batch(1024, 512)
-    steps()
-    assert cache.budget == 0
+    assert budget_after(2) == 0
     assert any("ZeroDivisionError" in error for error in nf4_patch.status().errors)
+    monkeypatch.setattr(cache.auto, "may_take", lambda budget: 1 / 0)
+    optimizer().step()
 
 
 @pytest.mark.parametrize(
     ("x", "size"),
-    [(torch.zeros(2, 512, 64), (1024, 512)), (torch.zeros(30, 64), (30, 30)), (torch.zeros(64), (1, 1)),
-     (torch.zeros(4, 128, dtype=torch.long), (512, 128)), (torch.zeros((), dtype=torch.long), (1, 1))],
+    [(torch.zeros(2, 512, 64), (64, 1024, 512)), (torch.zeros(30, 64), (64, 30, 30)), (torch.zeros(64), (64, 1, 1)),
+     (torch.zeros(4, 128, dtype=torch.long), (0, 512, 128)), (torch.zeros((), dtype=torch.long), (0, 1, 1)),
+     (torch.zeros(()), (0, 1, 1)), (torch.zeros(2, 1, 128, 128, dtype=torch.bool), (128, 256, 128))],
 )  # fmt: skip
 def test_how_large_a_batch_is(x, size):
     assert auto.size_of(x) == size

@@ -52,23 +52,27 @@ def test_our_own_error_runs_the_original_and_is_logged_once(on, monkeypatch, cap
     assert "INTERNAL_ERROR" in str(nf4_patch.status())
 
 
+TRITONS = RuntimeError("Triton Error [CUDA]: out of memory")
+
+
 @pytest.mark.parametrize(
     ("error", "strict"),
     [(MISTAKE, True), (KeyboardInterrupt(), False), (torch.cuda.OutOfMemoryError("full"), False),
-     (torch.cuda.OutOfMemoryError("full"), True)],
-    ids=["a mistake, strict", "interrupt", "memory", "memory, strict"],
+     (torch.cuda.OutOfMemoryError("full"), True), (TRITONS, False)],
+    ids=["a mistake, strict", "interrupt", "memory", "memory, strict", "memory at a launch"],
 )  # fmt: skip
 def test_what_is_raised(on, error, strict, monkeypatch):
     """Memory is never swallowed: the original would need the same, and a second attempt would hide where it ran out."""
     packed, state = quantized((64, 128), torch.float16, on)
-    if isinstance(error, torch.cuda.OutOfMemoryError):
+    if runtime.is_out_of_memory(error):
         monkeypatch.setattr(launch, "dequantize", raising(error))
-        monkeypatch.setattr(launch.Launch, "__call__", raising(error))
+        monkeypatch.setattr(launch.Launch, "run", raising(error))
     else:
         monkeypatch.setattr(guards, "check", raising(error))
     monkeypatch.setattr(switch, "strict", strict)
-    with pytest.raises(type(error), match=str(error)):
+    with pytest.raises(type(error)) as caught:
         F.dequantize_4bit(packed, state)
+    assert caught.value is error
     assert error is MISTAKE or fallbacks() == {}
 
 
@@ -100,6 +104,16 @@ def test_two_kernel_failures_are_counted_under_their_own_names(on, monkeypatch):
         F.dequantize_4bit(packed, state)
     assert fallbacks() == {Reason.KERNEL_FAILED: 20}
     assert counters.errors == {"ptxas exited with 1": 10, "no space left on device": 10}
+
+
+@pytest.mark.parametrize("error", [TRITONS, torch.cuda.OutOfMemoryError("full"), MemoryError()])
+def test_out_of_memory_while_a_kernel_is_loaded_is_not_remembered(error, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # which needs a GPU
+    known: dict = {}
+    with pytest.raises((torch.cuda.OutOfMemoryError, MemoryError)) as caught:
+        runtime.built_once(known, "kernel", raising(error))
+    assert str(caught.value) == str(error)
+    assert runtime.built_once(known, "kernel", lambda: "built") == "built"
 
 
 @pytest.mark.parametrize("error", [ValueError("ptxas"), runtime.KernelUnavailable("ptxas", "MISALIGNED")])
@@ -143,13 +157,12 @@ def test_a_hook_that_raises_leaves_the_import_alone():
 
 
 def test_without_triton():
-    """bitsandbytes itself may need Triton's absence handled: only nf4_patch's part is asked here."""
-    program("missing_dependency", "triton", "decode", fresh=True)
+    program("missing_dependency", "triton", "decode")
 
 
 @pytest.mark.parametrize("name", ["wrapt", "triton"])
 def test_a_missing_dependency_never_breaks_the_import_of_bitsandbytes(name):
-    done = program("missing_dependency", name, fresh=True, NF4_PATCH="1")
+    done = program("missing_dependency", name, NF4_PATCH="1")
     assert done.stdout.split() == ["imported"]
     assert name != "wrapt" or ("nf4_patch stays off" in done.stderr and "wrapt" in done.stderr)
 

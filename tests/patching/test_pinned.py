@@ -323,7 +323,7 @@ def test_a_module_that_was_called_before_it_was_quantized(compiled):
 
 
 def test_a_hook_that_writes_into_the_weight(compiled):
-    layer, module = compiled
+    layer, _ = compiled
     nf4_patch.enable(cache=2**30)
 
     def flip(*_):

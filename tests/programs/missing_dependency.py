@@ -1,16 +1,22 @@
-"""``missing_dependency.py NAME [decode]``: bitsandbytes is imported where NAME cannot be, and decodes by the original."""
+"""``missing_dependency.py NAME [decode]``: bitsandbytes is imported where nf4_patch finds no NAME, and decodes by the original.
 
+Others find it: PyTorch itself may import Triton.
+"""
+
+import builtins
 import logging
 import sys
 
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == sys.argv[1]:
-            raise ImportError(f"No module named {name} (blocked by the test)")
+found = builtins.__import__
 
 
-sys.meta_path.insert(0, Blocked())
+def hidden(name, globals=None, *rest, **keywords):
+    if name.split(".")[0] == sys.argv[1] and (globals or {}).get("__name__", "").startswith("nf4_patch"):
+        raise ImportError(f"No module named {name} (hidden by the test)")
+    return found(name, globals, *rest, **keywords)
+
+
+builtins.__import__ = hidden
 logging.basicConfig()
 if decode := sys.argv[2:] == ["decode"]:
     import nf4_patch

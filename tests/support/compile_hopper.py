@@ -22,11 +22,11 @@ from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.float32: "fp32"}
 
 
-def compiled(config, dtype, bias, parts):
-    boxes = hopper.boxes(config.block_m, dtype, parts)
+def compiled(config, dtype, bias):
+    boxes = hopper.boxes(config.block_m, dtype)
     types = [f"tensordesc<{TYPES[kind]}{box},{layout!r}>" for box, layout, kind in boxes]
-    types += ["*fp32", "*i32", "*fp32", "*" + TYPES[dtype], *["i32"] * 5, *["constexpr"] * 6]
-    values = (*config, bias, parts, hopper.decode_ptx(PTX_TYPES[dtype], parts))
+    types += ["*fp32", "*i32", "*fp32", "*" + TYPES[dtype], *["i32"] * 5, *["constexpr"] * 5]
+    values = (*config, bias, hopper.decode_ptx(PTX_TYPES[dtype]))
     first = len(types) - len(values)
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in ("sums", "flags", "code", "bias")}
     constants = {(first + i,): value for i, value in enumerate(values)}
@@ -35,8 +35,8 @@ def compiled(config, dtype, bias, parts):
 
 
 for config in {row.config for row in HOPPER_ROWS}:
-    for dtype, bias, parts in ((torch.bfloat16, False, 1), (torch.float16, True, 1), (torch.bfloat16, True, 2)):
-        code = compiled(config._replace(decoded=config.decoded + 1 - parts), dtype, bias, parts)
+    for dtype, bias in ((torch.bfloat16, False), (torch.float16, True)):
+        code = compiled(config, dtype, bias)
         with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
             file.write(code.asm["ptx"])
             file.flush()

@@ -1,6 +1,6 @@
 """X[M, K] @ dequantize(weight)[N, K].T for hundreds of rows of X, on Hopper: launch table and launch.
 
-The weight is decoded on its way into wgmma, 128 of its rows at once, for 128 or 256 rows of X (hopper_kernels.py).
+It is for rollouts of 65 to 256 sequences at once on an H100 or H200. The weight is decoded on its way into wgmma, 128 of its rows at once, for 128 or 256 rows of X (hopper_kernels.py).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ except Exception:  # what another release makes of an experimental interface
 
 RELEASES = ((3, 6), (3, 7))  # of Triton, where it ran
 BLOCK_N, BLOCK_K, MIN_STEPS = 128, 64, 4  # as in hopper_kernels; the fewest steps that are worth a CTA
-FLAGS, SCALE_PARTS = 1024, 16  # as in hopper_kernels
+FLAGS, SCALE_STEPS = 1024, 16  # as in hopper_kernels
 
 
 def config_for(
     capability: tuple[int, int], m: int, n: int, k: int, processors: int = MULTIPROCESSORS
 ) -> HopperConfig | None:
     """The measured config for ``m`` rows of X and an [n, k] weight on so many multiprocessors; None where none is."""
-    if RELEASE not in RELEASES or n % 8 or k % 32:  # TMA reads and writes rows of whole 16 bytes
+    if RELEASE not in RELEASES or n % 8 or k % BLOCK_K:  # TMA writes rows of whole 16 bytes; a step of K has one scale
         return None
     for row in HOPPER_ROWS:
         fits = row.capability == capability and row.min_m <= m <= row.max_m and n * k >= row.min_elements
@@ -49,17 +49,16 @@ def config_for(
     return None
 
 
-def decode_ptx(dtype: str, parts: int) -> str:
-    """PTX of one thread: 8 words of a row, their scales and the codes' address -> 32 registers of two weights in ``dtype``.
+def decode_ptx(dtype: str) -> str:
+    """PTX of one thread: 8 words of a row, their scale and the codes' address -> 32 registers of two weights in ``dtype``.
 
-    $0 to $31: register r of word w is $(8 * r + w); $32 to $39: the words; $40 to $47: their scales, equal within each of
-    the ``parts`` (1 or 2) of the words; $48: the address.
+    $0 to $31: register r of word w is $(8 * r + w); $32 to $39: the words; $40 to $47: their scale, eight times; $48: the
+    address.
     """
     lines = ["{", byte_permutes.REGISTERS]
     lines += [f"ld.global.nc.v4.f32 {vector('code', i, 4)}, [$48 + {4 * i}];" for i in range(0, 16, 4)]
+    lines += byte_permutes.round_codes("$40", "mul.rn.ftz.f32", dtype)
     for word in range(8):
-        if word % (8 // parts) == 0:
-            lines += byte_permutes.round_codes(f"${40 + word}", "mul.rn.ftz.f32", dtype)
         lines += byte_permutes.decode_word(f"${32 + word}", [f"${8 * r + word}" for r in range(4)])
     return "\n".join([*lines, "}"])
 
@@ -87,12 +86,12 @@ class HopperPlan(NamedTuple):
 
 
 @functools.cache
-def boxes(block_m: int, dtype: torch.dtype, parts: int) -> tuple[tuple[list[int], Any, torch.dtype], ...]:
+def boxes(block_m: int, dtype: torch.dtype) -> tuple[tuple[list[int], Any, torch.dtype], ...]:
     """Box, layout in shared memory and dtype of x, packed, scales and out."""
     swizzled = (
         ([block_m, BLOCK_K], 128, dtype),
         ([BLOCK_N, BLOCK_K // 8], 32, torch.int32),
-        ([parts * BLOCK_N], 0, torch.float32),
+        ([BLOCK_N], 0, torch.float32),
         ([64, BLOCK_N], 128, dtype),
     )
     return tuple(
@@ -129,20 +128,19 @@ class HopperKernel:
     def __init__(
         self, config: HopperConfig, device: torch.device, dtype: torch.dtype, weight: Weight, m: int, bias: bool
     ):
-        (n, k), part = weight.shape, weight.step()
+        n, k = weight.shape
         cut = HopperPlan.of(config, runtime.multiprocessors(device), m, n, k)
-        steps, groups, parts = -(-k // BLOCK_K), -(-n // BLOCK_N), BLOCK_K // part
-        scale_count = steps * (n if parts == 1 else groups * parts * BLOCK_N)
-        self.scale_count = -(-scale_count // 32) * 32  # what follows starts on 128 bytes
+        steps = k // BLOCK_K
+        self.scale_count = -(-steps * n // 32) * 32  # what follows starts on 128 bytes
         self.grid, self.sizes = cut.ctas, ()
         self.entry = KernelEntry(self.start, (), (), "two launches")
-        self.shapes = (m, k), (n, k // 8), (scale_count,), (m, n)  # of x, packed, scales and out
-        shift = (weight.blocksize // part).bit_length() - 1
+        self.shapes = (m, k), (n, k // 8), (steps * n,), (m, n)  # of x, packed, scales and out
+        shift = (weight.blocksize // BLOCK_K).bit_length() - 1
         self.sum_count = cut.ctas * config.block_m * BLOCK_N if cut.split_k > 1 else 0
-        self.scale_grid = groups * -(-steps * parts // SCALE_PARTS)
-        self.scale_sizes = (n, k // part, shift, max(0, weight.blocksize2.bit_length() - 1))
+        self.scale_grid = -(-n // BLOCK_N) * -(-steps // SCALE_STEPS)
+        self.scale_sizes = (n, steps, shift, max(0, weight.blocksize2.bit_length() - 1))
         self.matmul_sizes = (n, steps, cut.tiles_m, cut.tiles * cut.split_k, cut.split_k)
-        self.scales, self.matmul = compiled(config, device, dtype, weight.offset_dtype(), bias, parts)
+        self.scales, self.matmul = compiled(config, device, dtype, weight.offset_dtype(), bias)
 
     def start(self, grid, _y, _z, stream, x, packed, absmax, code, absmax2, code2, offset, out, bias) -> None:
         # its own at every call: the caching allocator keeps the streams apart
@@ -156,29 +154,22 @@ class HopperKernel:
 
 
 def compiled(
-    config: HopperConfig, device: torch.device, dtype: torch.dtype, offset: torch.dtype | None, bias: bool, parts: int
+    config: HopperConfig, device: torch.device, dtype: torch.dtype, offset: torch.dtype | None, bias: bool
 ) -> tuple[KernelEntry, KernelEntry]:
-    """The entries of scales_kernel and hopper_kernel, compiled for arguments of these types.
-
-    Args:
-        parts: of BLOCK_K, 1 or 2, each with a scale of its own in every row.
-    """
-    config = config._replace(decoded=config.decoded + 1 - parts)  # twice the scales take the room of a slot
+    """The entries of scales_kernel and hopper_kernel, compiled for arguments of these types."""
     kinds = (dtype, torch.float32, torch.int32, torch.uint8)
     some = {kind: torch.empty(64 * 128, dtype=kind, device=device) for kind in kinds}
     floats, flags = some[torch.float32], some[torch.int32]
     described = (
         TensorDescriptor.from_tensor(some[kind].view(-1, *box[1:]), box, layout)
-        for box, layout, kind in boxes(config.block_m, dtype, parts)
+        for box, layout, kind in boxes(config.block_m, dtype)
     )
     absmax, added = (some[torch.uint8], torch.empty(1, dtype=offset, device=device)) if offset else (floats, floats)
     of_scales = (absmax, floats, floats, added, floats, flags, 64, 64, 0, 8)
-    scales = runtime.compiled(
-        kernels.scales_kernel, of_scales, {"FLAT": offset is None, "PARTS": parts}, 4, device, dtype, offset
-    )
+    scales = runtime.compiled(kernels.scales_kernel, of_scales, {"FLAT": offset is None}, 4, device, dtype, offset)
     of_matmul = (*described, floats, flags, floats, some[dtype], 64, 64, 1, 1, 1)
     values: Any = {"BLOCK_M": config.block_m, "STAGES": config.stages, "DECODED": config.decoded, "BIAS": bias}
-    values |= {"PARTS": parts, "PTX": decode_ptx(PTX_TYPES[dtype], parts)}
+    values["PTX"] = decode_ptx(PTX_TYPES[dtype])
     return scales, runtime.compiled(kernels.hopper_kernel, of_matmul, values, 4, device, dtype)
 
 
@@ -193,20 +184,20 @@ def checked(
     Raises:
         KernelUnavailable: they did not, now or before, or it cannot be compiled; or a CUDA graph is being captured.
     """
-    key = (config, device, dtype, weight.offset_dtype(), bias, BLOCK_K // weight.step())
+    key = (config, device, dtype, weight.offset_dtype(), bias)
     runtime.built_once(_checked, key, lambda: check(*key))
     return HopperKernel(config, device, dtype, weight, m, bias)
 
 
 def check(
-    config: HopperConfig, device: torch.device, dtype: torch.dtype, offset: torch.dtype | None, bias: bool, parts: int
+    config: HopperConfig, device: torch.device, dtype: torch.dtype, offset: torch.dtype | None, bias: bool
 ) -> bool:
     """
     Raises:
         KernelUnavailable: the bits differ, or it cannot be compiled.
     """
-    m, n, k = config.block_m + 3, 2 * BLOCK_N + 8, 1024 - 32 * (parts - 1)
-    variant = Variant(INTERPRETER_WARPS, dtype, offset, BLOCK_K // parts, 256 if offset else 0)
+    m, n, k = config.block_m + 3, 2 * BLOCK_N + 8, 1024
+    variant = Variant(INTERPRETER_WARPS, dtype, offset, BLOCK_K, 256 if offset else 0)
     weight = sample_weight(variant, n * k // 3, device)._replace(shape=(n, k))
     kernel = HopperKernel(config, device, dtype, weight, m, bias)
     columns = torch.arange(m, device=device) * 37 % k

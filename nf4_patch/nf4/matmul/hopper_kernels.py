@@ -29,40 +29,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..dequantize.kernels import block_scale
 
 BLOCK_N = gl.constexpr(128)  # rows of the weight per tile: columns of the result
-BLOCK_K = gl.constexpr(64)  # with one scale for a row or, if blocks are shorter or a row starts within one, PARTS
+BLOCK_K = gl.constexpr(64)  # with one scale for a row
 FLAGS = gl.constexpr(1024)  # two per program
-SCALE_PARTS = gl.constexpr(16)  # that a program of scales_kernel takes
+SCALE_STEPS = gl.constexpr(16)  # of K that a program of scales_kernel takes
 CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 32 + ["r"] * 8 + ["f"] * 8 + ["l"] * 8))  # see hopper.decode_ptx
 # until the flag of another program is set
 SPIN = gl.constexpr("{ .reg .pred p; again: ld.acquire.gpu.global.u32 $0, [$1]; setp.eq.u32 p, $0, 0; @p bra again; }")
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton >= 3.7
 
 
-@triton.jit(do_not_specialize=["n", "k_parts", "shift", "shift2"])
-def scales_kernel(
-    absmax, absmax2, code2, offset, scales, flags, n, k_parts, shift, shift2, FLAT: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
-    """scales fp32 as the matmul reads them: [steps of K, n], or [steps, tiles of n, 2, BLOCK_N] if a step has 2 PARTS; and
-    flags int32 [FLAGS] = 0.
+@triton.jit(do_not_specialize=["n", "k_steps", "shift", "shift2"])
+def scales_kernel(absmax, absmax2, code2, offset, scales, flags, n, k_steps, shift, shift2, FLAT: tl.constexpr):
+    """scales fp32 [steps of K, n], as the matmul reads them; and flags int32 [FLAGS] = 0.
 
     absmax: uint8 (nested) or fp32 (FLAT), row-major over n rows. absmax2, code2 [256]: fp32. offset: one.
-    k_parts: of K; the last step may lack one, whose scale is any finite number.
-    shift: log2 of the parts per block. shift2: log2(blocksize2).
+    shift: log2 of the steps per block. shift2: log2(blocksize2).
     """
     groups = tl.cdiv(n, BLOCK_N)
-    group = tl.program_id(0) % groups
-    row = group * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    part = tl.program_id(0) // groups * SCALE_PARTS + tl.arange(0, SCALE_PARTS)[None, :]
-    mask = (row < n) & (part < k_parts)
-    block = (row * k_parts + part) >> shift
+    row = tl.program_id(0) % groups * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    step = tl.program_id(0) // groups * SCALE_STEPS + tl.arange(0, SCALE_STEPS)[None, :]
+    mask = (row < n) & (step < k_steps)
+    block = (row * k_steps + step) >> shift
     first = tl.load(absmax + block, mask, 0)
     second = None if FLAT else tl.load(absmax2 + (block >> shift2), mask, 0.0)
     scale = block_scale(first, second, code2, None if FLAT else tl.load(offset).to(tl.float32), FLAT, True)
-    if PARTS == 1:
-        tl.store(scales + part * n + row, scale, mask)
-    else:
-        at = ((part // PARTS * groups + group) * PARTS + part % PARTS) * BLOCK_N + row % BLOCK_N
-        tl.store(scales + at, scale, part < tl.cdiv(k_parts, PARTS) * PARTS)
+    tl.store(scales + step * n + row, scale, mask)
     if tl.program_id(0) == 0:
         tl.store(flags + tl.arange(0, FLAGS), 0)
 
@@ -97,16 +88,12 @@ def produce(x, packed, scales, barriers, x_ring, packed_ring, scale_ring, work):
     """The producer: fill a slot of each TMA ring per step.
 
     x [M, K], packed int32 [n, K / 8] and scales (scales_kernel's, flat): TMA descriptors. Rings: x_ring
-    [STAGES, BLOCK_M, BLOCK_K], packed_ring [STAGES, BLOCK_N, BLOCK_K / 8], scale_ring [STAGES, PARTS * BLOCK_N].
+    [STAGES, BLOCK_M, BLOCK_K], packed_ring [STAGES, BLOCK_N, BLOCK_K / 8], scale_ring [STAGES, BLOCK_N].
     """
     STAGES: gl.constexpr = x_ring.type.shape[0]
     BLOCK_M: gl.constexpr = x_ring.type.shape[1]
-    SCALES: gl.constexpr = scale_ring.type.shape[1]
-    PARTS: gl.constexpr = SCALES // BLOCK_N
     full, empty, _ready, _spent = barriers
     n, k_steps, tiles_m, _chunks, _split_k = work
-    if PARTS == 2:
-        groups = (n + BLOCK_N - 1) // BLOCK_N
     _turn, at, end = work_range(work)
     slot, phase = 0, 1  # the phase before the first counts as over
     while at < end:
@@ -119,13 +106,9 @@ def produce(x, packed, scales, barriers, x_ring, packed_ring, scale_ring, work):
         for step in range(first, first + steps):  # nothing to divide in here: it is one warp's time
             ready = full.index(slot)
             mbarrier.wait(empty.index(slot), phase)
-            mbarrier.expect(ready, (2 * BLOCK_M + BLOCK_N // 2) * BLOCK_K + 4 * SCALES)
+            mbarrier.expect(ready, (2 * BLOCK_M + BLOCK_N // 2) * BLOCK_K + 4 * BLOCK_N)
             tma.async_copy_global_to_shared(packed, [column, step * (BLOCK_K // 8)], ready, packed_ring.index(slot))
-            if PARTS == 1:
-                first_scale = step * n + column
-            else:
-                first_scale = (step * groups + tile // tiles_m) * SCALES
-            tma.async_copy_global_to_shared(scales, [first_scale], ready, scale_ring.index(slot))
+            tma.async_copy_global_to_shared(scales, [step * n + column], ready, scale_ring.index(slot))
             tma.async_copy_global_to_shared(x, [row, step * BLOCK_K], ready, x_ring.index(slot))
             slot, phase = advance(slot, phase, STAGES)
 
@@ -138,7 +121,6 @@ def decode(TURN, code, barriers, packed_ring, scale_ring, weight_ring, work, PTX
     """
     STAGES: gl.constexpr = packed_ring.type.shape[0]
     DECODED: gl.constexpr = weight_ring.type.shape[0]
-    PARTS: gl.constexpr = scale_ring.type.shape[1] // BLOCK_N
     row: gl.constexpr = gl.BlockedLayout([1, BLOCK_K // 8], [32, 1], [4, 1], [1, 0])
     full, empty, ready, spent = barriers
     _turn, start, end = work_range(work)
@@ -150,19 +132,10 @@ def decode(TURN, code, barriers, packed_ring, scale_ring, weight_ring, work, PTX
     for _step in range(start + TURN, end, 2):
         mbarrier.wait(full.index(slot), phase)
         words = packed_ring.index(slot).load(row)
-        scales = scale_ring.index(slot)
-        if PARTS == 1:
-            scale = scales.load(gl.SliceLayout(1, row))
-        else:
-            scale = gl.expand_dims(scales.slice(0, BLOCK_N).load(gl.SliceLayout(1, row)), 1)
-            second = gl.expand_dims(scales.slice(BLOCK_N, BLOCK_N).load(gl.SliceLayout(1, row)), 1)
-            word = gl.expand_dims(gl.arange(0, BLOCK_K // 8, gl.SliceLayout(0, row)), 0)
-            scale = gl.where(word < BLOCK_K // 16, scale, second)
+        scale = scale_ring.index(slot).load(gl.SliceLayout(1, row))
         barrier()
         mbarrier.arrive(empty.index(slot), count=1)
-        if PARTS == 1:
-            scale = gl.expand_dims(scale, 1)
-        scale, words = gl.broadcast(scale, words)
+        scale, words = gl.broadcast(gl.expand_dims(scale, 1), words)
         where = gl.full([BLOCK_N, BLOCK_K // 8], 0, gl.int64, row) + code.to(gl.int64)
         a, b, c, d = gl.inline_asm_elementwise(
             PTX, CONSTRAINTS, [words, scale, where], (gl.int32, gl.int32, gl.int32, gl.int32), True, BLOCK_K // 8
@@ -266,8 +239,7 @@ def consume(HALF, barriers, x_ring, weight_ring, staging, out, sums, flags, bias
 @gluon.jit(do_not_specialize=["n", "k_steps", "tiles_m", "chunks", "split_k"])
 def hopper_kernel(
     x, packed, scales, out, sums, flags, code, bias, n, k_steps, tiles_m, chunks, split_k,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DECODED: gl.constexpr, BIAS: gl.constexpr, PARTS: gl.constexpr,
-    PTX: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DECODED: gl.constexpr, BIAS: gl.constexpr, PTX: gl.constexpr,
 ):  # fmt: skip
     """out = x @ weight.T (+ bias), decoded on the way; a program takes whole tiles, or one chunk of a tile.
 
@@ -278,7 +250,7 @@ def hopper_kernel(
     """
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
     packed_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N, BLOCK_K // 8], packed.layout)
-    scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, PARTS * BLOCK_N], scales.layout)
+    scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], scales.layout)
     weight_ring = gl.allocate_shared_memory(x.dtype, [DECODED, BLOCK_N, BLOCK_K], x.layout)
     staging = gl.allocate_shared_memory(x.dtype, [2, 64, BLOCK_N], out.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

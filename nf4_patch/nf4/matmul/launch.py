@@ -48,8 +48,8 @@ def config_for(
     return few or hopper.config_for(capability, m, n, k, processors)
 
 
-def takes(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> bool:
-    """Whether a kernel can run on these arguments, of a weight that passed its guards."""
+def takes(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, config: AnyConfig) -> bool:
+    """Whether the config's kernel can run on these arguments, of a weight that passed its guards."""
     n, k = weight.shape
     if triton is None or not isinstance(kernels.matmul_4bit_kernel, triton.runtime.JITFunction):
         return False  # Triton's interpreter does not run PTX
@@ -60,6 +60,7 @@ def takes(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> 
         (x.dtype is torch.float16 or (x.dtype is torch.bfloat16 and capability >= (8, 0)))  # of the tensor cores
         and k % STEP == 0
         and weight.packed.data_ptr() % 4 == 0
+        and (isinstance(config, SmallMConfig) or weight.blocksize >= hopper.BLOCK_K)
         and (bias is None or takes_bias(bias, x.dtype, n))
     )
 
@@ -195,9 +196,10 @@ def matmul_4bit(
     n, k = weight.shape
     if x.numel() == 0:
         return x.new_empty((*x.shape[:-1], n)) if out is None else out
-    if config is None and takes(x, weight, bias):
+    if config is None and x.is_cuda:
         capability, processors = torch.cuda.get_device_capability(x.device), runtime.multiprocessors(x.device)
         config = config_for(capability, x.numel() // k, n, k, processors)
+        config = config if config is not None and takes(x, weight, bias, config) else None
     if config is None:
         raise ValueError(
             f"matmul_4bit does not support x {x.dtype} {list(x.shape)} on {x.device} by a weight {list(weight.shape)} of "
