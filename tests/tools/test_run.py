@@ -20,7 +20,9 @@ from nf4_patch.patching.switch import switch
 from nf4_patch.tools import run
 
 TRAINING = Path(__file__).parents[1] / "programs" / "training.py"
-PRINT = "import sys; print(__name__, sys.argv, sys.path, 'nf4_patch' in sys.modules and 'patched')"
+PRINT = (
+    "import sys; us = sys.modules.get('nf4_patch'); print(__name__, sys.argv, sys.path, bool(us and us.is_enabled()))"
+)
 ENDS = {
     "exit": "sys.exit(3)",
     "words": "sys.exit('why')",
@@ -62,9 +64,9 @@ def test_a_command_is_as_without_us_and_patched(words, text, tmp_path):
     own = [] if words[0] in ("python", "sh") else [sys.executable]
     theirs = ran(*own, *words, folder=tmp_path)
     ours, reports = reported(*words, folder=tmp_path)
-    assert (ours.stdout.replace("patched", "False"), ours.stderr) == (theirs.stdout, theirs.stderr)
+    assert (ours.stdout.replace("True", "False"), ours.stderr) == (theirs.stdout, theirs.stderr)
     assert (ours.returncode, reports) == (theirs.returncode, {})
-    assert "patched" in ours.stdout
+    assert "True" in ours.stdout
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_the_sitecustomize_of_the_environment_runs_too(tmp_path):
     """Once for nf4-patch itself, once for the command."""
     (tmp_path / "sitecustomize.py").write_text("print('theirs')")
     done, _ = reported("-c", PRINT, folder=tmp_path, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    assert done.stdout.startswith("theirs\ntheirs\n__main__") and done.stdout.endswith("patched\n"), done.stderr
+    assert done.stdout.startswith("theirs\ntheirs\n__main__") and done.stdout.endswith("True\n"), done.stderr
 
 
 def test_a_python_without_nf4_patch_is_left_alone(tmp_path):
