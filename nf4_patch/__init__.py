@@ -8,10 +8,12 @@ Importing this module is cheap: torch, triton and the patched libraries are impo
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -150,17 +152,15 @@ def _autoload() -> None:
     """NF4_PATCH=1 enables. Called inside somebody's import (bitsandbytes loads it as a backend): it never raises."""
     if not any(name.startswith("NF4_PATCH") for name in os.environ):  # then nothing else is imported
         return
-    from . import notices
-    from .config import Config, ConfigError
+    from .config import Config, ConfigError, options_set
 
-    if not os.environ.get("NF4_PATCH"):
-        notices.watch_options()
-        return
     try:
-        if Config.read().requested and _enabled_once():
-            notices.say_when_it_is_used()
+        if not os.environ.get("NF4_PATCH"):  # the code decides; the options count once it calls enable()
+            atexit.register(_say_what_had_no_effect)
+        elif Config.read().requested and _enabled_once() and is_enabled() and "bitsandbytes" in sys.modules:
+            _say(logging.WARNING, f"nf4_patch {__version__} is on: {', '.join(['NF4_PATCH=1', *options_set()])}")
     except (ImportError, ConfigError) as error:  # a package that it needs is missing, or a variable is wrong
-        _stays_off(str(error))
+        _say(logging.ERROR, f"nf4_patch stays off: {error}")
     except Exception:
         logging.getLogger(__name__).exception("nf4_patch stays off")
 
@@ -171,8 +171,20 @@ def _enabled_once() -> bool:
 
 
 @functools.cache
-def _stays_off(why: str) -> None:
-    logging.getLogger(__name__).error("nf4_patch stays off: %s", why)
+def _say(level: int, line: str) -> None:
+    """Once, and by one process of a training."""
+    from .config import is_worker, rank
+
+    if rank() in ("", "0") and not is_worker():
+        logging.getLogger(__name__).log(level, line)
+
+
+def _say_what_had_no_effect() -> None:
+    from .config import options_set
+    from .patching.placement import installed
+
+    if (options := ", ".join(options_set())) and "bitsandbytes" in sys.modules and not installed:
+        _say(logging.WARNING, f"{options}: no effect, as neither NF4_PATCH=1 nor enable() switched nf4_patch on")
 
 
 _autoload()

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -56,5 +55,4 @@ class ReportCallback(TrainerCallback):
         if not self.quiet:
             print(now)
         if self.json_file is not None:
-            text = json.dumps(now.as_dict(), indent=1)
-            output.write(self.json_file, lambda file: file.write_text(text, encoding="utf-8"))
+            output.write_json(self.json_file, now.as_dict())

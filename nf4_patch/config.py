@@ -67,10 +67,6 @@ VARIABLES = (
         "that much memory of every GPU; auto: as many as fit into what the training leaves free.",
         size=True, option=True,
     ),
-    Variable(
-        "NF4_PATCH_QUIET", (*SWITCH,), "0",
-        "1: nothing on stderr that says that NF4_PATCH=1 switched the patch on, or that an option has no effect.",
-    ),
 )  # fmt: skip
 
 UNITS = {"TiB": 2**40, "TB": 10**12, "GiB": 2**30, "GB": 10**9}
@@ -115,9 +111,15 @@ def options_set() -> list[str]:
     return [f"{v.name}={given[v]}" for v in asks]
 
 
-def is_first_process() -> bool:
-    """Whether a launcher (torchrun, accelerate) gave this process rank 0, or there is none."""
-    return (os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0") == "0"
+def rank() -> str:
+    """The number that a launcher (torchrun, accelerate) gave this process; "" where none started it."""
+    return os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or ""
+
+
+def is_worker() -> bool:
+    """Whether multiprocessing started this process (a DataLoader's worker, for example)."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and process.current_process().name != "MainProcess"
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,6 @@ class Config:
     calibration: Path | None  # the file of measurements; None: not to be read
     calibration_named: bool  # by the user: it should exist
     cache: str | int  # off, auto, or bytes per GPU
-    quiet: bool
 
     def missing_calibration(self) -> str:
         """A sentence on a calibration file that the user named and that does not exist; "" where all is well."""
@@ -165,7 +166,6 @@ class Config:
             calibration=Path(os.path.expanduser(file)) if file else None,
             calibration_named=named not in ("auto", "off"),
             cache=values["NF4_PATCH_CACHE"],
-            quiet=SWITCH[values["NF4_PATCH_QUIET"]],
         )
 
 

@@ -61,9 +61,8 @@ class Run(NamedTuple):
 # a line of a bash block -> how it is run, or why not, and what runs it instead
 COMMANDS: dict[str, Run | str] = {
     "nf4-patch doctor": Run("bitsandbytes.functional.dequantize_4bit", codes=(0, 1)),
-    "torchrun --nproc-per-node 8 --local-ranks-filter 0 --no-python nf4-patch run --report train.py": Run(
-        "1 in the kernel, 0 fell back"
-    ),
+    "nf4-patch run --report torchrun --nproc-per-node 8 train.py": Run("1 in the kernel, 0 fell back"),
+    "nf4-patch run --report accelerate launch --num_processes 8 train.py": Run("1 in the kernel, 0 fell back"),
     "NF4_PATCH=1 torchrun --nproc-per-node 8 train.py": "integration/test_examples.py, test_no_change_of_code",
     "NF4_PATCH=1 accelerate launch --num_processes 8 train.py": "integration/test_examples.py, test_no_change_of_code",
     "NF4_PATCH=1 accelerate launch --config_file examples/fsdp2.yaml --num_processes 8 train.py": (

@@ -16,7 +16,7 @@ from .state import State
 from .switch import switch
 from .targets import SWITCHES, TARGETS
 
-NEVER_CALLED, NEVER_HIT = "installed, never called", "installed, never hit"
+NEVER_CALLED, NEVER_HIT = "installed, never called by eager code", "installed, never hit"
 SHAPES_SHOWN = 8  # a model has about five; a report is one screen
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +30,26 @@ class OwnKernel:
     """A fused kernel of the library's own. Code that is compiled keeps it everywhere: Inductor launches it without the
     dispatcher that our op goes through."""
 
-    used: str  # the global of the module that says whether the library uses it
+    used: str  # the global of the row's module that says whether the library uses it
     releases: str
-    slower_on: tuple[tuple[int, int], ...]  # capabilities where eager calls of ours were measured to be faster
+    slower_on: tuple[tuple[int, int], ...]  # capabilities where it was measured to be slower than eager calls of ours
     measured: str
     advice: str
+
+    def in_use(self, module: str) -> bool:
+        return bool(getattr(sys.modules.get(module), self.used, False))
+
+    def keeps_eager_calls(self) -> bool:
+        """Whether it was not measured to be slower on every GPU here."""
+        return not _slower_everywhere(self.slower_on)
+
+
+@functools.cache
+def _slower_everywhere(slower_on: tuple[tuple[int, int], ...]) -> bool:
+    import torch
+
+    capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+    return all(capability in slower_on for capability in capabilities)
 
 
 @dataclass(frozen=True)

@@ -14,22 +14,18 @@ that ``nf4-patch --help`` imports neither torch nor the verb. That module knows 
 
 from __future__ import annotations
 
-import datetime
 import io
-import json
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import click
 
-from .. import notices
 from ..config import Config, ConfigError
 from ..patching.counters import FallbackError
 from ..version import __version__
 from . import output
-from .report import NotAvailable, Progress, Report, commit, installed_releases, require_gpu, require_patch
+from .report import NotAvailable, Progress, Report, provenance_data, require_gpu, require_patch
 
 
 class Verbs(click.Group):
@@ -55,14 +51,6 @@ class Verbs(click.Group):
                 f"{error.name} is not installed: pip install '.[demo]' in a checkout of nf4_patch"
             ) from None
 
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().main(*args, **kwargs)
-        except OSError:
-            if code := output.flushed(0):  # stdout took no more: said in one line
-                sys.exit(code)
-            raise
-
 
 def summary(verb: click.Command) -> str:
     """What it does, in a sentence."""
@@ -78,55 +66,34 @@ def json_option() -> click.Option:
     return option
 
 
-class ProgressBar:
-    """A report.Progress on stderr: a bar on a terminal, a line for each new text elsewhere."""
+class ProgressLine:
+    """A report.Progress on stderr: one line that is written over on a terminal, a line for each new text elsewhere."""
 
     def __init__(self) -> None:
-        self.bar: Any = None
         self.text = ""
 
     def __call__(self, text: str, done: int = 0, total: int | None = None) -> None:
-        from rich import progress
-
-        if self.bar is None:
-            columns = [progress.SpinnerColumn(), progress.TextColumn("{task.description}", markup=False)]
-            columns += [progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn()]
-            self.bar = progress.Progress(*columns, console=console(stderr=True), transient=True)
-            self.bar.add_task(text)
-        if self.bar.console.is_terminal:
-            self.bar.start()
-            self.bar.update(self.bar.task_ids[0], description=text, completed=done, total=total)
-        elif text != self.text:
-            self.bar.console.print(text)
+        if sys.stderr.isatty():
+            print(f"\r\033[K{text}{f' {done}/{total}' if total else ''}", end="", file=sys.stderr, flush=True)
+        elif text and text != self.text:
+            print(text, file=sys.stderr)
         self.text = text
 
-    def stop(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+    def clear(self) -> None:
+        if self.text:
+            self("")
 
 
-def console(stderr: bool = False) -> Any:
+def console() -> Any:
     """A rich console that prints strings as they are; outside a terminal wide enough for every table."""
     from rich.console import Console
 
-    stream = sys.stderr if stderr else sys.stdout
-    if isinstance(stream, io.TextIOWrapper) and not stream.closed:
-        stream.reconfigure(errors="replace")  # an encoding without the character shows "?" instead of raising
-    result = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an encoding without the character shows "?" instead of raising
+    result = Console(markup=False, highlight=False, emoji=False)
     if not result.is_terminal:
         result.width = 120
     return result
-
-
-def wrapped(text: str, width: int) -> str:
-    """At words, what is continued two columns further in; a longer word stays whole."""
-    lines = []
-    for line in text.split("\n"):
-        indent = " " * (len(line) - len(line.lstrip()) + 2)
-        lines.append(
-            textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-        )
-    return "\n".join(lines)
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
@@ -134,33 +101,23 @@ def wrapped(text: str, width: int) -> str:
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Fused Triton kernels for 4-bit fine-tuning, inside bitsandbytes and Unsloth, with the same bits."""
-    notices.silenced = ctx.invoked_subcommand != "run"
-    ctx.obj = progress = ProgressBar()
-    ctx.call_on_close(progress.stop)
+    ctx.obj = progress = ProgressLine()
+    ctx.call_on_close(progress.clear)
 
 
 @main.result_callback()
 @click.pass_context
 def finish(ctx: click.Context, report: Any) -> None:
     """Write a verb's JSON, print its report and exit with its code."""
-    ctx.obj.stop()
+    ctx.obj.clear()
     if file := ctx.meta.get("nf4_patch.json"):
         data = report.as_dict()
-        if "machine" not in data:  # which says as much and more
-            data |= {"releases": installed_releases(), "date": datetime.date.today().isoformat(), "commit": commit()}
-        text = json.dumps(data, indent=2, default=str) + "\n"
-        output.write(file, lambda path: path.write_text(text, encoding="utf-8"))
-    if sys.stdout is not None and not getattr(sys.stdout, "closed", False):
-        out = console()
-        try:
-            for renderable in report.render():
-                if isinstance(renderable, str):
-                    out.print(wrapped(renderable, out.width) if out.is_terminal else renderable, soft_wrap=True)
-                else:
-                    out.print(renderable)
-        except OSError as error:
-            sys.exit(output.lost(error))
-    sys.exit(output.flushed(report.exit_code))
+        output.write_json(file, data if "machine" in data else data | provenance_data())  # a machine says more
+    out = console()
+    for renderable in report.render():
+        soft_wrap = isinstance(renderable, str) and not out.is_terminal
+        out.print(renderable, soft_wrap=soft_wrap)
+    sys.exit(report.exit_code)
 
 
 @main.command()
@@ -187,27 +144,36 @@ def verify(tell: Progress, weights: Path | None) -> Report:
     return verify.verify(weights, tell)
 
 
-# What follows the script or the module belongs to it, options too, as after ``python``.
+ALL_RANKS = "Report on every process of a launcher; --json r.json then writes r.rank0.json, r.rank1.json, ..."
+
+
+# What follows the first word of COMMAND belongs to it, options too, as after ``python``.
 @main.command(
     context_settings={"allow_interspersed_args": False},
-    options_metavar="[--report] [--json FILE] (SCRIPT | -m MODULE)",
+    short_help="Run a command with the patch on, in every Python process that it starts.",
 )
-@click.option("-m", "module", is_flag=True, help="Run a module, as python -m does.")
-@click.option("--report", is_flag=True, help="At the end print hits, fallbacks with reasons, and advice.")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run(module: bool, report: bool, arguments: tuple[str, ...]) -> Report:
-    """Enable the patch, then run a script or a module."""
+@click.option("-m", "module", is_flag=True, help="COMMAND is a module, as after python -m.")
+@click.option("-c", "code", is_flag=True, help="COMMAND is code, as after python -c.")
+@click.option("--report", is_flag=True, help="At the end print hits, fallbacks with reasons, and advice on stderr.")
+@click.option("--all-ranks", is_flag=True, help=ALL_RANKS)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def run(ctx: click.Context, module: bool, code: bool, report: bool, all_ranks: bool, command: tuple[str, ...]) -> None:
+    """Run a command with the patch on: train.py, -m MODULE, python ..., torchrun ..., accelerate launch ...
+
+    Every Python process that the command starts is patched, and reports if it imports bitsandbytes. Of several processes of
+    a launcher only rank 0 reports.
+    """
     from . import run
 
-    if not arguments:
-        file = click.get_current_context().meta.get("nf4_patch.json")
+    file = ctx.meta["nf4_patch.json"]
+    if not command:
         taken = f" (--json writes to {file})" if file else ""
-        raise click.UsageError(f"nothing to run: name a script, or a module with -m{taken}")
-    notices.silenced = report  # which says more
+        raise click.UsageError(f"nothing to run: name a script, a command, or a module with -m{taken}")
     try:
-        return run.run(module, arguments, report)
+        run.execute([*["-m"] * module, *["-c"] * code, *command], report, file, all_ranks)
     except OSError as error:
-        raise click.UsageError(f"can't open {arguments[0]!r}: {error.strerror}") from error
+        raise click.UsageError(f"{command[0]}: {error.strerror}") from error
 
 
 PNG = "nf4-patch-demo.png"

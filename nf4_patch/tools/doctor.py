@@ -10,8 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,40 +23,25 @@ from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.matmul.tuning import SMALL_M_ROWS
 from ..nf4.weight import OUTPUT_DTYPES
-from ..patching import calibrated, deferral, placement
+from ..patching import calibrated
 from ..patching.reasons import Reason
 from ..patching.state import State, StrEnum
+from ..patching.status import TargetStatus
 from ..patching.targets import SWITCHES, TARGETS, Target
-from .report import DISTRIBUTIONS, Progress, Report, installed_releases, plural, silent
+from .report import DISTRIBUTIONS, Progress, Report, answer, installed_releases, plural, silent
 
-TAKE_FP16 = (  # of a GPU before sm_80
-    "fp16 is right here: this GPU has no bf16 arithmetic and PyTorch emulates it, slowly. Take "
-    "bnb_4bit_compute_dtype=torch.float16 and fp16=True; the kernel itself writes bf16 as exactly as fp16"
+TAKE_FP16 = (
+    "PyTorch emulates bf16 on this GPU, slowly: take bnb_4bit_compute_dtype=torch.float16 and fp16=True "
+    "(the kernel itself writes bf16 as exactly as fp16)"
 )
-
-
-class Verdict(StrEnum):
-    """What would happen to a target here."""
-
-    PATCHED = "patched"
-    WOULD_BE_PATCHED = "would be patched"
-    EAGER_ONLY = "eager calls only"  # compiled code keeps the library's own kernel
-    DEFERRED = "deferred"  # every call keeps the library's own kernel
-    INACTIVE = "inactive"
-    REFUSED = "refused"
-    OFF = "off"
-    NOT_HERE = "not here"
-    NOT_IN_THIS_RELEASE = "not in this release"
-    NOT_INSTALLED = "not installed"
+COVERS = {target.name: target.covers for target in TARGETS}
+BRIEFLY = (State.INACTIVE, State.ABSENT)  # counted in one line
 
 
 class Outcome(StrEnum):
     READY = "Ready"
     LIMITED = "Ready, with limits"  # patched, and not everything gains by it
     NOT_READY = "Not ready"
-
-
-BRIEFLY = (Verdict.INACTIVE, Verdict.NOT_IN_THIS_RELEASE, Verdict.NOT_INSTALLED)  # counted in one line
 
 
 @dataclass
@@ -69,6 +53,10 @@ class KernelCheck:
     launch_path: str  # how it is launched: "c entry" or "launcher"
     seconds: float  # to compile (or load from Triton's cache) and check
     error: str = ""
+
+    def __str__(self) -> str:
+        result = f"the bits of the reference, launched by {self.launch_path}" if self.works else "FAILED"
+        return f"kernel for {self.dtype}: {result}, ready in {self.seconds * 1e3:,.0f} ms"
 
 
 @dataclass
@@ -85,115 +73,63 @@ class Gpu:
     def works(self) -> bool:
         return bool(self.kernels) and all(check.works for check in self.kernels)
 
-
-@dataclass
-class Judged:
-    """A target, and what would happen to it here."""
-
-    target: str
-    covers: str
-    release: str  # of the library; "" where it is not installed
-    verdict: Verdict
-    why: str = ""
+    def lines(self) -> list[str]:
+        fused = [f"fused matmul: {self.fused_matmul}"] * bool(self.fused_matmul)
+        more = [*map(str, self.kernels), *fused, *[self.advice] * bool(self.advice)]
+        sm = "".join(map(str, self.capability))
+        return [f"GPU {self.index}: {self.name}, sm_{sm}, {self.gibibytes:.0f} GiB", *(f"  {line}" for line in more)]
 
 
 @dataclass
 class DoctorReport(Report):
     machine: str
-    driver: str
     releases: dict[str, str]
     gpus: list[Gpu]
     no_gpu: str  # why there is none
-    targets: list[Judged]
-    variables: dict[str, str]  # those in force
-    forbidden: bool
-    missing: str = ""  # what is said of a calibration file that does not exist
-    requested: bool = False  # NF4_PATCH=1
+    targets: list[TargetStatus]  # what would become of each, and in its note why
+    limits: list[str]  # which calls of patched targets gain nothing, and what to do
+    variables: list[str]  # those in force, and what is to be said of them
 
     def problems(self) -> list[str]:
         """Why calls would run the original; empty where the kernel would run for every installed target."""
-        found = []
-        if self.no_gpu:
-            found.append(f"{self.no_gpu}: every call would run the original ({Reason.NOT_CUDA.name})")
-        if self.forbidden:
-            found.append("NF4_PATCH=0 or NF4_USE_TRITON=0 keeps the patch off")
+        problems = [f"{self.no_gpu}: every call would run the original ({Reason.NOT_CUDA.name})"] * bool(self.no_gpu)
+        if any(target.state is State.OFF for target in self.targets):
+            problems.append("NF4_PATCH=0 or NF4_USE_TRITON=0 keeps the patch off")
         for gpu in self.gpus:
             errors = [f"{check.dtype}: {check.error}" for check in gpu.kernels if not check.works]
             if not gpu.works:
-                found.append(f"GPU {gpu.index} ({gpu.name}) runs the original: {'; '.join(errors) or gpu.advice}")
-        found += [f"{j.target} is left alone: {j.why}" for j in self.targets if j.verdict is Verdict.REFUSED]
-        if not any(judged.release for judged in self.targets):
-            found.append("neither bitsandbytes nor Unsloth is installed: there is nothing to patch")
-        return found
-
-    def limits(self) -> list[str]:
-        """What is patched and yet keeps a kernel of its library's, with what to do."""
-        found = []
-        for judged in self.targets:
-            if judged.verdict in (Verdict.EAGER_ONLY, Verdict.DEFERRED):
-                found.append(deferral.KEPT[judged.target.partition(".")[0]])
-            if judged.verdict is Verdict.DEFERRED:
-                found.append(f"{judged.target} leaves its eager calls to its library too: {judged.why}.")
-        return list(dict.fromkeys(found))
+                problems.append(f"GPU {gpu.index} ({gpu.name}) runs the original: {'; '.join(errors) or gpu.advice}")
+        problems += [f"{t.name} is left alone: {t.note}" for t in self.targets if t.state is State.REFUSED]
+        if "bitsandbytes" not in self.releases:
+            problems.append("bitsandbytes is not installed: there is nothing to patch")
+        return problems
 
     @property
     def outcome(self) -> Outcome:
-        return Outcome.NOT_READY if self.problems() else Outcome.LIMITED if self.limits() else Outcome.READY
+        return Outcome.NOT_READY if self.problems() else Outcome.LIMITED if self.limits else Outcome.READY
 
     def as_dict(self) -> dict[str, Any]:
-        return {**super().as_dict(), "outcome": self.outcome, "limits": self.limits()}
+        return {**super().as_dict(), "outcome": self.outcome}
 
     def render(self) -> Iterable[RenderableType]:
         yield f"nf4_patch {nf4_patch.__version__}, {self.machine}"
         yield ", ".join(f"{name} {release}" for name, release in self.releases.items())
         if missing := [name for name in DISTRIBUTIONS if name not in self.releases]:
             yield f"not installed: {', '.join(missing)}"
-        if self.driver:
-            yield self.driver
-        yield from self._gpus()
-        yield from self._targets()
-        for name, value in self.variables.items():
-            words = f" ({size_in_words(int(value))})" if name == "NF4_PATCH_CACHE" and value.isdigit() else ""
-            yield f"{name}={value}{words}: {next(v.meaning for v in VARIABLES if v.name == name)}"
-        if (options := options_set()) and not self.requested and not self.forbidden:
-            yield f"{', '.join(options)}: no effect until NF4_PATCH=1 or nf4_patch.enable() switches the patch on"
-        if self.missing:
-            yield self.missing
+        for gpu in self.gpus:
+            yield from gpu.lines()
+        for target in self.targets:
+            if target.state not in BRIEFLY:
+                yield f"{target.state}: {target.name}"
+                yield f"  {target.note or COVERS[target.name]}"
+        rest = Counter(f"{target.state} ({target.note})" for target in self.targets if target.state in BRIEFLY)
+        yield f"{plural(rest.total(), 'more target')}: {', '.join(f'{count} {kind}' for kind, count in rest.items())}"
+        yield from self.variables
         yield ""
-        yield from (f"{self.outcome}: {problem}" for problem in self.problems())
+        verdicts = self.problems() or self.limits or ["the kernel would run for every installed target."]
+        yield from (f"{self.outcome}: {verdict}" for verdict in verdicts)
         if self.no_gpu:
             yield "`nf4-patch verify` runs the kernel here under Triton's interpreter."
-        if self.outcome is Outcome.READY:
-            yield f"{self.outcome}: the kernel would run for every installed target."
-        if self.outcome is Outcome.LIMITED:
-            patched = f'"{Verdict.PATCHED}" or "{Verdict.WOULD_BE_PATCHED}"'
-            yield f"{self.outcome}: the kernel would run for the targets above that are {patched}."
-        yield from self.limits()
-
-    def _gpus(self) -> Iterable[str]:
-        for gpu in self.gpus:
-            yield f"GPU {gpu.index}: {gpu.name}, sm_{gpu.capability[0]}{gpu.capability[1]}, {gpu.gibibytes:.0f} GiB"
-            for check in gpu.kernels:
-                result = "the bits of the reference" if check.works else "FAILED"
-                path = f", launched by {check.launch_path}" if check.launch_path else ""
-                yield f"  kernel for {check.dtype}: {result}{path}, ready in {check.seconds * 1e3:,.0f} ms"
-            if gpu.fused_matmul:
-                yield f"  fused matmul: {gpu.fused_matmul}"
-            if gpu.advice:
-                yield f"  {gpu.advice}"
-
-    def _targets(self) -> Iterable[str]:
-        """Those that matter, and the rest in one line."""
-        rest: Counter[tuple[Verdict, str]] = Counter()
-        for judged in self.targets:
-            if judged.verdict in BRIEFLY:
-                rest[judged.verdict, judged.why or judged.target.partition(".")[0]] += 1
-            else:
-                yield f"{judged.verdict}: {judged.target}"
-                yield f"  {judged.why or judged.covers}"
-        if rest:
-            kinds = ", ".join(f"{count} {verdict} ({why})" for (verdict, why), count in rest.items())
-            yield f"{plural(rest.total(), 'more target')}: {kinds}"
 
 
 def examine(unsloth: bool = False, tell: Progress = silent) -> DoctorReport:
@@ -207,25 +143,27 @@ def examine(unsloth: bool = False, tell: Progress = silent) -> DoctorReport:
     """
     config = Config.read()
     calibrated.use(config)
-    gpus = [examine_gpu(index, tell) for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
+    no_gpu = why_no_gpu()
+    driver = answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
     return DoctorReport(
-        machine=f"Python {platform.python_version()}, {platform.platform()}",
-        driver=driver() if torch.cuda.is_available() else "",
-        releases=installed_releases(),
-        gpus=gpus,
-        no_gpu=why_no_gpu() if not gpus else "",
-        targets=examine_targets(unsloth, config, tell),
-        variables={v.name: os.environ[v.name] for v in VARIABLES if os.environ.get(v.name)},
-        forbidden=config.forbidden,
-        missing=config.missing_calibration(),
-        requested=config.requested,
+        f"Python {platform.python_version()}, {platform.platform()}" + f", NVIDIA driver {driver}" * bool(driver),
+        installed_releases(),
+        [] if no_gpu else [examine_gpu(index, tell) for index in range(torch.cuda.device_count())],
+        no_gpu,
+        *examine_targets(unsloth, config, tell),
+        variables_in_force(config),
     )
 
 
-def driver() -> str:
-    file = Path("/proc/driver/nvidia/version")  # which Windows and WSL do not have
-    found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", file.read_text() if file.exists() else "")
-    return f"NVIDIA driver {found[1] if found else 'unknown'}, CUDA {torch.version.cuda} in torch"
+def variables_in_force(config: Config) -> list[str]:
+    lines = []
+    for variable in VARIABLES:
+        if value := os.environ.get(variable.name):
+            words = f" ({size_in_words(int(value))})" if variable.size and value.isdigit() else ""
+            lines.append(f"{variable.name}={value}{words}: {variable.meaning}")
+    if (options := options_set()) and not (config.requested or config.forbidden):
+        lines.append(f"{', '.join(options)}: no effect until NF4_PATCH=1 or nf4_patch.enable() switches the patch on")
+    return [*lines, *[config.missing_calibration()] * bool(config.missing_calibration())]
 
 
 def why_no_gpu() -> str:
@@ -233,7 +171,7 @@ def why_no_gpu() -> str:
         return Reason.ROCM.sentence
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
-    return "torch finds no NVIDIA GPU (nvidia-smi shows whether the driver does)"
+    return "" if torch.cuda.is_available() else "torch finds no NVIDIA GPU (nvidia-smi shows whether the driver does)"
 
 
 def examine_gpu(index: int, tell: Progress) -> Gpu:
@@ -242,15 +180,15 @@ def examine_gpu(index: int, tell: Progress) -> Gpu:
     gpu = Gpu(index, properties.name, capability, properties.total_memory / 2**30)
     if capability < compilation.MINIMUM_CAPABILITY:
         gpu.advice = f"every call runs the original: {Reason.GPU_TOO_OLD.sentence}"
-    elif torch.version.hip is None:
-        gpu.advice = TAKE_FP16 if capability < (8, 0) else ""
-        for done, dtype in enumerate(OUTPUT_DTYPES):
-            tell(f"compiling for {properties.name}", done, len(OUTPUT_DTYPES))
-            gpu.kernels.append(check_kernel(dtype, torch.device("cuda", index), capability))
-        shipped = any(row.capability == capability for row in SMALL_M_ROWS)
-        gpu.fused_matmul = calibrated.in_force(index).status or (
-            "by the shipped tables" if shipped else "in no shipped table; `nf4-patch calibrate` measures them"
-        )
+        return gpu
+    gpu.advice = TAKE_FP16 if capability < (8, 0) else ""
+    for done, dtype in enumerate(OUTPUT_DTYPES):
+        tell(f"compiling for {properties.name}", done, len(OUTPUT_DTYPES))
+        gpu.kernels.append(check_kernel(dtype, torch.device("cuda", index), capability))
+    shipped = any(row.capability == capability for row in SMALL_M_ROWS)
+    gpu.fused_matmul = calibrated.in_force(index).status or (
+        "by the shipped tables" if shipped else "in no shipped table; `nf4-patch calibrate` measures them"
+    )
     return gpu
 
 
@@ -267,68 +205,64 @@ def check_kernel(dtype: torch.dtype, device: torch.device, capability: tuple[int
     return KernelCheck(name, not error, path, time.perf_counter() - started, error)
 
 
-def examine_targets(unsloth: bool, config: Config, tell: Progress) -> list[Judged]:
-    """Import the libraries, enable the patch, and ask what is in place; afterwards it is as it was."""
+def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list[TargetStatus], list[str]]:
+    """Import the libraries, enable the patch, ask what is in place, and switch it back; then what limits the targets."""
     # in the order of TARGETS: unsloth_zoo cannot be imported before unsloth
     installed = installed_releases(dict.fromkeys(target.library for target in TARGETS))
-    wanted = [name for name in installed if unsloth or not name.startswith("unsloth")]
-    failed = {}
-    for name in wanted:
+    failures = {}
+    for name, release in installed.items():
+        if name.startswith("unsloth") and not unsloth:
+            continue
         tell(f"importing {name}")
-        of_library = [t for t in TARGETS if t.lazy and t.library == name and holds(installed[name], t.releases)]
+        lazy = [t.module for t in TARGETS if t.lazy and t.library == name and holds(release, t.releases)]
         try:
-            for module in (name, *(target.module for target in of_library)):
+            for module in (name, *lazy):
                 importlib.import_module(module)
         except Exception as error:  # a broken library is a finding, not a crash of the doctor
-            failed[name] = f"import {name} fails: {type(error).__name__}: {error}"
-    found = []
+            failures[name] = f"import {name} fails: {type(error).__name__}: {error}"
+    judged = []
+    limits: list[str] = []
     with nf4_patch.enabled():
         for target, status in zip(TARGETS, nf4_patch.status().targets, strict=True):
             release = installed.get(target.library, "")
-            verdict, why = judge(target, release, status.state, failed, config)
-            found.append(Judged(target.name, target.covers, release, verdict, why))
-    return found
+            judged.append(judge(target, release, status, failures.get(target.library, ""), config))
+            limits += kept(target, release, judged[-1].state)
+    return judged, list(dict.fromkeys(limits))
 
 
-def judge(target: Target, release: str, state: State, failed: dict[str, str], config: Config) -> tuple[Verdict, str]:
-    """The verdict on a target, and why."""
-    library = target.library
-    if not release:
-        return Verdict.NOT_INSTALLED, ""
-    if library in failed:
-        return Verdict.REFUSED, failed[library]
-    if not holds(release, target.releases):
-        return Verdict.NOT_IN_THIS_RELEASE, f"only {library} {target.releases}"
-    if config.forbidden:
-        return Verdict.OFF, "NF4_PATCH=0 or NF4_USE_TRITON=0"
-    if target.only and getattr(config, target.only) == "off":
-        return Verdict.INACTIVE, f"only with NF4_PATCH_{target.only.upper()}={SWITCHES[target.only]}"
-    if state is State.REFUSED:
-        return Verdict.REFUSED, placement.installed[target.name].refusal
-    if state is State.ABSENT:
-        return Verdict.REFUSED, f"{library} {release} has no such function"
-    tested = "" if release in target.tested else f"tested with {', '.join(target.tested)}, not with this release"
-    if state is State.WAITING and library in sys.modules:
-        return Verdict.NOT_HERE, f"{library} imports {target.module} only where it finds a GPU"
-    if not target.only and keeps_its_kernel(library, release, state):
-        if deferral.deferred(library):
-            can = "`nf4-patch calibrate` measures it" if library == "unsloth" else "NF4_PATCH_DEFER=never takes them"
-            unmeasured = f"no benchmark shows ours faster on this GPU; {can}"
-            return Verdict.DEFERRED, "NF4_PATCH_DEFER=always" if config.defer == "always" else unmeasured
-        if deferral.deferred(library, compiling=True):
-            return Verdict.EAGER_ONLY, f"compiled code keeps {library}'s own kernel"
-    if state is State.WAITING:
-        return Verdict.WOULD_BE_PATCHED, tested or "by its release; --unsloth imports it and looks"
-    return Verdict.PATCHED, tested
+def judge(target: Target, release: str, status: TargetStatus, failure: str, config: Config) -> TargetStatus:
+    """What becomes of a target whose ``status`` was taken with the patch on; ``failure``: of the library's import."""
+    library, waiting = target.library, status.state is State.WAITING
+    switched_off = target.only and getattr(config, target.only) == "off"
+    option = f"NF4_PATCH_{target.only.upper()}={SWITCHES.get(target.only)}"
+    tested = release.partition("+")[0] in target.tested
+    cases = (
+        (not release, State.ABSENT, f"{library} is not installed"),
+        (failure, State.REFUSED, failure),
+        (not holds(release, target.releases), State.ABSENT, f"only {library} {target.releases}"),
+        (config.forbidden, State.OFF, "NF4_PATCH=0 or NF4_USE_TRITON=0"),
+        (switched_off, State.INACTIVE, f"only with {option}"),
+        (status.state is State.REFUSED, State.REFUSED, status.note),
+        (status.state is State.ABSENT, State.REFUSED, f"{library} {release} has no such function"),
+        (waiting and library in sys.modules, State.WAITING, f"{library} imports {target.module} only for a GPU"),
+        (not tested, status.state, f"tested with {', '.join(target.tested)}, not with this release"),
+        (waiting, State.WAITING, f"patched when {library} is imported; --unsloth imports it and looks"),
+        (True, status.state, ""),
+    )
+    state, why = next((state, why) for is_so, state, why in cases if is_so)
+    return replace(status, state=state, note=why)
 
 
-def keeps_its_kernel(library: str, release: str, state: State) -> bool:
-    """Whether the library has an NF4 kernel of its own: as it is imported, else by its release."""
-    if library not in deferral.OWN_KERNEL:
-        return False
-    if state is not State.WAITING:
-        return deferral.own_kernel(library)
-    return holds(release, deferral.OWN_KERNEL[library]) and os.environ.get("UNSLOTH_BNB_TRITON") != "0"
+def kept(target: Target, release: str, state: State) -> list[str]:
+    """Which calls of a target stay with its library's own kernel, in sentences, and what to do."""
+    own = target.own_kernel
+    if own is None or not (state.in_place or state is State.WAITING):
+        return []
+    by_release = holds(release, own.releases) and os.environ.get("UNSLOTH_BNB_TRITON") != "0"
+    if not (own.in_use(target.module) if state.in_place else by_release):
+        return []
+    eager = f"{target.name} leaves its eager calls to {target.library} too: no benchmark shows ours faster on this GPU."
+    return [own.advice, *[eager] * own.keeps_eager_calls()]
 
 
 def holds(release: str, condition: str) -> bool:

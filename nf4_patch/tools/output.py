@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -46,25 +47,9 @@ def write(file: Path, writer: Callable[[Path], Any]) -> bool:
     return True
 
 
-def flushed(code: int) -> int:
-    """The exit code: 120, as the interpreter's, where stdout no longer takes what was printed."""
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except ValueError:  # closed
-        pass
-    except OSError as error:
-        ending = lost(error)
-        return code or ending
-    return code
-
-
-def lost(error: OSError) -> int:
-    """The exit code where stdout raised; the reason is one line on stderr, nothing where the reader has gone."""
-    if not isinstance(error, BrokenPipeError):
-        print(f"nf4_patch: stdout: {error.strerror}", file=sys.stderr)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's own flush would fail too
-    return 120
+def write_json(file: Path, data: dict[str, Any]) -> bool:
+    text = json.dumps(data, indent=2, default=str) + "\n"
+    return write(file, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 class OutputFile(click.ParamType):

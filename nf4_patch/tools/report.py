@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -101,6 +102,11 @@ def plural(count: int, noun: str) -> str:
 def provenance(place: str) -> str:
     """One line that goes with every figure: where, and with which releases."""
     return ", ".join([place, *(f"{name} {release}" for name, release in installed_releases().items())])
+
+
+def provenance_data() -> dict[str, Any]:
+    """What goes with every JSON file: with which releases it was made, and when."""
+    return {"releases": installed_releases(), "date": datetime.date.today().isoformat(), "commit": commit()}
 
 
 def commit() -> str | None:

@@ -36,10 +36,10 @@ def weight(device):
 
 
 def test_before_the_first_call_every_installed_target_has_a_line(on):
-    assert DEQUANTIZE in rows() and f"{DEQUANTIZE}: patched, 0 hits (installed, never called)" in str(
+    assert DEQUANTIZE in rows() and f"{DEQUANTIZE}: patched, 0 hits (installed, never called by eager code)" in str(
         nf4_patch.status()
     )
-    never = [t.name for t in nf4_patch.status().targets if t.note == "installed, never called"]
+    never = [t.name for t in nf4_patch.status().targets if t.note == "installed, never called by eager code"]
     assert rows() == [*never, f"{counts()} more targets"]
     assert len(never) + counts() == len(TARGETS)
 
@@ -75,7 +75,10 @@ def test_as_data_nothing_is_folded(on):
     data = json.loads(json.dumps(nf4_patch.status().as_dict()))
     assert [target["name"] for target in data["targets"]] == [target.name for target in TARGETS]
     assert {target["state"] for target in data["targets"]} <= {state.value for state in State}
-    assert data["targets"][0]["state"] == "patched" and data["targets"][0]["note"] == "installed, never called"
+    assert (
+        data["targets"][0]["state"] == "patched"
+        and data["targets"][0]["note"] == "installed, never called by eager code"
+    )
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,27 @@ def test_environment_enables_with_no_change_of_code():
 
 
 @pytest.mark.parametrize(
+    ("code", "variables", "said"),
+    [
+        ("import bitsandbytes, nf4_patch", {"NF4_PATCH": "1"}, "is on: NF4_PATCH=1, NF4_PATCH_CACHE=6GiB"),
+        ("import nf4_patch, bitsandbytes; nf4_patch.enable()", {"NF4_PATCH": "1", "RANK": "0"}, "is on: NF4_PATCH=1"),
+        ("import bitsandbytes", {"NF4_PATCH": "1", "RANK": "1", "LOCAL_RANK": "0"}, ""),
+        ("import nf4_patch; nf4_patch.disable(); import bitsandbytes", {"NF4_PATCH": "1"}, ""),
+        ("import nf4_patch", {"NF4_PATCH": "1"}, ""),  # there is nothing to patch
+        ("import bitsandbytes", {}, "NF4_PATCH_CACHE=6GiB: no effect, as neither NF4_PATCH=1 nor enable()"),
+        ("import bitsandbytes, nf4_patch; nf4_patch.enable(); nf4_patch.disable()", {}, ""),
+        ("import bitsandbytes", {"NF4_PATCH": "0"}, ""),
+        ("import bitsandbytes, logging; logging.getLogger('nf4_patch').setLevel('ERROR')", {}, ""),
+        ("import nf4_patch", {}, ""),
+    ],
+)
+def test_what_the_environment_did_is_one_line_of_the_log(code, variables, said):
+    done = python(code, NF4_PATCH_CACHE="6GiB", **variables)
+    lines = [line for line in done.stderr.splitlines() if "NF4_PATCH" in line]
+    assert len(lines) == bool(said) and said in done.stderr and done.stdout == ""
+
+
+@pytest.mark.parametrize(
     "off", [{"NF4_PATCH": "0"}, {"NF4_USE_TRITON": "0"}, {"NF4_PATCH": "1", "NF4_USE_TRITON": "0"}]
 )
 def test_environment_off_always_wins(off):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,17 +17,17 @@ from ..fused_matmul import FusedMatmul
 from ..reasons import Reason
 from ..replacement import tried_first
 from ..switch import switch
-from ..targets import OwnKernel, Target
+from ..targets import Target
 
 
 def fast_dequantize(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``fast_dequantize`` and ``_fast_dequantize_bnb``."""
     dequantizer = Dequantizer(target.name)
     run = dequantizer.of_state
-    module, own = sys.modules[target.module], target.own_kernel
+    own = target.own_kernel
 
     def keeps_its_own(compiling: bool) -> bool:
-        return own is not None and getattr(module, own.used, False) and (compiling or not is_slower_everywhere(own))
+        return own is not None and own.in_use(target.module) and (compiling or own.keeps_eager_calls())
 
     def attempt(W, quant_state=None, out=None, use_global_buffer=False, **kwargs) -> torch.Tensor | Reason:
         # transposed: for its backward, and only there
@@ -44,13 +43,6 @@ def fast_dequantize(target: Target, original: Callable[..., Any]) -> Callable[..
         return Reason.DEFERRED if keeps_its_own(True) else dequantizer.trace(W, quant_state, out)
 
     return tried_first(original, dequantizer.fallbacks, attempt, trace)
-
-
-@functools.cache
-def is_slower_everywhere(own: OwnKernel) -> bool:
-    """Whether the library's own kernel was measured to be slower on every GPU here."""
-    capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
-    return all(capability in own.slower_on for capability in capabilities)
 
 
 def compiled_layers(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:

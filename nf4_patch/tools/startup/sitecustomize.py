@@ -1,0 +1,23 @@
+"""Python runs this as it starts under ``nf4-patch run``, which puts the folder of this file on PYTHONPATH.
+
+A process may run any Python with any packages: where nf4_patch is not installed nothing happens and nothing is said.
+"""
+
+import os
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+
+sys.path[:] = [folder for folder in sys.path if folder != os.path.dirname(__file__)]
+hidden = PathFinder.find_spec("sitecustomize")  # the environment's own, which this file hides
+try:
+    if hidden is not None and hidden.loader is not None:
+        sys.modules["sitecustomize"] = module = module_from_spec(hidden)
+        hidden.loader.exec_module(module)
+finally:
+    try:
+        from nf4_patch.tools.run import watch
+    except ImportError:
+        pass
+    else:
+        watch()

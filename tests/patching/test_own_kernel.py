@@ -1,0 +1,47 @@
+"""Whether Unsloth's own fused kernel keeps its calls: by what is measured on this GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from oracle import expected, quantized
+
+from nf4_patch.patching import targets
+from nf4_patch.patching.adapters import unsloth as unsloth_adapter
+from nf4_patch.patching.counters import counters
+from nf4_patch.patching.reasons import Reason
+from nf4_patch.patching.switch import switch
+
+ROW = next(target for target in targets.TARGETS if target.own_kernel)
+TARGET = "unsloth.kernels.utils.test"
+
+
+def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False):
+    return "theirs"
+
+
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("capability", [(9, 0), (7, 5)])
+def test_who_serves_a_call(used, capability, device, monkeypatch):
+    monkeypatch.setitem(sys.modules, "unsloth.kernels.utils", SimpleNamespace(_USE_NF4_KERNELS=used))
+    monkeypatch.setattr(targets, "_slower_everywhere", targets._slower_everywhere.__wrapped__)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(switch, "on", True)
+    row = dataclasses.replace(ROW, function="unsloth.kernels.utils:test")
+    replaced = unsloth_adapter.fast_dequantize(row, fast_dequantize)
+    packed, state = quantized((64, 128), torch.bfloat16, device)
+    want, theirs = expected(packed, state), used and capability != (9, 0)
+    got = replaced(packed, state)
+    assert got == "theirs" if theirs else torch.equal(got, want)
+    assert counters.fallbacks[TARGET, Reason.DEFERRED] == theirs
+    compiled = torch.compile(lambda: replaced(packed, state), backend="eager")()
+    assert compiled == "theirs" if used else torch.equal(compiled, want)
+
+
+def test_every_measured_capability_says_on_what():
+    assert ROW.own_kernel.slower_on and " us " in ROW.own_kernel.measured
