@@ -13,10 +13,10 @@ from oracle import layout_of, quantized
 from rich.console import Console
 from verbs import output_of
 
+from benchmarks.baselines import UNSLOTH_TRITON
 from nf4_patch.tools import llama, report
-from nf4_patch.tools.bench import dequantize, matmul, timing
-from nf4_patch.tools.bench.baselines import BITSANDBYTES, OURS, UNSLOTH_TRITON
-from nf4_patch.tools.bench.record import CEILING, Bench, Row, accuracy, bits, table
+from nf4_patch.tools.bench import matmul, timing
+from nf4_patch.tools.bench.record import BITSANDBYTES, CEILING, OURS, Bench, Row, accuracy, bits, table
 from nf4_patch.tools.bench.timing import Machine, Times
 
 MACHINE = Machine("a GPU", "90", "580.1", "SM clock 1 MHz", {"torch": "2.11.0", "triton": "3.6.0"})
@@ -112,15 +112,8 @@ def test_json_holds_every_time():
     assert data["method"] == {"dequantize": "how"}
 
 
-def test_shapes_are_listed_once_and_start_with_the_challenge():
-    listed = dequantize.shapes()
-    assert list(listed)[:3] == [(8192, 2048), (4096, 1024), (14336, 4096)]
-    assert listed[14336, 4096] == "challenge, Llama 3.1 8B gate, up"
-    assert (1024, 4096) in listed and (28672, 8192) in listed and (18944, 3584) in listed
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("arguments", [[], ["--matmul"], ["--step", "peft"]])
+@pytest.mark.parametrize("arguments", [[], ["--step", "peft"]])
 def test_no_gpu_no_numbers(arguments):
     said = output_of("bench", *arguments, exit_code=1)
     assert "no NVIDIA GPU: nothing can be measured here" in said and "us" not in said.split()
@@ -155,17 +148,11 @@ def test_a_step_is_in_the_dtype_that_the_gpu_computes_in(monkeypatch, capability
     assert (projection.compute_dtype, projection.weight.quant_state.dtype, model.lm_head.weight.dtype) == (dtype,) * 3
 
 
-def test_one_thing_is_measured_at_a_time():
-    assert "--step and --matmul measure different things" in output_of(
-        "bench", "--step", "peft", "--matmul", exit_code=2
-    )
-
-
-# --matmul
+# a fused matmul
 
 
 def product(ours: float, theirs: float) -> Row:
-    times = {OURS: Times((10.0, 10.0)), BITSANDBYTES: Times((30.0, 30.0)), matmul.DENSE: Times((20.0, 20.0))}
+    times = {OURS: Times((10.0, 10.0)), BITSANDBYTES: Times((30.0, 30.0)), matmul.DEQUANTIZE: Times((20.0, 20.0))}
     return Row("M=8", "us", times, {"fp64": accuracy(ours, theirs)}, sizes={"m": 8}, notes={"fused": "yes"})
 
 

@@ -12,15 +12,14 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from ..report import Report
-from .baselines import BITSANDBYTES, OURS
 from .timing import Machine, Times
 
+OURS, BITSANDBYTES = "nf4_patch", "bitsandbytes"
 UNPATCHED = "unpatched"  # the same with the patch off
 GPU_TIME = "GPU time"  # at the end of a subject: not wall time
 RATE = "tokens/s"  # the unit of which more is better
 CEILING, EMPTY, DENSE = "ceiling", "torch.empty", "16-bit weights"
 LIMITS = (CEILING, EMPTY, DENSE)  # what ours is held against; everything else that is timed is a baseline
-HIDDEN = ("used by",)  # notes that the table has no room for
 SLACK = 1.01  # of an error against fp64: the order of the additions; both sides share the rest, which is rounding
 
 
@@ -142,7 +141,7 @@ def table(title: str, rows: Sequence[Row]) -> Table:
     )
     traffic = any(row.nbytes for row in rows)
     repeated = any(len(times.values) > 1 for row in rows for times in row.times.values())
-    notes = [note for note in dict.fromkeys(note for row in rows for note in row.notes) if note not in HIDDEN]
+    notes = list(dict.fromkeys(note for row in rows for note in row.notes))
     units = " / ".join(dict.fromkeys(row.unit for row in rows))
     result = Table(title=f"{title}, {units}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     result.add_column("", no_wrap=True)
