@@ -15,9 +15,10 @@ from nf4_patch.tools.bench.matmul import DEQUANTIZE, Weights, gemv, multiply, ot
 from nf4_patch.tools.bench.record import BITSANDBYTES, OURS, Check, Row
 from nf4_patch.tools.bench.timing import gpu_times, over
 from nf4_patch.tools.llama import LLAMA_8B, projections, training_dtype
-from nf4_patch.tools.patch import patch
+from nf4_patch.tools.patch import dequantize_4bit, patch
 from nf4_patch.tools.report import Progress
 
+THEIR_DEQUANTIZE = "theirs, dequantize + matmul"
 DENSE = "dense"
 ROWS = tuple(2**i for i in range(14))
 CHECKED_ROWS = 512  # of X, against fp64: every row count that the fused matmul has a table for
@@ -40,8 +41,11 @@ def one_matmul(weights: Weights, dense: Sequence[torch.Tensor], m: int, unsloth:
         ours = multiply(x, *weights.packed[0])
     fused = fused_matmul_hits() > before
     checks: dict[str, Check] = {"fp64": weights.check(x[:CHECKED_ROWS], ours[:CHECKED_ROWS])}
+    theirs = dequantize_4bit()
+    functions = {OURS: functools.partial(multiply, x), **others(x, unsloth)}
+    functions[THEIR_DEQUANTIZE] = lambda packed, state: F.linear(x, theirs(packed, state))
     few = weights.packed if m <= 256 else weights.packed[:4]  # then X, the dense weight and the result overflow the L2
-    variants = over(few, {OURS: functools.partial(multiply, x), **others(x, unsloth)})
+    variants = over(few, functions)
     variants[DENSE] = [functools.partial(F.linear, x, weight) for weight in dense]
     n, k = dense[0].shape
     times = gpu_times(variants, rounds=10, inside=lambda name: patch(name == OURS, matmul="auto"))

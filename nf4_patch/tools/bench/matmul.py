@@ -22,7 +22,6 @@ from .timing import rotation
 
 UNSLOTH = "Unsloth GEMV"  # one row only
 DEQUANTIZE = "dequantize + matmul"
-THEIR_DEQUANTIZE = "theirs, dequantize + matmul"
 
 
 def exact(layout: Layout) -> torch.Tensor:
@@ -64,11 +63,9 @@ def gemv() -> Callable[..., Any] | None:
 
 def others(x: torch.Tensor, unsloth: Callable[..., Any] | None) -> Functions:
     """By name what else multiplies x by the packed weight of a state, with the patch off; ``unsloth`` one row only."""
-    dequantize = dequantize_4bit()
     found: Functions = {
         BITSANDBYTES: functools.partial(multiply, x),
         DEQUANTIZE: lambda packed, state: F.linear(x, nf4_patch.dequantize_nf4(packed, state)),
-        THEIR_DEQUANTIZE: lambda packed, state: F.linear(x, dequantize(packed, state)),
     }
     if len(x) == 1 and unsloth is not None:
         row = x.view(1, 1, -1)
