@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from benchmarks import main
 from nf4_patch.patching.counters import counters
+from nf4_patch.tools.bench.dequantize import Functions
 from nf4_patch.tools.bench.matmul import DEQUANTIZE, Weights, gemv, multiply, others, require_gemm
 from nf4_patch.tools.bench.record import BITSANDBYTES, OURS, Check, Row
 from nf4_patch.tools.bench.timing import gpu_times, over
@@ -42,7 +43,7 @@ def one_matmul(weights: Weights, dense: Sequence[torch.Tensor], m: int, unsloth:
     fused = fused_matmul_hits() > before
     checks: dict[str, Check] = {"fp64": weights.check(x[:CHECKED_ROWS], ours[:CHECKED_ROWS])}
     theirs = dequantize_4bit()
-    functions = {OURS: functools.partial(multiply, x), **others(x, unsloth)}
+    functions: Functions = {OURS: functools.partial(multiply, x), **others(x, unsloth)}
     functions[THEIR_DEQUANTIZE] = lambda packed, state: F.linear(x, theirs(packed, state))
     few = weights.packed if m <= 256 else weights.packed[:4]  # then X, the dense weight and the result overflow the L2
     variants = over(few, functions)
