@@ -24,8 +24,12 @@ def run_alone(command: click.Command, invocation: str) -> None:
     cli.main([name, *sys.argv[1:]], prog_name=program)
 
 
-def main(method: Mapping[str, str], rows: Callable[[Progress], Mapping[str, Iterable[Row]]]) -> None:
-    """The command of the benchmark that Python was started with: its rows by section, measured by its ``method``."""
+def main(method: Mapping[str, str] | str, rows: Callable[[Progress], Mapping[str, Iterable[Row]]]) -> None:
+    """The command of the benchmark that Python was started with: its rows by section.
+
+    Args:
+        method: how they are measured, by section, or one for all sections.
+    """
     module = sys.modules["__main__"]
     assert module.__spec__ is not None, "run as python -m benchmarks.NAME"
 
@@ -35,6 +39,6 @@ def main(method: Mapping[str, str], rows: Callable[[Progress], Mapping[str, Iter
         require_gpu()
         require_patch()
         sections = {name: list(found) for name, found in rows(tell).items()}
-        return Bench(machine(), sections, dict(method))
+        return Bench(machine(), sections, dict.fromkeys(sections, method) if isinstance(method, str) else dict(method))
 
     run_alone(command, f"python -m {module.__spec__.name}")

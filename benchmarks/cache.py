@@ -25,11 +25,11 @@ from nf4_patch.tools.bench.step import (
     peft_model,
     side_by_side,
 )
-from nf4_patch.tools.llama import LLAMA_8B, MODELS, Shape, config_of, training_dtype
+from nf4_patch.tools.llama import LLAMA_8B, MODELS, Shape, config_of
 from nf4_patch.tools.report import Progress
 
 WHOLE = {
-    "Llama-3.2-1B": MODELS["Llama 3.2 1B"],
+    "Llama-3.2-1B": MODELS["llama-1b"],
     "Llama-3.2-3B": Shape(3072, 8192, 28, 24, 8, 128256, 8192),
     "Llama-3.1-8B": LLAMA_8B,
 }
@@ -69,11 +69,12 @@ def rows(tell: Progress) -> Iterator[Row]:
     }
     for i, (name, (shape, lengths)) in enumerate(models.items()):
         tell(f"cache: {name}", i, len(models))
-        model = peft_model(config_of(shape, training_dtype()))
+        model = peft_model(config_of(shape))
         full = Step(model, optimizer_of(model), lengths[0], True, BUDGET)
         full.observe()
-        settings: Settings = OFF | {"cache block": "block"}
-        settings |= {f"cache {part}": int(full.held * fractions.Fraction(part)) for part in ("1/4", "1/2", "3/4")}
+        settings: Settings = OFF | {
+            f"cache {part}": int(full.taken * fractions.Fraction(part)) for part in ("1/4", "1/2", "3/4")
+        }
         settings |= {"cache all": BUDGET}
         rounds = 2 if shape == LLAMA else 1  # the profiler takes seconds for a step of a whole model
         for size in lengths:

@@ -11,11 +11,10 @@ import torch
 from torch._inductor import utils as inductor
 
 from benchmarks import main
-from nf4_patch.tools.bench.baselines import OURS
-from nf4_patch.tools.bench.record import UNPATCHED, Row
+from nf4_patch.tools.bench.record import OURS, UNPATCHED, Row
 from nf4_patch.tools.bench.step import LENGTHS, LLAMA, Step, format_losses, optimizer_of, peft_model, row
 from nf4_patch.tools.bench.timing import alternating, wall_ms
-from nf4_patch.tools.llama import config_of, training_dtype
+from nf4_patch.tools.llama import config_of
 from nf4_patch.tools.report import Progress
 
 ROUNDS = 2
@@ -50,7 +49,7 @@ def agree(ours: Iterable[float], stock: Iterable[float]) -> bool:
 
 
 def rows(tell: Progress) -> Iterator[Row]:
-    model = peft_model(config_of(LLAMA, training_dtype()))
+    model = peft_model(config_of(LLAMA))
     optimizer = optimizer_of(model)
     size = LENGTHS[0]
     steps: dict[str, Step] = {name: FirstStep(model, optimizer, size, name == OURS) for name in (OURS, UNPATCHED)}

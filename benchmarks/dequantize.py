@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import bitsandbytes.functional
@@ -17,20 +18,19 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from nf4_patch.patching.cache.reader import inside
 
 import nf4_patch
-from benchmarks import main
+from benchmarks import challenge, main
+from benchmarks.baselines import baselines
 from nf4_patch.nf4.runtime import same_bits
 from nf4_patch.patching import placement
+from nf4_patch.patching.cache.reads import inside
 from nf4_patch.patching.cache.store import cache
-from nf4_patch.patching.switch import switch
 from nf4_patch.tools.bench import dequantize
-from nf4_patch.tools.bench.baselines import BITSANDBYTES, OURS, Baseline, baselines
 from nf4_patch.tools.bench.dequantize import host, on_gpu, on_host, random_weights, small_weight, subject_of, traffic
-from nf4_patch.tools.bench.record import CEILING, Row, bits
+from nf4_patch.tools.bench.record import BITSANDBYTES, CEILING, OURS, Row, bits
 from nf4_patch.tools.bench.timing import Call, gpu_times, over, rotation
-from nf4_patch.tools.llama import LLAMA_8B, projections, training_dtype
+from nf4_patch.tools.llama import LLAMA_8B, MODELS, projections, training_dtype
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress
 
@@ -40,6 +40,9 @@ METHOD = {
     "dequantize + matmul": "GPU time of dequantize and F.linear, bf16, the same way.",
     "host": dequantize.METHOD["host"],
 }
+CHALLENGE = [(intermediate, hidden) for hidden, intermediate, *_ in challenge.CONFIGURATIONS]
+SHAPES = dict.fromkeys((*CHALLENGE, *(shape for model in MODELS.values() for shape in projections(model))))
+DTYPES = (torch.float16, torch.bfloat16)
 # (num_warps, words per thread): the fastest of them on this GPU and size is the ceiling.
 CONFIGS = ((4, 1), (4, 2), (8, 2), (16, 2))
 
@@ -82,12 +85,14 @@ def with_ceiling(row: Row) -> Row:
     return dataclasses.replace(row, times=kept | {CEILING: row.times[fastest]})
 
 
-def dequantizations(others: dict[str, Baseline], tell: Progress, challenge_only: bool = False) -> Iterator[Row]:
-    yield from map(with_ceiling, on_gpu(others, tell, challenge_only, ceilings))
+def dequantizations(tell: Progress, shapes: Iterable[tuple[int, int]] = SHAPES) -> Iterator[Row]:
+    weights = itertools.product(shapes, DTYPES)
+    yield from map(with_ceiling, on_gpu(weights, baselines(in_graph=True), tell, ceilings))
 
 
-def with_matmul(others: dict[str, Baseline], tell: Progress, rows: Sequence[int] = (512, 2048)) -> Iterator[Row]:
+def with_matmul(tell: Progress, rows: Sequence[int] = (512, 2048)) -> Iterator[Row]:
     """Dequantize, then F.linear of ``rows`` rows, Llama 8B: what a faster store must not cost."""
+    dequantizers = {OURS: nf4_patch.dequantize_nf4, **baselines(in_graph=True)}
     chosen = [(shape, m) for shape in projections(LLAMA_8B) for m in rows]
     dtype = training_dtype()
     for i, (shape, m) in enumerate(chosen):
@@ -100,7 +105,6 @@ def with_matmul(others: dict[str, Baseline], tell: Progress, rows: Sequence[int]
             return F.linear(x, function(packed, state))
 
         # the original's weight by the same matmul: where the weights agree to the bit, so do the results
-        dequantizers = {OURS: nf4_patch.dequantize_nf4} | {o.name: o.dequantize for o in others.values() if o.captures}
         functions = {name: functools.partial(multiply, function) for name, function in dequantizers.items()}
         results = {name: function(*weights[0]) for name, function in functions.items()}
         checks = bits({name: same_bits(results[OURS], result) for name, result in results.items() if name != OURS})
@@ -109,33 +113,28 @@ def with_matmul(others: dict[str, Baseline], tell: Progress, rows: Sequence[int]
         torch.cuda.empty_cache()
 
 
-def host_rows(others: dict[str, Baseline], tell: Progress) -> Iterator[Row]:
+def host_rows(tell: Progress) -> Iterator[Row]:
     """What a user's bench measures; then a call into Unsloth's global buffer, and a weight that is in the cache."""
+    others = baselines()
     yield from on_host(others, tell)
     _, state, parameter = small_weight()
     unsloth = {name: other for name, other in others.items() if name != BITSANDBYTES}
     if unsloth:
         calls = {
-            name: functools.partial(other.dequantize, parameter, state, use_global_buffer=True)
-            for name, other in unsloth.items()
+            name: functools.partial(other, parameter, state, use_global_buffer=True) for name, other in unsloth.items()
         }
         with patch(True):
             ours = functools.partial(unsloth_replacement(), parameter, state, None, True)
-            before = switch.defer
-            switch.defer = "never"  # on a GPU that is not measured yet ours would give the call back
-            try:
-                yield host("Unsloth's global buffer", ours, calls)
-            finally:
-                switch.defer = before
+            yield host("Unsloth's global buffer", ours, calls)
     with patch(True, cache="1GiB"):
         patched = functools.partial(bitsandbytes.functional.dequantize_4bit, parameter, state)
-        inside.bitsandbytes = "backward"  # as in the backward of a Linear4bit
+        inside.bitsandbytes = True  # as in the backward of a Linear4bit
         try:
             patched()  # fills it
-            stock = {BITSANDBYTES: functools.partial(others[BITSANDBYTES].dequantize, parameter, state)}
+            stock = {BITSANDBYTES: functools.partial(others[BITSANDBYTES], parameter, state)}
             yield host("a cached weight", patched, stock, lambda: cache.hits)
         finally:
-            inside.bitsandbytes = ""
+            inside.bitsandbytes = False
 
 
 def unsloth_replacement() -> Callable[..., Any]:
@@ -147,12 +146,7 @@ def unsloth_replacement() -> Callable[..., Any]:
 
 
 def rows(tell: Progress) -> dict[str, Iterator[Row]]:
-    others = baselines()
-    return {
-        "dequantize": dequantizations(others, tell),
-        "dequantize + matmul": with_matmul(others, tell),
-        "host": host_rows(others, tell),
-    }
+    return {"dequantize": dequantizations(tell), "dequantize + matmul": with_matmul(tell), "host": host_rows(tell)}
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks import main
-from nf4_patch.tools.bench.baselines import OURS
-from nf4_patch.tools.bench.record import GPU_TIME, RATE, UNPATCHED, Check, Row
+from nf4_patch.tools.bench.record import GPU_TIME, OURS, RATE, UNPATCHED, Check, Row
 from nf4_patch.tools.bench.step import BUDGET, LENGTHS, METHOD, Settings, peft_model, side_by_side
 from nf4_patch.tools.bench.timing import Times, alternating, kernel_times, wall_ms
 from nf4_patch.tools.llama import LINEARS, build_4bit

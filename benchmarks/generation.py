@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import main
+from benchmarks.matmul import fused_matmul_hits
 from nf4_patch.patching.quant_state import weight_of
-from nf4_patch.tools.bench.baselines import OURS, original
-from nf4_patch.tools.bench.matmul import error, exact, fused_matmul_hits
-from nf4_patch.tools.bench.record import RATE, Check, Row, accuracy
+from nf4_patch.tools.bench.matmul import error, exact
+from nf4_patch.tools.bench.record import OURS, RATE, Check, Row, accuracy
 from nf4_patch.tools.bench.timing import Times, alternating, capture
-from nf4_patch.tools.llama import LLAMA_8B, build_4bit, config_of, training_dtype
-from nf4_patch.tools.patch import patch
+from nf4_patch.tools.llama import LLAMA_8B, build_4bit, config_of
+from nf4_patch.tools.patch import dequantize_4bit, patch
 from nf4_patch.tools.report import Progress
 
 STOCK = "stock"
@@ -95,7 +95,7 @@ def accuracies(model: Any, batch: int) -> dict[str, Check]:
     """Each weight shape of a layer at this batch: our error against fp64 next to that of dequantize + linear."""
     from bitsandbytes.nn import Linear4bit
 
-    dequantize = original("bitsandbytes.functional", "dequantize_4bit")
+    dequantize = dequantize_4bit()
     found: dict[str, Check] = {}
     linears: list[Any] = [module for module in model.model.layers[0].modules() if isinstance(module, Linear4bit)]
     for linear in linears:
@@ -151,7 +151,7 @@ def row(batch: int, mode: str, rates: dict[str, Times], hits: int, checks: dict[
 def rows(tell: Progress) -> Iterator[Row]:
     """Each batch, eager and compiled: stock and ours alternating."""
     tell(f"building {LAYERS} layers of Llama 3.1 8B in 4 bits")
-    model = build_4bit(config_of(LLAMA_8B._replace(num_hidden_layers=LAYERS), training_dtype())).eval()
+    model = build_4bit(config_of(LLAMA_8B._replace(num_hidden_layers=LAYERS))).eval()
     for i, batch in enumerate(BATCHES):
         checks = accuracies(model, batch)
         for mode in ("eager", "compiled"):

@@ -36,7 +36,7 @@ def rows(tell: Progress) -> Iterator[Row]:
     model = unsloth_model()
     full = Step(model, optimizer_of(model), LENGTHS[0], True, BUDGET)
     full.observe()
-    return every_length("unsloth", model, tell, OFF | {"cache 1/2": full.held // 2, "cache all": BUDGET})
+    return every_length("unsloth", model, tell, OFF | {"cache 1/2": full.taken // 2, "cache all": BUDGET})
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--rows", type=int, default=1)
 parser.add_argument("--tokens", type=int, default=128)
 parser.add_argument("--compile", action="store_true", help="torch.compile the whole model")
-parser.add_argument("--cache", help='"auto", "block", or memory to spend on dequantized weights: 6GiB')
+parser.add_argument("--attention", help="eager adds in a fixed order in the backward; the default is the fastest")
+parser.add_argument("--cache", help='"auto", or memory to spend on dequantized weights: 6GiB')
 parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
 args = parser.parse_args()
@@ -40,7 +41,11 @@ quantization = BitsAndBytesConfig(
     bnb_4bit_compute_dtype=compute_dtype(),
 )
 model = AutoModelForCausalLM.from_pretrained(
-    path, quantization_config=quantization, dtype=compute_dtype(), device_map={"": device}
+    path,
+    quantization_config=quantization,
+    dtype=compute_dtype(),
+    device_map={"": device},
+    attn_implementation=args.attention,
 )
 model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
 torch.manual_seed(0)

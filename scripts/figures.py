@@ -39,7 +39,7 @@ SOURCES = {
         "python -m benchmarks.experts",
         "mixtures of experts: a QLoRA step with peft, and generation",
     ),
-    "matmul-GPU.json": ("nf4-patch bench --matmul --quick", "the fused matmul by rows of X"),
+    "matmul-GPU.json": ("python -m benchmarks.matmul", "the fused matmul by rows of X"),
     "generate-GPU.json": ("python -m benchmarks.generation", "tokens a second with the fused matmul"),
     "grpo-GPU.json": ("python -m benchmarks.grpo", "RL with TRL's GRPO: tokens a second in generation, time of a step"),
     "verify-GPU.json": ("nf4-patch verify", "the kernel against bitsandbytes, every layout"),

@@ -104,20 +104,17 @@ def memory() -> tuple[Any, Callable[[Any], None]]:
         model = models.setdefault(
             who, {"points": [], "unpatched": row["median"][UNPATCHED], DENSE: row["median"][DENSE]}
         )
-        if setting == "cache block":
-            model["block"] = row["median"][OURS]
-        else:
-            held = float(row["notes"].get("cache", "0").split()[0])
-            model["points"].append((held, row["median"][OURS]))
+        if setting != "cache block":  # of an older file
+            size = float(row["notes"].get("cache", "0").split()[0])
+            model["points"].append((size, row["median"][OURS]))
 
     def draw(figure: Any) -> None:
         figure.set_size_inches(9, 3)
         for axes, (who, model) in zip(
             figure.subplots(1, max(1, len(models)), squeeze=False)[0], models.items(), strict=False
         ):
-            held, times = zip(*model["points"], strict=True)
-            axes.plot(held, times, marker="o", color=GREEN, label="with the patch, by cache")
-            axes.plot(0, model["block"], marker="^", color=AMBER, linestyle="none", label='cache="block"')
+            sizes, times = zip(*model["points"], strict=True)
+            axes.plot(sizes, times, marker="o", color=GREEN, label="with the patch, by cache")
             axes.plot(0, model["unpatched"], marker="s", color=GRAY, linestyle="none", label="without the patch")
             axes.axhline(model[DENSE], color="#444444", linewidth=1, linestyle="--", label="16-bit weights")
             axes.set_title(f"{who}, 512 tokens", fontsize=9)

@@ -44,10 +44,9 @@ class Cell:
         return CACHE / "_".join(p.replace("==", "-") for p in self.packages)
 
 
-# What the extra "demo" is installed for.
+# What the extra "bench" is installed for.
 COMMANDS = {
     "nf4-patch verify": ("-m", "nf4_patch", "verify"),
-    "nf4-patch demo": ("-m", "nf4_patch", "demo", "--steps", "2", "--size", "tiny"),
     "qlora_peft.py": ("examples/qlora_peft.py", "--steps", "2"),
     "qlora_moe.py": ("examples/qlora_moe.py", "--steps", "2"),
     "merge_adapter.py": ("examples/merge_adapter.py",),

@@ -71,7 +71,7 @@ COMMANDS: dict[str, Run | str] = {
     "nf4-patch verify": "half a minute: tools/test_cli.py",
     "nf4-patch bench": "needs a GPU: gpu/test_performance.py",
     "nf4-patch bench --step peft": "needs a GPU: tools/test_bench.py",
-    "scripts/demo": "installs packages; the demo itself: tools/test_demo.py",
+    "scripts/demo": "installs packages; the demo itself: integration/test_examples.py",
 }
 
 

@@ -25,6 +25,7 @@ from ..config import Config, ConfigError
 from ..patching.counters import FallbackError
 from ..version import __version__
 from . import output
+from .llama import MODELS, projections
 from .report import NotAvailable, Progress, Report, provenance_data, require_gpu, require_patch
 
 
@@ -48,7 +49,7 @@ class Verbs(click.Group):
             if (error.name or "nf4_patch").startswith("nf4_patch"):
                 raise
             raise click.ClickException(
-                f"{error.name} is not installed: pip install '.[demo]' in a checkout of nf4_patch"
+                f"{error.name} is not installed: pip install '.[bench]' in a checkout of nf4_patch"
             ) from None
 
 
@@ -176,46 +177,17 @@ def run(ctx: click.Context, module: bool, code: bool, report: bool, all_ranks: b
         raise click.UsageError(f"{command[0]}: {error.strerror}") from error
 
 
-PNG = "nf4-patch-demo.png"
-
-
-@main.command()
-@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps of training.")
-@click.option("--size", type=click.Choice(["tiny", "small", "large"]), help="Default: large with a GPU, small without.")
-@click.option("--png", type=output.OutputFile(), default=PNG, show_default=True, help="Where the picture goes.")
-@click.pass_obj
-def demo(tell: Progress, steps: int, size: str | None, png: Path) -> Report:
-    """Fine-tune a small QLoRA model without and with the patch."""
-    require_patch()
-    from . import demo
-
-    return demo.demo(steps, size, png, tell)
-
-
 @main.command(short_help="Measure the kernel next to what it replaces.")
 @click.option("--step", type=click.Choice(["peft"]), help="A whole QLoRA training step, the patch on and off, instead.")
-@click.option("--matmul", is_flag=True, help="The fused matmul of 1 to 8192 rows, Llama 8B and 70B, instead.")
-@click.option("--quick", is_flag=True, help="Three shapes only; with --matmul Llama 8B only.")
-@click.option("--unsloth/--no-unsloth", default=True, help="Whether Unsloth is measured where it is installed.")
 @click.pass_obj
-def bench(tell: Progress, step: str | None, matmul: bool, quick: bool, unsloth: bool) -> Report:
+def bench(tell: Progress, step: str | None) -> Report:
     """Measure the kernel next to what it replaces: GPU time of a dequantization, and host time of a call."""
-    if step and matmul:
-        raise click.UsageError("--step and --matmul measure different things: give one of them")
     require_gpu()
     require_patch()
-    from . import llama
     from .bench import dequantize
-    from .bench import matmul as fused_matmul
     from .bench import step as training_step
 
-    if matmul:
-        models = (llama.LLAMA_8B,) if quick else (llama.LLAMA_8B, llama.LLAMA_70B)
-        return fused_matmul.measure(models, unsloth, tell)
-    return training_step.measure(tell) if step else dequantize.measure(unsloth, quick, tell)
-
-
-MODELS = ["llama-1b", "llama-8b", "qwen-7b", "llama-70b"]  # llama.MODELS, by shorter names
+    return training_step.measure(tell) if step else dequantize.measure(tell)
 
 
 def shape_of(text: str) -> tuple[int, int]:
@@ -230,31 +202,23 @@ WHICH_SHAPE = "A weight of N rows, K columns; repeatable."
 
 
 @main.command(short_help="Tune the fused matmul for this GPU and save the result.")
-@click.option("--model", "models", type=click.Choice(MODELS), multiple=True, help=WHICH_MODEL)
+@click.option("--model", "models", type=click.Choice(list(MODELS)), multiple=True, help=WHICH_MODEL)
 @click.option("--shape", "shapes", type=shape_of, multiple=True, metavar="NxK", help=WHICH_SHAPE)
-@click.option("--quick", is_flag=True, help="Fewer configs for each.")
-@click.option("--show", is_flag=True, help="Only show what is remembered.")
-@click.option("--forget", is_flag=True, help="Only forget what is remembered about this GPU.")
 @click.pass_obj
-def calibrate(
-    tell: Progress, models: tuple[str, ...], shapes: tuple[tuple[int, int], ...], quick: bool, show: bool, forget: bool
-) -> Report:
+def calibrate(tell: Progress, models: tuple[str, ...], shapes: tuple[tuple[int, int], ...]) -> Report:
     """Measure on this GPU which config of the fused matmul wins, by weight and rows of X, and remember it.
 
     enable(matmul="auto") then prefers it to the shipped tables, as long as the same releases are installed.
     """
-    config = Config.read()
-    path = config.calibration
+    path = Config.read().calibration
     if path is None:
         raise click.UsageError("NF4_PATCH_CALIBRATION=off: unset it, or name a file")
-    if show and forget:
-        raise click.UsageError("--show and --forget: give one of them")
+    require_gpu()
     from .bench import calibrate
 
-    if show:
-        return calibrate.show(path, config.missing_calibration())
-    require_gpu()
+    chosen = models or (() if shapes else ("llama-8b",))
+    wanted = dict.fromkeys((*(shape for model in chosen for shape in projections(MODELS[model])), *shapes))
     try:
-        return calibrate.forget(path) if forget else calibrate.calibrate(path, models, shapes, quick, tell)
-    except (RuntimeError, OSError, output.OutputError) as error:
+        return calibrate.calibrate(path, list(wanted), tell)
+    except (OSError, output.OutputError) as error:
         raise click.ClickException(str(error)) from error

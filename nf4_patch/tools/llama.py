@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+if TYPE_CHECKING:  # `nf4-patch --help` lists MODELS without torch
+    import torch
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -21,36 +22,37 @@ class Shape(NamedTuple):
     max_position_embeddings: int = 2048
 
 
+# Llama 3.2 1B, Llama 3.1 8B and 70B, Qwen 2.5 7B:
 # hidden size, intermediate size, layers, heads, key/value heads, vocabulary, positions
 MODELS = {
-    "Llama 3.2 1B": Shape(2048, 8192, 16, 32, 8, 128256, 8192),
-    "Llama 3.1 8B": Shape(4096, 14336, 32, 32, 8, 128256, 8192),
-    "Qwen 2.5 7B": Shape(3584, 18944, 28, 28, 4, 152064, 8192),
-    "Llama 3.1 70B": Shape(8192, 28672, 80, 64, 8, 128256, 8192),
+    "llama-1b": Shape(2048, 8192, 16, 32, 8, 128256, 8192),
+    "llama-8b": Shape(4096, 14336, 32, 32, 8, 128256, 8192),
+    "qwen-7b": Shape(3584, 18944, 28, 28, 4, 152064, 8192),
+    "llama-70b": Shape(8192, 28672, 80, 64, 8, 128256, 8192),
 }
-LLAMA_8B, LLAMA_70B = MODELS["Llama 3.1 8B"], MODELS["Llama 3.1 70B"]
+LLAMA_8B = MODELS["llama-8b"]
 
 
-def projections(model: Shape) -> dict[tuple[int, int], str]:
-    """[out, in] of a decoder layer's linear layers, by shape."""
+def projections(model: Shape) -> list[tuple[int, int]]:
+    """[out, in] of a decoder layer's linear layers, each shape once: k and v, q and o, gate and up, down."""
     hidden, intermediate = model.hidden_size, model.intermediate_size
-    return {
-        (hidden // model.num_attention_heads * model.num_key_value_heads, hidden): "k, v",
-        (hidden, hidden): "q, o",
-        (intermediate, hidden): "gate, up",
-        (hidden, intermediate): "down",
-    }
+    heads = hidden // model.num_attention_heads * model.num_key_value_heads
+    return [(heads, hidden), (hidden, hidden), (intermediate, hidden), (hidden, intermediate)]
 
 
-def config_of(shape: Shape, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+def config_of(shape: Shape, dtype: torch.dtype | None = None, **options: Any) -> Any:
+    """A LlamaConfig, in :func:`training_dtype` unless another dtype is given."""
     from transformers import LlamaConfig
 
-    options |= {"tie_word_embeddings": False, "dtype": str(dtype).removeprefix("torch."), "pad_token_id": 0}
+    name = str(dtype or training_dtype()).removeprefix("torch.")
+    options |= {"tie_word_embeddings": False, "dtype": name, "pad_token_id": 0}
     return LlamaConfig(**shape._asdict(), **options)
 
 
 def training_dtype() -> torch.dtype:
     """bf16; fp16 on a GPU without bf16 arithmetic, where PyTorch emulates it (before sm_80: a T4)."""
+    import torch
+
     old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
     return torch.float16 if old else torch.bfloat16
 
@@ -58,6 +60,7 @@ def training_dtype() -> torch.dtype:
 def build_4bit(config: Any, device: Any = "cuda") -> Any:
     """A causal model of that configuration with random weights: its linear layers but the head as bitsandbytes'
     Linear4bit, experts by bitsandbytes' own helper, both NF4 with double quantization."""
+    import torch
     from bitsandbytes.nn import Linear4bit, Params4bit
     from bitsandbytes.nn.parametrize import replace_parameter_4bit
     from transformers import AutoModelForCausalLM

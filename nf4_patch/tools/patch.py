@@ -1,14 +1,20 @@
-"""The patch on or off inside a block: how every tool and benchmark switches it."""
+"""The patch on or off inside a block, and the originals that it replaces: for every tool and benchmark."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import nf4_patch
 
-from ..patching import hooks
+from ..patching import hooks, placement
+
+logger = logging.getLogger("nf4_patch")
+UNSLOTH_MODULE = "unsloth.kernels.utils"
 
 
 @contextlib.contextmanager
@@ -30,3 +36,29 @@ def patch(on: bool, **options: Any) -> Iterator[None]:
     finally:
         if was_on:
             nf4_patch.enable(*options_before)
+
+
+def original(module: str, attribute: str) -> Any:
+    """The function as its library made it: what the patch has saved, or what is there now."""
+    entry = placement.installed.get(f"{module}.{attribute}")
+    if entry is not None and entry.original is not None:
+        return entry.original
+    return getattr(importlib.import_module(module), attribute, None)
+
+
+def dequantize_4bit() -> Callable[..., Any]:
+    """bitsandbytes' own: (packed, quant_state, out=None) -> weight."""
+    function: Callable[..., Any] = original("bitsandbytes.functional", "dequantize_4bit")
+    return function
+
+
+def from_unsloth(find: Callable[[], Any]) -> Any:
+    """What ``find`` gives once Unsloth is imported; None where it is not installed, or fails, which is logged."""
+    if importlib.util.find_spec("unsloth") is None:
+        return None
+    try:
+        importlib.import_module("unsloth")
+        return find()
+    except Exception as error:  # Unsloth refuses machines and releases in many ways
+        logger.warning("Unsloth is installed and cannot be measured: %s: %s", type(error).__name__, error)
+        return None

@@ -72,7 +72,7 @@ HALF_OF_THEM = 3 * (2 * MIB + MIB)
 
 @pytest.mark.parametrize(
     ("mode", "steps"),
-    [("block", 50), (64 * MIB, 50), (HALF_OF_THEM, 50), pytest.param(HALF_OF_THEM, 2000, marks=pytest.mark.slow)],
+    [(64 * MIB, 50), (HALF_OF_THEM, 50), pytest.param(HALF_OF_THEM, 2000, marks=pytest.mark.slow)],
 )
 def test_checkpointed_training_to_the_bit_and_in_the_same_memory(mode, steps):
     layers = [layer_of(seed=seed) for seed in range(6)]
@@ -102,5 +102,3 @@ def test_checkpointed_training_to_the_bit_and_in_the_same_memory(mode, steps):
     assert same(got[:2], want[:2])
     assert cache.hits >= (cache.hits + cache.misses) * 0.3
     assert max(got[2]) - min(got[2]) < MIB
-    if mode == "block":
-        assert not cache.entries

@@ -29,7 +29,7 @@ def test_the_cache_counts_what_the_allocator_takes(settings):
     program("cache_memory", PYTORCH_CUDA_ALLOC_CONF=settings)
 
 
-@pytest.mark.parametrize("cache", ["off", "block", "1GiB"])
+@pytest.mark.parametrize("cache", ["off", "1GiB"])
 def test_the_first_use_in_the_warmup_of_a_graph(cache):
     program("first_use_in_warmup", cache)
 

@@ -6,11 +6,13 @@ Every call is a hit or deferred, graphs and breaks are as without. With cached w
 from __future__ import annotations
 
 import importlib.metadata
+import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from run_example import fallbacks, hits, on_and_off, run_example, same_training
+from run_example import EXAMPLES, fallbacks, hits, on_and_off, run, run_example, same_training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 LINEARS, PASSES = 4 * 7, 3  # forward, recompute, backward
@@ -32,6 +34,14 @@ def test_training(script, options, launcher, checkpoint, tmp_path):
     on, off = on_and_off(script, *arguments, folder=tmp_path, launcher=launcher)
     assert hits(on) == 120 * LINEARS * PASSES and not fallbacks(on)
     assert on["torch_compile"] == off["torch_compile"]
+
+
+def test_demo(tmp_path):
+    """The main job: four trainings, their step times, and the kernel on the weights of the model."""
+    output = run([sys.executable, EXAMPLES / "demo.py", "--steps", 4, "--png", "demo.png"], tmp_path)
+    assert output.rstrip().endswith("Passed: the same losses and adapter, to the bit."), output
+    assert sum(map(int, re.findall(r"(\d+) calls in the kernel, fallbacks: none", output))) == 4 * LINEARS * PASSES
+    assert f"{LINEARS} cases" in output and output.count(" ms per step, ") == 2
 
 
 def test_peft_compiled(checkpoint, tmp_path):
@@ -101,7 +111,7 @@ def test_two_hundred_steps_with_cached_weights(name, checkpoint, tmp_path):
     script, options, launcher = CACHED[name]
     arguments = (*options, "--model", checkpoint, "--steps", 200, "--tokens", 256)
     off = run_example(script, *arguments, folder=tmp_path, launcher=launcher, patch=False)
-    for mode in ("block", "1200MiB", "6GiB"):  # 1200 MiB: three quarters of all weights
+    for mode in ("1200MiB", "6GiB"):  # 1200 MiB: three quarters of all weights
         on = run_example(script, *arguments, folder=tmp_path, launcher=launcher, NF4_PATCH_CACHE=mode)
         cache = on["nf4_patch"]["cache"]
         assert same_training(on, off), mode

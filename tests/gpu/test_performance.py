@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from benchmarks import challenge, dequantize
+from benchmarks.baselines import UNSLOTH_CTYPES, UNSLOTH_TRITON
 from nf4_patch.tools.bench import step
-from nf4_patch.tools.bench.baselines import BITSANDBYTES, OURS, UNSLOTH_CTYPES, UNSLOTH_TRITON, baselines
-from nf4_patch.tools.bench.record import CEILING, EMPTY, UNPATCHED
+from nf4_patch.tools.bench.record import BITSANDBYTES, CEILING, EMPTY, OURS, UNPATCHED
 from nf4_patch.tools.report import silent
 
 H200 = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name(0)
@@ -19,11 +19,10 @@ SHARE_OF_CEILING = ((100e6, 97.0), (40e6, 93.0), (10e6, 88.0))  # (bytes moved a
 
 @pytest.fixture(scope="module")
 def measured():
-    others = baselines()
     sections = {
-        "dequantize": list(dequantize.dequantizations(others, silent, challenge_only=True)),
-        "dequantize + matmul": list(dequantize.with_matmul(others, silent)),
-        "host": list(dequantize.host_rows(others, silent)),
+        "dequantize": list(dequantize.dequantizations(silent, dequantize.CHALLENGE)),
+        "dequantize + matmul": list(dequantize.with_matmul(silent)),
+        "host": list(dequantize.host_rows(silent)),
         "challenge": list(challenge.rows(silent)),
     }
     assert [failure for rows in sections.values() for row in rows for failure in row.failures] == []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -39,6 +40,44 @@ def test_peft(tmp_path):
     assert hits(on) == 3 * LINEARS and hits(off) == 0 and not fallbacks(on)
     assert on["losses"][-1] < on["losses"][0]
     assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.full
+def test_demo(tmp_path):
+    """As scripts/demo runs it; what is set around it does not switch the patch."""
+    command = [sys.executable, EXAMPLES / "demo.py", "--steps", 2, "--png", "demo.png"]
+    output = run(command, tmp_path, NF4_PATCH="0", NF4_PATCH_MATMUL="auto")
+    assert output.rstrip().endswith("Passed: the same losses and adapter, to the bit.")
+    assert output.count("the same bits") == 2 and f"{LINEARS} cases, 294,912 elements, none differs" in output
+    # on the CPU bitsandbytes dequantizes in the backward only
+    assert f"dequantize_4bit: {2 * LINEARS} calls in the kernel, fallbacks: none" in output
+    assert " ms " not in output and (tmp_path / "demo.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def trained(losses=(2.0, 1.0), adapter="0a", hits=6, fallbacks=None):
+    return {
+        "losses": losses,
+        "adapter": adapter,
+        "nf4_patch": {"targets": [{"hits": hits, "fallbacks": fallbacks or {}}]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("on", "verified", "problem"),
+    [
+        ([trained()], True, None),
+        ([trained((2.0, 1.0000000000000002))], True, "losses or adapter differ"),
+        ([trained(adapter="0b")], True, "losses or adapter differ"),
+        ([trained(hits=0)], True, "the kernel never ran"),
+        ([trained(fallbacks={"NOT_CUDA": 3})], True, "calls fell back to the original"),
+        ([trained()], False, "the kernel's bits differ from bitsandbytes' on the model's weights"),
+        ([trained(), trained(adapter="0b")], True, "with the patch the training gives other bits when it is repeated"),
+    ],
+)
+def test_what_the_demo_calls_a_failure(on, verified, problem):
+    problems = runpy.run_path(str(EXAMPLES / "demo.py"))["problems"]
+    found = problems([trained(hits=0)], on, verified)
+    assert problem in found if problem else found == []
 
 
 @pytest.mark.full

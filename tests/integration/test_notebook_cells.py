@@ -62,7 +62,7 @@ def test_what_it_says_of_two_trainings(off, on, verdict, tmp_path, capsys):
 
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
-    """What the first cell hands to pip where neither package is there; it has run when the list is not empty."""
+    """What the first cell hands to pip where the package is not there; it has run when the list is not empty."""
     commands: list[list[str]] = []
     monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command[5:]))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -76,7 +76,7 @@ def test_installs_from_a_wheel_beside_it(installed, tmp_path):
     wheel = tmp_path / "nf4_patch-0.1.0-py3-none-any.whl"
     wheel.touch()
     exec(INSTALL, {})
-    assert installed == [[f"{wheel}[bench,demo]", "unsloth"]]
+    assert installed == [[f"{wheel}[bench]"]]
 
 
 def test_installs_from_an_upload(installed, monkeypatch):
@@ -84,7 +84,7 @@ def test_installs_from_an_upload(installed, monkeypatch):
     monkeypatch.setitem(sys.modules, "google", types.SimpleNamespace(colab=colab))
     monkeypatch.setitem(sys.modules, "google.colab", colab)
     exec(INSTALL, {})
-    assert installed == [["uploaded.whl[bench,demo]", "unsloth"]]
+    assert installed == [["uploaded.whl[bench]"]]
 
 
 @pytest.mark.parametrize("given", ["typed", "in the environment"])
@@ -92,7 +92,7 @@ def test_installs_from_an_address(installed, monkeypatch, given):
     if given == "in the environment":
         monkeypatch.setenv("NF4_PATCH_SOURCE", ADDRESS)
     exec(INSTALL, {})
-    assert installed == [[f"nf4-patch[bench,demo] @ {ADDRESS}", "unsloth"]]
+    assert installed == [[f"nf4-patch[bench] @ {ADDRESS}"]]
 
 
 def test_installs_nothing_twice(installed, monkeypatch):

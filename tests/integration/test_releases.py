@@ -45,7 +45,7 @@ def test_the_lower_bounds_of_pyproject_were_run():
     (cell,) = (cell for cell in matrix.CELLS if cell.name == "lowest")
     ran = dict(package.split("==") for package in cell.packages)
     extras = project["optional-dependencies"]
-    for requirement in (*project["dependencies"], *extras["demo"], *extras["bench"]):
+    for requirement in (*project["dependencies"], *extras["bench"]):
         name, _, bound = requirement.partition(";")[0].partition(">=")
         if name not in ("torch", "triton"):
             assert (ran[name] + ".").startswith(bound + "."), requirement

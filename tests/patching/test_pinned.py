@@ -158,7 +158,13 @@ def test_another_threads_layer_does_not_change_what_this_one_reads(enter):
     nf4_patch.enable(cache=2**30)
     want = enter(layer)
     results = []
-    threads = [threading.Thread(target=lambda: results.append(enter(layer)[0])) for _ in range(4)]
+
+    def work():  # no gradient of a parameter: two threads would accumulate in one
+        x = torch.linspace(-1, 1, SIDE * 8, device=DEVICE).view(8, SIDE).bfloat16().requires_grad_()
+        loss = enter.entry(layer, x).float().square().sum()
+        results.append(torch.autograd.grad(loss, x)[0])
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -47,7 +47,7 @@ def equal(a, b):
     return all(map(torch.equal, a, b))
 
 
-for mode in ("block", 2**30):
+for mode in (2**30,):
     nf4_patch.enable(cache=mode)
     before = step()
     assert equal(step(), before)

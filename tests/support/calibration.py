@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nf4_patch.nf4.matmul.tuning import SmallMConfig
-from nf4_patch.tools.bench.baselines import BITSANDBYTES, OURS
+from nf4_patch.tools.bench.record import BITSANDBYTES, OURS
 
 ADA = (8, 9)
 NAMES = {0: "NVIDIA GeForce RTX 4090", 1: "NVIDIA L40S"}

@@ -76,9 +76,7 @@ def linear(n: int, k: int, dtype: torch.dtype = torch.bfloat16, bias: bool = Fal
 def hits_by_shape() -> dict:
     """Hits of the fused matmul by target, shape and dtype."""
     return {
-        key: counter.hits
-        for key, counter in counters.hit_counters.items()
-        if key[2].endswith("fused matmul") and counter.hits
+        key: counter.hits for key, counter in counters.hit_counters.items() if key[3] == "fused matmul" and counter.hits
     }
 
 

@@ -103,7 +103,7 @@ def reasons(implementation: str = "grouped_mm") -> Counter[Reason]:
 
 
 def hits(implementation: str = "grouped_mm") -> int:
-    (target,) = {name for name, _, _ in counters.hit_counters if name.endswith(f".{implementation}")} or {""}
+    (target,) = {name for name, *_ in counters.hit_counters if name.endswith(f".{implementation}")} or {""}
     return counters.hits(target)
 
 

@@ -13,24 +13,19 @@ from oracle import layout_of, quantized
 from rich.console import Console
 from verbs import output_of
 
+from benchmarks.baselines import UNSLOTH_TRITON
 from nf4_patch.tools import llama, report
-from nf4_patch.tools.bench import dequantize, matmul, timing
-from nf4_patch.tools.bench.baselines import BITSANDBYTES, OURS, UNSLOTH_TRITON
-from nf4_patch.tools.bench.record import CEILING, Bench, Row, accuracy, bits, table
+from nf4_patch.tools.bench import matmul, timing
+from nf4_patch.tools.bench.record import BITSANDBYTES, CEILING, OURS, Bench, Row, accuracy, bits, table
 from nf4_patch.tools.bench.timing import Machine, Times
 
 MACHINE = Machine("a GPU", "90", "580.1", "SM clock 1 MHz", {"torch": "2.11.0", "triton": "3.6.0"})
 
 
-def comparison(**same: bool) -> Row:
-    times = {
-        OURS: Times((10.0, 10.0)),
-        BITSANDBYTES: Times((25.0, 25.0)),
-        UNSLOTH_TRITON: Times((11.0, 11.0)),
-        CEILING: Times((9.5, 9.5)),
-    }
-    checks = bits({name.replace("_", " "): equal for name, equal in same.items()})
-    return Row("4096x4096 bf16", "us", times, checks, 42_000_000, {"n": 4096, "k": 4096})
+def comparison(same: dict[str, bool]) -> Row:
+    us = {OURS: 10.0, BITSANDBYTES: 25.0, UNSLOTH_TRITON: 11.0, CEILING: 9.5}
+    times = {name: Times((value, value)) for name, value in us.items()}
+    return Row("4096x4096 bf16", "us", times, bits(same), 42_000_000, {"n": 4096, "k": 4096})
 
 
 def report_of(*rows: Row) -> Bench:
@@ -44,49 +39,33 @@ def text_of(*renderables) -> str:
     return console.export_text()
 
 
-def test_ratio_and_percent_where_the_bits_agree():
-    row = comparison(bitsandbytes=True, Unsloth_Triton=True)
-    assert row.ratio(BITSANDBYTES) == 2.5
-    assert row.ratio(UNSLOTH_TRITON) == pytest.approx(1.1)
-    assert row.ratio(CEILING) == 0.95
-    assert row.gigabytes_per_second == 4200.0
-    report = report_of(row)
-    text = text_of(*report.render())
-    assert "2.50x" in text and "1.10x" in text and "95.0%" in text and "how" in text
-    assert "a GPU" in text and "580.1" in text and "SM clock" in text and "triton 3.6.0" in text
-    assert report.exit_code == 0
-
-
-def test_no_speedup_where_our_bits_differ_from_bitsandbytes():
-    row = comparison(bitsandbytes=False, Unsloth_Triton=True)
-    assert row.ratio(BITSANDBYTES) is row.ratio(UNSLOTH_TRITON) is row.ratio(CEILING) is None
-    assert row.gigabytes_per_second is None
-    report = report_of(row)
-    text = text_of(*report.render())
-    assert "2.50x" not in text and "1.10x" not in text and "95.0" not in text
-    assert text.count("check failed") == 3 and "4096x4096 bf16: the bits differ from bitsandbytes" in text
-    assert report.exit_code == 1
-    ratios = report.as_dict()["sections"]["dequantize"][0]["ratio"]
-    assert ratios == {BITSANDBYTES: None, UNSLOTH_TRITON: None, CEILING: None}
-
-
 @pytest.mark.parametrize(
     ("same", "ratios"),
     [
-        ({"bitsandbytes": True, "Unsloth_Triton": False}, {BITSANDBYTES: 2.5, UNSLOTH_TRITON: None}),
-        ({"Unsloth_Triton": False}, {UNSLOTH_TRITON: None, CEILING: None}),
-        ({}, {BITSANDBYTES: None, CEILING: None}),  # nothing was compared
+        ({BITSANDBYTES: True, UNSLOTH_TRITON: True}, {BITSANDBYTES: 2.5, UNSLOTH_TRITON: 1.1, CEILING: 0.95}),
+        ({BITSANDBYTES: False, UNSLOTH_TRITON: True}, {BITSANDBYTES: None, UNSLOTH_TRITON: None, CEILING: None}),
+        ({BITSANDBYTES: True, UNSLOTH_TRITON: False}, {BITSANDBYTES: 2.5, UNSLOTH_TRITON: None, CEILING: 0.95}),
+        ({UNSLOTH_TRITON: False}, {BITSANDBYTES: None, UNSLOTH_TRITON: None, CEILING: None}),
+        ({}, {BITSANDBYTES: None, UNSLOTH_TRITON: None, CEILING: None}),  # nothing was compared
     ],
 )
 def test_a_ratio_needs_the_bits_of_its_baseline_and_of_bitsandbytes(same, ratios):
-    row = comparison(**same)
-    assert {name: row.ratio(name) for name in ratios} == ratios
+    report = report_of(comparison(same))
+    assert report.as_dict()["sections"]["dequantize"][0]["ratio"] == pytest.approx(ratios)
+    assert report.exit_code == (not all(same.values()))
+    text = text_of(*report.render())
+    shown = {BITSANDBYTES: "2.50x", UNSLOTH_TRITON: "1.10x", CEILING: "95.0%"}
+    assert {name: words in text for name, words in shown.items()} == {n: bool(r) for n, r in ratios.items()}
+    assert text.count("check failed") == list(ratios.values()).count(None)
+    for name in (name for name, equal in same.items() if not equal):
+        assert f"4096x4096 bf16: the bits differ from {name}" in text
+    assert all(word in text for word in ("how", "a GPU", "580.1", "SM clock", "triton 3.6.0"))
 
 
 def test_what_is_not_timed_is_an_empty_cell():
     """A row without ours, as calibrate has it where no config is right: times and no word about a check."""
     only = Row("a", "us", {BITSANDBYTES: Times((25.0,))}, {})
-    text = text_of(table("title", [only, comparison(bitsandbytes=True)]))
+    text = text_of(table("title", [only, comparison({BITSANDBYTES: True})]))
     assert "25.00 \n" in text.replace("25.00  ", "25.00 \n") and "check failed" not in text
 
 
@@ -102,8 +81,7 @@ def test_the_order_turns_every_round_and_a_warm_up_is_not_counted():
 
 
 def test_json_holds_every_time():
-    row = comparison(bitsandbytes=True)
-    data = json.loads(json.dumps(report_of(row).as_dict()))
+    data = json.loads(json.dumps(report_of(comparison({BITSANDBYTES: True})).as_dict()))
     (shown,) = data["sections"]["dequantize"]
     assert shown["times"][OURS] == [10.0, 10.0] and shown["median"][OURS] == 10.0
     assert shown["ratio"][BITSANDBYTES] == 2.5 and shown["sizes"] == {"n": 4096, "k": 4096}
@@ -112,15 +90,8 @@ def test_json_holds_every_time():
     assert data["method"] == {"dequantize": "how"}
 
 
-def test_shapes_are_listed_once_and_start_with_the_challenge():
-    listed = dequantize.shapes()
-    assert list(listed)[:3] == [(8192, 2048), (4096, 1024), (14336, 4096)]
-    assert listed[14336, 4096] == "challenge, Llama 3.1 8B gate, up"
-    assert (1024, 4096) in listed and (28672, 8192) in listed and (18944, 3584) in listed
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("arguments", [[], ["--matmul"], ["--step", "peft"]])
+@pytest.mark.parametrize("arguments", [[], ["--step", "peft"]])
 def test_no_gpu_no_numbers(arguments):
     said = output_of("bench", *arguments, exit_code=1)
     assert "no NVIDIA GPU: nothing can be measured here" in said and "us" not in said.split()
@@ -155,17 +126,11 @@ def test_a_step_is_in_the_dtype_that_the_gpu_computes_in(monkeypatch, capability
     assert (projection.compute_dtype, projection.weight.quant_state.dtype, model.lm_head.weight.dtype) == (dtype,) * 3
 
 
-def test_one_thing_is_measured_at_a_time():
-    assert "--step and --matmul measure different things" in output_of(
-        "bench", "--step", "peft", "--matmul", exit_code=2
-    )
-
-
-# --matmul
+# a fused matmul
 
 
 def product(ours: float, theirs: float) -> Row:
-    times = {OURS: Times((10.0, 10.0)), BITSANDBYTES: Times((30.0, 30.0)), matmul.DENSE: Times((20.0, 20.0))}
+    times = {OURS: Times((10.0, 10.0)), BITSANDBYTES: Times((30.0, 30.0)), matmul.DEQUANTIZE: Times((20.0, 20.0))}
     return Row("M=8", "us", times, {"fp64": accuracy(ours, theirs)}, sizes={"m": 8}, notes={"fused": "yes"})
 
 

@@ -11,9 +11,8 @@ import torch
 
 from benchmarks import challenge, compile_time, generation
 from nf4_patch.tools import llama
-from nf4_patch.tools.bench.baselines import BITSANDBYTES, OURS
 from nf4_patch.tools.bench.matmul import error
-from nf4_patch.tools.bench.record import Bench, Row, accuracy, bits
+from nf4_patch.tools.bench.record import BITSANDBYTES, OURS, Bench, Row, accuracy, bits
 from nf4_patch.tools.bench.step import Step
 from nf4_patch.tools.bench.timing import Machine, Times
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import matmul_reference
@@ -11,13 +12,11 @@ from calibration import CONFIG, GPU, entry_of, row
 from oracle import layout_of, quantized
 from verbs import output_of
 
-from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
 from nf4_patch.patching import calibrated
 from nf4_patch.tools.bench import calibrate
 from nf4_patch.tools.bench import matmul as bench_matmul
-from nf4_patch.tools.bench.baselines import BITSANDBYTES, OURS
-from nf4_patch.tools.bench.record import Row
+from nf4_patch.tools.bench.record import BITSANDBYTES, OURS, Check, Row
 from nf4_patch.tools.bench.timing import Times
 
 
@@ -27,7 +26,7 @@ def point(m, ours, theirs, noise=0.0, config=CONFIG):
 
     taken = {BITSANDBYTES: times(theirs), bench_matmul.DEQUANTIZE: times(100.0)}
     taken |= {} if ours is None else {OURS: times(ours)}
-    return Row(f"M={m}", "us", taken, {}, sizes={"m": m}), config
+    return Row(f"M={m}", "us", taken, {"fp64": Check(True, "")}, sizes={"m": m}), config
 
 
 def taken(*points):
@@ -50,16 +49,10 @@ def test_a_range_is_won_at_both_ends():
 
 
 def test_candidates_are_what_is_shipped_for_as_many_rows():
-    table = SMALL_M_ROWS + SMALL_M_CANDIDATES
     for m in calibrate.ROWS:
-        every, quick = calibrate.candidates(m, quick=False), calibrate.candidates(m, quick=True)
-        assert every == list(dict.fromkeys(shipped.config for shipped in table if shipped.max_m >= m))
-        assert quick and set(quick) <= set(every)
-        for shipped in table:  # what is shipped for so many rows is tried
-            size = m, shipped.min_n, min(shipped.max_k, 4096)
-            if matmul.first_config(table, shipped.capability, *size) is shipped.config:
-                assert shipped.config in quick
-    assert calibrate.candidates(65, quick=False) == []
+        shipped = [row.config for row in SMALL_M_ROWS + SMALL_M_CANDIDATES if row.max_m >= m]
+        assert sorted(calibrate.candidates(m)) == sorted(set(shipped)) != []
+    assert calibrate.candidates(65) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels themselves are checked so")
@@ -95,25 +88,22 @@ def call(*arguments, file="off", exit_code=0):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine with no GPU")
 def test_without_a_gpu(tmp_path):
     file = tmp_path / "none.json"
-    for arguments in ((), ("--quick",), ("--forget",)):
-        assert "no NVIDIA GPU: nothing can be measured here" in call(*arguments, file=file, exit_code=1)
+    assert "no NVIDIA GPU: nothing can be measured here" in call(file=file, exit_code=1)
     assert not file.exists()
-    assert f"NF4_PATCH_CALIBRATION names {file}, which does not exist" in call("--show", file=file)
-    shown = output_of("calibrate", "--show", NF4_PATCH_CALIBRATION="auto", XDG_CACHE_HOME=str(tmp_path))
-    assert f"nothing is remembered in {tmp_path / 'nf4_patch' / 'calibration.json'}" in shown
 
 
 @pytest.fixture
 def with_a_gpu(machine, monkeypatch):
-    """``measure`` is replaced by what a GPU would give."""
+    """``measure`` is replaced by what a GPU would give; ``machine`` and the shapes that it was asked for."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     asked = []
 
-    def measure(shapes, quick, tell):
-        asked.append((shapes, quick))
-        rows = {f"{n}x{k}": [row(8, CONFIG)] for n, k in shapes}
-        return entry_of(matmul=rows), []
+    def measure(shapes, tell, failures=()):
+        asked.append(shapes)
+        rows = [point(8, 10.0, 28.0)[0]]
+        entry = entry_of(matmul={f"{n}x{k}": [row(8, CONFIG)] for n, k in shapes})
+        return calibrate.Calibration(entry, rows, list(failures))
 
     monkeypatch.setattr(calibrate, "measure", measure)
     return machine, asked
@@ -123,31 +113,38 @@ def test_the_command_adds_to_what_the_same_releases_measured(with_a_gpu, tmp_pat
     machine, asked = with_a_gpu
     other = entry_of(releases={**entry_of()["releases"], "triton": "2.0"})
     file = machine({"another GPU, sm_80": other})
-    call("--shape", "128x256", "--quick", file=file)
+    call("--shape", "128x256", file=file)
     said = call("--shape", "64x64", file=file)
-    assert asked == [([(128, 256)], True), ([(64, 64)], False)]
+    assert asked == [[(128, 256)], [(64, 64)]]
     written = json.loads(file.read_text())
     assert list(written) == ["another GPU, sm_80", GPU] and written["another GPU, sm_80"] == other
     assert list(written[GPU]["matmul"]) == ["128x256", "64x64"]
-    assert f"{GPU} is remembered in {file}" in said and "2.80x" in said and "1 to 8" in said
+    assert f"{GPU} is remembered in {file}" in said and "2.80x" in said
     assert calibrated.in_force(0).status == "calibrated on 2026-11-21, 2 shapes"
     # of other releases nothing is kept
     written[GPU]["releases"]["triton"] = "2.0"
     machine(written)
     call("--model", "llama-1b", file=file)
     assert list(json.loads(file.read_text())[GPU]["matmul"]) == ["512x2048", "2048x2048", "8192x2048", "2048x8192"]
-    shown = call("--show", file=file)
-    assert f"{GPU}: calibrated on 2026-11-21, 4 shapes" in shown and "8192x2048" in shown
-    assert "another GPU, sm_80: the calibration of 2026-11-21 is ignored" in shown
-    call("--forget", file=file)
-    assert list(json.loads(file.read_text())) == ["another GPU, sm_80"]
-    assert calibrated.in_force(0).status == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        ((), (1024, 4096)),
+        (("--shape", "64x64"), (64, 64)),
+        (("--shape", "64x64", "--model", "llama-1b"), (512, 2048)),
+    ],
+)
+def test_llama_8b_is_measured_unless_something_else_is_named(words, first, with_a_gpu, tmp_path):
+    _, asked = with_a_gpu
+    call(*words, file=tmp_path / "calibration.json")
+    assert asked[0][0] == first and len(asked[0]) == {0: 4, 2: 1, 4: 5}[len(words)]
 
 
 def test_a_damaged_file_is_replaced(with_a_gpu):
     machine, _ = with_a_gpu
     file = machine(b"{")
-    assert "cannot be read" in call("--show", file=file)
     call("--shape", "64x64", file=file)
     assert calibrated.in_force(0).status == "calibrated on 2026-11-21, 1 shape"
 
@@ -170,7 +167,7 @@ def test_what_cannot_be_remembered_is_still_shown(with_a_gpu, monkeypatch, tmp_p
 
 def test_a_wrong_config_fails_the_command(with_a_gpu, monkeypatch, tmp_path):
     wrong = "64x64, 8 rows, Config(): one-hot rows do not give the bits of dequantize"
-    monkeypatch.setattr(calibrate, "measure", lambda shapes, quick, tell: (entry_of(), [wrong]))
+    monkeypatch.setattr(calibrate, "measure", functools.partial(calibrate.measure, failures=[wrong]))
     assert wrong in call(file=tmp_path / "calibration.json", exit_code=1)
 
 
@@ -178,7 +175,6 @@ def test_a_wrong_config_fails_the_command(with_a_gpu, monkeypatch, tmp_path):
     ("arguments", "file", "message"),
     [
         ((), "off", "NF4_PATCH_CALIBRATION=off"),
-        (("--show", "--forget"), "x.json", "--show and --forget"),
         (("--shape", "4096"), "x.json", "--shape 4096: give it as NxK"),
         (("--shape", "64x65"), "x.json", "K a multiple of 64"),
     ],

@@ -40,21 +40,20 @@ def test_round_trip_for_this_gpu_and_these_sizes_only(machine):
 def test_it_goes_before_the_shipped_table_where_it_measured(machine, monkeypatch):
     machine({GPU: entry_of()})
     monkeypatch.setattr(matmul, "SMALL_M_ROWS", (SmallMRow(ADA, 64, ANY, 1, SHIPPED),))
-    assert [matmul.config_for(ADA, m, 4096, 4096, 0) for m in (1, 8, 64)] == [None, CONFIG, None]
-    assert matmul.config_for(ADA, 8, 4096, 4096, 1) is SHIPPED
-    assert matmul.config_for(ADA, 8, 4096, 14336, 0) is SHIPPED
+    assert [fused_matmul.config_for(0, m, 4096, 4096) for m in (1, 8, 64)] == [None, CONFIG, None]
+    assert fused_matmul.config_for(1, 8, 4096, 4096) is SHIPPED
+    assert fused_matmul.config_for(0, 8, 4096, 14336) is SHIPPED
 
 
 def test_the_answers_that_were_remembered_follow_the_file(machine):
-    """is_measured, kernels and remembered products are resolved again when another file is used."""
+    """config_for and remembered products are resolved again when another file is used."""
     machine({GPU: entry_of()})
-    assert fused_matmul.is_measured(0, 8, 4096, 4096)
-    assert not fused_matmul.is_measured(0, 1, 4096, 4096) and not fused_matmul.is_measured(1, 8, 4096, 4096)
+    assert fused_matmul.config_for(0, 8, 4096, 4096)
+    assert not fused_matmul.config_for(0, 1, 4096, 4096) and not fused_matmul.config_for(1, 8, 4096, 4096)
     multiplier = fused_matmul.FusedMatmul("test")
-    matmul._kernels["a size"] = multiplier.launches["a weight"] = None
+    multiplier.launches["a weight"] = None
     calibrated.use(SimpleNamespace(calibration=None))
-    assert not fused_matmul.is_measured(0, 8, 4096, 4096)
-    assert "a size" not in matmul._kernels
+    assert not fused_matmul.config_for(0, 8, 4096, 4096)
     assert not multiplier.launches
 
 
@@ -117,7 +116,7 @@ def test_a_damaged_file_is_named_and_ignored(machine, content):
     file = machine(content)
     assert calibrated.in_force(0).status.startswith(f"{file} is ignored, it is damaged: ")
     assert calibrated.rows(0) == {}
-    assert not fused_matmul.is_measured(0, 8, 4096, 4096)
+    assert not fused_matmul.config_for(0, 8, 4096, 4096)
 
 
 def test_what_cannot_be_read_and_what_is_not_there(machine, tmp_path):

@@ -54,7 +54,7 @@ def test_a_failed_write_is_one_line(tmp_path, capsys):
     assert f"{tmp_path / 'x.json'} was not written: No space left on device" in said.err
 
 
-@pytest.mark.parametrize("words", [["doctor", "--json"], ["demo", "--png"], ["bench", "--json"], ["run", "--json"]])
+@pytest.mark.parametrize("words", [["doctor", "--json"], ["bench", "--json"], ["run", "--json"]])
 def test_a_command_checks_its_files_before_the_work(words, tmp_path):
     verb, *script, option = words
     assert "there is no folder" in output_of(verb, option, tmp_path / "missing" / "x", *script, exit_code=2)

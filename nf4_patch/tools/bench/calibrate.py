@@ -5,10 +5,11 @@ What is written is what :mod:`nf4_patch.patching.calibrated` reads, with the tim
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,12 @@ from ...nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
 from ...patching import calibrated
 from ...patching.quant_state import weight_of
 from .. import output
-from ..llama import LLAMA_8B, MODELS, projections, training_dtype
+from ..llama import training_dtype
 from ..patch import patch
 from ..report import Progress, Report, silent
-from . import matmul as fused_matmul
-from .baselines import OURS
-from .matmul import Weights
-from .record import Check, Row, table
-from .timing import Times, gpu_times, over
+from .matmul import Weights, gemv, others, require_gemm
+from .record import OURS, Check, Row, table
+from .timing import gpu_times, over
 
 ROWS = (1, 2, 8, 16, 32, 64)  # of X; each closes the range that starts after the one before
 MARGIN = 0.03  # ours has to be faster by this much, and by more than the noise of the run
@@ -36,7 +35,6 @@ ROUNDS = 10
 SHIPPED = SMALL_M_ROWS + SMALL_M_CANDIDATES  # whose configs are the candidates, whatever their GPU
 # what was measured of one weight at one number of rows of X, and the fastest config that is right; None: none is
 Point = tuple[Row, Any]
-NAMES = {f"{name.split()[0]}-{name.split()[-1]}".lower(): model for name, model in MODELS.items()}
 METHOD = (
     "GPU time of one matmul, us: CUDA-graph replays over weights that overflow the L2, alternating, medians. Each config "
     "was right first: one-hot rows give dequantize's bits, and the error against fp64 is that of dequantize + matmul. "
@@ -44,14 +42,9 @@ METHOD = (
 )
 
 
-def candidates(m: int, quick: bool) -> list[Any]:
-    """The configs to try at ``m`` rows of X: those of every table row that covers m; quick: only those that some size takes."""
-    rows = [row for row in SHIPPED if row.max_m >= m]
-    found: list[Any] = [row.config for row in rows]
-    if quick:
-        sizes = dict.fromkeys((row.capability, m, row.min_n, other.max_k) for row in rows for other in rows)
-        found = [config for size in sizes if (config := matmul.first_config(SHIPPED, *size)) is not None]
-    return list(dict.fromkeys(found))
+def candidates(m: int) -> list[Any]:
+    """The configs to try at ``m`` rows of X: those of every table row that covers m."""
+    return list(dict.fromkeys(row.config for row in SHIPPED if row.max_m >= m))
 
 
 def beats(here: Row, there: Row) -> bool:
@@ -97,12 +90,12 @@ def check(config: Any, x: torch.Tensor, weights: Weights) -> Check:
     return weights.check(x, multiply(config, x, *weights.packed[0], out))
 
 
-def one_point(m: int, weights: Weights, quick: bool, unsloth: Any, failures: list[str]) -> Point:
+def one_point(m: int, weights: Weights, unsloth: Any, failures: list[str]) -> Point:
     """Check every candidate, then time those that are right and everything else, alternating."""
     n, k = weights.dense.shape
     x = weights.rows_of_x(m)
     right: dict[str, tuple[Any, Check]] = {}
-    for config in candidates(m, quick):
+    for config in candidates(m):
         try:
             checked = check(config, x, weights)
         except runtime.KernelUnavailable:  # too many registers for this GPU, an instruction that it has not
@@ -111,7 +104,7 @@ def one_point(m: int, weights: Weights, quick: bool, unsloth: Any, failures: lis
             right[str(config)] = config, checked
         else:
             failures.append(f"{n}x{k}, {m} rows, {config}: {checked.found}")
-    functions = fused_matmul.others(x, unsloth)
+    functions = others(x, unsloth)
     functions |= {name: functools.partial(multiply, config, x) for name, (config, _) in right.items()}
     times = gpu_times(over(weights.packed, functions), ROUNDS)
     kept = {name: taken for name, taken in times.items() if name not in right}
@@ -119,128 +112,83 @@ def one_point(m: int, weights: Weights, quick: bool, unsloth: Any, failures: lis
     if right:
         fastest = min(right, key=lambda name: times[name].median)
         kept, (config, checks["fp64"]) = {OURS: times[fastest], **kept}, right[fastest]
-    return Row(f"M={m}", "us", kept, checks, sizes={"n": n, "k": k, "m": m}), config
-
-
-@patch(False)
-def measure(
-    shapes: Sequence[tuple[int, int]], quick: bool = False, with_unsloth: bool = True, tell: Progress = silent
-) -> tuple[dict[str, Any], list[str]]:
-    """The entry of the current GPU, and what was wrong.
-
-    Args:
-        shapes: (n, k) of the weights.
-        quick: try fewer configs.
-
-    Raises:
-        NotAvailable: bitsandbytes is older than 0.50.
-    """
-    fused_matmul.require_gemm()
-    dtype = training_dtype()
-    unsloth = fused_matmul.gemv() if with_unsloth else None
-    failures: list[str] = []
-    found = {}
-    for i, (n, k) in enumerate(shapes):
-        weights = Weights.random((n, k), dtype)
-        points = []
-        for j, m in enumerate(ROWS):
-            tell(f"{weights.subject}, {m} rows", i * len(ROWS) + j, len(shapes) * len(ROWS))
-            points.append(one_point(m, weights, quick, unsloth, failures))
-        found[f"{n}x{k}"] = decided(points)
-        del weights
-        torch.cuda.empty_cache()
-    return {
-        "date": datetime.date.today().isoformat(),
-        "releases": {"torch": torch.__version__, **calibrated.releases()},
-        "dtype": str(dtype).removeprefix("torch."),
-        "matmul": found,
-    }, failures
-
-
-@dataclass(frozen=True)
-class Calibration(Report):
-    """What is remembered, by GPU."""
-
-    file: Path
-    entries: dict[str, Any]
-    failures: list[str] = field(default_factory=list)  # configs that were wrong, and are not remembered
-    note: str = ""  # what was done
-
-    def problems(self) -> list[str]:
-        return self.failures
-
-    def render(self) -> Iterable[RenderableType]:
-        yield self.note
-        for name, entry in self.entries.items():
-            releases = ", ".join(f"{library} {release}" for library, release in entry["releases"].items() if release)
-            yield f"{name}, {entry['date']}, {entry['dtype']}, {releases}"
-            yield METHOD
-            found = [row for shape, rows in entry["matmul"].items() for row in remembered(shape, rows)]
-            yield table("fused matmul", found)
-        yield from self.failures
-
-
-def remembered(shape: str, rows: Sequence[dict[str, Any]]) -> Iterable[Row]:
-    """What was measured and taken for a weight, by range of rows of X; only what passed its check was recorded."""
-    for first, row in zip((1, *(row["m"] + 1 for row in rows)), rows, strict=False):
-        m = str(first) if first == row["m"] else f"{first} to {row['m']}"
-        times = {name: Times((us,)) for name, us in row["us"].items()}
-        passed = {"fp64": Check(True, "checked before it was timed")}
-        notes = {"noise": f"{100 * row['noise']:.1f} %", "taken": taken(row["config"])}
-        yield Row(f"{shape} M={m}", "us", times, passed, notes=notes)
+    return Row(f"{n}x{k} M={m}", "us", kept, checks, sizes={"n": n, "k": k, "m": m}), config
 
 
 def taken(config: dict[str, Any] | None) -> str:
     return "the original" if config is None else "-".join(f"{value:d}" for value in config.values())
 
 
-def known_at(path: Path) -> tuple[dict[str, Any], str]:
-    """What the file remembers, by GPU; and why it cannot be read."""
-    try:
-        return calibrated.load(path), ""
-    except (OSError, ValueError) as error:
-        return {}, f"{path} cannot be read: {error}"
+@dataclass(frozen=True)
+class Calibration(Report):
+    """What was measured on this GPU."""
+
+    entry: dict[str, Any]  # that is remembered
+    rows: list[Row]
+    failures: list[str]  # configs that were wrong, and are not remembered
+    note: str = ""  # where it is remembered
+
+    def problems(self) -> list[str]:
+        return self.failures
+
+    def render(self) -> Iterable[RenderableType]:
+        yield METHOD
+        yield table("fused matmul", self.rows)
+        yield from self.failures
+        yield self.note
 
 
-def show(path: Path, missing: str) -> Calibration:
-    """What is remembered, and of which GPUs it holds here; ``missing``: what to say of a file that should exist."""
-    known, note = known_at(path)
-    states = {name: calibrated.read(path, name) for name in known}
-    lines = [note or (f"remembered in {path}" if known else missing or f"nothing is remembered in {path}")]
-    lines += [f"{name}: {entry.status}" for name, entry in states.items()]
-    return Calibration(path, {name: known[name] for name in known if states[name].rows}, note="\n".join(lines))
-
-
-def gpu_for(path: Path) -> str:
-    """The key of the current GPU.
+@patch(False)
+def measure(shapes: Sequence[tuple[int, int]], tell: Progress = silent) -> Calibration:
+    """Of weights with these shapes, (n, k), on the current GPU.
 
     Raises:
+        NotAvailable: bitsandbytes is older than 0.50.
+    """
+    require_gemm()
+    unsloth = gemv()
+    failures: list[str] = []
+    rows: list[Row] = []
+    found = {}
+    for i, (n, k) in enumerate(shapes):
+        weights = Weights.random((n, k), training_dtype())
+        points = []
+        for j, m in enumerate(ROWS):
+            tell(f"{weights.subject}, {m} rows", i * len(ROWS) + j, len(shapes) * len(ROWS))
+            points.append(one_point(m, weights, unsloth, failures))
+        ranges = found[f"{n}x{k}"] = decided(points)
+        for (row, _), remembered in zip(points, ranges, strict=True):
+            rows.append(dataclasses.replace(row, notes={"taken": taken(remembered["config"])}))
+        del weights
+        torch.cuda.empty_cache()
+    entry = {
+        "date": datetime.date.today().isoformat(),
+        "releases": {"torch": torch.__version__, **calibrated.releases()},
+        "dtype": str(training_dtype()).removeprefix("torch."),
+        "matmul": found,
+    }
+    return Calibration(entry, rows, failures)
+
+
+def calibrate(path: Path, shapes: Sequence[tuple[int, int]], tell: Progress) -> Calibration:
+    """Measure weights of these shapes, (n, k), and remember them in ``path`` with what the same releases measured before.
+
+    Raises:
+        NotAvailable: bitsandbytes is older than 0.50.
         OSError, OutputError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     output.checked(path)
-    return calibrated.gpu(torch.cuda.current_device())
-
-
-def forget(path: Path) -> Calibration:
-    name, (known, _) = gpu_for(path), known_at(path)
-    if before := known.pop(name, None):
-        calibrated.write(path, known)
-    return Calibration(path, {}, note=f"{'forgotten' if before else 'nothing was remembered'}: {name}")
-
-
-def calibrate(
-    path: Path, models: Sequence[str], shapes: Sequence[tuple[int, int]], quick: bool, tell: Progress
-) -> Calibration:
-    """Measure the weights of the models and these shapes, those of Llama 8B where neither is given, and remember them."""
-    name, (known, _) = gpu_for(path), known_at(path)
-    chosen = [NAMES[model] for model in models] or ([] if shapes else [LLAMA_8B])
-    wanted = dict.fromkeys((*(shape for model in chosen for shape in projections(model)), *shapes))
-    entry, failures = measure(list(wanted), quick, tell=tell)
+    name = calibrated.gpu(torch.cuda.current_device())
+    found = measure(shapes, tell)
+    try:
+        known = calibrated.load(path)
+    except (OSError, ValueError):  # damaged: replaced
+        known = {}
     before = known.get(name) if calibrated.read(path, name).rows else None
-    if before and all(before[key] == entry[key] for key in ("releases", "dtype")):
-        entry["matmul"] = {**before["matmul"], **entry["matmul"]}
-    known[name] = entry
+    if before and all(before[key] == found.entry[key] for key in ("releases", "dtype")):
+        found.entry["matmul"] = {**before["matmul"], **found.entry["matmul"]}
+    known[name] = found.entry
     written = output.write(path, lambda path: calibrated.write(path, known))
     note = f"{name} is remembered in {path}" if written else f"{name} was measured and is not remembered"
-    return Calibration(path, {name: entry}, failures, note)
+    return dataclasses.replace(found, note=note)

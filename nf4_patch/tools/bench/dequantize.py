@@ -1,9 +1,9 @@
-"""Dequantization next to its baselines, on the GPU and on the host."""
+"""``nf4-patch bench``: dequantization next to bitsandbytes', on the GPU and on the host."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,43 +11,28 @@ import torch
 import nf4_patch
 
 from ...nf4.runtime import same_bits
-from ..llama import MODELS, projections
-from ..patch import patch
+from ..llama import LLAMA_8B, projections, training_dtype
+from ..patch import dequantize_4bit, patch
 from ..report import NotAvailable, Progress, silent
-from .baselines import OURS, Baseline, baselines
-from .record import EMPTY, Bench, Row, bits
+from .record import BITSANDBYTES, EMPTY, OURS, Bench, Row, bits
 from .timing import Call, alternating, gpu_times, host_us, machine, rotation
 
 METHOD = {
     "dequantize": "GPU time of one call: CUDA-graph replays over weights that overflow the L2, alternating, medians.",
     "host": "Host time of one eager call, GPU idle before: allocation, guards and statistics included.",
 }
-DTYPES = (torch.float16, torch.bfloat16)
-# The three configurations of the Unsloth NF4 challenge: (hidden, intermediate, seed, dtype, batch, length).
-CHALLENGE = (
-    (2048, 8192, 3407, torch.float16, 2, 3333),
-    (1024, 4096, 3409, torch.bfloat16, 5, 777),
-    (4096, 14336, 3408, torch.bfloat16, 3, 2048),
-)
 Packed = tuple[torch.Tensor, Any]
+Functions = dict[str, Callable[..., Any]]  # (packed, quant_state, out=None) -> weight, by name
+# of the same packed weights and results, more variants
+Limits = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], dict[str, list[Call]]]
 
 
-def measure(with_unsloth: bool = True, quick: bool = False, tell: Progress = silent) -> Bench:
-    """Both sections of METHOD; ``quick``: the challenge's shapes only."""
-    found = baselines(with_unsloth)
-    sections = {"dequantize": list(on_gpu(found, tell, quick)), "host": list(on_host(found, tell))}
+def measure(tell: Progress = silent) -> Bench:
+    """The weights of a Llama 8B, in the dtype that this GPU trains in."""
+    others = {BITSANDBYTES: dequantize_4bit()}
+    weights = [(shape, training_dtype()) for shape in projections(LLAMA_8B)]
+    sections = {"dequantize": list(on_gpu(weights, others, tell)), "host": list(on_host(others, tell))}
     return Bench(machine(), sections, METHOD)
-
-
-def shapes(challenge_only: bool = False) -> dict[tuple[int, int], str]:
-    """[out, in] of every weight to measure and who uses it; the challenge's first, each shape once."""
-    found: dict[tuple[int, int], list[str]] = {}
-    for hidden, intermediate, *_ in CHALLENGE:
-        found.setdefault((intermediate, hidden), []).append("challenge")
-    for name, model in () if challenge_only else MODELS.items():
-        for shape, layers in projections(model).items():
-            found.setdefault(shape, []).append(f"{name} {layers}")
-    return {shape: ", ".join(users) for shape, users in found.items()}
 
 
 def subject_of(shape: Sequence[int], dtype: torch.dtype) -> str:
@@ -71,51 +56,47 @@ def traffic(shape: Sequence[int], itemsize: int) -> int:
     return n // 2 + n // 64 + -(-n // 64 // 256) * 4 + n * itemsize
 
 
-def agree(weights: Sequence[Packed], others: dict[str, Baseline], outs: Sequence[torch.Tensor]) -> dict[str, bool]:
-    """For each baseline whether ours gives its bits, for every weight, into memory that held NaN."""
+def agree(weights: Sequence[Packed], others: Functions, outs: Sequence[torch.Tensor]) -> dict[str, bool]:
+    """For each of the others whether ours gives its bits, for every weight, into memory that held NaN."""
     same = dict.fromkeys(others, True)
     for (packed, state), out in zip(weights, outs, strict=True):
         out.fill_(float("nan"))
         nf4_patch.dequantize_nf4(packed, state, out)
         for name, other in others.items():
-            same[name] = same[name] and same_bits(out, other.dequantize(packed, state))
+            same[name] = same[name] and same_bits(out, other(packed, state))
     return same
 
 
-# of the same packed weights and results, more variants
-Limits = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], dict[str, list[Call]]]
-
-
 def on_gpu(
-    others: dict[str, Baseline], tell: Progress, challenge_only: bool = False, limits: Limits | None = None
+    weights: Iterable[tuple[tuple[int, int], torch.dtype]],
+    others: Functions,
+    tell: Progress,
+    limits: Limits | None = None,
 ) -> Iterator[Row]:
-    """Each shape and dtype: ours, the baselines, and what ``limits`` makes of the same weights and results."""
-    chosen = [(shape, dtype, users) for shape, users in shapes(challenge_only).items() for dtype in DTYPES]
-    for i, (shape, dtype, users) in enumerate(chosen):
+    """Each shape and dtype: ours, the others, and what ``limits`` makes of the same weights and results."""
+    chosen = list(weights)
+    for i, (shape, dtype) in enumerate(chosen):
         tell(f"dequantize {subject_of(shape, dtype)}", i, len(chosen))
-        yield one_shape(shape, dtype, users, others, limits)
+        yield one_shape(shape, dtype, others, limits)
         torch.cuda.empty_cache()
 
 
-def one_shape(
-    shape: tuple[int, int], dtype: torch.dtype, users: str, others: dict[str, Baseline], limits: Limits | None
-) -> Row:
+def one_shape(shape: tuple[int, int], dtype: torch.dtype, others: Functions, limits: Limits | None) -> Row:
     nbytes = traffic(shape, dtype.itemsize)
     weights = random_weights(shape, dtype, rotation(nbytes))
     outs = [torch.empty(shape, dtype=dtype, device="cuda") for _ in weights]
     checks = bits(agree(weights, others, outs))
-    functions = {OURS: nf4_patch.dequantize_nf4} | {o.name: o.dequantize for o in others.values() if o.captures}
     variants: dict[str, Sequence[Call]] = {
         name: [functools.partial(function, *weight, out=out) for weight, out in zip(weights, outs, strict=True)]
-        for name, function in functions.items()
+        for name, function in {OURS: nf4_patch.dequantize_nf4, **others}.items()
     }
     if limits:
         variants |= limits([packed for packed, _ in weights], outs)
-    sizes, notes = {"n": shape[0], "k": shape[1]}, {"used by": users} if users else {}
-    return Row(subject_of(shape, dtype), "us", gpu_times(variants), checks, nbytes, sizes, notes)
+    sizes = dict(zip(("n", "k"), shape, strict=True))
+    return Row(subject_of(shape, dtype), "us", gpu_times(variants), checks, nbytes, sizes)
 
 
-def on_host(others: dict[str, Baseline], tell: Progress) -> Iterator[Row]:
+def on_host(others: Functions, tell: Progress) -> Iterator[Row]:
     """One eager call on a 64x64 weight: what is at bitsandbytes.functional.dequantize_4bit with the patch on.
 
     Allocation, guards and statistics included; ``torch.empty`` of the same result in the same turns.
@@ -127,7 +108,7 @@ def on_host(others: dict[str, Baseline], tell: Progress) -> Iterator[Row]:
     with patch(True):
         patched = bitsandbytes.functional.dequantize_4bit
         for subject, weight in (("a new tensor", packed), ("a new tensor from a Params4bit", parameter)):
-            calls = {name: functools.partial(other.dequantize, weight, state) for name, other in others.items()}
+            calls = {name: functools.partial(other, weight, state) for name, other in others.items()}
             calls[EMPTY] = functools.partial(torch.empty, (64, 64), dtype=torch.bfloat16, device=packed.device)
             yield host(subject, functools.partial(patched, weight, state), calls)
 

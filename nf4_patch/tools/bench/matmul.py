@@ -1,9 +1,9 @@
-"""``nf4-patch bench --matmul``: X @ W.T with a 4-bit W, by rows of X: ours, theirs and dense."""
+"""X @ W.T with a 4-bit W: what multiplies besides ours, and how far a result is from fp64."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,38 +11,26 @@ import torch.nn.functional as F
 
 import nf4_patch
 
+from ...nf4.codes import code_of
 from ...nf4.dequantize import reference
 from ...nf4.weight import Weight
-from ...patching.counters import counters
 from ...patching.quant_state import weight_of
-from ..llama import Shape, projections, training_dtype
-from ..patch import patch
-from ..report import NotAvailable, Progress, silent
-from .baselines import BITSANDBYTES, OURS, UNSLOTH_MODULE, from_unsloth, original
-from .dequantize import Packed, random_weights, subject_of
-from .record import Bench, Check, Row, accuracy
-from .timing import gpu_times, machine, over, rotation
+from ..patch import UNSLOTH_MODULE, dequantize_4bit, from_unsloth, original
+from ..report import NotAvailable
+from .dequantize import Functions, Packed, random_weights, subject_of
+from .record import BITSANDBYTES, Check, accuracy
+from .timing import rotation
 
 UNSLOTH = "Unsloth GEMV"  # one row only
 DEQUANTIZE = "dequantize + matmul"
-THEIR_DEQUANTIZE = "theirs, dequantize + matmul"
-DENSE = "dense"
-ROWS = tuple(2**i for i in range(14))
-Functions = dict[str, Callable[..., Any]]
-CHECKED_ROWS = 512  # of X, against fp64: every row count that the fused matmul has a table for
-METHOD = (
-    "GPU time of one matmul of M rows, us: CUDA-graph replays over weights that overflow the L2, alternating, medians. "
-    f'{OURS}: bitsandbytes\' op with enable(matmul="auto"); {BITSANDBYTES}: the same op unpatched. '
-    f"{DEQUANTIZE}: our kernel, then F.linear. {DENSE}: F.linear of a 16-bit weight."
-)
 
 
-def exact(layout: Weight) -> torch.Tensor:
+def exact(weight: Weight) -> torch.Tensor:
     """The weight in fp64: code * scale with no rounding to 16 bits."""
-    scales = reference.block_scales(layout, False).double().repeat_interleave(layout.blocksize)
-    packed = layout.bytes()
+    scales = reference.block_scales(weight, False).double().repeat_interleave(weight.blocksize)
+    packed = weight.bytes()
     nibbles = torch.stack((packed >> 4, packed & 15), -1).reshape(-1).long()
-    return (layout.code.double()[nibbles] * scales).view(tuple(layout.shape))
+    return (code_of(weight.quant_type, packed.device).double()[nibbles] * scales).view(tuple(weight.shape))
 
 
 def error(result: torch.Tensor, truth: torch.Tensor) -> float:
@@ -55,6 +43,17 @@ def multiply(x: torch.Tensor, packed: torch.Tensor, state: Any) -> torch.Tensor:
     return torch.ops.bitsandbytes.gemm_4bit(x, packed, list(state.shape), *fields)
 
 
+def require_gemm() -> None:
+    """
+    Raises:
+        NotAvailable: bitsandbytes has no fused matmul to compare with (before 0.50).
+    """
+    import bitsandbytes  # noqa: F401 (registers its ops)
+
+    if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
+        raise NotAvailable("bitsandbytes before 0.50 has no gemm_4bit to compare with: pip install -U bitsandbytes")
+
+
 def gemv() -> Callable[..., Any] | None:
     """Unsloth's own matmul of one row, unpatched; None where it is not installed or refuses this machine."""
     found: Callable[..., Any] | None = from_unsloth(
@@ -63,17 +62,11 @@ def gemv() -> Callable[..., Any] | None:
     return found
 
 
-def fused_matmul_hits() -> int:
-    return sum(counter.hits for key, counter in counters.hit_counters.items() if key[2].endswith("fused matmul"))
-
-
 def others(x: torch.Tensor, unsloth: Callable[..., Any] | None) -> Functions:
     """By name what else multiplies x by the packed weight of a state, with the patch off; ``unsloth`` one row only."""
-    dequantize = original("bitsandbytes.functional", "dequantize_4bit")
     found: Functions = {
         BITSANDBYTES: functools.partial(multiply, x),
         DEQUANTIZE: lambda packed, state: F.linear(x, nf4_patch.dequantize_nf4(packed, state)),
-        THEIR_DEQUANTIZE: lambda packed, state: F.linear(x, dequantize(packed, state)),
     }
     if len(x) == 1 and unsloth is not None:
         row = x.view(1, 1, -1)
@@ -87,7 +80,7 @@ class Weights:
     def __init__(self, packed: Sequence[Packed]):
         self.packed = packed
         weight, state = packed[0]
-        self.dense: torch.Tensor = original("bitsandbytes.functional", "dequantize_4bit")(weight, state)
+        self.dense: torch.Tensor = dequantize_4bit()(weight, state)
         self.exact = exact(weight_of(weight, state))  # in fp64
         self.subject = subject_of(self.dense.shape, self.dense.dtype)
 
@@ -103,56 +96,3 @@ class Weights:
         """``ours`` for x and the first weight: its error against fp64, which that of dequantize + matmul limits."""
         truth = x.double() @ self.exact.t()
         return accuracy(error(ours, truth), error(x @ self.dense.t(), truth))
-
-
-def one_matmul(weights: Weights, dense: Sequence[torch.Tensor], m: int, unsloth: Callable[..., Any] | None) -> Row:
-    """Check ours against fp64, then time every variant; ``dense``: 16-bit weights of the same shape."""
-    x = weights.rows_of_x(m)
-    before = fused_matmul_hits()
-    with patch(True, matmul="auto"):
-        ours = multiply(x, *weights.packed[0])
-    fused = fused_matmul_hits() > before
-    checks = {"fp64": weights.check(x[:CHECKED_ROWS], ours[:CHECKED_ROWS])}
-    few = weights.packed if m <= 256 else weights.packed[:4]  # then X, the dense weight and the result overflow the L2
-    functions: Functions = {OURS: functools.partial(multiply, x), **others(x, unsloth)}
-    variants = over(few, functions)
-    variants[DENSE] = [functools.partial(F.linear, x, weight) for weight in dense]
-    n, k = dense[0].shape
-    times = gpu_times(variants, rounds=10, inside=lambda name: patch(name == OURS, matmul="auto"))
-    notes = {"fused": "yes" if fused else "no"}
-    return Row(f"M={m}", "us", times, checks, sizes={"n": n, "k": k, "m": m}, notes=notes)
-
-
-def require_gemm() -> None:
-    """
-    Raises:
-        NotAvailable: bitsandbytes has no fused matmul to compare with (before 0.50).
-    """
-    import bitsandbytes  # noqa: F401 (registers its ops)
-
-    if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
-        raise NotAvailable("bitsandbytes before 0.50 has no gemm_4bit to compare with: pip install -U bitsandbytes")
-
-
-def measure(models: Iterable[Shape], with_unsloth: bool = True, tell: Progress = silent) -> Bench:
-    """Every projection of the models by rows of X.
-
-    Raises:
-        NotAvailable: what :func:`require_gemm` says.
-    """
-    require_gemm()
-    unsloth = gemv() if with_unsloth else None
-    chosen = dict.fromkeys(shape for model in models for shape in projections(model))
-    sections: dict[str, list[Row]] = {}
-    dtype = training_dtype()
-    with patch(False):
-        for i, shape in enumerate(chosen):
-            weights = Weights.random(shape, dtype)
-            dense = [torch.randn(shape, dtype=dtype, device="cuda") for _ in range(4)]
-            section = sections.setdefault(weights.subject, [])
-            for m in ROWS:
-                tell(f"matmul {weights.subject}, {m} rows", i, len(chosen))
-                section.append(one_matmul(weights, dense, m, unsloth))
-            del weights, dense
-            torch.cuda.empty_cache()
-    return Bench(machine(), sections, dict.fromkeys(sections, METHOD))

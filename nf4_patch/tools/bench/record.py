@@ -12,15 +12,14 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from ..report import Report
-from .baselines import BITSANDBYTES, OURS
 from .timing import Machine, Times
 
+OURS, BITSANDBYTES = "nf4_patch", "bitsandbytes"
 UNPATCHED = "unpatched"  # the same with the patch off
 GPU_TIME = "GPU time"  # at the end of a subject: not wall time
 RATE = "tokens/s"  # the unit of which more is better
 CEILING, EMPTY, DENSE = "ceiling", "torch.empty", "16-bit weights"
 LIMITS = (CEILING, EMPTY, DENSE)  # what ours is held against; everything else that is timed is a baseline
-HIDDEN = ("used by",)  # notes that the table has no room for
 SLACK = 1.01  # of an error against fp64: the order of the additions; both sides share the rest, which is rounding
 
 
@@ -79,11 +78,6 @@ class Row:
         return ours / theirs if self.unit == RATE else theirs / ours
 
     @property
-    def gigabytes_per_second(self) -> float | None:
-        """Of ours, in microseconds."""
-        return self.nbytes / self.times[OURS].median / 1e3 if self.nbytes and self.checked else None
-
-    @property
     def noise(self) -> float:
         """The largest difference of a variant from itself."""
         return max(times.noise for times in self.times.values())
@@ -137,27 +131,19 @@ class Bench(Report):
 
 def table(title: str, rows: Sequence[Row]) -> Table:
     """A line a row: ours, the limits and what part of them ours reaches, the baselines and how many times ours is as fast."""
-    others = sorted(
-        {name: None for row in rows for name in row.times if name != OURS}, key=lambda name: name not in LIMITS
-    )
-    traffic = any(row.nbytes for row in rows)
-    repeated = any(len(times.values) > 1 for row in rows for times in row.times.values())
-    notes = [note for note in dict.fromkeys(note for row in rows for note in row.notes) if note not in HIDDEN]
+    others = [name for name in dict.fromkeys(name for row in rows for name in row.times) if name != OURS]
+    others.sort(key=lambda name: name not in LIMITS)
+    notes = list(dict.fromkeys(note for row in rows for note in row.notes))
     units = " / ".join(dict.fromkeys(row.unit for row in rows))
     result = Table(title=f"{title}, {units}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     result.add_column("", no_wrap=True)
-    for heading in (OURS, *("MB", "GB/s") * traffic, *others, *("noise",) * repeated):
+    for heading in (OURS, *others, "noise"):
         result.add_column(heading, justify="right")
     for note in notes:
         result.add_column(note)
     for row in rows:
-        cells = [row.subject, digits(row.times[OURS].median) if OURS in row.times else ""]
-        if traffic:
-            speed = row.gigabytes_per_second
-            cells += [f"{row.nbytes / 1e6:.1f}", "" if speed is None else f"{speed:.0f}"]
-        cells += [cell(row, name) for name in others]
-        cells += [f"{100 * row.noise:.1f} %"] * repeated
-        result.add_row(*cells, *(row.notes.get(note, "") for note in notes))
+        cells = [cell(row, name) for name in (OURS, *others)]
+        result.add_row(row.subject, *cells, f"{100 * row.noise:.1f} %", *(row.notes.get(note, "") for note in notes))
     return result
 
 
@@ -165,11 +151,10 @@ def cell(row: Row, name: str) -> str:
     """A variant's time and what ours is to it, or that the checks forbid to say."""
     if name not in row.times:
         return ""
-    time, ratio = digits(row.times[name].median), row.ratio(name)
+    value, ratio = row.times[name].median, row.ratio(name)
+    time = f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.1f}"
+    if name == OURS or OURS not in row.times:
+        return time
     if ratio is None:
-        return f"{time} check failed" if OURS in row.times else time
+        return f"{time} check failed"
     return f"{time} {100 * ratio:.1f}%" if name in LIMITS else f"{time} {ratio:.2f}x"
-
-
-def digits(value: float) -> str:
-    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.1f}"

@@ -15,11 +15,10 @@ import torch
 
 import nf4_patch
 
-from ..llama import LINEARS, LLAMA_8B, build_4bit, config_of, training_dtype
+from ..llama import LINEARS, LLAMA_8B, build_4bit, config_of
 from ..patch import patch
 from ..report import Progress, silent
-from .baselines import OURS
-from .record import DENSE, GPU_TIME, UNPATCHED, Bench, Check, Row
+from .record import DENSE, GPU_TIME, OURS, UNPATCHED, Bench, Check, Row
 from .timing import Times, alternating, kernel_times, machine, wall_ms
 
 METHOD = f"A QLoRA step, the patch on ({OURS}) and off alternating: wall time, and GPU time (the sum of its kernels and copies)."
@@ -116,7 +115,7 @@ def row(subject: str, size: Size, times: dict[str, Times], agree: bool, notes: d
 
 def measure(tell: Progress = silent) -> Bench:
     """Wall time of a step with the patch and without, GPU time, peak memory, the loss of both to the bit."""
-    model = peft_model(config_of(LLAMA, training_dtype()))
+    model = peft_model(config_of(LLAMA))
     rows = list(every_length("peft", model, tell, OFF | {"cache all": BUDGET}))
     return Bench(machine(), {"step": rows}, {"step": METHOD})
 

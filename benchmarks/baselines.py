@@ -1,0 +1,34 @@
+"""What is measured next to us: the originals of the libraries that are installed, whether the patch is on or not."""
+
+from __future__ import annotations
+
+import importlib
+
+from nf4_patch.tools.bench.dequantize import Functions
+from nf4_patch.tools.bench.record import BITSANDBYTES
+from nf4_patch.tools.patch import UNSLOTH_MODULE, dequantize_4bit, from_unsloth, original
+
+UNSLOTH_CTYPES = "Unsloth ctypes"
+UNSLOTH_TRITON = "Unsloth Triton"
+
+
+def baselines(in_graph: bool = False) -> Functions:
+    """Dequantizations by name, bitsandbytes' first; Unsloth's where it is installed, which imports it.
+
+    Args:
+        in_graph: only those that a CUDA graph can hold.
+    """
+    return {BITSANDBYTES: dequantize_4bit(), **(from_unsloth(lambda: unsloths(in_graph)) or {})}
+
+
+def unsloths(in_graph: bool) -> Functions:
+    utils = importlib.import_module(UNSLOTH_MODULE)
+    fused = original(UNSLOTH_MODULE, "_fast_dequantize_bnb")
+    if (
+        fused is None
+    ):  # <= 2026.9.12: three launches, on the stream that was current at import where it has CUDA_STREAMS
+        outside = in_graph and hasattr(utils, "CUDA_STREAMS")
+        return {} if outside else {UNSLOTH_CTYPES: original(UNSLOTH_MODULE, "fast_dequantize")}
+    if not getattr(utils, "_USE_NF4_KERNELS", False):
+        return {UNSLOTH_CTYPES: fused}
+    return {UNSLOTH_CTYPES: utils._fast_dequantize_ctypes, UNSLOTH_TRITON: fused}

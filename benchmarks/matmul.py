@@ -1,0 +1,78 @@
+"""python -m benchmarks.matmul: X @ W.T with the 4-bit weights of a Llama 8B, by rows of X: ours, theirs and dense."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks import main
+from nf4_patch.patching.counters import counters
+from nf4_patch.tools.bench.dequantize import Functions
+from nf4_patch.tools.bench.matmul import DEQUANTIZE, Weights, gemv, multiply, others, require_gemm
+from nf4_patch.tools.bench.record import BITSANDBYTES, OURS, Check, Row
+from nf4_patch.tools.bench.timing import gpu_times, over
+from nf4_patch.tools.llama import LLAMA_8B, projections, training_dtype
+from nf4_patch.tools.patch import dequantize_4bit, patch
+from nf4_patch.tools.report import Progress
+
+THEIR_DEQUANTIZE = "theirs, dequantize + matmul"
+DENSE = "dense"
+ROWS = tuple(2**i for i in range(14))
+CHECKED_ROWS = 512  # of X, against fp64: every row count that the fused matmul has a table for
+METHOD = (
+    "GPU time of one matmul of M rows, us: CUDA-graph replays over weights that overflow the L2, alternating, medians. "
+    f'{OURS}: bitsandbytes\' op with enable(matmul="auto"); {BITSANDBYTES}: the same op unpatched. '
+    f"{DEQUANTIZE}: our kernel, then F.linear. {DENSE}: F.linear of a 16-bit weight."
+)
+
+
+def fused_matmul_hits() -> int:
+    return sum(counter.hits for key, counter in counters.hit_counters.items() if key[3] == "fused matmul")
+
+
+def one_matmul(weights: Weights, dense: Sequence[torch.Tensor], m: int, unsloth: Callable[..., Any] | None) -> Row:
+    """Check ours against fp64, then time every variant; ``dense``: 16-bit weights of the same shape."""
+    x = weights.rows_of_x(m)
+    before = fused_matmul_hits()
+    with patch(True, matmul="auto"):
+        ours = multiply(x, *weights.packed[0])
+    fused = fused_matmul_hits() > before
+    checks: dict[str, Check] = {"fp64": weights.check(x[:CHECKED_ROWS], ours[:CHECKED_ROWS])}
+    theirs = dequantize_4bit()
+    functions: Functions = {OURS: functools.partial(multiply, x), **others(x, unsloth)}
+    functions[THEIR_DEQUANTIZE] = lambda packed, state: F.linear(x, theirs(packed, state))
+    few = weights.packed if m <= 256 else weights.packed[:4]  # then X, the dense weight and the result overflow the L2
+    variants = over(few, functions)
+    variants[DENSE] = [functools.partial(F.linear, x, weight) for weight in dense]
+    n, k = dense[0].shape
+    times = gpu_times(variants, rounds=10, inside=lambda name: patch(name == OURS, matmul="auto"))
+    notes = {"fused": "yes" if fused else "no"}
+    return Row(f"M={m}", "us", times, checks, sizes={"n": n, "k": k, "m": m}, notes=notes)
+
+
+@patch(False)
+def of_shape(shape: tuple[int, int], unsloth: Callable[..., Any] | None, tell: Progress) -> tuple[str, list[Row]]:
+    """The subject of a weight and its rows."""
+    weights = Weights.random(shape, training_dtype())
+    dense = [torch.randn(shape, dtype=training_dtype(), device="cuda") for _ in range(4)]
+    rows = []
+    for i, m in enumerate(ROWS):
+        tell(f"matmul {weights.subject}, {m} rows", i, len(ROWS))
+        rows.append(one_matmul(weights, dense, m, unsloth))
+    return weights.subject, rows
+
+
+def sections(tell: Progress) -> Iterator[tuple[str, list[Row]]]:
+    require_gemm()
+    unsloth = gemv()
+    for shape in projections(LLAMA_8B):
+        yield of_shape(shape, unsloth, tell)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main(METHOD, lambda tell: dict(sections(tell)))

@@ -1,0 +1,119 @@
+"""QLoRA with peft, without the patch and with it: the same losses and the same adapter, to the bit.
+
+    scripts/demo               # installs what this needs, then runs it
+    python examples/demo.py    # on a GPU four layers of a Llama-3.1-8B, without one a tiny Llama
+
+The model is random and the text is text.txt: nothing is downloaded. A training is qlora_peft.py in a process of its own.
+Exits with 1 where something differs.
+"""  # fmt: skip
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+GPU = torch.cuda.is_available()
+# Of 2048 rows bitsandbytes 0.50 dequantizes in the forward on every GPU; for fewer it may have a kernel that does not.
+BATCH = ("--rows", "4", "--tokens", "512") if GPU else ("--rows", "1", "--tokens", "64")
+NAMES = {False: "without the patch", True: "with the patch"}
+# Nothing that is set here switches the patch. Without a GPU the kernel runs in Triton's interpreter.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("NF4_")}
+ENVIRONMENT |= {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
+ENVIRONMENT |= {} if GPU else {"TRITON_INTERPRET": "1"}
+
+
+def pack(folder: str) -> None:
+    """Save a random Llama in 4 bits."""
+    from offline import checkpoint, compute_dtype
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+    path, dtype = checkpoint("random", "8b-4layers" if GPU else "tiny"), compute_dtype()
+    options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype, "bnb_4bit_use_double_quant": True}
+    how = {"dtype": dtype, "quantization_config": BitsAndBytesConfig(load_in_4bit=True, **options)}
+    AutoModelForCausalLM.from_pretrained(path, device_map={"": 0 if GPU else "cpu"}, **how).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(path).save_pretrained(folder)
+
+
+def train(folder: str, steps: int, patched: bool) -> dict:
+    """What qlora_peft.py records: losses, seconds, a digest of the adapter, hits and fallbacks."""
+    print(f"training {NAMES[patched]}", flush=True)
+    script, file = Path(__file__).with_name("qlora_peft.py"), Path(folder, "record.json")
+    # eager: the backward of a fused attention does not always add in the same order
+    options = ("--model", folder, "--steps", str(steps), *BATCH, "--attention", "eager", "--json", str(file))
+    environment = ENVIRONMENT | ({} if patched else {"NF4_PATCH": "0"})
+    if subprocess.run([sys.executable, script, *options], env=environment, stdout=subprocess.DEVNULL).returncode:
+        sys.exit(f"Failed: the training {NAMES[patched]} ended with an error")
+    return dict(json.loads(file.read_text()))
+
+
+def problems(off: list[dict], on: list[dict], verified: bool) -> list[str]:
+    """What is wrong with the trainings without the patch and with it."""
+    learned = [{(*record["losses"], record["adapter"]) for record in records} for records in (off, on)]
+    targets = [target for record in on for target in record["nf4_patch"]["targets"]]
+    found = {
+        "without the patch the training gives other bits when it is repeated": len(learned[0]) > 1,
+        "with the patch the training gives other bits when it is repeated": len(learned[1]) > 1,
+        "losses or adapter differ": learned[0] != learned[1],
+        "the kernel never ran": not any(target["hits"] for target in targets),
+        "calls fell back to the original": any(target["fallbacks"] for target in targets),
+        "the kernel's bits differ from bitsandbytes' on the model's weights": not verified,
+    }
+    return [sentence for sentence, holds in found.items() if holds]
+
+
+def draw(png: str, sides: dict[bool, list[dict]]) -> None:
+    """The loss and, on a GPU, the time of every step of the first training of each side."""
+    shown = ("losses", "seconds") if GPU else ("losses",)
+    figure = Figure(figsize=(5 * len(shown), 4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+        for patched, (record, *_) in sides.items():
+            axes.plot(record[name], "x--" if patched else "o-", label=NAMES[patched])
+        axes.set(xlabel="step", ylabel=name)
+        axes.legend()
+    figure.savefig(png, dpi=120)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--png", metavar="FILE", default="nf4-patch-demo.png", help="where the picture goes")
+    args = parser.parse_args()
+    if not Path(args.png).absolute().parent.is_dir():
+        parser.error(f"--png {args.png}: there is no folder for it")
+    sides: dict[bool, list[dict]] = {False: [], True: []}
+    with tempfile.TemporaryDirectory(prefix="nf4-patch-demo-") as folder:
+        pack(folder)
+        # In this order a machine that gets faster or slower meanwhile does so for both.
+        for patched in (False, True, True, False) if GPU else (False, True):
+            sides[patched].append(train(folder, args.steps, patched))
+        verify = [sys.executable, "-m", "nf4_patch", "verify", "--weights", Path(folder, "model.safetensors")]
+        verified = not subprocess.run(verify, env=ENVIRONMENT).returncode
+    off, on = sides.values()
+    print("\nstep  loss without the patch  with the patch")
+    for step, (a, b) in enumerate(zip(off[0]["losses"], on[0]["losses"], strict=True), 1):
+        print(f"{step:4}  {a:22.9f}  {b:14.9f}  {'the same bits' if a == b else 'THEY DIFFER'}")
+    for target in on[0]["nf4_patch"]["targets"]:
+        if target["hits"] or target["fallbacks"]:
+            print(f"{target['name']}: {target['hits']} calls in the kernel, fallbacks: {target['fallbacks'] or 'none'}")
+    for patched, records in sides.items() if GPU else ():
+        seconds = statistics.mean(record["seconds_per_step"] for record in records)
+        peak = max(record["peak_bytes"] for record in records) / 2**30
+        print(f"{NAMES[patched]}: {1e3 * seconds:.1f} ms per step, {peak:.2f} GiB at the peak")
+    draw(args.png, sides)
+    failed = problems(off, on, verified)
+    print(f"picture: {args.png}")
+    print("\n".join(f"Failed: {problem}" for problem in failed) or "Passed: the same losses and adapter, to the bit.")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
