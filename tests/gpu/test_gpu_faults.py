@@ -27,9 +27,6 @@ def fresh(monkeypatch):
     """The patch is on, no kernel is compiled, nothing is remembered from one test to the next."""
     monkeypatch.setattr(compilation, "_kernels", {})
     nf4_patch.enable()
-    for cell in F.dequantize_4bit.__closure__:
-        if isinstance(cell.cell_contents, Dequantizer):
-            cell.cell_contents.launches.clear()
 
 
 def original(packed, state):
@@ -95,51 +92,51 @@ def test_out_of_memory_in_the_middle_of_a_call_is_raised(fresh):
     assert not counters.fallbacks
 
 
-def test_the_shared_buffer_after_a_failed_growth(fresh):
+def test_the_buffer_after_a_failed_growth(fresh):
     server = Dequantizer("test")
     small, small_state = quantized((256, 256), torch.float16, CUDA)
     want = original(small, small_state)
-    assert torch.equal(server.run(small, small_state, shared=True), want)
+    assert torch.equal(server.of_state(small, small_state, into_buffer=True), want)
     large, large_state = quantized((8192, 4096), torch.float16, CUDA)
-    server.run(large, large_state)
+    server.of_state(large, large_state)
     with out_of_memory():
-        server.run(large, large_state, shared=True)
-    assert torch.equal(server.run(small, small_state, shared=True), want)
-    assert torch.equal(server.run(large, large_state, shared=True), original(large, large_state))
-    assert torch.equal(server.run(small, small_state, shared=True), want)
+        server.of_state(large, large_state, into_buffer=True)
+    assert torch.equal(server.of_state(small, small_state, into_buffer=True), want)
+    assert torch.equal(server.of_state(large, large_state, into_buffer=True), original(large, large_state))
+    assert torch.equal(server.of_state(small, small_state, into_buffer=True), want)
 
 
-def test_a_grown_shared_buffer_frees_the_old_one(fresh):
+def test_a_grown_buffer_frees_the_old_one(fresh):
     launch._buffers.clear()
     server = Dequantizer("test")
     weights = [quantized((2**k, 1024), torch.float16, CUDA) for k in (8, 10, 12)]
     wants = [original(*weight) for weight in weights]
     for weight in weights:
-        server.run(*weight)
+        server.of_state(*weight)
     del weight
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(2):
         for weight, want in zip(weights, wants, strict=True):
-            assert torch.equal(server.run(*weight, shared=True), want)
+            assert torch.equal(server.of_state(*weight, into_buffer=True), want)
     assert torch.cuda.memory_allocated() - before <= (4096 * 1024 * 2) + 4096  # the largest, and nothing else
 
 
 def test_freed_storage_is_refused_before_a_launch(fresh):
     packed, state = quantized((64, 128), torch.float16, CUDA)
     server = Dequantizer("test")
-    want = server.run(packed, state)
+    want = server.of_state(packed, state)
     kept = packed.clone()
     packed.untyped_storage().resize_(0)
-    assert server.run(packed, state) is Reason.NO_STORAGE
+    assert server.of_state(packed, state) is Reason.NO_STORAGE
     packed.untyped_storage().resize_(kept.numel())
     packed.copy_(kept)
-    assert torch.equal(server.run(packed, state), want)
+    assert torch.equal(server.of_state(packed, state), want)
     absmax = state.absmax.clone()
     state.absmax.untyped_storage().resize_(0)
-    assert server.run(packed, state) is Reason.NO_STORAGE
+    assert server.of_state(packed, state) is Reason.NO_STORAGE
     state.absmax = absmax
-    assert torch.equal(server.run(packed, state), want)
+    assert torch.equal(server.of_state(packed, state), want)
 
 
 def test_a_cache_directory_that_cannot_be_written():

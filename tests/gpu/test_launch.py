@@ -9,9 +9,8 @@ import pytest
 import torch
 from oracle import DTYPES, layout_of, quantized
 
-from nf4_patch.nf4 import runtime
+from nf4_patch.nf4 import codes, runtime
 from nf4_patch.nf4.dequantize import compilation, launch, reference
-from nf4_patch.patching import quant_state
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
 
@@ -40,7 +39,7 @@ def test_more_than_2_31_elements(dtype):
 
 
 def serve(server: Dequantizer, packed, state, **kwargs):
-    result = server.run(packed, state, **kwargs)
+    result = server.of_state(packed, state, **kwargs)
     assert not isinstance(result, Reason), result
     return result
 
@@ -60,11 +59,11 @@ def test_side_stream_and_event_order():
     server = Dequantizer("test")
     serve(server, packed, state)
     stream = torch.cuda.Stream()
-    for shared in (False, True):
+    for into_buffer in (False, True):
         with torch.cuda.stream(stream):
             torch.cuda._sleep(20_000_000)
             later = packed.clone()
-            got = serve(server, later, state, shared=shared)
+            got = serve(server, later, state, into_buffer=into_buffer)
         stream.synchronize()
         assert torch.equal(got, want)
 
@@ -87,9 +86,7 @@ def test_cuda_graph():
     assert torch.equal(out, F.dequantize_4bit(other, state2))
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(compilation, "_kernels"), (quant_state, "_codes")], ids=["kernel", "code"]
-)
+@pytest.mark.parametrize(("owner", "name"), [(compilation, "_kernels"), (codes, "_remembered")], ids=["kernel", "code"])
 def test_first_use_inside_a_capture_is_refused_by_name(owner, name, monkeypatch):
     """The capture survives."""
     packed, state = quantized((96, 64), torch.float16, CUDA, blocksize=2048)
@@ -97,7 +94,7 @@ def test_first_use_inside_a_capture_is_refused_by_name(owner, name, monkeypatch)
     server = Dequantizer("test")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        reason = server.run(packed, state)
+        reason = server.of_state(packed, state)
         torch.zeros(1, device=CUDA)
     assert reason is Reason.GRAPH_CAPTURE
     graph.replay()
@@ -115,5 +112,5 @@ def test_alignment_of_the_packed_weight():
         assert torch.equal(serve(server, view, state), want), start
     view = holder[1 : 1 + packed.numel()].view(-1, 1)
     view.copy_(packed)
-    assert server.run(view, state) is Reason.MISALIGNED
+    assert server.of_state(view, state) is Reason.MISALIGNED
     assert torch.equal(launch.dequantize(layout_of(view, state)), want)

@@ -30,7 +30,7 @@ from fused_matmul import (
 from matmul_emulation import in_order
 from oracle import layout_of, quantized
 
-from nf4_patch.nf4 import runtime
+from nf4_patch.nf4 import codes, runtime
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.matmul import hopper, launch, small_m
 from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, TILE_COUNTS
@@ -289,7 +289,9 @@ def test_every_unsupported_operand_is_refused():
     x = torch.randn(4, 256, device=CUDA, dtype=torch.bfloat16)
 
     def supported(x=x, bias=None, **changes):
-        return launch.supports(x, layout._replace(**changes), bias)
+        weight = layout._replace(**changes)
+        config = launch.config_for(torch.cuda.get_device_capability(), x.shape[0], *weight.shape)
+        return config is not None and launch.takes(x, weight, bias, config)
 
     assert supported() and supported(bias=torch.zeros(128, device=CUDA, dtype=x.dtype))
     assert not supported(packed=layout.packed[2:])
@@ -356,11 +358,12 @@ def test_the_fused_matmul_has_the_bits_of_its_emulation(kernel, nested):
 
 
 @candidates
-def test_small_integers_are_exact(kernel):
+def test_small_integers_are_exact(kernel, monkeypatch):
     """Weights and X of -1, 0 and 1: no sum is rounded whatever the tensor cores do, so this holds for a T4's as well."""
+    monkeypatch.setitem(codes.CODES, "small", tuple(float(i % 3 - 1) for i in range(16)))
     for n, k in ((1003, 4096), (96, 14336), (4003, 448)):
         packed, state = quantized((n, k), torch.float16, CUDA, nested=False)
-        state.code = (torch.arange(16, device=CUDA) % 3 - 1).float()
+        state.quant_type = "small"
         state.absmax = torch.ones_like(state.absmax)
         layout = layout_of(packed, state)
         x = torch.randint(-1, 2, (kernel.most, k), device=CUDA).half()

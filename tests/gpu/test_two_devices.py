@@ -41,10 +41,10 @@ def test_the_current_device_does_not_matter(patched):
     assert nf4_patch.status().hits == 8
 
 
-def test_shared_buffers_are_one_a_device(patched):
+def test_buffers_are_one_a_device(patched):
     server = Dequantizer("test")
     both, want = weights()
-    got = [server.run(*weight, shared=True) for weight in both]
+    got = [server.of_state(*weight, into_buffer=True) for weight in both]
     assert [tensor.device for tensor in got] == list(DEVICES)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
@@ -62,7 +62,7 @@ def test_there_and_back(patched):
 def test_a_weight_in_pieces_on_both_is_refused_by_name(patched):
     (packed, state), _ = weights()[0]
     state.absmax = state.absmax.to(DEVICES[1])
-    assert Dequantizer("test").run(packed, state).name == "MIXED_DEVICES"
+    assert Dequantizer("test").of_state(packed, state).name == "MIXED_DEVICES"
 
 
 def test_each_thread_its_own_device(patched):
@@ -79,7 +79,9 @@ def test_each_thread_its_own_device(patched):
 
 def test_the_second_gpu_is_a_t4(patched, monkeypatch):
     """Its capability faked: the second GPU gets a T4's configuration and code, the first keeps its own."""
-    Dequantizer("warm").run(*weights()[0][0])  # Triton asks for the capability once, and compiles for what this GPU is
+    Dequantizer("warm").of_state(
+        *weights()[0][0]
+    )  # Triton asks for the capability once, and compiles for what this GPU is
     real = torch.cuda.get_device_capability
 
     def capability(device=None):
@@ -92,7 +94,7 @@ def test_the_second_gpu_is_a_t4(patched, monkeypatch):
     for dtype in (torch.float16, torch.bfloat16):
         both, want = weights(dtype, seed=5)
         for weight, expected in zip(both, want, strict=True):
-            assert torch.equal(server.run(*weight), expected)
+            assert torch.equal(server.of_state(*weight), expected)
     used = {device.index: variant.num_warps for variant, device in compilation.compiled_kernels()}
     assert used == {i: compilation.warps_for(capability(i), 512 * 1024) for i in (0, 1)}
     assert used[0] != used[1]
@@ -104,14 +106,12 @@ def test_the_second_gpu_is_a_t4(patched, monkeypatch):
     assert "cvt.rn.bf16x2.f32" in code[0] and "cvt.rn.bf16x2.f32" not in code[1]
 
 
-def test_deferral_asks_every_gpu(monkeypatch):
-    """Unsloth's own kernel keeps its calls where one of the GPUs is not measured."""
-    from nf4_patch.patching import deferral
+def test_the_own_kernel_is_judged_on_every_gpu(monkeypatch):
+    """Unsloth's own kernel keeps its calls where it was not measured to be slower on one of the GPUs."""
+    from nf4_patch.patching import targets
 
-    deferral.measured_everywhere.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: T4 if device == 1 else (9, 0))
-    assert not deferral.measured_everywhere("unsloth")
-    deferral.measured_everywhere.cache_clear()
+    assert not targets._slower_everywhere.__wrapped__(((9, 0),))
 
 
 def test_the_fused_matmul_runs_where_its_weight_is():

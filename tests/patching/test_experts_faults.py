@@ -275,7 +275,7 @@ def test_cached_experts_without_a_gradient(patched):
     patched.enable(cache="1GiB")
     with torch.no_grad():
         ours = [layer.forward(), layer.forward()]
-    assert reasons() == {Reason.NO_GRADIENT: 2} and hits() == 2 and len(cache.entries) == 2 == cache.hits
+    assert reasons() == {Reason.NO_GRADIENT: 2} and hits() == 2 and len(cache.weights) == 2 == cache.hits
     assert all(torch.equal(output, layer.stock()[0]) for output in ours)
 
 

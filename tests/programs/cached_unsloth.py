@@ -56,8 +56,8 @@ for reentrant in (True, False):
         # a caller without the buffer may write into what it gets
         first, second = (utils.fast_dequantize(layers[0].weight, layers[0].weight.quant_state) for _ in range(2))
         assert first.data_ptr() != second.data_ptr()
-        assert all(first.data_ptr() != entry.dense.data_ptr() for entry in cache.entries.values())
+        assert all(first.data_ptr() != cached.dense.data_ptr() for cached in cache.weights.values())
         assert cache.weights
         assert cache.hits >= reads * 0.3, (cache.hits, reads)
         nf4_patch.disable()
-        assert not cache.entries
+        assert not cache.weights

@@ -42,7 +42,7 @@ class Case(NamedTuple):
     transposed: bool
     start: int  # bytes from a 256-byte boundary to the packed weight
     special: bool  # zeros, subnormals, infinities and NaN among the scales
-    into: str  # "new", "out" (with canaries) or "shared"
+    into: str  # "new", "out" (with canaries) or "buffer"
     fault: str  # "" or a name of FAULTS
 
     @property
@@ -89,7 +89,7 @@ def draw(
         transposed=rank <= 2 and rng.random() < 0.3,
         start=aligned - aligned % storage.itemsize,
         special=rng.random() < 0.2,
-        into=rng.choices(("new", "out", "shared"), (2, 5, 2))[0],
+        into=rng.choices(("new", "out", "buffer"), (2, 5, 2))[0],
         fault=rng.choice(faults) if faults and rng.random() < 0.25 else "",
     )
 
@@ -314,7 +314,7 @@ class Fuzzer:
             n = case.numel * case.dtype.itemsize
             buffer, raw = bytes_in(n, self.device, fill=0xFF)  # NaN in every dtype
             out = raw.view(case.dtype).view(case.shape)
-        result = self.dequantizer.run(packed, state, out, shared=case.into == "shared")
+        result = self.dequantizer.of_state(packed, state, out, into_buffer=case.into == "buffer")
         if not isinstance(result, torch.Tensor):
             return result
         if not same(result, want):
@@ -336,7 +336,7 @@ class Fuzzer:
             return
         allowed = FAULTS[case.fault][2]
         try:
-            result = self.dequantizer.run(*changed)
+            result = self.dequantizer.of_state(*changed)
         except Exception as error:  # as the replacements do: the original would run
             result = self.dequantizer.fallbacks.failed(error)
         if isinstance(result, torch.Tensor):
@@ -408,13 +408,13 @@ def fuzz_products(count: int, seed: int, dtype: torch.dtype, nested: bool) -> Co
         for number in range(count):
             case, m = draw_product(seed, number, dtype, nested)
             packed, state = random_state(case, seed, device)
-            weight = dequantizer.run(packed, state)
+            weight = dequantizer.of_state(packed, state)
             assert isinstance(weight, torch.Tensor), (weight, case)
             want = cases.ask_bitsandbytes(packed.clone(), state)
             columns = torch.randint(case.shape[1], (m,), device=device)
             x = torch.zeros(m, case.shape[1], dtype=dtype, device=device)
             x[torch.arange(m, device=device), columns] = 1
-            got = multiplier.run_state(x, packed, state)
+            got = multiplier.of_state(x, packed, state)
             if isinstance(got, torch.Tensor):
                 assert torch.equal(weight, want) and torch.equal(got, want[:, columns].t()), (case, m)
             ended["hits" if isinstance(got, torch.Tensor) else got.name] += 1
