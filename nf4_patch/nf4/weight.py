@@ -64,20 +64,25 @@ class Weight(NamedTuple):
         return self.packed if base is None else base
 
     def proof(self) -> tuple[Any, ...]:
-        """What a dense copy depends on beyond ``key`` and which tensors they are: the memory and the version of each.
+        """What a dense copy depends on beyond which tensors they are: the memory, address, version and strides of each, and
+        the plain fields.
 
         Raises:
+            AttributeError: a field is no tensor.
             RuntimeError: an inference tensor, which has no version counter.
         """
-        packed, absmax, absmax2, code2, offset, *_ = cast("tuple[Any, ...]", self)
-        first = (
-            packed.untyped_storage()._cdata, packed._version, absmax.untyped_storage()._cdata, absmax._version
-        )  # fmt: skip
+        packed, absmax, absmax2, code2, offset, *plain = cast("tuple[Any, ...]", self)
         if absmax2 is None:
-            return first
+            return (
+                packed.untyped_storage()._cdata, packed._version, packed.is_contiguous(),
+                absmax.untyped_storage()._cdata, absmax.data_ptr(), absmax._version, absmax.is_contiguous(), plain,
+            )  # fmt: skip
         return (
-            first, absmax2.untyped_storage()._cdata, absmax2._version, code2.untyped_storage()._cdata, code2._version,
-            offset.untyped_storage()._cdata, offset._version,
+            packed.untyped_storage()._cdata, packed._version, packed.is_contiguous(),
+            absmax.untyped_storage()._cdata, absmax.data_ptr(), absmax._version, absmax.is_contiguous(),
+            absmax2.untyped_storage()._cdata, absmax2.data_ptr(), absmax2._version, absmax2.is_contiguous(),
+            code2.untyped_storage()._cdata, code2.data_ptr(), code2._version, code2.is_contiguous(),
+            offset.untyped_storage()._cdata, offset.data_ptr(), offset._version, plain,
         )  # fmt: skip
 
     def operands(self) -> tuple[torch.Tensor, ...]:

@@ -15,7 +15,7 @@ from . import guards, op
 from .cache.store import cache
 from .context import is_exporting, is_jit_tracing, keep_dynamo_out, modes_active, own_dispatch, transforms_active
 from .counters import HitCounter, counters
-from .quant_state import fields_of, weight_of
+from .quant_state import fields_of, new
 from .reasons import Reason
 from .replacement import Fallbacks
 
@@ -48,9 +48,10 @@ class Dequantizer:
         self, packed: Tensor, state: Any, out: Tensor | None = None, into_buffer: bool = False, only_read: bool = False
     ) -> Tensor | Reason:
         """As ``run``, of the packed weight of a QuantState, whatever its class."""
-        weight = weight_of(packed, state)
-        if type(weight) is Reason:
-            return weight
+        fields = fields_of(packed, state)
+        if type(fields) is Reason:
+            return fields
+        weight: Weight = new(Weight, fields)
         if type(packed) is Tensor:
             return self.run(weight, out, into_buffer, only_read)
         plain = self.classes.get(type(packed))
@@ -83,7 +84,7 @@ class Dequantizer:
     def run(
         self, weight: Weight, out: Tensor | None = None, into_buffer: bool = False, only_read: bool = False
     ) -> Tensor | Reason:
-        """The dequantized weight, or the Reason why not.
+        """The dequantized weight, or the Reason why not. A weight that was seen before, unchanged, has its launch at once.
 
         Args:
             out: filled and returned (transposed for a transposed weight).
@@ -95,13 +96,9 @@ class Dequantizer:
         if transforms_active() is not None:
             return Reason.FUNCTORCH_TRANSFORM
         if only_read and cache.on and out is None:
-            found = cache.read(weight, self.decode)
+            found = cache.read(weight, self.run)
             if found is not None:
                 return found
-        return self.decode(weight, out, into_buffer)
-
-    def decode(self, weight: Weight, out: Tensor | None = None, into_buffer: bool = False) -> Tensor | Reason:
-        """As ``run``, never from the cache. A weight that was seen before, unchanged, has its launch at once."""
         launch: launches.Launch | Reason | None
         try:
             launch = self.launches.get(weight.key())
@@ -146,7 +143,7 @@ class Dequantizer:
         return launch
 
     def interpret(self, weight: Weight, out: Tensor | None) -> Tensor | Reason:
-        """As ``decode``, under Triton's interpreter: nothing is remembered."""
+        """As ``run``, under Triton's interpreter: nothing is remembered."""
         reason = self.why_not(weight, out)
         if reason is not None:
             return reason
@@ -172,5 +169,5 @@ class Dequantizer:
         return op.dequantize(*weight) if reason is None else reason
 
 
-for method in (Dequantizer.of_state, Dequantizer.run, Dequantizer.decode):
+for method in (Dequantizer.of_state, Dequantizer.run):
     keep_dynamo_out(method)

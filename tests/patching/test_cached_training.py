@@ -93,7 +93,8 @@ def test_a_checkpointed_peft_step_has_the_same_bits_and_fewer_decodes(linear_op,
         assert counters.hits(FORWARD) > decoded
         assert cache.taken[linear_op.index or 0 if linear_op.type == "cuda" else -1] <= mode
         nf4_patch.disable()
-        assert not sum(cache.taken.values())
+        gc.collect()  # Triton's interpreter leaves cycles that hold results
+        assert not nf4_patch.status().cache.taken
     assert saved[6 * ONE] == pytest.approx((6 - 1) / 6)  # every weight is decoded once
     assert saved[3 * ONE] > 0.5  # half of the memory; the first step finds nothing in its forward
 

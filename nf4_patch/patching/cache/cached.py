@@ -25,7 +25,7 @@ def nobody() -> None:
 class Cached:
     """It owns the dense copy. The parameter, its memory and the scales are held weakly."""
 
-    key: tuple[Any, ...]  # of the Weight when it was decoded, as all down to ``scale_memory``
+    name: tuple[Any, ...]  # of the Weight when it was decoded, as all down to ``scale_memory``
     location: tuple[Any, ...]
     proof: tuple[Any, ...]
     owner: weakref.ref[Tensor]
@@ -39,7 +39,7 @@ class Cached:
     device: int  # -1: the CPU
     size: int  # bytes in the allocator
     pinned: bool  # for layers that are compiled as a whole: never evicted
-    names: list[tuple[Any, ...]] = field(default_factory=list)  # keys of ``Cache.results``
+    names: list[tuple[Any, ...]] = field(default_factory=list)  # its keys in ``Cache.results``
     same_size: OrderedDict[Cached, None] = field(default_factory=OrderedDict)  # the least recently used first
     watchers: list[Any] = field(default_factory=list)
     number: int = field(default_factory=itertools.count().__next__)  # of no other
@@ -51,7 +51,7 @@ class Cached:
         """Of a decoded weight; ``proof`` is from before it was decoded."""
         scales = [nobody if tensor is None else weakref.ref(tensor) for tensor in weight[1:5]]
         return cls(
-            key=weight.key(),
+            name=name_of(weight),
             location=location(weight),
             proof=proof,
             owner=weakref.ref(weight.owner()),
@@ -68,18 +68,25 @@ class Cached:
         )
 
     def is_current(self, weight: Weight) -> bool:
-        """Whether this weight, of the same key, still decodes to it."""
+        """Whether this weight, of the same name, still decodes to it."""
+        packed, first, second, third, fourth, *_ = weight
         absmax, absmax2, code2, offset = self.scales
+        base = packed._base  # see Weight.owner
         return (
             # these very tensors: another may have come to the address of one, with its version
-            self.owner() is weight.owner()
-            and absmax() is weight.absmax
-            and absmax2() is weight.absmax2
-            and code2() is weight.code2
-            and offset() is weight.offset
+            self.owner() is (packed if base is None else base)
+            and absmax() is first
+            and absmax2() is second
+            and code2() is third
+            and offset() is fourth
             and self.proof == weight.proof()
             and self.dense._version == self.written  # nobody wrote into what is handed out
         )
+
+
+def name_of(weight: Weight) -> tuple[Any, ...]:
+    """Where a weight is looked for: address and shape of the packed bytes, dtype of the result."""
+    return weight[0].data_ptr(), weight[0].shape, weight[8]
 
 
 def size_of(weight: Weight) -> int:

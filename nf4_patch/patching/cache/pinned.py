@@ -25,7 +25,7 @@ from ..dequantizer import Dequantizer, returns_tensors
 from ..quant_state import weight_of
 from ..reasons import Reason, Uncached
 from ..switch import switch
-from .cached import size_of
+from .cached import name_of, size_of
 from .store import cache
 
 NAME = "_nf4_patch_dense"  # the attribute of a QuantState while its layer runs
@@ -95,7 +95,7 @@ class Layers:
 
     def __init__(self, target: str):
         self.dequantizer = Dequantizer(target)
-        self.decode: Any = self.dequantizer.decode
+        self.decode: Any = self.dequantizer.run
         self.known: weakref.WeakKeyDictionary[torch.nn.Module, Layer] = weakref.WeakKeyDictionary()
 
     def entered(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,7 +169,7 @@ class Layers:
             if switch.strict:
                 cache.compare(found[0], self.decode(weight))
             states.append((state, found[1].dense))
-            layer.numbers[found[1].key] = found[1].number
+            layer.numbers[found[1].name] = found[1].number
         return states
 
     def pin(self, module: torch.nn.Module, layer: Layer) -> Reason | Uncached | None:
@@ -182,9 +182,9 @@ class Layers:
                 layer.unpin()
                 return why
             found = cache.find(weight)
-            if weight.key() not in weights and (found is None or not found[1].pinned):
+            if name_of(weight) not in weights and (found is None or not found[1].pinned):
                 sizes[weight.packed.get_device()] += size_of(weight)
-            weights[weight.key()] = weight
+            weights[name_of(weight)] = weight
         layer.unpin(keep=weights)
         cache.settle()
         room = all(cache.pinned[device] + size <= cache.budget for device, size in sizes.items())

@@ -27,7 +27,7 @@ from ..reasons import Reason, Uncached
 from ..status import CacheStatus
 from ..switch import switch
 from .auto import Auto
-from .cached import Cached, location, size_of
+from .cached import Cached, location, name_of, size_of
 
 Decode = Callable[[Weight], "Tensor | Reason"]
 STRANGERS = 3  # reads on other streams in a row, after which a weight is decoded again on theirs
@@ -50,7 +50,7 @@ class Cache:
         self.auto: Auto | None = None  # finds the budget
         self.budget = 0
         self.tight = False  # half of the budget is used: from here on it counts which weight was read last
-        self.results: dict[tuple[Any, ...], tuple[Tensor, Cached]] = {}  # by Weight.key
+        self.results: dict[tuple[Any, ...], tuple[Tensor, Cached]] = {}  # by ``name_of``
         self.weights: dict[tuple[Any, ...], Cached] = {}  # by ``location``
         self.same_size: dict[tuple[int, int], OrderedDict[Cached, None]] = defaultdict(OrderedDict)
         self.taken: Counter[int] = Counter()  # bytes by device, of what was dropped too while somebody still uses it
@@ -132,7 +132,12 @@ class Cache:
         Raises:
             StaleWeightError: NF4_PATCH_STRICT=1, and the cached bits are not those of the packed bytes.
         """
-        found = self.find(weight)
+        try:
+            found = self.results.get((weight[0].data_ptr(), weight[0].shape, weight[8]))  # name_of, without a call
+            if self.dead or found is None or not found[1].is_current(weight):
+                found = self.find(weight)
+        except (AttributeError, RuntimeError):
+            found = self.find(weight)
         if found is None:
             return self.insert(weight, decode)
         result, cached = found
@@ -164,34 +169,29 @@ class Cache:
         """What is cached of a weight and still true, or None."""
         if self.dead:
             self.settle()  # a tensor that died may have left its address to another
-        try:
-            key = weight.key()
-            found = self.results.get(key)
-        except (AttributeError, TypeError):  # a field is no tensor, or the shape a list
-            return None
+        name = name_of(weight)
+        found = self.results.get(name) or self.other_way(name, weight)
         if found is None:
-            found = self.other_way(key, weight)
-            if found is None:
-                return None
+            return None
         try:
             current = found[1].is_current(weight)
-        except RuntimeError:  # an inference tensor has come to the address
+        except (AttributeError, RuntimeError):  # a field is no tensor any more, or an inference tensor
             current = False
         if not current:
             self.drop(found[1])
             return None
         return found
 
-    def other_way(self, key: tuple[Any, ...], weight: Weight) -> tuple[Tensor, Cached] | None:
+    def other_way(self, name: tuple[Any, ...], weight: Weight) -> tuple[Tensor, Cached] | None:
         """The weight where it was cached for the packed bytes the other way round, [1, bytes] or [bytes, 1]."""
         cached = self.weights.get(location(weight))
-        if cached is None or cached.dense.dim() > 2 or cached.key[2:] != key[2:]:  # all but address and shape
+        if cached is None or cached.dense.dim() > 2 or name[1].numel() != cached.name[1].numel():
             return None
         with self.lock:
             found = cached.dense.t() if weight.transposed() else cached.dense, cached
-            if self.weights.get(location(weight)) is cached:
-                self.results[key] = found
-                cached.names.append(key)
+            if self.weights.get(cached.location) is cached:
+                self.results[name] = found
+                cached.names.append(name)
         return found
 
     def why_not(self, weight: Weight) -> Uncached | None:
@@ -285,9 +285,9 @@ class Cache:
         else:
             cached.same_size = self.same_size[cached.device, cached.size]
         cached.same_size[cached] = None
-        cached.names = [cached.key]
+        cached.names = [cached.name]
         self.weights[cached.location] = cached
-        self.results[cached.key] = result, cached
+        self.results[cached.name] = result, cached
 
     # --- dropping ---
 
