@@ -75,6 +75,11 @@ VARIABLES = (
         size=True, option=True,
     ),
     Variable(
+        "NF4_PATCH_EXPERTS", ("off", "4bit"), "off",
+        "4bit: transformers' load_in_4bit packs the experts of a mixture too. Off by default: another quantization.",
+        option=True,
+    ),
+    Variable(
         "NF4_PATCH_QUIET", (*SWITCH,), "0",
         "1: nothing on stderr that says that NF4_PATCH=1 switched the patch on, or that an option has no effect.",
     ),
@@ -137,6 +142,7 @@ class Config:
     calibration: Path | None  # the file of measurements; None: not to be read
     calibration_named: bool  # by the user: it should exist
     cache: str | int  # off, block, or bytes per GPU
+    experts: str  # off, 4bit
     quiet: bool
 
     def missing_calibration(self) -> str:
@@ -147,7 +153,11 @@ class Config:
 
     @classmethod
     def read(
-        cls, environ: Mapping[str, str] | None = None, matmul: str | None = None, cache: str | int | None = None
+        cls,
+        environ: Mapping[str, str] | None = None,
+        matmul: str | None = None,
+        cache: str | int | None = None,
+        experts: str | None = None,
     ) -> Config:
         """The configuration from ``environ`` (os.environ by default); what else is given wins over its variable.
 
@@ -155,10 +165,11 @@ class Config:
             ConfigError: a variable or an argument has a value that is not allowed; the message lists the allowed ones.
         """
         environ = os.environ if environ is None else environ
-        arguments = {"NF4_PATCH_MATMUL": ("matmul", matmul), "NF4_PATCH_CACHE": ("cache", cache)}
+        arguments = {"matmul": matmul, "cache": cache, "experts": experts}
         values = {}
         for variable in VARIABLES:
-            name, given = arguments.get(variable.name, ("", None))
+            name = variable.name.removeprefix("NF4_PATCH_").lower()
+            given = arguments.get(name)
             if given is None:
                 name, given = variable.name, environ.get(variable.name, "")
             values[variable.name] = value_of(variable, name, given)
@@ -174,6 +185,7 @@ class Config:
             calibration=Path(os.path.expanduser(file)) if file else None,
             calibration_named=named not in ("auto", "off"),
             cache=values["NF4_PATCH_CACHE"],
+            experts=values["NF4_PATCH_EXPERTS"],
             quiet=SWITCH[values["NF4_PATCH_QUIET"]],
         )
 

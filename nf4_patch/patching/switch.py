@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..config import Config
+from .targets import SWITCHES
 
 
 class Gate:
@@ -28,15 +29,17 @@ class Switch(Gate):
         self.defer = "auto"
         self.matmul = "off"
         self.cache: str | int = "off"
-        self.gates: dict[str, Gate] = {"": self, "matmul": Gate(), "cache": Gate()}  # by ``only`` of a row
+        self.experts = "off"
+        self.gates: dict[str, Gate] = {"": self} | {feature: Gate() for feature in SWITCHES}  # by ``only`` of a row
         self.followers: list[Callable[[Config | None], None]] = []
 
     def set(self, config: Config | None) -> None:
         """Put a configuration in force; None: off, with the options as they were."""
         if config is not None:
             self.strict, self.defer, self.matmul, self.cache = config.strict, config.defer, config.matmul, config.cache
+            self.experts = config.experts
         self.config, self.on = config, config is not None
-        for feature in ("matmul", "cache"):
+        for feature in SWITCHES:
             self.gates[feature].on = self.on and getattr(self, feature) != "off"
         for follower in self.followers:
             follower(config)

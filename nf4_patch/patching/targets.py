@@ -32,7 +32,7 @@ class Target:
     replace: str  # "module:function" of this package, which makes the replacement of a row and an original
     covers: str
     unless: str = ""  # an attribute of the module that makes this row void
-    only: str = ""  # "matmul", "cache": in place only where that is switched on
+    only: str = ""  # "matmul", "cache", "experts": in place only where that is switched on
     lazy: bool = False  # its package imports the module only when it is used
     reads: Reads = Reads.NEVER  # which of its calls may be handed a cached weight
     after: str = ""  # installed when this module is imported, and not with its own
@@ -83,9 +83,10 @@ TESTED_OP_RELEASES = ("0.50.2",)
 TESTED_BITSANDBYTES = ("0.45.5", "0.46.1", "0.47.0", "0.48.2", "0.49.2", "0.50.2")
 
 # What ``only`` may be, and a value that switches it on.
-SWITCHES = {"matmul": "auto", "cache": "6GiB"}
+SWITCHES = {"matmul": "auto", "cache": "6GiB", "experts": "4bit"}
 MatmulTarget = functools.partial(Target, only="matmul")
 CacheTarget = functools.partial(Target, only="cache")
+ExpertsTarget = functools.partial(Target, only="experts")
 
 TARGETS = (
     Target(
