@@ -81,6 +81,7 @@ LINEAR_4BIT = ("A", "B", "shapeB", "absmax", "blocksize", "quant_type", "bias", 
 # Releases that scripts/release_matrix.py ran; docs/data/releases.json says on which machine.
 TESTED_OP_RELEASES = ("0.50.2",)
 TESTED_BITSANDBYTES = ("0.45.5", "0.46.1", "0.47.0", "0.48.2", "0.49.2", "0.50.2")
+TESTED_PEFT = ("0.21.2",)
 
 # What ``only`` may be, and a value that switches it on.
 SWITCHES = {"matmul": "auto", "cache": "6GiB", "experts": "4bit"}
@@ -260,6 +261,33 @@ TARGETS = (
         lazy=True,
         replace="adapters.transformers:batched_mm",
         covers="mixtures of experts in 4 bits: generation dequantizes the experts that are used and no other",
+    ),
+    ExpertsTarget(
+        function="peft.tuners.tuners_utils:BaseTuner._inject_parameters",
+        releases=">= 0.17",
+        tested=TESTED_PEFT,
+        parameters=(("self", "peft_config", "model", "adapter_name", "low_cpu_mem_usage"),),
+        replace="experts.lora:inject",
+        covers='packed experts are found by target_parameters, with enable(experts="4bit") only',
+    ),
+    ExpertsTarget(
+        function="peft.tuners.lora.layer:ParamWrapper.forward",
+        releases=">= 0.17",
+        tested=TESTED_PEFT,
+        parameters=(("self", "x", "args", "kwargs"),),
+        replace="experts.lora:forward",
+        covers='LoRA on experts as a product of its own, with enable(experts="4bit") only',
+    ),
+    *(
+        ExpertsTarget(
+            function=f"peft.tuners.lora.layer:ParamWrapper.{verb}",
+            releases=">= 0.17",
+            tested=TESTED_PEFT,
+            parameters=(("self", *arguments),),
+            replace="experts.lora:packed_again",
+            covers=f'{verb} of adapters and packed experts, with enable(experts="4bit") only',
+        )
+        for verb, arguments in (("merge", ("safe_merge", "adapter_names")), ("unmerge", ()))
     ),
     CacheTarget(
         function="torch._dynamo.eval_frame:OptimizedModule.__call__",

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 import nf4_patch
 from nf4_patch.patching.counters import counters
-from nf4_patch.patching.experts import Stack
+from nf4_patch.patching.experts.read import Stack
 from nf4_patch.patching.reasons import Reason
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -6,7 +6,7 @@ import torch
 
 from ..deferral import deferred
 from ..dequantizer import Dequantizer
-from ..experts import Stack
+from ..experts.read import Stack
 from ..quant_state import fields_of
 from ..reasons import Reason
 from ..replacement import Function, tried_first
@@ -25,9 +25,9 @@ def selective_dequant(target: Target, original: Function) -> Function:
         if (switch.defer == "auto" and quant_state.state2 is None) or deferred("axolotl"):
             return Reason.DEFERRED
         stack = Stack(raw_param, quant_state, dequantizer)
-        if tuple(quant_state.shape[1:]) != tuple(expert_shape) or not stack.has_whole_experts():
+        if tuple(quant_state.shape[1:]) != tuple(expert_shape):
             return Reason.EXPERT_BLOCKS
         chosen = stack.select(active_experts.long())
-        return dequantizer.run(chosen.packed, chosen.state)
+        return chosen if type(chosen) is Reason else dequantizer.run(chosen.packed, chosen.state)
 
     return tried_first(original, dequantizer.fallbacks, attempt)
