@@ -54,7 +54,7 @@ def test_mixture_of_experts(model, options, tmp_path):
     arguments = ("--model", model, "--steps", 2, "--tokens", 32, *options)
     on, off = on_and_off("qlora_moe.py", *arguments, folder=tmp_path)
     assert hits(on) > 2 * 8 and hits(off) == 0  # a step: two stacks a layer, in the forward and in the backward
-    assert fallbacks(on) == ({"SAVED_TENSOR_HOOKS": 2 * 2 * 2} if options else {})
+    assert not fallbacks(on)
 
 
 def checkpoint(model: str, folder: Path) -> None:

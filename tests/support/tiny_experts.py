@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+import transformers
 from torch.multiprocessing.reductions import StorageWeakRef
 
 pytest.importorskip("transformers.integrations.moe", reason="transformers before 5")
@@ -34,6 +35,22 @@ CONFIGS = {
     "qwen3": lambda: Qwen3MoeConfig(moe_intermediate_size=256, num_experts=6, **COMMON),
     "gpt-oss": lambda: GptOssConfig(num_local_experts=6, **COMMON),
 }
+MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+ROUTED = {"moe_intermediate_size": 256, "n_routed_experts": 6, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+ARCHITECTURES = CONFIGS | {
+    "glm4": lambda: transformers.Glm4MoeConfig(**COMMON | ROUTED),
+    "olmoe": lambda: transformers.OlmoeConfig(num_experts=6, **COMMON | {"num_key_value_heads": 4}),
+    "mixtral": lambda: transformers.MixtralConfig(num_local_experts=6, **COMMON),
+    "qwen3-next": lambda: transformers.Qwen3NextConfig(
+        moe_intermediate_size=256, shared_expert_intermediate_size=64, num_experts=6,
+        layer_types=["full_attention"] * LAYERS, **COMMON,
+    ),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(**COMMON | ROUTED | MLA | {"num_key_value_heads": 4}),
+    "gemma4": lambda: transformers.Gemma4TextConfig(
+        enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=256,
+        layer_types=["full_attention"] * LAYERS, hidden_size_per_layer_input=0, **COMMON,
+    ),
+}  # fmt: skip
 CHECKPOINTING = {"kept": None, "reentrant": {"use_reentrant": True}, "recomputed": {"use_reentrant": False}}
 
 
@@ -49,7 +66,7 @@ def is_parametrized(module):
 
 def model_of(name: str, dtype=torch.bfloat16, nested: bool = True, lora: bool = True):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype, attn_implementation="eager").to(DEVICE)
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES[name](), dtype=dtype, attn_implementation="eager").to(DEVICE)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     for module in list(model.modules()):

@@ -78,7 +78,7 @@ class FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        assert ctx.saved_tensors  # which asks autograd whether one was changed in place
+        _ = ctx.saved_tensors  # raises where one was changed in place
         weight = ctx.kept.dense()
         return ctx.product(gradient, weight if ctx.transposed else weight.mT), None, None
 
