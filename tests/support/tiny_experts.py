@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import Counter
 
 import pytest
@@ -76,6 +77,31 @@ def model_of(name: str, dtype=torch.bfloat16, nested: bool = True, lora: bool = 
     if lora:
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     return model.to(DEVICE).train()
+
+
+def dense_of(model, dtype=torch.bfloat16):
+    """The same model with its experts in 16 bits, or more: with the values that the packed ones decode to."""
+    dense = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=torch.bfloat16, attn_implementation="eager")
+    dense.load_state_dict({name: p for name, p in model.named_parameters() if "parametrizations" not in name}, strict=False)
+    for module, packed in zip(experts_of(dense), experts_of(model), strict=True):
+        for name in STACKS:
+            getattr(module, name).data.copy_(getattr(packed, name))
+    return dense.to(DEVICE, dtype).train()
+
+
+def with_lora(model, name="default", seed=1, std=0.05, **changes):
+    """LoRA on the attention and, by the names that users write, on the experts; the same numbers for every model."""
+    parameters = [f"experts.{stack}" for stack in STACKS]
+    options = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": parameters} | changes
+    model = get_peft_model(model, LoraConfig(**options), adapter_name=name)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter, value in adapters_of(model).items():
+        value.data = torch.empty(value.shape).normal_(0, std, generator=generator).to(value)
+    return model
+
+
+def adapters_of(model) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
 
 
 def ids_of(tokens: int = 24) -> torch.Tensor:

@@ -1,0 +1,13 @@
+"""Adapters on experts in 16 bits with peft alone: stock_peft.py MODEL LOSS [ADAPTERS]: saved, or loaded and used."""
+
+import sys
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model, adapters = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="eager")
+model = PeftModel.from_pretrained(model, adapters)
+ids = torch.arange(48).view(2, 24) * 7 % 96
+print(float(model(input_ids=ids, labels=ids).loss.detach()))
+assert "nf4_patch" not in sys.modules
