@@ -206,10 +206,9 @@ def test_a_packed_weight_that_requires_a_gradient(patched):
 
 def test_a_view_is_the_module_but_for_the_stacks():
     module = torch.nn.Linear(2, 2)
-    operand = Operand(module.weight)
-    view = View(module, {"weight": operand})
+    view = View(module, {"weight": module.weight}, {})
     view.seen = 3
-    assert view.weight is operand and (view.bias, view.seen) == (module.bias, 3) and module.seen == 3
+    assert view.weight.stack is module.weight and (view.bias, view.seen) == (module.bias, 3) and module.seen == 3
 
 
 USES = {

@@ -1,4 +1,4 @@
-"""Adapters on experts in 16 bits with peft alone: stock_peft.py MODEL LOSS [ADAPTERS]: saved, or loaded and used."""
+"""Adapters on experts in 16 bits with peft alone: stock_peft.py MODEL ADAPTERS prints their loss."""
 
 import sys
 import torch
@@ -10,4 +10,4 @@ model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_i
 model = PeftModel.from_pretrained(model, adapters)
 ids = torch.arange(48).view(2, 24) * 7 % 96
 print(float(model(input_ids=ids, labels=ids).loss.detach()))
-assert "nf4_patch" not in sys.modules
+assert "nf4_patch.patching.experts" not in sys.modules

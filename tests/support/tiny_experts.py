@@ -79,14 +79,15 @@ def model_of(name: str, dtype=torch.bfloat16, nested: bool = True, lora: bool = 
     return model.to(DEVICE).train()
 
 
-def dense_of(model, dtype=torch.bfloat16):
-    """The same model with its experts in 16 bits, or more: with the values that the packed ones decode to."""
-    dense = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=torch.bfloat16, attn_implementation="eager")
+def dense_of(model, dtype=None):
+    """The same model with dense experts: with the values that the packed ones decode to, in the same dtype or another."""
+    config, own = copy.deepcopy(model.config), model.lm_head.weight.dtype
+    dense = AutoModelForCausalLM.from_config(config, dtype=own, attn_implementation="eager")
     dense.load_state_dict({name: p for name, p in model.named_parameters() if "parametrizations" not in name}, strict=False)
     for module, packed in zip(experts_of(dense), experts_of(model), strict=True):
         for name in STACKS:
             getattr(module, name).data.copy_(getattr(packed, name))
-    return dense.to(DEVICE, dtype).train()
+    return dense.to(DEVICE, dtype or own).train()
 
 
 def with_lora(model, name="default", seed=1, std=0.05, **changes):

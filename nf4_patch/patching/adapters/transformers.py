@@ -16,7 +16,7 @@ from ..cache.cache import cache
 from ..cache.reader import Reader
 from ..context import is_compiling
 from ..dequantizer import Dequantizer
-from ..experts.product import Operand, View, is_kept_packed, pending
+from ..experts.product import View, is_kept_packed, pending
 from ..experts.read import stacks_of
 from ..reasons import Reason
 from ..replacement import Function
@@ -42,11 +42,9 @@ def on_view(target: Target, original: Function, dequantizer: Dequantizer, reader
             if not lora:
                 return Reason.BATCHED_MM_GRADIENT
             dequantizer.fallbacks.count(Reason.BATCHED_MM_GRADIENT)
-        read = stacks | {name: getattr(module, name) for name in lora.keys() - stacks.keys()}
-        view = View(module, {name: Operand(stack, lora.get(name)) for name, stack in read.items()})
         for name in lora:
             del pending.lora[id(module), name]
-        return view
+        return View(module, stacks, lora)
 
     @functools.wraps(original)
     def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -170,13 +170,14 @@ def summed(weight: Tensor, lora: Lora | None) -> Tensor:
 
 
 class View:
-    """An experts module whose stacks are operands."""
+    """An experts module whose packed stacks, and weights with LoRA on them, are operands."""
 
-    def __init__(self, module: Any, operands: dict[str, Operand]):
-        vars(self).update(_module=module, _operands=operands)
+    def __init__(self, module: Any, stacks: dict[str, Stack], lora: dict[str, Lora]):
+        vars(self).update(_module=module, _stacks=stacks, _lora=lora)
 
     def __getattr__(self, name: str) -> Any:
-        return self._operands[name] if name in self._operands else getattr(self._module, name)
+        value = self._stacks[name] if name in self._stacks else getattr(self._module, name)
+        return Operand(value, self._lora.get(name)) if name in self._stacks or name in self._lora else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)
