@@ -37,7 +37,13 @@ CONFIGS = {
     "gpt-oss": lambda: GptOssConfig(num_local_experts=6, **COMMON),
 }
 MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
-ROUTED = {"moe_intermediate_size": 256, "n_routed_experts": 6, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+ROUTED = {
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+}
 ARCHITECTURES = CONFIGS | {
     "glm4": lambda: transformers.Glm4MoeConfig(**COMMON | ROUTED),
     "olmoe": lambda: transformers.OlmoeConfig(num_experts=6, **COMMON | {"num_key_value_heads": 4}),
@@ -65,13 +71,13 @@ def is_parametrized(module):
     return hasattr(module, "parametrizations")
 
 
-def model_of(name: str, dtype=torch.bfloat16, nested: bool = True, lora: bool = True):
+def model_of(name: str, dtype=torch.bfloat16, nested: bool = True, lora: bool = True, stacks=STACKS):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(ARCHITECTURES[name](), dtype=dtype, attn_implementation="eager").to(DEVICE)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     for module in list(model.modules()):
-        for stack in STACKS:
+        for stack in stacks:
             if stack in module._parameters:
                 replace_parameter_4bit(module, stack, compress_statistics=nested)
     if lora:
@@ -83,7 +89,9 @@ def dense_of(model, dtype=None):
     """The same model with dense experts: with the values that the packed ones decode to, in the same dtype or another."""
     config, own = copy.deepcopy(model.config), model.lm_head.weight.dtype
     dense = AutoModelForCausalLM.from_config(config, dtype=own, attn_implementation="eager")
-    dense.load_state_dict({name: p for name, p in model.named_parameters() if "parametrizations" not in name}, strict=False)
+    dense.load_state_dict(
+        {name: p for name, p in model.named_parameters() if "parametrizations" not in name}, strict=False
+    )
     for module, packed in zip(experts_of(dense), experts_of(model), strict=True):
         for name in STACKS:
             getattr(module, name).data.copy_(getattr(packed, name))
@@ -96,7 +104,7 @@ def with_lora(model, name="default", seed=1, std=0.05, **changes):
     options = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": parameters} | changes
     model = get_peft_model(model, LoraConfig(**options), adapter_name=name)
     generator = torch.Generator().manual_seed(seed)
-    for parameter, value in adapters_of(model).items():
+    for value in adapters_of(model).values():
         value.data = torch.empty(value.shape).normal_(0, std, generator=generator).to(value)
     return model
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ..targets import Target
 from .product import Lora, pending
 
 SERVED = ("grouped_mm", "batched_mm")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 RANKS = 8  # PyTorch's grouped_mm takes rows of whole 16 bytes
 
 
@@ -50,23 +51,24 @@ def factors(wrapper: Any, adapters: list[str], dtype: torch.dtype) -> Lora:
     a, b = torch.cat(into, dim=1), torch.cat(out_of, dim=2).contiguous()
     missing = -a.shape[1] % RANKS
     a, b = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
-    # peft before 0.18 takes the sides of [experts, out, in] for in and out too
+    # peft before 0.19 takes [experts, out, in] for [experts, in, out]: its A is on the side of out
     return (b, a) if getattr(wrapper, "_did_swap_in_out_features", False) else (a.mT, b.mT)
 
 
-def dtype_served(wrapper: Any, experts: Any) -> torch.dtype | None:
-    """The dtype of the stack, where LoRA on it is ours: always on a packed one, with which peft's own way fails."""
-    name = wrapper.parameter_name
-    state = packed_states(experts).get(name)
-    if state is not None:
-        return state.dtype
-    implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
-    weight = experts._parameters.get(name)
-    if implementation not in SERVED or type(weight) is not torch.nn.Parameter or not weight.is_floating_point():
-        return None
+def implementation_of(experts: Any) -> str | None:
+    return getattr(getattr(experts, "config", None), "_experts_implementation", None)
+
+
+def is_served(experts: Any, name: str) -> bool:
+    """Whether LoRA on a stack is ours: always on a packed one, with which peft's own way fails."""
+    if name in packed_states(experts):
+        return True
+    weight, implementation = experts._parameters.get(name), implementation_of(experts)
+    if implementation not in SERVED or type(weight) is not torch.nn.Parameter or weight.dtype not in DTYPES:
+        return False
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    return weight.dtype if is_ours(ALL_EXPERTS_FUNCTIONS[implementation]) and weight.element_size() > 1 else None
+    return is_ours(ALL_EXPERTS_FUNCTIONS[implementation])
 
 
 def forward(target: Target, original: Function) -> Function:
@@ -77,22 +79,21 @@ def forward(target: Target, original: Function) -> Function:
         experts, name = self.get_base_layer(), self.parameter_name
         adapters = [adapter for adapter in self.active_adapters if adapter in self.lora_A]
         idle = self.disable_adapters or self.merged or self.num_experts == 1 or not adapters
-        dtype = None if idle or kwargs.get("adapter_names") else dtype_served(self, experts)
-        if dtype is None:
+        if idle or kwargs.get("adapter_names") or not is_served(experts, name):
             return original(self, x, *args, **kwargs)
+        state = packed_states(experts).get(name)
         key = id(experts), name
-        pending.lora[key] = factors(self, adapters, dtype)
+        pending.lora[key] = factors(self, adapters, (state or experts._parameters[name]).dtype)
         try:
             result = self.base_layer(x, *args, **kwargs)
         finally:
             unused = pending.lora.pop(key, None)
         if unused is None:
             return result
-        config = getattr(experts, "config", None)
         raise RuntimeError(
             f"the forward of {parametrize.type_before_parametrizations(experts).__name__} did not use the LoRA adapters on "
-            f"its {name}: its experts_implementation is {getattr(config, '_experts_implementation', None)!r}, and LoRA on "
-            f"packed experts needs one of {SERVED}. Call model.set_experts_implementation('grouped_mm')"
+            f"its {name}: its experts_implementation is {implementation_of(experts)!r}, and LoRA on packed experts needs "
+            f"one of {SERVED}. Call model.set_experts_implementation('grouped_mm')"
         )
 
     eagerly = torch._dynamo.disable(run)
@@ -117,7 +118,9 @@ def seen_dense(module: Any) -> Iterator[None]:
     comes from that order. All classes of transformers define what goes up first, and down last.
     """
     dense = {
-        name: torch.nn.Parameter(torch.empty((), dtype=state.dtype, device=chain.original.device).expand(state.shape), False)
+        name: torch.nn.Parameter(
+            torch.empty((), dtype=state.dtype, device=chain.original.device).expand(state.shape), False
+        )
         for (name, chain), state in zip(module.parametrizations.items(), packed_states(module).values(), strict=True)
     }
     kind, modules, parameters = type(module), dict(module._modules), dict(module._parameters)
@@ -156,22 +159,22 @@ def packed_again(target: Target, original: Function) -> Function:
     @functools.wraps(original)
     def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
         experts, name = self.get_base_layer(), self.parameter_name
-        if not gate.on or name not in packed_states(experts):
-            return original(self, *args, **kwargs)
-        from bitsandbytes.functional import quantize_4bit
-
+        state = packed_states(experts).get(name) if gate.on else None
         before = list(self.merged_adapters)
-        with parametrize.cached(), torch.no_grad():  # peft and we read the same copy
-            dense = getattr(experts, name)
+        with (
+            torch.no_grad(),
+            nullcontext() if state is None else parametrize.cached(),
+        ):  # peft and we read the same copy
             original(self, *args, **kwargs)
-        if self.merged_adapters == before:
-            return
-        chain = experts.parametrizations[name]
-        packed, state = chain.original, chain[0].quant_state
-        new, chain[0].quant_state = quantize_4bit(
-            dense, None, None, state.blocksize, state.nested, state.quant_type, packed.dtype
-        )
-        with torch.no_grad():
-            packed.copy_(new)
+            if state is None or self.merged_adapters == before:
+                return
+            from bitsandbytes.functional import quantize_4bit
+
+            chain = experts.parametrizations[name]
+            packed, chain[0].quant_state = quantize_4bit(
+                getattr(experts, name), blocksize=state.blocksize, compress_statistics=state.nested,
+                quant_type=state.quant_type, quant_storage=chain.original.dtype,
+            )  # fmt: skip
+            chain.original.copy_(packed)
 
     return replacement

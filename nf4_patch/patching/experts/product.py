@@ -25,7 +25,9 @@ hooks_in_force = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks",
 backward_in_progress = torch._C._current_graph_task_id  # -1: none
 
 Product = Callable[..., Tensor]  # of x [rows, in] and a weight [experts, in, out]; the offsets are bound
-Lora = tuple[Tensor, Tensor]  # left [experts, in, rank] and right [experts, rank, out], in the order of the stack's sides
+Lora = tuple[
+    Tensor, Tensor
+]  # left [experts, in, rank] and right [experts, rank, out], in the order of the stack's sides
 
 
 class Pending(threading.local):
