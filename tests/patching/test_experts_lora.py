@@ -351,3 +351,21 @@ def test_peft_alone_gives_the_inner_wrapper_a_gradient(by_path, monkeypatch):
     both = (peft_layer._LoraParameterProxy, peft_layer._LoraFactorsProxy)
     monkeypatch.setattr(peft_layer, "_LoraParameterProxy", both)
     assert adapters_of(by_path).keys() <= step(by_path).keys()
+
+
+# --- in a training ---
+
+
+def test_two_processes():
+    assert program("experts_ddp", interpreted=True).stdout.count("the mean") == 2
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_thirty_steps_of_trl(tmp_path):
+    """Trained, saved, and evaluated by peft alone on experts in 16 bits."""
+    interpreted = {} if DEVICE.type == "cuda" else {"TRITON_INTERPRET": "1"}  # a kernel of TRL's
+    program("experts_trl", tmp_path, cwd=tmp_path, fresh=True, **interpreted)
+    program("stock_peft", tmp_path / "dense", tmp_path / "adapters", tmp_path / "alone")
+    (ours, mine), (loss, alone) = torch.load(tmp_path / "ours"), torch.load(tmp_path / "alone")
+    assert error(ours, loss.double()) < 2**-8 and error(mine, alone.double()) < 2**-4
