@@ -140,6 +140,18 @@ def test_skipped_modules_stay_in_16_bits(qwen3, tmp_path, skipped, unpacked):
                 same_stack(each, name, dense)
 
 
+def test_what_was_saved_packed_is_packed_whatever_is_skipped_now(qwen3, tmp_path):
+    folder, stacks = qwen3
+    with nf4_patch.enabled(**PACKED):
+        loaded(folder, quantization_config=in_4bit()).save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["quantization_config"]["llm_int8_skip_modules"] += ["experts"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        model = loaded(tmp_path)
+    for name, dense in stacks.items():
+        same_stack(model, name, dense)
+
+
 def test_a_sharded_checkpoint(tmp_path):
     """Whose experts are spread over several files."""
     stacks = saved(random_model("Qwen3 MoE"), tmp_path / "dense", max_shard_size="60KB")

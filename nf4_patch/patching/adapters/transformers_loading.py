@@ -72,8 +72,9 @@ def quantizer_for(target: Target, original: Function) -> Function:
 
     @functools.wraps(original)
     def get_hf_quantizer(config, quantization_config, *args, **kwargs) -> Any:
-        published = getattr(config, "quantization_config", None) or {}
-        if getattr(quantization_config, "load_in_4bit", False) and published.get("quant_method") == "mxfp4":
+        published = getattr(config, "quantization_config", None)
+        is_mxfp4 = isinstance(published, dict) and published.get("quant_method") == "mxfp4"
+        if is_mxfp4 and getattr(quantization_config, "load_in_4bit", False):
             del config.quantization_config  # from_pretrained's own copy
         return original(config, quantization_config, *args, **kwargs)
 
@@ -152,19 +153,17 @@ def load(target: Target, original: Function) -> Function:
                 )
             return original(model, state_dict, load_config, disk_offload_index)
         devices = device_of_stacks(model, load_config)
+        in_model = functools.partial(name_in_model, model=model, stacks=devices, load_config=load_config)
         state_dict, packed = dict(state_dict), {}
         for key in saved:
-            if (name := name_in_model(key, model, devices, load_config)) in devices:
+            if (name := in_model(key)) in devices:
                 fields = [field for field in state_dict if field.startswith(f"{key}.")]
-                state = {
-                    field.removeprefix(f"{key}."): state_dict.pop(field)[...].to(devices[name]) for field in fields
-                }
+                state = {field.removeprefix(f"{key}."): state_dict.pop(field)[...] for field in fields}
                 packed[name] = carrying(state_dict.pop(key)[...].to(devices[name]), state)
-        for key in [key for key in state_dict if key.endswith("_blocks")]:
-            key = key.removesuffix("_blocks")
-            if (name := name_in_model(key, model, devices, load_config)) in devices:
-                parts = state_dict.pop(f"{key}_blocks"), state_dict.pop(f"{key}_scales")
-                state_dict[key] = Mxfp4(*parts, devices[name])
+        for blocks in [key for key in state_dict if key.endswith("_blocks")]:
+            key = blocks.removesuffix("_blocks")
+            if (name := in_model(key)) in devices:
+                state_dict[key] = Mxfp4(state_dict.pop(blocks), state_dict.pop(f"{key}_scales"), devices[name])
         info, disk_offload_index = original(model, state_dict, load_config, disk_offload_index)
         for name, parameter in packed.items():
             path, _, stack = name.rpartition(".")
@@ -184,19 +183,18 @@ def reads_state(conversion: Any) -> bool:
 
 
 def device_of_stacks(model: Any, load_config: Any) -> dict[str, Any]:
-    """Where each stack that is to be packed belongs, by full name.
+    """Where each stack belongs, by full name.
 
     Raises:
-        ValueError: it is to be offloaded or shared among GPUs.
+        ValueError: one that is to be packed is to be offloaded, or shared among GPUs.
     """
     from transformers.integrations.accelerate import get_device
 
-    needed = functools.partial(load_config.hf_quantizer.param_needs_quantization, model)
-    stacks = [name for name, _ in model.named_parameters() if is_stack(model, name) and needed(name)]
     places = load_config.device_map or {"": "cpu"}
-    devices = {name: get_device(places, name) for name in stacks}
-    offloaded = {"disk", "cpu" if len(set(places.values())) > 1 else "disk"} & set(devices.values())
-    if devices and (offloaded or load_config.device_mesh is not None):
+    devices = {name: get_device(places, name) for name, _ in model.named_parameters() if is_stack(model, name)}
+    needed = [name for name in devices if load_config.hf_quantizer.param_needs_quantization(model, name)]
+    offloaded = {"disk", "cpu" if len(set(places.values())) > 1 else "disk"} & {devices[name] for name in needed}
+    if needed and (offloaded or load_config.device_mesh is not None):
         found = f"a device_map with {' and '.join(offloaded)}" if offloaded else "tensor or expert parallelism"
         raise ValueError(
             f"{ENABLE} packs experts for a GPU, several GPUs that hold layers each, or a CPU alone; found {found}. Change "
