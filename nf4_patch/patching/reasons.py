@@ -53,7 +53,7 @@ class Reason(enum.Enum):
     MATMUL_OPERANDS = "the fused matmul does not support this dtype, K, alignment, bias or gradient"
     EXPERTS_NOT_PACKED = (
         "the experts are in 16 bits: load_in_4bit does not pack them",
-        "pack them with bitsandbytes.nn.parametrize.replace_parameter_4bit: see docs/mixtures-of-experts.md",
+        'pack them while they are loaded, with enable(experts="4bit"): see docs/mixtures-of-experts.md',
     )
     SECOND_PARAMETRIZATION = "another parametrization changes the dequantized experts (LoRA on the experts' weights)"
     HOOKED = "a hook, or parametrize.cached(), takes part in reading the packed experts"

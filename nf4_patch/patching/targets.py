@@ -36,6 +36,7 @@ class Target:
     lazy: bool = False  # its package imports the module only when it is used
     reads: Reads = Reads.NEVER  # which of its calls may be handed a cached weight
     after: str = ""  # installed when this module is imported, and not with its own
+    uncounted: str = ""  # what ``status()`` says of a row whose calls are neither hits nor fallbacks
     copied: bool = False  # other modules hold it by value: sweep them when the module was imported first
 
     @functools.cached_property
@@ -83,11 +84,13 @@ TESTED_OP_RELEASES = ("0.50.2",)
 TESTED_BITSANDBYTES = ("0.45.5", "0.46.1", "0.47.0", "0.48.2", "0.49.2", "0.50.2")
 TESTED_PEFT = ("0.21.2",)
 
+QUANTIZER = "quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer"
+
 # What ``only`` may be, and a value that switches it on.
 SWITCHES = {"matmul": "auto", "cache": "6GiB", "experts": "4bit"}
 MatmulTarget = functools.partial(Target, only="matmul")
-CacheTarget = functools.partial(Target, only="cache")
 ExpertsTarget = functools.partial(Target, only="experts")
+CacheTarget = functools.partial(Target, only="cache", uncounted="its reads may come from the cache")
 
 TARGETS = (
     Target(
@@ -262,32 +265,102 @@ TARGETS = (
         replace="adapters.transformers:batched_mm",
         covers="mixtures of experts in 4 bits: generation dequantizes the experts that are used and no other",
     ),
-    ExpertsTarget(
-        function="peft.tuners.tuners_utils:BaseTuner._inject_parameters",
-        releases=">= 0.17",
-        tested=TESTED_PEFT,
-        parameters=(("self", "peft_config", "model", "adapter_name", "low_cpu_mem_usage"),),
-        replace="experts.lora:inject",
-        covers='packed experts are found by target_parameters, with enable(experts="4bit") only',
-    ),
-    ExpertsTarget(
-        function="peft.tuners.lora.layer:ParamWrapper.forward",
-        releases=">= 0.17",
-        tested=TESTED_PEFT,
-        parameters=(("self", "x", "args", "kwargs"),),
-        replace="experts.lora:forward",
-        covers='LoRA on experts as a product of its own, with enable(experts="4bit") only',
-    ),
     *(
         ExpertsTarget(
-            function=f"peft.tuners.lora.layer:ParamWrapper.{verb}",
+            function=f"peft.tuners.{function}",
             releases=">= 0.17",
             tested=TESTED_PEFT,
-            parameters=(("self", *arguments),),
-            replace="experts.lora:packed_again",
-            covers=f'{verb} of adapters and packed experts, with enable(experts="4bit") only',
+            parameters=(("self", *parameters),),
+            replace=f"experts.lora:{replace}",
+            covers=f'{covers}, with enable(experts="4bit") only',
+            uncounted="the experts' forward counts",
         )
-        for verb, arguments in (("merge", ("safe_merge", "adapter_names")), ("unmerge", ()))
+        for function, parameters, replace, covers in (
+            (
+                "tuners_utils:BaseTuner._inject_parameters",
+                ("peft_config", "model", "adapter_name", "low_cpu_mem_usage"),
+                "inject",
+                "target_parameters finds packed experts",
+            ),
+            (
+                "lora.layer:ParamWrapper.forward",
+                ("x", "args", "kwargs"),
+                "forward",
+                "LoRA on experts, a product of its own",
+            ),
+            (
+                "lora.layer:ParamWrapper.merge",
+                ("safe_merge", "adapter_names"),
+                "packed_again",
+                "adapters merged into packed experts",
+            ),
+            ("lora.layer:ParamWrapper.unmerge", (), "packed_again", "adapters taken out of packed experts again"),
+        )
+    ),
+    *(
+        Target(
+            function=f"transformers.{function}",
+            releases=">= 5.17",
+            tested=("5.17.0", "5.23.0"),
+            parameters=(parameters,),
+            replace=f"adapters.transformers_loading:{replace}",
+            covers=covers,
+            only=only,
+            lazy=True,
+            uncounted="it loads and saves models",
+            copied="." not in function.partition(":")[2],
+        )
+        for function, parameters, replace, only, covers in (
+            (
+                "quantizers.auto:get_hf_quantizer",
+                ("config", "quantization_config", "device_map", "weights_only", "user_agent", "gguf_file"),
+                "quantizer_for",
+                "experts",
+                "gpt-oss in MXFP4",
+            ),
+            (
+                f"{QUANTIZER}.param_needs_quantization",
+                ("self", "model", "param_name", "kwargs"),
+                "needs_quantization",
+                "experts",
+                "which weights load_in_4bit packs",
+            ),
+            (
+                "integrations.bitsandbytes:Bnb4bitQuantize.convert",
+                ("self", "input_dict", "full_layer_name", "model", "kwargs"),
+                "quantize",
+                "experts",
+                "packing while loading",
+            ),
+            (
+                "core_model_loading:convert_and_load_state_dict_in_model",
+                ("model", "state_dict", "load_config", "disk_offload_index"),
+                "load",
+                "",
+                "checkpoints with packed experts",
+            ),
+            (
+                f"{QUANTIZER}._process_model_after_weight_loading",
+                ("self", "model", "kwargs"),
+                "finish",
+                "experts",
+                "the parametrization of packed experts",
+            ),
+            (
+                "core_model_loading:revert_weight_conversion",
+                ("model", "state_dict"),
+                "save",
+                "",
+                "saving packed experts",
+            ),
+            (
+                f"{QUANTIZER}._dequantize",
+                ("self", "model", "dtype"),
+                "dequantize",
+                "experts",
+                "model.dequantize() of packed experts",
+            ),
+        )
     ),
     CacheTarget(
         function="torch._dynamo.eval_frame:OptimizedModule.__call__",
