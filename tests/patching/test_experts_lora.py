@@ -152,6 +152,20 @@ def test_a_step_is_the_same_however_it_is_run(name, how, option):
     assert not reasons()
 
 
+def test_experts_without_tokens_have_no_gradient(stock):
+    def used(model) -> list[list[bool]]:
+        model(input_ids=ids_of(1), labels=ids_of(1).flip(0)).logits.float().square().sum().backward()
+        a = [p.grad.view(6, -1) for name, p in adapters_of(model).items() if "experts" in name and "lora_A" in name]
+        b = [p.grad.view(-1, 6).mT for name, p in adapters_of(model).items() if "experts" in name and "lora_B" in name]
+        return [gradient.ne(0).any(dim=1).tolist() for gradient in a + b]
+
+    model = model_of("qwen3", lora=False)
+    dense = dense_of(model)
+    ours = used(with_lora(model))
+    assert ours == stock(dense, run=used) and len(ours) == 4 * LAYERS
+    assert all(1 < sum(experts) < 6 for experts in ours)
+
+
 # --- files ---
 
 

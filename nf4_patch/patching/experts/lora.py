@@ -49,8 +49,8 @@ def factors(wrapper: Any, adapters: list[str], dtype: torch.dtype) -> Lora:
         into.append(a.reshape(wrapper.num_experts, -1, a.shape[-1]).to(dtype))
         out_of.append(b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1).to(dtype))
     a, b = torch.cat(into, dim=1), torch.cat(out_of, dim=2).contiguous()
-    missing = -a.shape[1] % RANKS
-    a, b = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
+    if missing := -a.shape[1] % RANKS:
+        a, b = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
     # peft before 0.19 takes [experts, out, in] for [experts, in, out]: its A is on the side of out
     return (b, a) if getattr(wrapper, "_did_swap_in_out_features", False) else (a.mT, b.mT)
 
@@ -93,7 +93,7 @@ def forward(target: Target, original: Function) -> Function:
         raise RuntimeError(
             f"the forward of {parametrize.type_before_parametrizations(experts).__name__} did not use the LoRA adapters on "
             f"its {name}: its experts_implementation is {implementation_of(experts)!r}, and LoRA on packed experts needs "
-            f"one of {SERVED}. Call model.set_experts_implementation('grouped_mm')"
+            f"one of {SERVED}. Call model.set_experts_implementation('grouped_mm'), or see nf4_patch.status() if it is"
         )
 
     eagerly = torch._dynamo.disable(run)
@@ -117,12 +117,10 @@ def seen_dense(module: Any) -> Iterator[None]:
     peft finds a parametrized weight by its full name only, and meets it in another order: an adapter's place in the file
     comes from that order. All classes of transformers define what goes up first, and down last.
     """
-    dense = {
-        name: torch.nn.Parameter(
-            torch.empty((), dtype=state.dtype, device=chain.original.device).expand(state.shape), False
-        )
-        for (name, chain), state in zip(module.parametrizations.items(), packed_states(module).values(), strict=True)
-    }
+    dense = {}
+    for name, state in packed_states(module).items():
+        element = torch.empty((), dtype=state.dtype, device=module.parametrizations[name].original.device)
+        dense[name] = torch.nn.Parameter(element.expand(state.shape), requires_grad=False)
     kind, modules, parameters = type(module), dict(module._modules), dict(module._parameters)
     del module._modules["parametrizations"]
     module.__class__ = parametrize.type_before_parametrizations(module)
@@ -161,10 +159,8 @@ def packed_again(target: Target, original: Function) -> Function:
         experts, name = self.get_base_layer(), self.parameter_name
         state = packed_states(experts).get(name) if gate.on else None
         before = list(self.merged_adapters)
-        with (
-            torch.no_grad(),
-            nullcontext() if state is None else parametrize.cached(),
-        ):  # peft and we read the same copy
+        same_copy = nullcontext() if state is None else parametrize.cached()  # for peft, which adds to it, and for us
+        with torch.no_grad(), same_copy:
             original(self, *args, **kwargs)
             if state is None or self.merged_adapters == before:
                 return

@@ -142,7 +142,11 @@ class Operand:
 
     def __getitem__(self, ids: Tensor) -> Tensor:
         """The experts ``ids``, int64 [n]: [n, ...]. Of a packed stack no other is decoded."""
-        return summed(self.stack[ids], None if self.lora is None else (self.lora[0][ids], self.lora[1][ids]))
+        chosen = self.stack[ids]
+        return summed(
+            chosen.mT if self.transposed else chosen,
+            None if self.lora is None else (self.lora[0][ids], self.lora[1][ids]),
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.dense(), name)
