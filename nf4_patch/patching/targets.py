@@ -84,7 +84,21 @@ TESTED_OP_RELEASES = ("0.50.2",)
 TESTED_BITSANDBYTES = ("0.45.5", "0.46.1", "0.47.0", "0.48.2", "0.49.2", "0.50.2")
 TESTED_PEFT = ("0.21.2",)
 
+HF_QUANTIZER = ("config", "quantization_config", "device_map", "weights_only", "user_agent", "gguf_file")
 QUANTIZER = "quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer"
+CONVERT = "integrations.bitsandbytes:Bnb4bitQuantize.convert"
+LOAD = "core_model_loading:convert_and_load_state_dict_in_model"
+LOADING = (  # of transformers: function, parameters, replace, only, covers
+    ("quantizers.auto:get_hf_quantizer", HF_QUANTIZER, "quantizer_for", "experts", "gpt-oss in MXFP4"),
+    (f"{QUANTIZER}.param_needs_quantization", ("self", "model", "param_name", "kwargs"), "needs_quantization", "experts",
+     "which weights load_in_4bit packs"),
+    (CONVERT, ("self", "input_dict", "full_layer_name", "model", "kwargs"), "quantize", "experts", "packing while loading"),
+    (LOAD, ("model", "state_dict", "load_config", "disk_offload_index"), "load", "", "checkpoints with packed experts"),
+    (f"{QUANTIZER}._process_model_after_weight_loading", ("self", "model", "kwargs"), "finish", "experts",
+     "the parametrization of packed experts"),
+    ("core_model_loading:revert_weight_conversion", ("model", "state_dict"), "save", "", "saving packed experts"),
+    (f"{QUANTIZER}._dequantize", ("self", "model", "dtype"), "dequantize", "experts", "model.dequantize() of packed experts"),
+)  # fmt: skip
 
 # What ``only`` may be, and a value that switches it on.
 SWITCHES = {"matmul": "auto", "cache": "6GiB", "experts": "4bit"}
@@ -310,57 +324,7 @@ TARGETS = (
             uncounted="it loads and saves models",
             copied="." not in function.partition(":")[2],
         )
-        for function, parameters, replace, only, covers in (
-            (
-                "quantizers.auto:get_hf_quantizer",
-                ("config", "quantization_config", "device_map", "weights_only", "user_agent", "gguf_file"),
-                "quantizer_for",
-                "experts",
-                "gpt-oss in MXFP4",
-            ),
-            (
-                f"{QUANTIZER}.param_needs_quantization",
-                ("self", "model", "param_name", "kwargs"),
-                "needs_quantization",
-                "experts",
-                "which weights load_in_4bit packs",
-            ),
-            (
-                "integrations.bitsandbytes:Bnb4bitQuantize.convert",
-                ("self", "input_dict", "full_layer_name", "model", "kwargs"),
-                "quantize",
-                "experts",
-                "packing while loading",
-            ),
-            (
-                "core_model_loading:convert_and_load_state_dict_in_model",
-                ("model", "state_dict", "load_config", "disk_offload_index"),
-                "load",
-                "",
-                "checkpoints with packed experts",
-            ),
-            (
-                f"{QUANTIZER}._process_model_after_weight_loading",
-                ("self", "model", "kwargs"),
-                "finish",
-                "experts",
-                "the parametrization of packed experts",
-            ),
-            (
-                "core_model_loading:revert_weight_conversion",
-                ("model", "state_dict"),
-                "save",
-                "",
-                "saving packed experts",
-            ),
-            (
-                f"{QUANTIZER}._dequantize",
-                ("self", "model", "dtype"),
-                "dequantize",
-                "experts",
-                "model.dequantize() of packed experts",
-            ),
-        )
+        for function, parameters, replace, only, covers in LOADING
     ),
     CacheTarget(
         function="torch._dynamo.eval_frame:OptimizedModule.__call__",

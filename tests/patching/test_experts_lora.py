@@ -192,7 +192,7 @@ def test_files_are_pefts(order, option, tmp_path):
     assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path / "stock")), mine)
 
 
-def test_every_class_of_transformers_defines_what_goes_down_last():
+def test_experts_define_what_goes_down_last():
     """By which the order of peft's wrappers is told on packed experts."""
     for name in ARCHITECTURES:
         model = AutoModelForCausalLM.from_config(ARCHITECTURES[name]())

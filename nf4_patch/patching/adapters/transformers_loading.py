@@ -141,16 +141,15 @@ def load(target: Target, original: Function) -> Function:
     def convert_and_load(model, state_dict, load_config, disk_offload_index=None) -> Any:
         from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-        if not isinstance(load_config.hf_quantizer, Bnb4BitHfQuantizer):
-            return original(model, state_dict, load_config, disk_offload_index)
         saved = [key.partition(STATE)[0] for key in state_dict if STATE in key]
         saved = [key for key in saved if key.rpartition(".")[2] in NAMES]
-        if not switch.gates["experts"].on:
-            if saved:
-                raise ValueError(
-                    f"{load_config.pretrained_model_name_or_path} holds experts that are packed in 4 bits ({saved[0]} and "
-                    f"{len(saved) - 1} more). To load them, call {ENABLE} before, or set NF4_PATCH_EXPERTS=4bit"
-                )
+        on = switch.gates["experts"].on
+        if saved and not on:
+            raise ValueError(
+                f"{load_config.pretrained_model_name_or_path} holds experts that are packed in 4 bits ({saved[0]} and "
+                f"{len(saved) - 1} more). To load them, call {ENABLE} before, or set NF4_PATCH_EXPERTS=4bit"
+            )
+        if not on or not isinstance(load_config.hf_quantizer, Bnb4BitHfQuantizer):
             return original(model, state_dict, load_config, disk_offload_index)
         devices = device_of_stacks(model, load_config)
         in_model = functools.partial(name_in_model, model=model, stacks=devices, load_config=load_config)
@@ -230,11 +229,10 @@ def finish(target: Target, original: Function) -> Function:
                 if state is not None:
                     replace_parameter_4bit_prequantized(module, name, state, parameter.device)
         if left:
-            logger.warning(
-                "%d stacks of experts were not packed while they were loaded, and held in 16 bits until now: %s",
-                len(left),
-                ", ".join(left),
+            said = (
+                f"{len(left)} stacks of experts were not packed while they were loaded, and held in 16 bits until now"
             )
+            logger.warning("%s: %s", said, ", ".join(left))
         return original(self, model, **kwargs)
 
     return after_loading
