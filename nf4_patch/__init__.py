@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-def enable(matmul: str | None = None, cache: str | int | None = None) -> bool:
+def enable(matmul: str | None = None, cache: str | int | None = None, experts: str | None = None) -> bool:
     """Patch bitsandbytes and Unsloth, now or when they are imported. Safe to call again.
 
     Args:
@@ -47,6 +47,9 @@ def enable(matmul: str | None = None, cache: str | int | None = None) -> bool:
             much memory of every GPU, for the functions of bitsandbytes, Unsloth and transformers that only read them;
             the same bits. "auto" finds the size: what a training leaves free. "off" or 0 keeps none. None leaves it to
             NF4_PATCH_CACHE, whose default is "off".
+        experts: "4bit": transformers' ``load_in_4bit`` packs the experts of a mixture too, while it loads them, and peft's LoRA
+            on them is a product of its own. "off" leaves them in 16 bits. None leaves it to NF4_PATCH_EXPERTS, whose
+            default is "off".
 
     Returns:
         True if the patch is on; False where NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it, and then it is off.
@@ -56,7 +59,7 @@ def enable(matmul: str | None = None, cache: str | int | None = None) -> bool:
     """
     from .patching import hooks
 
-    return hooks.enable(matmul, cache)
+    return hooks.enable(matmul, cache, experts)
 
 
 def disable() -> None:
@@ -84,7 +87,7 @@ def is_enabled() -> bool:
 
 
 @contextlib.contextmanager
-def enabled(matmul: str | None = None, cache: str | int | None = None) -> Iterator[None]:
+def enabled(matmul: str | None = None, cache: str | int | None = None, experts: str | None = None) -> Iterator[None]:
     """The patch is on inside the ``with`` block, as ``enable`` does; afterwards as it was before.
 
     The patch is the process': while blocks overlap, in several threads say, it is on, with the options of the one
@@ -92,7 +95,7 @@ def enabled(matmul: str | None = None, cache: str | int | None = None) -> Iterat
     """
     from .patching import hooks
 
-    with hooks.block(matmul, cache):
+    with hooks.block(matmul, cache, experts):
         yield
 
 

@@ -67,6 +67,11 @@ VARIABLES = (
         "that much memory of every GPU; auto: as many as fit into what the training leaves free.",
         size=True, option=True,
     ),
+    Variable(
+        "NF4_PATCH_EXPERTS", ("off", "4bit"), "off",
+        "4bit: transformers' load_in_4bit packs the experts of a mixture too. Off by default: another quantization.",
+        option=True,
+    ),
 )  # fmt: skip
 
 UNITS = {"TiB": 2**40, "TB": 10**12, "GiB": 2**30, "GB": 10**9}
@@ -131,6 +136,7 @@ class Config:
     calibration: Path | None  # the file of measurements; None: not to be read
     calibration_named: bool  # by the user: it should exist
     cache: str | int  # off, auto, or bytes per GPU
+    experts: str  # off, 4bit
 
     def missing_calibration(self) -> str:
         """A sentence on a calibration file that the user named and that does not exist; "" where all is well."""
@@ -140,7 +146,11 @@ class Config:
 
     @classmethod
     def read(
-        cls, environ: Mapping[str, str] | None = None, matmul: str | None = None, cache: str | int | None = None
+        cls,
+        environ: Mapping[str, str] | None = None,
+        matmul: str | None = None,
+        cache: str | int | None = None,
+        experts: str | None = None,
     ) -> Config:
         """The configuration from ``environ`` (os.environ by default); what else is given wins over its variable.
 
@@ -148,10 +158,11 @@ class Config:
             ConfigError: a variable or an argument has a value that is not allowed; the message lists the allowed ones.
         """
         environ = os.environ if environ is None else environ
-        arguments = {"NF4_PATCH_MATMUL": ("matmul", matmul), "NF4_PATCH_CACHE": ("cache", cache)}
+        arguments = {"matmul": matmul, "cache": cache, "experts": experts}
         values = {}
         for variable in VARIABLES:
-            name, given = arguments.get(variable.name, ("", None))
+            name = variable.name.removeprefix("NF4_PATCH_").lower()
+            given = arguments.get(name)
             if given is None:
                 name, given = variable.name, environ.get(variable.name, "")
             values[variable.name] = value_of(variable, name, given)
@@ -166,6 +177,7 @@ class Config:
             calibration=Path(os.path.expanduser(file)) if file else None,
             calibration_named=named not in ("auto", "off"),
             cache=values["NF4_PATCH_CACHE"],
+            experts=values["NF4_PATCH_EXPERTS"],
         )
 
 

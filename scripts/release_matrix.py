@@ -183,16 +183,9 @@ def counts() -> dict[str, int]:
 
 def unexpected() -> dict[str, int]:
     """Fallbacks that were not meant to be: what is no 4-bit weight, and what a library's own kernel keeps, are."""
-    import torch
-
     import nf4_patch
 
     meant = {"NOT_4BIT", "DEFERRED"}
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (
-        2,
-        8,
-    ):  # which does not say whether other hooks decide what autograd saves
-        meant.add("SAVED_TENSOR_HOOKS")
     rows = nf4_patch.status().targets
     return {f"{t.name}: {r}": n for t in rows for r, n in t.fallbacks.items() if r not in meant}
 

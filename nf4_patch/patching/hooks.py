@@ -19,18 +19,19 @@ from .switch import switch
 from .targets import TARGETS, Target
 
 logger = logging.getLogger("nf4_patch")
-Options = tuple[str | None, str | int | None]  # matmul and cache, as they were given
+Options = tuple[str | None, str | int | None, str | None]  # matmul, cache and experts, as they were given
+NONE_GIVEN: Options = (None, None, None)
 
 lock = threading.RLock()  # never held while waiting for another thread's import, which takes it in _on_import
 _hooked = False
-_options: Options = (None, None)
+_options = NONE_GIVEN
 _blocks: list[list[Options]] = []  # of each ``with`` block that is entered; a list is told from others by its identity
-_outside: tuple[bool, Options] = (False, (None, None))  # on and with what, before the first of them
+_outside = (False, NONE_GIVEN)  # on and with what, before the first of them
 
 
-def enable(matmul: str | None = None, cache: str | int | None = None) -> bool:
+def enable(matmul: str | None = None, cache: str | int | None = None, experts: str | None = None) -> bool:
     """Replace every target, now or when its module is imported: see :func:`nf4_patch.enable`."""
-    on = switch_on((matmul, cache))
+    on = switch_on((matmul, cache, experts))
     finish_imports()
     return on
 
@@ -85,10 +86,10 @@ def in_force() -> tuple[bool, Options]:
 
 
 @contextmanager
-def block(matmul: str | None, cache: str | int | None) -> Iterator[None]:
+def block(matmul: str | None, cache: str | int | None, experts: str | None) -> Iterator[None]:
     """On inside. Blocks may overlap, in several threads too: see :func:`nf4_patch.enabled`."""
     global _outside
-    entered: list[Options] = [(matmul, cache)]
+    entered: list[Options] = [(matmul, cache, experts)]
     with lock:
         before = in_force()
         switch_on(entered[0])

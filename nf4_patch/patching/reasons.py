@@ -53,12 +53,10 @@ class Reason(enum.Enum):
     MATMUL_OPERANDS = "the fused matmul does not support this dtype, K, blocksize, alignment, bias or gradient"
     EXPERTS_NOT_PACKED = (
         "the experts are in 16 bits: load_in_4bit does not pack them",
-        "pack them with bitsandbytes.nn.parametrize.replace_parameter_4bit: see docs/mixtures-of-experts.md",
+        'pack them while they are loaded, with enable(experts="4bit"): see docs/mixtures-of-experts.md',
     )
     SECOND_PARAMETRIZATION = "another parametrization changes the dequantized experts (LoRA on the experts' weights)"
     HOOKED = "a hook, or parametrize.cached(), takes part in reading the packed experts"
-    NO_GRADIENT = "gradients are disabled: nothing is saved for a backward"
-    SAVED_TENSOR_HOOKS = "gradient checkpointing, or another hook on saved tensors, decides what is kept"
     BATCHED_MM_GRADIENT = ("the experts' implementation batched_mm saves copies of weights", "use grouped_mm to train")
     EXPERT_BLOCKS = "an expert does not end where a quantization block ends: all experts are dequantized"
     INTERNAL_ERROR = ("an error inside nf4_patch", "please report it with the traceback in the log")
@@ -75,8 +73,8 @@ class Reason(enum.Enum):
 
 EXPECTED = {
     Reason.NOT_4BIT, Reason.DEFERRED, Reason.NOT_FASTER, Reason.MATMUL_OPERANDS, Reason.DISPATCH_MODE, Reason.EXPORTING,
-    Reason.EXPERTS_NOT_PACKED, Reason.SECOND_PARAMETRIZATION, Reason.HOOKED, Reason.NO_GRADIENT,
-    Reason.SAVED_TENSOR_HOOKS, Reason.BATCHED_MM_GRADIENT, Reason.EXPERT_BLOCKS,
+    Reason.EXPERTS_NOT_PACKED, Reason.SECOND_PARAMETRIZATION, Reason.HOOKED,
+    Reason.BATCHED_MM_GRADIENT, Reason.EXPERT_BLOCKS,
 }  # fmt: skip
 
 

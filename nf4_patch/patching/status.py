@@ -145,8 +145,8 @@ def status() -> Status:
         counts = {r.name: n for (name, r), n in list(counters.fallbacks.items()) if name == target.name}
         if state.in_place and target.only and getattr(switch, target.only) == "off":
             state, note = State.INACTIVE, f'enable({target.only}="{SWITCHES[target.only]}") puts it in place'
-        elif state is State.PATCHED and target.only == "cache":
-            note = "its reads may come from the cache"
+        elif state is State.PATCHED and target.uncounted:
+            note = target.uncounted
         elif state is State.PATCHED and not hits and not counts:
             note = NEVER_CALLED
         elif state is State.PATCHED and not hits:

@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 from ..config import Config
 
+# What ``only`` of a row may be, and a value that switches it on.
+SWITCHES = {"matmul": "auto", "cache": "6GiB", "experts": "4bit"}
+
 
 class Gate:
     """Whether the rows of one feature are on."""
@@ -27,15 +30,17 @@ class Switch(Gate):
         self.strict = False
         self.matmul = "off"
         self.cache: str | int = "off"
-        self.gates = {"matmul": Gate(), "cache": Gate()}  # by ``only`` of a row
+        self.experts = "off"
+        self.gates = {feature: Gate() for feature in SWITCHES}  # by ``only`` of a row
         self.followers: list[Callable[[Config | None], None]] = []
 
     def set(self, config: Config | None) -> None:
         """Put a configuration in force; None: off, with the options as they were."""
         if config is not None:
             self.strict, self.matmul, self.cache = config.strict, config.matmul, config.cache
+            self.experts = config.experts
         self.config, self.on = config, config is not None
-        for feature in ("matmul", "cache"):
+        for feature in SWITCHES:
             self.gates[feature].on = self.on and getattr(self, feature) != "off"
         for follower in self.followers:
             follower(config)

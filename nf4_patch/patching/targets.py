@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .switch import SWITCHES as SWITCHES
 from .switch import switch
 
 # A release's parameter names; a function with others is left alone, by name.
@@ -63,10 +64,11 @@ class Target:
     replace: str  # "module:function" of this package, which makes the replacement of a row and an original
     covers: str
     unless: str = ""  # an attribute of the module that makes this row void
-    only: str = ""  # "matmul", "cache": in place only where that is switched on
+    only: str = ""  # "matmul", "cache", "experts": in place only where that is switched on
     lazy: bool = False  # its package imports the module only when it is used
     reads: Reads = Reads.NEVER  # which of its calls may be handed a cached weight
     after: str = ""  # installed when this module is imported, and not with its own
+    uncounted: str = ""  # what ``status()`` says of a row whose calls are neither hits nor fallbacks
     copied: bool = False  # other modules hold it by value: sweep them when the module was imported first
     own_kernel: OwnKernel | None = None  # the library's, which keeps calls that ours was not measured to run faster
 
@@ -112,11 +114,27 @@ LINEAR_4BIT = ("A", "B", "shapeB", "absmax", "blocksize", "quant_type", "bias", 
 # Releases that scripts/release_matrix.py ran; docs/data/releases.json says on which machine.
 TESTED_OP_RELEASES = ("0.50.2",)
 TESTED_BITSANDBYTES = ("0.45.5", "0.46.1", "0.47.0", "0.48.2", "0.49.2", "0.50.2")
+TESTED_PEFT = ("0.21.2",)
 
-# What ``only`` may be, and a value that switches it on.
-SWITCHES = {"matmul": "auto", "cache": "6GiB"}
+HF_QUANTIZER = ("config", "quantization_config", "device_map", "weights_only", "user_agent", "gguf_file")
+QUANTIZER = "quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer"
+CONVERT = "integrations.bitsandbytes:Bnb4bitQuantize.convert"
+LOAD = "core_model_loading:convert_and_load_state_dict_in_model"
+LOADING = (  # of transformers: function, parameters, replace, only, covers
+    ("quantizers.auto:get_hf_quantizer", HF_QUANTIZER, "quantizer_for", "experts", "gpt-oss in MXFP4"),
+    (f"{QUANTIZER}.param_needs_quantization", ("self", "model", "param_name", "kwargs"), "needs_quantization", "experts",
+     "which weights load_in_4bit packs"),
+    (CONVERT, ("self", "input_dict", "full_layer_name", "model", "kwargs"), "quantize", "experts", "packing while loading"),
+    (LOAD, ("model", "state_dict", "load_config", "disk_offload_index"), "load", "", "checkpoints with packed experts"),
+    (f"{QUANTIZER}._process_model_after_weight_loading", ("self", "model", "kwargs"), "finish", "experts",
+     "the parametrization of packed experts"),
+    ("core_model_loading:revert_weight_conversion", ("model", "state_dict"), "save", "", "saving packed experts"),
+    (f"{QUANTIZER}._dequantize", ("self", "model", "dtype"), "dequantize", "experts", "model.dequantize() of packed experts"),
+)  # fmt: skip
+
 MatmulTarget = functools.partial(Target, only="matmul")
-CacheTarget = functools.partial(Target, only="cache")
+ExpertsTarget = functools.partial(Target, only="experts")
+CacheTarget = functools.partial(Target, only="cache", uncounted="its reads may come from the cache")
 
 TARGETS = (
     Target(
@@ -281,6 +299,53 @@ TARGETS = (
         lazy=True,
         replace="adapters.transformers:batched_mm",
         covers="mixtures of experts in 4 bits: generation dequantizes the experts that are used and no other",
+    ),
+    *(
+        ExpertsTarget(
+            function=f"peft.tuners.{function}",
+            releases=">= 0.17",
+            tested=TESTED_PEFT,
+            parameters=(("self", *parameters),),
+            replace=f"experts.lora:{replace}",
+            covers=f'{covers}, with enable(experts="4bit") only',
+            uncounted="the experts' forward counts",
+        )
+        for function, parameters, replace, covers in (
+            (
+                "tuners_utils:BaseTuner._inject_parameters",
+                ("peft_config", "model", "adapter_name", "low_cpu_mem_usage"),
+                "inject",
+                "target_parameters finds packed experts",
+            ),
+            (
+                "lora.layer:ParamWrapper.forward",
+                ("x", "args", "kwargs"),
+                "forward",
+                "LoRA on experts, a product of its own",
+            ),
+            (
+                "lora.layer:ParamWrapper.merge",
+                ("safe_merge", "adapter_names"),
+                "packed_again",
+                "adapters merged into packed experts",
+            ),
+            ("lora.layer:ParamWrapper.unmerge", (), "packed_again", "adapters taken out of packed experts again"),
+        )
+    ),
+    *(
+        Target(
+            function=f"transformers.{function}",
+            releases=">= 5.17",
+            tested=("5.17.0", "5.23.0"),
+            parameters=(parameters,),
+            replace=f"adapters.transformers_loading:{replace}",
+            covers=covers,
+            only=only,
+            lazy=True,
+            uncounted="it loads and saves models",
+            copied="." not in function.partition(":")[2],
+        )
+        for function, parameters, replace, only, covers in LOADING
     ),
     CacheTarget(
         function="torch.utils:swap_tensors",

@@ -7,7 +7,7 @@ import torch
 from target import linear, same, step
 
 import nf4_patch
-from nf4_patch.patching.cache.store import cache
+from nf4_patch.patching.cache.store import STRANGERS, cache
 from nf4_patch.patching.reasons import Uncached
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +36,7 @@ def test_another_stream_decodes_for_itself():
     side.synchronize()
     assert same(first, want)
     assert same(second, want)
-    assert cache.uncached[Uncached.OTHER_STREAM] == 1
+    assert cache.uncached[Uncached.OTHER_STREAM] == STRANGERS  # and then it was decoded there
     assert same(run(layer), want)
 
 

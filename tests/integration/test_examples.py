@@ -91,9 +91,9 @@ def test_peft_on_other_architectures(model, tmp_path):
 @pytest.mark.parametrize(("model", "options"), [("random-qwen-moe", ()), ("random-gpt-oss", ("--checkpointing",))])
 def test_mixture_of_experts(model, options, tmp_path):
     arguments = ("--model", model, "--steps", 2, "--tokens", 32, *options)
-    on, off = on_and_off("qlora_moe.py", *arguments, folder=tmp_path)
-    assert hits(on) > 2 * 8 and hits(off) == 0  # a step: two stacks a layer, in the forward and in the backward
-    assert fallbacks(on) == ({"SAVED_TENSOR_HOOKS": 2 * 2 * 2} if options else {})
+    on = run_example("qlora_moe.py", *arguments, folder=tmp_path)
+    assert hits(on) > 2 * 8 and not fallbacks(on)  # a step: two stacks a layer, in the forward and in the backward
+    assert on["losses"][-1] < on["losses"][0]
 
 
 def checkpoint(model: str, folder: Path) -> None:
@@ -121,41 +121,8 @@ def in_mxfp4(folder: Path) -> None:
 def test_gpt_oss_as_it_is_published(tmp_path):
     checkpoint("random-gpt-oss", tmp_path / "model")
     in_mxfp4(tmp_path / "model")
-    on, off = on_and_off("qlora_moe.py", "--model", tmp_path / "model", "--steps", 2, "--tokens", 32, folder=tmp_path)
-    assert hits(on) == 2 * 2 * 2 * 2 and hits(off) == 0  # steps, layers, stacks, passes: the experts alone are packed
-
-
-def test_peft_does_not_reach_packed_experts():
-    """What docs/mixtures-of-experts.md says; when this fails, peft has learned it and the page is behind."""
-    from bitsandbytes.nn.parametrize import replace_parameter_4bit
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-        num_experts=2, num_experts_per_tok=1, moe_intermediate_size=64,
-    )  # fmt: skip
-    names = ["gate_up_proj", "down_proj"]
-    lora = LoraConfig(target_modules=["q_proj"], target_parameters=[f"mlp.experts.{name}" for name in names])
-
-    def pack(model: torch.nn.Module) -> None:
-        experts = next(module for module in model.modules() if type(module).__name__ == "Qwen3MoeExperts")
-        for name in names:
-            replace_parameter_4bit(experts, name, compress_statistics=True)
-
-    model = AutoModelForCausalLM.from_config(config)
-    pack(model)
-    with pytest.warns(RuntimeWarning, match="no parameter was matched"):
-        model = get_peft_model(model, lora)
-    assert not any("experts" in name for name, parameter in model.named_parameters() if parameter.requires_grad)
-
-    model = get_peft_model(AutoModelForCausalLM.from_config(config), lora)
-    pack(model)
-    ids = torch.arange(8)[None]
-    with pytest.warns(UserWarning, match="Could not find any LoRA parametrization"):
-        model(input_ids=ids)
-    with pytest.raises(RuntimeError, match="only Tensors of floating point dtype"):
-        model(input_ids=ids)
+    on = run_example("qlora_moe.py", "--model", tmp_path / "model", "--steps", 2, "--tokens", 32, folder=tmp_path)
+    assert hits(on) >= 2 * 2 * 2 * 2  # steps, layers, stacks, passes
 
 
 @pytest.mark.parametrize(

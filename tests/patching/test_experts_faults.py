@@ -14,14 +14,14 @@ from nf4_patch.patching.adapters import transformers as adapter
 from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
-from nf4_patch.patching.experts import Saved, Stack, View, nothing_dense_saved, stacks_of
+from nf4_patch.patching.experts.product import Operand, View
+from nf4_patch.patching.experts.read import Stack, stacks_of
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
 
 # One of each kind of what runs in the forward, by the implementation that it serves; how often in a step.
 OURS = {
     "stacks_of": (adapter, "grouped_mm", 1),  # before the original
-    "_replace": (Saved, "grouped_mm", 2),  # where a tensor is saved
     "read": (Stack, "grouped_mm", 4),  # where a stack is read
     "select": (Stack, "batched_mm", 2),
 }
@@ -155,7 +155,7 @@ def test_what_is_written_before_the_backward_is_refused(name, patched):
     layer = Layer()
     output = layer.forward()
     WRITTEN[name](layer).add_(1)
-    with pytest.raises(RuntimeError, match="modified by an in-place"):
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
         layer.gradient(output)
     assert not reasons()
 
@@ -206,37 +206,53 @@ def test_a_packed_weight_that_requires_a_gradient(patched):
 
 def test_a_view_is_the_module_but_for_the_stacks():
     module = torch.nn.Linear(2, 2)
-    view = View(module, ("weight",), lambda name: f"the {name}")
+    view = View(module, {"weight": module.weight}, {})
     view.seen = 3
-    assert (view.weight, view.bias, view.seen) == ("the weight", module.bias, 3) and module.seen == 3
+    assert view.weight.stack is module.weight and (view.bias, view.seen) == (module.bias, 3) and module.seen == 3
 
 
 USES = {
-    "as it is": lambda x, weight: x * weight,
-    "a part, transposed": lambda x, weight: x.mT[2:5] * weight.mT[2:5],
-    "of another dtype": lambda x, weight: x * weight.view(torch.float16),
-    "changed in place": lambda x, weight: x * weight.mul_(2),
-    "a sparse tensor too": lambda x, weight: torch.sparse.mm(x[0].to_sparse(), weight[0].mT.contiguous()),
+    "a grouped product": lambda x, weight, offs: torch._grouped_mm(x, weight.transpose(-2, -1), offs=offs),
+    "the same on both sides": lambda x, weight, offs: torch._grouped_mm(x, weight.transpose(1, 2), offs=offs),
+    "transformers' fallback": lambda x, weight, offs: torch.ops.transformers.grouped_mm_fallback(
+        x, weight.transpose(2, 1), offs=offs
+    ),
+    "another product": lambda x, weight, offs: torch.nn.functional.linear(x, weight.flatten(0, 1)),
+    "another transposition": lambda x, weight, offs: x @ weight.transpose(0, -1)[:, 0],
+    "a method": lambda x, weight, offs: weight.mul(2).sum() * x,
+    "its size": lambda x, weight, offs: x * weight.size(0) * weight.transpose(-1, -2).shape[1] * weight.data_ptr(),
+    "one expert": lambda x, weight, offs: torch.nn.functional.linear(x, weight[torch.tensor([1, 5])][1]),
 }
+PACKED = ("a grouped product", "the same on both sides", "transformers' fallback")
 
 
 @pytest.mark.parametrize("use", USES)
-def test_what_is_saved_of_a_dense_stack(use, patched):
+def test_what_else_the_original_may_do_with_a_stack(use, patched):
     layer, dequantizer = Layer(), Dequantizer("a test")
-    x = torch.randn(6, 512, 64, device=DEVICE).bfloat16()
+    tokens = torch.randn(6, 64, device=DEVICE).bfloat16()
+    offs = torch.arange(1, 7, dtype=torch.int32, device=DEVICE)
 
     def gradient(weight):
-        leaf = (x.float() if "sparse" in use else x).clone().requires_grad_()
-        return torch.autograd.grad(USES[use](leaf, weight.float() if "sparse" in use else weight).float().sum(), leaf)[
-            0
-        ]
+        x = tokens.clone().requires_grad_()
+        return torch.autograd.grad(USES[use](x, weight, offs).float().square().sum(), x)[0]
 
-    stock = gradient(layer.experts.gate_up_proj)
-    stacks = {name: Saved.of(stack) for name, stack in stacks_of(layer.experts, dequantizer).items()}
-    with nothing_dense_saved(layer.experts, stacks, dequantizer) as view:
-        ours = gradient(view.gate_up_proj)
-    assert torch.equal(ours, stock)
-    assert counters.hits("a test") == (2 if use in ("as it is", "a part, transposed") else 1)
+    stack = stacks_of(layer.experts, dequantizer)[STACKS[0]]
+    dense = layer.experts.gate_up_proj
+    if use == "its size":
+        dense.data_ptr = lambda: 0
+    assert torch.equal(gradient(Operand(stack)), gradient(dense))
+    assert counters.hits("a test") == {True: 2, False: use != "its size"}[use in PACKED]
+
+
+def test_double_backward(patched):
+    """The gradient of x does not depend on x: what is differentiated twice is what the layer does between the stacks."""
+    layer = Layer()
+
+    def second():
+        (first,) = torch.autograd.grad(layer.forward().float().square().sum(), layer.hidden, create_graph=True)
+        return torch.autograd.grad(first.float().square().sum(), layer.hidden)
+
+    assert all(map(torch.equal, second(), layer.stock(second))) and not reasons()
 
 
 # --- compiled autograd ---
@@ -275,7 +291,7 @@ def test_cached_experts_without_a_gradient(patched):
     patched.enable(cache="1GiB")
     with torch.no_grad():
         ours = [layer.forward(), layer.forward()]
-    assert reasons() == {Reason.NO_GRADIENT: 2} and hits() == 2 and len(cache.weights) == 2 == cache.hits
+    assert not reasons() and hits() == 2 and len(cache.weights) == 2 == cache.hits
     assert all(torch.equal(output, layer.stock()[0]) for output in ours)
 
 
@@ -285,19 +301,19 @@ def test_where_no_hook_may_be_set(way, on):
     want = layer.stock()[0]
     if way == "under a transform":
         ours = torch.func.vjp(lambda hidden: layer.experts(hidden, layer.ids, layer.weights), layer.hidden.detach())[0]
-        assert reasons() == {Reason.FUNCTORCH_TRANSFORM: 1}
+        assert reasons() == {Reason.FUNCTORCH_TRANSFORM: 2} and hits() == 0
     else:
         with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
             ours = layer.forward()
-        assert reasons() == {Reason.SAVED_TENSOR_HOOKS: 1}
-    assert torch.equal(ours, want) and hits() == 0
+        assert not reasons() and hits() == 2
+    assert torch.equal(ours, want)
 
 
 def test_no_stack_of_whole_experts(on, monkeypatch):
     monkeypatch.setattr(Stack, "has_whole_experts", lambda stack: False)
     layer = Layer()
     run = run_of(layer, "batched_mm")
-    assert all(map(torch.equal, run(), layer.stock(run))) and reasons("batched_mm") == {Reason.EXPERT_BLOCKS: 1}
+    assert all(map(torch.equal, run(), layer.stock(run))) and reasons("batched_mm") == {Reason.EXPERT_BLOCKS: 2}
 
 
 def test_switched_off_where_another_library_holds_it(on, monkeypatch):

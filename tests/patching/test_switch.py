@@ -210,6 +210,19 @@ def test_a_small_number_without_a_unit_asks_what_is_meant(given):
         Config.read({"NF4_PATCH_CACHE": str(given)})
 
 
+def test_the_option_of_experts(monkeypatch):
+    """The argument, the variable, and blocks that restore what they found."""
+    monkeypatch.setenv("NF4_PATCH_EXPERTS", "4BIT")
+    with nf4_patch.enabled():
+        assert switch.experts == "4bit" and switch.gates["experts"].on
+        with nf4_patch.enabled(experts="off"):
+            assert switch.experts == "off" and not switch.gates["experts"].on
+        assert switch.experts == "4bit" and switch.gates["experts"].on
+    assert not switch.gates["experts"].on
+    with pytest.raises(ConfigError, match=r"^experts=4 is not known; allowed: off, 4bit, or None"):
+        nf4_patch.enable(experts=4)
+
+
 def test_a_patch_that_the_code_switched_off_stays_off():
     """bitsandbytes calls the package's entry point when it is imported."""
     python(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import Counter
 
 import pytest
 import torch
+import transformers
 from torch.multiprocessing.reductions import StorageWeakRef
 
 pytest.importorskip("transformers.integrations.moe", reason="transformers before 5")
@@ -19,7 +21,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 import nf4_patch
 from nf4_patch.patching.counters import counters
-from nf4_patch.patching.experts import Stack
+from nf4_patch.patching.experts.read import Stack
 from nf4_patch.patching.reasons import Reason
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -34,6 +36,28 @@ CONFIGS = {
     "qwen3": lambda: Qwen3MoeConfig(moe_intermediate_size=256, num_experts=6, **COMMON),
     "gpt-oss": lambda: GptOssConfig(num_local_experts=6, **COMMON),
 }
+MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+ROUTED = {
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+}
+ARCHITECTURES = CONFIGS | {
+    "glm4": lambda: transformers.Glm4MoeConfig(**COMMON | ROUTED),
+    "olmoe": lambda: transformers.OlmoeConfig(num_experts=6, **COMMON | {"num_key_value_heads": 4}),
+    "mixtral": lambda: transformers.MixtralConfig(num_local_experts=6, **COMMON),
+    "qwen3-next": lambda: transformers.Qwen3NextConfig(
+        moe_intermediate_size=256, shared_expert_intermediate_size=64, num_experts=6,
+        layer_types=["full_attention"] * LAYERS, **COMMON,
+    ),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(**COMMON | ROUTED | MLA | {"num_key_value_heads": 4}),
+    "gemma4": lambda: transformers.Gemma4TextConfig(
+        enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=256,
+        layer_types=["full_attention"] * LAYERS, hidden_size_per_layer_input=0, **COMMON,
+    ),
+}  # fmt: skip
 CHECKPOINTING = {"kept": None, "reentrant": {"use_reentrant": True}, "recomputed": {"use_reentrant": False}}
 
 
@@ -47,18 +71,46 @@ def is_parametrized(module):
     return hasattr(module, "parametrizations")
 
 
-def model_of(name: str, dtype=torch.bfloat16, nested: bool = True, lora: bool = True):
+def model_of(name: str, dtype=torch.bfloat16, nested: bool = True, lora: bool = True, stacks=STACKS):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype, attn_implementation="eager").to(DEVICE)
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES[name](), dtype=dtype, attn_implementation="eager").to(DEVICE)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     for module in list(model.modules()):
-        for stack in STACKS:
+        for stack in stacks:
             if stack in module._parameters:
                 replace_parameter_4bit(module, stack, compress_statistics=nested)
     if lora:
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     return model.to(DEVICE).train()
+
+
+def dense_of(model, dtype=None):
+    """The same model with dense experts: with the values that the packed ones decode to, in the same dtype or another."""
+    config, own = copy.deepcopy(model.config), model.lm_head.weight.dtype
+    dense = AutoModelForCausalLM.from_config(config, dtype=own, attn_implementation="eager")
+    dense.load_state_dict(
+        {name: p for name, p in model.named_parameters() if "parametrizations" not in name}, strict=False
+    )
+    for module, packed in zip(experts_of(dense), experts_of(model), strict=True):
+        for name in STACKS:
+            getattr(module, name).data.copy_(getattr(packed, name))
+    return dense.to(DEVICE, dtype or own).train()
+
+
+def with_lora(model, name="default", seed=1, std=0.05, **changes):
+    """LoRA on the attention and, by the names that users write, on the experts; the same numbers for every model."""
+    parameters = [f"experts.{stack}" for stack in STACKS]
+    options = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": parameters} | changes
+    model = get_peft_model(model, LoraConfig(**options), adapter_name=name)
+    generator = torch.Generator().manual_seed(seed)
+    for value in adapters_of(model).values():
+        value.data = torch.empty(value.shape).normal_(0, std, generator=generator).to(value)
+    return model
+
+
+def adapters_of(model) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
 
 
 def ids_of(tokens: int = 24) -> torch.Tensor:

@@ -29,8 +29,8 @@ LAYERS = 4  # of an 8B model
 LLAMA = LLAMA_8B._replace(num_hidden_layers=LAYERS)
 
 
-def peft_model(config: Any, targets: Iterable[str] = LINEARS) -> Any:
-    """Random weights in NF4, in the dtype of the configuration, and LoRA on ``targets``."""
+def peft_model(config: Any, targets: Iterable[str] = LINEARS, **options: Any) -> Any:
+    """Random weights in NF4, in the dtype of the configuration, and LoRA on ``targets``, with further options of LoRA."""
     from peft import LoraConfig, get_peft_model
 
     model = build_4bit(config)
@@ -38,7 +38,7 @@ def peft_model(config: Any, targets: Iterable[str] = LINEARS) -> Any:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     model.config.use_cache = False
-    lora = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(targets), task_type="CAUSAL_LM")
+    lora = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(targets), task_type="CAUSAL_LM", **options)
     return get_peft_model(model, lora)
 
 

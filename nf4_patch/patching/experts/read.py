@@ -1,4 +1,4 @@
-"""4-bit stacks of experts: all experts of a layer in one weight of bitsandbytes', how it is read, and what is saved of it.
+"""4-bit stacks of experts: all experts of a layer in one weight of bitsandbytes', and how it is read.
 
 ``bitsandbytes.nn.parametrize.replace_parameter_4bit`` packs the weight and keeps it behind a parametrization of PyTorch:
 reading ``module.gate_up_proj`` then decodes every expert.
@@ -6,26 +6,23 @@ reading ``module.gate_up_proj`` then decodes every expert.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 from torch.utils import _contextlib as torch_decorators
 
-from ..nf4.runtime import has_memory
-from .context import is_compiling, own_dispatch
-from .dequantizer import Dequantizer
-from .reasons import Reason
-from .switch import switch
+from ...nf4.runtime import has_memory
+from ..context import is_compiling, own_dispatch
+from ..dequantizer import Dequantizer
+from ..reasons import Reason
+from ..switch import switch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +59,10 @@ class Stack:
         chosen = self.dequantizer.fallbacks.attempt(self.select, ids)
         return self.dense()[ids] if type(chosen) is Reason else chosen.decode(self.dequantizer.of_state)
 
-    def select(self, ids: Tensor) -> Stack:
+    def select(self, ids: Tensor) -> Stack | Reason:
         """A copy of the packed experts ``ids``, int64 [n], with a QuantState of shape [n, ...]."""
+        if not self.has_whole_experts():
+            return Reason.EXPERT_BLOCKS
         from bitsandbytes.functional import QuantState
 
         state, second = self.state, self.state.state2
@@ -81,9 +80,6 @@ class Stack:
         kind = state.code, state.blocksize, state.quant_type, state.dtype
         experts = QuantState(selected(state.absmax), shape, *kind, **nested)
         return Stack(selected(self.packed).unsqueeze(1), experts, self.dequantizer)
-
-    def size(self, dim: int) -> int:
-        return int(self.state.shape[dim])
 
     def has_whole_experts(self) -> bool:
         """Every expert ends with a byte, a block and, where the state is nested, a block of the second level."""
@@ -176,109 +172,3 @@ def is_written_in(module: Any, function: Any) -> bool:
     while getattr(function, "__globals__", None) is vars(torch_decorators):
         function = function.__wrapped__
     return getattr(function, "__globals__", None) is vars(module)
-
-
-# --- what the original runs on, and what is saved ---
-
-
-class View:
-    """An experts module whose 4-bit stacks are read by ``read(name)``."""
-
-    def __init__(self, module: Any, names: Collection[str], read: Callable[[str], Any]):
-        vars(self).update(_module=module, _names=names, _read=read)
-
-    def __getattr__(self, name: str) -> Any:
-        return self._read(name) if name in self._names else getattr(self._module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._module, name, value)
-
-
-def version_of(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version  # which an inference tensor does not have
-
-
-class Saved(NamedTuple):
-    """What is saved for the backward, and the versions then: autograd checks none of what hooks save."""
-
-    tensors: tuple[Tensor, ...]  # the tensor itself; or all of a stack, the packed weight first, in place of
-    versions: tuple[int | None, ...]
-    stack: Stack | None = None
-    view: tuple[Any, ...] = ()  # size, stride and offset in the dense stack
-
-    @classmethod
-    def of(cls, stack: Stack) -> Saved:
-        """A stack as it is now: whatever is done to the module until the backward, to offload it for example, the
-        backward decodes what the forward did.
-        """
-        state = copy.copy(stack.state)
-        state.state2 = copy.copy(getattr(state, "state2", None))
-        fields = [value for part in (state, state.state2) if part is not None for value in vars(part).values()]
-        tensors = stack.packed.detach(), *(value for value in fields if isinstance(value, Tensor))
-        return cls(tensors, tuple(map(version_of, tensors)), dataclasses.replace(stack, state=state))
-
-    def dense(self) -> Tensor:
-        stack = self.stack
-        assert stack is not None
-        if is_compiling() or stack.packed.data_ptr() != self.tensors[0].data_ptr():  # ``parameter.data`` was replaced
-            stack = Stack(self.tensors[0], stack.state, stack.dequantizer)
-        return stack.dense()
-
-    def check(self) -> None:
-        """
-        Raises:
-            RuntimeError: a tensor was changed or freed in between.
-        """
-        for tensor, version in zip(self.tensors, self.versions, strict=True):
-            if version_of(tensor) != version:
-                raise RuntimeError(
-                    f"a tensor {list(tensor.shape)} that the backward of the experts needs was modified by an in-place "
-                    f"operation: it is at version {version_of(tensor)}, expected {version}"
-                )
-            if self.stack is not None and not has_memory(tensor):
-                raise RuntimeError(
-                    f"the memory of packed experts {list(self.stack.state.shape)} was freed between forward and "
-                    "backward: bring it back before the backward, or free it in a hook on the experts module"
-                )
-
-
-def unpack(saved: Saved) -> Tensor:
-    """The tensor that was to be saved.
-
-    Raises:
-        RuntimeError: see ``Saved.check``.
-    """
-    if not is_compiling():  # compiled autograd traces this, and Dynamo breaks the graph at a version: see the test
-        saved.check()
-    return saved.tensors[0] if saved.stack is None else saved.dense().as_strided(*saved.view)
-
-
-@contextmanager
-def nothing_dense_saved(module: Any, stacks: dict[str, Saved], dequantizer: Dequantizer) -> Iterator[View]:
-    """A view of the module, in whose use autograd saves the packed stack in place of the dense one."""
-    decoded: dict[int, tuple[Saved, Tensor, int | None]] = {}  # by the storage's address
-
-    def read(name: str) -> Tensor:
-        weight = stacks[name].dense()
-        decoded[weight.untyped_storage()._cdata] = stacks[name], weight, version_of(weight)
-        return weight
-
-    def packed_instead(tensor: Tensor) -> Saved | None:
-        if tensor.layout is not torch.strided:
-            return None
-        saved, weight, version = decoded.get(tensor.untyped_storage()._cdata, (None, tensor, None))
-        if saved is None or tensor.dtype is not weight.dtype or version_of(weight) != version:
-            return None
-        return saved._replace(view=(tensor.size(), tensor.stride(), tensor.storage_offset()))
-
-    def pack(tensor: Tensor) -> Saved:
-        saved = dequantizer.fallbacks.attempt(packed_instead, tensor)
-        if type(saved) is Saved:
-            return saved
-        return Saved((tensor.detach(),), (version_of(tensor),))  # detached: it may hold the node that saves it
-
-    with saved_tensors_hooks(pack, unpack):
-        try:
-            yield View(module, stacks, read)
-        finally:
-            decoded.clear()

@@ -1,0 +1,268 @@
+"""transformers' ``load_in_4bit`` packs the stacks of experts too, with ``enable(experts="4bit")``.
+
+transformers asks what is to be quantized, reads one tensor after another, and quantizes each as soon as it is complete. A
+packed stack waits as a parameter that carries its state. When all weights are there, bitsandbytes' own parametrization
+takes both: what ``replace_parameter_4bit`` makes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils import parametrize
+
+from ..placement import installed
+from ..replacement import Function
+from ..switch import switch
+from ..targets import TARGETS, Target
+
+logger = logging.getLogger("nf4_patch")
+NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the stacks in every architecture but JetMoe's
+STATE = ".quant_state.bitsandbytes__"  # and the quant_type: part of what bitsandbytes saves beside a packed weight
+ENABLE = 'nf4_patch.enable(experts="4bit")'
+OWN = "adapters.transformers_loading:"
+
+
+def is_stack(model: Any, full_name: str) -> bool:
+    """Whether it names a stack that is not packed."""
+    path, _, name = full_name.rpartition(".")
+    parameter = model.get_submodule(path)._parameters.get(name) if name in NAMES else None
+    return parameter is not None and parameter.dim() == 3
+
+
+def packed_stacks(model: Any) -> Iterator[tuple[str, Any, str]]:
+    """Of every packed stack the full name, the module and its name there."""
+    for path, module in list(model.named_modules()):
+        for name, chain in list(module.parametrizations.items()) if parametrize.is_parametrized(module) else ():
+            if getattr(chain[0], "quant_state", None) is not None:
+                yield f"{path}.{name}", module, name
+
+
+def carrying(packed: Tensor, state: dict[str, Any]) -> Any:
+    """A packed stack as a parameter that carries its state, in the form in which bitsandbytes saves it."""
+    parameter: Any = Parameter(packed, requires_grad=False)
+    parameter.quant_state = state
+    parameter._is_hf_initialized = True  # transformers gives all others random values
+    return parameter
+
+
+def quantize_stack(stack: Tensor, config: Any) -> Any:
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, state = quantize_4bit(
+        stack.contiguous(),
+        compress_statistics=config.bnb_4bit_use_double_quant,
+        quant_type=config.bnb_4bit_quant_type,
+        quant_storage=config.bnb_4bit_quant_storage,
+    )
+    return carrying(packed, state.as_dict(packed=True))
+
+
+# --- loading ---
+
+
+def quantizer_for(target: Target, original: Function) -> Function:
+    """For ``get_hf_quantizer``: a gpt-oss that is published in MXFP4 is one to be quantized, like any in 16 bits."""
+
+    @functools.wraps(original)
+    def get_hf_quantizer(config, quantization_config, *args, **kwargs) -> Any:
+        published = getattr(config, "quantization_config", None)
+        is_mxfp4 = isinstance(published, dict) and published.get("quant_method") == "mxfp4"
+        if is_mxfp4 and getattr(quantization_config, "load_in_4bit", False):
+            del config.quantization_config  # from_pretrained's own copy
+        return original(config, quantization_config, *args, **kwargs)
+
+    return get_hf_quantizer
+
+
+def needs_quantization(target: Target, original: Function) -> Function:
+    """For ``param_needs_quantization``: a stack does, unless ``llm_int8_skip_modules`` names it or a module around it."""
+
+    @functools.wraps(original)
+    def param_needs_quantization(self, model, param_name, **kwargs) -> Any:
+        if not is_stack(model, param_name):
+            return original(self, model, param_name, **kwargs)
+        rows = (row for row in TARGETS if row.replace.startswith(OWN))
+        if missing := [row.name for row in rows if row.name not in installed or installed[row.name].refusal]:
+            raise RuntimeError(f"{ENABLE} is not adapted to {', '.join(missing)} of this release of transformers")
+        from transformers.quantizers.quantizers_utils import should_convert_module
+
+        names = param_name, param_name.rpartition(".")[0]
+        return all(should_convert_module(name, self.modules_to_not_convert) for name in names)
+
+    return param_needs_quantization
+
+
+def quantize(target: Target, original: Function) -> Function:
+    """For ``Bnb4bitQuantize.convert``, which takes complete weights by full name."""
+
+    @functools.wraps(original)
+    def convert(self, input_dict, full_layer_name=None, model=None, **kwargs) -> Any:
+        if not any(is_stack(model, name) for name in input_dict):
+            return original(self, input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
+        converted = {}
+        for name in list(input_dict):
+            value = input_dict.pop(name)  # no other reference: freed when it is packed
+            value = value[0] if isinstance(value, list) else value
+            if self.hf_quantizer.param_needs_quantization(model, name):
+                value = quantize_stack(value, self.hf_quantizer.quantization_config)
+            converted[name] = value
+        return converted
+
+    return convert
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """A stack in MXFP4 where transformers expects a slice of a safetensors file: decoded when it is read."""
+
+    blocks: Any
+    scales: Any
+    device: Any
+
+    def __getitem__(self, _everything: Any) -> Tensor:
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        packed = [part[...].to(self.device) for part in (self.blocks, self.scales)]
+        stack: Tensor = convert_moe_packed_tensors(*packed, rows_per_chunk=2**20)  # 64 MiB of indices at a time
+        return stack
+
+
+def load(target: Target, original: Function) -> Function:
+    """For ``convert_and_load_state_dict_in_model``: stacks that were saved packed, and those in MXFP4."""
+
+    @functools.wraps(original)
+    def convert_and_load(model, state_dict, load_config, disk_offload_index=None) -> Any:
+        from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+        saved = [key.partition(STATE)[0] for key in state_dict if STATE in key]
+        saved = [key for key in saved if key.rpartition(".")[2] in NAMES]
+        on = switch.gates["experts"].on
+        if saved and not on:
+            raise ValueError(
+                f"{load_config.pretrained_model_name_or_path} holds experts that are packed in 4 bits ({saved[0]} and "
+                f"{len(saved) - 1} more). To load them, call {ENABLE} before, or set NF4_PATCH_EXPERTS=4bit"
+            )
+        if not on or not isinstance(load_config.hf_quantizer, Bnb4BitHfQuantizer):
+            return original(model, state_dict, load_config, disk_offload_index)
+        devices = device_of_stacks(model, load_config)
+        in_model = functools.partial(name_in_model, model=model, stacks=devices, load_config=load_config)
+        state_dict, packed = dict(state_dict), {}
+        for key in saved:
+            if (name := in_model(key)) in devices:
+                fields = [field for field in state_dict if field.startswith(f"{key}.")]
+                state = {field.removeprefix(f"{key}."): state_dict.pop(field)[...] for field in fields}
+                packed[name] = carrying(state_dict.pop(key)[...].to(devices[name]), state)
+        for blocks in [key for key in state_dict if key.endswith("_blocks")]:
+            key = blocks.removesuffix("_blocks")
+            if (name := in_model(key)) in devices:
+                state_dict[key] = Mxfp4(state_dict.pop(blocks), state_dict.pop(f"{key}_scales"), devices[name])
+        info, disk_offload_index = original(model, state_dict, load_config, disk_offload_index)
+        for name, parameter in packed.items():
+            path, _, stack = name.rpartition(".")
+            setattr(model.get_submodule(path), stack, parameter)
+            info.missing_keys.discard(name)
+        model._weight_conversions = [each for each in model._weight_conversions if not reads_state(each)]
+        return info, disk_offload_index
+
+    return convert_and_load
+
+
+def reads_state(conversion: Any) -> bool:
+    """Whether it reads what bitsandbytes saved: transformers has no reverse of that, and could not save the model again."""
+    from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
+
+    return any(isinstance(op, Bnb4bitDeserialize) for op in getattr(conversion, "operations", ()))
+
+
+def device_of_stacks(model: Any, load_config: Any) -> dict[str, Any]:
+    """Where each stack belongs, by full name.
+
+    Raises:
+        ValueError: one that is to be packed is to be offloaded, or shared among GPUs.
+    """
+    from transformers.integrations.accelerate import get_device
+
+    places = load_config.device_map or {"": "cpu"}
+    devices = {name: get_device(places, name) for name, _ in model.named_parameters() if is_stack(model, name)}
+    needed = [name for name in devices if load_config.hf_quantizer.param_needs_quantization(model, name)]
+    offloaded = {"disk", "cpu" if len(set(places.values())) > 1 else "disk"} & {devices[name] for name in needed}
+    if needed and (offloaded or load_config.device_mesh is not None):
+        found = f"a device_map with {' and '.join(offloaded)}" if offloaded else "tensor or expert parallelism"
+        raise ValueError(
+            f"{ENABLE} packs experts for a GPU, several GPUs that hold layers each, or a CPU alone; found {found}. Change "
+            'that, or leave the experts in 16 bits: experts="off"'
+        )
+    return devices
+
+
+def name_in_model(key: str, model: Any, stacks: dict[str, Any], load_config: Any) -> str:
+    """What transformers makes of a checkpoint's name of a stack that no conversion changes."""
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings = [entry for entry in load_config.weight_mapping or () if isinstance(entry, WeightRenaming)]
+    return rename_source_key(key, renamings, [], model.base_model_prefix, stacks)[0]
+
+
+def finish(target: Target, original: Function) -> Function:
+    """For ``_process_model_after_weight_loading``."""
+
+    @functools.wraps(original)
+    def after_loading(self, model, **kwargs) -> Any:
+        from bitsandbytes.nn.parametrize import replace_parameter_4bit_prequantized
+
+        left = []
+        for path, module in list(model.named_modules()):
+            for name, parameter in list(module._parameters.items()):
+                full_name = f"{path}.{name}"
+                if is_stack(model, full_name) and self.param_needs_quantization(model, full_name):
+                    left.append(full_name)
+                    parameter = quantize_stack(parameter.detach(), self.quantization_config)
+                    setattr(module, name, parameter)
+                state = vars(parameter).pop("quant_state", None) if name in NAMES and parameter is not None else None
+                if state is not None:
+                    replace_parameter_4bit_prequantized(module, name, state, parameter.device)
+        if left:
+            said = (
+                f"{len(left)} stacks of experts were not packed while they were loaded, and held in 16 bits until now"
+            )
+            logger.warning("%s: %s", said, ", ".join(left))
+        return original(self, model, **kwargs)
+
+    return after_loading
+
+
+# --- what is made of a loaded model ---
+
+
+def save(target: Target, original: Function) -> Function:
+    """For ``revert_weight_conversion``: a packed stack cannot be split into experts, and is saved as it is."""
+
+    @functools.wraps(original)
+    def revert_weight_conversion(model, state_dict) -> Any:
+        stacks = tuple(f"{name}." for name, _, _ in packed_stacks(model))
+        kept = {key: tensor for key, tensor in state_dict.items() if f"{key}.".startswith(stacks)}
+        return original(model, {key: tensor for key, tensor in state_dict.items() if key not in kept}) | kept
+
+    return revert_weight_conversion
+
+
+def dequantize(target: Target, original: Function) -> Function:
+    """For ``_dequantize`` of ``model.dequantize()``."""
+
+    @functools.wraps(original)
+    def _dequantize(self, model, dtype=None) -> Any:
+        model = original(self, model, dtype)
+        for _, module, name in packed_stacks(model):
+            dense = getattr(module, name).to(dtype)
+            parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+            setattr(module, name, Parameter(dense))
+        return model
+
+    return _dequantize

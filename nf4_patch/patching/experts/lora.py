@@ -1,0 +1,176 @@
+"""peft's LoRA on the experts of transformers, named by ``target_parameters``: packed ones too.
+
+peft adds B·A to the dense stack, and takes a dense gradient of the sum apart. Here its wrapper hands the factors to the
+product (see product.py). What peft writes into files, and how it finds and names adapters, stays its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils import parametrize
+
+from ..context import is_compiling
+from ..placement import is_ours
+from ..replacement import Function
+from ..switch import switch
+from ..targets import Target
+from .product import Lora, pending
+
+SERVED = ("grouped_mm", "batched_mm")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+RANKS = 8  # PyTorch's grouped_mm takes rows of whole 16 bytes
+
+
+def packed_states(module: Any) -> dict[str, Any]:
+    """The QuantState of each packed stack of a module; none if another parametrization is there too."""
+    chains = module.parametrizations.items() if parametrize.is_parametrized(module) else ()
+    states = {name: getattr(chain[0], "quant_state", None) for name, chain in chains}
+    return {} if None in states.values() else states
+
+
+# --- the forward ---
+
+
+def factors(wrapper: Any, adapters: list[str], dtype: torch.dtype) -> Lora:
+    """left and right of all active adapters, side by side: their product is what peft would add to the stack.
+
+    In peft's lora_A, [experts * rank, in], ranks run fastest; in its lora_B, [out, rank * experts], experts do.
+    """
+    into, out_of = [], []
+    for name in adapters:
+        a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight * wrapper.scaling[name]
+        into.append(a.reshape(wrapper.num_experts, -1, a.shape[-1]).to(dtype))
+        out_of.append(b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1).to(dtype))
+    a, b = torch.cat(into, dim=1), torch.cat(out_of, dim=2).contiguous()
+    if missing := -a.shape[1] % RANKS:
+        a, b = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
+    # peft before 0.19 takes [experts, out, in] for [experts, in, out]: its A is on the side of out
+    return (b, a) if getattr(wrapper, "_did_swap_in_out_features", False) else (a.mT, b.mT)
+
+
+def implementation_of(experts: Any) -> str | None:
+    return getattr(getattr(experts, "config", None), "_experts_implementation", None)
+
+
+def is_served(experts: Any, name: str) -> bool:
+    """Whether LoRA on a stack is ours: always on a packed one, with which peft's own way fails."""
+    if name in packed_states(experts):
+        return True
+    weight, implementation = experts._parameters.get(name), implementation_of(experts)
+    if implementation not in SERVED or type(weight) is not torch.nn.Parameter or weight.dtype not in DTYPES:
+        return False
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    return is_ours(ALL_EXPERTS_FUNCTIONS[implementation])
+
+
+def forward(target: Target, original: Function) -> Function:
+    """For ``ParamWrapper.forward``, which replaces the stack by the sum of it and B·A while the experts run."""
+    gate = switch.gates[target.only]
+
+    def run(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        experts, name = self.get_base_layer(), self.parameter_name
+        adapters = [adapter for adapter in self.active_adapters if adapter in self.lora_A]
+        idle = self.disable_adapters or self.merged or self.num_experts == 1 or not adapters
+        if idle or kwargs.get("adapter_names") or not is_served(experts, name):
+            return original(self, x, *args, **kwargs)
+        state = packed_states(experts).get(name)
+        key = id(experts), name
+        pending.lora[key] = factors(self, adapters, (state or experts._parameters[name]).dtype)
+        try:
+            result = self.base_layer(x, *args, **kwargs)
+        finally:
+            unused = pending.lora.pop(key, None)
+        if unused is None:
+            return result
+        raise RuntimeError(
+            f"the forward of {parametrize.type_before_parametrizations(experts).__name__} did not use the LoRA adapters on "
+            f"its {name}: its experts_implementation is {implementation_of(experts)!r}, and LoRA on packed experts needs "
+            f"one of {SERVED}. Call model.set_experts_implementation('grouped_mm'), or see nf4_patch.status() if it is"
+        )
+
+    eagerly = torch._dynamo.disable(run)
+
+    @functools.wraps(original)
+    def replacement(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not gate.on:
+            return original(self, x, *args, **kwargs)
+        return (eagerly if is_compiling() else run)(self, x, *args, **kwargs)
+
+    return replacement
+
+
+# --- finding, merging ---
+
+
+@contextmanager
+def seen_dense(module: Any) -> Iterator[None]:
+    """A packed experts module as it was before it was packed, but for the memory of its stacks.
+
+    peft finds a parametrized weight by its full name only, and meets it in another order: an adapter's place in the file
+    comes from that order. All classes of transformers define what goes up first, and down last.
+    """
+    dense = {}
+    for name, state in packed_states(module).items():
+        element = torch.empty((), dtype=state.dtype, device=module.parametrizations[name].original.device)
+        dense[name] = torch.nn.Parameter(element.expand(state.shape), requires_grad=False)
+    kind, modules, parameters = type(module), dict(module._modules), dict(module._parameters)
+    del module._modules["parametrizations"]
+    module.__class__ = parametrize.type_before_parametrizations(module)
+    module._parameters.clear()
+    module._parameters.update(sorted((dense | parameters).items(), key=lambda item: item[0].startswith("down")))
+    try:
+        yield
+    finally:
+        module.__class__ = kind
+        for held, before in ((module._modules, modules), (module._parameters, parameters)):
+            held.clear()
+            held.update(before)
+
+
+def inject(target: Target, original: Function) -> Function:
+    """For ``BaseTuner._inject_parameters``, which wraps the modules whose parameters a configuration names."""
+    gate = switch.gates[target.only]
+
+    @functools.wraps(original)
+    def replacement(self: Any, peft_config: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for module in list(model.modules()) if gate.on else ():
+                if packed_states(module):
+                    stack.enter_context(seen_dense(module))
+            return original(self, peft_config, model, *args, **kwargs)
+
+    return replacement
+
+
+def packed_again(target: Target, original: Function) -> Function:
+    """For ``ParamWrapper.merge`` and ``unmerge``, which add to what they read: of a packed stack, a dense copy."""
+    gate = switch.gates[target.only]
+
+    @functools.wraps(original)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+        experts, name = self.get_base_layer(), self.parameter_name
+        state = packed_states(experts).get(name) if gate.on else None
+        before = list(self.merged_adapters)
+        same_copy = nullcontext() if state is None else parametrize.cached()  # for peft, which adds to it, and for us
+        with torch.no_grad(), same_copy:
+            original(self, *args, **kwargs)
+            if state is None or self.merged_adapters == before:
+                return
+            from bitsandbytes.functional import quantize_4bit
+
+            chain = experts.parametrizations[name]
+            packed, chain[0].quant_state = quantize_4bit(
+                getattr(experts, name), blocksize=state.blocksize, compress_statistics=state.nested,
+                quant_type=state.quant_type, quant_storage=chain.original.dtype,
+            )  # fmt: skip
+            chain.original.copy_(packed)
+
+    return replacement

@@ -1,0 +1,380 @@
+"""enable(experts="4bit"): transformers' load_in_4bit packs the stacks of experts while it loads them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("bitsandbytes.nn.parametrize", reason="bitsandbytes before 0.46")
+pytest.importorskip("transformers.core_model_loading", reason="transformers before 5")
+
+import bitsandbytes.functional as F
+from bitsandbytes.nn.parametrize import Bnb4bitParametrization, replace_parameter_4bit
+from mixtures import CONFIGS, SKIPPED, in_4bit, is_stack, loaded, random_model, saved
+from safetensors.torch import load_file, save_file
+from transformers import core_model_loading, modeling_utils
+from transformers.integrations import bitsandbytes as integration
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+import nf4_patch
+from nf4_patch.patching.adapters import transformers_loading
+
+PACKED = {"experts": "4bit"}
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    """A checkpoint of Qwen3 MoE in bf16, and its stacks."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    return folder, saved(random_model("Qwen3 MoE"), folder)
+
+
+def parametrization(model, name):
+    path, _, stack = name.rpartition(".")
+    chain = model.get_submodule(path).parametrizations[stack]
+    (part,) = chain
+    assert type(part) is Bnb4bitParametrization
+    return chain.original, part.quant_state
+
+
+def same_stack(model, name, dense, quant_type="nf4", nested=True, **options):
+    """Packed bytes and every field of the state are those of quantize_4bit of the checkpoint's stack."""
+    packed, state = parametrization(model, name)
+    wanted, wanted_state = F.quantize_4bit(dense, compress_statistics=nested, quant_type=quant_type, **options)
+    fields, wanted_fields = state.as_dict(), wanted_state.as_dict()
+    assert packed.dtype is wanted.dtype and not packed.requires_grad
+    assert torch.equal(packed.view(torch.uint8), wanted.view(torch.uint8))  # NaN of bytes as bf16 is unequal to itself
+    assert fields.keys() == wanted_fields.keys()
+    for field, value in wanted_fields.items():
+        assert torch.equal(fields[field], value) if torch.is_tensor(value) else fields[field] == value, field
+    assert state.offset is None or torch.equal(state.offset, wanted_state.offset)
+
+
+def equal_state_dicts(model, other):
+    ours, theirs = model.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    for key in ours:
+        assert torch.equal(ours[key], theirs[key]), key
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(24).view(2, 12)).logits
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_architecture_loads_packed_saves_and_reloads(name, tmp_path):
+    stacks = saved(random_model(name), tmp_path / "dense")
+    assert len(stacks) in (2, 4)  # GLM and DeepSeek have one dense layer
+    with nf4_patch.enabled(**PACKED):
+        model = loaded(tmp_path / "dense", quantization_config=in_4bit())
+        for stack, dense in stacks.items():
+            same_stack(model, stack, dense)
+        model.save_pretrained(tmp_path / "packed")
+        reloaded = loaded(tmp_path / "packed")
+        equal_state_dicts(model, reloaded)
+        reloaded.save_pretrained(tmp_path / "again")
+    assert (
+        load_file(tmp_path / "again/model.safetensors").keys()
+        == load_file(tmp_path / "packed/model.safetensors").keys()
+    )
+    recipe = loaded(tmp_path / "dense", quantization_config=in_4bit())
+    for stack, dense in stacks.items():
+        path, _, parameter = stack.rpartition(".")
+        assert torch.equal(recipe.get_parameter(stack), dense)
+        replace_parameter_4bit(recipe.get_submodule(path), parameter, compress_statistics=True)
+    wanted = logits(recipe)
+    assert torch.equal(logits(model), wanted) and torch.equal(logits(reloaded), wanted)
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_configuration_decides(qwen3, tmp_path, quant_type, nested, dtype):
+    folder, stacks = qwen3
+    with nf4_patch.enabled(**PACKED):
+        model = loaded(folder, quantization_config=in_4bit(quant_type, nested), dtype=dtype, device_map="auto")
+        model.save_pretrained(tmp_path)
+        reloaded = loaded(tmp_path, dtype=dtype, device_map={"": "cpu"})
+    for name, dense in stacks.items():
+        same_stack(model, name, dense.to(dtype), quant_type, nested)
+    equal_state_dicts(model, reloaded)
+
+
+def test_bytes_may_be_stored_as_another_dtype(qwen3, tmp_path):
+    """As FSDP needs them, whatever the dtype of the model."""
+    folder, stacks = qwen3
+    with nf4_patch.enabled(**PACKED):
+        config = in_4bit(bnb_4bit_quant_storage=torch.bfloat16)
+        model = loaded(folder, quantization_config=config, dtype=torch.float16)
+        model.save_pretrained(tmp_path)
+        reloaded = loaded(tmp_path, dtype=torch.float16)
+    for name, dense in stacks.items():
+        same_stack(model, name, dense.half(), quant_storage=torch.bfloat16)
+        same_stack(reloaded, name, dense.half(), quant_storage=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("skipped", "unpacked"),
+    [("model.layers.0", "layers.0."), ("model.layers.0.mlp.experts", "layers.0."), ("experts", "experts"),
+     (r"model\.layers\.\d\.mlp\.experts\.down_proj", "down_proj"), ("lm_head", "nothing")],
+)  # fmt: skip
+def test_skipped_modules_stay_in_16_bits(qwen3, tmp_path, skipped, unpacked):
+    folder, stacks = qwen3
+    with nf4_patch.enabled(**PACKED):
+        model = loaded(folder, quantization_config=in_4bit(llm_int8_skip_modules=[*SKIPPED, skipped]))
+        model.save_pretrained(tmp_path)
+        reloaded = loaded(tmp_path)
+    for each in (model, reloaded):
+        for name, dense in stacks.items():
+            if unpacked in name:
+                assert torch.equal(each.get_parameter(name), dense)
+            else:
+                same_stack(each, name, dense)
+
+
+def test_what_was_saved_packed_is_packed_whatever_is_skipped_now(qwen3, tmp_path):
+    folder, stacks = qwen3
+    with nf4_patch.enabled(**PACKED):
+        loaded(folder, quantization_config=in_4bit()).save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["quantization_config"]["llm_int8_skip_modules"] += ["experts"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        model = loaded(tmp_path)
+    for name, dense in stacks.items():
+        same_stack(model, name, dense)
+
+
+def test_a_sharded_checkpoint(tmp_path):
+    """Whose experts are spread over several files."""
+    stacks = saved(random_model("Qwen3 MoE"), tmp_path / "dense", max_shard_size="60KB")
+    assert len(list((tmp_path / "dense").glob("*.safetensors"))) > 4
+    with nf4_patch.enabled(**PACKED):
+        model = loaded(tmp_path / "dense", quantization_config=in_4bit())
+        model.save_pretrained(tmp_path / "packed", max_shard_size="60KB")
+        reloaded = loaded(tmp_path / "packed")
+    for each in (model, reloaded):
+        for name, dense in stacks.items():
+            same_stack(each, name, dense)
+
+
+def test_a_model_without_its_head_reads_what_one_with_a_head_saved(qwen3, tmp_path):
+    from transformers import AutoModel
+
+    folder, stacks = qwen3
+    with nf4_patch.enabled(**PACKED):
+        loaded(folder, quantization_config=in_4bit()).save_pretrained(tmp_path / "head")
+        model = AutoModel.from_pretrained(tmp_path / "head", dtype=torch.bfloat16)
+        model.save_pretrained(tmp_path / "no-head")
+        reloaded = loaded(tmp_path / "no-head")
+    for name, dense in stacks.items():
+        same_stack(model, name.removeprefix("model."), dense)
+        same_stack(reloaded, name, dense)
+
+
+# --- memory ---
+
+
+class Alive(TorchDispatchMode):
+    """The most bytes in 16 bits that operations have made and that were alive at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        inputs = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves(args) if torch.is_tensor(t)}
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if torch.is_tensor(tensor) and tensor.device.type != "meta" and tensor.dtype is torch.bfloat16:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in inputs:
+                    self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.made = {key: value for key, value in self.made.items() if not value[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.made.values()))
+        return result
+
+
+def test_two_stacks_in_16_bits_at_a_time_and_no_more(tmp_path):
+    """An eighth of a stack is allowed for all other weights. Without the option every stack stays: the measure sees it."""
+    stacks = saved(random_model("Qwen3 MoE", num_hidden_layers=4, num_experts=32), tmp_path)
+    largest = max(stack.nbytes for stack in stacks.values())
+    peaks = {}
+    for option in ("4bit", "off"):
+        with nf4_patch.enabled(experts=option), Alive() as alive:
+            loaded(tmp_path, quantization_config=in_4bit())
+        peaks[option] = alive.peak / largest
+    assert peaks["4bit"] <= 2.125 and peaks["off"] > 5
+
+
+# --- what is refused, and what is said ---
+
+
+def test_without_the_option_packed_experts_are_an_error_that_names_the_line_to_add(qwen3, tmp_path):
+    folder, stacks = qwen3
+    with nf4_patch.enabled(**PACKED):
+        loaded(folder, quantization_config=in_4bit()).save_pretrained(tmp_path)
+    message = rf"{re.escape(str(tmp_path))} holds .*\(model.layers.0.mlp.experts.* and {len(stacks) - 1} more\)"
+    with nf4_patch.enabled(), pytest.raises(ValueError, match=message + r'.* call nf4_patch.enable\(experts="4bit"\)'):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("places", "mesh", "found"),
+    [({"": "disk"}, None, "with disk"), ({"model": 0, "model.layers.1": "cpu"}, None, "with cpu"),
+     ({"": 0}, "a mesh", "parallelism"), ({"": 0}, None, ""), ({"": "cpu"}, None, ""), (None, None, ""),
+     ({"model": 0, "lm_head": "cpu"}, None, ""), ({"model": 0, "model.layers.1": 1}, None, "")],
+    ids=lambda value: str(value),
+)  # fmt: skip
+def test_offloading_and_parallelism_are_refused(places, mesh, found):
+    quantizer = SimpleNamespace(param_needs_quantization=is_stack_of)
+    config = SimpleNamespace(hf_quantizer=quantizer, device_map=places, device_mesh=mesh)
+    model = random_model("Qwen3 MoE")
+    if found:
+        with pytest.raises(ValueError, match=f"found .*{found}. Change that, or leave the experts in 16 bits"):
+            transformers_loading.device_of_stacks(model, config)
+    else:
+        assert len(transformers_loading.device_of_stacks(model, config)) == 4
+
+
+def is_stack_of(model, name):
+    return is_stack(name, model.get_parameter(name))
+
+
+def test_a_stack_that_was_left_in_16_bits_is_named_and_packed(qwen3, tmp_path, caplog):
+    """transformers quantizes nothing of a checkpoint that it saved in 4 bits itself, experts left out."""
+    folder, stacks = qwen3
+    loaded(folder, quantization_config=in_4bit()).save_pretrained(tmp_path)
+    with nf4_patch.enabled(**PACKED), caplog.at_level(logging.WARNING, "nf4_patch"):
+        model = loaded(tmp_path)
+    (message,) = [record.getMessage() for record in caplog.records if "held in 16 bits" in record.getMessage()]
+    assert message.startswith("4 stacks of experts were not packed while") and all(name in message for name in stacks)
+    for name, dense in stacks.items():
+        same_stack(model, name, dense)
+
+
+def test_a_release_with_another_signature_packs_nothing_and_says_so(qwen3, monkeypatch):
+    monkeypatch.setattr(Bnb4BitHfQuantizer, "_dequantize", lambda self, model: model)
+    with (
+        nf4_patch.enabled(**PACKED),
+        pytest.raises(RuntimeError, match=r"not adapted to .*Quantizer\._dequantize of this"),
+    ):
+        loaded(qwen3[0], quantization_config=in_4bit())
+
+
+def test_nothing_changes_while_it_is_off_and_disable_puts_everything_back(qwen3):
+    folder, stacks = qwen3
+
+    def functions():
+        kinds = (Bnb4BitHfQuantizer, integration.Bnb4bitQuantize, core_model_loading, modeling_utils)
+        return [(kind, name, value) for kind in kinds for name, value in vars(kind).items() if callable(value)]
+
+    before = functions()
+    with nf4_patch.enabled(**PACKED):
+        assert functions() != before
+    assert functions() == before
+    with nf4_patch.enabled():
+        model = loaded(folder, quantization_config=in_4bit())
+    for name, dense in stacks.items():
+        assert torch.equal(model.get_parameter(name), dense)
+    equal_state_dicts(model, loaded(folder, quantization_config=in_4bit()))
+
+
+@pytest.mark.parametrize("option", [None, "4bit"])
+def test_other_models_are_loaded_as_they_are(option, tmp_path):
+    """A dense one in 4 bits, and a mixture in 16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1})
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "llama")
+    stacks = saved(random_model("Qwen3 MoE"), tmp_path / "qwen3")
+    wanted = loaded(tmp_path / "llama", quantization_config=in_4bit())
+    with nf4_patch.enabled(experts=option):
+        equal_state_dicts(loaded(tmp_path / "llama", quantization_config=in_4bit()), wanted)
+        model = loaded(tmp_path / "qwen3")
+    assert all(torch.equal(model.get_parameter(name), dense) for name, dense in stacks.items())
+
+
+# --- what is made of a loaded model ---
+
+
+def test_dequantized_it_is_a_dense_model(qwen3, tmp_path):
+    folder, stacks = qwen3
+    with nf4_patch.enabled(**PACKED):
+        model = loaded(folder, quantization_config=in_4bit()).dequantize()
+        model.save_pretrained(tmp_path)
+    reloaded = loaded(tmp_path)
+    for name, dense in stacks.items():
+        wanted = F.dequantize_4bit(*F.quantize_4bit(dense, compress_statistics=True, quant_type="nf4"))
+        assert torch.equal(model.get_parameter(name), wanted) and torch.equal(reloaded.get_parameter(name), wanted)
+
+
+def test_a_trainer_resumes_from_its_checkpoint(qwen3, tmp_path):
+    """With adapters on the attention: four steps, and two steps more from a checkpoint of the second, end alike."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import Trainer, TrainingArguments
+
+    def train(steps, resume=None):
+        with nf4_patch.enabled(**PACKED):
+            model = loaded(qwen3[0], quantization_config=in_4bit())
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        arguments = TrainingArguments(
+            tmp_path, max_steps=steps, per_device_train_batch_size=1, save_steps=2, logging_steps=1, report_to="none",
+            use_cpu=True, lr_scheduler_type="constant", learning_rate=1e-2, disable_tqdm=True,
+        )  # fmt: skip
+        data = [{"input_ids": row, "labels": row} for row in torch.arange(96).view(8, 12) * 5 % 96]
+        trainer = Trainer(model, arguments, train_dataset=data)
+        trainer.train(resume_from_checkpoint=resume)
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return losses, {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    losses, adapters = train(4)
+    again, resumed = train(4, str(tmp_path / "checkpoint-2"))
+    assert losses == again and len(set(losses)) == 4
+    assert adapters.keys() == resumed.keys() and all(torch.equal(adapters[name], resumed[name]) for name in adapters)
+
+
+# --- gpt-oss as it is published ---
+
+
+@pytest.fixture
+def mxfp4(tmp_path):
+    """A gpt-oss whose experts are in MXFP4, and its stacks as transformers decodes them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    saved(random_model("gpt-oss"), tmp_path)
+    weights, stacks = load_file(tmp_path / "model.safetensors"), {}
+    for name in [name for name in weights if name.rpartition(".")[2] in ("gate_up_proj", "down_proj")]:
+        experts, inputs, outputs = weights.pop(name).shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 126, blocks.shape[:-1], dtype=torch.uint8)
+        weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        stacks[name] = convert_moe_packed_tensors(blocks, scales)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path, stacks
+
+
+def test_gpt_oss_in_mxfp4_is_decoded_and_packed_stack_by_stack(mxfp4, tmp_path):
+    folder, stacks = mxfp4
+    with nf4_patch.enabled(**PACKED):
+        with Alive() as alive:
+            model = loaded(folder, quantization_config=in_4bit())
+        model.save_pretrained(tmp_path / "packed")
+        reloaded = loaded(tmp_path / "packed")
+    assert alive.peak <= 2.5 * max(stack.nbytes for stack in stacks.values())
+    for name, dense in stacks.items():
+        same_stack(model, name, dense)
+    equal_state_dicts(model, reloaded)
+    with nf4_patch.enabled(), pytest.raises(ValueError, match="quantized with Mxfp4Config but you are passing"):
+        loaded(folder, quantization_config=in_4bit())

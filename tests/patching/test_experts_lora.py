@@ -1,0 +1,390 @@
+"""LoRA on the experts of a mixture, packed and in 16 bits: peft's files and meaning, another product."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+
+import peft.tuners.lora.layer as peft_layer
+import pytest
+import torch
+from accelerate import cpu_offload
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
+from safetensors.torch import load_file
+from subprocess_python import program
+from tiny_experts import (
+    ARCHITECTURES,
+    CHECKPOINTING,
+    CONFIGS,
+    DEVICE,
+    LAYERS,
+    STACKS,
+    adapters_of,
+    decoded,
+    dense_of,
+    experts_of,
+    hits,
+    ids_of,
+    model_of,
+    reasons,
+    same,
+    step,
+    with_lora,
+)
+from transformers import AutoModelForCausalLM
+
+from nf4_patch.patching.cache.store import cache
+from nf4_patch.patching.reasons import Reason
+
+
+@pytest.fixture(autouse=True)
+def option(patched):
+    patched.enable(experts="4bit")
+    return patched
+
+
+@pytest.fixture
+def stock(option):
+    """What peft itself does with the same adapters on another model."""
+
+    def stocked(model, run=step, **changes):
+        option.disable()
+        result = run(with_lora(model, **changes))
+        option.enable(experts="4bit")
+        return result
+
+    return stocked
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids_of()).logits
+
+
+def error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+# --- the numbers ---
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_frozen_experts_are_the_same_to_the_bit(name, option):
+    model = model_of(name, lora=False)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["o_proj"], init_lora_weights=False))
+    ours = step(model)
+    assert hits() >= 3 * LAYERS and not reasons()
+    option.disable()
+    assert same(ours, step(model))
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "16 bits"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_errors_are_no_larger_than_pefts(name, packed, stock):
+    """Of the loss and of every gradient, against the same formula in fp64; peft's on experts in 16 bits."""
+    model = model_of(name, lora=False)
+    dense, exact = dense_of(model), dense_of(model, torch.float64)
+    exact.set_experts_implementation("eager")
+    exact = stock(exact)
+    ours, peft = step(with_lora(model if packed else copy.deepcopy(dense))), stock(dense)
+    assert ours.keys() == peft.keys() == exact.keys() and len(ours) > 4 * LAYERS
+    assert bool(hits()) == packed
+    ratios = {key: error(ours[key], exact[key]) / error(peft[key], exact[key]) for key in exact if "experts" in key}
+    assert len(ratios) == 4 * LAYERS
+    assert sum(ratios.values()) <= len(ratios) and max(ratios.values()) < 1.25, ratios
+    assert error(ours["loss"], exact["loss"]) < 2**-9
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_nothing_dense_is_saved(name, monkeypatch):
+    model = with_lora(model_of(name, lora=False))
+    with decoded(monkeypatch) as storages:
+        loss = model(input_ids=ids_of(), labels=ids_of()).loss
+        gc.collect()  # Triton's interpreter keeps the last kernel's tensors in a cycle
+        assert len(storages) == 2 * LAYERS and all(storage.expired() for storage in storages)
+        loss.backward()
+        gc.collect()
+        assert len(storages) == 4 * LAYERS and all(storage.expired() for storage in storages)
+
+
+CHANGES = {
+    "rank 3": {"r": 3},
+    "rslora": {"use_rslora": True, "r": 5},
+    "patterns": {"rank_pattern": {".*gate_up_proj": 2}, "alpha_pattern": {".*down_proj": 9}},
+    "one stack": {"target_parameters": ["mlp.experts.down_proj"]},
+    "more of the model": {"modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_a_configuration_says(name, changes, stock):
+    """In fp32, where peft's sum and ours differ by rounding only."""
+    model = model_of(name, torch.float32, lora=False)
+    dense = dense_of(model)
+    ours, peft = step(with_lora(model, **CHANGES[changes])), stock(dense, **CHANGES[changes])
+    assert ours.keys() == peft.keys()
+    assert max(error(ours[key], peft[key].double()) for key in peft) < 1e-4
+
+
+@pytest.mark.parametrize("how", ["reentrant", "recomputed", "cached", "accumulated", "autocast"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_is_the_same_however_it_is_run(name, how, option):
+    model = with_lora(model_of(name, lora=False))
+    model.enable_input_require_grads()
+    plain = step(model)
+    if how in CHECKPOINTING:
+        model.gradient_checkpointing_enable(CHECKPOINTING[how])
+    if how == "cached":
+        option.enable(experts="4bit", cache="1GiB")
+        assert same(step(model), plain) and cache.misses
+    if how == "accumulated":
+        model.zero_grad()
+        for _ in range(2):
+            (model(input_ids=ids_of(), labels=ids_of()).loss / 2).backward()
+        assert all(error(p.grad, plain[key].double()) < 2**-7 for key, p in adapters_of(model).items())
+    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=how == "autocast"):
+        again = step(model)
+    assert same(again, step(model)) if how != "autocast" else again.keys() == plain.keys()
+    assert max(error(again[key], plain[key].double()) for key in plain) < (2**-5 if how == "autocast" else 1e-12)
+    assert not reasons()
+
+
+def test_experts_without_tokens_have_no_gradient(stock):
+    def used(model) -> list[list[bool]]:
+        model(input_ids=ids_of(1), labels=ids_of(1).flip(0)).logits.float().square().sum().backward()
+        a = [p.grad.view(6, -1) for name, p in adapters_of(model).items() if "experts" in name and "lora_A" in name]
+        b = [p.grad.view(-1, 6).mT for name, p in adapters_of(model).items() if "experts" in name and "lora_B" in name]
+        return [gradient.ne(0).any(dim=1).tolist() for gradient in a + b]
+
+    model = model_of("qwen3", lora=False)
+    dense = dense_of(model)
+    ours = used(with_lora(model))
+    assert ours == stock(dense, run=used) and len(ours) == 4 * LAYERS
+    assert all(1 < sum(experts) < 6 for experts in ours)
+
+
+# --- files ---
+
+
+@pytest.mark.parametrize("order", [STACKS, STACKS[::-1]], ids=["as defined", "down first"])
+def test_files_are_pefts(order, option, tmp_path):
+    """Saved by us and loaded by peft alone onto experts in 16 bits, and the other way around."""
+    packed = model_of("qwen3", lora=False, stacks=order)
+    dense = dense_of(packed)
+    dense.save_pretrained(tmp_path / "dense")
+    ours = with_lora(packed, std=0.1)
+    ours.save_pretrained(tmp_path / "ours")
+    option.disable()
+    stock = with_lora(dense, std=0.1)
+    stock.save_pretrained(tmp_path / "stock")
+    files = [load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "stock")]
+    assert files[0].keys() == files[1].keys() and all(torch.equal(files[0][key], files[1][key]) for key in files[0])
+    program("stock_peft", tmp_path / "dense", tmp_path / "ours", tmp_path / "alone")
+    option.enable(experts="4bit")
+    loss, alone = torch.load(tmp_path / "alone")
+    mine = logits(ours)
+    assert error(step(ours)["loss"], loss.double()) < 2**-8 and error(mine, alone.double()) < 2**-5
+    base = ours.unload()
+    assert error(logits(base), alone.double()) > 4 * error(mine, alone.double())
+    assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path / "stock")), mine)
+
+
+def test_experts_define_what_goes_down_last():
+    """By which the order of peft's wrappers is told on packed experts."""
+    for name in ARCHITECTURES:
+        model = AutoModelForCausalLM.from_config(ARCHITECTURES[name]())
+        for module in experts_of(model):
+            names = list(module._parameters)
+            assert names == sorted(names, key=lambda name: name.startswith("down")), type(module)
+
+
+def test_a_module_is_as_it_was_after_adapters_were_put_on_it():
+    model = model_of("gpt-oss", lora=False)
+    before = [list(module.state_dict(keep_vars=True)) for module in experts_of(model)]
+    kinds = [type(module) for module in experts_of(model)]
+    with pytest.raises(ValueError, match="does not work with lora_dropout"):
+        with_lora(model, lora_dropout=0.5)
+    after = [module for module in model.modules() if hasattr(module, "parametrizations")]
+    assert [type(module) for module in after] == kinds
+    assert [list(module.state_dict(keep_vars=True)) for module in after] == before
+
+
+# --- adapters ---
+
+
+SUFFIXES = [f"experts.{stack}" for stack in STACKS]
+
+
+def second(model):
+    """Another adapter, of another rank, beside the first."""
+    config = LoraConfig(r=2, lora_alpha=2, target_modules=["q_proj"], target_parameters=SUFFIXES)
+    model.add_adapter("second", config)
+    generator = torch.Generator().manual_seed(5)
+    for name, value in adapters_of(model).items():
+        if "second" in name:
+            value.data = torch.empty(value.shape).normal_(0, 0.05, generator=generator).to(value)
+    return model
+
+
+def test_several_adapters(stock):
+    model = model_of("qwen3", torch.float32, lora=False)
+    dense = dense_of(model)
+
+    def used(model):
+        second(model)
+        results = [logits(model)]
+        model.set_adapter("second")
+        results.append(logits(model))
+        model.base_model.set_adapter(["default", "second"])
+        results += [logits(model), *step(model).values()]
+        with model.disable_adapter():
+            results.append(logits(model))
+        model.delete_adapter("second")
+        model.set_adapter("default")
+        return [*results, logits(model)]
+
+    ours, peft = used(with_lora(model)), stock(dense, run=used)
+    assert len(ours) == len(peft) > 4 * LAYERS and not any(torch.equal(a, ours[-1]) for a in ours[1:-1])
+    assert max(error(a, b.double()) for a, b in zip(ours, peft, strict=True)) < 1e-4
+    assert torch.equal(ours[0], ours[-1])
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+def test_merging_packs_the_sum(safe, nested):
+    model = with_lora(model_of("qwen3", nested=nested, lora=False), lora_alpha=12)
+    with model.disable_adapter():
+        base = logits(model)
+    adapted = logits(model)
+    wrapper = next(module for module in model.modules() if isinstance(module, ParamWrapper))
+    experts, name = wrapper.get_base_layer(), wrapper.parameter_name
+    want = getattr(experts, name) + wrapper.get_delta_weight("default")
+    model.merge_adapter(safe_merge=safe)
+    merged = getattr(experts, name)
+    assert float((merged - want).abs().max()) <= 0.16 * float(want.abs().max())  # half of NF4's widest step
+    assert error(logits(model), adapted.double()) < error(base, adapted.double())
+    state = experts.parametrizations[name][0].quant_state
+    assert state.nested == nested and state.dtype == torch.bfloat16 and merged.shape == want.shape
+    model.unmerge_adapter()
+    assert error(logits(model), adapted.double()) < error(base, adapted.double())
+    kept = model.merge_and_unload()
+    assert not adapters_of(kept) and experts_of(kept)[0].parametrizations[name].original.dtype == torch.uint8
+
+
+# --- what does not use the factors ---
+
+
+def test_generation_with_the_adapters_on(stock):
+    model = model_of("qwen3", torch.float32, lora=False).eval()
+    dense = dense_of(model).eval()
+    for each in (model, dense):
+        each.set_experts_implementation("batched_mm")
+    ours, peft = logits(with_lora(model)), stock(dense, run=logits)
+    assert error(ours, peft.double()) < 1e-5 and hits("batched_mm") == 2 * LAYERS
+    generated = model.generate(input_ids=ids_of(4), max_new_tokens=3, do_sample=False)
+    assert generated.shape == (2, 7)
+
+
+def test_batched_mm_trains(stock):
+    model = model_of("qwen3", torch.float32, lora=False)
+    dense = dense_of(model)
+    for each in (model, dense):
+        each.set_experts_implementation("batched_mm")
+    ours, peft = step(with_lora(model)), stock(dense)
+    assert max(error(ours[key], peft[key].double()) for key in peft) < 1e-4
+    assert reasons("batched_mm") == {Reason.BATCHED_MM_GRADIENT: LAYERS}
+
+
+def test_an_implementation_that_would_not_use_them_is_an_error(stock):
+    model = model_of("qwen3", lora=False)
+    dense = dense_of(model)
+    model.set_experts_implementation("eager")
+    with pytest.raises(
+        RuntimeError, match=r"Qwen3MoeExperts did not use .* 'eager'.*set_experts_implementation\('grouped_mm'\)"
+    ):
+        step(with_lora(model))
+    dense.set_experts_implementation("eager")
+    ours = step(with_lora(copy.deepcopy(dense)))  # in 16 bits peft's own way serves it
+    assert same(ours, stock(dense))
+
+
+def test_hooked_experts_are_trained_too(option):
+    """As offloading leaves them: read through the hooks."""
+    model = with_lora(model_of("qwen3", lora=False))
+    plain = step(model)
+    for module in experts_of(model):
+        if hasattr(module, "parametrizations"):
+            cpu_offload(module, DEVICE, state_dict={name: tensor.clone() for name, tensor in module.named_parameters()})
+    assert same(step(model), plain) and reasons() == {Reason.HOOKED: LAYERS}
+
+
+def test_an_error_of_ours_is_no_silence(monkeypatch):
+    model = with_lora(model_of("qwen3", lora=False))
+    monkeypatch.setattr("nf4_patch.patching.adapters.transformers.stacks_of", lambda *_: 1 / 0)
+    with pytest.raises((RuntimeError, ZeroDivisionError)):
+        step(model)
+    monkeypatch.undo()
+    from nf4_patch.patching.counters import counters
+
+    counters.reset()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_layers_run_them_eagerly():
+    model = with_lora(model_of("qwen3", lora=False))
+    want = step(model)
+    for layer in model.base_model.model.model.layers:
+        layer.compile(backend="eager")
+    assert same(step(model), want) and not reasons()
+
+
+# --- faults of peft ---
+
+
+@pytest.fixture
+def by_path(option):
+    """Adapters of peft alone on packed experts, which it finds by full names only."""
+    option.disable()
+    model = model_of("qwen3", lora=False)
+    paths = [f"model.layers.{layer}.mlp.experts.{stack}" for layer in range(LAYERS) for stack in STACKS]
+    return with_lora(model, target_parameters=paths)
+
+
+peft_021 = pytest.mark.skipif(not hasattr(peft_layer, "_LoraFactorsProxy"), reason="peft before 0.21")
+
+
+@peft_021
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="peft 0.21: one kind of proxy is not removed")
+def test_peft_alone_takes_a_second_step(by_path):
+    step(by_path)
+    with warnings.catch_warnings(action="ignore"):
+        step(by_path)
+
+
+@peft_021
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="peft 0.21: a stale entry of parametrize.cached()")
+def test_peft_alone_gives_the_inner_wrapper_a_gradient(by_path, monkeypatch):
+    both = (peft_layer._LoraParameterProxy, peft_layer._LoraFactorsProxy)
+    monkeypatch.setattr(peft_layer, "_LoraParameterProxy", both)
+    assert adapters_of(by_path).keys() <= step(by_path).keys()
+
+
+# --- in a training ---
+
+
+def test_two_processes():
+    assert program("experts_ddp", interpreted=True).stdout.count("the mean") == 2
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_thirty_steps_of_trl(tmp_path):
+    """Trained, saved, and evaluated by peft alone on experts in 16 bits."""
+    interpreted = {} if DEVICE.type == "cuda" else {"TRITON_INTERPRET": "1"}  # a kernel of TRL's
+    program("experts_trl", tmp_path, cwd=tmp_path, fresh=True, **interpreted)
+    program("stock_peft", tmp_path / "dense", tmp_path / "adapters", tmp_path / "alone")
+    (ours, mine), (loss, alone) = torch.load(tmp_path / "ours"), torch.load(tmp_path / "alone")
+    assert error(ours, loss.double()) < 2**-8 and error(mine, alone.double()) < 2**-4
