@@ -64,8 +64,8 @@ class Weight(NamedTuple):
         return self.packed if base is None else base
 
     def proof(self) -> tuple[Any, ...]:
-        """What a dense copy depends on beyond which tensors they are: the memory, address, version and strides of each, and
-        the plain fields.
+        """What a dense copy depends on beyond which tensors they are: the memory, address and version of each, the strides of
+        the packed bytes, and the plain fields. It keeps the memory of the scales, so that no other comes to their addresses.
 
         Raises:
             AttributeError: a field is no tensor.
@@ -75,14 +75,14 @@ class Weight(NamedTuple):
         if absmax2 is None:
             return (
                 packed.untyped_storage()._cdata, packed._version, packed.is_contiguous(),
-                absmax.untyped_storage()._cdata, absmax.data_ptr(), absmax._version, absmax.is_contiguous(), plain,
+                absmax.untyped_storage(), absmax.data_ptr(), absmax._version, absmax.is_contiguous(), plain,
             )  # fmt: skip
         return (
             packed.untyped_storage()._cdata, packed._version, packed.is_contiguous(),
-            absmax.untyped_storage()._cdata, absmax.data_ptr(), absmax._version, absmax.is_contiguous(),
-            absmax2.untyped_storage()._cdata, absmax2.data_ptr(), absmax2._version, absmax2.is_contiguous(),
-            code2.untyped_storage()._cdata, code2.data_ptr(), code2._version, code2.is_contiguous(),
-            offset.untyped_storage()._cdata, offset.data_ptr(), offset._version, plain,
+            absmax.untyped_storage(), absmax.data_ptr(), absmax._version, absmax.is_contiguous(),
+            absmax2.untyped_storage(), absmax2.data_ptr(), absmax2._version,
+            code2.untyped_storage(), code2.data_ptr(), code2._version,
+            offset.untyped_storage(), offset.data_ptr(), offset._version, plain,
         )  # fmt: skip
 
     def operands(self) -> tuple[torch.Tensor, ...]:

@@ -13,9 +13,11 @@ from ptx_simulator import Cta, Source, Warp, memory_of, u64
 from subprocess_python import python
 
 from nf4_patch.nf4 import runtime
+from nf4_patch.nf4.codes import code_of
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.matmul import hopper, launch, tuning
 from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS, SMALL_M_ROWS
+from nf4_patch.patching import calibrated, fused_matmul
 
 H200 = (9, 0)
 pytestmark = pytest.mark.skipif(hopper.RELEASE < (3, 6), reason="Triton without this Gluon")
@@ -49,8 +51,9 @@ def test_decode_gives_the_bits_of_dequantize(quant_type, nested, dtype):
     scales = reference.block_scales(layout, False).repeat_interleave(8).view(n // 32, 32, k // 64, 8)
     source = Source(hopper.decode_ptx({torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]))
     source.types |= {f"${i}": ".b32" for i in range(32)}
+    code = code_of(quant_type, layout.packed.device)
     for warp, step in itertools.product(range(n // 32), range(k // 64)):
-        got = decoded(source, words[warp, :, step], scales[warp, :, step], layout.code)
+        got = decoded(source, words[warp, :, step], scales[warp, :, step], code)
         got = got.contiguous().view(torch.int16).view(32, 64)
         wanted = want[32 * warp : 32 * warp + 32, 64 * step : 64 * step + 64]
         zeros = wanted.bitwise_and(0x7FFF) == 0  # FP4's minus zero: invisible in a sum
@@ -115,11 +118,13 @@ def test_the_table_has_what_was_measured_and_nothing_else(proven_release):
 
 def test_a_calibration_decides_up_to_its_last_row(proven_release, monkeypatch):
     """It measures up to 64 rows; past them the shipped table decides."""
-    monkeypatch.setattr(tuning, "calibrated", lambda device: {(14336, 4096): ((8, None), (64, None))})
+    monkeypatch.setattr(calibrated, "rows", lambda device: {(14336, 4096): ((8, None), (64, None))})
     monkeypatch.setattr(runtime, "multiprocessors", lambda device: tuning.MULTIPROCESSORS)
-    assert launch.config_for(H200, 64, 14336, 4096, 0) is None
-    assert launch.config_for(H200, 128, 14336, 4096, 0) == HOPPER_ROWS[0].config
-    assert launch.config_for(H200, 64, 4096, 4096, 0) is not None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: H200)
+    config_for = fused_matmul.config_for.__wrapped__  # nothing is remembered
+    assert config_for(0, 64, 14336, 4096) is None
+    assert config_for(0, 128, 14336, 4096) == HOPPER_ROWS[0].config
+    assert config_for(0, 64, 4096, 4096) is not None
 
 
 def test_each_type_of_offset_has_code_of_its_own(monkeypatch):

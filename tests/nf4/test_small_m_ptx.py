@@ -11,6 +11,7 @@ from matmul_emulation import in_order
 from oracle import layout_of, quantized
 from ptx_simulator import launch
 
+from nf4_patch.nf4 import codes
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.matmul import small_m, small_m_ptx
 from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, SmallMConfig
@@ -99,12 +100,13 @@ def test_an_offset_of_16_bits(offset, capability):
     has_the_bits_of_its_emulation(x, layout, CASES[1][0], None, capability)
 
 
-def test_small_integers_are_exact():
+def test_small_integers_are_exact(monkeypatch):
     """-1, 0 and 1 on both sides: no sum is rounded, whatever the tensor cores do below fp32's last bit."""
     packed, state = quantized((50, 1088), torch.float16, "cpu", nested=False)
-    state.code = (torch.arange(16) % 3 - 1).float()
     state.absmax = torch.ones_like(state.absmax)
-    layout = layout_of(packed, state)
+    monkeypatch.setitem(codes.CODES, "integers", tuple(float(i % 3 - 1) for i in range(16)))
+    monkeypatch.setattr(codes, "_remembered", {})
+    layout = layout_of(packed, state)._replace(quant_type="integers")
     x = torch.randint(-1, 2, (9, 1088), generator=torch.Generator().manual_seed(0)).half()
     want = x.double() @ reference.dequantize(layout, False).double().t()
     assert want.abs().max() > 20

@@ -42,7 +42,7 @@ def test_our_own_error_runs_the_original_and_is_logged_once(on, monkeypatch, cap
     packed, state = quantized((64, 128), torch.float16, on)
     want = expected(packed, state)
     counters.reset()
-    monkeypatch.setattr(guards, "check", raising(MISTAKE))
+    monkeypatch.setattr(guards, "why_not", raising(MISTAKE))
     with caplog.at_level(logging.ERROR, "nf4_patch"):
         for _ in range(5):
             assert torch.equal(F.dequantize_4bit(packed, state), want)
@@ -68,7 +68,7 @@ def test_what_is_raised(on, error, strict, monkeypatch):
         monkeypatch.setattr(launch, "dequantize", raising(error))
         monkeypatch.setattr(launch.Launch, "run", raising(error))
     else:
-        monkeypatch.setattr(guards, "check", raising(error))
+        monkeypatch.setattr(guards, "why_not", raising(error))
     monkeypatch.setattr(switch, "strict", strict)
     with pytest.raises(type(error)) as caught:
         F.dequantize_4bit(packed, state)
@@ -80,10 +80,10 @@ def test_error_messages_that_vary_do_not_fill_the_memory(on, monkeypatch):
     packed, state = quantized((64, 128), torch.float16, on)
     addresses = iter(range(10_000))
 
-    def varying(*args):
+    def varying(*args, **kwargs):
         raise RuntimeError(f"at {next(addresses):#x}")
 
-    monkeypatch.setattr(guards, "check", varying)
+    monkeypatch.setattr(guards, "why_not", varying)
     monkeypatch.setattr(replacement.logger, "disabled", True)
     for _ in range(300):
         F.dequantize_4bit(packed, state)

@@ -201,8 +201,7 @@ FAULTS: dict[str, Fault] = {
     "packed fake": ("packed", _fake, ("TENSOR_SUBCLASS",)),
     "packed freed": ("packed", _freed, ("NO_STORAGE",)),
     "packed not contiguous": ("packed", lambda t: _strided(t.reshape(-1, 1)), ("NOT_CONTIGUOUS", None)),
-    # INTERNAL_ERROR: a remembered byte
-    "packed of no dimension": ("packed", lambda t: t.reshape(-1)[0], ("STATE_FIELDS", "INTERNAL_ERROR")),
+    "packed of no dimension": ("packed", lambda t: t.reshape(-1)[0], ("STATE_FIELDS",)),
     "shape times four": ("shape", lambda s: torch.Size((4 * s[0], *s[1:])), ("SIZE_MISMATCH",)),
     "shape empty": ("shape", lambda s: torch.Size((0,)), ("SIZE_MISMATCH",)),
     "shape None": ("shape", lambda s: None, ("SIZE_MISMATCH",)),
@@ -417,5 +416,8 @@ def fuzz_products(count: int, seed: int, dtype: torch.dtype, nested: bool) -> Co
             got = multiplier.of_state(x, packed, state)
             if isinstance(got, torch.Tensor):
                 assert torch.equal(weight, want) and torch.equal(got, want[:, columns].t()), (case, m)
+            elif m > 64 and case.blocksize < 64:  # not in the matmul for hundreds of rows
+                assert got.name in ("MATMUL_OPERANDS", "NOT_FASTER"), (got, case, m)
+                continue
             ended["hits" if isinstance(got, torch.Tensor) else got.name] += 1
     return ended

@@ -345,13 +345,14 @@ def launch(cut: SmallMPlan, x: torch.Tensor, layout: Weight, bias: torch.Tensor 
     (m, _), (n, k) = x.shape, layout.shape
     dtype = torch.float32 if cut.split_k > 1 else x.dtype
     out = memory_of(torch.full((cut.split_k, m, n), float("nan"), dtype=dtype))
-    *inputs, last = map(memory_of, (x, *layout.operands(), layout.code if bias is None else bias))
+    operands = layout.operands()
+    *inputs, last = map(memory_of, (x, *operands, operands[2] if bias is None else bias))  # unread without a bias
     memory = [*inputs, out, last]
     step = layout.step()
     shift, shift2 = (layout.blocksize // step).bit_length() - 1, max(0, layout.blocksize2.bit_length() - 1)
     sizes = (m, n, k // step, shift, shift2, cut.sm_partitions, cut.split_k)
-    operands = {i + 1: (i + 1) << 32 for i in range(len(memory))} | dict(enumerate(sizes, 10))
+    values = {i + 1: (i + 1) << 32 for i in range(len(memory))} | dict(enumerate(sizes, 10))
     source = Source(cut.ptx)
     for index in range(cut.ctas):
-        Cta(source, operands, index, cut.ctas, cut.warps, memory).run()
+        Cta(source, values, index, cut.ctas, cut.warps, memory).run()
     return torch.from_numpy(out).view(dtype).view(cut.split_k, m, n)

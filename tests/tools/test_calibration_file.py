@@ -31,10 +31,11 @@ def test_round_trip_for_this_gpu_and_these_sizes_only(machine):
     assert calibrated.rows(0)[4096, 4096] == ((1, None), (8, CONFIG), (64, None))
     assert calibrated.rows(1) == {}
 
-    found = [matmul.config_for(ADA, m, 4096, 4096, device=0) for m in (1, 2, 8, 9, 64, 65)]
+    found = [fused_matmul.config_for(0, m, 4096, 4096) for m in (1, 2, 8, 9, 64, 65)]
     assert found == [None, CONFIG, CONFIG, None, None, None]
-    for n, k, device in ((4096, 4097, 0), (4095, 4096, 0), (8192, 4096, 0), (4096, 4096, 1), (4096, 4096, None)):
-        assert matmul.config_for(ADA, 8, n, k, device=device) is None
+    for n, k, device in ((4096, 4097, 0), (4095, 4096, 0), (8192, 4096, 0), (4096, 4096, 1)):
+        assert fused_matmul.config_for(device, 8, n, k) is None
+    assert matmul.config_for(ADA, 8, 4096, 4096) is None
 
 
 def test_it_goes_before_the_shipped_table_where_it_measured(machine, monkeypatch):
@@ -75,7 +76,7 @@ def test_other_releases_are_ignored_by_name(machine, name, release, here):
         "`nf4-patch calibrate` measures again"
     )
     assert calibrated.rows(0) == {}
-    assert matmul.config_for(ADA, 8, 4096, 4096, device=0) is None
+    assert fused_matmul.config_for(0, 8, 4096, 4096) is None
 
 
 def test_another_torch_is_named_and_no_reason(machine):
@@ -133,7 +134,7 @@ def test_it_is_read_once_and_not_before_the_first_question(machine, monkeypatch)
     file = machine({GPU: entry_of()})
     assert asked == []
     for m in (1, 8, 64):
-        matmul.config_for(ADA, m, 4096, 4096, device=0)
+        fused_matmul.config_for(0, m, 4096, 4096)
     calibrated.use(SimpleNamespace(calibration=file))  # enable() again
     calibrated.in_force(0)
     assert asked == [file]

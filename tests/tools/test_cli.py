@@ -313,7 +313,7 @@ def test_verify_finds_one_element(mistake, on, few_cases, monkeypatch, tmp_path)
 
 
 def test_verify_takes_unsupported_for_a_failure(few_cases, monkeypatch, tmp_path):
-    monkeypatch.setattr(direct._dequantizer, "run", lambda weight, state, out: Reason.BLOCKSIZE)
+    monkeypatch.setattr(direct._dequantizer, "of_state", lambda weight, state, out: Reason.BLOCKSIZE)
     report = report_of(tmp_path, "verify", exit_code=1)
     assert all(f"unsupported: {Reason.BLOCKSIZE.sentence}" in failure for failure in report["failures"])
 

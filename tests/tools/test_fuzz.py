@@ -52,7 +52,7 @@ def test_the_draw_reaches_every_layout():
     assert {c.numel % 8 for c in drawn} == set(range(8))
     assert {c.start % 4 for c in drawn} == {0, 1, 2, 3}
     assert {c.fault for c in drawn} == {"", *fuzzing.FAULTS}
-    assert {c.into for c in drawn} == {"new", "out", "shared"}
+    assert {c.into for c in drawn} == {"new", "out", "buffer"}
 
 
 def test_the_patch_is_on_again_with_its_options():
@@ -65,17 +65,17 @@ def test_the_patch_is_on_again_with_its_options():
 def test_a_wrong_kernel_is_seen(monkeypatch):
     """One flipped bit in one element, a byte written before out, a well-formed state unsupported: all three are reported."""
     fuzzer = fuzzing.Fuzzer(0, DEVICE)
-    run = fuzzer.dequantizer.run
+    of_state = fuzzer.dequantizer.of_state
 
-    def flipped(packed, state, out=None, shared=False):
-        result = run(packed, state, out, shared)
+    def flipped(packed, state, out=None, into_buffer=False):
+        result = of_state(packed, state, out, into_buffer)
         if isinstance(result, torch.Tensor):
             flat = result.t().reshape(-1) if packed.shape[0] == 1 else result.view(-1)
             flat[-1:].view(torch.uint8)[0] ^= 1
         return result
 
-    def spilled(packed, state, out=None, shared=False):
-        result = run(packed, state, out, shared)
+    def spilled(packed, state, out=None, into_buffer=False):
+        result = of_state(packed, state, out, into_buffer)
         if out is not None:
             torch.as_strided(out.view(-1).view(torch.uint8), (1,), (1,), PADDING - 1).zero_()
         return result
@@ -91,7 +91,7 @@ def test_a_wrong_kernel_is_seen(monkeypatch):
         (spilled, 0, 1),
         (lambda *a, **k: Reason.SIZE_MISMATCH, 1, 0),
     ):
-        monkeypatch.setattr(fuzzer.dequantizer, "run", wrong)
+        monkeypatch.setattr(fuzzer.dequantizer, "of_state", wrong)
         fuzzer.report = fuzzing.FuzzReport("here", 0)
         fuzzer.run(number)
         assert (len(fuzzer.report.mismatches), len(fuzzer.report.out_of_bounds)) == (mismatches, out_of_bounds), wrong

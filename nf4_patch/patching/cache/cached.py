@@ -25,13 +25,12 @@ def nobody() -> None:
 class Cached:
     """It owns the dense copy. The parameter, its memory and the scales are held weakly."""
 
-    name: tuple[Any, ...]  # of the Weight when it was decoded, as all down to ``scale_memory``
+    name: tuple[Any, ...]  # of the Weight when it was decoded, as all down to ``memory``
     location: tuple[Any, ...]
     proof: tuple[Any, ...]
     owner: weakref.ref[Tensor]
     scales: tuple[Callable[[], Any], ...]  # weak references to absmax, absmax2, code2 and offset
     memory: StorageWeakRef  # of the packed bytes: while this is kept, no other memory has its number
-    scale_memory: tuple[StorageWeakRef, ...]
     dense: Tensor  # [N, K], or of whatever shape
     dense_memory: StorageWeakRef
     written: int  # the version of ``dense``
@@ -57,7 +56,6 @@ class Cached:
             owner=weakref.ref(weight.owner()),
             scales=tuple(scales),
             memory=StorageWeakRef(weight.packed.untyped_storage()),
-            scale_memory=tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in weight.tensors()[1:]),
             dense=result.t() if weight.transposed() else result,
             dense_memory=StorageWeakRef(result.untyped_storage()),
             written=result._version,

@@ -134,6 +134,8 @@ class Layers:
 
     def pinned(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, torch.Tensor]] | Reason:
         """Every state of the layer with the dense copy of its weight; nothing where not all of them can be pinned."""
+        if cache.leaving:
+            cache.settle()
         if layer.refused_at == cache.generation:
             return []
         why: Reason | Uncached | None = None

@@ -77,6 +77,7 @@ class Cache:
             if dense.expired():
                 self.leaving.remove(leaving)
                 self.taken[device] -= size
+                self.generation += 1
 
     def settle(self) -> None:
         """See to the deaths so far, unless somebody holds the lock, who does it when the next change is made."""
