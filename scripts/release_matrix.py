@@ -95,7 +95,6 @@ CELLS = (
         ("transformers==4.51.3", "tokenizers==0.21.4", "huggingface_hub==0.36.0", "peft==0.15.2", "accelerate==1.6.0"),
     ),
 )
-UNSLOTH_EXPERTS = "unsloth_zoo.temporary_patches.moe_triton_kernels"
 SHOWN = ("torch", "triton", "bitsandbytes", "unsloth", "unsloth_zoo", "transformers", "peft", "wrapt")
 
 
@@ -155,7 +154,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     nf4_patch.enable()
     libraries = ("bitsandbytes.functional", "transformers.integrations.moe")
-    for module in ("unsloth", UNSLOTH_EXPERTS) * cell.unsloth + libraries:
+    for module in ("unsloth",) * cell.unsloth + libraries:
         with contextlib.suppress(ModuleNotFoundError):  # those of experts in old releases
             importlib.import_module(module)
     row: dict[str, Any] = {"cell": cell.name, "place": place_of(device)}
@@ -365,8 +364,6 @@ def unsloth_step(device) -> dict[str, Any]:
     nf4_patch.enable()
     equal = torch.equal(utils.fast_dequantize(weight, state), want)
     equal &= torch.equal(fast_lora.fast_dequantize(weight.t(), state, use_global_buffer=True), want.t())
-    experts = sys.modules.get(UNSLOTH_EXPERTS)
-    equal &= experts is None or torch.equal(experts.nf4_dequant_triton(weight.data, state), want)
     x = torch.randn(2, 8, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
     A = torch.randn(4, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
     B = torch.zeros(512, 4, device=device, dtype=torch.bfloat16, requires_grad=True)
