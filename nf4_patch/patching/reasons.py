@@ -29,7 +29,10 @@ class Reason(enum.Enum):
         "the packed bytes, the absmax and the shape do not fit together (a shard, or a damaged state)",
         "gather the weight before it is used (FSDP2: do not touch a sharded parameter)",
     )
-    NOT_CONTIGUOUS = ("a tensor of the weight is not contiguous", "call .contiguous() on it")
+    NOT_CONTIGUOUS = (
+        "a tensor of the weight is not contiguous, or a negative or conjugate view",
+        "call .contiguous() or .resolve_neg() on it",
+    )
     MIXED_DEVICES = ("the tensors of the weight are on different devices", "move weight and quant_state together")
     OUT_MISMATCH = (
         "out does not have the shape, dtype, device, layout or alignment of the result, or shares an input's memory"

@@ -83,7 +83,7 @@ class Target:
     @functools.cached_property
     def library(self) -> str:
         """The package, and the name of its distribution."""
-        return self.function.partition(".")[0]
+        return self.module.partition(".")[0]
 
     @property
     def trigger(self) -> str:

@@ -216,3 +216,12 @@ def test_every_row_compiles_for_every_gpu():
         assert int(registers) <= 255, name
         allowed = 72 if re.search(":(16|32)-", name) else 24 if name.startswith("x:64x") and int(arch) > 90 else 0
         assert int(stack) <= allowed, (arch, name, "spills")
+
+
+def test_small_weights_are_refused_past_a_few_rows():
+    """As measured: dequantize + matmul is faster there."""
+    assert launch.config_for(H200, 16, 256, 2048) and not launch.config_for(H200, 17, 256, 2048)
+    assert launch.config_for(H200, 64, 1024, 4096)
+    for rows, wanted in ((32, True), (33, False)):
+        assert launch.pays(launch.MIN_ELEMENTS_UNALIGNED, rows, 1024, 4112) is wanted
+    assert launch.pays(launch.MIN_ELEMENTS_UNALIGNED, 64, 4096, 4096)

@@ -70,6 +70,11 @@ def test_as_many_decodes_as_stock_under_checkpointing(checkpointing, patched, mo
     assert ours == len(storages) == 4 * LAYERS
 
 
+def taken():
+    gc.collect()  # Triton's interpreter leaves cycles that hold results
+    return cache.snapshot().taken
+
+
 CACHED = {"none": 0, "half": 0.5, "all": 1}  # of the dense stacks: how much of the reads it saves
 
 
@@ -84,13 +89,13 @@ def test_a_step_is_the_same_to_the_bit(name, checkpointing, part, patched):
     patched.enable(cache="off" if part == "none" else "1GiB")
     if part == "half":
         step(model)
-        patched.enable(cache=f"{cache.taken.total() // 2}B")
+        patched.enable(cache=f"{sum(taken().values()) // 2}B")
     ours = [step(model)]
     hits, misses = cache.hits, cache.misses
     ours.append(step(model))
     reads = cache.hits - hits + cache.misses - misses
     assert cache.hits - hits == CACHED[part] * reads and bool(reads) == (part != "none")
-    assert cache.taken.total() <= cache.budget and (part == "half" or not cache.uncached)
+    assert sum(taken().values()) <= cache.budget and (part == "half" or not cache.uncached)
     assert not reasons()
     patched.disable()
     stock = step(model)

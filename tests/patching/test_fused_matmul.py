@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from types import ModuleType
@@ -11,14 +12,15 @@ import bitsandbytes.functional as F
 import pytest
 import torch
 from bitsandbytes.autograd import _functions as autograd
-from oracle import quantized
+from oracle import expected, quantized
 from target import row, target_like
 
 import nf4_patch
 from nf4_patch.config import Config, ConfigError
-from nf4_patch.patching.adapters.bitsandbytes import gemm, gemv, matmul_4bit
+from nf4_patch.patching.adapters.bitsandbytes import dequant_linear, gemm, gemv, matmul_4bit
 from nf4_patch.patching.adapters.unsloth import fast_gemv, gemv_rows, matmul_lora
-from nf4_patch.patching.counters import counters
+from nf4_patch.patching.counters import FallbackError, counters
+from nf4_patch.patching.fused_matmul import FusedMatmul
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
 
@@ -140,3 +142,18 @@ def test_bitsandbytes_gives_its_own_bits_on_the_cpu(on_with_matmul):
         nf4_patch.disable()
         assert torch.equal(got, layer(x))
         assert torch.equal(one, F.gemv_4bit(x, packed, state=state))
+
+
+def test_a_product_that_cannot_be_compiled_is_counted_and_strict_raises(monkeypatch, device):
+    monkeypatch.setattr(FusedMatmul, "run", lambda self, *arguments: Reason.KERNEL_FAILED)
+    replaced = dequant_linear(target_like("bitsandbytes"), lambda *arguments: "the original")
+    packed, state = quantized((64, 128), torch.bfloat16, device, nested=False)
+    x = torch.randn(4, 128, device=device).bfloat16()
+    monkeypatch.setattr(switch, "on", True)
+    monkeypatch.setattr(switch, "matmul", "auto")
+    for strict in (False, True):
+        monkeypatch.setattr(switch, "strict", strict)
+        with pytest.raises(FallbackError) if strict else contextlib.nullcontext():
+            y = replaced(x, packed, state.shape, state.absmax, 64, "nf4")
+    assert torch.equal(y, torch.nn.functional.linear(x, expected(packed, state)))
+    assert counters.fallbacks["bitsandbytes.test.test", Reason.KERNEL_FAILED] == 2

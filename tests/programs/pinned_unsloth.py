@@ -231,6 +231,7 @@ CHANGES = [
 _block_compile._wrap(
     Layer, {**_block_compile._COMPILE_OPTIONS}, 1
 )  # before the patch is on, as where a model is loaded first
+stock = Layer.forward
 model: Any = Model()
 values = torch.randn(2, 8, SIDE, dtype=torch.bfloat16, device=DEVICE)
 gate = switch.gates["cache"]
@@ -268,8 +269,9 @@ for budget, layers in ((f"{size}B", 1), (f"{size - 1}B", 0), (2**30, LAYERS)):
     assert sum(cache.taken.values()) <= cache.budget
     assert graphs() == known, budget
 want = step()
+assert Layer.forward is not stock
 nf4_patch.disable()
-assert not cache.weights
+assert not cache.weights and Layer.forward is stock
 assert not GPU or agree(step(), want)
 
 # what is saved names nothing of this package

@@ -181,6 +181,7 @@ FAULTS: dict[str, Fault] = {
     "absmax on meta": ("absmax", lambda t: t.to("meta"), ("MIXED_DEVICES",)),
     "absmax fake": ("absmax", _fake, ("TENSOR_SUBCLASS",)),
     "absmax freed": ("absmax", _freed, ("NO_STORAGE",)),
+    "offset negative": ("offset", lambda t: torch._neg_view(-t), ("NOT_CONTIGUOUS",)),
     "absmax not contiguous": ("absmax", _strided, ("NOT_CONTIGUOUS", None)),  # None: a single block
     "absmax None": ("absmax", lambda t: None, ("STATE_FIELDS",)),
     "absmax2 short": ("state2.absmax", lambda t: t[:-1], ("SIZE_MISMATCH",)),
@@ -383,7 +384,7 @@ def draw_product(seed: int, number: int, dtype: torch.dtype, nested: bool) -> tu
         m = rng.choice((rng.randint(65, 128), rng.randint(160, 256), rng.randint(449, 512)))
     else:
         n, k = int(13000 ** rng.random()), rng.choice((16, 32, 64)) * int(512 ** rng.random())
-        m = rng.choice((rng.randint(1, 8), rng.randint(9, 16), rng.randint(57, 64)))
+        m = rng.choice((rng.randint(1, 8), rng.randint(9, 16), rng.randint(57, 64) if n * k >= 2**24 else 16))
     case = draw(seed, number, "cuda")
     start = case.start - case.start % 4  # off 4 bytes nothing of ours runs
     offset = case.offset_dtype if nested else torch.float32

@@ -10,7 +10,16 @@ from .. import runtime
 from ..runtime import triton
 from ..weight import Weight
 from . import hopper, small_m
-from .tuning import MULTIPROCESSORS, SMALL_M_ROWS, CalibratedRanges, HopperConfig, SmallMConfig, SmallMRow
+from .tuning import (
+    MIN_ELEMENTS,
+    MIN_ELEMENTS_UNALIGNED,
+    MULTIPROCESSORS,
+    SMALL_M_ROWS,
+    CalibratedRanges,
+    HopperConfig,
+    SmallMConfig,
+    SmallMRow,
+)  # fmt: skip
 
 if triton is not None:
     from . import kernels
@@ -44,8 +53,13 @@ def config_for(
     for max_m, config in calibrated:
         if m <= max_m:
             return config
-    few = first_config(SMALL_M_ROWS, capability, m, n, k, processors)
+    few = first_config(SMALL_M_ROWS, capability, m, n, k, processors) if pays(MIN_ELEMENTS, m, n, k) else None
     return few or hopper.config_for(capability, m, n, k, processors)
+
+
+def pays(least: dict[int, int], m: int, n: int, k: int) -> bool:
+    """Whether an [n, k] weight has as many elements as ``least`` asks of ``m`` rows."""
+    return all(m <= rows or n * k >= elements for rows, elements in least.items())
 
 
 def takes(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, config: AnyConfig) -> bool:
@@ -61,6 +75,10 @@ def takes(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, config: An
         and k % STEP == 0
         and weight.packed.data_ptr() % 4 == 0
         and (isinstance(config, SmallMConfig) or weight.blocksize >= hopper.BLOCK_K)
+        and (
+            (weight.packed.data_ptr() % 16 == 0 and weight.step() >= 32)
+            or pays(MIN_ELEMENTS_UNALIGNED, x.numel() // k, n, k)
+        )
         and (bias is None or takes_bias(bias, x.dtype, n))
     )
 

@@ -45,6 +45,12 @@ class SmallMRow(NamedTuple):
 CalibratedRanges = tuple[tuple[int, SmallMConfig | None], ...]
 
 
+# Where dequantize + matmul is faster than any row below: past 16 rows by small weights, and past 32 by larger ones that
+# start off 16 bytes or have a scale every 16 elements. H200, us at 64 rows, this / dequantize + matmul: 256x2048 8.9 / 6.9,
+# 1024x4096 off 16 bytes 11.1 / 10.2, 1024x4112 11.2 / 10.2; 1024x4096 8.8 / 9.8, 4096x4096 off 16 bytes 20.7 / 21.0.
+MIN_ELEMENTS = {16: 2**21}  # by the rows past which it counts
+MIN_ELEMENTS_UNALIGNED = {32: 2**24}
+
 # The first row that fits is taken, of rows with the same limits the one that keeps the most multiprocessors at work, or the
 # first of those; no row: the caller dequantizes and multiplies.
 # H200, torch 2.11, triton 3.6.0, bf16, us per call, CUDA graph over weights that overflow the L2:

@@ -60,7 +60,7 @@ class Cache:
         self.generation = 0  # changes when there may be room again for what compiled layers read
         self.hits = self.misses = 0
         self.uncached: Counter[Uncached] = Counter()
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # whose owner is known: an interrupt in ``settle`` leaves it free
         self.dead: deque[Cached] = deque()
 
     # --- deaths ---
@@ -81,13 +81,16 @@ class Cache:
 
     def settle(self) -> None:
         """See to the deaths so far, unless somebody holds the lock, who does it when the next change is made."""
-        pending = bool(self.dead or self.leaving)
-        while pending and self.lock.acquire(blocking=False):
+        owned: Any = self.lock._is_owned  # type: ignore[attr-defined]
+        pending = bool(self.dead or self.leaving) and not owned()  # not in the middle of a change of this thread
+        while pending:
             try:
-                self._bury()
+                if self.lock.acquire(blocking=False):
+                    self._bury()
+                pending = bool(self.dead) and owned()
             finally:
-                self.lock.release()
-            pending = bool(self.dead)
+                if owned():
+                    self.lock.release()
 
     def died(self, cached: Cached) -> None:
         """A tensor that it was decoded from was freed. Called by the garbage collector, at any point of any thread."""
