@@ -236,7 +236,6 @@ model: Any = Model()
 values = torch.randn(2, 8, SIDE, dtype=torch.bfloat16, device=DEVICE)
 gate = switch.gates["cache"]
 if CHECKPOINTING == "non-reentrant":  # whose recompute must save what its forward saved: nothing is pinned
-    want = step()
     nf4_patch.enable(cache=2**30)
     for change in (*CHANGES[:8], release):
         change()
