@@ -62,7 +62,7 @@ def test_status_in_the_readme_is_what_it_prints(monkeypatch):
     from nf4_patch.patching.status import Status, TargetStatus
     from nf4_patch.patching.targets import TARGETS
 
-    for name in ("unsloth", "unsloth_zoo", "axolotl"):
+    for name in ("unsloth",):
         monkeypatch.delitem(sys.modules, name, raising=False)
     shown = README.read_text().split("```text\n")[1].split("\n```")[0]
     hits = {name: int(count) for name, count in re.findall(r"^  (\S+): patched, (\d+) hits$", shown, re.MULTILINE)}

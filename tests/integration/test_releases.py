@@ -26,9 +26,7 @@ def test_every_row_that_ran_is_equal_to_the_bit(row):
     assert not matrix.failed(row)
 
 
-RECORDED = [
-    t for t in TARGETS if not t.only and not t.uncounted and t.library != "axolotl"
-]  # of which test_axolotl.py runs one file
+RECORDED = [t for t in TARGETS if not t.only and not t.uncounted]
 
 
 @pytest.mark.parametrize("target", RECORDED, ids=lambda t: t.name)
