@@ -377,11 +377,6 @@ def test_peft_alone_gives_the_inner_wrapper_a_gradient(by_path, monkeypatch):
 # --- in a training ---
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="the processes are forked")
-def test_two_processes():
-    assert program("experts_ddp", interpreted=True).stdout.count("the mean") == 2
-
-
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_thirty_steps_of_trl(tmp_path):
