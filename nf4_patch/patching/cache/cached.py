@@ -23,7 +23,7 @@ def nobody() -> None:
 
 @dataclass(slots=True, eq=False)
 class Cached:
-    """It owns the dense copy. The parameter, its memory and the scales are held weakly."""
+    """It owns the dense copy, and keeps the parameter, its memory and the scales by weak references."""
 
     name: tuple[Any, ...]  # of the Weight when it was decoded, as all down to ``memory``
     location: tuple[Any, ...]
