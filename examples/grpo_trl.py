@@ -7,7 +7,7 @@
 Each token of a rollout multiplies one row per completion by every weight: few rows, where the fused matmul runs (up to 64),
 so what can gain is generation. Its results are as accurate and not the same bits: other tokens may be sampled than without it. Training
 passes over more rows than it covers keep their bits, and --matmul off leaves every bit. All completions have --tokens
-tokens, so that every run does the same work. TRL's GRPO computes its loss in a Triton kernel and therefore needs a GPU.
+tokens, so that every run does the same work. TRL computes its loss in a Triton kernel and therefore needs a GPU.
 """  # fmt: skip
 
 import argparse
@@ -16,7 +16,7 @@ import tempfile
 
 import torch
 from datasets import Dataset
-from offline import SIZES, checkpoint, compute_dtype, text
+from offline import SIZES, checkpoint, compute_dtype, require_triton, text
 from peft import LoraConfig
 from record import Record, now
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -32,6 +32,7 @@ parser.add_argument("--tokens", type=int, default=64, help="of a completion")
 parser.add_argument("--matmul", default="auto", choices=("auto", "off"))
 parser.add_argument("--json", metavar="FILE")
 args = parser.parse_args()
+require_triton(parser)
 
 import nf4_patch; nf4_patch.enable(matmul=args.matmul)  # fmt: skip  # the one line
 

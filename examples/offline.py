@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import tempfile
 from pathlib import Path
 
@@ -80,6 +82,12 @@ def compute_dtype() -> torch.dtype:
     if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16
     return torch.bfloat16
+
+
+def require_triton(parser: argparse.ArgumentParser) -> None:
+    """For TRL, which computes its loss in a Triton kernel."""
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        parser.error("TRL computes the loss in a Triton kernel: that needs an NVIDIA GPU, or TRITON_INTERPRET=1 (slow)")
 
 
 def batches(tokenizer, rows: int, tokens: int, steps: int, device: torch.device | str):

@@ -9,7 +9,7 @@ import tempfile
 
 import torch
 from datasets import Dataset
-from offline import SIZES, checkpoint, compute_dtype, text
+from offline import SIZES, checkpoint, compute_dtype, require_triton, text
 from peft import LoraConfig
 from record import Record
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -24,6 +24,7 @@ parser.add_argument("--tokens", type=int, default=128)
 parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
 args = parser.parse_args()
+require_triton(parser)
 
 import nf4_patch; nf4_patch.enable()  # fmt: skip  # the one line
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib
 import logging
 import os
 import sys
@@ -22,9 +23,15 @@ from .version import __version__ as __version__
 if TYPE_CHECKING:
     import torch
 
+    from .config import ConfigError as ConfigError
+    from .patching.cache.store import StaleWeightError as StaleWeightError
+    from .patching.counters import FallbackError as FallbackError
     from .patching.status import Status
 
 __all__ = [
+    "ConfigError",
+    "FallbackError",
+    "StaleWeightError",
     "dequantize_nf4",
     "disable",
     "enable",
@@ -34,6 +41,14 @@ __all__ = [
     "status",
     "triton_dequantize_nf4",
 ]
+ERRORS = {"ConfigError": ".config", "FallbackError": ".patching.counters", "StaleWeightError": ".patching.cache.store"}
+
+
+def __getattr__(name: str) -> Any:
+    """The errors, from the modules that raise them: StaleWeightError's imports torch."""
+    if name in ERRORS:
+        return getattr(importlib.import_module(ERRORS[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def enable(matmul: str | None = None, cache: str | int | None = None, experts: str | None = None) -> bool:
@@ -55,7 +70,7 @@ def enable(matmul: str | None = None, cache: str | int | None = None, experts: s
         True if the patch is on; False where NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it, and then it is off.
 
     Raises:
-        nf4_patch.config.ConfigError: an argument or a NF4_* variable has an unknown value.
+        ConfigError: an argument or a NF4_* variable has an unknown value.
     """
     from .patching import hooks
 
@@ -90,8 +105,8 @@ def is_enabled() -> bool:
 def enabled(matmul: str | None = None, cache: str | int | None = None, experts: str | None = None) -> Iterator[None]:
     """The patch is on inside the ``with`` block, as ``enable`` does; afterwards as it was before.
 
-    The patch is the process': while blocks overlap, in several threads say, it is on, with the options of the one
-    entered last. When the last of them ends it is as it was before the first.
+    The patch belongs to the process, not to a thread. While several blocks overlap, the options of the block that was
+    entered last are in force. When the last block ends, everything is as it was before the first.
     """
     from .patching import hooks
 
@@ -110,13 +125,13 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
     """Dequantize a packed 4-bit weight with the fused kernel; on the CPU with the plain formula.
 
     Args:
-        weight: packed, ceil(n / 2) bytes, [bytes, 1] or transposed [1, bytes].
+        weight: the packed weight, ceil(n / 2) bytes, [bytes, 1] or transposed [1, bytes].
         quant_state: its ``bitsandbytes.functional.QuantState``, NF4 or FP4, nested or flat.
         out: filled and returned if given: contiguous, ``quant_state.shape``, ``quant_state.dtype``.
 
     Returns:
-        The weight, ``quant_state.shape`` (transposed for a transposed ``weight``) in ``quant_state.dtype``:
-        the bits of ``bitsandbytes.functional.dequantize_4bit``.
+        The weight, with the bits of ``bitsandbytes.functional.dequantize_4bit``. It has the shape ``quant_state.shape``,
+        transposed for a transposed ``weight``, and the dtype ``quant_state.dtype``.
 
     Raises:
         ValueError: the weight, its state or ``out`` is not supported; the message says what was found.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import sys
@@ -116,6 +117,23 @@ def options_set() -> list[str]:
     return [f"{v.name}={given[v]}" for v in asks]
 
 
+def keeps_off(environ: Mapping[str, str] = os.environ) -> str:
+    """The variables that keep the patch off, "NF4_PATCH=0" for example; "" where none does."""
+    given = {name: environ.get(name, "").strip() for name in ("NF4_PATCH", "NF4_USE_TRITON")}
+    return " and ".join(f"{name}={text}" for name, text in given.items() if not SWITCH.get(text.lower(), True))
+
+
+def unknown_variables() -> list[str]:
+    """A sentence on every NF4_PATCH_* variable in the environment that is in no row of VARIABLES: misspelled, or gone."""
+    names = [variable.name for variable in VARIABLES]
+    unknown = sorted(name for name in os.environ if name.startswith("NF4_PATCH") and name not in names)
+    meant = {name: difflib.get_close_matches(name, names, 1, 0.8) for name in unknown}
+    return [
+        f"nf4_patch has no variable {name}{f'; did you mean {close[0]}?' if close else ''}"
+        for name, close in meant.items()
+    ]
+
+
 def rank() -> str:
     """The number that a launcher (torchrun, accelerate) gave this process; "" where none started it."""
     return os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or ""
@@ -130,7 +148,7 @@ def is_worker() -> bool:
 @dataclass(frozen=True)
 class Config:
     requested: bool  # NF4_PATCH=1, or true, yes, on
-    forbidden: bool  # NF4_PATCH=0 or NF4_USE_TRITON=0, or false, no, off
+    forbidden: str  # keeps_off
     strict: bool
     matmul: str  # off, auto
     calibration: Path | None  # the file of measurements; None: not to be read
@@ -171,7 +189,7 @@ class Config:
         file = {"auto": f"{folder}/nf4_patch/calibration.json", "off": ""}.get(named, named)
         return cls(
             requested=SWITCH.get(values["NF4_PATCH"], False),
-            forbidden=not (SWITCH.get(values["NF4_PATCH"], True) and SWITCH[values["NF4_USE_TRITON"]]),
+            forbidden=keeps_off(environ),
             strict=SWITCH[values["NF4_PATCH_STRICT"]],
             matmul=values["NF4_PATCH_MATMUL"],
             calibration=Path(os.path.expanduser(file)) if file else None,

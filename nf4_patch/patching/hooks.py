@@ -13,7 +13,7 @@ from types import ModuleType
 
 import wrapt
 
-from ..config import Config
+from ..config import Config, unknown_variables
 from .placement import Installed, install, installed, remove_earlier
 from .switch import switch
 from .targets import TARGETS, Target
@@ -31,7 +31,12 @@ _outside = (False, NONE_GIVEN)  # on and with what, before the first of them
 
 def enable(matmul: str | None = None, cache: str | int | None = None, experts: str | None = None) -> bool:
     """Replace every target, now or when its module is imported: see :func:`nf4_patch.enable`."""
+    before = switch.cache if switch.on else "off"
     on = switch_on((matmul, cache, experts))
+    if on and cache is None and switch.cache == "off" != before:
+        logger.warning(
+            "nf4_patch.enable() without cache= dropped the weights that were cached: it was cache=%r", before
+        )
     finish_imports()
     return on
 
@@ -39,7 +44,10 @@ def enable(matmul: str | None = None, cache: str | int | None = None, experts: s
 def switch_on(options: Options) -> bool:
     global _hooked, _options
     config = Config.read(None, *options)
+    for sentence in unknown_variables():
+        warn_once(sentence)
     if config.forbidden:
+        warn_once(f"nf4_patch stays off: {config.forbidden}")
         disable()
         return False
     with lock:
@@ -53,6 +61,11 @@ def switch_on(options: Options) -> bool:
         _hooked = True
         logger.info("nf4_patch is on: %s", ", ".join(n for n, i in installed.items() if i.replacement) or "waiting")
     return True
+
+
+@functools.cache
+def warn_once(sentence: str) -> None:
+    logger.warning(sentence)
 
 
 def finish_imports() -> None:

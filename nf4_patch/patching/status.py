@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..config import size_in_words
+from ..config import keeps_off, size_in_words
 from .counters import counters
 from .placement import installed
 from .reasons import Reason, Uncached
@@ -43,16 +43,16 @@ class CacheStatus:
     hits: int = 0  # dequantizations saved
     misses: int = 0
     uncached: dict[str, int] = field(default_factory=dict)  # by name of the Uncached
-    compiled: int = 0  # weights that compiled layers read, whose reads are not counted
+    compiled: int = 0  # weights that compiled layers read; each call of such a layer counts as one read of each
     found: str = ""  # with "auto": how much it may take and why
 
     def __str__(self) -> str:
         mode = size_in_words(int(self.mode)) if self.mode.isdigit() else self.mode
         taken = ", ".join(f"{size_in_words(size)} on device {device}" for device, size in self.taken.items())
-        reads = f"{self.hits} of {self.hits + self.misses} reads served"
         compiled = f" ({self.compiled} for compiled layers)" if self.compiled else ""
-        weights = f"{self.weights} weight{'s' * (self.weights != 1)}{compiled}"
-        return f"cache {mode}: {weights}, {taken or 'nothing'}; {reads}"
+        weights = f"{self.weights} weight{'s' * (self.weights != 1)}{compiled}, {taken or 'nothing'}"
+        reads = f"{self.hits} of {self.hits + self.misses} reads served"
+        return f"cache {mode}: {weights if self.weights or taken else 'empty'}; {reads}"
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Status:
     errors: tuple[str, ...]  # kernel failures, in full
     cache: CacheStatus = CacheStatus()
     weights: dict[str, int] = field(default_factory=dict)  # how many there are, by "shape dtype"
+    forbidden: str = ""  # the variables that keep the patch off, "NF4_PATCH=0" for example
 
     @property
     def hits(self) -> int:
@@ -78,7 +79,7 @@ class Status:
         return asdict(self)
 
     def __str__(self) -> str:
-        on = "on" if self.enabled else "off"
+        on = "on" if self.enabled else f"off ({self.forbidden})" if self.forbidden else "off"
         lines = [f"nf4_patch is {on}: {self.hits} in the kernel, {self.fallbacks} fell back"]
         shown, rest = folded(self.targets)
         for target in shown:
@@ -162,7 +163,7 @@ def status() -> Status:
         shapes[key] = shapes.get(key, 0) + counter.hits
         addresses.setdefault(key, set()).update(counter.addresses)
     weights = {key: len(known) for key, known in addresses.items() if known}
-    return Status(switch.on, tuple(targets), shapes, tuple(counters.errors), cache_status(), weights)
+    return Status(switch.on, tuple(targets), shapes, tuple(counters.errors), cache_status(), weights, keeps_off())
 
 
 def cache_status() -> CacheStatus:

@@ -218,7 +218,7 @@ TARGETS = (
             measured="H200, torch 2.11, triton 3.6.0, Unsloth 2026.10.9: 7.6 us of the host per call against 11.1 into the "
             "global buffer and 9.4 against 24.0 into a new tensor; 1.02x (591 MB) to 1.35x (2.6 MB) on the GPU",
             advice="Unsloth from 2026.10 on trains compiled layers, which keep its own NF4 kernel: training gains only with "
-            'enable(cache="auto") or a size, where these layers read weights that were dequantized once.',
+            'enable(cache="auto") or a size (PyTorch >= 2.11), where these layers read weights that were dequantized once.',
         ),
         releases=">= 2026.9.13",
         tested=("2026.9.14", "2026.10.9"),

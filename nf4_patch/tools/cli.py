@@ -48,9 +48,7 @@ class Verbs(click.Group):
         except ModuleNotFoundError as error:
             if (error.name or "nf4_patch").startswith("nf4_patch"):
                 raise
-            raise click.ClickException(
-                f"{error.name} is not installed: pip install '.[bench]' in a checkout of nf4_patch"
-            ) from None
+            raise click.ClickException(f"{error.name} is not installed: pip install {error.name}") from None
 
 
 def summary(verb: click.Command) -> str:

@@ -18,7 +18,7 @@ from rich.console import RenderableType
 
 import nf4_patch
 
-from ..config import VARIABLES, Config, options_set, size_in_words
+from ..config import VARIABLES, Config, options_set, size_in_words, unknown_variables
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.matmul.tuning import SMALL_M_ROWS
@@ -28,6 +28,7 @@ from ..patching.reasons import Reason
 from ..patching.state import State, StrEnum
 from ..patching.status import TargetStatus
 from ..patching.targets import SWITCHES, TARGETS, Target
+from ..version import release_of
 from .report import DISTRIBUTIONS, Progress, Report, answer, installed_releases, plural, silent
 
 TAKE_FP16 = (
@@ -36,6 +37,8 @@ TAKE_FP16 = (
 )
 COVERS = {target.name: target.covers for target in TARGETS}
 BRIEFLY = (State.INACTIVE, State.ABSENT)  # counted in one line
+OLDEST = TARGETS[0]  # of bitsandbytes: every release that is served has it
+AUTOLOADS = ">= 0.46"  # releases of bitsandbytes that load nf4_patch as a backend
 
 
 class Outcome(StrEnum):
@@ -73,11 +76,14 @@ class Gpu:
     def works(self) -> bool:
         return bool(self.kernels) and all(check.works for check in self.kernels)
 
+    @property
+    def sm(self) -> str:
+        return f"sm_{self.capability[0]}{self.capability[1]}"
+
     def lines(self) -> list[str]:
         fused = [f"fused matmul: {self.fused_matmul}"] * bool(self.fused_matmul)
         more = [*map(str, self.kernels), *fused, *[self.advice] * bool(self.advice)]
-        sm = "".join(map(str, self.capability))
-        return [f"GPU {self.index}: {self.name}, sm_{sm}, {self.gibibytes:.0f} GiB", *(f"  {line}" for line in more)]
+        return [f"GPU {self.index}: {self.name}, {self.sm}, {self.gibibytes:.0f} GiB", *(f"  {line}" for line in more)]
 
 
 @dataclass
@@ -93,16 +99,19 @@ class DoctorReport(Report):
     def problems(self) -> list[str]:
         """Why calls would run the original; empty where the kernel would run for every installed target."""
         problems = [f"{self.no_gpu}: every call would run the original ({Reason.NOT_CUDA.name})"] * bool(self.no_gpu)
-        if any(target.state is State.OFF for target in self.targets):
-            problems.append("NF4_PATCH=0 or NF4_USE_TRITON=0 keeps the patch off")
+        problems += [f"{target.note} keeps the patch off" for target in self.targets if target.state is State.OFF]
         for gpu in self.gpus:
             errors = [f"{check.dtype}: {check.error}" for check in gpu.kernels if not check.works]
             if not gpu.works:
                 problems.append(f"GPU {gpu.index} ({gpu.name}) runs the original: {'; '.join(errors) or gpu.advice}")
-        problems += [f"{t.name} is left alone: {t.note}" for t in self.targets if t.state is State.REFUSED]
-        if "bitsandbytes" not in self.releases:
-            problems.append("bitsandbytes is not installed: there is nothing to patch")
-        return problems
+        refused = [(f"{t.name} is left alone: ", t.note) for t in self.targets if t.state is State.REFUSED]
+        problems += [note if note.startswith("import ") else start + note for start, note in refused]
+        release = self.releases.get("bitsandbytes")
+        if release is None:
+            problems.append("bitsandbytes is not installed, so there is nothing to patch: pip install bitsandbytes")
+        elif not holds(release, OLDEST.releases):
+            problems.append(f"bitsandbytes {release} is too old: nf4_patch needs {OLDEST.releases}")
+        return list(dict.fromkeys(problems))
 
     @property
     def outcome(self) -> Outcome:
@@ -127,6 +136,10 @@ class DoctorReport(Report):
         yield from self.variables
         yield ""
         verdicts = self.problems() or self.limits or ["the kernel would run for every installed target."]
+        unmeasured = sorted({gpu.sm for gpu in self.gpus if gpu.capability not in compilation.MEASURED})
+        if unmeasured and not self.problems():
+            how = "`nf4-patch bench --step peft` measures it"
+            verdicts = [*verdicts, f"speed on {', '.join(unmeasured)} is not measured: {how}."]
         yield from (f"{self.outcome}: {verdict}" for verdict in verdicts)
         if self.no_gpu:
             yield "`nf4-patch verify` runs the kernel here under Triton's interpreter."
@@ -139,7 +152,7 @@ def examine(unsloth: bool = False, tell: Progress = silent) -> DoctorReport:
         unsloth: import Unsloth too. It takes 8 s and patches other libraries; without it its release decides.
 
     Raises:
-        nf4_patch.config.ConfigError: a NF4_* variable has an unknown value.
+        ConfigError: a NF4_* variable has an unknown value.
     """
     config = Config.read()
     calibrated.use(config)
@@ -163,7 +176,11 @@ def variables_in_force(config: Config) -> list[str]:
             lines.append(f"{variable.name}={value}{words}: {variable.meaning}")
     if (options := options_set()) and not (config.requested or config.forbidden):
         lines.append(f"{', '.join(options)}: no effect until NF4_PATCH=1 or nf4_patch.enable() switches the patch on")
-    return [*lines, *[config.missing_calibration()] * bool(config.missing_calibration())]
+    bitsandbytes = release_of("bitsandbytes")
+    if config.requested and bitsandbytes and not holds(bitsandbytes, AUTOLOADS):
+        how = "start the program with `nf4-patch run`, or import nf4_patch in it"
+        lines.append(f"NF4_PATCH=1: bitsandbytes {bitsandbytes} does not load nf4_patch ({AUTOLOADS} does): {how}")
+    return [*lines, *unknown_variables(), *filter(None, [config.missing_calibration()])]
 
 
 def why_no_gpu() -> str:
@@ -238,9 +255,9 @@ def judge(target: Target, release: str, status: TargetStatus, failure: str, conf
     tested = release.partition("+")[0] in target.tested
     cases = (
         (not release, State.ABSENT, f"{library} is not installed"),
-        (failure, State.REFUSED, failure),
         (not holds(release, target.releases), State.ABSENT, f"only {library} {target.releases}"),
-        (config.forbidden, State.OFF, "NF4_PATCH=0 or NF4_USE_TRITON=0"),
+        (failure, State.REFUSED, failure),
+        (config.forbidden, State.OFF, config.forbidden),
         (switched_off, State.INACTIVE, f"only with {option}"),
         (status.state is State.REFUSED, State.REFUSED, status.note),
         (status.state is State.ABSENT, State.REFUSED, f"{library} {release} has no such function"),

@@ -81,8 +81,8 @@ def require_patch() -> None:
     Raises:
         NotAvailable: a variable keeps the patch off, so that it cannot be measured.
     """
-    if Config.read().forbidden:
-        raise NotAvailable("NF4_PATCH=0 or NF4_USE_TRITON=0 keeps the patch off: unset it to measure the patch")
+    if off := Config.read().forbidden:
+        raise NotAvailable(f"{off} keeps the patch off: unset it to measure the patch")
 
 
 DISTRIBUTIONS = ("torch", "triton", "bitsandbytes", "unsloth", "unsloth_zoo", "transformers", "peft", "wrapt")

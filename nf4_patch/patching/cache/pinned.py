@@ -153,6 +153,9 @@ class Layers:
                     layer.find(module)
                     why = self.pin(module, layer)
                     states = self.look(module, layer) if why is None else None
+                else:
+                    count = len(states)
+                    cache.hits += count
             if states is not None:
                 return states
             why = why or Uncached.BUDGET_SPENT  # another thread was faster
