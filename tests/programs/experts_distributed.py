@@ -1,0 +1,90 @@
+"""LoRA on packed experts in two processes: the gradients are the mean of what each has alone. torchrun ... ddp|fsdp2|zero3"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from tiny_experts import adapters_of, experts_of, ids_of, is_parametrized, model_of, with_lora
+
+import nf4_patch
+
+way = sys.argv[1]
+if way == "zero3":
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, in ~/.cache
+    deepspeed.init_distributed(dist_backend="gloo")
+else:
+    dist.init_process_group("gloo")
+ZERO3 = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # every parameter is sharded
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+
+
+def made():
+    return with_lora(model_of("qwen3", torch.float32, lora=False))
+
+
+def loss(model, rank):
+    ids = (ids_of() + rank) % 96
+    return model(input_ids=ids, labels=ids).loss
+
+
+def distributed(model):
+    if way == "ddp":
+        return DistributedDataParallel(model)
+    if way == "zero3":
+        optimizer = torch.optim.SGD(list(adapters_of(model).values()), lr=0.0)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ZERO3)
+        return engine
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+rank = dist.get_rank()
+nf4_patch.enable(experts="4bit")
+alone = []
+for each in range(2):
+    model = made()
+    loss(model, each).backward()
+    alone.append({name: parameter.grad for name, parameter in adapters_of(model).items()})
+model = made()
+parallel = distributed(model)
+for again in range(2):  # the second fails where a parameter got no gradient in the first
+    model.zero_grad()
+    if way == "zero3":
+        if again:
+            parallel.step()
+        parallel.backward(loss(parallel, rank))
+    else:
+        loss(parallel, rank).backward()
+for name, parameter in adapters_of(model).items():
+    mean = (alone[0][name] + alone[1][name]) / 2
+    found = (
+        safe_get_full_grad(parameter)
+        if way == "zero3"
+        else parameter.grad.full_tensor()
+        if hasattr(parameter.grad, "full_tensor")
+        else parameter.grad
+    )
+    assert mean.any() and torch.allclose(found, mean, rtol=1e-4, atol=1e-9), name
+packed = [module.parametrizations.gate_up_proj.original for module in experts_of(model) if is_parametrized(module)]
+assert all(
+    {"ddp": each.numel(), "fsdp2": hasattr(each, "full_tensor"), "zero3": not each.numel()}[way] for each in packed
+)
+print(f"the mean, {len(packed)} stacks, {nf4_patch.status().fallbacks} fell back", flush=True)
+dist.destroy_process_group()
