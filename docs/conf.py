@@ -24,6 +24,7 @@ def home_page(app: Any, name: str, source: list[str]) -> None:
         seen_from_docs = re.sub(r"\]\((?!\w+:|#)(docs/)?", lambda link: "](" if link[1] else "](../", readme)
         pages = re.sub(r"\]\(\.\./(\w+\.md)\)", lambda link: f"]({link[1].lower()})", seen_from_docs)  # CHANGELOG.md, ...
         source[0] = f"{pages}\n{source[0]}"
+    source[0] = source[0].replace("](../README.md", "](index.md")
 
 
 def setup(app: Any) -> None:

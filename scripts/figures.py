@@ -231,7 +231,7 @@ def instructions() -> str:
         )
         for dtype in ("float16", "bfloat16", "float32")
     ]
-    shown = table(("to", OURS, BITSANDBYTES), rows)
+    shown = table(("result", OURS, BITSANDBYTES), rows)
     return f"Triton {data['triton']}, {archs} ([instructions.json](data/instructions.json)):\n\n{shown}"
 
 
@@ -345,9 +345,9 @@ def steps_in_brief(found: Steps) -> str:
 
 
 def cache_rows(data: dict[str, Any]) -> list[tuple[str, str, str, dict[str, Any]]]:
-    """(model, batch x tokens, setting of the cache, row); without settings that are gone."""
+    """(model, batch x tokens, setting of the cache, row) of whole models; without settings that are gone."""
     found = [(*parts_of(row)[:3], row) for row in data["sections"]["step"]]
-    return [(who, length, setting, row) for who, length, setting, row in found if setting in (*CACHE_PARTS, "")]
+    return [each for each in found if each[2] in (*CACHE_PARTS, "") and "layers" not in each[0]]
 
 
 def cache() -> str:
@@ -430,7 +430,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "dequantize": measured("bench-GPU.json", "dequantize", "bf16", sizes=True),
     "dequantize-matmul": in_brief("bench-GPU.json", "dequantize + matmul"),
     "host": measured("bench-GPU.json", "host"),
-    "challenge": measured("challenge-GPU.json", "challenge"),
+    "challenge": measured("challenge-GPU.json", "challenge", "total"),
     "steps": steps,
     "cache": cache,
     "experts": experts,
