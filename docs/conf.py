@@ -22,8 +22,10 @@ def home_page(app: Any, name: str, source: list[str]) -> None:
     if name == "index":
         readme = Path(app.srcdir).with_name("README.md").read_text(encoding="utf-8")
         seen_from_docs = re.sub(r"\]\((?!\w+:|#)(docs/)?", lambda link: "](" if link[1] else "](../", readme)
-        no_pages = re.sub(r"\[([^]]+)\]\((\.\./\w+\.md)\)", r"{download}`\1 <\2>`", seen_from_docs)  # CHANGELOG.md, ...
-        source[0] = f"{no_pages}\n{source[0]}"
+        # CONTRIBUTING.md and CHANGELOG.md are pages of their own
+        pages = re.sub(r"\]\(\.\./(\w+\.md)\)", lambda link: f"]({link[1].lower()})", seen_from_docs)
+        source[0] = f"{pages}\n{source[0]}"
+    source[0] = source[0].replace("](../README.md", "](index.md")
 
 
 def setup(app: Any) -> None:

@@ -6,6 +6,7 @@ A figure is shown only if it is in a data file; docs/data/README.md says which c
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ DENSE = "16-bit weights"
 CACHED = " and everything cached"  # of a mixture of experts
 GPU_TIME = "GPU time"
 SETTINGS = (UNPATCHED, "patch", "cache 1/2", "cache all")  # of a step, in the order of its table
+CACHE_PARTS = ("cache 1/4", "cache 1/2", "cache 3/4", "cache all")
 UNITS = {"us": "µs"}
 LIMITS = ("ceiling", "device copy", "torch.empty", "read", DENSE)  # what ours is held against
 # data file of a training step -> who trains; the last word is the distribution whose release is shown
@@ -131,24 +133,42 @@ def comparison(rows: list[dict[str, Any]], hidden: Sequence[str] = ("device copy
     return table((unit, OURS, *names), body)
 
 
-def measured(name: str, section: str, keep: str = "") -> Callable[[], str]:
-    """A block: the section of a data file, a table for each GPU that it was measured on."""
+def on_one_gpu(name: str, shown: Callable[[dict[str, Any]], str], in_brief: Callable[[dict[str, Any]], str]) -> str:
+    """The table of the first GPU that a data file is of; of each other GPU a line, with a link to its figures."""
+    parts = []
+    for gpu, file, data in of_gpus(name):
+        if not parts:
+            parts.append(f"{conditions(gpu, file, data)}\n\n{shown(data)}")
+        else:
+            source = f"{gpu} ([{file}](data/{file}) of {data['machine']['date']})"
+            parts.append(f"{source}, how many times as fast: {in_brief(data)}.")
+    return "\n\n".join(parts) or "Not measured yet."
 
-    def block() -> str:
-        parts = []
-        for gpu, file, data in of_gpus(name):
-            rows = [row for row in data["sections"].get(section, []) if keep in row["subject"]]
-            if rows:
-                parts.append(f"{conditions(gpu, file, data)}\n\n{comparison(rows)}")
-        return "\n\n".join(parts) or "Not measured yet."
 
-    return block
+def spans(rows: Sequence[dict[str, Any]]) -> str:
+    """By variant, from the smallest to the largest ratio of these rows."""
+    names = [name for name in dict.fromkeys(n for row in rows for n in row["ratio"]) if name not in LIMITS]
+    ratios = {name: [row["ratio"][name] for row in rows if row["ratio"].get(name)] for name in names}
+    return ", ".join(f"{span(found)} {name}" for name, found in ratios.items() if found)
+
+
+def measured(name: str, section: str, keep: str = "", sizes: bool = False) -> Callable[[], str]:
+    """A block: the section of a data file. ``sizes``: of weights of the same number of elements the first, smallest first."""
+
+    def rows_of(data: dict[str, Any]) -> list[dict[str, Any]]:
+        rows = [row for row in data["sections"].get(section, []) if keep in row["subject"]]
+        if not sizes:
+            return rows
+        by_size = {math.prod(map(int, row["subject"].split()[0].split("x"))): row for row in reversed(rows)}
+        return [by_size[size] for size in sorted(by_size)]
+
+    return lambda: on_one_gpu(name, lambda data: comparison(rows_of(data)), lambda data: spans(rows_of(data)))
 
 
 def releases() -> str:
-    """A row a run: how many calls the kernel served, and whether every bit was equal."""
+    """What was run with which releases, a row a result: how many calls the kernel served, and whether every bit was equal."""
     shown = ("torch", "triton", BITSANDBYTES, "unsloth", "transformers", "peft", "wrapt")
-    rows = []
+    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for run in load("releases.json"):
         if "error" in run:
             continue
@@ -163,8 +183,17 @@ def releases() -> str:
             verdict += "; bitsandbytes agrees on {agreed} of {asked}".format(**run["states"])
         if ran != parts:
             verdict += "; the step fails without the patch too"
-        rows.append((place, *(installed.get(name, "").split("+")[0] for name in shown), verdict))
-    return table(("on", *shown, "bits"), rows)
+        found = {name: installed.get(name, "").split("+")[0] for name in shown}
+        groups.setdefault((place, verdict), []).append(found)
+    rows = []
+    for (place, verdict), runs in groups.items():
+        cells = [", ".join(sorted({run[name] for run in runs} - {""}, key=numbers)) for name in shown]
+        rows.append((place, str(len(runs)), *cells, verdict))
+    return table(("on", "runs", *shown, "bits"), rows)
+
+
+def numbers(release: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", release)]
 
 
 def verified() -> str:
@@ -186,31 +215,58 @@ def verified() -> str:
 
 
 def instructions() -> str:
+    """By dtype, from the fewest to the most of all architectures."""
     data = load("instructions.json")
-    dtypes = ("float16", "bfloat16", "float32")
-    counts = {(r["kernel"], r["arch"], r["dtype"]): f"{r['instructions']:.2f}" for r in data["kernels"]}
-    archs = dict.fromkeys(row["arch"] for row in data["kernels"])
+    counts: dict[tuple[str, str], list[float]] = {}
+    for row in data["kernels"]:
+        counts.setdefault((row["dtype"], row["kernel"]), []).append(row["instructions"])
+    archs = ", ".join(dict.fromkeys(row["arch"] for row in data["kernels"]))
     rows = [
-        [arch, *(counts.get((kernel, arch, d), "") for kernel in (OURS, BITSANDBYTES) for d in dtypes)]
-        for arch in archs
+        (
+            dtype,
+            *(
+                f"{min(counts[dtype, kernel]):.2f} to {max(counts[dtype, kernel]):.2f}"
+                for kernel in (OURS, BITSANDBYTES)
+            ),
+        )
+        for dtype in ("float16", "bfloat16", "float32")
     ]
-    heading = ("GPU", *dtypes, *(f"bitsandbytes, {d}" for d in dtypes))
-    return f"Triton {data['triton']}, [instructions.json](data/instructions.json):\n\n{table(heading, rows)}"
+    shown = table(("result", OURS, BITSANDBYTES), rows)
+    return f"Triton {data['triton']}, {archs} ([instructions.json](data/instructions.json)):\n\n{shown}"
+
+
+def in_brief(name: str, section: str) -> Callable[[], str]:
+    """A block: how many times as fast ours is in a section of a data file, a line a GPU."""
+
+    def block() -> str:
+        found = [(gpu, file, spans(data["sections"].get(section, []))) for gpu, file, data in of_gpus(name)]
+        return "; ".join(f"{gpu} ([{file}](data/{file})) {ratios}" for gpu, file, ratios in found) + "."
+
+    return block
 
 
 def matmul() -> str:
     """Ours in µs and how many times it is as fast as bitsandbytes, by rows of X and weight."""
-    parts = []
-    for gpu, file, data in of_gpus("matmul-GPU.json"):
+
+    def shown(data: dict[str, Any]) -> str:
         by_size = {(r["sizes"]["m"], name): r for name, rows in data["sections"].items() for r in rows}
         weights = list(data["sections"])
         rows = []
         for m in dict.fromkeys(m for m, _ in by_size):
-            line = [by_size.get((m, weight)) for weight in weights]
-            rows.append([f"{m:,}", *(mark(row) for row in line)])
-        heading = ("rows of X", *(shape(weight).removesuffix(" bf16") for weight in weights))
-        parts.append(f"{conditions(gpu, file, data)}\n\n{table(heading, rows)}")
-    return "\n\n".join(parts) or "Not measured yet."
+            cells = [by_size.get((m, weight)) for weight in weights]
+            rows.append([f"{m:,}", *map(mark, cells)])
+            if all(row and row["notes"].get("fused") == "no" for row in cells):
+                break  # from there on the fused matmul takes none
+        return table(("rows of X", *(shape(weight).removesuffix(" bf16") for weight in weights)), rows)
+
+    def in_brief(data: dict[str, Any]) -> str:
+        rows = [row for rows in data["sections"].values() for row in rows]
+        fused = [row for row in rows if row["notes"].get("fused") != "no"]
+        others = [row for row in rows if row not in fused]
+        ratios = [span([row["ratio"][BITSANDBYTES] for row in part]) for part in (fused, others)]
+        return f"{ratios[0]} where the fused matmul runs, {ratios[1]} elsewhere"
+
+    return on_one_gpu("matmul-GPU.json", shown, in_brief)
 
 
 def mark(row: dict[str, Any] | None) -> str:
@@ -220,15 +276,16 @@ def mark(row: dict[str, Any] | None) -> str:
     return text if row["notes"].get("fused") != "no" else f"*{text}*"
 
 
-def clear(row: dict[str, Any], ratio: float | None) -> bool:
+def clear(row: dict[str, Any], ratio: float | None, other: str = UNPATCHED) -> bool:
     """Whether the patch served a step, and made a difference that is more than noise: more than each side differs from
     itself in that run, and the same way in four rounds of five."""
     if not ratio or (row["notes"].get(CALLS) == "0" and "cache" not in row["notes"]):
         return False
-    rounds = list(zip(row["times"][OURS], row["times"][UNPATCHED], strict=True))
+    rounds = list(zip(row["times"][OURS], row["times"][other], strict=True))
     median = row["median"]
-    same_way = sum((a < b) == (median[OURS] < median[UNPATCHED]) for a, b in rounds)
-    return abs(ratio - 1) > max(row["noise"].values()) and same_way >= 0.8 * len(rounds)
+    same_way = sum((a < b) == (median[OURS] < median[other]) for a, b in rounds)
+    noise = max(row["noise"][OURS], row["noise"][other])
+    return abs(ratio - 1) > noise and same_way >= 0.8 * len(rounds)
 
 
 def emphasized(row: dict[str, Any]) -> str:
@@ -246,70 +303,115 @@ def parts_of(row: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def steps() -> str:
-    """A table a GPU: a row a trainer, clock and length, a column a setting of the cache; in italics what is not clear."""
+    """A row a trainer and length, a column a setting of the cache; wall time and GPU time, in italics what is not clear. One
+    GPU, a line for each other."""
     parts = []
     for gpu in GPUS:
         found = [(who, file, data) for name, who in STEPS.items() for g, file, data in of_gpus(name) if g == gpu]
-        body: dict[tuple[str, ...], dict[str, str]] = {}
-        for who, _, data in found:
-            release = data["machine"]["releases"].get(who.split()[-1].lower(), "")
-            for row in data["sections"]["step"]:
-                _, length, setting, clock = parts_of(row)
-                key = (f"{who} {release}".strip(), clock or "wall time", length)
-                shown = f"{digits(row['median'][OURS])} ({times(row['ratio'][UNPATCHED])})"
-                cells = body.setdefault(key, {UNPATCHED: digits(row["median"][UNPATCHED])})
-                cells[setting or "patch"] = shown if clear(row, row["ratio"][UNPATCHED]) else f"*{shown}*"
         if not found:
             continue
-        columns = dict.fromkeys(sorted({name for cells in body.values() for name in cells}, key=SETTINGS.index))
-        rows = [[*key, *(cells.get(name, "") for name in columns)] for key, cells in body.items()]
         files = ", ".join(f"[{file}](data/{file}) of {data['machine']['date']}" for _, file, data in found)
-        parts.append(f"**{gpu}** ({files}):\n\n{table(('ms', 'clock', 'tokens', *columns), rows)}")
+        shown = step_table(found) if not parts else f"{gpu} ({files}): {steps_in_brief(found)}."
+        parts.append(shown if parts else f"**{gpu}** ({files}):\n\n{shown}")
     return "\n\n".join(parts) or "Not measured yet."
 
 
+Steps = list[tuple[str, str, dict[str, Any]]]  # who trains, data file, data
+
+
+def step_table(found: Steps) -> str:
+    body: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for who, _, data in found:
+        release = data["machine"]["releases"].get(who.split()[-1].lower(), "")
+        for row in sorted(data["sections"]["step"], key=lambda row: parts_of(row)[3]):  # wall time before GPU time
+            _, length, setting, _ = parts_of(row)
+            shown = f"{digits(row['median'][OURS])} ({times(row['ratio'][UNPATCHED])})"
+            cells = body.setdefault((f"{who} {release}".strip(), length), {})
+            cells.setdefault(setting or "patch", []).append(
+                shown if clear(row, row["ratio"][UNPATCHED]) else f"*{shown}*"
+            )
+            if not setting:
+                cells.setdefault(UNPATCHED, []).append(digits(row["median"][UNPATCHED]))
+    columns = sorted({name for cells in body.values() for name in cells}, key=SETTINGS.index)
+    rows = [[*key, *(" / ".join(cells.get(name, [])) for name in columns)] for key, cells in body.items()]
+    return table(("ms, wall time / GPU time", "tokens", *columns), rows)
+
+
+def steps_in_brief(found: Steps) -> str:
+    rows = [row for _, _, data in found for row in data["sections"]["step"]]
+    some = "" if any(clear(row, row["ratio"][UNPATCHED]) for row in rows) else "no clear difference, "
+    who = " and ".join(dict.fromkeys(who for who, _, _ in found))
+    return f"{who}, wall time, {some}{span([row['ratio'][UNPATCHED] for row in rows])}"
+
+
+def cache_rows(data: dict[str, Any]) -> list[tuple[str, str, str, dict[str, Any]]]:
+    """(model, batch x tokens, setting of the cache, row) of whole models; without settings that are gone."""
+    found = [(*parts_of(row)[:3], row) for row in data["sections"]["step"]]
+    return [each for each in found if each[2] in (*CACHE_PARTS, "") and "layers" not in each[0]]
+
+
 def cache() -> str:
-    """GPU time of a step by the setting of the cache, a table a GPU; the last column is the aim."""
-    parts = []
-    for gpu, file, data in of_gpus("step-cache-GPU.json"):
+    """GPU time of a step by the setting of the cache; the last column is the aim."""
+
+    def shown(data: dict[str, Any]) -> str:
         body: dict[tuple[str, str], dict[str, str]] = {}
-        for row in data["sections"]["step"]:
-            who, length, setting, _ = parts_of(row)
+        for who, length, setting, row in cache_rows(data):
             cells = body.setdefault((who, length), {"unpatched": digits(row["median"][UNPATCHED])})
             cells[setting or "patch"] = digits(row["median"][OURS])
             cells[DENSE] = cells.pop(DENSE, digits(row["median"][DENSE]))
         heading = ["ms", "tokens", *next(iter(body.values()))]
-        rows = [[who, length, *cells.values()] for (who, length), cells in body.items()]
-        parts.append(f"{conditions(gpu, file, data)}\n\n{table(heading, rows)}")
-    return "\n\n".join(parts) or "Not measured yet."
+        return table(heading, [[who, length, *cells.values()] for (who, length), cells in body.items()])
+
+    def in_brief(data: dict[str, Any]) -> str:
+        ratios = {
+            part: [row["ratio"][UNPATCHED] for _, _, setting, row in cache_rows(data) if setting == part]
+            for part in ("", "cache all")
+        }
+        return f"without a cache {span(ratios[''])}, with everything cached {span(ratios['cache all'])}"
+
+    return on_one_gpu("step-cache-GPU.json", shown, in_brief)
 
 
 def experts() -> str:
-    """A step's wall time, GPU time and peak memory, and tokens a second, with and without; a table a GPU."""
-    parts = []
-    for gpu, file, data in of_gpus("step-moe-GPU.json"):
+    """A step's wall time, GPU time and peak memory, and tokens a second, with and without."""
+
+    def shown(data: dict[str, Any]) -> str:
         body: dict[tuple[str, ...], list[str]] = {}
         for row in data["sections"]["step"]:
-            shown = emphasized(row)
+            figure = emphasized(row)
             if row["subject"].startswith("generation"):
                 _, layers, batch, *clock = row["subject"].split(", ")
                 cells = body.setdefault(("Qwen3-30B-A3B", f"generation, {batch}, {layers}"), [""] * 4)
-                cells[len(clock)] = shown if clock else f"{shown} tokens/s"
+                cells[len(clock)] = figure if clock else f"{figure} tokens/s"
                 continue
             who, length, how, clock = parts_of(row)
             how = how.removesuffix(CACHED)
             cells = body.setdefault((who, f"{length}, {how}"), [""] * 4)
             if not row["notes"].get("cache"):
-                cells[1 if clock else 0] = shown
+                cells[1 if clock else 0] = figure
                 cells[3] = row["notes"]["peak memory"].replace(" (unpatched", " /").replace(")", "")
             elif clock:
-                cells[2] = (
-                    f"{digits(row['median'][OURS])} ({times(row['ratio'][UNPATCHED])}) in {row['notes']['cache']}"
-                )
-        rows = [[*key, *cells] for key, cells in body.items()]
+                ours = f"{digits(row['median'][OURS])} ({times(row['ratio'][UNPATCHED])})"
+                cells[2] = f"{ours} in {row['notes']['cache']}"
         heading = ("model", "step", "wall time, ms", "GPU time, ms", "GPU time, everything cached", "peak memory")
-        parts.append(f"{conditions(gpu, file, data)}\n\n{table(heading, rows)}")
-    return "\n\n".join(parts) or "Not measured yet."
+        return table(heading, [[*key, *cells] for key, cells in body.items()])
+
+    def in_brief(data: dict[str, Any]) -> str:
+        steps = [(parts_of(row), row) for row in data["sections"]["step"] if "tokens" in row["sizes"]]
+        busy = [(how, row["ratio"][UNPATCHED]) for (_, _, how, clock), row in steps if clock]
+        kinds = ("checkpointing", "no checkpointing", f"checkpointing{CACHED}")
+        found = [f"{kind} {span([ratio for how, ratio in busy if how == kind])}" for kind in kinds]
+        return f"GPU time of a step: {', '.join(found)}"
+
+    return on_one_gpu("step-moe-GPU.json", shown, in_brief)
+
+
+def grpo() -> str:
+    """With how far runs of one side lie apart: they are few."""
+    rows = figures("grpo-GPU.json")
+    noise = max((value for row in rows for value in row["noise"].values()), default=0)
+    runs = f"{len(rows[0]['times'][OURS])} runs a side, which differ by up to {noise:.0%}." if rows else ""
+    return f"{measured('grpo-GPU.json', 'grpo')()}\n\n{runs}"
 
 
 def data_files() -> str:
@@ -325,14 +427,14 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "releases": releases,
     "instructions": instructions,
     "verified": verified,
-    "dequantize": measured("bench-GPU.json", "dequantize", "bf16"),
-    "dequantize-matmul": measured("bench-GPU.json", "dequantize + matmul"),
+    "dequantize": measured("bench-GPU.json", "dequantize", "bf16", sizes=True),
+    "dequantize-matmul": in_brief("bench-GPU.json", "dequantize + matmul"),
     "host": measured("bench-GPU.json", "host"),
-    "challenge": measured("challenge-GPU.json", "challenge"),
+    "challenge": measured("challenge-GPU.json", "challenge", "total"),
     "steps": steps,
     "cache": cache,
     "experts": experts,
     "matmul": matmul,
     "generation": measured("generate-GPU.json", "generation"),
-    "grpo": measured("grpo-GPU.json", "grpo"),
+    "grpo": grpo,
 }

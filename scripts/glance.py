@@ -1,4 +1,4 @@
-"""What the README says at a glance, from docs/data/*.json: what a user gains, on which GPU, and four results."""
+"""What the README and "Will it help me" say at a glance, from docs/data/*.json: what to type, what a user gains, on which GPU."""
 
 from __future__ import annotations
 
@@ -73,17 +73,24 @@ def cache_gain(name: str, gpu: str) -> str:
 
 
 def experts_gain(name: str, gpu: str) -> str:
-    """GPU time with checkpointing, and what the memory that is saved without it costs."""
+    return experts_step(name, gpu, "checkpointing")
+
+
+def cached_experts_gain(name: str, gpu: str) -> str:
+    return experts_step(name, gpu, f"checkpointing{CACHED}")
+
+
+def unchecked_experts_gain(name: str, gpu: str) -> str:
+    """Without checkpointing: what the second dequantization costs, and the memory that it saves."""
     rows = step_rows(name, gpu, "no checkpointing", GPU_TIME)
     if not rows:
         return ""
     ours, stock = (float(part.split()[0]) for part in rows[0]["notes"]["peak memory"].rstrip(")").split(" (unpatched "))
-    less = f"{(stock - ours) / 2:.1f} GiB less memory per layer"
-    return f"{cached_experts_gain(name, gpu, '')}; without checkpointing {describe(gains_of(rows))} and {less}"
+    return f"{experts_step(name, gpu, 'no checkpointing')}, and {(stock - ours) / 2:.1f} GiB less memory a layer"
 
 
-def cached_experts_gain(name: str, gpu: str, cached: str = CACHED) -> str:
-    gains = gains_of(step_rows(name, gpu, f"checkpointing{cached}", GPU_TIME))
+def experts_step(name: str, gpu: str, setting: str) -> str:
+    gains = gains_of(step_rows(name, gpu, setting, GPU_TIME))
     return describe(gains) + " (GPU time)" * bool(gains)
 
 
@@ -92,12 +99,15 @@ def describe(gains: Sequence[Gain]) -> str:
     if gains and not any(gain.clear for gain in gains):
         return f"no clear difference ({span([gain.ratio for gain in gains])})"
     parts = [f"{times(gain.ratio) if gain.clear else 'not clear'} at {gain.tokens:,}" for gain in gains]
-    return ", ".join(parts) + " tokens per step" * bool(parts)
+    return ", ".join(parts) + " tokens a step" * bool(parts)
 
 
 def generation_gain(name: str, gpu: str) -> str:
     rows = [row for row in figures(name, gpu) if row["ratio"].get(STOCK) and row["subject"].endswith("compiled")]
-    parts = ", ".join(f"{times(row['ratio'][STOCK])} at batch {row['sizes']['batch']}" for row in rows)
+    found = [
+        (row["sizes"]["batch"], ratio, clear(row, ratio, STOCK)) for row in rows for ratio in [row["ratio"][STOCK]]
+    ]
+    parts = ", ".join(f"{times(ratio) if sure else 'not clear'} at batch {batch}" for batch, ratio, sure in found)
     return parts + " (compiled)" * bool(rows)
 
 
@@ -107,24 +117,107 @@ def rollout_gain(name: str, gpu: str) -> str:
     return ", ".join(f"{what} {times(ratio)}" for what, row, ratio in found if clear(row, ratio) and ratio > 1)
 
 
+SETUPS = {  # what a user does: what to type, what it gains, the data file
+    "peft or TRL": ("`enable()`", step_gain, "step-peft-GPU.json"),
+    "peft or TRL, memory to spare": ('`enable(cache="auto")`', cache_gain, "step-peft-GPU.json"),
+    "a mixture of experts, peft": ('`enable(experts="4bit")`', experts_gain, "step-moe-GPU.json"),
+    "Unsloth up to 2026.9": ("`enable()`", step_gain, "step-unsloth-2026.9.7-GPU.json"),
+    "Unsloth from 2026.10 on, PyTorch ≥ 2.11": ('`enable(cache="auto")`', cache_gain, "step-unsloth-GPU.json"),
+    "4-bit generation": ('`enable(matmul="auto")`', generation_gain, "generate-GPU.json"),
+}
+MORE_SETUPS = {  # on the page "Will it help me" alone
+    "Unsloth from 2026.10 on": ("`enable()`", step_gain, "step-unsloth-GPU.json"),
+    "a mixture of experts, memory to spare": (
+        '`enable(experts="4bit", cache="auto")`',
+        cached_experts_gain,
+        "step-moe-GPU.json",
+    ),
+    "a mixture of experts without gradient checkpointing": (
+        '`enable(experts="4bit")`',
+        unchecked_experts_gain,
+        "step-moe-GPU.json",
+    ),
+    "RL with TRL's GRPO, the model itself generates": ('`enable(matmul="auto")`', rollout_gain, "grpo-GPU.json"),
+}
+
+
+def chooser() -> str:
+    """What you train with, what you type, what you gain: on the first GPU."""
+    rows = [(who, typed, gain(name, GPUS[0])) for who, (typed, gain, name) in SETUPS.items()]
+    rows += [
+        ("on a GPU older than a T4, AMD, Intel, Apple", "", "nothing: the originals run"),
+        ("on your GPU", "`nf4-patch bench --step peft`", "tells you in a minute"),
+    ]
+    return table(("what you train with", "what you type", f"what you gain on an {GPUS[0]}"), rows)
+
+
 def gains() -> str:
     """A row for each setup that was measured, a column for each GPU."""
-    setups = (
-        ("training with peft or TRL and bitsandbytes", step_gain, "step-peft-GPU.json"),
-        ("the same with `enable(cache=...)`, every weight cached", cache_gain, "step-peft-GPU.json"),
-        ("training with Unsloth up to 2026.9", step_gain, "step-unsloth-2026.9.7-GPU.json"),
-        ("training with Unsloth from 2026.10 on", step_gain, "step-unsloth-GPU.json"),
-        ("the same with `enable(cache=...)`, every weight cached", cache_gain, "step-unsloth-GPU.json"),
-        ("training a mixture of experts with peft, experts packed in 4 bits", experts_gain, "step-moe-GPU.json"),
-        ("the same with `enable(cache=...)`, every weight cached", cached_experts_gain, "step-moe-GPU.json"),
-        ('4-bit generation with `enable(matmul="auto")`', generation_gain, "generate-GPU.json"),
-        ('RL with TRL\'s GRPO, the model generating, `enable(matmul="auto")`', rollout_gain, "grpo-GPU.json"),
+    setups = (SETUPS | MORE_SETUPS).items()
+    found = [[who, typed, *(gain(name, gpu) for gpu in GPUS)] for who, (typed, gain, name) in setups]
+    return table(
+        ("what you train with", "what you type", *(f"gain on an {gpu}" for gpu in GPUS)),
+        [row for row in found if any(row[2:])],
     )
-    found = [[words, *(gain(name, gpu) for gpu in GPUS)] for words, gain, name in setups]
-    rows = [row for row in found if any(row[1:])]
-    here = [0, *(i for i, _ in enumerate(GPUS, 1) if any(row[i] for row in rows))]
-    heading = ("your setup", *(f"what you gain on an {gpu}" for gpu in GPUS))
-    return table([heading[i] for i in here], [[row[i] for i in here] for row in rows])
+
+
+def headline() -> str:
+    """One figure and its conditions."""
+    row = figures("step-peft-GPU.json")[0]
+    ours, theirs = (f"{digits(row['median'][side])} ms" for side in (OURS, UNPATCHED))
+    tokens = row["sizes"]["batch"] * row["sizes"]["tokens"]
+    return (
+        f"A training step of {tokens} tokens takes {ours} instead of {theirs} ({times(row['ratio'][UNPATCHED])}, wall time): "
+        f"peft, four layers of Llama-3.1-8B with random weights, {GPUS[0]}."
+    )
+
+
+GIB = 2**30
+MEMORIES = {"16 GB": 16e9, "24 GB": 24e9, "48 or 80 GB": 48e9}
+MARGIN, MARGIN_PART = 2**29, 1 / 24  # what cache="auto" leaves free, as in patching/cache/auto.py
+PARTS = {"cache all": "all weights", "cache 3/4": "3/4 of them", "cache 1/2": "1/2", "cache 1/4": "1/4", "": "none"}
+
+
+def models() -> dict[str, dict[str, Any]]:
+    """Of whole models: the rows of their steps, by the setting of the cache."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in figures("step-cache-GPU.json"):
+        who, _, setting, _ = parts_of(row)
+        if setting in PARTS and "layers" not in who:
+            found.setdefault(who, {})[setting] = row
+    return found
+
+
+def room(memory: float) -> float:
+    return memory - memory * MARGIN_PART - MARGIN
+
+
+def fits() -> str:
+    """The largest cache of a measured step that a GPU has room for, and the GPU time that this step gained."""
+    rows = []
+    for who, settings in models().items():
+        cells = [times(settings[""]["ratio"][UNPATCHED])]
+        for memory in MEMORIES.values():
+            setting = next(part for part in PARTS if part in settings and peak(settings[part]) <= room(memory))
+            cells.append(f"{PARTS[setting]}: {times(settings[setting]['ratio'][UNPATCHED])}")
+        rows.append((who, settings["cache all"]["notes"]["cache"], *cells))
+    return table(("model", "all weights take", "no cache", *MEMORIES), rows)
+
+
+def fits_case() -> str:
+    """The arithmetic of one cell of ``fits``."""
+    row, memory = models()["Llama-3.1-8B"]["cache all"], MEMORIES["24 GB"]
+    steps = [f"{part / GIB:.1f}" for part in (peak(row), memory, memory * MARGIN_PART, MARGIN, room(memory))]
+    verdict = "all weights fit" if peak(row) <= room(memory) else "not all weights fit"
+    return (
+        "With all weights cached its step of {} tokens peaks at {} GiB. 24 GB are {} GiB; less {} and {} GiB that "
+        '`"auto"`\nleaves free, {} GiB are left: {}.'
+    ).format(row["sizes"]["tokens"], *steps, verdict)
+
+
+def peak(row: dict[str, Any]) -> float:
+    """Bytes, of a step with the patch."""
+    return float(row["notes"]["peak memory"].split()[0]) * GIB
 
 
 def gpus() -> str:
@@ -163,10 +256,22 @@ def results() -> str:
         if row := found[first]:
             ours = f"{digits(row['median'][OURS])} {UNITS.get(row['unit'], row['unit'])}"
             ratios = found[other]["ratio"] if found[other] else {}
-            elsewhere = " / ".join(times(ratios[peer]) for peer in (BITSANDBYTES, UNPATCHED, fused) if peer in ratios)
+            elsewhere = " / ".join(
+                times(ratios[peer]) if clear(found[other], ratios[peer], peer) else f"*{times(ratios[peer])}*"
+                for peer in (BITSANDBYTES, UNPATCHED, fused)
+                if peer in ratios
+            )
             rows.append((words, ours, cell(row, BITSANDBYTES) or cell(row, UNPATCHED), cell(row, fused), elsewhere))
     libraries = (f"{name} {release('bench-GPU.json', name.lower())}" for name in (BITSANDBYTES, "Unsloth"))
     return table((first, OURS, *libraries, f"on an {other}"), rows)
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"gains": gains, "gpus": gpus, "results": results}
+BLOCKS: dict[str, Callable[[], str]] = {
+    "headline": headline,
+    "chooser": chooser,
+    "gains": gains,
+    "fits": fits,
+    "fits-case": fits_case,
+    "gpus": gpus,
+    "results": results,
+}

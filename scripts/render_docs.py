@@ -17,7 +17,6 @@ import inspect
 import json
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -39,15 +38,19 @@ IMAGES, PACKAGE = ROOT / "docs" / "images", ROOT / "nf4_patch"
 def targets() -> str:
     from nf4_patch.patching.targets import TARGETS
 
-    rows = [(t.library, t.releases, f"`{t.name}`", t.covers, ", ".join(t.tested)) for t in TARGETS]
-    return table(("library", "releases", "what is replaced", "which covers", "tested with"), rows)
+    groups: dict[tuple[str, str], list[str]] = {}
+    for t in TARGETS:
+        row = (f"{t.library} {t.releases}", ", ".join(t.tested))
+        groups.setdefault(row, []).append(f"`{t.name.removeprefix(f'{t.library}.')}`: {t.covers}")
+    rows = [(library, "<br>".join(found), tested) for (library, tested), found in groups.items()]
+    return table(("library", "what is replaced: which covers", "tested with"), rows)
 
 
 def reasons() -> str:
     from nf4_patch.patching.reasons import Reason
 
-    rows = [(f"[{r.name}](#{r.name.lower()})", r.sentence, r.advice or "nothing to do" * r.is_expected) for r in Reason]
-    return table(("reason", "meaning", "what to do"), rows)
+    rows = [(f"`{r.name}`", r.sentence, r.advice, "yes" * r.is_expected) for r in Reason]
+    return table(("reason", "meaning", "what to do", "expected"), rows)
 
 
 def variables() -> str:
@@ -76,17 +79,13 @@ def imports() -> str:
     folders: dict[str, list[str]] = {}
     for module in edges:
         folders.setdefault(parent(module), []).append(module)
-    floors = []
+    rows = []
     for floor in ("tools", "patching", "nf4"):
-        lines = []
         for folder in sorted(name for name in folders if f"{name}.".startswith(f"nf4_patch.{floor}.")):
             names = " ".join(sorted(set(map(last, folders[folder])) - {"__init__"}))
             below = {parent(other) for module in folders[folder] for other in edges[module]} - {folder, "nf4_patch"}
-            arrow = ", ".join(sorted(map(short, below)))
-            rows = [*textwrap.wrap(names, 80), *([f"  ──▶ {arrow}"] if arrow else [])]
-            lines += [f"{short(folder) * (not i):18}{row}" for i, row in enumerate(rows)]
-        floors.append("\n".join(lines))
-    return "```text\n" + f"\n{'─' * 98}\n".join(floors) + "\n```"
+            rows.append((short(folder), names, ", ".join(sorted(map(short, below)))))
+    return table(("folder", "modules", "imports from"), rows)
 
 
 def parent(module: str) -> str:

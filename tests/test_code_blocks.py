@@ -6,11 +6,13 @@ has to be in COMMANDS.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -20,10 +22,11 @@ import torch
 from run_example import environment
 
 import nf4_patch
+from nf4_patch.patching import placement
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-OUTPUT = ("text", "{toctree}", "{eval-rst}")  # shown, not typed
+OUTPUT = ("text", "{toctree}", "{eval-rst}", "{include}")  # shown, not typed
 MIXTURE = "Qwen/Qwen3-30B-A3B"  # a tiny one is loaded in its place
 TRAIN = """
 import torch, bitsandbytes
@@ -62,6 +65,7 @@ class Run(NamedTuple):
 # a line of a bash block -> how it is run, or why not, and what runs it instead
 COMMANDS: dict[str, Run | str] = {
     "nf4-patch doctor": Run("bitsandbytes.functional.dequantize_4bit", codes=(0, 1)),
+    "NF4_PATCH=1 NF4_PATCH_STRICT=1 python train.py": Run(f"nf4_patch {nf4_patch.__version__} is on: NF4_PATCH=1"),
     "nf4-patch run --report torchrun --nproc-per-node 8 train.py": Run("1 in the kernel, 0 fell back"),
     "nf4-patch run --report accelerate launch --num_processes 8 train.py": Run("1 in the kernel, 0 fell back"),
     "NF4_PATCH=1 torchrun --nproc-per-node 8 train.py": "integration/test_examples.py, test_no_change_of_code",
@@ -70,8 +74,8 @@ COMMANDS: dict[str, Run | str] = {
         "needs two GPUs: gpu/test_distributed.py; over gloo in integration/test_examples.py"
     ),
     "nf4-patch verify": "half a minute: tools/test_cli.py",
-    "nf4-patch bench": "needs a GPU: gpu/test_performance.py",
     "nf4-patch bench --step peft": "needs a GPU: tools/test_bench.py",
+    "pip install .": "installs packages; of a wheel: integration/test_wheel.py",
     "scripts/demo": "installs packages; the demo itself: integration/test_examples.py",
 }
 
@@ -116,6 +120,26 @@ def checkpoint_of_experts(folder: Path) -> str:
 NAMES: dict[str, Callable[[Path, str], Any]] = {"trainer": trainer, "model": mixture_of_experts}
 
 
+@contextlib.contextmanager
+def library(script: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The library of add-a-library.md with the adapters and the ROW of its block, and the patch on."""
+
+    def unpack(packed: torch.Tensor, quant_state: Any) -> torch.Tensor:
+        raise AssertionError("the original ran")
+
+    toy = ModuleType("toy")
+    toy.unpack = unpack
+    monkeypatch.setitem(sys.modules, "toy", toy)
+    monkeypatch.setitem(sys.modules, "nf4_patch.patching.adapters.toy", script)
+    nf4_patch.enable()
+    placement.install(script.ROW, toy, wanted=True)
+    try:
+        yield toy
+    finally:
+        nf4_patch.disable()
+        assert placement.installed.pop(script.ROW.name) and toy.unpack is unpack
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_code_block(block, tmp_path, checkpoint, monkeypatch):
     assert block.language in ("python", "bash", *OUTPUT), "python, bash, or text for what is printed"
@@ -131,6 +155,9 @@ def test_code_block(block, tmp_path, checkpoint, monkeypatch):
         exec(compile(code, str(block), "exec"), vars(script))
         if "trainer.train()" in code:
             assert nf4_patch.status().hits > 0
+        for name in [name for name in vars(script) if name.startswith("test_")]:
+            with library(script, monkeypatch) as toy:
+                vars(script)[name](toy, nf4_patch)
     elif block.language == "bash":
         (tmp_path / "train.py").write_text(TRAIN)
         for command in commands_of(block):
@@ -142,9 +169,15 @@ def test_code_block(block, tmp_path, checkpoint, monkeypatch):
 
 def run(command: str, how: Run, folder: Path) -> None:
     words = shlex.split(command.replace("--nproc-per-node 8", f"--standalone --nproc-per-node {how.processes}"))
+    variables = dict(word.split("=", 1) for word in itertools.takewhile(lambda word: "=" in word, words))
     path = f"{Path(sys.executable).parent}:{environment()['PATH']}"
     done = subprocess.run(
-        words, cwd=folder, env=environment(PATH=path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        words[len(variables) :],
+        cwd=folder,
+        env=environment(PATH=path, **variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert done.returncode in how.codes, done.stdout
     assert done.stdout.count(how.prints) == 1, done.stdout

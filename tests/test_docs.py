@@ -45,10 +45,44 @@ def test_every_generated_part_is_somewhere():
         assert f"<!-- {name}: generated -->" in text and f"<!-- /{name} -->" in text, name
 
 
-def test_readme_is_short():
-    lines = README.read_text().splitlines()
-    assert len(lines) <= 130
-    assert len(" ".join(line for line in lines if not line.startswith("|")).split()) <= 900
+def test_readme_and_docs_are_short():
+    """Lines of the README, and of the pages and notes without docs/data; and none is made long to be one."""
+    pages = [page for page in render_docs.pages() if page.parent.name != "data"]
+    lines = {page: page.read_text().splitlines() for page in pages}
+    assert len(lines.pop(README)) <= 120
+    assert sum(map(len, lines.values())) <= 1400
+    for page in pages:
+        wide = [line for line in written(page).splitlines() if len(line) > 130 and not line.startswith("|")]
+        assert not wide, f"{page.name}: {wide}"
+
+
+def test_first_screen():
+    """A sentence and a figure, how to install, how to switch on, what one gains, and the picture, in 30 lines."""
+    screen = "\n".join(README.read_text().splitlines()[:30])
+    wanted = (
+        "<!-- headline:",
+        "pip install",
+        "nf4_patch.enable()",
+        "<!-- chooser:",
+        "at-a-glance.svg",
+        "bench --step peft",
+    )
+    assert [part for part in wanted if part not in screen] == []
+    assert screen.index("<!-- /headline") < screen.index("pip install") < screen.index("<!-- chooser:")
+
+
+def test_every_ratio_of_the_first_screen_is_measured_and_clear():
+    """It is in a data file of one GPU, which names its commit, and more than the noise of its run."""
+    figures = render_docs.figures
+    known = set()
+    for file in figures.DATA.glob(f"*-{figures.GPUS[0].lower()}.json"):
+        data = json.loads(file.read_text())
+        for row in (row for rows in data.get("sections", {}).values() for row in rows):
+            for other in {figures.UNPATCHED, figures.STOCK} & row["ratio"].keys():
+                if figures.clear(row, row["ratio"][other], other):
+                    known.add(figures.times(row["ratio"][other]))
+    shown = re.findall(r"\d\.\d\d\u00d7", "\n".join(README.read_text().splitlines()[:30]))
+    assert len(shown) > 10 and set(shown) <= known
 
 
 @pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.name)
@@ -95,7 +129,9 @@ def test_what_the_bench_writes_is_what_is_rendered(tmp_path, monkeypatch):
 
     machine = Machine("NVIDIA H200", "90", "1", "", {"torch": "2.11.0"}, date="2026-11-22", commit="1")
     sides = {"nf4_patch": Times((2.0,)), "bitsandbytes": Times((5.0,)), "ceiling": Times((1.0,))}
-    rows = [Row("64x64 bf16", "us", sides, bits({"bitsandbytes": same}), nbytes=1) for same in (True, False)]
+    rows = [
+        Row(f"64x{64 * factor} bf16", "us", sides, bits({"bitsandbytes": factor == 1}), nbytes=1) for factor in (1, 2)
+    ]
     text = json.dumps(Bench(machine, {"dequantize": rows}, {"dequantize": ""}).as_dict())
     (tmp_path / "bench-h200.json").write_text(text)
     monkeypatch.setattr(render_docs.figures, "DATA", tmp_path)
@@ -170,16 +206,35 @@ def test_when_a_difference_between_steps_is_clear(ours, calls, clear):
     assert render_docs.figures.clear(row, row["ratio"][UNPATCHED]) is clear
 
 
-def sections() -> dict[str, str]:
-    """The troubleshooting page by reason, in one line each."""
-    _, *parts = re.split(r"^### (.+)$", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.MULTILINE)
-    return {name: " ".join(body.split()) for name, body in zip(parts[::2], parts[1::2], strict=True)}
-
-
-def test_every_reason_has_its_section_and_no_other():
-    assert list(sections()) == [reason.name for reason in Reason]
+def test_troubleshooting_says_more_of_reasons_and_not_the_same_again():
+    """The table is generated; under it stands what the sentence and the advice of a reason do not say."""
+    more = written(ROOT / "docs" / "troubleshooting.md").split("## Reasons")[1]
+    named = [
+        name for names in re.findall(r"^\* \*\*([^*]+)\*\*:", more, flags=re.MULTILINE) for name in names.split(", ")
+    ]
+    assert len(named) == more.count("\n* ") + 2 == len(set(named)) and set(named) <= Reason.__members__.keys()
+    text = " ".join(more.split()).lower()
     for reason in Reason:
-        assert sections()[reason.name].lower().startswith(reason.sentence.lower()), reason.name
+        assert reason.sentence.lower() not in text and (not reason.advice or reason.advice.lower() not in text), (
+            reason.name
+        )
+
+
+def test_functions_that_the_design_page_names_exist():
+    from nf4_patch.nf4.dequantize.launch import Launch
+    from nf4_patch.nf4.runtime import Memo
+    from nf4_patch.nf4.weight import Weight
+    from nf4_patch.patching import guards, hooks, placement, quant_state, replacement
+    from nf4_patch.patching.cache.cached import Cached
+    from nf4_patch.patching.dequantizer import Dequantizer
+
+    known = {each.__name__.rpartition(".")[2]: each for each in (Launch, Memo, Weight, Cached, Dequantizer)}
+    known |= {each.__name__.rpartition(".")[2]: each for each in (guards, hooks, placement, quant_state, replacement)}
+    path = (ROOT / "docs" / "design.md").read_text().split("## From `enable()`")[1].split("## Import order")[0]
+    names = [name.split(".") for name in re.findall(r"`([A-Za-z_]+\.[a-z_]+)`", path) if not name.endswith(".py")]
+    assert len(names) > 10
+    for owner, function in names:
+        assert hasattr(known[owner], function), f"{owner}.{function}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -187,6 +242,13 @@ def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if "://" not in link:
             assert (page.parent / link).exists(), link
+
+
+def test_tables_that_contributing_names_exist():
+    found = re.findall(r"`([A-Z_]+)` in `([\w/]+\.py)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(found) > 4
+    for table, file in found:
+        assert re.search(rf"^{table}\b", (ROOT / file).read_text(), re.MULTILINE), f"{file}: {table}"
 
 
 def test_tests_that_the_docs_name_exist():
@@ -197,10 +259,16 @@ def test_tests_that_the_docs_name_exist():
             assert (ROOT / "tests" / name).exists(), f"{page.name}: {name}"
 
 
-def test_every_example_is_in_the_readme():
-    scripts = {p.name for p in (ROOT / "examples").glob("*.*") if p.suffix in (".py", ".ipynb")}
+def test_every_example_is_in_the_gallery():
+    scripts = {p.name for p in (ROOT / "examples").glob("*.*") if p.suffix in (".py", ".ipynb", ".yaml")}
     for name in scripts - {"offline.py", "record.py"}:  # what the examples share
-        assert f"examples/{name}" in README.read_text(), name
+        assert f"(../examples/{name})" in (ROOT / "docs" / "examples.md").read_text(), name
+
+
+def test_every_page_is_in_the_menu():
+    menu = (ROOT / "docs" / "index.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.stem == "index" or f"\n{page.stem}\n" in menu, page.name
 
 
 def test_commands_exist():
