@@ -215,6 +215,50 @@ def fits_case() -> str:
     ).format(row["sizes"]["tokens"], *steps, verdict)
 
 
+class Mixture(NamedTuple):
+    """The shapes of a mixture of experts, as in its configuration on the Hub."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    inner: int  # of an expert
+    vocabulary: int
+
+    def packed(self) -> int:
+        """Parameters of experts and attention."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.experts * self.hidden * self.inner)
+
+    def others(self) -> int:
+        """Of embedding and head, which stay in 16 bits."""
+        return 2 * self.vocabulary * self.hidden
+
+
+MIXTURES = {
+    "gpt-oss-20b": Mixture(24, 2880, 64, 8, 64, 32, 2880, 201088),
+    "Qwen3-30B-A3B": Mixture(48, 2048, 32, 4, 128, 128, 768, 151936),
+    "Mixtral-8x7B": Mixture(32, 4096, 32, 8, 128, 8, 14336, 32000),
+    "GLM-4.5-Air": Mixture(45, 4096, 96, 8, 128, 128, 1408, 151552),
+}
+PACKED = 1 / 2 + 1 / 64 + 4 / 64 / 256  # bytes of a parameter: its code, absmax and the absmax of 256 of those
+
+
+def mixtures() -> str:
+    """What a mixture takes, and what it leaves of a GPU's memory."""
+    rows, memories = [], (16, 24, 48, 80)
+    for name, shapes in MIXTURES.items():
+        parameters, taken = shapes.packed() + shapes.others(), PACKED * shapes.packed() + 2 * shapes.others()
+        left = [memory - taken / 1e9 for memory in memories]
+        cells = [f"{each:.0f}" if each >= 1 else "no room" for each in left]
+        rows.append(
+            (name, f"{parameters / 1e9:.0f} billion", f"{2 * parameters / 1e9:.0f}", f"{taken / 1e9:.0f}", *cells)
+        )
+    return table(("model", "parameters", "in 16 bits", "packed", *(f"left of {each} GB" for each in memories)), rows)
+
+
 def peak(row: dict[str, Any]) -> float:
     """Bytes, of a step with the patch."""
     return float(row["notes"]["peak memory"].split()[0]) * GIB
@@ -273,5 +317,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "fits": fits,
     "fits-case": fits_case,
     "gpus": gpus,
+    "mixtures": mixtures,
     "results": results,
 }

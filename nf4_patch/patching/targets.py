@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import importlib
 import sys
@@ -16,14 +15,6 @@ from .switch import switch
 # A release's parameter names; a function with others is left alone, by name.
 Parameters = tuple[str, ...]
 ANY: tuple[Parameters, ...] = ()  # of a function that is written in C, whose parameters cannot be read
-
-
-class Reads(enum.Enum):
-    """Which calls of a target only read their result, and may be handed a cached weight."""
-
-    NEVER = "the result belongs to the caller"
-    INSIDE = "inside the library's functions that only read it: the rows of cache.reads"
-    ALWAYS = "whoever calls it multiplies by the weight"
 
 
 @dataclass(frozen=True)
@@ -66,7 +57,6 @@ class Target:
     unless: str = ""  # an attribute of the module that makes this row void
     only: str = ""  # "matmul", "cache", "experts": in place only where that is switched on
     lazy: bool = False  # its package imports the module only when it is used
-    reads: Reads = Reads.NEVER  # which of its calls may be handed a cached weight
     after: str = ""  # installed when this module is imported, and not with its own
     uncounted: str = ""  # what ``status()`` says of a row whose calls are neither hits nor fallbacks
     copied: bool = False  # other modules hold it by value: sweep them when the module was imported first
@@ -143,7 +133,6 @@ TARGETS = (
         tested=TESTED_BITSANDBYTES,
         parameters=(("A", "quant_state", "absmax", "out", "blocksize", "quant_type"),),
         replace="adapters.bitsandbytes:dequantize_4bit",
-        reads=Reads.INSIDE,
         covers="backward of every Linear4bit, forward before 0.50; peft merge and DoRA; model.dequantize()",
         copied=True,
     ),
@@ -153,7 +142,6 @@ TARGETS = (
         tested=TESTED_OP_RELEASES,
         parameters=(LINEAR_4BIT,),
         replace="adapters.bitsandbytes:dequant_linear",
-        reads=Reads.ALWAYS,
         covers="forward of Linear4bit in training, and its recompute under gradient checkpointing",
     ),
     MatmulTarget(
@@ -204,7 +192,6 @@ TARGETS = (
         tested=("2026.6.9", "2026.9.7"),
         parameters=(FAST_DEQUANTIZE,),
         replace="adapters.unsloth:fast_dequantize",
-        reads=Reads.INSIDE,
         covers="every 4-bit weight of Unsloth's LoRA kernels, decoding and saving",
         unless="_fast_dequantize_bnb",
         copied=True,
@@ -224,7 +211,6 @@ TARGETS = (
         tested=("2026.9.14", "2026.10.9"),
         parameters=(FAST_DEQUANTIZE, (*FAST_DEQUANTIZE, "dtype")),
         replace="adapters.unsloth:fast_dequantize",
-        reads=Reads.INSIDE,
         covers="every 4-bit weight of Unsloth's LoRA kernels, decoding and saving",
     ),
     MatmulTarget(
@@ -279,7 +265,7 @@ TARGETS = (
         tested=("2026.10.9",),
         parameters=(("cls", "compile_options", "kinds"),),
         replace="adapters.unsloth:compiled_layers",
-        covers="cached weights in Unsloth's compiled layers, with enable(cache=...) only, and a size of memory",
+        covers="cached weights in Unsloth's compiled layers, with enable(cache=...) only",
     ),
     Target(
         function="transformers.integrations.moe:ExpertsInterface._global_mapping.grouped_mm",
@@ -288,7 +274,6 @@ TARGETS = (
         parameters=(EXPERTS,),
         lazy=True,
         replace="adapters.transformers:grouped_mm",
-        reads=Reads.ALWAYS,
         covers="mixtures of experts in 4 bits: training saves the packed experts and not the dense ones",
     ),
     Target(

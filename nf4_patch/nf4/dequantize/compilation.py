@@ -20,7 +20,7 @@ MEASURED = ((9, 0),)  # capabilities that docs/data has times of
 # Warps per CTA by (lowest capability, fewest elements); the last row that fits is taken.
 # H200, torch 2.11, triton 3.6.0, percent of the same traffic without a decode, 8 warps and 16: 512x2048 98.6 and 96.2,
 # 1024x4096 97.9 and 96.7, 4096x4096 95.8 and 98.3, 14336x4096 96.9 and 98.8, 8192x8192 97.7 and 99.6.
-# sm_75 to sm_89 and sm_100 on are not measured: 4 warps keep the most CTAs of the smallest GPU (T4) in flight.
+# Only sm_90 is measured. On sm_75, 4 warps keep the most CTAs of the smallest GPU (T4) in flight.
 NUM_WARPS = {((7, 5), 0): 4, ((8, 0), 0): 8, ((9, 0), 2**23): 16}
 UNROLL = 2  # as in kernels: steps of a CTA
 INTERPRETER_WARPS = 256  # the interpreter runs a CTA as one Python call: few, large ones
