@@ -11,7 +11,6 @@ import json
 import re
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -90,12 +89,6 @@ def test_mixture_of_experts(model, options, tmp_path):
     assert on["losses"][-1] < on["losses"][0]
 
 
-def checkpoint(model: str, folder: Path) -> None:
-    """One of examples/offline.py, tiny."""
-    code = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import offline; "
-    run([sys.executable, "-c", f"{code} offline.checkpoint({model!r}, folder={str(folder)!r})"], EXAMPLES)
-
-
 @pytest.mark.parametrize(
     ("script", "option"), [("qlora_trl.py", ""), ("qlora_unsloth.py", ""), ("grpo_trl.py", "matmul=args.matmul")]
 )
@@ -139,7 +132,7 @@ def test_grpo(tmp_path, monkeypatch):
     steps, prompts, generations, tokens = 2, 2, 2, 8
     for name, value in {"STEPS": steps, "PROMPTS": prompts, "GENERATIONS": generations, "TOKENS": tokens}.items():
         monkeypatch.setattr(grpo, name, value)
-    checkpoint("random", tmp_path)
+    run([sys.executable, "-c", f"import offline; offline.checkpoint('random', folder={str(tmp_path)!r})"], EXAMPLES)
     off, on, auto = records = [grpo.run(matmul, str(tmp_path)) for matmul in grpo.VARIANTS.values()]
     for record in records:
         assert record["rollouts"]["tokens"] == steps * prompts * generations * tokens

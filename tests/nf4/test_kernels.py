@@ -40,8 +40,12 @@ def test_every_absmax_byte_with_every_packed_byte(dtype, blocksize, device):
     check(*every_pair(dtype, device, blocksize))
 
 
+# Between the ends a blocksize changes a shift alone; `nf4-patch verify` meets each in tools/test_cli.py.
+OTHERS = [pytest.param(blocksize, marks=pytest.mark.full) for blocksize in BLOCKSIZES[2:-1]]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("blocksize", BLOCKSIZES)
+@pytest.mark.parametrize("blocksize", [*BLOCKSIZES[:2], *OTHERS, BLOCKSIZES[-1]])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 def test_layouts(dtype, blocksize, quant_type, nested, device):

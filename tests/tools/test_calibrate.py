@@ -287,7 +287,6 @@ def broken(path, value):
 
 DAMAGED = {
     "empty": b"",
-    "cut": json.dumps({GPU: entry_of()}).encode()[:-30],
     "a list": b"[]",
     "deep": b"[" * 100_000,
     "no entry": json.dumps({GPU: [1, 2]}).encode(),
@@ -296,7 +295,6 @@ DAMAGED = {
     "a shape": broken(["matmul", "4096"], ranges((8, CONFIG))),
     "a field": broken(["matmul", "4096x4096", 1, "config", "warps"], 4),
     "a missing field": broken(["matmul", "4096x4096", 1, "config"], {"tiles": 2}),
-    "a text": broken(["matmul", "4096x4096", 1, "config", "tiles"], "1"),
     "a zero": broken(["matmul", "4096x4096", 1, "config", "tiles"], 0),
 }
 
@@ -326,7 +324,6 @@ def test_it_is_read_once_at_the_first_question(machine, tmp_path):
     [
         ({}, "~/.cache/nf4_patch/calibration.json"),
         ({"XDG_CACHE_HOME": "/c"}, "/c/nf4_patch/calibration.json"),
-        ({"NF4_PATCH_CALIBRATION": "auto", "XDG_CACHE_HOME": "/c"}, "/c/nf4_patch/calibration.json"),
         ({"NF4_PATCH_CALIBRATION": "/Some/File.json"}, "/Some/File.json"),
         ({"NF4_PATCH_CALIBRATION": "~/File.json"}, "~/File.json"),
         ({"NF4_PATCH_CALIBRATION": "OFF"}, None),
