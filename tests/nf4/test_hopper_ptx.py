@@ -61,37 +61,32 @@ def test_decode_gives_the_bits_of_dequantize(quant_type, nested, dtype):
 def work_ranges(plan, steps):
     """[start, end) of every CTA, as the kernel's work_range() has them, by turn."""
 
-    def start_of(chunk):
+    def start_of(turn):
+        chunk = plan.tiles * plan.split_k * turn // plan.ctas
         return chunk // plan.split_k * steps + chunk % plan.split_k * steps // plan.split_k
 
-    chunks = plan.tiles * plan.split_k
-    return [
-        (start_of(chunks * turn // plan.ctas), start_of(chunks * (turn + 1) // plan.ctas)) for turn in range(plan.ctas)
-    ]
+    return [(start_of(turn), start_of(turn + 1)) for turn in range(plan.ctas)]
 
 
-def test_every_tile_is_covered_once_and_split_as_its_first_cta_expects():
-    for row in HOPPER_ROWS:
-        assert row.config.stages % 2 == 0 and row.config.decoded >= 2  # see HopperConfig
-        for n in (8, 136, 1000, 4096, 8192, 11008, 14336, 28672, 50000):
-            for k in (64, 128, 320, 4096, 5120, 11008, 14336):
-                for m in (row.min_m, row.max_m):
-                    for processors in (78, 114, 132):
-                        plan = hopper.HopperPlan.of(row.config, processors, m, n, k)
-                        steps = k // 64
-                        parts = work_ranges(plan, steps)
-                        assert plan.tiles == -(-m // row.config.block_m) * -(-n // 128)
-                        assert 1 <= plan.ctas <= processors
-                        assert parts[0][0] == 0 and parts[-1][1] == plan.tiles * steps
-                        assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
-                        assert all(start < end for start, end in parts)
-                        for turn, (start, end) in enumerate(parts):
-                            if plan.split_k == 1:
-                                assert start % steps == end % steps == 0
-                            else:  # turn's tile, its chunk; the first one's CTA waits for turn + 1 .. + splits - 1
-                                assert turn // plan.split_k == start // steps == (end - 1) // steps
-                                assert (turn % plan.split_k == 0) == (start % steps == 0)
-                        assert 0 < plan.fill(processors) <= 1
+@pytest.mark.parametrize("row", HOPPER_ROWS, ids=lambda row: "-".join(map(str, row.config)))
+def test_every_tile_is_covered_once_and_split_as_its_first_cta_expects(row):
+    assert row.config.stages % 2 == 0 and row.config.decoded >= 2  # see HopperConfig
+    widths, depths = (8, 136, 1000, 4096, 8192, 11008, 14336, 28672, 50000), (64, 128, 320, 4096, 5120, 11008, 14336)
+    for n, k, m, processors in itertools.product(widths, depths, (row.min_m, row.max_m), (78, 114, 132)):
+        plan = hopper.HopperPlan.of(row.config, processors, m, n, k)
+        steps = k // 64
+        parts = work_ranges(plan, steps)
+        assert plan.tiles == -(-m // row.config.block_m) * -(-n // 128)
+        assert 1 <= plan.ctas <= processors and 0 < plan.fill(processors) <= 1
+        assert parts[0][0] == 0 and parts[-1][1] == plan.tiles * steps
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
+        for turn, (start, end) in enumerate(parts):
+            assert start < end
+            if plan.split_k == 1:
+                assert start % steps == end % steps == 0
+            else:  # turn's tile, its chunk; the first one's CTA waits for turn + 1 .. + splits - 1
+                assert turn // plan.split_k == start // steps == (end - 1) // steps
+                assert (turn % plan.split_k == 0) == (start % steps == 0)
 
 
 def test_the_table_has_what_was_measured_and_nothing_else(proven_release):
