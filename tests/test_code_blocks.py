@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from run_example import environment
+from run_example import completed
 
 import nf4_patch
+from benchmarks.checkpoint import load_4bit
 from nf4_patch.patching import placement
 
 ROOT = Path(__file__).parents[1]
@@ -90,26 +91,20 @@ def commands_of(block: Block) -> list[str]:
 def trainer(folder: Path, checkpoint: str) -> Any:
     """A Trainer of transformers for one step of a tiny 4-bit Llama with LoRA."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=quantization, device_map={"": "cpu"})
-    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    ids = torch.arange(16)
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     arguments = TrainingArguments(
         str(folder), max_steps=1, per_device_train_batch_size=1, use_cpu=True, report_to="none", save_strategy="no"
     )
-    return Trainer(model, arguments, train_dataset=[{"input_ids": ids, "labels": ids}])
+    data = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}]
+    return Trainer(get_peft_model(load_4bit(checkpoint, "cpu"), lora), arguments, train_dataset=data)
 
 
 def mixture_of_experts(folder: Path, checkpoint: str) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+    import mixtures
 
-    config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-        num_experts=2, num_experts_per_tok=1, moe_intermediate_size=64,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config)
+    return mixtures.random_model("Qwen3 MoE")
 
 
 def checkpoint_of_experts(folder: Path) -> str:
@@ -170,15 +165,7 @@ def test_code_block(block, tmp_path, checkpoint, monkeypatch):
 def run(command: str, how: Run, folder: Path) -> None:
     words = shlex.split(command.replace("--nproc-per-node 8", f"--standalone --nproc-per-node {how.processes}"))
     variables = dict(word.split("=", 1) for word in itertools.takewhile(lambda word: "=" in word, words))
-    path = f"{Path(sys.executable).parent}:{environment()['PATH']}"
-    done = subprocess.run(
-        words[len(variables) :],
-        cwd=folder,
-        env=environment(PATH=path, **variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    done = completed(words[len(variables) :], folder, subprocess.STDOUT, **variables)
     assert done.returncode in how.codes, done.stdout
     assert done.stdout.count(how.prints) == 1, done.stdout
 

@@ -18,7 +18,11 @@ from pathlib import Path
 import pytest
 
 import nf4_patch
+from benchmarks import grpo
 from nf4_patch.patching.reasons import Reason
+from nf4_patch.tools.bench.record import GPU_TIME, UNPATCHED, Bench, Check, Row, bits
+from nf4_patch.tools.bench.timing import Machine, Times
+from nf4_patch.tools.cli import main
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -96,19 +100,15 @@ def test_status_in_the_readme_is_what_it_prints(monkeypatch):
     from nf4_patch.patching.status import Status, TargetStatus
     from nf4_patch.patching.targets import TARGETS
 
-    for name in ("unsloth",):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "unsloth", raising=False)
     shown = README.read_text().split("```text\n")[1].split("\n```")[0]
     hits = {name: int(count) for name, count in re.findall(r"^  (\S+): patched, (\d+) hits$", shown, re.MULTILINE)}
-    states = dict.fromkeys(("bitsandbytes", "transformers", "peft", "torch"), State.PATCHED)
-    targets = tuple(
-        TargetStatus(
-            t.name,
-            State.INACTIVE if t.only and t.library in states else states.get(t.library, State.WAITING),
-            hits.pop(t.name, 0),
-        )
-        for t in TARGETS
-    )
+
+    def state_of(target):
+        is_imported = target.library in ("bitsandbytes", "transformers", "peft", "torch")
+        return (State.INACTIVE if target.only else State.PATCHED) if is_imported else State.WAITING
+
+    targets = tuple(TargetStatus(target.name, state_of(target), hits.pop(target.name, 0)) for target in TARGETS)
     assert str(Status(enabled=True, targets=targets, shapes={}, errors=())).startswith(shown) and not hits
 
 
@@ -123,18 +123,21 @@ def test_data_file_is_whole_and_named_by_its_command(file):
             assert {"gpu", "capability", "releases", "date", "commit"} <= data["machine"].keys()
 
 
-def test_what_the_bench_writes_is_what_is_rendered(tmp_path, monkeypatch):
-    from nf4_patch.tools.bench.record import Bench, Row, bits
-    from nf4_patch.tools.bench.timing import Machine, Times
-
+def recorded(name, folder, monkeypatch, **sections):
+    """A benchmark of these sections on an H200, written as the only data file, NAME-h200.json."""
     machine = Machine("NVIDIA H200", "90", "1", "", {"torch": "2.11.0"}, date="2026-11-22", commit="1")
+    bench = Bench(machine, sections, dict.fromkeys(sections, ""))
+    (folder / f"{name}-h200.json").write_text(json.dumps(bench.as_dict()))
+    monkeypatch.setattr(render_docs.figures, "DATA", folder)
+    return bench
+
+
+def test_what_the_bench_writes_is_what_is_rendered(tmp_path, monkeypatch):
     sides = {"nf4_patch": Times((2.0,)), "bitsandbytes": Times((5.0,)), "ceiling": Times((1.0,))}
     rows = [
         Row(f"64x{64 * factor} bf16", "us", sides, bits({"bitsandbytes": factor == 1}), nbytes=1) for factor in (1, 2)
     ]
-    text = json.dumps(Bench(machine, {"dequantize": rows}, {"dequantize": ""}).as_dict())
-    (tmp_path / "bench-h200.json").write_text(text)
-    monkeypatch.setattr(render_docs.figures, "DATA", tmp_path)
+    recorded("bench", tmp_path, monkeypatch, dequantize=rows)
     shown = render_docs.BLOCKS["dequantize"]().splitlines()[-2:]
     assert shown[0] == "| 64\u00d764 bf16 | 2.00 | 1.00 (50 %) | 5.00 (2.50\u00d7) |"
     assert shown[1].count("check failed") == 2 and "\u00d7)" not in shown[1]
@@ -148,36 +151,25 @@ def grpo_record(rate: float, fused: int, tokens: int = 8 * 16 * 64, reason: str 
 
 
 @pytest.mark.parametrize(
-    ("changes", "gain"),
+    ("changes", "gain", "failures"),
     [
-        ({}, "generation 2.00\u00d7, whole step 1.67\u00d7"),
-        ({"rate": 512}, ""),
-        ({"fused": 0}, ""),
-        ({"tokens": 1}, ""),
-        ({"reason": "INTERNAL_ERROR"}, ""),
+        ({}, "generation 2.00\u00d7, whole step 1.67\u00d7", 0),
+        ({"rate": 512}, "", 0),
+        ({"fused": 0}, "", 3),  # nothing ran
+        ({"tokens": 1}, "", 3),  # less work
+        ({"reason": "INTERNAL_ERROR"}, "", 3),
     ],
-    ids=["gains", "no gain", "nothing ran", "less work", "fell back"],
 )
-def test_grpo_is_shown_where_it_gains_and_its_checks_passed(changes, gain, tmp_path, monkeypatch):
-    from benchmarks import grpo
-    from nf4_patch.tools.bench.record import Bench
-    from nf4_patch.tools.bench.timing import Machine
-
+def test_grpo_is_shown_where_it_gains_and_its_checks_passed(changes, gain, failures, tmp_path, monkeypatch):
     stock, ours = grpo_record(512, 0), grpo_record(**{"rate": 1024, "fused": 9} | changes)
     runs = {name: [ours if name == grpo.OURS else stock] * 2 for name in grpo.VARIANTS}
-    machine = Machine("NVIDIA H200", "90", "1", "", {"torch": "2.11.0"}, date="2026-11-22", commit="1")
-    bench = Bench(machine, {"grpo": grpo.compare(runs)}, {"grpo": grpo.METHOD})
-    (tmp_path / "grpo-h200.json").write_text(json.dumps(bench.as_dict()))
-    monkeypatch.setattr(render_docs.figures, "DATA", tmp_path)
+    bench = recorded("grpo", tmp_path, monkeypatch, grpo=grpo.compare(runs))
     assert render_docs.glance.rollout_gain("grpo-GPU.json", "H200") == gain
-    failed = set(changes) & {"fused", "tokens", "reason"}
-    assert ("check failed" in render_docs.BLOCKS["grpo"]()) is bool(failed)
-    assert len(bench.problems()) == 3 * len(failed)
+    assert ("check failed" in render_docs.BLOCKS["grpo"]()) is bool(failures)
+    assert len(bench.problems()) == failures
 
 
 def test_every_data_file_is_written_by_a_command_that_exists():
-    from nf4_patch.tools.cli import main
-
     for command, _ in render_docs.figures.SOURCES.values():
         program, *words = command.split()
         if program == "nf4-patch":
@@ -187,20 +179,14 @@ def test_every_data_file_is_written_by_a_command_that_exists():
 
 
 @pytest.mark.parametrize(
-    ("ours", "calls", "clear"),
+    ("slower", "calls", "clear"),
     [
-        ([9, 9, 9, 9, 9], "84", True),
-        ([11, 11, 11, 11, 11], "84", True),
-        ([9, 9, 9, 9, 11], "84", True),
-        ([9, 9, 9, 11, 11], "84", False),  # four of five rounds, three of five
-        ([9, 9, 9, 9, 9], "0", False),  # nothing ran in the kernel
+        (0, "84", True), (5, "84", True), (1, "84", True), (2, "84", False),  # four of five rounds, three of five
+        (0, "0", False),  # nothing ran in the kernel
     ],
-)
-def test_when_a_difference_between_steps_is_clear(ours, calls, clear):
-    from nf4_patch.tools.bench.record import GPU_TIME, UNPATCHED, Check, Row
-    from nf4_patch.tools.bench.timing import Times
-
-    sides = {"nf4_patch": Times(tuple(ours)), UNPATCHED: Times((10,) * 5)}
+)  # fmt: skip
+def test_when_a_difference_between_steps_is_clear(slower, calls, clear):
+    sides = {"nf4_patch": Times((9,) * (5 - slower) + (11,) * slower), UNPATCHED: Times((10,) * 5)}
     row = Row(GPU_TIME, "ms", sides, {UNPATCHED: Check(True, "")}, notes={"kernel calls a step": calls}).as_dict()
     row["noise"] = dict.fromkeys(sides, 0.05)
     assert render_docs.figures.clear(row, row["ratio"][UNPATCHED]) is clear
@@ -272,8 +258,6 @@ def test_every_page_is_in_the_menu():
 
 
 def test_commands_exist():
-    from nf4_patch.tools.cli import main
-
     for page in PAGES:
         text = page.read_text()
         for verb in re.findall(r"nf4-patch ([a-z]+)\b(?! is)", text):
@@ -305,10 +289,9 @@ def test_docstrings_render_without_warnings(name):
     """As sphinx's napoleon and docutils read them; without these, that every line of Args has its name."""
     module = importlib.import_module(name)
     assert module.__doc__, f"{name} has no docstring"
-    tree = ast.parse(inspect.getsource(module))
     documented = [
         node
-        for node in ast.walk(tree)
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node)
     ]
     for node in documented:

@@ -1,9 +1,12 @@
-"""The cache on a GPU: what the allocator takes, streams, captured graphs, and a training with and without it."""
+"""The cache on a GPU: what the allocator takes, streams, captured graphs, trainings with and without it, its own size."""
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
+from subprocess_python import program
 from target import linear, same, step
 
 import nf4_patch
@@ -102,3 +105,34 @@ def test_checkpointed_training_to_the_bit_and_in_the_same_memory(mode, steps):
     assert same(got[:2], want[:2])
     assert cache.hits >= (cache.hits + cache.misses) * 0.3
     assert max(got[2]) - min(got[2]) < MIB
+
+
+@pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="unsloth is not installed")
+@pytest.mark.parametrize(("checkpointing", "steps"), [("0", 36), ("1", 100), ("unsloth", 36)])
+def test_a_training_of_unsloths_compiled_layers_to_the_bit(checkpointing, steps):
+    assert program("pinned_training", checkpointing, steps).stdout.split()[-1] == "equal"
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(10, marks=pytest.mark.slow)])
+def test_what_fits_without_auto_fits_with_it(first):
+    assert program("auto_cache", first, 50 if first else 10).stdout.split()[-1] == "auto"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "",
+        "roundup_power2_divisions:4",
+        "roundup_power2_divisions:[32:8,64:4,>:2]",
+        "max_split_size_mb:64",
+        "max_split_size_mb:100,roundup_power2_divisions:8",
+        "expandable_segments:True",
+    ],
+)
+def test_the_cache_counts_what_the_allocator_takes(settings):
+    program("cache_memory", PYTORCH_CUDA_ALLOC_CONF=settings)
+
+
+@pytest.mark.parametrize("cache", ["off", "1GiB"])
+def test_the_first_use_in_the_warmup_of_a_graph(cache):
+    program("first_use_in_warmup", cache)

@@ -6,6 +6,7 @@ Every call is a hit or deferred, graphs and breaks are as without. With cached w
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
 import sys
 from pathlib import Path
@@ -117,3 +118,21 @@ def test_two_hundred_steps_with_cached_weights(name, checkpoint, tmp_path):
         assert same_training(on, off), mode
         compiled = name == "unsloth" and importlib.metadata.version("unsloth") >= "2026.10"  # whose layers decode
         assert compiled or cache["hits"] >= 0.3 * (cache["hits"] + cache["misses"]) > 0, mode
+
+
+def test_the_notebook_from_the_first_cell_to_the_last(tmp_path, monkeypatch):
+    """t4_colab.ipynb, whose cells are plain Python, in one namespace; the first one finds everything installed."""
+    monkeypatch.setenv("NF4_NOTEBOOK_RESULTS", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((EXAMPLES / "t4_colab.ipynb").read_text())["cells"]
+    namespace: dict = {"__name__": "__main__"}
+    for number, cell in enumerate(cell for cell in cells if cell["cell_type"] == "code"):
+        exec(compile("".join(cell["source"]), f"cell {number}", "exec"), namespace)
+    report = (tmp_path / "report.txt").read_text()
+    assert namespace["problems"] == []
+    assert "none differs" in report and "losses and adapter: the same bits" in report
+    assert "differ from" not in report and "bits differ" not in report
+    assert (tmp_path / "t4.png").stat().st_size > 10_000
+    assert namespace["on"]["losses"] == namespace["off"]["losses"] and len(namespace["on"]["losses"]) == 10
+    assert {row["unit"] for row in namespace["measured"]} == {"us"}

@@ -36,37 +36,34 @@ def original(packed, state):
     return result
 
 
-def falls_back_by_name(message):
+def failing(error):
+    def fails(*arguments, **keywords):
+        raise error
+
+    return fails
+
+
+SIGNATURE = "function takes exactly 21 arguments (20 given)"
+CHANGED = runtime.KernelEntry(failing(TypeError(SIGNATURE)), (), (), "changed")
+FAILURES = {  # what stands where, and what status() says; other bits: found on a sample, before a weight sees them
+    "the compiler fails": (
+        type(compilation.kernels.dequantize_kernel), "warmup", failing(RuntimeError("ptxas exited with 255")), "with 255"
+    ),
+    "the launcher has another signature": (runtime.KernelEntry, "of", lambda *_: CHANGED, SIGNATURE),
+    "the kernel gives other bits": (runtime, "same_bits", lambda a, b: False, "bits differ from the reference"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_the_original_runs_where(failure, fresh, monkeypatch):
+    owner, name, replacement, message = FAILURES[failure]
+    monkeypatch.setattr(owner, name, replacement)
     packed, state = quantized((64, 128), torch.float16, CUDA)
     want = original(packed, state)
     for _ in range(3):
         assert torch.equal(F.dequantize_4bit(packed, state), want)
     assert dict(counters.fallbacks) == {(TARGET, Reason.KERNEL_FAILED): 3}
     assert any(message in error for error in nf4_patch.status().errors), nf4_patch.status().errors
-
-
-def test_the_compiler_fails(fresh, monkeypatch):
-    def fails(*args, **kwargs):
-        raise RuntimeError("ptxas exited with 255")
-
-    monkeypatch.setattr(type(compilation.kernels.dequantize_kernel), "warmup", fails)
-    falls_back_by_name("ptxas exited with 255")
-
-
-def test_the_launcher_has_another_signature(fresh, monkeypatch):
-    def call(*arguments):
-        raise TypeError("function takes exactly 21 arguments (20 given)")
-
-    monkeypatch.setattr(
-        runtime.KernelEntry, "of", lambda compiled, values: runtime.KernelEntry(call, (), (), "changed")
-    )
-    falls_back_by_name("takes exactly 21 arguments")
-
-
-def test_the_kernel_gives_other_bits(fresh, monkeypatch):
-    """A miscompiled kernel is found on its sample, before a weight sees it."""
-    monkeypatch.setattr(runtime, "same_bits", lambda a, b: False)
-    falls_back_by_name("bits differ from the reference")
 
 
 @contextlib.contextmanager

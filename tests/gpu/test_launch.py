@@ -1,16 +1,19 @@
-"""What only a GPU shows: remembered launches, streams, graphs, devices, sizes past 2^31."""
+"""What only a GPU shows: streams, graphs, alignment, sizes past 2^31, autocast, a result over its own input."""
 
 from __future__ import annotations
 
 import math
 
+import bitsandbytes as bnb
 import bitsandbytes.functional as F
 import pytest
 import torch
 from oracle import DTYPES, layout_of, quantized
 
+import nf4_patch
 from nf4_patch.nf4 import codes, runtime
 from nf4_patch.nf4.dequantize import compilation, launch, reference
+from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
 
@@ -42,15 +45,6 @@ def serve(server: Dequantizer, packed, state, **kwargs):
     result = server.of_state(packed, state, **kwargs)
     assert not isinstance(result, Reason), result
     return result
-
-
-def test_freed_and_reused_memory():
-    """The allocator hands the address of one weight to the next: what was remembered of the first is not taken for it."""
-    server = Dequantizer("test")
-    for seed in range(20):
-        packed, state = quantized((64 + 64 * (seed % 3), 256), torch.float16, CUDA, seed=seed)
-        assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
-        del packed, state
 
 
 def test_side_stream_and_event_order():
@@ -114,3 +108,32 @@ def test_alignment_of_the_packed_weight():
     view.copy_(packed)
     assert server.of_state(view, state) is Reason.MISALIGNED
     assert torch.equal(launch.dequantize(layout_of(view, state)), want)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 33, 64, 300])
+@pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16])
+def test_autocast_to_another_dtype(rows, autocast):
+    """bitsandbytes' own path decides the dtype of the result; with the fused matmul it is the same."""
+    packed, state = quantized((4096, 4096), torch.bfloat16, CUDA)
+    x = torch.randn(rows, 4096, dtype=torch.bfloat16, device=CUDA)
+    with torch.no_grad(), torch.autocast("cuda", autocast):
+        want = bnb.matmul_4bit(x, packed, state)
+        nf4_patch.enable(matmul="auto")
+        got = bnb.matmul_4bit(x, packed, state)
+    assert got.dtype is want.dtype
+    torch.testing.assert_close(got.float(), want.float(), rtol=0.02, atol=0.05 * want.float().std().item())
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_a_result_over_its_own_input_is_the_originals(rows):
+    packed, state = quantized((4096, 4096), torch.bfloat16, CUDA)
+    x = torch.randn(rows, 4096, dtype=torch.bfloat16, device=CUDA)
+    with torch.no_grad():
+        want = x.clone()
+        bnb.matmul_4bit(want, packed, state, out=want)
+        nf4_patch.enable(matmul="auto")
+        got = x.clone()
+        assert bnb.matmul_4bit(got, packed, state, out=got) is got
+    reasons = (Reason.OUT_MISMATCH, Reason.NOT_FASTER)
+    assert sum(counters.fallbacks["bitsandbytes.autograd._functions.matmul_4bit", reason] for reason in reasons) == 1
+    torch.testing.assert_close(got.float(), want.float(), rtol=0.02, atol=0.05 * want.float().std().item())

@@ -11,12 +11,10 @@ import json
 import re
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from run_example import EXAMPLES, GLOO, TORCHRUN, fallbacks, hits, on_and_off, run, run_example, same_training
-from safetensors.torch import load_file, save_file
 from subprocess_python import python
 
 from benchmarks import grpo
@@ -54,30 +52,25 @@ def test_demo(tmp_path):
     assert " ms " not in output and (tmp_path / "demo.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def trained(losses=(2.0, 1.0), adapter="0a", hits=6, fallbacks=None):
-    return {
-        "losses": losses,
-        "adapter": adapter,
-        "nf4_patch": {"targets": [{"hits": hits, "fallbacks": fallbacks or {}}]},
-    }
+def trained(losses=(2.0, 1.0), adapter="0a", hits=6, **fallbacks):
+    return {"losses": losses, "adapter": adapter, "nf4_patch": {"targets": [{"hits": hits, "fallbacks": fallbacks}]}}
 
 
 @pytest.mark.parametrize(
-    ("on", "verified", "problem"),
+    ("on", "verified", "problems"),
     [
-        ([trained()], True, None),
-        ([trained((2.0, 1.0000000000000002))], True, "losses or adapter differ"),
-        ([trained(adapter="0b")], True, "losses or adapter differ"),
-        ([trained(hits=0)], True, "the kernel never ran"),
-        ([trained(fallbacks={"NOT_CUDA": 3})], True, "calls fell back to the original"),
-        ([trained()], False, "the kernel's bits differ from bitsandbytes' on the model's weights"),
-        ([trained(), trained(adapter="0b")], True, "with the patch the training gives other bits when it is repeated"),
+        ([trained()], True, []),
+        ([trained((2.0, 1.0000000000000002))], True, ["losses or adapter differ"]),
+        ([trained(adapter="0b")], True, ["losses or adapter differ"]),
+        ([trained(hits=0)], True, ["the kernel never ran"]),
+        ([trained(NOT_CUDA=3)], True, ["calls fell back to the original"]),
+        ([trained()], False, ["the kernel's bits differ from bitsandbytes' on the model's weights"]),
+        ([trained(), trained(adapter="0b")], True,
+         ["with the patch the training gives other bits when it is repeated", "losses or adapter differ"]),
     ],
-)
-def test_what_the_demo_calls_a_failure(on, verified, problem):
-    problems = runpy.run_path(str(EXAMPLES / "demo.py"))["problems"]
-    found = problems([trained(hits=0)], on, verified)
-    assert problem in found if problem else found == []
+)  # fmt: skip
+def test_what_the_demo_calls_a_failure(on, verified, problems):
+    assert runpy.run_path(str(EXAMPLES / "demo.py"))["problems"]([trained(hits=0)], on, verified) == problems
 
 
 @pytest.mark.full
@@ -96,35 +89,6 @@ def test_mixture_of_experts(model, options, tmp_path):
     assert on["losses"][-1] < on["losses"][0]
 
 
-def checkpoint(model: str, folder: Path) -> None:
-    """One of examples/offline.py, tiny."""
-    code = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import offline; "
-    run([sys.executable, "-c", f"{code} offline.checkpoint({model!r}, folder={str(folder)!r})"], EXAMPLES)
-
-
-def in_mxfp4(folder: Path) -> None:
-    """Rewrite a saved gpt-oss as it is published: experts as blocks of 32 four-bit values and a scale for each."""
-    weights = load_file(folder / "model.safetensors")
-    for name in [name for name, weight in weights.items() if weight.dim() == 3]:
-        experts, rows, columns = weights.pop(name).shape
-        blocks = (experts, columns, rows // 32)
-        weights[f"{name}_blocks"] = torch.randint(256, (*blocks, 16), dtype=torch.uint8)
-        weights[f"{name}_scales"] = torch.randint(120, 124, blocks, dtype=torch.uint8)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    dense = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": dense}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-@pytest.mark.full
-def test_gpt_oss_as_it_is_published(tmp_path):
-    checkpoint("random-gpt-oss", tmp_path / "model")
-    in_mxfp4(tmp_path / "model")
-    on = run_example("qlora_moe.py", "--model", tmp_path / "model", "--steps", 2, "--tokens", 32, folder=tmp_path)
-    assert hits(on) >= 2 * 2 * 2 * 2  # steps, layers, stacks, passes
-
-
 @pytest.mark.parametrize(
     ("script", "option"), [("qlora_trl.py", ""), ("qlora_unsloth.py", ""), ("grpo_trl.py", "matmul=args.matmul")]
 )
@@ -136,16 +100,29 @@ def test_the_patch_is_one_line(script, option):
 
 
 @pytest.mark.full
-def test_trl_and_its_twin(tmp_path):
-    twin = tmp_path / "twin.py"
-    lines = (EXAMPLES / "qlora_trl.py").read_text().splitlines(keepends=True)
-    twin.write_text("".join(line for line in lines if "nf4_patch" not in line))
+def test_trl_with_the_callback_and_its_twin(tmp_path):
+    """ReportCallback in a real Trainer: hits in the log history, the report on stdout and as JSON. Then the same script
+    less what names nf4_patch: the same bits."""
+    lines = (EXAMPLES / "qlora_trl.py").read_text()
+    twin, script = tmp_path / "twin.py", tmp_path / "trained.py"
+    twin.write_text("".join(line for line in lines.splitlines(keepends=True) if "nf4_patch" not in line))
+    for before, after in (
+        ("from record import Record", "from record import Record\nfrom nf4_patch.callback import *"),
+        ("callbacks=[record]", "callbacks=[record, ReportCallback('report.json')]"),
+    ):
+        assert before in lines
+        lines = lines.replace(before, after)
+    lines += "\nprint('counted', [entry.get('nf4_patch_hits') for entry in trainer.state.log_history])\n"
+    script.write_text(lines)
     arguments = ("--steps", 2, "--rows", 1, "--tokens", 32)
-    on = run_example("qlora_trl.py", *arguments, folder=tmp_path)
-    off = run_example(twin, *arguments, folder=tmp_path, PYTHONPATH=str(EXAMPLES))
+    on, off = (run_example(file, *arguments, folder=tmp_path, PYTHONPATH=str(EXAMPLES)) for file in (script, twin))
     assert not off["nf4_patch"]["enabled"] and hits(off) == 0  # imported by bitsandbytes' entry point, and idle
     assert hits(on) == 2 * LINEARS and not fallbacks(on)
     assert same_training(on, off)
+    assert f"counted [{LINEARS}, {2 * LINEARS}," in on["output"]
+    assert f"nf4_patch is on: {2 * LINEARS} in the kernel, 0 fell back" in on["output"]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["enabled"] and sum(target["hits"] for target in report["targets"]) == 2 * LINEARS
 
 
 @pytest.mark.full
@@ -155,7 +132,7 @@ def test_grpo(tmp_path, monkeypatch):
     steps, prompts, generations, tokens = 2, 2, 2, 8
     for name, value in {"STEPS": steps, "PROMPTS": prompts, "GENERATIONS": generations, "TOKENS": tokens}.items():
         monkeypatch.setattr(grpo, name, value)
-    checkpoint("random", tmp_path)
+    run([sys.executable, "-c", f"import offline; offline.checkpoint('random', folder={str(tmp_path)!r})"], EXAMPLES)
     off, on, auto = records = [grpo.run(matmul, str(tmp_path)) for matmul in grpo.VARIANTS.values()]
     for record in records:
         assert record["rollouts"]["tokens"] == steps * prompts * generations * tokens
@@ -167,13 +144,6 @@ def test_grpo(tmp_path, monkeypatch):
     rows = grpo.compare({name: [record] for name, record in zip(grpo.VARIANTS, records, strict=True)})
     assert [row.times[name].median > 0 for row in rows for name in grpo.VARIANTS] == [True] * 9
     assert {name for row in rows for name, check in row.checks.items() if not check.passed} == {"hits", "fallbacks"}
-
-
-@pytest.mark.full
-def test_unsloth_reads_its_arguments_with_the_patch_on(tmp_path):
-    """As far as it goes without a GPU: the real Unsloth imports after the patch, and the script parses."""
-    output = run([sys.executable, EXAMPLES / "qlora_unsloth.py", "--help"], tmp_path, UNSLOTH_ALLOW_CPU="1")
-    assert "--model" in output and "Traceback" not in output
 
 
 @pytest.mark.full
@@ -192,27 +162,25 @@ def test_merge(tmp_path):
     assert (tmp_path / "merged" / "config.json").exists()
 
 
+CACHED = {"NF4_PATCH_CACHE": "1GiB"}  # it does nothing there: docs/usage.md, several GPUs
+BY_ACCELERATE = (*TORCHRUN, SUPPORT / "fsdp_on_cpu.py")
+TWO_PROCESSES = {  # the launcher, arguments, variables, bytes that are sharded
+    "ddp": (GLOO, (), {}, 0),
+    "fsdp2": (GLOO, ("--fsdp",), {}, SHARDED_BYTES),
+    "fsdp1 by accelerate": ((*BY_ACCELERATE, EXAMPLES / "fsdp1.yaml"), (), CACHED, SHARDED_BYTES),
+    "fsdp2 by accelerate": ((*BY_ACCELERATE, EXAMPLES / "fsdp2.yaml"), (), CACHED, SHARDED_BYTES),
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("mode", [(), ("--fsdp",)], ids=["ddp", "fsdp2"])
-def test_two_processes(mode, tmp_path):
+@pytest.mark.parametrize("name", TWO_PROCESSES)
+def test_two_processes(name, tmp_path):
+    launcher, mode, variables, sharded = TWO_PROCESSES[name]
     arguments = ("--steps", 2, "--tokens", 32, *mode)
-    on, off = on_and_off("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=GLOO)
+    on, off = on_and_off("qlora_torchrun.py", *arguments, folder=tmp_path, launcher=launcher, **variables)
     assert on["hits_by_process"] == [2 * LINEARS] * 2 and off["hits_by_process"] == [0, 0]
-    assert not fallbacks(on)
-    assert on["sharded_bytes"] == (SHARDED_BYTES if mode else 0)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("config", ["fsdp1.yaml", "fsdp2.yaml"])
-def test_two_processes_by_a_config_file_of_accelerate(config, tmp_path):
-    """With a cache, which does nothing there: docs/usage.md, several GPUs."""
-    launcher = (*TORCHRUN, SUPPORT / "fsdp_on_cpu.py", EXAMPLES / config)
-    options = {"folder": tmp_path, "launcher": launcher, "NF4_PATCH_CACHE": "1GiB"}
-    on, off = on_and_off("qlora_torchrun.py", "--steps", 2, "--tokens", 32, **options)
-    assert on["nf4_patch"]["cache"]["hits"] == 0
-    assert on["hits_by_process"] == [2 * LINEARS] * 2 and off["hits_by_process"] == [0, 0]
-    assert not fallbacks(on)
-    assert on["sharded_bytes"] == SHARDED_BYTES
+    assert not fallbacks(on) and on["sharded_bytes"] == sharded
+    assert not (variables and on["nf4_patch"]["cache"]["hits"])
 
 
 @pytest.mark.full
@@ -239,7 +207,7 @@ def test_a_packed_checkpoint_is_sharded(tmp_path):
 )
 def test_no_change_of_code(launcher, variables, hits, tmp_path):
     output = run([sys.executable, *launcher, TRAINING], tmp_path, **variables)
-    assert [int(n) for n in re.findall(r"hits: (\d+)", output)] == hits
+    assert list(map(int, re.findall(r"hits: (\d+)", output))) == hits
 
 
 @pytest.mark.full
@@ -267,42 +235,30 @@ def test_in_ipython(tmp_path):
     assert "hits: 1" in run([sys.executable, "-m", "IPython", cells], tmp_path)
 
 
-@pytest.mark.full
-def test_callback(tmp_path):
-    """ReportCallback in a real Trainer: hits in the log history, the report on stdout and as JSON."""
-    script = tmp_path / "trained.py"
-    lines = (EXAMPLES / "qlora_trl.py").read_text()
-    assert "callbacks=[record]" in lines
-    lines = lines.replace("from record import Record", "from record import Record\nfrom nf4_patch.callback import *")
-    lines = lines.replace("callbacks=[record]", "callbacks=[record, ReportCallback('report.json')]")
-    lines += "\nprint('counted', [entry.get('nf4_patch_hits') for entry in trainer.state.log_history])\n"
-    script.write_text(lines)
-    record = run_example(script, "--steps", 2, "--rows", 1, "--tokens", 32, folder=tmp_path, PYTHONPATH=str(EXAMPLES))
-    assert f"counted [{LINEARS}, {2 * LINEARS}," in record["output"]
-    assert f"nf4_patch is on: {2 * LINEARS} in the kernel, 0 fell back" in record["output"]
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["enabled"] and sum(target["hits"] for target in report["targets"]) == 2 * LINEARS
+TRAINED = f"import nf4_patch, runpy\nimport bitsandbytes\nrunpy.run_path({str(TRAINING)!r}, run_name='__main__')"
+FELL_BACK = """import nf4_patch; nf4_patch.enable()
+import torch, bitsandbytes.functional as F
+packed, state = F.quantize_4bit(torch.randn(64, 64))
+for _ in range(3): F.dequantize_4bit(packed, absmax=state.absmax, quant_state=state)
+for _ in range(3): F.dequantize_4bit(packed, state, blocksize=64)
+"""
 
 
-def test_logging(tmp_path):
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import nf4_patch", []),
+        (TRAINED, []),
+        ("import nf4_patch; nf4_patch.enable(); import bitsandbytes", ["INFO"]),
+        (FELL_BACK, ["INFO", "WARNING"]),
+    ],
+    ids=["imported", "trained", "enabled", "fell back"],
+)
+def test_logging(code, said, tmp_path):
     """Nothing on import, one INFO when it is enabled, one WARNING for each new reason, no more."""
-
-    def log_of(code: str) -> list[str]:
-        head = "import logging, sys; logging.basicConfig(format='LOG %(levelname)s %(name)s %(message)s', level=20)\n"
-        done = python(head + code, cwd=tmp_path)
-        return [line for line in done.stderr.splitlines() if line.startswith("LOG") and "nf4_patch" in line]
-
-    assert log_of("import nf4_patch") == []
-    training = f"import nf4_patch, runpy\nimport bitsandbytes\nrunpy.run_path({str(TRAINING)!r}, run_name='__main__')"
-    assert log_of(training) == []
-    (line,) = log_of("import nf4_patch; nf4_patch.enable(); import bitsandbytes")
-    assert line.startswith("LOG INFO nf4_patch nf4_patch is on")
-    lines = log_of(
-        "import nf4_patch; nf4_patch.enable()\n"
-        "import torch, bitsandbytes.functional as F\n"
-        "packed, state = F.quantize_4bit(torch.randn(64, 64))\n"
-        "for _ in range(3): F.dequantize_4bit(packed, absmax=state.absmax, quant_state=state)\n"
-        "for _ in range(3): F.dequantize_4bit(packed, state, blocksize=64)\n"
-    )
-    warnings = [line for line in lines if "WARNING" in line]
-    assert len(lines) == 2 and len(warnings) == 1 and "dequantize_4bit runs the original" in warnings[0]
+    head = "import logging, sys; logging.basicConfig(format='LOG %(levelname)s %(name)s %(message)s', level=20)\n"
+    lines = [line for line in python(head + code, cwd=tmp_path).stderr.splitlines() if line.startswith("LOG")]
+    lines = [line for line in lines if "nf4_patch" in line]
+    assert [line.split()[1] for line in lines] == said
+    texts = {"INFO": "LOG INFO nf4_patch nf4_patch is on", "WARNING": "dequantize_4bit runs the original"}
+    assert all(texts[level] in line for level, line in zip(said, lines, strict=True))

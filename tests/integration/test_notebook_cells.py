@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from nf4_patch.tools.cli import main
+
 TEXT = (Path(__file__).parents[2] / "examples" / "t4_colab.ipynb").read_text()
 NOTEBOOK = json.loads(TEXT)
 CODE = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 GPU, INSTALL = CODE[:2]
 COMPARE = next(cell for cell in CODE if "qlora_peft.py" in cell)
-ADDRESS = "https://example.org/nf4_patch-0.1.0-py3-none-any.whl"
+WHEEL = "nf4_patch-0.1.0-py3-none-any.whl"
+ADDRESS = f"https://example.org/{WHEEL}"
 
 
 def test_cells_are_plain_python_without_output():
@@ -26,14 +29,8 @@ def test_cells_are_plain_python_without_output():
     assert not any(cell.get("outputs") for cell in NOTEBOOK["cells"]), "a number belongs to the GPU that measured it"
     for cell in CODE:  # no magics: what is tested is what Colab runs
         assert not any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(cell)))
-
-
-def test_its_commands_exist():
-    from nf4_patch.tools.cli import main
-
-    for verb in ("doctor", "verify", "bench"):
-        assert verb in main.commands
-        assert f'\\"{verb}\\"' in TEXT
+    verbs = {verb for verb in main.commands if f'\\"{verb}\\"' in TEXT}
+    assert verbs == {"doctor", "verify", "bench"}
 
 
 def test_without_a_gpu_it_says_what_to_choose(monkeypatch):
@@ -60,42 +57,38 @@ def test_what_it_says_of_two_trainings(off, on, verdict, tmp_path, capsys):
     assert f"losses and adapter: {verdict}" in capsys.readouterr().out
 
 
-@pytest.fixture
-def installed(monkeypatch, tmp_path):
-    """What the first cell hands to pip where the package is not there; it has run when the list is not empty."""
-    commands: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command[5:]))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr("builtins.input", lambda prompt: f" {ADDRESS} ")
-    monkeypatch.delenv("NF4_PATCH_SOURCE", raising=False)
-    monkeypatch.chdir(tmp_path)
-    return commands
-
-
-def test_installs_from_a_wheel_beside_it(installed, tmp_path):
-    wheel = tmp_path / "nf4_patch-0.1.0-py3-none-any.whl"
-    wheel.touch()
-    exec(INSTALL, {})
-    assert installed == [[f"{wheel}[bench]"]]
-
-
-def test_installs_from_an_upload(installed, monkeypatch):
+def upload(monkeypatch, folder):
     colab = types.SimpleNamespace(files=types.SimpleNamespace(upload=lambda: {"uploaded.whl": b""}))
     monkeypatch.setitem(sys.modules, "google", types.SimpleNamespace(colab=colab))
     monkeypatch.setitem(sys.modules, "google.colab", colab)
+
+
+# where the package comes from, what makes it so, and what the first cell then hands to pip
+SOURCES = {
+    "a wheel beside it": (lambda monkeypatch, folder: (folder / WHEEL).touch(), f"{{folder}}/{WHEEL}[bench]"),
+    "an upload": (upload, "uploaded.whl[bench]"),
+    "typed": (lambda monkeypatch, folder: None, f"nf4-patch[bench] @ {ADDRESS}"),
+    "in the environment": (
+        lambda monkeypatch, folder: monkeypatch.setenv("NF4_PATCH_SOURCE", ADDRESS),
+        f"nf4-patch[bench] @ {ADDRESS}",
+    ),
+    "installed": (
+        lambda monkeypatch, folder: monkeypatch.setattr(importlib.util, "find_spec", lambda name: object()),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_where_it_installs_from(source, monkeypatch, tmp_path):
+    commands: list[list[str]] = []
+    typed = f" {ADDRESS} " if source == "typed" else ""
+    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command[5:]))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("builtins.input", lambda prompt: typed)
+    monkeypatch.delenv("NF4_PATCH_SOURCE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    prepare, wanted = SOURCES[source]
+    prepare(monkeypatch, tmp_path)
     exec(INSTALL, {})
-    assert installed == [["uploaded.whl[bench]"]]
-
-
-@pytest.mark.parametrize("given", ["typed", "in the environment"])
-def test_installs_from_an_address(installed, monkeypatch, given):
-    if given == "in the environment":
-        monkeypatch.setenv("NF4_PATCH_SOURCE", ADDRESS)
-    exec(INSTALL, {})
-    assert installed == [[f"nf4-patch[bench] @ {ADDRESS}"]]
-
-
-def test_installs_nothing_twice(installed, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    exec(INSTALL, {})
-    assert installed == []
+    assert commands == ([] if wanted is None else [[wanted.format(folder=tmp_path)]])

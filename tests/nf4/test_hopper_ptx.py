@@ -12,12 +12,10 @@ from oracle import layout_of, quantized
 from ptx_simulator import Cta, Source, Warp, memory_of, u64
 from subprocess_python import python
 
-from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.codes import code_of
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.matmul import hopper, launch, tuning
+from nf4_patch.nf4.matmul import hopper, launch
 from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS, SMALL_M_ROWS
-from nf4_patch.patching import calibrated, fused_matmul
 
 H200 = (9, 0)
 pytestmark = pytest.mark.skipif(hopper.RELEASE < (3, 6), reason="Triton without this Gluon")
@@ -63,78 +61,52 @@ def test_decode_gives_the_bits_of_dequantize(quant_type, nested, dtype):
 def work_ranges(plan, steps):
     """[start, end) of every CTA, as the kernel's work_range() has them, by turn."""
 
-    def start_of(chunk):
+    def start_of(turn):
+        chunk = plan.tiles * plan.split_k * turn // plan.ctas
         return chunk // plan.split_k * steps + chunk % plan.split_k * steps // plan.split_k
 
-    chunks = plan.tiles * plan.split_k
-    return [
-        (start_of(chunks * turn // plan.ctas), start_of(chunks * (turn + 1) // plan.ctas)) for turn in range(plan.ctas)
-    ]
+    return [(start_of(turn), start_of(turn + 1)) for turn in range(plan.ctas)]
 
 
-def test_every_tile_is_covered_once_and_split_as_its_first_cta_expects():
-    for row in HOPPER_ROWS:
-        assert row.config.stages % 2 == 0 and row.config.decoded >= 2  # see HopperConfig
-        for n in (8, 136, 1000, 4096, 8192, 11008, 14336, 28672, 50000):
-            for k in (64, 128, 320, 4096, 5120, 11008, 14336):
-                for m in (row.min_m, row.max_m):
-                    for processors in (78, 114, 132):
-                        plan = hopper.HopperPlan.of(row.config, processors, m, n, k)
-                        steps = k // 64
-                        parts = work_ranges(plan, steps)
-                        assert plan.tiles == -(-m // row.config.block_m) * -(-n // 128)
-                        assert 1 <= plan.ctas <= processors
-                        assert parts[0][0] == 0 and parts[-1][1] == plan.tiles * steps
-                        assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
-                        assert all(start < end for start, end in parts)
-                        for turn, (start, end) in enumerate(parts):
-                            if plan.split_k == 1:
-                                assert start % steps == end % steps == 0
-                            else:  # turn's tile, its chunk; the first one's CTA waits for turn + 1 .. + splits - 1
-                                assert turn // plan.split_k == start // steps == (end - 1) // steps
-                                assert (turn % plan.split_k == 0) == (start % steps == 0)
-                        assert 0 < plan.fill(processors) <= 1
+@pytest.mark.parametrize("row", HOPPER_ROWS, ids=lambda row: "-".join(map(str, row.config)))
+def test_every_tile_is_covered_once_and_split_as_its_first_cta_expects(row):
+    assert row.config.stages % 2 == 0 and row.config.decoded >= 2  # see HopperConfig
+    widths, depths = (8, 136, 1000, 4096, 8192, 11008, 14336, 28672, 50000), (64, 128, 320, 4096, 5120, 11008, 14336)
+    for n, k, m, processors in itertools.product(widths, depths, (row.min_m, row.max_m), (78, 114, 132)):
+        plan = hopper.HopperPlan.of(row.config, processors, m, n, k)
+        steps = k // 64
+        parts = work_ranges(plan, steps)
+        assert plan.tiles == -(-m // row.config.block_m) * -(-n // 128)
+        assert 1 <= plan.ctas <= processors and 0 < plan.fill(processors) <= 1
+        assert parts[0][0] == 0 and parts[-1][1] == plan.tiles * steps
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
+        for turn, (start, end) in enumerate(parts):
+            assert start < end
+            if plan.split_k == 1:
+                assert start % steps == end % steps == 0
+            else:  # turn's tile, its chunk; the first one's CTA waits for turn + 1 .. + splits - 1
+                assert turn // plan.split_k == start // steps == (end - 1) // steps
+                assert (turn % plan.split_k == 0) == (start % steps == 0)
 
 
 def test_the_table_has_what_was_measured_and_nothing_else(proven_release):
-    found = {}
-    for n, k in ((14336, 4096), (4096, 14336), (11008, 4096), (5120, 5120), (4096, 4096), (28672, 8192)):
-        for m in (64, 65, 128, 129, 159, 160, 256, 257, 448, 449, 512, 513, 1024):
-            config = hopper.config_for(H200, m, n, k)
-            found[n, k, m] = config and config.block_m
+    def rows(n, k, block_m):
+        measured = (64, 65, 128, 129, 159, 160, 256, 257, 448, 449, 512, 513, 1024)
+        return [m for m in measured if (config := hopper.config_for(H200, m, n, k)) and config.block_m == block_m]
+
     for shape in ((14336, 4096), (4096, 14336), (28672, 8192)):
-        expected = {65: 128, 128: 128, 160: 256, 256: 256, 449: 256, 512: 256}
-        assert {m: rows for (*size, m), rows in found.items() if tuple(size) == shape and rows} == expected
+        assert (rows(*shape, 128), rows(*shape, 256)) == ([65, 128], [160, 256, 449, 512])
     for shape in ((11008, 4096), (5120, 5120)):  # too few multiprocessors at work, or too small, for 256
-        assert {m for (*size, m), rows in found.items() if tuple(size) == shape and rows} == {65, 128}
-    assert not any(rows for (*size, _), rows in found.items() if size == [4096, 4096])
+        assert rows(*shape, 128) + rows(*shape, 256) == [65, 128]
+    # too small; TMA writes 16 bytes at least; a step of K has one scale
+    for shape in ((4096, 4096), (14336 + 4, 4096), (14336, 4096 + 32)):
+        assert not rows(*shape, 128) + rows(*shape, 256)
     assert hopper.config_for((8, 0), 128, 14336, 4096) is None
-    for n, k in ((14336 + 4, 4096), (14336, 4096 + 32)):  # TMA writes 16 bytes at least; a step of K has one scale
-        assert hopper.config_for(H200, 128, n, k) is None
-    assert launch.config_for(H200, 128, 14336, 4096) == HOPPER_ROWS[0].config
     assert launch.config_for(H200, 64, 14336, 4096) in [row.config for row in SMALL_M_ROWS]
     assert launch.first_config(SMALL_M_ROWS, H200, 128, 14336, 4096) is None
-
-
-def test_a_calibration_decides_up_to_its_last_row(proven_release, monkeypatch):
-    """It measures up to 64 rows; past them the shipped table decides."""
-    monkeypatch.setattr(calibrated, "rows", lambda device: {(14336, 4096): ((8, None), (64, None))})
-    monkeypatch.setattr(runtime, "multiprocessors", lambda device: tuning.MULTIPROCESSORS)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: H200)
-    config_for = fused_matmul.config_for.__wrapped__  # nothing is remembered
-    assert config_for(0, 64, 14336, 4096) is None
-    assert config_for(0, 128, 14336, 4096) == HOPPER_ROWS[0].config
-    assert config_for(0, 64, 4096, 4096) is not None
-
-
-def test_each_type_of_offset_has_code_of_its_own(monkeypatch):
-    """Shared, the second one's bytes were read as the first one's type (H200)."""
-    asked = []
-    monkeypatch.setattr(runtime, "compiled", lambda kernel, _, values, warps, *kind: asked.append((id(kernel), kind)))
-    offsets = (None, torch.float32, torch.float16, torch.bfloat16)
-    for offset in offsets:
-        hopper.compiled(HOPPER_ROWS[0].config, torch.device("cpu"), torch.bfloat16, offset, False)
-    assert len(set(asked)) == len(offsets) + 1  # and one matmul
+    calibrated = ((8, None), (64, None))  # a calibration measures up to 64 rows
+    found = [launch.config_for(H200, m, 14336, 4096, calibrated=calibrated) for m in (8, 64, 128)]
+    assert found == [None, None, HOPPER_ROWS[0].config]
 
 
 @pytest.mark.parametrize("release", [(3, 5), (3, 8)])

@@ -14,7 +14,7 @@ from nf4_patch.nf4.dequantize import launch, reference
 from nf4_patch.nf4.weight import BLOCKSIZES, Weight
 from nf4_patch.patching import op
 
-SHAPES = [(256, 128), (64, 4096), (33, 77), (5,), (1, 1), (3, 7, 64), (2, 3, 5, 11), (129, 8), (4097,)]
+SHAPES = [(256, 128), (64, 4096), (5,), (1, 1), (3, 7, 64), (2, 3, 5, 11), (129, 8), (4097,), (33, 77)]
 
 
 def poisoned(layout: Weight) -> torch.Tensor:
@@ -22,7 +22,7 @@ def poisoned(layout: Weight) -> torch.Tensor:
 
 
 def check(packed: torch.Tensor, state: F.QuantState) -> None:
-    """Kernel, reference and op give bitsandbytes' numbers, and every element was written."""
+    """Kernel and reference give bitsandbytes' numbers, and every element was written."""
     layout = layout_of(packed, state)
     want = expected(packed, state)
     upright = want.t() if layout.transposed() else want
@@ -30,7 +30,6 @@ def check(packed: torch.Tensor, state: F.QuantState) -> None:
     assert got.dtype is want.dtype
     assert torch.equal(got, upright)
     assert torch.equal(reference.dequantize(layout), want)
-    assert torch.equal(op.dequantize(*layout), want)
     if packed.is_cuda:  # signs of zero too: the CPU library gives FP4's minus zero the other sign
         assert runtime.same_bits(got, upright)
 
@@ -41,13 +40,19 @@ def test_every_absmax_byte_with_every_packed_byte(dtype, blocksize, device):
     check(*every_pair(dtype, device, blocksize))
 
 
+# Between the ends a blocksize changes a shift alone; `nf4-patch verify` meets each in tools/test_cli.py.
+OTHERS = [pytest.param(blocksize, marks=pytest.mark.full) for blocksize in BLOCKSIZES[2:-1]]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("blocksize", BLOCKSIZES)
+@pytest.mark.parametrize("blocksize", [*BLOCKSIZES[:2], *OTHERS, BLOCKSIZES[-1]])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 def test_layouts(dtype, blocksize, quant_type, nested, device):
     for shape in SHAPES:
-        check(*quantized(shape, dtype, device, blocksize, nested, quant_type))
+        packed, state = quantized(shape, dtype, device, blocksize, nested, quant_type)
+        check(packed, state)
+    assert torch.equal(op.dequantize(*layout_of(packed, state)), expected(packed, state))
 
 
 @pytest.mark.parametrize("blocksize2", [1, 2, 16, 256, 4096])

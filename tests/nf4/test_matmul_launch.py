@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from oracle import layout_of, quantized
 from subprocess_python import python
 
-from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.matmul import hopper, kernels, launch, small_m
 from nf4_patch.nf4.matmul.tuning import (
     HOPPER_ROWS,
@@ -26,7 +24,6 @@ from nf4_patch.nf4.matmul.tuning import (
 from nf4_patch.nf4.weight import Weight
 
 H200 = (9, 0)
-GPU = torch.cuda.is_available()
 
 
 def test_table_of_measured_sizes(monkeypatch):
@@ -35,12 +32,15 @@ def test_table_of_measured_sizes(monkeypatch):
     shapes = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (8192, 28672)]
     for n, k in shapes:
         for m in (1, 2, 8, 9, 16, 17, 32, 33, 64):
-            assert launch.config_for(H200, m, n, k) is not None, (m, n, k)
+            assert isinstance(launch.config_for(H200, m, n, k), SmallMConfig), (m, n, k)
         for m in (65, 128, 513, 4096):
             config = launch.config_for(H200, m, n, k)
             assert isinstance(config, HopperConfig) if m <= 128 and n * k >= 26_000_000 else config is None
-        for capability in ((7, 5), (8, 0), (8, 9), (10, 0), (12, 0)):
-            assert launch.config_for(capability, 1, n, k) is None
+        assert not any(launch.config_for(other, 1, n, k) for other in ((7, 5), (8, 0), (8, 9), (10, 0), (12, 0)))
+    # as measured: dequantize + matmul is faster for small weights past a few rows
+    assert launch.config_for(H200, 16, 256, 2048) and not launch.config_for(H200, 17, 256, 2048)
+    assert [launch.pays(launch.MIN_ELEMENTS_UNALIGNED, m, 1024, 4112) for m in (32, 33)] == [True, False]
+    assert launch.pays(launch.MIN_ELEMENTS_UNALIGNED, 64, 4096, 4096)
 
 
 def test_every_row_is_reached():
@@ -134,68 +134,18 @@ def test_candidates_are_offered_and_never_taken():
         assert launch.first_config(SMALL_M_CANDIDATES, row.capability, row.max_m, 4096, 4096) is row.config
 
 
-class Compiler:
-    """Stands where Triton's JITFunction stands and keeps what it was asked for last."""
-
-    def warmup(self, *arguments, **values):
-        self.values = values
-        return object()
-
-
-@pytest.fixture
-def compiler(monkeypatch):
-    """An H200 without the H200: everything of matmul_4bit but the launches, which are recorded."""
-    made, launches = Compiler(), []
-    state = SimpleNamespace(compiler=made, launches=launches)
-    monkeypatch.setattr(kernels, "matmul_4bit_kernel", made)
-    monkeypatch.setattr(kernels, "sum_split_k_kernel", made)
-    monkeypatch.setattr(kernels, "copy_kernel", made)
-    monkeypatch.setattr(runtime, "_entries", {})
-    monkeypatch.setattr(launch, "_kernels", {})
-    entry = runtime.KernelEntry(lambda *call: launches.append(call), (), (), "test")
-    monkeypatch.setattr(runtime.KernelEntry, "of", lambda compiled, values: entry)
-    monkeypatch.setattr(runtime, "current_device", lambda: -1)  # what a CPU tensor's get_device() is
-    monkeypatch.setattr(runtime, "current_stream", lambda index: 7)
-    monkeypatch.setattr(runtime, "empty_strided_cuda", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: H200)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    return state
-
-
-def multiply(m, packed, state):
-    n, k = state.shape
-    x = torch.zeros(m, k, dtype=torch.bfloat16)
-    layout = layout_of(packed, state)
-    return launch.matmul_4bit(x, layout, config=launch.config_for(H200, m, n, k))
-
-
-@pytest.mark.skipif(GPU, reason="tests/gpu/test_matmul_kernels.py asks the compiler itself")
-def test_what_is_asked_of_the_compiler(compiler, monkeypatch):
+def test_what_is_asked_of_the_compiler(monkeypatch):
     """All registers for more than one tile of X, none in particular for one; and to begin early."""
+    asked = []
+    monkeypatch.setattr(small_m, "compiled", lambda *_, options: asked.append(options))
     monkeypatch.setattr(small_m, "TRITON_RELEASE", (3, 6))
     monkeypatch.setattr(small_m, "driver_version", lambda: 13000)
-    packed, state = quantized((4096, 512), torch.bfloat16, "cpu")
-    for m, registers in ((8, None), (24, 255)):
-        multiply(m, packed, state)
-        assert compiler.compiler.values["maxnreg"] == registers and compiler.compiler.values["launch_pdl"]
-        assert compiler.compiler.values["num_warps"] == (16 if m == 8 else 8)
-
-
-@pytest.mark.skipif(GPU, reason="tests/gpu/test_matmul_kernels.py runs the copies")
-def test_a_weight_off_16_bytes_is_read_from_a_copy(compiler):
-    """Its own at every call, on 16 bytes, of all of it."""
-    packed, state = quantized((256, 512), torch.bfloat16, "cpu")
-    aligned = torch.empty(packed.numel() + 16, dtype=torch.uint8)[: packed.numel()].view(-1, 1)
-    odd = torch.empty(packed.numel() + 16, dtype=torch.uint8)[4 : packed.numel() + 4].view(-1, 1)
-    multiply(8, aligned, state)
-    assert [call[5] for call in compiler.launches] == [aligned.data_ptr()]  # grid, 1, 1, stream, x, packed
-    multiply(8, odd, state)
-    _, copy, matmul = compiler.launches
-    _, _, _, stream, source, target, words = copy
-    assert (stream, source, words) == (7, odd.data_ptr(), 256 * 512 // 8)
-    assert matmul[5] == target != source and target % 16 == 0
+    layout = layout_of(*quantized((4096, 512), torch.bfloat16, "cpu"))
+    for m, warps in ((8, 16), (24, 8)):
+        cut = small_m.plan(launch.config_for(H200, m, 4096, 512), 132, m, 4096, 512, False, torch.float32, False)
+        assert cut.warps == warps
+        small_m.SmallMKernel(torch.device("cpu"), torch.bfloat16, layout, cut, m, False)
+    assert asked == [{"maxnreg": registers, "launch_pdl": True} for registers in (None, 255)]
 
 
 @pytest.mark.full
@@ -216,12 +166,3 @@ def test_every_row_compiles_for_every_gpu():
         assert int(registers) <= 255, name
         allowed = 72 if re.search(":(16|32)-", name) else 24 if name.startswith("x:64x") and int(arch) > 90 else 0
         assert int(stack) <= allowed, (arch, name, "spills")
-
-
-def test_small_weights_are_refused_past_a_few_rows():
-    """As measured: dequantize + matmul is faster there."""
-    assert launch.config_for(H200, 16, 256, 2048) and not launch.config_for(H200, 17, 256, 2048)
-    assert launch.config_for(H200, 64, 1024, 4096)
-    for rows, wanted in ((32, True), (33, False)):
-        assert launch.pays(launch.MIN_ELEMENTS_UNALIGNED, rows, 1024, 4112) is wanted
-    assert launch.pays(launch.MIN_ELEMENTS_UNALIGNED, 64, 4096, 4096)

@@ -34,7 +34,7 @@ def variant(capability, dtype, numel, blocksize, nested, whole, aligned):
 def cases(kind: str):
     """(capability, variant): what each row of the launch table gives for a usual weight, and more for sm_75."""
     wide = kind == "full"
-    for capability, dtype, numel in itertools.product(machine_code.CAPABILITIES, DTYPES, SIZES):
+    for capability, dtype, numel in itertools.product(machine_code.CAPABILITIES, DTYPES, SIZES[not wide :]):
         yield capability, variant(capability, dtype, numel, **USUAL)
     for dtype, blocksize, nested, whole in itertools.product(
         DTYPES, (32, 64, 128, 4096) if wide else (32, 64), (True, False), ("even", "ragged", "tail")

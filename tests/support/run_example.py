@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,22 @@ def environment(**changes: str) -> dict[str, str]:
     """This process's, without NF4_* variables. No GPU: every Triton kernel runs under the interpreter."""
     values = {k: v for k, v in os.environ.items() if not k.startswith("NF4_")}
     values |= {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    values["PATH"] = f"{Path(sys.executable).parent}:{values['PATH']}"
     if not torch.cuda.is_available():
         values["TRITON_INTERPRET"] = "1"
     return values | changes
 
 
-def run(command: list[Any], cwd: Path, **changes: str) -> str:
+def completed(
+    command: Iterable[Any], cwd: Path, stderr: int = subprocess.PIPE, **changes: str
+) -> subprocess.CompletedProcess[str]:
+    words = [str(part) for part in command]
+    return subprocess.run(words, cwd=cwd, env=environment(**changes), stdout=subprocess.PIPE, stderr=stderr, text=True)
+
+
+def run(command: Iterable[Any], cwd: Path, **changes: str) -> str:
     """stdout and stderr of a command that must succeed."""
-    done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=environment(**changes),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    done = completed(command, cwd, subprocess.STDOUT, **changes)
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
 

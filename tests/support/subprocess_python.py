@@ -71,15 +71,9 @@ def forked(code: str, folder: Path, path: list[str], environment: dict[str, str]
 
 
 def python(
-    code: str,
-    *,
-    interpreted: bool = False,
-    path: Path | None = None,
-    cwd: Path | None = None,
-    check: bool = True,
-    fresh: bool = False,
-    **environ: str,
-) -> subprocess.CompletedProcess[str]:
+    code: str, *, interpreted: bool = False, path: Path | None = None, cwd: Path | None = None, check: bool = True,
+    fresh: bool = False, **environ: str,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Run ``code``; its completed process, with output as text. ``path`` goes before site-packages."""
     code = INTERPRETED * interpreted + textwrap.dedent(code)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("NF4_") and k != "TRITON_INTERPRET"}

@@ -1,10 +1,13 @@
-"""The benchmark's honesty: no ratio without equal bits, a harness that catches wrong results, no numbers without a GPU."""
+"""The benchmarks' honesty: no ratio without equal bits, a harness that catches wrong results, no numbers without a GPU."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import io
-import json
+import math
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +16,12 @@ from oracle import layout_of, quantized
 from rich.console import Console
 from verbs import output_of
 
+from benchmarks import challenge, compile_time, generation
 from benchmarks.baselines import UNSLOTH_TRITON
 from nf4_patch.tools import llama, report
 from nf4_patch.tools.bench import matmul, timing
 from nf4_patch.tools.bench.record import BITSANDBYTES, CEILING, OURS, Bench, Row, accuracy, bits, table
+from nf4_patch.tools.bench.step import Step
 from nf4_patch.tools.bench.timing import Machine, Times
 
 MACHINE = Machine("a GPU", "90", "580.1", "SM clock 1 MHz", {"torch": "2.11.0", "triton": "3.6.0"})
@@ -80,16 +85,6 @@ def test_the_order_turns_every_round_and_a_warm_up_is_not_counted():
     assert "".join(said) == "baabba" and times["a"].values == (3, 6)
 
 
-def test_json_holds_every_time():
-    data = json.loads(json.dumps(report_of(comparison({BITSANDBYTES: True})).as_dict()))
-    (shown,) = data["sections"]["dequantize"]
-    assert shown["times"][OURS] == [10.0, 10.0] and shown["median"][OURS] == 10.0
-    assert shown["ratio"][BITSANDBYTES] == 2.5 and shown["sizes"] == {"n": 4096, "k": 4096}
-    assert shown["checks"][BITSANDBYTES]["passed"] is True
-    assert data["machine"]["releases"]["torch"] == "2.11.0" and {"date", "commit"} <= data["machine"].keys()
-    assert data["method"] == {"dequantize": "how"}
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("arguments", [[], ["--step", "peft"]])
 def test_no_gpu_no_numbers(arguments):
@@ -98,16 +93,14 @@ def test_no_gpu_no_numbers(arguments):
 
 
 def test_the_machine_names_releases_date_and_commit(monkeypatch):
-    properties = SimpleNamespace(uuid="0")
-    for name, value in {"current_device": 0, "get_device_properties": properties, "get_device_capability": (9, 0),
-                        "get_device_name": "a GPU"}.items():  # fmt: skip
+    for name, value in {"current_device": 0, "get_device_properties": SimpleNamespace(uuid="0"), "get_device_name": "a GPU",
+                        "get_device_capability": (9, 0)}.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(timing, "answer", lambda *command: "")  # nvidia-smi's
     monkeypatch.setattr(report, "answer", lambda *command: "0123abcd\n")  # git's
     machine = timing.machine()
-    assert machine.driver == "unknown" and machine.commit == "0123abcd"
-    assert machine.date == datetime.date.today().isoformat()
-    assert machine.releases["torch"] == torch.__version__
+    assert (machine.driver, machine.commit) == ("unknown", "0123abcd")
+    assert machine.date == datetime.date.today().isoformat() and machine.releases["torch"] == torch.__version__
     assert {"bitsandbytes", "triton", "nf4-patch", "python"} <= machine.releases.keys()
 
 
@@ -126,30 +119,6 @@ def test_a_step_is_in_the_dtype_that_the_gpu_computes_in(monkeypatch, capability
     assert (projection.compute_dtype, projection.weight.quant_state.dtype, model.lm_head.weight.dtype) == (dtype,) * 3
 
 
-# a fused matmul
-
-
-def product(ours: float, theirs: float) -> Row:
-    times = {OURS: Times((10.0, 10.0)), BITSANDBYTES: Times((30.0, 30.0)), matmul.DEQUANTIZE: Times((20.0, 20.0))}
-    return Row("M=8", "us", times, {"fp64": accuracy(ours, theirs)}, sizes={"m": 8}, notes={"fused": "yes"})
-
-
-def test_a_ratio_needs_the_accuracy_of_the_same_run():
-    good, bad = product(1e-3, 1e-3), product(1.02e-3, 1e-3)
-    assert good.ratio(BITSANDBYTES) == 3.0
-    assert good.ratio(matmul.UNSLOTH) is None
-    assert bad.ratio(BITSANDBYTES) is None
-    report = Bench(MACHINE, {"64x128 bf16": [good, bad]}, {"64x128 bf16": "how"})
-    assert report.exit_code == 1
-    assert report.problems() == ["64x128 bf16, M=8: error 1.020e-03 against fp64, dequantize + matmul 1.000e-03"]
-    text = text_of(*report.render())
-    assert text.count("3.00x") == 1 and text.count("2.00x") == 1
-    assert text.count("check failed") == 2
-    shown = report.as_dict()["sections"]["64x128 bf16"][1]
-    assert shown["ratio"][BITSANDBYTES] is None
-    assert shown["checks"]["fp64"]["error"] == 1.02e-3 > shown["checks"]["fp64"]["limit"]
-
-
 @pytest.mark.parametrize("nested", [True, False])
 def test_exact_is_the_weight_before_rounding(nested):
     packed, state = quantized((96, 256), torch.float32, "cpu", nested=nested)
@@ -157,3 +126,91 @@ def test_exact_is_the_weight_before_rounding(nested):
     assert weight.dtype is torch.float64
     assert torch.equal(weight.float(), matmul.reference.dequantize(layout_of(packed, state)))
     assert matmul.error(weight.float(), weight) < 1e-7
+
+
+# benchmarks/
+
+
+def right(layer):
+    from nf4_patch import triton_dequantize_nf4
+
+    return triton_dequantize_nf4(layer)
+
+
+CHALLENGE = {  # a dequantization, and what it is compared with
+    "right": (right, right),
+    "scale": (lambda layer: right(layer) * 1.02, right),
+    "dtype": (lambda layer: right(layer).float(), right),
+    "transposed": (lambda layer: right(layer).t(), right),
+    "unwritten": (lambda layer: torch.zeros_like(right(layer)), right),
+    "shifted": (lambda layer: right(layer).roll(1), right),
+    # as a wrong reference has it: bitsandbytes' own forward is the second check
+    "both": (lambda layer: right(layer) * 1.1, lambda layer: right(layer) * 1.1),
+}
+
+
+@pytest.mark.parametrize("name", CHALLENGE)
+def test_challenge_catches_a_wrong_dequantization(name):
+    torch.manual_seed(0)
+    mlp, x = challenge.MLP(128, 256, torch.bfloat16, "cpu"), torch.randn(2, 3, 128, dtype=torch.bfloat16)
+    with contextlib.nullcontext() if name == "right" else pytest.raises(challenge.WrongResult):
+        challenge.check(mlp, x, *CHALLENGE[name])
+
+
+def test_challenge_total_is_the_sum_and_needs_every_part_equal():
+    times = {OURS: Times((10.0, 10.0)), BITSANDBYTES: Times((25.0, 25.0))}
+    rows = [Row("a", "s", times, bits({BITSANDBYTES: equal})) for equal in (True, False)]
+    total = challenge.total(rows)
+    assert total.times[OURS].values == (20.0, 20.0)
+    assert not total.checks[BITSANDBYTES].passed and total.ratio(BITSANDBYTES) is None
+
+
+def test_a_first_step_is_compiled_again(monkeypatch):
+    model, folders = torch.nn.Linear(4, 1), []
+    monkeypatch.setattr(torch, "compile", lambda m: folders.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]) or m)
+    monkeypatch.setattr(Step, "__call__", lambda self: self.model(torch.ones(4)).sum().detach())
+    step = object.__new__(compile_time.FirstStep)
+    step.model, step.losses = model, []
+    step(), step()
+    assert folders[0] != folders[1] and step.model is model
+    assert step.losses == [model(torch.ones(4)).item()] * 2
+
+
+@pytest.mark.parametrize(
+    ("ours", "stock", "agree"), [(12.53, 12.531, True), (12.53, 12.59, False), (12.59, 12.53, False)]
+)
+def test_losses_of_two_compilations_need_agree_to_rounding_only(ours, stock, agree):
+    assert compile_time.agree([ours, ours], [stock]) is agree
+
+
+def test_a_rate_needs_hits_and_the_accuracy_of_the_same_run():
+    rates = {generation.STOCK: Times((100.0,)), OURS: Times((150.0,))}
+    exact, off = ({"64x64": accuracy(error, 1e-3, "64x64 ")} for error in (1e-3, 1.02e-3))
+    # hits, accuracy, difference of the logits: NaN is 0 / 0, nothing was computed
+    runs = ((224, exact, 1e-2), (0, exact, 0.0), (224, off, 1e-2), (224, exact, math.nan))
+    rows = [generation.row(8, "compiled", rates, *run) for run in runs]
+    assert [row.ratio(generation.STOCK) for row in rows] == [1.5, None, None, None]
+    report = Bench(MACHINE, {"generation": rows[:3]}, {"generation": "how"})
+    assert report.exit_code == 1
+    assert report.problems() == [
+        "generation, batch 8, compiled: no fused matmul ran",
+        "generation, batch 8, compiled: 64x64 error 1.020e-03 against fp64, dequantize + matmul 1.000e-03",
+    ]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "one graph"])
+@torch.no_grad()
+def test_the_static_cache_gives_the_logits_of_the_whole_sequence(monkeypatch, fresh_dynamo, compiled):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
+    shape = llama.Shape(256, 512, 2, 4, 2, vocab_size=97)
+    model = llama.build_4bit(llama.config_of(shape), device="cpu").eval()
+    side = generation.Generation(model, 3, compiled, cache=16)
+    tokens, logits = [], []
+    for _ in range(6):
+        tokens.append(side.token.clone())
+        logits.append(side.step())
+    want = model(input_ids=torch.cat(tokens, 1), use_cache=False).logits
+    assert matmul.error(torch.stack(logits, 1), want.double()) < 0.02
+    assert int(side.cache.get_seq_length()) == 6
+    side.restart()
+    assert torch.equal(side.step(), logits[0])

@@ -62,37 +62,32 @@ def test_the_patch_is_on_again_with_its_options():
         assert nf4_patch.is_enabled() and switch.matmul == "auto"
 
 
-def test_a_wrong_kernel_is_seen(monkeypatch):
-    """One flipped bit in one element, a byte written before out, a well-formed state unsupported: all three are reported."""
+def flipped(packed, result, out):
+    """One bit of one element."""
+    flat = result.t().reshape(-1) if packed.shape[0] == 1 else result.view(-1)
+    flat[-1:].view(torch.uint8)[0] ^= 1
+    return result
+
+
+def spilled(packed, result, out):
+    """A byte before ``out``."""
+    torch.as_strided(out.view(-1).view(torch.uint8), (1,), (1,), PADDING - 1).zero_()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("wrong", "mismatches", "out_of_bounds"),
+    [(flipped, 1, 0), (spilled, 0, 1), (lambda packed, result, out: Reason.SIZE_MISMATCH, 1, 0)],
+)
+def test_a_wrong_kernel_is_seen(wrong, mismatches, out_of_bounds, monkeypatch):
     fuzzer = fuzzing.Fuzzer(0, DEVICE)
     of_state = fuzzer.dequantizer.of_state
 
-    def flipped(packed, state, out=None, into_buffer=False):
-        result = of_state(packed, state, out, into_buffer)
-        if isinstance(result, torch.Tensor):
-            flat = result.t().reshape(-1) if packed.shape[0] == 1 else result.view(-1)
-            flat[-1:].view(torch.uint8)[0] ^= 1
-        return result
+    def changed(packed, state, out=None, into_buffer=False):
+        return wrong(packed, of_state(packed, state, out, into_buffer), out)
 
-    def spilled(packed, state, out=None, into_buffer=False):
-        result = of_state(packed, state, out, into_buffer)
-        if out is not None:
-            torch.as_strided(out.view(-1).view(torch.uint8), (1,), (1,), PADDING - 1).zero_()
-        return result
-
-    number = next(
-        n
-        for n in range(100)
-        if (c := draw(0, n, DEVICE.type, faults=list(fuzzing.FAULTS))).into == "out"
-        and not (c.transposed or c.fault or c.special)
-    )
-    for wrong, mismatches, out_of_bounds in (
-        (flipped, 1, 0),
-        (spilled, 0, 1),
-        (lambda *a, **k: Reason.SIZE_MISMATCH, 1, 0),
-    ):
-        monkeypatch.setattr(fuzzer.dequantizer, "of_state", wrong)
-        fuzzer.report = fuzzing.FuzzReport("here", 0)
-        fuzzer.run(number)
-        assert (len(fuzzer.report.mismatches), len(fuzzer.report.out_of_bounds)) == (mismatches, out_of_bounds), wrong
-        assert fuzzer.report.exit_code == 1
+    monkeypatch.setattr(fuzzer.dequantizer, "of_state", changed)
+    drawn = (draw(0, number, DEVICE.type, faults=list(fuzzing.FAULTS)) for number in range(100))
+    fuzzer.run(next(c.number for c in drawn if c.into == "out" and not (c.transposed or c.fault or c.special)))
+    assert (len(fuzzer.report.mismatches), len(fuzzer.report.out_of_bounds)) == (mismatches, out_of_bounds)
+    assert fuzzer.report.exit_code == 1
