@@ -1,15 +1,17 @@
-"""``cache="auto"``: what it waits for, takes and gives back. What a GPU has free is made up here: see gpu/test_held_gpu.py."""
+"""``cache="auto"``: what it waits for, takes and gives back. What a GPU has free is made up here: see gpu/test_pinned_gpu.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from oracle import layout_of, quantized
 from torch._subclasses import FakeTensorMode
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import nf4_patch
 from nf4_patch.patching.cache import auto
 from nf4_patch.patching.cache.store import cache
+from nf4_patch.patching.reasons import Uncached
 
 GIB = 2**30
 
@@ -134,6 +136,23 @@ def test_it_gives_back_before_another_optimizer_makes_its_state(gpu):
     late.step()
     assert (seen[-1], cache.budget) == (0, 0)
     assert budget_after(1) == 9 * GIB
+
+
+def test_it_gives_back_where_a_decode_finds_no_memory(gpu, device):
+    """The caller then decodes without keeping, as without the cache."""
+
+    def full(weight):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    packed, state = quantized((64, 64), torch.bfloat16, device)
+    weight = layout_of(torch.nn.Parameter(packed, requires_grad=False), state)
+    assert budget_after(2) == 9 * GIB
+    assert cache.read(weight, full) is None and cache.uncached == {Uncached.WAITING: 1}
+    assert cache.budget == 0 and "out of memory" in nf4_patch.status().cache.found
+    nf4_patch.enable(cache=GIB)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.read(weight, full)
+    assert not cache.weights and not any(cache.taken.values())
 
 
 @pytest.mark.parametrize("larger", [(4, 512, 64), (1, 1024, 64), (2, 1024, 64)])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import signal
 import sys
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -165,10 +167,39 @@ def test_what_is_dropped_is_charged_until_nobody_uses_it(cache):
 
 
 def test_a_signal_handler_may_ask_for_the_status(cache):
-    """In the middle of a change, by the thread that makes it."""
-    read(cache, *weight())
-    with cache.lock:
-        assert cache.snapshot().misses == 1
+    """At any point of a change by the thread that it interrupts, and while another thread is in one."""
+    asked = []
+    before = signal.signal(signal.SIGVTALRM, lambda *_: asked.append(cache.snapshot().weights))
+    signal.setitimer(signal.ITIMER_VIRTUAL, 1e-4, 1e-3)
+    try:
+        while len(asked) < 100:
+            read(cache, *weight(), decode=lambda *_: torch.zeros(SHAPE, dtype=torch.bfloat16, device=DEVICE))
+            cache.release()
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    assert not cache.weights and not cache.taken[INDEX]
+    with ThreadPoolExecutor(1) as other:
+        other.submit(cache.lock.acquire).result()
+        assert cache.snapshot().weights == 0
+        other.submit(cache.lock.release).result()
+
+
+def test_an_interrupt_that_comes_with_the_lock_leaves_it_free(cache):
+    lock = cache.lock
+
+    class Interrupted:
+        __enter__, __exit__, _is_owned, release = lock.__enter__, lock.__exit__, lock._is_owned, lock.release
+
+        def acquire(self, blocking=True):
+            lock.acquire(blocking)
+            raise KeyboardInterrupt
+
+    dense = read(cache, *weight())
+    cache.lock = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        cache.release()
+    assert not lock._is_owned() and dense is not None
 
 
 FLAT = {

@@ -38,17 +38,18 @@ def raising(error):
 MISTAKE = ValueError("a mistake of ours at 0x7f")
 
 
-def test_our_own_error_runs_the_original_and_is_logged_once(on, monkeypatch, caplog):
+@pytest.mark.parametrize("mistake", [MISTAKE, TypeError(MISTAKE)], ids=["a value", "a type"])
+def test_our_own_error_runs_the_original_and_is_logged_once(on, mistake, monkeypatch, caplog):
     packed, state = quantized((64, 128), torch.float16, on)
     want = expected(packed, state)
     counters.reset()
-    monkeypatch.setattr(guards, "why_not", raising(MISTAKE))
+    monkeypatch.setattr(guards, "why_not", raising(mistake))
     with caplog.at_level(logging.ERROR, "nf4_patch"):
         for _ in range(5):
             assert torch.equal(F.dequantize_4bit(packed, state), want)
     assert fallbacks() == {Reason.INTERNAL_ERROR: 5}
     assert len([r for r in caplog.records if r.exc_info]) == 1  # one traceback, not one a call
-    assert "ValueError: a mistake of ours" in "\n".join(nf4_patch.status().errors)
+    assert f"{type(mistake).__name__}: a mistake of ours" in "\n".join(nf4_patch.status().errors)
     assert "INTERNAL_ERROR" in str(nf4_patch.status())
 
 

@@ -129,6 +129,24 @@ def test_reasons_of_a_state(name, on_with_matmul):
     }
 
 
+@pytest.mark.parametrize("name", ["matmul", "linear"])
+def test_autocast_to_another_dtype_is_the_originals(name, monkeypatch, on_with_matmul):
+    """Which multiplies, and rounds, in that one."""
+    monkeypatch.setattr(FusedMatmul, "run", lambda self, *arguments: "product")
+    packed, state = quantized((128, 256), torch.bfloat16, "cpu", nested=False)
+    x = torch.randn(4, 256, dtype=torch.bfloat16)
+    if name == "matmul":
+        replacement, arguments_of, _ = replaced(name)
+        arguments = arguments_of(x, packed, state)
+    else:
+        replacement = dequant_linear(target_like("bitsandbytes"), lambda *arguments: "original")
+        arguments = (x, packed, state.shape, state.absmax, 64, "nf4")
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            result = replacement(*arguments)
+        assert (isinstance(result, str) and result == "product") == (dtype is torch.bfloat16)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bitsandbytes runs its CPU kernels here")
 def test_bitsandbytes_gives_its_own_bits_on_the_cpu(on_with_matmul):
     """The real functions: a CPU has no fused matmul, so the result is the original's to the bit."""

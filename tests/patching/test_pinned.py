@@ -24,6 +24,7 @@ from unsloth_releases import with_unsloth
 
 import nf4_patch
 from nf4_patch import dequantize_nf4
+from nf4_patch.nf4 import runtime
 from nf4_patch.patching.cache.pinned import NAME, Layers, dense_of
 from nf4_patch.patching.cache.store import StaleWeightError, cache
 from nf4_patch.patching.counters import counters
@@ -183,6 +184,37 @@ def test_a_copied_state_is_not_what_it_was_copied_from(enter):
     copied.absmax = copied.absmax.flip(0)
     assert dense_of(layer.parts[0].weight, copied) is None
     assert dense_of(layer.parts[0].weight, layer.parts[0].weight.quant_state) is None
+
+
+def test_a_layer_inside_a_layer():
+    """When the inner one returns, the outer one's weights are still pinned."""
+    inner, outer, read = Layer(1), Layer(1, first=1), []
+
+    def forward(layer, x):
+        weight = layer.parts[0].weight
+        for _ in range(2):
+            read.append(dense_of(weight, weight.quant_state))
+            if layer is outer:
+                entry(inner, x)
+        return x
+
+    entry = Layers("a test").entered(forward)
+    nf4_patch.enable(cache=2**30)
+    entry(outer, torch.ones(8, SIDE, device=DEVICE).bfloat16())
+    held = {cached.dense.data_ptr() for cached in cache.weights.values()}
+    assert len(read) == 6 and all(dense is not None and dense.data_ptr() in held for dense in read)
+    assert dense_of(outer.parts[0].weight, outer.parts[0].weight.quant_state) is None
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="streams are made up here")
+def test_an_entry_on_another_stream_decodes(enter, monkeypatch):
+    layer = Layer()
+    nf4_patch.enable(cache=2**30)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    for stream, pinned in ((7, 0), (0, 3)):
+        monkeypatch.setattr(runtime, "current_stream", lambda device, stream=stream: stream)
+        enter.entry(layer, torch.ones(8, SIDE).bfloat16())
+        assert cache.snapshot().compiled == pinned and cache.uncached == {Uncached.OTHER_STREAM: 1}
 
 
 def test_weights_made_under_inference_mode_are_named(enter):
