@@ -7,7 +7,6 @@ import functools
 import gc
 
 import bitsandbytes as bnb
-import bitsandbytes.autograd._functions as autograd_functions
 import bitsandbytes.functional as F
 import pytest
 import target
@@ -20,7 +19,7 @@ from nf4_patch.patching.cache.allocator import allocated
 from nf4_patch.patching.cache.store import StaleWeightError, cache
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
-from nf4_patch.patching.reasons import Reason, Uncached
+from nf4_patch.patching.reasons import Reason
 
 FORWARD = "bitsandbytes.backends.cuda.ops._dequant_linear_fallback"
 SIDE = 64
@@ -97,61 +96,6 @@ def test_a_checkpointed_peft_step_has_the_same_bits_and_fewer_decodes(linear_op,
         assert not nf4_patch.status().cache.taken
     assert saved[6 * ONE] == pytest.approx((6 - 1) / 6)  # every weight is decoded once
     assert saved[3 * ONE] > 0.5  # half of the memory; the first step finds nothing in its forward
-
-
-def other_bytes(layer):
-    return layer.weight.detach().clone().bitwise_xor_(255)
-
-
-def assigned(layer):
-    state = {name: value.clone() for name, value in layer.state_dict().items()}
-    state["weight"] = other_bytes(layer)
-    layer.load_state_dict(state, strict=False, assign=True)
-
-
-def requantized(layer):
-    weight = bnb.nn.Params4bit(torch.randn(SIDE, SIDE).bfloat16(), requires_grad=False, quant_type="nf4")
-    layer.weight = weight.to(layer.weight.device)
-
-
-def fsdp1(layer):
-    """As FSDP's ``_free_storage`` and ``_alloc_storage``, by the typed storage."""
-    nbytes, content = layer.weight.untyped_storage().nbytes(), other_bytes(layer)
-    layer.weight.data._typed_storage()._resize_(0)
-    layer.weight.data._typed_storage()._resize_(nbytes)
-    with torch.autograd._unsafe_preserve_version_counter(layer.weight):
-        layer.weight.copy_(content)
-
-
-def unseen(layer):
-    """By a version counter."""
-    layer.weight.data.bitwise_xor_(255)
-    nf4_patch.release()
-    assert not cache.weights
-
-
-# What test_cache_table.py does not do, to a layer.
-CHANGES = {
-    "load_state_dict(assign=True)": assigned,
-    "requantized": requantized,
-    "absmax replaced": lambda layer: setattr(layer.weight.quant_state, "absmax", layer.weight.quant_state.absmax ^ 1),
-    "freed and refilled": fsdp1,
-    "data.bitwise_xor_, and release()": unseen,
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_weight_is_read_as_it_is(linear_op, change):
-    layer = linear(linear_op)
-    nf4_patch.enable(cache=2**20)
-    before = step(layer, linear_op, SIDE)
-    assert same(step(layer, linear_op, SIDE), before)
-    with torch.no_grad():
-        CHANGES[change](layer)
-    got = step(layer, linear_op, SIDE)
-    nf4_patch.disable()
-    assert same(got, step(layer, linear_op, SIDE))
-    assert not torch.equal(got[0], before[0])
 
 
 def test_moving_and_merging(linear_op):
@@ -232,21 +176,6 @@ def test_toggling_in_the_middle_of_a_step(linear_op):
         assert not cache.weights
 
 
-def test_off_looks_at_one_attribute(linear_op, monkeypatch):
-    """The functions that only serve the cache are the originals, and no call asks it."""
-    for name in ("find", "read"):
-        monkeypatch.setattr(cache, name, None)
-    nf4_patch.enable()
-    assert not hasattr(autograd_functions.MatMul4Bit.backward, "__wrapped__")
-    step(linear(linear_op), linear_op, SIDE)
-    assert nf4_patch.status().cache.mode == "off"
-    monkeypatch.undo()
-    nf4_patch.enable(cache=2**20)
-    assert hasattr(autograd_functions.MatMul4Bit.backward, "__wrapped__")
-    nf4_patch.enable(cache="off")
-    assert not hasattr(autograd_functions.MatMul4Bit.backward, "__wrapped__")
-
-
 def test_a_transposed_or_flat_or_fp4_weight(linear_op):
     nf4_patch.enable(cache=2**20)
     for options in ({"nested": False}, {"quant_type": "fp4"}, {"storage": torch.bfloat16}):
@@ -261,20 +190,6 @@ def test_a_transposed_or_flat_or_fp4_weight(linear_op):
                 assert torch.equal(y, torch.nn.functional.linear(x, weight))
                 assert torch.equal(grad, torch.ones_like(y) @ weight)
     assert cache.misses == 3
-
-
-def test_a_weight_without_a_version_counter_is_refused_by_name(linear_op):
-    with torch.inference_mode():
-        packed, state = quantized((SIDE, SIDE), torch.bfloat16, linear_op)
-    nf4_patch.enable(cache=2**20)
-    x = torch.randn(600, SIDE, dtype=torch.bfloat16, device=linear_op)
-    with torch.no_grad():
-        got = [bnb.matmul_4bit(x, packed, state) for _ in range(2)]
-    nf4_patch.disable()
-    with torch.no_grad():
-        assert torch.equal(got[0], bnb.matmul_4bit(x, packed, state))
-    assert torch.equal(*got)
-    assert cache.uncached == {Uncached.INFERENCE_TENSOR: 2}
 
 
 def test_what_is_no_tensor_is_the_guards_business(linear_op):
