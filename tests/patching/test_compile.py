@@ -11,7 +11,6 @@ from subprocess_python import python
 from target import fallbacks, linear, same, step
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.compiler import is_dynamo_compiling as is_compiling
 
 import nf4_patch
 from nf4_patch.nf4 import runtime
@@ -192,20 +191,6 @@ def test_the_backward_is_traced_once(patched, device, monkeypatch):
     layer = linear(device)
     step(torch.compile(layer, backend=BACKEND), device)
     assert not again
-
-
-def test_no_guard_is_traced(patched, device, monkeypatch):
-    """Their price would be paid for every weight: 10 ms of 28 (2-core CPU machine, torch 2.13). The op's fake asks them."""
-    packed, state = quantized((64, 256), torch.bfloat16, device)
-    traced = []
-    rows = [
-        (reason, lambda layout, holds=holds: traced.append(is_compiling()) or holds(layout))
-        for reason, holds in guards.GUARDS
-    ]
-    monkeypatch.setattr(guards, "GUARDS", rows)
-    compiled = torch.compile(lambda w, s: F.dequantize_4bit(w, s) * 1, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(packed, state), F.dequantize_4bit(packed, state))
-    assert traced and not any(traced)
 
 
 class Exportable(torch.nn.Module):

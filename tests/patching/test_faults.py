@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
+import types
 import weakref
 
 import bitsandbytes.functional as F
@@ -14,12 +16,12 @@ import pytest
 import torch
 from oracle import expected, quantized
 from subprocess_python import program
-from target import fallbacks, replaced_by, row, same
+from target import TARGET, fallbacks, replaced_by, row, same
 
 import nf4_patch
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import launch
-from nf4_patch.patching import guards, op, replacement
+from nf4_patch.patching import guards, op, placement, replacement, targets
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
@@ -152,9 +154,15 @@ def test_a_compiled_graph_goes_on_without_the_kernel(on, monkeypatch, caplog):
     assert len([r for r in caplog.records if "ptxas exited with 1" in r.getMessage()]) == 1
 
 
-def test_a_hook_that_raises_leaves_the_import_alone():
-    done = program("hook_raises")
-    assert "cannot make it" in done.stderr
+def test_a_hook_that_raises_leaves_the_function_alone(monkeypatch, caplog):
+    make, original = targets.Target.make, F.dequantize_4bit
+    broken = raising(MISTAKE)
+    monkeypatch.setattr(
+        targets.Target, "make", lambda self, *args: (broken if self.name == TARGET else make)(self, *args)
+    )
+    with replaced_by(original):
+        assert F.dequantize_4bit is original and str(MISTAKE) in caplog.text
+        assert row().state == "refused" and "an error inside nf4_patch" in row().note
 
 
 def test_without_triton():
@@ -168,9 +176,20 @@ def test_a_missing_dependency_never_breaks_the_import_of_bitsandbytes(name):
     assert name != "wrapt" or ("nf4_patch stays off" in done.stderr and "wrapt" in done.stderr)
 
 
-def test_an_unknown_release_is_refused_by_name_and_the_rest_is_patched():
-    """A newer Unsloth whose function takes another argument: its row is refused, bitsandbytes is patched."""
-    program("unknown_release")
+def test_an_unknown_release_is_refused_by_name_and_the_rest_is_patched(monkeypatch):
+    """A newer Unsloth whose function takes another argument."""
+
+    def _fast_dequantize_bnb(W, quant_state=None, out=None, use_global_buffer=False, *, layout): ...
+
+    fake = types.ModuleType("unsloth.kernels.utils")
+    fake._fast_dequantize_bnb = _fast_dequantize_bnb
+    name = f"{fake.__name__}._fast_dequantize_bnb"
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    monkeypatch.setitem(placement.installed, name, None)  # and away afterwards
+    nf4_patch.enable()
+    assert row(name).state == "refused" and "layout" in row(name).note
+    assert row(f"{fake.__name__}.fast_dequantize").state == "absent" and row().state == "patched"
+    assert fake._fast_dequantize_bnb is _fast_dequantize_bnb
 
 
 @pytest.mark.parametrize(
