@@ -10,8 +10,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 import nf4_patch
 from nf4_patch.patching.cache import auto
+from nf4_patch.patching.cache.pinned import Layers
+from nf4_patch.patching.cache.reads import reading
 from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.reasons import Uncached
+from nf4_patch.patching.targets import TARGETS
 
 GIB = 2**30
 
@@ -84,6 +87,20 @@ def test_steps_without_a_batch_count_for_nothing(gpu):
     for _ in range(4):
         ADAM.step()
     assert cache.budget == 0  # no library said how large its batch is
+
+
+@pytest.mark.parametrize("who", ["bitsandbytes", "compiled layers"])
+def test_who_says_how_large_a_batch_is(gpu, who):
+    def forward(*_, **__):
+        return None
+
+    row = next(target for target in TARGETS if target.name.endswith("MatMul4Bit.forward"))
+    read, entered = reading(row, forward), Layers("a test").entered(forward)
+    for _ in range(auto.STEPS + 1):
+        read(None, BATCH) if who == "bitsandbytes" else entered(torch.nn.Module(), hidden_states=BATCH)
+        budget = cache.budget
+        ADAM.step()
+    assert budget == 9 * GIB
 
 
 def test_a_step_of_many_optimizers_is_one(gpu):

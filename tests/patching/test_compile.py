@@ -13,8 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nf4_patch
-from nf4_patch.nf4 import runtime
-from nf4_patch.nf4.dequantize import compilation, launch
+from nf4_patch.nf4.dequantize import compilation
 from nf4_patch.patching import guards, op
 from nf4_patch.patching.reasons import Reason
 
@@ -107,33 +106,6 @@ def test_fake_tensors_and_make_fx_meet_the_op(patched, device):
     graph = make_fx(lambda w: F.dequantize_4bit(w, state) + 0)(packed)
     assert "nf4_patch.dequantize_nf4" in graph.code
     assert torch.equal(graph(packed), F.dequantize_4bit(packed, state))
-
-
-def test_the_op_resolves_a_layout_once(monkeypatch, device):
-    """A compiled graph calls the op at every step: the launch is remembered by everything it depends on."""
-    packed, state = quantized((64, 256), torch.bfloat16, device)
-    layout = layout_of(packed, state)
-    resolved = []
-
-    class Resolved:  # a launch cannot be resolved without a GPU
-        def __init__(self, layout):
-            resolved.append(layout)
-
-        def dense(self):
-            return len(resolved)
-
-    monkeypatch.setattr(compilation, "INTERPRETED", False)
-    monkeypatch.setattr(launch, "Launch", Resolved)
-    monkeypatch.setattr(launch, "_memo", runtime.Memo())
-    assert [launch.dequantize(layout) for _ in range(3)] == [1, 1, 1]
-    for other in (
-        layout._replace(quant_type="fp4"),
-        layout._replace(shape=(128, 128)),
-        layout._replace(dtype=torch.float16),
-        layout._replace(packed=packed.clone()),
-    ):
-        launch.dequantize(other)
-    assert len(resolved) == 5
 
 
 def test_what_the_schema_or_a_guard_does_not_support_runs_the_original(patched, device):

@@ -249,6 +249,7 @@ def test_what_a_remembered_product_is_recognized_by(server, multiplier):
 def test_refused_products_are_not_remembered(server, multiplier):
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     x, freed = torch.randn(4, 128).bfloat16(), packed.clone()
+    over = x.view(-1)[:256].view(4, 64)
     freed.untyped_storage().resize_(0)
 
     def serve(x=x, bias=None, out=None, **fields):
@@ -262,7 +263,7 @@ def test_refused_products_are_not_remembered(server, multiplier):
         assert serve(packed=freed) is reason.NO_STORAGE
         assert serve(bias=torch.randn(64)) is serve(bias=torch.randn(63).bfloat16()) is reason.MATMUL_OPERANDS
         assert serve(shape=(64, 128, 1)) is reason.MATMUL_OPERANDS
-        for out in (torch.empty(4, 63).bfloat16(), torch.empty(4, 64), torch.empty(64, 4).bfloat16().t()):
+        for out in (torch.empty(4, 63).bfloat16(), torch.empty(4, 64), torch.empty(64, 4).bfloat16().t(), over):
             assert serve(out=out) is reason.OUT_MISMATCH
     assert torch.equal(serve(shape=[64, 128]), serve())  # a list is no key, and serves
     assert len(multiplier.launches) == 1
@@ -274,8 +275,7 @@ def test_a_product_that_cannot_be_compiled_is_named(server, multiplier, monkeypa
 
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     monkeypatch.setattr(matmul, "resolve", broken)
-    x = torch.randn(4, 128).bfloat16()
-    assert multiplier.run(x, layout_of(packed, state)) is guards.Reason.KERNEL_FAILED
+    assert multiplier.run(torch.randn(4, 128).bfloat16(), layout_of(packed, state)) is guards.Reason.KERNEL_FAILED
     assert multiplier.fallbacks.details == {guards.Reason.KERNEL_FAILED: "ptxas says no"}
 
 

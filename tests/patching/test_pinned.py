@@ -181,6 +181,21 @@ def test_an_entry_on_another_stream_decodes(enter, monkeypatch):
         assert cache.snapshot().compiled == pinned and cache.uncached == {Uncached.OTHER_STREAM: 1}
 
 
+def test_what_an_entry_pins():
+    """In a training, under hooks on saved tensors that are no checkpoint's too, as long as the layer lives; an evaluation keeps
+    the graph of no cache."""
+    layer, entry = Layer(1), Layers("a test").entered(lambda layer, x: x)
+    nf4_patch.enable(cache=2**30)
+    for training in (False, True):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            entry(layer.train(training), activations())
+        assert cache.snapshot().compiled == training and not cache.uncached
+    kept = layer.parts[0]
+    del layer
+    gc.collect()
+    assert cache.snapshot().compiled == 0 and kept.weight is not None
+
+
 def test_weights_made_under_inference_mode_are_named(enter):
     with torch.inference_mode():
         layer = Layer()
