@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import bitsandbytes as bnb
 import bitsandbytes.functional as F
@@ -16,10 +17,12 @@ from target import same, step
 
 import nf4_patch
 from nf4_patch.patching.cache.allocator import allocated
+from nf4_patch.patching.cache.reads import reading
 from nf4_patch.patching.cache.store import StaleWeightError, cache
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
+from nf4_patch.patching.targets import TARGETS
 
 FORWARD = "bitsandbytes.backends.cuda.ops._dequant_linear_fallback"
 SIDE = 64
@@ -148,6 +151,26 @@ def test_who_may_write_receives_memory_of_its_own(linear_op):
         assert mine.data_ptr() != entry.dense.data_ptr()
         mine.zero_()
     assert same(step(layer, linear_op, SIDE), want)
+
+
+def test_who_only_reads_is_known_by_thread_and_call(linear_op):
+    """Inside a function of bitsandbytes that only reads, before and after another one in it, and in no other thread."""
+    layer, found = linear(linear_op), []
+    row = next(target for target in TARGETS if target.name.endswith("MatMul4Bit.backward"))
+
+    def memory():
+        return F.dequantize_4bit(layer.weight, layer.weight.quant_state).data_ptr()
+
+    def outer():
+        inner()
+        with ThreadPoolExecutor(1) as thread:
+            found.extend([memory(), thread.submit(memory).result()])
+
+    inner = reading(row, lambda: found.append(memory()))
+    nf4_patch.enable(cache=2**20)
+    reading(row, outer)()
+    (entry,) = cache.weights.values()
+    assert [address == entry.dense.data_ptr() for address in (*found, memory())] == [True, True, False, False]
 
 
 def test_a_compiled_forward_reads_and_a_traced_backward_dequantizes(linear_op):

@@ -139,9 +139,9 @@ def test_from_pretrained_save_pretrained_dequantize(checkpoint, tmp_path, device
     program("transformers_round_trip", checkpoint, tmp_path, device, interpreted=True)
 
 
-def test_reloaded_modules():
-    """importlib.reload of the target, of nf4_patch while it is on, and a target imported anew."""
-    program("reloaded", interpreted=True)
+def test_imported_again():
+    """Modules of nf4_patch while it is on, the target, and all of nf4_patch while weights are cached."""
+    program("imported_again", interpreted=True)
 
 
 def test_a_storage_of_fewer_bytes_in_the_same_place_is_another_weight():
@@ -154,8 +154,3 @@ def test_a_storage_of_fewer_bytes_in_the_same_place_is_another_weight():
         for packed in (halves, all_of_it, memory[:32].view(32, 1))
     }
     assert len(keys) == 2
-
-
-def test_imported_anew():
-    """Deleted from sys.modules and imported again: disable() and enable() of the new one go for what the old one put there."""
-    program("imported_anew", interpreted=True)
