@@ -236,19 +236,15 @@ def test_it_gives_back_where_memory_runs_short_or_a_process_comes(gpu, change):
     assert budget_after(2) == 0  # as long as it is so
 
 
-def test_it_takes_nothing_where_others_use_the_gpu(gpu):
-    gpu[0]["others"] = 8 * GIB
+@pytest.mark.parametrize(
+    ("now", "later", "budget"), [({"others": 8 * GIB}, {"others": GIB}, 9), ({"free": GIB}, {"free": 3 * GIB}, 2)]
+)
+def test_it_takes_nothing_where_others_use_the_gpu_or_no_more_than_the_margin_is_free(gpu, now, later, budget):
+    gpu[0].update(now)
     assert budget_after(2) == 0
-    assert "another process" in nf4_patch.status().cache.found
-    gpu[0]["others"] = GIB
-    assert budget_after(2) == 9 * GIB
-
-
-def test_it_takes_nothing_where_no_more_than_the_margin_is_free(gpu):
-    gpu[0]["free"] = GIB
-    assert budget_after(2) == 0
-    gpu[0]["free"] = 3 * GIB
-    assert budget_after(2) == 2 * GIB
+    assert ("another process" if "others" in now else "the margin") in nf4_patch.status().cache.found
+    gpu[0].update(later)
+    assert budget_after(2) == budget * GIB
 
 
 def test_another_mode_no_longer_follows_the_optimizer(gpu):

@@ -102,23 +102,28 @@ def test_a_checkpointed_peft_step_has_the_same_bits_and_fewer_decodes(linear_op,
 
 
 def test_moving_and_merging(linear_op):
+    """What is cached is what a merge changes; with the patch it gives the bits of bitsandbytes' own."""
     peft = pytest.importorskip("peft")
     model = torch.nn.Sequential(linear(linear_op))
     model.is_loaded_in_4bit = True  # what transformers sets: peft then takes its bitsandbytes layer
     config = peft.LoraConfig(target_modules=["0"], r=4, init_lora_weights=False)
     model = peft.get_peft_model(model, config).to(linear_op)
-    nf4_patch.enable(cache=2**20)
-    for change in ("merge_adapter", "unmerge_adapter", "to"):
+    stock = copy.deepcopy(model)
+    for change, arguments, decodes in (("merge_adapter", (), 1), ("unmerge_adapter", (), 1), ("to", ("cpu",), 0)):
+        nf4_patch.enable(cache=2**20)
         step(model, linear_op, SIDE)
         assert cache.weights
-        getattr(model, change)(*(["cpu"] if change == "to" else []))
-        model.to(linear_op)
-        got = step(model, linear_op, SIDE)
-        with nf4_patch.enabled(cache="off"):
-            assert same(got, step(model, linear_op, SIDE))
+        hits = counters.hits(target.TARGET)
+        getattr(model, change)(*arguments)
+        assert counters.hits(target.TARGET) == hits + decodes
+        got = step(model.to(linear_op), linear_op, SIDE)
+        nf4_patch.disable()
+        getattr(stock, change)(*arguments)
+        assert same(got, step(stock.to(linear_op), linear_op, SIDE))
+    nf4_patch.enable(cache=2**20)
     layer = copy.deepcopy(model)
     assert same(step(layer, linear_op, SIDE), step(model, linear_op, SIDE))
-    del model, layer
+    del model, layer, stock
     gc.collect()
     assert not cache.weights
 

@@ -67,17 +67,23 @@ def logits(model):
         return model(torch.arange(24).view(2, 12)).logits
 
 
+def packed_and_reloaded(folder, packed, config=None, shards=None, **options):
+    """A checkpoint loaded packed, and what is loaded of it saved."""
+    with nf4_patch.enabled(**PACKED):
+        model = loaded(folder, quantization_config=config or in_4bit(), **options)
+        model.save_pretrained(packed, **({"max_shard_size": shards} if shards else {}))
+        return model, loaded(packed, **options)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_architecture_loads_packed_saves_and_reloads(name, tmp_path):
     stacks = saved(random_model(name), tmp_path / "dense")
     assert len(stacks) in (2, 4)  # GLM and DeepSeek have one dense layer
+    model, reloaded = packed_and_reloaded(tmp_path / "dense", tmp_path / "packed")
+    for stack, dense in stacks.items():
+        same_stack(model, stack, dense)
+    equal_state_dicts(model, reloaded)
     with nf4_patch.enabled(**PACKED):
-        model = loaded(tmp_path / "dense", quantization_config=in_4bit())
-        for stack, dense in stacks.items():
-            same_stack(model, stack, dense)
-        model.save_pretrained(tmp_path / "packed")
-        reloaded = loaded(tmp_path / "packed")
-        equal_state_dicts(model, reloaded)
         reloaded.save_pretrained(tmp_path / "again")
     assert (
         load_file(tmp_path / "again/model.safetensors").keys()
@@ -100,11 +106,8 @@ def test_an_architecture_loads_packed_saves_and_reloads(name, tmp_path):
 def test_the_configuration_decides(qwen3, tmp_path, quant_type, nested, dtype, storage):
     """FSDP needs bytes that are stored as another dtype, whatever that of the model is."""
     folder, stacks = qwen3
-    config = in_4bit(quant_type, nested, bnb_4bit_quant_storage=storage)
-    with nf4_patch.enabled(**PACKED):
-        model = loaded(folder, quantization_config=config, dtype=dtype, device_map="auto")
-        model.save_pretrained(tmp_path)
-        reloaded = loaded(tmp_path, dtype=dtype, device_map={"": "cpu"})
+    config, places = in_4bit(quant_type, nested, bnb_4bit_quant_storage=storage), "auto" if nested else {"": "cpu"}
+    model, reloaded = packed_and_reloaded(folder, tmp_path, config, dtype=dtype, device_map=places)
     for name, dense in stacks.items():
         for each in (model, reloaded):
             same_stack(each, name, dense.to(dtype), quant_type, nested, quant_storage=storage)
@@ -118,11 +121,7 @@ def test_the_configuration_decides(qwen3, tmp_path, quant_type, nested, dtype, s
 )  # fmt: skip
 def test_skipped_modules_stay_in_16_bits(qwen3, tmp_path, skipped, unpacked):
     folder, stacks = qwen3
-    with nf4_patch.enabled(**PACKED):
-        model = loaded(folder, quantization_config=in_4bit(llm_int8_skip_modules=[*SKIPPED, skipped]))
-        model.save_pretrained(tmp_path)
-        reloaded = loaded(tmp_path)
-    for each in (model, reloaded):
+    for each in packed_and_reloaded(folder, tmp_path, in_4bit(llm_int8_skip_modules=[*SKIPPED, skipped])):
         for name, dense in stacks.items():
             if unpacked in name:
                 assert torch.equal(each.get_parameter(name), dense)
@@ -146,11 +145,7 @@ def test_a_sharded_checkpoint(tmp_path):
     """Whose experts are spread over several files."""
     stacks = saved(random_model("Qwen3 MoE"), tmp_path / "dense", max_shard_size="60KB")
     assert len(list((tmp_path / "dense").glob("*.safetensors"))) > 4
-    with nf4_patch.enabled(**PACKED):
-        model = loaded(tmp_path / "dense", quantization_config=in_4bit())
-        model.save_pretrained(tmp_path / "packed", max_shard_size="60KB")
-        reloaded = loaded(tmp_path / "packed")
-    for each in (model, reloaded):
+    for each in packed_and_reloaded(tmp_path / "dense", tmp_path / "packed", shards="60KB"):
         for name, dense in stacks.items():
             same_stack(each, name, dense)
 
@@ -348,14 +343,11 @@ def mxfp4(tmp_path):
 
 def test_gpt_oss_in_mxfp4_is_decoded_and_packed_stack_by_stack(mxfp4, tmp_path):
     folder, stacks = mxfp4
-    with nf4_patch.enabled(**PACKED):
-        with Alive() as alive:
-            model = loaded(folder, quantization_config=in_4bit())
-        model.save_pretrained(tmp_path / "packed")
-        reloaded = loaded(tmp_path / "packed")
+    with nf4_patch.enabled(**PACKED), Alive() as alive:
+        model = loaded(folder, quantization_config=in_4bit())
     assert alive.peak <= 2.5 * max(stack.nbytes for stack in stacks.values())
     for name, dense in stacks.items():
         same_stack(model, name, dense)
-    equal_state_dicts(model, reloaded)
+    equal_state_dicts(*packed_and_reloaded(folder, tmp_path / "packed"))
     with nf4_patch.enabled(), pytest.raises(ValueError, match="quantized with Mxfp4Config but you are passing"):
         loaded(folder, quantization_config=in_4bit())

@@ -16,9 +16,8 @@ import pytest
 import torch
 from oracle import expected, quantized
 from subprocess_python import program
-from target import TARGET, linear, same
+from target import TARGET, linear
 
-import nf4_patch
 from nf4_patch.nf4.weight import Weight
 from nf4_patch.patching.counters import counters
 
@@ -108,30 +107,6 @@ def test_another_model_at_the_same_addresses(device, patched):
         assert torch.equal(got, expected(packed, state)), seed
         del packed, state, got
     assert counters.hits(TARGET) >= 30
-
-
-def test_peft_merge_and_unmerge(device):
-    peft = pytest.importorskip("peft")
-
-    def merged():
-        torch.manual_seed(5)
-        model = torch.nn.Sequential(linear(device, 128, 96, seed=5))
-        model.is_loaded_in_4bit = True  # what transformers sets: peft then takes its bitsandbytes layer
-        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], r=4, init_lora_weights="gaussian"))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_(std=0.1)
-        layer = model.base_model.model[0]
-        layer.merge()
-        inside = expected(layer.weight.data, layer.weight.quant_state)
-        layer.unmerge()
-        return inside, expected(layer.weight.data, layer.weight.quant_state)
-
-    without = merged()
-    with nf4_patch.enabled():
-        assert same(merged(), without)
-    assert counters.hits(TARGET) >= 2  # merge and unmerge dequantize
 
 
 def test_from_pretrained_save_pretrained_dequantize(checkpoint, tmp_path, device):
