@@ -23,6 +23,7 @@ from tiny_experts import (
 )
 from transformers import AutoModelForCausalLM
 
+import nf4_patch
 from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
@@ -184,6 +185,7 @@ def test_generation_decodes_the_experts_that_are_needed(name, nested, patched):
             if "batched" in target and counter.hits
         }
         assert experts == ({4, 6} if torn else {4})  # two rows of two experts each, of six
+        assert not any(key.startswith("4x") for key in nf4_patch.status().weights)  # a choice of experts is no weight
         patched.disable()
         assert torch.equal(ours, model(input_ids=ids_of(1)).logits)
 

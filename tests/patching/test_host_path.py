@@ -167,6 +167,12 @@ def test_refusals_by_the_short_way(server):
     assert torch.equal(server.of_state(packed, state), reference.dequantize(layout_of(packed, state)))
     state.absmax = state.absmax[:-1]
     assert server.of_state(packed, state) is guards.Reason.SIZE_MISMATCH
+    packed, state = quantized((64, 96), torch.float16, "cpu", storage=torch.bfloat16)
+    want = server.of_state(packed, state)
+    packed.requires_grad_()
+    assert server.of_state(packed, state) is guards.Reason.REQUIRES_GRAD
+    with torch.no_grad():
+        assert torch.equal(server.of_state(packed, state), want)
 
 
 @pytest.fixture
