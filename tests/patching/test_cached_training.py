@@ -150,6 +150,7 @@ def test_who_may_write_receives_memory_of_its_own(linear_op):
     for mine in (
         F.dequantize_4bit(packed, state),
         F.dequantize_4bit(packed, state, out=out),
+        Dequantizer("a test").of_state(packed, state, out, only_read=True),
         nf4_patch.dequantize_nf4(packed, state),
         nf4_patch.triton_dequantize_nf4(layer),
     ):
