@@ -1,15 +1,20 @@
-"""``cache="auto"``: what it waits for, takes and gives back. What a GPU has free is made up here: see gpu/test_held_gpu.py."""
+"""``cache="auto"``: what it waits for, takes and gives back. What a GPU has free is made up here: see gpu/test_pinned_gpu.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from oracle import layout_of, quantized
 from torch._subclasses import FakeTensorMode
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import nf4_patch
 from nf4_patch.patching.cache import auto
+from nf4_patch.patching.cache.pinned import Layers
+from nf4_patch.patching.cache.reads import reading
 from nf4_patch.patching.cache.store import cache
+from nf4_patch.patching.reasons import Uncached
+from nf4_patch.patching.targets import TARGETS
 
 GIB = 2**30
 
@@ -84,6 +89,20 @@ def test_steps_without_a_batch_count_for_nothing(gpu):
     assert cache.budget == 0  # no library said how large its batch is
 
 
+@pytest.mark.parametrize("who", ["bitsandbytes", "compiled layers"])
+def test_who_says_how_large_a_batch_is(gpu, who):
+    def forward(*_, **__):
+        return None
+
+    row = next(target for target in TARGETS if target.name.endswith("MatMul4Bit.forward"))
+    read, entered = reading(row, forward), Layers("a test").entered(forward)
+    for _ in range(auto.STEPS + 1):
+        read(None, BATCH) if who == "bitsandbytes" else entered(torch.nn.Module(), hidden_states=BATCH)
+        budget = cache.budget
+        ADAM.step()
+    assert budget == 9 * GIB
+
+
 def test_a_step_of_many_optimizers_is_one(gpu):
     """Of GaLore's kind: one for every layer."""
     layers = [optimizer() for _ in range(8)]
@@ -134,6 +153,23 @@ def test_it_gives_back_before_another_optimizer_makes_its_state(gpu):
     late.step()
     assert (seen[-1], cache.budget) == (0, 0)
     assert budget_after(1) == 9 * GIB
+
+
+def test_it_gives_back_where_a_decode_finds_no_memory(gpu, device):
+    """The caller then decodes without keeping, as without the cache."""
+
+    def full(weight):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    packed, state = quantized((64, 64), torch.bfloat16, device)
+    weight = layout_of(torch.nn.Parameter(packed, requires_grad=False), state)
+    assert budget_after(2) == 9 * GIB
+    assert cache.read(weight, full) is None and cache.uncached == {Uncached.WAITING: 1}
+    assert cache.budget == 0 and "out of memory" in nf4_patch.status().cache.found
+    nf4_patch.enable(cache=GIB)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.read(weight, full)
+    assert not cache.weights and not any(cache.taken.values())
 
 
 @pytest.mark.parametrize("larger", [(4, 512, 64), (1, 1024, 64), (2, 1024, 64)])
@@ -200,19 +236,15 @@ def test_it_gives_back_where_memory_runs_short_or_a_process_comes(gpu, change):
     assert budget_after(2) == 0  # as long as it is so
 
 
-def test_it_takes_nothing_where_others_use_the_gpu(gpu):
-    gpu[0]["others"] = 8 * GIB
+@pytest.mark.parametrize(
+    ("now", "later", "budget"), [({"others": 8 * GIB}, {"others": GIB}, 9), ({"free": GIB}, {"free": 3 * GIB}, 2)]
+)
+def test_it_takes_nothing_where_others_use_the_gpu_or_no_more_than_the_margin_is_free(gpu, now, later, budget):
+    gpu[0].update(now)
     assert budget_after(2) == 0
-    assert "another process" in nf4_patch.status().cache.found
-    gpu[0]["others"] = GIB
-    assert budget_after(2) == 9 * GIB
-
-
-def test_it_takes_nothing_where_no_more_than_the_margin_is_free(gpu):
-    gpu[0]["free"] = GIB
-    assert budget_after(2) == 0
-    gpu[0]["free"] = 3 * GIB
-    assert budget_after(2) == 2 * GIB
+    assert ("another process" if "others" in now else "the margin") in nf4_patch.status().cache.found
+    gpu[0].update(later)
+    assert budget_after(2) == budget * GIB
 
 
 def test_another_mode_no_longer_follows_the_optimizer(gpu):

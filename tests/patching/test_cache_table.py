@@ -5,6 +5,7 @@ Every output and every gradient is that of the formula, to the bit.
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import bitsandbytes as bnb
@@ -65,6 +66,12 @@ def flip(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().bitwise_xor_(255)
 
 
+def with_other_scales(state):
+    copied = copy.copy(state)
+    copied.absmax = state.absmax ^ 3
+    return copied
+
+
 CHANGES = {
     "nothing": lambda m: None,
     "load_state_dict": lambda m: m.load_state_dict(
@@ -83,8 +90,13 @@ CHANGES = {
         setattr(state, "absmax", torch.stack([state.absmax ^ 1, state.absmax], 1).view(-1)[::2].contiguous())
         for state in m.states
     ],
+    "copied states": lambda m: m.states.__setitem__(slice(2), [with_other_scales(state) for state in m.states]),
     "second absmax": lambda m: [setattr(state.state2, "absmax", state.state2.absmax * 2) for state in m.states],
     "offset in place": lambda m: [state.offset.add_(1) for state in m.states],
+    "load_state_dict(assign=True)": lambda m: m.load_state_dict(
+        {k: flip(v) if "held" in k else v for k, v in m.state_dict().items()}, assign=True
+    ),
+    "no version counter, and release()": lambda m: [*(p.data.bitwise_xor_(255) for p in m.held), nf4_patch.release()],
     "collected": lambda m: gc.collect(),
 }
 

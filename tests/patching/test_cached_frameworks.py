@@ -1,4 +1,8 @@
-"""The cache under FSDP2 and in Unsloth's autograd functions, each in a process of its own. No GPU is needed."""
+"""The patch and its cache in the real Unsloth, on both sides of 2026.9.13, and under FSDP2, each in a process of its own.
+
+The kernels run under the interpreter, and Unsloth's own CUDA launches are not reached: what they would have
+computed is bitsandbytes' CPU result.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,14 @@ import torch
 from subprocess_python import program
 from unsloth_releases import RELEASES, with_unsloth
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_cache_gpu.py trains on the GPU")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="gpu/test_cache_gpu.py and gpu/test_example_runs.py train on the GPU"
+)
+TARGET = {
+    "2026.10.9": "unsloth.kernels.utils._fast_dequantize_bnb",
+    "2026.9.7": "unsloth.kernels.utils.fast_dequantize",
+}
+ORDERS = ["first", *(pytest.param(order, marks=pytest.mark.full) for order in ("last", "between"))]
 
 
 def test_fsdp2():
@@ -15,5 +26,11 @@ def test_fsdp2():
 
 
 @RELEASES
-def test_unsloth(release, tmp_path):
-    assert "1073741824 False" in with_unsloth(release, tmp_path, "cached_unsloth")
+def test_the_cache_in_unsloth(release, tmp_path):
+    assert "cached" in with_unsloth(release, tmp_path, "cached_unsloth")
+
+
+@RELEASES
+@pytest.mark.parametrize("order", ORDERS)
+def test_unsloth(release, order, tmp_path):
+    assert "state patched" in with_unsloth(release, tmp_path, "unsloth_dequantize", TARGET[release], order)

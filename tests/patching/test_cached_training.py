@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import bitsandbytes as bnb
-import bitsandbytes.autograd._functions as autograd_functions
 import bitsandbytes.functional as F
 import pytest
 import target
@@ -17,10 +17,12 @@ from target import same, step
 
 import nf4_patch
 from nf4_patch.patching.cache.allocator import allocated
+from nf4_patch.patching.cache.reads import reading
 from nf4_patch.patching.cache.store import StaleWeightError, cache
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
-from nf4_patch.patching.reasons import Reason, Uncached
+from nf4_patch.patching.reasons import Reason
+from nf4_patch.patching.targets import TARGETS
 
 FORWARD = "bitsandbytes.backends.cuda.ops._dequant_linear_fallback"
 SIDE = 64
@@ -99,79 +101,29 @@ def test_a_checkpointed_peft_step_has_the_same_bits_and_fewer_decodes(linear_op,
     assert saved[3 * ONE] > 0.5  # half of the memory; the first step finds nothing in its forward
 
 
-def other_bytes(layer):
-    return layer.weight.detach().clone().bitwise_xor_(255)
-
-
-def assigned(layer):
-    state = {name: value.clone() for name, value in layer.state_dict().items()}
-    state["weight"] = other_bytes(layer)
-    layer.load_state_dict(state, strict=False, assign=True)
-
-
-def requantized(layer):
-    weight = bnb.nn.Params4bit(torch.randn(SIDE, SIDE).bfloat16(), requires_grad=False, quant_type="nf4")
-    layer.weight = weight.to(layer.weight.device)
-
-
-def fsdp1(layer):
-    """As FSDP's ``_free_storage`` and ``_alloc_storage``, by the typed storage."""
-    nbytes, content = layer.weight.untyped_storage().nbytes(), other_bytes(layer)
-    layer.weight.data._typed_storage()._resize_(0)
-    layer.weight.data._typed_storage()._resize_(nbytes)
-    with torch.autograd._unsafe_preserve_version_counter(layer.weight):
-        layer.weight.copy_(content)
-
-
-def unseen(layer):
-    """By a version counter."""
-    layer.weight.data.bitwise_xor_(255)
-    nf4_patch.release()
-    assert not cache.weights
-
-
-# What test_cache_table.py does not do, to a layer.
-CHANGES = {
-    "load_state_dict(assign=True)": assigned,
-    "requantized": requantized,
-    "absmax replaced": lambda layer: setattr(layer.weight.quant_state, "absmax", layer.weight.quant_state.absmax ^ 1),
-    "freed and refilled": fsdp1,
-    "data.bitwise_xor_, and release()": unseen,
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_weight_is_read_as_it_is(linear_op, change):
-    layer = linear(linear_op)
-    nf4_patch.enable(cache=2**20)
-    before = step(layer, linear_op, SIDE)
-    assert same(step(layer, linear_op, SIDE), before)
-    with torch.no_grad():
-        CHANGES[change](layer)
-    got = step(layer, linear_op, SIDE)
-    nf4_patch.disable()
-    assert same(got, step(layer, linear_op, SIDE))
-    assert not torch.equal(got[0], before[0])
-
-
 def test_moving_and_merging(linear_op):
+    """What is cached is what a merge changes; with the patch it gives the bits of bitsandbytes' own."""
     peft = pytest.importorskip("peft")
     model = torch.nn.Sequential(linear(linear_op))
     model.is_loaded_in_4bit = True  # what transformers sets: peft then takes its bitsandbytes layer
     config = peft.LoraConfig(target_modules=["0"], r=4, init_lora_weights=False)
     model = peft.get_peft_model(model, config).to(linear_op)
-    nf4_patch.enable(cache=2**20)
-    for change in ("merge_adapter", "unmerge_adapter", "to"):
+    stock = copy.deepcopy(model)
+    for change, arguments, decodes in (("merge_adapter", (), 1), ("unmerge_adapter", (), 1), ("to", ("cpu",), 0)):
+        nf4_patch.enable(cache=2**20)
         step(model, linear_op, SIDE)
         assert cache.weights
-        getattr(model, change)(*(["cpu"] if change == "to" else []))
-        model.to(linear_op)
-        got = step(model, linear_op, SIDE)
-        with nf4_patch.enabled(cache="off"):
-            assert same(got, step(model, linear_op, SIDE))
+        hits = counters.hits(target.TARGET)
+        getattr(model, change)(*arguments)
+        assert counters.hits(target.TARGET) == hits + decodes
+        got = step(model.to(linear_op), linear_op, SIDE)
+        nf4_patch.disable()
+        getattr(stock, change)(*arguments)
+        assert same(got, step(stock.to(linear_op), linear_op, SIDE))
+    nf4_patch.enable(cache=2**20)
     layer = copy.deepcopy(model)
     assert same(step(layer, linear_op, SIDE), step(model, linear_op, SIDE))
-    del model, layer
+    del model, layer, stock
     gc.collect()
     assert not cache.weights
 
@@ -198,12 +150,33 @@ def test_who_may_write_receives_memory_of_its_own(linear_op):
     for mine in (
         F.dequantize_4bit(packed, state),
         F.dequantize_4bit(packed, state, out=out),
+        Dequantizer("a test").of_state(packed, state, out, only_read=True),
         nf4_patch.dequantize_nf4(packed, state),
         nf4_patch.triton_dequantize_nf4(layer),
     ):
         assert mine.data_ptr() != entry.dense.data_ptr()
         mine.zero_()
     assert same(step(layer, linear_op, SIDE), want)
+
+
+def test_who_only_reads_is_known_by_thread_and_call(linear_op):
+    """Inside a function of bitsandbytes that only reads, before and after another one in it, and in no other thread."""
+    layer, found = linear(linear_op), []
+    row = next(target for target in TARGETS if target.name.endswith("MatMul4Bit.backward"))
+
+    def memory():
+        return F.dequantize_4bit(layer.weight, layer.weight.quant_state).data_ptr()
+
+    def outer():
+        inner()
+        with ThreadPoolExecutor(1) as thread:
+            found.extend([memory(), thread.submit(memory).result()])
+
+    inner = reading(row, lambda: found.append(memory()))
+    nf4_patch.enable(cache=2**20)
+    reading(row, outer)()
+    (entry,) = cache.weights.values()
+    assert [address == entry.dense.data_ptr() for address in (*found, memory())] == [True, True, False, False]
 
 
 def test_a_compiled_forward_reads_and_a_traced_backward_dequantizes(linear_op):
@@ -232,21 +205,6 @@ def test_toggling_in_the_middle_of_a_step(linear_op):
         assert not cache.weights
 
 
-def test_off_looks_at_one_attribute(linear_op, monkeypatch):
-    """The functions that only serve the cache are the originals, and no call asks it."""
-    for name in ("find", "read"):
-        monkeypatch.setattr(cache, name, None)
-    nf4_patch.enable()
-    assert not hasattr(autograd_functions.MatMul4Bit.backward, "__wrapped__")
-    step(linear(linear_op), linear_op, SIDE)
-    assert nf4_patch.status().cache.mode == "off"
-    monkeypatch.undo()
-    nf4_patch.enable(cache=2**20)
-    assert hasattr(autograd_functions.MatMul4Bit.backward, "__wrapped__")
-    nf4_patch.enable(cache="off")
-    assert not hasattr(autograd_functions.MatMul4Bit.backward, "__wrapped__")
-
-
 def test_a_transposed_or_flat_or_fp4_weight(linear_op):
     nf4_patch.enable(cache=2**20)
     for options in ({"nested": False}, {"quant_type": "fp4"}, {"storage": torch.bfloat16}):
@@ -261,20 +219,6 @@ def test_a_transposed_or_flat_or_fp4_weight(linear_op):
                 assert torch.equal(y, torch.nn.functional.linear(x, weight))
                 assert torch.equal(grad, torch.ones_like(y) @ weight)
     assert cache.misses == 3
-
-
-def test_a_weight_without_a_version_counter_is_refused_by_name(linear_op):
-    with torch.inference_mode():
-        packed, state = quantized((SIDE, SIDE), torch.bfloat16, linear_op)
-    nf4_patch.enable(cache=2**20)
-    x = torch.randn(600, SIDE, dtype=torch.bfloat16, device=linear_op)
-    with torch.no_grad():
-        got = [bnb.matmul_4bit(x, packed, state) for _ in range(2)]
-    nf4_patch.disable()
-    with torch.no_grad():
-        assert torch.equal(got[0], bnb.matmul_4bit(x, packed, state))
-    assert torch.equal(*got)
-    assert cache.uncached == {Uncached.INFERENCE_TENSOR: 2}
 
 
 def test_what_is_no_tensor_is_the_guards_business(linear_op):

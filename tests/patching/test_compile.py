@@ -11,11 +11,9 @@ from subprocess_python import python
 from target import fallbacks, linear, same, step
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.compiler import is_dynamo_compiling as is_compiling
 
 import nf4_patch
-from nf4_patch.nf4 import runtime
-from nf4_patch.nf4.dequantize import compilation, launch
+from nf4_patch.nf4.dequantize import compilation
 from nf4_patch.patching import guards, op
 from nf4_patch.patching.reasons import Reason
 
@@ -110,33 +108,6 @@ def test_fake_tensors_and_make_fx_meet_the_op(patched, device):
     assert torch.equal(graph(packed), F.dequantize_4bit(packed, state))
 
 
-def test_the_op_resolves_a_layout_once(monkeypatch, device):
-    """A compiled graph calls the op at every step: the launch is remembered by everything it depends on."""
-    packed, state = quantized((64, 256), torch.bfloat16, device)
-    layout = layout_of(packed, state)
-    resolved = []
-
-    class Resolved:  # a launch cannot be resolved without a GPU
-        def __init__(self, layout):
-            resolved.append(layout)
-
-        def dense(self):
-            return len(resolved)
-
-    monkeypatch.setattr(compilation, "INTERPRETED", False)
-    monkeypatch.setattr(launch, "Launch", Resolved)
-    monkeypatch.setattr(launch, "_memo", runtime.Memo())
-    assert [launch.dequantize(layout) for _ in range(3)] == [1, 1, 1]
-    for other in (
-        layout._replace(quant_type="fp4"),
-        layout._replace(shape=(128, 128)),
-        layout._replace(dtype=torch.float16),
-        layout._replace(packed=packed.clone()),
-    ):
-        launch.dequantize(other)
-    assert len(resolved) == 5
-
-
 def test_what_the_schema_or_a_guard_does_not_support_runs_the_original(patched, device):
     """While tracing, what bitsandbytes dequantizes and we do not: the original's numbers, one graph, no break."""
     unsupported = {
@@ -192,20 +163,6 @@ def test_the_backward_is_traced_once(patched, device, monkeypatch):
     layer = linear(device)
     step(torch.compile(layer, backend=BACKEND), device)
     assert not again
-
-
-def test_no_guard_is_traced(patched, device, monkeypatch):
-    """Their price would be paid for every weight: 10 ms of 28 (2-core CPU machine, torch 2.13). The op's fake asks them."""
-    packed, state = quantized((64, 256), torch.bfloat16, device)
-    traced = []
-    rows = [
-        (reason, lambda layout, holds=holds: traced.append(is_compiling()) or holds(layout))
-        for reason, holds in guards.GUARDS
-    ]
-    monkeypatch.setattr(guards, "GUARDS", rows)
-    compiled = torch.compile(lambda w, s: F.dequantize_4bit(w, s) * 1, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(packed, state), F.dequantize_4bit(packed, state))
-    assert traced and not any(traced)
 
 
 class Exportable(torch.nn.Module):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
+import types
 import weakref
 
 import bitsandbytes.functional as F
@@ -14,12 +16,12 @@ import pytest
 import torch
 from oracle import expected, quantized
 from subprocess_python import program
-from target import fallbacks, replaced_by, row, same
+from target import TARGET, fallbacks, replaced_by, row, same
 
 import nf4_patch
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import launch
-from nf4_patch.patching import guards, op, replacement
+from nf4_patch.patching import guards, op, placement, replacement, targets
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
@@ -38,17 +40,18 @@ def raising(error):
 MISTAKE = ValueError("a mistake of ours at 0x7f")
 
 
-def test_our_own_error_runs_the_original_and_is_logged_once(on, monkeypatch, caplog):
+@pytest.mark.parametrize("mistake", [MISTAKE, TypeError(MISTAKE)], ids=["a value", "a type"])
+def test_our_own_error_runs_the_original_and_is_logged_once(on, mistake, monkeypatch, caplog):
     packed, state = quantized((64, 128), torch.float16, on)
     want = expected(packed, state)
     counters.reset()
-    monkeypatch.setattr(guards, "why_not", raising(MISTAKE))
+    monkeypatch.setattr(guards, "why_not", raising(mistake))
     with caplog.at_level(logging.ERROR, "nf4_patch"):
         for _ in range(5):
             assert torch.equal(F.dequantize_4bit(packed, state), want)
     assert fallbacks() == {Reason.INTERNAL_ERROR: 5}
     assert len([r for r in caplog.records if r.exc_info]) == 1  # one traceback, not one a call
-    assert "ValueError: a mistake of ours" in "\n".join(nf4_patch.status().errors)
+    assert f"{type(mistake).__name__}: a mistake of ours" in "\n".join(nf4_patch.status().errors)
     assert "INTERNAL_ERROR" in str(nf4_patch.status())
 
 
@@ -74,6 +77,13 @@ def test_what_is_raised(on, error, strict, monkeypatch):
         F.dequantize_4bit(packed, state)
     assert caught.value is error
     assert error is MISTAKE or fallbacks() == {}
+
+
+def test_a_name_that_is_gone_is_not_patched(monkeypatch):
+    """By the fixture: what a class has from ``type`` alone nothing calls, and a test that replaced it would prove nothing."""
+    for name in ("__call__", "resolve"):
+        with pytest.raises(AttributeError):
+            monkeypatch.setattr(launch.Launch, name, None)
 
 
 def test_error_messages_that_vary_do_not_fill_the_memory(on, monkeypatch):
@@ -151,9 +161,15 @@ def test_a_compiled_graph_goes_on_without_the_kernel(on, monkeypatch, caplog):
     assert len([r for r in caplog.records if "ptxas exited with 1" in r.getMessage()]) == 1
 
 
-def test_a_hook_that_raises_leaves_the_import_alone():
-    done = program("hook_raises")
-    assert "cannot make it" in done.stderr
+def test_a_hook_that_raises_leaves_the_function_alone(monkeypatch, caplog):
+    make, original = targets.Target.make, F.dequantize_4bit
+    broken = raising(MISTAKE)
+    monkeypatch.setattr(
+        targets.Target, "make", lambda self, *args: (broken if self.name == TARGET else make)(self, *args)
+    )
+    with replaced_by(original):
+        assert F.dequantize_4bit is original and str(MISTAKE) in caplog.text
+        assert row().state == "refused" and "an error inside nf4_patch" in row().note
 
 
 def test_without_triton():
@@ -167,9 +183,20 @@ def test_a_missing_dependency_never_breaks_the_import_of_bitsandbytes(name):
     assert name != "wrapt" or ("nf4_patch stays off" in done.stderr and "wrapt" in done.stderr)
 
 
-def test_an_unknown_release_is_refused_by_name_and_the_rest_is_patched():
-    """A newer Unsloth whose function takes another argument: its row is refused, bitsandbytes is patched."""
-    program("unknown_release")
+def test_an_unknown_release_is_refused_by_name_and_the_rest_is_patched(monkeypatch):
+    """A newer Unsloth whose function takes another argument."""
+
+    def _fast_dequantize_bnb(W, quant_state=None, out=None, use_global_buffer=False, *, layout): ...
+
+    fake = types.ModuleType("unsloth.kernels.utils")
+    fake._fast_dequantize_bnb = _fast_dequantize_bnb
+    name = f"{fake.__name__}._fast_dequantize_bnb"
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    monkeypatch.setitem(placement.installed, name, None)  # and away afterwards
+    nf4_patch.enable()
+    assert row(name).state == "refused" and "layout" in row(name).note
+    assert row(f"{fake.__name__}.fast_dequantize").state == "absent" and row().state == "patched"
+    assert fake._fast_dequantize_bnb is _fast_dequantize_bnb
 
 
 @pytest.mark.parametrize(

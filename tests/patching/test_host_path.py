@@ -167,6 +167,12 @@ def test_refusals_by_the_short_way(server):
     assert torch.equal(server.of_state(packed, state), reference.dequantize(layout_of(packed, state)))
     state.absmax = state.absmax[:-1]
     assert server.of_state(packed, state) is guards.Reason.SIZE_MISMATCH
+    packed, state = quantized((64, 96), torch.float16, "cpu", storage=torch.bfloat16)
+    want = server.of_state(packed, state)
+    packed.requires_grad_()
+    assert server.of_state(packed, state) is guards.Reason.REQUIRES_GRAD
+    with torch.no_grad():
+        assert torch.equal(server.of_state(packed, state), want)
 
 
 @pytest.fixture
@@ -249,6 +255,7 @@ def test_what_a_remembered_product_is_recognized_by(server, multiplier):
 def test_refused_products_are_not_remembered(server, multiplier):
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     x, freed = torch.randn(4, 128).bfloat16(), packed.clone()
+    over = x.view(-1)[:256].view(4, 64)
     freed.untyped_storage().resize_(0)
 
     def serve(x=x, bias=None, out=None, **fields):
@@ -262,7 +269,7 @@ def test_refused_products_are_not_remembered(server, multiplier):
         assert serve(packed=freed) is reason.NO_STORAGE
         assert serve(bias=torch.randn(64)) is serve(bias=torch.randn(63).bfloat16()) is reason.MATMUL_OPERANDS
         assert serve(shape=(64, 128, 1)) is reason.MATMUL_OPERANDS
-        for out in (torch.empty(4, 63).bfloat16(), torch.empty(4, 64), torch.empty(64, 4).bfloat16().t()):
+        for out in (torch.empty(4, 63).bfloat16(), torch.empty(4, 64), torch.empty(64, 4).bfloat16().t(), over):
             assert serve(out=out) is reason.OUT_MISMATCH
     assert torch.equal(serve(shape=[64, 128]), serve())  # a list is no key, and serves
     assert len(multiplier.launches) == 1
@@ -274,8 +281,7 @@ def test_a_product_that_cannot_be_compiled_is_named(server, multiplier, monkeypa
 
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     monkeypatch.setattr(matmul, "resolve", broken)
-    x = torch.randn(4, 128).bfloat16()
-    assert multiplier.run(x, layout_of(packed, state)) is guards.Reason.KERNEL_FAILED
+    assert multiplier.run(torch.randn(4, 128).bfloat16(), layout_of(packed, state)) is guards.Reason.KERNEL_FAILED
     assert multiplier.fallbacks.details == {guards.Reason.KERNEL_FAILED: "ptxas says no"}
 
 

@@ -107,42 +107,23 @@ def test_liger(first, tmp_path):
     program("liger", first, interpreted=True, cwd=tmp_path)
 
 
-def test_an_original_that_somebody_keeps_stays_the_original(on):
-    """To compare with, or to put back: only a global of the function's own name is a copy that wants to be replaced."""
+def test_copies_of_the_original(on, monkeypatch):
+    """A global of the function's own name is replaced, but where somebody replaced it meanwhile. Under another name it is kept
+    on purpose: to compare with, or to put back."""
     nf4_patch.disable()
     original = F.dequantize_4bit
-    script = types.ModuleType("a_script")
-    script.stock = script._original = script.dequantize_4bit = original
-    sys.modules[script.__name__] = script
-    try:
-        nf4_patch.enable()
-        assert script.stock is script._original is original
-        assert script.dequantize_4bit is F.dequantize_4bit is not original
-        nf4_patch.disable()
-        assert script.dequantize_4bit is original
-    finally:
-        del sys.modules[script.__name__]
-
-
-def test_a_copy_that_somebody_replaced_meanwhile_is_theirs(on):
-    """Of all the places of a function only those are touched where the expected one stands."""
+    script, other = (types.ModuleType(name) for name in ("a_script", "another"))
+    for module in (script, other):
+        module.stock = module._original = module.dequantize_4bit = original
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    nf4_patch.enable()
+    assert script.stock is script._original is original
+    assert script.dequantize_4bit is other.dequantize_4bit is F.dequantize_4bit is not original
+    theirs = other.dequantize_4bit = lambda *args, **kwargs: "theirs"
     nf4_patch.disable()
-    copies = [types.ModuleType(f"copy_{i}") for i in range(2)]
-    for module in copies:
-        module.dequantize_4bit = F.dequantize_4bit
-        sys.modules[module.__name__] = module
-    try:
-        original = F.dequantize_4bit
-        nf4_patch.enable()
-        assert all(module.dequantize_4bit is F.dequantize_4bit for module in copies)
-        theirs = copies[0].dequantize_4bit = lambda *args, **kwargs: "theirs"
-        nf4_patch.disable()
-        assert copies[0].dequantize_4bit is theirs and copies[1].dequantize_4bit is original
-        nf4_patch.enable()
-        assert copies[0].dequantize_4bit is theirs and copies[1].dequantize_4bit is F.dequantize_4bit
-    finally:
-        for module in copies:
-            del sys.modules[module.__name__]
+    assert other.dequantize_4bit is theirs and script.dequantize_4bit is original
+    nf4_patch.enable()
+    assert other.dequantize_4bit is theirs and script.dequantize_4bit is F.dequantize_4bit
 
 
 class Subclass(torch.Tensor):
@@ -162,6 +143,8 @@ def test_a_weight_that_asks_for_a_gradient_gets_the_originals_answer(on):
         with torch.no_grad():
             assert not F.dequantize_4bit(each, state).requires_grad
     assert fallbacks() == {Reason.REQUIRES_GRAD: 2}
+    traced = torch.compile(lambda w: F.dequantize_4bit(w, state) * 1, backend="eager")(packed)
+    assert torch.equal(traced, got) and traced.requires_grad == got.requires_grad
 
 
 def test_a_tensor_subclass_comes_back_as_one(on):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import re
+import sys
 
 import bitsandbytes.functional as F
 import pytest
@@ -12,8 +14,12 @@ from subprocess_python import program, python
 
 import nf4_patch
 from nf4_patch.config import VARIABLES, Config, ConfigError, size_in_words
+from nf4_patch.patching import placement
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
+from nf4_patch.patching.targets import TARGETS
+
+NONE = placement.Installed(TARGETS[0])
 
 
 def test_import_and_switching_are_cheap_and_silent():
@@ -42,7 +48,7 @@ def test_environment_enables_with_no_change_of_code():
         ("import bitsandbytes, nf4_patch", {"NF4_PATCH": "1"}, "is on: NF4_PATCH=1, NF4_PATCH_CACHE=6GiB"),
         ("import nf4_patch, bitsandbytes; nf4_patch.enable()", {"NF4_PATCH": "1", "RANK": "0"}, "is on: NF4_PATCH=1"),
         ("import bitsandbytes", {"NF4_PATCH": "1", "RANK": "1", "LOCAL_RANK": "0"}, ""),
-        ("import nf4_patch; nf4_patch.disable(); import bitsandbytes", {"NF4_PATCH": "1"}, ""),
+        ("import nf4_patch as n; n.disable(); import bitsandbytes; assert not n.is_enabled()", {"NF4_PATCH": "1"}, ""),
         ("import nf4_patch", {"NF4_PATCH": "1"}, ""),  # there is nothing to patch
         ("import bitsandbytes", {}, "NF4_PATCH_CACHE=6GiB: no effect, as neither NF4_PATCH=1 nor enable()"),
         ("import bitsandbytes, nf4_patch; nf4_patch.enable(); nf4_patch.disable()", {}, ""),
@@ -60,22 +66,42 @@ def test_what_the_environment_did_is_one_line_of_the_log(code, variables, said):
 @pytest.mark.parametrize(
     "off", [{"NF4_PATCH": "0"}, {"NF4_USE_TRITON": "0"}, {"NF4_PATCH": "1", "NF4_USE_TRITON": "0"}]
 )
-def test_environment_off_always_wins(off):
-    code = """
-    import nf4_patch
-    assert nf4_patch.enable() is False
-    import bitsandbytes.functional as F
-    assert not hasattr(F.dequantize_4bit, "__wrapped__")
-    assert not nf4_patch.is_enabled()
-    """
-    python(code, **off)
-
-
-def test_enable_turns_off_what_the_environment_forbids(on, monkeypatch):
-    monkeypatch.setenv("NF4_PATCH", "0")
+def test_environment_off_always_wins(on, monkeypatch, off):
+    for name, value in off.items():
+        monkeypatch.setenv(name, value)
     assert nf4_patch.enable() is False
     assert not nf4_patch.is_enabled()
     assert not hasattr(F.dequantize_4bit, "__wrapped__")
+
+
+def standing():
+    """What each function that is replaced is now, in the very module, class or dict that is to hold it; None: inherited."""
+    found = {}
+    for target in TARGETS:
+        holder, name = target.holder(sys.modules.get(target.module))
+        if holder is not None:
+            held = (holder if isinstance(holder, dict) else vars(holder)).get(name)
+            found[target.name] = getattr(held, "__func__", held)
+    return found
+
+
+def test_every_function_is_replaced_while_its_option_is_on_and_put_back():
+    for module in ("transformers.integrations.moe", "transformers.quantizers.auto", "peft.tuners.lora.layer"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    with nf4_patch.enabled():  # what is imported late is in place
+        pass
+    originals = standing()
+    every = {"matmul": "auto", "cache": "1MiB", "experts": "4bit"}
+    for options in ({}, *({name: value} for name, value in every.items()), every):
+        with nf4_patch.enabled(**options):
+            now = standing()
+            assert now.keys() == originals.keys()
+            for target in TARGETS:
+                if target.name in now and placement.installed.get(target.name, NONE).replacement is not None:
+                    wanted = not target.only or target.only in options
+                    assert (now[target.name] is not originals[target.name]) == wanted, target.name
+        assert standing() == originals
 
 
 @pytest.mark.parametrize("variable", VARIABLES, ids=lambda v: v.name)
@@ -153,13 +179,6 @@ def test_nested_blocks_restore_what_each_found():
     assert not hasattr(F.dequantize_4bit, "__wrapped__")
 
 
-def test_public_names():
-    assert set(nf4_patch.__all__) >= {
-        "enable", "disable", "is_enabled", "enabled", "status", "dequantize_nf4", "triton_dequantize_nf4",
-    }  # fmt: skip
-    assert all(getattr(nf4_patch, name).__doc__ for name in nf4_patch.__all__)
-
-
 @pytest.mark.parametrize(
     ("given", "read", "words"),
     [("off", "off", ""), ("AUTO", "auto", ""), ("6GiB", 6 * 2**30, "6 GiB"), ("6G", 6 * 2**30, "6 GiB"),
@@ -175,14 +194,20 @@ def test_sizes_of_the_cache(given, read, words):
     assert not words or size_in_words(read) == words
 
 
+NO_SIZES = ("6 gigs", "-1", "GiB", "all", "1e9", "9" * 400, "9" * 5000, str(2**63))
+
+
 @pytest.mark.parametrize(
-    "given", ["6 gigs", "-1", "GiB", "all", "1e9", "9" * 400, "9" * 5000, str(2**63)], ids=lambda given: given[:9]
+    "given",
+    [*NO_SIZES, -1, 10**5000, True, 2**63, float("inf"), b"6GiB"],
+    ids=lambda given: given[:9] if isinstance(given, str) else type(given).__name__,
 )
 def test_an_invalid_size_of_the_cache_is_an_error_that_lists_the_allowed(given):
     allowed = r"is not known; allowed: off, auto, a size \(6GiB = 6G"
-    with pytest.raises(ConfigError, match=f"^NF4_PATCH_CACHE='.* {allowed}.*, or unset"):
-        Config.read({"NF4_PATCH_CACHE": given})
-    with pytest.raises(ConfigError, match=f"^cache='.* {allowed}.*, or None") as error:
+    if isinstance(given, str):
+        with pytest.raises(ConfigError, match=f"^NF4_PATCH_CACHE='.* {allowed}.*, or unset"):
+            Config.read({"NF4_PATCH_CACHE": given})
+    with pytest.raises(ConfigError, match=f"^cache=.* {allowed}.*, or None") as error:
         nf4_patch.enable(cache=given)
     assert len(str(error.value)) < 500
 
@@ -191,14 +216,6 @@ def test_block_is_gone_and_the_error_says_what_to_give():
     for read in (lambda: Config.read({"NF4_PATCH_CACHE": "block"}), lambda: nf4_patch.enable(cache="BLOCK")):
         with pytest.raises(ConfigError, match=r"0\.5GiB"):
             read()
-
-
-@pytest.mark.parametrize(
-    "given", [-1, 10**5000, True, 2**63, float("inf"), b"6GiB"], ids=lambda given: type(given).__name__
-)
-def test_what_is_no_size_is_named_as_it_was_given(given):
-    with pytest.raises(ConfigError, match=r"^cache=.* is not known; allowed: off, auto"):
-        nf4_patch.enable(cache=given)
 
 
 @pytest.mark.parametrize("given", [6, "6", 6.5, 999_999])
@@ -221,10 +238,3 @@ def test_the_option_of_experts(monkeypatch):
     assert not switch.gates["experts"].on
     with pytest.raises(ConfigError, match=r"^experts=4 is not known; allowed: off, 4bit, or None"):
         nf4_patch.enable(experts=4)
-
-
-def test_a_patch_that_the_code_switched_off_stays_off():
-    """bitsandbytes calls the package's entry point when it is imported."""
-    python(
-        "import nf4_patch; nf4_patch.disable(); import bitsandbytes; assert not nf4_patch.is_enabled()", NF4_PATCH="1"
-    )

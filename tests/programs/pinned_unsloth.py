@@ -94,86 +94,35 @@ def weight(layer=0):
     return model.layers[layer].projections[0].weight
 
 
-def bytes_of(seed):
-    return linear(seed).weight.data.clone()
+def state():
+    return weight().quant_state
 
 
-def write_in_place():
+def write(seed=50):
     with torch.no_grad():
-        weight().copy_(bytes_of(50))
+        weight().copy_(linear(seed).weight.data)
 
 
-def replace_data():
-    weight().data = bytes_of(51)
+def replace_data(*seeds):
+    for seed in seeds:  # the memory of the first may serve the third
+        weight().data = linear(seed).weight.data.clone()
 
 
-def replace_data_at_once():
-    for seed in (52, 53, 54):  # the memory of the first may serve the third
-        weight().data = bytes_of(seed)
-
-
-def replace_data_by_a_buffer(seed=58):
+def replace_data_at_an_address(seed):
     if GPU:
-        weight().data = bytes_of(seed)
-    else:
-        BUFFER[:] = bytes_of(seed).numpy().tobytes()
-        weight().data = torch.frombuffer(BUFFER, dtype=torch.uint8).view(-1, 1)
+        return replace_data(seed)
+    BUFFER[:] = linear(seed).weight.data.numpy().tobytes()
+    weight().data = torch.frombuffer(BUFFER, dtype=torch.uint8).view(-1, 1)
 
 
-def replace_data_at_the_same_address():
-    replace_data_by_a_buffer(59)
-
-
-def replace_parameter():  # as peft does at a merge
-    model.layers[0].projections[0].weight = linear(55).weight
-
-
-def replace_module():
-    model.layers[0].projections[0] = linear(56)
-
-
-def replace_state():
-    weight().quant_state = copy.copy(linear(57).weight.quant_state)
-
-
-def copy_state():  # the copy first has what is held of the other
-    copied = copy.copy(weight().quant_state)
+def copy_state():
+    copied = copy.copy(state())
     copied.absmax = copied.absmax.flip(0)
     weight().quant_state = copied
 
 
-def write_scales():
-    weight().quant_state.absmax.copy_(weight().quant_state.absmax.flip(0))
-
-
-def write_second_scales():
-    weight().quant_state.state2.absmax.mul_(2)
-
-
-def write_second_code():
-    weight().quant_state.state2.code.mul_(0.5)
-
-
-def write_offset():
-    weight().quant_state.offset.mul_(2)
-
-
-def replace_scales():
-    weight().quant_state.absmax = weight().quant_state.absmax.flip(0)
-
-
-def replace_data_of_scales():
-    weight().quant_state.absmax.data = weight().quant_state.absmax.data.flip(0)
-
-
-def replace_offset():
-    weight().quant_state.offset = weight().quant_state.offset * 2
-
-
 def load():
-    source = {
-        name: value.flip(0) if value.dtype is torch.uint8 else value for name, value in model.state_dict().items()
-    }
+    source = {name: v.flip(0) if v.dtype is torch.uint8 else v for name, v in model.state_dict().items()}
     model.load_state_dict(source, strict=False)
 
 
@@ -182,28 +131,15 @@ def copy_layer():
     gc.collect()  # bitsandbytes' parameters refer to their module
 
 
-def exchange_layers():
-    first, second = model.layers
-    model.layers[0], model.layers[1] = second, first
-
-
 def exchange_weights():
-    first, second = weight(0), weight(1)
-    model.layers[0].projections[0].weight, model.layers[1].projections[0].weight = second, first
+    first, second = (layer.projections[0] for layer in model.layers)
+    first.weight, second.weight = second.weight, first.weight
 
 
 def exchange_modules():  # and write into the one that was held for the other layer
     first, second = (layer.projections for layer in model.layers)
     first[0], second[0] = second[0], first[0]
-    write_in_place()
-
-
-def swap_tensors():
-    torch.utils.swap_tensors(weight(0), weight(1))
-
-
-def move():
-    model.layers[0].to("cpu").to(DEVICE)
+    write()
 
 
 def evaluate():
@@ -212,22 +148,36 @@ def evaluate():
     model.train()
 
 
-def release():
-    nf4_patch.release()
-    assert not cache.weights
-
-
-def write_into_pinned():
-    cached = next(each for each in cache.weights.values() if each.owner() is weight())
-    cached.dense.zero_()
-
-
-CHANGES = [
-    write_in_place, replace_data, replace_data_at_once, replace_data_by_a_buffer, replace_data_at_the_same_address, replace_parameter, replace_module, replace_state, copy_state,
-    write_scales, write_second_scales, write_second_code, write_offset, replace_scales, replace_data_of_scales,
-    replace_offset, load,
-    copy_layer, exchange_layers, exchange_weights, exchange_modules, swap_tensors, move, evaluate, release, write_into_pinned,
-]  # fmt: skip
+CHANGES = {
+    "write in place": write,
+    "replace data": lambda: replace_data(51),
+    "replace data at once": lambda: replace_data(52, 53, 54),
+    "replace data by a buffer": lambda: replace_data_at_an_address(58),
+    "replace data at the same address": lambda: replace_data_at_an_address(59),
+    "replace the parameter, as a merge does": lambda: setattr(
+        model.layers[0].projections[0], "weight", linear(55).weight
+    ),
+    "replace the module": lambda: model.layers[0].projections.__setitem__(0, linear(56)),
+    "replace the state": lambda: setattr(weight(), "quant_state", copy.copy(linear(57).weight.quant_state)),
+    "copy the state": copy_state,
+    "write scales": lambda: state().absmax.copy_(state().absmax.flip(0)),
+    "write second scales": lambda: state().state2.absmax.mul_(2),
+    "write second code": lambda: state().state2.code.mul_(0.5),
+    "write the offset": lambda: state().offset.mul_(2),
+    "replace scales": lambda: setattr(state(), "absmax", state().absmax.flip(0)),
+    "replace data of scales": lambda: setattr(state().absmax, "data", state().absmax.data.flip(0)),
+    "replace the offset": lambda: setattr(state(), "offset", state().offset * 2),
+    "load": load,
+    "copy the layer": copy_layer,
+    "exchange layers": lambda: setattr(model, "layers", torch.nn.ModuleList(reversed(model.layers))),
+    "exchange weights": exchange_weights,
+    "exchange modules": exchange_modules,
+    "swap tensors": lambda: torch.utils.swap_tensors(weight(0), weight(1)),
+    "move": lambda: model.layers[0].to("cpu").to(DEVICE),
+    "evaluate": evaluate,
+    "release": nf4_patch.release,
+    "write into what is pinned": lambda: next(e for e in cache.weights.values() if e.owner() is weight()).dense.zero_(),
+}
 _block_compile._wrap(
     Layer, {**_block_compile._COMPILE_OPTIONS}, 1
 )  # before the patch is on, as where a model is loaded first
@@ -237,9 +187,9 @@ values = torch.randn(2, 8, SIDE, dtype=torch.bfloat16, device=DEVICE)
 gate = switch.gates["cache"]
 if CHECKPOINTING == "non-reentrant":  # whose recompute must save what its forward saved: nothing is pinned
     nf4_patch.enable(cache=2**30)
-    for change in (*CHANGES[:8], release):
-        change()
-        assert agree(step(), without()), change.__name__
+    for name in (*list(CHANGES)[:8], "release"):
+        CHANGES[name]()
+        assert agree(step(), without()), name
     assert cache.uncached[Uncached.CHECKPOINT] and not nf4_patch.status().cache.compiled
     print("pinned")
     sys.exit()
@@ -248,15 +198,15 @@ want = without()
 for _ in range(2):
     assert agree(step(), want)
     assert nf4_patch.status().cache.compiled == WEIGHTS * LAYERS
-for change in CHANGES:
+for name, change in CHANGES.items():
     before = graphs()
     change()
     want = without()
     new = graphs() - before
     for _ in range(2):
-        assert agree(step(), want), change.__name__
-        assert nf4_patch.status().cache.compiled == WEIGHTS * LAYERS, (change.__name__, nf4_patch.status().cache)
-    assert graphs() - before == 2 * new, (change.__name__, new)  # as many as without the cache
+        assert agree(step(), want), name
+        assert nf4_patch.status().cache.compiled == WEIGHTS * LAYERS, (name, nf4_patch.status().cache)
+    assert graphs() - before == 2 * new, (name, new)  # as many as without the cache
 known = graphs()
 # half of the budget: one layer; then nothing, then all again
 size = sum(cache.taken.values()) // 2
