@@ -272,6 +272,7 @@ def test_refused_products_are_not_remembered(server, multiplier):
         for out in (torch.empty(4, 63).bfloat16(), torch.empty(4, 64), torch.empty(64, 4).bfloat16().t(), over):
             assert serve(out=out) is reason.OUT_MISMATCH
     assert torch.equal(serve(shape=[64, 128]), serve())  # a list is no key, and serves
+    assert serve(torch._neg_view(x)) is reason.MATMUL_OPERANDS
     assert len(multiplier.launches) == 1
 
 
@@ -322,6 +323,10 @@ def test_matmul_4bit(original, auto):
     assert replacement_of(x, packed.t(), state, bias=bias.clone().requires_grad_()) == "original"
     with torch.no_grad():
         assert torch.equal(replacement_of(x, packed.t(), state, bias=bias.clone().requires_grad_()), want)
+    half = x.half()  # in the dtype of x, whatever the state says
+    matmul._kernels.clear()
+    want = matmul_reference.matmul(half.view(6, 128), layout._replace(dtype=torch.float16)).view(2, 3, 64)
+    assert torch.equal(replacement_of(half, packed.t(), state), want)
 
 
 def autocast(dtype, function):

@@ -124,6 +124,10 @@ def test_copies_of_the_original(on, monkeypatch):
     assert other.dequantize_4bit is theirs and script.dequantize_4bit is original
     nf4_patch.enable()
     assert other.dequantize_4bit is theirs and script.dequantize_4bit is F.dequantize_4bit
+    F.dequantize_4bit = theirs
+    nf4_patch.disable()
+    assert F.dequantize_4bit is theirs and script.dequantize_4bit is original
+    F.dequantize_4bit = original
 
 
 class Subclass(torch.Tensor):

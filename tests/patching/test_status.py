@@ -9,8 +9,10 @@ import re
 import bitsandbytes.functional as F
 import pytest
 import torch
+from target import row
 
 import nf4_patch
+from nf4_patch.patching.reasons import Uncached
 from nf4_patch.patching.state import State
 from nf4_patch.patching.status import CacheStatus, Status, TargetStatus, folded
 from nf4_patch.patching.targets import TARGETS
@@ -42,6 +44,8 @@ def test_before_the_first_call_every_installed_target_has_a_line(on):
     never = [t.name for t in nf4_patch.status().targets if t.note == "installed, never called by eager code"]
     assert rows() == [*never, f"{counts()} more targets"]
     assert len(never) + counts() == len(TARGETS)
+    nf4_patch.enable(cache="1MiB")
+    assert row("bitsandbytes.autograd._functions.MatMul4Bit.backward").note == "its reads may come from the cache"
 
 
 def test_afterwards_those_that_were_called(patched, weight):
@@ -85,7 +89,8 @@ def test_as_data_nothing_is_folded(on):
     ("cache", "text"),
     [(CacheStatus("auto"), "cache auto: 0 weights, nothing; 0 of 0 reads served"),
      (CacheStatus(str(6 * 2**30), {0: 3 * 2**29, 1: 2**20}, 1, 2, 3),
-      "cache 6 GiB: 1 weight, 1.5 GiB on device 0, 1 MiB on device 1; 2 of 5 reads served")],
+      "cache 6 GiB: 1 weight, 1.5 GiB on device 0, 1 MiB on device 1; 2 of 5 reads served"),
+     (CacheStatus("auto", uncached={"WAITING": 2}), f"    2 x not cached: WAITING: {Uncached.WAITING.value}")],
 )  # fmt: skip
 def test_sizes_are_printed_as_people_write_them(cache, text):
     assert text in str(Status(True, (), {}, (), cache))

@@ -10,6 +10,7 @@ import sys
 
 import bitsandbytes.functional as F
 import pytest
+import torch
 from subprocess_python import program, python
 
 import nf4_patch
@@ -102,6 +103,7 @@ def test_every_function_is_replaced_while_its_option_is_on_and_put_back():
                     wanted = not target.only or target.only in options
                     assert (now[target.name] is not originals[target.name]) == wanted, target.name
         assert standing() == originals
+    assert "resize_" not in vars(torch.UntypedStorage)  # inherited, as before the first time
 
 
 @pytest.mark.parametrize("variable", VARIABLES, ids=lambda v: v.name)

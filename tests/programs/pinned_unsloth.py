@@ -178,9 +178,14 @@ CHANGES = {
     "release": nf4_patch.release,
     "write into what is pinned": lambda: next(e for e in cache.weights.values() if e.owner() is weight()).dense.zero_(),
 }
-_block_compile._wrap(
-    Layer, {**_block_compile._COMPILE_OPTIONS}, 1
-)  # before the patch is on, as where a model is loaded first
+
+
+class Late(Layer):
+    forward = Layer.forward
+
+
+# before the patch is on, as where a model is loaded first
+_block_compile._wrap(Layer, {**_block_compile._COMPILE_OPTIONS}, 1)
 stock = Layer.forward
 model: Any = Model()
 values = torch.randn(2, 8, SIDE, dtype=torch.bfloat16, device=DEVICE)
@@ -227,10 +232,14 @@ assert not GPU or agree(step(), want)
 nf4_patch.enable(cache=2**30)
 step()
 assert nf4_patch.status().cache.compiled
+_block_compile._wrap(Late, {**_block_compile._COMPILE_OPTIONS}, 1)  # and where one is loaded later
+late = Late(9)
+late(values.clone().requires_grad_()).sum().backward()
+assert nf4_patch.status().cache.compiled == WEIGHTS * (LAYERS + 1)
 file = io.BytesIO()
 torch.save([model.layers[0].projections, weight(), weight().quant_state], file)
 assert b"nf4_patch" not in file.getvalue()
-model = None
+model = late = None
 gc.collect()
 assert not cache.weights and not any(cache.pinned.values())
 print("pinned")
