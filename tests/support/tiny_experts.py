@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections import Counter
 
 import pytest
@@ -16,10 +15,9 @@ pytest.importorskip("transformers.integrations.moe", reason="transformers before
 pytest.importorskip("bitsandbytes.nn.parametrize", reason="bitsandbytes before 0.46")
 
 import bitsandbytes.functional
-import mixtures
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 import nf4_patch
 from nf4_patch.patching.counters import counters
@@ -29,26 +27,37 @@ from nf4_patch.patching.reasons import Reason
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 STACKS = ("gate_up_proj", "down_proj")
 LAYERS = 2
-# Of mixtures.CONFIGS, with more to route and to cut into blocks. A block of the second level has 64 * 256 elements: gpt-oss's
-# down_proj, 128 x 64 an expert, does not divide into such.
-CHANGES = {
-    "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6, "moe_intermediate_size": 256,
-    "first_k_dense_replace": 0, "layer_types": ["full_attention"] * LAYERS, "use_cache": True,
+COMMON = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2,
 }  # fmt: skip
-NAMES = {
-    "qwen3": "Qwen3 MoE", "gpt-oss": "gpt-oss", "glm4": "GLM-4 MoE", "olmoe": "OLMoE", "mixtral": "Mixtral",
-    "qwen3-next": "Qwen3-Next", "deepseek-v3": "DeepSeek-V3", "gemma4": "Gemma 4",
+# A block of the second level has 64 * 256 elements: gpt-oss's down_proj, 128 x 64 an expert, does not divide into such.
+CONFIGS = {
+    "qwen3": lambda: Qwen3MoeConfig(moe_intermediate_size=256, num_experts=6, **COMMON),
+    "gpt-oss": lambda: GptOssConfig(num_local_experts=6, **COMMON),
+}
+MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+ROUTED = {
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+}
+ARCHITECTURES = CONFIGS | {
+    "glm4": lambda: transformers.Glm4MoeConfig(**COMMON | ROUTED),
+    "olmoe": lambda: transformers.OlmoeConfig(num_experts=6, **COMMON | {"num_key_value_heads": 4}),
+    "mixtral": lambda: transformers.MixtralConfig(num_local_experts=6, **COMMON),
+    "qwen3-next": lambda: transformers.Qwen3NextConfig(
+        moe_intermediate_size=256, shared_expert_intermediate_size=64, num_experts=6,
+        layer_types=["full_attention"] * LAYERS, **COMMON,
+    ),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(**COMMON | ROUTED | MLA | {"num_key_value_heads": 4}),
+    "gemma4": lambda: transformers.Gemma4TextConfig(
+        enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=256,
+        layer_types=["full_attention"] * LAYERS, hidden_size_per_layer_input=0, **COMMON,
+    ),
 }  # fmt: skip
-
-
-def config_of(name: str):
-    kind, values = mixtures.CONFIGS[NAMES[name]]
-    changed = {key: value for key, value in CHANGES.items() if key in values}
-    return getattr(transformers, kind)(**values | changed)
-
-
-ARCHITECTURES = {name: functools.partial(config_of, name) for name in NAMES}
-CONFIGS = {name: ARCHITECTURES[name] for name in ("qwen3", "gpt-oss")}
 CHECKPOINTING = {"kept": None, "reentrant": {"use_reentrant": True}, "recomputed": {"use_reentrant": False}}
 
 
