@@ -12,6 +12,7 @@ from oracle import layout_of, quantized
 from ptx_simulator import Cta, Source, Warp, memory_of, u64
 from subprocess_python import python
 
+from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.codes import code_of
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.matmul import hopper, launch
@@ -107,6 +108,16 @@ def test_the_table_has_what_was_measured_and_nothing_else(proven_release):
     calibrated = ((8, None), (64, None))  # a calibration measures up to 64 rows
     found = [launch.config_for(H200, m, 14336, 4096, calibrated=calibrated) for m in (8, 64, 128)]
     assert found == [None, None, HOPPER_ROWS[0].config]
+
+
+def test_each_type_of_offset_has_code_of_its_own(monkeypatch):
+    """Shared, the second one's bytes were read as the first one's type (H200)."""
+    asked = []
+    monkeypatch.setattr(runtime, "compiled", lambda kernel, _, values, warps, *kind: asked.append((id(kernel), kind)))
+    offsets = (None, torch.float32, torch.float16, torch.bfloat16)
+    for offset in offsets:
+        hopper.compiled(HOPPER_ROWS[0].config, torch.device("cpu"), torch.bfloat16, offset, False)
+    assert len(set(asked)) == len(offsets) + 1  # and one matmul
 
 
 @pytest.mark.parametrize("release", [(3, 5), (3, 8)])
