@@ -48,7 +48,7 @@ def same_stack(model, name, dense, quant_type="nf4", nested=True, **options):
     wanted, wanted_state = F.quantize_4bit(dense, compress_statistics=nested, quant_type=quant_type, **options)
     fields, wanted_fields = state.as_dict(), wanted_state.as_dict()
     assert packed.dtype is wanted.dtype and not packed.requires_grad
-    assert torch.equal(packed.view(torch.uint8), wanted.view(torch.uint8))  # NaN of bytes as bf16 is unequal to itself
+    assert torch.equal(packed.view(torch.uint8), wanted.view(torch.uint8))
     assert fields.keys() == wanted_fields.keys()
     for field, value in wanted_fields.items():
         assert torch.equal(fields[field], value) if torch.is_tensor(value) else fields[field] == value, field
@@ -58,8 +58,9 @@ def same_stack(model, name, dense, quant_type="nf4", nested=True, **options):
 def equal_state_dicts(model, other):
     ours, theirs = model.state_dict(), other.state_dict()
     assert ours.keys() == theirs.keys()
-    for key in ours:
-        assert torch.equal(ours[key], theirs[key]), key
+    for key in ours:  # NaN of bytes as bf16 is unequal to itself
+        a, b = (each[key].reshape(-1).view(torch.uint8) for each in (ours, theirs))
+        assert ours[key].dtype is theirs[key].dtype and torch.equal(a, b), key
 
 
 def logits(model):

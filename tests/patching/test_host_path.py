@@ -323,6 +323,7 @@ def test_matmul_4bit(original, auto):
     assert replacement_of(x, packed.t(), state, bias=bias.clone().requires_grad_()) == "original"
     with torch.no_grad():
         assert torch.equal(replacement_of(x, packed.t(), state, bias=bias.clone().requires_grad_()), want)
+    replacement_of(x, packed.t(), state)  # which is remembered
     half = x.half()  # in the dtype of x, whatever the state says
     matmul._kernels.clear()
     want = matmul_reference.matmul(half.view(6, 128), layout._replace(dtype=torch.float16)).view(2, 3, 64)

@@ -120,7 +120,17 @@ def test_what_does_not_fit_as_a_whole_is_dequantized_in_the_graph(enter):
     assert same(enter.plain(layer), first) and graphs() == 2
 
 
-def test_modules_that_come_later_shared_by_layers_and_twice_in_one(enter):
+def test_a_module_that_comes_later_is_dequantized_as_it_is(enter):
+    layer = Layer()
+    nf4_patch.enable(cache=2**30)
+    enter(layer)
+    layer.parts.append(weight_layer(9))
+    for _ in range(2):
+        assert same(enter(layer), enter.plain(layer))
+        layer.parts[-1].weight.data.bitwise_xor_(255)
+
+
+def test_modules_shared_by_layers_and_twice_in_one(enter):
     """Each weight is pinned and charged once."""
     first, second = Layer(), Layer(first=3)
     nf4_patch.enable(cache=2**30)
@@ -136,10 +146,6 @@ def test_modules_that_come_later_shared_by_layers_and_twice_in_one(enter):
             first.parts[0].weight.bitwise_xor_(255)
     size = next(iter(cache.weights.values())).size
     assert cache.taken.total() - sum(cached[2] for cached in cache.leaving) == 7 * size
-    first.parts.append(weight_layer(10))  # which is in no layer's list: dequantized in the graph, as it is
-    for _ in range(2):
-        assert same(enter(first), enter.plain(first))
-        first.parts[-1].weight.data.bitwise_xor_(255)
 
 
 @pytest.mark.parametrize("thread", ["this", "another"])
