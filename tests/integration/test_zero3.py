@@ -48,5 +48,7 @@ def test_losses_and_adapter_are_equal_to_the_bit(checkpoint, tmp_path):
         assert sum(mine["hits"].values()) == forward
     for mine, theirs in zip(processes("cached", checkpoint, tmp_path), off, strict=True):
         assert mine["losses"] == theirs["losses"] and mine["adapter"] == theirs["adapter"]
-        assert mine["cache"]["uncached"].keys() == {"ZERO3"} and not mine["cache"]["hits"] and not mine["cache"]["weights"]
+        assert (
+            mine["cache"]["uncached"].keys() == {"ZERO3"} and not mine["cache"]["hits"] and not mine["cache"]["weights"]
+        )
     assert on[0]["losses"] != on[1]["losses"]  # each process had tokens of its own

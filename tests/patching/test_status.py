@@ -87,7 +87,7 @@ def test_as_data_nothing_is_folded(on):
 
 @pytest.mark.parametrize(
     ("cache", "text"),
-    [(CacheStatus("auto"), "cache auto: 0 weights, nothing; 0 of 0 reads served"),
+    [(CacheStatus("auto"), "cache auto: empty; 0 of 0 reads served"),
      (CacheStatus(str(6 * 2**30), {0: 3 * 2**29, 1: 2**20}, 1, 2, 3),
       "cache 6 GiB: 1 weight, 1.5 GiB on device 0, 1 MiB on device 1; 2 of 5 reads served"),
      (CacheStatus("auto", uncached={"WAITING": 2}), f"    2 x not cached: WAITING: {Uncached.WAITING.value}")],
