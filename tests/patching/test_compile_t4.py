@@ -1,7 +1,8 @@
-"""torch.compile as a T4 user meets it: Inductor skips bf16 graphs below sm_80."""
+"""torch.compile as a T4 user meets it: Inductor skips bf16 graphs below sm_80, and re-emits no kernel of ours."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torch
 from oracle import quantized
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor import compile_fx
+from torch._inductor.utils import run_and_get_code
 
 import nf4_patch
 from nf4_patch.patching.counters import counters
@@ -40,14 +42,28 @@ def no_bf16(monkeypatch):
         monkeypatch.setattr(compile_fx, "_check_triton_bf16_support", check)
 
 
+def function(packed, state, x):
+    return torch.nn.functional.silu(x @ F.dequantize_4bit(packed, state).t()) * 2
+
+
+def arguments(dtype, device):
+    packed, state = quantized((64, 256), dtype, device)
+    generator = torch.Generator().manual_seed(0)
+    return packed, state, torch.randn(8, 256, generator=generator).to(device=device, dtype=dtype)
+
+
+def test_inductor_calls_the_op_in_fp16_and_emits_no_kernel_of_it(patched, no_bf16, device):
+    packed, state, x = arguments(torch.float16, device)
+    want = function(packed, state, x)
+    got, (code, *_) = run_and_get_code(torch.compile(function, fullgraph=True, backend="inductor"), packed, state, x)
+    assert len(re.findall(r"torch\.ops\.nf4_patch\.dequantize_nf4\.default\(", code)) == 1
+    assert "dequantize_kernel" not in code
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)  # silu in another order; the weight is the op's
+
+
 def test_inductor_skips_a_bf16_graph_and_the_patch_serves_it_eagerly(patched, no_bf16, device):
     """What a T4 user gets in bf16: a warning, no compiled graph, the right numbers."""
-    packed, state = quantized((64, 256), torch.bfloat16, device)
-    x = torch.randn(8, 256, dtype=torch.bfloat16, device=device)
-
-    def function(packed, state, x):
-        return torch.nn.functional.silu(x @ F.dequantize_4bit(packed, state).t()) * 2
-
+    packed, state, x = arguments(torch.bfloat16, device)
     want = function(packed, state, x)
     counters.reset()
     compiled = torch.compile(function, backend="inductor")
