@@ -15,7 +15,6 @@ import torch
 from torch.nn.utils import parametrize
 
 from benchmarks import main
-from nf4_patch.patching.experts import forward
 from nf4_patch.tools.bench.record import GPU_TIME, OURS, RATE, UNPATCHED, Check, Row
 from nf4_patch.tools.bench.step import (
     BUDGET,
@@ -59,19 +58,8 @@ def gpt_oss(layers: int = LAYERS) -> Any:
     )  # fmt: skip
 
 
-def glm(layers: int = LAYERS) -> Any:
-    """GLM-4.5-Air: 2.2 billion weights of experts a layer."""
-    from transformers import Glm4MoeConfig
-
-    return Glm4MoeConfig(  # type: ignore[call-arg]  # of its attention
-        hidden_size=4096, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=layers,
-        num_attention_heads=96, num_key_value_heads=8, head_dim=128, n_routed_experts=128, num_experts_per_tok=8,
-        first_k_dense_replace=0, vocab_size=151552, tie_word_embeddings=False, dtype="bfloat16",
-    )  # fmt: skip
-
-
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-PEFT, OWN = "peft, 16 bits", "forward of ours"
+PEFT = "peft, 16 bits"
 CONFIGURATIONS = {"Qwen3-30B-A3B": qwen3, "gpt-oss-20b": gpt_oss}
 
 
@@ -114,22 +102,15 @@ def training(tell: Progress) -> Iterator[Row]:
         del model
 
 
-class ExpertsStep(Step):
-    """With the patch's LoRA on experts, or peft's; with the experts' forward of ours, or transformers'."""
-
-    forward_of_ours = False
+class LoraStep(Step):
+    """With LoRA on the experts by the patch, or by peft alone."""
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
-        before = forward.FASTER_ON
-        forward.FASTER_ON = (torch.cuda.get_device_capability(),) if self.forward_of_ours else ()
-        try:
-            with patch(self.on, cache=self.cache, experts="4bit"):
-                for _ in range(2):
-                    self()
-                yield
-        finally:
-            forward.FASTER_ON = before
+        with patch(self.on, cache=self.cache, experts="4bit"):
+            for _ in range(2):
+                self()
+            yield
 
 
 def unpack(model: Any) -> None:
@@ -146,41 +127,25 @@ def bytes_of(model: Any) -> int:
 
 
 def lora(tell: Progress) -> Iterator[Row]:
-    """LoRA on the experts of Qwen3: packed, cached, in 16 bits, by peft in 16 bits; both forwards."""
+    """Experts packed, in 16 bits, cached, and peft's LoRA on experts in 16 bits."""
     with patch(True, experts="4bit"):
         packed, dense = (peft_model(qwen3(), ATTENTION, target_parameters=EXPERTS) for _ in range(2))
     unpack(dense)
+    optimizers = {model: optimizer_of(model) for model in (packed, dense)}
     sides = {
         OURS: (packed, True, "off"), "cached": (packed, True, BUDGET), "16 bits": (dense, True, "off"),
-        PEFT: (dense, False, "off"), OWN: (packed, True, "off"), f"{OWN}, cached": (packed, True, BUDGET),
+        PEFT: (dense, False, "off"),
     }  # fmt: skip
-    yield from compared("LoRA on experts", sides, (packed, dense), tell)
-
-
-def frozen(tell: Progress) -> Iterator[Row]:
-    """Experts packed, LoRA on the attention only; both forwards."""
-    for name, config in (CONFIGURATIONS | {"GLM-4.5-Air": glm}).items():
-        model = peft_model(config(), ATTENTION)
-        sides = {OURS: (model, True, "off"), OWN: (model, True, "off"), f"{OWN}, cached": (model, True, BUDGET)}
-        yield from compared(f"{name}, frozen experts", sides, (model,), tell)
-        del model, sides
-
-
-def compared(subject: str, sides: dict[str, Any], models: tuple[Any, ...], tell: Progress) -> Iterator[Row]:
-    """GPU time of a step of each side: (model, patch, cache), by name."""
-    optimizers = {model: optimizer_of(model) for model in models}
-    for size in ((1, 512), (1, 2048), (1, 4096)):
-        tell("{}: {}x{} tokens".format(subject, *size))
+    for size in ((1, 512), (1, 4096)):
+        tell("LoRA on experts: {}x{} tokens".format(*size))
         steps = {
-            name: ExpertsStep(model, optimizers[model], size, on, cache) for name, (model, on, cache) in sides.items()
+            name: LoraStep(model, optimizers[model], size, on, cache) for name, (model, on, cache) in sides.items()
         }
         notes = {}
         for name, step in steps.items():
-            step.forward_of_ours = name.startswith(OWN)
-        for name, step in steps.items():
             step.observe()
-            others = sum(bytes_of(model) for model in models if model is not step.model)
-            notes[f"peak memory, {name}"] = gib(step.peak - others)
+            other = dense if step.model is packed else packed
+            notes[f"peak memory, {name}"] = gib(step.peak - bytes_of(other))
         loss = {name: step.losses[0] for name, step in steps.items()}
         checks = {
             name: Check(
@@ -189,11 +154,11 @@ def compared(subject: str, sides: dict[str, Any], models: tuple[Any, ...], tell:
             for name in list(sides)[1:]
         }
 
-        def patched(name: str, steps: dict[str, ExpertsStep] = steps) -> AbstractContextManager[None]:
+        def patched(name: str, steps: dict[str, LoraStep] = steps) -> AbstractContextManager[None]:
             return steps[name].patched()
 
         times = kernel_times(steps, patched, rounds=3)
-        yield Row("{} {}x{}, {}".format(subject, *size, GPU_TIME), "ms", times, checks, notes=notes)
+        yield Row("LoRA on experts {}x{}, {}".format(*size, GPU_TIME), "ms", times, checks, notes=notes)
 
 
 def rows(tell: Progress) -> Iterator[Row]:
@@ -204,5 +169,4 @@ def rows(tell: Progress) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    sections = {"step": rows, "lora": lora, "frozen": frozen}
-    main(dict.fromkeys(sections, METHOD), lambda tell: {name: rows(tell) for name, rows in sections.items()})
+    main({"step": METHOD, "lora": METHOD}, lambda tell: {"step": rows(tell), "lora": lora(tell)})

@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 
-from ..cache.store import cache
 from ..context import is_compiling
 from ..dequantizer import Dequantizer
-from ..experts import forward
-from ..experts.product import View, is_kept_packed, pending
+from ..experts.product import View, pending
 from ..experts.read import stacks_of
 from ..reasons import Reason
 from ..replacement import Function
@@ -32,11 +30,11 @@ def on_view(target: Target, original: Function, whole: bool) -> Function:
     Args:
         whole: it reads all experts, and only reads them.
     """
-    dequantizer, gate = Dequantizer(target.name), switch.gates["experts"]
+    dequantizer = Dequantizer(target.name)
 
     def prepare(module: Any) -> View | Reason:
         lora = {name: found for (owner, name), found in pending.lora.items() if owner == id(module)}
-        stacks = stacks_of(module, dequantizer, whole and (is_kept_packed() or cache.on))
+        stacks = stacks_of(module, dequantizer, whole)
         if isinstance(stacks, Reason):
             if not lora:
                 return stacks
@@ -55,8 +53,7 @@ def on_view(target: Target, original: Function, whole: bool) -> Function:
         if switch.on and not is_compiling():
             view = dequantizer.fallbacks.attempt(prepare, self)
             if type(view) is not Reason:
-                ours = whole and gate.on and forward.serves(self, *args, **kwargs)
-                return (forward.forward if ours else original)(view, *args, **kwargs)
+                return original(view, *args, **kwargs)
         return original(self, *args, **kwargs)
 
     return experts_forward
