@@ -6,6 +6,7 @@ Without a GPU the kernel is under the interpreter, and the layers are entered as
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import io
@@ -200,6 +201,26 @@ def test_what_an_entry_pins():
     del layer
     gc.collect()
     assert cache.snapshot().compiled == 0 and kept.weight is not None
+
+
+def test_a_state_that_was_copied_while_its_layer_ran_holds_nothing():
+    """On another parameter, while another layer runs, it is decoded."""
+    layer, copies, found = Layer(1), [], []
+    weight = layer.parts[0].weight
+
+    def copies_it(module, x):
+        assert dense_of(weight, weight.quant_state) is not None
+        copies.append(copy.copy(weight.quant_state))
+        return x
+
+    def reads_it(module, x):
+        found.append(dense_of(weight, copies[0]))
+        return x
+
+    nf4_patch.enable(cache="1GiB")
+    Layers("a test").entered(copies_it)(layer, activations())
+    Layers("a test").entered(reads_it)(Layer(1, first=5), activations())
+    assert found == [None]
 
 
 def test_weights_made_under_inference_mode_are_named(enter):

@@ -30,6 +30,7 @@ from .store import cache
 
 NAME = "_nf4_patch_dense"  # the attribute of a QuantState while its layer runs
 gate = switch.gates["cache"]
+Pinned = list[torch.Tensor]  # the dense copy; emptied when the layer returns, for who copied the state in between
 
 
 class Running:
@@ -47,8 +48,10 @@ def dense_of(packed: torch.Tensor, state: Any) -> torch.Tensor | None:
     if not running.any or not hasattr(state, "quant_type"):
         return None
     # not getattr: where it is missing, Dynamo traces QuantState.__getattr__ and guards on what that reads
-    dense: torch.Tensor | None = state.__dict__.get(NAME)
-    return dense.t() if dense is not None and packed.shape[0] == 1 else dense
+    pinned: Pinned | None = state.__dict__.get(NAME)
+    if not pinned:
+        return None
+    return pinned[0].t() if packed.shape[0] == 1 else pinned[0]
 
 
 class Layer:
@@ -127,12 +130,13 @@ class Layers:
                 finally:
                     running.count -= 1
                     running.any = running.count > 0
-                    for state, _ in pinned:
+                    for state, dense in pinned:
                         state.__dict__.pop(NAME, None)
+                        dense.clear()
 
         return entry
 
-    def pinned(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, torch.Tensor]] | Reason:
+    def pinned(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, Pinned]] | Reason:
         """Every state of the layer with the dense copy of its weight; nothing where not all of them can be pinned."""
         if cache.leaving:
             cache.settle()
@@ -164,7 +168,7 @@ class Layers:
         cache.refuse(why)
         return []
 
-    def look(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, torch.Tensor]] | None:
+    def look(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, Pinned]] | None:
         """Every state with its dense copy; None where one is missing or no longer true."""
         states = []
         for state, weight in layer.weights(module):
@@ -173,7 +177,7 @@ class Layers:
                 return None
             if switch.strict:
                 cache.compare(found[0], self.decode(weight))
-            states.append((state, found[1].dense))
+            states.append((state, [found[1].dense]))
             layer.numbers[found[1].name] = found[1].number
         return states
 
