@@ -148,7 +148,7 @@ def is_worker() -> bool:
 @dataclass(frozen=True)
 class Config:
     requested: bool  # NF4_PATCH=1, or true, yes, on
-    forbidden: str  # keeps_off
+    forbidden: str  # what ``keeps_off`` says
     strict: bool
     matmul: str  # off, auto
     calibration: Path | None  # the file of measurements; None: not to be read

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import nf4_patch
-from nf4_patch.patching import hooks
+from nf4_patch.patching import counters, hooks
 from nf4_patch.patching.status import CacheStatus, Status
 from nf4_patch.tools import doctor
 
@@ -18,7 +18,7 @@ from nf4_patch.tools import doctor
 @pytest.fixture
 def said(caplog, monkeypatch):
     """Warnings so far; what was said once before may be said again."""
-    monkeypatch.setattr(hooks, "warn_once", hooks.warn_once.__wrapped__)
+    monkeypatch.setattr(hooks, "warn_once", counters.warn_once.__wrapped__)
     caplog.set_level(logging.WARNING, "nf4_patch")
     return lambda: "\n".join(record.getMessage() for record in caplog.records)
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 
 from .reasons import Reason
 
 logger = logging.getLogger("nf4_patch")
+
+
+@functools.cache
+def warn_once(sentence: str) -> None:
+    logger.warning(sentence)
 
 
 class FallbackError(RuntimeError):

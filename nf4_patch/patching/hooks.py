@@ -14,6 +14,7 @@ from types import ModuleType
 import wrapt
 
 from ..config import Config, unknown_variables
+from .counters import warn_once
 from .placement import Installed, install, installed, remove_earlier
 from .switch import switch
 from .targets import TARGETS, Target
@@ -61,11 +62,6 @@ def switch_on(options: Options) -> bool:
         _hooked = True
         logger.info("nf4_patch is on: %s", ", ".join(n for n, i in installed.items() if i.replacement) or "waiting")
     return True
-
-
-@functools.cache
-def warn_once(sentence: str) -> None:
-    logger.warning(sentence)
 
 
 def finish_imports() -> None:

@@ -6,8 +6,6 @@ fake's answer to an unsupported weight is a bool tensor of as many elements as i
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Any
 
 import torch
@@ -17,9 +15,10 @@ from ..nf4 import runtime
 from ..nf4.dequantize import launch, reference
 from ..nf4.weight import Weight
 from . import guards
+from .counters import warn_once
 from .reasons import Reason
 
-logger = logging.getLogger("nf4_patch")
+FORMULA = "the plain formula runs inside the compiled graph: "
 REASONS = tuple(Reason)
 # What keeps the kernel away and not the formula: a graph may run on another machine than it was traced on.
 COMPUTABLE = (Reason.NOT_CUDA, Reason.ROCM, Reason.GPU_TOO_OLD, Reason.NOT_CONTIGUOUS)
@@ -54,17 +53,12 @@ def kernel(*fields: Any) -> Tensor:
         try:
             return launch.dequantize(weight)
         except runtime.KernelUnavailable as error:
-            say_once(str(error))
+            warn_once(FORMULA + str(error))
     elif guards.why_not(weight, ignore=COMPUTABLE) is None:
-        say_once(reason.sentence)
+        warn_once(FORMULA + reason.sentence)
     else:
         raise ValueError(f"nf4_patch::dequantize_nf4: {reason.sentence}: {guards.describe(weight)}")
     return reference.dequantize(weight._replace(packed=weight.bytes()))
-
-
-@functools.cache
-def say_once(why: str) -> None:
-    logger.warning("the plain formula runs inside the compiled graph: %s", why)
 
 
 def fake(*fields: Any) -> Tensor:

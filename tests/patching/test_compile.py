@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import nf4_patch
 from nf4_patch.nf4.dequantize import compilation
 from nf4_patch.patching import guards, op
+from nf4_patch.patching.counters import warn_once
 from nf4_patch.patching.reasons import Reason
 
 BACKEND = "inductor" if torch.cuda.is_available() else "aot_eager"
@@ -239,7 +240,7 @@ def test_the_op_computes_where_the_kernel_cannot(device, monkeypatch, caplog):
         with pytest.raises(ValueError, match=guards.why_not(changed).sentence[:20]):
             torch.ops.nf4_patch.dequantize_nf4(*changed)
     monkeypatch.setattr(compilation, "INTERPRETED", False)
-    op.say_once.cache_clear()
+    warn_once.cache_clear()
     on_the_cpu = [field.cpu() if isinstance(field, torch.Tensor) else field for field in layout]
     for _ in range(2):
         assert torch.equal(torch.ops.nf4_patch.dequantize_nf4(*on_the_cpu), want.cpu())

@@ -21,8 +21,8 @@ from target import TARGET, fallbacks, replaced_by, row, same
 import nf4_patch
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import launch
-from nf4_patch.patching import guards, op, placement, replacement, targets
-from nf4_patch.patching.counters import counters
+from nf4_patch.patching import guards, placement, replacement, targets
+from nf4_patch.patching.counters import counters, warn_once
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
@@ -152,7 +152,7 @@ def test_a_compiled_graph_goes_on_without_the_kernel(on, monkeypatch, caplog):
     """Inside torch.compile there is no original to go back to: the plain formula, with the same bits."""
     packed, state = quantized((64, 128), torch.bfloat16, on)
     want = expected(packed, state)
-    op.say_once.cache_clear()
+    warn_once.cache_clear()
     monkeypatch.setattr(launch, "dequantize", raising(runtime.KernelUnavailable("ptxas exited with 1")))
     compiled = torch.compile(lambda p: F.dequantize_4bit(p, state) * 1, backend="aot_eager", fullgraph=True)
     with caplog.at_level(logging.WARNING, "nf4_patch"):

@@ -12,7 +12,7 @@ import torch
 from ..cache.pinned import Layers, dense_of
 from ..cache.reads import inside
 from ..cache.store import cache
-from ..counters import logger
+from ..counters import warn_once
 from ..dequantizer import Dequantizer
 from ..fused_matmul import FusedMatmul
 from ..reasons import Reason
@@ -61,11 +61,6 @@ def compiled_layers(target: Target, original: Callable[..., Any]) -> Callable[..
         if gate.on:
             enter(cls)
 
-    @functools.cache
-    def warn() -> None:
-        if torch.__version__ < (2, 11):  # type: ignore[operator]
-            logger.warning("Unsloth's compiled layers do not read cached weights under PyTorch before 2.11")
-
     def follow(config) -> None:
         """The classes of models that were loaded before the cache was switched on; and all are as they were, once it is off."""
         if not gate.on:
@@ -74,7 +69,8 @@ def compiled_layers(target: Target, original: Callable[..., Any]) -> Callable[..
                     cls.forward = forward
             entries.clear()
             return
-        warn()
+        if torch.__version__ < (2, 11):  # type: ignore[operator]
+            warn_once("Unsloth's compiled layers do not read cached weights under PyTorch before 2.11")
         waiting: list[Any] = [torch.nn.Module]
         while waiting:
             cls = waiting.pop()
