@@ -74,7 +74,7 @@ def test_what_is_missing_is_named(words, missing, tmp_path):
     assert done.returncode == 2 and missing in " ".join(done.stderr.split()), done.stderr
 
 
-OFF = pytest.param({"NF4_PATCH": "0"}, 0, "off", marks=pytest.mark.full)
+OFF = pytest.param({"NF4_PATCH": "0"}, 0, "off (NF4_PATCH=0)", marks=pytest.mark.full)
 
 
 @pytest.mark.parametrize(("variables", "hits", "on"), [({}, 3, "on"), OFF])
