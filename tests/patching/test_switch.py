@@ -33,10 +33,14 @@ def test_either_import_order(order):
     program("import_order", order, interpreted=True)
 
 
-def test_environment_enables_with_no_change_of_code():
+@pytest.fixture
+def entry_point():
     if not importlib.metadata.entry_points(group="bitsandbytes.backends", name="nf4_patch"):
         assert not os.environ.get("CI"), "the package is on the path but not installed"
         pytest.skip("nf4_patch is not installed: no entry point")
+
+
+def test_environment_enables_with_no_change_of_code(entry_point):
     code = 'import bitsandbytes.functional as F; print(hasattr(F.dequantize_4bit, "__wrapped__"))'
     assert python(code, NF4_PATCH="1").stdout.split() == ["True"]
     assert python(code).stdout.split() == ["False"]
@@ -58,7 +62,7 @@ def test_environment_enables_with_no_change_of_code():
         ("import nf4_patch", {}, ""),
     ],
 )
-def test_what_the_environment_did_is_one_line_of_the_log(code, variables, said):
+def test_what_the_environment_did_is_one_line_of_the_log(entry_point, code, variables, said):
     done = python(code, NF4_PATCH_CACHE="6GiB", **variables)
     lines = [line for line in done.stderr.splitlines() if "NF4_PATCH" in line]
     assert len(lines) == bool(said) and said in done.stderr and done.stdout == ""
