@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import parametrize
@@ -50,6 +51,11 @@ def carrying(packed: Tensor, state: dict[str, Any]) -> Any:
     parameter.quant_state = state
     parameter._is_hf_initialized = True  # transformers gives all others random values
     return parameter
+
+
+def empty_cache(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.empty_cache()
 
 
 def quantize_stack(stack: Tensor, config: Any) -> Any:
@@ -111,7 +117,10 @@ def quantize(target: Target, original: Function) -> Function:
             value = input_dict.pop(name)  # no other reference: freed when it is packed
             value = value[0] if isinstance(value, list) else value
             if self.hf_quantizer.param_needs_quantization(model, name):
+                # before and after: what stays in small pieces must not lie in a block that the next stack needs whole
+                empty_cache(value)
                 value = quantize_stack(value, self.hf_quantizer.quantization_config)
+                empty_cache(value)
             converted[name] = value
         return converted
 
