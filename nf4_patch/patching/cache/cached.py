@@ -67,7 +67,7 @@ class Cached:
 
     def is_current(self, weight: Weight) -> bool:
         """Whether this weight, of the same name, still decodes to it."""
-        packed, first, second, third, fourth, *_ = weight
+        packed, first, second, third, fourth, _, _, _, _, _ = weight
         absmax, absmax2, code2, offset = self.scales
         base = packed._base  # see Weight.owner
         return (

@@ -137,7 +137,8 @@ class Cache:
             StaleWeightError: NF4_PATCH_STRICT=1, and the cached bits are not those of the packed bytes.
         """
         try:
-            found = self.results.get((weight[0].data_ptr(), weight[0].shape, weight[8]))  # name_of, without a call
+            packed = weight[0]
+            found = self.results.get((packed.data_ptr(), packed.shape, weight[8]))  # name_of, without a call
             if self.dead or found is None or not found[1].is_current(weight):
                 found = self.find(weight)
         except (AttributeError, RuntimeError):
