@@ -1,18 +1,15 @@
 """python -m benchmarks.experts: mixtures of experts in 4 bits, random weights in the shapes of real ones.
 
-A step of training with peft, LoRA on the attention, with checkpointing and without; LoRA on the experts too; and
-generation.
+A step of training with peft, LoRA on the attention, with checkpointing and without; and generation.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.nn.utils import parametrize
 
 from benchmarks import main
 from nf4_patch.tools.bench.record import GPU_TIME, OURS, RATE, UNPATCHED, Check, Row
@@ -21,9 +18,6 @@ from nf4_patch.tools.bench.step import (
     LENGTHS,
     METHOD,
     Settings,
-    Step,
-    gib,
-    optimizer_of,
     peft_model,
     side_by_side,
 )
@@ -58,8 +52,6 @@ def gpt_oss(layers: int = LAYERS) -> Any:
     )  # fmt: skip
 
 
-EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-PEFT = "peft, 16 bits"
 CONFIGURATIONS = {"Qwen3-30B-A3B": qwen3, "gpt-oss-20b": gpt_oss}
 
 
@@ -102,65 +94,6 @@ def training(tell: Progress) -> Iterator[Row]:
         del model
 
 
-class LoraStep(Step):
-    """With LoRA on the experts by the patch, or by peft alone."""
-
-    @contextlib.contextmanager
-    def patched(self) -> Iterator[None]:
-        with patch(self.on, cache=self.cache, experts="4bit"):
-            for _ in range(2):
-                self()
-            yield
-
-
-def unpack(model: Any) -> None:
-    """The experts in 16 bits, with the values of the packed ones."""
-    for module in model.modules():
-        for name in list(getattr(module, "parametrizations", ())):
-            weight = getattr(module, name)
-            parametrize.remove_parametrizations(module, name, leave_parametrized=False)
-            setattr(module, name, torch.nn.Parameter(weight, requires_grad=False))
-
-
-def bytes_of(model: Any) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
-
-
-def lora(tell: Progress) -> Iterator[Row]:
-    """Experts packed, in 16 bits, cached, and peft's LoRA on experts in 16 bits."""
-    with patch(True, experts="4bit"):
-        packed, dense = (peft_model(qwen3(), ATTENTION, target_parameters=EXPERTS) for _ in range(2))
-    unpack(dense)
-    optimizers = {model: optimizer_of(model) for model in (packed, dense)}
-    sides = {
-        OURS: (packed, True, "off"), "cached": (packed, True, BUDGET), "16 bits": (dense, True, "off"),
-        PEFT: (dense, False, "off"),
-    }  # fmt: skip
-    for size in ((1, 512), (1, 4096)):
-        tell("LoRA on experts: {}x{} tokens".format(*size))
-        steps = {
-            name: LoraStep(model, optimizers[model], size, on, cache) for name, (model, on, cache) in sides.items()
-        }
-        notes = {}
-        for name, step in steps.items():
-            step.observe()
-            other = dense if step.model is packed else packed
-            notes[f"peak memory, {name}"] = gib(step.peak - bytes_of(other))
-        loss = {name: step.losses[0] for name, step in steps.items()}
-        checks = {
-            name: Check(
-                abs(loss[OURS] - loss[name]) <= 2**-7 * loss[name], f"losses {loss[OURS]:.4f} and {loss[name]:.4f}"
-            )
-            for name in list(sides)[1:]
-        }
-
-        def patched(name: str, steps: dict[str, LoraStep] = steps) -> AbstractContextManager[None]:
-            return steps[name].patched()
-
-        times = kernel_times(steps, patched, rounds=3)
-        yield Row("LoRA on experts {}x{}, {}".format(*size, GPU_TIME), "ms", times, checks, notes=notes)
-
-
 def rows(tell: Progress) -> Iterator[Row]:
     yield from training(tell)
     for batch in (1, 8):
@@ -169,4 +102,4 @@ def rows(tell: Progress) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    main({"step": METHOD, "lora": METHOD}, lambda tell: {"step": rows(tell), "lora": lora(tell)})
+    main({"step": METHOD}, lambda tell: {"step": rows(tell)})

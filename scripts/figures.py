@@ -18,6 +18,7 @@ OURS, BITSANDBYTES, UNPATCHED, STOCK = "nf4_patch", "bitsandbytes", "unpatched",
 CALLS = "kernel calls a step"  # a note of a step
 DENSE = "16-bit weights"
 CACHED = " and everything cached"  # of a mixture of experts
+PEFT = "peft, experts in 16 bits"
 GPU_TIME = "GPU time"
 SETTINGS = (UNPATCHED, "patch", "cache 1/2", "cache all")  # of a step, in the order of its table
 CACHE_PARTS = ("cache 1/4", "cache 1/2", "cache 3/4", "cache all")
@@ -40,6 +41,10 @@ SOURCES = {
     "step-moe-GPU.json": (
         "python -m benchmarks.experts",
         "mixtures of experts: a QLoRA step with peft, and generation",
+    ),
+    "step-experts-4bit-GPU.json": (
+        "python -m benchmarks.experts_4bit",
+        'mixtures of experts with `experts="4bit"`: LoRA on the experts, and frozen experts',
     ),
     "matmul-GPU.json": ("python -m benchmarks.matmul", "the fused matmul by rows of X"),
     "generate-GPU.json": ("python -m benchmarks.generation", "tokens a second with the fused matmul"),
@@ -406,6 +411,28 @@ def experts() -> str:
     return on_one_gpu("step-moe-GPU.json", shown, in_brief)
 
 
+def experts_4bit() -> str:
+    """A table a section: GPU time of a step, and its peak memory, by what is compared."""
+
+    def shown(data: dict[str, Any]) -> str:
+        parts = []
+        for section, rows in data["sections"].items():
+            names = [name for name in rows[0]["median"] if name != OURS]
+            body = []
+            for row in rows:
+                memory = (row["notes"][f"peak memory, {name}"].removesuffix(" GiB") for name in (OURS, *names))
+                figures = (digits(row["median"][OURS]), *(cell(row, name) for name in names))
+                times_and_sizes = (f"{figure}, {size}" for figure, size in zip(figures, memory, strict=True))
+                body.append([shape(row["subject"].partition(",")[0]), *times_and_sizes])
+            parts.append(f"{section.capitalize()}:\n\n{table(('ms, GiB', OURS, *names), body)}")
+        return "\n\n".join(parts)
+
+    def in_brief(data: dict[str, Any]) -> str:
+        return "; ".join(f"{section} {spans(rows)}" for section, rows in data["sections"].items())
+
+    return on_one_gpu("step-experts-4bit-GPU.json", shown, in_brief)
+
+
 def grpo() -> str:
     """With how far runs of one side lie apart: they are few."""
     rows = figures("grpo-GPU.json")
@@ -434,6 +461,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "steps": steps,
     "cache": cache,
     "experts": experts,
+    "experts-4bit": experts_4bit,
     "matmul": matmul,
     "generation": measured("generate-GPU.json", "generation"),
     "grpo": grpo,

@@ -12,6 +12,7 @@ from figures import (
     GPU_TIME,
     GPUS,
     OURS,
+    PEFT,
     STOCK,
     UNITS,
     UNPATCHED,
@@ -76,6 +77,13 @@ def experts_gain(name: str, gpu: str) -> str:
     return experts_step(name, gpu, "checkpointing")
 
 
+def lora_gain(name: str, gpu: str) -> str:
+    """LoRA on experts: against peft's own on experts in 16 bits."""
+    rows = [row for row in figures(name, gpu) if row["ratio"].get(PEFT)]
+    parts = [f"{times(row['ratio'][PEFT])} at {row['sizes']['tokens']:,}" for row in rows]
+    return f"{', '.join(parts)} tokens a step, LoRA on experts (GPU time)" if parts else ""
+
+
 def cached_experts_gain(name: str, gpu: str) -> str:
     return experts_step(name, gpu, f"checkpointing{CACHED}")
 
@@ -120,20 +128,21 @@ def rollout_gain(name: str, gpu: str) -> str:
 SETUPS = {  # what a user does: what to type, what it gains, the data file
     "peft or TRL": ("`enable()`", step_gain, "step-peft-GPU.json"),
     "peft or TRL, memory to spare": ('`enable(cache="auto")`', cache_gain, "step-peft-GPU.json"),
-    "a mixture of experts, peft": ('`enable(experts="4bit")`', experts_gain, "step-moe-GPU.json"),
+    "a mixture of experts, peft": ('`enable(experts="4bit")`', lora_gain, "step-experts-4bit-GPU.json"),
     "Unsloth up to 2026.9": ("`enable()`", step_gain, "step-unsloth-2026.9.7-GPU.json"),
     "Unsloth from 2026.10 on, PyTorch ≥ 2.11": ('`enable(cache="auto")`', cache_gain, "step-unsloth-GPU.json"),
     "4-bit generation": ('`enable(matmul="auto")`', generation_gain, "generate-GPU.json"),
 }
 MORE_SETUPS = {  # on the page "Will it help me" alone
+    "packed experts, LoRA on the attention": ("`enable()`", experts_gain, "step-moe-GPU.json"),
     "Unsloth from 2026.10 on": ("`enable()`", step_gain, "step-unsloth-GPU.json"),
-    "a mixture of experts, memory to spare": (
-        '`enable(experts="4bit", cache="auto")`',
+    "packed experts, memory to spare": (
+        '`enable(cache="auto")`',
         cached_experts_gain,
         "step-moe-GPU.json",
     ),
-    "a mixture of experts without gradient checkpointing": (
-        '`enable(experts="4bit")`',
+    "packed experts without gradient checkpointing": (
+        "`enable()`",
         unchecked_experts_gain,
         "step-moe-GPU.json",
     ),

@@ -17,6 +17,7 @@ os.environ["NF4_PATCH_CALIBRATION"] = "off"  # the shipped tables, whatever this
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     import nf4_patch.nf4.dequantize.kernels
+    import nf4_patch.nf4.routing.kernels
 
     del os.environ["TRITON_INTERPRET"]
 

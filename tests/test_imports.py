@@ -64,7 +64,7 @@ def test_imports_form_no_ring():
 
 def test_kernel_files_hold_kernels_only():
     files = sorted((ROOT / "nf4").rglob("*kernels.py"))
-    assert len(files) == 3, "a kernel file was moved where this test does not look"
+    assert len(files) == 4, "a kernel file was moved where this test does not look"
     for path in files:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef):
@@ -72,8 +72,9 @@ def test_kernel_files_hold_kernels_only():
 
 
 # Lines of Python by folder, 3 % over what they were. A commit that needs more raises its number and says who gains what.
-# ".": 30 for errors, unknown variables and an entry point that cannot raise, for who misspells, misreads or moves something.
-BUDGET = {"nf4": 2545, "patching": 4345, "tools": 2340, ".": 535}
+# nf4 and patching: 310 for the experts' forward, for who trains a mixture; ".": 30 for errors, unknown variables and an entry
+# point that cannot raise, for everybody who misspells, misreads or moves something.
+BUDGET = {"nf4": 2680, "patching": 4400, "tools": 2340, ".": 535}
 
 
 @pytest.mark.parametrize("folder", BUDGET)

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from ..cache.store import cache
 from ..context import is_compiling
 from ..dequantizer import Dequantizer
-from ..experts.product import View, pending
+from ..experts import forward
+from ..experts.product import View, is_kept_packed, pending
 from ..experts.read import stacks_of
 from ..reasons import Reason
 from ..replacement import Function
@@ -30,11 +32,11 @@ def on_view(target: Target, original: Function, whole: bool) -> Function:
     Args:
         whole: it reads all experts, and only reads them.
     """
-    dequantizer = Dequantizer(target.name)
+    dequantizer, gate = Dequantizer(target.name), switch.gates["experts"]
 
     def prepare(module: Any) -> View | Reason:
         lora = {name: found for (owner, name), found in pending.lora.items() if owner == id(module)}
-        stacks = stacks_of(module, dequantizer, whole)
+        stacks = stacks_of(module, dequantizer, whole and (is_kept_packed() or cache.on))
         if isinstance(stacks, Reason):
             if not lora:
                 return stacks
@@ -53,7 +55,8 @@ def on_view(target: Target, original: Function, whole: bool) -> Function:
         if switch.on and not is_compiling():
             view = dequantizer.fallbacks.attempt(prepare, self)
             if type(view) is not Reason:
-                return original(view, *args, **kwargs)
+                ours = whole and gate.on and forward.serves(self, *args, **kwargs)
+                return (forward.forward if ours else original)(view, *args, **kwargs)
         return original(self, *args, **kwargs)
 
     return experts_forward

@@ -1,0 +1,125 @@
+"""python -m benchmarks.experts_4bit: enable(experts="4bit"): a step of mixtures of experts, random weights in real shapes.
+
+LoRA on the experts, packed and in 16 bits, next to peft's; and frozen experts with LoRA on the attention. GPU time, with
+checkpointing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.nn import Parameter
+from torch.nn.utils import parametrize
+
+from benchmarks import main
+from benchmarks.experts import ATTENTION, CONFIGURATIONS, LAYERS, qwen3
+from nf4_patch.patching.experts import forward
+from nf4_patch.tools.bench.record import GPU_TIME, OURS, Check, Row
+from nf4_patch.tools.bench.step import BUDGET, METHOD, Step, gib, optimizer_of, peft_model
+from nf4_patch.tools.bench.timing import kernel_times
+from nf4_patch.tools.patch import patch
+from nf4_patch.tools.report import Progress
+
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+SIZES = ((1, 512), (1, 2048), (1, 4096))
+CACHED, DENSE, PEFT, THEIRS = "cached", "experts in 16 bits", "peft, experts in 16 bits", "transformers' forward"
+
+
+def glm(layers: int = LAYERS) -> Any:
+    """GLM-4.5-Air: 2.2 billion weights of experts a layer."""
+    from transformers import Glm4MoeConfig
+
+    return Glm4MoeConfig(  # type: ignore[call-arg]  # of its attention
+        hidden_size=4096, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=layers,
+        num_attention_heads=96, num_key_value_heads=8, head_dim=128, n_routed_experts=128, num_experts_per_tok=8,
+        first_k_dense_replace=0, vocab_size=151552, tie_word_embeddings=False, dtype="bfloat16",
+    )  # fmt: skip
+
+
+class ExpertsStep(Step):
+    """With the patch or without; with our forward of the experts where it serves, or transformers'."""
+
+    capabilities = forward.FASTER_ON
+
+    @contextlib.contextmanager
+    def patched(self) -> Iterator[None]:
+        before, forward.FASTER_ON = forward.FASTER_ON, self.capabilities
+        try:
+            with patch(self.on, cache=self.cache, experts="4bit"):
+                for _ in range(2):
+                    self()
+                yield
+        finally:
+            forward.FASTER_ON = before
+
+
+def unpack(model: Any) -> None:
+    """The experts in 16 bits, with the values of the packed ones."""
+    for module in model.modules():
+        for name in list(getattr(module, "parametrizations", ())):
+            weight = getattr(module, name)
+            parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+            setattr(module, name, Parameter(weight, requires_grad=False))
+
+
+def bytes_of(model: Any) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def lora(tell: Progress) -> Iterator[Row]:
+    """LoRA on the experts of Qwen3."""
+    with patch(True, experts="4bit"):
+        packed, dense = (peft_model(qwen3(), ATTENTION, target_parameters=EXPERTS) for _ in range(2))
+    unpack(dense)
+    sides = {
+        OURS: (packed, True, "off"), CACHED: (packed, True, BUDGET), THEIRS: (packed, True, "off"),
+        DENSE: (dense, True, "off"), PEFT: (dense, False, "off"),
+    }  # fmt: skip
+    yield from compared("Qwen3-30B-A3B", sides, (packed, dense), tell)
+
+
+def frozen(tell: Progress) -> Iterator[Row]:
+    """Experts packed, LoRA on the attention only."""
+    for name, config in (CONFIGURATIONS | {"GLM-4.5-Air": glm}).items():
+        model = peft_model(config(), ATTENTION)
+        sides = {OURS: (model, True, "off"), CACHED: (model, True, BUDGET), THEIRS: (model, True, "off")}
+        yield from compared(name, sides, (model,), tell)
+        del model, sides
+
+
+def compared(subject: str, sides: dict[str, Any], models: tuple[Any, ...], tell: Progress) -> Iterator[Row]:
+    """GPU time of a step of each side: (model, patch, cache), by name."""
+    optimizers = {model: optimizer_of(model) for model in models}
+    for size in SIZES:
+        tell("{}: {}x{} tokens".format(subject, *size))
+        steps = {
+            name: ExpertsStep(model, optimizers[model], size, on, cache) for name, (model, on, cache) in sides.items()
+        }
+        steps[THEIRS].capabilities = ()
+        notes = {}
+        for name, step in steps.items():
+            step.observe()
+            others = sum(bytes_of(model) for model in models if model is not step.model)
+            notes[f"peak memory, {name}"] = gib(step.peak - others)
+        loss = {name: step.losses[0] for name, step in steps.items()}
+        checks = {
+            name: Check(
+                abs(loss[OURS] - loss[name]) <= 2**-7 * loss[name], f"losses {loss[OURS]:.4f} and {loss[name]:.4f}"
+            )
+            for name in list(sides)[1:]
+        }
+
+        def patched(name: str, steps: dict[str, ExpertsStep] = steps) -> AbstractContextManager[None]:
+            return steps[name].patched()
+
+        times = kernel_times(steps, patched, rounds=3)
+        sizes = dict(zip(("batch", "tokens"), size, strict=True))
+        yield Row("{} {}x{}, {}".format(subject, *size, GPU_TIME), "ms", times, checks, sizes=sizes, notes=notes)
+
+
+if __name__ == "__main__":
+    sections = {"LoRA on experts": lora, "frozen experts": frozen}
+    main(METHOD, lambda tell: {name: rows(tell) for name, rows in sections.items()})

@@ -1,0 +1,1 @@
+"""What surrounds the grouped products of a mixture of experts: tokens to the rows of their experts, and back."""

@@ -1,0 +1,103 @@
+"""Triton kernels between the grouped products of a mixture of experts.
+
+A row is one token at one of its TOP_K experts; rows are sorted by expert. The slot token * TOP_K + k is that of its router weight.
+Everything is added in fp32, in a fixed order. Functions of Triton's that it writes in Triton (tl.sum, tl.sigmoid) are avoided: the
+tests interpret these kernels and not Triton.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add(a, b):
+    return a + b
+
+
+@triton.jit
+def combine_kernel(
+    rows, addend, weights, row_of, out, width,
+    TOP_K: tl.constexpr, ADDEND: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[token] = the sum over k of weights[token, k] * rows[row_of[token, k]].
+
+    rows: [tokens * TOP_K, width]. addend: the same, added to rows in place first, if ADDEND. weights: [tokens, TOP_K], 1 without
+    WEIGHTS. row_of: int64 [tokens, TOP_K]. out: [tokens, width]. A program takes BLOCK columns of a token.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    total = tl.full([BLOCK], 0.0, tl.float32)
+    for k in tl.static_range(TOP_K):
+        at = tl.load(row_of + token * TOP_K + k) * width + column
+        row = tl.load(rows + at, mask=mask).to(tl.float32)
+        if ADDEND:
+            row += tl.load(addend + at, mask=mask).to(tl.float32)
+            tl.store(rows + at, row.to(rows.dtype.element_ty), mask=mask)
+        if WEIGHTS:
+            row *= tl.load(weights + token * TOP_K + k).to(tl.float32)
+        total += row
+    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def spread_kernel(
+    gradient, rows, weights, slot_of, out, weights_gradient, width,
+    TOP_K: tl.constexpr, WEIGHTS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The backward of combine_kernel: out[row] = weights[slot] * gradient[token], and with WEIGHTS_GRADIENT
+    weights_gradient[slot] = gradient[token] . rows[row].
+
+    gradient: [tokens, width]. rows, out: [tokens * TOP_K, width]. weights, weights_gradient: [tokens, TOP_K]. slot_of: int64
+    [tokens * TOP_K]. A program takes a row, BLOCK columns at a time.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_of + row)
+    weight = tl.load(weights + slot).to(tl.float32)
+    products = tl.full([BLOCK], 0.0, tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        mask = column < width
+        value = tl.load(gradient + slot // TOP_K * width + column, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + row * width + column, (weight * value).to(out.dtype.element_ty), mask=mask)
+        if WEIGHTS_GRADIENT:
+            products += value * tl.load(rows + row * width + column, mask=mask, other=0.0).to(tl.float32)
+    if WEIGHTS_GRADIENT:
+        tl.store(weights_gradient + slot, tl.reduce(products, 0, add).to(weights_gradient.dtype.element_ty))
+
+
+@triton.jit
+def silu_and_mul_kernel(rows, addend, out, width, ADDEND: tl.constexpr, BLOCK: tl.constexpr):
+    """out = silu(gate) * up, of rows = [gate, up].
+
+    rows: [n, 2 * width]. addend: the same, added to rows in place first, if ADDEND. out: [n, width]. A program takes BLOCK columns
+    of a row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    at = row * 2 * width + column
+    gate = tl.load(rows + at, mask=mask).to(tl.float32)
+    up = tl.load(rows + at + width, mask=mask).to(tl.float32)
+    if ADDEND:
+        gate += tl.load(addend + at, mask=mask).to(tl.float32)
+        up += tl.load(addend + at + width, mask=mask).to(tl.float32)
+        tl.store(rows + at, gate.to(rows.dtype.element_ty), mask=mask)
+        tl.store(rows + at + width, up.to(rows.dtype.element_ty), mask=mask)
+    tl.store(out + row * width + column, (gate / (1 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def silu_and_mul_backward_kernel(rows, gradient, out, width, BLOCK: tl.constexpr):
+    """The gradient of silu_and_mul_kernel's rows: out [n, 2 * width], of gradient [n, width]."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    at = row * 2 * width + column
+    gate = tl.load(rows + at, mask=mask).to(tl.float32)
+    up = tl.load(rows + at + width, mask=mask).to(tl.float32)
+    value = tl.load(gradient + row * width + column, mask=mask).to(tl.float32)
+    sigmoid = 1 / (1 + tl.exp(-gate))
+    of_gate = value * up * sigmoid * (1 + gate * (1 - sigmoid))
+    tl.store(out + at, of_gate.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + at + width, (value * gate * sigmoid).to(out.dtype.element_ty), mask=mask)

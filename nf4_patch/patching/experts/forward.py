@@ -1,0 +1,144 @@
+"""The experts' forward with ``enable(experts="4bit")``: transformers' grouped products, and kernels of ours around them.
+
+transformers passes over [tokens * top_k, hidden] some ten times between its products, to mask, cast, weight, sort back and
+add. Here one kernel adds LoRA and gates, another adds LoRA, weights and sums each token's rows, and the backward needs no
+scatter, as the rows of every token are known. Sums are in fp32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...nf4.routing import launch
+from ...nf4.runtime import triton
+from .product import Operand, View
+
+# Capabilities where a benchmark shows it faster than transformers' forward.
+FASTER_ON: tuple[tuple[int, int], ...] = ((9, 0),)
+GATES = ("SiLUActivation", "SiLU")
+
+
+class Order(NamedTuple):
+    """How the rows that are sorted by expert belong to tokens. A slot is token * top_k + k."""
+
+    expert_of: Tensor  # int16 [rows]
+    slot_of: Tensor  # int64 [rows]
+    row_of: Tensor  # int64 [tokens, top_k]
+    ends: Tensor  # int32 [experts]: the row after the last one of each expert
+
+    @classmethod
+    def of(cls, ids: Tensor, experts: int) -> Order:
+        """Of the experts of each token, int64 [tokens, top_k]."""
+        expert_of, slot_of = torch.sort(ids.reshape(-1).short(), stable=True)  # a quarter of the passes of int64
+        row_of = torch.empty_like(slot_of)
+        row_of[slot_of] = torch.arange(len(slot_of), device=ids.device)
+        every = torch.arange(experts, dtype=torch.short, device=ids.device)
+        ends = torch.searchsorted(expert_of, every, right=True).int()
+        return cls(expert_of, slot_of, row_of.view(ids.shape), ends)
+
+
+class Gathered(torch.autograd.Function):
+    """Each token at the rows of its experts, [rows, hidden] in ``dtype``."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
+        ctx.row_of, ctx.dtype = order.row_of, hidden.dtype
+        return hidden.to(dtype).index_select(0, order.slot_of // order.row_of.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return launch.combine(gradient.contiguous(), ctx.row_of, ctx.dtype), None, None
+
+
+class Gated(torch.autograd.Function):
+    """silu(gate) * up of rows + addend, [rows, 2 * inner]. The sum takes the place of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, addend: Tensor | None) -> Tensor:
+        out = launch.silu_and_mul(rows, addend)
+        ctx.save_for_backward(rows)
+        ctx.adds = addend is not None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        (rows,) = ctx.saved_tensors
+        found = launch.silu_and_mul_backward(rows, gradient.contiguous())
+        return found, found if ctx.adds else None
+
+
+class Combined(torch.autograd.Function):
+    """The sum of each token's rows + addend, times the router's weights. The first sum takes the place of the rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, addend: Tensor | None, weights: Tensor, order: Order, dtype: torch.dtype
+    ) -> Tensor:
+        out = launch.combine(rows, order.row_of, dtype, weights, addend)
+        ctx.save_for_backward(rows, weights)
+        ctx.slot_of, ctx.adds = order.slot_of, addend is not None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weights = ctx.saved_tensors
+        found, of_weights = launch.spread(gradient.contiguous(), rows, ctx.slot_of, weights, ctx.needs_input_grad[2])
+        return found, found if ctx.adds else None, of_weights, None, None
+
+
+def products(view: Any, name: str, x: Tensor, order: Order) -> tuple[Tensor, Tensor | None]:
+    """Each row times the frozen weight of its expert plus the bias, and what LoRA adds to it."""
+    from transformers.integrations.moe import _grouped_mm
+
+    weight = getattr(view, name)
+    if not view.is_transposed:
+        weight = weight.transpose(-2, -1)
+    lora = weight.lora if isinstance(weight, Operand) else None
+    y: Tensor = _grouped_mm(x, weight if lora is None else dataclasses.replace(weight, lora=None), offs=order.ends)
+    if view.has_bias:
+        y.add_(getattr(view, f"{name}_bias")[order.expert_of.long()])
+    if lora is None:
+        return y.contiguous(), None
+    left, right = lora
+    return y.contiguous(), _grouped_mm(_grouped_mm(x, left, offs=order.ends), right, offs=order.ends).contiguous()
+
+
+def forward(view: View, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """As ``grouped_mm_experts_forward``: [tokens, hidden], of the experts and weights of each token, [tokens, top_k]."""
+    module: Any = view
+    into = "gate_up_proj" if module.has_gate else "up_proj"
+    order = Order.of(top_k_index, module.num_experts)
+    x = Gathered.apply(hidden_states, order, getattr(module, into).dtype)
+    y, addend = products(module, into, x, order)
+    if is_silu_and_mul(module):
+        y = Gated.apply(y, addend)
+    else:
+        y = y if addend is None else y.add_(addend)
+        y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
+    y, addend = products(module, "down_proj", y, order)
+    if getattr(module, "has_post_expert_norm", False):
+        y, addend = module.post_expert_norm(y if addend is None else y.add_(addend)), None
+    result: Tensor = Combined.apply(y.contiguous(), addend, top_k_weights.contiguous(), order, hidden_states.dtype)
+    return result
+
+
+def is_silu_and_mul(module: Any) -> bool:
+    from transformers.integrations.moe import _default_apply_gate
+
+    own = getattr(module._apply_gate, "__func__", None) is _default_apply_gate
+    return own and module.has_gate and module.is_concatenated and type(module.act_fn).__name__ in GATES
+
+
+def serves(module: Any, hidden_states: Any, *_: Any, **__: Any) -> bool:
+    """Whether this forward takes the place of transformers': where it was measured to be faster, without expert parallelism."""
+    if not FASTER_ON or triton is None or getattr(module, "_is_expert_parallel", False):
+        return False
+    return hidden_states.is_cuda and torch.cuda.get_device_capability(hidden_states.device) in FASTER_ON
