@@ -18,7 +18,7 @@ OURS, BITSANDBYTES, UNPATCHED, STOCK = "nf4_patch", "bitsandbytes", "unpatched",
 CALLS = "kernel calls a step"  # a note of a step
 DENSE = "16-bit weights"
 CACHED = " and everything cached"  # of a mixture of experts
-PEFT = "peft, experts in 16 bits"
+PEFT, THEIRS = "peft, experts in 16 bits", "transformers' forward"  # what LoRA on experts is compared with
 GPU_TIME = "GPU time"
 SETTINGS = (UNPATCHED, "patch", "cache 1/2", "cache all")  # of a step, in the order of its table
 CACHE_PARTS = ("cache 1/4", "cache 1/2", "cache 3/4", "cache all")
@@ -378,37 +378,20 @@ def cache() -> str:
 
 
 def experts() -> str:
-    """A step's wall time, GPU time and peak memory, and tokens a second, with and without."""
-
-    def shown(data: dict[str, Any]) -> str:
-        body: dict[tuple[str, ...], list[str]] = {}
-        for row in data["sections"]["step"]:
-            figure = emphasized(row)
-            if row["subject"].startswith("generation"):
-                _, layers, batch, *clock = row["subject"].split(", ")
-                cells = body.setdefault(("Qwen3-30B-A3B", f"generation, {batch}, {layers}"), [""] * 4)
-                cells[len(clock)] = figure if clock else f"{figure} tokens/s"
-                continue
-            who, length, how, clock = parts_of(row)
-            how = how.removesuffix(CACHED)
-            cells = body.setdefault((who, f"{length}, {how}"), [""] * 4)
-            if not row["notes"].get("cache"):
-                cells[1 if clock else 0] = figure
-                cells[3] = row["notes"]["peak memory"].replace(" (unpatched", " /").replace(")", "")
-            elif clock:
-                ours = f"{digits(row['median'][OURS])} ({times(row['ratio'][UNPATCHED])})"
-                cells[2] = f"{ours} in {row['notes']['cache']}"
-        heading = ("model", "step", "wall time, ms", "GPU time, ms", "GPU time, everything cached", "peak memory")
-        return table(heading, [[*key, *cells] for key, cells in body.items()])
+    """GPU time of steps and of generation, by how many times it is as fast: a line a GPU."""
 
     def in_brief(data: dict[str, Any]) -> str:
-        steps = [(parts_of(row), row) for row in data["sections"]["step"] if "tokens" in row["sizes"]]
-        busy = [(how, row["ratio"][UNPATCHED]) for (_, _, how, clock), row in steps if clock]
-        kinds = ("checkpointing", "no checkpointing", f"checkpointing{CACHED}")
-        found = [f"{kind} {span([ratio for how, ratio in busy if how == kind])}" for kind in kinds]
-        return f"GPU time of a step: {', '.join(found)}"
+        rows = [row for row in data["sections"]["step"] if row["subject"].endswith(GPU_TIME)]
+        kinds = ("checkpointing", f"checkpointing{CACHED}", "no checkpointing")
+        found = {kind: [row["ratio"][UNPATCHED] for row in rows if parts_of(row)[2] == kind] for kind in kinds}
+        found["generation"] = [row["ratio"][UNPATCHED] for row in rows if row["subject"].startswith("generation")]
+        return ", ".join(f"{kind} {span(ratios)}" for kind, ratios in found.items() if ratios)
 
-    return on_one_gpu("step-moe-GPU.json", shown, in_brief)
+    lines = (
+        f"* {gpu} ([{file}](data/{file}) of {data['machine']['date']}): {in_brief(data)}."
+        for gpu, file, data in of_gpus("step-moe-GPU.json")
+    )
+    return "\n".join(lines)
 
 
 def experts_4bit() -> str:
@@ -421,10 +404,13 @@ def experts_4bit() -> str:
             body = []
             for row in rows:
                 memory = (row["notes"][f"peak memory, {name}"].removesuffix(" GiB") for name in (OURS, *names))
-                figures = (digits(row["median"][OURS]), *(cell(row, name) for name in names))
+                figures = (
+                    cell(row, name) if name in (PEFT, THEIRS) else digits(row["median"][name])
+                    for name in (OURS, *names)
+                )
                 times_and_sizes = (f"{figure}, {size}" for figure, size in zip(figures, memory, strict=True))
                 body.append([shape(row["subject"].partition(",")[0]), *times_and_sizes])
-            parts.append(f"{section.capitalize()}:\n\n{table(('ms, GiB', OURS, *names), body)}")
+            parts.append(f"{section[0].upper()}{section[1:]}:\n\n{table(('ms, GiB', OURS, *names), body)}")
         return "\n\n".join(parts)
 
     def in_brief(data: dict[str, Any]) -> str:

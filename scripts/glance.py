@@ -79,9 +79,9 @@ def experts_gain(name: str, gpu: str) -> str:
 
 def lora_gain(name: str, gpu: str) -> str:
     """LoRA on experts: against peft's own on experts in 16 bits."""
-    rows = [row for row in figures(name, gpu) if row["ratio"].get(PEFT)]
-    parts = [f"{times(row['ratio'][PEFT])} at {row['sizes']['tokens']:,}" for row in rows]
-    return f"{', '.join(parts)} tokens a step, LoRA on experts (GPU time)" if parts else ""
+    found = [(row, row["ratio"].get(PEFT)) for row in figures(name, gpu)]
+    gains = [Gain(row["sizes"]["tokens"], ratio, clear(row, ratio, PEFT)) for row, ratio in found if ratio]
+    return describe(gains) + ", LoRA on experts (GPU time)" * bool(gains)
 
 
 def cached_experts_gain(name: str, gpu: str) -> str:

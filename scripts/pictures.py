@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from figures import BITSANDBYTES, DENSE, GPU_TIME, GPUS, OURS, STOCK, UNPATCHED, figures, parts_of, shape
+from figures import BITSANDBYTES, DENSE, GPUS, OURS, PEFT, STOCK, UNPATCHED, figures, parts_of, shape
 from glance import gains_of, step_rows
 
 GREEN, GRAY, AMBER = "#1b7f4b", "#9a9a9a", "#d98e04"
@@ -25,8 +25,8 @@ def at_a_glance() -> tuple[Any, Callable[[Any], None]]:
     gpu = GPUS[0]
     bars: list[Bar] = []
 
-    def step(label: str, name: str, setting: str = "", tokens: int = 512, clock: str = "", color: str = GREEN) -> None:
-        for gain in gains_of(step_rows(f"{name}-GPU.json", gpu, setting, clock)):
+    def step(label: str, name: str, setting: str = "", tokens: int = 512, color: str = GREEN) -> None:
+        for gain in gains_of(step_rows(f"{name}-GPU.json", gpu, setting)):
             if gain.tokens == tokens:
                 bars.append(Bar(f"{label}, {tokens:,} tokens", gain.ratio, color if gain.clear else GRAY))
 
@@ -34,7 +34,9 @@ def at_a_glance() -> tuple[Any, Callable[[Any], None]]:
     step("step with peft", "step-peft", tokens=4096)
     step("step with peft, everything cached", "step-peft", "cache all", color=AMBER)
     step("step with Unsloth 2026.10, everything cached", "step-unsloth", "cache all", tokens=2048, color=AMBER)
-    step('step of a mixture, experts="4bit" (GPU time)', "step-moe", "checkpointing", clock=GPU_TIME, color=AMBER)
+    for row in figures("step-experts-4bit-GPU.json"):
+        if row["ratio"].get(PEFT) and row["sizes"]["tokens"] == 512:
+            bars.append(Bar("LoRA on a mixture's experts, 512 tokens (GPU time)", row["ratio"][PEFT], AMBER))
     for row in figures("generate-GPU.json"):
         if row["subject"] == "batch 8, compiled":
             bars.append(Bar('generation, batch 8, matmul="auto"', row["ratio"][STOCK], AMBER))

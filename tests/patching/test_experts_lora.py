@@ -36,6 +36,7 @@ from tiny_experts import (
 from transformers import AutoModelForCausalLM
 
 from nf4_patch.patching.cache.store import cache
+from nf4_patch.patching.experts import forward as own_forward
 from nf4_patch.patching.reasons import Reason
 
 
@@ -71,7 +72,9 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_frozen_experts_are_the_same_to_the_bit(name, option):
+def test_frozen_experts_are_the_same_to_the_bit(name, option, monkeypatch):
+    """With transformers' forward."""
+    monkeypatch.setattr(own_forward, "FASTER_ON", ())
     model = model_of(name, lora=False)
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["o_proj"], init_lora_weights=False))
     ours = step(model)
