@@ -73,8 +73,9 @@ def test_kernel_files_hold_kernels_only():
 
 # Lines of Python by folder, 3 % over what they were. A commit that needs more raises its number and says who gains what.
 # nf4 and patching: 310 for the experts' forward, for who trains a mixture; ".": 30 for errors, unknown variables and an entry
-# point that cannot raise, for everybody who misspells, misreads or moves something.
-BUDGET = {"nf4": 2680, "patching": 4400, "tools": 2340, ".": 535}
+# point that cannot raise, for everybody who misspells, misreads or moves something. patching: 20 for rows of other packages, for
+# who has a library of their own.
+BUDGET = {"nf4": 2680, "patching": 4420, "tools": 2340, ".": 535}
 
 
 @pytest.mark.parametrize("folder", BUDGET)

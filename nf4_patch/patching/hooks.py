@@ -17,7 +17,7 @@ from ..config import Config, unknown_variables
 from .counters import warn_once
 from .placement import Installed, install, installed, remove_earlier
 from .switch import switch
-from .targets import TARGETS, Target
+from .targets import TARGETS, Target, registered
 
 logger = logging.getLogger("nf4_patch")
 Options = tuple[str | None, str | int | None, str | None]  # matmul, cache and experts, as they were given
@@ -54,6 +54,8 @@ def switch_on(options: Options) -> bool:
     with lock:
         _options = options
         switch.set(config)
+        if not _hooked:
+            TARGETS.extend(registered())  # into the list that other modules hold, when all of them are imported
         for target in TARGETS:
             if not _hooked:  # wrapt calls the hook at once where the module is imported already
                 wrapt.register_post_import_hook(functools.partial(_on_import, target), target.trigger)

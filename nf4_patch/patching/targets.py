@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from typing import Any
 from .switch import SWITCHES as SWITCHES
 from .switch import switch
 
+logger = logging.getLogger("nf4_patch")
 # A release's parameter names; a function with others is left alone, by name.
 Parameters = tuple[str, ...]
 ANY: tuple[Parameters, ...] = ()  # of a function that is written in C, whose parameters cannot be read
@@ -52,7 +55,9 @@ class Target:
     releases: str  # for people: which releases have it
     tested: tuple[str, ...]  # releases that the tests ran with
     parameters: tuple[Parameters, ...]  # the signatures that the replacement adapts
-    replace: str  # "module:function" of this package, which makes the replacement of a row and an original
+    replace: (
+        str  # "module:function", ".module:function" of this package: makes the replacement of a row and an original
+    )
     covers: str
     unless: str = ""  # an attribute of the module that makes this row void
     only: str = ""  # "matmul", "cache", "experts": in place only where that is switched on
@@ -90,7 +95,7 @@ class Target:
     def make(self, original: Callable[..., Any]) -> Any:
         """The replacement, marked as ours: see placement.is_ours."""
         module, function = self.replace.split(":")
-        replacement: Any = getattr(importlib.import_module(f".{module}", __package__), function)(self, original)
+        replacement: Any = getattr(importlib.import_module(module, __package__), function)(self, original)
         replacement.__nf4_patch__ = replacement, switch  # itself: functools.wraps copies attributes to a wrapper
         return replacement
 
@@ -126,13 +131,13 @@ MatmulTarget = functools.partial(Target, only="matmul")
 ExpertsTarget = functools.partial(Target, only="experts")
 CacheTarget = functools.partial(Target, only="cache", uncounted="its reads may come from the cache")
 
-TARGETS = (
+TARGETS: list[Target] = [
     Target(
         function="bitsandbytes.functional:dequantize_4bit",
         releases=">= 0.43",
         tested=TESTED_BITSANDBYTES,
         parameters=(("A", "quant_state", "absmax", "out", "blocksize", "quant_type"),),
-        replace="adapters.bitsandbytes:dequantize_4bit",
+        replace=".adapters.bitsandbytes:dequantize_4bit",
         covers="backward of every Linear4bit, forward before 0.50; peft merge and DoRA; model.dequantize()",
         copied=True,
     ),
@@ -141,7 +146,7 @@ TARGETS = (
         releases=">= 0.50",
         tested=TESTED_OP_RELEASES,
         parameters=(LINEAR_4BIT,),
-        replace="adapters.bitsandbytes:dequant_linear",
+        replace=".adapters.bitsandbytes:dequant_linear",
         covers="forward of Linear4bit in training, and its recompute under gradient checkpointing",
     ),
     MatmulTarget(
@@ -149,7 +154,7 @@ TARGETS = (
         releases=">= 0.50",
         tested=TESTED_OP_RELEASES,
         parameters=(LINEAR_4BIT,),
-        replace="adapters.bitsandbytes:gemm",
+        replace=".adapters.bitsandbytes:gemm",
         covers='forward of Linear4bit on a few rows (generation), with enable(matmul="auto") only',
     ),
     MatmulTarget(
@@ -157,7 +162,7 @@ TARGETS = (
         releases=">= 0.43",
         tested=TESTED_OP_RELEASES,
         parameters=(("A", "B", "out", "transposed_A", "transposed_B", "state"),),
-        replace="adapters.bitsandbytes:gemv",
+        replace=".adapters.bitsandbytes:gemv",
         covers='gemv_4bit, which Linear4bit before 0.50 calls for one row (generation), with enable(matmul="auto") only',
         copied=True,
     ),
@@ -166,7 +171,7 @@ TARGETS = (
         releases=">= 0.43",
         tested=TESTED_OP_RELEASES,
         parameters=(("A", "B", "quant_state", "out", "bias"),),
-        replace="adapters.bitsandbytes:matmul_4bit",
+        replace=".adapters.bitsandbytes:matmul_4bit",
         covers='eager forward of Linear4bit on a few rows without a gradient, with enable(matmul="auto") only',
         copied=True,
     ),
@@ -175,7 +180,7 @@ TARGETS = (
         releases=">= 0.43",
         tested=("0.49.2", "0.50.2"),
         parameters=(("ctx", "grad_output"),),
-        replace="cache.reads:reading",
+        replace=".cache.reads:reading",
         covers="cached weights in the backward of Linear4bit, with enable(cache=...) only",
     ),
     CacheTarget(
@@ -183,7 +188,7 @@ TARGETS = (
         releases=">= 0.43",
         tested=("0.49.2", "0.50.2"),
         parameters=(("ctx", "A", "B", "out", "bias", "quant_state"),),
-        replace="cache.reads:reading",
+        replace=".cache.reads:reading",
         covers="cached weights in the forward of Linear4bit before 0.50, with enable(cache=...) only",
     ),
     Target(
@@ -191,7 +196,7 @@ TARGETS = (
         releases="<= 2026.9.12",
         tested=("2026.6.9", "2026.9.7"),
         parameters=(FAST_DEQUANTIZE,),
-        replace="adapters.unsloth:fast_dequantize",
+        replace=".adapters.unsloth:fast_dequantize",
         covers="every 4-bit weight of Unsloth's LoRA kernels, decoding and saving",
         unless="_fast_dequantize_bnb",
         copied=True,
@@ -210,7 +215,7 @@ TARGETS = (
         releases=">= 2026.9.13",
         tested=("2026.9.14", "2026.10.9"),
         parameters=(FAST_DEQUANTIZE, (*FAST_DEQUANTIZE, "dtype")),
-        replace="adapters.unsloth:fast_dequantize",
+        replace=".adapters.unsloth:fast_dequantize",
         covers="every 4-bit weight of Unsloth's LoRA kernels, decoding and saving",
     ),
     MatmulTarget(
@@ -218,7 +223,7 @@ TARGETS = (
         releases="<= 2026.9.12",
         tested=("2026.9.7",),
         parameters=(FAST_GEMV,),
-        replace="adapters.unsloth:fast_gemv",
+        replace=".adapters.unsloth:fast_gemv",
         covers='one row of every 4-bit weight (generation), with enable(matmul="auto") only',
         unless="_fast_gemv_bnb",
         copied=True,
@@ -228,7 +233,7 @@ TARGETS = (
         releases=">= 2026.9.13",
         tested=("2026.10.9",),
         parameters=(FAST_GEMV,),
-        replace="adapters.unsloth:fast_gemv",
+        replace=".adapters.unsloth:fast_gemv",
         covers='one row of every 4-bit weight (generation), with enable(matmul="auto") only',
     ),
     MatmulTarget(
@@ -236,7 +241,7 @@ TARGETS = (
         releases=">= 2026.10.9",
         tested=("2026.10.9",),
         parameters=(FAST_GEMV,),
-        replace="adapters.unsloth:gemv_rows",
+        replace=".adapters.unsloth:gemv_rows",
         covers='generation of 2 to UNSLOTH_GEMV_MAX_ROWS (4) sequences at once, with enable(matmul="auto") only',
     ),
     MatmulTarget(
@@ -244,7 +249,7 @@ TARGETS = (
         releases=">= 2026.9.7",
         tested=("2026.9.7", "2026.10.9"),
         parameters=(MATMUL_LORA, (*MATMUL_LORA, "use_global_buffer")),
-        replace="adapters.unsloth:matmul_lora",
+        replace=".adapters.unsloth:matmul_lora",
         covers='linear layers with LoRA on a few rows (short prompts), with enable(matmul="auto") only',
         copied=True,
     ),
@@ -254,7 +259,7 @@ TARGETS = (
             releases=">= 2026.6",
             tested=("2026.9.7", "2026.10.9"),
             parameters=(("ctx", *gradients),),
-            replace="cache.reads:reading",
+            replace=".cache.reads:reading",
             covers="cached weights in the backward of Unsloth's LoRA kernels, with enable(cache=...) only",
         )
         for name, gradients in (("LoRA_MLP", ("dY",)), ("LoRA_QKV", ("dQ", "dK", "dV")), ("LoRA_W", ("dY",)))
@@ -264,7 +269,7 @@ TARGETS = (
         releases=">= 2026.10",
         tested=("2026.10.9",),
         parameters=(("cls", "compile_options", "kinds"),),
-        replace="adapters.unsloth:compiled_layers",
+        replace=".adapters.unsloth:compiled_layers",
         covers="cached weights in Unsloth's compiled layers, with enable(cache=...) only",
     ),
     Target(
@@ -273,7 +278,7 @@ TARGETS = (
         tested=("5.0.0", "5.17.0", "5.23.0"),
         parameters=(EXPERTS,),
         lazy=True,
-        replace="adapters.transformers:grouped_mm",
+        replace=".adapters.transformers:grouped_mm",
         covers="mixtures of experts in 4 bits: training saves the packed experts and not the dense ones",
     ),
     Target(
@@ -282,7 +287,7 @@ TARGETS = (
         tested=("5.0.0", "5.17.0", "5.23.0"),
         parameters=(EXPERTS,),
         lazy=True,
-        replace="adapters.transformers:batched_mm",
+        replace=".adapters.transformers:batched_mm",
         covers="mixtures of experts in 4 bits: generation dequantizes the experts that are used and no other",
     ),
     *(
@@ -291,7 +296,7 @@ TARGETS = (
             releases=">= 0.17",
             tested=TESTED_PEFT,
             parameters=(("self", *parameters),),
-            replace=f"experts.lora:{replace}",
+            replace=f".experts.lora:{replace}",
             covers=f'{covers}, with enable(experts="4bit") only',
             uncounted="the experts' forward counts",
         )
@@ -323,7 +328,7 @@ TARGETS = (
             releases=">= 5.17",
             tested=("5.17.0", "5.23.0"),
             parameters=(parameters,),
-            replace=f"adapters.transformers_loading:{replace}",
+            replace=f".adapters.transformers_loading:{replace}",
             covers=covers,
             only=only,
             lazy=True,
@@ -338,7 +343,7 @@ TARGETS = (
         releases=">= 2.3",
         tested=("2.11.0", "2.13.0"),
         parameters=(("t1", "t2"),),
-        replace="cache.reads:swap_tensors",
+        replace=".cache.reads:swap_tensors",
         covers="parameters whose contents are swapped while their weights are cached, with enable(cache=...) only",
     ),
     CacheTarget(
@@ -347,7 +352,22 @@ TARGETS = (
         releases=">= 2.0",
         tested=("2.11.0", "2.13.0"),
         parameters=ANY,
-        replace="cache.reads:resize",
+        replace=".cache.reads:resize",
         covers="memory that is freed and filled again (FSDP) while its weight is cached, with enable(cache=...) only",
     ),
-)
+]
+
+
+def registered() -> list[Target]:
+    """The rows of other packages: entry points of the group "nf4_patch.targets", each a Target or a list of them."""
+    rows: list[Target] = []
+    for point in importlib.metadata.entry_points(group="nf4_patch.targets"):
+        try:
+            found = point.load()
+            found = found if isinstance(found, list) else [found]
+            if not all(isinstance(row, Target) for row in found):
+                raise TypeError("it is no Target and no list of them")
+            rows += found
+        except Exception as error:  # another package's fault leaves our own rows alone
+            logger.warning("nf4_patch leaves out the rows of %s: %s: %s", point.value, type(error).__name__, error)
+    return rows

@@ -35,7 +35,6 @@ TAKE_FP16 = (
     "PyTorch emulates bf16 on this GPU, slowly: take bnb_4bit_compute_dtype=torch.float16 and fp16=True "
     "(the kernel itself writes bf16 as exactly as fp16)"
 )
-COVERS = {target.name: target.covers for target in TARGETS}
 BRIEFLY = (State.INACTIVE, State.ABSENT)  # counted in one line
 OLDEST = TARGETS[0]  # of bitsandbytes: every release that is served has it
 AUTOLOADS = ">= 0.46"  # releases of bitsandbytes that load nf4_patch as a backend
@@ -130,7 +129,7 @@ class DoctorReport(Report):
         for target in self.targets:
             if target.state not in BRIEFLY:
                 yield f"{target.state}: {target.name}"
-                yield f"  {target.note or COVERS[target.name]}"
+                yield f"  {target.note or next(row.covers for row in TARGETS if row.name == target.name)}"
         rest = Counter(f"{target.state} ({target.note})" for target in self.targets if target.state in BRIEFLY)
         yield f"{plural(rest.total(), 'more target')}: {', '.join(f'{count} {kind}' for kind, count in rest.items())}"
         yield from self.variables

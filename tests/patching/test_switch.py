@@ -244,3 +244,47 @@ def test_the_option_of_experts(monkeypatch):
     assert not switch.gates["experts"].on
     with pytest.raises(ConfigError, match=r"^experts=4 is not known; allowed: off, 4bit, or None"):
         nf4_patch.enable(experts=4)
+
+
+TOY = """
+def unpack(packed, quant_state):
+    raise AssertionError("the original ran")
+"""
+TOY_NF4 = """
+from nf4_patch.patching.dequantizer import Dequantizer
+from nf4_patch.patching.replacement import tried_first
+from nf4_patch.patching.targets import Target
+
+def unpack(target, original):
+    dequantizer = Dequantizer(target.name)
+    return tried_first(original, dequantizer.fallbacks, dequantizer.of_state)
+
+ROW = Target("toy:unpack", "", (), (("packed", "quant_state"),), "toy_nf4:unpack", "every weight")
+"""
+
+
+def test_a_package_registers_rows_of_its_own(tmp_path):
+    """In the file of its adapters, which imports what the rows are imported by; one that cannot be loaded is named."""
+    (tmp_path / "toy.py").write_text(TOY)
+    (tmp_path / "toy_nf4.py").write_text(TOY_NF4)
+    info = tmp_path / "toy-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+    rows = {"toy": "toy_nf4:ROW", "gone": "no_such_module:ROW", "wrong": "toy:unpack"}
+    lines = "\n".join(f"{name} = {value}" for name, value in rows.items())
+    (info / "entry_points.txt").write_text(f"[nf4_patch.targets]\n{lines}\n")
+    code = """
+        import nf4_patch, toy, torch
+        nf4_patch.enable()
+        from bitsandbytes.functional import quantize_4bit
+        packed, state = quantize_4bit(torch.randn(64, 128), quant_type="nf4")
+        assert torch.equal(toy.unpack(packed, state), nf4_patch.dequantize_nf4(packed, state))
+        assert [target.name for target in nf4_patch.status().targets if target.hits][0] == "toy.unpack"
+        nf4_patch.disable()
+        assert not hasattr(toy.unpack, "__wrapped__")
+    """
+    if torch.cuda.is_available():
+        code = code.replace("128)", '128, device="cuda")')
+    said = python(code, path=tmp_path, interpreted=True).stderr
+    assert "the rows of no_such_module:ROW: ModuleNotFoundError" in said and "the rows of toy:unpack: TypeError" in said
+    assert "toy_nf4" not in said

@@ -27,7 +27,7 @@ logger = logging.getLogger("nf4_patch")
 NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the stacks in every architecture but JetMoe's
 STATE = ".quant_state.bitsandbytes__"  # and the quant_type: part of what bitsandbytes saves beside a packed weight
 ENABLE = 'nf4_patch.enable(experts="4bit")'
-OWN = "adapters.transformers_loading:"
+OWN = ".adapters.transformers_loading:"
 
 
 def is_stack(model: Any, full_name: str) -> bool:
