@@ -24,7 +24,7 @@ Options = tuple[str | None, str | int | None, str | None]  # matmul, cache and e
 NONE_GIVEN: Options = (None, None, None)
 
 lock = threading.RLock()  # never held while waiting for another thread's import, which takes it in _on_import
-_hooked = False
+_hooked = _registered = False
 _options = NONE_GIVEN
 _blocks: list[list[Options]] = []  # of each ``with`` block that is entered; a list is told from others by its identity
 _outside = (False, NONE_GIVEN)  # on and with what, before the first of them
@@ -33,6 +33,7 @@ _outside = (False, NONE_GIVEN)  # on and with what, before the first of them
 def enable(matmul: str | None = None, cache: str | int | None = None, experts: str | None = None) -> bool:
     """Replace every target, now or when its module is imported: see :func:`nf4_patch.enable`."""
     before = switch.cache if switch.on else "off"
+    add_registered()
     on = switch_on((matmul, cache, experts))
     if on and cache is None and switch.cache == "off" != before:
         logger.warning(
@@ -54,8 +55,6 @@ def switch_on(options: Options) -> bool:
     with lock:
         _options = options
         switch.set(config)
-        if not _hooked:
-            TARGETS.extend(registered())  # into the list that other modules hold, when all of them are imported
         for target in TARGETS:
             if not _hooked:  # wrapt calls the hook at once where the module is imported already
                 wrapt.register_post_import_hook(functools.partial(_on_import, target), target.trigger)
@@ -64,6 +63,16 @@ def switch_on(options: Options) -> bool:
         _hooked = True
         logger.info("nf4_patch is on: %s", ", ".join(n for n, i in installed.items() if i.replacement) or "waiting")
     return True
+
+
+def add_registered() -> None:
+    """The rows of other packages, once. Not under the lock: their modules are imported."""
+    global _registered
+    if not _registered:
+        rows = registered()
+        with lock:
+            TARGETS.extend(() if _registered else rows)  # into the list that other modules hold
+            _registered = True
 
 
 def finish_imports() -> None:
@@ -101,6 +110,7 @@ def block(matmul: str | None, cache: str | int | None, experts: str | None) -> I
     """On inside. Blocks may overlap, in several threads too: see :func:`nf4_patch.enabled`."""
     global _outside
     entered: list[Options] = [(matmul, cache, experts)]
+    add_registered()
     with lock:
         before = in_force()
         switch_on(entered[0])

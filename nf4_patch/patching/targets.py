@@ -55,9 +55,7 @@ class Target:
     releases: str  # for people: which releases have it
     tested: tuple[str, ...]  # releases that the tests ran with
     parameters: tuple[Parameters, ...]  # the signatures that the replacement adapts
-    replace: (
-        str  # "module:function", ".module:function" of this package: makes the replacement of a row and an original
-    )
+    replace: str  # "module:function", of this package ".module:function": makes the replacement of (row, original)
     covers: str
     unless: str = ""  # an attribute of the module that makes this row void
     only: str = ""  # "matmul", "cache", "experts": in place only where that is switched on
