@@ -66,8 +66,9 @@ class Weight(NamedTuple):
         return self.packed if base is None else base
 
     def proof(self) -> tuple[Any, ...]:
-        """What a dense copy depends on beyond which tensors they are: the memory, address and version of each, the strides of
-        the packed bytes, and the plain fields. It keeps the memory of the scales, so that no other comes to their addresses.
+        """What a dense copy depends on beyond which tensors they are, the shape of the packed bytes first: addresses, versions,
+        strides and the plain fields. True as long as the memory of the scales (see ``scales``) is kept and not resized, so
+        that no other comes to their addresses; the packed bytes' own may go, and is told by its number.
 
         Raises:
             AttributeError: a field is no tensor.
@@ -77,16 +78,14 @@ class Weight(NamedTuple):
         packed, absmax, absmax2, code2, offset, blocksize, blocksize2, shape, dtype, quant_type = fields
         if absmax2 is None:
             return (
-                packed.untyped_storage()._cdata, packed._version, packed.is_contiguous(),
-                absmax.untyped_storage(), absmax.data_ptr(), absmax._version, absmax.is_contiguous(),
-                blocksize, shape, dtype, quant_type,
+                packed.shape, packed.data_ptr(), packed.untyped_storage()._cdata, packed._version, packed.is_contiguous(),
+                absmax.data_ptr(), absmax._version, absmax.is_contiguous(), blocksize, shape, dtype, quant_type,
             )  # fmt: skip
         return (
-            packed.untyped_storage()._cdata, packed._version, packed.is_contiguous(),
-            absmax.untyped_storage(), absmax.data_ptr(), absmax._version, absmax.is_contiguous(),
-            absmax2.untyped_storage(), absmax2.data_ptr(), absmax2._version,
-            code2.untyped_storage(), code2.data_ptr(), code2._version,
-            offset.untyped_storage(), offset.data_ptr(), offset._version, blocksize, blocksize2, shape, dtype, quant_type,
+            packed.shape, packed.data_ptr(), packed.untyped_storage()._cdata, packed._version, packed.is_contiguous(),
+            absmax.data_ptr(), absmax._version, absmax.is_contiguous(), absmax2.data_ptr(), absmax2._version,
+            code2.data_ptr(), code2._version, offset.data_ptr(), offset._version,
+            blocksize, blocksize2, shape, dtype, quant_type,
         )  # fmt: skip
 
     def operands(self) -> tuple[torch.Tensor, ...]:

@@ -11,6 +11,7 @@ is_compiling = torch.compiler.is_dynamo_compiling  # torch.export without Dynamo
 is_jit_tracing = torch._C._is_tracing  # torch.jit.trace: a shape then holds tensors, so that no launch is found
 modes_active = torch._C._len_torch_dispatch_stack
 transforms_active = torch._C._functorch.peek_interpreter_stack
+plain_methods = torch._C.DisableTorchFunctionSubclass  # Params4bit's are in Python else: 1.4 us for each data_ptr()
 # PyTorch before 2.8 does not say whether hooks on saved tensors are in force: taken for yes.
 saved_tensors_hooks: Callable[[bool], Any] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: True

@@ -13,7 +13,15 @@ from ..nf4.dequantize import launch as launches
 from ..nf4.weight import Weight
 from . import guards, op
 from .cache.store import cache
-from .context import is_exporting, is_jit_tracing, keep_dynamo_out, modes_active, own_dispatch, transforms_active
+from .context import (
+    is_exporting,
+    is_jit_tracing,
+    keep_dynamo_out,
+    modes_active,
+    own_dispatch,
+    plain_methods,
+    transforms_active,
+)
 from .counters import HitCounter, counters
 from .quant_state import fields_of, new
 from .reasons import Reason
@@ -60,8 +68,7 @@ class Dequantizer:
                 return Reason.ARGUMENTS
             plain = self.classes[type(packed)] = returns_tensors(type(packed))
         if plain:
-            # Params4bit has a Python __torch_function__: 1.4 us for each data_ptr() without this.
-            with torch._C.DisableTorchFunctionSubclass():
+            with plain_methods():
                 return self.run(weight, out, into_buffer, only_read)
         # inside a traced region every tensor may be a FakeTensor
         return self.trace(packed, state, out) if torch.compiler.is_compiling() else Reason.TENSOR_SUBCLASS

@@ -19,7 +19,7 @@ from ..nf4.dequantize import compilation
 from ..nf4.matmul import launch as matmul
 from ..nf4.weight import Weight
 from . import calibrated, guards
-from .context import is_jit_tracing, modes_active, own_dispatch, transforms_active
+from .context import is_jit_tracing, modes_active, own_dispatch, plain_methods, transforms_active
 from .counters import counters
 from .quant_state import weight_of
 from .reasons import Reason
@@ -132,7 +132,7 @@ class FusedMatmul:
             return Reason.MATMUL_OPERANDS
         if weight.dtype is not x.dtype:
             weight = weight._replace(dtype=x.dtype)
-        with torch._C.DisableTorchFunctionSubclass():  # Params4bit's methods as a Tensor's
+        with plain_methods():
             return self.run(x, weight, bias, out)
 
     def one_row(self, x: Tensor, packed: Tensor, state: Any, out: Tensor | None) -> Tensor | Reason:

@@ -149,24 +149,50 @@ def test_other_strides_are_another_weight(cache, which):
     assert not read(cache, packed, state, decode=lambda *_: torch.zeros_like(first)).any()
 
 
-@pytest.mark.skipif(GPU, reason="memory at an address of one's choice")
-@pytest.mark.parametrize("name", ["flat", "absmax", "offset", "state2.absmax", "state2.code"])
-def test_other_numbers_come_to_the_address_of_the_scales_and_the_scales_back_to_it(cache, name):
-    """``absmax.data = other``, and back: the same tensor, address and version, and other numbers in the memory."""
-    packed, state = weight(nested=name != "flat")
-    scales = operator.attrgetter("absmax" if name == "flat" else name)(state)
-    buffer = bytearray(scales.numpy().tobytes())
-
-    def at_the_address():
-        return torch.frombuffer(buffer, dtype=scales.dtype).view(scales.shape)
-
-    scales.data = at_the_address()
-    first = read(cache, packed, state)
-    assert read(cache, packed, state) is first
-    scales.data = scales.detach().clone()
-    at_the_address().add_(1)
-    scales.data = at_the_address()
+def test_a_change_is_seen_by_a_read_of_the_packed_bytes_the_other_way_round(cache):
+    packed, state = weight()
+    read(cache, packed, state)
+    with torch.no_grad():
+        packed.add_(1)
+    assert torch.equal(read(cache, packed.t(), state), expected(packed, state).t())
     assert torch.equal(read(cache, packed, state), expected(packed, state)) and cache.hits == 1
+
+
+SCALES = ["flat", "absmax", "offset", "state2.absmax", "state2.code"]
+
+
+def scales_of(state, name):
+    return operator.attrgetter("absmax" if name == "flat" else name)(state)
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_no_other_numbers_come_to_the_address_of_the_scales(cache, name):
+    """``absmax.data = other``, and back: the same tensor, address and version would promise the same numbers."""
+    packed, state = weight(nested=name != "flat")
+    scales = scales_of(state, name)
+    scales.data = scales.detach().clone()  # in memory that nobody else looks at
+    read(cache, packed, state)
+    address = scales.data_ptr()
+    scales.data = scales.detach().clone().add_(1)
+    strangers = [torch.empty_like(scales) for _ in range(64)]
+    assert address not in {each.data_ptr() for each in strangers}
+    assert torch.equal(read(cache, packed, state), expected(packed, state)) and cache.hits == 0
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_scales_whose_memory_is_freed_and_refilled_are_read_anew(cache, name):
+    """FSDP does it by ``resize_``: neither address nor version need to change."""
+    packed, state = weight(nested=name != "flat")
+    scales = scales_of(state, name)
+    scales.data = scales.detach().clone()
+    numbers, memory = scales.detach().clone(), scales.untyped_storage()
+    read(cache, packed, state)
+    size = memory.nbytes()
+    memory.resize_(0)
+    assert not cache.weights
+    memory.resize_(size)
+    scales.data.copy_(numbers + 1)
+    assert torch.equal(read(cache, packed, state), expected(packed, state)) and cache.hits == 0
 
 
 def test_what_is_dropped_is_charged_until_nobody_uses_it(cache):

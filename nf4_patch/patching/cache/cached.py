@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...nf4 import runtime
@@ -23,13 +23,13 @@ def nobody() -> None:
 
 @dataclass(slots=True, eq=False)
 class Cached:
-    """It owns the dense copy, and keeps the parameter, its memory and the scales by weak references."""
+    """It owns the dense copy and the memory of the scales, and knows the parameter and its memory by weak references."""
 
-    name: tuple[Any, ...]  # of the Weight when it was decoded, as all down to ``memory``
-    location: tuple[Any, ...]
+    location: tuple[Any, ...]  # of the Weight when it was decoded, as all down to ``memory``
     proof: tuple[Any, ...]
     owner: weakref.ref[Tensor]
     scales: tuple[Callable[[], Any], ...]  # weak references to absmax, absmax2, code2 and offset
+    kept: tuple[UntypedStorage, ...]  # their memory: see Weight.proof
     memory: StorageWeakRef  # of the packed bytes: while this is kept, no other memory has its number
     dense: Tensor  # [N, K], or of whatever shape
     dense_memory: StorageWeakRef
@@ -38,7 +38,7 @@ class Cached:
     device: int  # -1: the CPU
     size: int  # bytes in the allocator
     pinned: bool  # for layers that are compiled as a whole: never evicted
-    names: list[tuple[Any, ...]] = field(default_factory=list)  # its keys in ``Cache.results``
+    proofs: list[tuple[Any, ...]] = field(default_factory=list)  # its keys in ``Cache.results``
     same_size: OrderedDict[Cached, None] = field(default_factory=OrderedDict)  # the least recently used first
     watchers: list[Any] = field(default_factory=list)
     number: int = field(default_factory=itertools.count().__next__)  # of no other
@@ -50,11 +50,11 @@ class Cached:
         """Of a decoded weight; ``proof`` is from before it was decoded."""
         scales = [nobody if tensor is None else weakref.ref(tensor) for tensor in weight[1:5]]
         return cls(
-            name=name_of(weight),
             location=location(weight),
             proof=proof,
             owner=weakref.ref(weight.owner()),
             scales=tuple(scales),
+            kept=tuple(tensor.untyped_storage() for tensor in weight.tensors()[1:]),
             memory=StorageWeakRef(weight.packed.untyped_storage()),
             dense=result.t() if weight.transposed() else result,
             dense_memory=StorageWeakRef(result.untyped_storage()),
@@ -65,26 +65,19 @@ class Cached:
             pinned=pinned,
         )
 
-    def is_current(self, weight: Weight) -> bool:
-        """Whether this weight, of the same name, still decodes to it."""
+    def is_of(self, weight: Weight) -> bool:
+        """Whether it is of these very tensors: another may have come to the address of one, with its version."""
         packed, first, second, third, fourth, _, _, _, _, _ = weight
         absmax, absmax2, code2, offset = self.scales
-        base = packed._base  # see Weight.owner
+        owner = self.owner()
         return (
-            # these very tensors: another may have come to the address of one, with its version
-            self.owner() is (packed if base is None else base)
+            (owner is packed or (owner is not None and owner is packed._base))  # see Weight.owner
             and absmax() is first
             and absmax2() is second
             and code2() is third
             and offset() is fourth
-            and self.proof == weight.proof()
             and self.dense._version == self.written  # nobody wrote into what is handed out
         )
-
-
-def name_of(weight: Weight) -> tuple[Any, ...]:
-    """Where a weight is looked for: address and shape of the packed bytes, dtype of the result."""
-    return weight[0].data_ptr(), weight[0].shape, weight[8]
 
 
 def size_of(weight: Weight) -> int:

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from ...nf4 import runtime
-from ..context import is_compiling, modes_active, saved_tensors_hooks, transforms_active
+from ..context import is_compiling, modes_active, plain_methods, saved_tensors_hooks, transforms_active
 from ..dequantizer import Dequantizer, returns_tensors
 from ..quant_state import weight_of
 from ..reasons import Reason, Uncached
 from ..switch import switch
-from .cached import name_of, size_of
+from .cached import size_of
 from .store import cache
 
 NAME = "_nf4_patch_dense"  # the attribute of a QuantState while its layer runs
@@ -60,7 +60,7 @@ class Layer:
     def __init__(self, module: torch.nn.Module):
         self.lock = threading.RLock()  # one thread at a time in a pinned layer: its states are the process'
         self.refused_at = -1  # the generation of the cache in which there was no room for it
-        self.numbers: dict[tuple[Any, ...], int] = {}  # by key, of what was pinned for it
+        self.numbers: dict[tuple[Any, ...], int] = {}  # by proof, of what was pinned for it
         self.find(module)
 
     def find(self, module: torch.nn.Module) -> None:
@@ -150,8 +150,7 @@ class Layers:
         ):  # a graph captured there would read what the cache may free
             why = Uncached.OTHER_STREAM
         else:
-            # Params4bit's methods are a Tensor's in here: 1.1 us each otherwise (2-core CPU machine, Python 3.11)
-            with torch._C.DisableTorchFunctionSubclass():
+            with plain_methods():
                 states = self.look(module, layer)
                 if states is None:
                     layer.find(module)
@@ -178,7 +177,7 @@ class Layers:
             if switch.strict:
                 cache.compare(found[0], self.decode(weight))
             states.append((state, [found[1].dense]))
-            layer.numbers[found[1].name] = found[1].number
+            layer.numbers[found[1].proof] = found[1].number
         return states
 
     def pin(self, module: torch.nn.Module, layer: Layer) -> Reason | Uncached | None:
@@ -190,10 +189,10 @@ class Layers:
             if why is not None:
                 layer.unpin()
                 return why
-            found = cache.find(weight)
-            if name_of(weight) not in weights and (found is None or not found[1].pinned):
+            found, proof = cache.find(weight), weight.proof()
+            if proof not in weights and (found is None or not found[1].pinned):
                 sizes[weight.packed.get_device()] += size_of(weight)
-            weights[name_of(weight)] = weight
+            weights[proof] = weight
         layer.unpin(keep=weights)
         cache.settle()
         room = all(cache.pinned[device] + size <= cache.budget for device, size in sizes.items())

@@ -27,9 +27,10 @@ from ..reasons import Reason, Uncached
 from ..status import CacheStatus
 from ..switch import switch
 from .auto import Auto
-from .cached import Cached, location, name_of, size_of
+from .cached import Cached, location, nobody, size_of
 
 Decode = Callable[[Weight], "Tensor | Reason"]
+NOT_KNOWN = (AttributeError, RuntimeError, TypeError)  # a field is no tensor, an inference tensor, or the shape a list
 STRANGERS = 3  # reads on other streams in a row, after which a weight is decoded again on theirs
 
 
@@ -50,13 +51,13 @@ class Cache:
         self.auto: Auto | None = None  # finds the budget
         self.budget = 0
         self.tight = False  # half of the budget is used: from here on it counts which weight was read last
-        self.results: dict[tuple[Any, ...], tuple[Tensor, Cached]] = {}  # by ``name_of``
+        self.results: dict[tuple[Any, ...], tuple[Tensor, Cached]] = {}  # by ``Weight.proof``
         self.weights: dict[tuple[Any, ...], Cached] = {}  # by ``location``
         self.same_size: dict[tuple[int, int], OrderedDict[Cached, None]] = defaultdict(OrderedDict)
         self.taken: Counter[int] = Counter()  # bytes by device, of what was dropped too while somebody still uses it
         self.pinned: Counter[int] = Counter()  # of these, what compiled layers read
         self.leaving: list[tuple[StorageWeakRef, int, int]] = []  # dropped, and still used by somebody: device and size
-        self.memories: dict[int, Memory] = {}  # of packed bytes, by the number of their storage
+        self.memories: dict[int, Memory] = {}  # of packed bytes and of scales, by the number of their storage
         self.generation = 0  # changes when there may be room again for what compiled layers read
         self.hits = self.misses = 0
         self.uncached: Counter[Uncached] = Counter()
@@ -137,11 +138,10 @@ class Cache:
             StaleWeightError: NF4_PATCH_STRICT=1, and the cached bits are not those of the packed bytes.
         """
         try:
-            packed = weight[0]
-            found = self.results.get((packed.data_ptr(), packed.shape, weight[8]))  # name_of, without a call
-            if self.dead or found is None or not found[1].is_current(weight):
+            found = self.results.get(weight.proof())
+            if found is None or not found[1].is_of(weight):
                 found = self.find(weight)
-        except (AttributeError, RuntimeError):
+        except NOT_KNOWN:
             found = self.find(weight)
         if found is None:
             return self.insert(weight, decode)
@@ -174,29 +174,27 @@ class Cache:
         """What is cached of a weight and still true, or None."""
         if self.dead:
             self.settle()  # a tensor that died may have left its address to another
-        name = name_of(weight)
-        found = self.results.get(name) or self.other_way(name, weight)
-        if found is None:
+        cached = self.weights.get(location(weight))
+        if cached is None:
             return None
         try:
-            current = found[1].is_current(weight)
-        except (AttributeError, RuntimeError):  # a field is no tensor any more, or an inference tensor
-            current = False
-        if not current:
-            self.drop(found[1])
-            return None
-        return found
+            proof = weight.proof()
+            if cached.is_of(weight) and proof[1:] == cached.proof[1:]:
+                return self.results.get(proof) or self.other_way(proof, cached)
+        except NOT_KNOWN:
+            pass
+        self.drop(cached)
+        return None
 
-    def other_way(self, name: tuple[Any, ...], weight: Weight) -> tuple[Tensor, Cached] | None:
+    def other_way(self, proof: tuple[Any, ...], cached: Cached) -> tuple[Tensor, Cached] | None:
         """The weight where it was cached for the packed bytes the other way round, [1, bytes] or [bytes, 1]."""
-        cached = self.weights.get(location(weight))
-        if cached is None or cached.dense.dim() > 2 or name[1].numel() != cached.name[1].numel():
+        if cached.dense.dim() > 2:
             return None
         with self.lock:
-            found = cached.dense.t() if weight.transposed() else cached.dense, cached
+            found = cached.dense.t() if proof[0][0] == 1 else cached.dense, cached
             if self.weights.get(cached.location) is cached:
-                self.results[name] = found
-                cached.names.append(name)
+                self.results[proof] = found
+                cached.proofs.append(proof)
         return found
 
     def why_not(self, weight: Weight) -> Uncached | None:
@@ -276,9 +274,11 @@ class Cache:
     def _add(self, cached: Cached, weight: Weight, result: Tensor) -> None:
         self._drop(self.weights.get(cached.location))  # another thread was faster
         owner, storage = weight.owner(), weight.packed.untyped_storage()
-        if len(self.memories) > 2 * len(self.weights) + 64:
+        if len(self.memories) > 10 * len(self.weights) + 64:
             self.memories = {number: each for number, each in self.memories.items() if not each.reference.expired()}
         self.memories.setdefault(storage._cdata, Memory(cached.memory, weakref.ref(owner)))
+        for scales in cached.kept:
+            self.memories.setdefault(scales._cdata, Memory(StorageWeakRef(scales), nobody))
         cached.watchers = [weakref.ref(t, lambda _: self.died(cached)) for t in (owner, *weight.tensors()[1:])]
         # Looked at later: PyTorch 2.8 lets go of a storage's Python object in every collection, while its tensors live, and
         # 2.13 before the storage has expired
@@ -290,9 +290,9 @@ class Cache:
         else:
             cached.same_size = self.same_size[cached.device, cached.size]
         cached.same_size[cached] = None
-        cached.names = [cached.name]
+        cached.proofs = [cached.proof]
         self.weights[cached.location] = cached
-        self.results[cached.name] = result, cached
+        self.results[cached.proof] = result, cached
 
     # --- dropping ---
 
@@ -301,8 +301,8 @@ class Cache:
         if cached is None or cached.same_size.pop(cached, self) is self:
             return
         self.weights.pop(cached.location, None)
-        for key in cached.names:
-            self.results.pop(key, None)
+        for proof in cached.proofs:
+            self.results.pop(proof, None)
         self.leaving.append((cached.dense_memory, cached.device, cached.size))
         cached.watchers = []  # which refer to it
         if cached.pinned:
@@ -326,7 +326,7 @@ class Cache:
             return
         memory.resized = memory.resized or resized
         with self.lock:
-            self._drop_where(lambda cached: cached.memory.cdata == cdata)
+            self._drop_where(lambda cached: cdata in (cached.memory.cdata, *(each._cdata for each in cached.kept)))
         self.settle()
 
     def forget(self, tensor: Tensor) -> None:
@@ -379,13 +379,13 @@ class Cache:
 
 
 class Memory:
-    """The memory of packed bytes that were cached: the parameter that it was cached for, and whether it was resized.
+    """Memory that a cached weight depends on: the parameter whose packed bytes it holds, and whether it was resized.
 
     FSDP frees and refills memory by ``resize_``, and keeps the version counters. A second parameter of the same memory has a
     version counter of its own.
     """
 
-    def __init__(self, reference: StorageWeakRef, owner: weakref.ref[Tensor]):
+    def __init__(self, reference: StorageWeakRef, owner: Callable[[], Tensor | None]):
         self.reference, self.owner = reference, owner  # while the first is held, no other memory has this number
         self.resized = self.aliased = False
 
