@@ -1,33 +1,19 @@
-"""python -m benchmarks.cache: GPU time of a QLoRA step by what the weight cache may take, next to 16-bit weights.
-
-Four layers by length of the step, then whole models.
-"""
+"""python -m benchmarks.cache: GPU time of a QLoRA step of whole models by what the weight cache may take, next to 16-bit weights."""
 
 from __future__ import annotations
 
 import fractions
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from benchmarks import main
 from nf4_patch.tools.bench.record import Row
-from nf4_patch.tools.bench.step import (
-    BUDGET,
-    LAYERS,
-    LENGTHS,
-    LLAMA,
-    METHOD,
-    OFF,
-    Settings,
-    Step,
-    optimizer_of,
-    peft_model,
-    side_by_side,
-)
+from nf4_patch.tools.bench.step import BUDGET, METHOD, OFF, Settings, Step, optimizer_of, peft_model, side_by_side
 from nf4_patch.tools.llama import LLAMA_8B, MODELS, Shape, config_of
 from nf4_patch.tools.report import Progress
 
+LENGTHS = ((1, 512), (1, 2048))  # (batch, tokens)
 WHOLE = {
     "Llama-3.2-1B": MODELS["llama-1b"],
     "Llama-3.2-3B": Shape(3072, 8192, 28, 24, 8, 128256, 8192),
@@ -63,22 +49,17 @@ class DenseStep(Step):
 
 
 def rows(tell: Progress) -> Iterator[Row]:
-    models: dict[str, tuple[Shape, Sequence[tuple[int, int]]]] = {
-        f"{LAYERS} layers of Llama-3.1-8B": (LLAMA, ((1, 256), *LENGTHS)),
-        **{name: (shape, LENGTHS[:1]) for name, shape in WHOLE.items()},
-    }
-    for i, (name, (shape, lengths)) in enumerate(models.items()):
-        tell(f"cache: {name}", i, len(models))
+    for i, (name, shape) in enumerate(WHOLE.items()):
+        tell(f"cache: {name}", i, len(WHOLE))
         model = peft_model(config_of(shape))
-        full = Step(model, optimizer_of(model), lengths[0], True, BUDGET)
+        full = Step(model, optimizer_of(model), LENGTHS[0], True, BUDGET)
         full.observe()
         settings: Settings = OFF | {
             f"cache {part}": int(full.taken * fractions.Fraction(part)) for part in ("1/4", "1/2", "3/4")
         }
         settings |= {"cache all": BUDGET}
-        rounds = 2 if shape == LLAMA else 1  # the profiler takes seconds for a step of a whole model
-        for size in lengths:
-            yield from side_by_side(name, model, size, settings, wall=0, kernels=rounds, dense=DenseStep)
+        for size in LENGTHS:  # one round: the profiler takes seconds for a step of a whole model
+            yield from side_by_side(name, model, size, settings, wall=0, kernels=1, dense=DenseStep)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from figures import (
     of_gpus,
     parts_of,
     release,
+    shape,
     span,
     table,
     times,
@@ -187,13 +188,13 @@ MARGIN, MARGIN_PART = 2**29, 1 / 24  # what cache="auto" leaves free, as in patc
 PARTS = {"cache all": "all weights", "cache 3/4": "3/4 of them", "cache 1/2": "1/2", "cache 1/4": "1/4", "": "none"}
 
 
-def models() -> dict[str, dict[str, Any]]:
-    """Of whole models: the rows of their steps, by the setting of the cache."""
-    found: dict[str, dict[str, Any]] = {}
+def models() -> dict[tuple[str, str], dict[str, Any]]:
+    """Of whole models, by (model, batch x tokens): the rows of their steps, by the setting of the cache."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in figures("step-cache-GPU.json"):
-        who, _, setting, _ = parts_of(row)
+        who, length, setting, _ = parts_of(row)
         if setting in PARTS and "layers" not in who:
-            found.setdefault(who, {})[setting] = row
+            found.setdefault((who, length), {})[setting] = row
     return found
 
 
@@ -204,18 +205,19 @@ def room(memory: float) -> float:
 def fits() -> str:
     """The largest cache of a measured step that a GPU has room for, and the GPU time that this step gained."""
     rows = []
-    for who, settings in models().items():
+    for (who, length), settings in models().items():
         cells = [times(settings[""]["ratio"][UNPATCHED])]
         for memory in MEMORIES.values():
-            setting = next(part for part in PARTS if part in settings and peak(settings[part]) <= room(memory))
-            cells.append(f"{PARTS[setting]}: {times(settings[setting]['ratio'][UNPATCHED])}")
-        rows.append((who, settings["cache all"]["notes"]["cache"], *cells))
-    return table(("model", "all weights take", "no cache", *MEMORIES), rows)
+            setting = next((part for part in PARTS if part in settings and peak(settings[part]) <= room(memory)), None)
+            gain = "" if setting is None else times(settings[setting]["ratio"][UNPATCHED])
+            cells.append("no room" if setting is None else f"{PARTS[setting]}: {gain}")
+        rows.append((f"{who} {length}", settings["cache all"]["notes"]["cache"], *cells))
+    return table(("model, tokens", "all weights take", "no cache", *MEMORIES), rows)
 
 
 def fits_case() -> str:
     """The arithmetic of one cell of ``fits``."""
-    row, memory = models()["Llama-3.1-8B"]["cache all"], MEMORIES["24 GB"]
+    row, memory = models()["Llama-3.1-8B", shape("1x512")]["cache all"], MEMORIES["24 GB"]
     steps = [f"{part / GIB:.1f}" for part in (peak(row), memory, memory * MARGIN_PART, MARGIN, room(memory))]
     verdict = "all weights fit" if peak(row) <= room(memory) else "not all weights fit"
     return (

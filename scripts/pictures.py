@@ -87,8 +87,8 @@ def memory() -> tuple[Any, Callable[[Any], None]]:
     """GPU time of a step over what the cache holds, a part a model."""
     models: dict[str, dict[str, Any]] = {}
     for row in figures("step-cache-GPU.json"):
-        who, _, setting, _ = parts_of(row)
-        if "layers" in who:
+        who, length, setting, _ = parts_of(row)
+        if "layers" in who or length != shape("1x512"):
             continue
         model = models.setdefault(
             who, {"points": [], "unpatched": row["median"][UNPATCHED], DENSE: row["median"][DENSE]}

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import wrapt
 
-from ..config import Config, unknown_variables
+from ..config import Config, keeps_off, unknown_variables
 from .counters import warn_once
 from .placement import Installed, install, installed, remove_earlier
 from .switch import switch
@@ -66,9 +66,9 @@ def switch_on(options: Options) -> bool:
 
 
 def add_registered() -> None:
-    """The rows of other packages, once. Not under the lock: their modules are imported."""
+    """The rows of other packages, once. Not under the lock: their modules are imported, unless a variable forbids the patch."""
     global _registered
-    if not _registered:
+    if not (_registered or keeps_off()):
         rows = registered()
         with lock:
             TARGETS.extend(() if _registered else rows)  # into the list that other modules hold

@@ -21,25 +21,27 @@ from tiny_experts import (
     with_lora,
 )
 
+from nf4_patch.patching.counters import counters
 from nf4_patch.patching.experts import forward
+from nf4_patch.patching.reasons import Reason
 
 
 class Own:
-    """Takes the place of ``forward.serves``, on a CPU too: yes, counted, or no."""
+    """Takes the place of ``forward.why_not``, on a CPU too: None, counted, or a Reason."""
 
     def __init__(self) -> None:
         self.on, self.calls = True, 0
 
-    def __call__(self, module, *_, **__) -> bool:
+    def __call__(self, module, *_, **__) -> Reason | None:
         self.calls += self.on
-        return self.on
+        return None if self.on else Reason.EXPERTS_FORWARD
 
 
 @pytest.fixture
 def own(patched, monkeypatch):
     patched.enable(experts="4bit")
     found = Own()
-    monkeypatch.setattr(forward, "serves", found)
+    monkeypatch.setattr(forward, "why_not", found)
     return found
 
 
@@ -182,15 +184,16 @@ def test_where_it_serves(monkeypatch, patched):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: where["capability"])
     cuda = type("Hidden", (), {"is_cuda": True, "device": None})()
     assert (9, 0) in forward.FASTER_ON
-    assert forward.serves(layer.experts, cuda, layer.ids, layer.weights)
+    assert forward.why_not(layer.experts, cuda, layer.ids, layer.weights) is None
     where["capability"] = (7, 5)
-    assert not forward.serves(layer.experts, cuda)
+    assert forward.why_not(layer.experts, cuda) is Reason.EXPERTS_FORWARD
     where["capability"] = (9, 0)
     layer.experts._is_expert_parallel = True
-    assert not forward.serves(layer.experts, cuda)
+    assert forward.why_not(layer.experts, cuda) is Reason.EXPERTS_FORWARD
     layer.experts._is_expert_parallel = False
-    monkeypatch.setattr(forward, "serves", lambda *_: 1 / 0)
-    layer.forward()  # plain enable(): not asked
+    name = next(target.name for target in patched.status().targets if target.name.endswith(".grouped_mm"))
+    layer.forward()
+    assert not counters.fallbacks[name, Reason.EXPERTS_FORWARD]  # plain enable(): not asked
     patched.enable(experts="4bit")
-    with pytest.raises(ZeroDivisionError):
-        layer.forward()
+    layer.forward()
+    assert counters.fallbacks[name, Reason.EXPERTS_FORWARD] == 1  # said by status(): on a CPU transformers' runs

@@ -288,3 +288,5 @@ def test_a_package_registers_rows_of_its_own(tmp_path):
     said = python(code, path=tmp_path, interpreted=True).stderr
     assert "the rows of no_such_module:ROW: ModuleNotFoundError" in said and "the rows of toy:unpack: TypeError" in said
     assert "toy_nf4" not in said
+    forbidden = "import sys, nf4_patch; print(nf4_patch.enable(), 'toy' in sys.modules)"
+    assert python(forbidden, path=tmp_path, NF4_PATCH="0").stdout.split() == ["False", "False"]

@@ -33,6 +33,7 @@ def on_view(target: Target, original: Function, whole: bool) -> Function:
         whole: it reads all experts, and only reads them.
     """
     dequantizer, gate = Dequantizer(target.name), switch.gates["experts"]
+    attempt: Any = dequantizer.fallbacks.attempt
 
     def prepare(module: Any) -> View | Reason:
         lora = {name: found for (owner, name), found in pending.lora.items() if owner == id(module)}
@@ -53,9 +54,9 @@ def on_view(target: Target, original: Function, whole: bool) -> Function:
     @functools.wraps(original)
     def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if switch.on and not is_compiling():
-            view = dequantizer.fallbacks.attempt(prepare, self)
+            view = attempt(prepare, self)
             if type(view) is not Reason:
-                ours = whole and gate.on and forward.serves(self, *args, **kwargs)
+                ours = whole and gate.on and attempt(forward.why_not, self, *args, **kwargs) is None
                 return (forward.forward if ours else original)(view, *args, **kwargs)
         return original(self, *args, **kwargs)
 

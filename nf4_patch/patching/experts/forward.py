@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ...nf4.routing import launch
 from ...nf4.runtime import triton
+from ..reasons import Reason
 from .product import Operand, View
 
 # Capabilities where a benchmark shows it faster than transformers' forward.
@@ -137,8 +138,10 @@ def is_silu_and_mul(module: Any) -> bool:
     return own and module.has_gate and module.is_concatenated and type(module.act_fn).__name__ in GATES
 
 
-def serves(module: Any, hidden_states: Any, *_: Any, **__: Any) -> bool:
-    """Whether this forward takes the place of transformers': where it was measured to be faster, without expert parallelism."""
-    if not FASTER_ON or triton is None or getattr(module, "_is_expert_parallel", False):
-        return False
-    return hidden_states.is_cuda and torch.cuda.get_device_capability(hidden_states.device) in FASTER_ON
+def why_not(module: Any, hidden_states: Any, *_: Any, **__: Any) -> Reason | None:
+    """EXPERTS_FORWARD where transformers' forward is not known to be slower, or the experts are spread over GPUs."""
+    spread = getattr(module, "_is_expert_parallel", False)
+    known = FASTER_ON and triton is not None and hidden_states.is_cuda and not spread
+    if known and torch.cuda.get_device_capability(hidden_states.device) in FASTER_ON:
+        return None
+    return Reason.EXPERTS_FORWARD
