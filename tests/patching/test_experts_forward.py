@@ -195,5 +195,7 @@ def test_where_it_serves(monkeypatch, patched):
     layer.forward()
     assert not counters.fallbacks[name, Reason.EXPERTS_FORWARD]  # plain enable(): not asked
     patched.enable(experts="4bit")
+    monkeypatch.setattr(forward, "FASTER_ON", ())
+    before = counters.fallbacks[name, Reason.EXPERTS_FORWARD]
     layer.forward()
-    assert counters.fallbacks[name, Reason.EXPERTS_FORWARD] == 1  # said by status(): on a CPU transformers' runs
+    assert counters.fallbacks[name, Reason.EXPERTS_FORWARD] == before + 1  # what status() says
