@@ -11,6 +11,7 @@ version = release = nf4_patch.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"nf4_patch {release}"
+html_static_path, html_css_files = ["style"], ["fit.css"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"

@@ -107,8 +107,9 @@ def describe(gains: Sequence[Gain]) -> str:
     """A step's gains in words; what is not clear is said to be so."""
     if gains and not any(gain.clear for gain in gains):
         return f"no clear difference ({span([gain.ratio for gain in gains])})"
-    parts = [f"{times(gain.ratio) if gain.clear else 'not clear'} at {gain.tokens:,}" for gain in gains]
-    return ", ".join(parts) + " tokens a step" * bool(parts)
+    parts = [f"{times(gain.ratio)} at {gain.tokens:,}" for gain in gains if gain.clear]
+    rest = " and ".join(f"{gain.tokens:,}" for gain in gains if not gain.clear)
+    return ", ".join(parts) + " tokens a step" * bool(parts) + f", not clear at {rest}" * bool(rest)
 
 
 def generation_gain(name: str, gpu: str) -> str:
