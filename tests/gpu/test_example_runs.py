@@ -131,7 +131,8 @@ def test_the_notebook_from_the_first_cell_to_the_last(tmp_path, monkeypatch):
         exec(compile("".join(cell["source"]), f"cell {number}", "exec"), namespace)
     report = (tmp_path / "report.txt").read_text()
     assert namespace["problems"] == []
-    assert "none differs" in report and "losses and adapter: the same bits" in report
+    assert "none differs" in report and "losses and adapter with peft: the same bits" in report
+    assert "losses with Unsloth: the same bits" in report
     assert "differ from" not in report and "bits differ" not in report
     assert (tmp_path / "t4.png").stat().st_size > 10_000
     assert namespace["on"]["losses"] == namespace["off"]["losses"] and len(namespace["on"]["losses"]) == 10

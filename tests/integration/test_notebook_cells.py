@@ -1,4 +1,4 @@
-"""examples/t4_colab.ipynb is what tests/gpu/test_notebook.py runs: plain Python, no output kept, nothing to edit."""
+"""examples/t4_colab.ipynb is what tests/gpu/test_example_runs.py runs: plain Python, no output kept, nothing to edit."""
 
 from __future__ import annotations
 
@@ -55,6 +55,21 @@ def test_what_it_says_of_two_trainings(off, on, verdict, tmp_path, capsys):
     given = {"run": lambda *words, **variables: None, "read": {"off": off, "on": on}.get, "os": os}
     exec(COMPARE, given | {"examples": tmp_path, "results": tmp_path})
     assert f"losses and adapter: {verdict}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("cached", "verdict"), [([6.3, 6.2], "the same bits"), ([6.3, 6.1], "DIFFERENT"), (None, "not compared")]
+)
+def test_what_it_says_of_three_trainings_with_unsloth(cached, verdict, tmp_path, capsys):
+    ran = {}
+    records = {"unsloth_off": RUN, "unsloth_on": RUN, "unsloth_cached": {"losses": cached}}
+    given = {
+        "run": lambda name, *words, **variables: ran.update({name: variables}), "read": records.get, "training": [],
+        "importlib": importlib, "examples": tmp_path, "results": tmp_path,
+    }  # fmt: skip
+    exec(next(cell for cell in CODE if "qlora_unsloth.py" in cell), given)
+    assert f"losses with Unsloth: {verdict}" in capsys.readouterr().out
+    assert [*ran.values()] == [{"NF4_PATCH": "0"}, {}, {"NF4_PATCH_CACHE": "auto"}]
 
 
 def upload(monkeypatch, folder):
