@@ -273,7 +273,7 @@ TARGETS: list[Target] = [
     Target(
         function="transformers.integrations.moe:ExpertsInterface._global_mapping.grouped_mm",
         releases=">= 5.0",
-        tested=("5.0.0", "5.17.0", "5.23.0"),
+        tested=("5.0.0", "5.17.0", "5.23.0", "5.24.0"),
         parameters=(EXPERTS,),
         lazy=True,
         replace=".adapters.transformers:grouped_mm",
@@ -282,7 +282,7 @@ TARGETS: list[Target] = [
     Target(
         function="transformers.integrations.moe:ExpertsInterface._global_mapping.batched_mm",
         releases=">= 5.0",
-        tested=("5.0.0", "5.17.0", "5.23.0"),
+        tested=("5.0.0", "5.17.0", "5.23.0", "5.24.0"),
         parameters=(EXPERTS,),
         lazy=True,
         replace=".adapters.transformers:batched_mm",
@@ -324,7 +324,7 @@ TARGETS: list[Target] = [
         Target(
             function=f"transformers.{function}",
             releases=">= 5.17",
-            tested=("5.17.0", "5.23.0"),
+            tested=("5.17.0", "5.23.0", "5.24.0"),
             parameters=(parameters,),
             replace=f".adapters.transformers_loading:{replace}",
             covers=covers,
