@@ -18,8 +18,10 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     import nf4_patch.nf4.dequantize.kernels
     import nf4_patch.nf4.routing.kernels
+    import quick_interpreter
 
     del os.environ["TRITON_INTERPRET"]
+    quick_interpreter.install()
 
 import nf4_patch  # noqa: E402
 from nf4_patch.patching.cache.store import cache  # noqa: E402
