@@ -16,9 +16,10 @@ os.environ["NF4_PATCH_CALIBRATION"] = "off"  # the shipped tables, whatever this
 
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+    import quick_interpreter
+
     import nf4_patch.nf4.dequantize.kernels
     import nf4_patch.nf4.routing.kernels
-    import quick_interpreter
 
     del os.environ["TRITON_INTERPRET"]
     quick_interpreter.install()
