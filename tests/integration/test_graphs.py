@@ -31,7 +31,7 @@ WEIGHTS = 7 - 3  # of the backward: q, k and v of the only layer have an input t
 def qlora(checkpoint: str, device: torch.device) -> torch.nn.Module:
     model = load_4bit(checkpoint, device)
     torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")).train()
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")).train()
 
 
 def trained(checkpoint: str, device: torch.device, lengths: list[int], **options: Any) -> dict[str, Any]:

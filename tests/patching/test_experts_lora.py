@@ -175,27 +175,30 @@ def test_experts_without_tokens_have_no_gradient(stock):
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="peft alone loads onto the CPU")
-@pytest.mark.parametrize("order", [STACKS, STACKS[::-1]], ids=["as defined", "down first"])
-def test_files_are_pefts(order, option, tmp_path):
-    """Saved by us and loaded by peft alone onto experts in 16 bits, and the other way around."""
-    packed = model_of("qwen3", lora=False, stacks=order)
-    dense = dense_of(packed)
-    dense.save_pretrained(tmp_path / "dense")
-    ours = with_lora(packed, std=0.1)
-    ours.save_pretrained(tmp_path / "ours")
-    option.disable()
-    stock = with_lora(dense, std=0.1)
-    stock.save_pretrained(tmp_path / "stock")
-    files = [load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "stock")]
-    assert files[0].keys() == files[1].keys() and all(torch.equal(files[0][key], files[1][key]) for key in files[0])
-    program("stock_peft", tmp_path / "dense", tmp_path / "ours", tmp_path / "alone")
+def test_files_are_pefts(option, tmp_path):
+    """Saved by us and loaded by peft alone onto experts in 16 bits, and the other way around; whichever stack is packed first."""
+    models = {}
+    for order in (STACKS, STACKS[::-1]):
+        folder = tmp_path / order[0]
+        packed = model_of("qwen3", lora=False, stacks=order)
+        dense = dense_of(packed)
+        dense.save_pretrained(folder / "dense")
+        option.enable(experts="4bit")
+        models[folder] = ours = with_lora(packed, std=0.1)
+        ours.save_pretrained(folder / "ours")
+        option.disable()
+        with_lora(dense, std=0.1).save_pretrained(folder / "stock")
+        files = [load_file(folder / who / "adapter_model.safetensors") for who in ("ours", "stock")]
+        assert files[0].keys() == files[1].keys() and all(torch.equal(files[0][key], files[1][key]) for key in files[0])
+    program("stock_peft", *(folder / name for folder in models for name in ("dense", "ours", "alone")))
     option.enable(experts="4bit")
-    loss, alone = torch.load(tmp_path / "alone")
-    mine = logits(ours)
-    assert error(step(ours)["loss"], loss.double()) < 2**-8 and error(mine, alone.double()) < 2**-5
-    base = ours.unload()
-    assert error(logits(base), alone.double()) > 4 * error(mine, alone.double())
-    assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path / "stock")), mine)
+    for folder, ours in models.items():
+        loss, alone = torch.load(folder / "alone")
+        mine = logits(ours)
+        assert error(step(ours)["loss"], loss.double()) < 2**-8 and error(mine, alone.double()) < 2**-5
+        base = ours.unload()
+        assert error(logits(base), alone.double()) > 4 * error(mine, alone.double())
+        assert torch.equal(logits(PeftModel.from_pretrained(base, folder / "stock")), mine)
 
 
 def test_experts_define_what_goes_down_last():
