@@ -4,7 +4,6 @@
 """
 
 import copy
-import functools
 import gc
 import io
 import sys
@@ -27,8 +26,6 @@ CHECKPOINTING = sys.argv[1]
 BUFFER = bytearray(SIDE * SIDE // 2)
 if not GPU:  # Unsloth decodes in the graph with a kernel that has no CPU; the op of this package has
     unsloth.kernels.utils._USE_NF4_KERNELS = False
-    if CHECKPOINTING == "none":  # Inductor's C++ is half of the minute; with checkpoints, in the full run, it is tried
-        torch.compile = functools.partial(torch.compile, backend="aot_eager")
 
 
 def linear(seed):

@@ -20,11 +20,14 @@ from typing import Any
 import torch
 
 # Before anything else the kernels are imported under the interpreter, as conftest.py does.
-INTERPRETED = """
-import os, triton
+INTERPRETED = f"""
+import os, sys, triton
 os.environ["TRITON_INTERPRET"] = "1"
 import nf4_patch.nf4.dequantize.kernels
 del os.environ["TRITON_INTERPRET"]
+sys.path.append({str(Path(__file__).parent)!r})
+import quick_interpreter
+quick_interpreter.install()
 """
 
 # Reads requests, one a line, forks for each and answers its exit code. The child leaves the loop and runs the code, as its
