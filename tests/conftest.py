@@ -16,10 +16,13 @@ os.environ["NF4_PATCH_CALIBRATION"] = "off"  # the shipped tables, whatever this
 
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+    import quick_interpreter
+
     import nf4_patch.nf4.dequantize.kernels
     import nf4_patch.nf4.routing.kernels
 
     del os.environ["TRITON_INTERPRET"]
+    quick_interpreter.install()
 
 import nf4_patch  # noqa: E402
 from nf4_patch.patching.cache.store import cache  # noqa: E402

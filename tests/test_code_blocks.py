@@ -154,18 +154,25 @@ def test_code_block(block, tmp_path, checkpoint, monkeypatch):
             with library(script, monkeypatch) as toy:
                 vars(script)[name](toy, nf4_patch)
     elif block.language == "bash":
-        (tmp_path / "train.py").write_text(TRAIN)
         for command in commands_of(block):
-            how = COMMANDS.get(command)
-            assert how, f"{command!r}: add to COMMANDS how it is run, or why not"
-            if isinstance(how, Run):
-                run(command, how, tmp_path)
+            assert COMMANDS.get(command), f"{command!r}: add to COMMANDS how it is run, or why not"
 
 
-def run(command: str, how: Run, folder: Path) -> None:
+REST = pytest.mark.full  # accelerate's launcher beside torchrun's
+RUN = [
+    pytest.param(command, marks=[REST] * ("accelerate" in command), id=command)
+    for command, how in COMMANDS.items()
+    if isinstance(how, Run)
+]
+
+
+@pytest.mark.parametrize("command", RUN)
+def test_command(command, tmp_path):
+    how = COMMANDS[command]
+    (tmp_path / "train.py").write_text(TRAIN)
     words = shlex.split(command.replace("--nproc-per-node 8", f"--standalone --nproc-per-node {how.processes}"))
     variables = dict(word.split("=", 1) for word in itertools.takewhile(lambda word: "=" in word, words))
-    done = completed(words[len(variables) :], folder, subprocess.STDOUT, **variables)
+    done = completed(words[len(variables) :], tmp_path, subprocess.STDOUT, **variables)
     assert done.returncode in how.codes, done.stdout
     assert done.stdout.count(how.prints) == 1, done.stdout
 

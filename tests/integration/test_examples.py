@@ -31,6 +31,7 @@ ADAPTERS = 2 * 16 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 256)) * 2
 SHARDED_BYTES = (DENSE + PACKED + ADAPTERS) // 2
 
 
+@pytest.mark.full
 def test_peft(tmp_path):
     plot = tmp_path / "loss.png"
     on, off = on_and_off("qlora_peft.py", "--steps", 3, "--tokens", 64, "--plot", plot, folder=tmp_path)

@@ -38,7 +38,7 @@ def test_toggling_while_others_call(device):
     stop = threading.Event()
 
     def toggle():
-        for _ in range(50):
+        for _ in range(20):
             nf4_patch.enable()
             nf4_patch.disable()
         stop.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tiny_experts import (
     DEVICE,
     LAYERS,
     STACKS,
+    alternating,
     decoded,
     experts_of,
     hits,
@@ -77,10 +79,9 @@ def taken():
 CACHED = {"none": 0, "half": 0.5, "all": 1}  # of the dense stacks: how much of the reads it saves
 
 
-@pytest.mark.parametrize("part", CACHED)
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_step_is_the_same_to_the_bit(name, checkpointing, part, patched):
+@pytest.mark.parametrize(("name", "how"), alternating(itertools.product(CHECKPOINTING, CACHED)), ids=str)
+def test_a_step_is_the_same_to_the_bit(name, how, patched):
+    checkpointing, part = how
     model = model_of(name)
     if CHECKPOINTING[checkpointing]:
         model.enable_input_require_grads()

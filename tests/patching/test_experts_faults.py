@@ -252,8 +252,7 @@ def test_double_backward(patched):
 
 @pytest.mark.timeout(180)
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("around", ["the step", "the backward"])
+@pytest.mark.parametrize(("around", "backend"), [("the step", "aot_eager"), ("the backward", "eager")])
 def test_compiled_autograd_traces_the_backward_as_without_the_patch(around, backend, patched):
     compiled = torch._dynamo.compiled_autograd._enable
     layer = Layer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -98,8 +99,9 @@ WATCHING = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("way", TAKING_PART)
+@pytest.mark.parametrize(
+    ("way", "implementation"), zip(TAKING_PART, itertools.cycle(["grouped_mm", "batched_mm"]), strict=False)
+)
 def test_nobody_is_passed_by(way, implementation, patched, monkeypatch):
     layer = Layer()
     layer.experts.config._experts_implementation = implementation

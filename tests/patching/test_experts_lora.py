@@ -22,6 +22,7 @@ from tiny_experts import (
     LAYERS,
     STACKS,
     adapters_of,
+    alternating,
     decoded,
     dense_of,
     experts_of,
@@ -84,21 +85,23 @@ def test_frozen_experts_are_the_same_to_the_bit(name, option, monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="on an H200 they are: up to 1.09 times on average")
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "16 bits"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_errors_are_no_larger_than_pefts(name, packed, stock):
-    """Of the loss and of every gradient, against the same formula in fp64; peft's on experts in 16 bits."""
+def test_errors_are_no_larger_than_pefts(name, stock):
+    """Of the loss and of every gradient, against the same formula in fp64, on packed experts and on those in 16 bits; peft's
+    on experts in 16 bits."""
     model = model_of(name, lora=False)
     dense, exact = dense_of(model), dense_of(model, torch.float64)
     exact.set_experts_implementation("eager")
-    exact = stock(exact)
-    ours, peft = step(with_lora(model if packed else copy.deepcopy(dense))), stock(dense)
-    assert ours.keys() == peft.keys() == exact.keys() and len(ours) > 4 * LAYERS
-    assert bool(hits()) == packed
-    ratios = {key: error(ours[key], exact[key]) / error(peft[key], exact[key]) for key in exact if "experts" in key}
-    assert len(ratios) == 4 * LAYERS
-    assert sum(ratios.values()) <= len(ratios) and max(ratios.values()) < 1.25, ratios
-    assert error(ours["loss"], exact["loss"]) < 2**-9
+    exact, in_16_bits = stock(exact), step(with_lora(copy.deepcopy(dense)))
+    assert not hits()
+    packed, peft = step(with_lora(model)), stock(dense)
+    assert hits()
+    for ours in (packed, in_16_bits):
+        assert ours.keys() == peft.keys() == exact.keys() and len(ours) > 4 * LAYERS
+        ratios = {key: error(ours[key], exact[key]) / error(peft[key], exact[key]) for key in exact if "experts" in key}
+        assert len(ratios) == 4 * LAYERS
+        assert sum(ratios.values()) <= len(ratios) and max(ratios.values()) < 1.25, ratios
+        assert error(ours["loss"], exact["loss"]) < 2**-9
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -122,8 +125,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("changes", CHANGES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "changes"), alternating(CHANGES))
 def test_what_a_configuration_says(name, changes, stock):
     """In fp32, where peft's sum and ours differ by rounding only."""
     model = model_of(name, torch.float32, lora=False)
@@ -133,8 +135,7 @@ def test_what_a_configuration_says(name, changes, stock):
     assert max(error(ours[key], peft[key].double()) for key in peft) < 1e-4
 
 
-@pytest.mark.parametrize("how", ["reentrant", "recomputed", "cached", "accumulated", "autocast"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "how"), alternating(("reentrant", "recomputed", "cached", "accumulated", "autocast")))
 def test_a_step_is_the_same_however_it_is_run(name, how, option):
     model = with_lora(model_of(name, lora=False))
     model.enable_input_require_grads()
@@ -174,27 +175,30 @@ def test_experts_without_tokens_have_no_gradient(stock):
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="peft alone loads onto the CPU")
-@pytest.mark.parametrize("order", [STACKS, STACKS[::-1]], ids=["as defined", "down first"])
-def test_files_are_pefts(order, option, tmp_path):
-    """Saved by us and loaded by peft alone onto experts in 16 bits, and the other way around."""
-    packed = model_of("qwen3", lora=False, stacks=order)
-    dense = dense_of(packed)
-    dense.save_pretrained(tmp_path / "dense")
-    ours = with_lora(packed, std=0.1)
-    ours.save_pretrained(tmp_path / "ours")
-    option.disable()
-    stock = with_lora(dense, std=0.1)
-    stock.save_pretrained(tmp_path / "stock")
-    files = [load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "stock")]
-    assert files[0].keys() == files[1].keys() and all(torch.equal(files[0][key], files[1][key]) for key in files[0])
-    program("stock_peft", tmp_path / "dense", tmp_path / "ours", tmp_path / "alone")
+def test_files_are_pefts(option, tmp_path):
+    """Saved by us and loaded by peft alone onto experts in 16 bits, and the other way around; whichever stack is packed first."""
+    models = {}
+    for order in (STACKS, STACKS[::-1]):
+        folder = tmp_path / order[0]
+        packed = model_of("qwen3", lora=False, stacks=order)
+        dense = dense_of(packed)
+        dense.save_pretrained(folder / "dense")
+        option.enable(experts="4bit")
+        models[folder] = ours = with_lora(packed, std=0.1)
+        ours.save_pretrained(folder / "ours")
+        option.disable()
+        with_lora(dense, std=0.1).save_pretrained(folder / "stock")
+        files = [load_file(folder / who / "adapter_model.safetensors") for who in ("ours", "stock")]
+        assert files[0].keys() == files[1].keys() and all(torch.equal(files[0][key], files[1][key]) for key in files[0])
+    program("stock_peft", *(folder / name for folder in models for name in ("dense", "ours", "alone")))
     option.enable(experts="4bit")
-    loss, alone = torch.load(tmp_path / "alone")
-    mine = logits(ours)
-    assert error(step(ours)["loss"], loss.double()) < 2**-8 and error(mine, alone.double()) < 2**-5
-    base = ours.unload()
-    assert error(logits(base), alone.double()) > 4 * error(mine, alone.double())
-    assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path / "stock")), mine)
+    for folder, ours in models.items():
+        loss, alone = torch.load(folder / "alone")
+        mine = logits(ours)
+        assert error(step(ours)["loss"], loss.double()) < 2**-8 and error(mine, alone.double()) < 2**-5
+        base = ours.unload()
+        assert error(logits(base), alone.double()) > 4 * error(mine, alone.double())
+        assert torch.equal(logits(PeftModel.from_pretrained(base, folder / "stock")), mine)
 
 
 def test_experts_define_what_goes_down_last():
@@ -257,8 +261,7 @@ def test_several_adapters(stock):
     assert torch.equal(ours[0], ours[-1])
 
 
-@pytest.mark.parametrize("safe", [False, True])
-@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+@pytest.mark.parametrize(("safe", "nested"), [(False, True), (True, False)], ids=["nested", "safe and flat"])
 def test_merging_packs_the_sum(safe, nested):
     model = with_lora(model_of("qwen3", nested=nested, lora=False), lora_alpha=12)
     with model.disable_adapter():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import sys
 import types
 
@@ -85,19 +84,6 @@ def test_a_wrapper_full_of_closures_is_searched_quickly(on):
         functions = [make(functions) for _ in range(8)]
     with replaced_by(functions[0], on=True):
         assert row().state == "displaced"
-
-
-UNSLOTH = pytest.mark.skipif(
-    importlib.util.find_spec("unsloth") is None or torch.cuda.is_available(),
-    reason="the real Unsloth on a CPU machine; the GPU has gpu/test_example_runs.py",
-)
-
-
-@UNSLOTH
-@pytest.mark.parametrize("first", ["before", pytest.param("after", marks=pytest.mark.full)])
-def test_unsloth_zoos_wrapper_of_bitsandbytes(first, tmp_path):
-    """unsloth_zoo wraps dequantize_4bit in a closure: over ours or beneath it, hits, off and on."""
-    program("unsloth_zoo_wrapper", first, interpreted=True, cwd=tmp_path, UNSLOTH_ALLOW_CPU="1")
 
 
 @pytest.mark.parametrize("first", ["nf4_patch", pytest.param("liger", marks=pytest.mark.full)])

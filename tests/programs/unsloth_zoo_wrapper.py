@@ -19,15 +19,17 @@ def row():
 
 
 assert row().state == ("wrapped" if first else "patched"), row()
+hits = row().hits
 torch.manual_seed(0)
 packed, state = F.quantize_4bit(torch.randn(64, 128), quant_type="nf4", compress_statistics=True)
 got = F.dequantize_4bit(packed, state)
-assert row().hits == 1, row()
+assert row().hits == hits + 1, row()
 standing = F.dequantize_4bit
 nf4_patch.disable()
-assert torch.equal(F.dequantize_4bit(packed, state), got) and row().hits == 1
+assert torch.equal(F.dequantize_4bit(packed, state), got) and row().hits == hits + 1
 if first:
     assert F.dequantize_4bit is standing
 nf4_patch.enable()
 F.dequantize_4bit(packed, state)
-assert row().hits == 2, row()
+assert row().hits == hits + 2, row()
+print("wrapper")

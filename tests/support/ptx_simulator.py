@@ -31,12 +31,17 @@ COMPARISONS = {"lt": operator.lt, "ge": operator.ge, "eq": operator.eq}
 
 
 def u64(value) -> np.ndarray:
-    return np.asarray(value).astype(np.uint64)
+    return np.asarray(value).astype(np.uint64, copy=False)
+
+
+ONES = {bits: u64(2**bits - 1) for bits in (1, 16, 32, 64)}
+NOTHING = np.full(32, 0x7FC00000, np.uint64)  # NaN, in lanes that never loaded
+SHIFTS = u64([[0], [8], [16], [24]])
 
 
 def bytes_of(value: np.ndarray) -> np.ndarray:
     """[4, 32], the lowest first."""
-    return np.stack([value >> u64(8 * i) & u64(255) for i in range(4)])
+    return value >> SHIFTS & u64(255)
 
 
 def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
@@ -45,8 +50,8 @@ def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def pairs(bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """The two 16-bit floats of each lane's register, low first, [32, 2]."""
-    return torch.from_numpy(bits.astype(np.uint32).view(np.int32).copy()).view(dtype).double().numpy().reshape(32, 2)
+    """The two 16-bit floats of each lane's registers, low first, [registers, 32, 2]."""
+    return torch.from_numpy(bits.astype(np.uint32).view(np.int32)).view(dtype).double().numpy().reshape(-1, 32, 2)
 
 
 class Source:
@@ -166,9 +171,9 @@ class Warp:
         self.cta, self.index, self.types = cta, index, cta.source.types
         self.waited = not cta.source.dependent  # for the launch before this one
         self.registers: dict[str, np.ndarray] = {
-            "%tid.x": 32 * index + LANES,
-            "%ctaid.x": cta.index + 0 * LANES,
-            "%nctaid.x": cta.ctas + 0 * LANES,
+            "%tid.x": u64(32 * index + LANES),
+            "%ctaid.x": u64(cta.index + 0 * LANES),
+            "%nctaid.x": u64(cta.ctas + 0 * LANES),
         }
 
     def run(self) -> Iterator[str]:
@@ -206,24 +211,23 @@ class Warp:
         return complete
 
     def get(self, name: str, bits: int = 32) -> np.ndarray:
-        if name in self.registers:
-            value = self.registers[name]
-        elif name.startswith("$"):
-            value = np.full(32, self.cta.operands[int(name[1:])])
-        elif name in self.cta.source.arrays:
-            value = np.full(32, self.cta.source.arrays[name])
-        else:
-            assert name[0].isdigit(), f"{name} is read before it is written"
-            value = np.full(32, int(name[2:], 16) if name.startswith("0f") else int(name, 0))
-        return u64(value) & u64(2**bits - 1)
+        if name not in self.registers:
+            if name.startswith("$"):
+                value = self.cta.operands[int(name[1:])]
+            elif name in self.cta.source.arrays:
+                value = self.cta.source.arrays[name]
+            else:
+                assert name[0].isdigit(), f"{name} is read before it is written"
+                value = int(name[2:], 16) if name.startswith("0f") else int(name, 0)
+            self.registers[name] = np.full(32, value, np.uint64)  # a constant
+        return self.registers[name] & ONES[bits]
 
     def put(self, name: str, value, mask: np.ndarray, bits: int = 32) -> None:
         if name == "$0" and name not in self.types:
             return
         assert BITS[self.types[name]] == bits, f"{name} is {self.types[name]}"
-        value = u64(value.view(np.uint32) if value.dtype == np.float32 else value) & u64(2**bits - 1)
-        nothing = np.full(32, 0x7FC00000, np.uint64)  # NaN, in lanes that never loaded
-        self.registers[name] = np.where(mask, value, self.registers.get(name, nothing))
+        value = u64(value.view(np.uint32) if value.dtype == np.float32 else value) & ONES[bits]
+        self.registers[name] = value if mask is FULL else np.where(mask, value, self.registers.get(name, NOTHING))
 
     def floats(self, name: str) -> np.ndarray:
         return self.get(name).astype(np.uint32).view(np.float32)
@@ -266,11 +270,12 @@ class Warp:
         d, a, b, c = ([name.strip() for name in names.strip("{}").split(",")] for names in operands)
         dtype, g, t = DTYPES[operation[-2]], LANES // 4, LANES % 4
         left, right, sums = np.zeros((16, 4 * len(a))), np.zeros((4 * len(a), 8)), np.zeros((16, 8), np.float32)
-        for half in (0, 1):
-            for i, name in enumerate(a):
-                left[g + 8 * (i % 2), 2 * t + half + 8 * (i // 2)] = pairs(self.get(name), dtype)[:, half]
-            for i, name in enumerate(b):
-                right[2 * t + half + 8 * i, g] = pairs(self.get(name), dtype)[:, half]
+        for register, halves in enumerate(pairs(np.stack([self.get(name) for name in a]), dtype)):
+            for half in (0, 1):
+                left[g + 8 * (register % 2), 2 * t + half + 8 * (register // 2)] = halves[:, half]
+        for register, halves in enumerate(pairs(np.stack([self.get(name) for name in b]), dtype)):
+            for half in (0, 1):
+                right[2 * t + half + 8 * register, g] = halves[:, half]
         for i, name in enumerate(c):
             sums[g + 8 * (i // 2), 2 * t + i % 2] = self.floats(name)
         sums = tensor_core(*map(torch.from_numpy, (sums, left, right.T.copy()))).numpy()

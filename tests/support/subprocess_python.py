@@ -1,7 +1,8 @@
 """An interpreter of its own for what can be tried only once a process: import order, environment, silence.
 
 It is forked from a process that has imported what bitsandbytes imports of PyTorch: 6 of the 7 CPU seconds of
-``import bitsandbytes``. On a GPU machine, with ``fresh`` and with a variable that Python itself reads it is started fresh.
+``import bitsandbytes``; and it leaves without taking that apart again, which is another. On a GPU machine, with ``fresh`` and
+with a variable that Python itself reads it is started fresh.
 """
 
 from __future__ import annotations
@@ -19,17 +20,40 @@ from typing import Any
 import torch
 
 # Before anything else the kernels are imported under the interpreter, as conftest.py does.
-INTERPRETED = """
-import os, triton
+INTERPRETED = f"""
+import os, sys, triton
 os.environ["TRITON_INTERPRET"] = "1"
 import nf4_patch.nf4.dequantize.kernels
 del os.environ["TRITON_INTERPRET"]
+sys.path.append({str(Path(__file__).parent)!r})
+import quick_interpreter
+quick_interpreter.install()
 """
 
-# Reads requests, one a line, forks for each and answers its exit code. The child leaves the loop and runs the code.
+# Reads requests, one a line, forks for each and answers its exit code. The child leaves the loop and runs the code, as its
+# __main__; then it ends as Python does, less the taking apart.
 SERVER = """
 import json, os, sys
 import torch, triton, torch._dynamo.backends.registry, torch._inductor.compile_fx
+
+def run(code, names, sys=sys, exit=os._exit):
+    import atexit, threading, traceback
+    status = 0
+    try:
+        exec(compile(code, "<string>", "exec"), names)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    exit(status)
+
 for request in sys.stdin:
     child = os.fork()
     if not child:
@@ -44,7 +68,7 @@ os.chdir(folder)
 os.environ.clear()
 os.environ.update(environment)
 sys.path[1:1] = path
-exec(compile(code, "<string>", "exec"))
+run(code, globals())
 """
 
 

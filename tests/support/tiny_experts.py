@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections import Counter
 
 import pytest
@@ -59,6 +60,11 @@ ARCHITECTURES = CONFIGS | {
     ),
 }  # fmt: skip
 CHECKPOINTING = {"kept": None, "reentrant": {"use_reentrant": True}, "recomputed": {"use_reentrant": False}}
+
+
+def alternating(ways):
+    """(a model of CONFIGS, a way): every way with one of them, the next with the other."""
+    return [(name, way) for way, name in zip(ways, itertools.cycle(CONFIGS), strict=False)]
 
 
 def experts_of(model):

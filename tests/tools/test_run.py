@@ -74,23 +74,11 @@ def test_what_is_missing_is_named(words, missing, tmp_path):
     assert done.returncode == 2 and missing in " ".join(done.stderr.split()), done.stderr
 
 
-OFF = pytest.param({"NF4_PATCH": "0"}, 0, "off (NF4_PATCH=0)", marks=pytest.mark.full)
-
-
-@pytest.mark.parametrize(("variables", "hits", "on"), [({}, 3, "on"), OFF])
-def test_a_report_counts_what_ran_in_the_kernel(variables, hits, on, tmp_path):
-    done, reports = reported(TRAINING, 3, folder=tmp_path, **variables)
-    assert done.stdout == f"hits: {hits}\n" and reports.keys() == {"report.json"}
-    status = reports["report.json"]["status"]
-    assert sum(target["hits"] for target in status["targets"]) == hits
-    assert status["enabled"] is (on == "on") and status["shapes"] == ({"64x128 bfloat16": 3} if hits else {})
-    assert done.stderr.count(f"nf4_patch is {on}: {hits} in the kernel, 0 fell back") == 1
-
-
-CHILDREN = """
-import multiprocessing, os
+CHILDREN = f"""
+import multiprocessing, os, runpy, sys
 import bitsandbytes
 if __name__ == "__main__":
+    runpy.run_path({str(TRAINING)!r}, run_name="__main__")
     for method in ("spawn", "fork"):
         child = multiprocessing.get_context(method).Process(target=print, args=(method,))
         child.start()
@@ -100,13 +88,21 @@ if __name__ == "__main__":
 """
 
 
-def test_children_do_not_report(tmp_path):
+OFF = pytest.param({"NF4_PATCH": "0"}, 0, "off (NF4_PATCH=0)", marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(("variables", "hits", "on"), [({}, 3, "on"), OFF])
+def test_a_report_counts_what_ran_in_the_kernel_and_children_do_not_report(variables, hits, on, tmp_path):
     """A spawned one imports the script, and bitsandbytes with it; a fork has what its parent has imported."""
     (tmp_path / "script.py").write_text(CHILDREN)
-    done, reports = reported("script.py", folder=tmp_path)
-    assert done.stdout.split() == ["spawn", "fork"], done.stderr
-    assert done.stderr.count("in the kernel") == len(reports) == 1
-    assert done.stderr.count("is on: NF4_PATCH=1") == 1
+    done, reports = reported("script.py", 3, folder=tmp_path, **variables)
+    assert done.stdout.split("\n") == [f"hits: {hits}", "spawn", "fork", ""], done.stderr
+    assert reports.keys() == {"report.json"} and done.stderr.count("in the kernel") == 1
+    assert done.stderr.count("is on: NF4_PATCH=1") == (on == "on")
+    status = reports["report.json"]["status"]
+    assert sum(target["hits"] for target in status["targets"]) == hits
+    assert status["enabled"] is (on == "on") and status["shapes"] == ({"64x128 bfloat16": 3} if hits else {})
+    assert done.stderr.count(f"nf4_patch is {on}: {hits} in the kernel, 0 fell back") == 1
 
 
 def test_another_rank_than_0_reports_if_all_do(tmp_path):
