@@ -147,13 +147,13 @@ def copies(target: Target, function: Any) -> list[tuple[ModuleType, str]]:
     Under another name it is a copy that somebody keeps on purpose, to compare with or to put back.
     """
     own_name = target.name.rpartition(".")[2]
-    return [
-        (module, name)
-        for module_name, module in list(sys.modules.items())
-        if isinstance(module, ModuleType)
-        for name, value in list(vars(module).items())
-        if value is function and (name == own_name or module_name.split(".")[0] == target.library)
-    ]
+    found = []
+    for module_name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType):
+            held = vars(module)
+            names = list(held) if module_name.split(".")[0] == target.library else [own_name]
+            found += [(module, name) for name in names if held.get(name) is function]
+    return found
 
 
 def is_wrapped_by(wanted: Any, function: Any) -> bool:

@@ -136,7 +136,9 @@ def dequantize(weight: Weight, out: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _interpret(weight: Weight, out: torch.Tensor | None) -> torch.Tensor:
-    variant = compilation.Variant.of(weight, compilation.INTERPRETER_WARPS)
+    # no CTA much larger than the weight: what is beyond its end is computed as well
+    warps = min(compilation.INTERPRETER_WARPS, max(4, 1 << (weight.numel() // 512 - 1).bit_length()))
+    variant = compilation.Variant.of(weight, warps)
     values = compilation.constants(variant, None)
     if out is None:
         out = torch.empty(tuple(weight.shape), dtype=weight.dtype, device=weight.packed.device)
