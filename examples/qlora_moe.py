@@ -3,6 +3,8 @@
 python examples/qlora_moe.py                                    # a small random Qwen3 MoE, no network
 python examples/qlora_moe.py --model random-gpt-oss
 python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B         # a real one: 24 GB of the GPU's memory
+
+It needs transformers 5.17 and peft 0.17, or newer.
 """
 
 import argparse
