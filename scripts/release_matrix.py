@@ -89,6 +89,7 @@ CELLS = (
     Cell("peft 0.15.2", ("peft==0.15.2",)),
     Cell("transformers 5.0.0", ("transformers==5.0.0", "tokenizers==0.22.2")),
     Cell("transformers 5.17.0", ("transformers==5.17.0",)),
+    Cell("transformers 5.23.0", ("transformers==5.23.0",)),
     Cell(
         "transformers 4.51.3, peft 0.15.2",
         ("transformers==4.51.3", "tokenizers==0.21.4", "huggingface_hub==0.36.0", "peft==0.15.2", "accelerate==1.6.0"),
