@@ -86,7 +86,8 @@ def test_peft_on_other_architectures(model, tmp_path):
 def test_mixture_of_experts(model, options, tmp_path):
     arguments = ("--model", model, "--steps", 2, "--tokens", 32, *options)
     on = run_example("qlora_moe.py", *arguments, folder=tmp_path)
-    assert hits(on) > 2 * 8 and not fallbacks(on)  # a step: two stacks a layer, in the forward and in the backward
+    assert hits(on) > 2 * 8  # a step: two stacks a layer, in the forward and in the backward
+    assert set(fallbacks(on)) == {"EXPERTS_FORWARD"}  # on a CPU transformers' forward runs around them
     assert on["losses"][-1] < on["losses"][0]
 
 
@@ -128,13 +129,13 @@ def test_trl_with_the_callback_and_its_twin(tmp_path):
 
 @pytest.mark.full
 def test_grpo(tmp_path, monkeypatch):
-    """As benchmarks/grpo.py runs it, in its three variants."""
+    """As benchmarks/grpo.py runs it, and with the patch but without its option."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # TRL's loss is a Triton kernel too
     steps, prompts, generations, tokens = 2, 2, 2, 8
     for name, value in {"STEPS": steps, "PROMPTS": prompts, "GENERATIONS": generations, "TOKENS": tokens}.items():
         monkeypatch.setattr(grpo, name, value)
     run([sys.executable, "-c", f"import offline; offline.checkpoint('random', folder={str(tmp_path)!r})"], EXAMPLES)
-    off, on, auto = records = [grpo.run(matmul, str(tmp_path)) for matmul in grpo.VARIANTS.values()]
+    off, on, auto = records = [grpo.run(matmul, str(tmp_path)) for matmul in ("", "off", "auto")]
     for record in records:
         assert record["rollouts"]["tokens"] == steps * prompts * generations * tokens
         assert record["rollouts"]["rewards"] == off["rollouts"]["rewards"] and len(record["seconds"]) == steps
@@ -142,8 +143,8 @@ def test_grpo(tmp_path, monkeypatch):
     assert hits(on) == hits(auto) == steps * LINEARS and hits(off) == 0 and not fallbacks(on)
     # A linear layer multiplies once a token in generation, and with a gradient in the forward and in the recompute.
     assert fallbacks(auto) == {"NOT_CUDA": steps * tokens * LINEARS, "MATMUL_OPERANDS": steps * 2 * LINEARS}
-    rows = grpo.compare({name: [record] for name, record in zip(grpo.VARIANTS, records, strict=True)})
-    assert [row.times[name].median > 0 for row in rows for name in grpo.VARIANTS] == [True] * 9
+    rows = grpo.compare({name: [record] for name, record in zip(grpo.VARIANTS, (off, auto), strict=True)})
+    assert [row.times[name].median > 0 for row in rows for name in grpo.VARIANTS] == [True] * 6
     assert {name for row in rows for name, check in row.checks.items() if not check.passed} == {"hits", "fallbacks"}
 
 
