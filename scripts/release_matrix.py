@@ -165,9 +165,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     nf4_patch.disable()
     row["states"] = states(device)
     row["step"] = peft_step(device)
-    if (
-        not cell.unsloth
-    ):  # which hands ``weight.data`` to bitsandbytes' layers: no parameter, so nothing is cached there
+    if not cell.unsloth:  # it hands bitsandbytes' layers ``weight.data``, which is no parameter and never cached
         row["cache"] = cached_step(device)
     packs_experts = importlib.util.find_spec("bitsandbytes.nn.parametrize")  # from 0.48 on
     if packs_experts and "transformers.integrations.moe" in sys.modules:

@@ -66,9 +66,11 @@ class Weight(NamedTuple):
         return self.packed if base is None else base
 
     def proof(self) -> tuple[Any, ...]:
-        """What a dense copy depends on beyond which tensors they are, the shape of the packed bytes first: addresses, versions,
-        strides and the plain fields. True as long as the memory of the scales (see ``scales``) is kept and not resized, so
-        that no other comes to their addresses; the packed bytes' own may go, and is told by its number.
+        """What a dense copy depends on, beyond which tensors they are: the shape of the packed bytes first, then addresses,
+        versions, strides and the plain fields.
+
+        Scales are known by their addresses: whoever keeps a proof keeps their memory too, so that no other numbers come
+        there. The memory of the packed bytes may be freed meanwhile, so the number of its storage is part of the proof.
 
         Raises:
             AttributeError: a field is no tensor.

@@ -61,9 +61,8 @@ def test_qlora_step_of_peft():
     for row in step.measure().sections["step"]:
         ratio = row.ratio(UNPATCHED)
         assert ratio is not None, row.subject  # the losses are equal to the bit
-        assert ratio > 1.0 or (GPU_TIME not in row.subject and "512" not in row.subject), (
-            row.subject
-        )  # else within noise
+        if GPU_TIME in row.subject or "512" in row.subject:  # longer steps by the clock: within the noise
+            assert ratio > 1.0, row.subject
         # 28 layers: forward, recompute, backward
         assert row.notes["kernel calls a step"] == ("0" if "cache" in row.subject else "84")
         if "cache" in row.subject:

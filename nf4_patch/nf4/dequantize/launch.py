@@ -136,7 +136,7 @@ def dequantize(weight: Weight, out: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _interpret(weight: Weight, out: torch.Tensor | None) -> torch.Tensor:
-    # no CTA much larger than the weight: what is beyond its end is computed as well
+    # no CTA much larger than the weight (512 elements a warp): what is beyond its end is computed as well
     warps = min(compilation.INTERPRETER_WARPS, max(4, 1 << (weight.numel() // 512 - 1).bit_length()))
     variant = compilation.Variant.of(weight, warps)
     values = compilation.constants(variant, None)

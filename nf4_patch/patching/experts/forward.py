@@ -140,8 +140,7 @@ def is_silu_and_mul(module: Any) -> bool:
 
 def why_not(module: Any, hidden_states: Any, *_: Any, **__: Any) -> Reason | None:
     """EXPERTS_FORWARD where transformers' forward is not known to be slower, or the experts are spread over GPUs."""
-    spread = getattr(module, "_is_expert_parallel", False)
-    known = FASTER_ON and triton is not None and hidden_states.is_cuda and not spread
-    if known and torch.cuda.get_device_capability(hidden_states.device) in FASTER_ON:
+    usable = triton is not None and hidden_states.is_cuda and not getattr(module, "_is_expert_parallel", False)
+    if usable and torch.cuda.get_device_capability(hidden_states.device) in FASTER_ON:
         return None
     return Reason.EXPERTS_FORWARD
