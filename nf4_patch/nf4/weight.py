@@ -67,10 +67,8 @@ class Weight(NamedTuple):
 
     def proof(self) -> tuple[Any, ...]:
         """What a dense copy depends on, beyond which tensors they are: the shape of the packed bytes first, then addresses,
-        versions, strides and the plain fields.
-
-        Scales are known by their addresses: whoever keeps a proof keeps their memory too, so that no other numbers come
-        there. The memory of the packed bytes may be freed meanwhile, so the number of its storage is part of the proof.
+        versions, strides and the plain fields. Whoever keeps a proof keeps the memory of the scales too, so that no other
+        numbers come to their addresses. That of the packed bytes may be freed meanwhile: the proof has its storage's number.
 
         Raises:
             AttributeError: a field is no tensor.
