@@ -1,4 +1,4 @@
-"""A random Llama on disk, for what loads its model from there: Unsloth's step, and tests."""
+"""A random model on disk, for what loads its model from there: Unsloth's steps, and tests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ def save(
     folder: str | Path, shape: Shape, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
 ) -> None:
     """A Llama with random weights and its tokenizer, as save_pretrained leaves them."""
-    from tokenizers import Tokenizer, models
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    save_config(folder, config_of(shape, dtype, bos_token_id=SPECIAL["<s>"], eos_token_id=SPECIAL["</s>"]), device)
 
-    config = config_of(shape, dtype, bos_token_id=SPECIAL["<s>"], eos_token_id=SPECIAL["</s>"])
+
+def save_config(folder: str | Path, config: Any, device: str | torch.device) -> None:
+    """The same of a causal model's configuration, in its dtype."""
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
     torch.manual_seed(0)
     with torch.device(device):
-        LlamaForCausalLM._from_config(config, dtype=dtype).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config, dtype=config.dtype).save_pretrained(folder)
     tokens = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "word"}
     words = Tokenizer(models.WordLevel(SPECIAL, unk_token="word"))
     PreTrainedTokenizerFast(tokenizer_object=words, **tokens).save_pretrained(folder)

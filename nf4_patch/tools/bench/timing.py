@@ -193,10 +193,15 @@ def kernel_times(variants: Mapping[str, Call], inside: Inside, rounds: int) -> T
 
 def gpu_busy_ms(call: Call) -> float:
     """Milliseconds of the kernels and copies that a call launches, summed, by PyTorch's profiler."""
+    return sum(ms for _, ms in kernels(call))
+
+
+def kernels(call: Call) -> list[tuple[str, float]]:
+    """(name, milliseconds) of each kernel and copy that a call launches, by PyTorch's profiler."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         call()
         torch.cuda.synchronize()
     events = profiler.profiler.kineto_results.events()  # .events() would build a tree: 0.3 s a step
     on_gpu = (e for e in events if e.device_type() == DeviceType.CUDA and not e.is_user_annotation())
-    return float(sum(event.duration_ns() for event in on_gpu)) / 1e6
+    return [(event.name(), event.duration_ns() / 1e6) for event in on_gpu]
