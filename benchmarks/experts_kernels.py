@@ -34,7 +34,7 @@ MODELS = {"Qwen3-30B-A3B": qwen3, "gpt-oss-20b": gpt_oss, "GLM-4.5-Air": glm}
 KINDS = {
     "grouped matmuls": "GroupProblem|grouped",
     "4-bit to 16-bit": "dequant",
-    "around the experts": "combine_kernel|spread_kernel|silu_and_mul|moe|rout",
+    "around the experts": "combine_kernel|weigh_kernel|silu_and_mul|moe|rout",
     "attention": "flash|fmha|attention|sdpa",
     "other matmuls": "gemm|nvjet|cutlass|splitK|cublas",
     "compiled by Inductor": "triton_",
@@ -54,6 +54,7 @@ def kind_of(name: str) -> str:
 
 def taken(step: Step) -> Taken:
     """What one side takes of the GPU, alone."""
+    step.tokens = step.tokens % VOCABULARY
     step.observe()
     rounds = []
     with step.patched():

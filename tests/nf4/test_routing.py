@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import silu
 
 from nf4_patch.nf4.routing import launch
-from nf4_patch.patching.experts.forward import Combined, Gated, Gathered, Order
+from nf4_patch.patching.experts.forward import Combined, Gated, Gathered, Order, Weighted
 
 TOKENS, TOP_K, EXPERTS = 5, 3, 7
 CLOSE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -83,11 +83,12 @@ def test_against_pytorch(dtype, width, adds, device):
     weights = random(TOKENS, TOP_K, device=device)
 
     def combined(rows, addend, weights):
-        rows = rows if addend is None else rows + addend
-        return (rows[where.row_of].float() * weights[..., None]).sum(dim=1)
+        total = rows[where.row_of].float() * weights[..., None]
+        return (total if addend is None else total + addend[where.row_of].float()).sum(dim=1)
 
     def ours(rows, addend, weights):
-        return Combined.apply(rows.clone(), addend, weights, where, torch.float32)
+        rows = Weighted.apply(rows, weights, where)
+        return Combined.apply(rows, addend, weights.detach(), where, torch.float32)
 
     same(ours, combined, rows, addend, weights, dtype=dtype)
 

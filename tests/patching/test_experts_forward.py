@@ -154,6 +154,21 @@ def test_a_step_is_the_same_however_it_is_run(how, own, patched):
     assert own.calls > LAYERS and not reasons()
 
 
+def test_a_recompute_ends_before_the_last_product(own, monkeypatch):
+    """Nothing after it is saved: of a layer under a checkpoint, its rows are summed once."""
+    model, weighted, combine = adapted("qwen3"), [], forward.launch.combine
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(CHECKPOINTING["recomputed"])
+
+    def counted(rows, row_of, dtype, weights=None, addend=None):
+        weighted.append(weights is not None)
+        return combine(rows, row_of, dtype, weights, addend)
+
+    monkeypatch.setattr(forward.launch, "combine", counted)
+    step(model)
+    assert own.calls == 2 * LAYERS and sum(weighted) == LAYERS
+
+
 def test_under_autocast(own):
     """Activations in fp32 and experts in 16 bits, as a Trainer runs them."""
     layer = Layer()

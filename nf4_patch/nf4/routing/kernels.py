@@ -19,10 +19,10 @@ def combine_kernel(
     rows, addend, weights, row_of, out, width,
     TOP_K: tl.constexpr, ADDEND: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[token] = the sum over k of weights[token, k] * rows[row_of[token, k]].
+    """out[token] = the sum over k of weights[token, k] * rows[row_of[token, k]] + addend[row_of[token, k]].
 
-    rows: [tokens * TOP_K, width]. addend: the same, added to rows in place first, if ADDEND. weights: [tokens, TOP_K], 1 without
-    WEIGHTS. row_of: int64 [tokens, TOP_K]. out: [tokens, width]. A program takes BLOCK columns of a token.
+    rows, and addend if ADDEND: [tokens * TOP_K, width]. weights: [tokens, TOP_K], 1 without WEIGHTS. row_of: int64
+    [tokens, TOP_K]. out: [tokens, width]. A program takes BLOCK columns of a token.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -31,25 +31,23 @@ def combine_kernel(
     for k in tl.static_range(TOP_K):
         at = tl.load(row_of + token * TOP_K + k) * width + column
         row = tl.load(rows + at, mask=mask).to(tl.float32)
-        if ADDEND:
-            row += tl.load(addend + at, mask=mask).to(tl.float32)
-            tl.store(rows + at, row.to(rows.dtype.element_ty), mask=mask)
         if WEIGHTS:
             row *= tl.load(weights + token * TOP_K + k).to(tl.float32)
+        if ADDEND:
+            row += tl.load(addend + at, mask=mask).to(tl.float32)
         total += row
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def spread_kernel(
+def weigh_kernel(
     gradient, rows, weights, slot_of, out, weights_gradient, width,
-    TOP_K: tl.constexpr, WEIGHTS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHTS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The backward of combine_kernel: out[row] = weights[slot] * gradient[token], and with WEIGHTS_GRADIENT
-    weights_gradient[slot] = gradient[token] . rows[row].
+    """out[row] = weights[slot] * gradient[row], and with WEIGHTS_GRADIENT weights_gradient[slot] = gradient[row] . rows[row].
 
-    gradient: [tokens, width]. rows, out: [tokens * TOP_K, width]. weights, weights_gradient: [tokens, TOP_K]. slot_of: int64
-    [tokens * TOP_K]. A program takes a row, BLOCK columns at a time.
+    gradient, rows, out: [n, width]. weights, weights_gradient: n of them. slot_of: int64 [n]. A program takes a row, BLOCK
+    columns at a time.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_of + row)
@@ -58,10 +56,11 @@ def spread_kernel(
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         mask = column < width
-        value = tl.load(gradient + slot // TOP_K * width + column, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out + row * width + column, (weight * value).to(out.dtype.element_ty), mask=mask)
+        at = row * width + column
+        value = tl.load(gradient + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + at, (weight * value).to(out.dtype.element_ty), mask=mask)
         if WEIGHTS_GRADIENT:
-            products += value * tl.load(rows + row * width + column, mask=mask, other=0.0).to(tl.float32)
+            products += value * tl.load(rows + at, mask=mask, other=0.0).to(tl.float32)
     if WEIGHTS_GRADIENT:
         tl.store(weights_gradient + slot, tl.reduce(products, 0, add).to(weights_gradient.dtype.element_ty))
 

@@ -30,10 +30,10 @@ def start(
 def combine(
     rows: Tensor, row_of: Tensor, dtype: torch.dtype, weights: Tensor | None = None, addend: Tensor | None = None
 ) -> Tensor:
-    """The sum of the rows of each token, [tokens, width] in ``dtype``, added in fp32.
+    """The sum over k of weight * row + addend of each token's rows, [tokens, width] in ``dtype``, added in fp32.
 
     Args:
-        rows: [tokens * top_k, width]. With an ``addend`` of the same shape and dtype they become their sum, in place.
+        rows, addend: [tokens * top_k, width], of one dtype.
         row_of: int64 [tokens, top_k].
         weights: [tokens, top_k]; None: 1.
     """
@@ -45,18 +45,18 @@ def combine(
     return out
 
 
-def spread(
+def weigh(
     gradient: Tensor, rows: Tensor, slot_of: Tensor, weights: Tensor, of_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of ``combine``'s rows and, where asked for, weights, of that of its result, [tokens, width].
+    """Each row's gradient times its weight, and where asked for the gradient of the weights, gradient . row.
 
     Args:
-        slot_of: int64 [tokens * top_k], the index in ``weights`` of each row.
+        gradient, rows: [tokens * top_k, width].
+        slot_of: int64 [tokens * top_k], the index in ``weights``, [tokens, top_k], of each row.
     """
-    out, found = torch.empty_like(rows), torch.empty_like(weights)
+    out, found = torch.empty_like(gradient), torch.empty_like(weights)
     tensors = gradient, rows, weights, slot_of, out, found
-    given = {"TOP_K": weights.shape[1], "WEIGHTS_GRADIENT": of_weights}
-    start(kernels.spread_kernel, tensors, rows.shape[1], rows.shape[0], by_block=False, **given)
+    start(kernels.weigh_kernel, tensors, rows.shape[1], rows.shape[0], by_block=False, WEIGHTS_GRADIENT=of_weights)
     return out, found if of_weights else None
 
 

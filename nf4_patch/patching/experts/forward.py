@@ -1,7 +1,7 @@
 """The experts' forward with ``enable(experts="4bit")``: transformers' grouped products, and kernels of ours around them.
 
 transformers passes over [tokens * top_k, hidden] some ten times between its products, to mask, cast, weight, sort back and
-add. Here one kernel adds LoRA and gates, another adds LoRA, weights and sums each token's rows, and the backward needs no
+add. Here one kernel adds LoRA and gates, another weights, adds LoRA and sums each token's rows, and the backward needs no
 scatter, as the rows of every token are known. Sums are in fp32.
 """
 
@@ -42,6 +42,10 @@ class Order(NamedTuple):
         ends = torch.searchsorted(expert_of, every, right=True).int()
         return cls(expert_of, slot_of, row_of.view(ids.shape), ends)
 
+    def tokens(self) -> Tensor:
+        """The token of each row, int64 [rows]."""
+        return self.slot_of // self.row_of.shape[1]
+
 
 class Gathered(torch.autograd.Function):
     """Each token at the rows of its experts, [rows, hidden] in ``dtype``."""
@@ -49,7 +53,7 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
         ctx.row_of, ctx.dtype = order.row_of, hidden.dtype
-        return hidden.to(dtype).index_select(0, order.slot_of // order.row_of.shape[1])
+        return hidden.to(dtype).index_select(0, order.tokens())
 
     @staticmethod
     @once_differentiable
@@ -75,41 +79,71 @@ class Gated(torch.autograd.Function):
         return found, found if ctx.adds else None
 
 
+class Weighted(torch.autograd.Function):
+    """The rows as they are, whose gradient is that of the rows times the router's weights.
+
+    ``Combined`` weights what a linear map has made of the rows. The gradient may be weighted on either side of that map: here,
+    before it, so that nothing after it is saved, and a checkpoint's recompute ends before it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Order) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        ctx.slot_of = order.slot_of
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        rows, weights = ctx.saved_tensors
+        found = launch.weigh(gradient.contiguous(), rows, ctx.slot_of, weights, ctx.needs_input_grad[1])
+        return *found, None
+
+
 class Combined(torch.autograd.Function):
-    """The sum of each token's rows + addend, times the router's weights. The first sum takes the place of the rows."""
+    """The sum of each token's rows, times the router's weights, and of the addend's. The gradient of the rows is not weighted."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, addend: Tensor | None, weights: Tensor, order: Order, dtype: torch.dtype
     ) -> Tensor:
-        out = launch.combine(rows, order.row_of, dtype, weights, addend)
-        ctx.save_for_backward(rows, weights)
-        ctx.slot_of, ctx.adds = order.slot_of, addend is not None
-        return out
+        ctx.order, ctx.dtype, ctx.adds = order, rows.dtype, addend is not None
+        return launch.combine(rows, order.row_of, dtype, weights, addend)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weights = ctx.saved_tensors
-        found, of_weights = launch.spread(gradient.contiguous(), rows, ctx.slot_of, weights, ctx.needs_input_grad[2])
-        return found, found if ctx.adds else None, of_weights, None, None
+        found = gradient.to(ctx.dtype).index_select(0, ctx.order.tokens())
+        return found, found if ctx.adds else None, None, None, None
 
 
-def products(view: Any, name: str, x: Tensor, order: Order) -> tuple[Tensor, Tensor | None]:
-    """Each row times the frozen weight of its expert plus the bias, and what LoRA adds to it."""
+def products(
+    view: Any, name: str, x: Tensor, order: Order, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Each row times the frozen weight of its expert plus the bias, and what LoRA adds to it.
+
+    Args:
+        weights: the router's, [tokens, top_k], if the products are to be weighted: LoRA's are, in its rank; the gradients of
+            the others.
+    """
     from transformers.integrations.moe import _grouped_mm
 
-    weight = getattr(view, name)
+    weight, addend = getattr(view, name), None
     if not view.is_transposed:
         weight = weight.transpose(-2, -1)
-    lora = weight.lora if isinstance(weight, Operand) else None
-    y: Tensor = _grouped_mm(x, weight if lora is None else dataclasses.replace(weight, lora=None), offs=order.ends)
+    if isinstance(weight, Operand) and weight.lora is not None:
+        left, right = weight.lora
+        weight = dataclasses.replace(weight, lora=None)
+        inner = _grouped_mm(x, left, offs=order.ends)
+        if weights is not None:
+            inner = (inner * weights.flatten().index_select(0, order.slot_of)[:, None]).to(inner.dtype)
+        addend = _grouped_mm(inner, right, offs=order.ends).contiguous()
+    if weights is not None:
+        x = Weighted.apply(x, weights, order)
+    y: Tensor = _grouped_mm(x, weight, offs=order.ends).contiguous()  # the last: a recompute ends before it
     if view.has_bias:
         y.add_(getattr(view, f"{name}_bias")[order.expert_of.long()])
-    if lora is None:
-        return y.contiguous(), None
-    left, right = lora
-    return y.contiguous(), _grouped_mm(_grouped_mm(x, left, offs=order.ends), right, offs=order.ends).contiguous()
+    return y, addend
 
 
 def forward(view: View, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -124,10 +158,14 @@ def forward(view: View, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     else:
         y = y if addend is None else y.add_(addend)
         y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
-    y, addend = products(module, "down_proj", y, order)
-    if getattr(module, "has_post_expert_norm", False):
-        y, addend = module.post_expert_norm(y if addend is None else y.add_(addend)), None
-    result: Tensor = Combined.apply(y.contiguous(), addend, top_k_weights.contiguous(), order, hidden_states.dtype)
+    weights, normed = top_k_weights.contiguous(), getattr(module, "has_post_expert_norm", False)
+    if module.has_bias or normed:  # no linear map of the rows before it
+        y, addend = products(module, "down_proj", y, order)
+        y, addend = y if addend is None else y.add_(addend), None
+        y = Weighted.apply(module.post_expert_norm(y) if normed else y, weights, order)
+    else:
+        y, addend = products(module, "down_proj", y, order, weights)
+    result: Tensor = Combined.apply(y.contiguous(), addend, weights.detach(), order, hidden_states.dtype)
     return result
 
 
