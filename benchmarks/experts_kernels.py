@@ -1,11 +1,13 @@
 """python -m benchmarks.experts_kernels: where the GPU time of a mixture's step goes, next to Unsloth's step if it is installed.
 
-Two layers, random weights in real shapes, a vocabulary of 32,000, so that the head hides nothing; with checkpointing.
+Two layers, random weights in real shapes, a vocabulary of 32,000, so that the head hides little; with checkpointing where it is
+not said otherwise. Unsloth compiles each layer and keeps its activations, although asked for checkpointing.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import importlib.util
 import multiprocessing
 import re
@@ -27,9 +29,11 @@ from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress
 
 METHOD = "GPU time of a step: its kernels and copies, summed by what they do; the median of three steps."
-VOCABULARY, ROUNDS, UNSLOTH = 32_000, 3, "unsloth"
+VOCABULARY, ROUNDS = 32_000, 3
+UNSLOTH, KEPT = "unsloth", "no checkpointing"
 TRAINED = {"LoRA on experts": EXPERTS, "frozen experts": []}
-MODELS = {"Qwen3-30B-A3B": qwen3, "gpt-oss-20b": gpt_oss, "GLM-4.5-Air": glm}
+QWEN3 = "Qwen3-30B-A3B"
+MODELS = {QWEN3: qwen3, "gpt-oss-20b": gpt_oss, "GLM-4.5-Air": glm}
 # What a kernel does, by its name: the first that is found in it.
 KINDS = {
     "grouped matmuls": "GroupProblem|grouped",
@@ -66,6 +70,23 @@ def taken(step: Step) -> Taken:
     return rounds, step.losses[0], gib(step.peak)
 
 
+class Kept(ExpertsStep):
+    """Without gradient checkpointing."""
+
+    @contextlib.contextmanager
+    def patched(self) -> Iterator[None]:
+        self.model.gradient_checkpointing_disable()
+        try:
+            with super().patched():
+                yield
+        finally:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def sizes_of(name: str) -> list[tuple[int, int]]:
+    return [SIZES[0], SIZES[-1]] if name == QWEN3 else [SIZES[-1]]
+
+
 def config_of(name: str) -> Any:
     config = MODELS[name]()
     config.vocab_size = VOCABULARY
@@ -77,12 +98,11 @@ def peft_sides(name: str, targets: list[str]) -> dict[tuple[int, int], dict[str,
         model = peft_model(config_of(name), ATTENTION, **({"target_parameters": targets} if targets else {}))
     optimizer = optimizer_of(model)
     found: dict[tuple[int, int], dict[str, Taken]] = {}
-    for size in SIZES:
-        sides = {
-            side: ExpertsStep(model, optimizer, size, True, cache)
-            for side, cache in ((OURS, "off"), (THEIRS, "off"), (CACHED, BUDGET))
-        }
+    for size in sizes_of(name):
+        sides = {side: ExpertsStep(model, optimizer, size, True) for side in (OURS, THEIRS)}
         sides[THEIRS].capabilities = ()
+        sides[CACHED] = ExpertsStep(model, optimizer, size, True, BUDGET)
+        sides[KEPT] = Kept(model, optimizer, size, True)
         found[size] = {side: taken(step) for side, step in sides.items()}
     return found
 
@@ -102,7 +122,7 @@ def unsloth_side(name: str, targets: list[str]) -> dict[tuple[int, int], Taken]:
         target_modules=[*ATTENTION, *(target.rpartition(".")[2] for target in targets)],
     )  # fmt: skip
     optimizer = optimizer_of(model)
-    return {size: taken(Step(model, optimizer, size, False)) for size in SIZES}
+    return {size: taken(Step(model, optimizer, size, False)) for size in sizes_of(name)}
 
 
 def in_a_process(function: Any, *arguments: Any) -> Any:
@@ -115,7 +135,7 @@ def in_a_process(function: Any, *arguments: Any) -> Any:
 def rows(name: str, what: str, tell: Progress) -> Iterator[Row]:
     tell(f"{name}, {what}")
     every = in_a_process(peft_sides, name, TRAINED[what])
-    if name == "Qwen3-30B-A3B" and importlib.util.find_spec("unsloth"):
+    if name == QWEN3 and importlib.util.find_spec("unsloth"):
         for size, side in in_a_process(unsloth_side, name, TRAINED[what]).items():
             every[size][UNSLOTH] = side
     for size, sides in every.items():
@@ -140,7 +160,7 @@ def rows(name: str, what: str, tell: Progress) -> Iterator[Row]:
 def sections(tell: Progress) -> dict[str, list[Row]]:
     return {
         what: [row for name in names for row in rows(name, what, tell)]
-        for what, names in {"LoRA on experts": ["Qwen3-30B-A3B"], "frozen experts": [*MODELS]}.items()
+        for what, names in {"LoRA on experts": [QWEN3], "frozen experts": [*MODELS]}.items()
     }
 
 

@@ -47,6 +47,10 @@ SOURCES = {
         "python -m benchmarks.experts_4bit",
         'mixtures of experts with `experts="4bit"`: LoRA on the experts, and frozen experts',
     ),
+    "step-experts-kernels-GPU.json": (
+        "python -m benchmarks.experts_kernels",
+        "where the GPU time of a mixture's step goes, next to Unsloth's; with the newest transformers",
+    ),
     "matmul-GPU.json": ("python -m benchmarks.matmul", "the fused matmul by rows of X"),
     "generate-GPU.json": ("python -m benchmarks.generation", "tokens a second with the fused matmul"),
     "grpo-GPU.json": ("python -m benchmarks.grpo", "RL with TRL's GRPO: tokens a second in generation, time of a step"),
@@ -420,6 +424,22 @@ def experts_4bit() -> str:
     return on_one_gpu("step-experts-4bit-GPU.json", shown, in_brief)
 
 
+def experts_kernels() -> str:
+    """What the largest parts of the longest step with LoRA take, a line a side."""
+
+    def shown(data: dict[str, Any]) -> str:
+        row = data["sections"]["LoRA on experts"][-1]
+        parts = {kind: dict(part.rsplit(" ", 1) for part in note.split(", ")) for kind, note in row["notes"].items()}
+        lines = []
+        for side, total in row["median"].items():
+            taken = {kind: float(sides[side]) for kind, sides in parts.items() if side in sides}
+            largest = sorted(taken, key=lambda kind: -taken[kind])[:7]
+            lines.append(f"* {side}: {total:.1f} ms; " + ", ".join(f"{kind} {taken[kind]:.1f}" for kind in largest))
+        return "\n".join(lines)
+
+    return on_one_gpu("step-experts-kernels-GPU.json", shown, lambda data: "")
+
+
 def grpo() -> str:
     """With how far runs of one side lie apart: they are few."""
     rows = figures("grpo-GPU.json")
@@ -449,6 +469,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "cache": cache,
     "experts": experts,
     "experts-4bit": experts_4bit,
+    "experts-kernels": experts_kernels,
     "matmul": matmul,
     "generation": measured("generate-GPU.json", "generation"),
     "grpo": grpo,

@@ -87,7 +87,7 @@ def test_against_pytorch(dtype, width, adds, device):
         return (total if addend is None else total + addend[where.row_of].float()).sum(dim=1)
 
     def ours(rows, addend, weights):
-        rows = Weighted.apply(rows, weights, where)
+        rows, _ = Weighted.apply(rows, weights, where)
         return Combined.apply(rows, addend, weights.detach(), where, torch.float32)
 
     same(ours, combined, rows, addend, weights, dtype=dtype)

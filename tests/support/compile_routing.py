@@ -18,7 +18,7 @@ from nf4_patch.nf4.routing import kernels, launch
 WIDTH = 768
 CONSTANTS = {  # by kernel, those that make it longest
     kernels.combine_kernel: {"TOP_K": 8, "ADDEND": True, "WEIGHTS": True},
-    kernels.weigh_kernel: {"WEIGHTS_GRADIENT": True},
+    kernels.weigh_kernel: {"ADDEND": True, "WEIGHTS_GRADIENT": True},
     kernels.silu_and_mul_kernel: {"ADDEND": True},
     kernels.silu_and_mul_backward_kernel: {},
 }

@@ -41,12 +41,13 @@ def combine_kernel(
 
 @triton.jit
 def weigh_kernel(
-    gradient, rows, weights, slot_of, out, weights_gradient, width,
-    WEIGHTS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    gradient, addend, rows, weights, slot_of, out, weights_gradient, width,
+    ADDEND: tl.constexpr, WEIGHTS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = weights[slot] * gradient[row], and with WEIGHTS_GRADIENT weights_gradient[slot] = gradient[row] . rows[row].
+    """out[row] = weights[slot] * gradient[row] + addend[row], the last if ADDEND; and with WEIGHTS_GRADIENT
+    weights_gradient[slot] = gradient[row] . rows[row].
 
-    gradient, rows, out: [n, width]. weights, weights_gradient: n of them. slot_of: int64 [n]. A program takes a row, BLOCK
+    gradient, addend, rows, out: [n, width]. weights, weights_gradient: n of them. slot_of: int64 [n]. A program takes a row, BLOCK
     columns at a time.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -58,7 +59,10 @@ def weigh_kernel(
         mask = column < width
         at = row * width + column
         value = tl.load(gradient + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out + at, (weight * value).to(out.dtype.element_ty), mask=mask)
+        total = weight * value
+        if ADDEND:
+            total += tl.load(addend + at, mask=mask).to(tl.float32)
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
         if WEIGHTS_GRADIENT:
             products += value * tl.load(rows + at, mask=mask, other=0.0).to(tl.float32)
     if WEIGHTS_GRADIENT:

@@ -46,17 +46,18 @@ def combine(
 
 
 def weigh(
-    gradient: Tensor, rows: Tensor, slot_of: Tensor, weights: Tensor, of_weights: bool
+    gradient: Tensor, addend: Tensor | None, rows: Tensor, slot_of: Tensor, weights: Tensor, of_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Each row's gradient times its weight, and where asked for the gradient of the weights, gradient . row.
+    """Each row's gradient times its weight, plus addend; and where asked for the gradient of the weights, gradient . row.
 
     Args:
-        gradient, rows: [tokens * top_k, width].
+        gradient, addend, rows: [tokens * top_k, width].
         slot_of: int64 [tokens * top_k], the index in ``weights``, [tokens, top_k], of each row.
     """
     out, found = torch.empty_like(gradient), torch.empty_like(weights)
-    tensors = gradient, rows, weights, slot_of, out, found
-    start(kernels.weigh_kernel, tensors, rows.shape[1], rows.shape[0], by_block=False, WEIGHTS_GRADIENT=of_weights)
+    tensors = gradient, gradient if addend is None else addend, rows, weights, slot_of, out, found
+    given = {"ADDEND": addend is not None, "WEIGHTS_GRADIENT": of_weights}
+    start(kernels.weigh_kernel, tensors, rows.shape[1], rows.shape[0], by_block=False, **given)
     return out, found if of_weights else None
 
 

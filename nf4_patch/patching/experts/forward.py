@@ -80,23 +80,25 @@ class Gated(torch.autograd.Function):
 
 
 class Weighted(torch.autograd.Function):
-    """The rows as they are, whose gradient is that of the rows times the router's weights.
+    """The rows twice: the gradient of the first is weighted by the router, that of the second, for LoRA, is added to it.
 
     ``Combined`` weights what a linear map has made of the rows. The gradient may be weighted on either side of that map: here,
     before it, so that nothing after it is saved, and a checkpoint's recompute ends before it.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Order) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(rows, weights)
         ctx.slot_of = order.slot_of
-        return rows.view_as(rows)
+        ctx.set_materialize_grads(False)
+        return rows.view_as(rows), rows.view_as(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor, addend: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
         rows, weights = ctx.saved_tensors
-        found = launch.weigh(gradient.contiguous(), rows, ctx.slot_of, weights, ctx.needs_input_grad[1])
+        addend = None if addend is None else addend.contiguous()
+        found = launch.weigh(gradient.contiguous(), addend, rows, ctx.slot_of, weights, ctx.needs_input_grad[1])
         return *found, None
 
 
@@ -129,17 +131,16 @@ def products(
     from transformers.integrations.moe import _grouped_mm
 
     weight, addend = getattr(view, name), None
+    x, for_lora = (x, x) if weights is None else Weighted.apply(x, weights, order)
     if not view.is_transposed:
         weight = weight.transpose(-2, -1)
     if isinstance(weight, Operand) and weight.lora is not None:
         left, right = weight.lora
         weight = dataclasses.replace(weight, lora=None)
-        inner = _grouped_mm(x, left, offs=order.ends)
+        inner = _grouped_mm(for_lora, left, offs=order.ends)
         if weights is not None:
             inner = (inner * weights.flatten().index_select(0, order.slot_of)[:, None]).to(inner.dtype)
         addend = _grouped_mm(inner, right, offs=order.ends).contiguous()
-    if weights is not None:
-        x = Weighted.apply(x, weights, order)
     y: Tensor = _grouped_mm(x, weight, offs=order.ends).contiguous()  # the last: a recompute ends before it
     if view.has_bias:
         y.add_(getattr(view, f"{name}_bias")[order.expert_of.long()])
@@ -162,7 +163,7 @@ def forward(view: View, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     if module.has_bias or normed:  # no linear map of the rows before it
         y, addend = products(module, "down_proj", y, order)
         y, addend = y if addend is None else y.add_(addend), None
-        y = Weighted.apply(module.post_expert_norm(y) if normed else y, weights, order)
+        y, _ = Weighted.apply(module.post_expert_norm(y) if normed else y, weights, order)
     else:
         y, addend = products(module, "down_proj", y, order, weights)
     result: Tensor = Combined.apply(y.contiguous(), addend, weights.detach(), order, hidden_states.dtype)
