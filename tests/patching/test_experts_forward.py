@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from tiny_experts import (
     ARCHITECTURES,
@@ -25,6 +26,7 @@ from tiny_experts import (
 
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.experts import forward
+from nf4_patch.patching.experts.product import Operand
 from nf4_patch.patching.reasons import Reason
 
 
@@ -160,18 +162,20 @@ def test_a_step_is_the_same_however_it_is_run(how, own, patched):
 
 
 def test_a_recompute_ends_before_the_last_product(own, monkeypatch):
-    """Nothing after it is saved: of a layer under a checkpoint, its rows are summed once."""
-    model, weighted, combine = adapted("qwen3"), [], forward.launch.combine
+    """Nothing after it is saved: of a layer under a checkpoint two products of packed experts run, then one."""
+    moe, finished = transformers.integrations.moe, []
+    model, product = adapted("qwen3"), moe._grouped_mm
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable(CHECKPOINTING["recomputed"])
 
-    def counted(rows, row_of, dtype, weights=None, addend=None):
-        weighted.append(weights is not None)
-        return combine(rows, row_of, dtype, weights, addend)
+    def counted(x, weight, offs):
+        result = product(x, weight, offs=offs)
+        finished.append(isinstance(weight, Operand))
+        return result
 
-    monkeypatch.setattr(forward.launch, "combine", counted)
+    monkeypatch.setattr(moe, "_grouped_mm", counted)
     step(model)
-    assert own.calls == 2 * LAYERS and sum(weighted) == LAYERS
+    assert own.calls == 2 * LAYERS and sum(finished) == 3 * LAYERS
 
 
 def test_under_autocast(own):
