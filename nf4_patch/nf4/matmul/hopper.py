@@ -1,6 +1,7 @@
 """X[M, K] @ dequantize(weight)[N, K].T for hundreds of rows of X, on Hopper: launch table and launch.
 
-It is for rollouts of 65 to 256 sequences at once on an H100 or H200. The weight is decoded on its way into wgmma, 128 of its rows at once, for 128 or 256 rows of X (hopper_kernels.py).
+It is for rollouts of 65 to 256 sequences at once on an H100 or H200. The weight is decoded on its way into wgmma, 128 of its
+rows at once, for 128 or 256 rows of X (hopper_kernels.py).
 """
 
 from __future__ import annotations

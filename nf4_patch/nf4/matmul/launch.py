@@ -88,23 +88,13 @@ def takes_bias(bias: torch.Tensor, dtype: torch.dtype, n: int) -> bool:
     return bias.dtype is dtype and bias.shape == (n,) and plain and bias.data_ptr() % 16 == 0
 
 
-def compiled_copy(device: torch.device) -> runtime.KernelEntry:
-    """The entry of copy_kernel: from an address that is a multiple of 4 to one of 16, and how many int32."""
-    with torch.cuda.device(device):
-        words = torch.empty(8, dtype=torch.int32, device=device)
-        return runtime.compiled(kernels.copy_kernel, (words[1:], words, 8), {"BLOCK": COPY_BLOCK}, 4, device)
-
-
 class MatmulLaunch:
     """The matmul with one weight of an x of one shape, resolved once: addresses, sizes and kernels as plain integers.
 
     It keeps no tensor alive and is valid for as long as the weight has the same ``key``, and the bias its address.
 
     Args:
-        kernel: compiled for m = x.numel() / K and a weight and bias of this kind.
-        x: [..., K], fp16 or bf16.
-        weight: [N, K].
-        bias: [N], x's dtype.
+        kernel: compiled for arguments like these: x [..., K], fp16 or bf16; weight [N, K]; bias [N], x's dtype.
     """
 
     def __init__(self, kernel: AnyKernel, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None):
@@ -115,7 +105,10 @@ class MatmulLaunch:
         # the kernels read 16 bytes at once: from a copy, if the weight does not start on 16
         self.copied_words = weight.nbytes() // 4 if self.weight[0] % 16 else 0
         if self.copied_words:
-            self.copy = compiled_copy(x.device)
+            words = torch.empty(8, dtype=torch.int32, device=x.device)
+            arguments, values = (words[1:], words, 8), {"BLOCK": COPY_BLOCK}  # from 4 bytes to 16, and how many int32
+            with torch.cuda.device(x.device):
+                self.copy = runtime.compiled(kernels.copy_kernel, arguments, values, 4, x.device)
         self.grid = kernel.grid
         self.call, self.head, tail, _ = kernel.entry
         self.tail = (spare, *kernel.sizes, *tail)
@@ -155,12 +148,10 @@ class MatmulLaunch:
             words = runtime.empty_strided_cuda((count,), (1,), torch.int32)
             self.copy.start(-(-count // COPY_BLOCK), stream, packed, words.data_ptr(), count)
             weight = (words.data_ptr(), *others)
-        if self.sum is None:
-            self.call(self.grid, 1, 1, stream, *self.head, start, *weight, out.data_ptr(), *self.tail)
-            return out
-        part = runtime.empty_strided_cuda(self.part, (1,), torch.float32)
+        part = out if self.sum is None else runtime.empty_strided_cuda(self.part, (1,), torch.float32)
         self.call(self.grid, 1, 1, stream, *self.head, start, *weight, part.data_ptr(), *self.tail)
-        self.sum(self.sum_grid, 1, 1, stream, *self.sum_head, part.data_ptr(), out.data_ptr(), *self.sum_tail)
+        if self.sum is not None:
+            self.sum(self.sum_grid, 1, 1, stream, *self.sum_head, part.data_ptr(), out.data_ptr(), *self.sum_tail)
         return out
 
 

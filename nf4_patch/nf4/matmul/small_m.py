@@ -34,14 +34,11 @@ def plan(
     config: SmallMConfig, processors: int, m: int, n: int, k: int, half: bool, offset: torch.dtype | None, bias: bool,
     capability: tuple[int, int] = (9, 0), step: int = 64,
 ) -> SmallMPlan:  # fmt: skip
-    """For x [m, k] by a weight [n, k] on a GPU of ``processors`` multiprocessors.
+    """For x [m, k], m up to 64, by a weight [n, k] on a GPU of ``processors`` multiprocessors.
 
     Args:
-        m: up to 64.
         half: x is fp16, else bf16.
-        offset: of the weight, its dtype; None: flat.
-        bias: there is one to add.
-        capability: of the GPU that the PTX is for.
+        offset: the dtype of the weight's offset; None: a flat weight.
         step: Weight.step().
     """
     if step < 32:  # a lane's 128 bits would be of two steps, and rows start on 8 bytes
@@ -66,14 +63,9 @@ def plan(
 
 
 class SmallMKernel:
-    """The compiled launches for one size and kind of argument on one device.
+    """The compiled launches for x [m, k] and the result in ``dtype``, and a weight [n, k] like this one.
 
     Args:
-        dtype: of x and the result, fp16 or bf16.
-        weight: one of this size and kind, [n, k].
-        division: of this size.
-        m: rows of x.
-        bias: there is one to add.
         entry: of the first launch, where it is compiled already.
     """
 
