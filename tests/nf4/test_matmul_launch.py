@@ -161,7 +161,7 @@ class Compiler:
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """An H200 without the H200: everything of matmul_4bit but the launches, which are recorded."""
+    """An H200 without the H200: everything of a product but the launches, which are recorded."""
     made, launches = Compiler(), []
     state = SimpleNamespace(compiler=made, launches=launches)
     monkeypatch.setattr(kernels, "matmul_4bit_kernel", made)
@@ -185,7 +185,7 @@ def multiply(m, packed, state):
     n, k = state.shape
     x = torch.zeros(m, k, dtype=torch.bfloat16)
     layout = layout_of(packed, state)
-    return launch.matmul_4bit(x, layout, config=launch.config_for(H200, m, n, k))
+    return launch.resolve(x, layout, None, launch.config_for(H200, m, n, k))(x)
 
 
 @pytest.mark.skipif(GPU, reason="tests/gpu/test_matmul_kernels.py runs the copies")

@@ -159,7 +159,15 @@ _kernels: dict[tuple[Any, ...], AnyKernel] = {}
 
 
 def resolve(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, config: AnyConfig) -> MatmulLaunch:
-    """:func:`matmul_4bit` resolved, for every x of this shape; the caller answers for :func:`takes`."""
+    """What multiplies every x of this shape by this weight, decoded inside the kernel; fp32 accumulation.
+
+    The weights it multiplies by are, bit for bit, those of dequantize in x's dtype; the weight's own dtype is not looked at.
+    The same arguments give the same bits at every run: sums across warps and parts of K are taken in a fixed order. The
+    caller answers for :func:`takes`.
+
+    Raises:
+        KernelUnavailable: it cannot be compiled; or it is not compiled yet and a CUDA graph is being captured.
+    """
     n, k = weight.shape
     m = x.numel() // k
     key = (x.device, x.dtype, weight.offset_dtype(), bias is None, m, n, k, weight.blocksize, weight.blocksize2, config)
@@ -177,41 +185,3 @@ def resolve(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, config: 
                 kernel = small_m.SmallMKernel(x.device, x.dtype, weight, division, m, biased)
         _kernels[key] = kernel
     return MatmulLaunch(kernel, x, weight, bias)
-
-
-def matmul_4bit(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, config: AnyConfig | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """``x @ weight.T (+ bias)`` with the weight decoded inside the kernel; fp32 accumulation.
-
-    The weights it multiplies by are, bit for bit, those of dequantize in x's dtype. The same arguments give the same
-    bits at every run: sums across warps and parts of K are taken in a fixed order.
-
-    Args:
-        x: [..., K], fp16 or bf16.
-        weight: of shape [N, K], K a multiple of 16; contiguous, on 4 bytes. Its dtype is not looked at.
-        bias: [N], x's dtype.
-        config: instead of the table's; then the caller answers for :func:`takes`.
-        out: filled and returned if given: contiguous, [..., N], x's dtype and device.
-
-    Returns:
-        [..., N] in x's dtype.
-
-    Raises:
-        ValueError: :func:`takes` says no, or no config is measured for this size.
-        KernelUnavailable: the kernel is not compiled yet and a CUDA graph is being captured.
-    """
-    n, k = weight.shape
-    if x.numel() == 0:
-        return x.new_empty((*x.shape[:-1], n)) if out is None else out
-    if config is None and x.is_cuda:
-        capability, processors = torch.cuda.get_device_capability(x.device), runtime.multiprocessors(x.device)
-        config = config_for(capability, x.numel() // k, n, k, processors)
-        config = config if config is not None and takes(x, weight, bias, config) else None
-    if config is None:
-        raise ValueError(
-            f"matmul_4bit does not support x {x.dtype} {list(x.shape)} on {x.device} by a weight {list(weight.shape)} of "
-            f"blocksize {weight.blocksize}, or its alignment or bias: dequantize and multiply"
-        )
-    return resolve(x, weight, bias, config)(x, out)
