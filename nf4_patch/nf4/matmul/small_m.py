@@ -63,16 +63,11 @@ def plan(
 
 
 class SmallMKernel:
-    """The compiled launches for x [m, k] and the result in ``dtype``, and a weight [n, k] like this one.
-
-    Args:
-        entry: of the first launch, where it is compiled already.
-    """
+    """The compiled launches for x [m, k] and the result in ``dtype``, and a weight [n, k] like this one."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, weight: Weight, division: SmallMPlan, m: int, bias: bool,
-        entry: KernelEntry | None = None,
-    ):  # fmt: skip
+        self, device: torch.device, dtype: torch.dtype, weight: Weight, division: SmallMPlan, m: int, bias: bool
+    ):
         n, k = weight.shape
         step = weight.step()
         blocks = (k // step, (weight.blocksize // step).bit_length() - 1, max(0, weight.blocksize2.bit_length() - 1))
@@ -85,7 +80,7 @@ class SmallMKernel:
         arguments = (out, *weight.operands(), out if division.split_k == 1 else part, out, *self.sizes)
         kernel = kernels.matmul_4bit_kernel
         options = {"maxnreg": division.registers} | ({"launch_pdl": True} if division.dependent else {})
-        self.entry = entry or compiled(kernel, arguments, values, division.warps, device, dtype, options=options)
+        self.entry = compiled(kernel, arguments, values, division.warps, device, dtype, options=options)
         self.sum: KernelEntry | None = None
         if division.split_k > 1:
             values = {"SPLIT_K": division.split_k, "BIAS": bias, "BLOCK": BLOCK}
