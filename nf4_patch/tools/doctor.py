@@ -102,8 +102,8 @@ class DoctorReport(Report):
             errors = [f"{check.dtype}: {check.error}" for check in gpu.kernels if not check.works]
             if not gpu.works:
                 problems.append(f"GPU {gpu.index} ({gpu.name}) runs the original: {'; '.join(errors) or gpu.advice}")
-        refused = [(f"{t.name} is left alone: ", t.note) for t in self.targets if t.state is State.REFUSED]
-        problems += [note if note.startswith("import ") else start + note for start, note in refused]
+        refused = [target for target in self.targets if target.state is State.REFUSED]
+        problems += [t.note if t.note.startswith("import ") else f"{t.name} is left alone: {t.note}" for t in refused]
         release = self.releases.get("bitsandbytes")
         if release is None:
             problems.append("bitsandbytes is not installed, so there is nothing to patch: pip install bitsandbytes")
