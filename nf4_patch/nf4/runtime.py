@@ -205,5 +205,4 @@ def compiled(
         result = compile_kernel(kernel, arguments, values, num_warps=warps, num_stages=1, **options)
         return KernelEntry.of(result, tuple(values.values()))
 
-    entry: KernelEntry = built_once(_entries, (*kind, id(kernel), *values.values(), warps, *options.items()), build)
-    return entry
+    return built_once(_entries, (*kind, id(kernel), *values.values(), warps, *options.items()), build)
