@@ -193,10 +193,7 @@ def checked(
 def check(
     config: HopperConfig, device: torch.device, dtype: torch.dtype, offset: torch.dtype | None, bias: bool
 ) -> bool:
-    """
-    Raises:
-        KernelUnavailable: the bits differ, or it cannot be compiled.
-    """
+    """What ``checked`` asks for; it returns True or raises KernelUnavailable."""
     m, n, k = config.block_m + 3, 2 * BLOCK_N + 8, 1024
     variant = Variant(INTERPRETER_WARPS, dtype, offset, BLOCK_K, 256 if offset else 0)
     weight = sample_weight(variant, n * k // 3, device)._replace(shape=(n, k))
