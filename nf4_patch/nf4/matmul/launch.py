@@ -65,9 +65,7 @@ def pays(least: dict[int, int], m: int, n: int, k: int) -> bool:
 def takes(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, config: AnyConfig) -> bool:
     """Whether the config's kernel can run on these arguments, of a weight that passed its guards."""
     n, k = weight.shape
-    if triton is None or not isinstance(kernels.matmul_4bit_kernel, triton.runtime.JITFunction):
-        return False  # Triton's interpreter does not run PTX
-    if not x.is_cuda or torch.version.hip or x.device != weight.packed.device or x.is_neg():
+    if triton is None or x.device != weight.packed.device or x.is_neg():
         return False
     capability = torch.cuda.get_device_capability(x.device)
     return (
