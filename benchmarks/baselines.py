@@ -24,9 +24,7 @@ def baselines(in_graph: bool = False) -> Functions:
 def unsloths(in_graph: bool) -> Functions:
     utils = importlib.import_module(UNSLOTH_MODULE)
     fused = original(UNSLOTH_MODULE, "_fast_dequantize_bnb")
-    if (
-        fused is None
-    ):  # <= 2026.9.12: three launches, on the stream that was current at import where it has CUDA_STREAMS
+    if fused is None:  # <= 2026.9.12: three launches; with CUDA_STREAMS on the stream that was current at import
         outside = in_graph and hasattr(utils, "CUDA_STREAMS")
         return {} if outside else {UNSLOTH_CTYPES: original(UNSLOTH_MODULE, "fast_dequantize")}
     if not getattr(utils, "_USE_NF4_KERNELS", False):

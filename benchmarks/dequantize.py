@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import bitsandbytes.functional
@@ -29,7 +29,7 @@ from nf4_patch.patching.cache.store import cache
 from nf4_patch.tools.bench import dequantize
 from nf4_patch.tools.bench.dequantize import host, on_gpu, on_host, random_weights, small_weight, subject_of, traffic
 from nf4_patch.tools.bench.record import BITSANDBYTES, CEILING, OURS, Row, bits
-from nf4_patch.tools.bench.timing import Call, gpu_times, over, rotation
+from nf4_patch.tools.bench.timing import gpu_times, over, rotation
 from nf4_patch.tools.llama import LLAMA_8B, MODELS, projections, training_dtype
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress
@@ -64,17 +64,12 @@ def move(words, out, THREADS: tl.constexpr, UNROLL: tl.constexpr):
         tl.store(out + (first + THREADS) * 4 + column, four, eviction_policy="evict_first")
 
 
-def mover(packed: torch.Tensor, out: torch.Tensor, num_warps: int, unroll: int) -> Call:
-    """A call that moves the bytes of ``packed`` into ``out`` (16-bit elements), whole CTAs of them."""
+def ceiling(config: tuple[int, int], packed: torch.Tensor, state: Any, out: torch.Tensor) -> None:
+    """Move the bytes of ``packed`` into ``out`` (16-bit elements), whole CTAs of them."""
+    num_warps, unroll = config
     words, target = packed.view(-1).view(torch.int32), out.view(-1).view(torch.int32)
     threads = 32 * num_warps
-    grid = (words.numel() // (threads * unroll),)
-    return lambda: move[grid](words, target, threads, unroll, num_warps=num_warps)
-
-
-def ceilings(packed: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> dict[str, list[Call]]:
-    pairs = list(zip(packed, outs, strict=True))
-    return {f"{CEILING} {config}": [mover(*pair, *config) for pair in pairs] for config in CONFIGS}
+    move[words.numel() // (threads * unroll),](words, target, threads, unroll, num_warps=num_warps)
 
 
 def with_ceiling(row: Row) -> Row:
@@ -87,13 +82,14 @@ def with_ceiling(row: Row) -> Row:
 
 def dequantizations(tell: Progress, shapes: Iterable[tuple[int, int]] = SHAPES) -> Iterator[Row]:
     weights = itertools.product(shapes, DTYPES)
+    ceilings: dict[str, Any] = {f"{CEILING} {config}": functools.partial(ceiling, config) for config in CONFIGS}
     yield from map(with_ceiling, on_gpu(weights, baselines(in_graph=True), tell, ceilings))
 
 
-def with_matmul(tell: Progress, rows: Sequence[int] = (512, 2048)) -> Iterator[Row]:
-    """Dequantize, then F.linear of ``rows`` rows, Llama 8B: what a faster store must not cost."""
+def with_matmul(tell: Progress) -> Iterator[Row]:
+    """Dequantize, then F.linear of 512 and 2,048 rows, Llama 8B: what a faster store must not cost."""
     dequantizers = {OURS: nf4_patch.dequantize_nf4, **baselines(in_graph=True)}
-    chosen = [(shape, m) for shape in projections(LLAMA_8B) for m in rows]
+    chosen = [(shape, m) for shape in projections(LLAMA_8B) for m in (512, 2048)]
     dtype = training_dtype()
     for i, (shape, m) in enumerate(chosen):
         subject = f"{subject_of(shape, dtype)}, {m} rows"

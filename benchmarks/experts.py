@@ -13,14 +13,7 @@ import torch
 
 from benchmarks import main
 from nf4_patch.tools.bench.record import GPU_TIME, OURS, RATE, UNPATCHED, Check, Row
-from nf4_patch.tools.bench.step import (
-    BUDGET,
-    LENGTHS,
-    METHOD,
-    Settings,
-    peft_model,
-    side_by_side,
-)
+from nf4_patch.tools.bench.step import BUDGET, LENGTHS, METHOD, Settings, peft_model, side_by_side
 from nf4_patch.tools.bench.timing import Times, alternating, kernel_times, wall_ms
 from nf4_patch.tools.llama import LINEARS, build_4bit
 from nf4_patch.tools.patch import patch
@@ -28,6 +21,7 @@ from nf4_patch.tools.report import Progress
 
 ATTENTION = LINEARS[:4]
 LAYERS = 2  # of a step
+GENERATION_LAYERS = 16
 TOKENS, PROMPT = 16, 16  # of a sequence that is generated
 
 
@@ -42,12 +36,12 @@ def qwen3(layers: int = LAYERS) -> Any:
     )  # fmt: skip
 
 
-def gpt_oss(layers: int = LAYERS) -> Any:
+def gpt_oss() -> Any:
     """gpt-oss-20b: [experts, in, out], biases, gate and up interleaved."""
     from transformers import GptOssConfig
 
     return GptOssConfig(
-        num_hidden_layers=layers, num_local_experts=32, vocab_size=201088, hidden_size=2880, intermediate_size=2880,
+        num_hidden_layers=LAYERS, num_local_experts=32, vocab_size=201088, hidden_size=2880, intermediate_size=2880,
         head_dim=64, num_attention_heads=64, num_key_value_heads=8, tie_word_embeddings=False, dtype="bfloat16",
     )  # fmt: skip
 
@@ -56,9 +50,9 @@ CONFIGURATIONS = {"Qwen3-30B-A3B": qwen3, "gpt-oss-20b": gpt_oss}
 
 
 @torch.no_grad()
-def generation(batch: int, layers: int = 16) -> Iterator[Row]:
+def generation(batch: int) -> Iterator[Row]:
     """Tokens a second of ``generate`` with Qwen3's shapes, greedy, the patch on and off alternating; and GPU time."""
-    model = build_4bit(qwen3(layers)).eval()
+    model = build_4bit(qwen3(GENERATION_LAYERS)).eval()
     prompt = torch.randint(3, 1000, (batch, PROMPT), generator=torch.Generator().manual_seed(batch)).cuda()
     texts = set()
 
@@ -77,7 +71,7 @@ def generation(batch: int, layers: int = 16) -> Iterator[Row]:
     check = Check(len(texts) == 1, f"{len(texts)} different texts with the patch and without")
     for words, (unit, times) in clocks.items():
         if times:
-            subject = f"generation, {layers} layers, batch {batch}{words}"
+            subject = f"generation, {GENERATION_LAYERS} layers, batch {batch}{words}"
             yield Row(subject, unit, times, {UNPATCHED: check}, sizes={"batch": batch})
 
 

@@ -28,12 +28,12 @@ SIZES = ((1, 512), (1, 2048), (1, 4096))
 CACHED, DENSE, PEFT, THEIRS = "cached", "experts in 16 bits", "peft, experts in 16 bits", "transformers' forward"
 
 
-def glm(layers: int = LAYERS) -> Any:
+def glm() -> Any:
     """GLM-4.5-Air: 2.2 billion weights of experts a layer."""
     from transformers import Glm4MoeConfig
 
     return Glm4MoeConfig(  # type: ignore[call-arg]  # of its attention
-        hidden_size=4096, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=layers,
+        hidden_size=4096, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=LAYERS,
         num_attention_heads=96, num_key_value_heads=8, head_dim=128, n_routed_experts=128, num_experts_per_tok=8,
         first_k_dense_replace=0, vocab_size=151552, tie_word_embeddings=False, dtype="bfloat16",
     )  # fmt: skip

@@ -134,9 +134,9 @@ def cell(row: dict[str, Any], name: str) -> str:
     return f"{digits(row['median'][name])} ({shown})"
 
 
-def comparison(rows: list[dict[str, Any]], hidden: Sequence[str] = ("device copy",)) -> str:
+def comparison(rows: list[dict[str, Any]]) -> str:
     """A row a subject, a column a variant: ours, the limits, the others."""
-    names = [name for name in dict.fromkeys(n for row in rows for n in row["median"]) if name not in (OURS, *hidden)]
+    names = [name for name in dict.fromkeys(n for row in rows for n in row["median"]) if name != OURS]
     names.sort(key=lambda name: name not in LIMITS)
     unit = ", ".join(dict.fromkeys(UNITS.get(row["unit"], row["unit"]) for row in rows))
     body = [[shape(r["subject"]), digits(r["median"][OURS]), *(cell(r, name) for name in names)] for r in rows]
@@ -298,12 +298,6 @@ def clear(row: dict[str, Any], ratio: float | None, other: str = UNPATCHED) -> b
     return abs(ratio - 1) > noise and same_way >= 0.8 * len(rounds)
 
 
-def emphasized(row: dict[str, Any]) -> str:
-    """With the patch / without; in italics where no difference is clear."""
-    shown = f"{digits(row['median'][OURS])} / {cell(row, UNPATCHED)}"
-    return shown if clear(row, row["ratio"][UNPATCHED]) else f"*{shown}*"
-
-
 def parts_of(row: dict[str, Any]) -> tuple[str, str, str, str]:
     """Of a step's subject: who, batch x tokens, the setting of the cache or of checkpointing, the clock."""
     first, *others = row["subject"].split(", ")
@@ -354,9 +348,9 @@ def steps_in_brief(found: Steps) -> str:
     return f"{who}, wall time, {some}{span([row['ratio'][UNPATCHED] for row in rows])}"
 
 
-def cache_rows(data: dict[str, Any]) -> list[tuple[str, str, str, dict[str, Any]]]:
+def cache_rows(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, dict[str, Any]]]:
     """(model, batch x tokens, setting of the cache, row) of whole models; without settings that are gone."""
-    found = [(*parts_of(row)[:3], row) for row in data["sections"]["step"]]
+    found = [(*parts_of(row)[:3], row) for row in rows]
     return [each for each in found if each[2] in (*CACHE_PARTS, "") and "layers" not in each[0]]
 
 
@@ -365,7 +359,7 @@ def cache() -> str:
 
     def shown(data: dict[str, Any]) -> str:
         body: dict[tuple[str, str], dict[str, str]] = {}
-        for who, length, setting, row in cache_rows(data):
+        for who, length, setting, row in cache_rows(data["sections"]["step"]):
             cells = body.setdefault((who, length), {"unpatched": digits(row["median"][UNPATCHED])})
             cells[setting or "patch"] = digits(row["median"][OURS])
             cells[DENSE] = cells.pop(DENSE, digits(row["median"][DENSE]))
@@ -373,10 +367,9 @@ def cache() -> str:
         return table(heading, [[who, length, *cells.values()] for (who, length), cells in body.items()])
 
     def in_brief(data: dict[str, Any]) -> str:
-        ratios = {
-            part: [row["ratio"][UNPATCHED] for _, _, setting, row in cache_rows(data) if setting == part]
-            for part in ("", "cache all")
-        }
+        ratios: dict[str, list[float]] = {}
+        for _, _, setting, row in cache_rows(data["sections"]["step"]):
+            ratios.setdefault(setting, []).append(row["ratio"][UNPATCHED])
         return f"without a cache {span(ratios[''])}, with everything cached {span(ratios['cache all'])}"
 
     return on_one_gpu("step-cache-GPU.json", shown, in_brief)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from figures import (
@@ -16,6 +17,7 @@ from figures import (
     STOCK,
     UNITS,
     UNPATCHED,
+    cache_rows,
     cell,
     clear,
     digits,
@@ -74,19 +76,11 @@ def cache_gain(name: str, gpu: str) -> str:
     return describe(step_gains(name, gpu, "cache all"))
 
 
-def experts_gain(name: str, gpu: str) -> str:
-    return experts_step(name, gpu, "checkpointing")
-
-
 def lora_gain(name: str, gpu: str) -> str:
     """LoRA on experts: against peft's own on experts in 16 bits."""
     found = [(row, row["ratio"].get(PEFT)) for row in figures(name, gpu)]
     gains = [Gain(row["sizes"]["tokens"], ratio, clear(row, ratio, PEFT)) for row, ratio in found if ratio]
     return describe(gains) + ", LoRA on experts (GPU time)" * bool(gains)
-
-
-def cached_experts_gain(name: str, gpu: str) -> str:
-    return experts_step(name, gpu, f"checkpointing{CACHED}")
 
 
 def unchecked_experts_gain(name: str, gpu: str) -> str:
@@ -136,11 +130,15 @@ SETUPS = {  # what a user does: what to type, what it gains, the data file
     "4-bit generation": ('`enable(matmul="auto")`', generation_gain, "generate-GPU.json"),
 }
 MORE_SETUPS = {  # on the page "Will it help me" alone
-    "packed experts, LoRA on the attention": ("`enable()`", experts_gain, "step-moe-GPU.json"),
+    "packed experts, LoRA on the attention": (
+        "`enable()`",
+        partial(experts_step, setting="checkpointing"),
+        "step-moe-GPU.json",
+    ),
     "Unsloth from 2026.10 on": ("`enable()`", step_gain, "step-unsloth-GPU.json"),
     "packed experts, memory to spare": (
         '`enable(cache="auto")`',
-        cached_experts_gain,
+        partial(experts_step, setting=f"checkpointing{CACHED}"),
         "step-moe-GPU.json",
     ),
     "packed experts without gradient checkpointing": (
@@ -192,10 +190,8 @@ PARTS = {"cache all": "all weights", "cache 3/4": "3/4 of them", "cache 1/2": "1
 def models() -> dict[tuple[str, str], dict[str, Any]]:
     """Of whole models, by (model, batch x tokens): the rows of their steps, by the setting of the cache."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in figures("step-cache-GPU.json"):
-        who, length, setting, _ = parts_of(row)
-        if setting in PARTS and "layers" not in who:
-            found.setdefault((who, length), {})[setting] = row
+    for who, length, setting, row in cache_rows(figures("step-cache-GPU.json")):
+        found.setdefault((who, length), {})[setting] = row
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from figures import BITSANDBYTES, DENSE, GPUS, OURS, PEFT, STOCK, UNPATCHED, figures, parts_of, shape
+from figures import BITSANDBYTES, DENSE, GPUS, OURS, PEFT, STOCK, UNPATCHED, cache_rows, figures, shape
 from glance import gains_of, step_rows
 
 GREEN, GRAY, AMBER = "#1b7f4b", "#9a9a9a", "#d98e04"
@@ -86,16 +86,13 @@ def ceiling() -> tuple[Any, Callable[[Any], None]]:
 def memory() -> tuple[Any, Callable[[Any], None]]:
     """GPU time of a step over what the cache holds, a part a model."""
     models: dict[str, dict[str, Any]] = {}
-    for row in figures("step-cache-GPU.json"):
-        who, length, setting, _ = parts_of(row)
-        if "layers" in who or length != shape("1x512"):
+    for who, length, _, row in cache_rows(figures("step-cache-GPU.json")):
+        if length != shape("1x512"):
             continue
         model = models.setdefault(
             who, {"points": [], "unpatched": row["median"][UNPATCHED], DENSE: row["median"][DENSE]}
         )
-        if setting != "cache block":  # of an older file
-            size = float(row["notes"].get("cache", "0").split()[0])
-            model["points"].append((size, row["median"][OURS]))
+        model["points"].append((float(row["notes"].get("cache", "0").split()[0]), row["median"][OURS]))
 
     def draw(figure: Any) -> None:
         figure.set_size_inches(9, 3)

@@ -95,7 +95,6 @@ CELLS = (
         ("transformers==4.51.3", "tokenizers==0.21.4", "huggingface_hub==0.36.0", "peft==0.15.2", "accelerate==1.6.0"),
     ),
 )
-SHOWN = ("torch", "triton", "bitsandbytes", "unsloth", "unsloth_zoo", "transformers", "peft", "wrapt")
 
 
 def install(cell: Cell) -> None:
@@ -147,6 +146,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     import torch
 
     from nf4_patch.tools.cases import place_of, use_interpreter_without_gpu
+    from nf4_patch.tools.report import installed_releases
 
     use_interpreter_without_gpu()
     import nf4_patch
@@ -158,7 +158,7 @@ def measure(cell: Cell) -> dict[str, Any]:
         with contextlib.suppress(ModuleNotFoundError):  # those of experts in old releases
             importlib.import_module(module)
     row: dict[str, Any] = {"cell": cell.name, "place": place_of(device)}
-    row["releases"] = {name: metadata.version(name) for name in SHOWN if importlib.util.find_spec(name)}
+    row["releases"] = installed_releases()
     row["python"] = sys.version.split()[0]
     row["targets"] = {t.name: t.state for t in nf4_patch.status().targets}
     row["notes"] = [f"{t.name}: {t.note}" for t in nf4_patch.status().targets if t.state == "refused"]
@@ -391,10 +391,6 @@ def record(rows: list[dict[str, Any]]) -> None:
     everything = sorted(kept.values(), key=lambda row: ("CPU" in row.get("place", "CPU"), order.get(row["cell"], 99)))
     RECORD.parent.mkdir(exist_ok=True)
     RECORD.write_text(json.dumps(everything, indent=1) + "\n")
-    render()
-
-
-def render() -> None:
     subprocess.run([sys.executable, str(ROOT / "scripts" / "render_docs.py")], check=True)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from . import runtime
@@ -41,6 +43,12 @@ def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise runtime.KernelUnavailable("a CUDA graph is being captured", "GRAPH_CAPTURE")
         with torch.inference_mode(False):
-            code = runtime.outside_graph_pools(lambda: code_of(quant_type, device), device)
+            if device.type == "cuda" and runtime.current_stream(device.index):
+                # torch.compile's warm-up lets one thread, on a stream of its own, allocate from a CUDA graph's private pool,
+                # and fails if anything there outlives the call: another thread allocates as usual
+                with ThreadPoolExecutor(1) as pool:
+                    code = pool.submit(code_of, quant_type, device).result()
+            else:
+                code = code_of(quant_type, device)
         _remembered[quant_type, device] = code
     return code

@@ -7,7 +7,6 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -105,15 +104,19 @@ def fits(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> b
     )
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal to the bit, signs of zero included; a NaN equals any NaN."""
+def equal_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """For each element, flat: equal to the bit, signs of zero included; a NaN equals any NaN."""
     integers = {2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
     a, b = a.reshape(-1), b.reshape(-1)
-    return bool(torch.all((a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())))
+    return (a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(equal_bits(a, b).all())
 
 
 class Memo(dict[tuple[Any, ...], Any]):
-    """Remembered launches by ``identity``. Bounded."""
+    """Remembered launches, by what they depend on. Bounded."""
 
     limit = 16384  # a 70B model has 560 weights, each in one or two dtypes
 
@@ -202,17 +205,4 @@ def compiled(
         result = compile_kernel(kernel, arguments, values, num_warps=warps, num_stages=1, **options)
         return KernelEntry.of(result, tuple(values.values()))
 
-    entry: KernelEntry = built_once(_entries, (*kind, id(kernel), *values.values(), warps, *options.items()), build)
-    return entry
-
-
-def outside_graph_pools(build: Callable[[], Any], device: torch.device) -> Any:
-    """What ``build`` allocates to keep, never in the private pool of a CUDA graph.
-
-    torch.compile's warm-up before a capture lets one thread, on a stream of its own, allocate from the graph's pool, and
-    fails if anything there outlives the call: another thread allocates as usual.
-    """
-    if device.type != "cuda" or not current_stream(device.index):
-        return build()
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(build).result()
+    return built_once(_entries, (*kind, id(kernel), *values.values(), warps, *options.items()), build)

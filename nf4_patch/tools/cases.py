@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..nf4.runtime import equal_bits
 from ..nf4.weight import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
-from .report import NotAvailable
 
 # Whole CTAs and part of one, partial last blocks, odd counts, rows that no blocksize divides, rank 1 to 3.
 SHAPES = ((256, 512), (96, 136), (33, 77), (3, 5, 44), (4097,), (1, 1))
@@ -93,18 +93,12 @@ def ask_bitsandbytes(packed: torch.Tensor, state: Any) -> torch.Tensor:
     return weight.t() if packed.shape[0] == 1 else weight
 
 
-def differing(got: torch.Tensor, want: torch.Tensor, zeros_alike: bool, nans_alike: bool = False) -> torch.Tensor:
-    """The flat indices of the elements whose bits differ, unless both are zeros of another sign or NaN, where alike.
-
-    Where NaN are not, one differs from everything: ``got`` was poisoned with them.
-    """
-    got, want = got.reshape(-1), want.reshape(-1)
-    integers = {2: torch.int16, 4: torch.int32}[got.dtype.itemsize]
-    equal = got.view(integers) == want.view(integers)
+def differing(got: torch.Tensor, want: torch.Tensor, zeros_alike: bool) -> torch.Tensor:
+    """The flat indices of the elements whose bits differ; ``zeros_alike``: but for the signs of zeros."""
+    equal = equal_bits(got, want)
     if zeros_alike:
-        equal |= (got == 0) & (want == 0)
-    nan = got.isnan()
-    return torch.nonzero(~(equal | nan & want.isnan()) if nans_alike else ~equal | nan).reshape(-1)
+        equal |= ((got == 0) & (want == 0)).reshape(-1)
+    return torch.nonzero(~equal).reshape(-1)
 
 
 def device_here() -> torch.device:
@@ -136,21 +130,3 @@ def place_of(device: torch.device) -> str:
         return "CPU (Triton's interpreter)"
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def require_oracle(device: torch.device) -> None:
-    """
-    Raises:
-        NotAvailable: bitsandbytes here computes other bits than its CUDA library, or cannot quantize every shape.
-    """
-    import bitsandbytes
-
-    if device.type == "cpu" and tuple(map(int, bitsandbytes.__version__.split(".")[:2])) < (0, 50):
-        raise NotAvailable(
-            f"no GPU, and the CPU code of bitsandbytes {bitsandbytes.__version__} has other bits than its CUDA library or "
-            "does not take every shape: nothing can be compared here; install bitsandbytes 0.50 or newer"
-        )

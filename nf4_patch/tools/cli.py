@@ -1,15 +1,10 @@
 """``nf4-patch``: the command line, and the only module that prints.
 
 A verb is a click.Command of this module: its options, and a call into a module that is imported when the verb is used, so
-that ``nf4-patch --help`` imports neither torch nor the verb. That module knows neither click nor a console. The conventions:
-
-* A command returns a ``report.Report`` and prints nothing. This module writes ``report.as_dict()`` where
-  ``--json FILE`` was given (every verb has that option, none declares it), prints ``report.render()`` and exits
-  with ``report.exit_code``.
-* An option that names a file to write is an ``output.OutputFile``: checked before the work.
-* It takes progress from click's context: ``@click.pass_obj`` gives a ``report.Progress``, called as
-  ``tell("compiling", 3, 24)``. It appears on stderr.
-* A wrong use is a ``click.UsageError``; what cannot be done on this machine, a ``report.NotAvailable``.
+that ``nf4-patch --help`` imports neither torch nor the verb. That module knows neither click nor a console: it returns a
+``report.Report`` and reports progress to a ``report.Progress``. This module writes the report to ``--json FILE`` (every verb
+has that option, none declares it), prints it, and exits with its code. A wrong use is a ``click.UsageError``; what cannot be
+done on this machine, a ``report.NotAvailable``.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import platform
-import re
 import sys
 import time
 from collections import Counter
@@ -29,7 +28,7 @@ from ..patching.state import State, StrEnum
 from ..patching.status import TargetStatus
 from ..patching.targets import SWITCHES, TARGETS, Target
 from ..version import release_of
-from .report import DISTRIBUTIONS, Progress, Report, answer, installed_releases, plural, silent
+from .report import DISTRIBUTIONS, Progress, Report, answer, holds, installed_releases, plural, silent
 
 TAKE_FP16 = (
     "PyTorch emulates bf16 on this GPU, slowly: take bnb_4bit_compute_dtype=torch.float16 and fp16=True "
@@ -103,8 +102,8 @@ class DoctorReport(Report):
             errors = [f"{check.dtype}: {check.error}" for check in gpu.kernels if not check.works]
             if not gpu.works:
                 problems.append(f"GPU {gpu.index} ({gpu.name}) runs the original: {'; '.join(errors) or gpu.advice}")
-        refused = [(f"{t.name} is left alone: ", t.note) for t in self.targets if t.state is State.REFUSED]
-        problems += [note if note.startswith("import ") else start + note for start, note in refused]
+        refused = [target for target in self.targets if target.state is State.REFUSED]
+        problems += [t.note if t.note.startswith("import ") else f"{t.name} is left alone: {t.note}" for t in refused]
         release = self.releases.get("bitsandbytes")
         if release is None:
             problems.append("bitsandbytes is not installed, so there is nothing to patch: pip install bitsandbytes")
@@ -279,10 +278,3 @@ def kept(target: Target, release: str, state: State) -> list[str]:
         return []
     eager = f"{target.name} leaves its eager calls to {target.library} too: no benchmark shows ours faster on this GPU."
     return [own.advice, *[eager] * own.keeps_eager_calls()]
-
-
-def holds(release: str, condition: str) -> bool:
-    """Whether a release meets a condition of targets.py, ">= 0.50" or "<= 2026.9.12"."""
-    relation, bound = condition.split()
-    a, b = (tuple(int(digits) for digits in re.findall(r"\d+", text)[:3]) for text in (release, bound))
-    return a >= b if relation == ">=" else a <= b

@@ -48,8 +48,7 @@ def original(module: str, attribute: str) -> Any:
 
 def dequantize_4bit() -> Callable[..., Any]:
     """bitsandbytes' own: (packed, quant_state, out=None) -> weight."""
-    function: Callable[..., Any] = original("bitsandbytes.functional", "dequantize_4bit")
-    return function
+    return original("bitsandbytes.functional", "dequantize_4bit")
 
 
 def from_unsloth(find: Callable[[], Any]) -> Any:

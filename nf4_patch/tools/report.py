@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import re
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -17,7 +18,6 @@ from ..version import release_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Column
 
 
 class Progress(Protocol):
@@ -54,13 +54,6 @@ class Report(ABC):
         return {**fields, "problems": self.problems(), "exit_code": self.exit_code}
 
 
-def right_aligned(*headings: str) -> list[Column]:
-    """Right-aligned columns of a table."""
-    from rich.table import Column
-
-    return [Column(heading, justify="right") for heading in headings]
-
-
 class NotAvailable(RuntimeError):
     """What a verb is asked cannot be done here; the message says why."""
 
@@ -93,10 +86,16 @@ def installed_releases(names: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:
     return {name: release for name in names if (release := release_of(name)) is not None}
 
 
+def holds(release: str, condition: str) -> bool:
+    """Whether a release meets a condition, ">= 0.50" or "<= 2026.9.12"."""
+    relation, bound = condition.split()
+    a, b = (tuple(int(digits) for digits in re.findall(r"\d+", text)[:3]) for text in (release, bound))
+    return a >= b if relation == ">=" else a <= b
+
+
 def plural(count: int, noun: str) -> str:
-    """ "1 case", "2 cases", "3 losses"."""
-    ending = "es" if noun.endswith("s") else "s"
-    return f"{count:,} {noun}{'' if count == 1 else ending}"
+    """ "1 case", "2,000 cases"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def provenance(place: str) -> str:

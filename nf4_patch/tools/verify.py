@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from rich.console import RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 import nf4_patch
 
 from . import cases
 from .patch import patch
-from .report import NotAvailable, Progress, Report, plural, provenance, right_aligned, silent
+from .report import NotAvailable, Progress, Report, holds, plural, provenance, silent
 
 Dequantize = Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]  # weight, quant_state, out -> the weight
 # family, output dtype and name of a weight to compare, and what makes it (packed, quant_state) when its turn comes
@@ -50,8 +50,8 @@ class VerifyReport(Report):
         return self.failures or ([] if self.elements else ["Nothing was compared."])
 
     def render(self) -> Iterable[RenderableType]:
-        title, counts = "Kernel against bitsandbytes, bit for bit", right_aligned("cases", "elements", "differing")
-        table = Table("cases of", "output", *counts, title=title)
+        counts = [Column(heading, justify="right") for heading in ("cases", "elements", "differing")]
+        table = Table("cases of", "output", *counts, title="Kernel against bitsandbytes, bit for bit")
         for row in self.rows:
             cells = (f"{row.cases:,}", f"{row.elements:,}", f"{row.differing:,}")
             table.add_row(row.family, row.dtype, *cells, style="red" if row.differing else None)
@@ -84,12 +84,18 @@ def verify(
             than 0.50.
     """
     cases.use_interpreter_without_gpu()
+    import bitsandbytes
+
     from ..nf4.dequantize import compilation
 
     device = cases.device_here()
-    cases.require_oracle(device)
     report = VerifyReport(cases.place_of(device))
     if device.type == "cpu":
+        if not holds(bitsandbytes.__version__, ">= 0.50"):
+            raise NotAvailable(
+                f"no GPU, and the CPU code of bitsandbytes {bitsandbytes.__version__} has other bits than its CUDA library or "
+                "does not take every shape: nothing can be compared here; install bitsandbytes 0.50 or newer"
+            )
         if not compilation.INTERPRETED:
             report.failures.append("no GPU, and the kernels were imported before the interpreter could be chosen")
             return report
@@ -112,8 +118,9 @@ def list_cases(weights: Path | None, device: torch.device) -> list[Weight]:
         if not found:
             raise NotAvailable(f"{weights} holds no 4-bit weight of bitsandbytes: nothing can be compared")
         return found
+    made = functools.partial(cases.quantized, device=device)
     return [
-        (case.family, cases.name_of(case.dtype), str(case), functools.partial(cases.quantized, case, seed, device))
+        (case.family, str(case.dtype).removeprefix("torch."), str(case), functools.partial(made, case, seed))
         for seed, case in enumerate(cases.every_case(thin=device.type == "cpu"))
     ]
 

@@ -9,13 +9,12 @@ import bitsandbytes as bnb
 import bitsandbytes.functional as F
 import pytest
 import torch
-from fused_matmul import CUDA, error, exact, hits_by_shape, hopper_measured, linear, measured, stock_and_fused
+from fused_matmul import CUDA, error, exact, hits_by_shape, hopper_measured, linear, measured, multiply, stock_and_fused
 from oracle import layout_of, quantized
 from subprocess_python import program
 from target import same, step
 
 import nf4_patch
-from nf4_patch.nf4.matmul import launch
 from nf4_patch.patching.counters import counters
 
 pytestmark = [pytest.mark.gpu, measured]
@@ -117,7 +116,7 @@ def test_gemv_4bit(auto):
     x = torch.randn(1, 1, 2048, dtype=torch.bfloat16, device=CUDA)
     got = F.gemv_4bit(x, packed, state=state)
     assert counters.hits(name) == 1
-    assert torch.equal(got, launch.matmul_4bit(x, layout_of(packed, state)))
+    assert torch.equal(got, multiply(x, layout_of(packed, state)))
     out = torch.full_like(got, float("nan"))
     assert F.gemv_4bit(x, packed, out=out, state=state) is out
     assert torch.equal(out, got)

@@ -105,10 +105,8 @@ def test_plan_covers_every_row_once():
 
 def test_what_is_supported(monkeypatch):
     """bf16 from sm_80 on; K in whole steps of 16, whose blocks may span rows; packed on 4 bytes; the config's blocksize."""
-    monkeypatch.setattr(kernels, "matmul_4bit_kernel", SimpleNamespace())
-    monkeypatch.setattr(launch.triton.runtime, "JITFunction", SimpleNamespace)
     device = torch.device("cuda", 0)
-    x = SimpleNamespace(is_cuda=True, device=device, numel=lambda: 4096, is_neg=lambda: False)
+    x = SimpleNamespace(device=device, numel=lambda: 4096, is_neg=lambda: False)
     packed = SimpleNamespace(device=device, data_ptr=lambda: 256)
     layout = Weight(packed, None, None, None, None, 64, 0, (4096, 4096), None, "nf4")
     config = SMALL_M_ROWS[0].config
@@ -161,7 +159,7 @@ class Compiler:
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """An H200 without the H200: everything of matmul_4bit but the launches, which are recorded."""
+    """An H200 without the H200: everything of a product but the launches, which are recorded."""
     made, launches = Compiler(), []
     state = SimpleNamespace(compiler=made, launches=launches)
     monkeypatch.setattr(kernels, "matmul_4bit_kernel", made)
@@ -185,7 +183,7 @@ def multiply(m, packed, state):
     n, k = state.shape
     x = torch.zeros(m, k, dtype=torch.bfloat16)
     layout = layout_of(packed, state)
-    return launch.matmul_4bit(x, layout, config=launch.config_for(H200, m, n, k))
+    return launch.resolve(x, layout, None, launch.config_for(H200, m, n, k))(x)
 
 
 @pytest.mark.skipif(GPU, reason="tests/gpu/test_matmul_kernels.py runs the copies")

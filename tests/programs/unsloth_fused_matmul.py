@@ -7,12 +7,11 @@ import nf4_patch
 nf4_patch.enable(matmul="auto")
 import torch
 import unsloth
-from fused_matmul import error, exact
+from fused_matmul import error, exact, multiply
 from oracle import layout_of, quantized
 from unsloth.kernels import fast_lora, utils
 
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.matmul import launch
 
 
 def row(attribute):
@@ -26,7 +25,7 @@ def gemv():
     x = torch.randn(1, 1, 2048, dtype=torch.bfloat16, device="cuda")
     got = utils.fast_gemv(x, packed, state)
     assert row(name).hits == 1, nf4_patch.status()
-    assert torch.equal(got, launch.matmul_4bit(x, layout))
+    assert torch.equal(got, multiply(x, layout))
     out = torch.full((1, 1, 1000), float("nan"), dtype=torch.bfloat16, device="cuda")
     assert utils.fast_gemv(x, packed, state, out=out) is out
     assert torch.equal(out, got)
@@ -45,7 +44,7 @@ def gemv():
         few = torch.randn(4, 1, 2048, dtype=torch.bfloat16, device="cuda")
         got = utils._gemv_rows(few, packed, state, None)
         assert row("_gemv_rows").hits == 1, nf4_patch.status()
-        assert torch.equal(got, launch.matmul_4bit(few, layout))
+        assert torch.equal(got, multiply(few, layout))
         wide = torch.full((4, 1, 1008), float("nan"), dtype=torch.bfloat16, device="cuda")
         utils._gemv_rows(few, packed, state, wide[..., :1000])  # rows apart: for the original
         served = row("_gemv_rows")

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import nf4_patch
+from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.matmul import hopper
+from nf4_patch.nf4.matmul import hopper, launch
 from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS, SMALL_M_ROWS
 from nf4_patch.nf4.weight import Weight
 from nf4_patch.patching.counters import counters
@@ -37,6 +38,16 @@ def unfused_error(x: torch.Tensor, layout: Weight, truth: torch.Tensor, bias: to
     """
     linear = torch.nn.functional.linear(x, reference.dequantize(layout), bias)
     return max(error(linear, truth), error(matmul_reference.matmul(x, layout, bias), truth))
+
+
+def multiply(
+    x: torch.Tensor, layout: Weight, bias: torch.Tensor | None = None, config: launch.AnyConfig | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """x @ weight.T (+ bias) by the kernel of ``config``, or of the table's config for these sizes."""
+    (n, k), capability = layout.shape, torch.cuda.get_device_capability(x.device)
+    config = config or launch.config_for(capability, x.numel() // k, n, k, runtime.multiprocessors(x.device))
+    return launch.resolve(x, layout, bias, config)(x, out)
 
 
 def one_hot(columns: torch.Tensor, k: int, dtype: torch.dtype) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import machine_code
 import portable
@@ -58,5 +59,11 @@ def multiply(
     half, biased = x.dtype is torch.float16, bias is not None
     cut = small_m.plan(config, processors, m, n, k, half, offset, biased, capability, layout.step())
     _, entry = load(cut, capability, device)
-    kernel = small_m.SmallMKernel(device, x.dtype, layout, cut, m, biased, entry)
+    compiled = small_m.compiled
+
+    def built(kernel: Any, *arguments: Any, **options: Any) -> runtime.KernelEntry:
+        return entry if kernel is kernels.matmul_4bit_kernel else compiled(kernel, *arguments, **options)
+
+    with mock.patch.object(small_m, "compiled", built):
+        kernel = small_m.SmallMKernel(device, x.dtype, layout, cut, m, biased)
     return MatmulLaunch(kernel, x, layout, bias)(x, out)

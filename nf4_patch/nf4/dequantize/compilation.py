@@ -148,8 +148,7 @@ _kernels: dict[tuple[Variant, torch.device], CompiledKernel | KernelUnavailable]
 
 def kernel_for(variant: Variant, device: torch.device) -> CompiledKernel:
     """The compiled kernel of ``variant`` on ``device``; see :func:`runtime.built_once`."""
-    kernel: CompiledKernel = runtime.built_once(_kernels, (variant, device), lambda: CompiledKernel(variant, device))
-    return kernel
+    return runtime.built_once(_kernels, (variant, device), lambda: CompiledKernel(variant, device))
 
 
 def compiled_kernels() -> dict[tuple[Variant, torch.device], CompiledKernel | KernelUnavailable]:

@@ -1,6 +1,7 @@
 """X[M, K] @ dequantize(weight)[N, K].T for hundreds of rows of X, on Hopper: launch table and launch.
 
-It is for rollouts of 65 to 256 sequences at once on an H100 or H200. The weight is decoded on its way into wgmma, 128 of its rows at once, for 128 or 256 rows of X (hopper_kernels.py).
+It is for rollouts of 65 to 256 sequences at once on an H100 or H200. The weight is decoded on its way into wgmma, 128 of its
+rows at once, for 128 or 256 rows of X (hopper_kernels.py).
 """
 
 from __future__ import annotations
@@ -192,10 +193,7 @@ def checked(
 def check(
     config: HopperConfig, device: torch.device, dtype: torch.dtype, offset: torch.dtype | None, bias: bool
 ) -> bool:
-    """
-    Raises:
-        KernelUnavailable: the bits differ, or it cannot be compiled.
-    """
+    """What ``checked`` asks for; it returns True or raises KernelUnavailable."""
     m, n, k = config.block_m + 3, 2 * BLOCK_N + 8, 1024
     variant = Variant(INTERPRETER_WARPS, dtype, offset, BLOCK_K, 256 if offset else 0)
     weight = sample_weight(variant, n * k // 3, device)._replace(shape=(n, k))

@@ -65,9 +65,7 @@ def pays(least: dict[int, int], m: int, n: int, k: int) -> bool:
 def takes(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, config: AnyConfig) -> bool:
     """Whether the config's kernel can run on these arguments, of a weight that passed its guards."""
     n, k = weight.shape
-    if triton is None or not isinstance(kernels.matmul_4bit_kernel, triton.runtime.JITFunction):
-        return False  # Triton's interpreter does not run PTX
-    if not x.is_cuda or torch.version.hip or x.device != weight.packed.device or x.is_neg():
+    if triton is None or x.device != weight.packed.device or x.is_neg():
         return False
     capability = torch.cuda.get_device_capability(x.device)
     return (
@@ -88,23 +86,13 @@ def takes_bias(bias: torch.Tensor, dtype: torch.dtype, n: int) -> bool:
     return bias.dtype is dtype and bias.shape == (n,) and plain and bias.data_ptr() % 16 == 0
 
 
-def compiled_copy(device: torch.device) -> runtime.KernelEntry:
-    """The entry of copy_kernel: from an address that is a multiple of 4 to one of 16, and how many int32."""
-    with torch.cuda.device(device):
-        words = torch.empty(8, dtype=torch.int32, device=device)
-        return runtime.compiled(kernels.copy_kernel, (words[1:], words, 8), {"BLOCK": COPY_BLOCK}, 4, device)
-
-
 class MatmulLaunch:
     """The matmul with one weight of an x of one shape, resolved once: addresses, sizes and kernels as plain integers.
 
     It keeps no tensor alive and is valid for as long as the weight has the same ``key``, and the bias its address.
 
     Args:
-        kernel: compiled for m = x.numel() / K and a weight and bias of this kind.
-        x: [..., K], fp16 or bf16.
-        weight: [N, K].
-        bias: [N], x's dtype.
+        kernel: compiled for arguments like these: x [..., K], fp16 or bf16; weight [N, K]; bias [N], x's dtype.
     """
 
     def __init__(self, kernel: AnyKernel, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None):
@@ -115,7 +103,10 @@ class MatmulLaunch:
         # the kernels read 16 bytes at once: from a copy, if the weight does not start on 16
         self.copied_words = weight.nbytes() // 4 if self.weight[0] % 16 else 0
         if self.copied_words:
-            self.copy = compiled_copy(x.device)
+            words = torch.empty(8, dtype=torch.int32, device=x.device)
+            arguments, values = (words[1:], words, 8), {"BLOCK": COPY_BLOCK}  # from 4 bytes to 16, and how many int32
+            with torch.cuda.device(x.device):
+                self.copy = runtime.compiled(kernels.copy_kernel, arguments, values, 4, x.device)
         self.grid = kernel.grid
         self.call, self.head, tail, _ = kernel.entry
         self.tail = (spare, *kernel.sizes, *tail)
@@ -155,12 +146,10 @@ class MatmulLaunch:
             words = runtime.empty_strided_cuda((count,), (1,), torch.int32)
             self.copy.start(-(-count // COPY_BLOCK), stream, packed, words.data_ptr(), count)
             weight = (words.data_ptr(), *others)
-        if self.sum is None:
-            self.call(self.grid, 1, 1, stream, *self.head, start, *weight, out.data_ptr(), *self.tail)
-            return out
-        part = runtime.empty_strided_cuda(self.part, (1,), torch.float32)
+        part = out if self.sum is None else runtime.empty_strided_cuda(self.part, (1,), torch.float32)
         self.call(self.grid, 1, 1, stream, *self.head, start, *weight, part.data_ptr(), *self.tail)
-        self.sum(self.sum_grid, 1, 1, stream, *self.sum_head, part.data_ptr(), out.data_ptr(), *self.sum_tail)
+        if self.sum is not None:
+            self.sum(self.sum_grid, 1, 1, stream, *self.sum_head, part.data_ptr(), out.data_ptr(), *self.sum_tail)
         return out
 
 
@@ -168,7 +157,15 @@ _kernels: dict[tuple[Any, ...], AnyKernel] = {}
 
 
 def resolve(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, config: AnyConfig) -> MatmulLaunch:
-    """:func:`matmul_4bit` resolved, for every x of this shape; the caller answers for :func:`takes`."""
+    """What multiplies every x of this shape by this weight, decoded inside the kernel; fp32 accumulation.
+
+    The weights it multiplies by are, bit for bit, those of dequantize in x's dtype; the weight's own dtype is not looked at.
+    The same arguments give the same bits at every run: sums across warps and parts of K are taken in a fixed order. The
+    caller answers for :func:`takes`.
+
+    Raises:
+        KernelUnavailable: it cannot be compiled; or it is not compiled yet and a CUDA graph is being captured.
+    """
     n, k = weight.shape
     m = x.numel() // k
     key = (x.device, x.dtype, weight.offset_dtype(), bias is None, m, n, k, weight.blocksize, weight.blocksize2, config)
@@ -186,41 +183,3 @@ def resolve(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, config: 
                 kernel = small_m.SmallMKernel(x.device, x.dtype, weight, division, m, biased)
         _kernels[key] = kernel
     return MatmulLaunch(kernel, x, weight, bias)
-
-
-def matmul_4bit(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, config: AnyConfig | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """``x @ weight.T (+ bias)`` with the weight decoded inside the kernel; fp32 accumulation.
-
-    The weights it multiplies by are, bit for bit, those of dequantize in x's dtype. The same arguments give the same
-    bits at every run: sums across warps and parts of K are taken in a fixed order.
-
-    Args:
-        x: [..., K], fp16 or bf16.
-        weight: of shape [N, K], K a multiple of 16; contiguous, on 4 bytes. Its dtype is not looked at.
-        bias: [N], x's dtype.
-        config: instead of the table's; then the caller answers for :func:`takes`.
-        out: filled and returned if given: contiguous, [..., N], x's dtype and device.
-
-    Returns:
-        [..., N] in x's dtype.
-
-    Raises:
-        ValueError: :func:`takes` says no, or no config is measured for this size.
-        KernelUnavailable: the kernel is not compiled yet and a CUDA graph is being captured.
-    """
-    n, k = weight.shape
-    if x.numel() == 0:
-        return x.new_empty((*x.shape[:-1], n)) if out is None else out
-    if config is None and x.is_cuda:
-        capability, processors = torch.cuda.get_device_capability(x.device), runtime.multiprocessors(x.device)
-        config = config_for(capability, x.numel() // k, n, k, processors)
-        config = config if config is not None and takes(x, weight, bias, config) else None
-    if config is None:
-        raise ValueError(
-            f"matmul_4bit does not support x {x.dtype} {list(x.shape)} on {x.device} by a weight {list(weight.shape)} of "
-            f"blocksize {weight.blocksize}, or its alignment or bias: dequantize and multiply"
-        )
-    return resolve(x, weight, bias, config)(x, out)

@@ -34,14 +34,11 @@ def plan(
     config: SmallMConfig, processors: int, m: int, n: int, k: int, half: bool, offset: torch.dtype | None, bias: bool,
     capability: tuple[int, int] = (9, 0), step: int = 64,
 ) -> SmallMPlan:  # fmt: skip
-    """For x [m, k] by a weight [n, k] on a GPU of ``processors`` multiprocessors.
+    """For x [m, k], m up to 64, by a weight [n, k] on a GPU of ``processors`` multiprocessors.
 
     Args:
-        m: up to 64.
         half: x is fp16, else bf16.
-        offset: of the weight, its dtype; None: flat.
-        bias: there is one to add.
-        capability: of the GPU that the PTX is for.
+        offset: the dtype of the weight's offset; None: a flat weight.
         step: Weight.step().
     """
     if step < 32:  # a lane's 128 bits would be of two steps, and rows start on 8 bytes
@@ -66,21 +63,11 @@ def plan(
 
 
 class SmallMKernel:
-    """The compiled launches for one size and kind of argument on one device.
-
-    Args:
-        dtype: of x and the result, fp16 or bf16.
-        weight: one of this size and kind, [n, k].
-        division: of this size.
-        m: rows of x.
-        bias: there is one to add.
-        entry: of the first launch, where it is compiled already.
-    """
+    """The compiled launches for x [m, k] and the result in ``dtype``, and a weight [n, k] like this one."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, weight: Weight, division: SmallMPlan, m: int, bias: bool,
-        entry: KernelEntry | None = None,
-    ):  # fmt: skip
+        self, device: torch.device, dtype: torch.dtype, weight: Weight, division: SmallMPlan, m: int, bias: bool
+    ):
         n, k = weight.shape
         step = weight.step()
         blocks = (k // step, (weight.blocksize // step).bit_length() - 1, max(0, weight.blocksize2.bit_length() - 1))
@@ -93,7 +80,7 @@ class SmallMKernel:
         arguments = (out, *weight.operands(), out if division.split_k == 1 else part, out, *self.sizes)
         kernel = kernels.matmul_4bit_kernel
         options = {"maxnreg": division.registers} | ({"launch_pdl": True} if division.dependent else {})
-        self.entry = entry or compiled(kernel, arguments, values, division.warps, device, dtype, options=options)
+        self.entry = compiled(kernel, arguments, values, division.warps, device, dtype, options=options)
         self.sum: KernelEntry | None = None
         if division.split_k > 1:
             values = {"SPLIT_K": division.split_k, "BIAS": bias, "BLOCK": BLOCK}

@@ -412,7 +412,7 @@ class Cta:
         """The finished sum for row ``row + drow`` of the weight and row ``column + dcolumn`` of X."""
         e = self.emit
         e(f"add.u32 u, row, {drow}; add.u32 v, column, {dcolumn}; setp.lt.u32 p, u, $11; setp.lt.and.u32 p, v, $10, p;")
-        if self.bias and not self.split_k:
+        if self.bias:
             e("mul.wide.u32 d, u, 2; add.u64 d, $9, d; mov.b16 high, 0; @p ld.global.b16 high, [d];")
             e("cvt.f32.f16 f, high;" if self.half else "mov.b16 low, 0; mov.b32 idx, {low, high}; mov.b32 f, idx;")
             e(f"add.rn.f32 {value}, {value}, f;")

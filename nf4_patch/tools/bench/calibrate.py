@@ -72,7 +72,7 @@ def decided(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 def multiply(config: Any, x: torch.Tensor, packed: torch.Tensor, state: Any, out: Any = None) -> Any:
     """The fused matmul with a config."""
-    return matmul.matmul_4bit(x, weight_of(packed, state), config=config, out=out)
+    return matmul.resolve(x, weight_of(packed, state), None, config)(x, out)
 
 
 def check(config: Any, x: torch.Tensor, weights: Weights) -> Check:

@@ -23,15 +23,13 @@ METHOD = {
 }
 Packed = tuple[torch.Tensor, Any]
 Functions = dict[str, Callable[..., Any]]  # (packed, quant_state, out=None) -> weight, by name
-# of the same packed weights and results, more variants
-Limits = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], dict[str, list[Call]]]
 
 
 def measure(tell: Progress = silent) -> Bench:
     """The weights of a Llama 8B, in the dtype that this GPU trains in."""
     others = {BITSANDBYTES: dequantize_4bit()}
     weights = [(shape, training_dtype()) for shape in projections(LLAMA_8B)]
-    sections = {"dequantize": list(on_gpu(weights, others, tell)), "host": list(on_host(others, tell))}
+    sections = {"dequantize": list(on_gpu(weights, others, tell, {})), "host": list(on_host(others, tell))}
     return Bench(machine(), sections, METHOD)
 
 
@@ -68,12 +66,9 @@ def agree(weights: Sequence[Packed], others: Functions, outs: Sequence[torch.Ten
 
 
 def on_gpu(
-    weights: Iterable[tuple[tuple[int, int], torch.dtype]],
-    others: Functions,
-    tell: Progress,
-    limits: Limits | None = None,
+    weights: Iterable[tuple[tuple[int, int], torch.dtype]], others: Functions, tell: Progress, limits: Functions
 ) -> Iterator[Row]:
-    """Each shape and dtype: ours, the others, and what ``limits`` makes of the same weights and results."""
+    """Each shape and dtype: ours, the others, and ``limits``, whose results are not compared."""
     chosen = list(weights)
     for i, (shape, dtype) in enumerate(chosen):
         tell(f"dequantize {subject_of(shape, dtype)}", i, len(chosen))
@@ -81,17 +76,15 @@ def on_gpu(
         torch.cuda.empty_cache()
 
 
-def one_shape(shape: tuple[int, int], dtype: torch.dtype, others: Functions, limits: Limits | None) -> Row:
+def one_shape(shape: tuple[int, int], dtype: torch.dtype, others: Functions, limits: Functions) -> Row:
     nbytes = traffic(shape, dtype.itemsize)
     weights = random_weights(shape, dtype, rotation(nbytes))
     outs = [torch.empty(shape, dtype=dtype, device="cuda") for _ in weights]
     checks = bits(agree(weights, others, outs))
     variants: dict[str, Sequence[Call]] = {
         name: [functools.partial(function, *weight, out=out) for weight, out in zip(weights, outs, strict=True)]
-        for name, function in {OURS: nf4_patch.dequantize_nf4, **others}.items()
+        for name, function in {OURS: nf4_patch.dequantize_nf4, **others, **limits}.items()
     }
-    if limits:
-        variants |= limits([packed for packed, _ in weights], outs)
     sizes = dict(zip(("n", "k"), shape, strict=True))
     return Row(subject_of(shape, dtype), "us", gpu_times(variants), checks, nbytes, sizes)
 

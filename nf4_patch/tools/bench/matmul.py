@@ -56,10 +56,7 @@ def require_gemm() -> None:
 
 def gemv() -> Callable[..., Any] | None:
     """Unsloth's own matmul of one row, unpatched; None where it is not installed or refuses this machine."""
-    found: Callable[..., Any] | None = from_unsloth(
-        lambda: original(UNSLOTH_MODULE, "_fast_gemv_bnb") or original(UNSLOTH_MODULE, "fast_gemv")
-    )
-    return found
+    return from_unsloth(lambda: original(UNSLOTH_MODULE, "_fast_gemv_bnb") or original(UNSLOTH_MODULE, "fast_gemv"))
 
 
 def others(x: torch.Tensor, unsloth: Callable[..., Any] | None) -> Functions:

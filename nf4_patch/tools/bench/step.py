@@ -99,9 +99,6 @@ class Step:
             self.taken = sum(nf4_patch.status().cache.taken.values())
 
 
-Dense = Callable[[Step], Step] | None
-
-
 def format_losses(losses: Iterable[float]) -> str:
     return " / ".join(f"{loss:.6f}" for loss in sorted(losses))
 
@@ -127,8 +124,9 @@ def every_length(subject: str, model: Any, tell: Progress, settings: Settings) -
 
 
 def side_by_side(
-    subject: str, model: Any, size: Size, settings: Settings, wall: int = 20, kernels: int = 2, dense: Dense = None
-) -> Iterator[Row]:
+    subject: str, model: Any, size: Size, settings: Settings, wall: int = 20, kernels: int = 2,
+    dense: Callable[[Step], Step] | None = None,
+) -> Iterator[Row]:  # fmt: skip
     """A row a setting of the cache, each next to the step without the patch: wall time, then GPU time.
 
     Args:

@@ -6,7 +6,6 @@ is it against itself: its odd rounds against its even ones.
 
 from __future__ import annotations
 
-import datetime
 import platform
 import statistics
 import time
@@ -24,7 +23,7 @@ import nf4_patch
 
 from ...config import Config
 from ...patching import calibrated
-from ..report import answer, commit, installed_releases
+from ..report import answer, provenance_data
 
 Call = Callable[[], Any]
 Inside = Callable[[str], AbstractContextManager[Any]]  # what the variant of this name runs inside of, entered untimed
@@ -90,11 +89,10 @@ def machine() -> Machine:
     major, minor = torch.cuda.get_device_capability(device)
     calibrated.use(Config.read())
     name = torch.cuda.get_device_name(device)
-    installed = {"python": platform.python_version(), **installed_releases(), "nf4-patch": nf4_patch.__version__}
-    installed["torch"] = torch.__version__  # with the CUDA that it was built for
-    today = datetime.date.today().isoformat()
-    calibration = calibrated.in_force(device).status
-    return Machine(name, f"{major}{minor}", driver, clocks, installed, calibration, today, commit())
+    known = provenance_data()
+    installed = {"python": platform.python_version(), **known["releases"], "nf4-patch": nf4_patch.__version__}
+    known["releases"] = installed | {"torch": torch.__version__}  # with the CUDA that it was built for
+    return Machine(name, f"{major}{minor}", driver, clocks, calibration=calibrated.in_force(device).status, **known)
 
 
 def rotation(traffic: int) -> int:
