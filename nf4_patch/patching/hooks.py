@@ -144,7 +144,7 @@ def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
     try:
         with lock:
             if switch.on:
-                install(target, sys.modules[target.module], switch.wants(target.only))
+                install(target, sys.modules[target.module], switch.gates[target.only].on)
     except Exception:
         logger.exception("nf4_patch could not replace %s; the original stays", target.name)
         installed[target.name] = Installed(target, refusal="an error inside nf4_patch: see the log")
