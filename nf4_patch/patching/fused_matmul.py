@@ -142,7 +142,7 @@ class FusedMatmul:
 
 
 def multiplied_first(multiply: Callable[..., Tensor | Reason]) -> Function:
-    """What a row names, of ``multiply(fused, *arguments)``: tried before the original where the feature is switched on."""
+    """A maker of replacements, for a row to name: each tries ``multiply(fused, *arguments)`` where matmul is on."""
 
     def make(target: Any, original: Function) -> Function:
         fused = FusedMatmul(target.name)
