@@ -143,7 +143,7 @@ class Layers:
             cache.settle()
         if layer.refused_at == cache.generation:
             return []
-        why: Reason | Uncached | None = None
+        why: Reason | Uncached | None
         if is_checkpointed():
             why = Uncached.CHECKPOINT
         elif any(map(runtime.current_stream, layer.devices)):
@@ -151,16 +151,20 @@ class Layers:
         else:
             with plain_methods():
                 states = self.look(module, layer)
-                if states is None:
-                    layer.find(module)
-                    why = self.pin(module, layer)
-                    states = self.look(module, layer) if why is None else None
-                else:
+                if states is not None:
                     count = len(states)
                     cache.hits += count
-            if states is not None:
-                return states
-            why = why or Uncached.BUDGET_SPENT  # another thread was faster
+                    return states
+                why = self.pin(module, layer)
+                states = self.look(module, layer) if why is None else None
+                if states is not None:
+                    return states
+            if why is None:
+                why = Uncached.BUDGET_SPENT  # another thread was faster
+            else:
+                layer.unpin()
+                cache.settle()
+                layer.refused_at = cache.generation if why is cache.no_room() else -1
         if isinstance(why, Reason):
             return why
         cache.uncached[why] += 1
@@ -180,13 +184,13 @@ class Layers:
         return states
 
     def pin(self, module: torch.nn.Module, layer: Layer) -> Reason | Uncached | None:
-        """Decode and keep what is not pinned yet; where one weight cannot be kept, none is, and the answer says why."""
+        """Decode and keep what is not pinned yet, or say why a weight cannot be kept: then none is to be."""
+        layer.find(module)
         weights, sizes = {}, Counter[int]()
         for _, weight in layer.weights(module):
             why: Reason | Uncached | None = weight if type(weight) is Reason else self.dequantizer.why_not(weight)
             why = why or cache.why_not(weight)
             if why is not None:
-                layer.unpin()
                 return why
             weights[weight.proof()] = weight
         layer.unpin(keep=weights)
@@ -194,24 +198,18 @@ class Layers:
         missing = [weight for weight in weights.values() if not is_pinned(weight)]
         for weight in missing:
             sizes[weight.packed.get_device()] += size_of(weight)
-        room = all(cache.pinned(device) + size <= cache.budget for device, size in sizes.items())
-        for weight in missing if room else ():
+        if any(cache.pinned(device) + size > cache.budget for device, size in sizes.items()):
+            return cache.no_room()
+        for weight in missing:
             result = cache.keep(weight, self.decode, pin=True)
             if isinstance(result, Reason):
-                layer.unpin()
                 return result
             found = None if result is None else cache.find(weight)
             if found is None:
-                room = False
-                break
+                return cache.no_room()
             torch._dynamo.mark_static_address(found[1].dense, guard=False)  # a CUDA graph reads it where it is
             torch._dynamo.mark_static(found[1].dense)
-        if room:
-            return None
-        layer.unpin()
-        cache.settle()
-        layer.refused_at = cache.generation
-        return cache.no_room()
+        return None
 
 
 def is_pinned(weight: Weight) -> bool:
