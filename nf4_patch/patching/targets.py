@@ -281,6 +281,7 @@ TARGETS: list[Target] = [
 ]  # fmt: skip
 
 
+@functools.cache
 def registered() -> list[Target]:
     """The rows of other packages: entry points of the group "nf4_patch.targets", each a Target or a list of them."""
     rows: list[Target] = []
