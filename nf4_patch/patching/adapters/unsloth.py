@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,12 +15,12 @@ from ..counters import warn_once
 from ..dequantizer import Dequantizer
 from ..fused_matmul import FusedMatmul, multiplied_first
 from ..reasons import Reason
-from ..replacement import tried_first
+from ..replacement import Function, tried_first
 from ..switch import switch
 from ..targets import Target
 
 
-def fast_dequantize(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+def fast_dequantize(target: Target, original: Function) -> Function:
     """For ``fast_dequantize`` and ``_fast_dequantize_bnb``."""
     dequantizer = Dequantizer(target.name)
     run = dequantizer.of_state
@@ -46,7 +45,7 @@ def fast_dequantize(target: Target, original: Callable[..., Any]) -> Callable[..
     return tried_first(original, dequantizer.fallbacks, attempt, trace)
 
 
-def compiled_layers(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_layers(target: Target, original: Function) -> Function:
     """For ``_wrap``, which makes one compiled region of the ``forward`` of a class of layers."""
     layers = Layers(target.name)
     entries: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by class: its own forward, and ours
