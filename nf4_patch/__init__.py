@@ -89,9 +89,9 @@ def release() -> None:
 
     Call it after a change that no version counter sees: a write through ``parameter.data`` or a raw pointer.
     """
-    from .patching import hooks
-
-    hooks.release()
+    store = sys.modules.get(f"{__name__}.patching.cache.store")  # it needs torch
+    if store is not None:
+        store.cache.release()
 
 
 def is_enabled() -> bool:
@@ -151,9 +151,14 @@ def triton_dequantize_nf4(layer: torch.nn.Module) -> torch.Tensor:
     Raises:
         ValueError: the layer has no quantized weight (it becomes quantized by ``.to("cuda")``).
     """
-    from .patching.direct import triton_dequantize_nf4
-
-    return triton_dequantize_nf4(layer)
+    weight: Any = getattr(layer, "weight", None)
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        raise ValueError(
+            f"{type(layer).__name__} has no quantized weight; a bitsandbytes.nn.Linear4bit on the device is needed "
+            '(it is quantized by .to("cuda"))'
+        )
+    return dequantize_nf4(weight, state)
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -52,11 +52,6 @@ def forget() -> None:
         call()
 
 
-def rows(device: int) -> Mapping[tuple[int, int], CalibratedRanges]:
-    """What was measured there, by [n, k]; empty where nothing is in force."""
-    return in_force(device).rows
-
-
 def in_force(device: int) -> InForce:
     """Of the GPU with this index; read at the first question."""
     found = _in_force.get(device)

@@ -11,6 +11,7 @@ is_compiling = torch.compiler.is_dynamo_compiling  # torch.export without Dynamo
 is_jit_tracing = torch._C._is_tracing  # torch.jit.trace: a shape then holds tensors, so that no launch is found
 modes_active = torch._C._len_torch_dispatch_stack
 transforms_active = torch._C._functorch.peek_interpreter_stack
+backward_in_progress: Callable[[], int] = torch._C._current_graph_task_id  # -1: none
 # Without it Params4bit's __torch_function__ runs, in Python: 1.4 us for each data_ptr() (2-core CPU machine, Python 3.11).
 plain_methods = torch._C.DisableTorchFunctionSubclass
 # PyTorch before 2.8 does not say whether hooks on saved tensors are in force: taken for yes.

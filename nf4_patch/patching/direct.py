@@ -59,15 +59,3 @@ def by_formula(weight: Weight, out: Tensor | None) -> Tensor:
         return dense
     out.copy_(dense.t() if weight.transposed() else dense)
     return out.t() if weight.transposed() else out
-
-
-def triton_dequantize_nf4(layer: Any) -> Tensor:
-    """See :func:`nf4_patch.triton_dequantize_nf4`."""
-    weight = getattr(layer, "weight", None)
-    state = getattr(weight, "quant_state", None)
-    if weight is None or state is None:
-        raise ValueError(
-            f"{type(layer).__name__} has no quantized weight; a bitsandbytes.nn.Linear4bit on the device is needed "
-            '(it is quantized by .to("cuda"))'
-        )
-    return dequantize_nf4(weight, state)

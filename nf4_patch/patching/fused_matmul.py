@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from .switch import switch
 def config_for(device: int, m: int, n: int, k: int) -> matmul.AnyConfig | None:
     """What a calibration or a shipped table has for this size on this GPU; None where the fused matmul is not faster."""
     capability, processors = torch.cuda.get_device_capability(device), runtime.multiprocessors(device)
-    return matmul.config_for(capability, m, n, k, processors, calibrated.rows(device).get((n, k), ()))
+    return matmul.config_for(capability, m, n, k, processors, calibrated.in_force(device).rows.get((n, k), ()))
 
 
 _in_use: weakref.WeakSet[FusedMatmul] = weakref.WeakSet()
@@ -139,6 +140,12 @@ class FusedMatmul:
         """As ``of_state``, of one row."""
         return self.of_state(x, packed, state, None, out) if x.numel() == x.shape[-1] else Reason.MATMUL_OPERANDS
 
-    def before(self, original: Function, multiply: Callable[..., Tensor | Reason]) -> Function:
-        """The original, with ``multiply``, which takes its arguments, tried first where the feature is switched on."""
-        return tried_first(original, self.fallbacks, multiply, gate=switch.gates["matmul"])
+
+def multiplied_first(multiply: Callable[..., Tensor | Reason]) -> Function:
+    """A maker of replacements, for a row to name: each tries ``multiply(fused, *arguments)`` where matmul is on."""
+
+    def make(target: Any, original: Function) -> Function:
+        fused = FusedMatmul(target.name)
+        return tried_first(original, fused.fallbacks, MethodType(multiply, fused), gate=switch.gates["matmul"])
+
+    return make

@@ -24,7 +24,7 @@ Options = tuple[str | None, str | int | None, str | None]  # matmul, cache and e
 NONE_GIVEN: Options = (None, None, None)
 
 lock = threading.RLock()  # never held while waiting for another thread's import, which takes it in _on_import
-_hooked = _registered = False
+_hooked = False
 _options = NONE_GIVEN
 _blocks: list[list[Options]] = []  # of each ``with`` block that is entered; a list is told from others by its identity
 _outside = (False, NONE_GIVEN)  # on and with what, before the first of them
@@ -67,12 +67,10 @@ def switch_on(options: Options) -> bool:
 
 def add_registered() -> None:
     """The rows of other packages, once. Not under the lock: their modules are imported, unless a variable forbids the patch."""
-    global _registered
-    if not (_registered or keeps_off()):
+    if not keeps_off():
         rows = registered()
         with lock:
-            TARGETS.extend(() if _registered else rows)  # into the list that other modules hold
-            _registered = True
+            TARGETS.extend([row for row in rows if row not in TARGETS])  # into the list that other modules hold
 
 
 def finish_imports() -> None:
@@ -130,12 +128,6 @@ def block(matmul: str | None, cache: str | int | None, experts: str | None) -> I
                 disable()
 
 
-def release() -> None:
-    """Drop every cached weight."""
-    if f"{__package__}.cache.store" in sys.modules:
-        sys.modules[f"{__package__}.cache.store"].cache.release()
-
-
 def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
     """Post-import hook: whatever happens here, the import of the module succeeds."""
     current = sys.modules.get(__name__)
@@ -144,7 +136,7 @@ def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
     try:
         with lock:
             if switch.on:
-                install(target, sys.modules[target.module], switch.wants(target.only))
+                install(target, sys.modules[target.module], switch.gates[target.only].on)
     except Exception:
         logger.exception("nf4_patch could not replace %s; the original stays", target.name)
         installed[target.name] = Installed(target, refusal="an error inside nf4_patch: see the log")

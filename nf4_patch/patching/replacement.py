@@ -64,6 +64,19 @@ class Fallbacks:
         return result
 
 
+def around(function: Function) -> Function:
+    """A maker of replacements, for a row to name: each calls ``function(original, *arguments)``, and counts nothing."""
+
+    def make(target: Any, original: Function) -> Function:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return replacement
+
+    return make
+
+
 def tried_first(
     original: Function, fallbacks: Fallbacks, attempt: Function, trace: Function | None = None, gate: Gate = switch
 ) -> Function:

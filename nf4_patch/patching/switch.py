@@ -31,7 +31,7 @@ class Switch(Gate):
         self.matmul = "off"
         self.cache: str | int = "off"
         self.experts = "off"
-        self.gates = {feature: Gate() for feature in SWITCHES}  # by ``only`` of a row
+        self.gates: dict[str, Gate] = {"": self, **{feature: Gate() for feature in SWITCHES}}  # by ``only`` of a row
         self.followers: list[Callable[[Config | None], None]] = []
 
     def set(self, config: Config | None) -> None:
@@ -44,10 +44,6 @@ class Switch(Gate):
             self.gates[feature].on = self.on and getattr(self, feature) != "off"
         for follower in self.followers:
             follower(config)
-
-    def wants(self, feature: str) -> bool:
-        """Whether the rows of this feature ("": those of the patch itself) are to be in place."""
-        return self.gates[feature].on if feature else self.on
 
     def follow(self, follower: Callable[[Config | None], None]) -> None:
         self.followers.append(follower)

@@ -22,7 +22,7 @@ from nf4_patch.patching.switch import switch
 # One of each kind of what runs in the forward, by the implementation that it serves; how often in a step.
 OURS = {
     "stacks_of": (adapter, "grouped_mm", 1),  # before the original
-    "read": (Stack, "grouped_mm", 4),  # where a stack is read
+    "of_state": (Dequantizer, "grouped_mm", 4),  # where a stack is read
     "select": (Stack, "batched_mm", 2),
 }
 

@@ -237,7 +237,10 @@ def test_it_decides_for_this_gpu_and_the_sizes_it_measured_before_the_shipped_ta
     file = machine({GPU: entry_of()})
     assert [path.name for path in file.parent.iterdir()] == ["calibration.json"]  # no temporary file is left
     assert (calibrated.in_force(0).status, calibrated.in_force(1).status) == (TWO_SHAPES, "")
-    assert calibrated.rows(0)[4096, 4096] == ((1, None), (8, CONFIG), (64, None)) and calibrated.rows(1) == {}
+    assert (
+        calibrated.in_force(0).rows[4096, 4096] == ((1, None), (8, CONFIG), (64, None))
+        and calibrated.in_force(1).rows == {}
+    )
     assert configs(0, (1, 2, 8, 9, 64, 65)) == [None, CONFIG, CONFIG, None, None, None]
     others = ((0, 4096, 4097), (0, 4095, 4096), (0, 8192, 4096), (1, 4096, 4096))
     assert [configs(device, [8], n, k) for device, n, k in others] == [[None]] * 4
@@ -275,7 +278,7 @@ def test_other_releases_are_ignored_by_name(machine, name, release, here):
         "`nf4-patch calibrate` measures again"
     )
     assert calibrated.in_force(0).status == (ignored if here else TWO_SHAPES)
-    assert bool(calibrated.rows(0)) is not bool(here) and configs(0, [8]) == [None if here else CONFIG]
+    assert bool(calibrated.in_force(0).rows) is not bool(here) and configs(0, [8]) == [None if here else CONFIG]
 
 
 def broken(path, value):
@@ -303,7 +306,7 @@ DAMAGED = {
 def test_a_damaged_file_is_named_and_ignored(machine, content):
     file = machine(content)
     assert calibrated.in_force(0).status.startswith(f"{file} is ignored, it is damaged: ")
-    assert calibrated.rows(0) == {} and configs(0, [8]) == [None]
+    assert calibrated.in_force(0).rows == {} and configs(0, [8]) == [None]
 
 
 def test_it_is_read_once_at_the_first_question(machine, tmp_path):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..cache.reads import inside
 from ..dequantizer import Dequantizer
-from ..fused_matmul import FusedMatmul
+from ..fused_matmul import FusedMatmul, multiplied_first
 from ..quant_state import linear_weight
 from ..reasons import Reason
 from ..replacement import CallersError, Function, tried_first
@@ -86,19 +86,14 @@ def dequant_linear(target: Target, original: Function) -> Function:
     return tried_first(original, dequantizer.fallbacks, attempt)
 
 
-def gemm(target: Target, original: Function) -> Function:
+@multiplied_first
+def gemm(
+    fused: FusedMatmul, A, B, shapeB, absmax, blocksize, quant_type,
+    bias=None, absmax_8bit=None, absmax_code=None, absmax_offset=None,
+) -> Tensor | Reason:  # fmt: skip
     """For ``bitsandbytes.backends.cuda.ops._gemm_4bit_kernel_impl``: its fused matmul of a few rows."""
-    fused = FusedMatmul(target.name)
-
-    def multiply(
-        A, B, shapeB, absmax, blocksize, quant_type, bias=None, absmax_8bit=None, absmax_code=None, absmax_offset=None
-    ) -> Tensor | Reason:
-        packed = linear_weight(
-            A.dtype, B, shapeB, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset
-        )
-        return fused.run(A, packed, bias)
-
-    return fused.before(original, multiply)
+    packed = linear_weight(A.dtype, B, shapeB, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset)
+    return fused.run(A, packed, bias)
 
 
 def matmul_4bit(target: Target, original: Function) -> Function:
@@ -113,14 +108,10 @@ def matmul_4bit(target: Target, original: Function) -> Function:
             return Reason.MATMUL_OPERANDS
         return fused.of_state(A, B, quant_state, bias, out, transposed)
 
-    return fused.before(original, multiply)
+    return tried_first(original, fused.fallbacks, multiply, gate=switch.gates["matmul"])
 
 
-def gemv(target: Target, original: Function) -> Function:
+@multiplied_first
+def gemv(fused: FusedMatmul, A, B, out=None, transposed_A=False, transposed_B=False, state=None) -> Tensor | Reason:
     """For ``bitsandbytes.functional.gemv_4bit``, which Linear4bit calls for one row before 0.50."""
-    fused = FusedMatmul(target.name)
-
-    def multiply(A, B, out=None, transposed_A=False, transposed_B=False, state=None) -> Tensor | Reason:
-        return fused.one_row(A, B, state, out)
-
-    return fused.before(original, multiply)
+    return fused.one_row(A, B, state, out)

@@ -63,11 +63,7 @@ def on_view(target: Target, original: Function, whole: bool) -> Function:
     return experts_forward
 
 
-def grouped_mm(target: Target, original: Function) -> Function:
-    """For ``grouped_mm_experts_forward``, which saves the dense stacks for the backward."""
-    return on_view(target, original, whole=True)
-
-
-def batched_mm(target: Target, original: Function) -> Function:
-    """For ``batched_mm_experts_forward``, with which ``generate`` decodes tokens on a GPU."""
-    return on_view(target, original, whole=False)
+grouped_mm = functools.partial(on_view, whole=True)  # of ``grouped_mm_experts_forward``, which saves the dense stacks
+batched_mm = functools.partial(
+    on_view, whole=False
+)  # of ``batched_mm_experts_forward``, with which ``generate`` decodes

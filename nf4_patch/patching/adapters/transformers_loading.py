@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import parametrize
 
+from ..experts.read import packed_chains
 from ..placement import installed
-from ..replacement import Function
+from ..replacement import around
 from ..switch import switch
-from ..targets import TARGETS, Target
+from ..targets import TARGETS
 
 logger = logging.getLogger("nf4_patch")
 NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the stacks in every architecture but JetMoe's
@@ -40,9 +41,8 @@ def is_stack(model: Any, full_name: str) -> bool:
 def packed_stacks(model: Any) -> Iterator[tuple[str, Any, str]]:
     """Of every packed stack the full name, the module and its name there."""
     for path, module in list(model.named_modules()):
-        for name, chain in list(module.parametrizations.items()) if parametrize.is_parametrized(module) else ():
-            if getattr(chain[0], "quant_state", None) is not None:
-                yield f"{path}.{name}", module, name
+        for name in packed_chains(module):
+            yield f"{path}.{name}", module, name
 
 
 def carrying(packed: Tensor, state: dict[str, Any]) -> Any:
@@ -73,58 +73,46 @@ def quantize_stack(stack: Tensor, config: Any) -> Any:
 # --- loading ---
 
 
-def quantizer_for(target: Target, original: Function) -> Function:
+@around
+def quantizer_for(original, config, quantization_config, *args, **kwargs) -> Any:
     """For ``get_hf_quantizer``: a gpt-oss that is published in MXFP4 is one to be quantized, like any in 16 bits."""
-
-    @functools.wraps(original)
-    def get_hf_quantizer(config, quantization_config, *args, **kwargs) -> Any:
-        published = getattr(config, "quantization_config", None)
-        is_mxfp4 = isinstance(published, dict) and published.get("quant_method") == "mxfp4"
-        if is_mxfp4 and getattr(quantization_config, "load_in_4bit", False):
-            del config.quantization_config  # from_pretrained's own copy
-        return original(config, quantization_config, *args, **kwargs)
-
-    return get_hf_quantizer
+    published = getattr(config, "quantization_config", None)
+    is_mxfp4 = isinstance(published, dict) and published.get("quant_method") == "mxfp4"
+    if is_mxfp4 and getattr(quantization_config, "load_in_4bit", False):
+        del config.quantization_config  # from_pretrained's own copy
+    return original(config, quantization_config, *args, **kwargs)
 
 
-def needs_quantization(target: Target, original: Function) -> Function:
+@around
+def needs_quantization(original, self, model, param_name, **kwargs) -> Any:
     """For ``param_needs_quantization``: a stack does, unless ``llm_int8_skip_modules`` names it or a module around it."""
+    if not is_stack(model, param_name):
+        return original(self, model, param_name, **kwargs)
+    rows = (row for row in TARGETS if row.replace.startswith(OWN))
+    if missing := [row.name for row in rows if row.name not in installed or installed[row.name].refusal]:
+        raise RuntimeError(f"{ENABLE} is not adapted to {', '.join(missing)} of this release of transformers")
+    from transformers.quantizers.quantizers_utils import should_convert_module
 
-    @functools.wraps(original)
-    def param_needs_quantization(self, model, param_name, **kwargs) -> Any:
-        if not is_stack(model, param_name):
-            return original(self, model, param_name, **kwargs)
-        rows = (row for row in TARGETS if row.replace.startswith(OWN))
-        if missing := [row.name for row in rows if row.name not in installed or installed[row.name].refusal]:
-            raise RuntimeError(f"{ENABLE} is not adapted to {', '.join(missing)} of this release of transformers")
-        from transformers.quantizers.quantizers_utils import should_convert_module
-
-        names = param_name, param_name.rpartition(".")[0]
-        return all(should_convert_module(name, self.modules_to_not_convert) for name in names)
-
-    return param_needs_quantization
+    names = param_name, param_name.rpartition(".")[0]
+    return all(should_convert_module(name, self.modules_to_not_convert) for name in names)
 
 
-def quantize(target: Target, original: Function) -> Function:
+@around
+def quantize(original, self, input_dict, full_layer_name=None, model=None, **kwargs) -> Any:
     """For ``Bnb4bitQuantize.convert``, which takes complete weights by full name."""
-
-    @functools.wraps(original)
-    def convert(self, input_dict, full_layer_name=None, model=None, **kwargs) -> Any:
-        if not any(is_stack(model, name) for name in input_dict):
-            return original(self, input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
-        converted = {}
-        for name in list(input_dict):
-            value = input_dict.pop(name)  # no other reference: freed when it is packed
-            value = value[0] if isinstance(value, list) else value
-            if self.hf_quantizer.param_needs_quantization(model, name):
-                # before and after: what stays in small pieces must not lie in a block that the next stack needs whole
-                empty_cache(value)
-                value = quantize_stack(value, self.hf_quantizer.quantization_config)
-                empty_cache(value)
-            converted[name] = value
-        return converted
-
-    return convert
+    if not any(is_stack(model, name) for name in input_dict):
+        return original(self, input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
+    converted = {}
+    for name in list(input_dict):
+        value = input_dict.pop(name)  # no other reference: freed when it is packed
+        value = value[0] if isinstance(value, list) else value
+        if self.hf_quantizer.param_needs_quantization(model, name):
+            # before and after: what stays in small pieces must not lie in a block that the next stack needs whole
+            empty_cache(value)
+            value = quantize_stack(value, self.hf_quantizer.quantization_config)
+            empty_cache(value)
+        converted[name] = value
+    return converted
 
 
 @dataclass(frozen=True)
@@ -143,44 +131,40 @@ class Mxfp4:
         return stack
 
 
-def load(target: Target, original: Function) -> Function:
+@around
+def load(original, model, state_dict, load_config, disk_offload_index=None) -> Any:
     """For ``convert_and_load_state_dict_in_model``: stacks that were saved packed, and those in MXFP4."""
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-    @functools.wraps(original)
-    def convert_and_load(model, state_dict, load_config, disk_offload_index=None) -> Any:
-        from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
-
-        saved = [key.partition(STATE)[0] for key in state_dict if STATE in key]
-        saved = [key for key in saved if key.rpartition(".")[2] in NAMES]
-        on = switch.gates["experts"].on
-        if saved and not on:
-            raise ValueError(
-                f"{load_config.pretrained_model_name_or_path} holds experts that are packed in 4 bits ({saved[0]} and "
-                f"{len(saved) - 1} more). To load them, call {ENABLE} before, or set NF4_PATCH_EXPERTS=4bit"
-            )
-        if not on or not isinstance(load_config.hf_quantizer, Bnb4BitHfQuantizer):
-            return original(model, state_dict, load_config, disk_offload_index)
-        devices = device_of_stacks(model, load_config)
-        in_model = functools.partial(name_in_model, model=model, stacks=devices, load_config=load_config)
-        state_dict, packed = dict(state_dict), {}
-        for key in saved:
-            if (name := in_model(key)) in devices:
-                fields = [field for field in state_dict if field.startswith(f"{key}.")]
-                state = {field.removeprefix(f"{key}."): state_dict.pop(field)[...] for field in fields}
-                packed[name] = carrying(state_dict.pop(key)[...].to(devices[name]), state)
-        for blocks in [key for key in state_dict if key.endswith("_blocks")]:
-            key = blocks.removesuffix("_blocks")
-            if (name := in_model(key)) in devices:
-                state_dict[key] = Mxfp4(state_dict.pop(blocks), state_dict.pop(f"{key}_scales"), devices[name])
-        info, disk_offload_index = original(model, state_dict, load_config, disk_offload_index)
-        for name, parameter in packed.items():
-            path, _, stack = name.rpartition(".")
-            setattr(model.get_submodule(path), stack, parameter)
-            info.missing_keys.discard(name)
-        model._weight_conversions = [each for each in model._weight_conversions if not reads_state(each)]
-        return info, disk_offload_index
-
-    return convert_and_load
+    saved = [key.partition(STATE)[0] for key in state_dict if STATE in key]
+    saved = [key for key in saved if key.rpartition(".")[2] in NAMES]
+    on = switch.gates["experts"].on
+    if saved and not on:
+        raise ValueError(
+            f"{load_config.pretrained_model_name_or_path} holds experts that are packed in 4 bits ({saved[0]} and "
+            f"{len(saved) - 1} more). To load them, call {ENABLE} before, or set NF4_PATCH_EXPERTS=4bit"
+        )
+    if not on or not isinstance(load_config.hf_quantizer, Bnb4BitHfQuantizer):
+        return original(model, state_dict, load_config, disk_offload_index)
+    devices = device_of_stacks(model, load_config)
+    in_model = functools.partial(name_in_model, model=model, stacks=devices, load_config=load_config)
+    state_dict, packed = dict(state_dict), {}
+    for key in saved:
+        if (name := in_model(key)) in devices:
+            fields = [field for field in state_dict if field.startswith(f"{key}.")]
+            state = {field.removeprefix(f"{key}."): state_dict.pop(field)[...] for field in fields}
+            packed[name] = carrying(state_dict.pop(key)[...].to(devices[name]), state)
+    for blocks in [key for key in state_dict if key.endswith("_blocks")]:
+        key = blocks.removesuffix("_blocks")
+        if (name := in_model(key)) in devices:
+            state_dict[key] = Mxfp4(state_dict.pop(blocks), state_dict.pop(f"{key}_scales"), devices[name])
+    info, disk_offload_index = original(model, state_dict, load_config, disk_offload_index)
+    for name, parameter in packed.items():
+        path, _, stack = name.rpartition(".")
+        setattr(model.get_submodule(path), stack, parameter)
+        info.missing_keys.discard(name)
+    model._weight_conversions = [each for each in model._weight_conversions if not reads_state(each)]
+    return info, disk_offload_index
 
 
 def reads_state(conversion: Any) -> bool:
@@ -219,59 +203,46 @@ def name_in_model(key: str, model: Any, stacks: dict[str, Any], load_config: Any
     return rename_source_key(key, renamings, [], model.base_model_prefix, stacks)[0]
 
 
-def finish(target: Target, original: Function) -> Function:
+@around
+def finish(original, self, model, **kwargs) -> Any:
     """For ``_process_model_after_weight_loading``."""
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit_prequantized
 
-    @functools.wraps(original)
-    def after_loading(self, model, **kwargs) -> Any:
-        from bitsandbytes.nn.parametrize import replace_parameter_4bit_prequantized
-
-        left = []
-        for path, module in list(model.named_modules()):
-            for name, parameter in list(module._parameters.items()):
-                full_name = f"{path}.{name}"
-                if is_stack(model, full_name) and self.param_needs_quantization(model, full_name):
-                    left.append(full_name)
-                    parameter = quantize_stack(parameter.detach(), self.quantization_config)
-                    setattr(module, name, parameter)
-                state = vars(parameter).pop("quant_state", None) if name in NAMES and parameter is not None else None
-                if state is not None:
-                    replace_parameter_4bit_prequantized(module, name, state, parameter.device)
-        if left:
-            said = (
-                f"{len(left)} stacks of experts were not packed while they were loaded, and held in 16 bits until now"
-            )
-            logger.warning("%s: %s", said, ", ".join(left))
-        return original(self, model, **kwargs)
-
-    return after_loading
+    left = []
+    for path, module in list(model.named_modules()):
+        for name, parameter in [item for item in module._parameters.items() if item[0] in NAMES]:
+            full_name = f"{path}.{name}"
+            if is_stack(model, full_name) and self.param_needs_quantization(model, full_name):
+                left.append(full_name)
+                parameter = quantize_stack(parameter.detach(), self.quantization_config)
+                setattr(module, name, parameter)
+            state = getattr(parameter, "quant_state", None)
+            if state is not None:
+                del parameter.quant_state
+                replace_parameter_4bit_prequantized(module, name, state, parameter.device)
+    if left:
+        said = f"{len(left)} stacks of experts were not packed while they were loaded, and held in 16 bits until now"
+        logger.warning("%s: %s", said, ", ".join(left))
+    return original(self, model, **kwargs)
 
 
 # --- what is made of a loaded model ---
 
 
-def save(target: Target, original: Function) -> Function:
+@around
+def save(original, model, state_dict) -> Any:
     """For ``revert_weight_conversion``: a packed stack cannot be split into experts, and is saved as it is."""
-
-    @functools.wraps(original)
-    def revert_weight_conversion(model, state_dict) -> Any:
-        stacks = tuple(f"{name}." for name, _, _ in packed_stacks(model))
-        kept = {key: tensor for key, tensor in state_dict.items() if f"{key}.".startswith(stacks)}
-        return original(model, {key: tensor for key, tensor in state_dict.items() if key not in kept}) | kept
-
-    return revert_weight_conversion
+    stacks = tuple(f"{name}." for name, _, _ in packed_stacks(model))
+    kept = {key: tensor for key, tensor in state_dict.items() if f"{key}.".startswith(stacks)}
+    return original(model, {key: tensor for key, tensor in state_dict.items() if key not in kept}) | kept
 
 
-def dequantize(target: Target, original: Function) -> Function:
+@around
+def dequantize(original, self, model, dtype=None) -> Any:
     """For ``_dequantize`` of ``model.dequantize()``."""
-
-    @functools.wraps(original)
-    def _dequantize(self, model, dtype=None) -> Any:
-        model = original(self, model, dtype)
-        for _, module, name in packed_stacks(model):
-            dense = getattr(module, name).to(dtype)
-            parametrize.remove_parametrizations(module, name, leave_parametrized=False)
-            setattr(module, name, Parameter(dense))
-        return model
-
-    return _dequantize
+    model = original(self, model, dtype)
+    for _, module, name in packed_stacks(model):
+        dense = getattr(module, name).to(dtype)
+        parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+        setattr(module, name, Parameter(dense))
+    return model

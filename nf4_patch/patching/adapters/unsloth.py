@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,14 +13,14 @@ from ..cache.reads import inside
 from ..cache.store import cache
 from ..counters import warn_once
 from ..dequantizer import Dequantizer
-from ..fused_matmul import FusedMatmul
+from ..fused_matmul import FusedMatmul, multiplied_first
 from ..reasons import Reason
-from ..replacement import tried_first
+from ..replacement import Function, tried_first
 from ..switch import switch
 from ..targets import Target
 
 
-def fast_dequantize(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+def fast_dequantize(target: Target, original: Function) -> Function:
     """For ``fast_dequantize`` and ``_fast_dequantize_bnb``."""
     dequantizer = Dequantizer(target.name)
     run = dequantizer.of_state
@@ -46,7 +45,7 @@ def fast_dequantize(target: Target, original: Callable[..., Any]) -> Callable[..
     return tried_first(original, dequantizer.fallbacks, attempt, trace)
 
 
-def compiled_layers(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_layers(target: Target, original: Function) -> Function:
     """For ``_wrap``, which makes one compiled region of the ``forward`` of a class of layers."""
     layers = Layers(target.name)
     entries: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by class: its own forward, and ours
@@ -84,45 +83,33 @@ def compiled_layers(target: Target, original: Callable[..., Any]) -> Callable[..
     return wrap
 
 
-def fast_gemv(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+@multiplied_first
+def fast_gemv(fused: FusedMatmul, X, W, quant_state, out=None) -> torch.Tensor | Reason:
     """For ``fast_gemv`` and ``_fast_gemv_bnb``: [1, 1, K] to [1, 1, N]. Traced, it stays Unsloth's."""
-    fused = FusedMatmul(target.name)
-
-    def multiply(X, W, quant_state, out=None) -> torch.Tensor | Reason:
-        return fused.one_row(X, W, quant_state, out)
-
-    return fused.before(original, multiply)
+    return fused.one_row(X, W, quant_state, out)
 
 
-def gemv_rows(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+@multiplied_first
+def gemv_rows(fused: FusedMatmul, X, W, quant_state, out) -> torch.Tensor | Reason:
     """For ``_gemv_rows``: a batch of single tokens, [M, 1, K] to [M, 1, N]; its None means: dequantize."""
-    fused = FusedMatmul(target.name)
-
-    def multiply(X, W, quant_state, out) -> torch.Tensor | Reason:
-        return fused.of_state(X, W, quant_state, None, out)
-
-    return fused.before(original, multiply)
+    return fused.of_state(X, W, quant_state, None, out)
 
 
-def matmul_lora(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+@multiplied_first
+def matmul_lora(fused: FusedMatmul, X, W, W_quant, A, B, s, out=None, use_global_buffer=False) -> torch.Tensor | Reason:
     """For ``matmul_lora``, the linear layers of its LoRA kernels: x @ weight.T + (x @ a.T) @ b.T * scale.
 
     A packed weight [1, bytes] asks for x @ weight, which stays Unsloth's.
     """
-    fused = FusedMatmul(target.name)
-
-    def multiply(X, W, W_quant, A, B, s, out=None, use_global_buffer=False) -> torch.Tensor | Reason:
-        autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
-        adapted = A is not None and torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)
-        # the original multiplies in the dtype of autocast, and rounds a weight of another dtype than X's twice
-        if adapted or autocast not in (False, X.dtype) or getattr(W_quant, "dtype", X.dtype) is not X.dtype:
-            return Reason.MATMUL_OPERANDS
-        rows = X.view(-1, X.shape[-1])
-        result = fused.of_state(rows, W, W_quant, out=out, transposed=False)
-        if type(result) is Reason:
-            return result
-        if A is not None:
-            result.addmm_(rows @ A.t().to(X.dtype), B.t().to(X.dtype), alpha=s)
-        return result.view(*X.shape[:-1], -1)
-
-    return fused.before(original, multiply)
+    autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+    adapted = A is not None and torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)
+    # the original multiplies in the dtype of autocast, and rounds a weight of another dtype than X's twice
+    if adapted or autocast not in (False, X.dtype) or getattr(W_quant, "dtype", X.dtype) is not X.dtype:
+        return Reason.MATMUL_OPERANDS
+    rows = X.view(-1, X.shape[-1])
+    result = fused.of_state(rows, W, W_quant, out=out, transposed=False)
+    if type(result) is Reason:
+        return result
+    if A is not None:
+        result.addmm_(rows @ A.t().to(X.dtype), B.t().to(X.dtype), alpha=s)
+    return result.view(*X.shape[:-1], -1)

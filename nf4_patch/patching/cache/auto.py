@@ -21,10 +21,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...config import size_in_words
+from ..context import backward_in_progress
 from ..replacement import Fallbacks
 
 STEPS = 2  # the first makes the optimizer's state
-current_task: Any = torch._C._current_graph_task_id  # of the autograd engine; -1 outside a backward pass
 SECONDS = 0.2  # between two looks at the free memory, which takes the driver some 0.1 ms
 MARGIN, MARGIN_PART = 2**29, 1 / 24  # bytes, and a part of the GPU's memory: what steps of one size differ by
 CONTEXT = 2**31  # bytes that PyTorch does not know of: more is another process
@@ -80,7 +80,7 @@ class Auto:
         found = [x for x in tensors(inputs) if x.is_cuda]
         if not found or torch.cuda.is_current_stream_capturing():
             return
-        if self.stepped and current_task() == -1:  # not the recompute of a checkpointed block
+        if self.stepped and backward_in_progress() == -1:  # not the recompute of a checkpointed block
             self.stepped = False
             self.steps += 1
         shapes = tuple(x.shape for x in found)

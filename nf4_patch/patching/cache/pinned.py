@@ -20,12 +20,13 @@ from typing import Any
 import torch
 
 from ...nf4 import runtime
+from ...nf4.weight import Weight
 from ..context import is_compiling, modes_active, plain_methods, saved_tensors_hooks, transforms_active
 from ..dequantizer import Dequantizer, returns_tensors
 from ..quant_state import weight_of
 from ..reasons import Reason, Uncached
 from ..switch import switch
-from .cached import size_of
+from .cached import Cached, size_of
 from .store import cache
 
 NAME = "_nf4_patch_dense"  # the attribute of a QuantState while its layer runs
@@ -60,7 +61,7 @@ class Layer:
     def __init__(self, module: torch.nn.Module):
         self.lock = threading.RLock()  # one thread at a time in a pinned layer: its states are the process'
         self.refused_at = -1  # the generation of the cache in which there was no room for it
-        self.numbers: dict[tuple[Any, ...], int] = {}  # by proof, of what was pinned for it
+        self.pinned: dict[tuple[Any, ...], weakref.ref[Cached]] = {}  # by proof, what was pinned for it
         self.find(module)
 
     def find(self, module: torch.nn.Module) -> None:
@@ -86,11 +87,11 @@ class Layer:
 
     def unpin(self, keep: Container[tuple[Any, ...]] = ()) -> None:
         """Let go of what is pinned for it. Called by the garbage collector too, at any point of any thread."""
-        for key, number in list(self.numbers.items()):
-            found = cache.results.get(key)
-            if key not in keep and found is not None and found[1].number == number:
-                cache.died(found[1])
-        self.numbers = {}
+        for proof, reference in list(self.pinned.items()):
+            cached = reference()
+            if cached is not None and proof not in keep:
+                cache.died(cached)
+        self.pinned = {}
 
 
 class Layers:
@@ -142,29 +143,31 @@ class Layers:
             cache.settle()
         if layer.refused_at == cache.generation:
             return []
-        why: Reason | Uncached | None = None
+        why: Reason | Uncached | None
         if is_checkpointed():
             why = Uncached.CHECKPOINT
-        elif any(
-            map(runtime.current_stream, layer.devices)
-        ):  # a graph captured there would read what the cache may free
-            why = Uncached.OTHER_STREAM
+        elif any(map(runtime.current_stream, layer.devices)):
+            why = Uncached.OTHER_STREAM  # a graph captured there would read what the cache may free
         else:
             with plain_methods():
                 states = self.look(module, layer)
-                if states is None:
-                    layer.find(module)
-                    why = self.pin(module, layer)
-                    states = self.look(module, layer) if why is None else None
-                else:
+                if states is not None:
                     count = len(states)
                     cache.hits += count
-            if states is not None:
-                return states
-            why = why or Uncached.BUDGET_SPENT  # another thread was faster
+                    return states
+                why = self.pin(module, layer)
+                states = self.look(module, layer) if why is None else None
+                if states is not None:
+                    return states
+            if why is None:
+                why = Uncached.BUDGET_SPENT  # another thread was faster
+            else:
+                layer.unpin()
+                cache.settle()
+                layer.refused_at = cache.generation if why is cache.no_room() else -1
         if isinstance(why, Reason):
             return why
-        cache.refuse(why)
+        cache.uncached[why] += 1
         return []
 
     def look(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, Pinned]] | None:
@@ -177,44 +180,41 @@ class Layers:
             if switch.strict:
                 cache.compare(found[0], self.decode(weight))
             states.append((state, [found[1].dense]))
-            layer.numbers[found[1].proof] = found[1].number
+            layer.pinned[found[1].proof] = weakref.ref(found[1])
         return states
 
     def pin(self, module: torch.nn.Module, layer: Layer) -> Reason | Uncached | None:
-        """Decode and keep what is not pinned yet; where one weight cannot be kept, none is, and the answer says why."""
+        """Decode and keep what is not pinned yet, or say why a weight cannot be kept: then none is to be."""
+        layer.find(module)
         weights, sizes = {}, Counter[int]()
         for _, weight in layer.weights(module):
             why: Reason | Uncached | None = weight if type(weight) is Reason else self.dequantizer.why_not(weight)
             why = why or cache.why_not(weight)
             if why is not None:
-                layer.unpin()
                 return why
-            found, proof = cache.find(weight), weight.proof()
-            if proof not in weights and (found is None or not found[1].pinned):
-                sizes[weight.packed.get_device()] += size_of(weight)
-            weights[proof] = weight
+            weights[weight.proof()] = weight
         layer.unpin(keep=weights)
         cache.settle()
-        room = all(cache.pinned[device] + size <= cache.budget for device, size in sizes.items())
-        for weight in weights.values() if room else ():
-            found = cache.find(weight)
-            if found is None or not found[1].pinned:
-                result = cache.keep(weight, self.decode, pin=True)
-                if isinstance(result, Reason):
-                    layer.unpin()
-                    return result
-                found = None if result is None else cache.find(weight)
-                if found is None:
-                    room = False
-                    break
-                torch._dynamo.mark_static_address(found[1].dense, guard=False)  # a CUDA graph reads it where it is
-                torch._dynamo.mark_static(found[1].dense)
-        if room:
-            return None
-        layer.unpin()
-        cache.settle()
-        layer.refused_at = cache.generation
-        return cache.no_room()
+        missing = [weight for weight in weights.values() if not is_pinned(weight)]
+        for weight in missing:
+            sizes[weight.packed.get_device()] += size_of(weight)
+        if any(cache.pinned(device) + size > cache.budget for device, size in sizes.items()):
+            return cache.no_room()
+        for weight in missing:
+            result = cache.keep(weight, self.decode, pin=True)
+            if isinstance(result, Reason):
+                return result
+            found = None if result is None else cache.find(weight)
+            if found is None:
+                return cache.no_room()
+            torch._dynamo.mark_static_address(found[1].dense, guard=False)  # a CUDA graph reads it where it is
+            torch._dynamo.mark_static(found[1].dense)
+        return None
+
+
+def is_pinned(weight: Weight) -> bool:
+    found = cache.find(weight)
+    return found is not None and found[1].pinned
 
 
 def is_checkpointed() -> bool:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..context import is_compiling
-from ..replacement import Fallbacks
+from ..replacement import Fallbacks, Function
 from ..targets import Target
 from .store import cache
 
@@ -25,7 +24,7 @@ class Inside(threading.local):
 inside = Inside()
 
 
-def reading(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+def reading(target: Target, original: Function) -> Function:
     """For the ``forward`` or ``backward`` of an autograd function, which reaches for the library's public dequantization."""
     library, is_forward = target.library, target.name.endswith("forward")
 
@@ -46,7 +45,7 @@ def reading(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
     return read
 
 
-def swap_tensors(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+def swap_tensors(target: Target, original: Function) -> Function:
     """For ``torch.utils.swap_tensors``, which refuses a tensor with weak references: the cache lets go of both first."""
     fallbacks = Fallbacks(target.name)
 
@@ -60,7 +59,7 @@ def swap_tensors(target: Target, original: Callable[..., Any]) -> Callable[..., 
     return replacement
 
 
-def resize(target: Target, original: Callable[..., Any]) -> Callable[..., Any]:
+def resize(target: Target, original: Function) -> Function:
     """For ``UntypedStorage.resize_``: FSDP frees and refills memory so, and keeps the version counters."""
 
     @functools.wraps(original)

@@ -55,7 +55,6 @@ class Cache:
         self.weights: dict[tuple[Any, ...], Cached] = {}  # by ``location``
         self.same_size: dict[tuple[int, int], OrderedDict[Cached, None]] = defaultdict(OrderedDict)
         self.taken: Counter[int] = Counter()  # bytes by device, of what was dropped too while somebody still uses it
-        self.pinned: Counter[int] = Counter()  # of these, what compiled layers read
         self.leaving: list[tuple[StorageWeakRef, int, int]] = []  # dropped, and still used by somebody: device and size
         self.memories: dict[int, Memory] = {}  # of packed bytes and of scales, by the number of their storage
         self.generation = 0  # changes when there may be room again for what compiled layers read
@@ -137,25 +136,20 @@ class Cache:
         Raises:
             StaleWeightError: NF4_PATCH_STRICT=1, and the cached bits are not those of the packed bytes.
         """
-        try:
-            found = self.results.get(weight.proof())
-            if found is None or not found[1].is_of(weight):
-                found = self.find(weight)
-        except NOT_KNOWN:
-            found = self.find(weight)
+        found = self.find(weight)
         if found is None:
             return self.insert(weight, decode)
         result, cached = found
         if cached.stream is not None:
             stream = runtime.current_stream(cached.device)
             if stream != cached.stream:
-                self.refuse(Uncached.OTHER_STREAM)
+                self.uncached[Uncached.OTHER_STREAM] += 1
                 cached.strangers += 1
                 if cached.strangers >= STRANGERS:
                     self.drop(cached)
                 return None
             if stream and is_captured(cached.device):
-                self.refuse(Uncached.CUDA_GRAPH)
+                self.uncached[Uncached.CUDA_GRAPH] += 1
                 return None
             cached.strangers = 0
         self.hits += 1  # no call in it: CPython does not switch threads in the middle
@@ -172,17 +166,20 @@ class Cache:
 
     def find(self, weight: Weight) -> tuple[Tensor, Cached] | None:
         """What is cached of a weight and still true, or None."""
+        try:
+            proof = weight.proof()
+            found = self.results.get(proof)
+            if found is not None and found[1].is_of(weight):
+                return found
+        except NOT_KNOWN:
+            proof = ()
         if self.dead:
             self.settle()  # a tensor that died may have left its address to another
         cached = self.weights.get(location(weight))
         if cached is None:
             return None
-        try:
-            proof = weight.proof()
-            if cached.is_of(weight) and proof[1:] == cached.proof[1:]:
-                return self.results.get(proof) or self.other_way(proof, cached)
-        except NOT_KNOWN:
-            pass
+        if proof[1:] == cached.proof[1:] and cached.is_of(weight):
+            return self.other_way(proof, cached)
         self.drop(cached)
         return None
 
@@ -225,7 +222,7 @@ class Cache:
                 return result
             why = self.no_room()
         self.misses += 1
-        self.refuse(why)
+        self.uncached[why] += 1
         return None
 
     def keep(self, weight: Weight, decode: Decode, pin: bool = False) -> Tensor | Reason | None:
@@ -251,7 +248,7 @@ class Cache:
                 self.taken[device] -= size
                 fits = self.taken[device] + size <= self.budget
                 if isinstance(result, Tensor) and self.mode == mode and fits:
-                    self._add(Cached.of(weight, proof, result, pin), weight, result)
+                    self._add(Cached(weight, proof, result, pin), weight, result)
             self.settle()
         return result
 
@@ -285,12 +282,9 @@ class Cache:
         cached.watchers.append(weakref.ref(storage, lambda _: self.dead.append(cached)))
         self.taken[cached.device] += cached.size
         self.tight = self.tight or 2 * self.taken[cached.device] > self.budget
-        if cached.pinned:
-            self.pinned[cached.device] += cached.size
-        else:
+        if not cached.pinned:
             cached.same_size = self.same_size[cached.device, cached.size]
         cached.same_size[cached] = None
-        cached.proofs = [cached.proof]
         self.weights[cached.location] = cached
         self.results[cached.proof] = result, cached
 
@@ -305,9 +299,7 @@ class Cache:
             self.results.pop(proof, None)
         self.leaving.append((cached.dense_memory, cached.device, cached.size))
         cached.watchers = []  # which refer to it
-        if cached.pinned:
-            self.pinned[cached.device] -= cached.size
-            self.generation += 1
+        self.generation += cached.pinned
 
     def _drop_where(self, condition: Callable[[Cached], bool] = lambda cached: True) -> None:
         for cached in list(self.weights.values()):
@@ -325,9 +317,7 @@ class Cache:
         if memory is None or memory.reference.expired():
             return
         memory.resized = memory.resized or resized
-        with self.lock:
-            self._drop_where(lambda cached: cdata in (cached.memory.cdata, *(each._cdata for each in cached.kept)))
-        self.settle()
+        self.release(lambda cached: cdata in (cached.memory.cdata, *(each._cdata for each in cached.kept)))
 
     def forget(self, tensor: Tensor) -> None:
         """Drop what was decoded from this tensor, and every weak reference to it."""
@@ -336,19 +326,20 @@ class Cache:
             self.memories = {key: each for key, each in self.memories.items() if each.owner() is not tensor}
         self.settle()
 
-    def release(self) -> None:
-        """Drop everything: the memory is PyTorch's again as soon as nobody uses it."""
+    def release(self, condition: Callable[[Cached], bool] = lambda cached: True) -> None:
+        """Drop what the condition holds for: its memory is PyTorch's again as soon as nobody uses it."""
         with self.lock:
-            self._drop_where()
+            self._drop_where(condition)
         self.settle()
 
     # --- what is said ---
 
+    def pinned(self, device: int) -> int:
+        """Bytes that compiled layers read."""
+        return sum(cached.size for cached in list(self.weights.values()) if cached.pinned and cached.device == device)
+
     def no_room(self) -> Uncached:
         return Uncached.WAITING if self.auto is not None and not self.budget else Uncached.BUDGET_SPENT
-
-    def refuse(self, why: Uncached) -> None:
-        self.uncached[why] += 1
 
     def snapshot(self) -> CacheStatus:
         """Without waiting for the lock: a signal handler may ask, in the middle of a change."""

@@ -18,21 +18,23 @@ from torch.nn.utils import parametrize
 
 from ..context import is_compiling
 from ..placement import is_ours
-from ..replacement import Function
+from ..replacement import Function, around
 from ..switch import switch
 from ..targets import Target
 from .product import Lora, pending
+from .read import packed_chains
 
 SERVED = ("grouped_mm", "batched_mm")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+gate = switch.gates["experts"]
 RANKS = 8  # PyTorch's grouped_mm takes rows of whole 16 bytes
 
 
 def packed_states(module: Any) -> dict[str, Any]:
     """The QuantState of each packed stack of a module; none if another parametrization is there too."""
-    chains = module.parametrizations.items() if parametrize.is_parametrized(module) else ()
-    states = {name: getattr(chain[0], "quant_state", None) for name, chain in chains}
-    return {} if None in states.values() else states
+    chains = packed_chains(module)
+    alone = bool(chains) and len(chains) == len(module.parametrizations)
+    return {name: chain[0].quant_state for name, chain in chains.items()} if alone else {}
 
 
 # --- the forward ---
@@ -60,9 +62,7 @@ def implementation_of(experts: Any) -> str | None:
 
 
 def is_served(experts: Any, name: str) -> bool:
-    """Whether LoRA on a stack is ours: always on a packed one, with which peft's own way fails."""
-    if name in packed_states(experts):
-        return True
+    """Whether LoRA on a stack in 16 bits is ours. On a packed one it always is, as peft's own way fails there."""
     weight, implementation = experts._parameters.get(name), implementation_of(experts)
     if implementation not in SERVED or type(weight) is not torch.nn.Parameter or weight.dtype not in DTYPES:
         return False
@@ -73,15 +73,14 @@ def is_served(experts: Any, name: str) -> bool:
 
 def forward(target: Target, original: Function) -> Function:
     """For ``ParamWrapper.forward``, which replaces the stack by the sum of it and B·A while the experts run."""
-    gate = switch.gates[target.only]
 
     def run(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         experts, name = self.get_base_layer(), self.parameter_name
         adapters = [adapter for adapter in self.active_adapters if adapter in self.lora_A]
         idle = self.disable_adapters or self.merged or self.num_experts == 1 or not adapters
-        if idle or kwargs.get("adapter_names") or not is_served(experts, name):
+        state = None if idle else packed_states(experts).get(name)
+        if idle or kwargs.get("adapter_names") or not (state or is_served(experts, name)):
             return original(self, x, *args, **kwargs)
-        state = packed_states(experts).get(name)
         key = id(experts), name
         pending.lora[key] = factors(self, adapters, (state or experts._parameters[name]).dtype)
         try:
@@ -135,42 +134,32 @@ def seen_dense(module: Any) -> Iterator[None]:
             held.update(before)
 
 
-def inject(target: Target, original: Function) -> Function:
+@around
+def inject(original: Function, self: Any, peft_config: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """For ``BaseTuner._inject_parameters``, which wraps the modules whose parameters a configuration names."""
-    gate = switch.gates[target.only]
-
-    @functools.wraps(original)
-    def replacement(self: Any, peft_config: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for module in list(model.modules()) if gate.on else ():
-                if packed_states(module):
-                    stack.enter_context(seen_dense(module))
-            return original(self, peft_config, model, *args, **kwargs)
-
-    return replacement
+    with ExitStack() as stack:
+        for module in list(model.modules()) if gate.on else ():
+            if packed_states(module):
+                stack.enter_context(seen_dense(module))
+        return original(self, peft_config, model, *args, **kwargs)
 
 
-def packed_again(target: Target, original: Function) -> Function:
+@around
+def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """For ``ParamWrapper.merge`` and ``unmerge``, which add to what they read: of a packed stack, a dense copy."""
-    gate = switch.gates[target.only]
+    experts, name = self.get_base_layer(), self.parameter_name
+    state = packed_states(experts).get(name) if gate.on else None
+    before = list(self.merged_adapters)
+    same_copy = nullcontext() if state is None else parametrize.cached()  # for peft, which adds to it, and for us
+    with torch.no_grad(), same_copy:
+        original(self, *args, **kwargs)
+        if state is None or self.merged_adapters == before:
+            return
+        from bitsandbytes.functional import quantize_4bit
 
-    @functools.wraps(original)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
-        experts, name = self.get_base_layer(), self.parameter_name
-        state = packed_states(experts).get(name) if gate.on else None
-        before = list(self.merged_adapters)
-        same_copy = nullcontext() if state is None else parametrize.cached()  # for peft, which adds to it, and for us
-        with torch.no_grad(), same_copy:
-            original(self, *args, **kwargs)
-            if state is None or self.merged_adapters == before:
-                return
-            from bitsandbytes.functional import quantize_4bit
-
-            chain = experts.parametrizations[name]
-            packed, chain[0].quant_state = quantize_4bit(
-                getattr(experts, name), blocksize=state.blocksize, compress_statistics=state.nested,
-                quant_type=state.quant_type, quant_storage=chain.original.dtype,
-            )  # fmt: skip
-            chain.original.copy_(packed)
-
-    return replacement
+        chain = experts.parametrizations[name]
+        packed, chain[0].quant_state = quantize_4bit(
+            getattr(experts, name), blocksize=state.blocksize, compress_statistics=state.nested,
+            quant_type=state.quant_type, quant_storage=chain.original.dtype,
+        )  # fmt: skip
+        chain.original.copy_(packed)

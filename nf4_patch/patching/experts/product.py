@@ -17,15 +17,12 @@ import torch
 from torch import Tensor
 
 from ...nf4.runtime import has_memory
-from ..context import is_compiling, saved_tensors_hooks, transforms_active
+from ..context import backward_in_progress, is_compiling, saved_tensors_hooks, transforms_active
 from .read import Stack
 
-backward_in_progress = torch._C._current_graph_task_id  # -1: none
-
 Product = Callable[..., Tensor]  # of x [rows, in] and a weight [experts, in, out]; the offsets are bound
-Lora = tuple[
-    Tensor, Tensor
-]  # left [experts, in, rank] and right [experts, rank, out], in the order of the stack's sides
+# left [experts, in, rank] and right [experts, rank, out], in the order of the stack's sides
+Lora = tuple[Tensor, Tensor]
 
 
 class Pending(threading.local):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,10 +33,12 @@ class Stack:
     dequantizer: Dequantizer
     only_read: bool = False  # the whole stack may come from the weight cache
 
-    def decode(self, run: Callable[..., Tensor | Reason]) -> Tensor:
+    def dense(self) -> Tensor:
+        """All experts, not to be written into: [experts, ...]."""
         with torch.no_grad():  # as bitsandbytes' parametrization: a packed weight that requires a gradient gets none
             if switch.on and not is_compiling():
-                result = self.dequantizer.fallbacks.attempt(run, self.packed, self.state)
+                run = self.dequantizer.of_state
+                result = self.dequantizer.fallbacks.attempt(run, self.packed, self.state, only_read=self.only_read)
                 if type(result) is not Reason:
                     return result
             from bitsandbytes.functional import dequantize_4bit
@@ -45,19 +46,12 @@ class Stack:
             dense: Tensor = dequantize_4bit(self.packed, self.state)
             return dense
 
-    def dense(self) -> Tensor:
-        """All experts, not to be written into: [experts, ...]."""
-        return self.decode(self.read)
-
-    def read(self, packed: Tensor, state: Any) -> Tensor | Reason:
-        return self.dequantizer.of_state(packed, state, only_read=self.only_read)
-
     def __getitem__(self, ids: Tensor) -> Tensor:
         """The experts ``ids``, int64 [n], as transformers asks a dense stack for them: [n, ...]. No other is read."""
         if not len(ids):
             return torch.empty(0, *self.state.shape[1:], dtype=self.state.dtype, device=ids.device)
         chosen = self.dequantizer.fallbacks.attempt(self.select, ids)
-        return self.dense()[ids] if type(chosen) is Reason else chosen.decode(self.dequantizer.of_state)
+        return self.dense()[ids] if type(chosen) is Reason else chosen.dense()
 
     def select(self, ids: Tensor) -> Stack | Reason:
         """A copy of the packed experts ``ids``, int64 [n], with a QuantState of shape [n, ...]."""
@@ -97,25 +91,22 @@ class Stack:
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
+def packed_chains(module: Any) -> dict[str, Any]:
+    """PyTorch's list of parametrizations of every 4-bit stack of a module, by name; the first in each is bitsandbytes'."""
+    chains = module.parametrizations.items() if parametrize.is_parametrized(module) else ()
+    return {name: chain for name, chain in chains if getattr(chain[0], "quant_state", None) is not None}
+
+
 def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) -> dict[str, Stack] | Reason:
     """The 4-bit stacks of an experts module by name, or the Reason why they are not read past the parametrization."""
-    chains = {}
-    names = module.parametrizations.items() if parametrize.is_parametrized(module) else ()
-    reason = Reason.EXPERTS_NOT_PACKED
-    for name, chain in names:
-        part, *others = chain
-        if getattr(part, "quant_state", None) is None:
-            continue
-        if others:
-            reason = Reason.SECOND_PARAMETRIZATION
-        else:
-            chains[name] = chain, part
+    packed = packed_chains(module)
+    chains = {name: chain for name, chain in packed.items() if len(chain) == 1}
     if not chains:
-        return reason
+        return Reason.SECOND_PARAMETRIZATION if packed else Reason.EXPERTS_NOT_PACKED
     if is_hooked(module, chains):
         return Reason.HOOKED
     stacks = {
-        name: Stack(chain.original, part.quant_state, dequantizer, only_read) for name, (chain, part) in chains.items()
+        name: Stack(chain.original, chain[0].quant_state, dequantizer, only_read) for name, chain in chains.items()
     }
     for stack in stacks.values():
         if type(stack.packed).__torch_dispatch__ is not own_dispatch:
@@ -125,7 +116,7 @@ def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) ->
     return stacks
 
 
-def is_hooked(module: Any, chains: dict[str, tuple[Any, Any]]) -> bool:
+def is_hooked(module: Any, chains: dict[str, Any]) -> bool:
     """Whether reading one of the stacks runs, or returns, anything but what bitsandbytes' parametrization does.
 
     Offloading and sharding gather and free a weight in hooks: on the experts, on PyTorch's list of parametrizations
@@ -138,15 +129,13 @@ def is_hooked(module: Any, chains: dict[str, tuple[Any, Any]]) -> bool:
     caching, no_longer = (getattr(library, f"_{verb}_parametrization_cache", None) for verb in ("enable", "disable"))
     if parametrize._cache_enabled > [*module._forward_pre_hooks.values()].count(caching):
         return True
-    if is_called_otherwise(module, (caching, no_longer)):
-        return True
-    return any(
+    return is_called_otherwise(module, (caching, no_longer)) or any(
         is_called_otherwise(chain)
-        or is_called_otherwise(part)
+        or is_called_otherwise(chain[0])
         or not is_written_in(parametrize, getattr(getattr(type(module), name, None), "fget", None))
         or not is_written_in(parametrize, type(chain).forward)
-        or not is_written_in(library, type(part).forward)
-        for name, (chain, part) in chains.items()
+        or not is_written_in(library, type(chain[0]).forward)
+        for name, chain in chains.items()
     )
 
 
