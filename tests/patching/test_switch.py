@@ -218,6 +218,12 @@ def test_an_invalid_size_of_the_cache_is_an_error_that_lists_the_allowed(given):
     assert len(str(error.value)) < 500
 
 
+def test_block_is_gone_and_the_error_says_what_to_give():
+    for read in (lambda: Config.read({"NF4_PATCH_CACHE": "block"}), lambda: nf4_patch.enable(cache="BLOCK")):
+        with pytest.raises(ConfigError, match=r"0\.5GiB"):
+            read()
+
+
 @pytest.mark.parametrize("given", [6, "6", 6.5, 999_999])
 def test_a_small_number_without_a_unit_asks_what_is_meant(given):
     message = f"would be {given} bytes. Which is meant: {given}GiB, {given}MiB or {given}B?"
