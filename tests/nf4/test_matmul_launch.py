@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from oracle import layout_of, quantized
 from subprocess_python import python
 
-from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.matmul import hopper, kernels, launch, small_m
 from nf4_patch.nf4.matmul.tuning import (
     HOPPER_ROWS,
@@ -26,7 +24,6 @@ from nf4_patch.nf4.matmul.tuning import (
 from nf4_patch.nf4.weight import Weight
 
 H200 = (9, 0)
-GPU = torch.cuda.is_available()
 
 
 def test_table_of_measured_sizes(monkeypatch):
@@ -149,58 +146,6 @@ def test_what_is_asked_of_the_compiler(monkeypatch):
         assert cut.warps == warps
         small_m.SmallMKernel(torch.device("cpu"), torch.bfloat16, layout, cut, m, False)
     assert asked == [{"maxnreg": registers, "launch_pdl": True} for registers in (None, 255)]
-
-
-class Compiler:
-    """Stands where Triton's JITFunction stands and keeps what it was asked for last."""
-
-    def warmup(self, *arguments, **values):
-        self.values = values
-        return object()
-
-
-@pytest.fixture
-def compiler(monkeypatch):
-    """An H200 without the H200: everything of matmul_4bit but the launches, which are recorded."""
-    made, launches = Compiler(), []
-    state = SimpleNamespace(compiler=made, launches=launches)
-    monkeypatch.setattr(kernels, "matmul_4bit_kernel", made)
-    monkeypatch.setattr(kernels, "sum_split_k_kernel", made)
-    monkeypatch.setattr(kernels, "copy_kernel", made)
-    monkeypatch.setattr(runtime, "_entries", {})
-    monkeypatch.setattr(launch, "_kernels", {})
-    entry = runtime.KernelEntry(lambda *call: launches.append(call), (), (), "test")
-    monkeypatch.setattr(runtime.KernelEntry, "of", lambda compiled, values: entry)
-    monkeypatch.setattr(runtime, "current_device", lambda: -1)  # what a CPU tensor's get_device() is
-    monkeypatch.setattr(runtime, "current_stream", lambda index: 7)
-    monkeypatch.setattr(runtime, "empty_strided_cuda", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: H200)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    return state
-
-
-def multiply(m, packed, state):
-    n, k = state.shape
-    x = torch.zeros(m, k, dtype=torch.bfloat16)
-    layout = layout_of(packed, state)
-    return launch.matmul_4bit(x, layout, config=launch.config_for(H200, m, n, k))
-
-
-@pytest.mark.skipif(GPU, reason="tests/gpu/test_matmul_kernels.py runs the copies")
-def test_a_weight_off_16_bytes_is_read_from_a_copy(compiler):
-    """Its own at every call, on 16 bytes, of all of it."""
-    packed, state = quantized((256, 512), torch.bfloat16, "cpu")
-    aligned = torch.empty(packed.numel() + 16, dtype=torch.uint8)[: packed.numel()].view(-1, 1)
-    odd = torch.empty(packed.numel() + 16, dtype=torch.uint8)[4 : packed.numel() + 4].view(-1, 1)
-    multiply(8, aligned, state)
-    assert [call[5] for call in compiler.launches] == [aligned.data_ptr()]  # grid, 1, 1, stream, x, packed
-    multiply(8, odd, state)
-    _, copy, matmul = compiler.launches
-    _, _, _, stream, source, target, words = copy
-    assert (stream, source, words) == (7, odd.data_ptr(), 256 * 512 // 8)
-    assert matmul[5] == target != source and target % 16 == 0
 
 
 @pytest.mark.full
