@@ -123,10 +123,10 @@ def ids_of(tokens: int = 24) -> torch.Tensor:
     return torch.arange(2 * tokens, device=DEVICE).view(2, tokens) * 7 % 96
 
 
-def step(model) -> dict[str, torch.Tensor]:
+def step(model, tokens: int = 24) -> dict[str, torch.Tensor]:
     """The loss and every gradient of a training step."""
     model.zero_grad()
-    loss = model(input_ids=ids_of(), labels=ids_of()).loss
+    loss = model(input_ids=ids_of(tokens), labels=ids_of(tokens)).loss
     loss.backward()
     return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
