@@ -59,13 +59,12 @@ class Run(NamedTuple):
     """A command that is run, with train.py in the working directory."""
 
     prints: str
-    codes: tuple[int, ...] = (0,)
     processes: int = 2  # in place of the 8 of the page
 
 
 # a line of a bash block -> how it is run, or why not, and what runs it instead
 COMMANDS: dict[str, Run | str] = {
-    "nf4-patch doctor": Run("bitsandbytes.functional.dequantize_4bit", codes=(0, 1)),
+    "nf4-patch doctor": "a fresh process for what tools/test_cli.py runs in one",
     "NF4_PATCH=1 NF4_PATCH_STRICT=1 python train.py": Run(f"nf4_patch {nf4_patch.__version__} is on: NF4_PATCH=1"),
     "nf4-patch run --report torchrun --nproc-per-node 8 train.py": Run("1 in the kernel, 0 fell back"),
     "nf4-patch run --report accelerate launch --num_processes 8 train.py": Run("1 in the kernel, 0 fell back"),
@@ -102,9 +101,9 @@ def trainer(folder: Path, checkpoint: str) -> Any:
 
 
 def mixture_of_experts(folder: Path, checkpoint: str) -> torch.nn.Module:
-    import mixtures
+    import tiny_experts
 
-    return mixtures.random_model("Qwen3 MoE")
+    return tiny_experts.random_model("qwen3")
 
 
 def checkpoint_of_experts(folder: Path) -> str:
@@ -173,7 +172,7 @@ def test_command(command, tmp_path):
     words = shlex.split(command.replace("--nproc-per-node 8", f"--standalone --nproc-per-node {how.processes}"))
     variables = dict(word.split("=", 1) for word in itertools.takewhile(lambda word: "=" in word, words))
     done = completed(words[len(variables) :], tmp_path, subprocess.STDOUT, **variables)
-    assert done.returncode in how.codes, done.stdout
+    assert done.returncode == 0, done.stdout
     assert done.stdout.count(how.prints) == 1, done.stdout
 
 

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("bitsandbytes.nn.parametrize", reason="bitsandbytes before 0.46")
 
 import bitsandbytes.functional as F
-from mixtures import in_4bit, loaded, random_model, saved
+from tiny_experts import in_4bit, loaded, random_model, saved
 
 import nf4_patch
 
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.gpu
 SIZES = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 4}
 
 
-@pytest.mark.parametrize("name", ["Qwen3 MoE", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
 @pytest.mark.parametrize("places", [{"": 0}, "auto"], ids=str)
 def test_packed_while_loading(name, places, tmp_path):
     """The packed model, two stacks in 16 bits and an eighth of one: nothing else is ever on the GPU."""
-    sizes = SIZES if name == "Qwen3 MoE" else {"hidden_size": 1024, "intermediate_size": 512, "num_local_experts": 32}
+    sizes = SIZES if name == "qwen3" else {"hidden_size": 1024, "intermediate_size": 512, "num_local_experts": 32}
     stacks = saved(random_model(name, **sizes), tmp_path)
     largest = max(stack.nbytes for stack in stacks.values())
     torch.cuda.empty_cache()

@@ -20,11 +20,11 @@ from tiny_experts import (
     hits,
     ids_of,
     model_of,
+    random_model,
     reasons,
     same,
     step,
 )
-from transformers import AutoModelForCausalLM
 
 import nf4_patch
 from nf4_patch.patching.cache.store import cache
@@ -155,7 +155,7 @@ def test_a_second_parametrization_stays_dense(patched):
 
 
 def test_16_bit_experts(patched):
-    model = AutoModelForCausalLM.from_config(CONFIGS["qwen3"](), dtype=torch.bfloat16).to(DEVICE)
+    model = random_model("qwen3", device=DEVICE)
     ours = step(model)
     assert reasons() == {Reason.EXPERTS_NOT_PACKED: LAYERS} and hits() == 0
     patched.disable()

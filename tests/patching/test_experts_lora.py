@@ -23,6 +23,7 @@ from tiny_experts import (
     STACKS,
     adapters_of,
     alternating,
+    config_of,
     decoded,
     dense_of,
     experts_of,
@@ -60,9 +61,9 @@ def stock(option):
     return stocked
 
 
-def logits(model) -> torch.Tensor:
+def logits(model, tokens: int = 24) -> torch.Tensor:
     with torch.no_grad():
-        return model(input_ids=ids_of()).logits
+        return model(input_ids=ids_of(tokens)).logits
 
 
 def error(got: torch.Tensor, exact: torch.Tensor) -> float:
@@ -204,7 +205,7 @@ def test_files_are_pefts(option, tmp_path):
 def test_experts_define_what_goes_down_last():
     """By which the order of peft's wrappers is told on packed experts."""
     for name in ARCHITECTURES:
-        model = AutoModelForCausalLM.from_config(ARCHITECTURES[name]())
+        model = AutoModelForCausalLM.from_config(config_of(name))
         for module in experts_of(model):
             names = list(module._parameters)
             assert names == sorted(names, key=lambda name: name.startswith("down")), type(module)
@@ -290,7 +291,7 @@ def test_generation_with_the_adapters_on(stock):
     dense = dense_of(model).eval()
     for each in (model, dense):
         each.set_experts_implementation("batched_mm")
-    ours, peft = logits(with_lora(model)), stock(dense, run=logits)
+    ours, peft = logits(with_lora(model), 4), stock(dense, run=lambda model: logits(model, 4))
     assert error(ours, peft.double()) < 1e-5 and hits("batched_mm") == 2 * LAYERS
     generated = model.generate(input_ids=ids_of(4), max_new_tokens=3, do_sample=False)
     assert generated.shape == (2, 7)
@@ -301,7 +302,7 @@ def test_batched_mm_trains(stock):
     dense = dense_of(model)
     for each in (model, dense):
         each.set_experts_implementation("batched_mm")
-    ours, peft = step(with_lora(model)), stock(dense)
+    ours, peft = step(with_lora(model), 4), stock(dense, run=lambda model: step(model, 4))
     assert max(error(ours[key], peft[key].double()) for key in peft) < 1e-4
     assert reasons("batched_mm") == {Reason.BATCHED_MM_GRADIENT: LAYERS}
 
