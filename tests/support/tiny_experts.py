@@ -43,8 +43,8 @@ NEXT = {
     "linear_num_value_heads": 16, "linear_num_key_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 GEMMA = {
-    "enable_moe_block": True, "top_k_experts": 2, "global_head_dim": 16, "vocab_size_per_layer_input": 96,
-    "hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"],
+    "enable_moe_block": True, "top_k_experts": 2, "tie_word_embeddings": True, "hidden_size_per_layer_input": 0,
+    "layer_types": ["full_attention"] * LAYERS,
 }  # fmt: skip
 # A block of the second level has 64 * 256 elements: gpt-oss's down_proj, 128 x 64 an expert, does not divide into such.
 ARCHITECTURES = {
