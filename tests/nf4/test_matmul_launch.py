@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from oracle import layout_of, quantized
-from subprocess_python import python
+from subprocess_python import support
 
 from nf4_patch.nf4.matmul import hopper, kernels, launch, small_m
 from nf4_patch.nf4.matmul.tuning import (
@@ -155,9 +154,7 @@ def test_every_row_compiles_for_every_gpu():
     There all 255 registers are taken: up to 24 bytes on GPUs after Hopper, none on Hopper (Triton 3.7.1). Steps of 32 and 16
     weights, which no model of the table has, may spill up to 72.
     """
-    support = Path(__file__).parents[1] / "support"
-    done = python((support / "compile_fused_matmul.py").read_text(), path=support)
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = [line.split() for line in support("compile_fused_matmul")]
     assert {int(line[0]) for line in lines} == {75, 80, 86, 89, 90, 100, 120}
     assert sum(line[0] == "75" for line in lines) == 3 * (2 + len(TILE_COUNTS)) + 2 * 2  # both offsets of 16 bits
     assert sum(line[0] == "90" for line in lines) >= 4 * len(SMALL_M_ROWS)

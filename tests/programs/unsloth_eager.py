@@ -1,4 +1,4 @@
-"""The patch in Unsloth: ``unsloth_dequantize.py TARGET first|last|between``, enabled before, between or after the imports."""
+"""The patch and its cache in Unsloth: ``unsloth_eager.py TARGET first|last|between``, enabled before, between or after the imports."""
 
 import importlib
 import sys
@@ -6,6 +6,7 @@ import sys
 import nf4_patch
 
 TARGET, order = sys.argv[1:]
+DEQUANTIZE = "bitsandbytes.functional.dequantize_4bit"
 if order == "between":
     importlib.import_module("bitsandbytes")
 if order != "last":
@@ -15,8 +16,9 @@ if order == "last":
     nf4_patch.enable(matmul="auto")
 
 import torch
-import bitsandbytes as bnb
 import bitsandbytes.functional as F
+from target import linear
+from nf4_patch.patching.cache.store import cache
 from unsloth.kernels import utils, fast_lora
 import unsloth.kernels
 import unsloth.save
@@ -35,9 +37,14 @@ def quantized(shape, quant_type="nf4", nested=True):
     return F.quantize_4bit(torch.randn(shape, dtype=torch.bfloat16), quant_type=quant_type, compress_statistics=nested)
 
 
+# the newest unsloth_zoo wraps dequantize_4bit in a closure: over ours, or beneath it
+nf4_patch.enable(matmul="auto")
+newest = TARGET.endswith("_bnb")
+assert not newest or rows()[DEQUANTIZE].state == ("patched" if order == "last" else "wrapped"), rows()[DEQUANTIZE]
 packed, state = quantized((64, 128))
 want = F.dequantize_4bit(packed, state)
-layer = bnb.nn.Linear4bit(128, 64, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).bfloat16().to("cpu")
+assert rows()[DEQUANTIZE].hits == 1, rows()[DEQUANTIZE]
+layer = linear(torch.device("cpu"), 128, 64, weights=torch.bfloat16)
 # every module that holds the function, by value or not, reaches the kernel
 holders = [utils, fast_lora, unsloth.kernels, unsloth.save]
 for module in holders:
@@ -74,8 +81,11 @@ for module in (utils, unsloth.kernels):
 assert rows()[gemv].fallbacks == {"NOT_4BIT": 2}, rows()[gemv]
 assert fast_lora.matmul_lora is utils.matmul_lora
 adapted = fast_lora.matmul_lora(x, w.t(), None, a, b, 0.5)
-# off: the original is back in every holder
+# off: the original is back in every holder, and the wrapper stays
+standing, hits = F.dequantize_4bit, rows()[DEQUANTIZE].hits
 nf4_patch.disable()
+assert torch.equal(F.dequantize_4bit(packed, state), want) and rows()[DEQUANTIZE].hits == hits
+assert order == "last" or not newest or F.dequantize_4bit is standing
 for module in holders:
     assert not ours(module.fast_dequantize), module.__name__
 for function in (utils.fast_gemv, unsloth.kernels.fast_gemv, fast_lora.matmul_lora):
@@ -83,7 +93,49 @@ for function in (utils.fast_gemv, unsloth.kernels.fast_gemv, fast_lora.matmul_lo
 assert not any(ours(getattr(utils, name.rpartition(".")[2])) for name in (TARGET, gemv))
 assert torch.equal(adapted, fast_lora.matmul_lora(x, w.t(), None, a, b, 0.5))
 nf4_patch.enable()
-hits = rows()[TARGET].hits
+before = rows()[TARGET].hits
 utils.fast_dequantize(packed, state)
-assert rows()[TARGET].hits == hits + 1
+F.dequantize_4bit(packed, state)
+assert rows()[TARGET].hits == before + 1 and rows()[DEQUANTIZE].hits == hits + 1
 print("state", rows()[TARGET].state)
+
+# the cache in Unsloth's autograd functions, checkpointed: equal gradients, and who may write shares no memory
+layers = [linear(torch.device("cpu"), 128, 128, seed=seed, weights=torch.bfloat16) for seed in range(3)]
+adapters = [torch.randn(shape).bfloat16().requires_grad_() for shape in ((4, 128), (128, 4)) * 3]
+values = torch.randn(2, 8, 128, dtype=torch.bfloat16)
+parts = [
+    (layer.weight, layer.weight.quant_state, a, b, 0.5)
+    for layer, a, b in zip(layers, adapters[::2], adapters[1::2], strict=True)
+]
+
+
+def block(x):
+    q, k, v = fast_lora.LoRA_QKV.apply(x, *(item for part in parts for item in part), False)
+    return fast_lora.LoRA_W.apply(q + k * v, *parts[0])
+
+
+def step(reentrant):
+    x = values.clone().requires_grad_()
+    y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
+    loss = y.float().square().sum()
+    for each in adapters:
+        each.grad = None
+    loss.backward()
+    return [x.grad, *(each.grad for each in adapters)]
+
+
+for reentrant in (True, False):
+    nf4_patch.enable(cache="off")
+    want = step(reentrant)
+    nf4_patch.enable(cache=2**30)
+    cache.hits = cache.misses = 0
+    for _ in range(3):
+        assert all(map(torch.equal, step(reentrant), want))
+    reads = cache.hits + cache.misses
+    assert reads == 3 * 3 * 4 and cache.hits >= reads * 0.3, (cache.hits, reads)
+    # a caller without the buffer may write into what it gets
+    mine = [utils.fast_dequantize(layers[0].weight, layers[0].weight.quant_state).data_ptr() for _ in range(2)]
+    assert cache.weights and not {cached.dense.data_ptr() for cached in cache.weights.values()} & set(mine)
+    nf4_patch.disable()
+    assert not cache.weights
+print("cached")
