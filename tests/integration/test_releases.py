@@ -76,14 +76,12 @@ def test_light_selection(name, tmp_path, monkeypatch):
         assert row["releases"]["wrapt"] == "1.16.0"
 
 
-FULL = [pytest.param(change, "", marks=pytest.mark.full) for change in ("2051", "2049", "experts")]
+FULL = [pytest.param(change, "", marks=pytest.mark.full) for change in ("2051", "2049")]
 
 
 @pytest.mark.parametrize(("change", "mode"), [("2035", ""), ("2035", "compiled"), *FULL])
 def test_releases_to_come(change, mode):
-    """Changes that pull requests of bitsandbytes and transformers make: the replacement serves, or is refused by name."""
-    if change == "experts":
-        pytest.importorskip("transformers.integrations.moe", reason="transformers before 5")
+    """Changes that pull requests of bitsandbytes make: the replacement serves."""
     program("releases_to_come", change, *mode.split(), interpreted=not torch.cuda.is_available())
 
 

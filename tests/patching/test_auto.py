@@ -182,22 +182,18 @@ def test_it_gives_back_before_a_larger_batch(gpu, larger):
     assert budget_after(2, larger) == 2 * GIB
 
 
-def test_every_tensor_counts_for_the_size_of_a_batch(gpu):
-    """An image comes first and is always the same; text grows, in a dictionary of keyword arguments."""
-    image = inputs(1, 900, 64)
+BESIDE = {
+    "an image in the same pass": lambda text: [(inputs(1, 900, 64), {"text": [text]})],
+    "larger images in a pass of their own": lambda text: [(inputs(1, 900, 32),), (text,)],
+}
+
+
+@pytest.mark.parametrize("observed", BESIDE.values(), ids=BESIDE)
+def test_text_that_grows_beside_images_of_one_size(gpu, observed):
     for length, budget in ((128, 0), (128, 9 * GIB), (950, 0), (950, 9 * GIB)):
         for _ in range(auto.STEPS):
-            cache.auto.observe(image, {"text": [inputs(1, length, 64)]})
-            ADAM.step()
-        assert cache.budget == budget
-
-
-def test_text_that_grows_beside_larger_images(gpu):
-    """Each in a forward pass of its own, as the layers of two parts of a model."""
-    for length, budget in ((128, 0), (128, 9 * GIB), (256, 0), (256, 9 * GIB)):
-        for _ in range(auto.STEPS):
-            cache.auto.observe(inputs(1, 900, 32))
-            cache.auto.observe(inputs(1, length, 64))
+            for tensors in observed(inputs(1, length, 64)):
+                cache.auto.observe(*tensors)
             ADAM.step()
         assert cache.budget == budget
 

@@ -41,7 +41,3 @@ def test_who_serves_a_call(used, capability, device, monkeypatch):
     assert counters.fallbacks[TARGET, Reason.DEFERRED] == theirs
     compiled = torch.compile(lambda: replaced(packed, state), backend="eager")()
     assert compiled == "theirs" if used else torch.equal(compiled, want)
-
-
-def test_every_measured_capability_says_on_what():
-    assert ROW.own_kernel.slower_on and " us " in ROW.own_kernel.measured
