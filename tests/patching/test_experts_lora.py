@@ -40,6 +40,7 @@ from transformers import AutoModelForCausalLM
 from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.experts import forward as own_forward
 from nf4_patch.patching.reasons import Reason
+from nf4_patch.tools.bench.matmul import error
 
 
 @pytest.fixture(autouse=True)
@@ -64,10 +65,6 @@ def stock(option):
 def logits(model, tokens: int = 24) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=ids_of(tokens)).logits
-
-
-def error(got: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((got.double() - exact).norm() / exact.norm())
 
 
 # --- the numbers ---

@@ -33,10 +33,8 @@ def test_linear4bit_forward_and_backward_are_bit_equal(on):
     assert nf4_patch.status().hits == hits == (2 if on.type == "cuda" else 1)  # a CPU forward never dequantizes
 
 
-def test_dequant_linear_fallback(on, monkeypatch):
-    """bitsandbytes 0.50's forward. On a CPU machine the module imports once the raw stream getter exists."""
-    if on.type == "cpu":
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+def test_dequant_linear_fallback(on, linear_op):
+    """bitsandbytes 0.50's forward."""
     import bitsandbytes.backends.cuda.ops as cuda_ops
 
     nf4_patch.enable()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import nf4_patch
 import unsloth
-import bitsandbytes as bnb
+import target
 from unsloth.kernels import fast_lora
 from unsloth.models import _block_compile
 from nf4_patch.nf4.dequantize import launch, reference
@@ -38,10 +38,7 @@ if not GPU:  # Unsloth decodes in the graph with a kernel that has no CPU; the o
 
 
 def linear(seed):
-    torch.manual_seed(seed)
-    return (
-        bnb.nn.Linear4bit(SIDE, SIDE, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).bfloat16().to(DEVICE)
-    )
+    return target.linear(torch.device(DEVICE), SIDE, SIDE, seed=seed, weights=torch.bfloat16)
 
 
 class Layer(torch.nn.Module):

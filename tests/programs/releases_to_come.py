@@ -78,14 +78,10 @@ def row(name):
     return next(t for t in nf4_patch.status().targets if t.name.endswith(name))
 
 
-import bitsandbytes as bnb
+from target import linear
 import bitsandbytes.functional as F
 
-torch.manual_seed(0)
-layer = bnb.nn.Linear4bit(
-    256, 128, quant_type="nf4", compute_dtype=torch.bfloat16, compress_statistics=CHANGE != "2049"
-)
-layer = layer.to("cuda" if torch.cuda.is_available() else "cpu").train()
+layer = linear(torch.device("cuda" if torch.cuda.is_available() else "cpu"), compress_statistics=CHANGE != "2049")
 start = torch.randn(600, 256, device=layer.weight.device, dtype=torch.bfloat16)
 
 

@@ -17,15 +17,11 @@ if order == "last":
 
 import torch
 import bitsandbytes.functional as F
-from target import linear
+from target import linear, row
 from nf4_patch.patching.cache.store import cache
 from unsloth.kernels import utils, fast_lora
 import unsloth.kernels
 import unsloth.save
-
-
-def rows():
-    return {t.name: t for t in nf4_patch.status().targets}
 
 
 def ours(function):
@@ -40,17 +36,17 @@ def quantized(shape, quant_type="nf4", nested=True):
 # the newest unsloth_zoo wraps dequantize_4bit in a closure: over ours, or beneath it
 nf4_patch.enable(matmul="auto")
 newest = TARGET.endswith("_bnb")
-assert not newest or rows()[DEQUANTIZE].state == ("patched" if order == "last" else "wrapped"), rows()[DEQUANTIZE]
+assert not newest or row(DEQUANTIZE).state == ("patched" if order == "last" else "wrapped"), row(DEQUANTIZE)
 packed, state = quantized((64, 128))
 want = F.dequantize_4bit(packed, state)
-assert rows()[DEQUANTIZE].hits == 1, rows()[DEQUANTIZE]
+assert row(DEQUANTIZE).hits == 1, row(DEQUANTIZE)
 layer = linear(torch.device("cpu"), 128, 64, weights=torch.bfloat16)
 # every module that holds the function, by value or not, reaches the kernel
 holders = [utils, fast_lora, unsloth.kernels, unsloth.save]
 for module in holders:
-    before = rows()[TARGET].hits
+    before = row(TARGET).hits
     assert torch.equal(module.fast_dequantize(packed, state), want)
-    assert rows()[TARGET].hits == before + 1, module.__name__
+    assert row(TARGET).hits == before + 1, module.__name__
 assert torch.equal(utils.fast_dequantize(packed.t(), state), want.t())
 # what passes through there and is not 4-bit goes to the original, untouched
 dense = torch.randn(4, 4)
@@ -65,26 +61,26 @@ for other in (quantized((64, 128), nested=False), quantized((64, 128), quant_typ
 # a LoRA layer, forward and backward, through Unsloth's own autograd function
 X = torch.randn(2, 8, 128, dtype=torch.bfloat16, requires_grad=True)
 A, B = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((4, 128), (64, 4)))
-hits = rows()[TARGET].hits
+hits = row(TARGET).hits
 fast_lora.LoRA_W.apply(X, layer.weight, layer.weight.quant_state, A, B, 0.5).float().square().sum().backward()
-assert rows()[TARGET].hits == hits + 2, rows()[TARGET]
+assert row(TARGET).hits == hits + 2, row(TARGET)
 W = F.dequantize_4bit(layer.weight, layer.weight.quant_state)
 plain = torch.nn.functional.linear(X, W)
 assert torch.equal(fast_lora.matmul_lora(X, layer.weight, layer.weight.quant_state, None, None, None), plain)
-assert rows()[TARGET].fallbacks == {"NOT_4BIT": 1}, rows()[TARGET].fallbacks
+assert row(TARGET).fallbacks == {"NOT_4BIT": 1}, row(TARGET).fallbacks
 # the matmul of one row, in every holder, and that with an adapter: of a dense weight they are the original's
 gemv = TARGET.replace("dequantize", "gemv")
-assert rows()[gemv].state == rows()["unsloth.kernels.utils.matmul_lora"].state == "patched", nf4_patch.status()
+assert row(gemv).state == row("unsloth.kernels.utils.matmul_lora").state == "patched", nf4_patch.status()
 x, w, a, b = torch.randn(1, 1, 8), torch.randn(8, 4), torch.randn(2, 8), torch.randn(4, 2)
 for module in (utils, unsloth.kernels):
     assert torch.equal(module.fast_gemv(x, w, None), x @ w)
-assert rows()[gemv].fallbacks == {"NOT_4BIT": 2}, rows()[gemv]
+assert row(gemv).fallbacks == {"NOT_4BIT": 2}, row(gemv)
 assert fast_lora.matmul_lora is utils.matmul_lora
 adapted = fast_lora.matmul_lora(x, w.t(), None, a, b, 0.5)
 # off: the original is back in every holder, and the wrapper stays
-standing, hits = F.dequantize_4bit, rows()[DEQUANTIZE].hits
+standing, hits = F.dequantize_4bit, row(DEQUANTIZE).hits
 nf4_patch.disable()
-assert torch.equal(F.dequantize_4bit(packed, state), want) and rows()[DEQUANTIZE].hits == hits
+assert torch.equal(F.dequantize_4bit(packed, state), want) and row(DEQUANTIZE).hits == hits
 assert order == "last" or not newest or F.dequantize_4bit is standing
 for module in holders:
     assert not ours(module.fast_dequantize), module.__name__
@@ -93,11 +89,11 @@ for function in (utils.fast_gemv, unsloth.kernels.fast_gemv, fast_lora.matmul_lo
 assert not any(ours(getattr(utils, name.rpartition(".")[2])) for name in (TARGET, gemv))
 assert torch.equal(adapted, fast_lora.matmul_lora(x, w.t(), None, a, b, 0.5))
 nf4_patch.enable()
-before = rows()[TARGET].hits
+before = row(TARGET).hits
 utils.fast_dequantize(packed, state)
 F.dequantize_4bit(packed, state)
-assert rows()[TARGET].hits == before + 1 and rows()[DEQUANTIZE].hits == hits + 1
-print("state", rows()[TARGET].state)
+assert row(TARGET).hits == before + 1 and row(DEQUANTIZE).hits == hits + 1
+print("state", row(TARGET).state)
 
 # the cache in Unsloth's autograd functions, checkpointed: equal gradients, and who may write shares no memory
 layers = [linear(torch.device("cpu"), 128, 128, seed=seed, weights=torch.bfloat16) for seed in range(3)]
