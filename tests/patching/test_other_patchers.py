@@ -11,7 +11,6 @@ import bitsandbytes.functional as F
 import pytest
 import torch
 from oracle import expected, quantized
-from subprocess_python import program
 from target import TARGET, fallbacks, replaced_by, row
 
 import nf4_patch
@@ -84,13 +83,6 @@ def test_a_wrapper_full_of_closures_is_searched_quickly(on):
         functions = [make(functions) for _ in range(8)]
     with replaced_by(functions[0], on=True):
         assert row().state == "displaced"
-
-
-@pytest.mark.parametrize("first", ["nf4_patch", pytest.param("liger", marks=pytest.mark.full)])
-def test_liger(first, tmp_path):
-    """Liger replaces classes of transformers and nothing of ours: hits inside its modules, off and on again."""
-    pytest.importorskip("liger_kernel")
-    program("liger", first, interpreted=True, cwd=tmp_path)
 
 
 def test_copies_of_the_original(on, monkeypatch):

@@ -20,14 +20,7 @@ from typing import Any
 import torch
 
 # Before anything else the kernels are imported under the interpreter, as conftest.py does.
-INTERPRETED = """
-import os, triton
-os.environ["TRITON_INTERPRET"] = "1"
-import nf4_patch.nf4.dequantize.kernels
-del os.environ["TRITON_INTERPRET"]
-import quick_interpreter
-quick_interpreter.install()
-"""
+INTERPRETED = "import quick_interpreter\nquick_interpreter.install()\n"
 
 # Reads requests, one a line, forks for each and answers its exit code. The child leaves the loop and runs the code, as its
 # __main__; then it ends as Python does, less the taking apart.
