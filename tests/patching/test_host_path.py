@@ -109,7 +109,16 @@ def test_an_out_that_the_kernel_must_not_write_is_refused(server):
     half = torch.empty(64, 96, dtype=torch.float16)
     odd = torch.empty(64 * 96 + 1, dtype=torch.bfloat16)[1:].view(64, 96)
     over = [memory[start:][: dense.nbytes].view(torch.bfloat16).view(64, 96) for start in (0, 3056, 4080)]
-    for out in (dense.t(), dense[:32], half, dense[:, ::2], odd, dense.clone().requires_grad_(), "no tensor", *over):
+    for out in (
+        dense.view(96, 64).t(),
+        dense[:32],
+        half,
+        dense[:, ::2],
+        odd,
+        dense.clone().requires_grad_(),
+        "no tensor",
+        *over,
+    ):
         for _ in range(2):
             assert server.of_state(weight, state, out) is guards.Reason.OUT_MISMATCH
     assert server.of_state(weight, state, dense) is dense and server.launched == 1
