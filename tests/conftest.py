@@ -1,7 +1,4 @@
-"""No GPU: the kernels are imported under Triton's interpreter, so that every patched function hits on CPU tensors.
-
-Only the kernels: TRITON_INTERPRET is unset again before Unsloth or Inductor define theirs.
-"""
+"""No GPU: the kernels are imported under Triton's interpreter, so that every patched function hits on CPU tensors."""
 
 from __future__ import annotations
 
@@ -9,19 +6,13 @@ import os
 
 import pytest
 import torch
-import triton  # noqa: F401 (before the variable is set: Triton's own functions stay compiled)
 
 GPU = torch.cuda.is_available()
 os.environ["NF4_PATCH_CALIBRATION"] = "off"  # the shipped tables, whatever this machine remembers
 
 if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
     import quick_interpreter
 
-    import nf4_patch.nf4.dequantize.kernels
-    import nf4_patch.nf4.routing.kernels
-
-    del os.environ["TRITON_INTERPRET"]
     quick_interpreter.install()
 
 import nf4_patch  # noqa: E402

@@ -23,15 +23,12 @@ from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.bench.record import GPU_TIME, UNPATCHED, Bench, Check, Row, bits
 from nf4_patch.tools.bench.timing import Machine, Times
 from nf4_patch.tools.cli import main
+from scripts import render_docs
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 USER_PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]  # without docs/notes
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-
-SPEC = importlib.util.spec_from_file_location("render_docs", ROOT / "scripts" / "render_docs.py")
-render_docs = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(render_docs)
 
 
 def written(page: Path) -> str:
@@ -296,7 +293,6 @@ def test_docstrings_render_without_warnings(name):
     ]
     for node in documented:
         text = ast.get_docstring(node)
-        assert text.count("``") % 2 == 0, f"{name}: {text}"
         if not isinstance(node, ast.FunctionDef) or "Args:" not in text:
             continue
         arguments = node.args

@@ -1,15 +1,17 @@
-"""Mixtures of experts at real size (two layers) on the GPU: a hundred steps to the bit, and the dense stacks not saved."""
+"""Mixtures of experts at real size (two layers) on the GPU: a hundred steps to the bit, and the dense stacks not saved; and their loading."""
 
 from __future__ import annotations
 
+import bitsandbytes.functional as F
 import pytest
 import torch
+from tiny_experts import in_4bit, loaded, random_model, saved
 
 import nf4_patch
 from benchmarks import experts
 from nf4_patch.tools.bench import step
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = pytest.mark.gpu
 
 
 def train(model, patch: bool, steps: int, cache: str = "off"):
@@ -31,6 +33,7 @@ def train(model, patch: bool, steps: int, cache: str = "off"):
     return torch.stack(losses), [a.detach().clone() for a in adapters], torch.cuda.max_memory_allocated()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", experts.CONFIGURATIONS)
 def test_a_hundred_steps_to_the_bit_and_nothing_dense_is_saved(name):
     model = step.peft_model(experts.CONFIGURATIONS[name](), experts.ATTENTION)
@@ -58,3 +61,32 @@ def test_a_hundred_steps_to_the_bit_and_nothing_dense_is_saved(name):
         ]
         in_use = max(stacks)  # one is dense at a time
         assert peak <= 1.001 * (stock if checkpointing else stock - sum(stacks) + in_use)
+
+
+SIZES = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 4}
+
+
+# Packed while transformers loads them: the same bits as on the CPU, and no more memory than promised.
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
+@pytest.mark.parametrize("places", [{"": 0}, "auto"], ids=str)
+def test_packed_while_loading(name, places, tmp_path):
+    """The packed model, two stacks in 16 bits and an eighth of one: nothing else is ever on the GPU."""
+    sizes = SIZES if name == "qwen3" else {"hidden_size": 1024, "intermediate_size": 512, "num_local_experts": 32}
+    stacks = saved(random_model(name, **sizes), tmp_path)
+    largest = max(stack.nbytes for stack in stacks.values())
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with nf4_patch.enabled(experts="4bit"):
+        model = loaded(tmp_path, quantization_config=in_4bit(), device_map=places)
+    held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    if torch.cuda.device_count() == 1:
+        assert held < sum(stack.nbytes for stack in stacks.values()) / 3
+        assert peak <= held + 2.125 * largest
+    for stack, dense in stacks.items():
+        path, _, parameter = stack.rpartition(".")
+        chain = model.get_submodule(path).parametrizations[parameter]
+        packed, _ = F.quantize_4bit(dense.to(chain.original.device), compress_statistics=True, quant_type="nf4")
+        assert torch.equal(chain.original, packed)
+    ids = torch.arange(24, device="cuda").view(2, 12)
+    assert torch.isfinite(model(ids).logits).all()

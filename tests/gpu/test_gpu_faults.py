@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracle import quantized
 from subprocess_python import python
-from target import TARGET
+from target import TARGET, raising
 
 import nf4_patch
 from nf4_patch.nf4 import runtime
@@ -36,18 +36,11 @@ def original(packed, state):
     return result
 
 
-def failing(error):
-    def fails(*arguments, **keywords):
-        raise error
-
-    return fails
-
-
 SIGNATURE = "function takes exactly 21 arguments (20 given)"
-CHANGED = runtime.KernelEntry(failing(TypeError(SIGNATURE)), (), (), "changed")
+CHANGED = runtime.KernelEntry(raising(TypeError(SIGNATURE)), (), (), "changed")
 FAILURES = {  # what stands where, and what status() says; other bits: found on a sample, before a weight sees them
     "the compiler fails": (
-        type(compilation.kernels.dequantize_kernel), "warmup", failing(RuntimeError("ptxas exited with 255")), "with 255"
+        type(compilation.kernels.dequantize_kernel), "warmup", raising(RuntimeError("ptxas exited with 255")), "with 255"
     ),
     "the launcher has another signature": (runtime.KernelEntry, "of", lambda *_: CHANGED, SIGNATURE),
     "the kernel gives other bits": (runtime, "same_bits", lambda a, b: False, "bits differ from the reference"),

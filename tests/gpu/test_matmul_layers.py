@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import bitsandbytes as bnb
 import bitsandbytes.functional as F
@@ -135,7 +134,7 @@ def test_gemv_4bit(auto):
 @unsloth
 @pytest.mark.parametrize("function", ["gemv", "matmul_lora"])
 def test_unsloth(function):
-    program("unsloth_fused_matmul", function, path=Path(__file__).parents[1] / "support")
+    program("unsloth_fused_matmul", function)
 
 
 def test_matmul_4bit_is_the_op_without_the_op(auto):

@@ -1,9 +1,10 @@
-"""The release matrix: what was recorded is equal to the bit, and a light selection of its cells runs here."""
+"""The release matrix: what was recorded is equal to the bit, and a light selection of its cells runs here; and the wheel."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,12 +14,9 @@ from subprocess_python import program
 
 from nf4_patch.patching.targets import TARGETS
 from nf4_patch.tools.report import DISTRIBUTIONS
+from scripts import release_matrix as matrix
 
 ROOT = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location("release_matrix", ROOT / "scripts" / "release_matrix.py")
-matrix = importlib.util.module_from_spec(SPEC)
-sys.modules["release_matrix"] = matrix
-SPEC.loader.exec_module(matrix)
 ROWS = json.loads(matrix.RECORD.read_text())
 
 
@@ -79,12 +77,19 @@ def test_light_selection(name, tmp_path, monkeypatch):
         assert row["releases"]["wrapt"] == "1.16.0"
 
 
-FULL = [pytest.param(change, "", marks=pytest.mark.full) for change in ("2051", "2049", "experts")]
+FULL = [pytest.param(change, "", marks=pytest.mark.full) for change in ("2051", "2049")]
 
 
 @pytest.mark.parametrize(("change", "mode"), [("2035", ""), ("2035", "compiled"), *FULL])
 def test_releases_to_come(change, mode):
-    """Changes that pull requests of bitsandbytes and transformers make: the replacement serves, or is refused by name."""
-    if change == "experts":
-        pytest.importorskip("transformers.integrations.moe", reason="transformers before 5")
+    """Changes that pull requests of bitsandbytes make: the replacement serves."""
     program("releases_to_come", change, *mode.split(), interpreted=not torch.cuda.is_available())
+
+
+@pytest.mark.full
+def test_wheel_works_in_an_empty_environment():
+    """Built and tried with nothing of this checkout: import, doctor, verify."""
+    environ = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run([ROOT / "scripts" / "wheel", "--light"], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "none differs" in done.stdout and done.stdout.strip().endswith(".whl")

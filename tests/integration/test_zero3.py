@@ -1,4 +1,7 @@
-"""DeepSpeed ZeRO-3 over two processes: bytes sharded, gathered for each use, decoded by the kernel, the same bits."""
+"""DeepSpeed ZeRO-3 over two processes: bytes sharded, gathered for each use, decoded by the kernel, the same bits.
+
+And LoRA on packed experts in two processes, in every way.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +16,35 @@ import torch
 from run_example import GLOO, run
 
 OWN = Path(sys.prefix) / "deepspeed-0.19.8"  # where scripts/test puts it
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(
-        not OWN.is_dir() and importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
-    ),
-    pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none"),
-]
+NO_DEEPSPEED = not OWN.is_dir() and importlib.util.find_spec("deepspeed") is None
+NEEDS = pytest.mark.skipif(NO_DEEPSPEED, reason="deepspeed is not installed")
+pytestmark = pytest.mark.full
 STEPS = 3
 
 
-def processes(patch: str, checkpoint: str, folder: Path) -> list[dict]:
-    script = Path(__file__).parents[1] / "programs" / "zero3_steps.py"
+def launched(folder: Path, name: str, *words: object, **variables: str) -> str:
+    """What two processes of tests/programs/NAME.py print."""
     path = os.pathsep.join(filter(None, [str(OWN), os.environ.get("PYTHONPATH")]))
-    variables = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", "PYTHONPATH": path}
+    program = Path(__file__).parents[1] / "programs" / f"{name}.py"
+    command = [sys.executable, *GLOO, program, *words]
+    return run(command, folder, OMP_NUM_THREADS="1", PYTHONPATH=path, **variables)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="over gloo, on the CPU")
+@pytest.mark.parametrize("way", ["ddp", "fsdp2", pytest.param("zero3", marks=NEEDS)])
+def test_gradients_of_experts_are_the_mean_of_what_each_computes_alone(way, tmp_path):
+    assert launched(tmp_path, "experts_distributed", way).count("the mean, 2 stacks, 0 fell back") == 2
+
+
+def processes(patch: str, checkpoint: str, folder: Path) -> list[dict]:
     folder = folder / patch
     folder.mkdir()
-    run([sys.executable, *GLOO, script, patch, checkpoint, STEPS, folder], folder, **variables)
+    launched(folder, "zero3_steps", patch, checkpoint, STEPS, folder, TRITON_INTERPRET="0")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
+@NEEDS
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
 def test_losses_and_adapter_are_equal_to_the_bit(checkpoint, tmp_path):
     on, off = processes("on", checkpoint, tmp_path), processes("off", checkpoint, tmp_path)
     for mine, theirs in zip(on, off, strict=True):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from oracle import layout_of, quantized
 from ptx_simulator import Cta, Source, Warp, memory_of, u64
-from subprocess_python import python
+from subprocess_python import support
 
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.codes import code_of
@@ -129,9 +128,7 @@ def test_a_release_of_triton_on_which_nothing_ran_has_no_row(release, monkeypatc
 @pytest.mark.full
 def test_it_compiles_to_asynchronous_wgmma_within_shared_memory():
     """ptxas waits for every single wgmma, four times slower, where it finds too few registers; it says so."""
-    support = Path(__file__).parents[1] / "support"
-    done = python((support / "compile_hopper.py").read_text(), path=support)
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = [line.split() for line in support("compile_hopper")]
     assert len(lines) == 4
     for block_m, shared, serialized, wgmmas in lines:
         assert int(shared) <= 227 * 1024, block_m

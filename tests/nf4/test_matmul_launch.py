@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from oracle import layout_of, quantized
-from subprocess_python import python
+from subprocess_python import support
 
-from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.matmul import hopper, kernels, launch, small_m
 from nf4_patch.nf4.matmul.tuning import (
     HOPPER_ROWS,
@@ -26,7 +23,6 @@ from nf4_patch.nf4.matmul.tuning import (
 from nf4_patch.nf4.weight import Weight
 
 H200 = (9, 0)
-GPU = torch.cuda.is_available()
 
 
 def test_table_of_measured_sizes(monkeypatch):
@@ -149,58 +145,6 @@ def test_what_is_asked_of_the_compiler(monkeypatch):
     assert asked == [{"maxnreg": registers, "launch_pdl": True} for registers in (None, 255)]
 
 
-class Compiler:
-    """Stands where Triton's JITFunction stands and keeps what it was asked for last."""
-
-    def warmup(self, *arguments, **values):
-        self.values = values
-        return object()
-
-
-@pytest.fixture
-def compiler(monkeypatch):
-    """An H200 without the H200: everything of a product but the launches, which are recorded."""
-    made, launches = Compiler(), []
-    state = SimpleNamespace(compiler=made, launches=launches)
-    monkeypatch.setattr(kernels, "matmul_4bit_kernel", made)
-    monkeypatch.setattr(kernels, "sum_split_k_kernel", made)
-    monkeypatch.setattr(kernels, "copy_kernel", made)
-    monkeypatch.setattr(runtime, "_entries", {})
-    monkeypatch.setattr(launch, "_kernels", {})
-    entry = runtime.KernelEntry(lambda *call: launches.append(call), (), (), "test")
-    monkeypatch.setattr(runtime.KernelEntry, "of", lambda compiled, values: entry)
-    monkeypatch.setattr(runtime, "current_device", lambda: -1)  # what a CPU tensor's get_device() is
-    monkeypatch.setattr(runtime, "current_stream", lambda index: 7)
-    monkeypatch.setattr(runtime, "empty_strided_cuda", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: H200)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    return state
-
-
-def multiply(m, packed, state):
-    n, k = state.shape
-    x = torch.zeros(m, k, dtype=torch.bfloat16)
-    layout = layout_of(packed, state)
-    return launch.resolve(x, layout, None, launch.config_for(H200, m, n, k))(x)
-
-
-@pytest.mark.skipif(GPU, reason="tests/gpu/test_matmul_kernels.py runs the copies")
-def test_a_weight_off_16_bytes_is_read_from_a_copy(compiler):
-    """Its own at every call, on 16 bytes, of all of it."""
-    packed, state = quantized((256, 512), torch.bfloat16, "cpu")
-    aligned = torch.empty(packed.numel() + 16, dtype=torch.uint8)[: packed.numel()].view(-1, 1)
-    odd = torch.empty(packed.numel() + 16, dtype=torch.uint8)[4 : packed.numel() + 4].view(-1, 1)
-    multiply(8, aligned, state)
-    assert [call[5] for call in compiler.launches] == [aligned.data_ptr()]  # grid, 1, 1, stream, x, packed
-    multiply(8, odd, state)
-    _, copy, matmul = compiler.launches
-    _, _, _, stream, source, target, words = copy
-    assert (stream, source, words) == (7, odd.data_ptr(), 256 * 512 // 8)
-    assert matmul[5] == target != source and target % 16 == 0
-
-
 @pytest.mark.full
 def test_every_row_compiles_for_every_gpu():
     """ptxas takes every row's PTX from sm_80 on, every candidate's for sm_75; no local memory, but past 56 rows of X.
@@ -208,9 +152,7 @@ def test_every_row_compiles_for_every_gpu():
     There all 255 registers are taken: up to 24 bytes on GPUs after Hopper, none on Hopper (Triton 3.7.1). Steps of 32 and 16
     weights, which no model of the table has, may spill up to 72.
     """
-    support = Path(__file__).parents[1] / "support"
-    done = python((support / "compile_fused_matmul.py").read_text(), path=support)
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = [line.split() for line in support("compile_fused_matmul")]
     assert {int(line[0]) for line in lines} == {75, 80, 86, 89, 90, 100, 120}
     assert sum(line[0] == "75" for line in lines) == 3 * (2 + len(TILE_COUNTS)) + 2 * 2  # both offsets of 16 bits
     assert sum(line[0] == "90" for line in lines) >= 4 * len(SMALL_M_ROWS)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import machine_code
 import pytest
 import torch
+from subprocess_python import support
 from torch.nn.functional import silu
 
 from nf4_patch.nf4.routing import launch
@@ -102,11 +98,7 @@ def test_no_tokens(device):
 @pytest.mark.full
 def test_every_gpu_is_compiled_for():
     """Nothing spills, and most is read and written 16 bytes at once."""
-    script = Path(__file__).parents[1] / "support" / "compile_routing.py"
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [line.split() for line in done.stdout.splitlines()]
+    found = [line.split() for line in support("compile_routing")]
     assert {int(arch) for arch, *_ in found} == set(map(machine_code.sm, machine_code.CAPABILITIES))
     assert len(found) == 7 * 3 * 4
     for arch, dtype, kernel, registers, stack, widths in found:

@@ -182,22 +182,18 @@ def test_it_gives_back_before_a_larger_batch(gpu, larger):
     assert budget_after(2, larger) == 2 * GIB
 
 
-def test_every_tensor_counts_for_the_size_of_a_batch(gpu):
-    """An image comes first and is always the same; text grows, in a dictionary of keyword arguments."""
-    image = inputs(1, 900, 64)
-    for length, budget in ((128, 0), (128, 9 * GIB), (950, 0), (950, 9 * GIB)):
-        for _ in range(auto.STEPS):
-            cache.auto.observe(image, {"text": [inputs(1, length, 64)]})
-            ADAM.step()
-        assert cache.budget == budget
+BESIDE = {  # how long the text grows, and what forward passes see: of other features than the text, or in one with it
+    "an image in the same pass": (950, lambda text: [(inputs(1, 900, 64), {"text": [text]})]),
+    "larger images in a pass of their own": (256, lambda text: [(inputs(1, 900, 32),), (text,)]),
+}
 
 
-def test_text_that_grows_beside_larger_images(gpu):
-    """Each in a forward pass of its own, as the layers of two parts of a model."""
-    for length, budget in ((128, 0), (128, 9 * GIB), (256, 0), (256, 9 * GIB)):
+@pytest.mark.parametrize(("longer", "observed"), BESIDE.values(), ids=BESIDE)
+def test_text_that_grows_beside_images_of_one_size(gpu, longer, observed):
+    for length, budget in ((128, 0), (128, 9 * GIB), (longer, 0), (longer, 9 * GIB)):
         for _ in range(auto.STEPS):
-            cache.auto.observe(inputs(1, 900, 32))
-            cache.auto.observe(inputs(1, length, 64))
+            for tensors in observed(inputs(1, length, 64)):
+                cache.auto.observe(*tensors)
             ADAM.step()
         assert cache.budget == budget
 

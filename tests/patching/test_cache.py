@@ -60,6 +60,9 @@ def test_a_hit_is_the_same_memory_either_way_round(cache, nested, turned_first):
     assert torch.equal(turned, first.t())
     assert turned.data_ptr() == first.data_ptr()
     assert (cache.hits, cache.misses, cache.taken) == (2, 1, {INDEX: SIZE})
+    packed.bitwise_xor_(255)
+    assert torch.equal(read(cache, packed.t(), state), expected(packed, state).t())
+    assert torch.equal(read(cache, packed, state), expected(packed, state)) and cache.hits == 3
 
 
 def refill(packed, state):
@@ -79,21 +82,14 @@ def through_its_data(packed, holder, name):
     packed.first.add_(1)
 
 
-CHANGES = {
+CHANGES = {  # what test_cache_table.py walks in every mode is not here again
     "copy_": lambda packed, state: packed.copy_(packed.clone().bitwise_xor_(255)),
-    "in place": lambda packed, state: packed.bitwise_xor_(255),
-    "through a view": lambda packed, state: packed.view(-1)[:8].bitwise_xor_(255),
     "through detach()": lambda packed, state: packed.detach().bitwise_xor_(255),
     "out=": lambda packed, state: torch.bitwise_xor(packed.clone(), 255, out=packed),
-    "data = other": lambda packed, state: setattr(packed, "data", packed.clone().bitwise_xor_(255)),
-    "set_": lambda packed, state: packed.set_(packed.clone().bitwise_xor_(255)),
     "freed and refilled": refill,
-    "absmax in place": lambda packed, state: state.absmax.bitwise_xor_(1),
     "absmax replaced": lambda packed, state: setattr(state, "absmax", state.absmax ^ 1),
     "second absmax in place": lambda packed, state: state.state2.absmax.mul_(2),
-    "second absmax replaced": lambda packed, state: setattr(state.state2, "absmax", state.state2.absmax * 2),
     "second code in place": lambda packed, state: state.state2.code.mul_(2),
-    "offset in place": lambda packed, state: state.offset.add_(1),
     "offset replaced": lambda packed, state: setattr(state, "offset", state.offset + 1),
     "absmax through its data": lambda packed, state: through_its_data(packed, state, "absmax"),
     "second absmax through its data": lambda packed, state: through_its_data(packed, state.state2, "absmax"),
@@ -147,15 +143,6 @@ def test_other_strides_are_another_weight(cache, which):
     setattr(holder, name, wide[::2].view(shape))
     assert getattr(holder, name).data_ptr() == known.data_ptr()
     assert not read(cache, packed, state, decode=lambda *_: torch.zeros_like(first)).any()
-
-
-def test_a_change_is_seen_by_a_read_of_the_packed_bytes_the_other_way_round(cache):
-    packed, state = weight()
-    read(cache, packed, state)
-    with torch.no_grad():
-        packed.add_(1)
-    assert torch.equal(read(cache, packed.t(), state), expected(packed, state).t())
-    assert torch.equal(read(cache, packed, state), expected(packed, state)) and cache.hits == 1
 
 
 SCALES = ["flat", "absmax", "offset", "state2.absmax", "state2.code"]

@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from target import raising
 from tiny_experts import DEVICE, STACKS, Layer, hits, reasons
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -25,13 +26,6 @@ OURS = {
     "of_state": (Dequantizer, "grouped_mm", 4),  # where a stack is read
     "select": (Stack, "batched_mm", 2),
 }
-
-
-def broken(error):
-    def fault(*args, **kwargs):
-        raise error
-
-    return fault
 
 
 def run_of(layer: Layer, implementation: str):
@@ -55,7 +49,7 @@ def test_an_error_of_ours_stops_no_training(name, on, monkeypatch):
     layer.experts.act_fn.register_forward_hook(lambda *_: used.append(1))
     stock = layer.stock(run)
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, broken(AssertionError("a bug")))
+        patch.setattr(owner, name, raising(AssertionError("a bug")))
         ours = run()
     assert all(map(torch.equal, ours, stock)) and len(used) == 2
     assert reasons(implementation) == {Reason.INTERNAL_ERROR: times} and "AssertionError: a bug" in counters.errors

@@ -28,6 +28,7 @@ from nf4_patch.patching.counters import counters
 from nf4_patch.patching.experts import forward
 from nf4_patch.patching.experts.product import Operand
 from nf4_patch.patching.reasons import Reason
+from nf4_patch.tools.bench.matmul import error
 
 
 class Own:
@@ -72,10 +73,6 @@ def step(model) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss_of(model).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def error(got: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((got.detach().double() - exact.double()).norm() / exact.norm())
 
 
 def rows(*first, others):

@@ -17,14 +17,14 @@ pytest.importorskip("transformers.core_model_loading", reason="transformers befo
 
 import bitsandbytes.functional as F
 from bitsandbytes.nn.parametrize import Bnb4bitParametrization, replace_parameter_4bit
-from mixtures import CONFIGS, SKIPPED, in_4bit, is_stack, loaded, random_model, saved
 from safetensors.torch import load_file, save_file
+from tiny_experts import ARCHITECTURES, SKIPPED, in_4bit, is_stack, loaded, random_model, saved
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 import nf4_patch
 from nf4_patch.patching.adapters import transformers_loading
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; on a GPU: gpu/test_gpu_experts_loading.py")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; on a GPU: gpu/test_experts_gpu.py")
 PACKED = {"experts": "4bit"}
 
 
@@ -32,7 +32,7 @@ PACKED = {"experts": "4bit"}
 def qwen3(tmp_path_factory):
     """A checkpoint of Qwen3 MoE in bf16, and its stacks."""
     folder = tmp_path_factory.mktemp("qwen3")
-    return folder, saved(random_model("Qwen3 MoE"), folder)
+    return folder, saved(random_model("qwen3"), folder)
 
 
 def parametrization(model, name):
@@ -41,6 +41,11 @@ def parametrization(model, name):
     (part,) = chain
     assert type(part) is Bnb4bitParametrization
     return chain.original, part.quant_state
+
+
+def same_stacks(model, stacks, quant_type="nf4", nested=True, **options):
+    for name, dense in stacks.items():
+        same_stack(model, name, dense, quant_type, nested, **options)
 
 
 def same_stack(model, name, dense, quant_type="nf4", nested=True, **options):
@@ -69,6 +74,11 @@ def logits(model):
         return model(torch.arange(24).view(2, 12)).logits
 
 
+def packed_of(folder):
+    with nf4_patch.enabled(**PACKED):
+        return loaded(folder, quantization_config=in_4bit())
+
+
 def packed_and_reloaded(folder, packed, config=None, shards=None, **options):
     """A checkpoint loaded packed, and what is loaded of it saved."""
     with nf4_patch.enabled(**PACKED):
@@ -77,13 +87,13 @@ def packed_and_reloaded(folder, packed, config=None, shards=None, **options):
         return model, loaded(packed, **options)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_an_architecture_loads_packed_saves_and_reloads(name, tmp_path):
-    stacks = saved(random_model(name), tmp_path / "dense")
-    assert len(stacks) in (2, 4)  # GLM and DeepSeek have one dense layer
+    one_dense_layer = {"first_k_dense_replace": 1} if name in ("glm4", "deepseek-v3") else {}
+    stacks = saved(random_model(name, **one_dense_layer), tmp_path / "dense")
+    assert len(stacks) == (2 if one_dense_layer else 4)
     model, reloaded = packed_and_reloaded(tmp_path / "dense", tmp_path / "packed")
-    for stack, dense in stacks.items():
-        same_stack(model, stack, dense)
+    same_stacks(model, stacks)
     equal_state_dicts(model, reloaded)
     with nf4_patch.enabled(**PACKED):
         reloaded.save_pretrained(tmp_path / "again")
@@ -110,9 +120,9 @@ def test_the_configuration_decides(qwen3, tmp_path, quant_type, nested, dtype, s
     folder, stacks = qwen3
     config, places = in_4bit(quant_type, nested, bnb_4bit_quant_storage=storage), "auto" if nested else {"": "cpu"}
     model, reloaded = packed_and_reloaded(folder, tmp_path, config, dtype=dtype, device_map=places)
-    for name, dense in stacks.items():
-        for each in (model, reloaded):
-            same_stack(each, name, dense.to(dtype), quant_type, nested, quant_storage=storage)
+    stacks = {name: dense.to(dtype) for name, dense in stacks.items()}
+    for each in (model, reloaded):
+        same_stacks(each, stacks, quant_type, nested, quant_storage=storage)
     equal_state_dicts(model, reloaded)
 
 
@@ -139,17 +149,15 @@ def test_what_was_saved_packed_is_packed_whatever_is_skipped_now(qwen3, tmp_path
         config["quantization_config"]["llm_int8_skip_modules"] += ["experts"]
         (tmp_path / "config.json").write_text(json.dumps(config))
         model = loaded(tmp_path)
-    for name, dense in stacks.items():
-        same_stack(model, name, dense)
+    same_stacks(model, stacks)
 
 
 def test_a_sharded_checkpoint(tmp_path):
     """Whose experts are spread over several files."""
-    stacks = saved(random_model("Qwen3 MoE"), tmp_path / "dense", max_shard_size="60KB")
+    stacks = saved(random_model("qwen3"), tmp_path / "dense", max_shard_size="60KB")
     assert len(list((tmp_path / "dense").glob("*.safetensors"))) > 4
     for each in packed_and_reloaded(tmp_path / "dense", tmp_path / "packed", shards="60KB"):
-        for name, dense in stacks.items():
-            same_stack(each, name, dense)
+        same_stacks(each, stacks)
 
 
 def test_a_model_without_its_head_reads_what_one_with_a_head_saved(qwen3, tmp_path):
@@ -161,9 +169,8 @@ def test_a_model_without_its_head_reads_what_one_with_a_head_saved(qwen3, tmp_pa
         model = AutoModel.from_pretrained(tmp_path / "head", dtype=torch.bfloat16)
         model.save_pretrained(tmp_path / "no-head")
         reloaded = loaded(tmp_path / "no-head")
-    for name, dense in stacks.items():
-        same_stack(model, name.removeprefix("model."), dense)
-        same_stack(reloaded, name, dense)
+    same_stacks(model, {name.removeprefix("model."): dense for name, dense in stacks.items()})
+    same_stacks(reloaded, stacks)
 
 
 # --- memory ---
@@ -192,7 +199,7 @@ class Alive(TorchDispatchMode):
 
 def test_two_stacks_in_16_bits_at_a_time_and_no_more(tmp_path):
     """An eighth of a stack is allowed for all other weights. Without the option every stack stays: the measure sees it."""
-    stacks = saved(random_model("Qwen3 MoE", num_hidden_layers=4, num_experts=32), tmp_path)
+    stacks = saved(random_model("qwen3", num_hidden_layers=4, num_experts=32), tmp_path)
     largest = max(stack.nbytes for stack in stacks.values())
     peaks = {}
     for option in ("4bit", "off"):
@@ -224,7 +231,7 @@ def test_without_the_option_packed_experts_are_an_error_that_names_the_line_to_a
 def test_offloading_and_parallelism_are_refused(places, mesh, found):
     quantizer = SimpleNamespace(param_needs_quantization=is_stack_of)
     config = SimpleNamespace(hf_quantizer=quantizer, device_map=places, device_mesh=mesh)
-    model = random_model("Qwen3 MoE")
+    model = random_model("qwen3")
     if found:
         with pytest.raises(ValueError, match=f"found .*{found}. Change that, or leave the experts in 16 bits"):
             transformers_loading.device_of_stacks(model, config)
@@ -244,17 +251,13 @@ def test_a_stack_that_was_left_in_16_bits_is_named_and_packed(qwen3, tmp_path, c
         model = loaded(tmp_path)
     (message,) = [record.getMessage() for record in caplog.records if "held in 16 bits" in record.getMessage()]
     assert message.startswith("4 stacks of experts were not packed while") and all(name in message for name in stacks)
-    for name, dense in stacks.items():
-        same_stack(model, name, dense)
+    same_stacks(model, stacks)
 
 
 def test_a_release_with_another_signature_packs_nothing_and_says_so(qwen3, monkeypatch):
     monkeypatch.setattr(Bnb4BitHfQuantizer, "_dequantize", lambda self, model: model)
-    with (
-        nf4_patch.enabled(**PACKED),
-        pytest.raises(RuntimeError, match=r"not adapted to .*Quantizer\._dequantize of this"),
-    ):
-        loaded(qwen3[0], quantization_config=in_4bit())
+    with pytest.raises(RuntimeError, match=r"not adapted to .*Quantizer\._dequantize of this"):
+        packed_of(qwen3[0])
 
 
 def test_nothing_changes_while_it_is_off(qwen3):
@@ -273,7 +276,7 @@ def test_other_models_are_loaded_as_they_are(option, tmp_path):
 
     config = LlamaConfig(**{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1})
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "llama")
-    stacks = saved(random_model("Qwen3 MoE"), tmp_path / "qwen3")
+    stacks = saved(random_model("qwen3"), tmp_path / "qwen3")
     wanted = loaded(tmp_path / "llama", quantization_config=in_4bit())
     with nf4_patch.enabled(experts=option):
         equal_state_dicts(loaded(tmp_path / "llama", quantization_config=in_4bit()), wanted)
@@ -301,9 +304,7 @@ def test_a_trainer_resumes_from_its_checkpoint(qwen3, tmp_path):
     from transformers import Trainer, TrainingArguments
 
     def train(steps, resume=None):
-        with nf4_patch.enabled(**PACKED):
-            model = loaded(qwen3[0], quantization_config=in_4bit())
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        model = get_peft_model(packed_of(qwen3[0]), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
         arguments = TrainingArguments(
             tmp_path, max_steps=steps, per_device_train_batch_size=1, save_steps=2, logging_steps=1, report_to="none",
             use_cpu=True, lr_scheduler_type="constant", learning_rate=1e-2, disable_tqdm=True,
@@ -348,8 +349,7 @@ def test_gpt_oss_in_mxfp4_is_decoded_and_packed_stack_by_stack(mxfp4, tmp_path):
     with nf4_patch.enabled(**PACKED), Alive() as alive:
         model = loaded(folder, quantization_config=in_4bit())
     assert alive.peak <= 2.5 * max(stack.nbytes for stack in stacks.values())
-    for name, dense in stacks.items():
-        same_stack(model, name, dense)
+    same_stacks(model, stacks)
     equal_state_dicts(*packed_and_reloaded(folder, tmp_path / "packed"))
     with nf4_patch.enabled(), pytest.raises(ValueError, match="quantized with Mxfp4Config but you are passing"):
         loaded(folder, quantization_config=in_4bit())

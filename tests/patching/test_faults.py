@@ -16,7 +16,7 @@ import pytest
 import torch
 from oracle import expected, quantized
 from subprocess_python import program
-from target import TARGET, fallbacks, replaced_by, row, same
+from target import TARGET, fallbacks, raising, replaced_by, row, same
 
 import nf4_patch
 from nf4_patch.nf4 import runtime
@@ -26,16 +26,6 @@ from nf4_patch.patching.counters import counters, warn_once
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
-
-
-def raising(error):
-    """A function that raises it."""
-
-    def raises(*args, **kwargs):
-        raise error
-
-    return raises
-
 
 MISTAKE = ValueError("a mistake of ours at 0x7f")
 

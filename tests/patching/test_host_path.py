@@ -56,7 +56,9 @@ def server(monkeypatch):
         return torch.full((n,), float("nan"), dtype=dtype)
 
     def empty(shape, strides, dtype):
-        return torch.full((1,), float("nan"), dtype=dtype).expand(shape).clone().as_strided(shape, strides)
+        result = torch.empty_strided(shape, strides, dtype=dtype)
+        result.untyped_storage().fill_(255)  # NaN in every float
+        return result
 
     monkeypatch.setattr(compilation, "INTERPRETED", False)
     monkeypatch.setattr(compilation.Variant, "of", variant)
@@ -107,7 +109,16 @@ def test_an_out_that_the_kernel_must_not_write_is_refused(server):
     half = torch.empty(64, 96, dtype=torch.float16)
     odd = torch.empty(64 * 96 + 1, dtype=torch.bfloat16)[1:].view(64, 96)
     over = [memory[start:][: dense.nbytes].view(torch.bfloat16).view(64, 96) for start in (0, 3056, 4080)]
-    for out in (dense.t(), dense[:32], half, dense[:, ::2], odd, dense.clone().requires_grad_(), "no tensor", *over):
+    for out in (
+        dense.view(96, 64).t(),
+        dense[:32],
+        half,
+        dense[:, ::2],
+        odd,
+        dense.clone().requires_grad_(),
+        "no tensor",
+        *over,
+    ):
         for _ in range(2):
             assert server.of_state(weight, state, out) is guards.Reason.OUT_MISMATCH
     assert server.of_state(weight, state, dense) is dense and server.launched == 1
@@ -187,9 +198,10 @@ def multiplier(server, monkeypatch):
 
             def call(grid, one, another, stream, x, packed, *rest):
                 *_, out, spare = rest
-                assert packed == layout.packed.data_ptr() and x % 16 == 0
+                assert packed % 16 == x % 16 == 0
                 extra = (tensor_at(spare, (n,), dtype),) if bias else ()
-                result = matmul_reference.matmul(tensor_at(x, (m, k), dtype), layout, *extra)
+                read = layout._replace(packed=tensor_at(packed, (n * k // 2, 1), torch.uint8))
+                result = matmul_reference.matmul(tensor_at(x, (m, k), dtype), read, *extra)
                 ctypes.memmove(out, result.contiguous().data_ptr(), result.nbytes)
                 server.launched += 1
 
@@ -250,6 +262,24 @@ def test_what_a_remembered_product_is_recognized_by(server, multiplier):
         count += 1
         assert len(multiplier.launches) == len(server.resolved) == count
     assert counters.hits("test") == server.launched == 6 + 2 * 5 + 2 * len(changes)
+
+
+def test_a_weight_off_16_bytes_is_read_from_a_copy(multiplier, monkeypatch):
+    """Its own at every call."""
+    copied = []
+
+    def copy(grid, one, another, stream, source, target, words):
+        copied.append(target)
+        ctypes.memmove(target, source, 4 * words)
+
+    monkeypatch.setattr(matmul, "compiled_copy", lambda device: runtime.KernelEntry(copy, (), (), "test"))
+    packed, state = quantized((64, 128), torch.bfloat16, "cpu")
+    odd = torch.empty(packed.numel() + 4, dtype=torch.uint8)[4:].view(-1, 1).copy_(packed)
+    x, layout = torch.randn(4, 128).bfloat16(), layout_of(odd, state)
+    for _ in range(2):
+        assert torch.equal(multiplier.run(x, layout), matmul_reference.matmul(x, layout))
+        odd.bitwise_xor_(255)
+    assert len(copied) == 2
 
 
 def test_refused_products_are_not_remembered(server, multiplier):

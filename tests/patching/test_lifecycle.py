@@ -99,16 +99,6 @@ def test_nothing_is_kept_alive(device, patched):
     assert [ref() for ref in alive] == [None] * 5
 
 
-def test_another_model_at_the_same_addresses(device, patched):
-    for seed in range(30):
-        quant_type = ("nf4", "fp4")[seed % 2]
-        packed, state = quantized((64, 64), torch.float16, device, 64, seed % 3 > 0, quant_type, seed=seed)
-        got = F.dequantize_4bit(packed, state)
-        assert torch.equal(got, expected(packed, state)), seed
-        del packed, state, got
-    assert counters.hits(TARGET) >= 30
-
-
 def test_from_pretrained_save_pretrained_dequantize(checkpoint, tmp_path, device):
     """transformers: quantize on load, save 4-bit, load the 4-bit files, model.dequantize(): same bits, all hits."""
     program("transformers_round_trip", checkpoint, tmp_path, device, interpreted=True)

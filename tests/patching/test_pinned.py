@@ -17,7 +17,7 @@ import bitsandbytes.functional as F
 import pytest
 import torch
 from oracle import layout_of
-from target import linear, same
+from target import linear, same, step
 from threads import together
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -47,8 +47,8 @@ def weight_layer(seed, inputs=SIDE):
     return linear(DEVICE, inputs, SIDE, seed=seed, weights=torch.bfloat16)
 
 
-def activations(rows=8):
-    return torch.linspace(-1, 1, rows * SIDE, device=DEVICE).view(rows, SIDE).bfloat16().requires_grad_()
+def activations():
+    return torch.linspace(-1, 1, 8 * SIDE, device=DEVICE).view(8, SIDE).bfloat16().requires_grad_()
 
 
 class Decode(torch.autograd.Function):
@@ -322,11 +322,7 @@ def compiled(linear_op, fresh_dynamo):
     return layer, torch.compile(layer, backend="aot_eager", fullgraph=True)
 
 
-def forward_and_backward(module, rows=600):
-    x = activations(rows)
-    y = module(x)
-    y.float().square().sum().backward()
-    return y.detach(), x.grad
+forward_and_backward = functools.partial(step, device=DEVICE, inputs=SIDE)
 
 
 @pytest.mark.parametrize("between", [nf4_patch.disable, off_and_on, lambda: cache.may_take(0)])
@@ -334,11 +330,13 @@ def test_a_compiled_layer_in_a_checkpoint_while_the_cache_changes(compiled, betw
     layer, module = compiled
     want = forward_and_backward(layer)
     nf4_patch.enable(cache=2**30)
-    x = activations(600)
-    y = checkpoint(module, x, use_reentrant=False)
-    between()
-    y.float().square().sum().backward()
-    assert same((y.detach(), x.grad), want)
+
+    def checkpointed(x):
+        y = checkpoint(module, x, use_reentrant=False)
+        between()
+        return y
+
+    assert same(forward_and_backward(checkpointed), want)
 
 
 def test_five_lengths_make_as_many_graphs_as_without_a_cache(compiled):
@@ -349,7 +347,7 @@ def test_five_lengths_make_as_many_graphs_as_without_a_cache(compiled):
         torch._dynamo.utils.counters.clear()
         nf4_patch.enable(**options)
         for rows in (600, 601, 602, 603, 604):
-            assert same(forward_and_backward(module, rows), forward_and_backward(layer, rows))
+            assert same(forward_and_backward(module, rows=rows), forward_and_backward(layer, rows=rows))
         made.append(graphs())
     assert made[0] == made[1]
 
@@ -357,7 +355,7 @@ def test_five_lengths_make_as_many_graphs_as_without_a_cache(compiled):
 def test_no_rows_and_another_librarys_wrapper_break_no_graph(compiled, monkeypatch):
     _, module = compiled
     nf4_patch.enable(cache=2**30)
-    y, grad = forward_and_backward(module, 0)
+    y, grad = forward_and_backward(module, rows=0)
     assert y.shape == (0, SIDE) and grad.shape == (0, SIDE)
     ours, want = F.dequantize_4bit, forward_and_backward(module)
     for theirs in (ours, ours.__wrapped__):  # over ours, and in its place

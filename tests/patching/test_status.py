@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 
 import bitsandbytes.functional as F
@@ -12,10 +13,12 @@ import torch
 from target import row
 
 import nf4_patch
+from nf4_patch.patching import counters, hooks
 from nf4_patch.patching.reasons import Uncached
 from nf4_patch.patching.state import State
 from nf4_patch.patching.status import CacheStatus, Status, TargetStatus, folded
 from nf4_patch.patching.targets import TARGETS
+from nf4_patch.tools import doctor
 
 DEQUANTIZE = "bitsandbytes.functional.dequantize_4bit"
 
@@ -88,9 +91,62 @@ def test_as_data_nothing_is_folded(on):
 @pytest.mark.parametrize(
     ("cache", "text"),
     [(CacheStatus("auto"), "cache auto: empty; 0 of 0 reads served"),
+     (CacheStatus(str(6 * 2**30), {0: 2**30}, 28, 56, 28, compiled=28),
+      "cache 6 GiB: 28 weights (28 for compiled layers), 1 GiB on device 0; 56 of 84 reads served"),
      (CacheStatus(str(6 * 2**30), {0: 3 * 2**29, 1: 2**20}, 1, 2, 3),
       "cache 6 GiB: 1 weight, 1.5 GiB on device 0, 1 MiB on device 1; 2 of 5 reads served"),
      (CacheStatus("auto", uncached={"WAITING": 2}), f"    2 x not cached: WAITING: {Uncached.WAITING.value}")],
 )  # fmt: skip
 def test_sizes_are_printed_as_people_write_them(cache, text):
     assert text in str(Status(True, (), {}, (), cache))
+    assert "off (" not in str(Status(False, (), {}, (), cache))
+
+
+# What a user is told in warnings, and in doctor.
+
+
+@pytest.fixture
+def said(caplog, monkeypatch):
+    """Warnings so far; what was said once before may be said again."""
+    monkeypatch.setattr(hooks, "warn_once", counters.warn_once.__wrapped__)
+    caplog.set_level(logging.WARNING, "nf4_patch")
+    return lambda: "\n".join(record.getMessage() for record in caplog.records)
+
+
+def test_errors_are_importable_from_the_package():
+    from nf4_patch.config import ConfigError
+    from nf4_patch.patching.cache.store import StaleWeightError
+    from nf4_patch.patching.counters import FallbackError
+
+    errors = nf4_patch.ConfigError, nf4_patch.StaleWeightError, nf4_patch.FallbackError
+    assert errors == (ConfigError, StaleWeightError, FallbackError)
+    with pytest.raises(AttributeError, match="no attribute 'enabel'"):
+        nf4_patch.enabel  # noqa: B018
+
+
+def test_an_unknown_variable_is_named(monkeypatch, said):
+    monkeypatch.setenv("NF4_PATCH_CASHE", "6GiB")
+    monkeypatch.setenv("NF4_PATCH_QUIET", "1")
+    nf4_patch.enable()
+    assert "no variable NF4_PATCH_CASHE; did you mean NF4_PATCH_CACHE?" in said()
+    assert "no variable NF4_PATCH_QUIET" in said()
+    assert any("NF4_PATCH_CASHE" in line for line in doctor.examine().variables)
+
+
+@pytest.mark.parametrize("variable", ["NF4_PATCH", "NF4_USE_TRITON"])
+def test_what_keeps_the_patch_off_is_named(variable, monkeypatch, said):
+    monkeypatch.setenv(variable, "0")
+    assert not nf4_patch.enable() and f"nf4_patch stays off: {variable}=0" in said()
+    assert str(nf4_patch.status()).startswith(f"nf4_patch is off ({variable}=0): ")
+    assert f"{variable}=0 keeps the patch off" in doctor.examine().problems()
+
+
+def test_a_second_call_without_a_cache_says_what_it_drops(said):
+    nf4_patch.enable(cache="6GiB")
+    nf4_patch.enable(cache="off")
+    with nf4_patch.enabled(cache="6GiB"), nf4_patch.enabled():
+        pass
+    assert not said()
+    nf4_patch.enable(cache="6GiB")
+    nf4_patch.enable()
+    assert "without cache= dropped the weights that were cached: it was cache=6442450944" in said()

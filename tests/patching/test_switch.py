@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
-import re
 import sys
 
 import bitsandbytes.functional as F
@@ -16,7 +15,6 @@ from subprocess_python import program, python
 import nf4_patch
 from nf4_patch.config import VARIABLES, Config, ConfigError, size_in_words
 from nf4_patch.patching import placement
-from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
 from nf4_patch.patching.targets import TARGETS
 
@@ -139,34 +137,6 @@ def test_an_unknown_value_says_so_in_one_line_and_never_breaks_an_import():
     assert "allowed: 0, 1" in done.stderr
 
 
-def test_the_first_fallback_reaches_a_user_without_logging():
-    done = python(
-        """
-    import contextlib
-    import bitsandbytes.functional as F, nf4_patch, torch
-    packed, state = F.quantize_4bit(torch.randn(64, 64), quant_type="nf4")
-    state.absmax = state.absmax.double()
-    nf4_patch.enable()
-    for _ in range(2):
-        with contextlib.suppress(Exception):
-            F.dequantize_4bit(packed, state)
-    """,
-        interpreted=True,
-    )
-    assert done.stderr.count(Reason.STATE_FIELDS.sentence) == 1
-
-
-@pytest.mark.parametrize("matmul", [True, 1, "always", ("auto",)], ids=repr)
-def test_enable_names_what_matmul_may_be(matmul):
-    with pytest.raises(ConfigError, match=r"off.*auto"):
-        nf4_patch.enable(matmul)
-    with pytest.raises(ConfigError), nf4_patch.enabled(matmul):
-        pass
-    with nf4_patch.enabled():
-        assert nf4_patch.is_enabled()
-    assert not nf4_patch.is_enabled()
-
-
 def test_nested_blocks_restore_what_each_found():
     with nf4_patch.enabled("auto"):
         with nf4_patch.enabled("off"):
@@ -200,37 +170,37 @@ def test_sizes_of_the_cache(given, read, words):
     assert not words or size_in_words(read) == words
 
 
-NO_SIZES = ("6 gigs", "-1", "GiB", "all", "1e9", "9" * 400, "9" * 5000, str(2**63))
+SIZES = r"is not known; allowed: off, auto, a size \(6GiB = 6G.*, or {unset}"
+REFUSED = {  # an option: what it is given, and what the error says
+    "matmul": [(given, "is not known; allowed: off, auto, or {unset}") for given in (True, 1, "always", ("auto",))],
+    "experts": [(given, "is not known; allowed: off, 4bit, or {unset}") for given in (4, "8bit")],
+    "cache": [
+        *[(given, SIZES) for given in ("6 gigs", "-1", "GiB", "all", "1e9", "9" * 400, "9" * 5000, str(2**63))],
+        *[(given, SIZES) for given in (-1, 10**5000, True, 2**63, float("inf"), b"6GiB")],
+        *[(given, r"0\.5GiB") for given in ("block", "BLOCK")],  # which is gone
+        *[
+            (given, rf"would be {given} bytes\. Which is meant: {given}GiB, {given}MiB or {given}B\?")
+            for given in (6, "6", "6.5", 6.5, 999_999)
+        ],
+    ],
+}
 
 
-@pytest.mark.parametrize(
-    "given",
-    [*NO_SIZES, -1, 10**5000, True, 2**63, float("inf"), b"6GiB"],
-    ids=lambda given: given[:9] if isinstance(given, str) else type(given).__name__,
-)
-def test_an_invalid_size_of_the_cache_is_an_error_that_lists_the_allowed(given):
-    allowed = r"is not known; allowed: off, auto, a size \(6GiB = 6G"
-    if isinstance(given, str):
-        with pytest.raises(ConfigError, match=f"^NF4_PATCH_CACHE='.* {allowed}.*, or unset"):
-            Config.read({"NF4_PATCH_CACHE": given})
-    with pytest.raises(ConfigError, match=f"^cache=.* {allowed}.*, or None") as error:
-        nf4_patch.enable(cache=given)
-    assert len(str(error.value)) < 500
-
-
-def test_block_is_gone_and_the_error_says_what_to_give():
-    for read in (lambda: Config.read({"NF4_PATCH_CACHE": "block"}), lambda: nf4_patch.enable(cache="BLOCK")):
-        with pytest.raises(ConfigError, match=r"0\.5GiB"):
-            read()
-
-
-@pytest.mark.parametrize("given", [6, "6", 6.5, 999_999])
-def test_a_small_number_without_a_unit_asks_what_is_meant(given):
-    message = f"would be {given} bytes. Which is meant: {given}GiB, {given}MiB or {given}B?"
-    with pytest.raises(ConfigError, match=f"^cache=.*{re.escape(message)}"):
-        nf4_patch.enable(cache=given)
-    with pytest.raises(ConfigError, match=f"^NF4_PATCH_CACHE=.*{re.escape(message)}"):
-        Config.read({"NF4_PATCH_CACHE": str(given)})
+@pytest.mark.parametrize("option", REFUSED)
+def test_what_an_option_does_not_allow(option):
+    """As an argument, of a block too, and as a variable: an error of one line that lists the allowed, and the patch stays off."""
+    for given, words in REFUSED[option]:
+        said = f"=.*{words}".replace("{unset}", "None")
+        with pytest.raises(ConfigError, match=f"^{option}{said}") as error:
+            nf4_patch.enable(**{option: given})
+        assert len(str(error.value)) < 500
+        with pytest.raises(ConfigError, match=f"^{option}{said}"), nf4_patch.enabled(**{option: given}):
+            pass
+        if isinstance(given, str):
+            variable = f"NF4_PATCH_{option.upper()}"
+            with pytest.raises(ConfigError, match=f"^{variable}{said.replace('None', 'unset')}"):
+                Config.read({variable: given})
+    assert not nf4_patch.is_enabled()
 
 
 def test_the_option_of_experts(monkeypatch):
@@ -242,8 +212,6 @@ def test_the_option_of_experts(monkeypatch):
             assert switch.experts == "off" and not switch.gates["experts"].on
         assert switch.experts == "4bit" and switch.gates["experts"].on
     assert not switch.gates["experts"].on
-    with pytest.raises(ConfigError, match=r"^experts=4 is not known; allowed: off, 4bit, or None"):
-        nf4_patch.enable(experts=4)
 
 
 TOY = """

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 store = dist.HashStore()
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-import bitsandbytes as bnb
+from target import linear, same
 import nf4_patch
 from nf4_patch.patching.cache.store import cache
 
@@ -20,9 +20,7 @@ torch.manual_seed(0)
 class Layer(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.base = bnb.nn.Linear4bit(
-            128, 128, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16, quant_storage=torch.bfloat16
-        ).to("cpu")
+        self.base = linear(torch.device("cpu"), 128, 128, quant_storage=torch.bfloat16)
         self.adapter = torch.nn.Linear(128, 128, bias=False, dtype=torch.bfloat16)
 
     def forward(self, x):
@@ -45,10 +43,10 @@ def step():
 
 nf4_patch.enable(cache=2**30)
 before = step()
-assert all(map(torch.equal, step(), before))
+assert same(step(), before)
 for layer in model:  # the bytes of a shard, which FSDP gathers into the old memory with the old version
     layer.base.weight.to_local().view(torch.uint8).bitwise_xor_(255)
 got = step()
 print(dict(cache.uncached))
 nf4_patch.disable()
-assert all(map(torch.equal, got, step())) and not torch.equal(got[0], before[0])
+assert same(got, step()) and not torch.equal(got[0], before[0])

@@ -10,8 +10,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from tiny_experts import STACKS, dense_of, ids_of, model_of
 
 import nf4_patch

@@ -2,16 +2,13 @@
 
 import sys
 
-import bitsandbytes as bnb
 import torch
+from target import linear
 
 import nf4_patch
 
 nf4_patch.enable(cache=sys.argv[1])
-torch.manual_seed(0)
-layers = [
-    bnb.nn.Linear4bit(256, 256, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).cuda() for _ in range(2)
-]
+layers = [linear(torch.device("cuda"), 256, 256, seed=seed) for seed in range(2)]
 model = torch.compile(torch.nn.Sequential(*layers), mode="reduce-overhead")
 x = torch.randn(600, 256, dtype=torch.bfloat16, device="cuda")
 results = []

@@ -1,7 +1,7 @@
 """``releases_to_come.py CHANGE [compiled]``: what open pull requests do to the patched libraries, done to the source of the installed ones.
 
 bitsandbytes 2051: nested weights are decoded by an operator of their own. 2049: a weight of too many elements (here: 4096) is
-decoded in chunks. 2035: ``save_for_backward`` keeps the weight. experts: transformers' experts take another argument.
+decoded in chunks. 2035: ``save_for_backward`` keeps the weight.
 """
 
 import sys
@@ -33,10 +33,6 @@ def changed(A, state):
         return dequantize_4bit(A[at // 2 : at // 2 + 2048], part)
     return torch.cat([chunk(at) for at in range(0, state.shape.numel(), 4096)]).view(state.shape)
 """
-EXPERTS = """
-def one_more(self, hidden_states, top_k_index, top_k_weights, token_mask): ...
-ExpertsInterface._global_mapping["grouped_mm"] = one_more
-"""
 SAVED = (
     ("ctx.tensors = (None, B)", "ctx.save_for_backward(B)"),
     ("ctx.tensors = (None, None)", "ctx.save_for_backward()"),
@@ -47,7 +43,6 @@ MODULE, REPLACED, APPENDED = {
     "2051": ("bitsandbytes.functional", (), DEQUANTIZE + NESTED),
     "2049": ("bitsandbytes.functional", (), DEQUANTIZE + CHUNKS),
     "2035": ("bitsandbytes.autograd._functions", SAVED, ""),
-    "experts": ("transformers.integrations.moe", (), EXPERTS),
 }[CHANGE]
 
 
@@ -83,23 +78,10 @@ def row(name):
     return next(t for t in nf4_patch.status().targets if t.name.endswith(name))
 
 
-if CHANGE == "experts":
-    import transformers.integrations.moe as moe
-
-    assert moe.ExpertsInterface._global_mapping["grouped_mm"] is moe.one_more
-    refused = row("grouped_mm")
-    assert refused.state == "refused" and "token_mask" in refused.note, refused
-    assert row("batched_mm").state == "patched"
-    sys.exit()
-
-import bitsandbytes as bnb
+from target import linear
 import bitsandbytes.functional as F
 
-torch.manual_seed(0)
-layer = bnb.nn.Linear4bit(
-    256, 128, quant_type="nf4", compute_dtype=torch.bfloat16, compress_statistics=CHANGE != "2049"
-)
-layer = layer.to("cuda" if torch.cuda.is_available() else "cpu").train()
+layer = linear(torch.device("cuda" if torch.cuda.is_available() else "cpu"), compress_statistics=CHANGE != "2049")
 start = torch.randn(600, 256, device=layer.weight.device, dtype=torch.bfloat16)
 
 

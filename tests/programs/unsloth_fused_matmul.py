@@ -6,6 +6,7 @@ import nf4_patch
 
 nf4_patch.enable(matmul="auto")
 import torch
+import target
 import unsloth
 from fused_matmul import error, exact, multiply
 from oracle import layout_of, quantized
@@ -15,7 +16,7 @@ from nf4_patch.nf4.dequantize import reference
 
 
 def row(attribute):
-    return next(t for t in nf4_patch.status().targets if t.name == f"unsloth.kernels.utils.{attribute}")
+    return target.row(f"unsloth.kernels.utils.{attribute}")
 
 
 def gemv():

@@ -20,15 +20,7 @@ from typing import Any
 import torch
 
 # Before anything else the kernels are imported under the interpreter, as conftest.py does.
-INTERPRETED = f"""
-import os, sys, triton
-os.environ["TRITON_INTERPRET"] = "1"
-import nf4_patch.nf4.dequantize.kernels
-del os.environ["TRITON_INTERPRET"]
-sys.path.append({str(Path(__file__).parent)!r})
-import quick_interpreter
-quick_interpreter.install()
-"""
+INTERPRETED = "import quick_interpreter\nquick_interpreter.install()\n"
 
 # Reads requests, one a line, forks for each and answers its exit code. The child leaves the loop and runs the code, as its
 # __main__; then it ends as Python does, less the taking apart.
@@ -98,11 +90,11 @@ def python(
     code: str, *, interpreted: bool = False, path: Path | None = None, cwd: Path | None = None, check: bool = True,
     fresh: bool = False, **environ: str,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """Run ``code``; its completed process, with output as text. ``path`` goes before site-packages."""
+    """Run ``code``; its completed process, with output as text. ``path`` goes before site-packages, tests/support too."""
     code = INTERPRETED * interpreted + textwrap.dedent(code)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("NF4_") and k != "TRITON_INTERPRET"}
     environment |= {"NF4_PATCH_CALIBRATION": "off"} | environ
-    paths = [] if path is None else [str(path)]
+    paths = [str(each) for each in (path, Path(__file__).parent) if each is not None]
     environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     if fresh or torch.cuda.is_available() or any(name.startswith("PYTHON") for name in environ):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=cwd)
@@ -123,6 +115,11 @@ def script(file: Path, *words: object, **options: Any) -> subprocess.CompletedPr
 def program(name: str, *words: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """tests/programs/NAME.py."""
     return script(Path(__file__).parents[1] / "programs" / f"{name}.py", *words, **options)
+
+
+def support(name: str, *words: object, **options: Any) -> list[str]:
+    """The lines that tests/support/NAME.py prints, which compiles: no kernel is under the interpreter."""
+    return script(Path(__file__).with_name(f"{name}.py"), *words, **options).stdout.splitlines()
 
 
 def command(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -67,6 +67,15 @@ def step(layer, device, inputs=256, dtype=torch.bfloat16, rows=600):
     return y.detach(), x.grad
 
 
+def raising(error):
+    """A function that raises it."""
+
+    def raises(*args, **kwargs):
+        raise error
+
+    return raises
+
+
 def same(got, want):
     """Whether two lists of tensors are equal to the bit."""
     return len(got) == len(want) and all(map(torch.equal, got, want))

@@ -1,4 +1,4 @@
-"""Tiny models of transformers' with 4-bit experts, a step, what it decodes, and what the replacements counted."""
+"""Tiny mixtures of transformers', their checkpoints, a step, what it decodes, and what the replacements counted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import copy
 import itertools
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ pytest.importorskip("bitsandbytes.nn.parametrize", reason="bitsandbytes before 0
 import bitsandbytes.functional
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import nf4_patch
 from nf4_patch.patching.counters import counters
@@ -29,36 +31,35 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 STACKS = ("gate_up_proj", "down_proj")
 LAYERS = 2
 COMMON = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2,
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2, "tie_word_embeddings": False, "use_cache": False,
+}  # fmt: skip
+ROUTED = {
+    "moe_intermediate_size": 256, "n_routed_experts": 6, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
+}  # fmt: skip
+MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+NEXT = {
+    "shared_expert_intermediate_size": 64, "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 16, "linear_num_key_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+GEMMA = {
+    "enable_moe_block": True, "top_k_experts": 2, "tie_word_embeddings": True, "hidden_size_per_layer_input": 0,
+    "layer_types": ["full_attention"] * LAYERS,
 }  # fmt: skip
 # A block of the second level has 64 * 256 elements: gpt-oss's down_proj, 128 x 64 an expert, does not divide into such.
-CONFIGS = {
-    "qwen3": lambda: Qwen3MoeConfig(moe_intermediate_size=256, num_experts=6, **COMMON),
-    "gpt-oss": lambda: GptOssConfig(num_local_experts=6, **COMMON),
+ARCHITECTURES = {
+    "qwen3": ("Qwen3Moe", {"moe_intermediate_size": 256, "num_experts": 6}),
+    "gpt-oss": ("GptOss", {"num_local_experts": 6}),
+    "glm4": ("Glm4Moe", ROUTED),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_key_value_heads": 4}),
+    "mixtral": ("Mixtral", {"num_local_experts": 6}),
+    "qwen3-next": ("Qwen3Next", NEXT | {"moe_intermediate_size": 256, "num_experts": 6}),
+    "deepseek-v3": ("DeepseekV3", ROUTED | MLA | {"num_key_value_heads": 4}),
+    "gemma4": ("Gemma4Text", GEMMA | {"moe_intermediate_size": 256, "num_experts": 6}),
 }
-MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
-ROUTED = {
-    "moe_intermediate_size": 256,
-    "n_routed_experts": 6,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 0,
-}
-ARCHITECTURES = CONFIGS | {
-    "glm4": lambda: transformers.Glm4MoeConfig(**COMMON | ROUTED),
-    "olmoe": lambda: transformers.OlmoeConfig(num_experts=6, **COMMON | {"num_key_value_heads": 4}),
-    "mixtral": lambda: transformers.MixtralConfig(num_local_experts=6, **COMMON),
-    "qwen3-next": lambda: transformers.Qwen3NextConfig(
-        moe_intermediate_size=256, shared_expert_intermediate_size=64, num_experts=6,
-        layer_types=["full_attention"] * LAYERS, **COMMON,
-    ),
-    "deepseek-v3": lambda: transformers.DeepseekV3Config(**COMMON | ROUTED | MLA | {"num_key_value_heads": 4}),
-    "gemma4": lambda: transformers.Gemma4TextConfig(
-        enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=256,
-        layer_types=["full_attention"] * LAYERS, hidden_size_per_layer_input=0, **COMMON,
-    ),
-}  # fmt: skip
+CONFIGS = ("qwen3", "gpt-oss")  # where two are enough
+# Linear layers of 1 and of 4 outputs, for which bitsandbytes has no product on the CPU.
+SKIPPED = ["lm_head", "shared_expert_gate", "router.proj"]
 CHECKPOINTING = {"kept": None, "reentrant": {"use_reentrant": True}, "recomputed": {"use_reentrant": False}}
 
 
@@ -77,11 +78,45 @@ def is_parametrized(module):
     return hasattr(module, "parametrizations")
 
 
-def model_of(name: str, dtype=torch.bfloat16, nested: bool = True, lora: bool = True, stacks=STACKS):
+def config_of(name: str, **changes):
+    kind, values = ARCHITECTURES[name]
+    return getattr(transformers, f"{kind}Config")(**COMMON | values | changes)
+
+
+def random_model(name: str, dtype=torch.bfloat16, device="cpu", **changes):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(ARCHITECTURES[name](), dtype=dtype, attn_implementation="eager").to(DEVICE)
+    config = config_of(name, **changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").to(device)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def is_stack(name: str, parameter: torch.Tensor) -> bool:
+    return parameter.dim() == 3 and name.rpartition(".")[2] in ("gate_up_proj", "up_proj", "down_proj")
+
+
+def saved(model: Any, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+    """The stacks of experts, by name, of a model that is saved as transformers saves it."""
+    model.save_pretrained(folder, **options)
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if is_stack(name, parameter)}
+
+
+def loaded(folder: Path, **options: Any) -> Any:
+    options.setdefault("dtype", torch.bfloat16)
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def in_4bit(quant_type: str = "nf4", nested: bool = True, **options: Any) -> BitsAndBytesConfig:
+    options.setdefault("llm_int8_skip_modules", SKIPPED)
+    options.setdefault("bnb_4bit_compute_dtype", torch.bfloat16)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=quant_type, bnb_4bit_use_double_quant=nested, **options
+    )
+
+
+def model_of(name: str, dtype=torch.bfloat16, nested: bool = True, lora: bool = True, stacks=STACKS):
+    model = random_model(name, dtype, DEVICE)
     for module in list(model.modules()):
         for stack in stacks:
             if stack in module._parameters:
@@ -123,10 +158,10 @@ def ids_of(tokens: int = 24) -> torch.Tensor:
     return torch.arange(2 * tokens, device=DEVICE).view(2, tokens) * 7 % 96
 
 
-def step(model) -> dict[str, torch.Tensor]:
+def step(model, tokens: int = 24) -> dict[str, torch.Tensor]:
     """The loss and every gradient of a training step."""
     model.zero_grad()
-    loss = model(input_ids=ids_of(), labels=ids_of()).loss
+    loss = model(input_ids=ids_of(tokens), labels=ids_of(tokens)).loss
     loss.backward()
     return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 

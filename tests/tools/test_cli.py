@@ -1,9 +1,13 @@
-"""The command line on the real libraries: doctor, verify, run."""
+"""The command line on the real libraries: doctor, verify, and the files that it writes."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import bitsandbytes as bnb
 import pytest
@@ -14,13 +18,14 @@ from target import replaced_by
 from verbs import output_of, report_of
 
 import nf4_patch
+from nf4_patch.callback import ReportCallback
 from nf4_patch.nf4.dequantize import launch
 from nf4_patch.patching import direct
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.state import State
 from nf4_patch.patching.status import TargetStatus
 from nf4_patch.patching.targets import TARGETS, OwnKernel
-from nf4_patch.tools import cases, doctor
+from nf4_patch.tools import cases, doctor, output
 from nf4_patch.tools.cli import main, summary
 from nf4_patch.tools.doctor import Outcome
 
@@ -121,27 +126,52 @@ def test_doctor_names_a_function_that_it_does_not_know(tmp_path):
     assert any("its parameters are (packed, scales)" in problem for problem in report["problems"])
 
 
-GOOD = doctor.Gpu(0, "a GPU", (9, 0), 141.0, "", [doctor.KernelCheck("float16", True, "launcher", 0.1)])
-BAD = doctor.Gpu(1, "a GPU", (9, 0), 141.0, "", [doctor.KernelCheck("float16", False, "", 0.1, "ptxas died")])
+def gpu(capability=(9, 0), error=""):
+    check = doctor.KernelCheck("float16", not error, "", 0.1, error)
+    return doctor.Gpu(0, "a GPU", capability, 141.0, "", [check])
 
 
-@pytest.mark.parametrize(
-    ("gpus", "states", "limits", "outcome", "code"),
-    [
-        ([GOOD], [State.PATCHED], [], Outcome.READY, 0),
-        ([GOOD, BAD], [State.PATCHED], [], Outcome.NOT_READY, 1),
-        ([GOOD], [State.OFF], [], Outcome.NOT_READY, 1),
-        ([GOOD], [State.PATCHED, State.REFUSED], [], Outcome.NOT_READY, 1),
-        ([GOOD], [State.PATCHED, State.WAITING], ["a limit"], Outcome.LIMITED, 0),
-        ([BAD], [State.PATCHED], ["a limit"], Outcome.NOT_READY, 1),
-    ],
-)
-def test_what_doctor_concludes(gpus, states, limits, outcome, code):
-    targets = [TargetStatus("bitsandbytes.functional.dequantize_4bit", state, note="why") for state in states]
-    report = doctor.DoctorReport("", {"bitsandbytes": "1.0"}, gpus, "", targets, limits, [])
-    assert (report.outcome, report.exit_code, report.as_dict()["outcome"]) == (outcome, code, outcome.value)
-    last = list(report.render())[-1]
-    assert last.startswith(f"{outcome}: ") and ("a limit" in last) is (outcome is Outcome.LIMITED)
+def rows(*states, note="why"):
+    return [TargetStatus(target.name, state, note=note) for target, state in zip(TARGETS, states, strict=False)]
+
+
+# What differs from a machine on which everything works; the verdict, and the lines that begin with it.
+CONCLUSIONS = [
+    ({}, Outcome.READY, ["the kernel would run"]),
+    ({"gpus": [gpu(), gpu(error="ptxas died")]}, Outcome.NOT_READY, ["GPU 0 (a GPU) runs the original: float16: ptxas died"]),
+    ({"gpus": [gpu((8, 9))]}, Outcome.READY, ["the kernel", "speed on sm_89 is not measured: `nf4-patch bench --step peft`"]),
+    ({"targets": rows(State.OFF)}, Outcome.NOT_READY, ["why keeps the patch off"]),
+    ({"targets": rows(State.PATCHED, State.REFUSED)}, Outcome.NOT_READY, [f"{TARGETS[1].name} is left alone: why"]),
+    ({"targets": rows(*[State.REFUSED] * 2, note="import x fails: no")}, Outcome.NOT_READY, ["import x fails: no"]),
+    ({"targets": rows(State.PATCHED, State.WAITING), "limits": ["a limit"]}, Outcome.LIMITED, ["a limit"]),
+    ({"gpus": [gpu(error="no")], "limits": ["a limit"]}, Outcome.NOT_READY, ["GPU 0"]),
+    ({"releases": {}}, Outcome.NOT_READY, ["bitsandbytes is not installed"]),
+    ({"releases": {"bitsandbytes": "0.42.0"}}, Outcome.NOT_READY, ["bitsandbytes 0.42.0 is too old: nf4_patch needs >= 0.43"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "outcome", "verdicts"), CONCLUSIONS)
+def test_what_doctor_concludes(changes, outcome, verdicts):
+    works = doctor.DoctorReport("", {"bitsandbytes": "0.50.2"}, [gpu()], "", rows(State.PATCHED), [], [])
+    report = dataclasses.replace(works, **changes)
+    assert (report.outcome, report.as_dict()["outcome"]) == (outcome, outcome.value)
+    assert report.exit_code == (outcome is Outcome.NOT_READY)
+    said = list(report.render())[-len(verdicts) :]
+    assert all(line.startswith(f"{outcome}: {verdict}") for line, verdict in zip(said, verdicts, strict=True))
+    assert sum(str(line).startswith(f"{outcome}: ") for line in report.render()) == len(verdicts)
+
+
+def test_a_release_that_does_not_load_the_patch_is_named(monkeypatch):
+    monkeypatch.setenv("NF4_PATCH", "1")
+    monkeypatch.setattr(doctor, "release_of", lambda name: "0.45.5")
+    (line,) = [line for line in doctor.variables_in_force(doctor.Config.read()) if "0.45.5" in line]
+    assert "`nf4-patch run`" in line
+
+
+def test_measured_gpus_are_those_of_the_data():
+    files = (Path(__file__).parents[2] / "docs" / "data").glob("bench-*.json")
+    found = {json.loads(file.read_text())["machine"]["capability"] for file in files}
+    assert found == {f"{major}{minor}" for major, minor in doctor.compilation.MEASURED}
 
 
 @pytest.mark.parametrize(
@@ -339,3 +369,58 @@ def test_an_old_bitsandbytes_without_a_gpu_is_named(monkeypatch):
     said = output_of("verify", exit_code=1)
     assert "0.49.2" in said and "install bitsandbytes 0.50 or newer" in said and "same bits" not in said
     assert len(said.splitlines()) == 1
+
+
+# The files that a command or the callback writes
+
+MAIN, OTHER = (SimpleNamespace(is_world_process_zero=is_main, log_history=[]) for is_main in (True, False))
+
+
+def test_what_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert output.checked("x.json") == tmp_path / "x.json" and output.checked("/dev/stdout") == Path("/dev/stdout")
+    for name, why in (("missing/x.json", "no folder"), ("file/x.json", "no folder"), ("", "is a folder")):
+        with pytest.raises(output.OutputError, match=why):
+            output.checked(tmp_path / name)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    for name in ("new.json", "file"):
+        with pytest.raises(output.OutputError, match="no permission"):
+            output.checked(tmp_path / name)
+
+
+def test_a_failed_write_is_one_line(tmp_path, capsys):
+    def writer(file):
+        raise OSError(28, "No space left on device")
+
+    assert output.write(tmp_path / "x.json", writer) is False
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == f"nf4_patch: {tmp_path / 'x.json'} was not written: No space left on device\n"
+
+
+@pytest.mark.parametrize("verb", ["doctor", "bench", "run"])
+def test_a_command_checks_its_file_before_the_work(verb, tmp_path):
+    assert "there is no folder" in output_of(verb, "--json", tmp_path / "missing" / "x", exit_code=2)
+
+
+def test_the_callback_checks_its_file_when_training_begins(tmp_path):
+    callback = ReportCallback(tmp_path / "missing" / "report.json")
+    callback.on_train_begin(None, OTHER, None)  # another process writes it, where the folder may exist
+    with pytest.raises(ValueError, match="there is no folder"):
+        callback.on_train_begin(None, MAIN, None)
+
+
+def test_the_callback_writes_where_its_file_was_named_and_never_fails_a_training_that_ends(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    callbacks = [ReportCallback(name, quiet=True) for name in ("there/report.json", "report.json")]
+    for callback in callbacks:
+        callback.on_train_begin(None, MAIN, None)
+    (tmp_path / "there").rmdir()
+    monkeypatch.chdir("/")
+    for callback in callbacks:
+        callback.on_train_end(None, MAIN, None)
+    assert capsys.readouterr().err.count("was not written") == 1
+    assert "targets" in json.loads((tmp_path / "report.json").read_text())

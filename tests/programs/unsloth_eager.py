@@ -1,4 +1,4 @@
-"""The patch in Unsloth: ``unsloth_dequantize.py TARGET first|last|between``, enabled before, between or after the imports."""
+"""The patch and its cache in Unsloth: ``unsloth_eager.py TARGET first|last|between``, enabled before, between or after the imports."""
 
 import importlib
 import sys
@@ -6,6 +6,7 @@ import sys
 import nf4_patch
 
 TARGET, order = sys.argv[1:]
+DEQUANTIZE = "bitsandbytes.functional.dequantize_4bit"
 if order == "between":
     importlib.import_module("bitsandbytes")
 if order != "last":
@@ -15,15 +16,12 @@ if order == "last":
     nf4_patch.enable(matmul="auto")
 
 import torch
-import bitsandbytes as bnb
 import bitsandbytes.functional as F
+from target import linear, row
+from nf4_patch.patching.cache.store import cache
 from unsloth.kernels import utils, fast_lora
 import unsloth.kernels
 import unsloth.save
-
-
-def rows():
-    return {t.name: t for t in nf4_patch.status().targets}
 
 
 def ours(function):
@@ -35,15 +33,20 @@ def quantized(shape, quant_type="nf4", nested=True):
     return F.quantize_4bit(torch.randn(shape, dtype=torch.bfloat16), quant_type=quant_type, compress_statistics=nested)
 
 
+# the newest unsloth_zoo wraps dequantize_4bit in a closure: over ours, or beneath it
+nf4_patch.enable(matmul="auto")
+newest = TARGET.endswith("_bnb")
+assert not newest or row(DEQUANTIZE).state == ("patched" if order == "last" else "wrapped"), row(DEQUANTIZE)
 packed, state = quantized((64, 128))
 want = F.dequantize_4bit(packed, state)
-layer = bnb.nn.Linear4bit(128, 64, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16).bfloat16().to("cpu")
+assert row(DEQUANTIZE).hits == 1, row(DEQUANTIZE)
+layer = linear(torch.device("cpu"), 128, 64, weights=torch.bfloat16)
 # every module that holds the function, by value or not, reaches the kernel
 holders = [utils, fast_lora, unsloth.kernels, unsloth.save]
 for module in holders:
-    before = rows()[TARGET].hits
+    before = row(TARGET).hits
     assert torch.equal(module.fast_dequantize(packed, state), want)
-    assert rows()[TARGET].hits == before + 1, module.__name__
+    assert row(TARGET).hits == before + 1, module.__name__
 assert torch.equal(utils.fast_dequantize(packed.t(), state), want.t())
 # what passes through there and is not 4-bit goes to the original, untouched
 dense = torch.randn(4, 4)
@@ -58,24 +61,27 @@ for other in (quantized((64, 128), nested=False), quantized((64, 128), quant_typ
 # a LoRA layer, forward and backward, through Unsloth's own autograd function
 X = torch.randn(2, 8, 128, dtype=torch.bfloat16, requires_grad=True)
 A, B = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((4, 128), (64, 4)))
-hits = rows()[TARGET].hits
+hits = row(TARGET).hits
 fast_lora.LoRA_W.apply(X, layer.weight, layer.weight.quant_state, A, B, 0.5).float().square().sum().backward()
-assert rows()[TARGET].hits == hits + 2, rows()[TARGET]
+assert row(TARGET).hits == hits + 2, row(TARGET)
 W = F.dequantize_4bit(layer.weight, layer.weight.quant_state)
 plain = torch.nn.functional.linear(X, W)
 assert torch.equal(fast_lora.matmul_lora(X, layer.weight, layer.weight.quant_state, None, None, None), plain)
-assert rows()[TARGET].fallbacks == {"NOT_4BIT": 1}, rows()[TARGET].fallbacks
+assert row(TARGET).fallbacks == {"NOT_4BIT": 1}, row(TARGET).fallbacks
 # the matmul of one row, in every holder, and that with an adapter: of a dense weight they are the original's
 gemv = TARGET.replace("dequantize", "gemv")
-assert rows()[gemv].state == rows()["unsloth.kernels.utils.matmul_lora"].state == "patched", nf4_patch.status()
+assert row(gemv).state == row("unsloth.kernels.utils.matmul_lora").state == "patched", nf4_patch.status()
 x, w, a, b = torch.randn(1, 1, 8), torch.randn(8, 4), torch.randn(2, 8), torch.randn(4, 2)
 for module in (utils, unsloth.kernels):
     assert torch.equal(module.fast_gemv(x, w, None), x @ w)
-assert rows()[gemv].fallbacks == {"NOT_4BIT": 2}, rows()[gemv]
+assert row(gemv).fallbacks == {"NOT_4BIT": 2}, row(gemv)
 assert fast_lora.matmul_lora is utils.matmul_lora
 adapted = fast_lora.matmul_lora(x, w.t(), None, a, b, 0.5)
-# off: the original is back in every holder
+# off: the original is back in every holder, and the wrapper stays
+standing, hits = F.dequantize_4bit, row(DEQUANTIZE).hits
 nf4_patch.disable()
+assert torch.equal(F.dequantize_4bit(packed, state), want) and row(DEQUANTIZE).hits == hits
+assert order == "last" or not newest or F.dequantize_4bit is standing
 for module in holders:
     assert not ours(module.fast_dequantize), module.__name__
 for function in (utils.fast_gemv, unsloth.kernels.fast_gemv, fast_lora.matmul_lora):
@@ -83,7 +89,49 @@ for function in (utils.fast_gemv, unsloth.kernels.fast_gemv, fast_lora.matmul_lo
 assert not any(ours(getattr(utils, name.rpartition(".")[2])) for name in (TARGET, gemv))
 assert torch.equal(adapted, fast_lora.matmul_lora(x, w.t(), None, a, b, 0.5))
 nf4_patch.enable()
-hits = rows()[TARGET].hits
+before = row(TARGET).hits
 utils.fast_dequantize(packed, state)
-assert rows()[TARGET].hits == hits + 1
-print("state", rows()[TARGET].state)
+F.dequantize_4bit(packed, state)
+assert row(TARGET).hits == before + 1 and row(DEQUANTIZE).hits == hits + 1
+print("state", row(TARGET).state)
+
+# the cache in Unsloth's autograd functions, checkpointed: equal gradients, and who may write shares no memory
+layers = [linear(torch.device("cpu"), 128, 128, seed=seed, weights=torch.bfloat16) for seed in range(3)]
+adapters = [torch.randn(shape).bfloat16().requires_grad_() for shape in ((4, 128), (128, 4)) * 3]
+values = torch.randn(2, 8, 128, dtype=torch.bfloat16)
+parts = [
+    (layer.weight, layer.weight.quant_state, a, b, 0.5)
+    for layer, a, b in zip(layers, adapters[::2], adapters[1::2], strict=True)
+]
+
+
+def block(x):
+    q, k, v = fast_lora.LoRA_QKV.apply(x, *(item for part in parts for item in part), False)
+    return fast_lora.LoRA_W.apply(q + k * v, *parts[0])
+
+
+def step(reentrant):
+    x = values.clone().requires_grad_()
+    y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
+    loss = y.float().square().sum()
+    for each in adapters:
+        each.grad = None
+    loss.backward()
+    return [x.grad, *(each.grad for each in adapters)]
+
+
+for reentrant in (True, False):
+    nf4_patch.enable(cache="off")
+    want = step(reentrant)
+    nf4_patch.enable(cache=2**30)
+    cache.hits = cache.misses = 0
+    for _ in range(3):
+        assert all(map(torch.equal, step(reentrant), want))
+    reads = cache.hits + cache.misses
+    assert reads == 3 * 3 * 4 and cache.hits >= reads * 0.3, (cache.hits, reads)
+    # a caller without the buffer may write into what it gets
+    mine = [utils.fast_dequantize(layers[0].weight, layers[0].weight.quant_state).data_ptr() for _ in range(2)]
+    assert cache.weights and not {cached.dense.data_ptr() for cached in cache.weights.values()} & set(mine)
+    nf4_patch.disable()
+    assert not cache.weights
+print("cached")
