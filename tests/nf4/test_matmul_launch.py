@@ -11,7 +11,7 @@ import torch
 from oracle import layout_of, quantized
 from subprocess_python import support
 
-from nf4_patch.nf4.matmul import hopper, kernels, launch, small_m
+from nf4_patch.nf4.matmul import hopper, launch, small_m
 from nf4_patch.nf4.matmul.tuning import (
     HOPPER_ROWS,
     SMALL_M_CANDIDATES,

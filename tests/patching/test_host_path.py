@@ -272,7 +272,8 @@ def test_a_weight_off_16_bytes_is_read_from_a_copy(multiplier, monkeypatch):
         copied.append(target)
         ctypes.memmove(target, source, 4 * words)
 
-    monkeypatch.setattr(matmul, "compiled_copy", lambda device: runtime.KernelEntry(copy, (), (), "test"))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(runtime, "compiled", lambda *arguments: runtime.KernelEntry(copy, (), (), "test"))
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     odd = torch.empty(packed.numel() + 4, dtype=torch.uint8)[4:].view(-1, 1).copy_(packed)
     x, layout = torch.randn(4, 128).bfloat16(), layout_of(odd, state)

@@ -136,7 +136,12 @@ class Cache:
         Raises:
             StaleWeightError: NF4_PATCH_STRICT=1, and the cached bits are not those of the packed bytes.
         """
-        found = self.find(weight)
+        try:  # as ``find`` begins, without its call: 0.4 us of 4 (H200 machine)
+            found = self.results.get(weight.proof())
+            if found is None or not found[1].is_of(weight):
+                found = self.find(weight)
+        except NOT_KNOWN:
+            found = self.find(weight)
         if found is None:
             return self.insert(weight, decode)
         result, cached = found
