@@ -418,13 +418,14 @@ def experts_4bit() -> str:
 
 
 def experts_kernels() -> str:
-    """What the largest parts of the longest step with LoRA take, a line a side."""
+    """What the largest parts of the longest step with LoRA take, of the sides that are compared, a line each."""
 
     def shown(data: dict[str, Any]) -> str:
         row = data["sections"]["LoRA on experts"][-1]
         parts = {kind: dict(part.rsplit(" ", 1) for part in note.split(", ")) for kind, note in row["notes"].items()}
         lines = []
-        for side, total in row["median"].items():
+        for side in (OURS, "no checkpointing", "unsloth"):
+            total = row["median"][side]
             taken = {kind: float(sides[side]) for kind, sides in parts.items() if side in sides}
             largest = sorted(taken, key=lambda kind: -taken[kind])[:7]
             lines.append(f"* {side}: {total:.1f} ms; " + ", ".join(f"{kind} {taken[kind]:.1f}" for kind in largest))
