@@ -63,7 +63,7 @@ def on_view(target: Target, original: Function, whole: bool) -> Function:
     return experts_forward
 
 
-grouped_mm = functools.partial(on_view, whole=True)  # of ``grouped_mm_experts_forward``, which saves the dense stacks
-batched_mm = functools.partial(
-    on_view, whole=False
-)  # of ``batched_mm_experts_forward``, with which ``generate`` decodes
+# Of ``grouped_mm_experts_forward``, which saves the dense stacks for the backward.
+grouped_mm = functools.partial(on_view, whole=True)
+# Of ``batched_mm_experts_forward``, with which ``generate`` decodes tokens on a GPU.
+batched_mm = functools.partial(on_view, whole=False)

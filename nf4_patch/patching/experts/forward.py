@@ -103,7 +103,7 @@ class Weighted(torch.autograd.Function):
 
 
 class Combined(torch.autograd.Function):
-    """The sum of each token's rows, times the router's weights, and of the addend's. The gradient of the rows is not weighted."""
+    """The sum of each token's rows, times the router's weights, and of the addend's rows. ``Weighted`` weights the gradient."""
 
     @staticmethod
     def forward(
@@ -125,8 +125,8 @@ def products(
     """Each row times the frozen weight of its expert plus the bias, and what LoRA adds to it.
 
     Args:
-        weights: the router's, [tokens, top_k], if the products are to be weighted: LoRA's are, in its rank; the gradients of
-            the others.
+        weights: the router's, [tokens, top_k], where ``Combined`` follows at once. What LoRA adds is then weighted here, and
+            of the rest the gradient.
     """
     from transformers.integrations.moe import _grouped_mm
 
@@ -160,7 +160,7 @@ def forward(view: View, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
         y = y if addend is None else y.add_(addend)
         y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
     weights, normed = top_k_weights.contiguous(), getattr(module, "has_post_expert_norm", False)
-    if module.has_bias or normed:  # no linear map of the rows before it
+    if module.has_bias or normed:  # not linear in the rows before: the gradient is weighted after it
         y, addend = products(module, "down_proj", y, order)
         y, addend = y if addend is None else y.add_(addend), None
         y, _ = Weighted.apply(module.post_expert_norm(y) if normed else y, weights, order)
