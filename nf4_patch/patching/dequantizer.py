@@ -168,11 +168,9 @@ class Dequantizer:
 
     def dispatch(self, weight: Weight, out: Tensor | None) -> Tensor | Reason:
         """Through the op, which dispatch modes see; nothing is counted."""
-        if is_exporting() or is_jit_tracing():
+        if is_exporting():
             return Reason.EXPORTING
-        if has_gradient(weight.packed):
-            return Reason.REQUIRES_GRAD
-        reason = guards.why_not(weight) if out is None else Reason.OUT_MISMATCH
+        reason = self.why_not(weight) if out is None else Reason.OUT_MISMATCH
         return op.dequantize(*weight) if reason is None else reason
 
 
