@@ -159,7 +159,7 @@ def cases():
                 yield pytest.param(mode, form, cached, id=f"{mode}-{form}-{cached}", marks=marks)
 
 
-@pytest.mark.parametrize(("mode", "form", "cached"), cases())
+@pytest.mark.parametrize(("mode", "form", "cached"), [*cases()])
 def test_every_change_in_every_mode(mode, form, cached, linear_op, fresh_dynamo):
     nf4_patch.enable(cache=cached)
     module = Weights(form, linear_op)

@@ -100,7 +100,7 @@ WATCHING = {
 
 
 @pytest.mark.parametrize(
-    ("way", "implementation"), zip(TAKING_PART, itertools.cycle(["grouped_mm", "batched_mm"]), strict=False)
+    ("way", "implementation"), [*zip(TAKING_PART, itertools.cycle(["grouped_mm", "batched_mm"]), strict=False)]
 )
 def test_nobody_is_passed_by(way, implementation, patched, monkeypatch):
     layer = Layer()
