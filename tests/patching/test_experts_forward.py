@@ -106,7 +106,7 @@ def ratios_of(found, want, exact):
 def test_errors_of_a_step_are_no_larger_than_transformers(own):
     """Every gradient against fp64: on average, as those of single steps differ by a half either way."""
     ratios = []
-    for seed in range(1, 4):
+    for seed in (1, 2):
         model = with_lora(model_of("qwen3", HALF, lora=False), seed=seed)
         dense = dense_of(model_of("qwen3", HALF, lora=False), torch.float64)
         dense.set_experts_implementation("eager")
