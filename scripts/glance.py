@@ -55,46 +55,36 @@ def gains_of(rows: Iterable[dict[str, Any]]) -> list[Gain]:
     return [Gain(sizes["batch"] * sizes["tokens"], ratio, clear(row, ratio)) for row, sizes, ratio in timed if ratio]
 
 
-def step_rows(name: str, gpu: str, setting: str, clock: str = "") -> list[dict[str, Any]]:
-    """Of the first model in the file; ``setting``: of the cache, or of checkpointing. Wall time if no clock is named."""
+def step_rows(name: str, gpu: str, setting: str, clock: str = GPU_TIME) -> list[dict[str, Any]]:
+    """Of the first model in the file; ``setting``: of the cache, or of checkpointing; no clock: wall time."""
     rows = [row for row in figures(name, gpu) if "tokens" in row["sizes"]]
     first = parts_of(rows[0])[0] if rows else ""
     return [row for row in rows if parts_of(row)[::2] == (first, setting) and parts_of(row)[3] == clock]
 
 
-def step_gains(name: str, gpu: str, setting: str = "") -> list[Gain]:
-    return gains_of(step_rows(name, gpu, setting))
-
-
-def step_gain(name: str, gpu: str) -> str:
-    if {row["notes"].get(CALLS) for row in step_rows(name, gpu, "")} == {"0"}:
+def step_gain(name: str, gpu: str, setting: str = "") -> str:
+    """In GPU time; in wall time, and said to be so, where a file has no other."""
+    rows = step_rows(name, gpu, setting)
+    if not setting and {row["notes"].get(CALLS) for row in rows} == {"0"}:
         return "nothing without a cache: the kernel is not called"
-    return describe(step_gains(name, gpu))
-
-
-def cache_gain(name: str, gpu: str) -> str:
-    return describe(step_gains(name, gpu, "cache all"))
+    wall = [] if rows else step_rows(name, gpu, setting, "")
+    return describe(gains_of(rows or wall)) + ", wall time" * bool(wall)
 
 
 def lora_gain(name: str, gpu: str) -> str:
     """LoRA on experts: against peft's own on experts in 16 bits."""
     found = [(row, row["ratio"].get(PEFT)) for row in figures(name, gpu)]
     gains = [Gain(row["sizes"]["tokens"], ratio, clear(row, ratio, PEFT)) for row, ratio in found if ratio]
-    return describe(gains) + ", LoRA on experts (GPU time)" * bool(gains)
+    return describe(gains) + ", LoRA on experts" * bool(gains)
 
 
 def unchecked_experts_gain(name: str, gpu: str) -> str:
     """Without checkpointing: what the second dequantization costs, and the memory that it saves."""
-    rows = step_rows(name, gpu, "no checkpointing", GPU_TIME)
+    rows = step_rows(name, gpu, "no checkpointing")
     if not rows:
         return ""
     ours, stock = (float(part.split()[0]) for part in rows[0]["notes"]["peak memory"].rstrip(")").split(" (unpatched "))
-    return f"{experts_step(name, gpu, 'no checkpointing')}, and {(stock - ours) / 2:.1f} GiB less memory a layer"
-
-
-def experts_step(name: str, gpu: str, setting: str) -> str:
-    gains = gains_of(step_rows(name, gpu, setting, GPU_TIME))
-    return describe(gains) + " (GPU time)" * bool(gains)
+    return f"{step_gain(name, gpu, 'no checkpointing')}, and {(stock - ours) / 2:.1f} GiB less memory a layer"
 
 
 def describe(gains: Sequence[Gain]) -> str:
@@ -123,22 +113,30 @@ def rollout_gain(name: str, gpu: str) -> str:
 
 SETUPS = {  # what a user does: what to type, what it gains, the data file
     "peft or TRL": ("`enable()`", step_gain, "step-peft-GPU.json"),
-    "peft or TRL, memory to spare": ('`enable(cache="auto")`', cache_gain, "step-peft-GPU.json"),
+    "peft or TRL, memory to spare": (
+        '`enable(cache="auto")`',
+        partial(step_gain, setting="cache all"),
+        "step-peft-GPU.json",
+    ),
     "a mixture of experts, peft": ('`enable(experts="4bit")`', lora_gain, "step-experts-4bit-GPU.json"),
     "Unsloth up to 2026.9": ("`enable()`", step_gain, "step-unsloth-2026.9.7-GPU.json"),
-    "Unsloth from 2026.10 on, PyTorch ≥ 2.11": ('`enable(cache="auto")`', cache_gain, "step-unsloth-GPU.json"),
+    "Unsloth from 2026.10 on, PyTorch ≥ 2.11": (
+        '`enable(cache="auto")`',
+        partial(step_gain, setting="cache all"),
+        "step-unsloth-GPU.json",
+    ),
     "4-bit generation": ('`enable(matmul="auto")`', generation_gain, "generate-GPU.json"),
 }
 MORE_SETUPS = {  # on the page "Will it help me" alone
     "packed experts, LoRA on the attention": (
         "`enable()`",
-        partial(experts_step, setting="checkpointing"),
+        partial(step_gain, setting="checkpointing"),
         "step-moe-GPU.json",
     ),
     "Unsloth from 2026.10 on": ("`enable()`", step_gain, "step-unsloth-GPU.json"),
     "packed experts, memory to spare": (
         '`enable(cache="auto")`',
-        partial(experts_step, setting=f"checkpointing{CACHED}"),
+        partial(step_gain, setting=f"checkpointing{CACHED}"),
         "step-moe-GPU.json",
     ),
     "packed experts without gradient checkpointing": (
@@ -157,7 +155,7 @@ def chooser() -> str:
         ("on a GPU older than a T4, AMD, Intel, Apple", "", "nothing: the originals run"),
         ("on your GPU", "`nf4-patch bench --step peft`", "tells you in a minute"),
     ]
-    return table(("what you train with", "what you type", f"what you gain on an {GPUS[0]}"), rows)
+    return table(("what you train with", "what you type", f"what you gain on an {GPUS[0]} (steps: GPU time)"), rows)
 
 
 def gains() -> str:
@@ -165,19 +163,23 @@ def gains() -> str:
     setups = (SETUPS | MORE_SETUPS).items()
     found = [[who, typed, *(gain(name, gpu) for gpu in GPUS)] for who, (typed, gain, name) in setups]
     return table(
-        ("what you train with", "what you type", *(f"gain on an {gpu}" for gpu in GPUS)),
+        ("what you train with", "what you type", *(f"gain on an {gpu} (steps: GPU time)" for gpu in GPUS)),
         [row for row in found if any(row[2:])],
     )
 
 
 def headline() -> str:
     """One figure and its conditions."""
-    row = figures("step-peft-GPU.json")[0]
-    ours, theirs = (f"{digits(row['median'][side])} ms" for side in (OURS, UNPATCHED))
+    row = step_rows("step-peft-GPU.json", GPUS[0], "")[0]
+    cached = step_rows("step-peft-GPU.json", GPUS[0], "cache all")[0]
     tokens = row["sizes"]["batch"] * row["sizes"]["tokens"]
+    ours, theirs, kept = (
+        digits(each) for each in (row["median"][OURS], row["median"][UNPATCHED], cached["median"][OURS])
+    )
+    ratio, with_cache = (times(each["ratio"][UNPATCHED]) for each in (row, cached))
     return (
-        f"A training step of {tokens} tokens takes {ours} instead of {theirs} ({times(row['ratio'][UNPATCHED])}, wall time): "
-        f"peft, four layers of Llama-3.1-8B with random weights, {GPUS[0]}."
+        f"A training step of {tokens} tokens takes {ours} ms of GPU time instead of {theirs} ({ratio}), "
+        f"{kept} with cached weights ({with_cache}): peft, four layers of Llama-3.1-8B with random weights, {GPUS[0]}."
     )
 
 
@@ -293,6 +295,11 @@ def gpus() -> str:
     return table(("your GPU", "status"), [*rows, ("older, AMD, Intel, Apple, no GPU", "no effect; the originals run")])
 
 
+def sure(row: dict[str, Any], peer: str, text: str) -> str:
+    """In italics where the difference is not clear; nothing where there is none."""
+    return text if not text or clear(row, row["ratio"].get(peer), peer) else f"*{text}*"
+
+
 def results() -> str:
     """A row for each kind of figure; on the other GPU only the ratios."""
     first, other = GPUS
@@ -302,18 +309,19 @@ def results() -> str:
         ("bench-GPU.json", "4096x14336 bf16", "dequantize 4096×14336 to bf16, GPU time"),
         ("bench-GPU.json", "a new tensor", "host time per call"),
         ("challenge-GPU.json", "total", "the public NF4 challenge, 9,000 calls"),
-        ("step-peft-GPU.json", "peft 1x512", "a QLoRA step of peft, 512 tokens"),
+        ("step-peft-GPU.json", "peft 1x512, GPU time", "a QLoRA step of peft, 512 tokens, GPU time"),
     ):
         found = {gpu: next((r for r in figures(name, gpu) if r["subject"] == subject), None) for gpu in GPUS}
         if row := found[first]:
             ours = f"{digits(row['median'][OURS])} {UNITS.get(row['unit'], row['unit'])}"
             ratios = found[other]["ratio"] if found[other] else {}
             elsewhere = " / ".join(
-                times(ratios[peer]) if clear(found[other], ratios[peer], peer) else f"*{times(ratios[peer])}*"
+                sure(found[other], peer, times(ratios[peer]))
                 for peer in (BITSANDBYTES, UNPATCHED, fused)
                 if peer in ratios
             )
-            rows.append((words, ours, cell(row, BITSANDBYTES) or cell(row, UNPATCHED), cell(row, fused), elsewhere))
+            here = [sure(row, peer, cell(row, peer)) for peer in (BITSANDBYTES, UNPATCHED, fused)]
+            rows.append((words, ours, here[0] or here[1], here[2], elsewhere))
     libraries = (f"{name} {release('bench-GPU.json', name.lower())}" for name in (BITSANDBYTES, "Unsloth"))
     return table((first, OURS, *libraries, f"on an {other}"), rows)
 

@@ -36,7 +36,7 @@ def at_a_glance() -> tuple[Any, Callable[[Any], None]]:
     step("step with Unsloth 2026.10, everything cached", "step-unsloth", "cache all", tokens=2048, color=AMBER)
     for row in figures("step-experts-4bit-GPU.json"):
         if row["ratio"].get(PEFT) and row["sizes"]["tokens"] == 512:
-            bars.append(Bar("LoRA on a mixture's experts, 512 tokens (GPU time)", row["ratio"][PEFT], AMBER))
+            bars.append(Bar("LoRA on a mixture's experts, 512 tokens", row["ratio"][PEFT], AMBER))
     for row in figures("generate-GPU.json"):
         if row["subject"] == "batch 8, compiled":
             bars.append(Bar('generation, batch 8, matmul="auto"', row["ratio"][STOCK], AMBER))
@@ -53,8 +53,8 @@ def at_a_glance() -> tuple[Any, Callable[[Any], None]]:
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
         figure.supxlabel(
-            f"times as fast as without the patch; amber: with an option; gray: no clear difference. {gpu}, wall time where\n"
-            "nothing else is said; random weights: four layers of Llama-3.1-8B (generation: eight), two of Qwen3-30B-A3B",
+            f"times as fast as without the patch; amber: with an option; gray: no clear difference. {gpu}; steps: GPU time;\n"
+            "generation: tokens a second; random weights: four layers of Llama-3.1-8B (generation: eight), two of Qwen3-30B-A3B",
             fontsize=8,
         )
 
