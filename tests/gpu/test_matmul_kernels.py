@@ -23,7 +23,6 @@ from fused_matmul import (
     error,
     exact,
     hopper_measured,
-    measured,
     multiply,
     one_hot,
     unfused_error,
@@ -34,7 +33,7 @@ from oracle import layout_of, quantized
 from nf4_patch.nf4 import codes, runtime
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.matmul import hopper, launch, small_m
-from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, TILE_COUNTS
+from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
 
 pytestmark = pytest.mark.gpu
 T4, T4_PROCESSORS = (7, 5), 40
@@ -273,40 +272,6 @@ def test_first_use_inside_a_capture_is_named(kernel, nothing_compiled):
         torch.zeros(1, device=CUDA)
     assert caught.value.reason == "GRAPH_CAPTURE"
     assert kernel.multiply(x, layout).isfinite().all()
-
-
-@measured
-def test_every_number_of_rows_shares_the_compiled_kernels():
-    """A prompt of any length up to 64 compiles nothing once its tile count was met."""
-    packed, state = quantized((1280, 1024), torch.bfloat16, CUDA)
-    layout = layout_of(packed, state)
-    x = torch.randn(64, 1024, device=CUDA, dtype=torch.bfloat16)
-    for count in TILE_COUNTS:
-        few_rows(x[: 8 * count], layout)
-    compiled = len(runtime._entries)
-    weight = F.dequantize_4bit(packed, state).double()
-    for m in range(1, 65):
-        assert error(few_rows(x[:m], layout), x[:m].double() @ weight.t()) < 0.01
-    assert len(runtime._entries) == compiled
-
-
-@measured
-def test_every_unsupported_operand_is_refused():
-    layout = layout_of(*quantized((128, 256), torch.bfloat16, CUDA))
-    x = torch.randn(4, 256, device=CUDA, dtype=torch.bfloat16)
-
-    def supported(x=x, bias=None, **changes):
-        weight = layout._replace(**changes)
-        config = launch.config_for(torch.cuda.get_device_capability(), x.shape[0], *weight.shape)
-        return config is not None and launch.takes(x, weight, bias, config)
-
-    assert supported() and supported(bias=torch.zeros(128, device=CUDA, dtype=x.dtype))
-    assert not supported(packed=layout.packed[2:])
-    for unsupported in (x.cpu(), x.float(), torch.zeros(65, 256, device=CUDA, dtype=x.dtype)):
-        assert not supported(x=unsupported), unsupported.dtype
-    odd = torch.zeros(129, device=CUDA, dtype=x.dtype)[1:]  # starts on 2 bytes
-    for bias in (torch.zeros(128, device=CUDA), torch.zeros(127, device=CUDA, dtype=x.dtype), odd):
-        assert not supported(bias=bias), bias
 
 
 @hopper_measured

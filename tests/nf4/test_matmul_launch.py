@@ -59,13 +59,14 @@ def test_of_rows_with_the_same_limits_the_fullest_is_taken():
 
 
 def test_every_prompt_length_shares_six_kernels():
-    """1 to 64 rows of one layer: the PTX follows the tiles, not the rows."""
+    """1 to 64 rows of one layer: what is compiled follows the tiles, not the rows."""
     for n, k in [(4096, 4096), (14336, 4096), (4096, 14336)]:
-        found = {
-            small_m.plan(launch.config_for(H200, m, n, k), 132, m, n, k, False, torch.float32, False).ptx
+        plans = [
+            small_m.plan(launch.config_for(H200, m, n, k), 132, m, n, k, False, torch.float32, False)
             for m in range(1, 65)
-        }
-        assert len(found) <= 6, (n, k, len(found))
+        ]
+        found = {(cut.ptx, cut.warps, cut.registers, cut.dependent) for cut in plans}
+        assert len(found) <= 6 and len({cut.split_k for cut in plans}) <= 2, (n, k, len(found))
 
 
 @pytest.mark.parametrize(("release", "driver", "begins_early"), [
@@ -107,19 +108,26 @@ def test_what_is_supported(monkeypatch):
     layout = Weight(packed, None, None, None, None, 64, 0, (4096, 4096), None, "nf4")
     config = SMALL_M_ROWS[0].config
 
-    def supported(dtype, capability, k=4096, blocksize=64, start=256):
+    def supported(dtype, capability, k=4096, blocksize=64, start=256, bias=None):
         packed.data_ptr = lambda: start
         x.dtype = dtype
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        return launch.takes(x, layout._replace(shape=(4096, k), blocksize=blocksize), None, config)
+        return launch.takes(x, layout._replace(shape=(4096, k), blocksize=blocksize), bias, config)
 
     assert not supported(torch.bfloat16, (7, 5)) and not supported(torch.float32, (9, 0))
     assert supported(torch.bfloat16, (8, 0)) and supported(torch.float16, (7, 5))
     for k, blocksize in ((4160, 256), (4128, 32), (4112, 64), (4096, 32)):
         assert supported(torch.float16, (9, 0), k, blocksize) and not supported(torch.float16, (9, 0), k + 8, blocksize)
     assert supported(torch.float16, (9, 0), start=260) and not supported(torch.float16, (9, 0), start=258)
+    odd = torch.zeros(4097, dtype=torch.float16)[1:]  # starts on 2 bytes
+    for bias in (torch.zeros(4096), odd[:4095].clone(), odd):
+        assert not supported(torch.float16, (9, 0), bias=bias)
+    assert supported(torch.float16, (9, 0), bias=odd.clone())
     config = HOPPER_ROWS[0].config
     assert supported(torch.float16, (9, 0)) and not supported(torch.float16, (9, 0), blocksize=32)
+    x.device = torch.device("cpu")
+    assert not supported(torch.float16, (9, 0))
+    x.device = device
     x.is_neg = lambda: True  # its memory is the negative of what it shows
     assert not supported(torch.float16, (9, 0))
 

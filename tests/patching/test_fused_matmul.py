@@ -16,25 +16,12 @@ from oracle import expected, quantized
 from target import row, target_like
 
 import nf4_patch
-from nf4_patch.config import Config
 from nf4_patch.patching.adapters.bitsandbytes import dequant_linear, gemm, gemv, matmul_4bit
 from nf4_patch.patching.adapters.unsloth import fast_gemv, gemv_rows, matmul_lora
 from nf4_patch.patching.counters import FallbackError, counters
 from nf4_patch.patching.fused_matmul import FusedMatmul
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
-
-
-def test_switch_and_variable(monkeypatch):
-    monkeypatch.delenv("NF4_PATCH_MATMUL", raising=False)
-    assert Config.read().matmul == "off"
-    assert nf4_patch.enable() and switch.matmul == "off"
-    for variable, argument, wanted in [
-        ("auto", None, "auto"), ("auto", "off", "off"), ("off", "auto", "auto"), ("", None, "off"), ("AUTO", None, "auto"),
-    ]:  # fmt: skip
-        monkeypatch.setenv("NF4_PATCH_MATMUL", variable)
-        assert nf4_patch.enable(matmul=argument)
-        assert switch.matmul == wanted, (variable, argument)
 
 
 def test_who_copied_the_name_gets_what_is_switched_on(monkeypatch):

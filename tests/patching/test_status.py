@@ -133,10 +133,15 @@ def test_an_unknown_variable_is_named(monkeypatch, said):
     assert any("NF4_PATCH_CASHE" in line for line in doctor.examine().variables)
 
 
-@pytest.mark.parametrize("variable", ["NF4_PATCH", "NF4_USE_TRITON"])
-def test_what_keeps_the_patch_off_is_named(variable, monkeypatch, said):
-    monkeypatch.setenv(variable, "0")
-    assert not nf4_patch.enable() and f"nf4_patch stays off: {variable}=0" in said()
+@pytest.mark.parametrize(
+    ("variable", "others"), [("NF4_PATCH", {}), ("NF4_USE_TRITON", {}), ("NF4_USE_TRITON", {"NF4_PATCH": "1"})]
+)
+def test_what_keeps_the_patch_off_is_named(variable, others, on, monkeypatch, said):
+    """It always wins, also where the patch was on before."""
+    for name, value in (others | {variable: "0"}).items():
+        monkeypatch.setenv(name, value)
+    assert nf4_patch.enable() is nf4_patch.is_enabled() is False and not hasattr(F.dequantize_4bit, "__wrapped__")
+    assert f"nf4_patch stays off: {variable}=0" in said()
     assert str(nf4_patch.status()).startswith(f"nf4_patch is off ({variable}=0): ")
     assert f"{variable}=0 keeps the patch off" in doctor.examine().problems()
 

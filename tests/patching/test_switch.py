@@ -66,17 +66,6 @@ def test_what_the_environment_did_is_one_line_of_the_log(entry_point, code, vari
     assert len(lines) == bool(said) and said in done.stderr and done.stdout == ""
 
 
-@pytest.mark.parametrize(
-    "off", [{"NF4_PATCH": "0"}, {"NF4_USE_TRITON": "0"}, {"NF4_PATCH": "1", "NF4_USE_TRITON": "0"}]
-)
-def test_environment_off_always_wins(on, monkeypatch, off):
-    for name, value in off.items():
-        monkeypatch.setenv(name, value)
-    assert nf4_patch.enable() is False
-    assert not nf4_patch.is_enabled()
-    assert not hasattr(F.dequantize_4bit, "__wrapped__")
-
-
 def standing():
     """What each function that is replaced is now, in the very module, class or dict that is to hold it; None: inherited."""
     found = {}
@@ -203,15 +192,25 @@ def test_what_an_option_does_not_allow(option):
     assert not nf4_patch.is_enabled()
 
 
-def test_the_option_of_experts(monkeypatch):
-    """The argument, the variable, and blocks that restore what they found."""
-    monkeypatch.setenv("NF4_PATCH_EXPERTS", "4BIT")
+@pytest.mark.parametrize(("option", "on"), [("matmul", "auto"), ("experts", "4bit")])
+def test_an_option_as_argument_and_as_variable(option, on, monkeypatch):
+    """The argument goes first; blocks restore what they found."""
+    name, gate = f"NF4_PATCH_{option.upper()}", switch.gates[option]
+    monkeypatch.delenv(name, raising=False)
+    assert getattr(Config.read(), option) == "off"
+    for variable, argument, wanted in (
+        ("", None, "off"), (on, None, on), (on, "off", "off"), ("off", on, on), (on.upper(), None, on)
+    ):  # fmt: skip
+        monkeypatch.setenv(name, variable)
+        assert nf4_patch.enable(**{option: argument})
+        assert getattr(switch, option) == wanted and gate.on is (wanted == on), (variable, argument)
+    nf4_patch.disable()
     with nf4_patch.enabled():
-        assert switch.experts == "4bit" and switch.gates["experts"].on
-        with nf4_patch.enabled(experts="off"):
-            assert switch.experts == "off" and not switch.gates["experts"].on
-        assert switch.experts == "4bit" and switch.gates["experts"].on
-    assert not switch.gates["experts"].on
+        assert gate.on
+        with nf4_patch.enabled(**{option: "off"}):
+            assert not gate.on
+        assert getattr(switch, option) == on and gate.on
+    assert not gate.on
 
 
 TOY = """
