@@ -51,7 +51,7 @@ class Target:
     """One function of one module."""
 
     function: str  # "module:attribute", dotted for a static method of a class, or an entry of a dict of one
-    releases: str  # for people: which releases have it
+    releases: str  # which have it, ">= 1.0" or "<= 1.0"; "": all
     tested: tuple[str, ...]  # releases that the tests ran with
     parameters: tuple[Parameters, ...]  # the signatures that the replacement adapts
     replace: str  # "module:function", of this package ".module:function": makes the replacement of (row, original)

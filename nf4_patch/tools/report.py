@@ -87,7 +87,9 @@ def installed_releases(names: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:
 
 
 def holds(release: str, condition: str) -> bool:
-    """Whether a release meets a condition, ">= 0.50" or "<= 2026.9.12"."""
+    """Whether a release meets a condition, ">= 0.50" or "<= 2026.9.12"; "": every release does."""
+    if not condition:
+        return True
     relation, bound = condition.split()
     a, b = (tuple(int(digits) for digits in re.findall(r"\d+", text)[:3]) for text in (release, bound))
     return a >= b if relation == ">=" else a <= b

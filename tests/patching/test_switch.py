@@ -250,10 +250,16 @@ def test_a_package_registers_rows_of_its_own(tmp_path):
         nf4_patch.disable()
         assert not hasattr(toy.unpack, "__wrapped__")
     """
+    doctor = """
+        from nf4_patch.tools import doctor
+        row = next(target for target in doctor.examine().targets if target.name == "toy.unpack")
+        assert row.state == "patched", row
+    """
     if torch.cuda.is_available():
         code = code.replace("128)", '128, device="cuda")')
     said = python(code, path=tmp_path, interpreted=True).stderr
     assert "the rows of no_such_module:ROW: ModuleNotFoundError" in said and "the rows of toy:unpack: TypeError" in said
     assert "toy_nf4" not in said
+    python(doctor, path=tmp_path, interpreted=True)
     forbidden = "import sys, nf4_patch; print(nf4_patch.enable(), 'toy' in sys.modules)"
     assert python(forbidden, path=tmp_path, NF4_PATCH="0").stdout.split() == ["False", "False"]
