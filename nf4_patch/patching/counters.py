@@ -57,7 +57,7 @@ class Counters:
             self.errors[detail] = self.errors.get(detail, 0) + 1
         if reason.is_expected:
             return
-        sentence = f"{target} runs the original: {reason.sentence}" + (f" ({detail})" if detail else "")
+        sentence = f"{target} runs the original ({reason.name}): {reason.sentence}" + (f" ({detail})" if detail else "")
         if reason.advice:
             sentence += f"; {reason.advice}"
         if strict:

@@ -106,4 +106,4 @@ def test_where_it_installs_from(source, monkeypatch, tmp_path):
     prepare, wanted = SOURCES[source]
     prepare(monkeypatch, tmp_path)
     exec(INSTALL, {})
-    assert commands == ([] if wanted is None else [[wanted.format(folder=tmp_path)]])
+    assert commands == ([] if wanted is None else [["unsloth"], [wanted.format(folder=tmp_path)]])
