@@ -126,12 +126,14 @@ def shape(text: str) -> str:
 
 
 def cell(row: dict[str, Any], name: str) -> str:
-    """A variant's time and how many times ours is as fast; of a limit, the part that ours reaches."""
+    """A variant's time and how many times ours is as fast, in italics where that is not clear; of a limit, the part that ours
+    reaches."""
     if name not in row["median"]:
         return ""
     ratio = row["ratio"].get(name)
-    shown = f"{100 * ratio:.0f} %" if ratio and name in LIMITS else times(ratio)
-    return f"{digits(row['median'][name])} ({shown})"
+    is_part = ratio and name in LIMITS
+    text = f"{digits(row['median'][name])} ({f'{100 * ratio:.0f} %' if is_part else times(ratio)})"
+    return text if is_part or not ratio or clear(row, ratio, name) else f"*{text}*"
 
 
 def comparison(rows: list[dict[str, Any]]) -> str:

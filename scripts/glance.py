@@ -295,11 +295,6 @@ def gpus() -> str:
     return table(("your GPU", "status"), [*rows, ("older, AMD, Intel, Apple, no GPU", "no effect; the originals run")])
 
 
-def sure(row: dict[str, Any], peer: str, text: str) -> str:
-    """In italics where the difference is not clear; nothing where there is none."""
-    return text if not text or clear(row, row["ratio"].get(peer), peer) else f"*{text}*"
-
-
 def results() -> str:
     """A row for each kind of figure; on the other GPU only the ratios."""
     first, other = GPUS
@@ -316,12 +311,11 @@ def results() -> str:
             ours = f"{digits(row['median'][OURS])} {UNITS.get(row['unit'], row['unit'])}"
             ratios = found[other]["ratio"] if found[other] else {}
             elsewhere = " / ".join(
-                sure(found[other], peer, times(ratios[peer]))
+                times(ratios[peer]) if clear(found[other], ratios[peer], peer) else f"*{times(ratios[peer])}*"
                 for peer in (BITSANDBYTES, UNPATCHED, fused)
                 if peer in ratios
             )
-            here = [sure(row, peer, cell(row, peer)) for peer in (BITSANDBYTES, UNPATCHED, fused)]
-            rows.append((words, ours, here[0] or here[1], here[2], elsewhere))
+            rows.append((words, ours, cell(row, BITSANDBYTES) or cell(row, UNPATCHED), cell(row, fused), elsewhere))
     libraries = (f"{name} {release('bench-GPU.json', name.lower())}" for name in (BITSANDBYTES, "Unsloth"))
     return table((first, OURS, *libraries, f"on an {other}"), rows)
 
