@@ -25,6 +25,6 @@ class State(StrEnum):
     OFF = "off"
 
     @property
-    def in_place(self) -> bool:
-        """Whether the replacement was put in place."""
+    def was_patched(self) -> bool:
+        """Whether our replacement was put there, whatever another library did later."""
         return self in (State.PATCHED, State.WRAPPED, State.DISPLACED)

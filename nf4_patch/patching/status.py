@@ -144,7 +144,7 @@ def status() -> Status:
             state, note = (State.ABSENT, "") if entry is None else (entry.state(), entry.refusal)
         hits = counters.hits(target.name)
         counts = {r.name: n for (name, r), n in list(counters.fallbacks.items()) if name == target.name}
-        if state.in_place and target.only and not switch.gates[target.only].on:
+        if state.was_patched and target.only and not switch.gates[target.only].on:
             state, note = State.INACTIVE, f'enable({target.only}="{SWITCHES[target.only]}") puts it in place'
         elif state is State.PATCHED and target.uncounted:
             note = target.uncounted

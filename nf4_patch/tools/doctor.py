@@ -272,10 +272,10 @@ def judge(target: Target, release: str, status: TargetStatus, failure: str, conf
 def kept(target: Target, release: str, state: State) -> list[str]:
     """Which calls of a target stay with its library's own kernel, in sentences, and what to do."""
     own = target.own_kernel
-    if own is None or not (state.in_place or state is State.WAITING):
+    if own is None or not (state.was_patched or state is State.WAITING):
         return []
     by_release = holds(release, own.releases) and os.environ.get("UNSLOTH_BNB_TRITON") != "0"
-    if not (own.in_use(target.module) if state.in_place else by_release):
+    if not (own.in_use(target.module) if state.was_patched else by_release):
         return []
     eager = f"{target.name} leaves its eager calls to {target.library} too: no benchmark shows ours faster on this GPU."
     return [own.advice, *[eager] * own.keeps_eager_calls()]
