@@ -90,7 +90,7 @@ def unchecked_experts_gain(name: str, gpu: str) -> str:
 def describe(gains: Sequence[Gain]) -> str:
     """A step's gains in words; what is not clear is said to be so."""
     if gains and not any(gain.clear for gain in gains):
-        return f"no clear difference ({span([gain.ratio for gain in gains])})"
+        return f"not clear ({span([gain.ratio for gain in gains])})"
     parts = [f"{times(gain.ratio)} at {gain.tokens:,}" for gain in gains if gain.clear]
     rest = " and ".join(f"{gain.tokens:,}" for gain in gains if not gain.clear)
     return ", ".join(parts) + " tokens a step" * bool(parts) + f", not clear at {rest}" * bool(rest)
@@ -163,7 +163,7 @@ def gains() -> str:
     setups = (SETUPS | MORE_SETUPS).items()
     found = [[who, typed, *(gain(name, gpu) for gpu in GPUS)] for who, (typed, gain, name) in setups]
     return table(
-        ("what you train with", "what you type", *(f"gain on an {gpu} (steps: GPU time)" for gpu in GPUS)),
+        ("what you train with", "what you type", *(f"gain on an {gpu}" for gpu in GPUS)),
         [row for row in found if any(row[2:])],
     )
 
