@@ -131,9 +131,9 @@ def cell(row: dict[str, Any], name: str) -> str:
     if name not in row["median"]:
         return ""
     ratio = row["ratio"].get(name)
-    is_part = ratio and name in LIMITS
-    text = f"{digits(row['median'][name])} ({f'{100 * ratio:.0f} %' if is_part else times(ratio)})"
-    return text if is_part or not ratio or clear(row, ratio, name) else f"*{text}*"
+    part = f"{100 * ratio:.0f} %" if ratio and name in LIMITS else ""
+    text = f"{digits(row['median'][name])} ({part or times(ratio)})"
+    return text if part or not ratio else marked(text, row, name)
 
 
 def comparison(rows: list[dict[str, Any]]) -> str:
@@ -300,6 +300,11 @@ def clear(row: dict[str, Any], ratio: float | None, other: str = UNPATCHED) -> b
     return abs(ratio - 1) > noise and same_way >= 0.8 * len(rounds)
 
 
+def marked(text: str, row: dict[str, Any], other: str = UNPATCHED) -> str:
+    """In italics where the difference is not clear."""
+    return text if clear(row, row["ratio"].get(other), other) else f"*{text}*"
+
+
 def parts_of(row: dict[str, Any]) -> tuple[str, str, str, str]:
     """Of a step's subject: who, batch x tokens, the setting of the cache or of checkpointing, the clock."""
     first, *others = row["subject"].split(", ")
@@ -333,9 +338,7 @@ def step_table(found: Steps) -> str:
             _, length, setting, _ = parts_of(row)
             shown = f"{digits(row['median'][OURS])} ({times(row['ratio'][UNPATCHED])})"
             cells = body.setdefault((f"{who} {release}".strip(), length), {})
-            cells.setdefault(setting or "patch", []).append(
-                shown if clear(row, row["ratio"][UNPATCHED]) else f"*{shown}*"
-            )
+            cells.setdefault(setting or "patch", []).append(marked(shown, row))
             if not setting:
                 cells.setdefault(UNPATCHED, []).append(digits(row["median"][UNPATCHED]))
     columns = sorted({name for cells in body.values() for name in cells}, key=SETTINGS.index)

@@ -23,6 +23,7 @@ from figures import (
     digits,
     figures,
     load,
+    marked,
     of_gpus,
     parts_of,
     release,
@@ -311,7 +312,7 @@ def results() -> str:
             ours = f"{digits(row['median'][OURS])} {UNITS.get(row['unit'], row['unit'])}"
             ratios = found[other]["ratio"] if found[other] else {}
             elsewhere = " / ".join(
-                times(ratios[peer]) if clear(found[other], ratios[peer], peer) else f"*{times(ratios[peer])}*"
+                marked(times(ratios[peer]), found[other], peer)
                 for peer in (BITSANDBYTES, UNPATCHED, fused)
                 if peer in ratios
             )

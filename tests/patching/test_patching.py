@@ -10,7 +10,7 @@ import pytest
 import torch
 from fuzz import FAULTS, broken
 from oracle import expected, quantized
-from target import TARGET, fallbacks, linear, replaced_by, same
+from target import TARGET, fallbacks, linear, replaced_by, same, step
 
 import nf4_patch
 from nf4_patch.nf4 import codes
@@ -22,6 +22,15 @@ from nf4_patch.patching.switch import switch
 from nf4_patch.patching.targets import TARGETS
 
 NESTED = pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
+
+
+def test_linear4bit_forward_and_backward_are_bit_equal(on):
+    layer = linear(on)
+    with_patch = step(layer, on)
+    hits = nf4_patch.status().hits
+    nf4_patch.disable()
+    assert same(with_patch, step(layer, on))
+    assert nf4_patch.status().hits == hits == (2 if on.type == "cuda" else 1)  # a CPU forward never dequantizes
 
 
 def test_dequant_linear_fallback(on, linear_op):
