@@ -1,4 +1,4 @@
-"""examples/t4_colab.ipynb is what tests/gpu/test_example_runs.py runs: plain Python, no output kept, nothing to edit."""
+"""examples/t4_colab.ipynb: plain Python as tests/gpu/test_example_runs.py runs it, nothing to edit, outputs of a named GPU."""
 
 from __future__ import annotations
 
@@ -22,11 +22,22 @@ GPU, INSTALL = CODE[:2]
 COMPARE = next(cell for cell in CODE if "qlora_peft.py" in cell)
 WHEEL = "nf4_patch-0.1.0-py3-none-any.whl"
 ADDRESS = f"https://example.org/{WHEEL}"
+SAVED = "[saved from a run on an NVIDIA H200, 2026-11-25]\n"
 
 
-def test_cells_are_plain_python_without_output():
+def test_saved_outputs_say_of_which_gpu_they_are():
+    """A number belongs to the GPU that measured it: each output begins with that, and the first cell says it of all."""
+    assert "outputs saved here are of an NVIDIA H200, not of a T4" in "".join(NOTEBOOK["cells"][0]["source"])
+    cells = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+    first = [cell["outputs"][0]["text"][0] for cell in cells if cell["outputs"]]
+    assert first == [SAVED] * (len(CODE) - 2)  # looking for a GPU and installing print nothing where all is there
+    report = "".join(cells[-1]["outputs"][0]["text"])
+    assert "none differs" in report and "problems: none" in report
+    assert "losses and adapter with peft: the same bits; losses with Unsloth: the same bits" in report
+
+
+def test_cells_are_plain_python():
     assert (NOTEBOOK["nbformat"], NOTEBOOK["metadata"]["accelerator"]) == (4, "GPU")
-    assert not any(cell.get("outputs") for cell in NOTEBOOK["cells"]), "a number belongs to the GPU that measured it"
     for cell in CODE:  # no magics: what is tested is what Colab runs
         assert not any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(cell)))
     verbs = {verb for verb in main.commands if f'\\"{verb}\\"' in TEXT}
