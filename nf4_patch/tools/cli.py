@@ -86,7 +86,7 @@ def console() -> Any:
         sys.stdout.reconfigure(errors="replace")  # an encoding without the character shows "?" instead of raising
     result = Console(markup=False, highlight=False, emoji=False)
     if not result.is_terminal:
-        result.width = 120
+        result.width = 160
     return result
 
 
