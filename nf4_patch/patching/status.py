@@ -38,7 +38,7 @@ class CacheStatus:
     """Bytes are what PyTorch's allocator takes at most."""
 
     mode: str = "off"  # off, auto, or bytes per GPU
-    taken: dict[int, int] = field(default_factory=dict)  # bytes by device index, of what is dropped and still used too
+    taken: dict[int, int] = field(default_factory=dict)  # by device (-1: the CPU), also what is dropped and still used
     weights: int = 0
     hits: int = 0  # dequantizations saved
     misses: int = 0
@@ -48,7 +48,8 @@ class CacheStatus:
 
     def __str__(self) -> str:
         mode = size_in_words(int(self.mode)) if self.mode.isdigit() else self.mode
-        taken = ", ".join(f"{size_in_words(size)} on device {device}" for device, size in self.taken.items())
+        places = [(size, "the CPU" if device < 0 else f"device {device}") for device, size in self.taken.items()]
+        taken = ", ".join(f"{size_in_words(size)} on {place}" for size, place in places)
         compiled = f" ({self.compiled} for compiled layers)" if self.compiled else ""
         weights = f"{self.weights} weight{'s' * (self.weights != 1)}{compiled}, {taken or 'nothing'}"
         reads = f"{self.hits} of {self.hits + self.misses} reads served"
