@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import nf4_patch  # NF4_PATCH=1 switches it on
 
-from ..config import Config, is_worker, rank, size_in_words
+from ..config import Config, is_worker, rank
 from ..patching.status import Status
 from ..patching.targets import TARGETS
 
@@ -105,7 +105,7 @@ def of_the_cache(status: Status) -> list[str]:
     if saved <= 0:
         return []
     return [
-        f"cache: the {weights} weights take {size_in_words(size)} dequantized. A cache of that size would have saved "
+        f"cache: the {weights} weights take {size / 2**30:.2f} GiB dequantized. A cache of that size would have saved "
         f"{saved:.0%} of the dequantizations, one of half that size at least {saved / 2:.0%}; "
         'enable(cache="auto") finds a size.'
     ]
