@@ -70,7 +70,7 @@ def equal_state_dicts(model, other):
 
 
 def logits(model):
-    """In training mode: in eval mode on a CPU with AVX512-BF16 bitsandbytes repacks linears, and fails at 32 columns."""
+    """In training mode: in eval mode bitsandbytes repacks linears on a CPU with AVX512-BF16, and raises at one of 32 columns."""
     with torch.no_grad():
         return model.train()(torch.arange(24).view(2, 12)).logits
 

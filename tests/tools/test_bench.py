@@ -20,9 +20,10 @@ from benchmarks import challenge, compile_time, generation
 from benchmarks.baselines import UNSLOTH_TRITON
 from nf4_patch.tools import llama, report
 from nf4_patch.tools.bench import matmul, timing
-from nf4_patch.tools.bench.record import BITSANDBYTES, CEILING, OURS, Bench, Row, accuracy, bits, table
+from nf4_patch.tools.bench.record import BITSANDBYTES, CEILING, OURS, UNPATCHED, Bench, Row, accuracy, bits, table
 from nf4_patch.tools.bench.step import Step
 from nf4_patch.tools.bench.timing import Machine, Times
+from nf4_patch.tools.cli import console
 
 MACHINE = Machine("a GPU", "90", "580.1", "SM clock 1 MHz", {"torch": "2.11.0", "triton": "3.6.0"})
 
@@ -42,6 +43,15 @@ def text_of(*renderables) -> str:
     for renderable in renderables:
         console.print(renderable)
     return console.export_text()
+
+
+def test_no_cell_of_a_step_is_broken_outside_a_terminal(capsys):
+    memory = "10.182 GiB (unpatched 8.557 GiB)"
+    notes = {"kernel calls a step": "84", "loss": "12.608415", "peak memory": memory, "cache": "1.652 GiB"}
+    times = {OURS: Times((92.03,)), UNPATCHED: Times((95.19,))}
+    row = Row("peft 2x2048, cache all, GPU time", "ms", times, bits({UNPATCHED: True}), notes=notes)
+    console().print(table("step", [row]))
+    assert memory in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
