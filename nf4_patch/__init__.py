@@ -74,7 +74,7 @@ def enable(matmul: str | None = None, cache: str | int | None = None, experts: s
     """
     from .patching import hooks
 
-    return hooks.enable(matmul, cache, experts)
+    return hooks.enable(matmul=matmul, cache=cache, experts=experts)
 
 
 def disable() -> None:
@@ -110,7 +110,7 @@ def enabled(matmul: str | None = None, cache: str | int | None = None, experts: 
     """
     from .patching import hooks
 
-    with hooks.block(matmul, cache, experts):
+    with hooks.block(matmul=matmul, cache=cache, experts=experts):
         yield
 
 

@@ -28,6 +28,11 @@ class Variable:
     suffix: str = ""  # a path that ends so is allowed too
     size: bool = False  # an amount of memory is allowed too
     option: bool = False  # it changes what the patch does, and does nothing where the patch is off
+    on: str = ""  # of an option that is an argument of ``enable`` too: a value that switches it on, as "off" does off
+
+    @property
+    def argument(self) -> str:
+        return self.name.removeprefix("NF4_PATCH_").lower()
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -54,7 +59,7 @@ VARIABLES = (
         "NF4_PATCH_MATMUL", ("off", "auto"), "off",
         "auto: multiply few rows (generation, short sequences) straight from the packed weight where measured to win. "
         "Off by default: as accurate, but not the same bits as the original.",
-        option=True,
+        option=True, on="auto",
     ),
     Variable(
         "NF4_PATCH_CALIBRATION", ("auto", "off"), "auto",
@@ -66,14 +71,15 @@ VARIABLES = (
         "NF4_PATCH_CACHE", ("off", "auto"), "off",
         "Keep dequantized weights for the functions that only read them, with the same bits. A size: as many as fit into "
         "that much memory of every GPU; auto: as many as fit into what the training leaves free.",
-        size=True, option=True,
+        size=True, option=True, on="6GiB",
     ),
     Variable(
         "NF4_PATCH_EXPERTS", ("off", "4bit"), "off",
         "4bit: transformers' load_in_4bit packs the experts of a mixture too. Off by default: another quantization.",
-        option=True,
+        option=True, on="4bit",
     ),
 )  # fmt: skip
+OPTIONS = {variable.argument: variable for variable in VARIABLES if variable.on}
 
 UNITS = {"TiB": 2**40, "TB": 10**12, "GiB": 2**30, "GB": 10**9}
 UNITS |= {"MiB": 2**20, "MB": 10**6, "KiB": 2**10, "KB": 10**3, "B": 1}
@@ -150,11 +156,9 @@ class Config:
     requested: bool  # NF4_PATCH=1, or true, yes, on
     forbidden: str  # what ``keeps_off`` says
     strict: bool
-    matmul: str  # off, auto
     calibration: Path | None  # the file of measurements; None: not to be read
     calibration_named: bool  # by the user: it should exist
-    cache: str | int  # off, auto, or bytes per GPU
-    experts: str  # off, 4bit
+    options: Mapping[str, str | int]  # by the name in OPTIONS: "off", or what is asked for; a size in bytes
 
     def missing_calibration(self) -> str:
         """A sentence on a calibration file that the user named and that does not exist; "" where all is well."""
@@ -163,24 +167,16 @@ class Config:
         return f"NF4_PATCH_CALIBRATION names {self.calibration}, which does not exist: the shipped tables decide"
 
     @classmethod
-    def read(
-        cls,
-        environ: Mapping[str, str] | None = None,
-        matmul: str | None = None,
-        cache: str | int | None = None,
-        experts: str | None = None,
-    ) -> Config:
-        """The configuration from ``environ`` (os.environ by default); what else is given wins over its variable.
+    def read(cls, environ: Mapping[str, str] | None = None, **arguments: str | int | None) -> Config:
+        """The configuration from ``environ`` (os.environ by default); an argument that is not None wins over its variable.
 
         Raises:
             ConfigError: a variable or an argument has a value that is not allowed; the message lists the allowed ones.
         """
         environ = os.environ if environ is None else environ
-        arguments = {"matmul": matmul, "cache": cache, "experts": experts}
         values = {}
         for variable in VARIABLES:
-            name = variable.name.removeprefix("NF4_PATCH_").lower()
-            given = arguments.get(name)
+            name, given = variable.argument, arguments.get(variable.argument)
             if given is None:
                 name, given = variable.name, environ.get(variable.name, "")
             values[variable.name] = value_of(variable, name, given)
@@ -191,11 +187,9 @@ class Config:
             requested=SWITCH.get(values["NF4_PATCH"], False),
             forbidden=keeps_off(environ),
             strict=SWITCH[values["NF4_PATCH_STRICT"]],
-            matmul=values["NF4_PATCH_MATMUL"],
             calibration=Path(os.path.expanduser(file)) if file else None,
             calibration_named=named not in ("auto", "off"),
-            cache=values["NF4_PATCH_CACHE"],
-            experts=values["NF4_PATCH_EXPERTS"],
+            options={name: values[variable.name] for name, variable in OPTIONS.items()},
         )
 
 

@@ -7,7 +7,7 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -20,41 +20,43 @@ from .switch import switch
 from .targets import TARGETS, Target, registered
 
 logger = logging.getLogger("nf4_patch")
-Options = tuple[str | None, str | int | None, str | None]  # matmul, cache and experts, as they were given
-NONE_GIVEN: Options = (None, None, None)
+Given = str | int | None  # for an option, by its name in config.OPTIONS
 
 lock = threading.RLock()  # never held while waiting for another thread's import, which takes it in _on_import
 _hooked = False
-_options = NONE_GIVEN
-_blocks: list[list[Options]] = []  # of each ``with`` block that is entered; a list is told from others by its identity
-_outside = (False, NONE_GIVEN)  # on and with what, before the first of them
+_blocks: list[list[Config | None]] = []  # of each ``with`` block that is entered: what was in force before it
 
 
-def enable(matmul: str | None = None, cache: str | int | None = None, experts: str | None = None) -> bool:
+def enable(**options: Given) -> bool:
     """Replace every target, now or when its module is imported: see :func:`nf4_patch.enable`."""
-    before = switch.cache if switch.on else "off"
     add_registered()
-    on = switch_on((matmul, cache, experts))
-    if on and cache is None and switch.cache == "off" != before:
-        logger.warning(
-            "nf4_patch.enable() without cache= dropped the weights that were cached: it was cache=%r", before
-        )
+    on = switch_on(options)
     finish_imports()
     return on
 
 
-def switch_on(options: Options) -> bool:
-    global _hooked, _options
-    config = Config.read(None, *options)
+def switch_on(options: Mapping[str, Given]) -> bool:
+    config = Config.read(None, **options)
     for sentence in unknown_variables():
         warn_once(sentence)
     if config.forbidden:
         warn_once(f"nf4_patch stays off: {config.forbidden}")
-        disable()
-        return False
+    put_in_force(None if config.forbidden else config)
+    return switch.on
+
+
+def put_in_force(config: Config | None) -> None:
+    """On with this configuration, or off. Nothing is read from the environment."""
+    global _hooked
     with lock:
-        _options = options
         switch.set(config)
+        if config is None:
+            for entry in installed.values():
+                entry.swap(entry.replacement, entry.original)
+            for target in TARGETS:
+                remove_earlier(target)
+            logger.info("nf4_patch is off")
+            return
         for target in TARGETS:
             if not _hooked:  # wrapt calls the hook at once where the module is imported already
                 wrapt.register_post_import_hook(functools.partial(_on_import, target), target.trigger)
@@ -62,7 +64,6 @@ def switch_on(options: Options) -> bool:
                 _on_import(target)
         _hooked = True
         logger.info("nf4_patch is on: %s", ", ".join(n for n, i in installed.items() if i.replacement) or "waiting")
-    return True
 
 
 def add_registered() -> None:
@@ -89,43 +90,28 @@ def finish_imports() -> None:
 
 def disable() -> None:
     """Turn every replacement off and put the originals back wherever ours is still in place."""
-    with lock:
-        switch.set(None)
-        for entry in installed.values():
-            entry.swap(entry.replacement, entry.original)
-        for target in TARGETS:
-            remove_earlier(target)
-    logger.info("nf4_patch is off")
-
-
-def in_force() -> tuple[bool, Options]:
-    """Whether the patch is on, and the options that it was last enabled with."""
-    return switch.on, _options
+    put_in_force(None)
 
 
 @contextmanager
-def block(matmul: str | None, cache: str | int | None, experts: str | None) -> Iterator[None]:
+def block(**options: Given) -> Iterator[None]:
     """On inside. Blocks may overlap, in several threads too: see :func:`nf4_patch.enabled`."""
-    global _outside
-    entered: list[Options] = [(matmul, cache, experts)]
     add_registered()
     with lock:
-        before = in_force()
-        switch_on(entered[0])
-        if not _blocks:
-            _outside = before
-        _blocks.append(entered)
+        before = [switch.config]
+        switch_on(options)
+        _blocks.append(before)
     try:
         finish_imports()
         yield
     finally:
         with lock:
-            _blocks[:] = [other for other in _blocks if other is not entered]
-            on, options = (True, _blocks[-1][0]) if _blocks else _outside
-            if on:
-                switch_on(options)
+            place = next(index for index, other in enumerate(_blocks) if other is before)
+            del _blocks[place]
+            if place < len(_blocks):  # one that was entered later goes on, and will restore this
+                _blocks[place][:] = before
             else:
-                disable()
+                put_in_force(before[0])
 
 
 def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:

@@ -18,7 +18,7 @@ class State(StrEnum):
     PATCHED = "patched"
     WRAPPED = "wrapped"  # another library's function calls ours
     DISPLACED = "displaced"  # another library's function, which does not call ours
-    INACTIVE = "inactive"  # its option (matmul, cache, experts) is off
+    INACTIVE = "inactive"  # its option is off
     REFUSED = "refused"  # its function has another signature
     WAITING = "waiting"  # its module is not imported
     ABSENT = "absent"  # not in this release of the library

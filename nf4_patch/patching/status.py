@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..config import keeps_off, size_in_words
+from ..config import OPTIONS, keeps_off, size_in_words
 from .counters import counters
 from .placement import installed
 from .reasons import Reason, Uncached
 from .state import State
 from .switch import switch
-from .targets import SWITCHES, TARGETS
+from .targets import TARGETS
 
 NEVER_CALLED, NEVER_HIT = "installed, never called by eager code", "installed, never hit"
 SHAPES_SHOWN = 8  # a model has about five; a report is one screen
@@ -146,7 +146,7 @@ def status() -> Status:
         hits = counters.hits(target.name)
         counts = {r.name: n for (name, r), n in list(counters.fallbacks.items()) if name == target.name}
         if state.was_patched and target.only and not switch.gates[target.only].on:
-            state, note = State.INACTIVE, f'enable({target.only}="{SWITCHES[target.only]}") puts it in place'
+            state, note = State.INACTIVE, f'enable({target.only}="{OPTIONS[target.only].on}") puts it in place'
         elif state is State.PATCHED and target.uncounted:
             note = target.uncounted
         elif state is State.PATCHED and not hits and not counts:
@@ -170,6 +170,6 @@ def status() -> Status:
 def cache_status() -> CacheStatus:
     module = sys.modules.get(f"{__package__}.cache.store")  # it needs torch
     if module is None:
-        return CacheStatus(str(switch.cache) if switch.on else "off")
+        return CacheStatus(str(switch.value("cache")))
     found: CacheStatus = module.cache.snapshot()
     return found

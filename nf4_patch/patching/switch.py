@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..config import Config
-
-# What ``only`` of a row may be, and a value that switches it on.
-SWITCHES = {"matmul": "auto", "cache": "6GiB", "experts": "4bit"}
+from ..config import OPTIONS, Config
 
 
 class Gate:
-    """Whether the rows of one feature are on."""
+    """Whether the rows of one option are on."""
 
     def __init__(self) -> None:
         self.on = False
 
 
 class Switch(Gate):
-    """The patch itself and the options in force; the values are those of config.Config.
+    """The patch itself, and a gate for each option.
 
     What else depends on them follows: it is told at once and at every change, so that this module imports neither torch
     nor what it switches.
@@ -28,22 +25,21 @@ class Switch(Gate):
         super().__init__()
         self.config: Config | None = None  # None: off
         self.strict = False
-        self.matmul = "off"
-        self.cache: str | int = "off"
-        self.experts = "off"
-        self.gates: dict[str, Gate] = {"": self, **{feature: Gate() for feature in SWITCHES}}  # by ``only`` of a row
+        self.gates: dict[str, Gate] = {"": self, **{option: Gate() for option in OPTIONS}}  # by ``only`` of a row
         self.followers: list[Callable[[Config | None], None]] = []
 
     def set(self, config: Config | None) -> None:
-        """Put a configuration in force; None: off, with the options as they were."""
-        if config is not None:
-            self.strict, self.matmul, self.cache = config.strict, config.matmul, config.cache
-            self.experts = config.experts
+        """Put a configuration in force; None: off."""
+        self.strict = config is not None and config.strict
         self.config, self.on = config, config is not None
-        for feature in SWITCHES:
-            self.gates[feature].on = self.on and getattr(self, feature) != "off"
+        for option in OPTIONS:
+            self.gates[option].on = self.value(option) != "off"
         for follower in self.followers:
             follower(config)
+
+    def value(self, option: str) -> str | int:
+        """What is in force."""
+        return "off" if self.config is None else self.config.options[option]
 
     def follow(self, follower: Callable[[Config | None], None]) -> None:
         self.followers.append(follower)

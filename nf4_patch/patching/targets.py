@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .switch import SWITCHES as SWITCHES
 from .switch import switch
 
 logger = logging.getLogger("nf4_patch")
@@ -57,7 +56,7 @@ class Target:
     replace: str  # "module:function", of this package ".module:function": makes the replacement of (row, original)
     covers: str
     unless: str = ""  # an attribute of the module that makes this row void
-    only: str = ""  # "matmul", "cache", "experts": in place only where that is switched on
+    only: str = ""  # an option: in place only where that is switched on
     lazy: bool = False  # its package imports the module only when it is used
     after: str = ""  # installed when this module is imported, and not with its own
     uncounted: str = ""  # what ``status()`` says of a row whose calls are neither hits nor fallbacks

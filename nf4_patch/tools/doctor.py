@@ -17,7 +17,7 @@ from rich.console import RenderableType
 
 import nf4_patch
 
-from ..config import VARIABLES, Config, options_set, size_in_words, unknown_variables
+from ..config import OPTIONS, VARIABLES, Config, options_set, size_in_words, unknown_variables
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.matmul.tuning import SMALL_M_ROWS
@@ -26,7 +26,7 @@ from ..patching import calibrated, hooks
 from ..patching.reasons import Reason
 from ..patching.state import State, StrEnum
 from ..patching.status import TargetStatus
-from ..patching.targets import SWITCHES, TARGETS, Target
+from ..patching.targets import TARGETS, Target
 from ..version import release_of
 from .report import DISTRIBUTIONS, Progress, Report, answer, holds, installed_releases, plural, silent
 
@@ -249,15 +249,15 @@ def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list
 def judge(target: Target, release: str, status: TargetStatus, failure: str, config: Config) -> TargetStatus:
     """What becomes of a target whose ``status`` was taken with the patch on; ``failure``: of the library's import."""
     library, waiting = target.library, status.state is State.WAITING
-    switched_off = target.only and getattr(config, target.only) == "off"
-    option = f"NF4_PATCH_{target.only.upper()}={SWITCHES.get(target.only)}"
+    option = OPTIONS.get(target.only)
+    switched_off = option is not None and config.options[target.only] == "off"
     tested = release.partition("+")[0] in target.tested
     cases = (
         (not release, State.ABSENT, f"{library} is not installed"),
         (not holds(release, target.releases), State.ABSENT, f"only {library} {target.releases}"),
         (failure, State.REFUSED, failure),
         (config.forbidden, State.OFF, config.forbidden),
-        (switched_off, State.INACTIVE, f"only with {option}"),
+        (switched_off, State.INACTIVE, f"only with {option.name}={option.on}" if option else ""),
         (status.state is State.REFUSED, State.REFUSED, status.note),
         (status.state is State.ABSENT, State.REFUSED, f"{library} {release} has no such function"),
         (waiting and library in sys.modules, State.WAITING, f"{library} imports {target.module} only for a GPU"),

@@ -12,6 +12,7 @@ from typing import Any
 import nf4_patch
 
 from ..patching import hooks, placement
+from ..patching.switch import switch
 
 logger = logging.getLogger("nf4_patch")
 UNSLOTH_MODULE = "unsloth.kernels.utils"
@@ -29,13 +30,12 @@ def patch(on: bool, **options: Any) -> Iterator[None]:
         with nf4_patch.enabled(**options):
             yield
         return
-    was_on, options_before = hooks.in_force()
+    before = switch.config
     nf4_patch.disable()
     try:
         yield
     finally:
-        if was_on:
-            nf4_patch.enable(*options_before)
+        hooks.put_in_force(before)
 
 
 def original(module: str, attribute: str) -> Any:

@@ -122,7 +122,7 @@ def test_blocks_that_overlap_in_two_threads():
             second_is_in.set()
             assert first_is_out.wait(60)
             assert nf4_patch.is_enabled()
-            assert switch.on and switch.matmul == "off"
+            assert switch.on and switch.value("matmul") == "off"
 
     together(first, second)
     assert not nf4_patch.is_enabled()

@@ -145,7 +145,7 @@ def test_a_product_that_cannot_be_compiled_is_counted_and_strict_raises(monkeypa
     packed, state = quantized((64, 128), torch.bfloat16, device, nested=False)
     x = torch.randn(4, 128, device=device).bfloat16()
     monkeypatch.setattr(switch, "on", True)
-    monkeypatch.setattr(switch, "matmul", "auto")
+    monkeypatch.setattr(switch.gates["matmul"], "on", True)
     for strict in (False, True):
         monkeypatch.setattr(switch, "strict", strict)
         with pytest.raises(FallbackError) if strict else contextlib.nullcontext():

@@ -144,14 +144,3 @@ def test_what_keeps_the_patch_off_is_named(variable, others, on, monkeypatch, sa
     assert f"nf4_patch stays off: {variable}=0" in said()
     assert str(nf4_patch.status()).startswith(f"nf4_patch is off ({variable}=0): ")
     assert f"{variable}=0 keeps the patch off" in doctor.examine().problems()
-
-
-def test_a_second_call_without_a_cache_says_what_it_drops(said):
-    nf4_patch.enable(cache="6GiB")
-    nf4_patch.enable(cache="off")
-    with nf4_patch.enabled(cache="6GiB"), nf4_patch.enabled():
-        pass
-    assert not said()
-    nf4_patch.enable(cache="6GiB")
-    nf4_patch.enable()
-    assert "without cache= dropped the weights that were cached: it was cache=6442450944" in said()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import inspect
 import os
 import sys
 
@@ -13,7 +14,7 @@ import torch
 from subprocess_python import program, python
 
 import nf4_patch
-from nf4_patch.config import VARIABLES, Config, ConfigError, size_in_words
+from nf4_patch.config import OPTIONS, VARIABLES, Config, ConfigError, size_in_words
 from nf4_patch.patching import placement
 from nf4_patch.patching.switch import switch
 from nf4_patch.patching.targets import TARGETS
@@ -84,7 +85,7 @@ def test_every_function_is_replaced_while_its_option_is_on_and_put_back():
     with nf4_patch.enabled():  # what is imported late is in place
         pass
     originals = standing()
-    every = {"matmul": "auto", "cache": "1MiB", "experts": "4bit"}
+    every = {name: option.on for name, option in OPTIONS.items()}
     for options in ({}, *({name: value} for name, value in every.items()), every):
         with nf4_patch.enabled(**options):
             now = standing()
@@ -103,6 +104,16 @@ def test_every_variable_has_a_default_that_it_allows(variable):
     for value in variable.allowed:
         Config.read({variable.name: value})
         Config.read({variable.name: value.upper()})
+
+
+def test_every_option_is_an_argument_and_a_gate():
+    """One row of the table is all that an option is, besides its word in the two signatures."""
+    for function in (nf4_patch.enable, nf4_patch.enabled):
+        arguments = inspect.signature(function).parameters
+        assert [*arguments] == [*OPTIONS] and {argument.default for argument in arguments.values()} == {None}
+    assert switch.gates.keys() == {"", *OPTIONS} and {target.only for target in TARGETS} <= switch.gates.keys()
+    for name, option in OPTIONS.items():
+        assert option.option and option.default == "off" and Config.read({}, **{name: option.on}).options[name] != "off"
 
 
 @pytest.mark.parametrize(("true", "false"), [("1", "0"), ("true", "false"), ("Yes", "No"), ("ON", "OFF")])
@@ -129,14 +140,14 @@ def test_an_unknown_value_says_so_in_one_line_and_never_breaks_an_import():
 def test_nested_blocks_restore_what_each_found():
     with nf4_patch.enabled("auto"):
         with nf4_patch.enabled("off"):
-            assert switch.matmul == "off"
-        assert nf4_patch.is_enabled() and switch.matmul == "auto"
+            assert switch.value("matmul") == "off"
+        assert nf4_patch.is_enabled() and switch.value("matmul") == "auto"
         nf4_patch.disable()
     assert not nf4_patch.is_enabled()
     nf4_patch.enable("auto")
     with nf4_patch.enabled("off"):
-        assert switch.matmul == "off"
-    assert nf4_patch.is_enabled() and switch.matmul == "auto"
+        assert switch.value("matmul") == "off"
+    assert nf4_patch.is_enabled() and switch.value("matmul") == "auto"
     nf4_patch.disable()
     with nf4_patch.enabled():
         pass
@@ -155,7 +166,8 @@ def test_nested_blocks_restore_what_each_found():
 )  # fmt: skip
 def test_sizes_of_the_cache(given, read, words):
     """As an argument and as a variable; and as people read them."""
-    assert Config.read({}, cache=given).cache == Config.read({"NF4_PATCH_CACHE": str(given or "")}).cache == read
+    assert Config.read({}, cache=given).options["cache"] == read
+    assert Config.read({"NF4_PATCH_CACHE": str(given or "")}).options["cache"] == read
     assert not words or size_in_words(read) == words
 
 
@@ -197,19 +209,19 @@ def test_an_option_as_argument_and_as_variable(option, on, monkeypatch):
     """The argument goes first; blocks restore what they found."""
     name, gate = f"NF4_PATCH_{option.upper()}", switch.gates[option]
     monkeypatch.delenv(name, raising=False)
-    assert getattr(Config.read(), option) == "off"
+    assert Config.read().options[option] == "off"
     for variable, argument, wanted in (
         ("", None, "off"), (on, None, on), (on, "off", "off"), ("off", on, on), (on.upper(), None, on)
     ):  # fmt: skip
         monkeypatch.setenv(name, variable)
         assert nf4_patch.enable(**{option: argument})
-        assert getattr(switch, option) == wanted and gate.on is (wanted == on), (variable, argument)
+        assert switch.value(option) == wanted and gate.on is (wanted == on), (variable, argument)
     nf4_patch.disable()
     with nf4_patch.enabled():
         assert gate.on
         with nf4_patch.enabled(**{option: "off"}):
             assert not gate.on
-        assert getattr(switch, option) == on and gate.on
+        assert switch.value(option) == on and gate.on
     assert not gate.on
 
 

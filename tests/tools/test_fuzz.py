@@ -59,7 +59,7 @@ def test_the_patch_is_on_again_with_its_options():
     with nf4_patch.enabled(matmul="auto"):
         with patch(False):
             assert not nf4_patch.is_enabled()
-        assert nf4_patch.is_enabled() and switch.matmul == "auto"
+        assert nf4_patch.is_enabled() and switch.value("matmul") == "auto"
 
 
 def flipped(packed, result, out):

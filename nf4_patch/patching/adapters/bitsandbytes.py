@@ -59,7 +59,7 @@ def dequant_linear(target: Target, original: Function) -> Function:
     It is the body of an opaque op: torch.compile never traces it.
     """
     dequantizer = Dequantizer(target.name)
-    multiply = FusedMatmul(target.name, dequantizer.fallbacks).run
+    multiply, gate = FusedMatmul(target.name, dequantizer.fallbacks).run, switch.gates["matmul"]
 
     def attempt(
         A, B, shapeB, absmax, blocksize, quant_type, bias=None, absmax_8bit=None, absmax_code=None, absmax_offset=None
@@ -68,7 +68,7 @@ def dequant_linear(target: Target, original: Function) -> Function:
             A.dtype, B, shapeB, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset
         )
         missed = None
-        if switch.matmul != "off" and not casts(A):
+        if gate.on and not casts(A):
             result = multiply(A, packed, bias)
             if type(result) is not Reason:
                 return result

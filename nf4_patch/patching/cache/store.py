@@ -406,4 +406,4 @@ def is_captured(device: int) -> bool:
 
 cache = Cache()
 atexit.register(cache.configure, "off")  # before the interpreter takes modules apart, in which tensors die
-switch.follow(lambda config: cache.configure("off" if config is None else config.cache))
+switch.follow(lambda config: cache.configure(switch.value("cache")))
