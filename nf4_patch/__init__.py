@@ -54,17 +54,17 @@ def __getattr__(name: str) -> Any:
 def enable(matmul: str | None = None, cache: str | int | None = None, experts: str | None = None) -> bool:
     """Patch bitsandbytes and Unsloth, now or when they are imported. Safe to call again.
 
+    An option that is None stays as it is: where the patch is on, as it is in force; where it is off, also after ``disable``,
+    as its variable NF4_PATCH_* says.
+
     Args:
         matmul: "auto" multiplies few rows (generation, short sequences) straight from the packed weight where that is
-            measured to win: as accurate as dequantize + matmul, not the same bits. "off" never does.
-            None leaves it to NF4_PATCH_MATMUL, whose default is "off".
+            measured to win: as accurate as dequantize + matmul, not the same bits. "off", the default, never does.
         cache: "6GiB" (or "6G", or a number of bytes; "6GB" is 6 * 10^9 bytes): dequantized weights stay in at most that
             much memory of every GPU, for the functions of bitsandbytes, Unsloth and transformers that only read them;
-            the same bits. "auto" finds the size: what a training leaves free. "off" or 0 keeps none. None leaves it to
-            NF4_PATCH_CACHE, whose default is "off".
+            the same bits. "auto" finds the size: what a training leaves free. "off", the default, or 0 keeps none.
         experts: "4bit": transformers' ``load_in_4bit`` packs the experts of a mixture too, while it loads them, and peft's LoRA
-            on them is a product of its own. "off" leaves them in 16 bits. None leaves it to NF4_PATCH_EXPERTS, whose
-            default is "off".
+            on them is a product of its own. "off", the default, leaves them in 16 bits.
 
     Returns:
         True if the patch is on; False where NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it, and then it is off.
@@ -78,7 +78,7 @@ def enable(matmul: str | None = None, cache: str | int | None = None, experts: s
 
 
 def disable() -> None:
-    """Put every original back. A replacement that another library has wrapped passes straight through."""
+    """Put every original back, and forget the options. A replacement that another library has wrapped passes straight through."""
     from .patching import hooks
 
     hooks.disable()
@@ -103,7 +103,7 @@ def is_enabled() -> bool:
 
 @contextlib.contextmanager
 def enabled(matmul: str | None = None, cache: str | int | None = None, experts: str | None = None) -> Iterator[None]:
-    """The patch is on inside the ``with`` block, as ``enable`` does; afterwards as it was before.
+    """The patch is on inside the ``with`` block, as ``enable`` does; afterwards it is as it was before, with the options of then.
 
     The patch belongs to the process, not to a thread. While several blocks overlap, the options of the block that was
     entered last are in force. When the last block ends, everything is as it was before the first.

@@ -167,8 +167,14 @@ class Config:
         return f"NF4_PATCH_CALIBRATION names {self.calibration}, which does not exist: the shipped tables decide"
 
     @classmethod
-    def read(cls, environ: Mapping[str, str] | None = None, **arguments: str | int | None) -> Config:
-        """The configuration from ``environ`` (os.environ by default); an argument that is not None wins over its variable.
+    def read(
+        cls, environ: Mapping[str, str] | None = None, before: Config | None = None, **arguments: str | int | None
+    ) -> Config:
+        """The configuration from ``environ`` (os.environ by default).
+
+        Args:
+            before: what is in force, whose options count instead of their variables.
+            arguments: by name, options that count instead of either; None: not given.
 
         Raises:
             ConfigError: a variable or an argument has a value that is not allowed; the message lists the allowed ones.
@@ -177,6 +183,9 @@ class Config:
         values = {}
         for variable in VARIABLES:
             name, given = variable.argument, arguments.get(variable.argument)
+            if given is None and before is not None and name in before.options:
+                values[variable.name] = before.options[name]
+                continue
             if given is None:
                 name, given = variable.name, environ.get(variable.name, "")
             values[variable.name] = value_of(variable, name, given)

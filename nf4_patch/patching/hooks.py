@@ -36,13 +36,14 @@ def enable(**options: Given) -> bool:
 
 
 def switch_on(options: Mapping[str, Given]) -> bool:
-    config = Config.read(None, **options)
     for sentence in unknown_variables():
         warn_once(sentence)
-    if config.forbidden:
-        warn_once(f"nf4_patch stays off: {config.forbidden}")
-    put_in_force(None if config.forbidden else config)
-    return switch.on
+    with lock:
+        config = Config.read(before=switch.config, **options)
+        if config.forbidden:
+            warn_once(f"nf4_patch stays off: {config.forbidden}")
+        put_in_force(None if config.forbidden else config)
+    return not config.forbidden
 
 
 def put_in_force(config: Config | None) -> None:

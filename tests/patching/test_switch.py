@@ -16,6 +16,8 @@ from subprocess_python import program, python
 import nf4_patch
 from nf4_patch.config import OPTIONS, VARIABLES, Config, ConfigError, size_in_words
 from nf4_patch.patching import placement
+from nf4_patch.patching.cache import reads
+from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.switch import switch
 from nf4_patch.patching.targets import TARGETS
 
@@ -204,25 +206,125 @@ def test_what_an_option_does_not_allow(option):
     assert not nf4_patch.is_enabled()
 
 
-@pytest.mark.parametrize(("option", "on"), [("matmul", "auto"), ("experts", "4bit")])
-def test_an_option_as_argument_and_as_variable(option, on, monkeypatch):
-    """The argument goes first; blocks restore what they found."""
-    name, gate = f"NF4_PATCH_{option.upper()}", switch.gates[option]
+def in_force():
+    """The options, as they were asked for and as what follows them has it."""
+    assert all(switch.gates[name].on == (switch.value(name) != "off") for name in OPTIONS)
+    assert cache.mode == switch.value("cache")
+    return {name: switch.value(name) for name in OPTIONS}
+
+
+OFF = dict.fromkeys(OPTIONS, "off")
+SIZE = 2**20
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_as_argument_and_as_variable(option, monkeypatch):
+    """The argument goes first, then what is in force, then the variable, which counts again after disable()."""
+    name, on = OPTIONS[option].name, Config.read({}, **{option: OPTIONS[option].on}).options[option]
     monkeypatch.delenv(name, raising=False)
-    assert Config.read().options[option] == "off"
+    given = OPTIONS[option].on
     for variable, argument, wanted in (
-        ("", None, "off"), (on, None, on), (on, "off", "off"), ("off", on, on), (on.upper(), None, on)
+        ("", None, "off"), (given, None, on), (given, "off", "off"), ("off", given, on), (given.upper(), None, on)
     ):  # fmt: skip
         monkeypatch.setenv(name, variable)
         assert nf4_patch.enable(**{option: argument})
-        assert switch.value(option) == wanted and gate.on is (wanted == on), (variable, argument)
-    nf4_patch.disable()
-    with nf4_patch.enabled():
-        assert gate.on
-        with nf4_patch.enabled(**{option: "off"}):
-            assert not gate.on
-        assert switch.value(option) == on and gate.on
-    assert not gate.on
+        assert in_force() == OFF | {option: wanted}, (variable, argument)
+        monkeypatch.setenv(name, "off" if wanted == on else given)
+        nf4_patch.enable()
+        assert in_force() == OFF | {option: wanted}
+        nf4_patch.disable()
+        assert in_force() == OFF
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_that_is_not_named_stays(option, monkeypatch):
+    """Of a second call and of a block, for every option; also where its variable was changed meanwhile, to nonsense too."""
+    for each in OPTIONS.values():
+        monkeypatch.delenv(each.name, raising=False)
+    every = {name: each.on for name, each in OPTIONS.items()} | {"cache": SIZE}
+    nf4_patch.enable(**every)
+    for each in OPTIONS.values():
+        monkeypatch.setenv(each.name, "nonsense")
+    nf4_patch.enable()
+    assert in_force() == every
+    without = every | {option: "off"}
+    with nf4_patch.enabled(**{option: "off"}):
+        assert in_force() == without
+        with nf4_patch.enabled():
+            assert in_force() == without
+    assert in_force() == every
+    nf4_patch.enable(**{option: "off"})
+    assert in_force() == without
+    with nf4_patch.enabled(**{option: every[option]}):
+        assert in_force() == every
+    assert in_force() == without
+
+
+@pytest.fixture
+def cached(device):
+    """A weight that the cache holds, and its read."""
+    packed, state = F.quantize_4bit(torch.randn(64, 64, device=device), quant_type="nf4", compress_statistics=True)
+    packed = torch.nn.Parameter(packed, requires_grad=False)
+    nf4_patch.enable(cache="1MiB")
+
+    def read():
+        reads.inside.bitsandbytes = True
+        try:
+            return F.dequantize_4bit(packed, state)
+        finally:
+            reads.inside.bitsandbytes = False
+
+    return read
+
+
+def test_the_cache_is_left_alone_where_it_is_not_named(cached):
+    kept = cached()
+    with nf4_patch.enabled(matmul="auto"):
+        assert cached() is kept
+    nf4_patch.enable()
+    nf4_patch.enable(matmul="auto", experts="4bit")
+    assert cached() is kept
+    with nf4_patch.enabled(cache="off"):
+        assert cached() is not kept and not cache.weights
+    assert len(cache.weights) == 0 and cached() is cached()  # empty, and on again
+
+
+def test_a_block_ends_as_it_began_and_raises_nothing_of_its_own(monkeypatch):
+    """Whatever became of the environment; the user's exception comes out. Also of a block that ends before one inside it."""
+    before = {"cache": SIZE}
+    nf4_patch.enable(**before)
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+
+    def of_the_user():
+        with nf4_patch.enabled(matmul="auto"):
+            monkeypatch.setenv("NF4_PATCH_MATMUL", "nonsense")
+            monkeypatch.setenv("NF4_PATCH_STRICT", "nonsense")
+            raise KeyError("the user's own")
+
+    with pytest.raises(KeyError, match="the user's own"):
+        of_the_user()
+    assert in_force() == OFF | before and not switch.strict
+    monkeypatch.setenv("NF4_PATCH_STRICT", "1")
+    first, second, third = (
+        nf4_patch.enabled(matmul="auto"),
+        nf4_patch.enabled(experts="4bit"),
+        nf4_patch.enabled(cache=0),
+    )
+    for block in (first, second, third):
+        block.__enter__()
+    assert in_force() == {"matmul": "auto", "experts": "4bit", "cache": "off"} and switch.strict
+    second.__exit__(None, None, None)
+    assert in_force() == {"matmul": "auto", "experts": "4bit", "cache": "off"}
+    third.__exit__(None, None, None)
+    assert in_force() == OFF | before | {"matmul": "auto"}
+    first.__exit__(None, None, None)
+    assert in_force() == OFF | before and not switch.strict
+    first, second = nf4_patch.enabled(), nf4_patch.enabled(matmul="auto")
+    first.__enter__(), second.__enter__(), first.__exit__(None, None, None)
+    assert in_force() == OFF | before | {"matmul": "auto"}
+    second.__exit__(None, None, None)
+    assert in_force() == OFF | before
 
 
 TOY = """
