@@ -170,17 +170,14 @@ class Config:
     def read(
         cls, environ: Mapping[str, str] | None = None, before: Config | None = None, **arguments: str | int | None
     ) -> Config:
-        """The configuration from ``environ`` (os.environ by default).
-
-        Args:
-            before: what is in force, whose options count instead of their variables.
-            arguments: by name, options that count instead of either; None: not given.
+        """The configuration from ``environ`` (os.environ by default). An option that is given as an argument, and not None, goes
+        before its variable, and so do all options of the configuration ``before``.
 
         Raises:
             ConfigError: a variable or an argument has a value that is not allowed; the message lists the allowed ones.
         """
         environ = os.environ if environ is None else environ
-        values = {}
+        values: dict[str, Any] = {}
         for variable in VARIABLES:
             name, given = variable.argument, arguments.get(variable.argument)
             if given is None and before is not None and name in before.options:

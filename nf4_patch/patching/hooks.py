@@ -39,7 +39,7 @@ def switch_on(options: Mapping[str, Given]) -> bool:
     for sentence in unknown_variables():
         warn_once(sentence)
     with lock:
-        config = Config.read(before=switch.config, **options)
+        config = Config.read(None, switch.config, **options)
         if config.forbidden:
             warn_once(f"nf4_patch stays off: {config.forbidden}")
         put_in_force(None if config.forbidden else config)
