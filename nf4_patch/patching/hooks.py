@@ -9,7 +9,9 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 import wrapt
 
@@ -59,8 +61,8 @@ def put_in_force(config: Config | None) -> None:
             logger.info("nf4_patch is off")
             return
         for target in TARGETS:
-            if not _hooked:  # wrapt calls the hook at once where the module is imported already
-                wrapt.register_post_import_hook(functools.partial(_on_import, target), target.trigger)
+            if not _hooked:
+                hook(target)
             elif target.trigger in sys.modules:
                 _on_import(target)
         _hooked = True
@@ -115,6 +117,36 @@ def block(**options: Given) -> Iterator[None]:
                 put_in_force(before[0])
 
 
+def hook(target: Target) -> None:
+    """Install the row when its module is imported: now, where it is."""
+    wrapt.register_post_import_hook(functools.partial(_on_import, target), target.trigger)
+
+
+class Halfway(ModuleSpec):
+    """The spec of a module whose import is under way: Python sets ``_initializing`` to False at its end, also where it failed.
+
+    Such a module may lack the function, or replace it further down: transformers' integration of bitsandbytes imports
+    bitsandbytes, which enables the patch, before it has a class.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_initializing" and not value:
+            self.__class__ = ModuleSpec  # type: ignore[assignment]
+            for target in [target for target in TARGETS if target.module == self.name]:
+                hook(target)
+
+
+def is_halfway(module: ModuleType) -> bool:
+    """Whether its import is under way; its rows are then installed as soon as it is complete."""
+    spec: Any = getattr(module, "__spec__", None)
+    if type(spec) is ModuleSpec and getattr(spec, "_initializing", False):
+        spec.__class__ = Halfway
+    return isinstance(spec, Halfway) and getattr(
+        spec, "_initializing", False
+    )  # it may have ended meanwhile, in another thread
+
+
 def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
     """Post-import hook: whatever happens here, the import of the module succeeds."""
     current = sys.modules.get(__name__)
@@ -122,8 +154,9 @@ def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
         return  # nf4_patch was imported again: this is the hook of the earlier import
     try:
         with lock:
-            if switch.on:
-                install(target, sys.modules[target.module], switch.gates[target.only].on)
+            module = sys.modules[target.module]
+            if switch.on and not is_halfway(module):
+                install(target, module, switch.gates[target.only].on)
     except Exception:
         logger.exception("nf4_patch could not replace %s; the original stays", target.name)
         installed[target.name] = Installed(target, refusal="an error inside nf4_patch: see the log")

@@ -154,3 +154,34 @@ def test_enable_inside_the_import_of_the_same_thread(tmp_path):
     fake_bitsandbytes(tmp_path, "from . import functional; import nf4_patch; nf4_patch.enable()", DEFINITION)
     code = "import bitsandbytes.functional as F; assert hasattr(F.dequantize_4bit, '__wrapped__'), F.dequantize_4bit"
     python(code, path=tmp_path)
+
+
+ENABLE = "import nf4_patch; nf4_patch.enable()"
+HALFWAY = {
+    "before it": (ENABLE, DEFINITION),
+    "after it": (DEFINITION, ENABLE),
+    "in the middle": (DEFINITION, ENABLE, "stock = dequantize_4bit", DEFINITION),
+}
+
+
+@pytest.mark.parametrize("when", HALFWAY)
+def test_enable_inside_the_import_of_the_very_module(when, tmp_path):
+    """Installed when that import is complete, over what stands there then; after one that failed with the next."""
+    fails = "if not os.environ.setdefault('FAILED', ''): os.environ['FAILED'] = '1'; raise KeyError('halfway')"
+    fake_bitsandbytes(tmp_path, "", "\n".join(("import os", *HALFWAY[when], fails)))
+    code = """
+        import sys, nf4_patch
+        try:
+            import bitsandbytes.functional
+        except KeyError:
+            assert "bitsandbytes.functional" not in sys.modules
+        import bitsandbytes.functional as F
+        row = nf4_patch.status().targets[0]
+        assert (row.name, row.state) == ("bitsandbytes.functional.dequantize_4bit", "patched"), row
+        stock = F.dequantize_4bit.__wrapped__
+        assert not hasattr(stock, "__wrapped__")
+        assert type(F.__spec__).__name__ == "ModuleSpec" and not F.__spec__._initializing
+        nf4_patch.disable()
+        assert F.dequantize_4bit is stock
+    """
+    python(code, path=tmp_path)

@@ -7,10 +7,12 @@ import importlib.metadata
 import inspect
 import os
 import sys
+from pathlib import Path
 
 import bitsandbytes.functional as F
 import pytest
 import torch
+from run_example import completed
 from subprocess_python import program, python
 
 import nf4_patch
@@ -67,6 +69,25 @@ def test_what_the_environment_did_is_one_line_of_the_log(entry_point, code, vari
     done = python(code, NF4_PATCH_CACHE="6GiB", **variables)
     lines = [line for line in done.stderr.splitlines() if "NF4_PATCH" in line]
     assert len(lines) == bool(said) and said in done.stderr and done.stdout == ""
+
+
+def test_a_mixture_is_packed_by_the_environment_alone(entry_point, tmp_path):
+    """Where transformers is the first to import bitsandbytes, in the middle of the module that is to be patched."""
+    import tiny_experts
+
+    tiny_experts.saved(tiny_experts.random_model("qwen3"), tmp_path / "model")
+    nf4_patch.enable(experts="4bit")
+    config = tiny_experts.in_4bit(llm_int8_skip_modules=["lm_head"])
+    model = tiny_experts.loaded(tmp_path / "model", quantization_config=config)
+    with torch.no_grad():
+        loss = model(input_ids=tiny_experts.ids_of(), labels=tiny_experts.ids_of()).loss.item()
+    packed = str(2 * tiny_experts.LAYERS)
+    name = Path(__file__).parents[1] / "programs" / "experts_by_environment.py"
+    for command in ((sys.executable, name), (sys.executable, "-m", "nf4_patch", "run", name)):
+        variables = {"NF4_PATCH_EXPERTS": "4bit"} | ({} if "run" in command else {"NF4_PATCH": "1"})
+        done = completed((*command, tmp_path / "model"), tmp_path, **variables)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == [packed, str(loss)]
 
 
 def standing():
