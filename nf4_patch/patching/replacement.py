@@ -65,12 +65,15 @@ class Fallbacks:
 
 
 def around(function: Function) -> Function:
-    """A maker of replacements, for a row to name: each calls ``function(original, *arguments)``, and counts nothing."""
+    """A maker of replacements, for a row to name: each calls ``function(original, *arguments)`` while the row's option is on, and
+    counts nothing."""
 
     def make(target: Any, original: Function) -> Function:
+        gate = switch.gates[target.only]
+
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            return function(original, *args, **kwargs)
+            return function(original, *args, **kwargs) if gate.on else original(*args, **kwargs)
 
         return replacement
 

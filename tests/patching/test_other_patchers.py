@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import inspect
+import os
 import sys
 import types
 
@@ -14,8 +17,13 @@ from oracle import expected, quantized
 from target import TARGET, fallbacks, replaced_by, row
 
 import nf4_patch
+from nf4_patch.config import OPTIONS
+from nf4_patch.patching.cache import reads
 from nf4_patch.patching.counters import counters
+from nf4_patch.patching.placement import get_attr, installed, put
 from nf4_patch.patching.reasons import Reason
+from nf4_patch.patching.state import State
+from nf4_patch.patching.targets import ANY, TARGETS
 
 WRAPPERS = {
     "wraps": lambda ours: functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs)),
@@ -23,6 +31,79 @@ WRAPPERS = {
     "partial": functools.partial,
     "method": lambda ours: types.MethodType(lambda self, *args, **kwargs: ours(*args, **kwargs), object()),
 }
+
+
+@pytest.fixture(scope="module")
+def everything():
+    """Every module of a row that can be imported here, but Unsloth's, is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+        for target in TARGETS:
+            with contextlib.suppress(ImportError):
+                if target.library != "unsloth":
+                    importlib.import_module(target.module)
+
+
+def stand_in(target):
+    """A function with the parameters of a row."""
+    stars = {"args": "*args", "kwargs": "**kwargs"}
+    names = [stars.get(name, name) for name in (target.parameters or (("self", "args"),))[0]]
+    found = {}
+    exec(f"def stand_in({', '.join(names)}): return {', '.join(name for name in names if '*' not in name)}", found)
+    return found["stand_in"]
+
+
+def ours_that_run(function, arguments):
+    """The functions of this package that a call runs, and whether a read of the cache may follow there."""
+    seen = []
+
+    def look(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(os.path.dirname(nf4_patch.__file__)):
+            seen.append(frame.f_code)
+        elif event in ("call", "c_call"):
+            seen.extend(
+                name for name in ("bitsandbytes", "unsloth") if getattr(reads.inside, name) and name not in seen
+            )
+
+    sys.setprofile(look)
+    try:
+        with contextlib.suppress(Exception):  # whatever is made of such arguments
+            function(*arguments)
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_a_replacement_that_somebody_holds_is_ours_only_while_it_is_on(target, everything):
+    """For every row: on, wrapped, off by disable() and by its option, on again, and displaced. Off, the original alone runs."""
+    on = {target.only: OPTIONS[target.only].on} if target.only else {}
+    nf4_patch.enable(**on)
+    entry = installed.get(target.name)
+    if entry is None or entry.replacement is None:  # not in this release
+        holder, name, original = types.ModuleType("holder"), "function", stand_in(target)
+        ours = target.make(original)
+    else:
+        holder, name = target.holder(sys.modules[target.module])
+        original, ours = entry.original, entry.replacement
+    theirs = functools.wraps(ours)(lambda *args: ours(*args))
+    arguments = [object() for each in inspect.signature(stand_in(target)).parameters if each not in ("args", "kwargs")]
+    for another in (theirs, stand_in(target)):
+        put(holder, name, another)
+        for turn_off in (nf4_patch.disable, functools.partial(nf4_patch.enable, **dict.fromkeys(on, "off"))):
+            nf4_patch.enable(**on)
+            assert another is not theirs or entry is None or entry.state() is State.WRAPPED
+            while_on = ours_that_run(theirs, arguments)
+            turn_off()
+            if on or turn_off is nf4_patch.disable:
+                counters.reset()
+                assert ours_that_run(theirs, arguments) == [ours.__code__] and not counters.fallbacks
+                assert (
+                    while_on != [ours.__code__] or target.parameters is ANY
+                )  # which looks at a number of the cache only
+                assert get_attr(holder, name) is another
+    nf4_patch.disable()
+    put(holder, name, original)
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)

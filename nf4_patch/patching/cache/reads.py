@@ -64,7 +64,7 @@ def resize(target: Target, original: Function) -> Function:
 
     @functools.wraps(original)
     def resize_(self: torch.UntypedStorage, *size: int) -> Any:
-        if self._cdata in cache.memories:
+        if cache.on and self._cdata in cache.memories:
             cache.drop_memory(self._cdata, resized=True)
         return original(self, *size)
 
