@@ -17,6 +17,7 @@ from .targets import ANY, Target
 
 logger = logging.getLogger("nf4_patch")
 ABSENT = object()
+HELD: Any = vars(ModuleType)["__dict__"]  # the globals of a module, with no code of its class
 
 
 @dataclass
@@ -149,8 +150,9 @@ def copies(target: Target, function: Any) -> list[tuple[ModuleType, str]]:
     own_name = target.name.rpartition(".")[2]
     found = []
     for module_name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType):
-            held = vars(module)
+        kind = type(module)  # isinstance asks the object, and vars() would load a lazy module
+        if issubclass(kind, ModuleType) and kind.__getattribute__ is ModuleType.__getattribute__:
+            held = HELD.__get__(module)
             names = list(held) if module_name.split(".")[0] == target.library else [own_name]
             found += [(module, name) for name in names if held.get(name) is function]
     return found

@@ -65,8 +65,7 @@ class Fallbacks:
 
 
 def around(function: Function) -> Function:
-    """A maker of replacements, for a row to name: each calls ``function(original, *arguments)`` while the row's option is on, and
-    counts nothing."""
+    """A maker of replacements, for a row to name: ``function(original, *arguments)`` while its option is on. Nothing is counted."""
 
     def make(target: Any, original: Function) -> Function:
         gate = switch.gates[target.only]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -187,6 +187,43 @@ def test_copies_of_the_original(on, monkeypatch):
     nf4_patch.disable()
     assert F.dequantize_4bit is theirs and script.dequantize_4bit is original
     F.dequantize_4bit = original
+
+
+def fails(self, *_):
+    raise RuntimeError("not asked")
+
+
+ODD = {
+    "a __dict__": type("Odd", (types.ModuleType,), {"__dict__": property(fails)}),
+    "attributes": type("Odd", (types.ModuleType,), {"__getattribute__": fails}),
+    "missing attributes": type("Odd", (types.ModuleType,), {"__getattr__": fails}),
+    "a class": type("Odd", (), {"__class__": property(fails), "__init__": lambda self, name: None}),
+    "no module": str,
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_a_module_whose_attributes_raise_is_passed_over(kind, on, monkeypatch):
+    nf4_patch.disable()
+    monkeypatch.setitem(sys.modules, "odd", ODD[kind]("odd"))
+    original = F.dequantize_4bit
+    nf4_patch.enable()
+    assert row().state == "patched" and F.dequantize_4bit is not original
+    nf4_patch.disable()
+    assert row().state == "off" and F.dequantize_4bit is original
+
+
+def test_a_lazy_module_is_not_loaded(on, monkeypatch, tmp_path):
+    (tmp_path / "lazy.py").write_text("raise KeyError('loaded')")
+    spec = importlib.util.spec_from_file_location("lazy", tmp_path / "lazy.py")
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    monkeypatch.setitem(sys.modules, "lazy", module := importlib.util.module_from_spec(spec))
+    nf4_patch.disable()
+    spec.loader.exec_module(module)
+    nf4_patch.enable()
+    assert row().state == "patched"
+    with pytest.raises(KeyError, match="loaded"):
+        module.dequantize_4bit  # noqa: B018
 
 
 class Subclass(torch.Tensor):
