@@ -23,6 +23,7 @@ class State(StrEnum):
     WAITING = "waiting"  # its module is not imported
     ABSENT = "absent"  # not in this release of the library
     OFF = "off"
+    OWN = "own"  # no target: a part of this package that runs or fails by itself
 
     @property
     def was_patched(self) -> bool:

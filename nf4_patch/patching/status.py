@@ -61,11 +61,13 @@ class Status:
     """A snapshot of the process."""
 
     enabled: bool
-    targets: tuple[TargetStatus, ...]
+    targets: tuple[TargetStatus, ...]  # and what else was called: ``dequantize_nf4``, the search for cache="auto"
     shapes: dict[str, int]  # hits by "shape dtype"
     errors: tuple[str, ...]  # kernel failures, in full
     cache: CacheStatus = CacheStatus()
-    weights: dict[str, int] = field(default_factory=dict)  # how many there are, by "shape dtype"
+    weights: dict[str, int] = field(
+        default_factory=dict
+    )  # addresses of weights so far, freed ones too, by "shape dtype"
     forbidden: str = ""  # the variables that keep the patch off, "NF4_PATCH=0" for example
 
     @property
@@ -131,6 +133,11 @@ def explain(name: str) -> str:
     return f"{name}: {reason.sentence}" + (f" -> {reason.advice}" if reason.advice else "")
 
 
+def calls_of(name: str) -> tuple[int, dict[str, int]]:
+    """The hits of a target, and its fallbacks by name of the Reason."""
+    return counters.hits(name), {r.name: n for (target, r), n in list(counters.fallbacks.items()) if target == name}
+
+
 def status() -> Status:
     """A snapshot of what is patched, hit and refused in this process."""
     targets = []
@@ -143,8 +150,7 @@ def status() -> Status:
             state = State.OFF
         else:
             state, note = (State.ABSENT, "") if entry is None else (entry.state(), entry.refusal)
-        hits = counters.hits(target.name)
-        counts = {r.name: n for (name, r), n in list(counters.fallbacks.items()) if name == target.name}
+        hits, counts = calls_of(target.name)
         if state.was_patched and target.only and not switch.gates[target.only].on:
             state, note = State.INACTIVE, f'enable({target.only}="{OPTIONS[target.only].on}") puts it in place'
         elif state is State.PATCHED and target.uncounted:
@@ -156,6 +162,11 @@ def status() -> Status:
         elif state is State.DISPLACED:
             note = "another library put its own function there; enable() again to take it back"
         targets.append(TargetStatus(target.name, state, hits, counts, note))
+    names = dict.fromkeys(
+        [key[0] for key in list(counters.hit_counters)] + [key[0] for key in list(counters.fallbacks)]
+    )
+    others = [name for name in names if all(target.name != name for target in TARGETS)]
+    targets += [own for name in others if (own := TargetStatus(name, State.OWN, *calls_of(name))).calls]
     shapes: dict[str, int] = {}
     addresses: dict[str, set[int]] = {}
     for (_, shape, dtype, kernel), counter in list(counters.hit_counters.items()):

@@ -270,6 +270,7 @@ TARGETS: list[Target] = [
         (("t1", "t2"),), ".cache.reads:swap_tensors",
         "parameters whose contents are swapped while their weights are cached, with enable(cache=...) only",
         after="bitsandbytes.functional",  # PyTorch is complete then
+        copied=True,
     ),
     CacheTarget(
         "torch:UntypedStorage.resize_", ">= 2.0", TESTED_TORCH,

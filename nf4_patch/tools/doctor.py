@@ -239,7 +239,7 @@ def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list
     judged = []
     limits: list[str] = []
     with nf4_patch.enabled():
-        for target, status in zip(TARGETS, nf4_patch.status().targets, strict=True):
+        for target, status in zip(TARGETS, nf4_patch.status().targets, strict=False):
             release = installed.get(target.library, "")
             judged.append(judge(target, release, status, failures.get(target.library, ""), config))
             limits += kept(target, release, judged[-1].state)

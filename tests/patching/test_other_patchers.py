@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import inspect
 import os
+import pickle
 import sys
 import types
 
@@ -187,6 +188,17 @@ def test_copies_of_the_original(on, monkeypatch):
     nf4_patch.disable()
     assert F.dequantize_4bit is theirs and script.dequantize_4bit is original
     F.dequantize_4bit = original
+
+
+def test_what_stands_under_the_name_can_be_pickled(on):
+    """And what was kept of the original cannot, as docs/usage.md says: pickle looks functions up by name."""
+    nf4_patch.disable()
+    kept = [F.dequantize_4bit]
+    for switch in (nf4_patch.enable, nf4_patch.disable):
+        switch()
+        assert pickle.loads(pickle.dumps(F.dequantize_4bit)) is F.dequantize_4bit
+        with pytest.raises(pickle.PicklingError) if nf4_patch.is_enabled() else contextlib.nullcontext():
+            assert pickle.loads(pickle.dumps(kept)) == kept
 
 
 def fails(self, *_):

@@ -14,6 +14,7 @@ from target import row
 
 import nf4_patch
 from nf4_patch.patching import counters, hooks
+from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.reasons import Uncached
 from nf4_patch.patching.state import State
 from nf4_patch.patching.status import CacheStatus, Status, TargetStatus, folded
@@ -66,6 +67,26 @@ def test_a_fallback_has_its_line_with_its_reason(on, weight):
         F.dequantize_4bit(packed, state)
     assert rows()[0] == DEQUANTIZE
     assert "    1 x STATE_FIELDS: " in str(nf4_patch.status())
+
+
+def test_what_is_called_beside_the_targets_has_a_line_too(on, weight):
+    """The direct function, and an error of cache="auto"."""
+    packed, state = weight
+    for _ in range(2):
+        nf4_patch.dequantize_nf4(packed, state)
+    nf4_patch.enable(cache="auto")
+    cache.auto.attempt(lambda: 1 / 0)
+    text = str(nf4_patch.status())
+    assert text.startswith("nf4_patch is on: 2 in the kernel, 1 fell back\n")
+    assert "  nf4_patch.dequantize_nf4: own, 2 hits\n  cache.auto: own, 0 hits\n    1 x INTERNAL_ERROR: " in text
+    assert "  error: ZeroDivisionError: division by zero" in text
+    assert [(t.name, t.hits) for t in nf4_patch.status().targets[len(TARGETS) :]] == [
+        ("nf4_patch.dequantize_nf4", 2), ("cache.auto", 0)
+    ]  # fmt: skip
+    assert [target.name for target in doctor.examine().targets] == [target.name for target in TARGETS]
+    with pytest.raises(ValueError, match="shape"):
+        nf4_patch.dequantize_nf4(packed[:8], state)
+    assert row("nf4_patch.dequantize_nf4").hits == 2
 
 
 @pytest.mark.parametrize("state", State, ids=str)

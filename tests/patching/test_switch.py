@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import inspect
 import os
 import sys
+import types
 from pathlib import Path
 
 import bitsandbytes.functional as F
@@ -20,6 +22,7 @@ from nf4_patch.config import OPTIONS, VARIABLES, Config, ConfigError, size_in_wo
 from nf4_patch.patching import placement
 from nf4_patch.patching.cache import reads
 from nf4_patch.patching.cache.store import cache
+from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.switch import switch
 from nf4_patch.patching.targets import TARGETS
 
@@ -308,6 +311,25 @@ def test_the_cache_is_left_alone_where_it_is_not_named(cached):
     with nf4_patch.enabled(cache="off"):
         assert cached() is not kept and not cache.weights
     assert len(cache.weights) == 0 and cached() is cached()  # empty, and on again
+
+
+def test_a_swap_by_a_name_that_was_taken_before(device, monkeypatch):
+    """PyTorch's refuses a parameter of which a weight is cached: the copy of another module lets go of it too."""
+    script = types.ModuleType("a_script")
+    script.swap_tensors = stock = torch.utils.swap_tensors
+    monkeypatch.setitem(sys.modules, script.__name__, script)
+    nf4_patch.enable(cache="1MiB")
+    weights = [torch.randn(64, 64, device=device) for _ in range(2)]
+    layers = [F.quantize_4bit(weight, quant_type="nf4", compress_statistics=True) for weight in weights]
+    parameters = [torch.nn.Parameter(packed, requires_grad=False) for packed, _ in layers]
+    read = functools.partial(Dequantizer("a test").of_state, only_read=True)
+    dense = [read(packed, state).clone() for packed, (_, state) in zip(parameters, layers, strict=True)]
+    assert len(cache.weights) == 2
+    script.swap_tensors(*parameters)
+    again = [read(packed, state) for packed, (_, state) in zip(parameters[::-1], layers, strict=True)]
+    assert all(torch.equal(ours, before) for ours, before in zip(again, dense, strict=True))
+    nf4_patch.disable()
+    assert script.swap_tensors is torch.utils.swap_tensors is stock
 
 
 def test_a_block_ends_as_it_began_and_raises_nothing_of_its_own(monkeypatch):
