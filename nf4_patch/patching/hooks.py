@@ -129,6 +129,8 @@ class Halfway(ModuleSpec):
     bitsandbytes, which enables the patch, before it has a class.
     """
 
+    _initializing: bool
+
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "_initializing" and not value:
@@ -142,9 +144,7 @@ def is_halfway(module: ModuleType) -> bool:
     spec: Any = getattr(module, "__spec__", None)
     if type(spec) is ModuleSpec and getattr(spec, "_initializing", False):
         spec.__class__ = Halfway
-    return isinstance(spec, Halfway) and getattr(
-        spec, "_initializing", False
-    )  # it may have ended meanwhile, in another thread
+    return isinstance(spec, Halfway) and spec._initializing  # another thread's may have ended meanwhile
 
 
 def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:

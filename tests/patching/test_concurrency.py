@@ -156,7 +156,7 @@ def test_enable_inside_the_import_of_the_same_thread(tmp_path):
     python(code, path=tmp_path)
 
 
-ENABLE = "import nf4_patch; nf4_patch.enable()"
+ENABLE = "if not os.environ.get('FAILED'): import nf4_patch; nf4_patch.enable()"
 HALFWAY = {
     "before it": (ENABLE, DEFINITION),
     "after it": (DEFINITION, ENABLE),
@@ -184,4 +184,4 @@ def test_enable_inside_the_import_of_the_very_module(when, tmp_path):
         nf4_patch.disable()
         assert F.dequantize_4bit is stock
     """
-    python(code, path=tmp_path)
+    assert not python(code, path=tmp_path).stderr
