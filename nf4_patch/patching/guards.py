@@ -34,6 +34,8 @@ def _wrong_types(weight: Weight) -> bool:
     wanted: list[Any] = [(weight.absmax, (torch.uint8 if weight.nested() else torch.float32,))]
     if weight.nested():
         wanted += [(weight.absmax2, (torch.float32,)), (weight.code2, (torch.float32,)), (weight.offset, OFFSET_DTYPES)]
+    elif weight.code2 is not None or weight.offset is not None:
+        return True
     typed = all(isinstance(tensor, Tensor) and tensor.dtype in dtypes for tensor, dtypes in wanted)
     return not typed or weight.packed.dim() == 0
 
@@ -71,7 +73,7 @@ GUARDS: tuple[tuple[Reason, Callable[[Weight], bool]], ...] = (
     (Reason.NOT_CUDA, lambda weight: not weight.packed.is_cuda and not compilation.INTERPRETED),
     (Reason.ROCM, lambda weight: torch.version.hip is not None and not compilation.INTERPRETED),
     (Reason.GPU_TOO_OLD, _too_old),
-    (Reason.QUANT_TYPE, lambda weight: weight.quant_type not in CODES),
+    (Reason.QUANT_TYPE, lambda weight: weight.quant_type not in tuple(CODES)),
     (Reason.OUTPUT_DTYPE, lambda weight: weight.dtype not in OUTPUT_DTYPES),
     (Reason.STORAGE_DTYPE, lambda weight: weight.packed.dtype not in STORAGE_DTYPES),
     (Reason.STATE_FIELDS, _wrong_types),
