@@ -451,6 +451,19 @@ def test_matmul_4bit(original, auto):
     assert torch.equal(replacement_of(half, packed.t(), state), want)
 
 
+def test_gemm(auto):
+    """Whichever way the bytes lie."""
+    replacement_of = bitsandbytes_adapter.gemm(target_like("bitsandbytes"), lambda *arguments: "original")
+    packed, state = quantized((64, 128), torch.bfloat16, "cpu")
+    x = torch.randn(6, 128).bfloat16()
+    want = matmul_reference.matmul(x, layout_of(packed, state))
+    second = state.absmax, state.state2.code, state.offset
+    for each in (packed, packed.t(), packed.view(-1)):
+        matmul._kernels.clear()
+        got = replacement_of(x, each, state.shape, state.state2.absmax, 64, "nf4", None, *second)
+        assert torch.equal(got, want)
+
+
 def autocast(dtype, function):
     """The function's result where CUDA autocasts to dtype; torch.autocast itself turns off without a GPU."""
     before = torch.get_autocast_dtype("cuda")
