@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -396,6 +398,16 @@ def test_a_failed_write_is_one_line(tmp_path, capsys):
     assert output.write(tmp_path / "x.json", writer) is False
     said = capsys.readouterr()
     assert said.out == "" and said.err == f"nf4_patch: {tmp_path / 'x.json'} was not written: No space left on device\n"
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["--version"], ["run", "--help"]])
+def test_a_full_disk_behind_stdout_is_one_line(words, tmp_path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "nf4_patch", *words], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.endswith("nf4_patch: the output was not written: No space left on device\n")
 
 
 @pytest.mark.parametrize("verb", ["doctor", "bench", "run"])
