@@ -21,8 +21,9 @@ from verbs import output_of, report_of
 
 import nf4_patch
 from nf4_patch.callback import ReportCallback
-from nf4_patch.nf4.dequantize import launch
+from nf4_patch.nf4.dequantize import launch, reference
 from nf4_patch.patching import direct
+from nf4_patch.patching.quant_state import weight_of
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.state import State
 from nf4_patch.patching.status import TargetStatus
@@ -267,6 +268,23 @@ def test_the_pairs_are_all_there(device):
     blocks = torch.arange(packed.numel(), device=device) * 2 // case.blocksize
     pairs = state.absmax[blocks].long() * 256 + packed.view(-1).long()
     assert pairs.unique().numel() == 65_536
+
+
+def test_every_fp4_case_has_both_zeros(device):
+    """At its beginning and, where a last word is decoded byte by byte, at its end."""
+    for case in cases.every_case():
+        if case.quant_type == "fp4" and case.family == cases.LAYOUTS and case.dtype is torch.bfloat16:
+            packed, state = cases.quantized(case, 0, device)
+            assert packed[0] == packed[-1] == 0x80
+            zeros = reference.dense(weight_of(packed, state), flush_subnormals=True).view(-1)[:2]
+            assert [bool(zero == 0 and torch.signbit(zero)) for zero in zeros] == [True, False][: state.shape.numel()]
+
+
+@pytest.mark.skipif(not GPU, reason="bitsandbytes' CPU library gives FP4's minus zero one sign or the other")
+def test_verify_finds_a_lost_minus_zero(monkeypatch, tmp_path):
+    plant(monkeypatch, lambda weight: weight.add_(0.0))
+    report = report_of(tmp_path, "verify", exit_code=1)
+    assert report["failures"] and all("bitsandbytes -0.0" in each for each in report["failures"])
 
 
 def plant(monkeypatch, change):
