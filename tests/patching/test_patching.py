@@ -271,10 +271,13 @@ def test_direct_api_raises_value_errors_that_say_what_was_found(interpreted, mon
             nf4_patch.dequantize_nf4(*arguments)
     with pytest.raises(ValueError, match="Linear has no quantized weight"):
         nf4_patch.triton_dequantize_nf4(torch.nn.Linear(4, 4))
-    for field, value in {"absmax": None, "offset": 0.5, "blocksize": None, "shape": None}.items():
+    for field, value, reason in (
+        ("absmax", None, Reason.STATE_FIELDS), ("offset", 0.5, Reason.STATE_FIELDS), ("blocksize", None, Reason.BLOCKSIZE),
+        ("shape", None, Reason.SIZE_MISMATCH), ("dtype", None, Reason.OUTPUT_DTYPE), ("quant_type", None, Reason.QUANT_TYPE),
+    ):  # fmt: skip
         packed, state = quantized((96, 128), torch.float16, device)
         setattr(state, field, value)
-        with pytest.raises(ValueError, match=r"packed torch\.uint8"):
+        with pytest.raises(ValueError, match=rf"{re.escape(reason.sentence)}.*packed torch\.uint8"):
             nf4_patch.dequantize_nf4(packed, state)
     packed, state = quantized((96, 128), torch.float16, device)
     state.code = 3  # never read
