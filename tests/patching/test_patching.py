@@ -7,6 +7,7 @@ import re
 
 import bitsandbytes as bnb
 import bitsandbytes.functional as F
+import numpy
 import pytest
 import torch
 from fuzz import FAULTS, broken
@@ -108,7 +109,16 @@ def test_how_the_bytes_lie_does_not_matter_to_the_linear_functions(on, linear_op
 
 
 SAID_HALF = "state2 said fp16"
-UNSUPPORTED = FAULTS | {SAID_HALF: ("state2.dtype", lambda dtype: torch.float16, ("STATE_FIELDS",))}
+UNSUPPORTED = FAULTS | {
+    SAID_HALF: ("state2.dtype", lambda dtype: torch.float16, ("STATE_FIELDS",)),
+    **{f"{field} {type(junk).__name__}": (field, lambda _, junk=junk: junk, (reason,)) for field, junk, reason in (
+        ("blocksize", "64", "BLOCKSIZE"), ("blocksize", torch.zeros(2), "BLOCKSIZE"), ("state2.blocksize", None, "BLOCKSIZE"),
+        ("state2.blocksize", 256.0, "BLOCKSIZE"), ("quant_type", ["nf4"], "QUANT_TYPE"), ("dtype", "float16", "OUTPUT_DTYPE"),
+        ("dtype", numpy.zeros(2), "OUTPUT_DTYPE"), ("shape", "64x128", "SIZE_MISMATCH"), ("shape", 8192, "SIZE_MISMATCH"),
+        ("shape", (64.0, 128.0), "SIZE_MISMATCH"), ("shape", [-64, -128], "SIZE_MISMATCH"))},
+    **{f"{field} sparse": (field, lambda t: t.to_sparse(), ("NOT_CONTIGUOUS",))
+       for field in ("packed", "absmax", "state2.absmax", "offset")},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
