@@ -18,13 +18,15 @@ from importlib import metadata
 import torch
 from figures import DATA, GPUS, SOURCES
 
+from nf4_patch.tools.report import holds
+
 
 def needs_another_unsloth(name: str) -> bool:
     """Whether a file is of another release than the one installed; one without a release is of the newest line."""
     if "unsloth" not in name:
         return False
     installed = metadata.version("unsloth")
-    return name.removeprefix("step-unsloth-") != installed if "2026" in name else installed < "2026.10"
+    return name.removeprefix("step-unsloth-") != installed if "2026" in name else not holds(installed, ">= 2026.10")
 
 
 def main(wanted: list[str]) -> int:

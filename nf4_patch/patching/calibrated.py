@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..config import Config
-from ..nf4.matmul.tuning import CalibratedRanges, SmallMConfig
+from ..nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, CalibratedRanges, SmallMConfig
 from ..version import __version__, release_of
 from .switch import switch
 from .targets import TARGETS
@@ -125,7 +125,10 @@ def parsed(known: Any) -> InForce:
     found = {}
     for shape, ranges in known["matmul"].items():
         n, k = map(int, shape.split("x"))
-        found[n, k] = tuple((int(one["m"]), config_of(one["config"])) for one in ranges)
+        found[n, k] = tuple((one["m"], config_of(one["config"])) for one in ranges)
+        rows = [m for m, _ in found[n, k]]
+        if not all(type(m) is int for m in rows) or rows != sorted(set(rows)):
+            raise ValueError(f"{shape} has the rows {rows}")
     return InForce(found, f"calibrated on {date}, {len(found)} shape{'' if len(found) == 1 else 's'}")
 
 
@@ -133,9 +136,10 @@ def config_of(values: Any) -> SmallMConfig | None:
     if values is None:
         return None
     made = SmallMConfig(**values)
-    if not all(type(value) is bool or (type(value) is int and value > 0) for value in made):
-        raise ValueError(f"no {made}")
-    return made
+    for row in SMALL_M_ROWS + SMALL_M_CANDIDATES:  # what the same release measures
+        if row.config == made:
+            return row.config
+    raise ValueError(f"no {made}")
 
 
 switch.follow(lambda config: None if config is None else use(config))

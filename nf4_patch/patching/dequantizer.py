@@ -109,7 +109,11 @@ class Dequantizer:
         launch: launches.Launch | Reason | None
         try:
             launch = self.launches.get(weight.key())
-        except (AttributeError, TypeError):  # a field is no tensor, or the shape a list: the guards decide
+        except (
+            AttributeError,
+            TypeError,
+            RuntimeError,
+        ):  # no tensor, one without memory, a shape that is a list: ask the guards
             launch = None
         if launch is None:
             if compilation.INTERPRETED:

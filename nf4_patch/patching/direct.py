@@ -54,8 +54,6 @@ def dequantize_nf4(weight: Tensor, quant_state: Any, out: Tensor | None = None) 
 
 
 def by_formula(weight: Weight, out: Tensor | None) -> Tensor:
-    dense = reference.dequantize(weight)
-    if out is None:
-        return dense
-    out.copy_(dense.t() if weight.transposed() else dense)
-    return out.t() if weight.transposed() else out
+    dense = reference.dense(weight)
+    result = dense if out is None else out.copy_(dense)
+    return result.t() if weight.transposed() else result

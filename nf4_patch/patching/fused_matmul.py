@@ -71,7 +71,11 @@ class FusedMatmul:
             )
             key = (x.shape, x.get_device(), x.is_neg(), known, weight.key())
             launch = self.launches.get(key)
-        except (AttributeError, TypeError):  # a field is no tensor, or the shape a list: the guards decide
+        except (
+            AttributeError,
+            TypeError,
+            RuntimeError,
+        ):  # no tensor, one without memory, a shape that is a list: ask the guards
             key = launch = None
         if launch is None:
             launch = self.resolve(x, weight, bias)
@@ -126,6 +130,8 @@ class FusedMatmul:
         if transforms_active() is not None:
             return Reason.FUNCTORCH_TRANSFORM
         if type(x).__torch_dispatch__ is not own_dispatch or type(packed).__torch_dispatch__ is not own_dispatch:
+            return Reason.TENSOR_SUBCLASS
+        if bias is not None and type(bias).__torch_dispatch__ is not own_dispatch:
             return Reason.TENSOR_SUBCLASS
         if (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))) or (
             transposed is not None and weight.transposed() is not transposed

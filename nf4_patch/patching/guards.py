@@ -34,17 +34,28 @@ def _wrong_types(weight: Weight) -> bool:
     wanted: list[Any] = [(weight.absmax, (torch.uint8 if weight.nested() else torch.float32,))]
     if weight.nested():
         wanted += [(weight.absmax2, (torch.float32,)), (weight.code2, (torch.float32,)), (weight.offset, OFFSET_DTYPES)]
+    elif weight.code2 is not None or weight.offset is not None:
+        return True
     typed = all(isinstance(tensor, Tensor) and tensor.dtype in dtypes for tensor, dtypes in wanted)
     return not typed or weight.packed.dim() == 0
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
 def _wrong_blocksizes(weight: Weight) -> bool:
-    second = weight.blocksize2
-    return weight.blocksize not in BLOCKSIZES or (weight.nested() and (second < 1 or second & (second - 1) != 0))
+    first, second = weight.blocksize, weight.blocksize2
+    if not (_is_whole(first) and _is_whole(second)) or first not in BLOCKSIZES:
+        return True
+    return weight.nested() and (not 1 <= second < 2**31 or second & (second - 1) != 0)
 
 
 def _wrong_sizes(weight: Weight) -> bool:
-    if weight.shape is None or (weight.transposed() and len(weight.shape) > 2):
+    shape = weight.shape
+    if not (isinstance(shape, (tuple, list)) and all(map(_is_whole, shape))) or any(side < 0 for side in shape):
+        return True
+    if weight.transposed() and len(shape) > 2:
         return True
     n, blocks = weight.numel(), weight.blocks()
     sizes: list[Any] = [(weight.nbytes(), -(-n // 2)), (weight.absmax.numel(), blocks)]
@@ -60,10 +71,10 @@ def _too_old(weight: Weight) -> bool:
 
 
 def _not_plain(tensor: Tensor) -> bool:
-    """Whether the memory is not what the tensor shows: strided, or the negative or conjugate of it."""
+    """Whether the memory is not what the tensor shows: strided, sparse, or the negative or conjugate of it."""
     if is_compiling():  # Dynamo traces neither of the others
         return not tensor.is_contiguous()
-    return not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj()
+    return tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj()
 
 
 # In order: the first that holds is the reason. Each looks only at what the ones before it have vouched for.
@@ -71,8 +82,8 @@ GUARDS: tuple[tuple[Reason, Callable[[Weight], bool]], ...] = (
     (Reason.NOT_CUDA, lambda weight: not weight.packed.is_cuda and not compilation.INTERPRETED),
     (Reason.ROCM, lambda weight: torch.version.hip is not None and not compilation.INTERPRETED),
     (Reason.GPU_TOO_OLD, _too_old),
-    (Reason.QUANT_TYPE, lambda weight: weight.quant_type not in CODES),
-    (Reason.OUTPUT_DTYPE, lambda weight: weight.dtype not in OUTPUT_DTYPES),
+    (Reason.QUANT_TYPE, lambda weight: not (isinstance(weight.quant_type, str) and weight.quant_type in CODES)),
+    (Reason.OUTPUT_DTYPE, lambda weight: not (isinstance(weight.dtype, torch.dtype) and weight.dtype in OUTPUT_DTYPES)),
     (Reason.STORAGE_DTYPE, lambda weight: weight.packed.dtype not in STORAGE_DTYPES),
     (Reason.STATE_FIELDS, _wrong_types),
     (

@@ -58,7 +58,7 @@ def kernel(*fields: Any) -> Tensor:
         warn_once(FORMULA + reason.sentence)
     else:
         raise ValueError(f"nf4_patch::dequantize_nf4: {reason.sentence}: {guards.describe(weight)}")
-    return reference.dequantize(weight._replace(packed=weight.bytes()))
+    return reference.dense(weight)
 
 
 def fake(*fields: Any) -> Tensor:
@@ -78,10 +78,18 @@ if not hasattr(torch.ops.nf4_patch, "dequantize_nf4"):  # importlib.reload: defi
 
 def dequantize(packed: Tensor, absmax: Any, absmax2: Any, code2: Any, offset: Any, *plain: Any) -> Tensor | Reason:
     """The op on the fields of a Weight, transposed when they ask for it; or the Reason why not. Written to be traced."""
+    # what the schema does not take: the fake is not asked
+    blocksize, blocksize2, shape, dtype, quant_type = plain
+    if not isinstance(quant_type, str):
+        return Reason.QUANT_TYPE
+    if not isinstance(dtype, torch.dtype):
+        return Reason.OUTPUT_DTYPE
     if absmax is None or isinstance(offset, (int, float)):  # a number is bitsandbytes' to take
         return Reason.STATE_FIELDS
-    if not isinstance(plain[-1], str):
-        return Reason.QUANT_TYPE
+    if blocksize is None or blocksize2 is None:
+        return Reason.BLOCKSIZE
+    if shape is None:
+        return Reason.SIZE_MISMATCH
     weight: Tensor = torch.ops.nf4_patch.dequantize_nf4(packed, absmax, absmax2, code2, offset, *plain)
     if weight.dtype is torch.bool:
         return REASONS[weight.shape[0]]

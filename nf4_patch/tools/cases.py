@@ -55,7 +55,10 @@ def every_case(thin: bool = False) -> Iterator[Case]:
 
 
 def quantized(case: Case, seed: int, device: torch.device) -> tuple[torch.Tensor, Any]:
-    """The packed weight and QuantState that bitsandbytes makes of a random weight of a transformer's scale."""
+    """The packed weight and QuantState that bitsandbytes makes of a random weight of a transformer's scale.
+
+    FP4's minus zero and zero, which a random weight may lack, are its first elements and its last.
+    """
     import bitsandbytes.functional as F
 
     generator = torch.Generator().manual_seed(seed)
@@ -68,6 +71,9 @@ def quantized(case: Case, seed: int, device: torch.device) -> tuple[torch.Tensor
     packed, state = F.quantize_4bit(weight, blocksize=case.blocksize, **options)
     if case.nested:
         state.offset = state.offset.to(case.offset_dtype)
+    if case.quant_type == "fp4":
+        raw = packed.view(torch.uint8).view(-1)
+        raw[0] = raw[-1] = 0x80
     if case.family == PAIRS:  # 256 runs of the 256 packed bytes, one absmax byte each
         packed.view(-1).copy_(torch.arange(256, device=device).to(torch.uint8).repeat(256))
         state.absmax.copy_(torch.arange(256, device=device).to(torch.uint8).repeat_interleave(512 // case.blocksize))

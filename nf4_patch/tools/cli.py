@@ -35,6 +35,15 @@ class Verbs(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary(verb)) for name, verb in self.commands.items()])
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            if error.errno is None or error.filename is not None:  # not of a stream
+                raise
+            output.say(f"nf4_patch: the output was not written: {error.strerror}")
+            sys.exit(1)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -67,10 +76,10 @@ class ProgressLine:
         self.text = ""
 
     def __call__(self, text: str, done: int = 0, total: int | None = None) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{text}{f' {done}/{total}' if total else ''}", end="", file=sys.stderr, flush=True)
+        if sys.stderr is not None and sys.stderr.isatty():
+            output.say(f"\r\033[K{text}{f' {done}/{total}' if total else ''}", end="")
         elif text and text != self.text:
-            print(text, file=sys.stderr)
+            output.say(text)
         self.text = text
 
     def clear(self) -> None:
@@ -161,7 +170,7 @@ def run(ctx: click.Context, module: bool, code: bool, report: bool, all_ranks: b
     from . import run
 
     file = ctx.meta["nf4_patch.json"]
-    if not command:
+    if not command or not command[0]:
         taken = f" (--json writes to {file})" if file else ""
         raise click.UsageError(f"nothing to run: name a script, a command, or a module with -m{taken}")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -42,7 +43,7 @@ def write(file: Path, writer: Callable[[Path], Any]) -> bool:
     try:
         writer(file)
     except OSError as error:
-        print(f"nf4_patch: {file} was not written: {error.strerror or error}", file=sys.stderr)
+        say(f"nf4_patch: {file} was not written: {error.strerror or error}")
         return False
     return True
 
@@ -50,6 +51,13 @@ def write(file: Path, writer: Callable[[Path], Any]) -> bool:
 def write_json(file: Path, data: dict[str, Any]) -> bool:
     text = json.dumps(data, indent=2, default=str) + "\n"
     return write(file, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def say(*lines: object, end: str = "\n") -> None:
+    """On stderr, if there is one and it takes them: ``print`` would take stdout where it is closed."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(*lines, sep="\n", end=end, file=sys.stderr, flush=True)
 
 
 class OutputFile(click.ParamType):

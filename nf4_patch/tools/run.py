@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import math
 import os
@@ -76,8 +75,7 @@ def report(process: int, shown: bool, file: str | None, all_ranks: bool) -> None
     command, advice = " ".join(sys.orig_argv), [*of_the_cache(status), *of_own_kernels()]
     if shown:
         heading = f"nf4_patch{rank() and f', rank {rank()}'}: {command}"
-        with contextlib.suppress(OSError, ValueError):  # stderr is full or closed
-            print(heading, status, *advice, sep="\n", file=sys.stderr)
+        output.say(heading, status, *advice)
     if file:
         path = Path(file)
         data = {"command": command, "rank": rank(), "status": status.as_dict(), "advice": advice, **provenance_data()}

@@ -13,7 +13,8 @@ from target import TARGET, raising
 
 import nf4_patch
 from nf4_patch.nf4 import runtime
-from nf4_patch.nf4.dequantize import compilation, launch
+from nf4_patch.nf4.dequantize import compilation, launch, reference
+from nf4_patch.nf4.dequantize.reference import dense
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
@@ -44,6 +45,9 @@ FAILURES = {  # what stands where, and what status() says; other bits: found on 
     ),
     "the launcher has another signature": (runtime.KernelEntry, "of", lambda *_: CHANGED, SIGNATURE),
     "the kernel gives other bits": (runtime, "same_bits", lambda a, b: False, "bits differ from the reference"),
+    "the kernel loses FP4's minus zero": (
+        reference, "dequantize", lambda weight: dense(weight) + (0.0 if weight.quant_type == "fp4" else -0.0), "fp4"
+    ),
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 from oracle import DTYPES, every_pair, expected, layout_of, quantized
 
 from nf4_patch.nf4 import runtime
-from nf4_patch.nf4.dequantize import launch, reference
+from nf4_patch.nf4.dequantize import compilation, launch, reference
 from nf4_patch.nf4.weight import BLOCKSIZES, Weight
 from nf4_patch.patching import op
 
@@ -87,6 +87,22 @@ def test_special_scales(dtype, nested, offset, device):
     layout = layout_of(packed, state)
     assert runtime.same_bits(launch.dequantize(layout, out=poisoned(layout)), want)
     assert runtime.same_bits(reference.dequantize(layout), want)
+
+
+@pytest.mark.parametrize(("even", "tail"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("offset", [None, torch.float32], ids=["flat", "nested"])
+def test_what_the_first_use_is_checked_on(even, tail, offset, device):
+    """Every value of both codes, FP4's two zeros among the last elements too, which a path of its own may decode."""
+    variant = compilation.Variant(8, torch.bfloat16, offset, even=even, tail=tail)
+    sample = compilation.sample_weight(variant, compilation.elements_of(variant), device)
+    assert sample.numel() % 8 == (3 if tail else 0)
+    packed = sample.bytes().long()
+    nibbles = torch.stack((packed >> 4, packed & 15), 1).view(-1)[: sample.numel()]
+    assert nibbles.unique().numel() == 16 and {0, 8} <= set(nibbles[-3:].tolist())
+    dense = reference.dense(sample._replace(quant_type="fp4"), flush_subnormals=True)
+    scales = reference.block_scales(sample, True).repeat_interleave(sample.blocksize)[: sample.numel()]
+    zero = (nibbles & 7 == 0) & (scales != 0)
+    assert torch.equal(torch.signbit(dense[zero]), (nibbles[zero] == 8) != torch.signbit(scales[zero]))
 
 
 def test_same_bits_sees_one_bit(device):

@@ -102,7 +102,7 @@ def test_plan_covers_every_row_once():
 
 def test_what_is_supported(monkeypatch):
     """bf16 from sm_80 on; K in whole steps of 16, whose blocks may span rows; packed on 4 bytes; the config's blocksize."""
-    device = torch.device("cuda", 0)
+    device = torch.device("cpu")
     x = SimpleNamespace(device=device, numel=lambda: 4096, is_neg=lambda: False)
     packed = SimpleNamespace(device=device, data_ptr=lambda: 256)
     layout = Weight(packed, None, None, None, None, 64, 0, (4096, 4096), None, "nf4")
@@ -120,12 +120,12 @@ def test_what_is_supported(monkeypatch):
         assert supported(torch.float16, (9, 0), k, blocksize) and not supported(torch.float16, (9, 0), k + 8, blocksize)
     assert supported(torch.float16, (9, 0), start=260) and not supported(torch.float16, (9, 0), start=258)
     odd = torch.zeros(4097, dtype=torch.float16)[1:]  # starts on 2 bytes
-    for bias in (torch.zeros(4096), odd[:4095].clone(), odd):
+    for bias in (torch.zeros(4096), odd[:4095].clone(), odd, odd.to("meta")):
         assert not supported(torch.float16, (9, 0), bias=bias)
     assert supported(torch.float16, (9, 0), bias=odd.clone())
     config = HOPPER_ROWS[0].config
     assert supported(torch.float16, (9, 0)) and not supported(torch.float16, (9, 0), blocksize=32)
-    x.device = torch.device("cpu")
+    x.device = torch.device("cuda", 0)
     assert not supported(torch.float16, (9, 0))
     x.device = device
     x.is_neg = lambda: True  # its memory is the negative of what it shows

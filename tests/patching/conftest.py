@@ -21,7 +21,7 @@ def linear_op(device, monkeypatch):
         if nf4_patch.is_enabled():
             return cuda_ops._dequant_linear_fallback(A, B, shapeB, absmax, blocksize, quant_type, bias, *second)
         weight = linear_weight(A.dtype, B, shapeB, absmax, blocksize, quant_type, *(second or (None,) * 3))
-        return torch.nn.functional.linear(A, reference.dequantize(weight), bias)
+        return torch.nn.functional.linear(A, reference.dense(weight), bias)
 
     with torch.library._scoped_library("bitsandbytes", "IMPL") as library:
         if device.type == "cpu":

@@ -99,6 +99,20 @@ def test_what_is_unsupported_while_tracing_leaves_the_original_in_the_graph(patc
     assert not ours(counter)
 
 
+@pytest.mark.parametrize("field", ["dtype", "blocksize", "shape", "absmax", "quant_type"])
+def test_a_field_that_is_none_gets_the_originals_error_while_tracing(device, field):
+    packed, state = quantized((64, 256), torch.bfloat16, device)
+    setattr(state, field, None)
+    said = []
+    for switch_it in (nf4_patch.disable, nf4_patch.enable):
+        switch_it()
+        torch._dynamo.reset()
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            torch.compile(lambda w, s: F.dequantize_4bit(w, s), backend="eager")(packed, state)
+        said.append((caught.type, str(caught.value).splitlines()[0], "dequantize_nf4" in str(caught.value)))
+    assert said[0] == said[1] and not said[1][2]
+
+
 def test_fake_tensors_and_make_fx_meet_the_op(patched, device):
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -14,6 +14,7 @@ import torch
 from bitsandbytes.autograd import _functions as autograd
 from oracle import expected, quantized
 from target import row, target_like
+from torch.testing._internal.two_tensor import TwoTensor
 
 import nf4_patch
 from nf4_patch.patching.adapters.bitsandbytes import dequant_linear, gemm, gemv, matmul_4bit
@@ -104,6 +105,15 @@ def test_reasons_of_a_state(name, on_with_matmul):
         (f"unsloth.test.{name}", Reason.MATMUL_OPERANDS): 2,
         (f"unsloth.test.{name}", Reason.DISPATCH_MODE): 1,
     }
+
+
+def test_a_bias_that_takes_part_in_dispatch_is_the_originals(on_with_matmul):
+    """Its address says nothing about its numbers."""
+    replacement, _, seen = replaced("matmul")
+    packed, state = quantized((128, 256), torch.bfloat16, "cpu")
+    bias = TwoTensor(torch.ones(128).bfloat16(), torch.ones(128).bfloat16())
+    replacement(torch.randn(1, 256).bfloat16(), packed, state, None, bias)
+    assert seen and counters.fallbacks == {("unsloth.test.matmul", Reason.TENSOR_SUBCLASS): 1}
 
 
 @pytest.mark.parametrize("name", ["matmul", "linear"])

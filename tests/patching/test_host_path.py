@@ -169,6 +169,97 @@ def test_what_a_remembered_launch_is_recognized_by(server):
         assert len(server.resolved) == count
 
 
+class Dispatching(torch.Tensor):
+    """A tensor of a library that takes part in every operator on it."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def dispatching(tensor):
+    return torch.Tensor._make_subclass(Dispatching, tensor.data)
+
+
+def longer(tensor):
+    """One element more, of the memory behind it."""
+    return tensor.as_strided((tensor.numel() + 1,), (1,))
+
+
+def every_second(tensor):
+    return tensor.as_strided(tensor.shape, (2,) * tensor.dim())
+
+
+SCALES = ("absmax2", "code2", "offset")
+TENSORS = ("packed", "absmax", *SCALES)
+# One field of a weight that has a launch, what it becomes at the same address, and the Reason; None: the numbers are of now.
+AT_ONE_ADDRESS = [
+    *[(field, torch._neg_view, "NOT_CONTIGUOUS") for field in TENSORS],
+    *[(field, dispatching, "TENSOR_SUBCLASS") for field in TENSORS],
+    *[(field, every_second, "NOT_CONTIGUOUS") for field in TENSORS[:-1]],
+    *[(field, longer, "SIZE_MISMATCH") for field in TENSORS],
+    *[(field, lambda t: t.view(torch.int32), "STATE_FIELDS") for field in SCALES],
+    ("absmax", lambda t: t.view(torch.int8 if t.dtype is torch.uint8 else torch.int32), "STATE_FIELDS"),
+    ("absmax2", lambda t: None, "STATE_FIELDS"),
+    ("packed", lambda t: t.view(-1)[0], "STATE_FIELDS"),
+    ("packed", lambda t: t.view(torch.int8), "STORAGE_DTYPE"),
+    ("packed", lambda t: t.view(-1).view(torch.bfloat16).view(-1, 1), None),
+    ("packed", lambda t: t.t(), None),
+    ("offset", lambda t: t.view(1).view(torch.float16)[:1], None),
+    ("offset", lambda t: t.view(1), None),
+    ("shape", lambda shape: (shape[1], shape[0]), None),
+    ("shape", lambda shape: (2 * shape[0], shape[1]), "SIZE_MISMATCH"),
+    ("shape", lambda shape: None, "SIZE_MISMATCH"),
+    ("dtype", lambda dtype: torch.bfloat16, None),
+    ("dtype", lambda dtype: torch.float64, "OUTPUT_DTYPE"),
+    ("dtype", lambda dtype: None, "OUTPUT_DTYPE"),
+    ("quant_type", lambda name: "fp4", None),
+    ("quant_type", lambda name: "int8", "QUANT_TYPE"),
+    ("quant_type", lambda name: ["nf4"], "QUANT_TYPE"),
+    ("blocksize", lambda size: 96, "BLOCKSIZE"),
+    ("blocksize2", lambda size: 3, "BLOCKSIZE"),
+]
+HAVE_OTHER_ADDRESSES = {"NOT_CUDA", "ROCM", "GPU_TOO_OLD", "MIXED_DEVICES"}
+
+
+def test_every_guard_is_walked_at_one_address():
+    reasons = {reason.name for reason, _ in guards.GUARDS}
+    assert {reason for *_, reason in AT_ONE_ADDRESS if reason} | HAVE_OTHER_ADDRESSES == reasons
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
+@pytest.mark.parametrize("in_place", [False, True], ids=["another tensor", "through .data"])
+@pytest.mark.parametrize(("field", "change", "reason"), AT_ONE_ADDRESS)
+def test_a_remembered_launch_never_answers_for_what_the_guards_refuse(server, field, change, reason, nested, in_place):
+    """What is changed of a weight that was served, and changed back, gets the answer of one that was not served before."""
+    weight = layout_of(*quantized((256, 256), torch.float16, "cpu", nested=nested))
+    value = getattr(weight, field)
+    is_tensor = isinstance(value, torch.Tensor)
+    absent = not nested and field in (*SCALES, "blocksize2")
+    if absent or (in_place and (not is_tensor or change is dispatching)):
+        pytest.skip("there is no such field, or nothing to write to")
+    if is_tensor:  # with room behind it
+        room = torch.zeros(2 * value.numel(), dtype=value.dtype)
+        value = room[: value.numel()].view(value.shape).copy_(value)
+        weight = weight._replace(**{field: value})
+    want = reference.dequantize(weight)
+    assert torch.equal(server.run(weight), want)
+    before, changed = value.detach() if is_tensor else value, change(value)
+    if in_place and changed is not None:
+        value.data, changed = changed, value
+    assert not isinstance(changed, torch.Tensor) or changed.data_ptr() == before.data_ptr()
+    other = weight._replace(**{field: changed})
+    for _ in range(2):
+        got = server.run(other)
+        if reason is None:
+            assert torch.equal(got, reference.dequantize(other))
+        else:
+            assert got is guards.Reason[reason]
+    if in_place:
+        value.data = before
+    assert torch.equal(server.run(weight), want)
+
+
 def test_refusals_by_the_short_way(server):
     """What is no 4-bit state, and a shape that is no key, go the long way round to the same answer as ever."""
     packed, state = quantized((64, 96), torch.float16, "cpu")
@@ -359,6 +450,19 @@ def test_matmul_4bit(original, auto):
     matmul._kernels.clear()
     want = matmul_reference.matmul(half.view(6, 128), layout._replace(dtype=torch.float16)).view(2, 3, 64)
     assert torch.equal(replacement_of(half, packed.t(), state), want)
+
+
+def test_gemm(auto):
+    """Whichever way the bytes lie."""
+    replacement_of = bitsandbytes_adapter.gemm(target_like("bitsandbytes"), lambda *arguments: "original")
+    packed, state = quantized((64, 128), torch.bfloat16, "cpu")
+    x = torch.randn(6, 128).bfloat16()
+    want = matmul_reference.matmul(x, layout_of(packed, state))
+    second = state.absmax, state.state2.code, state.offset
+    for each in (packed, packed.t(), packed.view(-1)):
+        matmul._kernels.clear()
+        got = replacement_of(x, each, state.shape, state.state2.absmax, 64, "nf4", None, *second)
+        assert torch.equal(got, want)
 
 
 def autocast(dtype, function):

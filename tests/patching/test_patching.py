@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 
+import bitsandbytes as bnb
 import bitsandbytes.functional as F
+import numpy
 import pytest
 import torch
 from fuzz import FAULTS, broken
@@ -15,8 +17,9 @@ from target import TARGET, fallbacks, linear, replaced_by, same, step
 import nf4_patch
 from nf4_patch.nf4 import codes
 from nf4_patch.nf4.dequantize import compilation
-from nf4_patch.patching import guards
+from nf4_patch.patching import guards, op
 from nf4_patch.patching.counters import FallbackError, counters
+from nf4_patch.patching.quant_state import fields_of
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
 from nf4_patch.patching.targets import TARGETS
@@ -61,8 +64,61 @@ def test_dequant_linear_fallback(on, linear_op):
     assert counters.hits(name) == 5 and not fallbacks(name) and not counters.errors
 
 
+@pytest.mark.parametrize(
+    ("shape", "storage"),
+    [((96, 256), torch.uint8), ((96, 256), torch.bfloat16), ((2, 2), torch.bfloat16), ((2, 4), torch.float32),
+     ((1, 2), torch.uint8), ((2, 1), torch.uint8)],
+)  # fmt: skip
+def test_how_the_bytes_lie_does_not_matter_to_the_linear_functions(on, linear_op, monkeypatch, shape, storage):
+    """[bytes, 1], [1, bytes], and one element, which is both: the same product; dequantize_4bit transposes what has one row."""
+    import bitsandbytes.backends.cuda.ops as cuda_ops
+
+    nf4_patch.enable()
+    name = "bitsandbytes.backends.cuda.ops._dequant_linear_fallback"
+    packed, state = quantized(shape, torch.bfloat16, on, storage=storage)
+    raw = packed.view(torch.uint8).view(-1, 1)
+    nf4_patch.disable()
+    weight = F.dequantize_4bit(raw, state)
+    weight = weight.t() if raw.shape[0] == 1 else weight
+    nf4_patch.enable()
+    assert weight.shape == shape
+    nest = {"absmax_8bit": state.absmax, "absmax_code": state.state2.code, "absmax_offset": state.offset}
+    x = torch.randn(5, shape[1], device=on, dtype=torch.bfloat16)
+    for each in (packed, packed.t(), packed.view(-1)):
+        for function in (cuda_ops._dequant_linear_fallback, torch.ops.bitsandbytes.gemm_4bit):
+            got = function(x, each, shape, state.state2.absmax, 64, "nf4", **nest)
+            assert torch.equal(got, torch.nn.functional.linear(x, weight))
+        for dequantize in (F.dequantize_4bit, nf4_patch.dequantize_nf4):
+            got = dequantize(each, state)
+            assert torch.equal(got, weight.t() if each.shape[0] == 1 else weight)
+        with torch.utils.flop_counter.FlopCounterMode(display=False):  # through the op
+            assert torch.equal(F.dequantize_4bit(each, state), got)
+        with monkeypatch.context() as without_interpreter:  # by the formula, on a CPU
+            without_interpreter.setattr(compilation, "INTERPRETED", False)
+            assert torch.equal(op.dequantize(*fields_of(each, state)), got)
+            assert torch.equal(nf4_patch.dequantize_nf4(each, state, weight.new_empty(shape)), got)
+    layer = bnb.nn.Linear4bit(shape[1], shape[0], bias=False, compute_dtype=torch.bfloat16, quant_storage=storage)
+    layer = layer.to(on)
+    results = []
+    for switch_it in (nf4_patch.enable, nf4_patch.disable):
+        switch_it()
+        with torch.no_grad():
+            results.append(layer(x))
+    assert torch.equal(*results)
+    assert not fallbacks(name) and not fallbacks()
+
+
 SAID_HALF = "state2 said fp16"
-UNSUPPORTED = FAULTS | {SAID_HALF: ("state2.dtype", lambda dtype: torch.float16, ("STATE_FIELDS",))}
+UNSUPPORTED = FAULTS | {
+    SAID_HALF: ("state2.dtype", lambda dtype: torch.float16, ("STATE_FIELDS",)),
+    **{f"{field} {type(junk).__name__}": (field, lambda _, junk=junk: junk, (reason,)) for field, junk, reason in (
+        ("blocksize", "64", "BLOCKSIZE"), ("blocksize", torch.zeros(2), "BLOCKSIZE"), ("state2.blocksize", None, "BLOCKSIZE"),
+        ("state2.blocksize", 256.0, "BLOCKSIZE"), ("quant_type", ["nf4"], "QUANT_TYPE"), ("dtype", "float16", "OUTPUT_DTYPE"),
+        ("dtype", numpy.zeros(2), "OUTPUT_DTYPE"), ("shape", "64x128", "SIZE_MISMATCH"), ("shape", 8192, "SIZE_MISMATCH"),
+        ("shape", (64.0, 128.0), "SIZE_MISMATCH"), ("shape", [-64, -128], "SIZE_MISMATCH"))},
+    **{f"{field} sparse": (field, lambda t: t.to_sparse(), ("NOT_CONTIGUOUS",))
+       for field in ("packed", "absmax", "state2.absmax", "offset")},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -225,10 +281,13 @@ def test_direct_api_raises_value_errors_that_say_what_was_found(interpreted, mon
             nf4_patch.dequantize_nf4(*arguments)
     with pytest.raises(ValueError, match="Linear has no quantized weight"):
         nf4_patch.triton_dequantize_nf4(torch.nn.Linear(4, 4))
-    for field, value in {"absmax": None, "offset": 0.5, "blocksize": None, "shape": None}.items():
+    for field, value, reason in (
+        ("absmax", None, Reason.STATE_FIELDS), ("offset", 0.5, Reason.STATE_FIELDS), ("blocksize", None, Reason.BLOCKSIZE),
+        ("shape", None, Reason.SIZE_MISMATCH), ("dtype", None, Reason.OUTPUT_DTYPE), ("quant_type", None, Reason.QUANT_TYPE),
+    ):  # fmt: skip
         packed, state = quantized((96, 128), torch.float16, device)
         setattr(state, field, value)
-        with pytest.raises(ValueError, match=r"packed torch\.uint8"):
+        with pytest.raises(ValueError, match=rf"{re.escape(reason.sentence)}.*packed torch\.uint8"):
             nf4_patch.dequantize_nf4(packed, state)
     packed, state = quantized((96, 128), torch.float16, device)
     state.code = 3  # never read

@@ -180,6 +180,15 @@ def test_the_command_adds_to_what_the_same_releases_measured(machine, measured):
         assert list(json.loads(file.read_text())[GPU]["matmul"]) == ["512x2048", "2048x2048", "8192x2048", "2048x8192"]
 
 
+def test_an_entry_without_a_dtype_is_replaced(machine, measured):
+    """Whatever the file lacks, what was measured is remembered."""
+    old = entry_of(matmul={"128x256": ranges((8, CONFIG))})
+    del old["dtype"]
+    file = machine({GPU: old})
+    call("--shape", "64x64", file=file)
+    assert list(json.loads(file.read_text())[GPU]["matmul"]) == ["64x64"]
+
+
 @pytest.mark.parametrize(
     ("words", "first", "count"),
     [
@@ -299,6 +308,15 @@ DAMAGED = {
     "a field": broken(["matmul", "4096x4096", 1, "config", "warps"], 4),
     "a missing field": broken(["matmul", "4096x4096", 1, "config"], {"tiles": 2}),
     "a zero": broken(["matmul", "4096x4096", 1, "config", "tiles"], 0),
+    "a config that is not shipped": broken(["matmul", "4096x4096", 1, "config", "warps_k"], 5),
+    "a huge number": broken(["matmul", "4096x4096", 1, "config", "tiles"], 10**400),
+    "a number of too many digits": b'{"%s": 1%s}' % (GPU.encode(), b"0" * 5000),
+    **{
+        f"rows {m}": broken(["matmul", "4096x4096", 1, "m"], m)
+        for m in (float("inf"), float("nan"), 1, True, 8.0, "8", None, [8])
+    },
+    "tiles Infinity": broken(["matmul", "4096x4096", 1, "config", "tiles"], float("inf")),
+    "bytes": b"\xff",
 }
 
 

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +21,9 @@ from verbs import output_of, report_of
 
 import nf4_patch
 from nf4_patch.callback import ReportCallback
-from nf4_patch.nf4.dequantize import launch
+from nf4_patch.nf4.dequantize import launch, reference
 from nf4_patch.patching import direct
+from nf4_patch.patching.quant_state import weight_of
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.state import State
 from nf4_patch.patching.status import TargetStatus
@@ -267,6 +270,23 @@ def test_the_pairs_are_all_there(device):
     assert pairs.unique().numel() == 65_536
 
 
+def test_every_fp4_case_has_both_zeros(device):
+    """At its beginning and, where a last word is decoded byte by byte, at its end."""
+    for case in cases.every_case():
+        if case.quant_type == "fp4" and case.family == cases.LAYOUTS and case.dtype is torch.bfloat16:
+            packed, state = cases.quantized(case, 0, device)
+            assert packed[0] == packed[-1] == 0x80
+            zeros = reference.dense(weight_of(packed, state), flush_subnormals=True).view(-1)[:2]
+            assert [bool(zero == 0 and torch.signbit(zero)) for zero in zeros] == [True, False][: state.shape.numel()]
+
+
+@pytest.mark.skipif(not GPU, reason="bitsandbytes' CPU library gives FP4's minus zero one sign or the other")
+def test_verify_finds_a_lost_minus_zero(monkeypatch, tmp_path):
+    plant(monkeypatch, lambda weight: weight.add_(0.0))
+    report = report_of(tmp_path, "verify", exit_code=1)
+    assert report["failures"] and all("bitsandbytes -0.0" in each for each in report["failures"])
+
+
 def plant(monkeypatch, change):
     """Change what the kernel has written."""
     dequantize, into = launch.dequantize, launch.Launch.into
@@ -396,6 +416,16 @@ def test_a_failed_write_is_one_line(tmp_path, capsys):
     assert output.write(tmp_path / "x.json", writer) is False
     said = capsys.readouterr()
     assert said.out == "" and said.err == f"nf4_patch: {tmp_path / 'x.json'} was not written: No space left on device\n"
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["--version"], ["run", "--help"]])
+def test_a_full_disk_behind_stdout_is_one_line(words, tmp_path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "nf4_patch", *words], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.endswith("nf4_patch: the output was not written: No space left on device\n")
 
 
 @pytest.mark.parametrize("verb", ["doctor", "bench", "run"])

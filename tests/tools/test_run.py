@@ -63,6 +63,7 @@ def test_a_command_is_as_without_us_and_patched(words, text, tmp_path):
     ("words", "missing"),
     [
         ([], "nothing to run"),
+        ([""], "nothing to run"),
         (["--json", "script.py"], "(--json writes to /"),
         (["--json"], "'--json' requires an argument"),
         (["nothing.py"], "nothing.py: No such file or directory"),
@@ -110,6 +111,18 @@ def test_another_rank_than_0_reports_if_all_do(tmp_path):
     done, reports = reported(TRAINING, folder=tmp_path, options=(*REPORT, "--all-ranks"), RANK="1", LOCAL_RANK="0")
     assert done.stdout == "hits: 1\n" and list(reports) == ["report.rank1.json"]
     assert done.stderr.count("nf4_patch, rank 1: ") == done.stderr.count("1 in the kernel") == 1
+
+
+@pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full"])
+def test_without_a_stderr_the_report_goes_to_its_file_alone(stderr, tmp_path):
+    """A stdout that holds anything but the program's own output breaks whoever reads it."""
+    (tmp_path / "script.py").write_text(TRAINING.read_text())
+    line = f'{sys.executable} -m nf4_patch run --report --json "$0" script.py {stderr}'
+    done = completed(["sh", "-c", line, "report.json"], tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "hits: 1\n", "")
+    assert json.loads((tmp_path / "report.json").read_text())["status"]["enabled"]
+    cannot = completed(["sh", "-c", line, "/dev/full"], tmp_path)
+    assert (cannot.returncode, cannot.stdout) == (0, "hits: 1\n")
 
 
 def test_the_sitecustomize_of_the_environment_runs_too(tmp_path):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import runtime
+from ..codes import CODES
 from ..runtime import KernelUnavailable, triton
 from ..weight import Weight
 from . import ptx, reference
@@ -111,19 +112,23 @@ class CompiledKernel:
             options = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
             self.compiled = runtime.compile_kernel(kernels.dequantize_kernel, (*tensors, n), values, **options)
             self.entry = runtime.KernelEntry.of(self.compiled, tuple(values.values()))
-            pointers = [tensor.data_ptr() for tensor in tensors]
-            grid = -(-sample.numel() // self.elements)
-            self.entry.start(grid, runtime.current_stream(device.index), *pointers, sample.numel())
-        expected = reference.dequantize(sample)
-        if not runtime.same_bits(out, expected):
-            raise KernelUnavailable(
-                f"the kernel's bits differ from the reference on {torch.cuda.get_device_name(device)} "
-                f"with Triton {triton.__version__} for {variant}"
-            )
+            for quant_type in CODES:  # FP4 has a minus zero, which no other value stands for
+                weight = sample._replace(quant_type=quant_type)
+                pointers = [tensor.data_ptr() for tensor in operands(weight, out)]
+                grid = -(-weight.numel() // self.elements)
+                self.entry.start(grid, runtime.current_stream(device.index), *pointers, weight.numel())
+                if not runtime.same_bits(out, reference.dequantize(weight)):
+                    raise KernelUnavailable(
+                        f"the kernel's bits differ from the reference on {torch.cuda.get_device_name(device)} "
+                        f"with Triton {triton.__version__} for {variant}, {quant_type}"
+                    )
+                out.fill_(float("nan"))
 
 
 def sample_weight(variant: Variant, elements: int, device: torch.device) -> Weight:
-    """A small weight of this variant with every byte value in it. No random numbers: training must not notice."""
+    """A small weight of this variant with every byte value in it, and FP4's zeros at its end. No random numbers: training
+    must not notice.
+    """
     n = 3 * elements if variant.even else 3 * elements + 8 + (3 if variant.tail else 0)
     blocks = -(-n // variant.blocksize)
 
@@ -132,6 +137,7 @@ def sample_weight(variant: Variant, elements: int, device: torch.device) -> Weig
 
     start = 0 if variant.aligned else 4
     packed = bytes_of(-(-n // 2) + start, 97)[start:]
+    packed[-2:] = 0x80  # minus zero, zero
     absmax = bytes_of(blocks, 59)
     second: tuple[Any, Any, Any] = (None, None, None)
     if variant.offset_dtype is None:

@@ -29,7 +29,7 @@ def block_scales(weight: Weight, flush_subnormals: bool) -> torch.Tensor:
     return scales + weight.offset.float()
 
 
-def dequantize(weight: Weight, flush_subnormals: bool | None = None) -> torch.Tensor:
+def dense(weight: Weight, flush_subnormals: bool | None = None) -> torch.Tensor:
     """The weight, ``weight.shape``, ``weight.dtype``: dtype(fp32(code[nibble] * scale)), round to nearest even.
 
     Args:
@@ -47,5 +47,10 @@ def dequantize(weight: Weight, flush_subnormals: bool | None = None) -> torch.Te
     if flush_subnormals:  # FP4's nibble 8: minus zero in bitsandbytes' CUDA tables, plus zero in its code
         code[8] = torch.where(code[8] == 0, -0.0, code[8])
     values = multiply(code[nibbles.long()], scales, flush_subnormals)
-    dense = values.to(weight.dtype).reshape(tuple(weight.shape))
-    return dense.t() if weight.transposed() else dense
+    return values.to(weight.dtype).reshape(tuple(weight.shape))
+
+
+def dequantize(weight: Weight, flush_subnormals: bool | None = None) -> torch.Tensor:
+    """As ``dense``, transposed for a transposed weight."""
+    result = dense(weight, flush_subnormals)
+    return result.t() if weight.transposed() else result

@@ -77,7 +77,7 @@ def takes(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, config: An
             (weight.packed.data_ptr() % 16 == 0 and weight.step() >= 32)
             or pays(MIN_ELEMENTS_UNALIGNED, x.numel() // k, n, k)
         )
-        and (bias is None or takes_bias(bias, x.dtype, n))
+        and (bias is None or (bias.device == x.device and takes_bias(bias, x.dtype, n)))
     )
 
 

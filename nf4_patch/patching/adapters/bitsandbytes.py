@@ -78,8 +78,8 @@ def dequant_linear(target: Target, original: Function) -> Function:
             return weight
         if missed is not None and not missed.is_expected:
             dequantizer.fallbacks.count(missed)
-        try:
-            return F.linear(A, weight, bias)
+        try:  # [1, bytes] asks for the transposed weight in ``dequantize_4bit``, and for nothing here
+            return F.linear(A, weight.t() if B.shape[0] == 1 else weight, bias)
         except Exception as error:
             raise CallersError from error
 

@@ -186,7 +186,7 @@ def calibrate(path: Path, shapes: Sequence[tuple[int, int]], tell: Progress) -> 
     except (OSError, ValueError):  # damaged: replaced
         known = {}
     before = known.get(name) if calibrated.read(path, name).rows else None
-    if before and all(before[key] == found.entry[key] for key in ("releases", "dtype")):
+    if before and all(before.get(key) == found.entry[key] for key in ("releases", "dtype")):
         found.entry["matmul"] = {**before["matmul"], **found.entry["matmul"]}
     known[name] = found.entry
     written = output.write(path, lambda path: calibrated.write(path, known))
