@@ -7,11 +7,13 @@ import itertools
 
 import pytest
 import torch
+from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from tiny_experts import (
     CHECKPOINTING,
     CONFIGS,
     DEVICE,
     LAYERS,
+    SKIPPED,
     STACKS,
     Layer,
     alternating,
@@ -19,16 +21,20 @@ from tiny_experts import (
     experts_of,
     hits,
     ids_of,
+    in_4bit,
+    loaded,
     model_of,
     random_model,
     reasons,
     same,
+    saved,
     step,
 )
 
 import nf4_patch
+from nf4_patch.patching.adapters import transformers as adapter
 from nf4_patch.patching.cache.store import cache
-from nf4_patch.patching.counters import counters
+from nf4_patch.patching.counters import counters, warn_once
 from nf4_patch.patching.reasons import Reason
 
 
@@ -160,6 +166,29 @@ def test_16_bit_experts(patched):
     assert reasons() == {Reason.EXPERTS_NOT_PACKED: LAYERS} and hits() == 0
     patched.disable()
     assert same(ours, step(model))
+
+
+@pytest.mark.parametrize("what", ["all", "but one", "loaded", "plain"])
+def test_experts_that_were_loaded_before_the_option(what, patched, monkeypatch, caplog, tmp_path):
+    """One warning in all steps; none where some are packed, where they were skipped by request, and without the option."""
+    monkeypatch.setattr(adapter.Loads, "seen", False)
+    adapter.is_nothing_packed.cache_clear()
+    warn_once.cache_clear()
+    patched.enable(experts="off" if what == "plain" else "4bit")
+    model = random_model("qwen3", device=DEVICE)
+    if what == "loaded":
+        saved(model, tmp_path)
+        skipped = in_4bit(llm_int8_skip_modules=[*SKIPPED, "experts"])
+        model = loaded(tmp_path, quantization_config=skipped, device_map={"": DEVICE})
+    if what == "but one":
+        replace_parameter_4bit(experts_of(model)[1], STACKS[1])
+    monkeypatch.setattr(gc, "get_objects", lambda: list(model.modules()))  # those of other tests may be alive
+    for _ in range(2):
+        with torch.no_grad():
+            model(input_ids=ids_of(4))
+    said = [record.getMessage() for record in caplog.records if "are not packed" in record.getMessage()]
+    assert len(said) == (what == "all")
+    assert all("Qwen3MoeExperts" in each and 'enable(experts="4bit")' in each for each in said)
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])

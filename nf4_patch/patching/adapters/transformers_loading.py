@@ -23,6 +23,7 @@ from ..placement import installed
 from ..replacement import around
 from ..switch import switch
 from ..targets import TARGETS
+from .transformers import Loads
 
 logger = logging.getLogger("nf4_patch")
 NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the stacks in every architecture but JetMoe's
@@ -139,6 +140,7 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
     saved = [key.partition(STATE)[0] for key in state_dict if STATE in key]
     saved = [key for key in saved if key.rpartition(".")[2] in NAMES]
     on = switch.gates["experts"].on
+    Loads.seen |= on
     if saved and not on:
         raise ValueError(
             f"{load_config.pretrained_model_name_or_path} holds experts that are packed in 4 bits ({saved[0]} and "

@@ -66,6 +66,9 @@ def is_served(experts: Any, name: str) -> bool:
     weight, implementation = experts._parameters.get(name), implementation_of(experts)
     if implementation not in SERVED or type(weight) is not torch.nn.Parameter or weight.dtype not in DTYPES:
         return False
+    bound = vars(experts).get("_old_forward", vars(experts).get("forward"))
+    if getattr(bound, "__func__", None) not in (None, type(experts).forward):  # Liger's
+        return False
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     return is_ours(ALL_EXPERTS_FUNCTIONS[implementation])
