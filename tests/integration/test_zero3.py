@@ -36,6 +36,11 @@ def test_gradients_of_experts_are_the_mean_of_what_each_computes_alone(way, tmp_
     assert launched(tmp_path, "experts_distributed", way).count("the mean, 2 stacks, 0 fell back") == 2
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gpu/test_distributed.py runs it over NCCL")
+def test_experts_in_bf16_storage_sharded_and_checkpointed(tmp_path):
+    assert launched(tmp_path, "experts_sharded").count("the mean, 2 stacks, fell back: []") == 2
+
+
 def processes(patch: str, checkpoint: str, folder: Path) -> list[dict]:
     folder = folder / patch
     folder.mkdir()
