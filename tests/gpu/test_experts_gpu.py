@@ -290,7 +290,7 @@ def test_bitsandbytes_counts_elements_in_32_bits():
     assert LARGEST == 2**31 - 1 and "packed as a part: True" not in done.stdout
 
 
-# --- streams, Liger, torch.compile ---
+# --- streams, Liger ---
 
 
 def fields_of(layer):
@@ -356,21 +356,3 @@ def test_with_ligers_own_kernels(packed, patched, monkeypatch):
     repeats = 2 * max(error(again[key], want[key]) for key in want)  # its sums may be atomic
     assert found.keys() == want.keys() and max(error(found[key], want[key]) for key in want) <= repeats
     assert all("Liger" in module._get_name() for module in experts_of(model))
-
-
-@pytest.mark.parametrize("kind", ["packed", "packed, patch off", "in 16 bits"])
-def test_compiling_a_mixture(kind, patched, fresh_dynamo):
-    """Seconds of the first two steps and what Dynamo and Inductor spend them on: packed experts take no longer than dense ones."""
-    patched.enable(experts="4bit")
-    model = random_model("qwen3", device="cuda").train() if "16" in kind else model_of("qwen3", lora=False)
-    model.model.embed_tokens.weight.requires_grad_()
-    if "off" in kind:
-        patched.disable()
-    compiled = torch.compile(model)
-    started = time.perf_counter()
-    for _ in range(2):
-        compiled(input_ids=ids_of(), labels=ids_of()).loss.backward()
-    torch.cuda.synchronize()
-    print(f"\n{kind}: {time.perf_counter() - started:.1f} s", dict(torch._dynamo.utils.counters["stats"]))
-    print(torch._dynamo.utils.compile_times())
-    assert time.perf_counter() - started < 120

@@ -30,6 +30,7 @@ from tiny_experts import (
     saved,
     step,
 )
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import nf4_patch
 from nf4_patch.patching.adapters import transformers as adapter
@@ -232,3 +233,22 @@ def test_compiled_graphs_are_as_without_the_patch(patched):
 
     ours = explained()
     assert ours == layer.stock(explained)
+
+
+@pytest.mark.full
+def test_a_compiled_model_is_no_larger_graph_than_without_the_patch(patched, fresh_dynamo):
+    """With the option on: one graph, no second compilation, and for each stack one operation in place of four."""
+    patched.enable(experts="4bit")
+    model = model_of("qwen3")
+
+    def counted() -> tuple[int, int]:
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("eager")
+        compiled = torch.compile(model, backend=counter)
+        for _ in range(2):
+            compiled(input_ids=ids_of(), labels=ids_of()).loss.backward()
+        return counter.frame_count, counter.op_count
+
+    ours = counted()
+    patched.disable()
+    assert counted() == (ours[0], ours[1] + 3 * 2 * LAYERS) and ours[0] == 1
