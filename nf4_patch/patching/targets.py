@@ -228,6 +228,12 @@ TARGETS: list[Target] = [
             ("batched_mm", "generation dequantizes the experts that are used and no other"),
         )
     ),
+    Target(
+        "liger_kernel.transformers.swiglu:LigerExperts.forward", ">= 0.8", ("0.8.5",),
+        EXPERTS, ".adapters.transformers:ligers",
+        'packed experts where Liger replaces their forward, with enable(experts="4bit") only',
+        only="experts", lazy=True,
+    ),
     *(
         PeftTarget(
             f"peft.tuners.{function}", ">= 0.17", ("0.21.2",),

@@ -23,6 +23,14 @@ def test_a_shard_is_refused_by_name(tmp_path):
     assert output.count("REFUSED BY NAME") == 2
 
 
+def test_gradients_of_sharded_experts_are_the_mean_of_what_each_computes_alone(tmp_path):
+    """Over NCCL. The rows that it prints say how far the router's own choices take them apart."""
+    program = Path(__file__).parents[1] / "programs" / "experts_sharded.py"
+    output = run([sys.executable, *TORCHRUN, str(program)], tmp_path)
+    print(output)
+    assert output.count("the mean, 2 stacks, fell back: []") == 2
+
+
 def launch(config: str) -> tuple[str | Path, ...]:
     return ("-m", "accelerate.commands.launch", "--config_file", EXAMPLES / config, "--main_process_port", "0")
 

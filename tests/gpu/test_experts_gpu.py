@@ -1,15 +1,31 @@
-"""Mixtures of experts at real size (two layers) on the GPU: a hundred steps to the bit, and the dense stacks not saved; and their loading."""
+"""Mixtures of experts at real size (two layers) on the GPU: a hundred steps to the bit, and the dense stacks not saved; their
+loading; and what only a GPU shows: its grouped products, autocast, fp16, sizes beyond 2^31, streams, Liger's own kernels."""
 
 from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import time
 
 import bitsandbytes.functional as F
 import pytest
 import torch
-from tiny_experts import in_4bit, loaded, random_model, saved
+import transformers
+from target import linear
+from tiny_experts import experts_of, ids_of, in_4bit, loaded, model_of, random_model, same, saved, with_lora
+from tiny_experts import step as step_of
+from torch.nn.functional import silu
 
 import nf4_patch
 from benchmarks import experts
+from nf4_patch.nf4.routing import launch
+from nf4_patch.patching.adapters.transformers_loading import LARGEST
+from nf4_patch.patching.experts import forward
+from nf4_patch.patching.experts.forward import Order
+from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.bench import step
+from nf4_patch.tools.bench.matmul import error
 
 pytestmark = pytest.mark.gpu
 
@@ -90,3 +106,253 @@ def test_packed_while_loading(name, places, tmp_path):
         assert torch.equal(chain.original, packed)
     ids = torch.arange(24, device="cuda").view(2, 12)
     assert torch.isfinite(model(ids).logits).all()
+
+
+# --- our forward beside transformers' ---
+
+
+@pytest.fixture
+def forwards(patched, monkeypatch):
+    """Sets whose forward runs: ours, on any GPU, or transformers'."""
+    patched.enable(experts="4bit")
+
+    def choose(ours: bool) -> None:
+        monkeypatch.setattr(forward, "why_not", lambda *_, **__: None if ours else Reason.EXPERTS_FORWARD)
+
+    return choose
+
+
+def fixed(router, inputs, output):
+    """Hook of a router: which experts a token is sent to depends on its place alone, so that no rounding can change it."""
+    *others, ids = output
+    slots = torch.arange(ids.numel(), device=ids.device) * 5 % router.weight.shape[0]
+    return *others, slots.view(ids.shape).to(ids.dtype)
+
+
+def routers_of(model):
+    return [module for module in model.modules() if type(module).__name__.endswith("Router")]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_autocast_with_a_router_that_is_trained(checkpointing, forwards):
+    """Hidden states and router in fp32, packed experts in bf16: every gradient within what bf16 leaves of transformers'."""
+    model = with_lora(model_of("qwen3", lora=False))
+    for module in model.modules():  # all but the experts
+        if not hasattr(module, "parametrizations"):
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.dtype is torch.bfloat16:
+                    parameter.data = parameter.data.float()
+    for router in routers_of(model):
+        router.weight.requires_grad_()
+        router.register_forward_hook(fixed)
+    if checkpointing:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def run(ours):
+        forwards(ours)
+        with torch.autocast("cuda", torch.bfloat16):
+            return step_of(model)
+
+    found, want = run(True), run(False)
+    assert found.keys() == want.keys() and sum("gate.weight" in key for key in found) == 2
+    for key in want:
+        assert found[key].dtype is want[key].dtype and error(found[key], want[key]) < 2**-5, key
+    assert same(run(True), found)
+
+
+def test_fp16_is_finite_where_transformers_forward_is(forwards):
+    """Fifteen steps under a GradScaler, whose first scales overflow."""
+
+    def steps(ours):
+        forwards(ours)
+        model = with_lora(model_of("qwen3", torch.float16, lora=False))
+        for router in routers_of(model):
+            router.register_forward_hook(fixed)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.data = parameter.data.float()
+        optimizer, scaler = torch.optim.AdamW(trained, lr=1e-3), torch.amp.GradScaler("cuda", init_scale=2.0**20)
+        finite, losses = [], []
+        for _ in range(15):
+            with torch.autocast("cuda", torch.float16):
+                loss = model(input_ids=ids_of(), labels=ids_of()).loss
+            scaler.scale(loss).backward()
+            finite.append(all(bool(parameter.grad.isfinite().all()) for parameter in trained))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return finite, losses
+
+    (found, losses), (want, theirs) = steps(True), steps(False)
+    print(found, losses, theirs)
+    assert found == want and not all(want) and any(want)
+    assert losses == pytest.approx(theirs, rel=2**-6)
+
+
+# --- PyTorch's grouped product ---
+
+
+def test_a_grouped_product_of_a_transposed_view():
+    """As of its contiguous copy, and as of the experts one by one: pytorch #186365. Both sides, as forward and backward do."""
+    grouped = transformers.integrations.moe._grouped_mm
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        count, n, k = (int(torch.randint(1, 9, (), generator=generator)) * size for size in (1, 64, 64))
+        sizes = torch.randint(0, 70, (count,), generator=generator)
+        ends = sizes.cumsum(0).int().cuda()
+        weight = torch.randn(count, n, k, generator=generator).cuda().bfloat16()
+        for stack in (weight.mT, weight):
+            x = torch.randn(int(sizes.sum()), stack.shape[1], generator=generator).cuda().bfloat16()
+            if not len(x):
+                continue
+            parts = [rows.float() @ each.float() for rows, each in zip(x.split(sizes.tolist()), stack, strict=True)]
+            exact = torch.cat(parts)
+            copy = grouped(x, stack.contiguous(), offs=ends)
+            for found in (grouped(x, stack, offs=ends), copy):
+                assert error(found, exact) < 2**-8, (count, n, k, sizes)
+
+
+# --- beyond 2^31 elements ---
+
+WIDTH, TOP_K = 2048, 8
+TOKENS = 2**31 // (WIDTH * TOP_K) + 64
+
+
+@pytest.fixture
+def far():
+    """The order of the rows of TOKENS tokens, and tokens that have the first and the last rows."""
+    generator = torch.Generator().manual_seed(0)
+    order = Order.of(torch.rand(TOKENS, 16, generator=generator).topk(TOP_K).indices.cuda(), 16)
+    assert len(order.slot_of) * WIDTH > 2**31
+    yield order, torch.cat([order.tokens()[:16], order.tokens()[-16:]])
+    torch.cuda.empty_cache()
+
+
+def filled(*shape):
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
+
+
+def test_combining_rows_beyond_int32(far):
+    order, tokens = far
+    rows, weights = filled(len(order.slot_of), WIDTH), torch.rand(TOKENS, TOP_K, device="cuda")
+    found = launch.combine(rows, order.row_of, torch.float32, weights, rows)
+    want = (rows[order.row_of[tokens]].float() * (1 + weights[tokens][..., None])).sum(dim=1)
+    assert error(found[tokens], want) < 1e-6
+
+
+def test_weighing_rows_beyond_int32(far):
+    order, _ = far
+    rows, gradient = filled(len(order.slot_of), WIDTH), filled(len(order.slot_of), WIDTH)
+    weights = torch.rand(TOKENS, TOP_K, device="cuda")
+    found, of_weights = launch.weigh(gradient, None, rows, order.slot_of, weights, True)
+    for part in (slice(0, 16), slice(-16, None)):
+        slots, of = order.slot_of[part], gradient[part].float()
+        assert error(found[part], of * weights.flatten()[slots][:, None]) < 2**-8
+        assert error(of_weights.flatten()[slots], (of * rows[part].float()).sum(dim=1)) < 1e-5
+
+
+def test_gating_rows_beyond_int32():
+    rows = filled(2**31 // (2 * WIDTH) + 64, 2 * WIDTH)
+    found, of_rows = launch.silu_and_mul(rows), launch.silu_and_mul_backward(rows, rows[:, :WIDTH].contiguous())
+    for part in (slice(0, 16), slice(-16, None)):
+        inputs = rows[part].float().requires_grad_()
+        want = silu(inputs[:, :WIDTH]) * inputs[:, WIDTH:]
+        (gradient,) = torch.autograd.grad(want, inputs, inputs[:, :WIDTH].detach())
+        assert error(found[part], want.detach()) < 2**-8 and error(of_rows[part], gradient) < 2**-8
+
+
+def test_grouped_products_of_rows_beyond_int32(far):
+    """PyTorch's: a large input, then a large output."""
+    order, _ = far
+    for width, out in ((WIDTH, 64), (64, WIDTH)):
+        x, weight = filled(len(order.slot_of), width), filled(16, width, out)
+        found = transformers.integrations.moe._grouped_mm(x, weight, offs=order.ends)
+        for part, expert in ((slice(0, 16), 0), (slice(-16, None), 15)):
+            assert error(found[part], x[part].float() @ weight[expert].float()) < 2**-8
+        del x, found
+
+
+TOO_LARGE = """
+import bitsandbytes.functional as F, torch
+weight = torch.empty(2**31 + 4096, dtype=torch.bfloat16, device="cuda").normal_()
+last, _ = F.quantize_4bit(weight[-4096:].clone(), quant_type="nf4")
+packed, _ = F.quantize_4bit(weight, quant_type="nf4")
+print("packed as a part:", torch.equal(packed[-2048:], last))
+"""
+
+
+def test_bitsandbytes_counts_elements_in_32_bits():
+    """Why a larger stack is not packed. If this fails it can be. In a process of its own: bitsandbytes may end it."""
+    done = subprocess.run([sys.executable, "-c", TOO_LARGE], capture_output=True, text=True, check=False)
+    print(done.stdout, done.stderr[-500:])
+    assert LARGEST == 2**31 - 1 and "packed as a part: True" not in done.stdout
+
+
+# --- streams, Liger ---
+
+
+def fields_of(layer):
+    state = layer.weight.quant_state
+    return layer.weight, state.absmax, state.state2.absmax, state.offset
+
+
+@pytest.mark.parametrize("cache", ["off", "1GiB"])
+def test_two_buffers_that_a_stream_refills(cache, patched):
+    """Layers take turns in two places of memory (bitsandbytes #2034): each has its own output and gradient."""
+    device = torch.device("cuda")
+    layers = [linear(device, 1024, 1024, seed=seed) for seed in range(8)]
+    x = torch.randn(600, 1024, dtype=torch.bfloat16, device=device, requires_grad=True)
+
+    def run(layer):
+        output = layer(x)
+        return output.detach(), torch.autograd.grad(output.float().square().sum(), x)[0]
+
+    patched.disable()
+    want = [run(layer) for layer in layers]
+    hosts = [[value.detach().cpu().pin_memory() for value in fields_of(layer)] for layer in layers]
+    patched.enable(cache=cache)
+    places = [linear(device, 1024, 1024, seed=seed) for seed in (8, 9)]
+    side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+    for _ in range(3):
+        for index, host in enumerate(hosts):
+            layer = places[index % 2]
+            side.wait_stream(main)
+            with torch.cuda.stream(side), torch.no_grad():
+                for place, value in zip(fields_of(layer), host, strict=True):
+                    place.copy_(value, non_blocking=True)
+            main.wait_stream(side)
+            assert all(map(torch.equal, run(layer), want[index]))
+
+
+OTHERS = {"rope": False, "rms_norm": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_with_ligers_own_kernels(packed, patched, monkeypatch):
+    """Packed experts as without Liger, to the bit; those in 16 bits as Liger and peft train them without the patch."""
+    liger = pytest.importorskip("liger_kernel.transformers.monkey_patch")
+    modeling = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    monkeypatch.setattr(modeling, "Qwen3MoeExperts", modeling.Qwen3MoeExperts)
+    patched.enable(experts="4bit")
+
+    def made():
+        return model_of("qwen3", lora=False) if packed else random_model("qwen3", device="cuda").train()
+
+    want = step_of(with_lora(made())) if packed else None
+    model = made()
+    liger.apply_liger_kernel_to_qwen3_moe(**OTHERS, model=model)
+    model = with_lora(model)
+    started = time.perf_counter()
+    found = step_of(model)
+    torch.cuda.synchronize()
+    print(f"\nfirst step {time.perf_counter() - started:.1f} s")
+    if packed:
+        assert same(found, want)
+        return
+    patched.disable()
+    want, again = step_of(model), step_of(model)
+    repeats = 2 * max(error(again[key], want[key]) for key in want)  # its sums may be atomic
+    assert found.keys() == want.keys() and max(error(found[key], want[key]) for key in want) <= repeats
+    assert all("Liger" in module._get_name() for module in experts_of(model))

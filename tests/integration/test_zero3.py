@@ -31,9 +31,14 @@ def launched(folder: Path, name: str, *words: object, **variables: str) -> str:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="over gloo, on the CPU")
-@pytest.mark.parametrize("way", ["ddp", "fsdp2", pytest.param("zero3", marks=NEEDS)])
+@pytest.mark.parametrize("way", ["ddp", "fsdp2", *(pytest.param(way, marks=NEEDS) for way in ("zero3", "loaded"))])
 def test_gradients_of_experts_are_the_mean_of_what_each_computes_alone(way, tmp_path):
     assert launched(tmp_path, "experts_distributed", way).count("the mean, 2 stacks, 0 fell back") == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gpu/test_distributed.py runs it over NCCL")
+def test_experts_in_bf16_storage_sharded_and_checkpointed(tmp_path):
+    assert launched(tmp_path, "experts_sharded").count("the mean, 2 stacks, fell back: []") == 2
 
 
 def processes(patch: str, checkpoint: str, folder: Path) -> list[dict]:

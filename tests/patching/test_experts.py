@@ -7,11 +7,13 @@ import itertools
 
 import pytest
 import torch
+from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from tiny_experts import (
     CHECKPOINTING,
     CONFIGS,
     DEVICE,
     LAYERS,
+    SKIPPED,
     STACKS,
     Layer,
     alternating,
@@ -19,16 +21,21 @@ from tiny_experts import (
     experts_of,
     hits,
     ids_of,
+    in_4bit,
+    loaded,
     model_of,
     random_model,
     reasons,
     same,
+    saved,
     step,
 )
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import nf4_patch
+from nf4_patch.patching.adapters import transformers as adapter
 from nf4_patch.patching.cache.store import cache
-from nf4_patch.patching.counters import counters
+from nf4_patch.patching.counters import counters, warn_once
 from nf4_patch.patching.reasons import Reason
 
 
@@ -162,6 +169,29 @@ def test_16_bit_experts(patched):
     assert same(ours, step(model))
 
 
+@pytest.mark.parametrize("what", ["all", "but one", "loaded", "plain"])
+def test_experts_that_were_loaded_before_the_option(what, patched, monkeypatch, caplog, tmp_path):
+    """One warning in all steps; none where some are packed, where they were skipped by request, and without the option."""
+    monkeypatch.setattr(adapter.Loads, "seen", False)
+    adapter.is_nothing_packed.cache_clear()
+    warn_once.cache_clear()
+    patched.enable(experts="off" if what == "plain" else "4bit")
+    model = random_model("qwen3", device=DEVICE)
+    if what == "loaded":
+        saved(model, tmp_path)
+        skipped = in_4bit(llm_int8_skip_modules=[*SKIPPED, "experts"])
+        model = loaded(tmp_path, quantization_config=skipped, device_map={"": DEVICE})
+    if what == "but one":
+        replace_parameter_4bit(experts_of(model)[1], STACKS[1])
+    monkeypatch.setattr(gc, "get_objects", lambda: list(model.modules()))  # those of other tests may be alive
+    for _ in range(2):
+        with torch.no_grad():
+            model(input_ids=ids_of(4))
+    said = [record.getMessage() for record in caplog.records if "are not packed" in record.getMessage()]
+    assert len(said) == (what == "all")
+    assert all("Qwen3MoeExperts" in each and 'enable(experts="4bit")' in each for each in said)
+
+
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_generation_decodes_the_experts_that_are_needed(name, nested, patched):
@@ -203,3 +233,22 @@ def test_compiled_graphs_are_as_without_the_patch(patched):
 
     ours = explained()
     assert ours == layer.stock(explained)
+
+
+@pytest.mark.full
+def test_a_compiled_model_is_no_larger_graph_than_without_the_patch(patched, fresh_dynamo):
+    """With the option on: one graph, no second compilation, and for each stack one operation in place of four."""
+    patched.enable(experts="4bit")
+    model = model_of("qwen3")
+
+    def counted() -> tuple[int, int]:
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("eager")
+        compiled = torch.compile(model, backend=counter)
+        for _ in range(2):
+            compiled(input_ids=ids_of(), labels=ids_of()).loss.backward()
+        return counter.frame_count, counter.op_count
+
+    ours = counted()
+    patched.disable()
+    assert counted() == (ours[0], ours[1] + 3 * 2 * LAYERS) and ours[0] == 1

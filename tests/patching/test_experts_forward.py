@@ -24,6 +24,7 @@ from tiny_experts import (
     with_lora,
 )
 
+from nf4_patch.patching.context import backward_in_progress
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.experts import forward
 from nf4_patch.patching.experts.product import Operand
@@ -173,6 +174,32 @@ def test_a_recompute_ends_before_the_last_product(own, monkeypatch):
     monkeypatch.setattr(moe, "_grouped_mm", counted)
     step(model)
     assert own.calls == 2 * LAYERS and sum(finished) == 3 * LAYERS
+
+
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("gpt-oss", marks=pytest.mark.full)])
+def test_a_recompute_that_chooses_another_expert(name, own):
+    """The gradients of transformers' forward: those of the recompute, whose rows are sorted otherwise than the forward's."""
+    model = adapted(name, lora=name == "qwen3")
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(CHECKPOINTING["recomputed"])
+    plain, flips = step(model), []
+
+    def flip(router, inputs, output):
+        if backward_in_progress() == -1:
+            return output
+        *others, ids = output
+        ids = ids.clone()
+        ids[2] = (ids[2] + 1) % 6  # a token that others attend to
+        flips.append(router)
+        return *others, ids
+
+    routers = [module for module in model.modules() if type(module).__name__.endswith("Router")]
+    for router in routers:
+        router.register_forward_hook(flip)
+    found, want = step(model), theirs(own, step, model)
+    assert len(routers) == LAYERS and len(flips) == 2 * LAYERS and own.calls == 4 * LAYERS and not reasons()
+    assert max(error(found[key], want[key]) for key in want) < 1e-5
+    assert max(error(want[key], plain[key]) for key in want) > 1e-2  # the flips were felt
 
 
 def test_under_autocast(own):

@@ -61,6 +61,22 @@ def same_stack(model, name, dense, quant_type="nf4", nested=True, **options):
     assert state.offset is None or torch.equal(state.offset, wanted_state.offset)
 
 
+def test_a_stack_that_is_too_large_for_bitsandbytes(qwen3, patched, monkeypatch):
+    """An error before anything is read; what it names is then left in 16 bits."""
+    folder, stacks = qwen3
+    patched.enable(**PACKED)
+    elements = max(stack.numel() for stack in stacks.values())
+    monkeypatch.setattr(transformers_loading, "LARGEST", elements - 1)
+    with pytest.raises(ValueError, match=rf"gate_up_proj has {elements:,} elements") as raised:
+        loaded(folder, quantization_config=in_4bit())
+    (named,) = re.findall(r"'(model\.layers\.0\.[^']*)'\]", str(raised.value))
+    skipped = [*SKIPPED, named, named.replace("0", "1")]
+    model = loaded(folder, quantization_config=in_4bit(llm_int8_skip_modules=skipped))
+    assert not [module for module in model.modules() if hasattr(module, "parametrizations")]
+    monkeypatch.setattr(transformers_loading, "LARGEST", elements)
+    same_stacks(loaded(folder, quantization_config=in_4bit()), stacks)
+
+
 def equal_state_dicts(model, other):
     ours, theirs = model.state_dict(), other.state_dict()
     assert ours.keys() == theirs.keys()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import warnings
 
 import peft.tuners.lora.layer as peft_layer
 import pytest
 import torch
 from accelerate import cpu_offload
+from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
@@ -30,6 +32,7 @@ from tiny_experts import (
     hits,
     ids_of,
     model_of,
+    random_model,
     reasons,
     same,
     step,
@@ -197,6 +200,33 @@ def test_files_are_pefts(option, tmp_path):
         base = ours.unload()
         assert error(logits(base), alone.double()) > 4 * error(mine, alone.double())
         assert torch.equal(logits(PeftModel.from_pretrained(base, folder / "stock")), mine)
+
+
+SQUARE = {"qwen3": {"moe_intermediate_size": 32}, "gpt-oss": {"intermediate_size": 32}}  # gate_up_proj
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_adapter_of_peft_before_0_19(name, stack, tmp_path):
+    """Its A and B lie the other way round: with equal sides no shape tells. A stack that is transposed was always read as now."""
+
+    def packed():
+        model = random_model(name, device=DEVICE, **SQUARE[name])
+        for module in experts_of(model):
+            replace_parameter_4bit(module, stack)
+        return model
+
+    model = with_lora(packed(), target_parameters=[f"experts.{stack}"])
+    want = model(input_ids=ids_of(4)).logits
+    model.save_pretrained(tmp_path)
+    assert torch.equal(PeftModel.from_pretrained(packed(), tmp_path)(input_ids=ids_of(4)).logits, want)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"peft_version": "0.18.1"}))
+    if (name, stack) == ("qwen3", "gate_up_proj"):
+        with pytest.raises(ValueError, match=r"peft 0\.18\.1 wrote .*gate_up_proj, \[6, 64, 64\]"):
+            PeftModel.from_pretrained(packed(), tmp_path)
+    else:
+        assert torch.equal(PeftModel.from_pretrained(packed(), tmp_path)(input_ids=ids_of(4)).logits, want)
 
 
 def test_experts_define_what_goes_down_last():

@@ -1,7 +1,11 @@
-"""LoRA on packed experts in two processes: the gradients are the mean of what each has alone. torchrun ... ddp|fsdp2|zero3"""
+"""LoRA on packed experts in two processes: the gradients are the mean of what each has alone. torchrun ... ddp|fsdp2|zero3|loaded
+
+*loaded*: ZeRO-3 that transformers knows of (HfDeepSpeedConfig) when it packs the experts of a checkpoint.
+"""
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -9,12 +13,23 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from tiny_experts import adapters_of, experts_of, ids_of, is_parametrized, model_of, with_lora
+from tiny_experts import (
+    adapters_of,
+    experts_of,
+    ids_of,
+    in_4bit,
+    is_parametrized,
+    loaded,
+    model_of,
+    random_model,
+    with_lora,
+)
 
 import nf4_patch
 
 way = sys.argv[1]
-if way == "zero3":
+zero3 = way in ("zero3", "loaded")
+if zero3:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
@@ -32,7 +47,10 @@ ZERO3 = {
 
 
 def made():
-    return with_lora(model_of("qwen3", torch.float32, lora=False))
+    if way != "loaded":
+        return with_lora(model_of("qwen3", torch.float32, lora=False))
+    packed = in_4bit(bnb_4bit_compute_dtype=torch.float32)
+    return with_lora(loaded(folder[0], quantization_config=packed, dtype=torch.float32).train())
 
 
 def loss(model, rank):
@@ -43,7 +61,7 @@ def loss(model, rank):
 def distributed(model):
     if way == "ddp":
         return DistributedDataParallel(model)
-    if way == "zero3":
+    if zero3:
         optimizer = torch.optim.SGD(list(adapters_of(model).values()), lr=0.0)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ZERO3)
         return engine
@@ -57,6 +75,15 @@ def distributed(model):
 
 rank = dist.get_rank()
 nf4_patch.enable(experts="4bit")
+if way == "loaded":
+    from transformers.integrations import HfDeepSpeedConfig
+
+    temporary = tempfile.TemporaryDirectory(dir=".")
+    folder = [os.path.abspath(temporary.name)]
+    dist.broadcast_object_list(folder)
+    random_model("qwen3", torch.float32).save_pretrained(folder[0])  # the first process alone writes
+    dist.barrier()
+    config = HfDeepSpeedConfig(ZERO3)
 alone = []
 for each in range(2):
     model = made()
@@ -66,7 +93,7 @@ model = made()
 parallel = distributed(model)
 for again in range(2):  # the second fails where a parameter got no gradient in the first
     model.zero_grad()
-    if way == "zero3":
+    if zero3:
         if again:
             parallel.step()
         parallel.backward(loss(parallel, rank))
@@ -76,7 +103,7 @@ for name, parameter in adapters_of(model).items():
     mean = (alone[0][name] + alone[1][name]) / 2
     found = (
         safe_get_full_grad(parameter)
-        if way == "zero3"
+        if zero3
         else parameter.grad.full_tensor()
         if hasattr(parameter.grad, "full_tensor")
         else parameter.grad
@@ -84,7 +111,8 @@ for name, parameter in adapters_of(model).items():
     assert mean.any() and torch.allclose(found, mean, rtol=1e-4, atol=1e-9), name
 packed = [module.parametrizations.gate_up_proj.original for module in experts_of(model) if is_parametrized(module)]
 assert all(
-    {"ddp": each.numel(), "fsdp2": hasattr(each, "full_tensor"), "zero3": not each.numel()}[way] for each in packed
+    {"ddp": each.numel(), "fsdp2": hasattr(each, "full_tensor"), "zero3": not each.numel()}["zero3" if zero3 else way]
+    for each in packed
 )
 reasons = {reason for target in nf4_patch.status().targets for reason in target.fallbacks} - {"EXPERTS_FORWARD"}
 print(f"the mean, {len(packed)} stacks, {len(reasons)} fell back", flush=True)

@@ -23,10 +23,12 @@ from ..placement import installed
 from ..replacement import around
 from ..switch import switch
 from ..targets import TARGETS
+from .transformers import Loads
 
 logger = logging.getLogger("nf4_patch")
 NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the stacks in every architecture but JetMoe's
 STATE = ".quant_state.bitsandbytes__"  # and the quant_type: part of what bitsandbytes saves beside a packed weight
+LARGEST = 2**31 - 1  # elements that bitsandbytes counts on a GPU
 ENABLE = 'nf4_patch.enable(experts="4bit")'
 OWN = ".adapters.transformers_loading:"
 
@@ -94,7 +96,13 @@ def needs_quantization(original, self, model, param_name, **kwargs) -> Any:
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     names = param_name, param_name.rpartition(".")[0]
-    return all(should_convert_module(name, self.modules_to_not_convert) for name in names)
+    packs = all(should_convert_module(name, self.modules_to_not_convert) for name in names)
+    if packs and (elements := model.get_parameter(param_name).numel()) > LARGEST:
+        raise ValueError(
+            f"{param_name} has {elements:,} elements, and bitsandbytes packs up to {LARGEST:,}, as it counts them in 32 bits. "
+            f"Leave it in 16 bits: llm_int8_skip_modules={[*(self.modules_to_not_convert or ()), names[1]]}"
+        )
+    return packs
 
 
 @around
@@ -139,6 +147,7 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
     saved = [key.partition(STATE)[0] for key in state_dict if STATE in key]
     saved = [key for key in saved if key.rpartition(".")[2] in NAMES]
     on = switch.gates["experts"].on
+    Loads.seen |= on
     if saved and not on:
         raise ValueError(
             f"{load_config.pretrained_model_name_or_path} holds experts that are packed in 4 bits ({saved[0]} and "

@@ -24,6 +24,15 @@ FASTER_ON: tuple[tuple[int, int], ...] = ((9, 0),)
 GATES = ("SiLUActivation", "SiLU")
 
 
+class Saved(torch.autograd.Function):
+    """A node that saves a tensor before another's forward runs, for the other's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, nothing: Tensor, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return nothing.view_as(nothing)
+
+
 class Order(NamedTuple):
     """How the rows that are sorted by expert belong to tokens. A slot is token * top_k + k."""
 
@@ -31,6 +40,7 @@ class Order(NamedTuple):
     slot_of: Tensor  # int64 [rows]
     row_of: Tensor  # int64 [tokens, top_k]
     ends: Tensor  # int32 [experts]: the row after the last one of each expert
+    saved: Any = None  # the node of ``Saved`` that holds slot_of; None without gradients
 
     @classmethod
     def of(cls, ids: Tensor, experts: int) -> Order:
@@ -40,11 +50,16 @@ class Order(NamedTuple):
         row_of[slot_of] = torch.arange(len(slot_of), device=ids.device)
         every = torch.arange(experts, dtype=torch.short, device=ids.device)
         ends = torch.searchsorted(expert_of, every, right=True).int()
-        return cls(expert_of, slot_of, row_of.view(ids.shape), ends)
+        saved = Saved.apply(torch.empty(0, requires_grad=True), slot_of).grad_fn
+        return cls(expert_of, slot_of, row_of.view(ids.shape), ends, saved)
 
     def tokens(self) -> Tensor:
         """The token of each row, int64 [rows]."""
         return self.slot_of // self.row_of.shape[1]
+
+
+# A checkpoint's recompute may choose other experts than the forward. Autograd then hands out the recompute's rows, so what
+# says whose rows they are must be a saved tensor too: on ``ctx`` it would stay the forward's.
 
 
 class Gathered(torch.autograd.Function):
@@ -52,13 +67,15 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
-        ctx.row_of, ctx.dtype = order.row_of, hidden.dtype
+        ctx.save_for_backward(order.row_of)
+        ctx.dtype = hidden.dtype
         return hidden.to(dtype).index_select(0, order.tokens())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return launch.combine(gradient.contiguous(), ctx.row_of, ctx.dtype), None, None
+        (row_of,) = ctx.saved_tensors
+        return launch.combine(gradient.contiguous(), row_of, ctx.dtype), None, None
 
 
 class Gated(torch.autograd.Function):
@@ -88,34 +105,37 @@ class Weighted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(rows, weights)
-        ctx.slot_of = order.slot_of
+        ctx.save_for_backward(rows, weights, order.slot_of)
         ctx.set_materialize_grads(False)
         return rows.view_as(rows), rows.view_as(rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, addend: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
-        rows, weights = ctx.saved_tensors
+        rows, weights, slot_of = ctx.saved_tensors
         addend = None if addend is None else addend.contiguous()
-        found = launch.weigh(gradient.contiguous(), addend, rows, ctx.slot_of, weights, ctx.needs_input_grad[1])
+        found = launch.weigh(gradient.contiguous(), addend, rows, slot_of, weights, ctx.needs_input_grad[1])
         return *found, None
 
 
 class Combined(torch.autograd.Function):
-    """The sum of each token's rows, times the router's weights, and of the addend's rows. ``Weighted`` weights the gradient."""
+    """The sum of each token's rows, times the router's weights, and of the addend's rows. ``Weighted`` weights the gradient.
+
+    It saves nothing, as a checkpoint's recompute ends with what is saved last; its backward reads ``Order.saved``.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, addend: Tensor | None, weights: Tensor, order: Order, dtype: torch.dtype
     ) -> Tensor:
-        ctx.order, ctx.dtype, ctx.adds = order, rows.dtype, addend is not None
+        ctx.saved, ctx.top_k, ctx.dtype, ctx.adds = order.saved, order.row_of.shape[1], rows.dtype, addend is not None
         return launch.combine(rows, order.row_of, dtype, weights, addend)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        found = gradient.to(ctx.dtype).index_select(0, ctx.order.tokens())
+        (slot_of,) = ctx.saved.saved_tensors
+        found = gradient.to(ctx.dtype).index_select(0, slot_of // ctx.top_k)
         return found, found if ctx.adds else None, None, None, None
 
 

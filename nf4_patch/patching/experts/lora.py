@@ -66,6 +66,9 @@ def is_served(experts: Any, name: str) -> bool:
     weight, implementation = experts._parameters.get(name), implementation_of(experts)
     if implementation not in SERVED or type(weight) is not torch.nn.Parameter or weight.dtype not in DTYPES:
         return False
+    bound = vars(experts).get("_old_forward", vars(experts).get("forward"))
+    if getattr(bound, "__func__", None) not in (None, type(experts).forward):  # Liger's
+        return False
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     return is_ours(ALL_EXPERTS_FUNCTIONS[implementation])
@@ -134,12 +137,30 @@ def seen_dense(module: Any) -> Iterator[None]:
             held.update(before)
 
 
+def refuse_earlier(module: Any, states: dict[str, Any], peft_config: Any) -> None:
+    """Where both sides of an expert are equal, peft reads an adapter of before 0.19 the wrong way round, without a word."""
+    import peft
+    from packaging.version import parse
+
+    written = getattr(peft_config, "peft_version", None) or peft.__version__
+    named = tuple(each.rpartition(".")[2] for each in peft_config.target_parameters or ())
+    if parse(written.partition("@")[0]) >= parse("0.19.0.dev0") or parse(peft.__version__) < parse("0.19.0.dev0"):
+        return
+    for name, state in states.items():
+        if name in named and state.shape[1] == state.shape[2] and not getattr(module, "is_transposed", False):
+            raise ValueError(
+                f"peft {written} wrote this adapter, with A and B of {name}, {list(state.shape)}, the other way round than "
+                f"peft {peft.__version__} reads them: train it again, or load it with peft 0.18"
+            )
+
+
 @around
 def inject(original: Function, self: Any, peft_config: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """For ``BaseTuner._inject_parameters``, which wraps the modules whose parameters a configuration names."""
     with ExitStack() as stack:
         for module in list(model.modules()) if gate.on else ():
-            if packed_states(module):
+            if states := packed_states(module):
+                refuse_earlier(module, states, peft_config)
                 stack.enter_context(seen_dense(module))
         return original(self, peft_config, model, *args, **kwargs)
 

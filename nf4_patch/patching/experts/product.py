@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,7 @@ from ...nf4.runtime import has_memory
 from ..context import backward_in_progress, is_compiling, saved_tensors_hooks, transforms_active
 from .read import Stack
 
-Product = Callable[..., Tensor]  # of x [rows, in] and a weight [experts, in, out]; the offsets are bound
+Product = Callable[..., Tensor]  # of x [rows, in], a weight [experts, in, out] and offs, where each expert's rows end
 # left [experts, in, rank] and right [experts, rank, out], in the order of the stack's sides
 Lora = tuple[Tensor, Tensor]
 
@@ -64,20 +63,20 @@ class Kept:
 
 
 class FrozenProduct(torch.autograd.Function):
-    """``product(x, weight)`` of a packed stack that is frozen, and is decoded again in the backward."""
+    """``product(x, weight, offs)`` of a packed stack that is frozen, and is decoded again in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Operand, product: Product) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Operand, product: Product, offs: Tensor) -> Tensor:
         assert isinstance(weight.stack, Stack)
         ctx.kept, ctx.transposed, ctx.product = Kept(weight.stack), weight.transposed, product
-        ctx.save_for_backward(*(tensor for tensor in ctx.kept.tensors if not tensor.is_inference()))
-        return product(x, weight.frozen())
+        ctx.save_for_backward(offs, *(tensor for tensor in ctx.kept.tensors if not tensor.is_inference()))
+        return product(x, weight.frozen(), offs=offs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        _ = ctx.saved_tensors  # raises where one was changed in place
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        offs, *_ = ctx.saved_tensors  # raises where one was changed in place
         weight = ctx.kept.dense()
-        return ctx.product(gradient, weight if ctx.transposed else weight.mT), None, None
+        return ctx.product(gradient, weight if ctx.transposed else weight.mT, offs=offs), None, None, None
 
 
 def is_kept_packed() -> bool:
@@ -146,15 +145,15 @@ class Operand:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.dense(), name)
 
-    def multiplied(self, x: Tensor, product: Product) -> Tensor:
+    def multiplied(self, x: Tensor, product: Product, offs: Tensor) -> Tensor:
         if isinstance(self.stack, Stack) and is_kept_packed():
-            y: Tensor = FrozenProduct.apply(x, self, product)  # type: ignore[no-untyped-call]
+            y: Tensor = FrozenProduct.apply(x, self, product, offs)  # type: ignore[no-untyped-call]
         else:
-            y = product(x, self.frozen())
+            y = product(x, self.frozen(), offs=offs)
         if self.lora is None:
             return y
         left, right = self.lora
-        return y.add_(product(product(x, left), right))
+        return y.add_(product(product(x, left, offs=offs), right, offs=offs))
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -162,7 +161,7 @@ class Operand:
         kwargs = kwargs or {}
         given = {name: value for name, value in kwargs.items() if value is not None}
         if given.keys() == {"offs"} and len(args) == 2 and isinstance(args[1], cls):  # whichever grouped_mm it is
-            return args[1].multiplied(args[0], functools.partial(function, **given))
+            return args[1].multiplied(args[0], function, given["offs"])
         return function(*(arg.dense() if isinstance(arg, cls) else arg for arg in args), **kwargs)
 
 

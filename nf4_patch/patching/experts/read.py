@@ -20,6 +20,7 @@ from torch.utils import _contextlib as torch_decorators
 from ...nf4.runtime import has_memory
 from ..context import is_compiling, own_dispatch
 from ..dequantizer import Dequantizer
+from ..placement import is_ours
 from ..reasons import Reason
 from ..switch import switch
 
@@ -153,7 +154,8 @@ def is_called_otherwise(module: Any, known: tuple[Any, ...] = ()) -> bool:
         if not (only_moves and is_written_in(accelerate, getattr(forward, "func", None))):
             return True
         forward = vars(module).get("_old_forward")
-    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+    function = getattr(forward, "__func__", None)
+    return forward is not None and function is not type(module).forward and not is_ours(function)
 
 
 def is_written_in(module: Any, function: Any) -> bool:

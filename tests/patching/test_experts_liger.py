@@ -1,0 +1,90 @@
+"""Experts whose forward is Liger's: packed ones run transformers' grouped products, those in 16 bits Liger's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from tiny_experts import DEVICE, LAYERS, experts_of, model_of, random_model, reasons, same, step, with_lora
+
+pytest.importorskip("liger_kernel.ops.fused_moe", reason="Liger before 0.8")
+from liger_kernel.transformers import monkey_patch, swiglu
+
+from nf4_patch.patching.counters import counters
+from nf4_patch.patching.experts import forward
+from nf4_patch.patching.reasons import Reason
+from nf4_patch.tools.bench.matmul import error
+
+OTHERS = {"rope": False, "rms_norm": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
+modeling = transformers.models.qwen3_moe.modeling_qwen3_moe
+LIGER = ".LigerExperts.forward"
+
+
+class Reference:
+    """Liger's fused kernels in PyTorch."""
+
+    calls = 0
+
+    @classmethod
+    def apply(cls, x, gate_up, down, ids, weights):
+        cls.calls += 1
+        out = torch.zeros_like(x)
+        for token in range(len(x)):
+            for k, expert in enumerate(ids[token].tolist()):
+                gate, up = (gate_up[expert] @ x[token]).chunk(2)
+                row = down[expert] @ (torch.nn.functional.silu(gate) * up)
+                out = out.index_add(0, torch.tensor([token], device=x.device), (row * weights[token, k])[None])
+        return out
+
+
+@pytest.fixture
+def liger(patched, monkeypatch):
+    """The module of Liger's experts, with its kernels in PyTorch; transformers' class comes back at the end."""
+    patched.enable(experts="4bit")
+    monkeypatch.setattr(swiglu, "LigerFusedMoEFunction", Reference)
+    monkeypatch.setattr(Reference, "calls", 0)
+    monkeypatch.setattr(modeling, "Qwen3MoeExperts", modeling.Qwen3MoeExperts)
+    return monkey_patch.apply_liger_kernel_to_qwen3_moe
+
+
+def by_class(liger, make):
+    """Liger's class is what transformers makes."""
+    liger(**OTHERS)
+    model = make()
+    assert all("LigerExperts" in type(module).__name__ for module in experts_of(model))
+    return model
+
+
+def by_module(liger, make):
+    """As ``use_liger_kernel=True`` does: a model that exists gets Liger's forward."""
+    model = make()
+    liger(**OTHERS, model=model)
+    assert all("forward" in vars(module) for module in experts_of(model))
+    return model
+
+
+def packed():
+    return model_of("qwen3", torch.float32, lora=False)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["theirs", "ours"])
+@pytest.mark.parametrize("way", [by_class, by_module])
+def test_packed_experts_are_trained_as_without_liger(way, own, liger, monkeypatch):
+    """Their adapters too; with transformers' forward to the bit."""
+    want = step(with_lora(packed()), tokens=4)
+    monkeypatch.setattr(forward, "why_not", lambda *_, **__: None if own else Reason.EXPERTS_FORWARD)
+    found = step(with_lora(way(liger, packed)), tokens=4)
+    hits = sum(counter.hits for (name, *_), counter in counters.hit_counters.items() if name.endswith(LIGER))
+    assert hits == 4 * LAYERS and Reference.calls == 0 and not reasons("LigerExperts.forward")
+    assert {"loss"} < found.keys() == want.keys()
+    assert max(error(found[key], want[key]) for key in want) < 1e-5 if own else same(found, want)
+
+
+@pytest.mark.parametrize("way", [by_class, by_module])
+def test_experts_in_16_bits_are_ligers_and_pefts(way, liger, patched):
+    """The option changes nothing there."""
+    model = with_lora(way(liger, lambda: random_model("qwen3", torch.float32, DEVICE)))
+    found = step(model, tokens=4)
+    assert Reference.calls == LAYERS and reasons("LigerExperts.forward") == {Reason.EXPERTS_NOT_PACKED: LAYERS}
+    patched.disable()
+    assert same(found, step(model, tokens=4))
