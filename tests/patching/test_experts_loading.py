@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -26,6 +27,7 @@ from nf4_patch.patching.adapters import transformers_loading
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; on a GPU: gpu/test_experts_gpu.py")
 PACKED = {"experts": "4bit"}
+SKIPS_LINEARS = {"llm_int8_skip_modules": ["lm_head", ".*self_attn", "gate"]}
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +163,18 @@ def test_a_sharded_checkpoint(tmp_path):
         same_stacks(each, stacks)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_packed_checkpoint_takes_the_dtype_that_it_is_loaded_in(qwen3, tmp_path, dtype):
+    """As the dense stacks would: the same bytes, decoded in that dtype."""
+    folder, stacks = qwen3
+    packed_and_reloaded(folder, tmp_path)
+    with nf4_patch.enabled(**PACKED):
+        model = loaded(tmp_path, dtype=dtype)
+    for name, dense in stacks.items():
+        same_stack(model, name, dense.to(dtype))
+        assert model.get_submodule(name.rpartition(".")[0]).down_proj.dtype is dtype
+
+
 def test_a_model_without_its_head_reads_what_one_with_a_head_saved(qwen3, tmp_path):
     from transformers import AutoModel
 
@@ -286,6 +300,50 @@ def test_other_models_are_loaded_as_they_are(option, tmp_path):
 
 
 # --- what is made of a loaded model ---
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.float16, torch.bfloat16], ids=str)
+def test_packed_bytes_are_no_numbers(qwen3, storage):
+    """Prepared for k-bit training and cast, they are the bytes that they were, and are counted as the weights that they hold."""
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    folder, stacks = qwen3
+    # bitsandbytes' own linears do not survive a cast
+    only_experts = in_4bit(bnb_4bit_quant_storage=storage, **SKIPS_LINEARS)
+
+    def trained(config, prepared=True):
+        model = loaded(folder, quantization_config=config)
+        model = prepare_model_for_kbit_training(model) if prepared else model
+        return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+
+    with nf4_patch.enabled(**PACKED):
+        model, unprepared = (trained(in_4bit(bnb_4bit_quant_storage=storage), prepared) for prepared in (True, False))
+        for each in (model, unprepared):
+            same_stacks(each.base_model.model, stacks, quant_storage=storage)
+        in_bytes = trained(in_4bit())
+        assert torch.equal(logits(model), logits(in_bytes))  # of the same model with bytes that no cast reaches
+        assert torch.allclose(logits(model), logits(unprepared).float(), atol=0.05)
+        cast, unstored = (trained(config).to(torch.float32) for config in (only_experts, in_4bit(**SKIPS_LINEARS)))
+        assert torch.equal(logits(cast), logits(unstored))
+        for way in (cast.half, cast.bfloat16, cast.double, cast.float):
+            same_stacks(way().base_model.model, stacks, quant_storage=storage)
+    dense = trained(in_4bit())
+    for each in (model, unprepared, cast):
+        assert each.get_nb_trainable_parameters() == dense.get_nb_trainable_parameters()
+        assert each.base_model.model.num_parameters() == dense.base_model.model.num_parameters()
+
+
+def test_a_state_stays_with_its_bytes(qwen3):
+    """In a copy of a model too: what moves the one to another device moves the other."""
+    model = packed_of(qwen3[0])
+    for each in (model, copy.deepcopy(model)):
+        for name in qwen3[1]:
+            packed, state = parametrization(each, name)
+            assert packed.quant_state is state
+    packed, state = parametrization(model, name)
+    same_stacks(copy.deepcopy(model), qwen3[1])
+    packed.to("meta")
+    assert state.absmax.is_meta and state.state2.absmax.is_meta
 
 
 def test_dequantized_it_is_a_dense_model(qwen3, tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -9,11 +10,25 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from tiny_experts import adapters_of, experts_of, ids_of, is_parametrized, model_of, with_lora
+from tiny_experts import (
+    adapters_of,
+    experts_of,
+    ids_of,
+    in_4bit,
+    is_parametrized,
+    loaded,
+    random_model,
+    saved,
+    with_lora,
+)
 
 import nf4_patch
 
 way = sys.argv[1]
+STORAGE = torch.bfloat16 if way == "fsdp2" else torch.uint8
+DENSE = ["lm_head", ".*self_attn", "gate"]  # all but the experts
+folder = Path(tempfile.mkdtemp())
+saved(random_model("qwen3", torch.float32), folder)  # before there is a process group: then only the first one saves
 if way == "zero3":
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
@@ -32,7 +47,8 @@ ZERO3 = {
 
 
 def made():
-    return with_lora(model_of("qwen3", torch.float32, lora=False))
+    config = in_4bit(bnb_4bit_quant_storage=STORAGE, llm_int8_skip_modules=DENSE)
+    return with_lora(loaded(folder, dtype=torch.float32, quantization_config=config)).train()
 
 
 def loss(model, rank):

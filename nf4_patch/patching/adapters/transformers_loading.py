@@ -46,9 +46,10 @@ def packed_stacks(model: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def carrying(packed: Tensor, state: dict[str, Any]) -> Any:
-    """A packed stack as a parameter that carries its state, in the form in which bitsandbytes saves it."""
-    parameter: Any = Parameter(packed, requires_grad=False)
-    parameter.quant_state = state
+    """A packed stack as a parameter that carries its state, given in the form in which bitsandbytes saves it."""
+    from ..experts.packed import Params4bit
+
+    parameter: Any = Params4bit.from_prequantized(packed, state, device=packed.device)
     parameter._is_hf_initialized = True  # transformers gives all others random values
     return parameter
 
@@ -154,6 +155,7 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
             fields = [field for field in state_dict if field.startswith(f"{key}.")]
             state = {field.removeprefix(f"{key}."): state_dict.pop(field)[...] for field in fields}
             packed[name] = carrying(state_dict.pop(key)[...].to(devices[name]), state)
+            packed[name].quant_state.dtype = model.get_parameter(name).dtype  # as dense it would have that one now
     for blocks in [key for key in state_dict if key.endswith("_blocks")]:
         key = blocks.removesuffix("_blocks")
         if (name := in_model(key)) in devices:
@@ -218,8 +220,8 @@ def finish(original, self, model, **kwargs) -> Any:
                 setattr(module, name, parameter)
             state = getattr(parameter, "quant_state", None)
             if state is not None:
-                del parameter.quant_state
-                replace_parameter_4bit_prequantized(module, name, state, parameter.device)
+                replace_parameter_4bit_prequantized(module, name, state.as_dict(packed=True), parameter.device)
+                parameter.quant_state = module.parametrizations[name][0].quant_state
     if left:
         said = f"{len(left)} stacks of experts were not packed while they were loaded, and held in 16 bits until now"
         logger.warning("%s: %s", said, ", ".join(left))
