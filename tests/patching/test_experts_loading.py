@@ -188,6 +188,65 @@ def test_a_model_without_its_head_reads_what_one_with_a_head_saved(qwen3, tmp_pa
     same_stacks(reloaded, stacks)
 
 
+# --- a checkpoint whose experts were packed one by one ---
+
+
+def packed_one_by_one(folder, experts=lambda key: ".experts." in key, rename=lambda key: key, **options):
+    """transformers' 4-bit checkpoint of a model, its experts packed as linear layers of their own; and what they decode to."""
+    loaded(folder, quantization_config=in_4bit()).save_pretrained(folder)
+    weights, decoded = load_file(folder / "model.safetensors"), {}
+    for key in [key for key in weights if experts(key)]:
+        dense = weights.pop(key)
+        packed, state = F.quantize_4bit(dense, quant_type="nf4", **{"compress_statistics": True} | options)
+        weights[rename(key)] = packed
+        weights |= {f"{rename(key)}.{field}": value for field, value in state.as_dict(packed=True).items()}
+        decoded[key] = F.dequantize_4bit(packed, state)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return decoded
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("options", [{}, {"compress_statistics": False}, {"quant_storage": torch.bfloat16}], ids=str)
+def test_experts_that_were_packed_one_by_one_are_one_stack(name, options, tmp_path):
+    """Every weight decodes to the bits that its own expert does; saved again it is a packed checkpoint."""
+    dense = tmp_path / "dense"
+    stacks = saved(random_model(name, num_experts=12, num_local_experts=12), dense)  # 10 after 2
+    decoded = packed_one_by_one(dense, **options)
+    with nf4_patch.enabled(), pytest.raises(ValueError, match="packed in 4 bits .* call nf4_patch.enable"):
+        loaded(dense)
+    with nf4_patch.enabled(**PACKED):
+        model = loaded(dense)
+        model.save_pretrained(tmp_path / "packed")
+        again = loaded(tmp_path / "packed")
+    equal_state_dicts(model, again)
+    parts = {"gate_up_proj": ("w1", "w3") if name == "mixtral" else ("gate_proj", "up_proj"),
+             "down_proj": ("w2" if name == "mixtral" else "down_proj",)}  # fmt: skip
+    for path, of_stack in ((stack.rpartition(".")[0], parts[stack.rpartition(".")[2]]) for stack in stacks):
+        layer = path.split(".")[2]
+        rows = [
+            torch.cat([d for key, d in decoded.items() if re.search(rf"layers\.{layer}\..*experts\.{e}\.{part}\.", key)])
+            for e in range(12) for part in of_stack
+        ]  # fmt: skip
+        experts = model.get_submodule(path)
+        found = experts.gate_up_proj if len(of_stack) == 2 else experts.down_proj
+        assert torch.equal(found, torch.cat(rows).view(found.shape))
+        assert type(parametrization(model, f"{path}.down_proj")[0]).__name__ == "Params4bit"
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [({"blocksize": 4096}, "an expert is no whole number of blocks of 4096"),
+     ({"experts": lambda key: ".experts." in key and "experts.3.up_proj" not in key}, "it has .* are in 4 bits"),
+     ({"rename": lambda key: re.sub("_proj", "_projs", key)}, "no place for, as .*_projs")],
+    ids=str,
+)  # fmt: skip
+def test_experts_that_cannot_be_joined_are_named(options, found, tmp_path):
+    saved(random_model("qwen3", moe_intermediate_size=32), tmp_path)
+    packed_one_by_one(tmp_path, **options)
+    with nf4_patch.enabled(**PACKED), pytest.raises(ValueError, match=f"layers.[01].mlp.experts.*{found}"):
+        loaded(tmp_path)
+
+
 # --- memory ---
 
 
@@ -346,15 +405,20 @@ def test_a_state_stays_with_its_bytes(qwen3):
     assert state.absmax.is_meta and state.state2.absmax.is_meta
 
 
-def test_dequantized_it_is_a_dense_model(qwen3, tmp_path):
-    folder, stacks = qwen3
-    with nf4_patch.enabled(**PACKED):
-        model = loaded(folder, quantization_config=in_4bit()).dequantize()
-        model.save_pretrained(tmp_path)
-    reloaded = loaded(tmp_path)
-    for name, dense in stacks.items():
-        wanted = F.dequantize_4bit(*F.quantize_4bit(dense, compress_statistics=True, quant_type="nf4"))
-        assert torch.equal(model.get_parameter(name), wanted) and torch.equal(reloaded.get_parameter(name), wanted)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_dequantized_it_is_a_dense_model(name, tmp_path):
+    """Saved under the names of the original, from that one or from a packed checkpoint."""
+    stacks = saved(random_model(name), tmp_path / "dense")
+    for dequantized in packed_and_reloaded(tmp_path / "dense", tmp_path / "packed"):
+        with nf4_patch.enabled(**PACKED):
+            dequantized.dequantize(torch.bfloat16).save_pretrained(tmp_path / "again")
+        names, original = (load_file(tmp_path / part / "model.safetensors").keys() for part in ("again", "dense"))
+        assert names == original
+        reloaded = loaded(tmp_path / "again")
+        for stack, dense in stacks.items():
+            wanted = F.dequantize_4bit(*F.quantize_4bit(dense, compress_statistics=True, quant_type="nf4"))
+            assert torch.equal(dequantized.get_parameter(stack), wanted)
+            assert torch.equal(reloaded.get_parameter(stack), wanted)
 
 
 def test_a_trainer_resumes_from_its_checkpoint(qwen3, tmp_path):
