@@ -212,7 +212,7 @@ def test_experts_that_were_packed_one_by_one_are_one_stack(name, options, tmp_pa
     dense = tmp_path / "dense"
     stacks = saved(random_model(name, num_experts=12, num_local_experts=12), dense)  # 10 after 2
     decoded = packed_one_by_one(dense, **options)
-    with nf4_patch.enabled(), pytest.raises(ValueError, match="packed in 4 bits .* call nf4_patch.enable"):
+    with nf4_patch.enabled(), pytest.raises(ValueError, match=r"packed in 4 bits .* call nf4_patch\.enable"):
         loaded(dense)
     with nf4_patch.enabled(**PACKED):
         model = loaded(dense)

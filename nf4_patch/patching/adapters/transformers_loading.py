@@ -183,7 +183,7 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
     # no checkpoint in 16 bits was read, whose names would be given back: those that the architecture has
     model._weight_conversions = [
         each for each in load_config.weight_mapping or ()
-        if not reads_state(each) and (each.was_used() or packed and makes_only(each, packed, own_names))
+        if not reads_state(each) and (each.was_used() or (packed and makes_only(each, packed, own_names)))
     ]  # fmt: skip
     return info, disk_offload_index
 
@@ -229,7 +229,7 @@ def targets(model: Any, mapping: Any) -> Any:
 
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter) and not reads_state(each)]
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    by_pattern: dict[Any, Any] = {pattern: each for each in converters for pattern in each.source_patterns}
     stacks = {name: True for name, _ in model.named_parameters() if is_stack(model, name)}
 
     def target(key: str) -> tuple[str, Any, str | None]:
