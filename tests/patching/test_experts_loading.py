@@ -237,13 +237,13 @@ def test_experts_that_were_packed_one_by_one_are_one_stack(name, options, tmp_pa
     ("options", "found"),
     [({"blocksize": 4096}, "an expert is no whole number of blocks of 4096"),
      ({"experts": lambda key: ".experts." in key and "experts.3.up_proj" not in key}, "it has .* are in 4 bits"),
-     ({"rename": lambda key: re.sub("_proj", "_projs", key)}, "no place for, as .*_projs")],
+     ({"rename": lambda key: re.sub("_proj", "_projs", key)}, "place for, as .*_projs")],
     ids=str,
 )  # fmt: skip
 def test_experts_that_cannot_be_joined_are_named(options, found, tmp_path):
     saved(random_model("qwen3", moe_intermediate_size=32), tmp_path)
     packed_one_by_one(tmp_path, **options)
-    with nf4_patch.enabled(**PACKED), pytest.raises(ValueError, match=f"layers.[01].mlp.experts.*{found}"):
+    with nf4_patch.enabled(**PACKED), pytest.raises(ValueError, match=f"experts .*{found}"):
         loaded(tmp_path)
 
 

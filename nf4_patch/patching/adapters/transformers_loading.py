@@ -26,7 +26,7 @@ from ..switch import switch
 from ..targets import TARGETS
 
 logger = logging.getLogger("nf4_patch")
-NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the stacks in every architecture but JetMoe's
+NAMES = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # of the stacks that are packed
 STATE = ".quant_state.bitsandbytes__"  # and the quant_type
 # what bitsandbytes saves beside a packed weight
 FIELDS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", *(STATE[1:] + kind for kind in ("nf4", "fp4")))
@@ -40,6 +40,11 @@ def is_stack(model: Any, full_name: str) -> bool:
     path, _, name = full_name.rpartition(".")
     parameter = model.get_submodule(path)._parameters.get(name) if name in NAMES else None
     return parameter is not None and parameter.dim() == 3
+
+
+def is_matrix(name: str, parameter: Any) -> bool:
+    """Whether it is what an expert multiplies by."""
+    return parameter is not None and parameter.dim() > 1 and parameter.is_floating_point() and not name.endswith("bias")
 
 
 def packed_stacks(model: Any) -> Iterator[tuple[str, Any, str]]:
@@ -96,10 +101,15 @@ def needs_quantization(original, self, model, param_name, **kwargs) -> Any:
     rows = (row for row in TARGETS if row.replace.startswith(OWN))
     if missing := [row.name for row in rows if row.name not in installed or installed[row.name].refusal]:
         raise RuntimeError(f"{ENABLE} is not adapted to {', '.join(missing)} of this release of transformers")
+    return is_wanted(self, param_name)
+
+
+def is_wanted(quantizer: Any, full_name: str) -> bool:
+    """Whether ``llm_int8_skip_modules`` names neither the parameter nor a module around it."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    names = param_name, param_name.rpartition(".")[0]
-    return all(should_convert_module(name, self.modules_to_not_convert) for name in names)
+    names = full_name, full_name.rpartition(".")[0]
+    return all(should_convert_module(name, quantizer.modules_to_not_convert) for name in names)
 
 
 @around
@@ -141,12 +151,13 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
     """For ``convert_and_load_state_dict_in_model``: stacks that were saved packed, and those in MXFP4."""
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-    where = targets(model, load_config.weight_mapping or ())
+    stacks = {name: parameter for name, parameter in model.named_parameters() if is_stack(model, name)}
+    where = targets(model, load_config.weight_mapping or (), stacks)
     in_4bit = {key.partition(STATE)[0] for key in state_dict if STATE in key}
     saved: dict[str, dict[Any, list[str]]] = {}  # of each stack: the keys of its parts by converter and pattern
     for key in in_4bit:
         name, *part = where(key)
-        if is_stack(model, name):
+        if name in stacks:
             saved.setdefault(name, {}).setdefault(tuple(part), []).append(key)
     on = switch.gates["experts"].on
     if saved and not on:
@@ -160,9 +171,8 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
     state_dict, packed = dict(state_dict), {}
     for name, parts in saved.items():
         read = functools.partial(read_packed, state_dict, device=devices[name])
-        stack = model.get_parameter(name)
-        packed[name] = read(parts[WHOLE][0]) if WHOLE in parts else joined(name, stack, parts, read)
-        packed[name].quant_state.dtype = stack.dtype  # as dense it would have that one now
+        packed[name] = read(parts[WHOLE][0]) if WHOLE in parts else joined(name, stacks[name], parts, read)
+        packed[name].quant_state.dtype = stacks[name].dtype  # as dense it would have that one now
     for blocks in [key for key in state_dict if key.endswith("_blocks")]:
         key = blocks.removesuffix("_blocks")
         if (name := where(key)[0]) in devices:
@@ -175,10 +185,10 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
         info.missing_keys.discard(name)
     lost = info.missing_keys & devices.keys()
     unread = in_4bit & {key.partition(STATE)[0] for key in info.unexpected_keys}
-    if lost and unread:
+    if unread and (lost or any(key.rpartition(".")[2] in NAMES for key in unread)):
         raise ValueError(
-            f"{load_config.pretrained_model_name_or_path} holds no {min(lost)}, and packed weights that this release of "
-            f"transformers has no place for, as {min(unread)}. Load the model that it was made from, and pack that"
+            f"{load_config.pretrained_model_name_or_path} holds packed experts that {type(model).__name__} of this release "
+            f"of transformers has no place for, as {min(unread)}. Load the model that they were made from, and pack that"
         )
     # no checkpoint in 16 bits was read, whose names would be given back: those that the architecture has
     model._weight_conversions = [
@@ -223,17 +233,19 @@ def makes_only(conversion: Any, stacks: dict[str, Any], names: list[str]) -> boo
     return bool(made) and made <= stacks.keys()
 
 
-def targets(model: Any, mapping: Any) -> Any:
+def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
     """What transformers makes of a checkpoint's key: the name in the model, and the converter and its pattern, if any."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter) and not reads_state(each)]
     by_pattern: dict[Any, Any] = {pattern: each for each in converters for pattern in each.source_patterns}
-    stacks = {name: True for name, _ in model.named_parameters() if is_stack(model, name)}
 
     def target(key: str) -> tuple[str, Any, str | None]:
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, stacks)
+        for conversions in (([], []), (renamings, []), (renamings, converters)):  # a stack is saved under its own name
+            name, pattern = rename_source_key(key, *conversions, model.base_model_prefix, stacks)
+            if name in stacks:
+                break
         return name, by_pattern.get(pattern), pattern
 
     return target
@@ -292,7 +304,7 @@ def finish(original, self, model, **kwargs) -> Any:
     """For ``_process_model_after_weight_loading``."""
     from bitsandbytes.nn.parametrize import replace_parameter_4bit_prequantized
 
-    left = []
+    left, dense = [], {}
     for path, module in list(model.named_modules()):
         for name, parameter in [item for item in module._parameters.items() if item[0] in NAMES]:
             full_name = f"{path}.{name}"
@@ -304,9 +316,17 @@ def finish(original, self, model, **kwargs) -> Any:
             if state is not None:
                 replace_parameter_4bit_prequantized(module, name, state.as_dict(packed=True), parameter.device)
                 parameter.quant_state = module.parametrizations[name][0].quant_state
+        kind = parametrize.type_before_parametrizations(module).__name__
+        for name, parameter in module._parameters.items() if "Expert" in kind else ():
+            if is_matrix(name, parameter) and is_wanted(self, f"{path}.{name}"):
+                dense[f"{path}.{name}"] = f"{kind}.{name}", parameter.nbytes
     if left:
         said = f"{len(left)} stacks of experts were not packed while they were loaded, and held in 16 bits until now"
         logger.warning("%s: %s", said, ", ".join(left))
+    if dense:
+        kinds, size = ", ".join(sorted({kind for kind, _ in dense.values()})), sum(size for _, size in dense.values())
+        said = f"{len(dense)} weights of experts stay in 16 bits, {size / 1e9:.2g} GB in all"
+        logger.warning("%s: %s. %s packs 3-D weights that are called %s", said, kinds, ENABLE, ", ".join(NAMES))
     return original(self, model, **kwargs)
 
 
