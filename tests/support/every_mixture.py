@@ -101,6 +101,8 @@ OWN: dict[str, dict[str, Any]] = {
     "step3p7": {"vision_config.intermediate_size": 373, "text_config.sliding_window": 8},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
+# What is split into linear layers when it is read: transformers packs all of them or fails.
+SPLIT = {"lara_mini": [".*linear_attn"], "unlimited_ocr": [".*vision"]}
 # Layers that differ: these configurations are made of SMALL, and not changed.
 MADE = {
     "gemma4": {"enable_moe_block": True, "hidden_size_per_layer_input": 0, "layer_types": ["full_attention"] * LAYERS},
@@ -183,14 +185,11 @@ class Walk:
         self.kind, self.folder, self.experts = kind, folder, "4bit"
         model = random_model(name, kind)
         self.matrices = matrices(model)
-        self.skipped = ["lm_head"]
-        for path, each in model.named_modules():
-            if (
-                isinstance(each, torch.nn.Linear) and min(each.weight.shape) < 64
-            ):  # bitsandbytes has no such product on a CPU
-                part = path.rpartition(".")[0]
-                whole = part and not any(stack.startswith(f"{part}.") for stack in self.matrices)
-                self.skipped.append(part if whole else path)  # what is read in one piece is skipped in one piece
+        linears = {path: each for path, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
+        small = [
+            path for path, each in linears.items() if min(each.weight.shape) < 64
+        ]  # bitsandbytes has none on a CPU
+        self.skipped = ["lm_head", *small, *SPLIT.get(name, ())]
         model.save_pretrained(folder / "dense")
         self.keys = keys_in(folder / "dense")
 

@@ -155,7 +155,7 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
     where = targets(model, load_config.weight_mapping or (), stacks)
     in_4bit = {key.partition(STATE)[0] for key in state_dict if STATE in key}
     saved: dict[str, dict[Any, list[str]]] = {}  # of each stack: the keys of its parts by converter and pattern
-    for key in in_4bit:
+    for key in in_4bit if stacks else ():
         name, *part = where(key)
         if name in stacks:
             saved.setdefault(name, {}).setdefault(tuple(part), []).append(key)
@@ -190,7 +190,7 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
             f"{load_config.pretrained_model_name_or_path} holds packed experts that {type(model).__name__} of this release "
             f"of transformers has no place for, as {min(unread)}. Load the model that they were made from, and pack that"
         )
-    # no checkpoint in 16 bits was read, whose names would be given back: those that the architecture has
+    # packed stacks went past the conversions, which a dequantized model is saved with
     model._weight_conversions = [
         each for each in load_config.weight_mapping or ()
         if not reads_state(each) and (each.was_used() or (packed and makes_only(each, packed, own_names)))
