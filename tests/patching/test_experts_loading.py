@@ -19,7 +19,7 @@ pytest.importorskip("transformers.core_model_loading", reason="transformers befo
 import bitsandbytes.functional as F
 from bitsandbytes.nn.parametrize import Bnb4bitParametrization, replace_parameter_4bit
 from safetensors.torch import load_file, save_file
-from tiny_experts import ARCHITECTURES, SKIPPED, in_4bit, is_stack, loaded, random_model, saved
+from tiny_experts import ARCHITECTURES, SKIPPED, in_4bit, is_stack, loaded, random_model, saved, with_lora
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 import nf4_patch
@@ -393,9 +393,11 @@ def test_packed_bytes_are_no_numbers(qwen3, storage):
 
 
 def test_a_state_stays_with_its_bytes(qwen3):
-    """In a copy of a model too: what moves the one to another device moves the other."""
-    model = packed_of(qwen3[0])
-    for each in (model, copy.deepcopy(model)):
+    """In a copy of a model, and where adapters were merged: what moves the one to another device moves the other."""
+    model, merged = packed_of(qwen3[0]), packed_of(qwen3[0])
+    with nf4_patch.enabled(**PACKED):
+        merged = with_lora(merged).merge_and_unload()
+    for each in (model, copy.deepcopy(model), merged):
         for name in qwen3[1]:
             packed, state = parametrization(each, name)
             assert packed.quant_state is state
