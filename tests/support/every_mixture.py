@@ -8,6 +8,7 @@ import importlib
 import inspect
 import logging
 import pkgutil
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -300,8 +301,10 @@ def why_not(walk: Walk, column: str) -> str:
     try:
         getattr(walk, column)()
     except Exception as error:
-        said = str(error).replace(str(walk.folder), "").partition("\n")[0].partition("(")[0]
-        return said if isinstance(error, No) else f"{type(error).__name__}: {said}"
+        if isinstance(error, No):
+            return str(error)
+        said = re.split(r"[:(\n]", str(error).replace(str(walk.folder), ""))[0]
+        return f"{type(error).__name__}: {said}"
     return ""
 
 
