@@ -61,6 +61,10 @@ SOURCES = {
         "python scripts/check_kernel.py instructions --all",
         "machine code of the kernel by architecture; needs no GPU",
     ),
+    "mixtures.json": (
+        "python scripts/mixtures.py",
+        "what can be done with every mixture of transformers, packed; needs no GPU",
+    ),
     "releases.json": ("python scripts/release_matrix.py", "releases of the patched libraries that were run"),
 }
 
@@ -456,8 +460,22 @@ def data_files() -> str:
     return table(("file", "written by", "what is in it"), rows)
 
 
+def every_mixture() -> str:
+    """A row for all mixtures with which the same can be done, the most first."""
+    data = load("mixtures.json")
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, row in data["mixtures"].items():
+        alike.setdefault(tuple(row.values()), []).append(name)
+    rows = [(", ".join(names), *found) for found, names in sorted(alike.items(), key=lambda item: -len(item[1]))]
+    heading = ("in transformers.models", "packed", "saved and loaded again", "LoRA by the usual `target_modules`",
+               "LoRA by `target_parameters`", "merged", "dequantized and saved")  # fmt: skip
+    releases = ", ".join(f"{name} {release}" for name, release in data["releases"].items())
+    return f"{releases} ([mixtures.json](data/mixtures.json)):\n\n{table(heading, rows)}"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "data": data_files,
+    "every-mixture": every_mixture,
     "releases": releases,
     "instructions": instructions,
     "verified": verified,

@@ -74,8 +74,10 @@ def test_kernel_files_hold_kernels_only():
 # Lines of Python by folder, 3 % over what they were. A commit that needs more raises its number and says who gains what.
 # nf4 and patching: 310 for the experts' forward, for who trains a mixture; ".": 30 for errors, unknown variables and an entry
 # point that cannot raise, for everybody who misspells, misreads or moves something. patching: 20 for rows of other packages, for
-# who has a library of their own; 70 for who trains packed experts under Liger's patch, or enables the option too late.
-BUDGET = {"nf4": 2660, "patching": 4420, "tools": 2300, ".": 550}
+# who has a library of their own; 70 for who trains packed experts under Liger's patch, or enables the option too late; 90 for
+# checkpoints with a packed weight for every expert, for who has one, and for packed bytes that no cast of a model reaches, for who
+# trains with TRL's ORPO. nf4: 90 and patching: 350 for LoRA in one function, for who trains with peft or TRL.
+BUDGET = {"nf4": 2780, "patching": 4900, "tools": 2320, ".": 560}
 
 
 @pytest.mark.parametrize("folder", BUDGET)

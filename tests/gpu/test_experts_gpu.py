@@ -356,3 +356,44 @@ def test_with_ligers_own_kernels(packed, patched, monkeypatch):
     repeats = 2 * max(error(again[key], want[key]) for key in want)  # its sums may be atomic
     assert found.keys() == want.keys() and max(error(found[key], want[key]) for key in want) <= repeats
     assert all("Liger" in module._get_name() for module in experts_of(model))
+
+
+# --- loading ---
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16], ids=str)
+def test_packed_bytes_are_no_numbers(storage, tmp_path):
+    """Neither for ``prepare_model_for_kbit_training`` nor for a journey to the host and back."""
+    from peft import prepare_model_for_kbit_training
+
+    saved(random_model("qwen3"), tmp_path)
+    ids = torch.arange(24, device="cuda").view(2, 12)
+
+    def logits(stored, journey=lambda model: model):
+        with nf4_patch.enabled(experts="4bit"), torch.no_grad():
+            config = in_4bit(bnb_4bit_quant_storage=stored)
+            model = loaded(tmp_path, quantization_config=config, device_map={"": 0})
+            return journey(prepare_model_for_kbit_training(model))(ids).logits
+
+    wanted = logits(torch.uint8)
+    assert torch.equal(logits(storage), wanted)
+    assert torch.equal(logits(storage, lambda model: model.cpu().cuda()), wanted)
+
+
+def test_experts_that_were_packed_one_by_one(tmp_path):
+    """A stack of what bitsandbytes' kernels decode each expert to."""
+    from safetensors.torch import load_file, save_file
+
+    saved(random_model("qwen3"), tmp_path)
+    loaded(tmp_path, quantization_config=in_4bit(), device_map={"": 0}).save_pretrained(tmp_path)
+    weights, decoded = load_file(tmp_path / "model.safetensors"), {}
+    for key in [key for key in weights if ".experts." in key]:
+        packed, state = F.quantize_4bit(weights.pop(key).cuda(), compress_statistics=True, quant_type="nf4")
+        weights[key], decoded[key] = packed, F.dequantize_4bit(packed, state)
+        weights |= {f"{key}.{field}": value for field, value in state.as_dict(packed=True).items()}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with nf4_patch.enabled(experts="4bit"):
+        experts = loaded(tmp_path, device_map={"": 0}).model.layers[0].mlp.experts
+    for expert in range(6):
+        parts = [decoded[f"model.layers.0.mlp.experts.{expert}.{part}.weight"] for part in ("gate_proj", "up_proj")]
+        assert torch.equal(experts.gate_up_proj[expert], torch.cat(parts))

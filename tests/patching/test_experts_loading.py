@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -18,7 +19,7 @@ pytest.importorskip("transformers.core_model_loading", reason="transformers befo
 import bitsandbytes.functional as F
 from bitsandbytes.nn.parametrize import Bnb4bitParametrization, replace_parameter_4bit
 from safetensors.torch import load_file, save_file
-from tiny_experts import ARCHITECTURES, SKIPPED, in_4bit, is_stack, loaded, random_model, saved
+from tiny_experts import ARCHITECTURES, SKIPPED, in_4bit, is_stack, loaded, random_model, saved, with_lora
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 import nf4_patch
@@ -26,6 +27,7 @@ from nf4_patch.patching.adapters import transformers_loading
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; on a GPU: gpu/test_experts_gpu.py")
 PACKED = {"experts": "4bit"}
+SKIPS_LINEARS = {"llm_int8_skip_modules": ["lm_head", ".*self_attn", "gate"]}
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +179,18 @@ def test_a_sharded_checkpoint(tmp_path):
         same_stacks(each, stacks)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_packed_checkpoint_takes_the_dtype_that_it_is_loaded_in(qwen3, tmp_path, dtype):
+    """As the dense stacks would: the same bytes, decoded in that dtype."""
+    folder, stacks = qwen3
+    packed_and_reloaded(folder, tmp_path)
+    with nf4_patch.enabled(**PACKED):
+        model = loaded(tmp_path, dtype=dtype)
+    for name, dense in stacks.items():
+        same_stack(model, name, dense.to(dtype))
+        assert model.get_submodule(name.rpartition(".")[0]).down_proj.dtype is dtype
+
+
 def test_a_model_without_its_head_reads_what_one_with_a_head_saved(qwen3, tmp_path):
     from transformers import AutoModel
 
@@ -188,6 +202,65 @@ def test_a_model_without_its_head_reads_what_one_with_a_head_saved(qwen3, tmp_pa
         reloaded = loaded(tmp_path / "no-head")
     same_stacks(model, {name.removeprefix("model."): dense for name, dense in stacks.items()})
     same_stacks(reloaded, stacks)
+
+
+# --- a checkpoint whose experts were packed one by one ---
+
+
+def packed_one_by_one(folder, experts=lambda key: ".experts." in key, rename=lambda key: key, **options):
+    """transformers' 4-bit checkpoint of a model, its experts packed as linear layers of their own; and what they decode to."""
+    loaded(folder, quantization_config=in_4bit()).save_pretrained(folder)
+    weights, decoded = load_file(folder / "model.safetensors"), {}
+    for key in [key for key in weights if experts(key)]:
+        dense = weights.pop(key)
+        packed, state = F.quantize_4bit(dense, quant_type="nf4", **{"compress_statistics": True} | options)
+        weights[rename(key)] = packed
+        weights |= {f"{rename(key)}.{field}": value for field, value in state.as_dict(packed=True).items()}
+        decoded[key] = F.dequantize_4bit(packed, state)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return decoded
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("options", [{}, {"compress_statistics": False}, {"quant_storage": torch.bfloat16}], ids=str)
+def test_experts_that_were_packed_one_by_one_are_one_stack(name, options, tmp_path):
+    """Every weight decodes to the bits that its own expert does; saved again it is a packed checkpoint."""
+    dense = tmp_path / "dense"
+    stacks = saved(random_model(name, num_experts=12, num_local_experts=12), dense)  # 10 after 2
+    decoded = packed_one_by_one(dense, **options)
+    with nf4_patch.enabled(), pytest.raises(ValueError, match=r"packed in 4 bits .* call nf4_patch\.enable"):
+        loaded(dense)
+    with nf4_patch.enabled(**PACKED):
+        model = loaded(dense)
+        model.save_pretrained(tmp_path / "packed")
+        again = loaded(tmp_path / "packed")
+    equal_state_dicts(model, again)
+    parts = {"gate_up_proj": ("w1", "w3") if name == "mixtral" else ("gate_proj", "up_proj"),
+             "down_proj": ("w2" if name == "mixtral" else "down_proj",)}  # fmt: skip
+    for path, of_stack in ((stack.rpartition(".")[0], parts[stack.rpartition(".")[2]]) for stack in stacks):
+        layer = path.split(".")[2]
+        rows = [
+            torch.cat([d for key, d in decoded.items() if re.search(rf"layers\.{layer}\..*experts\.{e}\.{part}\.", key)])
+            for e in range(12) for part in of_stack
+        ]  # fmt: skip
+        experts = model.get_submodule(path)
+        found = experts.gate_up_proj if len(of_stack) == 2 else experts.down_proj
+        assert torch.equal(found, torch.cat(rows).view(found.shape))
+        assert type(parametrization(model, f"{path}.down_proj")[0]).__name__ == "Params4bit"
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [({"blocksize": 4096}, "an expert is no whole number of blocks of 4096"),
+     ({"experts": lambda key: ".experts." in key and "experts.3.up_proj" not in key}, "it has .* are in 4 bits"),
+     ({"rename": lambda key: re.sub("_proj", "_projs", key)}, "place for, as .*_projs")],
+    ids=str,
+)  # fmt: skip
+def test_experts_that_cannot_be_joined_are_named(options, found, tmp_path):
+    saved(random_model("qwen3", moe_intermediate_size=32), tmp_path)
+    packed_one_by_one(tmp_path, **options)
+    with nf4_patch.enabled(**PACKED), pytest.raises(ValueError, match=f"experts .*{found}"):
+        loaded(tmp_path)
 
 
 # --- memory ---
@@ -304,15 +377,66 @@ def test_other_models_are_loaded_as_they_are(option, tmp_path):
 # --- what is made of a loaded model ---
 
 
-def test_dequantized_it_is_a_dense_model(qwen3, tmp_path):
+@pytest.mark.parametrize("storage", [torch.uint8, torch.float16, torch.bfloat16], ids=str)
+def test_packed_bytes_are_no_numbers(qwen3, storage):
+    """Prepared for k-bit training and cast, they are the bytes that they were, and are counted as the weights that they hold."""
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
     folder, stacks = qwen3
+    # bitsandbytes' own linears do not survive a cast
+    only_experts = in_4bit(bnb_4bit_quant_storage=storage, **SKIPS_LINEARS)
+
+    def trained(config, prepared=True):
+        model = loaded(folder, quantization_config=config)
+        model = prepare_model_for_kbit_training(model) if prepared else model
+        return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+
     with nf4_patch.enabled(**PACKED):
-        model = loaded(folder, quantization_config=in_4bit()).dequantize()
-        model.save_pretrained(tmp_path)
-    reloaded = loaded(tmp_path)
-    for name, dense in stacks.items():
-        wanted = F.dequantize_4bit(*F.quantize_4bit(dense, compress_statistics=True, quant_type="nf4"))
-        assert torch.equal(model.get_parameter(name), wanted) and torch.equal(reloaded.get_parameter(name), wanted)
+        model, unprepared = (trained(in_4bit(bnb_4bit_quant_storage=storage), prepared) for prepared in (True, False))
+        for each in (model, unprepared):
+            same_stacks(each.base_model.model, stacks, quant_storage=storage)
+        in_bytes = trained(in_4bit())
+        assert torch.equal(logits(model), logits(in_bytes))  # of the same model with bytes that no cast reaches
+        assert torch.allclose(logits(model), logits(unprepared).float(), atol=0.05)
+        cast, unstored = (trained(config).to(torch.float32) for config in (only_experts, in_4bit(**SKIPS_LINEARS)))
+        assert torch.equal(logits(cast), logits(unstored))
+        for way in (cast.half, cast.bfloat16, cast.double, cast.float):
+            same_stacks(way().base_model.model, stacks, quant_storage=storage)
+    dense = trained(in_4bit())
+    for each in (model, unprepared, cast):
+        assert each.get_nb_trainable_parameters() == dense.get_nb_trainable_parameters()
+        assert each.base_model.model.num_parameters() == dense.base_model.model.num_parameters()
+
+
+def test_a_state_stays_with_its_bytes(qwen3):
+    """In a copy of a model, and where adapters were merged: what moves the one to another device moves the other."""
+    model, merged = packed_of(qwen3[0]), packed_of(qwen3[0])
+    with nf4_patch.enabled(**PACKED):
+        merged = with_lora(merged).merge_and_unload()
+    for each in (model, copy.deepcopy(model), merged):
+        for name in qwen3[1]:
+            packed, state = parametrization(each, name)
+            assert packed.quant_state is state
+    packed, state = parametrization(model, name)
+    same_stacks(copy.deepcopy(model), qwen3[1])
+    packed.to("meta")
+    assert state.absmax.is_meta and state.state2.absmax.is_meta
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_dequantized_it_is_a_dense_model(name, tmp_path):
+    """Saved under the names of the original, from that one or from a packed checkpoint."""
+    stacks = saved(random_model(name), tmp_path / "dense")
+    for dequantized in packed_and_reloaded(tmp_path / "dense", tmp_path / "packed"):
+        with nf4_patch.enabled(**PACKED):
+            dequantized.dequantize(torch.bfloat16).save_pretrained(tmp_path / "again")
+        names, original = (load_file(tmp_path / part / "model.safetensors").keys() for part in ("again", "dense"))
+        assert names == original
+        reloaded = loaded(tmp_path / "again")
+        for stack, dense in stacks.items():
+            wanted = F.dequantize_4bit(*F.quantize_4bit(dense, compress_statistics=True, quant_type="nf4"))
+            assert torch.equal(dequantized.get_parameter(stack), wanted)
+            assert torch.equal(reloaded.get_parameter(stack), wanted)
 
 
 def test_a_trainer_resumes_from_its_checkpoint(qwen3, tmp_path):

@@ -20,14 +20,18 @@ from tiny_experts import (
     in_4bit,
     is_parametrized,
     loaded,
-    model_of,
     random_model,
+    saved,
     with_lora,
 )
 
 import nf4_patch
 
 way = sys.argv[1]
+STORAGE = torch.bfloat16 if way == "fsdp2" else torch.uint8
+DENSE = ["lm_head", ".*self_attn", "gate"]  # all but the experts
+folder = Path(tempfile.mkdtemp())
+saved(random_model("qwen3", torch.float32), folder)  # before there is a process group: then only the first one saves
 zero3 = way in ("zero3", "loaded")
 if zero3:
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -47,10 +51,8 @@ ZERO3 = {
 
 
 def made():
-    if way != "loaded":
-        return with_lora(model_of("qwen3", torch.float32, lora=False))
-    packed = in_4bit(bnb_4bit_compute_dtype=torch.float32)
-    return with_lora(loaded(folder[0], quantization_config=packed, dtype=torch.float32).train())
+    config = in_4bit(bnb_4bit_quant_storage=STORAGE, llm_int8_skip_modules=DENSE)
+    return with_lora(loaded(folder, dtype=torch.float32, quantization_config=config)).train()
 
 
 def loss(model, rank):
@@ -78,11 +80,6 @@ nf4_patch.enable(experts="4bit")
 if way == "loaded":
     from transformers.integrations import HfDeepSpeedConfig
 
-    temporary = tempfile.TemporaryDirectory(dir=".")
-    folder = [os.path.abspath(temporary.name)]
-    dist.broadcast_object_list(folder)
-    random_model("qwen3", torch.float32).save_pretrained(folder[0])  # the first process alone writes
-    dist.barrier()
     config = HfDeepSpeedConfig(ZERO3)
 alone = []
 for each in range(2):

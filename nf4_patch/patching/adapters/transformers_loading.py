@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +27,11 @@ from ..targets import TARGETS
 from .transformers import Loads
 
 logger = logging.getLogger("nf4_patch")
-NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the stacks in every architecture but JetMoe's
-STATE = ".quant_state.bitsandbytes__"  # and the quant_type: part of what bitsandbytes saves beside a packed weight
+NAMES = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # of the stacks that are packed
+STATE = ".quant_state.bitsandbytes__"  # and the quant_type
+# what bitsandbytes saves beside a packed weight
+FIELDS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", *(STATE[1:] + kind for kind in ("nf4", "fp4")))
+WHOLE = (None, None)  # the converter and the pattern of a stack that was saved whole
 LARGEST = 2**31 - 1  # elements that bitsandbytes counts on a GPU
 ENABLE = 'nf4_patch.enable(experts="4bit")'
 OWN = ".adapters.transformers_loading:"
@@ -40,6 +44,11 @@ def is_stack(model: Any, full_name: str) -> bool:
     return parameter is not None and parameter.dim() == 3
 
 
+def is_matrix(name: str, parameter: Any) -> bool:
+    """Whether it is what an expert multiplies by."""
+    return parameter is not None and parameter.dim() > 1 and parameter.is_floating_point() and not name.endswith("bias")
+
+
 def packed_stacks(model: Any) -> Iterator[tuple[str, Any, str]]:
     """Of every packed stack the full name, the module and its name there."""
     for path, module in list(model.named_modules()):
@@ -48,9 +57,10 @@ def packed_stacks(model: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def carrying(packed: Tensor, state: dict[str, Any]) -> Any:
-    """A packed stack as a parameter that carries its state, in the form in which bitsandbytes saves it."""
-    parameter: Any = Parameter(packed, requires_grad=False)
-    parameter.quant_state = state
+    """A packed stack as a parameter that carries its state, given in the form in which bitsandbytes saves it."""
+    from ..experts.packed import Params4bit
+
+    parameter: Any = Params4bit.from_prequantized(packed, state, device=packed.device)
     parameter._is_hf_initialized = True  # transformers gives all others random values
     return parameter
 
@@ -93,16 +103,22 @@ def needs_quantization(original, self, model, param_name, **kwargs) -> Any:
     rows = (row for row in TARGETS if row.replace.startswith(OWN))
     if missing := [row.name for row in rows if row.name not in installed or installed[row.name].refusal]:
         raise RuntimeError(f"{ENABLE} is not adapted to {', '.join(missing)} of this release of transformers")
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
-    names = param_name, param_name.rpartition(".")[0]
-    packs = all(should_convert_module(name, self.modules_to_not_convert) for name in names)
-    if packs and (elements := model.get_parameter(param_name).numel()) > LARGEST:
+    wanted = is_wanted(self, param_name)
+    if wanted and (elements := model.get_parameter(param_name).numel()) > LARGEST:
         raise ValueError(
             f"{param_name} has {elements:,} elements, and bitsandbytes packs up to {LARGEST:,}, as it counts them in 32 bits. "
-            f"Leave it in 16 bits: llm_int8_skip_modules={[*(self.modules_to_not_convert or ()), names[1]]}"
+            "Leave it in 16 bits: "
+            f"llm_int8_skip_modules={[*(self.modules_to_not_convert or ()), param_name.rpartition('.')[0]]}"
         )
-    return packs
+    return wanted
+
+
+def is_wanted(quantizer: Any, full_name: str) -> bool:
+    """Whether ``llm_int8_skip_modules`` names neither the parameter nor a module around it."""
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    names = full_name, full_name.rpartition(".")[0]
+    return all(should_convert_module(name, quantizer.modules_to_not_convert) for name in names)
 
 
 @around
@@ -144,35 +160,51 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
     """For ``convert_and_load_state_dict_in_model``: stacks that were saved packed, and those in MXFP4."""
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-    saved = [key.partition(STATE)[0] for key in state_dict if STATE in key]
-    saved = [key for key in saved if key.rpartition(".")[2] in NAMES]
+    stacks = {name: parameter for name, parameter in model.named_parameters() if is_stack(model, name)}
+    where = targets(model, load_config.weight_mapping or (), stacks)
+    in_4bit = {key.partition(STATE)[0] for key in state_dict if STATE in key}
+    saved: dict[str, dict[Any, list[str]]] = {}  # of each stack: the keys of its parts by converter and pattern
+    for key in in_4bit if stacks else ():
+        name, *part = where(key)
+        if name in stacks:
+            saved.setdefault(name, {}).setdefault(tuple(part), []).append(key)
     on = switch.gates["experts"].on
     Loads.seen |= on
     if saved and not on:
         raise ValueError(
-            f"{load_config.pretrained_model_name_or_path} holds experts that are packed in 4 bits ({saved[0]} and "
+            f"{load_config.pretrained_model_name_or_path} holds experts that are packed in 4 bits ({min(saved)} and "
             f"{len(saved) - 1} more). To load them, call {ENABLE} before, or set NF4_PATCH_EXPERTS=4bit"
         )
     if not on or not isinstance(load_config.hf_quantizer, Bnb4BitHfQuantizer):
         return original(model, state_dict, load_config, disk_offload_index)
     devices = device_of_stacks(model, load_config)
-    in_model = functools.partial(name_in_model, model=model, stacks=devices, load_config=load_config)
     state_dict, packed = dict(state_dict), {}
-    for key in saved:
-        if (name := in_model(key)) in devices:
-            fields = [field for field in state_dict if field.startswith(f"{key}.")]
-            state = {field.removeprefix(f"{key}."): state_dict.pop(field)[...] for field in fields}
-            packed[name] = carrying(state_dict.pop(key)[...].to(devices[name]), state)
+    for name, parts in saved.items():
+        read = functools.partial(read_packed, state_dict, device=devices[name])
+        packed[name] = read(parts[WHOLE][0]) if WHOLE in parts else joined(name, stacks[name], parts, read)
+        packed[name].quant_state.dtype = stacks[name].dtype  # as dense it would have that one now
     for blocks in [key for key in state_dict if key.endswith("_blocks")]:
         key = blocks.removesuffix("_blocks")
-        if (name := in_model(key)) in devices:
+        if (name := where(key)[0]) in devices:
             state_dict[key] = Mxfp4(state_dict.pop(blocks), state_dict.pop(f"{key}_scales"), devices[name])
+    own_names = [name for name, _ in model.named_parameters()]
     info, disk_offload_index = original(model, state_dict, load_config, disk_offload_index)
     for name, parameter in packed.items():
         path, _, stack = name.rpartition(".")
         setattr(model.get_submodule(path), stack, parameter)
         info.missing_keys.discard(name)
-    model._weight_conversions = [each for each in model._weight_conversions if not reads_state(each)]
+    lost = info.missing_keys & devices.keys()
+    unread = in_4bit & {key.partition(STATE)[0] for key in info.unexpected_keys}
+    if unread and (lost or any(key.rpartition(".")[2] in NAMES for key in unread)):
+        raise ValueError(
+            f"{load_config.pretrained_model_name_or_path} holds packed experts that {type(model).__name__} of this release "
+            f"of transformers has no place for, as {min(unread)}. Load the model that they were made from, and pack that"
+        )
+    # packed stacks went past the conversions, which a dequantized model is saved with
+    model._weight_conversions = [
+        each for each in load_config.weight_mapping or ()
+        if not reads_state(each) and (each.was_used() or (packed and makes_only(each, packed, own_names)))
+    ]  # fmt: skip
     return info, disk_offload_index
 
 
@@ -204,12 +236,77 @@ def device_of_stacks(model: Any, load_config: Any) -> dict[str, Any]:
     return devices
 
 
-def name_in_model(key: str, model: Any, stacks: dict[str, Any], load_config: Any) -> str:
-    """What transformers makes of a checkpoint's name of a stack that no conversion changes."""
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
+def makes_only(conversion: Any, stacks: dict[str, Any], names: list[str]) -> bool:
+    """Whether it makes packed stacks of a checkpoint's weights, and nothing else of the model."""
+    back = conversion.reverse_transform()
+    made = {name for name in names if back.rename_source_key(name)[1] is not None}
+    return bool(made) and made <= stacks.keys()
 
-    renamings = [entry for entry in load_config.weight_mapping or () if isinstance(entry, WeightRenaming)]
-    return rename_source_key(key, renamings, [], model.base_model_prefix, stacks)[0]
+
+def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
+    """What transformers makes of a checkpoint's key: the name in the model, and the converter and its pattern, if any."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter) and not reads_state(each)]
+    by_pattern: dict[Any, Any] = {pattern: each for each in converters for pattern in each.source_patterns}
+
+    def target(key: str) -> tuple[str, Any, str | None]:
+        for conversions in (([], []), (renamings, []), (renamings, converters)):  # a stack is saved under its own name
+            name, pattern = rename_source_key(key, *conversions, model.base_model_prefix, stacks)
+            if name in stacks:
+                break
+        return name, by_pattern.get(pattern), pattern
+
+    return target
+
+
+def read_packed(state_dict: dict[str, Any], key: str, device: Any) -> Any:
+    """The packed weight of a checkpoint as a parameter. Its entries are taken out."""
+    state = {field: state_dict.pop(f"{key}.{field}")[...] for field in FIELDS if f"{key}.{field}" in state_dict}
+    return carrying(state_dict.pop(key)[...].to(device), state)
+
+
+JOINED = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
+
+
+def joined(name: str, stack: Tensor, parts: dict[Any, list[str]], read: Any) -> Any:
+    """A stack whose experts were packed one by one: their bytes and scales, one after another.
+
+    Nested scales become what they decode to, in fp32: every expert has an offset of its own. 0.37 bits a weight more.
+
+    Raises:
+        ValueError: the parts are no packed stack.
+    """
+    from bitsandbytes.functional import QuantState, dequantize_blockwise
+    from transformers.core_model_loading import dot_natural_key
+
+    converter = next(iter(parts))[0]
+    keys = [sorted(parts.get((converter, pattern), ()), key=dot_natural_key) for pattern in converter.source_patterns]
+    experts = [read(key) for expert in zip(*keys, strict=False) for key in expert]
+    states = [expert.quant_state for expert in experts]
+    kinds = {(each.dtype, each.blocksize, each.quant_type) for each in experts}
+    size = sum(math.prod(state.shape) for state in states)
+    if [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations] not in JOINED:
+        why = f"they are not made one stack by {converter.operations}"
+    elif {*map(len, keys)} != {stack.shape[0]} or size != stack.numel():
+        why = f"it has {stack.numel()} elements, and {size} are in 4 bits"
+    elif len(kinds) > 1:
+        why = "they were packed in several ways"
+    elif any(math.prod(state.shape) % state.blocksize for state in states):
+        why = f"an expert is no whole number of blocks of {states[0].blocksize}"
+    else:
+        scales = [
+            dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+            for state in states
+        ]
+        kind = states[0].code, states[0].blocksize, states[0].quant_type, stack.dtype
+        state = QuantState(torch.cat(scales), stack.shape, *kind)
+        return carrying(torch.cat(experts), state.as_dict(packed=True))
+    raise ValueError(
+        f"the experts of {name} were packed one by one, as {min(map(min, parts.values()))}, and cannot be joined: {why}. Load the model that "
+        "they were made from, and pack that"
+    )
 
 
 @around
@@ -217,7 +314,7 @@ def finish(original, self, model, **kwargs) -> Any:
     """For ``_process_model_after_weight_loading``."""
     from bitsandbytes.nn.parametrize import replace_parameter_4bit_prequantized
 
-    left = []
+    left, dense = [], {}
     for path, module in list(model.named_modules()):
         for name, parameter in [item for item in module._parameters.items() if item[0] in NAMES]:
             full_name = f"{path}.{name}"
@@ -227,11 +324,19 @@ def finish(original, self, model, **kwargs) -> Any:
                 setattr(module, name, parameter)
             state = getattr(parameter, "quant_state", None)
             if state is not None:
-                del parameter.quant_state
-                replace_parameter_4bit_prequantized(module, name, state, parameter.device)
+                replace_parameter_4bit_prequantized(module, name, state.as_dict(packed=True), parameter.device)
+                parameter.quant_state = module.parametrizations[name][0].quant_state
+        kind = parametrize.type_before_parametrizations(module).__name__
+        for name, parameter in module._parameters.items() if "Expert" in kind else ():
+            if is_matrix(name, parameter) and is_wanted(self, f"{path}.{name}"):
+                dense[f"{path}.{name}"] = f"{kind}.{name}", parameter.nbytes
     if left:
         said = f"{len(left)} stacks of experts were not packed while they were loaded, and held in 16 bits until now"
         logger.warning("%s: %s", said, ", ".join(left))
+    if dense:
+        kinds, size = ", ".join(sorted({kind for kind, _ in dense.values()})), sum(size for _, size in dense.values())
+        said = f"{len(dense)} weights of experts stay in 16 bits, {size / 1e9:.2g} GB in all"
+        logger.warning("%s: %s. %s packs 3-D weights that are called %s", said, kinds, ENABLE, ", ".join(NAMES))
     return original(self, model, **kwargs)
 
 

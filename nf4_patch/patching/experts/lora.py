@@ -184,3 +184,4 @@ def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> No
             quant_type=state.quant_type, quant_storage=chain.original.dtype,
         )  # fmt: skip
         chain.original.copy_(packed)
+        chain.original.quant_state = chain[0].quant_state  # moved with it

@@ -1,0 +1,38 @@
+"""What can be done with every mixture of experts of the installed transformers, packed: the table of docs/mixtures-of-experts.md.
+
+    python scripts/mixtures.py --json docs/data/mixtures.json
+
+Tiny models with random weights; two minutes on a CPU, and no GPU needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from every_mixture import mixtures, walked
+
+RELEASES = ("transformers", "peft", "bitsandbytes", "torch")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="folders of transformers.models; all without")
+    parser.add_argument("--json", type=Path, help="where the table is written to")
+    arguments = parser.parse_args()
+    rows = {}
+    for name, kind in mixtures().items():
+        if (not arguments.names or name in arguments.names) and (row := walked(name, kind)):
+            rows[name] = row
+            print(name, *(f"{column}: {found}" for column, found in row.items() if found != "yes"), sep="\n    ")
+    if arguments.json:
+        releases = {name: metadata.version(name) for name in RELEASES}
+        arguments.json.write_text(json.dumps({"releases": releases, "mixtures": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
