@@ -51,7 +51,9 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def enable(matmul: str | None = None, cache: str | int | None = None, experts: str | None = None) -> bool:
+def enable(
+    matmul: str | None = None, cache: str | int | None = None, experts: str | None = None, lora: str | None = None
+) -> bool:  # fmt: skip
     """Patch bitsandbytes and Unsloth, now or when they are imported. Safe to call again.
 
     An option that is None stays as it is: where the patch is on, as it is in force; where it is off, also after ``disable``,
@@ -65,6 +67,8 @@ def enable(matmul: str | None = None, cache: str | int | None = None, experts: s
             the same bits. "auto" finds the size: what a training leaves free. "off", the default, or 0 keeps none.
         experts: "4bit": transformers' ``load_in_4bit`` packs the experts of a mixture too, while it loads them, and peft's LoRA
             on them is a product of its own. "off", the default, leaves them in 16 bits.
+        lora: "fused": peft's LoRA on 4-bit linear layers runs as one function: as accurate as peft's, not the same bits. "off",
+            the default, leaves it to peft.
 
     Returns:
         True if the patch is on; False where NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it, and then it is off.
@@ -74,7 +78,7 @@ def enable(matmul: str | None = None, cache: str | int | None = None, experts: s
     """
     from .patching import hooks
 
-    return hooks.enable(matmul=matmul, cache=cache, experts=experts)
+    return hooks.enable(matmul=matmul, cache=cache, experts=experts, lora=lora)
 
 
 def disable() -> None:
@@ -102,7 +106,9 @@ def is_enabled() -> bool:
 
 
 @contextlib.contextmanager
-def enabled(matmul: str | None = None, cache: str | int | None = None, experts: str | None = None) -> Iterator[None]:
+def enabled(
+    matmul: str | None = None, cache: str | int | None = None, experts: str | None = None, lora: str | None = None
+) -> Iterator[None]:  # fmt: skip
     """The patch is on inside the ``with`` block, as ``enable`` does; afterwards it is as it was before, with the options of then.
 
     The patch belongs to the process, not to a thread. While several blocks overlap, the options of the block that was
@@ -110,7 +116,7 @@ def enabled(matmul: str | None = None, cache: str | int | None = None, experts: 
     """
     from .patching import hooks
 
-    with hooks.block(matmul=matmul, cache=cache, experts=experts):
+    with hooks.block(matmul=matmul, cache=cache, experts=experts, lora=lora):
         yield
 
 

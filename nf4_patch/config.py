@@ -78,6 +78,11 @@ VARIABLES = (
         "4bit: transformers' load_in_4bit packs the experts of a mixture too. Off by default: another quantization.",
         option=True, on="4bit",
     ),
+    Variable(
+        "NF4_PATCH_LORA", ("off", "fused"), "off",
+        "fused: peft's LoRA on 4-bit linear layers as one function. Off by default: as accurate, but not the same bits as peft's.",
+        option=True, on="fused",
+    ),
 )  # fmt: skip
 OPTIONS = {variable.argument: variable for variable in VARIABLES if variable.on}
 

@@ -66,6 +66,15 @@ class Reason(enum.Enum):
         "this device, or the experts are spread over several"
     )
     EXPERT_BLOCKS = "an expert does not end where a quantization block ends: all experts are dequantized"
+    LORA_INACTIVE = "the layer's adapters are disabled, merged, or chosen for each row (adapter_names)"
+    LORA_VARIANT = "the adapter is a variant of LoRA (DoRA, aLoRA, ...) or has a bias"
+    LORA_HOOKED = (
+        "a subclass, a hook or a parametrization takes part in the layer, its base layer, lora_A, lora_B or dropout"
+    )
+    LORA_DTYPES = (
+        "LoRA is added in another precision than the base's product has (fp32 adapters and input without autocast, say)",
+        "train under autocast, as with bf16=True of a Trainer",
+    )
     INTERNAL_ERROR = ("an error inside nf4_patch", "please report it with the traceback in the log")
 
     def __init__(self, sentence: str, advice: str = ""):
@@ -82,6 +91,7 @@ EXPECTED = {
     Reason.NOT_4BIT, Reason.DEFERRED, Reason.NOT_FASTER, Reason.MATMUL_OPERANDS, Reason.DISPATCH_MODE, Reason.EXPORTING,
     Reason.EXPERTS_NOT_PACKED, Reason.SECOND_PARAMETRIZATION, Reason.HOOKED,
     Reason.BATCHED_MM_GRADIENT, Reason.EXPERTS_FORWARD, Reason.EXPERT_BLOCKS,
+    Reason.LORA_INACTIVE, Reason.LORA_VARIANT, Reason.LORA_HOOKED, Reason.LORA_DTYPES,
 }  # fmt: skip
 
 

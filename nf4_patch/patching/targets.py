@@ -249,6 +249,12 @@ TARGETS: list[Target] = [
             ("lora.layer:ParamWrapper.unmerge", ("self",), "packed_again", "adapters taken out of packed experts again"),
         )
     ),
+    Target(
+        "peft.tuners.lora.bnb:Linear4bit.forward", ">= 0.17", ("0.21.2",),
+        (("self", "x", "args", "kwargs"),), ".lora.linear:linear",
+        'LoRA on 4-bit linear layers in one function, with enable(lora="fused") only',
+        only="lora",
+    ),
     *(
         LoadingTarget(
             f"transformers.{function}", ">= 5.17", TESTED_LOADING,

@@ -254,7 +254,7 @@ def test_experts_that_were_packed_one_by_one_are_one_stack(name, options, tmp_pa
     [({"blocksize": 4096}, "an expert is no whole number of blocks of 4096"),
      ({"experts": lambda key: ".experts." in key and "experts.3.up_proj" not in key}, "it has .* are in 4 bits"),
      ({"rename": lambda key: re.sub("_proj", "_projs", key)}, "place for, as .*_projs")],
-    ids=str,
+    ids=["blocks", "some in 16 bits", "unknown names"],
 )  # fmt: skip
 def test_experts_that_cannot_be_joined_are_named(options, found, tmp_path):
     saved(random_model("qwen3", moe_intermediate_size=32), tmp_path)

@@ -11,7 +11,8 @@ def install() -> None:
 
     os.environ["TRITON_INTERPRET"] = "1"
     import nf4_patch.nf4.dequantize.kernels
-    import nf4_patch.nf4.routing.kernels  # noqa: F401
+    import nf4_patch.nf4.routing.kernels
+    import nf4_patch.nf4.split.kernels  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]
     from triton.runtime.interpreter import InterpretedFunction

@@ -1,0 +1,140 @@
+"""LoRA's product, with the gradients of the whole layer, as one autograd function.
+
+The base's product is added to its result afterwards, in place, with nothing saved: a checkpoint's recompute ends with the last
+tensor that is saved, before the product that costs most. The gradient of x is one sum, of the base's part and LoRA's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...nf4.split.launch import Parts, in_fp32, split
+
+
+def product(a: Tensor, b: Tensor, scale: float = 1, added_to: Tensor | None = None) -> Tensor:
+    """scale * (a @ b), rounded once; added to ``added_to`` in place where that is given."""
+    if added_to is None:
+        return a @ b if scale == 1 else a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=scale)
+    if added_to.dtype is a.dtype:
+        return added_to.addmm_(a, b, alpha=scale)
+    return added_to.add_(a @ b, alpha=scale)
+
+
+class Factors:
+    """LoRA's A and B, and their products, in their own dtype: that of the layer, or fp32."""
+
+    def __init__(self, a: Tensor, b: Tensor, scale: float):
+        self.a, self.b, self.scale = a, b, scale  # [rank, in], [out, rank]
+
+    def inner(self, z: Tensor) -> Tensor:
+        """What ``outer`` and ``gradient_of_b`` take for z @ A.T, of z [rows, in]."""
+        return z.to(self.a.dtype) @ self.a.t()
+
+    def outer(self, inner: Tensor, y: Tensor | None) -> Tensor:
+        """y + scale * z @ A.T @ B.T, [rows, out]; y is written to."""
+        return product(inner, self.b.t(), self.scale, y)
+
+    def inner_gradient(self, gradient: Tensor) -> Tensor:
+        """What ``gradient_of_a`` and ``gradient_of_z`` take for gradient @ B, of gradient [rows, out]."""
+        return gradient.to(self.b.dtype) @ self.b
+
+    def gradient_of_a(self, inner_gradient: Tensor, z: Tensor) -> Tensor:
+        return product(inner_gradient.t(), z.to(self.a.dtype), self.scale)
+
+    def gradient_of_b(self, gradient: Tensor, inner: Tensor) -> Tensor:
+        return product(gradient.to(self.b.dtype).t(), inner, self.scale)
+
+    def gradient_of_z(self, inner_gradient: Tensor, added_to: Tensor | None) -> Tensor:
+        return product(inner_gradient, self.a, self.scale, added_to)
+
+
+class SplitFactors(Factors):
+    """The same of fp32 factors and bf16 z, by parts of bf16; what is inner is scaled, and stored as its parts."""
+
+    def parts(self, chunks: Tensor) -> Tensor:
+        """Of [chunks, rows, 3 rank]."""
+        return split(chunks.unflatten(2, (3, -1)).permute(0, 2, 3, 1), self.scale).stored
+
+    def inner(self, z: Tensor) -> Tensor:
+        return self.parts(in_fp32(z, split(self.a, right=True).sum().t()))
+
+    def outer(self, inner: Tensor, y: Tensor | None) -> Tensor:
+        return product(Parts(inner, False).product().t(), split(self.b.t(), right=True).product(), 1, y)
+
+    def inner_gradient(self, gradient: Tensor) -> Tensor:
+        return self.parts(in_fp32(gradient, split(self.b.t(), right=True).sum().t()))
+
+    def gradient_of_a(self, inner_gradient: Tensor, z: Tensor) -> Tensor:
+        found: Tensor = in_fp32(Parts(inner_gradient, False).sum(), z).unflatten(1, (3, -1)).sum((0, 1))
+        return found
+
+    def gradient_of_b(self, gradient: Tensor, inner: Tensor) -> Tensor:
+        found: Tensor = in_fp32(gradient.t(), Parts(inner, False).sum().t()).unflatten(2, (3, -1)).sum((0, 2))
+        return found
+
+    def gradient_of_z(self, inner_gradient: Tensor, added_to: Tensor | None) -> Tensor:
+        return product(Parts(inner_gradient, False).product().t(), split(self.a, right=True).product(), 1, added_to)
+
+
+Adapter = tuple[type[Factors], float, bool]  # how its products are computed, scaling, whether z is x
+
+
+class LoraProduct(torch.autograd.Function):
+    """bias + the sum of scaling * z @ A.T @ B.T over the adapters, [rows, out], with the gradients of that plus x @ dense().T."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, dense: Callable[[], Tensor], adapters: list[Adapter], *tensors: Tensor
+    ) -> Tensor:
+        """
+        Args:
+            x: [rows, in], in the dtype of the layer's product.
+            bias: [out], of that dtype.
+            dense: gives the base's weight [out, in], of that dtype, not to be written into.
+            tensors: of each adapter z, [rows, in], A, [rank, in], and B, [out, rank].
+        """
+        y: Any = None
+        saved: list[Tensor | None] = []
+        for index, (kind, scale, _) in enumerate(adapters):
+            z, a, b = tensors[3 * index : 3 * index + 3]
+            factors = kind(a, b, scale)
+            inner = factors.inner(z)
+            if y is None and bias is not None:
+                y = bias.expand(len(z), -1).clone()
+            y = factors.outer(inner, y).to(x.dtype)
+            of_a, of_b = ctx.needs_input_grad[3 * index + 5 : 3 * index + 7]
+            saved += (z if of_a else None, inner if of_b else None, a, b)
+        ctx.save_for_backward(*saved)
+        ctx.dense, ctx.adapters = dense, adapters
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        device = gradient.device.type
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            of_x, of_bias, *needed = ctx.needs_input_grad[:2] + ctx.needs_input_grad[4:]
+            x_gradient = gradient @ ctx.dense() if of_x else None
+            found: list[Tensor | None] = []
+            for index, (kind, scale, is_x) in enumerate(ctx.adapters):
+                of_z, of_a, of_b = needed[3 * index : 3 * index + 3]
+                z, inner, a, b = ctx.saved_tensors[4 * index : 4 * index + 4]
+                factors = kind(a, b, scale)
+                t = factors.inner_gradient(gradient) if of_a or of_z or (is_x and of_x) else None
+                z_gradient = None
+                if is_x and of_x:
+                    x_gradient = factors.gradient_of_z(t, x_gradient)
+                elif of_z:
+                    z_gradient = factors.gradient_of_z(t, None)
+                found += (
+                    z_gradient,
+                    factors.gradient_of_a(t, z) if of_a else None,
+                    factors.gradient_of_b(gradient, inner) if of_b else None,
+                )
+            return x_gradient, gradient.sum(0) if of_bias else None, None, None, *found

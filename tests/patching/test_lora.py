@@ -1,0 +1,449 @@
+"""LoRA on 4-bit linear layers in one function: as accurate as peft's, in every way that people train; or peft's own, by name."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+
+import pytest
+import torch
+from target import fallbacks, linear
+from torch.utils.checkpoint import checkpoint
+
+import nf4_patch
+from nf4_patch.nf4.split import launch
+from nf4_patch.patching.counters import counters
+from nf4_patch.patching.dequantizer import Dequantizer
+from nf4_patch.patching.lora import linear as linear_module
+from nf4_patch.patching.reasons import Reason
+
+peft = pytest.importorskip("peft")
+import bitsandbytes as bnb  # noqa: E402
+
+TARGET = "peft.tuners.lora.bnb.Linear4bit.forward"
+IN, OUT, ROWS, RANK, ALPHA = 128, 192, 160, 8, 12  # a scaling of 1.5
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# dtypes of the adapters, of x and of the base's product, and of autocast
+PRECISIONS = {
+    "TRL": (BF16, BF16, BF16, BF16),
+    "TRL, fp32 input": (BF16, FP32, BF16, BF16),
+    "fp32 adapters, autocast": (FP32, BF16, BF16, BF16),
+    "bf16": (BF16, BF16, BF16, None),
+    "fp32 adapters": (FP32, BF16, BF16, None),
+    "fp32": (FP32, FP32, FP32, None),
+    "fp32, autocast": (FP32, FP32, FP32, BF16),
+    "T4": (FP32, FP16, FP16, FP16),
+    "fp16": (FP16, FP16, FP16, None),
+}
+
+
+class Model(torch.nn.Module):
+    """Layers one after another; the first is ``fc0``."""
+
+    def __init__(self, device, dtype=BF16, layers=1, bias=False):
+        super().__init__()
+        self.config = {"model_type": "custom"}
+        self.is_loaded_in_4bit = True  # peft asks
+        sizes = [IN, *[OUT] * layers]
+        for index in range(layers):
+            layer = linear(device, sizes[index], OUT, dtype, seed=index)
+            layer.bias = torch.nn.Parameter(torch.randn(OUT, device=device).to(dtype)) if bias else None
+            self.add_module(f"fc{index}", layer)
+        self.names = [f"fc{index}" for index in range(layers)]
+        self.reentrant = None
+
+    def forward(self, x):
+        for name in self.names:
+            layer = getattr(self, name)
+            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+            x = torch.nn.functional.silu(x) if len(self.names) > 1 else x
+        return x
+
+
+def adapted(device, dtype=BF16, adapter=BF16, layers=1, biased=False, seed=0, **config):
+    model = Model(device, dtype, layers, biased)
+    options = {"r": RANK, "lora_alpha": ALPHA, "target_modules": model.names} | config
+    model = peft.get_peft_model(model, peft.LoraConfig(**options))
+    randomize(model, adapter, seed)
+    return model
+
+
+def randomize(model, dtype, seed=0):
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape).mul_(0.1).to(parameter.device, dtype)
+
+
+def layer_of(model, name="fc0"):
+    return getattr(model.base_model.model, name)
+
+
+def inputs(device, dtype=BF16, seed=0, shape=(ROWS, IN)):
+    torch.manual_seed(100 + seed)
+    return torch.randn(shape).to(device, dtype).requires_grad_()
+
+
+def step(model, x, autocast=None, gradient=None):
+    """y, and the gradients of x and of everything that is trained."""
+    model.zero_grad()
+    x.grad = None
+    with torch.autocast(x.device.type, autocast or BF16, enabled=autocast is not None):
+        y = model(x)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(y) if gradient is None else gradient)
+    return [
+        y.detach(),
+        *([] if x.grad is None else [x.grad]),
+        *(p.grad for p in model.parameters() if p.grad is not None),
+    ]
+
+
+def beside(model, x, autocast=None, hits=True):
+    """A step of peft and one of ours, with the same random numbers."""
+    nf4_patch.disable()
+    torch.manual_seed(3)
+    want = step(model, x, autocast)
+    nf4_patch.enable(lora="fused")
+    before = counters.hits(TARGET)
+    torch.manual_seed(3)
+    got = step(model, x, autocast)
+    assert (counters.hits(TARGET) > before) is hits
+    nf4_patch.disable()
+    return got, want
+
+
+def apart(got, want):
+    return ((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30)).item()
+
+
+def assert_close(got, want, tolerance=2e-2):
+    assert [each.shape for each in got] == [each.shape for each in want]
+    assert [each.dtype for each in got] == [each.dtype for each in want]
+    assert max(map(apart, got, want)) < tolerance
+
+
+# --- as accurate as peft's ---
+
+
+def exact(model, x, gradient):
+    """y and the gradients of x, A and B in fp64."""
+    layer = layer_of(model)
+    weight, scale = layer.base_layer.weight, layer.scaling["default"]
+    w = bnb.functional.dequantize_4bit(weight.data, weight.quant_state).double()
+    a, b = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
+    x, d = x.detach().double(), gradient.double()
+    return [
+        x @ w.T + scale * (x @ a.T) @ b.T, d @ w + scale * (d @ b) @ a, scale * (d @ b).T @ x, scale * d.T @ (x @ a.T)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_as_accurate_as_peft(device, precision):
+    adapter, of_x, dtype, autocast = PRECISIONS[precision]
+    errors = {"peft": [], "fused": []}
+    for seed in range(8):
+        model = adapted(device, dtype, adapter, seed=seed)
+        x, gradient = inputs(device, of_x, seed), torch.randn(ROWS, OUT).to(device, of_x)
+        want = exact(model, x, gradient)
+        for side, found in errors.items():
+            nf4_patch.enable(lora="fused") if side == "fused" else nf4_patch.disable()
+            found.append(
+                [apart(got, wanted) for got, wanted in zip(step(model, x, autocast, gradient), want, strict=True)]
+            )
+    assert counters.hits(TARGET) == 2 * 8 and not fallbacks(TARGET)
+    for theirs, ours in zip(zip(*errors["peft"], strict=True), zip(*errors["fused"], strict=True), strict=True):
+        assert statistics.mean(ours) <= 1.02 * statistics.mean(theirs)
+
+
+def test_split_factors_are_as_accurate_as_fp32(device, monkeypatch):
+    """What a GPU's tensor cores multiply, with sums in fp32."""
+    monkeypatch.setattr(linear_module, "is_used_for", lambda z: z.dtype is BF16)
+    for seed in range(3):
+        model = adapted(device, BF16, FP32, seed=seed)
+        x, gradient = inputs(device, BF16, seed), torch.randn(ROWS, OUT).to(device, BF16)
+        nf4_patch.enable(lora="fused")
+        got = step(model, x, None, gradient)
+        of_y, of_x, of_a, of_b = map(apart, got, exact(model, x, gradient))
+        assert max(of_y, of_x) < 4e-3 and max(of_a, of_b) < 4e-7
+        assert [each.dtype for each in got] == [BF16, BF16, FP32, FP32]
+
+
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("shape", [(5, 700), (3, 3, 4, 77), (2, 0)])
+def test_parts_add_up(device, shape, right):
+    torch.manual_seed(0)
+    x = torch.randn(shape, device=device)
+    whole = (x.sum((0, 1)) if x.dim() == 4 else x) * 1.5
+    parts = launch.split(x, 1.5, right)
+    apart_by = parts.sum().unflatten(0, (3, -1)).double().sum(0) - whole.double()
+    assert not whole.numel() or apart_by.abs().max() <= 2**-22 * whole.abs().max()
+
+
+@pytest.mark.parametrize("k", [1, 127, 128, 129, 300])
+def test_products_in_fp32_are_whole(device, k):
+    torch.manual_seed(0)
+    a, b = torch.randn(5, k, device=device).to(BF16), torch.randn(k, 7, device=device).to(BF16)
+    assert apart(launch.in_fp32(a, b).sum(0), a.double() @ b.double()) < 1e-6
+
+
+# --- in every way that people train ---
+
+CONFIGS = {
+    "plain": {},
+    "dropout": {"lora_dropout": 0.3},
+    "rslora": {"use_rslora": True},
+    "patterns": {"rank_pattern": {"fc1": 4}, "alpha_pattern": {"fc0": 7}},
+    "trained bias": {"bias": "all"},
+}
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "recomputed", "reentrant"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_step_is_peft_s(device, config, reentrant):
+    """Losses and gradients of layers after one another, within the rounding of bf16; the same dropout."""
+    model = adapted(device, layers=2, biased=True, **CONFIGS[config])
+    model.base_model.model.reentrant = reentrant
+    for precision in ("TRL", "fp32 adapters"):
+        adapter, of_x, _, autocast = PRECISIONS[precision]
+        randomize(model, adapter)
+        assert_close(*beside(model, inputs(device, of_x), autocast))
+
+
+@pytest.mark.parametrize("shape", [(IN,), (3, IN), (2, 3, IN), (2, 2, 3, IN), (0, IN), (2, 0, IN)])
+def test_shapes_of_x(device, shape):
+    assert_close(*beside(adapted(device, biased=True), inputs(device, shape=shape)))
+
+
+def test_x_that_is_not_contiguous(device):
+    x = inputs(device, shape=(IN, ROWS)).detach().t().requires_grad_()
+    assert_close(*beside(adapted(device), x))
+
+
+@pytest.mark.parametrize("frozen", ["lora_A", "lora_B", "x", "both"])
+def test_what_needs_no_gradient_gets_none(device, frozen):
+    model, x = adapted(device), inputs(device)
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            parameter.requires_grad_(frozen not in name and frozen != "both")
+    assert_close(*beside(model, x.requires_grad_(frozen != "x")))
+
+
+def test_accumulation_and_two_backwards(device):
+    """Gradients add up; a graph that is kept serves twice."""
+    model, x = adapted(device), inputs(device)
+    nf4_patch.enable(lora="fused")
+    once = step(model, x)
+    model.zero_grad()
+    x.grad = None
+    y = model(x)
+    gradient = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(y)
+    y.backward(gradient, retain_graph=True)
+    y.backward(gradient)
+    twice = [x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
+    assert all(torch.equal(2 * a, b) for a, b in zip(once[1:], twice, strict=True))
+
+
+def test_gradients_of_some_inputs(device):
+    """``torch.autograd.grad`` of x alone, then of A alone: nothing is left over from one call for the next."""
+    model, x = adapted(device), inputs(device)
+    a = layer_of(model).lora_A["default"].weight
+    nf4_patch.enable(lora="fused")
+    want = step(model, x)
+    y = model(x)
+    gradient = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(y)
+    (of_x,) = torch.autograd.grad(y, x, 3 * gradient, retain_graph=True)
+    (of_a,) = torch.autograd.grad(y, a, gradient)
+    assert torch.equal(of_a, want[2]) and apart(of_x, 3 * want[1].double()) < 1e-2
+
+
+def test_several_adapters_and_switching(device):
+    model = adapted(device)
+    model.add_adapter("other", peft.LoraConfig(r=4, lora_alpha=9, target_modules=["fc0"], lora_dropout=0.2))
+    randomize(model, BF16, seed=5)
+    x, layer = inputs(device), layer_of(model)
+    results = []
+    for active in ("default", "other", ["default", "other"]):
+        layer.set_adapter(active)
+        got, want = beside(model, x)
+        assert_close(got, want)
+        results.append(got[0])
+    assert not torch.equal(results[0], results[1]) and not torch.equal(results[1], results[2])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_without_a_gradient(device, rows):
+    """Few rows are the base layer's own product, with LoRA added to it."""
+    model, x = adapted(device, biased=True), inputs(device, shape=(rows, IN)).detach()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            nf4_patch.disable()
+            want, base = model(x), layer_of(model).base_layer(x)
+            nf4_patch.enable(lora="fused")
+            kept = base.clone()
+            got = model(x)
+            assert apart(got, want) < 1e-2 and not fallbacks(TARGET)
+            assert torch.equal(base, kept)
+
+
+def test_a_cached_weight_is_read_and_left_as_it_is(device):
+    nf4_patch.enable(lora="fused", cache="1GiB")
+    model, x = adapted(device), inputs(device)
+    first = step(model, x)
+    hits = nf4_patch.status().cache.hits
+    assert all(map(torch.equal, step(model, x), first))
+    assert nf4_patch.status().cache.hits >= hits + 2
+
+
+def test_a_recompute_ends_before_the_last_product(device):
+    """Of two layers in one checkpoint the second one's weight is decoded in the forward and in the backward only."""
+    model, x = adapted(device, layers=2), inputs(device)
+    nf4_patch.enable(lora="fused")
+    first, second = layer_of(model), layer_of(model, "fc1")
+    y = x.new_zeros(OUT) + checkpoint(lambda x: second(torch.nn.functional.silu(first(x))), x, use_reentrant=False)
+    y.float().square().sum().backward()
+    assert counters.hits(TARGET) == 2 + 1 + 2
+
+
+def test_nothing_more_is_kept_than_peft_keeps(device):
+    """Bytes of the tensors that a forward saves, each storage once."""
+
+    def kept(model, x):
+        storages = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: storages.__setitem__(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) or t,
+            lambda t: t,
+        ):
+            y = model(x)
+        return sum(storages.values()), y
+
+    model, x = adapted(device, layers=3), inputs(device)
+    theirs, _ = kept(model, x)
+    nf4_patch.enable(lora="fused")
+    ours, _ = kept(model, x)
+    assert ours <= theirs
+
+
+def test_an_error_leaves_no_frames_behind(device):
+    """A checkpoint ends its recompute by an exception: nothing of the layer stays alive when it is over."""
+    model, x = adapted(device, layers=2), inputs(device)
+    nf4_patch.enable(lora="fused")
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+        for _ in range(3):
+            checkpoint(model, x, use_reentrant=False).float().sum().backward()
+        assert sum(isinstance(each, torch.Tensor) for each in gc.get_objects()) <= before + 8  # gradients
+    finally:
+        gc.enable()
+
+
+# --- what stays peft's ---
+
+
+def with_hook(part):
+    def change(model):
+        layer = layer_of(model)
+        module = layer.base_layer if part == "base" else getattr(layer, part)["default"]
+        module.register_forward_hook(lambda module, args, output: 2 * output)
+
+    return change
+
+
+def parametrized(model):
+    torch.nn.utils.parametrizations.weight_norm(layer_of(model).lora_A["default"])
+
+
+def subclassed(model):
+    class Mine(type(layer_of(model))):
+        pass
+
+    layer_of(model).__class__ = Mine
+
+
+def cast(model):
+    layer_of(model).lora_A["default"].to(FP16)
+    layer_of(model).lora_B["default"].to(FP16)
+
+
+REFUSED = {
+    "DoRA": ({"use_dora": True}, lambda model: None, Reason.LORA_VARIANT),
+    "a bias of LoRA": ({"lora_bias": True}, lambda model: None, Reason.LORA_VARIANT),
+    "disabled": ({}, lambda model: layer_of(model).enable_adapters(False), Reason.LORA_INACTIVE),
+    "merged": ({}, lambda model: layer_of(model).merge(), Reason.LORA_INACTIVE),
+    "a hook on A": ({}, with_hook("lora_A"), Reason.LORA_HOOKED),
+    "a hook on B": ({}, with_hook("lora_B"), Reason.LORA_HOOKED),
+    "a hook on the base layer": ({}, with_hook("base"), Reason.LORA_HOOKED),
+    "a parametrization": ({}, parametrized, Reason.LORA_HOOKED),
+    "a subclass": ({}, subclassed, Reason.LORA_HOOKED),
+    "another dtype": ({}, cast, Reason.LORA_DTYPES),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_not_served_is_peft_s_to_the_bit(device, kind):
+    config, change, reason = REFUSED[kind]
+    model, x = adapted(device, **config), inputs(device)
+    change(model)
+    got, want = beside(model, x, hits=False)
+    assert all(map(torch.equal, got, want)) and fallbacks(TARGET) == {reason: 1}
+
+
+def test_fp32_input_without_autocast_is_peft_s(device):
+    """Whose LoRA is not rounded to the dtype of the base's product."""
+    got, want = beside(adapted(device, adapter=FP32), inputs(device, FP32), hits=False)
+    assert all(map(torch.equal, got, want)) and fallbacks(TARGET) == {Reason.LORA_DTYPES: 1}
+
+
+def test_a_mixed_batch_is_peft_s(device):
+    model, x = adapted(device).eval(), inputs(device, shape=(2, IN)).detach()
+    names = ["default", "__base__"]
+    with torch.no_grad():
+        want = layer_of(model)(x, adapter_names=names)
+        nf4_patch.enable(lora="fused")
+        got = layer_of(model)(x, adapter_names=names)
+    assert torch.equal(got, want) and fallbacks(TARGET) == {Reason.LORA_INACTIVE: 1}
+
+
+def test_torch_compile_fuses_peft_s_own(device, fresh_dynamo):
+    model, x = adapted(device), inputs(device)
+    explained = []
+    nf4_patch.enable(lora="fused")
+    compiled = torch.compile(layer_of(model), backend=lambda graph, _: explained.append(graph) or graph.forward)
+    compiled(x)
+    assert len(explained) <= 1 and not fallbacks(TARGET) and not counters.hits(TARGET)
+
+
+def test_off_by_default_and_again(device):
+    model, x = adapted(device), inputs(device)
+    want = step(model, x)
+    nf4_patch.enable()
+    assert all(map(torch.equal, step(model, x), want)) and not counters.hits(TARGET)
+    with nf4_patch.enabled(lora="fused"):
+        step(model, x)
+    assert counters.hits(TARGET) == 2
+    assert all(map(torch.equal, step(model, x), want)) and counters.hits(TARGET) == 2
+
+
+def test_changes_between_forward_and_backward_are_noticed(device):
+    model, x = adapted(device), inputs(device)
+    nf4_patch.enable(lora="fused")
+    for part in ("lora_A", "lora_B"):
+        y = model(x)
+        with torch.no_grad():
+            getattr(layer_of(model), part)["default"].weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_a_kernel_that_fails_leaves_the_product_right(device, monkeypatch):
+    model, x = adapted(device), inputs(device)
+    want = step(model, x)
+
+    def failing(self, *_):
+        return Reason.KERNEL_FAILED
+
+    nf4_patch.enable(lora="fused")
+    monkeypatch.setattr(Dequantizer, "run", failing)
+    assert_close(step(model, x), want)
+    assert fallbacks(TARGET) == {Reason.KERNEL_FAILED: 2}
