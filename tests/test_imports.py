@@ -64,7 +64,7 @@ def test_imports_form_no_ring():
 
 def test_kernel_files_hold_kernels_only():
     files = sorted((ROOT / "nf4").rglob("*kernels.py"))
-    assert len(files) == 4, "a kernel file was moved where this test does not look"
+    assert len(files) == 5, "a kernel file was moved where this test does not look"
     for path in files:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef):
@@ -77,7 +77,7 @@ def test_kernel_files_hold_kernels_only():
 # who has a library of their own; 70 for who trains packed experts under Liger's patch, or enables the option too late; 90 for
 # checkpoints with a packed weight for every expert, for who has one, and for packed bytes that no cast of a model reaches, for who
 # trains with TRL's ORPO. nf4: 90 and patching: 350 for LoRA in one function, for who trains with peft or TRL.
-BUDGET = {"nf4": 2780, "patching": 4900, "tools": 2320, ".": 560}
+BUDGET = {"nf4": 2850, "patching": 5000, "tools": 2320, ".": 560}
 
 
 @pytest.mark.parametrize("folder", BUDGET)

@@ -67,7 +67,7 @@ def on_view(
         transformers: its forward, where ``original`` is another library's and cannot run on a view.
         kind: makes the view.
     """
-    dequantizer, gate = Dequantizer(target.name), switch.gates["experts"]
+    dequantizer, gate, of_row = Dequantizer(target.name), switch.gates["experts"], switch.gates[target.only]
     attempt: Any = dequantizer.fallbacks.attempt
     transformers = transformers or original
 
@@ -91,7 +91,7 @@ def on_view(
 
     @functools.wraps(original)
     def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if switch.on and not is_compiling():
+        if of_row.on and not is_compiling():
             view = attempt(prepare, self)
             if type(view) is not Reason:
                 ours = whole and gate.on and attempt(forward.why_not, self, *args, **kwargs) is None

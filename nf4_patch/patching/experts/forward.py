@@ -40,7 +40,7 @@ class Order(NamedTuple):
     slot_of: Tensor  # int64 [rows]
     row_of: Tensor  # int64 [tokens, top_k]
     ends: Tensor  # int32 [experts]: the row after the last one of each expert
-    saved: Any = None  # the node of ``Saved`` that holds slot_of; None without gradients
+    saved: Any = None  # a result of ``Saved``: PyTorch 2.11 frees what a node has saved as soon as its result is freed
 
     @classmethod
     def of(cls, ids: Tensor, experts: int) -> Order:
@@ -50,7 +50,7 @@ class Order(NamedTuple):
         row_of[slot_of] = torch.arange(len(slot_of), device=ids.device)
         every = torch.arange(experts, dtype=torch.short, device=ids.device)
         ends = torch.searchsorted(expert_of, every, right=True).int()
-        saved = Saved.apply(torch.empty(0, requires_grad=True), slot_of).grad_fn
+        saved = Saved.apply(torch.empty(0, requires_grad=True), slot_of)
         return cls(expert_of, slot_of, row_of.view(ids.shape), ends, saved)
 
     def tokens(self) -> Tensor:
@@ -134,7 +134,7 @@ class Combined(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (slot_of,) = ctx.saved.saved_tensors
+        (slot_of,) = ctx.saved.grad_fn.saved_tensors
         found = gradient.to(ctx.dtype).index_select(0, slot_of // ctx.top_k)
         return found, found if ctx.adds else None, None, None, None
 

@@ -92,12 +92,12 @@ class LoraProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, bias: Tensor | None, dense: Callable[[], Tensor], adapters: list[Adapter], *tensors: Tensor
     ) -> Tensor:
-        """
+        """``tensors``: of each adapter z, [rows, in], A, [rank, in], and B, [out, rank].
+
         Args:
             x: [rows, in], in the dtype of the layer's product.
             bias: [out], of that dtype.
             dense: gives the base's weight [out, in], of that dtype, not to be written into.
-            tensors: of each adapter z, [rows, in], A, [rank, in], and B, [out, rank].
         """
         y: Any = None
         saved: list[Tensor | None] = []
