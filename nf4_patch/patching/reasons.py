@@ -72,8 +72,8 @@ class Reason(enum.Enum):
         "a subclass, a hook or a parametrization takes part in the layer, its base layer, lora_A, lora_B or dropout"
     )
     LORA_DTYPES = (
-        "LoRA is added in another precision than the base's product has (fp32 adapters and input without autocast, say)",
-        "train under autocast, as with bf16=True of a Trainer",
+        "input, adapter and the base's product are not in one precision (activations in fp32, for example)",
+        "keep activations in the compute dtype: no prepare_model_for_kbit_training, which casts norms to fp32",
     )
     INTERNAL_ERROR = ("an error inside nf4_patch", "please report it with the traceback in the log")
 

@@ -172,7 +172,7 @@ def test_fp16_is_finite_where_transformers_forward_is(forwards):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in trained:
             parameter.data = parameter.data.float()
-        optimizer, scaler = torch.optim.AdamW(trained, lr=1e-3), torch.amp.GradScaler("cuda", init_scale=2.0**20)
+        optimizer, scaler = torch.optim.AdamW(trained, lr=1e-3), torch.amp.GradScaler("cuda", init_scale=2.0**30)
         finite, losses = [], []
         for _ in range(15):
             with torch.autocast("cuda", torch.float16):

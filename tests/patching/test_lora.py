@@ -26,12 +26,10 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # dtypes of the adapters, of x and of the base's product, and of autocast
 PRECISIONS = {
     "TRL": (BF16, BF16, BF16, BF16),
-    "TRL, fp32 input": (BF16, FP32, BF16, BF16),
     "fp32 adapters, autocast": (FP32, BF16, BF16, BF16),
     "bf16": (BF16, BF16, BF16, None),
     "fp32 adapters": (FP32, BF16, BF16, None),
     "fp32": (FP32, FP32, FP32, None),
-    "fp32, autocast": (FP32, FP32, FP32, BF16),
     "T4": (FP32, FP16, FP16, FP16),
     "fp16": (FP16, FP16, FP16, None),
 }
@@ -389,9 +387,11 @@ def test_what_is_not_served_is_peft_s_to_the_bit(device, kind):
     assert all(map(torch.equal, got, want)) and fallbacks(TARGET) == {reason: 1}
 
 
-def test_fp32_input_without_autocast_is_peft_s(device):
-    """Whose LoRA is not rounded to the dtype of the base's product."""
-    got, want = beside(adapted(device, adapter=FP32), inputs(device, FP32), hits=False)
+@pytest.mark.parametrize("autocast", [None, BF16])
+@pytest.mark.parametrize("adapter", [BF16, FP32])
+def test_input_in_fp32_is_peft_s(device, adapter, autocast):
+    """Whose sum of base and LoRA is not rounded to the dtype of the base's product."""
+    got, want = beside(adapted(device, adapter=adapter), inputs(device, FP32), autocast, hits=False)
     assert all(map(torch.equal, got, want)) and fallbacks(TARGET) == {Reason.LORA_DTYPES: 1}
 
 

@@ -177,7 +177,12 @@ def linear(target: Target, original: Function) -> Function:
         if type(x).__torch_dispatch__ is not own_dispatch or type(packed).__torch_dispatch__ is not own_dispatch:
             return Reason.TENSOR_SUBCLASS
         dtype = product_dtype(base, x)
-        if dtype not in OUTPUT_DTYPES or not all(is_multiplied_as(self, name, dtype, x) for name in names):
+        # a sum in fp32, as peft makes of an input in fp32, is not rounded to 16 bits here
+        if (
+            x.dtype is not dtype
+            or dtype not in OUTPUT_DTYPES
+            or not all(is_multiplied_as(self, name, dtype, x) for name in names)
+        ):
             return Reason.LORA_DTYPES
         out_features, in_features = state.shape
         if x.shape[-1] != in_features:
