@@ -21,7 +21,8 @@ peft = pytest.importorskip("peft")
 import bitsandbytes as bnb  # noqa: E402
 
 TARGET = "peft.tuners.lora.bnb.Linear4bit.forward"
-IN, OUT, ROWS, RANK, ALPHA = 128, 192, 160, 8, 12  # a scaling of 1.5
+IN, OUT, ROWS = (2048, 1024, 512) if torch.cuda.is_available() else (128, 192, 160)  # on a GPU the sizes of layers
+RANK, ALPHA = 8, 12  # a scaling of 1.5
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # dtypes of the adapters, of x and of the base's product, and of autocast
 PRECISIONS = {

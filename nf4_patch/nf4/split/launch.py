@@ -3,6 +3,10 @@
 24 bits of mantissa are three times 8: an fp32 number is the sum of three in bf16, and their products are exact in fp32. A factor of
 rank r, its three parts side by side, costs a product of rank 3r. Tensor cores add with a few bits less than fp32: they add CHUNK
 products at a time, and what they added is summed in fp32.
+
+On an H200 (torch 2.11), by CHUNK: the error of dA of a [4096, 4096] layer at 2,048 rows (4.0e-7 with fp32 products), and the GPU time of
+a step of four 8B layers with fp32 adapters at 512 and 4,096 tokens (14.2 and 76.8 ms with peft's LoRA): 128: 2.9e-7, 14.1 and 59.7;
+256: 4.5e-7, 12.0 and 55.2; 512: 8.8e-7, 11.0 and 52.8; all at once: 3.3e-6, 10.3 and 51.2.
 """
 
 from __future__ import annotations

@@ -304,8 +304,8 @@ def joined(name: str, stack: Tensor, parts: dict[Any, list[str]], read: Any) -> 
         state = QuantState(torch.cat(scales), stack.shape, *kind)
         return carrying(torch.cat(experts), state.as_dict(packed=True))
     raise ValueError(
-        f"the experts of {name} were packed one by one, as {min(map(min, parts.values()))}, and cannot be joined: {why}. Load the model that "
-        "they were made from, and pack that"
+        f"the experts of {name} were packed one by one, as {min(map(min, parts.values()))}, and cannot be joined: {why}. "
+        "Load the model that they were made from, and pack that"
     )
 
 

@@ -55,27 +55,26 @@ def is_plain(layer: Any, base: Any) -> bool:
     )
 
 
-def product_dtype(base: Any, x: Tensor) -> Any:
-    """In which the base multiplies, as its own forward decides; None for one that autocast casts from and to others."""
+def product_dtype(base: Any, x: Tensor) -> torch.dtype | None:
+    """That of the base's product, as its own forward decides; None where autocast has another 16-bit dtype."""
     if not base.compute_type_is_set:
         base.set_compute_type(x)
         base.compute_type_is_set = True
-    dtype = base.compute_dtype or x.dtype
+    dtype: torch.dtype = base.compute_dtype or x.dtype
     if not torch.is_autocast_enabled(x.device.type):
         return dtype
     autocast = torch.get_autocast_dtype(x.device.type)
     return autocast if dtype in (autocast, torch.float32) else None
 
 
-def is_multiplied_as(layer: Any, name: str, dtype: torch.dtype, x: Tensor) -> bool:
-    """Whether peft multiplies by an adapter's factors in ``dtype``, or in fp32 and rounds the result to it."""
+def is_multiplied_as(layer: Any, name: str, x: Tensor) -> bool:
+    """Whether peft multiplies by an adapter's factors in the dtype of x, or in fp32 and rounds the result to it."""
     a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
     if a.dtype is not b.dtype or not type(a) is type(b) is torch.nn.Parameter:
         return False
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.is_autocast_enabled(x.device.type) or a.dtype is x.dtype:
         return True
-    casts = getattr(layer, "cast_input_dtype_enabled", True) or x.dtype is a.dtype
-    return casts and (a.dtype is dtype or (a.dtype is torch.float32 and x.dtype is dtype))
+    return a.dtype is torch.float32 and getattr(layer, "cast_input_dtype_enabled", True)
 
 
 def inputs_of(layer: Any, name: str, x: Tensor, rows: Tensor) -> tuple[Adapter, tuple[Tensor, Tensor, Tensor]]:
@@ -83,7 +82,7 @@ def inputs_of(layer: Any, name: str, x: Tensor, rows: Tensor) -> tuple[Adapter, 
 
     Args:
         x: the layer's input.
-        rows: the same, [rows, in] in the dtype of the base's product.
+        rows: the same, [rows, in].
     """
     a, b, dropout = layer.lora_A[name].weight, layer.lora_B[name].weight, layer.lora_dropout[name]
     dtype, autocast = rows.dtype, torch.is_autocast_enabled(x.device.type)
@@ -127,7 +126,7 @@ def run(
     result: Tensor = LoraProduct.apply(rows, bias, dense, adapters, *tensors)
     with torch.no_grad():
         result.addmm_(rows, dense().t())
-    return result.view(*x.shape[:-1], out_features).to(x.dtype)
+    return result.view(*x.shape[:-1], out_features)
 
 
 def linear(target: Target, original: Function) -> Function:
@@ -176,18 +175,16 @@ def linear(target: Target, original: Function) -> Function:
             return Reason.MIXED_DEVICES
         if type(x).__torch_dispatch__ is not own_dispatch or type(packed).__torch_dispatch__ is not own_dispatch:
             return Reason.TENSOR_SUBCLASS
-        dtype = product_dtype(base, x)
-        # a sum in fp32, as peft makes of an input in fp32, is not rounded to 16 bits here
-        if (
-            x.dtype is not dtype
-            or dtype not in OUTPUT_DTYPES
-            or not all(is_multiplied_as(self, name, dtype, x) for name in names)
-        ):
+        # of an input in fp32 peft's sum of base and LoRA is in fp32, and ours would be rounded to 16 bits
+        dtype: torch.dtype = x.dtype
+        if dtype not in OUTPUT_DTYPES or product_dtype(base, x) is not dtype:
+            return Reason.LORA_DTYPES
+        if not all(is_multiplied_as(self, name, x) for name in names):
             return Reason.LORA_DTYPES
         out_features, in_features = state.shape
         if x.shape[-1] != in_features:
             return Reason.ARGUMENTS
-        rows = x.to(dtype).reshape(-1, in_features)
+        rows = x.reshape(-1, in_features)
         return self, names, x, rows, functools.partial(dense, packed, state, dtype), out_features
 
     @functools.wraps(original)
