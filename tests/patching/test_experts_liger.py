@@ -71,8 +71,10 @@ def packed():
 @pytest.mark.parametrize("way", [by_class, by_module])
 def test_packed_experts_are_trained_as_without_liger(way, own, liger, monkeypatch):
     """Their adapters too; with transformers' forward to the bit."""
+    monkeypatch.setattr(forward, "why_not", lambda *_, **__: Reason.EXPERTS_FORWARD)
     want = step(with_lora(packed()), tokens=4)
-    monkeypatch.setattr(forward, "why_not", lambda *_, **__: None if own else Reason.EXPERTS_FORWARD)
+    if own:
+        monkeypatch.setattr(forward, "why_not", lambda *_, **__: None)
     found = step(with_lora(way(liger, packed)), tokens=4)
     hits = sum(counter.hits for (name, *_), counter in counters.hit_counters.items() if name.endswith(LIGER))
     assert hits == 4 * LAYERS and Reference.calls == 0 and not reasons("LigerExperts.forward")

@@ -296,8 +296,9 @@ def plant(monkeypatch, change):
         return out
 
     def compiled(self, out):
-        into(self, out)
+        result = into(self, out)
         change(out)
+        return result
 
     if GPU:
         monkeypatch.setattr(launch.Launch, "into", compiled)
