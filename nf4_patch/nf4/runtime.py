@@ -202,7 +202,7 @@ def compiled(
     options = options or {}
 
     def build() -> KernelEntry:
-        result = compile_kernel(kernel, arguments, values, num_warps=warps, num_stages=1, **options)
+        result = compile_kernel(kernel, arguments, values, num_warps=warps, **{"num_stages": 1, **options})
         return KernelEntry.of(result, tuple(values.values()))
 
     return built_once(_entries, (*kind, id(kernel), *values.values(), warps, *options.items()), build)

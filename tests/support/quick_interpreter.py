@@ -12,10 +12,27 @@ def install() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     import nf4_patch.nf4.dequantize.kernels
     import nf4_patch.nf4.routing.kernels
-    import nf4_patch.nf4.split.kernels  # noqa: F401
+    import nf4_patch.nf4.low_rank.kernels  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]
     from triton.runtime.interpreter import InterpretedFunction
 
     # A launch has put the interpreter's functions into triton.language; a function that its kernel calls puts them there again.
     InterpretedFunction.__call__ = lambda self, *args, **keywords: self.rewrite()(*args, **keywords)
+    multiply_bf16()
+
+
+def multiply_bf16() -> None:
+    """The interpreter's tl.dot takes bf16's bits for integers; here they are the numbers that they stand for."""
+    import numpy as np
+    from triton import language
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    create_dot = InterpreterBuilder.create_dot
+
+    def in_fp32(handle):
+        if handle.dtype.scalar != language.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), language.float32)
+
+    InterpreterBuilder.create_dot = lambda self, a, b, *others: create_dot(self, in_fp32(a), in_fp32(b), *others)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...nf4.split.launch import Parts, in_fp32, split
+from ...nf4.low_rank.launch import correlate, expand, project
 
 
 def product(a: Tensor, b: Tensor, scale: float = 1, added_to: Tensor | None = None) -> Tensor:
@@ -54,32 +54,30 @@ class Factors:
         return product(inner_gradient, self.a, self.scale, added_to)
 
 
-class SplitFactors(Factors):
-    """The same of fp32 factors and bf16 z, by parts of bf16; what is inner is scaled, and stored as its parts."""
-
-    def parts(self, chunks: Tensor) -> Tensor:
-        """Of [chunks, rows, 3 rank]."""
-        return split(chunks.unflatten(2, (3, -1)).permute(0, 2, 3, 1), self.scale).stored
-
-    def inner(self, z: Tensor) -> Tensor:
-        return self.parts(in_fp32(z, split(self.a, right=True).sum().t()))
+class FusedFactors(Factors):
+    """The same in bf16, with additions in the kernel that multiplies."""
 
     def outer(self, inner: Tensor, y: Tensor | None) -> Tensor:
-        return product(Parts(inner, False).product().t(), split(self.b.t(), right=True).product(), 1, y)
-
-    def inner_gradient(self, gradient: Tensor) -> Tensor:
-        return self.parts(in_fp32(gradient, split(self.b.t(), right=True).sum().t()))
-
-    def gradient_of_a(self, inner_gradient: Tensor, z: Tensor) -> Tensor:
-        found: Tensor = in_fp32(Parts(inner_gradient, False).sum(), z).unflatten(1, (3, -1)).sum((0, 1))
-        return found
-
-    def gradient_of_b(self, gradient: Tensor, inner: Tensor) -> Tensor:
-        found: Tensor = in_fp32(gradient.t(), Parts(inner, False).sum().t()).unflatten(2, (3, -1)).sum((0, 2))
-        return found
+        return expand(inner, self.b, False, self.scale, y)
 
     def gradient_of_z(self, inner_gradient: Tensor, added_to: Tensor | None) -> Tensor:
-        return product(Parts(inner_gradient, False).product().t(), split(self.a, right=True).product(), 1, added_to)
+        return expand(inner_gradient, self.a, True, self.scale, added_to)
+
+
+class WideFactors(FusedFactors):
+    """The same of fp32 factors and bf16 z on tensor cores; what is inner is in fp32."""
+
+    def inner(self, z: Tensor) -> Tensor:
+        return project(z, self.a, True)
+
+    def inner_gradient(self, gradient: Tensor) -> Tensor:
+        return project(gradient, self.b, False)
+
+    def gradient_of_a(self, inner_gradient: Tensor, z: Tensor) -> Tensor:
+        return correlate(z, inner_gradient, True, self.scale)
+
+    def gradient_of_b(self, gradient: Tensor, inner: Tensor) -> Tensor:
+        return correlate(gradient, inner, False, self.scale)
 
 
 Adapter = tuple[type[Factors], float, bool]  # how its products are computed, scaling, whether z is x

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...nf4.dequantize import compilation
-from ...nf4.split.launch import is_used_for
+from ...nf4.low_rank.launch import is_used_for
 from ...nf4.weight import OUTPUT_DTYPES
 from ..context import is_compiling, is_jit_tracing, modes_active, own_dispatch, plain_methods, transforms_active
 from ..dequantizer import Dequantizer
@@ -21,7 +21,7 @@ from ..reasons import Reason
 from ..replacement import Function
 from ..switch import switch
 from ..targets import Target
-from .function import Adapter, Factors, LoraProduct, SplitFactors
+from .function import Adapter, Factors, FusedFactors, LoraProduct, WideFactors
 
 # Without a gradient bitsandbytes multiplies up to so many rows straight from the packed weight, and enable(matmul="auto") does.
 FEW_ROWS = 128
@@ -93,7 +93,9 @@ def inputs_of(layer: Any, name: str, x: Tensor, rows: Tensor) -> tuple[Adapter, 
         z = rows
     else:  # as peft: what is dropped depends on the dtype
         z = dropout(x if autocast else x.to(a.dtype)).reshape(rows.shape).to(factors[0].dtype)
-    kind = SplitFactors if wide and is_x and is_used_for(rows) else Factors
+    kind: type[Factors] = Factors
+    if (is_x or not wide) and is_used_for(z, factors[0], b.shape[0]):
+        kind = WideFactors if wide else FusedFactors
     return (kind, layer.scaling[name], is_x), (z, *factors)
 
 

@@ -1,0 +1,113 @@
+"""Triton kernels for products of bf16 matrices with narrow ones: a factor of a rank, or what it has been multiplied by.
+
+An fp32 number, 24 bits of mantissa, is the sum of three in bf16, and products of bf16 are exact in fp32. Tensor cores add with fewer
+bits than fp32: they add the products of one tile, the smallest parts first, and the tiles are added in fp32.
+
+Of every kernel: x and out, bf16, are [rows, width], inner is [rows, rank], a factor [rank, width] if WIDE and [width, rank] if not, these
+two in fp32 (of ``expand_kernel`` also in bf16), all contiguous; width is a multiple of 16. A program takes ROWS, COLUMNS and RANK of the
+three at a time.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rounded(x):
+    """To bf16's precision, to nearest even, as fp32. In integers: the interpreter's own cast truncates."""
+    bits = x.to(tl.uint32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split(x):
+    """bf16 high, middle, low, whose sum is x."""
+    high = rounded(x)
+    middle = rounded(x - high)
+    return high.to(tl.bfloat16), middle.to(tl.bfloat16), rounded(x - high - middle).to(tl.bfloat16)
+
+
+@triton.jit
+def product(a, b):
+    """a @ b of bf16 a and fp32 b."""
+    high, middle, low = split(b)
+    return tl.dot(a, high, tl.dot(a, middle, tl.dot(a, low)))
+
+
+@triton.jit
+def place(column, r, width, rank, WIDE: tl.constexpr):
+    """Of a factor's element."""
+    if WIDE:
+        at = r.to(tl.int64) * width + column
+    else:
+        at = column.to(tl.int64) * rank + r
+    return at
+
+
+@triton.jit(do_not_specialize=["rows", "steps"])
+def project_kernel(
+    x, factor, inner, rows, width, rank, steps,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    """inner[part] = x @ factor, over the part's steps of COLUMNS."""
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    r = tl.program_id(2) * RANK + tl.arange(0, RANK)[None, :]
+    first = tl.program_id(1) * steps * COLUMNS
+    total = tl.full([ROWS, RANK], 0.0, tl.float32)
+    for start in range(first, min(first + steps * COLUMNS, width), COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        tile = tl.load(x + i * width + column[None, :], mask=(i < rows) & (column < width)[None, :], other=0.0)
+        column = column[:, None]
+        at = factor + place(column, r, width, rank, WIDE)
+        total += product(tile, tl.load(at, mask=(column < width) & (r < rank), other=0.0))
+    to = inner + (tl.program_id(1).to(tl.int64) * rows + i) * rank + r
+    tl.store(to, total, mask=(i < rows) & (r < rank))
+
+
+@triton.jit(do_not_specialize=["scale", "rows"])
+def expand_kernel(
+    inner, factor, out, scale, rows, width, rank,
+    ADD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    """out = scale * inner @ factor, added to out if ADD, rounded once; of fp32 what is below 2^-16 of a product is left out."""
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    total = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
+    for start in range(0, rank, RANK):
+        r = start + tl.arange(0, RANK)
+        left = tl.load(inner + i * rank + r[None, :], mask=(i < rows) & (r < rank)[None, :], other=0.0)
+        r = r[:, None]
+        at = factor + place(column, r, width, rank, WIDE)
+        right = tl.load(at, mask=(column < width) & (r < rank), other=0.0)
+        if left.dtype == tl.bfloat16:
+            total = tl.dot(left, right, total)
+        else:
+            left_high, left_middle, _ = split(left)
+            right_high, right_middle, _ = split(right)
+            total += tl.dot(left_high, right_high, tl.dot(left_high, right_middle, tl.dot(left_middle, right_high)))
+    total *= scale
+    to = out + i * width + column
+    inside = (i < rows) & (column < width)
+    if ADD:
+        total += tl.load(to, mask=inside, other=0.0).to(tl.float32)
+    tl.store(to, rounded(total).to(tl.bfloat16), mask=inside)
+
+
+@triton.jit(do_not_specialize=["scale", "rows", "steps"])
+def correlate_kernel(
+    x, inner, factor, scale, rows, width, rank, steps,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    """factor[part] = scale * x.T @ inner, over the part's steps of ROWS."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    r = tl.program_id(2) * RANK + tl.arange(0, RANK)[None, :]
+    first = tl.program_id(1) * steps * ROWS
+    total = tl.full([COLUMNS, RANK], 0.0, tl.float32)
+    for start in range(first, min(first + steps * ROWS, rows), ROWS):
+        i = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        tile = tl.load(x + i * width + column[None, :], mask=(i < rows) & (column < width)[None, :], other=0.0)
+        total += product(tl.trans(tile), tl.load(inner + i * rank + r, mask=(i < rows) & (r < rank), other=0.0))
+    column = column[:, None]
+    to = factor + tl.program_id(1).to(tl.int64) * width * rank + place(column, r, width, rank, WIDE)
+    tl.store(to, scale * total, mask=(column < width) & (r < rank))
