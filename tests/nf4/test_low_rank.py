@@ -47,7 +47,9 @@ def test_a_wide_result_is_rounded_once(device, rows, width, rank, wide, dtype):
     assert launch.expand(inner, factor, wide, 1.5, out) is out
     for found, wanted in ((launch.expand(inner, factor, wide, 1.5, None), want), (out, x.double() + want)):
         # half a unit in the last place of 8 bits, and what fp32 sums lose where large numbers cancel
-        bound = wanted.abs() * 2**-8 * 1.001 + 2**-15 * (inner.double().abs() @ narrow.double().abs().t() + x.double().abs())
+        bound = wanted.abs() * 2**-8 * 1.001 + 2**-15 * (
+            inner.double().abs() @ narrow.double().abs().t() + x.double().abs()
+        )
         assert found.dtype is BF16 and ((found.double() - wanted).abs() <= bound).all()
 
 

@@ -10,9 +10,6 @@ def install() -> None:
     import triton  # noqa: F401 (before the variable is set: Triton's own functions stay compiled)
 
     os.environ["TRITON_INTERPRET"] = "1"
-    import nf4_patch.nf4.dequantize.kernels
-    import nf4_patch.nf4.routing.kernels
-    import nf4_patch.nf4.low_rank.kernels  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]
     from triton.runtime.interpreter import InterpretedFunction

@@ -1,7 +1,8 @@
-"""The products of a bf16 matrix with narrow fp32 ones on PyTorch's tensors."""
+"""The products of a bf16 matrix with narrow ones on PyTorch's tensors."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -12,74 +13,81 @@ from .. import runtime
 if runtime.triton is not None:
     from . import kernels
 
-WIDTH_UNIT = 16  # by which a width is to be divisible
-LARGEST_RANK = 64  # of a program
+WIDTH_UNIT = 16  # divides every width
+LARGEST_RANK = 64  # of one program
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Tile(NamedTuple):
-    """Measured on an H200 with a layer of [4096, 4096] at 512 and 4,096 rows."""
+    """Chosen on an H200, layers of 1,024 to 14,336 columns at 512 and 4,096 rows, rank 16."""
 
     rows: int
     columns: int
-    warps: int
     stages: int
 
 
-TILES = {"project_kernel": Tile(128, 64, 4, 3), "expand_kernel": Tile(64, 128, 4, 1), "correlate_kernel": Tile(64, 128, 4, 3)}
+TILES = {"project_kernel": Tile(128, 64, 3), "expand_kernel": Tile(64, 128, 1), "correlate_kernel": Tile(64, 128, 3)}
+WARPS = 4
 
 
-def constants(name: str, rank: int, flags: dict[str, bool]) -> dict[str, Any]:
-    tile = TILES[name]
-    block = min(max(runtime.triton.next_power_of_2(rank), 16), LARGEST_RANK)
-    return {**flags, "ROWS": tile.rows, "COLUMNS": tile.columns, "RANK": block}
-
-
-def entry_for(
-    name: str, rank: int, flags: dict[str, bool], dtype: torch.dtype, device: torch.device
-) -> runtime.KernelEntry:
+def entry_for(name: str, rank: int, dtype: torch.dtype, device: torch.device, **flags: bool) -> runtime.KernelEntry:
     """
+    Args:
+        dtype: of the narrow matrices.
+        flags: WIDE, and ADD of expand_kernel.
+
     Raises:
         KernelUnavailable: it cannot be compiled here, or not while a CUDA graph is captured.
     """
-    tile, even = TILES[name], rank % 16 == 0
-    wide, narrow = (torch.empty(16, dtype=each, device=device) for each in (torch.bfloat16, dtype))
-    sizes = (2, WIDTH_UNIT, 16 if even else 2)
+    x, narrow = (torch.empty(16, dtype=each, device=device) for each in (BF16, dtype))
+    sizes = 2, WIDTH_UNIT, 2 if rank % 16 else 16  # what 16 divides is loaded 16 bytes at a time
     arguments = {
-        "project_kernel": (wide, narrow, narrow, *sizes, 2),
-        "expand_kernel": (narrow, narrow, wide, 1.0, *sizes),
-        "correlate_kernel": (wide, narrow, narrow, 1.0, *sizes, 2),
+        "project_kernel": (x, narrow, narrow, *sizes, 2),
+        "expand_kernel": (narrow, narrow, x, 1.0, *sizes),
+        "correlate_kernel": (x, narrow, narrow, 1.0, *sizes, 2),
     }[name]
+    options = {"num_stages": TILES[name].stages}
+    values = constants(name, rank, flags)
     return runtime.compiled(
-        getattr(kernels, name), arguments, constants(name, rank, flags), tile.warps, device, dtype, even,
-        options={"num_stages": tile.stages},
+        getattr(kernels, name), arguments, values, WARPS, device, dtype, sizes[2], options=options
     )  # fmt: skip
 
 
-def start(name: str, grid: tuple[int, int, int], rank: int, flags: dict[str, bool], *arguments: Any) -> None:
-    tensor = arguments[1]  # a narrow one
-    if not tensor.is_cuda:  # Triton's interpreter
-        getattr(kernels, name)[grid](*arguments, **constants(name, rank, flags))
-        return
-    call, head, tail, _ = entry_for(name, rank, flags, tensor.dtype, tensor.device)
-    values = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
-    with torch.cuda.device_of(tensor):
-        call(*grid, runtime.current_stream(tensor.get_device()), *head, *values, *tail)
+def constants(name: str, rank: int, flags: dict[str, bool]) -> dict[str, Any]:
+    rows, columns, _ = TILES[name]
+    block = min(max(runtime.triton.next_power_of_2(rank), 16), LARGEST_RANK)
+    return {**flags, "ROWS": rows, "COLUMNS": columns, "RANK": block}
 
 
 def is_used_for(z: Tensor, factor: Tensor, out_features: int) -> bool:
     """Whether the products of z, [rows, in], with factors like this one, [rank, in], run here."""
-    if runtime.triton is None or not z.is_cuda or z.dtype is not torch.bfloat16 or z.shape[1] % WIDTH_UNIT or out_features % WIDTH_UNIT:
+    if runtime.triton is None or not z.is_cuda or z.dtype is not BF16 or not len(z):
         return False
-    if torch.cuda.get_device_capability(z.device) < (8, 0):  # no products of bf16
+    if (z.shape[1] | out_features) % WIDTH_UNIT:
         return False
-    flags = [{"WIDE": wide} for wide in (True, False)]
-    kinds = [("expand_kernel", {"ADD": add, **each}) for each in flags for add in (True, False)]
-    if factor.dtype is torch.float32:
-        kinds += [(name, each) for each in flags for name in ("project_kernel", "correlate_kernel")]
+    if torch.cuda.get_device_capability(z.device) < (8, 0):  # it multiplies no bf16
+        return False
+    names = ("project_kernel", "correlate_kernel") if factor.dtype is FP32 else ()
+    both = (False, True)
     try:
-        return all(entry_for(*kind, factor.dtype, z.device) for kind in ((n, factor.shape[0], f) for n, f in kinds))
+        for wide, name in itertools.product(both, names):
+            entry_for(name, factor.shape[0], factor.dtype, z.device, WIDE=wide)
+        for wide, add in itertools.product(both, both):
+            entry_for("expand_kernel", factor.shape[0], factor.dtype, z.device, ADD=add, WIDE=wide)
     except runtime.KernelUnavailable:
         return False
+    return True
+
+
+def start(name: str, grid: tuple[int, int, int], rank: int, arguments: tuple[Any, ...], **flags: bool) -> None:
+    device, dtype = arguments[1].device, arguments[1].dtype  # of a narrow matrix
+    if device.type != "cuda":  # Triton's interpreter
+        getattr(kernels, name)[grid](*arguments, **constants(name, rank, flags))
+        return
+    call, head, tail, _ = entry_for(name, rank, dtype, device, **flags)
+    values = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
+    with torch.cuda.device(device):
+        call(*grid, runtime.current_stream(device.index), *head, *values, *tail)
 
 
 def ready(tensor: Tensor) -> Tensor:
@@ -95,8 +103,8 @@ def parts(programs: int, steps: int, device: torch.device) -> tuple[int, int]:
     return -(-steps // each), each
 
 
-def blocks(rank: int) -> int:
-    return -(-rank // LARGEST_RANK)
+def summed(found: Tensor) -> Tensor:
+    return found[0] if len(found) == 1 else found.sum(0)
 
 
 def project(x: Tensor, factor: Tensor, wide: bool) -> Tensor:
@@ -107,38 +115,38 @@ def project(x: Tensor, factor: Tensor, wide: bool) -> Tensor:
         factor: fp32 [rank, width] if ``wide``, [width, rank] if not; used as [width, rank].
     """
     (rows, width), rank = x.shape, factor.shape[0 if wide else 1]
-    tile = TILES["project_kernel"]
-    groups = -(-rows // tile.rows)
-    count, steps = parts(groups * blocks(rank), -(-width // tile.columns), x.device)
-    inner = torch.empty(count, rows, rank, dtype=torch.float32, device=x.device)
+    tile, blocks = TILES["project_kernel"], -(-rank // LARGEST_RANK)
+    programs = -(-rows // tile.rows)
+    count, steps = parts(programs * blocks, -(-width // tile.columns), x.device)
+    inner = x.new_empty(count, rows, rank, dtype=FP32)
     arguments = ready(x), ready(factor), inner, rows, width, rank, steps
-    start("project_kernel", (groups, count, blocks(rank)), rank, {"WIDE": wide}, *arguments)
-    return inner[0] if count == 1 else inner.sum(0)
+    start("project_kernel", (programs, count, blocks), rank, arguments, WIDE=wide)
+    return summed(inner)
 
 
 def expand(inner: Tensor, factor: Tensor, wide: bool, scale: float, added_to: Tensor | None) -> Tensor:
     """scale * inner @ factor, bf16 [rows, width], rounded once; added to ``added_to``, contiguous, in place where that is given.
 
     Args:
-        inner: [rows, rank], as from ``project``; fp32 or bf16.
+        inner: [rows, rank], fp32 or bf16.
         factor: of inner's dtype, see ``project``; used as [rank, width].
     """
     (rows, rank), width = inner.shape, factor.shape[1 if wide else 0]
-    out = inner.new_empty(rows, width, dtype=torch.bfloat16) if added_to is None else added_to
     tile = TILES["expand_kernel"]
+    out = inner.new_empty(rows, width, dtype=BF16) if added_to is None else added_to
+    arguments = ready(inner), ready(factor), out, float(scale), rows, width, rank
     grid = -(-rows // tile.rows), -(-width // tile.columns), 1
-    flags = {"ADD": added_to is not None, "WIDE": wide}
-    start("expand_kernel", grid, rank, flags, ready(inner), ready(factor), out, float(scale), rows, width, rank)
+    start("expand_kernel", grid, rank, arguments, ADD=added_to is not None, WIDE=wide)
     return out
 
 
 def correlate(x: Tensor, inner: Tensor, wide: bool, scale: float) -> Tensor:
-    """scale * x.T @ inner, as fp32 [rank, width] if ``wide``, else [width, rank]; of x, bf16 [rows, width], and inner, fp32 [rows, rank]."""
+    """scale * x.T @ inner, as fp32 [rank, width] if ``wide``, else [width, rank]; x: bf16 [rows, width], inner: fp32 [rows, rank]."""
     (rows, width), rank = x.shape, inner.shape[1]
-    tile = TILES["correlate_kernel"]
-    groups = -(-width // tile.columns)
-    count, steps = parts(groups * blocks(rank), -(-rows // tile.rows), x.device)
-    found = torch.empty(count, *((rank, width) if wide else (width, rank)), dtype=torch.float32, device=x.device)
-    arguments = ready(x), inner, found, float(scale), rows, width, rank, steps
-    start("correlate_kernel", (groups, count, blocks(rank)), rank, {"WIDE": wide}, *arguments)
-    return found[0] if count == 1 else found.sum(0)
+    tile, blocks = TILES["correlate_kernel"], -(-rank // LARGEST_RANK)
+    programs = -(-width // tile.columns)
+    count, steps = parts(programs * blocks, -(-rows // tile.rows), x.device)
+    factor = x.new_empty(count, *((rank, width) if wide else (width, rank)), dtype=FP32)
+    arguments = ready(x), ready(inner), factor, float(scale), rows, width, rank, steps
+    start("correlate_kernel", (programs, count, blocks), rank, arguments, WIDE=wide)
+    return summed(factor)
