@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OUTPUT = ("text", "{toctree}", "{eval-rst}", "{include}")  # shown, not typed
 MIXTURE = "Qwen/Qwen3-30B-A3B"  # a tiny one is loaded in its place
+ADAPTER = "my-adapter"  # and one of the tiny one
 TRAIN = """
 import torch, bitsandbytes
 layer = bitsandbytes.nn.Linear4bit(128, 64, bias=False, compute_dtype=torch.bfloat16).to("cpu")
@@ -72,6 +73,9 @@ ELSEWHERE = {
     "nf4-patch verify": "half a minute: tools/test_cli.py",
     "nf4-patch bench --step peft": "needs a GPU: tools/test_bench.py",
     "pip install .": "installs packages; of a wheel: integration/test_releases.py",
+    f"python examples/merge_adapter.py --model {MIXTURE} --adapter {ADAPTER} --out merged": (
+        "loads 61 GB; of tiny models: integration/test_examples.py"
+    ),
     "scripts/demo": "installs packages; the demo itself: integration/test_examples.py",
 }
 
@@ -105,6 +109,14 @@ def mixture_of_experts(folder: Path, checkpoint: str) -> torch.nn.Module:
 def checkpoint_of_experts(folder: Path) -> str:
     mixture_of_experts(folder, "").save_pretrained(folder / "experts")
     return str(folder / "experts")
+
+
+def adapter(folder: Path) -> str:
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    get_peft_model(mixture_of_experts(folder, ""), lora).save_pretrained(folder / "adapter")
+    return str(folder / "adapter")
 
 
 NAMES: dict[str, Callable[[Path, str], Any]] = {"trainer": trainer, "model": mixture_of_experts}
@@ -142,6 +154,8 @@ def test_code_block(block, tmp_path, checkpoint, monkeypatch):
         code = block.text if torch.cuda.is_available() else block.text.replace('"cuda"', '"cpu"')
         if MIXTURE in code:
             code = code.replace(MIXTURE, checkpoint_of_experts(tmp_path))
+        if ADAPTER in code:
+            code = code.replace(ADAPTER, adapter(tmp_path))
         exec(compile(code, str(block), "exec"), vars(script))
         if "trainer.train()" in code:
             assert nf4_patch.status().hits > 0

@@ -7,13 +7,17 @@ is only compared with its unpatched twin. gpu/test_example_runs.py trains with i
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import runpy
 import sys
 
+import peft
 import pytest
+import safetensors.torch
 import torch
+import transformers
 from run_example import EXAMPLES, GLOO, TORCHRUN, fallbacks, hits, on_and_off, run, run_example, same_training
 from subprocess_python import python
 
@@ -156,12 +160,47 @@ def test_generate(tmp_path):
 
 
 @pytest.mark.full
-def test_merge(tmp_path):
-    record = run_example("merge_adapter.py", "--out", tmp_path / "merged", folder=tmp_path)
-    assert [row["equal"] for row in record["merges"]] == [True, True]
-    # once a weight into 4 bits; twice for the dense model: transformers dequantizes and restores the shape
-    assert hits(record) >= 2 * LINEARS and not fallbacks(record)
-    assert (tmp_path / "merged" / "config.json").exists()
+@pytest.mark.parametrize("name", ["random", "random-qwen-moe", "random-gpt-oss"])
+def test_merge(name, tmp_path, patched):
+    """An adapter on 4-bit weights, then in a checkpoint as the original's: the same model but for the rounding to 16 bits."""
+    base, packed, adapter, out = (str(tmp_path / each) for each in ("base", "packed", "adapter", "merged"))
+    run([sys.executable, "-c", f"import offline; offline.checkpoint({name!r}, folder={base!r})"], EXAMPLES)
+    patched.enable(experts="4bit")
+    in_4_bits = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.bfloat16)
+    model = load(base, quantization_config=in_4_bits)
+    model.save_pretrained(packed)
+    transformers.AutoTokenizer.from_pretrained(base).save_pretrained(packed)
+    experts = {} if name == "random" else {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    torch.manual_seed(0)
+    trained = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], **experts)).eval()
+    with torch.no_grad():
+        for key, parameter in trained.named_parameters():
+            if "lora_" in key:
+                parameter.normal_(std=0.05)
+    trained.save_pretrained(adapter)
+    ids = torch.arange(3, 35)[None]
+    with torch.no_grad():
+        want = trained(input_ids=ids).logits.float()
+    run_example("merge_adapter.py", "--model", packed, "--adapter", adapter, "--out", out, folder=tmp_path)
+    patched.disable()
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+
+    def tensors(folder):
+        loaded = safetensors.torch.load_file(f"{folder}/model.safetensors")
+        return {key: (tensor.shape, tensor.dtype) for key, tensor in loaded.items()}
+
+    assert tensors(out) == tensors(base)
+
+    def off_by(folder):
+        merged = load(folder) if folder == out else peft.PeftModel.from_pretrained(load(folder), adapter)
+        with torch.no_grad():
+            return ((merged.eval()(input_ids=ids).logits.float() - want).norm() / want.norm()).item()
+
+    onto_the_original, onto_what_was_trained = off_by(base), off_by(out)
+    assert onto_what_was_trained < 0.02 and 4 * onto_what_was_trained < onto_the_original
 
 
 CACHED = {"NF4_PATCH_CACHE": "1GiB"}  # it does nothing there: docs/usage.md, several GPUs

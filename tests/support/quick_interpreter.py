@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 
@@ -10,7 +11,8 @@ def install() -> None:
     import triton  # noqa: F401 (before the variable is set: Triton's own functions stay compiled)
 
     os.environ["TRITON_INTERPRET"] = "1"
-
+    for folder in ("dequantize", "routing", "low_rank"):
+        importlib.import_module(f"nf4_patch.nf4.{folder}.kernels")
     del os.environ["TRITON_INTERPRET"]
     from triton.runtime.interpreter import InterpretedFunction
 

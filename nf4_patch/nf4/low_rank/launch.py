@@ -31,10 +31,7 @@ WARPS = 4
 
 
 def entry_for(name: str, rank: int, dtype: torch.dtype, device: torch.device, **flags: bool) -> runtime.KernelEntry:
-    """
-    Args:
-        dtype: of the narrow matrices.
-        flags: WIDE, and ADD of expand_kernel.
+    """Of a kernel, for narrow matrices of this dtype; flags: WIDE, and ADD of expand_kernel.
 
     Raises:
         KernelUnavailable: it cannot be compiled here, or not while a CUDA graph is captured.
