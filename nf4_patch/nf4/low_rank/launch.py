@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ TILES = {"project_kernel": Tile(128, 64, 3), "expand_kernel": Tile(64, 128, 1), 
 WARPS = 4
 
 
+@functools.cache
 def entry_for(name: str, rank: int, dtype: torch.dtype, device: torch.device, **flags: bool) -> runtime.KernelEntry:
     """Of a kernel, for narrow matrices of this dtype; flags: WIDE, and ADD of expand_kernel.
 
