@@ -269,6 +269,34 @@ def test_several_adapters_and_switching(device):
     assert not torch.equal(results[0], results[1]) and not torch.equal(results[1], results[2])
 
 
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "recomputed", "reentrant"])
+def test_an_adapter_switched_before_the_backward(device, reentrant):
+    """What is kept is of the adapter that ran; what is recomputed is of the new one, and peft freezes the old one's
+    factors: all as with peft's own.
+    """
+    model = adapted(device)
+    model.add_adapter("other", peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["fc0"]))
+    randomize(model, BF16, seed=5)
+    model.base_model.model.reentrant = reentrant
+    x, layer = inputs(device), layer_of(model)
+
+    def switched(to):
+        model.zero_grad()
+        x.grad = None
+        layer.set_adapter("default")
+        y = model(x)
+        layer.set_adapter(to)
+        y.backward(torch.ones_like(y))
+        adapters = [getattr(layer, part)[name].weight for name in ("default", "other") for part in ("lora_A", "lora_B")]
+        return [y.detach(), x.grad, *(torch.zeros_like(a) if a.grad is None else a.grad for a in adapters)]
+
+    want = switched("other")
+    nf4_patch.enable(lora="fused")
+    assert_close(switched("other"), want)
+    assert reentrant is not None or torch.equal(switched("other")[1], switched("default")[1])
+    assert counters.hits(TARGET) and not fallbacks(TARGET)
+
+
 @pytest.mark.parametrize("rows", [1, 5, 300])
 def test_without_a_gradient(device, rows):
     """Few rows are the base layer's own product, with LoRA added to it."""
