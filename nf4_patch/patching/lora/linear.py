@@ -70,7 +70,7 @@ def product_dtype(base: Any, x: Tensor) -> torch.dtype | None:
 def is_multiplied_as(layer: Any, name: str, x: Tensor) -> bool:
     """Whether peft multiplies by an adapter's factors in the dtype of x, or in fp32 and rounds the result to it."""
     a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-    if a.dtype is not b.dtype or not type(a) is type(b) is torch.nn.Parameter:
+    if a.dtype is not b.dtype or not {type(a), type(b)} <= {Tensor, torch.nn.Parameter}:  # FSDP1 makes views
         return False
     if torch.is_autocast_enabled(x.device.type) or a.dtype is x.dtype:
         return True
