@@ -15,7 +15,7 @@ from ...nf4.split.launch import is_used_for
 from ...nf4.weight import OUTPUT_DTYPES
 from ..context import is_compiling, is_jit_tracing, modes_active, own_dispatch, plain_methods, transforms_active
 from ..dequantizer import Dequantizer
-from ..experts.read import is_called_otherwise
+from ..experts.read import HOOKS_ON_ALL, is_called_otherwise
 from ..quant_state import weight_of
 from ..reasons import Reason
 from ..replacement import Function
@@ -25,6 +25,7 @@ from .function import Adapter, Factors, LoraProduct, SplitFactors
 
 # Without a gradient bitsandbytes multiplies up to so many rows straight from the packed weight, and enable(matmul="auto") does.
 FEW_ROWS = 128
+LINEAR, DROPOUT = (torch.nn.Linear,), (torch.nn.Identity, torch.nn.Dropout)
 
 
 def active(layer: Any, args: Any, kwargs: Any) -> list[str] | Reason:
@@ -36,11 +37,9 @@ def active(layer: Any, args: Any, kwargs: Any) -> list[str] | Reason:
     for name in names:
         if name in layer.lora_variant or layer.lora_bias.get(name):
             return Reason.LORA_VARIANT
-        linears = layer.lora_A[name], layer.lora_B[name]
-        if any(type(part) is not torch.nn.Linear or is_called_otherwise(part) for part in linears):
-            return Reason.LORA_HOOKED
-        if type(layer.lora_dropout[name]) not in (torch.nn.Identity, torch.nn.Dropout):
-            return Reason.LORA_HOOKED
+        for parts, kinds in ((layer.lora_A, LINEAR), (layer.lora_B, LINEAR), (layer.lora_dropout, DROPOUT)):
+            if type(parts[name]) not in kinds or is_called_otherwise(parts[name]):
+                return Reason.LORA_HOOKED
     return names
 
 
@@ -51,7 +50,7 @@ def is_plain(layer: Any, base: Any) -> bool:
         type(layer) is sys.modules["peft.tuners.lora.bnb"].Linear4bit  # type: ignore[attr-defined]
         and type(base) in (library.Linear4bit, library.LinearNF4, library.LinearFP4)
         and library.Linear4bit.forward.__module__ == library.__name__
-        and not is_called_otherwise(base)
+        and not (any(HOOKS_ON_ALL) or is_called_otherwise(base))
     )
 
 
