@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO-3 over two processes: bytes sharded, gathered for each use, decoded by the kernel, the same bits.
 
-And LoRA on packed experts in two processes, in every way.
+And LoRA in two processes, in every way: on packed experts, and on linear layers in one function.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from run_example import GLOO, run
+
+from nf4_patch.patching.reasons import Reason
 
 OWN = Path(sys.prefix) / "deepspeed-0.19.8"  # where scripts/test puts it
 NO_DEEPSPEED = not OWN.is_dir() and importlib.util.find_spec("deepspeed") is None
@@ -39,6 +41,16 @@ def test_gradients_of_experts_are_the_mean_of_what_each_computes_alone(way, tmp_
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gpu/test_distributed.py runs it over NCCL")
 def test_experts_in_bf16_storage_sharded_and_checkpointed(tmp_path):
     assert launched(tmp_path, "experts_sharded").count("the mean, 2 stacks, fell back: []") == 2
+
+
+LORA = {way: "hit, fell back: [], equal: False" for way in ("ddp", "fsdp1", "fsdp2")}
+LORA["zero3"] = f"not hit, fell back: {[Reason.LORA_HOOKED.name]}, equal: True"  # its hooks gather the factors
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="over gloo, on the CPU")
+@pytest.mark.parametrize("way", [pytest.param(way, marks=NEEDS if way == "zero3" else ()) for way in LORA])
+def test_lora_in_one_function_trains_as_peft_or_is_refused_by_name(way, tmp_path):
+    assert launched(tmp_path, "lora_distributed", way).count(LORA[way]) == 2
 
 
 def processes(patch: str, checkpoint: str, folder: Path) -> list[dict]:

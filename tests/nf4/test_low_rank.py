@@ -64,6 +64,15 @@ def test_addresses_and_strides(device):
         assert torch.equal(launch.correlate(other, inner, True, 1.0), want[1])
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("ranks", [(16, 16), (8, 16), (16, 8), (5, 3)])
+def test_a_part_of_wider_rows(device, ranks, dtype):
+    _, inner, factor, _ = matrices(device, 70, 96, sum(ranks), True, dtype)
+    for part, of in zip(inner.split(ranks, 1), factor.split(ranks, 0), strict=True):
+        want = launch.expand(part.clone(memory_format=torch.contiguous_format), of, True, 1.5, None)
+        assert torch.equal(launch.expand(part, of, True, 1.5, None), want)
+
+
 def test_the_same_at_every_run(device):
     x, inner, factor, _ = matrices(device, 512, 256, 16, True)
     first = launch.project(x, factor, True), launch.correlate(x, inner, True, 1.0)

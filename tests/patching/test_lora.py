@@ -8,9 +8,11 @@ import statistics
 import pytest
 import torch
 from target import fallbacks, linear
-from torch.utils.checkpoint import checkpoint
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint as checkpointed
 
 import nf4_patch
+from benchmarks.checkpoint import load_4bit
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.lora import linear as linear_module
@@ -53,7 +55,7 @@ class Model(torch.nn.Module):
     def forward(self, x):
         for name in self.names:
             layer = getattr(self, name)
-            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+            x = layer(x) if self.reentrant is None else checkpointed(layer, x, use_reentrant=self.reentrant)
             x = torch.nn.functional.silu(x) if len(self.names) > 1 else x
         return x
 
@@ -253,6 +255,34 @@ def test_several_adapters_and_switching(device):
     assert not torch.equal(results[0], results[1]) and not torch.equal(results[1], results[2])
 
 
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "recomputed", "reentrant"])
+def test_an_adapter_switched_before_the_backward(device, reentrant):
+    """What is kept is of the adapter that ran; what is recomputed is of the new one, and peft freezes the old one's
+    factors: all as with peft's own.
+    """
+    model = adapted(device)
+    model.add_adapter("other", peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["fc0"]))
+    randomize(model, BF16, seed=5)
+    model.base_model.model.reentrant = reentrant
+    x, layer = inputs(device), layer_of(model)
+
+    def switched(to):
+        model.zero_grad()
+        x.grad = None
+        layer.set_adapter("default")
+        y = model(x)
+        layer.set_adapter(to)
+        y.backward(torch.ones_like(y))
+        adapters = [getattr(layer, part)[name].weight for name in ("default", "other") for part in ("lora_A", "lora_B")]
+        return [y.detach(), x.grad, *(torch.zeros_like(a) if a.grad is None else a.grad for a in adapters)]
+
+    want = switched("other")
+    nf4_patch.enable(lora="fused")
+    assert_close(switched("other"), want)
+    assert reentrant is not None or torch.equal(switched("other")[1], switched("default")[1])
+    assert counters.hits(TARGET) and not fallbacks(TARGET)
+
+
 @pytest.mark.parametrize("rows", [1, 5, 300])
 def test_without_a_gradient(device, rows):
     """Few rows are the base layer's own product, with LoRA added to it."""
@@ -266,6 +296,72 @@ def test_without_a_gradient(device, rows):
             got = model(x)
             assert apart(got, want) < 1e-2 and not fallbacks(TARGET)
             assert torch.equal(base, kept)
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_beside_the_fused_matmul(device, rows):
+    """Few rows without a gradient are still the base layer's own product, whoever multiplies there."""
+    model, x = adapted(device), inputs(device, shape=(rows, IN)).detach()
+    with torch.no_grad():
+        want = model(x)
+        nf4_patch.enable(lora="fused", matmul="auto")
+        assert apart(model(x), want) < 1e-2 and not fallbacks(TARGET)
+
+
+def test_merged_and_taken_out_again(device):
+    model, x, layer = (m := adapted(device)), inputs(device), layer_of(m)
+    layer.merge()
+    beside(model, x, hits=False)
+    layer.unmerge()
+    assert_close(*beside(model, x))
+
+
+def test_modules_to_save(device):
+    """A dense layer that is trained as a whole, after one with an adapter."""
+    torch.manual_seed(0)
+    model = Model(device)
+    model.head, model.names = torch.nn.Linear(OUT, 8, device=device, dtype=BF16), ["fc0", "head"]
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["fc0"], modules_to_save=["head"]))
+    randomize(model, BF16)
+    got, want = beside(model, inputs(device))
+    assert_close(got, want)
+    assert len(got) == 2 + 2 + 2  # y and of x; of A and B; of the head's weight and bias
+
+
+def test_micro_batches(device):
+    """Two backwards before an optimizer's step."""
+    model, xs = adapted(device, layers=2, lora_dropout=0.1), [inputs(device, seed=seed) for seed in (0, 1)]
+
+    def steps():
+        torch.manual_seed(3)
+        model.zero_grad()
+        for x in xs:
+            model(x).float().square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    want = steps()
+    nf4_patch.enable(lora="fused")
+    assert_close(steps(), want)
+
+
+def test_generation(device, checkpoint):
+    """A prompt of many rows, then one row a token; logits of the same tokens."""
+    model = load_4bit(checkpoint, device)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM"))
+    randomize(model, BF16)
+    torch.manual_seed(0)
+    prompt = torch.randint(3, 512, (2, 80)).to(device)
+
+    def logits():  # in training mode: for others bitsandbytes repacks the weights on a CPU
+        options = {"do_sample": False, "max_new_tokens": 3, "return_dict_in_generate": True, "output_logits": True}
+        found = model.train().generate(prompt, attention_mask=torch.ones_like(prompt), suppress_tokens=[2], **options)
+        return found.logits[0], found.sequences
+
+    want, sequences = logits()
+    nf4_patch.enable(lora="fused")
+    got, others = logits()
+    assert apart(got, want) < 2e-2 and counters.hits(TARGET) and not fallbacks(TARGET)
+    assert others.shape == sequences.shape
 
 
 def test_a_cached_weight_is_read_and_left_as_it_is(device):
@@ -282,7 +378,7 @@ def test_a_recompute_ends_before_the_last_product(device):
     model, x = adapted(device, layers=2), inputs(device)
     nf4_patch.enable(lora="fused")
     first, second = layer_of(model), layer_of(model, "fc1")
-    y = x.new_zeros(OUT) + checkpoint(lambda x: second(torch.nn.functional.silu(first(x))), x, use_reentrant=False)
+    y = x.new_zeros(OUT) + checkpointed(lambda x: second(torch.nn.functional.silu(first(x))), x, use_reentrant=False)
     y.float().square().sum().backward()
     assert counters.hits(TARGET) == 2 + 1 + 2
 
@@ -315,7 +411,7 @@ def test_an_error_leaves_no_frames_behind(device):
     try:
         before = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
         for _ in range(3):
-            checkpoint(model, x, use_reentrant=False).float().sum().backward()
+            checkpointed(model, x, use_reentrant=False).float().sum().backward()
         assert sum(isinstance(each, torch.Tensor) for each in gc.get_objects()) <= before + 8  # gradients
     finally:
         gc.enable()
@@ -331,6 +427,23 @@ def with_hook(part):
         module.register_forward_hook(lambda module, args, output: 2 * output)
 
     return change
+
+
+def replaced(part, kind):
+    def change(model):
+        layer = layer_of(model)
+        if part == "base":
+            layer.base_layer.__class__ = type("Mine", (type(layer.base_layer),), {})
+        else:
+            getattr(layer, part)["default"] = kind()
+
+    return change
+
+
+def forward_of_its_own(model):
+    base = layer_of(model).base_layer
+    forward = base.forward
+    base.forward = lambda x: 2 * forward(x)
 
 
 def parametrized(model):
@@ -357,6 +470,10 @@ REFUSED = {
     "a hook on A": ({}, with_hook("lora_A"), Reason.LORA_HOOKED),
     "a hook on B": ({}, with_hook("lora_B"), Reason.LORA_HOOKED),
     "a hook on the base layer": ({}, with_hook("base"), Reason.LORA_HOOKED),
+    "a hook on dropout": ({}, with_hook("lora_dropout"), Reason.LORA_HOOKED),
+    "another dropout": ({}, replaced("lora_dropout", torch.nn.AlphaDropout), Reason.LORA_HOOKED),
+    "a subclass of the base layer": ({}, replaced("base", None), Reason.LORA_HOOKED),
+    "a forward of the base layer's own": ({}, forward_of_its_own, Reason.LORA_HOOKED),
     "a parametrization": ({}, parametrized, Reason.LORA_HOOKED),
     "a subclass": ({}, subclassed, Reason.LORA_HOOKED),
     "another dtype": ({}, cast, Reason.LORA_DTYPES),
@@ -370,6 +487,15 @@ def test_what_is_not_served_is_peft_s_to_the_bit(device, kind):
     change(model)
     got, want = beside(model, x, hits=False)
     assert all(map(torch.equal, got, want)) and fallbacks(TARGET) == {reason: 1}
+
+
+def test_a_hook_on_every_module_is_called(device):
+    called = []
+    with torch.nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(module)):
+        model, x = adapted(device), inputs(device)
+        got, want = beside(model, x, hits=False)
+    assert all(map(torch.equal, got, want)) and fallbacks(TARGET) == {Reason.LORA_HOOKED: 1}
+    assert called.count(layer_of(model).lora_A["default"]) == 2
 
 
 @pytest.mark.parametrize("autocast", [None, BF16])
@@ -390,13 +516,18 @@ def test_a_mixed_batch_is_peft_s(device):
     assert torch.equal(got, want) and fallbacks(TARGET) == {Reason.LORA_INACTIVE: 1}
 
 
-def test_torch_compile_fuses_peft_s_own(device, fresh_dynamo):
-    model, x = adapted(device), inputs(device)
-    explained = []
-    nf4_patch.enable(lora="fused")
-    compiled = torch.compile(layer_of(model), backend=lambda graph, _: explained.append(graph) or graph.forward)
-    compiled(x)
-    assert len(explained) <= 1 and not fallbacks(TARGET) and not counters.hits(TARGET)
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="before PyTorch 2.8 stock bitsandbytes and peft break the graph")
+def test_torch_compile_traces_peft_s_own(device, fresh_dynamo):
+    """One whole graph, the option off, on and off again: no break, no recompile, the same bits."""
+    model, x = adapted(device, layers=2, biased=True), inputs(device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    nf4_patch.enable()
+    want = step(compiled, x)
+    for option in ("fused", "off"):
+        nf4_patch.enable(lora=option)
+        assert all(map(torch.equal, step(compiled, x), want))
+    assert counter.frame_count == 1 and not fallbacks(TARGET) and not counters.hits(TARGET)
 
 
 def test_off_by_default_and_again(device):

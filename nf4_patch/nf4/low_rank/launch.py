@@ -42,7 +42,7 @@ def entry_for(name: str, rank: int, dtype: torch.dtype, device: torch.device, **
     sizes = 2, WIDTH_UNIT, 2 if rank % 16 else 16  # what 16 divides is loaded 16 bytes at a time
     arguments = {
         "project_kernel": (x, narrow, narrow, *sizes, 2),
-        "expand_kernel": (narrow, narrow, x, 1.0, *sizes),
+        "expand_kernel": (narrow, narrow, x, 1.0, *sizes, sizes[2]),
         "correlate_kernel": (x, narrow, narrow, 1.0, *sizes, 2),
     }[name]
     options = {"num_stages": TILES[name].stages}
@@ -127,13 +127,15 @@ def expand(inner: Tensor, factor: Tensor, wide: bool, scale: float, added_to: Te
     """scale * inner @ factor, bf16 [rows, width], rounded once; added to ``added_to``, contiguous, in place where that is given.
 
     Args:
-        inner: [rows, rank], fp32 or bf16.
+        inner: [rows, rank], fp32 or bf16, also a part of wider rows.
         factor: of inner's dtype, see ``project``; used as [rank, width].
     """
     (rows, rank), width = inner.shape, factor.shape[1 if wide else 0]
     tile = TILES["expand_kernel"]
     out = inner.new_empty(rows, width, dtype=BF16) if added_to is None else added_to
-    arguments = ready(inner), ready(factor), out, float(scale), rows, width, rank
+    if inner.stride(1) != 1 or inner.data_ptr() % 16 or (rank % 16 == 0 and inner.stride(0) % 16):
+        inner = inner.clone(memory_format=torch.contiguous_format)
+    arguments = inner, ready(factor), out, float(scale), rows, width, rank, inner.stride(0)
     grid = -(-rows // tile.rows), -(-width // tile.columns), 1
     start("expand_kernel", grid, rank, arguments, ADD=added_to is not None, WIDE=wide)
     return out

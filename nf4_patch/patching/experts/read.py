@@ -90,6 +90,7 @@ class Stack:
 # --- who else takes part in reading a stack ---
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS_ON_ALL = [getattr(torch_module, f"_global{kind}") for kind in HOOKS]  # dicts: true where there is one
 
 
 def packed_chains(module: Any) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def is_hooked(module: Any, chains: dict[str, Any]) -> bool:
     was decoded during a forward; a ``parametrize.cached()`` around it keeps that for longer.
     """
     library = sys.modules.get("bitsandbytes.nn.parametrize")
-    if library is None or any(getattr(torch_module, f"_global{kind}") for kind in HOOKS):
+    if library is None or any(HOOKS_ON_ALL):
         return True
     caching, no_longer = (getattr(library, f"_{verb}_parametrization_cache", None) for verb in ("enable", "disable"))
     if parametrize._cache_enabled > [*module._forward_pre_hooks.values()].count(caching):

@@ -88,25 +88,28 @@ class LoraProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, dense: Callable[[], Tensor], adapters: list[Adapter], *tensors: Tensor
-    ) -> Tensor:
+        ctx: Any, x: Tensor, bias: Tensor | None, dense: Callable[[], Tensor], adapters: list[Adapter],
+        inners: list[Tensor | None], *tensors: Tensor,
+    ) -> Tensor:  # fmt: skip
         """``tensors``: of each adapter z, [rows, in], A, [rank, in], and B, [out, rank].
 
         Args:
             x: [rows, in], in the dtype of the layer's product.
             bias: [out], of that dtype.
             dense: gives the base's weight [out, in], of that dtype, not to be written into.
+            inners: of each adapter z @ A.T where it is known.
         """
         y: Any = None
         saved: list[Tensor | None] = []
         for index, (kind, scale, _) in enumerate(adapters):
             z, a, b = tensors[3 * index : 3 * index + 3]
             factors = kind(a, b, scale)
-            inner = factors.inner(z)
+            known = inners[index]
+            inner = factors.inner(z) if known is None else known
             if y is None and bias is not None:
                 y = bias.expand(len(z), -1).clone()
             y = factors.outer(inner, y).to(x.dtype)
-            of_a, of_b = ctx.needs_input_grad[3 * index + 5 : 3 * index + 7]
+            of_a, of_b = ctx.needs_input_grad[3 * index + 6 : 3 * index + 8]
             saved += (z if of_a else None, inner if of_b else None, a, b)
         ctx.save_for_backward(*saved)
         ctx.dense, ctx.adapters = dense, adapters
@@ -117,7 +120,7 @@ class LoraProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         device = gradient.device.type
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-            of_x, of_bias, *needed = ctx.needs_input_grad[:2] + ctx.needs_input_grad[4:]
+            of_x, of_bias, *needed = ctx.needs_input_grad[:2] + ctx.needs_input_grad[5:]
             x_gradient = gradient @ ctx.dense() if of_x else None
             found: list[Tensor | None] = []
             for index, (kind, scale, is_x) in enumerate(ctx.adapters):
@@ -135,4 +138,4 @@ class LoraProduct(torch.autograd.Function):
                     factors.gradient_of_a(t, z) if of_a else None,
                     factors.gradient_of_b(gradient, inner) if of_b else None,
                 )
-            return x_gradient, gradient.sum(0) if of_bias else None, None, None, *found
+            return x_gradient, gradient.sum(0) if of_bias else None, None, None, None, *found

@@ -15,16 +15,18 @@ from ...nf4.low_rank.launch import is_used_for
 from ...nf4.weight import OUTPUT_DTYPES
 from ..context import is_compiling, is_jit_tracing, modes_active, own_dispatch, plain_methods, transforms_active
 from ..dequantizer import Dequantizer
-from ..experts.read import is_called_otherwise
+from ..experts.read import HOOKS_ON_ALL, is_called_otherwise
 from ..quant_state import weight_of
 from ..reasons import Reason
 from ..replacement import Function
 from ..switch import switch
 from ..targets import Target
 from .function import Adapter, Factors, FusedFactors, LoraProduct, WideFactors
+from .shared import shared_inner
 
 # Without a gradient bitsandbytes multiplies up to so many rows straight from the packed weight, and enable(matmul="auto") does.
 FEW_ROWS = 128
+LINEAR, DROPOUT = (torch.nn.Linear,), (torch.nn.Identity, torch.nn.Dropout)
 
 
 def active(layer: Any, args: Any, kwargs: Any) -> list[str] | Reason:
@@ -36,11 +38,9 @@ def active(layer: Any, args: Any, kwargs: Any) -> list[str] | Reason:
     for name in names:
         if name in layer.lora_variant or layer.lora_bias.get(name):
             return Reason.LORA_VARIANT
-        linears = layer.lora_A[name], layer.lora_B[name]
-        if any(type(part) is not torch.nn.Linear or is_called_otherwise(part) for part in linears):
-            return Reason.LORA_HOOKED
-        if type(layer.lora_dropout[name]) not in (torch.nn.Identity, torch.nn.Dropout):
-            return Reason.LORA_HOOKED
+        for parts, kinds in ((layer.lora_A, LINEAR), (layer.lora_B, LINEAR), (layer.lora_dropout, DROPOUT)):
+            if type(parts[name]) not in kinds or is_called_otherwise(parts[name]):
+                return Reason.LORA_HOOKED
     return names
 
 
@@ -51,7 +51,7 @@ def is_plain(layer: Any, base: Any) -> bool:
         type(layer) is sys.modules["peft.tuners.lora.bnb"].Linear4bit  # type: ignore[attr-defined]
         and type(base) in (library.Linear4bit, library.LinearNF4, library.LinearFP4)
         and library.Linear4bit.forward.__module__ == library.__name__
-        and not is_called_otherwise(base)
+        and not (any(HOOKS_ON_ALL) or is_called_otherwise(base))
     )
 
 
@@ -70,7 +70,7 @@ def product_dtype(base: Any, x: Tensor) -> torch.dtype | None:
 def is_multiplied_as(layer: Any, name: str, x: Tensor) -> bool:
     """Whether peft multiplies by an adapter's factors in the dtype of x, or in fp32 and rounds the result to it."""
     a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-    if a.dtype is not b.dtype or not type(a) is type(b) is torch.nn.Parameter:
+    if a.dtype is not b.dtype or not {type(a), type(b)} <= {Tensor, torch.nn.Parameter}:  # FSDP1 makes views
         return False
     if torch.is_autocast_enabled(x.device.type) or a.dtype is x.dtype:
         return True
@@ -111,10 +111,13 @@ def run(
     """
     adapters: list[Adapter] = []
     tensors: list[Tensor] = []
+    inners: list[Tensor | None] = []
     for name in names:
         adapter, its_tensors = inputs_of(layer, name, x, rows)
         adapters.append(adapter)
         tensors += its_tensors
+        plain = adapter[2] and its_tensors[1] is layer.lora_A[name].weight and its_tensors[1].dtype is rows.dtype
+        inners.append(shared_inner(layer, name, x, rows) if plain and names == [name] else None)
     base = layer.base_layer
     if not torch.is_grad_enabled() and len(rows) <= FEW_ROWS:
         y: Tensor = base(x)
@@ -125,7 +128,7 @@ def run(
             total = factors.outer(factors.inner(z), total)
         return total.view(y.shape)
     bias = None if base.bias is None else base.bias.to(rows.dtype)
-    result: Tensor = LoraProduct.apply(rows, bias, dense, adapters, *tensors)
+    result: Tensor = LoraProduct.apply(rows, bias, dense, adapters, inners, *tensors)
     with torch.no_grad():
         result.addmm_(rows, dense().t())
     return result.view(*x.shape[:-1], out_features)

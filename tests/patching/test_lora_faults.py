@@ -1,0 +1,95 @@
+"""Faults put into LoRA's function on purpose: the tests of test_lora.py notice each of them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+
+import pytest
+import test_lora as checks
+
+from nf4_patch.patching.lora import function, linear
+
+accuracy = functools.partial(checks.test_as_accurate_as_peft, precision="bf16")
+plain = functools.partial(checks.test_a_step_is_peft_s, config="plain", reentrant=None)
+dropout = functools.partial(checks.test_a_step_is_peft_s, config="dropout", reentrant=None)
+several = checks.test_several_adapters_and_switching
+switched = functools.partial(checks.test_an_adapter_switched_before_the_backward, reentrant=None)
+NOW = "getattr(layer, f'lora_{part}')[layer.active_adapters[0]].weight for part in 'AB'"
+
+# The test that fails, the module, and what stands in it in place of what.
+FAULTS = {
+    "no scaling in y": (accuracy, function, {"self.b.t(), self.scale, y": "self.b.t(), 1, y"}),
+    "no scaling in dA": (accuracy, function, {"z.to(self.a.dtype), self.scale": "z.to(self.a.dtype), 1"}),
+    "no scaling in dB": (accuracy, function, {".t(), inner, self.scale": ".t(), inner, 1"}),
+    "no scaling in dx": (accuracy, function, {"self.a, self.scale, added_to": "self.a, 1, added_to"}),
+    "scaling twice": (accuracy, linear, {"layer.scaling[name]": "layer.scaling[name] ** 2"}),
+    "another adapter's scaling": (several, linear, {"layer.scaling[name]": "layer.scaling['default']"}),
+    "A transposed in x·A": (accuracy, function, {"@ self.a.t()": "@ self.a.view(self.a.shape[::-1])"}),
+    "B transposed in y": (accuracy, function, {"(inner, self.b.t(),": "(inner, self.b.view(self.b.shape[::-1]),"}),
+    "B transposed in dA and dx": (
+        accuracy, function, {"self.b.dtype) @ self.b": "self.b.dtype) @ self.b.t().reshape(self.b.shape)"}
+    ),
+    "A transposed in dx": (
+        accuracy, function, {"product(inner_gradient, self.a,": "product(inner_gradient, self.a.t().reshape(self.a.shape),"}
+    ),
+    "dA transposed": (
+        accuracy, function,
+        {"product(inner_gradient.t(), z.to(self.a.dtype), self.scale)":
+         "product(inner_gradient.t(), z.to(self.a.dtype), self.scale).t().reshape(self.a.shape)"},
+    ),
+    "no dropout": (dropout, linear, {"is_x = not (": "is_x = True or ("}),
+    "dropout's mask not in dx": (dropout, linear, {"layer.scaling[name], is_x)": "layer.scaling[name], True)"}),
+    "dropout's mask not in dA": (dropout, function, {"saved += (z if of_a": "saved += (x if of_a"}),
+    "another mask in dA": (
+        dropout, function, {"saved += (z if of_a": "saved += (torch.nn.functional.dropout(x, 0.3) if of_a"}
+    ),
+    "other random numbers": (dropout, linear, {"        z = dropout(x": "        dropout(x); z = dropout(x"}),
+    "x·A of the latest call": (
+        plain, function,
+        {"ctx.save_for_backward(": "LoraProduct.latest = saved; ctx.save_for_backward(",
+         "kind(a, b, scale)\n                t =": "kind(a, b, scale); inner = LoraProduct.latest[1]\n                t ="},
+    ),
+    "the adapter of now in the backward": (
+        switched, linear,
+        {"return (kind, ": f"return (lambda a, b, scale: kind(*({NOW}), scale), "},
+    ),
+    "no bias": (plain, linear, {"bias = None if base.bias is None": "bias = None if True"}),
+    "the base's product not added": (accuracy, linear, {"rows, dense().t())": "rows, dense().t(), alpha=0)"}),
+    "the base's weight transposed in dx": (
+        accuracy, function, {"gradient @ ctx.dense()": "gradient @ ctx.dense().t().reshape(ctx.dense().shape)"}
+    ),
+    "dx of LoRA alone": (accuracy, function, {"gradient_of_z(t, x_gradient)": "gradient_of_z(t, None)"}),
+}  # fmt: skip
+
+
+def replaced(monkeypatch, module, texts):
+    """Everything that the module defines, in both modules, from its source with other text in it."""
+    source = inspect.getsource(module)
+    for text, instead in texts.items():
+        assert source.count(text) == 1, text
+        source = source.replace(text, instead)
+    mutant = types.ModuleType(module.__name__)
+    mutant.__package__ = module.__package__
+    exec(compile(source, module.__file__, "exec"), vars(mutant))
+    for name, value in vars(mutant).items():
+        if getattr(value, "__module__", None) == module.__name__:
+            for owner in (function, linear):
+                if name in vars(owner):
+                    monkeypatch.setattr(owner, name, value)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_noticed(fault, device, monkeypatch):
+    check, module, texts = FAULTS[fault]
+    replaced(monkeypatch, module, texts)
+    with pytest.raises((AssertionError, RuntimeError)):
+        check(device)
+
+
+@pytest.mark.parametrize("check", [accuracy, plain, dropout, several, switched])
+def test_without_a_fault_nothing_is(check, device, monkeypatch):
+    for module in (function, linear):
+        replaced(monkeypatch, module, {})
+    check(device)

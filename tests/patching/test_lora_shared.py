@@ -1,0 +1,179 @@
+"""Layers that take the same input share one product with their A; whatever comes between them, results are peft's."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+
+import peft
+import pytest
+import test_lora as lora
+import torch
+from target import fallbacks, linear
+from torch.utils.checkpoint import checkpoint
+
+import nf4_patch
+from nf4_patch.patching.lora import shared
+
+
+class Block(torch.nn.Module):
+    """q, k and v of the same x; ``between`` is called after q."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.config, self.is_loaded_in_4bit = {"model_type": "custom"}, True
+        self.names = ["q", "k", "v"]
+        for seed, name in enumerate(self.names):
+            self.add_module(name, linear(device, lora.IN, lora.OUT, lora.BF16, seed=seed))
+        self.between = self.reentrant = None
+
+    def run(self, x):
+        q = self.q(x)
+        if self.between is not None:
+            x = self.between(self, x)
+        return q + 2 * self.k(x) + 3 * self.v(x)
+
+    def forward(self, x):
+        return self.run(x) if self.reentrant is None else checkpoint(self.run, x, use_reentrant=self.reentrant)
+
+
+@pytest.fixture
+def block(device):
+    shared.followers.clear()
+    model = peft.get_peft_model(Block(device), peft.LoraConfig(r=8, lora_alpha=12, target_modules=["q", "k", "v"]))
+    lora.randomize(model, lora.BF16)
+    return model
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """How many layers each product was for that served more than one."""
+    together, found = shared.together, []
+
+    def counted(*args):
+        own = together(*args)
+        if own is not None:
+            found.append(1 + len(shared.latest.products))
+        return own
+
+    monkeypatch.setattr(shared, "together", counted)
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "recomputed", "reentrant"])
+@pytest.mark.parametrize("autocast", [None, lora.BF16], ids=["plain", "autocast"])
+def test_one_product_from_the_second_step_on(block, products, device, reentrant, autocast):
+    block.base_model.model.reentrant = reentrant
+    x = lora.inputs(device)
+    for seed in range(3):
+        lora.randomize(block, lora.BF16, seed)
+        lora.assert_close(*lora.beside(block, x, autocast))
+    assert set(products) == {3} and len(products) == (2 if reentrant is None else 5)
+    assert not shared.latest.products and not fallbacks(lora.TARGET)
+
+
+def add_in_place(block, x):
+    with torch.no_grad():
+        x.data.add_(0)  # unseen, and changes nothing
+        return x.mul_(1)
+
+
+def another_x(block, x):
+    return x * 2
+
+
+def change_a(block, x):
+    with torch.no_grad():
+        block.k.lora_A["default"].weight.mul_(2)
+    return x
+
+
+def replace_a(block, x):
+    block.k.lora_A["default"].weight = torch.nn.Parameter(block.k.lora_A["default"].weight.detach() * 2)
+    return x
+
+
+def call_q_again(block, x):
+    return x + 0 * block.q(x)[..., :1].sum()
+
+
+def disable_k(block, x):
+    block.k.enable_adapters(False)
+    return x
+
+
+def hook_k(block, x):
+    block.k.lora_A["default"].register_forward_hook(lambda module, args, result: result * 2)
+    return x
+
+
+def scale_k(block, x):
+    block.k.scaling["default"] *= 2
+    return x
+
+
+CHANGES = [add_in_place, another_x, change_a, replace_a, call_q_again, disable_k, hook_k, scale_k]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_comes_between(block, products, device, change):
+    """After two steps that share: what is waiting for k and v then is not of what they ask for."""
+    x = lora.inputs(device)
+    nf4_patch.enable(lora="fused")
+    lora.step(block, x), lora.step(block, x)
+    assert products == [3]
+    nf4_patch.disable()
+    theirs = copy.deepcopy(block)
+    theirs.base_model.model.between = block.base_model.model.between = change
+    with torch.no_grad():
+        want = theirs(x.detach().clone())
+        nf4_patch.enable(lora="fused")
+        got = block(x.detach().clone())
+        assert lora.apart(got, want) < 1e-2 and products == [3, 3]
+        block.base_model.model.between = None  # and once more, from what is left then
+        theirs.base_model.model.between = None
+        for _ in range(3):
+            got = block(x.detach().clone())
+        nf4_patch.disable()
+        assert lora.apart(got, theirs(x.detach().clone())) < 1e-2
+
+
+def test_layers_that_do_not_come_are_forgotten(block, products, device):
+    x = lora.inputs(device)
+    nf4_patch.enable(lora="fused")
+    lora.step(block, x), lora.step(block, x)
+    inner = block.base_model.model
+    inner.q(x), inner.q(x.detach().clone()), inner.q(x.detach().clone())
+    assert products == [3, 3]  # the first of the three alone
+    lora.step(block, x), lora.step(block, x)
+    assert products == [3, 3, 3]
+
+
+def test_nothing_is_kept_alive(block, device):
+    nf4_patch.enable(lora="fused")
+    for _ in range(2):
+        block(lora.inputs(device))
+    gc.collect()
+    assert shared.latest.x() is None and not shared.latest.products
+    assert len(shared.followers) == 1
+    shared.followers.clear()
+
+
+def test_threads_share_nothing_with_each_other(block, device):
+    nf4_patch.enable(lora="fused")
+    x = lora.inputs(device).detach()
+    with torch.no_grad():
+        block(x)
+        want, got = block(x), []
+
+        def work():
+            with torch.no_grad():
+                got.extend(block(x) for _ in range(5))
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(got) == 10 and all(lora.apart(each, want) < 1e-2 for each in got)
