@@ -55,9 +55,11 @@ def put_in_force(config: Config | None) -> None:
         switch.set(config)
         if config is None:
             for entry in installed.values():
-                entry.swap(entry.replacement, entry.original)
+                if not entry.target.stays:
+                    entry.swap(entry.replacement, entry.original)
             for target in TARGETS:
-                remove_earlier(target)
+                if target.name not in installed:
+                    remove_earlier(target)
             logger.info("nf4_patch is off")
             return
         for target in TARGETS:
@@ -156,7 +158,7 @@ def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
         with lock:
             module = sys.modules[target.module]
             if switch.on and not is_halfway(module):
-                install(target, module, switch.gates[target.only].on)
+                install(target, module, switch.gates[target.only].on or target.stays)
     except Exception:
         logger.exception("nf4_patch could not replace %s; the original stays", target.name)
         installed[target.name] = Installed(target, refusal="an error inside nf4_patch: see the log")

@@ -72,7 +72,7 @@ def around(function: Function) -> Function:
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            return function(original, *args, **kwargs) if gate.on else original(*args, **kwargs)
+            return function(original, *args, **kwargs) if gate.on or target.stays else original(*args, **kwargs)
 
         return replacement
 

@@ -60,6 +60,9 @@ class Target:
     lazy: bool = False  # its package imports the module only when it is used
     after: str = ""  # installed when this module is imported, and not with its own
     uncounted: str = ""  # what ``status()`` says of a row whose calls are neither hits nor fallbacks
+    stays: bool = (
+        False  # in place whatever is switched off: it does nothing but to what an option has made, which may live on
+    )
     copied: bool = False  # other modules hold it by value: sweep them when the module was imported first
     own_kernel: OwnKernel | None = None  # the library's, which keeps calls that ours was not measured to run faster
 
@@ -238,7 +241,7 @@ TARGETS: list[Target] = [
         PeftTarget(
             f"peft.tuners.{function}", ">= 0.17", ("0.21.2",),
             (parameters,), f".experts.lora:{replace}",
-            f'{covers}, with enable(experts="4bit") only',
+            f'{covers}, with enable(experts="4bit") only', stays=replace == "packed_again",
         )
         for function, parameters, replace, covers in (
             ("tuners_utils:BaseTuner._inject_parameters", INJECT, "inject", "target_parameters finds packed experts"),

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("bitsandbytes.nn.parametrize", reason="bitsandbytes before 0.46")
@@ -19,7 +20,7 @@ pytest.importorskip("transformers.core_model_loading", reason="transformers befo
 import bitsandbytes.functional as F
 from bitsandbytes.nn.parametrize import Bnb4bitParametrization, replace_parameter_4bit
 from safetensors.torch import load_file, save_file
-from tiny_experts import ARCHITECTURES, SKIPPED, in_4bit, is_stack, loaded, random_model, saved, with_lora
+from tiny_experts import ARCHITECTURES, SKIPPED, in_4bit, is_stack, loaded, random_model, saved, step, with_lora
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 import nf4_patch
@@ -494,3 +495,18 @@ def test_gpt_oss_in_mxfp4_is_decoded_and_packed_stack_by_stack(mxfp4, tmp_path):
     equal_state_dicts(*packed_and_reloaded(folder, tmp_path / "packed"))
     with nf4_patch.enabled(), pytest.raises(ValueError, match="quantized with Mxfp4Config but you are passing"):
         loaded(folder, quantization_config=in_4bit())
+
+
+def test_a_recompute_that_ends_early_keeps_no_stack(qwen3, monkeypatch):
+    """bitsandbytes 0.49 hooks the experts without ``always_call``, and PyTorch's cache of what was decoded then stays on."""
+    register = torch.nn.Module.register_forward_hook
+    monkeypatch.setattr(torch.nn.Module, "register_forward_hook", lambda self, hook, **_: register(self, hook))
+    model = packed_of(qwen3[0])
+    monkeypatch.undo()
+    with nf4_patch.enabled(**PACKED):
+        model = with_lora(model.train())
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for _ in range(2):
+            step(model)
+            assert parametrize._cache_enabled == 0 and not parametrize._cache

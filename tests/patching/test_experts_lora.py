@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import warnings
 
-import peft.tuners.lora.layer as peft_layer
 import pytest
 import torch
 from accelerate import cpu_offload
@@ -38,9 +36,11 @@ from tiny_experts import (
     step,
     with_lora,
 )
+from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
 
 from nf4_patch.patching.cache.store import cache
+from nf4_patch.patching.counters import counters
 from nf4_patch.patching.experts import forward as own_forward
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.bench.matmul import error
@@ -377,16 +377,110 @@ def test_compiled_layers_run_them_eagerly():
     assert same(step(model), want) and not reasons()
 
 
-@pytest.mark.skipif(not hasattr(peft_layer, "_LoraFactorsProxy"), reason="peft before 0.21")
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="peft 0.21: one kind of proxy is not removed")
-def test_peft_alone_takes_a_second_step(option):
-    """On packed experts, which it finds by full names only."""
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "off", [lambda option: option.disable(), lambda option: option.enable(experts="off")], ids=["all", "option"]
+)
+def test_switched_off_while_adapters_live(name, off, option):
+    """Losses and gradients are peft's, of the same adapters, at every step; on again, they are those of before to the bit."""
+    model = with_lora(model_of(name, torch.float32, lora=False))
+    want = step(model)
+    off(option)
+    for _ in range(3):
+        found = step(model)
+        assert found.keys() == want.keys() and max(error(found[key], want[key].double()) for key in want) < 1e-5
+    logits(model)
+    option.enable(experts="4bit")
+    counters.reset()
+    assert same(step(model), want) and not reasons()
+
+
+def test_merged_while_switched_off(option):
+    model = with_lora(model_of("qwen3", lora=False), lora_alpha=12)
+    before = bytes_of(model)
+    model.merge_adapter()
+    merged = bytes_of(model)
+    model.unmerge_adapter()
     option.disable()
-    paths = [f"model.layers.{layer}.mlp.experts.{stack}" for layer in range(LAYERS) for stack in STACKS]
-    model = with_lora(model_of("qwen3", lora=False), target_parameters=paths)
-    step(model)
-    with warnings.catch_warnings(action="ignore"):
-        step(model)
+    model.merge_adapter()
+    assert all(map(torch.equal, bytes_of(model), merged)) and not all(map(torch.equal, merged, before))
+    model.unmerge_adapter()
+    assert all(map(torch.equal, bytes_of(model), before))
+
+
+def bytes_of(model):
+    """Of every packed stack and of its state."""
+    chains = [
+        chain
+        for module in model.modules()
+        if parametrize.is_parametrized(module)
+        for chain in module.parametrizations.values()
+    ]
+    return [
+        tensor.clone()
+        for chain in chains
+        for tensor in (chain.original.data, *chain[0].quant_state.as_dict(packed=True).values())
+    ]
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
+def test_taken_out_as_it_was_merged(nested):
+    """Five rounds, as GRPO with vLLM makes them, of adapters that change in between; two adapters at once too."""
+    model = with_lora(model_of("qwen3", nested=nested, lora=False), lora_alpha=12)
+    model.add_adapter(
+        "other", LoraConfig(r=2, target_parameters=[f"experts.{stack}" for stack in STACKS], init_lora_weights=False)
+    )
+    before, results = bytes_of(model), []
+    for _ in range(5):
+        model.merge_adapter(["default"])
+        results.append(bytes_of(model))
+        model.merge_adapter(["other"])
+        model.unmerge_adapter()
+        assert all(map(torch.equal, bytes_of(model), before))
+        for parameter in adapters_of(model).values():
+            parameter.data.mul_(1.5)
+    assert not any(all(map(torch.equal, one, before)) for one in results)
+
+
+@pytest.mark.parametrize("way", ["bytes", "state"])
+def test_what_was_changed_after_merging_is_kept(way):
+    model = with_lora(model_of("qwen3", lora=False), lora_alpha=12)
+    wrapper = next(module for module in model.modules() if isinstance(module, ParamWrapper))
+    experts, name = wrapper.get_base_layer(), wrapper.parameter_name
+    model.merge_adapter()
+    chain = experts.parametrizations[name]
+    if way == "bytes":
+        with torch.no_grad():
+            chain.original.fill_(0x88)  # NF4's 8: 0.0796
+    else:
+        chain[0].quant_state = copy.deepcopy(chain[0].quant_state)
+        chain[0].quant_state.offset.zero_()
+    want = getattr(experts, name) - wrapper.get_delta_weight("default")
+    model.unmerge_adapter()
+    assert float((getattr(experts, name) - want).abs().max()) <= 0.16 * float(want.abs().max())
+
+
+def test_a_bias_among_the_parameters(stock):
+    """gpt-oss's, which peft parametrizes while the experts run: all get their gradients, the same at every step."""
+    names = ["experts.gate_up_proj", "experts.down_proj", "experts.gate_up_proj_bias"]
+    model = model_of("gpt-oss", torch.float32, lora=False)
+    want = stock(dense_of(model), target_parameters=names)
+    ours = with_lora(model, target_parameters=names)
+    for _ in range(3):
+        found = step(ours)
+        assert len(found) == len(want) == 1 + 2 * LAYERS * (1 + len(names))
+        assert max(error(a, b.double()) for a, b in zip(found.values(), want.values(), strict=True)) < 1e-5
+    assert set(reasons()) <= {Reason.HOOKED}  # peft reads what it parametrizes under parametrize.cached()
+
+
+def test_a_stack_of_one_expert(stock):
+    changes = {"num_experts": 1, "num_experts_per_tok": 1}
+    model = model_of("qwen3", torch.float32, lora=False, **changes)
+    want = stock(dense_of(model))
+    ours = with_lora(model)
+    for _ in range(3):
+        found = step(ours)
+        assert len(found) == len(want) and max(error(found[key], want[key].double()) for key in want) < 1e-5
 
 
 # --- in a training ---

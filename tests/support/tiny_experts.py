@@ -115,8 +115,8 @@ def in_4bit(quant_type: str = "nf4", nested: bool = True, **options: Any) -> Bit
     )
 
 
-def model_of(name: str, dtype=torch.bfloat16, nested: bool = True, lora: bool = True, stacks=STACKS):
-    model = random_model(name, dtype, DEVICE)
+def model_of(name: str, dtype=torch.bfloat16, nested: bool = True, lora: bool = True, stacks=STACKS, **changes):
+    model = random_model(name, dtype, DEVICE, **changes)
     for module in list(model.modules()):
         for stack in stacks:
             if stack in module._parameters:

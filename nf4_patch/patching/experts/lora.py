@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -31,10 +31,8 @@ RANKS = 8  # PyTorch's grouped_mm takes rows of whole 16 bytes
 
 
 def packed_states(module: Any) -> dict[str, Any]:
-    """The QuantState of each packed stack of a module; none if another parametrization is there too."""
-    chains = packed_chains(module)
-    alone = bool(chains) and len(chains) == len(module.parametrizations)
-    return {name: chain[0].quant_state for name, chain in chains.items()} if alone else {}
+    """The QuantState of each packed stack of a module that nothing else is done to when it is read."""
+    return {name: chain[0].quant_state for name, chain in packed_chains(module).items() if len(chain) == 1}
 
 
 # --- the forward ---
@@ -157,31 +155,41 @@ def refuse_earlier(module: Any, states: dict[str, Any], peft_config: Any) -> Non
 @around
 def inject(original: Function, self: Any, peft_config: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """For ``BaseTuner._inject_parameters``, which wraps the modules whose parameters a configuration names."""
+    from .packed import Chain
+
     with ExitStack() as stack:
         for module in list(model.modules()) if gate.on else ():
-            if states := packed_states(module):
+            chains, states = packed_chains(module), packed_states(module)
+            if chains and len(states) == len(module.parametrizations):
                 refuse_earlier(module, states, peft_config)
+                for chain in chains.values():
+                    chain.__class__ = Chain
                 stack.enter_context(seen_dense(module))
         return original(self, peft_config, model, *args, **kwargs)
 
 
 @around
 def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """For ``ParamWrapper.merge`` and ``unmerge``, which add to what they read: of a packed stack, a dense copy."""
+    """For ``ParamWrapper.merge`` and ``unmerge``, which add to what they read: of a packed stack, a dense copy. What is merged and
+    taken out again has the bytes of before.
+    """
     experts, name = self.get_base_layer(), self.parameter_name
-    state = packed_states(experts).get(name) if gate.on else None
-    before = list(self.merged_adapters)
-    same_copy = nullcontext() if state is None else parametrize.cached()  # for peft, which adds to it, and for us
-    with torch.no_grad(), same_copy:
+    chain, before = packed_chains(experts).get(name), list(self.merged_adapters)
+    if chain is None:
         original(self, *args, **kwargs)
-        if state is None or self.merged_adapters == before:
-            return
-        from bitsandbytes.functional import quantize_4bit
+        return
+    from bitsandbytes.functional import quantize_4bit
 
-        chain = experts.parametrizations[name]
-        packed, chain[0].quant_state = quantize_4bit(
+    from .packed import Chain
+
+    chain.__class__ = Chain
+    with torch.no_grad(), parametrize.cached():  # for peft, which adds to it, and for us
+        original(self, *args, **kwargs)
+        if self.merged_adapters == before or (not self.merged_adapters and chain.take_out()):
+            return
+        state = chain[0].quant_state
+        packed, of_sum = quantize_4bit(
             getattr(experts, name), blocksize=state.blocksize, compress_statistics=state.nested,
             quant_type=state.quant_type, quant_storage=chain.original.dtype,
         )  # fmt: skip
-        chain.original.copy_(packed)
-        chain.original.quant_state = chain[0].quant_state  # moved with it
+        chain.merge(packed, of_sum, first=not before)

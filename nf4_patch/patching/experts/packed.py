@@ -1,12 +1,15 @@
-"""The parameter that holds the packed bytes of a stack."""
+"""A packed stack in its module: the parameter that holds the bytes, and PyTorch's list of what is done to it when it is read."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+import sys
+from typing import Any, NamedTuple
 
 import bitsandbytes.nn
 import torch
+from torch import Tensor
+from torch.nn.utils import parametrize
 
 
 class Params4bit(bitsandbytes.nn.Params4bit):
@@ -33,3 +36,60 @@ class Params4bit(bitsandbytes.nn.Params4bit):
         copied = super().__deepcopy__(memo)
         copied.quant_state = copy.deepcopy(self.quant_state, memo)  # the one that the parametrization's copy has
         return copied
+
+
+class Merged(NamedTuple):
+    """A stack before adapters were merged into it, and what it became."""
+
+    packed: Tensor  # in host memory: on the GPU a model would take its packed size twice
+    state: Any
+    after: tuple[Any, ...]
+
+
+class Chain(parametrize.ParametrizationList):
+    """That of a stack which LoRA is put on. peft's own LoRA joins and leaves it at every forward; see ``append``."""
+
+    merged: Merged | None = None
+
+    def append(self, parametrization: torch.nn.Module) -> Any:
+        """Registering it, PyTorch has read the stack, and inside ``parametrize.cached()`` keeps that without it. And of its
+        two kinds of proxies peft 0.21 takes out one only.
+        """
+        layer: Any = sys.modules.get("peft.tuners.lora.layer")
+        if type(parametrization) is getattr(layer, "_LoraFactorsProxy", None):
+            kinds = type(parametrization), layer._LoraParameterProxy
+            parametrization.__class__ = type(kinds[0].__name__, kinds, {})
+        parametrize._cache.clear()
+        return super().append(parametrization)
+
+    def __delitem__(self, index: Any) -> None:
+        parametrize._cache.clear()
+        super().__delitem__(index)
+
+    def as_it_is(self) -> tuple[Any, ...]:
+        """What changes when the packed bytes, or their state, do."""
+        original: Any = self.original
+        return original.data_ptr(), original._version, id(self[0].quant_state)
+
+    def replace(self, packed: Tensor, state: Any) -> None:
+        original: Any = self.original
+        original.copy_(packed)
+        self[0].quant_state = original.quant_state = state  # of the parameter too: it is moved with it
+
+    def merge(self, packed: Tensor, state: Any, first: bool) -> None:
+        """``packed`` and ``state`` are the sum of the stack and adapters; ``first``: none was merged before."""
+        known = self.merged
+        if first:
+            known = Merged(self.original.detach().to("cpu", copy=True), self[0].quant_state, ())
+        elif known is not None and known.after != self.as_it_is():
+            known = None
+        self.replace(packed, state)
+        self.merged = None if known is None else known._replace(after=self.as_it_is())
+
+    def take_out(self) -> bool:
+        """What was before all that was merged, if nothing changed the sum since."""
+        merged, self.merged = self.merged, None
+        if merged is None or merged.after != self.as_it_is():
+            return False
+        self.replace(merged.packed, merged.state)
+        return True
