@@ -105,7 +105,7 @@ MATMUL_LORA = ("X", "W", "W_quant", "A", "B", "s", "out")
 FAST_DEQUANTIZE = ("W", "quant_state", "out", "use_global_buffer")
 SECOND_LEVEL = ("absmax_8bit", "absmax_code", "absmax_offset")
 LINEAR_4BIT = (("A", "B", "shapeB", "absmax", "blocksize", "quant_type", "bias", *SECOND_LEVEL),)
-INJECT = ("self", "peft_config", "model", "adapter_name", "low_cpu_mem_usage")
+INJECT = ("self", "model", "adapter_name", "autocast_adapter_dtype", "low_cpu_mem_usage", "state_dict")
 HF_QUANTIZER = ("config", "quantization_config", "device_map", "weights_only", "user_agent", "gguf_file")
 # Releases that scripts/release_matrix.py ran; docs/data/releases.json says on which machine.
 TESTED_OP = ("0.50.2",)
@@ -244,7 +244,7 @@ TARGETS: list[Target] = [
             f'{covers}, with enable(experts="4bit") only', stays=replace == "packed_again",
         )
         for function, parameters, replace, covers in (
-            ("tuners_utils:BaseTuner._inject_parameters", INJECT, "inject", "target_parameters finds packed experts"),
+            ("tuners_utils:BaseTuner.inject_adapter", INJECT, "inject", "target_modules and target_parameters find packed experts"),
             ("lora.layer:ParamWrapper.forward", ("self", "x", "args", "kwargs"), "forward",
              "LoRA on experts, a product of its own"),
             ("lora.layer:ParamWrapper.merge", ("self", "safe_merge", "adapter_names"), "packed_again",

@@ -12,7 +12,7 @@ from accelerate import cpu_offload
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from subprocess_python import program
 from tiny_experts import (
     ARCHITECTURES,
@@ -39,6 +39,7 @@ from tiny_experts import (
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
 
+import nf4_patch
 from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.experts import forward as own_forward
@@ -310,6 +311,63 @@ def test_merging_packs_the_sum(safe, nested):
     assert not adapters_of(kept) and experts_of(kept)[0].parametrizations[name].original.dtype == torch.uint8
 
 
+# --- which modules get LoRA ---
+
+USUAL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+NAMED = {
+    "usual": {"target_modules": USUAL},
+    "all linear": {"target_modules": "all-linear"},
+    "regex": {"target_modules": r".*(q_proj|gate_proj|up_proj|down_proj)"},
+    "excluded": {"target_modules": USUAL, "exclude_modules": ["k_proj"]},
+    "one layer": {"target_modules": USUAL, "layers_to_transform": [1]},
+    "with parameters": {"target_modules": USUAL, "target_parameters": [f"experts.{stack}" for stack in STACKS]},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "named"), [(name, named) for name in ("gpt-oss", "mixtral", "glm4") for named in NAMED]
+)
+def test_the_modules_are_those_of_dense_experts(name, named, stock):
+    """By the tutorials' names, which are also those of packed stacks: the same adapters, in the same order, the same numbers."""
+    model = model_of(name, torch.float32, lora=False)
+    options = {"target_parameters": None} | NAMED[named]
+    want = stock(dense_of(model), **options)
+    found = step(with_lora(model, **options))
+    assert list(found) == list(want) and max(error(found[key], want[key].double()) for key in want) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "modules", [["q_proj", *USUAL[4:]], r".*\.(q_proj|gate_proj|up_proj|down_proj)"], ids=["list", "regex"]
+)
+def test_an_adapter_of_transformers_4(modules, stock, tmp_path):
+    """One module an expert in its file; peft makes parameters of them, the same as where experts are in 16 bits."""
+    model, rank = model_of("qwen3", torch.float32, lora=False), 4
+    config, generator = model.config, torch.Generator().manual_seed(3)
+    hidden, inner, tensors = config.hidden_size, config.moe_intermediate_size, {}
+    for layer in range(LAYERS):
+        sizes = {"self_attn.q_proj": (hidden, 64)} | {
+            f"mlp.experts.{expert}.{name}": (inner, hidden) if name == "down_proj" else (hidden, inner)
+            for expert in range(config.num_experts) for name in ("gate_proj", "up_proj", "down_proj")
+        }  # fmt: skip
+        for name, (of_x, of_y) in sizes.items():
+            for part, shape in (("A", (rank, of_x)), ("B", (of_y, rank))):
+                key = f"base_model.model.model.layers.{layer}.{name}.lora_{part}.weight"
+                tensors[key] = torch.empty(shape).normal_(0, 0.1, generator=generator)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    LoraConfig(r=rank, lora_alpha=8, target_modules=modules, task_type="CAUSAL_LM").save_pretrained(tmp_path)
+
+    def run(adapted):
+        return step(PeftModel.from_pretrained(adapted, tmp_path, is_trainable=True).train())
+
+    dense = dense_of(model)
+    nf4_patch.disable()
+    want = run(dense)
+    nf4_patch.enable(experts="4bit")
+    found = run(model)
+    assert list(found) == list(want) and len(want) == 1 + LAYERS * 2 * 3
+    assert max(error(found[key], want[key].double()) for key in want) < 1e-5
+
+
 # --- what does not use the factors ---
 
 
@@ -334,17 +392,21 @@ def test_batched_mm_trains(stock):
     assert reasons("batched_mm") == {Reason.BATCHED_MM_GRADIENT: LAYERS}
 
 
-def test_an_implementation_that_would_not_use_them_is_an_error(stock):
-    model = model_of("qwen3", lora=False)
+def test_an_implementation_that_loops_over_dense_experts(stock):
+    """peft adds LoRA to what it reads, packed or in 16 bits: at every step, and under a checkpoint."""
+    model = model_of("qwen3", torch.float32, lora=False)
     dense = dense_of(model)
-    model.set_experts_implementation("eager")
-    with pytest.raises(
-        RuntimeError, match=r"Qwen3MoeExperts did not use .* 'eager'.*set_experts_implementation\('grouped_mm'\)"
-    ):
-        step(with_lora(model))
-    dense.set_experts_implementation("eager")
-    ours = step(with_lora(copy.deepcopy(dense)))  # in 16 bits peft's own way serves it
-    assert same(ours, stock(dense))
+    for each in (model, dense):
+        each.set_experts_implementation("eager")
+    want = stock(copy.deepcopy(dense))
+    assert same(step(with_lora(dense)), want)
+    ours = with_lora(model)
+    ours.enable_input_require_grads()
+    for options in (None, {"use_reentrant": False}, {"use_reentrant": True}):
+        if options:
+            ours.gradient_checkpointing_enable(options)
+        found = step(ours)
+        assert list(found) == list(want) and max(error(found[key], want[key].double()) for key in want) < 1e-5
 
 
 def test_hooked_experts_are_trained_too(option):

@@ -59,13 +59,17 @@ def implementation_of(experts: Any) -> str | None:
     return getattr(getattr(experts, "config", None), "_experts_implementation", None)
 
 
-def is_served(experts: Any, name: str) -> bool:
-    """Whether LoRA on a stack in 16 bits is ours. On a packed one it always is, as peft's own way fails there."""
-    weight, implementation = experts._parameters.get(name), implementation_of(experts)
-    if implementation not in SERVED or type(weight) is not torch.nn.Parameter or weight.dtype not in DTYPES:
-        return False
+def is_served(experts: Any, name: str, packed: bool) -> bool:
+    """Whether the forward of the experts multiplies by what is pending. Others loop over dense experts, to which peft adds LoRA."""
     bound = vars(experts).get("_old_forward", vars(experts).get("forward"))
-    if getattr(bound, "__func__", None) not in (None, type(experts).forward):  # Liger's
+    function = getattr(bound, "__func__", type(experts).forward)
+    if is_ours(function):  # Liger's, whose own kernels multiply in 16 bits
+        return packed
+    implementation, weight = implementation_of(experts), experts._parameters.get(name)
+    if not packed and (type(weight) is not torch.nn.Parameter or weight.dtype not in DTYPES):
+        return False
+    asks = "_experts_implementation" in getattr(getattr(function, "__code__", None), "co_names", ())
+    if implementation not in SERVED or function is not type(experts).forward or not asks:
         return False
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -80,7 +84,7 @@ def forward(target: Target, original: Function) -> Function:
         adapters = [adapter for adapter in self.active_adapters if adapter in self.lora_A]
         idle = self.disable_adapters or self.merged or self.num_experts == 1 or not adapters
         state = None if idle else packed_states(experts).get(name)
-        if idle or kwargs.get("adapter_names") or not (state or is_served(experts, name)):
+        if idle or kwargs.get("adapter_names") or not is_served(experts, name, state is not None):
             return original(self, x, *args, **kwargs)
         key = id(experts), name
         pending.lora[key] = factors(self, adapters, (state or experts._parameters[name]).dtype)
@@ -91,9 +95,8 @@ def forward(target: Target, original: Function) -> Function:
         if unused is None:
             return result
         raise RuntimeError(
-            f"the forward of {parametrize.type_before_parametrizations(experts).__name__} did not use the LoRA adapters on "
-            f"its {name}: its experts_implementation is {implementation_of(experts)!r}, and LoRA on packed experts needs "
-            f"one of {SERVED}. Call model.set_experts_implementation('grouped_mm'), or see nf4_patch.status() if it is"
+            f"the forward of {parametrize.type_before_parametrizations(experts).__name__} did not use the LoRA adapters on its {name}, "
+            f"with experts_implementation {implementation_of(experts)!r}: please report it, with what nf4_patch.status() says"
         )
 
     eagerly = torch._dynamo.disable(run)
@@ -121,8 +124,8 @@ def seen_dense(module: Any) -> Iterator[None]:
     for name, state in packed_states(module).items():
         element = torch.empty((), dtype=state.dtype, device=module.parametrizations[name].original.device)
         dense[name] = torch.nn.Parameter(element.expand(state.shape), requires_grad=False)
-    kind, modules, parameters = type(module), dict(module._modules), dict(module._parameters)
-    del module._modules["parametrizations"]
+    kind, parameters = type(module), dict(module._parameters)
+    parametrizations = module._modules.pop("parametrizations")
     module.__class__ = parametrize.type_before_parametrizations(module)
     module._parameters.clear()
     module._parameters.update(sorted((dense | parameters).items(), key=lambda item: item[0].startswith("down")))
@@ -130,9 +133,9 @@ def seen_dense(module: Any) -> Iterator[None]:
         yield
     finally:
         module.__class__ = kind
-        for held, before in ((module._modules, modules), (module._parameters, parameters)):
-            held.clear()
-            held.update(before)
+        module._modules["parametrizations"] = parametrizations
+        module._parameters.clear()
+        module._parameters.update(parameters)
 
 
 def refuse_earlier(module: Any, states: dict[str, Any], peft_config: Any) -> None:
@@ -153,19 +156,21 @@ def refuse_earlier(module: Any, states: dict[str, Any], peft_config: Any) -> Non
 
 
 @around
-def inject(original: Function, self: Any, peft_config: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """For ``BaseTuner._inject_parameters``, which wraps the modules whose parameters a configuration names."""
+def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    """For ``BaseTuner.inject_adapter``, which looks for the modules and parameters that a configuration names: ``down_proj`` is not the
+    module behind which the stack of that name is packed.
+    """
     from .packed import Chain
 
     with ExitStack() as stack:
-        for module in list(model.modules()) if gate.on else ():
+        for module in list(model.modules()):
             chains, states = packed_chains(module), packed_states(module)
             if chains and len(states) == len(module.parametrizations):
-                refuse_earlier(module, states, peft_config)
+                refuse_earlier(module, states, self.peft_config[adapter_name])
                 for chain in chains.values():
                     chain.__class__ = Chain
                 stack.enter_context(seen_dense(module))
-        return original(self, peft_config, model, *args, **kwargs)
+        return original(self, model, adapter_name, *args, **kwargs)
 
 
 @around
