@@ -145,6 +145,32 @@ def test_other_strides_are_another_weight(cache, which):
     assert not read(cache, packed, state, decode=lambda *_: torch.zeros_like(first)).any()
 
 
+@pytest.mark.parametrize("place", ["memory of its own", "one storage"])
+@pytest.mark.parametrize("part", ["whole", "half"])
+def test_what_is_written_where_a_parameter_looked_before(cache, place, part):
+    """``weight.data = b``, ``a.copy_(...)``, ``weight.data = a``: no version of the parameter rises."""
+    packed, state = weight()
+    both = torch.cat([packed.data, packed.data ^ 1])
+    a, b = both.chunk(2)
+    if place == "memory of its own":
+        a, b = a.clone(), b.clone()
+    half = weight(shape=(32, 256))[1]
+
+    def served():
+        return read(cache, packed, state) if part == "whole" else read(cache, packed.view(-1)[:4096].view(-1, 1), half)
+
+    def right():
+        return expected(packed, state) if part == "whole" else expected(packed.data[:4096], half)
+
+    for data in (a, b):
+        packed.data = data
+        assert torch.equal(served(), right())
+    a.bitwise_xor_(255)
+    packed.data = a
+    assert torch.equal(served(), right())
+    assert served() is served() and len(cache.weights) == 1
+
+
 SCALES = ["flat", "absmax", "offset", "state2.absmax", "state2.code"]
 
 
@@ -163,6 +189,19 @@ def test_no_other_numbers_come_to_the_address_of_the_scales(cache, name):
     scales.data = scales.detach().clone().add_(1)
     strangers = [torch.empty_like(scales) for _ in range(64)]
     assert address not in {each.data_ptr() for each in strangers}
+    assert torch.equal(read(cache, packed, state), expected(packed, state)) and cache.hits == 0
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_what_is_written_where_scales_looked_before(cache, name):
+    packed, state = weight(nested=name != "flat")
+    scales = scales_of(state, name)
+    a, b = scales.detach().clone(), scales.detach().clone().add_(1)
+    for data in (a, b):
+        scales.data = data
+        read(cache, packed, state)
+    a.add_(2)
+    scales.data = a
     assert torch.equal(read(cache, packed, state), expected(packed, state)) and cache.hits == 0
 
 
