@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import layout_of, quantized
+from target import linear
 from torch._subclasses import FakeTensorMode
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -101,6 +102,37 @@ def test_who_says_how_large_a_batch_is(gpu, who):
         budget = cache.budget
         ADAM.step()
     assert budget == 9 * GIB
+
+
+@pytest.mark.parametrize("lora", ["off", "fused"])
+@pytest.mark.parametrize("reentrant", [True, False, None])
+def test_every_forward_of_a_4_bit_layer_says_it(gpu, linear_op, monkeypatch, reentrant, lora):
+    """In a reentrant checkpoint and in an evaluation too, where bitsandbytes 0.50 enters no autograd function."""
+    peft = pytest.importorskip("peft")
+    nf4_patch.enable(lora=lora)
+    model = torch.nn.Sequential(linear(linear_op, 64, 64))
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], r=4)).to(linear_op, torch.bfloat16)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    adam = torch.optim.SGD(parameters, lr=0.1)
+    observed = cache.auto.observe
+    seen = []
+
+    def on_a_gpu(x):
+        seen.append(x.shape)
+        observed(inputs(*x.shape))
+
+    monkeypatch.setattr(cache.auto, "observe", on_a_gpu)
+    for _ in range(auto.STEPS + 2):
+        x = torch.randn(2, 150, 64, dtype=torch.bfloat16, device=linear_op, requires_grad=True)
+        y = model(x) if reentrant is None else torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
+        budget = cache.budget
+        y.sum().backward()
+        adam.step()
+    assert budget == 9 * GIB
+    assert len(seen) == (auto.STEPS + 2) * (1 if reentrant is None else 2)  # once for each forward and recompute
+    with torch.no_grad():
+        model(torch.randn(2, 300, 64, dtype=torch.bfloat16, device=linear_op))
+    assert cache.budget == 0 and "300" in nf4_patch.status().cache.found
 
 
 def test_a_step_of_many_optimizers_is_one(gpu):
