@@ -275,6 +275,34 @@ def test_an_interrupt_that_comes_with_the_lock_leaves_it_free(cache):
     assert not lock._is_owned() and dense is not None
 
 
+def test_an_interrupt_at_any_line_of_keeping_leaves_nothing_charged(cache):
+    code = Cache.keep.__code__
+    reached = []
+
+    def interrupt(frame, event, arg):
+        if frame.f_code is code and event == "line" and frame.f_lineno == line:
+            reached.append(line)
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return interrupt if frame.f_code is code else None
+
+    lines = {line for *_, line in code.co_lines() if line is not None and line > code.co_firstlineno}
+    for line in sorted(lines):
+        packed, state = weight()
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            read(cache, packed, state)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        cache.release()
+        assert not cache.weights and not cache.taken[INDEX] and not cache.decoding, line
+        assert not cache.lock._is_owned()
+    assert len(reached) > 10
+
+
 def test_what_happens_while_a_weight_is_decoded(cache):
     """Another thread caches the same weight, the budget goes, or the cache is switched off."""
     packed, state = weight()
