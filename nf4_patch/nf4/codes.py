@@ -32,6 +32,11 @@ def code_of(quant_type: str, device: torch.device) -> torch.Tensor:
     return code
 
 
+def uploaded_code(quant_type: str, device: torch.device) -> torch.Tensor:
+    """``code_of``, for any stream: the copy has ended when this returns."""
+    return code_of(quant_type, torch.device("cpu")).to(device)
+
+
 _remembered: dict[tuple[str, torch.device], torch.Tensor] = {}
 
 
@@ -51,8 +56,8 @@ def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
                 # torch.compile's warm-up lets one thread, on a stream of its own, allocate from a CUDA graph's private pool,
                 # and fails if anything there outlives the call: another thread allocates as usual
                 with ThreadPoolExecutor(1) as pool:
-                    code = pool.submit(code_of, quant_type, device).result()
+                    code = pool.submit(uploaded_code, quant_type, device).result()
             else:
-                code = code_of(quant_type, device)
+                code = uploaded_code(quant_type, device)
         _remembered[quant_type, device] = code
     return code
