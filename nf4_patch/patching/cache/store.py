@@ -10,6 +10,7 @@ A cached weight belongs to a parameter, whose identity, version counter and memo
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 import weakref
@@ -422,5 +423,9 @@ def is_captured(device: int) -> bool:
 
 
 cache = Cache()
+if hasattr(os, "register_at_fork"):  # a child has no half of another thread's change, and the lock is free there
+    os.register_at_fork(
+        before=cache.lock.acquire, after_in_parent=cache.lock.release, after_in_child=cache.lock.release
+    )
 atexit.register(cache.configure, "off")  # before the interpreter takes modules apart, in which tensors die
 switch.follow(lambda config: cache.configure(switch.value("cache")))
