@@ -296,6 +296,22 @@ def test_another_mode_no_longer_follows_the_optimizer(gpu):
     assert cache.budget == GIB
 
 
+def test_what_it_learned_stays_through_a_block_that_names_another_option(gpu, device):
+    """Rollouts with the fused matmul, as in GRPO: budget, optimizers, batches and what is cached are those of before."""
+    assert budget_after(2) == 9 * GIB
+    watching, why = cache.auto, cache.auto.why
+    packed, state = quantized((64, 64), torch.bfloat16, device)
+    weight = layout_of(torch.nn.Parameter(packed, requires_grad=False), state)
+    dense = cache.read(weight, lambda weight: torch.zeros(64, 64, dtype=torch.bfloat16, device=device))
+    for _ in range(2):
+        with nf4_patch.enabled(matmul="auto"):
+            assert cache.auto is watching and cache.read(weight, None) is dense
+        assert (cache.auto, cache.auto.why, cache.budget) == (watching, why, 9 * GIB)
+        ADAM.step()
+        cache.auto.observe(BATCH)
+    assert cache.read(weight, None) is dense and cache.budget == 9 * GIB
+
+
 def test_an_error_of_its_own_stops_no_training(gpu, monkeypatch):
     monkeypatch.setattr(auto.Memory, "of", lambda device: 1 / 0)
     assert budget_after(2) == 0
