@@ -267,7 +267,7 @@ def test_a_remembered_launch_never_answers_for_what_the_guards_refuse(server, fi
 def test_a_key_is_found_without_the_facts_wherever_it_was_found_before(nested, monkeypatch):
     """What PyTorch compares depends on autocast and inference mode; the key does not. Of a place few proofs are kept."""
     packed, state = quantized((64, 96), torch.bfloat16, "cpu", nested=nested)
-    known, facts = [], Weight.facts
+    known, facts, before = [], Weight.facts, 0
     monkeypatch.setattr(Weight, "facts", lambda weight: known.append(1) or facts(weight))
     places = (contextlib.nullcontext, torch.no_grad, torch.inference_mode, functools.partial(torch.autocast, "cpu"))
     classes = (torch.Tensor, Params4bit)
