@@ -76,8 +76,9 @@ def test_kernel_files_hold_kernels_only():
 # point that cannot raise, for everybody who misspells, misreads or moves something. patching: 20 for rows of other packages, for
 # who has a library of their own; 70 for who trains packed experts under Liger's patch, or enables the option too late; 90 for
 # checkpoints with a packed weight for every expert, for who has one, and for packed bytes that no cast of a model reaches, for who
-# trains with TRL's ORPO. nf4: 90 and patching: 350 for LoRA in one function, for who trains with peft or TRL.
-BUDGET = {"nf4": 2850, "patching": 5000, "tools": 2320, ".": 560}
+# trains with TRL's ORPO. nf4: 90 and patching: 350 for LoRA in one function, for who trains with peft or TRL. patching: 40 for
+# locks that a fork leaves free and bytes that an interrupt leaves uncharged, for who starts workers or stops a cell.
+BUDGET = {"nf4": 2850, "patching": 5040, "tools": 2320, ".": 560}
 
 
 @pytest.mark.parametrize("folder", BUDGET)

@@ -25,18 +25,27 @@ def code_of(quant_type: str, device: torch.device) -> torch.Tensor:
     Raises:
         KeyError: the quant_type is neither "nf4" nor "fp4".
     """
-    return torch.tensor(CODES[quant_type], dtype=torch.float32, device=device)
+    values = CODES[quant_type]
+    code = torch.empty(len(values), dtype=torch.float32, device=device)
+    for index, value in enumerate(values):
+        code[index].fill_(value)  # a copy from the host would end the capture of a CUDA graph
+    return code
+
+
+def uploaded_code(quant_type: str, device: torch.device) -> torch.Tensor:
+    """``code_of``, for any stream: the copy has ended when this returns."""
+    return code_of(quant_type, torch.device("cpu")).to(device)
 
 
 _remembered: dict[tuple[str, torch.device], torch.Tensor] = {}
 
 
 def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
-    """``code_of``, made once for each device and kept: launches hold its address.
+    """``code_of``, made once for each device and kept: launches hold its address, which must not be that of a graph's memory.
 
     Raises:
         KeyError: as ``code_of``.
-        KernelUnavailable: GRAPH_CAPTURE: a copy from the host would end the capture.
+        KernelUnavailable: GRAPH_CAPTURE.
     """
     code = _remembered.get((quant_type, device))
     if code is None:
@@ -47,8 +56,8 @@ def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
                 # torch.compile's warm-up lets one thread, on a stream of its own, allocate from a CUDA graph's private pool,
                 # and fails if anything there outlives the call: another thread allocates as usual
                 with ThreadPoolExecutor(1) as pool:
-                    code = pool.submit(code_of, quant_type, device).result()
+                    code = pool.submit(uploaded_code, quant_type, device).result()
             else:
-                code = code_of(quant_type, device)
+                code = uploaded_code(quant_type, device)
         _remembered[quant_type, device] = code
     return code

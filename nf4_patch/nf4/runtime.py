@@ -115,12 +115,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(equal_bits(a, b).all())
 
 
-class Memo(dict[tuple[Any, ...], Any]):
+class Memo(dict[Any, Any]):
     """Remembered launches, by what they depend on. Bounded."""
 
     limit = 16384  # a 70B model has 560 weights, each in one or two dtypes
 
-    def remember(self, key: tuple[Any, ...], launch: Any) -> Any:
+    def remember(self, key: Any, launch: Any) -> Any:
         if len(self) >= self.limit:
             self.clear()
         self[key] = launch

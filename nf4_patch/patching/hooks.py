@@ -6,7 +6,6 @@ import functools
 import importlib
 import logging
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
@@ -17,6 +16,7 @@ import wrapt
 
 from ..config import Config, keeps_off, unknown_variables
 from .counters import warn_once
+from .locks import new_lock
 from .placement import Installed, install, installed, remove_earlier
 from .switch import switch
 from .targets import TARGETS, Target, registered
@@ -24,7 +24,7 @@ from .targets import TARGETS, Target, registered
 logger = logging.getLogger("nf4_patch")
 Given = str | int | None  # for an option, by its name in config.OPTIONS
 
-lock = threading.RLock()  # never held while waiting for another thread's import, which takes it in _on_import
+lock = new_lock()  # never held while waiting for another thread's import, which takes it in _on_import
 _hooked = False
 _blocks: list[list[Config | None]] = []  # of each ``with`` block that is entered: what was in force before it
 

@@ -95,6 +95,28 @@ def test_first_use_inside_a_capture_is_refused_by_name(owner, name, monkeypatch)
     assert torch.equal(serve(server, packed, state), F.dequantize_4bit(packed, state))
 
 
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [True, False])
+def test_first_use_of_compiled_code_inside_a_capture(quant_type, nested, monkeypatch):
+    """It was compiled where the patch is on and no kernel yet: the graph has the plain formula, and the bits of bitsandbytes."""
+    packed, state = quantized((96, 64), torch.bfloat16, CUDA, nested=nested, quant_type=quant_type)
+    want = F.dequantize_4bit(packed, state)
+    for owner, name in ((compilation, "_kernels"), (codes, "_remembered"), (launch, "_memo")):
+        monkeypatch.setattr(owner, name, type(getattr(owner, name))())
+    nf4_patch.enable()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda w: F.dequantize_4bit(w, state), dynamic=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = compiled(packed)
+    for _ in range(2):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)
+    assert torch.equal(compiled(packed), want)
+    nf4_patch.disable()
+
+
 def test_alignment_of_the_packed_weight():
     packed, state = quantized((64, 256), torch.float16, CUDA)
     want = F.dequantize_4bit(packed, state)

@@ -145,6 +145,32 @@ def test_other_strides_are_another_weight(cache, which):
     assert not read(cache, packed, state, decode=lambda *_: torch.zeros_like(first)).any()
 
 
+@pytest.mark.parametrize("place", ["memory of its own", "one storage"])
+@pytest.mark.parametrize("part", ["whole", "half"])
+def test_what_is_written_where_a_parameter_looked_before(cache, place, part):
+    """``weight.data = b``, ``a.copy_(...)``, ``weight.data = a``: no version of the parameter rises."""
+    packed, state = weight()
+    both = torch.cat([packed.data, packed.data ^ 1])
+    a, b = both.chunk(2)
+    if place == "memory of its own":
+        a, b = a.clone(), b.clone()
+    half = weight(shape=(32, 256))[1]
+
+    def served():
+        return read(cache, packed, state) if part == "whole" else read(cache, packed.view(-1)[:4096].view(-1, 1), half)
+
+    def right():
+        return expected(packed, state) if part == "whole" else expected(packed.data[:4096], half)
+
+    for data in (a, b):
+        packed.data = data
+        assert torch.equal(served(), right())
+    a.bitwise_xor_(255)
+    packed.data = a
+    assert torch.equal(served(), right())
+    assert served() is served() and len(cache.weights) == 1
+
+
 SCALES = ["flat", "absmax", "offset", "state2.absmax", "state2.code"]
 
 
@@ -163,6 +189,19 @@ def test_no_other_numbers_come_to_the_address_of_the_scales(cache, name):
     scales.data = scales.detach().clone().add_(1)
     strangers = [torch.empty_like(scales) for _ in range(64)]
     assert address not in {each.data_ptr() for each in strangers}
+    assert torch.equal(read(cache, packed, state), expected(packed, state)) and cache.hits == 0
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_what_is_written_where_scales_looked_before(cache, name):
+    packed, state = weight(nested=name != "flat")
+    scales = scales_of(state, name)
+    a, b = scales.detach().clone(), scales.detach().clone().add_(1)
+    for data in (a, b):
+        scales.data = data
+        read(cache, packed, state)
+    a.add_(2)
+    scales.data = a
     assert torch.equal(read(cache, packed, state), expected(packed, state)) and cache.hits == 0
 
 
@@ -234,6 +273,34 @@ def test_an_interrupt_that_comes_with_the_lock_leaves_it_free(cache):
     with pytest.raises(KeyboardInterrupt):
         cache.release()
     assert not lock._is_owned() and dense is not None
+
+
+def test_an_interrupt_at_any_line_of_keeping_leaves_nothing_charged(cache):
+    code = Cache.keep.__code__
+    reached = []
+
+    def interrupt(frame, event, arg):
+        if frame.f_code is code and event == "line" and frame.f_lineno == line:
+            reached.append(line)
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return interrupt if frame.f_code is code else None
+
+    lines = {line for *_, line in code.co_lines() if line is not None and line > code.co_firstlineno}
+    for line in sorted(lines):
+        packed, state = weight()
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            read(cache, packed, state)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        cache.release()
+        assert not cache.weights and not cache.taken[INDEX] and not cache.decoding, line
+        assert not cache.lock._is_owned()
+    assert len(reached) > 10
 
 
 def test_what_happens_while_a_weight_is_decoded(cache):

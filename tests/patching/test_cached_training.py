@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import bitsandbytes as bnb
 import bitsandbytes.functional as F
+import fuzz
 import pytest
 import target
 import torch
@@ -230,6 +231,35 @@ def test_what_is_no_tensor_is_the_guards_business(linear_op):
     state.dtype = None
     assert read(packed, state) is Reason.OUTPUT_DTYPE
     assert read(packed, None) is Reason.NOT_4BIT
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("name", fuzz.FAULTS)
+def test_a_malformed_state_gets_the_answer_of_no_cache(name, nested, linear_op):
+    """Whether it was read before its fault came or not."""
+    if name.endswith(("freed", "fake")) and linear_op.type == "cpu":
+        pytest.skip("the interpreter reads whatever lies at the address")
+
+    def answers(option):
+        nf4_patch.enable(cache=option)
+        packed, state = quantized((64, 64), torch.bfloat16, linear_op, nested=nested)
+        for known in (False, True):
+            parameter = torch.nn.Parameter(packed.clone(), requires_grad=False)
+            copied = copy.deepcopy(state)
+            dequantizer = Dequantizer("test")
+            attempt = functools.partial(dequantizer.fallbacks.attempt, dequantizer.of_state, only_read=True)
+            if known:
+                attempt(parameter, copied)
+            broken = fuzz.broken(fuzz.FAULTS[name], parameter, copied)
+            for _ in range(2 if broken else 0):
+                yield attempt(*broken)
+
+    for without, got in zip(list(answers("off")), list(answers("1GiB")), strict=True):
+        if isinstance(without, Reason):
+            assert got is without
+        else:
+            assert torch.equal(got, without)
+    assert not nf4_patch.status().errors
 
 
 def test_the_status_says_what_is_held(linear_op):

@@ -11,9 +11,13 @@ from subprocess_python import python
 from target import fallbacks, linear, same, step
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import nf4_patch
-from nf4_patch.nf4.dequantize import compilation
+from nf4_patch.nf4 import codes, runtime
+from nf4_patch.nf4.dequantize import compilation, reference
+from nf4_patch.nf4.weight import Weight
 from nf4_patch.patching import guards, op
 from nf4_patch.patching.counters import warn_once
 from nf4_patch.patching.reasons import Reason
@@ -242,6 +246,45 @@ def test_a_jit_trace_records_the_original(patched, device):
     assert fallbacks() == {Reason.EXPORTING: 1}
     for each in (packed, other):
         assert torch.equal(traced(each), F.dequantize_4bit(each, state) * 2)
+
+
+class NoCopyFromTheHost(TorchDispatchMode):
+    """As while a CUDA graph is captured; "meta" stands for the GPU."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        places = {each.device.type for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)}
+        assert places <= {"meta"}, function
+        return result
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_a_first_use_inside_a_capture_runs_the_formula_without_a_copy_from_the_host(
+    quant_type, nested, device, monkeypatch, caplog
+):
+    packed, state = quantized((64, 256), torch.bfloat16, device, nested=nested, quant_type=quant_type)
+    weight = layout_of(packed, state)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(op.launch, "dequantize", lambda weight: runtime.built_once({}, "kernel", lambda: 1 / 0))
+    warn_once.cache_clear()
+    assert torch.equal(torch.ops.nf4_patch.dequantize_nf4(*weight), reference.dense(weight))
+    assert [r for r in caplog.records if op.FORMULA in r.getMessage() and "CUDA graph" in r.getMessage()]
+    elsewhere = Weight(*[each.to("meta") if isinstance(each, torch.Tensor) else each for each in weight])
+    monkeypatch.setattr(torch, "tensor", lambda *_, **__: 1 / 0)  # which copies past a dispatch mode
+    with NoCopyFromTheHost():
+        assert reference.dense(elsewhere, flush_subnormals=True).shape == weight.shape
+
+
+@pytest.mark.parametrize("quant_type", codes.CODES)
+def test_the_code_is_rounded_once_whatever_the_default_dtype(quant_type):
+    want = torch.tensor(codes.CODES[quant_type], dtype=torch.float32)
+    torch.set_default_dtype(torch.float64)
+    try:
+        got = codes.code_of(quant_type, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert runtime.same_bits(got, want)
 
 
 def test_the_op_computes_where_the_kernel_cannot(device, monkeypatch, caplog):

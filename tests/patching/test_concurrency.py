@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 
 import bitsandbytes.functional as F
@@ -185,3 +186,8 @@ def test_enable_inside_the_import_of_the_very_module(when, tmp_path):
         assert F.dequantize_4bit is stock
     """
     assert not python(code, path=tmp_path).stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_child_that_is_forked_while_a_lock_is_held():
+    program("forked")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 from types import SimpleNamespace
 
 import matmul_reference
@@ -15,9 +16,11 @@ from oracle import layout_of, quantized
 from target import target_like
 
 from nf4_patch.nf4 import runtime
+from nf4_patch.nf4 import weight as weight_module
 from nf4_patch.nf4.dequantize import compilation, launch, reference
 from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.nf4.matmul import small_m
+from nf4_patch.nf4.weight import Weight
 from nf4_patch.patching import fused_matmul, guards
 from nf4_patch.patching.adapters import bitsandbytes as bitsandbytes_adapter
 from nf4_patch.patching.adapters import unsloth as unsloth_adapter
@@ -258,6 +261,36 @@ def test_a_remembered_launch_never_answers_for_what_the_guards_refuse(server, fi
     if in_place:
         value.data = before
     assert torch.equal(server.run(weight), want)
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
+def test_a_key_is_found_without_the_facts_wherever_it_was_found_before(nested, monkeypatch):
+    """What PyTorch compares depends on autocast and inference mode; the key does not. Of a place few proofs are kept."""
+    packed, state = quantized((64, 96), torch.bfloat16, "cpu", nested=nested)
+    known, facts, before = [], Weight.facts, 0
+    monkeypatch.setattr(Weight, "facts", lambda weight: known.append(1) or facts(weight))
+    places = (contextlib.nullcontext, torch.no_grad, torch.inference_mode, functools.partial(torch.autocast, "cpu"))
+    classes = (torch.Tensor, Params4bit)
+    for turn in range(3):
+        found = set()
+        for place, kind in itertools.product(places, classes):
+            with place(), torch._C.DisableTorchFunctionSubclass():
+                found.add(layout_of(packed.as_subclass(kind), state).key())
+        assert len(found) == 1
+        if turn:
+            assert len(known) == before
+        before = len(known)
+    for size in range(1, 40):
+        layout_of(packed[:size], state).key()
+    assert max(map(len, weight_module._keys.values())) <= 8
+
+
+def test_keys_are_bounded_and_another_of_the_same_weight_is_no_others(monkeypatch):
+    monkeypatch.setattr(weight_module, "LIMIT", 16)
+    weights = [layout_of(*quantized((64, 96), torch.bfloat16, "cpu", seed=seed)) for seed in range(40)]
+    keys = [weight.key() for weight in [*weights, *weights]]
+    assert len(set(keys)) >= len(weights) and len(set(keys[:40])) == 40
+    assert len(weight_module._keys) <= 16 and len(weight_module._facts) <= 16
 
 
 def test_refusals_by_the_short_way(server):

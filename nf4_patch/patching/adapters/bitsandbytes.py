@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cache.reads import inside
+from ..cache.store import cache
 from ..dequantizer import Dequantizer
 from ..fused_matmul import FusedMatmul, multiplied_first
 from ..quant_state import linear_weight
@@ -73,6 +74,8 @@ def dequant_linear(target: Target, original: Function) -> Function:
             if type(result) is not Reason:
                 return result
             missed = result
+        if cache.auto is not None and not inside.bitsandbytes:  # without a gradient no autograd function was entered
+            cache.auto.observe(A)
         weight = dequantizer.run(packed, None, False, True)
         if type(weight) is Reason:
             return weight

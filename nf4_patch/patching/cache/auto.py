@@ -15,10 +15,10 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...config import size_in_words
 from ..context import backward_in_progress
@@ -43,7 +43,7 @@ class Auto:
         self.may_take, self.taken = may_take, taken
         self.sizes: set[tuple[int, int, int]] = set()  # features, rows and length of the forward passes so far
         self.latest: tuple[torch.Size, ...] = ()
-        self.optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()  # that have made their state
+        self.optimizers = WeakIdKeyDictionary()  # that have made their state; by id: one may have no hash
         self.stepped = False  # an optimizer, since the latest forward pass
         self.steps = 0  # of the training, since the latest ``wait``
         self.waits = True
@@ -63,9 +63,12 @@ class Auto:
         self.may_take = lambda budget: None  # another thread may be in ``observe``
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.attempt(self.started, optimizer)
+
+    def started(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self.optimizers:
-            self.optimizers.add(optimizer)
-            self.attempt(self.wait, "an optimizer makes its state")
+            self.optimizers[optimizer] = True
+            self.wait("an optimizer makes its state")
 
     def after_step(self, *_: Any) -> None:
         self.stepped = True

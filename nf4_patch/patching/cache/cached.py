@@ -65,5 +65,6 @@ def size_of(weight: Weight) -> int:
 
 
 def location(weight: Weight) -> tuple[Any, ...]:
-    """The same for a weight and its transpose, whose packed bytes are [bytes, 1] and [1, bytes]."""
-    return weight.packed.data_ptr(), weight.packed.nbytes, weight.dtype
+    """Which part of which parameter, and the dtype; wherever the parameter looks now, and for either way round."""
+    owner, packed = weight.owner(), weight.packed
+    return id(owner), packed.data_ptr() - owner.data_ptr(), packed.nbytes, weight.dtype

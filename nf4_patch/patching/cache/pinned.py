@@ -11,7 +11,6 @@ step reads its layers in a circle, and a fixed part of a circle saves exactly it
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
@@ -23,6 +22,7 @@ from ...nf4 import runtime
 from ...nf4.weight import Weight
 from ..context import is_compiling, modes_active, plain_methods, saved_tensors_hooks, transforms_active
 from ..dequantizer import Dequantizer, returns_tensors
+from ..locks import new_lock
 from ..quant_state import weight_of
 from ..reasons import Reason, Uncached
 from ..switch import switch
@@ -59,7 +59,7 @@ class Layer:
     """Where the weights of a module are: its parameters called ``weight`` with a state of bitsandbytes'."""
 
     def __init__(self, module: torch.nn.Module):
-        self.lock = threading.RLock()  # one thread at a time in a pinned layer: its states are the process'
+        self.lock = new_lock()  # one thread at a time in a pinned layer: its states are the process'
         self.refused_at = -1  # the generation of the cache in which there was no room for it
         self.pinned: dict[tuple[Any, ...], weakref.ref[Cached]] = {}  # by proof, what was pinned for it
         self.find(module)

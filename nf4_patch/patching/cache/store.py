@@ -10,6 +10,7 @@ A cached weight belongs to a parameter, whose identity, version counter and memo
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 import weakref
@@ -55,6 +56,8 @@ class Cache:
         self.weights: dict[tuple[Any, ...], Cached] = {}  # by ``location``
         self.same_size: dict[tuple[int, int], OrderedDict[Cached, None]] = defaultdict(OrderedDict)
         self.taken: Counter[int] = Counter()  # bytes by device, of what was dropped too while somebody still uses it
+        # what is being decoded: device and size, charged for as long as the call of ``keep`` lasts, however that ends
+        self.decoding: dict[weakref.ref[Decoding], tuple[int, int]] = {}
         self.leaving: list[tuple[StorageWeakRef, int, int]] = []  # dropped, and still used by somebody: device and size
         self.memories: dict[int, Memory] = {}  # of packed bytes and of scales, by the number of their storage
         self.generation = 0  # changes when there may be room again for what compiled layers read
@@ -218,7 +221,9 @@ class Cache:
 
     def insert(self, weight: Weight, decode: Decode) -> Tensor | Reason | None:
         """What ``decode`` gives, cached if it is a tensor; or None with nothing decoded, where it is not to be cached."""
-        if not isinstance(weight.shape, tuple) or not all(isinstance(each, Tensor) for each in weight.tensors()):
+        tensors = weight[: 5 if weight.nested() else 2]
+        plain = isinstance(weight.shape, tuple) and isinstance(weight.dtype, torch.dtype)
+        if not plain or not all(isinstance(each, Tensor) for each in tensors):
             return None  # the guards say what it is
         why = self.why_not(weight)
         if why is None:
@@ -233,13 +238,13 @@ class Cache:
     def keep(self, weight: Weight, decode: Decode, pin: bool = False) -> Tensor | Reason | None:
         """What ``decode`` gives; a tensor is kept until the weight changes, pinned or as long as there is room. None without
         room."""
-        mode, result = self.mode, None
+        mode, result, charged = self.mode, None, Decoding()
         device, size, proof = weight.packed.get_device(), size_of(weight), weight.proof()
         with self.lock:
             self._bury()
             if not (self.on and self._make_room(device, size, pin)):
                 return None
-            self.taken[device] += size  # reserved: nothing is decoded under the lock
+            self.decoding[weakref.ref(charged, self.decoding.pop)] = device, size  # nothing is decoded under the lock
         self.misses += 1
         try:
             with torch.inference_mode(False):  # training may read what generation decoded
@@ -250,17 +255,24 @@ class Cache:
             self.auto.wait(f"{error}"[:80])  # the caller decodes without keeping, as it would without the cache
         finally:
             with self.lock:
-                self.taken[device] -= size
-                fits = self.taken[device] + size <= self.budget
+                del charged
+                fits = self._charged(device) + size <= self.budget
                 if isinstance(result, Tensor) and self.mode == mode and fits:
                     self._add(Cached(weight, proof, result, pin), weight, result)
             self.settle()
         return result
 
+    def _charged(self, device: int) -> int:
+        """Bytes that are taken, and that weights will take which are being decoded."""
+        charged = self.taken[device]
+        for where, size in list(self.decoding.values()):
+            charged += size if where == device else 0
+        return charged
+
     def _make_room(self, device: int, size: int, pin: bool) -> bool:
         def full() -> bool:
             self._bury()
-            return self.taken[device] + size > self.budget
+            return self._charged(device) + size > self.budget
 
         if size > self.budget:
             return False
@@ -374,6 +386,12 @@ class Cache:
             )
 
 
+class Decoding:
+    """Lives as long as the decode of one weight that is to be kept."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Memory:
     """Memory that a cached weight depends on: the parameter whose packed bytes it holds, and whether it was resized.
 
@@ -405,5 +423,9 @@ def is_captured(device: int) -> bool:
 
 
 cache = Cache()
+if hasattr(os, "register_at_fork"):  # a child has no half of another thread's change, and the lock is free there
+    os.register_at_fork(
+        before=cache.lock.acquire, after_in_parent=cache.lock.release, after_in_child=cache.lock.release
+    )
 atexit.register(cache.configure, "off")  # before the interpreter takes modules apart, in which tensors die
 switch.follow(lambda config: cache.configure(switch.value("cache")))

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...nf4.dequantize import compilation
 from ...nf4.low_rank.launch import is_used_for
 from ...nf4.weight import OUTPUT_DTYPES
+from ..cache.store import cache
 from ..context import is_compiling, is_jit_tracing, modes_active, own_dispatch, plain_methods, transforms_active
 from ..dequantizer import Dequantizer
 from ..experts.read import HOOKS_ON_ALL, is_called_otherwise
@@ -198,6 +199,8 @@ def linear(target: Target, original: Function) -> Function:
             prepared = attempt(prepare, self, x, *args, **kwargs)
             # not under ``attempt``: hooks on saved tensors run here, by which a checkpoint ends its recompute
             if type(prepared) is not Reason:
+                if cache.auto is not None:
+                    cache.auto.observe(x)
                 return run(*prepared)
         return original(self, x, *args, **kwargs)
 
