@@ -117,5 +117,6 @@ got = training()
 (row,) = (target for target in nf4_patch.status().targets if target.name == TARGET)
 losses, tensors = (((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
 assert want[1].norm() > 0.01 and losses < 5e-4 and tensors < 0.04, (losses, tensors)
-print("hit" if row.hits else "not hit", f"fell back: {sorted(row.fallbacks)}, equal: {not losses + tensors}", sep=", ")
+hit = "hit" if row.hits else "not hit"
+print(f"{hit}, fell back: {sorted(row.fallbacks)}, equal: {not losses + tensors}", flush=True)
 dist.destroy_process_group()
