@@ -9,6 +9,7 @@ import pytest
 import torch
 from target import fallbacks, linear
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 import nf4_patch
@@ -297,6 +298,17 @@ def test_an_adapter_switched_before_the_backward(device, reentrant):
     assert_close(switched("other"), want)
     assert reentrant is not None or torch.equal(switched("other")[1], switched("default")[1])
     assert counters.hits(TARGET) and not fallbacks(TARGET)
+
+
+@pytest.mark.parametrize("options", [("fused", "off"), ("off", "fused")], ids=" then ".join)
+def test_an_option_that_changes_before_the_recompute_is_noticed(device, options):
+    model, x = adapted(device), inputs(device)
+    model.base_model.model.reentrant = False
+    nf4_patch.enable(lora=options[0])
+    y = model(x)
+    nf4_patch.enable(lora=options[1])
+    with pytest.raises(CheckpointError):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("rows", [1, 5, 300])
