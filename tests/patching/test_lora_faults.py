@@ -39,13 +39,13 @@ FAULTS = {
         {"product(inner_gradient.t(), z.to(self.a.dtype), self.scale)":
          "product(inner_gradient.t(), z.to(self.a.dtype), self.scale).t().reshape(self.a.shape)"},
     ),
-    "no dropout": (dropout, linear, {"is_x = not (": "is_x = True or ("}),
+    "no dropout": (dropout, linear, {"is_x = rows, not (": "is_x = rows, True or ("}),
     "dropout's mask not in dx": (dropout, linear, {"layer.scaling[name], is_x)": "layer.scaling[name], True)"}),
     "dropout's mask not in dA": (dropout, function, {"saved += (z if of_a": "saved += (x if of_a"}),
     "another mask in dA": (
         dropout, function, {"saved += (z if of_a": "saved += (torch.nn.functional.dropout(x, 0.3) if of_a"}
     ),
-    "other random numbers": (dropout, linear, {"        z = dropout(x": "        dropout(x); z = dropout(x"}),
+    "other random numbers": (dropout, linear, {" z = dropout(x": " dropout(x); z = dropout(x"}),
     "x·A of the latest call": (
         plain, function,
         {"ctx.save_for_backward(": "LoraProduct.latest = saved; ctx.save_for_backward(",
@@ -53,9 +53,9 @@ FAULTS = {
     ),
     "the adapter of now in the backward": (
         switched, linear,
-        {"return (kind, ": f"return (lambda a, b, scale: kind(*({NOW}), scale), "},
+        {"append((kind, ": f"append((lambda a, b, scale: kind(*({NOW}), scale), "},
     ),
-    "no bias": (plain, linear, {"bias = None if base.bias is None": "bias = None if True"}),
+    "no bias": (plain, linear, {"None if base.bias is None": "None if True"}),
     "the base's product not added": (accuracy, linear, {"rows, dense().t())": "rows, dense().t(), alpha=0)"}),
     "the base's weight transposed in dx": (
         accuracy, function, {"gradient @ ctx.dense()": "gradient @ ctx.dense().t().reshape(ctx.dense().shape)"}

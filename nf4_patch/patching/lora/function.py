@@ -86,27 +86,26 @@ Adapter = tuple[type[Factors], float, bool]  # how its products are computed, sc
 
 
 class LoraProduct(torch.autograd.Function):
-    """bias + the sum of scaling * z @ A.T @ B.T over the adapters, [rows, out], with the gradients of that plus x @ dense().T."""
+    """y + the sum of scaling * z @ A.T @ B.T over the adapters, [rows, out], with the gradients of that plus x @ dense().T."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, dense: Callable[[], Tensor], adapters: list[Adapter], *tensors: Tensor
+        ctx: Any, x: Tensor, y: Any, dense: Callable[[], Tensor], adapters: list[Adapter], *tensors: Tensor
     ) -> Tensor:
         """``tensors``: of each adapter z, [rows, in], A, [rank, in], and B, [out, rank].
 
         Args:
             x: [rows, in], in the dtype of the layer's product.
-            bias: [out], of that dtype.
+            y: a bias, [out]; or [rows, out] that is written to, where nothing needs a gradient; or None. Of that dtype.
             dense: gives the base's weight [out, in], of that dtype, not to be written into.
         """
-        y: Any = None
+        if y is not None and y.dim() == 1:
+            y = y.expand(len(x), -1).clone()
         saved: list[Tensor | None] = []
         for index, (kind, scale, _) in enumerate(adapters):
             z, a, b = tensors[3 * index : 3 * index + 3]
             factors = kind(a, b, scale)
             inner = factors.inner(z)
-            if y is None and bias is not None:
-                y = bias.expand(len(z), -1).clone()
             y = factors.outer(inner, y).to(x.dtype)
             of_a, of_b = ctx.needs_input_grad[3 * index + 5 : 3 * index + 7]
             saved += (z if of_a else None, inner if of_b else None, a, b)

@@ -26,9 +26,10 @@ from .function import Adapter, Factors, LoraProduct, SplitFactors
 # Without a gradient bitsandbytes multiplies up to so many rows straight from the packed weight, and enable(matmul="auto") does.
 FEW_ROWS = 128
 LINEAR, DROPOUT = (torch.nn.Linear,), (torch.nn.Identity, torch.nn.Dropout)
+FACTORS = {torch.nn.Parameter, Tensor}  # FSDP1 makes views of parameters
 
 
-def active(layer: Any, args: Any, kwargs: Any) -> list[str] | Reason:
+def active(layer: Any, x: Tensor, args: Any, kwargs: Any) -> list[str] | Reason:
     """The adapters whose products are to be added to the base's, if peft adds them in the plain way."""
     given = args or any(value is not None for value in kwargs.values())
     names = [name for name in layer.active_adapters if name in layer.lora_A]
@@ -40,6 +41,14 @@ def active(layer: Any, args: Any, kwargs: Any) -> list[str] | Reason:
         for parts, kinds in ((layer.lora_A, LINEAR), (layer.lora_B, LINEAR), (layer.lora_dropout, DROPOUT)):
             if type(parts[name]) not in kinds or is_called_otherwise(parts[name]):
                 return Reason.LORA_HOOKED
+        a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+        if not {type(a), type(b)} <= FACTORS:
+            return Reason.LORA_HOOKED
+        # peft multiplies in the dtype of x, or in fp32 and rounds the result to it
+        as_x = torch.is_autocast_enabled(x.device.type) or a.dtype is x.dtype
+        wide = a.dtype is torch.float32 and getattr(layer, "cast_input_dtype_enabled", True)
+        if a.dtype is not b.dtype or not (as_x or wide):
+            return Reason.LORA_DTYPES
     return names
 
 
@@ -66,65 +75,34 @@ def product_dtype(base: Any, x: Tensor) -> torch.dtype | None:
     return autocast if dtype in (autocast, torch.float32) else None
 
 
-def is_multiplied_as(layer: Any, name: str, x: Tensor) -> bool:
-    """Whether peft multiplies by an adapter's factors in the dtype of x, or in fp32 and rounds the result to it."""
-    a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-    if a.dtype is not b.dtype or not {type(a), type(b)} <= {Tensor, torch.nn.Parameter}:  # FSDP1 makes views
-        return False
-    if torch.is_autocast_enabled(x.device.type) or a.dtype is x.dtype:
-        return True
-    return a.dtype is torch.float32 and getattr(layer, "cast_input_dtype_enabled", True)
-
-
-def inputs_of(layer: Any, name: str, x: Tensor, rows: Tensor) -> tuple[Adapter, tuple[Tensor, Tensor, Tensor]]:
-    """How an adapter's products are computed, and z, A and B.
-
-    Args:
-        x: the layer's input.
-        rows: the same, [rows, in].
-    """
-    a, b, dropout = layer.lora_A[name].weight, layer.lora_B[name].weight, layer.lora_dropout[name]
-    dtype, autocast = rows.dtype, torch.is_autocast_enabled(x.device.type)
-    wide = not autocast and a.dtype is not dtype  # fp32, and so are the products
-    factors = (a, b) if wide else (a.to(dtype), b.to(dtype))
-    is_x = not (dropout.training and getattr(dropout, "p", 0))
-    if is_x:
-        z = rows
-    else:  # as peft: what is dropped depends on the dtype
-        z = dropout(x if autocast else x.to(a.dtype)).reshape(rows.shape).to(factors[0].dtype)
-    kind = SplitFactors if wide and is_x and is_used_for(rows) else Factors
-    return (kind, layer.scaling[name], is_x), (z, *factors)
-
-
-def run(
-    layer: Any, names: list[str], x: Tensor, rows: Tensor, dense: Callable[[], Tensor], out_features: int
-) -> Tensor:
+def run(layer: Any, names: list[str], x: Tensor, dense: Callable[[], Tensor], out_features: int) -> Tensor:
     """The layer's result, [..., out].
 
     Args:
         names: of the adapters.
-        x, rows: see ``inputs_of``.
+        x: the layer's input, [..., in].
         dense: gives the base's weight, [out, in].
     """
+    base, rows, autocast = layer.base_layer, x.reshape(-1, x.shape[-1]), torch.is_autocast_enabled(x.device.type)
     adapters: list[Adapter] = []
     tensors: list[Tensor] = []
     for name in names:
-        adapter, its_tensors = inputs_of(layer, name, x, rows)
-        adapters.append(adapter)
-        tensors += its_tensors
-    base = layer.base_layer
-    if not torch.is_grad_enabled() and len(rows) <= FEW_ROWS:
-        y: Tensor = base(x)
-        total = y.reshape(-1, out_features)
-        for index, (kind, scale, _) in enumerate(adapters):
-            z, a, b = tensors[3 * index : 3 * index + 3]
-            factors = kind(a, b, scale)
-            total = factors.outer(factors.inner(z), total)
-        return total.view(y.shape)
-    bias = None if base.bias is None else base.bias.to(rows.dtype)
-    result: Tensor = LoraProduct.apply(rows, bias, dense, adapters, *tensors)
-    with torch.no_grad():
-        result.addmm_(rows, dense().t())
+        a, b, dropout = layer.lora_A[name].weight, layer.lora_B[name].weight, layer.lora_dropout[name]
+        z, is_x = rows, not (dropout.training and getattr(dropout, "p", 0))
+        if not is_x:  # as peft: what is dropped depends on the dtype
+            z = dropout(x if autocast else x.to(a.dtype)).reshape(rows.shape)
+        wide = not autocast and a.dtype is not x.dtype  # fp32, and so are the products
+        if not wide:
+            z, a, b = z.to(x.dtype), a.to(x.dtype), b.to(x.dtype)
+        kind = SplitFactors if wide and is_x and is_used_for(rows) else Factors
+        adapters.append((kind, layer.scaling[name], is_x))
+        tensors += z, a, b
+    few = not torch.is_grad_enabled() and len(rows) <= FEW_ROWS
+    start = base(x).reshape(-1, out_features) if few else None if base.bias is None else base.bias.to(x.dtype)
+    result: Tensor = LoraProduct.apply(rows, start, dense, adapters, *tensors)
+    if not few:
+        with torch.no_grad():
+            result.addmm_(rows, dense().t())
     return result.view(*x.shape[:-1], out_features)
 
 
@@ -144,47 +122,36 @@ def linear(target: Target, original: Function) -> Function:
         result = attempt(decode, packed, state, dtype) if switch.on else None
         if isinstance(result, Tensor):
             return result
-        from bitsandbytes.functional import dequantize_4bit
-
-        whole: Tensor = dequantize_4bit(packed, state)
+        whole: Tensor = sys.modules["bitsandbytes.functional"].dequantize_4bit(packed, state)
         return whole.to(dtype)
 
     def prepare(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         """The arguments of ``run``, or the Reason why the layer runs as peft's. It must say the same in a recompute."""
-        names, base = active(self, args, kwargs), self.base_layer
+        names, base = active(self, x, args, kwargs), self.base_layer
         if isinstance(names, Reason):
             return names
         if not is_plain(self, base):
             return Reason.LORA_HOOKED
-        if modes_active():
-            return Reason.DISPATCH_MODE
-        if is_jit_tracing():
-            return Reason.EXPORTING
-        if transforms_active() is not None:
-            return Reason.FUNCTORCH_TRANSFORM
         packed = base.weight
         state = getattr(packed, "quant_state", None) or base.quant_state  # FSDP makes a plain parameter of the weight
-        if state is None or len(state.shape) != 2:
-            return Reason.NOT_4BIT
-        if state.__dict__.get("packing_format_for_cpu"):
-            return Reason.CPU_PACKING
-        if not (x.is_cuda or compilation.INTERPRETED):
-            return Reason.NOT_CUDA
-        if x.device != packed.device:
-            return Reason.MIXED_DEVICES
-        if type(x).__torch_dispatch__ is not own_dispatch or type(packed).__torch_dispatch__ is not own_dispatch:
-            return Reason.TENSOR_SUBCLASS
-        # of an input in fp32 peft's sum of base and LoRA is in fp32, and ours would be rounded to 16 bits
-        dtype: torch.dtype = x.dtype
-        if dtype not in OUTPUT_DTYPES or product_dtype(base, x) is not dtype:
-            return Reason.LORA_DTYPES
-        if not all(is_multiplied_as(self, name, x) for name in names):
-            return Reason.LORA_DTYPES
-        out_features, in_features = state.shape
-        if x.shape[-1] != in_features:
-            return Reason.ARGUMENTS
-        rows = x.reshape(-1, in_features)
-        return self, names, x, rows, functools.partial(dense, packed, state, dtype), out_features
+        shape = tuple(getattr(state, "shape", ()))
+        refused = (
+            (Reason.DISPATCH_MODE, modes_active()),
+            (Reason.EXPORTING, is_jit_tracing()),
+            (Reason.FUNCTORCH_TRANSFORM, transforms_active() is not None),
+            (Reason.NOT_4BIT, len(shape) != 2),
+            (Reason.CPU_PACKING, getattr(state, "packing_format_for_cpu", False)),
+            (Reason.NOT_CUDA, not (x.is_cuda or compilation.INTERPRETED)),
+            (Reason.MIXED_DEVICES, x.device != packed.device),
+            (Reason.TENSOR_SUBCLASS, any(type(t).__torch_dispatch__ is not own_dispatch for t in (x, packed))),
+            # of an input in fp32 peft's sum of base and LoRA is in fp32, and ours would be rounded to 16 bits
+            (Reason.LORA_DTYPES, x.dtype not in OUTPUT_DTYPES or product_dtype(base, x) is not x.dtype),
+            (Reason.ARGUMENTS, x.shape[-1:] != shape[1:]),
+        )
+        for reason, holds in refused:
+            if holds:
+                return reason
+        return self, names, x, functools.partial(dense, packed, state, x.dtype), shape[0]
 
     @functools.wraps(original)
     def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
