@@ -16,7 +16,7 @@ plain = functools.partial(checks.test_a_step_is_peft_s, config="plain", reentran
 dropout = functools.partial(checks.test_a_step_is_peft_s, config="dropout", reentrant=None)
 several = checks.test_several_adapters_and_switching
 switched = functools.partial(checks.test_an_adapter_switched_before_the_backward, reentrant=None)
-NOW = "getattr(layer, f'lora_{part}')[layer.active_adapters[0]].weight for part in 'AB'"
+NOW = "getattr(run.layer, f'lora_{part}')[run.layer.active_adapters[0]].weight for part in 'AB'"
 
 # The test that fails, the module, and what stands in it in place of what.
 FAULTS = {
@@ -40,7 +40,7 @@ FAULTS = {
          "product(inner_gradient.t(), z.to(self.a.dtype), self.scale).t().reshape(self.a.shape)"},
     ),
     "no dropout": (dropout, linear, {"is_x = rows, not (": "is_x = rows, True or ("}),
-    "dropout's mask not in dx": (dropout, linear, {"layer.scaling[name], is_x)": "layer.scaling[name], True)"}),
+    "dropout's mask not in dx": (dropout, linear, {"(kind, scale, is_x)": "(kind, scale, True)"}),
     "dropout's mask not in dA": (dropout, function, {"saved += (z if of_a": "saved += (x if of_a"}),
     "another mask in dA": (
         dropout, function, {"saved += (z if of_a": "saved += (torch.nn.functional.dropout(x, 0.3) if of_a"}
@@ -53,7 +53,8 @@ FAULTS = {
     ),
     "the adapter of now in the backward": (
         switched, linear,
-        {"append((kind, ": f"append((lambda a, b, scale: kind(*({NOW}), scale), "},
+        {"found.append(": "run.layer = layer; found.append(",
+         "append((kind, ": f"append((lambda a, b, scale: kind(*({NOW}), scale), "},
     ),
     "no bias": (plain, linear, {"None if base.bias is None": "None if True"}),
     "the base's product not added": (accuracy, linear, {"rows, dense().t())": "rows, dense().t(), alpha=0)"}),

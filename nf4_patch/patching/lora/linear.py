@@ -25,31 +25,33 @@ from .function import Adapter, Factors, LoraProduct, SplitFactors
 
 # Without a gradient bitsandbytes multiplies up to so many rows straight from the packed weight, and enable(matmul="auto") does.
 FEW_ROWS = 128
-LINEAR, DROPOUT = (torch.nn.Linear,), (torch.nn.Identity, torch.nn.Dropout)
+KINDS = (torch.nn.Linear,), (torch.nn.Linear,), (torch.nn.Identity, torch.nn.Dropout)  # of A, B and dropout
 FACTORS = {torch.nn.Parameter, Tensor}  # FSDP1 makes views of parameters
 
 
-def active(layer: Any, x: Tensor, args: Any, kwargs: Any) -> list[str] | Reason:
-    """The adapters whose products are to be added to the base's, if peft adds them in the plain way."""
+def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any) -> list[Any] | Reason:
+    """Of the active adapters A, B, dropout and scaling, if peft adds their products to the base's in the plain way."""
     given = args or any(value is not None for value in kwargs.values())
-    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    all_a, all_b, found = layer.lora_A, layer.lora_B, []
+    names = [name for name in layer.active_adapters if name in all_a]
     if given or not names or layer.disable_adapters or layer.merged:
         return Reason.LORA_INACTIVE
+    as_x = torch.is_autocast_enabled(x.device.type)
     for name in names:
         if name in layer.lora_variant or layer.lora_bias.get(name):
             return Reason.LORA_VARIANT
-        for parts, kinds in ((layer.lora_A, LINEAR), (layer.lora_B, LINEAR), (layer.lora_dropout, DROPOUT)):
-            if type(parts[name]) not in kinds or is_called_otherwise(parts[name]):
-                return Reason.LORA_HOOKED
-        a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+        parts = all_a[name], all_b[name], layer.lora_dropout[name]
+        if any(type(part) not in kinds or is_called_otherwise(part) for part, kinds in zip(parts, KINDS, strict=True)):
+            return Reason.LORA_HOOKED
+        a, b, dropout = parts[0].weight, parts[1].weight, parts[2]
         if not {type(a), type(b)} <= FACTORS:
             return Reason.LORA_HOOKED
         # peft multiplies in the dtype of x, or in fp32 and rounds the result to it
-        as_x = torch.is_autocast_enabled(x.device.type) or a.dtype is x.dtype
         wide = a.dtype is torch.float32 and getattr(layer, "cast_input_dtype_enabled", True)
-        if a.dtype is not b.dtype or not (as_x or wide):
+        if a.dtype is not b.dtype or not (as_x or a.dtype is x.dtype or wide):
             return Reason.LORA_DTYPES
-    return names
+        found.append((a, b, dropout, layer.scaling[name]))
+    return found
 
 
 def is_plain(layer: Any, base: Any) -> bool:
@@ -75,31 +77,31 @@ def product_dtype(base: Any, x: Tensor) -> torch.dtype | None:
     return autocast if dtype in (autocast, torch.float32) else None
 
 
-def run(layer: Any, names: list[str], x: Tensor, dense: Callable[[], Tensor], out_features: int) -> Tensor:
+def run(base: Any, adapters: list[Any], x: Tensor, dense: Callable[[], Tensor], out_features: int) -> Tensor:
     """The layer's result, [..., out].
 
     Args:
-        names: of the adapters.
+        adapters: see ``adapters_of``.
         x: the layer's input, [..., in].
         dense: gives the base's weight, [out, in].
     """
-    base, rows, autocast = layer.base_layer, x.reshape(-1, x.shape[-1]), torch.is_autocast_enabled(x.device.type)
-    adapters: list[Adapter] = []
+    rows, autocast = x.reshape(-1, x.shape[-1]), torch.is_autocast_enabled(x.device.type)
+    products: list[Adapter] = []
     tensors: list[Tensor] = []
-    for name in names:
-        a, b, dropout = layer.lora_A[name].weight, layer.lora_B[name].weight, layer.lora_dropout[name]
+    for a, b, dropout, scale in adapters:
         z, is_x = rows, not (dropout.training and getattr(dropout, "p", 0))
         if not is_x:  # as peft: what is dropped depends on the dtype
             z = dropout(x if autocast else x.to(a.dtype)).reshape(rows.shape)
         wide = not autocast and a.dtype is not x.dtype  # fp32, and so are the products
         if not wide:
-            z, a, b = z.to(x.dtype), a.to(x.dtype), b.to(x.dtype)
+            a, b = a.to(x.dtype), b.to(x.dtype)
         kind = SplitFactors if wide and is_x and is_used_for(rows) else Factors
-        adapters.append((kind, layer.scaling[name], is_x))
+        products.append((kind, scale, is_x))
         tensors += z, a, b
     few = not torch.is_grad_enabled() and len(rows) <= FEW_ROWS
-    start = base(x).reshape(-1, out_features) if few else None if base.bias is None else base.bias.to(x.dtype)
-    result: Tensor = LoraProduct.apply(rows, start, dense, adapters, *tensors)
+    bias = None if base.bias is None else base.bias.to(x.dtype)
+    y = base(x).reshape(-1, out_features) if few else bias
+    result: Tensor = LoraProduct.apply(rows, y, dense, products, *tensors)
     if not few:
         with torch.no_grad():
             result.addmm_(rows, dense().t())
@@ -127,9 +129,9 @@ def linear(target: Target, original: Function) -> Function:
 
     def prepare(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         """The arguments of ``run``, or the Reason why the layer runs as peft's. It must say the same in a recompute."""
-        names, base = active(self, x, args, kwargs), self.base_layer
-        if isinstance(names, Reason):
-            return names
+        adapters, base = adapters_of(self, x, args, kwargs), self.base_layer
+        if isinstance(adapters, Reason):
+            return adapters
         if not is_plain(self, base):
             return Reason.LORA_HOOKED
         packed = base.weight
@@ -151,7 +153,7 @@ def linear(target: Target, original: Function) -> Function:
         for reason, holds in refused:
             if holds:
                 return reason
-        return self, names, x, functools.partial(dense, packed, state, x.dtype), shape[0]
+        return base, adapters, x, functools.partial(dense, packed, state, x.dtype), shape[0]
 
     @functools.wraps(original)
     def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
