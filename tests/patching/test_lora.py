@@ -8,6 +8,7 @@ import statistics
 import pytest
 import torch
 from target import fallbacks, linear
+from torch._dynamo.exc import SkipFrame
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as checkpointed
@@ -37,6 +38,10 @@ PRECISIONS = {
     "T4": (FP32, FP16, FP16, FP16),
     "fp16": (FP16, FP16, FP16, None),
 }
+
+WHOLE_GRAPH = pytest.mark.skipif(
+    torch.__version__ < (2, 8), reason="before PyTorch 2.8 stock bitsandbytes and peft break the graph"
+)
 
 
 class Model(torch.nn.Module):
@@ -547,7 +552,7 @@ def test_a_mixed_batch_is_peft_s(device):
     assert torch.equal(got, want) and fallbacks(TARGET) == {Reason.LORA_INACTIVE: 1}
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 8), reason="before PyTorch 2.8 stock bitsandbytes and peft break the graph")
+@WHOLE_GRAPH
 def test_torch_compile_traces_peft_s_own(device, fresh_dynamo):
     """One whole graph: no break, no recompile, the bits of peft's own when it is compiled."""
     model, x, results = adapted(device, layers=2, biased=True), inputs(device), []
@@ -561,6 +566,25 @@ def test_torch_compile_traces_peft_s_own(device, fresh_dynamo):
     for result in results[1:]:
         assert all(map(torch.equal, result, results[0]))
     assert not fallbacks(TARGET) and not counters.hits(TARGET)
+
+
+@WHOLE_GRAPH
+def test_a_frame_that_dynamo_skips_is_served(device, fresh_dynamo):
+    """As on a T4, where Inductor skips graphs in bf16: layers then run eagerly, and of ours nothing is compiled piece by piece."""
+    model, x = adapted(device, layers=2), inputs(device)
+    traces = []
+
+    def skip(graph, _):
+        traces.extend(node.meta.get("stack_trace", "") or "" for node in graph.graph.nodes)
+        raise SkipFrame("as on a T4")
+
+    want = step(model, x)
+    nf4_patch.enable(lora="fused")
+    got = step(torch.compile(model, backend=skip), x)
+    assert_close(got, want)
+    assert counters.hits(TARGET) == 4 and not fallbacks(TARGET)
+    assert any("return original(self, x" in trace for trace in traces)
+    assert not any(name in trace for trace in traces for name in ("in run\n", "in prepare\n", "lora/function.py"))
 
 
 def test_off_by_default_and_again(device):

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...nf4.dequantize import compilation
 from ...nf4.split.launch import is_used_for
 from ...nf4.weight import OUTPUT_DTYPES
-from ..context import is_compiling, is_jit_tracing, modes_active, own_dispatch, plain_methods, transforms_active
+from .. import context
 from ..dequantizer import Dequantizer
 from ..experts.read import HOOKS_ON_ALL, is_called_otherwise
 from ..quant_state import weight_of
@@ -108,6 +108,9 @@ def run(base: Any, adapters: list[Any], x: Tensor, dense: Callable[[], Tensor], 
     return result.view(*x.shape[:-1], out_features)
 
 
+context.keep_dynamo_out(run)  # where Dynamo skips the frame of a layer (bf16 on a T4) it would compile this piece by piece
+
+
 def linear(target: Target, original: Function) -> Function:
     """For ``peft.tuners.lora.bnb.Linear4bit.forward``. What torch.compile traces stays peft's, which Inductor fuses."""
     dequantizer, gate = Dequantizer(target.name), switch.gates["lora"]
@@ -117,7 +120,7 @@ def linear(target: Target, original: Function) -> Function:
         weight = weight_of(packed, state)
         if type(weight) is Reason:
             return weight
-        with plain_methods():
+        with context.plain_methods():
             return dequantizer.run(weight._replace(dtype=dtype), None, False, True)
 
     def dense(packed: Any, state: Any, dtype: torch.dtype) -> Tensor:
@@ -138,14 +141,14 @@ def linear(target: Target, original: Function) -> Function:
         state = getattr(packed, "quant_state", None) or base.quant_state  # FSDP makes a plain parameter of the weight
         shape = tuple(getattr(state, "shape", ()))
         refused = (
-            (Reason.DISPATCH_MODE, modes_active()),
-            (Reason.EXPORTING, is_jit_tracing()),
-            (Reason.FUNCTORCH_TRANSFORM, transforms_active() is not None),
+            (Reason.DISPATCH_MODE, context.modes_active()),
+            (Reason.EXPORTING, context.is_jit_tracing()),
+            (Reason.FUNCTORCH_TRANSFORM, context.transforms_active() is not None),
             (Reason.NOT_4BIT, len(shape) != 2),
             (Reason.CPU_PACKING, getattr(state, "packing_format_for_cpu", False)),
             (Reason.NOT_CUDA, not (x.is_cuda or compilation.INTERPRETED)),
             (Reason.MIXED_DEVICES, x.device != packed.device),
-            (Reason.TENSOR_SUBCLASS, any(type(t).__torch_dispatch__ is not own_dispatch for t in (x, packed))),
+            (Reason.TENSOR_SUBCLASS, any(type(t).__torch_dispatch__ is not context.own_dispatch for t in (x, packed))),
             # of an input in fp32 peft's sum of base and LoRA is in fp32, and ours would be rounded to 16 bits
             (Reason.LORA_DTYPES, x.dtype not in OUTPUT_DTYPES or product_dtype(base, x) is not x.dtype),
             (Reason.ARGUMENTS, x.shape[-1:] != shape[1:]),
@@ -157,7 +160,7 @@ def linear(target: Target, original: Function) -> Function:
 
     @functools.wraps(original)
     def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_compiling() and gate.on:
+        if not context.is_compiling() and gate.on:
             prepared = attempt(prepare, self, x, *args, **kwargs)
             # not under ``attempt``: hooks on saved tensors run here, by which a checkpoint ends its recompute
             if type(prepared) is not Reason:
