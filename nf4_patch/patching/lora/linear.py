@@ -108,7 +108,8 @@ def run(base: Any, adapters: list[Any], x: Tensor, dense: Callable[[], Tensor], 
     return result.view(*x.shape[:-1], out_features)
 
 
-context.keep_dynamo_out(run)  # where Dynamo skips the frame of a layer (bf16 on a T4) it would compile this piece by piece
+# Where Dynamo skips the frame of a layer (bf16 on a T4) it would compile this piece by piece.
+context.keep_dynamo_out(run)
 
 
 def linear(target: Target, original: Function) -> Function:
