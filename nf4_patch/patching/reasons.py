@@ -73,8 +73,8 @@ class Reason(enum.Enum):
         "DeepSpeed ZeRO-3 hooks every module: DDP and FSDP2 do not",
     )
     LORA_DTYPES = (
-        "input, adapter and the base's product are not in one precision (activations in fp32, for example)",
-        "keep activations in the compute dtype: no prepare_model_for_kbit_training, which casts norms to fp32",
+        "input, adapter and the base's product are not in one precision (activations in fp32 without autocast, for example)",
+        "prepare_model_for_kbit_training casts norms to fp32: train under autocast (bf16=True), or without it",
     )
     INTERNAL_ERROR = ("an error inside nf4_patch", "please report it with the traceback in the log")
 

@@ -11,6 +11,7 @@ import test_lora as checks
 
 from nf4_patch.patching.lora import function, linear
 
+small = functools.partial(checks.test_a_small_adapter_costs_no_accuracy, precision="norms in fp32")
 accuracy = functools.partial(checks.test_as_accurate_as_peft, precision="bf16")
 plain = functools.partial(checks.test_a_step_is_peft_s, config="plain", reentrant=None)
 dropout = functools.partial(checks.test_a_step_is_peft_s, config="dropout", reentrant=None)
@@ -59,9 +60,12 @@ FAULTS = {
     "no bias": (plain, linear, {"None if base.bias is None": "None if True"}),
     "the base's product not added": (accuracy, linear, {"rows, dense().t())": "rows, dense().t(), alpha=0)"}),
     "the base's weight transposed in dx": (
-        accuracy, function, {"gradient @ ctx.dense()": "gradient @ ctx.dense().t().reshape(ctx.dense().shape)"}
+        accuracy, function, {"addmm_(gradient, weight)": "addmm_(gradient, weight.t().reshape(weight.shape))"}
     ),
-    "dx of LoRA alone": (accuracy, function, {"gradient_of_z(t, x_gradient)": "gradient_of_z(t, None)"}),
+    "dx of the base alone": (accuracy, function, {"x_gradient.addmm_(gradient, weight)": "gradient @ weight"}),
+    "dx of the last adapter alone": (several, function, {"gradient_of_z(t, x_gradient)": "gradient_of_z(t, None)"}),
+    "dx rounded twice": (small, function, {"addmm_(gradient, weight)": "add_(gradient @ weight)"}),
+    "y rounded twice": (small, linear, {"addmm_(rows, dense().t())": "add_(rows @ dense().t())"}),
 }  # fmt: skip
 
 
@@ -89,7 +93,7 @@ def test_a_fault_is_noticed(fault, device, monkeypatch):
         check(device)
 
 
-@pytest.mark.parametrize("check", [accuracy, plain, dropout, several, switched])
+@pytest.mark.parametrize("check", [accuracy, small, plain, dropout, several, switched])
 def test_without_a_fault_nothing_is(check, device, monkeypatch):
     for module in (function, linear):
         replaced(monkeypatch, module, {})

@@ -106,7 +106,7 @@ class LoraProduct(torch.autograd.Function):
             z, a, b = tensors[3 * index : 3 * index + 3]
             factors = kind(a, b, scale)
             inner = factors.inner(z)
-            y = factors.outer(inner, y).to(x.dtype)
+            y = factors.outer(inner, y).to(x.dtype if y is None else y.dtype)
             of_a, of_b = ctx.needs_input_grad[3 * index + 5 : 3 * index + 7]
             saved += (z if of_a else None, inner if of_b else None, a, b)
         ctx.save_for_backward(*saved)
@@ -119,7 +119,7 @@ class LoraProduct(torch.autograd.Function):
         device = gradient.device.type
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             of_x, of_bias, *needed = ctx.needs_input_grad[:2] + ctx.needs_input_grad[4:]
-            x_gradient = gradient @ ctx.dense() if of_x else None
+            x_gradient: Any = None
             found: list[Tensor | None] = []
             for index, (kind, scale, is_x) in enumerate(ctx.adapters):
                 of_z, of_a, of_b = needed[3 * index : 3 * index + 3]
@@ -128,7 +128,7 @@ class LoraProduct(torch.autograd.Function):
                 t = factors.inner_gradient(gradient) if of_a or of_z or (is_x and of_x) else None
                 z_gradient = None
                 if is_x and of_x:
-                    x_gradient = factors.gradient_of_z(t, x_gradient)
+                    x_gradient = factors.gradient_of_z(t, x_gradient).to(gradient.dtype)
                 elif of_z:
                     z_gradient = factors.gradient_of_z(t, None)
                 found += (
@@ -136,4 +136,7 @@ class LoraProduct(torch.autograd.Function):
                     factors.gradient_of_a(t, z) if of_a else None,
                     factors.gradient_of_b(gradient, inner) if of_b else None,
                 )
+            if of_x:  # the larger part last: it is rounded once, in the sum
+                weight = ctx.dense()
+                x_gradient = gradient @ weight if x_gradient is None else x_gradient.addmm_(gradient, weight)
             return x_gradient, gradient.sum(0) if of_bias else None, None, None, *found

@@ -66,46 +66,53 @@ def is_plain(layer: Any, base: Any) -> bool:
 
 
 def product_dtype(base: Any, x: Tensor) -> torch.dtype | None:
-    """That of the base's product, as its own forward decides; None where autocast has another 16-bit dtype."""
+    """That of the base's product, as its own forward decides, if all of the layer's are in it.
+
+    Without autocast peft's sum of base and LoRA is in the dtype of x, and ours would be rounded to that of the product. Under
+    autocast it is a sum of two rounded numbers, of which one rounding is as accurate.
+    """
     if not base.compute_type_is_set:
         base.set_compute_type(x)
         base.compute_type_is_set = True
     dtype: torch.dtype = base.compute_dtype or x.dtype
     if not torch.is_autocast_enabled(x.device.type):
-        return dtype
+        return dtype if x.dtype is dtype else None
     autocast = torch.get_autocast_dtype(x.device.type)
-    return autocast if dtype in (autocast, torch.float32) else None
+    return autocast if {dtype, x.dtype} <= {autocast, torch.float32} else None
 
 
-def run(base: Any, adapters: list[Any], x: Tensor, dense: Callable[[], Tensor], out_features: int) -> Tensor:
+def run(
+    base: Any, adapters: list[Any], x: Tensor, dtype: torch.dtype, dense: Callable[[], Tensor], out_features: int
+) -> Tensor:
     """The layer's result, [..., out].
 
     Args:
         adapters: see ``adapters_of``.
         x: the layer's input, [..., in].
+        dtype: of the base's product.
         dense: gives the base's weight, [out, in].
     """
-    rows, autocast = x.reshape(-1, x.shape[-1]), torch.is_autocast_enabled(x.device.type)
+    rows, autocast = x.reshape(-1, x.shape[-1]).to(dtype), torch.is_autocast_enabled(x.device.type)
     products: list[Adapter] = []
     tensors: list[Tensor] = []
     for a, b, dropout, scale in adapters:
         z, is_x = rows, not (dropout.training and getattr(dropout, "p", 0))
         if not is_x:  # as peft: what is dropped depends on the dtype
             z = dropout(x if autocast else x.to(a.dtype)).reshape(rows.shape)
-        wide = not autocast and a.dtype is not x.dtype  # fp32, and so are the products
+        wide = not autocast and a.dtype is not dtype  # fp32, and so are the products
         if not wide:
-            a, b = a.to(x.dtype), b.to(x.dtype)
+            z, a, b = z.to(dtype), a.to(dtype), b.to(dtype)
         kind = SplitFactors if wide and is_x and is_used_for(rows) else Factors
         products.append((kind, scale, is_x))
         tensors += z, a, b
     few = not torch.is_grad_enabled() and len(rows) <= FEW_ROWS
-    bias = None if base.bias is None else base.bias.to(x.dtype)
+    bias = None if base.bias is None else base.bias.to(dtype)
     y = base(x).reshape(-1, out_features) if few else bias
     result: Tensor = LoraProduct.apply(rows, y, dense, products, *tensors)
     if not few:
         with torch.no_grad():
             result.addmm_(rows, dense().t())
-    return result.view(*x.shape[:-1], out_features)
+    return result.view(*x.shape[:-1], out_features).to(x.dtype)
 
 
 # Where Dynamo skips the frame of a layer (bf16 on a T4) it would compile this piece by piece.
@@ -141,6 +148,7 @@ def linear(target: Target, original: Function) -> Function:
         packed = base.weight
         state = getattr(packed, "quant_state", None) or base.quant_state  # FSDP makes a plain parameter of the weight
         shape = tuple(getattr(state, "shape", ()))
+        dtype: Any = product_dtype(base, x)
         refused = (
             (Reason.DISPATCH_MODE, context.modes_active()),
             (Reason.EXPORTING, context.is_jit_tracing()),
@@ -150,14 +158,13 @@ def linear(target: Target, original: Function) -> Function:
             (Reason.NOT_CUDA, not (x.is_cuda or compilation.INTERPRETED)),
             (Reason.MIXED_DEVICES, x.device != packed.device),
             (Reason.TENSOR_SUBCLASS, any(type(t).__torch_dispatch__ is not context.own_dispatch for t in (x, packed))),
-            # of an input in fp32 peft's sum of base and LoRA is in fp32, and ours would be rounded to 16 bits
-            (Reason.LORA_DTYPES, x.dtype not in OUTPUT_DTYPES or product_dtype(base, x) is not x.dtype),
+            (Reason.LORA_DTYPES, dtype not in OUTPUT_DTYPES),
             (Reason.ARGUMENTS, x.shape[-1:] != shape[1:]),
         )
         for reason, holds in refused:
             if holds:
                 return reason
-        return base, adapters, x, functools.partial(dense, packed, state, x.dtype), shape[0]
+        return base, adapters, x, dtype, functools.partial(dense, packed, state, dtype), shape[0]
 
     @functools.wraps(original)
     def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
