@@ -40,7 +40,7 @@ def test_training(script, options, launcher, checkpoint, tmp_path):
 @pytest.mark.parametrize("script", ["qlora_peft.py", "qlora_trl.py"])
 @pytest.mark.parametrize("launcher", [(), WITH_LIGER], ids=["alone", "liger"])
 def test_lora_in_one_function(script, launcher, checkpoint, tmp_path):
-    """fp32 adapters without autocast, and as TRL trains; the losses of peft's own within bf16's noise, nothing refused."""
+    """Norms and adapters in fp32 under autocast, and as TRL trains; the losses of peft's own within bf16's noise, nothing refused."""
     if launcher:
         pytest.importorskip("liger_kernel")
     arguments = ("--model", checkpoint, "--steps", 30, "--rows", 1, "--tokens", 512)
