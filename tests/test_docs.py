@@ -51,7 +51,7 @@ def test_readme_and_docs_are_short():
     pages = [page for page in render_docs.pages() if page.parent.name != "data"]
     lines = {page: page.read_text().splitlines() for page in pages}
     assert len(lines.pop(README)) <= 125
-    assert sum(map(len, lines.values())) <= 1460
+    assert sum(map(len, lines.values())) <= 1510
     for page in pages:
         wide = [line for line in written(page).splitlines() if len(line) > 130 and not line.startswith("|")]
         assert not wide, f"{page.name}: {wide}"

@@ -69,11 +69,12 @@ class Reason(enum.Enum):
     LORA_INACTIVE = "the layer's adapters are disabled, merged, or chosen for each row (adapter_names)"
     LORA_VARIANT = "the adapter is a variant of LoRA (DoRA, aLoRA, ...) or has a bias"
     LORA_HOOKED = (
-        "a subclass, a hook or a parametrization takes part in the layer, its base layer, lora_A, lora_B or dropout"
+        "a subclass, a hook or a parametrization takes part in the layer, its base layer, lora_A, lora_B or dropout",
+        "DeepSpeed ZeRO-3 hooks every module: DDP and FSDP2 do not",
     )
     LORA_DTYPES = (
-        "input, adapter and the base's product are not in one precision (activations in fp32, for example)",
-        "keep activations in the compute dtype: no prepare_model_for_kbit_training, which casts norms to fp32",
+        "input, adapter and the base's product are not in one precision (activations in fp32 without autocast, for example)",
+        "prepare_model_for_kbit_training casts norms to fp32: train under autocast (bf16=True), or without it",
     )
     INTERNAL_ERROR = ("an error inside nf4_patch", "please report it with the traceback in the log")
 

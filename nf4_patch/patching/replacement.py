@@ -64,6 +64,9 @@ class Fallbacks:
         return result
 
 
+keep_dynamo_out(Fallbacks.attempt)
+
+
 def around(function: Function) -> Function:
     """A maker of replacements, for a row to name: ``function(original, *arguments)`` while its option is on. Nothing is counted."""
 

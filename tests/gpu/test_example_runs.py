@@ -37,6 +37,21 @@ def test_training(script, options, launcher, checkpoint, tmp_path):
     assert on["torch_compile"] == off["torch_compile"]
 
 
+@pytest.mark.parametrize("script", ["qlora_peft.py", "qlora_trl.py"])
+@pytest.mark.parametrize("launcher", [(), WITH_LIGER], ids=["alone", "liger"])
+def test_lora_in_one_function(script, launcher, checkpoint, tmp_path):
+    """Norms and adapters in fp32 under autocast, and as TRL trains; the losses of peft's own within bf16's noise, nothing refused."""
+    if launcher:
+        pytest.importorskip("liger_kernel")
+    arguments = ("--model", checkpoint, "--steps", 30, "--rows", 1, "--tokens", 512)
+    off = run_example(script, *arguments, folder=tmp_path, launcher=launcher, patch=False)
+    on = run_example(script, *arguments, folder=tmp_path, launcher=launcher, NF4_PATCH_LORA="fused")
+    (row,) = (row for row in on["nf4_patch"]["targets"] if row["name"] == "peft.tuners.lora.bnb.Linear4bit.forward")
+    assert row["hits"] >= 30 * LINEARS * 2 and not row["fallbacks"]
+    assert on["losses"][:8] == pytest.approx(off["losses"][:8], rel=2**-8)
+    assert on["losses"][-1] == pytest.approx(off["losses"][-1], rel=0.05) and on["adapter"] != off["adapter"]
+
+
 def test_demo(tmp_path):
     """The main job: four trainings, their step times, and the kernel on the weights of the model."""
     output = run([sys.executable, EXAMPLES / "demo.py", "--steps", 4, "--png", "demo.png"], tmp_path)

@@ -106,6 +106,19 @@ def test_the_patch_is_one_line(script, option):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("script", ["qlora_trl.py", "qlora_peft.py"])
+def test_lora_in_one_function(script, tmp_path):
+    """As TRL trains, and after prepare_model_for_kbit_training, by an environment variable alone: the losses of peft's own within
+    bf16's noise, nothing refused."""
+    arguments = ("--steps", 4, "--rows", 1, "--tokens", 160)
+    off = run_example(script, *arguments, folder=tmp_path, patch=False)
+    on = run_example(script, *arguments, folder=tmp_path, NF4_PATCH_LORA="fused")
+    (row,) = (row for row in on["nf4_patch"]["targets"] if row["name"] == "peft.tuners.lora.bnb.Linear4bit.forward")
+    assert row["hits"] >= 4 * 2 * LINEARS and not row["fallbacks"]
+    assert on["losses"] == pytest.approx(off["losses"], rel=2**-11) and on["adapter"] != off["adapter"]
+
+
+@pytest.mark.full
 def test_trl_with_the_callback_and_its_twin(tmp_path):
     """ReportCallback in a real Trainer: hits in the log history, the report on stdout and as JSON. Then the same script
     less what names nf4_patch: the same bits."""

@@ -15,11 +15,11 @@ def error(found, want):
     return ((found.double() - want).norm() / want.norm()).item()
 
 
-def matrices(device, rows, width, rank, wide, dtype=FP32):
+def matrices(device, rows, width, rank, wide):
     torch.manual_seed(rows)
     x = torch.randn(rows, width, device=device).to(BF16)
-    inner = torch.randn(rows, rank, device=device).to(dtype)
-    factor = torch.randn(*((rank, width) if wide else (width, rank)), device=device).to(dtype)
+    inner = torch.randn(rows, rank, device=device)
+    factor = torch.randn(*((rank, width) if wide else (width, rank)), device=device)
     return x, inner, factor, factor.t() if wide else factor
 
 
@@ -37,11 +37,10 @@ def test_sums_over_many_are_as_accurate_as_fp32(device, rows, width, rank, wide)
     assert error(found, want) <= max(error(1.5 * (x.float().t() @ inner), want), 1.2e-7)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize(("rows", "width", "rank"), SHAPES)
-def test_a_wide_result_is_rounded_once(device, rows, width, rank, wide, dtype):
-    x, inner, factor, narrow = matrices(device, rows, width, rank, wide, dtype)
+def test_a_wide_result_is_rounded_once(device, rows, width, rank, wide):
+    x, inner, factor, narrow = matrices(device, rows, width, rank, wide)
     want = 1.5 * inner.double() @ narrow.double().t()
     out = x.clone()
     assert launch.expand(inner, factor, wide, 1.5, out) is out
@@ -62,15 +61,6 @@ def test_addresses_and_strides(device):
     for other in (shifted, across):
         assert torch.equal(launch.project(other, narrow.t().clone(), True), want[0])
         assert torch.equal(launch.correlate(other, inner, True, 1.0), want[1])
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("ranks", [(16, 16), (8, 16), (16, 8), (5, 3)])
-def test_a_part_of_wider_rows(device, ranks, dtype):
-    _, inner, factor, _ = matrices(device, 70, 96, sum(ranks), True, dtype)
-    for part, of in zip(inner.split(ranks, 1), factor.split(ranks, 0), strict=True):
-        want = launch.expand(part.clone(memory_format=torch.contiguous_format), of, True, 1.5, None)
-        assert torch.equal(launch.expand(part, of, True, 1.5, None), want)
 
 
 def test_the_same_at_every_run(device):

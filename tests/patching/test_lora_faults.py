@@ -11,12 +11,13 @@ import test_lora as checks
 
 from nf4_patch.patching.lora import function, linear
 
+small = functools.partial(checks.test_a_small_adapter_costs_no_accuracy, precision="norms in fp32")
 accuracy = functools.partial(checks.test_as_accurate_as_peft, precision="bf16")
 plain = functools.partial(checks.test_a_step_is_peft_s, config="plain", reentrant=None)
 dropout = functools.partial(checks.test_a_step_is_peft_s, config="dropout", reentrant=None)
 several = checks.test_several_adapters_and_switching
 switched = functools.partial(checks.test_an_adapter_switched_before_the_backward, reentrant=None)
-NOW = "getattr(layer, f'lora_{part}')[layer.active_adapters[0]].weight for part in 'AB'"
+NOW = "getattr(run.layer, f'lora_{part}')[run.layer.active_adapters[0]].weight for part in 'AB'"
 
 # The test that fails, the module, and what stands in it in place of what.
 FAULTS = {
@@ -39,13 +40,13 @@ FAULTS = {
         {"product(inner_gradient.t(), z.to(self.a.dtype), self.scale)":
          "product(inner_gradient.t(), z.to(self.a.dtype), self.scale).t().reshape(self.a.shape)"},
     ),
-    "no dropout": (dropout, linear, {"is_x = not (": "is_x = True or ("}),
-    "dropout's mask not in dx": (dropout, linear, {"layer.scaling[name], is_x)": "layer.scaling[name], True)"}),
+    "no dropout": (dropout, linear, {"is_x = rows, not (": "is_x = rows, True or ("}),
+    "dropout's mask not in dx": (dropout, linear, {"(kind, scale, is_x)": "(kind, scale, True)"}),
     "dropout's mask not in dA": (dropout, function, {"saved += (z if of_a": "saved += (x if of_a"}),
     "another mask in dA": (
         dropout, function, {"saved += (z if of_a": "saved += (torch.nn.functional.dropout(x, 0.3) if of_a"}
     ),
-    "other random numbers": (dropout, linear, {"        z = dropout(x": "        dropout(x); z = dropout(x"}),
+    "other random numbers": (dropout, linear, {" z = dropout(x": " dropout(x); z = dropout(x"}),
     "x·A of the latest call": (
         plain, function,
         {"ctx.save_for_backward(": "LoraProduct.latest = saved; ctx.save_for_backward(",
@@ -53,14 +54,18 @@ FAULTS = {
     ),
     "the adapter of now in the backward": (
         switched, linear,
-        {"return (kind, ": f"return (lambda a, b, scale: kind(*({NOW}), scale), "},
+        {"found.append(": "run.layer = layer; found.append(",
+         "append((kind, ": f"append((lambda a, b, scale: kind(*({NOW}), scale), "},
     ),
-    "no bias": (plain, linear, {"bias = None if base.bias is None": "bias = None if True"}),
+    "no bias": (plain, linear, {"None if base.bias is None": "None if True"}),
     "the base's product not added": (accuracy, linear, {"rows, dense().t())": "rows, dense().t(), alpha=0)"}),
     "the base's weight transposed in dx": (
-        accuracy, function, {"gradient @ ctx.dense()": "gradient @ ctx.dense().t().reshape(ctx.dense().shape)"}
+        accuracy, function, {"addmm_(gradient, weight)": "addmm_(gradient, weight.t().reshape(weight.shape))"}
     ),
-    "dx of LoRA alone": (accuracy, function, {"gradient_of_z(t, x_gradient)": "gradient_of_z(t, None)"}),
+    "dx of the base alone": (accuracy, function, {"x_gradient.addmm_(gradient, weight)": "gradient @ weight"}),
+    "dx of the last adapter alone": (several, function, {"gradient_of_z(t, x_gradient)": "gradient_of_z(t, None)"}),
+    "dx rounded twice": (small, function, {"addmm_(gradient, weight)": "add_(gradient @ weight)"}),
+    "y rounded twice": (small, linear, {"addmm_(rows, dense().t())": "add_(rows @ dense().t())"}),
 }  # fmt: skip
 
 
@@ -88,7 +93,7 @@ def test_a_fault_is_noticed(fault, device, monkeypatch):
         check(device)
 
 
-@pytest.mark.parametrize("check", [accuracy, plain, dropout, several, switched])
+@pytest.mark.parametrize("check", [accuracy, small, plain, dropout, several, switched])
 def test_without_a_fault_nothing_is(check, device, monkeypatch):
     for module in (function, linear):
         replaced(monkeypatch, module, {})

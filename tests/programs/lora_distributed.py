@@ -1,6 +1,6 @@
-"""LoRA in one function in two processes: losses and gradients beside peft's own. torchrun ... ddp|fsdp1|fsdp2|zero3
+"""LoRA in one function in two processes: losses and gradients beside peft's own. torchrun ... ddp|fsdp1|wrapped|fsdp2|zero3
 
-Over gloo on the CPU, under Triton's interpreter. The input of every layer is bf16.
+*wrapped*: FSDP1 by peft's own policy, which wraps every lora_A and lora_B. Over gloo on the CPU, under Triton's interpreter. The input of every layer is bf16.
 """
 
 import os
@@ -10,6 +10,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from peft.utils.other import fsdp_auto_wrap_policy
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import nf4_patch
@@ -68,11 +69,11 @@ def distributed(model, optimizer):
         return torch.nn.parallel.DistributedDataParallel(model)
     if way == "zero3":
         return deepspeed.initialize(model=model, optimizer=optimizer, config=ZERO3)[0]
-    if way == "fsdp1":
+    if way in ("fsdp1", "wrapped"):
         from torch.distributed.fsdp import FullyShardedDataParallel
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-        policy = ModuleWrapPolicy({type(layers[0])})
+        policy = ModuleWrapPolicy({type(layers[0])}) if way == "fsdp1" else fsdp_auto_wrap_policy(model)
         return FullyShardedDataParallel(
             model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
         )
@@ -117,7 +118,6 @@ got = training()
 (row,) = (target for target in nf4_patch.status().targets if target.name == TARGET)
 losses, tensors = (((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
 assert want[1].norm() > 0.01 and losses < 5e-4 and tensors < 0.04, (losses, tensors)
-print(
-    f"{'hit' if row.hits else 'not hit'}, fell back: {sorted(row.fallbacks)}, equal: {not losses + tensors}", flush=True
-)
+hit = "hit" if row.hits else "not hit"
+print(f"{hit}, fell back: {sorted(row.fallbacks)}, equal: {not losses + tensors}", flush=True)
 dist.destroy_process_group()

@@ -1,11 +1,10 @@
-"""Triton kernels for products of bf16 matrices with narrow ones: a factor of a rank, or what it has been multiplied by.
+"""Triton kernels for products of bf16 matrices with narrow ones in fp32: a factor of low rank, or what was multiplied by one.
 
 An fp32 number, 24 bits of mantissa, is the sum of three in bf16, and products of bf16 are exact in fp32. Tensor cores add with fewer
 bits than fp32: they add the products of one tile, the smallest parts first, and the tiles are added in fp32.
 
-Of every kernel: x and out, bf16, are [rows, width], inner is [rows, rank], a factor [rank, width] if WIDE and [width, rank] if not, these
-two in fp32 (of ``expand_kernel`` also in bf16), all contiguous (but ``expand_kernel``'s inner); width is a multiple of 16. A program takes ROWS, COLUMNS and RANK of the
-three at a time.
+Of every kernel: x and out of bf16 are [rows, width], inner is fp32 [rows, rank], a factor fp32 [rank, width] if WIDE and [width, rank]
+if not, all contiguous; width is a multiple of 16. A program takes ROWS, COLUMNS and RANK of the three at a time.
 """
 
 import triton
@@ -67,28 +66,22 @@ def project_kernel(
 
 @triton.jit(do_not_specialize=["scale", "rows"])
 def expand_kernel(
-    inner, factor, out, scale, rows, width, rank, stride,
+    inner, factor, out, scale, rows, width, rank,
     ADD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """out = scale * inner @ factor, added to out if ADD, rounded once; of fp32 what is below 2^-16 of a product is left out.
-
-    stride: of inner's rows.
-    """
+    """out = scale * inner @ factor, added to out if ADD, rounded once; what is below 2^-16 of a product is left out."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     total = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
     for start in range(0, rank, RANK):
         r = start + tl.arange(0, RANK)
-        left = tl.load(inner + i * stride + r[None, :], mask=(i < rows) & (r < rank)[None, :], other=0.0)
+        left = tl.load(inner + i * rank + r[None, :], mask=(i < rows) & (r < rank)[None, :], other=0.0)
         r = r[:, None]
         at = factor + place(column, r, width, rank, WIDE)
         right = tl.load(at, mask=(column < width) & (r < rank), other=0.0)
-        if left.dtype == tl.bfloat16:
-            total = tl.dot(left, right, total)
-        else:
-            left_high, left_middle, _ = split(left)
-            right_high, right_middle, _ = split(right)
-            total += tl.dot(left_high, right_high, tl.dot(left_high, right_middle, tl.dot(left_middle, right_high)))
+        left_high, left_middle, _ = split(left)
+        right_high, right_middle, _ = split(right)
+        total += tl.dot(left_high, right_high, tl.dot(left_high, right_middle, tl.dot(left_middle, right_high)))
     total *= scale
     to = out + i * width + column
     inside = (i < rows) & (column < width)

@@ -32,23 +32,23 @@ WARPS = 4
 
 
 @functools.cache
-def entry_for(name: str, rank: int, dtype: torch.dtype, device: torch.device, **flags: bool) -> runtime.KernelEntry:
-    """Of a kernel, for narrow matrices of this dtype; flags: WIDE, and ADD of expand_kernel.
+def entry_for(name: str, rank: int, device: torch.device, **flags: bool) -> runtime.KernelEntry:
+    """Of a kernel; flags: WIDE, and ADD of expand_kernel.
 
     Raises:
         KernelUnavailable: it cannot be compiled here, or not while a CUDA graph is captured.
     """
-    x, narrow = (torch.empty(16, dtype=each, device=device) for each in (BF16, dtype))
+    x, narrow = (torch.empty(16, dtype=dtype, device=device) for dtype in (BF16, FP32))
     sizes = 2, WIDTH_UNIT, 2 if rank % 16 else 16  # what 16 divides is loaded 16 bytes at a time
     arguments = {
         "project_kernel": (x, narrow, narrow, *sizes, 2),
-        "expand_kernel": (narrow, narrow, x, 1.0, *sizes, sizes[2]),
+        "expand_kernel": (narrow, narrow, x, 1.0, *sizes),
         "correlate_kernel": (x, narrow, narrow, 1.0, *sizes, 2),
     }[name]
     options = {"num_stages": TILES[name].stages}
     values = constants(name, rank, flags)
     return runtime.compiled(
-        getattr(kernels, name), arguments, values, WARPS, device, dtype, sizes[2], options=options
+        getattr(kernels, name), arguments, values, WARPS, device, sizes[2], options=options
     )  # fmt: skip
 
 
@@ -60,30 +60,26 @@ def constants(name: str, rank: int, flags: dict[str, bool]) -> dict[str, Any]:
 
 def is_used_for(z: Tensor, factor: Tensor, out_features: int) -> bool:
     """Whether the products of z, [rows, in], with factors like this one, [rank, in], run here."""
-    if runtime.triton is None or not z.is_cuda or z.dtype is not BF16 or not len(z):
+    if runtime.triton is None or not z.is_cuda or (z.dtype, factor.dtype) != (BF16, FP32) or not len(z):
         return False
-    if (z.shape[1] | out_features) % WIDTH_UNIT:
+    if z.shape[1] % WIDTH_UNIT or out_features % WIDTH_UNIT or torch.cuda.get_device_capability(z.device) < (8, 0):
         return False
-    if torch.cuda.get_device_capability(z.device) < (8, 0):  # it multiplies no bf16
-        return False
-    names = ("project_kernel", "correlate_kernel") if factor.dtype is FP32 else ()
-    both = (False, True)
     try:
-        for wide, name in itertools.product(both, names):
-            entry_for(name, factor.shape[0], factor.dtype, z.device, WIDE=wide)
-        for wide, add in itertools.product(both, both):
-            entry_for("expand_kernel", factor.shape[0], factor.dtype, z.device, ADD=add, WIDE=wide)
+        for wide, add in itertools.product((False, True), repeat=2):
+            entry_for("expand_kernel", factor.shape[0], z.device, ADD=add, WIDE=wide)
+            for name in ("project_kernel", "correlate_kernel"):
+                entry_for(name, factor.shape[0], z.device, WIDE=wide)
     except runtime.KernelUnavailable:
         return False
     return True
 
 
 def start(name: str, grid: tuple[int, int, int], rank: int, arguments: tuple[Any, ...], **flags: bool) -> None:
-    device, dtype = arguments[1].device, arguments[1].dtype  # of a narrow matrix
+    device = arguments[0].device
     if device.type != "cuda":  # Triton's interpreter
         getattr(kernels, name)[grid](*arguments, **constants(name, rank, flags))
         return
-    call, head, tail, _ = entry_for(name, rank, dtype, device, **flags)
+    call, head, tail, _ = entry_for(name, rank, device, **flags)
     values = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
     with torch.cuda.device(device):
         call(*grid, runtime.current_stream(device.index), *head, *values, *tail)
@@ -127,15 +123,13 @@ def expand(inner: Tensor, factor: Tensor, wide: bool, scale: float, added_to: Te
     """scale * inner @ factor, bf16 [rows, width], rounded once; added to ``added_to``, contiguous, in place where that is given.
 
     Args:
-        inner: [rows, rank], fp32 or bf16, also a part of wider rows.
-        factor: of inner's dtype, see ``project``; used as [rank, width].
+        inner: [rows, rank], fp32.
+        factor: see ``project``; used as [rank, width].
     """
     (rows, rank), width = inner.shape, factor.shape[1 if wide else 0]
     tile = TILES["expand_kernel"]
     out = inner.new_empty(rows, width, dtype=BF16) if added_to is None else added_to
-    if inner.stride(1) != 1 or inner.data_ptr() % 16 or (rank % 16 == 0 and inner.stride(0) % 16):
-        inner = inner.clone(memory_format=torch.contiguous_format)
-    arguments = inner, ready(factor), out, float(scale), rows, width, rank, inner.stride(0)
+    arguments = ready(inner), ready(factor), out, float(scale), rows, width, rank
     grid = -(-rows // tile.rows), -(-width // tile.columns), 1
     start("expand_kernel", grid, rank, arguments, ADD=added_to is not None, WIDE=wide)
     return out

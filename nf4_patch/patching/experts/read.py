@@ -148,7 +148,7 @@ def is_called_otherwise(module: Any, known: tuple[Any, ...] = ()) -> bool:
     """
     if any(hook not in known for kind in HOOKS for hook in getattr(module, kind).values()):
         return True
-    forward, hook = vars(module).get("forward"), getattr(module, "_hf_hook", None)
+    forward, hook = vars(module).get("forward"), vars(module).get("_hf_hook")
     if hook is not None:
         accelerate = sys.modules.get("accelerate.hooks")
         only_moves = accelerate is not None and type(hook) is accelerate.AlignDevicesHook and not hook.offload

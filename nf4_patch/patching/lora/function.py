@@ -54,21 +54,14 @@ class Factors:
         return product(inner_gradient, self.a, self.scale, added_to)
 
 
-class FusedFactors(Factors):
-    """The same in bf16, with additions in the kernel that multiplies."""
-
-    def outer(self, inner: Tensor, y: Tensor | None) -> Tensor:
-        return expand(inner, self.b, False, self.scale, y)
-
-    def gradient_of_z(self, inner_gradient: Tensor, added_to: Tensor | None) -> Tensor:
-        return expand(inner_gradient, self.a, True, self.scale, added_to)
-
-
-class WideFactors(FusedFactors):
-    """The same of fp32 factors and bf16 z on tensor cores; what is inner is in fp32."""
+class WideFactors(Factors):
+    """The same of fp32 factors and bf16 z on tensor cores, at fp32's precision; what is inner is in fp32."""
 
     def inner(self, z: Tensor) -> Tensor:
         return project(z, self.a, True)
+
+    def outer(self, inner: Tensor, y: Tensor | None) -> Tensor:
+        return expand(inner, self.b, False, self.scale, y)
 
     def inner_gradient(self, gradient: Tensor) -> Tensor:
         return project(gradient, self.b, False)
@@ -79,36 +72,42 @@ class WideFactors(FusedFactors):
     def gradient_of_b(self, gradient: Tensor, inner: Tensor) -> Tensor:
         return correlate(gradient, inner, False, self.scale)
 
+    def gradient_of_z(self, inner_gradient: Tensor, added_to: Tensor | None) -> Tensor:
+        return expand(inner_gradient, self.a, True, self.scale, added_to)
+
 
 Adapter = tuple[type[Factors], float, bool]  # how its products are computed, scaling, whether z is x
 
 
 class LoraProduct(torch.autograd.Function):
-    """bias + the sum of scaling * z @ A.T @ B.T over the adapters, [rows, out], with the gradients of that plus x @ dense().T."""
+    """y + the sum of scaling * z @ A.T @ B.T over the adapters, [rows, out], with the gradients of that plus x @ dense().T."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, dense: Callable[[], Tensor], adapters: list[Adapter],
-        inners: list[Tensor | None], *tensors: Tensor,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        y: Any,
+        dense: Callable[[], Tensor],
+        adapters: list[Adapter],
+        known: Tensor | None,
+        *tensors: Tensor,
+    ) -> Tensor:
         """``tensors``: of each adapter z, [rows, in], A, [rank, in], and B, [out, rank].
 
         Args:
             x: [rows, in], in the dtype of the layer's product.
-            bias: [out], of that dtype.
+            y: a bias, [out]; or [rows, out] that is written to, where nothing needs a gradient; or None. Of that dtype.
             dense: gives the base's weight [out, in], of that dtype, not to be written into.
-            inners: of each adapter z @ A.T where it is known.
+            known: z @ A.T of the only adapter, where it was computed before.
         """
-        y: Any = None
+        if y is not None and y.dim() == 1:
+            y = y.expand(len(x), -1).clone()
         saved: list[Tensor | None] = []
         for index, (kind, scale, _) in enumerate(adapters):
             z, a, b = tensors[3 * index : 3 * index + 3]
             factors = kind(a, b, scale)
-            known = inners[index]
             inner = factors.inner(z) if known is None else known
-            if y is None and bias is not None:
-                y = bias.expand(len(z), -1).clone()
-            y = factors.outer(inner, y).to(x.dtype)
+            y = factors.outer(inner, y).to(x.dtype if y is None else y.dtype)
             of_a, of_b = ctx.needs_input_grad[3 * index + 6 : 3 * index + 8]
             saved += (z if of_a else None, inner if of_b else None, a, b)
         ctx.save_for_backward(*saved)
@@ -121,7 +120,7 @@ class LoraProduct(torch.autograd.Function):
         device = gradient.device.type
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             of_x, of_bias, *needed = ctx.needs_input_grad[:2] + ctx.needs_input_grad[5:]
-            x_gradient = gradient @ ctx.dense() if of_x else None
+            x_gradient: Any = None
             found: list[Tensor | None] = []
             for index, (kind, scale, is_x) in enumerate(ctx.adapters):
                 of_z, of_a, of_b = needed[3 * index : 3 * index + 3]
@@ -130,7 +129,7 @@ class LoraProduct(torch.autograd.Function):
                 t = factors.inner_gradient(gradient) if of_a or of_z or (is_x and of_x) else None
                 z_gradient = None
                 if is_x and of_x:
-                    x_gradient = factors.gradient_of_z(t, x_gradient)
+                    x_gradient = factors.gradient_of_z(t, x_gradient).to(gradient.dtype)
                 elif of_z:
                     z_gradient = factors.gradient_of_z(t, None)
                 found += (
@@ -138,4 +137,7 @@ class LoraProduct(torch.autograd.Function):
                     factors.gradient_of_a(t, z) if of_a else None,
                     factors.gradient_of_b(gradient, inner) if of_b else None,
                 )
+            if of_x:  # the larger part last: it is rounded once, in the sum
+                weight = ctx.dense()
+                x_gradient = gradient @ weight if x_gradient is None else x_gradient.addmm_(gradient, weight)
             return x_gradient, gradient.sum(0) if of_bias else None, None, None, None, *found

@@ -13,8 +13,8 @@ from torch import Tensor
 from ...nf4.dequantize import compilation
 from ...nf4.low_rank.launch import is_used_for
 from ...nf4.weight import OUTPUT_DTYPES
+from .. import context
 from ..cache.store import cache
-from ..context import is_compiling, is_jit_tracing, modes_active, own_dispatch, plain_methods, transforms_active
 from ..dequantizer import Dequantizer
 from ..experts.read import HOOKS_ON_ALL, is_called_otherwise
 from ..quant_state import weight_of
@@ -22,27 +22,38 @@ from ..reasons import Reason
 from ..replacement import Function
 from ..switch import switch
 from ..targets import Target
-from .function import Adapter, Factors, FusedFactors, LoraProduct, WideFactors
+from .function import Adapter, Factors, LoraProduct, WideFactors
 from .shared import shared_inner
 
 # Without a gradient bitsandbytes multiplies up to so many rows straight from the packed weight, and enable(matmul="auto") does.
 FEW_ROWS = 128
-LINEAR, DROPOUT = (torch.nn.Linear,), (torch.nn.Identity, torch.nn.Dropout)
+KINDS = (torch.nn.Linear,), (torch.nn.Linear,), (torch.nn.Identity, torch.nn.Dropout)  # of A, B and dropout
+FACTORS = {torch.nn.Parameter, Tensor}  # FSDP1 makes views of parameters
 
 
-def active(layer: Any, args: Any, kwargs: Any) -> list[str] | Reason:
-    """The adapters whose products are to be added to the base's, if peft adds them in the plain way."""
+def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any) -> list[Any] | Reason:
+    """Of the active adapters A, B, dropout and scaling, if peft adds their products to the base's in the plain way."""
     given = args or any(value is not None for value in kwargs.values())
-    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    all_a, all_b, found = layer.lora_A, layer.lora_B, []
+    names = [name for name in layer.active_adapters if name in all_a]
     if given or not names or layer.disable_adapters or layer.merged:
         return Reason.LORA_INACTIVE
+    as_x = torch.is_autocast_enabled(x.device.type)
     for name in names:
         if name in layer.lora_variant or layer.lora_bias.get(name):
             return Reason.LORA_VARIANT
-        for parts, kinds in ((layer.lora_A, LINEAR), (layer.lora_B, LINEAR), (layer.lora_dropout, DROPOUT)):
-            if type(parts[name]) not in kinds or is_called_otherwise(parts[name]):
-                return Reason.LORA_HOOKED
-    return names
+        parts = all_a[name], all_b[name], layer.lora_dropout[name]
+        if any(type(part) not in kinds or is_called_otherwise(part) for part, kinds in zip(parts, KINDS, strict=True)):
+            return Reason.LORA_HOOKED
+        a, b, dropout = parts[0].weight, parts[1].weight, parts[2]
+        if not {type(a), type(b)} <= FACTORS:
+            return Reason.LORA_HOOKED
+        # peft multiplies in the dtype of x, or in fp32 and rounds the result to it
+        wide = a.dtype is torch.float32 and getattr(layer, "cast_input_dtype_enabled", True)
+        if a.dtype is not b.dtype or not (as_x or a.dtype is x.dtype or wide):
+            return Reason.LORA_DTYPES
+        found.append((a, b, dropout, layer.scaling[name]))
+    return found
 
 
 def is_plain(layer: Any, base: Any) -> bool:
@@ -57,82 +68,58 @@ def is_plain(layer: Any, base: Any) -> bool:
 
 
 def product_dtype(base: Any, x: Tensor) -> torch.dtype | None:
-    """That of the base's product, as its own forward decides; None where autocast has another 16-bit dtype."""
+    """That of the base's product, as its own forward decides, if all of the layer's are in it.
+
+    Without autocast peft's sum of base and LoRA is in the dtype of x, and ours would be rounded to that of the product. Under
+    autocast it is a sum of two rounded numbers, of which one rounding is as accurate.
+    """
     if not base.compute_type_is_set:
         base.set_compute_type(x)
         base.compute_type_is_set = True
     dtype: torch.dtype = base.compute_dtype or x.dtype
     if not torch.is_autocast_enabled(x.device.type):
-        return dtype
+        return dtype if x.dtype is dtype else None
     autocast = torch.get_autocast_dtype(x.device.type)
-    return autocast if dtype in (autocast, torch.float32) else None
-
-
-def is_multiplied_as(layer: Any, name: str, x: Tensor) -> bool:
-    """Whether peft multiplies by an adapter's factors in the dtype of x, or in fp32 and rounds the result to it."""
-    a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-    if a.dtype is not b.dtype or not {type(a), type(b)} <= {Tensor, torch.nn.Parameter}:  # FSDP1 makes views
-        return False
-    if torch.is_autocast_enabled(x.device.type) or a.dtype is x.dtype:
-        return True
-    return a.dtype is torch.float32 and getattr(layer, "cast_input_dtype_enabled", True)
-
-
-def inputs_of(layer: Any, name: str, x: Tensor, rows: Tensor) -> tuple[Adapter, tuple[Tensor, Tensor, Tensor]]:
-    """How an adapter's products are computed, and z, A and B.
-
-    Args:
-        x: the layer's input.
-        rows: the same, [rows, in].
-    """
-    a, b, dropout = layer.lora_A[name].weight, layer.lora_B[name].weight, layer.lora_dropout[name]
-    dtype, autocast = rows.dtype, torch.is_autocast_enabled(x.device.type)
-    wide = not autocast and a.dtype is not dtype  # fp32, and so are the products
-    factors = (a, b) if wide else (a.to(dtype), b.to(dtype))
-    is_x = not (dropout.training and getattr(dropout, "p", 0))
-    if is_x:
-        z = rows
-    else:  # as peft: what is dropped depends on the dtype
-        z = dropout(x if autocast else x.to(a.dtype)).reshape(rows.shape).to(factors[0].dtype)
-    kind: type[Factors] = Factors
-    if (is_x or not wide) and is_used_for(z, factors[0], b.shape[0]):
-        kind = WideFactors if wide else FusedFactors
-    return (kind, layer.scaling[name], is_x), (z, *factors)
+    return autocast if {dtype, x.dtype} <= {autocast, torch.float32} else None
 
 
 def run(
-    layer: Any, names: list[str], x: Tensor, rows: Tensor, dense: Callable[[], Tensor], out_features: int
+    base: Any, adapters: list[Any], x: Tensor, dtype: torch.dtype, dense: Callable[[], Tensor], out_features: int
 ) -> Tensor:
     """The layer's result, [..., out].
 
     Args:
-        names: of the adapters.
-        x, rows: see ``inputs_of``.
+        adapters: see ``adapters_of``.
+        x: the layer's input, [..., in].
+        dtype: of the base's product.
         dense: gives the base's weight, [out, in].
     """
-    adapters: list[Adapter] = []
+    rows, autocast = x.reshape(-1, x.shape[-1]).to(dtype), torch.is_autocast_enabled(x.device.type)
+    few, known = not torch.is_grad_enabled() and len(rows) <= FEW_ROWS, None
+    products: list[Adapter] = []
     tensors: list[Tensor] = []
-    inners: list[Tensor | None] = []
-    for name in names:
-        adapter, its_tensors = inputs_of(layer, name, x, rows)
-        adapters.append(adapter)
-        tensors += its_tensors
-        plain = adapter[2] and its_tensors[1] is layer.lora_A[name].weight and its_tensors[1].dtype is rows.dtype
-        inners.append(shared_inner(layer, name, x, rows) if plain and names == [name] else None)
-    base = layer.base_layer
-    if not torch.is_grad_enabled() and len(rows) <= FEW_ROWS:
-        y: Tensor = base(x)
-        total = y.reshape(-1, out_features)
-        for index, (kind, scale, _) in enumerate(adapters):
-            z, a, b = tensors[3 * index : 3 * index + 3]
-            factors = kind(a, b, scale)
-            total = factors.outer(factors.inner(z), total)
-        return total.view(y.shape)
-    bias = None if base.bias is None else base.bias.to(rows.dtype)
-    result: Tensor = LoraProduct.apply(rows, bias, dense, adapters, inners, *tensors)
-    with torch.no_grad():
-        result.addmm_(rows, dense().t())
-    return result.view(*x.shape[:-1], out_features)
+    for a, b, dropout, scale in adapters:
+        z, is_x = rows, not (dropout.training and getattr(dropout, "p", 0))
+        wide = not autocast and a.dtype is not dtype  # fp32, and so are the products
+        if not is_x:  # as peft: what is dropped depends on the dtype
+            z = dropout(x if autocast else x.to(a.dtype)).reshape(rows.shape)
+        elif is_x and not few and len(adapters) == 1 and a.dtype is dtype:
+            known = shared_inner(a, x, rows)
+        z, a, b = (z, a, b) if wide else (z.to(dtype), a.to(dtype), b.to(dtype))
+        kind = WideFactors if wide and is_used_for(z, a, out_features) else Factors
+        products.append((kind, scale, is_x))
+        tensors += z, a, b
+    bias = None if base.bias is None else base.bias.to(dtype)
+    y = base(x).reshape(-1, out_features) if few else bias
+    result: Tensor = LoraProduct.apply(rows, y, dense, products, known, *tensors)
+    if not few:
+        with torch.no_grad():
+            result.addmm_(rows, dense().t())
+    return result.view(*x.shape[:-1], out_features).to(x.dtype)
+
+
+# Where Dynamo skips the frame of a layer (bf16 on a T4) it would compile this piece by piece.
+context.keep_dynamo_out(run)
 
 
 def linear(target: Target, original: Function) -> Function:
@@ -144,58 +131,47 @@ def linear(target: Target, original: Function) -> Function:
         weight = weight_of(packed, state)
         if type(weight) is Reason:
             return weight
-        with plain_methods():
+        with context.plain_methods():
             return dequantizer.run(weight._replace(dtype=dtype), None, False, True)
 
     def dense(packed: Any, state: Any, dtype: torch.dtype) -> Tensor:
         result = attempt(decode, packed, state, dtype) if switch.on else None
         if isinstance(result, Tensor):
             return result
-        from bitsandbytes.functional import dequantize_4bit
-
-        whole: Tensor = dequantize_4bit(packed, state)
+        whole: Tensor = sys.modules["bitsandbytes.functional"].dequantize_4bit(packed, state)
         return whole.to(dtype)
 
     def prepare(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         """The arguments of ``run``, or the Reason why the layer runs as peft's. It must say the same in a recompute."""
-        names, base = active(self, args, kwargs), self.base_layer
-        if isinstance(names, Reason):
-            return names
+        adapters, base = adapters_of(self, x, args, kwargs), self.base_layer
+        if isinstance(adapters, Reason):
+            return adapters
         if not is_plain(self, base):
             return Reason.LORA_HOOKED
-        if modes_active():
-            return Reason.DISPATCH_MODE
-        if is_jit_tracing():
-            return Reason.EXPORTING
-        if transforms_active() is not None:
-            return Reason.FUNCTORCH_TRANSFORM
         packed = base.weight
         state = getattr(packed, "quant_state", None) or base.quant_state  # FSDP makes a plain parameter of the weight
-        if state is None or len(state.shape) != 2:
-            return Reason.NOT_4BIT
-        if state.__dict__.get("packing_format_for_cpu"):
-            return Reason.CPU_PACKING
-        if not (x.is_cuda or compilation.INTERPRETED):
-            return Reason.NOT_CUDA
-        if x.device != packed.device:
-            return Reason.MIXED_DEVICES
-        if type(x).__torch_dispatch__ is not own_dispatch or type(packed).__torch_dispatch__ is not own_dispatch:
-            return Reason.TENSOR_SUBCLASS
-        # of an input in fp32 peft's sum of base and LoRA is in fp32, and ours would be rounded to 16 bits
-        dtype: torch.dtype = x.dtype
-        if dtype not in OUTPUT_DTYPES or product_dtype(base, x) is not dtype:
-            return Reason.LORA_DTYPES
-        if not all(is_multiplied_as(self, name, x) for name in names):
-            return Reason.LORA_DTYPES
-        out_features, in_features = state.shape
-        if x.shape[-1] != in_features:
-            return Reason.ARGUMENTS
-        rows = x.reshape(-1, in_features)
-        return self, names, x, rows, functools.partial(dense, packed, state, dtype), out_features
+        shape = tuple(getattr(state, "shape", ()))
+        dtype: Any = product_dtype(base, x)
+        refused = (
+            (Reason.DISPATCH_MODE, context.modes_active()),
+            (Reason.EXPORTING, context.is_jit_tracing()),
+            (Reason.FUNCTORCH_TRANSFORM, context.transforms_active() is not None),
+            (Reason.NOT_4BIT, len(shape) != 2),
+            (Reason.CPU_PACKING, getattr(state, "packing_format_for_cpu", False)),
+            (Reason.NOT_CUDA, not (x.is_cuda or compilation.INTERPRETED)),
+            (Reason.MIXED_DEVICES, x.device != packed.device),
+            (Reason.TENSOR_SUBCLASS, any(type(t).__torch_dispatch__ is not context.own_dispatch for t in (x, packed))),
+            (Reason.LORA_DTYPES, dtype not in OUTPUT_DTYPES),
+            (Reason.ARGUMENTS, x.shape[-1:] != shape[1:]),
+        )
+        for reason, holds in refused:
+            if holds:
+                return reason
+        return base, adapters, x, dtype, functools.partial(dense, packed, state, dtype), shape[0]
 
     @functools.wraps(original)
     def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_compiling() and gate.on:
+        if not context.is_compiling() and gate.on:
             prepared = attempt(prepare, self, x, *args, **kwargs)
             # not under ``attempt``: hooks on saved tensors run here, by which a checkpoint ends its recompute
             if type(prepared) is not Reason:

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...nf4.runtime import has_memory
 
 
 class Latest(threading.local):
-    """The input of this thread's latest call, the layer that it came to first, and products that are waiting."""
+    """The input of this thread's latest call, the A that it was for first, and products that are waiting."""
 
     def __init__(self) -> None:
         self.x: Any = lambda: None
@@ -27,50 +28,43 @@ class Latest(threading.local):
 
 
 latest = Latest()
-followers: weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+followers: Any = WeakIdKeyDictionary()  # of an A, weak references to others
 
 
-def shared_inner(layer: Any, name: str, x: Tensor, rows: Tensor) -> Tensor | None:
-    """rows @ A.T of the layer's adapter, [rows, rank], where it is computed for several layers at once.
+def shared_inner(a: Tensor, x: Tensor, rows: Tensor) -> Tensor | None:
+    """rows @ a.T, [rows, rank], where it is computed for several layers at once.
 
     Args:
-        x: the layer's input; ``rows``, [rows, in], the same in the dtype of A.
+        a: a layer's A, [rank, in].
+        x: its input; ``rows``, [rows, in], the same in the dtype of A.
     """
-    a = layer.lora_A[name].weight
     if x.is_inference() or a.is_inference():  # they have no version
         return None
-    if latest.x() is not x or latest.version != x._version or latest.first() is layer:
+    if latest.x() is not x or latest.version != x._version or latest.first() is a:
         if latest.products:  # some that followed before did not come
             followers.pop(latest.first(), None)
-        latest.x, latest.version, latest.first, latest.products = weakref.ref(x), x._version, weakref.ref(layer), {}
-        return together(layer, name, rows, a)
+        latest.x, latest.version, latest.first, latest.products = weakref.ref(x), x._version, weakref.ref(a), {}
+        return together(a, rows)
     if waiting := latest.products.pop(id(a), None):
         of, version, product = waiting
         return product if of is a and version == a._version else None
     if (first := latest.first()) is not None:
-        followers.setdefault(first, []).append(weakref.ref(layer))
+        followers.setdefault(first, []).append(weakref.ref(a))
     return None
 
 
-def together(layer: Any, name: str, rows: Tensor, a: Tensor) -> Tensor | None:
-    """The product of this layer, if others follow, whose products then wait."""
-    factors = [a]
-    for other in [reference() for reference in followers.get(layer, ())]:
-        if other is None or name not in other.lora_A:
+def together(a: Tensor, rows: Tensor) -> Tensor | None:
+    """The product with this A, if others follow, whose products then wait."""
+    others = [reference() for reference in followers.get(a, ())]
+    for each in others:
+        if each is None or each.is_inference() or not has_memory(each):
             return None
-        its = other.lora_A[name].weight
-        alike = (
-            type(its) is type(a) and its.dtype is a.dtype and its.device == a.device and its.shape[1:] == a.shape[1:]
-        )
-        if not alike or its.is_inference() or not has_memory(its):
+        if (type(each), each.dtype, each.device, each.shape[1:]) != (type(a), a.dtype, a.device, a.shape[1:]):
             return None
-        factors.append(its)
-    if len(factors) == 1:
+    if not others:
         return None
     with torch.no_grad():
         own: Tensor
-        own, *others = (rows @ torch.cat(factors).t()).split([len(each) for each in factors], dim=1)
-    latest.products = {
-        id(each): (each, each._version, product) for each, product in zip(factors[1:], others, strict=True)
-    }
+        own, *products = (rows @ torch.cat([a, *others]).t()).split([len(each) for each in (a, *others)], dim=1)
+    latest.products = {id(each): (each, each._version, its) for each, its in zip(others, products, strict=True)}
     return own
