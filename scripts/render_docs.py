@@ -5,132 +5,111 @@
     python scripts/render_docs.py --check    name what is behind and exit 1
 
 A generated part stands between ``<!-- NAME: generated -->`` and ``<!-- /NAME -->``; NAME is a key of BLOCKS. A picture is
-a key of pictures.PICTURES and carries the digest of its data. docs/data/README.md says which command writes which data file.
+a key of pictures.PICTURES and carries the digest of its data. A figure that is written by hand has an anchor before its
+paragraph, ``<!-- figures: 1.10 = row("step-peft-h200.json", "peft 1x512")["ratio"]["unpatched"] -->``: what is written and
+the expression that gives it, in lines or apart by semicolons; a name in place of a figure is for the expressions after it.
+docs/data/README.md says which command writes which data file.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import hashlib
 import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
-from graphlib import TopologicalSorter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 import figures
-import glance
 import pictures
-from figures import table
+import tables
+from figures import Record
+from tables import Column, Table
 
-IMAGES, PACKAGE = ROOT / "docs" / "images", ROOT / "nf4_patch"
+IMAGES = ROOT / "docs" / "images"
 
 
 # --- the code's tables ---
 
 
-def targets() -> str:
+def targets() -> list[Record]:
     from nf4_patch.patching.targets import TARGETS
 
-    groups: dict[tuple[str, str], list[str]] = {}
-    for t in TARGETS:
-        row = (f"{t.library} {t.releases}", ", ".join(t.tested))
-        groups.setdefault(row, []).append(f"`{t.name.removeprefix(f'{t.library}.')}`: {t.covers}")
-    rows = [(library, "<br>".join(found), tested) for (library, tested), found in groups.items()]
-    return table(("library", "what is replaced: which covers", "tested with"), rows)
+    return [{"t": t, "name": t.name.removeprefix(f"{t.library}."), "tested": ", ".join(t.tested)} for t in TARGETS]
 
 
-def reasons() -> str:
+def reasons() -> list[Record]:
     from nf4_patch.patching.reasons import Reason
 
-    rows = [(f"`{r.name}`", r.sentence, r.advice, "yes" * r.is_expected) for r in Reason]
-    return table(("reason", "meaning", "what to do", "expected"), rows)
+    return [{"r": reason, "expected": "yes" * reason.is_expected} for reason in Reason]
 
 
-def variables() -> str:
+def variables() -> list[Record]:
     from nf4_patch.config import VARIABLES
 
-    rows = [
-        (f"`{v.name}`", ", ".join(v.values), f"`{v.default}`" if v.default else "unset", v.meaning) for v in VARIABLES
+    return [
+        {"v": v, "values": ", ".join(v.values), "unset": f"`{v.default}`" if v.default else "unset"} for v in VARIABLES
     ]
-    return table(("variable", "values", "default", "meaning"), rows)
 
 
-def verbs() -> str:
+def verbs() -> list[Record]:
     from nf4_patch.tools.cli import main, summary
 
-    return table(("command", ""), [(f"`nf4-patch {name}`", summary(verb)) for name, verb in main.commands.items()])
+    return [{"name": name, "summary": summary(verb)} for name, verb in main.commands.items()]
 
 
-# --- the imports ---
+def imports() -> list[Record]:
+    """The package by floor and folder: its modules, and the folders that they import from."""
+    from test_imports import graph
+
+    folders = {module.rpartition(".")[0] for module in graph()}
+    modules = {module: imported - folders for module, imported in graph().items() if module not in folders}
+    found = [
+        {"folder": folder(module), "module": module, "below": {*map(folder, imported)} - {folder(module), ""}}
+        for module, imported in sorted(modules.items(), key=lambda item: folder(item[0]))
+    ]
+    return [
+        record for floor in ("tools", "patching", "nf4") for record in found if record["folder"].split("/")[0] == floor
+    ]
 
 
-def imports() -> str:
-    """The package by floor and folder: its modules, and the folders that they import from. No ring, or this raises."""
-    edges = {module_of(file): imported_by(file) for file in sorted(PACKAGE.rglob("*.py"))}
-    edges = {module: {name for name in found if name in edges and name != module} for module, found in edges.items()}
-    tuple(TopologicalSorter(edges).static_order())
-    folders: dict[str, list[str]] = {}
-    for module in edges:
-        folders.setdefault(parent(module), []).append(module)
-    rows = []
-    for floor in ("tools", "patching", "nf4"):
-        for folder in sorted(name for name in folders if f"{name}.".startswith(f"nf4_patch.{floor}.")):
-            names = " ".join(sorted(set(map(last, folders[folder])) - {"__init__"}))
-            below = {parent(other) for module in folders[folder] for other in edges[module]} - {folder, "nf4_patch"}
-            rows.append((short(folder), names, ", ".join(sorted(map(short, below)))))
-    return table(("folder", "modules", "imports from"), rows)
+def folder(module: str) -> str:
+    return "/".join(module.split(".")[1:-1])
 
 
-def parent(module: str) -> str:
-    return module.rpartition(".")[0]
+def words(field: str, between: str) -> Callable[[list[Record]], str]:
+    """All of what the records of a cell have in a field: the last part of a name, or the members of a set."""
 
+    def joined(found: list[Record]) -> str:
+        sets = (
+            record[field] if isinstance(record[field], set) else {record[field].rpartition(".")[2]} for record in found
+        )
+        return between.join(sorted(set().union(*sets)))
 
-def last(module: str) -> str:
-    return module.rpartition(".")[2]
-
-
-def short(folder: str) -> str:
-    return folder.removeprefix("nf4_patch.").replace(".", "/")
-
-
-def module_of(file: Path) -> str:
-    return ".".join(file.relative_to(ROOT).with_suffix("").parts)
-
-
-def imported_by(file: Path) -> set[str]:
-    """Modules that are imported when ``file`` is, or in one of its functions; not those for types only."""
-    package = file.relative_to(ROOT).parent.parts
-    names = set()
-    tree = ast.parse(file.read_text())
-    typing = {id(n) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-              for n in ast.walk(node)}  # fmt: skip
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and id(node) not in typing:
-            base = ".".join(
-                [*(package[: len(package) - node.level + 1] if node.level else ()), node.module or ""]
-            ).strip(".")
-            names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
-    return names
+    return joined
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    **glance.BLOCKS,
-    **figures.BLOCKS,
-    "targets": targets,
-    "reasons": reasons,
-    "variables": variables,
-    "commands": verbs,
-    "imports": imports,
-}
+    **tables.BLOCKS,
+    "targets": Table(targets, [
+        Column("library", "{t.library} {t.releases}"), Column("what is replaced: which covers", "`{name}`: {t.covers}", {}, "<br>"),
+        Column("tested with", "{tested}")]),
+    "reasons": Table(reasons, [
+        Column("reason", "`{r.name}`"), Column("meaning", "{r.sentence}"), Column("what to do", "{r.advice}"),
+        Column("expected", "{expected}")]),
+    "variables": Table(variables, [
+        Column("variable", "`{v.name}`"), Column("values", "{values}"), Column("default", "{unset}"),
+        Column("meaning", "{v.meaning}")]),
+    "commands": Table(verbs, [Column("command", "`nf4-patch {name}`"), Column("", "{summary}")]),
+    "imports": Table(imports, [
+        Column("folder", "{folder}"), Column("modules", words("module", " "), {}),
+        Column("imports from", words("below", ", "), {})]),
+}  # fmt: skip
 
 
 # --- writing and checking ---
@@ -156,6 +135,26 @@ def rendered(text: str, page: str) -> str:
     return re.sub(r"<!-- ([\w-]+): generated -->\n.*?<!-- /\1 -->", part, text, flags=re.DOTALL)
 
 
+ANCHOR = re.compile(r"<!-- figures: (.*?) -->\n(.*?)(?=\n\n|\Z)", re.DOTALL)
+
+
+def untrue(text: str) -> Iterator[str]:
+    """Of figures that are written by hand: what the data say otherwise, and what is not in the paragraph of its anchor."""
+    for anchors, paragraph in ANCHOR.findall(text):
+        known = dict(vars(figures))
+        for written, formula in (re.split(r" = ", each, maxsplit=1) for each in re.split(r";\s+", anchors)):
+            value = eval(formula, known)
+            if written.isidentifier():
+                known[written] = value
+                continue
+            number = re.sub(r"[^\d.]", "", written)
+            decimals = len(number.partition(".")[2])
+            if f"{value:.{decimals}f}" != number:
+                yield f"{written} is {value:.{decimals}f} now: {formula}"
+            if not re.search(rf"(?<![\d.]){re.escape(written)}(?![\d.]*\d)", paragraph):
+                yield f"{written} has an anchor and is not in its paragraph"
+
+
 def digest(values: Any, make: Callable[[], Any]) -> str:
     """Of what a picture shows and of the code that draws it."""
     return hashlib.sha256((json.dumps(values) + inspect.getsource(make)).encode()).hexdigest()
@@ -168,7 +167,6 @@ def save(file: Path, draw: Callable[[Any], None], source: str) -> None:
     matplotlib.rcParams["svg.hashsalt"] = file.name  # or its ids are random
     figure = Figure(layout="constrained")
     draw(figure)
-    file.parent.mkdir(exist_ok=True)
     figure.savefig(file, metadata={"Date": None, "Source": source})
 
 
@@ -176,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, name what is behind")
     check = parser.parse_args(arguments).check
-    behind = []
+    behind, wrong = [], 0
     for page in pages():
         text = page.read_text()
         wanted = rendered(text, page.name)
@@ -184,6 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             behind.append(page)
             if not check:
                 page.write_text(wanted)
+        for found in untrue(wanted):
+            print(f"to write by hand: {page.relative_to(ROOT)}: {found}")
+            wrong += 1
     for name, make in pictures.PICTURES.items():
         file = IMAGES / name
         values, draw = make()
@@ -196,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("behind:" if check else "written:", path.relative_to(ROOT))
     if check and behind:
         print("run: python scripts/render_docs.py")
-    return int(check and bool(behind))
+    return int(bool(wrong) or (check and bool(behind)))
 
 
 if __name__ == "__main__":
