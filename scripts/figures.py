@@ -17,7 +17,6 @@ CALLS, GPU_TIME = "kernel calls a step", "GPU time"  # a note of a step; its clo
 DENSE = "16-bit weights"
 PEFT = "peft, experts in 16 bits"  # what LoRA on experts is compared with
 LIMITS = ("ceiling", "device copy", "torch.empty", "read", DENSE)  # what ours is held against
-UNITS = {"us": "µs"}
 
 
 def sources() -> dict[str, str]:
@@ -31,9 +30,9 @@ def load(name: str) -> Any:
 
 
 def of_gpus(name: str) -> Iterator[tuple[str, str, Any]]:
-    """(GPU, file, data) of a file whose name has GPU in it, for each GPU that has one."""
+    """(GPU, file, data) of NAME-GPU.json, for each GPU that has one."""
     for gpu in GPUS:
-        file = name.replace("GPU", gpu.lower())
+        file = f"{name}-{gpu.lower()}.json"
         if data := load(file):
             yield gpu, file, data
 
@@ -44,16 +43,19 @@ def matches(record: Record, where: Record) -> bool:
 
 
 def records(*names: str, **where: Any) -> list[Record]:
-    """The rows of benchmarks, a record for each side of each row: its time and how many times ours is as fast."""
+    """A record for each side of each row of these benchmarks (NAME-GPU.json): ours, the limits, the others."""
     found = []
-    for name in names:
-        for gpu, file, data in of_gpus(name):
-            for section, rows in data["sections"].items():
-                found += [
-                    {"gpu": gpu, "file": file, "machine": data["machine"], "section": shape(section).removesuffix(" bf16"), **row, **side_of(row, side)}
-                    for row in rows
-                    for side in sorted(row["median"], key=lambda side: (side != OURS, side not in LIMITS))
-                ]  # fmt: skip
+    for gpu, file, data in (each for name in names for each in of_gpus(name)):
+        for section, rows in data["sections"].items():
+            of_section = {
+                "gpu": gpu,
+                "file": file,
+                "machine": data["machine"],
+                "section": section.removesuffix(" bf16"),
+            }
+            for row in rows:
+                sides = sorted(row["median"], key=lambda side: (side != OURS, side not in LIMITS))
+                found += [of_section | row | side_of(row, side) for side in sides]
     return [record for record in found if matches(record, where)]
 
 
@@ -64,32 +66,24 @@ def row(file: str, subject: str) -> Record:
 
 
 def side_of(row: Record, side: str) -> Record:
-    """What tables show of a side of a row: ``time``, ``ours``, ``ratio`` and ``times``; ``against`` and ``won`` are the time of
-    this side and ours, with how many times ours is as fast (of a limit, the part that ours reaches); italics: not clear."""
-    who, length, setting, clock = parts_of(row)
-    ratio, is_clear = row["ratio"].get(side), clear(row, side)
-    compared = side in row["ratio"]
-    times = f"{ratio:.2f}×" if ratio else "check failed" * compared
-    time, ours = digits(row["median"][side]), digits(row["median"][OURS])
-    shown = f"{100 * ratio:.0f} %" if ratio and side in LIMITS else times
-    kept = lambda text: text if is_clear or not ratio or side in LIMITS else f"*{text}*"  # noqa: E731
-    memory = row["notes"].get(f"peak memory, {side}", "").removesuffix(" GiB")
-    size = row["sizes"].get("batch", 0) * row["sizes"].get("tokens", 0)
-    return {
-        "side": side, "who": who, "length": length, "setting": setting or "patch", "clock": clock, "size": size,
-        "subject": shape(row["subject"]), "what": row["subject"].partition(",")[0], "unit": UNITS.get(row["unit"], row["unit"]),
-        "ratio": ratio, "clear": is_clear, "times": times, "marked": kept(times), "time": time, "ours": ours, "memory": memory,
-        "against": kept(f"{time} ({shown})" if shown else time), "won": kept(f"{ours} ({times})"),
-        "m": row["sizes"].get("m", 0),
-    }  # fmt: skip
-
-
-def parts_of(row: Record) -> tuple[str, str, str, str]:
-    """Of a step's subject: who, batch x tokens, the setting of the cache or of checkpointing, the clock."""
-    first, *others = row["subject"].split(", ")
-    who, _, length = first.rpartition(" ")
+    """What tables show of a side: ``against`` and ``won`` are its time and ours, with how many times ours is as fast (of a
+    limit, the part that ours reaches); in italics where that is not clear. A step's subject is who, batch x tokens, the
+    setting of the cache or of checkpointing, and the clock."""
+    what, *others = row["subject"].split(", ")
     clock = others.pop() if others and others[-1] == GPU_TIME else ""
-    return who, shape(length), others[0] if others else "", clock
+    ratio, is_clear, is_limit = row["ratio"].get(side), clear(row, side), side in LIMITS
+    times = f"{ratio:.2f}×" if ratio else "check failed" * (side in row["ratio"])
+    shown = f"{100 * ratio:.0f} %" if ratio and is_limit else times
+    time, ours = digits(row["median"][side]), digits(row["median"][OURS])
+    italic = "" if is_clear or is_limit or not ratio else "*"
+    return {
+        "side": side, "who": what.rpartition(" ")[0], "length": what.rpartition(" ")[2], "what": what, "clock": clock,
+        "setting": others[0] if others else "patch", "unit": row["unit"].replace("us", "µs"), "ratio": ratio, "clear": is_clear,
+        "size": row["sizes"].get("batch", 0) * row["sizes"].get("tokens", 0), "m": row["sizes"].get("m"), "times": times,
+        "marked": f"{italic}{times}{italic}", "time": time, "won": f"{italic}{ours} ({times}){italic}",
+        "against": f"{italic}{time} ({shown}){italic}" if shown else time,
+        "memory": row["notes"].get(f"peak memory, {side}", "").removesuffix(" GiB"),
+    }  # fmt: skip
 
 
 def clear(row: Record, other: str = UNPATCHED) -> bool:
@@ -108,6 +102,11 @@ def clear(row: Record, other: str = UNPATCHED) -> bool:
 def unserved(row: Record) -> bool:
     """The kernel, or the fused matmul, was not called."""
     return (row["notes"].get(CALLS) == "0" and "cache" not in row["notes"]) or row["notes"].get("fused") == "no"
+
+
+def total(file: str, *fields: str) -> tuple[float, ...]:
+    """Of all rows."""
+    return tuple(sum(row[field] for row in load(file)["rows"]) for field in fields)
 
 
 def peak(row: Record, side: int = 0) -> float:

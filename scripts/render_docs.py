@@ -5,9 +5,9 @@
     python scripts/render_docs.py --check    name what is behind and exit 1
 
 A generated part stands between ``<!-- NAME: generated -->`` and ``<!-- /NAME -->``; NAME is a key of BLOCKS. A picture is
-a key of pictures.PICTURES and carries the digest of its data. A figure that is written by hand has an anchor before its
-paragraph, ``<!-- figures: 1.10 = row("step-peft-h200.json", "peft 1x512")["ratio"]["unpatched"] -->``: what is written and
-the expression that gives it, in lines or apart by semicolons; a name in place of a figure is for the expressions after it.
+a key of pictures.PICTURES and carries the digest of its data. Figures that are written by hand have an anchor before their
+paragraph, ``<!-- figures: 13 of 80 GB = 12.9, 80; NAME = 2**30 -->``: a part of the text and the values of its numbers, or a
+name for what follows. The functions of figures.py say what is in the data files.
 docs/data/README.md says which command writes which data file.
 """
 
@@ -28,8 +28,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 import figures
 import pictures
 import tables
+import test_imports
 from figures import Record
 from tables import Column, Table
+
+from nf4_patch.config import VARIABLES
+from nf4_patch.patching.reasons import Reason
+from nf4_patch.patching.targets import TARGETS
+from nf4_patch.tools import cli
 
 IMAGES = ROOT / "docs" / "images"
 
@@ -37,78 +43,47 @@ IMAGES = ROOT / "docs" / "images"
 # --- the code's tables ---
 
 
-def targets() -> list[Record]:
-    from nf4_patch.patching.targets import TARGETS
-
-    return [{"t": t, "name": t.name.removeprefix(f"{t.library}."), "tested": ", ".join(t.tested)} for t in TARGETS]
-
-
-def reasons() -> list[Record]:
-    from nf4_patch.patching.reasons import Reason
-
-    return [{"r": reason, "expected": "yes" * reason.is_expected} for reason in Reason]
-
-
-def variables() -> list[Record]:
-    from nf4_patch.config import VARIABLES
-
-    return [
-        {"v": v, "values": ", ".join(v.values), "unset": f"`{v.default}`" if v.default else "unset"} for v in VARIABLES
-    ]
-
-
-def verbs() -> list[Record]:
-    from nf4_patch.tools.cli import main, summary
-
-    return [{"name": name, "summary": summary(verb)} for name, verb in main.commands.items()]
+def folder(module: str) -> str:
+    return "/".join(module.split(".")[1:-1])
 
 
 def imports() -> list[Record]:
     """The package by floor and folder: its modules, and the folders that they import from."""
-    from test_imports import graph
-
-    folders = {module.rpartition(".")[0] for module in graph()}
-    modules = {module: imported - folders for module, imported in graph().items() if module not in folders}
+    modules = test_imports.graph()
+    packages = {module.rpartition(".")[0] for module in modules}
     found = [
-        {"folder": folder(module), "module": module, "below": {*map(folder, imported)} - {folder(module), ""}}
-        for module, imported in sorted(modules.items(), key=lambda item: folder(item[0]))
+        {
+            "folder": folder(module),
+            "name": module.rpartition(".")[2],
+            "below": {*map(folder, modules[module] - packages)},
+        }
+        for module in sorted(modules.keys() - packages, key=lambda module: (folder(module), module))
     ]
     return [
         record for floor in ("tools", "patching", "nf4") for record in found if record["folder"].split("/")[0] == floor
     ]
 
 
-def folder(module: str) -> str:
-    return "/".join(module.split(".")[1:-1])
-
-
-def words(field: str, between: str) -> Callable[[list[Record]], str]:
-    """All of what the records of a cell have in a field: the last part of a name, or the members of a set."""
-
-    def joined(found: list[Record]) -> str:
-        sets = (
-            record[field] if isinstance(record[field], set) else {record[field].rpartition(".")[2]} for record in found
-        )
-        return between.join(sorted(set().union(*sets)))
-
-    return joined
+def below(found: list[Record]) -> str:
+    return ", ".join(sorted(set().union(*(record["below"] for record in found)) - {found[0]["folder"], ""}))
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
     **tables.BLOCKS,
-    "targets": Table(targets, [
+    "targets": Table(lambda: [{"t": t, "name": t.name.removeprefix(f"{t.library}."), "tested": ", ".join(t.tested)} for t in TARGETS], (
         Column("library", "{t.library} {t.releases}"), Column("what is replaced: which covers", "`{name}`: {t.covers}", {}, "<br>"),
-        Column("tested with", "{tested}")]),
-    "reasons": Table(reasons, [
+        Column("tested with", "{tested}"))),
+    "reasons": Table(lambda: [{"r": reason, "expected": "yes" * reason.is_expected} for reason in Reason], (
         Column("reason", "`{r.name}`"), Column("meaning", "{r.sentence}"), Column("what to do", "{r.advice}"),
-        Column("expected", "{expected}")]),
-    "variables": Table(variables, [
-        Column("variable", "`{v.name}`"), Column("values", "{values}"), Column("default", "{unset}"),
-        Column("meaning", "{v.meaning}")]),
-    "commands": Table(verbs, [Column("command", "`nf4-patch {name}`"), Column("", "{summary}")]),
-    "imports": Table(imports, [
-        Column("folder", "{folder}"), Column("modules", words("module", " "), {}),
-        Column("imports from", words("below", ", "), {})]),
+        Column("expected", "{expected}"))),
+    "variables": Table(
+        lambda: [{"v": v, "values": ", ".join(v.values), "default": f"`{v.default}`" if v.default else "unset"} for v in VARIABLES], (
+        Column("variable", "`{v.name}`"), Column("values", "{values}"), Column("default", "{default}"),
+        Column("meaning", "{v.meaning}"))),
+    "commands": Table(lambda: [{"name": name, "summary": cli.summary(verb)} for name, verb in cli.main.commands.items()], (
+        Column("command", "`nf4-patch {name}`"), Column("", "{summary}"))),
+    "imports": Table(imports, (
+        Column("folder", "{folder}"), Column("modules", "{name}", {}, " "), Column("imports from", below, {}))),
 }  # fmt: skip
 
 
@@ -143,16 +118,22 @@ def untrue(text: str) -> Iterator[str]:
     for anchors, paragraph in ANCHOR.findall(text):
         known = dict(vars(figures))
         for written, formula in (re.split(r" = ", each, maxsplit=1) for each in re.split(r";\s+", anchors)):
-            value = eval(formula, known)
+            value = eval(f"({formula})", known)
             if written.isidentifier():
                 known[written] = value
                 continue
-            number = re.sub(r"[^\d.]", "", written)
-            decimals = len(number.partition(".")[2])
-            if f"{value:.{decimals}f}" != number:
-                yield f"{written} is {value:.{decimals}f} now: {formula}"
-            if not re.search(rf"(?<![\d.]){re.escape(written)}(?![\d.]*\d)", paragraph):
+            numbers = re.findall(r"\d[\d,]*(?:\.\d+)?", written)
+            values = value if isinstance(value, tuple) else (value,)
+            now = [*map(like, numbers, values), *map(str, values[len(numbers) :])]
+            if now != numbers:
+                yield f"{written} is {', '.join(now)} by {formula}"
+            if not re.search(rf"(?<![\d.,]){re.escape(written)}(?!\d|[.,]\d)", " ".join(paragraph.split())):
                 yield f"{written} has an anchor and is not in its paragraph"
+
+
+def like(number: str, value: float) -> str:
+    """With as many decimals, and a comma between thousands where there is one."""
+    return f"{value:{',' * (',' in number)}.{len(number.partition('.')[2])}f}"
 
 
 def digest(values: Any, make: Callable[[], Any]) -> str:
