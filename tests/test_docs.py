@@ -66,7 +66,7 @@ def test_no_line_of_readme_and_docs_is_wide():
         (
             "16.1 ms (1.10\u00d7) = step['median']['nf4_patch'], step['ratio']['unpatched']",
             "takes 16.1\nms (1.10\u00d7)",
-            "16.2 ms",
+            "is 16.2, 1.10 by",
         ),
         ("1,616 = 1616", "takes 1616", "is not in its paragraph"),
         ("16.16 = 16.16", "takes 116.16, 16.161", "is not in its paragraph"),
