@@ -6,6 +6,7 @@
 
 A cell puts other releases before the installed ones on the path, and runs tests and `nf4-patch doctor` in processes of their
 own. Its row is kept in docs/data/releases.json under its name and the machine: what passed, and what doctor says of each target.
+Then python scripts/render_docs.py.
 """
 
 from __future__ import annotations
@@ -115,6 +116,18 @@ def run(name: str) -> dict[str, Any]:
     }
 
 
+def record(row: dict[str, Any]) -> None:
+    """In place of the row of the same cell and machine, in the order of CELLS."""
+    rows = [
+        each for each in json.loads(RECORD.read_text()) if (each["cell"], each["place"]) != (row["cell"], row["place"])
+    ]
+    order = {name: place for place, name in enumerate(CELLS)}
+    rows = sorted(
+        [*rows, row], key=lambda each: ("CPU" in each["place"], order.get(each["cell"], len(order)), each["cell"])
+    )
+    RECORD.write_text(json.dumps(rows, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--as", dest="name", help="record the row under this name; with one cell")
@@ -122,16 +135,14 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.name and len(arguments.cells) != 1:
         parser.error("--as NAME goes with one cell")
-    rows = [run(name) | ({"cell": arguments.name} if arguments.name else {}) for name in arguments.cells or CELLS]
-    kept = {(row["cell"], row.get("place")): row for row in [*json.loads(RECORD.read_text()), *rows] if "place" in row}
-    order = [*CELLS]
-    everything = sorted(
-        kept.values(), key=lambda row: ("CPU" in row["place"], [*order, row["cell"]].index(row["cell"]))
-    )
-    RECORD.write_text(json.dumps(everything, indent=1) + "\n")
-    for row in rows:
-        print(row["cell"], row["result"], sep=": ")
-    return int(any("FAILED" in row["result"] for row in rows))
+    failed = 0
+    for name in arguments.cells or CELLS:
+        row = run(name) | ({"cell": arguments.name} if arguments.name else {})
+        print(f"{row['cell']}: {row['result']}", flush=True)
+        failed += "FAILED" in row["result"]
+        if "place" in row:
+            record(row)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

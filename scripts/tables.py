@@ -132,22 +132,9 @@ MORE_SETUPS: list[tuple[str, str, str, Record, str, str]] = [  # on the page "Wi
     ("Unsloth from 2026.10 on", "`enable()`", "step-unsloth", UNCACHED, *STEP),
     ("packed experts, LoRA on the attention", "`enable()`", "step-moe", MOE | {"setting": "checkpointing"}, *STEP),
     ("packed experts, memory to spare", AUTO, "step-moe", MOE | {"setting": MOE_ALL}, *STEP),
-    (
-        "packed experts without gradient checkpointing",
-        "`enable()`",
-        "step-moe",
-        MOE | {"setting": "no checkpointing"},
-        *STEP,
-    ),
-    (
-        "RL with TRL's GRPO, the model itself generates",
-        MATMUL,
-        "grpo",
-        {"what": ("generation", "whole step")},
-        "({what})",
-        "",
-    ),
-]
+    ("packed experts without gradient checkpointing", "`enable()`", "step-moe", MOE | {"setting": "no checkpointing"}, *STEP),
+    ("RL with TRL's GRPO, the model itself generates", MATMUL, "grpo", {"what": ("generation", "whole step")}, "({what})", ""),
+]  # fmt: skip
 WHO = (Column("what you train with", "{trained}"), Column("what you type", "{typed}"))
 
 
@@ -182,13 +169,7 @@ def chooser() -> str:
 # --- records of their own ---
 
 TRAINERS = {"step-peft": "peft, bitsandbytes", "step-unsloth-2026.9.7": "Unsloth", "step-unsloth": "Unsloth"}
-PARTS = {
-    "patch": "none",
-    "cache 1/4": "1/4",
-    "cache 1/2": "1/2",
-    "cache 3/4": "3/4 of them",
-    "cache all": "all weights",
-}
+PARTS = {"patch": "none", "cache 1/4": "1/4", "cache 1/2": "1/2", "cache 3/4": "3/4 of them", "cache all": "all weights"}  # fmt: skip
 CACHE = {"setting": (*PARTS,), "who": ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B")}
 SHAPES = [f"{shape} bf16" for shape in ("512x2048", "512x3584", "4096x1024", "1024x8192", "3584x3584", "8192x2048",
                                         "14336x4096", "8192x8192", "18944x3584", "28672x8192")]  # fmt: skip
@@ -240,13 +221,10 @@ def kernel_parts() -> list[Record]:
     """What the parts of the longest step with LoRA on experts take, the largest first."""
     found = []
     for record in records("step-experts-kernels", section="LoRA on experts", size=4096):
-        notes = {
-            kind: re.search(rf"(?:^|, ){record['side']} ([\d.]+)(?:,|$)", note)
-            for kind, note in record["notes"].items()
-        }
-        parts = {kind: float(note[1]) for kind, note in notes.items() if note}
-        parts["the whole step"] = record["median"][record["side"]]
-        found += [record | {"kind": kind, "ms": ms} for kind, ms in parts.items()]
+        found.append(record | {"kind": "the whole step", "ms": record["median"][record["side"]]})
+        for kind, note in record["notes"].items():
+            if part := re.search(rf"(?:^|, ){record['side']} ([\d.]+)(?:,|$)", note):
+                found.append(record | {"kind": kind, "ms": float(part[1])})
     return sorted(found, key=lambda record: -record["ms"])
 
 
