@@ -238,6 +238,7 @@ def test_when_a_difference_between_steps_is_clear(slower, calls, clear):
     row = Row(GPU_TIME, "ms", sides, {UNPATCHED: Check(True, "")}, notes={"kernel calls a step": calls}).as_dict()
     row["noise"] = dict.fromkeys(sides, 0.05)
     assert render_docs.figures.clear(row) is clear
+    assert render_docs.figures.side_of(row, UNPATCHED)["won"].startswith("*") is not clear  # in italics where it is not
 
 
 def test_gpus_in_the_readme_are_called_what_there_are_data_of():
