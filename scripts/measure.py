@@ -16,7 +16,7 @@ import time
 from importlib import metadata
 
 import torch
-from figures import DATA, GPUS, SOURCES
+from figures import DATA, GPUS, sources
 
 from nf4_patch.tools.report import holds
 
@@ -34,9 +34,7 @@ def main(wanted: list[str]) -> int:
     gpu = next((gpu.lower() for gpu in GPUS if gpu in found), None)
     if gpu is None:
         sys.exit(f"this is a {found}; docs/data has figures of {' and '.join(GPUS)} (GPUS in scripts/figures.py)")
-    named = {
-        pattern.removesuffix("-GPU.json"): command for pattern, (command, _) in SOURCES.items() if "-GPU" in pattern
-    }
+    named = {file.removesuffix("-GPU.json"): command for file, command in sources().items() if "-GPU" in file}
     if unknown := set(wanted) - named.keys():
         sys.exit(f"no such file: {', '.join(sorted(unknown))}; there are {', '.join(named)}")
     failed = 0

@@ -5,132 +5,86 @@
     python scripts/render_docs.py --check    name what is behind and exit 1
 
 A generated part stands between ``<!-- NAME: generated -->`` and ``<!-- /NAME -->``; NAME is a key of BLOCKS. A picture is
-a key of pictures.PICTURES and carries the digest of its data. docs/data/README.md says which command writes which data file.
+a key of pictures.PICTURES and carries the digest of its data. Figures that are written by hand have an anchor before their
+paragraph, ``<!-- figures: 13 of 80 GB = 12.9, 80; NAME = 2**30 -->``: a part of the text and the values of its numbers, or a
+name for what follows. The functions of figures.py say what is in the data files.
+docs/data/README.md says which command writes which data file.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import hashlib
 import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
-from graphlib import TopologicalSorter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 import figures
-import glance
 import pictures
-from figures import table
+import tables
+import test_imports
+from figures import Record
+from tables import Column, Table
 
-IMAGES, PACKAGE = ROOT / "docs" / "images", ROOT / "nf4_patch"
+from nf4_patch.config import VARIABLES
+from nf4_patch.patching.reasons import Reason
+from nf4_patch.patching.targets import TARGETS
+from nf4_patch.tools import cli
+
+IMAGES = ROOT / "docs" / "images"
 
 
 # --- the code's tables ---
 
 
-def targets() -> str:
-    from nf4_patch.patching.targets import TARGETS
-
-    groups: dict[tuple[str, str], list[str]] = {}
-    for t in TARGETS:
-        row = (f"{t.library} {t.releases}", ", ".join(t.tested))
-        groups.setdefault(row, []).append(f"`{t.name.removeprefix(f'{t.library}.')}`: {t.covers}")
-    rows = [(library, "<br>".join(found), tested) for (library, tested), found in groups.items()]
-    return table(("library", "what is replaced: which covers", "tested with"), rows)
+def folder(module: str) -> str:
+    return "/".join(module.split(".")[1:-1])
 
 
-def reasons() -> str:
-    from nf4_patch.patching.reasons import Reason
-
-    rows = [(f"`{r.name}`", r.sentence, r.advice, "yes" * r.is_expected) for r in Reason]
-    return table(("reason", "meaning", "what to do", "expected"), rows)
-
-
-def variables() -> str:
-    from nf4_patch.config import VARIABLES
-
-    rows = [
-        (f"`{v.name}`", ", ".join(v.values), f"`{v.default}`" if v.default else "unset", v.meaning) for v in VARIABLES
+def imports() -> list[Record]:
+    """The package by floor and folder: its modules, and the folders that they import from."""
+    modules = test_imports.graph()
+    packages = {module.rpartition(".")[0] for module in modules}
+    found = [
+        {
+            "folder": folder(module),
+            "name": module.rpartition(".")[2],
+            "below": {*map(folder, modules[module] - packages)},
+        }
+        for module in sorted(modules.keys() - packages, key=lambda module: (folder(module), module))
     ]
-    return table(("variable", "values", "default", "meaning"), rows)
+    return [
+        record for floor in ("tools", "patching", "nf4") for record in found if record["folder"].split("/")[0] == floor
+    ]
 
 
-def verbs() -> str:
-    from nf4_patch.tools.cli import main, summary
-
-    return table(("command", ""), [(f"`nf4-patch {name}`", summary(verb)) for name, verb in main.commands.items()])
-
-
-# --- the imports ---
-
-
-def imports() -> str:
-    """The package by floor and folder: its modules, and the folders that they import from. No ring, or this raises."""
-    edges = {module_of(file): imported_by(file) for file in sorted(PACKAGE.rglob("*.py"))}
-    edges = {module: {name for name in found if name in edges and name != module} for module, found in edges.items()}
-    tuple(TopologicalSorter(edges).static_order())
-    folders: dict[str, list[str]] = {}
-    for module in edges:
-        folders.setdefault(parent(module), []).append(module)
-    rows = []
-    for floor in ("tools", "patching", "nf4"):
-        for folder in sorted(name for name in folders if f"{name}.".startswith(f"nf4_patch.{floor}.")):
-            names = " ".join(sorted(set(map(last, folders[folder])) - {"__init__"}))
-            below = {parent(other) for module in folders[folder] for other in edges[module]} - {folder, "nf4_patch"}
-            rows.append((short(folder), names, ", ".join(sorted(map(short, below)))))
-    return table(("folder", "modules", "imports from"), rows)
-
-
-def parent(module: str) -> str:
-    return module.rpartition(".")[0]
-
-
-def last(module: str) -> str:
-    return module.rpartition(".")[2]
-
-
-def short(folder: str) -> str:
-    return folder.removeprefix("nf4_patch.").replace(".", "/")
-
-
-def module_of(file: Path) -> str:
-    return ".".join(file.relative_to(ROOT).with_suffix("").parts)
-
-
-def imported_by(file: Path) -> set[str]:
-    """Modules that are imported when ``file`` is, or in one of its functions; not those for types only."""
-    package = file.relative_to(ROOT).parent.parts
-    names = set()
-    tree = ast.parse(file.read_text())
-    typing = {id(n) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-              for n in ast.walk(node)}  # fmt: skip
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and id(node) not in typing:
-            base = ".".join(
-                [*(package[: len(package) - node.level + 1] if node.level else ()), node.module or ""]
-            ).strip(".")
-            names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
-    return names
+def below(found: list[Record]) -> str:
+    return ", ".join(sorted(set().union(*(record["below"] for record in found)) - {found[0]["folder"], ""}))
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    **glance.BLOCKS,
-    **figures.BLOCKS,
-    "targets": targets,
-    "reasons": reasons,
-    "variables": variables,
-    "commands": verbs,
-    "imports": imports,
-}
+    **tables.BLOCKS,
+    "targets": Table(lambda: [{"t": t, "name": t.name.removeprefix(f"{t.library}."), "tested": ", ".join(t.tested)} for t in TARGETS], (
+        Column("library", "{t.library} {t.releases}"), Column("what is replaced: which covers", "`{name}`: {t.covers}", {}, "<br>"),
+        Column("tested with", "{tested}"))),
+    "reasons": Table(lambda: [{"r": reason, "expected": "yes" * reason.is_expected} for reason in Reason], (
+        Column("reason", "`{r.name}`"), Column("meaning", "{r.sentence}"), Column("what to do", "{r.advice}"),
+        Column("expected", "{expected}"))),
+    "variables": Table(
+        lambda: [{"v": v, "values": ", ".join(v.values), "default": f"`{v.default}`" if v.default else "unset"} for v in VARIABLES], (
+        Column("variable", "`{v.name}`"), Column("values", "{values}"), Column("default", "{default}"),
+        Column("meaning", "{v.meaning}"))),
+    "commands": Table(lambda: [{"name": name, "summary": cli.summary(verb)} for name, verb in cli.main.commands.items()], (
+        Column("command", "`nf4-patch {name}`"), Column("", "{summary}"))),
+    "imports": Table(imports, (
+        Column("folder", "{folder}"), Column("modules", "{name}", {}, " "), Column("imports from", below, {}))),
+}  # fmt: skip
 
 
 # --- writing and checking ---
@@ -156,6 +110,32 @@ def rendered(text: str, page: str) -> str:
     return re.sub(r"<!-- ([\w-]+): generated -->\n.*?<!-- /\1 -->", part, text, flags=re.DOTALL)
 
 
+ANCHOR = re.compile(r"<!-- figures: (.*?) -->\n(.*?)(?=\n\n|\Z)", re.DOTALL)
+
+
+def untrue(text: str) -> Iterator[str]:
+    """Of figures that are written by hand: what the data say otherwise, and what is not in the paragraph of its anchor."""
+    for anchors, paragraph in ANCHOR.findall(text):
+        known = dict(vars(figures))
+        for written, formula in (re.split(r" = ", each, maxsplit=1) for each in re.split(r";\s+", anchors)):
+            value = eval(f"({formula})", known)
+            if written.isidentifier():
+                known[written] = value
+                continue
+            numbers = re.findall(r"\d[\d,]*(?:\.\d+)?", written)
+            values = value if isinstance(value, tuple) else (value,)
+            now = [*map(like, numbers, values), *map(str, values[len(numbers) :])]
+            if now != numbers:
+                yield f"{written} is {', '.join(now)} by {formula}"
+            if not re.search(rf"(?<![\d.,]){re.escape(written)}(?!\d|[.,]\d)", " ".join(paragraph.split())):
+                yield f"{written} has an anchor and is not in its paragraph"
+
+
+def like(number: str, value: float) -> str:
+    """With as many decimals, and a comma between thousands where there is one."""
+    return f"{value:{',' * (',' in number)}.{len(number.partition('.')[2])}f}"
+
+
 def digest(values: Any, make: Callable[[], Any]) -> str:
     """Of what a picture shows and of the code that draws it."""
     return hashlib.sha256((json.dumps(values) + inspect.getsource(make)).encode()).hexdigest()
@@ -168,7 +148,6 @@ def save(file: Path, draw: Callable[[Any], None], source: str) -> None:
     matplotlib.rcParams["svg.hashsalt"] = file.name  # or its ids are random
     figure = Figure(layout="constrained")
     draw(figure)
-    file.parent.mkdir(exist_ok=True)
     figure.savefig(file, metadata={"Date": None, "Source": source})
 
 
@@ -176,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, name what is behind")
     check = parser.parse_args(arguments).check
-    behind = []
+    behind, wrong = [], 0
     for page in pages():
         text = page.read_text()
         wanted = rendered(text, page.name)
@@ -184,6 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             behind.append(page)
             if not check:
                 page.write_text(wanted)
+        for found in untrue(wanted):
+            print(f"to write by hand: {page.relative_to(ROOT)}: {found}")
+            wrong += 1
     for name, make in pictures.PICTURES.items():
         file = IMAGES / name
         values, draw = make()
@@ -196,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("behind:" if check else "written:", path.relative_to(ROOT))
     if check and behind:
         print("run: python scripts/render_docs.py")
-    return int(check and bool(behind))
+    return int(bool(wrong) or (check and bool(behind)))
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ has to be in RUN or ELSEWHERE.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -23,7 +23,6 @@ from run_example import completed
 
 import nf4_patch
 from benchmarks.checkpoint import load_4bit
-from nf4_patch.patching import placement
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -122,30 +121,37 @@ def adapter(folder: Path) -> str:
 NAMES: dict[str, Callable[[Path, str], Any]] = {"trainer": trainer, "model": mixture_of_experts}
 
 
-@contextlib.contextmanager
-def library(script: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The library of add-a-library.md with the adapters and the ROW of its block, and the patch on."""
+OF_A_FILE = re.compile(r"# ((?:nf4_patch|tests)/\S+\.py)(, at the end of (\w+))?\n")
 
-    def unpack(packed: torch.Tensor, quant_state: Any) -> torch.Tensor:
-        raise AssertionError("the original ran")
 
-    toy = ModuleType("toy")
-    toy.unpack = unpack
-    monkeypatch.setitem(sys.modules, "toy", toy)
-    monkeypatch.setitem(sys.modules, "nf4_patch.patching.adapters.toy", script)
-    nf4_patch.enable()
-    placement.install(script.ROW, toy, wanted=True)
-    try:
-        yield toy
-    finally:
-        nf4_patch.disable()
-        assert placement.installed.pop(script.ROW.name) and toy.unpack is unpack
+def test_a_library_is_added_as_it_is_written(tmp_path):
+    """The blocks of add-a-library.md, typed into a copy of the tree where `toy` is installed: its test passes, and the page of
+    what is replaced has the row."""
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist"))
+    (tree / "toy.py").write_text("def unpack(packed, quant_state):\n    raise AssertionError('the original ran')\n")
+    (tree / "toy-1.0.dist-info").mkdir()
+    (tree / "toy-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+    typed = [block.text for block in BLOCKS if block.page.name == "add-a-library.md"]
+    for match, text in ((OF_A_FILE.match(text), text) for text in typed):
+        file = tree / match[1]
+        if match[2]:
+            before, start, after = file.read_text().partition(f"\n{match[3]}: list[Target] = [\n")
+            text = before + start + after.replace("\n]", f"\n{text.removeprefix(match[0])}]", 1)
+        file.write_text(text)
+    assert len(typed) == 3
+    for command in ("-m pytest -p no:cacheprovider tests/patching/test_toy.py", "scripts/render_docs.py"):
+        done = completed([sys.executable, *command.split()], tree, subprocess.STDOUT, PYTHONPATH=str(tree))
+        assert done.returncode == 0, done.stdout
+    assert (
+        "| toy >= 1.0 | `unpack`: every 4-bit weight of toy | 1.0 |" in (tree / "docs" / "compatibility.md").read_text()
+    )
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_code_block(block, tmp_path, checkpoint, monkeypatch):
     assert block.language in ("python", "bash", *OUTPUT), "python, bash, or text for what is printed"
-    if block.language == "python":
+    if block.language == "python" and not OF_A_FILE.match(block.text):
         monkeypatch.chdir(tmp_path)
         script = ModuleType("script")  # enable() looks for copies of functions in modules, and finds a script's
         monkeypatch.setitem(sys.modules, script.__name__, script)
@@ -159,9 +165,6 @@ def test_code_block(block, tmp_path, checkpoint, monkeypatch):
         exec(compile(code, str(block), "exec"), vars(script))
         if "trainer.train()" in code:
             assert nf4_patch.status().hits > 0
-        for name in [name for name in vars(script) if name.startswith("test_")]:
-            with library(script, monkeypatch) as toy:
-                vars(script)[name](toy, nf4_patch)
 
 
 REST = pytest.mark.full  # of launchers tools/test_run.py runs torchrun at every change

@@ -1,0 +1,309 @@
+"""The tables of README and docs, as data: records, and columns that say which of their fields are shown where.
+
+A column whose header has a field in it, such as ``{side}``, becomes a column for each value of that field.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from figures import BITSANDBYTES, DENSE, GPU_TIME, GPUS, LIMITS, OURS, PEFT, STOCK, UNPATCHED, Record, load, matches
+
+from figures import numbers, of_gpus, peak, records, room, shape, span, unserved  # isort: skip
+
+SHOWN = ("torch", "triton", BITSANDBYTES, "unsloth", "transformers", "peft", "wrapt")
+
+# --- one table for all ---
+
+
+class Column(NamedTuple):
+    """``show``: a format of a record's fields, or a function of the records of a cell. ``where``: records that it shows, by
+    field; without it (None) the column is part of the key: records that are alike in all those columns share a row."""
+
+    header: str
+    show: str | Callable[[list[Record]], str]
+    where: Record | None = None
+    between: str = " / "
+
+
+def cell(column: Column, found: list[Record]) -> str:
+    return column.show(found) if callable(column.show) else column.between.join(map(column.show.format_map, found))
+
+
+def table(columns: Sequence[Column], found: Iterable[Record]) -> str:
+    """Markdown; rows and the columns of one field in the order in which they are first met."""
+    rows: dict[tuple[str, ...], dict[tuple[int, str], list[Record]]] = {}
+    heads: dict[tuple[int, str], None] = {}
+    for record in found:
+        row = rows.setdefault(tuple(cell(column, [record]) for column in columns if column.where is None), {})
+        for place, column in enumerate(columns):
+            head = (place, column.header.format_map(record))
+            if column.where is None:
+                row[head] = [record]
+            elif matches(record, column.where):
+                row.setdefault(head, []).append(record)
+            else:
+                continue
+            heads[head] = None
+    shown = sorted(heads, key=lambda head: head[0])
+    body = [[cell(columns[head[0]], row[head]) if head in row else "" for head in shown] for row in rows.values()]
+    lines = ["| " + " | ".join(row).replace("|  ", "| ") + " |" for row in ([name for _, name in shown], *body)]
+    return shape("\n".join([lines[0], "|" + "---|" * len(shown), *lines[1:]]))
+
+
+class Table(NamedTuple):
+    """A block of a page. ``others``: the field by which a line sums up the GPUs after the first, which alone has the table.
+    ``apart``: a field; each of its values has a table. ``above``: a format of a record, instead of machine and releases."""
+
+    records: Callable[[], list[Record]]
+    columns: Sequence[Column]
+    others: str = ""
+    apart: str = ""
+    above: str = ""
+
+    def __call__(self) -> str:
+        found = self.records()
+        if not found:
+            return "Not measured yet."
+        gpus = dict.fromkeys(record["gpu"] for record in found) if self.others else [None]
+        first, *rest = ([record for record in found if gpu in (None, record.get("gpu"))] for gpu in gpus)
+        parts = [self.above.format_map(first[0]) or machines(first)] if self.above or self.others else []
+        units = ", ".join(dict.fromkeys(record.get("unit", "") for record in first))
+        for name in dict.fromkeys(record[self.apart] for record in first) if self.apart else [""]:
+            parts += [f"{name[0].upper()}{name[1:]}:"] if name else []
+            parts.append(
+                table(self.columns, [r | {"units": units} for r in first if not name or r[self.apart] == name])
+            )
+        return "\n\n".join([*parts, *map(self.summed_up, rest)])
+
+    def summed_up(self, found: list[Record]) -> str:
+        groups: dict[str, list[Record]] = {}
+        for record in found:
+            if record["ratio"] and record["side"] not in LIMITS:
+                groups.setdefault(self.others.format_map(record), []).append(record)
+        files = ", ".join(dict.fromkeys(f"[{r['file']}](data/{r['file']}) of {r['machine']['date']}" for r in found))
+        spans = ", ".join(f"{ratios(rows)} {shape(name)}" for name, rows in groups.items())
+        return f"{found[0]['gpu']} ({files}), how many times as fast: {spans}."
+
+
+def machines(found: list[Record]) -> str:
+    """Where and with which releases a table was measured, in a line above it."""
+    files, parts = {record["file"]: record["machine"] for record in found}, []
+    for file, machine in files.items():
+        installed = ", ".join(
+            f"{name} {machine['releases'][name]}" for name in SHOWN[:-1] if name in machine["releases"]
+        )
+        parts.append(f"[{file}](data/{file}) of {machine['date']}" + f" with {installed}" * (len(files) == 1))
+    return f"**{found[0]['gpu']}** ({', '.join(parts)}):"
+
+
+def ratios(found: list[Record]) -> str:
+    """From the smallest to the largest; in italics if none is clear."""
+    text = span([record["ratio"] for record in found if record["ratio"]])
+    return text if any(record["clear"] for record in found) else f"*{text}*"
+
+
+# --- what is gained, in words ---
+
+AUTO, EXPERTS, MATMUL = (f"`enable({option})`" for option in ('cache="auto"', 'experts="4bit"', 'matmul="auto"'))
+UNCACHED, CACHED, MOE = {"setting": "patch"}, {"setting": "cache all"}, {"who": "Qwen3-30B-A3B", "clock": GPU_TIME}
+STEP = ("at {size:,}", " tokens a step")
+# what you train with, what you type, data file, records that say what is gained, name of a record, and the unit of all
+SETUPS: list[tuple[str, str, str, Record, str, str]] = [
+    ("peft or TRL", "`enable()`", "step-peft", UNCACHED, *STEP),
+    ("peft or TRL, memory to spare", AUTO, "step-peft", CACHED, *STEP),
+    (
+        "a mixture of experts, peft",
+        EXPERTS,
+        "step-experts-4bit",
+        {"side": PEFT},
+        STEP[0],
+        f"{STEP[1]}, LoRA on experts",
+    ),
+    ("Unsloth up to 2026.9", "`enable()`", "step-unsloth-2026.9.7", UNCACHED, *STEP),
+    ("Unsloth from 2026.10 on, PyTorch ≥ 2.11", AUTO, "step-unsloth", CACHED, *STEP),
+    ("4-bit generation", MATMUL, "generate", {"side": STOCK, "setting": "compiled"}, "at {what}", " (compiled)"),
+]
+MOE_ALL = "checkpointing and everything cached"
+MORE_SETUPS: list[tuple[str, str, str, Record, str, str]] = [  # on the page "Will it help me" alone
+    ("Unsloth from 2026.10 on", "`enable()`", "step-unsloth", UNCACHED, *STEP),
+    ("packed experts, LoRA on the attention", "`enable()`", "step-moe", MOE | {"setting": "checkpointing"}, *STEP),
+    ("packed experts, memory to spare", AUTO, "step-moe", MOE | {"setting": MOE_ALL}, *STEP),
+    ("packed experts without gradient checkpointing", "`enable()`", "step-moe", MOE | {"setting": "no checkpointing"}, *STEP),
+    ("RL with TRL's GRPO, the model itself generates", MATMUL, "grpo", {"what": ("generation", "whole step")}, "({what})", ""),
+]  # fmt: skip
+WHO = (Column("what you train with", "{trained}"), Column("what you type", "{typed}"))
+
+
+def gains(setups: Iterable[tuple[str, str, str, Record, str, str]], **gpu: str) -> list[Record]:
+    return [record | {"trained": trained, "typed": typed, "at": at.format_map(record), "of": of}
+            for trained, typed, file, where, at, of in setups
+            for record in records(file, **({"side": UNPATCHED} | where | gpu)) if record["ratio"]]  # fmt: skip
+
+
+def gain(found: list[Record]) -> str:
+    """In GPU time; in wall time, and said to be so, where there is no other. What is not clear is said to be so."""
+    of_gpu = [record for record in found if record["clock"] == GPU_TIME]
+    shown = of_gpu or found
+    wall = ", wall time" * bool(shown[0]["size"] and not of_gpu)
+    if all(map(unserved, shown)):
+        return "nothing without a cache: the kernel is not called"
+    if not any(record["clear"] for record in shown):
+        return f"not clear ({ratios(shown).strip('*')}){wall}"
+    parts = [f"{record['times']} {record['at']}" for record in shown if record["clear"]]
+    rest = [record["at"] for record in shown if not record["clear"]]
+    return ", ".join(parts) + shown[0]["of"] + f", not clear {', '.join(rest)}" * bool(rest) + wall
+
+
+def chooser() -> str:
+    """What you train with, what you type, what you gain: on the first GPU."""
+    shown = Column(f"what you gain on an {GPUS[0]} (steps: GPU time)", gain, {})
+    return f"""{table((*WHO, shown), gains(SETUPS, gpu=GPUS[0]))}
+| on a GPU older than a T4, AMD, Intel, Apple | | nothing: the originals run |
+| on your GPU | `nf4-patch bench --step peft` | tells you in a minute |"""
+
+
+# --- records of their own ---
+
+TRAINERS = {"step-peft": "peft, bitsandbytes", "step-unsloth-2026.9.7": "Unsloth", "step-unsloth": "Unsloth"}
+PARTS = {"patch": "none", "cache 1/4": "1/4", "cache 1/2": "1/2", "cache 3/4": "3/4 of them", "cache all": "all weights"}  # fmt: skip
+CACHE = {"setting": (*PARTS,), "who": ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B")}
+SHAPES = [f"{shape} bf16" for shape in ("512x2048", "512x3584", "4096x1024", "1024x8192", "3584x3584", "8192x2048",
+                                        "14336x4096", "8192x8192", "18944x3584", "28672x8192")]  # fmt: skip
+RESULTS = {  # what is shown of which file, in words
+    "4096x14336 bf16": ("bench", "dequantize 4096x14336 to bf16, GPU time"),
+    "a new tensor": ("bench", "host time per call"),
+    "total": ("challenge", "the public NF4 challenge, 9,000 calls"),
+    "peft 1x512, GPU time": ("step-peft", "a QLoRA step of peft, 512 tokens, GPU time"),
+}
+SIDES = (OURS, BITSANDBYTES, UNPATCHED, "Unsloth Triton")
+
+
+def steps(*names: str, **where: Any) -> list[Record]:
+    """Those of a step: a setting of the cache after the other, wall time before GPU time."""
+    found = records(*names, **where)
+    for record in found:
+        trainer = TRAINERS.get(record["file"].rpartition("-")[0], "")
+        installed = record["machine"]["releases"].get(trainer.split(" ")[-1].lower(), "")
+        record |= {"trainer": f"{trainer} {installed}", "by": record["clock"] or "wall time"}
+    return sorted(found, key=lambda record: ([*PARTS].index(record["setting"]), record["clock"]))
+
+
+def fits(memory: float, found: list[Record]) -> str:
+    """The largest cache of a measured step that a GPU has room for, and the GPU time that this step gained."""
+    fit = [record for record in found if peak(record) <= room(memory)]
+    return f"{PARTS[fit[-1]['setting']]}: {fit[-1]['times']}" if fit else "no room"
+
+
+def results() -> list[Record]:
+    installed = next(of_gpus("bench"))[2]["machine"]["releases"]
+    return [record | {"words": words, "installed": installed} for subject, (file, words) in RESULTS.items()
+            for record in records(file, subject=subject, side=SIDES) if "matmul" not in record["section"]]  # fmt: skip
+
+
+def releases() -> list[Record]:
+    found = []
+    for run in load("releases.json"):
+        installed = {name: run["releases"].get(name, "").split("+")[0] for name in SHOWN}
+        place = "CPU" if "CPU" in run["place"] else run["place"].removeprefix("NVIDIA ").split(" (")[0]
+        found.append(run | installed | {"place": place})
+    return found
+
+
+def each(name: str, found: list[Record]) -> str:
+    return ", ".join(sorted({record[name] for record in found} - {""}, key=numbers))
+
+
+def kernel_parts() -> list[Record]:
+    """What the parts of the longest step with LoRA on experts take, the largest first."""
+    found = []
+    for record in records("step-experts-kernels", section="LoRA on experts", size=4096):
+        found.append(record | {"kind": "the whole step", "ms": record["median"][record["side"]]})
+        for kind, note in record["notes"].items():
+            if part := re.search(rf"(?:^|, ){record['side']} ([\d.]+)(?:,|$)", note):
+                found.append(record | {"kind": kind, "ms": float(part[1])})
+    return sorted(found, key=lambda record: -record["ms"])
+
+
+def every_mixture() -> list[Record]:
+    """The folders with which the same can be done come together, the most first."""
+    data = load("mixtures.json")
+    alike = [*data["mixtures"].values()]
+    found = [data | row | {"name": name} for name, row in data["mixtures"].items()]
+    return sorted(found, key=lambda record: -alike.count(data["mixtures"][record["name"]]))
+
+
+def plain(name: str) -> list[Record]:
+    """Of files that have a list of rows."""
+    return [
+        data | row | {"gpu": gpu, "file": file, "ratio": None}
+        for gpu, file, data in of_gpus(name)
+        for row in data["rows"]
+    ]
+
+
+# --- the blocks ---
+
+SUBJECT, TOKENS = (Column("{units}", "{subject}"), Column("{side}", "{against}", {})), Column("tokens", "{length}")
+TRL = (Column("tokens", "{tokens:,}"), Column("", "{side}"), Column("GPU time, ms", "{gpu_ms:.1f}"),
+       Column("by the clock, ms", "{wall_ms:.1f}"), Column("host, ms", "{host_ms:.1f}"), Column("launches", "{launches:,}"),
+       Column("peak, GiB", "{peak_gib:.2f}"))  # fmt: skip
+BLOCKS: dict[str, Callable[[], str]] = {
+    "chooser": chooser,
+    "gains": Table(lambda: gains(SETUPS + MORE_SETUPS), (*WHO, *(Column(f"gain on an {g}", gain, {"gpu": g}) for g in GPUS))),
+    "results": Table(results, (
+        Column(GPUS[0], "{words}"), Column(OURS, "{time} {unit}", {"gpu": GPUS[0], "side": OURS}),
+        Column("bitsandbytes {installed[bitsandbytes]}", "{against}", {"gpu": GPUS[0], "side": SIDES[1:3]}),
+        Column("Unsloth {installed[unsloth]}", "{against}", {"gpu": GPUS[0], "side": SIDES[3]}),
+        Column(f"on an {GPUS[1]}", "{marked}", {"gpu": GPUS[1], "side": SIDES[1:]}))),
+    "dequantize": Table(lambda: sorted(records("bench", section="dequantize", subject=tuple(SHAPES)),
+                                       key=lambda record: record["nbytes"]), SUBJECT, others="{side}"),
+    "dequantize-matmul": Table(
+        lambda: [record for record in records("bench", section="dequantize + matmul") if record["ratio"]],
+        (Column("how many times as fast as", "{side}"), Column("[{gpu}](data/{file})", ratios, {}))),
+    "host": Table(partial(records, "bench", section="host"), SUBJECT, others="{side}"),
+    "challenge": Table(partial(records, "challenge", what="total"), SUBJECT, others="{side}"),
+    "generation": Table(partial(records, "generate"), SUBJECT, others="{side}"),
+    "grpo": Table(partial(records, "grpo"), SUBJECT, others="{side}"),
+    "steps": Table(partial(steps, *TRAINERS, side=UNPATCHED), (
+        Column("ms, wall time / GPU time", "{trainer}"), TOKENS, Column(UNPATCHED, "{time}", UNCACHED),
+        Column("{setting}", "{won}", {})), others="{trainer}, {by}"),
+    "cache": Table(partial(steps, "step-cache", **CACHE), (
+        Column("ms", "{who}"), TOKENS, Column(UNPATCHED, "{time}", UNCACHED | {"side": UNPATCHED}),
+        Column("{setting}", "{time}", {"side": OURS}), Column(DENSE, "{time}", UNCACHED | {"side": DENSE})),
+        others="({setting})"),
+    "matmul": Table(partial(records, "matmul", side=BITSANDBYTES, m=tuple(2**power for power in range(11))), (
+        Column("rows of X", "{m:,}"), Column("{section}", "{won}", {})), others="at {section}"),
+    "experts-4bit": Table(partial(records, "step-experts-4bit"), (
+        Column("ms, GiB", "{who} {length}"),
+        Column("{side}", "{time}, {memory}", {"side": (OURS, "cached", "experts in 16 bits")}),
+        Column("{side}", "{against}, {memory}", {"side": ("transformers' forward", PEFT)})), others="{side}", apart="section"),
+    "experts-kernels": Table(kernel_parts, (
+        Column("GPU time, ms", "{kind}"),
+        *(Column(side, "{ms:.1f}", {"side": side}) for side in (OURS, "no checkpointing", "unsloth"))), others="{side}"),
+    "experts": Table(partial(records, "step-moe", side=UNPATCHED, clock=GPU_TIME), (
+        Column("GPU time, how many times as fast", lambda found: found[0]["setting" if found[0]["who"] else "what"]),
+        Column("[{gpu}](data/{file})", ratios, {}))),
+    "fits": Table(partial(steps, "step-cache", gpu=GPUS[0], side=UNPATCHED, **CACHE), (
+        Column("model, tokens", "{who} {length}"), Column("all weights take", "{notes[cache]}", CACHED),
+        Column("no cache", "{times}", UNCACHED), Column("16 GB", partial(fits, 16e9), {}),
+        Column("24 GB", partial(fits, 24e9), {}), Column("48 or 80 GB", partial(fits, 48e9), {}))),
+    "every-mixture": Table(every_mixture, (
+        Column("in transformers.models", "{name}", {}, ", "), Column("packed", "{packed}"),
+        Column("saved and loaded again", "{reload}"), Column("LoRA by the usual `target_modules`", "{tutorial}"),
+        Column("LoRA by `target_parameters`", "{parameters}"), Column("merged", "{merge}"),
+        Column("dequantized and saved", "{export}")),
+        above="transformers {releases[transformers]}, peft {releases[peft]}, bitsandbytes {releases[bitsandbytes]}, "
+              "torch {releases[torch]} ([mixtures.json](data/mixtures.json)):"),
+    "instructions": Table(lambda: [{**load("instructions.json"), **row} for row in load("instructions.json")["kernels"]], (
+        Column("result", "{dtype}"), Column("{kernel}", lambda found: span([row["instructions"] for row in found], ""), {})),
+        above="Triton {triton}, sm_75 to sm_120 ([instructions.json](data/instructions.json)):"),
+    "releases": Table(releases, (
+        Column("on", "{place}"), Column("runs", lambda found: str(len(found)), {}),
+        *(Column(name, partial(each, name), {}) for name in SHOWN), Column("result", "{result}"))),
+    "step-trl": Table(partial(plain, "step-trl"), TRL, others="{side}"),
+    "step-moe-trl": Table(partial(plain, "step-moe-trl"), TRL, others="{side}"),
+}  # fmt: skip
