@@ -80,7 +80,7 @@ def qwen3(layers: int = 2, vocabulary: int = 32_000, **sizes: int) -> Any:
     """Qwen3-30B-A3B: 0.6 billion weights of experts a layer."""
     from transformers import Qwen3MoeConfig
 
-    shape = {
+    shape: dict[str, Any] = {
         "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32,
         "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
     }  # fmt: skip
