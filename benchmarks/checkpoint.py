@@ -7,29 +7,9 @@ from typing import Any
 
 import torch
 
-from nf4_patch.tools.llama import Shape, config_of
+from nf4_patch.tools.llama import SPECIAL, Shape, save, save_config
 
-SPECIAL = {"<pad>": 0, "<s>": 1, "</s>": 2, "word": 3}  # the whole vocabulary of the tokenizer
-
-
-def save(
-    folder: str | Path, shape: Shape, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
-) -> None:
-    """A Llama with random weights and its tokenizer, as save_pretrained leaves them."""
-    save_config(folder, config_of(shape, dtype, bos_token_id=SPECIAL["<s>"], eos_token_id=SPECIAL["</s>"]), device)
-
-
-def save_config(folder: str | Path, config: Any, device: str | torch.device) -> None:
-    """The same of a causal model's configuration, in its dtype."""
-    from tokenizers import Tokenizer, models
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(0)
-    with torch.device(device):
-        AutoModelForCausalLM.from_config(config, dtype=config.dtype).save_pretrained(folder)
-    tokens = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "word"}
-    words = Tokenizer(models.WordLevel(SPECIAL, unk_token="word"))
-    PreTrainedTokenizerFast(tokenizer_object=words, **tokens).save_pretrained(folder)
+__all__ = ["SPECIAL", "Shape", "load_4bit", "save", "save_config"]
 
 
 def load_4bit(folder: str | Path, device: Any = 0) -> Any:

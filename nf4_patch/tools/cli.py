@@ -180,15 +180,22 @@ def run(ctx: click.Context, module: bool, code: bool, report: bool, all_ranks: b
 
 
 @main.command(short_help="Measure the kernel next to what it replaces.")
-@click.option("--step", type=click.Choice(["peft"]), help="A whole QLoRA training step, the patch on and off, instead.")
+@click.option(
+    "--step",
+    type=click.Choice(["peft", "trl", "moe", "unsloth"]),
+    help="A whole QLoRA training step instead: the patch on and off; or every side of peft, Liger and Unsloth that is "
+    "installed, of a dense model (trl) or a mixture (moe); or Unsloth's alone.",
+)
 @click.pass_obj
 def bench(tell: Progress, step: str | None) -> Report:
     """Measure the kernel next to what it replaces: GPU time of a dequantization, and host time of a call."""
     require_gpu()
     require_patch()
-    from .bench import dequantize
+    from .bench import dequantize, trl
     from .bench import step as training_step
 
+    if step in trl.SIDES:
+        return trl.measure(step, tell)
     return training_step.measure(tell) if step else dequantize.measure(tell)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # `nf4-patch --help` lists MODELS without torch
+    from pathlib import Path
+
     import torch
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -82,3 +84,30 @@ def build_4bit(config: Any, device: Any = "cuda") -> Any:
                 replace_parameter_4bit(module, name, compress_statistics=True)
     model.is_loaded_in_4bit = True  # peft asks for it
     return model
+
+
+SPECIAL = {"<pad>": 0, "<s>": 1, "</s>": 2, "word": 3}  # the whole vocabulary of the tokenizer
+
+
+def save(
+    folder: str | Path, shape: Shape, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> None:
+    """A Llama with random weights and its tokenizer, as save_pretrained leaves them; in bf16 unless said otherwise."""
+    import torch
+
+    special = {"bos_token_id": SPECIAL["<s>"], "eos_token_id": SPECIAL["</s>"]}
+    save_config(folder, config_of(shape, dtype or torch.bfloat16, **special), device)
+
+
+def save_config(folder: str | Path, config: Any, device: str | torch.device) -> None:
+    """The same of a causal model's configuration, in its dtype."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        AutoModelForCausalLM.from_config(config, dtype=config.dtype).save_pretrained(folder)
+    tokens = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "word"}
+    words = Tokenizer(models.WordLevel(SPECIAL, unk_token="word"))
+    PreTrainedTokenizerFast(tokenizer_object=words, **tokens).save_pretrained(folder)

@@ -78,7 +78,18 @@ def require_patch() -> None:
         raise NotAvailable(f"{off} keeps the patch off: unset it to measure the patch")
 
 
-DISTRIBUTIONS = ("torch", "triton", "bitsandbytes", "unsloth", "unsloth_zoo", "transformers", "peft", "wrapt")
+DISTRIBUTIONS = (
+    "torch",
+    "triton",
+    "bitsandbytes",
+    "unsloth",
+    "unsloth_zoo",
+    "transformers",
+    "peft",
+    "trl",
+    "liger_kernel",
+    "wrapt",
+)
 
 
 def installed_releases(names: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:

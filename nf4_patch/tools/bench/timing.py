@@ -173,12 +173,18 @@ def host_us(call: Call) -> float:
     return (time.perf_counter() - begin) * 1e6 / HOST_CALLS
 
 
+def synchronize() -> None:
+    """Nothing where there is no GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def wall_ms(call: Call) -> float:
     """Milliseconds of wall time, the device synchronized before and after."""
-    torch.cuda.synchronize()
+    synchronize()
     begin = time.perf_counter()
     call()
-    torch.cuda.synchronize()
+    synchronize()
     return (time.perf_counter() - begin) * 1e3
 
 

@@ -1,0 +1,385 @@
+"""``nf4-patch bench --step trl``, ``moe`` and ``unsloth``: a step as TRL trains it, every side in turns.
+
+Adapters in 16 bits under autocast, non-reentrant checkpointing. Liger and Unsloth patch a whole process, so each kind of
+model lives in a process of its own, which takes a turn when it is asked to; all others wait meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import multiprocessing
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+
+from ..llama import LINEARS, Shape, config_of, save_config
+from ..patch import patch
+from ..report import Progress, Report, silent
+from .step import BUDGET, LENGTHS, LLAMA, RANK, Size, Step, optimizer_of, peft_model, trained
+from .timing import Machine, alternating, kernels, machine, synchronize, wall_ms
+
+METHOD = (
+    "A step as TRL trains: adapters in 16 bits, autocast, checkpointing. gpu_ms: its kernels and copies, summed, the median of"
+    " rounds; gpu_spread: (largest - smallest) / median. wall_ms: the sides in turns; wall_spread: odd against even rounds."
+    " launches: kernels and copies. peak_gib: as allocated by PyTorch. host_ms: CPU time of all threads in a step of a model"
+    " of hidden size 64 and 32 layers. losses: of 30 steps that learn."
+)
+STOCK = "peft"
+FP32, LIGER, LAYERS_ONLY, DENSE, UNSLOTH = "fp32", "liger", "liger, no loss", "16-bit experts", "unsloth"
+HOST_SIZE, HOST_STEPS = (1, 32), 2
+WALLS, PROFILED, TRAINED = 6, 3, 30
+ROUNDING = 2**-7  # of losses in bf16
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+class Side(NamedTuple):
+    kind: str  # of the model: the process that it runs in
+    options: dict[str, str] | None  # of nf4_patch.enable; None: the patch is off
+
+
+def sides_of(kind: str, options: Mapping[str, Mapping[str, str] | None], **common: str) -> dict[str, Side]:
+    """Of one kind of model, by what is added to its name."""
+    return {
+        ", ".join(filter(None, (kind, name))): Side(kind, None if given is None else {**common, **given})
+        for name, given in options.items()
+    }
+
+
+CACHE, FUSED = {"cache": BUDGET}, {"lora": "fused"}
+PATCHED: dict[str, dict[str, str] | None] = {"": None, "patch": {}, "patch, cached": CACHE}
+EVERY = PATCHED | {"fused": FUSED, "fused, cached": FUSED | CACHE}
+UNCACHED = {name: given for name, given in EVERY.items() if "cached" not in name}
+ON = {name: given for name, given in EVERY.items() if given is not None}
+PACKED = {"experts": "4bit"}
+SIDES = {
+    "trl": sides_of(STOCK, EVERY) | sides_of(LIGER, EVERY) | sides_of(FP32, UNCACHED) | sides_of(UNSLOTH, PATCHED),
+    # peft's LoRA on experts needs them in 16 bits, or the patch
+    "moe": sides_of(DENSE, {"": None})
+    | sides_of(STOCK, ON, **PACKED)
+    | sides_of(LIGER, ON, **PACKED)
+    | sides_of(LAYERS_ONLY, {"fused": FUSED}, **PACKED)
+    | sides_of(FP32, {"patch": {}, "fused": FUSED}, **PACKED)
+    | sides_of(UNSLOTH, {"": None}),
+    "unsloth": sides_of(UNSLOTH, PATCHED),
+}
+SIZES = {"trl": LENGTHS, "moe": ((1, 512), (1, 2048), (1, 4096)), "unsloth": LENGTHS}
+
+
+def qwen3(layers: int = 2, vocabulary: int = 32_000, **sizes: int) -> Any:
+    """Qwen3-30B-A3B: 0.6 billion weights of experts a layer."""
+    from transformers import Qwen3MoeConfig
+
+    shape: dict[str, Any] = {
+        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+    }  # fmt: skip
+    return Qwen3MoeConfig(
+        **(shape | sizes), num_hidden_layers=layers, vocab_size=vocabulary, norm_topk_prob=True,
+        max_position_embeddings=8192, tie_word_embeddings=False, dtype="bfloat16",
+    )  # type: ignore[call-arg]  # fmt: skip
+
+
+def llama(shape: Shape = LLAMA) -> Any:
+    return config_of(shape)
+
+
+def small_qwen3() -> Any:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 256, "num_attention_heads": 4}
+    return qwen3(32, 512, **sizes, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2)
+
+
+Configuration = Callable[[], Any]  # by name: it goes to another process, where Unsloth comes before transformers
+SMALL = partial(llama, Shape(64, 128, 32, 4, 2))  # the GPU's work is nothing
+CONFIGURATIONS: dict[str, tuple[Configuration, Configuration]] = {
+    "trl": (llama, SMALL), "moe": (qwen3, small_qwen3), "unsloth": (llama, SMALL)
+}  # fmt: skip
+
+
+# --- in a process of its own ---
+
+
+def unsloth_model(config: Any) -> Any:
+    from unsloth import FastLanguageModel  # before transformers, as it asks
+
+    with tempfile.TemporaryDirectory() as folder:
+        save_config(folder, config, "cuda")
+        torch.cuda.empty_cache()
+        model, _ = FastLanguageModel.from_pretrained(
+            folder, max_seq_length=4096, dtype=config.dtype, load_in_4bit=True, local_files_only=True
+        )
+    experts = [name.rpartition(".")[2] for name in EXPERTS] if hasattr(config, "num_experts") else []
+    return FastLanguageModel.get_peft_model(
+        model, r=RANK, lora_alpha=RANK, lora_dropout=0, bias="none", use_gradient_checkpointing=True, random_state=0,
+        target_modules=[*LINEARS[:4], *experts] if experts else list(LINEARS),
+    )  # fmt: skip
+
+
+def model_of(kind: str, config: Any) -> Any:
+    """LoRA on all linear layers, of a mixture on the attention's and on the experts."""
+    if kind == UNSLOTH:
+        return unsloth_model(config)
+    mixture = hasattr(config, "num_experts")
+    with patch(mixture, **PACKED):
+        options: dict[str, Any] = {"target_parameters": EXPERTS} if mixture else {}
+        model = peft_model(config, LINEARS[:4] if mixture else LINEARS, **options)
+    if kind == DENSE:
+        unpack(model)
+    if kind == FP32:
+        for parameter in trained(model):
+            parameter.data = parameter.data.float()
+    if kind in (
+        LIGER,
+        LAYERS_ONLY,
+    ):  # as transformers' Trainer does with use_liger_kernel; its experts are not 4-bit ones
+        from transformers.integrations.liger import apply_liger_kernel
+
+        apply_liger_kernel(model, {"swiglu": not mixture, "fused_linear_cross_entropy": kind == LIGER})
+    return model
+
+
+def unpack(model: Any) -> None:
+    """The experts in 16 bits, with the values of the packed ones."""
+    from torch.nn.utils import parametrize
+
+    for module in model.modules():
+        for name in list(getattr(module, "parametrizations", ())):
+            weight = getattr(module, name)
+            parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+            setattr(module, name, torch.nn.Parameter(weight, requires_grad=False))
+
+
+class Sides:
+    """The sides of one kind of model, in this process."""
+
+    def __init__(self, kind: str, sides: Mapping[str, Side], configuration: Configuration, host: Configuration):
+        if kind == UNSLOTH:
+            importlib.import_module("unsloth")
+        self.kind, self.sides, self.configuration = kind, sides, host
+        self.model = model_of(kind, configuration())
+        self.optimizer = optimizer_of(self.model)
+
+    @cached_property
+    def small(self) -> tuple[Any, torch.optim.Optimizer]:
+        model = model_of(self.kind, self.configuration())
+        return model, optimizer_of(model)
+
+    def step(self, name: str, size: Size, model: Any = None, optimizer: Any = None) -> Step:
+        given = self.sides[name].options
+        on, options = given is not None, dict(given or {})
+        cache = options.pop("cache", "off")
+        model, optimizer = model or self.model, optimizer or self.optimizer
+        return Step(model, optimizer, size, on, cache, self.kind != FP32, **options)
+
+    def observe(self, name: str, size: Size) -> tuple[float, float]:
+        """The loss, and the peak memory in GiB."""
+        step = self.step(name, size)
+        step.observe()
+        return step.losses[0], step.peak / 2**30
+
+    def wall(self, name: str, size: Size) -> float:
+        step = self.step(name, size)
+        with step.patched():
+            return min(wall_ms(step) for _ in range(2))
+
+    def gpu(self, name: str, size: Size) -> tuple[float, int]:
+        """Milliseconds, and how many kernels and copies they are."""
+        step = self.step(name, size)
+        with step.patched():
+            found = kernels(step) if torch.cuda.is_available() else []
+        return sum(ms for _, ms in found), len(found)
+
+    def host(self, name: str, size: Size) -> float:
+        """Milliseconds of CPU time that a step of the small model takes, of all threads."""
+        step = self.step(name, size, *self.small)
+        with step.patched():
+            synchronize()
+            begin = time.process_time()
+            for _ in range(HOST_STEPS):
+                step()
+            synchronize()  # next to nothing is left to wait for: the wait would count as the host's
+            return (time.process_time() - begin) * 1e3 / HOST_STEPS
+
+    def train(self, name: str, size: Size) -> list[float]:
+        """The losses of steps that learn, from the same adapters for every side."""
+        step = self.step(name, size, optimizer=optimizer_of(self.model, lr=1e-3))
+        with patch(step.on, cache=step.cache, **step.options):
+            losses = [step() for _ in range(TRAINED)]
+        optimizer_of(self.model)  # the adapters as they were
+        return [loss.item() for loss in losses]
+
+
+def serve(connection: Any, *arguments: Any) -> None:
+    """Answers (method, side, size), or what it was asked to be, by (result, "") or (None, traceback)."""
+    sides: Sides | None = None
+    request: Any = ()
+    while request is not None:
+        try:
+            if sides is None:
+                sides, result = Sides(*arguments), None
+            else:
+                result = getattr(sides, request[0])(*request[1:])
+            answer = (result, "")
+        except Exception:  # the other sides go on; the report has it
+            answer = (None, traceback.format_exc())
+        connection.send(answer)
+        request = connection.recv()
+
+
+class Failed(RuntimeError):
+    """A side's traceback."""
+
+
+class Worker:
+    """A process that has one kind of model."""
+
+    def __init__(self, *arguments: Any):
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def answer(self) -> Any:
+        try:
+            found, error = self.connection.recv()
+        except EOFError:
+            found, error = None, "the process ended"
+        if error:
+            raise Failed(error)
+        return found
+
+    def ask(self, *request: Any) -> Any:
+        self.connection.send(request)
+        return self.answer()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            self.connection.send(None)
+        self.process.join(30)
+        self.process.kill()
+
+
+# --- all together ---
+
+
+@dataclass(frozen=True)
+class Steps(Report):
+    """A row a side and length; see METHOD."""
+
+    machine: Machine | None
+    rows: list[dict[str, Any]]
+    losses: dict[str, list[float]]
+    failures: list[str] = field(default_factory=list)
+
+    def problems(self) -> list[str]:
+        return self.failures
+
+    def render(self) -> Iterable[RenderableType]:
+        yield str(self.machine)
+        yield METHOD
+        result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name in self.rows[0] if self.rows else ():
+            result.add_column(name, justify="left" if name == "side" else "right", no_wrap=True)
+        for row in self.rows:
+            result.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+        yield result
+        for name, losses in self.losses.items():
+            yield f"{name}: losses {' '.join(f'{loss:.4f}' for loss in losses[::5])} ... {losses[-1]:.4f}"
+        yield from self.failures
+
+    def as_dict(self) -> dict[str, Any]:
+        found = {"machine": vars(self.machine) if self.machine else None, "method": METHOD}
+        return (
+            found | {name: vars(self)[name] for name in ("rows", "losses", "failures")} | {"exit_code": self.exit_code}
+        )
+
+
+def measure(what: str, tell: Progress = silent) -> Steps:
+    """What ``--step trl``, ``moe`` and ``unsloth`` print."""
+    needs = {UNSLOTH: "unsloth", LIGER: "liger_kernel", LAYERS_ONLY: "liger_kernel"}
+    sides = {name: side for name, side in SIDES[what].items() if importlib.util.find_spec(needs.get(side.kind, "peft"))}
+    return Steps(machine(), *compare(sides, SIZES[what], *CONFIGURATIONS[what], tell=tell))
+
+
+def compare(
+    sides: dict[str, Side], sizes: Iterable[Size], configuration: Configuration, host: Configuration,
+    walls: int = WALLS, profiled: int = PROFILED, tell: Progress = silent,
+) -> tuple[list[dict[str, Any]], dict[str, list[float]], list[str]]:  # fmt: skip
+    """Rows, losses of steps that learn by side, and what failed; a side that fails has no further rows."""
+    sides, failures = dict(sides), []
+    kinds = dict.fromkeys(side.kind for side in sides.values())
+    arguments = {kind: {name: side for name, side in sides.items() if side.kind == kind} for kind in kinds}
+    workers = {kind: Worker(kind, arguments[kind], configuration, host) for kind in kinds}
+
+    def ask(method: str, name: str, size: Size) -> Any:
+        return workers[sides[name].kind].ask(method, name, size)
+
+    def of_each(method: str, names: Iterable[str], size: Size) -> dict[str, Any]:
+        found = {}
+        for name in list(names):
+            try:
+                found[name] = ask(method, name, size)
+            except Failed as error:
+                failures.append(f"{name}, {method}, {size[0]}x{size[1]}: {error}")
+        return found
+
+    try:
+        for kind, worker in workers.items():
+            tell(f"builds: {kind}")
+            try:
+                worker.answer()
+            except Failed as error:
+                failures.append(f"{kind}: {error}")
+                sides = {name: side for name, side in sides.items() if side.kind != kind}
+        tell("host time")
+        hosts = [of_each("host", sides, HOST_SIZE) for _ in range(2)]
+        host_ms = {name: min(found[name] for found in hosts if name in found) for name in hosts[1]}
+        rows = []
+        for size in sizes:
+            tell("{}x{} tokens".format(*size))
+            seen = of_each("observe", sides, size)
+            sides = {name: sides[name] for name in seen}
+            failures += differ(sides, {name: loss for name, (loss, _) in seen.items()}, size)
+            wall = alternating({name: name for name in sides}, partial(ask, "wall", size=size), walls, warmups=0)
+            gpu = [of_each("gpu", sides, size) for _ in range(profiled)]
+            for name in sides:
+                ms = [found[name][0] for found in gpu if name in found] or [0.0]
+                rows.append({
+                    "side": name, "tokens": size[0] * size[1],
+                    "gpu_ms": statistics.median(ms), "gpu_spread": (max(ms) - min(ms)) / (statistics.median(ms) or 1),
+                    "wall_ms": wall[name].median, "wall_spread": wall[name].noise,
+                    "launches": max(found[name][1] for found in gpu if name in found),
+                    "peak_gib": seen[name][1], "host_ms": host_ms.get(name),
+                })  # fmt: skip
+        tell("steps that learn")
+        losses = of_each("train", [name for name in sides if "cached" not in name], next(iter(sizes)))
+        return rows, losses, failures
+    finally:
+        for worker in workers.values():
+            worker.close()
+
+
+def differ(sides: Mapping[str, Side], losses: Mapping[str, float], size: Size) -> Iterator[str]:
+    """What is wrong about the losses: the patch and its cache leave the bits as they are, and all sides agree in bf16."""
+    first: dict[tuple[str, bool], str] = {}
+    name_of_all = next(iter(losses), "")
+    for name, loss in losses.items():
+        options = sides[name].options or {}
+        # a mixture's experts multiply by other kernels once their weights are cached
+        other = name_of_all if "experts" in options else first.setdefault((sides[name].kind, "lora" in options), name)
+        same = "experts" not in options
+        if same and loss != losses[other]:
+            yield f"{name}, {size[0]}x{size[1]}: loss {loss!r}, {other} {losses[other]!r}"
+        if not abs(loss - losses[name_of_all]) <= ROUNDING * losses[name_of_all]:
+            yield f"{name}, {size[0]}x{size[1]}: loss {loss:.4f}, {name_of_all} {losses[name_of_all]:.4f}"

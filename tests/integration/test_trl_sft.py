@@ -1,0 +1,27 @@
+"""TRL's own sft.py with LoRA in one function, switched on by the environment: the losses of peft's, in bf16's rounding."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from subprocess_python import program
+
+pytest.importorskip("trl")
+
+
+@pytest.mark.parametrize("liger", [False, pytest.param(True, marks=pytest.mark.full)], ids=["plain", "liger"])
+def test_the_script_trains_as_with_peft(tmp_path, liger):
+    if liger:
+        pytest.importorskip("liger_kernel")
+    words = (tmp_path, *["--use_liger_kernel"] * liger)
+    interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}  # kernels of TRL's and Liger's
+    ran = []
+    for environment in ({}, {"NF4_PATCH": "1", "NF4_PATCH_LORA": "fused"}):
+        done = program("trl_sft", *words, fresh=True, cwd=tmp_path, **interpreted, **environment)
+        ran.append(json.loads(done.stdout.splitlines()[-1]))
+    stock, fused = ran
+    assert not stock["fused"] and fused["fused"]
+    assert len(stock["losses"]) == 6 and stock["losses"][-1] < stock["losses"][0] - 0.5
+    assert fused["losses"] == pytest.approx(stock["losses"], rel=2**-7, abs=2**-7)

@@ -1,0 +1,65 @@
+"""The steps of TRL's precision: what a row has, what the losses must agree in, and a side that fails."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from nf4_patch.tools import llama
+from nf4_patch.tools.bench import trl
+from nf4_patch.tools.bench.trl import FP32, PACKED, STOCK, Side
+
+pytest.importorskip("peft")
+TINY = partial(trl.llama, llama.Shape(64, 128, 2, 4, 2))
+
+
+def test_sides_in_turns_across_processes(monkeypatch):
+    """The processes are real: peft's, another of fp32 adapters, and one whose library does not exist."""
+    sides = trl.sides_of(STOCK, {"": None, "patch": {}, "fused": trl.FUSED}) | trl.sides_of(FP32, {"": None})
+    sides["broken"] = Side(STOCK, {"cache": "much"})
+    rows, losses, failures = trl.compare(sides, [(1, 16)], TINY, TINY, walls=2, profiled=1)
+    assert [row["side"] for row in rows] == ["peft", "peft, patch", "peft, fused", "fp32"]
+    assert all("broken" in failure and "ConfigError" in failure for failure in failures) and failures
+    fields = {"side", "tokens", "gpu_ms", "gpu_spread", "wall_ms", "wall_spread", "launches", "peak_gib", "host_ms"}
+    assert all(row.keys() == fields and row["tokens"] == 16 and row["host_ms"] > 0 < row["wall_ms"] for row in rows)
+    assert losses["peft"] == losses["peft, patch"] and len(losses["peft"]) == trl.TRAINED
+    for name in ("peft, fused", "fp32"):
+        assert losses[name] == pytest.approx(losses["peft"], rel=2**-7) and losses[name][-1] < losses[name][0] - 0.3
+    report = trl.Steps(None, rows, losses, failures)
+    assert json.loads(json.dumps(report.as_dict()))["rows"] == rows and report.exit_code == 1
+    assert any("peft, fused: losses" in str(line) for line in report.render())
+
+
+def test_adapters_are_those_of_trl_or_fp32_with_the_same_numbers():
+    found = {}
+    for kind in (STOCK, FP32):
+        model = trl.model_of(kind, TINY())
+        trl.optimizer_of(model)
+        found[kind] = [parameter.detach() for parameter in trl.trained(model)]
+    assert len(found[STOCK]) == 2 * 7 * 2
+    for half, full in zip(found[STOCK], found[FP32], strict=True):
+        assert full.dtype is torch.float32 and torch.equal(half, full.to(llama.training_dtype()))
+
+
+PATCH = Side(STOCK, {})
+
+
+@pytest.mark.parametrize(
+    ("sides", "losses", "wrong"),
+    [
+        ({"a": Side(STOCK, None), "b": PATCH}, (6.0, 6.0), 0),
+        ({"a": Side(STOCK, None), "b": PATCH}, (6.0, 6.0001), 1),  # the patch leaves the bits as they are
+        ({"a": Side(STOCK, None), "b": Side(STOCK, trl.FUSED)}, (6.0, 6.0001), 0),
+        ({"a": Side(STOCK, None), "b": Side(STOCK, trl.FUSED)}, (6.0, 6.1), 1),
+        ({"a": Side(STOCK, None), "b": Side(FP32, None)}, (6.0, 6.01), 0),
+        ({"a": Side(STOCK, trl.FUSED), "b": Side(STOCK, trl.FUSED | trl.CACHE)}, (6.0, 6.0001), 1),
+        ({"a": Side(STOCK, PACKED), "b": Side(STOCK, PACKED | trl.CACHE)}, (6.0, 6.0001), 0),
+        ({"a": Side(STOCK, None), "b": PATCH}, (6.0, float("nan")), 2),
+    ],
+)
+def test_what_losses_must_agree_in(sides, losses, wrong):
+    found = list(trl.differ(sides, dict(zip(sides, losses, strict=True)), (1, 512)))
+    assert len(found) == wrong and all("b, 1x512: loss" in text for text in found)
