@@ -25,7 +25,10 @@ from transformers import Trainer
 
 losses: list[float] = []
 log = Trainer.log
-Trainer.log = lambda self, logs, *rest: (losses.extend([logs["loss"]] if "loss" in logs else []), log(self, logs, *rest))[1]
+Trainer.log = lambda self, logs, *rest: (
+    losses.extend([logs["loss"]] if "loss" in logs else []),
+    log(self, logs, *rest),
+)[1]
 sys.argv = [
     "sft.py", *(f"--{name}={value}" for name, value in {
         "model_name_or_path": folder / "model", "dataset_name": folder / "data", "output_dir": folder / "out",
