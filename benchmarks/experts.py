@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks import main
+from nf4_patch.tools.bench import trl
 from nf4_patch.tools.bench.record import GPU_TIME, OURS, RATE, UNPATCHED, Check, Row
 from nf4_patch.tools.bench.step import BUDGET, LENGTHS, METHOD, Settings, peft_model, side_by_side
 from nf4_patch.tools.bench.timing import Times, alternating, kernel_times, wall_ms
@@ -26,14 +27,7 @@ TOKENS, PROMPT = 16, 16  # of a sequence that is generated
 
 
 def qwen3(layers: int = LAYERS) -> Any:
-    """Qwen3-30B-A3B: 0.6 billion weights of experts a layer."""
-    from transformers import Qwen3MoeConfig
-
-    return Qwen3MoeConfig(  # type: ignore[call-arg]  # of its attention
-        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=layers,
-        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
-        norm_topk_prob=True, max_position_embeddings=8192, vocab_size=151936, tie_word_embeddings=False, dtype="bfloat16",
-    )  # fmt: skip
+    return trl.qwen3(layers, vocabulary=151936)
 
 
 def gpt_oss() -> Any:

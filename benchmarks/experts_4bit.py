@@ -11,19 +11,16 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch.nn import Parameter
-from torch.nn.utils import parametrize
-
 from benchmarks import main
 from benchmarks.experts import ATTENTION, CONFIGURATIONS, LAYERS, qwen3
 from nf4_patch.patching.experts import forward
 from nf4_patch.tools.bench.record import GPU_TIME, OURS, Check, Row
 from nf4_patch.tools.bench.step import BUDGET, METHOD, Step, gib, optimizer_of, peft_model
 from nf4_patch.tools.bench.timing import kernel_times
+from nf4_patch.tools.bench.trl import EXPERTS, unpack
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress
 
-EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 SIZES = ((1, 512), (1, 2048), (1, 4096))
 CACHED, DENSE, PEFT, THEIRS = "cached", "experts in 16 bits", "peft, experts in 16 bits", "transformers' forward"
 
@@ -54,15 +51,6 @@ class ExpertsStep(Step):
                 yield
         finally:
             forward.FASTER_ON = before
-
-
-def unpack(model: Any) -> None:
-    """The experts in 16 bits, with the values of the packed ones."""
-    for module in model.modules():
-        for name in list(getattr(module, "parametrizations", ())):
-            weight = getattr(module, name)
-            parametrize.remove_parametrizations(module, name, leave_parametrized=False)
-            setattr(module, name, Parameter(weight, requires_grad=False))
 
 
 def bytes_of(model: Any) -> int:

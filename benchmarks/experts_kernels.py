@@ -21,10 +21,11 @@ import torch
 from benchmarks import main
 from benchmarks.checkpoint import save_config
 from benchmarks.experts import ATTENTION, gpt_oss, qwen3
-from benchmarks.experts_4bit import CACHED, EXPERTS, SIZES, THEIRS, ExpertsStep, glm
+from benchmarks.experts_4bit import CACHED, SIZES, THEIRS, ExpertsStep, glm
 from nf4_patch.tools.bench.record import GPU_TIME, OURS, Check, Row
 from nf4_patch.tools.bench.step import BUDGET, RANK, Step, gib, optimizer_of, peft_model
 from nf4_patch.tools.bench.timing import Times, kernels
+from nf4_patch.tools.bench.trl import EXPERTS
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress
 

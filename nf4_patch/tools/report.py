@@ -79,17 +79,8 @@ def require_patch() -> None:
 
 
 DISTRIBUTIONS = (
-    "torch",
-    "triton",
-    "bitsandbytes",
-    "unsloth",
-    "unsloth_zoo",
-    "transformers",
-    "peft",
-    "trl",
-    "liger_kernel",
-    "wrapt",
-)
+    "torch", "triton", "bitsandbytes", "unsloth", "unsloth_zoo", "transformers", "peft", "trl", "liger_kernel", "wrapt",
+)  # fmt: skip
 
 
 def installed_releases(names: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:

@@ -27,7 +27,7 @@ from ..llama import LINEARS, Shape, config_of, save_config
 from ..patch import patch
 from ..report import Progress, Report, silent
 from .step import BUDGET, LENGTHS, LLAMA, RANK, Size, Step, optimizer_of, peft_model, trained
-from .timing import Machine, alternating, kernels, machine, synchronize, wall_ms
+from .timing import Machine, Times, kernels, machine, synchronize, wall_ms
 
 METHOD = (
     "A step as TRL trains: adapters in 16 bits, autocast, checkpointing. gpu_ms: its kernels and copies, summed, the median of"
@@ -116,7 +116,11 @@ def unsloth_model(config: Any) -> Any:
         save_config(folder, config, "cuda")
         torch.cuda.empty_cache()
         model, _ = FastLanguageModel.from_pretrained(
-            folder, max_seq_length=4096, dtype=config.dtype, load_in_4bit=True, local_files_only=True
+            folder,
+            max_seq_length=min(4096, config.max_position_embeddings),
+            dtype=config.dtype,
+            load_in_4bit=True,
+            local_files_only=True,
         )
     experts = [name.rpartition(".")[2] for name in EXPERTS] if hasattr(config, "num_experts") else []
     return FastLanguageModel.get_peft_model(
@@ -168,6 +172,8 @@ class Sides:
         self.kind, self.sides, self.configuration = kind, sides, host
         self.model = model_of(kind, configuration())
         self.optimizer = optimizer_of(self.model)
+        if torch.cuda.is_available():
+            kernels(synchronize)  # starts the profiler
 
     @cached_property
     def small(self) -> tuple[Any, torch.optim.Optimizer]:
@@ -351,15 +357,17 @@ def compare(
             seen = of_each("observe", sides, size)
             sides = {name: sides[name] for name in seen}
             failures += differ(sides, {name: loss for name, (loss, _) in seen.items()}, size)
-            wall = alternating({name: name for name in sides}, partial(ask, "wall", size=size), walls, warmups=0)
+            orders = ([*sides], [*reversed(sides)])
+            wall = [of_each("wall", orders[round_ % 2], size) for round_ in range(walls)]
             gpu = [of_each("gpu", sides, size) for _ in range(profiled)]
             for name in sides:
+                taken = Times(tuple(found[name] for found in wall if name in found) or (0.0,))
                 ms = [found[name][0] for found in gpu if name in found] or [0.0]
                 rows.append({
                     "side": name, "tokens": size[0] * size[1],
                     "gpu_ms": statistics.median(ms), "gpu_spread": (max(ms) - min(ms)) / (statistics.median(ms) or 1),
-                    "wall_ms": wall[name].median, "wall_spread": wall[name].noise,
-                    "launches": max(found[name][1] for found in gpu if name in found),
+                    "wall_ms": taken.median, "wall_spread": taken.noise,
+                    "launches": max((found[name][1] for found in gpu if name in found), default=0),
                     "peak_gib": seen[name][1], "host_ms": host_ms.get(name),
                 })  # fmt: skip
         tell("steps that learn")
