@@ -40,8 +40,8 @@ FAULTS = {
         {"product(inner_gradient.t(), z.to(self.a.dtype), self.scale)":
          "product(inner_gradient.t(), z.to(self.a.dtype), self.scale).t().reshape(self.a.shape)"},
     ),
-    "no dropout": (dropout, linear, {"is_x = rows, not (": "is_x = rows, True or ("}),
-    "dropout's mask not in dx": (dropout, linear, {"(kind, scale, is_x)": "(kind, scale, True)"}),
+    "no dropout": (dropout, linear, {'dropped = rows, dropout.training and getattr(dropout, "p", 0)': "dropped = rows, 0"}),
+    "dropout's mask not in dx": (dropout, linear, {"not (dropped or is_cast)": "not is_cast"}),
     "dropout's mask not in dA": (dropout, function, {"saved += (z if of_a": "saved += (x if of_a"}),
     "another mask in dA": (
         dropout, function, {"saved += (z if of_a": "saved += (torch.nn.functional.dropout(x, 0.3) if of_a"}
@@ -64,8 +64,10 @@ FAULTS = {
     ),
     "dx of the base alone": (accuracy, function, {"x_gradient.addmm_(gradient, weight)": "gradient @ weight"}),
     "dx of the last adapter alone": (several, function, {"gradient_of_z(t, x_gradient)": "gradient_of_z(t, None)"}),
-    "dx rounded twice": (small, function, {"addmm_(gradient, weight)": "add_(gradient @ weight)"}),
-    "y rounded twice": (small, linear, {"addmm_(rows, dense().t())": "add_(rows @ dense().t())"}),
+    "y rounded twice": (
+        small, linear,
+        {"result.add_(torch.nn.functional.linear(rows, dense(), later))": "result.copy_((result + rows @ dense().t()).to(dtype))"},
+    ),
 }  # fmt: skip
 
 

@@ -70,8 +70,7 @@ def is_plain(layer: Any, base: Any) -> bool:
 def product_dtype(base: Any, x: Tensor) -> torch.dtype | None:
     """That of the base's product, as its own forward decides, if all of the layer's are in it.
 
-    Without autocast peft's sum of base and LoRA is in the dtype of x, and ours would be rounded to that of the product. Under
-    autocast it is a sum of two rounded numbers, of which one rounding is as accurate.
+    Without autocast an fp32 sum of base and LoRA is rounded once by peft, and ours would be twice.
     """
     if not base.compute_type_is_set:
         base.set_compute_type(x)
@@ -95,27 +94,34 @@ def run(
         dense: gives the base's weight, [out, in].
     """
     rows, autocast = x.reshape(-1, x.shape[-1]).to(dtype), torch.is_autocast_enabled(x.device.type)
-    few, known = not torch.is_grad_enabled() and len(rows) <= FEW_ROWS, None
+    # then peft adds the base's part and LoRA's in fp32, of y and of the gradient of x
+    is_cast, few, known = x.dtype is not dtype, not torch.is_grad_enabled() and len(rows) <= FEW_ROWS, None
     products: list[Adapter] = []
     tensors: list[Tensor] = []
     for a, b, dropout, scale in adapters:
-        z, is_x = rows, not (dropout.training and getattr(dropout, "p", 0))
+        z, dropped = rows, dropout.training and getattr(dropout, "p", 0)
         wide = not autocast and a.dtype is not dtype  # fp32, and so are the products
-        if not is_x:  # as peft: what is dropped depends on the dtype
+        if dropped:  # as peft: what is dropped depends on the dtype
             z = dropout(x if autocast else x.to(a.dtype)).reshape(rows.shape)
-        elif is_x and not few and len(adapters) == 1 and a.dtype is dtype:
+        elif is_cast:
+            z = x.reshape(rows.shape)
+        if not (dropped or few) and len(adapters) == 1 and a.dtype is dtype:
             known = shared_inner(a, x, rows)
         z, a, b = (z, a, b) if wide else (z.to(dtype), a.to(dtype), b.to(dtype))
         kind = WideFactors if wide and is_used_for(z, a, out_features) else Factors
-        products.append((kind, scale, is_x))
+        products.append((kind, scale, not (dropped or is_cast)))
         tensors += z, a, b
     bias = None if base.bias is None else base.bias.to(dtype)
+    later, bias = (bias, None) if is_cast and bias is not None and not base.bias.requires_grad else (None, bias)
     y = base(x).reshape(-1, out_features) if few else bias
-    result: Tensor = LoraProduct.apply(rows, y, dense, products, known, *tensors)
+    result: Tensor = LoraProduct.apply(rows, y, dense, products, known, *tensors).to(x.dtype)
     if not few:
         with torch.no_grad():
-            result.addmm_(rows, dense().t())
-    return result.view(*x.shape[:-1], out_features).to(x.dtype)
+            if is_cast:
+                result.add_(torch.nn.functional.linear(rows, dense(), later))
+            else:
+                result.addmm_(rows, dense().t())
+    return result.view(*x.shape[:-1], out_features)
 
 
 # Where Dynamo skips the frame of a layer (bf16 on a T4) it would compile this piece by piece.
