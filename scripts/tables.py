@@ -249,8 +249,7 @@ def plain(name: str) -> list[Record]:
 
 SUBJECT, TOKENS = (Column("{units}", "{subject}"), Column("{side}", "{against}", {})), Column("tokens", "{length}")
 TRL = (Column("tokens", "{tokens:,}"), Column("", "{side}"), Column("GPU time, ms", "{gpu_ms:.1f}"),
-       Column("by the clock, ms", "{wall_ms:.1f}"), Column("host, ms", "{host_ms:.1f}"), Column("launches", "{launches:,}"),
-       Column("peak, GiB", "{peak_gib:.2f}"))  # fmt: skip
+       Column("launches", "{launches:,}"), Column("peak, GiB", "{peak_gib:.2f}"))  # fmt: skip
 BLOCKS: dict[str, Callable[[], str]] = {
     "chooser": chooser,
     "gains": Table(lambda: gains(SETUPS + MORE_SETUPS), (*WHO, *(Column(f"gain on an {g}", gain, {"gpu": g}) for g in GPUS))),

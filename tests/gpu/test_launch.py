@@ -98,14 +98,15 @@ def test_first_use_inside_a_capture_is_refused_by_name(owner, name, monkeypatch)
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [True, False])
 def test_first_use_of_compiled_code_inside_a_capture(quant_type, nested, monkeypatch):
-    """It was compiled where the patch is on and no kernel yet: the graph has the plain formula, and the bits of bitsandbytes."""
+    """Compiled before, then without a kernel: the graph has the plain formula, and the bits of bitsandbytes."""
     packed, state = quantized((96, 64), torch.bfloat16, CUDA, nested=nested, quant_type=quant_type)
     want = F.dequantize_4bit(packed, state)
-    for owner, name in ((compilation, "_kernels"), (codes, "_remembered"), (launch, "_memo")):
-        monkeypatch.setattr(owner, name, type(getattr(owner, name))())
     nf4_patch.enable()
     torch._dynamo.reset()
     compiled = torch.compile(lambda w: F.dequantize_4bit(w, state), dynamic=False)
+    assert torch.equal(compiled(packed), want)
+    for owner, name in ((compilation, "_kernels"), (codes, "_remembered"), (launch, "_memo")):
+        monkeypatch.setattr(owner, name, type(getattr(owner, name))())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = compiled(packed)
