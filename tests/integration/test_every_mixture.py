@@ -18,7 +18,8 @@ from every_mixture import kind_of, mixtures, walked
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the table is of a CPU")
 DATA = json.loads((Path(__file__).parents[2] / "docs" / "data" / "mixtures.json").read_text())
 OF_THE_TABLE = DATA["releases"]["transformers"] == metadata.version("transformers")
-AT_EVERY_CHANGE = ("gpt_oss", "inkling", "jetmoe", "nemotron_h", "qwen3_vl_moe")  # the rest: scripts/test --all
+# the rest: scripts/test --all
+AT_EVERY_CHANGE = ("gpt_oss", "inkling", "jetmoe", "llama4", "nemotron_h", "qwen3_vl_moe")
 
 
 @pytest.mark.skipif(not OF_THE_TABLE, reason="the table is of another release of transformers")
@@ -38,3 +39,4 @@ def test_a_mixture_is_what_the_table_says(name):
     if OF_THE_TABLE:
         assert found == DATA["mixtures"][name]
     assert found["packed"] == "yes" or found["packed"].startswith("in 16 bits")
+    assert {found["tutorial"], found["parameters"]} <= {"yes", "-"}

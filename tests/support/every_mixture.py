@@ -21,6 +21,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
+from torch.nn.utils import parametrize
 from transformers import BitsAndBytesConfig
 
 import nf4_patch
@@ -34,6 +35,7 @@ PARTS = {  # of a model that is several
     "diffusion_gemma": "DiffusionGemmaEncoderTextModel", "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
 }  # fmt: skip
 LAYERS = 2
+TOLERANCE = 1e-4  # of a gradient in fp32, in its norm
 # What a configuration says, by the name of the attribute. Names that it lacks are passed over.
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "vocab_size_per_layer_input": 96, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
@@ -158,6 +160,15 @@ def matrices(model: Any) -> dict[str, str]:
     }
 
 
+def unpacked(model: Any) -> Any:
+    """With the experts as they are read, and linear layers in 4 bits."""
+    for _, module, name in packed_stacks(model):
+        dense = getattr(module, name).detach()
+        parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+        setattr(module, name, torch.nn.Parameter(dense))
+    return model
+
+
 def loss_of(model: Any) -> torch.Tensor:
     result = model(input_ids=torch.arange(24).view(2, 12) * 5 % 90 + 3)
     found = result.logits if hasattr(result, "logits") else result.last_hidden_state
@@ -196,13 +207,13 @@ class Walk:
         model.save_pretrained(folder / "dense")
         self.keys = keys_in(folder / "dense")
 
-    def loaded(self, folder: str = "dense") -> Any:
+    def loaded(self, folder: str = "dense", dtype: torch.dtype = torch.bfloat16) -> Any:
         config = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16, llm_int8_skip_modules=self.skipped,
+            bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=self.skipped,
         )  # fmt: skip
         options = {"quantization_config": config} if folder == "dense" else {}
-        return self.kind.from_pretrained(self.folder / folder, dtype=torch.bfloat16, **options).train()
+        return self.kind.from_pretrained(self.folder / folder, dtype=dtype, **options).train()
 
     @contextlib.contextmanager
     def without(self) -> Iterator[None]:
@@ -234,27 +245,33 @@ class Walk:
         model = self.saved()
         assert torch.equal(loss_of(self.loaded(self.experts)), loss_of(model))
 
-    def with_lora(self, **options: Any) -> Any:
+    def with_lora(self, model: Any, **options: Any) -> Any:
         torch.manual_seed(1)
-        return get_peft_model(self.loaded(), LoraConfig(r=4, init_lora_weights=False, **options))
+        return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **options))
 
-    def untrained(self, **options: Any) -> dict[str, bool]:
-        """Of each factor of LoRA, whether it gets no gradient."""
-        model = self.with_lora(**options)
+    def step(self, model: Any, **options: Any) -> dict[str, torch.Tensor]:
+        """The loss of the second step, in which peft failed once, and the gradient of each factor of LoRA: zero for none."""
+        model = self.with_lora(model, **options)
         for _ in range(2):
             model.zero_grad()
-            loss_of(model).backward()
-        lora = {name: each.grad for name, each in model.named_parameters() if "lora_" in name}
-        return {name: gradient is None or not gradient.any() for name, gradient in lora.items()}
+            torch.manual_seed(2)
+            loss = loss_of(model)
+            loss.backward()
+        lora = {name: each for name, each in model.named_parameters() if "lora_" in name}
+        return {"loss": loss.detach()} | {
+            name: torch.zeros_like(each) if each.grad is None else each.grad for name, each in lora.items()
+        }
 
     def trains(self, **options: Any) -> None:
-        """The factors that get a gradient without the option: a part that no token reaches has none there either."""
-        ours = self.untrained(**options)
+        """As the same model with dense experts does without the option: the same modules, loss and gradients, in fp32."""
+        dense = unpacked(self.loaded(dtype=torch.float32))
+        ours = self.step(self.loaded(dtype=torch.float32), **options)
         with self.without():
-            stock = self.untrained(**options)
-        assert ours.keys() == stock.keys(), "LoRA is on other modules"
-        if without := [name for name in ours if ours[name] and not stock[name]]:
-            raise No(f"{len(without)} of {len(ours)} factors get no gradient")
+            stock = self.step(dense, **options)
+        assert list(ours) == list(stock), "LoRA is on other modules"
+        off = [name for name in ours if not (ours[name] - stock[name]).norm() <= TOLERANCE * stock[name].norm()]
+        if off:
+            raise No(f"{len(off)} of the loss and {len(ours) - 1} gradients are off, as {off[0]}")
 
     def tutorial(self) -> None:
         self.trains(target_modules=TUTORIAL)
@@ -268,7 +285,7 @@ class Walk:
 
     def merge(self) -> None:
         """What is merged is the sum of both, but for an error of 4 bits."""
-        model = self.with_lora(lora_alpha=256, **self.on_stacks())
+        model = self.with_lora(self.loaded(), lora_alpha=256, **self.on_stacks())
         wrappers = [each for each in model.modules() if isinstance(each, ParamWrapper)]
         delta = {each: each.get_delta_weight("default").float() for each in wrappers}
         before = {each: getattr(each.get_base_layer(), each.parameter_name).float() for each in wrappers}
