@@ -14,12 +14,12 @@ from typing import Any
 
 import wrapt
 
-from ..config import Config, keeps_off, unknown_variables
+from ..config import Config, unknown_variables
 from .counters import warn_once
 from .locks import new_lock
 from .placement import Installed, install, installed, remove_earlier
 from .switch import switch
-from .targets import TARGETS, Target, registered
+from .targets import TARGETS, Target
 
 logger = logging.getLogger("nf4_patch")
 Given = str | int | None  # for an option, by its name in config.OPTIONS
@@ -31,7 +31,6 @@ _blocks: list[list[Config | None]] = []  # of each ``with`` block that is entere
 
 def enable(**options: Given) -> bool:
     """Replace every target, now or when its module is imported: see :func:`nf4_patch.enable`."""
-    add_registered()
     on = switch_on(options)
     finish_imports()
     return on
@@ -71,14 +70,6 @@ def put_in_force(config: Config | None) -> None:
         logger.info("nf4_patch is on: %s", ", ".join(n for n, i in installed.items() if i.replacement) or "waiting")
 
 
-def add_registered() -> None:
-    """The rows of other packages, once. Not under the lock: their modules are imported, unless a variable forbids the patch."""
-    if not keeps_off():
-        rows = registered()
-        with lock:
-            TARGETS.extend([row for row in rows if row not in TARGETS])  # into the list that other modules hold
-
-
 def finish_imports() -> None:
     """Wait until other threads have imported what is patched: a hook registered in the middle of an import does not fire.
 
@@ -101,7 +92,6 @@ def disable() -> None:
 @contextmanager
 def block(**options: Given) -> Iterator[None]:
     """On inside. Blocks may overlap, in several threads too: see :func:`nf4_patch.enabled`."""
-    add_registered()
     with lock:
         before = [switch.config]
         switch_on(options)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +11,6 @@ from typing import Any
 
 from .switch import switch
 
-logger = logging.getLogger("nf4_patch")
 # A release's parameter names; a function with others is left alone, by name.
 Parameters = tuple[str, ...]
 ANY: tuple[Parameters, ...] = ()  # of a function that is written in C, whose parameters cannot be read
@@ -294,19 +291,3 @@ TARGETS: list[Target] = [
         after="bitsandbytes.functional",
     ),
 ]  # fmt: skip
-
-
-@functools.cache
-def registered() -> list[Target]:
-    """The rows of other packages: entry points of the group "nf4_patch.targets", each a Target or a list of them."""
-    rows: list[Target] = []
-    for point in importlib.metadata.entry_points(group="nf4_patch.targets"):
-        try:
-            found = point.load()
-            found = found if isinstance(found, list) else [found]
-            if not all(isinstance(row, Target) for row in found):
-                raise TypeError("it is no Target and no list of them")
-            rows += found
-        except Exception as error:  # another package's fault leaves our own rows alone
-            logger.warning("nf4_patch leaves out the rows of %s: %s: %s", point.value, type(error).__name__, error)
-    return rows

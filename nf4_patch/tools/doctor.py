@@ -22,7 +22,7 @@ from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.matmul.tuning import SMALL_M_ROWS
 from ..nf4.weight import OUTPUT_DTYPES
-from ..patching import calibrated, hooks
+from ..patching import calibrated
 from ..patching.reasons import Reason
 from ..patching.state import State, StrEnum
 from ..patching.status import TargetStatus
@@ -222,7 +222,6 @@ def check_kernel(dtype: torch.dtype, device: torch.device, capability: tuple[int
 
 def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list[TargetStatus], list[str]]:
     """Import the libraries, enable the patch, ask what is in place, and switch it back; then what limits the targets."""
-    hooks.add_registered()  # into TARGETS, before it is read
     # in the order of TARGETS: unsloth_zoo cannot be imported before unsloth
     installed = installed_releases(dict.fromkeys(target.library for target in TARGETS))
     failures = {}
