@@ -478,8 +478,12 @@ def merged_and_taken_out(model):
 
 
 def read_once(model):
+    with model.disable_adapter():
+        want = logits(model)
     with parametrize.cached():
         step(model)
+        with model.disable_adapter():
+            assert torch.equal(logits(model), want)
 
 
 def in_bf16(model):
