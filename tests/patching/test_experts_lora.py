@@ -43,6 +43,7 @@ import nf4_patch
 from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.experts import forward as own_forward
+from nf4_patch.patching.experts.packed import Merged
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.bench.matmul import error
 
@@ -457,6 +458,87 @@ def test_switched_off_while_adapters_live(name, off, option):
     assert same(step(model), want) and not reasons()
 
 
+MODES = {
+    "on": lambda option: None,
+    "cache": lambda option: option.enable(cache="1GiB"),
+    "off": lambda option: option.enable(experts="off"),
+    "disabled": lambda option: option.disable(),
+}
+
+
+def evaluated_without(model):
+    with model.disable_adapter():
+        logits(model)
+
+
+def merged_and_taken_out(model):
+    model.merge_adapter()
+    logits(model)
+    model.unmerge_adapter()
+
+
+def read_once(model):
+    with model.disable_adapter():
+        want = logits(model)
+    with parametrize.cached():
+        step(model)
+        with model.disable_adapter():
+            assert torch.equal(logits(model), want)
+
+
+def in_bf16(model):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        step(model)
+
+
+def generated(model):
+    with torch.inference_mode():
+        model.generate(input_ids=ids_of(4), max_new_tokens=2, do_sample=False)
+
+
+# What people do between two steps; the adapters of the step after it are the same, or those of another model to which it is done.
+BETWEEN = {
+    "evaluated": logits, "evaluated without": evaluated_without, "merged": merged_and_taken_out, "cached": read_once,
+    "autocast": in_bf16, "generated": generated, "copied": copy.deepcopy,
+    "second": lambda model: model.set_adapter("second"),
+    "both": lambda model: model.base_model.set_adapter(["default", "second"]),
+    "first": lambda model: model.set_adapter("default"),
+    "loops": lambda model: model.set_experts_implementation("eager"),
+    "reentrant": lambda model: model.gradient_checkpointing_enable(CHECKPOINTING["reentrant"]),
+    "recomputed": lambda model: model.gradient_checkpointing_enable(CHECKPOINTING["recomputed"]),
+    "batched": lambda model: model.set_experts_implementation("batched_mm"),
+    "grouped": lambda model: model.set_experts_implementation("grouped_mm"),
+}  # fmt: skip
+ADAPTERS = ("second", "both", "first")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_after_what_people_do_between_two(name, mode, option):
+    """peft's losses and gradients on dense experts, whatever is switched on, and in what order."""
+    model = model_of(name, torch.float32, lora=False)
+    dense = dense_of(model)
+    ours = second(with_lora(model))
+    ours.enable_input_require_grads()
+    option.disable()
+    stock, wants = second(with_lora(dense)), {}
+    for adapters in ADAPTERS:
+        BETWEEN[adapters](stock)
+        wants[adapters] = step(stock, 8)
+    option.enable(experts="4bit")
+    BETWEEN["first"](ours)
+    MODES[mode](option)
+    active = "first"
+    for each, change in BETWEEN.items():
+        active = each if each in ADAPTERS else active
+        result = change(ours)
+        ours = result if each == "copied" else ours
+        found, want = step(ours, 8), wants[active]
+        assert found.keys() == want.keys(), each
+        assert max(error(found[key], want[key].double()) for key in want) < 1e-5, each
+        assert not parametrize._cache_enabled and not parametrize._cache, each
+
+
 def test_merged_while_switched_off(option):
     model = with_lora(model_of("qwen3", lora=False), lora_alpha=12)
     before = bytes_of(model)
@@ -504,7 +586,60 @@ def test_taken_out_as_it_was_merged(nested):
     assert not any(all(map(torch.equal, one, before)) for one in results)
 
 
-@pytest.mark.parametrize("way", ["bytes", "state"])
+def test_host_memory_holds_it_as_long_as_it_is_merged():
+    def held() -> int:
+        gc.collect()
+        return sum(type(each) is Merged for each in gc.get_objects())
+
+    for unload in ("merge_and_unload", "unload"):
+        model = with_lora(model_of("qwen3", lora=False))
+        model.merge_adapter()
+        assert held() == 2 * LAYERS
+        model.unmerge_adapter()
+        assert not held()
+        if unload == "unload":
+            model.merge_adapter()
+        base = getattr(model, unload)()
+        del model
+        assert not held() and not adapters_of(base)
+
+
+@pytest.mark.parametrize("around", [parametrize.cached, torch.inference_mode])
+def test_merged_within(around):
+    """What is read next is the sum, and is taken out again: on experts alone, as peft's rounds what it takes out of others."""
+    model = with_lora(model_of("qwen3", lora=False), lora_alpha=12, target_modules=[])
+    before, plain = bytes_of(model), step(model)
+    model.merge_adapter()
+    merged, want = bytes_of(model), logits(model)
+    model.unmerge_adapter()
+    with around():
+        logits(model)
+        model.merge_adapter()
+        assert all(map(torch.equal, bytes_of(model), merged)) and torch.equal(logits(model), want)
+    model.unmerge_adapter()
+    assert all(map(torch.equal, bytes_of(model), before)) and same(step(model), plain)
+
+
+def test_a_broken_adapter_is_merged_no_further():
+    """peft stops at it, with those before it merged: so they are, and are taken out again."""
+    model = second(with_lora(model_of("qwen3", lora=False), lora_alpha=12))
+    before = bytes_of(model)
+    wrapper = next(module for module in model.modules() if isinstance(module, ParamWrapper))
+    experts, name = wrapper.get_base_layer(), wrapper.parameter_name
+    wrapper.merge(adapter_names=["default"])
+    want = getattr(experts, name)
+    wrapper.unmerge()
+    for key, value in adapters_of(model).items():
+        if "second" in key:
+            value.data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="second seems to be broken"):
+        wrapper.merge(safe_merge=True, adapter_names=["default", "second"])
+    assert wrapper.merged_adapters == ["default"] and torch.equal(getattr(experts, name), want)
+    wrapper.unmerge()
+    assert all(map(torch.equal, bytes_of(model), before))
+
+
+@pytest.mark.parametrize("way", ["bytes", "state", "scales"])
 def test_what_was_changed_after_merging_is_kept(way):
     model = with_lora(model_of("qwen3", lora=False), lora_alpha=12)
     wrapper = next(module for module in model.modules() if isinstance(module, ParamWrapper))
@@ -514,6 +649,8 @@ def test_what_was_changed_after_merging_is_kept(way):
     if way == "bytes":
         with torch.no_grad():
             chain.original.fill_(0x88)  # NF4's 8: 0.0796
+    elif way == "scales":
+        chain[0].quant_state.offset.mul_(2)
     else:
         chain[0].quant_state = copy.deepcopy(chain[0].quant_state)
         chain[0].quant_state.offset.zero_()

@@ -183,18 +183,34 @@ def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> No
     if chain is None:
         original(self, *args, **kwargs)
         return
-    from bitsandbytes.functional import quantize_4bit
-
     from .packed import Chain
 
     chain.__class__ = Chain
-    with torch.no_grad(), parametrize.cached():  # for peft, which adds to it, and for us
-        original(self, *args, **kwargs)
-        if self.merged_adapters == before or (not self.merged_adapters and chain.take_out()):
-            return
-        state = chain[0].quant_state
-        packed, of_sum = quantize_4bit(
-            getattr(experts, name), blocksize=state.blocksize, compress_statistics=state.nested,
-            quant_type=state.quant_type, quant_storage=chain.original.dtype,
-        )  # fmt: skip
-        chain.merge(packed, of_sum, first=not before)
+    # for peft, which adds to what it reads, and for us; what is packed in inference mode would have no versions
+    with torch.inference_mode(False), torch.no_grad(), parametrize.cached():
+        try:
+            original(self, *args, **kwargs)
+        finally:  # where one of several adapters is broken, those before it are merged
+            if self.merged_adapters != before:
+                pack(self, chain, first=not before)
+
+
+def pack(wrapper: Any, chain: Any, first: bool) -> None:
+    """The sum of a stack and adapters into the stack, or what was before all of them; ``first``: none was merged before."""
+    from bitsandbytes.functional import quantize_4bit
+
+    # the wrapper's: an adapter that is unloaded needs it no longer
+    merged = chain.before_merging() if first else vars(wrapper).pop("nf4_patch_merged", None)
+    if merged is not None and not first and merged.proof != chain.proof():
+        merged = None
+    if merged is not None and not wrapper.merged_adapters:
+        chain.replace(merged.packed, merged.state)
+        return
+    state = chain[0].quant_state
+    packed, of_sum = quantize_4bit(
+        getattr(wrapper.get_base_layer(), wrapper.parameter_name), blocksize=state.blocksize, compress_statistics=state.nested,
+        quant_type=state.quant_type, quant_storage=chain.original.dtype,
+    )  # fmt: skip
+    chain.replace(packed, of_sum)
+    if merged is not None:
+        wrapper.nf4_patch_merged = merged._replace(of_sum=of_sum, proof=chain.proof())

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
+from ..quant_state import weight_of
+
 
 class Params4bit(bitsandbytes.nn.Params4bit):
     """bitsandbytes' parameter of packed bytes, whatever dtype they are stored as: no cast of a model changes them.
@@ -43,13 +45,12 @@ class Merged(NamedTuple):
 
     packed: Tensor  # in host memory: on the GPU a model would take its packed size twice
     state: Any
-    after: tuple[Any, ...]
+    of_sum: Any = None  # the state of the sum, kept so that no other numbers come to the addresses in ``proof``
+    proof: tuple[Any, ...] = ()
 
 
 class Chain(parametrize.ParametrizationList):
     """That of a stack which LoRA is put on. peft's own LoRA joins and leaves it at every forward; see ``append``."""
-
-    merged: Merged | None = None
 
     def append(self, parametrization: torch.nn.Module) -> Any:
         """Registering it, PyTorch has read the stack, and inside ``parametrize.cached()`` keeps that without it. And of its
@@ -66,30 +67,16 @@ class Chain(parametrize.ParametrizationList):
         parametrize._cache.clear()
         super().__delitem__(index)
 
-    def as_it_is(self) -> tuple[Any, ...]:
+    def proof(self) -> tuple[Any, ...]:
         """What changes when the packed bytes, or their state, do."""
-        original: Any = self.original
-        return original.data_ptr(), original._version, id(self[0].quant_state)
+        proof: tuple[Any, ...] = weight_of(self.original, self[0].quant_state).proof()  # type: ignore[arg-type]
+        return proof
+
+    def before_merging(self) -> Merged:
+        return Merged(self.original.detach().to("cpu", copy=True), self[0].quant_state)
 
     def replace(self, packed: Tensor, state: Any) -> None:
         original: Any = self.original
         original.copy_(packed)
         self[0].quant_state = original.quant_state = state  # of the parameter too: it is moved with it
-
-    def merge(self, packed: Tensor, state: Any, first: bool) -> None:
-        """``packed`` and ``state`` are the sum of the stack and adapters; ``first``: none was merged before."""
-        known = self.merged
-        if first:
-            known = Merged(self.original.detach().to("cpu", copy=True), self[0].quant_state, ())
-        elif known is not None and known.after != self.as_it_is():
-            known = None
-        self.replace(packed, state)
-        self.merged = None if known is None else known._replace(after=self.as_it_is())
-
-    def take_out(self) -> bool:
-        """What was before all that was merged, if nothing changed the sum since."""
-        merged, self.merged = self.merged, None
-        if merged is None or merged.after != self.as_it_is():
-            return False
-        self.replace(merged.packed, merged.state)
-        return True
+        parametrize._cache.clear()  # a ``parametrize.cached()`` around may have kept what was before
