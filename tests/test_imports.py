@@ -78,7 +78,9 @@ def test_kernel_files_hold_kernels_only():
 # checkpoints with a packed weight for every expert, for who has one, and for packed bytes that no cast of a model reaches, for who
 # trains with TRL's ORPO. nf4: 90 and patching: 350 for LoRA in one function, for who trains with peft or TRL. patching: 40 for
 # locks that a fork leaves free and bytes that an interrupt leaves uncharged, for who starts workers or stops a cell.
-BUDGET = {"nf4": 2850, "patching": 5040, "tools": 2320, ".": 560}
+# nf4: 90 for fp32 adapters on tensor cores, patching: 130 for adapters on packed experts that are switched off, merged and named as
+# on dense ones; tools: 400 for steps as TRL trains.
+BUDGET = {"nf4": 2950, "patching": 5200, "tools": 2730, ".": 560}
 
 
 @pytest.mark.parametrize("folder", BUDGET)
