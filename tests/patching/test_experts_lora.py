@@ -539,6 +539,20 @@ def test_a_step_after_what_people_do_between_two(name, mode, option):
         assert not parametrize._cache_enabled and not parametrize._cache, each
 
 
+def test_hooks_that_a_recompute_leaves_out_keep_no_stack(monkeypatch):
+    """Of bitsandbytes before 0.50, on experts that its ``replace_parameter_4bit`` packed."""
+    register = torch.nn.Module.register_forward_hook
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.Module, "register_forward_hook", lambda self, hook, **_: register(self, hook))
+        model = model_of("qwen3", lora=False)
+    model = with_lora(model)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(CHECKPOINTING["recomputed"])
+    for _ in range(2):
+        step(model)
+        assert not parametrize._cache_enabled and not parametrize._cache
+
+
 def test_merged_while_switched_off(option):
     model = with_lora(model_of("qwen3", lora=False), lora_alpha=12)
     before = bytes_of(model)

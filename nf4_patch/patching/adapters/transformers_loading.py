@@ -314,6 +314,8 @@ def finish(original, self, model, **kwargs) -> Any:
     """For ``_process_model_after_weight_loading``."""
     from bitsandbytes.nn import parametrize as library
 
+    from ..experts.packed import end_caching
+
     left, dense = [], {}
     for path, module in list(model.named_modules()):
         for name, parameter in [item for item in module._parameters.items() if item[0] in NAMES]:
@@ -326,10 +328,7 @@ def finish(original, self, model, **kwargs) -> Any:
             if state is not None:
                 library.replace_parameter_4bit_prequantized(module, name, state.as_dict(packed=True), parameter.device)
                 parameter.quant_state = module.parametrizations[name][0].quant_state
-        for key, hook in module._forward_hooks.items():
-            if hook is library._disable_parametrization_cache:
-                # bitsandbytes before 0.50 leaves it out where a checkpoint ends its recompute, and keeps dense stacks from then on
-                module._forward_hooks_always_called[key] = True
+        end_caching(module)
         kind = parametrize.type_before_parametrizations(module).__name__
         for name, parameter in module._parameters.items() if "Expert" in kind else ():
             if is_matrix(name, parameter) and is_wanted(self, f"{path}.{name}"):

@@ -160,13 +160,14 @@ def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: 
     """For ``BaseTuner.inject_adapter``, which looks for the modules and parameters that a configuration names: ``down_proj`` is not the
     module behind which the stack of that name is packed.
     """
-    from .packed import Chain
+    from .packed import Chain, end_caching
 
     with ExitStack() as stack:
         for module in list(model.modules()):
             chains, states = packed_chains(module), packed_states(module)
             if chains and len(states) == len(module.parametrizations):
                 refuse_earlier(module, states, self.peft_config[adapter_name])
+                end_caching(module)
                 for chain in chains.values():
                     chain.__class__ = Chain
                 stack.enter_context(seen_dense(module))

@@ -40,6 +40,14 @@ class Params4bit(bitsandbytes.nn.Params4bit):
         return copied
 
 
+def end_caching(module: torch.nn.Module) -> None:
+    """bitsandbytes before 0.50 does not, where a checkpoint ends its recompute, and keeps dense stacks from then on."""
+    library: Any = sys.modules["bitsandbytes.nn.parametrize"]
+    for key, hook in module._forward_hooks.items():
+        if hook is library._disable_parametrization_cache:
+            module._forward_hooks_always_called[key] = True
+
+
 class Merged(NamedTuple):
     """A stack before adapters were merged into it, and what it became."""
 
