@@ -483,7 +483,7 @@ def read_once(model):
     with parametrize.cached():
         step(model)
         with model.disable_adapter():
-            assert torch.equal(logits(model), want)
+            assert error(logits(model), want.double()) < 1e-5  # in here another forward reads the stack
 
 
 def in_bf16(model):
