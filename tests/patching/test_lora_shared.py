@@ -177,3 +177,80 @@ def test_threads_share_nothing_with_each_other(block, device):
         for thread in threads:
             thread.join()
     assert len(got) == 10 and all(lora.apart(each, want) < 1e-2 for each in got)
+
+
+# --- one gradient of x ---
+
+
+def q_k_v(block, x):
+    inner = block.base_model.model
+    return [inner.q(x), 2 * inner.k(x), 3 * inner.v(x)]
+
+
+def all_at_once(outputs, x, _block):
+    return torch.autograd.grad(sum(each.float().square().sum() for each in outputs), x)
+
+
+def of_some(outputs, x, _block):
+    """Each alone, of one graph: what a backward leaves behind is not the next one's."""
+    return [torch.autograd.grad(each.float().square().sum(), x, retain_graph=True)[0] for each in outputs for _ in "12"]
+
+
+def in_two_halves(outputs, x, _block):
+    q, k, v = outputs
+    return *torch.autograd.grad((q * k).float().sum(), x, retain_graph=True), *torch.autograd.grad(v.float().sum(), x)
+
+
+def of_an_adapter_first(outputs, x, block):
+    """The gradient of x is computed by nobody, or not needed."""
+    loss = sum(each.float().square().sum() for each in outputs)
+    a = block.base_model.model.k.lora_A["default"].weight
+    return *torch.autograd.grad(loss, a, retain_graph=True), *torch.autograd.grad(loss, x)
+
+
+def after_an_interruption(outputs, x, _block):
+    loss = sum(each.float().square().sum() for each in outputs)
+
+    def interrupt(_gradient):
+        raise KeyboardInterrupt
+
+    handle = outputs[0].register_hook(interrupt)  # k and v, which came later, have added to the sum by then
+    with pytest.raises(KeyboardInterrupt):
+        torch.autograd.grad(loss, x, retain_graph=True)
+    handle.remove()
+    return torch.autograd.grad(loss, x)
+
+
+def beside_another_use(outputs, x, _block):
+    return torch.autograd.grad(sum(each.float().square().sum() for each in outputs) + x.float().pow(3).sum(), x)
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [all_at_once, of_some, in_two_halves, of_an_adapter_first, after_an_interruption, beside_another_use],
+)
+def test_one_gradient_of_x(block, products, device, backward):
+    x = lora.inputs(device)
+    want = backward(q_k_v(block, x), x, block)
+    nf4_patch.enable(lora="fused")
+    lora.step(block, x)
+    outputs = q_k_v(block, x)
+    assert products == [3]
+    lora.assert_close(backward(outputs, x, block), want)
+
+
+def test_each_layer_adds_to_the_sum(block, products, device):
+    """No layer returns a gradient of its own, and nothing of the sum is left."""
+    x = lora.inputs(device)
+    nf4_patch.enable(lora="fused")
+    lora.step(block, x)
+    outputs, seen, aliases = q_k_v(block, x), [], set()
+    for each in outputs:
+        node = each.grad_fn
+        while not node.name().startswith("LoraProduct"):
+            node = node.next_functions[0][0]
+        node.register_hook(lambda gradients, _: seen.append(gradients[0]))
+        aliases.add(node.next_functions[0][0])
+    all_at_once(outputs, x, block)
+    assert seen == [None, None, None] and products == [3]
+    assert len(aliases) == 1 and not aliases.pop().sums

@@ -146,15 +146,19 @@ def is_called_otherwise(module: Any, known: tuple[Any, ...] = ()) -> bool:
 
     accelerate's hook that only moves inputs, on every module of a model on several GPUs, counts as nothing.
     """
-    if any(hook not in known for kind in HOOKS for hook in getattr(module, kind).values()):
-        return True
-    forward, hook = vars(module).get("forward"), vars(module).get("_hf_hook")
+    own = vars(module)
+    for kind in HOOKS:
+        if own[kind] and any(hook not in known for hook in own[kind].values()):
+            return True
+    forward, hook = own.get("forward"), own.get("_hf_hook")
+    if hook is None and forward is None:
+        return False
     if hook is not None:
         accelerate = sys.modules.get("accelerate.hooks")
         only_moves = accelerate is not None and type(hook) is accelerate.AlignDevicesHook and not hook.offload
         if not (only_moves and is_written_in(accelerate, getattr(forward, "func", None))):
             return True
-        forward = vars(module).get("_old_forward")
+        forward = own.get("_old_forward")
     function = getattr(forward, "__func__", None)
     return forward is not None and function is not type(module).forward and not is_ours(function)
 

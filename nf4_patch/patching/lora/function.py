@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...nf4.low_rank.launch import correlate, expand, project
+from ..context import backward_in_progress
+from .shared import Sums
 
 
 def product(a: Tensor, b: Tensor, scale: float = 1, added_to: Tensor | None = None) -> Tensor:
@@ -26,6 +28,11 @@ def product(a: Tensor, b: Tensor, scale: float = 1, added_to: Tensor | None = No
     return added_to.add_(a @ b, alpha=scale)
 
 
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)``, at a tenth of its cost where there is nothing to do."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
 class Factors:
     """LoRA's A and B, and their products, in their own dtype: that of the layer, or fp32."""
 
@@ -34,24 +41,24 @@ class Factors:
 
     def inner(self, z: Tensor) -> Tensor:
         """What ``outer`` and ``gradient_of_b`` take for z @ A.T, of z [rows, in]."""
-        return z.to(self.a.dtype) @ self.a.t()
+        return cast(z, self.a.dtype) @ self.a.t()
 
     def outer(self, inner: Tensor, y: Tensor | None) -> Tensor:
         """y + scale * z @ A.T @ B.T, [rows, out]; y is written to."""
         return product(inner, self.b.t(), self.scale, y)
 
     def inner_gradient(self, gradient: Tensor) -> Tensor:
-        """What ``gradient_of_a`` and ``gradient_of_z`` take for gradient @ B, of gradient [rows, out]."""
-        return gradient.to(self.b.dtype) @ self.b
+        """What ``gradient_of_a`` and ``gradient_of_z`` take for scale * gradient @ B, of gradient [rows, out]."""
+        return product(cast(gradient, self.b.dtype), self.b, self.scale)
 
     def gradient_of_a(self, inner_gradient: Tensor, z: Tensor) -> Tensor:
-        return product(inner_gradient.t(), z.to(self.a.dtype), self.scale)
+        return product(inner_gradient.t(), cast(z, self.a.dtype))
 
     def gradient_of_b(self, gradient: Tensor, inner: Tensor) -> Tensor:
-        return product(gradient.to(self.b.dtype).t(), inner, self.scale)
+        return product(cast(gradient, self.b.dtype).t(), inner, self.scale)
 
     def gradient_of_z(self, inner_gradient: Tensor, added_to: Tensor | None) -> Tensor:
-        return product(inner_gradient, self.a, self.scale, added_to)
+        return product(inner_gradient, self.a, 1, added_to)
 
 
 class WideFactors(Factors):
@@ -90,6 +97,7 @@ class LoraProduct(torch.autograd.Function):
         dense: Callable[[], Tensor],
         adapters: list[Adapter],
         known: Tensor | None,
+        sums: Sums | None,
         *tensors: Tensor,
     ) -> Tensor:
         """``tensors``: of each adapter z, [rows, in], A, [rank, in], and B, [out, rank].
@@ -99,6 +107,7 @@ class LoraProduct(torch.autograd.Function):
             y: a bias, [out]; or [rows, out] that is written to, where nothing needs a gradient; or None. Of that dtype.
             dense: gives the base's weight [out, in], of that dtype, not to be written into.
             known: z @ A.T of the only adapter, where it was computed before.
+            sums: where the gradient of x goes, if it is a sum over several layers.
         """
         if y is not None and y.dim() == 1:
             y = y.expand(len(x), -1).clone()
@@ -107,11 +116,11 @@ class LoraProduct(torch.autograd.Function):
             z, a, b = tensors[3 * index : 3 * index + 3]
             factors = kind(a, b, scale)
             inner = factors.inner(z) if known is None else known
-            y = factors.outer(inner, y).to(x.dtype if y is None else y.dtype)
-            of_a, of_b = ctx.needs_input_grad[3 * index + 6 : 3 * index + 8]
+            y = cast(factors.outer(inner, y), x.dtype if y is None else y.dtype)
+            of_a, of_b = ctx.needs_input_grad[3 * index + 7 : 3 * index + 9]
             saved += (z if of_a else None, inner if of_b else None, a, b)
         ctx.save_for_backward(*saved)
-        ctx.dense, ctx.adapters = dense, adapters
+        ctx.dense, ctx.adapters, ctx.sums = dense, adapters, sums
         return y  # type: ignore[no-any-return]
 
     @staticmethod
@@ -119,7 +128,7 @@ class LoraProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         device = gradient.device.type
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-            of_x, of_bias, *needed = ctx.needs_input_grad[:2] + ctx.needs_input_grad[5:]
+            of_x, of_bias, *needed = ctx.needs_input_grad[:2] + ctx.needs_input_grad[6:]
             x_gradient: Any = None
             found: list[Tensor | None] = []
             for index, (kind, scale, is_x) in enumerate(ctx.adapters):
@@ -128,8 +137,10 @@ class LoraProduct(torch.autograd.Function):
                 factors = kind(a, b, scale)
                 t = factors.inner_gradient(gradient) if of_a or of_z or (is_x and of_x) else None
                 z_gradient = None
-                if is_x and of_x:
-                    x_gradient = factors.gradient_of_z(t, x_gradient).to(gradient.dtype)
+                if of_x and ctx.sums is not None:
+                    ctx.sums[backward_in_progress()].add(t, a)
+                elif is_x and of_x:
+                    x_gradient = cast(factors.gradient_of_z(t, x_gradient), gradient.dtype)
                 elif of_z:
                     z_gradient = factors.gradient_of_z(t, None)
                 found += (
@@ -137,7 +148,8 @@ class LoraProduct(torch.autograd.Function):
                     factors.gradient_of_a(t, z) if of_a else None,
                     factors.gradient_of_b(gradient, inner) if of_b else None,
                 )
-            if of_x:  # the larger part last: it is rounded once, in the sum
-                weight = ctx.dense()
-                x_gradient = gradient @ weight if x_gradient is None else x_gradient.addmm_(gradient, weight)
-            return x_gradient, gradient.sum(0) if of_bias else None, None, None, None, *found
+            if of_x and ctx.sums is not None:
+                ctx.sums[backward_in_progress()].add_product(gradient, ctx.dense())
+            elif of_x:  # the larger part last: it is rounded once, in the sum
+                x_gradient = product(gradient, ctx.dense(), 1, x_gradient)
+            return x_gradient, gradient.sum(0) if of_bias else None, None, None, None, None, *found

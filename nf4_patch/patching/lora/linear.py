@@ -22,8 +22,8 @@ from ..reasons import Reason
 from ..replacement import Function
 from ..switch import switch
 from ..targets import Target
-from .function import Adapter, Factors, LoraProduct, WideFactors
-from .shared import shared_inner
+from .function import Adapter, Factors, LoraProduct, WideFactors, cast
+from .shared import shared_input
 
 # Without a gradient bitsandbytes multiplies up to so many rows straight from the packed weight, and enable(matmul="auto") does.
 FEW_ROWS = 128
@@ -33,8 +33,9 @@ FACTORS = {torch.nn.Parameter, Tensor}  # FSDP1 makes views of parameters
 
 def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any) -> list[Any] | Reason:
     """Of the active adapters A, B, dropout and scaling, if peft adds their products to the base's in the plain way."""
-    given = args or any(value is not None for value in kwargs.values())
-    all_a, all_b, found = layer.lora_A, layer.lora_B, []
+    given = args or (kwargs and any(value is not None for value in kwargs.values()))
+    modules = layer._modules  # which a module's own lookup, in Python, comes to last
+    all_a, found = modules["lora_A"]._modules, []
     names = [name for name in layer.active_adapters if name in all_a]
     if given or not names or layer.disable_adapters or layer.merged:
         return Reason.LORA_INACTIVE
@@ -42,9 +43,10 @@ def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any) -> list[Any] | Re
     for name in names:
         if name in layer.lora_variant or layer.lora_bias.get(name):
             return Reason.LORA_VARIANT
-        parts = all_a[name], all_b[name], layer.lora_dropout[name]
-        if any(type(part) not in kinds or is_called_otherwise(part) for part, kinds in zip(parts, KINDS, strict=True)):
-            return Reason.LORA_HOOKED
+        parts = all_a[name], modules["lora_B"]._modules[name], modules["lora_dropout"]._modules[name]
+        for part, kinds in zip(parts, KINDS, strict=True):
+            if type(part) not in kinds or is_called_otherwise(part):
+                return Reason.LORA_HOOKED
         a, b, dropout = parts[0].weight, parts[1].weight, parts[2]
         if not {type(a), type(b)} <= FACTORS:
             return Reason.LORA_HOOKED
@@ -93,28 +95,30 @@ def run(
         dtype: of the base's product.
         dense: gives the base's weight, [out, in].
     """
-    rows, autocast = x.reshape(-1, x.shape[-1]).to(dtype), torch.is_autocast_enabled(x.device.type)
+    rows, autocast = cast(x.reshape(-1, x.shape[-1]), dtype), torch.is_autocast_enabled(x.device.type)
     # then peft adds the base's part and LoRA's in fp32, of y and of the gradient of x
-    is_cast, few, known = x.dtype is not dtype, not torch.is_grad_enabled() and len(rows) <= FEW_ROWS, None
+    is_cast, few = x.dtype is not dtype, not torch.is_grad_enabled() and len(rows) <= FEW_ROWS
+    known = sums = None
     products: list[Adapter] = []
     tensors: list[Tensor] = []
     for a, b, dropout, scale in adapters:
-        z, dropped = rows, dropout.training and getattr(dropout, "p", 0)
+        dropped = dropout.training and getattr(dropout, "p", 0)
         wide = not autocast and a.dtype is not dtype  # fp32, and so are the products
+        if not (dropped or few) and len(adapters) == 1 and a.dtype is dtype:
+            known, rows, sums = shared_input(a, x, rows)
+        z = rows
         if dropped:  # as peft: what is dropped depends on the dtype
             z = dropout(x if autocast else x.to(a.dtype)).reshape(rows.shape)
         elif is_cast:
-            z = x.reshape(rows.shape)
-        if not (dropped or few) and len(adapters) == 1 and a.dtype is dtype:
-            known = shared_inner(a, x, rows)
-        z, a, b = (z, a, b) if wide else (z.to(dtype), a.to(dtype), b.to(dtype))
+            z, sums = x.reshape(rows.shape), None
+        z, a, b = (z, a, b) if wide else (cast(z, dtype), cast(a, dtype), cast(b, dtype))
         kind = WideFactors if wide and is_used_for(z, a, out_features) else Factors
         products.append((kind, scale, not (dropped or is_cast)))
         tensors += z, a, b
     bias = None if base.bias is None else base.bias.to(dtype)
     later, bias = (bias, None) if is_cast and bias is not None and not base.bias.requires_grad else (None, bias)
     y = base(x).reshape(-1, out_features) if few else bias
-    result: Tensor = LoraProduct.apply(rows, y, dense, products, known, *tensors).to(x.dtype)
+    result = cast(LoraProduct.apply(rows, y, dense, products, known, sums, *tensors), x.dtype)
     if not few:
         with torch.no_grad():
             if is_cast:
