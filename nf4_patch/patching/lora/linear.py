@@ -142,7 +142,7 @@ def linear(target: Target, original: Function) -> Function:
         if type(weight) is Reason:
             return weight
         with context.plain_methods():
-            return dequantizer.run(weight._replace(dtype=dtype), None, False, True)
+            return dequantizer.run(weight if weight.dtype is dtype else weight._replace(dtype=dtype), None, False, True)
 
     def dense(packed: Any, state: Any, dtype: torch.dtype) -> Tensor:
         result = attempt(decode, packed, state, dtype) if switch.on else None
