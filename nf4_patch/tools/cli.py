@@ -133,18 +133,13 @@ def doctor(tell: Progress, unsloth: bool) -> Report:
     return doctor.examine(unsloth, tell)
 
 
-CHECKPOINT = click.Path(exists=True, dir_okay=False, path_type=Path)
-WHICH_WEIGHTS = "Verify on the 4-bit weights of a saved checkpoint instead of on made ones."
-
-
 @main.command()
-@click.option("--weights", type=CHECKPOINT, metavar="SAFETENSORS", help=WHICH_WEIGHTS)
 @click.pass_obj
-def verify(tell: Progress, weights: Path | None) -> Report:
-    """Compare the kernel with bitsandbytes on this machine, bit for bit."""
+def verify(tell: Progress) -> Report:
+    """Compare the kernel with bitsandbytes on this machine's GPU, bit for bit."""
     from . import verify
 
-    return verify.verify(weights, tell)
+    return verify.verify(tell)
 
 
 ALL_RANKS = "Report on every process of a launcher; --json r.json then writes r.rank0.json, r.rank1.json, ..."
