@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from nf4_patch.tools.bench.dequantize import Functions
+from nf4_patch.tools.bench.matmul import Functions
 from nf4_patch.tools.bench.record import BITSANDBYTES
 from nf4_patch.tools.patch import UNSLOTH_MODULE, dequantize_4bit, from_unsloth, original
 

@@ -17,7 +17,7 @@ import nf4_patch
 from benchmarks import main
 from benchmarks.baselines import baselines
 from nf4_patch.nf4.runtime import same_bits
-from nf4_patch.tools.bench.dequantize import subject_of
+from nf4_patch.tools.bench.matmul import subject_of
 from nf4_patch.tools.bench.record import BITSANDBYTES, OURS, Row, bits
 from nf4_patch.tools.bench.timing import Times
 from nf4_patch.tools.report import Progress

@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import bitsandbytes.functional
+import bitsandbytes.nn
 import torch
 import torch.nn.functional as F
 import triton
@@ -26,23 +28,23 @@ from nf4_patch.nf4.runtime import same_bits
 from nf4_patch.patching import placement
 from nf4_patch.patching.cache.reads import inside
 from nf4_patch.patching.cache.store import cache
-from nf4_patch.tools.bench import dequantize
-from nf4_patch.tools.bench.dequantize import host, on_gpu, on_host, random_weights, small_weight, subject_of, traffic
-from nf4_patch.tools.bench.record import BITSANDBYTES, CEILING, OURS, Row, bits
-from nf4_patch.tools.bench.timing import gpu_times, over, rotation
+from nf4_patch.tools.bench.matmul import Functions, Packed, random_weights, subject_of
+from nf4_patch.tools.bench.record import BITSANDBYTES, CEILING, EMPTY, OURS, Row, bits
+from nf4_patch.tools.bench.timing import Call, alternating, gpu_times, over, rotation
 from nf4_patch.tools.llama import LLAMA_8B, MODELS, projections, training_dtype
 from nf4_patch.tools.patch import patch
-from nf4_patch.tools.report import Progress
+from nf4_patch.tools.report import NotAvailable, Progress
 
 METHOD = {
-    "dequantize": dequantize.METHOD["dequantize"]
-    + " ceiling: the same bytes moved with no decode; %: the part of it that ours reaches.",
+    "dequantize": "GPU time of one call: CUDA-graph replays over weights that overflow the L2, alternating, medians. "
+    "ceiling: the same bytes moved with no decode; %: the part of it that ours reaches.",
     "dequantize + matmul": "GPU time of dequantize and F.linear, bf16, the same way.",
-    "host": dequantize.METHOD["host"],
+    "host": "Host time of one eager call, GPU idle before: allocation, guards and statistics included.",
 }
 CHALLENGE = [(intermediate, hidden) for hidden, intermediate, *_ in challenge.CONFIGURATIONS]
 SHAPES = dict.fromkeys((*CHALLENGE, *(shape for model in MODELS.values() for shape in projections(model))))
 DTYPES = (torch.float16, torch.bfloat16)
+HOST_CALLS = 200  # under the depth of the launch queue (1024), or a slow GPU would be measured
 # (num_warps, words per thread): the fastest of them on this GPU and size is the ceiling.
 CONFIGS = ((4, 1), (4, 2), (8, 2), (16, 2))
 
@@ -80,10 +82,76 @@ def with_ceiling(row: Row) -> Row:
     return dataclasses.replace(row, times=kept | {CEILING: row.times[fastest]})
 
 
+def host_us(call: Call) -> float:
+    """Microseconds that a call keeps the host; the GPU is idle when the first one starts."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        call()
+    return (time.perf_counter() - begin) * 1e6 / HOST_CALLS
+
+
+def traffic(shape: Sequence[int], itemsize: int) -> int:
+    """Bytes a dequantization must move: packed, absmax, second-level absmax in; the weight out."""
+    n = shape[0] * shape[1]
+    return n // 2 + n // 64 + -(-n // 64 // 256) * 4 + n * itemsize
+
+
+def agree(weights: Sequence[Packed], others: Functions, outs: Sequence[torch.Tensor]) -> dict[str, bool]:
+    """For each of the others whether ours gives its bits, for every weight, into memory that held NaN."""
+    same = dict.fromkeys(others, True)
+    for (packed, state), out in zip(weights, outs, strict=True):
+        out.fill_(float("nan"))
+        nf4_patch.dequantize_nf4(packed, state, out)
+        for name, other in others.items():
+            same[name] = same[name] and same_bits(out, other(packed, state))
+    return same
+
+
+def one_shape(shape: tuple[int, int], dtype: torch.dtype, others: Functions, limits: Functions) -> Row:
+    """Ours, the others, and ``limits``, whose results are not compared."""
+    nbytes = traffic(shape, dtype.itemsize)
+    weights = random_weights(shape, dtype, rotation(nbytes))
+    outs = [torch.empty(shape, dtype=dtype, device="cuda") for _ in weights]
+    checks = bits(agree(weights, others, outs))
+    variants: dict[str, Sequence[Call]] = {
+        name: [functools.partial(function, *weight, out=out) for weight, out in zip(weights, outs, strict=True)]
+        for name, function in {OURS: nf4_patch.dequantize_nf4, **others, **limits}.items()
+    }
+    sizes = dict(zip(("n", "k"), shape, strict=True))
+    return Row(subject_of(shape, dtype), "us", gpu_times(variants), checks, nbytes, sizes)
+
+
+def small_weight() -> tuple[torch.Tensor, Any, Any]:
+    """The packed weight, its quant_state, and both as the parameter of a Linear4bit."""
+    packed, state = random_weights((64, 64), torch.bfloat16, 1)[0]
+    return packed, state, bitsandbytes.nn.Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
+
+
+def host(
+    subject: str, ours: Call, others: Mapping[str, Call], hits: Callable[[], int] = lambda: nf4_patch.status().hits
+) -> Row:
+    """Host times of ours and the others.
+
+    Raises:
+        NotAvailable: ours was not served as ``hits`` counts, so its time would be another's.
+    """
+    before = hits()
+    result = ours().clone()
+    if hits() != before + 1:
+        raise NotAvailable(f"the patched function was not a hit:\n{nf4_patch.status()}")
+    checks = bits({name: same_bits(result, call()) for name, call in others.items() if name != EMPTY})
+    return Row(subject, "us", alternating({OURS: ours, **others}, host_us, rounds=20), checks)
+
+
 def dequantizations(tell: Progress, shapes: Iterable[tuple[int, int]] = SHAPES) -> Iterator[Row]:
-    weights = itertools.product(shapes, DTYPES)
-    ceilings: dict[str, Any] = {f"{CEILING} {config}": functools.partial(ceiling, config) for config in CONFIGS}
-    yield from map(with_ceiling, on_gpu(weights, baselines(in_graph=True), tell, ceilings))
+    others = baselines(in_graph=True)
+    ceilings: Functions = {f"{CEILING} {config}": functools.partial(ceiling, config) for config in CONFIGS}
+    chosen = list(itertools.product(shapes, DTYPES))
+    for i, (shape, dtype) in enumerate(chosen):
+        tell(f"dequantize {subject_of(shape, dtype)}", i, len(chosen))
+        yield with_ceiling(one_shape(shape, dtype, others, ceilings))
+        torch.cuda.empty_cache()
 
 
 def with_matmul(tell: Progress) -> Iterator[Row]:
@@ -110,10 +178,17 @@ def with_matmul(tell: Progress) -> Iterator[Row]:
 
 
 def host_rows(tell: Progress) -> Iterator[Row]:
-    """What a user's bench measures; then a call into Unsloth's global buffer, and a weight that is in the cache."""
+    """A 64x64 weight as a new tensor, by what is at bitsandbytes.functional.dequantize_4bit with the patch on; into Unsloth's
+    global buffer; and from the cache. Allocation, guards and statistics included."""
+    tell("host time")
     others = baselines()
-    yield from on_host(others, tell)
-    _, state, parameter = small_weight()
+    packed, state, parameter = small_weight()
+    with patch(True):
+        patched = bitsandbytes.functional.dequantize_4bit
+        for subject, weight in (("a new tensor", packed), ("a new tensor from a Params4bit", parameter)):
+            calls: dict[str, Call] = {name: functools.partial(other, weight, state) for name, other in others.items()}
+            calls[EMPTY] = functools.partial(torch.empty, (64, 64), dtype=torch.bfloat16, device=packed.device)
+            yield host(subject, functools.partial(patched, weight, state), calls)
     unsloth = {name: other for name, other in others.items() if name != BITSANDBYTES}
     if unsloth:
         calls = {

@@ -55,7 +55,7 @@ def train(folder: str, steps: int, patched: bool) -> dict:
     return dict(json.loads(file.read_text()))
 
 
-def problems(off: list[dict], on: list[dict], verified: bool) -> list[str]:
+def problems(off: list[dict], on: list[dict]) -> list[str]:
     """What is wrong with the trainings without the patch and with it."""
     learned = [{(*record["losses"], record["adapter"]) for record in records} for records in (off, on)]
     targets = [target for record in on for target in record["nf4_patch"]["targets"]]
@@ -65,7 +65,6 @@ def problems(off: list[dict], on: list[dict], verified: bool) -> list[str]:
         "losses or adapter differ": learned[0] != learned[1],
         "the kernel never ran": not any(target["hits"] for target in targets),
         "calls fell back to the original": any(target["fallbacks"] for target in targets),
-        "the kernel's bits differ from bitsandbytes' on the model's weights": not verified,
     }
     return [sentence for sentence, holds in found.items() if holds]
 
@@ -95,8 +94,6 @@ def main() -> int:
         # In this order a machine that gets faster or slower meanwhile does so for both.
         for patched in (False, True, True, False) if GPU else (False, True):
             sides[patched].append(train(folder, args.steps, patched))
-        verify = [sys.executable, "-m", "nf4_patch", "verify", "--weights", Path(folder, "model.safetensors")]
-        verified = not subprocess.run(verify, env=ENVIRONMENT).returncode
     off, on = sides.values()
     print("\nstep  loss without the patch  with the patch")
     for step, (a, b) in enumerate(zip(off[0]["losses"], on[0]["losses"], strict=True), 1):
@@ -109,7 +106,7 @@ def main() -> int:
         peak = max(record["peak_bytes"] for record in records) / 2**30
         print(f"{NAMES[patched]}: {1e3 * seconds:.1f} ms per step, {peak:.2f} GiB at the peak")
     draw(args.png, sides)
-    failed = problems(off, on, verified)
+    failed = problems(off, on)
     print(f"picture: {args.png}")
     print("\n".join(f"Failed: {problem}" for problem in failed) or "Passed: the same losses and adapter, to the bit.")
     return int(bool(failed))

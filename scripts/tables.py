@@ -274,7 +274,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         Column("ms", "{who}"), TOKENS, Column(UNPATCHED, "{time}", UNCACHED | {"side": UNPATCHED}),
         Column("{setting}", "{time}", {"side": OURS}), Column(DENSE, "{time}", UNCACHED | {"side": DENSE})),
         others="({setting})"),
-    "matmul": Table(partial(records, "matmul", side=BITSANDBYTES, m=tuple(2**power for power in range(11))), (
+    "matmul": Table(partial(records, "matmul", side=BITSANDBYTES), (
         Column("rows of X", "{m:,}"), Column("{section}", "{won}", {})), others="at {section}"),
     "experts-4bit": Table(partial(records, "step-experts-4bit"), (
         Column("ms, GiB", "{who} {length}"),

@@ -64,7 +64,7 @@ def test_imports_form_no_ring():
 
 def test_kernel_files_hold_kernels_only():
     files = sorted((ROOT / "nf4").rglob("*kernels.py"))
-    assert len(files) == 5, "a kernel file was moved where this test does not look"
+    assert len(files) == 4, "a kernel file was moved where this test does not look"
     for path in files:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef):
@@ -80,7 +80,7 @@ def test_kernel_files_hold_kernels_only():
 # locks that a fork leaves free and bytes that an interrupt leaves uncharged, for who starts workers or stops a cell.
 # nf4: 90 for fp32 adapters on tensor cores, patching: 130 for adapters on packed experts that are switched off, merged and named as
 # on dense ones; tools: 400 for steps as TRL trains.
-BUDGET = {"nf4": 2950, "patching": 5200, "tools": 2730, ".": 560}
+BUDGET = {"nf4": 2470, "patching": 5200, "tools": 2530, ".": 560}
 
 
 @pytest.mark.parametrize("folder", BUDGET)

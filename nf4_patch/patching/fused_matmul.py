@@ -29,7 +29,7 @@ from .switch import switch
 
 
 @functools.lru_cache(maxsize=4096)
-def config_for(device: int, m: int, n: int, k: int) -> matmul.AnyConfig | None:
+def config_for(device: int, m: int, n: int, k: int) -> matmul.SmallMConfig | None:
     """What a calibration or a shipped table has for this size on this GPU; None where the fused matmul is not faster."""
     capability, processors = torch.cuda.get_device_capability(device), runtime.multiprocessors(device)
     return matmul.config_for(capability, m, n, k, processors, calibrated.in_force(device).rows.get((n, k), ()))
@@ -103,7 +103,7 @@ class FusedMatmul:
         config = config_for(device, m, n, k) if m and x.shape[-1] == k else None
         if config is None:
             return Reason.NOT_FASTER
-        reason = guards.why_not(weight, product=(x, bias, config))
+        reason = guards.why_not(weight, product=(x, bias))
         if reason is not None:
             return reason
         try:

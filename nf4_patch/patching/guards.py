@@ -98,22 +98,21 @@ GUARDS: tuple[tuple[Reason, Callable[[Weight], bool]], ...] = (
 
 
 def why_not(
-    weight: Weight, out: Tensor | None = None, product: tuple[Tensor, Tensor | None, matmul.AnyConfig] | None = None,
+    weight: Weight, out: Tensor | None = None, product: tuple[Tensor, Tensor | None] | None = None,
     ignore: tuple[Reason, ...] = (),
 ) -> Reason | None:  # fmt: skip
     """The first reason why a kernel must not run on this weight; None when it may. Looks at no data.
 
     Args:
         out: of a dequantization: what is to be filled, dense, of the weight's shape, dtype and device.
-        product: x, bias and config of a matmul straight from the packed weight.
+        product: x and bias of a matmul straight from the packed weight.
         ignore: reasons that do not count.
     """
     for reason, holds in GUARDS:
         if reason not in ignore and holds(weight):
             return reason
     if product is not None:
-        x, bias, config = product
-        if not matmul.takes(x, weight, bias, config):
+        if not matmul.takes(product[0], weight, product[1]):
             return Reason.MATMUL_OPERANDS
         if not all(map(runtime.has_memory, weight.tensors())):
             return Reason.NO_STORAGE

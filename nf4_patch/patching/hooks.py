@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -17,26 +16,20 @@ import wrapt
 from ..config import Config, unknown_variables
 from .counters import warn_once
 from .locks import new_lock
-from .placement import Installed, install, installed, remove_earlier
+from .placement import Installed, install, installed, is_of_an_earlier_import
 from .switch import switch
 from .targets import TARGETS, Target
 
 logger = logging.getLogger("nf4_patch")
 Given = str | int | None  # for an option, by its name in config.OPTIONS
 
-lock = new_lock()  # never held while waiting for another thread's import, which takes it in _on_import
+lock = new_lock()
 _hooked = False
 _blocks: list[list[Config | None]] = []  # of each ``with`` block that is entered: what was in force before it
 
 
 def enable(**options: Given) -> bool:
     """Replace every target, now or when its module is imported: see :func:`nf4_patch.enable`."""
-    on = switch_on(options)
-    finish_imports()
-    return on
-
-
-def switch_on(options: Mapping[str, Given]) -> bool:
     for sentence in unknown_variables():
         warn_once(sentence)
     with lock:
@@ -44,21 +37,21 @@ def switch_on(options: Mapping[str, Given]) -> bool:
         if config.forbidden:
             warn_once(f"nf4_patch stays off: {config.forbidden}")
         put_in_force(None if config.forbidden else config)
-    return not config.forbidden
+    return switch.on
 
 
 def put_in_force(config: Config | None) -> None:
     """On with this configuration, or off. Nothing is read from the environment."""
     global _hooked
     with lock:
+        if any(map(is_of_an_earlier_import, TARGETS)):
+            warn_once("nf4_patch was imported twice: what the first import replaced stays; restart the process")
+            config = None
         switch.set(config)
         if config is None:
             for entry in installed.values():
                 if not entry.target.stays:
                     entry.swap(entry.replacement, entry.original)
-            for target in TARGETS:
-                if target.name not in installed:
-                    remove_earlier(target)
             logger.info("nf4_patch is off")
             return
         for target in TARGETS:
@@ -68,20 +61,6 @@ def put_in_force(config: Config | None) -> None:
                 _on_import(target)
         _hooked = True
         logger.info("nf4_patch is on: %s", ", ".join(n for n, i in installed.items() if i.replacement) or "waiting")
-
-
-def finish_imports() -> None:
-    """Wait until other threads have imported what is patched: a hook registered in the middle of an import does not fire.
-
-    Python's import locks detect a deadlock, and an import by this very thread: then there is no wait.
-    """
-    for package in dict.fromkeys(target.trigger.split(".")[0] for target in TARGETS):
-        spec = getattr(sys.modules.get(package), "__spec__", None)
-        if getattr(spec, "_initializing", False):
-            importlib._bootstrap._lock_unlock_module(package)  # type: ignore[attr-defined]
-            for target in TARGETS:
-                if target.trigger.split(".")[0] == package and target.trigger in sys.modules:
-                    _on_import(target)
 
 
 def disable() -> None:
@@ -94,10 +73,9 @@ def block(**options: Given) -> Iterator[None]:
     """On inside. Blocks may overlap, in several threads too: see :func:`nf4_patch.enabled`."""
     with lock:
         before = [switch.config]
-        switch_on(options)
+        enable(**options)
         _blocks.append(before)
     try:
-        finish_imports()
         yield
     finally:
         with lock:
@@ -127,7 +105,7 @@ class Halfway(ModuleSpec):
         super().__setattr__(name, value)
         if name == "_initializing" and not value:
             self.__class__ = ModuleSpec  # type: ignore[assignment]
-            for target in [target for target in TARGETS if target.module == self.name]:
+            for target in [target for target in TARGETS if self.name in (target.module, target.trigger)]:
                 hook(target)
 
 
@@ -141,14 +119,10 @@ def is_halfway(module: ModuleType) -> bool:
 
 def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
     """Post-import hook: whatever happens here, the import of the module succeeds."""
-    current = sys.modules.get(__name__)
-    if current is not None and vars(current) is not globals():
-        return  # nf4_patch was imported again: this is the hook of the earlier import
     try:
         with lock:
-            module = sys.modules[target.module]
-            if switch.on and not is_halfway(module):
-                install(target, module, switch.gates[target.only].on or target.stays)
+            if switch.on and not any(is_halfway(sys.modules[name]) for name in (target.trigger, target.module)):
+                install(target, sys.modules[target.module], switch.gates[target.only].on or target.stays)
     except Exception:
         logger.exception("nf4_patch could not replace %s; the original stays", target.name)
         installed[target.name] = Installed(target, refusal="an error inside nf4_patch: see the log")

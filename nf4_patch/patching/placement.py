@@ -72,7 +72,8 @@ def install(target: Target, module: ModuleType, wanted: bool) -> None:
                 entry.swap(entry.original, entry.replacement)
             return
     found = current
-    current = original_of(current)
+    while is_ours(current):  # an earlier one, that somebody kept and put back
+        current = current.__wrapped__
     refusal = _refusal(target, current)
     if refusal:
         installed[target.name] = Installed(target, refusal=refusal)
@@ -89,23 +90,10 @@ def install(target: Target, module: ModuleType, wanted: bool) -> None:
         entry.swap(replacement, current)
 
 
-def remove_earlier(target: Target) -> None:
-    """Put the original back where a replacement of an earlier import of this package is, and turn that one off."""
-    holder, name = target.holder(sys.modules.get(target.module))
-    current = get_attr(holder, name)
-    original = original_of(current)
-    if original is not current:
-        Installed(target, places=[(holder, name)]).swap(current, original)
-
-
-def original_of(function: Any) -> Any:
-    """What replacements of this package stand for; one of an earlier import is turned off, its cached weights are dropped."""
-    while is_ours(function):
-        _, its_switch = function.__nf4_patch__
-        if its_switch is not switch:
-            its_switch.set(None)
-        function = function.__wrapped__
-    return function
+def is_of_an_earlier_import(target: Target) -> bool:
+    """Whether a replacement stands there that an earlier import of this package made."""
+    function = get_attr(*target.holder(sys.modules.get(target.module)))
+    return is_ours(function) and function.__nf4_patch__[1] is not switch
 
 
 def get_attr(holder: Any, name: str, default: Any = None) -> Any:

@@ -53,7 +53,7 @@ class Reason(enum.Enum):
         "no benchmark shows the fused matmul faster for this GPU, shape and row count",
         "run `nf4-patch calibrate` once on this GPU",
     )
-    MATMUL_OPERANDS = "the fused matmul does not support this dtype, K, blocksize, alignment, bias or gradient"
+    MATMUL_OPERANDS = "the fused matmul does not support this dtype, K, alignment, bias or gradient"
     EXPERTS_NOT_PACKED = (
         "the experts are in 16 bits: load_in_4bit does not pack them",
         'pack them while they are loaded, with enable(experts="4bit"): see docs/mixtures-of-experts.md',

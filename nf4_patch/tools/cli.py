@@ -133,18 +133,13 @@ def doctor(tell: Progress, unsloth: bool) -> Report:
     return doctor.examine(unsloth, tell)
 
 
-CHECKPOINT = click.Path(exists=True, dir_okay=False, path_type=Path)
-WHICH_WEIGHTS = "Verify on the 4-bit weights of a saved checkpoint instead of on made ones."
-
-
 @main.command()
-@click.option("--weights", type=CHECKPOINT, metavar="SAFETENSORS", help=WHICH_WEIGHTS)
 @click.pass_obj
-def verify(tell: Progress, weights: Path | None) -> Report:
-    """Compare the kernel with bitsandbytes on this machine, bit for bit."""
+def verify(tell: Progress) -> Report:
+    """Compare the kernel with bitsandbytes on this machine's GPU, bit for bit."""
     from . import verify
 
-    return verify.verify(weights, tell)
+    return verify.verify(tell)
 
 
 ALL_RANKS = "Report on every process of a launcher; --json r.json then writes r.rank0.json, r.rank1.json, ..."
@@ -179,24 +174,24 @@ def run(ctx: click.Context, module: bool, code: bool, report: bool, all_ranks: b
         raise click.UsageError(f"{command[0]}: {error.strerror}") from error
 
 
-@main.command(short_help="Measure the kernel next to what it replaces.")
+@main.command()
 @click.option(
     "--step",
     type=click.Choice(["peft", "trl", "moe", "unsloth"]),
-    help="A whole QLoRA training step instead: the patch on and off; or every side of peft, Liger and Unsloth that is "
-    "installed, of a dense model (trl) or a mixture (moe); or Unsloth's alone.",
+    default="peft",
+    show_default=True,
+    help="Of peft, the patch on and off; of every side of peft, Liger and Unsloth that is installed, with a dense model (trl) "
+    "or a mixture (moe); or of Unsloth alone.",
 )
 @click.pass_obj
-def bench(tell: Progress, step: str | None) -> Report:
-    """Measure the kernel next to what it replaces: GPU time of a dequantization, and host time of a call."""
+def bench(tell: Progress, step: str) -> Report:
+    """Measure a whole QLoRA training step, with the patch and without it."""
     require_gpu()
     require_patch()
-    from .bench import dequantize, trl
     from .bench import step as training_step
+    from .bench import trl
 
-    if step in trl.SIDES:
-        return trl.measure(step, tell)
-    return training_step.measure(tell) if step else dequantize.measure(tell)
+    return trl.measure(step, tell) if step in trl.SIDES else training_step.measure(tell)
 
 
 def shape_of(text: str) -> tuple[int, int]:

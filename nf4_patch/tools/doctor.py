@@ -139,8 +139,6 @@ class DoctorReport(Report):
             how = "`nf4-patch bench --step peft` measures it"
             verdicts = [*verdicts, f"speed on {', '.join(unmeasured)} is not measured: {how}."]
         yield from (f"{self.outcome}: {verdict}" for verdict in verdicts)
-        if self.no_gpu:
-            yield "`nf4-patch verify` runs the kernel here under Triton's interpreter."
 
 
 def examine(unsloth: bool = False, tell: Progress = silent) -> DoctorReport:

@@ -66,7 +66,7 @@ def require_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available() or torch.version.hip is not None:
-        raise NotAvailable("no NVIDIA GPU: nothing can be measured here")
+        raise NotAvailable("no NVIDIA GPU: nothing can be measured or compared here")
 
 
 def require_patch() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fused_matmul import hopper_measured
+from fused_matmul import measured
 from fuzz import FAULTS, fuzz, fuzz_products
 
 from nf4_patch.nf4.matmul.tuning import SMALL_M_ROWS
@@ -31,7 +31,7 @@ def test_random_states(blocksize):
     assert {name.split(":")[0] for name in report.faults} == set(FAULTS)
 
 
-@hopper_measured
+@measured
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_fused_matmul_refuses_no_state_that_the_dequantization_runs(dtype, nested):
@@ -48,7 +48,6 @@ def test_the_fused_matmul_refuses_no_state_that_the_dequantization_runs(dtype, n
         ("dequantize", "racecheck"),
         ("small_m", "memcheck"),
         ("small_m", "racecheck"),
-        ("hopper", "memcheck"),  # racecheck does not follow TMA and wgmma
     ],
 )
 def test_compute_sanitizer(what, tool):

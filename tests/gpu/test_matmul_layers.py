@@ -8,7 +8,7 @@ import bitsandbytes as bnb
 import bitsandbytes.functional as F
 import pytest
 import torch
-from fused_matmul import CUDA, error, exact, hits_by_shape, hopper_measured, linear, measured, multiply, stock_and_fused
+from fused_matmul import CUDA, error, exact, hits_by_shape, linear, measured, multiply, stock_and_fused
 from oracle import layout_of, quantized
 from subprocess_python import program
 from target import same, step
@@ -155,35 +155,3 @@ def test_matmul_4bit_is_the_op_without_the_op(auto):
     assert hits()[TARGETS[0]] == 0 and sum(hits().values()) == 1
     with torch.inference_mode():
         assert torch.equal(layer(x), got)
-
-
-@hopper_measured
-def test_linear4bit_runs_it_where_it_wins_and_has_its_own_bits_elsewhere(auto):
-    layer = linear(14336, 4096)
-    for m, served in ((128, True), (256, True), (384, False), (512, True), (600, False)):
-        x = torch.randn(m, 4096, dtype=torch.bfloat16, device=CUDA)
-        stock, got = stock_and_fused(layer, x)
-        assert bool(hits_by_shape()) == served, (m, hits_by_shape())
-        if not served:
-            assert torch.equal(got, stock), m
-        weight = F.dequantize_4bit(layer.weight, layer.weight.quant_state)
-        truth = x.double() @ weight.double().t()
-        assert error(got, truth) <= 1.01 * error(stock, truth), m
-
-
-@hopper_measured
-def test_a_training_step_of_128_tokens(auto):
-    """The forward is the fused matmul's, dX of 128 rows the original's: the same bits from the same dY."""
-    layer = linear(14336, 4096)
-    x = torch.randn(128, 4096, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
-    dy = torch.randn(128, 14336, dtype=torch.bfloat16, device=CUDA)
-    out = layer(x)
-    assert hits_by_shape()
-    (ours,) = torch.autograd.grad(out, x, dy)
-    nf4_patch.disable()
-    (theirs,) = torch.autograd.grad(layer(x), x, dy)
-    assert torch.equal(ours, theirs)
-    nf4_patch.enable(matmul="auto")
-    compiled = torch.compile(layer, fullgraph=True)
-    with torch.no_grad():
-        assert torch.equal(compiled(x), out)

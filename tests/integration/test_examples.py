@@ -51,7 +51,7 @@ def test_demo(tmp_path):
     command = [sys.executable, EXAMPLES / "demo.py", "--steps", 2, "--png", "demo.png"]
     output = run(command, tmp_path, NF4_PATCH="0", NF4_PATCH_MATMUL="auto")
     assert output.rstrip().endswith("Passed: the same losses and adapter, to the bit.")
-    assert output.count("the same bits") == 2 and f"{LINEARS} cases, 294,912 elements, none differs" in output
+    assert output.count("the same bits") == 2
     # on the CPU bitsandbytes dequantizes in the backward only
     assert f"dequantize_4bit: {2 * LINEARS} calls in the kernel, fallbacks: none" in output
     assert " ms " not in output and (tmp_path / "demo.png").read_bytes()[:4] == b"\x89PNG"
@@ -62,20 +62,19 @@ def trained(losses=(2.0, 1.0), adapter="0a", hits=6, **fallbacks):
 
 
 @pytest.mark.parametrize(
-    ("on", "verified", "problems"),
+    ("on", "problems"),
     [
-        ([trained()], True, []),
-        ([trained((2.0, 1.0000000000000002))], True, ["losses or adapter differ"]),
-        ([trained(adapter="0b")], True, ["losses or adapter differ"]),
-        ([trained(hits=0)], True, ["the kernel never ran"]),
-        ([trained(NOT_CUDA=3)], True, ["calls fell back to the original"]),
-        ([trained()], False, ["the kernel's bits differ from bitsandbytes' on the model's weights"]),
-        ([trained(), trained(adapter="0b")], True,
+        ([trained()], []),
+        ([trained((2.0, 1.0000000000000002))], ["losses or adapter differ"]),
+        ([trained(adapter="0b")], ["losses or adapter differ"]),
+        ([trained(hits=0)], ["the kernel never ran"]),
+        ([trained(NOT_CUDA=3)], ["calls fell back to the original"]),
+        ([trained(), trained(adapter="0b")],
          ["with the patch the training gives other bits when it is repeated", "losses or adapter differ"]),
     ],
 )  # fmt: skip
-def test_what_the_demo_calls_a_failure(on, verified, problems):
-    assert runpy.run_path(str(EXAMPLES / "demo.py"))["problems"]([trained(hits=0)], on, verified) == problems
+def test_what_the_demo_calls_a_failure(on, problems):
+    assert runpy.run_path(str(EXAMPLES / "demo.py"))["problems"]([trained(hits=0)], on) == problems
 
 
 @pytest.mark.full

@@ -40,7 +40,7 @@ def test_every_absmax_byte_with_every_packed_byte(dtype, blocksize, device):
     check(*every_pair(dtype, device, blocksize))
 
 
-# Between the ends a blocksize changes a shift alone; `nf4-patch verify` meets each in tools/test_cli.py.
+# Between the ends a blocksize changes a shift alone; tools/test_fuzz.py meets each.
 OTHERS = [pytest.param(blocksize, marks=pytest.mark.full) for blocksize in BLOCKSIZES[2:-1]]
 
 

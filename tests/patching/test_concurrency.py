@@ -159,7 +159,7 @@ def test_enable_inside_the_import_of_the_same_thread(tmp_path):
 
 ENABLE = "if not os.environ.get('FAILED'): import nf4_patch; nf4_patch.enable()"
 HALFWAY = {
-    "before it": (ENABLE, DEFINITION),
+    "before it": (ENABLE, "import torch", DEFINITION),
     "after it": (DEFINITION, ENABLE),
     "in the middle": (DEFINITION, ENABLE, "stock = dequantize_4bit", DEFINITION),
 }
@@ -181,11 +181,12 @@ def test_enable_inside_the_import_of_the_very_module(when, tmp_path):
         assert (row.name, row.state) == ("bitsandbytes.functional.dequantize_4bit", "patched"), row
         stock = F.dequantize_4bit.__wrapped__
         assert not hasattr(stock, "__wrapped__")
+        assert not [row for row in nf4_patch.status().targets if row.state == "refused"]
         assert type(F.__spec__).__name__ == "ModuleSpec" and not F.__spec__._initializing
         nf4_patch.disable()
         assert F.dequantize_4bit is stock
     """
-    assert not python(code, path=tmp_path).stderr
+    assert not python(code, path=tmp_path, fresh=True).stderr  # torch is not imported yet
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

@@ -106,7 +106,7 @@ def test_from_pretrained_save_pretrained_dequantize(checkpoint, tmp_path, device
 
 
 def test_imported_again():
-    """Modules of nf4_patch while it is on, the target, and all of nf4_patch while weights are cached."""
+    """The target, and all of nf4_patch while it is on: the second says to restart the process, the first goes on."""
     program("imported_again", interpreted=True)
 
 

@@ -9,6 +9,6 @@ importing = threading.Thread(target=__import__, args=("bitsandbytes.functional",
 importing.start()
 assert gate.halfway.wait(60)
 nf4_patch.enable()
-states = {t.name: t.state for t in nf4_patch.status().targets}
 importing.join(60)
+states = {t.name: t.state for t in nf4_patch.status().targets}
 assert states["bitsandbytes.functional.dequantize_4bit"] == "patched", states

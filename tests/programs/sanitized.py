@@ -1,4 +1,4 @@
-"""What compute-sanitizer watches: ``sanitized.py dequantize|small_m|hopper``."""
+"""What compute-sanitizer watches: ``sanitized.py dequantize|small_m``."""
 
 import sys
 
@@ -9,7 +9,7 @@ from oracle import layout_of, quantized
 
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.matmul import launch
-from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS, SMALL_M_ROWS
+from nf4_patch.nf4.matmul.tuning import SMALL_M_ROWS
 
 
 def check(n, k, m, nested, configs):
@@ -36,10 +36,4 @@ def small_m():
             check(n, k, m, n != 250, [config])
 
 
-def hopper():
-    """Tails of M and N, one tile a CTA, several, and a tile in chunks."""
-    for n, k, m in ((264, 512, 300), (136, 4096, 70), (8200, 64, 600)):
-        check(n, k, m, n != 136, {row.config for row in HOPPER_ROWS})
-
-
-{"dequantize": dequantize, "small_m": small_m, "hopper": hopper}[sys.argv[1]]()
+{"dequantize": dequantize, "small_m": small_m}[sys.argv[1]]()

@@ -13,8 +13,8 @@ import torch
 import nf4_patch
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.matmul import hopper, launch
-from nf4_patch.nf4.matmul.tuning import HOPPER_ROWS, SMALL_M_ROWS
+from nf4_patch.nf4.matmul import launch
+from nf4_patch.nf4.matmul.tuning import SMALL_M_ROWS
 from nf4_patch.nf4.weight import Weight
 from nf4_patch.patching.counters import counters
 from nf4_patch.tools.bench.matmul import error, exact  # noqa: F401 (for the tests)
@@ -22,11 +22,7 @@ from nf4_patch.tools.bench.matmul import error, exact  # noqa: F401 (for the tes
 CUDA = torch.device("cuda", 0)
 HERE = torch.cuda.get_device_capability(CUDA) if torch.cuda.is_available() else None
 MEASURED = any(row.capability == HERE for row in SMALL_M_ROWS)
-HOPPER_CONFIGS = sorted(
-    {row.config for row in HOPPER_ROWS if row.capability == HERE and hopper.RELEASE in hopper.RELEASES}
-)
 measured = pytest.mark.skipif(not MEASURED, reason="the fused matmul's table has no row for this GPU")
-hopper_measured = pytest.mark.skipif(not HOPPER_CONFIGS, reason="Hopper's table has no row for this GPU and Triton")
 
 
 def unfused_error(x: torch.Tensor, layout: Weight, truth: torch.Tensor, bias: torch.Tensor | None = None) -> float:
@@ -41,7 +37,7 @@ def unfused_error(x: torch.Tensor, layout: Weight, truth: torch.Tensor, bias: to
 
 
 def multiply(
-    x: torch.Tensor, layout: Weight, bias: torch.Tensor | None = None, config: launch.AnyConfig | None = None,
+    x: torch.Tensor, layout: Weight, bias: torch.Tensor | None = None, config: launch.SmallMConfig | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """x @ weight.T (+ bias) by the kernel of ``config``, or of the table's config for these sizes."""

@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from oracle import expected, layout_of
 from rich.console import RenderableType
 
 from nf4_patch.nf4.dequantize import reference
+from nf4_patch.nf4.runtime import equal_bits
 from nf4_patch.nf4.weight import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
 from nf4_patch.tools import cases
 from nf4_patch.tools.patch import patch
-from nf4_patch.tools.report import Progress, Report, plural, provenance, silent
+from nf4_patch.tools.report import Progress, Report, plural, provenance, require_gpu, silent
 
 PADDING, CANARY = 256, 0xA5  # bytes before and after every tensor; as fp32 -2.9e-16, as an absmax byte 165
 SPECIAL = (0.0, -0.0, 1e-45, 1e-39, 2e-38, 6e-8, 65504.0, 7e4, 3e38, math.inf, -math.inf, math.nan)
@@ -147,7 +149,10 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
         strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
         return tensor.shape, tensor.dtype, strides
 
-    return meta(got) == meta(want) and not cases.differing(got, want, not got.is_cuda).numel()
+    differs = ~equal_bits(got, want)
+    if not got.is_cuda:
+        differs &= ~((got == 0) & (want == 0)).reshape(-1)
+    return meta(got) == meta(want) and not differs.any()
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -292,12 +297,10 @@ class Fuzzer:
 
     def original(self, case: Case, packed: torch.Tensor, state: Any) -> torch.Tensor:
         if self.oracle == "formula":
-            from oracle import layout_of  # imports the kernels: after use_interpreter_without_gpu
-
             return reference.dequantize(layout_of(packed, state))
         if case.storage is not torch.uint8 and not packed.is_cuda:  # the CPU library takes bytes only
             packed = packed.view(torch.uint8)
-        return cases.ask_bitsandbytes(packed.clone(), state)
+        return expected(packed.clone(), state)
 
     def run_kernel(self, case: Case, packed: torch.Tensor, state: Any, want: torch.Tensor) -> Any:
         """The result, compared, or the Reason why not"""
@@ -349,14 +352,14 @@ def fuzz(
     tell: Progress = silent,
     oracle: str = "bitsandbytes",
 ) -> FuzzReport:
-    """Run ``count`` cases of ``seed`` on the GPU, or under Triton's interpreter where there is none.
+    """Run ``count`` cases of ``seed`` on the GPU.
 
     Args:
         blocksizes: drawn from; fewer mean fewer kernels to compile.
         oracle: "bitsandbytes", or "formula" for compute-sanitizer: bitsandbytes' CUDA kernel (0.50.2) itself reads
             past the end of absmax when the last block is partial.
     """
-    cases.use_interpreter_without_gpu()
+    require_gpu()
     fuzzer = Fuzzer(seed, cases.device_here(), blocksizes, oracle)
     with patch(False):
         for number in range(count):
@@ -369,15 +372,11 @@ def fuzz(
 def draw_product(seed: int, number: int, dtype: torch.dtype, nested: bool) -> tuple[Case, int]:
     """A well-formed state of a weight [N, K], and rows of X: sizes of every row of the fused matmul's table for an H200.
 
-    One in 30 is for hundreds of rows. Few tile counts of the few rows, because each is a kernel to compile.
+    Few tile counts, because each is a kernel to compile.
     """
     rng = random.Random(f"{seed} {number} product")
-    if rng.random() < 1 / 30:
-        n, k = 8 * rng.randrange(1650, 1850), 32 * rng.randrange(110, 140)
-        m = rng.choice((rng.randint(65, 128), rng.randint(160, 256), rng.randint(449, 512)))
-    else:
-        n, k = int(13000 ** rng.random()), rng.choice((16, 32, 64)) * int(512 ** rng.random())
-        m = rng.choice((rng.randint(1, 8), rng.randint(9, 16), rng.randint(57, 64) if n * k >= 2**24 else 16))
+    n, k = int(13000 ** rng.random()), rng.choice((16, 32, 64)) * int(512 ** rng.random())
+    m = rng.choice((rng.randint(1, 8), rng.randint(9, 16), rng.randint(57, 64) if n * k >= 2**24 else 16))
     case = draw(seed, number, "cuda")
     start = case.start - case.start % 4  # off 4 bytes nothing of ours runs
     offset = case.offset_dtype if nested else torch.float32
@@ -403,15 +402,12 @@ def fuzz_products(count: int, seed: int, dtype: torch.dtype, nested: bool) -> Co
             packed, state = random_state(case, seed, device)
             weight = dequantizer.of_state(packed, state)
             assert isinstance(weight, torch.Tensor), (weight, case)
-            want = cases.ask_bitsandbytes(packed.clone(), state)
+            want = expected(packed.clone(), state)
             columns = torch.randint(case.shape[1], (m,), device=device)
             x = torch.zeros(m, case.shape[1], dtype=dtype, device=device)
             x[torch.arange(m, device=device), columns] = 1
             got = multiplier.of_state(x, packed, state)
             if isinstance(got, torch.Tensor):
                 assert torch.equal(weight, want) and torch.equal(got, want[:, columns].t()), (case, m)
-            elif m > 64 and case.blocksize < 64:  # not in the matmul for hundreds of rows
-                assert got.name in ("MATMUL_OPERANDS", "NOT_FASTER"), (got, case, m)
-                continue
             ended["hits" if isinstance(got, torch.Tensor) else got.name] += 1
     return ended

@@ -8,10 +8,26 @@ import torch
 from nf4_patch.nf4.weight import Weight
 from nf4_patch.patching import quant_state
 from nf4_patch.tools import cases
-from nf4_patch.tools.cases import Case, ask_bitsandbytes
+from nf4_patch.tools.cases import Case
 
-expected = ask_bitsandbytes
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def expected(packed: torch.Tensor, state: F.QuantState) -> torch.Tensor:
+    """The weight as bitsandbytes dequantizes it.
+
+    On the CPU it is asked for a flat shape: bitsandbytes 0.50.2 starts a new block at every row there when a
+    row is even and no multiple of the blocksize. Its CUDA library does not.
+    """
+    if packed.is_cuda:
+        return F.dequantize_4bit(packed, state)
+    shape = state.shape
+    state.shape = torch.Size((shape.numel(),))
+    try:
+        weight = F.dequantize_4bit(packed.reshape(-1, 1), state).reshape(shape)
+    finally:
+        state.shape = shape
+    return weight.t() if packed.shape[0] == 1 else weight
 
 
 def layout_of(packed: torch.Tensor, state: F.QuantState) -> Weight:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 
 
 def install() -> None:
     """Only our kernels: TRITON_INTERPRET is unset again before Unsloth or Inductor define theirs."""
-    import triton  # noqa: F401 (before the variable is set: Triton's own functions stay compiled)
+    import triton  # before the variable is set: Triton's own functions stay compiled
+
+    with contextlib.suppress(ImportError):  # a launch imports it, and it asks for Triton's functions as they are now
+        import triton.experimental.gluon.language  # noqa: F401
 
     os.environ["TRITON_INTERPRET"] = "1"
     for folder in ("dequantize", "routing", "low_rank"):

@@ -142,7 +142,7 @@ def call(*arguments, file="off", exit_code=0):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine with no GPU")
 def test_without_a_gpu(tmp_path):
     file = tmp_path / "none.json"
-    assert "no NVIDIA GPU: nothing can be measured here" in call(file=file, exit_code=1)
+    assert "no NVIDIA GPU: nothing can be measured or compared here" in call(file=file, exit_code=1)
     assert not file.exists()
 
 

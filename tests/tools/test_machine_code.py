@@ -144,6 +144,7 @@ def test_data_of_the_docs(compiled):
 SCRIPT = Path(__file__).parents[2] / "scripts" / "check_kernel.py"
 
 
+@pytest.mark.gpu
 def test_random_states_are_repeated_by_their_seed(tmp_path):
     file = tmp_path / "report.json"
     done = script(SCRIPT, "fuzz", 3, "--seed", 1, "--json", file, check=False)
@@ -151,7 +152,6 @@ def test_random_states_are_repeated_by_their_seed(tmp_path):
     assert "mismatches: 0, out of bounds: 0" in done.stdout and "3 cases of seed 1" in done.stdout
     report = json.loads(file.read_text())
     assert (report["cases"], report["hits"]) == (3, 3)
-    assert report["elements"] == 20_520 or torch.cuda.is_available()  # where larger ones are drawn
 
 
 def test_counts_next_to_bitsandbytes(tmp_path):
@@ -171,7 +171,10 @@ REFUSED = [  # the words, the exit code, what stderr says
     (("fuzz", 1, "--seed", "9" * 20), 2, ("'--seed': 99999999999999999999 is not in the range",)),
     (("instructions", "--arch", "volta"), 1, ("'volta' is not an architecture", "sm_75, 75 or 7.5")),
     (("instructions", "--arch", "sm_70"), 1, ("sm_70 is not supported", "sm_75, sm_80, sm_86, sm_89, sm_90, sm_100, sm_120")),
-    *[(("older-gpu", "sm_75"), 1, ("PTX needs an NVIDIA GPU to run on",))] * (not torch.cuda.is_available()),
+    *[
+        (("older-gpu", "sm_75"), 1, ("PTX needs an NVIDIA GPU to run on",)),
+        (("fuzz", 1), 1, ("no NVIDIA GPU",)),
+    ] * (not torch.cuda.is_available()),
 ]  # fmt: skip
 
 

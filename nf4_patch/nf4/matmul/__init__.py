@@ -1,1 +1,1 @@
-"""Matmul straight from the packed weight: tables, kernels and launches, for few rows and for hundreds."""
+"""Matmul straight from the packed weight: tables, kernels and launches, for few rows."""

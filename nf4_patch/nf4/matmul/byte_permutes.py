@@ -17,11 +17,11 @@ def vector(prefix: str, first: int, count: int) -> str:
     return "{" + ", ".join(f"{prefix}{first + i}" for i in range(count)) + "}"
 
 
-def round_codes(scale: str, multiply: str, dtype: str) -> list[str]:
-    """code0 to code15 times ``scale``, by ``multiply``, rounded to ``dtype``, the two of a pair at once (from sm_80 on)."""
+def round_codes(scale: str, dtype: str) -> list[str]:
+    """code0 to code15 times ``scale``, rounded to ``dtype``, the two of a pair at once (from sm_80 on)."""
     lines = []
     for i in range(8):
-        lines += [f"{multiply} even, code{2 * i}, {scale};", f"{multiply} odd, code{2 * i + 1}, {scale};"]
+        lines += [f"mul.rn.f32 even, code{2 * i}, {scale};", f"mul.rn.f32 odd, code{2 * i + 1}, {scale};"]
         lines += [f"cvt.rn.{dtype}x2.f32 pair{i}, odd, even;"]
     for plane, choice in (("low", "0x6420"), ("high", "0x7531")):
         lines += [f"prmt.b32 {plane}{i}, pair{2 * i}, pair{2 * i + 1}, {choice};" for i in range(4)]

@@ -9,14 +9,13 @@ import torch
 from .. import runtime
 from ..runtime import triton
 from ..weight import Weight
-from . import hopper, small_m
+from . import small_m
 from .tuning import (
     MIN_ELEMENTS,
     MIN_ELEMENTS_UNALIGNED,
     MULTIPROCESSORS,
     SMALL_M_ROWS,
     CalibratedRanges,
-    HopperConfig,
     SmallMConfig,
     SmallMRow,
 )  # fmt: skip
@@ -26,8 +25,6 @@ if triton is not None:
 
 STEP = 16  # a row of the weight is of whole steps
 COPY_BLOCK = 1024  # words that a program copies
-AnyConfig = SmallMConfig | HopperConfig
-AnyKernel = small_m.SmallMKernel | hopper.HopperKernel
 
 
 def first_config(
@@ -44,7 +41,7 @@ def first_config(
 def config_for(
     capability: tuple[int, int], m: int, n: int, k: int, processors: int = MULTIPROCESSORS,
     calibrated: CalibratedRanges = (),
-) -> AnyConfig | None:  # fmt: skip
+) -> SmallMConfig | None:  # fmt: skip
     """The measured config for ``m`` rows of X and an [n, k] weight on so many multiprocessors; None where none is.
 
     Args:
@@ -53,8 +50,7 @@ def config_for(
     for max_m, config in calibrated:
         if m <= max_m:
             return config
-    few = first_config(SMALL_M_ROWS, capability, m, n, k, processors) if pays(MIN_ELEMENTS, m, n, k) else None
-    return few or hopper.config_for(capability, m, n, k, processors)
+    return first_config(SMALL_M_ROWS, capability, m, n, k, processors) if pays(MIN_ELEMENTS, m, n, k) else None
 
 
 def pays(least: dict[int, int], m: int, n: int, k: int) -> bool:
@@ -62,8 +58,8 @@ def pays(least: dict[int, int], m: int, n: int, k: int) -> bool:
     return all(m <= rows or n * k >= elements for rows, elements in least.items())
 
 
-def takes(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, config: AnyConfig) -> bool:
-    """Whether the config's kernel can run on these arguments, of a weight that passed its guards."""
+def takes(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> bool:
+    """Whether the kernel can run on these arguments, of a weight that passed its guards."""
     n, k = weight.shape
     if triton is None or x.device != weight.packed.device or x.is_neg():
         return False
@@ -72,7 +68,6 @@ def takes(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, config: An
         (x.dtype is torch.float16 or (x.dtype is torch.bfloat16 and capability >= (8, 0)))  # of the tensor cores
         and k % STEP == 0
         and weight.packed.data_ptr() % 4 == 0
-        and (isinstance(config, SmallMConfig) or weight.blocksize >= hopper.BLOCK_K)
         and (
             (weight.packed.data_ptr() % 16 == 0 and weight.step() >= 32)
             or pays(MIN_ELEMENTS_UNALIGNED, x.numel() // k, n, k)
@@ -95,7 +90,7 @@ class MatmulLaunch:
         kernel: compiled for arguments like these: x [..., K], fp16 or bf16; weight [N, K]; bias [N], x's dtype.
     """
 
-    def __init__(self, kernel: AnyKernel, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None):
+    def __init__(self, kernel: small_m.SmallMKernel, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None):
         operands = weight.operands()
         self.device, self.dtype = x.get_device(), x.dtype
         self.weight = tuple(tensor.data_ptr() for tensor in operands)
@@ -153,10 +148,10 @@ class MatmulLaunch:
         return out
 
 
-_kernels: dict[tuple[Any, ...], AnyKernel] = {}
+_kernels: dict[tuple[Any, ...], small_m.SmallMKernel] = {}
 
 
-def resolve(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, config: AnyConfig) -> MatmulLaunch:
+def resolve(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, config: SmallMConfig) -> MatmulLaunch:
     """What multiplies every x of this shape by this weight, decoded inside the kernel; fp32 accumulation.
 
     The weights it multiplies by are, bit for bit, those of dequantize in x's dtype; the weight's own dtype is not looked at.
@@ -173,13 +168,10 @@ def resolve(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, config: 
     if kernel is None:
         half, biased = x.dtype is torch.float16, bias is not None
         with torch.cuda.device(x.device):
-            if isinstance(config, HopperConfig):
-                kernel = hopper.checked(config, x.device, x.dtype, weight, m, biased)
-            else:
-                capability, processors = torch.cuda.get_device_capability(x.device), runtime.multiprocessors(x.device)
-                division = small_m.plan(
-                    config, processors, m, n, k, half, weight.offset_dtype(), biased, capability, weight.step()
-                )
-                kernel = small_m.SmallMKernel(x.device, x.dtype, weight, division, m, biased)
+            capability, processors = torch.cuda.get_device_capability(x.device), runtime.multiprocessors(x.device)
+            division = small_m.plan(
+                config, processors, m, n, k, half, weight.offset_dtype(), biased, capability, weight.step()
+            )
+            kernel = small_m.SmallMKernel(x.device, x.dtype, weight, division, m, biased)
         _kernels[key] = kernel
     return MatmulLaunch(kernel, x, weight, bias)

@@ -263,7 +263,7 @@ class Cta:
     def permute(self, scale: str, words: list[str], registers: list[str]) -> None:
         """The same by byte permutes: as many instructions, and no access to the table."""
         self.lines += [f"ld.shared.v4.f32 {vector('code', i, 4)}, [codes + {4 * i}];" for i in range(0, 16, 4)]
-        self.lines += byte_permutes.round_codes(scale, "mul.rn.f32", self.name)
+        self.lines += byte_permutes.round_codes(scale, self.name)
         for j, word in enumerate(words):
             self.lines += byte_permutes.decode_word(word, registers[4 * j : 4 * j + 4])
 

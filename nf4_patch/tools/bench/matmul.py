@@ -17,12 +17,28 @@ from ...nf4.weight import Weight
 from ...patching.quant_state import weight_of
 from ..patch import UNSLOTH_MODULE, dequantize_4bit, from_unsloth, original
 from ..report import NotAvailable
-from .dequantize import Functions, Packed, random_weights, subject_of
 from .record import BITSANDBYTES, Check, accuracy
 from .timing import rotation
 
+Packed = tuple[torch.Tensor, Any]
+Functions = dict[str, Callable[..., Any]]  # (packed, quant_state, out=None) -> weight, by name
 UNSLOTH = "Unsloth GEMV"  # one row only
 DEQUANTIZE = "dequantize + matmul"
+
+
+def subject_of(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{'x'.join(map(str, shape))} {'bf16' if dtype is torch.bfloat16 else 'fp16'}"
+
+
+def random_weights(shape: Sequence[int], dtype: torch.dtype, count: int) -> list[Packed]:
+    """Distinct random NF4 weights with nested statistics, as a QLoRA checkpoint holds them."""
+    from bitsandbytes.functional import quantize_4bit
+
+    def one() -> Packed:
+        weight = torch.randn(*shape, dtype=dtype, device="cuda") * 0.02
+        return quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
+
+    return [one() for _ in range(count)]
 
 
 def exact(weight: Weight) -> torch.Tensor:

@@ -28,7 +28,6 @@ from ..report import answer, provenance_data
 Call = Callable[[], Any]
 Inside = Callable[[str], AbstractContextManager[Any]]  # what the variant of this name runs inside of, entered untimed
 Clock = Callable[[Any], float]
-HOST_CALLS = 200  # under the depth of the launch queue (1024), or a slow GPU would be measured
 L2_ROTATIONS = 8  # buffers of this many times the L2 between two uses of the same weight
 
 
@@ -162,15 +161,6 @@ def replay_us(captured: tuple[torch.cuda.CUDAGraph, int]) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) * 1e3 / calls
-
-
-def host_us(call: Call) -> float:
-    """Microseconds that a call keeps the host; the GPU is idle when the first one starts."""
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(HOST_CALLS):
-        call()
-    return (time.perf_counter() - begin) * 1e6 / HOST_CALLS
 
 
 def synchronize() -> None:
