@@ -311,6 +311,14 @@ def recipe(name: str, steps: dict[str, str]) -> str:
     return f"{machines(first)}\n\n{table(columns, first)}" if first else "Not measured yet."
 
 
+def requirements() -> str:
+    """The releases of a measured step, for pip."""
+    installed = next(of_gpus("step-peft"))[2]["machine"]["releases"] | {"click": "", "rich": ""}
+    wanted = ("torch", "triton", BITSANDBYTES, "transformers", "peft", "wrapt", "click", "rich")
+    pins = [f"{name}=={installed[name].partition('+')[0]}" if installed[name] else name for name in wanted]
+    return "\n".join(["```text", *pins, "```"])
+
+
 def plain(name: str) -> list[Record]:
     """Of files that have a list of rows."""
     return [
@@ -378,6 +386,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "releases": Table(releases, (
         Column("on", "{place}"), Column("runs", lambda found: str(len(found)), {}),
         *(Column(name, partial(each, name), {}) for name in SHOWN), Column("result", "{result}"))),
+    "requirements": requirements,
     "recipe": partial(recipe, "step-trl", DENSE_RECIPE),
     "recipe-moe": partial(recipe, "step-moe-trl", MOE_RECIPE),
     "step-trl": Table(partial(plain, "step-trl"), TRL, others="{side}"),

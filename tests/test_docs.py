@@ -334,7 +334,7 @@ def test_tests_that_the_docs_name_exist():
 
 
 def test_every_example_is_in_the_gallery():
-    scripts = {p.name for p in (ROOT / "examples").glob("*.*") if p.suffix in (".py", ".ipynb", ".yaml")}
+    scripts = {p.name for p in (ROOT / "examples").glob("*.*") if p.suffix in (".py", ".ipynb", ".yaml", ".json")}
     for name in scripts - {"offline.py", "record.py"}:  # what the examples share
         assert f"(../examples/{name})" in (ROOT / "docs" / "examples.md").read_text(), name
 
