@@ -12,7 +12,7 @@ LIGHT = ("installed", "lowest", "bitsandbytes 0.48.2", "wrapt 1.16.0", "unsloth 
 def matrix(session: nox.Session, *cells: str, torch: str = "torch") -> None:
     """Cells of scripts/release_matrix.py, which runs the tests and writes docs/data/releases.json."""
     session.install(torch, *LIBRARIES, "-e", ".[test]")
-    session.install("--no-deps", "unsloth==2026.10.9", "unsloth_zoo==2026.10.9", "trl==1.15.0")
+    session.install("--no-deps", "unsloth==2026.10.9", "unsloth_zoo==2026.10.9", "trl==1.16.0")
     session.run("python", "scripts/release_matrix.py", *cells)
 
 
