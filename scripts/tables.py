@@ -10,7 +10,21 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from figures import BITSANDBYTES, DENSE, GPU_TIME, GPUS, LIMITS, OURS, PEFT, STOCK, UNPATCHED, Record, load, matches
+from figures import (
+    BITSANDBYTES,
+    DATA,
+    DENSE,
+    GPU_TIME,
+    GPUS,
+    LIMITS,
+    OURS,
+    PEFT,
+    STOCK,
+    UNPATCHED,
+    Record,
+    load,
+    matches,
+)
 
 from figures import compared, numbers, of_gpus, peak, records, room, shape, span, unserved  # isort: skip
 
@@ -185,6 +199,16 @@ def marked(found: list[Record], by: str = "", values: Sequence[Any] = ()) -> str
     return " / ".join(shown.get(value, "-") for value in values or shown) + "×"
 
 
+def install() -> str:
+    """How to install it: from the repository where pyproject.toml has its address, with a badge that opens the notebook."""
+    repository = re.findall(r'^repository = "(.*?)"', (DATA.parents[1] / "pyproject.toml").read_text(), re.MULTILINE)[0]
+    if not repository:
+        return "```bash\npip install .    # in a clone: it is not on PyPI\n```"
+    notebook = repository.replace("https://github.com", "https://colab.research.google.com/github")
+    badge = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+    return f"```bash\npip install git+{repository}\n```\n\n{badge}({notebook}/blob/main/examples/t4_colab.ipynb)"
+
+
 def chooser() -> str:
     """What the README shows: what you train, what you type, what you gain, by GPU and clock where there are data."""
     shown = {
@@ -334,6 +358,7 @@ SUBJECT, TOKENS = (Column("{units}", "{subject}"), Column("{side}", "{against}",
 TRL = (Column("tokens", "{tokens:,}"), Column("", "{side}"), Column("GPU time, ms", "{gpu_ms:.1f}"),
        Column("launches", "{launches:,}"), Column("peak, GiB", "{peak_gib:.2f}"))  # fmt: skip
 BLOCKS: dict[str, Callable[[], str]] = {
+    "install": install,
     "chooser": chooser,
     "gains": Table(gains, (*WHO, *(Column(f"gain on an {g}", gain, {"gpu": g}) for g in GPUS))),
     "results": Table(results, (

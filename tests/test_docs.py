@@ -10,8 +10,10 @@ import json
 import os
 import pkgutil
 import re
+import runpy
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -238,6 +240,32 @@ def test_grpo_is_shown_where_it_gains_and_its_checks_passed(changes, gain, failu
     assert (render_docs.tables.gain(rollouts) if rollouts else "") == gain
     assert ("check failed" in render_docs.BLOCKS["grpo"]()) is bool(failures)
     assert len(bench.problems()) == failures
+
+
+def test_one_line_has_the_address_of_the_repository(tmp_path, monkeypatch):
+    """Without it the README is as it is here; with it the install line and the links that a package index shows have it."""
+    interface = types.SimpleNamespace(MetadataHookInterface=object)
+    monkeypatch.setitem(sys.modules, "hatchling.metadata.plugin.interface", interface)
+    absolute = runpy.run_path(str(ROOT / "hatch_build.py"))["absolute"]
+    address, text = "https://github.com/someone/nf4_patch", README.read_text()
+    assert absolute(text, "") == text
+    links = re.findall(r"\]\(([^)]*)\)", absolute(text, address))
+    assert len(links) > 20 and all(link.startswith("https://") for link in links)
+    assert (
+        f"![How many times as fast, six cases on an H200]({address}/raw/main/docs/images/at-a-glance.svg)"
+        in absolute(text, address)
+    )
+    assert f"[recipes]({address}/blob/main/docs/recipes.md#x), [a](#b)" in absolute(
+        "[recipes](docs/recipes.md#x), [a](#b)", address
+    )
+    project = (ROOT / "pyproject.toml").read_text()
+    (tmp_path / "pyproject.toml").write_text(
+        re.sub(r'^repository = ""', f'repository = "{address}"', project, flags=re.MULTILINE)
+    )
+    monkeypatch.setattr(render_docs.tables, "DATA", tmp_path / "docs" / "data")
+    shown = render_docs.BLOCKS["install"]()
+    assert f"pip install git+{address}\n" in shown
+    assert "colab.research.google.com/github/someone/nf4_patch/blob/main/examples/t4_colab.ipynb" in shown
 
 
 def test_every_data_file_is_written_by_a_command_that_exists():
