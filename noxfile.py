@@ -3,7 +3,7 @@
 import nox
 
 nox.options.sessions = ["light"]
-PYTHON = "3.11"
+PYTHON, PYTHONS = "3.11", ("3.10", "3.11", "3.12", "3.13")
 TORCH = ("2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.13.0")
 LIBRARIES = ("bitsandbytes>=0.50", "transformers>=5,<5.18", "peft", "accelerate", "datasets>=4,<5", "pillow")
 LIGHT = ("installed", "lowest", "bitsandbytes 0.48.2", "wrapt 1.16.0", "unsloth 2026.9.7")
@@ -12,7 +12,7 @@ LIGHT = ("installed", "lowest", "bitsandbytes 0.48.2", "wrapt 1.16.0", "unsloth 
 def matrix(session: nox.Session, *cells: str, torch: str = "torch") -> None:
     """Cells of scripts/release_matrix.py, which runs the tests and writes docs/data/releases.json."""
     session.install(torch, *LIBRARIES, "-e", ".[test]")
-    session.install("--no-deps", "unsloth==2026.10.9", "unsloth_zoo==2026.10.9", "trl==1.15.0")
+    session.install("--no-deps", "unsloth==2026.10.9", "unsloth_zoo==2026.10.9", "trl==1.16.0")
     session.run("python", "scripts/release_matrix.py", *cells)
 
 
@@ -26,6 +26,12 @@ def releases(session: nox.Session) -> None:
 def light(session: nox.Session) -> None:
     """The selection for every push: one release on each side of every change that the patch adapts to."""
     matrix(session, *LIGHT)
+
+
+@nox.session(python=PYTHONS)
+def pythons(session: nox.Session) -> None:
+    """The installed cell under every Python of the classifiers; one that is not on this machine is skipped."""
+    matrix(session, "--as", f"Python {session.python}", "installed")
 
 
 @nox.session(python=PYTHON)

@@ -2,13 +2,19 @@
 
 python examples/qlora_moe.py                                    # a small random Qwen3 MoE, no network
 python examples/qlora_moe.py --model random-gpt-oss
-python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B         # a real one: 24 GB of the GPU's memory
+
+A real one, in GB of a GPU's memory without activations: weights, then adapters with their gradients and AdamW's state.
+
+python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing --attention-only        # 17 + 0.1: fits into 24
+python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing --rank 8 --adamw-8bit   # 17 + 1.9: fits into 24
+python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing                         # 17 + 5.1: take 32 or more
 
 It needs transformers 5.17 and peft 0.17, or newer.
 """
 
 import argparse
 
+import bitsandbytes
 import torch
 from offline import SIZES, batches, checkpoint, compute_dtype
 from peft import LoraConfig, get_peft_model
@@ -20,27 +26,47 @@ import nf4_patch
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="random-qwen-moe", help="random-qwen-moe, random-gpt-oss, or any checkpoint")
 parser.add_argument("--size", default="tiny", choices=SIZES, help="of a random model")
-for option, value in (("--steps", 20), ("--rows", 1), ("--tokens", 128)):
+for option, value in (("--steps", 20), ("--rows", 1), ("--tokens", 128), ("--rank", 16)):
     parser.add_argument(option, type=int, default=value)
 parser.add_argument("--checkpointing", action="store_true", help="recompute every layer in the backward")
+parser.add_argument("--attention-only", action="store_true", help="no LoRA on the experts")
+parser.add_argument(
+    "--adamw-8bit", action="store_true", help="bitsandbytes' AdamW: 2 bytes of state a parameter, not 4"
+)
+parser.add_argument(
+    "--offload", metavar="SIZE", help="packed experts wait in host memory but for so much: 6GiB, or all"
+)
+parser.add_argument("--out", metavar="FOLDER", help="save the adapter; merge_adapter.py adds it to the weights")
 parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
 args = parser.parse_args()
 
-nf4_patch.enable(experts="4bit")
+nf4_patch.enable(experts="4bit", **({"offload": args.offload} if args.offload else {}))
 
 device, dtype, path = "cuda" if torch.cuda.is_available() else "cpu", compute_dtype(), checkpoint(args.model, args.size)
-in_4_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+in_4_bits = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+)
 model = AutoModelForCausalLM.from_pretrained(path, quantization_config=in_4_bits, dtype=dtype, device_map={"": device})
 if args.checkpointing:
     model.gradient_checkpointing_enable({"use_reentrant": False})
 torch.manual_seed(0)
-attention, experts = ["q_proj", "k_proj", "v_proj", "o_proj"], ["experts.gate_up_proj", "experts.down_proj"]
-lora = LoraConfig(r=16, lora_alpha=32, target_modules=attention, target_parameters=experts, task_type="CAUSAL_LM")
+attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+experts = None if args.attention_only else ["experts.gate_up_proj", "experts.down_proj"]
+lora = LoraConfig(
+    r=args.rank, lora_alpha=2 * args.rank, target_modules=attention, target_parameters=experts, task_type="CAUSAL_LM"
+)
 model = get_peft_model(model, lora).train()
 model.print_trainable_parameters()
+trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+if dtype == torch.bfloat16:  # as TRL: half the memory, and a product computes in it anyway
+    for parameter in trained:
+        parameter.data = parameter.data.to(dtype)
 
-optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+if args.adamw_8bit:
+    optimizer = bitsandbytes.optim.AdamW8bit(trained, lr=1e-3)
+else:
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)  # else one more copy of what it updates
 record = Record()
 for ids in batches(AutoTokenizer.from_pretrained(path), args.rows, args.tokens, args.steps, device):
     with torch.autocast(device, dtype):
@@ -49,4 +75,13 @@ for ids in batches(AutoTokenizer.from_pretrained(path), args.rows, args.tokens, 
     optimizer.step()
     optimizer.zero_grad()
     record.step(loss.detach())
+states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+record.extra["bytes"] = {
+    "weights": sum(p.nbytes for p in model.parameters() if not p.requires_grad),
+    "adapters": sum(p.nbytes for p in trained),  # and as much for their gradients
+    "optimizer": sum(value.nbytes for value in states),
+}
+print(", ".join(f"{name} {count / 1e9:.3f} GB" for name, count in record.extra["bytes"].items()))
+if args.out:
+    model.save_pretrained(args.out)
 record.finish(model, args.json, args.plot)

@@ -59,9 +59,33 @@ def records(*names: str, **where: Any) -> list[Record]:
     return [record for record in found if matches(record, where)]
 
 
-def row(file: str, subject: str) -> Record:
+def compared(name: str, ours: str, other: str, **where: Any) -> list[Record]:
+    """How many times as fast one side of NAME-GPU.json is as another, by tokens and clock: a file with a list of rows."""
+    found = []
+    for gpu, file, data in of_gpus(name):
+        rows = {(row["side"], row["tokens"]): row for row in data["rows"]}
+        for clock, field in ((GPU_TIME, "gpu"), ("", "wall")):
+            for tokens in dict.fromkeys(tokens for _, tokens in rows):
+                sides = [rows.get((side, tokens), {}) for side in (ours, other)]
+                if not all(side.get(f"{field}_ms") for side in sides):
+                    continue
+                ratio = sides[1][f"{field}_ms"] / sides[0][f"{field}_ms"]
+                found.append({
+                    "gpu": gpu, "file": file, "machine": data["machine"], "size": tokens, "clock": clock, "ratio": ratio,
+                    "clear": abs(ratio - 1) > max(side[f"{field}_spread"] for side in sides), "times": f"{ratio:.2f}×",
+                    "notes": {},
+                })  # fmt: skip
+    return [record for record in found if matches(record, where)]
+
+
+def row(file: str, subject: str, section: str = "") -> Record:
     """A row of a benchmark, for the anchors of what is written by hand (scripts/render_docs.py)."""
-    (found,) = (row for rows in load(file)["sections"].values() for row in rows if row["subject"] == subject)
+    (found,) = (
+        row
+        for name, rows in load(file)["sections"].items()
+        for row in rows
+        if row["subject"] == subject and section in name
+    )
     return found
 
 
@@ -112,6 +136,33 @@ def total(file: str, *fields: str) -> tuple[float, ...]:
 def peak(row: Record, side: int = 0) -> float:
     """GiB, of a step with the patch (0) or without (1)."""
     return float(re.findall(r"\d+\.\d+", row["notes"]["peak memory"])[side])
+
+
+def side(name: str, side: str, tokens: int, field: str = "gpu_ms") -> float:
+    """Of a file with a list of rows, on the first GPU."""
+    (found,) = (
+        row for row in load(f"{name}-{GPUS[0].lower()}.json")["rows"] if (row["side"], row["tokens"]) == (side, tokens)
+    )
+    return found[field]
+
+
+PACKED_BYTE = 1 / 2 + 1 / 64 + 4 / 64 / 256  # a weight in 4 bits with nested scales
+MIXTURES = {  # weights of a layer's attention and of its experts, layers; those of embeddings and head
+    "gpt-oss-20b": (2 * 2880 * 64 * (64 + 8) + 3 * 32 * 2880 * 2880, 24, 2 * 201088 * 2880),
+    "Qwen3-30B-A3B": (2 * 2048 * 128 * (32 + 4) + 3 * 128 * 2048 * 768, 48, 2 * 151936 * 2048),
+    "Mixtral-8x7B": (2 * 4096 * 128 * (32 + 8) + 3 * 8 * 4096 * 14336, 32, 2 * 32000 * 4096),
+    "GLM-4.5-Air": (2 * 4096 * 128 * (96 + 8) + 3 * 128 * 4096 * 1408, 45, 2 * 151552 * 4096),
+}
+
+
+def mixture(name: str) -> tuple[float, float, float]:
+    """Of a mixture: weights in billions, GB in 16 bits, GB with experts and linear layers packed. Reckoned from its shapes."""
+    layer, layers, others = MIXTURES[name]
+    return (
+        (layers * layer + others) / 1e9,
+        2 * (layers * layer + others) / 1e9,
+        (PACKED_BYTE * layers * layer + 2 * others) / 1e9,
+    )
 
 
 def room(memory: float) -> float:

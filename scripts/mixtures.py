@@ -1,4 +1,4 @@
-"""What can be done with every mixture of experts of the installed transformers, packed: the table of docs/mixtures-of-experts.md.
+"""What can be done with every mixture of experts of the installed transformers, packed: the table of docs/mixtures-in-detail.md.
 
     python scripts/mixtures.py --json docs/data/mixtures.json
 

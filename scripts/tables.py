@@ -10,9 +10,23 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from figures import BITSANDBYTES, DENSE, GPU_TIME, GPUS, LIMITS, OURS, PEFT, STOCK, UNPATCHED, Record, load, matches
+from figures import (
+    BITSANDBYTES,
+    DATA,
+    DENSE,
+    GPU_TIME,
+    GPUS,
+    LIMITS,
+    OURS,
+    PEFT,
+    STOCK,
+    UNPATCHED,
+    Record,
+    load,
+    matches,
+)
 
-from figures import numbers, of_gpus, peak, records, room, shape, span, unserved  # isort: skip
+from figures import compared, numbers, of_gpus, peak, records, room, shape, span, unserved  # isort: skip
 
 SHOWN = ("torch", "triton", BITSANDBYTES, "unsloth", "transformers", "peft", "wrapt")
 
@@ -109,39 +123,59 @@ def ratios(found: list[Record]) -> str:
 # --- what is gained, in words ---
 
 AUTO, EXPERTS, MATMUL = (f"`enable({option})`" for option in ('cache="auto"', 'experts="4bit"', 'matmul="auto"'))
+FUSED = '`enable(lora="fused")` and `use_liger_kernel=True`'
 UNCACHED, CACHED, MOE = {"setting": "patch"}, {"setting": "cache all"}, {"who": "Qwen3-30B-A3B", "clock": GPU_TIME}
-STEP = ("at {size:,}", " tokens a step")
-# what you train with, what you type, data file, records that say what is gained, name of a record, and the unit of all
-SETUPS: list[tuple[str, str, str, Record, str, str]] = [
-    ("peft or TRL", "`enable()`", "step-peft", UNCACHED, *STEP),
-    ("peft or TRL, memory to spare", AUTO, "step-peft", CACHED, *STEP),
-    (
-        "a mixture of experts, peft",
-        EXPERTS,
-        "step-experts-4bit",
-        {"side": PEFT},
-        STEP[0],
-        f"{STEP[1]}, LoRA on experts",
-    ),
-    ("Unsloth up to 2026.9", "`enable()`", "step-unsloth-2026.9.7", UNCACHED, *STEP),
-    ("Unsloth from 2026.10 on, PyTorch ≥ 2.11", AUTO, "step-unsloth", CACHED, *STEP),
-    ("4-bit generation", MATMUL, "generate", {"side": STOCK, "setting": "compiled"}, "at {what}", " (compiled)"),
-]
+
+
+class Setup(NamedTuple):
+    """What one trains with, what to type, the records that say what is gained, what that is compared with, the name of a record,
+    and what is said of all."""
+
+    trained: str
+    typed: str
+    find: Callable[..., list[Record]]
+    against: str = "no patch"
+    at: str = "at {size:,}"
+    of: str = " tokens a step"
+
+    def records(self, **where: Any) -> list[Record]:
+        return [record | self._asdict() | {"at": self.at.format_map(record)}
+                for record in self.find() if record["ratio"] and matches(record, where)]  # fmt: skip
+
+
+def patched(name: str, **where: Any) -> Callable[..., list[Record]]:
+    return partial(records, name, **{"side": UNPATCHED} | where)
+
+
+LORA_ON_EXPERTS = Setup("a mixture of experts, peft", EXPERTS, patched("step-experts-4bit", side=PEFT),
+                        "peft, experts in 16 bits", of=" tokens a step, LoRA on experts")  # fmt: skip
+UNSLOTHS_SPEED = Setup("TRL with Liger", FUSED, partial(compared, "step-trl", "liger, fused", "unsloth"), "Unsloth")
+SAME_BITS = Setup("peft or TRL", "`enable()`", patched("step-peft", **UNCACHED))
+SAME_BITS_CACHED = Setup("peft or TRL, memory to spare", AUTO, patched("step-peft", **CACHED))
+UNSLOTH = Setup("Unsloth from 2026.10 on, PyTorch ≥ 2.11", AUTO, patched("step-unsloth", **CACHED))
+GENERATION = Setup("4-bit generation", MATMUL, patched("generate", side=STOCK, setting="compiled"), "bitsandbytes", "at {what}",
+                   " (compiled)")  # fmt: skip
+ROLLOUTS = Setup("RL with TRL's GRPO, the model itself generates", MATMUL,
+                 patched("grpo", what=("generation", "whole step")), at="({what})", of="")  # fmt: skip
 MOE_ALL = "checkpointing and everything cached"
-MORE_SETUPS: list[tuple[str, str, str, Record, str, str]] = [  # on the page "Will it help me" alone
-    ("Unsloth from 2026.10 on", "`enable()`", "step-unsloth", UNCACHED, *STEP),
-    ("packed experts, LoRA on the attention", "`enable()`", "step-moe", MOE | {"setting": "checkpointing"}, *STEP),
-    ("packed experts, memory to spare", AUTO, "step-moe", MOE | {"setting": MOE_ALL}, *STEP),
-    ("packed experts without gradient checkpointing", "`enable()`", "step-moe", MOE | {"setting": "no checkpointing"}, *STEP),
-    ("RL with TRL's GRPO, the model itself generates", MATMUL, "grpo", {"what": ("generation", "whole step")}, "({what})", ""),
+SETUPS = [
+    LORA_ON_EXPERTS, UNSLOTHS_SPEED, SAME_BITS, SAME_BITS_CACHED,
+    Setup("Unsloth up to 2026.9", "`enable()`", patched("step-unsloth-2026.9.7", **UNCACHED)),
+    UNSLOTH, Setup("Unsloth from 2026.10 on", "`enable()`", patched("step-unsloth", **UNCACHED)),
+    Setup("packed experts, LoRA on the attention", "`enable()`", patched("step-moe", **MOE, setting="checkpointing")),
+    Setup("packed experts, memory to spare", AUTO, patched("step-moe", **MOE, setting=MOE_ALL)),
+    Setup("packed experts without gradient checkpointing", "`enable()`", patched("step-moe", **MOE, setting="no checkpointing")),
+    GENERATION, ROLLOUTS,
 ]  # fmt: skip
-WHO = (Column("what you train with", "{trained}"), Column("what you type", "{typed}"))
+WHO = (
+    Column("what you train with", "{trained}"),
+    Column("what you type", "{typed}"),
+    Column("compared with", "{against}"),
+)
 
 
-def gains(setups: Iterable[tuple[str, str, str, Record, str, str]], **gpu: str) -> list[Record]:
-    return [record | {"trained": trained, "typed": typed, "at": at.format_map(record), "of": of}
-            for trained, typed, file, where, at, of in setups
-            for record in records(file, **({"side": UNPATCHED} | where | gpu)) if record["ratio"]]  # fmt: skip
+def gains() -> list[Record]:
+    return [record for setup in SETUPS for record in setup.records()]
 
 
 def gain(found: list[Record]) -> str:
@@ -158,12 +192,43 @@ def gain(found: list[Record]) -> str:
     return ", ".join(parts) + shown[0]["of"] + f", not clear {', '.join(rest)}" * bool(rest) + wall
 
 
+def marked(found: list[Record], by: str = "", values: Sequence[Any] = ()) -> str:
+    """Every ratio, in italics where it is not clear, as "1.05 / *1.06*"; a dash for a value of ``by`` without one."""
+    ratios = [f"{record['ratio']:.2f}" if record["clear"] else f"*{record['ratio']:.2f}*" for record in found]
+    shown = dict(zip([record[by] for record in found], ratios, strict=True)) if by else dict(enumerate(ratios))
+    return " / ".join(shown.get(value, "-") for value in values or shown) + "×"
+
+
+def install() -> str:
+    """How to install it: from the repository where pyproject.toml has its address, with a badge that opens the notebook."""
+    repository = re.findall(r'^repository = "(.*?)"', (DATA.parents[1] / "pyproject.toml").read_text(), re.MULTILINE)[0]
+    if not repository:
+        return "```bash\npip install .    # in a clone: it is not on PyPI\n```"
+    notebook = repository.replace("https://github.com", "https://colab.research.google.com/github")
+    badge = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+    return f"```bash\npip install git+{repository}\n```\n\n{badge}({notebook}/blob/main/examples/t4_colab.ipynb)"
+
+
 def chooser() -> str:
-    """What you train with, what you type, what you gain: on the first GPU."""
-    shown = Column(f"what you gain on an {GPUS[0]} (steps: GPU time)", gain, {})
-    return f"""{table((*WHO, shown), gains(SETUPS, gpu=GPUS[0]))}
-| on a GPU older than a T4, AMD, Intel, Apple | | nothing: the originals run |
-| on your GPU | `nf4-patch bench --step peft` | tells you in a minute |"""
+    """What the README shows: what you train, what you type, what you gain, by GPU and clock where there are data."""
+    shown = {
+        "LoRA on a mixture's experts": LORA_ON_EXPERTS,
+        "peft or TRL": UNSLOTHS_SPEED,
+        "peft or TRL, the same bits": SAME_BITS,
+        "the same, memory to spare": SAME_BITS_CACHED,
+        "Unsloth, the same bits": UNSLOTH._replace(typed="what `nf4-patch doctor` says"),
+    }
+    found = [record | {"trained": who} for who, setup in shown.items() for record in setup.records()]
+    sizes = sorted({record["size"] for record in found})
+    clocks = [Column(f"{gpu}, {clock or 'by the clock'}", partial(marked, by="size", values=sizes), {"gpu": gpu, "clock": clock})
+              for gpu in GPUS for clock in (GPU_TIME, "")]  # fmt: skip
+    batches = GENERATION.records(gpu=GPUS[0])
+    rows = " / ".join(record["what"].removeprefix("batch ") for record in batches)
+    return f"""Training, how many times as fast at {" / ".join(f"{size:,}" for size in sizes)} tokens a step:
+
+{table((Column("what you train", "{trained}"), WHO[1], WHO[2], *clocks), found)}
+
+Generating, compiled, tokens a second at batch {rows}: {MATMUL}, {marked(batches)} bitsandbytes'."""
 
 
 # --- records of their own ---
@@ -236,6 +301,48 @@ def every_mixture() -> list[Record]:
     return sorted(found, key=lambda record: -alike.count(data["mixtures"][record["name"]]))
 
 
+# What is switched on, one after another: side of the data, in words
+DENSE_RECIPE = {
+    "peft": "a plain script of TRL",
+    "peft, patch": "`nf4_patch.enable()`: the same bits",
+    "peft, fused": '`nf4_patch.enable(lora="fused")`',
+    "liger, fused": "and `use_liger_kernel=True`",
+    "liger, fused, cached": 'and `cache="auto"`, with room for every weight',
+    "liger, fused, compiled": "and compiled layers",
+    "unsloth": "Unsloth",
+    "unsloth, patch, cached": 'Unsloth with `nf4_patch.enable(cache="auto")`',
+}
+MOE_RECIPE = {
+    "16-bit experts": "a plain script of TRL: experts in 16 bits",
+    "peft, patch": '`nf4_patch.enable(experts="4bit")`',
+    "peft, fused": 'and `lora="fused"`',
+    "liger, fused": "and `use_liger_kernel=True`",
+    "liger, no loss, fused": "the same, without Liger's loss",
+    "liger, fused, cached": 'and `cache="auto"`, with room for every weight',
+    "unsloth": "Unsloth",
+}
+
+
+def recipe(name: str, steps: dict[str, str]) -> str:
+    """A row a step: GPU time, wall time where it was taken, and peak, by tokens."""
+    found = [record | {"words": steps[record["side"]]} for record in plain(name) if record["side"] in steps]
+    found.sort(key=lambda record: [*steps].index(record["side"]))
+    columns = (
+        Column("ms on the GPU", "{words}"), Column("{tokens:,} tokens", "{gpu_ms:.1f}", {}),
+        *[Column("{tokens:,}, by the clock", "{wall_ms:.1f}", {})] * all(record.get("wall_ms") for record in found),
+        Column("GiB, {tokens:,}", "{peak_gib:.2f}", {}))  # fmt: skip
+    first = [record for record in found if record["gpu"] == GPUS[0]]
+    return f"{machines(first)}\n\n{table(columns, first)}" if first else "Not measured yet."
+
+
+def requirements() -> str:
+    """The releases of a measured step, for pip."""
+    installed = next(of_gpus("step-peft"))[2]["machine"]["releases"] | {"click": "", "rich": ""}
+    wanted = ("torch", "triton", BITSANDBYTES, "transformers", "peft", "wrapt", "click", "rich")
+    pins = [f"{name}=={installed[name].partition('+')[0]}" if installed[name] else name for name in wanted]
+    return "\n".join(["```text", *pins, "```"])
+
+
 def plain(name: str) -> list[Record]:
     """Of files that have a list of rows."""
     return [
@@ -251,8 +358,9 @@ SUBJECT, TOKENS = (Column("{units}", "{subject}"), Column("{side}", "{against}",
 TRL = (Column("tokens", "{tokens:,}"), Column("", "{side}"), Column("GPU time, ms", "{gpu_ms:.1f}"),
        Column("launches", "{launches:,}"), Column("peak, GiB", "{peak_gib:.2f}"))  # fmt: skip
 BLOCKS: dict[str, Callable[[], str]] = {
+    "install": install,
     "chooser": chooser,
-    "gains": Table(lambda: gains(SETUPS + MORE_SETUPS), (*WHO, *(Column(f"gain on an {g}", gain, {"gpu": g}) for g in GPUS))),
+    "gains": Table(gains, (*WHO, *(Column(f"gain on an {g}", gain, {"gpu": g}) for g in GPUS))),
     "results": Table(results, (
         Column(GPUS[0], "{words}"), Column(OURS, "{time} {unit}", {"gpu": GPUS[0], "side": OURS}),
         Column("bitsandbytes {installed[bitsandbytes]}", "{against}", {"gpu": GPUS[0], "side": SIDES[1:3]}),
@@ -303,6 +411,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "releases": Table(releases, (
         Column("on", "{place}"), Column("runs", lambda found: str(len(found)), {}),
         *(Column(name, partial(each, name), {}) for name in SHOWN), Column("result", "{result}"))),
+    "requirements": requirements,
+    "recipe": partial(recipe, "step-trl", DENSE_RECIPE),
+    "recipe-moe": partial(recipe, "step-moe-trl", MOE_RECIPE),
     "step-trl": Table(partial(plain, "step-trl"), TRL, others="{side}"),
     "step-moe-trl": Table(partial(plain, "step-moe-trl"), TRL, others="{side}"),
 }  # fmt: skip

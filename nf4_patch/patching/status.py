@@ -52,8 +52,8 @@ class CacheStatus:
         taken = ", ".join(f"{size_in_words(size)} on {place}" for size, place in places)
         compiled = f" ({self.compiled} for compiled layers)" if self.compiled else ""
         weights = f"{self.weights} weight{'s' * (self.weights != 1)}{compiled}, {taken or 'nothing'}"
-        reads = f"{self.hits} of {self.hits + self.misses} reads served"
-        return f"cache {mode}: {weights if self.weights or taken else 'empty'}; {reads}"
+        reads = f"; {self.hits} of {self.hits + self.misses} reads served" * bool(self.hits + self.misses)
+        return f"cache {mode}: {weights if self.weights or taken else 'empty'}{reads}"
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def folded(targets: Sequence[TargetStatus]) -> tuple[list[TargetStatus], str]:
     always = (State.WRAPPED, State.DISPLACED, State.REFUSED)
     shown = [t for t in targets if t.calls or t.state in always or (t.note == NEVER_CALLED and not used)]
     rest = [target for target in targets if target not in shown]
-    names = {State.ABSENT: "not in this release", State.INACTIVE: "for options that are off"}
+    names = {State.ABSENT: "not in this release", State.INACTIVE: "belong to options that are off"}
     names[State.PATCHED] = "not called" if used else "in place"
     libraries = dict.fromkeys(waited_for(target) for target in rest if target.state is State.WAITING)
     names[State.WAITING] = f"not imported ({', '.join(libraries)})"

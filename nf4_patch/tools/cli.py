@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -118,19 +119,31 @@ def finish(ctx: click.Context, report: Any) -> None:
         output.write_json(file, data if "machine" in data else data | provenance_data())  # a machine says more
     out = console()
     for renderable in report.render():
-        soft_wrap = isinstance(renderable, str) and not out.is_terminal
-        out.print(renderable, soft_wrap=soft_wrap)
+        text = isinstance(renderable, str)
+        out.print(wrapped(renderable, out.width) if text and out.is_terminal else renderable, soft_wrap=text)
     sys.exit(report.exit_code)
+
+
+def wrapped(text: str, width: int) -> str:
+    """Lines of at most ``width`` characters, and what is continued indented; a word that is longer stays whole."""
+    lines = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        lines += textwrap.wrap(
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        ) or [""]  # fmt: skip
+    return "\n".join(lines)
 
 
 @main.command()
 @click.option("--unsloth", is_flag=True, help="Import Unsloth too (8 s) instead of judging by its release.")
+@click.option("-v", "--verbose", is_flag=True, help="Show every function that is or is not replaced, and every kernel.")
 @click.pass_obj
-def doctor(tell: Progress, unsloth: bool) -> Report:
-    """What would be patched on this machine, by what, and why not."""
+def doctor(tell: Progress, unsloth: bool, verbose: bool) -> Report:
+    """Would training here gain, what to type for it, and if not, why."""
     from . import doctor
 
-    return doctor.examine(unsloth, tell)
+    return doctor.examine(unsloth, tell, verbose)
 
 
 @main.command()

@@ -78,9 +78,9 @@ class Gpu:
     def sm(self) -> str:
         return f"sm_{self.capability[0]}{self.capability[1]}"
 
-    def lines(self) -> list[str]:
+    def lines(self, verbose: bool) -> list[str]:
         fused = [f"fused matmul: {self.fused_matmul}"] * bool(self.fused_matmul)
-        more = [*map(str, self.kernels), *fused, *[self.advice] * bool(self.advice)]
+        more = [*[self.advice] * bool(self.advice), *([*map(str, self.kernels), *fused] if verbose else [])]
         return [f"GPU {self.index}: {self.name}, {self.sm}, {self.gibibytes:.0f} GiB", *(f"  {line}" for line in more)]
 
 
@@ -93,6 +93,8 @@ class DoctorReport(Report):
     targets: list[TargetStatus]  # what would become of each, and in its note why
     limits: list[str]  # which calls of patched targets gain nothing, and what to do
     variables: list[str]  # those in force, and what is to be said of them
+    lines: dict[str, str] = field(default_factory=dict)  # what one trains with -> what to type for it
+    verbose: bool = False  # every target and kernel is shown
 
     def problems(self) -> list[str]:
         """Why calls would run the original; empty where the kernel would run for every installed target."""
@@ -119,33 +121,46 @@ class DoctorReport(Report):
         return {**super().as_dict(), "outcome": self.outcome}
 
     def render(self) -> Iterable[RenderableType]:
-        yield f"nf4_patch {nf4_patch.__version__}, {self.machine}"
-        yield ", ".join(f"{name} {release}" for name, release in self.releases.items())
-        if missing := [name for name in DISTRIBUTIONS if name not in self.releases]:
-            yield f"not installed: {', '.join(missing)}"
-        for gpu in self.gpus:
-            yield from gpu.lines()
-        for target in self.targets:
-            if target.state not in BRIEFLY:
-                yield f"{target.state}: {target.name}"
-                yield f"  {target.note or next(row.covers for row in TARGETS if row.name == target.name)}"
-        rest = Counter(f"{target.state} ({target.note})" for target in self.targets if target.state in BRIEFLY)
-        yield f"{plural(rest.total(), 'more target')}: {', '.join(f'{count} {kind}' for kind, count in rest.items())}"
-        yield from self.variables
-        yield ""
         verdicts = self.problems() or self.limits or ["the kernel would run for every installed target."]
         unmeasured = sorted({gpu.sm for gpu in self.gpus if gpu.capability not in compilation.MEASURED})
         if unmeasured and not self.problems():
             how = "`nf4-patch bench --step peft` measures it"
             verdicts = [*verdicts, f"speed on {', '.join(unmeasured)} is not measured: {how}."]
         yield from (f"{self.outcome}: {verdict}" for verdict in verdicts)
+        if self.lines and not self.problems():
+            yield ""
+            yield "What to type:"
+            yield from (f"  {who + ':':24}{line}" for who, line in self.lines.items())
+        yield ""
+        for gpu in self.gpus:
+            yield from gpu.lines(self.verbose)
+        yield f"nf4_patch {nf4_patch.__version__}, {self.machine}"
+        yield ", ".join(f"{name} {release}" for name, release in self.releases.items())
+        yield from self.variables
+        if self.verbose:
+            yield from self.details()
+        else:
+            yield "Every function and kernel: nf4-patch doctor -v"
+
+    def details(self) -> Iterable[str]:
+        if missing := [name for name in DISTRIBUTIONS if name not in self.releases]:
+            yield f"not installed: {', '.join(missing)}"
+        yield ""
+        for target in self.targets:
+            if target.state not in BRIEFLY:
+                yield f"{target.state}: {target.name}"
+                yield f"  {target.note or next(row.covers for row in TARGETS if row.name == target.name)}"
+        rest = Counter(f"{target.state} ({target.note})" for target in self.targets if target.state in BRIEFLY)
+        yield f"{plural(rest.total(), 'more target')}:"
+        yield from (f"  {count} {kind}" for kind, count in rest.items())
 
 
-def examine(unsloth: bool = False, tell: Progress = silent) -> DoctorReport:
+def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = False) -> DoctorReport:
     """Look at the machine, compile the kernels, put the patch in place and take it out again.
 
     Args:
         unsloth: import Unsloth too. It takes 8 s and patches other libraries; without it its release decides.
+        verbose: the report shows every target and kernel.
 
     Raises:
         ConfigError: a NF4_* variable has an unknown value.
@@ -154,14 +169,29 @@ def examine(unsloth: bool = False, tell: Progress = silent) -> DoctorReport:
     calibrated.use(config)
     no_gpu = why_no_gpu()
     driver = answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+    releases = installed_releases()
+    gpus = [] if no_gpu else [examine_gpu(index, tell) for index in range(torch.cuda.device_count())]
+    targets, limits = examine_targets(unsloth, config, tell)
     return DoctorReport(
         f"Python {platform.python_version()}, {platform.platform()}" + f", NVIDIA driver {driver}" * bool(driver),
-        installed_releases(),
-        [] if no_gpu else [examine_gpu(index, tell) for index in range(torch.cuda.device_count())],
-        no_gpu,
-        *examine_targets(unsloth, config, tell),
-        variables_in_force(config),
-    )
+        releases, gpus, no_gpu, targets, limits, variables_in_force(config), lines_to_type(releases, bool(limits)), verbose,
+    )  # fmt: skip
+
+
+def lines_to_type(releases: dict[str, str], unsloth_keeps: bool) -> dict[str, str]:
+    """What to type, by what one trains with, of what is installed. ``unsloth_keeps``: Unsloth's own kernel runs in its layers."""
+
+    def has(name: str, condition: str) -> bool:
+        return name in releases and holds(releases[name], condition)
+
+    line = "nf4_patch.enable({})".format
+    lines = {"peft, TRL": line("")} if has("peft", "") else {}
+    if has("unsloth", ""):
+        cached = line('cache="auto"') if has("torch", ">= 2.11") else "nothing gains: take PyTorch 2.11 or newer"
+        lines[f"Unsloth {releases['unsloth']}"] = cached if unsloth_keeps else line("")
+    if has("transformers", ">= 5.17") and has("peft", ">= 0.17"):
+        lines["mixtures of experts"] = line('experts="4bit"')
+    return lines
 
 
 def variables_in_force(config: Config) -> list[str]:

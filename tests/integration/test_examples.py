@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import math
 import re
 import runpy
 import sys
@@ -85,13 +86,52 @@ def test_peft_on_other_architectures(model, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("model", "options"), [("random-qwen-moe", ()), ("random-gpt-oss", ("--checkpointing",))])
-def test_mixture_of_experts(model, options, tmp_path):
-    arguments = ("--model", model, "--steps", 2, "--tokens", 32, *options)
+@pytest.mark.parametrize(
+    ("model", "options", "trained", "state"),
+    [
+        ("random-qwen-moe", ("--rank", 8), 2 * 8 * 8 * (128 + 256 + 128 + 128), None),
+        # 12 tensors in 8 bits, with two maps of 256 values and two scales for every 256; 4 are too small for that
+        (
+            "random-qwen-moe",
+            ("--attention-only", "--adamw-8bit", "--rank", 32),
+            0,
+            12 * (8192 + 2048 + 128) + 4 * 8 * 2048,
+        ),
+        ("random-gpt-oss", ("--checkpointing", "--rank", 8), 2 * 8 * 8 * (128 + 512 + 256 + 128), None),
+    ],
+)
+def test_mixture_of_experts(model, options, trained, state, tmp_path):
+    """``trained``: parameters of LoRA on experts; ``state``: bytes of the optimizer, by default two values in bf16 a parameter."""
+    arguments = ("--model", model, "--steps", 2, "--tokens", 32, *options, "--out", "adapter")
     on = run_example("qlora_moe.py", *arguments, folder=tmp_path)
     assert hits(on) > 2 * 8  # a step: two stacks a layer, in the forward and in the backward
     assert set(fallbacks(on)) == {"EXPERTS_FORWARD"}  # on a CPU transformers' forward runs around them
     assert on["losses"][-1] < on["losses"][0]
+    trained += 2 * options[-1] * (2 * (128 + 128) + 2 * (128 + 64))  # the attention's
+    assert (
+        on["bytes"]["adapters"]
+        == 2 * trained
+        == sum(
+            tensor.nbytes
+            for tensor in safetensors.torch.load_file(tmp_path / "adapter/adapter_model.safetensors").values()
+        )
+    )
+    assert on["bytes"]["optimizer"] == pytest.approx(state or 4 * trained, rel=0.01)
+
+
+def test_what_a_mixture_takes_as_its_example_says():
+    """Of Qwen3-30B-A3B, in GB: packed with nested scales; adapters and gradients in bf16, and AdamW's state in bf16 or in 8 bits."""
+    byte, stacks = 1 / 2 + 1 / 64 + 4 / 64 / 256, ((2048, 2 * 768), (768, 2048))
+    attention = ((2048, 4096), (2048, 512), (2048, 512), (4096, 2048))
+    packed = 48 * (math.fsum(map(math.prod, attention)) + 128 * math.fsum(map(math.prod, stacks)))
+    found = re.findall(r"Qwen3-30B-A3B (.*?) +# (\d+) \+ ([\d.]+):", (EXAMPLES / "qlora_moe.py").read_text())
+    assert len(found) == 3
+    for options, weights, rest in found:
+        rank = int(options.partition("--rank ")[2].partition(" ")[0] or 16)
+        experts = 0 if "--attention-only" in options else 128 * sum(map(sum, stacks))
+        trained = 48 * rank * (sum(map(sum, attention)) + experts)
+        assert weights == f"{(byte * packed + 2 * 2 * 151936 * 2048) / 1e9:.0f}"
+        assert rest == f"{(2 + 2 + (2 if '--adamw-8bit' in options else 4)) * trained / 1e9:.1f}"
 
 
 @pytest.mark.parametrize(

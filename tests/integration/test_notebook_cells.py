@@ -118,3 +118,16 @@ def test_where_it_installs_from(source, monkeypatch, tmp_path):
     prepare(monkeypatch, tmp_path)
     exec(INSTALL, {})
     assert commands == ([] if wanted is None else [["unsloth"], [wanted.format(folder=tmp_path)]])
+
+
+def test_enter_alone_installs_nothing(monkeypatch, tmp_path):
+    """And says what to give: pip would take "[bench]" for a package."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command[5:]))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "nf4_patch" else object())
+    monkeypatch.setattr("builtins.input", lambda prompt: "")
+    monkeypatch.delenv("NF4_PATCH_SOURCE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError, match="upload a wheel"):
+        exec(INSTALL, {})
+    assert not commands

@@ -40,6 +40,12 @@ def test_what_a_target_calls_tested_was_run(target):
     assert set(target.tested) <= ran
 
 
+def test_every_python_of_the_classifiers_has_a_session():
+    claimed = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    (sessions,) = re.findall(r"PYTHONS = .*(\(.*\))", (ROOT / "noxfile.py").read_text())
+    assert claimed == re.findall(r"3\.\d+", sessions)
+
+
 def test_the_lower_bounds_of_pyproject_were_run():
     """Those of what a cell can put before the installed releases; torch and triton have a row of their own."""
     project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -33,13 +33,10 @@ import nf4_patch
 from nf4_patch.patching.reasons import Reason
 
 TOKENS = 512 if GPU else 32  # a few rows bitsandbytes multiplies in a kernel of its own, with nothing to dequantize
-ZERO3 = {
-    "train_micro_batch_size_per_gpu": 1,
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # every parameter is sharded
-    "zero_allow_untested_optimizer": True,
-    "zero_force_ds_cpu_optimizer": False,
-}
+ZERO3 = json.loads((Path(__file__).parents[2] / "examples" / "zero3.json").read_text())
+ZERO3 = {name: value for name, value in ZERO3.items() if value != "auto"}  # which a Trainer fills in
+ZERO3 |= {"train_micro_batch_size_per_gpu": 1}
+ZERO3["zero_optimization"] |= {"stage3_param_persistence_threshold": 0}  # every parameter is sharded
 
 
 def load(device: torch.device) -> torch.nn.Module:

@@ -67,14 +67,14 @@ def test_unknown_verb_and_unknown_value():
 
 @WITHOUT_GPU
 def test_doctor_without_a_gpu_says_so_and_exits_1(tmp_path):
-    report = report_of(tmp_path, "doctor", exit_code=1)
+    report = report_of(tmp_path, "doctor", "-v", exit_code=1)
     assert [p for p in report["problems"] if "NOT_CUDA" in p] == report["problems"]
     states = {target["name"]: target["state"] for target in report["targets"]}
     assert states["bitsandbytes.functional.dequantize_4bit"] == "patched"
     assert list(states) == [target.name for target in TARGETS]
     assert not nf4_patch.is_enabled()
     brief = [name for name, state in states.items() if state in doctor.BRIEFLY]
-    assert not any(name in report["output"] for name in brief) and f"{len(brief)} more targets: " in report["output"]
+    assert not any(name in report["output"] for name in brief) and f"{len(brief)} more targets:\n" in report["output"]
     assert all(name in report["output"] for name in states.keys() - brief)
 
 
@@ -87,7 +87,7 @@ def test_doctor_with_a_gpu(tmp_path):
 
 @WITHOUT_GPU
 def test_doctor_at_80_columns_cuts_nothing():
-    done = command("doctor", COLUMNS="80", TTY_COMPATIBLE="1")
+    brief, done = (command("doctor", *option, COLUMNS="80", TTY_COMPATIBLE="1") for option in ((), ("-v",)))
     assert "bitsandbytes.backends.cuda.ops._dequant_linear_fallback" in done.stdout
     assert "\u2026" not in done.stdout
     lines = done.stdout.splitlines()
@@ -95,6 +95,11 @@ def test_doctor_at_80_columns_cuts_nothing():
     words = " ".join(lines).split()
     for sentence in (next(t.covers for t in TARGETS), "every call would run the original"):
         assert sentence in " ".join(words)  # no word is cut
+    verdict = "Not ready: torch"
+    assert brief.stdout.startswith(verdict) and done.stdout.startswith(verdict)
+    assert all(line.startswith("  ") for line in lines[1 : lines.index("")])  # what is continued is indented
+    internals = [target.name for target in TARGETS if target.name in done.stdout]
+    assert internals and not any(name in brief.stdout for name in internals) and "doctor -v" in brief.stdout
 
 
 def test_doctor_names_a_calibration_file_that_is_not_there(tmp_path):
@@ -155,9 +160,31 @@ def test_what_doctor_concludes(changes, outcome, verdicts):
     report = dataclasses.replace(works, **changes)
     assert (report.outcome, report.as_dict()["outcome"]) == (outcome, outcome.value)
     assert report.exit_code == (outcome is Outcome.NOT_READY)
-    said = list(report.render())[-len(verdicts) :]
+    said = list(report.render())[: len(verdicts)]
     assert all(line.startswith(f"{outcome}: {verdict}") for line, verdict in zip(said, verdicts, strict=True))
     assert sum(str(line).startswith(f"{outcome}: ") for line in report.render()) == len(verdicts)
+
+
+LINES = {"torch": "2.11.0", "peft": "0.21.0", "transformers": "5.17.0", "unsloth": "2026.10.9"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "unsloth_keeps", "unsloth", "experts"),
+    [
+        ({}, True, 'nf4_patch.enable(cache="auto")', True),
+        ({"torch": "2.10.1+cu128"}, True, "nothing gains: take PyTorch 2.11 or newer", True),
+        ({}, False, "nf4_patch.enable()", True),  # UNSLOTH_BNB_TRITON=0, and before 2026.10
+        ({"transformers": "5.5.0"}, True, 'nf4_patch.enable(cache="auto")', False),
+    ],
+)
+def test_doctor_says_the_line_to_type(changes, unsloth_keeps, unsloth, experts):
+    lines = doctor.lines_to_type(LINES | changes, unsloth_keeps)
+    assert lines == {"peft, TRL": "nf4_patch.enable()", "Unsloth 2026.10.9": unsloth} | (
+        {"mixtures of experts": 'nf4_patch.enable(experts="4bit")'} if experts else {}
+    )
+    report = doctor.DoctorReport("", {"bitsandbytes": "0.50.2"}, [gpu()], "", rows(State.PATCHED), [], [], lines)
+    assert f"  Unsloth 2026.10.9:      {unsloth}" in list(report.render())
+    assert "What to type:" not in list(dataclasses.replace(report, no_gpu="none").render())
 
 
 def test_a_release_that_does_not_load_the_patch_is_named(monkeypatch):
