@@ -350,10 +350,7 @@ def compare(
             except Failed as error:
                 failures.append(f"{kind}: {error}")
                 sides = {name: side for name, side in sides.items() if side.kind != kind}
-        tell("host time")
-        hosts = [of_each("host", sides, HOST_SIZE) for _ in range(2)]
-        host_ms = {name: min(found[name] for found in hosts if name in found) for name in hosts[1]}
-        rows = []
+        rows: list[dict[str, Any]] = []
         for size in sizes:
             tell("{}x{} tokens".format(*size))
             seen = of_each("observe", sides, size)
@@ -370,8 +367,12 @@ def compare(
                     "gpu_ms": statistics.median(ms), "gpu_spread": (max(ms) - min(ms)) / (statistics.median(ms) or 1),
                     "wall_ms": taken.median, "wall_spread": taken.noise,
                     "launches": max((found[name][1] for found in gpu if name in found), default=0),
-                    "peak_gib": seen[name][1], "host_ms": host_ms.get(name),
+                    "peak_gib": seen[name][1],
                 })  # fmt: skip
+        tell("host time")  # last: another model in the process, which Unsloth compiles no more
+        hosts = [of_each("host", sides, HOST_SIZE) for _ in range(2)]
+        for row in rows:
+            row["host_ms"] = min((found[row["side"]] for found in hosts if row["side"] in found), default=None)
         tell("steps that learn")
         losses = of_each("train", [name for name in sides if "cached" not in name], next(iter(sizes)))
         return rows, losses, failures
