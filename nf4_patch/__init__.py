@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .version import __version__ as __version__
 
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from .config import ConfigError as ConfigError
     from .patching.cache.store import StaleWeightError as StaleWeightError
     from .patching.counters import FallbackError as FallbackError
-    from .patching.status import Status
+    from .patching.status import Status as Status
 
 __all__ = [
     "ConfigError",
     "FallbackError",
     "StaleWeightError",
+    "Status",
     "dequantize_nf4",
     "disable",
     "enable",
@@ -41,18 +42,24 @@ __all__ = [
     "status",
     "triton_dequantize_nf4",
 ]
-ERRORS = {"ConfigError": ".config", "FallbackError": ".patching.counters", "StaleWeightError": ".patching.cache.store"}
+TYPES = {
+    "ConfigError": ".config", "FallbackError": ".patching.counters", "StaleWeightError": ".patching.cache.store",
+    "Status": ".patching.status",
+}  # fmt: skip
+Matmul = Literal["off", "auto"]
+Experts = Literal["off", "4bit"]
+Lora = Literal["off", "fused"]
 
 
 def __getattr__(name: str) -> Any:
-    """The errors, from the modules that raise them: StaleWeightError's imports torch."""
-    if name in ERRORS:
-        return getattr(importlib.import_module(ERRORS[name], __name__), name)
+    """The errors and ``Status``, from the modules that make them: StaleWeightError's imports torch."""
+    if name in TYPES:
+        return getattr(importlib.import_module(TYPES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def enable(
-    matmul: str | None = None, cache: str | int | None = None, experts: str | None = None, lora: str | None = None
+    matmul: Matmul | None = None, cache: str | int | None = None, experts: Experts | None = None, lora: Lora | None = None
 ) -> bool:  # fmt: skip
     """Patch bitsandbytes and Unsloth, now or when they are imported. Safe to call again.
 
@@ -107,7 +114,7 @@ def is_enabled() -> bool:
 
 @contextlib.contextmanager
 def enabled(
-    matmul: str | None = None, cache: str | int | None = None, experts: str | None = None, lora: str | None = None
+    matmul: Matmul | None = None, cache: str | int | None = None, experts: Experts | None = None, lora: Lora | None = None
 ) -> Iterator[None]:  # fmt: skip
     """The patch is on inside the ``with`` block, as ``enable`` does; afterwards it is as it was before, with the options of then.
 
@@ -213,7 +220,7 @@ def _say_what_had_no_effect() -> None:
     from .patching.placement import installed
 
     if (options := ", ".join(options_set())) and "bitsandbytes" in sys.modules and not installed:
-        _say(logging.WARNING, f"{options}: no effect, as neither NF4_PATCH=1 nor enable() switched nf4_patch on")
+        _say(logging.WARNING, f"nf4_patch: {options}: no effect, as neither NF4_PATCH=1 nor enable() switched it on")
 
 
 _autoload()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import pytest
@@ -53,10 +54,23 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
+class Unnamed(logging.Handler):
+    """Lines of the log that do not say whose they are."""
+
+    def emit(self, record):
+        if not record.getMessage().startswith("nf4_patch"):
+            unnamed.append(record.getMessage())
+
+
+unnamed: list[str] = []
+logging.getLogger("nf4_patch").addHandler(Unnamed())
+
+
 @pytest.fixture(autouse=True)
 def off_and_counted_from_zero():
-    """Whatever a test leaves on, the next one starts with nothing."""
+    """Whatever a test leaves on, the next one starts with nothing. What is logged begins with the name of the package."""
     yield
+    assert not [unnamed.pop() for _ in unnamed[:]]
     nf4_patch.disable()
     counters.reset()
     cache.hits = cache.misses = 0

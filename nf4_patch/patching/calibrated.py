@@ -58,7 +58,7 @@ def in_force(device: int) -> InForce:
     if found is None:
         found = _in_force[device] = InForce() if _path is None else read(_path, gpu(device))
         if found.status:
-            logger.info("GPU %d: %s", device, found.status)
+            logger.info("nf4_patch: GPU %d: %s", device, found.status)
     return found
 
 

@@ -63,7 +63,7 @@ class Counters:
         if strict:
             raise FallbackError(f"{sentence} (NF4_PATCH_STRICT=1)")
         if first:
-            logger.warning("%s. Further calls are only counted: see nf4_patch.status().", sentence)
+            logger.warning("nf4_patch: %s. Further calls are only counted: see nf4_patch.status().", sentence)
 
     def reset(self) -> None:
         """Forget the counts; launches that are remembered keep their counters."""

@@ -18,7 +18,7 @@ from . import guards
 from .counters import warn_once
 from .reasons import Reason
 
-FORMULA = "the plain formula runs inside the compiled graph: "
+FORMULA = "nf4_patch: the plain formula runs inside the compiled graph: "
 REASONS = tuple(Reason)
 # What keeps the kernel away and not the formula: a graph may run on another machine than it was traced on.
 COMPUTABLE = (Reason.NOT_CUDA, Reason.ROCM, Reason.GPU_TOO_OLD, Reason.NOT_CONTIGUOUS)

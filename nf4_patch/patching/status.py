@@ -76,7 +76,9 @@ class Status:
 
     @property
     def fallbacks(self) -> int:
-        return sum(sum(target.fallbacks.values()) for target in self.targets)
+        """Those of which something was missed: an expected Reason is in its target's ``fallbacks`` alone."""
+        every = (item for target in self.targets for item in target.fallbacks.items())
+        return sum(count for name, count in every if not Reason[name].is_expected)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -59,5 +59,5 @@ def from_unsloth(find: Callable[[], Any]) -> Any:
         importlib.import_module("unsloth")
         return find()
     except Exception as error:  # Unsloth refuses machines and releases in many ways
-        logger.warning("Unsloth is installed and cannot be measured: %s: %s", type(error).__name__, error)
+        logger.warning("nf4_patch: Unsloth is installed and cannot be measured: %s: %s", type(error).__name__, error)
         return None

@@ -341,7 +341,9 @@ def test_a_stack_that_was_left_in_16_bits_is_named_and_packed(qwen3, tmp_path, c
     with nf4_patch.enabled(**PACKED), caplog.at_level(logging.WARNING, "nf4_patch"):
         model = loaded(tmp_path)
     (message,) = [record.getMessage() for record in caplog.records if "held in 16 bits" in record.getMessage()]
-    assert message.startswith("4 stacks of experts were not packed while") and all(name in message for name in stacks)
+    assert message.startswith("nf4_patch: 4 stacks of experts were not packed while") and all(
+        name in message for name in stacks
+    )
     same_stacks(model, stacks)
 
 

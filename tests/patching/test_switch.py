@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 import types
+import typing
 from pathlib import Path
 
 import bitsandbytes.functional as F
@@ -372,3 +373,32 @@ def test_a_block_ends_as_it_began_and_raises_nothing_of_its_own(monkeypatch):
     assert in_force() == OFF | before | {"matmul": "auto"}
     second.__exit__(None, None, None)
     assert in_force() == OFF | before
+
+
+def test_the_literals_of_enable_are_the_values_of_the_table():
+    hints = typing.get_type_hints(nf4_patch.enable)
+    assert hints == typing.get_type_hints(nf4_patch.enabled.__wrapped__) | {"return": bool}
+    for name, variable in OPTIONS.items():
+        allowed = [str, int] if variable.size else [typing.Literal[variable.allowed]]
+        assert hints[name] == typing.Union[(*allowed, None)], name
+
+
+USER = """
+from nf4_patch import ConfigError, FallbackError, StaleWeightError, Status, enable, enabled, status
+
+enable(matmul="auto", cache="6GiB", experts="4bit", lora="fused")
+with enabled(cache=0, matmul=None):
+    found: Status = status()
+    hits: int = found.hits
+errors: tuple[type[Exception], ...] = (ConfigError, FallbackError, StaleWeightError)
+"""
+
+
+def test_a_users_program_type_checks_strictly(tmp_path):
+    (tmp_path / "user.py").write_text(USER + 'enable(lora="fusd")\n')
+    config = f"[mypy]\nstrict = true\nfollow_imports = silent\nmypy_path = {Path(nf4_patch.__file__).parents[1]}\n"
+    (tmp_path / "mypy.ini").write_text(config + "[mypy-torch.*]\nfollow_imports = skip\n")
+    done = completed((sys.executable, "-m", "mypy", "user.py"), tmp_path)
+    assert done.stdout.splitlines()[-1].startswith("Found 1 error") and "\"Literal['fusd']\"" in done.stdout, done
+    exec(USER, {})
+    nf4_patch.disable()

@@ -45,7 +45,7 @@ def is_nothing_packed() -> bool:
 def warn_of_16_bits(module: Any) -> None:
     if not Loads.seen and is_nothing_packed():
         warn_once(
-            f'experts="4bit" is on, but the weights of {parametrize.type_before_parametrizations(module).__name__} are not '
+            f'nf4_patch: experts="4bit" is on, but the weights of {parametrize.type_before_parametrizations(module).__name__} are not '
             "packed: the model was loaded before. To pack them, load it again, with load_in_4bit=True, after "
             'nf4_patch.enable(experts="4bit"). To leave them as they are, nothing is to be done.'
         )

@@ -335,11 +335,13 @@ def finish(original, self, model, **kwargs) -> Any:
                 dense[f"{path}.{name}"] = f"{kind}.{name}", parameter.nbytes
     if left:
         said = f"{len(left)} stacks of experts were not packed while they were loaded, and held in 16 bits until now"
-        logger.warning("%s: %s", said, ", ".join(left))
+        logger.warning("nf4_patch: %s: %s", said, ", ".join(left))
     if dense:
         kinds, size = ", ".join(sorted({kind for kind, _ in dense.values()})), sum(size for _, size in dense.values())
         said = f"{len(dense)} weights of experts stay in 16 bits, {size / 1e9:.2g} GB in all"
-        logger.warning("%s: %s. %s packs 3-D weights that are called %s", said, kinds, ENABLE, ", ".join(NAMES))
+        logger.warning(
+            "nf4_patch: %s: %s. %s packs 3-D weights that are called %s", said, kinds, ENABLE, ", ".join(NAMES)
+        )
     return original(self, model, **kwargs)
 
 

@@ -69,7 +69,7 @@ def compiled_layers(target: Target, original: Function) -> Function:
             entries.clear()
             return
         if torch.__version__ < (2, 11):  # type: ignore[operator]
-            warn_once("Unsloth's compiled layers do not read cached weights under PyTorch before 2.11")
+            warn_once("nf4_patch: Unsloth's compiled layers do not read cached weights under PyTorch before 2.11")
         waiting: list[Any] = [torch.nn.Module]
         while waiting:
             cls = waiting.pop()
