@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ..nf4.dequantize import compilation
 from ..nf4.dequantize import launch as launches
 from ..nf4.weight import Weight
 from . import guards, op
+from .cache.reads import inside
 from .cache.store import cache
 from .context import (
     is_exporting,
@@ -25,7 +27,7 @@ from .context import (
 from .counters import HitCounter, counters
 from .quant_state import fields_of, new
 from .reasons import Reason
-from .replacement import Fallbacks
+from .replacement import Fallbacks, Function, replacement_of
 
 own_function = torch._C._disabled_torch_function_impl  # the __torch_function__ of nn.Parameter
 
@@ -47,7 +49,7 @@ class Dequantizer:
     """Dequantizes the weights of one target."""
 
     def __init__(self, target: str):
-        self.target = target
+        self.target, self.library = target, target.partition(".")[0]
         self.fallbacks = Fallbacks(target)
         self.launches = runtime.Memo()
         self.classes: dict[type, bool] = {}  # ``returns_tensors`` of each
@@ -60,6 +62,8 @@ class Dequantizer:
         if type(fields) is Reason:
             return fields
         weight: Weight = new(Weight, fields)
+        if cache.on and not only_read:
+            only_read = getattr(inside, self.library, False)
         if type(packed) is Tensor:
             return self.run(weight, out, into_buffer, only_read)
         plain = self.classes.get(type(packed))
@@ -73,7 +77,7 @@ class Dequantizer:
         # inside a traced region every tensor may be a FakeTensor
         return self.trace(packed, state, out) if torch.compiler.is_compiling() else Reason.TENSOR_SUBCLASS
 
-    def trace(self, packed: Tensor, state: Any, out: Tensor | None = None) -> Tensor | Reason:
+    def trace(self, packed: Tensor, state: Any, out: Tensor | None = None, *where: bool) -> Tensor | Reason:
         """As ``of_state``, inside a region that torch.compile traces: through the op, whose fake asks the guards."""
         fields = fields_of(packed, state)
         if isinstance(fields, Reason):
@@ -176,6 +180,25 @@ class Dequantizer:
             return Reason.EXPORTING
         reason = self.why_not(weight) if out is None else Reason.OUT_MISMATCH
         return op.dequantize(*weight) if reason is None else reason
+
+
+def served(adapter: Function) -> Any:
+    """A maker of replacements, for a row to name: ``adapter(serve, *arguments)`` maps the original's arguments to those of
+    ``Dequantizer.of_state``, and calls ``serve`` with them, for eager and for traced calls.
+    """
+
+    def make(target: Any, original: Function) -> Function:
+        dequantizer = Dequantizer(target.name)
+        trace = dequantizer.trace
+
+        def traced(*args: Any, **kwargs: Any) -> Tensor | Reason:
+            result: Tensor | Reason = adapter(trace, *args, **kwargs)
+            return result
+
+        attempt = MethodType(adapter, dequantizer.of_state)
+        return replacement_of(target, original, dequantizer.fallbacks, attempt, traced)
+
+    return make
 
 
 for method in (Dequantizer.of_state, Dequantizer.run):

@@ -24,8 +24,7 @@ from .context import is_jit_tracing, modes_active, own_dispatch, plain_methods, 
 from .counters import counters
 from .quant_state import weight_of
 from .reasons import Reason
-from .replacement import Fallbacks, Function, tried_first
-from .switch import switch
+from .replacement import Fallbacks, Function, replacement_of
 
 
 @functools.lru_cache(maxsize=4096)
@@ -148,10 +147,10 @@ class FusedMatmul:
 
 
 def multiplied_first(multiply: Callable[..., Tensor | Reason]) -> Function:
-    """A maker of replacements, for a row to name: each tries ``multiply(fused, *arguments)`` where matmul is on."""
+    """A maker of replacements, for a row to name: each tries ``multiply(fused, *arguments)``."""
 
     def make(target: Any, original: Function) -> Function:
         fused = FusedMatmul(target.name)
-        return tried_first(original, fused.fallbacks, MethodType(multiply, fused), gate=switch.gates["matmul"])
+        return replacement_of(target, original, fused.fallbacks, MethodType(multiply, fused), is_body=True)
 
     return make

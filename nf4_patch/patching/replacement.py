@@ -1,6 +1,7 @@
 """What replaces a library's function: it tries, counts, and falls back with untouched arguments.
 
-An adapter gives ``attempt``, which returns the result or the Reason why the original has to run.
+There is one form of replacement. An adapter gives it ``attempt``, which returns the result, the Reason why the original has to
+run, or a call that is made where nothing is caught.
 """
 
 from __future__ import annotations
@@ -13,14 +14,11 @@ from ..nf4.runtime import KernelUnavailable, is_out_of_memory
 from .context import is_compiling, keep_dynamo_out
 from .counters import counters, logger
 from .reasons import Reason
-from .switch import Gate, switch
+from .switch import switch
 
 Function = Callable[..., Any]
 T = TypeVar("T")
-
-
-class CallersError(Exception):
-    """Raised by ``attempt`` from an error that is the caller's own, and not ours: that one is raised as it is."""
+gates = switch.gates
 
 
 class Fallbacks:
@@ -38,8 +36,6 @@ class Fallbacks:
 
     def failed(self, error: Exception) -> Reason:
         """Our own error never stops a training that would have worked: logged, named, counted."""
-        if isinstance(error, CallersError) and error.__cause__ is not None:
-            raise error.__cause__ from None
         if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
             return Reason.ARGUMENTS  # raised by the call itself: the original says what is wrong with the arguments
         if switch.strict or is_out_of_memory(error):
@@ -67,62 +63,60 @@ class Fallbacks:
 keep_dynamo_out(Fallbacks.attempt)
 
 
-def around(function: Function) -> Function:
-    """A maker of replacements, for a row to name: ``function(original, *arguments)`` while its option is on. Nothing is counted."""
-
-    def make(target: Any, original: Function) -> Function:
-        gate = switch.gates[target.only]
-
-        @functools.wraps(original)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            return function(original, *args, **kwargs) if gate.on or target.stays else original(*args, **kwargs)
-
-        return replacement
-
-    return make
-
-
-def tried_first(
-    original: Function, fallbacks: Fallbacks, attempt: Function, trace: Function | None = None, gate: Gate = switch
-) -> Function:
-    """The original, with ``attempt`` tried first.
+def replacement_of(
+    target: Any, original: Function, fallbacks: Fallbacks, attempt: Function, traced: Function | None = None,
+    is_body: bool = False,
+) -> Function:  # fmt: skip
+    """The original, with ``attempt`` tried first while the option of the row ``target`` is on.
 
     Args:
-        attempt: takes the original's arguments; its result, or the Reason why the original runs. What it raises is taken
-            for an error of ours, but for a CallersError.
-        trace: the same, written to be traced by Dynamo, where nothing can be caught or counted. None: what is traced
-            stays the original's.
-        gate: tried only while this is on.
+        attempt: takes the original's arguments and returns its result, or the Reason why the original runs. What it raises is
+            taken for an error of ours. A tuple is a function and its arguments: called, and what that raises is the caller's.
+        traced: the same where Dynamo traces, and nothing can be caught or counted. None: what is traced stays the original's.
+        is_body: of an op, or of what calls one: Dynamo would compile it as a function of its own.
     """
-    failed, count = fallbacks.failed, fallbacks.count
-    keep_dynamo_out(attempt)
+    option = "always" if target.stays else target.only
 
-    @functools.wraps(original)
-    def traceable(*args: Any, **kwargs: Any) -> Any:
-        if gate.on:
-            if is_compiling():
-                result = trace(*args, **kwargs)  # type: ignore[misc]
-            else:
-                try:  # without ``**kwargs`` where there are none: 0.1 us less (2-core CPU machine, Python 3.11)
-                    result = attempt(*args, **kwargs) if kwargs else attempt(*args)
-                except Exception as error:
-                    result = failed(error)
-                if type(result) is Reason:
-                    count(result)
-            if type(result) is not Reason:
-                return result
-        return original(*args, **kwargs)
+    def refused(why: Exception | Reason) -> None:
+        fallbacks.count(why if isinstance(why, Reason) else fallbacks.failed(why))
 
+    # Its closure holds functions and strings: PyTorch 2.8's Dynamo breaks the graph at an autograd function's that holds objects.
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if gate.on and not is_compiling():
-            result = fallbacks.attempt(attempt, *args, **kwargs)
-            if type(result) is not Reason:
-                return result
+        if is_compiling():
+            if traced is not None and gates[option].on:
+                result = traced(*args, **kwargs)
+                if type(result) is not Reason:
+                    return result
+        elif gates[option].on:
+            try:  # without ``**kwargs`` where there are none: 0.1 us less (2-core CPU machine, Python 3.11)
+                result = attempt(*args, **kwargs) if kwargs else attempt(*args)
+            except Exception as error:
+                refused(error)
+            else:
+                kind = type(result)
+                if kind is not Reason:
+                    return result[0](*result[1:]) if kind is tuple else result
+                refused(result)
         return original(*args, **kwargs)
 
-    if trace is not None:
-        return traceable
-    # The body of an op: where a dispatch mode calls it, Dynamo would compile it as a function of its own.
-    keep_dynamo_out(replacement)
+    # Dynamo remembers what it compiled by the code, and gives up after eight: each has its own.
+    made: Any = replacement
+    made.__code__ = made.__code__.replace()
+    for each in (attempt, made) if is_body else (attempt,):
+        keep_dynamo_out(each)
     return replacement
+
+
+def instead(function: Function) -> Function:
+    """As an ``attempt``: nothing is caught or counted."""
+    return lambda *args, **kwargs: (functools.partial(function, *args, **kwargs),)
+
+
+def around(function: Function) -> Function:
+    """A maker of replacements, for a row to name: ``function(original, *arguments)`` while its option is on."""
+
+    def make(target: Any, original: Function) -> Function:
+        return replacement_of(target, original, Fallbacks(target.name), instead(functools.partial(function, original)))
+
+    return make

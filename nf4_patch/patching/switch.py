@@ -10,8 +10,8 @@ from ..config import OPTIONS, Config
 class Gate:
     """Whether the rows of one option are on."""
 
-    def __init__(self) -> None:
-        self.on = False
+    def __init__(self, on: bool = False) -> None:
+        self.on = on
 
 
 class Switch(Gate):
@@ -25,7 +25,8 @@ class Switch(Gate):
         super().__init__()
         self.config: Config | None = None  # None: off
         self.strict = False
-        self.gates: dict[str, Gate] = {"": self, **{option: Gate() for option in OPTIONS}}  # by ``only`` of a row
+        # by ``only`` of a row
+        self.gates: dict[str, Gate] = {"": self, "always": Gate(on=True), **{option: Gate() for option in OPTIONS}}
         self.followers: list[Callable[[Config | None], None]] = []
 
     def set(self, config: Config | None) -> None:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from oracle import expected, layout_of, quantized
+from target import target_like
 from threads import together
 
 from nf4_patch.patching.cache import reads
@@ -44,7 +45,8 @@ def cache(monkeypatch):
     cache = Cache()
     cache.configure(2**20)
     monkeypatch.setattr(reads, "cache", cache)
-    monkeypatch.setattr(torch.UntypedStorage, "resize_", reads.resize(None, torch.UntypedStorage.resize_))
+    row = target_like("torch", only="always")
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", reads.resize(row, torch.UntypedStorage.resize_))
     return cache
 
 

@@ -50,7 +50,7 @@ def replaced(name):
         seen.append((arguments, keywords))
         return "original" if seen else gemm_4bit  # noqa: F821 (the name tells bitsandbytes 0.50)
 
-    return functools.partial(make(target_like("unsloth", name), original), **keywords), arguments_of, seen
+    return functools.partial(make(target_like("unsloth", name, "matmul"), original), **keywords), arguments_of, seen
 
 
 # What makes a replacement, and what the library gives it, of x, the packed weight and its state, and by name.

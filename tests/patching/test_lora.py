@@ -585,7 +585,7 @@ def test_a_frame_that_dynamo_skips_is_served(device, fresh_dynamo):
     got = step(torch.compile(model, backend=skip), x)
     assert_close(got, want)
     assert counters.hits(TARGET) == 4 and not fallbacks(TARGET)
-    assert any("return original(self, x" in trace for trace in traces)
+    assert any("return original(*args" in trace for trace in traces)
     assert not any(name in trace for trace in traces for name in ("in run\n", "in prepare\n", "lora/function.py"))
 
 

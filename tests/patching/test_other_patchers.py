@@ -21,7 +21,7 @@ import nf4_patch
 from nf4_patch.config import OPTIONS
 from nf4_patch.patching.cache import reads
 from nf4_patch.patching.counters import counters
-from nf4_patch.patching.placement import get_attr, installed, put
+from nf4_patch.patching.placement import get_attr, installed, is_ours, put
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.state import State
 from nf4_patch.patching.targets import ANY, TARGETS
@@ -99,12 +99,29 @@ def test_a_replacement_that_somebody_holds_is_ours_only_while_it_is_on(target, e
             if on or turn_off is nf4_patch.disable:
                 counters.reset()
                 assert ours_that_run(theirs, arguments) == [ours.__code__] and not counters.fallbacks
-                assert (
-                    while_on != [ours.__code__] or target.parameters is ANY
-                )  # which looks at a number of the cache only
+                assert while_on != [ours.__code__]
                 assert get_attr(holder, name) is another
     nf4_patch.disable()
+    if target.parameters is not ANY and entry is not None:
+        put(holder, name, lambda of_another_signature: None)
+        nf4_patch.enable(**on)
+        assert installed.pop(target.name).state() is State.REFUSED
+        assert not is_ours(get_attr(holder, name))
+        nf4_patch.disable()
     put(holder, name, original)
+
+
+def test_there_is_one_form_of_replacement():
+    """Each in code of its own, by which Dynamo remembers what it compiled. What stands in for an autograd function's method holds
+    what Dynamo of PyTorch 2.8 can make anew: functions and strings."""
+    made = {target.name: target.make(stand_in(target)) for target in TARGETS}
+    codes = {name: replacement.__code__ for name, replacement in made.items()}
+    assert len({(code.co_filename, code.co_firstlineno) for code in codes.values()}) == 1
+    assert len({id(code) for code in codes.values()}) == len(TARGETS)
+    for target in TARGETS:
+        if target.replace == ".cache.reads:reading":
+            held = [cell.cell_contents for cell in made[target.name].__closure__]
+            assert {type(each) for each in held} <= {types.FunctionType, str, type(None)}
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)

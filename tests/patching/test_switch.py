@@ -142,7 +142,9 @@ def test_every_option_is_an_argument_and_a_gate():
     for function in (nf4_patch.enable, nf4_patch.enabled):
         arguments = inspect.signature(function).parameters
         assert [*arguments] == [*OPTIONS] and {argument.default for argument in arguments.values()} == {None}
-    assert switch.gates.keys() == {"", *OPTIONS} and {target.only for target in TARGETS} <= switch.gates.keys()
+    assert (
+        switch.gates.keys() == {"", "always", *OPTIONS} and {target.only for target in TARGETS} <= switch.gates.keys()
+    )
     for name, option in OPTIONS.items():
         assert option.option and option.default == "off" and Config.read({}, **{name: option.on}).options[name] != "off"
 

@@ -17,10 +17,10 @@ from nf4_patch.patching.targets import TARGETS
 TARGET = "bitsandbytes.functional.dequantize_4bit"
 
 
-def target_like(library: str, name: str = "test"):
-    """A row of this name, for an adapter of the library that is called with an original of the test's own."""
+def target_like(library: str, name: str = "test", only: str = ""):
+    """A row of this name and option, for an adapter of the library that is called with an original of the test's own."""
     like = next(target for target in TARGETS if target.library == library)
-    return dataclasses.replace(like, function=f"{library}.test:{name}")
+    return dataclasses.replace(like, function=f"{library}.test:{name}", only=only)
 
 
 def row(target=TARGET):

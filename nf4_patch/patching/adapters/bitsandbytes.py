@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..cache.reads import inside
 from ..cache.store import cache
-from ..dequantizer import Dequantizer
+from ..dequantizer import Dequantizer, served
 from ..fused_matmul import FusedMatmul, multiplied_first
 from ..quant_state import linear_weight
 from ..reasons import Reason
-from ..replacement import CallersError, Function, tried_first
+from ..replacement import Function, replacement_of
 from ..switch import switch
 from ..targets import Target
 
@@ -34,24 +34,14 @@ def casts(A: Tensor) -> bool:
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is not A.dtype
 
 
-def dequantize_4bit(target: Target, original: Function) -> Function:
+@served
+def dequantize_4bit(serve, A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4") -> Any:
     """For ``bitsandbytes.functional.dequantize_4bit``."""
-    dequantizer = Dequantizer(target.name)
-    run = dequantizer.of_state
-
-    def attempt(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4") -> Tensor | Reason:
-        # asked here and not in ``agrees``: 0.07 us less (2-core CPU machine, Python 3.11)
-        defaults = absmax is None and blocksize is None and quant_type == "fp4"
-        if quant_state is None or not (defaults or agrees(quant_state, absmax, blocksize, quant_type)):
-            return Reason.ARGUMENTS
-        return run(A, quant_state, out, False, inside.bitsandbytes)
-
-    def trace(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4") -> Tensor | Reason:
-        if quant_state is None or not agrees(quant_state, absmax, blocksize, quant_type):
-            return Reason.ARGUMENTS
-        return dequantizer.trace(A, quant_state, out)
-
-    return tried_first(original, dequantizer.fallbacks, attempt, trace)
+    # asked here and not in ``agrees``: 0.07 us less (2-core CPU machine, Python 3.11)
+    defaults = absmax is None and blocksize is None and quant_type == "fp4"
+    if quant_state is None or not (defaults or agrees(quant_state, absmax, blocksize, quant_type)):
+        return Reason.ARGUMENTS
+    return serve(A, quant_state, out)
 
 
 def dequant_linear(target: Target, original: Function) -> Function:
@@ -64,7 +54,7 @@ def dequant_linear(target: Target, original: Function) -> Function:
 
     def attempt(
         A, B, shapeB, absmax, blocksize, quant_type, bias=None, absmax_8bit=None, absmax_code=None, absmax_offset=None
-    ) -> Tensor | Reason:
+    ) -> Any:
         packed = linear_weight(
             A.dtype, B, shapeB, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset
         )
@@ -81,12 +71,10 @@ def dequant_linear(target: Target, original: Function) -> Function:
             return weight
         if missed is not None and not missed.is_expected:
             dequantizer.fallbacks.count(missed)
-        try:  # [1, bytes] asks for the transposed weight in ``dequantize_4bit``, and for nothing here
-            return F.linear(A, weight.t() if B.shape[0] == 1 else weight, bias)
-        except Exception as error:
-            raise CallersError from error
+        # [1, bytes] asks for the transposed weight in ``dequantize_4bit``, and for nothing here
+        return F.linear, A, weight.t() if B.shape[0] == 1 else weight, bias
 
-    return tried_first(original, dequantizer.fallbacks, attempt)
+    return replacement_of(target, original, dequantizer.fallbacks, attempt, is_body=True)
 
 
 @multiplied_first
@@ -111,7 +99,7 @@ def matmul_4bit(target: Target, original: Function) -> Function:
             return Reason.MATMUL_OPERANDS
         return fused.of_state(A, B, quant_state, bias, out, transposed)
 
-    return tried_first(original, fused.fallbacks, multiply, gate=switch.gates["matmul"])
+    return replacement_of(target, original, fused.fallbacks, multiply, is_body=True)
 
 
 @multiplied_first

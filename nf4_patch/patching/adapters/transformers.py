@@ -17,14 +17,13 @@ import torch
 from torch.nn.utils import parametrize
 
 from ..cache.store import cache
-from ..context import is_compiling
 from ..counters import warn_once
 from ..dequantizer import Dequantizer
 from ..experts import forward
 from ..experts.product import View, is_kept_packed, pending
 from ..experts.read import stacks_of
 from ..reasons import Reason
-from ..replacement import Function
+from ..replacement import Function, replacement_of
 from ..switch import switch
 from ..targets import Target
 
@@ -67,8 +66,7 @@ def on_view(
         transformers: its forward, where ``original`` is another library's and cannot run on a view.
         kind: makes the view.
     """
-    dequantizer, gate, of_row = Dequantizer(target.name), switch.gates["experts"], switch.gates[target.only]
-    attempt: Any = dequantizer.fallbacks.attempt
+    dequantizer, gate = Dequantizer(target.name), switch.gates["experts"]
     transformers = transformers or original
 
     def prepare(module: Any) -> View | Reason:
@@ -89,16 +87,14 @@ def on_view(
             del pending.lora[id(module), name]
         return kind(module, stacks, lora)
 
-    @functools.wraps(original)
-    def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if of_row.on and not is_compiling():
-            view = attempt(prepare, self)
-            if type(view) is not Reason:
-                ours = whole and gate.on and attempt(forward.why_not, self, *args, **kwargs) is None
-                return (forward.forward if ours else transformers)(view, *args, **kwargs)
-        return original(self, *args, **kwargs)
+    def attempt(self: Any, *args: Any, **kwargs: Any) -> Any:
+        view = prepare(self)
+        if isinstance(view, Reason):
+            return view
+        ours = whole and gate.on and dequantizer.fallbacks.attempt(forward.why_not, self, *args, **kwargs) is None
+        return (functools.partial(forward.forward if ours else transformers, view, *args, **kwargs),)
 
-    return experts_forward
+    return replacement_of(target, original, dequantizer.fallbacks, attempt)
 
 
 # Of ``grouped_mm_experts_forward``, which saves the dense stacks for the backward.

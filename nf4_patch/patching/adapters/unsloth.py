@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any
 
@@ -11,38 +10,33 @@ import torch
 from ..cache.pinned import Layers, dense_of
 from ..cache.reads import inside
 from ..cache.store import cache
+from ..context import is_compiling
 from ..counters import warn_once
-from ..dequantizer import Dequantizer
+from ..dequantizer import served
 from ..fused_matmul import FusedMatmul, multiplied_first
 from ..reasons import Reason
-from ..replacement import Function, tried_first
+from ..replacement import Function, instead, replacement_of
 from ..switch import switch
 from ..targets import Target
 
 
 def fast_dequantize(target: Target, original: Function) -> Function:
     """For ``fast_dequantize`` and ``_fast_dequantize_bnb``."""
-    dequantizer = Dequantizer(target.name)
-    run = dequantizer.of_state
     own = target.own_kernel
 
-    def keeps_its_own(compiling: bool) -> bool:
-        return own is not None and own.in_use(target.module) and (compiling or own.keeps_eager_calls())
-
-    def attempt(W, quant_state=None, out=None, use_global_buffer=False, **kwargs) -> torch.Tensor | Reason:
+    def adapter(serve, W, quant_state=None, out=None, use_global_buffer=False, **kwargs) -> Any:
         # transposed: for its backward, and only there
-        only_read = use_global_buffer or inside.unsloth or (quant_state is not None and W.shape[0] == 1)
-        if keeps_its_own(False) and not (only_read and cache.on):
-            return Reason.DEFERRED
-        return run(W, quant_state, out, use_global_buffer, only_read)
-
-    def trace(W, quant_state=None, out=None, use_global_buffer=False, **kwargs) -> torch.Tensor | Reason:
-        dense = dense_of(W, quant_state) if out is None else None
-        if dense is not None:
+        only_read = use_global_buffer or (quant_state is not None and W.shape[0] == 1)
+        if is_compiling() and out is None and (dense := dense_of(W, quant_state)) is not None:
             return dense
-        return Reason.DEFERRED if keeps_its_own(True) else dequantizer.trace(W, quant_state, out)
+        if own is not None and own.in_use(target.module):
+            is_cached = not is_compiling() and cache.on and (only_read or inside.unsloth)
+            if not is_cached and (is_compiling() or own.keeps_eager_calls()):
+                return Reason.DEFERRED
+        return serve(W, quant_state, out, use_global_buffer, only_read)
 
-    return tried_first(original, dequantizer.fallbacks, attempt, trace)
+    replacement: Function = served(adapter)(target, original)
+    return replacement
 
 
 def compiled_layers(target: Target, original: Function) -> Function:
@@ -54,11 +48,9 @@ def compiled_layers(target: Target, original: Function) -> Function:
         entries[cls] = cls.forward, layers.entered(cls.forward)
         cls.forward = entries[cls][1]
 
-    @functools.wraps(original)
     def wrap(cls, *args, **kwargs) -> None:
         original(cls, *args, **kwargs)
-        if gate.on:
-            enter(cls)
+        enter(cls)
 
     def follow(config) -> None:
         """The classes of models that were loaded before the cache was switched on; and all are as they were, once it is off."""
@@ -80,7 +72,7 @@ def compiled_layers(target: Target, original: Function) -> Function:
 
     gate = switch.gates["cache"]
     switch.follow(follow)
-    return wrap
+    return replacement_of(target, original, layers.dequantizer.fallbacks, instead(wrap))
 
 
 @multiplied_first

@@ -6,7 +6,6 @@ product (see product.py). What peft writes into files, and how it finds and name
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,17 +15,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils import parametrize
 
-from ..context import is_compiling
 from ..placement import is_ours
-from ..replacement import Function, around
-from ..switch import switch
+from ..replacement import Fallbacks, Function, around, instead, replacement_of
 from ..targets import Target
 from .product import Lora, pending
 from .read import packed_chains
 
 SERVED = ("grouped_mm", "batched_mm")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-gate = switch.gates["experts"]
 RANKS = 8  # PyTorch's grouped_mm takes rows of whole 16 bytes
 
 
@@ -99,15 +95,7 @@ def forward(target: Target, original: Function) -> Function:
             f"with experts_implementation {implementation_of(experts)!r}: please report it, with what nf4_patch.status() says"
         )
 
-    eagerly = torch._dynamo.disable(run)
-
-    @functools.wraps(original)
-    def replacement(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not gate.on:
-            return original(self, x, *args, **kwargs)
-        return (eagerly if is_compiling() else run)(self, x, *args, **kwargs)
-
-    return replacement
+    return replacement_of(target, original, Fallbacks(target.name), instead(run), torch._dynamo.disable(run))
 
 
 # --- finding, merging ---

@@ -19,7 +19,7 @@ from ..dequantizer import Dequantizer
 from ..experts.read import HOOKS_ON_ALL, is_called_otherwise
 from ..quant_state import weight_of
 from ..reasons import Reason
-from ..replacement import Function
+from ..replacement import Function, replacement_of
 from ..switch import switch
 from ..targets import Target
 from .function import Adapter, Factors, LoraProduct, WideFactors, cast
@@ -134,7 +134,7 @@ context.keep_dynamo_out(run)
 
 def linear(target: Target, original: Function) -> Function:
     """For ``peft.tuners.lora.bnb.Linear4bit.forward``. What torch.compile traces stays peft's, which Inductor fuses."""
-    dequantizer, gate = Dequantizer(target.name), switch.gates["lora"]
+    dequantizer = Dequantizer(target.name)
     attempt: Any = dequantizer.fallbacks.attempt
 
     def decode(packed: Any, state: Any, dtype: torch.dtype) -> Tensor | Reason:
@@ -152,7 +152,7 @@ def linear(target: Target, original: Function) -> Function:
         return whole.to(dtype)
 
     def prepare(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """The arguments of ``run``, or the Reason why the layer runs as peft's. It must say the same in a recompute."""
+        """``run`` and its arguments, or the Reason why the layer runs as peft's. It must say the same in a recompute."""
         adapters, base = adapters_of(self, x, args, kwargs), self.base_layer
         if isinstance(adapters, Reason):
             return adapters
@@ -177,17 +177,9 @@ def linear(target: Target, original: Function) -> Function:
         for reason, holds in refused:
             if holds:
                 return reason
-        return base, adapters, x, dtype, functools.partial(dense, packed, state, dtype), shape[0]
+        if cache.auto is not None:
+            cache.auto.observe(x)
+        # hooks on saved tensors run there, by which a checkpoint ends its recompute
+        return run, base, adapters, x, dtype, functools.partial(dense, packed, state, dtype), shape[0]
 
-    @functools.wraps(original)
-    def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if not context.is_compiling() and gate.on:
-            prepared = attempt(prepare, self, x, *args, **kwargs)
-            # not under ``attempt``: hooks on saved tensors run here, by which a checkpoint ends its recompute
-            if type(prepared) is not Reason:
-                if cache.auto is not None:
-                    cache.auto.observe(x)
-                return run(*prepared)
-        return original(self, x, *args, **kwargs)
-
-    return forward
+    return replacement_of(target, original, dequantizer.fallbacks, prepare)
