@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ...nf4.low_rank.launch import correlate, expand, project
 from ..context import backward_in_progress
-from .shared import Sums
+from .shared import PlainFunction, Sums
 
 
 def product(a: Tensor, b: Tensor, scale: float = 1, added_to: Tensor | None = None) -> Tensor:
@@ -86,7 +86,7 @@ class WideFactors(Factors):
 Adapter = tuple[type[Factors], float, bool]  # how its products are computed, scaling, whether z is x
 
 
-class LoraProduct(torch.autograd.Function):
+class LoraProduct(PlainFunction):
     """y + the sum of scaling * z @ A.T @ B.T over the adapters, [rows, out], with the gradients of that plus x @ dense().T."""
 
     @staticmethod

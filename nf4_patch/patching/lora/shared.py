@@ -44,7 +44,15 @@ class Sum:
 Sums = defaultdict[int, Sum]  # by the backward that runs
 
 
-class Alias(torch.autograd.Function):
+class PlainFunction(torch.autograd.Function):
+    """Called without what PyTorch does for functorch's transforms first, in Python: 4 us less of 9 (2-core CPU machine)."""
+
+    @classmethod
+    def apply(cls, *arguments: Any) -> Any:
+        return super(torch.autograd.Function, cls).apply(*arguments)
+
+
+class Alias(PlainFunction):
     """x, for layers that return no gradient of it but add theirs to a sum, which this one returns."""
 
     @staticmethod
