@@ -49,7 +49,7 @@ class PlainFunction(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *arguments: Any) -> Any:
-        return super(torch.autograd.Function, cls).apply(*arguments)
+        return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
 
 
 class Alias(PlainFunction):
