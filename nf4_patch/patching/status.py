@@ -66,7 +66,9 @@ class OffloadStatus:
     late: int = 0  # fetches that began only when the experts were read
 
     def __str__(self) -> str:
-        sizes = f"{size_in_words(self.resident)} of packed experts on the GPU, {size_in_words(self.in_host)} in host memory"
+        sizes = (
+            f"{size_in_words(self.resident)} of packed experts on the GPU, {size_in_words(self.in_host)} in host memory"
+        )
         return f"{sizes}; {self.fetches} fetches, {self.late} not ahead"
 
 
@@ -191,7 +193,16 @@ def status() -> Status:
         shapes[key] = shapes.get(key, 0) + counter.hits
         addresses.setdefault(key, set()).update(counter.addresses)
     weights = {key: len(known) for key, known in addresses.items() if known}
-    return Status(switch.on, tuple(targets), shapes, tuple(counters.errors), cache_status(), weights, offload_status(), keeps_off())
+    return Status(
+        switch.on,
+        tuple(targets),
+        shapes,
+        tuple(counters.errors),
+        cache_status(),
+        weights,
+        offload_status(),
+        keeps_off(),
+    )
 
 
 def cache_status() -> CacheStatus:

@@ -205,6 +205,7 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
             state_dict[key] = Mxfp4(state_dict.pop(blocks), state_dict.pop(f"{key}_scales"), devices[name])
     own_names = [name for name, _ in model.named_parameters()]
     info, disk_offload_index = original(model, state_dict, load_config, disk_offload_index)
+    offload.units_of(model)
     for name, parameter in packed.items():
         path, _, stack = name.rpartition(".")
         setattr(model.get_submodule(path), stack, parameter)

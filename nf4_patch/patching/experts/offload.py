@@ -25,7 +25,7 @@ from ..cache.store import cache, is_captured
 from ..context import modes_active, transforms_active
 from ..dequantizer import Dequantizer
 from ..locks import new_lock
-from ..quant_state import weight_of
+from ..quant_state import new, weight_of
 from ..reasons import Reason
 from ..status import OffloadStatus
 from ..switch import switch
@@ -94,7 +94,7 @@ class Block:
                 f"{size_in_words(held)} that are: {failure}. Free memory of the host, raise its limit for pinned memory "
                 '(ulimit -l; docker run --ulimit memlock=-1), or leave more on the GPU, with a larger offload="...GiB"'
             )
-        weakref.finalize(self, forget, self.host, self.device, os.getpid()).atexit = False
+        weakref.finalize(self, forget, cuda, self.host, self.device, os.getpid()).atexit = False
         self.host.copy_(tensor.reshape(-1).view(torch.uint8))
         self.__cuda_array_interface__ = {
             "shape": (self.host.nbytes,), "typestr": "|u1", "data": (self.host.data_ptr(), False), "version": 2
@@ -108,7 +108,7 @@ class Block:
 blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  # by address, which is theirs alone
 
 
-def forget(host: Tensor, device: torch.device, process: int) -> None:
+def forget(cuda: Any, host: Tensor, device: torch.device, process: int) -> None:
     """A block died."""
     if os.getpid() == process:  # a forked child has no CUDA
         cuda.unregister(host, device)
@@ -205,7 +205,7 @@ class Lane:
             stream.wait_event(buffer.arrived)
             arrived = [places.get(t.data_ptr(), t) if isinstance(t, Tensor) else t for t in weight[:3]]
             try:
-                result = run(Weight(*arrived, *weight[3:]))
+                result = run(new(Weight, (*arrived, *weight[3:])))
             finally:
                 buffer.used(stream)
             following = unit.line.following(unit)
@@ -279,7 +279,8 @@ def of_state(dequantizer: Dequantizer, packed: Tensor, state: Any, only_read: bo
 
 # --- loading ---
 
-plans: weakref.WeakKeyDictionary[Any, dict[str, Unit]] = weakref.WeakKeyDictionary()  # of models that are being loaded
+# Of models that are being loaded: the units by path, or why they cannot be placed, which transformers would only log
+plans: weakref.WeakKeyDictionary[Any, dict[str, Unit] | str] = weakref.WeakKeyDictionary()
 
 
 def packed_size(elements: int, nested: bool) -> int:
@@ -302,7 +303,8 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
         device = torch.device(place)
         if cuda.serves(device):
             units.setdefault(device, Counter())[name.rpartition(".")[0]] += size
-    plans[model], budget = {}, switch.value("offload")
+    chosen: dict[str, Unit] = {}
+    plans[model], budget = chosen, switch.value("offload")
     for device, sizes in units.items():
         total, largest = sizes.total(), max(sizes.values())
         stays = budget - 2 * largest if isinstance(budget, int) else 0
@@ -311,7 +313,7 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
         if stays < 0:
             raise ConfigError(
                 f"offload={size_in_words(int(budget))!r} does not hold the two buffers on {device}, one experts module each: "
-                f"give {size_in_words(2 * largest)} or more, or \"all\", which keeps only these"
+                f'give {size_in_words(2 * largest)} or more, or "all", which keeps only these'
             )
         line, share, resident = Line(0, largest), 0.0, 0
         for path, size in sizes.items():  # spread evenly, so that copies overlap with what computes
@@ -319,19 +321,35 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
             if share >= size:
                 share, resident = share - size, resident + size
             else:
-                plans[model][path] = Unit(line)
+                chosen[path] = Unit(line)
         line.resident = resident
 
 
 def placed(model: Any, full_name: str, parameter: Any) -> Any:
     """A packed stack that carries its state, where it belongs."""
-    unit = plans.get(model, {}).get(full_name.rpartition(".")[0])
+    unit = units_of(model).get(full_name.rpartition(".")[0])
     if unit is not None:
         state = parameter.quant_state
-        parameter.data = in_host(parameter.data, unit)
-        for level in (state, state.state2) if state.nested else (state,):
-            level.absmax = in_host(level.absmax, unit)
+        try:
+            parameter.data = in_host(parameter.data, unit)
+            for level in (state, state.state2) if state.nested else (state,):
+                level.absmax = in_host(level.absmax, unit)
+        except MemoryError as error:
+            plans[model] = str(error)
+            raise
     return parameter
+
+
+def units_of(model: Any) -> dict[str, Unit]:
+    """The plan of a model that is being loaded.
+
+    Raises:
+        MemoryError: one of its stacks could not be placed.
+    """
+    units = plans.get(model, {})
+    if isinstance(units, str):
+        raise MemoryError(units)
+    return units
 
 
 # --- what is said ---
