@@ -346,6 +346,7 @@ def finish(original, self, model, **kwargs) -> Any:
             if state is not None:
                 library.replace_parameter_4bit_prequantized(module, name, state.as_dict(packed=True), parameter.device)
                 parameter.quant_state = module.parametrizations[name][0].quant_state
+                offload.settled(parameter)
         end_caching(module)
         kind = parametrize.type_before_parametrizations(module).__name__
         for name, parameter in module._parameters.items() if "Expert" in kind else ():

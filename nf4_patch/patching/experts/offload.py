@@ -352,6 +352,13 @@ def units_of(model: Any) -> dict[str, Unit]:
     return units
 
 
+def settled(parameter: Any) -> None:
+    """A packed stack is in its module, and has the version from which on it counts what is written."""
+    block = blocks.get(parameter.data_ptr())
+    if block is not None:
+        block.version = parameter._version
+
+
 # --- what is said ---
 
 
