@@ -79,15 +79,15 @@ VARIABLES = (
         option=True, on="4bit",
     ),
     Variable(
+        "NF4_PATCH_LORA", ("off", "fused"), "off",
+        "fused: peft's LoRA on 4-bit linear layers as one function. Off by default: as accurate, but not the same bits as peft's.",
+        option=True, on="fused",
+    ),
+    Variable(
         "NF4_PATCH_OFFLOAD", ("off", "all"), "off",
         "Packed experts wait in host memory and are fetched ahead, with the same bits. A size: so much of them, and of what is in "
         "flight, stays on every GPU; all: only what is in flight. For models that are loaded from then on, with experts=4bit.",
         size=True, option=True, on="6GiB",
-    ),
-    Variable(
-        "NF4_PATCH_LORA", ("off", "fused"), "off",
-        "fused: peft's LoRA on 4-bit linear layers as one function. Off by default: as accurate, but not the same bits as peft's.",
-        option=True, on="fused",
     ),
 )  # fmt: skip
 OPTIONS = {variable.argument: variable for variable in VARIABLES if variable.on}
@@ -197,11 +197,6 @@ class Config:
             if given is None:
                 name, given = variable.name, environ.get(variable.name, "")
             values[variable.name] = value_of(variable, name, given)
-        if values["NF4_PATCH_OFFLOAD"] != "off" and values["NF4_PATCH_EXPERTS"] == "off":
-            raise ConfigError(
-                'offload is for packed experts, and experts is "off": give experts="4bit" (NF4_PATCH_EXPERTS=4bit) too, or '
-                'offload="off"'
-            )
         folder = environ.get("XDG_CACHE_HOME") or "~/.cache"
         named = values["NF4_PATCH_CALIBRATION"]
         file = {"auto": f"{folder}/nf4_patch/calibration.json", "off": ""}.get(named, named)

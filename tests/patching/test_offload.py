@@ -28,7 +28,7 @@ from tiny_experts import (
 )
 
 import nf4_patch
-from nf4_patch.config import Config, ConfigError
+from nf4_patch.config import ConfigError
 from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.experts import offload
@@ -245,12 +245,10 @@ def test_packed_size_is_what_is_packed(folder, gpu, patched):
                 assert offload.packed_size(elements, nested) == sum(t.nbytes for t in tensors_of(chain))
 
 
-def test_it_needs_packed_experts():
-    for environ, options in (({}, {"offload": "all"}), ({"NF4_PATCH_OFFLOAD": "1GiB"}, {})):
-        with pytest.raises(ConfigError, match="experts"):
-            Config.read(environ, **options)
-    assert Config.read({"NF4_PATCH_OFFLOAD": "1GiB", "NF4_PATCH_EXPERTS": "4bit"}).options["offload"] == 2**30
-    assert Config.read({"NF4_PATCH_OFFLOAD": "0", "NF4_PATCH_EXPERTS": "off"}).options["offload"] == "off"
+def test_it_needs_packed_experts(folder, gpu, patched):
+    patched.enable(experts="off", offload="all")
+    with pytest.raises(ValueError, match="experts is off"):
+        loaded(folder, quantization_config=in_4bit())
 
 
 # --- memory ---

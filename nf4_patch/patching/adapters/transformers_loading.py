@@ -181,6 +181,8 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
             f"{load_config.pretrained_model_name_or_path} holds experts that are packed in 4 bits ({min(saved)} and "
             f"{len(saved) - 1} more). To load them, call {ENABLE} before, or set NF4_PATCH_EXPERTS=4bit"
         )
+    if stacks and not on and offload.gate.on:
+        raise ValueError(f"offload is on, and experts is off: nothing would be packed or offloaded. Call {ENABLE} too")
     if not on or not isinstance(load_config.hf_quantizer, Bnb4BitHfQuantizer):
         return original(model, state_dict, load_config, disk_offload_index)
     devices = device_of_stacks(model, load_config)
