@@ -49,7 +49,7 @@ def test_lora_in_one_function(script, launcher, checkpoint, tmp_path):
     (row,) = (row for row in on["nf4_patch"]["targets"] if row["name"] == "peft.tuners.lora.bnb.Linear4bit.forward")
     assert row["hits"] >= 30 * LINEARS * 2 and not row["fallbacks"]
     assert on["losses"][:8] == pytest.approx(off["losses"][:8], rel=2**-8)
-    assert on["losses"][-1] == pytest.approx(off["losses"][-1], rel=0.05) and on["adapter"] != off["adapter"]
+    assert on["losses"][-1] == pytest.approx(off["losses"][-1], rel=0.05)
 
 
 def test_demo(tmp_path):

