@@ -14,29 +14,28 @@ import torch
 pytest.importorskip("transformers.core_model_loading", reason="transformers before 5")
 
 from host_memory import Cuda
-from tiny_experts import (
-    CHECKPOINTING,
-    STACKS,
-    adapters_of,
-    experts_of,
-    ids_of,
-    in_4bit,
-    loaded,
-    random_model,
-    saved,
-    with_lora,
+from offloaded import (
+    blocks_of,
+    counts,
+    dense,
+    logits,
+    model_of,
+    read_again,
+    same_steps,
+    sizes_of,
+    tensors_of,
+    train,
 )
+from tiny_experts import CHECKPOINTING, STACKS, experts_of, ids_of, in_4bit, loaded, random_model, saved, with_lora
 
 import nf4_patch
 from nf4_patch.config import ConfigError
 from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.experts import offload
-from nf4_patch.patching.experts.read import stacks_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; on a GPU: gpu/test_offload_gpu.py")
-LAYERS = 4
-STEPS = 3
+LAYERS, STEPS = 4, 3
 
 
 @pytest.fixture(scope="module")
@@ -50,51 +49,11 @@ def folder(tmp_path_factory):
 def gpu(monkeypatch):
     gc.collect()
     monkeypatch.setattr(offload, "cuda", Cuda())
-    for counts in (offload.fetches, offload.late):
-        counts.clear()
+    offload.fetches.clear()
+    offload.late.clear()
     yield offload.cuda
     nf4_patch.disable()
     gc.collect()
-
-
-def model_of(folder, patched, where="all", **options):
-    patched.enable(experts="4bit", offload=where)
-    return loaded(folder, quantization_config=in_4bit(**options))
-
-
-def blocks_of(model):
-    """Whether each stack is in host memory, by layer and name."""
-    return {
-        (layer, name): offload.blocks.get(module.parametrizations[name].original.data_ptr())
-        for layer, module in enumerate(experts_of(model))
-        for name in STACKS
-    }
-
-
-def train(model, steps=STEPS, checkpointing=None):
-    """Losses, and the adapters afterwards."""
-    model.train()
-    if checkpointing is not None:
-        model.enable_input_require_grads()
-        model.gradient_checkpointing_enable(checkpointing)
-    optimizer = torch.optim.AdamW(adapters_of(model).values(), lr=1e-2)
-    losses = []
-    for _ in range(steps):
-        loss = model(input_ids=ids_of(), labels=ids_of()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses), [value.detach() for value in adapters_of(model).values()]
-
-
-def same(ours, others):
-    return torch.equal(ours[0], others[0]) and all(map(torch.equal, ours[1], others[1]))
-
-
-def counts():
-    (found,) = nf4_patch.status().offload.values()
-    return found
 
 
 # --- the numbers ---
@@ -103,12 +62,12 @@ def counts():
 @pytest.mark.parametrize("way", CHECKPOINTING)
 @pytest.mark.parametrize("nested", [True, False])
 def test_steps_are_those_of_the_resident_model(folder, gpu, patched, way, nested):
-    want = train(with_lora(model_of(folder, patched, "off", nested=nested)), checkpointing=CHECKPOINTING[way])
+    want = train(with_lora(model_of(folder, "off", nested=nested)), checkpointing=CHECKPOINTING[way])
     assert not gpu.pinned
-    model = with_lora(model_of(folder, patched, nested=nested))
+    model = with_lora(model_of(folder, nested=nested))
     assert all(blocks_of(model).values()) and len(gpu.pinned) == LAYERS * 2 * (3 if nested else 2)
     got = train(model, checkpointing=CHECKPOINTING[way])
-    assert same(got, want) and want[0][0] != want[0][-1]
+    assert same_steps(got, want) and want[0][0] != want[0][-1]
     # forward and back, and the two layers at the turns stay: from the second step on all are ahead
     assert counts().fetches >= STEPS * 2 * (LAYERS - 2)
     assert counts().fetches <= STEPS * 2 * LAYERS
@@ -118,7 +77,7 @@ def test_steps_are_those_of_the_resident_model(folder, gpu, patched, way, nested
 
 
 def test_a_layer_is_fetched_once_for_recompute_and_backward(folder, gpu, patched):
-    model = with_lora(model_of(folder, patched))
+    model = with_lora(model_of(folder))
     train(model, checkpointing=CHECKPOINTING["recomputed"])
     gpu.copies.clear()
     train(model, steps=1)
@@ -128,8 +87,8 @@ def test_a_layer_is_fetched_once_for_recompute_and_backward(folder, gpu, patched
 
 def test_generation_evaluation_and_a_skipped_layer(folder, gpu, patched):
     with torch.no_grad():
-        wanted = [model_of(folder, patched, "off").eval().generate(ids_of(6), max_new_tokens=4, do_sample=False)]
-        model = model_of(folder, patched).eval()
+        wanted = [model_of(folder, "off").eval().generate(ids_of(6), max_new_tokens=4, do_sample=False)]
+        model = model_of(folder).eval()
         assert torch.equal(model.generate(ids_of(6), max_new_tokens=4, do_sample=False), wanted[0])
         for layers in ([0, 1, 2, 3], [0, 2, 3], [3, 1], [0, 1, 2, 3], [2, 2, 0]):
             for layer in layers:
@@ -139,13 +98,9 @@ def test_generation_evaluation_and_a_skipped_layer(folder, gpu, patched):
                     assert torch.equal(stack, getattr(module, name))
 
 
-def dense(module, name, only_read=False):
-    return stacks_of(module, Dequantizer("test"), only_read)[name].dense()
-
-
 def test_merging_is_seen(folder, gpu, patched):
     """Written in host memory, whatever has arrived before; and taken out again."""
-    resident, model = (with_lora(model_of(folder, patched, where)) for where in ("off", "all"))
+    resident, model = (with_lora(model_of(folder, where)) for where in ("off", "all"))
     for each in (resident, model):
         train(each, steps=1)
     before = logits(resident)
@@ -160,13 +115,8 @@ def test_merging_is_seen(folder, gpu, patched):
     assert all(blocks_of(model).values())
 
 
-def logits(model):
-    with torch.no_grad():
-        return model.train()(input_ids=ids_of()).logits
-
-
 def test_written_in_place_after_it_has_arrived(folder, gpu, patched):
-    model = model_of(folder, patched)
+    model = model_of(folder)
     module = experts_of(model)[0]
     dense(module, STACKS[0])
     with torch.no_grad():
@@ -178,7 +128,7 @@ def test_written_in_place_after_it_has_arrived(folder, gpu, patched):
 
 
 def test_state_dict_copy_save_and_read_again(folder, gpu, patched, tmp_path):
-    resident, model = (model_of(folder, patched, where) for where in ("off", "all"))
+    resident, model = (model_of(folder, where) for where in ("off", "all"))
     ours, theirs = model.state_dict(), resident.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(
@@ -189,7 +139,7 @@ def test_state_dict_copy_save_and_read_again(folder, gpu, patched, tmp_path):
     assert not any(blocks_of(copied).values())
     assert torch.equal(logits(copied), want)
     model.save_pretrained(tmp_path)
-    again = loaded(tmp_path)
+    again = read_again(tmp_path)
     assert all(blocks_of(again).values())
     assert torch.equal(logits(again), want)
 
@@ -197,30 +147,18 @@ def test_state_dict_copy_save_and_read_again(folder, gpu, patched, tmp_path):
 # --- the budget ---
 
 
-def sizes_of(model):
-    return [
-        sum(t.nbytes for name in STACKS for t in tensors_of(module.parametrizations[name]))
-        for module in experts_of(model)
-    ]
-
-
-def tensors_of(chain):
-    state = chain[0].quant_state
-    return chain.original, state.absmax, *([state.state2.absmax] if state.nested else [])
-
-
 @pytest.mark.parametrize(
     ("layers", "short", "resident"), [(2, 0, []), (3, 0, [3]), (4, 1, [2])], ids=["buffers", "one more", "a byte short"]
 )
 def test_a_budget_is_spread_over_the_layers(folder, gpu, patched, layers, short, resident):
     """Sizes of whole experts modules; four layers would fit as they are, without buffers."""
-    (size,) = set(sizes_of(model_of(folder, patched, "off")))
+    (size,) = set(sizes_of(model_of(folder, "off")))
     budget = layers * size - short
-    want = train(with_lora(model_of(folder, patched, "off")))
-    model = model_of(folder, patched, f"{budget}B")
+    want = train(with_lora(model_of(folder, "off")))
+    model = model_of(folder, f"{budget}B")
     inside = [layer for (layer, name), block in blocks_of(model).items() if block is None and name == STACKS[0]]
     assert inside == resident
-    assert same(train(with_lora(model)), want)
+    assert same_steps(train(with_lora(model)), want)
     assert counts().resident == len(resident) * size
     assert sum(gpu.pinned.values()) == counts().in_host == (LAYERS - len(resident)) * size
     (lane,) = offload.lanes.values()
@@ -228,16 +166,16 @@ def test_a_budget_is_spread_over_the_layers(folder, gpu, patched, layers, short,
 
 
 def test_a_budget_that_holds_all_and_one_that_holds_no_buffers(folder, gpu, patched):
-    (size,) = set(sizes_of(model_of(folder, patched, "off")))
-    assert not any(blocks_of(model_of(folder, patched, f"{LAYERS * size}B")).values())
+    (size,) = set(sizes_of(model_of(folder, "off")))
+    assert not any(blocks_of(model_of(folder, f"{LAYERS * size}B")).values())
     with pytest.raises(ConfigError, match="does not hold the two buffers"):
-        model_of(folder, patched, f"{2 * size - 1}B")
+        model_of(folder, f"{2 * size - 1}B")
     assert not gpu.pinned
 
 
 def test_packed_size_is_what_is_packed(folder, gpu, patched):
     for nested in (True, False):
-        model = model_of(folder, patched, "off", nested=nested)
+        model = model_of(folder, "off", nested=nested)
         for module in experts_of(model):
             for name in STACKS:
                 chain = module.parametrizations[name]
@@ -257,13 +195,13 @@ def test_it_needs_packed_experts(folder, gpu, patched):
 def test_host_memory_that_cannot_be_pinned(folder, gpu, patched):
     gpu.limit = 150_000
     with pytest.raises(MemoryError, match=r"KiB|MiB|KB.*could not be pinned.*cudaErrorMemoryAllocation"):
-        model_of(folder, patched)
+        model_of(folder)
     gc.collect()
     assert not gpu.pinned and not offload.blocks
 
 
 def test_nothing_is_left_after_the_model(folder, gpu, patched):
-    model = with_lora(model_of(folder, patched))
+    model = with_lora(model_of(folder))
     train(model, steps=1)
     assert gpu.pinned and offload.lanes
     del model
@@ -272,7 +210,7 @@ def test_nothing_is_left_after_the_model(folder, gpu, patched):
 
 
 def test_a_tensor_of_it_outlives_the_model(folder, gpu, patched):
-    model = model_of(folder, patched)
+    model = model_of(folder)
     kept = next(tensor for key, tensor in model.state_dict().items() if key.endswith("experts.down_proj"))
     copied = kept.clone()
     del model
@@ -281,7 +219,7 @@ def test_a_tensor_of_it_outlives_the_model(folder, gpu, patched):
 
 
 def test_switched_off_it_is_read_where_it_lies(folder, gpu, patched):
-    model = model_of(folder, patched)
+    model = model_of(folder)
     want = logits(model)
     assert offload.lanes
     patched.enable(offload="off")
@@ -293,7 +231,7 @@ def test_switched_off_it_is_read_where_it_lies(folder, gpu, patched):
 
 
 def test_inside_a_capture_nothing_is_fetched(folder, gpu, patched):
-    model = model_of(folder, patched)
+    model = model_of(folder)
     want = logits(model)
     before = dict(offload.fetches)
     gpu.captured = True
@@ -304,10 +242,10 @@ def test_inside_a_capture_nothing_is_fetched(folder, gpu, patched):
 
 
 def test_a_cached_stack_is_not_fetched(folder, gpu, patched):
-    want = train(with_lora(model_of(folder, patched, "off")))
+    want = train(with_lora(model_of(folder, "off")))
     patched.enable(cache="1GiB")
-    model = with_lora(model_of(folder, patched))
-    assert same(train(model), want)
+    model = with_lora(model_of(folder))
+    assert same_steps(train(model), want)
     hits, before = cache.hits, dict(offload.fetches)
     train(model, steps=1)
     assert cache.hits - hits >= 2 * LAYERS and dict(offload.fetches) == before
@@ -315,8 +253,8 @@ def test_a_cached_stack_is_not_fetched(folder, gpu, patched):
 
 
 def test_two_models_in_turn_and_in_two_threads(folder, gpu, patched, monkeypatch):
-    want = logits(model_of(folder, patched, "off"))
-    models = [model_of(folder, patched) for _ in range(2)]
+    want = logits(model_of(folder, "off"))
+    models = [model_of(folder) for _ in range(2)]
     for model in models * 2:
         assert torch.equal(logits(model), want)
     found, barrier, lock, interpret = [], threading.Barrier(2), threading.Lock(), Dequantizer.interpret
@@ -342,7 +280,7 @@ def test_two_models_in_turn_and_in_two_threads(folder, gpu, patched, monkeypatch
 
 @pytest.mark.parametrize("where", ["copy", "current_stream"])
 def test_an_interrupt_leaves_nothing_wrong(folder, gpu, patched, monkeypatch, where):
-    model = with_lora(model_of(folder, patched))
+    model = with_lora(model_of(folder))
     want = train(copy.deepcopy(model), steps=1)
     original, calls = getattr(gpu, where), []
 
@@ -354,15 +292,13 @@ def test_an_interrupt_leaves_nothing_wrong(folder, gpu, patched, monkeypatch, wh
 
     setattr(gpu, where, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        for module in experts_of(model):
-            for name in STACKS:
-                dense(module, name)
+        logits(model)
     assert len(calls) == 4
-    assert same(train(model, steps=1), want)
+    assert same_steps(train(model, steps=1), want)
 
 
 def test_what_the_report_says(folder, gpu, patched):
-    model = model_of(folder, patched)
+    model = model_of(folder)
     logits(model)
     assert "of packed experts on the GPU" in str(nf4_patch.status()) and "not ahead" in str(nf4_patch.status())
     assert nf4_patch.status().as_dict()["offload"]["cpu"]["fetches"] == LAYERS

@@ -7,6 +7,7 @@ the experts of one layer compute, those of the next are copied into a buffer on 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
@@ -53,7 +54,11 @@ class Cuda:
         """Pin memory and map it into the address space of every GPU. What went wrong, or ""."""
         with torch.cuda.device(device):  # which PyTorch then takes for the memory's
             code = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, PORTABLE_AND_MAPPED)
-        return "" if int(code) == 0 else str(code)
+        if not int(code):
+            return ""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=device)  # or the next kernel of this process would raise what CUDA remembers
+        return str(torch.cuda.cudart().cudaGetErrorString(code))
 
     def unregister(self, host: Tensor, device: torch.device) -> None:
         torch.cuda.synchronize(device)  # a kernel may still read it
