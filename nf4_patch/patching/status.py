@@ -58,18 +58,16 @@ class CacheStatus:
 
 @dataclass(frozen=True)
 class OffloadStatus:
-    """Of one GPU, while a model has packed experts in host memory."""
+    """Of one GPU, and of the models that have packed experts in host memory."""
 
-    resident: int = 0  # bytes of the packed experts of such models that stay on the GPU
-    in_host: int = 0  # bytes
+    resident: int = 0  # bytes of packed experts on the GPU, what is in flight included
+    in_host: int = 0  # bytes of packed experts
     fetches: int = 0  # of experts modules
     late: int = 0  # fetches that began only when the experts were read
 
     def __str__(self) -> str:
-        sizes = (
-            f"{size_in_words(self.resident)} of packed experts on the GPU, {size_in_words(self.in_host)} in host memory"
-        )
-        return f"{sizes}; {self.fetches} fetches, {self.late} not ahead"
+        resident, in_host = size_in_words(self.resident), size_in_words(self.in_host)
+        return f"{in_host} of packed experts in host memory, {resident} here; {self.fetches} fetches, {self.late} not ahead"
 
 
 @dataclass(frozen=True)
@@ -193,16 +191,8 @@ def status() -> Status:
         shapes[key] = shapes.get(key, 0) + counter.hits
         addresses.setdefault(key, set()).update(counter.addresses)
     weights = {key: len(known) for key, known in addresses.items() if known}
-    return Status(
-        switch.on,
-        tuple(targets),
-        shapes,
-        tuple(counters.errors),
-        cache_status(),
-        weights,
-        offload_status(),
-        keeps_off(),
-    )
+    errors, offload = tuple(counters.errors), offload_status()
+    return Status(switch.on, tuple(targets), shapes, errors, cache_status(), weights, offload, keeps_off())
 
 
 def cache_status() -> CacheStatus:

@@ -55,11 +55,10 @@ def folders(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def nothing_is_left(patched):
     gc.collect()
-    offload.fetches.clear()
-    offload.late.clear()
+    offload.lanes.clear()
     yield
     gc.collect()
-    assert not offload.blocks and not offload.lanes
+    assert not offload.blocks and not any(each.resident for each in nf4_patch.status().offload.values())
 
 
 def adapted(folder, where):
@@ -227,14 +226,14 @@ def test_nothing_is_left_after_the_model(folders, monkeypatch):
     model = adapted(folders["medium"], "all")
     train(model, steps=1, tokens=512)
     held = counts().in_host
-    assert len(offload.blocks) == 6 * 2 * 3 and offload.lanes
+    assert len(offload.blocks) == 6 * 2 * 3 and counts().resident
     assert held <= shared_memory() - shared <= held + 36 * 4096 + 2**20
     codes, cudart = [], torch.cuda.cudart()
     unregister = cudart.cudaHostUnregister
     monkeypatch.setattr(cudart, "cudaHostUnregister", lambda place: codes.append(int(unregister(place))))
     del model
     gc.collect()
-    assert not offload.blocks and not offload.lanes
+    assert not offload.blocks and not counts().resident
     assert codes == [0] * 36
     assert torch.cuda.memory_allocated() - before < 2**20
     assert shared_memory() - shared < 2**20
@@ -268,7 +267,7 @@ def test_the_peak_while_loading_is_within_the_budget(folders):
         size = sizes_of(model)[0]
         if where == "three":
             train(with_lora(model), steps=1, tokens=512)
-            assert counts().resident == size
+            assert size <= counts().resident <= 3 * size + 12 * offload.ALIGNMENT
         del model
     print({where: f"{peaks[where] / size:.2f}, held {held[where] / size:.2f} experts modules" for where in peaks})
     assert held["all"] <= held["off"] - 6 * size + 2**20 and held["three"] <= held["off"] - 5 * size + 2**20
@@ -318,7 +317,7 @@ def test_layers_on_two_gpus(folders):
     for where in ("off", "all"):
         model = with_lora(model_of(folders["medium"], where, device_map=places))
         found.append(train(model, steps=STEPS, tokens=128))
-        assert len(offload.lanes) == 2 * (where == "all")
+        assert where == "off" or len(nf4_patch.status().offload) == 2
         del model
         gc.collect()
     assert same_steps(*found)

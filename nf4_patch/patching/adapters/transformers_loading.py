@@ -187,14 +187,12 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
         return original(model, state_dict, load_config, disk_offload_index)
     devices = device_of_stacks(model, load_config)
     nested = load_config.hf_quantizer.quantization_config.bnb_4bit_use_double_quant
-    offload.plan(
-        model,
-        (
-            (name, place, offload.packed_size(stacks[name].numel(), nested and saved.get(name, {}).keys() <= {WHOLE}))
-            for name, place in devices.items()
-            if name in saved or load_config.hf_quantizer.param_needs_quantization(model, name)
-        ),
+    packed_sizes = (
+        (name, place, offload.packed_size(stacks[name].numel(), nested and saved.get(name, {}).keys() <= {WHOLE}))
+        for name, place in devices.items()
+        if name in saved or load_config.hf_quantizer.param_needs_quantization(model, name)
     )
+    offload.plan(model, packed_sizes)
     state_dict, packed = dict(state_dict), {}
     for name, parts in saved.items():
         read = functools.partial(read_packed, state_dict, device=devices[name])
@@ -348,7 +346,6 @@ def finish(original, self, model, **kwargs) -> Any:
             if state is not None:
                 library.replace_parameter_4bit_prequantized(module, name, state.as_dict(packed=True), parameter.device)
                 parameter.quant_state = module.parametrizations[name][0].quant_state
-                offload.settled(parameter)
         end_caching(module)
         kind = parametrize.type_before_parametrizations(module).__name__
         for name, parameter in module._parameters.items() if "Expert" in kind else ():

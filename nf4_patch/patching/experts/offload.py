@@ -14,7 +14,6 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -39,10 +38,8 @@ gate = switch.gates["offload"]
 class Cuda:
     """What is asked of CUDA. Tests put one of plain CPU tensors in its place."""
 
-    event: Callable[[], Any] = torch.cuda.Event
-    stream: Callable[[torch.device], Any] = torch.cuda.Stream
-    current_stream: Callable[[torch.device], Any] = staticmethod(torch.cuda.current_stream)
-    running_on: Callable[[Any], AbstractContextManager[Any]] = staticmethod(torch.cuda.stream)
+    event, stream, running_on = torch.cuda.Event, torch.cuda.Stream, staticmethod(torch.cuda.stream)
+    current_stream = staticmethod(torch.cuda.current_stream)
 
     def serves(self, device: torch.device) -> bool:
         return device.type == "cuda"
@@ -52,13 +49,14 @@ class Cuda:
 
     def register(self, host: Tensor, device: torch.device) -> str:
         """Pin memory and map it into the address space of every GPU. What went wrong, or ""."""
+        cudart = torch.cuda.cudart()
         with torch.cuda.device(device):  # which PyTorch then takes for the memory's
-            code = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, PORTABLE_AND_MAPPED)
+            code = cudart.cudaHostRegister(host.data_ptr(), host.nbytes, PORTABLE_AND_MAPPED)
         if not int(code):
             return ""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=device)  # or the next kernel of this process would raise what CUDA remembers
-        return str(torch.cuda.cudart().cudaGetErrorString(code))
+        return str(cudart.cudaGetErrorString(code))
 
     def unregister(self, host: Tensor, device: torch.device) -> None:
         torch.cuda.synchronize(device)  # a kernel may still read it
@@ -73,6 +71,17 @@ class Cuda:
 
 
 cuda: Any = Cuda()
+Proof = tuple[int, int]  # which tensor, and its version
+
+
+class Unit:
+    """The packed stacks of one experts module that are in host memory: fetched together."""
+
+    def __init__(self) -> None:
+        self.resident = 0  # bytes of other modules that stay on the GPU, where they are counted with this one
+        self.blocks: weakref.WeakSet[Block] = weakref.WeakSet()
+        # what followed when this one was read after another: forward and backward meet a layer from either side
+        self.after: weakref.WeakKeyDictionary[Unit, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
 
 
 class Block:
@@ -84,8 +93,8 @@ class Block:
         Raises:
             MemoryError: the memory is not there, or cannot be pinned.
         """
-        self.device, self.dtype, self.shape = tensor.device, tensor.dtype, tensor.shape
-        self.unit, self.version = unit, 0  # the version when it was read last
+        self.device, self.unit = tensor.device, unit
+        self.proof: Proof | None = None  # when it was read last
         try:
             # Shared, so that a fork need not copy what is pinned. PyTorch's own pinned memory is rounded up to a power of two
             self.host = torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=torch.uint8)
@@ -101,13 +110,14 @@ class Block:
             )
         weakref.finalize(self, forget, cuda, self.host, self.device, os.getpid()).atexit = False
         self.host.copy_(tensor.reshape(-1).view(torch.uint8))
-        self.__cuda_array_interface__ = {
-            "shape": (self.host.nbytes,), "typestr": "|u1", "data": (self.host.data_ptr(), False), "version": 2
-        }  # fmt: skip
+        place = {"shape": (self.host.nbytes,), "typestr": "|u1", "data": (self.host.data_ptr(), False)}
+        self.__cuda_array_interface__ = place | {"version": 2}
+        blocks[self.host.data_ptr()] = self
+        unit.blocks.add(self)
 
-    def view(self, data: Tensor) -> Tensor:
-        """Bytes as the tensor that it holds."""
-        return data.view(self.dtype).view(self.shape)
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor at its address is all of it, and counts what is written."""
+        return tensor.nbytes == self.host.nbytes and tensor.is_contiguous() and not tensor.is_inference()
 
 
 blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  # by address, which is theirs alone
@@ -118,53 +128,14 @@ def forget(cuda: Any, host: Tensor, device: torch.device, process: int) -> None:
     if os.getpid() == process:  # a forked child has no CUDA
         cuda.unregister(host, device)
         if device in lanes and all(block.device != device for block in list(blocks.values())):
-            lanes.pop(device).clear()
+            lanes[device].clear()
 
 
 def in_host(tensor: Tensor, unit: Unit) -> Tensor:
     """The same tensor, in host memory."""
-    block = Block(tensor, unit)
-    blocks[block.host.data_ptr()] = block
-    unit.blocks.add(block)
-    result: Tensor = cuda.mapped(block)
+    result: Tensor = cuda.mapped(block := Block(tensor, unit))
     assert result.data_ptr() == block.host.data_ptr(), "this GPU does not share addresses with the host"
-    return block.view(result)
-
-
-# --- what follows what ---
-
-
-class Line:
-    """The units of one model on one GPU, and in which order it reads them."""
-
-    def __init__(self, resident: int, largest: int):
-        self.resident, self.largest = resident, largest  # bytes that stay on the GPU; bytes of a buffer
-        self.now: Callable[[], Unit | None] = lambda: None
-        self.before = -1  # the number of the unit that was read before the one that is read now
-
-    def following(self, unit: Unit) -> Unit | None:
-        """The unit that followed when this one was read after the same one as now; None where it is not known, or asked again.
-
-        Forward and backward meet a layer from either side, so that both know where they go.
-        """
-        known = self.now()
-        if known is unit:
-            return None
-        if known is not None:
-            known.after[self.before] = weakref.ref(unit)
-        self.before, self.now = -1 if known is None else known.number, weakref.ref(unit)
-        return unit.after.get(self.before, lambda: None)()
-
-
-class Unit:
-    """The packed stacks of one experts module that are in host memory: fetched together."""
-
-    numbers = itertools.count()
-
-    def __init__(self, line: Line):
-        self.line, self.number = line, next(self.numbers)
-        self.blocks: weakref.WeakSet[Block] = weakref.WeakSet()
-        self.after: dict[int, Callable[[], Unit | None]] = {}  # by the number of the unit before
+    return result.view(tensor.dtype).view(tensor.shape)
 
 
 # --- fetching ---
@@ -175,107 +146,121 @@ class Buffer:
 
     def __init__(self) -> None:
         self.memory = torch.empty(0)
-        self.unit: Callable[[], Unit | None] = lambda: None
-        self.places: dict[int, Tensor] = {}  # by address in host memory
-        self.versions: dict[int, int] = {}
+        self.unit: Unit | None = None
+        self.places: dict[int, tuple[Tensor, Proof | None]] = {}  # by address in host memory
         self.arrived = cuda.event()
         self.uses: dict[Any, Any] = {}  # the event after the latest use, by stream
 
     def used(self, stream: Any) -> None:
-        event = self.uses.setdefault(stream, cuda.event())
-        event.record(stream)
+        self.uses.setdefault(stream, cuda.event()).record(stream)
+
+    def proof(self, address: int) -> Proof | None:
+        return self.places[address][1] if address in self.places else None
+
+    def free(self, copies: Any) -> None:
+        """Once nothing uses it any more."""
+        self.unit = None
+        copies.synchronize()
+        for use in self.uses.values():
+            use.synchronize()
+        self.memory, self.places = torch.empty(0), {}
 
 
 class Lane:
-    """Two buffers and the stream of copies of one GPU."""
+    """Two buffers and the stream of copies of one GPU, and in which order units are read there."""
 
     def __init__(self, device: torch.device):
         self.device, self.lock = device, new_lock()  # held from the wait for a copy until the decode is launched
         self.stream = cuda.stream(device)
         self.buffers = [Buffer(), Buffer()]  # the one that was read last is the first
+        self.before = self.now = Unit()
+        self.fetches = self.late = 0
 
-    def decode(self, weight: Weight, unit: Unit, run: Callable[[Weight], Any]) -> Any:
-        """What ``run`` makes of the weight where it has arrived."""
-        versions = {t.data_ptr(): t._version for t in weight.tensors() if t.data_ptr() in blocks}
+    def decode(self, weight: Weight, held: dict[int, tuple[Tensor, Block]], run: Callable[[Weight], Any]) -> Any:
+        """What ``run`` makes of the weight where it has arrived. ``held``: its tensors in host memory, by address."""
+        unit = next(iter(held.values()))[1].unit
         with self.lock:
-            buffer = next((each for each in self.buffers if each.unit() is unit), None)
-            if buffer is None or any(buffer.versions.get(place) != version for place, version in versions.items()):
-                for place, version in versions.items():
-                    blocks[place].version = version
+            proofs = {address: (id(tensor), tensor._version) for address, (tensor, _) in held.items()}
+            buffer = next((each for each in self.buffers if each.unit is unit), None)
+            if buffer is None or any(buffer.proof(address) != proof for address, proof in proofs.items()):
+                for address, (_, block) in held.items():
+                    block.proof = proofs[address]
                 buffer = buffer or self.buffers[1]
                 self.fetch(buffer, unit, ahead=False)
             if buffer is self.buffers[1]:
                 self.buffers.reverse()
             stream, places = cuda.current_stream(self.device), buffer.places
             stream.wait_event(buffer.arrived)
-            arrived = [places.get(t.data_ptr(), t) if isinstance(t, Tensor) else t for t in weight[:3]]
+            arrived = [
+                places[t.data_ptr()][0].view(t.dtype).view(t.shape) if t is not None and t.data_ptr() in held else t
+                for t in weight[:3]
+            ]
             try:
                 result = run(new(Weight, (*arrived, *weight[3:])))
             finally:
                 buffer.used(stream)
-            following = unit.line.following(unit)
-            if following is not None and following is not self.buffers[1].unit():
+            following = self.following(unit)
+            if following is not None and following.blocks and following is not self.buffers[1].unit:
                 self.fetch(self.buffers[1], following, ahead=True)
             return result
 
+    def following(self, unit: Unit) -> Unit | None:
+        """What followed the last time, if anything. Nothing where the same one is read again."""
+        if unit is self.now:
+            return None
+        self.now.after[self.before] = weakref.ref(unit)
+        self.before, self.now = self.now, unit
+        known = unit.after.get(self.before)
+        return None if known is None else known()
+
     def fetch(self, buffer: Buffer, unit: Unit, ahead: bool) -> None:
         """Start the copy of a unit, after the last use of what the buffer holds."""
-        found = list(unit.blocks)
-        ends = [*itertools.accumulate(-(-block.host.nbytes // ALIGNMENT) * ALIGNMENT for block in found)]
-        buffer.unit = lambda: None  # until all is under way
-        if buffer.memory.nbytes < ends[-1]:
-            self.wait(buffer)
-            buffer.memory = torch.empty(0)  # freed first
-            size = max(ends[-1], unit.line.largest)
-            buffer.memory = torch.empty(size, dtype=torch.uint8, device=self.device)
-            buffer.used(cuda.current_stream(self.device))  # where its memory may have had another use
+        found, now = list(unit.blocks), cuda.current_stream(self.device)
+        sizes = (-(-block.host.nbytes // ALIGNMENT) * ALIGNMENT for block in found)
+        *starts, total = itertools.accumulate(sizes, initial=0)
+        buffer.unit = None  # until all is under way
+        if buffer.memory.nbytes < total:
+            buffer.free(self.stream)  # first
+            buffer.memory = torch.empty(total, dtype=torch.uint8, device=self.device)
+            buffer.used(now)  # where its memory may have had another use
         if not ahead:  # what was written into a stack meanwhile
-            self.stream.wait_stream(cuda.current_stream(self.device))
+            self.stream.wait_stream(now)
         for use in buffer.uses.values():
             self.stream.wait_event(use)
-        places = {}
         with cuda.running_on(self.stream):
-            for block, start in zip(found, (0, *ends), strict=False):
+            buffer.places = {}
+            for block, start in zip(found, starts, strict=True):
                 place = buffer.memory[start : start + block.host.nbytes]
                 cuda.copy(place, block.host)
-                places[block.host.data_ptr()] = block.view(place)
+                buffer.places[block.host.data_ptr()] = place, block.proof
         buffer.arrived.record(self.stream)
         buffer.uses.clear()
-        buffer.places, buffer.versions = places, {block.host.data_ptr(): block.version for block in found}
-        buffer.unit = weakref.ref(unit)
-        fetches[self.device] += 1
-        late[self.device] += not ahead
-
-    def wait(self, buffer: Buffer) -> None:
-        """Until its memory may be given back."""
-        self.stream.synchronize()
-        for use in buffer.uses.values():
-            use.synchronize()
+        buffer.unit = unit
+        self.fetches += 1
+        self.late += not ahead
 
     def clear(self) -> None:
         with self.lock:
             for buffer in self.buffers:
-                self.wait(buffer)
-            self.buffers = [Buffer(), Buffer()]
+                buffer.free(self.stream)
 
 
 lanes: dict[torch.device, Lane] = {}
-fetches: Counter[torch.device] = Counter()
-late: Counter[torch.device] = Counter()  # fetches that were not ahead of their use
 
 
 def of_state(dequantizer: Dequantizer, packed: Tensor, state: Any, only_read: bool) -> Tensor | Reason:
     """As ``dequantizer.of_state``. What is in host memory is fetched first, unless a cached dense stack is known."""
-    weight = weight_of(packed, state)
-    in_plain_code = gate.on and blocks and not modes_active() and transforms_active() is None
-    block = blocks.get(packed.data_ptr()) if in_plain_code and type(weight) is not Reason else None
-    if block is None or cuda.is_captured(block.device) or any(tensor.is_inference() for tensor in weight.tensors()):
+    weight, held = weight_of(packed, state), {}
+    if type(weight) is not Reason and not modes_active() and transforms_active() is None:
+        tensors = {tensor.data_ptr(): tensor for tensor in weight.tensors()}
+        held = {address: (t, block) for address, t in tensors.items() if (block := blocks.get(address)) is not None}
+    device = packed.device
+    if packed.data_ptr() not in held or cuda.is_captured(device) or not all(b.holds(t) for t, b in held.values()):
         return dequantizer.of_state(packed, state, only_read=only_read)
-    unit, device = block.unit, block.device
+    lane = lanes.get(device) or lanes.setdefault(device, Lane(device))
 
     def decode(weight: Weight) -> Tensor | Reason:
-        lane = lanes.get(device) or lanes.setdefault(device, Lane(device))
-        result: Tensor | Reason = lane.decode(weight, unit, dequantizer.run)
+        result: Tensor | Reason = lane.decode(weight, held, dequantizer.run)
         return result
 
     found = cache.read(weight, decode) if only_read and cache.on else None
@@ -303,31 +288,45 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
     Raises:
         ConfigError: the budget does not hold two buffers.
     """
+    if not gate.on:
+        return
     units: dict[torch.device, Counter[str]] = {}
     for name, place, size in stacks:
-        device = torch.device(place)
-        if cuda.serves(device):
+        if cuda.serves(device := torch.device(place)):
             units.setdefault(device, Counter())[name.rpartition(".")[0]] += size
     chosen: dict[str, Unit] = {}
     plans[model], budget = chosen, switch.value("offload")
     for device, sizes in units.items():
         total, largest = sizes.total(), max(sizes.values())
-        stays = budget - 2 * largest if isinstance(budget, int) else 0
-        if budget == "off" or (isinstance(budget, int) and total <= budget):
+        if isinstance(budget, int) and total <= budget:
             continue
+        stays = budget - 2 * largest if isinstance(budget, int) else 0
         if stays < 0:
             raise ConfigError(
                 f"offload={size_in_words(int(budget))!r} does not hold the two buffers on {device}, one experts module each: "
                 f'give {size_in_words(2 * largest)} or more, or "all", which keeps only these'
             )
-        line, share, resident = Line(0, largest), 0.0, 0
+        share, resident = 0, total
         for path, size in sizes.items():  # spread evenly, so that copies overlap with what computes
-            share += stays / total * size
-            if share >= size:
-                share, resident = share - size, resident + size
+            share += stays * size
+            if share >= total * size:
+                share -= total * size
             else:
-                chosen[path] = Unit(line)
-        line.resident = resident
+                unit = chosen[path] = Unit()
+                resident -= size
+        unit.resident = resident
+
+
+def units_of(model: Any) -> dict[str, Unit]:
+    """The plan of a model that is being loaded.
+
+    Raises:
+        MemoryError: one of its stacks could not be placed.
+    """
+    units = plans.get(model, {})
+    if isinstance(units, str):
+        raise MemoryError(units)
+    return units
 
 
 def placed(model: Any, full_name: str, parameter: Any) -> Any:
@@ -345,43 +344,26 @@ def placed(model: Any, full_name: str, parameter: Any) -> Any:
     return parameter
 
 
-def units_of(model: Any) -> dict[str, Unit]:
-    """The plan of a model that is being loaded.
-
-    Raises:
-        MemoryError: one of its stacks could not be placed.
-    """
-    units = plans.get(model, {})
-    if isinstance(units, str):
-        raise MemoryError(units)
-    return units
-
-
-def settled(parameter: Any) -> None:
-    """A packed stack is in its module, and has the version from which on it counts what is written."""
-    block = blocks.get(parameter.data_ptr())
-    if block is not None:
-        block.version = parameter._version
-
-
 # --- what is said ---
 
 
 def snapshot() -> dict[str, OffloadStatus]:
     """By GPU."""
-    held: Counter[torch.device] = Counter()
-    resident: Counter[torch.device] = Counter()
-    for block in list(blocks.values()):
-        held[block.device] += block.host.nbytes
-    for device, line in {(block.device, block.unit.line) for block in list(blocks.values())}:
-        resident[device] += line.resident
-    return {str(each): OffloadStatus(resident[each], held[each], fetches[each], late[each]) for each in held | fetches}
+    found, held = {}, list(blocks.values())
+    for device in {*lanes, *(block.device for block in held)}:
+        here = [block for block in held if block.device == device]
+        lane = lanes.get(device)
+        buffers = sum(buffer.memory.nbytes for buffer in lane.buffers) if lane else 0
+        resident = buffers + sum(unit.resident for unit in {block.unit for block in here})
+        counts = (lane.fetches, lane.late) if lane else (0, 0)
+        found[str(device)] = OffloadStatus(resident, sum(block.host.nbytes for block in here), *counts)
+    return found
 
 
 def follow(_config: Any) -> None:
     if not gate.on:
-        while lanes:
-            lanes.popitem()[1].clear()
+        for lane in lanes.values():
+            lane.clear()
 
 
 switch.follow(follow)

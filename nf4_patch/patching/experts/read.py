@@ -40,8 +40,9 @@ class Stack:
         """All experts, not to be written into: [experts, ...]."""
         with torch.no_grad():  # as bitsandbytes' parametrization: a packed weight that requires a gradient gets none
             if switch.on and not is_compiling():
-                run = functools.partial(offload.of_state, self.dequantizer)
-                result = self.dequantizer.fallbacks.attempt(run, self.packed, self.state, self.only_read)
+                own = self.dequantizer
+                run = functools.partial(offload.of_state, own) if offload.gate.on else own.of_state
+                result = own.fallbacks.attempt(run, self.packed, self.state, only_read=self.only_read)
                 if type(result) is not Reason:
                     return result
             from bitsandbytes.functional import dequantize_4bit
