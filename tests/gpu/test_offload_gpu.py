@@ -170,7 +170,7 @@ def test_merging_saving_and_reading_again(folders, tmp_path):
     assert all(blocks_of(model).values())
     ours, theirs = model.state_dict(), resident.state_dict()
     assert ours.keys() == theirs.keys() and all(map(torch.equal, ours.values(), theirs.values()))
-    model.unload().save_pretrained(tmp_path)
+    model_of(folders["medium"]).save_pretrained(tmp_path)
     for where in ("all", "off"):
         nf4_patch.enable(offload=where)
         again = read_again(tmp_path)
@@ -267,7 +267,7 @@ def test_the_peak_while_loading_is_within_the_budget(folders):
         size = sizes_of(model)[0]
         if where == "three":
             train(with_lora(model), steps=1, tokens=512)
-            assert size <= counts().resident <= 3 * size + 12 * offload.ALIGNMENT
+            assert counts().resident == 3 * size
         del model
     print({where: f"{peaks[where] / size:.2f}, held {held[where] / size:.2f} experts modules" for where in peaks})
     assert held["all"] <= held["off"] - 6 * size + 2**20 and held["three"] <= held["off"] - 5 * size + 2**20

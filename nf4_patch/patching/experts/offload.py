@@ -8,7 +8,7 @@ the experts of one layer compute, those of the next are copied into a buffer on 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import ctypes
 import mmap
 import os
 import weakref
@@ -30,8 +30,8 @@ from ..reasons import Reason
 from ..status import OffloadStatus
 from ..switch import switch
 
+SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
-ALIGNMENT = 256  # bytes, as of PyTorch's allocator
 gate = switch.gates["offload"]
 
 
@@ -49,7 +49,10 @@ class Cuda:
 
     def register(self, host: Tensor, device: torch.device) -> str:
         """Pin memory and map it into the address space of every GPU. What went wrong, or ""."""
-        cudart = torch.cuda.cudart()
+        cudart, same = torch.cuda.cudart(), ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(same), SAME_ADDRESS, device.index)
+        if not same.value:
+            return "this GPU does not read the host's memory at the host's address"
         with torch.cuda.device(device):  # which PyTorch then takes for the memory's
             code = cudart.cudaHostRegister(host.data_ptr(), host.nbytes, PORTABLE_AND_MAPPED)
         if not int(code):
@@ -133,37 +136,23 @@ def forget(cuda: Any, host: Tensor, device: torch.device, process: int) -> None:
 
 def in_host(tensor: Tensor, unit: Unit) -> Tensor:
     """The same tensor, in host memory."""
-    result: Tensor = cuda.mapped(block := Block(tensor, unit))
-    assert result.data_ptr() == block.host.data_ptr(), "this GPU does not share addresses with the host"
-    return result.view(tensor.dtype).view(tensor.shape)
+    result: Tensor = cuda.mapped(Block(tensor, unit)).view(tensor.dtype).view(tensor.shape)
+    return result
 
 
 # --- fetching ---
 
 
-class Buffer:
-    """Memory on the GPU into which a unit is copied."""
+class Fetched:
+    """A unit on the GPU, or on its way there. Its memory is the copy stream's."""
 
-    def __init__(self) -> None:
-        self.memory = torch.empty(0)
-        self.unit: Unit | None = None
+    def __init__(self, unit: Unit | None = None, arrived: Any = None):
+        self.unit, self.arrived = unit, arrived
         self.places: dict[int, tuple[Tensor, Proof | None]] = {}  # by address in host memory
-        self.arrived = cuda.event()
         self.uses: dict[Any, Any] = {}  # the event after the latest use, by stream
 
     def used(self, stream: Any) -> None:
         self.uses.setdefault(stream, cuda.event()).record(stream)
-
-    def proof(self, address: int) -> Proof | None:
-        return self.places[address][1] if address in self.places else None
-
-    def free(self, copies: Any) -> None:
-        """Once nothing uses it any more."""
-        self.unit = None
-        copies.synchronize()
-        for use in self.uses.values():
-            use.synchronize()
-        self.memory, self.places = torch.empty(0), {}
 
 
 class Lane:
@@ -172,7 +161,7 @@ class Lane:
     def __init__(self, device: torch.device):
         self.device, self.lock = device, new_lock()  # held from the wait for a copy until the decode is launched
         self.stream = cuda.stream(device)
-        self.buffers = [Buffer(), Buffer()]  # the one that was read last is the first
+        self.buffers = [Fetched(), Fetched()]  # the one that was read last is the first
         self.before = self.now = Unit()
         self.fetches = self.late = 0
 
@@ -181,27 +170,28 @@ class Lane:
         unit = next(iter(held.values()))[1].unit
         with self.lock:
             proofs = {address: (id(tensor), tensor._version) for address, (tensor, _) in held.items()}
-            buffer = next((each for each in self.buffers if each.unit is unit), None)
-            if buffer is None or any(buffer.proof(address) != proof for address, proof in proofs.items()):
+            if self.buffers[1].unit is unit:
+                self.buffers.reverse()
+            known = self.buffers[0].places if self.buffers[0].unit is unit else {}
+            if any(known.get(address, (None, None))[1] != proof for address, proof in proofs.items()):
                 for address, (_, block) in held.items():
                     block.proof = proofs[address]
-                buffer = buffer or self.buffers[1]
-                self.fetch(buffer, unit, ahead=False)
-            if buffer is self.buffers[1]:
-                self.buffers.reverse()
-            stream, places = cuda.current_stream(self.device), buffer.places
-            stream.wait_event(buffer.arrived)
+                if self.buffers[0].unit is not unit:
+                    self.buffers.reverse()
+                self.fetch(0, unit, ahead=False)
+            fetched, stream = self.buffers[0], cuda.current_stream(self.device)
+            stream.wait_event(fetched.arrived)
             arrived = [
-                places[t.data_ptr()][0].view(t.dtype).view(t.shape) if t is not None and t.data_ptr() in held else t
+                fetched.places[t.data_ptr()][0].view(t.dtype).view(t.shape) if t is not None and t.data_ptr() in held else t
                 for t in weight[:3]
-            ]
+            ]  # fmt: skip
             try:
                 result = run(new(Weight, (*arrived, *weight[3:])))
             finally:
-                buffer.used(stream)
+                fetched.used(stream)
             following = self.following(unit)
             if following is not None and following.blocks and following is not self.buffers[1].unit:
-                self.fetch(self.buffers[1], following, ahead=True)
+                self.fetch(1, following, ahead=True)
             return result
 
     def following(self, unit: Unit) -> Unit | None:
@@ -213,36 +203,32 @@ class Lane:
         known = unit.after.get(self.before)
         return None if known is None else known()
 
-    def fetch(self, buffer: Buffer, unit: Unit, ahead: bool) -> None:
-        """Start the copy of a unit, after the last use of what the buffer holds."""
-        found, now = list(unit.blocks), cuda.current_stream(self.device)
-        sizes = (-(-block.host.nbytes // ALIGNMENT) * ALIGNMENT for block in found)
-        *starts, total = itertools.accumulate(sizes, initial=0)
-        buffer.unit = None  # until all is under way
-        if buffer.memory.nbytes < total:
-            buffer.free(self.stream)  # first
-            buffer.memory = torch.empty(total, dtype=torch.uint8, device=self.device)
-            buffer.used(now)  # where its memory may have had another use
+    def fetch(self, index: int, unit: Unit, ahead: bool) -> None:
+        """Start the copy of a unit, after the last use of what is in the buffer."""
+        self.drop(index)
         if not ahead:  # what was written into a stack meanwhile
-            self.stream.wait_stream(now)
-        for use in buffer.uses.values():
-            self.stream.wait_event(use)
+            self.stream.wait_stream(cuda.current_stream(self.device))
+        fetched = Fetched(unit, cuda.event())
         with cuda.running_on(self.stream):
-            buffer.places = {}
-            for block, start in zip(found, starts, strict=True):
-                place = buffer.memory[start : start + block.host.nbytes]
+            for block in list(unit.blocks):
+                place = torch.empty(block.host.nbytes, dtype=torch.uint8, device=self.device)
                 cuda.copy(place, block.host)
-                buffer.places[block.host.data_ptr()] = place, block.proof
-        buffer.arrived.record(self.stream)
-        buffer.uses.clear()
-        buffer.unit = unit
+                fetched.places[block.host.data_ptr()] = place, block.proof
+        fetched.arrived.record(self.stream)
+        self.buffers[index] = fetched
         self.fetches += 1
         self.late += not ahead
 
+    def drop(self, index: int) -> None:
+        """What is next in the copy stream may have its memory."""
+        for use in self.buffers[index].uses.values():
+            self.stream.wait_event(use)
+        self.buffers[index] = Fetched()
+
     def clear(self) -> None:
         with self.lock:
-            for buffer in self.buffers:
-                buffer.free(self.stream)
+            self.drop(0)
+            self.drop(1)
 
 
 lanes: dict[torch.device, Lane] = {}
@@ -304,7 +290,7 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
         if stays < 0:
             raise ConfigError(
                 f"offload={size_in_words(int(budget))!r} does not hold the two buffers on {device}, one experts module each: "
-                f'give {size_in_words(2 * largest)} or more, or "all", which keeps only these'
+                f'give "{-(-2 * largest // 2**20)}MiB" or more, or "all", which keeps only these'
             )
         share, resident = 0, total
         for path, size in sizes.items():  # spread evenly, so that copies overlap with what computes
@@ -353,8 +339,9 @@ def snapshot() -> dict[str, OffloadStatus]:
     for device in {*lanes, *(block.device for block in held)}:
         here = [block for block in held if block.device == device]
         lane = lanes.get(device)
-        buffers = sum(buffer.memory.nbytes for buffer in lane.buffers) if lane else 0
-        resident = buffers + sum(unit.resident for unit in {block.unit for block in here})
+        resident = sum(unit.resident for unit in {block.unit for block in here})
+        for fetched in lane.buffers if lane else ():
+            resident += sum(place.nbytes for place, _ in list(fetched.places.values()))
         counts = (lane.fetches, lane.late) if lane else (0, 0)
         found[str(device)] = OffloadStatus(resident, sum(block.host.nbytes for block in here), *counts)
     return found
