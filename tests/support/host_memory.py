@@ -58,7 +58,7 @@ class Stream:
 class Cuda:
     """``limit``: bytes that can be pinned."""
 
-    event = Event
+    kind, event = "cpu", Event
 
     def __init__(self, limit: float = float("inf")):
         self.compute, self.limit = Stream(computes=True), limit
@@ -78,10 +78,7 @@ class Cuda:
         yield
         self.running.pop()
 
-    def serves(self, device: torch.device) -> bool:
-        return True
-
-    def is_captured(self, device: torch.device) -> bool:
+    def is_captured(self, device: int) -> bool:
         return self.captured
 
     def register(self, host: torch.Tensor, device: torch.device) -> str:

@@ -38,14 +38,9 @@ gate = switch.gates["offload"]
 class Cuda:
     """What is asked of CUDA. Tests put one of plain CPU tensors in its place."""
 
+    kind = "cuda"
     event, stream, running_on = torch.cuda.Event, torch.cuda.Stream, staticmethod(torch.cuda.stream)
-    current_stream = staticmethod(torch.cuda.current_stream)
-
-    def serves(self, device: torch.device) -> bool:
-        return device.type == "cuda"
-
-    def is_captured(self, device: torch.device) -> bool:
-        return is_captured(device.index)
+    current_stream, is_captured = staticmethod(torch.cuda.current_stream), staticmethod(is_captured)
 
     def register(self, host: Tensor, device: torch.device) -> str:
         """Pin memory and map it into the address space of every GPU. What went wrong, or ""."""
@@ -118,10 +113,6 @@ class Block:
         blocks[self.host.data_ptr()] = self
         unit.blocks.add(self)
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor at its address is all of it, and counts what is written."""
-        return tensor.nbytes == self.host.nbytes and tensor.is_contiguous() and not tensor.is_inference()
-
 
 blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  # by address, which is theirs alone
 
@@ -134,12 +125,6 @@ def forget(cuda: Any, host: Tensor, device: torch.device, process: int) -> None:
             lanes[device].clear()
 
 
-def in_host(tensor: Tensor, unit: Unit) -> Tensor:
-    """The same tensor, in host memory."""
-    result: Tensor = cuda.mapped(Block(tensor, unit)).view(tensor.dtype).view(tensor.shape)
-    return result
-
-
 # --- fetching ---
 
 
@@ -150,9 +135,6 @@ class Fetched:
         self.unit, self.arrived = unit, arrived
         self.places: dict[int, tuple[Tensor, Proof | None]] = {}  # by address in host memory
         self.uses: dict[Any, Any] = {}  # the event after the latest use, by stream
-
-    def used(self, stream: Any) -> None:
-        self.uses.setdefault(stream, cuda.event()).record(stream)
 
 
 class Lane:
@@ -188,7 +170,7 @@ class Lane:
             try:
                 result = run(new(Weight, (*arrived, *weight[3:])))
             finally:
-                fetched.used(stream)
+                fetched.uses.setdefault(stream, cuda.event()).record(stream)
             following = self.following(unit)
             if following is not None and following.blocks and following is not self.buffers[1].unit:
                 self.fetch(1, following, ahead=True)
@@ -236,12 +218,15 @@ lanes: dict[torch.device, Lane] = {}
 
 def of_state(dequantizer: Dequantizer, packed: Tensor, state: Any, only_read: bool) -> Tensor | Reason:
     """As ``dequantizer.of_state``. What is in host memory is fetched first, unless a cached dense stack is known."""
-    weight, held = weight_of(packed, state), {}
+    weight, held, device = weight_of(packed, state), {}, packed.device
     if type(weight) is not Reason and not modes_active() and transforms_active() is None:
         tensors = {tensor.data_ptr(): tensor for tensor in weight.tensors()}
         held = {address: (t, block) for address, t in tensors.items() if (block := blocks.get(address)) is not None}
-    device = packed.device
-    if packed.data_ptr() not in held or cuda.is_captured(device) or not all(b.holds(t) for t, b in held.values()):
+    whole = all(
+        tensor.nbytes == block.host.nbytes and tensor.is_contiguous() and not tensor.is_inference()
+        for tensor, block in held.values()
+    )
+    if packed.data_ptr() not in held or not whole or cuda.is_captured(device.index):
         return dequantizer.of_state(packed, state, only_read=only_read)
     lane = lanes.get(device) or lanes.setdefault(device, Lane(device))
 
@@ -278,7 +263,7 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
         return
     units: dict[torch.device, Counter[str]] = {}
     for name, place, size in stacks:
-        if cuda.serves(device := torch.device(place)):
+        if (device := torch.device(place)).type == cuda.kind:
             units.setdefault(device, Counter())[name.rpartition(".")[0]] += size
     chosen: dict[str, Unit] = {}
     plans[model], budget = chosen, switch.value("offload")
@@ -317,13 +302,13 @@ def units_of(model: Any) -> dict[str, Unit]:
 
 def placed(model: Any, full_name: str, parameter: Any) -> Any:
     """A packed stack that carries its state, where it belongs."""
-    unit = units_of(model).get(full_name.rpartition(".")[0])
-    if unit is not None:
-        state = parameter.quant_state
+    unit, state = units_of(model).get(full_name.rpartition(".")[0]), parameter.quant_state
+    if unit is None:
+        return parameter
+    for owner, name in ((parameter, "data"), (state, "absmax"), (state.state2, "absmax"))[: 3 if state.nested else 2]:
+        tensor = getattr(owner, name)
         try:
-            parameter.data = in_host(parameter.data, unit)
-            for level in (state, state.state2) if state.nested else (state,):
-                level.absmax = in_host(level.absmax, unit)
+            setattr(owner, name, cuda.mapped(Block(tensor, unit)).view(tensor.dtype).view(tensor.shape))
         except MemoryError as error:
             plans[model] = str(error)
             raise
@@ -336,13 +321,12 @@ def placed(model: Any, full_name: str, parameter: Any) -> Any:
 def snapshot() -> dict[str, OffloadStatus]:
     """By GPU."""
     found, held = {}, list(blocks.values())
-    for device in {*lanes, *(block.device for block in held)}:
+    for device, lane in (dict.fromkeys(block.device for block in held) | lanes).items():
         here = [block for block in held if block.device == device]
-        lane = lanes.get(device)
         resident = sum(unit.resident for unit in {block.unit for block in here})
         for fetched in lane.buffers if lane else ():
             resident += sum(place.nbytes for place, _ in list(fetched.places.values()))
-        counts = (lane.fetches, lane.late) if lane else (0, 0)
+        counts = (lane.fetches, lane.late) if lane else ()
         found[str(device)] = OffloadStatus(resident, sum(block.host.nbytes for block in here), *counts)
     return found
 
