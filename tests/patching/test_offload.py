@@ -124,6 +124,7 @@ def test_written_in_place_after_it_has_arrived(folder, gpu, patched):
     got = dense(module, STACKS[0])
     assert torch.equal(got, getattr(module, STACKS[0]))
     assert counts().fetches == counts().late == 2
+    assert offload.lanes[original.device].stream.waited_for == [gpu.compute] * 2  # for what writes
 
 
 def test_replaced_after_it_has_arrived(folder, gpu, patched):
@@ -202,6 +203,26 @@ def test_a_budget_is_spread_over_the_layers(folder, gpu, patched, layers, short,
     held = counts().resident - len(resident) * size
     assert held == 2 * size  # the buffers
     assert sum(gpu.pinned.values()) == counts().in_host == (LAYERS - len(resident)) * size
+
+
+@pytest.mark.parametrize(("budget", "every"), [(26, 2), (14, 4), (50 - 2 * 8, 0)])
+def test_what_stays_is_spread_evenly(gpu, patched, budget, every):
+    """Over 48 modules, all of 1 KB, or every third of 4 KB."""
+    patched.enable(experts="4bit", offload=f"{budget}KB")
+    model = torch.nn.Module()
+    sizes = [500 if every or layer % 3 else 2000 for layer in range(48)]
+    stacks = [(f"layers.{layer}.experts.{name}", "cpu", size) for layer, size in enumerate(sizes) for name in STACKS]
+    offload.plan(model, stacks)
+    units = offload.units_of(model)
+    stay = [layer for layer in range(48) if f"layers.{layer}.experts" not in units]
+    resident = sum(2 * sizes[layer] for layer in stay)
+    assert sum(unit.resident for unit in units.values()) == resident
+    if every:
+        assert stay == list(range(every - 1, 48, every)) and resident == (budget - 2) * 1000
+    else:
+        assert 0.9 * (budget - 8) * 1000 < resident <= (budget - 8) * 1000
+        gaps = [later - layer for layer, later in zip([-1, *stay], [*stay, 48], strict=True)]
+        assert max(gaps) <= 2 * 48 / len(stay)
 
 
 def test_a_budget_that_holds_all_and_one_that_holds_no_buffers(folder, gpu, patched):

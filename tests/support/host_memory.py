@@ -30,6 +30,7 @@ class Stream:
     def __init__(self, device: Any = None, computes: bool = False):
         self.queue: list[Any] = []
         self.done, self.computes = 0, computes
+        self.waited_for: list[Stream] = []
 
     def add(self, operation: Any) -> None:
         self.queue.append(operation)
@@ -47,6 +48,7 @@ class Stream:
         self.add(lambda: Event.synchronize(waited))
 
     def wait_stream(self, stream: Stream) -> None:
+        self.waited_for.append(stream)
         event = Event()
         event.record(stream)
         self.wait_event(event)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import mmap
 import os
 import weakref
@@ -32,6 +33,7 @@ from ..switch import switch
 
 SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
+ALIGNMENT = 256  # bytes, as of PyTorch's allocator
 gate = switch.gates["offload"]
 
 
@@ -77,7 +79,7 @@ class Unit:
 
     def __init__(self) -> None:
         self.resident = 0  # bytes of other modules that stay on the GPU, where they are counted with this one
-        self.blocks: weakref.WeakSet[Block] = weakref.WeakSet()
+        self.blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  # by address
         # what followed when this one was read after another: forward and backward meet a layer from either side
         self.after: weakref.WeakKeyDictionary[Unit, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
 
@@ -110,8 +112,7 @@ class Block:
         self.host.copy_(tensor.reshape(-1).view(torch.uint8))
         place = {"shape": (self.host.nbytes,), "typestr": "|u1", "data": (self.host.data_ptr(), False)}
         self.__cuda_array_interface__ = place | {"version": 2}
-        blocks[self.host.data_ptr()] = self
-        unit.blocks.add(self)
+        blocks[self.host.data_ptr()] = unit.blocks[self.host.data_ptr()] = self
 
 
 blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  # by address, which is theirs alone
@@ -190,12 +191,17 @@ class Lane:
         self.drop(index)
         if not ahead:  # what was written into a stack meanwhile
             self.stream.wait_stream(cuda.current_stream(self.device))
-        fetched = Fetched(unit, cuda.event())
+        fetched, found = Fetched(unit, cuda.event()), list(unit.blocks.items())
+        *starts, total = itertools.accumulate(
+            (-(-block.host.nbytes // ALIGNMENT) * ALIGNMENT for _, block in found), initial=0
+        )
         with cuda.running_on(self.stream):
-            for block in list(unit.blocks):
-                place = torch.empty(block.host.nbytes, dtype=torch.uint8, device=self.device)
+            # in one piece: it comes to two addresses in turn, for which a launch is remembered
+            memory = torch.empty(total, dtype=torch.uint8, device=self.device)
+            for (address, block), start in zip(found, starts, strict=True):
+                place = memory[start : start + block.host.nbytes]
                 cuda.copy(place, block.host)
-                fetched.places[block.host.data_ptr()] = place, block.proof
+                fetched.places[address] = place, block.proof
         fetched.arrived.record(self.stream)
         self.buffers[index] = fetched
         self.fetches += 1
