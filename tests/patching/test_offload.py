@@ -33,6 +33,7 @@ from nf4_patch.config import ConfigError
 from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.experts import offload
+from nf4_patch.patching.experts.read import Stack, stacks_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; on a GPU: gpu/test_offload_gpu.py")
 LAYERS, STEPS = 4, 3
@@ -124,11 +125,21 @@ def test_written_in_place_after_it_has_arrived(folder, gpu, patched):
     got = dense(module, STACKS[0])
     assert torch.equal(got, getattr(module, STACKS[0]))
     assert counts().fetches == counts().late == 2
-    assert offload.lanes[original.device].stream.waited_for == [gpu.compute] * 2  # for what writes
+    assert offload.lanes[original.device].stream.waited_for.count(gpu.compute) == 2  # for what writes
+
+
+def test_memory_has_another_unit_after_its_last_use(folder, gpu, patched):
+    model = model_of(folder)
+    logits(model)
+    (lane,) = offload.lanes.values()
+    uses = {event for fetched in lane.buffers for event in fetched.uses.values()}
+    for module in experts_of(model)[:2]:  # the last two are there
+        dense(module)
+    assert len(uses) == 2 and uses <= set(lane.stream.waited_for)
 
 
 def test_replaced_after_it_has_arrived(folder, gpu, patched):
-    """By a tensor on the GPU, by a part of it, and by the same memory as another parameter."""
+    """By the same memory as another parameter, and by a tensor on the GPU."""
     model = model_of(folder)
     chain = experts_of(model)[0].parametrizations[STACKS[0]]
     dense(experts_of(model)[0])
@@ -147,6 +158,16 @@ def test_replaced_after_it_has_arrived(folder, gpu, patched):
     assert counts().fetches == fetches
     gc.collect()
     assert len(gpu.pinned) == pinned - 1
+
+
+def test_a_part_of_it_is_read_where_it_lies(folder, gpu, patched):
+    module = experts_of(model_of(folder, nested=False))[0]
+    stack = stacks_of(module, Dequantizer("test"))[STACKS[0]]
+    state = copy.copy(stack.state)
+    state.absmax, state.shape = state.absmax[: len(state.absmax) // 2], torch.Size((3, *state.shape[1:]))
+    half = Stack(stack.packed[: len(stack.packed) // 2], state, stack.dequantizer)
+    for _ in range(2):
+        assert torch.equal(half.dense(), stack.dense()[:3])
 
 
 def test_after_inference_mode(folder, gpu, patched):

@@ -30,7 +30,7 @@ class Stream:
     def __init__(self, device: Any = None, computes: bool = False):
         self.queue: list[Any] = []
         self.done, self.computes = 0, computes
-        self.waited_for: list[Stream] = []
+        self.waited_for: list[Any] = []  # streams and events
 
     def add(self, operation: Any) -> None:
         self.queue.append(operation)
@@ -44,6 +44,7 @@ class Stream:
             operation()
 
     def wait_event(self, event: Event) -> None:
+        self.waited_for.append(event)
         waited = SimpleNamespace(after=list(event.after))
         self.add(lambda: Event.synchronize(waited))
 
