@@ -209,6 +209,25 @@ def test_a_captured_graph_reads_where_it_lies(folders):
     del graph, stack
 
 
+def test_freed_while_a_graph_is_captured(folders):
+    """It is unpinned with the next one: to synchronize would end the capture."""
+    model = model_of(folders["tiny"])
+    kept = [module.parametrizations[name].original.data for module in experts_of(model) for name in STACKS]
+    del model
+    gc.collect()
+    assert len(offload.blocks) == len(kept) == 8
+    x, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x * 2
+        kept.clear()
+    assert not offload.blocks and len(offload.cuda.left) == 8
+    graph.replay()
+    assert y.tolist() == [2] * 4
+    logits(model_of(folders["tiny"]))
+    gc.collect()
+    assert not offload.cuda.left
+
+
 # --- memory ---
 
 

@@ -281,6 +281,15 @@ def test_host_memory_that_cannot_be_pinned(folder, gpu, patched):
     assert not gpu.pinned and not offload.blocks
 
 
+def test_more_than_the_host_has(folder, gpu, patched, monkeypatch):
+    assert 2**20 < offload.free_memory() < float("inf")
+    monkeypatch.setattr(offload, "free_memory", lambda: 2**18)
+    with pytest.raises(MemoryError, match=r"5\d\d KiB of host memory are needed, 256 KiB are free"):
+        model_of(folder)
+    assert not gpu.pinned
+    model_of(folder, f"{sizes_of(model_of(folder, 'off'))[0] * LAYERS}B")
+
+
 def test_nothing_is_left_after_the_model(folder, gpu, patched):
     model = with_lora(model_of(folder))
     train(model, steps=1)

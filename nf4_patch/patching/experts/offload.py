@@ -34,13 +34,14 @@ from ..switch import switch
 SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
 ALIGNMENT = 256  # bytes, as of PyTorch's allocator
+MORE = 'free memory of the host, or leave more on the GPU, with a larger offload="...GiB"'
 gate = switch.gates["offload"]
 
 
 class Cuda:
     """What is asked of CUDA. Tests put one of plain CPU tensors in its place."""
 
-    kind = "cuda"
+    kind, left = "cuda", list[tuple[Tensor, torch.device]]()
     event, stream, running_on = torch.cuda.Event, torch.cuda.Stream, staticmethod(torch.cuda.stream)
     current_stream, is_captured = staticmethod(torch.cuda.current_stream), staticmethod(is_captured)
 
@@ -59,8 +60,12 @@ class Cuda:
         return str(cudart.cudaGetErrorString(code))
 
     def unregister(self, host: Tensor, device: torch.device) -> None:
-        torch.cuda.synchronize(device)  # a kernel may still read it
-        torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+        """Now, or with the next one where a graph is being captured, which this would end."""
+        self.left.append((host, device))
+        while self.left and not torch.cuda.is_current_stream_capturing():
+            host, device = self.left.pop()
+            torch.cuda.synchronize(device)  # a kernel may still read it
+            torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
     def mapped(self, block: Block) -> Tensor:
         """uint8 [bytes] on the GPU, whose memory is the block's. It keeps the block alive."""
@@ -105,8 +110,8 @@ class Block:
             held = sum(block.host.nbytes for block in list(blocks.values()))
             raise MemoryError(
                 f"offload: {size_in_words(tensor.nbytes)} of host memory could not be pinned for packed experts, after "
-                f"{size_in_words(held)} that are: {failure}. Free memory of the host, raise its limit for pinned memory "
-                '(ulimit -l; docker run --ulimit memlock=-1), or leave more on the GPU, with a larger offload="...GiB"'
+                f"{size_in_words(held)} that are: {failure}. Raise the limit for pinned memory (ulimit -l; docker run --ulimit "
+                f"memlock=-1), {MORE}"
             )
         weakref.finalize(self, forget, cuda, self.host, self.device, os.getpid()).atexit = False
         self.host.copy_(tensor.reshape(-1).view(torch.uint8))
@@ -256,6 +261,13 @@ def packed_size(elements: int, nested: bool) -> int:
     return -(-elements // 2) + (scales + 4 * -(-scales // 256) if nested else 4 * scales)
 
 
+def free_memory() -> float:
+    """Bytes of the host that can be had; infinite where Linux does not say."""
+    with contextlib.suppress(OSError, KeyError), open("/proc/meminfo") as file:
+        return 1024 * int(dict(line.split(":") for line in file)["MemAvailable"].split()[0])
+    return float("inf")
+
+
 def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
     """Decide which experts modules of a model, whole, go to host memory.
 
@@ -264,6 +276,7 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
 
     Raises:
         ConfigError: the budget does not hold two buffers.
+        MemoryError: the host has less memory than is needed.
     """
     if not gate.on:
         return
@@ -272,7 +285,7 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
         if (device := torch.device(place)).type == cuda.kind:
             units.setdefault(device, Counter())[name.rpartition(".")[0]] += size
     chosen: dict[str, Unit] = {}
-    plans[model], budget = chosen, switch.value("offload")
+    plans[model], budget, wanted = chosen, switch.value("offload"), 0
     for device, sizes in units.items():
         total, largest = sizes.total(), max(sizes.values())
         if isinstance(budget, int) and total <= budget:
@@ -291,7 +304,11 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
             else:
                 unit = chosen[path] = Unit()
                 resident -= size
-        unit.resident = resident
+        unit.resident, wanted = resident, wanted + total - resident
+    if wanted > (free := free_memory()):  # or Linux would end this process without a word
+        raise MemoryError(
+            f"offload: {size_in_words(wanted)} of host memory are needed, {size_in_words(int(free))} are free: {MORE}"
+        )
 
 
 def units_of(model: Any) -> dict[str, Unit]:
