@@ -59,7 +59,8 @@ def __getattr__(name: str) -> Any:
 
 
 def enable(
-    matmul: Matmul | None = None, cache: str | int | None = None, experts: Experts | None = None, lora: Lora | None = None
+    matmul: Matmul | None = None, cache: str | int | None = None, experts: Experts | None = None, lora: Lora | None = None,
+    offload: str | int | None = None,
 ) -> bool:  # fmt: skip
     """Patch bitsandbytes and Unsloth, now or when they are imported. Safe to call again.
 
@@ -76,6 +77,9 @@ def enable(
             on them is a product of its own. "off", the default, leaves them in 16 bits.
         lora: "fused": peft's LoRA on 4-bit linear layers runs as one function: as accurate as peft's, not the same bits. "off",
             the default, leaves it to peft.
+        offload: "6GiB": of the packed experts of each model that is loaded from now on, at most so much stays on each GPU, what
+            is in flight included; the rest waits in pinned host memory and is fetched ahead; the same bits. "all" keeps only
+            what is in flight on the GPU. "off", the default, keeps all there. Needs ``experts="4bit"``.
 
     Returns:
         True if the patch is on; False where NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it, and then it is off.
@@ -85,7 +89,7 @@ def enable(
     """
     from .patching import hooks
 
-    return hooks.enable(matmul=matmul, cache=cache, experts=experts, lora=lora)
+    return hooks.enable(matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload)
 
 
 def disable() -> None:
@@ -114,7 +118,8 @@ def is_enabled() -> bool:
 
 @contextlib.contextmanager
 def enabled(
-    matmul: Matmul | None = None, cache: str | int | None = None, experts: Experts | None = None, lora: Lora | None = None
+    matmul: Matmul | None = None, cache: str | int | None = None, experts: Experts | None = None, lora: Lora | None = None,
+    offload: str | int | None = None,
 ) -> Iterator[None]:  # fmt: skip
     """The patch is on inside the ``with`` block, as ``enable`` does; afterwards it is as it was before, with the options of then.
 
@@ -123,7 +128,7 @@ def enabled(
     """
     from .patching import hooks
 
-    with hooks.block(matmul=matmul, cache=cache, experts=experts, lora=lora):
+    with hooks.block(matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload):
         yield
 
 

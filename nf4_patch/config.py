@@ -83,6 +83,12 @@ VARIABLES = (
         "fused: peft's LoRA on 4-bit linear layers as one function. Off by default: as accurate, but not the same bits as peft's.",
         option=True, on="fused",
     ),
+    Variable(
+        "NF4_PATCH_OFFLOAD", ("off", "all"), "off",
+        "Packed experts wait in host memory and are fetched ahead, with the same bits. A size: so much of them, and of what is in "
+        "flight, stays on every GPU; all: only what is in flight. For models that are loaded from then on, with experts=4bit.",
+        size=True, option=True, on="6GiB",
+    ),
 )  # fmt: skip
 OPTIONS = {variable.argument: variable for variable in VARIABLES if variable.on}
 

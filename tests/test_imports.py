@@ -80,7 +80,8 @@ def test_kernel_files_hold_kernels_only():
 # locks that a fork leaves free and bytes that an interrupt leaves uncharged, for who starts workers or stops a cell.
 # nf4: 90 for fp32 adapters on tensor cores, patching: 130 for adapters on packed experts that are switched off, merged and named as
 # on dense ones; tools: 400 for steps as TRL trains.
-BUDGET = {"nf4": 2470, "patching": 5200, "tools": 2530, ".": 560}
+# patching: 400 and ".": 20 for packed experts in host memory, for who trains a mixture larger than the GPU.
+BUDGET = {"nf4": 2470, "patching": 5600, "tools": 2530, ".": 580}
 
 
 @pytest.mark.parametrize("folder", BUDGET)

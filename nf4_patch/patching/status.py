@@ -57,6 +57,20 @@ class CacheStatus:
 
 
 @dataclass(frozen=True)
+class OffloadStatus:
+    """Of one GPU, and of the models that have packed experts in host memory."""
+
+    resident: int = 0  # bytes of packed experts on the GPU, what is in flight included
+    in_host: int = 0  # bytes of packed experts
+    fetches: int = 0  # of experts modules
+    late: int = 0  # fetches that began only when the experts were read
+
+    def __str__(self) -> str:
+        resident, in_host = size_in_words(self.resident), size_in_words(self.in_host)
+        return f"{in_host} of packed experts in host memory, {resident} here; {self.fetches} fetches, {self.late} not ahead"
+
+
+@dataclass(frozen=True)
 class Status:
     """A snapshot of the process."""
 
@@ -68,6 +82,7 @@ class Status:
     weights: dict[str, int] = field(
         default_factory=dict
     )  # addresses of weights so far, freed ones too, by "shape dtype"
+    offload: dict[str, OffloadStatus] = field(default_factory=dict)  # by GPU
     forbidden: str = ""  # the variables that keep the patch off, "NF4_PATCH=0" for example
 
     @property
@@ -100,6 +115,7 @@ class Status:
             lines.append(f"  {self.cache}")
             lines += [f"    it may take {self.cache.found}"] if self.cache.found else []
             lines += [f"    {count} x not cached: {explain(reason)}" for reason, count in self.cache.uncached.items()]
+        lines += [f"  offload, {device}: {found}" for device, found in self.offload.items()]
         lines += [f"  error: {error}" for error in self.errors]
         return "\n".join(lines)
 
@@ -177,7 +193,8 @@ def status() -> Status:
         shapes[key] = shapes.get(key, 0) + counter.hits
         addresses.setdefault(key, set()).update(counter.addresses)
     weights = {key: len(known) for key, known in addresses.items() if known}
-    return Status(switch.on, tuple(targets), shapes, tuple(counters.errors), cache_status(), weights, keeps_off())
+    errors, offload = tuple(counters.errors), offload_status()
+    return Status(switch.on, tuple(targets), shapes, errors, cache_status(), weights, offload, keeps_off())
 
 
 def cache_status() -> CacheStatus:
@@ -185,4 +202,10 @@ def cache_status() -> CacheStatus:
     if module is None:
         return CacheStatus(str(switch.value("cache")))
     found: CacheStatus = module.cache.snapshot()
+    return found
+
+
+def offload_status() -> dict[str, OffloadStatus]:
+    module = sys.modules.get(f"{__package__}.experts.offload")
+    found: dict[str, OffloadStatus] = {} if module is None else module.snapshot()
     return found

@@ -275,6 +275,8 @@ TARGETS: list[Target] = [
             ("core_model_loading:revert_weight_conversion", ("model", "state_dict"), "save", "", "saving packed experts"),
             (f"{QUANTIZER}._dequantize", ("self", "model", "dtype"), "dequantize", "experts",
              "model.dequantize() of packed experts"),
+            ("modeling_utils:caching_allocator_warmup", ("model", "expanded_device_map", "hf_quantizer"), "warm_up", "offload",
+             "memory that transformers reserves before it loads"),
         )
     ),
     CacheTarget(

@@ -43,6 +43,11 @@ def test_experts_in_bf16_storage_sharded_and_checkpointed(tmp_path):
     assert launched(tmp_path, "experts_sharded").count("the mean, 2 stacks, fell back: []") == 2
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gpu/test_offload_gpu.py runs it over NCCL")
+def test_experts_in_host_memory_under_ddp(tmp_path):
+    assert launched(tmp_path, "offload_distributed").count("the steps of the resident model") == 2
+
+
 LORA = {way: "hit, fell back: [], equal: False" for way in ("ddp", "fsdp1", "fsdp2")}
 # hooks of ZeRO-3, or FSDP1's own around each factor, gather them
 LORA |= dict.fromkeys(("wrapped", "zero3"), f"not hit, fell back: {[Reason.LORA_HOOKED.name]}, equal: True")

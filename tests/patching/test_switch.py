@@ -272,7 +272,7 @@ def test_an_option_that_is_not_named_stays(option, monkeypatch):
     """Of a second call and of a block, for every option; also where its variable was changed meanwhile, to nonsense too."""
     for each in OPTIONS.values():
         monkeypatch.delenv(each.name, raising=False)
-    every = {name: each.on for name, each in OPTIONS.items()} | {"cache": SIZE}
+    every = {name: each.on for name, each in OPTIONS.items()} | {"cache": SIZE, "offload": SIZE}
     nf4_patch.enable(**every)
     for each in OPTIONS.values():
         monkeypatch.setenv(each.name, "nonsense")

@@ -7,6 +7,7 @@ reading ``module.gate_up_proj`` then decodes every expert.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 from typing import Any
@@ -23,6 +24,7 @@ from ..dequantizer import Dequantizer
 from ..placement import is_ours
 from ..reasons import Reason
 from ..switch import switch
+from . import offload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +40,9 @@ class Stack:
         """All experts, not to be written into: [experts, ...]."""
         with torch.no_grad():  # as bitsandbytes' parametrization: a packed weight that requires a gradient gets none
             if switch.on and not is_compiling():
-                run = self.dequantizer.of_state
-                result = self.dequantizer.fallbacks.attempt(run, self.packed, self.state, only_read=self.only_read)
+                own = self.dequantizer
+                run = functools.partial(offload.of_state, own) if offload.gate.on else own.of_state
+                result = own.fallbacks.attempt(run, self.packed, self.state, only_read=self.only_read)
                 if type(result) is not Reason:
                     return result
             from bitsandbytes.functional import dequantize_4bit

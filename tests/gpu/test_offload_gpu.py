@@ -1,0 +1,362 @@
+"""Packed experts in host memory on a GPU: the bits of the resident model, whatever is done to it; and what only a GPU shows:
+streams, captured graphs, pinned memory and what is left of it, the peak while loading."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from offloaded import (
+    blocks_of,
+    counts,
+    dense,
+    logits,
+    model_of,
+    read_again,
+    same_steps,
+    sizes_of,
+    train,
+)
+from run_example import TORCHRUN, run
+from threads import together
+from tiny_experts import CHECKPOINTING, STACKS, experts_of, random_model, saved, with_lora
+
+import nf4_patch
+from nf4_patch.patching.experts import offload
+
+pytestmark = pytest.mark.gpu
+TESTS = Path(__file__).parents[1]
+SUPPORT, PROGRAM = TESTS / "support", TESTS / "programs" / "offload_distributed.py"
+STEPS = 10
+# name: (changes of the configuration, tokens of a sequence)
+SIZES = {
+    "tiny": ({"num_hidden_layers": 4}, 24),
+    "medium": (
+        {"num_hidden_layers": 6, "hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 64, "num_experts_per_tok": 4},
+        512,
+    ),
+    # a layer's experts as Qwen3-30B-A3B has them: 317 MB packed, whose copy takes as long as what computes
+    "real": (
+        {"num_hidden_layers": 4, "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+        1024,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    places = {}
+    for name, (changes, _) in SIZES.items():
+        places[name] = tmp_path_factory.mktemp(name)
+        with torch.device("cuda"):
+            saved(random_model("qwen3", device="cuda", **changes), places[name])
+    return places
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(patched):
+    gc.collect()
+    offload.lanes.clear()
+    yield
+    gc.collect()
+    assert not offload.blocks and not any(each.resident for each in nf4_patch.status().offload.values())
+
+
+def adapted(folder, where):
+    return with_lora(model_of(folder, where))
+
+
+# --- steps ---
+
+
+@pytest.mark.parametrize("way", CHECKPOINTING)
+@pytest.mark.parametrize("name", SIZES)
+def test_steps_are_those_of_the_resident_model(folders, name, way):
+    folder, tokens = folders[name], SIZES[name][1]
+
+    def steps(model):
+        started = time.perf_counter()
+        found = train(model, STEPS, CHECKPOINTING[way], tokens)
+        torch.cuda.synchronize()
+        print(
+            f"\n{name}, {way}: {1e3 * (time.perf_counter() - started) / STEPS:.1f} ms a step, {nf4_patch.status().offload}"
+        )
+        return found
+
+    model = adapted(folder, "off")
+    (size,) = set(sizes_of(model))
+    want = steps(model)
+    del model
+    again = steps(adapted(folder, "off"))
+    assert same_steps(again, want), "it does not repeat without offload either"
+    assert want[0].isfinite().all() and want[0][0] != want[0][-1]
+    layers = SIZES[name][0]["num_hidden_layers"]
+    for where in ("all", f"{3 * size}B"):
+        model = adapted(folder, where)
+        found = [block is not None for block in blocks_of(model).values()]
+        assert sum(found) == 2 * (layers - (where != "all"))
+        assert same_steps(steps(model), want), where
+        known = counts()
+        assert STEPS * 2 * (layers - 3) <= known.fetches
+        model.gradient_checkpointing_disable()
+        train(model, steps=1, tokens=tokens)
+        assert counts().late <= known.late + 2  # of the turn from one way to the other
+        del model
+        gc.collect()
+
+
+def test_in_any_order_and_written_in_between(folders):
+    """Beside bitsandbytes' own decoding, over the bus, of what is there now."""
+    model = model_of(folders["medium"])
+    experts = experts_of(model)
+    generator = torch.Generator().manual_seed(0)
+    for index in torch.randint(0, len(experts), (200,), generator=generator).tolist():
+        module = experts[index]
+        name = STACKS[index % 2]
+        original = module.parametrizations[name].original
+        with torch.no_grad():
+            if index % 3 == 0:
+                original.copy_(original.roll(1, 0))
+            assert torch.equal(dense(module, name), getattr(module, name))
+            if index % 4 == 0:
+                original.bitwise_xor_(0x11)
+    assert counts().fetches > counts().late > 0
+
+
+def test_on_other_streams(folders):
+    """What is decoded on a stream is not overwritten by a fetch for another."""
+    model, resident = model_of(folders["medium"]), model_of(folders["medium"], "off")
+    wanted = [dense(module) for module in experts_of(resident)]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    found = []
+    for turn in range(5):
+        for index, module in enumerate(experts_of(model)):
+            with torch.cuda.stream(streams[(index + turn) % 3]):
+                torch.cuda._sleep(1_000_000)
+                found.append((index, dense(module)))
+    torch.cuda.synchronize()
+    for index, stack in found:
+        assert torch.equal(stack, wanted[index]), index
+
+
+def test_two_models_in_two_threads(folders):
+    """Each on a stream of its own. What is decoded is compared: next to another stream cuBLAS may choose another product."""
+    wanted = [dense(module) for module in experts_of(model_of(folders["medium"], "off"))]
+    models = [model_of(folders["medium"]) for _ in range(2)]
+
+    def passes(model):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                for layer in (*range(6), *reversed(range(6))):
+                    assert torch.equal(dense(experts_of(model)[layer]), wanted[layer])
+
+    torch.cuda.synchronize()
+    together(*(functools.partial(passes, model) for model in models))
+
+
+def test_generation(folders):
+    ids = torch.arange(6, device="cuda")[None]
+    texts = []
+    for where in ("off", "all"):
+        model = model_of(folders["medium"], where).eval()
+        texts.append(model.generate(ids, max_new_tokens=16, do_sample=False))
+    assert torch.equal(*texts)
+
+
+# --- what is done to a model ---
+
+
+def test_merging_saving_and_reading_again(folders, tmp_path):
+    resident, model = (adapted(folders["medium"], where) for where in ("off", "all"))
+    before = logits(resident)
+    assert torch.equal(logits(model), before)
+    for each in (resident, model):
+        each.merge_adapter()
+    merged = logits(resident)
+    assert torch.equal(logits(model), merged) and not torch.equal(merged, before)
+    for each in (resident, model):
+        each.unmerge_adapter()
+    assert torch.equal(logits(model), logits(resident))
+    assert all(blocks_of(model).values())
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    theirs = resident.state_dict()
+    for ours in (model.state_dict(), torch.load(tmp_path / "state.pt")):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key].cpu(), theirs[key].cpu()) for key in ours)
+    model_of(folders["medium"]).save_pretrained(tmp_path)
+    for where in ("all", "off"):
+        nf4_patch.enable(offload=where)
+        again = read_again(tmp_path)
+        assert all(bool(block) == (where == "all") for block in blocks_of(again).values())
+        assert torch.equal(logits(again), logits(model_of(folders["medium"], "off")))
+
+
+def test_copied_and_moved(folders):
+    """A copy, and what comes back from the host, lie on the GPU."""
+    want = logits(model_of(folders["tiny"], "off"))
+    model = model_of(folders["tiny"])
+    copied = copy.deepcopy(model)
+    moved = model.cpu().cuda()
+    assert not any(blocks_of(copied).values()) and not any(blocks_of(moved).values())
+    assert torch.equal(logits(copied), want) and torch.equal(logits(moved), want)
+
+
+def test_a_captured_graph_reads_where_it_lies(folders):
+    model = model_of(folders["tiny"])
+    module = experts_of(model)[0]
+    original = module.parametrizations[STACKS[0]].original
+    dense(module)
+    torch.cuda.synchronize()
+    before = counts().fetches
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stack = dense(module)
+    assert counts().fetches == before
+    for _ in range(2):
+        graph.replay()
+        assert torch.equal(stack, dense(module))
+        with torch.no_grad():
+            original.copy_(original.roll(1, 0))
+    del graph, stack
+
+
+def test_freed_while_a_graph_is_captured(folders):
+    """It is unpinned with the next one: to synchronize would end the capture."""
+    model = model_of(folders["tiny"])
+    kept = [module.parametrizations[name].original.data for module in experts_of(model) for name in STACKS]
+    del model
+    gc.collect()
+    assert len(offload.blocks) == len(kept) == 8
+    x, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x * 2
+        kept.clear()
+    assert not offload.blocks and len(offload.cuda.left) == 8
+    graph.replay()
+    assert y.tolist() == [2] * 4
+    logits(model_of(folders["tiny"]))
+    gc.collect()
+    assert not offload.cuda.left
+
+
+# --- memory ---
+
+
+def shared_memory():
+    """Bytes of this process, in pages that a child would share."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssShmem:")[2].split()[0]) * 1024
+
+
+def test_nothing_is_left_after_the_model(folders, monkeypatch):
+    model = adapted(folders["tiny"], "all")  # what a process allocates once
+    train(model, steps=1)
+    del model
+    gc.collect()
+    torch.cuda.synchronize()
+    before, shared = torch.cuda.memory_allocated(), shared_memory()
+    model = adapted(folders["medium"], "all")
+    train(model, steps=1, tokens=512)
+    held = counts().in_host
+    assert len(offload.blocks) == 6 * 2 * 3 and counts().resident
+    assert held <= shared_memory() - shared <= held + 36 * 4096 + 2**20
+    codes, cudart = [], torch.cuda.cudart()
+    unregister = cudart.cudaHostUnregister
+    monkeypatch.setattr(cudart, "cudaHostUnregister", lambda place: codes.append(int(unregister(place))))
+    del model
+    gc.collect()
+    assert not offload.blocks and not counts().resident
+    assert codes == [0] * 36
+    assert torch.cuda.memory_allocated() - before < 2**20
+    assert shared_memory() - shared < 2**20
+
+
+def test_memory_that_cannot_be_pinned(folders, monkeypatch):
+    """The error of this model, and none of the next kernel."""
+    memory = memoryview(offload.mmap.mmap(-1, 2**25))
+    monkeypatch.setattr(offload.mmap, "mmap", lambda _, size: memory[:size])  # the second time it is pinned already
+    with pytest.raises(MemoryError, match=r"could not be pinned.*already"):
+        model_of(folders["tiny"])
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    monkeypatch.undo()
+    gc.collect()
+    assert not offload.blocks
+    logits(model_of(folders["tiny"]))
+
+
+def test_the_peak_while_loading_is_within_the_budget(folders):
+    """Beside what is not packed experts, and the stack that is being packed."""
+    peaks, held = {}, {}
+    size = 0
+    for where in ("off", "all", "three"):
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model = model_of(folders["medium"], f"{3 * size}B" if where == "three" else where)
+        peaks[where] = torch.cuda.max_memory_allocated() - before
+        held[where] = torch.cuda.memory_allocated() - before
+        size = sizes_of(model)[0]
+        if where == "three":
+            train(with_lora(model), steps=1, tokens=512)
+            assert counts().resident == 3 * size
+        del model
+    print({where: f"{peaks[where] / size:.2f}, held {held[where] / size:.2f} experts modules" for where in peaks})
+    assert held["all"] <= held["off"] - 6 * size + 2**20 and held["three"] <= held["off"] - 5 * size + 2**20
+    assert peaks["all"] <= peaks["off"] - 5 * size and peaks["three"] <= peaks["off"] - 4 * size
+
+
+# --- processes ---
+
+
+FORKED = """
+import gc, os, sys, torch
+sys.path.insert(0, sys.argv[1])
+from offloaded import logits, model_of
+
+model = model_of(sys.argv[2])
+want = logits(model)
+child = os.fork()
+if not child:
+    del model
+    gc.collect()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert torch.equal(logits(model), want)
+print("the parent reads on")
+"""
+
+
+def test_a_forked_child_leaves_it_alone(folders, tmp_path):
+    """Its end unpins nothing of its parent's."""
+    output = run([sys.executable, "-c", FORKED, SUPPORT, folders["tiny"]], tmp_path)
+    assert "the parent reads on" in output
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_processes(tmp_path):
+    output = run([sys.executable, *TORCHRUN, PROGRAM], tmp_path)
+    print(output)
+    assert output.count("the steps of the resident model") == 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_layers_on_two_gpus(folders):
+    """A lane a GPU."""
+    places = {f"model.layers.{layer}": layer % 2 for layer in range(6)}
+    places |= {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
+    found = []
+    for where in ("off", "all"):
+        model = with_lora(model_of(folders["medium"], where, device_map=places))
+        found.append(train(model, steps=STEPS, tokens=128))
+        assert where == "off" or len(nf4_patch.status().offload) == 2
+        del model
+        gc.collect()
+    assert same_steps(*found)

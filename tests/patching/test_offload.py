@@ -1,0 +1,400 @@
+"""enable(experts="4bit", offload=...): packed experts in host memory, fetched ahead of their use. CUDA is played by CPU tensors;
+on a GPU: gpu/test_offload_gpu.py."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections import Counter
+
+import pytest
+import torch
+
+pytest.importorskip("transformers.core_model_loading", reason="transformers before 5")
+
+from host_memory import Cuda
+from offloaded import (
+    blocks_of,
+    counts,
+    dense,
+    logits,
+    model_of,
+    read_again,
+    same_steps,
+    sizes_of,
+    tensors_of,
+    train,
+)
+from tiny_experts import CHECKPOINTING, STACKS, experts_of, ids_of, in_4bit, loaded, random_model, saved, with_lora
+
+import nf4_patch
+from nf4_patch.config import ConfigError
+from nf4_patch.patching.cache.store import cache
+from nf4_patch.patching.dequantizer import Dequantizer
+from nf4_patch.patching.experts import offload
+from nf4_patch.patching.experts.read import Stack, stacks_of
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; on a GPU: gpu/test_offload_gpu.py")
+LAYERS, STEPS = 4, 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("qwen3")
+    saved(random_model("qwen3", num_hidden_layers=LAYERS), place)
+    return place
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gc.collect()
+    monkeypatch.setattr(offload, "cuda", Cuda())
+    offload.lanes.clear()
+    yield offload.cuda
+    nf4_patch.disable()
+    gc.collect()
+
+
+# --- the numbers ---
+
+
+@pytest.mark.parametrize("way", CHECKPOINTING)
+@pytest.mark.parametrize("nested", [True, False])
+def test_steps_are_those_of_the_resident_model(folder, gpu, patched, way, nested):
+    want = train(with_lora(model_of(folder, "off", nested=nested)), checkpointing=CHECKPOINTING[way])
+    assert not gpu.pinned
+    model = with_lora(model_of(folder, nested=nested))
+    assert all(blocks_of(model).values()) and len(gpu.pinned) == LAYERS * 2 * (3 if nested else 2)
+    got = train(model, checkpointing=CHECKPOINTING[way])
+    assert same_steps(got, want) and want[0][0] != want[0][-1]
+    # forward and back, and the two layers at the turns stay: from the second step on all are ahead
+    assert counts().fetches >= STEPS * 2 * (LAYERS - 2)
+    assert counts().fetches <= STEPS * 2 * LAYERS
+    before = counts().late
+    train(model, checkpointing=CHECKPOINTING[way])
+    assert counts().late == before
+
+
+def test_a_layer_is_fetched_once_for_recompute_and_backward(folder, gpu, patched):
+    model = with_lora(model_of(folder))
+    train(model, checkpointing=CHECKPOINTING["recomputed"])
+    gpu.copies.clear()
+    train(model, steps=1)
+    parts = Counter(gpu.copies)
+    assert max(parts.values()) <= 2 and sum(parts.values()) <= 2 * (LAYERS - 1) * 6
+
+
+def test_generation_evaluation_and_a_skipped_layer(folder, gpu, patched):
+    with torch.no_grad():
+        wanted = [model_of(folder, "off").eval().generate(ids_of(6), max_new_tokens=4, do_sample=False)]
+        model = model_of(folder).eval()
+        assert torch.equal(model.generate(ids_of(6), max_new_tokens=4, do_sample=False), wanted[0])
+        for layers in ([0, 1, 2, 3], [0, 2, 3], [3, 1], [0, 1, 2, 3], [2, 2, 0]):
+            for layer in layers:
+                module = experts_of(model)[layer]
+                for name in STACKS:
+                    stack = dense(module, name)
+                    assert torch.equal(stack, getattr(module, name))
+
+
+def test_merging_is_seen(folder, gpu, patched):
+    """Written in host memory, whatever has arrived before; and taken out again."""
+    resident, model = (with_lora(model_of(folder, where)) for where in ("off", "all"))
+    for each in (resident, model):
+        train(each, steps=1)
+    before = logits(resident)
+    assert torch.equal(logits(model), before)
+    for each in (resident, model):
+        each.merge_adapter()
+    merged = logits(resident)
+    assert torch.equal(logits(model), merged) and not torch.equal(merged, before)
+    for each in (resident, model):
+        each.unmerge_adapter()
+    assert torch.equal(logits(model), logits(resident))
+    assert all(blocks_of(model).values())
+
+
+def test_written_in_place_after_it_has_arrived(folder, gpu, patched):
+    model = model_of(folder)
+    module = experts_of(model)[0]
+    dense(module, STACKS[0])
+    with torch.no_grad():
+        original = module.parametrizations[STACKS[0]].original
+        original.copy_(original.flip(0))
+    got = dense(module, STACKS[0])
+    assert torch.equal(got, getattr(module, STACKS[0]))
+    assert counts().fetches == counts().late == 2
+    assert offload.lanes[original.device].stream.waited_for.count(gpu.compute) == 2  # for what writes
+
+
+def test_memory_has_another_unit_after_its_last_use(folder, gpu, patched):
+    model = model_of(folder)
+    logits(model)
+    (lane,) = offload.lanes.values()
+    uses = {event for fetched in lane.buffers for event in fetched.uses.values()}
+    for module in experts_of(model)[:2]:  # the last two are there
+        dense(module)
+    assert len(uses) == 2 and uses <= set(lane.stream.waited_for)
+
+
+def test_replaced_after_it_has_arrived(folder, gpu, patched):
+    """By the same memory as another parameter, and by a tensor on the GPU."""
+    model = model_of(folder)
+    chain = experts_of(model)[0].parametrizations[STACKS[0]]
+    dense(experts_of(model)[0])
+    pinned = len(gpu.pinned)
+    state = chain[0].quant_state.as_dict(packed=True)
+    again = type(chain.original).from_prequantized(chain.original.data, state, device=torch.device("cpu"))
+    with torch.no_grad():
+        again.copy_(again.flip(0))  # which the first parameter does not count
+    assert again.data_ptr() == chain.original.data_ptr()
+    chain.original = again
+    assert torch.equal(dense(experts_of(model)[0]), experts_of(model)[0].gate_up_proj)
+    fetches = counts().fetches
+    del again
+    chain.original.data = chain.original.flip(0).clone()
+    assert torch.equal(dense(experts_of(model)[0]), experts_of(model)[0].gate_up_proj)
+    assert counts().fetches == fetches
+    gc.collect()
+    assert len(gpu.pinned) == pinned - 1
+
+
+def test_a_part_of_it_is_read_where_it_lies(folder, gpu, patched):
+    module = experts_of(model_of(folder, nested=False))[0]
+    stack = stacks_of(module, Dequantizer("test"))[STACKS[0]]
+    state = copy.copy(stack.state)
+    state.absmax, state.shape = state.absmax[: len(state.absmax) // 2], torch.Size((3, *state.shape[1:]))
+    half = Stack(stack.packed[: len(stack.packed) // 2], state, stack.dequantizer)
+    for _ in range(2):
+        assert torch.equal(half.dense(), stack.dense()[:3])
+
+
+def test_after_inference_mode(folder, gpu, patched):
+    found = []
+    for where in ("off", "all"):  # on a CPU bitsandbytes packs linear layers otherwise from then on
+        model = with_lora(model_of(folder, where))
+        with torch.inference_mode():
+            model(input_ids=ids_of())
+        found.append(train(model))
+    assert counts().fetches and same_steps(*found)
+
+
+def test_named_after_loading(folder, gpu, patched):
+    """Nothing is moved; nor back."""
+    resident, model = model_of(folder, "off"), model_of(folder)
+    for where in ("all", "1GiB", "off"):
+        patched.enable(offload=where)
+        assert torch.equal(logits(resident), logits(model))
+        assert all(blocks_of(model).values()) and not any(blocks_of(resident).values())
+
+
+def test_state_dict_copy_save_and_read_again(folder, gpu, patched, tmp_path):
+    resident, model = (model_of(folder, where) for where in ("off", "all"))
+    ours, theirs = model.state_dict(), resident.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(
+        torch.equal(ours[key].view(torch.uint8), theirs[key].view(torch.uint8)) for key in ours if ours[key].dim()
+    )
+    want = logits(resident)
+    copied = copy.deepcopy(model)
+    assert not any(blocks_of(copied).values())
+    assert torch.equal(logits(copied), want)
+    model.save_pretrained(tmp_path)
+    again = read_again(tmp_path)
+    assert all(blocks_of(again).values())
+    assert torch.equal(logits(again), want)
+
+
+# --- the budget ---
+
+
+@pytest.mark.parametrize(
+    ("layers", "short", "resident"), [(2, 0, []), (3, 0, [3]), (4, 1, [2])], ids=["buffers", "one more", "a byte short"]
+)
+def test_a_budget_is_spread_over_the_layers(folder, gpu, patched, layers, short, resident):
+    """Sizes of whole experts modules; four layers would fit as they are, without buffers."""
+    (size,) = set(sizes_of(model_of(folder, "off")))
+    budget = layers * size - short
+    want = train(with_lora(model_of(folder, "off")))
+    model = model_of(folder, f"{budget}B")
+    inside = [layer for (layer, name), block in blocks_of(model).items() if block is None and name == STACKS[0]]
+    assert inside == resident
+    assert same_steps(train(with_lora(model)), want)
+    held = counts().resident - len(resident) * size
+    assert held == 2 * size  # the buffers
+    assert sum(gpu.pinned.values()) == counts().in_host == (LAYERS - len(resident)) * size
+
+
+@pytest.mark.parametrize(("budget", "every"), [(26, 2), (14, 4), (50 - 2 * 8, 0)])
+def test_what_stays_is_spread_evenly(gpu, patched, budget, every):
+    """Over 48 modules, all of 1 KB, or every third of 4 KB."""
+    patched.enable(experts="4bit", offload=f"{budget}KB")
+    model = torch.nn.Module()
+    sizes = [500 if every or layer % 3 else 2000 for layer in range(48)]
+    stacks = [(f"layers.{layer}.experts.{name}", "cpu", size) for layer, size in enumerate(sizes) for name in STACKS]
+    offload.plan(model, stacks)
+    units = offload.units_of(model)
+    stay = [layer for layer in range(48) if f"layers.{layer}.experts" not in units]
+    resident = sum(2 * sizes[layer] for layer in stay)
+    assert sum(unit.resident for unit in units.values()) == resident
+    if every:
+        assert stay == list(range(every - 1, 48, every)) and resident == (budget - 2) * 1000
+    else:
+        assert 0.9 * (budget - 8) * 1000 < resident <= (budget - 8) * 1000
+        gaps = [later - layer for layer, later in zip([-1, *stay], [*stay, 48], strict=True)]
+        assert max(gaps) <= 2 * 48 / len(stay)
+
+
+def test_a_budget_that_holds_all_and_one_that_holds_no_buffers(folder, gpu, patched):
+    (size,) = set(sizes_of(model_of(folder, "off")))
+    assert not any(blocks_of(model_of(folder, f"{LAYERS * size}B")).values())
+    with pytest.raises(ConfigError, match="does not hold the two buffers"):
+        model_of(folder, f"{2 * size - 1}B")
+    assert not gpu.pinned
+
+
+def test_packed_size_is_what_is_packed(folder, gpu, patched):
+    for nested in (True, False):
+        model = model_of(folder, "off", nested=nested)
+        for module in experts_of(model):
+            for name in STACKS:
+                chain = module.parametrizations[name]
+                elements = chain[0].quant_state.shape.numel()
+                assert offload.packed_size(elements, nested) == sum(t.nbytes for t in tensors_of(chain))
+
+
+def test_it_needs_packed_experts(folder, gpu, patched):
+    patched.enable(experts="off", offload="all")
+    with pytest.raises(ValueError, match="experts is off"):
+        loaded(folder, quantization_config=in_4bit())
+
+
+# --- memory ---
+
+
+def test_host_memory_that_cannot_be_pinned(folder, gpu, patched):
+    gpu.limit = 150_000
+    with pytest.raises(MemoryError, match=r"KiB|MiB|KB.*could not be pinned.*cudaErrorMemoryAllocation"):
+        model_of(folder)
+    gc.collect()
+    assert not gpu.pinned and not offload.blocks
+
+
+def test_more_than_the_host_has(folder, gpu, patched, monkeypatch):
+    assert 2**20 < offload.free_memory() < float("inf")
+    monkeypatch.setattr(offload, "free_memory", lambda: 2**18)
+    with pytest.raises(MemoryError, match=r"5\d\d KiB of host memory are needed, 256 KiB are free"):
+        model_of(folder)
+    assert not gpu.pinned
+    model_of(folder, f"{sizes_of(model_of(folder, 'off'))[0] * LAYERS}B")
+
+
+def test_nothing_is_left_after_the_model(folder, gpu, patched):
+    model = with_lora(model_of(folder))
+    train(model, steps=1)
+    assert gpu.pinned and counts().resident
+    del model
+    gc.collect()
+    assert not gpu.pinned and not offload.blocks and not offload.plans and counts().resident == 0
+
+
+def test_a_tensor_of_it_outlives_the_model(folder, gpu, patched):
+    model = model_of(folder)
+    kept = next(tensor for key, tensor in model.state_dict().items() if key.endswith("experts.down_proj"))
+    copied = kept.clone()
+    del model
+    gc.collect()
+    assert len(gpu.pinned) == 1 and torch.equal(kept, copied)
+
+
+def test_switched_off_it_is_read_where_it_lies(folder, gpu, patched):
+    model = model_of(folder)
+    want = logits(model)
+    assert counts().resident
+    patched.enable(offload="off")
+    assert not counts().resident
+    before = counts().fetches
+    assert torch.equal(logits(model), want)
+    patched.disable()
+    assert torch.equal(logits(model), want) and counts().fetches == before
+    patched.enable(offload="all")
+    assert torch.equal(logits(model), want) and counts().fetches > before
+
+
+def test_inside_a_capture_nothing_is_fetched(folder, gpu, patched):
+    model = model_of(folder)
+    want = logits(model)
+    before = counts().fetches
+    gpu.captured = True
+    assert torch.equal(logits(model), want) and counts().fetches == before
+
+
+# --- with others ---
+
+
+def test_a_cached_stack_is_not_fetched(folder, gpu, patched):
+    want = train(with_lora(model_of(folder, "off")))
+    patched.enable(cache="1GiB")
+    model = with_lora(model_of(folder))
+    assert same_steps(train(model), want)
+    hits, before = cache.hits, counts().fetches
+    train(model, steps=1)
+    assert cache.hits - hits >= 2 * LAYERS and counts().fetches == before
+    patched.enable(cache="off")
+
+
+def test_two_models_in_turn_and_in_two_threads(folder, gpu, patched, monkeypatch):
+    want = logits(model_of(folder, "off"))
+    models = [model_of(folder) for _ in range(2)]
+    for model in models * 2:
+        assert torch.equal(logits(model), want)
+    found, barrier, lock, interpret = [], threading.Barrier(2), threading.Lock(), Dequantizer.interpret
+
+    def one_at_a_time(*arguments):  # as Triton's interpreter asks
+        with lock:
+            return interpret(*arguments)
+
+    monkeypatch.setattr(Dequantizer, "interpret", one_at_a_time)
+
+    def run(model):
+        barrier.wait()
+        for _ in range(5):
+            found.append(torch.equal(logits(model), want))
+
+    threads = [threading.Thread(target=run, args=[model]) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 10
+
+
+def every_stack(model):
+    return [dense(module, name) for module in experts_of(model) for name in STACKS]
+
+
+@pytest.mark.parametrize("where", ["copy", "current_stream"])
+def test_an_interrupt_leaves_nothing_wrong(folder, gpu, patched, monkeypatch, where):
+    model = with_lora(model_of(folder))
+    want = train(copy.deepcopy(model), steps=1)
+    original, calls = getattr(gpu, where), []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    setattr(gpu, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        every_stack(model)
+    assert len(calls) == 4
+    assert same_steps(train(model, steps=1), want)
+
+
+def test_what_the_report_says(folder, gpu, patched):
+    model = model_of(folder)
+    logits(model)
+    assert "of packed experts in host memory" in str(nf4_patch.status()) and "not ahead" in str(nf4_patch.status())
+    assert nf4_patch.status().as_dict()["offload"]["cpu"]["fetches"] == 2 * LAYERS  # each of its stacks is new

@@ -1,0 +1,59 @@
+"""Packed experts in host memory in two processes under DDP: losses and adapters of the resident model's steps, to the
+bit. torchrun ...
+
+NCCL with GPUs, gloo without, where CUDA is played by CPU tensors.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+import tiny_experts
+from host_memory import Cuda
+from offloaded import blocks_of, model_of, same_steps
+from tiny_experts import adapters_of, ids_of, random_model, saved, with_lora
+
+import nf4_patch
+from nf4_patch.patching.experts import offload
+
+rank, gpu = int(os.environ["RANK"]), torch.cuda.is_available()
+device = tiny_experts.DEVICE = torch.device("cuda", rank) if gpu else torch.device("cpu")
+if gpu:
+    torch.cuda.set_device(device)
+else:
+    offload.cuda = Cuda()
+STEPS = 5 if gpu else 2
+SIZES = {"hidden_size": 512, "num_experts": 32} if gpu else {}
+folder = tempfile.mkdtemp()
+saved(random_model("qwen3", num_hidden_layers=4, **SIZES), folder)  # before there is a process group
+dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
+
+
+def steps(where):
+    model = with_lora(model_of(folder, where))
+    assert all(bool(block) == (where == "all") for block in blocks_of(model).values())
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    parallel = DistributedDataParallel(model.train(), device_ids=[rank] if gpu else None)
+    optimizer = torch.optim.AdamW(adapters_of(model).values(), lr=1e-2)
+    losses, ids = [], (ids_of() + 5 * rank) % 96  # each has tokens of its own
+    for _ in range(STEPS):
+        loss = parallel(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses), [value.detach() for value in adapters_of(model).values()]
+
+
+want, found = steps("off"), steps("all")
+assert same_steps(found, want) and want[0].isfinite().all() and want[0][0] != want[0][-1]
+print(f"the steps of the resident model, {nf4_patch.status().offload}", flush=True)
+dist.barrier()
+dist.destroy_process_group()

@@ -1,0 +1,87 @@
+"""Tiny mixtures whose packed experts wait in host memory: loaded, trained and read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tiny_experts
+import torch
+from tiny_experts import STACKS, adapters_of, experts_of, ids_of, in_4bit, loaded
+
+import nf4_patch
+from nf4_patch.patching.dequantizer import Dequantizer
+from nf4_patch.patching.experts import offload
+from nf4_patch.patching.experts.read import stacks_of
+
+
+def model_of(folder: Any, where: str | int = "all", nested: bool = True, **options: Any) -> Any:
+    """A checkpoint in 16 bits, packed."""
+    nf4_patch.enable(experts="4bit", offload=where)
+    return read_again(folder, quantization_config=in_4bit(nested=nested), **options)
+
+
+def read_again(folder: Any, **options: Any) -> Any:
+    """A checkpoint as it was saved."""
+    if tiny_experts.DEVICE.type == "cuda":
+        options.setdefault("device_map", {"": tiny_experts.DEVICE})
+    # eager: the backward of cuDNN's attention may not repeat itself
+    return loaded(folder, attn_implementation="eager", **options)
+
+
+def blocks_of(model: Any) -> dict[tuple[int, str], Any]:
+    """The host memory of each stack, or None, by layer and name."""
+    return {
+        (layer, name): offload.blocks.get(module.parametrizations[name].original.data_ptr())
+        for layer, module in enumerate(experts_of(model))
+        for name in STACKS
+    }
+
+
+def sizes_of(model: Any) -> list[int]:
+    """Packed bytes of each experts module."""
+    return [
+        sum(t.nbytes for name in STACKS for t in tensors_of(module.parametrizations[name]))
+        for module in experts_of(model)
+    ]
+
+
+def tensors_of(chain: Any) -> tuple[torch.Tensor, ...]:
+    state = chain[0].quant_state
+    return chain.original, state.absmax, *([state.state2.absmax] if state.nested else [])
+
+
+def train(model: Any, steps: int = 3, checkpointing: Any = None, tokens: int = 24) -> tuple[torch.Tensor, list[Any]]:
+    """Losses, and the adapters afterwards."""
+    model.train()
+    if checkpointing is not None:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(checkpointing)
+    optimizer = torch.optim.AdamW(adapters_of(model).values(), lr=1e-2)
+    losses, ids = [], ids_of(tokens)
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses), [value.detach() for value in adapters_of(model).values()]
+
+
+def same_steps(ours: Any, others: Any) -> bool:
+    return torch.equal(ours[0], others[0]) and all(map(torch.equal, ours[1], others[1]))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.train()(input_ids=ids_of()).logits
+        return found
+
+
+def dense(module: Any, name: str = STACKS[0], only_read: bool = False) -> torch.Tensor:
+    return stacks_of(module, Dequantizer("test"), only_read)[name].dense()
+
+
+def counts() -> Any:
+    """Of the only GPU."""
+    (found,) = nf4_patch.status().offload.values()
+    return found
