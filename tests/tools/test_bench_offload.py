@@ -1,0 +1,89 @@
+"""benchmarks/offload.py on a CPU: a tiny mixture, CUDA played by CPU tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers.core_model_loading", reason="transformers before 5")
+
+from host_memory import Cuda
+
+import nf4_patch
+from benchmarks import offload as benchmark
+from nf4_patch.patching.experts import offload
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; a GPU runs the benchmark")
+SETTING = benchmark.Setting("tiny", tokens=48, budget="300KiB", rank=8, optimizer="adamw", bits=3, steps=2)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gc.collect()
+    monkeypatch.setattr(offload, "cuda", Cuda())
+    yield offload.cuda
+    nf4_patch.disable()
+    gc.collect()
+
+
+@pytest.fixture
+def four_layers(monkeypatch):
+    """With two, none waits for another: both are in the buffers."""
+    tiny = benchmark.MODELS["tiny"]
+
+    def longer():
+        config = tiny()
+        config.num_hidden_layers = 4
+        return config
+
+    monkeypatch.setitem(benchmark.MODELS, "tiny", longer)
+
+
+def test_the_sides_have_the_same_bits(gpu, four_layers, patched):
+    runs = {}
+    for side in benchmark.SIDES:
+        runs[side] = benchmark.measured(SETTING, side, "cpu")
+        assert runs[side]["failed"] == "" and runs[side]["side"] == side
+        gc.collect()
+    resident = runs["resident"]
+    assert resident["in_host"] == resident["fetches"] == 0 and len(set(resident["losses"])) == 3
+    for name in ("budget", "all"):
+        assert all(runs[name][field] == resident[field] for field in ("losses", "gradients", "adapters"))
+    # forward and back; the layers at the turns are still there
+    unit = runs["all"]["in_host"] // 4
+    assert 0 < runs["budget"]["in_host"] < runs["all"]["in_host"]
+    assert runs["all"]["fetches"] in (4, 5, 6) and runs["all"]["fetched"] == runs["all"]["fetches"] * unit
+    assert runs["all"]["late"] == 0
+    assert "the bits of resident: losses, gradients, adapters" in benchmark.said(runs["all"], [resident])
+
+
+def test_different_bits_are_said(gpu, patched):
+    run = benchmark.measured(dataclasses.replace(SETTING, bits=1, steps=0), "resident", "cpu")
+    other = run | {"side": "all", "cap": 7.5, "losses": [0.0]}
+    assert "the bits of resident: gradients, adapters" in benchmark.said(other, [run])
+    assert "the bits" not in benchmark.said(other | {"rank": 16}, [run])
+
+
+def test_a_run_takes_the_place_of_the_same_one(tmp_path):
+    file = tmp_path / "offload.json"
+    run = {**dataclasses.asdict(SETTING), "side": "all", "failed": "loading"}
+    assert benchmark.write(file, run | {"machine": {"gpu": "H"}}) == []
+    assert benchmark.write(file, run | {"side": "resident"}) == [run]
+    assert benchmark.write(file, run | {"failed": ""}) == [run | {"side": "resident"}]
+    found = json.loads(file.read_text())
+    assert [each["failed"] for each in found["runs"]] == ["loading", ""] and found["machine"] == {"gpu": "H"}
+
+
+@pytest.mark.parametrize("name", benchmark.MODELS)
+def test_the_checkpoint_has_what_the_model_reads(name):
+    setting = benchmark.Setting(name, layers=2)
+    with torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
+        empty = AutoModelForCausalLM.from_config(benchmark.config_of(setting), dtype=torch.bfloat16)
+    entries = benchmark.written(empty, "meta") if name == "tiny" else {}
+    assert set(empty.state_dict()) <= entries.keys() or name != "tiny"
