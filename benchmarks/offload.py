@@ -188,9 +188,11 @@ def load(config: Any, device: Any) -> Any:
         bnb_4bit_compute_dtype=torch.bfloat16, llm_int8_skip_modules=["lm_head"],
     ).to_dict()  # fmt: skip
     state = written(empty, device)
-    return type(empty).from_pretrained(
-        None, config=config, state_dict=state, dtype=torch.bfloat16, device_map={"": device}
-    )
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": {"": device}, "output_loading_info": True}
+    model, found = type(empty).from_pretrained(None, config=config, state_dict=state, **options)
+    if wrong := [key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in found[kind]]:
+        raise RuntimeError(f"not as transformers saves it: {wrong}")
+    return model
 
 
 # --- training ---
