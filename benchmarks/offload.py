@@ -263,7 +263,7 @@ class Training:
     def compared(self, steps: int) -> dict[str, Any]:
         """Losses, and digests of the last gradients and of the adapters after them. An attention's backward would add in any
         order otherwise."""
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(True, warn_only=True)
         losses = [self.step().item() for _ in range(steps)]
         torch.use_deterministic_algorithms(False)
