@@ -80,7 +80,7 @@ def test_a_run_takes_the_place_of_the_same_one(tmp_path):
     assert [each["failed"] for each in found["runs"]] == ["loading", ""] and found["machine"] == {"gpu": "H"}
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "glm4"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "glm4", "gemma4"])
 def test_every_architecture_is_loaded_whole(name, gpu, patched, monkeypatch):
     shared = {"n_shared_experts": 1, "first_k_dense_replace": 1} if name == "glm4" else {}
     monkeypatch.setitem(benchmark.MODELS, "tiny", lambda: config_of(name, num_hidden_layers=2, **shared))
