@@ -218,17 +218,18 @@ def load(config: Any, device: Any) -> Any:
 # --- training ---
 
 
+def lora_options(setting: Setting) -> dict[str, Any]:
+    experts = [] if setting.attention_only else trl.EXPERTS
+    targets = {"target_modules": list(ATTENTION), "target_parameters": experts, "task_type": "CAUSAL_LM"}
+    return {"r": setting.rank, "lora_alpha": setting.rank, **targets}
+
+
 def with_lora(model: Any, setting: Setting) -> Any:
     from peft import LoraConfig, get_peft_model
 
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
-    experts = [] if setting.attention_only else trl.EXPERTS
-    lora = LoraConfig(
-        r=setting.rank, lora_alpha=setting.rank, target_modules=list(ATTENTION), target_parameters=experts,
-        task_type="CAUSAL_LM",
-    )  # fmt: skip
-    model = get_peft_model(model, lora).train()
+    model = get_peft_model(model, LoraConfig(**lora_options(setting))).train()
     for number, parameter in enumerate(trained(model)):
         # as TRL has them; and peft starts B at zero, which would hide the adapters from the loss
         parameter.data = parameter.data.to(torch.bfloat16)
@@ -447,11 +448,11 @@ def said(run: dict[str, Any], others: list[dict[str, Any]]) -> str:
 
 def write(file: Path | None, run: dict[str, Any]) -> list[dict[str, Any]]:
     """The file with this run in it; the runs that were there."""
-    before = json.loads(file.read_text()) if file and file.exists() else {"runs": []}
-    others = [each for each in before["runs"] if (key(each), each["side"]) != (key(run), run["side"])]
+    before = json.loads(file.read_text()) if file and file.exists() else {"rows": []}
+    others = [each for each in before["rows"] if (key(each), each["side"]) != (key(run), run["side"])]
     taken = run.pop("machine", before.get("machine"))
     if file:
-        file.write_text(json.dumps({"machine": taken, "runs": [*others, run]}, indent=1) + "\n")
+        file.write_text(json.dumps({"machine": taken, "rows": [*others, run]}, indent=1) + "\n")
     return others
 
 

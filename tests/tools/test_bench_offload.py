@@ -77,7 +77,7 @@ def test_a_run_takes_the_place_of_the_same_one(tmp_path):
     assert benchmark.write(file, run | {"side": "resident"}) == [run]
     assert benchmark.write(file, run | {"failed": ""}) == [run | {"side": "resident"}]
     found = json.loads(file.read_text())
-    assert [each["failed"] for each in found["runs"]] == ["loading", ""] and found["machine"] == {"gpu": "H"}
+    assert [each["failed"] for each in found["rows"]] == ["loading", ""] and found["machine"] == {"gpu": "H"}
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "glm4", "gemma4"])
