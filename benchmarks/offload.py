@@ -9,6 +9,7 @@ of RUNS, and without --model, all of them.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -153,13 +154,17 @@ def plain(name: str, like: Tensor, device: Any) -> Tensor:
     return value.fill_(float(not name.endswith(("bias", "sinks"))))
 
 
-def packed_entries(name: str, like: Tensor, device: Any) -> Iterator[tuple[str, Any]]:
-    """What bitsandbytes saves of a weight in NF4 with double quantization: random bytes, the scales of normal numbers."""
+@functools.cache
+def state_of_normal_numbers(device: Any) -> Any:
     from bitsandbytes.functional import quantize_4bit
 
-    blocks = -(-like.numel() // 64)
     sample = torch.empty(2**20, device=device).normal_(std=0.02, generator=numbers("", device)).to(torch.bfloat16)
-    _, state = quantize_4bit(sample, compress_statistics=True, quant_type="nf4")
+    return quantize_4bit(sample, compress_statistics=True, quant_type="nf4")[1]
+
+
+def packed_entries(name: str, like: Tensor, device: Any) -> Iterator[tuple[str, Any]]:
+    """What bitsandbytes saves of a weight in NF4 with double quantization: random bytes, the scales of normal numbers."""
+    blocks, state = -(-like.numel() // 64), copy.copy(state_of_normal_numbers(device))
     scales = {"absmax": (state.absmax, blocks), "nested_absmax": (state.state2.absmax, -(-blocks // 256))}
     state.shape = like.shape
     yield name, Made("U8", functools.partial(random_bytes, name, (-(-like.numel() // 2), 1), device))
