@@ -76,8 +76,8 @@ def gemma() -> Any:
 
 def tiny() -> Any:
     """For a test."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 256, "num_attention_heads": 4}
-    return trl.qwen3(2, 512, **sizes, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4}
+    return trl.qwen3(2, 512, **sizes, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2)
 
 
 MODELS: dict[str, Callable[[], Any]] = {

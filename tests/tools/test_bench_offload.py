@@ -20,7 +20,7 @@ from benchmarks import offload as benchmark
 from nf4_patch.patching.experts import offload
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; a GPU runs the benchmark")
-SETTING = benchmark.Setting("tiny", tokens=48, budget="600KiB", rank=8, optimizer="adamw", bits=3, steps=2)
+SETTING = benchmark.Setting("tiny", tokens=48, budget="80KiB", rank=8, optimizer="adamw", bits=3, steps=2)
 
 
 @pytest.fixture
