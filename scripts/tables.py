@@ -307,13 +307,13 @@ def offload_runs() -> list[Record]:
 def offload_steps() -> list[Record]:
     found = []
     for run in offload_runs():
-        bus_ms = run["fetched"] / run["bus"] * 1e3
-        least = max(run["resident_ms"], bus_ms)
+        bus, resident = run["fetched"] / run["bus"] * 1e3, run["resident_ms"]
+        times = [f"{run['gpu_ms'] / least:.2f}×" for least in (resident, max(resident, bus)) if resident]
         found.append(run | {
             "what": f"r = {run['rank']}{', attention alone' * run['attention_only']}, {OPTIMIZERS[run['optimizer']]}",
             "capped": f"{run['cap']:g} GiB" if run["cap"] else "none", "said": offload_said(run["offload"]),
-            "step": f"{run['gpu_ms']:.0f}" + f" ({run['gpu_ms'] / run['resident_ms']:.2f}×)" * bool(run["resident_ms"]),
-            "bus_ms": f"{bus_ms:.0f}" if bus_ms else "", "of_least": f"{run['gpu_ms'] / least:.2f}×" if run["resident_ms"] else "",
+            "step": " ".join([f"{run['gpu_ms']:.0f}", *(f"({each})" for each in times[:1])]),
+            "bus_ms": f"{bus:.0f}" if bus else "", "of_least": "".join(times[1:]),
             "peaks": " / ".join(f"{run[each]['reserved'] / 2**30:.1f}" for each in ("peak_loading", "peak")),
             "host": f"{run['in_host'] / 2**30:.1f}" if run["in_host"] else "",
         })  # fmt: skip

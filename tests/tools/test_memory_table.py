@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,40 @@ def test_what_optimizers_keep(memory):
     assert mixture.learning(16, memory.ON, "AdamW", 4) == 16 * weights
     assert mixture.learning(16, memory.ON, "AdamW", 2) == 8 * weights
     assert mixture.learning(16, memory.ON, "8-bit AdamW", 2) == (6 + 1 / 32) * weights
+
+
+def run_of(side, setting="off", gpu_ms=1000.0, **changes):
+    """A line of docs/data/offload-GPU.json, as the benchmark writes it."""
+    size = {"allocated": 6 * 2**30, "reserved": 7 * 2**30}
+    known = dataclasses.asdict(offload.Setting(cap=14.4)) | {
+        "side": side,
+        "offload": setting,
+        "failed": "",
+        "bus": 50e9,
+    }
+    return known | {"gpu_ms": gpu_ms, "fetched": 25e9, "in_host": 2**34, "peak": size, "peak_loading": size} | changes
+
+
+def test_a_measured_cell_is_bold_and_a_step_is_compared_with_the_resident_one(memory, monkeypatch, tmp_path):
+    figures, tables = (importlib.import_module(name) for name in ("figures", "tables"))
+    monkeypatch.setattr(figures, "DATA", tmp_path)
+    plain = tables.BLOCKS["offload-cards"]().splitlines()[2]
+    assert plain.startswith("| Qwen3-30B-A3B | r = 16 on the attention and the experts | no |") and "**" not in plain
+    assert tables.BLOCKS["offload"]() == "Not measured yet."
+    machine = {"date": "2026-11-25", "releases": {"torch": "2.11.0"}}
+    rows = [
+        run_of("resident", cap=0.0, fetched=0.0, in_host=0), run_of("all", "all", 1250.0), run_of("budget", "4GiB", 1100.0),
+        run_of("budget", "12GiB", failed="timed steps"), run_of("budget", "3GiB", cap=0.0), run_of("all", "all", rank=4),
+    ]  # fmt: skip
+    (tmp_path / "offload-h200.json").write_text(json.dumps({"machine": machine, "rows": rows}))
+    bold = [
+        cell for line in tables.BLOCKS["offload-cards"]().splitlines() for cell in line.split(" | ") if "**" in cell
+    ]
+    assert bold == ['**`"4GiB"`**']
+    shown = tables.BLOCKS["offload"]()
+    assert shown.startswith("**H200** ([offload-h200.json](data/offload-h200.json) of 2026-11-25 with torch 2.11.0):")
+    assert '| `"all"` | 1250 (1.25\u00d7) | 500 | 1.25\u00d7 | 7.0 / 7.0 | 16.0 |' in shown
+    assert '| `"all"` | 1000 | 500 | | 7.0 / 7.0 | 16.0 |' in shown and "12GiB" not in shown
 
 
 def test_what_was_measured_is_what_is_reckoned(memory, monkeypatch):
