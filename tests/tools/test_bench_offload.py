@@ -68,6 +68,8 @@ def test_different_bits_are_said(gpu, patched):
     other = run | {"side": "all", "cap": 7.5, "losses": [0.0]}
     assert "the bits of resident: gradients, adapters" in benchmark.said(other, [run])
     assert "the bits" not in benchmark.said(other | {"rank": 16}, [run])
+    weights = torch.arange(4, dtype=torch.bfloat16).view(2, 2)
+    assert benchmark.digest([weights]) != benchmark.digest([weights.t()]) != benchmark.digest([weights.t() + 0.5])
 
 
 def test_a_run_takes_the_place_of_the_same_one(tmp_path):
