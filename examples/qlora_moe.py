@@ -2,7 +2,8 @@
 
 python examples/qlora_moe.py                                    # a small random Qwen3 MoE, no network
 python examples/qlora_moe.py --model random-gpt-oss
-python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B         # a real one: 24 GB of the GPU's memory
+python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B         # a real one: 32 GB of the GPU's memory
+python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --offload 6GiB  # 24 GB: packed experts wait in host memory
 
 It needs transformers 5.17 and peft 0.17, or newer.
 """
@@ -22,12 +23,13 @@ parser.add_argument("--model", default="random-qwen-moe", help="random-qwen-moe,
 parser.add_argument("--size", default="tiny", choices=SIZES, help="of a random model")
 for option, value in (("--steps", 20), ("--rows", 1), ("--tokens", 128)):
     parser.add_argument(option, type=int, default=value)
+parser.add_argument("--offload", help="packed experts in host memory: all, or a size that stays on the GPU, as 6GiB")
 parser.add_argument("--checkpointing", action="store_true", help="recompute every layer in the backward")
 parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
 args = parser.parse_args()
 
-nf4_patch.enable(experts="4bit")
+nf4_patch.enable(experts="4bit", offload=args.offload)
 
 device, dtype, path = "cuda" if torch.cuda.is_available() else "cpu", compute_dtype(), checkpoint(args.model, args.size)
 in_4_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
