@@ -103,18 +103,19 @@ class Setting:
 
 
 # Caps: the GPU's memory less 0.5 GB, which a process takes beside PyTorch's allocator; 8 GiB are a bar of their own.
-CAP_8, CAP_16, CAP_24 = 8.0, 14.4, 21.9
+CAP_8, CAP_12, CAP_16, CAP_24 = 7.0, 10.7, 14.4, 21.9
 RUNS: dict[str, tuple[Setting, tuple[str, ...]]] = {
     "bits": (Setting(budget="8GiB"), SIDES),
-    "8 GiB": (Setting(cap=CAP_8), ("all",)),
-    "8 GiB, r = 8": (Setting(cap=CAP_8, rank=8, bits=0), ("all",)),
+    "8 GiB": (Setting(cap=8), ("all",)),
+    "8 GiB, r = 8": (Setting(cap=8, rank=8, bits=0), ("all",)),
+    "12 GB": (Setting(cap=CAP_12, budget="3GiB", bits=0), ("budget",)),
     "16 GB": (Setting(cap=CAP_16, budget="6GiB", bits=0), ("budget", "all")),
     "24 GB": (Setting(cap=CAP_24, bits=0), ("resident", "all")),
     "24 GB, AdamW": (Setting(cap=CAP_24, budget="12GiB", optimizer="adamw", bits=0), ("budget",)),
     "4,096 tokens": (Setting(budget="8GiB", tokens=4096, bits=0), SIDES),
     "attention": (Setting(cap=CAP_8, attention_only=True, budget="3GiB", bits=0), ("budget", "all")),
-    "gpt-oss": (Setting("gpt-oss-20b", cap=CAP_8, bits=0, steps=8), ("all",)),
-    "gpt-oss, r = 8": (Setting("gpt-oss-20b", cap=CAP_8, rank=8, bits=0, steps=8), ("all",)),
+    "gpt-oss": (Setting("gpt-oss-20b", cap=8, bits=0, steps=8), ("all",)),
+    "gpt-oss, r = 8": (Setting("gpt-oss-20b", cap=8, rank=8, bits=0, steps=8), ("all",)),
     "gpt-oss, not capped": (Setting("gpt-oss-20b", bits=0), ("resident", "all")),
     "Gemma": (Setting("Gemma-4-26B-A4B", cap=CAP_16, bits=0), ("all",)),
     "GLM": (Setting("GLM-4.5-Air", cap=CAP_24, bits=0, steps=8), ("all",)),

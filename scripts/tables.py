@@ -301,7 +301,14 @@ def offload_runs() -> list[Record]:
             if r["side"] == "resident" and not r["failed"] and all(r[each] == record[each] for each in same)
         ]
         record["resident_ms"] = resident[0]["gpu_ms"] if resident else 0.0
-    return [record for record in found if not record["failed"] and record["steps"] and not record["layers"]]
+    names = [*memory.MIXTURES]
+    return sorted(
+        (record for record in found if not record["failed"] and record["steps"] and not record["layers"]),
+        key=lambda record: (
+            names.index(record["model"]), record["tokens"], record["attention_only"], -record["rank"], record["optimizer"],
+            record["cap"] or math.inf, order(record["offload"]),
+        ),
+    )  # fmt: skip
 
 
 def offload_steps() -> list[Record]:
