@@ -8,6 +8,7 @@ A real one, in GB of a GPU's memory without activations: weights, then adapters 
 python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing --attention-only        # 17 + 0.1: fits into 24
 python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing --rank 8 --adamw-8bit   # 17 + 1.9: fits into 24
 python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing                         # 17 + 5.1: take 32 or more
+python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing --offload 6GiB           # the same in 24: docs/offload.md
 
 It needs transformers 5.17 and peft 0.17, or newer.
 """
@@ -41,7 +42,7 @@ parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
 args = parser.parse_args()
 
-nf4_patch.enable(experts="4bit", **({"offload": args.offload} if args.offload else {}))
+nf4_patch.enable(experts="4bit", offload=args.offload)
 
 device, dtype, path = "cuda" if torch.cuda.is_available() else "cpu", compute_dtype(), checkpoint(args.model, args.size)
 in_4_bits = BitsAndBytesConfig(

@@ -116,7 +116,7 @@ ANCHOR = re.compile(r"<!-- figures: (.*?) -->\n(.*?)(?=\n\n|\Z)", re.DOTALL)
 def untrue(text: str) -> Iterator[str]:
     """Of figures that are written by hand: what the data say otherwise, and what is not in the paragraph of its anchor."""
     for anchors, paragraph in ANCHOR.findall(text):
-        known = dict(vars(figures))
+        known = {**vars(figures), "memory": tables.memory}
         for written, formula in (re.split(r" = ", each, maxsplit=1) for each in re.split(r";\s+", anchors)):
             value = eval(f"({formula})", known)
             if written.isidentifier():

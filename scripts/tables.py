@@ -5,11 +5,14 @@ A column whose header has a field in it, such as ``{side}``, becomes a column fo
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import memory
 from figures import (
     BITSANDBYTES,
     DATA,
@@ -352,6 +355,119 @@ def plain(name: str) -> list[Record]:
     ]
 
 
+# --- packed experts in host memory ---
+
+TOKENS_OF_TABLE = 2048
+CARDS = (8, 12, 16, 24, 32, 40, 48, 80)  # GB
+# what is trained: rank, where, optimizer, bytes of an adapter's weight
+TRAINED: dict[str, Record] = {
+    "r = 16 on the attention and the experts": {"rank": 16, "where": memory.ON},
+    "r = 8 on both": {"rank": 8, "where": memory.ON},
+    "r = 16 on the attention": {"rank": 16, "where": memory.OFF},
+}
+LEARNING: dict[str, Record] = {
+    "r = 16, fp32, AdamW": {"rank": 16, "where": memory.ON, "optimizer": "AdamW", "size": 4},
+    "r = 16, fp32, 8-bit AdamW": {"rank": 16, "where": memory.ON, "optimizer": "8-bit AdamW", "size": 4},
+    "r = 16, bf16, AdamW": {"rank": 16, "where": memory.ON, "optimizer": "AdamW", "size": 2},
+    "r = 16, bf16, 8-bit AdamW": {"rank": 16, "where": memory.ON, "optimizer": "8-bit AdamW", "size": 2},
+    "r = 8, bf16, 8-bit AdamW": {"rank": 8, "where": memory.ON, "optimizer": "8-bit AdamW", "size": 2},
+    "r = 16 on the attention alone, bf16, 8-bit AdamW": {"rank": 16, "where": memory.OFF, "optimizer": "8-bit AdamW", "size": 2},
+}  # fmt: skip
+
+
+def in_gb(value: float) -> str:
+    return f"{value / 1e9:.1f}"
+
+
+def offload_parts() -> list[Record]:
+    return [
+        {
+            "name": name, "others": in_gb(m.frozen()), "experts": in_gb(m.experts_in("off")), "buffers": in_gb(m.experts_in("all")),
+            "activations": in_gb(m.activations(TOKENS_OF_TABLE)),
+        }
+        for name, m in memory.MIXTURES.items()
+    ]  # fmt: skip
+
+
+def offload_learning() -> list[Record]:
+    return [
+        {"name": name, "how": how, "size": in_gb(mixture.learning(**given))}
+        for how, given in LEARNING.items()
+        for name, mixture in memory.MIXTURES.items()
+    ]
+
+
+def offload_runs() -> list[Record]:
+    """Steps that were measured, and how many times the same step of the resident model they take."""
+    found = plain("offload")
+    for record in found:
+        same = ("gpu", "model", "layers", "tokens", "rank", "optimizer", "attention_only")
+        resident = [
+            r
+            for r in found
+            if r["side"] == "resident" and not r["failed"] and all(r[each] == record[each] for each in same)
+        ]
+        record["resident_ms"] = resident[0]["gpu_ms"] if resident else 0.0
+    names = [*memory.MIXTURES]
+    return sorted(
+        (record for record in found if not record["failed"] and record["steps"] and not record["layers"]),
+        key=lambda record: (
+            names.index(record["model"]), record["tokens"], record["attention_only"], -record["rank"], record["optimizer"],
+            record["cap"] or math.inf, order(record["offload"]),
+        ),
+    )  # fmt: skip
+
+
+def offload_steps() -> list[Record]:
+    found = []
+    for run in offload_runs():
+        bus, resident = run["fetched"] / run["bus"] * 1e3, run["resident_ms"]
+        times = [f"{run['gpu_ms'] / least:.2f}×" for least in (resident, max(resident, bus)) if resident]
+        found.append(run | {
+            "what": f"r = {run['rank']}{', attention alone' * run['attention_only']}, {OPTIMIZERS[run['optimizer']]}",
+            "capped": f"{run['cap']:g} GiB" if run["cap"] else "none", "said": offload_said(run["offload"]),
+            "step": " ".join([f"{run['gpu_ms']:.0f}", *(f"({each})" for each in times[:1])]),
+            "bus_ms": f"{bus:.0f}" if bus else "", "of_least": "".join(times[1:]),
+            "peaks": " / ".join(f"{run[each]['reserved'] / 2**30:.1f}" for each in ("peak_loading", "peak")),
+            "host": f"{run['in_host'] / 2**30:.1f}" if run["in_host"] else "",
+        })  # fmt: skip
+    return found
+
+
+OPTIMIZERS = {"adamw8bit": "8-bit AdamW", "adamw": "AdamW"}
+
+
+def offload_said(setting: str | float) -> str:
+    """As it is typed."""
+    if isinstance(setting, str):
+        return f'`"{setting}"`'
+    return f'`"{setting / 2**30:.0f}GiB"`'
+
+
+def order(setting: str) -> float:
+    """From what keeps the least on the GPU to what keeps all."""
+    return {"all": 0.0, "off": math.inf}.get(setting) or float(
+        setting.removesuffix("GiB") if setting[0].isdigit() else 0
+    )
+
+
+def offload_cards() -> list[Record]:
+    """The largest budget that fits, measured where a GPU was capped to what this one has for PyTorch, reckoned elsewhere."""
+    found, runs = [], offload_runs()
+    for (name, mixture), (what, how), card in itertools.product(memory.MIXTURES.items(), TRAINED.items(), CARDS):
+        cap = (card * 1e9 - memory.CONTEXT) / 2**30
+        ran = [
+            run["offload"] for run in runs
+            if (run["model"], run["tokens"], run["rank"]) == (name, TOKENS_OF_TABLE, how["rank"]) and abs(run["cap"] - cap) < 0.1
+            and run["attention_only"] == (how["where"] == memory.OFF) and run["optimizer"] == "adamw8bit"
+        ]  # fmt: skip
+        reckoned = mixture.largest(card * 1e9, TOKENS_OF_TABLE, **how)
+        fits = "no" if reckoned is None else offload_said(reckoned)
+        cell = f"**{offload_said(max(ran, key=order))}**" if ran else fits
+        found.append({"name": name, "what": what, "card": card, "fits": cell})
+    return found
+
+
 # --- the blocks ---
 
 SUBJECT, TOKENS = (Column("{units}", "{subject}"), Column("{side}", "{against}", {})), Column("tokens", "{length}")
@@ -414,6 +530,17 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "requirements": requirements,
     "recipe": partial(recipe, "step-trl", DENSE_RECIPE),
     "recipe-moe": partial(recipe, "step-moe-trl", MOE_RECIPE),
+    "offload-parts": Table(offload_parts, (
+        Column("GB", "{name}"), Column("packed experts", "{experts}"), Column('of which `"all"` keeps on the GPU', "{buffers}"),
+        Column("all other weights", "{others}"), Column(f"at work on {TOKENS_OF_TABLE:,} tokens", "{activations}"))),
+    "offload-learning": Table(offload_learning, (Column("GB", "{how}"), Column("{name}", "{size}", {}))),
+    "offload-cards": Table(offload_cards, (
+        Column("model", "{name}"), Column("LoRA", "{what}"), Column("{card} GB", "{fits}", {}))),
+    "offload": Table(offload_steps, (
+        Column("model, tokens", "{model}, {tokens:,}"), Column("LoRA", "{what}"), Column("GPU capped", "{capped}"),
+        Column("`offload=`", "{said}"), Column("step, ms (× resident)", "{step}"), Column("bus alone, ms", "{bus_ms}"),
+        Column("× the larger of the two", "{of_least}"), Column("peak loading / training, GiB", "{peaks}"),
+        Column("in host memory, GiB", "{host}")), others="{side}"),
     "step-trl": Table(partial(plain, "step-trl"), TRL, others="{side}"),
     "step-moe-trl": Table(partial(plain, "step-moe-trl"), TRL, others="{side}"),
 }  # fmt: skip

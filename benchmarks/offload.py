@@ -1,0 +1,494 @@
+"""python -m benchmarks.offload [NAME ...] [--json FILE]: a mixture trains on a GPU that is too small for it, enable(offload=...).
+
+Real shapes, all layers, random weights: what a checkpoint in 4 bits holds is made when transformers reads it. LoRA on the
+attention and the experts as TRL trains: adapters in bf16, autocast, gradient checkpointing. Each side is a process of its own,
+the GPU capped for PyTorch's allocator, and is written to FILE, next to what is there, as soon as it is done. Without a NAME
+of RUNS, and without --model, all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+import nf4_patch
+from benchmarks.experts import ATTENTION
+from nf4_patch.tools.bench import trl
+from nf4_patch.tools.bench.step import trained
+from nf4_patch.tools.bench.timing import machine, synchronize
+
+GIB = 2**30
+SIDES = ("resident", "budget", "all")
+WARM_UPS = 2
+HEAD_ROWS = 256  # of logits in fp32 at a time
+
+
+def gpt_oss() -> Any:
+    from transformers import GptOssConfig
+
+    return GptOssConfig(
+        num_hidden_layers=24, num_local_experts=32, num_experts_per_tok=4, vocab_size=201088, hidden_size=2880,
+        intermediate_size=2880, head_dim=64, num_attention_heads=64, num_key_value_heads=8, tie_word_embeddings=False,
+        dtype="bfloat16",
+    )  # fmt: skip
+
+
+def glm() -> Any:
+    from transformers import Glm4MoeConfig
+
+    return Glm4MoeConfig(  # type: ignore[call-arg]  # of its attention
+        num_hidden_layers=46, hidden_size=4096, intermediate_size=10944, moe_intermediate_size=1408, num_attention_heads=96,
+        num_key_value_heads=8, head_dim=128, attention_bias=True, n_routed_experts=128, n_shared_experts=1,
+        num_experts_per_tok=8, first_k_dense_replace=1, vocab_size=151552, tie_word_embeddings=False, dtype="bfloat16",
+    )  # fmt: skip
+
+
+def gemma() -> Any:
+    """The layers of text."""
+    from transformers import Gemma4TextConfig
+
+    return Gemma4TextConfig(
+        num_hidden_layers=30, hidden_size=2816, intermediate_size=2112, moe_intermediate_size=704, num_attention_heads=16,
+        num_key_value_heads=8, num_global_key_value_heads=2, head_dim=256, global_head_dim=512, attention_k_eq_v=True,
+        num_experts=128, top_k_experts=8, enable_moe_block=True, hidden_size_per_layer_input=0, sliding_window=1024,
+        vocab_size=262144, dtype="bfloat16",
+    )  # type: ignore[call-arg]  # fmt: skip
+
+
+def tiny() -> Any:
+    """For a test."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4}
+    return trl.qwen3(2, 512, **sizes, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "Qwen3-30B-A3B": functools.partial(trl.qwen3, 48, 151936), "gpt-oss-20b": gpt_oss, "Gemma-4-26B-A4B": gemma,
+    "GLM-4.5-Air": glm, "tiny": tiny,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and how."""
+
+    model: str = "Qwen3-30B-A3B"
+    layers: int = 0  # 0: all
+    tokens: int = 2048
+    cap: float = 0.0  # GiB of PyTorch's allocator; 0: none
+    budget: str = ""  # of the side "budget", as offload= takes it
+    rank: int = 16
+    optimizer: str = "adamw8bit"  # bitsandbytes' own, or adamw, PyTorch's
+    attention_only: bool = False
+    bits: int = 10  # steps that are compared to the bit, by PyTorch's deterministic algorithms
+    steps: int = 5  # that are timed
+
+
+# Caps: the GPU's memory less 0.5 GB, which a process takes beside PyTorch's allocator; 8 GiB are a bar of their own.
+CAP_8, CAP_12, CAP_16, CAP_24 = 7.0, 10.7, 14.4, 21.9
+RUNS: dict[str, tuple[Setting, tuple[str, ...]]] = {
+    "bits": (Setting(budget="8GiB"), SIDES),
+    "8 GiB": (Setting(cap=8), ("all",)),
+    "8 GiB, r = 8": (Setting(cap=8, rank=8, bits=0), ("all",)),
+    "12 GB": (Setting(cap=CAP_12, budget="3GiB", bits=0), ("budget",)),
+    "16 GB": (Setting(cap=CAP_16, budget="6GiB", bits=0), ("budget", "all")),
+    "24 GB": (Setting(cap=CAP_24, bits=0), ("resident", "all")),
+    "24 GB, AdamW": (Setting(cap=CAP_24, budget="12GiB", optimizer="adamw", bits=0), ("budget",)),
+    "4,096 tokens": (Setting(budget="8GiB", tokens=4096, bits=0), SIDES),
+    "attention": (Setting(cap=CAP_8, attention_only=True, budget="3GiB", bits=0), ("budget", "all")),
+    "gpt-oss": (Setting("gpt-oss-20b", cap=8, bits=0, steps=8), ("all",)),
+    "gpt-oss, r = 8": (Setting("gpt-oss-20b", cap=8, rank=8, bits=0, steps=8), ("all",)),
+    "gpt-oss, not capped": (Setting("gpt-oss-20b", bits=0), ("resident", "all")),
+    "Gemma": (Setting("Gemma-4-26B-A4B", cap=CAP_16, bits=0), ("all",)),
+    "GLM": (Setting("GLM-4.5-Air", cap=CAP_24, bits=0, steps=8), ("all",)),
+}
+
+
+# --- a checkpoint in 4 bits that nobody has written ---
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor where transformers expects a slice of a safetensors file: made when it is read."""
+
+    kind: str  # as safetensors writes a dtype
+    make: Callable[[], Tensor]
+
+    def __getitem__(self, _everything: Any) -> Tensor:
+        return self.make()
+
+    def get_dtype(self) -> str:
+        return self.kind
+
+
+def numbers(name: str, device: Any) -> torch.Generator:
+    return torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+
+
+def random_bytes(name: str, size: tuple[int, ...], device: Any) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device).random_(generator=numbers(name, device))
+
+
+def plain(name: str, like: Tensor, device: Any) -> Tensor:
+    """Normal numbers; zeros for biases, ones for other vectors: norms and scales."""
+    value = torch.empty(like.shape, dtype=like.dtype, device=device)
+    if like.dim() > 1 and not name.endswith("bias"):
+        return value.normal_(std=0.02, generator=numbers(name, device))
+    return value.fill_(float(not name.endswith(("bias", "sinks"))))
+
+
+@functools.cache
+def state_of_normal_numbers(device: Any) -> Any:
+    from bitsandbytes.functional import quantize_4bit
+
+    sample = torch.empty(2**20, device=device).normal_(std=0.02, generator=numbers("", device)).to(torch.bfloat16)
+    return quantize_4bit(sample, compress_statistics=True, quant_type="nf4")[1]
+
+
+def packed_entries(name: str, like: Tensor, device: Any) -> Iterator[tuple[str, Any]]:
+    """What bitsandbytes saves of a weight in NF4 with double quantization: random bytes, the scales of normal numbers."""
+    blocks, state = -(-like.numel() // 64), copy.copy(state_of_normal_numbers(device))
+    scales = {"absmax": (state.absmax, blocks), "nested_absmax": (state.state2.absmax, -(-blocks // 256))}
+    state.shape = like.shape
+    yield name, Made("U8", functools.partial(random_bytes, name, (-(-like.numel() // 2), 1), device))
+    for field, value in state.as_dict(packed=True).items():
+        if field in scales:
+            value = Made("U8" if field == "absmax" else "F32", functools.partial(repeated, *scales[field]))
+        yield f"{name}.{field}", value
+
+
+def repeated(values: Tensor, count: int) -> Tensor:
+    return values.repeat(-(-count // len(values)))[:count].clone()
+
+
+def written(empty: Any, device: Any) -> dict[str, Any]:
+    """The checkpoint of a model without values, under its own names. Its linear layers but the head are packed, and stacks."""
+    linear = {f"{name}.weight" for name, m in empty.named_modules() if type(m) is torch.nn.Linear and name != "lm_head"}
+    entries: dict[str, Any] = {}
+    for name, like in empty.state_dict().items():
+        if name == "lm_head.weight" and empty.config.tie_word_embeddings:
+            continue
+        if name in linear or (like.dim() == 3 and not name.endswith("bias")):
+            entries |= packed_entries(name, like, device)
+        else:
+            kind = {torch.bfloat16: "BF16", torch.float32: "F32"}[like.dtype]
+            entries[name] = Made(kind, functools.partial(plain, name, like, device))
+    return entries
+
+
+def config_of(setting: Setting) -> Any:
+    config = MODELS[setting.model]()
+    if setting.layers:
+        config.num_hidden_layers = setting.layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: setting.layers]
+    config.use_cache = False
+    return config
+
+
+def load(config: Any, device: Any) -> Any:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config.quantization_config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16, llm_int8_skip_modules=["lm_head"],
+    ).to_dict()  # fmt: skip
+    state = written(empty, device)
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": {"": device}, "output_loading_info": True}
+    model, found = type(empty).from_pretrained(None, config=config, state_dict=state, **options)
+    if wrong := [key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in found[kind]]:
+        raise RuntimeError(f"not as transformers saves it: {wrong}")
+    return model
+
+
+# --- training ---
+
+
+def lora_options(setting: Setting) -> dict[str, Any]:
+    experts = [] if setting.attention_only else trl.EXPERTS
+    targets = {"target_modules": list(ATTENTION), "target_parameters": experts, "task_type": "CAUSAL_LM"}
+    return {"r": setting.rank, "lora_alpha": setting.rank, **targets}
+
+
+def with_lora(model: Any, setting: Setting) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    model = get_peft_model(model, LoraConfig(**lora_options(setting))).train()
+    for number, parameter in enumerate(trained(model)):
+        # as TRL has them; and peft starts B at zero, which would hide the adapters from the loss
+        parameter.data = parameter.data.to(torch.bfloat16)
+        parameter.data.normal_(std=0.01, generator=numbers(str(number), parameter.device))
+    return model
+
+
+def optimizer_of(name: str, parameters: list[torch.nn.Parameter]) -> Any:
+    options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.0}
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, fused=True, **options)
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(parameters, **options)
+
+
+def head_loss(head: Any, hidden: Tensor, wanted: Tensor) -> Tensor:
+    return cross_entropy(head(hidden).float(), wanted, reduction="sum")
+
+
+def loss_of(model: Any, ids: Tensor) -> Tensor:
+    """Of the next token. Logits of some rows at a time, as Liger's and Unsloth's losses have them: those of all rows in fp32
+    would take more than the layers do."""
+    causal = model.get_base_model()
+    hidden = causal.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
+    wanted = ids[:, 1:].flatten()
+    parts = zip(hidden.split(HEAD_ROWS), wanted.split(HEAD_ROWS), strict=True)
+    losses = [checkpoint(head_loss, causal.lm_head, *part, use_reentrant=False) for part in parts]
+    return torch.stack(losses).sum() / len(wanted)
+
+
+class Training:
+    """Steps of one model."""
+
+    def __init__(self, model: Any, setting: Setting):
+        self.model, self.tokens, self.parameters = model, setting.tokens, trained(model)
+        self.optimizer = optimizer_of(setting.optimizer, self.parameters)
+        self.device, self.count = self.parameters[0].device, 0
+        self.vocabulary = model.get_base_model().config.vocab_size
+
+    def step(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.count)
+        self.count += 1
+        ids = torch.randint(self.vocabulary, (1, self.tokens), generator=generator).to(self.device)
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss = loss_of(self.model, ids)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def compared(self, steps: int) -> dict[str, Any]:
+        """Losses, and digests of the last gradients and of the adapters after them. An attention's backward would add in any
+        order otherwise."""
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        losses = [self.step().item() for _ in range(steps)]
+        torch.use_deterministic_algorithms(False)
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return {"losses": losses, "gradients": digest(gradients), "adapters": digest(self.parameters)}
+
+    def timed(self, steps: int) -> dict[str, Any]:
+        """Milliseconds between two events on the GPU, and by the clock; fetches."""
+        for _ in range(WARM_UPS):
+            self.step()
+        before = fetches()
+        gpu, wall = zip(*(self.timed_step() for _ in range(steps)), strict=True)
+        found, late = (now - then for now, then in zip(fetches(), before, strict=True))
+        return {
+            "gpu_ms": statistics.median(gpu), "wall_ms": statistics.median(wall), "every_gpu_ms": gpu, "every_wall_ms": wall,
+            "fetches": found / steps, "late": late / steps, "fetched": found / steps * largest_unit(self.model),
+        }  # fmt: skip
+
+    def timed_step(self) -> tuple[float, float]:
+        synchronize()
+        begin = time.perf_counter()
+        if self.device.type != "cuda":
+            self.step()
+            return 0.0, (time.perf_counter() - begin) * 1e3
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        self.step()
+        last.record()
+        synchronize()
+        return first.elapsed_time(last), (time.perf_counter() - begin) * 1e3
+
+
+def digest(tensors: list[Any]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy())
+    return found.hexdigest()
+
+
+def fetches() -> tuple[int, int]:
+    """So far, and those that were not ahead."""
+    found = nf4_patch.status().offload.values()
+    return sum(each.fetches for each in found), sum(each.late for each in found)
+
+
+def largest_unit(model: Any) -> int:
+    """Bytes of the packed stacks of a layer: what a fetch copies."""
+    sizes = [0]
+    for module in model.modules():
+        chains = getattr(module, "parametrizations", {}).values()
+        states = [(chain.original, getattr(chain[0], "quant_state", None)) for chain in chains]
+        sizes.append(
+            sum(
+                packed.nbytes + state.absmax.nbytes + (state.state2.absmax.nbytes if state.nested else 0)
+                for packed, state in states
+                if state is not None
+            )
+        )
+    return max(sizes)
+
+
+# --- a side, in a process of its own ---
+
+
+def bus_rate() -> float:
+    """Bytes a second, from pinned host memory to the GPU."""
+    host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
+    place = torch.empty_like(host, device="cuda")
+    times = []
+    for _ in range(6):
+        synchronize()
+        begin = time.perf_counter()
+        place.copy_(host, non_blocking=True)
+        synchronize()
+        times.append(time.perf_counter() - begin)
+    return host.nbytes / statistics.median(times)
+
+
+def peak() -> dict[str, int]:
+    """Bytes since the last call."""
+    if not torch.cuda.is_available():
+        return {"allocated": 0, "reserved": 0}
+    found = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+def measured(setting: Setting, side: str, device: Any) -> dict[str, Any]:
+    """A side, as far as it came."""
+    offload = {"resident": "off", "budget": setting.budget, "all": "all"}[side]
+    result: dict[str, Any] = {**dataclasses.asdict(setting), "side": side, "offload": offload}
+    cuda = torch.cuda.is_available()
+    if cuda:
+        result |= {"bus": bus_rate(), "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")}
+        torch.cuda.empty_cache()
+        peak()
+    if cuda and setting.cap:
+        torch.cuda.set_per_process_memory_fraction(setting.cap * GIB / torch.cuda.mem_get_info()[1])
+    nf4_patch.enable(experts="4bit", offload=offload)
+    try:
+        result["failed"] = "loading"
+        begin = time.perf_counter()
+        model = load(config_of(setting), device)
+        synchronize()
+        result |= {"load_s": time.perf_counter() - begin, "peak_loading": peak()}
+        result |= {"loaded": torch.cuda.memory_allocated() if cuda else 0}
+        result |= {"in_host": sum(each.in_host for each in nf4_patch.status().offload.values())}
+        result["failed"] = "adapters"
+        model = with_lora(model, setting)
+        result |= {"peak_adapters": peak(), "adapters_held": sum(each.nbytes for each in trained(model))}
+        training = Training(model, setting)
+        result["failed"] = "compared steps"
+        if setting.bits:
+            result |= training.compared(setting.bits)
+            result["peak_compared"] = peak()
+        result["failed"] = "timed steps"
+        if setting.steps:
+            result |= training.timed(setting.steps) | {"peak": peak()}
+        result["failed"] = ""
+    except torch.OutOfMemoryError as error:
+        result["error"] = str(error).partition(". ")[0]
+    return result
+
+
+def in_process(setting: Setting, side: str) -> dict[str, Any]:
+    given = json.dumps(dataclasses.asdict(setting))
+    command = [sys.executable, "-m", "benchmarks.offload", "--worker", side, given]
+    environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # asked for by deterministic algorithms
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    ended = {**dataclasses.asdict(setting), "side": side, "failed": f"exit {done.returncode}"}
+    return json.loads(lines[-1]) if lines else ended
+
+
+def key(run: dict[str, Any], *without: str) -> tuple[Any, ...]:
+    fields = [field.name for field in dataclasses.fields(Setting) if field.name not in (*without, "bits", "steps")]
+    return tuple(run[field] for field in fields)
+
+
+def said(run: dict[str, Any], others: list[dict[str, Any]]) -> str:
+    """A line. Runs of the same training, whatever their cap and budget, have to have the same bits."""
+    where = f"{run['model']}, {run['tokens']} tokens, r = {run['rank']}, cap {run['cap']:g} GiB, {run['side']}"
+    if run["failed"]:
+        return f"{where}: failed ({run['failed']}) {run.get('error', '')}"
+    words = [
+        f"step {run.get('gpu_ms', 0):.0f} ms GPU, {run.get('wall_ms', 0):.0f} ms wall",
+        f"{run.get('fetches', 0):g} fetches of which {run.get('late', 0):g} late, {run.get('fetched', 0) / 1e9:.2f} GB a step",
+        f"bus {run.get('bus', 0) / 1e9:.1f} GB/s, loaded in {run['load_s']:.0f} s, peaks GiB: loading "
+        f"{run['peak_loading']['reserved'] / GIB:.2f}, adapters {run['peak_adapters']['reserved'] / GIB:.2f}, steps "
+        f"{run.get('peak', {}).get('allocated', 0) / GIB:.2f} ({run.get('peak', {}).get('reserved', 0) / GIB:.2f} reserved)",
+        f"host {run['in_host'] / GIB:.2f} GiB",
+    ]
+    fields = ("losses", "gradients", "adapters")
+    for other in others:
+        alike = key(other, "cap", "budget") == key(run, "cap", "budget") and other["bits"] == run["bits"] > 0
+        if alike and other["side"] != run["side"] and "adapters" in other:
+            same = [field for field in fields if other[field] == run[field]]
+            words.append(f"the bits of {other['side']}: {', '.join(same) or 'none'}")
+    return f"{where}: " + "; ".join(words)
+
+
+def write(file: Path | None, run: dict[str, Any]) -> list[dict[str, Any]]:
+    """The file with this run in it; the runs that were there."""
+    before = json.loads(file.read_text()) if file and file.exists() else {"rows": []}
+    others = [each for each in before["rows"] if (key(each), each["side"]) != (key(run), run["side"])]
+    taken = run.pop("machine", before.get("machine"))
+    if file:
+        file.write_text(json.dumps({"machine": taken, "rows": [*others, run]}, indent=1) + "\n")
+    return others
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of what is run: {', '.join(map(repr, RUNS))}")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, help="of a run; default: those of its row, or all")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    for field in dataclasses.fields(Setting):
+        kind: dict[str, Any] = {"action": "store_true"} if field.type == "bool" else {"type": type(field.default)}
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=None, **kind)
+    args = parser.parse_args(arguments)
+    if args.worker:
+        side, given = args.worker
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        run = measured(Setting(**json.loads(given)), side, device)
+        if torch.cuda.is_available():
+            run["machine"] = vars(machine())
+        print(json.dumps(run))
+        return
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Setting) if getattr(args, f.name) is not None}
+    runs = [RUNS[name] for name in args.names or RUNS] if args.names or not args.model else [(Setting(), SIDES)]
+    for setting, sides in runs:
+        setting = dataclasses.replace(setting, **given)
+        for side in args.sides or sides:
+            if side != "budget" or setting.budget:
+                run = in_process(setting, side)
+                print(said(run, write(args.json, run)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

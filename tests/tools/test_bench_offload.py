@@ -1,0 +1,90 @@
+"""benchmarks/offload.py on a CPU: a tiny mixture, CUDA played by CPU tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("transformers.core_model_loading", reason="transformers before 5")
+
+from host_memory import Cuda
+from tiny_experts import config_of
+
+import nf4_patch
+from benchmarks import offload as benchmark
+from nf4_patch.patching.experts import offload
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; a GPU runs the benchmark")
+SETTING = benchmark.Setting("tiny", tokens=48, budget="80KiB", rank=8, optimizer="adamw", bits=3, steps=2)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gc.collect()
+    monkeypatch.setattr(offload, "cuda", Cuda())
+    yield offload.cuda
+    nf4_patch.disable()
+    gc.collect()
+
+
+@pytest.fixture
+def four_layers(monkeypatch):
+    """With two, none waits for another: both are in the buffers."""
+    tiny = benchmark.MODELS["tiny"]
+
+    def longer():
+        config = tiny()
+        config.num_hidden_layers = 4
+        return config
+
+    monkeypatch.setitem(benchmark.MODELS, "tiny", longer)
+
+
+def test_the_sides_have_the_same_bits(gpu, four_layers, patched):
+    runs = {}
+    for side in benchmark.SIDES:
+        runs[side] = benchmark.measured(SETTING, side, "cpu")
+        assert runs[side]["failed"] == "" and runs[side]["side"] == side
+        gc.collect()
+    resident = runs["resident"]
+    assert resident["in_host"] == resident["fetches"] == 0 and len(set(resident["losses"])) == 3
+    for name in ("budget", "all"):
+        assert all(runs[name][field] == resident[field] for field in ("losses", "gradients", "adapters"))
+    # forward and back; the layers at the turns are still there
+    unit = runs["all"]["in_host"] // 4
+    assert 0 < runs["budget"]["in_host"] < runs["all"]["in_host"]
+    assert runs["all"]["fetches"] in (4, 5, 6) and runs["all"]["fetched"] == runs["all"]["fetches"] * unit
+    assert runs["all"]["late"] == 0
+    assert "the bits of resident: losses, gradients, adapters" in benchmark.said(runs["all"], [resident])
+
+
+def test_different_bits_are_said(gpu, patched):
+    run = benchmark.measured(dataclasses.replace(SETTING, bits=1, steps=0), "resident", "cpu")
+    other = run | {"side": "all", "cap": 7.5, "losses": [0.0]}
+    assert "the bits of resident: gradients, adapters" in benchmark.said(other, [run])
+    assert "the bits" not in benchmark.said(other | {"rank": 16}, [run])
+    weights = torch.arange(4, dtype=torch.bfloat16).view(2, 2)
+    assert benchmark.digest([weights]) != benchmark.digest([weights.t()]) != benchmark.digest([weights.t() + 0.5])
+
+
+def test_a_run_takes_the_place_of_the_same_one(tmp_path):
+    file = tmp_path / "offload.json"
+    run = {**dataclasses.asdict(SETTING), "side": "all", "failed": "loading"}
+    assert benchmark.write(file, run | {"machine": {"gpu": "H"}}) == []
+    assert benchmark.write(file, run | {"side": "resident"}) == [run]
+    assert benchmark.write(file, run | {"failed": ""}) == [run | {"side": "resident"}]
+    found = json.loads(file.read_text())
+    assert [each["failed"] for each in found["rows"]] == ["loading", ""] and found["machine"] == {"gpu": "H"}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "glm4", "gemma4"])
+def test_every_architecture_is_loaded_whole(name, gpu, patched, monkeypatch):
+    shared = {"n_shared_experts": 1, "first_k_dense_replace": 1} if name == "glm4" else {}
+    monkeypatch.setitem(benchmark.MODELS, "tiny", lambda: config_of(name, num_hidden_layers=2, **shared))
+    run = benchmark.measured(dataclasses.replace(SETTING, bits=1, steps=1), "all", "cpu")
+    assert run["failed"] == "" and run["in_host"] and run["losses"][0] == pytest.approx(math.log(96), rel=0.1)
