@@ -37,6 +37,7 @@ parser.add_argument(
 parser.add_argument(
     "--offload", metavar="SIZE", help="packed experts wait in host memory but for so much: 6GiB, or all"
 )
+parser.add_argument("--packed", metavar="FOLDER", help="save the packed model, to start from or to merge into")
 parser.add_argument("--out", metavar="FOLDER", help="save the adapter; merge_adapter.py adds it to the weights")
 parser.add_argument("--json", metavar="FILE")
 parser.add_argument("--plot", metavar="FILE.png")
@@ -49,6 +50,10 @@ in_4_bits = BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
 )
 model = AutoModelForCausalLM.from_pretrained(path, quantization_config=in_4_bits, dtype=dtype, device_map={"": device})
+tokenizer = AutoTokenizer.from_pretrained(path)
+if args.packed:
+    model.save_pretrained(args.packed)
+    tokenizer.save_pretrained(args.packed)
 if args.checkpointing:
     model.gradient_checkpointing_enable({"use_reentrant": False})
 torch.manual_seed(0)
@@ -69,7 +74,7 @@ if args.adamw_8bit:
 else:
     optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)  # else one more copy of what it updates
 record = Record()
-for ids in batches(AutoTokenizer.from_pretrained(path), args.rows, args.tokens, args.steps, device):
+for ids in batches(tokenizer, args.rows, args.tokens, args.steps, device):
     with torch.autocast(device, dtype):
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()

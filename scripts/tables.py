@@ -231,7 +231,7 @@ def chooser() -> str:
 
 {table((Column("what you train", "{trained}"), WHO[1], WHO[2], *clocks), found)}
 
-Generating, compiled, tokens a second at batch {rows}: {MATMUL}, {marked(batches)} bitsandbytes'."""
+Generating, compiled, at batch {rows}: {MATMUL} makes {marked(batches)} as many tokens a second as bitsandbytes."""
 
 
 # --- records of their own ---
@@ -307,21 +307,21 @@ def every_mixture() -> list[Record]:
 # What is switched on, one after another: side of the data, in words
 DENSE_RECIPE = {
     "peft": "a plain script of TRL",
-    "peft, patch": "`nf4_patch.enable()`: the same bits",
-    "peft, fused": '`nf4_patch.enable(lora="fused")`',
-    "liger, fused": "and `use_liger_kernel=True`",
-    "liger, fused, cached": 'and `cache="auto"`, with room for every weight',
-    "liger, fused, compiled": "and compiled layers",
+    "peft, patch": "`enable()`: the same bits",
+    "peft, fused": '`enable(lora="fused")`',
+    "liger, fused": "that and `use_liger_kernel=True`",
+    "liger, fused, cached": 'both and `cache="auto"`, with room for every weight',
+    "liger, fused, compiled": "both and compiled layers",
     "unsloth": "Unsloth",
-    "unsloth, patch, cached": 'Unsloth with `nf4_patch.enable(cache="auto")`',
+    "unsloth, patch, cached": 'Unsloth with `enable(cache="auto")`',
 }
 MOE_RECIPE = {
     "16-bit experts": "a plain script of TRL: experts in 16 bits",
-    "peft, patch": '`nf4_patch.enable(experts="4bit")`',
-    "peft, fused": 'and `lora="fused"`',
-    "liger, fused": "and `use_liger_kernel=True`",
-    "liger, no loss, fused": "the same, without Liger's loss",
-    "liger, fused, cached": 'and `cache="auto"`, with room for every weight',
+    "peft, patch": '`enable(experts="4bit")`',
+    "peft, fused": '`enable(experts="4bit", lora="fused")`',
+    "liger, fused": '`enable(experts="4bit", lora="fused")` and `use_liger_kernel=True`',
+    "liger, no loss, fused": "the same without Liger's loss",
+    "liger, fused, cached": 'the same with it and `cache="auto"`, with room for every weight',
     "unsloth": "Unsloth",
 }
 

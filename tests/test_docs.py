@@ -341,9 +341,16 @@ def test_functions_that_the_design_page_names_exist():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-        if "://" not in link:
-            assert (page.parent / link).exists(), link
+    for link, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+        if "://" in link:
+            continue
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, (
+                f"{link}#{heading}"
+            )
 
 
 def test_tables_that_contributing_names_exist():

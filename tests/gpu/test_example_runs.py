@@ -102,6 +102,16 @@ def test_grpo(checkpoint, tmp_path):
     assert set(fallbacks(on)) <= {"NOT_FASTER", "MATMUL_OPERANDS"}
 
 
+@pytest.mark.parametrize(
+    "options", [(), ("--adamw-8bit", "--rank", 8, "--checkpointing"), ("--attention-only",)], ids=str
+)
+def test_mixture(options, tmp_path):
+    """Small, with random weights: it learns in every mode, and says what each takes."""
+    on = run_example("qlora_moe.py", "--steps", 20, *options, folder=tmp_path)
+    print(on["bytes"], fallbacks(on))
+    assert hits(on) > 0 and on["losses"][-1] < on["losses"][0]
+
+
 def test_merge(checkpoint, tmp_path):
     record = run_example("merge_adapter.py", "--model", checkpoint, "--out", "merged", folder=tmp_path)
     assert hits(record) >= LINEARS and not fallbacks(record)

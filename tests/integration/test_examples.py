@@ -255,6 +255,37 @@ def test_merge(name, tmp_path, patched):
     assert onto_what_was_trained < 0.02 and 4 * onto_what_was_trained < onto_the_original
 
 
+@pytest.mark.full
+def test_from_a_mixture_to_merged_weights(tmp_path):
+    """By the two commands of docs/after-training.md. What was not trained is what the packed weights stand for."""
+    packed, adapter, out = "packed", "adapter", "merged"
+    trained = (
+        "--attention-only",
+        "--checkpointing",
+        "--steps",
+        2,
+        "--tokens",
+        32,
+        "--packed",
+        packed,
+        "--out",
+        adapter,
+    )
+    run_example("qlora_moe.py", *trained, folder=tmp_path)
+    arguments = ("--model", packed, "--adapter", adapter, "--out", out, "--device", "cpu")
+    run_example("merge_adapter.py", *arguments, folder=tmp_path)
+    run(
+        [sys.executable, "-c", "import offline; offline.checkpoint('random-qwen-moe', folder='base')"],
+        tmp_path,
+        PYTHONPATH=f"{EXAMPLES}",
+    )
+    merged, base = (safetensors.torch.load_file(tmp_path / each / "model.safetensors") for each in (out, "base"))
+    assert merged.keys() == base.keys()
+    off = {key: (merged[key] - base[key]).float().norm() / base[key].float().norm() for key in base}
+    in_4_bits = {key for key, by in off.items() if 0.05 < by < 0.2}
+    assert in_4_bits == {key for key in base if "proj" in key} and not any(off[key] for key in base.keys() - in_4_bits)
+
+
 CACHED = {"NF4_PATCH_CACHE": "1GiB"}  # it does nothing there: docs/usage.md, several GPUs
 BY_ACCELERATE = (*TORCHRUN, SUPPORT / "fsdp_on_cpu.py")
 TWO_PROCESSES = {  # the launcher, arguments, variables, bytes that are sharded
