@@ -146,25 +146,6 @@ def side(name: str, side: str, tokens: int, field: str = "gpu_ms") -> float:
     return found[field]
 
 
-PACKED_BYTE = 1 / 2 + 1 / 64 + 4 / 64 / 256  # a weight in 4 bits with nested scales
-MIXTURES = {  # weights of a layer's attention and of its experts, layers; those of embeddings and head
-    "gpt-oss-20b": (2 * 2880 * 64 * (64 + 8) + 3 * 32 * 2880 * 2880, 24, 2 * 201088 * 2880),
-    "Qwen3-30B-A3B": (2 * 2048 * 128 * (32 + 4) + 3 * 128 * 2048 * 768, 48, 2 * 151936 * 2048),
-    "Mixtral-8x7B": (2 * 4096 * 128 * (32 + 8) + 3 * 8 * 4096 * 14336, 32, 2 * 32000 * 4096),
-    "GLM-4.5-Air": (2 * 4096 * 128 * (96 + 8) + 3 * 128 * 4096 * 1408, 45, 2 * 151552 * 4096),
-}
-
-
-def mixture(name: str) -> tuple[float, float, float]:
-    """Of a mixture: weights in billions, GB in 16 bits, GB with experts and linear layers packed. Reckoned from its shapes."""
-    layer, layers, others = MIXTURES[name]
-    return (
-        (layers * layer + others) / 1e9,
-        2 * (layers * layer + others) / 1e9,
-        (PACKED_BYTE * layers * layer + 2 * others) / 1e9,
-    )
-
-
 def room(memory: float) -> float:
     """GiB of a GPU that training may take: less what cache="auto" leaves free (nf4_patch/patching/cache/auto.py)."""
     return (memory - memory / 24 - 2**29) / 2**30

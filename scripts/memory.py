@@ -38,6 +38,16 @@ class Mixture(NamedTuple):
         """Weights of the experts of a layer."""
         return 3 * self.experts * self.hidden * self.width
 
+    @property
+    def weights(self) -> int:
+        linear = self.linear + sum(out * inner * count for out, inner, count in self.attention)
+        return self.mixtures * self.unit + linear + self.dense + (2 - self.tied) * self.vocabulary * self.hidden
+
+    @property
+    def packed(self) -> float:
+        """Bytes, with experts and linear layers packed."""
+        return self.frozen() + self.experts_in("off")
+
     def adapters(self, rank: int, where: str) -> int:
         """Weights of LoRA."""
         found = sum(count * (out + inner) for out, inner, count in self.attention)

@@ -357,6 +357,17 @@ def plain(name: str) -> list[Record]:
 
 # --- packed experts in host memory ---
 
+
+def mixtures_memory() -> list[Record]:
+    """What a mixture takes, and what a GPU has left."""
+    return [
+        {"name": name, "weights": f"{m.weights / 1e9:.0f} billion", "bf16": f"{2 * m.weights / 1e9:.0f}",
+         "packed": f"{m.packed / 1e9:.0f}", "card": card,
+         "left": f"{card - m.packed / 1e9:.0f}" if card > m.packed / 1e9 else "no room"}
+        for name, m in memory.MIXTURES.items() for card in (16, 24, 40, 48, 80)
+    ]  # fmt: skip
+
+
 TOKENS_OF_TABLE = 2048
 CARDS = (8, 12, 16, 24, 32, 40, 48, 80)  # GB
 # what is trained: rank, where, optimizer, bytes of an adapter's weight
@@ -475,6 +486,9 @@ TRL = (Column("tokens", "{tokens:,}"), Column("", "{side}"), Column("GPU time, m
        Column("launches", "{launches:,}"), Column("peak, GiB", "{peak_gib:.2f}"))  # fmt: skip
 BLOCKS: dict[str, Callable[[], str]] = {
     "install": install,
+    "mixtures-memory": Table(mixtures_memory, (
+        Column("model", "{name}"), Column("parameters", "{weights}"), Column("in 16 bits", "{bf16}"), Column("packed", "{packed}"),
+        Column("left of {card} GB", "{left}", {}))),
     "chooser": chooser,
     "gains": Table(gains, (*WHO, *(Column(f"gain on an {g}", gain, {"gpu": g}) for g in GPUS))),
     "results": Table(results, (
