@@ -248,7 +248,7 @@ def device_of_stacks(model: Any, load_config: Any) -> dict[str, Any]:
         found = f"a device_map with {' and '.join(offloaded)}" if offloaded else "tensor or expert parallelism"
         raise ValueError(
             f"{ENABLE} packs experts for a GPU, several GPUs that hold layers each, or a CPU alone; found {found}. Change "
-            'that, for example to device_map={"": 0}, or leave the experts in 16 bits: experts="off"'
+            'that, or leave the experts in 16 bits: experts="off". What is too large for a GPU: device_map={"": 0} and offload="all"'
         )
     return devices
 
