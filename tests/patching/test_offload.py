@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("transformers.core_model_loading", reason="transformers before 5")
 
+import transformers.modeling_utils
 from host_memory import Cuda
 from offloaded import (
     blocks_of,
@@ -282,6 +283,15 @@ def test_it_needs_packed_experts(folder, gpu, patched):
     patched.enable(experts="off", offload="all")
     with pytest.raises(ValueError, match="experts is off"):
         loaded(folder, quantization_config=in_4bit())
+
+
+def test_a_release_that_reserves_memory_in_another_way_is_refused_for_offload_alone(folder, gpu, patched, monkeypatch):
+    patched.disable()
+    monkeypatch.setattr(transformers.modeling_utils, "caching_allocator_warmup", lambda model, *_: None)
+    patched.enable(experts="4bit", offload="off")
+    with pytest.raises(RuntimeError, match=r"not adapted to .*caching_allocator_warmup of this"):
+        model_of(folder)
+    assert experts_of(model_of(folder, "off"))
 
 
 # --- memory ---

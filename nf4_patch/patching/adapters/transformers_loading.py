@@ -101,7 +101,7 @@ def needs_quantization(original, self, model, param_name, **kwargs) -> Any:
     """For ``param_needs_quantization``: a stack does, unless ``llm_int8_skip_modules`` names it or a module around it."""
     if not is_stack(model, param_name):
         return original(self, model, param_name, **kwargs)
-    rows = (row for row in TARGETS if row.replace.startswith(OWN))
+    rows = (row for row in TARGETS if row.replace.startswith(OWN) and switch.gates[row.only].on)
     if missing := [row.name for row in rows if row.name not in installed or installed[row.name].refusal]:
         raise RuntimeError(f"{ENABLE} is not adapted to {', '.join(missing)} of this release of transformers")
     wanted = is_wanted(self, param_name)
