@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("transformers.core_model_loading", reason="transformers before 5")
 
+import transformers.modeling_utils
 from host_memory import Cuda
 from offloaded import (
     blocks_of,
@@ -160,6 +161,20 @@ def test_replaced_after_it_has_arrived(folder, gpu, patched):
     assert len(gpu.pinned) == pinned - 1
 
 
+def test_in_a_block_and_in_traced_code(folder, gpu, patched, fresh_dynamo):
+    """After the block, and where torch.compile traces, it is read where it lies."""
+    with patched.enabled(experts="4bit", offload="all"):
+        model = read_again(folder, quantization_config=in_4bit())
+        want = logits(model)
+    assert all(blocks_of(model).values()) and not counts().resident
+    before = counts().fetches
+    assert torch.equal(logits(model), want)
+    patched.enable(experts="4bit", offload="all")
+    module = experts_of(model)[0]
+    stack = torch.compile(lambda: module.gate_up_proj, backend="eager")()
+    assert counts().fetches == before and torch.equal(stack, dense(module))
+
+
 def test_a_part_of_it_is_read_where_it_lies(folder, gpu, patched):
     module = experts_of(model_of(folder, nested=False))[0]
     stack = stacks_of(module, Dequantizer("test"))[STACKS[0]]
@@ -268,6 +283,15 @@ def test_it_needs_packed_experts(folder, gpu, patched):
     patched.enable(experts="off", offload="all")
     with pytest.raises(ValueError, match="experts is off"):
         loaded(folder, quantization_config=in_4bit())
+
+
+def test_a_release_that_reserves_memory_in_another_way_is_refused_for_offload_alone(folder, gpu, patched, monkeypatch):
+    patched.disable()
+    monkeypatch.setattr(transformers.modeling_utils, "caching_allocator_warmup", lambda model, *_: None)
+    patched.enable(experts="4bit", offload="off")
+    with pytest.raises(RuntimeError, match=r"not adapted to .*caching_allocator_warmup of this"):
+        model_of(folder)
+    assert experts_of(model_of(folder, "off"))
 
 
 # --- memory ---

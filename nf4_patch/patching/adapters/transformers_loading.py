@@ -101,7 +101,7 @@ def needs_quantization(original, self, model, param_name, **kwargs) -> Any:
     """For ``param_needs_quantization``: a stack does, unless ``llm_int8_skip_modules`` names it or a module around it."""
     if not is_stack(model, param_name):
         return original(self, model, param_name, **kwargs)
-    rows = (row for row in TARGETS if row.replace.startswith(OWN))
+    rows = (row for row in TARGETS if row.replace.startswith(OWN) and switch.gates[row.only].on)
     if missing := [row.name for row in rows if row.name not in installed or installed[row.name].refusal]:
         raise RuntimeError(f"{ENABLE} is not adapted to {', '.join(missing)} of this release of transformers")
     wanted = is_wanted(self, param_name)
@@ -248,7 +248,7 @@ def device_of_stacks(model: Any, load_config: Any) -> dict[str, Any]:
         found = f"a device_map with {' and '.join(offloaded)}" if offloaded else "tensor or expert parallelism"
         raise ValueError(
             f"{ENABLE} packs experts for a GPU, several GPUs that hold layers each, or a CPU alone; found {found}. Change "
-            'that, for example to device_map={"": 0}, or leave the experts in 16 bits: experts="off"'
+            'that, or leave the experts in 16 bits: experts="off". What is too large for a GPU: device_map={"": 0} and offload="all"'
         )
     return devices
 
