@@ -298,12 +298,12 @@ def offload_runs() -> list[Record]:
         resident = [
             r
             for r in found
-            if r["side"] == "resident" and not r["failed"] and all(r[each] == record[each] for each in same)
+            if r["side"] == "resident" and "gpu_ms" in r and all(r[each] == record[each] for each in same)
         ]
         record["resident_ms"] = resident[0]["gpu_ms"] if resident else 0.0
     names = [*memory.MIXTURES]
     return sorted(
-        (record for record in found if not record["failed"] and record["steps"] and not record["layers"]),
+        (record for record in found if "gpu_ms" in record and record["side"] != "again" and not record["layers"]),
         key=lambda record: (
             names.index(record["model"]), record["tokens"], record["attention_only"], -record["rank"], record["optimizer"],
             record["cap"] or math.inf, order(record["offload"]),
