@@ -296,10 +296,12 @@ class Training:
         them. An attention's backward would add in any order without PyTorch's deterministic algorithms."""
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(True)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # flash attention has a deterministic backward in every release
         losses, sums = [], []
         for _ in range(steps):
             losses.append(self.step().item())
             sums.append(torch.stack([bit_sum(parameter.grad) for parameter in self.parameters]).tolist())
+        torch.backends.cuda.enable_cudnn_sdp(True)
         torch.use_deterministic_algorithms(False)
         gradients = digest([parameter.grad for parameter in self.parameters])
         names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
