@@ -12,6 +12,7 @@ import argparse
 import copy
 import dataclasses
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -34,11 +35,12 @@ import nf4_patch
 from benchmarks.experts import ATTENTION
 from nf4_patch.tools.bench import trl
 from nf4_patch.tools.bench.step import trained
-from nf4_patch.tools.bench.timing import machine, synchronize
+from nf4_patch.tools.bench.timing import kernels, machine, synchronize
 
 GIB = 2**30
-SIDES = ("resident", "budget", "all")
-WARM_UPS = 2
+SIDES = ("resident", "again", "budget", "all")  # again: resident, which says whether a difference is noise
+WARM_UPS = 3
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 HEAD_ROWS = 256  # of logits in fp32 at a time
 
 
@@ -99,20 +101,22 @@ class Setting:
     optimizer: str = "adamw8bit"  # bitsandbytes' own, or adamw, PyTorch's
     attention_only: bool = False
     bits: int = 10  # steps that are compared to the bit, by PyTorch's deterministic algorithms
-    steps: int = 5  # that are timed
+    steps: int = 10  # that are timed
 
 
 # Caps: the GPU's memory less 0.5 GB, which a process takes beside PyTorch's allocator; 8 GiB are a bar of their own.
 CAP_8, CAP_12, CAP_16, CAP_24 = 7.0, 10.7, 14.4, 21.9
+TIMED = ("resident", "budget", "all")
 RUNS: dict[str, tuple[Setting, tuple[str, ...]]] = {
     "bits": (Setting(budget="8GiB"), SIDES),
     "8 GiB": (Setting(cap=8), ("all",)),
-    "8 GiB, r = 8": (Setting(cap=8, rank=8, bits=0), ("all",)),
+    "bits, r = 8": (Setting(rank=8, steps=0), ("resident",)),
+    "8 GiB, r = 8": (Setting(cap=8, rank=8), ("all",)),
     "12 GB": (Setting(cap=CAP_12, budget="3GiB", bits=0), ("budget",)),
     "16 GB": (Setting(cap=CAP_16, budget="6GiB", bits=0), ("budget", "all")),
     "24 GB": (Setting(cap=CAP_24, bits=0), ("resident", "all")),
     "24 GB, AdamW": (Setting(cap=CAP_24, budget="12GiB", optimizer="adamw", bits=0), ("budget",)),
-    "4,096 tokens": (Setting(budget="8GiB", tokens=4096, bits=0), SIDES),
+    "4,096 tokens": (Setting(budget="8GiB", tokens=4096, bits=0), TIMED),
     "attention": (Setting(cap=CAP_8, attention_only=True, budget="3GiB", bits=0), ("budget", "all")),
     "gpt-oss": (Setting("gpt-oss-20b", cap=8, bits=0, steps=8), ("all",)),
     "gpt-oss, r = 8": (Setting("gpt-oss-20b", cap=8, rank=8, bits=0, steps=8), ("all",)),
@@ -288,28 +292,41 @@ class Training:
         return loss.detach()
 
     def compared(self, steps: int) -> dict[str, Any]:
-        """Losses, and digests of the last gradients and of the adapters after them. An attention's backward would add in any
-        order otherwise."""
+        """Losses, a sum of the bits of every gradient of every step, and digests of the last gradients and of the adapters after
+        them. An attention's backward would add in any order without PyTorch's deterministic algorithms."""
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        losses = [self.step().item() for _ in range(steps)]
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # flash attention has a deterministic backward in every release
+        losses, sums = [], []
+        for _ in range(steps):
+            losses.append(self.step().item())
+            sums.append(torch.stack([bit_sum(parameter.grad) for parameter in self.parameters]).tolist())
+        torch.backends.cuda.enable_cudnn_sdp(True)
         torch.use_deterministic_algorithms(False)
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        return {"losses": losses, "gradients": digest(gradients), "adapters": digest(self.parameters)}
+        gradients = digest([parameter.grad for parameter in self.parameters])
+        names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        trace = {"names": names, "sums": sums}
+        return {"losses": losses, "gradients": gradients, "adapters": digest(self.parameters), "trace": trace}
 
     def timed(self, steps: int) -> dict[str, Any]:
         """Milliseconds between two events on the GPU, and by the clock; fetches."""
         for _ in range(WARM_UPS):
             self.step()
         before = fetches()
+        gc.disable()  # a collection takes as long as some layers do
         gpu, wall = zip(*(self.timed_step() for _ in range(steps)), strict=True)
+        gc.enable()
         found, late = (now - then for now, then in zip(fetches(), before, strict=True))
+        busy = kernels(self.step) if self.device.type == "cuda" else []
+        copies = [ms for name, ms in busy if "HtoD" in name]
         return {
             "gpu_ms": statistics.median(gpu), "wall_ms": statistics.median(wall), "every_gpu_ms": gpu, "every_wall_ms": wall,
+            "kernels_ms": sum(ms for _, ms in busy) - sum(copies), "copies_ms": sum(copies),
             "fetches": found / steps, "late": late / steps, "fetched": found / steps * largest_unit(self.model),
         }  # fmt: skip
 
     def timed_step(self) -> tuple[float, float]:
+        gc.collect()
         synchronize()
         begin = time.perf_counter()
         if self.device.type != "cuda":
@@ -321,6 +338,11 @@ class Training:
         last.record()
         synchronize()
         return first.elapsed_time(last), (time.perf_counter() - begin) * 1e3
+
+
+def bit_sum(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.view({2: torch.int16, 4: torch.int32}[tensor.itemsize]).sum(dtype=torch.int64)
+    return whole
 
 
 def digest(tensors: list[Any]) -> str:
@@ -380,11 +402,11 @@ def peak() -> dict[str, int]:
 
 def measured(setting: Setting, side: str, device: Any) -> dict[str, Any]:
     """A side, as far as it came."""
-    offload = {"resident": "off", "budget": setting.budget, "all": "all"}[side]
+    offload = {"resident": "off", "again": "off", "budget": setting.budget, "all": "all"}[side]
     result: dict[str, Any] = {**dataclasses.asdict(setting), "side": side, "offload": offload}
     cuda = torch.cuda.is_available()
     if cuda:
-        result |= {"bus": bus_rate(), "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")}
+        result |= {"bus": bus_rate(), "allocator": os.environ.get(ALLOCATOR, "")}
         torch.cuda.empty_cache()
         peak()
     if cuda and setting.cap:
@@ -418,7 +440,9 @@ def measured(setting: Setting, side: str, device: Any) -> dict[str, Any]:
 def in_process(setting: Setting, side: str) -> dict[str, Any]:
     given = json.dumps(dataclasses.asdict(setting))
     command = [sys.executable, "-m", "benchmarks.offload", "--worker", side, given]
-    environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # asked for by deterministic algorithms
+    environment = dict(os.environ) | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # asked for by deterministic algorithms
+    if setting.cap:
+        environment.setdefault(ALLOCATOR, "expandable_segments:True")
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     ended = {**dataclasses.asdict(setting), "side": side, "failed": f"exit {done.returncode}"}
@@ -436,7 +460,8 @@ def said(run: dict[str, Any], others: list[dict[str, Any]]) -> str:
     if run["failed"]:
         return f"{where}: failed ({run['failed']}) {run.get('error', '')}"
     words = [
-        f"step {run.get('gpu_ms', 0):.0f} ms GPU, {run.get('wall_ms', 0):.0f} ms wall",
+        f"step {run.get('gpu_ms', 0):.0f} ms GPU (fastest {min(run.get('every_gpu_ms', [0])):.0f}), {run.get('wall_ms', 0):.0f} "
+        f"ms wall, kernels {run.get('kernels_ms', 0):.0f} ms, copies {run.get('copies_ms', 0):.0f} ms",
         f"{run.get('fetches', 0):g} fetches of which {run.get('late', 0):g} late, {run.get('fetched', 0) / 1e9:.2f} GB a step",
         f"bus {run.get('bus', 0) / 1e9:.1f} GB/s, loaded in {run['load_s']:.0f} s, peaks GiB: loading "
         f"{run['peak_loading']['reserved'] / GIB:.2f}, adapters {run['peak_adapters']['reserved'] / GIB:.2f}, steps "
@@ -450,6 +475,15 @@ def said(run: dict[str, Any], others: list[dict[str, Any]]) -> str:
             same = [field for field in fields if other[field] == run[field]]
             words.append(f"the bits of {other['side']}: {', '.join(same) or 'none'}")
     return f"{where}: " + "; ".join(words)
+
+
+def first_difference(run: dict[str, Any], other: dict[str, Any]) -> str:
+    """Where two traces part; a backward comes to the last layers first."""
+    for step, sums in enumerate(zip(run["sums"], other["sums"], strict=True), 1):
+        found = [name for name, ours, theirs in zip(run["names"], *sums, strict=True) if ours != theirs]
+        if found:
+            return f"from step {step} on, {len(found)} of {len(run['names'])} gradients: {', '.join(found[-6:])}"
+    return "nowhere"
 
 
 def write(file: Path | None, run: dict[str, Any]) -> list[dict[str, Any]]:
@@ -466,7 +500,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of what is run: {', '.join(map(repr, RUNS))}")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, help="of a run; default: those of its row, or all")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, help="of a run; default: those of its row, or TIMED")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     for field in dataclasses.fields(Setting):
         kind: dict[str, Any] = {"action": "store_true"} if field.type == "bool" else {"type": type(field.default)}
@@ -481,13 +515,19 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(run))
         return
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Setting) if getattr(args, f.name) is not None}
-    runs = [RUNS[name] for name in args.names or RUNS] if args.names or not args.model else [(Setting(), SIDES)]
+    runs = [RUNS[name] for name in args.names or RUNS] if args.names or not args.model else [(Setting(), TIMED)]
     for setting, sides in runs:
-        setting = dataclasses.replace(setting, **given)
+        setting, first = dataclasses.replace(setting, **given), None
         for side in args.sides or sides:
             if side != "budget" or setting.budget:
                 run = in_process(setting, side)
+                trace = run.pop("trace", None)
                 print(said(run, write(args.json, run)), flush=True)
+                if trace and first:
+                    print(
+                        f"  gradients differ from those of the first side: {first_difference(trace, first)}", flush=True
+                    )
+                first = first or trace
 
 
 if __name__ == "__main__":

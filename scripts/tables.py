@@ -416,12 +416,12 @@ def offload_runs() -> list[Record]:
         resident = [
             r
             for r in found
-            if r["side"] == "resident" and not r["failed"] and all(r[each] == record[each] for each in same)
+            if r["side"] == "resident" and "gpu_ms" in r and all(r[each] == record[each] for each in same)
         ]
         record["resident_ms"] = resident[0]["gpu_ms"] if resident else 0.0
     names = [*memory.MIXTURES]
     return sorted(
-        (record for record in found if not record["failed"] and record["steps"] and not record["layers"]),
+        (record for record in found if "gpu_ms" in record and record["side"] != "again" and not record["layers"]),
         key=lambda record: (
             names.index(record["model"]), record["tokens"], record["attention_only"], -record["rank"], record["optimizer"],
             record["cap"] or math.inf, order(record["offload"]),
@@ -438,7 +438,7 @@ def offload_steps() -> list[Record]:
             "what": f"r = {run['rank']}{', attention alone' * run['attention_only']}, {OPTIMIZERS[run['optimizer']]}",
             "capped": f"{run['cap']:g} GiB" if run["cap"] else "none", "said": offload_said(run["offload"]),
             "step": " ".join([f"{run['gpu_ms']:.0f}", *(f"({each})" for each in times[:1])]),
-            "bus_ms": f"{bus:.0f}" if bus else "", "of_least": "".join(times[1:]),
+            "bus_ms": f"{bus:.0f} ({run['bus'] / 1e9:.0f})" if bus else "", "of_least": "".join(times[1:]),
             "peaks": " / ".join(f"{run[each]['reserved'] / 2**30:.1f}" for each in ("peak_loading", "peak")),
             "host": f"{run['in_host'] / 2**30:.1f}" if run["in_host"] else "",
         })  # fmt: skip
@@ -552,7 +552,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         Column("model", "{name}"), Column("LoRA", "{what}"), Column("{card} GB", "{fits}", {}))),
     "offload": Table(offload_steps, (
         Column("model, tokens", "{model}, {tokens:,}"), Column("LoRA", "{what}"), Column("GPU capped", "{capped}"),
-        Column("`offload=`", "{said}"), Column("step, ms (× resident)", "{step}"), Column("bus alone, ms", "{bus_ms}"),
+        Column("`offload=`", "{said}"), Column("step, ms (× resident)", "{step}"), Column("bus alone, ms (GB/s)", "{bus_ms}"),
         Column("× the larger of the two", "{of_least}"), Column("peak loading / training, GiB", "{peaks}"),
         Column("in host memory, GiB", "{host}")), others="{side}"),
     "step-trl": Table(partial(plain, "step-trl"), TRL, others="{side}"),

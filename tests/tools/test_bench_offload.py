@@ -53,7 +53,8 @@ def test_the_sides_have_the_same_bits(gpu, four_layers, patched):
         gc.collect()
     resident = runs["resident"]
     assert resident["in_host"] == resident["fetches"] == 0 and len(set(resident["losses"])) == 3
-    for name in ("budget", "all"):
+    for name in ("again", "budget", "all"):
+        assert benchmark.first_difference(runs[name]["trace"], resident["trace"]) == "nowhere"
         assert all(runs[name][field] == resident[field] for field in ("losses", "gradients", "adapters"))
     # forward and back; the layers at the turns are still there
     unit = runs["all"]["in_host"] // 4
@@ -68,6 +69,10 @@ def test_different_bits_are_said(gpu, patched):
     other = run | {"side": "all", "cap": 7.5, "losses": [0.0]}
     assert "the bits of resident: gradients, adapters" in benchmark.said(other, [run])
     assert "the bits" not in benchmark.said(other | {"rank": 16}, [run])
+    names, sums = run["trace"]["names"], run["trace"]["sums"]
+    changed = [[*sums[0][:-1], sums[0][-1] + 1]]
+    found = benchmark.first_difference(run["trace"], {"sums": changed})
+    assert found == f"from step 1 on, 1 of {len(names)} gradients: {names[-1]}"
     weights = torch.arange(4, dtype=torch.bfloat16).view(2, 2)
     assert benchmark.digest([weights]) != benchmark.digest([weights.t()]) != benchmark.digest([weights.t() + 0.5])
 

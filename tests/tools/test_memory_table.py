@@ -111,9 +111,11 @@ def test_a_measured_cell_is_bold_and_a_step_is_compared_with_the_resident_one(me
     assert plain.startswith("| Qwen3-30B-A3B | r = 16 on the attention and the experts | no |") and "**" not in plain
     assert tables.BLOCKS["offload"]() == "Not measured yet."
     machine = {"date": "2026-11-25", "releases": {"torch": "2.11.0"}}
+    failed = run_of("budget", "12GiB", failed="timed steps")
+    del failed["gpu_ms"]
     rows = [
-        run_of("resident", cap=0.0, fetched=0.0, in_host=0), run_of("all", "all", 1250.0), run_of("budget", "4GiB", 1100.0),
-        run_of("budget", "12GiB", failed="timed steps"), run_of("budget", "3GiB", cap=0.0), run_of("all", "all", rank=4),
+        run_of("again", cap=0.0, gpu_ms=1.0), run_of("resident", cap=0.0, fetched=0.0, in_host=0), run_of("all", "all", 1250.0), run_of("budget", "4GiB", 1100.0),
+        failed, run_of("budget", "3GiB", cap=0.0), run_of("all", "all", rank=4),
     ]  # fmt: skip
     (tmp_path / "offload-h200.json").write_text(json.dumps({"machine": machine, "rows": rows}))
     bold = [
@@ -122,8 +124,8 @@ def test_a_measured_cell_is_bold_and_a_step_is_compared_with_the_resident_one(me
     assert bold == ['**`"4GiB"`**']
     shown = tables.BLOCKS["offload"]()
     assert shown.startswith("**H200** ([offload-h200.json](data/offload-h200.json) of 2026-11-25 with torch 2.11.0):")
-    assert '| `"all"` | 1250 (1.25\u00d7) | 500 | 1.25\u00d7 | 7.0 / 7.0 | 16.0 |' in shown
-    assert '| `"all"` | 1000 | 500 | | 7.0 / 7.0 | 16.0 |' in shown and "12GiB" not in shown
+    assert '| `"all"` | 1250 (1.25\u00d7) | 500 (50) | 1.25\u00d7 | 7.0 / 7.0 | 16.0 |' in shown
+    assert '| `"all"` | 1000 | 500 (50) | | 7.0 / 7.0 | 16.0 |' in shown and "12GiB" not in shown
 
 
 def test_what_was_measured_is_what_is_reckoned(memory, monkeypatch):
