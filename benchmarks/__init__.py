@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import click
 
 from nf4_patch.tools import cli
-from nf4_patch.tools.bench.record import Bench, Row
+from nf4_patch.tools.bench.record import Bench, Check, Row
 from nf4_patch.tools.bench.timing import machine
 from nf4_patch.tools.report import Progress, require_gpu, require_patch
 
@@ -22,6 +22,12 @@ def run_alone(command: click.Command, invocation: str) -> None:
     program, _, name = invocation.rpartition(" ")
     cli.main.add_command(command, name)
     cli.main([name, *sys.argv[1:]], prog_name=program)
+
+
+def bits(same: Mapping[str, bool]) -> dict[str, Check]:
+    """A check per baseline: whether ours gave its bits before anything was timed."""
+    says = {True: "the same bits as", False: "the bits differ from"}
+    return {name: Check(equal, f"{says[equal]} {name}") for name, equal in same.items()}
 
 
 def main(method: Mapping[str, str] | str, rows: Callable[[Progress], Mapping[str, Iterable[Row]]]) -> None:

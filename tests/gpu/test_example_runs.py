@@ -53,11 +53,11 @@ def test_lora_in_one_function(script, launcher, checkpoint, tmp_path):
 
 
 def test_demo(tmp_path):
-    """The main job: four trainings, their step times, and the kernel on the weights of the model."""
+    """The main job: four trainings and their step times."""
     output = run([sys.executable, EXAMPLES / "demo.py", "--steps", 4, "--png", "demo.png"], tmp_path)
     assert output.rstrip().endswith("Passed: the same losses and adapter, to the bit."), output
     assert sum(map(int, re.findall(r"(\d+) calls in the kernel, fallbacks: none", output))) == 4 * LINEARS * PASSES
-    assert f"{LINEARS} cases" in output and output.count(" ms per step, ") == 2
+    assert output.count(" ms per step, ") == 2
 
 
 def test_peft_compiled(checkpoint, tmp_path):
@@ -159,4 +159,3 @@ def test_the_notebook_from_the_first_cell_to_the_last(tmp_path, monkeypatch):
     assert "differ from" not in report and "bits differ" not in report
     assert (tmp_path / "t4.png").stat().st_size > 10_000
     assert namespace["on"]["losses"] == namespace["off"]["losses"] and len(namespace["on"]["losses"]) == 10
-    assert {row["unit"] for row in namespace["measured"]} == {"us"}

@@ -12,7 +12,7 @@ from oracle import layout_of, quantized
 from subprocess_python import support
 
 from nf4_patch.nf4.matmul import launch, small_m
-from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, TILE_COUNTS, SmallMConfig
+from nf4_patch.nf4.matmul.tuning import SMALL_M_ROWS, TILE_COUNTS, SmallMConfig
 from nf4_patch.nf4.weight import Weight
 
 H200 = (9, 0)
@@ -117,13 +117,6 @@ def test_what_is_supported(monkeypatch):
     x.device = device
     x.is_neg = lambda: True  # its memory is the negative of what it shows
     assert not supported(torch.float16, (9, 0))
-
-
-def test_candidates_are_offered_and_never_taken():
-    for row in SMALL_M_CANDIDATES:
-        assert row.capability == (7, 5)
-        assert launch.config_for(row.capability, 1, 4096, 4096) is None
-        assert launch.first_config(SMALL_M_CANDIDATES, row.capability, row.max_m, 4096, 4096) is row.config
 
 
 def test_what_is_asked_of_the_compiler(monkeypatch):

@@ -128,20 +128,6 @@ def test_an_out_that_the_kernel_must_not_write_is_refused(server):
     assert torch.equal(dense, reference.dequantize(layout_of(packed, state)))
 
 
-def test_the_same_addresses_with_other_strides_are_another_weight(server):
-    """A slice and a strided view of one tensor start at the same address and have the same size."""
-    packed, state = quantized((256, 256), torch.float16, "cpu")
-    for holder in (state, state.state2):
-        for name in ("absmax", "code") if holder is state.state2 else ("absmax",):
-            values = getattr(holder, name)
-            wide = torch.stack([values, values.roll(1)]).t().contiguous().view(-1)
-            setattr(holder, name, wide[: len(values)])
-            assert torch.equal(server.of_state(packed, state), reference.dequantize(layout_of(packed, state)))
-            setattr(holder, name, wide[::2])
-            assert server.of_state(packed, state) is guards.Reason.NOT_CONTIGUOUS
-            setattr(holder, name, values)
-
-
 def changes_of(packed, state):
     """Each changes what a weight is dequantized to."""
     other, other_state = quantized(tuple(state.shape), state.dtype, "cpu", seed=7)

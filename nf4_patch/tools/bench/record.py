@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,12 +31,6 @@ class Check:
     found: str
     error: float | None = None  # ours, relative, against fp64; None: bits were compared
     limit: float | None = None  # that it must not exceed
-
-
-def bits(same: Mapping[str, bool]) -> dict[str, Check]:
-    """A check per baseline: whether ours gave its bits before anything was timed."""
-    says = {True: "the same bits as", False: "the bits differ from"}
-    return {name: Check(equal, f"{says[equal]} {name}") for name, equal in same.items()}
 
 
 def accuracy(ours: float, theirs: float, of: str = "") -> Check:
