@@ -17,6 +17,7 @@ if not GPU:
     quick_interpreter.install()
 
 import nf4_patch  # noqa: E402
+from nf4_patch.nf4.weight import forget  # noqa: E402
 from nf4_patch.patching.cache.store import cache  # noqa: E402
 from nf4_patch.patching.counters import counters  # noqa: E402
 
@@ -73,6 +74,7 @@ def off_and_counted_from_zero():
     assert not [unnamed.pop() for _ in unnamed[:]]
     nf4_patch.disable()
     counters.reset()
+    forget()
     cache.hits = cache.misses = 0
     cache.uncached.clear()
 

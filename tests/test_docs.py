@@ -323,15 +323,16 @@ def test_troubleshooting_says_more_of_reasons_and_not_the_same_again():
 
 
 def test_functions_that_the_design_page_names_exist():
-    from nf4_patch.nf4.dequantize.launch import Launch
-    from nf4_patch.nf4.runtime import Memo
+    from nf4_patch.nf4.dequantize import launch
     from nf4_patch.nf4.weight import Weight
     from nf4_patch.patching import guards, hooks, placement, quant_state, replacement
     from nf4_patch.patching.cache.cached import Cached
     from nf4_patch.patching.dequantizer import Dequantizer
 
-    known = {each.__name__.rpartition(".")[2]: each for each in (Launch, Memo, Weight, Cached, Dequantizer)}
-    known |= {each.__name__.rpartition(".")[2]: each for each in (guards, hooks, placement, quant_state, replacement)}
+    known = {each.__name__.rpartition(".")[2]: each for each in (launch.Launch, Weight, Cached, Dequantizer)}
+    known |= {
+        each.__name__.rpartition(".")[2]: each for each in (launch, guards, hooks, placement, quant_state, replacement)
+    }
     path = (ROOT / "docs" / "design.md").read_text().split("## From `enable()`")[1].split("## Import order")[0]
     names = [name.split(".") for name in re.findall(r"`([A-Za-z_]+\.[a-z_]+)`", path) if not name.endswith(".py")]
     assert len(names) > 10

@@ -1,4 +1,4 @@
-"""What every launch needs: the entry of a compiled kernel, the stream, the allocator, remembered launches."""
+"""What every launch needs: the entry of a compiled kernel, the stream and the allocator."""
 
 from __future__ import annotations
 
@@ -113,18 +113,6 @@ def equal_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(equal_bits(a, b).all())
-
-
-class Memo(dict[Any, Any]):
-    """Remembered launches, by what they depend on. Bounded."""
-
-    limit = 16384  # a 70B model has 560 weights, each in one or two dtypes
-
-    def remember(self, key: Any, launch: Any) -> Any:
-        if len(self) >= self.limit:
-            self.clear()
-        self[key] = launch
-        return launch
 
 
 @functools.cache

@@ -18,7 +18,13 @@ OFFSET_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 TensorGuards: Any = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
-LIMIT = 16384  # of remembered keys, as of launches
+LIMIT = 16384  # of known weights: a 70B model has 560, each in one or two dtypes
+
+
+class Known:
+    """A weight that was seen: one for every target, and for the op. No other has the same address and sizes meanwhile."""
+
+    launch: Any = None  # once the guards have passed
 
 
 class Weight(NamedTuple):
@@ -38,12 +44,11 @@ class Weight(NamedTuple):
     dtype: torch.dtype  # of the dequantized weight, one of OUTPUT_DTYPES
     quant_type: str  # "nf4" or "fp4": the value of each nibble
 
-    def key(self) -> object:
-        """What a launch, and whether a weight may have one, depends on: the same key, the same launch. Of a weight that may not,
-        it is no other's.
+    def known(self) -> Known:
+        """What is remembered of this weight: the same facts, the same launch.
 
-        A stand-in for ``facts``, of a third of their time: addresses and plain fields find it, and one call into PyTorch, which
-        compares class, dispatch keys, dtype, device, sizes and strides of all tensors, proves that the facts are the same.
+        Found in a third of the time of the facts: by addresses and plain fields, and one call into PyTorch, which compares class,
+        dispatch keys, dtype, device, sizes and strides of all tensors, proves that the facts are the same.
 
         Raises:
             AttributeError: a field is no tensor.
@@ -54,30 +59,29 @@ class Weight(NamedTuple):
             place: Any = (
                 packed.data_ptr(), absmax.data_ptr(), code2, offset, blocksize, shape, dtype, quant_type
             )  # fmt: skip
-            for same, key in _keys.get(place, ()):
+            for same, known in _known.get(place, ()):
                 if same(packed, absmax):
-                    return key
-            return self.new_key(place, packed, absmax)
+                    return known
+            return self.meet(place, packed, absmax)
         place = (
             packed.data_ptr(), absmax.data_ptr(), absmax2.data_ptr(), code2.data_ptr(), offset.data_ptr(),
             blocksize, blocksize2, shape, dtype, quant_type,
         )  # fmt: skip
-        for same, key in _keys.get(place, ()):
+        for same, known in _known.get(place, ()):
             if same(packed, absmax, absmax2, code2, offset):
-                return key
-        return self.new_key(place, packed, absmax, absmax2, code2, offset)
+                return known
+        return self.meet(place, packed, absmax, absmax2, code2, offset)
 
-    def new_key(self, place: tuple[Any, ...], *tensors: torch.Tensor) -> object:
+    def meet(self, place: tuple[Any, ...], *tensors: torch.Tensor) -> Known:
         """That of these facts, found faster from now on."""
-        if len(_keys) >= LIMIT or len(_facts) >= LIMIT:
-            _keys.clear()
-            _facts.clear()
-        key = _facts.setdefault(self.facts(), object())
+        if len(_known) >= LIMIT or len(_facts) >= LIMIT:
+            forget()
+        known = _facts.setdefault(self.facts(), Known())
         with contextlib.suppress(RuntimeError, TypeError):  # a tensor without strides
             same = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
             # the latest 8: dispatch keys are those of the call, which depend on autocast and inference mode
-            _keys[place] = ((same, key), *_keys.get(place, ())[:7])
-        return key
+            _known[place] = ((same, known), *_known.get(place, ())[:7])
+        return known
 
     def facts(self) -> tuple[Any, ...]:
         """All that the guards ask of a weight, its addresses, and nothing that changes from call to call."""
@@ -164,5 +168,11 @@ class Weight(NamedTuple):
         return self.packed.detach().reshape(-1).view(torch.uint8)
 
 
-_facts: dict[tuple[Any, ...], object] = {}  # the key of each weight's
-_keys: dict[tuple[Any, ...], tuple[tuple[Any, object], ...]] = {}  # by addresses and plain fields, with their proofs
+_facts: dict[tuple[Any, ...], Known] = {}
+_known: dict[tuple[Any, ...], tuple[tuple[Any, Known], ...]] = {}  # by addresses and plain fields, with their proofs
+
+
+def forget() -> None:
+    """Know no weight any more."""
+    _known.clear()
+    _facts.clear()

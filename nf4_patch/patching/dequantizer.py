@@ -51,7 +51,6 @@ class Dequantizer:
     def __init__(self, target: str):
         self.target, self.library = target, target.partition(".")[0]
         self.fallbacks = Fallbacks(target)
-        self.launches = runtime.Memo()
         self.classes: dict[type, bool] = {}  # ``returns_tensors`` of each
 
     def of_state(
@@ -110,14 +109,16 @@ class Dequantizer:
             found = cache.read(weight, self.run)
             if found is not None:
                 return found
-        launch: launches.Launch | Reason | None
+        launch: Any
         try:
-            launch = self.launches.get(weight.key())
+            launch = weight.known().launch
+            counter = launch.counters[self.target]
         except (
             AttributeError,
+            KeyError,
             TypeError,
             RuntimeError,
-        ):  # no tensor, one without memory, a shape that is a list: ask the guards
+        ):  # new to this target, or not to be known: ask the guards
             launch = None
         if launch is None:
             if compilation.INTERPRETED:
@@ -125,15 +126,17 @@ class Dequantizer:
             launch = self.resolve(weight)
             if type(launch) is Reason:
                 return launch
+            counter = launch.counters[self.target]
         if launch.differentiable and has_gradient(weight.packed):
             return Reason.REQUIRES_GRAD
+        result: Tensor
         if out is not None:
             if not launch.accepts(out):
                 return Reason.OUT_MISMATCH
             result = launch.into(out)
         else:
             result = launch.into_buffer() if into_buffer else launch.run()
-        launch.counter.hits += 1
+        counter.hits += 1
         return result
 
     def why_not(self, weight: Weight, out: Tensor | None = None) -> Reason | None:
@@ -144,17 +147,16 @@ class Dequantizer:
         return guards.why_not(weight, out=out)
 
     def resolve(self, weight: Weight) -> launches.Launch | Reason:
-        """A launch that passed the guards and is then remembered, or the Reason why there is none."""
+        """The launch of a weight that passed the guards, or the Reason why there is none."""
         reason = self.why_not(weight)
         if reason is not None:
             return reason
         weight = weight._replace(shape=tuple(weight.shape))
         try:
-            launch = launches.Launch(weight)
+            launch = launches.remembered(weight)
         except runtime.KernelUnavailable as error:
             return self.fallbacks.unavailable(error)
-        launch.counter = self.counter_of(weight)
-        self.launches.remember(weight.key(), launch)
+        launch.counters[self.target] = self.counter_of(weight)
         return launch
 
     def interpret(self, weight: Weight, out: Tensor | None) -> Tensor | Reason:

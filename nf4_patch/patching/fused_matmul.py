@@ -18,7 +18,7 @@ from torch import Tensor
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.matmul import launch as matmul
-from ..nf4.weight import Weight
+from ..nf4.weight import LIMIT, Weight
 from . import calibrated, guards
 from .context import is_jit_tracing, modes_active, own_dispatch, plain_methods, transforms_active
 from .counters import counters
@@ -52,7 +52,7 @@ class FusedMatmul:
 
     def __init__(self, target: str, fallbacks: Fallbacks | None = None):
         self.target, self.fallbacks = target, fallbacks or Fallbacks(target)
-        self.launches = runtime.Memo()
+        self.launches: dict[Any, matmul.MatmulLaunch] = {}
         _in_use.add(self)
 
     def run(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor | Reason:
@@ -68,7 +68,7 @@ class FusedMatmul:
             known = (
                 None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.is_contiguous(), bias.is_neg())
             )
-            key = (x.shape, x.get_device(), x.is_neg(), known, weight.key())
+            key = (x.shape, x.get_device(), x.is_neg(), known, weight.known())
             launch = self.launches.get(key)
         except (
             AttributeError,
@@ -81,7 +81,9 @@ class FusedMatmul:
             if type(launch) is Reason:
                 return launch
             if key is not None:
-                self.launches.remember(key, launch)
+                if len(self.launches) >= LIMIT:
+                    self.launches.clear()
+                self.launches[key] = launch
         if out is not None and not launch.accepts(x, out):
             return Reason.OUT_MISMATCH
         result = launch(x, out)

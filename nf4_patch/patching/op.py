@@ -45,9 +45,10 @@ def kernel(*fields: Any) -> Tensor:
         ValueError: the formula cannot be computed either.
     """
     weight = given(*fields)
-    remembered = launch.remembered(weight)
-    if remembered is not None:
-        return remembered.dense()
+    known = weight.known()
+    if known.launch is not None:
+        dense: Tensor = known.launch.dense()
+        return dense
     reason = guards.why_not(weight)
     if reason is None:
         try:

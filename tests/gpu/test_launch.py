@@ -11,7 +11,7 @@ import torch
 from oracle import DTYPES, layout_of, quantized
 
 import nf4_patch
-from nf4_patch.nf4 import codes, runtime
+from nf4_patch.nf4 import codes, runtime, weight
 from nf4_patch.nf4.dequantize import compilation, launch, reference
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
@@ -105,7 +105,7 @@ def test_first_use_of_compiled_code_inside_a_capture(quant_type, nested, monkeyp
     torch._dynamo.reset()
     compiled = torch.compile(lambda w: F.dequantize_4bit(w, state), dynamic=False)
     assert torch.equal(compiled(packed), want)
-    for owner, name in ((compilation, "_kernels"), (codes, "_remembered"), (launch, "_memo")):
+    for owner, name in ((compilation, "_kernels"), (codes, "_remembered"), (weight, "_facts"), (weight, "_known")):
         monkeypatch.setattr(owner, name, type(getattr(owner, name))())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -13,6 +13,7 @@ from threads import together
 
 import nf4_patch
 from nf4_patch.nf4.dequantize import compilation
+from nf4_patch.nf4.weight import forget
 from nf4_patch.patching.dequantizer import Dequantizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
@@ -91,6 +92,7 @@ def test_the_second_gpu_is_a_t4(patched, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     monkeypatch.setattr(compilation, "_kernels", {})
+    forget()
     server = Dequantizer("test")
     for dtype in (torch.float16, torch.bfloat16):
         both, want = weights(dtype, seed=5)

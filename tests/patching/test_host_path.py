@@ -6,6 +6,10 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import os
+import pathlib
+import re
+import sys
 from types import SimpleNamespace
 
 import matmul_reference
@@ -15,13 +19,14 @@ from bitsandbytes.nn import Params4bit
 from oracle import layout_of, quantized
 from target import target_like
 
+import nf4_patch
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4 import weight as weight_module
 from nf4_patch.nf4.dequantize import compilation, launch, reference
 from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.nf4.matmul import small_m
 from nf4_patch.nf4.weight import Weight
-from nf4_patch.patching import fused_matmul, guards
+from nf4_patch.patching import fused_matmul, guards, op
 from nf4_patch.patching.adapters import bitsandbytes as bitsandbytes_adapter
 from nf4_patch.patching.adapters import unsloth as unsloth_adapter
 from nf4_patch.patching.counters import counters
@@ -63,6 +68,7 @@ def server(monkeypatch):
         result.untyped_storage().fill_(255)  # NaN in every float
         return result
 
+    weight_module.forget()
     monkeypatch.setattr(compilation, "INTERPRETED", False)
     monkeypatch.setattr(compilation.Variant, "of", variant)
     monkeypatch.setattr(compilation, "kernel_for", lambda layout, device: Kernel(layout))
@@ -100,6 +106,59 @@ def test_every_way_to_a_weight(server, nested, transposed, parameter):
     assert results[1].data_ptr() == out.data_ptr()
     assert len(server.resolved) == 1 and server.launched == 4
     assert counters.hits("test") == 4
+
+
+def test_a_weight_is_known_to_every_target_and_to_the_op(server):
+    """Its launch is resolved once; each target asks the guards for itself, and has its own count."""
+    packed, state = quantized((64, 96), torch.bfloat16, "cpu")
+    want = reference.dequantize(layout_of(packed, state))
+    other = Dequantizer("another")
+    for _ in range(2):
+        assert torch.equal(server.of_state(packed, state), want)
+        assert torch.equal(other.of_state(packed, state), want)
+        assert torch.equal(op.dequantize(*layout_of(packed, state)), want)
+    assert len(server.resolved) == 1 and server.launched == 6
+    assert counters.hits("test") == counters.hits("another") == 2
+    weight_module.forget()
+    assert torch.equal(op.dequantize(*layout_of(packed, state)), want)
+    assert torch.equal(server.of_state(packed, state), want)
+    assert len(server.resolved) == 2 and counters.hits("test") == 3
+
+
+def handed_on(function, *arguments):
+    """The functions of this package that a call goes through, but for what the guards, Launch and the counters call inside."""
+    ends = Dequantizer.why_not, guards.why_not, launch.Launch.__init__, launch.Launch.run, Dequantizer.counter_of
+    seen, inside = [], {each.__code__ for each in ends}
+    package = os.path.dirname(nf4_patch.__file__)
+
+    def look(frame, event, _):
+        code, above = frame.f_code, frame.f_back
+        if event == "call" and code.co_filename.startswith(package) and "<" not in code.co_name:
+            while above is not None and above.f_code not in inside:
+                above = above.f_back
+            if above is None or code is guards.why_not.__code__:
+                seen.append(code.co_qualname)
+
+    sys.setprofile(look)
+    try:
+        function(*arguments)
+    finally:
+        sys.setprofile(None)
+    return list(dict.fromkeys(seen))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names")
+def test_how_far_a_quant_state_goes(server):
+    """As docs/design.md says: so many functions have to be read."""
+    page = (pathlib.Path(nf4_patch.__file__).parents[1] / "docs" / "design.md").read_text()
+    path = page.split("**How far a `quant_state` goes**")[1].split("These thirteen")[0]
+    names = re.findall(r"`([A-Za-z_]+(?:\.\w+)?)`", path.replace("`quant_state`", "").replace("a `Weight`", ""))
+    names = [
+        {"Launch": "Launch.__init__"}.get(name, name.removeprefix("guards.").removeprefix("launch.")) for name in names
+    ]
+    packed, state = quantized((64, 96), torch.bfloat16, "cpu")
+    assert set(handed_on(server.of_state, packed, state)) == set(names) and len(names) == 13
+    assert set(handed_on(server.of_state, packed, state)) == set(names[:5])
 
 
 def test_an_out_that_the_kernel_must_not_write_is_refused(server):
@@ -261,22 +320,22 @@ def test_a_key_is_found_without_the_facts_wherever_it_was_found_before(nested, m
         found = set()
         for place, kind in itertools.product(places, classes):
             with place(), torch._C.DisableTorchFunctionSubclass():
-                found.add(layout_of(packed.as_subclass(kind), state).key())
+                found.add(layout_of(packed.as_subclass(kind), state).known())
         assert len(found) == 1
         if turn:
             assert len(known) == before
         before = len(known)
     for size in range(1, 40):
-        layout_of(packed[:size], state).key()
-    assert max(map(len, weight_module._keys.values())) <= 8
+        layout_of(packed[:size], state).known()
+    assert max(map(len, weight_module._known.values())) <= 8
 
 
 def test_keys_are_bounded_and_another_of_the_same_weight_is_no_others(monkeypatch):
     monkeypatch.setattr(weight_module, "LIMIT", 16)
     weights = [layout_of(*quantized((64, 96), torch.bfloat16, "cpu", seed=seed)) for seed in range(40)]
-    keys = [weight.key() for weight in [*weights, *weights]]
+    keys = [weight.known() for weight in [*weights, *weights]]
     assert len(set(keys)) >= len(weights) and len(set(keys[:40])) == 40
-    assert len(weight_module._keys) <= 16 and len(weight_module._facts) <= 16
+    assert len(weight_module._known) <= 16 and len(weight_module._facts) <= 16
 
 
 def test_refusals_by_the_short_way(server):

@@ -15,7 +15,7 @@ from . import compilation
 class Launch:
     """The launch of one weight, resolved once: addresses, sizes and kernel as plain integers.
 
-    It keeps no tensor alive and is valid for as long as the weight has the same ``key``.
+    It keeps no tensor alive and is valid for as long as the weight has the same facts.
 
     Args:
         weight: on a CUDA device, of any rank; packed on 4 bytes. The result is transposed where the packed bytes are.
@@ -44,7 +44,7 @@ class Launch:
         result = result.t() if self.transposed else result
         self.shape, self.strides = tuple(result.shape), result.stride()
         self.spans = runtime.spans(*tensors)
-        self.counter: Any = None  # the caller's counter
+        self.counters: dict[str, Any] = {}  # of those who use it, by target
         self.view: torch.Tensor | None = None  # the result in the device's buffer
 
     def accepts(self, out: Any) -> bool:
@@ -110,12 +110,11 @@ def buffer_of(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
     return buffer
 
 
-_memo = runtime.Memo()  # of the op: a compiled graph calls it as often as eager code calls a target
-
-
-def remembered(weight: Weight) -> Launch | None:
-    """The launch of a weight that ``dequantize`` has run before; its shape must be a tuple."""
-    return _memo.get(weight.key())
+def remembered(weight: Weight) -> Launch:
+    """The launch of a weight that passed its guards, resolved at its first use. Its shape must be a tuple."""
+    known = weight.known()
+    known.launch = launch = known.launch or Launch(weight)
+    return launch
 
 
 def dequantize(weight: Weight, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -129,7 +128,7 @@ def dequantize(weight: Weight, out: torch.Tensor | None = None) -> torch.Tensor:
     if weight.packed.data_ptr() % 4:
         weight = weight._replace(packed=weight.packed.clone())
     weight = weight._replace(shape=tuple(weight.shape))
-    launch = remembered(weight) or _memo.remember(weight.key(), Launch(weight))
+    launch = remembered(weight)
     if out is None:
         return launch.dense()
     return launch.run(out) if out.data_ptr() % 16 == 0 else out.copy_(dequantize(weight))
