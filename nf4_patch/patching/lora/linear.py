@@ -115,8 +115,9 @@ def run(
         kind = WideFactors if wide and is_used_for(z, a, out_features) else Factors
         products.append((kind, scale, not (dropped or is_cast)))
         tensors += z, a, b
-    bias = None if base.bias is None else base.bias.to(dtype)
-    later, bias = (bias, None) if is_cast and bias is not None and not base.bias.requires_grad else (None, bias)
+    later, bias = None, base.bias
+    if bias is not None:
+        later, bias = (bias.to(dtype), None) if is_cast and not bias.requires_grad else (None, bias.to(dtype))
     y = base(x).reshape(-1, out_features) if few else bias
     result = cast(LoraProduct.apply(rows, y, dense, products, known, sums, *tensors), x.dtype)
     if not few:
@@ -162,6 +163,7 @@ def linear(target: Target, original: Function) -> Function:
         state = getattr(packed, "quant_state", None) or base.quant_state  # FSDP makes a plain parameter of the weight
         shape = tuple(getattr(state, "shape", ()))
         dtype: Any = product_dtype(base, x)
+        own = context.own_dispatch
         refused = (
             (Reason.DISPATCH_MODE, context.modes_active()),
             (Reason.EXPORTING, context.is_jit_tracing()),
@@ -170,7 +172,7 @@ def linear(target: Target, original: Function) -> Function:
             (Reason.CPU_PACKING, getattr(state, "packing_format_for_cpu", False)),
             (Reason.NOT_CUDA, not (x.is_cuda or compilation.INTERPRETED)),
             (Reason.MIXED_DEVICES, x.device != packed.device),
-            (Reason.TENSOR_SUBCLASS, any(type(t).__torch_dispatch__ is not context.own_dispatch for t in (x, packed))),
+            (Reason.TENSOR_SUBCLASS, type(x).__torch_dispatch__ is not own or type(packed).__torch_dispatch__ is not own),
             (Reason.LORA_DTYPES, dtype not in OUTPUT_DTYPES),
             (Reason.ARGUMENTS, x.shape[-1:] != shape[1:]),
         )
