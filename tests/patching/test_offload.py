@@ -126,17 +126,18 @@ def test_written_in_place_after_it_has_arrived(folder, gpu, patched):
     got = dense(module, STACKS[0])
     assert torch.equal(got, getattr(module, STACKS[0]))
     assert counts().fetches == counts().late == 2
-    assert offload.lanes[original.device].stream.waited_for.count(gpu.compute) == 2  # for what writes
+    assert offload.lanes[original.device].stream.waited_for.count(gpu.compute) == 3  # twice for what writes, once for a use
 
 
 def test_memory_has_another_unit_after_its_last_use(folder, gpu, patched):
     model = model_of(folder)
     logits(model)
     (lane,) = offload.lanes.values()
-    uses = {event for fetched in lane.buffers for event in fetched.uses.values()}
+    lane.stream.waited_for.clear()
     for module in experts_of(model)[:2]:  # the last two are there
         dense(module)
-    assert len(uses) == 2 and uses <= set(lane.stream.waited_for)
+    # for the uses of four units, the last one fetched ahead; and for what writes, as the first two are fetched late
+    assert lane.stream.waited_for.count(gpu.compute) == 3 + 2
 
 
 def test_replaced_after_it_has_arrived(folder, gpu, patched):

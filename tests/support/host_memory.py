@@ -72,6 +72,9 @@ class Cuda:
 
     stream = Stream
 
+    def handle(self, device: int) -> int:
+        return id(self.compute)
+
     def current_stream(self, device: torch.device) -> Stream:
         return self.compute
 

@@ -31,7 +31,7 @@ def read_again(folder: Any, **options: Any) -> Any:
 def blocks_of(model: Any) -> dict[tuple[int, str], Any]:
     """The host memory of each stack, or None, by layer and name."""
     return {
-        (layer, name): offload.blocks.get(module.parametrizations[name].original.data_ptr())
+        (layer, name): offload.blocks.get(module.parametrizations[name].original.data_ptr(), offload.nobody)()
         for layer, module in enumerate(experts_of(model))
         for name in STACKS
     }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import mmap
 import os
 import weakref
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...config import ConfigError, size_in_words
+from ...nf4 import runtime
 from ...nf4.weight import Weight
 from ..cache.store import cache, is_captured
 from ..context import modes_active, transforms_active
@@ -44,6 +44,7 @@ class Cuda:
     kind, left = "cuda", list[tuple[Tensor, torch.device]]()
     event, stream, running_on = torch.cuda.Event, torch.cuda.Stream, staticmethod(torch.cuda.stream)
     current_stream, is_captured = staticmethod(torch.cuda.current_stream), staticmethod(is_captured)
+    handle = staticmethod(runtime.current_stream)
 
     def register(self, host: Tensor, device: torch.device) -> str:
         """Pin memory and map it into the address space of every GPU. What went wrong, or ""."""
@@ -84,7 +85,8 @@ class Unit:
 
     def __init__(self) -> None:
         self.resident = 0  # bytes of other modules that stay on the GPU, where they are counted with this one
-        self.blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  # by address
+        self.size = 0  # bytes of a buffer that it takes
+        self.blocks: dict[int, weakref.ref[Block]] = {}  # by address
         # what followed when this one was read after another: forward and backward meet a layer from either side
         self.after: weakref.WeakKeyDictionary[Unit, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
 
@@ -98,7 +100,7 @@ class Block:
         Raises:
             MemoryError: the memory is not there, or cannot be pinned.
         """
-        self.device, self.unit = tensor.device, unit
+        self.device, self.unit, self.start = tensor.device, unit, unit.size
         self.proof: Proof | None = None  # when it was read last
         try:
             # Shared, so that a fork need not copy what is pinned. PyTorch's own pinned memory is rounded up to a power of two
@@ -107,27 +109,37 @@ class Block:
         except OSError as error:
             failure = str(error)
         if failure:
-            held = sum(block.host.nbytes for block in list(blocks.values()))
+            held = sum(block.host.nbytes for block in living())
             raise MemoryError(
                 f"offload: {size_in_words(tensor.nbytes)} of host memory could not be pinned for packed experts, after "
                 f"{size_in_words(held)} that are: {failure}. Raise the limit for pinned memory (ulimit -l; docker run --ulimit "
                 f"memlock=-1), {MORE}"
             )
-        weakref.finalize(self, forget, cuda, self.host, self.device, os.getpid()).atexit = False
+        weakref.finalize(self, forget, cuda, self.host, unit, self.device, os.getpid()).atexit = False
         self.host.copy_(tensor.reshape(-1).view(torch.uint8))
         place = {"shape": (self.host.nbytes,), "typestr": "|u1", "data": (self.host.data_ptr(), False)}
         self.__cuda_array_interface__ = place | {"version": 2}
-        blocks[self.host.data_ptr()] = unit.blocks[self.host.data_ptr()] = self
+        unit.size += -(-self.host.nbytes // ALIGNMENT) * ALIGNMENT
+        blocks[self.host.data_ptr()] = unit.blocks[self.host.data_ptr()] = weakref.ref(self)
 
 
-blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  # by address, which is theirs alone
+blocks: dict[int, weakref.ref[Block]] = {}  # by address, which is theirs alone
 
 
-def forget(cuda: Any, host: Tensor, device: torch.device, process: int) -> None:
+def nobody() -> None:
+    return None
+
+
+def living() -> list[Block]:
+    return [block for reference in list(blocks.values()) if (block := reference()) is not None]
+
+
+def forget(cuda: Any, host: Tensor, unit: Unit, device: torch.device, process: int) -> None:
     """A block died."""
+    del blocks[host.data_ptr()], unit.blocks[host.data_ptr()]
     if os.getpid() == process:  # a forked child has no CUDA
         cuda.unregister(host, device)
-        if device in lanes and all(block.device != device for block in list(blocks.values())):
+        if device in lanes and all(block.device != device for block in living()):
             lanes[device].clear()
 
 
@@ -139,8 +151,11 @@ class Fetched:
 
     def __init__(self, unit: Unit | None = None, arrived: Any = None):
         self.unit, self.arrived = unit, arrived
-        self.places: dict[int, tuple[Tensor, Proof | None]] = {}  # by address in host memory
-        self.uses: dict[Any, Any] = {}  # the event after the latest use, by stream
+        self.places: dict[int, tuple[Tensor, Proof | None]] = {}  # by where it begins in the buffer
+        self.views: dict[
+            Any, list[Tensor | None]
+        ] = {}  # what a weight's first tensors became, by all that is known of them
+        self.streams: dict[int, Any] = {}  # on which it was read
 
 
 class Lane:
@@ -153,39 +168,67 @@ class Lane:
         self.before = self.now = Unit()
         self.fetches = self.late = 0
 
-    def decode(self, weight: Weight, held: dict[int, tuple[Tensor, Block]], run: Callable[[Weight], Any]) -> Any:
-        """What ``run`` makes of the weight where it has arrived. ``held``: its tensors in host memory, by address."""
-        unit = next(iter(held.values()))[1].unit
+    def decode(self, weight: Weight, facts: Any, unit: Unit, run: Callable[[Weight], Any]) -> Any:
+        """What ``run`` makes of the weight where it has arrived."""
         with self.lock:
-            proofs = {address: (id(tensor), tensor._version) for address, (tensor, _) in held.items()}
             if self.buffers[1].unit is unit:
                 self.buffers.reverse()
-            known = self.buffers[0].places if self.buffers[0].unit is unit else {}
-            if any(known.get(address, (None, None))[1] != proof for address, proof in proofs.items()):
-                for address, (_, block) in held.items():
-                    block.proof = proofs[address]
-                if self.buffers[0].unit is not unit:
-                    self.buffers.reverse()
-                self.fetch(0, unit, ahead=False)
-            fetched, stream = self.buffers[0], cuda.current_stream(self.device)
-            stream.wait_event(fetched.arrived)
-            arrived = [
-                fetched.places[t.data_ptr()][0].view(t.dtype).view(t.shape) if t is not None and t.data_ptr() in held else t
-                for t in weight[:3]
-            ]  # fmt: skip
-            try:
-                result = run(new(Weight, (*arrived, *weight[3:])))
-            finally:
-                fetched.uses.setdefault(stream, cuda.event()).record(stream)
-            following = self.following(unit)
-            if following is not None and following.blocks and following is not self.buffers[1].unit:
-                self.fetch(1, following, ahead=True)
-            return result
+            views = self.buffers[0].views.get(facts)
+            if views is None:
+                views = self.arrived(weight, unit)
+                if views is None:
+                    return run(weight)
+                self.buffers[0].views[facts] = views
+            fetched = self.buffers[0]
+            if unit is not self.now:  # before this one is waited for: the copy begins at once
+                following = self.following(unit)
+                if following is not None and following.blocks and following is not self.buffers[1].unit:
+                    self.fetch(1, following, ahead=True)
+            handle = cuda.handle(self.device.index)
+            if handle not in fetched.streams:
+                fetched.streams[handle] = stream = cuda.current_stream(self.device)
+                stream.wait_event(fetched.arrived)
+            packed, absmax, absmax2 = views
+            return run(
+                new(
+                    Weight,
+                    (
+                        packed,
+                        weight[1] if absmax is None else absmax,
+                        weight[2] if absmax2 is None else absmax2,
+                        *weight[3:],
+                    ),
+                )
+            )
+
+    def arrived(self, weight: Weight, unit: Unit) -> list[Tensor | None] | None:
+        """A weight's first tensors in the first buffer, fetched where they are not there as they are now; None for one that is not
+        in host memory, and for all where the packed bytes are a part of what is."""
+        held = {}
+        tensors = [tensor for tensor in weight[:3] if tensor is not None]
+        for tensor in tensors:
+            block = unit.blocks.get(tensor.data_ptr(), nobody)()
+            if block is not None and tensor.nbytes == block.host.nbytes and tensor.is_contiguous():
+                held[id(tensor)] = block, (id(tensor), tensor._version)
+        if id(weight.packed) not in held:
+            return None
+        places = self.buffers[0].places if self.buffers[0].unit is unit else {}
+        if any(places.get(block.start, (None, None))[1] != proof for block, proof in held.values()):
+            for block, proof in held.values():
+                block.proof = proof
+            if self.buffers[0].unit is not unit:
+                self.buffers.reverse()
+            self.fetch(0, unit, ahead=False)
+        places = self.buffers[0].places
+        views: list[Tensor | None] = [None] * 3
+        for index, tensor in enumerate(tensors):
+            if id(tensor) in held:
+                place, _ = places[held[id(tensor)][0].start]
+                views[index] = place.view(tensor.dtype).view(tensor.shape)
+        return views
 
     def following(self, unit: Unit) -> Unit | None:
-        """What followed the last time, if anything. Nothing where the same one is read again."""
-        if unit is self.now:
-            return None
+        """What followed the last time, if anything."""
         self.now.after[self.before] = weakref.ref(unit)
         self.before, self.now = self.now, unit
         known = unit.after.get(self.before)
@@ -196,17 +239,15 @@ class Lane:
         self.drop(index)
         if not ahead:  # what was written into a stack meanwhile
             self.stream.wait_stream(cuda.current_stream(self.device))
-        fetched, found = Fetched(unit, cuda.event()), list(unit.blocks.items())
-        *starts, total = itertools.accumulate(
-            (-(-block.host.nbytes // ALIGNMENT) * ALIGNMENT for _, block in found), initial=0
-        )
+        fetched = Fetched(unit, cuda.event())
         with cuda.running_on(self.stream):
             # in one piece: it comes to two addresses in turn, for which a launch is remembered
-            memory = torch.empty(total, dtype=torch.uint8, device=self.device)
-            for (address, block), start in zip(found, starts, strict=True):
-                place = memory[start : start + block.host.nbytes]
-                cuda.copy(place, block.host)
-                fetched.places[address] = place, block.proof
+            memory = torch.empty(unit.size, dtype=torch.uint8, device=self.device)
+            for reference in list(unit.blocks.values()):
+                if (block := reference()) is not None:
+                    place = memory[block.start : block.start + block.host.nbytes]
+                    cuda.copy(place, block.host)
+                    fetched.places[block.start] = place, block.proof
         fetched.arrived.record(self.stream)
         self.buffers[index] = fetched
         self.fetches += 1
@@ -214,8 +255,8 @@ class Lane:
 
     def drop(self, index: int) -> None:
         """What is next in the copy stream may have its memory."""
-        for use in self.buffers[index].uses.values():
-            self.stream.wait_event(use)
+        for stream in self.buffers[index].streams.values():
+            self.stream.wait_stream(stream)
         self.buffers[index] = Fetched()
 
     def clear(self) -> None:
@@ -229,24 +270,34 @@ lanes: dict[torch.device, Lane] = {}
 
 def of_state(dequantizer: Dequantizer, packed: Tensor, state: Any, only_read: bool) -> Tensor | Reason:
     """As ``dequantizer.of_state``. What is in host memory is fetched first, unless a cached dense stack is known."""
-    weight, held, device = weight_of(packed, state), {}, packed.device
-    if type(weight) is not Reason and not modes_active() and transforms_active() is None:
-        tensors = {tensor.data_ptr(): tensor for tensor in weight.tensors()}
-        held = {address: (t, block) for address, t in tensors.items() if (block := blocks.get(address)) is not None}
-    whole = all(
-        tensor.nbytes == block.host.nbytes and tensor.is_contiguous() and not tensor.is_inference()
-        for tensor, block in held.values()
-    )
-    if packed.data_ptr() not in held or not whole or cuda.is_captured(device.index):
+    block = None if modes_active() else blocks.get(packed.data_ptr(), nobody)()
+    weight: Any = Reason.STATE_FIELDS if block is None else weight_of(packed, state)
+    facts = None if type(weight) is Reason or transforms_active() is not None else facts_of(weight)
+    if block is None or facts is None or cuda.is_captured(packed.get_device()):
         return dequantizer.of_state(packed, state, only_read=only_read)
-    lane = lanes.get(device) or lanes.setdefault(device, Lane(device))
+    unit, lane = block.unit, lanes.get(block.device) or lanes.setdefault(block.device, Lane(block.device))
 
     def decode(weight: Weight) -> Tensor | Reason:
-        result: Tensor | Reason = lane.decode(weight, held, dequantizer.run)
+        result: Tensor | Reason = lane.decode(weight, facts, unit, dequantizer.run)
         return result
 
     found = cache.read(weight, decode) if only_read and cache.on else None
     return decode(weight) if found is None else found
+
+
+def facts_of(weight: Weight) -> tuple[Any, ...] | None:
+    """What changes when a weight's first tensors do; None where one counts no versions, or is a part of a block."""
+    packed, absmax, absmax2, *_ = weight
+    try:
+        facts: tuple[Any, ...] = (
+            packed.data_ptr(), id(packed), packed._version, packed.shape,
+            absmax.data_ptr(), id(absmax), absmax._version, absmax.shape,
+        )  # fmt: skip
+        if absmax2 is not None:
+            facts += absmax2.data_ptr(), id(absmax2), absmax2._version, absmax2.shape
+    except RuntimeError:  # an inference tensor
+        return None
+    return facts
 
 
 # --- loading ---
@@ -343,7 +394,7 @@ def placed(model: Any, full_name: str, parameter: Any) -> Any:
 
 def snapshot() -> dict[str, OffloadStatus]:
     """By GPU."""
-    found, held = {}, list(blocks.values())
+    found, held = {}, living()
     for device, lane in (dict.fromkeys(block.device for block in held) | lanes).items():
         here = [block for block in held if block.device == device]
         resident = sum(unit.resident for unit in {block.unit for block in here})

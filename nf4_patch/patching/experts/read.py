@@ -7,7 +7,6 @@ reading ``module.gate_up_proj`` then decodes every expert.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import sys
 from typing import Any
@@ -40,9 +39,11 @@ class Stack:
         """All experts, not to be written into: [experts, ...]."""
         with torch.no_grad():  # as bitsandbytes' parametrization: a packed weight that requires a gradient gets none
             if switch.on and not is_compiling():
-                own = self.dequantizer
-                run = functools.partial(offload.of_state, own) if offload.gate.on else own.of_state
-                result = own.fallbacks.attempt(run, self.packed, self.state, only_read=self.only_read)
+                own, attempt = self.dequantizer, self.dequantizer.fallbacks.attempt
+                if offload.gate.on:
+                    result = attempt(offload.of_state, own, self.packed, self.state, self.only_read)
+                else:
+                    result = attempt(own.of_state, self.packed, self.state, only_read=self.only_read)
                 if type(result) is not Reason:
                     return result
             from bitsandbytes.functional import dequantize_4bit
