@@ -427,7 +427,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         Column("model", "{name}"), Column("LoRA", "{what}"), Column("{card} GB", "{fits}", {}))),
     "offload": Table(offload_steps, (
         Column("model, tokens", "{model}, {tokens:,}"), Column("LoRA", "{what}"), Column("GPU capped", "{capped}"),
-        Column("`offload=`", "{said}"), Column("step, ms (× resident)", "{step}"), Column("bus alone, ms (GB/s)", "{bus_ms}"),
+        Column("`offload=`", "{said}"), Column("step, ms (× resident)", "{step}"), Column("kernels alone, ms", "{kernels_ms:.0f}"), Column("bus alone, ms (GB/s)", "{bus_ms}"),
         Column("× the larger of the two", "{of_least}"), Column("peak loading / training, GiB", "{peaks}"),
         Column("in host memory, GiB", "{host}")), others="{side}"),
     "step-trl": Table(partial(plain, "step-trl"), TRL, others="{side}"),

@@ -125,8 +125,8 @@ def test_a_measured_cell_is_bold_and_a_step_is_compared_with_the_resident_one(me
     assert bold == ['**`"4GiB"`**']
     shown = tables.BLOCKS["offload"]()
     assert shown.startswith("**H200** ([offload-h200.json](data/offload-h200.json) of 2026-11-25 with torch 2.11.0):")
-    assert '| `"all"` | 1250 (1.25\u00d7) | 500 (50) | 1.25\u00d7 | 7.0 / 7.0 | 16.0 |' in shown
-    assert '| `"all"` | 1000 | 500 (50) | | 7.0 / 7.0 | 16.0 |' in shown and "12GiB" not in shown
+    assert '| `"all"` | 1250 (1.25\u00d7) | 400 | 500 (50) | 1.25\u00d7 | 7.0 / 7.0 | 16.0 |' in shown
+    assert '| `"all"` | 1000 | 400 | 500 (50) | | 7.0 / 7.0 | 16.0 |' in shown and "12GiB" not in shown
 
 
 def test_what_was_measured_is_what_is_reckoned(memory, monkeypatch):
