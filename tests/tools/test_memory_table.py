@@ -102,7 +102,11 @@ def run_of(side, setting="off", gpu_ms=1000.0, **changes):
         "failed": "",
         "bus": 50e9,
     }
-    return known | {"gpu_ms": gpu_ms, "fetched": 25e9, "in_host": 2**34, "peak": size, "peak_loading": size} | changes
+    return (
+        known
+        | {"gpu_ms": gpu_ms, "kernels_ms": 400.0, "fetched": 25e9, "in_host": 2**34, "peak": size, "peak_loading": size}
+        | changes
+    )
 
 
 def test_a_measured_cell_is_bold_and_a_step_is_compared_with_the_resident_one(memory, monkeypatch, tmp_path):
