@@ -12,6 +12,7 @@ PACKED = 1 / 2 + 1 / 64 + 4 / 64 / 256  # bytes of a weight in NF4 with double q
 HEAD_ROWS = 256  # of logits in fp32 at a time, as a loss has them that does not keep all
 # what a process takes beside PyTorch's allocator (CUDA's context and kernels), and what the allocator cannot use again
 CONTEXT, LOST = 0.5e9, 0.03
+SCORES = 4.5  # how many of them the backward of an eager attention has at a time
 STATES = {"AdamW": 2.0, "8-bit AdamW": 0.0}  # moments of an adapter's weight, in its own dtype
 BYTE_STATES = {"AdamW": 0.0, "8-bit AdamW": 2 + 2 * 4 / 256}  # and in bytes
 ON, OFF = "attention and experts", "attention"
@@ -31,7 +32,7 @@ class Mixture(NamedTuple):
     linear: int = 0  # weights of other linear layers, all of them packed
     dense: int = 0  # weights that stay in 16 bits, but for the embeddings
     tied: bool = False  # the embedding is the head
-    scores: int = 0  # bytes a token of the attention, at once: an eager one keeps all scores of a layer
+    scores: int = 0  # bytes of all heads for each pair of tokens, where the attention keeps all scores of a layer
 
     @property
     def unit(self) -> int:
@@ -68,7 +69,8 @@ class Mixture(NamedTuple):
     def activations(self, tokens: int) -> float:
         """The input of every layer, and what the largest layer takes, or the loss."""
         rows = tokens * self.chosen
-        layer = 2 * self.unit + 2 * rows * (4 * self.hidden + 4 * self.width) + tokens * tokens * self.scores
+        scores = tokens * tokens * self.scores
+        layer = max(2 * self.unit + 2 * rows * (4 * self.hidden + 4 * self.width) + scores, SCORES * scores)
         head = HEAD_ROWS * self.vocabulary * (4 + 4 + 2 + 2)
         return 2 * self.layers * tokens * self.hidden + max(layer, head)
 
@@ -108,7 +110,7 @@ MIXTURES = {
     ),
     "gpt-oss-20b": Mixture(
         24, 24, 2880, 2880, 32, 4, 201088, repeated(24, 2880, 64, 8, 64),
-        dense=24 * (64 + 64 * (64 + 8 + 8) + 2880 + 32 * 2880 + 32 + 32 * 3 * 2880 + 2 * 2880) + 2880, scores=64 * 2 * 3,
+        dense=24 * (64 + 64 * (64 + 8 + 8) + 2880 + 32 * 2880 + 32 + 32 * 3 * 2880 + 2 * 2880) + 2880, scores=64 * 2,
     ),
     "Gemma-4-26B-A4B": Mixture(
         30, 30, 2816, 704, 128, 8, 262144, (*repeated(25, 2816, 16, 8, 256), *repeated(5, 2816, 16, 2, 512, alike=True)),

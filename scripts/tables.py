@@ -436,7 +436,7 @@ def offload_steps() -> list[Record]:
         times = [f"{run['gpu_ms'] / least:.2f}×" for least in (resident, max(resident, bus)) if resident]
         found.append(run | {
             "what": f"r = {run['rank']}{', attention alone' * run['attention_only']}, {OPTIMIZERS[run['optimizer']]}",
-            "capped": f"{run['cap']:g} GiB" if run["cap"] else "none", "said": offload_said(run["offload"]),
+            "capped": f"{run['cap']:g} GiB" if run["cap"] else "none", "said": f'`"{run["offload"]}"`',
             "step": " ".join([f"{run['gpu_ms']:.0f}", *(f"({each})" for each in times[:1])]),
             "bus_ms": f"{bus:.0f} ({run['bus'] / 1e9:.0f})" if bus else "", "of_least": "".join(times[1:]),
             "peaks": " / ".join(f"{run[each]['reserved'] / 2**30:.1f}" for each in ("peak_loading", "peak")),
@@ -448,18 +448,10 @@ def offload_steps() -> list[Record]:
 OPTIMIZERS = {"adamw8bit": "8-bit AdamW", "adamw": "AdamW"}
 
 
-def offload_said(setting: str | float) -> str:
-    """As it is typed."""
-    if isinstance(setting, str):
-        return f'`"{setting}"`'
-    return f'`"{setting / 2**30:.0f}GiB"`'
-
-
 def order(setting: str) -> float:
     """From what keeps the least on the GPU to what keeps all."""
-    return {"all": 0.0, "off": math.inf}.get(setting) or float(
-        setting.removesuffix("GiB") if setting[0].isdigit() else 0
-    )
+    known = {"all": 0.0, "off": math.inf}
+    return known[setting] if setting in known else float(setting.removesuffix("GiB"))
 
 
 def offload_cards() -> list[Record]:
@@ -473,8 +465,10 @@ def offload_cards() -> list[Record]:
             and run["attention_only"] == (how["where"] == memory.OFF) and run["optimizer"] == "adamw8bit"
         ]  # fmt: skip
         reckoned = mixture.largest(card * 1e9, TOKENS_OF_TABLE, **how)
-        fits = "no" if reckoned is None else offload_said(reckoned)
-        cell = f"**{offload_said(max(ran, key=order))}**" if ran else fits
+        fits = f"{reckoned / 2**30:.0f}GiB" if isinstance(reckoned, float) else reckoned
+        best = max(ran, key=order, default=None)  # less than what is reckoned says nothing about that
+        is_measured = best is not None and (fits is None or order(best) >= order(fits))
+        cell = f'**`"{best}"`**' if is_measured else f'`"{fits}"`' if fits else "no"
         found.append({"name": name, "what": what, "card": card, "fits": cell})
     return found
 
@@ -552,7 +546,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         Column("model", "{name}"), Column("LoRA", "{what}"), Column("{card} GB", "{fits}", {}))),
     "offload": Table(offload_steps, (
         Column("model, tokens", "{model}, {tokens:,}"), Column("LoRA", "{what}"), Column("GPU capped", "{capped}"),
-        Column("`offload=`", "{said}"), Column("step, ms (× resident)", "{step}"), Column("bus alone, ms (GB/s)", "{bus_ms}"),
+        Column("`offload=`", "{said}"), Column("step, ms (× resident)", "{step}"), Column("kernels alone, ms", "{kernels_ms:.0f}"), Column("bus alone, ms (GB/s)", "{bus_ms}"),
         Column("× the larger of the two", "{of_least}"), Column("peak loading / training, GiB", "{peaks}"),
         Column("in host memory, GiB", "{host}")), others="{side}"),
     "step-trl": Table(partial(plain, "step-trl"), TRL, others="{side}"),

@@ -48,7 +48,8 @@ def test_the_weights_are_those_of_the_model(name, memory):
     linear = sum(p.numel() for key, p in model.named_parameters() if key in is_packed and p.dim() == 2)
     others = sum(p.nbytes for key, p in model.named_parameters() if key not in is_packed)
     assert sum(p.numel() for p in stacks) == mixture.mixtures * mixture.unit
-    assert mixture.frozen() == memory.PACKED * linear + others
+    # of GLM's routers the dtype differs from a release of transformers to another
+    assert mixture.frozen() == pytest.approx(memory.PACKED * linear + others, rel=0.01)
     sizes = sum(packed_size(p.numel(), nested=True) for p in stacks)
     assert mixture.experts_in("off") == pytest.approx(sizes, rel=1e-4)
     assert mixture.experts_in("all") == pytest.approx(2 * sizes / mixture.mixtures, rel=1e-4)
@@ -101,7 +102,11 @@ def run_of(side, setting="off", gpu_ms=1000.0, **changes):
         "failed": "",
         "bus": 50e9,
     }
-    return known | {"gpu_ms": gpu_ms, "fetched": 25e9, "in_host": 2**34, "peak": size, "peak_loading": size} | changes
+    return (
+        known
+        | {"gpu_ms": gpu_ms, "kernels_ms": 400.0, "fetched": 25e9, "in_host": 2**34, "peak": size, "peak_loading": size}
+        | changes
+    )
 
 
 def test_a_measured_cell_is_bold_and_a_step_is_compared_with_the_resident_one(memory, monkeypatch, tmp_path):
@@ -114,18 +119,18 @@ def test_a_measured_cell_is_bold_and_a_step_is_compared_with_the_resident_one(me
     failed = run_of("budget", "12GiB", failed="timed steps")
     del failed["gpu_ms"]
     rows = [
-        run_of("again", cap=0.0, gpu_ms=1.0), run_of("resident", cap=0.0, fetched=0.0, in_host=0), run_of("all", "all", 1250.0), run_of("budget", "4GiB", 1100.0),
+        run_of("again", cap=0.0, gpu_ms=1.0), run_of("resident", cap=0.0, fetched=0.0, in_host=0), run_of("all", "all", 1250.0), run_of("budget", "6GiB", 1100.0), run_of("all", "all", cap=21.9),
         failed, run_of("budget", "3GiB", cap=0.0), run_of("all", "all", rank=4),
     ]  # fmt: skip
     (tmp_path / "offload-h200.json").write_text(json.dumps({"machine": machine, "rows": rows}))
     bold = [
         cell for line in tables.BLOCKS["offload-cards"]().splitlines() for cell in line.split(" | ") if "**" in cell
     ]
-    assert bold == ['**`"4GiB"`**']
+    assert bold == ['**`"6GiB"`**']
     shown = tables.BLOCKS["offload"]()
     assert shown.startswith("**H200** ([offload-h200.json](data/offload-h200.json) of 2026-11-25 with torch 2.11.0):")
-    assert '| `"all"` | 1250 (1.25\u00d7) | 500 (50) | 1.25\u00d7 | 7.0 / 7.0 | 16.0 |' in shown
-    assert '| `"all"` | 1000 | 500 (50) | | 7.0 / 7.0 | 16.0 |' in shown and "12GiB" not in shown
+    assert '| `"all"` | 1250 (1.25\u00d7) | 400 | 500 (50) | 1.25\u00d7 | 7.0 / 7.0 | 16.0 |' in shown
+    assert '| `"all"` | 1000 | 400 | 500 (50) | | 7.0 / 7.0 | 16.0 |' in shown and "12GiB" not in shown
 
 
 def test_what_was_measured_is_what_is_reckoned(memory, monkeypatch):
