@@ -113,12 +113,7 @@ class Dequantizer:
         try:
             launch = weight.known().launch
             counter = launch.counters[self.target]
-        except (
-            AttributeError,
-            KeyError,
-            TypeError,
-            RuntimeError,
-        ):  # new to this target, or not to be known: ask the guards
+        except (AttributeError, KeyError, TypeError, RuntimeError):  # new to this target, or what cannot be a key
             launch = None
         if launch is None:
             if compilation.INTERPRETED:

@@ -6,7 +6,7 @@ import bitsandbytes.functional as F
 import pytest
 import torch
 import torch._dynamo
-from oracle import layout_of, quantized
+from oracle import expected, layout_of, quantized
 from subprocess_python import python
 from target import fallbacks, linear, same, step
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -85,6 +85,18 @@ def test_toggling_recompiles_and_stays_right(device):
         with nf4_patch.enabled():
             assert torch.equal(compiled(packed, state), want)
         assert torch.equal(compiled(packed, state), want)
+
+
+def test_a_replacement_that_somebody_holds_is_traced_as_the_original_while_it_is_off(device):
+    packed, state = quantized((64, 128), torch.float16, device)
+    with nf4_patch.enabled():
+        held = F.dequantize_4bit
+    for turn_on, name in ((False, []), (True, ["nf4_patch.dequantize_nf4"]), (False, [])):
+        (nf4_patch.enable if turn_on else nf4_patch.disable)()
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("eager")
+        got = torch.compile(lambda w, s: held(w, s) * 2, fullgraph=True, backend=counter)(packed, state)
+        assert ours(counter) == name and torch.equal(got, expected(packed, state) * 2)
 
 
 def test_direct_api_fullgraph(device):
