@@ -19,7 +19,18 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from run_example import EXAMPLES, GLOO, TORCHRUN, environment, fallbacks, hits, on_and_off, run, run_example, same_training
+from run_example import (
+    EXAMPLES,
+    GLOO,
+    TORCHRUN,
+    environment,
+    fallbacks,
+    hits,
+    on_and_off,
+    run,
+    run_example,
+    same_training,
+)
 from subprocess_python import python
 
 from benchmarks import grpo

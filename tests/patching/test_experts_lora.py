@@ -704,7 +704,9 @@ def test_a_stack_of_one_expert(stock):
 @pytest.mark.timeout(600)
 def test_thirty_steps_of_trl(tmp_path):
     """Trained, saved, and evaluated by peft alone on experts in 16 bits."""
-    interpreted = {} if DEVICE.type == "cuda" else {"TRITON_INTERPRET": "1", "interpreted": True}  # a kernel of TRL's too
+    interpreted = (
+        {} if DEVICE.type == "cuda" else {"TRITON_INTERPRET": "1", "interpreted": True}
+    )  # a kernel of TRL's too
     program("experts_trl", tmp_path, cwd=tmp_path, fresh=True, **interpreted)
     program("stock_peft", tmp_path / "dense", tmp_path / "adapters", tmp_path / "alone")
     (ours, mine), (loss, alone) = torch.load(tmp_path / "ours"), torch.load(tmp_path / "alone")
