@@ -59,6 +59,7 @@ class KernelEntry(NamedTuple):
 DEVICE = "cuda"  # the type of what the kernels run on
 on_device: Any = torch.cuda.device
 capability_of: Callable[[Any], tuple[int, int]] = torch.cuda.get_device_capability
+name_of: Callable[[Any], str] = torch.cuda.get_device_name
 is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # absent from builds without CUDA
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)

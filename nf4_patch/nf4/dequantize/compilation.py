@@ -112,7 +112,7 @@ class CompiledKernel:
                 self.entry.start(grid, runtime.current_stream(device.index), *pointers, weight.numel())
                 if not runtime.same_bits(out, reference.dequantize(weight)):
                     raise KernelUnavailable(
-                        f"the kernel's bits differ from the reference on {device}, sm_{capability[0]}{capability[1]}, "
+                        f"the kernel's bits differ from the reference on {runtime.name_of(device)} "
                         f"with Triton {triton.__version__} for {variant}, {quant_type}"
                     )
                 out.fill_(float("nan"))
