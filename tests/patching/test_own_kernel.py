@@ -32,7 +32,7 @@ def test_who_serves_a_call(used, gpus, device, monkeypatch):
     monkeypatch.setitem(sys.modules, "unsloth.kernels.utils", SimpleNamespace(_USE_NF4_KERNELS=used))
     monkeypatch.setattr(targets, "_slower_everywhere", targets._slower_everywhere.__wrapped__)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
-    monkeypatch.setattr(runtime, "capability_of", lambda device: gpus[torch.device(device).index or 0])
+    monkeypatch.setattr(runtime, "capability_of", lambda device: gpus[getattr(device, "index", device) or 0])
     monkeypatch.setattr(switch, "on", True)
     row = dataclasses.replace(ROW, function="unsloth.kernels.utils:test")
     replaced = unsloth_adapter.fast_dequantize(row, fast_dequantize)
