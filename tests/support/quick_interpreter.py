@@ -43,6 +43,11 @@ def exchange_device() -> None:
 
     from nf4_patch.nf4 import runtime
 
+    def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        result = torch.empty_strided(shape, strides, dtype=dtype)
+        result.untyped_storage().fill_(255)  # NaN in every float
+        return result
+
     runtime.DEVICE = "cpu"
     runtime.on_device = lambda device: contextlib.nullcontext()
     runtime.capability_of = lambda device: CAPABILITY
@@ -50,7 +55,7 @@ def exchange_device() -> None:
     runtime.multiprocessors = lambda device: 2
     runtime.current_device = lambda: -1  # a CPU tensor's get_device()
     runtime.current_stream = lambda device: 0
-    runtime.empty_strided_cuda = lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
+    runtime.empty_strided_cuda = empty
     runtime.compile_kernel = Interpreted
     from nf4_patch.nf4.dequantize import compilation  # which takes from runtime what is there now
 
