@@ -84,7 +84,6 @@ class Interpreted:
         from triton import language
         from triton.runtime.interpreter import TensorHandle
 
-        assert stream == 0
         _, _, _, _, _, *given = arguments  # function, metadata and three of Triton's hooks
         for index, pointer in enumerate(self.pointers):
             if pointer:
