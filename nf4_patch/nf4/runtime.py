@@ -57,6 +57,7 @@ class KernelEntry(NamedTuple):
 # The device: all that is asked of PyTorch about it. Tests on a CPU exchange these, and ``compile_kernel``, before another module
 # takes them from here (tests/support/quick_interpreter.py).
 DEVICE = "cuda"  # the type of what the kernels run on
+WORD = 4  # it reads a packed weight that starts at a multiple of so many bytes
 on_device: Any = torch.cuda.device
 capability_of: Callable[[Any], tuple[int, int]] = torch.cuda.get_device_capability
 name_of: Callable[[Any], str] = torch.cuda.get_device_name

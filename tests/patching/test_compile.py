@@ -298,7 +298,7 @@ def test_the_op_computes_where_the_kernel_cannot(device, monkeypatch, caplog):
             torch.ops.nf4_patch.dequantize_nf4(*changed)
     monkeypatch.setattr(runtime, "DEVICE", "cuda")
     warn_once.cache_clear()
-    on_the_cpu = [field.cpu() if isinstance(field, torch.Tensor) else field for field in layout]
+    on_the_cpu = [field.to("cpu", copy=True) if isinstance(field, torch.Tensor) else field for field in layout]
     for _ in range(2):
         assert torch.equal(torch.ops.nf4_patch.dequantize_nf4(*on_the_cpu), want.cpu())
     assert len([r for r in caplog.records if Reason.NOT_CUDA.sentence in r.getMessage()]) == 1

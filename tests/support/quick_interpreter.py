@@ -49,6 +49,7 @@ def exchange_device() -> None:
         return result
 
     runtime.DEVICE = "cpu"
+    runtime.WORD = 1  # what is read from a file lies anywhere
     runtime.on_device = lambda device: contextlib.nullcontext()
     runtime.capability_of = lambda device: CAPABILITY
     runtime.is_capturing = lambda: False

@@ -30,7 +30,7 @@ class Launch:
         if not all(map(runtime.has_memory, tensors)):
             raise KernelUnavailable("a tensor of the weight is larger than its memory", "NO_STORAGE")
         pointers = [tensor.data_ptr() for tensor in tensors]
-        if pointers[0] % 4:
+        if pointers[0] % runtime.WORD:
             raise KernelUnavailable(f"the packed weight starts at {pointers[0]:#x}, not on 4 bytes", "MISALIGNED")
         num_warps = compilation.warps_for(runtime.capability_of(device), weight.numel())
         kernel = compilation.kernel_for(compilation.Variant.of(weight, num_warps), device)
@@ -124,7 +124,7 @@ def dequantize(weight: Weight, out: torch.Tensor | None = None) -> torch.Tensor:
 
     Any alignment: packed bytes off 4 bytes or an ``out`` off 16 are copied through an aligned buffer.
     """
-    if weight.packed.data_ptr() % 4:
+    if weight.packed.data_ptr() % runtime.WORD:
         weight = weight._replace(packed=weight.packed.clone())
     weight = weight._replace(shape=tuple(weight.shape))
     launch = remembered(weight) or _memo.remember(weight.key(), Launch(weight))
