@@ -44,7 +44,7 @@ def exchange_device() -> None:
     from nf4_patch.nf4 import runtime
 
     def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        result = torch.empty_strided(shape, strides, dtype=dtype)
+        result = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
         result.untyped_storage().fill_(255)  # NaN in every float
         return result
 
