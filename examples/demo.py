@@ -25,10 +25,10 @@ GPU = torch.cuda.is_available()
 # Of 2048 rows bitsandbytes 0.50 dequantizes in the forward on every GPU; for fewer it may have a kernel that does not.
 BATCH = ("--rows", "4", "--tokens", "512") if GPU else ("--rows", "1", "--tokens", "64")
 NAMES = {False: "without the patch", True: "with the patch"}
-# Nothing that is set here switches the patch. Without a GPU the kernel runs in Triton's interpreter.
+# Nothing that is set here switches the patch. Without a GPU the kernel runs in Triton's interpreter, as in the tests.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("NF4_")}
 ENVIRONMENT |= {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
-ENVIRONMENT |= {} if GPU else {"TRITON_INTERPRET": "1"}
+ENVIRONMENT |= {} if GPU else {"PYTHONPATH": str(Path(__file__).parents[1] / "tests" / "support" / "interpreted")}
 
 
 def pack(folder: str) -> None:

@@ -89,3 +89,34 @@ def test_lines(folder):
     files = ROOT.glob("*.py") if folder == "." else (ROOT / folder).rglob("*.py")
     lines = sum(len(path.read_text().splitlines()) for path in files)
     assert 0.9 * BUDGET[folder] < lines <= BUDGET[folder], f"{folder} has {lines} lines"
+
+
+# What is asked of PyTorch about a GPU elsewhere than in nf4/runtime.py, which tests exchange.
+ASKED = {
+    "nf4/dequantize/reference.py": {"is_cuda"},  # whose bits: those of bitsandbytes' CUDA library or of its CPU library
+    "patching/adapters/transformers_loading.py": {"empty_cache", "is_cuda"},
+    "patching/adapters/unsloth.py": {"cuda"},  # autocast
+    # the memory of PyTorch's allocator, which has none on a CPU
+    "patching/cache/allocator.py": {"is_initialized", "memory"},
+    "patching/cache/auto.py": {"device_count", "empty_cache", "is_cuda", "mem_get_info", "memory_reserved"},
+    "patching/targets.py": {"device_count"},
+}
+
+
+def asked_in(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and (
+            ast.unparse(node.value) == "torch.cuda" or node.attr == "is_cuda" or node.attr.startswith("_cuda")
+        ):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and node.value == "cuda":
+            found.add("cuda")
+    return found - {"OutOfMemoryError"}
+
+
+def test_one_module_asks_about_the_device():
+    paths = [path for path in ROOT.rglob("*.py") if floor_of(path) in ("nf4", "patching")]
+    found = {str(path.relative_to(ROOT)): asked_in(path) for path in paths}
+    assert found.pop("nf4/runtime.py")
+    assert {name: asked for name, asked in found.items() if asked} == ASKED

@@ -49,10 +49,10 @@ def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
     """
     code = _remembered.get((quant_type, device))
     if code is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if device.type == runtime.DEVICE and runtime.is_capturing():
             raise runtime.KernelUnavailable("a CUDA graph is being captured", "GRAPH_CAPTURE")
         with torch.inference_mode(False):
-            if device.type == "cuda" and runtime.current_stream(device.index):
+            if device.type == runtime.DEVICE and runtime.current_stream(device.index):
                 # torch.compile's warm-up lets one thread, on a stream of its own, allocate from a CUDA graph's private pool,
                 # and fails if anything there outlives the call: another thread allocates as usual
                 with ThreadPoolExecutor(1) as pool:

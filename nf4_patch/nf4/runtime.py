@@ -1,4 +1,4 @@
-"""What every launch needs: the entry of a compiled kernel, the stream and the allocator."""
+"""What every launch needs: the device, the entry of a compiled kernel, the stream and the allocator."""
 
 from __future__ import annotations
 
@@ -54,11 +54,28 @@ class KernelEntry(NamedTuple):
         self.call(grid, 1, 1, stream, *self.head, *arguments, *self.tail)
 
 
+# The device: all that is asked of PyTorch about it. Tests on a CPU exchange these, and ``compile_kernel``, before another module
+# takes them from here (tests/support/quick_interpreter.py).
+DEVICE = "cuda"  # the type of what the kernels run on
+WORD = 4  # it reads a packed weight that starts at a multiple of so many bytes
+on_device: Any = torch.cuda.device
+capability_of: Callable[[Any], tuple[int, int]] = torch.cuda.get_device_capability
+name_of: Callable[[Any], str] = torch.cuda.get_device_name
+is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # absent from builds without CUDA
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 # Allocation on the current device without the dispatcher, as Inductor's own code allocates:
 # 0.74 us; ``empty_like`` takes 1.14 and ``torch.empty`` 2.2 (H200 machine, torch 2.11).
 empty_strided_cuda: Any = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+
+
+def multiprocessors(device: int | torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def runs_on(tensor: torch.Tensor) -> bool:
+    """Whether a kernel can run where the tensor is. Written to be traced."""
+    return tensor.device.type == DEVICE
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -124,10 +141,6 @@ def driver_version() -> int:
     return version.value
 
 
-def multiprocessors(device: int | torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Triton raises a plain RuntimeError where the driver has no memory to load or launch a kernel."""
     return isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or (
@@ -146,7 +159,7 @@ def built_once(known: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any
         torch.cuda.OutOfMemoryError, MemoryError: not remembered either.
     """
     if key not in known:
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             raise KernelUnavailable("a CUDA graph is being captured; the kernel compiles outside one", "GRAPH_CAPTURE")
         with _building:
             if key not in known:
@@ -168,7 +181,13 @@ def built_once(known: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any
 
 
 def compile_kernel(kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], **options: Any) -> Any:
-    """Triton's CompiledKernel for arguments of these types and these constexprs; nothing is launched."""
+    """Triton's CompiledKernel for arguments of these types and these constexprs; nothing is launched.
+
+    Raises:
+        KernelUnavailable: TRITON_INTERPRET is set, and Triton compiles nothing.
+    """
+    if not isinstance(kernel, triton.runtime.JITFunction):
+        raise KernelUnavailable("TRITON_INTERPRET is set, so that Triton compiles no kernel: unset it and start again")
     result = kernel.warmup(*arguments, **values, grid=(1,), **options)
     return result.result() if hasattr(result, "result") else result
 

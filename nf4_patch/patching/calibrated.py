@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from ..config import Config
+from ..nf4 import runtime
 from ..nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, CalibratedRanges, SmallMConfig
 from ..version import __version__, release_of
 from .switch import switch
@@ -64,14 +63,12 @@ def in_force(device: int) -> InForce:
 
 def gpu(device: int) -> str:
     """The key of a device: name and capability."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}"
+    major, minor = runtime.capability_of(device)
+    return f"{runtime.name_of(device)}, sm_{major}{minor}"
 
 
 def releases() -> dict[str, str | None]:
     """The releases that a calibration depends on; None: not installed."""
-    from ..nf4 import runtime
-
     triton = runtime.triton.__version__ if runtime.triton else None
     libraries = dict.fromkeys(target.library for target in TARGETS if target.only == "matmul")
     return {"nf4_patch": __version__, "triton": triton, **{name: release_of(name) for name in libraries}}

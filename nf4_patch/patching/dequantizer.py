@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..nf4 import runtime
-from ..nf4.dequantize import compilation
 from ..nf4.dequantize import launch as launches
 from ..nf4.weight import Weight
 from . import guards, op
@@ -87,7 +86,7 @@ class Dequantizer:
             return Reason.OUT_MISMATCH
         if has_gradient(packed):
             return Reason.REQUIRES_GRAD
-        if not (packed.is_cuda or compilation.INTERPRETED):  # asked here too: on a CPU nothing would run
+        if not runtime.runs_on(packed):  # asked here too: on a CPU nothing would run
             return Reason.NOT_CUDA
         return op.dequantize(*fields)
 
@@ -116,8 +115,6 @@ class Dequantizer:
         except (AttributeError, KeyError, TypeError, RuntimeError):  # new to this target, or what cannot be a key
             launch = None
         if launch is None:
-            if compilation.INTERPRETED:
-                return self.interpret(weight, out)
             launch = self.resolve(weight)
             if type(launch) is Reason:
                 return launch
@@ -153,17 +150,6 @@ class Dequantizer:
             return self.fallbacks.unavailable(error)
         launch.counters[self.target] = self.counter_of(weight)
         return launch
-
-    def interpret(self, weight: Weight, out: Tensor | None) -> Tensor | Reason:
-        """As ``run``, under Triton's interpreter: nothing is remembered."""
-        reason = self.why_not(weight, out)
-        if reason is not None:
-            return reason
-        if out is not None and runtime.overlap(runtime.spans(*weight.tensors()), *runtime.span(out)):
-            return Reason.OUT_MISMATCH
-        result = launches.dequantize(weight, out)
-        self.counter_of(weight).hits += 1
-        return result.t() if weight.transposed() else result
 
     def counter_of(self, weight: Weight) -> HitCounter:
         counter = counters.of(self.target, tuple(weight.shape), str(weight.dtype))

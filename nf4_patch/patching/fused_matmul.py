@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..nf4 import runtime
-from ..nf4.dequantize import compilation
 from ..nf4.matmul import launch as matmul
 from ..nf4.weight import LIMIT, Weight
 from . import calibrated, guards
@@ -30,7 +29,7 @@ from .replacement import Fallbacks, Function, replacement_of
 @functools.lru_cache(maxsize=4096)
 def config_for(device: int, m: int, n: int, k: int) -> matmul.SmallMConfig | None:
     """What a calibration or a shipped table has for this size on this GPU; None where the fused matmul is not faster."""
-    capability, processors = torch.cuda.get_device_capability(device), runtime.multiprocessors(device)
+    capability, processors = runtime.capability_of(device), runtime.multiprocessors(device)
     return matmul.config_for(capability, m, n, k, processors, calibrated.in_force(device).rows.get((n, k), ()))
 
 
@@ -95,7 +94,7 @@ class FusedMatmul:
         if is_jit_tracing():
             return Reason.EXPORTING
         device = x.get_device()
-        if device < 0 or compilation.INTERPRETED:
+        if device < 0:
             return Reason.NOT_CUDA
         if len(weight.shape) != 2:
             return Reason.MATMUL_OPERANDS

@@ -67,7 +67,7 @@ def _wrong_sizes(weight: Weight) -> bool:
 
 def _too_old(weight: Weight) -> bool:
     packed = weight.packed
-    return packed.is_cuda and torch.cuda.get_device_capability(packed.device) < compilation.MINIMUM_CAPABILITY
+    return runtime.runs_on(packed) and runtime.capability_of(packed.device) < compilation.MINIMUM_CAPABILITY
 
 
 def _not_plain(tensor: Tensor) -> bool:
@@ -79,8 +79,8 @@ def _not_plain(tensor: Tensor) -> bool:
 
 # In order: the first that holds is the reason. Each looks only at what the ones before it have vouched for.
 GUARDS: tuple[tuple[Reason, Callable[[Weight], bool]], ...] = (
-    (Reason.NOT_CUDA, lambda weight: not weight.packed.is_cuda and not compilation.INTERPRETED),
-    (Reason.ROCM, lambda weight: torch.version.hip is not None and not compilation.INTERPRETED),
+    (Reason.NOT_CUDA, lambda weight: not runtime.runs_on(weight.packed)),
+    (Reason.ROCM, lambda weight: torch.version.hip is not None),
     (Reason.GPU_TOO_OLD, _too_old),
     (Reason.QUANT_TYPE, lambda weight: not (isinstance(weight.quant_type, str) and weight.quant_type in CODES)),
     (Reason.OUTPUT_DTYPE, lambda weight: not (isinstance(weight.dtype, torch.dtype) and weight.dtype in OUTPUT_DTYPES)),

@@ -38,7 +38,9 @@ class OwnKernel:
 def _slower_everywhere(slower_on: tuple[tuple[int, int], ...]) -> bool:
     import torch
 
-    capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+    from ..nf4.runtime import capability_of
+
+    capabilities = map(capability_of, range(torch.cuda.device_count()))
     return all(capability in slower_on for capability in capabilities)
 
 

@@ -12,6 +12,7 @@ from oracle import layout_of, quantized
 from threads import together
 
 import nf4_patch
+from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import compilation
 from nf4_patch.nf4.weight import forget
 from nf4_patch.patching.dequantizer import Dequantizer
@@ -84,13 +85,13 @@ def test_the_second_gpu_is_a_t4(patched, monkeypatch):
     Dequantizer("warm").of_state(
         *weights()[0][0]
     )  # Triton asks for the capability once, and compiles for what this GPU is
-    real = torch.cuda.get_device_capability
+    real = runtime.capability_of
 
     def capability(device=None):
         index = device if isinstance(device, int) or device is None else torch.device(device).index
         return T4 if index == 1 else real(device)
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(runtime, "capability_of", capability)
     monkeypatch.setattr(compilation, "_kernels", {})
     forget()
     server = Dequantizer("test")

@@ -19,7 +19,18 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from run_example import EXAMPLES, GLOO, TORCHRUN, fallbacks, hits, on_and_off, run, run_example, same_training
+from run_example import (
+    EXAMPLES,
+    GLOO,
+    TORCHRUN,
+    environment,
+    fallbacks,
+    hits,
+    on_and_off,
+    run,
+    run_example,
+    same_training,
+)
 from subprocess_python import python
 
 from benchmarks import grpo
@@ -186,7 +197,8 @@ def test_trl_with_the_callback_and_its_twin(tmp_path):
 @pytest.mark.full
 def test_grpo(tmp_path, monkeypatch):
     """As benchmarks/grpo.py runs it, and with the patch but without its option."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # TRL's loss is a Triton kernel too
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
     steps, prompts, generations, tokens = 2, 2, 2, 8
     for name, value in {"STEPS": steps, "PROMPTS": prompts, "GENERATIONS": generations, "TOKENS": tokens}.items():
         monkeypatch.setattr(grpo, name, value)

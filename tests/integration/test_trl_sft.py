@@ -16,7 +16,9 @@ def test_the_script_trains_as_with_peft(tmp_path, liger):
     if liger:  # Triton's interpreter does not run its kernels
         pytest.importorskip("liger_kernel")
     words = (tmp_path, *["--use_liger_kernel"] * liger)
-    interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}  # a kernel of TRL's
+    interpreted = (
+        {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "interpreted": True}
+    )  # a kernel of TRL's too
     ran = []
     for environment in ({}, {"NF4_PATCH": "1", "NF4_PATCH_LORA": "fused"}):
         done = program("trl_sft", *words, fresh=True, cwd=tmp_path, **interpreted, **environment)

@@ -11,6 +11,7 @@ import torch
 from oracle import layout_of, quantized
 from subprocess_python import support
 
+from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.matmul import launch, small_m
 from nf4_patch.nf4.matmul.tuning import SMALL_M_ROWS, TILE_COUNTS, SmallMConfig
 from nf4_patch.nf4.weight import Weight
@@ -100,7 +101,7 @@ def test_what_is_supported(monkeypatch):
     def supported(dtype, capability, k=4096, blocksize=64, start=256, bias=None):
         packed.data_ptr = lambda: start
         x.dtype = dtype
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(runtime, "capability_of", lambda device: capability)
         return launch.takes(x, layout._replace(shape=(4096, k), blocksize=blocksize), bias)
 
     assert not supported(torch.bfloat16, (7, 5)) and not supported(torch.float32, (9, 0))

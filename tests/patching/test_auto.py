@@ -34,7 +34,6 @@ def gpu(monkeypatch):
     monkeypatch.setattr(auto.Memory, "of", lambda device: auto.Memory(**known))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: known["reserved"])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     nf4_patch.enable(cache="auto")
     yield known, spare

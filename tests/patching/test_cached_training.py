@@ -96,7 +96,6 @@ def test_a_checkpointed_peft_step_has_the_same_bits_and_fewer_decodes(linear_op,
         assert counters.hits(FORWARD) > decoded
         assert cache.taken[linear_op.index or 0 if linear_op.type == "cuda" else -1] <= mode
         nf4_patch.disable()
-        gc.collect()  # Triton's interpreter leaves cycles that hold results
         assert not nf4_patch.status().cache.taken
     assert saved[6 * ONE] == pytest.approx((6 - 1) / 6)  # every weight is decoded once
     assert saved[3 * ONE] > 0.5  # half of the memory; the first step finds nothing in its forward
@@ -237,8 +236,6 @@ def test_what_is_no_tensor_is_the_guards_business(linear_op):
 @pytest.mark.parametrize("name", fuzz.FAULTS)
 def test_a_malformed_state_gets_the_answer_of_no_cache(name, nested, linear_op):
     """Whether it was read before its fault came or not."""
-    if name.endswith(("freed", "fake")) and linear_op.type == "cpu":
-        pytest.skip("the interpreter reads whatever lies at the address")
 
     def answers(option):
         nf4_patch.enable(cache=option)

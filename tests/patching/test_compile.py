@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import nf4_patch
 from nf4_patch.nf4 import codes, runtime
-from nf4_patch.nf4.dequantize import compilation, reference
+from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.weight import Weight
 from nf4_patch.patching import guards, op
 from nf4_patch.patching.counters import warn_once
@@ -277,7 +277,7 @@ def test_a_first_use_inside_a_capture_runs_the_formula_without_a_copy_from_the_h
 ):
     packed, state = quantized((64, 256), torch.bfloat16, device, nested=nested, quant_type=quant_type)
     weight = layout_of(packed, state)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(runtime, "is_capturing", lambda: True)
     monkeypatch.setattr(op.launch, "dequantize", lambda weight: runtime.built_once({}, "kernel", lambda: 1 / 0))
     warn_once.cache_clear()
     assert torch.equal(torch.ops.nf4_patch.dequantize_nf4(*weight), reference.dense(weight))
@@ -308,9 +308,9 @@ def test_the_op_computes_where_the_kernel_cannot(device, monkeypatch, caplog):
     for changed in (layout._replace(absmax=layout.absmax[:-1]), layout._replace(blocksize=96)):
         with pytest.raises(ValueError, match=guards.why_not(changed).sentence[:20]):
             torch.ops.nf4_patch.dequantize_nf4(*changed)
-    monkeypatch.setattr(compilation, "INTERPRETED", False)
+    monkeypatch.setattr(runtime, "DEVICE", "cuda")
     warn_once.cache_clear()
-    on_the_cpu = [field.cpu() if isinstance(field, torch.Tensor) else field for field in layout]
+    on_the_cpu = [field.to("cpu", copy=True) if isinstance(field, torch.Tensor) else field for field in layout]
     for _ in range(2):
         assert torch.equal(torch.ops.nf4_patch.dequantize_nf4(*on_the_cpu), want.cpu())
     assert len([r for r in caplog.records if Reason.NOT_CUDA.sentence in r.getMessage()]) == 1

@@ -24,6 +24,7 @@ from tiny_experts import (
     with_lora,
 )
 
+from nf4_patch.nf4 import runtime
 from nf4_patch.patching.context import backward_in_progress
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.experts import forward
@@ -229,15 +230,15 @@ def test_where_it_serves(monkeypatch, patched):
     """Where it was measured to be faster, with the option on, without expert parallelism."""
     layer = Layer()
     where = {"capability": (9, 0)}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: where["capability"])
-    cuda = type("Hidden", (), {"is_cuda": True, "device": None})()
+    monkeypatch.setattr(runtime, "capability_of", lambda device: where["capability"])
+    hidden = torch.empty(0, device=DEVICE)
     assert (9, 0) in forward.FASTER_ON
-    assert forward.why_not(layer.experts, cuda, layer.ids, layer.weights) is None
+    assert forward.why_not(layer.experts, hidden, layer.ids, layer.weights) is None
     where["capability"] = (7, 5)
-    assert forward.why_not(layer.experts, cuda) is Reason.EXPERTS_FORWARD
+    assert forward.why_not(layer.experts, hidden) is Reason.EXPERTS_FORWARD
     where["capability"] = (9, 0)
     layer.experts._is_expert_parallel = True
-    assert forward.why_not(layer.experts, cuda) is Reason.EXPERTS_FORWARD
+    assert forward.why_not(layer.experts, hidden) is Reason.EXPERTS_FORWARD
     layer.experts._is_expert_parallel = False
     name = next(target.name for target in patched.status().targets if target.name.endswith(".grouped_mm"))
     layer.forward()

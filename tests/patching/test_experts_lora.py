@@ -112,10 +112,8 @@ def test_nothing_dense_is_saved(name, monkeypatch):
     model = with_lora(model_of(name, lora=False))
     with decoded(monkeypatch) as storages:
         loss = model(input_ids=ids_of(), labels=ids_of()).loss
-        gc.collect()  # Triton's interpreter keeps the last kernel's tensors in a cycle
         assert len(storages) == 2 * LAYERS and all(storage.expired() for storage in storages)
         loss.backward()
-        gc.collect()
         assert len(storages) == 4 * LAYERS and all(storage.expired() for storage in storages)
 
 
@@ -704,7 +702,9 @@ def test_a_stack_of_one_expert(stock):
 @pytest.mark.timeout(600)
 def test_thirty_steps_of_trl(tmp_path):
     """Trained, saved, and evaluated by peft alone on experts in 16 bits."""
-    interpreted = {} if DEVICE.type == "cuda" else {"TRITON_INTERPRET": "1"}  # a kernel of TRL's
+    interpreted = (
+        {} if DEVICE.type == "cuda" else {"TRITON_INTERPRET": "1", "interpreted": True}
+    )  # a kernel of TRL's too
     program("experts_trl", tmp_path, cwd=tmp_path, fresh=True, **interpreted)
     program("stock_peft", tmp_path / "dense", tmp_path / "adapters", tmp_path / "alone")
     (ours, mine), (loss, alone) = torch.load(tmp_path / "ours"), torch.load(tmp_path / "alone")

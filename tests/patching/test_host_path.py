@@ -10,7 +10,6 @@ import os
 import pathlib
 import re
 import sys
-from types import SimpleNamespace
 
 import matmul_reference
 import pytest
@@ -60,25 +59,10 @@ def server(monkeypatch):
         server.resolved.append(layout)
         return layout
 
-    def buffer(n, dtype, device):
-        return torch.full((n,), float("nan"), dtype=dtype)
-
-    def empty(shape, strides, dtype):
-        result = torch.empty_strided(shape, strides, dtype=dtype)
-        result.untyped_storage().fill_(255)  # NaN in every float
-        return result
-
     weight_module.forget()
-    monkeypatch.setattr(compilation, "INTERPRETED", False)
     monkeypatch.setattr(compilation.Variant, "of", variant)
     monkeypatch.setattr(compilation, "kernel_for", lambda layout, device: Kernel(layout))
-    for module in (runtime, launch):
-        monkeypatch.setattr(module, "current_device", lambda: -1)  # what a CPU tensor's get_device() is
-        monkeypatch.setattr(module, "current_stream", lambda device: 0)
-        monkeypatch.setattr(module, "empty_strided_cuda", empty)
-    monkeypatch.setattr(launch, "buffer_of", buffer)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(guards, "GUARDS", [row for row in guards.GUARDS if row[0].name != "NOT_CUDA"])
+    monkeypatch.setattr(launch, "_buffers", {})
     return server
 
 
@@ -380,9 +364,8 @@ def multiplier(server, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     for module in (runtime, launch):
         monkeypatch.setattr(module, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(runtime, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(runtime, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(small_m, "SmallMKernel", Kernel)
     monkeypatch.setattr(matmul, "_kernels", {})
     fused_matmul.config_for.cache_clear()
@@ -441,7 +424,6 @@ def test_a_weight_off_16_bytes_is_read_from_a_copy(multiplier, monkeypatch):
         copied.append(target)
         ctypes.memmove(target, source, 4 * words)
 
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(runtime, "compiled", lambda *arguments: runtime.KernelEntry(copy, (), (), "test"))
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     odd = torch.empty(packed.numel() + 4, dtype=torch.uint8)[4:].view(-1, 1).copy_(packed)

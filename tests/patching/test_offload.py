@@ -126,7 +126,9 @@ def test_written_in_place_after_it_has_arrived(folder, gpu, patched):
     got = dense(module, STACKS[0])
     assert torch.equal(got, getattr(module, STACKS[0]))
     assert counts().fetches == counts().late == 2
-    assert offload.lanes[original.device].stream.waited_for.count(gpu.compute) == 3  # twice for what writes, once for a use
+    assert (
+        offload.lanes[original.device].stream.waited_for.count(gpu.compute) == 3
+    )  # twice for what writes, once for a use
 
 
 def test_memory_has_another_unit_after_its_last_use(folder, gpu, patched):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from oracle import expected, quantized
 
+from nf4_patch.nf4 import runtime
 from nf4_patch.patching import targets
 from nf4_patch.patching.adapters import unsloth as unsloth_adapter
 from nf4_patch.patching.counters import counters
@@ -31,7 +32,7 @@ def test_who_serves_a_call(used, gpus, device, monkeypatch):
     monkeypatch.setitem(sys.modules, "unsloth.kernels.utils", SimpleNamespace(_USE_NF4_KERNELS=used))
     monkeypatch.setattr(targets, "_slower_everywhere", targets._slower_everywhere.__wrapped__)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: gpus[device or 0])
+    monkeypatch.setattr(runtime, "capability_of", lambda device: gpus[getattr(device, "index", device) or 0])
     monkeypatch.setattr(switch, "on", True)
     row = dataclasses.replace(ROW, function="unsloth.kernels.utils:test")
     replaced = unsloth_adapter.fast_dequantize(row, fast_dequantize)

@@ -15,8 +15,7 @@ from oracle import expected, quantized
 from target import TARGET, fallbacks, linear, replaced_by, same, step
 
 import nf4_patch
-from nf4_patch.nf4 import codes
-from nf4_patch.nf4.dequantize import compilation
+from nf4_patch.nf4 import codes, runtime
 from nf4_patch.patching import guards, op
 from nf4_patch.patching.counters import FallbackError, counters
 from nf4_patch.patching.quant_state import fields_of
@@ -93,8 +92,8 @@ def test_how_the_bytes_lie_does_not_matter_to_the_linear_functions(on, linear_op
             assert torch.equal(got, weight.t() if each.shape[0] == 1 else weight)
         with torch.utils.flop_counter.FlopCounterMode(display=False):  # through the op
             assert torch.equal(F.dequantize_4bit(each, state), got)
-        with monkeypatch.context() as without_interpreter:  # by the formula, on a CPU
-            without_interpreter.setattr(compilation, "INTERPRETED", False)
+        with monkeypatch.context() as on_a_cpu:  # by the formula
+            on_a_cpu.setattr(runtime, "DEVICE", "cuda")
             assert torch.equal(op.dequantize(*fields_of(each, state)), got)
             assert torch.equal(nf4_patch.dequantize_nf4(each, state, weight.new_empty(shape)), got)
     layer = bnb.nn.Linear4bit(shape[1], shape[0], bias=False, compute_dtype=torch.bfloat16, quant_storage=storage)
@@ -252,7 +251,7 @@ def test_direct_api(nested, interpreted, monkeypatch):
     """The kernel; on a CPU without the interpreter the reference."""
     device = torch.device("cuda" if torch.cuda.is_available() and interpreted else "cpu")
     if not interpreted:
-        monkeypatch.setattr(compilation, "INTERPRETED", False)
+        monkeypatch.setattr(runtime, "DEVICE", "cuda")
     packed, state = quantized((96, 128), torch.bfloat16, device, nested=nested)
     want = expected(packed, state)
     assert torch.equal(nf4_patch.dequantize_nf4(packed, state), want)
@@ -266,7 +265,7 @@ def test_direct_api(nested, interpreted, monkeypatch):
 @pytest.mark.parametrize("interpreted", [True, False])
 def test_direct_api_raises_value_errors_that_say_what_was_found(interpreted, monkeypatch, device):
     if not interpreted:
-        monkeypatch.setattr(compilation, "INTERPRETED", False)
+        monkeypatch.setattr(runtime, "DEVICE", "cuda")
     packed, state = quantized((96, 128), torch.float16, device)
     found = r"packed torch.uint8 \[100, 1\].*blocksize 64, shape torch.Size\(\[96, 128\]\)"
     for arguments, words in (

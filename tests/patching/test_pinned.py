@@ -181,7 +181,6 @@ def test_a_layer_is_entered_while_one_runs(thread):
 def test_an_entry_on_another_stream_decodes(enter, monkeypatch):
     layer = Layer()
     nf4_patch.enable(cache=2**30)
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     for stream, pinned in ((7, 0), (0, 3)):
         monkeypatch.setattr(runtime, "current_stream", lambda device, stream=stream: stream)
         enter.entry(layer, activations())

@@ -13,16 +13,10 @@ import sys
 from pathlib import Path
 
 import torch
-import triton
 
 patch, checkpoint, steps, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
 GPU = torch.cuda.is_available()
 os.environ["DS_ACCELERATOR"] = "cuda" if GPU else "cpu"  # else what DeepSpeed was installed on
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
-    import nf4_patch.nf4.dequantize.kernels
-
-    del os.environ["TRITON_INTERPRET"]
 
 import deepspeed
 import torch.distributed as dist

@@ -89,13 +89,11 @@ def compile_variant(variant: Variant, capability: Capability) -> Any:
     """Triton's CompiledKernel of ``variant`` for ``capability``; ``asm`` holds its "ptx" and "cubin".
 
     Raises:
-        Unsupported: the installed Triton does not know the capability, or the interpreter replaces the compiler.
+        Unsupported: the installed Triton does not know the capability.
     """
     import triton
     from triton.backends.compiler import GPUTarget
 
-    if compilation.INTERPRETED:
-        raise Unsupported("Triton's interpreter is on (TRITON_INTERPRET=1): unset it and start again")
     check(capability)
     options = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
     return triton.compile(source(variant, capability), target=GPUTarget("cuda", sm(capability), 32), options=options)

@@ -1,28 +1,96 @@
-"""The kernels under Triton's interpreter, without what it does again and again: the same bits in a third of the time."""
+"""The CPU as the device that the kernels run on, in Triton's interpreter, less what that does again and again.
+
+Everything before the kernel is what runs on a GPU: guards, remembered launches, addresses as integers, the check of the bits.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import os
+from typing import Any
+from unittest import mock
+
+CAPABILITY = 7, 9  # no GPU's: rows of its own in tables, and nothing that needs sm_80
+PORTABLE = {
+    "PTX": "",
+    "CONSTRAINTS": "",
+    "FTZ": False,
+}  # without inline assembly; subnormals as bitsandbytes' CPU library
+WARPS = 4, 16, 64, 256  # a CTA is one Python call: few, large ones
 
 
 def install() -> None:
-    """Only our kernels: TRITON_INTERPRET is unset again before Unsloth or Inductor define theirs."""
+    """Only our kernels: TRITON_INTERPRET is again what it was before Unsloth or Inductor define theirs."""
     import triton  # before the variable is set: Triton's own functions stay compiled
 
     with contextlib.suppress(ImportError):  # a launch imports it, and it asks for Triton's functions as they are now
         import triton.experimental.gluon.language  # noqa: F401
 
-    os.environ["TRITON_INTERPRET"] = "1"
-    for folder in ("dequantize", "routing", "low_rank"):
-        importlib.import_module(f"nf4_patch.nf4.{folder}.kernels")
-    del os.environ["TRITON_INTERPRET"]
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        for folder in ("dequantize", "routing", "low_rank"):
+            importlib.import_module(f"nf4_patch.nf4.{folder}.kernels")
     from triton.runtime.interpreter import InterpretedFunction
 
     # A launch has put the interpreter's functions into triton.language; a function that its kernel calls puts them there again.
     InterpretedFunction.__call__ = lambda self, *args, **keywords: self.rewrite()(*args, **keywords)
     multiply_bf16()
+    exchange_device()
+
+
+def exchange_device() -> None:
+    import torch
+
+    from nf4_patch.nf4 import runtime
+
+    def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        result = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+        result.untyped_storage().fill_(255)  # NaN in every float
+        return result
+
+    runtime.DEVICE = "cpu"
+    runtime.WORD = 1  # what is read from a file lies anywhere
+    runtime.on_device = lambda device: contextlib.nullcontext()
+    runtime.capability_of = lambda device: CAPABILITY
+    runtime.is_capturing = lambda: False
+    runtime.multiprocessors = lambda device: 2
+    runtime.current_device = lambda: -1  # a CPU tensor's get_device()
+    runtime.current_stream = lambda device: 0
+    runtime.empty_strided_cuda = empty
+    runtime.compile_kernel = Interpreted
+    from nf4_patch.nf4.dequantize import compilation  # which takes from runtime what is there now
+
+    compilation.NUM_WARPS |= {(CAPABILITY, 128 * warps): warps for warps in WARPS} | {(CAPABILITY, 0): WARPS[0]}
+
+
+class Interpreted:
+    """In place of Triton's CompiledKernel: what KernelEntry.of reads of it, and a launch by plain integers."""
+
+    function = packed_metadata = None
+    global_scratch_size = 1  # in Triton 3.6: no entry in C
+
+    def __init__(self, kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], **options: Any):
+        from triton import language
+
+        self.kernel, self.run = kernel, self
+        self.values = {name: PORTABLE.get(name, value) for name, value in values.items()}
+        dtypes = [str(getattr(argument, "dtype", "")).removeprefix("torch.") for argument in arguments]
+        self.pointers = [dtype and language.pointer_type(getattr(language, dtype)) for dtype in dtypes]
+
+    def _init_handles(self) -> None:
+        """Nothing to load."""
+
+    def __call__(self, x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
+        import numpy as np
+        from triton import language
+        from triton.runtime.interpreter import TensorHandle
+
+        _, _, _, _, _, *given = arguments  # function, metadata and three of Triton's hooks
+        for index, pointer in enumerate(self.pointers):
+            if pointer:
+                address = TensorHandle(np.array([given[index]], dtype=np.uint64), pointer)
+                given[index] = language.tensor(address, pointer)
+        self.kernel[x, y, z](*given[: len(self.pointers)], **self.values)
 
 
 def multiply_bf16() -> None:

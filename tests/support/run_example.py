@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+INTERPRETED = str(Path(__file__).with_name("interpreted"))
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")  # a free port: no run meets another
 GLOO = (*TORCHRUN, Path(__file__).parents[1] / "programs" / "exit_without_finalization.py")
@@ -22,9 +23,10 @@ def environment(**changes: str) -> dict[str, str]:
     values = {k: v for k, v in os.environ.items() if not k.startswith("NF4_")}
     values |= {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     values["PATH"] = f"{Path(sys.executable).parent}:{values['PATH']}"
-    if not torch.cuda.is_available():
-        values["TRITON_INTERPRET"] = "1"
-    return values | changes
+    if torch.cuda.is_available():
+        return values | changes
+    values |= {"TRITON_INTERPRET": "1"} | changes
+    return values | {"PYTHONPATH": os.pathsep.join([INTERPRETED, values.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 
 
 def completed(

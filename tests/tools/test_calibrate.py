@@ -50,8 +50,8 @@ def entry_of(**changes):
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """Two GPUs that no table knows; ``machine(entries)`` makes the file, which is then the one in use."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: NAMES[device])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: ADA)
+    monkeypatch.setattr(runtime, "name_of", lambda device: NAMES[device])
+    monkeypatch.setattr(runtime, "capability_of", lambda device: ADA)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(runtime, "multiprocessors", lambda device: 128)
     monkeypatch.setattr(calibrated, "releases", lambda: RELEASES)

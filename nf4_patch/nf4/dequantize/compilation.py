@@ -24,13 +24,9 @@ MEASURED = ((9, 0),)  # capabilities that docs/data has times of
 # Only sm_90 is measured. On sm_75, 4 warps keep the most CTAs of the smallest GPU (T4) in flight.
 NUM_WARPS = {((7, 5), 0): 4, ((8, 0), 0): 8, ((9, 0), 2**23): 16}
 UNROLL = 2  # as in kernels: steps of a CTA
-INTERPRETER_WARPS = 256  # the interpreter runs a CTA as one Python call: few, large ones
 PACKED_CONVERT = (8, 0)  # cvt.rn.{f16,bf16}x2.f32
 
 PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
-
-# Triton's interpreter (TRITON_INTERPRET=1 when the kernels were imported) runs them, on tensors of any device.
-INTERPRETED = triton is not None and not isinstance(kernels.dequantize_kernel, triton.runtime.JITFunction)
 
 
 def warps_for(capability: tuple[int, int], numel: int) -> int:
@@ -69,14 +65,11 @@ def elements_of(variant: Variant) -> int:
     return elems_per_thread(variant) * 32 * variant.num_warps * UNROLL
 
 
-def constants(variant: Variant, capability: tuple[int, int] | None) -> dict[str, Any]:
-    """The kernel's constexprs in the order of its signature. No capability: without inline PTX, for the interpreter."""
+def constants(variant: Variant, capability: tuple[int, int]) -> dict[str, Any]:
+    """The kernel's constexprs in the order of its signature."""
     elements = elems_per_thread(variant)
-    name = PTX_TYPES[variant.dtype]
-    source = constraints = ""
-    if capability is not None:
-        blocks = 2 if 16 * elements > variant.blocksize else 1
-        source, constraints = ptx.decode(name, elements, blocks, capability >= PACKED_CONVERT)
+    blocks = 2 if 16 * elements > variant.blocksize else 1
+    source, constraints = ptx.decode(PTX_TYPES[variant.dtype], elements, blocks, capability >= PACKED_CONVERT)
     return {
         "BLOCKSIZE": variant.blocksize,
         "BLOCKSIZE2": variant.blocksize2,
@@ -84,7 +77,7 @@ def constants(variant: Variant, capability: tuple[int, int] | None) -> dict[str,
         "THREADS": 32 * variant.num_warps,
         "EVEN": variant.even,
         "TAIL": variant.tail,
-        "FTZ": capability is not None,
+        "FTZ": True,
         "PTX": source,
         "CONSTRAINTS": constraints,
     }
@@ -101,14 +94,14 @@ class CompiledKernel:
     def __init__(self, variant: Variant, device: torch.device):
         if triton is None:
             raise KernelUnavailable(runtime.MISSING)
-        capability = torch.cuda.get_device_capability(device)
+        capability = runtime.capability_of(device)
         self.elements = elements_of(variant)
         sample = sample_weight(variant, self.elements, device)
         out = torch.full((sample.numel(),), float("nan"), dtype=variant.dtype, device=device)
         values = constants(variant, capability)
         tensors = operands(sample, out)
         n = 2**31 if variant.wide else sample.numel()
-        with torch.cuda.device(device):
+        with runtime.on_device(device):
             options = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
             self.compiled = runtime.compile_kernel(kernels.dequantize_kernel, (*tensors, n), values, **options)
             self.entry = runtime.KernelEntry.of(self.compiled, tuple(values.values()))
@@ -119,7 +112,7 @@ class CompiledKernel:
                 self.entry.start(grid, runtime.current_stream(device.index), *pointers, weight.numel())
                 if not runtime.same_bits(out, reference.dequantize(weight)):
                     raise KernelUnavailable(
-                        f"the kernel's bits differ from the reference on {torch.cuda.get_device_name(device)} "
+                        f"the kernel's bits differ from the reference on {runtime.name_of(device)} "
                         f"with Triton {triton.__version__} for {variant}, {quant_type}"
                     )
                 out.fill_(float("nan"))

@@ -30,9 +30,9 @@ class Launch:
         if not all(map(runtime.has_memory, tensors)):
             raise KernelUnavailable("a tensor of the weight is larger than its memory", "NO_STORAGE")
         pointers = [tensor.data_ptr() for tensor in tensors]
-        if pointers[0] % 4:
+        if pointers[0] % runtime.WORD:
             raise KernelUnavailable(f"the packed weight starts at {pointers[0]:#x}, not on 4 bytes", "MISALIGNED")
-        num_warps = compilation.warps_for(torch.cuda.get_device_capability(device), weight.numel())
+        num_warps = compilation.warps_for(runtime.capability_of(device), weight.numel())
         kernel = compilation.kernel_for(compilation.Variant.of(weight, num_warps), device)
         self.n, self.dtype, self.device = weight.numel(), weight.dtype, weight.packed.get_device()
         self.differentiable = weight.packed.is_floating_point()  # bytes cannot require a gradient
@@ -58,7 +58,7 @@ class Launch:
         """A new weight (transposed if asked); or ``out``, filled: 16-byte aligned, n dense elements of its dtype and device."""
         device = self.device
         if current_device() != device:
-            with torch.cuda.device(device):
+            with runtime.on_device(device):
                 return self.run(out)
         if out is None:
             out = empty_strided_cuda(self.shape, self.strides, self.dtype)
@@ -95,9 +95,10 @@ def buffer_of(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
     """
     buffer = _buffers.get((device, dtype))
     if buffer is None or buffer.numel() < n:
-        with torch.inference_mode(False):  # training may write what generation allocated
+        # training may write what generation allocated
+        with torch.inference_mode(False), runtime.on_device(device):
             if buffer is None:
-                buffer = torch.empty(0, dtype=dtype, device=torch.device("cuda", device))
+                buffer = empty_strided_cuda((0,), (1,), dtype)
             storage = buffer.untyped_storage()
             before = storage.nbytes()
             storage.resize_(0)  # freed before the larger one is taken
@@ -121,26 +122,11 @@ def dequantize(weight: Weight, out: torch.Tensor | None = None) -> torch.Tensor:
     """Run the kernel on a weight that passed its guards, ``weight.shape``; out, if given, is filled and returned.
 
     Any alignment: packed bytes off 4 bytes or an ``out`` off 16 are copied through an aligned buffer.
-    Under Triton's interpreter the tensors may be on any device.
     """
-    if compilation.INTERPRETED:
-        return _interpret(weight, out)
-    if weight.packed.data_ptr() % 4:
+    if weight.packed.data_ptr() % runtime.WORD:
         weight = weight._replace(packed=weight.packed.clone())
     weight = weight._replace(shape=tuple(weight.shape))
     launch = remembered(weight)
     if out is None:
         return launch.dense()
     return launch.run(out) if out.data_ptr() % 16 == 0 else out.copy_(dequantize(weight))
-
-
-def _interpret(weight: Weight, out: torch.Tensor | None) -> torch.Tensor:
-    # no CTA much larger than the weight (512 elements a warp): what is beyond its end is computed as well
-    warps = min(compilation.INTERPRETER_WARPS, max(4, 1 << (weight.numel() // 512 - 1).bit_length()))
-    variant = compilation.Variant.of(weight, warps)
-    values = compilation.constants(variant, None)
-    if out is None:
-        out = torch.empty(tuple(weight.shape), dtype=weight.dtype, device=weight.packed.device)
-    grid = (-(-weight.numel() // compilation.elements_of(variant)),)
-    compilation.kernels.dequantize_kernel[grid](*compilation.operands(weight, out.view(-1)), weight.numel(), **values)
-    return out

@@ -60,9 +60,9 @@ def constants(name: str, rank: int, flags: dict[str, bool]) -> dict[str, Any]:
 
 def is_used_for(z: Tensor, factor: Tensor, out_features: int) -> bool:
     """Whether the products of z, [rows, in], with factors like this one, [rank, in], run here."""
-    if runtime.triton is None or not z.is_cuda or (z.dtype, factor.dtype) != (BF16, FP32) or not len(z):
+    if runtime.triton is None or not runtime.runs_on(z) or (z.dtype, factor.dtype) != (BF16, FP32) or not len(z):
         return False
-    if z.shape[1] % WIDTH_UNIT or out_features % WIDTH_UNIT or torch.cuda.get_device_capability(z.device) < (8, 0):
+    if z.shape[1] % WIDTH_UNIT or out_features % WIDTH_UNIT or runtime.capability_of(z.device) < (8, 0):
         return False
     try:
         for wide, add in itertools.product((False, True), repeat=2):
@@ -76,12 +76,9 @@ def is_used_for(z: Tensor, factor: Tensor, out_features: int) -> bool:
 
 def start(name: str, grid: tuple[int, int, int], rank: int, arguments: tuple[Any, ...], **flags: bool) -> None:
     device = arguments[0].device
-    if device.type != "cuda":  # Triton's interpreter
-        getattr(kernels, name)[grid](*arguments, **constants(name, rank, flags))
-        return
     call, head, tail, _ = entry_for(name, rank, device, **flags)
     values = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
-    with torch.cuda.device(device):
+    with runtime.on_device(device):
         call(*grid, runtime.current_stream(device.index), *head, *values, *tail)
 
 
@@ -93,7 +90,7 @@ def ready(tensor: Tensor) -> Tensor:
 
 def parts(programs: int, steps: int, device: torch.device) -> tuple[int, int]:
     """In how many parts a sum of so many steps is split, so that every multiprocessor has work, and the steps of each."""
-    wanted = -(-2 * runtime.multiprocessors(device) // programs) if device.type == "cuda" else 2
+    wanted = -(-2 * runtime.multiprocessors(device) // programs)
     each = max(-(-steps // wanted), min(steps, 2))
     return -(-steps // each), each
 

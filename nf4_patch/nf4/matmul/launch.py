@@ -63,7 +63,7 @@ def takes(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> bool:
     n, k = weight.shape
     if triton is None or x.device != weight.packed.device or x.is_neg():
         return False
-    capability = torch.cuda.get_device_capability(x.device)
+    capability = runtime.capability_of(x.device)
     return (
         (x.dtype is torch.float16 or (x.dtype is torch.bfloat16 and capability >= (8, 0)))  # of the tensor cores
         and k % STEP == 0
@@ -100,7 +100,7 @@ class MatmulLaunch:
         if self.copied_words:
             words = torch.empty(8, dtype=torch.int32, device=x.device)
             arguments, values = (words[1:], words, 8), {"BLOCK": COPY_BLOCK}  # from 4 bytes to 16, and how many int32
-            with torch.cuda.device(x.device):
+            with runtime.on_device(x.device):
                 self.copy = runtime.compiled(kernels.copy_kernel, arguments, values, 4, x.device)
         self.grid = kernel.grid
         self.call, self.head, tail, _ = kernel.entry
@@ -124,7 +124,7 @@ class MatmulLaunch:
         """The result for an x of the shape, dtype and device it was resolved for, new or in ``out`` (contiguous)."""
         device = self.device
         if runtime.current_device() != device:
-            with torch.cuda.device(device):
+            with runtime.on_device(device):
                 return self(x, out)
         if out is not None and out.data_ptr() % 16:
             return out.copy_(self(x))
@@ -167,8 +167,8 @@ def resolve(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, config: 
     kernel = _kernels.get(key)
     if kernel is None:
         half, biased = x.dtype is torch.float16, bias is not None
-        with torch.cuda.device(x.device):
-            capability, processors = torch.cuda.get_device_capability(x.device), runtime.multiprocessors(x.device)
+        with runtime.on_device(x.device):
+            capability, processors = runtime.capability_of(x.device), runtime.multiprocessors(x.device)
             division = small_m.plan(
                 config, processors, m, n, k, half, weight.offset_dtype(), biased, capability, weight.step()
             )

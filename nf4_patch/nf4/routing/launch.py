@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime import triton
+from ..runtime import on_device, triton
 
 if triton is not None:
     from . import kernels
@@ -23,7 +23,7 @@ def start(
     block = min(BLOCK, triton.next_power_of_2(width))
     grid = (rows, -(-width // block) if by_block else 1)
     if rows:
-        with torch.cuda.device_of(tensors[0]):
+        with on_device(tensors[0].device):
             kernel[grid](*tensors, width, BLOCK=block, num_warps=WARPS, **constants)
 
 

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...config import size_in_words
+from ...nf4.runtime import is_capturing
 from ..context import backward_in_progress
 from ..replacement import Fallbacks
 
@@ -81,7 +82,7 @@ class Auto:
         """A forward pass is about to read weights; the tensors in ``inputs`` are its activations, [..., length, features],
         tokens, [..., length], and what else it takes."""
         found = [x for x in tensors(inputs) if x.is_cuda]
-        if not found or torch.cuda.is_current_stream_capturing():
+        if not found or is_capturing():
             return
         if self.stepped and backward_in_progress() == -1:  # not the recompute of a checkpointed block
             self.stepped = False
@@ -120,7 +121,7 @@ class Auto:
         self.why = f"nothing yet, waiting for {STEPS} training steps: {why}"
         held = any(self.taken.values())
         self.may_take(0)
-        if held and not torch.cuda.is_current_stream_capturing():
+        if held and not is_capturing():
             torch.cuda.empty_cache()
 
     def take(self) -> None:

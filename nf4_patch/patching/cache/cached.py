@@ -36,7 +36,7 @@ class Cached:
         self.dense_memory = StorageWeakRef(result.untyped_storage())
         self.written = result._version
         self.device = weight.packed.get_device()  # -1: the CPU
-        self.stream = runtime.current_stream(self.device) if weight.packed.is_cuda else None  # on which it was decoded
+        self.stream = runtime.current_stream(self.device)  # on which it was decoded
         self.size = size_of(weight)  # bytes in the allocator
         self.pinned = pinned  # for layers that are compiled as a whole: never evicted
         self.same_size: OrderedDict[Cached, None] = OrderedDict()  # the least recently used first

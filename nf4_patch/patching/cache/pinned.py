@@ -66,14 +66,14 @@ class Layer:
 
     def find(self, module: torch.nn.Module) -> None:
         self.paths: list[list[str]] = []  # names of modules
-        devices = set()
+        self.devices: set[int] = set()
         for name, each in module.named_modules():
             weight = each._parameters.get("weight")
             state = getattr(weight, "quant_state", None)
             if weight is not None and hasattr(state, "quant_type") and returns_tensors(type(weight)):
                 self.paths.append([part for part in name.split(".") if part])
-                devices.add(weight.get_device())
-        self.devices = devices - {-1}
+                if runtime.runs_on(weight):
+                    self.devices.add(weight.get_device())
 
     def weights(self, module: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
         """The state and the Weight, or the Reason why there is none, of every parameter as it is now."""

@@ -148,18 +148,17 @@ class Cache:
         if found is None:
             return self.insert(weight, decode)
         result, cached = found
-        if cached.stream is not None:
-            stream = runtime.current_stream(cached.device)
-            if stream != cached.stream:
-                self.uncached[Uncached.OTHER_STREAM] += 1
-                cached.strangers += 1
-                if cached.strangers >= STRANGERS:
-                    self.drop(cached)
-                return None
-            if stream and is_captured(cached.device):
-                self.uncached[Uncached.CUDA_GRAPH] += 1
-                return None
-            cached.strangers = 0
+        stream = runtime.current_stream(cached.device)
+        if stream != cached.stream:
+            self.uncached[Uncached.OTHER_STREAM] += 1
+            cached.strangers += 1
+            if cached.strangers >= STRANGERS:
+                self.drop(cached)
+            return None
+        if stream and is_captured(cached.device):
+            self.uncached[Uncached.CUDA_GRAPH] += 1
+            return None
+        cached.strangers = 0
         self.hits += 1  # no call in it: CPython does not switch threads in the middle
         if self.tight:
             with self.lock:
@@ -211,7 +210,7 @@ class Cache:
             return Uncached.NOT_A_PARAMETER
         if hasattr(owner, "ds_id"):
             return Uncached.ZERO3
-        if weight.packed.is_cuda and is_captured(weight.packed.get_device()):
+        if runtime.runs_on(weight.packed) and is_captured(weight.packed.get_device()):
             return Uncached.CUDA_GRAPH
         memory = self.memories.get(weight.packed.untyped_storage()._cdata)
         why = None if memory is None else memory.why_not(owner)
@@ -419,7 +418,7 @@ def is_captured(device: int) -> bool:
     stream = runtime.current_stream(device)
     if not stream:  # the default stream cannot be captured
         return False
-    return "torch._inductor.cudagraph_trees" in sys.modules or torch.cuda.is_current_stream_capturing()
+    return "torch._inductor.cudagraph_trees" in sys.modules or runtime.is_capturing()
 
 
 cache = Cache()

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...nf4 import runtime
 from ...nf4.routing import launch
-from ...nf4.runtime import triton
 from ..reasons import Reason
 from .product import Operand, View
 
@@ -199,7 +199,11 @@ def is_silu_and_mul(module: Any) -> bool:
 
 def why_not(module: Any, hidden_states: Any, *_: Any, **__: Any) -> Reason | None:
     """EXPERTS_FORWARD where transformers' forward is not known to be slower, or the experts are spread over GPUs."""
-    usable = triton is not None and hidden_states.is_cuda and not getattr(module, "_is_expert_parallel", False)
-    if usable and torch.cuda.get_device_capability(hidden_states.device) in FASTER_ON:
+    usable = runtime.triton is not None and runtime.runs_on(hidden_states)
+    if (
+        usable
+        and not getattr(module, "_is_expert_parallel", False)
+        and runtime.capability_of(hidden_states.device) in FASTER_ON
+    ):
         return None
     return Reason.EXPERTS_FORWARD

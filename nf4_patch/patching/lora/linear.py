@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...nf4.dequantize import compilation
+from ...nf4 import runtime
 from ...nf4.low_rank.launch import is_used_for
 from ...nf4.weight import OUTPUT_DTYPES
 from .. import context
@@ -170,7 +170,7 @@ def linear(target: Target, original: Function) -> Function:
             (Reason.FUNCTORCH_TRANSFORM, context.transforms_active() is not None),
             (Reason.NOT_4BIT, len(shape) != 2),
             (Reason.CPU_PACKING, getattr(state, "packing_format_for_cpu", False)),
-            (Reason.NOT_CUDA, not (x.is_cuda or compilation.INTERPRETED)),
+            (Reason.NOT_CUDA, not runtime.runs_on(x)),
             (Reason.MIXED_DEVICES, x.device != packed.device),
             (
                 Reason.TENSOR_SUBCLASS,

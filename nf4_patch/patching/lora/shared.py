@@ -95,7 +95,7 @@ def shared_input(a: Tensor, x: Tensor, rows: Tensor) -> tuple[Tensor | None, Ten
     alone = None, rows, None
     if x.is_inference() or a.is_inference():  # they have no version
         return alone
-    stream = current_stream(x.device.index) if x.is_cuda else 0
+    stream = current_stream(x.get_device())
     if latest.x() is not x or latest.version != x._version or latest.first() is a:
         if latest.products:  # some that followed before did not come
             followers.pop(latest.first(), None)

@@ -1,0 +1,94 @@
+"""The device behind nf4/runtime.py: here the CPU stands in for it (support/quick_interpreter.py), and what is before is the users'."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from oracle import expected, layout_of, quantized
+from subprocess_python import python
+
+from nf4_patch.nf4 import runtime
+from nf4_patch.nf4.dequantize import launch
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="gpu/test_launch.py and gpu/test_two_devices.py")
+DTYPE = torch.bfloat16
+
+
+@pytest.fixture
+def weight():
+    packed, state = quantized((64, 128), DTYPE, "cpu")
+    return layout_of(packed, state), expected(packed, state)
+
+
+def test_a_launch_is_found_again_and_reads_what_is_in_memory_now(weight, monkeypatch):
+    layout, want = weight
+    assert torch.equal(launch.dequantize(layout), want)
+    monkeypatch.setattr(launch, "Launch", None)  # nothing is resolved again
+    layout.packed.bitwise_xor_(255)
+    found = launch.dequantize(layout)
+    layout.packed.bitwise_xor_(255)
+    assert not torch.equal(found, want) and torch.equal(launch.dequantize(layout), want)
+
+
+def test_a_launch_runs_on_its_device_and_on_the_current_stream(weight, monkeypatch):
+    layout, want = weight
+    ready = launch.Launch(layout)
+    current, entered, streams, call = [3], [], [], ready.call
+
+    @contextlib.contextmanager
+    def on_device(device):
+        entered.append(device)
+        current[0], before = device, current[0]
+        yield
+        current[0] = before
+
+    def counted(x, y, z, stream, *arguments):
+        streams.append(stream)
+        call(x, y, z, stream, *arguments)
+
+    ready.call = counted
+    monkeypatch.setattr(runtime, "on_device", on_device)
+    monkeypatch.setattr(launch, "current_device", lambda: current[0])
+    monkeypatch.setattr(launch, "current_stream", lambda device: {-1: 7}[device])
+    for _ in range(2):
+        assert torch.equal(ready.run(), want)
+    assert entered == [-1, -1] and streams == [7, 7] and current == [3]
+    one, other = ready.into_buffer(), ready.into_buffer()  # no buffer off the default stream
+    assert one.data_ptr() != other.data_ptr()
+
+
+def test_the_shared_buffer_grows_in_place(weight, monkeypatch):
+    layout, want = weight
+    monkeypatch.setattr(launch, "_buffers", {})
+    small, large = quantized((32, 64), DTYPE, "cpu"), quantized((128, 256), DTYPE, "cpu")
+    first = launch.Launch(layout_of(*small)).into_buffer()
+    assert torch.equal(first, expected(*small))
+    assert torch.equal(launch.Launch(layout_of(*large)).into_buffer(), expected(*large))
+    assert (
+        torch.equal(launch.Launch(layout).into_buffer(), want)
+        and first.data_ptr() == launch._buffers[-1, DTYPE].data_ptr()
+    )
+
+
+def test_a_gpu_reads_whole_words(weight, monkeypatch):
+    layout, want = weight
+    odd = torch.empty(layout.packed.numel() + 1, dtype=torch.uint8)[1:].view(-1, 1).copy_(layout.packed)
+    monkeypatch.setattr(runtime, "WORD", 4)
+    with pytest.raises(runtime.KernelUnavailable) as refused:
+        launch.Launch(layout._replace(packed=odd))
+    assert refused.value.reason == "MISALIGNED"
+    assert torch.equal(launch.dequantize(layout._replace(packed=odd)), want)
+
+
+def test_triton_under_its_interpreter_compiles_nothing():
+    code = """
+    from nf4_patch.nf4 import runtime
+    from nf4_patch.nf4.dequantize import kernels
+    try:
+        runtime.compile_kernel(kernels.dequantize_kernel, (), {})
+    except runtime.KernelUnavailable as error:
+        print(error)
+    """
+    assert "TRITON_INTERPRET is set" in python(code, TRITON_INTERPRET="1").stdout
