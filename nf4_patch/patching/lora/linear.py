@@ -172,10 +172,7 @@ def linear(target: Target, original: Function) -> Function:
             (Reason.CPU_PACKING, getattr(state, "packing_format_for_cpu", False)),
             (Reason.NOT_CUDA, not runtime.runs_on(x)),
             (Reason.MIXED_DEVICES, x.device != packed.device),
-            (
-                Reason.TENSOR_SUBCLASS,
-                type(x).__torch_dispatch__ is not own or type(packed).__torch_dispatch__ is not own,
-            ),
+            (Reason.TENSOR_SUBCLASS, not type(x).__torch_dispatch__ is type(packed).__torch_dispatch__ is own),
             (Reason.LORA_DTYPES, dtype not in OUTPUT_DTYPES),
             (Reason.ARGUMENTS, x.shape[-1:] != shape[1:]),
         )
