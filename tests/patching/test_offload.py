@@ -126,7 +126,9 @@ def test_written_in_place_after_it_has_arrived(folder, gpu, patched):
     got = dense(module, STACKS[0])
     assert torch.equal(got, getattr(module, STACKS[0]))
     assert counts().fetches == counts().late == 2
-    assert offload.lanes[original.device].stream.waited_for.count(gpu.compute) == 3  # twice for what writes, once for a use
+    assert (
+        offload.lanes[original.device].stream.waited_for.count(gpu.compute) == 3
+    )  # twice for what writes, once for a use
 
 
 def test_memory_has_another_unit_after_its_last_use(folder, gpu, patched):
@@ -238,7 +240,7 @@ def test_a_budget_is_spread_over_the_layers(folder, gpu, patched, layers, short,
     assert inside == resident
     assert same_steps(train(with_lora(model)), want)
     held = counts().resident - len(resident) * size
-    assert held == 2 * size  # the buffers
+    assert 2 * size <= held <= 2 * (size + 6 * offload.ALIGNMENT)  # the buffers
     assert sum(gpu.pinned.values()) == counts().in_host == (LAYERS - len(resident)) * size
 
 
