@@ -306,7 +306,7 @@ def test_the_peak_while_loading_is_within_the_budget(folders):
         size = sizes_of(model)[0]
         if where == "three":
             train(with_lora(model), steps=1, tokens=512)
-            assert counts().resident == 3 * size
+            assert 3 * size <= counts().resident <= 3 * size + 12 * offload.ALIGNMENT
         del model
     print({where: f"{peaks[where] / size:.2f}, held {held[where] / size:.2f} experts modules" for where in peaks})
     assert held["all"] <= held["off"] - 6 * size + 2**20 and held["three"] <= held["off"] - 5 * size + 2**20

@@ -240,7 +240,7 @@ def test_a_budget_is_spread_over_the_layers(folder, gpu, patched, layers, short,
     assert inside == resident
     assert same_steps(train(with_lora(model)), want)
     held = counts().resident - len(resident) * size
-    assert held == 2 * size  # the buffers
+    assert 2 * size <= held <= 2 * (size + 6 * offload.ALIGNMENT)  # the buffers
     assert sum(gpu.pinned.values()) == counts().in_host == (LAYERS - len(resident)) * size
 
 

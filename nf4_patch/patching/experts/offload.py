@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...config import ConfigError, size_in_words
 from ...nf4 import runtime
-from ...nf4.weight import Weight
+from ...nf4.weight import LIMIT, Weight
 from ..cache.store import cache, is_captured
 from ..context import modes_active, transforms_active
 from ..dequantizer import Dequantizer
@@ -86,6 +86,7 @@ class Unit:
     def __init__(self) -> None:
         self.resident = 0  # bytes of other modules that stay on the GPU, where they are counted with this one
         self.size = 0  # bytes of a buffer that it takes
+        self.epoch = 0  # changes when a proof of a block does
         self.blocks: dict[int, weakref.ref[Block]] = {}  # by address
         # what followed when this one was read after another: forward and backward meet a layer from either side
         self.after: weakref.WeakKeyDictionary[Unit, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
@@ -146,16 +147,18 @@ def forget(cuda: Any, host: Tensor, unit: Unit, device: torch.device, process: i
 # --- fetching ---
 
 
-class Fetched:
-    """A unit on the GPU, or on its way there. Its memory is the copy stream's."""
+class Buffer:
+    """Memory on the GPU, of the copy stream's, into which units are copied."""
 
-    def __init__(self, unit: Unit | None = None, arrived: Any = None):
-        self.unit, self.arrived = unit, arrived
-        self.places: dict[int, tuple[Tensor, Proof | None]] = {}  # by where it begins in the buffer
-        self.views: dict[
-            Any, list[Tensor | None]
-        ] = {}  # what a weight's first tensors became, by all that is known of them
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None
+        self.arrived = cuda.event()
+        self.unit: Unit | None = None
+        self.epoch = 0  # of the unit when it was copied
+        self.proofs: dict[int, Proof | None] = {}  # by where a block begins
         self.streams: dict[int, Any] = {}  # on which it was read
+        # what a weight's first tensors are here, by all that is known of them: the epoch, and None for one that is not here
+        self.views: dict[Any, tuple[int, list[Tensor | None]]] = {}
 
 
 class Lane:
@@ -164,7 +167,7 @@ class Lane:
     def __init__(self, device: torch.device):
         self.device, self.lock = device, new_lock()  # held from the wait for a copy until the decode is launched
         self.stream = cuda.stream(device)
-        self.buffers = [Fetched(), Fetched()]  # the one that was read last is the first
+        self.buffers = [Buffer(), Buffer()]  # the one that was read last is the first
         self.before = self.now = Unit()
         self.fetches = self.late = 0
 
@@ -173,58 +176,53 @@ class Lane:
         with self.lock:
             if self.buffers[1].unit is unit:
                 self.buffers.reverse()
-            views = self.buffers[0].views.get(facts)
-            if views is None:
-                views = self.arrived(weight, unit)
+            buffer = self.buffers[0]
+            epoch, views = buffer.views.get(facts, (-1, None))
+            if views is None or buffer.unit is not unit or not epoch == buffer.epoch == unit.epoch:
+                views = self.arrived(weight, facts, unit)
                 if views is None:
                     return run(weight)
-                self.buffers[0].views[facts] = views
-            fetched = self.buffers[0]
+                buffer = self.buffers[0]
             if unit is not self.now:  # before this one is waited for: the copy begins at once
                 following = self.following(unit)
                 if following is not None and following.blocks and following is not self.buffers[1].unit:
-                    self.fetch(1, following, ahead=True)
+                    self.fetch(self.buffers[1], following, ahead=True)
             handle = cuda.handle(self.device.index)
-            if handle not in fetched.streams:
-                fetched.streams[handle] = stream = cuda.current_stream(self.device)
-                stream.wait_event(fetched.arrived)
+            if handle not in buffer.streams:
+                stream = cuda.current_stream(self.device)
+                stream.wait_event(buffer.arrived)
+                buffer.streams[handle] = stream
             packed, absmax, absmax2 = views
-            return run(
-                new(
-                    Weight,
-                    (
-                        packed,
-                        weight[1] if absmax is None else absmax,
-                        weight[2] if absmax2 is None else absmax2,
-                        *weight[3:],
-                    ),
-                )
-            )
+            absmax, absmax2 = weight[1] if absmax is None else absmax, weight[2] if absmax2 is None else absmax2
+            return run(new(Weight, (packed, absmax, absmax2, *weight[3:])))
 
-    def arrived(self, weight: Weight, unit: Unit) -> list[Tensor | None] | None:
-        """A weight's first tensors in the first buffer, fetched where they are not there as they are now; None for one that is not
-        in host memory, and for all where the packed bytes are a part of what is."""
+    def arrived(self, weight: Weight, facts: Any, unit: Unit) -> list[Tensor | None] | None:
+        """A weight's first tensors in the first buffer, fetched where they are not there as they are now. None where the packed
+        bytes are a part of a block."""
         held = {}
         tensors = [tensor for tensor in weight[:3] if tensor is not None]
-        for tensor in tensors:
+        for index, tensor in enumerate(tensors):
             block = unit.blocks.get(tensor.data_ptr(), nobody)()
             if block is not None and tensor.nbytes == block.host.nbytes and tensor.is_contiguous():
-                held[id(tensor)] = block, (id(tensor), tensor._version)
-        if id(weight.packed) not in held:
+                held[index] = block, (id(tensor), tensor._version)
+        if 0 not in held:
             return None
-        places = self.buffers[0].places if self.buffers[0].unit is unit else {}
-        if any(places.get(block.start, (None, None))[1] != proof for block, proof in held.values()):
+        proofs = self.buffers[0].proofs if self.buffers[0].unit is unit else {}
+        if any(proofs.get(block.start) != proof for block, proof in held.values()):
             for block, proof in held.values():
                 block.proof = proof
+            unit.epoch += 1
             if self.buffers[0].unit is not unit:
                 self.buffers.reverse()
-            self.fetch(0, unit, ahead=False)
-        places = self.buffers[0].places
-        views: list[Tensor | None] = [None] * 3
-        for index, tensor in enumerate(tensors):
-            if id(tensor) in held:
-                place, _ = places[held[id(tensor)][0].start]
-                views[index] = place.view(tensor.dtype).view(tensor.shape)
+            self.fetch(self.buffers[0], unit, ahead=False)
+        buffer, views = self.buffers[0], list[Tensor | None]([None] * 3)
+        assert buffer.memory is not None
+        for index, (block, _) in held.items():
+            place = buffer.memory[block.start : block.start + block.host.nbytes]
+            views[index] = place.view(tensors[index].dtype).view(tensors[index].shape)
+        if len(buffer.views) >= LIMIT:
+            buffer.views.clear()
+        buffer.views[facts] = unit.epoch, views
         return views
 
     def following(self, unit: Unit) -> Unit | None:
@@ -234,35 +232,40 @@ class Lane:
         known = unit.after.get(self.before)
         return None if known is None else known()
 
-    def fetch(self, index: int, unit: Unit, ahead: bool) -> None:
+    def fetch(self, buffer: Buffer, unit: Unit, ahead: bool) -> None:
         """Start the copy of a unit, after the last use of what is in the buffer."""
-        self.drop(index)
+        self.empty(buffer)
         if not ahead:  # what was written into a stack meanwhile
             self.stream.wait_stream(cuda.current_stream(self.device))
-        fetched = Fetched(unit, cuda.event())
         with cuda.running_on(self.stream):
-            # in one piece: it comes to two addresses in turn, for which a launch is remembered
-            memory = torch.empty(unit.size, dtype=torch.uint8, device=self.device)
+            if buffer.memory is None or buffer.memory.nbytes < unit.size:
+                self.free(buffer)
+                with torch.inference_mode(False):  # training reads there too
+                    buffer.memory = torch.empty(unit.size, dtype=torch.uint8, device=self.device)
             for reference in list(unit.blocks.values()):
                 if (block := reference()) is not None:
-                    place = memory[block.start : block.start + block.host.nbytes]
-                    cuda.copy(place, block.host)
-                    fetched.places[block.start] = place, block.proof
-        fetched.arrived.record(self.stream)
-        self.buffers[index] = fetched
+                    cuda.copy(buffer.memory[block.start : block.start + block.host.nbytes], block.host)
+                    buffer.proofs[block.start] = block.proof
+        buffer.arrived.record(self.stream)
+        buffer.unit, buffer.epoch = unit, unit.epoch
         self.fetches += 1
         self.late += not ahead
 
-    def drop(self, index: int) -> None:
+    def empty(self, buffer: Buffer) -> None:
         """What is next in the copy stream may have its memory."""
-        for stream in self.buffers[index].streams.values():
+        buffer.unit, buffer.proofs = None, {}
+        for stream in buffer.streams.values():
             self.stream.wait_stream(stream)
-        self.buffers[index] = Fetched()
+        buffer.streams = {}
+
+    def free(self, buffer: Buffer) -> None:
+        self.empty(buffer)
+        buffer.memory, buffer.views = None, {}
 
     def clear(self) -> None:
         with self.lock:
-            self.drop(0)
-            self.drop(1)
+            for buffer in self.buffers:
+                self.free(buffer)
 
 
 lanes: dict[torch.device, Lane] = {}
@@ -286,7 +289,7 @@ def of_state(dequantizer: Dequantizer, packed: Tensor, state: Any, only_read: bo
 
 
 def facts_of(weight: Weight) -> tuple[Any, ...] | None:
-    """What changes when a weight's first tensors do; None where one counts no versions, or is a part of a block."""
+    """What changes when a weight's first tensors do; None where one counts no versions."""
     packed, absmax, absmax2, *_ = weight
     try:
         facts: tuple[Any, ...] = (
@@ -398,8 +401,7 @@ def snapshot() -> dict[str, OffloadStatus]:
     for device, lane in (dict.fromkeys(block.device for block in held) | lanes).items():
         here = [block for block in held if block.device == device]
         resident = sum(unit.resident for unit in {block.unit for block in here})
-        for fetched in lane.buffers if lane else ():
-            resident += sum(place.nbytes for place, _ in list(fetched.places.values()))
+        resident += sum(0 if each.memory is None else each.memory.nbytes for each in (lane.buffers if lane else ()))
         counts = (lane.fetches, lane.late) if lane else ()
         found[str(device)] = OffloadStatus(resident, sum(block.host.nbytes for block in here), *counts)
     return found
