@@ -148,3 +148,15 @@ def test_what_was_measured_is_what_is_reckoned(memory, monkeypatch):
         assert reckoned == pytest.approx(run["peak"]["allocated"], rel=0.12), run
     if not runs:
         pytest.skip("not measured yet")
+
+
+def test_what_was_trained_has_the_bits_of_the_resident_model(memory):
+    """Whatever was left on the GPU, and however it was capped."""
+    rows = importlib.import_module("tables").plain("offload")
+    compared = [row for row in rows if "adapters" in row]
+    resident = {offload.key(row, "cap", "budget"): row for row in compared if row["side"] == "resident"}
+    for row in compared:
+        other = resident.get(offload.key(row, "cap", "budget"), row)
+        assert all(row[field] == other[field] for field in ("bits", "losses", "gradients", "adapters"))
+    if not compared:
+        pytest.skip("not measured yet")
