@@ -33,7 +33,8 @@ def install() -> None:
     from triton.runtime.interpreter import InterpretedFunction
 
     # A launch has put the interpreter's functions into triton.language; a function that its kernel calls puts them there again.
-    InterpretedFunction.__call__ = lambda self, *args, **keywords: self.rewrite()(*args, **keywords)
+    if "TRITON_INTERPRET" not in os.environ:  # then Triton's own functions are interpreted too, and need it
+        InterpretedFunction.__call__ = lambda self, *args, **keywords: self.rewrite()(*args, **keywords)
     multiply_bf16()
     exchange_device()
 
