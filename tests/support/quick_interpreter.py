@@ -33,7 +33,8 @@ def install() -> None:
     from triton.runtime.interpreter import InterpretedFunction
 
     # A launch has put the interpreter's functions into triton.language; a function that its kernel calls puts them there again.
-    InterpretedFunction.__call__ = lambda self, *args, **keywords: self.rewrite()(*args, **keywords)
+    if "TRITON_INTERPRET" not in os.environ:  # then Triton's own functions are interpreted too, and need it
+        InterpretedFunction.__call__ = lambda self, *args, **keywords: self.rewrite()(*args, **keywords)
     multiply_bf16()
     exchange_device()
 
@@ -58,6 +59,8 @@ def exchange_device() -> None:
     runtime.current_stream = lambda device: 0
     runtime.empty_strided_cuda = empty
     runtime.compile_kernel = Interpreted
+    fits = runtime.fits
+    runtime.fits = lambda out, *of: fits(out, *of) and runtime.runs_on(out)  # a meta tensor's get_device() is -1 too
     from nf4_patch.nf4.dequantize import compilation  # which takes from runtime what is there now
 
     compilation.NUM_WARPS |= {(CAPABILITY, 128 * warps): warps for warps in WARPS} | {(CAPABILITY, 0): WARPS[0]}
