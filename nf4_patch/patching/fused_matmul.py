@@ -104,9 +104,13 @@ class FusedMatmul:
         config = config_for(device, m, n, k) if m and x.shape[-1] == k else None
         if config is None:
             return Reason.NOT_FASTER
-        reason = guards.why_not(weight, product=(x, bias))
+        reason = guards.why_not(weight)
         if reason is not None:
             return reason
+        if not matmul.takes(x, weight, bias):
+            return Reason.MATMUL_OPERANDS
+        if not all(map(runtime.has_memory, weight.tensors())):
+            return Reason.NO_STORAGE
         try:
             launch = matmul.resolve(x, weight, bias, config)
         except runtime.KernelUnavailable as error:

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cache.reads import inside
 from ..cache.store import cache
-from ..dequantizer import Dequantizer, served
+from ..dequantizer import Dequantizer, inside, served
 from ..fused_matmul import FusedMatmul, multiplied_first
 from ..quant_state import linear_weight
 from ..reasons import Reason
