@@ -81,7 +81,8 @@ def test_kernel_files_hold_kernels_only():
 # nf4: 90 for fp32 adapters on tensor cores, patching: 130 for adapters on packed experts that are switched off, merged and named as
 # on dense ones; tools: 400 for steps as TRL trains.
 # patching: 400 and ".": 20 for packed experts in host memory, for who trains a mixture larger than the GPU.
-BUDGET = {"nf4": 2470, "patching": 5600, "tools": 2530, ".": 580}
+# patching: 100 for rows, report and variable of an option in its own folder, for who adds an option or reads one alone.
+BUDGET = {"nf4": 2470, "patching": 5700, "tools": 2530, ".": 580}
 
 
 @pytest.mark.parametrize("folder", BUDGET)

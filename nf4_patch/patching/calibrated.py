@@ -19,8 +19,8 @@ import torch
 from ..config import Config
 from ..nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, CalibratedRanges, SmallMConfig
 from ..version import __version__, release_of
+from .matmul.option import MATMUL
 from .switch import switch
-from .targets import TARGETS
 
 logger = logging.getLogger("nf4_patch")
 
@@ -73,7 +73,7 @@ def releases() -> dict[str, str | None]:
     from ..nf4 import runtime
 
     triton = runtime.triton.__version__ if runtime.triton else None
-    libraries = dict.fromkeys(target.library for target in TARGETS if target.only == "matmul")
+    libraries = dict.fromkeys(target.library for target in MATMUL.targets)
     return {"nf4_patch": __version__, "triton": triton, **{name: release_of(name) for name in libraries}}
 
 

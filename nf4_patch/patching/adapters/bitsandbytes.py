@@ -15,7 +15,7 @@ from ..quant_state import linear_weight
 from ..reasons import Reason
 from ..replacement import Function, replacement_of
 from ..switch import switch
-from ..targets import Target
+from ..target import Target
 
 
 def agrees(state: Any, absmax: Any, blocksize: Any, quant_type: Any) -> bool:

@@ -25,7 +25,7 @@ from ..experts.read import stacks_of
 from ..reasons import Reason
 from ..replacement import Function, replacement_of
 from ..switch import switch
-from ..targets import Target
+from ..target import Target
 
 
 class Loads:

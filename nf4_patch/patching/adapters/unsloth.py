@@ -15,7 +15,7 @@ from ..fused_matmul import FusedMatmul, multiplied_first
 from ..reasons import Reason
 from ..replacement import Function, instead, replacement_of
 from ..switch import switch
-from ..targets import Target
+from ..target import Target
 
 
 def fast_dequantize(target: Target, original: Function) -> Function:

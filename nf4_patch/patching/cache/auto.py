@@ -20,7 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...config import size_in_words
+from ...option import size_in_words
 from ..context import backward_in_progress
 from ..replacement import Fallbacks
 

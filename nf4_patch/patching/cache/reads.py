@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..dequantizer import inside
 from ..replacement import Fallbacks, Function, instead, replacement_of
-from ..targets import Target
+from ..target import Target
 from .store import cache
 
 

@@ -25,11 +25,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...nf4 import runtime
 from ...nf4.weight import Weight
 from .. import dequantizer
-from ..reasons import Reason, Uncached
-from ..status import CacheStatus
+from ..reasons import Reason
 from ..switch import switch
 from .auto import Auto
 from .cached import Cached, location, nobody, size_of
+from .option import CacheStatus, Uncached
 
 Decode = Callable[[Weight], "Tensor | Reason"]
 NOT_KNOWN = (AttributeError, RuntimeError, TypeError)  # a field is no tensor, an inference tensor, or the shape a list
