@@ -23,7 +23,7 @@ from ..nf4.dequantize import compilation
 from ..nf4.matmul.tuning import SMALL_M_ROWS
 from ..nf4.weight import OUTPUT_DTYPES
 from ..option import size_in_words
-from ..patching import calibrated
+from ..patching.matmul import calibrated
 from ..patching.options import OPTIONS
 from ..patching.reasons import Reason
 from ..patching.state import State, StrEnum

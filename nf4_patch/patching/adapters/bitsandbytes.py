@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..cache.store import cache
 from ..dequantizer import Dequantizer, inside, served
-from ..fused_matmul import FusedMatmul, multiplied_first
+from ..matmul.product import FusedMatmul, multiplied_first
 from ..quant_state import linear_weight
 from ..reasons import Reason
 from ..replacement import Function, replacement_of

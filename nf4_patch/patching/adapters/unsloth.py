@@ -11,7 +11,7 @@ from ..cache.pinned import Layers, dense_of
 from ..context import is_compiling
 from ..counters import warn_once
 from ..dequantizer import inside, served
-from ..fused_matmul import FusedMatmul, multiplied_first
+from ..matmul.product import FusedMatmul, multiplied_first
 from ..reasons import Reason
 from ..replacement import Function, instead, replacement_of
 from ..switch import switch

@@ -53,7 +53,7 @@ EXPERTS = Option(
         *(
             Target(
                 f"{EXPERTS_INTERFACE}.{name}", ">= 5.0", TESTED_TRANSFORMERS,
-                FORWARD, f".adapters.transformers:{name}",
+                FORWARD, f".experts.transformers:{name}",
                 f"mixtures of experts in 4 bits: {covers}",
                 lazy=True,
             )
@@ -64,7 +64,7 @@ EXPERTS = Option(
         ),
         Target(
             "liger_kernel.transformers.swiglu:LigerExperts.forward", ">= 0.8", ("0.8.5",),
-            FORWARD, ".adapters.transformers:ligers",
+            FORWARD, ".experts.transformers:ligers",
             'packed experts where Liger replaces their forward, with enable(experts="4bit") only',
             only="experts", lazy=True,
         ),
@@ -86,7 +86,7 @@ EXPERTS = Option(
         *(
             LoadingTarget(
                 f"transformers.{function}", ">= 5.17", TESTED_LOADING,
-                (parameters,), f".adapters.transformers_loading:{replace}",
+                (parameters,), f".experts.loading:{replace}",
                 covers,
                 only=only, copied="." not in function.partition(":")[2],
             )
@@ -116,7 +116,7 @@ OFFLOAD = Option(
     targets=(
         LoadingTarget(
             "transformers.modeling_utils:caching_allocator_warmup", ">= 5.17", TESTED_LOADING,
-            (("model", "expanded_device_map", "hf_quantizer"),), ".adapters.transformers_loading:warm_up",
+            (("model", "expanded_device_map", "hf_quantizer"),), ".experts.loading:warm_up",
             "memory that transformers reserves before it loads",
             only="offload", copied=True,
         ),

@@ -15,16 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..nf4 import runtime
-from ..nf4.dequantize import compilation
-from ..nf4.matmul import launch as matmul
-from ..nf4.weight import LIMIT, Weight
-from . import calibrated, guards
-from .context import is_jit_tracing, modes_active, own_dispatch, plain_methods, transforms_active
-from .counters import counters
-from .quant_state import weight_of
-from .reasons import Reason
-from .replacement import Fallbacks, Function, replacement_of
+from ...nf4 import runtime
+from ...nf4.dequantize import compilation
+from ...nf4.matmul import launch as matmul
+from ...nf4.weight import LIMIT, Weight
+from .. import guards
+from ..context import is_jit_tracing, modes_active, own_dispatch, plain_methods, transforms_active
+from ..counters import counters
+from ..quant_state import weight_of
+from ..reasons import Reason
+from ..replacement import Fallbacks, Function, replacement_of
+from . import calibrated
 
 
 @functools.lru_cache(maxsize=4096)
