@@ -26,8 +26,8 @@ from benchmarks import bits, challenge, main
 from benchmarks.baselines import baselines
 from nf4_patch.nf4.runtime import same_bits
 from nf4_patch.patching import placement
-from nf4_patch.patching.cache.reads import inside
 from nf4_patch.patching.cache.store import cache
+from nf4_patch.patching.dequantizer import inside
 from nf4_patch.tools.bench.matmul import Functions, Packed, random_weights, subject_of
 from nf4_patch.tools.bench.record import BITSANDBYTES, CEILING, EMPTY, OURS, Row
 from nf4_patch.tools.bench.timing import Call, alternating, gpu_times, over, rotation

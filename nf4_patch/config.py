@@ -4,43 +4,15 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
-class ConfigError(ValueError):
-    """A variable or an argument holds a value that is not in its table row."""
-
-
-SWITCH = {"0": False, "1": True, "false": False, "true": True, "no": False, "yes": True, "off": False, "on": True}
-
-
-@dataclass(frozen=True)
-class Variable:
-    name: str
-    allowed: tuple[str, ...]
-    default: str  # what an unset or empty variable means; "" where that is a third state
-    meaning: str
-    suffix: str = ""  # a path that ends so is allowed too
-    size: bool = False  # an amount of memory is allowed too
-    option: bool = False  # it changes what the patch does, and does nothing where the patch is off
-    on: str = ""  # of an option that is an argument of ``enable`` too: a value that switches it on, as "off" does off
-
-    @property
-    def argument(self) -> str:
-        return self.name.removeprefix("NF4_PATCH_").lower()
-
-    @property
-    def values(self) -> tuple[str, ...]:
-        """What may be given, in words."""
-        more = [f"a path to a `{self.suffix}`"] if self.suffix else []
-        more += ["a size (`6GiB` = `6G`, in units of 2^30 bytes; `6GB`, of 10^9; `0`: off)"] if self.size else []
-        return (*(f"`{value}`" for value in self.allowed), *more)
-
+from .option import SWITCH, Variable
+from .option import ConfigError as ConfigError
+from .patching.options import OPTIONS
 
 VARIABLES = (
     Variable(
@@ -56,75 +28,13 @@ VARIABLES = (
         option=True,
     ),
     Variable(
-        "NF4_PATCH_MATMUL", ("off", "auto"), "off",
-        "auto: multiply few rows (generation, short sequences) straight from the packed weight where measured to win. "
-        "Off by default: as accurate, but not the same bits as the original.",
-        option=True, on="auto",
-    ),
-    Variable(
         "NF4_PATCH_CALIBRATION", ("auto", "off"), "auto",
         "The file of `nf4-patch calibrate`, which takes precedence over the shipped tables of what is measured to win. "
         "auto: nf4_patch/calibration.json in $XDG_CACHE_HOME or ~/.cache; off: the shipped tables only.",
         suffix=".json", option=True,
     ),
-    Variable(
-        "NF4_PATCH_CACHE", ("off", "auto"), "off",
-        "Keep dequantized weights for the functions that only read them, with the same bits. A size: as many as fit into "
-        "that much memory of every GPU; auto: as many as fit into what the training leaves free.",
-        size=True, option=True, on="6GiB",
-    ),
-    Variable(
-        "NF4_PATCH_EXPERTS", ("off", "4bit"), "off",
-        "4bit: transformers' load_in_4bit packs the experts of a mixture too. Off by default: another quantization.",
-        option=True, on="4bit",
-    ),
-    Variable(
-        "NF4_PATCH_LORA", ("off", "fused"), "off",
-        "fused: peft's LoRA on 4-bit linear layers as one function. Off by default: as accurate, but not the same bits as peft's.",
-        option=True, on="fused",
-    ),
-    Variable(
-        "NF4_PATCH_OFFLOAD", ("off", "all"), "off",
-        "Packed experts wait in host memory and are fetched ahead, with the same bits. A size: so much of them, and of what is in "
-        "flight, stays on every GPU; all: only what is in flight. For models that are loaded from then on, with experts=4bit.",
-        size=True, option=True, on="6GiB",
-    ),
+    *OPTIONS.values(),
 )  # fmt: skip
-OPTIONS = {variable.argument: variable for variable in VARIABLES if variable.on}
-
-UNITS = {"TiB": 2**40, "TB": 10**12, "GiB": 2**30, "GB": 10**9}
-UNITS |= {"MiB": 2**20, "MB": 10**6, "KiB": 2**10, "KB": 10**3, "B": 1}
-# One letter is binary, as for Docker, Slurm and coreutils; GB is decimal, as in accelerate's max_memory.
-SPELLINGS = {unit.lower(): size for unit, size in UNITS.items()} | {
-    letter: UNITS[f"{letter.upper()}iB"] for letter in "kmgt"
-}
-SMALLEST = 10**6  # a number without a unit that is smaller hardly means bytes
-
-
-def size_of(text: str) -> int | None:
-    """The bytes of "6GiB", "6G", "6.5 GB" or "6442450944"; None where it is no size.
-
-    Raises:
-        ConfigError: a number without a unit, and so small that it hardly means bytes.
-    """
-    match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in ("", *SPELLINGS):
-        return None
-    size = int(float(match[1]) * SPELLINGS.get(match[2], 1))
-    if not match[2] and 0 < float(match[1]) < SMALLEST:
-        raise ConfigError(f"would be {match[1]} bytes. Which is meant: {match[1]}GiB, {match[1]}MiB or {match[1]}B?")
-    return size if size <= sys.maxsize else None
-
-
-def size_in_words(size: int) -> str:
-    """As people write it, "6 GiB" or "1.5 GB"; to three digits where neither unit has a round number."""
-    for unit, base in UNITS.items():
-        if size >= base > 1 and 10 * size % base == 0:
-            return f"{size / base:g} {unit}"
-    for unit, base in UNITS.items():
-        if size >= base and (base == 1 or "i" in unit):
-            return f"{size / base:.3g} {unit}"
-    return "0 B"
 
 
 def options_set() -> list[str]:
@@ -196,7 +106,7 @@ class Config:
                 continue
             if given is None:
                 name, given = variable.name, environ.get(variable.name, "")
-            values[variable.name] = value_of(variable, name, given)
+            values[variable.name] = variable.parse(name, given)
         folder = environ.get("XDG_CACHE_HOME") or "~/.cache"
         named = values["NF4_PATCH_CALIBRATION"]
         file = {"auto": f"{folder}/nf4_patch/calibration.json", "off": ""}.get(named, named)
@@ -208,38 +118,3 @@ class Config:
             calibration_named=named not in ("auto", "off"),
             options={name: values[variable.name] for name, variable in OPTIONS.items()},
         )
-
-
-def value_of(variable: Variable, name: str, given: Any) -> Any:
-    """What ``given``, the value of an argument or variable called ``name``, means.
-
-    Raises:
-        ConfigError: it is not allowed.
-    """
-    try:
-        text = str(given).strip()
-    except ValueError:  # an int of more than 4,300 digits
-        text = hex(given)
-    value = text.lower() or variable.default
-    shown = repr(given) if isinstance(given, str) else text
-    shown = f"{name}={shown if len(shown) <= 60 else shown[:60] + '...'}"
-    if value in (*variable.allowed, variable.default):
-        return value
-    if variable.suffix and value.endswith(variable.suffix):
-        return text
-    try:
-        size = size_of(value) if variable.size else None
-    except ConfigError as error:
-        raise ConfigError(f"{shown} {error}") from None
-    if size is None:
-        if variable.size and value == "block":
-            raise ConfigError(
-                f"{shown} is gone: a size serves more of a checkpointed step. For one block of a model give 2 bytes an "
-                "element: 0.5GiB for an 8B model (218 M elements a block); or auto"
-            )
-        unset = "unset" if name == variable.name else "None"
-        raise ConfigError(
-            f"{shown} is not known; "
-            f"allowed: {', '.join(variable.values).replace('`', '')}, or {unset}. {variable.meaning}"
-        )
-    return size or "off"

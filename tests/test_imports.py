@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 import nf4_patch
+from nf4_patch.config import VARIABLES
+from nf4_patch.patching.options import OPTIONS
+from nf4_patch.patching.status import Status
+from nf4_patch.patching.targets import TARGETS
 
 ROOT = Path(nf4_patch.__file__).parent
 FLOORS = {"nf4": 0, "patching": 1, "tools": 2}
@@ -62,6 +67,68 @@ def test_imports_form_no_ring():
     assert not left, f"in a ring, or above one: {sorted(left)}"
 
 
+# The folders of the options, beside the core; the core knows them in its one table.
+BESIDE = (
+    "patching.cache",
+    "patching.experts",
+    "patching.lora",
+    "patching.matmul",
+    "nf4.low_rank",
+    "nf4.matmul",
+    "nf4.routing",
+)
+BESIDE = tuple(f"nf4_patch.{folder}" for folder in BESIDE)
+TABLE = "nf4_patch.patching.options"
+# What is tried first in one call: a compiled layer's cached weight, the product of a few rows, what cache="auto" watches.
+TRIED_FIRST = {
+    "nf4_patch.patching.adapters.bitsandbytes": {"nf4_patch.patching.cache.store", "nf4_patch.patching.matmul.product"},
+    "nf4_patch.patching.adapters.unsloth": {"nf4_patch.patching.cache.pinned", "nf4_patch.patching.matmul.product"},
+}
+# A gate that an adapter looks at.
+NAMED = {
+    "nf4_patch.patching.adapters.bitsandbytes": ["matmul"],
+    "nf4_patch.patching.adapters.unsloth": ["cache", "cache"],
+}
+
+
+def core() -> dict[str, set[str]]:
+    """The modules of nf4 and patching outside the options' folders, with what each imports."""
+    return {
+        name: imported
+        for name, imported in graph().items()
+        if name.split(".")[1:2] in (["nf4"], ["patching"]) and not name.startswith(BESIDE) and name != TABLE
+    }
+
+
+def test_core_imports_no_option():
+    found = {name: {each for each in imported if each.startswith(BESIDE)} for name, imported in core().items()}
+    assert {
+        name: imported for name, imported in found.items() if imported - {"nf4_patch.patching.cache"}
+    } == TRIED_FIRST
+
+
+@pytest.mark.parametrize("name", core())
+def test_core_names_no_option(name):
+    """Neither as a string nor as a path to its folder: a gate, a variable or a target of an option is asked for in its folder."""
+    path = ROOT.joinpath(*name.split(".")[1:])
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    strings = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+    folders = tuple(folder.removeprefix("nf4_patch.patching") for folder in BESIDE)
+    named = [text for text in strings if isinstance(text, str) and (text in OPTIONS or text.startswith(folders))]
+    assert named == NAMED.get(name, []), f"{name} names {named}"
+
+
+def test_an_option_is_one_row_and_one_folder():
+    """Its rows are made in its folder or by an adapter; each is in TARGETS, and its report is a field of Status."""
+    assert set(OPTIONS.values()) <= set(VARIABLES)
+    fields = {field.name for field in dataclasses.fields(Status)}
+    for name, option in OPTIONS.items():
+        assert option.argument == name and option.default == "off" and option.on
+        assert {target.only for target in option.targets} <= {name, ""}
+        assert all(target in TARGETS for target in option.targets)
+        assert (option.report is None) is (option.lines is None) is (name not in fields)
+
+
 def test_kernel_files_hold_kernels_only():
     files = sorted((ROOT / "nf4").rglob("*kernels.py"))
     assert len(files) == 4, "a kernel file was moved where this test does not look"
@@ -81,7 +148,8 @@ def test_kernel_files_hold_kernels_only():
 # nf4: 90 for fp32 adapters on tensor cores, patching: 130 for adapters on packed experts that are switched off, merged and named as
 # on dense ones; tools: 400 for steps as TRL trains.
 # patching: 400 and ".": 20 for packed experts in host memory, for who trains a mixture larger than the GPU.
-BUDGET = {"nf4": 2470, "patching": 5600, "tools": 2530, ".": 580}
+# patching: 100 for rows, report and variable of an option in its own folder, for who adds an option or reads one alone.
+BUDGET = {"nf4": 2470, "patching": 5730, "tools": 2530, ".": 580}
 
 
 @pytest.mark.parametrize("folder", BUDGET)
@@ -94,7 +162,7 @@ def test_lines(folder):
 # What is asked of PyTorch about a GPU elsewhere than in nf4/runtime.py, which tests exchange.
 ASKED = {
     "nf4/dequantize/reference.py": {"is_cuda"},  # whose bits: those of bitsandbytes' CUDA library or of its CPU library
-    "patching/adapters/transformers_loading.py": {"empty_cache", "is_cuda"},
+    "patching/experts/loading.py": {"empty_cache", "is_cuda"},
     "patching/adapters/unsloth.py": {"cuda"},  # autocast
     # the memory of PyTorch's allocator, which has none on a CPU
     "patching/cache/allocator.py": {"is_initialized", "memory"},
@@ -103,7 +171,7 @@ ASKED = {
     "patching/experts/offload.py": {
         "Event", "Stream", "cuda", "cudart", "current_stream", "device", "is_current_stream_capturing", "stream", "synchronize"
     },
-    "patching/targets.py": {"device_count"},
+    "patching/target.py": {"device_count"},
 }  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -12,8 +14,6 @@ from ..nf4 import runtime
 from ..nf4.dequantize import launch as launches
 from ..nf4.weight import Weight
 from . import guards, op
-from .cache.reads import inside
-from .cache.store import cache
 from .context import (
     is_exporting,
     is_jit_tracing,
@@ -44,6 +44,24 @@ def has_gradient(packed: Tensor) -> bool:
     return packed.requires_grad and torch.is_grad_enabled()
 
 
+class Inside(threading.local):
+    """By library: whether the thread is inside a function that only reads what it dequantizes."""
+
+    bitsandbytes = unsloth = False
+
+
+class Reader:
+    """Answers calls that only read their result; an option puts its own in the place of ``reader``."""
+
+    on = False  # all that a call looks at
+
+    def read(self, weight: Weight, decode: Callable[[Weight], Tensor | Reason]) -> Tensor | Reason | None:
+        """The weight as it is kept, not to be written into, or None where it has to be decoded."""
+
+
+inside, reader = Inside(), Reader()
+
+
 class Dequantizer:
     """Dequantizes the weights of one target."""
 
@@ -60,7 +78,7 @@ class Dequantizer:
         if type(fields) is Reason:
             return fields
         weight: Weight = new(Weight, fields)
-        if cache.on and not only_read:
+        if reader.on and not only_read:
             only_read = getattr(inside, self.library, False)
         if type(packed) is Tensor:
             return self.run(weight, out, into_buffer, only_read)
@@ -98,14 +116,14 @@ class Dequantizer:
         Args:
             out: filled and returned (transposed for a transposed weight).
             into_buffer: the result may live in a buffer that the next such call overwrites.
-            only_read: the caller writes into no result: it may be handed a cached weight.
+            only_read: the caller writes into no result: it may be handed one that is kept.
         """
         if modes_active():
             return self.dispatch(weight, out)
         if transforms_active() is not None:
             return Reason.FUNCTORCH_TRANSFORM
-        if only_read and cache.on and out is None:
-            found = cache.read(weight, self.run)
+        if only_read and reader.on and out is None:
+            found = reader.read(weight, self.run)
             if found is not None:
                 return found
         launch: Any

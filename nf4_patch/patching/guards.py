@@ -11,7 +11,6 @@ from torch import Tensor
 from ..nf4 import runtime
 from ..nf4.codes import CODES
 from ..nf4.dequantize import compilation
-from ..nf4.matmul import launch as matmul
 from ..nf4.weight import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES, Weight
 from .context import is_compiling, own_dispatch
 from .reasons import Reason
@@ -97,25 +96,16 @@ GUARDS: tuple[tuple[Reason, Callable[[Weight], bool]], ...] = (
 )
 
 
-def why_not(
-    weight: Weight, out: Tensor | None = None, product: tuple[Tensor, Tensor | None] | None = None,
-    ignore: tuple[Reason, ...] = (),
-) -> Reason | None:  # fmt: skip
+def why_not(weight: Weight, out: Tensor | None = None, ignore: tuple[Reason, ...] = ()) -> Reason | None:
     """The first reason why a kernel must not run on this weight; None when it may. Looks at no data.
 
     Args:
         out: of a dequantization: what is to be filled, dense, of the weight's shape, dtype and device.
-        product: x and bias of a matmul straight from the packed weight.
         ignore: reasons that do not count.
     """
     for reason, holds in GUARDS:
         if reason not in ignore and holds(weight):
             return reason
-    if product is not None:
-        if not matmul.takes(product[0], weight, product[1]):
-            return Reason.MATMUL_OPERANDS
-        if not all(map(runtime.has_memory, weight.tensors())):
-            return Reason.NO_STORAGE
     if out is not None:
         fits = runtime.fits(out, tuple(weight.shape), weight.dtype, weight.packed.get_device())
         if not fits or out.device != weight.packed.device:

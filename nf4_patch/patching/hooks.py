@@ -18,10 +18,11 @@ from .counters import warn_once
 from .locks import new_lock
 from .placement import Installed, install, installed, is_of_an_earlier_import
 from .switch import switch
-from .targets import TARGETS, Target
+from .target import Target
+from .targets import TARGETS
 
 logger = logging.getLogger("nf4_patch")
-Given = str | int | None  # for an option, by its name in config.OPTIONS
+Given = str | int | None  # for an option, by its name in OPTIONS
 
 lock = new_lock()
 _hooked = False

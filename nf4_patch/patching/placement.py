@@ -12,8 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from .state import State
-from .switch import switch
-from .targets import ANY, Target
+from .target import ANY, Target
 
 logger = logging.getLogger("nf4_patch")
 ABSENT = object()
@@ -93,7 +92,7 @@ def install(target: Target, module: ModuleType, wanted: bool) -> None:
 def is_of_an_earlier_import(target: Target) -> bool:
     """Whether a replacement stands there that an earlier import of this package made."""
     function = get_attr(*target.holder(sys.modules.get(target.module)))
-    return is_ours(function) and function.__nf4_patch__[1] is not switch
+    return is_ours(function) and function.__nf4_patch__[1] is not Target
 
 
 def get_attr(holder: Any, name: str, default: Any = None) -> Any:

@@ -94,22 +94,3 @@ EXPECTED = {
     Reason.BATCHED_MM_GRADIENT, Reason.EXPERTS_FORWARD, Reason.EXPERT_BLOCKS,
     Reason.LORA_INACTIVE, Reason.LORA_VARIANT, Reason.LORA_HOOKED, Reason.LORA_DTYPES,
 }  # fmt: skip
-
-
-class Uncached(enum.Enum):
-    """Why a weight that a caller only reads was decoded and not kept."""
-
-    BUDGET_SPENT = (
-        "the budget is spent: no room for a compiled layer as a whole, or no cached weight of this size to replace"
-    )
-    WAITING = 'cache="auto" waits for two steps of the optimizer before it takes memory'
-    CUDA_GRAPH = "a CUDA graph is being captured: its replays would read memory that the cache may free"
-    OTHER_STREAM = "it was decoded on another CUDA stream"
-    CHECKPOINT = "a compiled layer in a non-reentrant checkpoint: its recompute must save what its forward saved"
-    INFERENCE_TENSOR = "a tensor of the weight is an inference tensor, which has no version counter"
-    REFILLED = "its memory is freed and filled again under the same tensor (FSDP)"
-    NOT_A_PARAMETER = (
-        "it is no parameter of a module and no view of one (a tensor that compiled code computed or reinterpreted)"
-    )
-    ALIASED = "two parameters share its memory, and a write through one does not move the version of the other"
-    ZERO3 = "DeepSpeed ZeRO-3 owns it and writes it without a new version"

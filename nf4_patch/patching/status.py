@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..config import OPTIONS, keeps_off, size_in_words
+from ..config import keeps_off
 from .counters import counters
+from .options import OPTIONS, CacheStatus, OffloadStatus
 from .placement import installed
-from .reasons import Reason, Uncached
+from .reasons import Reason
 from .state import State
 from .switch import switch
 from .targets import TARGETS
@@ -34,43 +35,6 @@ class TargetStatus:
 
 
 @dataclass(frozen=True)
-class CacheStatus:
-    """Bytes are what PyTorch's allocator takes at most."""
-
-    mode: str = "off"  # off, auto, or bytes per GPU
-    taken: dict[int, int] = field(default_factory=dict)  # by device (-1: the CPU), also what is dropped and still used
-    weights: int = 0
-    hits: int = 0  # dequantizations saved
-    misses: int = 0
-    uncached: dict[str, int] = field(default_factory=dict)  # by name of the Uncached
-    compiled: int = 0  # weights that compiled layers read; each call of such a layer counts as one read of each
-    found: str = ""  # with "auto": how much it may take and why
-
-    def __str__(self) -> str:
-        mode = size_in_words(int(self.mode)) if self.mode.isdigit() else self.mode
-        places = [(size, "the CPU" if device < 0 else f"device {device}") for device, size in self.taken.items()]
-        taken = ", ".join(f"{size_in_words(size)} on {place}" for size, place in places)
-        compiled = f" ({self.compiled} for compiled layers)" if self.compiled else ""
-        weights = f"{self.weights} weight{'s' * (self.weights != 1)}{compiled}, {taken or 'nothing'}"
-        reads = f"; {self.hits} of {self.hits + self.misses} reads served" * bool(self.hits + self.misses)
-        return f"cache {mode}: {weights if self.weights or taken else 'empty'}{reads}"
-
-
-@dataclass(frozen=True)
-class OffloadStatus:
-    """Of one GPU, and of the models that have packed experts in host memory."""
-
-    resident: int = 0  # bytes of packed experts on the GPU, what is in flight included
-    in_host: int = 0  # bytes of packed experts
-    fetches: int = 0  # of experts modules
-    late: int = 0  # fetches that began only when the experts were read
-
-    def __str__(self) -> str:
-        resident, in_host = size_in_words(self.resident), size_in_words(self.in_host)
-        return f"{in_host} of packed experts in host memory, {resident} here; {self.fetches} fetches, {self.late} not ahead"
-
-
-@dataclass(frozen=True)
 class Status:
     """A snapshot of the process."""
 
@@ -78,7 +42,7 @@ class Status:
     targets: tuple[TargetStatus, ...]  # and what else was called: ``dequantize_nf4``, the search for cache="auto"
     shapes: dict[str, int]  # hits by "shape dtype"
     errors: tuple[str, ...]  # kernel failures, in full
-    cache: CacheStatus = CacheStatus()
+    cache: CacheStatus = field(default_factory=CacheStatus)
     weights: dict[str, int] = field(
         default_factory=dict
     )  # addresses of weights so far, freed ones too, by "shape dtype"
@@ -111,11 +75,8 @@ class Status:
         lines += [f"  {hits} x {shape}" for hits, shape in most[:SHAPES_SHOWN]]
         if len(most) > SHAPES_SHOWN:
             lines.append(f"  and {len(most) - SHAPES_SHOWN} more shapes")
-        if self.cache.mode != "off" or self.cache.hits:
-            lines.append(f"  {self.cache}")
-            lines += [f"    it may take {self.cache.found}"] if self.cache.found else []
-            lines += [f"    {count} x not cached: {explain(reason)}" for reason, count in self.cache.uncached.items()]
-        lines += [f"  offload, {device}: {found}" for device, found in self.offload.items()]
+        for name, option in OPTIONS.items():
+            lines += [f"  {line}" for line in option.lines(getattr(self, name))] if option.lines else []
         lines += [f"  error: {error}" for error in self.errors]
         return "\n".join(lines)
 
@@ -144,9 +105,7 @@ def waited_for(status: TargetStatus) -> str:
 
 
 def explain(name: str) -> str:
-    """A Reason or an Uncached by its name, with its sentence and what to do about it."""
-    if name in Uncached.__members__:
-        return f"{name}: {Uncached[name].value}"
+    """A Reason by its name, with its sentence and what to do about it."""
     reason = Reason[name]
     return f"{name}: {reason.sentence}" + (f" -> {reason.advice}" if reason.advice else "")
 
@@ -193,19 +152,7 @@ def status() -> Status:
         shapes[key] = shapes.get(key, 0) + counter.hits
         addresses.setdefault(key, set()).update(counter.addresses)
     weights = {key: len(known) for key, known in addresses.items() if known}
-    errors, offload = tuple(counters.errors), offload_status()
-    return Status(switch.on, tuple(targets), shapes, errors, cache_status(), weights, offload, keeps_off())
-
-
-def cache_status() -> CacheStatus:
-    module = sys.modules.get(f"{__package__}.cache.store")  # it needs torch
-    if module is None:
-        return CacheStatus(str(switch.value("cache")))
-    found: CacheStatus = module.cache.snapshot()
-    return found
-
-
-def offload_status() -> dict[str, OffloadStatus]:
-    module = sys.modules.get(f"{__package__}.experts.offload")
-    found: dict[str, OffloadStatus] = {} if module is None else module.snapshot()
-    return found
+    reports = {name: option.report(switch.value(name)) for name, option in OPTIONS.items() if option.report}
+    return Status(
+        switch.on, tuple(targets), shapes, tuple(counters.errors), weights=weights, forbidden=keeps_off(), **reports
+    )

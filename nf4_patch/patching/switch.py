@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..config import OPTIONS, Config
+from ..config import Config
+from .options import OPTIONS
 
 
 class Gate:

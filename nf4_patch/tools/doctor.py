@@ -17,16 +17,19 @@ from rich.console import RenderableType
 
 import nf4_patch
 
-from ..config import OPTIONS, VARIABLES, Config, options_set, size_in_words, unknown_variables
+from ..config import VARIABLES, Config, options_set, unknown_variables
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.matmul.tuning import SMALL_M_ROWS
 from ..nf4.weight import OUTPUT_DTYPES
-from ..patching import calibrated
+from ..option import size_in_words
+from ..patching.matmul import calibrated
+from ..patching.options import OPTIONS
 from ..patching.reasons import Reason
 from ..patching.state import State, StrEnum
 from ..patching.status import TargetStatus
-from ..patching.targets import TARGETS, Target
+from ..patching.target import Target
+from ..patching.targets import TARGETS
 from ..version import release_of
 from .report import DISTRIBUTIONS, Progress, Report, answer, holds, installed_releases, plural, silent
 

@@ -20,9 +20,9 @@ from torch.nn.functional import silu
 import nf4_patch
 from benchmarks import experts
 from nf4_patch.nf4.routing import launch
-from nf4_patch.patching.adapters.transformers_loading import LARGEST
 from nf4_patch.patching.experts import forward
 from nf4_patch.patching.experts.forward import Order
+from nf4_patch.patching.experts.loading import LARGEST
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.bench import step
 from nf4_patch.tools.bench.matmul import error

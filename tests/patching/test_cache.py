@@ -20,8 +20,9 @@ from threads import together
 
 from nf4_patch.patching.cache import reads
 from nf4_patch.patching.cache.allocator import allocated
+from nf4_patch.patching.cache.option import Uncached
 from nf4_patch.patching.cache.store import Cache
-from nf4_patch.patching.reasons import Reason, Uncached
+from nf4_patch.patching.reasons import Reason
 
 GPU = torch.cuda.is_available()
 DEVICE, INDEX = (torch.device("cuda", 0), 0) if GPU else (torch.device("cpu"), -1)  # the index is a key of ``held``

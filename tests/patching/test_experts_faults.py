@@ -11,10 +11,10 @@ from target import raising
 from tiny_experts import DEVICE, STACKS, Layer, hits, reasons
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from nf4_patch.patching.adapters import transformers as adapter
 from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
+from nf4_patch.patching.experts import transformers as adapter
 from nf4_patch.patching.experts.product import Operand, View
 from nf4_patch.patching.experts.read import Stack, stacks_of
 from nf4_patch.patching.reasons import Reason

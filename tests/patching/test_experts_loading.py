@@ -24,7 +24,7 @@ from tiny_experts import ARCHITECTURES, SKIPPED, in_4bit, is_stack, loaded, rand
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 import nf4_patch
-from nf4_patch.patching.adapters import transformers_loading
+from nf4_patch.patching.experts import loading
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; on a GPU: gpu/test_experts_gpu.py")
 PACKED = {"experts": "4bit"}
@@ -69,14 +69,14 @@ def test_a_stack_that_is_too_large_for_bitsandbytes(qwen3, patched, monkeypatch)
     folder, stacks = qwen3
     patched.enable(**PACKED)
     elements = max(stack.numel() for stack in stacks.values())
-    monkeypatch.setattr(transformers_loading, "LARGEST", elements - 1)
+    monkeypatch.setattr(loading, "LARGEST", elements - 1)
     with pytest.raises(ValueError, match=rf"gate_up_proj has {elements:,} elements") as raised:
         loaded(folder, quantization_config=in_4bit())
     (named,) = re.findall(r"'(model\.layers\.0\.[^']*)'\]", str(raised.value))
     skipped = [*SKIPPED, named, named.replace("0", "1")]
     model = loaded(folder, quantization_config=in_4bit(llm_int8_skip_modules=skipped))
     assert not [module for module in model.modules() if hasattr(module, "parametrizations")]
-    monkeypatch.setattr(transformers_loading, "LARGEST", elements)
+    monkeypatch.setattr(loading, "LARGEST", elements)
     same_stacks(loaded(folder, quantization_config=in_4bit()), stacks)
 
 
@@ -325,9 +325,9 @@ def test_offloading_and_parallelism_are_refused(places, mesh, found):
     model = random_model("qwen3")
     if found:
         with pytest.raises(ValueError, match=f"found .*{found}. Change that, or leave the experts in 16 bits"):
-            transformers_loading.device_of_stacks(model, config)
+            loading.device_of_stacks(model, config)
     else:
-        assert len(transformers_loading.device_of_stacks(model, config)) == 4
+        assert len(loading.device_of_stacks(model, config)) == 4
 
 
 def is_stack_of(model, name):

@@ -21,7 +21,7 @@ from target import TARGET, fallbacks, raising, replaced_by, row, same
 import nf4_patch
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import launch
-from nf4_patch.patching import guards, placement, replacement, targets
+from nf4_patch.patching import guards, placement, replacement, target
 from nf4_patch.patching.counters import counters, warn_once
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
@@ -149,10 +149,10 @@ def test_a_compiled_graph_goes_on_without_the_kernel(on, monkeypatch, caplog):
 
 
 def test_a_hook_that_raises_leaves_the_function_alone(monkeypatch, caplog):
-    make, original = targets.Target.make, F.dequantize_4bit
+    make, original = target.Target.make, F.dequantize_4bit
     broken = raising(MISTAKE)
     monkeypatch.setattr(
-        targets.Target, "make", lambda self, *args: (broken if self.name == TARGET else make)(self, *args)
+        target.Target, "make", lambda self, *args: (broken if self.name == TARGET else make)(self, *args)
     )
     with replaced_by(original):
         assert F.dequantize_4bit is original and str(MISTAKE) in caplog.text

@@ -25,12 +25,13 @@ from nf4_patch.nf4.dequantize import compilation, launch, reference
 from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.nf4.matmul import small_m
 from nf4_patch.nf4.weight import Weight
-from nf4_patch.patching import fused_matmul, guards, op
+from nf4_patch.patching import guards, op
 from nf4_patch.patching.adapters import bitsandbytes as bitsandbytes_adapter
 from nf4_patch.patching.adapters import unsloth as unsloth_adapter
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
-from nf4_patch.patching.fused_matmul import FusedMatmul
+from nf4_patch.patching.matmul import product as fused_matmul
+from nf4_patch.patching.matmul.product import FusedMatmul
 from nf4_patch.patching.switch import switch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_launch.py runs the launcher itself")

@@ -18,13 +18,14 @@ from oracle import expected, quantized
 from target import TARGET, fallbacks, replaced_by, row
 
 import nf4_patch
-from nf4_patch.config import OPTIONS
-from nf4_patch.patching.cache import reads
+from nf4_patch.patching import dequantizer
 from nf4_patch.patching.counters import counters
+from nf4_patch.patching.options import OPTIONS
 from nf4_patch.patching.placement import get_attr, installed, is_ours, put
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.state import State
-from nf4_patch.patching.targets import ANY, TARGETS
+from nf4_patch.patching.target import ANY
+from nf4_patch.patching.targets import TARGETS
 
 WRAPPERS = {
     "wraps": lambda ours: functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs)),
@@ -63,7 +64,7 @@ def ours_that_run(function, arguments):
             seen.append(frame.f_code)
         elif event in ("call", "c_call"):
             seen.extend(
-                name for name in ("bitsandbytes", "unsloth") if getattr(reads.inside, name) and name not in seen
+                name for name in ("bitsandbytes", "unsloth") if getattr(dequantizer.inside, name) and name not in seen
             )
 
     sys.setprofile(look)

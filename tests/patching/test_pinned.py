@@ -27,11 +27,11 @@ from unsloth_releases import with_unsloth
 import nf4_patch
 from nf4_patch import dequantize_nf4
 from nf4_patch.nf4 import runtime
+from nf4_patch.patching.cache.option import Uncached
 from nf4_patch.patching.cache.pinned import NAME, Layers, dense_of
 from nf4_patch.patching.cache.store import StaleWeightError, cache
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
-from nf4_patch.patching.reasons import Uncached
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIDE = 64

@@ -14,8 +14,9 @@ from target import row
 
 import nf4_patch
 from nf4_patch.patching import counters, hooks
+from nf4_patch.patching.cache.option import Uncached
 from nf4_patch.patching.cache.store import cache
-from nf4_patch.patching.reasons import Reason, Uncached
+from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.state import State
 from nf4_patch.patching.status import CacheStatus, Status, TargetStatus, folded
 from nf4_patch.patching.targets import TARGETS

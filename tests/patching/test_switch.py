@@ -19,11 +19,12 @@ from run_example import completed
 from subprocess_python import program, python
 
 import nf4_patch
-from nf4_patch.config import OPTIONS, VARIABLES, Config, ConfigError, size_in_words
+from nf4_patch.config import VARIABLES, Config, ConfigError
+from nf4_patch.option import size_in_words
 from nf4_patch.patching import placement
-from nf4_patch.patching.cache import reads
 from nf4_patch.patching.cache.store import cache
-from nf4_patch.patching.dequantizer import Dequantizer
+from nf4_patch.patching.dequantizer import Dequantizer, inside
+from nf4_patch.patching.options import OPTIONS
 from nf4_patch.patching.switch import switch
 from nf4_patch.patching.targets import TARGETS
 
@@ -299,11 +300,11 @@ def cached(device):
     nf4_patch.enable(cache="1MiB")
 
     def read():
-        reads.inside.bitsandbytes = True
+        inside.bitsandbytes = True
         try:
             return F.dequantize_4bit(packed, state)
         finally:
-            reads.inside.bitsandbytes = False
+            inside.bitsandbytes = False
 
     return read
 

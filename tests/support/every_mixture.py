@@ -25,10 +25,10 @@ from torch.nn.utils import parametrize
 from transformers import BitsAndBytesConfig
 
 import nf4_patch
-from nf4_patch.patching.adapters import transformers_loading
-from nf4_patch.patching.adapters.transformers_loading import is_matrix, packed_stacks
+from nf4_patch.patching.experts import loading
+from nf4_patch.patching.experts.loading import is_matrix, packed_stacks
 
-LOADING = transformers_loading.__name__.rpartition(".")[2]
+LOADING = loading.__name__.rpartition(".")[2]
 
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForImageTextToText", "ForTokenClassification", "Model")
 PARTS = {  # of a model that is several
@@ -179,7 +179,7 @@ def loss_of(model: Any) -> torch.Tensor:
 def said_by_us() -> Iterator[list[str]]:
     """The warnings of nf4_patch's loading."""
     said: list[str] = []
-    handler, logger = logging.Handler(logging.WARNING), transformers_loading.logger
+    handler, logger = logging.Handler(logging.WARNING), loading.logger
     handler.emit = lambda record: said.append(record.getMessage()) if record.module == LOADING else None  # type: ignore
     logger.addHandler(handler)
     try:

@@ -390,7 +390,7 @@ def fuzz_products(count: int, seed: int, dtype: torch.dtype, nested: bool) -> Co
         AssertionError: a row of X with a single 1 gave other bits than bitsandbytes' dequantization.
     """
     from nf4_patch.patching.dequantizer import Dequantizer
-    from nf4_patch.patching.fused_matmul import FusedMatmul
+    from nf4_patch.patching.matmul.product import FusedMatmul
 
     device, ended = cases.device_here(), Counter()
     dequantizer, multiplier = Dequantizer("fuzz"), FusedMatmul("fuzz")

@@ -25,7 +25,8 @@ from nf4_patch.patching.quant_state import weight_of
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.state import State
 from nf4_patch.patching.status import TargetStatus
-from nf4_patch.patching.targets import TARGETS, OwnKernel
+from nf4_patch.patching.target import OwnKernel
+from nf4_patch.patching.targets import TARGETS
 from nf4_patch.tools import cases, doctor, output, verify
 from nf4_patch.tools.cli import main, summary
 from nf4_patch.tools.doctor import Outcome

@@ -8,15 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cache.reads import inside
 from ..cache.store import cache
-from ..dequantizer import Dequantizer, served
-from ..fused_matmul import FusedMatmul, multiplied_first
+from ..dequantizer import Dequantizer, inside, served
+from ..matmul.product import FusedMatmul, multiplied_first
 from ..quant_state import linear_weight
 from ..reasons import Reason
 from ..replacement import Function, replacement_of
 from ..switch import switch
-from ..targets import Target
+from ..target import Target
 
 
 def agrees(state: Any, absmax: Any, blocksize: Any, quant_type: Any) -> bool:

@@ -8,21 +8,19 @@ from typing import Any
 import torch
 
 from ..cache.pinned import Layers, dense_of
-from ..cache.reads import inside
-from ..cache.store import cache
 from ..context import is_compiling
 from ..counters import warn_once
-from ..dequantizer import served
-from ..fused_matmul import FusedMatmul, multiplied_first
+from ..dequantizer import inside, served
+from ..matmul.product import FusedMatmul, multiplied_first
 from ..reasons import Reason
 from ..replacement import Function, instead, replacement_of
 from ..switch import switch
-from ..targets import Target
+from ..target import Target
 
 
 def fast_dequantize(target: Target, original: Function) -> Function:
     """For ``fast_dequantize`` and ``_fast_dequantize_bnb``."""
-    own = target.own_kernel
+    own, cache = target.own_kernel, switch.gates["cache"]
 
     def adapter(serve, W, quant_state=None, out=None, use_global_buffer=False, **kwargs) -> Any:
         # transposed: for its backward, and only there

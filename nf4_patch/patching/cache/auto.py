@@ -20,8 +20,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...config import size_in_words
 from ...nf4.runtime import is_capturing
+from ...option import size_in_words
 from ..context import backward_in_progress
 from ..replacement import Fallbacks
 

@@ -24,9 +24,10 @@ from ..context import is_compiling, modes_active, plain_methods, saved_tensors_h
 from ..dequantizer import Dequantizer, returns_tensors
 from ..locks import new_lock
 from ..quant_state import weight_of
-from ..reasons import Reason, Uncached
+from ..reasons import Reason
 from ..switch import switch
 from .cached import Cached, size_of
+from .option import Uncached
 from .store import cache
 
 NAME = "_nf4_patch_dense"  # the attribute of a QuantState while its layer runs

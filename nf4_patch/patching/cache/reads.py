@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..dequantizer import inside
 from ..replacement import Fallbacks, Function, instead, replacement_of
-from ..targets import Target
+from ..target import Target
 from .store import cache
-
-
-class Inside(threading.local):
-    """By library: whether the thread is inside such a function."""
-
-    bitsandbytes = unsloth = False
-
-
-inside = Inside()
 
 
 def reading(target: Target, original: Function) -> Function:

@@ -24,11 +24,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...nf4 import runtime
 from ...nf4.weight import Weight
-from ..reasons import Reason, Uncached
-from ..status import CacheStatus
+from .. import dequantizer
+from ..reasons import Reason
 from ..switch import switch
 from .auto import Auto
 from .cached import Cached, location, nobody, size_of
+from .option import CacheStatus, Uncached
 
 Decode = Callable[[Weight], "Tensor | Reason"]
 NOT_KNOWN = (AttributeError, RuntimeError, TypeError)  # a field is no tensor, an inference tensor, or the shape a list
@@ -39,8 +40,8 @@ class StaleWeightError(RuntimeError):
     """NF4_PATCH_STRICT=1, and a cached weight differs from what its packed bytes decode to."""
 
 
-class Cache:
-    """One for the process. ``on`` is all that a call looks at where the cache is off.
+class Cache(dequantizer.Reader):
+    """One for the process.
 
     Every change is made under ``lock``, which no thread takes twice. The death of a tensor comes at any point of any
     thread, in the middle of a change too: it is queued, and seen to by whoever takes the lock next.
@@ -421,7 +422,7 @@ def is_captured(device: int) -> bool:
     return "torch._inductor.cudagraph_trees" in sys.modules or runtime.is_capturing()
 
 
-cache = Cache()
+cache = dequantizer.reader = Cache()
 if hasattr(os, "register_at_fork"):  # a child has no half of another thread's change, and the lock is free there
     os.register_at_fork(
         before=cache.lock.acquire, after_in_parent=cache.lock.release, after_in_child=cache.lock.release

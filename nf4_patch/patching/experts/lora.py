@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from ..placement import is_ours
 from ..replacement import Fallbacks, Function, around, instead, replacement_of
-from ..targets import Target
+from ..target import Target
 from .product import Lora, pending
 from .read import packed_chains
 

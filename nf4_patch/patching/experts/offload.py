@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config import ConfigError, size_in_words
 from ...nf4 import runtime
 from ...nf4.weight import LIMIT, Weight
+from ...option import ConfigError, size_in_words
 from ..cache.store import cache, is_captured
 from ..context import modes_active, transforms_active
 from ..dequantizer import Dequantizer
 from ..locks import new_lock
 from ..quant_state import new, weight_of
 from ..reasons import Reason
-from ..status import OffloadStatus
 from ..switch import switch
+from .option import OffloadStatus
 
 SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags

@@ -21,7 +21,7 @@ from ..quant_state import weight_of
 from ..reasons import Reason
 from ..replacement import Function, replacement_of
 from ..switch import switch
-from ..targets import Target
+from ..target import Target
 from .function import Adapter, Factors, LoraProduct, WideFactors, cast
 from .shared import shared_input
 

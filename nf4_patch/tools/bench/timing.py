@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 import nf4_patch
 
 from ...config import Config
-from ...patching import calibrated
+from ...patching.matmul import calibrated
 from ..report import answer, provenance_data
 
 Call = Callable[[], Any]

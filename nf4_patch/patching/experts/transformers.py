@@ -19,13 +19,13 @@ from torch.nn.utils import parametrize
 from ..cache.store import cache
 from ..counters import warn_once
 from ..dequantizer import Dequantizer
-from ..experts import forward
-from ..experts.product import View, is_kept_packed, pending
-from ..experts.read import stacks_of
 from ..reasons import Reason
 from ..replacement import Function, replacement_of
 from ..switch import switch
-from ..targets import Target
+from ..target import Target
+from . import forward
+from .product import View, is_kept_packed, pending
+from .read import stacks_of
 
 
 class Loads:

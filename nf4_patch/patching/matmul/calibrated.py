@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..config import Config
-from ..nf4 import runtime
-from ..nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, CalibratedRanges, SmallMConfig
-from ..version import __version__, release_of
-from .switch import switch
-from .targets import TARGETS
+from ...config import Config
+from ...nf4 import runtime
+from ...nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, CalibratedRanges, SmallMConfig
+from ...version import __version__, release_of
+from ..switch import switch
+from .option import MATMUL
 
 logger = logging.getLogger("nf4_patch")
 
@@ -70,7 +70,7 @@ def gpu(device: int) -> str:
 def releases() -> dict[str, str | None]:
     """The releases that a calibration depends on; None: not installed."""
     triton = runtime.triton.__version__ if runtime.triton else None
-    libraries = dict.fromkeys(target.library for target in TARGETS if target.only == "matmul")
+    libraries = dict.fromkeys(target.library for target in MATMUL.targets)
     return {"nf4_patch": __version__, "triton": triton, **{name: release_of(name) for name in libraries}}
 
 

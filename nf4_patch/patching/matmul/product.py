@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..nf4 import runtime
-from ..nf4.matmul import launch as matmul
-from ..nf4.weight import LIMIT, Weight
-from . import calibrated, guards
-from .context import is_jit_tracing, modes_active, own_dispatch, plain_methods, transforms_active
-from .counters import counters
-from .quant_state import weight_of
-from .reasons import Reason
-from .replacement import Fallbacks, Function, replacement_of
+from ...nf4 import runtime
+from ...nf4.matmul import launch as matmul
+from ...nf4.weight import LIMIT, Weight
+from .. import guards
+from ..context import is_jit_tracing, modes_active, own_dispatch, plain_methods, transforms_active
+from ..counters import counters
+from ..quant_state import weight_of
+from ..reasons import Reason
+from ..replacement import Fallbacks, Function, replacement_of
+from . import calibrated
 
 
 @functools.lru_cache(maxsize=4096)
@@ -103,9 +104,13 @@ class FusedMatmul:
         config = config_for(device, m, n, k) if m and x.shape[-1] == k else None
         if config is None:
             return Reason.NOT_FASTER
-        reason = guards.why_not(weight, product=(x, bias))
+        reason = guards.why_not(weight)
         if reason is not None:
             return reason
+        if not matmul.takes(x, weight, bias):
+            return Reason.MATMUL_OPERANDS
+        if not all(map(runtime.has_memory, weight.tensors())):
+            return Reason.NO_STORAGE
         try:
             launch = matmul.resolve(x, weight, bias, config)
         except runtime.KernelUnavailable as error:

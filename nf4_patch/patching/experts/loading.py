@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import parametrize
 
-from ..experts import offload
-from ..experts.read import packed_chains
 from ..placement import installed
 from ..replacement import around
 from ..switch import switch
 from ..targets import TARGETS
+from . import offload
+from .read import packed_chains
 from .transformers import Loads
 
 logger = logging.getLogger("nf4_patch")
@@ -35,7 +35,7 @@ FIELDS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", *(STATE[1:
 WHOLE = (None, None)  # the converter and the pattern of a stack that was saved whole
 LARGEST = 2**31 - 1  # elements that bitsandbytes counts on a GPU
 ENABLE = 'nf4_patch.enable(experts="4bit")'
-OWN = ".adapters.transformers_loading:"
+OWN = ".experts.loading:"
 
 
 def is_stack(model: Any, full_name: str) -> bool:
@@ -59,7 +59,7 @@ def packed_stacks(model: Any) -> Iterator[tuple[str, Any, str]]:
 
 def carrying(packed: Tensor, state: dict[str, Any]) -> Any:
     """A packed stack as a parameter that carries its state, given in the form in which bitsandbytes saves it."""
-    from ..experts.packed import Params4bit
+    from .packed import Params4bit
 
     parameter: Any = Params4bit.from_prequantized(packed, state, device=packed.device)
     parameter._is_hf_initialized = True  # transformers gives all others random values
@@ -331,7 +331,7 @@ def finish(original, self, model, **kwargs) -> Any:
     """For ``_process_model_after_weight_loading``."""
     from bitsandbytes.nn import parametrize as library
 
-    from ..experts.packed import end_caching
+    from .packed import end_caching
 
     left, dense = [], {}
     for path, module in list(model.named_modules()):

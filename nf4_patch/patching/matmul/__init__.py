@@ -1,0 +1,1 @@
+"""Matmul straight from the packed weight."""
