@@ -4,9 +4,11 @@ on a GPU: gpu/test_offload_gpu.py."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import threading
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +178,19 @@ def test_in_a_block_and_in_traced_code(folder, gpu, patched, fresh_dynamo):
     module = experts_of(model)[0]
     stack = torch.compile(lambda: module.gate_up_proj, backend="eager")()
     assert counts().fetches == before and torch.equal(stack, dense(module))
+
+
+def test_two_parameters_of_the_same_memory(folder, gpu, patched):
+    """What was read through one, and is written through the other, where each counts for itself."""
+    module = experts_of(model_of(folder))[0]
+    stack = stacks_of(module, Dequantizer("test"))[STACKS[0]]
+    state = stack.state.as_dict(packed=True)
+    packed: Any = type(stack.packed).from_prequantized(stack.packed.data, state, device=torch.device("cpu"))
+    other = dataclasses.replace(stack, packed=packed)
+    for each in (stack, other, stack):  # the last is as it was at first, and what is in the buffer is not
+        assert torch.equal(each.dense(), module.gate_up_proj)
+        with torch.no_grad():
+            packed.copy_(packed.roll(1, 0))
 
 
 def test_a_part_of_it_is_read_where_it_lies(folder, gpu, patched):
