@@ -129,14 +129,14 @@ class Dequantizer:
         launch: Any
         try:
             launch = weight.known().launch
-            counter = launch.counters[self.target]
+            counter = launch.counters[self]
         except (AttributeError, KeyError, TypeError, RuntimeError):  # new to this target, or what cannot be a key
             launch = None
         if launch is None:
             launch = self.resolve(weight)
             if type(launch) is Reason:
                 return launch
-            counter = launch.counters[self.target]
+            counter = launch.counters[self]
         if launch.differentiable and has_gradient(weight.packed):
             return Reason.REQUIRES_GRAD
         result: Tensor
@@ -166,7 +166,7 @@ class Dequantizer:
             launch = launches.remembered(weight)
         except runtime.KernelUnavailable as error:
             return self.fallbacks.unavailable(error)
-        launch.counters[self.target] = self.counter_of(weight)
+        launch.counters[self] = self.counter_of(weight)
         return launch
 
     def counter_of(self, weight: Weight) -> HitCounter:

@@ -44,7 +44,7 @@ class Launch:
         result = result.t() if self.transposed else result
         self.shape, self.strides = tuple(result.shape), result.stride()
         self.spans = runtime.spans(*tensors)
-        self.counters: dict[str, Any] = {}  # of those who use it, by target
+        self.counters: dict[Any, Any] = {}  # by who uses it
         self.view: torch.Tensor | None = None  # the result in the device's buffer
 
     def accepts(self, out: Any) -> bool:
