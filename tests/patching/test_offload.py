@@ -386,18 +386,12 @@ def test_a_cached_stack_is_not_fetched(folder, gpu, patched):
     patched.enable(cache="off")
 
 
-def test_two_models_in_turn_and_in_two_threads(folder, gpu, patched, monkeypatch):
+def test_two_models_in_turn_and_in_two_threads(folder, gpu, patched):
     want = logits(model_of(folder, "off"))
     models = [model_of(folder) for _ in range(2)]
     for model in models * 2:
         assert torch.equal(logits(model), want)
-    found, barrier, lock, interpret = [], threading.Barrier(2), threading.Lock(), Dequantizer.interpret
-
-    def one_at_a_time(*arguments):  # as Triton's interpreter asks
-        with lock:
-            return interpret(*arguments)
-
-    monkeypatch.setattr(Dequantizer, "interpret", one_at_a_time)
+    found, barrier = [], threading.Barrier(2)
 
     def run(model):
         barrier.wait()

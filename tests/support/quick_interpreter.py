@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import threading
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ PORTABLE = {
     "CONSTRAINTS": "",
     "FTZ": False,
 }  # without inline assembly; subnormals as bitsandbytes' CPU library
+ONE_AT_A_TIME = threading.Lock()  # Triton's interpreter is not made for threads
 WARPS = 4, 16, 64, 256  # a CTA is one Python call: few, large ones
 
 
@@ -93,7 +95,8 @@ class Interpreted:
             if pointer:
                 address = TensorHandle(np.array([given[index]], dtype=np.uint64), pointer)
                 given[index] = language.tensor(address, pointer)
-        self.kernel[x, y, z](*given[: len(self.pointers)], **self.values)
+        with ONE_AT_A_TIME:
+            self.kernel[x, y, z](*given[: len(self.pointers)], **self.values)
 
 
 def multiply_bf16() -> None:
