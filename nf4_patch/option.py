@@ -99,11 +99,6 @@ class Variable:
         except ConfigError as error:
             raise ConfigError(f"{shown} {error}") from None
         if size is None:
-            if self.size and value == "block":
-                raise ConfigError(
-                    f"{shown} is gone: a size serves more of a checkpointed step. For one block of a model give 2 bytes an "
-                    "element: 0.5GiB for an 8B model (218 M elements a block); or auto"
-                )
             unset = "unset" if name == self.name else "None"
             raise ConfigError(
                 f"{shown} is not known; allowed: {', '.join(self.values).replace('`', '')}, or {unset}. {self.meaning}"

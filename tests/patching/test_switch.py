@@ -212,7 +212,6 @@ REFUSED = {  # an option: what it is given, and what the error says
     "cache": [
         *[(given, SIZES) for given in ("6 gigs", "-1", "GiB", "all", "1e9", "9" * 400, "9" * 5000, str(2**63))],
         *[(given, SIZES) for given in (-1, 10**5000, True, 2**63, float("inf"), b"6GiB")],
-        *[(given, r"0\.5GiB") for given in ("block", "BLOCK")],  # which is gone
         *[
             (given, rf"would be {given} bytes\. Which is meant: {given}GiB, {given}MiB or {given}B\?")
             for given in (6, "6", "6.5", 6.5, 999_999)
