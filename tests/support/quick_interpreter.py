@@ -62,7 +62,7 @@ def exchange_device() -> None:
     runtime.empty_strided_cuda = empty
     runtime.compile_kernel = Interpreted
     fits = runtime.fits
-    runtime.fits = lambda out, *of: fits(out, *of) and runtime.runs_on(out)  # a meta tensor's get_device() is -1 too
+    runtime.fits = lambda out, *of: fits(out, *of) and not out.is_meta  # a meta tensor's get_device() is -1 too
     from nf4_patch.nf4.dequantize import compilation  # which takes from runtime what is there now
 
     compilation.NUM_WARPS |= {(CAPABILITY, 128 * warps): warps for warps in WARPS} | {(CAPABILITY, 0): WARPS[0]}

@@ -26,7 +26,7 @@ def environment(**changes: str) -> dict[str, str]:
     if torch.cuda.is_available():
         return values | changes
     values |= {"TRITON_INTERPRET": "1"} | changes
-    return values | {"PYTHONPATH": os.pathsep.join([INTERPRETED, values.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+    return values | {"PYTHONPATH": os.pathsep.join(filter(None, [values.get("PYTHONPATH"), INTERPRETED]))}
 
 
 def completed(
