@@ -6,6 +6,7 @@ import functools
 import inspect
 import types
 
+import peft.tuners.lora.bnb  # noqa: F401 (which peft imports with the first 4-bit model)
 import pytest
 import test_lora as checks
 
@@ -73,7 +74,7 @@ FAULTS = {
 
 def replaced(monkeypatch, module, texts):
     """Everything that the module defines, in both modules, from its source with other text in it."""
-    nf4_patch.enable(), nf4_patch.disable()  # the replacement is made once: of the real module
+    nf4_patch.enable(lora="fused"), nf4_patch.disable()  # the replacement is made once: of the real module
     source = inspect.getsource(module)
     for text, instead in texts.items():
         assert source.count(text) == 1, text
