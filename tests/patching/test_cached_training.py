@@ -221,17 +221,6 @@ def test_a_transposed_or_flat_or_fp4_weight(linear_op):
     assert cache.misses == 3
 
 
-def test_what_is_no_tensor_is_the_guards_business(linear_op):
-    packed, state = quantized((SIDE, SIDE), torch.bfloat16, linear_op)
-    nf4_patch.enable(cache=2**20)
-    read = functools.partial(Dequantizer("a test").of_state, only_read=True)
-    state.offset = 0.5
-    assert read(packed, state) is Reason.STATE_FIELDS
-    state.dtype = None
-    assert read(packed, state) is Reason.OUTPUT_DTYPE
-    assert read(packed, None) is Reason.NOT_4BIT
-
-
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("name", fuzz.FAULTS)
 def test_a_malformed_state_gets_the_answer_of_no_cache(name, nested, linear_op):
