@@ -14,6 +14,7 @@ import pytest
 import torch
 from offloaded import (
     blocks_of,
+    check_merging,
     counts,
     dense,
     logits,
@@ -175,16 +176,7 @@ def test_generation(folders):
 
 def test_merging_saving_and_reading_again(folders, tmp_path):
     resident, model = (adapted(folders["medium"], where) for where in ("off", "all"))
-    before = logits(resident)
-    assert torch.equal(logits(model), before)
-    for each in (resident, model):
-        each.merge_adapter()
-    merged = logits(resident)
-    assert torch.equal(logits(model), merged) and not torch.equal(merged, before)
-    for each in (resident, model):
-        each.unmerge_adapter()
-    assert torch.equal(logits(model), logits(resident))
-    assert all(blocks_of(model).values())
+    check_merging(resident, model, logits)
     torch.save(model.state_dict(), tmp_path / "state.pt")
     theirs = resident.state_dict()
     for ours in (model.state_dict(), torch.load(tmp_path / "state.pt")):

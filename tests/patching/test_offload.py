@@ -19,6 +19,7 @@ import transformers.modeling_utils
 from host_memory import Cuda
 from offloaded import (
     blocks_of,
+    check_merging,
     counts,
     dense,
     logits,
@@ -102,20 +103,10 @@ def test_generation_evaluation_and_a_skipped_layer(folder, gpu, patched):
 
 
 def test_merging_is_seen(folder, gpu, patched):
-    """Written in host memory, whatever has arrived before; and taken out again."""
     resident, model = (with_lora(model_of(folder, where)) for where in ("off", "all"))
     for each in (resident, model):
         train(each, steps=1)
-    before = logits(resident)
-    assert torch.equal(logits(model), before)
-    for each in (resident, model):
-        each.merge_adapter()
-    merged = logits(resident)
-    assert torch.equal(logits(model), merged) and not torch.equal(merged, before)
-    for each in (resident, model):
-        each.unmerge_adapter()
-    assert torch.equal(logits(model), logits(resident))
-    assert all(blocks_of(model).values())
+    check_merging(resident, model, logits)
 
 
 def test_written_in_place_after_it_has_arrived(folder, gpu, patched):

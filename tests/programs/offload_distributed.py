@@ -4,6 +4,7 @@ bit. torchrun ...
 NCCL with GPUs, gloo without, where CUDA is played by CPU tensors.
 """
 
+import functools
 import os
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_experts
 from host_memory import Cuda
-from offloaded import blocks_of, model_of, same_steps
+from offloaded import blocks_of, model_of, same_steps, train
 from tiny_experts import adapters_of, ids_of, random_model, saved, with_lora
 
 import nf4_patch
@@ -38,18 +39,9 @@ dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else 
 def steps(where):
     model = with_lora(model_of(folder, where))
     assert all(bool(block) == (where == "all") for block in blocks_of(model).values())
-    model.enable_input_require_grads()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    parallel = DistributedDataParallel(model.train(), device_ids=[rank] if gpu else None)
-    optimizer = torch.optim.AdamW(adapters_of(model).values(), lr=1e-2)
-    losses, ids = [], (ids_of() + 5 * rank) % 96  # each has tokens of its own
-    for _ in range(STEPS):
-        loss = parallel(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses), [value.detach() for value in adapters_of(model).values()]
+    parallel = functools.partial(DistributedDataParallel, device_ids=[rank] if gpu else None)
+    ids = (ids_of() + 5 * rank) % 96  # each has tokens of its own
+    return train(model, STEPS, {"use_reentrant": False}, ids=ids, parallel=parallel)
 
 
 want, found = steps("off"), steps("all")

@@ -50,16 +50,19 @@ def tensors_of(chain: Any) -> tuple[torch.Tensor, ...]:
     return chain.original, state.absmax, *([state.state2.absmax] if state.nested else [])
 
 
-def train(model: Any, steps: int = 3, checkpointing: Any = None, tokens: int = 24) -> tuple[torch.Tensor, list[Any]]:
-    """Losses, and the adapters afterwards."""
+def train(
+    model: Any, steps: int = 3, checkpointing: Any = None, tokens: int = 24, ids: Any = None, parallel: Any = None
+) -> tuple[torch.Tensor, list[Any]]:
+    """Losses, and the adapters afterwards. ``parallel``: makes what is called of the model."""
     model.train()
     if checkpointing is not None:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(checkpointing)
     optimizer = torch.optim.AdamW(adapters_of(model).values(), lr=1e-2)
-    losses, ids = [], ids_of(tokens)
+    losses, ids = [], ids_of(tokens) if ids is None else ids
+    called = model if parallel is None else parallel(model)
     for _ in range(steps):
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = called(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -85,3 +88,17 @@ def counts() -> Any:
     """Of the only GPU."""
     (found,) = nf4_patch.status().offload.values()
     return found
+
+
+def check_merging(resident: Any, model: Any, logits: Any) -> None:
+    """What is merged into stacks in host memory, and taken out again, is seen, whatever has arrived before."""
+    before = logits(resident)
+    assert torch.equal(logits(model), before)
+    for each in (resident, model):
+        each.merge_adapter()
+    merged = logits(resident)
+    assert torch.equal(logits(model), merged) and not torch.equal(merged, before)
+    for each in (resident, model):
+        each.unmerge_adapter()
+    assert torch.equal(logits(model), logits(resident))
+    assert all(blocks_of(model).values())
