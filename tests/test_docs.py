@@ -435,3 +435,11 @@ def test_docstrings_render_without_warnings(name):
             rst = str(napoleon.GoogleDocstring(ast.get_docstring(node)))
             rst = re.sub(r":(py:)?\w+:`", "`", rst)  # sphinx's roles, which docutils does not know
             docutils.publish_doctree(rst, settings_overrides={"halt_level": 2, "report_level": 2})
+
+
+def test_every_figure_of_a_gpu_says_what_it_measures():
+    release = runpy.run_path(str(ROOT / "scripts" / "release"))
+    files = [file.name for file in (ROOT / "docs" / "data").glob("*-h?00.json")]
+    assert files and not [name for name in files if not any(map(name.startswith, release["MEASURES"]))]
+    for path in {path for paths in release["MEASURES"].values() for path in paths}:
+        assert (ROOT / "nf4_patch" / path).exists(), path
