@@ -1,10 +1,12 @@
-"""python -m benchmarks.experts: mixtures of experts in 4 bits, random weights in the shapes of real ones.
+"""python -m benchmarks.experts: mixtures of experts with enable(experts="4bit"), random weights in the shapes of real ones.
 
-A step of training with peft, LoRA on the attention, with checkpointing and without; and generation.
+GPU time of a step with checkpointing: LoRA on the experts, packed and in 16 bits, next to peft's; frozen experts with LoRA on
+the attention. And generation.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,10 +14,12 @@ from typing import Any
 import torch
 
 from benchmarks import main
+from nf4_patch.nf4.routing import launch
 from nf4_patch.tools.bench import trl
 from nf4_patch.tools.bench.record import GPU_TIME, OURS, RATE, UNPATCHED, Check, Row
-from nf4_patch.tools.bench.step import BUDGET, LENGTHS, METHOD, Settings, peft_model, side_by_side
+from nf4_patch.tools.bench.step import BUDGET, METHOD, Step, gib, optimizer_of, peft_model
 from nf4_patch.tools.bench.timing import Times, alternating, kernel_times, wall_ms
+from nf4_patch.tools.bench.trl import EXPERTS, unpack
 from nf4_patch.tools.llama import LINEARS, build_4bit
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress
@@ -24,6 +28,8 @@ ATTENTION = LINEARS[:4]
 LAYERS = 2  # of a step
 GENERATION_LAYERS = 16
 TOKENS, PROMPT = 16, 16  # of a sequence that is generated
+SIZES = ((1, 512), (1, 2048), (1, 4096))
+CACHED, DENSE, PEFT, THEIRS = "cached", "experts in 16 bits", "peft, experts in 16 bits", "transformers' forward"
 
 
 def qwen3(layers: int = LAYERS) -> Any:
@@ -40,11 +46,95 @@ def gpt_oss() -> Any:
     )  # fmt: skip
 
 
-CONFIGURATIONS = {"Qwen3-30B-A3B": qwen3, "gpt-oss-20b": gpt_oss}
+def glm() -> Any:
+    """GLM-4.5-Air: 2.2 billion weights of experts a layer."""
+    from transformers import Glm4MoeConfig
+
+    return Glm4MoeConfig(  # type: ignore[call-arg]  # of its attention
+        hidden_size=4096, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=LAYERS,
+        num_attention_heads=96, num_key_value_heads=8, head_dim=128, n_routed_experts=128, num_experts_per_tok=8,
+        first_k_dense_replace=0, vocab_size=151552, tie_word_embeddings=False, dtype="bfloat16",
+    )  # fmt: skip
+
+
+CONFIGURATIONS = {"Qwen3-30B-A3B": qwen3, "gpt-oss-20b": gpt_oss, "GLM-4.5-Air": glm}
+
+
+class ExpertsStep(Step):
+    """With the patch or without; our forward of the experts by kernels, or in PyTorch as transformers' own."""
+
+    by_kernels = True
+
+    @contextlib.contextmanager
+    def patched(self) -> Iterator[None]:
+        before = launch.serves
+        launch.serves = before if self.by_kernels else lambda tensor: False  # type: ignore[assignment]
+        try:
+            with patch(self.on, cache=self.cache, experts="4bit"):
+                for _ in range(2):
+                    self()
+                yield
+        finally:
+            launch.serves = before
+
+
+def bytes_of(model: Any) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def lora(tell: Progress) -> Iterator[Row]:
+    """LoRA on the experts of Qwen3."""
+    with patch(True, experts="4bit"):
+        packed, dense = (peft_model(qwen3(), ATTENTION, target_parameters=EXPERTS) for _ in range(2))
+    unpack(dense)
+    sides = {
+        OURS: (packed, True, "off"), CACHED: (packed, True, BUDGET), THEIRS: (packed, True, "off"),
+        DENSE: (dense, True, "off"), PEFT: (dense, False, "off"),
+    }  # fmt: skip
+    yield from compared("Qwen3-30B-A3B", sides, (packed, dense), tell)
+
+
+def frozen(tell: Progress) -> Iterator[Row]:
+    """Experts packed, LoRA on the attention only."""
+    for name, config in CONFIGURATIONS.items():
+        model = peft_model(config(), ATTENTION)
+        sides = {OURS: (model, True, "off"), CACHED: (model, True, BUDGET), THEIRS: (model, True, "off")}
+        yield from compared(name, sides, (model,), tell)
+        del model, sides
+
+
+def compared(subject: str, sides: dict[str, Any], models: tuple[Any, ...], tell: Progress) -> Iterator[Row]:
+    """GPU time of a step of each side: (model, patch, cache), by name."""
+    optimizers = {model: optimizer_of(model) for model in models}
+    for size in SIZES:
+        tell("{}: {}x{} tokens".format(subject, *size))
+        steps = {
+            name: ExpertsStep(model, optimizers[model], size, on, cache) for name, (model, on, cache) in sides.items()
+        }
+        steps[THEIRS].by_kernels = False
+        notes = {}
+        for name, step in steps.items():
+            step.observe()
+            others = sum(bytes_of(model) for model in models if model is not step.model)
+            notes[f"peak memory, {name}"] = gib(step.peak - others)
+        loss = {name: step.losses[0] for name, step in steps.items()}
+        checks = {
+            name: Check(
+                abs(loss[OURS] - loss[name]) <= 2**-7 * loss[name], f"losses {loss[OURS]:.4f} and {loss[name]:.4f}"
+            )
+            for name in list(sides)[1:]
+        }
+
+        def patched(name: str, steps: dict[str, ExpertsStep] = steps) -> AbstractContextManager[None]:
+            return steps[name].patched()
+
+        times = kernel_times(steps, patched, rounds=3)
+        sizes = dict(zip(("batch", "tokens"), size, strict=True))
+        yield Row("{} {}x{}, {}".format(subject, *size, GPU_TIME), "ms", times, checks, sizes=sizes, notes=notes)
 
 
 @torch.no_grad()
-def generation(batch: int) -> Iterator[Row]:
+def generated(batch: int) -> Iterator[Row]:
     """Tokens a second of ``generate`` with Qwen3's shapes, greedy, the patch on and off alternating; and GPU time."""
     model = build_4bit(qwen3(GENERATION_LAYERS)).eval()
     prompt = torch.randint(3, 1000, (batch, PROMPT), generator=torch.Generator().manual_seed(batch)).cuda()
@@ -57,7 +147,7 @@ def generation(batch: int) -> Iterator[Row]:
     sides = {OURS: generate, UNPATCHED: generate}
 
     def patched(name: str) -> AbstractContextManager[None]:
-        return patch(name == OURS)
+        return patch(name == OURS, experts="4bit")
 
     walls = alternating(sides, wall_ms, 4, patched)
     rates = {name: Times(tuple(1e3 * batch * TOKENS / ms for ms in taken.values)) for name, taken in walls.items()}
@@ -69,25 +159,12 @@ def generation(batch: int) -> Iterator[Row]:
             yield Row(subject, unit, times, {UNPATCHED: check}, sizes={"batch": batch})
 
 
-def training(tell: Progress) -> Iterator[Row]:
-    for name, config in CONFIGURATIONS.items():
-        model = peft_model(config(), ATTENTION)
-        for how in ("checkpointing", "no checkpointing"):
-            if how != "checkpointing":
-                model.gradient_checkpointing_disable()
-            for size in (LENGTHS[0], LENGTHS[-1]):
-                tell("{}, {}: {}x{} tokens".format(name, how, *size))
-                settings: Settings = {how: "off", f"{how} and everything cached": BUDGET}
-                yield from side_by_side(name, model, size, settings, wall=10)
-        del model
-
-
-def rows(tell: Progress) -> Iterator[Row]:
-    yield from training(tell)
+def generation(tell: Progress) -> Iterator[Row]:
     for batch in (1, 8):
         tell(f"generation: batch {batch}")
-        yield from generation(batch)
+        yield from generated(batch)
 
 
 if __name__ == "__main__":
-    main({"step": METHOD}, lambda tell: {"step": rows(tell)})
+    sections = {"LoRA on experts": lora, "frozen experts": frozen, "generation": generation}
+    main(METHOD, lambda tell: {name: rows(tell) for name, rows in sections.items()})

@@ -20,8 +20,7 @@ import torch
 
 from benchmarks import main
 from benchmarks.checkpoint import save_config
-from benchmarks.experts import ATTENTION, gpt_oss, qwen3
-from benchmarks.experts_4bit import CACHED, SIZES, THEIRS, ExpertsStep, glm
+from benchmarks.experts import ATTENTION, CACHED, SIZES, THEIRS, ExpertsStep, glm, gpt_oss, qwen3
 from nf4_patch.tools.bench.record import GPU_TIME, OURS, Check, Row
 from nf4_patch.tools.bench.step import BUDGET, RANK, Step, gib, optimizer_of, peft_model
 from nf4_patch.tools.bench.timing import Times, kernels
@@ -101,7 +100,7 @@ def peft_sides(name: str, targets: list[str]) -> dict[tuple[int, int], dict[str,
     found: dict[tuple[int, int], dict[str, Taken]] = {}
     for size in sizes_of(name):
         sides = {side: ExpertsStep(model, optimizer, size, True) for side in (OURS, THEIRS)}
-        sides[THEIRS].capabilities = ()
+        sides[THEIRS].by_kernels = False
         sides[CACHED] = ExpertsStep(model, optimizer, size, True, BUDGET)
         sides[KEPT] = Kept(model, optimizer, size, True)
         found[size] = {side: taken(step) for side, step in sides.items()}

@@ -127,7 +127,7 @@ def ratios(found: list[Record]) -> str:
 
 AUTO, EXPERTS, MATMUL = (f"`enable({option})`" for option in ('cache="auto"', 'experts="4bit"', 'matmul="auto"'))
 FUSED = '`enable(lora="fused")` and `use_liger_kernel=True`'
-UNCACHED, CACHED, MOE = {"setting": "patch"}, {"setting": "cache all"}, {"who": "Qwen3-30B-A3B", "clock": GPU_TIME}
+UNCACHED, CACHED = {"setting": "patch"}, {"setting": "cache all"}
 
 
 class Setup(NamedTuple):
@@ -160,14 +160,10 @@ GENERATION = Setup("4-bit generation", MATMUL, patched("generate", side=STOCK, s
                    " (compiled)")  # fmt: skip
 ROLLOUTS = Setup("RL with TRL's GRPO, the model itself generates", MATMUL,
                  patched("grpo", what=("generation", "whole step")), at="({what})", of="")  # fmt: skip
-MOE_ALL = "checkpointing and everything cached"
 SETUPS = [
     LORA_ON_EXPERTS, UNSLOTHS_SPEED, SAME_BITS, SAME_BITS_CACHED,
     Setup("Unsloth up to 2026.9", "`enable()`", patched("step-unsloth-2026.9.7", **UNCACHED)),
     UNSLOTH, Setup("Unsloth from 2026.10 on", "`enable()`", patched("step-unsloth", **UNCACHED)),
-    Setup("packed experts, LoRA on the attention", "`enable()`", patched("step-moe", **MOE, setting="checkpointing")),
-    Setup("packed experts, memory to spare", AUTO, patched("step-moe", **MOE, setting=MOE_ALL)),
-    Setup("packed experts without gradient checkpointing", "`enable()`", patched("step-moe", **MOE, setting="no checkpointing")),
     GENERATION, ROLLOUTS,
 ]  # fmt: skip
 WHO = (
@@ -515,9 +511,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "experts-kernels": Table(kernel_parts, (
         Column("GPU time, ms", "{kind}"),
         *(Column(side, "{ms:.1f}", {"side": side}) for side in (OURS, "no checkpointing", "unsloth"))), others="{side}"),
-    "experts": Table(partial(records, "step-moe", side=UNPATCHED, clock=GPU_TIME), (
-        Column("GPU time, how many times as fast", lambda found: found[0]["setting" if found[0]["who"] else "what"]),
-        Column("[{gpu}](data/{file})", ratios, {}))),
     "fits": Table(partial(steps, "step-cache", gpu=GPUS[0], side=UNPATCHED, **CACHE), (
         Column("model, tokens", "{who} {length}"), Column("all weights take", "{notes[cache]}", CACHED),
         Column("no cache", "{times}", UNCACHED), Column("16 GB", partial(fits, 16e9), {}),

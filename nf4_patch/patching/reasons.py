@@ -61,10 +61,7 @@ class Reason(enum.Enum):
     SECOND_PARAMETRIZATION = "another parametrization changes the dequantized experts (LoRA on the experts' weights)"
     HOOKED = "a hook, or parametrize.cached(), takes part in reading the packed experts"
     BATCHED_MM_GRADIENT = ("the experts' implementation batched_mm saves copies of weights", "use grouped_mm to train")
-    EXPERTS_FORWARD = (
-        "transformers' forward of the experts runs with our dequantization: no benchmark shows our own forward faster on "
-        "this device, or the experts are spread over several"
-    )
+    EXPERT_PARALLEL = "the experts of a layer are spread over several processes"
     EXPERT_BLOCKS = "an expert does not end where a quantization block ends: all experts are dequantized"
     LORA_INACTIVE = "the layer's adapters are disabled, merged, or chosen for each row (adapter_names)"
     LORA_VARIANT = "the adapter is a variant of LoRA (DoRA, aLoRA, ...) or has a bias"
@@ -91,6 +88,6 @@ class Reason(enum.Enum):
 EXPECTED = {
     Reason.NOT_4BIT, Reason.DEFERRED, Reason.NOT_FASTER, Reason.MATMUL_OPERANDS, Reason.DISPATCH_MODE, Reason.EXPORTING,
     Reason.EXPERTS_NOT_PACKED, Reason.SECOND_PARAMETRIZATION, Reason.HOOKED,
-    Reason.BATCHED_MM_GRADIENT, Reason.EXPERTS_FORWARD, Reason.EXPERT_BLOCKS,
+    Reason.BATCHED_MM_GRADIENT, Reason.EXPERT_PARALLEL, Reason.EXPERT_BLOCKS,
     Reason.LORA_INACTIVE, Reason.LORA_VARIANT, Reason.LORA_HOOKED, Reason.LORA_DTYPES,
 }  # fmt: skip

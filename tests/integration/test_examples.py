@@ -116,7 +116,7 @@ def test_mixture_of_experts(model, options, trained, state, tmp_path):
     arguments = ("--model", model, "--steps", 2, "--tokens", 32, *options, "--out", "adapter")
     on = run_example("qlora_moe.py", *arguments, folder=tmp_path)
     assert hits(on) > 2 * 8  # a step: two stacks a layer, in the forward and in the backward
-    assert set(fallbacks(on)) == {"EXPERTS_FORWARD"}  # on a CPU transformers' forward runs around them
+    assert not fallbacks(on)
     assert on["losses"][-1] < on["losses"][0]
     trained += 2 * options[-1] * (2 * (128 + 128) + 2 * (128 + 64))  # the attention's
     assert (

@@ -62,7 +62,7 @@ def same(function, reference, *inputs, dtype):
 @pytest.mark.parametrize(("width", "adds"), [(1, True), (77, False), (77, True), (1030, True)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_against_pytorch(dtype, width, adds, device):
-    where = order(device)
+    where = order(device).for_kernels()
     tokens = where.slot_of // TOP_K
     hidden = random(TOKENS, width, device=device)
     same(lambda x: Gathered.apply(x, where, dtype), lambda x: x.to(dtype)[tokens], hidden, dtype=dtype)

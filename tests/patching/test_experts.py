@@ -39,6 +39,12 @@ from nf4_patch.patching.experts import transformers as adapter
 from nf4_patch.patching.reasons import Reason
 
 
+@pytest.fixture
+def patched(patched):
+    patched.enable(experts="4bit")
+    return patched
+
+
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", CONFIGS)
@@ -232,7 +238,6 @@ def test_compiled_graphs_are_as_without_the_patch(patched):
 @pytest.mark.full
 def test_a_compiled_model_is_no_larger_graph_than_without_the_patch(patched, fresh_dynamo):
     """With the option on: one graph, no second compilation, and for each stack one operation in place of four."""
-    patched.enable(experts="4bit")
     model = model_of("qwen3")
 
     def counted() -> tuple[int, int]:

@@ -11,14 +11,27 @@ from target import raising
 from tiny_experts import DEVICE, STACKS, Layer, hits, reasons
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import nf4_patch
 from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.experts import transformers as adapter
-from nf4_patch.patching.experts.product import Operand, View
 from nf4_patch.patching.experts.read import Stack, stacks_of
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
+
+
+@pytest.fixture
+def patched(patched):
+    patched.enable(experts="4bit")
+    return patched
+
+
+@pytest.fixture
+def on(on):
+    nf4_patch.enable(experts="4bit")
+    return on
+
 
 # One of each kind of what runs in the forward, by the implementation that it serves; how often in a step.
 OURS = {
@@ -186,50 +199,6 @@ def test_a_packed_weight_that_requires_a_gradient(patched):
     assert not any(stack.dense().requires_grad for stack in stacks_of(layer.experts, Dequantizer("a test")).values())
 
 
-# --- what the original may do with what it is given ---
-
-
-def test_a_view_is_the_module_but_for_the_stacks():
-    module = torch.nn.Linear(2, 2)
-    view = View(module, {"weight": module.weight}, {})
-    view.seen = 3
-    assert view.weight.stack is module.weight and (view.bias, view.seen) == (module.bias, 3) and module.seen == 3
-
-
-USES = {
-    "a grouped product": lambda x, weight, offs: torch._grouped_mm(x, weight.transpose(-2, -1), offs=offs),
-    "the same on both sides": lambda x, weight, offs: torch._grouped_mm(x, weight.transpose(1, 2), offs=offs),
-    "transformers' fallback": lambda x, weight, offs: torch.ops.transformers.grouped_mm_fallback(
-        x, weight.transpose(2, 1), offs=offs
-    ),
-    "another product": lambda x, weight, offs: torch.nn.functional.linear(x, weight.flatten(0, 1)),
-    "another transposition": lambda x, weight, offs: x @ weight.transpose(0, -1)[:, 0],
-    "a method": lambda x, weight, offs: weight.mul(2).sum() * x,
-    "its size": lambda x, weight, offs: x * weight.size(0) * weight.transpose(-1, -2).shape[1] * weight.data_ptr(),
-    "no expert": lambda x, weight, offs: x * weight[offs[:0]].sum(),
-    "one expert": lambda x, weight, offs: torch.nn.functional.linear(x, weight[torch.tensor([1, 5])][1]),
-}
-PACKED = ("a grouped product", "the same on both sides", "transformers' fallback")
-
-
-@pytest.mark.parametrize("use", USES)
-def test_what_else_the_original_may_do_with_a_stack(use, patched):
-    layer, dequantizer = Layer(), Dequantizer("a test")
-    tokens = torch.randn(6, 64, device=DEVICE).bfloat16()
-    offs = torch.arange(1, 7, dtype=torch.int32, device=DEVICE)
-
-    def gradient(weight):
-        x = tokens.clone().requires_grad_()
-        return torch.autograd.grad(USES[use](x, weight, offs).float().square().sum(), x)[0]
-
-    stack = stacks_of(layer.experts, dequantizer)[STACKS[0]]
-    dense = layer.experts.gate_up_proj
-    if use == "its size":
-        dense.data_ptr = lambda: 0
-    assert torch.equal(gradient(Operand(stack)), gradient(dense))
-    assert counters.hits("a test") == (2 if use in PACKED else use not in ("its size", "no expert"))
-
-
 def test_double_backward(patched):
     """The gradient of x does not depend on x: what is differentiated twice is what the layer does between the stacks."""
     layer = Layer()
@@ -273,7 +242,7 @@ def test_compiled_autograd_traces_the_backward_as_without_the_patch(around, back
 
 def test_cached_experts_without_a_gradient(patched):
     layer = Layer()
-    patched.enable(cache="1GiB")
+    patched.enable(experts="4bit", cache="1GiB")
     with torch.no_grad():
         ours = [layer.forward(), layer.forward()]
     assert not reasons() and hits() == 2 and len(cache.weights) == 2 == cache.hits

@@ -6,7 +6,6 @@ import statistics
 
 import pytest
 import torch
-import transformers
 from peft import LoraConfig, get_peft_model
 from tiny_experts import (
     ARCHITECTURES,
@@ -25,30 +24,31 @@ from tiny_experts import (
 )
 
 from nf4_patch.nf4 import runtime
+from nf4_patch.nf4.routing import launch
 from nf4_patch.patching.context import backward_in_progress
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.experts import forward
-from nf4_patch.patching.experts.product import Operand
+from nf4_patch.patching.experts.product import Weight
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.bench.matmul import error
 
 
 class Own:
-    """Takes the place of ``forward.why_not``, on a CPU too: None, counted, or a Reason."""
+    """Takes the place of ``launch.serves``: the kernels run, on a CPU too, and are counted, or PyTorch does."""
 
     def __init__(self) -> None:
         self.on, self.calls = True, 0
 
-    def __call__(self, module, *_, **__) -> Reason | None:
+    def __call__(self, tensor) -> bool:
         self.calls += self.on
-        return None if self.on else Reason.EXPERTS_FORWARD
+        return self.on
 
 
 @pytest.fixture
 def own(patched, monkeypatch):
     patched.enable(experts="4bit")
     found = Own()
-    monkeypatch.setattr(forward, "why_not", found)
+    monkeypatch.setattr(launch, "serves", found)
     return found
 
 
@@ -162,19 +162,18 @@ def test_a_step_is_the_same_however_it_is_run(how, own, patched):
 
 def test_a_recompute_ends_before_the_last_product(own, monkeypatch):
     """Nothing after it is saved: of a layer under a checkpoint two products of packed experts run, then one."""
-    moe, finished = transformers.integrations.moe, []
-    model, product = adapted("qwen3"), moe._grouped_mm
+    model, product, finished = adapted("qwen3"), Weight.multiplied, []
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable(CHECKPOINTING["recomputed"])
 
-    def counted(x, weight, offs):
-        result = product(x, weight, offs=offs)
-        finished.append(isinstance(weight, Operand))
+    def counted(*arguments):
+        result = product(*arguments)
+        finished.append(arguments)
         return result
 
-    monkeypatch.setattr(moe, "_grouped_mm", counted)
+    monkeypatch.setattr(Weight, "multiplied", counted)
     step(model)
-    assert own.calls == 2 * LAYERS and sum(finished) == 3 * LAYERS
+    assert own.calls == 2 * LAYERS and len(finished) == 3 * LAYERS
 
 
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("gpt-oss", marks=pytest.mark.full)])
@@ -226,25 +225,56 @@ def test_few_tokens_and_no_gradient(own):
     assert own.calls == 2 * LAYERS and hits() == 8 * LAYERS
 
 
-def test_where_it_serves(monkeypatch, patched):
-    """Where it was measured to be faster, with the option on, without expert parallelism."""
-    layer = Layer()
-    where = {"capability": (9, 0)}
+def test_under_a_transform(own):
+    """Of torch.func, where no autograd function of ours can run; and with a hook on the activation, which kernels would pass by."""
+    layer, calls = Layer(), []
+    ours = torch.func.vjp(lambda hidden: layer.experts(hidden, layer.ids, layer.weights), layer.hidden.detach())[0]
+    assert reasons() == {Reason.FUNCTORCH_TRANSFORM: 2}
+    counters.reset()
+    own.on = False
+    assert torch.equal(ours, layer.forward())
+    own.on = True
+    layer.experts.act_fn.register_forward_hook(lambda *_: calls.append(1))
+    assert torch.isfinite(layer.forward()).all() and calls == [1] and own.calls
+
+
+def test_where_the_kernels_serve(monkeypatch):
+    monkeypatch.undo()
+    where = {"capability": (7, 5), "kind": True}
     monkeypatch.setattr(runtime, "capability_of", lambda device: where["capability"])
-    hidden = torch.empty(0, device=DEVICE)
-    assert (9, 0) in forward.FASTER_ON
-    assert forward.why_not(layer.experts, hidden, layer.ids, layer.weights) is None
-    where["capability"] = (7, 5)
-    assert forward.why_not(layer.experts, hidden) is Reason.EXPERTS_FORWARD
-    where["capability"] = (9, 0)
-    layer.experts._is_expert_parallel = True
-    assert forward.why_not(layer.experts, hidden) is Reason.EXPERTS_FORWARD
-    layer.experts._is_expert_parallel = False
-    name = next(target.name for target in patched.status().targets if target.name.endswith(".grouped_mm"))
-    layer.forward()
-    assert not counters.fallbacks[name, Reason.EXPERTS_FORWARD]  # plain enable(): not asked
+    monkeypatch.setattr(runtime, "runs_on", lambda tensor: where["kind"])
+    tensor = torch.empty(0)
+    assert launch.serves(tensor)
+    where["capability"] = (7, 0)
+    assert not launch.serves(tensor)
+    where.update(capability=(9, 0), kind=False)
+    assert not launch.serves(tensor)
+    where["kind"] = True
+    monkeypatch.setattr(launch, "triton", None)
+    assert not launch.serves(tensor)
+
+
+def test_experts_spread_over_processes_are_transformers(patched):
+    """With LoRA too: peft adds it to the dense experts."""
     patched.enable(experts="4bit")
-    monkeypatch.setattr(forward, "FASTER_ON", ())
-    before = counters.fallbacks[name, Reason.EXPERTS_FORWARD]
-    layer.forward()
-    assert counters.fallbacks[name, Reason.EXPERTS_FORWARD] == before + 1  # what status() says
+    for model in (model_of("qwen3"), with_lora(model_of("qwen3", lora=False))):
+        for module in experts_of(model):
+            module._is_expert_parallel = True
+        before = hits()
+        found = step(model)
+        assert set(reasons()) <= {Reason.EXPERT_PARALLEL, Reason.SECOND_PARAMETRIZATION} and hits() == before
+        assert counters.fallbacks[TARGET, Reason.EXPERT_PARALLEL]
+        patched.disable()
+        assert same(found, step(model))
+        patched.enable(experts="4bit")
+
+
+TARGET = "transformers.integrations.moe.ExpertsInterface._global_mapping.grouped_mm"
+
+
+def test_without_the_option_mixtures_are_as_they_were(patched):
+    model = model_of("qwen3")
+    found = step(model)
+    assert not hits() and not reasons()
+    patched.disable()
+    assert same(found, step(model))

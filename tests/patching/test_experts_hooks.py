@@ -19,6 +19,12 @@ from nf4_patch.patching.experts.read import stacks_of
 from nf4_patch.patching.reasons import Reason
 
 
+@pytest.fixture
+def patched(patched):
+    patched.enable(experts="4bit")
+    return patched
+
+
 def doubled(module, args, output):
     return output * 2
 

@@ -10,8 +10,8 @@ from tiny_experts import DEVICE, LAYERS, experts_of, model_of, random_model, rea
 pytest.importorskip("liger_kernel.ops.fused_moe", reason="Liger before 0.8")
 from liger_kernel.transformers import monkey_patch, swiglu
 
+from nf4_patch.nf4.routing import launch
 from nf4_patch.patching.counters import counters
-from nf4_patch.patching.experts import forward
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.bench.matmul import error
 
@@ -67,14 +67,14 @@ def packed():
     return model_of("qwen3", torch.float32, lora=False)
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["theirs", "ours"])
+@pytest.mark.parametrize("own", [False, True], ids=["in PyTorch", "by kernels"])
 @pytest.mark.parametrize("way", [by_class, by_module])
 def test_packed_experts_are_trained_as_without_liger(way, own, liger, monkeypatch):
-    """Their adapters too; with transformers' forward to the bit."""
-    monkeypatch.setattr(forward, "why_not", lambda *_, **__: Reason.EXPERTS_FORWARD)
+    """Their adapters too; in PyTorch to the bit."""
+    monkeypatch.setattr(launch, "serves", lambda tensor: False)
     want = step(with_lora(packed()), tokens=4)
     if own:
-        monkeypatch.setattr(forward, "why_not", lambda *_, **__: None)
+        monkeypatch.setattr(launch, "serves", lambda tensor: True)
     found = step(with_lora(way(liger, packed)), tokens=4)
     hits = sum(counter.hits for (name, *_), counter in counters.hit_counters.items() if name.endswith(LIGER))
     assert hits == 4 * LAYERS and Reference.calls == 0 and not reasons("LigerExperts.forward")

@@ -40,9 +40,9 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
 
 import nf4_patch
+from nf4_patch.nf4.routing import launch
 from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.counters import counters
-from nf4_patch.patching.experts import forward as own_forward
 from nf4_patch.patching.experts.packed import Merged
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.bench.matmul import error
@@ -77,8 +77,8 @@ def logits(model, tokens: int = 24) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_frozen_experts_are_the_same_to_the_bit(name, option, monkeypatch):
-    """With transformers' forward."""
-    monkeypatch.setattr(own_forward, "FASTER_ON", ())
+    """As transformers' own, in PyTorch."""
+    monkeypatch.setattr(launch, "serves", lambda tensor: False)
     model = model_of(name, lora=False)
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["o_proj"], init_lora_weights=False))
     ours = step(model)

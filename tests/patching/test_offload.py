@@ -351,7 +351,7 @@ def test_switched_off_it_is_read_where_it_lies(folder, gpu, patched):
     assert torch.equal(logits(model), want)
     patched.disable()
     assert torch.equal(logits(model), want) and counts().fetches == before
-    patched.enable(offload="all")
+    patched.enable(experts="4bit", offload="all")
     assert torch.equal(logits(model), want) and counts().fetches > before
 
 

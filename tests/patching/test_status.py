@@ -72,12 +72,12 @@ def test_a_fallback_has_its_line_with_its_reason(on, weight):
 
 def test_an_expected_reason_has_its_line_and_did_not_fall_back(on):
     name = "transformers.integrations.moe.ExpertsInterface._global_mapping.grouped_mm"
-    for reason in (Reason.EXPERTS_FORWARD, Reason.NOT_CUDA, Reason.EXPERTS_FORWARD):
+    for reason in (Reason.EXPERT_PARALLEL, Reason.NOT_CUDA, Reason.EXPERT_PARALLEL):
         counters.counters.fall_back(name, reason, strict=False)
     text = str(nf4_patch.status())
     assert text.startswith("nf4_patch is on: 0 in the kernel, 1 fell back\n")
-    assert "    2 x EXPERTS_FORWARD: " in text and "    1 x NOT_CUDA: " in text
-    assert row(name).fallbacks == {"EXPERTS_FORWARD": 2, "NOT_CUDA": 1} and nf4_patch.status().fallbacks == 1
+    assert "    2 x EXPERT_PARALLEL: " in text and "    1 x NOT_CUDA: " in text
+    assert row(name).fallbacks == {"EXPERT_PARALLEL": 2, "NOT_CUDA": 1} and nf4_patch.status().fallbacks == 1
 
 
 def test_what_is_called_beside_the_targets_has_a_line_too(on, weight):

@@ -20,6 +20,8 @@ from subprocess_python import program, python
 
 import nf4_patch
 from nf4_patch.config import VARIABLES, Config, ConfigError
+from nf4_patch.nf4 import runtime
+from nf4_patch.nf4.routing import launch
 from nf4_patch.option import size_in_words
 from nf4_patch.patching import placement
 from nf4_patch.patching.cache.store import cache
@@ -76,11 +78,12 @@ def test_what_the_environment_did_is_one_line_of_the_log(entry_point, code, vari
     assert len(lines) == bool(said) and said in done.stderr and done.stdout == ""
 
 
-def test_a_mixture_is_packed_by_the_environment_alone(entry_point, tmp_path):
+def test_a_mixture_is_packed_by_the_environment_alone(entry_point, tmp_path, monkeypatch):
     """Where transformers is the first to import bitsandbytes, in the middle of the module that is to be patched."""
     pytest.importorskip("transformers", minversion="5.17")  # older ones pack no experts while they load
     import tiny_experts
 
+    monkeypatch.setattr(launch, "serves", runtime.runs_on)  # the kernels, as in the other processes
     tiny_experts.saved(tiny_experts.random_model("qwen3"), tmp_path / "model")
     nf4_patch.enable(experts="4bit")
     config = tiny_experts.in_4bit(llm_int8_skip_modules=["lm_head"])

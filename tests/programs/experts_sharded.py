@@ -20,7 +20,7 @@ import tiny_experts
 from tiny_experts import adapters_of, in_4bit, loaded, random_model, with_lora
 
 import nf4_patch
-from nf4_patch.patching.experts import forward
+from nf4_patch.nf4.routing import launch
 from nf4_patch.patching.reasons import Reason
 
 rank, gpu = int(os.environ["RANK"]), torch.cuda.is_available()
@@ -33,7 +33,7 @@ SIZES = {"hidden_size": 512, "num_experts": 16, "num_experts_per_tok": 2} if gpu
 dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
 nf4_patch.enable(experts="4bit")
 choices = {"fixed": True}
-forwards = {"ours": lambda *_, **__: None, "theirs": lambda *_, **__: Reason.EXPERTS_FORWARD}
+forwards = {"by kernels": lambda tensor: True, "in PyTorch": lambda tensor: False}
 
 
 def choose(router, inputs, output):
@@ -81,8 +81,8 @@ assert all(stack.dtype is torch.bfloat16 and hasattr(stack, "full_tensor") for s
 
 worst = 0.0
 for fixed in (True, False):
-    for name, why_not in forwards.items():
-        choices["fixed"], forward.why_not = fixed, why_not
+    for name, serves in forwards.items():
+        choices["fixed"], launch.serves = fixed, serves
         alone = [step(plain, each) for each in range(2)]
         loss, found = step(sharded, rank)
         mean = (alone[0][1] + alone[1][1]) / 2
@@ -92,6 +92,6 @@ for fixed in (True, False):
         row = {"choices": "fixed" if fixed else "the router's", "forward": name, "error": error}
         print(json.dumps(row | {"rank": rank, "loss": loss, "alone": alone[rank][0], "run to run": again}), flush=True)
 assert mean.any() and worst < BOUND, worst
-reasons = {reason for target in nf4_patch.status().targets for reason in target.fallbacks} - {"EXPERTS_FORWARD"}
+reasons = {reason for target in nf4_patch.status().targets for reason in target.fallbacks}
 print(f"the mean, {len(stacks)} stacks, fell back: {sorted(reasons)}", flush=True)
 dist.destroy_process_group()

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import runtime
+from ..dequantize.compilation import MINIMUM_CAPABILITY
 from ..runtime import on_device, triton
 
 if triton is not None:
@@ -14,6 +16,11 @@ if triton is not None:
 
 BLOCK = 1024  # columns of a program
 WARPS = 4
+
+
+def serves(tensor: Tensor) -> bool:
+    """Whether the kernels run where a tensor is."""
+    return triton is not None and runtime.runs_on(tensor) and runtime.capability_of(tensor.device) >= MINIMUM_CAPABILITY
 
 
 def start(

@@ -1,27 +1,34 @@
-"""The experts' forward with ``enable(experts="4bit")``: transformers' grouped products, and kernels of ours around them.
+"""The forward of a mixture's experts with ``enable(experts="4bit")``.
 
-transformers passes over [tokens * top_k, hidden] some ten times between its products, to mask, cast, weight, sort back and
-add. Here one kernel adds LoRA and gates, another weights, adds LoRA and sums each token's rows, and the backward needs no
-scatter, as the rows of every token are known. Sums are in fp32.
+transformers passes over [tokens * top_k, hidden] some ten times between its grouped products, to mask, cast, weight, sort back
+and add. On a GPU one kernel adds LoRA and gates, another weights, adds LoRA and sums each token's rows, and the backward needs
+no scatter, as the rows of every token are known; sums are in fp32. Elsewhere, and where few experts are read at a time, the
+same is written in PyTorch, with the bits of transformers' own forward.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...nf4 import runtime
 from ...nf4.routing import launch
-from ..reasons import Reason
-from .product import Operand, View
+from ..context import transforms_active
+from .product import Lora, Weight, grouped
+from .read import Stack, is_called_otherwise
 
-# Capabilities where a benchmark shows it faster than transformers' forward.
-FASTER_ON: tuple[tuple[int, int], ...] = ((9, 0),)
 GATES = ("SiLUActivation", "SiLU")
+# What transformers' decorator writes into a module of experts, where another library's class has none of it
+DEFAULTS = {
+    "has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True, "has_post_expert_norm": False,
+    "_is_expert_parallel": False,
+}  # fmt: skip
+
+
+def trait(module: Any, name: str) -> bool:
+    return bool(getattr(module, name, DEFAULTS[name]))
 
 
 class Saved(torch.autograd.Function):
@@ -50,8 +57,10 @@ class Order(NamedTuple):
         row_of[slot_of] = torch.arange(len(slot_of), device=ids.device)
         every = torch.arange(experts, dtype=torch.short, device=ids.device)
         ends = torch.searchsorted(expert_of, every, right=True).int()
-        saved = Saved.apply(torch.empty(0, requires_grad=True), slot_of)
-        return cls(expert_of, slot_of, row_of.view(ids.shape), ends, saved)
+        return cls(expert_of, slot_of, row_of.view(ids.shape), ends)
+
+    def for_kernels(self) -> Order:
+        return self._replace(saved=Saved.apply(torch.empty(0, requires_grad=True), self.slot_of))
 
     def tokens(self) -> Tensor:
         """The token of each row, int64 [rows]."""
@@ -139,71 +148,117 @@ class Combined(torch.autograd.Function):
         return found, found if ctx.adds else None, None, None, None
 
 
-def products(
-    view: Any, name: str, x: Tensor, order: Order, weights: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
+def products(weight: Weight, x: Tensor, order: Order, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Each row times the frozen weight of its expert plus the bias, and what LoRA adds to it.
 
     Args:
         weights: the router's, [tokens, top_k], where ``Combined`` follows at once. What LoRA adds is then weighted here, and
             of the rest the gradient.
     """
-    from transformers.integrations.moe import _grouped_mm
-
-    weight, addend = getattr(view, name), None
+    addend, factors = None, weight.factors()
     x, for_lora = (x, x) if weights is None else Weighted.apply(x, weights, order)
-    if not view.is_transposed:
-        weight = weight.transpose(-2, -1)
-    if isinstance(weight, Operand) and weight.lora is not None:
-        left, right = weight.lora
-        weight = dataclasses.replace(weight, lora=None)
-        inner = _grouped_mm(for_lora, left, offs=order.ends)
+    if factors is not None:
+        inner = grouped(for_lora, factors[0], order.ends)
         if weights is not None:
             inner = (inner * weights.flatten().index_select(0, order.slot_of)[:, None]).to(inner.dtype)
-        addend = _grouped_mm(inner, right, offs=order.ends).contiguous()
-    y: Tensor = _grouped_mm(x, weight, offs=order.ends).contiguous()  # the last: a recompute ends before it
-    if view.has_bias:
-        y.add_(getattr(view, f"{name}_bias")[order.expert_of.long()])
+        addend = grouped(inner, factors[1], order.ends).contiguous()
+    y = weight.multiplied(x, order.ends).contiguous()  # the last: a recompute ends before it
+    if weight.bias is not None:
+        y.add_(weight.bias[order.expert_of.long()])
     return y, addend
 
 
-def forward(view: View, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """As ``grouped_mm_experts_forward``: [tokens, hidden], of the experts and weights of each token, [tokens, top_k]."""
-    module: Any = view
-    into = "gate_up_proj" if module.has_gate else "up_proj"
-    order = Order.of(top_k_index, module.num_experts)
-    x = Gathered.apply(hidden_states, order, getattr(module, into).dtype)
-    y, addend = products(module, into, x, order)
-    if is_silu_and_mul(module):
-        y = Gated.apply(y, addend)
+def summed(y: Tensor, addend: Tensor | None) -> Tensor:
+    return y if addend is None else y.add_(addend)
+
+
+def forward(
+    module: Any, stacks: dict[str, Stack], lora: dict[str, Lora], whole: bool,
+    hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
+) -> Tensor:  # fmt: skip
+    """As transformers' ``grouped_mm_experts_forward``, or ``batched_mm_experts_forward``, which has as many bits.
+
+    Args:
+        stacks: those that are read packed, by name.
+        lora: the factors of active adapters, by name.
+        whole: grouped products of all experts; else each row is multiplied by a copy of its expert.
+        hidden_states: [tokens, hidden].
+        top_k_index, top_k_weights: the experts of each token and the router's weights, [tokens, top_k].
+
+    Returns:
+        [tokens, hidden].
+    """
+
+    def weight(name: str) -> Weight:
+        bias = getattr(module, f"{name}_bias") if trait(module, "has_bias") else None
+        return Weight(stacks.get(name) or getattr(module, name), trait(module, "is_transposed"), lora.get(name), bias)
+
+    into = "gate_up_proj" if trait(module, "has_gate") else "up_proj"
+    arguments = module, weight(into), weight("down_proj"), hidden_states, top_k_index, top_k_weights
+    if whole and launch.serves(hidden_states) and transforms_active() is None:
+        return by_kernels(*arguments)
+    return in_pytorch(*arguments, whole)
+
+
+def by_kernels(
+    module: Any, up: Weight, down: Weight, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    order = Order.of(top_k_index, module.num_experts).for_kernels()
+    y, addend = products(up, Gathered.apply(hidden_states, order, up.dtype), order)
+    y = Gated.apply(y, addend) if is_silu_and_mul(module) else gated(module, summed(y, addend))
+    weights = top_k_weights.contiguous()
+    if down.bias is not None or trait(
+        module, "has_post_expert_norm"
+    ):  # not linear in the rows: the gradient is weighted after it
+        y, addend = summed(*products(down, y, order)), None
+        y, _ = Weighted.apply(normed(module, y), weights, order)
     else:
-        y = y if addend is None else y.add_(addend)
-        y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
-    weights, normed = top_k_weights.contiguous(), getattr(module, "has_post_expert_norm", False)
-    if module.has_bias or normed:  # not linear in the rows before: the gradient is weighted after it
-        y, addend = products(module, "down_proj", y, order)
-        y, addend = y if addend is None else y.add_(addend), None
-        y, _ = Weighted.apply(module.post_expert_norm(y) if normed else y, weights, order)
-    else:
-        y, addend = products(module, "down_proj", y, order, weights)
+        y, addend = products(down, y, order, weights)
     result: Tensor = Combined.apply(y.contiguous(), addend, weights.detach(), order, hidden_states.dtype)
+    return result
+
+
+def in_pytorch(
+    module: Any,
+    up: Weight,
+    down: Weight,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    whole: bool,
+) -> Tensor:
+    (tokens, top_k), slots = top_k_index.shape, torch.arange(top_k_index.numel(), device=top_k_index.device)
+    order = Order.of(top_k_index, module.num_experts) if whole else None
+    slot_of = slots if order is None else order.slot_of
+
+    def product(weight: Weight, x: Tensor) -> Tensor:
+        return weight.chosen(x, top_k_index.reshape(-1)) if order is None else summed(*products(weight, x, order))
+
+    y = gated(module, product(up, hidden_states[slot_of // top_k]))
+    y = normed(module, product(down, y)) * top_k_weights.reshape(-1)[slot_of].unsqueeze(-1)
+    y = y if order is None else y[order.row_of.flatten()]
+    return y.view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+def gated(module: Any, rows: Tensor) -> Tensor:
+    """What stands between the two products."""
+    if hasattr(module, "_apply_gate"):
+        result: Tensor = module._apply_gate(rows) if trait(module, "has_gate") else module.act_fn(rows)
+        return result
+    gate, up = rows.chunk(2, dim=-1)  # Liger's experts
+    return torch.nn.functional.silu(gate) * up
+
+
+def normed(module: Any, rows: Tensor) -> Tensor:
+    result: Tensor = module.post_expert_norm(rows) if trait(module, "has_post_expert_norm") else rows
     return result
 
 
 def is_silu_and_mul(module: Any) -> bool:
     from transformers.integrations.moe import _default_apply_gate
 
+    if not hasattr(module, "_apply_gate"):  # Liger's experts
+        return True
     own = getattr(module._apply_gate, "__func__", None) is _default_apply_gate
-    return own and module.has_gate and module.is_concatenated and type(module.act_fn).__name__ in GATES
-
-
-def why_not(module: Any, hidden_states: Any, *_: Any, **__: Any) -> Reason | None:
-    """EXPERTS_FORWARD where transformers' forward is not known to be slower, or the experts are spread over GPUs."""
-    usable = runtime.triton is not None and runtime.runs_on(hidden_states)
-    if (
-        usable
-        and not getattr(module, "_is_expert_parallel", False)
-        and runtime.capability_of(hidden_states.device) in FASTER_ON
-    ):
-        return None
-    return Reason.EXPERTS_FORWARD
+    own = own and trait(module, "has_gate") and trait(module, "is_concatenated")
+    return own and type(module.act_fn).__name__ in GATES and not is_called_otherwise(module.act_fn)

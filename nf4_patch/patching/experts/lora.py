@@ -1,11 +1,12 @@
 """peft's LoRA on the experts of transformers, named by ``target_parameters``: packed ones too.
 
-peft adds B·A to the dense stack, and takes a dense gradient of the sum apart. Here its wrapper hands the factors to the
-product (see product.py). What peft writes into files, and how it finds and names adapters, stays its own.
+peft adds B·A to the dense stack, and takes a dense gradient of the sum apart. Here the forward of the experts asks its wrappers
+for the factors (see product.py). What peft writes into files, and how it finds and names adapters, stays its own.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,7 +19,8 @@ from torch.nn.utils import parametrize
 from ..placement import is_ours
 from ..replacement import Fallbacks, Function, around, instead, replacement_of
 from ..target import Target
-from .product import Lora, pending
+from .forward import trait
+from .product import Lora
 from .read import packed_chains
 
 SERVED = ("grouped_mm", "batched_mm")
@@ -34,21 +36,42 @@ def packed_states(module: Any) -> dict[str, Any]:
 # --- the forward ---
 
 
-def factors(wrapper: Any, adapters: list[str], dtype: torch.dtype) -> Lora:
-    """left and right of all active adapters, side by side: their product is what peft would add to the stack.
+class Wrapper:
+    """peft's wrapper of one stack, whose experts are about to run with these adapters on it."""
 
-    In peft's lora_A, [experts * rank, in], ranks run fastest; in its lora_B, [out, rank * experts], experts do.
-    """
-    into, out_of = [], []
-    for name in adapters:
-        a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight * wrapper.scaling[name]
-        into.append(a.reshape(wrapper.num_experts, -1, a.shape[-1]).to(dtype))
-        out_of.append(b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1).to(dtype))
-    a, b = torch.cat(into, dim=1), torch.cat(out_of, dim=2).contiguous()
-    if missing := -a.shape[1] % RANKS:
-        a, b = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
-    # peft before 0.19 takes [experts, out, in] for [experts, in, out]: its A is on the side of out
-    return (b, a) if getattr(wrapper, "_did_swap_in_out_features", False) else (a.mT, b.mT)
+    def __init__(self, wrapper: Any, adapters: list[str], dtype: torch.dtype):
+        self.wrapper, self.adapters, self.dtype = wrapper, adapters, dtype
+        self.experts, self.name = wrapper.get_base_layer(), wrapper.parameter_name
+        self.is_asked = False
+
+    def factors(self) -> Lora:
+        """left and right of all active adapters, side by side: their product is what peft would add to the stack.
+
+        In peft's lora_A, [experts * rank, in], ranks run fastest; in its lora_B, [out, rank * experts], experts do.
+        """
+        wrapper, into, out_of = self.wrapper, [], []
+        for name in self.adapters:
+            a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight * wrapper.scaling[name]
+            into.append(a.reshape(wrapper.num_experts, -1, a.shape[-1]).to(self.dtype))
+            out_of.append(b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1).to(self.dtype))
+        a, b = torch.cat(into, dim=1), torch.cat(out_of, dim=2).contiguous()
+        if missing := -a.shape[1] % RANKS:
+            a, b = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
+        # peft before 0.19 takes [experts, out, in] for [experts, in, out]: its A is on the side of out
+        return (b, a) if getattr(wrapper, "_did_swap_in_out_features", False) else (a.mT, b.mT)
+
+
+class Asked(threading.local):
+    """The wrappers that this thread is in: each waits to be asked by the forward of its experts."""
+
+    def __init__(self) -> None:
+        self.wrappers: list[Wrapper] = []
+
+    def of(self, experts: Any) -> list[Wrapper]:
+        return [each for each in self.wrappers if each.experts is experts and not each.is_asked]
+
+
+asked = Asked()
 
 
 def implementation_of(experts: Any) -> str | None:
@@ -56,7 +79,7 @@ def implementation_of(experts: Any) -> str | None:
 
 
 def is_served(experts: Any, name: str, packed: bool) -> bool:
-    """Whether the forward of the experts multiplies by what is pending. Others loop over dense experts, to which peft adds LoRA."""
+    """Whether the forward of the experts asks its wrappers. Others loop over dense experts, to which peft adds LoRA."""
     bound = vars(experts).get("_old_forward", vars(experts).get("forward"))
     function = getattr(bound, "__func__", type(experts).forward)
     if is_ours(function):  # Liger's, whose own kernels multiply in 16 bits
@@ -65,7 +88,12 @@ def is_served(experts: Any, name: str, packed: bool) -> bool:
     if not packed and (type(weight) is not torch.nn.Parameter or weight.dtype not in DTYPES):
         return False
     asks = "_experts_implementation" in getattr(getattr(function, "__code__", None), "co_names", ())
-    if implementation not in SERVED or function is not type(experts).forward or not asks:
+    if (
+        implementation not in SERVED
+        or function is not type(experts).forward
+        or not asks
+        or trait(experts, "_is_expert_parallel")
+    ):
         return False
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -82,13 +110,13 @@ def forward(target: Target, original: Function) -> Function:
         state = None if idle else packed_states(experts).get(name)
         if idle or kwargs.get("adapter_names") or not is_served(experts, name, state is not None):
             return original(self, x, *args, **kwargs)
-        key = id(experts), name
-        pending.lora[key] = factors(self, adapters, (state or experts._parameters[name]).dtype)
+        wrapper = Wrapper(self, adapters, (state or experts._parameters[name]).dtype)
+        asked.wrappers.append(wrapper)
         try:
             result = self.base_layer(x, *args, **kwargs)
         finally:
-            unused = pending.lora.pop(key, None)
-        if unused is None:
+            asked.wrappers.remove(wrapper)
+        if wrapper.is_asked:
             return result
         raise RuntimeError(
             f"the forward of {parametrize.type_before_parametrizations(experts).__name__} did not use the LoRA adapters on its {name}, "

@@ -54,8 +54,8 @@ EXPERTS = Option(
             Target(
                 f"{EXPERTS_INTERFACE}.{name}", ">= 5.0", TESTED_TRANSFORMERS,
                 FORWARD, f".experts.transformers:{name}",
-                f"mixtures of experts in 4 bits: {covers}",
-                lazy=True,
+                f'{covers}, with enable(experts="4bit") only',
+                only="experts", lazy=True,
             )
             for name, covers in (
                 ("grouped_mm", "training saves the packed experts and not the dense ones"),
@@ -64,7 +64,7 @@ EXPERTS = Option(
         ),
         Target(
             "liger_kernel.transformers.swiglu:LigerExperts.forward", ">= 0.8", ("0.8.5",),
-            FORWARD, ".experts.transformers:ligers",
+            FORWARD, ".experts.transformers:grouped_mm",
             'packed experts where Liger replaces their forward, with enable(experts="4bit") only',
             only="experts", lazy=True,
         ),

@@ -1,8 +1,8 @@
-"""For transformers' mixtures of experts: its own forward runs, on a view of the module.
+"""For transformers' mixtures of experts, and Liger's: our forward runs in place of theirs.
 
 Reading a packed stack decodes every expert, and transformers saves the dense stack for the backward (1.2 GB in bf16 a
-layer of Qwen3-30B-A3B), or copies the few experts that a token needs out of it. In the view the packed stack is saved, and
-only the experts that are needed are decoded; results are the same to the bit.
+layer of Qwen3-30B-A3B), or copies the few experts that a token needs out of it. Ours saves the packed stack, and decodes
+only the experts that are needed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,11 +20,11 @@ from ..counters import warn_once
 from ..dequantizer import Dequantizer
 from ..reasons import Reason
 from ..replacement import Function, replacement_of
-from ..switch import switch
 from ..target import Target
-from . import forward
-from .product import View, is_kept_packed, pending
-from .read import stacks_of
+from .forward import forward, trait
+from .lora import Wrapper, asked
+from .product import is_kept_packed
+from .read import Stack, stacks_of
 
 
 class Loads:
@@ -50,79 +49,41 @@ def warn_of_16_bits(module: Any) -> None:
         )
 
 
-def on_view(
-    target: Target,
-    original: Function,
-    whole: bool,
-    transformers: Function | None = None,
-    kind: Callable[..., View] = View,
-) -> Function:
-    """``original`` on a view of the experts module, or as it is for a Reason.
+def run(module: Any, stacks: dict[str, Stack], wrappers: list[Wrapper], whole: bool, *routed: Any) -> torch.Tensor:
+    return forward(module, stacks, {each.name: each.factors() for each in wrappers}, whole, *routed)
 
-    What ``original`` raises on the view is its own: it is not run again.
+
+def experts(target: Target, original: Function, whole: bool) -> Function:
+    """For a forward of experts. What ours raises is the caller's: the original is not run after it.
 
     Args:
         whole: it reads all experts, and only reads them.
-        transformers: its forward, where ``original`` is another library's and cannot run on a view.
-        kind: makes the view.
     """
-    dequantizer, gate = Dequantizer(target.name), switch.gates["experts"]
-    transformers = transformers or original
+    dequantizer = Dequantizer(target.name)
 
-    def prepare(module: Any) -> View | Reason:
-        lora = {name: found for (owner, name), found in pending.lora.items() if owner == id(module)}
-        stacks = stacks_of(module, dequantizer, whole and (is_kept_packed() or cache.on))
-        if isinstance(stacks, Reason):
-            if stacks is Reason.EXPERTS_NOT_PACKED and gate.on:
-                warn_of_16_bits(module)
-            if not lora:
-                return stacks
-            dequantizer.fallbacks.count(stacks)
-            stacks = {}
-        elif not whole and torch.is_grad_enabled():
-            if not lora:
-                return Reason.BATCHED_MM_GRADIENT
-            dequantizer.fallbacks.count(Reason.BATCHED_MM_GRADIENT)
-        for name in lora:
-            del pending.lora[id(module), name]
-        return kind(module, stacks, lora)
-
-    def attempt(self: Any, *args: Any, **kwargs: Any) -> Any:
-        view = prepare(self)
-        if isinstance(view, Reason):
-            return view
-        ours = whole and gate.on and dequantizer.fallbacks.attempt(forward.why_not, self, *args, **kwargs) is None
-        return (functools.partial(forward.forward if ours else transformers, view, *args, **kwargs),)
+    def attempt(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        wrappers = asked.of(self)
+        refused = stacks = stacks_of(self, dequantizer, whole and (is_kept_packed() or cache.on))
+        if trait(self, "_is_expert_parallel"):
+            refused = Reason.EXPERT_PARALLEL
+        elif not isinstance(stacks, Reason) and not whole and torch.is_grad_enabled():
+            refused = Reason.BATCHED_MM_GRADIENT
+        if refused is Reason.EXPERTS_NOT_PACKED:
+            warn_of_16_bits(self)
+        if isinstance(refused, Reason):
+            if not wrappers:
+                return refused
+            dequantizer.fallbacks.count(refused)  # dense where it cannot be read packed, and LoRA a product of its own
+        for wrapper in wrappers:
+            wrapper.is_asked = True
+        read = {} if isinstance(stacks, Reason) else stacks
+        return run, self, read, wrappers, whole, hidden_states, top_k_index, top_k_weights
 
     return replacement_of(target, original, dequantizer.fallbacks, attempt)
 
 
-# Of ``grouped_mm_experts_forward``, which saves the dense stacks for the backward.
-grouped_mm = functools.partial(on_view, whole=True)
+# Of ``grouped_mm_experts_forward``, which saves the dense stacks for the backward, and ``LigerExperts.forward``, which reads a
+# packed stack dense in each pass, and uses no LoRA on it.
+grouped_mm = functools.partial(experts, whole=True)
 # Of ``batched_mm_experts_forward``, with which ``generate`` decodes tokens on a GPU.
-batched_mm = functools.partial(on_view, whole=False)
-
-
-# --- Liger's experts ---
-
-
-def on_ligers(*args: Any, **kwargs: Any) -> Any:
-    from transformers.integrations.moe import grouped_mm_experts_forward
-
-    return grouped_mm_experts_forward(*args, **kwargs)
-
-
-@functools.cache
-def ligers_view() -> type[View]:
-    """With what transformers' forward asks of experts and Liger's class lacks, as Liger's kernels compute."""
-    from transformers.integrations.moe import _default_apply_gate
-
-    no = dict.fromkeys(("has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel"), False)
-    yes = {"has_gate": True, "is_concatenated": True, "act_fn": torch.nn.SiLU(), "_apply_gate": _default_apply_gate}
-    return type("LigersView", (View,), no | yes)
-
-
-# Of ``LigerExperts.forward``, which reads a packed stack dense in each pass, and uses no LoRA on it.
-ligers = functools.partial(
-    on_view, whole=True, transformers=on_ligers, kind=lambda module, stacks, lora: ligers_view()(module, stacks, lora)
-)
+batched_mm = functools.partial(experts, whole=False)
