@@ -12,10 +12,11 @@ from nf4_patch.patching.quant_state import linear_weight
 
 
 @pytest.fixture(autouse=True)
-def experts_in_pytorch(device, monkeypatch):
-    """Triton's interpreter takes a second for the rows of a hundred tokens: test_experts_forward asks for it."""
-    if device.type == "cpu":
-        monkeypatch.setattr(launch, "serves", lambda tensor: False)
+def experts_in_pytorch(monkeypatch):
+    """With the bits of transformers' forward. test_experts_forward has the kernels; interpreted, they take a second for the rows of a
+    hundred tokens.
+    """
+    monkeypatch.setattr(launch, "serves", lambda tensor: False)
 
 
 @pytest.fixture
