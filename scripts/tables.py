@@ -419,19 +419,22 @@ def offload_runs() -> list[Record]:
     return sorted(
         (record for record in found if "gpu_ms" in record and record["side"] != "again" and not record["layers"]),
         key=lambda record: (
-            names.index(record["model"]), record["tokens"], record["attention_only"], -record["rank"], record["optimizer"],
+            GPUS.index(record["gpu"]), names.index(record["model"]), record["tokens"], record["attention_only"], -record["rank"], record["optimizer"],
             record["cap"] or math.inf, order(record["offload"]),
         ),
     )  # fmt: skip
 
 
 def offload_steps() -> list[Record]:
-    found = []
-    for run in offload_runs():
+    found, runs = [], offload_runs()
+    sources = "\n\n".join(
+        machines([run for run in runs if run["gpu"] == gpu]) for gpu in dict.fromkeys(r["gpu"] for r in runs)
+    )
+    for run in runs:
         bus, resident = run["fetched"] / run["bus"] * 1e3, run["resident_ms"]
         times = [f"{run['gpu_ms'] / least:.2f}×" for least in (resident, max(resident, bus)) if resident]
         found.append(run | {
-            "what": f"r = {run['rank']}{', attention alone' * run['attention_only']}, {OPTIMIZERS[run['optimizer']]}",
+            "sources": sources, "what": f"r = {run['rank']}{', attention alone' * run['attention_only']}, {OPTIMIZERS[run['optimizer']]}",
             "capped": f"{run['cap']:g} GiB" if run["cap"] else "none", "said": f'`"{run["offload"]}"`',
             "step": " ".join([f"{run['gpu_ms']:.0f}", *(f"({each})" for each in times[:1])]),
             "bus_ms": f"{bus:.0f} ({run['bus'] / 1e9:.0f})" if bus else "", "of_least": "".join(times[1:]),
@@ -538,10 +541,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "offload-cards": Table(offload_cards, (
         Column("model", "{name}"), Column("LoRA", "{what}"), Column("{card} GB", "{fits}", {}))),
     "offload": Table(offload_steps, (
+        Column("GPU", "{gpu}"),
         Column("model, tokens", "{model}, {tokens:,}"), Column("LoRA", "{what}"), Column("GPU capped", "{capped}"),
         Column("`offload=`", "{said}"), Column("step, ms (× resident)", "{step}"), Column("kernels alone, ms", "{kernels_ms:.0f}"), Column("bus alone, ms (GB/s)", "{bus_ms}"),
         Column("× the larger of the two", "{of_least}"), Column("peak loading / training, GiB", "{peaks}"),
-        Column("in host memory, GiB", "{host}")), others="{side}"),
+        Column("in host memory, GiB", "{host}")), above="{sources}"),
     "step-trl": Table(partial(plain, "step-trl"), TRL, others="{side}"),
     "step-moe-trl": Table(partial(plain, "step-moe-trl"), TRL, others="{side}"),
 }  # fmt: skip
