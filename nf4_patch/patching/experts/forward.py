@@ -8,6 +8,7 @@ same is written in PyTorch, with the bits of transformers' own forward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -193,23 +194,25 @@ def forward(
         bias = getattr(module, f"{name}_bias") if trait(module, "has_bias") else None
         return Weight(stacks.get(name) or getattr(module, name), trait(module, "is_transposed"), lora.get(name), bias)
 
-    into = "gate_up_proj" if trait(module, "has_gate") else "up_proj"
-    arguments = module, weight(into), weight("down_proj"), hidden_states, top_k_index, top_k_weights
+    up = weight("gate_up_proj" if trait(module, "has_gate") else "up_proj")
+    arguments = hidden_states, top_k_index, top_k_weights
     if whole and launch.serves(hidden_states) and transforms_active() is None:
-        return by_kernels(*arguments)
-    return in_pytorch(*arguments, whole)
+        return by_kernels(module, up, lambda: weight("down_proj"), *arguments)
+    return in_pytorch(module, up, lambda: weight("down_proj"), *arguments, whole)
+
+
+# The second weight is read after the first product, as in transformers: a dense one is there no longer than it has to be.
 
 
 def by_kernels(
-    module: Any, up: Weight, down: Weight, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
+    module: Any, up: Weight, read_down: Callable[[], Weight],
+    hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
+) -> Tensor:  # fmt: skip
     order = Order.of(top_k_index, module.num_experts).for_kernels()
     y, addend = products(up, Gathered.apply(hidden_states, order, up.dtype), order)
     y = Gated.apply(y, addend) if is_silu_and_mul(module) else gated(module, summed(y, addend))
-    weights = top_k_weights.contiguous()
-    if down.bias is not None or trait(
-        module, "has_post_expert_norm"
-    ):  # not linear in the rows: the gradient is weighted after it
+    weights, down = top_k_weights.contiguous(), read_down()
+    if down.bias is not None or trait(module, "has_post_expert_norm"):  # not linear: the gradient is weighted after it
         y, addend = summed(*products(down, y, order)), None
         y, _ = Weighted.apply(normed(module, y), weights, order)
     else:
@@ -219,14 +222,9 @@ def by_kernels(
 
 
 def in_pytorch(
-    module: Any,
-    up: Weight,
-    down: Weight,
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    whole: bool,
-) -> Tensor:
+    module: Any, up: Weight, read_down: Callable[[], Weight],
+    hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, whole: bool,
+) -> Tensor:  # fmt: skip
     (tokens, top_k), slots = top_k_index.shape, torch.arange(top_k_index.numel(), device=top_k_index.device)
     order = Order.of(top_k_index, module.num_experts) if whole else None
     slot_of = slots if order is None else order.slot_of
@@ -235,7 +233,7 @@ def in_pytorch(
         return weight.chosen(x, top_k_index.reshape(-1)) if order is None else summed(*products(weight, x, order))
 
     y = gated(module, product(up, hidden_states[slot_of // top_k]))
-    y = normed(module, product(down, y)) * top_k_weights.reshape(-1)[slot_of].unsqueeze(-1)
+    y = normed(module, product(read_down(), y)) * top_k_weights.reshape(-1)[slot_of].unsqueeze(-1)
     y = y if order is None else y[order.row_of.flatten()]
     return y.view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
 
