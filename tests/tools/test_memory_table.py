@@ -135,7 +135,7 @@ def test_a_measured_cell_is_bold_and_a_step_is_compared_with_the_resident_one(me
 
 def test_what_was_measured_is_what_is_reckoned(memory, monkeypatch):
     tables = importlib.import_module("tables")
-    runs = [run for run in tables.offload_runs() if run["model"] in memory.MIXTURES]
+    runs = [run for run in tables.offload_runs() if run["model"] in tables.RECKONED]
     for run in runs:
         if run["offload"] == "off":
             setting = "off"
@@ -154,9 +154,9 @@ def test_what_was_trained_has_the_bits_of_the_resident_model(memory):
     """Whatever was left on the GPU, and however it was capped."""
     rows = importlib.import_module("tables").plain("offload")
     compared = [row for row in rows if "adapters" in row]
-    resident = {offload.key(row, "cap", "budget"): row for row in compared if row["side"] == "resident"}
+    resident = {(row["gpu"], offload.key(row, "cap", "budget")): row for row in compared if row["side"] == "resident"}
     for row in compared:
-        other = resident.get(offload.key(row, "cap", "budget"), row)
+        other = resident.get((row["gpu"], offload.key(row, "cap", "budget")), row)
         assert all(row[field] == other[field] for field in ("bits", "losses", "gradients", "adapters"))
     if not compared:
         pytest.skip("not measured yet")
