@@ -1,34 +1,29 @@
 """python -m benchmarks.experts: mixtures of experts with enable(experts="4bit"), random weights in the shapes of real ones.
 
 GPU time of a step with checkpointing: LoRA on the experts, packed and in 16 bits, next to peft's; frozen experts with LoRA on
-the attention. And generation.
+the attention.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-
 from benchmarks import main
 from nf4_patch.nf4.routing import launch
 from nf4_patch.tools.bench import trl
-from nf4_patch.tools.bench.record import GPU_TIME, OURS, RATE, UNPATCHED, Check, Row
+from nf4_patch.tools.bench.record import GPU_TIME, OURS, Check, Row
 from nf4_patch.tools.bench.step import BUDGET, METHOD, Step, gib, optimizer_of, peft_model
-from nf4_patch.tools.bench.timing import Times, alternating, kernel_times, wall_ms
+from nf4_patch.tools.bench.timing import kernel_times
 from nf4_patch.tools.bench.trl import EXPERTS, unpack
-from nf4_patch.tools.llama import LINEARS, build_4bit
+from nf4_patch.tools.llama import LINEARS
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress
 
 ATTENTION = LINEARS[:4]
 LAYERS = 2  # of a step
-GENERATION_LAYERS = 16
-TOKENS, PROMPT = 16, 16  # of a sequence that is generated
 SIZES = ((1, 512), (1, 2048), (1, 4096))
 CACHED, DENSE, PEFT, THEIRS = "cached", "experts in 16 bits", "peft, experts in 16 bits", "transformers' forward"
 
@@ -134,39 +129,6 @@ def compared(subject: str, sides: dict[str, Any], models: tuple[Any, ...], tell:
         yield Row("{} {}x{}, {}".format(subject, *size, GPU_TIME), "ms", times, checks, sizes=sizes, notes=notes)
 
 
-@torch.no_grad()
-def generated(batch: int) -> Iterator[Row]:
-    """Tokens a second of ``generate`` with Qwen3's shapes, greedy, the patch on and off alternating; and GPU time."""
-    model = build_4bit(qwen3(GENERATION_LAYERS)).eval()
-    prompt = torch.randint(3, 1000, (batch, PROMPT), generator=torch.Generator().manual_seed(batch)).cuda()
-    texts: dict[str, set[tuple[int, ...]]] = {OURS: set(), UNPATCHED: set()}
-
-    def generate(name: str) -> None:
-        found = model.generate(prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
-        texts[name].add(tuple(found.flatten().tolist()))
-
-    sides = {name: functools.partial(generate, name) for name in texts}
-
-    def patched(name: str) -> AbstractContextManager[None]:
-        return patch(name == OURS, experts="4bit")
-
-    walls = alternating(sides, wall_ms, 4, patched)
-    rates = {name: Times(tuple(1e3 * batch * TOKENS / ms for ms in taken.values)) for name, taken in walls.items()}
-    clocks = {"": (RATE, rates), f", {GPU_TIME}": ("ms", kernel_times(sides, patched, rounds=2))}
-    counts = [len(found) for found in texts.values()]  # the prompt runs our forward, which has other bits
-    check = Check(counts == [1, 1], "{} different texts with the patch, {} without".format(*counts))
-    for words, (unit, times) in clocks.items():
-        if times:
-            subject = f"generation, {GENERATION_LAYERS} layers, batch {batch}{words}"
-            yield Row(subject, unit, times, {UNPATCHED: check}, sizes={"batch": batch})
-
-
-def generation(tell: Progress) -> Iterator[Row]:
-    for batch in (1, 8):
-        tell(f"generation: batch {batch}")
-        yield from generated(batch)
-
-
 if __name__ == "__main__":
-    sections = {"LoRA on experts": lora, "frozen experts": frozen, "generation": generation}
+    sections = {"LoRA on experts": lora, "frozen experts": frozen}
     main(METHOD, lambda tell: {name: rows(tell) for name, rows in sections.items()})

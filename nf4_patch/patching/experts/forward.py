@@ -21,7 +21,7 @@ from .product import Lora, Weight, grouped
 from .read import Stack, is_called_otherwise
 
 GATES = ("SiLUActivation", "SiLU")
-# What transformers' decorator writes into a module of experts, where another library's class has none of it
+# What transformers' decorator writes into a module of experts; Liger's class has none of it
 DEFAULTS = {
     "has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True, "has_post_expert_norm": False,
     "_is_expert_parallel": False,
@@ -177,12 +177,12 @@ def forward(
     module: Any, stacks: dict[str, Stack], lora: dict[str, Lora], whole: bool,
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
 ) -> Tensor:  # fmt: skip
-    """As transformers' ``grouped_mm_experts_forward``, or ``batched_mm_experts_forward``, which has as many bits.
+    """As transformers' ``grouped_mm_experts_forward`` or ``batched_mm_experts_forward``.
 
     Args:
         stacks: those that are read packed, by name.
         lora: the factors of active adapters, by name.
-        whole: grouped products of all experts; else each row is multiplied by a copy of its expert.
+        whole: by grouped products of all experts; else each row is multiplied by a copy of its own expert.
         hidden_states: [tokens, hidden].
         top_k_index, top_k_weights: the experts of each token and the router's weights, [tokens, top_k].
 
