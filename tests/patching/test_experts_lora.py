@@ -289,6 +289,15 @@ def test_several_adapters(stock):
     assert torch.equal(ours[0], ours[-1])
 
 
+def test_experts_that_run_before_others_are_asked():
+    """In a hook, another model without adapters: those that wait are not its own."""
+    model, other, found = with_lora(model_of("qwen3", lora=False)), model_of("qwen3", lora=False), []
+    want, wanted = logits(model), logits(other)
+    handle = experts_of(model)[0].register_forward_pre_hook(lambda *_: found.append(logits(other)))
+    assert torch.equal(logits(model), want) and torch.equal(found[0], wanted) and not torch.equal(want, wanted)
+    handle.remove()
+
+
 @pytest.mark.parametrize(("safe", "nested"), [(False, True), (True, False)], ids=["nested", "safe and flat"])
 def test_merging_packs_the_sum(safe, nested):
     model = with_lora(model_of("qwen3", nested=nested, lora=False), lora_alpha=12)
