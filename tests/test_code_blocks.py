@@ -72,6 +72,7 @@ ELSEWHERE = {
     "nf4-patch verify": "half a minute: tools/test_cli.py",
     "nf4-patch bench --step peft": "needs a GPU: tools/test_bench.py",
     "pip install .": "installs packages; of a wheel: integration/test_releases.py",
+    "pip install '.[bench]'": "installs packages",
     f"python examples/merge_adapter.py --model {MIXTURE} --adapter {ADAPTER} --out merged": (
         "loads 61 GB; of tiny models: integration/test_examples.py"
     ),
