@@ -23,6 +23,7 @@ from run_example import completed
 
 import nf4_patch
 from benchmarks.checkpoint import load_4bit
+from examples.offline import byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -114,6 +115,7 @@ def mixture_of_experts(folder: Path, checkpoint: str) -> torch.nn.Module:
 
 def checkpoint_of_experts(folder: Path) -> str:
     mixture_of_experts(folder, "").save_pretrained(folder / "experts")
+    byte_tokenizer().save_pretrained(folder / "experts")
     return str(folder / "experts")
 
 
