@@ -4,7 +4,7 @@ import nox
 
 nox.options.sessions = ["light"]
 PYTHON, PYTHONS = "3.11", ("3.10", "3.11", "3.12", "3.13")
-TORCH = ("2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.13.0")
+TORCH = ("2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.13.0", "2.14.1")
 LIBRARIES = ("bitsandbytes>=0.50", "transformers>=5,<5.18", "peft", "accelerate", "datasets>=4,<5", "pillow")
 LIGHT = ("installed", "lowest", "bitsandbytes 0.48.2", "wrapt 1.16.0", "unsloth 2026.9.7")
 
