@@ -386,17 +386,13 @@ def in_gb(value: float) -> str:
     return f"{value / 1e9:.1f}"
 
 
-# Where a step takes what is reckoned; Gemma-4-26B-A4B took 15.0 GB with "all" and not 8.6 (H100)
-RECKONED = {name: mixture for name, mixture in memory.MIXTURES.items() if name != "Gemma-4-26B-A4B"}
-
-
 def offload_parts() -> list[Record]:
     return [
         {
             "name": name, "others": in_gb(m.frozen()), "experts": in_gb(m.experts_in("off")), "buffers": in_gb(m.experts_in("all")),
             "activations": in_gb(m.activations(TOKENS_OF_TABLE)),
         }
-        for name, m in RECKONED.items()
+        for name, m in memory.MIXTURES.items()
     ]  # fmt: skip
 
 
@@ -409,14 +405,18 @@ def offload_learning() -> list[Record]:
 
 
 def offload_runs() -> list[Record]:
-    """Steps that were measured, and how many times the same step of the resident model they take."""
+    """Steps that were measured, and the same step of the resident model where they were taken in turns."""
     found = plain("offload")
     for record in found:
+        record.setdefault("in_turns", False)
         same = ("gpu", "model", "layers", "tokens", "rank", "optimizer", "attention_only")
         resident = [
             r
             for r in found
-            if r["side"] == "resident" and "gpu_ms" in r and all(r[each] == record[each] for each in same)
+            if r["side"] == "resident"
+            and r.get("in_turns")
+            and record["in_turns"]
+            and all(r[each] == record[each] for each in same)
         ]
         record["resident_ms"] = resident[0]["gpu_ms"] if resident else 0.0
     names = [*memory.MIXTURES]
@@ -460,7 +460,7 @@ def order(setting: str) -> float:
 def offload_cards() -> list[Record]:
     """The largest budget that fits, measured where a GPU was capped to what this one has for PyTorch, reckoned elsewhere."""
     found, runs = [], offload_runs()
-    for (name, mixture), (what, how), card in itertools.product(RECKONED.items(), TRAINED.items(), CARDS):
+    for (name, mixture), (what, how), card in itertools.product(memory.MIXTURES.items(), TRAINED.items(), CARDS):
         cap = (card * 1e9 - memory.CONTEXT) / 2**30
         ran = [
             run["offload"] for run in runs

@@ -187,9 +187,7 @@ def test_nothing_of_a_checkpointed_step_is_left(own):
         layer.register_forward_pre_hook(lambda layer, arguments: inputs.append(weakref.ref(arguments[0])))
     step(model)
     gc.collect()
-    assert (
-        own.calls == 2 * LAYERS and inputs and not any(reference() is not None for reference in inputs)
-    )
+    assert own.calls == 2 * LAYERS and inputs and not any(reference() is not None for reference in inputs)
 
 
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("gpt-oss", marks=pytest.mark.full)])
