@@ -11,8 +11,9 @@ import torch
 from torch._inductor import utils as inductor
 
 from benchmarks import main
+from benchmarks.side_by_side import format_losses, row
 from nf4_patch.tools.bench.record import OURS, UNPATCHED, Row
-from nf4_patch.tools.bench.step import LENGTHS, LLAMA, Step, format_losses, optimizer_of, peft_model, row
+from nf4_patch.tools.bench.step import LENGTHS, LLAMA, Step, optimizer_of, peft_model
 from nf4_patch.tools.bench.timing import alternating, wall_ms
 from nf4_patch.tools.llama import config_of
 from nf4_patch.tools.report import Progress

@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 import nf4_patch
-from benchmarks import bits, grpo
+from benchmarks import Bench, bits, grpo
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.tools.bench.record import GPU_TIME, UNPATCHED, Bench, Check, Row
+from nf4_patch.tools.bench.record import GPU_TIME, UNPATCHED, Check, Row
 from nf4_patch.tools.bench.timing import Machine, Times
 from nf4_patch.tools.cli import main
 from scripts import render_docs

@@ -18,11 +18,11 @@ from oracle import layout_of, quantized
 from rich.console import Console
 from verbs import output_of
 
-from benchmarks import bits, challenge, compile_time, generation
+from benchmarks import Bench, bits, challenge, compile_time, generation
 from benchmarks.baselines import UNSLOTH_TRITON
 from nf4_patch.tools import llama, report
 from nf4_patch.tools.bench import matmul, timing
-from nf4_patch.tools.bench.record import BITSANDBYTES, CEILING, OURS, UNPATCHED, Bench, Row, accuracy, table
+from nf4_patch.tools.bench.record import BITSANDBYTES, CEILING, OURS, UNPATCHED, Row, accuracy, table
 from nf4_patch.tools.bench.step import Step
 from nf4_patch.tools.bench.timing import Machine, Times
 from nf4_patch.tools.cli import console
