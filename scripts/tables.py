@@ -13,23 +13,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import memory
-from figures import (
-    BITSANDBYTES,
-    DATA,
-    DENSE,
-    GPU_TIME,
-    GPUS,
-    LIMITS,
-    OURS,
-    PEFT,
-    STOCK,
-    UNPATCHED,
-    Record,
-    load,
-    matches,
-)
+from figures import compared, load, matches, numbers, of_gpus, peak, records, room, shape, span, unserved
 
-from figures import compared, numbers, of_gpus, peak, records, room, shape, span, unserved  # isort: skip
+from figures import BITSANDBYTES, DATA, DENSE, GPU_TIME, GPUS, LIMITS, OURS, PEFT, STOCK, UNPATCHED, Record  # isort: skip
 
 SHOWN = ("torch", "triton", BITSANDBYTES, "unsloth", "transformers", "peft", "wrapt")
 
@@ -91,9 +77,8 @@ class Table(NamedTuple):
         units = ", ".join(dict.fromkeys(record.get("unit", "") for record in first))
         for name in dict.fromkeys(record[self.apart] for record in first) if self.apart else [""]:
             parts += [f"{name[0].upper()}{name[1:]}:"] if name else []
-            parts.append(
-                table(self.columns, [r | {"units": units} for r in first if not name or r[self.apart] == name])
-            )
+            shown = [record | {"units": units} for record in first if not name or record[self.apart] == name]
+            parts.append(table(self.columns, shown))
         return "\n\n".join([*parts, *map(self.summed_up, rest)])
 
     def summed_up(self, found: list[Record]) -> str:
@@ -110,9 +95,8 @@ def machines(found: list[Record]) -> str:
     """Where and with which releases a table was measured, in a line above it."""
     files, parts = {record["file"]: record["machine"] for record in found}, []
     for file, machine in files.items():
-        installed = ", ".join(
-            f"{name} {machine['releases'][name]}" for name in SHOWN[:-1] if name in machine["releases"]
-        )
+        known = machine["releases"]
+        installed = ", ".join(f"{name} {known[name]}" for name in SHOWN[:-1] if name in known)
         parts.append(f"[{file}](data/{file}) of {machine['date']}" + f" with {installed}" * (len(files) == 1))
     return f"**{found[0]['gpu']}** ({', '.join(parts)}):"
 
@@ -166,11 +150,8 @@ SETUPS = [
     UNSLOTH, Setup("Unsloth from 2026.10 on", "`enable()`", patched("step-unsloth", **UNCACHED)),
     GENERATION, ROLLOUTS,
 ]  # fmt: skip
-WHO = (
-    Column("what you train with", "{trained}"),
-    Column("what you type", "{typed}"),
-    Column("compared with", "{against}"),
-)
+WHO = tuple(Column(*each) for each in
+            (("what you train with", "{trained}"), ("what you type", "{typed}"), ("compared with", "{against}")))  # fmt: skip
 
 
 def gains() -> list[Record]:
@@ -344,11 +325,8 @@ def requirements() -> str:
 
 def plain(name: str) -> list[Record]:
     """Of files that have a list of rows."""
-    return [
-        data | row | {"gpu": gpu, "file": file, "ratio": None}
-        for gpu, file, data in of_gpus(name)
-        for row in data["rows"]
-    ]
+    found = ((data | {"gpu": gpu, "file": file, "ratio": None}, data["rows"]) for gpu, file, data in of_gpus(name))
+    return [row | place for place, rows in found for row in rows]
 
 
 # --- packed experts in host memory ---
@@ -410,30 +388,20 @@ def offload_learning() -> list[Record]:
 
 def offload_runs() -> list[Record]:
     """Steps that were measured, and how many times the same step of the resident model they take."""
-    found = plain("offload")
-    for record in found:
-        same = ("gpu", "model", "layers", "tokens", "rank", "optimizer", "attention_only")
-        resident = [
-            r
-            for r in found
-            if r["side"] == "resident" and "gpu_ms" in r and all(r[each] == record[each] for each in same)
-        ]
-        record["resident_ms"] = resident[0]["gpu_ms"] if resident else 0.0
-    names = [*memory.MIXTURES]
-    return sorted(
-        (record for record in found if "gpu_ms" in record and record["side"] != "again" and not record["layers"]),
-        key=lambda record: (
-            GPUS.index(record["gpu"]), names.index(record["model"]), record["tokens"], record["attention_only"], -record["rank"], record["optimizer"],
-            record["cap"] or math.inf, order(record["offload"]),
-        ),
-    )  # fmt: skip
+
+    def same(run: Record) -> tuple[Any, ...]:
+        return (GPUS.index(run["gpu"]), [*memory.MIXTURES].index(run["model"]), run["tokens"], run["attention_only"],
+                -run["rank"], run["optimizer"])  # fmt: skip
+
+    found = [run for run in plain("offload") if "gpu_ms" in run and not run["layers"]]
+    resident = {same(run): run["gpu_ms"] for run in reversed(found) if run["side"] == "resident"}
+    runs = [run | {"resident_ms": resident.get(same(run), 0.0)} for run in found if run["side"] != "again"]
+    return sorted(runs, key=lambda run: (*same(run), run["cap"] or math.inf, order(run["offload"])))
 
 
 def offload_steps() -> list[Record]:
     found, runs = [], offload_runs()
-    sources = "\n\n".join(
-        machines([run for run in runs if run["gpu"] == gpu]) for gpu in dict.fromkeys(r["gpu"] for r in runs)
-    )
+    sources = "\n\n".join(machines([*of_gpu]) for _, of_gpu in itertools.groupby(runs, lambda run: run["gpu"]))
     for run in runs:
         bus, resident = run["fetched"] / run["bus"] * 1e3, run["resident_ms"]
         times = [f"{run['gpu_ms'] / least:.2f}×" for least in (resident, max(resident, bus)) if resident]
