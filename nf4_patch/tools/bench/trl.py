@@ -295,9 +295,6 @@ class Steps(Report):
     losses: dict[str, list[float]]
     failures: list[str] = field(default_factory=list)
 
-    def problems(self) -> list[str]:
-        return self.failures
-
     def render(self) -> Iterable[RenderableType]:
         yield str(self.machine)
         yield METHOD
