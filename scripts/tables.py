@@ -115,19 +115,21 @@ UNCACHED, CACHED = {"setting": "patch"}, {"setting": "cache all"}
 
 
 class Setup(NamedTuple):
-    """What one trains with, what to type, the records that say what is gained, what that is compared with, the name of a record,
+    """What one trains with, what to type, the records that say what is gained, what that is compared with, what a record is of,
     and what is said of all."""
 
     trained: str
     typed: str
     find: Callable[..., list[Record]]
     against: str = "no patch"
-    at: str = "at {size:,}"
+    at: str = "{size:,}"
     of: str = " tokens a step"
 
     def records(self, **where: Any) -> list[Record]:
-        return [record | self._asdict() | {"at": self.at.format_map(record)}
-                for record in self.find() if record["ratio"] and matches(record, where)]  # fmt: skip
+        found = [record for record in self.find() if record["ratio"] and matches(record, where)]
+        each = [self.at.format_map(record) for record in found]
+        every = {"every": [*dict.fromkeys(each)]}
+        return [record | self._asdict() | every | {"at": at} for record, at in zip(found, each, strict=True)]
 
 
 def patched(name: str, **where: Any) -> Callable[..., list[Record]]:
@@ -140,10 +142,10 @@ UNSLOTHS_SPEED = Setup("TRL with Liger", FUSED, partial(compared, "step-trl", "l
 SAME_BITS = Setup("peft or TRL", "`enable()`", patched("step-peft", **UNCACHED))
 SAME_BITS_CACHED = Setup("peft or TRL, memory to spare", AUTO, patched("step-peft", **CACHED))
 UNSLOTH = Setup("Unsloth from 2026.10 on, PyTorch ≥ 2.11", AUTO, patched("step-unsloth", **CACHED))
-GENERATION = Setup("4-bit generation", MATMUL, patched("generate", side=STOCK, setting="compiled"), "bitsandbytes", "at {what}",
-                   " (compiled)")  # fmt: skip
+GENERATION = Setup("4-bit generation, compiled", MATMUL, patched("generate", side=STOCK, setting="compiled"), "bitsandbytes", "{length}",
+                   " sequences at once")  # fmt: skip
 ROLLOUTS = Setup("RL with TRL's GRPO, the model itself generates", MATMUL,
-                 patched("grpo", what=("generation", "whole step")), at="({what})", of="")  # fmt: skip
+                 patched("grpo", what=("generation", "whole step")), at="{what}", of="")  # fmt: skip
 SETUPS = [
     LORA_ON_EXPERTS, UNSLOTHS_SPEED, SAME_BITS, SAME_BITS_CACHED,
     Setup("Unsloth up to 2026.9", "`enable()`", patched("step-unsloth-2026.9.7", **UNCACHED)),
@@ -158,25 +160,20 @@ def gains() -> list[Record]:
     return [record for setup in SETUPS for record in setup.records()]
 
 
-def gain(found: list[Record]) -> str:
-    """In GPU time; in wall time, and said to be so, where there is no other. What is not clear is said to be so."""
-    of_gpu = [record for record in found if record["clock"] == GPU_TIME]
-    shown = of_gpu or found
-    wall = ", wall time" * bool(shown[0]["size"] and not of_gpu)
-    if all(map(unserved, shown)):
-        return "nothing without a cache: the kernel is not called"
-    if not any(record["clear"] for record in shown):
-        return f"not clear ({ratios(shown).strip('*')}){wall}"
-    parts = [f"{record['times']} {record['at']}" for record in shown if record["clear"]]
-    rest = [record["at"] for record in shown if not record["clear"]]
-    return ", ".join(parts) + shown[0]["of"] + f", not clear {', '.join(rest)}" * bool(rest) + wall
+def marked(found: list[Record]) -> str:
+    """Every ratio of a setup, in italics where it is not clear, as "1.05 / *1.06*"; a dash where there is none."""
+    if all(map(unserved, found)):
+        return "the kernel is not called"
+    shown = {each["at"]: f"{each['ratio']:.2f}" if each["clear"] else f"*{each['ratio']:.2f}*" for each in found}
+    return " / ".join(shown.get(at, "-") for at in found[0]["every"]) + "×"
 
 
-def marked(found: list[Record], by: str = "", values: Sequence[Any] = ()) -> str:
-    """Every ratio, in italics where it is not clear, as "1.05 / *1.06*"; a dash for a value of ``by`` without one."""
-    ratios = [f"{record['ratio']:.2f}" if record["clear"] else f"*{record['ratio']:.2f}*" for record in found]
-    shown = dict(zip([record[by] for record in found], ratios, strict=True)) if by else dict(enumerate(ratios))
-    return " / ".join(shown.get(value, "-") for value in values or shown) + "×"
+def measured_at(found: list[Record]) -> str:
+    return " / ".join(found[0]["every"]) + found[0]["of"]
+
+
+CLOCKS = [Column(f"{gpu}, {clock or 'by the clock'}", marked, {"gpu": gpu, "clock": clock})
+          for gpu in GPUS for clock in (GPU_TIME, "")]  # fmt: skip
 
 
 def install() -> str:
@@ -199,16 +196,12 @@ def chooser() -> str:
         "Unsloth, the same bits": UNSLOTH._replace(typed="what `nf4-patch doctor` says"),
     }
     found = [record | {"trained": who} for who, setup in shown.items() for record in setup.records()]
-    sizes = sorted({record["size"] for record in found})
-    clocks = [Column(f"{gpu}, {clock or 'by the clock'}", partial(marked, by="size", values=sizes), {"gpu": gpu, "clock": clock})
-              for gpu in GPUS for clock in (GPU_TIME, "")]  # fmt: skip
     batches = GENERATION.records(gpu=GPUS[0])
-    rows = " / ".join(record["what"].removeprefix("batch ") for record in batches)
-    return f"""Training, how many times as fast at {" / ".join(f"{size:,}" for size in sizes)} tokens a step:
+    return f"""Training, how many times as fast at {measured_at(SAME_BITS.records())}:
 
-{table((Column("what you train", "{trained}"), WHO[1], WHO[2], *clocks), found)}
+{table((Column("what you train", "{trained}"), *WHO[1:], *CLOCKS), found)}
 
-Generating, compiled, at batch {rows}: {MATMUL} makes {marked(batches)} as many tokens a second as bitsandbytes."""
+Generating {measured_at(batches)}, compiled: {MATMUL} makes {marked(batches)} as many tokens a second as bitsandbytes."""
 
 
 # --- records of their own ---
@@ -455,7 +448,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         Column("model", "{name}"), Column("parameters", "{weights}"), Column("in 16 bits", "{bf16}"), Column("packed", "{packed}"),
         Column("left of {card} GB", "{left}", {}))),
     "chooser": chooser,
-    "gains": Table(gains, (*WHO, *(Column(f"gain on an {g}", gain, {"gpu": g}) for g in GPUS))),
+    "gains": Table(gains, (*WHO, Column("at", measured_at, {}), *CLOCKS)),
     "results": Table(results, (
         Column(GPUS[0], "{words}"), Column(OURS, "{time} {unit}", {"gpu": GPUS[0], "side": OURS}),
         Column("bitsandbytes {installed[bitsandbytes]}", "{against}", {"gpu": GPUS[0], "side": SIDES[1:3]}),
