@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 
 import pytest
@@ -58,6 +59,12 @@ def test_how_many_times_as_fast_a_side_is_needs_equal_losses(failures, shown):
     _, _, table, *_ = trl.Steps(None, rows, {}, failures).render()
     column = next(column for column in table.columns if column.header == "gpu_x")
     assert [*dict.fromkeys(filter(None, column.cells))] == shown
+
+
+def test_a_process_that_ends_is_told():
+    worker = trl.Worker(STOCK, {}, partial(os._exit, 1), TINY)
+    assert worker.ask() == worker.ask("wall", "peft", (1, 16)) == (None, "the process ended")
+    worker.close()
 
 
 def test_adapters_are_those_of_trl_or_fp32_with_the_same_numbers():

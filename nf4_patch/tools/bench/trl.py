@@ -249,10 +249,6 @@ def serve(connection: Any, *arguments: Any) -> None:
         request = connection.recv()
 
 
-class Failed(RuntimeError):
-    """A side's traceback."""
-
-
 class Worker:
     """A process that has one kind of model."""
 
@@ -263,18 +259,14 @@ class Worker:
         self.process.start()
         theirs.close()
 
-    def answer(self) -> Any:
-        try:
-            found, error = self.connection.recv()
-        except EOFError:
-            found, error = None, "the process ended"
-        if error:
-            raise Failed(error)
-        return found
-
     def ask(self, *request: Any) -> Any:
-        self.connection.send(request)
-        return self.answer()
+        """(result, "") or (None, what went wrong), also without a request: of the model that it makes first."""
+        try:
+            if request:
+                self.connection.send(request)
+            return self.connection.recv()
+        except (EOFError, OSError):
+            return None, "the process ended"
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # it has ended
@@ -337,24 +329,18 @@ def compare(
     arguments = {kind: {name: side for name, side in sides.items() if side.kind == kind} for kind in kinds}
     workers = {kind: Worker(kind, arguments[kind], what.configuration, what.host) for kind in kinds}
 
-    def ask(method: str, name: str, size: Size) -> Any:
-        return workers[sides[name].kind].ask(method, name, size)
-
     def of_each(method: str, names: Iterable[str], size: Size) -> dict[str, Any]:
         found = {}
-        for name in list(names):
-            try:
-                found[name] = ask(method, name, size)
-            except Failed as error:
+        for name in names:
+            found[name], error = workers[sides[name].kind].ask(method, name, size)
+            if error:
                 failures.append(f"{name}, {method}, {size[0]}x{size[1]}: {error}")
-        return found
+        return {name: answer for name, answer in found.items() if answer is not None}
 
     try:
         for kind, worker in workers.items():
             tell(f"builds: {kind}")
-            try:
-                worker.answer()
-            except Failed as error:
+            if error := worker.ask()[1]:
                 failures.append(f"{kind}: {error}")
                 sides = {name: side for name, side in sides.items() if side.kind != kind}
         rows: list[dict[str, Any]] = []
