@@ -281,7 +281,6 @@ DENSE_RECIPE = {
     "peft, fused": '`enable(lora="fused")`',
     "liger, fused": "that and `use_liger_kernel=True`",
     "liger, fused, cached": 'both and `cache="auto"`, with room for every weight',
-    "liger, fused, compiled": "both and compiled layers",
     "unsloth": "Unsloth",
     "unsloth, patch, cached": 'Unsloth with `enable(cache="auto")`',
 }
