@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from nf4_patch.tools.bench.record import DENSE, GPU_TIME, OURS, UNPATCHED, Check, Row
 from nf4_patch.tools.bench.step import LENGTHS, Size, Step, optimizer_of
-from nf4_patch.tools.bench.timing import Call, Inside, Taken, Times, alternating, kernels, wall_ms
+from nf4_patch.tools.bench.timing import Call, Inside, Taken, alternating, kernels, wall_ms
 from nf4_patch.tools.report import Progress
 
 METHOD = f"A QLoRA step, the patch on ({OURS}) and off alternating: wall time, and GPU time (the sum of its kernels and copies)."
@@ -27,17 +27,6 @@ def kernel_times(variants: Mapping[str, Call], inside: Inside, rounds: int) -> T
     kernels(torch.cuda.synchronize)  # starts the profiler
     taken = alternating(variants, gpu_busy_ms, rounds, inside, warmups=0)
     return {name: times for name, times in taken.items() if all(times.values)}
-
-
-def format_losses(losses: Iterable[float]) -> str:
-    return " / ".join(f"{loss:.6f}" for loss in sorted(losses))
-
-
-def row(subject: str, size: Size, times: dict[str, Times], agree: bool, notes: dict[str, str]) -> Row:
-    """A step's times, whose ratio depends on the losses that ``notes`` hold."""
-    check = Check(agree, f"losses with the patch and without: {notes['loss']}")
-    sizes = dict(zip(("batch", "tokens"), size, strict=True))
-    return Row(subject, "ms", times, {UNPATCHED: check}, sizes=sizes, notes=notes)
 
 
 def every_length(subject: str, model: Any, tell: Progress, settings: Settings) -> Iterator[Row]:
@@ -63,6 +52,9 @@ def side_by_side(
     for step in steps.values():
         step.observe()
     losses = {loss for step in steps.values() for loss in step.losses}
+    said = " / ".join(f"{loss:.6f}" for loss in sorted(losses))
+    checks = {UNPATCHED: Check(len(losses) == 1, f"losses with the patch and without: {said}")}
+    sizes = dict(zip(("batch", "tokens"), size, strict=True))
 
     def patched(name: str) -> contextlib.AbstractContextManager[None]:
         return steps[name].patched()
@@ -75,12 +67,12 @@ def side_by_side(
         others = {name: times[name] for name in (UNPATCHED, DENSE) if name in times}
         for name in settings if times else ():
             step = steps[name]
-            notes = {"kernel calls a step": str(step.calls), "loss": format_losses(losses)}
+            notes = {"kernel calls a step": str(step.calls), "loss": said}
             notes["peak memory"] = f"{gib(step.peak)} (unpatched {gib(steps[UNPATCHED].peak)})"
             if step.taken:
                 notes["cache"] = gib(step.taken)
             words = ", ".join(filter(None, ("{} {}x{}".format(subject, *size), name, clock)))
-            yield row(words, size, {OURS: times[name], **others}, len(losses) == 1, notes)
+            yield Row(words, "ms", {OURS: times[name], **others}, checks, sizes=sizes, notes=notes)
 
 
 def gib(size: int) -> str:
