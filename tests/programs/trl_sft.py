@@ -13,7 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 import torch
 
-from nf4_patch.tools.llama import SPECIAL, Shape, save
+from benchmarks.checkpoint import SPECIAL, Shape, save
 
 folder, on_gpu = Path(sys.argv[1]), torch.cuda.is_available()
 if not (folder / "model").exists():
