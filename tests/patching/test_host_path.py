@@ -11,6 +11,7 @@ import pathlib
 import re
 import sys
 
+import changes
 import matmul_reference
 import pytest
 import torch
@@ -176,34 +177,22 @@ def test_an_out_that_the_kernel_must_not_write_is_refused(server):
     assert torch.equal(dense, reference.dequantize(layout_of(packed, state)))
 
 
-def changes_of(packed, state):
-    """Each changes what a weight is dequantized to."""
-    other, other_state = quantized(tuple(state.shape), state.dtype, "cpu", seed=7)
-    return (
-        lambda: setattr(state, "absmax", other_state.absmax),
-        lambda: setattr(state.state2, "absmax", other_state.state2.absmax.clone()),
-        lambda: setattr(state.state2, "code", other_state.state2.code.clone()),
-        lambda: setattr(state, "quant_type", "fp4"),
-        lambda: setattr(packed, "data", other.clone()),
-    )
+@pytest.mark.parametrize(("nested", "change"), changes.EVERY)
+def test_a_weight_that_changes_is_read_as_it_is_now(server, nested, change):
+    """By whoever remembers its launch: a target, another one, and the op."""
+    at = changes.weight(nested=nested)
+    others = Dequantizer("another").of_state, lambda *weight: op.dequantize(*layout_of(*weight))
 
+    def numbers_of_now():
+        want = reference.dequantize(layout_of(at.packed, at.state))
+        for read in (server.of_state, *others, server.of_state):
+            assert torch.equal(read(at.packed, at.state), want)
+        return want
 
-def test_what_a_remembered_launch_is_recognized_by(server):
-    """Whatever changes it, the launch is resolved anew and the numbers are those of the changed state."""
-    packed, state = quantized((64, 96), torch.float16, "cpu")
-    changes = (
-        lambda: setattr(state, "offset", state.offset.half()),
-        lambda: setattr(state, "dtype", torch.bfloat16),
-        lambda: setattr(state, "shape", torch.Size((96, 64))),
-        *changes_of(packed, state),
-    )
-    for count, change in enumerate((lambda: None, *changes), 1):
-        change()
-        layout = layout_of(packed, state)
-        for _ in range(2):
-            got = server.of_state(packed, state)
-            assert torch.equal(got, reference.dequantize(layout))
-        assert len(server.resolved) == count
+    before = numbers_of_now()
+    assert len(server.resolved) == 1
+    changes.CHANGES[change](at)
+    assert numbers_of_now().shape != before.shape or not torch.equal(numbers_of_now(), before)
 
 
 class Dispatching(torch.Tensor):
@@ -415,14 +404,20 @@ def test_what_a_remembered_product_is_recognized_by(server, multiplier):
             check(*arguments)
         count += 1
         assert len(multiplier.launches) == len(server.resolved) == count
-    changes = (lambda: setattr(state, "offset", state.offset.clone()), *changes_of(packed, state))
-    for change in changes:
-        change()
+    assert counters.hits("test") == server.launched == 6 + 2 * 5
+
+
+@pytest.mark.parametrize(("nested", "change"), changes.EVERY)
+def test_a_weight_that_changes_is_multiplied_as_it_is_now(multiplier, nested, change):
+    at = changes.weight((64, 128), nested)
+    for make in (lambda at: None, changes.CHANGES[change]):
+        make(at)
+        layout = layout_of(at.packed, at.state)
+        x = torch.randn(6, layout.shape[1]).bfloat16()
         for _ in range(2):
-            check(x)
-        count += 1
-        assert len(multiplier.launches) == len(server.resolved) == count
-    assert counters.hits("test") == server.launched == 6 + 2 * 5 + 2 * len(changes)
+            matmul._kernels.clear()  # the stand-in of a size knows one weight
+            got = multiplier.run(x, layout._replace(dtype=x.dtype))
+            assert torch.equal(got, matmul_reference.matmul(x, layout))
 
 
 def test_a_weight_off_16_bytes_is_read_from_a_copy(multiplier, monkeypatch):
