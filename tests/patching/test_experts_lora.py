@@ -383,24 +383,20 @@ def test_an_adapter_of_transformers_4(modules, stock, tmp_path):
 
 
 def test_generation_with_the_adapters_on(stock):
+    """And a training step by what transformers generates with, which is peft's."""
     model = model_of("qwen3", torch.float32, lora=False).eval()
     dense = dense_of(model).eval()
     for each in (model, dense):
         each.set_experts_implementation("batched_mm")
-    ours, peft = logits(with_lora(model), 4), stock(dense, run=lambda model: logits(model, 4))
-    assert error(ours, peft.double()) < 1e-5 and hits("batched_mm") == 2 * LAYERS
-    generated = model.generate(input_ids=ids_of(4), max_new_tokens=3, do_sample=False)
-    assert generated.shape == (2, 7)
-
-
-def test_batched_mm_trains(stock):
-    model = model_of("qwen3", torch.float32, lora=False)
-    dense = dense_of(model)
-    for each in (model, dense):
-        each.set_experts_implementation("batched_mm")
-    ours, peft = step(with_lora(model), 4), stock(dense, run=lambda model: step(model, 4))
-    assert max(error(ours[key], peft[key].double()) for key in peft) < 1e-4
+    peft = stock(dense, run=lambda model: {"logits": logits(model, 4)} | step(model, 4))
+    ours = with_lora(model)
+    found = {"logits": logits(ours, 4)}
+    assert hits("batched_mm") == 2 * LAYERS
+    assert ours.generate(input_ids=ids_of(4), max_new_tokens=3, do_sample=False).shape == (2, 7)
+    counters.reset()
+    found |= step(ours, 4)
     assert reasons("batched_mm") == {Reason.BATCHED_MM_GRADIENT: LAYERS}
+    assert found.keys() == peft.keys() and max(error(found[key], peft[key].double()) for key in peft) < 1e-4
 
 
 def test_an_implementation_that_loops_over_dense_experts(stock):

@@ -98,7 +98,7 @@ class Interpreted:
 
         _, _, _, _, _, *given = arguments  # function, metadata and three of Triton's hooks
         if self.checked == CHECKS and not self.always:
-            return dequantize(self.values, self.dtypes, *given[: len(self.pointers)])
+            return dequantize(x, self.values, self.dtypes, *given[: len(self.pointers)])
         self.checked += self.kernel.__name__ == "dequantize_kernel"
         for index, pointer in enumerate(self.pointers):
             if pointer:
@@ -109,9 +109,12 @@ class Interpreted:
 
 
 def dequantize(
-    values: dict[str, Any], dtypes: list[str], packed: int, absmax: int, code: int, absmax2: int, code2: int, offset: int, out: int, n: int
+    grid: int, values: dict[str, Any], dtypes: list[str], packed: int, absmax: int, code: int, absmax2: int, code2: int,
+    offset: int, out: int, n: int,
 ) -> None:  # fmt: skip
     """The formula of the kernel, from what lies at the addresses."""
+    elements = 2 * values["THREADS"] * values["ELEMS_PER_THREAD"]  # of a program
+    assert grid == -(-n // elements) and (values["EVEN"], values["TAIL"]) == (n % elements == 0, n % 8 != 0)
     import torch
 
     def at(address: int, count: int, dtype: str) -> torch.Tensor:
