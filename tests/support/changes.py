@@ -26,7 +26,7 @@ def flipped(packed: torch.Tensor) -> torch.Tensor:
 
 
 def another(parameter: torch.Tensor) -> torch.Tensor:
-    made = flipped(parameter).as_subclass(type(parameter))
+    made = torch.Tensor._make_subclass(type(parameter), flipped(parameter), False)
     vars(made).update(vars(parameter))
     return made
 
@@ -92,7 +92,8 @@ STATES: dict[str, Callable[[Any], Any]] = {
     "shape": lambda at: setattr(at.state, "shape", torch.Size(tuple(at.state.shape)[::-1])),
     "blocksize": longer_blocks,
 }
-CHANGES = BYTES | {f"{name} {way}": of_scales(name, way) for name, way in itertools.product(SCALES, WAYS)} | STATES
+OF_SCALES = {f"{name} {way}": of_scales(name, way) for name, way in itertools.product(SCALES, WAYS)}
+CHANGES = BYTES | OF_SCALES | STATES
 # Of a weight that is not nested there is one level of scales.
 FLAT = {name: change for name, change in CHANGES.items() if not name.startswith((*list(SCALES)[1:],))}
 EVERY = [(nested, name) for nested, table in ((True, CHANGES), (False, FLAT)) for name in table]
