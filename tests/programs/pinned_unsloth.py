@@ -105,7 +105,9 @@ def weight(layer=0):
 class Place:
     """Where the table of changes finds the first weight, and its state on it."""
 
-    packed = property(lambda self: weight(), lambda self, packed: setattr(model.layers[0].projections[0], "weight", packed))
+    packed = property(
+        lambda self: weight(), lambda self, packed: setattr(model.layers[0].projections[0], "weight", packed)
+    )
     state = property(lambda self: weight().quant_state, lambda self, state: setattr(weight(), "quant_state", state))
 
 
