@@ -140,26 +140,14 @@ def test_errors_of_frozen_experts_are_no_larger_than_transformers(own):
     assert max(ratios.values()) <= 1, ratios
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["recomputed", *(pytest.param(how, marks=pytest.mark.full) for how in ("reentrant", "cached", "accumulated"))],
-)
-def test_a_step_is_the_same_however_it_is_run(how, own, patched):
+@pytest.mark.parametrize("how", ["recomputed", pytest.param("reentrant", marks=pytest.mark.full)])
+def test_a_checkpointed_step_is_the_same(how, own):
+    """As test_experts_lora has it of the forward in PyTorch, in more ways to run a step."""
     model = adapted("qwen3")
     model.enable_input_require_grads()
     plain = step(model)
-    if how in CHECKPOINTING:
-        model.gradient_checkpointing_enable(CHECKPOINTING[how])
-    if how == "cached":
-        patched.enable(experts="4bit", cache="1GiB")
-    if how == "accumulated":
-        for _ in range(2):
-            loss_of(model).backward()
-        thrice = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        assert all(error(thrice[key], 3 * plain[key]) < 1e-5 for key in thrice)
-    else:
-        assert same(step(model), plain)
-    assert own.calls > LAYERS and not reasons()
+    model.gradient_checkpointing_enable(CHECKPOINTING[how])
+    assert same(step(model), plain) and own.calls > LAYERS and not reasons()
 
 
 def test_a_recompute_ends_before_the_last_product(own, monkeypatch):
