@@ -23,6 +23,7 @@ from run_example import completed
 
 import nf4_patch
 from benchmarks.checkpoint import load_4bit
+from examples.offline import byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -72,6 +73,7 @@ ELSEWHERE = {
     "nf4-patch verify": "half a minute: tools/test_cli.py",
     "nf4-patch bench --step peft": "needs a GPU: tools/test_bench.py",
     "pip install .": "installs packages; of a wheel: integration/test_releases.py",
+    "pip install '.[bench]'": "installs packages",
     f"python examples/merge_adapter.py --model {MIXTURE} --adapter {ADAPTER} --out merged": (
         "loads 61 GB; of tiny models: integration/test_examples.py"
     ),
@@ -113,6 +115,7 @@ def mixture_of_experts(folder: Path, checkpoint: str) -> torch.nn.Module:
 
 def checkpoint_of_experts(folder: Path) -> str:
     mixture_of_experts(folder, "").save_pretrained(folder / "experts")
+    byte_tokenizer().save_pretrained(folder / "experts")
     return str(folder / "experts")
 
 

@@ -192,8 +192,8 @@ def lines_to_type(releases: dict[str, str], unsloth_keeps: bool) -> dict[str, st
     if has("unsloth", ""):
         cached = line('cache="auto"') if has("torch", ">= 2.11") else "nothing gains: take PyTorch 2.11 or newer"
         lines[f"Unsloth {releases['unsloth']}"] = cached if unsloth_keeps else line("")
-    if has("transformers", ">= 5.17") and has("peft", ">= 0.17"):
-        lines["mixtures of experts"] = line('experts="4bit"')
+    fits = has("transformers", ">= 5.17") and has("peft", ">= 0.17")
+    lines["mixtures of experts"] = line('experts="4bit"') if fits else "take transformers 5.17 and peft 0.17, or newer"
     return lines
 
 

@@ -43,7 +43,8 @@ def test_what_a_target_calls_tested_was_run(target):
 def test_every_python_of_the_classifiers_has_a_session():
     claimed = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
     (sessions,) = re.findall(r"PYTHONS = .*(\(.*\))", (ROOT / "noxfile.py").read_text())
-    assert claimed == re.findall(r"3\.\d+", sessions)
+    (runs,) = re.findall(r"python: (\[.*?\])", (ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert claimed == re.findall(r"3\.\d+", sessions) == re.findall(r"3\.\d+", runs)
 
 
 def test_the_lower_bounds_of_pyproject_were_run():

@@ -180,9 +180,13 @@ LINES = {"torch": "2.11.0", "peft": "0.21.0", "transformers": "5.17.0", "unsloth
 )
 def test_doctor_says_the_line_to_type(changes, unsloth_keeps, unsloth, experts):
     lines = doctor.lines_to_type(LINES | changes, unsloth_keeps)
-    assert lines == {"peft, TRL": "nf4_patch.enable()", "Unsloth 2026.10.9": unsloth} | (
-        {"mixtures of experts": 'nf4_patch.enable(experts="4bit")'} if experts else {}
-    )
+    assert lines == {
+        "peft, TRL": "nf4_patch.enable()",
+        "Unsloth 2026.10.9": unsloth,
+        "mixtures of experts": 'nf4_patch.enable(experts="4bit")'
+        if experts
+        else "take transformers 5.17 and peft 0.17, or newer",
+    }
     report = doctor.DoctorReport("", {"bitsandbytes": "0.50.2"}, [gpu()], "", rows(State.PATCHED), [], [], lines)
     assert f"  Unsloth 2026.10.9:      {unsloth}" in list(report.render())
     assert "What to type:" not in list(dataclasses.replace(report, no_gpu="none").render())

@@ -103,7 +103,8 @@ def needs_quantization(original, self, model, param_name, **kwargs) -> Any:
         return original(self, model, param_name, **kwargs)
     rows = (row for row in TARGETS if row.replace.startswith(OWN) and switch.gates[row.only].on)
     if missing := [row.name for row in rows if row.name not in installed or installed[row.name].refusal]:
-        raise RuntimeError(f"{ENABLE} is not adapted to {', '.join(missing)} of this release of transformers")
+        names = ", ".join(missing)
+        raise RuntimeError(f"{ENABLE} needs transformers 5.17 or newer; of this release it cannot replace {names}")
     wanted = is_wanted(self, param_name)
     if wanted and (elements := model.get_parameter(param_name).numel()) > LARGEST:
         raise ValueError(
