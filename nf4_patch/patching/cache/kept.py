@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ class Kept:
     views: tuple[Tensor, Tensor] | None = None  # [N, K] and [K, N], or twice that of another rank; None: dropped
     tensors: tuple[Callable[[], Tensor | None], ...]  # weak references to the parameter, absmax, absmax2, code2, offset
 
-    def __init__(self, weight: Weight, pinned: bool):
+    def __init__(self, weight: Weight):
         """Of a weight before it is decoded: a write in the meantime is noticed.
 
         Raises:
@@ -43,8 +42,7 @@ class Kept:
         self.device = packed.get_device()  # -1: the CPU
         self.stream = runtime.current_stream(self.device)  # on which it is decoded
         self.size = size_of(weight)  # bytes in the allocator
-        self.pinned = pinned  # for layers that are compiled as a whole: never evicted
-        self.same_size: OrderedDict[Kept, None] = OrderedDict()  # the least recently used first
+        self.compiled = False  # layers that are compiled as a whole read it
         self.watcher: Any = None  # of the storage of the packed bytes
         self.strangers = 0  # reads on other streams since the latest on its own
 

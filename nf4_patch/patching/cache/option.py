@@ -19,9 +19,7 @@ CacheTarget = functools.partial(Target, only="cache", uncounted="its reads may c
 class Uncached(enum.Enum):
     """Why a weight that a caller only reads was decoded and not kept."""
 
-    BUDGET_SPENT = (
-        "the budget is spent: no room for a compiled layer as a whole, or no cached weight of this size to replace"
-    )
+    BUDGET_SPENT = "the budget is spent: no room for the weight, or for a compiled layer as a whole"
     WAITING = 'cache="auto" waits for two steps of the optimizer before it takes memory'
     CUDA_GRAPH = "a CUDA graph is being captured: its replays would read memory that the cache may free"
     OTHER_STREAM = "it was decoded on another CUDA stream"

@@ -4,8 +4,7 @@ Whoever enters such a layer asks for all of its weights first. While the layer r
 quantization state, where Dynamo finds it and makes it an input of the graph: Inductor neither overwrites an input nor reuses
 its memory. When the layer returns, the states are again as bitsandbytes made them.
 
-A layer is pinned as a whole or not at all, so that a kind of layer has two graphs at most. What is pinned is never evicted: a
-step reads its layers in a circle, and a fixed part of a circle saves exactly its share.
+A layer is pinned as a whole or not at all, so that a kind of layer has two graphs at most.
 """
 
 from __future__ import annotations
@@ -171,16 +170,22 @@ class Layers:
 
     def look(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, Pinned]] | None:
         """Every state with its dense copy; None where one is missing or no longer true."""
-        states = []
+        states, read = [], []
         for state, weight in layer.weights(module):
-            found = None if type(weight) is Reason else cache.find(weight)
-            views = None if found is None or not found[1].pinned else found[1].views
-            if found is None or views is None:
+            kept = None if type(weight) is Reason else cache.find(weight)
+            views = None if kept is None or kept[1].stream else kept[1].views
+            if kept is None or views is None:
                 return None
             if switch.strict:
-                cache.compare(found[0], self.decode(weight))
+                cache.compare(kept[0], self.decode(weight))
             states.append((state, [views[0]]))
-            layer.pinned.add(found[1])
+            read.append(kept[1])
+        for (_, (dense,)), each in zip(states, read, strict=True):
+            if not each.compiled:
+                torch._dynamo.mark_static_address(dense, guard=False)  # a CUDA graph reads it where it is
+                torch._dynamo.mark_static(dense)
+                each.compiled = True
+        layer.pinned.update(read)
         return states
 
     def pin(self, module: torch.nn.Module, layer: Layer) -> Reason | Uncached | None:
@@ -193,26 +198,20 @@ class Layers:
             if why is not None:
                 return why
             found = cache.find(weight)
-            if found is not None and found[1].pinned:
-                pinned.add(found[1])
-            else:
+            if found is None or found[1].stream:
                 missing[location(weight)] = weight
+            else:
+                pinned.add(found[1])
         layer.unpin(keep=pinned)
         cache.settle()
         for weight in missing.values():
             sizes[weight.packed.get_device()] += size_of(weight)
-        if any(cache.pinned(device) + size > cache.budget for device, size in sizes.items()):
+        if any(size > cache.room(device) for device, size in sizes.items()):
             return cache.no_room()
         for weight in missing.values():
-            result = cache.keep(weight, self.decode, pin=True)
-            if isinstance(result, Reason):
-                return result
-            found = None if result is None else cache.find(weight)
-            views = None if found is None else found[1].views
-            if views is None:
-                return cache.no_room()
-            torch._dynamo.mark_static_address(views[0], guard=False)  # a CUDA graph reads it where it is
-            torch._dynamo.mark_static(views[0])
+            result = cache.keep(weight, self.decode)
+            if not isinstance(result, torch.Tensor):
+                return cache.no_room() if result is None else result
         return None
 
 

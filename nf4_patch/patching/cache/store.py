@@ -1,8 +1,7 @@
 """The cache of dequantized weights, for callers that only read them: ``enable(cache="6GiB")`` or ``cache="auto"``.
 
-Weights are frozen, so a training step decodes the same bytes two or three times. A step uses the layers 0 to L and
-back: what was read last is read next, so the least recently used weight makes room, and only for one of its own size:
-memory never fragments. docs/notes/weight-cache.md compares the policies.
+Weights are frozen, so a training step decodes the same bytes two or three times. The weights that are read first stay as long
+as they are true, and none makes room for another: docs/notes/weight-cache.md compares this with other ways to choose.
 
 A cached weight belongs to a parameter, whose identity, version counter and memory are looked at in every read.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -50,9 +49,7 @@ class Cache(dequantizer.Reader):
         self.mode: str | int = "off"
         self.auto: Auto | None = None  # finds the budget
         self.budget = 0
-        self.tight = False  # half of the budget is used: from here on it counts which weight was read last
         self.weights: dict[tuple[object, ...], Kept] = {}  # by ``location``; and ``Known.kept`` of what was read
-        self.same_size: dict[tuple[int, int], OrderedDict[Kept, None]] = defaultdict(OrderedDict)
         self.taken: Counter[int] = Counter()  # bytes by device, of what was dropped too while somebody still uses it
         self.leaving: list[Kept] = []  # dropped, and still used by somebody
         self.dead = False  # a tensor or a storage died since the latest ``settle``
@@ -88,7 +85,6 @@ class Cache(dequantizer.Reader):
                 self.on = False
                 self.release()
                 self.memories.clear()
-                self.tight = False
                 if self.auto is not None:
                     self.auto.stop()
                 self.auto = Auto(self.may_take, self.taken) if mode == "auto" else None
@@ -99,7 +95,7 @@ class Cache(dequantizer.Reader):
     def may_take(self, budget: int) -> None:
         """Bytes of every device from now on; what is there stays, or goes where they are none."""
         with self.lock:
-            self.budget, self.tight = budget, False
+            self.budget = budget
             self.generation += 1
             if not budget:
                 self.release()
@@ -137,10 +133,6 @@ class Cache(dequantizer.Reader):
             return None
         kept.strangers = 0
         self.hits += 1  # no call in it: CPython does not switch threads in the middle
-        if self.tight:
-            with self.lock:
-                if kept in kept.same_size:  # another thread may have dropped it
-                    kept.same_size.move_to_end(kept)
         if switch.strict:
             decoded = decode(weight)
             if isinstance(decoded, Reason):
@@ -200,15 +192,14 @@ class Cache(dequantizer.Reader):
         self.uncached[why] += 1
         return None
 
-    def keep(self, weight: Weight, decode: Decode, pin: bool = False) -> Tensor | Reason | None:
-        """What ``decode`` gives; a tensor is kept until the weight changes, pinned or as long as there is room. None without
-        room."""
+    def keep(self, weight: Weight, decode: Decode) -> Tensor | Reason | None:
+        """What ``decode`` gives; a tensor is kept until the weight changes. None without room."""
         mode, result, device, size = self.mode, None, weight.packed.get_device(), size_of(weight)
         with self.lock:  # nothing is decoded under it
             self.settle()
-            if not (self.on and self._make_room(device, size, pin)):
+            if not self.on or size > self.room(device):
                 return None
-        kept = Kept(weight, pin)
+        kept = Kept(weight)
         self.misses += 1
         try:
             with torch.inference_mode(False):  # training may read what generation decoded
@@ -221,25 +212,12 @@ class Cache(dequantizer.Reader):
             with self.lock:
                 self._drop(self.weights.get(kept.location))  # another thread was faster
                 self.settle()
-                if self.mode == mode and self.taken[device] + size <= self.budget:
+                if self.mode == mode and size <= self.room(device):
                     self._add(kept, weight, result)
         return result
 
-    def _make_room(self, device: int, size: int, pin: bool) -> bool:
-        def full() -> bool:
-            self.settle()
-            return self.taken[device] + size > self.budget
-
-        if size > self.budget:
-            return False
-        same_size = self.same_size[device, size]
-        while full() and same_size:
-            self._drop(next(iter(same_size)))
-        if full():
-            self.release(lambda kept: kept.memory.expired())
-        if pin and full():
-            self.release(lambda kept: kept.device == device and not kept.pinned)
-        return not full()
+    def room(self, device: int) -> int:
+        return self.budget - self.taken[device]
 
     def _add(self, kept: Kept, weight: Weight, result: Tensor) -> None:
         owner, storage = weight.owner(), weight.packed.untyped_storage()
@@ -253,10 +231,6 @@ class Cache(dequantizer.Reader):
         # 2.13 before the storage has expired
         kept.watcher = weakref.ref(storage, lambda _: setattr(self, "dead", True))
         self.taken[kept.device] += kept.size
-        self.tight = self.tight or 2 * self.taken[kept.device] > self.budget
-        if not kept.pinned:
-            kept.same_size = self.same_size[kept.device, kept.size]
-        kept.same_size[kept] = None
         self.weights[kept.location] = kept
 
     # --- dropping ---
@@ -266,10 +240,8 @@ class Cache(dequantizer.Reader):
         if kept is None or self.weights.get(kept.location) is not kept:
             return
         del self.weights[kept.location]
-        kept.same_size.pop(kept, None)
         self.leaving.append(kept)
         kept.empty()
-        self.generation += kept.pinned
 
     def _drop_where(self, condition: Callable[[Kept], bool]) -> None:
         for kept in list(self.weights.values()):
@@ -303,10 +275,6 @@ class Cache(dequantizer.Reader):
 
     # --- what is said ---
 
-    def pinned(self, device: int) -> int:
-        """Bytes that compiled layers read."""
-        return sum(kept.size for kept in list(self.weights.values()) if kept.pinned and kept.device == device)
-
     def no_room(self) -> Uncached:
         return Uncached.WAITING if self.auto is not None and not self.budget else Uncached.BUDGET_SPENT
 
@@ -323,7 +291,7 @@ class Cache(dequantizer.Reader):
             hits=self.hits,
             misses=self.misses,
             uncached={why.name: count for why, count in list(self.uncached.items())},
-            compiled=sum(each.pinned for each in kept),
+            compiled=sum(each.compiled for each in kept),
             found=self.auto.why if self.auto else "",
         )
 
