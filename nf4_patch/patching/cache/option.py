@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, field
 
 from ...option import Option, size_in_words
-from ..target import ANY, TESTED_UNSLOTH, Target
+from ..target import ANY, Target
 
 TESTED_AUTOGRAD = ("0.49.2", "0.50.2")
 TESTED_TORCH = ("2.11.0", "2.13.0")
@@ -84,14 +84,6 @@ CACHE = Option(
             "bitsandbytes.autograd._functions:MatMul4Bit.forward", ">= 0.43", TESTED_AUTOGRAD,
             (("ctx", "A", "B", "out", "bias", "quant_state"),), ".cache.reads:reading",
             "cached weights in the forward of Linear4bit before 0.50, with enable(cache=...) only",
-        ),
-        *(
-            CacheTarget(
-                f"unsloth.kernels.fast_lora:{name}.backward", ">= 2026.6", TESTED_UNSLOTH,
-                (("ctx", *gradients),), ".cache.reads:reading",
-                "cached weights in the backward of Unsloth's LoRA kernels, with enable(cache=...) only",
-            )
-            for name, gradients in (("LoRA_MLP", ("dY",)), ("LoRA_QKV", ("dQ", "dK", "dV")), ("LoRA_W", ("dY",)))
         ),
         CacheTarget(
             "unsloth.models._block_compile:_wrap", ">= 2026.10", ("2026.10.9",),
