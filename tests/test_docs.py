@@ -326,10 +326,10 @@ def test_functions_that_the_design_page_names_exist():
     from nf4_patch.nf4.dequantize import launch
     from nf4_patch.nf4.weight import Weight
     from nf4_patch.patching import guards, hooks, placement, quant_state, replacement
-    from nf4_patch.patching.cache.cached import Cached
+    from nf4_patch.patching.cache.kept import Kept
     from nf4_patch.patching.dequantizer import Dequantizer
 
-    known = {each.__name__.rpartition(".")[2]: each for each in (launch.Launch, Weight, Cached, Dequantizer)}
+    known = {each.__name__.rpartition(".")[2]: each for each in (launch.Launch, Weight, Kept, Dequantizer)}
     known |= {
         each.__name__.rpartition(".")[2]: each for each in (launch, guards, hooks, placement, quant_state, replacement)
     }
