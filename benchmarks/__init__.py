@@ -4,13 +4,49 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import click
+from rich.console import RenderableType
 
 from nf4_patch.tools import cli
-from nf4_patch.tools.bench.record import Bench, Check, Row
-from nf4_patch.tools.bench.timing import machine
-from nf4_patch.tools.report import Progress, require_gpu, require_patch
+from nf4_patch.tools.bench.record import Check, Row, table
+from nf4_patch.tools.bench.timing import Machine, machine
+from nf4_patch.tools.report import Progress, Report, require_gpu, require_patch
+
+
+@dataclass(frozen=True)
+class Bench(Report):
+    """What was measured, by section."""
+
+    machine: Machine
+    sections: dict[str, list[Row]] = field(default_factory=dict)
+    method: dict[str, str] = field(default_factory=dict)  # of each section
+
+    def problems(self) -> list[str]:
+        every = (f"{name}, {text}" for name, rows in self.sections.items() for row in rows for text in row.failures)
+        return list(dict.fromkeys(every))
+
+    def render(self) -> Iterable[RenderableType]:
+        yield str(self.machine)
+        shown = ""
+        for name, rows in self.sections.items():
+            yield ""
+            if self.method[name] != shown:
+                shown = self.method[name]
+                yield shown
+            yield table(name, rows)
+        yield from self.problems()
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "machine": vars(self.machine),
+            "method": self.method,
+            "sections": {name: [row.as_dict() for row in rows] for name, rows in self.sections.items()},
+            "failures": self.problems(),
+            "exit_code": self.exit_code,
+        }
 
 
 def run_alone(command: click.Command, invocation: str) -> None:

@@ -7,9 +7,17 @@ from typing import Any
 
 import torch
 
-from nf4_patch.tools.llama import SPECIAL, Shape, save, save_config
+from nf4_patch.tools.llama import SPECIAL, Shape, config_of, save_config
 
 __all__ = ["SPECIAL", "Shape", "load_4bit", "save", "save_config"]
+
+
+def save(
+    folder: str | Path, shape: Shape, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
+) -> None:
+    """A Llama with random weights and its tokenizer, as save_pretrained leaves them."""
+    special = {"bos_token_id": SPECIAL["<s>"], "eos_token_id": SPECIAL["</s>"]}
+    save_config(folder, config_of(shape, dtype, **special), device)
 
 
 def load_4bit(folder: str | Path, device: Any = 0) -> Any:

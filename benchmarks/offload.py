@@ -3,7 +3,8 @@
 Real shapes, all layers, random weights: what a checkpoint in 4 bits holds is made when transformers reads it. LoRA on the
 attention and the experts as TRL trains: adapters in bf16, autocast, gradient checkpointing. Each side is a process of its own,
 the GPU capped for PyTorch's allocator, and is written to FILE, next to what is there, as soon as it is done. Without a NAME
-of RUNS, and without --model, all of them.
+of RUNS, and without --model, all of them. --turns: the sides in one process, a step of each in turn, so that whatever else
+the machine does falls on all of them; peaks are those of a run without it.
 """
 
 from __future__ import annotations
@@ -311,24 +312,8 @@ class Training:
         trace = {"names": names, "sums": sums}
         return {"losses": losses, "gradients": gradients, "adapters": digest(self.parameters), "trace": trace}
 
-    def timed(self, steps: int) -> dict[str, Any]:
-        """Milliseconds between two events on the GPU, and by the clock; fetches."""
-        for _ in range(WARM_UPS):
-            self.step()
-        before = fetches()
-        gc.disable()  # a collection takes as long as some layers do
-        gpu, wall = zip(*(self.timed_step() for _ in range(steps)), strict=True)
-        gc.enable()
-        found, late = (now - then for now, then in zip(fetches(), before, strict=True))
-        busy = kernels(self.step) if self.device.type == "cuda" else []
-        copies = [ms for name, ms in busy if "HtoD" in name]
-        return {
-            "gpu_ms": statistics.median(gpu), "wall_ms": statistics.median(wall), "every_gpu_ms": gpu, "every_wall_ms": wall,
-            "kernels_ms": sum(ms for _, ms in busy) - sum(copies), "copies_ms": sum(copies),
-            "fetches": found / steps, "late": late / steps, "fetched": found / steps * largest_unit(self.model),
-        }  # fmt: skip
-
     def timed_step(self) -> tuple[float, float]:
+        """Milliseconds between two events on the GPU, and by the clock."""
         gc.collect()
         synchronize()
         begin = time.perf_counter()
@@ -341,6 +326,30 @@ class Training:
         last.record()
         synchronize()
         return first.elapsed_time(last), (time.perf_counter() - begin) * 1e3
+
+
+def timed(trainings: list[Training], steps: int) -> list[dict[str, Any]]:
+    """Of each, a step in turn; fetches are those of its last warm-up."""
+    results, found = [], []
+    for training in trainings:
+        for _ in range(WARM_UPS):
+            training.step()
+        before = fetches()
+        training.step()
+        found.append([now - then for now, then in zip(fetches(), before, strict=True)])
+    gc.disable()  # a collection takes as long as some layers do
+    rounds = [[training.timed_step() for training in trainings] for _ in range(steps)]
+    gc.enable()
+    for training, (count, late), times in zip(trainings, found, zip(*rounds, strict=True), strict=True):
+        gpu, wall = zip(*times, strict=True)
+        busy = kernels(training.step) if training.device.type == "cuda" else []
+        copies = [ms for name, ms in busy if "HtoD" in name]
+        results.append({
+            "gpu_ms": statistics.median(gpu), "wall_ms": statistics.median(wall), "every_gpu_ms": gpu, "every_wall_ms": wall,
+            "kernels_ms": sum(ms for _, ms in busy) - sum(copies), "copies_ms": sum(copies),
+            "fetches": count, "late": late, "fetched": count * largest_unit(training.model), "in_turns": len(trainings) > 1,
+        })  # fmt: skip
+    return results
 
 
 def bit_sum(tensor: Any) -> Tensor:
@@ -403,9 +412,24 @@ def peak() -> dict[str, int]:
     return found
 
 
+def offload_of(setting: Setting, side: str) -> str:
+    return {"resident": "off", "again": "off", "budget": setting.budget, "all": "all"}[side]
+
+
+def measured_in_turns(setting: Setting, sides: list[str], device: Any) -> list[dict[str, Any]]:
+    trainings = []
+    for side in sides:
+        nf4_patch.enable(experts="4bit", offload=offload_of(setting, side))
+        trainings.append(Training(with_lora(load(config_of(setting), device), setting), setting))
+    return [
+        {**dataclasses.asdict(setting), "side": side, "failed": "", **times}
+        for side, times in zip(sides, timed(trainings, setting.steps), strict=True)
+    ]
+
+
 def measured(setting: Setting, side: str, device: Any) -> dict[str, Any]:
     """A side, as far as it came."""
-    offload = {"resident": "off", "again": "off", "budget": setting.budget, "all": "all"}[side]
+    offload = offload_of(setting, side)
     result: dict[str, Any] = {**dataclasses.asdict(setting), "side": side, "offload": offload}
     cuda = torch.cuda.is_available()
     if cuda:
@@ -433,23 +457,24 @@ def measured(setting: Setting, side: str, device: Any) -> dict[str, Any]:
             result["peak_compared"] = peak()
         result["failed"] = "timed steps"
         if setting.steps:
-            result |= training.timed(setting.steps) | {"peak": peak()}
+            result |= timed([training], setting.steps)[0] | {"peak": peak()}
         result["failed"] = ""
     except torch.OutOfMemoryError as error:
         result["error"] = str(error)[:400]
     return result
 
 
-def in_process(setting: Setting, side: str) -> dict[str, Any]:
+def in_process(setting: Setting, sides: list[str]) -> list[dict[str, Any]]:
     given = json.dumps(dataclasses.asdict(setting))
-    command = [sys.executable, "-m", "benchmarks.offload", "--worker", side, given]
+    command = [sys.executable, "-m", "benchmarks.offload", "--worker", ",".join(sides), given]
     environment = dict(os.environ) | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # asked for by deterministic algorithms
     if setting.cap:
         environment.setdefault(ALLOCATOR, "expandable_segments:True")
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    ended = {**dataclasses.asdict(setting), "side": side, "failed": f"exit {done.returncode}"}
-    return json.loads(lines[-1]) if lines else ended
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return lines or [
+        {**dataclasses.asdict(setting), "side": side, "failed": f"exit {done.returncode}"} for side in sides
+    ]
 
 
 def key(run: dict[str, Any], *without: str) -> tuple[Any, ...]:
@@ -466,11 +491,14 @@ def said(run: dict[str, Any], others: list[dict[str, Any]]) -> str:
         f"step {run.get('gpu_ms', 0):.0f} ms GPU (fastest {min(run.get('every_gpu_ms', [0])):.0f}), {run.get('wall_ms', 0):.0f} "
         f"ms wall, kernels {run.get('kernels_ms', 0):.0f} ms, copies {run.get('copies_ms', 0):.0f} ms",
         f"{run.get('fetches', 0):g} fetches of which {run.get('late', 0):g} late, {run.get('fetched', 0) / 1e9:.2f} GB a step",
-        f"bus {run.get('bus', 0) / 1e9:.1f} GB/s, loaded in {run['load_s']:.0f} s, peaks GiB: loading "
-        f"{run['peak_loading']['reserved'] / GIB:.2f}, adapters {run['peak_adapters']['reserved'] / GIB:.2f}, steps "
-        f"{run.get('peak', {}).get('allocated', 0) / GIB:.2f} ({run.get('peak', {}).get('reserved', 0) / GIB:.2f} reserved)",
-        f"host {run['in_host'] / GIB:.2f} GiB",
     ]
+    if "load_s" in run:
+        words += [
+            f"bus {run.get('bus', 0) / 1e9:.1f} GB/s, loaded in {run['load_s']:.0f} s, peaks GiB: loading "
+            f"{run['peak_loading']['reserved'] / GIB:.2f}, adapters {run['peak_adapters']['reserved'] / GIB:.2f}, steps "
+            f"{run.get('peak', {}).get('allocated', 0) / GIB:.2f} ({run.get('peak', {}).get('reserved', 0) / GIB:.2f} reserved)",
+            f"host {run['in_host'] / GIB:.2f} GiB",
+        ]
     fields = ("losses", "gradients", "adapters")
     for other in others:
         alike = key(other, "cap", "budget") == key(run, "cap", "budget") and other["bits"] == run["bits"] > 0
@@ -490,9 +518,11 @@ def first_difference(run: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def write(file: Path | None, run: dict[str, Any]) -> list[dict[str, Any]]:
-    """The file with this run in it; the runs that were there."""
+    """The file with this run in it; the runs that were there. Times in turns stand beside the peaks of a run without."""
     before = json.loads(file.read_text()) if file and file.exists() else {"rows": []}
     others = [each for each in before["rows"] if (key(each), each["side"]) != (key(run), run["side"])]
+    for same in (each for each in before["rows"] if run.get("in_turns") and each not in others):
+        run |= same | run
     taken = run.pop("machine", before.get("machine"))
     if file:
         file.write_text(json.dumps({"machine": taken, "rows": [*others, run]}, indent=1) + "\n")
@@ -504,26 +534,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of what is run: {', '.join(map(repr, RUNS))}")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--sides", nargs="+", choices=SIDES, help="of a run; default: those of its row, or TIMED")
+    parser.add_argument("--turns", action="store_true")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     for field in dataclasses.fields(Setting):
         kind: dict[str, Any] = {"action": "store_true"} if field.type == "bool" else {"type": type(field.default)}
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=None, **kind)
     args = parser.parse_args(arguments)
     if args.worker:
-        side, given = args.worker
+        sides, setting = args.worker[0].split(","), Setting(**json.loads(args.worker[1]))
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
-        run = measured(Setting(**json.loads(given)), side, device)
-        if torch.cuda.is_available():
-            run["machine"] = vars(machine())
-        print(json.dumps(run))
+        turns = len(sides) > 1
+        for run in measured_in_turns(setting, sides, device) if turns else [measured(setting, sides[0], device)]:
+            if torch.cuda.is_available():
+                run["machine"] = vars(machine())
+            print(json.dumps(run))
         return
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Setting) if getattr(args, f.name) is not None}
     runs = [RUNS[name] for name in args.names or RUNS] if args.names or not args.model else [(Setting(), TIMED)]
     for setting, sides in runs:
         setting, first = dataclasses.replace(setting, **given), None
-        for side in args.sides or sides:
-            if side != "budget" or setting.budget:
-                run = in_process(setting, side)
+        wanted = [side for side in args.sides or sides if side != "budget" or setting.budget]
+        for processes in [wanted] if args.turns else [[side] for side in wanted]:
+            for run in in_process(setting, processes):
                 trace = run.pop("trace", None)
                 print(said(run, write(args.json, run)), flush=True)
                 if trace and first:

@@ -47,15 +47,10 @@ def records(*names: str, **where: Any) -> list[Record]:
     found = []
     for gpu, file, data in (each for name in names for each in of_gpus(name)):
         for section, rows in data["sections"].items():
-            of_section = {
-                "gpu": gpu,
-                "file": file,
-                "machine": data["machine"],
-                "section": section.removesuffix(" bf16"),
-            }
+            place = {"gpu": gpu, "file": file, "machine": data["machine"], "section": section.removesuffix(" bf16")}
             for row in rows:
                 sides = sorted(row["median"], key=lambda side: (side != OURS, side not in LIMITS))
-                found += [of_section | row | side_of(row, side) for side in sides]
+                found += [place | row | side_of(row, side) for side in sides]
     return [record for record in found if matches(record, where)]
 
 
@@ -80,12 +75,8 @@ def compared(name: str, ours: str, other: str, **where: Any) -> list[Record]:
 
 def row(file: str, subject: str, section: str = "") -> Record:
     """A row of a benchmark, for the anchors of what is written by hand (scripts/render_docs.py)."""
-    (found,) = (
-        row
-        for name, rows in load(file)["sections"].items()
-        for row in rows
-        if row["subject"] == subject and section in name
-    )
+    rows = (row for name, rows in load(file)["sections"].items() if section in name for row in rows)
+    (found,) = (row for row in rows if row["subject"] == subject)
     return found
 
 
@@ -136,14 +127,6 @@ def total(file: str, *fields: str) -> tuple[float, ...]:
 def peak(row: Record, side: int = 0) -> float:
     """GiB, of a step with the patch (0) or without (1)."""
     return float(re.findall(r"\d+\.\d+", row["notes"]["peak memory"])[side])
-
-
-def side(name: str, side: str, tokens: int, field: str = "gpu_ms") -> float:
-    """Of a file with a list of rows, on the first GPU."""
-    (found,) = (
-        row for row in load(f"{name}-{GPUS[0].lower()}.json")["rows"] if (row["side"], row["tokens"]) == (side, tokens)
-    )
-    return found[field]
 
 
 def room(memory: float) -> float:

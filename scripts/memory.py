@@ -122,16 +122,3 @@ MIXTURES = {
         linear=3 * 4096 * (10944 + 45 * 1408), dense=46 * (128 * (96 + 8 + 8) + 2 * 4096) + 45 * 2 * 128 * 4096 + 4096,
     ),
 }  # fmt: skip
-
-
-if __name__ == "__main__":
-    for name, mixture in MIXTURES.items():
-        parts = {"frozen": mixture.frozen(), "experts": mixture.experts_in("off"), "two units": mixture.experts_in("all"),
-                 "activations": mixture.activations(2048)}  # fmt: skip
-        parts |= {
-            f"r={r} {where}": mixture.learning(r, where, "8-bit AdamW", 2) for r in (8, 16) for where in (ON, OFF)
-        }
-        print(name, {key: round(value / 1e9, 2) for key, value in parts.items()})
-        for rank, where in ((16, ON), (8, ON), (16, OFF)):
-            print("  ", rank, where, f'all: {mixture.training(2048, "all", rank, where) / 1e9:.2f}',
-                  {card: mixture.largest(card * 1e9, 2048, rank=rank, where=where) for card in (8, 12, 16, 24, 32, 40, 48, 80)})  # fmt: skip

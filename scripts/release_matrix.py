@@ -73,29 +73,15 @@ def run(name: str) -> dict[str, Any]:
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(path), *cell.packages]
         if code := subprocess.run(pip).returncode:
             return {"cell": name, "result": f"FAILED: pip ended with {code}"}
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("NF4_")} | {
-        "UNSLOTH_ALLOW_CPU": "1"
-    }
-    environ["PYTHONPATH"] = os.pathsep.join(
-        [*[str(path)] * bool(cell.packages), str(ROOT), environ.get("PYTHONPATH", "")]
-    )
-    environ["TEST_UNSLOTH"] = "1" * cell.unsloth
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("NF4_")}
+    paths = [*[str(path)] * bool(cell.packages), str(ROOT), environ.get("PYTHONPATH", "")]
+    environ |= {"UNSLOTH_ALLOW_CPU": "1", "PYTHONPATH": os.pathsep.join(paths), "TEST_UNSLOTH": "1" * cell.unsloth}
     with tempfile.TemporaryDirectory() as folder:
         report, results = Path(folder, "doctor.json"), Path(folder, "tests.xml")
-        doctor = ["-m", "nf4_patch", "doctor", "--json", str(report), *["--unsloth"] * cell.unsloth]
-        pytest = [
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not full and not slow",
-            "--junitxml",
-            str(results),
-            *cell.tests,
-        ]
+        doctor = ["nf4_patch", "doctor", "--json", report, *["--unsloth"] * cell.unsloth]
+        pytest = ["pytest", "-p", "no:cacheprovider", "-m", "not full and not slow", "--junitxml", results, *cell.tests]
         for command in (doctor, pytest):
-            subprocess.run([sys.executable, *command], env=environ, cwd=ROOT, stdout=sys.stderr)
+            subprocess.run([sys.executable, "-m", *command], env=environ, cwd=ROOT, stdout=sys.stderr)
         if not (report.exists() and results.exists()):
             return {"cell": name, "result": "FAILED: no tests ran, or no doctor"}
         found = json.loads(report.read_text())
@@ -118,14 +104,10 @@ def run(name: str) -> dict[str, Any]:
 
 def record(row: dict[str, Any]) -> None:
     """In place of the row of the same cell and machine, in the order of CELLS."""
-    rows = [
-        each for each in json.loads(RECORD.read_text()) if (each["cell"], each["place"]) != (row["cell"], row["place"])
-    ]
+    rows = {(each["cell"], each["place"]): each for each in (*json.loads(RECORD.read_text()), row)}
     order = {name: place for place, name in enumerate(CELLS)}
-    rows = sorted(
-        [*rows, row], key=lambda each: ("CPU" in each["place"], order.get(each["cell"], len(order)), each["cell"])
-    )
-    RECORD.write_text(json.dumps(rows, indent=1) + "\n")
+    keys = sorted(rows, key=lambda key: ("CPU" in key[1], order.get(key[0], len(order)), key[0]))
+    RECORD.write_text(json.dumps([rows[key] for key in keys], indent=1) + "\n")
 
 
 def main() -> int:

@@ -52,16 +52,11 @@ def imports() -> list[Record]:
     modules = test_imports.graph()
     packages = {module.rpartition(".")[0] for module in modules}
     found = [
-        {
-            "folder": folder(module),
-            "name": module.rpartition(".")[2],
-            "below": {*map(folder, modules[module] - packages)},
-        }
-        for module in sorted(modules.keys() - packages, key=lambda module: (folder(module), module))
-    ]
-    return [
-        record for floor in ("tools", "patching", "nf4") for record in found if record["folder"].split("/")[0] == floor
-    ]
+        {"folder": folder(name), "name": name.rpartition(".")[2], "below": {*map(folder, modules[name] - packages)}}
+        for name in modules.keys() - packages if folder(name)
+    ]  # fmt: skip
+    floors = ("tools", "patching", "nf4")
+    return sorted(found, key=lambda each: (floors.index(each["folder"].split("/")[0]), each["folder"], each["name"]))
 
 
 def below(found: list[Record]) -> str:

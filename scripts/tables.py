@@ -13,23 +13,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import memory
-from figures import (
-    BITSANDBYTES,
-    DATA,
-    DENSE,
-    GPU_TIME,
-    GPUS,
-    LIMITS,
-    OURS,
-    PEFT,
-    STOCK,
-    UNPATCHED,
-    Record,
-    load,
-    matches,
-)
+from figures import compared, load, matches, numbers, of_gpus, peak, records, room, shape, span, unserved
 
-from figures import compared, numbers, of_gpus, peak, records, room, shape, span, unserved  # isort: skip
+from figures import BITSANDBYTES, DATA, DENSE, GPU_TIME, GPUS, LIMITS, OURS, PEFT, STOCK, UNPATCHED, Record  # isort: skip
 
 SHOWN = ("torch", "triton", BITSANDBYTES, "unsloth", "transformers", "peft", "wrapt")
 
@@ -91,9 +77,8 @@ class Table(NamedTuple):
         units = ", ".join(dict.fromkeys(record.get("unit", "") for record in first))
         for name in dict.fromkeys(record[self.apart] for record in first) if self.apart else [""]:
             parts += [f"{name[0].upper()}{name[1:]}:"] if name else []
-            parts.append(
-                table(self.columns, [r | {"units": units} for r in first if not name or r[self.apart] == name])
-            )
+            shown = [record | {"units": units} for record in first if not name or record[self.apart] == name]
+            parts.append(table(self.columns, shown))
         return "\n\n".join([*parts, *map(self.summed_up, rest)])
 
     def summed_up(self, found: list[Record]) -> str:
@@ -110,9 +95,8 @@ def machines(found: list[Record]) -> str:
     """Where and with which releases a table was measured, in a line above it."""
     files, parts = {record["file"]: record["machine"] for record in found}, []
     for file, machine in files.items():
-        installed = ", ".join(
-            f"{name} {machine['releases'][name]}" for name in SHOWN[:-1] if name in machine["releases"]
-        )
+        known = machine["releases"]
+        installed = ", ".join(f"{name} {known[name]}" for name in SHOWN[:-1] if name in known)
         parts.append(f"[{file}](data/{file}) of {machine['date']}" + f" with {installed}" * (len(files) == 1))
     return f"**{found[0]['gpu']}** ({', '.join(parts)}):"
 
@@ -131,19 +115,21 @@ UNCACHED, CACHED = {"setting": "patch"}, {"setting": "cache all"}
 
 
 class Setup(NamedTuple):
-    """What one trains with, what to type, the records that say what is gained, what that is compared with, the name of a record,
+    """What one trains with, what to type, the records that say what is gained, what that is compared with, what a record is of,
     and what is said of all."""
 
     trained: str
     typed: str
     find: Callable[..., list[Record]]
     against: str = "no patch"
-    at: str = "at {size:,}"
+    at: str = "{size:,}"
     of: str = " tokens a step"
 
     def records(self, **where: Any) -> list[Record]:
-        return [record | self._asdict() | {"at": self.at.format_map(record)}
-                for record in self.find() if record["ratio"] and matches(record, where)]  # fmt: skip
+        found = [record for record in self.find() if record["ratio"] and matches(record, where)]
+        each = [self.at.format_map(record) for record in found]
+        every = {"every": [*dict.fromkeys(each)]}
+        return [record | self._asdict() | every | {"at": at} for record, at in zip(found, each, strict=True)]
 
 
 def patched(name: str, **where: Any) -> Callable[..., list[Record]]:
@@ -156,46 +142,38 @@ UNSLOTHS_SPEED = Setup("TRL with Liger", FUSED, partial(compared, "step-trl", "l
 SAME_BITS = Setup("peft or TRL", "`enable()`", patched("step-peft", **UNCACHED))
 SAME_BITS_CACHED = Setup("peft or TRL, memory to spare", AUTO, patched("step-peft", **CACHED))
 UNSLOTH = Setup("Unsloth from 2026.10 on, PyTorch ≥ 2.11", AUTO, patched("step-unsloth", **CACHED))
-GENERATION = Setup("4-bit generation", MATMUL, patched("generate", side=STOCK, setting="compiled"), "bitsandbytes", "at {what}",
-                   " (compiled)")  # fmt: skip
+GENERATION = Setup("4-bit generation, compiled", MATMUL, patched("generate", side=STOCK, setting="compiled"), "bitsandbytes", "{length}",
+                   " sequences at once")  # fmt: skip
 ROLLOUTS = Setup("RL with TRL's GRPO, the model itself generates", MATMUL,
-                 patched("grpo", what=("generation", "whole step")), at="({what})", of="")  # fmt: skip
+                 patched("grpo", what=("generation", "whole step")), at="{what}", of="")  # fmt: skip
 SETUPS = [
     LORA_ON_EXPERTS, UNSLOTHS_SPEED, SAME_BITS, SAME_BITS_CACHED,
     Setup("Unsloth up to 2026.9", "`enable()`", patched("step-unsloth-2026.9.7", **UNCACHED)),
     UNSLOTH, Setup("Unsloth from 2026.10 on", "`enable()`", patched("step-unsloth", **UNCACHED)),
     GENERATION, ROLLOUTS,
 ]  # fmt: skip
-WHO = (
-    Column("what you train with", "{trained}"),
-    Column("what you type", "{typed}"),
-    Column("compared with", "{against}"),
-)
+WHO = tuple(Column(*each) for each in
+            (("what you train with", "{trained}"), ("what you type", "{typed}"), ("compared with", "{against}")))  # fmt: skip
 
 
 def gains() -> list[Record]:
     return [record for setup in SETUPS for record in setup.records()]
 
 
-def gain(found: list[Record]) -> str:
-    """In GPU time; in wall time, and said to be so, where there is no other. What is not clear is said to be so."""
-    of_gpu = [record for record in found if record["clock"] == GPU_TIME]
-    shown = of_gpu or found
-    wall = ", wall time" * bool(shown[0]["size"] and not of_gpu)
-    if all(map(unserved, shown)):
-        return "nothing without a cache: the kernel is not called"
-    if not any(record["clear"] for record in shown):
-        return f"not clear ({ratios(shown).strip('*')}){wall}"
-    parts = [f"{record['times']} {record['at']}" for record in shown if record["clear"]]
-    rest = [record["at"] for record in shown if not record["clear"]]
-    return ", ".join(parts) + shown[0]["of"] + f", not clear {', '.join(rest)}" * bool(rest) + wall
+def marked(found: list[Record]) -> str:
+    """Every ratio of a setup, in italics where it is not clear, as "1.05 / *1.06*"; a dash where there is none."""
+    if all(map(unserved, found)):
+        return "the kernel is not called"
+    shown = {each["at"]: f"{each['ratio']:.2f}" if each["clear"] else f"*{each['ratio']:.2f}*" for each in found}
+    return " / ".join(shown.get(at, "-") for at in found[0]["every"]) + "×"
 
 
-def marked(found: list[Record], by: str = "", values: Sequence[Any] = ()) -> str:
-    """Every ratio, in italics where it is not clear, as "1.05 / *1.06*"; a dash for a value of ``by`` without one."""
-    ratios = [f"{record['ratio']:.2f}" if record["clear"] else f"*{record['ratio']:.2f}*" for record in found]
-    shown = dict(zip([record[by] for record in found], ratios, strict=True)) if by else dict(enumerate(ratios))
-    return " / ".join(shown.get(value, "-") for value in values or shown) + "×"
+def measured_at(found: list[Record]) -> str:
+    return " / ".join(found[0]["every"]) + found[0]["of"]
+
+
+CLOCKS = [Column(f"{gpu}, {clock or 'by the clock'}", marked, {"gpu": gpu, "clock": clock})
+          for gpu in GPUS for clock in (GPU_TIME, "")]  # fmt: skip
 
 
 def install() -> str:
@@ -218,16 +196,12 @@ def chooser() -> str:
         "Unsloth, the same bits": UNSLOTH._replace(typed="what `nf4-patch doctor` says"),
     }
     found = [record | {"trained": who} for who, setup in shown.items() for record in setup.records()]
-    sizes = sorted({record["size"] for record in found})
-    clocks = [Column(f"{gpu}, {clock or 'by the clock'}", partial(marked, by="size", values=sizes), {"gpu": gpu, "clock": clock})
-              for gpu in GPUS for clock in (GPU_TIME, "")]  # fmt: skip
     batches = GENERATION.records(gpu=GPUS[0])
-    rows = " / ".join(record["what"].removeprefix("batch ") for record in batches)
-    return f"""Training, how many times as fast at {" / ".join(f"{size:,}" for size in sizes)} tokens a step:
+    return f"""Training, how many times as fast at {measured_at(SAME_BITS.records())}:
 
-{table((Column("what you train", "{trained}"), WHO[1], WHO[2], *clocks), found)}
+{table((Column("what you train", "{trained}"), *WHO[1:], *CLOCKS), found)}
 
-Generating, compiled, at batch {rows}: {MATMUL} makes {marked(batches)} as many tokens a second as bitsandbytes."""
+Generating {measured_at(batches)}, compiled: {MATMUL} makes {marked(batches)} as many tokens a second as bitsandbytes."""
 
 
 # --- records of their own ---
@@ -307,7 +281,6 @@ DENSE_RECIPE = {
     "peft, fused": '`enable(lora="fused")`',
     "liger, fused": "that and `use_liger_kernel=True`",
     "liger, fused, cached": 'both and `cache="auto"`, with room for every weight',
-    "liger, fused, compiled": "both and compiled layers",
     "unsloth": "Unsloth",
     "unsloth, patch, cached": 'Unsloth with `enable(cache="auto")`',
 }
@@ -344,11 +317,8 @@ def requirements() -> str:
 
 def plain(name: str) -> list[Record]:
     """Of files that have a list of rows."""
-    return [
-        data | row | {"gpu": gpu, "file": file, "ratio": None}
-        for gpu, file, data in of_gpus(name)
-        for row in data["rows"]
-    ]
+    found = ((data | {"gpu": gpu, "file": file, "ratio": None}, data["rows"]) for gpu, file, data in of_gpus(name))
+    return [row | place for place, rows in found for row in rows]
 
 
 # --- packed experts in host memory ---
@@ -386,17 +356,13 @@ def in_gb(value: float) -> str:
     return f"{value / 1e9:.1f}"
 
 
-# Where a step takes what is reckoned; Gemma-4-26B-A4B took 15.0 GB with "all" and not 8.6 (H100)
-RECKONED = {name: mixture for name, mixture in memory.MIXTURES.items() if name != "Gemma-4-26B-A4B"}
-
-
 def offload_parts() -> list[Record]:
     return [
         {
             "name": name, "others": in_gb(m.frozen()), "experts": in_gb(m.experts_in("off")), "buffers": in_gb(m.experts_in("all")),
             "activations": in_gb(m.activations(TOKENS_OF_TABLE)),
         }
-        for name, m in RECKONED.items()
+        for name, m in memory.MIXTURES.items()
     ]  # fmt: skip
 
 
@@ -409,31 +375,25 @@ def offload_learning() -> list[Record]:
 
 
 def offload_runs() -> list[Record]:
-    """Steps that were measured, and how many times the same step of the resident model they take."""
-    found = plain("offload")
-    for record in found:
-        same = ("gpu", "model", "layers", "tokens", "rank", "optimizer", "attention_only")
-        resident = [
-            r
-            for r in found
-            if r["side"] == "resident" and "gpu_ms" in r and all(r[each] == record[each] for each in same)
-        ]
-        record["resident_ms"] = resident[0]["gpu_ms"] if resident else 0.0
-    names = [*memory.MIXTURES]
-    return sorted(
-        (record for record in found if "gpu_ms" in record and record["side"] != "again" and not record["layers"]),
-        key=lambda record: (
-            GPUS.index(record["gpu"]), names.index(record["model"]), record["tokens"], record["attention_only"], -record["rank"], record["optimizer"],
-            record["cap"] or math.inf, order(record["offload"]),
-        ),
-    )  # fmt: skip
+    """Steps that were measured, and the same step of the resident model where they were taken in turns."""
+
+    def same(run: Record) -> tuple[Any, ...]:
+        return (GPUS.index(run["gpu"]), [*memory.MIXTURES].index(run["model"]), run["tokens"], run["attention_only"],
+                -run["rank"], run["optimizer"])  # fmt: skip
+
+    found = [run for run in plain("offload") if "gpu_ms" in run and not run["layers"]]
+    resident = {same(run): run["gpu_ms"] for run in found if run["side"] == "resident" and run.get("in_turns")}
+    runs = [
+        run | {"resident_ms": resident.get(same(run), 0.0) if run.get("in_turns") else 0.0}
+        for run in found
+        if run["side"] != "again"
+    ]
+    return sorted(runs, key=lambda run: (*same(run), run["cap"] or math.inf, order(run["offload"])))
 
 
 def offload_steps() -> list[Record]:
     found, runs = [], offload_runs()
-    sources = "\n\n".join(
-        machines([run for run in runs if run["gpu"] == gpu]) for gpu in dict.fromkeys(r["gpu"] for r in runs)
-    )
+    sources = "\n\n".join(machines([*of_gpu]) for _, of_gpu in itertools.groupby(runs, lambda run: run["gpu"]))
     for run in runs:
         bus, resident = run["fetched"] / run["bus"] * 1e3, run["resident_ms"]
         times = [f"{run['gpu_ms'] / least:.2f}×" for least in (resident, max(resident, bus)) if resident]
@@ -460,7 +420,7 @@ def order(setting: str) -> float:
 def offload_cards() -> list[Record]:
     """The largest budget that fits, measured where a GPU was capped to what this one has for PyTorch, reckoned elsewhere."""
     found, runs = [], offload_runs()
-    for (name, mixture), (what, how), card in itertools.product(RECKONED.items(), TRAINED.items(), CARDS):
+    for (name, mixture), (what, how), card in itertools.product(memory.MIXTURES.items(), TRAINED.items(), CARDS):
         cap = (card * 1e9 - memory.CONTEXT) / 2**30
         ran = [
             run["offload"] for run in runs
@@ -487,7 +447,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         Column("model", "{name}"), Column("parameters", "{weights}"), Column("in 16 bits", "{bf16}"), Column("packed", "{packed}"),
         Column("left of {card} GB", "{left}", {}))),
     "chooser": chooser,
-    "gains": Table(gains, (*WHO, *(Column(f"gain on an {g}", gain, {"gpu": g}) for g in GPUS))),
+    "gains": Table(gains, (*WHO, Column("at", measured_at, {}), *CLOCKS)),
     "results": Table(results, (
         Column(GPUS[0], "{words}"), Column(OURS, "{time} {unit}", {"gpu": GPUS[0], "side": OURS}),
         Column("bitsandbytes {installed[bitsandbytes]}", "{against}", {"gpu": GPUS[0], "side": SIDES[1:3]}),

@@ -48,6 +48,15 @@ def device() -> torch.device:
     return torch.device("cuda", 0) if GPU else torch.device("cpu")
 
 
+@pytest.fixture(scope="module")
+def every_launch_interpreted():
+    """Of the dequantization too: see quick_interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not GPU:
+            patch.setattr(quick_interpreter.Interpreted, "always", True)
+        yield
+
+
 @pytest.fixture
 def fresh_dynamo():
     torch._dynamo.reset()

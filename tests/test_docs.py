@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 import nf4_patch
-from benchmarks import bits, grpo
+from benchmarks import Bench, bits, grpo
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.tools.bench.record import GPU_TIME, UNPATCHED, Bench, Check, Row
+from nf4_patch.tools.bench.record import GPU_TIME, UNPATCHED, Check, Row
 from nf4_patch.tools.bench.timing import Machine, Times
 from nf4_patch.tools.cli import main
 from scripts import render_docs
@@ -225,8 +225,8 @@ def grpo_record(rate: float, fused: int, tokens: int = 8 * 16 * 64, reason: str 
 @pytest.mark.parametrize(
     ("changes", "gain", "failures"),
     [
-        ({}, "2.00\u00d7 (generation), 1.67\u00d7 (whole step)", 0),
-        ({"rate": 512}, "not clear (1.00\u00d7)", 0),
+        ({}, "2.00 / 1.67\u00d7", 0),
+        ({"rate": 512}, "*1.00* / *1.00*\u00d7", 0),
         ({"fused": 0}, "", 3),  # nothing ran
         ({"tokens": 1}, "", 3),  # less work
         ({"reason": "INTERNAL_ERROR"}, "", 3),
@@ -237,7 +237,7 @@ def test_grpo_is_shown_where_it_gains_and_its_checks_passed(changes, gain, failu
     runs = {name: [ours if name == grpo.OURS else stock] * 2 for name in grpo.VARIANTS}
     bench = recorded("grpo", tmp_path, monkeypatch, grpo=grpo.compare(runs))
     rollouts = render_docs.tables.ROLLOUTS.records()
-    assert (render_docs.tables.gain(rollouts) if rollouts else "") == gain
+    assert (render_docs.tables.marked(rollouts) if rollouts else "") == gain
     assert ("check failed" in render_docs.BLOCKS["grpo"]()) is bool(failures)
     assert len(bench.problems()) == failures
 
@@ -326,10 +326,10 @@ def test_functions_that_the_design_page_names_exist():
     from nf4_patch.nf4.dequantize import launch
     from nf4_patch.nf4.weight import Weight
     from nf4_patch.patching import guards, hooks, placement, quant_state, replacement
-    from nf4_patch.patching.cache.cached import Cached
+    from nf4_patch.patching.cache.kept import Kept
     from nf4_patch.patching.dequantizer import Dequantizer
 
-    known = {each.__name__.rpartition(".")[2]: each for each in (launch.Launch, Weight, Cached, Dequantizer)}
+    known = {each.__name__.rpartition(".")[2]: each for each in (launch.Launch, Weight, Kept, Dequantizer)}
     known |= {
         each.__name__.rpartition(".")[2]: each for each in (launch, guards, hooks, placement, quant_state, replacement)
     }

@@ -25,6 +25,7 @@ class Known:
     """A weight that was seen: one for every target, and for the op. No other has the same address and sizes meanwhile."""
 
     launch: Any = None  # once the guards have passed
+    kept: Any = None  # what a reader keeps of it, who says whether that is still true
 
 
 class Weight(NamedTuple):
@@ -103,29 +104,6 @@ class Weight(NamedTuple):
         """
         base: torch.Tensor | None = self.packed._base
         return self.packed if base is None else base
-
-    def proof(self) -> tuple[Any, ...]:
-        """What a dense copy depends on, beyond which tensors they are: the shape of the packed bytes first, then addresses,
-        versions, strides and the plain fields. Whoever keeps a proof keeps the memory of the scales too, so that no other
-        numbers come to their addresses. That of the packed bytes may be freed meanwhile: the proof has its storage's number.
-
-        Raises:
-            AttributeError: a field is no tensor.
-            RuntimeError: an inference tensor, which has no version counter.
-        """
-        fields: Any = self
-        packed, absmax, absmax2, code2, offset, blocksize, blocksize2, shape, dtype, quant_type = fields
-        if absmax2 is None:
-            return (
-                packed.shape, packed.data_ptr(), packed.untyped_storage()._cdata, packed._version, packed.is_contiguous(),
-                absmax.data_ptr(), absmax._version, absmax.is_contiguous(), blocksize, shape, dtype, quant_type,
-            )  # fmt: skip
-        return (
-            packed.shape, packed.data_ptr(), packed.untyped_storage()._cdata, packed._version, packed.is_contiguous(),
-            absmax.data_ptr(), absmax._version, absmax.is_contiguous(), absmax2.data_ptr(), absmax2._version,
-            code2.data_ptr(), code2._version, offset.data_ptr(), offset._version,
-            blocksize, blocksize2, shape, dtype, quant_type,
-        )  # fmt: skip
 
     def operands(self) -> tuple[torch.Tensor, ...]:
         """A kernel's tensors: packed, absmax, code, absmax2, code2, offset. Of a flat weight the last three are the code,

@@ -47,7 +47,7 @@ def has_gradient(packed: Tensor) -> bool:
 class Inside(threading.local):
     """By library: whether the thread is inside a function that only reads what it dequantizes."""
 
-    bitsandbytes = unsloth = False
+    bitsandbytes = False
 
 
 class Reader:

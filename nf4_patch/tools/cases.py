@@ -55,12 +55,8 @@ def quantized(case: Case, seed: int, device: torch.device) -> tuple[torch.Tensor
 
     generator = torch.Generator().manual_seed(seed)
     weight = (torch.randn(case.shape, generator=generator) * 0.05).to(device=device, dtype=case.dtype)
-    options: dict[str, Any] = {
-        "quant_type": case.quant_type,
-        "quant_storage": case.storage,
-        "compress_statistics": case.nested,
-    }
-    packed, state = F.quantize_4bit(weight, blocksize=case.blocksize, **options)
+    kind: dict[str, Any] = {"quant_type": case.quant_type, "quant_storage": case.storage}
+    packed, state = F.quantize_4bit(weight, blocksize=case.blocksize, compress_statistics=case.nested, **kind)
     if case.nested:
         state.offset = state.offset.to(case.offset_dtype)
     if case.quant_type == "fp4":

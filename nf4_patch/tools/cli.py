@@ -201,10 +201,9 @@ def bench(tell: Progress, step: str) -> Report:
     """Measure a whole QLoRA training step, with the patch and without it."""
     require_gpu()
     require_patch()
-    from .bench import step as training_step
     from .bench import trl
 
-    return trl.measure(step, tell) if step in trl.SIDES else training_step.measure(tell)
+    return trl.measure(step, tell)
 
 
 def shape_of(text: str) -> tuple[int, int]:

@@ -89,18 +89,8 @@ def build_4bit(config: Any, device: Any = "cuda") -> Any:
 SPECIAL = {"<pad>": 0, "<s>": 1, "</s>": 2, "word": 3}  # the whole vocabulary of the tokenizer
 
 
-def save(
-    folder: str | Path, shape: Shape, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
-) -> None:
-    """A Llama with random weights and its tokenizer, as save_pretrained leaves them; in bf16 unless said otherwise."""
-    import torch
-
-    special = {"bos_token_id": SPECIAL["<s>"], "eos_token_id": SPECIAL["</s>"]}
-    save_config(folder, config_of(shape, dtype or torch.bfloat16, **special), device)
-
-
 def save_config(folder: str | Path, config: Any, device: str | torch.device) -> None:
-    """The same of a causal model's configuration, in its dtype."""
+    """A causal model with random weights, in the dtype of its configuration, and its tokenizer, as save_pretrained leaves them."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast

@@ -7,7 +7,7 @@ import datetime
 import re
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,9 +36,11 @@ class Report(ABC):
     Subclasses are dataclasses whose fields ``json`` can write, or whose ``str`` says what they are.
     """
 
+    failures: Sequence[str] = ()
+
     def problems(self) -> list[str]:
         """What speaks against what the verb asserts, each in a sentence."""
-        return []
+        return [*self.failures]
 
     @property
     def exit_code(self) -> int:

@@ -43,9 +43,6 @@ class VerifyReport(Report):
     def elements(self) -> int:
         return sum(row.elements for row in self.rows)
 
-    def problems(self) -> list[str]:
-        return self.failures
-
     def render(self) -> Iterable[RenderableType]:
         counts = [Column(heading, justify="right") for heading in ("cases", "elements", "differing")]
         table = Table("cases of", "output", *counts, title="Kernel against bitsandbytes, bit for bit")

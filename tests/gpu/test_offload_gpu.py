@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from offloaded import (
-    blocks_of,
     check_merging,
     counts,
     dense,
+    in_host,
     logits,
     model_of,
     read_again,
@@ -66,7 +66,7 @@ def nothing_is_left(patched):
     offload.lanes.clear()
     yield
     gc.collect()
-    assert not offload.blocks and not any(each.resident for each in nf4_patch.status().offload.values())
+    assert not offload.units and not any(each.resident for each in nf4_patch.status().offload.values())
 
 
 def adapted(folder, where):
@@ -100,7 +100,7 @@ def test_steps_are_those_of_the_resident_model(folders, name, way):
     layers = SIZES[name][0]["num_hidden_layers"]
     for where in ("all", f"{3 * size}B"):
         model = adapted(folder, where)
-        found = [block is not None for block in blocks_of(model).values()]
+        found = [unit is not None for unit in in_host(model).values()]
         assert sum(found) == 2 * (layers - (where != "all"))
         assert same_steps(steps(model), want), where
         known = counts()
@@ -186,7 +186,7 @@ def test_merging_saving_and_reading_again(folders, tmp_path):
     for where in ("all", "off"):
         nf4_patch.enable(offload=where)
         again = read_again(tmp_path)
-        assert all(bool(block) == (where == "all") for block in blocks_of(again).values())
+        assert all(bool(unit) == (where == "all") for unit in in_host(again).values())
         assert torch.equal(logits(again), logits(model_of(folders["medium"], "off")))
 
 
@@ -196,7 +196,7 @@ def test_copied_and_moved(folders):
     model = model_of(folders["tiny"])
     copied = copy.deepcopy(model)
     moved = model.cpu().cuda()
-    assert not any(blocks_of(copied).values()) and not any(blocks_of(moved).values())
+    assert not any(in_host(copied).values()) and not any(in_host(moved).values())
     assert torch.equal(logits(copied), want) and torch.equal(logits(moved), want)
 
 
@@ -225,12 +225,12 @@ def test_freed_while_a_graph_is_captured(folders):
     kept = [module.parametrizations[name].original.data for module in experts_of(model) for name in STACKS]
     del model
     gc.collect()
-    assert len(offload.blocks) == len(kept) == 8
+    assert len(offload.living()) == 4 and len(kept) == 8
     x, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = x * 2
         kept.clear()
-    assert not offload.blocks and len(offload.cuda.left) == 8
+    assert not offload.units and len(offload.cuda.left) == 4
     graph.replay()
     assert y.tolist() == [2] * 4
     logits(model_of(folders["tiny"]))
@@ -257,15 +257,15 @@ def test_nothing_is_left_after_the_model(folders, monkeypatch):
     model = adapted(folders["medium"], "all")
     train(model, steps=1, tokens=512)
     held = counts().in_host
-    assert len(offload.blocks) == 6 * 2 * 3 and counts().resident
-    assert held <= shared_memory() - shared <= held + 36 * 4096 + 2**20
+    assert len(offload.units) == 6 * 2 * 3 and counts().resident
+    assert held <= shared_memory() - shared <= held + 6 * 2 * offload.ROOM + 2**20
     codes, cudart = [], torch.cuda.cudart()
     unregister = cudart.cudaHostUnregister
     monkeypatch.setattr(cudart, "cudaHostUnregister", lambda place: codes.append(int(unregister(place))))
     del model
     gc.collect()
-    assert not offload.blocks and not counts().resident
-    assert codes == [0] * 36
+    assert not offload.units and not counts().resident
+    assert codes == [0] * 6
     assert torch.cuda.memory_allocated() - before < 2**20
     assert shared_memory() - shared < 2**20
 
@@ -279,7 +279,7 @@ def test_memory_that_cannot_be_pinned(folders, monkeypatch):
     assert torch.ones(3, device="cuda").sum().item() == 3
     monkeypatch.undo()
     gc.collect()
-    assert not offload.blocks
+    assert not offload.units
     logits(model_of(folders["tiny"]))
 
 

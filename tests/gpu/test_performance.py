@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import challenge, dequantize
+from benchmarks import challenge, dequantize, peft_step
 from benchmarks.baselines import UNSLOTH_CTYPES, UNSLOTH_TRITON
-from nf4_patch.tools.bench import step
 from nf4_patch.tools.bench.record import BITSANDBYTES, CEILING, EMPTY, GPU_TIME, OURS, UNPATCHED
 from nf4_patch.tools.report import silent
 
@@ -58,7 +57,7 @@ def test_with_the_matmul_that_reads_it(measured):
 
 
 def test_qlora_step_of_peft():
-    for row in step.measure().sections["step"]:
+    for row in peft_step.rows(silent):
         ratio = row.ratio(UNPATCHED)
         assert ratio is not None, row.subject  # the losses are equal to the bit
         if GPU_TIME in row.subject:

@@ -77,6 +77,7 @@ def test_a_cell_runs(tmp_path, monkeypatch):
     assert row["targets"]["bitsandbytes.functional.dequantize_4bit"] == "patched"
 
 
+@pytest.mark.full
 def test_a_test_that_fails_is_named_in_its_row(tmp_path, monkeypatch):
     file = tmp_path / "test_one.py"
     file.write_text("def test_good(): pass\ndef test_bad(): assert 0\n")

@@ -14,6 +14,7 @@ from nf4_patch.nf4.dequantize import compilation, launch, reference
 from nf4_patch.nf4.weight import BLOCKSIZES, Weight
 from nf4_patch.patching import op
 
+pytestmark = pytest.mark.usefixtures("every_launch_interpreted")
 SHAPES = [(256, 128), (64, 4096), (5,), (1, 1), (3, 7, 64), (2, 3, 5, 11), (129, 8), (4097,), (33, 77)]
 
 

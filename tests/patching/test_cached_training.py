@@ -98,7 +98,7 @@ def test_a_checkpointed_peft_step_has_the_same_bits_and_fewer_decodes(linear_op,
         nf4_patch.disable()
         assert not nf4_patch.status().cache.taken
     assert saved[6 * ONE] == pytest.approx((6 - 1) / 6)  # every weight is decoded once
-    assert saved[3 * ONE] > 0.5  # half of the memory; the first step finds nothing in its forward
+    assert saved[3 * ONE] == pytest.approx((6 - 1) / 6 / 2)  # half of the memory
 
 
 def test_moving_and_merging(linear_op):
@@ -125,7 +125,7 @@ def test_moving_and_merging(linear_op):
     assert same(step(layer, linear_op, SIDE), step(model, linear_op, SIDE))
     del model, layer, stock
     gc.collect()
-    assert not cache.weights
+    assert not cache.snapshot().weights
 
 
 def test_strict_compares(linear_op, monkeypatch):
@@ -154,7 +154,7 @@ def test_who_may_write_receives_memory_of_its_own(linear_op):
         nf4_patch.dequantize_nf4(packed, state),
         nf4_patch.triton_dequantize_nf4(layer),
     ):
-        assert mine.data_ptr() != entry.dense.data_ptr()
+        assert mine.data_ptr() != entry.views[0].data_ptr()
         mine.zero_()
     assert same(step(layer, linear_op, SIDE), want)
 
@@ -176,7 +176,7 @@ def test_who_only_reads_is_known_by_thread_and_call(linear_op):
     nf4_patch.enable(cache=2**20)
     reading(row, outer)()
     (entry,) = cache.weights.values()
-    assert [address == entry.dense.data_ptr() for address in (*found, memory())] == [True, True, False, False]
+    assert [address == entry.views[0].data_ptr() for address in (*found, memory())] == [True, True, False, False]
 
 
 def test_a_compiled_forward_reads_and_a_traced_backward_dequantizes(linear_op):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
+import weakref
 
 import pytest
 import torch
@@ -138,26 +140,14 @@ def test_errors_of_frozen_experts_are_no_larger_than_transformers(own):
     assert max(ratios.values()) <= 1, ratios
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["recomputed", *(pytest.param(how, marks=pytest.mark.full) for how in ("reentrant", "cached", "accumulated"))],
-)
-def test_a_step_is_the_same_however_it_is_run(how, own, patched):
+@pytest.mark.parametrize("how", ["recomputed", pytest.param("reentrant", marks=pytest.mark.full)])
+def test_a_checkpointed_step_is_the_same(how, own):
+    """As test_experts_lora has it of the forward in PyTorch, in more ways to run a step."""
     model = adapted("qwen3")
     model.enable_input_require_grads()
     plain = step(model)
-    if how in CHECKPOINTING:
-        model.gradient_checkpointing_enable(CHECKPOINTING[how])
-    if how == "cached":
-        patched.enable(experts="4bit", cache="1GiB")
-    if how == "accumulated":
-        for _ in range(2):
-            loss_of(model).backward()
-        thrice = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        assert all(error(thrice[key], 3 * plain[key]) < 1e-5 for key in thrice)
-    else:
-        assert same(step(model), plain)
-    assert own.calls > LAYERS and not reasons()
+    model.gradient_checkpointing_enable(CHECKPOINTING[how])
+    assert same(step(model), plain) and own.calls > LAYERS and not reasons()
 
 
 def test_a_recompute_ends_before_the_last_product(own, monkeypatch):
@@ -174,6 +164,18 @@ def test_a_recompute_ends_before_the_last_product(own, monkeypatch):
     monkeypatch.setattr(Weight, "multiplied", counted)
     step(model)
     assert own.calls == 2 * LAYERS and len(finished) == 3 * LAYERS
+
+
+def test_nothing_of_a_checkpointed_step_is_left(own):
+    """Layers of Gemma 4 get a dict in which some leave keys and values: a way from what a recompute needs back to the graph."""
+    model, inputs = adapted("gemma4"), []
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(CHECKPOINTING["recomputed"])
+    for layer in model.get_base_model().model.layers:
+        layer.register_forward_pre_hook(lambda layer, arguments: inputs.append(weakref.ref(arguments[0])))
+    step(model)
+    gc.collect()
+    assert own.calls == 2 * LAYERS and inputs and not any(reference() is not None for reference in inputs)
 
 
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("gpt-oss", marks=pytest.mark.full)])

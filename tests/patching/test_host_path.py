@@ -11,6 +11,7 @@ import pathlib
 import re
 import sys
 
+import changes
 import matmul_reference
 import pytest
 import torch
@@ -176,34 +177,22 @@ def test_an_out_that_the_kernel_must_not_write_is_refused(server):
     assert torch.equal(dense, reference.dequantize(layout_of(packed, state)))
 
 
-def changes_of(packed, state):
-    """Each changes what a weight is dequantized to."""
-    other, other_state = quantized(tuple(state.shape), state.dtype, "cpu", seed=7)
-    return (
-        lambda: setattr(state, "absmax", other_state.absmax),
-        lambda: setattr(state.state2, "absmax", other_state.state2.absmax.clone()),
-        lambda: setattr(state.state2, "code", other_state.state2.code.clone()),
-        lambda: setattr(state, "quant_type", "fp4"),
-        lambda: setattr(packed, "data", other.clone()),
-    )
+@pytest.mark.parametrize(("nested", "change"), changes.EVERY)
+def test_a_weight_that_changes_is_read_as_it_is_now(server, nested, change):
+    """By whoever remembers its launch: a target, another one, and the op."""
+    at = changes.weight(nested=nested)
+    others = Dequantizer("another").of_state, lambda *weight: op.dequantize(*layout_of(*weight))
 
+    def numbers_of_now():
+        want = reference.dequantize(layout_of(at.packed, at.state))
+        for read in (server.of_state, *others, server.of_state):
+            assert torch.equal(read(at.packed, at.state), want)
+        return want
 
-def test_what_a_remembered_launch_is_recognized_by(server):
-    """Whatever changes it, the launch is resolved anew and the numbers are those of the changed state."""
-    packed, state = quantized((64, 96), torch.float16, "cpu")
-    changes = (
-        lambda: setattr(state, "offset", state.offset.half()),
-        lambda: setattr(state, "dtype", torch.bfloat16),
-        lambda: setattr(state, "shape", torch.Size((96, 64))),
-        *changes_of(packed, state),
-    )
-    for count, change in enumerate((lambda: None, *changes), 1):
-        change()
-        layout = layout_of(packed, state)
-        for _ in range(2):
-            got = server.of_state(packed, state)
-            assert torch.equal(got, reference.dequantize(layout))
-        assert len(server.resolved) == count
+    before = numbers_of_now()
+    assert len(server.resolved) == 1
+    changes.CHANGES[change](at)
+    assert numbers_of_now().shape != before.shape or not torch.equal(numbers_of_now(), before)
 
 
 class Dispatching(torch.Tensor):
@@ -241,6 +230,7 @@ AT_ONE_ADDRESS = [
     ("packed", lambda t: t.view(-1)[0], "STATE_FIELDS"),
     ("packed", lambda t: t.view(torch.int8), "STORAGE_DTYPE"),
     ("packed", lambda t: t.view(-1).view(torch.bfloat16).view(-1, 1), None),
+    ("packed", lambda t: t.as_strided((2 * t.numel(),), (1,)).view(torch.bfloat16).view(t.shape), "SIZE_MISMATCH"),
     ("packed", lambda t: t.t(), None),
     ("offset", lambda t: t.view(1).view(torch.float16)[:1], None),
     ("offset", lambda t: t.view(1), None),
@@ -264,17 +254,20 @@ def test_every_guard_is_walked_at_one_address():
     assert {reason for *_, reason in AT_ONE_ADDRESS if reason} | HAVE_OTHER_ADDRESSES == reasons
 
 
-@pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
-@pytest.mark.parametrize("in_place", [False, True], ids=["another tensor", "through .data"])
-@pytest.mark.parametrize(("field", "change", "reason"), AT_ONE_ADDRESS)
-def test_a_remembered_launch_never_answers_for_what_the_guards_refuse(server, field, change, reason, nested, in_place):
+def at_one_address():
+    """Each change of a nested weight and, where it has the field, of a flat one: by another tensor, and through ``.data``."""
+    for nested, (field, change, reason), in_place in itertools.product((True, False), AT_ONE_ADDRESS, (False, True)):
+        can_be_written = field in TENSORS and change is not dispatching
+        if (nested or field not in (*SCALES, "blocksize2")) and (can_be_written or not in_place):
+            yield nested, field, change, reason, in_place
+
+
+@pytest.mark.parametrize(("nested", "field", "change", "reason", "in_place"), [*at_one_address()])
+def test_a_remembered_launch_never_answers_for_what_the_guards_refuse(server, nested, field, change, reason, in_place):
     """What is changed of a weight that was served, and changed back, gets the answer of one that was not served before."""
     weight = layout_of(*quantized((256, 256), torch.float16, "cpu", nested=nested))
     value = getattr(weight, field)
     is_tensor = isinstance(value, torch.Tensor)
-    absent = not nested and field in (*SCALES, "blocksize2")
-    if absent or (in_place and (not is_tensor or change is dispatching)):
-        pytest.skip("there is no such field, or nothing to write to")
     if is_tensor:  # with room behind it
         room = torch.zeros(2 * value.numel(), dtype=value.dtype)
         value = room[: value.numel()].view(value.shape).copy_(value)
@@ -411,14 +404,20 @@ def test_what_a_remembered_product_is_recognized_by(server, multiplier):
             check(*arguments)
         count += 1
         assert len(multiplier.launches) == len(server.resolved) == count
-    changes = (lambda: setattr(state, "offset", state.offset.clone()), *changes_of(packed, state))
-    for change in changes:
-        change()
+    assert counters.hits("test") == server.launched == 6 + 2 * 5
+
+
+@pytest.mark.parametrize(("nested", "change"), changes.EVERY)
+def test_a_weight_that_changes_is_multiplied_as_it_is_now(multiplier, nested, change):
+    at = changes.weight((64, 128), nested)
+    for make in (lambda at: None, changes.CHANGES[change]):
+        make(at)
+        layout = layout_of(at.packed, at.state)
+        x = torch.randn(6, layout.shape[1]).bfloat16()
         for _ in range(2):
-            check(x)
-        count += 1
-        assert len(multiplier.launches) == len(server.resolved) == count
-    assert counters.hits("test") == server.launched == 6 + 2 * 5 + 2 * len(changes)
+            matmul._kernels.clear()  # the stand-in of a size knows one weight
+            got = multiplier.run(x, layout._replace(dtype=x.dtype))
+            assert torch.equal(got, matmul_reference.matmul(x, layout))
 
 
 def test_a_weight_off_16_bytes_is_read_from_a_copy(multiplier, monkeypatch):

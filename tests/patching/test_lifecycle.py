@@ -19,7 +19,6 @@ from subprocess_python import program
 from target import TARGET, linear
 
 import nf4_patch
-from nf4_patch.nf4.weight import Weight
 from nf4_patch.patching.counters import counters
 
 
@@ -66,31 +65,6 @@ def test_the_weight_survives(life, nested, device, patched):
     assert counters.hits(TARGET) == hits + 1
 
 
-def test_a_state_that_is_changed_between_calls(device, patched):
-    """Every field that the original reads, changed on one live state."""
-    packed, state = quantized((128, 64), torch.float16, device, seed=1)
-    F.dequantize_4bit(packed, state)
-
-    for field, value in (
-        ("quant_type", "fp4"),
-        ("quant_type", "nf4"),
-        ("code", torch.linspace(-1, 1, 16, device=device)),  # never read: quant_type names the table
-        ("code", torch.zeros(3, device=device)),
-        ("dtype", torch.bfloat16),
-        ("shape", torch.Size((64, 128))),
-        ("absmax", state.absmax.flip(0).contiguous()),
-        ("state2.code", state.state2.code * 0.5),
-        ("offset", state.offset.to(torch.bfloat16)),
-    ):
-        holder, _, name = field.rpartition(".")
-        setattr(state.state2 if holder else state, name, value)
-        assert torch.equal(F.dequantize_4bit(packed, state), expected(packed, state)), field
-    state.blocksize, state.absmax = 128, state.absmax[::2].contiguous()
-    assert torch.equal(F.dequantize_4bit(packed, state), expected(packed, state))
-    packed.bitwise_xor_(255)  # the same tensor, other bytes
-    assert torch.equal(F.dequantize_4bit(packed, state), expected(packed, state))
-
-
 def test_nothing_is_kept_alive(device, patched):
     packed, state = quantized((128, 64), torch.float16, device)
     result = F.dequantize_4bit(packed, state)
@@ -102,7 +76,19 @@ def test_nothing_is_kept_alive(device, patched):
 
 def test_from_pretrained_save_pretrained_dequantize(checkpoint, tmp_path, device):
     """transformers: quantize on load, save 4-bit, load the 4-bit files, model.dequantize(): same bits, all hits."""
-    program("transformers_round_trip", checkpoint, tmp_path, device, interpreted=True)
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM
+
+    options = {"device_map": {"": device}, "dtype": torch.float32}
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    model = LlamaForCausalLM.from_pretrained(checkpoint, quantization_config=quantization, **options)
+    model.save_pretrained(tmp_path)
+    again = LlamaForCausalLM.from_pretrained(tmp_path, **options)
+    want = model.dequantize(dtype=torch.float32).state_dict()
+    nf4_patch.enable()
+    found = again.dequantize(dtype=torch.float32).state_dict()
+    hits = nf4_patch.status().hits  # 7 weights; some releases of transformers dequantize each twice
+    assert hits and hits % 7 == 0 and nf4_patch.status().fallbacks == 0
+    assert found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
 
 
 def test_imported_again():
@@ -124,15 +110,3 @@ def test_lora_on_packed_experts_trains_the_same_whatever_else_is_asked_for_later
     with nf4_patch.enabled(cache="off"):
         assert tiny_experts.same(tiny_experts.step(model), first)
     assert tiny_experts.same(tiny_experts.step(model), first)
-
-
-def test_a_storage_of_fewer_bytes_in_the_same_place_is_another_weight():
-    """Same address and same shape as a bf16 storage seen before, half the bytes: its remembered launch would read past them."""
-    memory = torch.zeros(64, dtype=torch.uint8)
-    halves, all_of_it = memory[:32].view(32, 1), memory.view(torch.bfloat16).view(32, 1)
-    absmax = torch.ones(2)
-    keys = {
-        Weight(packed, absmax, None, None, None, 64, 0, (128,), torch.bfloat16, "nf4").known()
-        for packed in (halves, all_of_it, memory[:32].view(32, 1))
-    }
-    assert len(keys) == 2

@@ -146,7 +146,7 @@ def test_modules_shared_by_layers_and_twice_in_one(enter):
         with torch.no_grad():
             first.parts[0].weight.bitwise_xor_(255)
     size = next(iter(cache.weights.values())).size
-    assert cache.taken.total() - sum(cached[2] for cached in cache.leaving) == 7 * size
+    assert cache.taken.total() - sum(kept.size for kept in cache.leaving) == 7 * size
 
 
 @pytest.mark.parametrize("thread", ["this", "another"])
@@ -172,7 +172,7 @@ def test_a_layer_is_entered_while_one_runs(thread):
     entry = Layers("a test").entered(forward)
     nf4_patch.enable(cache=2**30)
     together(lambda: entry(outer, activations()), enter_as_well)
-    held = {cached.dense.data_ptr() for cached in cache.weights.values()}
+    held = {cached.views[0].data_ptr() for cached in cache.weights.values()}
     assert len(read) == 2 and all(dense is not None and dense.data_ptr() in held for dense in read)
     assert not any(NAME in vars(layer.parts[0].weight.quant_state) for layer in (outer, other))
 
@@ -289,27 +289,32 @@ def test_a_layer_with_a_weight_that_cannot_be_pinned_lets_go_of_all(enter):
     assert cache.snapshot().compiled == 0 and cache.uncached[Uncached.REFILLED]
 
 
-def test_pinned_weights_are_not_evicted_and_evict_what_is_only_cached(enter):
-    layers = [Layer(), Layer(first=3), Layer(first=6)]
+def test_what_came_first_stays_for_compiled_layers_and_others_alike(enter):
+    layers = [Layer(), Layer(first=3)]
     nf4_patch.enable(cache=2**30)
     enter(layers[0])
     size = cache.taken.total()
     nf4_patch.enable(cache=f"{2 * size}B")
     enter(layers[0])
-    others = [weight_layer(seed, inputs=32) for seed in range(20, 28)]  # of another size, which is not reused
-    for other in others:
+    part = layers[1].parts[0]
+    others = [part, *(weight_layer(seed, inputs=32) for seed in range(20, 28))]
+
+    def read(other):
         with torch._C.DisableTorchFunctionSubclass():
             weight = layout_of(other.weight, other.weight.quant_state)
-            cache.read(weight, lambda _, other=other: dequantize_nf4(other.weight.data, other.weight.quant_state))
-    assert cache.snapshot().compiled == 3 and len(cache.weights) > 3
-    enter(layers[1])
-    assert cache.snapshot().compiled == 6
-    enter(layers[2])  # no room, and nothing that may go
-    assert cache.snapshot().compiled == 6
-    del layers[0]
+            return cache.read(weight, lambda _: dequantize_nf4(other.weight.data, other.weight.quant_state))
+
+    for other in others:
+        read(other)
+    kept = read(part)
+    enter(layers[1])  # no room for two of its weights: the third, which is read without it too, stays
+    assert cache.snapshot().compiled == 3 and read(part) is kept is not None
+    assert cache.uncached[Uncached.BUDGET_SPENT]
+    del others[1:], other
     gc.collect()
     enter(layers[1])
-    assert cache.snapshot().compiled == 6 and cache.taken.total() <= cache.budget
+    assert cache.snapshot().compiled == 6 and read(part) is kept
+    assert cache.taken.total() <= cache.budget
 
 
 # What torch.compile of a module does: the forward reads inside bitsandbytes' op, the traced backward dequantizes.

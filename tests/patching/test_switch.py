@@ -78,7 +78,8 @@ def test_what_the_environment_did_is_one_line_of_the_log(entry_point, code, vari
     assert len(lines) == bool(said) and said in done.stderr and done.stdout == ""
 
 
-def test_a_mixture_is_packed_by_the_environment_alone(entry_point, tmp_path, monkeypatch):
+@pytest.mark.parametrize("words", [(), pytest.param(("-m", "nf4_patch", "run"), marks=pytest.mark.full)], ids=str)
+def test_a_mixture_is_packed_by_the_environment_alone(words, entry_point, tmp_path, monkeypatch):
     """Where transformers is the first to import bitsandbytes, in the middle of the module that is to be patched."""
     pytest.importorskip("transformers", minversion="5.17")  # older ones pack no experts while they load
     import tiny_experts
@@ -92,11 +93,10 @@ def test_a_mixture_is_packed_by_the_environment_alone(entry_point, tmp_path, mon
         loss = model(input_ids=tiny_experts.ids_of(), labels=tiny_experts.ids_of()).loss.item()
     packed = str(2 * tiny_experts.LAYERS)
     name = Path(__file__).parents[1] / "programs" / "experts_by_environment.py"
-    for command in ((sys.executable, name), (sys.executable, "-m", "nf4_patch", "run", name)):
-        variables = {"NF4_PATCH_EXPERTS": "4bit"} | ({} if "run" in command else {"NF4_PATCH": "1"})
-        done = completed((*command, tmp_path / "model"), tmp_path, **variables)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.split() == [packed, str(loss)]
+    variables = {"NF4_PATCH_EXPERTS": "4bit"} | ({} if words else {"NF4_PATCH": "1"})
+    done = completed((sys.executable, *words, name, tmp_path / "model"), tmp_path, **variables)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [packed, str(loss)]
 
 
 def standing():

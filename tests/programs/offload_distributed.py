@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_experts
 from host_memory import Cuda
-from offloaded import blocks_of, model_of, same_steps, train
+from offloaded import in_host, model_of, same_steps, train
 from tiny_experts import adapters_of, ids_of, random_model, saved, with_lora
 
 import nf4_patch
@@ -38,7 +38,7 @@ dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else 
 
 def steps(where):
     model = with_lora(model_of(folder, where))
-    assert all(bool(block) == (where == "all") for block in blocks_of(model).values())
+    assert all(bool(unit) == (where == "all") for unit in in_host(model).values())
     parallel = functools.partial(DistributedDataParallel, device_ids=[rank] if gpu else None)
     ids = (ids_of() + 5 * rank) % 96  # each has tokens of its own
     return train(model, STEPS, {"use_reentrant": False}, ids=ids, parallel=parallel)

@@ -4,6 +4,7 @@
 """
 
 import copy
+import functools
 import gc
 import io
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import nf4_patch
 import unsloth
+import changes
 import target
 from unsloth.kernels import fast_lora
 from unsloth.models import _block_compile
@@ -100,13 +102,13 @@ def weight(layer=0):
     return model.layers[layer].projections[0].weight
 
 
-def state():
-    return weight().quant_state
+class Place:
+    """Where the table of changes finds the first weight, and its state on it."""
 
-
-def write(seed=50):
-    with torch.no_grad():
-        weight().copy_(linear(seed).weight.data)
+    packed = property(
+        lambda self: weight(), lambda self, packed: setattr(model.layers[0].projections[0], "weight", packed)
+    )
+    state = property(lambda self: weight().quant_state, lambda self, state: setattr(weight(), "quant_state", state))
 
 
 def replace_data(*seeds):
@@ -119,12 +121,6 @@ def replace_data_at_an_address(seed):
         return replace_data(seed)
     BUFFER[:] = linear(seed).weight.data.numpy().tobytes()
     weight().data = torch.frombuffer(BUFFER, dtype=torch.uint8).view(-1, 1)
-
-
-def copy_state():
-    copied = copy.copy(state())
-    copied.absmax = copied.absmax.flip(0)
-    weight().quant_state = copied
 
 
 def load():
@@ -145,7 +141,7 @@ def exchange_weights():
 def exchange_modules():  # and write into the one that was held for the other layer
     first, second = (layer.projections for layer in model.layers)
     first[0], second[0] = second[0], first[0]
-    write()
+    OF_A_WEIGHT["bytes copied"](Place())
 
 
 def evaluate():
@@ -154,25 +150,15 @@ def evaluate():
     model.train()
 
 
+OF_A_WEIGHT = changes.BYTES | changes.OF_SCALES | {"another state": changes.another_state}
+del OF_A_WEIGHT["bytes refilled"]  # which no version counter sees: such a weight is not pinned
 CHANGES = {
-    "write in place": write,
-    "replace data": lambda: replace_data(51),
+    **{name: functools.partial(change, Place()) for name, change in OF_A_WEIGHT.items()},
     "replace data at once": lambda: replace_data(52, 53, 54),
     "replace data by a buffer": lambda: replace_data_at_an_address(58),
     "replace data at the same address": lambda: replace_data_at_an_address(59),
-    "replace the parameter, as a merge does": lambda: setattr(
-        model.layers[0].projections[0], "weight", linear(55).weight
-    ),
     "replace the module": lambda: model.layers[0].projections.__setitem__(0, linear(56)),
     "replace the state": lambda: setattr(weight(), "quant_state", copy.copy(linear(57).weight.quant_state)),
-    "copy the state": copy_state,
-    "write scales": lambda: state().absmax.copy_(state().absmax.flip(0)),
-    "write second scales": lambda: state().state2.absmax.mul_(2),
-    "write second code": lambda: state().state2.code.mul_(0.5),
-    "write the offset": lambda: state().offset.mul_(2),
-    "replace scales": lambda: setattr(state(), "absmax", state().absmax.flip(0)),
-    "replace data of scales": lambda: setattr(state().absmax, "data", state().absmax.data.flip(0)),
-    "replace the offset": lambda: setattr(state(), "offset", state().offset * 2),
     "load": load,
     "copy the layer": copy_layer,
     "exchange layers": lambda: setattr(model, "layers", torch.nn.ModuleList(reversed(model.layers))),
@@ -182,7 +168,9 @@ CHANGES = {
     "move": lambda: model.layers[0].to("cpu").to(DEVICE),
     "evaluate": evaluate,
     "release": nf4_patch.release,
-    "write into what is pinned": lambda: next(e for e in cache.weights.values() if e.owner() is weight()).dense.zero_(),
+    "write into what is pinned": lambda: (
+        next(kept for kept in cache.weights.values() if kept.tensors and kept.tensors[0]() is weight()).views[0].zero_()
+    ),
 }
 
 
@@ -198,7 +186,7 @@ values = torch.randn(2, 8, SIDE, dtype=torch.bfloat16, device=DEVICE)
 gate = switch.gates["cache"]
 if CHECKPOINTING == "non-reentrant":  # whose recompute must save what its forward saved: nothing is pinned
     nf4_patch.enable(cache=2**30)
-    for name in (*list(CHANGES)[:8], "release"):
+    for name in (*OF_A_WEIGHT, "release"):
         CHANGES[name]()
         assert agree(step(), without()), name
     assert cache.uncached[Uncached.CHECKPOINT] and not nf4_patch.status().cache.compiled
@@ -247,5 +235,5 @@ torch.save([model.layers[0].projections, weight(), weight().quant_state], file)
 assert b"nf4_patch" not in file.getvalue()
 model = late = None
 gc.collect()
-assert not cache.weights
+assert not cache.snapshot().weights
 print("pinned")

@@ -1,6 +1,7 @@
 """TRL's own sft.py, offline, on a model and a data set of this program's: trl_sft.py FOLDER [--use_liger_kernel ...].
 
-NF4_PATCH and NF4_PATCH_LORA decide about the patch; the script knows nothing of it. Prints the losses and what ran, as JSON.
+NF4_PATCH and NF4_PATCH_LORA decide about the patch; the script knows nothing of it. Then once more without the patch. Prints
+the losses and what ran of both, as JSON.
 """
 
 import json
@@ -13,7 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 import torch
 
-from nf4_patch.tools.llama import SPECIAL, Shape, save
+from benchmarks.checkpoint import SPECIAL, Shape, save
 
 folder, on_gpu = Path(sys.argv[1]), torch.cuda.is_available()
 if not (folder / "model").exists():
@@ -23,7 +24,8 @@ if not (folder / "model").exists():
     (folder / "data" / "train.jsonl").write_text("\n".join(lines))
 from transformers import Trainer
 
-losses: list[float] = []
+import nf4_patch
+
 log = Trainer.log
 Trainer.log = lambda self, logs, *rest: (
     losses.extend([logs["loss"]] if "loss" in logs else []),
@@ -38,9 +40,11 @@ sys.argv = [
     }.items()), "--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     *sys.argv[2:],
 ]  # fmt: skip
-runpy.run_module("trl.scripts.sft", run_name="__main__")
-
-import nf4_patch
-
-fused = sum(target.hits for target in nf4_patch.status().targets if "Linear4bit" in target.name)
-print(json.dumps({"losses": losses, "fused": fused}))
+for side in ("fused", "stock"):
+    losses: list[float] = []
+    if side == "stock":
+        nf4_patch.disable()
+    before = nf4_patch.status().targets
+    runpy.run_module("trl.scripts.sft", run_name="__main__")
+    hits = [sum(row.hits for row in rows if "Linear4bit" in row.name) for rows in (nf4_patch.status().targets, before)]
+    print(json.dumps({"losses": losses, "fused": hits[0] - hits[1]}))

@@ -128,10 +128,10 @@ for reentrant in (True, False):
     for _ in range(3):
         assert all(map(torch.equal, step(reentrant), want))
     reads = cache.hits + cache.misses
-    assert reads == 3 * 3 * 4 and cache.hits >= reads * 0.3, (cache.hits, reads)
+    assert reads == 3 * 3 * 4 and cache.misses == 3, (cache.hits, reads)  # each weight is decoded once
     # a caller without the buffer may write into what it gets
     mine = [utils.fast_dequantize(layers[0].weight, layers[0].weight.quant_state).data_ptr() for _ in range(2)]
-    assert cache.weights and not {cached.dense.data_ptr() for cached in cache.weights.values()} & set(mine)
+    assert cache.weights and not {cached.views[0].data_ptr() for cached in cache.weights.values()} & set(mine)
     nf4_patch.disable()
     assert not cache.weights
 print("cached")

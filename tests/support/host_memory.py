@@ -9,8 +9,6 @@ from typing import Any
 import numpy
 import torch
 
-from nf4_patch.patching.experts import offload
-
 
 class Event:
     def __init__(self) -> None:
@@ -96,8 +94,8 @@ class Cuda:
     def unregister(self, host: torch.Tensor, device: torch.device) -> None:
         del self.pinned[host.data_ptr()]
 
-    def mapped(self, block: offload.Block) -> torch.Tensor:
-        owner = SimpleNamespace(__array_interface__=block.__cuda_array_interface__ | {"version": 3}, block=block)
+    def mapped(self, part: Any, device: torch.device) -> torch.Tensor:
+        owner = SimpleNamespace(__array_interface__=part.__cuda_array_interface__ | {"version": 3}, part=part)
         return torch.as_tensor(numpy.asarray(owner))
 
     def copy(self, place: torch.Tensor, host: torch.Tensor) -> None:

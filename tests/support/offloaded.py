@@ -28,10 +28,10 @@ def read_again(folder: Any, **options: Any) -> Any:
     return loaded(folder, attn_implementation="eager", **options)
 
 
-def blocks_of(model: Any) -> dict[tuple[int, str], Any]:
-    """The host memory of each stack, or None, by layer and name."""
+def in_host(model: Any) -> dict[tuple[int, str], Any]:
+    """The unit in host memory of each stack, or None, by layer and name."""
     return {
-        (layer, name): offload.blocks.get(module.parametrizations[name].original.data_ptr(), offload.nobody)()
+        (layer, name): offload.units.get(module.parametrizations[name].original.data_ptr(), offload.nobody)()
         for layer, module in enumerate(experts_of(model))
         for name in STACKS
     }
@@ -101,4 +101,4 @@ def check_merging(resident: Any, model: Any, logits: Any) -> None:
     for each in (resident, model):
         each.unmerge_adapter()
     assert torch.equal(logits(model), logits(resident))
-    assert all(blocks_of(model).values())
+    assert all(in_host(model).values())

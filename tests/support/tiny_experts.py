@@ -63,9 +63,24 @@ SKIPPED = ["lm_head", "shared_expert_gate", "router.proj"]
 CHECKPOINTING = {"kept": None, "reentrant": {"use_reentrant": True}, "recomputed": {"use_reentrant": False}}
 
 
-def alternating(ways):
-    """(a model of CONFIGS, a way): every way with one of them, the next with the other."""
-    return [(name, way) for way, name in zip(ways, itertools.cycle(CONFIGS), strict=False)]
+def alternating(ways, names=CONFIGS):
+    """(a model, a way): every way with one of the models, the next with the next."""
+    return [(name, way) for way, name in zip(ways, itertools.cycle(names), strict=False)]
+
+
+def crossed(names, ways):
+    """Every (model, way) in the full run, the alternating ones in each."""
+    quick = alternating(ways, names)
+    return [
+        pytest.param(*pair, marks=() if pair in quick else pytest.mark.full) for pair in itertools.product(names, ways)
+    ]
+
+
+def architectures(*quick):
+    """Those and CONFIGS in each run, the others in the full one, as every mixture of test_every_mixture."""
+    return [
+        name if name in (*CONFIGS, *quick) else pytest.param(name, marks=pytest.mark.full) for name in ARCHITECTURES
+    ]
 
 
 def experts_of(model):

@@ -8,7 +8,6 @@ import functools
 import importlib
 import io
 import math
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,12 +17,11 @@ from oracle import layout_of, quantized
 from rich.console import Console
 from verbs import output_of
 
-from benchmarks import bits, challenge, compile_time, generation
+from benchmarks import Bench, bits, challenge, generation
 from benchmarks.baselines import UNSLOTH_TRITON
 from nf4_patch.tools import llama, report
 from nf4_patch.tools.bench import matmul, timing
-from nf4_patch.tools.bench.record import BITSANDBYTES, CEILING, OURS, UNPATCHED, Bench, Row, accuracy, table
-from nf4_patch.tools.bench.step import Step
+from nf4_patch.tools.bench.record import BITSANDBYTES, CEILING, OURS, UNPATCHED, Row, accuracy, table
 from nf4_patch.tools.bench.timing import Machine, Times
 from nf4_patch.tools.cli import console
 
@@ -187,24 +185,6 @@ def test_challenge_total_is_the_sum_and_needs_every_part_equal():
     total = challenge.total(rows)
     assert total.times[OURS].values == (20.0, 20.0)
     assert not total.checks[BITSANDBYTES].passed and total.ratio(BITSANDBYTES) is None
-
-
-def test_a_first_step_is_compiled_again(monkeypatch):
-    model, folders = torch.nn.Linear(4, 1), []
-    monkeypatch.setattr(torch, "compile", lambda m: folders.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]) or m)
-    monkeypatch.setattr(Step, "__call__", lambda self: self.model(torch.ones(4)).sum().detach())
-    step = object.__new__(compile_time.FirstStep)
-    step.model, step.losses = model, []
-    step(), step()
-    assert folders[0] != folders[1] and step.model is model
-    assert step.losses == [model(torch.ones(4)).item()] * 2
-
-
-@pytest.mark.parametrize(
-    ("ours", "stock", "agree"), [(12.53, 12.531, True), (12.53, 12.59, False), (12.59, 12.53, False)]
-)
-def test_losses_of_two_compilations_need_agree_to_rounding_only(ours, stock, agree):
-    assert compile_time.agree([ours, ours], [stock]) is agree
 
 
 def test_a_rate_needs_hits_and_the_accuracy_of_the_same_run():

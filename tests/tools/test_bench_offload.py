@@ -64,6 +64,13 @@ def test_the_sides_have_the_same_bits(gpu, four_layers, patched):
     assert "the bits of resident: losses, gradients, adapters" in benchmark.said(runs["all"], [resident])
 
 
+def test_sides_in_turns(gpu, four_layers, patched):
+    resident, offloaded = benchmark.measured_in_turns(SETTING, ["resident", "all"], "cpu")
+    assert (resident["side"], offloaded["side"]) == ("resident", "all") and resident["fetches"] == 0
+    assert offloaded["fetches"] in (4, 5, 6) and offloaded["fetched"] and resident["in_turns"]
+    assert len(resident["every_wall_ms"]) == len(offloaded["every_wall_ms"]) == SETTING.steps
+
+
 def test_different_bits_are_said(gpu, patched):
     run = benchmark.measured(dataclasses.replace(SETTING, bits=1, steps=0), "resident", "cpu")
     other = run | {"side": "all", "cap": 7.5, "losses": [0.0]}
@@ -85,6 +92,10 @@ def test_a_run_takes_the_place_of_the_same_one(tmp_path):
     assert benchmark.write(file, run | {"failed": ""}) == [run | {"side": "resident"}]
     found = json.loads(file.read_text())
     assert [each["failed"] for each in found["rows"]] == ["loading", ""] and found["machine"] == {"gpu": "H"}
+    benchmark.write(file, run | {"failed": "", "gpu_ms": 5.0, "load_s": 7.0})
+    benchmark.write(file, run | {"failed": "", "gpu_ms": 4.0, "in_turns": True})
+    last = json.loads(file.read_text())["rows"][-1]
+    assert (last["gpu_ms"], last["load_s"]) == (4.0, 7.0)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "glm4", "gemma4"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 
 import pytest
@@ -20,10 +21,21 @@ def test_sides_in_turns_across_processes(monkeypatch):
     """The processes are real: peft's, another of fp32 adapters, and one whose library does not exist."""
     sides = trl.sides_of(STOCK, {"": None, "patch": {}, "fused": trl.FUSED}) | trl.sides_of(FP32, {"": None})
     sides["broken"] = Side(STOCK, {"cache": "much"})
-    rows, losses, failures = trl.compare(sides, [(1, 16)], TINY, TINY, walls=2, profiled=1)
+    rows, losses, failures = trl.compare(trl.Comparison(sides, [(1, 16)], TINY, TINY), walls=2, profiled=1)
     assert [row["side"] for row in rows] == ["peft", "peft, patch", "peft, fused", "fp32"]
     assert all("broken" in failure and "ConfigError" in failure for failure in failures) and failures
-    fields = {"side", "tokens", "gpu_ms", "gpu_spread", "wall_ms", "wall_spread", "launches", "peak_gib", "host_ms"}
+    fields = {
+        "side",
+        "tokens",
+        "gpu_ms",
+        "gpu_spread",
+        "wall_ms",
+        "wall_spread",
+        "launches",
+        "peak_gib",
+        "calls",
+        "host_ms",
+    }
     assert all(row.keys() == fields and row["tokens"] == 16 and row["host_ms"] > 0 < row["wall_ms"] for row in rows)
     assert losses["peft"] == losses["peft, patch"] and len(losses["peft"]) == trl.TRAINED
     for name in ("peft, fused", "fp32"):
@@ -31,6 +43,28 @@ def test_sides_in_turns_across_processes(monkeypatch):
     report = trl.Steps(None, rows, losses, failures)
     assert json.loads(json.dumps(report.as_dict()))["rows"] == rows and report.exit_code == 1
     assert any("peft, fused: losses" in str(line) for line in report.render())
+
+
+@pytest.mark.parametrize(("failures", "shown"), [([], ["1.000", "2.000", "0.500"]), (["losses differ"], [])])
+def test_how_many_times_as_fast_a_side_is_needs_equal_losses(failures, shown):
+    """As the first side of the same size; nothing where the profiler saw no kernel."""
+    found = [
+        ("peft", 512, 8.0),
+        ("peft, patch", 512, 4.0),
+        ("peft", 1024, 8.0),
+        ("peft, patch", 1024, 16.0),
+        ("fp32", 1024, 0.0),
+    ]
+    rows = [{"side": side, "tokens": tokens, "gpu_ms": ms, "wall_ms": 0.0} for side, tokens, ms in found]
+    _, _, table, *_ = trl.Steps(None, rows, {}, failures).render()
+    column = next(column for column in table.columns if column.header == "gpu_x")
+    assert [*dict.fromkeys(filter(None, column.cells))] == shown
+
+
+def test_a_process_that_ends_is_told():
+    worker = trl.Worker(STOCK, {}, partial(os._exit, 1), TINY)
+    assert worker.ask() == worker.ask("wall", "peft", (1, 16)) == (None, "the process ended")
+    worker.close()
 
 
 def test_adapters_are_those_of_trl_or_fp32_with_the_same_numbers():

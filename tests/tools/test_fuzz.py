@@ -15,6 +15,7 @@ from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
 from nf4_patch.tools.patch import patch
 
+pytestmark = pytest.mark.usefixtures("every_launch_interpreted")
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 

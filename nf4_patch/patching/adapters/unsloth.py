@@ -10,7 +10,7 @@ import torch
 from ..cache.pinned import Layers, dense_of
 from ..context import is_compiling
 from ..counters import warn_once
-from ..dequantizer import inside, served
+from ..dequantizer import served
 from ..matmul.product import FusedMatmul, multiplied_first
 from ..reasons import Reason
 from ..replacement import Function, instead, replacement_of
@@ -28,7 +28,7 @@ def fast_dequantize(target: Target, original: Function) -> Function:
         if is_compiling() and out is None and (dense := dense_of(W, quant_state)) is not None:
             return dense
         if own is not None and own.in_use(target.module):
-            is_cached = not is_compiling() and cache.on and (only_read or inside.unsloth)
+            is_cached = not is_compiling() and cache.on and only_read
             if not is_cached and (is_compiling() or own.keeps_eager_calls()):
                 return Reason.DEFERRED
         return serve(W, quant_state, out, use_global_buffer, only_read)

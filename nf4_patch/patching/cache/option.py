@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, field
 
 from ...option import Option, size_in_words
-from ..target import ANY, TESTED_UNSLOTH, Target
+from ..target import ANY, Target
 
 TESTED_AUTOGRAD = ("0.49.2", "0.50.2")
 TESTED_TORCH = ("2.11.0", "2.13.0")
@@ -19,9 +19,7 @@ CacheTarget = functools.partial(Target, only="cache", uncounted="its reads may c
 class Uncached(enum.Enum):
     """Why a weight that a caller only reads was decoded and not kept."""
 
-    BUDGET_SPENT = (
-        "the budget is spent: no room for a compiled layer as a whole, or no cached weight of this size to replace"
-    )
+    BUDGET_SPENT = "the budget is spent: no room for the weight, or for a compiled layer as a whole"
     WAITING = 'cache="auto" waits for two steps of the optimizer before it takes memory'
     CUDA_GRAPH = "a CUDA graph is being captured: its replays would read memory that the cache may free"
     OTHER_STREAM = "it was decoded on another CUDA stream"
@@ -86,14 +84,6 @@ CACHE = Option(
             "bitsandbytes.autograd._functions:MatMul4Bit.forward", ">= 0.43", TESTED_AUTOGRAD,
             (("ctx", "A", "B", "out", "bias", "quant_state"),), ".cache.reads:reading",
             "cached weights in the forward of Linear4bit before 0.50, with enable(cache=...) only",
-        ),
-        *(
-            CacheTarget(
-                f"unsloth.kernels.fast_lora:{name}.backward", ">= 2026.6", TESTED_UNSLOTH,
-                (("ctx", *gradients),), ".cache.reads:reading",
-                "cached weights in the backward of Unsloth's LoRA kernels, with enable(cache=...) only",
-            )
-            for name, gradients in (("LoRA_MLP", ("dY",)), ("LoRA_QKV", ("dQ", "dK", "dV")), ("LoRA_W", ("dY",)))
         ),
         CacheTarget(
             "unsloth.models._block_compile:_wrap", ">= 2026.10", ("2026.10.9",),

@@ -4,8 +4,7 @@ Whoever enters such a layer asks for all of its weights first. While the layer r
 quantization state, where Dynamo finds it and makes it an input of the graph: Inductor neither overwrites an input nor reuses
 its memory. When the layer returns, the states are again as bitsandbytes made them.
 
-A layer is pinned as a whole or not at all, so that a kind of layer has two graphs at most. What is pinned is never evicted: a
-step reads its layers in a circle, and a fixed part of a circle saves exactly its share.
+A layer is pinned as a whole or not at all, so that a kind of layer has two graphs at most.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from typing import Any
 import torch
 
 from ...nf4 import runtime
-from ...nf4.weight import Weight
 from ..context import is_compiling, modes_active, plain_methods, saved_tensors_hooks, transforms_active
 from ..dequantizer import Dequantizer, returns_tensors
 from ..locks import new_lock
 from ..quant_state import weight_of
 from ..reasons import Reason
 from ..switch import switch
-from .cached import Cached, size_of
+from .kept import Kept, location, size_of
 from .option import Uncached
 from .store import cache
 
@@ -62,7 +60,7 @@ class Layer:
     def __init__(self, module: torch.nn.Module):
         self.lock = new_lock()  # one thread at a time in a pinned layer: its states are the process'
         self.refused_at = -1  # the generation of the cache in which there was no room for it
-        self.pinned: dict[tuple[Any, ...], weakref.ref[Cached]] = {}  # by proof, what was pinned for it
+        self.pinned: set[Kept] = set()  # for it
         self.find(module)
 
     def find(self, module: torch.nn.Module) -> None:
@@ -86,13 +84,12 @@ class Layer:
             state = getattr(packed, "quant_state", None)
             yield state, weight_of(packed, state)
 
-    def unpin(self, keep: Container[tuple[Any, ...]] = ()) -> None:
+    def unpin(self, keep: Container[Kept] = ()) -> None:
         """Let go of what is pinned for it. Called by the garbage collector too, at any point of any thread."""
-        for proof, reference in list(self.pinned.items()):
-            cached = reference()
-            if cached is not None and proof not in keep:
-                cache.died(cached)
-        self.pinned = {}
+        for kept in self.pinned:
+            if kept not in keep:
+                cache.died(kept)
+        self.pinned = set()
 
 
 class Layers:
@@ -140,7 +137,7 @@ class Layers:
 
     def pinned(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, Pinned]] | Reason:
         """Every state of the layer with the dense copy of its weight; nothing where not all of them can be pinned."""
-        if cache.leaving:
+        if cache.dead or cache.leaving:
             cache.settle()
         if layer.refused_at == cache.generation:
             return []
@@ -173,49 +170,49 @@ class Layers:
 
     def look(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, Pinned]] | None:
         """Every state with its dense copy; None where one is missing or no longer true."""
-        states = []
+        states, read = [], []
         for state, weight in layer.weights(module):
-            found = None if type(weight) is Reason else cache.find(weight)
-            if found is None or not found[1].pinned:
+            kept = None if type(weight) is Reason else cache.find(weight)
+            views = None if kept is None or kept[1].stream else kept[1].views
+            if kept is None or views is None:
                 return None
             if switch.strict:
-                cache.compare(found[0], self.decode(weight))
-            states.append((state, [found[1].dense]))
-            layer.pinned[found[1].proof] = weakref.ref(found[1])
+                cache.compare(kept[0], self.decode(weight))
+            states.append((state, [views[0]]))
+            read.append(kept[1])
+        for (_, (dense,)), each in zip(states, read, strict=True):
+            if not each.compiled:
+                torch._dynamo.mark_static_address(dense, guard=False)  # a CUDA graph reads it where it is
+                torch._dynamo.mark_static(dense)
+                each.compiled = True
+        layer.pinned.update(read)
         return states
 
     def pin(self, module: torch.nn.Module, layer: Layer) -> Reason | Uncached | None:
         """Decode and keep what is not pinned yet, or say why a weight cannot be kept: then none is to be."""
         layer.find(module)
-        weights, sizes = {}, Counter[int]()
+        missing, pinned, sizes = {}, set(), Counter[int]()
         for _, weight in layer.weights(module):
             why: Reason | Uncached | None = weight if type(weight) is Reason else self.dequantizer.why_not(weight)
             why = why or cache.why_not(weight)
             if why is not None:
                 return why
-            weights[weight.proof()] = weight
-        layer.unpin(keep=weights)
+            found = cache.find(weight)
+            if found is None or found[1].stream:
+                missing[location(weight)] = weight
+            else:
+                pinned.add(found[1])
+        layer.unpin(keep=pinned)
         cache.settle()
-        missing = [weight for weight in weights.values() if not is_pinned(weight)]
-        for weight in missing:
+        for weight in missing.values():
             sizes[weight.packed.get_device()] += size_of(weight)
-        if any(cache.pinned(device) + size > cache.budget for device, size in sizes.items()):
+        if any(size > cache.room(device) for device, size in sizes.items()):
             return cache.no_room()
-        for weight in missing:
-            result = cache.keep(weight, self.decode, pin=True)
-            if isinstance(result, Reason):
-                return result
-            found = None if result is None else cache.find(weight)
-            if found is None:
-                return cache.no_room()
-            torch._dynamo.mark_static_address(found[1].dense, guard=False)  # a CUDA graph reads it where it is
-            torch._dynamo.mark_static(found[1].dense)
+        for weight in missing.values():
+            result = cache.keep(weight, self.decode)
+            if not isinstance(result, torch.Tensor):
+                return cache.no_room() if result is None else result
         return None
-
-
-def is_pinned(weight: Weight) -> bool:
-    found = cache.find(weight)
-    return found is not None and found[1].pinned
 
 
 def is_checkpointed() -> bool:

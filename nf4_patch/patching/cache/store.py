@@ -1,8 +1,7 @@
 """The cache of dequantized weights, for callers that only read them: ``enable(cache="6GiB")`` or ``cache="auto"``.
 
-Weights are frozen, so a training step decodes the same bytes two or three times. A step uses the layers 0 to L and
-back: what was read last is read next, so the least recently used weight makes room, and only for one of its own size:
-memory never fragments. docs/notes/weight-cache.md compares the policies.
+Weights are frozen, so a training step decodes the same bytes two or three times. The weights that are read first stay as long
+as they are true, and none makes room for another: docs/notes/weight-cache.md compares this with other ways to choose.
 
 A cached weight belongs to a parameter, whose identity, version counter and memory are looked at in every read.
 """
@@ -10,13 +9,10 @@ A cached weight belongs to a parameter, whose identity, version counter and memo
 from __future__ import annotations
 
 import atexit
-import os
 import sys
-import threading
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +21,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...nf4 import runtime
 from ...nf4.weight import Weight
 from .. import dequantizer
+from ..locks import new_lock
 from ..reasons import Reason
 from ..switch import switch
 from .auto import Auto
-from .cached import Cached, location, nobody, size_of
+from .kept import Kept, facts, location, nobody, size_of
 from .option import CacheStatus, Uncached
 
 Decode = Callable[[Weight], "Tensor | Reason"]
@@ -43,8 +40,8 @@ class StaleWeightError(RuntimeError):
 class Cache(dequantizer.Reader):
     """One for the process.
 
-    Every change is made under ``lock``, which no thread takes twice. The death of a tensor comes at any point of any
-    thread, in the middle of a change too: it is queued, and seen to by whoever takes the lock next.
+    Every change is made under ``lock``. The death of a tensor comes at any point of any thread, in the middle of a change too:
+    it empties what was kept, and whoever makes the next change sees to the rest.
     """
 
     def __init__(self) -> None:
@@ -52,55 +49,32 @@ class Cache(dequantizer.Reader):
         self.mode: str | int = "off"
         self.auto: Auto | None = None  # finds the budget
         self.budget = 0
-        self.tight = False  # half of the budget is used: from here on it counts which weight was read last
-        self.results: dict[tuple[Any, ...], tuple[Tensor, Cached]] = {}  # by ``Weight.proof``
-        self.weights: dict[tuple[Any, ...], Cached] = {}  # by ``location``
-        self.same_size: dict[tuple[int, int], OrderedDict[Cached, None]] = defaultdict(OrderedDict)
+        self.weights: dict[tuple[object, ...], Kept] = {}  # by ``location``; and ``Known.kept`` of what was read
         self.taken: Counter[int] = Counter()  # bytes by device, of what was dropped too while somebody still uses it
-        # what is being decoded: device and size, charged for as long as the call of ``keep`` lasts, however that ends
-        self.decoding: dict[weakref.ref[Decoding], tuple[int, int]] = {}
-        self.leaving: list[tuple[StorageWeakRef, int, int]] = []  # dropped, and still used by somebody: device and size
+        self.leaving: list[Kept] = []  # dropped, and still used by somebody
+        self.dead = False  # a tensor or a storage died since the latest ``settle``
         self.memories: dict[int, Memory] = {}  # of packed bytes and of scales, by the number of their storage
         self.generation = 0  # changes when there may be room again for what compiled layers read
         self.hits = self.misses = 0
         self.uncached: Counter[Uncached] = Counter()
-        self.lock = threading.RLock()  # whose owner is known: an interrupt in ``settle`` leaves it free
-        self.dead: deque[Cached] = deque()
+        self.lock = new_lock()
 
-    # --- deaths ---
-
-    def _bury(self) -> None:
-        """See to the deaths so far. Under the lock."""
-        while self.dead:
-            cached = self.dead.popleft()
-            if cached.dead or cached.memory.expired():
-                self._drop(cached)
-            del cached  # or its dense copy would live on
-        for leaving in self.leaving[:]:
-            dense, device, size = leaving
-            if dense.expired():
-                self.leaving.remove(leaving)
-                self.taken[device] -= size
-                self.generation += 1
+    def died(self, kept: Kept) -> None:
+        """A tensor that it was decoded from was freed. Called by the garbage collector, at any point of any thread."""
+        kept.views = None
+        self.dead = True
 
     def settle(self) -> None:
-        """See to the deaths so far, unless somebody holds the lock, who does it when the next change is made."""
-        owned: Any = self.lock._is_owned  # type: ignore[attr-defined]
-        pending = bool(self.dead or self.leaving) and not owned()  # not in the middle of a change of this thread
-        while pending:
-            try:
-                if self.lock.acquire(blocking=False):
-                    self._bury()
-                pending = bool(self.dead) and owned()
-            finally:
-                if owned():
-                    self.lock.release()
-
-    def died(self, cached: Cached) -> None:
-        """A tensor that it was decoded from was freed. Called by the garbage collector, at any point of any thread."""
-        cached.dead = True
-        self.dead.append(cached)
-        self.settle()
+        """See to the deaths so far."""
+        with self.lock:
+            if self.dead:
+                self.dead = False
+                self._drop_where(lambda kept: kept.views is None or kept.memory.expired())
+            for kept in self.leaving[:]:
+                if kept.dense_memory.expired():
+                    self.leaving.remove(kept)
+                    self.taken[kept.device] -= kept.size
+                    self.generation += 1
 
     # --- how much it may take ---
 
@@ -109,25 +83,22 @@ class Cache(dequantizer.Reader):
         if mode != self.mode:
             with self.lock:
                 self.on = False
-                self._drop_where()
+                self.release()
                 self.memories.clear()
-                self.tight = False
                 if self.auto is not None:
                     self.auto.stop()
                 self.auto = Auto(self.may_take, self.taken) if mode == "auto" else None
                 self.mode, self.budget = mode, mode if isinstance(mode, int) else 0
                 self.generation += 1
                 self.on = mode != "off"
-            self.settle()
 
     def may_take(self, budget: int) -> None:
         """Bytes of every device from now on; what is there stays, or goes where they are none."""
         with self.lock:
-            self.budget, self.tight = budget, False
+            self.budget = budget
             self.generation += 1
             if not budget:
-                self._drop_where()
-        self.settle()
+                self.release()
 
     # --- reading ---
 
@@ -140,31 +111,28 @@ class Cache(dequantizer.Reader):
         Raises:
             StaleWeightError: NF4_PATCH_STRICT=1, and the cached bits are not those of the packed bytes.
         """
-        try:  # as ``find`` begins, without its call: 6.6 us a read, not 7.5 (a slow H200 machine)
-            found = self.results.get(weight.proof())
-            if found is None or not found[1].is_of(weight):
-                found = self.find(weight)
+        try:  # as ``find`` begins, without its call
+            kept = weight.known().kept
+            result = None if kept is None else kept.of(weight)
         except NOT_KNOWN:
+            result = None
+        if result is None:
             found = self.find(weight)
-        if found is None:
-            return self.insert(weight, decode)
-        result, cached = found
-        stream = runtime.current_stream(cached.device)
-        if stream != cached.stream:
+            if found is None:
+                return self.insert(weight, decode)
+            result, kept = found
+        stream = runtime.current_stream(kept.device)
+        if stream != kept.stream:
             self.uncached[Uncached.OTHER_STREAM] += 1
-            cached.strangers += 1
-            if cached.strangers >= STRANGERS:
-                self.drop(cached)
+            kept.strangers += 1
+            if kept.strangers >= STRANGERS:
+                self.drop(kept)
             return None
-        if stream and is_captured(cached.device):
+        if stream and is_captured(kept.device):
             self.uncached[Uncached.CUDA_GRAPH] += 1
             return None
-        cached.strangers = 0
+        kept.strangers = 0
         self.hits += 1  # no call in it: CPython does not switch threads in the middle
-        if self.tight:
-            with self.lock:
-                if cached in cached.same_size:  # another thread may have dropped it
-                    cached.same_size.move_to_end(cached)
         if switch.strict:
             decoded = decode(weight)
             if isinstance(decoded, Reason):
@@ -172,35 +140,24 @@ class Cache(dequantizer.Reader):
             self.compare(result, decoded)
         return result
 
-    def find(self, weight: Weight) -> tuple[Tensor, Cached] | None:
-        """What is cached of a weight and still true, or None."""
+    def find(self, weight: Weight) -> tuple[Tensor, Kept] | None:
+        """What is kept of a weight and still true, or None."""
+        kept: Kept | None = None
         try:
-            proof = weight.proof()
-            found = self.results.get(proof)
-            if found is not None and found[1].is_of(weight):
-                return found
+            known = weight.known()
+            result = None if known.kept is None else known.kept.of(weight)
+            if result is not None:
+                return result, known.kept
+            kept = self.weights.get(location(weight))
+            if kept is None:
+                return None
+            if kept.facts == facts(weight) and (result := kept.of(weight)) is not None:
+                known.kept = kept
+                return result, kept
         except NOT_KNOWN:
-            proof = ()
-        if self.dead:
-            self.settle()  # a tensor that died may have left its address to another
-        cached = self.weights.get(location(weight))
-        if cached is None:
-            return None
-        if proof[1:] == cached.proof[1:] and cached.is_of(weight):
-            return self.other_way(proof, cached)
-        self.drop(cached)
+            pass
+        self.drop(kept)
         return None
-
-    def other_way(self, proof: tuple[Any, ...], cached: Cached) -> tuple[Tensor, Cached] | None:
-        """The weight where it was cached for the packed bytes the other way round, [1, bytes] or [bytes, 1]."""
-        if cached.dense.dim() > 2:
-            return None
-        with self.lock:
-            found = cached.dense.t() if proof[0][0] == 1 else cached.dense, cached
-            if self.weights.get(cached.location) is cached:
-                self.results[proof] = found
-                cached.proofs.append(proof)
-        return found
 
     def why_not(self, weight: Weight) -> Uncached | None:
         """Why a weight cannot be cached at all, or not now."""
@@ -220,7 +177,7 @@ class Cache(dequantizer.Reader):
         return why
 
     def insert(self, weight: Weight, decode: Decode) -> Tensor | Reason | None:
-        """What ``decode`` gives, cached if it is a tensor; or None with nothing decoded, where it is not to be cached."""
+        """What ``decode`` gives, kept if it is a tensor; or None with nothing decoded, where it is not to be kept."""
         tensors = weight[: 5 if weight.nested() else 2]
         plain = isinstance(weight.shape, tuple) and isinstance(weight.dtype, torch.dtype)
         if not plain or not all(isinstance(each, Tensor) for each in tensors):
@@ -235,16 +192,14 @@ class Cache(dequantizer.Reader):
         self.uncached[why] += 1
         return None
 
-    def keep(self, weight: Weight, decode: Decode, pin: bool = False) -> Tensor | Reason | None:
-        """What ``decode`` gives; a tensor is kept until the weight changes, pinned or as long as there is room. None without
-        room."""
-        mode, result, charged = self.mode, None, Decoding()
-        device, size, proof = weight.packed.get_device(), size_of(weight), weight.proof()
-        with self.lock:
-            self._bury()
-            if not (self.on and self._make_room(device, size, pin)):
+    def keep(self, weight: Weight, decode: Decode) -> Tensor | Reason | None:
+        """What ``decode`` gives; a tensor is kept until the weight changes. None without room."""
+        mode, result, device, size = self.mode, None, weight.packed.get_device(), size_of(weight)
+        with self.lock:  # nothing is decoded under it
+            self.settle()
+            if not self.on or size > self.room(device):
                 return None
-            self.decoding[weakref.ref(charged, self.decoding.pop)] = device, size  # nothing is decoded under the lock
+        kept = Kept(weight)
         self.misses += 1
         try:
             with torch.inference_mode(False):  # training may read what generation decoded
@@ -253,80 +208,56 @@ class Cache(dequantizer.Reader):
             if self.auto is None:
                 raise
             self.auto.wait(f"{error}"[:80])  # the caller decodes without keeping, as it would without the cache
-        finally:
+        if isinstance(result, Tensor):
             with self.lock:
-                del charged
-                fits = self._charged(device) + size <= self.budget
-                if isinstance(result, Tensor) and self.mode == mode and fits:
-                    self._add(Cached(weight, proof, result, pin), weight, result)
-            self.settle()
+                self._drop(self.weights.get(kept.location))  # another thread was faster
+                self.settle()
+                if self.mode == mode and size <= self.room(device):
+                    self._add(kept, weight, result)
         return result
 
-    def _charged(self, device: int) -> int:
-        """Bytes that are taken, and that weights will take which are being decoded."""
-        charged = self.taken[device]
-        for where, size in list(self.decoding.values()):
-            charged += size if where == device else 0
-        return charged
+    def room(self, device: int) -> int:
+        return self.budget - self.taken[device]
 
-    def _make_room(self, device: int, size: int, pin: bool) -> bool:
-        def full() -> bool:
-            self._bury()
-            return self._charged(device) + size > self.budget
-
-        if size > self.budget:
-            return False
-        same_size = self.same_size[device, size]
-        while full() and same_size:
-            self._drop(next(iter(same_size)))
-        if full():
-            self._drop_where(lambda cached: cached.memory.expired())
-        if pin and full():
-            self._drop_where(lambda cached: cached.device == device and not cached.pinned)
-        return not full()
-
-    def _add(self, cached: Cached, weight: Weight, result: Tensor) -> None:
-        self._drop(self.weights.get(cached.location))  # another thread was faster
+    def _add(self, kept: Kept, weight: Weight, result: Tensor) -> None:
         owner, storage = weight.owner(), weight.packed.untyped_storage()
         if len(self.memories) > 10 * len(self.weights) + 64:
             self.memories = {number: each for number, each in self.memories.items() if not each.reference.expired()}
-        self.memories.setdefault(storage._cdata, Memory(cached.memory, weakref.ref(owner)))
-        for scales in cached.kept:
+        self.memories.setdefault(storage._cdata, Memory(kept.memory, weakref.ref(owner)))
+        for scales in kept.scales:
             self.memories.setdefault(scales._cdata, Memory(StorageWeakRef(scales), nobody))
-        cached.watchers = [weakref.ref(t, lambda _: self.died(cached)) for t in (owner, *weight.tensors()[1:])]
+        kept.fill(weight, result, lambda _: self.died(kept))
         # Looked at later: PyTorch 2.8 lets go of a storage's Python object in every collection, while its tensors live, and
         # 2.13 before the storage has expired
-        cached.watchers.append(weakref.ref(storage, lambda _: self.dead.append(cached)))
-        self.taken[cached.device] += cached.size
-        self.tight = self.tight or 2 * self.taken[cached.device] > self.budget
-        if not cached.pinned:
-            cached.same_size = self.same_size[cached.device, cached.size]
-        cached.same_size[cached] = None
-        self.weights[cached.location] = cached
-        self.results[cached.proof] = result, cached
+        kept.watcher = weakref.ref(storage, lambda _: setattr(self, "dead", True))
+        self.taken[kept.device] += kept.size
+        self.weights[kept.location] = kept
 
     # --- dropping ---
 
-    def _drop(self, cached: Cached | None) -> None:
+    def _drop(self, kept: Kept | None) -> None:
         """Forget it, once; nothing for None. Its memory is charged until nobody uses it."""
-        if cached is None or cached.same_size.pop(cached, self) is self:
+        if kept is None or self.weights.get(kept.location) is not kept:
             return
-        self.weights.pop(cached.location, None)
-        for proof in cached.proofs:
-            self.results.pop(proof, None)
-        self.leaving.append((cached.dense_memory, cached.device, cached.size))
-        cached.watchers = []  # which refer to it
-        self.generation += cached.pinned
+        del self.weights[kept.location]
+        self.leaving.append(kept)
+        kept.empty()
 
-    def _drop_where(self, condition: Callable[[Cached], bool] = lambda cached: True) -> None:
-        for cached in list(self.weights.values()):
-            if condition(cached):
-                self._drop(cached)
+    def _drop_where(self, condition: Callable[[Kept], bool]) -> None:
+        for kept in list(self.weights.values()):
+            if condition(kept):
+                self._drop(kept)
 
-    def drop(self, cached: Cached) -> None:
+    def drop(self, kept: Kept | None) -> None:
         with self.lock:
-            self._drop(cached)
-        self.settle()
+            self._drop(kept)
+            self.settle()
+
+    def release(self, condition: Callable[[Kept], bool] = lambda kept: True) -> None:
+        """Drop what the condition holds for: its memory is PyTorch's again as soon as nobody uses it."""
+        with self.lock:
+            self._drop_where(condition)
+            self.settle()
 
     def drop_memory(self, cdata: int, resized: bool = False) -> None:
         """Drop what was decoded from this storage; ``resized``: and cache nothing of it any more."""
@@ -334,42 +265,33 @@ class Cache(dequantizer.Reader):
         if memory is None or memory.reference.expired():
             return
         memory.resized = memory.resized or resized
-        self.release(lambda cached: cdata in (cached.memory.cdata, *(each._cdata for each in cached.kept)))
+        self.release(lambda kept: cdata in (kept.memory.cdata, *(each._cdata for each in kept.scales)))
 
     def forget(self, tensor: Tensor) -> None:
         """Drop what was decoded from this tensor, and every weak reference to it."""
         with self.lock:
-            self._drop_where(lambda cached: any(watcher() is tensor for watcher in cached.watchers))
+            self.release(lambda kept: any(reference() is tensor for reference in kept.tensors))
             self.memories = {key: each for key, each in self.memories.items() if each.owner() is not tensor}
-        self.settle()
-
-    def release(self, condition: Callable[[Cached], bool] = lambda cached: True) -> None:
-        """Drop what the condition holds for: its memory is PyTorch's again as soon as nobody uses it."""
-        with self.lock:
-            self._drop_where(condition)
-        self.settle()
 
     # --- what is said ---
-
-    def pinned(self, device: int) -> int:
-        """Bytes that compiled layers read."""
-        return sum(cached.size for cached in list(self.weights.values()) if cached.pinned and cached.device == device)
 
     def no_room(self) -> Uncached:
         return Uncached.WAITING if self.auto is not None and not self.budget else Uncached.BUDGET_SPENT
 
     def snapshot(self) -> CacheStatus:
-        """Without waiting for the lock: a signal handler may ask, in the middle of a change."""
-        self.settle()
-        weights = list(self.weights.values())
+        """Changes nothing and does not wait for the lock: a signal handler may ask, in the middle of a change."""
+        kept, taken = list(self.weights.values()), Counter[int]()
+        for each in dict.fromkeys((*kept, *self.leaving)):
+            taken[each.device] += 0 if each.dense_memory.expired() else each.size
+        kept = [each for each in kept if each.views is not None]
         return CacheStatus(
             mode=str(self.mode),
-            taken={device: size for device, size in list(self.taken.items()) if size},
-            weights=len(weights),
+            taken={device: size for device, size in taken.items() if size},
+            weights=len(kept),
             hits=self.hits,
             misses=self.misses,
             uncached={why.name: count for why, count in list(self.uncached.items())},
-            compiled=sum(cached.pinned for cached in weights),
+            compiled=sum(each.compiled for each in kept),
             found=self.auto.why if self.auto else "",
         )
 
@@ -384,12 +306,6 @@ class Cache(dequantizer.Reader):
                 f"a cached weight {tuple(cached.shape)} differs from its packed bytes, which were changed where no version "
                 "counter sees it (tensor.data, a raw pointer); call nf4_patch.release() after such a change"
             )
-
-
-class Decoding:
-    """Lives as long as the decode of one weight that is to be kept."""
-
-    __slots__ = ("__weakref__",)
 
 
 class Memory:
@@ -423,9 +339,5 @@ def is_captured(device: int) -> bool:
 
 
 cache = dequantizer.reader = Cache()
-if hasattr(os, "register_at_fork"):  # a child has no half of another thread's change, and the lock is free there
-    os.register_at_fork(
-        before=cache.lock.acquire, after_in_parent=cache.lock.release, after_in_child=cache.lock.release
-    )
 atexit.register(cache.configure, "off")  # before the interpreter takes modules apart, in which tensors die
 switch.follow(lambda config: cache.configure(switch.value("cache")))

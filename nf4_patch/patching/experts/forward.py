@@ -40,6 +40,10 @@ class Saved(torch.autograd.Function):
         ctx.save_for_backward(tensor)
         return nothing.view_as(nothing)
 
+    @staticmethod
+    def backward(ctx: Any, _gradient: Tensor) -> tuple[None, None]:
+        return None, None  # it runs after the other, and frees what is saved
+
 
 class Order(NamedTuple):
     """How the rows that are sorted by expert belong to tokens. A slot is token * top_k + k."""
@@ -131,14 +135,14 @@ class Weighted(torch.autograd.Function):
 class Combined(torch.autograd.Function):
     """The sum of each token's rows, times the router's weights, and of the addend's rows. ``Weighted`` weights the gradient.
 
-    It saves nothing, as a checkpoint's recompute ends with what is saved last; its backward reads ``Order.saved``.
+    It saves nothing, as a checkpoint's recompute ends with what is saved last; its backward reads ``Order.saved``, ``saved``.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, addend: Tensor | None, weights: Tensor, order: Order, dtype: torch.dtype
+        ctx: Any, rows: Tensor, addend: Tensor | None, weights: Tensor, order: Order, saved: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        ctx.saved, ctx.top_k, ctx.dtype, ctx.adds = order.saved, order.row_of.shape[1], rows.dtype, addend is not None
+        ctx.saved, ctx.top_k, ctx.dtype, ctx.adds = saved, order.row_of.shape[1], rows.dtype, addend is not None
         return launch.combine(rows, order.row_of, dtype, weights, addend)
 
     @staticmethod
@@ -146,7 +150,7 @@ class Combined(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (slot_of,) = ctx.saved.grad_fn.saved_tensors
         found = gradient.to(ctx.dtype).index_select(0, slot_of // ctx.top_k)
-        return found, found if ctx.adds else None, None, None, None
+        return found, found if ctx.adds else None, None, None, None, None
 
 
 def products(weight: Weight, x: Tensor, order: Order, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -217,7 +221,7 @@ def by_kernels(
         y, _ = Weighted.apply(normed(module, y), weights, order)
     else:
         y, addend = products(down, y, order, weights)
-    result: Tensor = Combined.apply(y.contiguous(), addend, weights.detach(), order, hidden_states.dtype)
+    result: Tensor = Combined.apply(y.contiguous(), addend, weights.detach(), order, order.saved, hidden_states.dtype)
     return result
 
 

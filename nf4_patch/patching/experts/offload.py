@@ -14,6 +14,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from .option import OffloadStatus
 
 SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
-ALIGNMENT = 256  # bytes, as of PyTorch's allocator
+ALIGNMENT, ROOM = 256, 4096  # bytes: as of PyTorch's allocator, and for 16 tensors
 MORE = 'free memory of the host, or leave more on the GPU, with a larger offload="...GiB"'
 gate = switch.gates["offload"]
 
@@ -68,79 +69,95 @@ class Cuda:
             torch.cuda.synchronize(device)  # a kernel may still read it
             torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
-    def mapped(self, block: Block) -> Tensor:
-        """uint8 [bytes] on the GPU, whose memory is the block's. It keeps the block alive."""
-        return torch.as_tensor(block, device=block.device)
+    def mapped(self, part: Any, device: torch.device) -> Tensor:
+        """uint8 [bytes] on the GPU, whose memory is the host's. It keeps the part alive."""
+        return torch.as_tensor(part, device=device)
 
     def copy(self, place: Tensor, host: Tensor) -> None:
         place.copy_(host, non_blocking=True)
 
 
 cuda: Any = Cuda()
-Proof = tuple[int, int]  # which tensor, and its version
+Facts = tuple[Any, ...]
 
 
 class Unit:
-    """The packed stacks of one experts module that are in host memory: fetched together."""
+    """The packed stacks of one experts module that wait in one piece of host memory: fetched together.
 
-    def __init__(self) -> None:
+    It is pinned with the first tensor, and lives as long as a CUDA tensor on it does.
+    """
+
+    def __init__(self, capacity: int):
+        self.capacity, self.size = capacity, 0  # bytes that are planned, and that are taken
         self.resident = 0  # bytes of other modules that stay on the GPU, where they are counted with this one
-        self.size = 0  # bytes of a buffer that it takes
-        self.epoch = 0  # changes when a proof of a block does
-        self.blocks: dict[int, weakref.ref[Block]] = {}  # by address
+        self.host: Tensor | None = None  # uint8
+        self.sizes: dict[int, int] = {}  # bytes of each tensor, by address
+        self.facts: dict[int, Facts] = {}  # of each weight when it was read last, by the address of its packed bytes
         # what followed when this one was read after another: forward and backward meet a layer from either side
-        self.after: weakref.WeakKeyDictionary[Unit, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
+        self.after: weakref.WeakKeyDictionary[Unit, Reference] = weakref.WeakKeyDictionary()
 
-
-class Block:
-    """Host memory that holds one tensor, as long as a CUDA tensor on it lives."""
-
-    def __init__(self, tensor: Tensor, unit: Unit):
-        """With a copy of ``tensor``.
+    def pinned(self, device: torch.device) -> Tensor:
+        """Its memory.
 
         Raises:
             MemoryError: the memory is not there, or cannot be pinned.
         """
-        self.device, self.unit, self.start = tensor.device, unit, unit.size
-        self.proof: Proof | None = None  # when it was read last
+        self.device, size = device, self.capacity + ROOM
         try:
             # Shared, so that a fork need not copy what is pinned. PyTorch's own pinned memory is rounded up to a power of two
-            self.host = torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=torch.uint8)
-            failure = cuda.register(self.host, self.device)
+            host = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+            failure = cuda.register(host, device)
         except OSError as error:
             failure = str(error)
         if failure:
-            held = sum(block.host.nbytes for block in living())
             raise MemoryError(
-                f"offload: {size_in_words(tensor.nbytes)} of host memory could not be pinned for packed experts, after "
-                f"{size_in_words(held)} that are: {failure}. Raise the limit for pinned memory (ulimit -l; docker run --ulimit "
-                f"memlock=-1), {MORE}"
+                f"offload: {size_in_words(size)} of host memory could not be pinned for packed experts, after "
+                f"{size_in_words(sum(unit.size for unit in living()))} that are: {failure}. Raise the limit for pinned memory "
+                f"(ulimit -l; docker run --ulimit memlock=-1), {MORE}"
             )
-        weakref.finalize(self, forget, cuda, self.host, unit, self.device, os.getpid()).atexit = False
-        self.host.copy_(tensor.reshape(-1).view(torch.uint8))
-        place = {"shape": (self.host.nbytes,), "typestr": "|u1", "data": (self.host.data_ptr(), False)}
-        self.__cuda_array_interface__ = place | {"version": 2}
-        unit.size += -(-self.host.nbytes // ALIGNMENT) * ALIGNMENT
-        blocks[self.host.data_ptr()] = unit.blocks[self.host.data_ptr()] = weakref.ref(self)
+        weakref.finalize(self, forget, cuda, host, self.sizes, device, os.getpid()).atexit = False
+        return host
+
+    def placed(self, tensor: Tensor) -> Tensor:
+        """The tensor in host memory, as a CUDA tensor; itself where it was not planned with that size."""
+        if self.host is None:
+            self.host = self.pinned(tensor.device)
+        place = self.host[self.size : self.size + tensor.nbytes]
+        if place.nbytes < tensor.nbytes:
+            return tensor
+        place.copy_(tensor.reshape(-1).view(torch.uint8))
+        start = place.data_ptr()
+        self.size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        self.sizes[start], units[start] = tensor.nbytes, weakref.ref(self)
+        memory = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (start, False), "version": 2}
+        part = SimpleNamespace(__cuda_array_interface__=memory, unit=self)
+        whole: Tensor = cuda.mapped(part, self.device)
+        return whole.view(tensor.dtype).view(tensor.shape)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it is one of its tensors, whole."""
+        return self.sizes.get(tensor.data_ptr()) == tensor.nbytes and tensor.is_contiguous()
 
 
-blocks: dict[int, weakref.ref[Block]] = {}  # by address, which is theirs alone
+Reference = Callable[[], Unit | None]
+units: dict[int, Reference] = {}  # by the address of each of their tensors, which is theirs alone
 
 
 def nobody() -> None:
     return None
 
 
-def living() -> list[Block]:
-    return [block for reference in list(blocks.values()) if (block := reference()) is not None]
+def living() -> set[Unit]:
+    return {unit for reference in list(units.values()) if (unit := reference()) is not None}
 
 
-def forget(cuda: Any, host: Tensor, unit: Unit, device: torch.device, process: int) -> None:
-    """A block died."""
-    del blocks[host.data_ptr()], unit.blocks[host.data_ptr()]
+def forget(cuda: Any, host: Tensor, sizes: dict[int, int], device: torch.device, process: int) -> None:
+    """A unit died."""
+    for address in sizes:
+        del units[address]
     if os.getpid() == process:  # a forked child has no CUDA
         cuda.unregister(host, device)
-        if device in lanes and all(block.device != device for block in living()):
+        if device in lanes and all(unit.device != device for unit in living()):
             lanes[device].clear()
 
 
@@ -153,12 +170,21 @@ class Buffer:
     def __init__(self) -> None:
         self.memory: Tensor | None = None
         self.arrived = cuda.event()
-        self.unit: Unit | None = None
-        self.epoch = 0  # of the unit when it was copied
-        self.proofs: dict[int, Proof | None] = {}  # by where a block begins
+        self.unit: Reference | None = None
+        self.facts: dict[int, Facts] = {}  # of the unit when it was copied
         self.streams: dict[int, Any] = {}  # on which it was read
-        # what a weight's first tensors are here, by all that is known of them: the epoch, and None for one that is not here
-        self.views: dict[Any, tuple[int, list[Tensor | None]]] = {}
+        self.views: dict[Facts, list[Tensor | None]] = {}  # a weight's first tensors here, None for one that is not
+
+    def viewed(self, weight: Weight, facts: Facts, unit: Unit) -> list[Tensor | None]:
+        assert self.memory is not None and unit.host is not None
+        if len(self.views) >= LIMIT:
+            self.views.clear()
+        views = self.views[facts] = list[Tensor | None]([None] * 3)
+        for index, tensor in enumerate(weight[:3]):
+            if tensor is not None and unit.holds(tensor):
+                start = tensor.data_ptr() - unit.host.data_ptr()
+                views[index] = self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return views
 
 
 class Lane:
@@ -168,68 +194,45 @@ class Lane:
         self.device, self.lock = device, new_lock()  # held from the wait for a copy until the decode is launched
         self.stream = cuda.stream(device)
         self.buffers = [Buffer(), Buffer()]  # the one that was read last is the first
-        self.before = self.now = Unit()
+        self.before: Reference = nobody
+        self.now: Reference = nobody  # weak, as all of a lane's: a unit lives as long as its tensors
         self.fetches = self.late = 0
 
-    def decode(self, weight: Weight, facts: Any, unit: Unit, run: Callable[[Weight], Any]) -> Any:
-        """What ``run`` makes of the weight where it has arrived."""
+    def decode(self, weight: Weight, facts: Facts, unit: Unit, run: Callable[[Weight], Any]) -> Any:
+        """What ``run`` makes of the weight where it has arrived; where it lies if it is a part of what is there."""
+        reference = weakref.ref(unit)  # one object, as long as the unit lives
         with self.lock:
-            if self.buffers[1].unit is unit:
+            if self.buffers[1].unit is reference:
                 self.buffers.reverse()
             buffer = self.buffers[0]
-            epoch, views = buffer.views.get(facts, (-1, None))
-            if views is None or buffer.unit is not unit or not epoch == buffer.epoch == unit.epoch:
-                views = self.arrived(weight, facts, unit)
-                if views is None:
+            if buffer.unit is not reference or buffer.facts.get(facts[0]) != facts:
+                if not unit.holds(weight[0]):
                     return run(weight)
-                buffer = self.buffers[0]
-            if unit is not self.now:  # before this one is waited for: the copy begins at once
+                unit.facts[facts[0]] = facts
+                if buffer.unit is not reference:
+                    self.buffers.reverse()
+                    buffer = self.buffers[0]
+                self.fetch(buffer, unit, ahead=False)
+            if reference is not self.now:  # before this one is waited for: the copy begins at once
                 following = self.following(unit)
-                if following is not None and following.blocks and following is not self.buffers[1].unit:
+                if following is not None and self.buffers[1].unit is not weakref.ref(following):
                     self.fetch(self.buffers[1], following, ahead=True)
             handle = cuda.handle(self.device.index)
             if handle not in buffer.streams:
                 stream = cuda.current_stream(self.device)
                 stream.wait_event(buffer.arrived)
                 buffer.streams[handle] = stream
-            packed, absmax, absmax2 = views
+            packed, absmax, absmax2 = buffer.views.get(facts) or buffer.viewed(weight, facts, unit)
             absmax, absmax2 = weight[1] if absmax is None else absmax, weight[2] if absmax2 is None else absmax2
             return run(new(Weight, (packed, absmax, absmax2, *weight[3:])))
 
-    def arrived(self, weight: Weight, facts: Any, unit: Unit) -> list[Tensor | None] | None:
-        """A weight's first tensors in the first buffer, fetched where they are not there as they are now. None where the packed
-        bytes are a part of a block."""
-        held = {}
-        tensors = [tensor for tensor in weight[:3] if tensor is not None]
-        for index, tensor in enumerate(tensors):
-            block = unit.blocks.get(tensor.data_ptr(), nobody)()
-            if block is not None and tensor.nbytes == block.host.nbytes and tensor.is_contiguous():
-                held[index] = block, (id(tensor), tensor._version)
-        if 0 not in held:
-            return None
-        proofs = self.buffers[0].proofs if self.buffers[0].unit is unit else {}
-        if any(proofs.get(block.start) != proof for block, proof in held.values()):
-            for block, proof in held.values():
-                block.proof = proof
-            unit.epoch += 1
-            if self.buffers[0].unit is not unit:
-                self.buffers.reverse()
-            self.fetch(self.buffers[0], unit, ahead=False)
-        buffer, views = self.buffers[0], list[Tensor | None]([None] * 3)
-        assert buffer.memory is not None
-        for index, (block, _) in held.items():
-            place = buffer.memory[block.start : block.start + block.host.nbytes]
-            views[index] = place.view(tensors[index].dtype).view(tensors[index].shape)
-        if len(buffer.views) >= LIMIT:
-            buffer.views.clear()
-        buffer.views[facts] = unit.epoch, views
-        return views
-
     def following(self, unit: Unit) -> Unit | None:
         """What followed the last time, if anything."""
-        self.now.after[self.before] = weakref.ref(unit)
-        self.before, self.now = self.now, unit
-        known = unit.after.get(self.before)
+        before, now = self.before(), self.now()
+        if before is not None and now is not None:
+            now.after[before] = weakref.ref(unit)
+        self.before, self.now = self.now, weakref.ref(unit)
+        known = None if now is None else unit.after.get(now)
         return None if known is None else known()
 
     def fetch(self, buffer: Buffer, unit: Unit, ahead: bool) -> None:
@@ -237,23 +240,21 @@ class Lane:
         self.empty(buffer)
         if not ahead:  # what was written into a stack meanwhile
             self.stream.wait_stream(cuda.current_stream(self.device))
+        assert unit.host is not None
         with cuda.running_on(self.stream):
             if buffer.memory is None or buffer.memory.nbytes < unit.size:
                 self.free(buffer)
                 with torch.inference_mode(False):  # training reads there too
                     buffer.memory = torch.empty(unit.size, dtype=torch.uint8, device=self.device)
-            for reference in list(unit.blocks.values()):
-                if (block := reference()) is not None:
-                    cuda.copy(buffer.memory[block.start : block.start + block.host.nbytes], block.host)
-                    buffer.proofs[block.start] = block.proof
+            cuda.copy(buffer.memory[: unit.size], unit.host[: unit.size])
         buffer.arrived.record(self.stream)
-        buffer.unit, buffer.epoch = unit, unit.epoch
+        buffer.unit, buffer.facts = weakref.ref(unit), dict(unit.facts)
         self.fetches += 1
         self.late += not ahead
 
     def empty(self, buffer: Buffer) -> None:
         """What is next in the copy stream may have its memory."""
-        buffer.unit, buffer.proofs = None, {}
+        buffer.unit = None
         for stream in buffer.streams.values():
             self.stream.wait_stream(stream)
         buffer.streams = {}
@@ -273,12 +274,12 @@ lanes: dict[torch.device, Lane] = {}
 
 def of_state(dequantizer: Dequantizer, packed: Tensor, state: Any, only_read: bool) -> Tensor | Reason:
     """As ``dequantizer.of_state``. What is in host memory is fetched first, unless a cached dense stack is known."""
-    block = None if modes_active() else blocks.get(packed.data_ptr(), nobody)()
-    weight: Any = Reason.STATE_FIELDS if block is None else weight_of(packed, state)
+    unit = None if modes_active() else units.get(packed.data_ptr(), nobody)()
+    weight: Any = Reason.STATE_FIELDS if unit is None else weight_of(packed, state)
     facts = None if type(weight) is Reason or transforms_active() is not None else facts_of(weight)
-    if block is None or facts is None or cuda.is_captured(packed.get_device()):
+    if unit is None or facts is None or cuda.is_captured(packed.get_device()):
         return dequantizer.of_state(packed, state, only_read=only_read)
-    unit, lane = block.unit, lanes.get(block.device) or lanes.setdefault(block.device, Lane(block.device))
+    lane = lanes.get(unit.device) or lanes.setdefault(unit.device, Lane(unit.device))
 
     def decode(weight: Weight) -> Tensor | Reason:
         result: Tensor | Reason = lane.decode(weight, facts, unit, dequantizer.run)
@@ -288,11 +289,11 @@ def of_state(dequantizer: Dequantizer, packed: Tensor, state: Any, only_read: bo
     return decode(weight) if found is None else found
 
 
-def facts_of(weight: Weight) -> tuple[Any, ...] | None:
+def facts_of(weight: Weight) -> Facts | None:
     """What changes when a weight's first tensors do; None where one counts no versions."""
     packed, absmax, absmax2, *_ = weight
     try:
-        facts: tuple[Any, ...] = (
+        facts: Facts = (
             packed.data_ptr(), id(packed), packed._version, packed.shape,
             absmax.data_ptr(), id(absmax), absmax._version, absmax.shape,
         )  # fmt: skip
@@ -334,13 +335,13 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
     """
     if not gate.on:
         return
-    units: dict[torch.device, Counter[str]] = {}
+    planned: dict[torch.device, Counter[str]] = {}
     for name, place, size in stacks:
         if (device := torch.device(place)).type == cuda.kind:
-            units.setdefault(device, Counter())[name.rpartition(".")[0]] += size
+            planned.setdefault(device, Counter())[name.rpartition(".")[0]] += size
     chosen: dict[str, Unit] = {}
     plans[model], budget, wanted = chosen, switch.value("offload"), 0
-    for device, sizes in units.items():
+    for device, sizes in planned.items():
         total, largest = sizes.total(), max(sizes.values())
         if isinstance(budget, int) and total <= budget:
             continue
@@ -356,7 +357,7 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
             if share >= total * size:
                 share -= total * size
             else:
-                unit = chosen[path] = Unit()
+                unit = chosen[path] = Unit(size)
                 resident -= size
         unit.resident, wanted = resident, wanted + total - resident
     if wanted > (free := free_memory()):  # or Linux would end this process without a word
@@ -371,10 +372,10 @@ def units_of(model: Any) -> dict[str, Unit]:
     Raises:
         MemoryError: one of its stacks could not be placed.
     """
-    units = plans.get(model, {})
-    if isinstance(units, str):
-        raise MemoryError(units)
-    return units
+    planned = plans.get(model, {})
+    if isinstance(planned, str):
+        raise MemoryError(planned)
+    return planned
 
 
 def placed(model: Any, full_name: str, parameter: Any) -> Any:
@@ -383,9 +384,8 @@ def placed(model: Any, full_name: str, parameter: Any) -> Any:
     if unit is None:
         return parameter
     for owner, name in ((parameter, "data"), (state, "absmax"), (state.state2, "absmax"))[: 3 if state.nested else 2]:
-        tensor = getattr(owner, name)
         try:
-            setattr(owner, name, cuda.mapped(Block(tensor, unit)).view(tensor.dtype).view(tensor.shape))
+            setattr(owner, name, unit.placed(getattr(owner, name)))
         except MemoryError as error:
             plans[model] = str(error)
             raise
@@ -398,12 +398,12 @@ def placed(model: Any, full_name: str, parameter: Any) -> Any:
 def snapshot() -> dict[str, OffloadStatus]:
     """By GPU."""
     found, held = {}, living()
-    for device, lane in (dict.fromkeys(block.device for block in held) | lanes).items():
-        here = [block for block in held if block.device == device]
-        resident = sum(unit.resident for unit in {block.unit for block in here})
+    for device, lane in (dict.fromkeys(unit.device for unit in held) | lanes).items():
+        here = [unit for unit in held if unit.device == device]
+        resident = sum(unit.resident for unit in here)
         resident += sum(0 if each.memory is None else each.memory.nbytes for each in (lane.buffers if lane else ()))
         counts = (lane.fetches, lane.late) if lane else ()
-        found[str(device)] = OffloadStatus(resident, sum(block.host.nbytes for block in here), *counts)
+        found[str(device)] = OffloadStatus(resident, sum(sum(unit.sizes.values()) for unit in here), *counts)
     return found
 
 

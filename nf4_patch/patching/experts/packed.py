@@ -77,8 +77,9 @@ class Chain(parametrize.ParametrizationList):
 
     def proof(self) -> tuple[Any, ...]:
         """What changes when the packed bytes, or their state, do."""
-        proof: tuple[Any, ...] = weight_of(self.original, self[0].quant_state).proof()  # type: ignore[arg-type]
-        return proof
+        weight = weight_of(self.original, self[0].quant_state)  # type: ignore[arg-type]
+        storage = self.original.untyped_storage()
+        return *weight.facts(), storage._cdata, *(tensor._version for tensor in weight.tensors())
 
     def before_merging(self) -> Merged:
         return Merged(self.original.detach().to("cpu", copy=True), self[0].quant_state)

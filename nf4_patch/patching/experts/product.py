@@ -29,8 +29,10 @@ class Kept:
     def __init__(self, stack: Stack):
         state = copy.copy(stack.state)
         state.state2 = copy.copy(getattr(state, "state2", None))
-        fields = [value for part in (state, state.state2) if part is not None for value in vars(part).values()]
-        self.tensors = stack.packed.detach(), *(value for value in fields if isinstance(value, Tensor))
+        parts = [vars(part) for part in (state, state.state2) if part is not None]
+        self.places = [(part, name) for part in parts for name, value in part.items() if isinstance(value, Tensor)]
+        # the memory of now, also where ``tensor.data`` is replaced
+        self.tensors = stack.packed.detach(), *(part[name].detach() for part, name in self.places)
         self.stack = dataclasses.replace(stack, state=state)
 
     def dense(self) -> Tensor:
@@ -38,13 +40,17 @@ class Kept:
         Raises:
             RuntimeError: memory was freed in between. That nothing was changed in place autograd checks.
         """
-        stack, packed = self.stack, self.tensors[0]
+        stack, (packed, *fields) = self.stack, self.tensors
         if not (is_compiling() or all(map(has_memory, self.tensors))):
             raise RuntimeError(
                 f"the memory of packed experts {list(stack.state.shape)} was freed between forward and backward: "
                 "bring it back before the backward, or free it in a hook on the experts module"
             )
-        if is_compiling() or stack.packed.data_ptr() != packed.data_ptr():  # ``parameter.data`` was replaced
+        if not is_compiling():
+            for (part, name), kept in zip(self.places, fields, strict=True):
+                if part[name].data_ptr() != kept.data_ptr():
+                    part[name] = kept
+        if is_compiling() or stack.packed.data_ptr() != packed.data_ptr():
             stack = Stack(packed, stack.state, stack.dequantizer)
         return stack.dense()
 

@@ -70,11 +70,7 @@ class FusedMatmul:
             )
             key = (x.shape, x.get_device(), x.is_neg(), known, weight.known())
             launch = self.launches.get(key)
-        except (
-            AttributeError,
-            TypeError,
-            RuntimeError,
-        ):  # no tensor, one without memory, a shape that is a list: ask the guards
+        except (AttributeError, TypeError, RuntimeError):  # no tensor, one without memory, or with a list for a shape
             key = launch = None
         if launch is None:
             launch = self.resolve(x, weight, bias)

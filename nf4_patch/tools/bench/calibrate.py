@@ -128,9 +128,6 @@ class Calibration(Report):
     failures: list[str]  # configs that were wrong, and are not remembered
     note: str = ""  # where it is remembered
 
-    def problems(self) -> list[str]:
-        return self.failures
-
     def render(self) -> Iterable[RenderableType]:
         yield METHOD
         yield table("fused matmul", self.rows)

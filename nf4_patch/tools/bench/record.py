@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich import box
-from rich.console import RenderableType
 from rich.table import Table
 
-from ..report import Report
-from .timing import Machine, Times
+from .timing import Times
 
 OURS, BITSANDBYTES = "nf4_patch", "bitsandbytes"
 UNPATCHED = "unpatched"  # the same with the patch off
@@ -87,39 +85,6 @@ class Row:
             "noise": {name: times.noise for name, times in self.times.items()},
             "ratio": {name: self.ratio(name) for name in self.times if name != OURS},
             "times": {name: times.values for name, times in self.times.items()},
-        }
-
-
-@dataclass(frozen=True)
-class Bench(Report):
-    """What was measured, by section."""
-
-    machine: Machine
-    sections: dict[str, list[Row]] = field(default_factory=dict)
-    method: dict[str, str] = field(default_factory=dict)  # of each section
-
-    def problems(self) -> list[str]:
-        every = (f"{name}, {text}" for name, rows in self.sections.items() for row in rows for text in row.failures)
-        return list(dict.fromkeys(every))
-
-    def render(self) -> Iterable[RenderableType]:
-        yield str(self.machine)
-        shown = ""
-        for name, rows in self.sections.items():
-            yield ""
-            if self.method[name] != shown:
-                shown = self.method[name]
-                yield shown
-            yield table(name, rows)
-        yield from self.problems()
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "machine": vars(self.machine),
-            "method": self.method,
-            "sections": {name: [row.as_dict() for row in rows] for name, rows in self.sections.items()},
-            "failures": self.problems(),
-            "exit_code": self.exit_code,
         }
 
 

@@ -1,27 +1,22 @@
-"""``nf4-patch bench --step peft``: a QLoRA training step with the patch on and off, alternating, on the same model.
-
-Random weights, LoRA r=16, gradient checkpointing, AdamW; adapters in 16 bits under autocast, as TRL trains. The learning
-rate is 0: every step does the whole work and leaves the loss as it was, to compare by bits.
+"""A QLoRA training step to measure: random weights, LoRA r=16, gradient checkpointing, AdamW; adapters in 16 bits under
+autocast, as TRL trains. The learning rate is 0: every step does the whole work and leaves the loss as it was, to compare by bits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 import nf4_patch
 
-from ..llama import LINEARS, LLAMA_8B, build_4bit, config_of, training_dtype
+from ..llama import LINEARS, LLAMA_8B, build_4bit, training_dtype
 from ..patch import patch
-from ..report import Progress, silent
-from .record import DENSE, GPU_TIME, OURS, UNPATCHED, Bench, Check, Row
-from .timing import Times, alternating, kernel_times, machine, synchronize, wall_ms
+from .timing import synchronize
 
-METHOD = f"A QLoRA step, the patch on ({OURS}) and off alternating: wall time, and GPU time (the sum of its kernels and copies)."
 BUDGET = "64GiB"
 LENGTHS = ((1, 512), (2, 1024), (2, 2048))  # (batch, tokens)
 RANK = 16
@@ -62,8 +57,6 @@ def optimizer_of(model: Any, lr: float = 0.0) -> torch.optim.Optimizer:
 
 
 Size = tuple[int, int]  # batch, tokens
-Settings = dict[str, str | int]  # of the cache, by what they are called
-OFF: Settings = {"": "off"}
 
 
 class Step:
@@ -112,68 +105,3 @@ class Step:
             self.calls = nf4_patch.status().hits - calls
             self.peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
             self.taken = sum(nf4_patch.status().cache.taken.values())
-
-
-def format_losses(losses: Iterable[float]) -> str:
-    return " / ".join(f"{loss:.6f}" for loss in sorted(losses))
-
-
-def row(subject: str, size: Size, times: dict[str, Times], agree: bool, notes: dict[str, str]) -> Row:
-    """A step's times, whose ratio depends on the losses that ``notes`` hold."""
-    check = Check(agree, f"losses with the patch and without: {notes['loss']}")
-    sizes = dict(zip(("batch", "tokens"), size, strict=True))
-    return Row(subject, "ms", times, {UNPATCHED: check}, sizes=sizes, notes=notes)
-
-
-def measure(tell: Progress = silent) -> Bench:
-    """Wall time of a step with the patch and without, GPU time, peak memory, the loss of both to the bit."""
-    model = peft_model(config_of(LLAMA))
-    rows = list(every_length("peft", model, tell, OFF | {"cache all": BUDGET}))
-    return Bench(machine(), {"step": rows}, {"step": METHOD})
-
-
-def every_length(subject: str, model: Any, tell: Progress, settings: Settings) -> Iterator[Row]:
-    for i, size in enumerate(LENGTHS):
-        tell("{}: {}x{} tokens".format(subject, *size), i, len(LENGTHS))
-        yield from side_by_side(subject, model, size, settings)
-
-
-def side_by_side(
-    subject: str, model: Any, size: Size, settings: Settings, wall: int = 20, kernels: int = 2,
-    dense: Callable[[Step], Step] | None = None,
-) -> Iterator[Row]:  # fmt: skip
-    """A row a setting of the cache, each next to the step without the patch: wall time, then GPU time.
-
-    Args:
-        settings: "": the cache is off and the row has no further name.
-        wall, kernels: how many rounds of each clock; wall 0: GPU time only.
-        dense: makes of the step without the patch one on 16-bit weights, whose GPU time is taken too.
-    """
-    optimizer = optimizer_of(model)
-    steps = {name: Step(model, optimizer, size, True, cache) for name, cache in settings.items()}
-    steps[UNPATCHED] = Step(model, optimizer, size, False)
-    for step in steps.values():
-        step.observe()
-    losses = {loss for step in steps.values() for loss in step.losses}
-
-    def patched(name: str) -> contextlib.AbstractContextManager[None]:
-        return steps[name].patched()
-
-    clocks = {"": alternating(steps, wall_ms, wall, patched, warmups=3)} if wall else {}
-    if dense:
-        steps[DENSE] = dense(steps[UNPATCHED])
-    clocks[GPU_TIME] = kernel_times(steps, patched, kernels)
-    for clock, times in clocks.items():
-        others = {name: times[name] for name in (UNPATCHED, DENSE) if name in times}
-        for name in settings if times else ():
-            step = steps[name]
-            notes = {"kernel calls a step": str(step.calls), "loss": format_losses(losses)}
-            notes["peak memory"] = f"{gib(step.peak)} (unpatched {gib(steps[UNPATCHED].peak)})"
-            if step.taken:
-                notes["cache"] = gib(step.taken)
-            words = ", ".join(filter(None, ("{} {}x{}".format(subject, *size), name, clock)))
-            yield row(words, size, {OURS: times[name], **others}, len(losses) == 1, notes)
-
-
-def gib(size: int) -> str:
-    return f"{size / 2**30:.3f} GiB"

@@ -178,18 +178,6 @@ def wall_ms(call: Call) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
-def kernel_times(variants: Mapping[str, Call], inside: Inside, rounds: int) -> Taken:
-    """Nothing where the profiler sees no kernel (no CUPTI)."""
-    gpu_busy_ms(torch.cuda.synchronize)  # starts the profiler
-    taken = alternating(variants, gpu_busy_ms, rounds, inside, warmups=0)
-    return {name: times for name, times in taken.items() if all(times.values)}
-
-
-def gpu_busy_ms(call: Call) -> float:
-    """Milliseconds of the kernels and copies that a call launches, summed, by PyTorch's profiler."""
-    return sum(ms for _, ms in kernels(call))
-
-
 def kernels(call: Call) -> list[tuple[str, float]]:
     """(name, milliseconds) of each kernel and copy that a call launches, by PyTorch's profiler."""
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""``nf4-patch bench --step trl``, ``moe`` and ``unsloth``: a step as TRL trains it, every side in turns.
+"""``nf4-patch bench``: a step as TRL trains it, every side in turns.
 
 Adapters in 16 bits under autocast, non-reentrant checkpointing. Liger and Unsloth patch a whole process, so each kind of
 model lives in a process of its own, which takes a turn when it is asked to; all others wait meanwhile.
@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,8 @@ from .timing import Machine, Times, kernels, machine, synchronize, wall_ms
 METHOD = (
     "A step as TRL trains: adapters in 16 bits, autocast, checkpointing. gpu_ms: its kernels and copies, summed, the median of"
     " rounds; gpu_spread: (largest - smallest) / median. wall_ms: the sides in turns; wall_spread: odd against even rounds."
-    " launches: kernels and copies. peak_gib: as allocated by PyTorch. host_ms: CPU time of all threads in a step of a model"
+    " gpu_x, wall_x: how many times as fast as the first side; none where losses differ. launches: kernels and copies. calls: those"
+    " of our kernel. peak_gib: as allocated by PyTorch. host_ms: CPU time of all threads in a step of a model"
     " of hidden size 64 and 32 layers, the least of several. losses: of 30 steps that learn."
 )
 STOCK = "peft"
@@ -56,26 +57,6 @@ def sides_of(kind: str, options: Mapping[str, Mapping[str, str] | None], **commo
     }
 
 
-CACHE, FUSED = {"cache": BUDGET}, {"lora": "fused"}
-PATCHED: dict[str, dict[str, str] | None] = {"": None, "patch": {}, "patch, cached": CACHE}
-EVERY = PATCHED | {"fused": FUSED, "fused, cached": FUSED | CACHE}
-UNCACHED = {name: given for name, given in EVERY.items() if "cached" not in name}
-ON = {name: given for name, given in EVERY.items() if given is not None}
-PACKED = {"experts": "4bit"}
-SIDES = {
-    "trl": sides_of(STOCK, EVERY) | sides_of(LIGER, EVERY) | sides_of(FP32, UNCACHED) | sides_of(UNSLOTH, PATCHED),
-    # peft's LoRA on experts needs them in 16 bits, or the patch
-    "moe": sides_of(DENSE, {"": None})
-    | sides_of(STOCK, ON, **PACKED)
-    | sides_of(LIGER, ON, **PACKED)
-    | sides_of(LAYERS_ONLY, {"fused": FUSED}, **PACKED)
-    | sides_of(FP32, {"patch": {}, "fused": FUSED}, **PACKED)
-    | sides_of(UNSLOTH, {"": None}),
-    "unsloth": sides_of(UNSLOTH, PATCHED),
-}
-SIZES = {"trl": LENGTHS, "moe": ((1, 512), (1, 2048), (1, 4096)), "unsloth": LENGTHS}
-
-
 def qwen3(layers: int = 2, vocabulary: int = 32_000, **sizes: int) -> Any:
     """Qwen3-30B-A3B: 0.6 billion weights of experts a layer."""
     from transformers import Qwen3MoeConfig
@@ -90,19 +71,49 @@ def qwen3(layers: int = 2, vocabulary: int = 32_000, **sizes: int) -> Any:
     )  # type: ignore[call-arg]  # fmt: skip
 
 
-def llama(shape: Shape = LLAMA) -> Any:
-    return config_of(shape)
-
-
 def small_qwen3() -> Any:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 256, "num_attention_heads": 4}
     return qwen3(32, 512, **sizes, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2)
 
 
-Configuration = Callable[[], Any]  # by name: it goes to another process, where Unsloth comes before transformers
-SMALL = partial(llama, Shape(64, 128, 32, 4, 2))  # the GPU's work is nothing
-CONFIGURATIONS: dict[str, tuple[Configuration, Configuration]] = {
-    "trl": (llama, SMALL), "moe": (qwen3, small_qwen3), "unsloth": (llama, SMALL)
+def llama(shape: Shape = LLAMA) -> Any:
+    return config_of(shape)
+
+
+def small_llama() -> Any:
+    return config_of(Shape(64, 128, 32, 4, 2))
+
+
+class Comparison(NamedTuple):
+    """``configuration``, and ``host``, whose GPU work is nothing: functions, as another process calls them after Unsloth's import."""
+
+    sides: dict[str, Side]
+    sizes: Iterable[Size] = LENGTHS
+    configuration: Callable[[], Any] = llama
+    host: Callable[[], Any] = small_llama
+
+
+CACHE, FUSED = {"cache": BUDGET}, {"lora": "fused"}
+PATCHED: dict[str, dict[str, str] | None] = {"": None, "patch": {}, "patch, cached": CACHE}
+EVERY = PATCHED | {"fused": FUSED, "fused, cached": FUSED | CACHE}
+UNCACHED = {name: given for name, given in EVERY.items() if "cached" not in name}
+ON = {name: given for name, given in EVERY.items() if given is not None}
+PACKED = {"experts": "4bit"}
+COMPARISONS = {  # by the value of --step
+    "peft": Comparison(sides_of(STOCK, PATCHED)),
+    "trl": Comparison(
+        sides_of(STOCK, EVERY) | sides_of(LIGER, EVERY) | sides_of(FP32, UNCACHED) | sides_of(UNSLOTH, PATCHED)
+    ),
+    "moe": Comparison(
+        sides_of(DENSE, {"": None})  # peft's LoRA on experts needs them in 16 bits, or the patch
+        | sides_of(STOCK, ON, **PACKED)
+        | sides_of(LIGER, ON, **PACKED)
+        | sides_of(LAYERS_ONLY, {"fused": FUSED}, **PACKED)
+        | sides_of(FP32, {"patch": {}, "fused": FUSED}, **PACKED)
+        | sides_of(UNSLOTH, {"": None}),
+        ((1, 512), (1, 2048), (1, 4096)), qwen3, small_qwen3,
+    ),
+    "unsloth": Comparison(sides_of(UNSLOTH, PATCHED)),
 }  # fmt: skip
 
 
@@ -115,12 +126,9 @@ def unsloth_model(config: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         save_config(folder, config, "cuda")
         torch.cuda.empty_cache()
+        length = min(4096, config.max_position_embeddings)
         model, _ = FastLanguageModel.from_pretrained(
-            folder,
-            max_seq_length=min(4096, config.max_position_embeddings),
-            dtype=config.dtype,
-            load_in_4bit=True,
-            local_files_only=True,
+            folder, max_seq_length=length, dtype=config.dtype, load_in_4bit=True, local_files_only=True
         )
     experts = [name.rpartition(".")[2] for name in EXPERTS] if hasattr(config, "num_experts") else []
     return FastLanguageModel.get_peft_model(
@@ -142,10 +150,7 @@ def model_of(kind: str, config: Any) -> Any:
     if kind == FP32:
         for parameter in trained(model):
             parameter.data = parameter.data.float()
-    if kind in (
-        LIGER,
-        LAYERS_ONLY,
-    ):  # as transformers' Trainer does with use_liger_kernel; its experts are not 4-bit ones
+    if kind in (LIGER, LAYERS_ONLY):  # as transformers' Trainer does; Liger's experts are not 4-bit ones
         from transformers.integrations.liger import apply_liger_kernel
 
         apply_liger_kernel(model, {"swiglu": not mixture, "fused_linear_cross_entropy": kind == LIGER})
@@ -166,7 +171,7 @@ def unpack(model: Any) -> None:
 class Sides:
     """The sides of one kind of model, in this process."""
 
-    def __init__(self, kind: str, sides: Mapping[str, Side], configuration: Configuration, host: Configuration):
+    def __init__(self, kind: str, sides: Mapping[str, Side], configuration: Callable[[], Any], host: Callable[[], Any]):
         if kind == UNSLOTH:
             importlib.import_module("unsloth")
         self.kind, self.sides, self.configuration = kind, sides, host
@@ -187,11 +192,11 @@ class Sides:
         model, optimizer = model or self.model, optimizer or self.optimizer
         return Step(model, optimizer, size, on, cache, self.kind != FP32, **options)
 
-    def observe(self, name: str, size: Size) -> tuple[float, float]:
-        """The loss, and the peak memory in GiB."""
+    def observe(self, name: str, size: Size) -> tuple[float, float, int]:
+        """The loss, the peak memory in GiB, and how often our kernel was called."""
         step = self.step(name, size)
         step.observe()
-        return step.losses[0], step.peak / 2**30
+        return step.losses[0], step.peak / 2**30, step.calls
 
     def wall(self, name: str, size: Size) -> float:
         step = self.step(name, size)
@@ -244,10 +249,6 @@ def serve(connection: Any, *arguments: Any) -> None:
         request = connection.recv()
 
 
-class Failed(RuntimeError):
-    """A side's traceback."""
-
-
 class Worker:
     """A process that has one kind of model."""
 
@@ -258,18 +259,14 @@ class Worker:
         self.process.start()
         theirs.close()
 
-    def answer(self) -> Any:
-        try:
-            found, error = self.connection.recv()
-        except EOFError:
-            found, error = None, "the process ended"
-        if error:
-            raise Failed(error)
-        return found
-
     def ask(self, *request: Any) -> Any:
-        self.connection.send(request)
-        return self.answer()
+        """(result, "") or (None, what went wrong), also without a request: of the model that it makes first."""
+        try:
+            if request:
+                self.connection.send(request)
+            return self.connection.recv()
+        except (EOFError, OSError):
+            return None, "the process ended"
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # it has ended
@@ -290,72 +287,68 @@ class Steps(Report):
     losses: dict[str, list[float]]
     failures: list[str] = field(default_factory=list)
 
-    def problems(self) -> list[str]:
-        return self.failures
-
     def render(self) -> Iterable[RenderableType]:
         yield str(self.machine)
         yield METHOD
         result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for name in self.rows[0] if self.rows else ():
+        first: dict[int, dict[str, Any]] = {}  # of each size
+        for name in (*(self.rows[0] if self.rows else ()), "gpu_x", "wall_x"):
             result.add_column(name, justify="left" if name == "side" else "right", no_wrap=True)
         for row in self.rows:
-            result.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+            base = first.setdefault(row["tokens"], row)
+            clocks = () if self.failures else ("gpu_ms", "wall_ms")
+            cells = (*row.values(), *(base[clock] / row[clock] if row[clock] else "" for clock in clocks))
+            result.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in cells))
         yield result
         for name, losses in self.losses.items():
             yield f"{name}: losses {' '.join(f'{loss:.4f}' for loss in losses[::5])} ... {losses[-1]:.4f}"
         yield from self.failures
 
     def as_dict(self) -> dict[str, Any]:
-        found = {"machine": vars(self.machine) if self.machine else None, "method": METHOD}
-        return (
-            found | {name: vars(self)[name] for name in ("rows", "losses", "failures")} | {"exit_code": self.exit_code}
-        )
+        return vars(self) | {
+            "machine": self.machine and vars(self.machine),
+            "method": METHOD,
+            "exit_code": self.exit_code,
+        }
 
 
 def measure(what: str, tell: Progress = silent) -> Steps:
-    """What ``--step trl``, ``moe`` and ``unsloth`` print."""
+    """What ``--step`` prints: the sides whose libraries are installed."""
     needs = {UNSLOTH: "unsloth", LIGER: "liger_kernel", LAYERS_ONLY: "liger_kernel"}
-    sides = {name: side for name, side in SIDES[what].items() if importlib.util.find_spec(needs.get(side.kind, "peft"))}
-    return Steps(machine(), *compare(sides, SIZES[what], *CONFIGURATIONS[what], tell=tell))
+    every = COMPARISONS[what]
+    sides = {name: s for name, s in every.sides.items() if importlib.util.find_spec(needs.get(s.kind, "peft"))}
+    return Steps(machine(), *compare(every._replace(sides=sides), tell=tell))
 
 
 def compare(
-    sides: dict[str, Side], sizes: Iterable[Size], configuration: Configuration, host: Configuration,
-    walls: int = WALLS, profiled: int = PROFILED, tell: Progress = silent,
-) -> tuple[list[dict[str, Any]], dict[str, list[float]], list[str]]:  # fmt: skip
+    what: Comparison, walls: int = WALLS, profiled: int = PROFILED, tell: Progress = silent
+) -> tuple[list[dict[str, Any]], dict[str, list[float]], list[str]]:
     """Rows, losses of steps that learn by side, and what failed; a side that fails has no further rows."""
-    sides, failures = dict(sides), []
+    sides, failures = what.sides, []
     kinds = dict.fromkeys(side.kind for side in sides.values())
     arguments = {kind: {name: side for name, side in sides.items() if side.kind == kind} for kind in kinds}
-    workers = {kind: Worker(kind, arguments[kind], configuration, host) for kind in kinds}
-
-    def ask(method: str, name: str, size: Size) -> Any:
-        return workers[sides[name].kind].ask(method, name, size)
+    workers = {kind: Worker(kind, arguments[kind], what.configuration, what.host) for kind in kinds}
 
     def of_each(method: str, names: Iterable[str], size: Size) -> dict[str, Any]:
         found = {}
-        for name in list(names):
-            try:
-                found[name] = ask(method, name, size)
-            except Failed as error:
+        for name in names:
+            found[name], error = workers[sides[name].kind].ask(method, name, size)
+            if error:
                 failures.append(f"{name}, {method}, {size[0]}x{size[1]}: {error}")
-        return found
+        return {name: answer for name, answer in found.items() if answer is not None}
 
     try:
         for kind, worker in workers.items():
             tell(f"builds: {kind}")
-            try:
-                worker.answer()
-            except Failed as error:
+            if error := worker.ask()[1]:
                 failures.append(f"{kind}: {error}")
                 sides = {name: side for name, side in sides.items() if side.kind != kind}
         rows: list[dict[str, Any]] = []
-        for size in sizes:
+        for size in what.sizes:
             tell("{}x{} tokens".format(*size))
             seen = of_each("observe", sides, size)
             sides = {name: sides[name] for name in seen}
-            failures += differ(sides, {name: loss for name, (loss, _) in seen.items()}, size)
+            failures += differ(sides, {name: loss for name, (loss, *_) in seen.items()}, size)
             orders = ([*sides], [*reversed(sides)])
             wall = [of_each("wall", orders[round_ % 2], size) for round_ in range(walls)]
             gpu = [of_each("gpu", sides, size) for _ in range(profiled)]
@@ -367,14 +360,14 @@ def compare(
                     "gpu_ms": statistics.median(ms), "gpu_spread": (max(ms) - min(ms)) / (statistics.median(ms) or 1),
                     "wall_ms": taken.median, "wall_spread": taken.noise,
                     "launches": max((found[name][1] for found in gpu if name in found), default=0),
-                    "peak_gib": seen[name][1],
+                    "peak_gib": seen[name][1], "calls": seen[name][2],
                 })  # fmt: skip
         tell("host time")  # last: another model in the process, which Unsloth compiles no more
         hosts = [of_each("host", sides, HOST_SIZE) for _ in range(2)]
         for row in rows:
             row["host_ms"] = min((found[row["side"]] for found in hosts if row["side"] in found), default=None)
         tell("steps that learn")
-        losses = of_each("train", [name for name in sides if "cached" not in name], next(iter(sizes)))
+        losses = of_each("train", [name for name in sides if "cached" not in name], next(iter(what.sizes)))
         return rows, losses, failures
     finally:
         for worker in workers.values():

@@ -1,0 +1,99 @@
+"""What changes a 4-bit weight: one table, which the tests of everything that remembers a weight walk.
+
+A change is made of ``at``: whoever holds the packed parameter ``at.packed`` and its state ``at.state``, and lets both be replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from oracle import quantized
+
+
+def weight(shape=(64, 96), nested: bool = True, device: Any = "cpu", dtype=torch.bfloat16) -> SimpleNamespace:
+    """A weight that nobody else holds."""
+    packed, state = quantized(shape, dtype, device, nested=nested)
+    return SimpleNamespace(packed=torch.nn.Parameter(packed, requires_grad=False), state=state)
+
+
+def flipped(packed: torch.Tensor) -> torch.Tensor:
+    return packed.detach().clone().bitwise_xor_(255)
+
+
+def another(parameter: torch.Tensor) -> torch.Tensor:
+    made = torch.Tensor._make_subclass(type(parameter), flipped(parameter), False)
+    vars(made).update(vars(parameter))
+    return made
+
+
+def other(scales: torch.Tensor) -> torch.Tensor:
+    """Other numbers of the same kind."""
+    scales = scales.detach()
+    return scales ^ 3 if scales.dtype is torch.uint8 else scales * 2
+
+
+def refilled(at: Any) -> None:
+    """As FSDP2 frees a weight and fills it again: neither address nor version need to change."""
+    content, storage = flipped(at.packed), at.packed.untyped_storage()
+    nbytes = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(nbytes)
+    with torch.autograd._unsafe_preserve_version_counter(at.packed):
+        at.packed.copy_(content)
+
+
+BYTES: dict[str, Callable[[Any], Any]] = {
+    "bytes in place": lambda at: at.packed.bitwise_xor_(255),
+    "bytes through a view": lambda at: at.packed.view(-1)[5:].bitwise_xor_(255),
+    "bytes through detach()": lambda at: at.packed.detach().bitwise_xor_(255),
+    "bytes copied": lambda at: at.packed.copy_(flipped(at.packed)),
+    "bytes by out=": lambda at: torch.bitwise_xor(at.packed.clone(), 255, out=at.packed),
+    "bytes.data =": lambda at: setattr(at.packed, "data", flipped(at.packed)),
+    "bytes by set_": lambda at: at.packed.set_(flipped(at.packed)),
+    "bytes refilled": refilled,
+    "another parameter": lambda at: setattr(at, "packed", another(at.packed)),
+}
+SCALES: dict[str, Callable[[Any], tuple[Any, str]]] = {
+    "absmax": lambda state: (state, "absmax"),
+    "second absmax": lambda state: (state.state2, "absmax"),
+    "second code": lambda state: (state.state2, "code"),
+    "offset": lambda state: (state, "offset"),
+}
+WAYS: dict[str, Callable[[Any, str], Any]] = {
+    "in place": lambda holder, name: getattr(holder, name).copy_(other(getattr(holder, name))),
+    "replaced": lambda holder, name: setattr(holder, name, other(getattr(holder, name))),
+    ".data =": lambda holder, name: setattr(getattr(holder, name), "data", other(getattr(holder, name))),
+}
+
+
+def of_scales(name: str, way: str) -> Callable[[Any], Any]:
+    return lambda at: WAYS[way](*SCALES[name](at.state))
+
+
+def another_state(at: Any) -> None:
+    at.state = copy.copy(at.state)
+    at.state.absmax = other(at.state.absmax)
+
+
+def longer_blocks(at: Any) -> None:
+    at.state.blocksize *= 2
+    at.state.absmax = at.state.absmax[::2].contiguous()
+
+
+STATES: dict[str, Callable[[Any], Any]] = {
+    "another state": another_state,
+    "quant_type": lambda at: setattr(at.state, "quant_type", "fp4"),
+    "dtype": lambda at: setattr(at.state, "dtype", torch.float16),
+    "shape": lambda at: setattr(at.state, "shape", torch.Size(tuple(at.state.shape)[::-1])),
+    "blocksize": longer_blocks,
+}
+OF_SCALES = {f"{name} {way}": of_scales(name, way) for name, way in itertools.product(SCALES, WAYS)}
+CHANGES = BYTES | OF_SCALES | STATES
+# Of a weight that is not nested there is one level of scales.
+FLAT = {name: change for name, change in CHANGES.items() if not name.startswith((*list(SCALES)[1:],))}
+EVERY = [(nested, name) for nested, table in ((True, CHANGES), (False, FLAT)) for name in table]
