@@ -313,7 +313,7 @@ def test_a_drop_at_any_line_of_a_look_raises_nothing(cache):
         before = sys.gettrace()
         sys.settrace(drop)
         try:
-            assert torch.equal(read(cache, packed, state), right)
+            assert torch.equal(read(cache, packed, state), right), line
         finally:
             sys.settrace(before)
     assert len(reached) > 10
