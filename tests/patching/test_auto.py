@@ -298,6 +298,7 @@ def test_another_mode_no_longer_follows_the_optimizer(gpu):
 def test_what_it_learned_stays_through_a_block_that_names_another_option(gpu, device):
     """Rollouts with the fused matmul, as in GRPO: budget, optimizers, batches and what is cached are those of before."""
     assert budget_after(2) == 9 * GIB
+    cache.auto.next_look = float("inf")  # what is cached here lies on the CPU
     watching, why = cache.auto, cache.auto.why
     watching.next_look = float("inf")  # what is cached here lies on the CPU
     packed, state = quantized((64, 64), torch.bfloat16, device)

@@ -21,6 +21,7 @@ from threads import together
 
 from nf4_patch.patching.cache import reads, store
 from nf4_patch.patching.cache.allocator import allocated
+from nf4_patch.patching.cache.kept import Kept
 from nf4_patch.patching.cache.option import Uncached
 from nf4_patch.patching.cache.store import Cache
 from nf4_patch.patching.reasons import Reason
@@ -293,6 +294,28 @@ def test_an_interrupt_at_any_line_of_keeping_leaves_nothing_charged(cache):
         cache.release()
         assert not cache.weights and not cache.taken[INDEX], line
         assert not cache.lock._is_owned()
+    assert len(reached) > 10
+
+
+def test_a_drop_at_any_line_of_a_look_raises_nothing(cache):
+    """By another thread: what is found then is the copy of before, or nothing."""
+    code, packed, state = Kept.of.__code__, *weight()
+    right, reached = expected(packed, state), []
+
+    def drop(frame, event, arg):
+        if frame.f_code is code and event == "line" and frame.f_lineno == line:
+            reached.append(line)
+            cache.release()
+        return drop if frame.f_code is code else None
+
+    for line in sorted({line for *_, line in code.co_lines() if line is not None and line > code.co_firstlineno}):
+        read(cache, packed, state)
+        before = sys.gettrace()
+        sys.settrace(drop)
+        try:
+            assert torch.equal(read(cache, packed, state), right), line
+        finally:
+            sys.settrace(before)
     assert len(reached) > 10
 
 

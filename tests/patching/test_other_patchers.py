@@ -62,10 +62,8 @@ def ours_that_run(function, arguments):
     def look(frame, event, _):
         if event == "call" and frame.f_code.co_filename.startswith(os.path.dirname(nf4_patch.__file__)):
             seen.append(frame.f_code)
-        elif event in ("call", "c_call"):
-            seen.extend(
-                name for name in ("bitsandbytes", "unsloth") if getattr(dequantizer.inside, name) and name not in seen
-            )
+        elif event in ("call", "c_call") and dequantizer.inside.bitsandbytes and "bitsandbytes" not in seen:
+            seen.append("bitsandbytes")
 
     sys.setprofile(look)
     try:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("every_launch_interpreted")
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 2**32), number=st.integers(0, 10**6))
 def test_any_case_of_any_seed(seed, number):
     fuzzer = fuzzing.Fuzzer(seed, DEVICE)

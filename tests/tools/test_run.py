@@ -113,16 +113,15 @@ def test_another_rank_than_0_reports_if_all_do(tmp_path):
     assert done.stderr.count("nf4_patch, rank 1: ") == done.stderr.count("1 in the kernel") == 1
 
 
-@pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full"])
-def test_without_a_stderr_the_report_goes_to_its_file_alone(stderr, tmp_path):
-    """A stdout that holds anything but the program's own output breaks whoever reads it."""
+@pytest.mark.parametrize(("stderr", "file"), [("2>&-", "report.json"), ("2>/dev/full", "/dev/full")])
+def test_without_a_stderr_the_report_goes_to_its_file_alone(stderr, file, tmp_path):
+    """If that can be written. A stdout that holds anything but the program's own output breaks whoever reads it."""
     (tmp_path / "script.py").write_text(TRAINING.read_text())
     line = f'{sys.executable} -m nf4_patch run --report --json "$0" script.py {stderr}'
-    done = completed(["sh", "-c", line, "report.json"], tmp_path)
+    done = completed(["sh", "-c", line, file], tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "hits: 1\n", "")
-    assert json.loads((tmp_path / "report.json").read_text())["status"]["enabled"]
-    cannot = completed(["sh", "-c", line, "/dev/full"], tmp_path)
-    assert (cannot.returncode, cannot.stdout) == (0, "hits: 1\n")
+    if file == "report.json":
+        assert json.loads((tmp_path / file).read_text())["status"]["enabled"]
 
 
 def test_the_sitecustomize_of_the_environment_runs_too(tmp_path):

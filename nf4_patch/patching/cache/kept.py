@@ -56,7 +56,7 @@ class Kept:
 
     def empty(self) -> None:
         """Let go of everything but what its memory is charged by."""
-        self.views, self.tensors, self.scales, self.watcher = None, (), (), None
+        self.views, self.tensors, self.scales, self.watcher = None, (nobody,) * 5, (), None
 
     def of(self, weight: Weight) -> Tensor | None:
         """The dense copy, if it is of these very tensors and none was written: another may have come to the address of one.
