@@ -478,7 +478,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "experts-kernels": Table(kernel_parts, (
         Column("GPU time, ms", "{kind}"),
         *(Column(side, "{ms:.1f}", {"side": side}) for side in (OURS, "no checkpointing", "unsloth"))), others="{side}"),
-    "fits": Table(partial(steps, "step-cache", gpu=GPUS[0], side=UNPATCHED, **CACHE), (
+    "fits": Table(partial(steps, "step-cache", gpu="H100", side=UNPATCHED, **CACHE), (
         Column("model, tokens", "{who} {length}"), Column("all weights take", "{notes[cache]}", CACHED),
         Column("no cache", "{times}", UNCACHED), Column("16 GB", partial(fits, 16e9), {}),
         Column("24 GB", partial(fits, 24e9), {}), Column("48 or 80 GB", partial(fits, 48e9), {}))),

@@ -84,7 +84,7 @@ def test_against_pytorch(dtype, width, adds, device):
 
     def ours(rows, addend, weights):
         rows, _ = Weighted.apply(rows, weights, where)
-        return Combined.apply(rows, addend, weights.detach(), where, torch.float32)
+        return Combined.apply(rows, addend, weights.detach(), where, where.saved, torch.float32)
 
     same(ours, combined, rows, addend, weights, dtype=dtype)
 

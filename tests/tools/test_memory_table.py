@@ -101,6 +101,7 @@ def run_of(side, setting="off", gpu_ms=1000.0, **changes):
         "offload": setting,
         "failed": "",
         "bus": 50e9,
+        "in_turns": True,
     }
     return (
         known
@@ -119,7 +120,7 @@ def test_a_measured_cell_is_bold_and_a_step_is_compared_with_the_resident_one(me
     failed = run_of("budget", "12GiB", failed="timed steps")
     del failed["gpu_ms"]
     rows = [
-        run_of("again", cap=0.0, gpu_ms=1.0), run_of("resident", cap=0.0, fetched=0.0, in_host=0), run_of("all", "all", 1250.0), run_of("budget", "6GiB", 1100.0), run_of("all", "all", cap=21.9),
+        run_of("again", cap=0.0, gpu_ms=1.0), run_of("resident", cap=0.0, fetched=0.0, in_host=0), run_of("all", "all", 1250.0), run_of("budget", "6GiB", 1100.0, in_turns=False), run_of("all", "all", cap=21.9),
         failed, run_of("budget", "3GiB", cap=0.0), run_of("all", "all", rank=4),
     ]  # fmt: skip
     (tmp_path / "offload-h200.json").write_text(json.dumps({"machine": machine, "rows": rows}))
@@ -131,6 +132,7 @@ def test_a_measured_cell_is_bold_and_a_step_is_compared_with_the_resident_one(me
     assert shown.startswith("**H200** ([offload-h200.json](data/offload-h200.json) of 2026-11-25 with torch 2.11.0):")
     assert '| `"all"` | 1250 (1.25\u00d7) | 400 | 500 (50) | 1.25\u00d7 | 7.0 / 7.0 | 16.0 |' in shown
     assert '| `"all"` | 1000 | 400 | 500 (50) | | 7.0 / 7.0 | 16.0 |' in shown and "12GiB" not in shown
+    assert '| `"6GiB"` | 1100 | 400 | 500 (50) | | 7.0 / 7.0 | 16.0 |' in shown  # not in turns
 
 
 def test_what_was_measured_is_what_is_reckoned(memory, monkeypatch):
