@@ -63,8 +63,11 @@ def gpu(monkeypatch):
 # --- the numbers ---
 
 
-@pytest.mark.parametrize("way", CHECKPOINTING)
-@pytest.mark.parametrize("nested", [True, False])
+EACH = [("recomputed", True), ("kept", False)]
+OTHERS = [(way, nested) for way in CHECKPOINTING for nested in (True, False) if (way, nested) not in EACH]
+
+
+@pytest.mark.parametrize(("way", "nested"), [*EACH, *(pytest.param(*each, marks=pytest.mark.full) for each in OTHERS)])
 def test_steps_are_those_of_the_resident_model(folder, gpu, patched, way, nested):
     want = train(with_lora(model_of(folder, "off", nested=nested)), checkpointing=CHECKPOINTING[way])
     assert not gpu.pinned

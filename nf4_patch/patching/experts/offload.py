@@ -173,13 +173,14 @@ class Buffer:
         self.unit: Reference | None = None
         self.facts: dict[int, Facts] = {}  # of the unit when it was copied
         self.streams: dict[int, Any] = {}  # on which it was read
-        self.views: dict[Facts, list[Tensor | None]] = {}  # a weight's first tensors here, None for one that is not
+        # a weight's first tensors here, None for one that is not: by whose they are, as another unit may come to an address
+        self.views: dict[tuple[Reference, Facts], list[Tensor | None]] = {}
 
     def viewed(self, weight: Weight, facts: Facts, unit: Unit) -> list[Tensor | None]:
         assert self.memory is not None and unit.host is not None
         if len(self.views) >= LIMIT:
             self.views.clear()
-        views = self.views[facts] = list[Tensor | None]([None] * 3)
+        views = self.views[weakref.ref(unit), facts] = list[Tensor | None]([None] * 3)
         for index, tensor in enumerate(weight[:3]):
             if tensor is not None and unit.holds(tensor):
                 start = tensor.data_ptr() - unit.host.data_ptr()
@@ -222,7 +223,7 @@ class Lane:
                 stream = cuda.current_stream(self.device)
                 stream.wait_event(buffer.arrived)
                 buffer.streams[handle] = stream
-            packed, absmax, absmax2 = buffer.views.get(facts) or buffer.viewed(weight, facts, unit)
+            packed, absmax, absmax2 = buffer.views.get((reference, facts)) or buffer.viewed(weight, facts, unit)
             absmax, absmax2 = weight[1] if absmax is None else absmax, weight[2] if absmax2 is None else absmax2
             return run(new(Weight, (packed, absmax, absmax2, *weight[3:])))
 
