@@ -135,7 +135,8 @@ class Weighted(torch.autograd.Function):
 class Combined(torch.autograd.Function):
     """The sum of each token's rows, times the router's weights, and of the addend's rows. ``Weighted`` weights the gradient.
 
-    It saves nothing, as a checkpoint's recompute ends with what is saved last; its backward reads ``Order.saved``, ``saved``.
+    It saves nothing, as a checkpoint's recompute ends with what is saved last. Its backward reads what ``Order.saved`` holds,
+    which is an argument of its own, ``saved``, so that autograd runs that node too, and frees it.
     """
 
     @staticmethod

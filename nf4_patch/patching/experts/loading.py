@@ -24,6 +24,7 @@ from ..replacement import around
 from ..switch import switch
 from ..targets import TARGETS
 from . import offload
+from .option import TESTED_LOADING
 from .read import packed_chains
 from .transformers import Loads
 
@@ -103,8 +104,8 @@ def needs_quantization(original, self, model, param_name, **kwargs) -> Any:
         return original(self, model, param_name, **kwargs)
     rows = (row for row in TARGETS if row.replace.startswith(OWN) and switch.gates[row.only].on)
     if missing := [row.name for row in rows if row.name not in installed or installed[row.name].refusal]:
-        names = ", ".join(missing)
-        raise RuntimeError(f"{ENABLE} needs transformers 5.17 or newer; of this release it cannot replace {names}")
+        names, tested = ", ".join(missing), f"{TESTED_LOADING[0]} to {TESTED_LOADING[-1]}"
+        raise RuntimeError(f"{ENABLE} cannot replace {names} of this release. Install a transformers from {tested}")
     wanted = is_wanted(self, param_name)
     if wanted and (elements := model.get_parameter(param_name).numel()) > LARGEST:
         raise ValueError(
