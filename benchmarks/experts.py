@@ -78,18 +78,6 @@ def bytes_of(model: Any) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def lora(tell: Progress) -> Iterator[Row]:
-    """LoRA on the experts of Qwen3."""
-    with patch(True, experts="4bit"):
-        packed, dense = (peft_model(qwen3(), ATTENTION, target_parameters=EXPERTS) for _ in range(2))
-    unpack(dense)
-    sides = {
-        OURS: (packed, True, "off"), CACHED: (packed, True, BUDGET), THEIRS: (packed, True, "off"),
-        DENSE: (dense, True, "off"), PEFT: (dense, False, "off"),
-    }  # fmt: skip
-    yield from compared("Qwen3-30B-A3B", sides, (packed, dense), tell)
-
-
 def frozen(tell: Progress) -> Iterator[Row]:
     """Experts packed, LoRA on the attention only."""
     for name, config in CONFIGURATIONS.items():
