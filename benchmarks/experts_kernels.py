@@ -21,8 +21,8 @@ import torch
 from benchmarks import main
 from benchmarks.checkpoint import save_config
 from benchmarks.experts import ATTENTION, CACHED, SIZES, THEIRS, ExpertsStep, glm, gpt_oss, qwen3
+from benchmarks.record import GPU_TIME, OURS, Check, Row
 from benchmarks.side_by_side import gib
-from nf4_patch.tools.bench.record import GPU_TIME, OURS, Check, Row
 from nf4_patch.tools.bench.step import BUDGET, RANK, Step, optimizer_of, peft_model
 from nf4_patch.tools.bench.timing import Times, kernels
 from nf4_patch.tools.bench.trl import EXPERTS

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import main
-from nf4_patch.tools.bench.record import OURS, RATE, UNPATCHED, Check, Row
+from benchmarks.record import OURS, RATE, UNPATCHED, Check, Row
 from nf4_patch.tools.bench.timing import Times
 from nf4_patch.tools.report import Progress
 

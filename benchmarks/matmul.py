@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import main
+from benchmarks.record import BITSANDBYTES, OURS, Check, Row
 from nf4_patch.patching.counters import counters
 from nf4_patch.tools.bench.matmul import DEQUANTIZE, Functions, Weights, gemv, multiply, others, require_gemm
-from nf4_patch.tools.bench.record import BITSANDBYTES, OURS, Check, Row
 from nf4_patch.tools.bench.timing import gpu_times, over
 from nf4_patch.tools.llama import LLAMA_8B, projections, training_dtype
 from nf4_patch.tools.patch import dequantize_4bit, patch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks import main
+from benchmarks.record import Row
 from benchmarks.side_by_side import METHOD, OFF, every_length
-from nf4_patch.tools.bench.record import Row
 from nf4_patch.tools.bench.step import BUDGET, LLAMA, peft_model
 from nf4_patch.tools.llama import config_of
 from nf4_patch.tools.report import Progress

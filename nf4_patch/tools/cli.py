@@ -10,6 +10,7 @@ done on this machine, a ``report.NotAvailable``.
 from __future__ import annotations
 
 import io
+import shutil
 import sys
 import textwrap
 from pathlib import Path
@@ -88,18 +89,6 @@ class ProgressLine:
             self("")
 
 
-def console() -> Any:
-    """A rich console that prints strings as they are; outside a terminal wide enough for every table."""
-    from rich.console import Console
-
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # an encoding without the character shows "?" instead of raising
-    result = Console(markup=False, highlight=False, emoji=False)
-    if not result.is_terminal:
-        result.width = 160
-    return result
-
-
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="nf4-patch")
 @click.pass_context
@@ -117,22 +106,19 @@ def finish(ctx: click.Context, report: Any) -> None:
     if file := ctx.meta.get("nf4_patch.json"):
         data = report.as_dict()
         output.write_json(file, data if "machine" in data else data | provenance_data())  # a machine says more
-    out = console()
-    for renderable in report.render():
-        text = isinstance(renderable, str)
-        out.print(wrapped(renderable, out.width) if text and out.is_terminal else renderable, soft_wrap=text)
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an encoding without the character shows "?" instead of raising
+    for text in report.render():
+        print(wrapped(text) if terminal and "\n" not in text else text, flush=True)
     sys.exit(report.exit_code)
 
 
-def wrapped(text: str, width: int) -> str:
-    """Lines of at most ``width`` characters, and what is continued indented; a word that is longer stays whole."""
-    lines = []
-    for line in text.split("\n"):
-        indent = " " * (len(line) - len(line.lstrip()) + 2)
-        lines += textwrap.wrap(
-            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-        ) or [""]  # fmt: skip
-    return "\n".join(lines)
+def wrapped(text: str) -> str:
+    """Lines as wide as the terminal, and what is continued indented; a word that is longer stays whole."""
+    width = shutil.get_terminal_size().columns
+    indent = " " * (len(text) - len(text.lstrip()) + 2)
+    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 @main.command()

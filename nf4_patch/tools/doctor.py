@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from rich.console import RenderableType
 
 import nf4_patch
 
@@ -123,7 +122,7 @@ class DoctorReport(Report):
     def as_dict(self) -> dict[str, Any]:
         return {**super().as_dict(), "outcome": self.outcome}
 
-    def render(self) -> Iterable[RenderableType]:
+    def render(self) -> Iterable[str]:
         verdicts = self.problems() or self.limits or ["the kernel would run for every installed target."]
         unmeasured = sorted({gpu.sm for gpu in self.gpus if gpu.capability not in compilation.MEASURED})
         if unmeasured and not self.problems():

@@ -7,15 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import RenderableType
-from rich.table import Column, Table
 
 import nf4_patch
 
 from ..nf4.runtime import equal_bits
 from . import cases
 from .patch import patch
-from .report import Progress, Report, plural, provenance, require_gpu, silent
+from .report import Progress, Report, plural, provenance, require_gpu, silent, table
 
 Dequantize = Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]  # weight, quant_state, out -> the weight
 SHOWN = 20  # failures that are listed
@@ -43,13 +41,8 @@ class VerifyReport(Report):
     def elements(self) -> int:
         return sum(row.elements for row in self.rows)
 
-    def render(self) -> Iterable[RenderableType]:
-        counts = [Column(heading, justify="right") for heading in ("cases", "elements", "differing")]
-        table = Table("cases of", "output", *counts, title="Kernel against bitsandbytes, bit for bit")
-        for row in self.rows:
-            cells = (f"{row.cases:,}", f"{row.elements:,}", f"{row.differing:,}")
-            table.add_row(row.family, row.dtype, *cells, style="red" if row.differing else None)
-        yield table
+    def render(self) -> Iterable[str]:
+        yield table(map(vars, self.rows))
         yield provenance(self.place)
         yield from self.notes
         yield from self.failures[:SHOWN]

@@ -42,10 +42,12 @@ def test_sides_in_turns_across_processes(monkeypatch):
         assert losses[name] == pytest.approx(losses["peft"], rel=2**-7) and losses[name][-1] < losses[name][0] - 0.3
     report = trl.Steps(None, rows, losses, failures)
     assert json.loads(json.dumps(report.as_dict()))["rows"] == rows and report.exit_code == 1
-    assert any("peft, fused: losses" in str(line) for line in report.render())
+    assert any("peft, fused: losses" in line for line in report.render())
 
 
-@pytest.mark.parametrize(("failures", "shown"), [([], ["1.000", "2.000", "0.500"]), (["losses differ"], [])])
+@pytest.mark.parametrize(
+    ("failures", "shown"), [([], ["1.000", "2.000", "1.000", "0.500", ""]), (["losses differ"], [])]
+)
 def test_how_many_times_as_fast_a_side_is_needs_equal_losses(failures, shown):
     """As the first side of the same size; nothing where the profiler saw no kernel."""
     found = [
@@ -57,8 +59,8 @@ def test_how_many_times_as_fast_a_side_is_needs_equal_losses(failures, shown):
     ]
     rows = [{"side": side, "tokens": tokens, "gpu_ms": ms, "wall_ms": 0.0} for side, tokens, ms in found]
     _, _, table, *_ = trl.Steps(None, rows, {}, failures).render()
-    column = next(column for column in table.columns if column.header == "gpu_x")
-    assert [*dict.fromkeys(filter(None, column.cells))] == shown
+    heading, *lines = table.splitlines()
+    assert ([line[heading.index("gpu_x") :].strip() for line in lines] if "gpu_x" in heading else []) == shown
 
 
 def test_a_process_that_ends_is_told():

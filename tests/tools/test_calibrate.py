@@ -25,7 +25,7 @@ from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools import doctor
 from nf4_patch.tools.bench import calibrate
 from nf4_patch.tools.bench import matmul as bench_matmul
-from nf4_patch.tools.bench.record import BITSANDBYTES, OURS, Check, Row
+from nf4_patch.tools.bench.matmul import BITSANDBYTES, OURS
 from nf4_patch.tools.bench.timing import Times
 
 ADA = (8, 9)  # which no shipped table knows
@@ -79,7 +79,7 @@ def machine(monkeypatch, tmp_path):
 def point(m, ours, theirs, noise=0.0, config=CONFIG):
     values = {OURS: ours, BITSANDBYTES: theirs, bench_matmul.DEQUANTIZE: 100.0}
     times = {name: Times((value, value * (1 + noise)) * 2) for name, value in values.items() if value is not None}
-    return Row(f"M={m}", "us", times, {"fp64": Check(True, "")}, sizes={"m": m}), config
+    return calibrate.Point(m, times, config)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def measured(machine, monkeypatch):
     def measure(shapes, tell, failures=()):
         shapes_asked.append(shapes)
         entry = entry_of(matmul={f"{n}x{k}": ranges((8, CONFIG)) for n, k in shapes})
-        return calibrate.Calibration(entry, [point(8, 10.0, 28.0)[0]], list(failures))
+        return calibrate.Calibration(entry, list(failures))
 
     monkeypatch.setattr(calibrate, "measure", measure)
     return shapes_asked
@@ -215,7 +215,7 @@ def test_what_cannot_be_remembered_is_still_shown(measured, monkeypatch, tmp_pat
 
     monkeypatch.setattr(calibrated, "write", full)
     said = call("--shape", "64x64", file=tmp_path / "calibration.json")
-    assert "was not written: No space left on device" in said and "2.80x" in said
+    assert "calibration.json was not written: No space left on device" in said and "2.80x" in said
 
 
 def test_a_wrong_config_fails_the_command(measured, monkeypatch, tmp_path):

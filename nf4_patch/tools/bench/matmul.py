@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,13 +18,30 @@ from ...nf4.weight import Weight
 from ...patching.quant_state import weight_of
 from ..patch import UNSLOTH_MODULE, dequantize_4bit, from_unsloth, original
 from ..report import NotAvailable
-from .record import BITSANDBYTES, Check, accuracy
 from .timing import rotation
 
 Packed = tuple[torch.Tensor, Any]
 Functions = dict[str, Callable[..., Any]]  # (packed, quant_state, out=None) -> weight, by name
+OURS, BITSANDBYTES = "nf4_patch", "bitsandbytes"
 UNSLOTH = "Unsloth GEMV"  # one row only
 DEQUANTIZE = "dequantize + matmul"
+SLACK = 1.01  # of an error against fp64: the order of the additions; both sides share the rest, which is rounding
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a ratio depends on."""
+
+    passed: bool
+    found: str
+    error: float | None = None  # ours, relative, against fp64; None: bits were compared
+    limit: float | None = None  # that it must not exceed
+
+
+def accuracy(ours: float, theirs: float, of: str = "") -> Check:
+    """Errors against fp64: that of dequantize + matmul, SLACK included, is the limit of ours."""
+    found = f"{of}error {ours:.3e} against fp64, dequantize + matmul {theirs:.3e}"
+    return Check(ours <= SLACK * theirs, found, ours, SLACK * theirs)
 
 
 def subject_of(shape: Sequence[int], dtype: torch.dtype) -> str:

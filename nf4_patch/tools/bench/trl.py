@@ -19,13 +19,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from rich import box
-from rich.console import RenderableType
-from rich.table import Table
 
 from ..llama import LINEARS, Shape, config_of, save_config
 from ..patch import patch
-from ..report import Progress, Report, silent
+from ..report import Progress, Report, silent, table
 from .step import BUDGET, LENGTHS, LLAMA, RANK, Size, Step, optimizer_of, peft_model, trained
 from .timing import Machine, Times, kernels, machine, synchronize, wall_ms
 
@@ -287,19 +284,16 @@ class Steps(Report):
     losses: dict[str, list[float]]
     failures: list[str] = field(default_factory=list)
 
-    def render(self) -> Iterable[RenderableType]:
+    def render(self) -> Iterable[str]:
         yield str(self.machine)
         yield METHOD
-        result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         first: dict[int, dict[str, Any]] = {}  # of each size
-        for name in (*(self.rows[0] if self.rows else ()), "gpu_x", "wall_x"):
-            result.add_column(name, justify="left" if name == "side" else "right", no_wrap=True)
+        lines = []
         for row in self.rows:
             base = first.setdefault(row["tokens"], row)
-            clocks = () if self.failures else ("gpu_ms", "wall_ms")
-            cells = (*row.values(), *(base[clock] / row[clock] if row[clock] else "" for clock in clocks))
-            result.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in cells))
-        yield result
+            clocks = {} if self.failures else {"gpu_ms": "gpu_x", "wall_ms": "wall_x"}
+            lines.append(row | {name: base[clock] / row[clock] for clock, name in clocks.items() if row[clock]})
+        yield table(lines)
         for name, losses in self.losses.items():
             yield f"{name}: losses {' '.join(f'{loss:.4f}' for loss in losses[::5])} ... {losses[-1]:.4f}"
         yield from self.failures
