@@ -13,7 +13,6 @@ import io
 import shutil
 import sys
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import click
@@ -30,12 +29,14 @@ class Verbs(click.Group):
     """A click group in the order of this module, whose commands have --json and fail in one line."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        cmd.params.append(json_option())
+        option = click.Option(["--json"], metavar="FILE", help="Write the report to FILE as JSON.")
+        option.callback, option.expose_value = remember_file, False
+        cmd.params.append(option)
         super().add_command(cmd, name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, summary(verb)) for name, verb in self.commands.items()])
+            formatter.write_dl([(name, verb.get_short_help_str(200)) for name, verb in self.commands.items()])
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -49,7 +50,7 @@ class Verbs(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (ConfigError, FallbackError, NotAvailable) as error:
+        except (ConfigError, FallbackError, NotAvailable, output.OutputError) as error:
             raise click.ClickException(str(error)) from None
         except ModuleNotFoundError as error:
             if (error.name or "nf4_patch").startswith("nf4_patch"):
@@ -57,18 +58,11 @@ class Verbs(click.Group):
             raise click.ClickException(f"{error.name} is not installed: pip install {error.name}") from None
 
 
-def summary(verb: click.Command) -> str:
-    """What it does, in a sentence."""
-    return verb.short_help or verb.help or ""
-
-
-def json_option() -> click.Option:
-    def remember(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> None:
-        ctx.meta["nf4_patch.json"] = value
-
-    option = click.Option(["--json", "json_file"], type=output.OutputFile(), expose_value=False, callback=remember)
-    option.metavar, option.help = "FILE", "Write the report to FILE as JSON."
-    return option
+def remember_file(ctx: click.Context, parameter: click.Parameter, name: str | None) -> None:
+    try:
+        ctx.meta["nf4_patch.json"] = None if name is None else output.checked(name)
+    except output.OutputError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 class ProgressLine:
@@ -145,10 +139,7 @@ ALL_RANKS = "Report on every process of a launcher; --json r.json then writes r.
 
 
 # What follows the first word of COMMAND belongs to it, options too, as after ``python``.
-@main.command(
-    context_settings={"allow_interspersed_args": False},
-    short_help="Run a command with the patch on, in every Python process that it starts.",
-)
+@main.command(context_settings={"allow_interspersed_args": False})
 @click.option("-m", "module", is_flag=True, help="COMMAND is a module, as after python -m.")
 @click.option("-c", "code", is_flag=True, help="COMMAND is code, as after python -c.")
 @click.option("--report", is_flag=True, help="At the end print hits, fallbacks with reasons, and advice on stderr.")
@@ -156,10 +147,10 @@ ALL_RANKS = "Report on every process of a launcher; --json r.json then writes r.
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def run(ctx: click.Context, module: bool, code: bool, report: bool, all_ranks: bool, command: tuple[str, ...]) -> None:
-    """Run a command with the patch on: train.py, -m MODULE, python ..., torchrun ..., accelerate launch ...
+    """Run a command with the patch on, in every Python process that it starts.
 
-    Every Python process that the command starts is patched, and reports if it imports bitsandbytes. Of several processes of
-    a launcher only rank 0 reports.
+    COMMAND is train.py, -m MODULE, python ..., torchrun ..., accelerate launch ... A process reports if it imports
+    bitsandbytes; of several processes of a launcher only rank 0 does.
     """
     from . import run
 
@@ -203,14 +194,15 @@ WHICH_MODEL = "Model whose layer shapes to measure; repeatable.  [default: llama
 WHICH_SHAPE = "A weight of N rows, K columns; repeatable."
 
 
-@main.command(short_help="Tune the fused matmul for this GPU and save the result.")
+@main.command()
 @click.option("--model", "models", type=click.Choice(list(MODELS)), multiple=True, help=WHICH_MODEL)
 @click.option("--shape", "shapes", type=shape_of, multiple=True, metavar="NxK", help=WHICH_SHAPE)
 @click.pass_obj
 def calibrate(tell: Progress, models: tuple[str, ...], shapes: tuple[tuple[int, int], ...]) -> Report:
-    """Measure on this GPU which config of the fused matmul wins, by weight and rows of X, and remember it.
+    """Tune the fused matmul for this GPU and save the result.
 
-    enable(matmul="auto") then prefers it to the shipped tables, as long as the same releases are installed.
+    What is saved: which config wins, by weight and rows of X. enable(matmul="auto") prefers it to the shipped tables, as long
+    as the same releases are installed.
     """
     path = Config.read().calibration
     if path is None:
@@ -220,7 +212,4 @@ def calibrate(tell: Progress, models: tuple[str, ...], shapes: tuple[tuple[int, 
 
     chosen = models or (() if shapes else ("llama-8b",))
     wanted = dict.fromkeys((*(shape for model in chosen for shape in projections(MODELS[model])), *shapes))
-    try:
-        return calibrate.calibrate(path, list(wanted), tell)
-    except (OSError, output.OutputError) as error:
-        raise click.ClickException(str(error)) from error
+    return calibrate.calibrate(path, list(wanted), tell)

@@ -5,6 +5,7 @@ What is written is what :mod:`nf4_patch.patching.matmul.calibrated` reads, with 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -181,9 +182,10 @@ def calibrate(path: Path, shapes: Sequence[tuple[int, int]], tell: Progress) -> 
 
     Raises:
         NotAvailable: bitsandbytes is older than 0.50.
-        OSError, OutputError: the file cannot be written.
+        OutputError: the file cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
     output.checked(path)
     name = calibrated.gpu(torch.cuda.current_device())
     found = measure(shapes, tell)

@@ -283,10 +283,11 @@ class Steps(Report):
     rows: list[dict[str, Any]]
     losses: dict[str, list[float]]
     failures: list[str] = field(default_factory=list)
+    method: str = METHOD
 
     def render(self) -> Iterable[str]:
         yield str(self.machine)
-        yield METHOD
+        yield self.method
         first: dict[int, dict[str, Any]] = {}  # of each size
         lines = []
         for row in self.rows:
@@ -297,13 +298,6 @@ class Steps(Report):
         for name, losses in self.losses.items():
             yield f"{name}: losses {' '.join(f'{loss:.4f}' for loss in losses[::5])} ... {losses[-1]:.4f}"
         yield from self.failures
-
-    def as_dict(self) -> dict[str, Any]:
-        return vars(self) | {
-            "machine": self.machine and vars(self.machine),
-            "method": METHOD,
-            "exit_code": self.exit_code,
-        }
 
 
 def measure(what: str, tell: Progress = silent) -> Steps:
