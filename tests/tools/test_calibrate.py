@@ -376,7 +376,8 @@ def test_the_releases_are_those_installed():
 
 def test_doctor_says_what_holds_for_a_gpu(machine, monkeypatch):
     """The generation decides about the kernel and bf16, the calibration or the tables about the fused matmul."""
-    monkeypatch.setattr(doctor, "check_kernel", lambda *_: doctor.KernelCheck("float16", True, "launcher", 0.1))
+    compiled = SimpleNamespace(entry=SimpleNamespace(launch_path="launcher"))
+    monkeypatch.setattr(doctor.compilation, "kernel_for", lambda variant, device: compiled)
 
     def examined(major, minor):
         properties = SimpleNamespace(name=NAMES[0], total_memory=24 * 2**30, major=major, minor=minor)
@@ -385,9 +386,9 @@ def test_doctor_says_what_holds_for_a_gpu(machine, monkeypatch):
 
     machine({})
     volta, turing, ada, hopper = examined(7, 0), examined(7, 5), examined(*ADA), examined(9, 0)
-    assert not volta.works and Reason.GPU_TOO_OLD.sentence in volta.advice
-    assert turing.works and "fp16" in turing.advice
-    assert ada.works and ada.advice == hopper.advice == ""
+    assert volta.failures == [Reason.GPU_TOO_OLD.sentence]
+    assert turing.kernels["float16"] == "launcher" and not turing.failures and "fp16" in turing.advice
+    assert ada.kernels == turing.kernels and ada.advice == hopper.advice == ""
     assert ada.fused_matmul == "in no shipped table; `nf4-patch calibrate` measures them"
     assert hopper.fused_matmul == "by the shipped tables"
     machine({GPU: entry_of()})
