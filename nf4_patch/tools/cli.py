@@ -130,6 +130,7 @@ def doctor(tell: Progress, unsloth: bool, verbose: bool) -> Report:
 @click.pass_obj
 def verify(tell: Progress) -> Report:
     """Compare the kernel with bitsandbytes on this machine's GPU, bit for bit."""
+    require_gpu()
     from . import verify
 
     return verify.verify(tell)

@@ -13,7 +13,7 @@ import nf4_patch
 from ..nf4.runtime import equal_bits
 from . import cases
 from .patch import patch
-from .report import Progress, Report, plural, provenance, require_gpu, silent, table
+from .report import Progress, Report, plural, provenance, silent, table
 
 Dequantize = Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]  # weight, quant_state, out -> the weight
 SHOWN = 20  # failures that are listed
@@ -37,42 +37,22 @@ class VerifyReport(Report):
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def elements(self) -> int:
-        return sum(row.elements for row in self.rows)
-
     def render(self) -> Iterable[str]:
         yield table(map(vars, self.rows))
         yield provenance(self.place)
         yield from self.notes
         yield from self.failures[:SHOWN]
-        if len(self.failures) > SHOWN:
-            yield f"... and {len(self.failures) - SHOWN} more"
         compared = plural(sum(row.cases for row in self.rows), "case")
-        if self.failures:
-            yield f"NOT the same bits: {len(self.failures):,} of {compared} failed."
-        else:
-            yield f"The same bits: {compared}, {plural(self.elements, 'element')}, none differs."
+        elements = plural(sum(row.elements for row in self.rows), "element")
+        same = "NOT the same" if self.failures else "The same"
+        yield f"{same} bits: {len(self.failures)} of {compared} failed, {elements} compared."
 
 
+@patch(False)
 def verify(tell: Progress = silent, dequantize: Dequantize = nf4_patch.dequantize_nf4) -> VerifyReport:
-    """Compare the kernel with bitsandbytes on weights of every layout.
-
-    Args:
-        dequantize: what is compared.
-
-    Raises:
-        NotAvailable: there is no GPU.
-    """
-    require_gpu()
+    """Compare the kernel, or another ``dequantize``, with bitsandbytes on weights of every layout."""
     device = cases.device_here()
     report = VerifyReport(cases.place_of(device))
-    with patch(False):
-        compare_all(report, device, dequantize, tell)
-    return report
-
-
-def compare_all(report: VerifyReport, device: torch.device, dequantize: Dequantize, tell: Progress) -> None:
     rows: dict[tuple[str, str], Family] = {}
     every = list(cases.every_case())
     for number, case in enumerate(every):
@@ -84,9 +64,9 @@ def compare_all(report: VerifyReport, device: torch.device, dequantize: Dequanti
         row.cases += 1
         row.elements += state.shape.numel()
         row.differing += count
-        if failure:
-            report.failures.append(f"{case}: {failure}")
-    report.rows = list(rows.values())
+        report.failures += [f"{case}: {failure}"] * bool(failure)
+    report.rows += rows.values()
+    return report
 
 
 def compare(packed: torch.Tensor, state: Any, dequantize: Dequantize) -> tuple[int, str]:

@@ -27,7 +27,7 @@ from nf4_patch.patching.state import State
 from nf4_patch.patching.status import TargetStatus
 from nf4_patch.patching.target import OwnKernel
 from nf4_patch.patching.targets import TARGETS
-from nf4_patch.tools import cases, doctor, output, verify
+from nf4_patch.tools import cases, cli, doctor, output
 from nf4_patch.tools.cli import main
 
 GPU = torch.cuda.is_available()
@@ -270,7 +270,7 @@ def few_cases(monkeypatch):
     for case in cases.every_case():
         chosen.setdefault((case.family, case.dtype), case)
     monkeypatch.setattr(cases, "every_case", lambda: iter(chosen.values()))
-    monkeypatch.setattr(verify, "require_gpu", lambda: None)
+    monkeypatch.setattr(cli, "require_gpu", lambda: None)
     return len(chosen)
 
 
