@@ -185,7 +185,10 @@ def variables_in_force(config: Config) -> list[str]:
     if config.requested and bitsandbytes and not holds(bitsandbytes, AUTOLOADS):
         how = "start the program with `nf4-patch run`, or import nf4_patch in it"
         lines.append(f"NF4_PATCH=1: bitsandbytes {bitsandbytes} does not load nf4_patch ({AUTOLOADS} does): {how}")
-    return [*lines, *unknown_variables(), *filter(None, [config.missing_calibration()])]
+    file, named = config.calibration, os.environ.get("NF4_PATCH_CALIBRATION", "").strip().lower()
+    if file and named not in ("", "auto") and not file.exists():
+        lines.append(f"NF4_PATCH_CALIBRATION names {file}, which does not exist: the shipped tables decide")
+    return [*lines, *unknown_variables()]
 
 
 def why_no_gpu() -> str:

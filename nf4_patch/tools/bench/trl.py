@@ -368,10 +368,9 @@ def differ(sides: Mapping[str, Side], losses: Mapping[str, float], size: Size) -
     name_of_all = next(iter(losses), "")
     for name, loss in losses.items():
         options = sides[name].options or {}
-        # a mixture's experts multiply by other kernels once their weights are cached
-        other = name_of_all if "experts" in options else first.setdefault((sides[name].kind, "lora" in options), name)
-        same = "experts" not in options
-        if same and loss != losses[other]:
-            yield f"{name}, {size[0]}x{size[1]}: loss {loss!r}, {other} {losses[other]!r}"
+        if "experts" not in options:  # a mixture's experts multiply by other kernels once their weights are cached
+            other = first.setdefault((sides[name].kind, "lora" in options), name)
+            if loss != losses[other]:
+                yield f"{name}, {size[0]}x{size[1]}: loss {loss!r}, {other} {losses[other]!r}"
         if not abs(loss - losses[name_of_all]) <= ROUNDING * losses[name_of_all]:
             yield f"{name}, {size[0]}x{size[1]}: loss {loss:.4f}, {name_of_all} {losses[name_of_all]:.4f}"
