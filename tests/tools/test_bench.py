@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from oracle import layout_of, quantized
-from verbs import output_of
 
 from benchmarks import Bench, bits, challenge, generation
 from benchmarks.baselines import UNSLOTH_TRITON
@@ -88,13 +87,6 @@ def test_the_order_turns_every_round_and_a_warm_up_is_not_counted():
     said = []
     times = timing.alternating({"a": "a", "b": "b"}, lambda side: said.append(side) or len(said), rounds=2)
     assert "".join(said) == "baabba" and times["a"].values == (3, 6)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("arguments", [[], ["--step", "peft"]])
-def test_no_gpu_no_numbers(arguments):
-    said = output_of("bench", *arguments, exit_code=1)
-    assert "no NVIDIA GPU: nothing can be measured or compared here" in said and "us" not in said.split()
 
 
 def test_the_machine_names_releases_date_and_commit(monkeypatch):
