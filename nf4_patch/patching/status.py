@@ -43,9 +43,7 @@ class Status:
     shapes: dict[str, int]  # hits by "shape dtype"
     errors: tuple[str, ...]  # kernel failures, in full
     cache: CacheStatus = field(default_factory=CacheStatus)
-    weights: dict[str, int] = field(
-        default_factory=dict
-    )  # addresses of weights so far, freed ones too, by "shape dtype"
+    weights: dict[str, int] = field(default_factory=dict)  # addresses so far, also of freed ones, by "shape dtype"
     offload: dict[str, OffloadStatus] = field(default_factory=dict)  # by GPU
     forbidden: str = ""  # the variables that keep the patch off, "NF4_PATCH=0" for example
 
@@ -90,10 +88,11 @@ def folded(targets: Sequence[TargetStatus]) -> tuple[list[TargetStatus], str]:
     always = (State.WRAPPED, State.DISPLACED, State.REFUSED)
     shown = [t for t in targets if t.calls or t.state in always or (t.note == NEVER_CALLED and not used)]
     rest = [target for target in targets if target not in shown]
-    names = {State.ABSENT: "not in this release", State.INACTIVE: "belong to options that are off"}
-    names[State.PATCHED] = "not called" if used else "in place"
     libraries = dict.fromkeys(waited_for(target) for target in rest if target.state is State.WAITING)
-    names[State.WAITING] = f"not imported ({', '.join(libraries)})"
+    names = {
+        State.ABSENT: "not in this release", State.INACTIVE: "belong to options that are off",
+        State.PATCHED: "not called" if used else "in place", State.WAITING: f"not imported ({', '.join(libraries)})",
+    }  # fmt: skip
     kinds = [f"{count} {names.get(state, state)}" for state, count in Counter(t.state for t in rest).items()]
     return shown, f"{len(rest)} more target{'s' * (len(rest) != 1)}: {', '.join(kinds)}" if rest else ""
 

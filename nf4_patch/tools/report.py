@@ -7,24 +7,20 @@ import datetime
 import re
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import nf4_patch
 
 from ..config import Config
 from ..version import release_of
 
-
-class Progress(Protocol):
-    """What is being done, and how far it is (``total`` None: unknown)."""
-
-    def __call__(self, text: str, done: int = 0, total: int | None = None) -> None: ...
+Progress = Callable[..., None]  # called with what is being done, and how far it is: see ``silent``
 
 
 def silent(text: str, done: int = 0, total: int | None = None) -> None:
-    """A Progress that shows nothing."""
+    """A Progress that shows nothing. ``total`` None: unknown."""
 
 
 class Report(ABC):

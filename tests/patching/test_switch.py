@@ -214,7 +214,7 @@ REFUSED = {  # an option: what it is given, and what the error says
     "experts": [(given, "is not known; allowed: off, 4bit, or {unset}") for given in (4, "8bit")],
     "cache": [
         *[(given, SIZES) for given in ("6 gigs", "-1", "GiB", "all", "1e9", "9" * 400, "9" * 5000, str(2**63))],
-        *[(given, SIZES) for given in (-1, 10**5000, True, 2**63, float("inf"), b"6GiB")],
+        *[(given, SIZES) for given in (-1, True, 2**63, float("inf"), b"6GiB")],
         *[
             (given, rf"would be {given} bytes\. Which is meant: {given}GiB, {given}MiB or {given}B\?")
             for given in (6, "6", "6.5", 6.5, 999_999)

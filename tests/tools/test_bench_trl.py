@@ -14,7 +14,7 @@ from nf4_patch.tools.bench import trl
 from nf4_patch.tools.bench.trl import FP32, PACKED, STOCK, Side
 
 pytest.importorskip("peft")
-TINY = partial(trl.llama, llama.Shape(64, 128, 2, 4, 2))
+TINY = partial(llama.config_of, llama.Shape(64, 128, 2, 4, 2))
 
 
 def test_sides_in_turns_across_processes(monkeypatch):

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -68,17 +68,10 @@ def qwen3(layers: int = 2, vocabulary: int = 32_000, **sizes: int) -> Any:
     )  # type: ignore[call-arg]  # fmt: skip
 
 
-def small_qwen3() -> Any:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 256, "num_attention_heads": 4}
-    return qwen3(32, 512, **sizes, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2)
-
-
-def llama(shape: Shape = LLAMA) -> Any:
-    return config_of(shape)
-
-
-def small_llama() -> Any:
-    return config_of(Shape(64, 128, 32, 4, 2))
+SMALL_QWEN3 = partial(
+    qwen3, 32, 512, hidden_size=64, intermediate_size=128, moe_intermediate_size=256, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2,
+)  # fmt: skip
 
 
 class Comparison(NamedTuple):
@@ -86,8 +79,8 @@ class Comparison(NamedTuple):
 
     sides: dict[str, Side]
     sizes: Iterable[Size] = LENGTHS
-    configuration: Callable[[], Any] = llama
-    host: Callable[[], Any] = small_llama
+    configuration: Callable[[], Any] = partial(config_of, LLAMA)
+    host: Callable[[], Any] = partial(config_of, Shape(64, 128, 32, 4, 2))
 
 
 CACHE, FUSED = {"cache": BUDGET}, {"lora": "fused"}
@@ -108,7 +101,7 @@ COMPARISONS = {  # by the value of --step
         | sides_of(LAYERS_ONLY, {"fused": FUSED}, **PACKED)
         | sides_of(FP32, {"patch": {}, "fused": FUSED}, **PACKED)
         | sides_of(UNSLOTH, {"": None}),
-        ((1, 512), (1, 2048), (1, 4096)), qwen3, small_qwen3,
+        ((1, 512), (1, 2048), (1, 4096)), qwen3, SMALL_QWEN3,
     ),
     "unsloth": Comparison(sides_of(UNSLOTH, PATCHED)),
 }  # fmt: skip
