@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nf4_patch.tools import report
-from nf4_patch.tools.bench.matmul import BITSANDBYTES, OURS, Check
+from nf4_patch.tools.bench.matmul import BITSANDBYTES, OURS, SLACK
 from nf4_patch.tools.bench.timing import Times
 
 UNPATCHED = "unpatched"  # the same with the patch off
@@ -16,6 +16,22 @@ GPU_TIME = "GPU time"  # at the end of a subject: not wall time
 RATE = "tokens/s"  # the unit of which more is better
 CEILING, EMPTY, DENSE = "ceiling", "torch.empty", "16-bit weights"
 LIMITS = (CEILING, EMPTY, DENSE)  # what ours is held against; everything else that is timed is a baseline
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a ratio depends on."""
+
+    passed: bool
+    found: str
+    error: float | None = None  # ours, relative, against fp64; None: bits were compared
+    limit: float | None = None  # that it must not exceed
+
+
+def accuracy(ours: float, theirs: float, of: str = "") -> Check:
+    """Errors against fp64: that of dequantize + matmul, SLACK included, is the limit of ours."""
+    found = f"{of}error {ours:.3e} against fp64, dequantize + matmul {theirs:.3e}"
+    return Check(ours <= SLACK * theirs, found, ours, SLACK * theirs)
 
 
 @dataclass(frozen=True)

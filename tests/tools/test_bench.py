@@ -16,7 +16,7 @@ from oracle import layout_of, quantized
 
 from benchmarks import Bench, bits, challenge, generation
 from benchmarks.baselines import UNSLOTH_TRITON
-from benchmarks.record import BITSANDBYTES, CEILING, OURS, Row
+from benchmarks.record import BITSANDBYTES, CEILING, OURS, Row, accuracy
 from nf4_patch.tools import llama, report
 from nf4_patch.tools.bench import matmul, timing
 from nf4_patch.tools.bench.timing import Machine, Times
@@ -164,7 +164,7 @@ def test_challenge_total_is_the_sum_and_needs_every_part_equal():
 
 def test_a_rate_needs_hits_and_the_accuracy_of_the_same_run():
     rates = {generation.STOCK: Times((100.0,)), OURS: Times((150.0,))}
-    exact, off = ({"64x64": matmul.accuracy(error, 1e-3, "64x64 ")} for error in (1e-3, 1.02e-3))
+    exact, off = ({"64x64": accuracy(error, 1e-3, "64x64 ")} for error in (1e-3, 1.02e-3))
     # hits, accuracy, difference of the logits: NaN is 0 / 0, nothing was computed
     runs = ((224, exact, 1e-2), (0, exact, 0.0), (224, off, 1e-2), (224, exact, math.nan))
     rows = [generation.row(8, "compiled", rates, *run) for run in runs]

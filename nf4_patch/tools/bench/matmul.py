@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,22 +25,6 @@ OURS, BITSANDBYTES = "nf4_patch", "bitsandbytes"
 UNSLOTH = "Unsloth GEMV"  # one row only
 DEQUANTIZE = "dequantize + matmul"
 SLACK = 1.01  # of an error against fp64: the order of the additions; both sides share the rest, which is rounding
-
-
-@dataclass(frozen=True)
-class Check:
-    """What a ratio depends on."""
-
-    passed: bool
-    found: str
-    error: float | None = None  # ours, relative, against fp64; None: bits were compared
-    limit: float | None = None  # that it must not exceed
-
-
-def accuracy(ours: float, theirs: float, of: str = "") -> Check:
-    """Errors against fp64: that of dequantize + matmul, SLACK included, is the limit of ours."""
-    found = f"{of}error {ours:.3e} against fp64, dequantize + matmul {theirs:.3e}"
-    return Check(ours <= SLACK * theirs, found, ours, SLACK * theirs)
 
 
 def subject_of(shape: Sequence[int], dtype: torch.dtype) -> str:
@@ -123,7 +106,7 @@ class Weights:
     def rows_of_x(self, m: int) -> torch.Tensor:
         return torch.randn(m, self.dense.shape[1], dtype=self.dense.dtype, device=self.dense.device)
 
-    def check(self, x: torch.Tensor, ours: torch.Tensor) -> Check:
-        """``ours`` for x and the first weight: its error against fp64, which that of dequantize + matmul limits."""
+    def errors(self, x: torch.Tensor, ours: torch.Tensor) -> tuple[float, float]:
+        """Against fp64: of ``ours`` for x and the first weight, and of dequantize + matmul, which limits it."""
         truth = x.double() @ self.exact.t()
-        return accuracy(error(ours, truth), error(x @ self.dense.t(), truth))
+        return error(ours, truth), error(x @ self.dense.t(), truth)
