@@ -20,30 +20,19 @@ SHOWN = 20  # failures that are listed
 
 
 @dataclass
-class Family:
-    """One family of cases in one output dtype."""
-
-    family: str
-    dtype: str
-    cases: int = 0
-    elements: int = 0
-    differing: int = 0
-
-
-@dataclass
 class VerifyReport(Report):
     place: str
-    rows: list[Family] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)  # by family of cases and output dtype: how many of what
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def render(self) -> Iterable[str]:
-        yield table(map(vars, self.rows))
+        yield table(self.rows)
         yield provenance(self.place)
         yield from self.notes
         yield from self.failures[:SHOWN]
-        compared = plural(sum(row.cases for row in self.rows), "case")
-        elements = plural(sum(row.elements for row in self.rows), "element")
+        compared = plural(sum(row["cases"] for row in self.rows), "case")
+        elements = plural(sum(row["elements"] for row in self.rows), "element")
         same = "NOT the same" if self.failures else "The same"
         yield f"{same} bits: {len(self.failures)} of {compared} failed, {elements} compared."
 
@@ -53,17 +42,18 @@ def verify(tell: Progress = silent, dequantize: Dequantize = nf4_patch.dequantiz
     """Compare the kernel, or another ``dequantize``, with bitsandbytes on weights of every layout."""
     device = cases.device_here()
     report = VerifyReport(cases.place_of(device))
-    rows: dict[tuple[str, str], Family] = {}
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     every = list(cases.every_case())
     for number, case in enumerate(every):
         tell(f"verify: {case.family}", number, len(every))
         dtype = str(case.dtype).removeprefix("torch.")
-        row = rows.setdefault((case.family, dtype), Family(case.family, dtype))
+        start = {"family": case.family, "dtype": dtype, "cases": 0, "elements": 0, "differing": 0}
+        row = rows.setdefault((case.family, dtype), start)
         packed, state = cases.quantized(case, number, device)
         count, failure = compare(packed, state, dequantize)
-        row.cases += 1
-        row.elements += state.shape.numel()
-        row.differing += count
+        row["cases"] += 1
+        row["elements"] += state.shape.numel()
+        row["differing"] += count
         report.failures += [f"{case}: {failure}"] * bool(failure)
     report.rows += rows.values()
     return report

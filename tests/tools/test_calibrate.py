@@ -167,20 +167,13 @@ def test_the_command_adds_to_what_the_same_releases_measured(machine, measured):
     assert list(written[GPU]["matmul"]) == ["128x256", "64x64"]
     assert f"{GPU} is remembered in {file}" in said and "2.80x" in said
     assert calibrated.in_force(0).status == TWO_SHAPES
-    written[GPU]["releases"]["triton"] = "2.0"  # of other releases nothing is kept, nor of a damaged file
-    for content in (written, b"{"):
+    # of other releases nothing is kept, nor of an entry without a dtype or a damaged file
+    entry = written[GPU]
+    lacking = {name: value for name, value in entry.items() if name != "dtype"}
+    for content in ({GPU: entry | {"releases": other["releases"]}}, {GPU: lacking}, b"{"):
         machine(content)
         call("--model", "llama-1b", file=file)
         assert list(json.loads(file.read_text())[GPU]["matmul"]) == ["512x2048", "2048x2048", "8192x2048", "2048x8192"]
-
-
-def test_an_entry_without_a_dtype_is_replaced(machine, measured):
-    """Whatever the file lacks, what was measured is remembered."""
-    old = entry_of(matmul={"128x256": ranges((8, CONFIG))})
-    del old["dtype"]
-    file = machine({GPU: old})
-    call("--shape", "64x64", file=file)
-    assert list(json.loads(file.read_text())[GPU]["matmul"]) == ["64x64"]
 
 
 @pytest.mark.parametrize(
@@ -194,12 +187,6 @@ def test_an_entry_without_a_dtype_is_replaced(machine, measured):
 def test_llama_8b_is_measured_unless_something_else_is_named(words, first, count, measured, tmp_path):
     call(*words, file=tmp_path / "calibration.json")
     assert measured[0][0] == first and len(measured[0]) == count
-
-
-def test_where_it_cannot_be_remembered_nothing_is_measured(measured, tmp_path):
-    (tmp_path / "file").write_text("")
-    call("--shape", "64x64", file=tmp_path / "file" / "calibration.json", exit_code=1)
-    assert not measured
 
 
 def test_what_cannot_be_remembered_is_still_shown(measured, monkeypatch, tmp_path):
@@ -218,15 +205,18 @@ def test_a_wrong_config_fails_the_command(measured, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "file", "message"),
+    ("words", "file", "exit_code", "message"),
     [
-        ((), "off", "NF4_PATCH_CALIBRATION=off"),
-        (("--shape", "4096"), "x.json", "--shape 4096: give it as NxK"),
-        (("--shape", "64x65"), "x.json", "K a multiple of 64"),
+        ((), "off", 2, "NF4_PATCH_CALIBRATION=off"),
+        (("--shape", "4096"), "x.json", 2, "--shape 4096: give it as NxK"),
+        (("--shape", "64x65"), "x.json", 2, "K a multiple of 64"),
+        (("--shape", "64x64"), "file/x.json", 1, "there is no folder"),
     ],
 )
-def test_wrong_uses(arguments, file, message, measured, tmp_path):
-    assert message in call(*arguments, file="off" if file == "off" else tmp_path / file, exit_code=2)
+def test_wrong_uses_measure_nothing(words, file, exit_code, message, measured, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    assert message in call(*words, file=file, exit_code=exit_code) and not measured
 
 
 # the file, the GPU and the releases that it holds for, and who reads it
@@ -240,10 +230,8 @@ def test_it_decides_for_this_gpu_and_the_sizes_it_measured_before_the_shipped_ta
     file = machine({GPU: entry_of()})
     assert [path.name for path in file.parent.iterdir()] == ["calibration.json"]  # no temporary file is left
     assert (calibrated.in_force(0).status, calibrated.in_force(1).status) == (TWO_SHAPES, "")
-    assert (
-        calibrated.in_force(0).rows[4096, 4096] == ((1, None), (8, CONFIG), (64, None))
-        and calibrated.in_force(1).rows == {}
-    )
+    assert calibrated.in_force(0).rows[4096, 4096] == ((1, None), (8, CONFIG), (64, None))
+    assert calibrated.in_force(1).rows == {}
     assert configs(0, (1, 2, 8, 9, 64, 65)) == [None, CONFIG, CONFIG, None, None, None]
     others = ((0, 4096, 4097), (0, 4095, 4096), (0, 8192, 4096), (1, 4096, 4096))
     assert [configs(device, [8], n, k) for device, n, k in others] == [[None]] * 4
