@@ -44,7 +44,7 @@ def size_in_words(size: int) -> str:
             return f"{size / base:g} {unit}"
     for unit, base in UNITS.items():
         if size >= base and (base == 1 or "i" in unit):
-            return f"{size / base:.3g} {unit}"
+            return f"{float(f'{size / base:.3g}'):g} {unit}"
     return "0 B"
 
 

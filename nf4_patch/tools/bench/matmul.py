@@ -35,11 +35,8 @@ def random_weights(shape: Sequence[int], dtype: torch.dtype, count: int) -> list
     """Distinct random NF4 weights with nested statistics, as a QLoRA checkpoint holds them."""
     from bitsandbytes.functional import quantize_4bit
 
-    def one() -> Packed:
-        weight = torch.randn(*shape, dtype=dtype, device="cuda") * 0.02
-        return quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
-
-    return [one() for _ in range(count)]
+    dense = (torch.randn(*shape, dtype=dtype, device="cuda") * 0.02 for _ in range(count))
+    return [quantize_4bit(weight, compress_statistics=True, quant_type="nf4") for weight in dense]
 
 
 def exact(weight: Weight) -> torch.Tensor:
