@@ -33,8 +33,8 @@ class VerifyReport(Report):
         yield from self.failures[:SHOWN]
         compared = plural(sum(row["cases"] for row in self.rows), "case")
         elements = plural(sum(row["elements"] for row in self.rows), "element")
-        same = "NOT the same" if self.failures else "The same"
-        yield f"{same} bits: {len(self.failures)} of {compared} failed, {elements} compared."
+        same = f"The same bits: {compared}, {elements}, none differs."
+        yield f"NOT the same bits: {len(self.failures):,} of {compared} failed." if self.failures else same
 
 
 @patch(False)
