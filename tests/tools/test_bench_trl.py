@@ -46,7 +46,7 @@ def test_how_many_times_as_fast_a_side_is_needs_equal_losses():
 def test_a_process_that_ends_is_told():
     worker = trl.Worker(STOCK, {}, partial(os._exit, 1))
     assert worker.ask() == worker.ask("wall", "peft", (1, 16)) == (None, "the process ended")
-    worker.close()
+    worker.pool.shutdown()
 
 
 def test_adapters_are_those_of_trl_or_fp32_with_the_same_numbers():

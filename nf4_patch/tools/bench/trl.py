@@ -6,13 +6,13 @@ model lives in a process of its own, which takes a turn when it is asked to; all
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import multiprocessing
 import statistics
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -189,47 +189,33 @@ class Sides:
         return [loss.item() for loss in losses]
 
 
-def serve(connection: Any, *arguments: Any) -> None:
-    """Answers (method, side, size), or what it was asked to be, by (result, "") or (None, traceback)."""
-    sides: Sides | None = None
-    request: Any = ()
-    while request is not None:
-        try:
-            if sides is None:
-                sides, result = Sides(*arguments), None
-            else:
-                result = getattr(sides, request[0])(*request[1:])
-            answer = (result, "")
-        except Exception:  # the other sides go on; the report has it
-            answer = (None, traceback.format_exc())
-        connection.send(answer)
-        request = connection.recv()
+HERE: list[Sides] = []  # in a process of its own: those that it has built
+
+
+def answer(method: str, *arguments: Any) -> tuple[Any, str]:
+    """(result, "") or (None, what went wrong): the other sides go on, and the report has it. "" builds the sides."""
+    try:
+        if method:
+            return getattr(HERE[0], method)(*arguments), ""
+        HERE.append(Sides(*arguments))
+        return None, ""
+    except Exception:
+        return None, traceback.format_exc()
 
 
 class Worker:
-    """A process that has one kind of model."""
+    """A process that has one kind of model. It builds it at once."""
 
     def __init__(self, *arguments: Any):
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
-        self.process.start()
-        theirs.close()
+        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self.built = self.pool.submit(answer, "", *arguments)
 
-    def ask(self, *request: Any) -> Any:
-        """(result, "") or (None, what went wrong), also without a request: of the model that it makes first."""
+    def ask(self, *request: Any) -> tuple[Any, str]:
+        """``answer`` to (method, side, size), or without a request to what it builds."""
         try:
-            if request:
-                self.connection.send(request)
-            return self.connection.recv()
-        except (EOFError, OSError):
+            return (self.pool.submit(answer, *request) if request else self.built).result()
+        except BrokenExecutor:
             return None, "the process ended"
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended
-            self.connection.send(None)
-        self.process.join(30)
-        self.process.kill()
 
 
 # --- all together ---
@@ -315,7 +301,7 @@ def compare(
         return rows, losses, failures
     finally:
         for worker in workers.values():
-            worker.close()
+            worker.pool.shutdown(wait=False)  # the report is written first, however long a process takes to end
 
 
 def differ(sides: Mapping[str, Side], losses: Mapping[str, float], size: Size) -> Iterator[str]:
