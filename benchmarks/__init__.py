@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import click
-from rich.console import RenderableType
 
+from benchmarks.record import Check, Row, table
 from nf4_patch.tools import cli
-from nf4_patch.tools.bench.record import Check, Row, table
 from nf4_patch.tools.bench.timing import Machine, machine
 from nf4_patch.tools.report import Progress, Report, require_gpu, require_patch
 
@@ -28,7 +27,7 @@ class Bench(Report):
         every = (f"{name}, {text}" for name, rows in self.sections.items() for row in rows for text in row.failures)
         return list(dict.fromkeys(every))
 
-    def render(self) -> Iterable[RenderableType]:
+    def render(self) -> Iterable[str]:
         yield str(self.machine)
         shown = ""
         for name, rows in self.sections.items():

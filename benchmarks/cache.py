@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks import main
+from benchmarks.record import Row
 from benchmarks.side_by_side import METHOD, OFF, Settings, side_by_side
-from nf4_patch.tools.bench.record import Row
 from nf4_patch.tools.bench.step import BUDGET, Step, optimizer_of, peft_model
 from nf4_patch.tools.llama import LLAMA_8B, MODELS, Shape, config_of
 from nf4_patch.tools.report import Progress

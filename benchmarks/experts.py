@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from benchmarks import main
+from benchmarks.record import GPU_TIME, OURS, Check, Row
 from benchmarks.side_by_side import METHOD, gib, kernel_times
 from nf4_patch.nf4.routing import launch
 from nf4_patch.tools.bench import trl
-from nf4_patch.tools.bench.record import GPU_TIME, OURS, Check, Row
 from nf4_patch.tools.bench.step import BUDGET, Step, optimizer_of, peft_model
 from nf4_patch.tools.bench.trl import EXPERTS, unpack
 from nf4_patch.tools.llama import LINEARS

@@ -80,8 +80,12 @@ def gemma() -> Any:
 
 def tiny() -> Any:
     """For a test."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4}
-    return trl.qwen3(2, 512, **sizes, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2)
+    config = trl.qwen3(2, 512)
+    config.update({
+        "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+    })  # fmt: skip
+    return config
 
 
 MODELS: dict[str, Callable[[], Any]] = {

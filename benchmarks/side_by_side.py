@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nf4_patch.tools.bench.record import DENSE, GPU_TIME, OURS, UNPATCHED, Check, Row
+from benchmarks.record import DENSE, GPU_TIME, OURS, UNPATCHED, Check, Row
 from nf4_patch.tools.bench.step import LENGTHS, Size, Step, optimizer_of
 from nf4_patch.tools.bench.timing import Call, Inside, Taken, alternating, kernels, wall_ms
 from nf4_patch.tools.report import Progress

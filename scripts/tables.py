@@ -264,8 +264,8 @@ def recipe(name: str, steps: dict[str, str]) -> list[Record]:
 
 def requirements() -> str:
     """The releases of a measured step, for pip."""
-    installed = next(of_gpus("step-trl"))[2]["machine"]["releases"] | {"click": "", "rich": ""}
-    wanted = ("torch", "triton", BITSANDBYTES, "transformers", "peft", "wrapt", "click", "rich")
+    installed = next(of_gpus("step-trl"))[2]["machine"]["releases"] | {"click": ""}
+    wanted = ("torch", "triton", BITSANDBYTES, "transformers", "peft", "wrapt", "click")
     pins = [f"{name}=={installed[name].partition('+')[0]}" if installed[name] else name for name in wanted]
     return "\n".join(["```text", *pins, "```"])
 

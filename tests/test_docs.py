@@ -21,8 +21,8 @@ import pytest
 
 import nf4_patch
 from benchmarks import Bench, bits, grpo
+from benchmarks.record import GPU_TIME, UNPATCHED, Check, Row
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.tools.bench.record import GPU_TIME, UNPATCHED, Check, Row
 from nf4_patch.tools.bench.timing import Machine, Times
 from nf4_patch.tools.cli import main
 from scripts import render_docs

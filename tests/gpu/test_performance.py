@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import challenge, dequantize, peft_step
 from benchmarks.baselines import UNSLOTH_CTYPES, UNSLOTH_TRITON
-from nf4_patch.tools.bench.record import BITSANDBYTES, CEILING, EMPTY, GPU_TIME, OURS, UNPATCHED
+from benchmarks.record import BITSANDBYTES, CEILING, EMPTY, GPU_TIME, OURS, UNPATCHED
 from nf4_patch.tools.report import silent
 
 H200 = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name(0)

@@ -6,24 +6,22 @@ model lives in a process of its own, which takes a turn when it is asked to; all
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import multiprocessing
 import statistics
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from rich import box
-from rich.console import RenderableType
-from rich.table import Table
 
-from ..llama import LINEARS, Shape, config_of, save_config
+from ..llama import LINEARS, config_of, save_config
 from ..patch import patch
-from ..report import Progress, Report, silent
+from ..report import Progress, Report, silent, table
 from .step import BUDGET, LENGTHS, LLAMA, RANK, Size, Step, optimizer_of, peft_model, trained
 from .timing import Machine, Times, kernels, machine, synchronize, wall_ms
 
@@ -65,14 +63,10 @@ def qwen3(layers: int = 2, vocabulary: int = 32_000) -> Any:
     )  # fmt: skip
 
 
-def llama(shape: Shape = LLAMA) -> Any:
-    return config_of(shape)
-
-
 class Comparison(NamedTuple):
     sides: dict[str, Side]
     sizes: Iterable[Size] = LENGTHS
-    configuration: Callable[[], Any] = llama  # another process calls it, after Unsloth's import
+    configuration: Callable[[], Any] = partial(config_of, LLAMA)  # another process calls it, after Unsloth's import
 
 
 CACHE, FUSED = {"cache": BUDGET}, {"lora": "fused"}
@@ -195,47 +189,33 @@ class Sides:
         return [loss.item() for loss in losses]
 
 
-def serve(connection: Any, *arguments: Any) -> None:
-    """Answers (method, side, size), or what it was asked to be, by (result, "") or (None, traceback)."""
-    sides: Sides | None = None
-    request: Any = ()
-    while request is not None:
-        try:
-            if sides is None:
-                sides, result = Sides(*arguments), None
-            else:
-                result = getattr(sides, request[0])(*request[1:])
-            answer = (result, "")
-        except Exception:  # the other sides go on; the report has it
-            answer = (None, traceback.format_exc())
-        connection.send(answer)
-        request = connection.recv()
+HERE: list[Sides] = []  # in a process of its own: those that it has built
+
+
+def answer(method: str, *arguments: Any) -> tuple[Any, str]:
+    """(result, "") or (None, what went wrong): the other sides go on, and the report has it. "" builds the sides."""
+    try:
+        if method:
+            return getattr(HERE[0], method)(*arguments), ""
+        HERE.append(Sides(*arguments))
+        return None, ""
+    except Exception:
+        return None, traceback.format_exc()
 
 
 class Worker:
-    """A process that has one kind of model."""
+    """A process that has one kind of model. It builds it at once."""
 
     def __init__(self, *arguments: Any):
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
-        self.process.start()
-        theirs.close()
+        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self.built = self.pool.submit(answer, "", *arguments)
 
-    def ask(self, *request: Any) -> Any:
-        """(result, "") or (None, what went wrong), also without a request: of the model that it makes first."""
+    def ask(self, *request: Any) -> tuple[Any, str]:
+        """``answer`` to (method, side, size), or without a request to what it builds."""
         try:
-            if request:
-                self.connection.send(request)
-            return self.connection.recv()
-        except (EOFError, OSError):
+            return (self.pool.submit(answer, *request) if request else self.built).result()
+        except BrokenExecutor:
             return None, "the process ended"
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended
-            self.connection.send(None)
-        self.process.join(30)
-        self.process.kill()
 
 
 # --- all together ---
@@ -249,30 +229,21 @@ class Steps(Report):
     rows: list[dict[str, Any]]
     losses: dict[str, list[float]]
     failures: list[str] = field(default_factory=list)
+    method: str = METHOD
 
-    def render(self) -> Iterable[RenderableType]:
+    def render(self) -> Iterable[str]:
         yield str(self.machine)
-        yield METHOD
-        result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        yield self.method
         first: dict[int, dict[str, Any]] = {}  # of each size
-        for name in (*(self.rows[0] if self.rows else ()), "gpu_x", "wall_x"):
-            result.add_column(name, justify="left" if name == "side" else "right", no_wrap=True)
+        lines = []
         for row in self.rows:
             base = first.setdefault(row["tokens"], row)
-            clocks = () if self.failures else ("gpu_ms", "wall_ms")
-            cells = (*row.values(), *(base[clock] / row[clock] if row[clock] else "" for clock in clocks))
-            result.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in cells))
-        yield result
+            clocks = {} if self.failures else {"gpu_ms": "gpu_x", "wall_ms": "wall_x"}
+            lines.append(row | {name: base[clock] / row[clock] for clock, name in clocks.items() if row[clock]})
+        yield table(lines)
         for name, losses in self.losses.items():
             yield f"{name}: losses {' '.join(f'{loss:.4f}' for loss in losses[::5])} ... {losses[-1]:.4f}"
         yield from self.failures
-
-    def as_dict(self) -> dict[str, Any]:
-        return vars(self) | {
-            "machine": self.machine and vars(self.machine),
-            "method": METHOD,
-            "exit_code": self.exit_code,
-        }
 
 
 def measure(what: str, tell: Progress = silent) -> Steps:
@@ -330,7 +301,7 @@ def compare(
         return rows, losses, failures
     finally:
         for worker in workers.values():
-            worker.close()
+            worker.pool.shutdown(wait=False)  # the report is written first, however long a process takes to end
 
 
 def differ(sides: Mapping[str, Side], losses: Mapping[str, float], size: Size) -> Iterator[str]:
@@ -339,10 +310,9 @@ def differ(sides: Mapping[str, Side], losses: Mapping[str, float], size: Size) -
     name_of_all = next(iter(losses), "")
     for name, loss in losses.items():
         options = sides[name].options or {}
-        # a mixture's experts multiply by other kernels once their weights are cached
-        other = name_of_all if "experts" in options else first.setdefault((sides[name].kind, "lora" in options), name)
-        same = "experts" not in options
-        if same and loss != losses[other]:
-            yield f"{name}, {size[0]}x{size[1]}: loss {loss!r}, {other} {losses[other]!r}"
+        if "experts" not in options:  # a mixture's experts multiply by other kernels once their weights are cached
+            other = first.setdefault((sides[name].kind, "lora" in options), name)
+            if loss != losses[other]:
+                yield f"{name}, {size[0]}x{size[1]}: loss {loss!r}, {other} {losses[other]!r}"
         if not abs(loss - losses[name_of_all]) <= ROUNDING * losses[name_of_all]:
             yield f"{name}, {size[0]}x{size[1]}: loss {loss:.4f}, {name_of_all} {losses[name_of_all]:.4f}"
