@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 
@@ -27,6 +28,11 @@ def pytest_collection_modifyitems(config, items):
         gpu = [item for item in items if item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if item not in gpu]
+
+
+def pytest_collection_finish():
+    """What all imports made is looked at by no collection of garbage: that takes half a second, and tests of memory ask for many."""
+    gc.freeze()
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from tiny_experts import (
     same,
     saved,
     step,
+    with_lora,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -56,17 +57,20 @@ def test_dtypes_and_layouts(name, dtype, nested, patched):
     assert same(ours, step(model))
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["frozen", "LoRA on them"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_nothing_dense_is_saved(name, patched, monkeypatch):
-    model = model_of(name)
+def test_nothing_dense_is_saved(name, lora, patched, monkeypatch):
+    model = with_lora(model_of(name, lora=False)) if lora else model_of(name)
     with decoded(monkeypatch) as storages:
-        ours = model(input_ids=ids_of()).logits
+        ours = model(input_ids=ids_of(), labels=ids_of()).loss
         assert len(storages) == 2 * LAYERS and all(storage.expired() for storage in storages)
+        ours.backward()
+        assert len(storages) == 4 * LAYERS and all(storage.expired() for storage in storages)
         patched.disable()
         storages.clear()
-        stock = model(input_ids=ids_of()).logits
-        assert len(storages) == 2 * LAYERS and not any(storage.expired() for storage in storages)
-    assert torch.equal(ours, stock)
+        stock = model(input_ids=ids_of(), labels=ids_of()).loss
+        assert lora or (len(storages) == 2 * LAYERS and not any(storage.expired() for storage in storages))
+    assert lora or torch.equal(ours, stock)
 
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "recomputed"])
