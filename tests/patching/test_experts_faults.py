@@ -20,7 +20,6 @@ from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.experts import transformers as adapter
 from nf4_patch.patching.experts.read import Stack, stacks_of
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.patching.switch import switch
 
 
 @pytest.fixture
@@ -247,10 +246,3 @@ def test_where_hooks_are_forbidden(patched):
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         assert torch.equal(layer.forward(), want)
     assert not reasons() and hits() == 2
-
-
-def test_switched_off_where_another_library_holds_it(on, monkeypatch):
-    monkeypatch.setattr(switch, "on", False)
-    with torch.no_grad():
-        Layer().forward()
-    assert not reasons()
