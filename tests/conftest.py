@@ -104,8 +104,9 @@ def switched_on(**options: str):
 
 
 @pytest.fixture
-def patched():
-    yield from switched_on()
+def patched(request):
+    """With the options that the module of the test names in ON."""
+    yield from switched_on(**getattr(request.module, "ON", {}))
 
 
 @pytest.fixture
@@ -115,9 +116,9 @@ def auto():
 
 
 @pytest.fixture
-def on(device):
-    """The patch is on; the test itself looks at what fell back."""
-    nf4_patch.enable()
+def on(device, request):
+    """As ``patched``, but the test itself looks at what fell back."""
+    nf4_patch.enable(**getattr(request.module, "ON", {}))
     return device
 
 

@@ -39,11 +39,7 @@ from nf4_patch.patching.counters import counters, warn_once
 from nf4_patch.patching.experts import transformers as adapter
 from nf4_patch.patching.reasons import Reason
 
-
-@pytest.fixture
-def patched(patched):
-    patched.enable(experts="4bit")
-    return patched
+ON = {"experts": "4bit"}
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
@@ -215,15 +211,6 @@ def test_generation_decodes_the_experts_that_are_needed(name, nested, patched):
         assert after.items() <= before.items()  # a choice of experts is no weight
         patched.disable()
         assert torch.equal(ours, model(input_ids=ids_of(1)).logits)
-
-
-def test_batched_mm_with_a_gradient(patched):
-    model = model_of("qwen3")
-    model.set_experts_implementation("batched_mm")
-    ours = model(input_ids=ids_of()).logits  # no backward: transformers 5.8 changes in place what it saves
-    assert reasons("batched_mm") == {Reason.BATCHED_MM_GRADIENT: LAYERS} and hits("batched_mm") == 0
-    patched.disable()
-    assert torch.equal(ours, model(input_ids=ids_of()).logits)
 
 
 def test_compiled_graphs_are_as_without_the_patch(patched):

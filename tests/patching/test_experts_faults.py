@@ -13,7 +13,6 @@ from tiny_experts import DEVICE, STACKS, Layer, hits, reasons
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils.parametrize import remove_parametrizations
 
-import nf4_patch
 from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
@@ -21,17 +20,7 @@ from nf4_patch.patching.experts import transformers as adapter
 from nf4_patch.patching.experts.read import Stack, stacks_of
 from nf4_patch.patching.reasons import Reason
 
-
-@pytest.fixture
-def patched(patched):
-    patched.enable(experts="4bit")
-    return patched
-
-
-@pytest.fixture
-def on(on):
-    nf4_patch.enable(experts="4bit")
-    return on
+ON = {"experts": "4bit"}
 
 
 # One of each kind of what runs in the forward, by the implementation that it serves; how often in a step.

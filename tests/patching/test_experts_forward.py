@@ -37,6 +37,8 @@ from nf4_patch.patching.experts.product import Weight
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.bench.matmul import error
 
+ON = {"experts": "4bit"}
+
 
 class Own:
     """Takes the place of ``launch.serves``: the kernels run, on a CPU too, and are counted, or PyTorch does."""
@@ -51,7 +53,6 @@ class Own:
 
 @pytest.fixture
 def own(patched, monkeypatch):
-    patched.enable(experts="4bit")
     found = Own()
     monkeypatch.setattr(launch, "serves", found)
     return found
@@ -242,7 +243,6 @@ def test_where_the_kernels_serve(monkeypatch):
 
 def test_experts_spread_over_processes_are_transformers(patched):
     """With LoRA too: peft adds it to the dense experts."""
-    patched.enable(experts="4bit")
     for model in (model_of("qwen3"), with_lora(model_of("qwen3", lora=False))):
         for module in experts_of(model):
             module._is_expert_parallel = True

@@ -18,11 +18,7 @@ from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.experts.read import stacks_of
 from nf4_patch.patching.reasons import Reason
 
-
-@pytest.fixture
-def patched(patched):
-    patched.enable(experts="4bit")
-    return patched
+ON = {"experts": "4bit"}
 
 
 def doubled(module, args, output):
