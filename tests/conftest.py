@@ -30,8 +30,10 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in gpu]
 
 
-def pytest_collection_finish():
-    """What all imports made is looked at by no collection of garbage: that takes half a second, and tests of memory ask for many."""
+@pytest.fixture(scope="module", autouse=True)
+def garbage_of_its_own():
+    """What was there before a module is looked at by no collection of garbage in it: that takes seconds, and many tests ask for one."""
+    gc.collect()
     gc.freeze()
 
 
