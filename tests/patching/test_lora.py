@@ -149,9 +149,9 @@ def exact(model, x, gradient):
 def errors_of(device, precision, size):
     """Of peft's and of ours, on average: of y and of the gradients of x, A and B; B is ``size`` times as large."""
     adapter, of_x, dtype, autocast = PRECISIONS[precision]
-    errors = {"peft": [], "fused": []}
+    errors, model = {"peft": [], "fused": []}, adapted(device, dtype)
     for seed in range(8):
-        model = adapted(device, dtype, adapter, seed=seed)
+        randomize(model, adapter, seed)
         layer_of(model).lora_B["default"].weight.data.mul_(size)
         x, gradient = inputs(device, of_x, seed), torch.randn(ROWS, OUT).to(device, of_x)
         want = exact(model, x, gradient)
