@@ -61,10 +61,10 @@ BYTES: dict[str, Callable[[Any], Any]] = {
     "bytes by out=": lambda at: torch.bitwise_xor(at.packed.clone(), 255, out=at.packed),
     "bytes.data =": lambda at: setattr(at.packed, "data", flipped(at.packed)),
     "bytes by set_": lambda at: at.packed.set_(flipped(at.packed)),
-    "bytes refilled": lambda at: refill(at.packed, flipped(at.packed)),
     "bytes in place, and another parameter of theirs": lambda at: setattr(
         at, "packed", another(at.packed, at.packed.bitwise_xor_(255).data)
     ),
+    "bytes refilled": lambda at: refill(at.packed, flipped(at.packed)),
     "another parameter": lambda at: setattr(at, "packed", another(at.packed, flipped(at.packed))),
 }
 SCALES: dict[str, Callable[[Any], tuple[Any, str]]] = {
@@ -105,6 +105,7 @@ STATES: dict[str, Callable[[Any], Any]] = {
 }
 OF_SCALES = {f"{name} {way}": of_scales(name, way) for name, way in itertools.product(SCALES, WAYS)}
 CHANGES = BYTES | OF_SCALES | STATES
+NUMBERS = BYTES | OF_SCALES | {"another state": another_state}  # what a layer with such a weight can follow
 # Of a weight that is not nested there is one level of scales.
 FLAT = {name: change for name, change in CHANGES.items() if not name.startswith((*list(SCALES)[1:],))}
 EVERY = [(nested, name) for nested, table in ((True, CHANGES), (False, FLAT)) for name in table]
