@@ -34,10 +34,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import nf4_patch
-from benchmarks.experts import ATTENTION
 from nf4_patch.tools.bench import trl
 from nf4_patch.tools.bench.step import trained
 from nf4_patch.tools.bench.timing import kernels, machine, synchronize
+from nf4_patch.tools.llama import LINEARS
 
 GIB = 2**30
 SIDES = ("resident", "again", "budget", "all")  # again: resident, which says whether a difference is noise
@@ -237,7 +237,7 @@ def load(config: Any, device: Any) -> Any:
 
 def lora_options(setting: Setting) -> dict[str, Any]:
     experts = [] if setting.attention_only else trl.EXPERTS
-    targets = {"target_modules": list(ATTENTION), "target_parameters": experts, "task_type": "CAUSAL_LM"}
+    targets = {"target_modules": list(LINEARS[:4]), "target_parameters": experts, "task_type": "CAUSAL_LM"}
     return {"r": setting.rank, "lora_alpha": setting.rank, "init_lora_weights": False, **targets}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 
@@ -27,6 +28,13 @@ def pytest_collection_modifyitems(config, items):
         gpu = [item for item in items if item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if item not in gpu]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def garbage_of_its_own():
+    """What was there before a module is looked at by no collection of garbage in it: that takes seconds, and many tests ask for one."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -98,8 +106,9 @@ def switched_on(**options: str):
 
 
 @pytest.fixture
-def patched():
-    yield from switched_on()
+def patched(request):
+    """With the options that the module of the test names in ON."""
+    yield from switched_on(**getattr(request.module, "ON", {}))
 
 
 @pytest.fixture
@@ -109,9 +118,9 @@ def auto():
 
 
 @pytest.fixture
-def on(device):
-    """The patch is on; the test itself looks at what fell back."""
-    nf4_patch.enable()
+def on(device, request):
+    """As ``patched``, but the test itself looks at what fell back."""
+    nf4_patch.enable(**getattr(request.module, "ON", {}))
     return device
 
 

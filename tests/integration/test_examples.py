@@ -23,7 +23,6 @@ from run_example import (
     EXAMPLES,
     GLOO,
     TORCHRUN,
-    environment,
     fallbacks,
     hits,
     on_and_off,
@@ -33,13 +32,12 @@ from run_example import (
 )
 from subprocess_python import python
 
-from benchmarks import grpo
-
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own")
 LINEARS = 14  # two layers of seven
 SUPPORT = EXAMPLES.parent / "tests" / "support"
 PROGRAMS = EXAMPLES.parent / "tests" / "programs"
-TRAINING = PROGRAMS / "training.py"
+TRAINING, WORKERS = PROGRAMS / "training.py", PROGRAMS / "workers_of_a_loader.py"
+BY_RUN = ("-m", "nf4_patch", "run")
 # Of the tiny Llama on two processes: each holds half of all bytes, the packed ones among them.
 DENSE = 2 * 512 * 128 * 2 + 5 * 128 * 2  # embedding, head, norms: bf16
 PACKED = 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256) // 2
@@ -195,15 +193,15 @@ def test_trl_with_the_callback_and_its_twin(tmp_path):
 
 
 @pytest.mark.full
-def test_grpo(tmp_path, monkeypatch):
-    """As benchmarks/grpo.py runs it, and with the patch but without its option."""
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
+def test_grpo(tmp_path):
     steps, prompts, generations, tokens = 2, 2, 2, 8
-    for name, value in {"STEPS": steps, "PROMPTS": prompts, "GENERATIONS": generations, "TOKENS": tokens}.items():
-        monkeypatch.setattr(grpo, name, value)
     run([sys.executable, "-c", f"import offline; offline.checkpoint('random', folder={str(tmp_path)!r})"], EXAMPLES)
-    off, on, auto = records = [grpo.run(matmul, str(tmp_path)) for matmul in ("", "off", "auto")]
+    sizes = {"model": tmp_path, "steps": steps, "prompts": prompts, "generations": generations, "tokens": tokens}
+    arguments = [f"--{name}={value}" for name, value in sizes.items()]
+    off, on, auto = records = [
+        run_example("grpo_trl.py", *arguments, f"--matmul={matmul}", folder=tmp_path, patch=patch)
+        for matmul, patch in (("off", False), ("off", True), ("auto", True))
+    ]
     for record in records:
         assert record["rollouts"]["tokens"] == steps * prompts * generations * tokens
         assert record["rollouts"]["rewards"] == off["rollouts"]["rewards"] and len(record["seconds"]) == steps
@@ -211,9 +209,6 @@ def test_grpo(tmp_path, monkeypatch):
     assert hits(on) == hits(auto) == steps * LINEARS and hits(off) == 0 and not fallbacks(on)
     # A linear layer multiplies once a token in generation, and with a gradient in the forward and in the recompute.
     assert fallbacks(auto) == {"NOT_CUDA": steps * tokens * LINEARS, "MATMUL_OPERANDS": steps * 2 * LINEARS}
-    rows = grpo.compare({name: [record] for name, record in zip(grpo.VARIANTS, (off, auto), strict=True)})
-    assert [row.times[name].median > 0 for row in rows for name in grpo.VARIANTS] == [True] * 6
-    assert {name for row in rows for name, check in row.checks.items() if not check.passed} == {"hits", "fallbacks"}
 
 
 @pytest.mark.full
@@ -331,27 +326,23 @@ def test_a_packed_checkpoint_is_sharded(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("launcher", "variables", "hits"),
+    ("words", "variables", "hits"),
     [
-        ((), {}, [0]),
-        ((), {"NF4_PATCH": "1"}, [1]),
-        (("-m", "nf4_patch", "run"), {}, [1]),
-        (("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"), {"NF4_PATCH": "1"}, [1]),
-        (TORCHRUN, {"NF4_PATCH": "1"}, [1, 1]),
+        ((TRAINING,), {}, [0]),
+        ((TRAINING,), {"NF4_PATCH": "1"}, [1]),
+        ((*BY_RUN, TRAINING), {}, [1]),
+        (("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", TRAINING), {"NF4_PATCH": "1"}, [1]),
+        ((*TORCHRUN, TRAINING), {"NF4_PATCH": "1"}, [1, 1]),
+        (("-m", "IPython", "-c", f"%load_ext nf4_patch\n%run {TRAINING}"), {}, [1]),
+        ((WORKERS, "fork"), {"NF4_PATCH": "1"}, [1, 2]),
+        ((WORKERS, "spawn"), {"NF4_PATCH": "1"}, [1, 2]),
+        ((*BY_RUN, WORKERS, "spawn"), {}, [1, 2]),
     ],
-    ids=["nothing", "variable", "run", "accelerate", "torchrun"],
+    ids=["nothing", "variable", "run", "accelerate", "torchrun", "ipython", "forked", "spawned", "run and spawned"],
 )
-def test_no_change_of_code(launcher, variables, hits, tmp_path):
-    output = run([sys.executable, *launcher, TRAINING], tmp_path, **variables)
+def test_no_change_of_code(words, variables, hits, tmp_path):
+    output = run([sys.executable, *words], tmp_path, **variables)
     assert list(map(int, re.findall(r"hits: (\d+)", output))) == hits
-
-
-@pytest.mark.full
-def test_dataloader_workers(tmp_path):
-    script = PROGRAMS / "workers_of_a_loader.py"
-    for context in ("fork", "spawn"):
-        assert "hits: [1, 2]" in run([sys.executable, script, context], tmp_path, NF4_PATCH="1"), context
-    assert "hits: [1, 2]" in run([sys.executable, "-m", "nf4_patch", "run", script, "spawn"], tmp_path)
 
 
 def test_notebook_extension(patched):
@@ -361,14 +352,6 @@ def test_notebook_extension(patched):
     assert patched.is_enabled()
     patched.unload_ipython_extension(None)
     assert not patched.is_enabled()
-
-
-@pytest.mark.full
-def test_in_ipython(tmp_path):
-    pytest.importorskip("IPython")
-    cells = tmp_path / "cells.ipy"
-    cells.write_text(f"%load_ext nf4_patch\n%run {TRAINING}\n")
-    assert "hits: 1" in run([sys.executable, "-m", "IPython", cells], tmp_path)
 
 
 TRAINED = f"import nf4_patch, runpy\nimport bitsandbytes\nrunpy.run_path({str(TRAINING)!r}, run_name='__main__')"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import json
 import os
@@ -89,6 +90,10 @@ def upload(monkeypatch, folder):
     monkeypatch.setitem(sys.modules, "google.colab", colab)
 
 
+def there(monkeypatch, *names):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in names or None)
+
+
 # where the package comes from, what makes it so, and what the first cell then hands to pip
 SOURCES = {
     "a wheel beside it": (lambda monkeypatch, folder: (folder / WHEEL).touch(), f"{{folder}}/{WHEEL}[bench]"),
@@ -98,10 +103,8 @@ SOURCES = {
         lambda monkeypatch, folder: monkeypatch.setenv("NF4_PATCH_SOURCE", ADDRESS),
         f"nf4-patch[bench] @ {ADDRESS}",
     ),
-    "installed": (
-        lambda monkeypatch, folder: monkeypatch.setattr(importlib.util, "find_spec", lambda name: object()),
-        None,
-    ),
+    "installed": (lambda monkeypatch, folder: there(monkeypatch, "unsloth", "nf4_patch"), None),
+    "enter alone": (lambda monkeypatch, folder: there(monkeypatch, "unsloth"), RuntimeError("upload a wheel")),
 }
 
 
@@ -110,24 +113,13 @@ def test_where_it_installs_from(source, monkeypatch, tmp_path):
     commands: list[list[str]] = []
     typed = f" {ADDRESS} " if source == "typed" else ""
     monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command[5:]))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    there(monkeypatch)
     monkeypatch.setattr("builtins.input", lambda prompt: typed)
     monkeypatch.delenv("NF4_PATCH_SOURCE", raising=False)
     monkeypatch.chdir(tmp_path)
     prepare, wanted = SOURCES[source]
     prepare(monkeypatch, tmp_path)
-    exec(INSTALL, {})
-    assert commands == ([] if wanted is None else [["unsloth"], [wanted.format(folder=tmp_path)]])
-
-
-def test_enter_alone_installs_nothing(monkeypatch, tmp_path):
-    """And says what to give: pip would take "[bench]" for a package."""
-    commands: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command[5:]))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "nf4_patch" else object())
-    monkeypatch.setattr("builtins.input", lambda prompt: "")
-    monkeypatch.delenv("NF4_PATCH_SOURCE", raising=False)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(RuntimeError, match="upload a wheel"):
+    fails = isinstance(wanted, RuntimeError)  # pip would take "[bench]" for a package
+    with pytest.raises(RuntimeError, match=str(wanted)) if fails else contextlib.nullcontext():
         exec(INSTALL, {})
-    assert not commands
+    assert commands == ([["unsloth"], [wanted.format(folder=tmp_path)]] if isinstance(wanted, str) else [])

@@ -56,16 +56,22 @@ def has_the_bits_of_its_emulation(x, layout, config, bias, capability):
     return got, weight, split_k
 
 
+DIALECTS = {
+    T4: torch.float16,
+    H200: torch.bfloat16,
+    A100: torch.float16,
+}  # sm_80 is sm_90 but for the wait of a barrier
+
+
 @pytest.mark.parametrize(
-    ("capability", "dtype"),
-    [
-        pytest.param(T4, torch.float16, id="sm_75"),
-        pytest.param(A100, torch.float16, id="sm_80", marks=pytest.mark.full),  # sm_90 but for the wait of a barrier
-        pytest.param(H200, torch.bfloat16, id="sm_90"),
+    ("case", "capability"),
+    [  # in each run every case for one GPU: the seconds of a simulation add up
+        pytest.param(case, capability, marks=() if place == number % 2 else pytest.mark.full, id=f"{number}-sm_{a}{b}")
+        for number, case in enumerate(CASES) for place, capability in enumerate(DIALECTS) for a, b in [capability]
     ],
-)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[0])))
-def test_it_computes_the_matmul(case, capability, dtype):
+)  # fmt: skip
+def test_it_computes_the_matmul(case, capability):
+    dtype = DIALECTS[capability]
     config, m, n, k, blocksize, nested, quant_type, with_bias = case
     layout = layout_of(*quantized((n, k), dtype, "cpu", blocksize, nested, quant_type))
     generator = torch.Generator().manual_seed(0)

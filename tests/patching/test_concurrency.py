@@ -16,7 +16,6 @@ from threads import together
 
 import nf4_patch
 from nf4_patch.patching.counters import counters
-from nf4_patch.patching.switch import switch
 
 
 @pytest.mark.gpu  # Triton's interpreter is not made for threads
@@ -105,29 +104,6 @@ def test_status_while_another_thread_meets_a_new_shape(patched, monkeypatch):
     monkeypatch.setattr(counters, "hit_counters", {(TARGET, (size,), "float16", ""): Meeting() for size in (-1, -2)})
     assert counters.hits(TARGET) >= 2
     assert nf4_patch.status().hits >= 2
-
-
-def test_blocks_that_overlap_in_two_threads():
-    """On until the last of them ends, then as before the first."""
-    first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
-
-    def first():
-        with nf4_patch.enabled("auto"):
-            first_is_in.set()
-            assert second_is_in.wait(60)
-        first_is_out.set()
-
-    def second():
-        assert first_is_in.wait(60)
-        with nf4_patch.enabled("off"):
-            second_is_in.set()
-            assert first_is_out.wait(60)
-            assert nf4_patch.is_enabled()
-            assert switch.on and switch.value("matmul") == "off"
-
-    together(first, second)
-    assert not nf4_patch.is_enabled()
-    assert not hasattr(F.dequantize_4bit, "__wrapped__")
 
 
 DEFINITION = "def dequantize_4bit(A, quant_state=None, absmax=None, out=None, blocksize=64, quant_type='fp4'): ..."

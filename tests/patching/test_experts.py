@@ -29,6 +29,7 @@ from tiny_experts import (
     same,
     saved,
     step,
+    with_lora,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -38,11 +39,7 @@ from nf4_patch.patching.counters import counters, warn_once
 from nf4_patch.patching.experts import transformers as adapter
 from nf4_patch.patching.reasons import Reason
 
-
-@pytest.fixture
-def patched(patched):
-    patched.enable(experts="4bit")
-    return patched
+ON = {"experts": "4bit"}
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
@@ -56,17 +53,20 @@ def test_dtypes_and_layouts(name, dtype, nested, patched):
     assert same(ours, step(model))
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["frozen", "LoRA on them"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_nothing_dense_is_saved(name, patched, monkeypatch):
-    model = model_of(name)
+def test_nothing_dense_is_saved(name, lora, patched, monkeypatch):
+    model = with_lora(model_of(name, lora=False)) if lora else model_of(name)
     with decoded(monkeypatch) as storages:
-        ours = model(input_ids=ids_of()).logits
+        ours = model(input_ids=ids_of(), labels=ids_of()).loss
         assert len(storages) == 2 * LAYERS and all(storage.expired() for storage in storages)
+        ours.backward()
+        assert len(storages) == 4 * LAYERS and all(storage.expired() for storage in storages)
         patched.disable()
         storages.clear()
-        stock = model(input_ids=ids_of()).logits
-        assert len(storages) == 2 * LAYERS and not any(storage.expired() for storage in storages)
-    assert torch.equal(ours, stock)
+        stock = model(input_ids=ids_of(), labels=ids_of()).loss
+        assert lora or (len(storages) == 2 * LAYERS and not any(storage.expired() for storage in storages))
+    assert lora or torch.equal(ours, stock)
 
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "recomputed"])
@@ -211,15 +211,6 @@ def test_generation_decodes_the_experts_that_are_needed(name, nested, patched):
         assert after.items() <= before.items()  # a choice of experts is no weight
         patched.disable()
         assert torch.equal(ours, model(input_ids=ids_of(1)).logits)
-
-
-def test_batched_mm_with_a_gradient(patched):
-    model = model_of("qwen3")
-    model.set_experts_implementation("batched_mm")
-    ours = model(input_ids=ids_of()).logits  # no backward: transformers 5.8 changes in place what it saves
-    assert reasons("batched_mm") == {Reason.BATCHED_MM_GRADIENT: LAYERS} and hits("batched_mm") == 0
-    patched.disable()
-    assert torch.equal(ours, model(input_ids=ids_of()).logits)
 
 
 def test_compiled_graphs_are_as_without_the_patch(patched):

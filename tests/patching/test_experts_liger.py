@@ -18,6 +18,7 @@ from nf4_patch.tools.bench.matmul import error
 OTHERS = {"rope": False, "rms_norm": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
 modeling = transformers.models.qwen3_moe.modeling_qwen3_moe
 LIGER = ".LigerExperts.forward"
+ON = {"experts": "4bit"}
 
 
 class Reference:
@@ -40,7 +41,6 @@ class Reference:
 @pytest.fixture
 def liger(patched, monkeypatch):
     """The module of Liger's experts, with its kernels in PyTorch; transformers' class comes back at the end."""
-    patched.enable(experts="4bit")
     monkeypatch.setattr(swiglu, "LigerFusedMoEFunction", Reference)
     monkeypatch.setattr(Reference, "calls", 0)
     monkeypatch.setattr(modeling, "Qwen3MoeExperts", modeling.Qwen3MoeExperts)

@@ -107,7 +107,7 @@ def packed_and_reloaded(folder, packed, config=None, shards=None, **options):
 
 
 @pytest.mark.parametrize("name", architectures())
-def test_an_architecture_loads_packed_saves_and_reloads(name, tmp_path):
+def test_an_architecture_loads_packed_saves_reloads_and_is_dequantized(name, tmp_path):
     one_dense_layer = {"first_k_dense_replace": 1} if name in ("glm4", "deepseek-v3") else {}
     stacks = saved(random_model(name, **one_dense_layer), tmp_path / "dense")
     assert len(stacks) == (2 if one_dense_layer else 4)
@@ -127,6 +127,16 @@ def test_an_architecture_loads_packed_saves_and_reloads(name, tmp_path):
         replace_parameter_4bit(recipe.get_submodule(path), parameter, compress_statistics=True)
     wanted = logits(recipe)
     assert torch.equal(logits(model), wanted) and torch.equal(logits(reloaded), wanted)
+    for dequantized in (model, reloaded):  # a dense model, saved under the names of the original
+        with nf4_patch.enabled(**PACKED):
+            dequantized.dequantize(torch.bfloat16).save_pretrained(tmp_path / "again")
+        names, original = (load_file(tmp_path / part / "model.safetensors").keys() for part in ("again", "dense"))
+        assert names == original
+        again = loaded(tmp_path / "again")
+        for stack in stacks:
+            wanted = getattr(recipe.get_submodule(stack.rpartition(".")[0]), stack.rpartition(".")[2])
+            assert torch.equal(dequantized.get_parameter(stack), wanted)
+            assert torch.equal(again.get_parameter(stack), wanted)
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
@@ -352,27 +362,19 @@ def test_a_release_with_another_signature_packs_nothing_and_says_so(qwen3, monke
         packed_of(qwen3[0])
 
 
-def test_nothing_changes_while_it_is_off(qwen3):
-    folder, stacks = qwen3
-    with nf4_patch.enabled():
-        model = loaded(folder, quantization_config=in_4bit())
-    for name, dense in stacks.items():
-        assert torch.equal(model.get_parameter(name), dense)
-    equal_state_dicts(model, loaded(folder, quantization_config=in_4bit()))
-
-
 @pytest.mark.parametrize("option", [None, "4bit"])
 def test_other_models_are_loaded_as_they_are(option, tmp_path):
-    """A dense one in 4 bits, and a mixture in 16."""
+    """A dense one in 4 bits, and a mixture in 16; without the option one in 4 bits, its experts in 16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1})
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "llama")
     stacks = saved(random_model("qwen3"), tmp_path / "qwen3")
-    wanted = loaded(tmp_path / "llama", quantization_config=in_4bit())
-    with nf4_patch.enabled(experts=option):
-        equal_state_dicts(loaded(tmp_path / "llama", quantization_config=in_4bit()), wanted)
-        model = loaded(tmp_path / "qwen3")
+    for name, config in (("llama", in_4bit()), ("qwen3", None), ("qwen3", None if option else in_4bit())):
+        wanted = loaded(tmp_path / name, quantization_config=config)
+        with nf4_patch.enabled(experts=option):
+            model = loaded(tmp_path / name, quantization_config=config)
+        equal_state_dicts(model, wanted)
     assert all(torch.equal(model.get_parameter(name), dense) for name, dense in stacks.items())
 
 
@@ -423,22 +425,6 @@ def test_a_state_stays_with_its_bytes(qwen3):
     same_stacks(copy.deepcopy(model), qwen3[1])
     packed.to("meta")
     assert state.absmax.is_meta and state.state2.absmax.is_meta
-
-
-@pytest.mark.parametrize("name", architectures())
-def test_dequantized_it_is_a_dense_model(name, tmp_path):
-    """Saved under the names of the original, from that one or from a packed checkpoint."""
-    stacks = saved(random_model(name), tmp_path / "dense")
-    for dequantized in packed_and_reloaded(tmp_path / "dense", tmp_path / "packed"):
-        with nf4_patch.enabled(**PACKED):
-            dequantized.dequantize(torch.bfloat16).save_pretrained(tmp_path / "again")
-        names, original = (load_file(tmp_path / part / "model.safetensors").keys() for part in ("again", "dense"))
-        assert names == original
-        reloaded = loaded(tmp_path / "again")
-        for stack, dense in stacks.items():
-            wanted = F.dequantize_4bit(*F.quantize_4bit(dense, compress_statistics=True, quant_type="nf4"))
-            assert torch.equal(dequantized.get_parameter(stack), wanted)
-            assert torch.equal(reloaded.get_parameter(stack), wanted)
 
 
 def test_a_trainer_resumes_from_its_checkpoint(qwen3, tmp_path):

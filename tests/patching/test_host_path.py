@@ -1,4 +1,4 @@
-"""The host path of an eager call without a GPU: the real Dequantizer and Launch, with a kernel that writes the formula."""
+"""The host path of an eager call without a GPU: the real Dequantizer, Launch and FusedMatmul."""
 
 from __future__ import annotations
 
@@ -40,31 +40,10 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/tes
 
 @pytest.fixture
 def server(monkeypatch):
-    """``server.resolved`` holds the layouts in the order in which launches were resolved, ``server.launched`` counts."""
-    server = Dequantizer("test")
-    server.resolved, server.launched = [], 0
-
-    class Kernel:
-        elements = 1 << 12
-
-        def __init__(self, layout):
-            def call(grid, one, another, stream, packed, *arguments):
-                *_, out, n = arguments
-                assert packed == layout.packed.data_ptr() and n == layout.numel() and stream == 0
-                weight = reference.dequantize(layout._replace(packed=layout.bytes()))
-                ctypes.memmove(out, weight.data_ptr(), weight.nbytes)
-                server.launched += 1
-
-            self.entry = runtime.KernelEntry(call, (), (), "test")
-
-    def variant(layout, config):
-        server.resolved.append(layout)
-        return layout
-
-    weight_module.forget()
-    monkeypatch.setattr(compilation.Variant, "of", variant)
-    monkeypatch.setattr(compilation, "kernel_for", lambda layout, device: Kernel(layout))
-    monkeypatch.setattr(launch, "_buffers", {})
+    """``server.resolved`` holds the weights in the order in which launches were resolved."""
+    server, of = Dequantizer("test"), compilation.Variant.of
+    server.resolved = []
+    monkeypatch.setattr(compilation.Variant, "of", lambda *weight: server.resolved.append(weight) or of(*weight))
     return server
 
 
@@ -72,7 +51,7 @@ def server(monkeypatch):
 @pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
 @pytest.mark.parametrize("parameter", [False, True], ids=["Tensor", "Params4bit"])
 def test_every_way_to_a_weight(server, nested, transposed, parameter):
-    """A new tensor, out, the shared buffer, the fields by themselves: one launch resolved, four launched and counted."""
+    """A new tensor, out, the shared buffer, the fields by themselves: one launch resolved, four counted."""
     packed, state = quantized((64, 96), torch.bfloat16, "cpu", nested=nested)
     want = reference.dequantize(layout_of(packed, state))
     want = want.t() if transposed else want
@@ -90,8 +69,7 @@ def test_every_way_to_a_weight(server, nested, transposed, parameter):
     for result in results:
         assert torch.equal(result, want) and result.stride() == want.stride()
     assert results[1].data_ptr() == out.data_ptr()
-    assert len(server.resolved) == 1 and server.launched == 4
-    assert counters.hits("test") == 4
+    assert len(server.resolved) == 1 and counters.hits("test") == 4
 
 
 def test_a_weight_is_known_to_every_target_and_to_the_op(server, monkeypatch):
@@ -103,8 +81,7 @@ def test_a_weight_is_known_to_every_target_and_to_the_op(server, monkeypatch):
         assert torch.equal(server.of_state(packed, state), want)
         assert torch.equal(other.of_state(packed, state), want)
         assert torch.equal(op.dequantize(*layout_of(packed, state)), want)
-    assert len(server.resolved) == 1 and server.launched == 6
-    assert counters.hits("test") == counters.hits("another") == 2
+    assert len(server.resolved) == 1 and counters.hits("test") == counters.hits("another") == 2
     weight_module.forget()
     assert torch.equal(op.dequantize(*layout_of(packed, state)), want)
     assert torch.equal(server.of_state(packed, state), want)
@@ -161,19 +138,11 @@ def test_an_out_that_the_kernel_must_not_write_is_refused(server):
     half = torch.empty(64, 96, dtype=torch.float16)
     odd = torch.empty(64 * 96 + 1, dtype=torch.bfloat16)[1:].view(64, 96)
     over = [memory[start:][: dense.nbytes].view(torch.bfloat16).view(64, 96) for start in (0, 3056, 4080)]
-    for out in (
-        dense.view(96, 64).t(),
-        dense[:32],
-        half,
-        dense[:, ::2],
-        odd,
-        dense.clone().requires_grad_(),
-        "no tensor",
-        *over,
-    ):
+    crossed, with_gradient = dense.view(96, 64).t(), dense.clone().requires_grad_()
+    for out in (crossed, dense[:32], half, dense[:, ::2], odd, with_gradient, "no tensor", *over):
         for _ in range(2):
             assert server.of_state(weight, state, out) is guards.Reason.OUT_MISMATCH
-    assert server.of_state(weight, state, dense) is dense and server.launched == 1
+    assert server.of_state(weight, state, dense) is dense and counters.hits("test") == 1
     assert torch.equal(dense, reference.dequantize(layout_of(packed, state)))
 
 
@@ -338,8 +307,10 @@ def test_refusals_by_the_short_way(server):
 
 
 @pytest.fixture
-def multiplier(server, monkeypatch):
-    """A kernel stands in that multiplies what lies at the addresses."""
+def multiplier(monkeypatch):
+    """A kernel stands in that multiplies what lies at the addresses; ``multiplier.resolved`` counts."""
+    multiplier = FusedMatmul("test")
+    multiplier.resolved = 0
 
     class Kernel:
         grid, sizes = 1, ()
@@ -354,10 +325,9 @@ def multiplier(server, monkeypatch):
                 read = layout._replace(packed=tensor_at(packed, (n * k // 2, 1), torch.uint8))
                 result = matmul_reference.matmul(tensor_at(x, (m, k), dtype), read, *extra)
                 ctypes.memmove(out, result.contiguous().data_ptr(), result.nbytes)
-                server.launched += 1
 
             self.entry, self.sum = runtime.KernelEntry(call, (), (), "test"), None
-            server.resolved.append(layout)
+            multiplier.resolved += 1
 
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     for module in (runtime, launch):
@@ -367,7 +337,7 @@ def multiplier(server, monkeypatch):
     monkeypatch.setattr(small_m, "SmallMKernel", Kernel)
     monkeypatch.setattr(matmul, "_kernels", {})
     fused_matmul.config_for.cache_clear()
-    yield FusedMatmul("test")
+    yield multiplier
     fused_matmul.config_for.cache_clear()
 
 
@@ -377,7 +347,7 @@ def tensor_at(address, shape, dtype):
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def test_what_a_remembered_product_is_recognized_by(server, multiplier):
+def test_what_a_remembered_product_is_recognized_by(multiplier):
     """Every way to ask for it, and whatever changes the result: resolved once each, and the numbers of now."""
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     x = torch.randn(2, 3, 128).bfloat16()
@@ -397,14 +367,12 @@ def test_what_a_remembered_product_is_recognized_by(server, multiplier):
         check(values)
     check(x, out=torch.full((2, 3, 64), float("nan")).bfloat16())
     check(x, out=torch.full((2 * 3 * 64 + 1,), float("nan")).bfloat16()[1:].view(2, 3, 64))
-    assert len(multiplier.launches) == len(server.resolved) == 1
-    count = 1
-    for arguments in ((x[:1],), (x.half(),), (x, bias), (x, another), (x.view(6, 128),)):
+    assert len(multiplier.launches) == multiplier.resolved == 1
+    for count, arguments in enumerate(((x[:1],), (x.half(),), (x, bias), (x, another), (x.view(6, 128),)), 2):
         for _ in range(2):
             check(*arguments)
-        count += 1
-        assert len(multiplier.launches) == len(server.resolved) == count
-    assert counters.hits("test") == server.launched == 6 + 2 * 5
+        assert len(multiplier.launches) == multiplier.resolved == count
+    assert counters.hits("test") == 6 + 2 * 5
 
 
 @pytest.mark.parametrize(("nested", "change"), changes.EVERY)
@@ -438,7 +406,7 @@ def test_a_weight_off_16_bytes_is_read_from_a_copy(multiplier, monkeypatch):
     assert len(copied) == 2
 
 
-def test_refused_products_are_not_remembered(server, multiplier):
+def test_refused_products_are_not_remembered(multiplier):
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     x, freed = torch.randn(4, 128).bfloat16(), packed.clone()
     over = x.view(-1)[:256].view(4, 64)
@@ -462,7 +430,7 @@ def test_refused_products_are_not_remembered(server, multiplier):
     assert len(multiplier.launches) == 1
 
 
-def test_a_product_that_cannot_be_compiled_is_named(server, multiplier, monkeypatch):
+def test_a_product_that_cannot_be_compiled_is_named(multiplier, monkeypatch):
     def broken(*arguments):
         raise runtime.KernelUnavailable("ptxas says no")
 
@@ -518,9 +486,8 @@ def test_matmul_4bit(original, auto):
 
 def test_gemm(auto):
     """Whichever way the bytes lie."""
-    replacement_of = bitsandbytes_adapter.gemm(
-        target_like("bitsandbytes", only="matmul"), lambda *arguments: "original"
-    )
+    row = target_like("bitsandbytes", only="matmul")
+    replacement_of = bitsandbytes_adapter.gemm(row, lambda *arguments: "original")
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     x = torch.randn(6, 128).bfloat16()
     want = matmul_reference.matmul(x, layout_of(packed, state))

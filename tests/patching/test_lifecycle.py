@@ -94,19 +94,3 @@ def test_from_pretrained_save_pretrained_dequantize(checkpoint, tmp_path, device
 def test_imported_again():
     """The target, and all of nf4_patch while it is on: the second says to restart the process, the first goes on."""
     program("imported_again", interpreted=True)
-
-
-def test_lora_on_packed_experts_trains_the_same_whatever_else_is_asked_for_later():
-    """With experts="4bit" named once: every number of a step afterwards is that of the first one."""
-    import tiny_experts
-
-    nf4_patch.enable(experts="4bit")
-    model = tiny_experts.with_lora(tiny_experts.model_of("qwen3", lora=False))
-    first = tiny_experts.step(model)
-    assert sum("experts" in name for name in first) == 4 * tiny_experts.LAYERS
-    for later in ({}, {"cache": "1GiB"}, {"matmul": "off"}, {}):
-        nf4_patch.enable(**later)
-        assert tiny_experts.same(tiny_experts.step(model), first), later
-    with nf4_patch.enabled(cache="off"):
-        assert tiny_experts.same(tiny_experts.step(model), first)
-    assert tiny_experts.same(tiny_experts.step(model), first)

@@ -99,12 +99,12 @@ def step(model, x, autocast=None, gradient=None):
     x.grad = None
     with torch.autocast(x.device.type, autocast or BF16, enabled=autocast is not None):
         y = model(x)
-    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(y) if gradient is None else gradient)
-    return [
-        y.detach(),
-        *([] if x.grad is None else [x.grad]),
-        *(p.grad for p in model.parameters() if p.grad is not None),
-    ]
+    y.backward(gradient_of(y) if gradient is None else gradient)
+    return [y.detach(), *(each.grad for each in (x, *model.parameters()) if each.grad is not None)]
+
+
+def gradient_of(y):
+    return torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(y)
 
 
 def beside(model, x, autocast=None, hits=True):
@@ -146,12 +146,12 @@ def exact(model, x, gradient):
     ]  # fmt: skip
 
 
-def errors_of(device, precision, size=1):
+def errors_of(device, precision, size):
     """Of peft's and of ours, on average: of y and of the gradients of x, A and B; B is ``size`` times as large."""
     adapter, of_x, dtype, autocast = PRECISIONS[precision]
-    errors = {"peft": [], "fused": []}
+    errors, model = {"peft": [], "fused": []}, adapted(device, dtype)
     for seed in range(8):
-        model = adapted(device, dtype, adapter, seed=seed)
+        randomize(model, adapter, seed)
         layer_of(model).lora_B["default"].weight.data.mul_(size)
         x, gradient = inputs(device, of_x, seed), torch.randn(ROWS, OUT).to(device, of_x)
         want = exact(model, x, gradient)
@@ -164,33 +164,19 @@ def errors_of(device, precision, size=1):
     return [[statistics.mean(tensor) for tensor in zip(*found, strict=True)] for found in errors.values()]
 
 
+@pytest.mark.parametrize(("size", "tensors"), [(1, 4), (0.01, 2)], ids=["usual", "small"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_as_accurate_as_peft(device, precision):
-    theirs, ours = errors_of(device, precision)
+def test_as_accurate_as_peft(device, precision, size, tensors):
+    """Where the adapter is small, y and the gradient of x are nearly the base's own, which is rounded once."""
+    theirs, ours = (errors[:tensors] for errors in errors_of(device, precision, size))
     assert all(mine <= 1.02 * other for mine, other in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_small_adapter_costs_no_accuracy(device, precision):
-    """Where y and the gradient of x are nearly the base's own, which is rounded once."""
-    theirs, ours = errors_of(device, precision, size=0.01)
-    assert all(mine <= 1.02 * other for mine, other in zip(ours[:2], theirs[:2], strict=True))
-
-
-@pytest.mark.parametrize("adapter", [FP32, BF16], ids=str)
-def test_in_kernels_as_accurate_as_peft(device, adapter, monkeypatch):
+@pytest.mark.parametrize("precision", ["bf16", "fp32 adapters"])
+def test_in_kernels_as_accurate_as_peft(device, precision, monkeypatch):
     """What a GPU's tensor cores multiply."""
     monkeypatch.setattr(linear_module, "is_used_for", lambda z, *_: z.dtype is BF16)
-    for seed in range(3):
-        model = adapted(device, BF16, adapter, seed=seed)
-        x, gradient = inputs(device, BF16, seed), torch.randn(ROWS, OUT).to(device, BF16)
-        want = exact(model, x, gradient)
-        theirs = list(map(apart, step(model, x, None, gradient), want))
-        nf4_patch.enable(lora="fused")
-        got = step(model, x, None, gradient)
-        nf4_patch.disable()
-        assert [each.dtype for each in got] == [BF16, BF16, adapter, adapter]
-        assert all(ours <= 1.02 * peft_s for ours, peft_s in zip(map(apart, got, want), theirs, strict=True))
+    test_as_accurate_as_peft(device, precision, 1, 4)
 
 
 # --- in every way that people train ---
@@ -243,9 +229,8 @@ def test_accumulation_and_two_backwards(device):
     model.zero_grad()
     x.grad = None
     y = model(x)
-    gradient = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(y)
-    y.backward(gradient, retain_graph=True)
-    y.backward(gradient)
+    y.backward(gradient_of(y), retain_graph=True)
+    y.backward(gradient_of(y))
     twice = [x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
     assert all(torch.equal(2 * a, b) for a, b in zip(once[1:], twice, strict=True))
 
@@ -257,9 +242,8 @@ def test_gradients_of_some_inputs(device):
     nf4_patch.enable(lora="fused")
     want = step(model, x)
     y = model(x)
-    gradient = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(y)
-    (of_x,) = torch.autograd.grad(y, x, 3 * gradient, retain_graph=True)
-    (of_a,) = torch.autograd.grad(y, a, gradient)
+    (of_x,) = torch.autograd.grad(y, x, 3 * gradient_of(y), retain_graph=True)
+    (of_a,) = torch.autograd.grad(y, a, gradient_of(y))
     assert torch.equal(of_a, want[2]) and apart(of_x, 3 * want[1].double()) < 1e-2
 
 
@@ -338,7 +322,8 @@ def test_without_a_gradient(device, rows, dtype):
 
 
 def test_merged_and_taken_out_again(device):
-    model, x, layer = (m := adapted(device)), inputs(device), layer_of(m)
+    model, x = adapted(device), inputs(device)
+    layer = layer_of(model)
     layer.merge()
     beside(model, x, hits=False)
     layer.unmerge()
@@ -475,9 +460,16 @@ def cast(model):
     layer_of(model).lora_B["default"].to(FP16)
 
 
+def as_it_is(model):
+    """What it is made of is not served."""
+
+
 REFUSED = {
-    "DoRA": ({"use_dora": True}, lambda model: None, Reason.LORA_VARIANT),
-    "a bias of LoRA": ({"lora_bias": True}, lambda model: None, Reason.LORA_VARIANT),
+    "DoRA": ({"use_dora": True}, as_it_is, Reason.LORA_VARIANT),
+    "a bias of LoRA": ({"lora_bias": True}, as_it_is, Reason.LORA_VARIANT),
+    # without autocast: peft's sum of base and LoRA is not rounded to the dtype of the base's product
+    "x in fp32": ({"x": FP32}, as_it_is, Reason.LORA_DTYPES),
+    "x and adapters in fp32": ({"x": FP32, "adapter": FP32}, as_it_is, Reason.LORA_DTYPES),
     "disabled": ({}, lambda model: layer_of(model).enable_adapters(False), Reason.LORA_INACTIVE),
     "merged": ({}, lambda model: layer_of(model).merge(), Reason.LORA_INACTIVE),
     "a hook on A": ({}, with_hook("lora_A"), Reason.LORA_HOOKED),
@@ -496,7 +488,9 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_is_not_served_is_peft_s_to_the_bit(device, kind):
     config, change, reason = REFUSED[kind]
-    model, x = adapted(device, **config), inputs(device)
+    options = {"x": BF16} | config
+    x = inputs(device, options.pop("x"))
+    model = adapted(device, **options)
     change(model)
     got, want = beside(model, x, hits=False)
     assert all(map(torch.equal, got, want)) and fallbacks(TARGET) == {reason: 1}
@@ -509,13 +503,6 @@ def test_a_hook_on_every_module_is_called(device):
         got, want = beside(model, x, hits=False)
     assert all(map(torch.equal, got, want)) and fallbacks(TARGET) == {Reason.LORA_HOOKED: 1}
     assert called.count(layer_of(model).lora_A["default"]) == 2
-
-
-@pytest.mark.parametrize("adapter", [BF16, FP32])
-def test_input_in_fp32_without_autocast_is_peft_s(device, adapter):
-    """Whose sum of base and LoRA is not rounded to the dtype of the base's product."""
-    got, want = beside(adapted(device, adapter=adapter), inputs(device, FP32), hits=False)
-    assert all(map(torch.equal, got, want)) and fallbacks(TARGET) == {Reason.LORA_DTYPES: 1}
 
 
 def test_a_mixed_batch_is_peft_s(device):
@@ -561,17 +548,6 @@ def test_a_frame_that_dynamo_skips_is_served(device, fresh_dynamo):
     assert counters.hits(TARGET) == 4 and not fallbacks(TARGET)
     assert any("return original(*args" in trace for trace in traces)
     assert not any(name in trace for trace in traces for name in ("in run\n", "in prepare\n", "lora/function.py"))
-
-
-def test_off_by_default_and_again(device):
-    model, x = adapted(device), inputs(device)
-    want = step(model, x)
-    nf4_patch.enable()
-    assert all(map(torch.equal, step(model, x), want)) and not counters.hits(TARGET)
-    with nf4_patch.enabled(lora="fused"):
-        step(model, x)
-    assert counters.hits(TARGET) == 2
-    assert all(map(torch.equal, step(model, x), want)) and counters.hits(TARGET) == 2
 
 
 def test_changes_between_forward_and_backward_are_noticed(device):

@@ -13,8 +13,8 @@ import test_lora as checks
 import nf4_patch
 from nf4_patch.patching.lora import function, linear
 
-small = functools.partial(checks.test_a_small_adapter_costs_no_accuracy, precision="norms in fp32")
-accuracy = functools.partial(checks.test_as_accurate_as_peft, precision="bf16")
+small = functools.partial(checks.test_as_accurate_as_peft, precision="norms in fp32", size=0.01, tensors=2)
+accuracy = functools.partial(checks.test_as_accurate_as_peft, precision="bf16", size=1, tensors=4)
 plain = functools.partial(checks.test_a_step_is_peft_s, config="plain", reentrant=None)
 dropout = functools.partial(checks.test_a_step_is_peft_s, config="dropout", reentrant=None)
 several = checks.test_several_adapters_and_switching

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 
 import peft
 import pytest
 import test_lora as lora
 import torch
 from target import fallbacks, linear
+from threads import together
 from torch.utils.checkpoint import checkpoint
 
 import nf4_patch
@@ -171,11 +171,7 @@ def test_threads_share_nothing_with_each_other(block, device):
             with torch.no_grad():
                 got.extend(block(x) for _ in range(5))
 
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(work, work)
     assert len(got) == 10 and all(lora.apart(each, want) < 1e-2 for each in got)
 
 

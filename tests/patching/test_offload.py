@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
-import threading
 from collections import Counter
 from typing import Any
 
@@ -30,6 +30,7 @@ from offloaded import (
     tensors_of,
     train,
 )
+from threads import together
 from tiny_experts import CHECKPOINTING, STACKS, experts_of, ids_of, in_4bit, loaded, random_model, saved, with_lora
 
 import nf4_patch
@@ -79,16 +80,10 @@ def test_steps_are_those_of_the_resident_model(folder, gpu, patched, way, nested
     assert counts().fetches >= STEPS * 2 * (LAYERS - 2)
     assert counts().fetches <= STEPS * 2 * LAYERS
     before = counts().late
-    train(model, checkpointing=CHECKPOINTING[way])
-    assert counts().late == before
-
-
-def test_a_layer_is_fetched_once_for_recompute_and_backward(folder, gpu, patched):
-    model = with_lora(model_of(folder))
-    train(model, checkpointing=CHECKPOINTING["recomputed"])
     gpu.copies.clear()
     train(model, steps=1)
-    units = Counter(gpu.copies)
+    assert counts().late == before
+    units = Counter(gpu.copies)  # a layer is fetched once for recompute and backward
     assert max(units.values()) <= 2 and sum(units.values()) <= 2 * (LAYERS - 1)
 
 
@@ -394,23 +389,12 @@ def test_two_models_in_turn_and_in_two_threads(folder, gpu, patched):
     models = [model_of(folder) for _ in range(2)]
     for model in models * 2:
         assert torch.equal(logits(model), want)
-    found, barrier = [], threading.Barrier(2)
 
     def run(model):
-        barrier.wait()
         for _ in range(5):
-            found.append(torch.equal(logits(model), want))
+            assert torch.equal(logits(model), want)
 
-    threads = [threading.Thread(target=run, args=[model]) for model in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [True] * 10
-
-
-def every_stack(model):
-    return [dense(module, name) for module in experts_of(model) for name in STACKS]
+    together(*(functools.partial(run, model) for model in models))
 
 
 @pytest.mark.parametrize("where", ["copy", "current_stream"])
@@ -427,7 +411,7 @@ def test_an_interrupt_leaves_nothing_wrong(folder, gpu, patched, monkeypatch, wh
 
     setattr(gpu, where, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        every_stack(model)
+        [dense(module, name) for module in experts_of(model) for name in STACKS]
     assert len(calls) == 4
     assert same_steps(train(model, steps=1), want)
 

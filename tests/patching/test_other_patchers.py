@@ -15,14 +15,13 @@ import bitsandbytes.functional as F
 import pytest
 import torch
 from oracle import expected, quantized
-from target import TARGET, fallbacks, replaced_by, row
+from target import TARGET, replaced_by, row
 
 import nf4_patch
 from nf4_patch.patching import dequantizer
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.options import OPTIONS
 from nf4_patch.patching.placement import get_attr, installed, is_ours, put
-from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.state import State
 from nf4_patch.patching.target import ANY
 from nf4_patch.patching.targets import TARGETS
@@ -252,43 +251,3 @@ def test_a_lazy_module_is_not_loaded(on, monkeypatch, tmp_path):
     assert row().state == "patched"
     with pytest.raises(KeyError, match="loaded"):
         module.dequantize_4bit  # noqa: B018
-
-
-class Subclass(torch.Tensor):
-    """Operators return this class."""
-
-
-def test_a_weight_that_asks_for_a_gradient_gets_the_originals_answer(on):
-    packed, state = quantized((64, 128), torch.bfloat16, on, storage=torch.bfloat16)
-    for each in (packed, torch.nn.Parameter(packed)):
-        each.requires_grad_()
-        got = F.dequantize_4bit(each, state)
-        nf4_patch.disable()
-        want = F.dequantize_4bit(each, state)
-        nf4_patch.enable()
-        assert got.requires_grad == want.requires_grad and type(got) is type(want)
-        assert torch.equal(got, want)
-        with torch.no_grad():
-            assert not F.dequantize_4bit(each, state).requires_grad
-    assert fallbacks() == {Reason.REQUIRES_GRAD: 2}
-
-
-def test_a_tensor_subclass_comes_back_as_one(on):
-    packed, state = quantized((64, 128), torch.bfloat16, on)
-    got = F.dequantize_4bit(packed.as_subclass(Subclass), state)
-    nf4_patch.disable()
-    want = F.dequantize_4bit(packed.as_subclass(Subclass), state)
-    assert type(got) is type(want) is Subclass
-    assert torch.equal(got, want)
-    assert fallbacks() == {Reason.TENSOR_SUBCLASS: 1}
-
-
-def test_an_out_that_is_read_or_does_not_fit_is_the_originals(on):
-    packed, state = quantized((64, 128), torch.bfloat16, on, storage=torch.bfloat16)
-    whole = torch.zeros(64, 128, dtype=torch.bfloat16, device=on)
-    whole.view(-1)[: packed.numel()] = packed.view(-1)
-    shared = whole.view(-1)[: packed.numel()].view(-1, 1)
-    for out in (whole, whole.clone().view(128, 64).t(), torch.empty_like(whole, device="meta")):
-        with contextlib.suppress(Exception):  # whatever the original does
-            F.dequantize_4bit(shared, state, out=out)
-    assert fallbacks() == {Reason.OUT_MISMATCH: 3}

@@ -17,5 +17,5 @@ class Steps(Dataset):
 
 
 if __name__ == "__main__":
-    loader = DataLoader(Steps(), batch_size=None, num_workers=1, multiprocessing_context=sys.argv[1])
-    print("hits:", [int(hits) for hits in loader])
+    for hits in DataLoader(Steps(), batch_size=None, num_workers=1, multiprocessing_context=sys.argv[1]):
+        print("hits:", int(hits))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import importlib
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,18 +20,6 @@ from nf4_patch.tools.bench import matmul, timing
 from nf4_patch.tools.bench.timing import Machine, Times
 
 MACHINE = Machine("a GPU", "90", "580.1", "SM clock 1 MHz", {"torch": "2.11.0", "triton": "3.6.0"})
-
-
-@pytest.mark.parametrize(
-    ("installed", "newest", "old"),
-    [("2026.9.7", True, False), ("2026.9.13", True, True), ("2026.10.1", False, True), ("2027.1.1", False, True)],
-)
-def test_which_files_are_of_another_unsloth(installed, newest, old, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-    measure = importlib.import_module("measure")
-    monkeypatch.setattr(measure.metadata, "version", lambda name: installed)
-    names = ("step-unsloth", "step-unsloth-2026.9.7", "step-peft")
-    assert [measure.needs_another_unsloth(name) for name in names] == [newest, old, False]
 
 
 def comparison(same: dict[str, bool]) -> Row:
