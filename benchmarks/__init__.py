@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import click
-from rich.console import RenderableType
 
+from benchmarks.record import Check, Row, table
 from nf4_patch.tools import cli
-from nf4_patch.tools.bench.record import Check, Row, table
-from nf4_patch.tools.bench.timing import Machine, machine
+from nf4_patch.tools.bench.timing import Call, Inside, Machine, Taken, alternating, kernels, machine, synchronize
 from nf4_patch.tools.report import Progress, Report, require_gpu, require_patch
 
 
@@ -28,7 +27,7 @@ class Bench(Report):
         every = (f"{name}, {text}" for name, rows in self.sections.items() for row in rows for text in row.failures)
         return list(dict.fromkeys(every))
 
-    def render(self) -> Iterable[RenderableType]:
+    def render(self) -> Iterable[str]:
         yield str(self.machine)
         shown = ""
         for name, rows in self.sections.items():
@@ -64,6 +63,21 @@ def bits(same: Mapping[str, bool]) -> dict[str, Check]:
     """A check per baseline: whether ours gave its bits before anything was timed."""
     says = {True: "the same bits as", False: "the bits differ from"}
     return {name: Check(equal, f"{says[equal]} {name}") for name, equal in same.items()}
+
+
+def kernel_times(variants: Mapping[str, Call], inside: Inside, rounds: int) -> Taken:
+    """Milliseconds of the kernels and copies that each launches, summed. Nothing where the profiler sees none (no CUPTI)."""
+
+    def gpu_busy_ms(call: Call) -> float:
+        return sum(ms for _, ms in kernels(call))
+
+    kernels(synchronize)  # starts the profiler
+    taken = alternating(variants, gpu_busy_ms, rounds, inside, warmups=0)
+    return {name: times for name, times in taken.items() if all(times.values)}
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.3f} GiB"
 
 
 def main(method: Mapping[str, str] | str, rows: Callable[[Progress], Mapping[str, Iterable[Row]]]) -> None:

@@ -7,19 +7,23 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks import main
-from benchmarks.side_by_side import METHOD, OFF, Settings, side_by_side
-from nf4_patch.tools.bench.record import Row
-from nf4_patch.tools.bench.step import BUDGET, Step, optimizer_of, peft_model
+from benchmarks import gib, kernel_times, main
+from benchmarks.record import DENSE, GPU_TIME, OURS, UNPATCHED, Check, Row
+from nf4_patch.tools.bench.step import BUDGET, Size, Step, optimizer_of, peft_model
 from nf4_patch.tools.llama import LLAMA_8B, MODELS, Shape, config_of
 from nf4_patch.tools.report import Progress
 
+METHOD = (
+    f"A QLoRA step, the patch on ({OURS}) and off alternating: GPU time (the sum of its kernels and copies)."
+    f" {DENSE}: nn.Linear on the dequantized weights."
+)
 LENGTHS = ((1, 512), (1, 2048))  # (batch, tokens)
 WHOLE = {
     "Llama-3.2-1B": MODELS["llama-1b"],
     "Llama-3.2-3B": Shape(3072, 8192, 28, 24, 8, 128256, 8192),
     "Llama-3.1-8B": LLAMA_8B,
 }
+PARTS = ("1/4", "1/2", "3/4")  # of all weights
 
 
 class DenseStep(Step):
@@ -49,19 +53,41 @@ class DenseStep(Step):
                 adapter.base_layer = packed
 
 
+def compared(subject: str, model: torch.nn.Module, size: Size, settings: dict[str, str | int]) -> Iterator[Row]:
+    """A row a setting of the cache ("": it is off), each next to the step without the patch and the dense one."""
+    optimizer = optimizer_of(model)
+    steps = {name: Step(model, optimizer, size, True, cache) for name, cache in settings.items()}
+    steps[UNPATCHED] = Step(model, optimizer, size, False)
+    for step in steps.values():
+        step.observe()
+    losses = {loss for step in steps.values() for loss in step.losses}
+    said = " / ".join(f"{loss:.6f}" for loss in sorted(losses))
+    checks = {UNPATCHED: Check(len(losses) == 1, f"losses with the patch and without: {said}")}
+    steps[DENSE] = DenseStep(steps[UNPATCHED])
+    # one round: the profiler takes seconds for a step of a whole model
+    times = kernel_times(steps, lambda name: steps[name].patched(), rounds=1)
+    others = {name: times[name] for name in (UNPATCHED, DENSE) if name in times}
+    for name in settings if times else ():
+        step = steps[name]
+        notes = {"kernel calls a step": str(step.calls), "loss": said}
+        notes["peak memory"] = f"{gib(step.peak)} (unpatched {gib(steps[UNPATCHED].peak)})"
+        if step.taken:
+            notes["cache"] = gib(step.taken)
+        words = ", ".join(filter(None, ("{} {}x{}".format(subject, *size), name, GPU_TIME)))
+        sizes = dict(zip(("batch", "tokens"), size, strict=True))
+        yield Row(words, "ms", {OURS: times[name], **others}, checks, sizes=sizes, notes=notes)
+
+
 def rows(tell: Progress) -> Iterator[Row]:
     for i, (name, shape) in enumerate(WHOLE.items()):
         tell(f"cache: {name}", i, len(WHOLE))
         model = peft_model(config_of(shape))
         full = Step(model, optimizer_of(model), LENGTHS[0], True, BUDGET)
         full.observe()
-        settings: Settings = OFF | {
-            f"cache {part}": int(full.taken * fractions.Fraction(part)) for part in ("1/4", "1/2", "3/4")
-        }
-        settings |= {"cache all": BUDGET}
-        for size in LENGTHS:  # one round: the profiler takes seconds for a step of a whole model
-            yield from side_by_side(name, model, size, settings, wall=0, kernels=1, dense=DenseStep)
+        parts = {f"cache {part}": int(full.taken * fractions.Fraction(part)) for part in PARTS}
+        for size in LENGTHS:
+            yield from compared(name, model, size, {"": "off", **parts, "cache all": BUDGET})
 
 
 if __name__ == "__main__":
-    main({"step": METHOD + " 16-bit weights: nn.Linear on the dequantized weights."}, lambda tell: {"step": rows(tell)})
+    main(METHOD, lambda tell: {"step": rows(tell)})

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 import nf4_patch
 from benchmarks import bits, main
 from benchmarks.baselines import baselines
+from benchmarks.record import BITSANDBYTES, OURS, Row
 from nf4_patch.nf4.runtime import same_bits
 from nf4_patch.tools.bench.matmul import subject_of
-from nf4_patch.tools.bench.record import BITSANDBYTES, OURS, Row
 from nf4_patch.tools.bench.timing import Times
 from nf4_patch.tools.report import Progress
 

@@ -1,7 +1,7 @@
 """python -m benchmarks.experts: mixtures of experts with enable(experts="4bit"), random weights in the shapes of real ones.
 
-GPU time of a step with checkpointing: LoRA on the experts, packed and in 16 bits, next to peft's; frozen experts with LoRA on
-the attention.
+GPU time of a step with checkpointing and LoRA on the attention, by kernels and with what is around the products in PyTorch.
+LoRA on the experts: nf4-patch bench --step moe.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
-from benchmarks import main
-from benchmarks.side_by_side import METHOD, gib, kernel_times
+from benchmarks import gib, kernel_times, main
+from benchmarks.record import GPU_TIME, OURS, Check, Row
 from nf4_patch.nf4.routing import launch
 from nf4_patch.tools.bench import trl
-from nf4_patch.tools.bench.record import GPU_TIME, OURS, Check, Row
 from nf4_patch.tools.bench.step import BUDGET, Step, optimizer_of, peft_model
-from nf4_patch.tools.bench.trl import EXPERTS, unpack
 from nf4_patch.tools.llama import LINEARS
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress
 
-ATTENTION = LINEARS[:4]
 LAYERS = 2  # of a step
 SIZES = ((1, 512), (1, 2048), (1, 4096))
-CACHED, DENSE, PEFT, THEIRS = "cached", "experts in 16 bits", "peft, experts in 16 bits", "transformers' forward"
+CACHED, THEIRS = "cached", "transformers' forward"
+SIDES: dict[str, str] = {OURS: "off", CACHED: BUDGET, THEIRS: "off"}  # what cache= is given
+METHOD = "A QLoRA step, the sides alternating: GPU time (the sum of its kernels and copies)."
 
 
 def qwen3(layers: int = LAYERS) -> Any:
@@ -74,61 +74,31 @@ class ExpertsStep(Step):
             launch.serves = before
 
 
-def bytes_of(model: Any) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
+def patched(steps: dict[str, ExpertsStep], name: str) -> AbstractContextManager[None]:
+    return steps[name].patched()
 
 
-def lora(tell: Progress) -> Iterator[Row]:
-    """LoRA on the experts of Qwen3."""
-    with patch(True, experts="4bit"):
-        packed, dense = (peft_model(qwen3(), ATTENTION, target_parameters=EXPERTS) for _ in range(2))
-    unpack(dense)
-    sides = {
-        OURS: (packed, True, "off"), CACHED: (packed, True, BUDGET), THEIRS: (packed, True, "off"),
-        DENSE: (dense, True, "off"), PEFT: (dense, False, "off"),
-    }  # fmt: skip
-    yield from compared("Qwen3-30B-A3B", sides, (packed, dense), tell)
-
-
-def frozen(tell: Progress) -> Iterator[Row]:
-    """Experts packed, LoRA on the attention only."""
-    for name, config in CONFIGURATIONS.items():
-        model = peft_model(config(), ATTENTION)
-        sides = {OURS: (model, True, "off"), CACHED: (model, True, BUDGET), THEIRS: (model, True, "off")}
-        yield from compared(name, sides, (model,), tell)
-        del model, sides
-
-
-def compared(subject: str, sides: dict[str, Any], models: tuple[Any, ...], tell: Progress) -> Iterator[Row]:
-    """GPU time of a step of each side: (model, patch, cache), by name."""
-    optimizers = {model: optimizer_of(model) for model in models}
-    for size in SIZES:
-        tell("{}: {}x{} tokens".format(subject, *size))
-        steps = {
-            name: ExpertsStep(model, optimizers[model], size, on, cache) for name, (model, on, cache) in sides.items()
-        }
-        steps[THEIRS].by_kernels = False
-        notes = {}
-        for name, step in steps.items():
-            step.observe()
-            others = sum(bytes_of(model) for model in models if model is not step.model)
-            notes[f"peak memory, {name}"] = gib(step.peak - others)
-        loss = {name: step.losses[0] for name, step in steps.items()}
-        checks = {
-            name: Check(
-                abs(loss[OURS] - loss[name]) <= 2**-7 * loss[name], f"losses {loss[OURS]:.4f} and {loss[name]:.4f}"
-            )
-            for name in list(sides)[1:]
-        }
-
-        def patched(name: str, steps: dict[str, ExpertsStep] = steps) -> AbstractContextManager[None]:
-            return steps[name].patched()
-
-        times = kernel_times(steps, patched, rounds=3)
-        sizes = dict(zip(("batch", "tokens"), size, strict=True))
-        yield Row("{} {}x{}, {}".format(subject, *size, GPU_TIME), "ms", times, checks, sizes=sizes, notes=notes)
+def rows(tell: Progress) -> Iterator[Row]:
+    """GPU time of a step of each side."""
+    for subject, config in CONFIGURATIONS.items():
+        model = peft_model(config(), LINEARS[:4])
+        optimizer = optimizer_of(model)
+        for size in SIZES:
+            tell("{}: {}x{} tokens".format(subject, *size))
+            steps = {name: ExpertsStep(model, optimizer, size, True, cache) for name, cache in SIDES.items()}
+            steps[THEIRS].by_kernels = False
+            for step in steps.values():
+                step.observe()
+            notes = {f"peak memory, {name}": gib(step.peak) for name, step in steps.items()}
+            ours, *others = ((name, step.losses[0]) for name, step in steps.items())
+            checks = {
+                name: Check(abs(ours[1] - loss) <= 2**-7 * loss, f"losses {ours[1]:.4f} and {loss:.4f}")
+                for name, loss in others
+            }
+            times = kernel_times(steps, partial(patched, steps), rounds=3)
+            sizes = dict(zip(("batch", "tokens"), size, strict=True))
+            yield Row("{} {}x{}, {}".format(subject, *size, GPU_TIME), "ms", times, checks, sizes=sizes, notes=notes)
 
 
 if __name__ == "__main__":
-    sections = {"LoRA on experts": lora, "frozen experts": frozen}
-    main(METHOD, lambda tell: {name: rows(tell) for name, rows in sections.items()})
+    main(METHOD, lambda tell: {"frozen experts": rows(tell)})

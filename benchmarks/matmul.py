@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import main
+from benchmarks.record import BITSANDBYTES, OURS, Check, Row, accuracy
 from nf4_patch.patching.counters import counters
 from nf4_patch.tools.bench.matmul import DEQUANTIZE, Functions, Weights, gemv, multiply, others, require_gemm
-from nf4_patch.tools.bench.record import BITSANDBYTES, OURS, Check, Row
 from nf4_patch.tools.bench.timing import gpu_times, over
 from nf4_patch.tools.llama import LLAMA_8B, projections, training_dtype
 from nf4_patch.tools.patch import dequantize_4bit, patch
@@ -39,7 +39,7 @@ def one_matmul(weights: Weights, dense: Sequence[torch.Tensor], m: int, unsloth:
     with patch(True, matmul="auto"):
         ours = multiply(x, *weights.packed[0])
     fused = fused_matmul_hits() > before
-    checks: dict[str, Check] = {"fp64": weights.check(x, ours)}
+    checks: dict[str, Check] = {"fp64": accuracy(*weights.errors(x, ours))}
     theirs = dequantize_4bit()
     functions: Functions = {OURS: functools.partial(multiply, x), **others(x, unsloth)}
     functions[THEIR_DEQUANTIZE] = lambda packed, state: F.linear(x, theirs(packed, state))

@@ -34,10 +34,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import nf4_patch
-from benchmarks.experts import ATTENTION
 from nf4_patch.tools.bench import trl
 from nf4_patch.tools.bench.step import trained
 from nf4_patch.tools.bench.timing import kernels, machine, synchronize
+from nf4_patch.tools.llama import LINEARS
 
 GIB = 2**30
 SIDES = ("resident", "again", "budget", "all")  # again: resident, which says whether a difference is noise
@@ -80,8 +80,12 @@ def gemma() -> Any:
 
 def tiny() -> Any:
     """For a test."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4}
-    return trl.qwen3(2, 512, **sizes, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2)
+    config = trl.qwen3(2, 512)
+    config.update({
+        "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+    })  # fmt: skip
+    return config
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -233,7 +237,7 @@ def load(config: Any, device: Any) -> Any:
 
 def lora_options(setting: Setting) -> dict[str, Any]:
     experts = [] if setting.attention_only else trl.EXPERTS
-    targets = {"target_modules": list(ATTENTION), "target_parameters": experts, "task_type": "CAUSAL_LM"}
+    targets = {"target_modules": list(LINEARS[:4]), "target_parameters": experts, "task_type": "CAUSAL_LM"}
     return {"r": setting.rank, "lora_alpha": setting.rank, "init_lora_weights": False, **targets}
 
 

@@ -78,14 +78,7 @@ class Config:
     forbidden: str  # what ``keeps_off`` says
     strict: bool
     calibration: Path | None  # the file of measurements; None: not to be read
-    calibration_named: bool  # by the user: it should exist
     options: Mapping[str, str | int]  # by the name in OPTIONS: "off", or what is asked for; a size in bytes
-
-    def missing_calibration(self) -> str:
-        """A sentence on a calibration file that the user named and that does not exist; "" where all is well."""
-        if self.calibration is None or not self.calibration_named or self.calibration.exists():
-            return ""
-        return f"NF4_PATCH_CALIBRATION names {self.calibration}, which does not exist: the shipped tables decide"
 
     @classmethod
     def read(
@@ -115,6 +108,5 @@ class Config:
             forbidden=keeps_off(environ),
             strict=SWITCH[values["NF4_PATCH_STRICT"]],
             calibration=Path(os.path.expanduser(file)) if file else None,
-            calibration_named=named not in ("auto", "off"),
             options={name: values[variable.name] for name, variable in OPTIONS.items()},
         )

@@ -11,11 +11,10 @@ from typing import Any
 Record = dict[str, Any]
 
 DATA = Path(__file__).resolve().parents[1] / "docs" / "data"
-GPUS = ("H200", "H100")  # that figures were taken on, the first where only one is shown
+GPUS = ("H100", "H200")  # that figures were taken on, the first where only one is shown
 OURS, BITSANDBYTES, UNPATCHED, STOCK = "nf4_patch", "bitsandbytes", "unpatched", "stock"
-CALLS, GPU_TIME = "kernel calls a step", "GPU time"  # a note of a step; its clock where it is not the wall's
+GPU_TIME = "GPU time"  # the clock of a step where it is not the wall's
 DENSE = "16-bit weights"
-PEFT = "peft, experts in 16 bits"  # what LoRA on experts is compared with
 LIMITS = ("ceiling", "device copy", "torch.empty", "read", DENSE)  # what ours is held against
 
 
@@ -68,7 +67,6 @@ def compared(name: str, ours: str, other: str, **where: Any) -> list[Record]:
                 found.append({
                     "gpu": gpu, "file": file, "machine": data["machine"], "size": tokens, "clock": clock, "ratio": ratio,
                     "clear": abs(ratio - 1) > max(side[f"{field}_spread"] for side in sides), "times": f"{ratio:.2f}×",
-                    "notes": {},
                 })  # fmt: skip
     return [record for record in found if matches(record, where)]
 
@@ -102,21 +100,16 @@ def side_of(row: Record, side: str) -> Record:
 
 
 def clear(row: Record, other: str = UNPATCHED) -> bool:
-    """Whether the patch served a step, and made a difference that is more than noise: more than each side differs from
-    itself in that run, and the same way in four rounds of five."""
+    """Whether the fused matmul ran where it was to, and made a difference that is more than noise: more than each side differs
+    from itself in that run, and the same way in four rounds of five."""
     ratio = row["ratio"].get(other)
-    if not ratio or unserved(row):
+    if not ratio or row["notes"].get("fused") == "no":
         return False
     rounds = list(zip(row["times"][OURS], row["times"][other], strict=True))
     median = row["median"]
     same_way = sum((a < b) == (median[OURS] < median[other]) for a, b in rounds)
     noise = max(row["noise"][OURS], row["noise"][other])
     return abs(ratio - 1) > noise and same_way >= 0.8 * len(rounds)
-
-
-def unserved(row: Record) -> bool:
-    """The kernel, or the fused matmul, was not called."""
-    return (row["notes"].get(CALLS) == "0" and "cache" not in row["notes"]) or row["notes"].get("fused") == "no"
 
 
 def total(file: str, *fields: str) -> tuple[float, ...]:

@@ -13,20 +13,9 @@ import shlex
 import subprocess
 import sys
 import time
-from importlib import metadata
 
 import torch
 from figures import DATA, GPUS, sources
-
-from nf4_patch.tools.report import holds
-
-
-def needs_another_unsloth(name: str) -> bool:
-    """Whether a file is of another release than the one installed; one without a release is of the newest line."""
-    if "unsloth" not in name:
-        return False
-    installed = metadata.version("unsloth")
-    return name.removeprefix("step-unsloth-") != installed if "2026" in name else not holds(installed, ">= 2026.10")
 
 
 def main(wanted: list[str]) -> int:
@@ -39,7 +28,7 @@ def main(wanted: list[str]) -> int:
         sys.exit(f"no such file: {', '.join(sorted(unknown))}; there are {', '.join(named)}")
     failed = 0
     for name, command in named.items():
-        if name not in (wanted or named) or needs_another_unsloth(name):
+        if name not in (wanted or named):
             continue
         file, begin = DATA / f"{name}-{gpu}.json", time.monotonic()
         words = shlex.split(command.replace("nf4-patch", "python -m nf4_patch"))

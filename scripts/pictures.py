@@ -13,7 +13,7 @@ from tables import GENERATION, LORA_ON_EXPERTS, SAME_BITS, SAME_BITS_CACHED, UNS
 
 GREEN, GRAY, AMBER = "#1b7f4b", "#9a9a9a", "#d98e04"
 GLANCE: list[tuple[str, Setup, dict[str, Any], str]] = [  # what a user does, its records, which of them, color
-    ("LoRA on experts, 512 tokens", LORA_ON_EXPERTS, {"size": 512}, AMBER),
+    ("LoRA on experts, 512 tokens", LORA_ON_EXPERTS, {"size": 512, "clock": GPU_TIME}, AMBER),
     ("TRL, Liger, LoRA in one function, 2,048 tokens", UNSLOTHS_SPEED, {"size": 2048, "clock": GPU_TIME}, AMBER),
     ("generation, batch 8", GENERATION, {"what": "batch 8"}, AMBER),
     ("step with peft, everything cached, 512 tokens", SAME_BITS_CACHED, {"size": 512, "clock": GPU_TIME}, AMBER),

@@ -75,7 +75,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         lambda: [{"v": v, "values": ", ".join(v.values), "default": f"`{v.default}`" if v.default else "unset"} for v in VARIABLES], (
         Column("variable", "`{v.name}`"), Column("values", "{values}"), Column("default", "{default}"),
         Column("meaning", "{v.meaning}"))),
-    "commands": Table(lambda: [{"name": name, "summary": cli.summary(verb)} for name, verb in cli.main.commands.items()], (
+    "commands": Table(lambda: [{"name": name, "summary": verb.get_short_help_str(200)} for name, verb in cli.main.commands.items()], (
         Column("command", "`nf4-patch {name}`"), Column("", "{summary}"))),
     "imports": Table(imports, (
         Column("folder", "{folder}"), Column("modules", "{name}", {}, " "), Column("imports from", below, {}))),

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import memory
-from figures import compared, load, matches, numbers, of_gpus, peak, records, room, shape, span, unserved
+from figures import compared, load, matches, numbers, of_gpus, peak, records, room, shape, span
 
-from figures import BITSANDBYTES, DATA, DENSE, GPU_TIME, GPUS, LIMITS, OURS, PEFT, STOCK, UNPATCHED, Record  # isort: skip
+from figures import BITSANDBYTES, DATA, DENSE, GPU_TIME, GPUS, OURS, STOCK, UNPATCHED, Record  # isort: skip
 
 SHOWN = ("torch", "triton", BITSANDBYTES, "unsloth", "transformers", "peft", "wrapt")
 
@@ -57,38 +57,29 @@ def table(columns: Sequence[Column], found: Iterable[Record]) -> str:
     return shape("\n".join([lines[0], "|" + "---|" * len(shown), *lines[1:]]))
 
 
+MACHINES = "machines"
+
+
 class Table(NamedTuple):
-    """A block of a page. ``others``: the field by which a line sums up the GPUs after the first, which alone has the table.
-    ``apart``: a field; each of its values has a table. ``above``: a format of a record, instead of machine and releases."""
+    """A block of a page. ``above``: a line above it, a format of a record; "machines": GPU, files and releases, of the first GPU
+    that has data, which alone is shown."""
 
     records: Callable[[], list[Record]]
     columns: Sequence[Column]
-    others: str = ""
-    apart: str = ""
     above: str = ""
 
     def __call__(self) -> str:
         found = self.records()
         if not found:
             return "Not measured yet."
-        gpus = dict.fromkeys(record["gpu"] for record in found) if self.others else [None]
-        first, *rest = ([record for record in found if gpu in (None, record.get("gpu"))] for gpu in gpus)
-        parts = [self.above.format_map(first[0]) or machines(first)] if self.above or self.others else []
-        units = ", ".join(dict.fromkeys(record.get("unit", "") for record in first))
-        for name in dict.fromkeys(record[self.apart] for record in first) if self.apart else [""]:
-            parts += [f"{name[0].upper()}{name[1:]}:"] if name else []
-            shown = [record | {"units": units} for record in first if not name or record[self.apart] == name]
-            parts.append(table(self.columns, shown))
-        return "\n\n".join([*parts, *map(self.summed_up, rest)])
-
-    def summed_up(self, found: list[Record]) -> str:
-        groups: dict[str, list[Record]] = {}
-        for record in found:
-            if record["ratio"] and record["side"] not in LIMITS:
-                groups.setdefault(self.others.format_map(record), []).append(record)
-        files = ", ".join(dict.fromkeys(f"[{r['file']}](data/{r['file']}) of {r['machine']['date']}" for r in found))
-        spans = ", ".join(f"{ratios(rows)} {shape(name)}" for name, rows in groups.items())
-        return f"{found[0]['gpu']} ({files}), how many times as fast: {spans}."
+        parts = []
+        if self.above == MACHINES:
+            found = [record for record in found if record["gpu"] == found[0]["gpu"]]
+            parts.append(machines(found))
+        elif self.above:
+            parts.append(self.above.format_map(found[0]))
+        units = ", ".join(dict.fromkeys(record.get("unit", "") for record in found))
+        return "\n\n".join([*parts, table(self.columns, [record | {"units": units} for record in found])])
 
 
 def machines(found: list[Record]) -> str:
@@ -132,26 +123,16 @@ class Setup(NamedTuple):
         return [record | self._asdict() | every | {"at": at} for record, at in zip(found, each, strict=True)]
 
 
-def patched(name: str, **where: Any) -> Callable[..., list[Record]]:
-    return partial(records, name, **{"side": UNPATCHED} | where)
-
-
-LORA_ON_EXPERTS = Setup("a mixture of experts, peft", EXPERTS, patched("step-experts-4bit", side=PEFT),
+DENSE_STEP, MIXTURE_STEP = (partial(partial, compared, name) for name in ("step-trl", "step-moe-trl"))
+LORA_ON_EXPERTS = Setup("a mixture of experts, peft", EXPERTS, MIXTURE_STEP("peft, patch", "16-bit experts"),
                         "peft, experts in 16 bits", of=" tokens a step, LoRA on experts")  # fmt: skip
-UNSLOTHS_SPEED = Setup("TRL with Liger", FUSED, partial(compared, "step-trl", "liger, fused", "unsloth"), "Unsloth")
-SAME_BITS = Setup("peft or TRL", "`enable()`", patched("step-peft", **UNCACHED))
-SAME_BITS_CACHED = Setup("peft or TRL, memory to spare", AUTO, patched("step-peft", **CACHED))
-UNSLOTH = Setup("Unsloth from 2026.10 on, PyTorch ≥ 2.11", AUTO, patched("step-unsloth", **CACHED))
-GENERATION = Setup("4-bit generation, compiled", MATMUL, patched("generate", side=STOCK, setting="compiled"), "bitsandbytes", "{length}",
-                   " sequences at once")  # fmt: skip
-ROLLOUTS = Setup("RL with TRL's GRPO, the model itself generates", MATMUL,
-                 patched("grpo", what=("generation", "whole step")), at="{what}", of="")  # fmt: skip
-SETUPS = [
-    LORA_ON_EXPERTS, UNSLOTHS_SPEED, SAME_BITS, SAME_BITS_CACHED,
-    Setup("Unsloth up to 2026.9", "`enable()`", patched("step-unsloth-2026.9.7", **UNCACHED)),
-    UNSLOTH, Setup("Unsloth from 2026.10 on", "`enable()`", patched("step-unsloth", **UNCACHED)),
-    GENERATION, ROLLOUTS,
-]  # fmt: skip
+UNSLOTHS_SPEED = Setup("TRL with Liger", FUSED, DENSE_STEP("liger, fused", "unsloth"), "Unsloth")
+SAME_BITS = Setup("peft or TRL", "`enable()`", DENSE_STEP("peft, patch", "peft"))
+SAME_BITS_CACHED = Setup("peft or TRL, memory to spare", AUTO, DENSE_STEP("peft, patch, cached", "peft"))
+UNSLOTH = Setup("Unsloth from 2026.10 on, PyTorch ≥ 2.11", AUTO, DENSE_STEP("unsloth, patch, cached", "unsloth"))
+GENERATION = Setup("4-bit generation, compiled", MATMUL, partial(records, "generate", side=STOCK, setting="compiled"), "bitsandbytes",
+                   "{length}", " sequences at once")  # fmt: skip
+SETUPS = [LORA_ON_EXPERTS, UNSLOTHS_SPEED, SAME_BITS, SAME_BITS_CACHED, UNSLOTH, GENERATION]
 WHO = tuple(Column(*each) for each in
             (("what you train with", "{trained}"), ("what you type", "{typed}"), ("compared with", "{against}")))  # fmt: skip
 
@@ -162,8 +143,6 @@ def gains() -> list[Record]:
 
 def marked(found: list[Record]) -> str:
     """Every ratio of a setup, in italics where it is not clear, as "1.05 / *1.06*"; a dash where there is none."""
-    if all(map(unserved, found)):
-        return "the kernel is not called"
     shown = {each["at"]: f"{each['ratio']:.2f}" if each["clear"] else f"*{each['ratio']:.2f}*" for each in found}
     return " / ".join(shown.get(at, "-") for at in found[0]["every"]) + "×"
 
@@ -206,7 +185,6 @@ Generating {measured_at(batches)}, compiled: {MATMUL} makes {marked(batches)} as
 
 # --- records of their own ---
 
-TRAINERS = {"step-peft": "peft, bitsandbytes", "step-unsloth-2026.9.7": "Unsloth", "step-unsloth": "Unsloth"}
 PARTS = {"patch": "none", "cache 1/4": "1/4", "cache 1/2": "1/2", "cache 3/4": "3/4 of them", "cache all": "all weights"}  # fmt: skip
 CACHE = {"setting": (*PARTS,), "who": ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B")}
 SHAPES = [f"{shape} bf16" for shape in ("512x2048", "512x3584", "4096x1024", "1024x8192", "3584x3584", "8192x2048",
@@ -215,19 +193,13 @@ RESULTS = {  # what is shown of which file, in words
     "4096x14336 bf16": ("bench", "dequantize 4096x14336 to bf16, GPU time"),
     "a new tensor": ("bench", "host time per call"),
     "total": ("challenge", "the public NF4 challenge, 9,000 calls"),
-    "peft 1x512, GPU time": ("step-peft", "a QLoRA step of peft, 512 tokens, GPU time"),
 }
 SIDES = (OURS, BITSANDBYTES, UNPATCHED, "Unsloth Triton")
 
 
-def steps(*names: str, **where: Any) -> list[Record]:
-    """Those of a step: a setting of the cache after the other, wall time before GPU time."""
-    found = records(*names, **where)
-    for record in found:
-        trainer = TRAINERS.get(record["file"].rpartition("-")[0], "")
-        installed = record["machine"]["releases"].get(trainer.split(" ")[-1].lower(), "")
-        record |= {"trainer": f"{trainer} {installed}", "by": record["clock"] or "wall time"}
-    return sorted(found, key=lambda record: ([*PARTS].index(record["setting"]), record["clock"]))
+def cached(**where: Any) -> list[Record]:
+    """Those of a whole model's step, a size of the cache after the other."""
+    return sorted(records("step-cache", **CACHE, **where), key=lambda record: [*PARTS].index(record["setting"]))
 
 
 def fits(memory: float, found: list[Record]) -> str:
@@ -253,17 +225,6 @@ def releases() -> list[Record]:
 
 def each(name: str, found: list[Record]) -> str:
     return ", ".join(sorted({record[name] for record in found} - {""}, key=numbers))
-
-
-def kernel_parts() -> list[Record]:
-    """What the parts of the longest step with LoRA on experts take, the largest first."""
-    found = []
-    for record in records("step-experts-kernels", section="LoRA on experts", size=4096):
-        found.append(record | {"kind": "the whole step", "ms": record["median"][record["side"]]})
-        for kind, note in record["notes"].items():
-            if part := re.search(rf"(?:^|, ){record['side']} ([\d.]+)(?:,|$)", note):
-                found.append(record | {"kind": kind, "ms": float(part[1])})
-    return sorted(found, key=lambda record: -record["ms"])
 
 
 def every_mixture() -> list[Record]:
@@ -295,22 +256,16 @@ MOE_RECIPE = {
 }
 
 
-def recipe(name: str, steps: dict[str, str]) -> str:
-    """A row a step: GPU time, wall time where it was taken, and peak, by tokens."""
+def recipe(name: str, steps: dict[str, str]) -> list[Record]:
+    """A row a step, and a length."""
     found = [record | {"words": steps[record["side"]]} for record in plain(name) if record["side"] in steps]
-    found.sort(key=lambda record: [*steps].index(record["side"]))
-    columns = (
-        Column("ms on the GPU", "{words}"), Column("{tokens:,} tokens", "{gpu_ms:.1f}", {}),
-        *[Column("{tokens:,}, by the clock", "{wall_ms:.1f}", {})] * all(record.get("wall_ms") for record in found),
-        Column("GiB, {tokens:,}", "{peak_gib:.2f}", {}))  # fmt: skip
-    first = [record for record in found if record["gpu"] == GPUS[0]]
-    return f"{machines(first)}\n\n{table(columns, first)}" if first else "Not measured yet."
+    return sorted(found, key=lambda record: [*steps].index(record["side"]))
 
 
 def requirements() -> str:
     """The releases of a measured step, for pip."""
-    installed = next(of_gpus("step-peft"))[2]["machine"]["releases"] | {"click": "", "rich": ""}
-    wanted = ("torch", "triton", BITSANDBYTES, "transformers", "peft", "wrapt", "click", "rich")
+    installed = next(of_gpus("step-trl"))[2]["machine"]["releases"] | {"click": ""}
+    wanted = ("torch", "triton", BITSANDBYTES, "transformers", "peft", "wrapt", "click")
     pins = [f"{name}=={installed[name].partition('+')[0]}" if installed[name] else name for name in wanted]
     return "\n".join(["```text", *pins, "```"])
 
@@ -439,8 +394,9 @@ def offload_cards() -> list[Record]:
 # --- the blocks ---
 
 SUBJECT, TOKENS = (Column("{units}", "{subject}"), Column("{side}", "{against}", {})), Column("tokens", "{length}")
-TRL = (Column("tokens", "{tokens:,}"), Column("", "{side}"), Column("GPU time, ms", "{gpu_ms:.1f}"),
-       Column("launches", "{launches:,}"), Column("peak, GiB", "{peak_gib:.2f}"))  # fmt: skip
+TRL = (Column("{tokens:,} tokens", "{gpu_ms:.1f} / {wall_ms:.1f}", {}),
+       Column("launches, {tokens:,}", "{launches:,}", {"tokens": 2048}), Column("GiB, {tokens:,}", "{peak_gib:.2f}", {}))  # fmt: skip
+SIDE, STEP = (Column("ms, GPU time / by the clock", f"{{{field}}}") for field in ("side", "words"))
 BLOCKS: dict[str, Callable[[], str]] = {
     "install": install,
     "mixtures-memory": Table(mixtures_memory, (
@@ -451,34 +407,25 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "results": Table(results, (
         Column(GPUS[0], "{words}"), Column(OURS, "{time} {unit}", {"gpu": GPUS[0], "side": OURS}),
         Column("bitsandbytes {installed[bitsandbytes]}", "{against}", {"gpu": GPUS[0], "side": SIDES[1:3]}),
-        Column("Unsloth {installed[unsloth]}", "{against}", {"gpu": GPUS[0], "side": SIDES[3]}),
-        Column(f"on an {GPUS[1]}", "{marked}", {"gpu": GPUS[1], "side": SIDES[1:]}))),
+        Column("Unsloth {installed[unsloth]}", "{against}", {"gpu": GPUS[0], "side": SIDES[3]}))),
     "dequantize": Table(lambda: sorted(records("bench", section="dequantize", subject=tuple(SHAPES)),
-                                       key=lambda record: record["nbytes"]), SUBJECT, others="{side}"),
+                                       key=lambda record: record["nbytes"]), SUBJECT, above=MACHINES),
     "dequantize-matmul": Table(
         lambda: [record for record in records("bench", section="dequantize + matmul") if record["ratio"]],
         (Column("how many times as fast as", "{side}"), Column("[{gpu}](data/{file})", ratios, {}))),
-    "host": Table(partial(records, "bench", section="host"), SUBJECT, others="{side}"),
-    "challenge": Table(partial(records, "challenge", what="total"), SUBJECT, others="{side}"),
-    "generation": Table(partial(records, "generate"), SUBJECT, others="{side}"),
-    "grpo": Table(partial(records, "grpo"), SUBJECT, others="{side}"),
-    "steps": Table(partial(steps, *TRAINERS, side=UNPATCHED), (
-        Column("ms, wall time / GPU time", "{trainer}"), TOKENS, Column(UNPATCHED, "{time}", UNCACHED),
-        Column("{setting}", "{won}", {})), others="{trainer}, {by}"),
-    "cache": Table(partial(steps, "step-cache", **CACHE), (
+    "host": Table(partial(records, "bench", section="host"), SUBJECT, above=MACHINES),
+    "challenge": Table(partial(records, "challenge", what="total"), SUBJECT, above=MACHINES),
+    "generation": Table(partial(records, "generate"), SUBJECT, above=MACHINES),
+    "cache": Table(cached, (
         Column("ms", "{who}"), TOKENS, Column(UNPATCHED, "{time}", UNCACHED | {"side": UNPATCHED}),
         Column("{setting}", "{time}", {"side": OURS}), Column(DENSE, "{time}", UNCACHED | {"side": DENSE})),
-        others="({setting})"),
+        above=MACHINES),
     "matmul": Table(partial(records, "matmul", side=BITSANDBYTES), (
-        Column("rows of X", "{m:,}"), Column("{section}", "{won}", {})), others="at {section}"),
-    "experts-4bit": Table(partial(records, "step-experts-4bit"), (
-        Column("ms, GiB", "{who} {length}"),
-        Column("{side}", "{time}, {memory}", {"side": (OURS, "cached", "experts in 16 bits")}),
-        Column("{side}", "{against}, {memory}", {"side": ("transformers' forward", PEFT)})), others="{side}", apart="section"),
-    "experts-kernels": Table(kernel_parts, (
-        Column("GPU time, ms", "{kind}"),
-        *(Column(side, "{ms:.1f}", {"side": side}) for side in (OURS, "no checkpointing", "unsloth"))), others="{side}"),
-    "fits": Table(partial(steps, "step-cache", gpu="H100", side=UNPATCHED, **CACHE), (
+        Column("rows of X", "{m:,}"), Column("{section}", "{won}", {})), above=MACHINES),
+    "experts-4bit": Table(partial(records, "step-experts-4bit", section="frozen experts"), (
+        Column("ms, GiB", "{who} {length}"), Column("{side}", "{time}, {memory}", {"side": (OURS, "cached")}),
+        Column("{side}", "{against}, {memory}", {"side": "transformers' forward"})), above=MACHINES),
+    "fits": Table(partial(cached, gpu=GPUS[0], side=UNPATCHED), (
         Column("model, tokens", "{who} {length}"), Column("all weights take", "{notes[cache]}", CACHED),
         Column("no cache", "{times}", UNCACHED), Column("16 GB", partial(fits, 16e9), {}),
         Column("24 GB", partial(fits, 24e9), {}), Column("48 or 80 GB", partial(fits, 48e9), {}))),
@@ -496,8 +443,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         Column("on", "{place}"), Column("runs", lambda found: str(len(found)), {}),
         *(Column(name, partial(each, name), {}) for name in SHOWN), Column("result", "{result}"))),
     "requirements": requirements,
-    "recipe": partial(recipe, "step-trl", DENSE_RECIPE),
-    "recipe-moe": partial(recipe, "step-moe-trl", MOE_RECIPE),
+    "recipe": Table(partial(recipe, "step-trl", DENSE_RECIPE), (STEP, *TRL), above=MACHINES),
+    "recipe-moe": Table(partial(recipe, "step-moe-trl", MOE_RECIPE), (STEP, *TRL), above=MACHINES),
     "offload-parts": Table(offload_parts, (
         Column("GB", "{name}"), Column("packed experts", "{experts}"), Column('of which `"all"` keeps on the GPU', "{buffers}"),
         Column("all other weights", "{others}"), Column(f"at work on {TOKENS_OF_TABLE:,} tokens", "{activations}"))),
@@ -510,6 +457,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
         Column("`offload=`", "{said}"), Column("step, ms (× resident)", "{step}"), Column("kernels alone, ms", "{kernels_ms:.0f}"), Column("bus alone, ms (GB/s)", "{bus_ms}"),
         Column("× the larger of the two", "{of_least}"), Column("peak loading / training, GiB", "{peaks}"),
         Column("in host memory, GiB", "{host}")), above="{sources}"),
-    "step-trl": Table(partial(plain, "step-trl"), TRL, others="{side}"),
-    "step-moe-trl": Table(partial(plain, "step-moe-trl"), TRL, others="{side}"),
+    "step-trl": Table(partial(plain, "step-trl"), (SIDE, *TRL), above=MACHINES),
+    "step-moe-trl": Table(partial(plain, "step-moe-trl"), (SIDE, *TRL), above=MACHINES),
 }  # fmt: skip

@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 import nf4_patch
-from benchmarks import Bench, bits, grpo
+from benchmarks import Bench, bits
+from benchmarks.record import Check, Row
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.tools.bench.record import GPU_TIME, UNPATCHED, Check, Row
 from nf4_patch.tools.bench.timing import Machine, Times
 from nf4_patch.tools.cli import main
 from scripts import render_docs
@@ -114,20 +114,9 @@ def test_length(page, most):
 
 
 def measured() -> set[str]:
-    """Ratios in the data files of H200 and H100, by either clock; in italics where they are not more than the noise of their run."""
-    figures, known = render_docs.figures, set()
-    rows = [
-        (figures.clear(row, other), row["ratio"][other])
-        for file in figures.DATA.glob("*-h?00.json")
-        if "sections" in (data := json.loads(file.read_text()))
-        for row in (row for rows in data["sections"].values() for row in rows)
-        for other in {figures.UNPATCHED, figures.STOCK, figures.PEFT} & row["ratio"].keys()
-    ]
-    of_unsloth = figures.compared("step-trl", "liger, fused", "unsloth")
-    for is_clear, ratio in [*rows, *((record["clear"], record["ratio"]) for record in of_unsloth)]:
-        if ratio:
-            known.add(f"{ratio:.2f}" if is_clear else f"*{ratio:.2f}*")
-    return known
+    """Ratios of what the README shows, by either clock; in italics where they are not more than the noise of their run."""
+    records = (record for setup in render_docs.tables.SETUPS for record in setup.records())
+    return {f"{record['ratio']:.2f}" if record["clear"] else f"*{record['ratio']:.2f}*" for record in records}
 
 
 def test_every_number_of_the_first_screen_is_measured():
@@ -182,10 +171,10 @@ def test_data_file_is_whole_and_named_by_its_command(file):
 
 
 def recorded(name, folder, monkeypatch, **sections):
-    """A benchmark of these sections on an H200, written as the only data file, NAME-h200.json."""
-    machine = Machine("NVIDIA H200", "90", "1", "", {"torch": "2.11.0"}, date="2026-11-22", commit="1")
+    """A benchmark of these sections on an H100, written as the only data file, NAME-h100.json."""
+    machine = Machine("NVIDIA H100", "90", "1", "", {"torch": "2.11.0"}, date="2026-11-22", commit="1")
     bench = Bench(machine, sections, dict.fromkeys(sections, ""))
-    (folder / f"{name}-h200.json").write_text(json.dumps(bench.as_dict()))
+    (folder / f"{name}-h100.json").write_text(json.dumps(bench.as_dict()))
     monkeypatch.setattr(render_docs.figures, "DATA", folder)
     return bench
 
@@ -204,42 +193,15 @@ def test_what_the_bench_writes_is_what_is_rendered(tmp_path, monkeypatch):
 
 def test_a_list_of_rows_is_rendered(tmp_path, monkeypatch):
     """step-trl-GPU.json and step-moe-trl-GPU.json: the machine as in every other file, and rows."""
-    figures = {"gpu_ms": 15.8, "gpu_spread": 0.1, "launches": 1234, "peak_gib": 5.125}
+    figures = {"gpu_ms": 15.8, "gpu_spread": 0.1, "wall_ms": 40.0, "launches": 1234, "peak_gib": 5.125}
     rows = [{"side": side, "tokens": 2048, **figures} for side in ("unpatched", "nf4_patch")]
     recorded("step-trl", tmp_path, monkeypatch)
-    file = tmp_path / "step-trl-h200.json"
+    file = tmp_path / "step-trl-h100.json"
     file.write_text(json.dumps({"machine": json.loads(file.read_text())["machine"], "rows": rows}))
     shown = render_docs.BLOCKS["step-trl"]()
-    assert shown.startswith("**H200** ([step-trl-h200.json](data/step-trl-h200.json) of 2026-11-22 with torch 2.11.0):")
-    assert shown.splitlines()[-1] == "| 2,048 | nf4_patch | 15.8 | 1,234 | 5.12 |"
+    assert shown.startswith("**H100** ([step-trl-h100.json](data/step-trl-h100.json) of 2026-11-22 with torch 2.11.0):")
+    assert shown.splitlines()[-1] == "| nf4_patch | 15.8 / 40.0 | 1,234 | 5.12 |"
     assert render_docs.BLOCKS["step-moe-trl"]() == "Not measured yet."
-
-
-def grpo_record(rate: float, fused: int, tokens: int = 8 * 16 * 64, reason: str = "NOT_FASTER") -> dict:
-    """What examples/grpo_trl.py writes, as far as it is read."""
-    rollouts = {"tokens": tokens, "tokens_per_second": rate, "step": 1024 / rate + 0.5, "rest": 0.5}
-    patch = {"shapes": {"4096x4096 bfloat16 fused matmul": fused}, "targets": [{"fallbacks": {reason: 1}}]}
-    return {"rollouts": rollouts, "nf4_patch": patch}
-
-
-@pytest.mark.parametrize(
-    ("changes", "gain", "failures"),
-    [
-        ({}, "2.00 / 1.67\u00d7", 0),
-        ({"rate": 512}, "*1.00* / *1.00*\u00d7", 0),
-        ({"fused": 0}, "", 3),  # nothing ran
-        ({"tokens": 1}, "", 3),  # less work
-        ({"reason": "INTERNAL_ERROR"}, "", 3),
-    ],
-)
-def test_grpo_is_shown_where_it_gains_and_its_checks_passed(changes, gain, failures, tmp_path, monkeypatch):
-    stock, ours = grpo_record(512, 0), grpo_record(**{"rate": 1024, "fused": 9} | changes)
-    runs = {name: [ours if name == grpo.OURS else stock] * 2 for name in grpo.VARIANTS}
-    bench = recorded("grpo", tmp_path, monkeypatch, grpo=grpo.compare(runs))
-    rollouts = render_docs.tables.ROLLOUTS.records()
-    assert (render_docs.tables.marked(rollouts) if rollouts else "") == gain
-    assert ("check failed" in render_docs.BLOCKS["grpo"]()) is bool(failures)
-    assert len(bench.problems()) == failures
 
 
 def test_one_line_has_the_address_of_the_repository(tmp_path, monkeypatch):
@@ -252,7 +214,7 @@ def test_one_line_has_the_address_of_the_repository(tmp_path, monkeypatch):
     links = re.findall(r"\]\(([^)]*)\)", absolute(text, address))
     assert len(links) > 20 and all(link.startswith("https://") for link in links)
     assert (
-        f"![How many times as fast, six cases on an H200]({address}/raw/main/docs/images/at-a-glance.svg)"
+        f"![How many times as fast, six cases on an H100]({address}/raw/main/docs/images/at-a-glance.svg)"
         in absolute(text, address)
     )
     assert f"[recipes]({address}/blob/main/docs/recipes.md#x), [a](#b)" in absolute(
@@ -279,18 +241,19 @@ def test_every_data_file_is_written_by_a_command_that_exists():
 
 
 @pytest.mark.parametrize(
-    ("slower", "calls", "clear"),
+    ("slower", "fused", "clear"),
     [
-        (0, "84", True), (5, "84", True), (1, "84", True), (2, "84", False),  # four of five rounds, three of five
-        (0, "0", False),  # nothing ran in the kernel
+        (0, "yes", True), (5, "yes", True), (1, "yes", True), (2, "yes", False),  # four of five rounds, three of five
+        (0, "no", False),  # the fused matmul did not run
     ],
 )  # fmt: skip
-def test_when_a_difference_between_steps_is_clear(slower, calls, clear):
-    sides = {"nf4_patch": Times((9,) * (5 - slower) + (11,) * slower), UNPATCHED: Times((10,) * 5)}
-    row = Row(GPU_TIME, "ms", sides, {UNPATCHED: Check(True, "")}, notes={"kernel calls a step": calls}).as_dict()
+def test_when_a_difference_is_clear(slower, fused, clear):
+    stock = render_docs.figures.STOCK
+    sides = {"nf4_patch": Times((9,) * (5 - slower) + (11,) * slower), stock: Times((10,) * 5)}
+    row = Row("batch 1", "ms", sides, {stock: Check(True, "")}, notes={"fused": fused}).as_dict()
     row["noise"] = dict.fromkeys(sides, 0.05)
-    assert render_docs.figures.clear(row) is clear
-    assert render_docs.figures.side_of(row, UNPATCHED)["won"].startswith("*") is not clear  # in italics where it is not
+    assert render_docs.figures.clear(row, stock) is clear
+    assert render_docs.figures.side_of(row, stock)["won"].startswith("*") is not clear  # in italics where it is not
 
 
 def test_gpus_in_the_readme_are_called_what_there_are_data_of():

@@ -5,15 +5,8 @@ from __future__ import annotations
 import enum
 
 
-class StrEnum(str, enum.Enum):
-    """That of Python 3.11, for 3.10 as well: the value is what people read and ``--json`` writes."""
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-
-class State(StrEnum):
-    """What became of a target in this process."""
+class State(str, enum.Enum):  # Python 3.11's StrEnum, for 3.10 as well
+    """What became of a target in this process. The value is what people read and ``--json`` writes."""
 
     PATCHED = "patched"
     WRAPPED = "wrapped"  # another library's function calls ours
@@ -24,6 +17,9 @@ class State(StrEnum):
     ABSENT = "absent"  # not in this release of the library
     OFF = "off"
     OWN = "own"  # no target: a part of this package that runs or fails by itself
+
+    def __str__(self) -> str:
+        return str(self.value)
 
     @property
     def was_patched(self) -> bool:

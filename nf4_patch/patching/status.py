@@ -15,6 +15,7 @@ from .placement import installed
 from .reasons import Reason
 from .state import State
 from .switch import switch
+from .target import Target
 from .targets import TARGETS
 
 NEVER_CALLED, NEVER_HIT = "installed, never called by eager code", "installed, never hit"
@@ -43,9 +44,7 @@ class Status:
     shapes: dict[str, int]  # hits by "shape dtype"
     errors: tuple[str, ...]  # kernel failures, in full
     cache: CacheStatus = field(default_factory=CacheStatus)
-    weights: dict[str, int] = field(
-        default_factory=dict
-    )  # addresses of weights so far, freed ones too, by "shape dtype"
+    weights: dict[str, int] = field(default_factory=dict)  # addresses so far, also of freed ones, by "shape dtype"
     offload: dict[str, OffloadStatus] = field(default_factory=dict)  # by GPU
     forbidden: str = ""  # the variables that keep the patch off, "NF4_PATCH=0" for example
 
@@ -90,10 +89,11 @@ def folded(targets: Sequence[TargetStatus]) -> tuple[list[TargetStatus], str]:
     always = (State.WRAPPED, State.DISPLACED, State.REFUSED)
     shown = [t for t in targets if t.calls or t.state in always or (t.note == NEVER_CALLED and not used)]
     rest = [target for target in targets if target not in shown]
-    names = {State.ABSENT: "not in this release", State.INACTIVE: "belong to options that are off"}
-    names[State.PATCHED] = "not called" if used else "in place"
     libraries = dict.fromkeys(waited_for(target) for target in rest if target.state is State.WAITING)
-    names[State.WAITING] = f"not imported ({', '.join(libraries)})"
+    names = {
+        State.ABSENT: "not in this release", State.INACTIVE: "belong to options that are off",
+        State.PATCHED: "not called" if used else "in place", State.WAITING: f"not imported ({', '.join(libraries)})",
+    }  # fmt: skip
     kinds = [f"{count} {names.get(state, state)}" for state, count in Counter(t.state for t in rest).items()]
     return shown, f"{len(rest)} more target{'s' * (len(rest) != 1)}: {', '.join(kinds)}" if rest else ""
 
@@ -115,35 +115,29 @@ def calls_of(name: str) -> tuple[int, dict[str, int]]:
     return counters.hits(name), {r.name: n for (target, r), n in list(counters.fallbacks.items()) if target == name}
 
 
+def status_of(target: Target) -> TargetStatus:
+    entry = installed.get(target.name)
+    hits, fallbacks = calls_of(target.name)
+    state, note = (State.ABSENT if target.trigger in sys.modules else State.WAITING), ""
+    if entry is not None:
+        state, note = entry.state(), entry.refusal
+    if not switch.on and state not in (State.WAITING, State.REFUSED):
+        state = State.OFF
+    elif state.was_patched and target.only and not switch.gates[target.only].on:
+        state, note = State.INACTIVE, f'enable({target.only}="{OPTIONS[target.only].on}") puts it in place'
+    elif state is State.PATCHED:
+        note = target.uncounted or ("" if hits else NEVER_HIT if fallbacks else NEVER_CALLED)
+    elif state is State.DISPLACED:
+        note = "another library put its own function there; enable() again to take it back"
+    return TargetStatus(target.name, state, hits, fallbacks, note)
+
+
 def status() -> Status:
     """A snapshot of what is patched, hit and refused in this process."""
-    targets = []
-    for target in TARGETS:
-        entry = installed.get(target.name)
-        note = ""
-        if target.trigger not in sys.modules and entry is None:
-            state = State.WAITING
-        elif not switch.on and (entry is None or entry.replacement is not None):
-            state = State.OFF
-        else:
-            state, note = (State.ABSENT, "") if entry is None else (entry.state(), entry.refusal)
-        hits, counts = calls_of(target.name)
-        if state.was_patched and target.only and not switch.gates[target.only].on:
-            state, note = State.INACTIVE, f'enable({target.only}="{OPTIONS[target.only].on}") puts it in place'
-        elif state is State.PATCHED and target.uncounted:
-            note = target.uncounted
-        elif state is State.PATCHED and not hits and not counts:
-            note = NEVER_CALLED
-        elif state is State.PATCHED and not hits:
-            note = NEVER_HIT
-        elif state is State.DISPLACED:
-            note = "another library put its own function there; enable() again to take it back"
-        targets.append(TargetStatus(target.name, state, hits, counts, note))
-    names = dict.fromkeys(
-        [key[0] for key in list(counters.hit_counters)] + [key[0] for key in list(counters.fallbacks)]
-    )
-    others = [name for name in names if all(target.name != name for target in TARGETS)]
-    targets += [own for name in others if (own := TargetStatus(name, State.OWN, *calls_of(name))).calls]
+    targets = {target.name: status_of(target) for target in TARGETS}
+    for name in [key[0] for key in list(counters.hit_counters)] + [key[0] for key in list(counters.fallbacks)]:
+        if name not in targets and (own := TargetStatus(name, State.OWN, *calls_of(name))).calls:
+            targets[name] = own
     shapes: dict[str, int] = {}
     addresses: dict[str, set[int]] = {}
     for (_, shape, dtype, kernel), counter in list(counters.hit_counters.items()):
@@ -153,6 +147,5 @@ def status() -> Status:
         addresses.setdefault(key, set()).update(counter.addresses)
     weights = {key: len(known) for key, known in addresses.items() if known}
     reports = {name: option.report(switch.value(name)) for name, option in OPTIONS.items() if option.report}
-    return Status(
-        switch.on, tuple(targets), shapes, tuple(counters.errors), weights=weights, forbidden=keeps_off(), **reports
-    )
+    errors = tuple(counters.errors)
+    return Status(switch.on, tuple(targets.values()), shapes, errors, weights=weights, forbidden=keeps_off(), **reports)

@@ -10,9 +10,9 @@ done on this machine, a ``report.NotAvailable``.
 from __future__ import annotations
 
 import io
+import shutil
 import sys
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import click
@@ -29,12 +29,14 @@ class Verbs(click.Group):
     """A click group in the order of this module, whose commands have --json and fail in one line."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        cmd.params.append(json_option())
+        option = click.Option(["--json"], metavar="FILE", help="Write the report to FILE as JSON.")
+        option.callback, option.expose_value = remember_file, False
+        cmd.params.append(option)
         super().add_command(cmd, name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, summary(verb)) for name, verb in self.commands.items()])
+            formatter.write_dl([(name, verb.get_short_help_str(200)) for name, verb in self.commands.items()])
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -48,7 +50,7 @@ class Verbs(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (ConfigError, FallbackError, NotAvailable) as error:
+        except (ConfigError, FallbackError, NotAvailable, output.OutputError) as error:
             raise click.ClickException(str(error)) from None
         except ModuleNotFoundError as error:
             if (error.name or "nf4_patch").startswith("nf4_patch"):
@@ -56,18 +58,11 @@ class Verbs(click.Group):
             raise click.ClickException(f"{error.name} is not installed: pip install {error.name}") from None
 
 
-def summary(verb: click.Command) -> str:
-    """What it does, in a sentence."""
-    return verb.short_help or verb.help or ""
-
-
-def json_option() -> click.Option:
-    def remember(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> None:
-        ctx.meta["nf4_patch.json"] = value
-
-    option = click.Option(["--json", "json_file"], type=output.OutputFile(), expose_value=False, callback=remember)
-    option.metavar, option.help = "FILE", "Write the report to FILE as JSON."
-    return option
+def remember_file(ctx: click.Context, parameter: click.Parameter, name: str | None) -> None:
+    try:
+        ctx.meta["nf4_patch.json"] = None if name is None else output.checked(name)
+    except output.OutputError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 class ProgressLine:
@@ -88,18 +83,6 @@ class ProgressLine:
             self("")
 
 
-def console() -> Any:
-    """A rich console that prints strings as they are; outside a terminal wide enough for every table."""
-    from rich.console import Console
-
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # an encoding without the character shows "?" instead of raising
-    result = Console(markup=False, highlight=False, emoji=False)
-    if not result.is_terminal:
-        result.width = 160
-    return result
-
-
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="nf4-patch")
 @click.pass_context
@@ -117,22 +100,19 @@ def finish(ctx: click.Context, report: Any) -> None:
     if file := ctx.meta.get("nf4_patch.json"):
         data = report.as_dict()
         output.write_json(file, data if "machine" in data else data | provenance_data())  # a machine says more
-    out = console()
-    for renderable in report.render():
-        text = isinstance(renderable, str)
-        out.print(wrapped(renderable, out.width) if text and out.is_terminal else renderable, soft_wrap=text)
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an encoding without the character shows "?" instead of raising
+    for text in report.render():
+        print(wrapped(text) if terminal and "\n" not in text else text, flush=True)
     sys.exit(report.exit_code)
 
 
-def wrapped(text: str, width: int) -> str:
-    """Lines of at most ``width`` characters, and what is continued indented; a word that is longer stays whole."""
-    lines = []
-    for line in text.split("\n"):
-        indent = " " * (len(line) - len(line.lstrip()) + 2)
-        lines += textwrap.wrap(
-            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-        ) or [""]  # fmt: skip
-    return "\n".join(lines)
+def wrapped(text: str) -> str:
+    """Lines as wide as the terminal, and what is continued indented; a word that is longer stays whole."""
+    width = shutil.get_terminal_size().columns
+    indent = " " * (len(text) - len(text.lstrip()) + 2)
+    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 @main.command()
@@ -150,6 +130,7 @@ def doctor(tell: Progress, unsloth: bool, verbose: bool) -> Report:
 @click.pass_obj
 def verify(tell: Progress) -> Report:
     """Compare the kernel with bitsandbytes on this machine's GPU, bit for bit."""
+    require_gpu()
     from . import verify
 
     return verify.verify(tell)
@@ -159,10 +140,7 @@ ALL_RANKS = "Report on every process of a launcher; --json r.json then writes r.
 
 
 # What follows the first word of COMMAND belongs to it, options too, as after ``python``.
-@main.command(
-    context_settings={"allow_interspersed_args": False},
-    short_help="Run a command with the patch on, in every Python process that it starts.",
-)
+@main.command(context_settings={"allow_interspersed_args": False})
 @click.option("-m", "module", is_flag=True, help="COMMAND is a module, as after python -m.")
 @click.option("-c", "code", is_flag=True, help="COMMAND is code, as after python -c.")
 @click.option("--report", is_flag=True, help="At the end print hits, fallbacks with reasons, and advice on stderr.")
@@ -170,10 +148,10 @@ ALL_RANKS = "Report on every process of a launcher; --json r.json then writes r.
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def run(ctx: click.Context, module: bool, code: bool, report: bool, all_ranks: bool, command: tuple[str, ...]) -> None:
-    """Run a command with the patch on: train.py, -m MODULE, python ..., torchrun ..., accelerate launch ...
+    """Run a command with the patch on, in every Python process that it starts.
 
-    Every Python process that the command starts is patched, and reports if it imports bitsandbytes. Of several processes of
-    a launcher only rank 0 reports.
+    COMMAND is train.py, -m MODULE, python ..., torchrun ..., accelerate launch ... A process reports if it imports
+    bitsandbytes; of several processes of a launcher only rank 0 does.
     """
     from . import run
 
@@ -217,14 +195,15 @@ WHICH_MODEL = "Model whose layer shapes to measure; repeatable.  [default: llama
 WHICH_SHAPE = "A weight of N rows, K columns; repeatable."
 
 
-@main.command(short_help="Tune the fused matmul for this GPU and save the result.")
+@main.command()
 @click.option("--model", "models", type=click.Choice(list(MODELS)), multiple=True, help=WHICH_MODEL)
 @click.option("--shape", "shapes", type=shape_of, multiple=True, metavar="NxK", help=WHICH_SHAPE)
 @click.pass_obj
 def calibrate(tell: Progress, models: tuple[str, ...], shapes: tuple[tuple[int, int], ...]) -> Report:
-    """Measure on this GPU which config of the fused matmul wins, by weight and rows of X, and remember it.
+    """Tune the fused matmul for this GPU and save the result.
 
-    enable(matmul="auto") then prefers it to the shipped tables, as long as the same releases are installed.
+    What is saved: which config wins, by weight and rows of X. enable(matmul="auto") prefers it to the shipped tables, as long
+    as the same releases are installed.
     """
     path = Config.read().calibration
     if path is None:
@@ -234,7 +213,4 @@ def calibrate(tell: Progress, models: tuple[str, ...], shapes: tuple[tuple[int, 
 
     chosen = models or (() if shapes else ("llama-8b",))
     wanted = dict.fromkeys((*(shape for model in chosen for shape in projections(MODELS[model])), *shapes))
-    try:
-        return calibrate.calibrate(path, list(wanted), tell)
-    except (OSError, output.OutputError) as error:
-        raise click.ClickException(str(error)) from error
+    return calibrate.calibrate(path, list(wanted), tell)

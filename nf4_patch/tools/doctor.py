@@ -6,14 +6,12 @@ import importlib
 import os
 import platform
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from rich.console import RenderableType
 
 import nf4_patch
 
@@ -26,7 +24,7 @@ from ..option import size_in_words
 from ..patching.matmul import calibrated
 from ..patching.options import OPTIONS
 from ..patching.reasons import Reason
-from ..patching.state import State, StrEnum
+from ..patching.state import State
 from ..patching.status import TargetStatus
 from ..patching.target import Target
 from ..patching.targets import TARGETS
@@ -42,27 +40,6 @@ OLDEST = TARGETS[0]  # of bitsandbytes: every release that is served has it
 AUTOLOADS = ">= 0.46"  # releases of bitsandbytes that load nf4_patch as a backend
 
 
-class Outcome(StrEnum):
-    READY = "Ready"
-    LIMITED = "Ready, with limits"  # patched, and not everything gains by it
-    NOT_READY = "Not ready"
-
-
-@dataclass
-class KernelCheck:
-    """The kernel of one output dtype, compiled on one GPU and compared there with the reference."""
-
-    dtype: str
-    works: bool
-    launch_path: str  # how it is launched: "c entry" or "launcher"
-    seconds: float  # to compile (or load from Triton's cache) and check
-    error: str = ""
-
-    def __str__(self) -> str:
-        result = f"the bits of the reference, launched by {self.launch_path}" if self.works else "FAILED"
-        return f"kernel for {self.dtype}: {result}, ready in {self.seconds * 1e3:,.0f} ms"
-
-
 @dataclass
 class Gpu:
     index: int
@@ -70,21 +47,22 @@ class Gpu:
     capability: tuple[int, int]
     gibibytes: float
     advice: str = ""
-    kernels: list[KernelCheck] = field(default_factory=list)
-    fused_matmul: str = ""  # what decides where it runs
-
-    @property
-    def works(self) -> bool:
-        return bool(self.kernels) and all(check.works for check in self.kernels)
+    failures: list[str] = field(default_factory=list)  # why it runs the original
+    kernels: dict[str, str] = field(default_factory=dict)  # output dtype -> how it is launched: "c entry" or "launcher"
+    fused_matmul: str = "never"  # what decides where it runs
 
     @property
     def sm(self) -> str:
-        return f"sm_{self.capability[0]}{self.capability[1]}"
+        return "sm_{}{}".format(*self.capability)
 
-    def lines(self, verbose: bool) -> list[str]:
-        fused = [f"fused matmul: {self.fused_matmul}"] * bool(self.fused_matmul)
-        more = [*[self.advice] * bool(self.advice), *([*map(str, self.kernels), *fused] if verbose else [])]
-        return [f"GPU {self.index}: {self.name}, {self.sm}, {self.gibibytes:.0f} GiB", *(f"  {line}" for line in more)]
+    def lines(self, verbose: bool) -> Iterable[str]:
+        yield f"GPU {self.index}: {self.name}, {self.sm}, {self.gibibytes:.0f} GiB"
+        if self.advice:
+            yield f"  {self.advice}"
+        if verbose:
+            for dtype, by in self.kernels.items():
+                yield f"  kernel for {dtype}: the bits of the reference, launched by {by}"
+            yield f"  fused matmul: {self.fused_matmul}"
 
 
 @dataclass
@@ -103,10 +81,8 @@ class DoctorReport(Report):
         """Why calls would run the original; empty where the kernel would run for every installed target."""
         problems = [f"{self.no_gpu}: every call would run the original ({Reason.NOT_CUDA.name})"] * bool(self.no_gpu)
         problems += [f"{target.note} keeps the patch off" for target in self.targets if target.state is State.OFF]
-        for gpu in self.gpus:
-            errors = [f"{check.dtype}: {check.error}" for check in gpu.kernels if not check.works]
-            if not gpu.works:
-                problems.append(f"GPU {gpu.index} ({gpu.name}) runs the original: {'; '.join(errors) or gpu.advice}")
+        failing = [gpu for gpu in self.gpus if gpu.failures]
+        problems += [f"GPU {gpu.index} ({gpu.name}) runs the original: {'; '.join(gpu.failures)}" for gpu in failing]
         refused = [target for target in self.targets if target.state is State.REFUSED]
         problems += [t.note if t.note.startswith("import ") else f"{t.name} is left alone: {t.note}" for t in refused]
         release = self.releases.get("bitsandbytes")
@@ -117,13 +93,13 @@ class DoctorReport(Report):
         return list(dict.fromkeys(problems))
 
     @property
-    def outcome(self) -> Outcome:
-        return Outcome.NOT_READY if self.problems() else Outcome.LIMITED if self.limits else Outcome.READY
+    def outcome(self) -> str:
+        return "Not ready" if self.problems() else "Ready, with limits" if self.limits else "Ready"
 
     def as_dict(self) -> dict[str, Any]:
         return {**super().as_dict(), "outcome": self.outcome}
 
-    def render(self) -> Iterable[RenderableType]:
+    def render(self) -> Iterable[str]:
         verdicts = self.problems() or self.limits or ["the kernel would run for every installed target."]
         unmeasured = sorted({gpu.sm for gpu in self.gpus if gpu.capability not in compilation.MEASURED})
         if unmeasured and not self.problems():
@@ -209,7 +185,10 @@ def variables_in_force(config: Config) -> list[str]:
     if config.requested and bitsandbytes and not holds(bitsandbytes, AUTOLOADS):
         how = "start the program with `nf4-patch run`, or import nf4_patch in it"
         lines.append(f"NF4_PATCH=1: bitsandbytes {bitsandbytes} does not load nf4_patch ({AUTOLOADS} does): {how}")
-    return [*lines, *unknown_variables(), *filter(None, [config.missing_calibration()])]
+    file, named = config.calibration, os.environ.get("NF4_PATCH_CALIBRATION", "").strip().lower()
+    if file and named not in ("", "auto") and not file.exists():
+        lines.append(f"NF4_PATCH_CALIBRATION names {file}, which does not exist: the shipped tables decide")
+    return [*lines, *unknown_variables()]
 
 
 def why_no_gpu() -> str:
@@ -225,30 +204,22 @@ def examine_gpu(index: int, tell: Progress) -> Gpu:
     capability = (properties.major, properties.minor)
     gpu = Gpu(index, properties.name, capability, properties.total_memory / 2**30)
     if capability < compilation.MINIMUM_CAPABILITY:
-        gpu.advice = f"every call runs the original: {Reason.GPU_TOO_OLD.sentence}"
+        gpu.failures.append(Reason.GPU_TOO_OLD.sentence)
         return gpu
     gpu.advice = TAKE_FP16 if capability < (8, 0) else ""
     for done, dtype in enumerate(OUTPUT_DTYPES):
         tell(f"compiling for {properties.name}", done, len(OUTPUT_DTYPES))
-        gpu.kernels.append(check_kernel(dtype, torch.device("cuda", index), capability))
+        name = str(dtype).removeprefix("torch.")
+        usual = compilation.Variant(compilation.warps_for(capability, 4096 * 4096), dtype)  # nested, blocksize 64
+        try:  # it compares its own bits with the reference
+            gpu.kernels[name] = compilation.kernel_for(usual, torch.device("cuda", index)).entry.launch_path
+        except runtime.KernelUnavailable as unavailable:
+            gpu.failures.append(f"{name}: {unavailable}")
     shipped = any(row.capability == capability for row in SMALL_M_ROWS)
     gpu.fused_matmul = calibrated.in_force(index).status or (
         "by the shipped tables" if shipped else "in no shipped table; `nf4-patch calibrate` measures them"
     )
     return gpu
-
-
-def check_kernel(dtype: torch.dtype, device: torch.device, capability: tuple[int, int]) -> KernelCheck:
-    """Compile the variant of a usual weight (nested, blocksize 64); it compares its own bits with the reference."""
-    variant = compilation.Variant(compilation.warps_for(capability, 4096 * 4096), dtype)
-    name = str(dtype).removeprefix("torch.")
-    started = time.perf_counter()
-    path = error = ""
-    try:
-        path = compilation.kernel_for(variant, device).entry.launch_path
-    except runtime.KernelUnavailable as unavailable:
-        error = str(unavailable)
-    return KernelCheck(name, not error, path, time.perf_counter() - started, error)
 
 
 def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list[TargetStatus], list[str]]:

@@ -6,11 +6,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import click
 
 
 class OutputError(ValueError):
@@ -38,19 +35,12 @@ def checked(path: str | Path) -> Path:
     return file
 
 
-def write(file: Path, writer: Callable[[Path], Any]) -> bool:
-    """Let ``writer`` write ``file``. A failure is one line on stderr, and False: the result of the work is kept."""
+def write_json(file: Path, data: dict[str, Any]) -> None:
+    """A failure is one line on stderr: the result of the work is kept."""
     try:
-        writer(file)
+        file.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
     except OSError as error:
-        say(f"nf4_patch: {file} was not written: {error.strerror or error}")
-        return False
-    return True
-
-
-def write_json(file: Path, data: dict[str, Any]) -> bool:
-    text = json.dumps(data, indent=2, default=str) + "\n"
-    return write(file, lambda path: path.write_text(text, encoding="utf-8"))
+        say(f"nf4_patch: {file} was not written: {error.strerror}")
 
 
 def say(*lines: object, end: str = "\n") -> None:
@@ -58,15 +48,3 @@ def say(*lines: object, end: str = "\n") -> None:
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(*lines, sep="\n", end=end, file=sys.stderr, flush=True)
-
-
-class OutputFile(click.ParamType):
-    """A click option whose value is a checked, absolute Path."""
-
-    name = "file"
-
-    def convert(self, value: Any, parameter: click.Parameter | None, ctx: click.Context | None) -> Path:
-        try:
-            return checked(value)
-        except OutputError as error:
-            self.fail(str(error), parameter, ctx)

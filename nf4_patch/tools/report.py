@@ -7,31 +7,24 @@ import datetime
 import re
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import nf4_patch
 
 from ..config import Config
 from ..version import release_of
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-
-class Progress(Protocol):
-    """What is being done, and how far it is (``total`` None: unknown)."""
-
-    def __call__(self, text: str, done: int = 0, total: int | None = None) -> None: ...
+Progress = Callable[..., None]  # called with what is being done, and how far it is: see ``silent``
 
 
 def silent(text: str, done: int = 0, total: int | None = None) -> None:
-    """A Progress that shows nothing."""
+    """A Progress that shows nothing. ``total`` None: unknown."""
 
 
 class Report(ABC):
-    """The result of a verb, as data (``as_dict``, for --json), as rich renderables and as an exit code.
+    """The result of a verb, as data (``as_dict``, for --json), as text and as an exit code.
 
     Subclasses are dataclasses whose fields ``json`` can write, or whose ``str`` says what they are.
     """
@@ -48,8 +41,8 @@ class Report(ABC):
         return 1 if self.problems() else 0
 
     @abstractmethod
-    def render(self) -> Iterable[RenderableType]:
-        """What a person reads, top to bottom. Strings are printed as they are: no rich markup in them."""
+    def render(self) -> Iterable[str]:
+        """What a person reads, top to bottom: sentences, and tables of several lines."""
 
     def as_dict(self) -> dict[str, Any]:
         fields = dataclasses.asdict(self)  # type: ignore[call-overload]
@@ -97,6 +90,23 @@ def holds(release: str, condition: str) -> bool:
     relation, bound = condition.split()
     a, b = (tuple(int(digits) for digits in re.findall(r"\d+", text)[:3]) for text in (release, bound))
     return a >= b if relation == ">=" else a <= b
+
+
+def table(rows: Iterable[Mapping[str, object]]) -> str:
+    """A line a row under the names of its columns, the first to the left, the others to the right."""
+    rows = list(rows)
+    columns: list[list[str]] = []
+    for name in dict.fromkeys(name for row in rows for name in row):
+        texts = [name, *(cell(row.get(name)) for row in rows)]
+        width = max(map(len, texts))
+        columns.append([text.rjust(width) if columns else text.ljust(width) for text in texts])
+    return "\n".join(map("  ".join, zip(*columns, strict=True)))
+
+
+def cell(value: object) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def plural(count: int, noun: str) -> str:

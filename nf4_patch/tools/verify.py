@@ -7,93 +7,56 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import RenderableType
-from rich.table import Column, Table
 
 import nf4_patch
 
 from ..nf4.runtime import equal_bits
 from . import cases
 from .patch import patch
-from .report import Progress, Report, plural, provenance, require_gpu, silent
+from .report import Progress, Report, plural, provenance, silent, table
 
 Dequantize = Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]  # weight, quant_state, out -> the weight
 SHOWN = 20  # failures that are listed
 
 
 @dataclass
-class Family:
-    """One family of cases in one output dtype."""
-
-    family: str
-    dtype: str
-    cases: int = 0
-    elements: int = 0
-    differing: int = 0
-
-
-@dataclass
 class VerifyReport(Report):
     place: str
-    rows: list[Family] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)  # by family of cases and output dtype: how many of what
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def elements(self) -> int:
-        return sum(row.elements for row in self.rows)
-
-    def render(self) -> Iterable[RenderableType]:
-        counts = [Column(heading, justify="right") for heading in ("cases", "elements", "differing")]
-        table = Table("cases of", "output", *counts, title="Kernel against bitsandbytes, bit for bit")
-        for row in self.rows:
-            cells = (f"{row.cases:,}", f"{row.elements:,}", f"{row.differing:,}")
-            table.add_row(row.family, row.dtype, *cells, style="red" if row.differing else None)
-        yield table
+    def render(self) -> Iterable[str]:
+        yield table(self.rows)
         yield provenance(self.place)
         yield from self.notes
         yield from self.failures[:SHOWN]
-        if len(self.failures) > SHOWN:
-            yield f"... and {len(self.failures) - SHOWN} more"
-        compared = plural(sum(row.cases for row in self.rows), "case")
-        if self.failures:
-            yield f"NOT the same bits: {len(self.failures):,} of {compared} failed."
-        else:
-            yield f"The same bits: {compared}, {plural(self.elements, 'element')}, none differs."
+        compared = plural(sum(row["cases"] for row in self.rows), "case")
+        elements = plural(sum(row["elements"] for row in self.rows), "element")
+        same = f"The same bits: {compared}, {elements}, none differs."
+        yield f"NOT the same bits: {len(self.failures):,} of {compared} failed." if self.failures else same
 
 
+@patch(False)
 def verify(tell: Progress = silent, dequantize: Dequantize = nf4_patch.dequantize_nf4) -> VerifyReport:
-    """Compare the kernel with bitsandbytes on weights of every layout.
-
-    Args:
-        dequantize: what is compared.
-
-    Raises:
-        NotAvailable: there is no GPU.
-    """
-    require_gpu()
+    """Compare the kernel, or another ``dequantize``, with bitsandbytes on weights of every layout."""
     device = cases.device_here()
     report = VerifyReport(cases.place_of(device))
-    with patch(False):
-        compare_all(report, device, dequantize, tell)
-    return report
-
-
-def compare_all(report: VerifyReport, device: torch.device, dequantize: Dequantize, tell: Progress) -> None:
-    rows: dict[tuple[str, str], Family] = {}
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     every = list(cases.every_case())
     for number, case in enumerate(every):
         tell(f"verify: {case.family}", number, len(every))
         dtype = str(case.dtype).removeprefix("torch.")
-        row = rows.setdefault((case.family, dtype), Family(case.family, dtype))
+        start = {"family": case.family, "dtype": dtype, "cases": 0, "elements": 0, "differing": 0}
+        row = rows.setdefault((case.family, dtype), start)
         packed, state = cases.quantized(case, number, device)
         count, failure = compare(packed, state, dequantize)
-        row.cases += 1
-        row.elements += state.shape.numel()
-        row.differing += count
-        if failure:
-            report.failures.append(f"{case}: {failure}")
-    report.rows = list(rows.values())
+        row["cases"] += 1
+        row["elements"] += state.shape.numel()
+        row["differing"] += count
+        report.failures += [f"{case}: {failure}"] * bool(failure)
+    report.rows += rows.values()
+    return report
 
 
 def compare(packed: torch.Tensor, state: Any, dequantize: Dequantize) -> tuple[int, str]:

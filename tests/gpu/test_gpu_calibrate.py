@@ -17,8 +17,7 @@ from nf4_patch.patching.counters import counters
 from nf4_patch.patching.matmul import calibrated
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.bench import calibrate
-from nf4_patch.tools.bench.matmul import DEQUANTIZE
-from nf4_patch.tools.bench.record import BITSANDBYTES, OURS
+from nf4_patch.tools.bench.matmul import BITSANDBYTES, DEQUANTIZE, OURS
 
 SHAPE = (4096, 4096)
 pytestmark = [
@@ -63,7 +62,7 @@ def test_calibrated_it_is_served_and_right(unknown, monkeypatch):
     monkeypatch.setattr(calibrate, "gemv", lambda: None)  # or Unsloth would be imported here
     found = calibrate.measure([SHAPE], tell=lambda text, *_: said.append(text))
     entry = found.entry
-    assert not found.failures and len(found.rows) == len(calibrate.ROWS)
+    assert not found.failures
     assert said == [f"4096x4096 bf16, {m} rows" for m in calibrate.ROWS]
     calibrated.write(unknown, {calibrated.gpu(0): entry})
     assert json.loads(unknown.read_text()) == {calibrated.gpu(0): entry}

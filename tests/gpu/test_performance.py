@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import challenge, dequantize, peft_step
+from benchmarks import challenge, dequantize
 from benchmarks.baselines import UNSLOTH_CTYPES, UNSLOTH_TRITON
-from nf4_patch.tools.bench.record import BITSANDBYTES, CEILING, EMPTY, GPU_TIME, OURS, UNPATCHED
+from benchmarks.record import BITSANDBYTES, CEILING, EMPTY, OURS
+from nf4_patch.tools.bench import trl
 from nf4_patch.tools.report import silent
 
 H200 = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name(0)
@@ -57,16 +58,15 @@ def test_with_the_matmul_that_reads_it(measured):
 
 
 def test_qlora_step_of_peft():
-    for row in peft_step.rows(silent):
-        ratio = row.ratio(UNPATCHED)
-        assert ratio is not None, row.subject  # the losses are equal to the bit
-        if GPU_TIME in row.subject:
-            assert ratio > 1.0, row.subject
-        else:  # by the clock two runs of 512 tokens on one H200 gave 1.05 and 0.96
-            assert ratio > 0.9, row.subject
+    steps = trl.measure("peft")
+    assert not steps.failures  # the losses are equal to the bit
+    rows = {(row["side"], row["tokens"]): row for row in steps.rows}
+    for (side, tokens), row in rows.items():
+        off = rows["peft", tokens]
         # 28 layers: forward, recompute, backward
-        assert row.notes["kernel calls a step"] == ("0" if "cache" in row.subject else "84")
-        if "cache" in row.subject:
-            continue
-        patched, _, unpatched = row.notes["peak memory"].rstrip(")").partition(" (unpatched ")
-        assert float(patched.split()[0]) <= float(unpatched.split()[0])
+        assert row["calls"] == (84 if side == "peft, patch" else 0)
+        if row is not off:
+            assert row["gpu_ms"] < off["gpu_ms"], (side, tokens)
+            assert row["wall_ms"] < off["wall_ms"] / 0.9, (side, tokens)
+        if "cached" not in side:
+            assert row["peak_gib"] <= off["peak_gib"]

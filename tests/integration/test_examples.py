@@ -23,7 +23,6 @@ from run_example import (
     EXAMPLES,
     GLOO,
     TORCHRUN,
-    environment,
     fallbacks,
     hits,
     on_and_off,
@@ -32,8 +31,6 @@ from run_example import (
     same_training,
 )
 from subprocess_python import python
-
-from benchmarks import grpo
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has tests of its own")
 LINEARS = 14  # two layers of seven
@@ -196,15 +193,15 @@ def test_trl_with_the_callback_and_its_twin(tmp_path):
 
 
 @pytest.mark.full
-def test_grpo(tmp_path, monkeypatch):
-    """As benchmarks/grpo.py runs it, and with the patch but without its option."""
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
+def test_grpo(tmp_path):
     steps, prompts, generations, tokens = 2, 2, 2, 8
-    for name, value in {"STEPS": steps, "PROMPTS": prompts, "GENERATIONS": generations, "TOKENS": tokens}.items():
-        monkeypatch.setattr(grpo, name, value)
     run([sys.executable, "-c", f"import offline; offline.checkpoint('random', folder={str(tmp_path)!r})"], EXAMPLES)
-    off, on, auto = records = [grpo.run(matmul, str(tmp_path)) for matmul in ("", "off", "auto")]
+    sizes = {"model": tmp_path, "steps": steps, "prompts": prompts, "generations": generations, "tokens": tokens}
+    arguments = [f"--{name}={value}" for name, value in sizes.items()]
+    off, on, auto = records = [
+        run_example("grpo_trl.py", *arguments, f"--matmul={matmul}", folder=tmp_path, patch=patch)
+        for matmul, patch in (("off", False), ("off", True), ("auto", True))
+    ]
     for record in records:
         assert record["rollouts"]["tokens"] == steps * prompts * generations * tokens
         assert record["rollouts"]["rewards"] == off["rollouts"]["rewards"] and len(record["seconds"]) == steps
@@ -212,9 +209,6 @@ def test_grpo(tmp_path, monkeypatch):
     assert hits(on) == hits(auto) == steps * LINEARS and hits(off) == 0 and not fallbacks(on)
     # A linear layer multiplies once a token in generation, and with a gradient in the forward and in the recompute.
     assert fallbacks(auto) == {"NOT_CUDA": steps * tokens * LINEARS, "MATMUL_OPERANDS": steps * 2 * LINEARS}
-    rows = grpo.compare({name: [record] for name, record in zip(grpo.VARIANTS, (off, auto), strict=True)})
-    assert [row.times[name].median > 0 for row in rows for name in grpo.VARIANTS] == [True] * 6
-    assert {name for row in rows for name, check in row.checks.items() if not check.passed} == {"hits", "fallbacks"}
 
 
 @pytest.mark.full

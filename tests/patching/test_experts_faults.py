@@ -101,7 +101,7 @@ class Holder:
 
 
 WRITING = [name for name in CHANGES if re.search("in place|through|copied|out=|set_", name)]
-REPLACING = {name: change for name, change in CHANGES.items() if name not in (*WRITING, "bytes refilled")} | {
+REPLACING = {name: change for name, change in CHANGES.items() if name not in WRITING and "refilled" not in name} | {
     "moved away": lambda at: setattr(at.packed, "data", at.packed.data.new_empty(0)),
     "unpacked": lambda at: remove_parametrizations(at.layer.experts, STACKS[0], leave_parametrized=False),
 }

@@ -176,7 +176,7 @@ def test_an_unknown_value_says_so_in_one_line_and_never_breaks_an_import():
      (" 6 GiB ", 6 * 2**30, "6 GiB"), ("6g", 6 * 2**30, "6 GiB"), ("6GB", 6 * 10**9, "6 GB"),
      ("1.5 gb", 1_500_000_000, "1.5 GB"), ("1.5G", 3 * 2**29, "1.5 GiB"), ("500MB", 500_000_000, "500 MB"),
      ("512M", 2**29, "512 MiB"), (6442450944, 6 * 2**30, "6 GiB"), ("1000000", 10**6, "1 MB"), ("64 KiB", 65536, "64 KiB"),
-     ("10B", 10, "10 B"), (123_456_789, 123_456_789, "118 MiB"), (None, "off", ""), (0, "off", ""), ("0", "off", ""),
+     ("10B", 10, "10 B"), (123_456_789, 123_456_789, "118 MiB"), (1_073_000_001, 1_073_000_001, "1020 MiB"), (None, "off", ""), (0, "off", ""), ("0", "off", ""),
      ("0GiB", "off", "")],
 )  # fmt: skip
 def test_sizes_of_the_cache(given, read, words):
@@ -192,7 +192,7 @@ REFUSED = {  # an option: what it is given, and what the error says
     "experts": [(given, "is not known; allowed: off, 4bit, or {unset}") for given in (4, "8bit")],
     "cache": [
         *[(given, SIZES) for given in ("6 gigs", "-1", "GiB", "all", "1e9", "9" * 400, "9" * 5000, str(2**63))],
-        *[(given, SIZES) for given in (-1, 10**5000, True, 2**63, float("inf"), b"6GiB")],
+        *[(given, SIZES) for given in (-1, True, 2**63, float("inf"), b"6GiB")],
         *[
             (given, rf"would be {given} bytes\. Which is meant: {given}GiB, {given}MiB or {given}B\?")
             for given in (6, "6", "6.5", 6.5, 999_999)

@@ -7,7 +7,7 @@ start = time.process_time()
 import nf4_patch
 
 elapsed = time.process_time() - start
-heavy = {"torch", "triton", "bitsandbytes", "unsloth", "transformers", "wrapt", "rich", "click"} & set(sys.modules)
+heavy = {"torch", "triton", "bitsandbytes", "unsloth", "transformers", "wrapt", "click"} & set(sys.modules)
 assert not heavy, heavy
 assert elapsed < 0.2, elapsed
 assert not nf4_patch.is_enabled()

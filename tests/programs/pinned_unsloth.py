@@ -150,7 +150,7 @@ def evaluate():
     model.train()
 
 
-OF_A_WEIGHT = changes.BYTES | changes.OF_SCALES | {"another state": changes.another_state}
+OF_A_WEIGHT = dict(changes.NUMBERS)
 del OF_A_WEIGHT["bytes refilled"]  # which no version counter sees: such a weight is not pinned
 CHANGES = {
     **{name: functools.partial(change, Place()) for name, change in OF_A_WEIGHT.items()},

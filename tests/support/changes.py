@@ -15,9 +15,9 @@ import torch
 from oracle import quantized
 
 
-def weight(shape=(64, 96), nested: bool = True, device: Any = "cpu", dtype=torch.bfloat16) -> SimpleNamespace:
+def weight(shape=(64, 96), nested: bool = True, device: Any = "cpu", dtype=torch.bfloat16, seed=0) -> SimpleNamespace:
     """A weight that nobody else holds."""
-    packed, state = quantized(shape, dtype, device, nested=nested)
+    packed, state = quantized(shape, dtype, device, nested=nested, seed=seed)
     return SimpleNamespace(packed=torch.nn.Parameter(packed, requires_grad=False), state=state)
 
 
@@ -25,8 +25,8 @@ def flipped(packed: torch.Tensor) -> torch.Tensor:
     return packed.detach().clone().bitwise_xor_(255)
 
 
-def another(parameter: torch.Tensor) -> torch.Tensor:
-    made = torch.Tensor._make_subclass(type(parameter), flipped(parameter), False)
+def another(parameter: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
+    made = torch.Tensor._make_subclass(type(parameter), content, False)
     vars(made).update(vars(parameter))
     return made
 
@@ -37,14 +37,20 @@ def other(scales: torch.Tensor) -> torch.Tensor:
     return scales ^ 3 if scales.dtype is torch.uint8 else scales * 2
 
 
-def refilled(at: Any) -> None:
-    """As FSDP2 frees a weight and fills it again: neither address nor version need to change."""
-    content, storage = flipped(at.packed), at.packed.untyped_storage()
-    nbytes = storage.nbytes()
-    storage.resize_(0)
-    storage.resize_(nbytes)
-    with torch.autograd._unsafe_preserve_version_counter(at.packed):
-        at.packed.copy_(content)
+def refill(tensor: torch.Tensor, content: torch.Tensor) -> None:
+    """As FSDP frees memory and fills it again: neither address nor version need to change."""
+    nbytes = tensor.untyped_storage().nbytes()
+    tensor.untyped_storage().resize_(0)  # FSDP2's way, then FSDP1's
+    tensor.data._typed_storage()._resize_(nbytes)
+    with torch.autograd._unsafe_preserve_version_counter(tensor):
+        tensor.copy_(content)
+
+
+def through_an_alias(holder: Any, name: str) -> None:
+    """The state holds an alias with a version counter of its own; the tensor that is written lives on."""
+    first = getattr(holder, name)
+    setattr(holder, name, first.data)
+    getattr(holder, name).first = first.copy_(other(first))
 
 
 BYTES: dict[str, Callable[[Any], Any]] = {
@@ -55,8 +61,11 @@ BYTES: dict[str, Callable[[Any], Any]] = {
     "bytes by out=": lambda at: torch.bitwise_xor(at.packed.clone(), 255, out=at.packed),
     "bytes.data =": lambda at: setattr(at.packed, "data", flipped(at.packed)),
     "bytes by set_": lambda at: at.packed.set_(flipped(at.packed)),
-    "bytes refilled": refilled,
-    "another parameter": lambda at: setattr(at, "packed", another(at.packed)),
+    "bytes in place, and another parameter of theirs": lambda at: setattr(
+        at, "packed", another(at.packed, at.packed.bitwise_xor_(255).data)
+    ),
+    "bytes refilled": lambda at: refill(at.packed, flipped(at.packed)),
+    "another parameter": lambda at: setattr(at, "packed", another(at.packed, flipped(at.packed))),
 }
 SCALES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "absmax": lambda state: (state, "absmax"),
@@ -68,6 +77,8 @@ WAYS: dict[str, Callable[[Any, str], Any]] = {
     "in place": lambda holder, name: getattr(holder, name).copy_(other(getattr(holder, name))),
     "replaced": lambda holder, name: setattr(holder, name, other(getattr(holder, name))),
     ".data =": lambda holder, name: setattr(getattr(holder, name), "data", other(getattr(holder, name))),
+    "refilled": lambda holder, name: refill(getattr(holder, name), other(getattr(holder, name))),
+    "through an alias": through_an_alias,
 }
 
 
@@ -94,6 +105,7 @@ STATES: dict[str, Callable[[Any], Any]] = {
 }
 OF_SCALES = {f"{name} {way}": of_scales(name, way) for name, way in itertools.product(SCALES, WAYS)}
 CHANGES = BYTES | OF_SCALES | STATES
+NUMBERS = BYTES | OF_SCALES | {"another state": another_state}  # what a layer with such a weight can follow
 # Of a weight that is not nested there is one level of scales.
 FLAT = {name: change for name, change in CHANGES.items() if not name.startswith((*list(SCALES)[1:],))}
 EVERY = [(nested, name) for nested, table in ((True, CHANGES), (False, FLAT)) for name in table]

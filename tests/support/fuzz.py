@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from oracle import expected, layout_of
-from rich.console import RenderableType
 
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.runtime import equal_bits
@@ -251,7 +250,7 @@ class FuzzReport(Report):
     def as_dict(self) -> dict[str, Any]:  # asdict would count the pairs of a Counter
         return {**vars(self), "exit_code": self.exit_code}
 
-    def render(self) -> Iterable[RenderableType]:
+    def render(self) -> Iterable[str]:
         yield from (f"{name}: {count}" for name, count in sorted(self.faults.items()))
         yield provenance(self.place)
         fallbacks = ", ".join(f"{name} {n:,}" for name, n in self.fallbacks.items()) or "none"

@@ -5,39 +5,21 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import importlib
-import io
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from oracle import layout_of, quantized
-from rich.console import Console
-from verbs import output_of
 
 from benchmarks import Bench, bits, challenge, generation
 from benchmarks.baselines import UNSLOTH_TRITON
+from benchmarks.record import BITSANDBYTES, CEILING, OURS, Row, accuracy
 from nf4_patch.tools import llama, report
 from nf4_patch.tools.bench import matmul, timing
-from nf4_patch.tools.bench.record import BITSANDBYTES, CEILING, OURS, UNPATCHED, Row, accuracy, table
 from nf4_patch.tools.bench.timing import Machine, Times
-from nf4_patch.tools.cli import console
 
 MACHINE = Machine("a GPU", "90", "580.1", "SM clock 1 MHz", {"torch": "2.11.0", "triton": "3.6.0"})
-
-
-@pytest.mark.parametrize(
-    ("installed", "newest", "old"),
-    [("2026.9.7", True, False), ("2026.9.13", True, True), ("2026.10.1", False, True), ("2027.1.1", False, True)],
-)
-def test_which_files_are_of_another_unsloth(installed, newest, old, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-    measure = importlib.import_module("measure")
-    monkeypatch.setattr(measure.metadata, "version", lambda name: installed)
-    names = ("step-unsloth", "step-unsloth-2026.9.7", "step-peft")
-    assert [measure.needs_another_unsloth(name) for name in names] == [newest, old, False]
 
 
 def comparison(same: dict[str, bool]) -> Row:
@@ -46,24 +28,17 @@ def comparison(same: dict[str, bool]) -> Row:
     return Row("4096x4096 bf16", "us", times, bits(same), 42_000_000, {"n": 4096, "k": 4096})
 
 
-def report_of(*rows: Row) -> Bench:
-    return Bench(MACHINE, {"dequantize": list(rows)}, {"dequantize": "how"})
-
-
-def text_of(*renderables) -> str:
-    console = Console(width=240, record=True, markup=False, file=io.StringIO())
-    for renderable in renderables:
-        console.print(renderable)
-    return console.export_text()
-
-
-def test_no_cell_of_a_step_is_broken_outside_a_terminal(capsys):
-    memory = "10.182 GiB (unpatched 8.557 GiB)"
-    notes = {"kernel calls a step": "84", "loss": "12.608415", "peak memory": memory, "cache": "1.652 GiB"}
-    times = {OURS: Times((92.03,)), UNPATCHED: Times((95.19,))}
-    row = Row("peft 2x2048, cache all, GPU time", "ms", times, bits({UNPATCHED: True}), notes=notes)
-    console().print(table("step", [row]))
-    assert memory in capsys.readouterr().out
+def test_a_table_is_text_in_columns():
+    """What a row does not have is an empty cell."""
+    rows = [
+        {"side": "peft", "tokens": 2048, "ms": 1.25},
+        {"side": "Unsloth", "memory": "10 GiB (9 GiB)", "tokens": None},
+    ]
+    assert report.table(rows).splitlines() == [
+        "side     tokens     ms          memory",
+        "peft      2,048  1.250                ",
+        "Unsloth                 10 GiB (9 GiB)",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -77,23 +52,16 @@ def test_no_cell_of_a_step_is_broken_outside_a_terminal(capsys):
     ],
 )
 def test_a_ratio_needs_the_bits_of_its_baseline_and_of_bitsandbytes(same, ratios):
-    report = report_of(comparison(same))
+    report = Bench(MACHINE, {"dequantize": [comparison(same)]}, {"dequantize": "how"})
     assert report.as_dict()["sections"]["dequantize"][0]["ratio"] == pytest.approx(ratios)
     assert report.exit_code == (not all(same.values()))
-    text = text_of(*report.render())
+    text = "\n".join(report.render())
     shown = {BITSANDBYTES: "2.50x", UNSLOTH_TRITON: "1.10x", CEILING: "95.0%"}
     assert {name: words in text for name, words in shown.items()} == {n: bool(r) for n, r in ratios.items()}
     assert text.count("check failed") == list(ratios.values()).count(None)
     for name in (name for name, equal in same.items() if not equal):
         assert f"4096x4096 bf16: the bits differ from {name}" in text
     assert all(word in text for word in ("how", "a GPU", "580.1", "SM clock", "triton 3.6.0"))
-
-
-def test_what_is_not_timed_is_an_empty_cell():
-    """A row without ours, as calibrate has it where no config is right: times and no word about a check."""
-    only = Row("a", "us", {BITSANDBYTES: Times((25.0,))}, {})
-    text = text_of(table("title", [only, comparison({BITSANDBYTES: True})]))
-    assert "25.00 \n" in text.replace("25.00  ", "25.00 \n") and "check failed" not in text
 
 
 def test_noise_is_a_variant_against_itself():
@@ -105,13 +73,6 @@ def test_the_order_turns_every_round_and_a_warm_up_is_not_counted():
     said = []
     times = timing.alternating({"a": "a", "b": "b"}, lambda side: said.append(side) or len(said), rounds=2)
     assert "".join(said) == "baabba" and times["a"].values == (3, 6)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("arguments", [[], ["--step", "peft"]])
-def test_no_gpu_no_numbers(arguments):
-    said = output_of("bench", *arguments, exit_code=1)
-    assert "no NVIDIA GPU: nothing can be measured or compared here" in said and "us" not in said.split()
 
 
 def test_the_machine_names_releases_date_and_commit(monkeypatch):

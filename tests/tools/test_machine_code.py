@@ -110,10 +110,13 @@ def test_converts_are_those_of_the_gpu(compiled):
             assert row["packed_converts"] > 0, row
 
 
+def usual(compiled):
+    return [row for row in compiled["rows"] if row["blocksize"] == 64 and row["nested"] and row["even"]]
+
+
 def test_instruction_budget(compiled):
-    usual = [row for row in compiled["rows"] if row["blocksize"] == 64 and row["nested"] and row["even"]]
-    assert {row["dtype"] for row in usual if row["arch"] == 75} == set(BUDGET)
-    for row in usual:
+    assert {row["dtype"] for row in usual(compiled) if row["arch"] == 75} == set(BUDGET)
+    for row in usual(compiled):
         budget = BUDGET if row["arch"] == 75 else BUDGET_ELSEWHERE
         assert row["per_element"] <= budget[row["dtype"]], row
 
@@ -124,19 +127,10 @@ def test_data_of_the_docs(compiled):
     if data["triton"] != compiled["triton"]:
         pytest.skip(f"recorded with Triton {data['triton']}")
     warps = {machine_code.sm(c): warps_for(c, 2**26) for c in machine_code.CAPABILITIES}  # as instructions.py counts
-    counted = {
-        (f"sm_{row['arch']}", row["dtype"]): row["per_element"]
-        for row in compiled["rows"]
-        if row["blocksize"] == 64
-        and row["nested"]
-        and row["even"]
-        and row["aligned"]
-        and row["warps"] == warps[row["arch"]]
-    }
-    shown = {
-        (row["arch"], row["dtype"]): row["instructions"] for row in data["kernels"] if row["kernel"] == "nf4_patch"
-    }
-    assert shown == pytest.approx(counted, abs=0.006)
+    rows = [row for row in usual(compiled) if row["aligned"] and row["warps"] == warps[row["arch"]]]
+    counted = {(f"sm_{row['arch']}", row["dtype"]): row["per_element"] for row in rows}
+    ours = [row for row in data["kernels"] if row["kernel"] == "nf4_patch"]
+    assert {(row["arch"], row["dtype"]): row["instructions"] for row in ours} == pytest.approx(counted, abs=0.006)
 
 
 # scripts/check_kernel.py: one command each for random states, an older GPU's code, and counts from machine code

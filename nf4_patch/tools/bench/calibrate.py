@@ -5,16 +5,16 @@ What is written is what :mod:`nf4_patch.patching.matmul.calibrated` reads, with 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from rich.console import RenderableType
 
 from ...nf4 import runtime
 from ...nf4.matmul import launch as matmul
@@ -24,17 +24,14 @@ from ...patching.quant_state import weight_of
 from .. import output
 from ..llama import training_dtype
 from ..patch import patch
-from ..report import Progress, Report, silent
-from .matmul import Weights, gemv, others, require_gemm
-from .record import OURS, Check, Row, table
-from .timing import gpu_times, over
+from ..report import Progress, Report, silent, table
+from .matmul import OURS, SLACK, Weights, gemv, others, require_gemm
+from .timing import Times, gpu_times, over
 
 ROWS = (1, 2, 8, 16, 32, 64)  # of X; each closes the range that starts after the one before
 MARGIN = 0.03  # ours has to be faster by this much, and by more than the noise of the run
 ROUNDS = 10
 SHIPPED = SMALL_M_ROWS + SMALL_M_CANDIDATES  # whose configs are the candidates, whatever their GPU
-# what was measured of one weight at one number of rows of X, and the fastest config that is right; None: none is
-Point = tuple[Row, Any]
 METHOD = (
     "GPU time of one matmul, us: CUDA-graph replays over weights that overflow the L2, alternating, medians. Each config "
     "was right first: one-hot rows give dequantize's bits, and the error against fp64 is that of dequantize + matmul. "
@@ -42,14 +39,27 @@ METHOD = (
 )
 
 
+class Point(NamedTuple):
+    """What was measured of one weight at one number of rows of X."""
+
+    m: int
+    times: dict[str, Times]  # of the original ways to multiply, and of ours
+    config: Any = None  # of ours: the fastest that is right; None: none is
+
+    @property
+    def noise(self) -> float:
+        """The largest difference of anything from itself."""
+        return max(times.noise for times in self.times.values())
+
+
 def candidates(m: int) -> list[Any]:
     """The configs to try at ``m`` rows of X: those of every table row that covers m."""
     return list(dict.fromkeys(row.config for row in SHIPPED if row.max_m >= m))
 
 
-def beats(here: Row, there: Row) -> bool:
+def beats(here: Point, there: Point) -> bool:
     """Whether ours takes less here than everything else takes there."""
-    if OURS not in here.times:
+    if here.config is None:
         return False
     ours = here.times[OURS].median * (1 + max(MARGIN, here.noise, there.noise))
     return all(ours < times.median for name, times in there.times.items() if name != OURS)
@@ -62,11 +72,11 @@ def decided(points: Sequence[Point]) -> list[dict[str, Any]]:
     than at the one before: so there ours has to be faster than the others are at either end.
     """
     found = []
-    for before, (row, config) in zip((None, *points), points, strict=False):
-        m = row.sizes["m"]
-        wins = beats(row, row) and (before is None or m == before[0].sizes["m"] + 1 or beats(row, before[0]))
-        us = {name: times.median for name, times in row.times.items()}
-        found.append({"m": m, "config": config._asdict() if wins else None, "us": us, "noise": row.noise})
+    for before, point in zip((None, *points), points, strict=False):
+        wins = beats(point, point) and (before is None or point.m == before.m + 1 or beats(point, before))
+        us = {name: times.median for name, times in point.times.items()}
+        config = point.config._asdict() if wins else None
+        found.append({"m": point.m, "config": config, "us": us, "noise": point.noise})
     return found
 
 
@@ -75,8 +85,8 @@ def multiply(config: Any, x: torch.Tensor, packed: torch.Tensor, state: Any, out
     return matmul.resolve(x, weight_of(packed, state), None, config)(x, out)
 
 
-def check(config: Any, x: torch.Tensor, weights: Weights) -> Check:
-    """A config's result for x: the bits of dequantize in one-hot rows, the error of dequantize + matmul in others.
+def wrong(config: Any, x: torch.Tensor, weights: Weights) -> str:
+    """What is wrong with a config; "" where one-hot rows give dequantize's bits, and x an error no larger than its matmul's.
 
     Raises:
         KernelUnavailable: it does not compile here.
@@ -86,37 +96,31 @@ def check(config: Any, x: torch.Tensor, weights: Weights) -> Check:
     one_hot = torch.nn.functional.one_hot(columns, k).to(x.dtype)
     out = torch.full((m, len(weights.dense)), float("nan"), dtype=x.dtype, device=x.device)
     if not torch.equal(multiply(config, one_hot, *weights.packed[0], out.clone()), weights.dense[:, columns].t()):
-        return Check(False, "one-hot rows do not give the bits of dequantize")
-    return weights.check(x, multiply(config, x, *weights.packed[0], out))
+        return "one-hot rows do not give the bits of dequantize"
+    ours, theirs = weights.errors(x, multiply(config, x, *weights.packed[0], out))
+    return "" if ours <= SLACK * theirs else f"error {ours:.3e} against fp64, dequantize + matmul {theirs:.3e}"
 
 
 def one_point(m: int, weights: Weights, unsloth: Any, failures: list[str]) -> Point:
     """Check every candidate, then time those that are right and everything else, alternating."""
     n, k = weights.dense.shape
     x = weights.rows_of_x(m)
-    right: dict[str, tuple[Any, Check]] = {}
+    right = {}
     for config in candidates(m):
         try:
-            checked = check(config, x, weights)
+            found = wrong(config, x, weights)
         except runtime.KernelUnavailable:  # too many registers for this GPU, an instruction that it has not
             continue
-        if checked.passed:
-            right[str(config)] = config, checked
+        if found:
+            failures.append(f"{n}x{k}, {m} rows, {config}: {found}")
         else:
-            failures.append(f"{n}x{k}, {m} rows, {config}: {checked.found}")
+            right[str(config)] = config
     functions = others(x, unsloth)
-    functions |= {name: functools.partial(multiply, config, x) for name, (config, _) in right.items()}
+    functions |= {name: functools.partial(multiply, config, x) for name, config in right.items()}
     times = gpu_times(over(weights.packed, functions), ROUNDS)
-    kept = {name: taken for name, taken in times.items() if name not in right}
-    config, checks = None, {}
-    if right:
-        fastest = min(right, key=lambda name: times[name].median)
-        kept, (config, checks["fp64"]) = {OURS: times[fastest], **kept}, right[fastest]
-    return Row(f"{n}x{k} M={m}", "us", kept, checks, sizes={"n": n, "k": k, "m": m}), config
-
-
-def taken(config: dict[str, Any] | None) -> str:
-    return "the original" if config is None else "-".join(f"{value:d}" for value in config.values())
+    ours = min(right, key=lambda name: times[name].median, default="")
+    kept = {OURS: times[ours]} if right else {}
+    return Point(m, kept | {name: taken for name, taken in times.items() if name not in right}, right.get(ours))
 
 
 @dataclass(frozen=True)
@@ -124,15 +128,25 @@ class Calibration(Report):
     """What was measured on this GPU."""
 
     entry: dict[str, Any]  # that is remembered
-    rows: list[Row]
     failures: list[str]  # configs that were wrong, and are not remembered
     note: str = ""  # where it is remembered
 
-    def render(self) -> Iterable[RenderableType]:
+    def render(self) -> Iterable[str]:
         yield METHOD
-        yield table("fused matmul", self.rows)
+        yield table({"weight": shape, **line(row)} for shape, rows in self.entry["matmul"].items() for row in rows)
         yield from self.failures
         yield self.note
+
+
+def line(row: dict[str, Any]) -> dict[str, object]:
+    """Of the table: each time, how many times as fast ours is, and the config that is taken."""
+    us, config = row["us"], row["config"]
+    ours = us.get(OURS)
+    times = {
+        name: f"{time:.2f}" + (f" ({time / ours:.2f}x)" if ours and name != OURS else "") for name, time in us.items()
+    }
+    taken = "the original" if config is None else "-".join(f"{value:d}" for value in config.values())
+    return {"rows": row["m"], **times, "noise": f"{100 * row['noise']:.1f} %", "taken": taken}
 
 
 @patch(False)
@@ -145,7 +159,6 @@ def measure(shapes: Sequence[tuple[int, int]], tell: Progress = silent) -> Calib
     require_gemm()
     unsloth = gemv()
     failures: list[str] = []
-    rows: list[Row] = []
     found = {}
     for i, (n, k) in enumerate(shapes):
         weights = Weights.random((n, k), training_dtype())
@@ -153,9 +166,7 @@ def measure(shapes: Sequence[tuple[int, int]], tell: Progress = silent) -> Calib
         for j, m in enumerate(ROWS):
             tell(f"{weights.subject}, {m} rows", i * len(ROWS) + j, len(shapes) * len(ROWS))
             points.append(one_point(m, weights, unsloth, failures))
-        ranges = found[f"{n}x{k}"] = decided(points)
-        for (row, _), remembered in zip(points, ranges, strict=True):
-            rows.append(dataclasses.replace(row, notes={"taken": taken(remembered["config"])}))
+        found[f"{n}x{k}"] = decided(points)
         del weights
         torch.cuda.empty_cache()
     entry = {
@@ -164,7 +175,7 @@ def measure(shapes: Sequence[tuple[int, int]], tell: Progress = silent) -> Calib
         "dtype": str(training_dtype()).removeprefix("torch."),
         "matmul": found,
     }
-    return Calibration(entry, rows, failures)
+    return Calibration(entry, failures)
 
 
 def calibrate(path: Path, shapes: Sequence[tuple[int, int]], tell: Progress) -> Calibration:
@@ -172,9 +183,10 @@ def calibrate(path: Path, shapes: Sequence[tuple[int, int]], tell: Progress) -> 
 
     Raises:
         NotAvailable: bitsandbytes is older than 0.50.
-        OSError, OutputError: the file cannot be written.
+        OutputError: the file cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
     output.checked(path)
     name = calibrated.gpu(torch.cuda.current_device())
     found = measure(shapes, tell)
@@ -182,10 +194,11 @@ def calibrate(path: Path, shapes: Sequence[tuple[int, int]], tell: Progress) -> 
         known = calibrated.load(path)
     except (OSError, ValueError):  # damaged: replaced
         known = {}
-    before = known.get(name) if calibrated.read(path, name).rows else None
-    if before and all(before.get(key) == found.entry[key] for key in ("releases", "dtype")):
-        found.entry["matmul"] = {**before["matmul"], **found.entry["matmul"]}
-    known[name] = found.entry
-    written = output.write(path, lambda path: calibrated.write(path, known))
-    note = f"{name} is remembered in {path}" if written else f"{name} was measured and is not remembered"
-    return dataclasses.replace(found, note=note)
+    before = known[name] if calibrated.read(path, name).rows else {}
+    same = all(before.get(key) == found.entry[key] for key in ("releases", "dtype"))
+    known[name] = found.entry | {"matmul": (before["matmul"] if same else {}) | found.entry["matmul"]}
+    try:
+        calibrated.write(path, known)
+    except OSError as error:
+        return dataclasses.replace(found, note=f"{name} is not remembered: {path} was not written: {error.strerror}")
+    return dataclasses.replace(found, note=f"{name} is remembered in {path}")

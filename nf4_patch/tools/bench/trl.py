@@ -6,26 +6,22 @@ model lives in a process of its own, which takes a turn when it is asked to; all
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import multiprocessing
 import statistics
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from rich import box
-from rich.console import RenderableType
-from rich.table import Table
 
-from ..llama import LINEARS, Shape, config_of, save_config
+from ..llama import LINEARS, config_of, save_config
 from ..patch import patch
-from ..report import Progress, Report, silent
+from ..report import Progress, Report, silent, table
 from .step import BUDGET, LENGTHS, LLAMA, RANK, Size, Step, optimizer_of, peft_model, trained
 from .timing import Machine, Times, kernels, machine, synchronize, wall_ms
 
@@ -33,13 +29,11 @@ METHOD = (
     "A step as TRL trains: adapters in 16 bits, autocast, checkpointing. gpu_ms: its kernels and copies, summed, the median of"
     " rounds; gpu_spread: (largest - smallest) / median. wall_ms: the sides in turns; wall_spread: odd against even rounds."
     " gpu_x, wall_x: how many times as fast as the first side; none where losses differ. launches: kernels and copies. calls: those"
-    " of our kernel. peak_gib: as allocated by PyTorch. host_ms: CPU time of all threads in a step of a model"
-    " of hidden size 64 and 32 layers, the least of several. losses: of 30 steps that learn."
+    " of our kernel. peak_gib: as allocated by PyTorch. losses: of 30 steps that learn."
 )
 STOCK = "peft"
 FP32, LIGER, LAYERS_ONLY, DENSE, UNSLOTH = "fp32", "liger", "liger, no loss", "16-bit experts", "unsloth"
-HOST_SIZE, HOST_STEPS = (1, 32), 8
-WALLS, PROFILED, TRAINED = 6, 3, 30
+WALLS, PROFILED, TRAINED = 6, 2, 30
 ROUNDING = 2**-7  # of losses in bf16
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
@@ -57,52 +51,34 @@ def sides_of(kind: str, options: Mapping[str, Mapping[str, str] | None], **commo
     }
 
 
-def qwen3(layers: int = 2, vocabulary: int = 32_000, **sizes: int) -> Any:
+def qwen3(layers: int = 2, vocabulary: int = 32_000) -> Any:
     """Qwen3-30B-A3B: 0.6 billion weights of experts a layer."""
     from transformers import Qwen3MoeConfig
 
-    shape: dict[str, Any] = {
-        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
-    }  # fmt: skip
-    return Qwen3MoeConfig(
-        **(shape | sizes), num_hidden_layers=layers, vocab_size=vocabulary, norm_topk_prob=True,
-        max_position_embeddings=8192, tie_word_embeddings=False, dtype="bfloat16",
-    )  # type: ignore[call-arg]  # fmt: skip
-
-
-def small_qwen3() -> Any:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 256, "num_attention_heads": 4}
-    return qwen3(32, 512, **sizes, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2)
-
-
-def llama(shape: Shape = LLAMA) -> Any:
-    return config_of(shape)
-
-
-def small_llama() -> Any:
-    return config_of(Shape(64, 128, 32, 4, 2))
+    return Qwen3MoeConfig(  # type: ignore[call-arg]
+        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=layers,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        vocab_size=vocabulary, norm_topk_prob=True, max_position_embeddings=8192, tie_word_embeddings=False,
+        dtype="bfloat16",
+    )  # fmt: skip
 
 
 class Comparison(NamedTuple):
-    """``configuration``, and ``host``, whose GPU work is nothing: functions, as another process calls them after Unsloth's import."""
-
     sides: dict[str, Side]
     sizes: Iterable[Size] = LENGTHS
-    configuration: Callable[[], Any] = llama
-    host: Callable[[], Any] = small_llama
+    configuration: Callable[[], Any] = partial(config_of, LLAMA)  # another process calls it, after Unsloth's import
 
 
 CACHE, FUSED = {"cache": BUDGET}, {"lora": "fused"}
 PATCHED: dict[str, dict[str, str] | None] = {"": None, "patch": {}, "patch, cached": CACHE}
 EVERY = PATCHED | {"fused": FUSED, "fused, cached": FUSED | CACHE}
-UNCACHED = {name: given for name, given in EVERY.items() if "cached" not in name}
 ON = {name: given for name, given in EVERY.items() if given is not None}
 PACKED = {"experts": "4bit"}
 COMPARISONS = {  # by the value of --step
     "peft": Comparison(sides_of(STOCK, PATCHED)),
     "trl": Comparison(
-        sides_of(STOCK, EVERY) | sides_of(LIGER, EVERY) | sides_of(FP32, UNCACHED) | sides_of(UNSLOTH, PATCHED)
+        sides_of(STOCK, EVERY) | sides_of(LIGER, EVERY) | sides_of(FP32, {"": None, "fused": FUSED})
+        | sides_of(UNSLOTH, PATCHED)
     ),
     "moe": Comparison(
         sides_of(DENSE, {"": None})  # peft's LoRA on experts needs them in 16 bits, or the patch
@@ -111,7 +87,7 @@ COMPARISONS = {  # by the value of --step
         | sides_of(LAYERS_ONLY, {"fused": FUSED}, **PACKED)
         | sides_of(FP32, {"patch": {}, "fused": FUSED}, **PACKED)
         | sides_of(UNSLOTH, {"": None}),
-        ((1, 512), (1, 2048), (1, 4096)), qwen3, small_qwen3,
+        ((1, 512), (1, 2048), (1, 4096)), qwen3,
     ),
     "unsloth": Comparison(sides_of(UNSLOTH, PATCHED)),
 }  # fmt: skip
@@ -171,26 +147,20 @@ def unpack(model: Any) -> None:
 class Sides:
     """The sides of one kind of model, in this process."""
 
-    def __init__(self, kind: str, sides: Mapping[str, Side], configuration: Callable[[], Any], host: Callable[[], Any]):
+    def __init__(self, kind: str, sides: Mapping[str, Side], configuration: Callable[[], Any]):
         if kind == UNSLOTH:
             importlib.import_module("unsloth")
-        self.kind, self.sides, self.configuration = kind, sides, host
+        self.kind, self.sides = kind, sides
         self.model = model_of(kind, configuration())
         self.optimizer = optimizer_of(self.model)
         if torch.cuda.is_available():
             kernels(synchronize)  # starts the profiler
 
-    @cached_property
-    def small(self) -> tuple[Any, torch.optim.Optimizer]:
-        model = model_of(self.kind, self.configuration())
-        return model, optimizer_of(model)
-
-    def step(self, name: str, size: Size, model: Any = None, optimizer: Any = None) -> Step:
+    def step(self, name: str, size: Size, optimizer: Any = None) -> Step:
         given = self.sides[name].options
         on, options = given is not None, dict(given or {})
         cache = options.pop("cache", "off")
-        model, optimizer = model or self.model, optimizer or self.optimizer
-        return Step(model, optimizer, size, on, cache, self.kind != FP32, **options)
+        return Step(self.model, optimizer or self.optimizer, size, on, cache, self.kind != FP32, **options)
 
     def observe(self, name: str, size: Size) -> tuple[float, float, int]:
         """The loss, the peak memory in GiB, and how often our kernel was called."""
@@ -210,19 +180,6 @@ class Sides:
             found = kernels(step) if torch.cuda.is_available() else []
         return sum(ms for _, ms in found), len(found)
 
-    def host(self, name: str, size: Size) -> float:
-        """Milliseconds of CPU time that a step of the small model takes, of all threads."""
-        step = self.step(name, size, *self.small)
-        with step.patched():
-            found = []
-            for _ in range(HOST_STEPS):
-                synchronize()
-                begin = time.process_time()
-                step()
-                synchronize()  # next to nothing is left to wait for: the wait would count as the host's
-                found.append((time.process_time() - begin) * 1e3)
-            return min(found)
-
     def train(self, name: str, size: Size) -> list[float]:
         """The losses of steps that learn, from the same adapters for every side."""
         step = self.step(name, size, optimizer=optimizer_of(self.model, lr=1e-3))
@@ -232,47 +189,33 @@ class Sides:
         return [loss.item() for loss in losses]
 
 
-def serve(connection: Any, *arguments: Any) -> None:
-    """Answers (method, side, size), or what it was asked to be, by (result, "") or (None, traceback)."""
-    sides: Sides | None = None
-    request: Any = ()
-    while request is not None:
-        try:
-            if sides is None:
-                sides, result = Sides(*arguments), None
-            else:
-                result = getattr(sides, request[0])(*request[1:])
-            answer = (result, "")
-        except Exception:  # the other sides go on; the report has it
-            answer = (None, traceback.format_exc())
-        connection.send(answer)
-        request = connection.recv()
+HERE: list[Sides] = []  # in a process of its own: those that it has built
+
+
+def answer(method: str, *arguments: Any) -> tuple[Any, str]:
+    """(result, "") or (None, what went wrong): the other sides go on, and the report has it. "" builds the sides."""
+    try:
+        if method:
+            return getattr(HERE[0], method)(*arguments), ""
+        HERE.append(Sides(*arguments))
+        return None, ""
+    except Exception:
+        return None, traceback.format_exc()
 
 
 class Worker:
-    """A process that has one kind of model."""
+    """A process that has one kind of model. It builds it at once."""
 
     def __init__(self, *arguments: Any):
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
-        self.process.start()
-        theirs.close()
+        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self.built = self.pool.submit(answer, "", *arguments)
 
-    def ask(self, *request: Any) -> Any:
-        """(result, "") or (None, what went wrong), also without a request: of the model that it makes first."""
+    def ask(self, *request: Any) -> tuple[Any, str]:
+        """``answer`` to (method, side, size), or without a request to what it builds."""
         try:
-            if request:
-                self.connection.send(request)
-            return self.connection.recv()
-        except (EOFError, OSError):
+            return (self.pool.submit(answer, *request) if request else self.built).result()
+        except BrokenExecutor:
             return None, "the process ended"
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended
-            self.connection.send(None)
-        self.process.join(30)
-        self.process.kill()
 
 
 # --- all together ---
@@ -286,30 +229,21 @@ class Steps(Report):
     rows: list[dict[str, Any]]
     losses: dict[str, list[float]]
     failures: list[str] = field(default_factory=list)
+    method: str = METHOD
 
-    def render(self) -> Iterable[RenderableType]:
+    def render(self) -> Iterable[str]:
         yield str(self.machine)
-        yield METHOD
-        result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        yield self.method
         first: dict[int, dict[str, Any]] = {}  # of each size
-        for name in (*(self.rows[0] if self.rows else ()), "gpu_x", "wall_x"):
-            result.add_column(name, justify="left" if name == "side" else "right", no_wrap=True)
+        lines = []
         for row in self.rows:
             base = first.setdefault(row["tokens"], row)
-            clocks = () if self.failures else ("gpu_ms", "wall_ms")
-            cells = (*row.values(), *(base[clock] / row[clock] if row[clock] else "" for clock in clocks))
-            result.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in cells))
-        yield result
+            clocks = {} if self.failures else {"gpu_ms": "gpu_x", "wall_ms": "wall_x"}
+            lines.append(row | {name: base[clock] / row[clock] for clock, name in clocks.items() if row[clock]})
+        yield table(lines)
         for name, losses in self.losses.items():
             yield f"{name}: losses {' '.join(f'{loss:.4f}' for loss in losses[::5])} ... {losses[-1]:.4f}"
         yield from self.failures
-
-    def as_dict(self) -> dict[str, Any]:
-        return vars(self) | {
-            "machine": self.machine and vars(self.machine),
-            "method": METHOD,
-            "exit_code": self.exit_code,
-        }
 
 
 def measure(what: str, tell: Progress = silent) -> Steps:
@@ -327,7 +261,7 @@ def compare(
     sides, failures = what.sides, []
     kinds = dict.fromkeys(side.kind for side in sides.values())
     arguments = {kind: {name: side for name, side in sides.items() if side.kind == kind} for kind in kinds}
-    workers = {kind: Worker(kind, arguments[kind], what.configuration, what.host) for kind in kinds}
+    workers = {kind: Worker(kind, arguments[kind], what.configuration) for kind in kinds}
 
     def of_each(method: str, names: Iterable[str], size: Size) -> dict[str, Any]:
         found = {}
@@ -362,16 +296,12 @@ def compare(
                     "launches": max((found[name][1] for found in gpu if name in found), default=0),
                     "peak_gib": seen[name][1], "calls": seen[name][2],
                 })  # fmt: skip
-        tell("host time")  # last: another model in the process, which Unsloth compiles no more
-        hosts = [of_each("host", sides, HOST_SIZE) for _ in range(2)]
-        for row in rows:
-            row["host_ms"] = min((found[row["side"]] for found in hosts if row["side"] in found), default=None)
         tell("steps that learn")
         losses = of_each("train", [name for name in sides if "cached" not in name], next(iter(what.sizes)))
         return rows, losses, failures
     finally:
         for worker in workers.values():
-            worker.close()
+            worker.pool.shutdown(wait=False)  # the report is written first, however long a process takes to end
 
 
 def differ(sides: Mapping[str, Side], losses: Mapping[str, float], size: Size) -> Iterator[str]:
@@ -380,10 +310,9 @@ def differ(sides: Mapping[str, Side], losses: Mapping[str, float], size: Size) -
     name_of_all = next(iter(losses), "")
     for name, loss in losses.items():
         options = sides[name].options or {}
-        # a mixture's experts multiply by other kernels once their weights are cached
-        other = name_of_all if "experts" in options else first.setdefault((sides[name].kind, "lora" in options), name)
-        same = "experts" not in options
-        if same and loss != losses[other]:
-            yield f"{name}, {size[0]}x{size[1]}: loss {loss!r}, {other} {losses[other]!r}"
+        if "experts" not in options:  # a mixture's experts multiply by other kernels once their weights are cached
+            other = first.setdefault((sides[name].kind, "lora" in options), name)
+            if loss != losses[other]:
+                yield f"{name}, {size[0]}x{size[1]}: loss {loss!r}, {other} {losses[other]!r}"
         if not abs(loss - losses[name_of_all]) <= ROUNDING * losses[name_of_all]:
             yield f"{name}, {size[0]}x{size[1]}: loss {loss:.4f}, {name_of_all} {losses[name_of_all]:.4f}"

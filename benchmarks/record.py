@@ -7,18 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich import box
-from rich.table import Table
+from nf4_patch.tools import report
+from nf4_patch.tools.bench.matmul import BITSANDBYTES, OURS, SLACK
+from nf4_patch.tools.bench.timing import Times
 
-from .timing import Times
-
-OURS, BITSANDBYTES = "nf4_patch", "bitsandbytes"
 UNPATCHED = "unpatched"  # the same with the patch off
 GPU_TIME = "GPU time"  # at the end of a subject: not wall time
 RATE = "tokens/s"  # the unit of which more is better
 CEILING, EMPTY, DENSE = "ceiling", "torch.empty", "16-bit weights"
 LIMITS = (CEILING, EMPTY, DENSE)  # what ours is held against; everything else that is timed is a baseline
-SLACK = 1.01  # of an error against fp64: the order of the additions; both sides share the rest, which is rounding
 
 
 @dataclass(frozen=True)
@@ -88,22 +85,21 @@ class Row:
         }
 
 
-def table(title: str, rows: Sequence[Row]) -> Table:
+def table(title: str, rows: Sequence[Row]) -> str:
     """A line a row: ours, the limits and what part of them ours reaches, the baselines and how many times ours is as fast."""
     others = [name for name in dict.fromkeys(name for row in rows for name in row.times) if name != OURS]
     others.sort(key=lambda name: name not in LIMITS)
-    notes = list(dict.fromkeys(note for row in rows for note in row.notes))
-    units = " / ".join(dict.fromkeys(row.unit for row in rows))
-    result = Table(title=f"{title}, {units}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    result.add_column("", no_wrap=True)
-    for heading in (OURS, *others, "noise"):
-        result.add_column(heading, justify="right")
-    for note in notes:
-        result.add_column(note)
-    for row in rows:
-        cells = [cell(row, name) for name in (OURS, *others)]
-        result.add_row(row.subject, *cells, f"{100 * row.noise:.1f} %", *(row.notes.get(note, "") for note in notes))
-    return result
+    heading = f"{title}, {' / '.join(dict.fromkeys(row.unit for row in rows))}"
+    lines = [
+        {
+            heading: row.subject,
+            **{name: cell(row, name) for name in (OURS, *others)},
+            "noise": f"{100 * row.noise:.1f} %",
+            **row.notes,
+        }
+        for row in rows
+    ]
+    return report.table(lines)
 
 
 def cell(row: Row, name: str) -> str:
@@ -112,7 +108,7 @@ def cell(row: Row, name: str) -> str:
         return ""
     value, ratio = row.times[name].median, row.ratio(name)
     time = f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.1f}"
-    if name == OURS or OURS not in row.times:
+    if name == OURS:
         return time
     if ratio is None:
         return f"{time} check failed"

@@ -1,0 +1,180 @@
+"""Whatever happens to weights, in whatever order: hypothesis reads, changes, copies and frees them under budgets that come and go.
+
+What is read has the bits of its packed bytes, what is kept stays within the budget, and nothing is left of what is gone.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import changes
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from oracle import layout_of
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import nf4_patch
+from nf4_patch.nf4 import runtime
+from nf4_patch.nf4.dequantize import reference
+from nf4_patch.patching.cache.allocator import allocated
+from nf4_patch.patching.cache.pinned import Layers, dense_of
+from nf4_patch.patching.cache.store import cache
+from nf4_patch.patching.dequantizer import Dequantizer
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
+SIZE = allocated(32 * 64 * 2)  # in bf16
+enter = Layers("a test").entered(lambda layer: dense_of(layer.weight, layer.weight.quant_state))
+read = Dequantizer("a test").of_state
+ONE = st.integers(0, 5)  # of the weights
+
+
+class Place:
+    """A weight in a layer, as the table of changes takes it."""
+
+    def __init__(self, packed, state):
+        self.layer = torch.nn.Module()
+        self.packed, self.state, self.table = packed, state, changes.CHANGES if state.nested else changes.FLAT
+        self.kept = None  # address and stream of its dense copy, where the cache has one of it as it is
+
+    packed = property(lambda self: self.layer.weight, lambda self, packed: setattr(self.layer, "weight", packed))
+    state = property(
+        lambda self: self.packed.quant_state, lambda self, state: setattr(self.packed, "quant_state", state)
+    )
+
+
+class Machine(RuleBasedStateMachine):
+    hits = 0
+
+    def __init__(self):
+        super().__init__()
+        self.places, self.held, self.made = [], [], 0  # held: results that somebody still uses
+        self.dense = {}  # size and stream of all that was cached, by its memory
+        self.stream, self.streams = 0, [torch.cuda.default_stream(), torch.cuda.Stream()] if GPU else [0, 7]
+
+    @initialize()
+    def begin(self):
+        self.budget_changes("1MiB")
+        self.weight_comes(True, 32)
+
+    def teardown(self):
+        Machine.hits += cache.hits
+        cache.hits = 0
+        self.stream_changes(0)
+        self.held.clear()
+        nf4_patch.disable()
+        assert not cache.snapshot().taken and not self.alive()
+
+    def alive(self):
+        return {memory: size for memory, (size, _) in self.dense.items() if not memory.expired()}
+
+    @invariant()
+    def the_budget_holds(self):
+        """Every byte is counted as long as somebody uses it; who changed or went is not kept."""
+        alive, kept = self.alive(), [kept for kept in cache.weights.values() if kept.views is not None]
+        held = {result.untyped_storage()._cdata for result in self.held}
+        used = [size for memory, size in alive.items() if memory.cdata in held]
+        assert sum(cache.snapshot().taken.values()) == sum(alive.values()) <= max(cache.budget, sum(used))
+        assert len(alive) - len(used) <= len(kept)
+        assert {id(each.tensors[0]()) for each in kept} <= {id(place.packed) for place in self.places}
+
+    # --- what happens ---
+
+    @rule(nested=st.booleans(), rows=st.sampled_from((32, 48)))
+    def weight_comes(self, nested, rows):
+        self.made += 1
+        self.places.append(Place(*vars(changes.weight((rows, 64), nested, DEVICE, seed=self.made)).values()))
+
+    @rule(i=ONE)
+    def weight_is_copied(self, i):
+        place = self.places[i % len(self.places)]
+        self.places.append(Place(*copy.deepcopy((place.packed, place.state))))
+
+    @rule(i=ONE)
+    def weight_goes(self, i):
+        if len(self.places) > 1:
+            del self.places[i % len(self.places)]
+
+    @rule(i=ONE, data=st.data(), read=st.booleans())
+    def weight_changes(self, i, data, read):
+        place = self.places[i % len(self.places)]
+        if read:
+            self.weight_is_read(i, False, "dropped")
+        name = data.draw(st.sampled_from([*place.table]))
+        if name != "blocksize" or place.state.blocksize < 2048:
+            place.table[name](place)
+            place.kept = None
+        if read:
+            self.weight_is_read(i, False, "dropped")
+
+    @rule(i=ONE, turned=st.booleans(), then=st.sampled_from(("dropped", "held", "written")))
+    def weight_is_read(self, i, turned, then):
+        place = self.places[i % len(self.places)]
+        packed = place.packed.t() if turned else place.packed
+        result = read(packed, place.state, only_read=True)
+        self.is_right(place, result.t() if turned else result)
+        if then == "held":
+            self.held.append(result)
+        elif then == "written":
+            result.zero_()
+            place.kept = None
+
+    @rule()
+    def a_step_reads_all(self):
+        for turned in (False, True):
+            for i in range(len(self.places)):
+                self.weight_is_read(i, turned, "dropped")
+
+    @rule(i=ONE)
+    def layer_is_entered(self, i):
+        place = self.places[i % len(self.places)]
+        result = enter(place.layer)
+        if result is None:
+            place.kept = None
+        else:
+            self.is_right(place, result)
+
+    def is_right(self, place, result):
+        assert torch.equal(result, reference.dequantize(layout_of(place.packed, place.state)))
+        before, place.kept = place.kept, None
+        for kept in cache.weights.values():
+            if kept.views is not None and kept.views[0].data_ptr() == result.data_ptr():
+                memory = StorageWeakRef(result.untyped_storage())
+                _, stream = self.dense.setdefault(memory, (kept.size, self.stream))
+                assert stream == self.stream  # it was decoded on this one
+                place.kept = result.data_ptr(), stream
+        assert before is None or before[1] != self.stream or place.kept == before  # what is kept stays
+
+    @rule()
+    def results_go(self):
+        self.held.clear()
+
+    @rule(budget=st.sampled_from(("off", f"{SIZE}B", f"{2 * SIZE}B", f"{2 * SIZE + 1}B", "1MiB", None)))
+    def budget_changes(self, budget):
+        """None: what is kept goes, and the budget stays."""
+        nf4_patch.release() if budget is None else nf4_patch.enable(cache=budget)
+        for place in self.places:
+            place.kept = None
+
+    @rule(number=st.sampled_from((0, 0, 0, 1)))
+    def stream_changes(self, number):
+        self.stream = number
+        if GPU:
+            torch.cuda.synchronize()
+            torch.cuda.set_stream(self.streams[number])
+        else:
+            runtime.current_stream = lambda device: self.streams[number]
+
+
+@pytest.mark.parametrize("examples", [40, pytest.param(1000, marks=pytest.mark.full)])
+def test_whatever_happens(examples, monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)  # see is_captured
+    monkeypatch.setattr(runtime, "current_stream", runtime.current_stream)  # and back
+    Machine.hits = 0
+    options = dict(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(Machine, settings=settings(max_examples=examples, stateful_step_count=50, **options))
+    assert Machine.hits > 5 * examples  # a cache that serves nothing proves nothing
