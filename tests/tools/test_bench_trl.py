@@ -46,7 +46,17 @@ def test_how_many_times_as_fast_a_side_is_needs_equal_losses():
 def test_a_process_that_ends_is_told():
     worker = trl.Worker(STOCK, {}, partial(os._exit, 1))
     assert worker.ask() == worker.ask("wall", "peft", (1, 16)) == (None, "the process ended")
-    worker.pool.shutdown()
+    worker.close()
+
+
+def test_a_process_that_would_go_on_is_ended():
+    thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()"
+    worker = trl.Worker(STOCK, {}, partial(exec, thread))
+    assert worker.ask()[1]  # that is no configuration
+    (process,) = worker.pool._processes.values()
+    worker.close()
+    process.join(30)
+    assert not process.is_alive()
 
 
 def test_adapters_are_those_of_trl_or_fp32_with_the_same_numbers():

@@ -6,8 +6,10 @@ model lives in a process of its own, which takes a turn when it is asked to; all
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import multiprocessing
+import os
 import statistics
 import tempfile
 import traceback
@@ -217,6 +219,11 @@ class Worker:
         except BrokenExecutor:
             return None, "the process ended"
 
+    def close(self) -> None:
+        with contextlib.suppress(BrokenExecutor):
+            self.pool.submit(os._exit, 0)  # Unsloth's does not end by itself
+        self.pool.shutdown()
+
 
 # --- all together ---
 
@@ -301,7 +308,7 @@ def compare(
         return rows, losses, failures
     finally:
         for worker in workers.values():
-            worker.pool.shutdown(wait=False)  # the report is written first, however long a process takes to end
+            worker.close()
 
 
 def differ(sides: Mapping[str, Side], losses: Mapping[str, float], size: Size) -> Iterator[str]:
