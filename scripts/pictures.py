@@ -44,7 +44,9 @@ def at_a_glance() -> tuple[Any, Callable[[Any], None]]:
         axes.set_yticks([])
         axes.margins(x=0.15, y=0.02)
         figure.supxlabel(
-            f"times as fast, {GPUS[0]}; green: the same bits by default; amber: with an option", fontsize=9
+            f"times as fast on an {GPUS[0]}: GPU time; generation by the clock\n"
+            "green: the same bits by default; amber: with an option",
+            fontsize=9,
         )
 
     return bars, draw

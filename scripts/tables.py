@@ -394,7 +394,7 @@ def offload_cards() -> list[Record]:
 # --- the blocks ---
 
 SUBJECT, TOKENS = (Column("{units}", "{subject}"), Column("{side}", "{against}", {})), Column("tokens", "{length}")
-TRL = (Column("{tokens:,} tokens", "{gpu_ms:.1f} / {wall_ms:.1f}", {}),
+TRL = (Column("{tokens:,} tokens", "{gpu_ms:.1f}\u00a0/\u00a0{wall_ms:.1f}", {}),
        Column("launches, {tokens:,}", "{launches:,}", {"tokens": 2048}), Column("GiB, {tokens:,}", "{peak_gib:.2f}", {}))  # fmt: skip
 SIDE, STEP = (Column("ms, GPU time / by the clock", f"{{{field}}}") for field in ("side", "words"))
 BLOCKS: dict[str, Callable[[], str]] = {

@@ -200,7 +200,7 @@ def test_a_list_of_rows_is_rendered(tmp_path, monkeypatch):
     file.write_text(json.dumps({"machine": json.loads(file.read_text())["machine"], "rows": rows}))
     shown = render_docs.BLOCKS["step-trl"]()
     assert shown.startswith("**H100** ([step-trl-h100.json](data/step-trl-h100.json) of 2026-11-22 with torch 2.11.0):")
-    assert shown.splitlines()[-1] == "| nf4_patch | 15.8 / 40.0 | 1,234 | 5.12 |"
+    assert shown.splitlines()[-1] == "| nf4_patch | 15.8\u00a0/\u00a040.0 | 1,234 | 5.12 |"
     assert render_docs.BLOCKS["step-moe-trl"]() == "Not measured yet."
 
 
