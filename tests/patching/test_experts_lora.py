@@ -499,12 +499,7 @@ def test_a_recompute_that_ends_early_keeps_no_stack(way, monkeypatch, tmp_path):
 
 def bytes_of(model):
     """Of every packed stack and of its state."""
-    chains = [
-        chain
-        for module in model.modules()
-        if parametrize.is_parametrized(module)
-        for chain in module.parametrizations.values()
-    ]
+    chains = [chain for module in experts_of(model) for chain in module.parametrizations.values()]
     return [
         tensor.clone()
         for chain in chains
