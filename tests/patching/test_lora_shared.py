@@ -83,7 +83,7 @@ def kept(x, *_):
 
 # What comes between q and k, and the x that k and v get.
 CHANGES = {
-    "x written": lambda block, x: x.mul_(1),
+    "x written": lambda block, x: x.mul_(2),
     "another x": lambda block, x: x * 2,
     "x of q again": lambda block, x: x + 0 * block.q(x)[..., :1].sum(),
     "A written": lambda block, x: kept(x, k(block).weight.mul_(2)),
