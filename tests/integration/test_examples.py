@@ -94,18 +94,16 @@ def test_peft_on_other_architectures(model, tmp_path):
     assert hits(on) == LINEARS and not fallbacks(on)
 
 
+# 12 tensors in 8 bits, with two maps of 256 values and two scales for every 256; 4 are too small for that
+IN_8_BITS = 12 * (8192 + 2048 + 128) + 4 * 8 * 2048
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "options", "trained", "state"),
     [
         ("random-qwen-moe", ("--rank", 8), 2 * 8 * 8 * (128 + 256 + 128 + 128), None),
-        # 12 tensors in 8 bits, with two maps of 256 values and two scales for every 256; 4 are too small for that
-        (
-            "random-qwen-moe",
-            ("--attention-only", "--adamw-8bit", "--rank", 32),
-            0,
-            12 * (8192 + 2048 + 128) + 4 * 8 * 2048,
-        ),
+        ("random-qwen-moe", ("--attention-only", "--adamw-8bit", "--rank", 32), 0, IN_8_BITS),
         ("random-gpt-oss", ("--checkpointing", "--rank", 8), 2 * 8 * 8 * (128 + 512 + 256 + 128), None),
     ],
 )
@@ -117,14 +115,8 @@ def test_mixture_of_experts(model, options, trained, state, tmp_path):
     assert not fallbacks(on)
     assert on["losses"][-1] < on["losses"][0]
     trained += 2 * options[-1] * (2 * (128 + 128) + 2 * (128 + 64))  # the attention's
-    assert (
-        on["bytes"]["adapters"]
-        == 2 * trained
-        == sum(
-            tensor.nbytes
-            for tensor in safetensors.torch.load_file(tmp_path / "adapter/adapter_model.safetensors").values()
-        )
-    )
+    file = safetensors.torch.load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert on["bytes"]["adapters"] == 2 * trained == sum(tensor.nbytes for tensor in file.values())
     assert on["bytes"]["optimizer"] == pytest.approx(state or 4 * trained, rel=0.01)
 
 
@@ -265,28 +257,13 @@ def test_merge(name, tmp_path, patched):
 @pytest.mark.full
 def test_from_a_mixture_to_merged_weights(tmp_path):
     """By the two commands of docs/after-training.md. What was not trained is what the packed weights stand for."""
-    packed, adapter, out = "packed", "adapter", "merged"
-    trained = (
-        "--attention-only",
-        "--checkpointing",
-        "--steps",
-        2,
-        "--tokens",
-        32,
-        "--packed",
-        packed,
-        "--out",
-        adapter,
-    )
-    run_example("qlora_moe.py", *trained, folder=tmp_path)
-    arguments = ("--model", packed, "--adapter", adapter, "--out", out, "--device", "cpu")
-    run_example("merge_adapter.py", *arguments, folder=tmp_path)
-    run(
-        [sys.executable, "-c", "import offline; offline.checkpoint('random-qwen-moe', folder='base')"],
-        tmp_path,
-        PYTHONPATH=f"{EXAMPLES}",
-    )
-    merged, base = (safetensors.torch.load_file(tmp_path / each / "model.safetensors") for each in (out, "base"))
+    trained = "--attention-only --checkpointing --steps 2 --tokens 32 --packed packed --out adapter"
+    run_example("qlora_moe.py", *trained.split(), folder=tmp_path)
+    merged = "--model packed --adapter adapter --out merged --device cpu"
+    run_example("merge_adapter.py", *merged.split(), folder=tmp_path)
+    base = "import offline; offline.checkpoint('random-qwen-moe', folder='base')"
+    run([sys.executable, "-c", base], tmp_path, PYTHONPATH=f"{EXAMPLES}")
+    merged, base = (safetensors.torch.load_file(tmp_path / each / "model.safetensors") for each in ("merged", "base"))
     assert merged.keys() == base.keys()
     off = {key: (merged[key] - base[key]).float().norm() / base[key].float().norm() for key in base}
     in_4_bits = {key for key, by in off.items() if 0.05 < by < 0.2}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
-from subprocess_python import program
+from subprocess_python import EVERY_KERNEL, program
 
 pytest.importorskip("trl")
 
@@ -16,11 +15,8 @@ def test_the_script_trains_as_with_peft(tmp_path, liger):
     if liger:  # Triton's interpreter does not run its kernels
         pytest.importorskip("liger_kernel")
     words = (tmp_path, *["--use_liger_kernel"] * liger)
-    interpreted = (
-        {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "interpreted": True}
-    )  # a kernel of TRL's too
     environment = {"NF4_PATCH": "1", "NF4_PATCH_LORA": "fused"}
-    done = program("trl_sft", *words, fresh=True, cwd=tmp_path, **interpreted, **environment)
+    done = program("trl_sft", *words, fresh=True, cwd=tmp_path, **EVERY_KERNEL, **environment)
     fused, stock = (json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"losses"'))
     assert not stock["fused"] and fused["fused"]
     assert len(stock["losses"]) == 6 and stock["losses"][-1] < stock["losses"][0] - 0.5

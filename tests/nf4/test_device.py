@@ -22,16 +22,6 @@ def weight():
     return layout_of(packed, state), expected(packed, state)
 
 
-def test_a_launch_is_found_again_and_reads_what_is_in_memory_now(weight, monkeypatch):
-    layout, want = weight
-    assert torch.equal(launch.dequantize(layout), want)
-    monkeypatch.setattr(launch, "Launch", None)  # nothing is resolved again
-    layout.packed.bitwise_xor_(255)
-    found = launch.dequantize(layout)
-    layout.packed.bitwise_xor_(255)
-    assert not torch.equal(found, want) and torch.equal(launch.dequantize(layout), want)
-
-
 def test_a_launch_runs_on_its_device_and_on_the_current_stream(weight, monkeypatch):
     layout, want = weight
     ready = launch.Launch(layout)

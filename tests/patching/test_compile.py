@@ -210,16 +210,8 @@ class Exportable(torch.nn.Module):
 
     def forward(self, x):
         second = F.QuantState(self.a_absmax2, code=self.a_code2, blocksize=256, dtype=torch.float32)
-        state = F.QuantState(
-            self.a_absmax,
-            torch.Size((64, 256)),
-            F.get_4bit_type("nf4", self.a_absmax.device),
-            64,
-            "nf4",
-            torch.float32,
-            self.a_offset,
-            second,
-        )
+        shape, code = torch.Size((64, 256)), F.get_4bit_type("nf4", self.a_absmax.device)
+        state = F.QuantState(self.a_absmax, shape, code, 64, "nf4", torch.float32, self.a_offset, second)
         return x * self.dequantize(self.a_packed, state)
 
 

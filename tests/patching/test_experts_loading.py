@@ -20,7 +20,7 @@ import bitsandbytes.functional as F
 from bitsandbytes.nn.parametrize import Bnb4bitParametrization, replace_parameter_4bit
 from safetensors.torch import load_file, save_file
 from target import equal
-from tiny_experts import SKIPPED, architectures, in_4bit, is_stack, loaded, random_model, saved, with_lora
+from tiny_experts import SKIPPED, architectures, crossed, in_4bit, is_stack, loaded, random_model, saved, with_lora
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 import nf4_patch
@@ -231,13 +231,15 @@ def packed_one_by_one(folder, experts=lambda key: ".experts." in key, rename=lam
     return decoded
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
-@pytest.mark.parametrize("options", [{}, {"compress_statistics": False}, {"quant_storage": torch.bfloat16}], ids=str)
+ONE_BY_ONE = {"nested": {}, "flat": {"compress_statistics": False}, "in bf16": {"quant_storage": torch.bfloat16}}
+
+
+@pytest.mark.parametrize(("name", "options"), crossed(("qwen3", "mixtral"), ONE_BY_ONE))
 def test_experts_that_were_packed_one_by_one_are_one_stack(name, options, tmp_path):
     """Every weight decodes to the bits that its own expert does; saved again it is a packed checkpoint."""
     dense = tmp_path / "dense"
     stacks = saved(random_model(name, num_experts=12, num_local_experts=12), dense)  # 10 after 2
-    decoded = packed_one_by_one(dense, **options)
+    decoded = packed_one_by_one(dense, **ONE_BY_ONE[options])
     with nf4_patch.enabled(), pytest.raises(ValueError, match=r"packed in 4 bits .* call nf4_patch\.enable"):
         loaded(dense)
     with nf4_patch.enabled(**PACKED):

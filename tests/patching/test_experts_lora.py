@@ -13,7 +13,7 @@ from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file, save_file
-from subprocess_python import program
+from subprocess_python import EVERY_KERNEL, program
 from tiny_experts import (
     ARCHITECTURES,
     CHECKPOINTING,
@@ -499,12 +499,7 @@ def test_a_recompute_that_ends_early_keeps_no_stack(way, monkeypatch, tmp_path):
 
 def bytes_of(model):
     """Of every packed stack and of its state."""
-    chains = [
-        chain
-        for module in model.modules()
-        if parametrize.is_parametrized(module)
-        for chain in module.parametrizations.values()
-    ]
+    chains = [chain for module in experts_of(model) for chain in module.parametrizations.values()]
     return [
         tensor.clone()
         for chain in chains
@@ -613,10 +608,7 @@ def test_what_was_changed_after_merging_is_kept(way):
 @pytest.mark.timeout(600)
 def test_thirty_steps_of_trl(tmp_path):
     """Trained, saved, and evaluated by peft alone on experts in 16 bits."""
-    interpreted = (
-        {} if DEVICE.type == "cuda" else {"TRITON_INTERPRET": "1", "interpreted": True}
-    )  # a kernel of TRL's too
-    program("experts_trl", tmp_path, cwd=tmp_path, fresh=True, **interpreted)
+    program("experts_trl", tmp_path, cwd=tmp_path, fresh=True, **EVERY_KERNEL)
     program("stock_peft", tmp_path / "dense", tmp_path / "adapters", tmp_path / "alone")
     (ours, mine), (loss, alone) = torch.load(tmp_path / "ours"), torch.load(tmp_path / "alone")
     assert error(ours, loss.double()) < 2**-8 and error(mine, alone.double()) < 2**-4

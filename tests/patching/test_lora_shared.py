@@ -73,47 +73,25 @@ def test_one_product_from_the_second_step_on(block, products, device, reentrant,
     assert not shared.latest.products and not fallbacks(lora.TARGET)
 
 
-def add_in_place(block, x):
-    with torch.no_grad():
-        x.data.add_(0)  # unseen, and changes nothing
-        return x.mul_(1)
+def k(block):
+    return block.k.lora_A["default"]
 
 
-def another_x(block, x):
-    return x * 2
-
-
-def change_a(block, x):
-    with torch.no_grad():
-        block.k.lora_A["default"].weight.mul_(2)
+def kept(x, *_):
     return x
 
 
-def replace_a(block, x):
-    block.k.lora_A["default"].weight = torch.nn.Parameter(block.k.lora_A["default"].weight.detach() * 2)
-    return x
-
-
-def call_q_again(block, x):
-    return x + 0 * block.q(x)[..., :1].sum()
-
-
-def disable_k(block, x):
-    block.k.enable_adapters(False)
-    return x
-
-
-def hook_k(block, x):
-    block.k.lora_A["default"].register_forward_hook(lambda module, args, result: result * 2)
-    return x
-
-
-def scale_k(block, x):
-    block.k.scaling["default"] *= 2
-    return x
-
-
-CHANGES = [add_in_place, another_x, change_a, replace_a, call_q_again, disable_k, hook_k, scale_k]
+# What comes between q and k, and the x that k and v get.
+CHANGES = {
+    "x written": lambda block, x: x.mul_(2),
+    "another x": lambda block, x: x * 2,
+    "x of q again": lambda block, x: x + 0 * block.q(x)[..., :1].sum(),
+    "A written": lambda block, x: kept(x, k(block).weight.mul_(2)),
+    "A replaced": lambda block, x: kept(x, setattr(k(block), "weight", torch.nn.Parameter(k(block).weight * 2))),
+    "k disabled": lambda block, x: kept(x, block.k.enable_adapters(False)),
+    "k hooked": lambda block, x: kept(x, k(block).register_forward_hook(lambda module, args, result: result * 2)),
+    "k scaled": lambda block, x: kept(x, block.k.scaling.update(default=3.0)),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -125,7 +103,7 @@ def test_what_comes_between(block, products, device, change):
     assert products == [3]
     nf4_patch.disable()
     theirs = copy.deepcopy(block)
-    theirs.base_model.model.between = block.base_model.model.between = change
+    theirs.base_model.model.between = block.base_model.model.between = CHANGES[change]
     with torch.no_grad():
         want = theirs(x.detach().clone())
         nf4_patch.enable(lora="fused")

@@ -25,7 +25,7 @@ from nf4_patch.nf4.routing import launch
 from nf4_patch.option import size_in_words
 from nf4_patch.patching import placement
 from nf4_patch.patching.cache.store import cache
-from nf4_patch.patching.dequantizer import Dequantizer, inside
+from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.options import OPTIONS
 from nf4_patch.patching.switch import switch
 from nf4_patch.patching.targets import TARGETS
@@ -272,24 +272,11 @@ def test_an_option_that_is_not_named_stays(option, monkeypatch):
     assert in_force() == without
 
 
-@pytest.fixture
-def cached(device):
-    """A weight that the cache holds, and its read."""
+def test_the_cache_is_left_alone_where_it_is_not_named(device):
     packed, state = F.quantize_4bit(torch.randn(64, 64, device=device), quant_type="nf4", compress_statistics=True)
     packed = torch.nn.Parameter(packed, requires_grad=False)
+    cached = functools.partial(Dequantizer("a test").of_state, packed, state, only_read=True)
     nf4_patch.enable(cache="1MiB")
-
-    def read():
-        inside.bitsandbytes = True
-        try:
-            return F.dequantize_4bit(packed, state)
-        finally:
-            inside.bitsandbytes = False
-
-    return read
-
-
-def test_the_cache_is_left_alone_where_it_is_not_named(cached):
     kept = cached()
     with nf4_patch.enabled(matmul="auto"):
         assert cached() is kept

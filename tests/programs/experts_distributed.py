@@ -3,16 +3,15 @@
 *loaded*: ZeRO-3 that transformers knows of (HfDeepSpeedConfig) when it packs the experts of a checkpoint.
 """
 
-import os
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from spread import ZERO3, spread, start
 from tiny_experts import (
     adapters_of,
     experts_of,
@@ -33,21 +32,9 @@ DENSE = ["lm_head", ".*self_attn", "gate"]  # all but the experts
 folder = Path(tempfile.mkdtemp())
 saved(random_model("qwen3", torch.float32), folder)  # before there is a process group: then only the first one saves
 zero3 = way in ("zero3", "loaded")
+start(zero3)
 if zero3:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
     from deepspeed.utils import safe_get_full_grad
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, in ~/.cache
-    deepspeed.init_distributed(dist_backend="gloo")
-else:
-    dist.init_process_group("gloo")
-ZERO3 = {
-    "train_micro_batch_size_per_gpu": 1,
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # every parameter is sharded
-    "zero_allow_untested_optimizer": True,
-    "zero_force_ds_cpu_optimizer": False,
-}
 
 
 def made():
@@ -58,21 +45,6 @@ def made():
 def loss(model, rank):
     ids = (ids_of() + rank) % 96
     return model(input_ids=ids, labels=ids).loss
-
-
-def distributed(model):
-    if way == "ddp":
-        return DistributedDataParallel(model)
-    if zero3:
-        optimizer = torch.optim.SGD(list(adapters_of(model).values()), lr=0.0)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ZERO3)
-        return engine
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    for layer in model.base_model.model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
 
 
 rank = dist.get_rank()
@@ -87,7 +59,8 @@ for each in range(2):
     loss(model, each).backward()
     alone.append({name: parameter.grad for name, parameter in adapters_of(model).items()})
 model = made()
-parallel = distributed(model)
+optimizer = torch.optim.SGD(list(adapters_of(model).values()), lr=0.0)
+parallel = spread(model, "zero3" if zero3 else way, model.base_model.model.model.layers, optimizer)
 for again in range(2):  # the second fails where a parameter got no gradient in the first
     model.zero_grad()
     if zero3:
@@ -98,13 +71,8 @@ for again in range(2):  # the second fails where a parameter got no gradient in 
         loss(parallel, rank).backward()
 for name, parameter in adapters_of(model).items():
     mean = (alone[0][name] + alone[1][name]) / 2
-    found = (
-        safe_get_full_grad(parameter)
-        if zero3
-        else parameter.grad.full_tensor()
-        if hasattr(parameter.grad, "full_tensor")
-        else parameter.grad
-    )
+    found = safe_get_full_grad(parameter) if zero3 else parameter.grad
+    found = found.full_tensor() if way == "fsdp2" else found
     assert mean.any() and torch.allclose(found, mean, rtol=1e-4, atol=1e-9), name
 packed = [module.parametrizations.gate_up_proj.original for module in experts_of(model) if is_parametrized(module)]
 assert all(

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+import spread
 import tiny_experts
 from tiny_experts import adapters_of, in_4bit, loaded, random_model, with_lora
 
@@ -73,9 +73,7 @@ with tempfile.TemporaryDirectory() as folder:
     dist.barrier()
     plain, sharded = made(names[0]), made(names[0])
     dist.barrier()
-for layer in sharded.base_model.model.model.layers:
-    fully_shard(layer, mesh=dist.device_mesh.init_device_mesh(device.type, (2,)))
-fully_shard(sharded, mesh=dist.device_mesh.init_device_mesh(device.type, (2,)))
+spread.sharded(sharded, sharded.base_model.model.model.layers, device.type)
 stacks = [module.parametrizations.gate_up_proj.original for module in tiny_experts.experts_of(sharded)]
 assert all(stack.dtype is torch.bfloat16 and hasattr(stack, "full_tensor") for stack in stacks)
 

@@ -3,9 +3,9 @@
 *wrapped*: FSDP1 by peft's own policy, which wraps every lora_A and lora_B. Over gloo on the CPU, under Triton's interpreter. The input of every layer is bf16.
 """
 
-import os
 import sys
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,29 +13,18 @@ from peft import LoraConfig, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from spread import spread, start
+
 import nf4_patch
 from benchmarks.checkpoint import Shape, save
 
 way = sys.argv[1]
 STEPS, LENGTH = 3, 160  # more rows than are multiplied straight from the packed weight
 TARGET = "peft.tuners.lora.bnb.Linear4bit.forward"
-ZERO3 = {
-    "train_micro_batch_size_per_gpu": 1,
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # every parameter is sharded
-    "zero_allow_untested_optimizer": True,
-    "zero_force_ds_cpu_optimizer": False,
-}
 folder = tempfile.mkdtemp()
 save(folder, Shape(128, 256, 2, 4, 2))  # before there is a process group: then only the first one saves
-if way == "zero3":
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, in ~/.cache
-    deepspeed.init_distributed(dist_backend="gloo")
-else:
-    dist.init_process_group("gloo")
+start(way == "zero3")
 rank = dist.get_rank()
 
 
@@ -65,24 +54,13 @@ def trained(model):
 
 def distributed(model, optimizer):
     layers = model.base_model.model.model.layers
-    if way == "ddp":
-        return torch.nn.parallel.DistributedDataParallel(model)
-    if way == "zero3":
-        return deepspeed.initialize(model=model, optimizer=optimizer, config=ZERO3)[0]
-    if way in ("fsdp1", "wrapped"):
-        from torch.distributed.fsdp import FullyShardedDataParallel
-        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    if way not in ("fsdp1", "wrapped"):
+        return spread(model, way, layers, optimizer, bf16={"enabled": True})
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-        policy = ModuleWrapPolicy({type(layers[0])}) if way == "fsdp1" else fsdp_auto_wrap_policy(model)
-        return FullyShardedDataParallel(
-            model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
-        )
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    policy = ModuleWrapPolicy({type(layers[0])}) if way == "fsdp1" else fsdp_auto_wrap_policy(model)
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
 
 
 def local(tensors):

@@ -16,8 +16,11 @@ import torch
 
 patch, checkpoint, steps, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
 GPU = torch.cuda.is_available()
-os.environ["DS_ACCELERATOR"] = "cuda" if GPU else "cpu"  # else what DeepSpeed was installed on
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from spread import start
+
+start(True, "nccl" if GPU else "gloo")
 import deepspeed
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
@@ -67,9 +70,6 @@ def shard_is_refused(weight: torch.Tensor) -> bool:
 def main() -> None:
     if patch != "off":
         nf4_patch.enable(cache="64MiB" if patch == "cached" else "off")
-    # plain gloo: else DeepSpeed compiles an extension in ~/.cache, where a killed run's lock stops every later one
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="nccl" if GPU else "gloo")
     rank = dist.get_rank()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if GPU else torch.device("cpu")
     if GPU:

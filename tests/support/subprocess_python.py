@@ -21,6 +21,8 @@ import torch
 
 # Before anything else the kernels are imported under the interpreter, as conftest.py does.
 INTERPRETED = "import quick_interpreter\nquick_interpreter.install()\n"
+# Of other libraries' kernels too.
+EVERY_KERNEL = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "interpreted": True}
 
 # Reads requests, one a line, forks for each and answers its exit code. The child leaves the loop and runs the code, as its
 # __main__; then it ends as Python does, less the taking apart.
