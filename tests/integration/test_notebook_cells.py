@@ -23,12 +23,12 @@ GPU, INSTALL = CODE[:2]
 COMPARE = next(cell for cell in CODE if "qlora_peft.py" in cell)
 WHEEL = "nf4_patch-0.1.0-py3-none-any.whl"
 ADDRESS = f"https://example.org/{WHEEL}"
-SAVED = "[saved from a run on an NVIDIA H200, 2026-11-25]\n"
+SAVED = "[saved from a run on an NVIDIA H100, 2026-11-26]\n"
 
 
 def test_saved_outputs_say_of_which_gpu_they_are():
     """A number belongs to the GPU that measured it: each output begins with that, and the first cell says it of all."""
-    assert "outputs saved here are of an NVIDIA H200, not of a T4" in "".join(NOTEBOOK["cells"][0]["source"])
+    assert "outputs saved here are of an NVIDIA H100, not of a T4" in "".join(NOTEBOOK["cells"][0]["source"])
     cells = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
     first = [cell["outputs"][0]["text"][0] for cell in cells if cell["outputs"]]
     assert first == [SAVED] * (len(CODE) - 2)  # looking for a GPU and installing print nothing where all is there
