@@ -12,6 +12,15 @@ import torch
 GPU = torch.cuda.is_available()
 os.environ["NF4_PATCH_CALIBRATION"] = "off"  # the shipped tables, whatever this machine remembers
 
+_same_numbers = torch.equal
+
+
+def _equal(got, want):
+    """``torch.equal`` alone takes the same numbers in two dtypes for equal."""
+    return got.dtype is want.dtype and _same_numbers(got, want)
+
+
+torch.equal = _equal
 if not GPU:
     import quick_interpreter
 

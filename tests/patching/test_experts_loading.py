@@ -19,7 +19,6 @@ pytest.importorskip("transformers.core_model_loading", reason="transformers befo
 import bitsandbytes.functional as F
 from bitsandbytes.nn.parametrize import Bnb4bitParametrization, replace_parameter_4bit
 from safetensors.torch import load_file, save_file
-from target import equal
 from tiny_experts import SKIPPED, architectures, crossed, in_4bit, is_stack, loaded, random_model, saved, with_lora
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
@@ -136,7 +135,9 @@ def test_an_architecture_loads_packed_saves_reloads_and_is_dequantized(name, tmp
         again = loaded(tmp_path / "again")
         for stack in stacks:
             wanted = getattr(recipe.get_submodule(stack.rpartition(".")[0]), stack.rpartition(".")[2])
-            assert equal(dequantized.get_parameter(stack), wanted) and equal(again.get_parameter(stack), wanted)
+            assert torch.equal(dequantized.get_parameter(stack), wanted) and torch.equal(
+                again.get_parameter(stack), wanted
+            )
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])

@@ -6,7 +6,6 @@ from typing import Any
 
 import tiny_experts
 import torch
-from target import equal
 from tiny_experts import STACKS, adapters_of, experts_of, ids_of, in_4bit, loaded
 
 import nf4_patch
@@ -72,7 +71,7 @@ def train(
 
 
 def same_steps(ours: Any, others: Any) -> bool:
-    return equal(ours[0], others[0]) and all(map(equal, ours[1], others[1]))
+    return torch.equal(ours[0], others[0]) and all(map(torch.equal, ours[1], others[1]))
 
 
 def logits(model: Any) -> torch.Tensor:

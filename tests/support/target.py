@@ -76,11 +76,6 @@ def raising(error):
     return raises
 
 
-def equal(got, want):
-    """To the bit: ``torch.equal`` alone takes the same numbers in two dtypes for equal."""
-    return got.dtype is want.dtype and torch.equal(got, want)
-
-
 def same(got, want):
     """Whether two lists of tensors are equal to the bit."""
-    return len(got) == len(want) and all(map(equal, got, want))
+    return len(got) == len(want) and all(map(torch.equal, got, want))

@@ -20,7 +20,6 @@ pytest.importorskip("bitsandbytes.nn.parametrize", reason="bitsandbytes before 0
 import bitsandbytes.functional
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from peft import LoraConfig, get_peft_model
-from target import equal
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import nf4_patch
@@ -183,7 +182,7 @@ def step(model, tokens: int = 24) -> dict[str, torch.Tensor]:
 
 
 def same(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == stock.keys() and all(equal(ours[name], stock[name]) for name in stock)
+    return ours.keys() == stock.keys() and all(torch.equal(ours[name], stock[name]) for name in stock)
 
 
 @contextlib.contextmanager
