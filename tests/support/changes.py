@@ -21,6 +21,24 @@ def weight(shape=(64, 96), nested: bool = True, device: Any = "cpu", dtype=torch
     return SimpleNamespace(packed=torch.nn.Parameter(packed, requires_grad=False), state=state)
 
 
+class Place:
+    """The weight of a layer: what a change is made of."""
+
+    def __init__(self, layer: torch.nn.Module):
+        self.layer = layer
+
+    packed = property(lambda self: self.layer.weight, lambda self, packed: setattr(self.layer, "weight", packed))
+    state = property(
+        lambda self: self.packed.quant_state, lambda self, state: setattr(self.packed, "quant_state", state)
+    )
+
+
+def layer_with(packed: torch.nn.Parameter, state: Any) -> torch.nn.Module:
+    layer = torch.nn.Module()
+    layer.weight, packed.quant_state = packed, state
+    return layer
+
+
 def flipped(packed: torch.Tensor) -> torch.Tensor:
     return packed.detach().clone().bitwise_xor_(255)
 
