@@ -126,7 +126,7 @@ def test_what_does_not_fit_as_a_whole_is_dequantized_in_the_graph(enter):
     layer = Layer()
     nf4_patch.enable(cache=f"{SIDE * SIDE * 2}B")
     first = enter(layer)
-    assert cache.snapshot().compiled == 0 and cache.uncached == {Uncached.BUDGET_SPENT: 1}
+    assert cache.snapshot().compiled == cache.misses == 0 and cache.uncached == {Uncached.BUDGET_SPENT: 1}
     enter(layer)
     assert cache.uncached == {Uncached.BUDGET_SPENT: 1} or DEVICE.type == "cuda"  # asked again when there may be room
     nf4_patch.enable(cache="auto")
@@ -201,6 +201,9 @@ def test_an_entry_on_another_stream_decodes(enter, monkeypatch):
         monkeypatch.setattr(runtime, "current_stream", lambda device, stream=stream: stream)
         enter.entry(layer, activations())
         assert cache.snapshot().compiled == pinned and cache.uncached == {Uncached.OTHER_STREAM: 1}
+        for each in layer.parts if stream else ():  # what was decoded there is not pinned here
+            Dequantizer("a test").of_state(each.weight, each.weight.quant_state, only_read=True)
+    assert {kept.stream for kept in cache.weights.values()} == {0}
 
 
 def test_what_an_entry_pins():
