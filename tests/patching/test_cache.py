@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -16,7 +17,7 @@ import changes
 import pytest
 import torch
 from oracle import expected, layout_of, quantized
-from target import target_like
+from target import raising, target_like
 from threads import together
 
 from nf4_patch.patching.cache import reads, store
@@ -177,28 +178,34 @@ def test_an_interrupt_that_comes_with_the_lock_leaves_it_free():
     assert source.count("self.lock") == 1 + source.count("with self.lock:") > 5
 
 
-def test_an_interrupt_at_any_line_of_keeping_leaves_nothing_charged(cache):
-    code = Cache.keep.__code__
-    reached = []
+def lines_of(code):
+    return sorted({line for *_, line in code.co_lines() if line is not None and line > code.co_firstlineno})
 
-    def interrupt(frame, event, arg):
-        if frame.f_code is code and event == "line" and frame.f_lineno == line:
+
+@contextlib.contextmanager
+def at_line(code, line, act, reached):
+    def trace(frame, event, arg):
+        if frame.f_code is not code:
+            return None
+        if event == "line" and frame.f_lineno == line:
             reached.append(line)
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return interrupt if frame.f_code is code else None
+            act()
+        return trace
 
-    lines = {line for *_, line in code.co_lines() if line is not None and line > code.co_firstlineno}
-    for line in sorted(lines):
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def test_an_interrupt_at_any_line_of_keeping_leaves_nothing_charged(cache):
+    code, reached, interrupt = Cache.keep.__code__, [], raising(KeyboardInterrupt)
+    for line in lines_of(code):
         packed, state = weight()
-        before = sys.gettrace()
-        sys.settrace(interrupt)
-        try:
+        with contextlib.suppress(KeyboardInterrupt), at_line(code, line, interrupt, reached):
             read(cache, packed, state)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
         cache.release()
         assert not cache.weights and not cache.taken[INDEX], line
         assert not cache.lock._is_owned()
@@ -207,23 +214,12 @@ def test_an_interrupt_at_any_line_of_keeping_leaves_nothing_charged(cache):
 
 def test_a_drop_at_any_line_of_a_look_raises_nothing(cache):
     """By another thread: what is found then is the copy of before, or nothing."""
-    code, packed, state = Kept.of.__code__, *weight()
-    right, reached = expected(packed, state), []
-
-    def drop(frame, event, arg):
-        if frame.f_code is code and event == "line" and frame.f_lineno == line:
-            reached.append(line)
-            cache.release()
-        return drop if frame.f_code is code else None
-
-    for line in sorted({line for *_, line in code.co_lines() if line is not None and line > code.co_firstlineno}):
+    code, reached, (packed, state) = Kept.of.__code__, [], weight()
+    right = expected(packed, state)
+    for line in lines_of(code):
         read(cache, packed, state)
-        before = sys.gettrace()
-        sys.settrace(drop)
-        try:
+        with at_line(code, line, cache.release, reached):
             assert torch.equal(read(cache, packed, state), right), line
-        finally:
-            sys.settrace(before)
     assert len(reached) > 10
 
 

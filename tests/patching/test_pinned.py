@@ -364,6 +364,7 @@ def test_a_compiled_layer_in_a_checkpoint_while_the_cache_changes(compiled):
 
 
 def test_five_lengths_make_as_many_graphs_as_without_a_cache(compiled):
+    """The compiled forward reads, its traced backward dequantizes; both passes of the other read."""
     layer, module = compiled
     made = []
     for options in ({}, {"cache": 2**30}):
@@ -374,6 +375,7 @@ def test_five_lengths_make_as_many_graphs_as_without_a_cache(compiled):
             assert same(forward_and_backward(module, rows=rows), forward_and_backward(layer, rows=rows))
         made.append(graphs())
     assert made[0] == made[1]
+    assert (cache.misses, cache.hits, cache.snapshot().compiled) == (1, 5 * 3 - 1, 0)
 
 
 def test_no_rows_and_another_librarys_wrapper_break_no_graph(compiled, monkeypatch):
