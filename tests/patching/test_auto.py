@@ -1,4 +1,4 @@
-"""``cache="auto"``: what it waits for, takes and gives back. What a GPU has free is made up here: see gpu/test_pinned_gpu.py."""
+"""``cache="auto"``: what it waits for, takes and gives back. What a GPU has free is made up here: see gpu/test_cache_gpu.py."""
 
 from __future__ import annotations
 
