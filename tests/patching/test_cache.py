@@ -305,24 +305,6 @@ def test_what_is_no_parameter_is_refused_by_name(cache):
     assert read(cache, part, part_state) is first
 
 
-@pytest.mark.skipif(GPU, reason="the CPU's allocator gives the same address again")
-def test_other_memory_at_the_address_where_no_watcher_fires(cache):
-    """PyTorch 2.7 and 2.8 lose the watcher of a storage in any garbage collection."""
-    for _ in range(50):
-        packed, state = weight()
-        read(cache, packed, state)
-        for entry in cache.weights.values():
-            entry.watcher = None
-        address, content = packed.data_ptr(), packed.clone().bitwise_xor_(255)
-        packed.data = torch.empty(0, dtype=torch.uint8)  # frees the memory
-        other = torch.empty_like(content)
-        if other.data_ptr() == address:
-            packed.data = other.copy_(content)
-            assert torch.equal(read(cache, packed, state), expected(packed, state))
-            return
-    pytest.skip("the allocator never gave the address again")
-
-
 def test_a_death_while_the_lock_is_held_is_seen_to_afterwards(cache):
     """The garbage collector may run in the middle of any change, in the thread that makes it."""
     packed, state = weight()

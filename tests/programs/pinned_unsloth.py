@@ -26,7 +26,6 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 WEIGHTS, LAYERS, SIDE = 3, 2, 64
 CHECKPOINTING = sys.argv[1]
-BUFFER = bytearray(SIDE * SIDE // 2)
 
 
 def formula(weight, out=None):
@@ -102,12 +101,6 @@ def weight(layer=0):
     return model.layers[layer].projections[0].weight
 
 
-def replace_data(seed):
-    """At the address of the one before."""
-    BUFFER[:] = linear(seed).weight.data.cpu().numpy().tobytes()
-    weight().data = torch.frombuffer(BUFFER, dtype=torch.uint8).view(-1, 1).to(DEVICE)
-
-
 def load():
     source = {name: v.flip(0) if v.dtype is torch.uint8 else v for name, v in model.state_dict().items()}
     model.load_state_dict(source, strict=False)
@@ -143,8 +136,6 @@ OF_A_WEIGHT = dict(changes.NUMBERS)
 del OF_A_WEIGHT["bytes refilled"]  # which no version counter sees: such a weight is not pinned
 CHANGES = {
     **{name: functools.partial(change_weight, change) for name, change in OF_A_WEIGHT.items()},
-    "replace data by a buffer": lambda: replace_data(58),
-    "replace data at the same address": lambda: replace_data(59),
     "replace the module": lambda: model.layers[0].projections.__setitem__(0, linear(56)),
     "load": load,
     "copy the layer": copy_layer,
