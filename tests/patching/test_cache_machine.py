@@ -98,7 +98,8 @@ class Machine(RuleBasedStateMachine):
         if read:
             self.weight_is_read(i, False, "dropped")
         name = data.draw(st.sampled_from([*place.table]))
-        if name != "blocksize" or place.state.blocksize < 2048:
+        can = {"blocksize": place.state.blocksize < 2048, "bytes refilled": place.packed.untyped_storage().resizable()}
+        if can.get(name, True):
             place.table[name](place)
             place.kept = None
         if read:
