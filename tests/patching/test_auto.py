@@ -1,4 +1,4 @@
-"""``cache="auto"``: what it waits for, takes and gives back. What a GPU has free is made up here: see gpu/test_pinned_gpu.py."""
+"""``cache="auto"``: what it waits for, takes and gives back. What a GPU has free is made up here: see gpu/test_cache_gpu.py."""
 
 from __future__ import annotations
 
@@ -73,6 +73,38 @@ def budget_after(count, *args):
     return cache.budget
 
 
+SCHEDULES = {
+    "two steps of the largest batch": "BS0 BS0 B9",
+    "no library said how large its batch is": "S S S S0",
+    "accumulated batches are one step": "BBBBS BBBB0",
+    "optimizers of every layer make one step": "Bxyz B0 x0 B9",
+    "another optimizer is about to make its state": "BS BS B9 x0 x0 BS B9",
+    "a larger batch": "BS BS B9 L0 LS LS L9 BS LS B9",
+    "a longer batch of fewer rows": "BS BS B9 M0 MS MS M9",
+    "more rows and no longer ones": "BS BS B9 N0 NS NS N9",
+}
+BATCHES = {"B": (2, 512, 64), "L": (2, 1024, 64), "M": (1, 1024, 64), "N": (4, 512, 64)}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_what_it_may_take_in_the_course_of_a_training(gpu, schedule):
+    """Forward passes are B, L, M and N, steps of an optimizer S, x, y and z; a digit is what it may take then, in GiB."""
+    optimizers = {name: optimizer() for name in "Sxyz"}
+    begun = {
+        name: [] for name in optimizers
+    }  # what it may take as a step begins: nothing at the first, which makes the state
+    for name, each in optimizers.items():
+        each.register_step_pre_hook(lambda *_, name=name: begun[name].append(cache.budget))
+    for letter in schedule.replace(" ", ""):
+        if letter in BATCHES:
+            cache.auto.observe(inputs(*BATCHES[letter]))
+        elif letter in optimizers:
+            optimizers[letter].step()
+        else:
+            assert cache.budget == int(letter) * GIB
+    assert not any(budgets[0] for budgets in begun.values() if budgets)
+
+
 def test_it_takes_what_is_free_after_two_steps_of_the_largest_batch(gpu):
     train(auto.STEPS)
     assert cache.budget == 0
@@ -81,12 +113,6 @@ def test_it_takes_what_is_free_after_two_steps_of_the_largest_batch(gpu):
     assert "9 GiB" in str(nf4_patch.status())
     gpu[0]["free"] = 2 * GIB
     assert budget_after(4, inputs(1, 512, 64)) == 9 * GIB  # what is free now is what the cache left
-
-
-def test_steps_without_a_batch_count_for_nothing(gpu):
-    for _ in range(4):
-        ADAM.step()
-    assert cache.budget == 0  # no library said how large its batch is
 
 
 @pytest.mark.parametrize("who", ["bitsandbytes", "compiled layers"])
@@ -134,25 +160,6 @@ def test_every_forward_of_a_4_bit_layer_says_it(gpu, linear_op, monkeypatch, ree
     assert cache.budget == 0 and "300" in nf4_patch.status().cache.found
 
 
-def test_a_step_of_many_optimizers_is_one(gpu):
-    """Of GaLore's kind: one for every layer."""
-    layers = [optimizer() for _ in range(8)]
-    assert budget_after(1, BATCH, layers) == 0
-    layers[0].step()
-    assert cache.budget == 0
-    cache.auto.observe(BATCH)
-    assert cache.budget == 9 * GIB
-
-
-def test_accumulated_batches_are_one_step(gpu):
-    for _ in range(4):
-        cache.auto.observe(BATCH)
-    ADAM.step()
-    for _ in range(4):
-        cache.auto.observe(BATCH)
-    assert cache.budget == 0
-
-
 def test_steps_inside_a_backward_pass_are_of_one_training_step(gpu):
     """As optimizers in backward hooks with checkpointing: a step, a recomputed forward pass, the next step."""
     layers = [optimizer() for _ in range(8)]
@@ -172,18 +179,6 @@ def test_steps_inside_a_backward_pass_are_of_one_training_step(gpu):
             x.sum().backward()
         cache.auto.observe(batch)
         assert cache.budget == 9 * GIB
-
-
-def test_it_gives_back_before_another_optimizer_makes_its_state(gpu):
-    """A generator's after five steps of its critic, or one that is created anew."""
-    assert budget_after(2) == 9 * GIB
-    seen = []
-    late = optimizer()
-    late.register_step_pre_hook(lambda *_: seen.append(cache.budget))
-    late.step()
-    late.step()
-    assert (seen[-1], cache.budget) == (0, 0)
-    assert budget_after(1) == 9 * GIB
 
 
 def test_optimizers_that_are_equal_and_have_no_hash(gpu):
@@ -212,16 +207,6 @@ def test_it_gives_back_where_a_decode_finds_no_memory(gpu, device):
     with pytest.raises(torch.OutOfMemoryError):
         cache.read(weight, full)
     assert not cache.weights and not any(cache.taken.values())
-
-
-@pytest.mark.parametrize("larger", [(4, 512, 64), (1, 1024, 64), (2, 1024, 64)])
-def test_it_gives_back_before_a_larger_batch(gpu, larger):
-    budget_after(2)
-    larger = inputs(*larger)
-    cache.auto.observe(larger)
-    assert cache.budget == 0
-    gpu[0]["free"] = 3 * GIB
-    assert budget_after(2, larger) == 2 * GIB
 
 
 BESIDE = {  # how long the text grows, and what forward passes see: of other features than the text, or in one with it

@@ -1,12 +1,12 @@
-"""The cache by itself: what it knows an entry by, its budget, its order, and what it holds during a backward pass."""
+"""The cache by itself: what it knows an entry by, whom it refuses, and what comes in the middle of a change."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
 import inspect
-import operator
 import signal
 import sys
 import time
@@ -16,7 +16,7 @@ import changes
 import pytest
 import torch
 from oracle import expected, layout_of, quantized
-from target import target_like
+from target import raising, target_like
 from threads import together
 
 from nf4_patch.patching.cache import reads, store
@@ -54,23 +54,6 @@ def cache(monkeypatch):
     cache.configure("off")
 
 
-@pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize("turned_first", [False, True])
-def test_a_hit_is_the_same_memory_either_way_round(cache, nested, turned_first):
-    packed, state = weight(nested=nested)
-    packed = packed.t() if turned_first else packed
-    first = read(cache, packed, state)
-    assert torch.equal(first, expected(packed, state))
-    assert read(cache, packed, state) is first
-    turned = read(cache, packed.t(), state)
-    assert torch.equal(turned, first.t())
-    assert turned.data_ptr() == first.data_ptr()
-    assert (cache.hits, cache.misses, cache.taken) == (2, 1, {INDEX: SIZE})
-    packed.bitwise_xor_(255)
-    assert torch.equal(read(cache, packed.t(), state), expected(packed, state).t())
-    assert torch.equal(read(cache, packed, state), expected(packed, state)) and cache.hits == 3
-
-
 @pytest.mark.parametrize("mode", [2**20, "auto"])
 @pytest.mark.parametrize(("nested", "change"), changes.EVERY)
 def test_every_change_gives_new_bits_at_the_next_read(cache, nested, change, mode):
@@ -102,11 +85,12 @@ def test_other_strides_are_another_weight(cache, which):
     assert not read(cache, packed, state, decode=lambda *_: torch.zeros_like(first)).any()
 
 
-SCALES = ["flat", "absmax", "offset", "state2.absmax", "state2.code"]
+SCALES = ["flat", *changes.SCALES]
 
 
 def scales_of(state, name):
-    return operator.attrgetter("absmax" if name == "flat" else name)(state)
+    holder, name = changes.SCALES["absmax" if name == "flat" else name](state)
+    return getattr(holder, name)
 
 
 @pytest.mark.parametrize("place", ["memory of its own", "one storage"])
@@ -177,28 +161,34 @@ def test_an_interrupt_that_comes_with_the_lock_leaves_it_free():
     assert source.count("self.lock") == 1 + source.count("with self.lock:") > 5
 
 
-def test_an_interrupt_at_any_line_of_keeping_leaves_nothing_charged(cache):
-    code = Cache.keep.__code__
-    reached = []
+def lines_of(code):
+    return sorted({line for *_, line in code.co_lines() if line is not None and line > code.co_firstlineno})
 
-    def interrupt(frame, event, arg):
-        if frame.f_code is code and event == "line" and frame.f_lineno == line:
+
+@contextlib.contextmanager
+def at_line(code, line, act, reached):
+    def trace(frame, event, arg):
+        if frame.f_code is not code:
+            return None
+        if event == "line" and frame.f_lineno == line:
             reached.append(line)
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return interrupt if frame.f_code is code else None
+            act()
+        return trace
 
-    lines = {line for *_, line in code.co_lines() if line is not None and line > code.co_firstlineno}
-    for line in sorted(lines):
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def test_an_interrupt_at_any_line_of_keeping_leaves_nothing_charged(cache):
+    code, reached, interrupt = Cache.keep.__code__, [], raising(KeyboardInterrupt)
+    for line in lines_of(code):
         packed, state = weight()
-        before = sys.gettrace()
-        sys.settrace(interrupt)
-        try:
+        with contextlib.suppress(KeyboardInterrupt), at_line(code, line, interrupt, reached):
             read(cache, packed, state)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
         cache.release()
         assert not cache.weights and not cache.taken[INDEX], line
         assert not cache.lock._is_owned()
@@ -207,23 +197,12 @@ def test_an_interrupt_at_any_line_of_keeping_leaves_nothing_charged(cache):
 
 def test_a_drop_at_any_line_of_a_look_raises_nothing(cache):
     """By another thread: what is found then is the copy of before, or nothing."""
-    code, packed, state = Kept.of.__code__, *weight()
-    right, reached = expected(packed, state), []
-
-    def drop(frame, event, arg):
-        if frame.f_code is code and event == "line" and frame.f_lineno == line:
-            reached.append(line)
-            cache.release()
-        return drop if frame.f_code is code else None
-
-    for line in sorted({line for *_, line in code.co_lines() if line is not None and line > code.co_firstlineno}):
+    code, reached, (packed, state) = Kept.of.__code__, [], weight()
+    right = expected(packed, state)
+    for line in lines_of(code):
         read(cache, packed, state)
-        before = sys.gettrace()
-        sys.settrace(drop)
-        try:
+        with at_line(code, line, cache.release, reached):
             assert torch.equal(read(cache, packed, state), right), line
-        finally:
-            sys.settrace(before)
     assert len(reached) > 10
 
 
@@ -255,16 +234,6 @@ def test_room_is_made_by_what_died(cache):
     del other, other_state
     assert read(cache, *weight(2, shape=(32, 64))) is not None
     assert cache.taken == {INDEX: allocated(32 * 64 * 2)} and not cache.uncached
-
-
-def test_memory_that_is_freed_and_refilled_is_refused_by_name(cache):
-    packed, state = weight()
-    read(cache, packed, state)
-    changes.refill(packed, changes.flipped(packed))
-    for _ in range(2):
-        assert torch.equal(read(cache, packed, state), expected(packed, state))
-    assert cache.uncached == {Uncached.REFILLED: 2}
-    assert not cache.taken[INDEX]
 
 
 @pytest.mark.parametrize("why", [Uncached.ZERO3, Uncached.INFERENCE_TENSOR])
@@ -334,24 +303,6 @@ def test_what_is_no_parameter_is_refused_by_name(cache):
     part, part_state = packed.view(-1)[:64].view(-1, 1), weight(shape=(2, 64))[1]  # a view of one is
     first = read(cache, part, part_state)
     assert read(cache, part, part_state) is first
-
-
-@pytest.mark.skipif(GPU, reason="the CPU's allocator gives the same address again")
-def test_other_memory_at_the_address_where_no_watcher_fires(cache):
-    """PyTorch 2.7 and 2.8 lose the watcher of a storage in any garbage collection."""
-    for _ in range(50):
-        packed, state = weight()
-        read(cache, packed, state)
-        for entry in cache.weights.values():
-            entry.watcher = None
-        address, content = packed.data_ptr(), packed.clone().bitwise_xor_(255)
-        packed.data = torch.empty(0, dtype=torch.uint8)  # frees the memory
-        other = torch.empty_like(content)
-        if other.data_ptr() == address:
-            packed.data = other.copy_(content)
-            assert torch.equal(read(cache, packed, state), expected(packed, state))
-            return
-    pytest.skip("the allocator never gave the address again")
 
 
 def test_a_death_while_the_lock_is_held_is_seen_to_afterwards(cache):

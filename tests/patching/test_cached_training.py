@@ -179,17 +179,6 @@ def test_who_only_reads_is_known_by_thread_and_call(linear_op):
     assert [address == entry.views[0].data_ptr() for address in (*found, memory())] == [True, True, False, False]
 
 
-def test_a_compiled_forward_reads_and_a_traced_backward_dequantizes(linear_op):
-    layer = linear(linear_op)
-    want = step(layer, linear_op, SIDE)
-    nf4_patch.enable(cache=2**20)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for _ in range(3):
-        assert same(step(compiled, linear_op, SIDE), want)
-    assert (cache.hits, cache.misses, cache.snapshot().compiled) == (2, 1, 0)
-    torch._dynamo.reset()
-
-
 def test_toggling_in_the_middle_of_a_step(linear_op):
     layers = torch.nn.Sequential(linear(linear_op, 1), linear(linear_op, 2))
     want = step(layers, linear_op, SIDE)

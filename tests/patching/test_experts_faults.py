@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from changes import CHANGES
+from changes import CHANGES, UNSEEN
 from target import raising
 from tiny_experts import DEVICE, STACKS, Layer, hits, reasons
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -102,7 +102,7 @@ class Holder:
 
 
 WRITING = [name for name in CHANGES if re.search("in place|through|copied|out=|set_", name)]
-REPLACING = {name: change for name, change in CHANGES.items() if name not in WRITING and "refilled" not in name} | {
+REPLACING = {name: change for name, change in CHANGES.items() if name not in (*WRITING, *UNSEEN)} | {
     "moved away": lambda at: setattr(at.packed, "data", at.packed.data.new_empty(0)),
     "unpacked": lambda at: remove_parametrizations(at.layer.experts, STACKS[0], leave_parametrized=False),
 }

@@ -26,7 +26,6 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 WEIGHTS, LAYERS, SIDE = 3, 2, 64
 CHECKPOINTING = sys.argv[1]
-BUFFER = bytearray(SIDE * SIDE // 2)
 
 
 def formula(weight, out=None):
@@ -102,27 +101,6 @@ def weight(layer=0):
     return model.layers[layer].projections[0].weight
 
 
-class Place:
-    """Where the table of changes finds the first weight, and its state on it."""
-
-    packed = property(
-        lambda self: weight(), lambda self, packed: setattr(model.layers[0].projections[0], "weight", packed)
-    )
-    state = property(lambda self: weight().quant_state, lambda self, state: setattr(weight(), "quant_state", state))
-
-
-def replace_data(*seeds):
-    for seed in seeds:  # the memory of the first may serve the third
-        weight().data = linear(seed).weight.data.clone()
-
-
-def replace_data_at_an_address(seed):
-    if GPU:
-        return replace_data(seed)
-    BUFFER[:] = linear(seed).weight.data.numpy().tobytes()
-    weight().data = torch.frombuffer(BUFFER, dtype=torch.uint8).view(-1, 1)
-
-
 def load():
     source = {name: v.flip(0) if v.dtype is torch.uint8 else v for name, v in model.state_dict().items()}
     model.load_state_dict(source, strict=False)
@@ -141,7 +119,11 @@ def exchange_weights():
 def exchange_modules():  # and write into the one that was held for the other layer
     first, second = (layer.projections for layer in model.layers)
     first[0], second[0] = second[0], first[0]
-    OF_A_WEIGHT["bytes copied"](Place())
+    change_weight(OF_A_WEIGHT["bytes copied"])
+
+
+def change_weight(change):
+    change(changes.Place(model.layers[0].projections[0]))
 
 
 def evaluate():
@@ -153,12 +135,8 @@ def evaluate():
 OF_A_WEIGHT = dict(changes.NUMBERS)
 del OF_A_WEIGHT["bytes refilled"]  # which no version counter sees: such a weight is not pinned
 CHANGES = {
-    **{name: functools.partial(change, Place()) for name, change in OF_A_WEIGHT.items()},
-    "replace data at once": lambda: replace_data(52, 53, 54),
-    "replace data by a buffer": lambda: replace_data_at_an_address(58),
-    "replace data at the same address": lambda: replace_data_at_an_address(59),
+    **{name: functools.partial(change_weight, change) for name, change in OF_A_WEIGHT.items()},
     "replace the module": lambda: model.layers[0].projections.__setitem__(0, linear(56)),
-    "replace the state": lambda: setattr(weight(), "quant_state", copy.copy(linear(57).weight.quant_state)),
     "load": load,
     "copy the layer": copy_layer,
     "exchange layers": lambda: setattr(model, "layers", torch.nn.ModuleList(reversed(model.layers))),

@@ -21,6 +21,24 @@ def weight(shape=(64, 96), nested: bool = True, device: Any = "cpu", dtype=torch
     return SimpleNamespace(packed=torch.nn.Parameter(packed, requires_grad=False), state=state)
 
 
+class Place:
+    """The weight of a layer: what a change is made of."""
+
+    def __init__(self, layer: torch.nn.Module):
+        self.layer = layer
+
+    packed = property(lambda self: self.layer.weight, lambda self, packed: setattr(self.layer, "weight", packed))
+    state = property(
+        lambda self: self.packed.quant_state, lambda self, state: setattr(self.packed, "quant_state", state)
+    )
+
+
+def layer_with(packed: torch.nn.Parameter, state: Any) -> torch.nn.Module:
+    layer = torch.nn.Module()
+    layer.weight, packed.quant_state = packed, state
+    return layer
+
+
 def flipped(packed: torch.Tensor) -> torch.Tensor:
     return packed.detach().clone().bitwise_xor_(255)
 
@@ -60,6 +78,9 @@ BYTES: dict[str, Callable[[Any], Any]] = {
     "bytes copied": lambda at: at.packed.copy_(flipped(at.packed)),
     "bytes by out=": lambda at: torch.bitwise_xor(at.packed.clone(), 255, out=at.packed),
     "bytes.data =": lambda at: setattr(at.packed, "data", flipped(at.packed)),
+    "bytes.data = other memory at the address": lambda at: setattr(
+        at.packed, "data", torch.from_dlpack(at.packed.detach()).bitwise_xor_(255)
+    ),
     "bytes by set_": lambda at: at.packed.set_(flipped(at.packed)),
     "bytes in place, and another parameter of theirs": lambda at: setattr(
         at, "packed", another(at.packed, at.packed.bitwise_xor_(255).data)
@@ -106,6 +127,8 @@ STATES: dict[str, Callable[[Any], Any]] = {
 OF_SCALES = {f"{name} {way}": of_scales(name, way) for name, way in itertools.product(SCALES, WAYS)}
 CHANGES = BYTES | OF_SCALES | STATES
 NUMBERS = BYTES | OF_SCALES | {"another state": another_state}  # what a layer with such a weight can follow
+# What autograd saved has other numbers then, and no new version.
+UNSEEN = [name for name in CHANGES if "refilled" in name or "at the address" in name]
 # Of a weight that is not nested there is one level of scales.
 FLAT = {name: change for name, change in CHANGES.items() if not name.startswith((*list(SCALES)[1:],))}
 EVERY = [(nested, name) for nested, table in ((True, CHANGES), (False, FLAT)) for name in table]
