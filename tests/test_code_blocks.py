@@ -84,6 +84,7 @@ ELSEWHERE = {
         "takes 61 GB; of a tiny model: integration/test_examples.py"
     ),
     "scripts/demo": "installs packages; the demo itself: integration/test_examples.py",
+    "scripts/test": "is this run: see .ci/run",
 }
 
 
