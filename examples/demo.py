@@ -88,6 +88,8 @@ def main() -> int:
     args = parser.parse_args()
     if not Path(args.png).absolute().parent.is_dir():
         parser.error(f"--png {args.png}: there is no folder for it")
+    if not GPU:
+        print("no NVIDIA GPU: the kernel runs in Triton's interpreter")
     sides: dict[bool, list[dict]] = {False: [], True: []}
     with tempfile.TemporaryDirectory(prefix="nf4-patch-demo-") as folder:
         pack(folder)

@@ -171,8 +171,8 @@ def run(ctx: click.Context, module: bool, code: bool, report: bool, all_ranks: b
     type=click.Choice(["peft", "trl", "moe", "unsloth"]),
     default="peft",
     show_default=True,
-    help="Of peft, the patch on and off; of every side of peft, Liger and Unsloth that is installed, with a dense model (trl) "
-    "or a mixture (moe); or of Unsloth alone.",
+    help="peft: with and without the patch. trl: these, Liger and Unsloth, what is installed of them. moe: the same of a mixture "
+    "of experts. unsloth: Unsloth alone.",
 )
 @click.pass_obj
 def bench(tell: Progress, step: str) -> Report:
