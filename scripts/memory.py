@@ -32,6 +32,7 @@ class Mixture(NamedTuple):
     linear: int = 0  # weights of other linear layers, all of them packed
     dense: int = 0  # weights that stay in 16 bits, but for the embeddings
     tied: bool = False  # the embedding is the head
+    widths: int = 4  # of an expert, that a row takes in it; more where the gate is PyTorch's own
     scores: int = 0  # bytes of all heads for each pair of tokens, where the attention keeps all scores of a layer
 
     @property
@@ -70,7 +71,7 @@ class Mixture(NamedTuple):
         """The input of every layer, and what the largest layer takes, or the loss."""
         rows = tokens * self.chosen
         scores = tokens * tokens * self.scores
-        layer = max(2 * self.unit + 2 * rows * (4 * self.hidden + 4 * self.width) + scores, SCORES * scores)
+        layer = max(2 * self.unit + 2 * rows * (4 * self.hidden + self.widths * self.width) + scores, SCORES * scores)
         head = HEAD_ROWS * self.vocabulary * (4 + 4 + 2 + 2)
         return 2 * self.layers * tokens * self.hidden + max(layer, head)
 
@@ -110,7 +111,7 @@ MIXTURES = {
     ),
     "gpt-oss-20b": Mixture(
         24, 24, 2880, 2880, 32, 4, 201088, repeated(24, 2880, 64, 8, 64),
-        dense=24 * (64 + 64 * (64 + 8 + 8) + 2880 + 32 * 2880 + 32 + 32 * 3 * 2880 + 2 * 2880) + 2880, scores=64 * 2,
+        dense=24 * (64 + 64 * (64 + 8 + 8) + 2880 + 32 * 2880 + 32 + 32 * 3 * 2880 + 2 * 2880) + 2880, widths=14, scores=64 * 2,
     ),
     "Gemma-4-26B-A4B": Mixture(
         30, 30, 2816, 704, 128, 8, 262144, (*repeated(25, 2816, 16, 8, 256), *repeated(5, 2816, 16, 2, 512, alike=True)),

@@ -83,6 +83,19 @@ def test_the_largest_budget_fits_and_the_next_does_not(memory):
                 assert mixture.training(tokens, larger) > room or larger > mixture.experts_in("off")
 
 
+def test_what_is_reckoned_was_measured(memory):
+    """In every step of docs/data, to 4 % of what the allocator took."""
+    tables = importlib.import_module("tables")
+    runs = tables.offload_runs()
+    assert {run["model"] for run in runs} == memory.MIXTURES.keys()
+    for run in runs:
+        offload = run["offload"] if run["offload"] in ("off", "all") else tables.order(run["offload"]) * 2**30
+        where = memory.OFF if run["attention_only"] else memory.ON
+        how = run["rank"], where, tables.OPTIMIZERS[run["optimizer"]]
+        reckoned = memory.MIXTURES[run["model"]].training(run["tokens"], offload, *how)
+        assert run["peak"]["reserved"] == pytest.approx(reckoned, rel=0.04), (run["model"], *how)
+
+
 def test_what_optimizers_keep(memory):
     """Weight, gradient and two moments; in bytes with a scale of four for 256."""
     mixture = memory.MIXTURES["Qwen3-30B-A3B"]
