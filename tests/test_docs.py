@@ -127,7 +127,7 @@ def test_every_number_of_the_first_screen_is_measured():
     head = written(README).split("## Use")[0]
     head = re.sub(r"\]\([^)]*\)|`[^`]*`|\b[A-Za-z]+[\w.-]*\d[\w.-]*", "", head)  # links, code, names with digits
     needed = re.findall(r">=([\d.]+)", (ROOT / "pyproject.toml").read_text())
-    assert {*re.findall(r"\d[\d.,]*\d|\d", head)} <= {"4", "16", "24", "48", "512", *needed}
+    assert {*re.findall(r"\d[\d.,]*\d|\d", head)} <= {"4", "16", "24", "48", "4,096", *needed}
 
 
 @pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.name)

@@ -70,7 +70,7 @@ EXPERTS = Option(
         ),
         *(
             PeftTarget(
-                f"peft.tuners.{function}", ">= 0.17", ("0.21.2",),
+                f"peft.tuners.{function}", ">= 0.17", ("0.21.0", "0.21.2"),
                 (parameters,), f".experts.lora:{replace}",
                 f'{covers}, with enable(experts="4bit") only', stays=replace == "packed_again",
             )

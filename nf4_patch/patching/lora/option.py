@@ -11,7 +11,7 @@ LORA = Option(
     on="fused",
     targets=(
         Target(
-            "peft.tuners.lora.bnb:Linear4bit.forward", ">= 0.17", ("0.17.0", "0.18.1", "0.19.0", "0.20.0", "0.21.2"),
+            "peft.tuners.lora.bnb:Linear4bit.forward", ">= 0.17", ("0.17.0", "0.18.1", "0.19.0", "0.20.0", "0.21.0", "0.21.2"),
             (("self", "x", "args", "kwargs"),), ".lora.linear:linear",
             'LoRA on 4-bit linear layers in one function, with enable(lora="fused") only',
             only="lora",
