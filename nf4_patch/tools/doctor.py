@@ -195,7 +195,7 @@ def why_no_gpu() -> str:
     if torch.version.hip is not None:
         return Reason.ROCM.sentence
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA"
+        return f"torch {torch.__version__} is built without CUDA (pytorch.org names the builds that have it)"
     return "" if torch.cuda.is_available() else "torch finds no NVIDIA GPU (nvidia-smi shows whether the driver does)"
 
 
