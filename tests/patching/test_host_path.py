@@ -27,12 +27,12 @@ from nf4_patch.nf4.matmul import launch as matmul
 from nf4_patch.nf4.matmul import small_m
 from nf4_patch.nf4.weight import Weight
 from nf4_patch.patching import guards, op
-from nf4_patch.patching.adapters import bitsandbytes as bitsandbytes_adapter
-from nf4_patch.patching.adapters import unsloth as unsloth_adapter
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.matmul import product as fused_matmul
+from nf4_patch.patching.matmul.bitsandbytes import gemm, matmul_4bit
 from nf4_patch.patching.matmul.product import FusedMatmul
+from nf4_patch.patching.matmul.unsloth import matmul_lora
 from nf4_patch.patching.switch import switch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_launch.py runs the launcher itself")
@@ -457,7 +457,7 @@ def matmul_4bit_before_0_50(A, B, quant_state, out=None, bias=None):
 @pytest.mark.parametrize("original", [matmul_4bit_since_0_50, matmul_4bit_before_0_50])
 def test_matmul_4bit(original, auto):
     """Without a gradient it is the product, whichever way the packed weight lies if the original does not mind."""
-    replacement_of = bitsandbytes_adapter.matmul_4bit(target_like("bitsandbytes", only="matmul"), original)
+    replacement_of = matmul_4bit(target_like("bitsandbytes", only="matmul"), original)
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     weight = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
     layout = layout_of(packed, state)
@@ -487,7 +487,7 @@ def test_matmul_4bit(original, auto):
 def test_gemm(auto):
     """Whichever way the bytes lie."""
     row = target_like("bitsandbytes", only="matmul")
-    replacement_of = bitsandbytes_adapter.gemm(row, lambda *arguments: "original")
+    replacement_of = gemm(row, lambda *arguments: "original")
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     x = torch.randn(6, 128).bfloat16()
     want = matmul_reference.matmul(x, layout_of(packed, state))
@@ -518,7 +518,7 @@ def test_matmul_lora(lora, auto):
     def original(X, W, W_quant, A, B, s, out=None, use_global_buffer=True):
         return "original"
 
-    replacement_of = unsloth_adapter.matmul_lora(target_like("unsloth", only="matmul"), original)
+    replacement_of = matmul_lora(target_like("unsloth", only="matmul"), original)
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     weight = reference.dequantize(layout_of(packed, state)).float()
     x, a, b = torch.randn(2, 3, 128).bfloat16(), torch.randn(4, 128), torch.randn(64, 4)

@@ -87,7 +87,7 @@ CACHE = Option(
         ),
         CacheTarget(
             "unsloth.models._block_compile:_wrap", ">= 2026.10", ("2026.10.9",),
-            (("cls", "compile_options", "kinds"),), ".adapters.unsloth:compiled_layers",
+            (("cls", "compile_options", "kinds"),), ".cache.unsloth:compiled_layers",
             "cached weights in Unsloth's compiled layers, with enable(cache=...) only",
         ),
         CacheTarget(
