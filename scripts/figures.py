@@ -73,17 +73,16 @@ def compared(name: str, ours: str, other: str, **where: Any) -> list[Record]:
     return [record for record in found if matches(record, where)]
 
 
-def row(file: str, subject: str, section: str = "") -> Record:
+def row(file: str, subject: str) -> Record:
     """A row of a benchmark, for the anchors of what is written by hand (scripts/render_docs.py)."""
-    rows = (row for name, rows in load(file)["sections"].items() if section in name for row in rows)
-    (found,) = (row for row in rows if row["subject"] == subject)
+    (found,) = (row for rows in load(file)["sections"].values() for row in rows if row["subject"] == subject)
     return found
 
 
 def side_of(row: Record, side: str) -> Record:
     """What tables show of a side: ``against`` and ``won`` are its time and ours, with how many times ours is as fast (of a
     limit, the part that ours reaches); in italics where that is not clear. A step's subject is who, batch x tokens, the
-    setting of the cache or of checkpointing, and the clock."""
+    setting of the cache, and the clock."""
     what, *others = row["subject"].split(", ")
     clock = others.pop() if others and others[-1] == GPU_TIME else ""
     ratio, is_clear, is_limit = row["ratio"].get(side), clear(row, side), side in LIMITS
@@ -95,7 +94,7 @@ def side_of(row: Record, side: str) -> Record:
         "side": side, "who": what.rpartition(" ")[0], "length": what.rpartition(" ")[2], "what": what, "clock": clock,
         "setting": others[0] if others else "patch", "unit": row["unit"].replace("us", "µs"), "ratio": ratio, "clear": is_clear,
         "size": row["sizes"].get("batch", 0) * row["sizes"].get("tokens", 0), "m": row["sizes"].get("m"), "times": times,
-        "marked": f"{italic}{times}{italic}", "time": time, "won": f"{italic}{ours} ({times}){italic}",
+        "time": time, "won": f"{italic}{ours} ({times}){italic}",
         "against": f"{italic}{time} ({shown}){italic}" if shown else time,
         "memory": row["notes"].get(f"peak memory, {side}", "").removesuffix(" GiB"),
     }  # fmt: skip
@@ -119,9 +118,9 @@ def total(file: str, *fields: str) -> tuple[float, ...]:
     return tuple(sum(row[field] for row in load(file)["rows"]) for field in fields)
 
 
-def peak(row: Record, side: int = 0) -> float:
-    """GiB, of a step with the patch (0) or without (1)."""
-    return float(re.findall(r"\d+\.\d+", row["notes"]["peak memory"])[side])
+def peak(row: Record) -> float:
+    """GiB, of a step with the patch."""
+    return float(row["notes"]["peak memory"].split()[0])
 
 
 def room(memory: float) -> float:

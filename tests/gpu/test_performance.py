@@ -1,4 +1,4 @@
-"""The bars of the README's table, on the GPU that they were set for. One run measures, the tests read it."""
+"""The bars of the README's table, on the GPUs that they were set for. One run measures, the tests read it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from benchmarks.record import BITSANDBYTES, CEILING, EMPTY, OURS
 from nf4_patch.tools.bench import trl
 from nf4_patch.tools.report import silent
 
-H200 = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name(0)
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(not H200, reason="the bars are an H200's")]
+# Of bitsandbytes and of Unsloth's ctypes in GPU time, of both in the challenge: how many times as fast ours is at least.
+BARS = {"H200": (1.8, 2.0, 1.7), "H100": (1.35, 1.8, 1.4)}
+NAME = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+GPU = next((gpu for gpu in BARS if gpu in NAME), "")
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(not GPU, reason=f"the bars are for {[*BARS]}")]
+KERNEL, BITSANDBYTES_TOTAL, CTYPES_TOTAL = BARS.get(GPU, (0.0, 0.0, 0.0))
 
 SHARE_OF_CEILING = ((100e6, 97.0), (40e6, 93.0), (10e6, 88.0))  # (bytes moved at least, percent)
 
@@ -32,8 +36,8 @@ def measured():
 def test_gpu_time_against_the_ceiling_and_the_baselines(measured):
     for row in measured["dequantize"]:
         percent = next(percent for nbytes, percent in SHARE_OF_CEILING if row.nbytes >= nbytes)
-        bars = {CEILING: percent / 100, BITSANDBYTES: 1.8}
-        optional = {UNSLOTH_CTYPES: 1.8, UNSLOTH_TRITON: 1.10 if row.nbytes < 20e6 else 1.0}
+        bars = {CEILING: percent / 100, BITSANDBYTES: KERNEL}
+        optional = {UNSLOTH_CTYPES: KERNEL, UNSLOTH_TRITON: 1.10 if row.nbytes < 20e6 else 1.0}
         bars |= {name: bar for name, bar in optional.items() if name in row.times}
         assert all(row.ratio(name) >= bar for name, bar in bars.items()), row.subject
 
@@ -41,15 +45,15 @@ def test_gpu_time_against_the_ceiling_and_the_baselines(measured):
 def test_host_time_of_an_eager_call_and_of_a_cached_weight(measured):
     row, cached = measured["host"][0], next(row for row in measured["host"] if row.subject == "a cached weight")
     call, empty = (row.times[name].median for name in (OURS, EMPTY))  # in turns: two hosts differ by a half
-    assert call <= 3.5 * empty  # 10.4 and 3.2 us
-    assert cached.times[OURS].median <= 0.7 * call  # 4.7 and 6.4 us in two runs (H200): it looks at every tensor
+    assert call <= 3.5 * empty
+    assert cached.times[OURS].median <= 0.7 * call  # it looks at every tensor
 
 
 def test_challenge(measured):
     total = measured["challenge"][-1]
-    assert total.subject == "total" and total.ratio(BITSANDBYTES) >= 2.0
+    assert total.subject == "total" and total.ratio(BITSANDBYTES) >= BITSANDBYTES_TOTAL
     if UNSLOTH_CTYPES in total.times:
-        assert total.ratio(UNSLOTH_CTYPES) >= 1.7
+        assert total.ratio(UNSLOTH_CTYPES) >= CTYPES_TOTAL
 
 
 def test_with_the_matmul_that_reads_it(measured):
