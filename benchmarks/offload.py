@@ -421,12 +421,12 @@ def offload_of(setting: Setting, side: str) -> str:
 
 
 def measured_in_turns(setting: Setting, sides: list[str], device: Any) -> list[dict[str, Any]]:
-    trainings = []
+    trainings, bus = [], {"bus": bus_rate()} if torch.cuda.is_available() else {}
     for side in sides:
         nf4_patch.enable(experts="4bit", offload=offload_of(setting, side))
         trainings.append(Training(with_lora(load(config_of(setting), device), setting), setting))
     return [
-        {**dataclasses.asdict(setting), "side": side, "failed": "", **times}
+        {**dataclasses.asdict(setting), "side": side, "failed": "", **bus, **times}
         for side, times in zip(sides, timed(trainings, setting.steps), strict=True)
     ]
 

@@ -35,6 +35,7 @@ METHOD = (
 )
 STOCK = "peft"
 FP32, LIGER, LAYERS_ONLY, DENSE, UNSLOTH = "fp32", "liger", "liger, no loss", "16-bit experts", "unsloth"
+COMPILED = "compiled layers"
 WALLS, PROFILED, TRAINED = 6, 2, 30
 ROUNDING = 2**-7  # of losses in bf16
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -92,6 +93,7 @@ COMPARISONS = {  # by the value of --step
         ((1, 512), (1, 2048), (1, 4096)), qwen3,
     ),
     "unsloth": Comparison(sides_of(UNSLOTH, PATCHED)),
+    "compiled": Comparison(sides_of(STOCK, {"": None, "patch": {}, "fused": FUSED}) | sides_of(COMPILED, {"patch": {}})),
 }  # fmt: skip
 
 
@@ -128,6 +130,9 @@ def model_of(kind: str, config: Any) -> Any:
     if kind == FP32:
         for parameter in trained(model):
             parameter.data = parameter.data.float()
+    if kind == COMPILED:
+        for layer in model.get_base_model().model.layers:
+            layer.compile(dynamic=False)  # a graph a length
     if kind in (LIGER, LAYERS_ONLY):  # as transformers' Trainer does; Liger's experts are not 4-bit ones
         from transformers.integrations.liger import apply_liger_kernel
 
