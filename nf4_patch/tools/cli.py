@@ -168,11 +168,11 @@ def run(ctx: click.Context, module: bool, code: bool, report: bool, all_ranks: b
 @main.command()
 @click.option(
     "--step",
-    type=click.Choice(["peft", "trl", "moe", "unsloth"]),
+    type=click.Choice(["peft", "trl", "compiled", "moe", "unsloth"]),
     default="peft",
     show_default=True,
     help="peft: with and without the patch. trl: these, Liger and Unsloth, what is installed of them. moe: the same of a mixture "
-    "of experts. unsloth: Unsloth alone.",
+    "of experts. compiled: with compiled layers. unsloth: Unsloth alone.",
 )
 @click.pass_obj
 def bench(tell: Progress, step: str) -> Report:

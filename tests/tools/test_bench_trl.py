@@ -59,6 +59,21 @@ def test_a_process_that_would_go_on_is_ended():
     assert not process.is_alive()
 
 
+def test_compiled_layers_learn_the_same():
+    """Each is compiled, by a graph that the layers share; its loss is that of peft to the precision of bf16."""
+    losses = {}
+    torch._dynamo.utils.counters.clear()
+    for kind in (STOCK, trl.COMPILED):
+        name = kind if kind == STOCK else f"{kind}, patch"
+        sides = trl.Sides(kind, {name: trl.COMPARISONS["compiled"].sides[name]}, TINY)
+        losses[kind], *_ = sides.observe(name, (1, 16))
+    assert losses[trl.COMPILED] == pytest.approx(losses[STOCK], rel=2**-7)
+    layers = sides.model.get_base_model().model.layers
+    assert len(layers) == 2 and all(layer._compiled_call_impl is not None for layer in layers)
+    found = torch._dynamo.utils.counters
+    assert found["stats"]["unique_graphs"] == 1 and not found["graph_break"]
+
+
 def test_adapters_are_those_of_trl_or_fp32_with_the_same_numbers():
     found = {}
     for kind in (STOCK, FP32):

@@ -84,7 +84,7 @@ def test_the_largest_budget_fits_and_the_next_does_not(memory):
 
 
 def test_what_is_reckoned_was_measured(memory):
-    """In every step of docs/data, to 4 % of what the allocator took."""
+    """In every step of docs/data the allocator took at most 2 % more than reckoned, and at most 7 % less."""
     tables = importlib.import_module("tables")
     runs = tables.offload_runs()
     assert {run["model"] for run in runs} == memory.MIXTURES.keys()
@@ -93,7 +93,7 @@ def test_what_is_reckoned_was_measured(memory):
         where = memory.OFF if run["attention_only"] else memory.ON
         how = run["rank"], where, tables.OPTIMIZERS[run["optimizer"]]
         reckoned = memory.MIXTURES[run["model"]].training(run["tokens"], offload, *how)
-        assert run["peak"]["reserved"] == pytest.approx(reckoned, rel=0.04), (run["model"], *how)
+        assert 0.93 < run["peak"]["reserved"] / reckoned < 1.02, (run["model"], *how)
 
 
 def test_what_optimizers_keep(memory):
