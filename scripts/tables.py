@@ -242,14 +242,9 @@ DENSE_RECIPE = {
     "peft, fused": '`enable(lora="fused")`',
     "liger, fused": "that and `use_liger_kernel=True`",
     "liger, fused, cached": 'both and `cache="auto"`, with room for every weight',
+    "compiled layers, patch": "`enable()` and compiled layers",
     "unsloth": "Unsloth",
     "unsloth, patch, cached": 'Unsloth with `enable(cache="auto")`',
-}
-COMPILED_RECIPE = {
-    "peft": "a plain script of TRL",
-    "peft, patch": "`enable()`",
-    "peft, fused": '`enable(lora="fused")`',
-    "compiled layers, patch": "`enable()` and compiled layers",
 }
 MOE_RECIPE = {
     "16-bit experts": "a plain script of TRL: experts in 16 bits",
@@ -450,7 +445,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         *(Column(name, partial(each, name), {}) for name in SHOWN), Column("result", "{result}"))),
     "requirements": requirements,
     "recipe": Table(partial(recipe, "step-trl", DENSE_RECIPE), (STEP, *TRL), above=MACHINES),
-    "recipe-compiled": Table(partial(recipe, "step-compiled", COMPILED_RECIPE), (STEP, *TRL), above=MACHINES),
+    "recipe-compiled": Table(partial(recipe, "step-compiled", DENSE_RECIPE), (STEP, *TRL), above=MACHINES),
     "recipe-moe": Table(partial(recipe, "step-moe-trl", MOE_RECIPE), (STEP, *TRL), above=MACHINES),
     "offload-parts": Table(offload_parts, (
         Column("GB", "{name}"), Column("packed experts", "{experts}"), Column('of which `"all"` keeps on the GPU', "{buffers}"),

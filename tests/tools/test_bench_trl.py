@@ -59,6 +59,7 @@ def test_a_process_that_would_go_on_is_ended():
     assert not process.is_alive()
 
 
+@pytest.mark.full  # compiles; a code block of recipes.md is compiled at every change
 def test_compiled_layers_learn_the_same():
     """Each is compiled, by a graph that the layers share; its loss is that of peft to the precision of bf16."""
     losses = {}
