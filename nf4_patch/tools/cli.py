@@ -22,7 +22,7 @@ from ..patching.counters import FallbackError
 from ..version import __version__
 from . import output
 from .llama import MODELS, projections
-from .report import NotAvailable, Progress, Report, provenance_data, require_gpu, require_patch
+from .report import NotAvailable, Progress, Report, provenance_data, require_gpu
 
 
 class Verbs(click.Group):
@@ -165,25 +165,6 @@ def run(ctx: click.Context, module: bool, code: bool, report: bool, all_ranks: b
         raise click.UsageError(f"{command[0]}: {error.strerror}") from error
 
 
-@main.command()
-@click.option(
-    "--step",
-    type=click.Choice(["peft", "trl", "compiled", "moe", "unsloth"]),
-    default="peft",
-    show_default=True,
-    help="peft: with and without the patch. trl: these, Liger and Unsloth, what is installed of them. moe: the same of a mixture "
-    "of experts. compiled: with compiled layers. unsloth: Unsloth alone.",
-)
-@click.pass_obj
-def bench(tell: Progress, step: str) -> Report:
-    """Measure a whole QLoRA training step, with the patch and without it."""
-    require_gpu()
-    require_patch()
-    from .bench import trl
-
-    return trl.measure(step, tell)
-
-
 def shape_of(text: str) -> tuple[int, int]:
     n, _, k = text.partition("x")
     if not (n.isdecimal() and k.isdecimal() and int(n) > 0 and int(k) > 0 and int(k) % 64 == 0):
@@ -209,7 +190,7 @@ def calibrate(tell: Progress, models: tuple[str, ...], shapes: tuple[tuple[int, 
     if path is None:
         raise click.UsageError("NF4_PATCH_CALIBRATION=off: unset it, or name a file")
     require_gpu()
-    from .bench import calibrate
+    from . import calibrate
 
     chosen = models or (() if shapes else ("llama-8b",))
     wanted = dict.fromkeys((*(shape for model in chosen for shape in projections(MODELS[model])), *shapes))

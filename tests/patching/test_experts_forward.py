@@ -35,7 +35,7 @@ from nf4_patch.patching.counters import counters
 from nf4_patch.patching.experts import forward
 from nf4_patch.patching.experts.product import Weight
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.tools.bench.matmul import error
+from nf4_patch.tools.matmul import error
 
 ON = {"experts": "4bit"}
 

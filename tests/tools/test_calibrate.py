@@ -23,11 +23,10 @@ from nf4_patch.nf4.matmul.tuning import ANY, SMALL_M_CANDIDATES, SMALL_M_ROWS, S
 from nf4_patch.patching.matmul import calibrated
 from nf4_patch.patching.matmul import product as fused_matmul
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.tools import doctor
-from nf4_patch.tools.bench import calibrate
-from nf4_patch.tools.bench import matmul as bench_matmul
-from nf4_patch.tools.bench.matmul import BITSANDBYTES, OURS
-from nf4_patch.tools.bench.timing import Times
+from nf4_patch.tools import calibrate, doctor
+from nf4_patch.tools import matmul as bench_matmul
+from nf4_patch.tools.matmul import BITSANDBYTES, OURS
+from nf4_patch.tools.timing import Times
 
 ADA = (8, 9)  # which no shipped table knows
 NAMES = {0: "NVIDIA GeForce RTX 4090", 1: "NVIDIA L40S"}

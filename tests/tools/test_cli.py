@@ -65,7 +65,7 @@ def test_unknown_verb_and_unknown_value():
 
 
 @WITHOUT_GPU
-@pytest.mark.parametrize("words", [["verify"], ["bench"], ["bench", "--step", "peft"], ["calibrate"]])
+@pytest.mark.parametrize("words", [["verify"], ["calibrate"]])
 def test_without_a_gpu_there_are_no_numbers(words, tmp_path):
     """One line, and no file."""
     said = output_of(*words, exit_code=1, NF4_PATCH_CALIBRATION=str(tmp_path / "calibration.json"))
@@ -145,7 +145,7 @@ def rows(*states, note="why"):
 CONCLUSIONS = [
     ({}, READY, ["the kernel would run"]),
     ({"gpus": [gpu(), gpu(failures=["float16: ptxas died"])]}, NOT_READY, ["GPU 0 (a GPU) runs the original: float16: ptxas died"]),
-    ({"gpus": [gpu((8, 9))]}, READY, ["the kernel", "speed on sm_89 is not measured: `nf4-patch bench --step peft`"]),
+    ({"gpus": [gpu((8, 9))]}, READY, ["the kernel", "speed on sm_89 is not measured: `python -m benchmarks.step`"]),
     ({"targets": rows(State.OFF)}, NOT_READY, ["why keeps the patch off"]),
     ({"targets": rows(State.PATCHED, State.REFUSED)}, NOT_READY, [f"{TARGETS[1].name} is left alone: why"]),
     ({"targets": rows(*[State.REFUSED] * 2, note="import x fails: no")}, NOT_READY, ["import x fails: no"]),

@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...nf4 import runtime
-from ...nf4.matmul import launch as matmul
-from ...nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
-from ...patching.matmul import calibrated
-from ...patching.quant_state import weight_of
-from .. import output
-from ..llama import training_dtype
-from ..patch import patch
-from ..report import Progress, Report, silent, table
+from ..nf4 import runtime
+from ..nf4.matmul import launch as matmul
+from ..nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
+from ..patching.matmul import calibrated
+from ..patching.quant_state import weight_of
+from . import output
+from .llama import training_dtype
 from .matmul import OURS, SLACK, Weights, gemv, others, require_gemm
+from .patch import patch
+from .report import Progress, Report, silent, table
 from .timing import Times, gpu_times, over
 
 ROWS = (1, 2, 8, 16, 32, 64)  # of X; each closes the range that starts after the one before
