@@ -183,11 +183,11 @@ def calibrate(path: Path, shapes: Sequence[tuple[int, int]], tell: Progress) -> 
 
     Raises:
         NotAvailable: bitsandbytes is older than 0.50.
-        OutputError: the file cannot be written.
+        click.BadParameter: the file cannot be written.
     """
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-    output.checked(path)
+    output.OutputFile().convert(path)
     name = calibrated.gpu(torch.cuda.current_device())
     found = measure(shapes, tell)
     try:

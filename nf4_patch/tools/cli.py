@@ -13,6 +13,7 @@ import io
 import shutil
 import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import click
@@ -29,8 +30,10 @@ class Verbs(click.Group):
     """A click group in the order of this module, whose commands have --json and fail in one line."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        option = click.Option(["--json"], metavar="FILE", help="Write the report to FILE as JSON.")
-        option.callback, option.expose_value = remember_file, False
+        option = click.Option(
+            ["--json"], type=output.OutputFile(), metavar="FILE", help="Write the report to FILE as JSON.",
+            callback=remember_file, expose_value=False,
+        )  # fmt: skip
         cmd.params.append(option)
         super().add_command(cmd, name)
 
@@ -50,7 +53,7 @@ class Verbs(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (ConfigError, FallbackError, NotAvailable, output.OutputError) as error:
+        except (ConfigError, FallbackError, NotAvailable) as error:
             raise click.ClickException(str(error)) from None
         except ModuleNotFoundError as error:
             if (error.name or "nf4_patch").startswith("nf4_patch"):
@@ -58,11 +61,8 @@ class Verbs(click.Group):
             raise click.ClickException(f"{error.name} is not installed: pip install {error.name}") from None
 
 
-def remember_file(ctx: click.Context, parameter: click.Parameter, name: str | None) -> None:
-    try:
-        ctx.meta["nf4_patch.json"] = None if name is None else output.checked(name)
-    except output.OutputError as error:
-        raise click.BadParameter(str(error)) from None
+def remember_file(ctx: click.Context, parameter: click.Parameter, file: Path | None) -> None:
+    ctx.meta["nf4_patch.json"] = file
 
 
 class ProgressLine:

@@ -209,7 +209,7 @@ def test_a_wrong_config_fails_the_command(measured, monkeypatch, tmp_path):
         ((), "off", 2, "NF4_PATCH_CALIBRATION=off"),
         (("--shape", "4096"), "x.json", 2, "--shape 4096: give it as NxK"),
         (("--shape", "64x65"), "x.json", 2, "K a multiple of 64"),
-        (("--shape", "64x64"), "file/x.json", 1, "there is no folder"),
+        (("--shape", "64x64"), "file/x.json", 2, "is a file"),
     ],
 )
 def test_wrong_uses_measure_nothing(words, file, exit_code, message, measured, monkeypatch, tmp_path):
