@@ -23,12 +23,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grimp
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import figures
 import pictures
 import tables
-import test_imports
 from figures import Record
 from tables import Column, Table
 
@@ -49,11 +50,12 @@ def folder(module: str) -> str:
 
 def imports() -> list[Record]:
     """The package by floor and folder: its modules, and the folders that they import from."""
-    modules = test_imports.graph()
-    packages = {module.rpartition(".")[0] for module in modules}
+    graph = grimp.build_graph("nf4_patch", cache_dir=None)
+    modules = {name for name in graph.modules if not graph.find_children(name)}
     found = [
-        {"folder": folder(name), "name": name.rpartition(".")[2], "below": {*map(folder, modules[name] - packages)}}
-        for name in modules.keys() - packages if folder(name)
+        {"folder": folder(name), "name": name.rpartition(".")[2],
+         "below": {*map(folder, modules & graph.find_modules_directly_imported_by(name))}}
+        for name in modules if folder(name)
     ]  # fmt: skip
     floors = ("tools", "patching", "nf4")
     return sorted(found, key=lambda each: (floors.index(each["folder"].split("/")[0]), each["folder"], each["name"]))
