@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks import gib, kernel_times, main
+from benchmarks.models import LLAMA_8B, MODELS, Shape, config_of
 from benchmarks.record import DENSE, GPU_TIME, OURS, UNPATCHED, Check, Row
-from nf4_patch.tools.bench.step import BUDGET, Size, Step, optimizer_of, peft_model
-from nf4_patch.tools.llama import LLAMA_8B, MODELS, Shape, config_of
+from benchmarks.training import BUDGET, Size, Step, optimizer_of, peft_model
 from nf4_patch.tools.report import Progress
 
 METHOD = (

@@ -18,9 +18,9 @@ from benchmarks import bits, main
 from benchmarks.baselines import baselines
 from benchmarks.record import BITSANDBYTES, OURS, Row
 from nf4_patch.nf4.runtime import same_bits
-from nf4_patch.tools.bench.matmul import subject_of
-from nf4_patch.tools.bench.timing import Times
+from nf4_patch.tools.matmul import subject_of
 from nf4_patch.tools.report import Progress
+from nf4_patch.tools.timing import Times
 
 METHOD = "The public NF4 challenge, checks on in the warm-ups, a synchronize after every call; both orders, medians."
 # (hidden, intermediate, seed, dtype, batch, length)

@@ -7,9 +7,22 @@ from typing import Any
 
 import torch
 
-from nf4_patch.tools.llama import SPECIAL, Shape, config_of, save_config
+from benchmarks.models import Shape, config_of
 
-__all__ = ["SPECIAL", "Shape", "load_4bit", "save", "save_config"]
+SPECIAL = {"<pad>": 0, "<s>": 1, "</s>": 2, "word": 3}  # the whole vocabulary of the tokenizer
+
+
+def save_config(folder: str | Path, config: Any, device: str | torch.device) -> None:
+    """A causal model with random weights, in the dtype of its configuration, and its tokenizer, as save_pretrained leaves them."""
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        AutoModelForCausalLM.from_config(config, dtype=config.dtype).save_pretrained(folder)
+    tokens = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "word"}
+    words = Tokenizer(models.WordLevel(SPECIAL, unk_token="word"))
+    PreTrainedTokenizerFast(tokenizer_object=words, **tokens).save_pretrained(folder)
 
 
 def save(

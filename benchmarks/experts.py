@@ -1,7 +1,7 @@
 """python -m benchmarks.experts: mixtures of experts with enable(experts="4bit"), random weights in the shapes of real ones.
 
 GPU time of a step with checkpointing and LoRA on the attention, by kernels and with what is around the products in PyTorch.
-LoRA on the experts: nf4-patch bench --step moe.
+LoRA on the experts: python -m benchmarks.step --moe.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from benchmarks import gib, kernel_times, main
+from benchmarks import gib, kernel_times, main, models
 from benchmarks.record import GPU_TIME, OURS, Check, Row
+from benchmarks.training import BUDGET, Step, optimizer_of, peft_model
 from nf4_patch.moe import launch
-from nf4_patch.tools.bench import trl
-from nf4_patch.tools.bench.step import BUDGET, Step, optimizer_of, peft_model
-from nf4_patch.tools.llama import LINEARS
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress
 
@@ -29,7 +27,7 @@ METHOD = "A QLoRA step, the sides alternating: GPU time (the sum of its kernels 
 
 
 def qwen3(layers: int = LAYERS) -> Any:
-    return trl.qwen3(layers, vocabulary=151936)
+    return models.qwen3(layers, vocabulary=151936)
 
 
 def gpt_oss() -> Any:
@@ -81,7 +79,7 @@ def patched(steps: dict[str, ExpertsStep], name: str) -> AbstractContextManager[
 def rows(tell: Progress) -> Iterator[Row]:
     """GPU time of a step of each side."""
     for subject, config in CONFIGURATIONS.items():
-        model = peft_model(config(), LINEARS[:4])
+        model = peft_model(config(), models.LINEARS[:4])
         optimizer = optimizer_of(model)
         for size in SIZES:
             tell("{}: {}x{} tokens".format(subject, *size))

@@ -34,10 +34,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import nf4_patch
-from nf4_patch.tools.bench import trl
-from nf4_patch.tools.bench.step import trained
-from nf4_patch.tools.bench.timing import kernels, machine, synchronize
-from nf4_patch.tools.llama import LINEARS
+from benchmarks import models
+from benchmarks.timing import kernels, machine, synchronize
+from benchmarks.training import trained
 
 GIB = 2**30
 SIDES = ("resident", "again", "budget", "all")  # again: resident, which says whether a difference is noise
@@ -80,7 +79,7 @@ def gemma() -> Any:
 
 def tiny() -> Any:
     """For a test."""
-    config = trl.qwen3(2, 512)
+    config = models.qwen3(2, 512)
     config.update({
         "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
@@ -89,7 +88,7 @@ def tiny() -> Any:
 
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "Qwen3-30B-A3B": functools.partial(trl.qwen3, 48, 151936), "gpt-oss-20b": gpt_oss, "Gemma-4-26B-A4B": gemma,
+    "Qwen3-30B-A3B": functools.partial(models.qwen3, 48, 151936), "gpt-oss-20b": gpt_oss, "Gemma-4-26B-A4B": gemma,
     "GLM-4.5-Air": glm, "tiny": tiny,
 }  # fmt: skip
 
@@ -236,8 +235,8 @@ def load(config: Any, device: Any) -> Any:
 
 
 def lora_options(setting: Setting) -> dict[str, Any]:
-    experts = [] if setting.attention_only else trl.EXPERTS
-    targets = {"target_modules": list(LINEARS[:4]), "target_parameters": experts, "task_type": "CAUSAL_LM"}
+    experts = [] if setting.attention_only else models.EXPERTS
+    targets = {"target_modules": list(models.LINEARS[:4]), "target_parameters": experts, "task_type": "CAUSAL_LM"}
     return {"r": setting.rank, "lora_alpha": setting.rank, "init_lora_weights": False, **targets}
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nf4_patch.tools import report
-from nf4_patch.tools.bench.matmul import BITSANDBYTES, OURS, SLACK
-from nf4_patch.tools.bench.timing import Times
+from nf4_patch.tools.matmul import BITSANDBYTES, OURS, SLACK
+from nf4_patch.tools.timing import Times
 
 UNPATCHED = "unpatched"  # the same with the patch off
 GPU_TIME = "GPU time"  # at the end of a subject: not wall time

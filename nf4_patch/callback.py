@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import click
 from transformers import TrainerCallback
 
 from . import status
@@ -36,7 +37,10 @@ class ReportCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.json_file is not None and state.is_world_process_zero:  # only there the folder need exist
-            output.checked(self.json_file)
+            try:
+                output.OutputFile().convert(self.json_file)
+            except click.BadParameter as error:
+                raise ValueError(error.message) from None
         now = status()
         self._start = (now.hits, now.fallbacks)
 

@@ -1,9 +1,8 @@
 #!/usr/bin/env python
-"""What nf4_patch's own developers check of the kernel: random states, the code of another GPU, its machine code.
+"""What nf4_patch's own developers check of the kernel: random states, and the code of another GPU.
 
     python scripts/check_kernel.py fuzz 10000 --seed 1    random and malformed states, against bitsandbytes
     python scripts/check_kernel.py older-gpu sm_75        nf4-patch verify, of the code that this GPU would run
-    python scripts/check_kernel.py instructions --all     counts from the machine code; needs no GPU
 
 Each takes --json FILE.
 """
@@ -44,22 +43,7 @@ def older_gpu(tell: Progress, arch: str) -> Report:
     return portable.verified(machine_code.capability_of(arch), tell)
 
 
-@click.command()
-@click.option("--arch", "archs", multiple=True, metavar="SM", help="sm_75, 8.0, ...; repeatable.  [default: sm_75]")
-@click.option("--all", "everything", is_flag=True, help="Every architecture that the installed Triton compiles for.")
-@click.pass_obj
-def instructions(tell: Progress, archs: tuple[str, ...], everything: bool) -> Report:
-    """Count instructions, registers and spills of the kernel for a GPU that need not be here."""
-    import instructions
-    import machine_code
-
-    capabilities = [machine_code.capability_of(arch) for arch in archs] or [(7, 5)]
-    if everything:
-        capabilities = [one for one in machine_code.CAPABILITIES if machine_code.is_supported(one)]
-    return instructions.count(capabilities, tell)
-
-
-COMMANDS = {"fuzz": fuzz, "older-gpu": older_gpu, "instructions": instructions}
+COMMANDS = {"fuzz": fuzz, "older-gpu": older_gpu}
 
 if __name__ == "__main__":
     name = sys.argv.pop(1) if len(sys.argv) > 1 else ""

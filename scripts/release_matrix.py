@@ -43,7 +43,7 @@ def unsloth(release: str, zoo: str) -> Cell:
 
 
 LOWEST = "bitsandbytes==0.50.0 transformers==4.56.0 peft==0.15.0 accelerate==1.0.0 matplotlib==3.9.0 wrapt==1.16.0 " \
-         "click==8.1.0 tokenizers==0.22.0 huggingface_hub==0.34.0"  # fmt: skip
+         "click==8.1.0 packaging==22.0 tokenizers==0.22.0 huggingface_hub==0.34.0"  # fmt: skip
 OLD = "transformers==4.51.3 tokenizers==0.21.4 huggingface_hub==0.36.0 peft==0.15.2 accelerate==1.6.0"
 CELLS = {
     "installed": Cell(tests=("tests/nf4/test_kernels.py", "tests/patching/test_compile.py", *TESTS)),

@@ -1,13 +1,11 @@
 #!/usr/bin/env python
-"""The generated parts of README and docs: tables of the code, and figures from docs/data/*.json.
+"""The generated parts of README and docs: tables of the code, and tables, figures and a picture of docs/data/*.json.
 
     python scripts/render_docs.py            write what is behind
     python scripts/render_docs.py --check    name what is behind and exit 1
 
-A generated part stands between ``<!-- NAME: generated -->`` and ``<!-- /NAME -->``; NAME is a key of BLOCKS. A picture is
-a key of pictures.PICTURES and carries the digest of its data. Figures that are written by hand have an anchor before their
-paragraph, ``<!-- figures: 13 of 80 GB = 12.9, 80; NAME = 2**30 -->``: a part of the text and the values of its numbers, or a
-name for what follows. The functions of figures.py say what is in the data files.
+A generated part stands between ``<!-- NAME: generated -->`` and ``<!-- /NAME -->``; NAME is a key of BLOCKS. A paragraph with
+figures in its sentences stands under ``<!-- figures: NAME, NAME -->``; tables.figures() says how each is written.
 docs/data/README.md says which command writes which data file.
 """
 
@@ -15,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import inspect
 import json
 import re
 import sys
@@ -24,62 +21,94 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
-import figures
-import pictures
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import tables
-import test_imports
-from figures import Record
-from tables import Column, Table
+from tables import GPU_TIME, GPUS, Column, Record, pivot
 
 from nf4_patch.patching.config import VARIABLES
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.targets import TARGETS
 from nf4_patch.tools import cli
 
-IMAGES = ROOT / "docs" / "images"
-
+PICTURE = ROOT / "docs" / "images" / "at-a-glance.svg"
 
 # --- the code's tables ---
 
 
-def folder(module: str) -> str:
-    return "/".join(module.split(".")[1:-1])
-
-
-def imports() -> list[Record]:
-    """The package by floor and folder: its modules, and the folders that they import from."""
-    modules = test_imports.graph()
-    packages = {module.rpartition(".")[0] for module in modules}
-    found = [
-        {"folder": folder(name), "name": name.rpartition(".")[2], "below": {*map(folder, modules[name] - packages)}}
-        for name in modules.keys() - packages if folder(name)
-    ]  # fmt: skip
-    floors = test_imports.FLOORS
-    return sorted(found, key=lambda each: (-floors[each["folder"].split("/")[0]], each["folder"], each["name"]))
-
-
-def below(found: list[Record]) -> str:
-    return ", ".join(sorted(set().union(*(record["below"] for record in found)) - {found[0]["folder"], ""}))
+def install() -> str:
+    """Return how to install it: with its address in pyproject.toml, from there, and a badge that opens the notebook."""
+    repository = re.findall(r'^repository = "(.*?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
+    if not repository:
+        return "```bash\npip install .    # in a clone: it is not on PyPI\n```"
+    notebook = repository.replace("https://github.com", "https://colab.research.google.com/github")
+    badge = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+    return f"```bash\npip install git+{repository}\n```\n\n{badge}({notebook}/blob/main/examples/t4_colab.ipynb)"
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
     **tables.BLOCKS,
-    "targets": Table(lambda: [{"t": t, "name": t.name.removeprefix(f"{t.library}."), "tested": ", ".join(t.tested)} for t in TARGETS], (
+    "install": install,
+    "targets": lambda: pivot(
+        ({"t": t, "name": t.name.removeprefix(f"{t.library}."), "tested": ", ".join(t.tested)} for t in TARGETS),
         Column("library", "{t.library} {t.releases}"), Column("what is replaced: which covers", "`{name}`: {t.covers}", {}, "<br>"),
-        Column("tested with", "{tested}"))),
-    "reasons": Table(lambda: [{"r": reason, "expected": "yes" * reason.is_expected} for reason in Reason], (
-        Column("reason", "`{r.name}`"), Column("meaning", "{r.sentence}"), Column("what to do", "{r.advice}"),
-        Column("expected", "{expected}"))),
-    "variables": Table(
-        lambda: [{"v": v, "values": ", ".join(v.values), "default": f"`{v.default}`" if v.default else "unset"} for v in VARIABLES], (
-        Column("variable", "`{v.name}`"), Column("values", "{values}"), Column("default", "{default}"),
-        Column("meaning", "{v.meaning}"))),
-    "commands": Table(lambda: [{"name": name, "summary": verb.get_short_help_str(200)} for name, verb in cli.main.commands.items()], (
-        Column("command", "`nf4-patch {name}`"), Column("", "{summary}"))),
-    "imports": Table(imports, (
-        Column("folder", "{folder}"), Column("modules", "{name}", {}, " "), Column("imports from", below, {}))),
+        Column("tested with", "{tested}")),
+    "reasons": lambda: pivot(
+        ({"r": reason, "expected": "yes" * reason.is_expected} for reason in Reason), Column("reason", "`{r.name}`"),
+        Column("meaning", "{r.sentence}"), Column("what to do", "{r.advice}"), Column("expected", "{expected}")),
+    "variables": lambda: pivot(
+        ({"v": v, "values": ", ".join(v.values), "default": f"`{v.default}`" if v.default else "unset"} for v in VARIABLES),
+        Column("variable", "`{v.name}`"), Column("values", "{values}"), Column("default", "{default}"), Column("meaning", "{v.meaning}")),
+    "commands": lambda: pivot(
+        ({"name": name, "summary": verb.get_short_help_str(200)} for name, verb in cli.main.commands.items()),
+        Column("command", "`nf4-patch {name}`"), Column("", "{summary}")),
 }  # fmt: skip
+
+# --- the picture of the README ---
+
+GREEN, GRAY, AMBER = "#1b7f4b", "#9a9a9a", "#d98e04"
+BARS = (  # what a user does, a key of tables.GAINS, tokens or sequences, color
+    ("LoRA on experts, 512 tokens", "a mixture of experts, peft", 512, AMBER),
+    ("TRL, Liger, LoRA in one function, 2,048 tokens", "TRL with Liger", 2048, AMBER),
+    ("generation, batch 8", "4-bit generation, compiled", 8, AMBER),
+    ("step with peft, everything cached, 512 tokens", "peft or TRL, memory to spare", 512, AMBER),
+    ("step with peft, 512 tokens", "peft or TRL", 512, GREEN),
+    ("step with peft, 4,096 tokens", "peft or TRL", 4096, GREEN),
+)
+
+
+def bars() -> list[tuple[str, float, str]]:
+    """Return label, ratio and color of each bar; of a step its GPU time."""
+    shown: dict[Any, Record] = {}
+    for record in tables.gains():
+        if record["gpu"] == GPUS[0] and (record["by"] == GPU_TIME or "tokens" not in record["of"]):
+            shown[record["trained"], record["size"]] = record
+    found = [(label, shown[trained, size], color) for label, trained, size, color in BARS]
+    return [
+        (f"{label} (1: {each['against']})", each["ratio"], color if each["clear"] else GRAY)
+        for label, each, color in found
+    ]
+
+
+def draw(found: list[tuple[str, float, str]], source: str) -> None:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams["svg.hashsalt"] = PICTURE.name  # or its ids are random
+    figure = Figure((5, 4), layout="constrained")  # every word legible in 400 pixels
+    axes = figure.subplots()
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    for i, (label, ratio, color) in enumerate(found):
+        axes.barh(i, ratio, 0.42, color=color)
+        axes.text(0, i - 0.3, label, va="bottom", fontsize=9.5, bbox={"color": "white", "pad": 1})
+        axes.text(max(ratio, 1) + 0.03, i, f"{ratio:.2f}×", va="center", fontsize=10)
+    axes.axvline(1, color="#444444", linewidth=1)
+    axes.invert_yaxis()
+    axes.set_yticks([])
+    axes.margins(x=0.15, y=0.02)
+    clocks = f"times as fast on an {GPUS[0]}: GPU time; generation by the clock"
+    figure.supxlabel(f"{clocks}\ngreen: the same bits by default; amber: with an option", fontsize=9)
+    figure.savefig(PICTURE, metadata={"Date": None, "Source": source})
 
 
 # --- writing and checking ---
@@ -89,61 +118,27 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def rendered(text: str, page: str) -> str:
-    """``text`` with every generated part as it should be.
-
-    Raises:
-        SystemExit: a part has no end or no function in BLOCKS.
-    """
+def rendered(text: str) -> str:
+    """Return a page with every generated part as it should be."""
 
     def part(match: re.Match[str]) -> str:
-        name = match[1]
-        if name not in BLOCKS:
-            raise SystemExit(f"{page}: {name!r} is in no row of BLOCKS; known: {', '.join(BLOCKS)}")
-        return f"<!-- {name}: generated -->\n{BLOCKS[name]()}\n<!-- /{name} -->"
+        return f"<!-- {match[1]}: generated -->\n{BLOCKS[match[1]]()}\n<!-- /{match[1]} -->"
 
     return re.sub(r"<!-- ([\w-]+): generated -->\n.*?<!-- /\1 -->", part, text, flags=re.DOTALL)
 
 
-ANCHOR = re.compile(r"<!-- figures: (.*?) -->\n(.*?)(?=\n\n|\Z)", re.DOTALL)
+def named(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the name of each figure of a page, and the paragraph that it stands in."""
+    for names, paragraph in re.findall(r"<!-- figures: (.*?) -->\n(.*?)(?=\n\n|\Z)", text, re.DOTALL):
+        yield from ((name, " ".join(paragraph.split())) for name in names.split(", "))
 
 
 def untrue(text: str) -> Iterator[str]:
-    """Of figures that are written by hand: what the data say otherwise, and what is not in the paragraph of its anchor."""
-    for anchors, paragraph in ANCHOR.findall(text):
-        known = {**vars(figures), "memory": tables.memory}
-        for written, formula in (re.split(r" = ", each, maxsplit=1) for each in re.split(r";\s+", anchors)):
-            value = eval(f"({formula})", known)
-            if written.isidentifier():
-                known[written] = value
-                continue
-            numbers = re.findall(r"\d[\d,]*(?:\.\d+)?", written)
-            values = value if isinstance(value, tuple) else (value,)
-            now = [*map(like, numbers, values), *map(str, values[len(numbers) :])]
-            if now != numbers:
-                yield f"{written} is {', '.join(now)} by {formula}"
-            if not re.search(rf"(?<![\d.,]){re.escape(written)}(?!\d|[.,]\d)", " ".join(paragraph.split())):
-                yield f"{written} has an anchor and is not in its paragraph"
-
-
-def like(number: str, value: float) -> str:
-    """With as many decimals, and a comma between thousands where there is one."""
-    return f"{value:{',' * (',' in number)}.{len(number.partition('.')[2])}f}"
-
-
-def digest(values: Any, make: Callable[[], Any]) -> str:
-    """Of what a picture shows and of the code that draws it."""
-    return hashlib.sha256((json.dumps(values) + inspect.getsource(make)).encode()).hexdigest()
-
-
-def save(file: Path, draw: Callable[[Any], None], source: str) -> None:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    matplotlib.rcParams["svg.hashsalt"] = file.name  # or its ids are random
-    figure = Figure(layout="constrained")
-    draw(figure)
-    figure.savefig(file, metadata={"Date": None, "Source": source})
+    """Yield the figures that are written otherwise than the data say."""
+    for name, paragraph in named(text):
+        figure = tables.figures()[name]
+        if not re.search(rf"(?<![\d.,]){re.escape(figure)}(?!\d|[.,]\d)", paragraph):
+            yield f"{name} is {figure}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -153,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     behind, wrong = [], 0
     for page in pages():
         text = page.read_text()
-        wanted = rendered(text, page.name)
+        wanted = rendered(text)
         if text != wanted:
             behind.append(page)
             if not check:
@@ -161,18 +156,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for found in untrue(wanted):
             print(f"to write by hand: {page.relative_to(ROOT)}: {found}")
             wrong += 1
-    for name, make in pictures.PICTURES.items():
-        file = IMAGES / name
-        values, draw = make()
-        source = digest(values, make)
-        if not file.exists() or source not in file.read_text():
-            behind.append(file)
-            if not check:
-                save(file, draw, source)
+    source = hashlib.sha256(json.dumps(bars()).encode()).hexdigest()
+    if not PICTURE.exists() or source not in PICTURE.read_text():
+        behind.append(PICTURE)
+        if not check:
+            draw(bars(), source)
     for path in behind:
         print("behind:" if check else "written:", path.relative_to(ROOT))
-    if check and behind:
-        print("run: python scripts/render_docs.py")
     return int(bool(wrong) or (check and bool(behind)))
 
 

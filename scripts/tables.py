@@ -1,361 +1,325 @@
-"""The tables of README and docs, as data: records, and columns that say which of their fields are shown where.
+"""docs/data/*.json as records, and the tables and figures of README and docs.
 
-A column whose header has a field in it, such as ``{side}``, becomes a column for each value of that field.
+A record is a row of a data file, or one side of a row, as a flat dict. Every table is a pivot of records.
 """
 
 from __future__ import annotations
 
-import itertools
+import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import memory
-from figures import compared, load, matches, numbers, of_gpus, peak, records, room, shape, span
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "docs" / "data"
+GPUS = ("H100", "H200")  # that figures were taken on; the first where only one is shown
+OURS, BITSANDBYTES, UNPATCHED, STOCK, GPU_TIME = "nf4_patch", "bitsandbytes", "unpatched", "stock", "GPU time"
+DENSE = "16-bit weights"
+LIMITS = ("ceiling", "torch.empty", DENSE)  # what ours is held against
+RELEASES = ("torch", "triton", BITSANDBYTES, "unsloth", "transformers", "peft")
+Record = dict[str, Any]
 
-from figures import BITSANDBYTES, DATA, DENSE, GPU_TIME, GPUS, OURS, STOCK, UNPATCHED, Record  # isort: skip
+# --- records ---
 
-SHOWN = ("torch", "triton", BITSANDBYTES, "unsloth", "transformers", "peft", "wrapt")
+
+def sources() -> dict[str, str]:
+    """Data file -> the command that writes it, as docs/data/README.md says; GPU in a name stands for h200, h100."""
+    return dict(re.findall(r"^\| `([\w.-]+\.json)` \| `([^`]+)` \|", (DATA / "README.md").read_text(), re.MULTILINE))
+
+
+def load(name: str) -> Any:
+    return json.loads((DATA / name).read_text())
+
+
+def records(name: str, **where: Any) -> list[Record]:
+    """Return the rows of NAME-GPU.json, or a record per side of each row, whose fields have the values of ``where``."""
+    found: list[Record] = []
+    for gpu in GPUS:
+        file = f"{name}-{gpu.lower()}.json"
+        data = load(file) if (DATA / file).exists() else {}
+        place = {"gpu": gpu, "file": file, "machine": data.get("machine")}
+        found += [place | row for row in data.get("rows", ())]
+        for section, rows in data.get("sections", {}).items():
+            for row in rows:
+                sides = sorted(row["median"], key=lambda side: (side != OURS, side not in LIMITS))
+                found += [
+                    place | {"section": section.removesuffix(" bf16")} | row | side_of(row, side) for side in sides
+                ]
+    return [record for record in found if matches(record, where)]
+
+
+def matches(record: Record, where: Record) -> bool:
+    """Each field has the value, or one of the values of a tuple."""
+    return all(record.get(name) in (each if isinstance(each, tuple) else (each,)) for name, each in where.items())
+
+
+def side_of(row: Record, side: str) -> Record:
+    """Return what tables show of a side of a row.
+
+    A ratio says how many times as fast ours is; of a limit, which part ours reaches. It is in italics where it is not clear.
+    The subject of a step is "MODEL BATCHxTOKENS, SETTING OF THE CACHE, CLOCK".
+    """
+    what, *others = row["subject"].split(", ")
+    clock = others.pop() if others and others[-1] == GPU_TIME else ""
+    ratio, clear = row["ratio"].get(side), is_clear(row, side)
+    time, ours = digits(row["median"][side]), digits(row["median"][OURS])
+    times = f"{ratio:.2f}×" if ratio else "check failed" * (side in row["ratio"])
+    part = f"{100 * ratio:.0f} %" if ratio and side in LIMITS else times
+    italic = "*" if ratio and not clear and side not in LIMITS else ""
+    return {
+        "side": side, "who": what.rpartition(" ")[0], "length": what.rpartition(" ")[2], "by": clock or "by the clock",
+        "setting": others[0] if others else "patch", "unit": row["unit"].replace("us", "µs"), "ratio": ratio, "clear": clear,
+        "size": math.prod(row["sizes"].get(name, 1) for name in ("batch", "tokens")), "m": row["sizes"].get("m"), "time": time,
+        "times": times, "won": f"{italic}{ours} ({times}){italic}",
+        "against": f"{italic}{time} ({part}){italic}" if part else time,
+        "memory": row["notes"].get(f"peak memory, {side}", "").removesuffix(" GiB"),
+    }  # fmt: skip
+
+
+def is_clear(row: Record, other: str) -> bool:
+    """Return whether the fused matmul ran where it was to, and the difference is no noise.
+
+    It is more than either side differs from itself, and goes the same way in four rounds of five.
+    """
+    ratio = row["ratio"].get(other)
+    if not ratio or row["notes"].get("fused") == "no":
+        return False
+    rounds = [a < b for a, b in zip(row["times"][OURS], row["times"][other], strict=True)]
+    same_way = rounds.count(row["median"][OURS] < row["median"][other])
+    return abs(ratio - 1) > max(row["noise"][OURS], row["noise"][other]) and same_way >= 0.8 * len(rounds)
+
+
+def compared(name: str, ours: str, other: str) -> list[Record]:
+    """Return how many times as fast one side of NAME-GPU.json is as another, by clock and tokens."""
+    found = []
+    for clock, field, noises in (
+        (GPU_TIME, "gpu", 1),
+        ("by the clock", "wall", 2),
+    ):  # two runs differ more by the clock
+        theirs = {(row["gpu"], row["tokens"]): row for row in records(name, side=other)}
+        for row in records(name, side=ours):
+            sides = row, theirs[row["gpu"], row["tokens"]]
+            ratio = sides[1][f"{field}_ms"] / sides[0][f"{field}_ms"]
+            clear = abs(ratio - 1) > noises * max(side[f"{field}_spread"] for side in sides)
+            found.append(row | {"size": row["tokens"], "by": clock, "ratio": ratio, "clear": clear})
+    return found
+
+
+def digits(value: float) -> str:
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
 
 # --- one table for all ---
 
 
 class Column(NamedTuple):
-    """``show``: a format of a record's fields, or a function of the records of a cell. ``where``: records that it shows, by
-    field; without it (None) the column is part of the key: records that are alike in all those columns share a row."""
+    """A column of a pivot, or one for each header that its format gives.
+
+    show: a format of a record's fields, or a function of the records of a cell.
+    where: the records that it shows. None: the column is part of the key, and records that are alike in the key share a row.
+    """
 
     header: str
     show: str | Callable[[list[Record]], str]
     where: Record | None = None
     between: str = " / "
 
+    def cell(self, found: list[Record]) -> str:
+        return self.show(found) if callable(self.show) else self.between.join(map(self.show.format_map, found))
 
-def cell(column: Column, found: list[Record]) -> str:
-    return column.show(found) if callable(column.show) else column.between.join(map(column.show.format_map, found))
 
-
-def table(columns: Sequence[Column], found: Iterable[Record]) -> str:
-    """Markdown; rows and the columns of one field in the order in which they are first met."""
+def pivot(found: Iterable[Record], *columns: Column) -> str:
+    """Return a table in Markdown; rows and columns in the order in which they are first met."""
     rows: dict[tuple[str, ...], dict[tuple[int, str], list[Record]]] = {}
-    heads: dict[tuple[int, str], None] = {}
     for record in found:
-        row = rows.setdefault(tuple(cell(column, [record]) for column in columns if column.where is None), {})
+        row = rows.setdefault(tuple(column.cell([record]) for column in columns if column.where is None), {})
         for place, column in enumerate(columns):
-            head = (place, column.header.format_map(record))
-            if column.where is None:
-                row[head] = [record]
-            elif matches(record, column.where):
-                row.setdefault(head, []).append(record)
-            else:
-                continue
-            heads[head] = None
-    shown = sorted(heads, key=lambda head: head[0])
-    body = [[cell(columns[head[0]], row[head]) if head in row else "" for head in shown] for row in rows.values()]
-    lines = ["| " + " | ".join(row).replace("|  ", "| ") + " |" for row in ([name for _, name in shown], *body)]
-    return shape("\n".join([lines[0], "|" + "---|" * len(shown), *lines[1:]]))
+            cell = (
+                row.setdefault((place, column.header.format_map(record).strip()), [])
+                if matches(record, column.where or {})
+                else []
+            )
+            cell[:] = [*cell, record] if column.where is not None else [record]
+    heads = sorted(dict.fromkeys(head for row in rows.values() for head in row), key=lambda head: head[0])
+    body = [[columns[head[0]].cell(row[head]) if head in row else "" for head in heads] for row in rows.values()]
+    lines = ["| " + " | ".join(row).replace("|  ", "| ") + " |" for row in ([name for _, name in heads], *body)]
+    return re.sub(r"(\d)x(\d)", r"\1×\2", "\n".join([lines[0], "|" + "---|" * len(heads), *lines[1:]]))
 
 
-MACHINES = "machines"
+def measured(found: list[Record], *columns: Column) -> str:
+    """Return the pivot of the first GPU that has data, under the name of the GPU, the file and the releases."""
+    if not found:
+        return "Not measured yet."
+    gpu, file, machine = (found[0][name] for name in ("gpu", "file", "machine"))
+    with_ = ", ".join(f"{name} {machine['releases'][name]}" for name in RELEASES if name in machine["releases"])
+    rows = pivot((record for record in found if record["gpu"] == gpu), *columns)
+    return f"**{gpu}** ([{file}](data/{file}) of {machine['date']} with {with_}):\n\n{rows}"
 
 
-class Table(NamedTuple):
-    """A block of a page. ``above``: a line above it, a format of a record; "machines": GPU, files and releases, of the first GPU
-    that has data, which alone is shown."""
+# --- what is gained ---
 
-    records: Callable[[], list[Record]]
-    columns: Sequence[Column]
-    above: str = ""
-
-    def __call__(self) -> str:
-        found = self.records()
-        if not found:
-            return "Not measured yet."
-        parts = []
-        if self.above == MACHINES:
-            found = [record for record in found if record["gpu"] == found[0]["gpu"]]
-            parts.append(machines(found))
-        elif self.above:
-            parts.append(self.above.format_map(found[0]))
-        units = ", ".join(dict.fromkeys(record.get("unit", "") for record in found))
-        return "\n\n".join([*parts, table(self.columns, [record | {"units": units} for record in found])])
-
-
-def machines(found: list[Record]) -> str:
-    """Where and with which releases a table was measured, in a line above it."""
-    files, parts = {record["file"]: record["machine"] for record in found}, []
-    for file, machine in files.items():
-        known = machine["releases"]
-        installed = ", ".join(f"{name} {known[name]}" for name in SHOWN[:-1] if name in known)
-        parts.append(f"[{file}](data/{file}) of {machine['date']}" + f" with {installed}" * (len(files) == 1))
-    return f"**{found[0]['gpu']}** ({', '.join(parts)}):"
-
-
-def ratios(found: list[Record]) -> str:
-    """From the smallest to the largest; in italics if none is clear."""
-    text = span([record["ratio"] for record in found if record["ratio"]])
-    return text if any(record["clear"] for record in found) else f"*{text}*"
-
-
-# --- what is gained, in words ---
-
-AUTO, EXPERTS, MATMUL = (f"`enable({option})`" for option in ('cache="auto"', 'experts="4bit"', 'matmul="auto"'))
-FUSED = '`enable(lora="fused")` and `use_liger_kernel=True`'
-UNCACHED, CACHED = {"setting": "patch"}, {"setting": "cache all"}
-
-
-class Setup(NamedTuple):
-    """What one trains with, what to type, the records that say what is gained, what that is compared with, what a record is of,
-    and what is said of all."""
-
-    trained: str
-    typed: str
-    find: Callable[..., list[Record]]
-    against: str = "no patch"
-    at: str = "{size:,}"
-    of: str = " tokens a step"
-
-    def records(self, **where: Any) -> list[Record]:
-        found = [record for record in self.find() if record["ratio"] and matches(record, where)]
-        each = [self.at.format_map(record) for record in found]
-        every = {"every": [*dict.fromkeys(each)]}
-        return [record | self._asdict() | every | {"at": at} for record, at in zip(found, each, strict=True)]
-
-
-DENSE_STEP, MIXTURE_STEP = (partial(partial, compared, name) for name in ("step-trl", "step-moe-trl"))
-LORA_ON_EXPERTS = Setup("a mixture of experts, peft", EXPERTS, MIXTURE_STEP("peft, patch", "16-bit experts"),
-                        "peft, experts in 16 bits", of=" tokens a step, LoRA on experts")  # fmt: skip
-UNSLOTHS_SPEED = Setup("TRL with Liger", FUSED, DENSE_STEP("liger, fused", "unsloth"), "Unsloth")
-SAME_BITS = Setup("peft or TRL", "`enable()`", DENSE_STEP("peft, patch", "peft"))
-SAME_BITS_CACHED = Setup("peft or TRL, memory to spare", AUTO, DENSE_STEP("peft, patch, cached", "peft"))
-UNSLOTH = Setup("Unsloth from 2026.10 on, PyTorch ≥ 2.11", AUTO, DENSE_STEP("unsloth, patch, cached", "unsloth"))
-GENERATION = Setup("4-bit generation, compiled", MATMUL, partial(records, "generate", side=STOCK, setting="compiled"), "bitsandbytes",
-                   "{length}", " sequences at once")  # fmt: skip
-SETUPS = [LORA_ON_EXPERTS, UNSLOTHS_SPEED, SAME_BITS, SAME_BITS_CACHED, UNSLOTH, GENERATION]
-WHO = tuple(Column(*each) for each in
-            (("what you train with", "{trained}"), ("what you type", "{typed}"), ("compared with", "{against}")))  # fmt: skip
+AUTO, FUSED = '`enable(cache="auto")`', '`enable(lora="fused")` and `use_liger_kernel=True`'
+PACKED, MATMUL = '`enable(experts="4bit")`', '`enable(matmul="auto")`'
+STEP, STEPS = " tokens a step", partial(partial, compared, "step-trl")
+# what one trains with -> what to type, what it is compared with, what a size counts, and the records
+GAINS: dict[str, tuple[str, str, str, Callable[[], list[Record]]]] = {
+    "a mixture of experts, peft": (
+        PACKED, "peft, experts in 16 bits", f"{STEP}, LoRA on experts", partial(compared, "step-moe-trl", "peft, patch", "16-bit experts")),
+    "TRL with Liger": (FUSED, "Unsloth", STEP, STEPS("liger, fused", "unsloth")),
+    "peft or TRL": ("`enable()`", "no patch", STEP, STEPS("peft, patch", "peft")),
+    "peft or TRL, memory to spare": (AUTO, "no patch", STEP, STEPS("peft, patch, cached", "peft")),
+    "Unsloth from 2026.10 on, PyTorch ≥ 2.11": (AUTO, "no patch", STEP, STEPS("unsloth, patch, cached", "unsloth")),
+    "4-bit generation, compiled": (
+        MATMUL, BITSANDBYTES, " sequences at once", partial(records, "generate", side=STOCK, setting="compiled")),
+}  # fmt: skip
 
 
 def gains() -> list[Record]:
-    return [record for setup in SETUPS for record in setup.records()]
+    return [
+        record | {"trained": trained, "typed": typed, "against": against, "of": of}
+        for trained, (typed, against, of, find) in GAINS.items() for record in find()
+    ]  # fmt: skip
 
 
-def marked(found: list[Record]) -> str:
-    """Every ratio of a setup, in italics where it is not clear, as "1.05 / *1.06*"; a dash where there is none."""
-    shown = {each["at"]: f"{each['ratio']:.2f}" if each["clear"] else f"*{each['ratio']:.2f}*" for each in found}
-    return " / ".join(shown.get(at, "-") for at in found[0]["every"]) + "×"
+def in_italics(found: list[Record]) -> str:
+    """Return every ratio, in italics where it is not clear."""
+    return " / ".join(f"{each['ratio']:.2f}" if each["clear"] else f"*{each['ratio']:.2f}*" for each in found) + "×"
 
 
-def measured_at(found: list[Record]) -> str:
-    return " / ".join(found[0]["every"]) + found[0]["of"]
-
-
-CLOCKS = [Column(f"{gpu}, {clock or 'by the clock'}", marked, {"gpu": gpu, "clock": clock})
-          for gpu in GPUS for clock in (GPU_TIME, "")]  # fmt: skip
-
-
-def install() -> str:
-    """How to install it: from the repository where pyproject.toml has its address, with a badge that opens the notebook."""
-    repository = re.findall(r'^repository = "(.*?)"', (DATA.parents[1] / "pyproject.toml").read_text(), re.MULTILINE)[0]
-    if not repository:
-        return "```bash\npip install .    # in a clone: it is not on PyPI\n```"
-    notebook = repository.replace("https://github.com", "https://colab.research.google.com/github")
-    badge = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
-    return f"```bash\npip install git+{repository}\n```\n\n{badge}({notebook}/blob/main/examples/t4_colab.ipynb)"
-
-
-def chooser() -> str:
-    """What the README shows: what you train, what you type, what you gain, by GPU and clock where there are data."""
-    shown = {
-        "LoRA on a mixture's experts": LORA_ON_EXPERTS,
-        "peft or TRL": UNSLOTHS_SPEED,
-        "peft or TRL, the same bits": SAME_BITS,
-        "the same, memory to spare": SAME_BITS_CACHED,
-        "Unsloth, the same bits": UNSLOTH._replace(typed="what `nf4-patch doctor` says"),
-    }
-    found = [record | {"trained": who} for who, setup in shown.items() for record in setup.records()]
-    batches = GENERATION.records(gpu=GPUS[0])
-    return f"""Training, how many times as fast at {measured_at(SAME_BITS.records())}:
-
-{table((Column("what you train", "{trained}"), *WHO[1:], *CLOCKS), found)}
-
-Generating {measured_at(batches)}, compiled: {MATMUL} makes {marked(batches)} as many tokens a second as bitsandbytes."""
+def sizes(found: list[Record]) -> str:
+    return " / ".join(dict.fromkeys(f"{each['size']:,}" for each in found)) + found[0]["of"]
 
 
 # --- records of their own ---
 
+RESULTS = {"4096x14336 bf16": "dequantize 4096x14336 to bf16, GPU time", "a new tensor": "host time per call",
+           "total": "the public NF4 challenge, 9,000 calls"}  # fmt: skip
+
+
+def results() -> list[Record]:
+    found = [*records("bench", section=("dequantize", "host")), *records("challenge")]
+    return [
+        record | {"words": RESULTS[record["subject"]], "release": record["machine"]["releases"].get(record["side"].split()[0].lower(), "")}
+        for record in found if record["gpu"] == GPUS[0] and record["subject"] in RESULTS
+    ]  # fmt: skip
+
+
 PARTS = {"patch": "none", "cache 1/4": "1/4", "cache 1/2": "1/2", "cache 3/4": "3/4 of them", "cache all": "all weights"}  # fmt: skip
-CACHE = {"setting": (*PARTS,), "who": ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B")}
-SHAPES = [f"{shape} bf16" for shape in ("512x2048", "512x3584", "4096x1024", "1024x8192", "3584x3584", "8192x2048",
-                                        "14336x4096", "8192x8192", "18944x3584", "28672x8192")]  # fmt: skip
-RESULTS = {  # what is shown of which file, in words
-    "4096x14336 bf16": ("bench", "dequantize 4096x14336 to bf16, GPU time"),
-    "a new tensor": ("bench", "host time per call"),
-    "total": ("challenge", "the public NF4 challenge, 9,000 calls"),
-}
-SIDES = (OURS, BITSANDBYTES, UNPATCHED, "Unsloth Triton")
 
 
-def cached(**where: Any) -> list[Record]:
-    """Those of a whole model's step, a size of the cache after the other."""
-    return sorted(records("step-cache", **CACHE, **where), key=lambda record: [*PARTS].index(record["setting"]))
+def peak(row: Record) -> float:
+    """GiB, of a step with the patch."""
+    return float(row["notes"]["peak memory"].split()[0])
+
+
+def room(memory: float) -> float:
+    """GiB of a GPU that training may take: less what cache="auto" leaves free."""
+    return (memory - memory / 24 - 2**29) / 2**30
 
 
 def fits(memory: float, found: list[Record]) -> str:
-    """The largest cache of a measured step that a GPU has room for, and the GPU time that this step gained."""
+    """Return the largest cache of a measured step that a GPU has room for, and the GPU time that this step gained."""
     fit = [record for record in found if peak(record) <= room(memory)]
     return f"{PARTS[fit[-1]['setting']]}: {fit[-1]['times']}" if fit else "no room"
 
 
-def results() -> list[Record]:
-    installed = next(of_gpus("bench"))[2]["machine"]["releases"]
-    return [record | {"words": words, "installed": installed} for subject, (file, words) in RESULTS.items()
-            for record in records(file, subject=subject, side=SIDES) if "matmul" not in record["section"]]  # fmt: skip
-
-
 def releases() -> list[Record]:
-    found = []
-    for run in load("releases.json"):
-        installed = {name: run["releases"].get(name, "").split("+")[0] for name in SHOWN}
-        place = "CPU" if "CPU" in run["place"] else run["place"].removeprefix("NVIDIA ").split(" (")[0]
-        found.append(run | installed | {"place": place})
-    return found
+    """Return a record per run of scripts/release_matrix.py."""
+    none = dict.fromkeys((*RELEASES, "wrapt"), "")
+    return [
+        run | none | {name: release.partition("+")[0] for name, release in run["releases"].items()}
+        | {"place": "CPU" if "CPU" in run["place"] else run["place"].removeprefix("NVIDIA ").partition(" (")[0]}
+        for run in load("releases.json")
+    ]  # fmt: skip
 
 
-def each(name: str, found: list[Record]) -> str:
-    return ", ".join(sorted({record[name] for record in found} - {""}, key=numbers))
-
-
-def every_mixture() -> list[Record]:
-    """The folders with which the same can be done come together, the most first."""
+def every_mixture() -> str:
+    """Return which folders of transformers.models can do what: those that can do the same share a row, the most first."""
     data = load("mixtures.json")
     alike = [*data["mixtures"].values()]
-    found = [data | row | {"name": name} for name, row in data["mixtures"].items()]
-    return sorted(found, key=lambda record: -alike.count(data["mixtures"][record["name"]]))
+    found = (
+        {"name": name} | row for name, row in sorted(data["mixtures"].items(), key=lambda each: -alike.count(each[1]))
+    )
+    releases = ", ".join(f"{name} {release}" for name, release in data["releases"].items())
+    return f"{releases} ([mixtures.json](data/mixtures.json)):\n\n" + pivot(
+        found, Column("in transformers.models", "{name}", {}, ", "), Column("packed", "{packed}"),
+        Column("saved and loaded again", "{reload}"), Column("LoRA by the usual `target_modules`", "{tutorial}"),
+        Column("LoRA by `target_parameters`", "{parameters}"), Column("merged", "{merge}"), Column("dequantized and saved", "{export}"),
+    )  # fmt: skip
 
 
-# What is switched on, one after another: side of the data, in words
-DENSE_RECIPE = {
+RECIPE = {  # what is switched on, one after another: side of the data -> in words
     "peft": "a plain script of TRL",
-    "peft, patch": "`enable()`: the same bits",
-    "peft, fused": '`enable(lora="fused")`',
-    "liger, fused": "that and `use_liger_kernel=True`",
-    "liger, fused, cached": 'both and `cache="auto"`, with room for every weight',
-    "compiled layers, patch": "`enable()` and compiled layers",
+    "16-bit experts": "a plain script of TRL: experts in 16 bits",
+    "peft, patch": "the patch",
+    "peft, fused": 'the patch, `lora="fused"`',
+    "liger, fused": 'the patch, `lora="fused"`, Liger',
+    "liger, no loss, fused": 'the patch, `lora="fused"`, Liger without its loss',
+    "liger, fused, cached": 'the patch, `lora="fused"`, Liger, `cache="auto"` with room for every weight',
+    "compiled layers, patch": "the patch, compiled layers",
     "unsloth": "Unsloth",
     "unsloth, patch, cached": 'Unsloth with `enable(cache="auto")`',
 }
-MOE_RECIPE = {
-    "16-bit experts": "a plain script of TRL: experts in 16 bits",
-    "peft, patch": '`enable(experts="4bit")`',
-    "peft, fused": '`enable(experts="4bit", lora="fused")`',
-    "liger, fused": '`enable(experts="4bit", lora="fused")` and `use_liger_kernel=True`',
-    "liger, no loss, fused": "the same without Liger's loss",
-    "liger, fused, cached": 'the same with it and `cache="auto"`, with room for every weight',
-    "unsloth": "Unsloth",
-}
 
 
-def recipe(name: str, steps: dict[str, str]) -> list[Record]:
-    """A row a step, and a length."""
-    found = [record | {"words": steps[record["side"]]} for record in plain(name) if record["side"] in steps]
-    return sorted(found, key=lambda record: [*steps].index(record["side"]))
+def step(name: str, words: dict[str, str] | None = None) -> str:
+    """Return the table of a step as TRL trains it: every side, or those of ``words`` in its order."""
+    sides = words or {record["side"]: record["side"] for record in records(name)}
+    found = [record | {"words": words_} for side, words_ in sides.items() for record in records(name, side=side)]
+    return measured(
+        found, Column("ms, GPU time / by the clock", "{words}"), Column("{tokens:,} tokens", "{gpu_ms:.1f}\u00a0/\u00a0{wall_ms:.1f}", {}),
+        Column("launches, {tokens:,}", "{launches:,}", {"tokens": 2048}), Column("GiB, {tokens:,}", "{peak_gib:.2f}", {}),
+    )  # fmt: skip
 
 
 def requirements() -> str:
-    """The releases of a measured step, for pip."""
-    installed = next(of_gpus("step-trl"))[2]["machine"]["releases"] | {"click": ""}
-    wanted = ("torch", "triton", BITSANDBYTES, "transformers", "peft", "wrapt", "click")
-    pins = [f"{name}=={installed[name].partition('+')[0]}" if installed[name] else name for name in wanted]
-    return "\n".join(["```text", *pins, "```"])
+    """Return the releases of a measured step, for pip."""
+    installed = records("step-trl")[0]["machine"]["releases"]
+    pins = (f"{name}=={installed[name].partition('+')[0]}" for name in (*RELEASES, "wrapt") if name != "unsloth")
+    return "\n".join(["```text", *pins, "click", "```"])
 
 
-def plain(name: str) -> list[Record]:
-    """Of files that have a list of rows."""
-    found = ((data | {"gpu": gpu, "file": file, "ratio": None}, data["rows"]) for gpu, file, data in of_gpus(name))
-    return [row | place for place, rows in found for row in rows]
+# --- mixtures in host memory ---
+
+PARAMETERS = {"Qwen3-30B-A3B": 30.53e9, "gpt-oss-20b": 20.9e9, "Gemma-4-26B-A4B": 25.2e9, "GLM-4.5-Air": 106.9e9}
+OPTIMIZERS = {"adamw8bit": "8-bit AdamW", "adamw": "AdamW"}
 
 
-# --- packed experts in host memory ---
+def mixture(name: str) -> Record:
+    """Return the run that keeps only what is in flight on the GPU: LoRA with r = 16 on attention and experts, 2,048 tokens."""
+    run = records(
+        "offload", model=name, offload="all", rank=16, attention_only=False, tokens=2048, cap=(8, 14.4, 21.9)
+    )[0]
+    return run | {
+        "parameters": PARAMETERS[name] / 1e9, "dense_gb": 2 * PARAMETERS[name] / 1e9, "experts_gb": run["in_host"] / 1e9,
+        "others_gb": run["loaded"] / 1e9, "packed_gb": (run["loaded"] + run["in_host"]) / 1e9,
+        "adapters_gb": run["adapters_held"] / 1e9, "peak_gb": run["peak"]["reserved"] / 1e9,
+    }  # fmt: skip
 
 
-def mixtures_memory() -> list[Record]:
-    """What a mixture takes, and what a GPU has left."""
+def left_of() -> list[Record]:
     return [
-        {"name": name, "weights": f"{m.weights / 1e9:.0f} billion", "bf16": f"{2 * m.weights / 1e9:.0f}",
-         "packed": f"{m.packed / 1e9:.0f}", "card": card,
-         "left": f"{card - m.packed / 1e9:.0f}" if card > m.packed / 1e9 else "no room"}
-        for name, m in memory.MIXTURES.items() for card in (16, 24, 40, 48, 80)
+        found | {"card": card, "left": f"{card - found['packed_gb']:.0f}" if card > found["packed_gb"] else "no room"}
+        for found in map(mixture, PARAMETERS) for card in (16, 24, 40, 48, 80)
     ]  # fmt: skip
 
 
-TOKENS_OF_TABLE = 2048
-CARDS = (8, 12, 16, 24, 32, 40, 48, 80)  # GB
-# what is trained: rank, where, optimizer, bytes of an adapter's weight
-TRAINED: dict[str, Record] = {
-    "r = 16 on the attention and the experts": {"rank": 16, "where": memory.ON},
-    "r = 8 on both": {"rank": 8, "where": memory.ON},
-    "r = 16 on the attention": {"rank": 16, "where": memory.OFF},
-}
-LEARNING: dict[str, Record] = {
-    "r = 16, fp32, AdamW": {"rank": 16, "where": memory.ON, "optimizer": "AdamW", "size": 4},
-    "r = 16, fp32, 8-bit AdamW": {"rank": 16, "where": memory.ON, "optimizer": "8-bit AdamW", "size": 4},
-    "r = 16, bf16, AdamW": {"rank": 16, "where": memory.ON, "optimizer": "AdamW", "size": 2},
-    "r = 16, bf16, 8-bit AdamW": {"rank": 16, "where": memory.ON, "optimizer": "8-bit AdamW", "size": 2},
-    "r = 8, bf16, 8-bit AdamW": {"rank": 8, "where": memory.ON, "optimizer": "8-bit AdamW", "size": 2},
-    "r = 16 on the attention alone, bf16, 8-bit AdamW": {"rank": 16, "where": memory.OFF, "optimizer": "8-bit AdamW", "size": 2},
-}  # fmt: skip
+def offload() -> list[Record]:
+    """Return the timed steps, next to the resident step where both alternated."""
 
-
-def in_gb(value: float) -> str:
-    return f"{value / 1e9:.1f}"
-
-
-def offload_parts() -> list[Record]:
-    return [
-        {
-            "name": name, "others": in_gb(m.frozen()), "experts": in_gb(m.experts_in("off")), "buffers": in_gb(m.experts_in("all")),
-            "activations": in_gb(m.activations(TOKENS_OF_TABLE)),
-        }
-        for name, m in memory.MIXTURES.items()
-    ]  # fmt: skip
-
-
-def offload_learning() -> list[Record]:
-    return [
-        {"name": name, "how": how, "size": in_gb(mixture.learning(**given))}
-        for how, given in LEARNING.items()
-        for name, mixture in memory.MIXTURES.items()
-    ]
-
-
-def offload_runs() -> list[Record]:
-    """Steps that were measured, and the same step of the resident model where they were taken in turns."""
-
-    def same(run: Record) -> tuple[Any, ...]:
-        return (GPUS.index(run["gpu"]), [*memory.MIXTURES].index(run["model"]), run["tokens"], run["attention_only"],
-                -run["rank"], run["optimizer"])  # fmt: skip
-
-    found = [run for run in plain("offload") if "gpu_ms" in run and not run["layers"]]
-    resident = {same(run): run["gpu_ms"] for run in found if run["side"] == "resident" and run.get("in_turns")}
-    runs = [
-        run | {"resident_ms": resident.get(same(run), 0.0) if run.get("in_turns") else 0.0}
-        for run in found
-        if run["side"] != "again"
-    ]
-    return sorted(runs, key=lambda run: (*same(run), run["cap"] or math.inf, order(run["offload"])))
-
-
-def offload_steps() -> list[Record]:
-    found, runs = [], offload_runs()
-    sources = "\n\n".join(machines([*of_gpu]) for _, of_gpu in itertools.groupby(runs, lambda run: run["gpu"]))
-    for run in runs:
-        bus, resident = run["fetched"] / run["bus"] * 1e3, run["resident_ms"]
+    found = []
+    runs = (records("offload", model=name, side=("resident", "budget", "all")) for name in PARAMETERS)
+    for run in (run for each in runs for run in each if "gpu_ms" in run):
+        same = {name: run[name] for name in ("gpu", "model", "tokens", "rank")}
+        resident = records("offload", side="resident", in_turns=True, **same)[0]["gpu_ms"] if run["in_turns"] else 0.0
+        bus = run["fetched"] / run["bus"] * 1e3
         times = [f"{run['gpu_ms'] / least:.2f}×" for least in (resident, max(resident, bus)) if resident]
         found.append(run | {
-            "sources": sources, "what": f"r = {run['rank']}{', attention alone' * run['attention_only']}, {OPTIMIZERS[run['optimizer']]}",
-            "capped": f"{run['cap']:g} GiB" if run["cap"] else "none", "said": f'`"{run["offload"]}"`',
+            "lora": f"r = {run['rank']}{', attention alone' * run['attention_only']}, {OPTIMIZERS[run['optimizer']]}",
+            "capped": f"{run['cap']:g} GiB" if run["cap"] else "none",
             "step": " ".join([f"{run['gpu_ms']:.0f}", *(f"({each})" for each in times[:1])]),
             "bus_ms": f"{bus:.0f} ({run['bus'] / 1e9:.0f})" if bus else "", "of_least": "".join(times[1:]),
             "peaks": " / ".join(f"{run[each]['reserved'] / 2**30:.1f}" for each in ("peak_loading", "peak")),
@@ -364,101 +328,95 @@ def offload_steps() -> list[Record]:
     return found
 
 
-OPTIMIZERS = {"adamw8bit": "8-bit AdamW", "adamw": "AdamW"}
+# --- the tables and figures by name ---
+
+UNCACHED = {"setting": "patch"}
 
 
-def order(setting: str) -> float:
-    """From what keeps the least on the GPU to what keeps all."""
-    known = {"all": 0.0, "off": math.inf}
-    return known[setting] if setting in known else float(setting.removesuffix("GiB"))
+def subjects(name: str, **where: str) -> str:
+    """Return the table of a benchmark: a row per subject, by the bytes that it moves, and a column per side."""
+    found = [record for record in records(name, **where) if "fp16" not in record["subject"]]
+    by_size = sorted(found, key=lambda record: record["nbytes"])
+    return measured(by_size, Column("{unit}", "{subject}"), Column("{side}", "{against}", {}))
 
 
-def offload_cards() -> list[Record]:
-    """The largest budget that fits, measured where a GPU was capped to what this one has for PyTorch, reckoned elsewhere."""
-    found, runs = [], offload_runs()
-    for (name, mixture), (what, how), card in itertools.product(memory.MIXTURES.items(), TRAINED.items(), CARDS):
-        cap = (card * 1e9 - memory.CONTEXT) / 2**30
-        ran = [
-            run["offload"] for run in runs
-            if (run["model"], run["tokens"], run["rank"]) == (name, TOKENS_OF_TABLE, how["rank"]) and abs(run["cap"] - cap) < 0.1
-            and run["attention_only"] == (how["where"] == memory.OFF) and run["optimizer"] == "adamw8bit"
-        ]  # fmt: skip
-        reckoned = mixture.largest(card * 1e9, TOKENS_OF_TABLE, **how)
-        fits = f"{reckoned / 2**30:.0f}GiB" if isinstance(reckoned, float) else reckoned
-        best = max(ran, key=order, default=None)  # less than what is reckoned says nothing about that
-        is_measured = best is not None and (fits is None or order(best) >= order(fits))
-        cell = f'**`"{best}"`**' if is_measured else f'`"{fits}"`' if fits else "no"
-        found.append({"name": name, "what": what, "card": card, "fits": cell})
-    return found
-
-
-# --- the blocks ---
-
-SUBJECT, TOKENS = (Column("{units}", "{subject}"), Column("{side}", "{against}", {})), Column("tokens", "{length}")
-TRL = (Column("{tokens:,} tokens", "{gpu_ms:.1f}\u00a0/\u00a0{wall_ms:.1f}", {}),
-       Column("launches, {tokens:,}", "{launches:,}", {"tokens": 2048}), Column("GiB, {tokens:,}", "{peak_gib:.2f}", {}))  # fmt: skip
-SIDE, STEP = (Column("ms, GPU time / by the clock", f"{{{field}}}") for field in ("side", "words"))
 BLOCKS: dict[str, Callable[[], str]] = {
-    "install": install,
-    "mixtures-memory": Table(mixtures_memory, (
-        Column("model", "{name}"), Column("parameters", "{weights}"), Column("in 16 bits", "{bf16}"), Column("packed", "{packed}"),
-        Column("left of {card} GB", "{left}", {}))),
-    "chooser": chooser,
-    "gains": Table(gains, (*WHO, Column("at", measured_at, {}), *CLOCKS)),
-    "results": Table(results, (
-        Column(GPUS[0], "{words}"), Column(OURS, "{time} {unit}", {"gpu": GPUS[0], "side": OURS}),
-        Column("bitsandbytes {installed[bitsandbytes]}", "{against}", {"gpu": GPUS[0], "side": SIDES[1:3]}),
-        Column("Unsloth {installed[unsloth]}", "{against}", {"gpu": GPUS[0], "side": SIDES[3]}))),
-    "dequantize": Table(lambda: sorted(records("bench", section="dequantize", subject=tuple(SHAPES)),
-                                       key=lambda record: record["nbytes"]), SUBJECT, above=MACHINES),
-    "dequantize-matmul": Table(
-        lambda: [record for record in records("bench", section="dequantize + matmul") if record["ratio"]],
-        (Column("how many times as fast as", "{side}"), Column("[{gpu}](data/{file})", ratios, {}))),
-    "host": Table(partial(records, "bench", section="host"), SUBJECT, above=MACHINES),
-    "challenge": Table(partial(records, "challenge", what="total"), SUBJECT, above=MACHINES),
-    "generation": Table(partial(records, "generate"), SUBJECT, above=MACHINES),
-    "cache": Table(cached, (
-        Column("ms", "{who}"), TOKENS, Column(UNPATCHED, "{time}", UNCACHED | {"side": UNPATCHED}),
-        Column("{setting}", "{time}", {"side": OURS}), Column(DENSE, "{time}", UNCACHED | {"side": DENSE})),
-        above=MACHINES),
-    "matmul": Table(partial(records, "matmul", side=BITSANDBYTES), (
-        Column("rows of X", "{m:,}"), Column("{section}", "{won}", {})), above=MACHINES),
-    "experts-4bit": Table(partial(records, "step-experts-4bit", section="frozen experts"), (
-        Column("ms, GiB", "{who} {length}"), Column("{side}", "{time}, {memory}", {"side": (OURS, "cached")}),
-        Column("{side}", "{against}, {memory}", {"side": "transformers' forward"})), above=MACHINES),
-    "fits": Table(partial(cached, gpu=GPUS[0], side=UNPATCHED), (
-        Column("model, tokens", "{who} {length}"), Column("all weights take", "{notes[cache]}", CACHED),
-        Column("no cache", "{times}", UNCACHED), Column("16 GB", partial(fits, 16e9), {}),
-        Column("24 GB", partial(fits, 24e9), {}), Column("48 or 80 GB", partial(fits, 48e9), {}))),
-    "every-mixture": Table(every_mixture, (
-        Column("in transformers.models", "{name}", {}, ", "), Column("packed", "{packed}"),
-        Column("saved and loaded again", "{reload}"), Column("LoRA by the usual `target_modules`", "{tutorial}"),
-        Column("LoRA by `target_parameters`", "{parameters}"), Column("merged", "{merge}"),
-        Column("dequantized and saved", "{export}")),
-        above="transformers {releases[transformers]}, peft {releases[peft]}, bitsandbytes {releases[bitsandbytes]}, "
-              "torch {releases[torch]} ([mixtures.json](data/mixtures.json)):"),
-    "instructions": Table(lambda: [{**load("instructions.json"), **row} for row in load("instructions.json")["kernels"]], (
-        Column("result", "{dtype}"), Column("{kernel}", lambda found: span([row["instructions"] for row in found], ""), {})),
-        above="Triton {triton}, sm_75 to sm_120 ([instructions.json](data/instructions.json)):"),
-    "releases": Table(releases, (
-        Column("on", "{place}"), Column("runs", lambda found: str(len(found)), {}),
-        *(Column(name, partial(each, name), {}) for name in SHOWN), Column("result", "{result}"))),
-    "requirements": requirements,
-    "recipe": Table(partial(recipe, "step-trl", DENSE_RECIPE), (STEP, *TRL), above=MACHINES),
-    "recipe-compiled": Table(partial(recipe, "step-compiled", DENSE_RECIPE), (STEP, *TRL), above=MACHINES),
-    "recipe-moe": Table(partial(recipe, "step-moe-trl", MOE_RECIPE), (STEP, *TRL), above=MACHINES),
-    "offload-parts": Table(offload_parts, (
-        Column("GB", "{name}"), Column("packed experts", "{experts}"), Column('of which `"all"` keeps on the GPU', "{buffers}"),
-        Column("all other weights", "{others}"), Column(f"at work on {TOKENS_OF_TABLE:,} tokens", "{activations}"))),
-    "offload-learning": Table(offload_learning, (Column("GB", "{how}"), Column("{name}", "{size}", {}))),
-    "offload-cards": Table(offload_cards, (
-        Column("model", "{name}"), Column("LoRA", "{what}"), Column("{card} GB", "{fits}", {}))),
-    "offload": Table(offload_steps, (
-        Column("GPU", "{gpu}"),
-        Column("model, tokens", "{model}, {tokens:,}"), Column("LoRA", "{what}"), Column("GPU capped", "{capped}"),
-        Column("`offload=`", "{said}"), Column("step, ms (× resident)", "{step}"), Column("kernels alone, ms", "{kernels_ms:.0f}"), Column("bus alone, ms (GB/s)", "{bus_ms}"),
+    "gains": lambda: pivot(
+        gains(), Column("what you train with", "{trained}"), Column("what you type", "{typed}"), Column("compared with", "{against}"),
+        Column("at", sizes, {}), Column("{gpu}, {by}", in_italics, {})),
+    "results": lambda: pivot(
+        results(), Column("{gpu}", "{words}, {unit}"),
+        Column("{side} {release}", "{against}", {"side": (OURS, BITSANDBYTES, "Unsloth Triton")})),
+    "dequantize": partial(subjects, "bench", section="dequantize"),
+    "dequantize-matmul": partial(subjects, "bench", section="dequantize + matmul"),
+    "host": partial(subjects, "bench", section="host"),
+    "challenge": partial(subjects, "challenge", subject="total"),
+    "generation": partial(subjects, "generate"),
+    "matmul": lambda: measured(
+        records("matmul", side=BITSANDBYTES), Column("rows of X", "{m:,}"), Column("{section}", "{won}", {})),
+    "cache": lambda: measured(
+        records("step-cache"), Column("ms", "{who}"), Column("tokens", "{length}"),
+        Column(UNPATCHED, "{time}", UNCACHED | {"side": UNPATCHED}), Column("{setting}", "{time}", {"side": OURS}),
+        Column(DENSE, "{time}", UNCACHED | {"side": DENSE})),
+    "fits": lambda: pivot(
+        records("step-cache", gpu=GPUS[0], side=UNPATCHED), Column("model, tokens", "{who} {length}"),
+        Column("all weights take", "{notes[cache]}", {"setting": "cache all"}), Column("no cache", "{times}", UNCACHED),
+        *(Column(name, partial(fits, memory), {}) for name, memory in (("16 GB", 16e9), ("24 GB", 24e9), ("48 or 80 GB", 48e9)))),
+    "experts-4bit": lambda: measured(
+        records("step-experts-4bit", section="frozen experts"), Column("ms, GiB", "{who} {length}"),
+        Column("{side}", "{time}, {memory}", {"side": (OURS, "cached")}),
+        Column("{side}", "{against}, {memory}", {"side": "transformers' forward"})),
+    "step-trl": partial(step, "step-trl"),
+    "step-moe-trl": partial(step, "step-moe-trl"),
+    "recipe": partial(step, "step-trl", RECIPE),
+    "recipe-compiled": partial(step, "step-compiled", RECIPE),
+    "recipe-moe": partial(step, "step-moe-trl", RECIPE),
+    "every-mixture": every_mixture,
+    "mixtures-memory": lambda: pivot(
+        left_of(), Column("model", "{model}"), Column("parameters", "{parameters:.0f} billion"), Column("in 16 bits", "{dense_gb:.0f}"),
+        Column("packed", "{packed_gb:.0f}"), Column("left of {card} GB", "{left}", {})),
+    "offload-parts": lambda: measured(
+        [*map(mixture, PARAMETERS)], Column("GB", "{model}"), Column("packed experts", "{experts_gb:.1f}"),
+        Column("all other weights", "{others_gb:.1f}"), Column("adapters in bf16", "{adapters_gb:.1f}"),
+        Column('peak of a step with `"all"`', "{peak_gb:.1f}")),
+    "offload": lambda: measured(
+        offload(), Column("model, tokens", "{model}, {tokens:,}"), Column("LoRA", "{lora}"), Column("GPU capped", "{capped}"),
+        Column("`offload=`", '`"{offload}"`'), Column("step, ms (× resident)", "{step}"),
+        Column("kernels alone, ms", "{kernels_ms:.0f}"), Column("bus alone, ms (GB/s)", "{bus_ms}"),
         Column("× the larger of the two", "{of_least}"), Column("peak loading / training, GiB", "{peaks}"),
-        Column("in host memory, GiB", "{host}")), above="{sources}"),
-    "step-trl": Table(partial(plain, "step-trl"), (SIDE, *TRL), above=MACHINES),
-    "step-moe-trl": Table(partial(plain, "step-moe-trl"), (SIDE, *TRL), above=MACHINES),
+        Column("in host memory, GiB", "{host}")),
+    "releases": lambda: pivot(
+        releases(), Column("on", "{place}"), Column("runs", "{cell}", {}, ", "),
+        *(Column(name, f"{{{name}}}") for name in (*RELEASES, "wrapt")), Column("result", "{result}")),
+    "requirements": requirements,
 }  # fmt: skip
+
+
+def figures() -> dict[str, str]:
+    """Return the figures that sentences of the pages name, as they are written there."""
+    qwen, glm = mixture("Qwen3-30B-A3B"), mixture("GLM-4.5-Air")
+    ours, theirs = (
+        records("step-moe-trl", gpu="H100", side=side, tokens=4096)[0] for side in ("peft, patch", "16-bit experts")
+    )
+    (cached,) = records("step-cache", gpu="H100", side=OURS, subject="Llama-3.1-8B 1x512, cache all, GPU time")
+    checked, older = (load(f"verify{arch}-h100.json")["rows"] for arch in ("", "-sm75"))
+    fuzz = load("fuzz-h100.json")
+
+    def card(run: Record) -> str:
+        """The GPU that a run was capped for: CUDA itself takes 0.5 GB."""
+        return f"on {run['cap'] * 2**30 / 1e9 + 0.5:.0f} GB"
+
+    return {
+        "packed-qwen": f"{qwen['packed_gb']:.0f} GB instead of {qwen['dense_gb']:.0f}",
+        "card-qwen": card(records("offload", model="Qwen3-30B-A3B", offload="3GiB", attention_only=False)[0]), "card-glm": card(glm),
+        "host-qwen": f"{qwen['experts_gb']:.0f} GB", "host-glm": f"{glm['experts_gb']:.0f} GB",
+        "adapters-qwen": f"{qwen['adapters_gb'] / 2:.2f} billion",
+        "moe-gpu": f"{ours['gpu_ms']:.1f} ms of GPU time instead of {theirs['gpu_ms']:.1f}",
+        "moe-times": f"{theirs['gpu_ms'] / ours['gpu_ms']:.2f}×",
+        "moe-clock": f"{ours['wall_ms']:.0f} ms instead of {theirs['wall_ms']:.0f} by the clock",
+        "cached-8b": f"{float(cached['notes']['cache'].split()[0]):.0f} GiB", "peak-8b": f"{peak(cached):.1f} GiB",
+        "left-of-24": f"{room(24e9):.1f} GiB",
+        **{name: " | ".join(f"{sum(row[field] for row in rows):,}" for field in ("cases", "elements", "differing")) + " differing"
+           for name, rows in (("verified", checked), ("older", older))},
+        "fuzzed": f"{fuzz['cases']:,} | {fuzz['elements']:,} | {len(fuzz['mismatches'])} differing, {len(fuzz['out_of_bounds'])} writes",
+    }  # fmt: skip

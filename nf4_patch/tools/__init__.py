@@ -1,1 +1,1 @@
-"""The hands: doctor, verify, run, bench, calibrate. Each returns a report object, which cli.py prints."""
+"""The hands: doctor, verify, run, calibrate. Each returns a report object, which cli.py prints."""

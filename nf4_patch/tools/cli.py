@@ -13,6 +13,7 @@ import io
 import shutil
 import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import click
@@ -22,15 +23,17 @@ from ..patching.counters import FallbackError
 from ..version import __version__
 from . import output
 from .llama import MODELS, projections
-from .report import NotAvailable, Progress, Report, provenance_data, require_gpu, require_patch
+from .report import NotAvailable, Progress, Report, provenance_data, require_gpu
 
 
 class Verbs(click.Group):
     """A click group in the order of this module, whose commands have --json and fail in one line."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        option = click.Option(["--json"], metavar="FILE", help="Write the report to FILE as JSON.")
-        option.callback, option.expose_value = remember_file, False
+        option = click.Option(
+            ["--json"], type=output.OutputFile(), metavar="FILE", help="Write the report to FILE as JSON.",
+            callback=remember_file, expose_value=False,
+        )  # fmt: skip
         cmd.params.append(option)
         super().add_command(cmd, name)
 
@@ -50,7 +53,7 @@ class Verbs(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (ConfigError, FallbackError, NotAvailable, output.OutputError) as error:
+        except (ConfigError, FallbackError, NotAvailable) as error:
             raise click.ClickException(str(error)) from None
         except ModuleNotFoundError as error:
             if (error.name or "nf4_patch").startswith("nf4_patch"):
@@ -58,11 +61,8 @@ class Verbs(click.Group):
             raise click.ClickException(f"{error.name} is not installed: pip install {error.name}") from None
 
 
-def remember_file(ctx: click.Context, parameter: click.Parameter, name: str | None) -> None:
-    try:
-        ctx.meta["nf4_patch.json"] = None if name is None else output.checked(name)
-    except output.OutputError as error:
-        raise click.BadParameter(str(error)) from None
+def remember_file(ctx: click.Context, parameter: click.Parameter, file: Path | None) -> None:
+    ctx.meta["nf4_patch.json"] = file
 
 
 class ProgressLine:
@@ -165,25 +165,6 @@ def run(ctx: click.Context, module: bool, code: bool, report: bool, all_ranks: b
         raise click.UsageError(f"{command[0]}: {error.strerror}") from error
 
 
-@main.command()
-@click.option(
-    "--step",
-    type=click.Choice(["peft", "trl", "compiled", "moe", "unsloth"]),
-    default="peft",
-    show_default=True,
-    help="peft: with and without the patch. trl: these, Liger and Unsloth, what is installed of them. moe: the same of a mixture "
-    "of experts. compiled: with compiled layers. unsloth: Unsloth alone.",
-)
-@click.pass_obj
-def bench(tell: Progress, step: str) -> Report:
-    """Measure a whole QLoRA training step, with the patch and without it."""
-    require_gpu()
-    require_patch()
-    from .bench import trl
-
-    return trl.measure(step, tell)
-
-
 def shape_of(text: str) -> tuple[int, int]:
     n, _, k = text.partition("x")
     if not (n.isdecimal() and k.isdecimal() and int(n) > 0 and int(k) > 0 and int(k) % 64 == 0):
@@ -209,7 +190,7 @@ def calibrate(tell: Progress, models: tuple[str, ...], shapes: tuple[tuple[int, 
     if path is None:
         raise click.UsageError("NF4_PATCH_CALIBRATION=off: unset it, or name a file")
     require_gpu()
-    from .bench import calibrate
+    from . import calibrate
 
     chosen = models or (() if shapes else ("llama-8b",))
     wanted = dict.fromkeys((*(shape for model in chosen for shape in projections(MODELS[model])), *shapes))

@@ -103,7 +103,7 @@ class DoctorReport(Report):
         verdicts = self.problems() or self.limits or ["the kernel would run for every installed target."]
         unmeasured = sorted({gpu.sm for gpu in self.gpus if gpu.capability not in compilation.MEASURED})
         if unmeasured and not self.problems():
-            how = "`nf4-patch bench --step peft` measures it"
+            how = "`python -m benchmarks.step`, in a clone, measures it"
             verdicts = [*verdicts, f"speed on {', '.join(unmeasured)} is not measured: {how}."]
         yield from (f"{self.outcome}: {verdict}" for verdict in verdicts)
         if self.lines and not self.problems():

@@ -9,9 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-
-class OutputError(ValueError):
-    """No file can be written at this path; the message says why."""
+import click
 
 
 def absolute(path: str | Path) -> Path:
@@ -19,20 +17,24 @@ def absolute(path: str | Path) -> Path:
     return Path(os.path.abspath(os.path.expanduser(path)))  # not resolved: /dev/stdout leads to a pipe
 
 
-def checked(path: str | Path) -> Path:
-    """The absolute path of a file that can be written.
+class OutputFile(click.Path):
+    """A file that can be written, as an absolute path. Click alone takes a file in a folder that does not exist."""
 
-    Raises:
-        OutputError: the folder is missing or is not one, or the file or folder cannot be written.
-    """
-    file = absolute(path)
-    if file.is_dir():
-        raise OutputError(f"{file} is a folder; name a file in it")
-    if not file.exists() and not file.parent.is_dir():
-        raise OutputError(f"{file} cannot be written: there is no folder {file.parent}")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise OutputError(f"{file} cannot be written: no permission, or a read-only file system")
-    return file
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, readable=False)
+
+    def convert(self, value: Any, param: click.Parameter | None = None, ctx: click.Context | None = None) -> Path:
+        """
+        Raises:
+            click.BadParameter: the file is a folder, or it or its folder cannot be written.
+        """
+        file = absolute(value)
+        super().convert(str(file), param, ctx)
+        if not file.exists():
+            click.Path(exists=True, file_okay=False, writable=True, readable=False).convert(
+                str(file.parent), param, ctx
+            )
+        return file
 
 
 def write_json(file: Path, data: dict[str, Any]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import re
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 import nf4_patch
 
@@ -84,12 +86,11 @@ def installed_releases(names: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:
 
 
 def holds(release: str, condition: str) -> bool:
-    """Whether a release meets a condition, ">= 0.50" or "<= 2026.9.12"; "": every release does."""
-    if not condition:
-        return True
-    relation, bound = condition.split()
-    a, b = (tuple(int(digits) for digits in re.findall(r"\d+", text)[:3]) for text in (release, bound))
-    return a >= b if relation == ">=" else a <= b
+    """Return whether a release meets a specifier such as ">= 0.50"; every release meets "".
+
+    A development, post or local release counts as the release that it belongs to.
+    """
+    return SpecifierSet(condition).contains(Version(release).base_version)
 
 
 def table(rows: Iterable[Mapping[str, object]]) -> str:

@@ -18,12 +18,12 @@ from tiny_experts import step as step_of
 from torch.nn.functional import silu
 
 import nf4_patch
-from benchmarks import experts
+from benchmarks import experts, training
+from benchmarks.models import LINEARS
 from nf4_patch.moe import launch
 from nf4_patch.moe.forward import Order
 from nf4_patch.moe.loading import LARGEST
-from nf4_patch.tools.bench import step
-from nf4_patch.tools.bench.matmul import error
+from nf4_patch.tools.matmul import error
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.gpu
 def train(model, patch: bool, steps: int, cache: str = "off"):
     """Losses, adapters and the peak memory of a step."""
     nf4_patch.enable(experts="4bit", cache=cache) if patch else nf4_patch.disable()
-    adapters = step.optimizer_of(model).param_groups[0]["params"]
+    adapters = training.optimizer_of(model).param_groups[0]["params"]
     optimizer = torch.optim.AdamW(adapters, lr=1e-4)
     generator = torch.Generator().manual_seed(0)
     losses = []
@@ -52,7 +52,7 @@ def train(model, patch: bool, steps: int, cache: str = "off"):
 def test_a_hundred_steps_to_the_bit_and_nothing_dense_is_saved(name, monkeypatch):
     """In PyTorch, beside transformers' forward."""
     monkeypatch.setattr(launch, "serves", lambda tensor: False)
-    model = step.peft_model(experts.CONFIGURATIONS[name](), experts.ATTENTION)
+    model = training.peft_model(experts.CONFIGURATIONS[name](), LINEARS[:4])
     model.get_base_model().set_attn_implementation("eager")  # cuDNN's backward may not repeat next to other work (H200)
     for checkpointing in (True, False):
         if not checkpointing:

@@ -16,8 +16,8 @@ from nf4_patch.matmul import calibrated
 from nf4_patch.matmul import launch as matmul
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.tools.bench import calibrate
-from nf4_patch.tools.bench.matmul import BITSANDBYTES, DEQUANTIZE, OURS
+from nf4_patch.tools import calibrate
+from nf4_patch.tools.matmul import BITSANDBYTES, DEQUANTIZE, OURS
 
 SHAPE = (4096, 4096)
 pytestmark = [

@@ -12,7 +12,7 @@ from importlib import metadata
 
 import pytest
 import torch
-from fuzz import draw, random_state, same
+from fuzz import drawn, random_state, same, states
 
 import nf4_patch
 from nf4_patch.nf4.dequantize import reference
@@ -46,11 +46,11 @@ def test_random_states(device, patched, every_launch_interpreted):
     """Through the patched dequantize_4bit: the bits of the original on a GPU, of the formula on a CPU, and all by the kernel."""
     import bitsandbytes.functional as F
 
-    cases = [draw(11, number, device.type, (64, 128, 4096)) for number in range(60)]
+    cases = drawn(60, 11, states(device.type, (64, 128, 4096)))
     cases = [case for case in cases if case.start % 4 == 0 and (device.type == "cuda" or case.storage is torch.uint8)]
     assert len(cases) > 15
     for case in cases:
-        packed, state = random_state(case, 11, device)
+        packed, state = random_state(case, device)
         want = reference.dequantize(weight_of(packed, state))
         if device.type == "cuda":
             nf4_patch.disable()

@@ -42,7 +42,7 @@ def test_cells_are_plain_python():
     for cell in CODE:  # no magics: what is tested is what Colab runs
         assert not any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(cell)))
     verbs = {verb for verb in main.commands if f'\\"{verb}\\"' in TEXT}
-    assert verbs == {"doctor", "verify", "bench"}
+    assert verbs == {"doctor", "verify"}
 
 
 def test_without_a_gpu_it_says_what_to_choose(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nf4_patch.lora import launch
-from nf4_patch.tools.bench.matmul import error
+from nf4_patch.tools.matmul import error
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = [(160, 128, 16), (37, 192, 5), (130, 80, 64), (5, 48, 100), (1, 16, 1)]

@@ -54,21 +54,6 @@ def cache(monkeypatch):
     cache.configure("off")
 
 
-@pytest.mark.parametrize("mode", [2**20, "auto"])
-@pytest.mark.parametrize(("nested", "change"), changes.EVERY)
-def test_every_change_gives_new_bits_at_the_next_read(cache, nested, change, mode):
-    cache.configure(mode)
-    cache.may_take(2**20)
-    at = changes.weight(nested=nested, device=DEVICE)
-    old = read(cache, at.packed, at.state)
-    assert read(cache, at.packed, at.state) is old
-    changes.CHANGES[change](at)
-    new = read(cache, at.packed, at.state)
-    assert torch.equal(new, expected(at.packed, at.state))
-    assert new.shape != old.shape or not torch.equal(new, old)
-    assert cache.hits == 1
-
-
 @pytest.mark.parametrize("which", ["packed", "absmax", "second absmax"])
 def test_other_strides_are_another_weight(cache, which):
     """At the same address, of the same shape and version."""

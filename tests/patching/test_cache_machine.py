@@ -100,10 +100,13 @@ class Machine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from([*place.table]))
         can = {"blocksize": place.state.blocksize < 2048, "bytes refilled": place.packed.untyped_storage().resizable()}
         if can.get(name, True):
-            place.table[name](place)
-            place.kept = None
+            self.change(place, name)
         if read:
             self.weight_is_read(i, False, "dropped")
+
+    def change(self, place, name):
+        place.table[name](place)
+        place.kept = None
 
     @rule(i=ONE, turned=st.booleans(), then=st.sampled_from(("dropped", "held", "written")))
     def weight_is_read(self, i, turned, then):
@@ -164,10 +167,35 @@ class Machine(RuleBasedStateMachine):
             runtime.current_stream = lambda device: self.streams[number]
 
 
-@pytest.mark.parametrize("examples", [60, pytest.param(1000, marks=pytest.mark.full)])
-def test_whatever_happens(examples, monkeypatch):
+@pytest.fixture
+def started(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)  # see is_captured
     monkeypatch.setattr(runtime, "current_stream", runtime.current_stream)  # and back
+
+
+@pytest.mark.parametrize(("nested", "name"), changes.EVERY)
+def test_a_change_is_noticed_by_the_next_read_and_by_compiled_layers(nested, name, started):
+    machine = Machine()
+    machine.budget_changes("1MiB")
+    machine.weight_comes(nested, 32)
+    (place,) = machine.places
+    before = reference.dequantize(layout_of(place.packed, place.state))
+    for _ in range(2):
+        machine.a_step_reads_all()
+        machine.layer_is_entered(0)
+    assert cache.hits and place.kept
+    machine.change(place, name)
+    machine.layer_is_entered(0)
+    assert place.kept or name == "bytes refilled"  # which compiled layers do not follow
+    machine.a_step_reads_all()
+    after = reference.dequantize(layout_of(place.packed, place.state))
+    assert after.shape != before.shape or not torch.equal(after, before)
+    machine.the_budget_holds()
+    machine.teardown()
+
+
+@pytest.mark.parametrize("examples", [60, pytest.param(1000, marks=pytest.mark.full)])
+def test_whatever_happens(examples, started):
     Machine.hits = 0
     options = dict(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(Machine, settings=settings(max_examples=examples, stateful_step_count=50, **options))

@@ -34,7 +34,7 @@ from nf4_patch.nf4 import runtime
 from nf4_patch.patching.context import backward_in_progress
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.tools.bench.matmul import error
+from nf4_patch.tools.matmul import error
 
 ON = {"experts": "4bit"}
 

@@ -13,7 +13,7 @@ from liger_kernel.transformers import monkey_patch, swiglu
 from nf4_patch.moe import launch
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.tools.bench.matmul import error
+from nf4_patch.tools.matmul import error
 
 OTHERS = {"rope": False, "rms_norm": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
 modeling = transformers.models.qwen3_moe.modeling_qwen3_moe

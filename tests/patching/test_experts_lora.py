@@ -48,7 +48,7 @@ from nf4_patch.cache.store import cache
 from nf4_patch.moe.packed import Merged
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.tools.bench.matmul import error
+from nf4_patch.tools.matmul import error
 
 ON = {"experts": "4bit"}
 

@@ -6,9 +6,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import os
-import pathlib
-import re
 import sys
 
 import changes
@@ -19,7 +16,6 @@ from bitsandbytes.nn import Params4bit
 from oracle import layout_of, quantized
 from target import target_like
 
-import nf4_patch
 from nf4_patch.matmul import launch as matmul
 from nf4_patch.matmul import product as fused_matmul
 from nf4_patch.matmul import small_m
@@ -90,42 +86,6 @@ def test_a_weight_is_known_to_every_target_and_to_the_op(server, monkeypatch):
     monkeypatch.setattr(sys.modules[Dequantizer.__module__], "counters", others)
     assert torch.equal(Dequantizer("test").of_state(packed, state), want)
     assert counters.hits("test") == 3 and others.hits("test") == 1
-
-
-def handed_on(function, *arguments):
-    """The functions of this package that a call goes through, but for what the guards, Launch and the counters call inside."""
-    ends = Dequantizer.why_not, guards.why_not, launch.Launch.__init__, launch.Launch.run, Dequantizer.counter_of
-    seen, inside = [], {each.__code__ for each in ends}
-    package = os.path.dirname(nf4_patch.__file__)
-
-    def look(frame, event, _):
-        code, above = frame.f_code, frame.f_back
-        if event == "call" and code.co_filename.startswith(package) and "<" not in code.co_name:
-            while above is not None and above.f_code not in inside:
-                above = above.f_back
-            if above is None or code is guards.why_not.__code__:
-                seen.append(code.co_qualname)
-
-    sys.setprofile(look)
-    try:
-        function(*arguments)
-    finally:
-        sys.setprofile(None)
-    return list(dict.fromkeys(seen))
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names")
-def test_how_far_a_quant_state_goes(server):
-    """As docs/design.md says: so many functions have to be read."""
-    page = (pathlib.Path(nf4_patch.__file__).parents[1] / "docs" / "design.md").read_text()
-    path = page.split("**How far a `quant_state` goes**")[1].split("These thirteen")[0]
-    names = re.findall(r"`([A-Za-z_]+(?:\.\w+)?)`", path.replace("`quant_state`", "").replace("a `Weight`", ""))
-    names = [
-        {"Launch": "Launch.__init__"}.get(name, name.removeprefix("guards.").removeprefix("launch.")) for name in names
-    ]
-    packed, state = quantized((64, 96), torch.bfloat16, "cpu")
-    assert set(handed_on(server.of_state, packed, state)) == set(names) and len(names) == 13
-    assert set(handed_on(server.of_state, packed, state)) == set(names[:5])
 
 
 def test_an_out_that_the_kernel_must_not_write_is_refused(server):

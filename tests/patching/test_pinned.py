@@ -14,10 +14,9 @@ import threading
 
 import bitsandbytes as bnb
 import bitsandbytes.functional as F
-import changes
 import pytest
 import torch
-from oracle import expected, layout_of
+from oracle import layout_of
 from target import linear, same, step
 from threads import together
 from torch._subclasses import FakeTensorMode
@@ -42,21 +41,6 @@ WAYS = ["none", *(pytest.param(way, marks=pytest.mark.full) for way in ("reentra
 @pytest.mark.parametrize("checkpointing", WAYS)
 def test_every_change_of_a_weight_is_noticed_by_unsloths_layers(checkpointing, tmp_path):
     assert with_unsloth("2026.10.9", tmp_path, "pinned_unsloth", checkpointing).split()[-1] == "pinned"
-
-
-@pytest.mark.parametrize(("nested", "change"), changes.EVERY)
-def test_every_change_of_a_weight_is_noticed(nested, change):
-    at = changes.Place(changes.layer_with(*vars(changes.weight(nested=nested, device=DEVICE)).values()))
-    entry = Layers("a test").entered(lambda layer: dense_of(layer.weight, layer.weight.quant_state))
-    nf4_patch.enable(cache=2**30)
-    for make in (lambda at: None, changes.CHANGES[change]):
-        make(at)
-        for _ in range(2):
-            dense, pinned = entry(at.layer), cache.snapshot().compiled
-        if make is changes.CHANGES["bytes refilled"]:
-            assert dense is None and not pinned
-        else:
-            assert torch.equal(dense, expected(at.packed, at.state)) and pinned
 
 
 def weight_layer(seed, inputs=SIDE):

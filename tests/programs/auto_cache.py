@@ -12,12 +12,12 @@ import torch
 
 import nf4_patch
 from nf4_patch.cache.store import cache
-from nf4_patch.tools import llama
-from nf4_patch.tools.bench.step import peft_model
+from benchmarks import models
+from benchmarks.training import peft_model
 
 MIB = 2**20
-SHAPE = llama.Shape(2048, 5632, 8, 16, 4, vocab_size=32000)
-model = peft_model(llama.config_of(SHAPE))
+SHAPE = models.Shape(2048, 5632, 8, 16, 4, vocab_size=32000)
+model = peft_model(models.config_of(SHAPE))
 total = torch.cuda.mem_get_info()[1]
 
 

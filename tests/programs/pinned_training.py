@@ -18,13 +18,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import checkpoint
 from nf4_patch.cache.store import cache
-from nf4_patch.tools import llama
+from benchmarks import models
 
 TOKENS, LAYERS = 256, 4
 checkpointing = {"0": False, "1": True}.get(sys.argv[1], sys.argv[1])
 steps = int(sys.argv[2])
 folder = tempfile.mkdtemp()
-checkpoint.save(folder, llama.Shape(1024, 2816, LAYERS, 8, 4, vocab_size=1024))
+checkpoint.save(folder, models.Shape(1024, 2816, LAYERS, 8, 4, vocab_size=1024))
 
 
 def load():
@@ -32,7 +32,7 @@ def load():
         folder, max_seq_length=TOKENS, dtype=torch.bfloat16, load_in_4bit=True, local_files_only=True
     )
     return unsloth.FastLanguageModel.get_peft_model(
-        model, r=16, target_modules=list(llama.LINEARS), lora_alpha=16, lora_dropout=0, bias="none",
+        model, r=16, target_modules=list(models.LINEARS), lora_alpha=16, lora_dropout=0, bias="none",
         use_gradient_checkpointing=checkpointing, random_state=3407,
     )  # fmt: skip
 

@@ -47,59 +47,23 @@ def cases(kind: str):
             yield capability, variant(capability, dtype, 2**26, blocksize, nested, whole, aligned=True)
 
 
-def dependent_loads(code: machine_code.Code) -> list[int]:
-    """Positions of the loads whose address comes from a byte that another load fetched: code2[absmax], the second trip to memory."""
-    tainted: set[str] = set()
-    found = []
-    for position, instruction in enumerate(code.instructions):
-        target, *sources = re.findall(r"\bR(\d+)\b", instruction.operands) or [""]
-        dependent = bool(tainted.intersection(sources))
-        if instruction.name == "LDG":
-            if dependent:
-                found.append(position)
-            dependent = ".U8" in instruction.opcode and not dependent
-        elif instruction.name in ("STG", "STS"):  # they write no register
-            continue
-        (tainted.add if dependent else tainted.discard)(target)
-        if ".WIDE" in instruction.opcode and target:  # the high half of an address never decides
-            tainted.discard(str(int(target) + 1))
-    return found
-
-
 def row(capability, variant) -> dict:
     code = machine_code.code_of(variant, capability)
-    steps = compilation.UNROLL
-    loads = [i for i in code.instructions if i.name == "LDG"]
-    stores = [i for i in code.instructions if i.name == "STG"]
-    code2 = dependent_loads(code)
     return {
         "arch": machine_code.sm(capability),
         "dtype": str(variant.dtype).removeprefix("torch."),
         "blocksize": variant.blocksize,
         "nested": variant.offset_dtype is not None,
-        "even": variant.even,
         "tail": variant.tail,
-        "aligned": variant.aligned,
-        "warps": variant.num_warps,
-        "steps": steps,
-        "instructions": len(code.instructions),
-        "per_element": len(code.instructions) / (compilation.elems_per_thread(variant) * steps),
+        "steps": compilation.UNROLL,
         "registers": code.registers,
         "stack": code.stack,
         "shared": code.shared,
         "names": sorted({i.name for i in code.instructions}),
-        "loads": [i.opcode for i in loads],
-        "stores": [i.opcode for i in stores],
-        "packed_after_code2": [
-            i.opcode
-            for n, i in enumerate(code.instructions)
-            if i.name == "LDG" and ".EF" in i.opcode and code2 and n > min(code2)
-        ],
-        "code2_loads": len(code2),
+        "loads": [i.opcode for i in code.instructions if i.name == "LDG"],
+        "stores": [i.opcode for i in code.instructions if i.name == "STG"],
         "fadd": sum(i.name == "FADD" for i in code.instructions),
-        "packed_converts": len(re.findall(r"cvt\.\S*x2", code.ptx)),
         "ptx_fma": len(re.findall(r"\bfma\.", code.ptx)),
-        "ptx_evict_first": len(re.findall(r"evict_first|createpolicy", code.ptx)),
         "target": re.findall(r"^\.target (\w+)", code.ptx, re.MULTILINE)[0],
     }
 

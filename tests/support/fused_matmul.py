@@ -17,7 +17,7 @@ from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import reference
 from nf4_patch.nf4.weight import Weight
 from nf4_patch.patching.counters import counters
-from nf4_patch.tools.bench.matmul import error, exact  # noqa: F401 (for the tests)
+from nf4_patch.tools.matmul import error, exact  # noqa: F401 (for the tests)
 
 CUDA = torch.device("cuda", 0)
 HERE = torch.cuda.get_device_capability(CUDA) if torch.cuda.is_available() else None

@@ -6,13 +6,15 @@ Every tensor lies inside a larger buffer of canaries: a read outside shows in th
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import hypothesis
 import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from oracle import expected, layout_of
 
 from nf4_patch.nf4.dequantize import reference
@@ -32,7 +34,7 @@ CTA = {"cuda": 1 << 14, "cpu": 1 << 12}  # whole CTAs of every kernel: no masks
 class Case(NamedTuple):
     """One random state."""
 
-    number: int
+    seed: int  # of its random bytes
     shape: tuple[int, ...]
     dtype: torch.dtype
     blocksize: int
@@ -45,50 +47,72 @@ class Case(NamedTuple):
     special: bool  # zeros, subnormals, infinities and NaN among the scales
     into: str  # "new", "out" (with canaries) or "buffer"
     fault: str  # "" or a name of FAULTS
+    is_remembered: bool  # the well-formed state ran before the same state has its fault
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
 
-def draw(
-    seed: int, number: int, device: str, blocksizes: Sequence[int] = BLOCKSIZES, faults: Sequence[str] = ()
-) -> Case:
-    """Case ``number`` of ``seed``: weighted toward what models have, with everything else in it."""
-    rng = random.Random(f"{seed} {number}")
-    rank = rng.choices((1, 2, 3, 4), (2, 6, 2, 1))[0]
-    if rng.random() < 0.3:
-        shape = [rng.choice((1, 2, 3)) * CTA[device] // 64, *[1] * (rank - 1)]
+@st.composite
+def states(draw: Any, device: str, blocksizes: Sequence[int] = BLOCKSIZES, faults: Sequence[str] = ()) -> Case:
+    """Draw a case: weighted toward what models have, with everything else in it."""
+
+    def happens(tenths: int) -> bool:
+        return draw(st.integers(1, 10)) <= tenths
+
+    rank = draw(st.sampled_from((2,) * 6 + (1,) * 2 + (3,) * 2 + (4,)))
+    if happens(3):
+        shape = [draw(st.integers(1, 3)) * CTA[device] // 64, *[1] * (rank - 1)]
         shape[-1] *= 64
     else:
-        largest = LARGEST[device] if rng.random() < 0.2 else 4096
-        shape = [max(1, int(largest ** (rng.random() / rank))) for _ in range(rank)]
+        largest = LARGEST[device] if happens(2) else 4096
+        shape = [draw(sizes(largest ** (1 / rank))) for _ in range(rank)]
     if rank > 2 and math.prod(shape) <= 8:
         shape[-1] *= 16  # one element of packed weight reads as transposed, and t() ends at rank 2
-    n = math.prod(shape)
-    nested = rng.random() < 0.7
-    blocksize = rng.choice(blocksizes)
-    packed_bytes = -(-n // 2)
-    storage = rng.choice(STORAGE_DTYPES) if rng.random() < 0.2 else torch.uint8
-    if packed_bytes % storage.itemsize:
+    nested, blocksize = happens(7), draw(st.sampled_from(blocksizes))
+    storage = draw(st.sampled_from(STORAGE_DTYPES)) if happens(2) else torch.uint8
+    if -(-math.prod(shape) // 2) % storage.itemsize:
         storage = torch.uint8
-    aligned = rng.choices((0, 4 * rng.randrange(1, 16), rng.randrange(64)), (7, 2, 1))[0]
+    start = 4 * draw(st.integers(0, 15)) if happens(3) else draw(st.integers(0, 63)) if happens(1) else 0
     return Case(
-        number=number,
+        seed=draw(st.integers(0, 2**32 - 1)),
         shape=tuple(shape),
-        dtype=rng.choice(OUTPUT_DTYPES),
+        dtype=draw(st.sampled_from(OUTPUT_DTYPES)),
         blocksize=blocksize,
         nested=nested,
-        quant_type=rng.choice(("nf4", "nf4", "fp4")),
+        quant_type=draw(st.sampled_from(("nf4", "nf4", "fp4"))),
         storage=storage,
         # a kernel is compiled for each: the rare ones at one blocksize only
-        offset_dtype=rng.choice(OFFSET_DTYPES) if nested and blocksize == 64 else torch.float32,
-        transposed=rank <= 2 and rng.random() < 0.3,
-        start=aligned - aligned % storage.itemsize,
-        special=rng.random() < 0.2,
-        into=rng.choices(("new", "out", "buffer"), (2, 5, 2))[0],
-        fault=rng.choice(faults) if faults and rng.random() < 0.25 else "",
+        offset_dtype=draw(st.sampled_from(OFFSET_DTYPES)) if nested and blocksize == 64 else torch.float32,
+        transposed=rank <= 2 and happens(3),
+        start=start - start % storage.itemsize,
+        special=happens(2),
+        into=draw(st.sampled_from(("new",) * 2 + ("out",) * 5 + ("buffer",) * 2)),
+        fault=draw(st.sampled_from(faults)) if faults and happens(3) else "",
+        is_remembered=draw(st.booleans()),
     )
+
+
+def sizes(largest: float) -> st.SearchStrategy[int]:
+    """From 1 to ``largest``, as often small as large."""
+    return st.integers(0, 1000).map(lambda thousandths: int(largest ** (thousandths / 1000)))
+
+
+def drawn(count: int, seed: int, strategy: st.SearchStrategy[Any]) -> list[Any]:
+    """Draw ``count`` examples that differ. The seed and the release of hypothesis decide which."""
+    found: list[Any] = []
+
+    @hypothesis.seed(seed)
+    @settings(
+        max_examples=count, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=[*HealthCheck]
+    )
+    @given(strategy)
+    def collect(example: Any) -> None:
+        found.append(example)
+
+    collect()
+    return found
 
 
 def bytes_in(count: int, device: torch.device, start: int = 0, fill: int = CANARY) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,11 +131,11 @@ def placed(tensor: torch.Tensor, start: int = 0) -> torch.Tensor:
     return view.copy_(raw).view(tensor.dtype).view(tensor.shape)
 
 
-def random_state(case: Case, seed: int, device: torch.device) -> tuple[torch.Tensor, Any]:
+def random_state(case: Case, device: torch.device) -> tuple[torch.Tensor, Any]:
     """The packed weight and QuantState of a case: every byte random."""
     from bitsandbytes.functional import QuantState, create_dynamic_map, get_4bit_type
 
-    generator = torch.Generator(device).manual_seed(seed * 1_000_003 + case.number)
+    generator = torch.Generator(device).manual_seed(case.seed)
 
     def uniform(count: int) -> torch.Tensor:
         values = torch.rand(count, generator=generator, device=device) + 0.01
@@ -265,24 +289,21 @@ class FuzzReport(Report):
 class Fuzzer:
     """Runs cases and keeps the report. One Dequantizer for all: remembered launches meet reused addresses."""
 
-    def __init__(
-        self, seed: int, device: torch.device, blocksizes: Sequence[int] = BLOCKSIZES, oracle: str = "bitsandbytes"
-    ):
+    def __init__(self, device: torch.device, oracle: str = "bitsandbytes", seed: int = 0):
         from nf4_patch.patching.dequantizer import Dequantizer  # imports the kernels
 
-        self.seed, self.device, self.blocksizes, self.oracle = seed, device, tuple(blocksizes), oracle
+        self.device, self.oracle = device, oracle
         self.dequantizer = Dequantizer("fuzz")
         self.report = FuzzReport(cases.place_of(device), seed)
 
-    def run(self, number: int) -> None:
-        """Case ``number``: the well-formed state always, then the same state broken where the case says so."""
-        case = draw(self.seed, number, self.device.type, self.blocksizes, list(FAULTS))
+    def run(self, case: Case) -> None:
+        """Run the well-formed state, and the same state broken where the case says so."""
         report = self.report
-        packed, state = random_state(case, self.seed, self.device)
+        packed, state = random_state(case, self.device)
         want = self.original(case, packed, state)
         report.cases += 1
         report.elements += case.numel
-        if case.fault and number % 2:  # half the faults meet a launch that is not remembered
+        if case.fault and not case.is_remembered:
             return self.run_broken(case, packed, state, want)
         result = self.run_kernel(case, packed, state, want)
         if isinstance(result, torch.Tensor):
@@ -357,24 +378,25 @@ def fuzz(
             past the end of absmax when the last block is partial.
     """
     require_gpu()
-    fuzzer = Fuzzer(seed, cases.device_here(), blocksizes, oracle)
+    fuzzer = Fuzzer(cases.device_here(), oracle, seed)
     with patch(False):
-        for number in range(count):
+        for number, case in enumerate(drawn(count, seed, states("cuda", blocksizes, tuple(FAULTS)))):
             if number % 64 == 0:
                 tell("fuzz", number, count)
-            fuzzer.run(number)
+            fuzzer.run(case._replace(seed=seed * 1_000_003 + number))  # hypothesis likes to draw a number again
     return fuzzer.report
 
 
-def draw_product(seed: int, number: int, dtype: torch.dtype, nested: bool) -> tuple[Case, int]:
-    """A well-formed state of a weight [N, K], and rows of X: sizes of every row of the fused matmul's table for an H200.
+@st.composite
+def products(draw: Any, dtype: torch.dtype, nested: bool) -> tuple[Case, int]:
+    """Draw a well-formed state of a weight [N, K], and rows of X: sizes of every row of the fused matmul's table for an H200.
 
     Few tile counts, because each is a kernel to compile.
     """
-    rng = random.Random(f"{seed} {number} product")
-    n, k = int(13000 ** rng.random()), rng.choice((16, 32, 64)) * int(512 ** rng.random())
-    m = rng.choice((rng.randint(1, 8), rng.randint(9, 16), rng.randint(57, 64) if n * k >= 2**24 else 16))
-    case = draw(seed, number, "cuda")
+    n, k = draw(sizes(13000)), draw(st.sampled_from((16, 32, 64))) * draw(sizes(512))
+    large = st.integers(57, 64) if n * k >= 2**24 else st.just(16)
+    m = draw(st.integers(1, 8) | st.integers(9, 16) | large)
+    case = draw(states("cuda"))
     start = case.start - case.start % 4  # off 4 bytes nothing of ours runs
     offset = case.offset_dtype if nested else torch.float32
     return case._replace(
@@ -394,9 +416,8 @@ def fuzz_products(count: int, seed: int, dtype: torch.dtype, nested: bool) -> Co
     device, ended = cases.device_here(), Counter()
     dequantizer, multiplier = Dequantizer("fuzz"), FusedMatmul("fuzz")
     with patch(False), torch.no_grad():
-        for number in range(count):
-            case, m = draw_product(seed, number, dtype, nested)
-            packed, state = random_state(case, seed, device)
+        for case, m in drawn(count, seed, products(dtype, nested)):
+            packed, state = random_state(case, device)
             weight = dequantizer.of_state(packed, state)
             assert isinstance(weight, torch.Tensor), (weight, case)
             want = expected(packed.clone(), state)

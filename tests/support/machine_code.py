@@ -103,14 +103,9 @@ def check(capability: Capability) -> None:
     """Raises Unsupported unless the kernel has a launch for the capability and the installed Triton compiles for it."""
     if capability not in FIRST_TRITON:
         raise Unsupported(f"{arch_of(capability)} is not supported; use one of {', '.join(map(arch_of, CAPABILITIES))}")
-    if not is_supported(capability):
+    if FIRST_TRITON[capability] > TRITON_RELEASE:
         first, here = (".".join(map(str, release)) for release in (FIRST_TRITON[capability], TRITON_RELEASE))
         raise Unsupported(f"{arch_of(capability)} needs Triton {first}, installed is {here}")
-
-
-def is_supported(capability: Capability) -> bool:
-    """Whether the installed Triton compiles for it."""
-    return capability in FIRST_TRITON and FIRST_TRITON[capability] <= TRITON_RELEASE
 
 
 def sm(capability: Capability) -> int:
@@ -140,7 +135,7 @@ def code_of(variant: Variant, capability: Capability) -> Code:
 
 
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", re.MULTILINE)
-RESOURCES = re.compile(r"Function (\S+?):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+RESOURCES = re.compile(r"Function \S+?:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
 def disassemble(cubin: bytes) -> Code:
@@ -148,36 +143,15 @@ def disassemble(cubin: bytes) -> Code:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
-        (code,) = disassemble_file(file).values()
-        return code
+        text, usage = (run(tool("cuobjdump"), what, str(file)) for what in ("-sass", "-res-usage"))
+    (resources,) = RESOURCES.findall(usage)
+    registers, stack, shared, local = map(int, resources)
+    found = [Instruction((predicate or "").strip(), *rest) for predicate, *rest in INSTRUCTION.findall(text)]
+    last = max(index for index, instruction in enumerate(found) if instruction.name == "EXIT")
+    if found[last].predicate:  # the others go on, back to the head of a loop
+        last = next(i for i in range(last, len(found)) if found[i].opcode == "BRA" and not found[i].predicate)
+    return Code(tuple(found[: last + 1]), registers, stack + local, shared, ptx="")
 
 
-def disassemble_file(file: Path, *options: str) -> dict[str, Code]:
-    """The machine code of each kernel in a cubin or library, by mangled name; ``options`` of cuobjdump: "-arch", "-fun"."""
-    text = run(tool("cuobjdump"), "-sass", *options, str(file))
-    resources = functions(file, *options[1:2])
-    listings = re.split(r"^\s*Function : (\S+)\s*$", text, flags=re.MULTILINE)[1:]
-    result = {}
-    for name, listing in zip(listings[::2], listings[1::2], strict=True):
-        found = [
-            Instruction((predicate or "").strip(), opcode, operands.strip())
-            for predicate, opcode, operands in INSTRUCTION.findall(listing)
-        ]
-        last = max(index for index, instruction in enumerate(found) if instruction.name == "EXIT")
-        if found[last].predicate:  # the others go on, back to the head of a loop
-            last = next(i for i in range(last, len(found)) if found[i].opcode == "BRA" and not found[i].predicate)
-        result[name] = Code(tuple(found[: last + 1]), *resources[name], ptx="")
-    return result
-
-
-def functions(file: Path, arch: str | None = None) -> dict[str, tuple[int, int, int]]:
-    """Registers, bytes of stack and bytes of shared memory of each kernel in a cubin or library."""
-    text = run(tool("cuobjdump"), "-res-usage", *(("-arch", arch) if arch else ()), str(file))
-    return {
-        name: (int(registers), int(stack) + int(local), int(shared))
-        for name, registers, stack, shared, local in RESOURCES.findall(text)
-    }
-
-
-def run(*command: str, check: bool = True) -> str:
-    return subprocess.run(command, check=check, capture_output=True, text=True).stdout
+def run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -29,9 +29,7 @@ def check(capability: Capability, device: torch.device) -> None:
     if capability < compilation.MINIMUM_CAPABILITY:
         raise Unsupported(f"{arch_of(capability)}: the kernel begins at {arch_of(compilation.MINIMUM_CAPABILITY)}")
     if device.type != "cuda":
-        raise Unsupported(
-            "PTX needs an NVIDIA GPU to run on; scripts/check_kernel.py instructions compiles and counts without one"
-        )
+        raise Unsupported("PTX needs an NVIDIA GPU to run on")
     here = torch.cuda.get_device_capability(device)
     if capability > here:
         raise Unsupported(f"PTX for {arch_of(capability)} does not run on {arch_of(here)}")

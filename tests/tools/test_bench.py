@@ -12,12 +12,13 @@ import pytest
 import torch
 from oracle import layout_of, quantized
 
-from benchmarks import Bench, bits, challenge, generation
+from benchmarks import Bench, bits, challenge, generation, models
+from benchmarks import timing as clocks
 from benchmarks.baselines import UNSLOTH_TRITON
 from benchmarks.record import BITSANDBYTES, CEILING, OURS, Row, accuracy
-from nf4_patch.tools import llama, report
-from nf4_patch.tools.bench import matmul, timing
-from nf4_patch.tools.bench.timing import Machine, Times
+from benchmarks.timing import Machine
+from nf4_patch.tools import matmul, report, timing
+from nf4_patch.tools.timing import Times
 
 MACHINE = Machine("a GPU", "90", "580.1", "SM clock 1 MHz", {"torch": "2.11.0", "triton": "3.6.0"})
 
@@ -79,9 +80,9 @@ def test_the_machine_names_releases_date_and_commit(monkeypatch):
     for name, value in {"current_device": 0, "get_device_properties": SimpleNamespace(uuid="0"), "get_device_name": "a GPU",
                         "get_device_capability": (9, 0)}.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(timing, "answer", lambda *command: "")  # nvidia-smi's
+    monkeypatch.setattr(clocks, "answer", lambda *command: "")  # nvidia-smi's
     monkeypatch.setattr(report, "answer", lambda *command: "0123abcd\n")  # git's
-    machine = timing.machine()
+    machine = clocks.machine()
     assert (machine.driver, machine.commit) == ("unknown", "0123abcd")
     assert machine.date == datetime.date.today().isoformat() and machine.releases["torch"] == torch.__version__
     assert {"bitsandbytes", "triton", "nf4-patch", "python"} <= machine.releases.keys()
@@ -96,8 +97,8 @@ def test_no_commit_where_git_does_not_know_the_package(monkeypatch, tmp_path):
 def test_a_step_is_in_the_dtype_that_the_gpu_computes_in(monkeypatch, capability, dtype):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    config = llama.config_of(llama.Shape(128, 256, 1, 2, 2), llama.training_dtype())
-    model = llama.build_4bit(config, device="cpu")
+    config = models.config_of(models.Shape(128, 256, 1, 2, 2), models.training_dtype())
+    model = models.build_4bit(config, device="cpu")
     projection = model.model.layers[0].self_attn.q_proj
     assert (projection.compute_dtype, projection.weight.quant_state.dtype, model.lm_head.weight.dtype) == (dtype,) * 3
 
@@ -167,8 +168,8 @@ def test_a_rate_needs_hits_and_the_accuracy_of_the_same_run():
 @torch.no_grad()
 def test_the_static_cache_gives_the_logits_of_the_whole_sequence(monkeypatch, fresh_dynamo, compiled):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
-    shape = llama.Shape(256, 512, 2, 4, 2, vocab_size=97)
-    model = llama.build_4bit(llama.config_of(shape), device="cpu").eval()
+    shape = models.Shape(256, 512, 2, 4, 2, vocab_size=97)
+    model = models.build_4bit(models.config_of(shape), device="cpu").eval()
     side = generation.Generation(model, 3, compiled, cache=16)
     tokens, logits = [], []
     for _ in range(6):

@@ -22,11 +22,10 @@ from nf4_patch.matmul.tuning import ANY, SMALL_M_CANDIDATES, SMALL_M_ROWS, Small
 from nf4_patch.nf4 import runtime
 from nf4_patch.patching.config import Config, ConfigError
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.tools import doctor
-from nf4_patch.tools.bench import calibrate
-from nf4_patch.tools.bench import matmul as bench_matmul
-from nf4_patch.tools.bench.matmul import BITSANDBYTES, OURS
-from nf4_patch.tools.bench.timing import Times
+from nf4_patch.tools import calibrate, doctor
+from nf4_patch.tools import matmul as bench_matmul
+from nf4_patch.tools.matmul import BITSANDBYTES, OURS
+from nf4_patch.tools.timing import Times
 
 ADA = (8, 9)  # which no shipped table knows
 NAMES = {0: "NVIDIA GeForce RTX 4090", 1: "NVIDIA L40S"}
@@ -209,7 +208,7 @@ def test_a_wrong_config_fails_the_command(measured, monkeypatch, tmp_path):
         ((), "off", 2, "NF4_PATCH_CALIBRATION=off"),
         (("--shape", "4096"), "x.json", 2, "--shape 4096: give it as NxK"),
         (("--shape", "64x65"), "x.json", 2, "K a multiple of 64"),
-        (("--shape", "64x64"), "file/x.json", 1, "there is no folder"),
+        (("--shape", "64x64"), "file/x.json", 2, "is a file"),
     ],
 )
 def test_wrong_uses_measure_nothing(words, file, exit_code, message, measured, monkeypatch, tmp_path):

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import pytest
 import torch
 from subprocess_python import python
@@ -55,7 +56,8 @@ def test_help_is_cheap():
 @pytest.mark.parametrize("verb", main.commands)
 def test_every_verb_has_help_and_checks_its_file_before_the_work(verb, tmp_path):
     assert "--json FILE" in output_of(verb, "--help")
-    assert "there is no folder" in output_of(verb, "--json", tmp_path / "missing" / "x", exit_code=2)
+    said = output_of(verb, "--json", tmp_path / "missing" / "x", exit_code=2)
+    assert f"'--json': Directory '{tmp_path / 'missing'}' does not exist" in said
 
 
 def test_unknown_verb_and_unknown_value():
@@ -65,7 +67,7 @@ def test_unknown_verb_and_unknown_value():
 
 
 @WITHOUT_GPU
-@pytest.mark.parametrize("words", [["verify"], ["bench"], ["bench", "--step", "peft"], ["calibrate"]])
+@pytest.mark.parametrize("words", [["verify"], ["calibrate"]])
 def test_without_a_gpu_there_are_no_numbers(words, tmp_path):
     """One line, and no file."""
     said = output_of(*words, exit_code=1, NF4_PATCH_CALIBRATION=str(tmp_path / "calibration.json"))
@@ -145,7 +147,7 @@ def rows(*states, note="why"):
 CONCLUSIONS = [
     ({}, READY, ["the kernel would run"]),
     ({"gpus": [gpu(), gpu(failures=["float16: ptxas died"])]}, NOT_READY, ["GPU 0 (a GPU) runs the original: float16: ptxas died"]),
-    ({"gpus": [gpu((8, 9))]}, READY, ["the kernel", "speed on sm_89 is not measured: `nf4-patch bench --step peft`"]),
+    ({"gpus": [gpu((8, 9))]}, READY, ["the kernel", "speed on sm_89 is not measured: `python -m benchmarks.step`"]),
     ({"targets": rows(State.OFF)}, NOT_READY, ["why keeps the patch off"]),
     ({"targets": rows(State.PATCHED, State.REFUSED)}, NOT_READY, [f"{TARGETS[1].name} is left alone: why"]),
     ({"targets": rows(*[State.REFUSED] * 2, note="import x fails: no")}, NOT_READY, ["import x fails: no"]),
@@ -342,14 +344,15 @@ MAIN, OTHER = (SimpleNamespace(is_world_process_zero=is_main, log_history=[]) fo
 def test_what_cannot_be_written_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.chdir(tmp_path)
-    assert output.checked("x.json") == tmp_path / "x.json" and output.checked("/dev/stdout") == Path("/dev/stdout")
-    for name, why in (("missing/x.json", "no folder"), ("file/x.json", "no folder"), ("", "is a folder")):
-        with pytest.raises(output.OutputError, match=why):
-            output.checked(tmp_path / name)
+    checked = output.OutputFile().convert
+    assert checked("x.json") == tmp_path / "x.json" and checked("/dev/stdout") == Path("/dev/stdout")
+    for name, why in (("missing/x.json", "does not exist"), ("file/x.json", "is a file"), ("", "is a directory")):
+        with pytest.raises(click.BadParameter, match=why):
+            checked(tmp_path / name)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     for name in ("new.json", "file"):
-        with pytest.raises(output.OutputError, match="no permission"):
-            output.checked(tmp_path / name)
+        with pytest.raises(click.BadParameter, match="is not writable"):
+            checked(tmp_path / name)
 
 
 @pytest.mark.parametrize("words", [["doctor"], ["--version"], ["run", "--help"]])
@@ -365,7 +368,7 @@ def test_a_full_disk_behind_stdout_is_one_line(words, tmp_path):
 def test_the_callback_checks_its_file_when_training_begins(tmp_path):
     callback = ReportCallback(tmp_path / "missing" / "report.json")
     callback.on_train_begin(None, OTHER, None)  # another process writes it, where the folder may exist
-    with pytest.raises(ValueError, match="there is no folder"):
+    with pytest.raises(ValueError, match="does not exist"):
         callback.on_train_begin(None, MAIN, None)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fuzz as fuzzing
 import pytest
 import torch
-from fuzz import PADDING, draw, random_state
+from fuzz import FAULTS, PADDING, Fuzzer, drawn, random_state, states
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import nf4_patch
 from nf4_patch.nf4.weight import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
@@ -20,23 +18,26 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 
 
 @settings(deadline=None, max_examples=60)
-@given(seed=st.integers(0, 2**32), number=st.integers(0, 10**6))
-def test_any_case_of_any_seed(seed, number):
-    fuzzer = fuzzing.Fuzzer(seed, DEVICE)
-    fuzzer.run(number)
+@given(states(DEVICE.type, faults=tuple(FAULTS)))
+def test_any_state(case):
+    fuzzer = Fuzzer(DEVICE)
+    fuzzer.run(case)
     assert not fuzzer.report.mismatches, fuzzer.report.mismatches
     assert not fuzzer.report.out_of_bounds, fuzzer.report.out_of_bounds
 
 
-@pytest.mark.parametrize("fault", fuzzing.FAULTS)
+WELL_FORMED = drawn(4, 3, states(DEVICE.type))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_ends_as_its_row_says(fault):
-    fuzzer = fuzzing.Fuzzer(3, DEVICE)
+    fuzzer = Fuzzer(DEVICE)
     for number, blocksize in enumerate((64, 64, 32, 256)):
-        case = draw(3, number, DEVICE.type)._replace(
+        case = WELL_FORMED[number]._replace(
             fault=fault, nested=True, blocksize=blocksize, shape=(96, 64), start=0, transposed=number % 2 == 1,
             storage=torch.uint8,
         )  # fmt: skip
-        packed, state = random_state(case, 3, DEVICE)
+        packed, state = random_state(case, DEVICE)
         want = fuzzer.original(case, packed, state)
         fuzzer.run_broken(case, packed, state, want)
     assert not fuzzer.report.mismatches, fuzzer.report.mismatches
@@ -44,16 +45,16 @@ def test_every_fault_ends_as_its_row_says(fault):
 
 
 def test_the_draw_reaches_every_layout():
-    drawn = [draw(0, number, "cuda", faults=list(fuzzing.FAULTS)) for number in range(4000)]
-    assert {c.dtype for c in drawn} == set(OUTPUT_DTYPES)
-    assert {c.blocksize for c in drawn} == set(BLOCKSIZES)
-    assert {c.storage for c in drawn} == set(STORAGE_DTYPES)
-    assert {c.offset_dtype for c in drawn} == set(OFFSET_DTYPES)
-    assert {len(c.shape) for c in drawn} == {1, 2, 3, 4}
-    assert {c.numel % 8 for c in drawn} == set(range(8))
-    assert {c.start % 4 for c in drawn} == {0, 1, 2, 3}
-    assert {c.fault for c in drawn} == {"", *fuzzing.FAULTS}
-    assert {c.into for c in drawn} == {"new", "out", "buffer"}
+    found = drawn(2000, 0, states("cuda", faults=tuple(FAULTS)))
+    assert {c.dtype for c in found} == set(OUTPUT_DTYPES)
+    assert {c.blocksize for c in found} == set(BLOCKSIZES)
+    assert {c.storage for c in found} == set(STORAGE_DTYPES)
+    assert {c.offset_dtype for c in found} == set(OFFSET_DTYPES)
+    assert {len(c.shape) for c in found} == {1, 2, 3, 4}
+    assert {c.numel % 8 for c in found} == set(range(8))
+    assert {c.start % 4 for c in found} == {0, 1, 2, 3}
+    assert len({c.fault for c in found}) > len(FAULTS) / 2  # each has a test of its own
+    assert {c.into for c in found} == {"new", "out", "buffer"}
 
 
 def test_the_patch_is_on_again_with_its_options():
@@ -81,14 +82,14 @@ def spilled(packed, result, out):
     [(flipped, 1, 0), (spilled, 0, 1), (lambda packed, result, out: Reason.SIZE_MISMATCH, 1, 0)],
 )
 def test_a_wrong_kernel_is_seen(wrong, mismatches, out_of_bounds, monkeypatch):
-    fuzzer = fuzzing.Fuzzer(0, DEVICE)
+    fuzzer = Fuzzer(DEVICE)
     of_state = fuzzer.dequantizer.of_state
 
     def changed(packed, state, out=None, into_buffer=False):
         return wrong(packed, of_state(packed, state, out, into_buffer), out)
 
     monkeypatch.setattr(fuzzer.dequantizer, "of_state", changed)
-    drawn = (draw(0, number, DEVICE.type, faults=list(fuzzing.FAULTS)) for number in range(100))
-    fuzzer.run(next(c.number for c in drawn if c.into == "out" and not (c.transposed or c.fault or c.special)))
+    found = drawn(100, 0, states(DEVICE.type))
+    fuzzer.run(next(case for case in found if case.into == "out" and not (case.transposed or case.special)))
     assert (len(fuzzer.report.mismatches), len(fuzzer.report.out_of_bounds)) == (mismatches, out_of_bounds)
     assert fuzzer.report.exit_code == 1

@@ -1,4 +1,4 @@
-"""How a time is taken: GPU time by graph replay past the L2, host time by the call, and on which machine.
+"""GPU time by graph replay past the L2, for ``nf4-patch calibrate`` and the benchmarks.
 
 The variants of a row are measured alternately, so that clocks and neighbours move all of them alike. The noise of a variant
 is it against itself: its odd rounds against its even ones.
@@ -6,9 +6,7 @@ is it against itself: its odd rounds against its even ones.
 
 from __future__ import annotations
 
-import platform
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,14 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
-
-import nf4_patch
-
-from ...matmul import calibrated
-from ...patching.config import Config
-from ..report import answer, provenance_data
 
 Call = Callable[[], Any]
 Inside = Callable[[str], AbstractContextManager[Any]]  # what the variant of this name runs inside of, entered untimed
@@ -49,49 +39,6 @@ class Times:
 
 
 Taken = dict[str, Times]  # by variant
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What every number depends on."""
-
-    gpu: str
-    capability: str
-    driver: str
-    clocks: str
-    releases: dict[str, str]
-    calibration: str = ""  # what is in force, or why it is not
-    date: str = ""
-    commit: str | None = None  # of the package's checkout, "-dirty" where it was changed; None: there is none
-
-    def __str__(self) -> str:
-        releases = ", ".join(f"{name} {release}" for name, release in self.releases.items())
-        lines = [f"{self.gpu} (sm_{self.capability}), driver {self.driver}, {self.clocks}", releases, self.calibration]
-        return "\n".join(filter(None, lines))
-
-
-SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
-
-
-def machine() -> Machine:
-    """The current CUDA device, its clocks at this moment and the installed releases."""
-    device = torch.cuda.current_device()
-    # by its UUID: nvidia-smi counts GPUs in another order than CUDA and ignores CUDA_VISIBLE_DEVICES
-    uuid = torch.cuda.get_device_properties(device).uuid
-    query = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader"]
-    fields = answer(*query).split(",")
-    if len(fields) == len(SMI):
-        driver, sm, sm_max, memory, power, temperature = (field.strip() for field in fields)
-        clocks = f"SM clock {sm} of {sm_max}, memory clock {memory}, power limit {power}, {temperature} C"
-    else:
-        driver, clocks = "unknown", "clocks unknown (nvidia-smi did not answer)"
-    major, minor = torch.cuda.get_device_capability(device)
-    calibrated.use(Config.read())
-    name = torch.cuda.get_device_name(device)
-    known = provenance_data()
-    installed = {"python": platform.python_version(), **known["releases"], "nf4-patch": nf4_patch.__version__}
-    known["releases"] = installed | {"torch": torch.__version__}  # with the CUDA that it was built for
-    return Machine(name, f"{major}{minor}", driver, clocks, calibration=calibrated.in_force(device).status, **known)
 
 
 def rotation(traffic: int) -> int:
@@ -161,29 +108,3 @@ def replay_us(captured: tuple[torch.cuda.CUDAGraph, int]) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) * 1e3 / calls
-
-
-def synchronize() -> None:
-    """Nothing where there is no GPU."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def wall_ms(call: Call) -> float:
-    """Milliseconds of wall time, the device synchronized before and after."""
-    synchronize()
-    begin = time.perf_counter()
-    call()
-    synchronize()
-    return (time.perf_counter() - begin) * 1e3
-
-
-def kernels(call: Call) -> list[tuple[str, float]]:
-    """(name, milliseconds) of each kernel and copy that a call launches, by PyTorch's profiler."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-        call()
-        torch.cuda.synchronize()
-    events = profiler.profiler.kineto_results.events()  # .events() would build a tree: 0.3 s a step
-    on_gpu = (e for e in events if e.device_type() == DeviceType.CUDA and not e.is_user_annotation())
-    return [(event.name(), event.duration_ns() / 1e6) for event in on_gpu]

@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...matmul import calibrated
-from ...matmul import launch as matmul
-from ...matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
-from ...nf4 import runtime
-from ...patching.quant_state import weight_of
-from .. import output
-from ..llama import training_dtype
-from ..patch import patch
-from ..report import Progress, Report, silent, table
+from ..matmul import calibrated
+from ..matmul import launch as matmul
+from ..matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
+from ..nf4 import runtime
+from ..patching.quant_state import weight_of
+from . import output
+from .llama import training_dtype
 from .matmul import OURS, SLACK, Weights, gemv, others, require_gemm
+from .patch import patch
+from .report import Progress, Report, silent, table
 from .timing import Times, gpu_times, over
 
 ROWS = (1, 2, 8, 16, 32, 64)  # of X; each closes the range that starts after the one before
@@ -183,11 +183,11 @@ def calibrate(path: Path, shapes: Sequence[tuple[int, int]], tell: Progress) -> 
 
     Raises:
         NotAvailable: bitsandbytes is older than 0.50.
-        OutputError: the file cannot be written.
+        click.BadParameter: the file cannot be written.
     """
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-    output.checked(path)
+    output.OutputFile().convert(path)
     name = calibrated.gpu(torch.cuda.current_device())
     found = measure(shapes, tell)
     try:

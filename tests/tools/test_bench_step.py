@@ -9,27 +9,27 @@ from functools import partial
 import pytest
 import torch
 
-from nf4_patch.tools import llama
-from nf4_patch.tools.bench import trl
-from nf4_patch.tools.bench.trl import FP32, PACKED, STOCK, Side
+from benchmarks import models, step
+from benchmarks.step import FP32, PACKED, STOCK, Side
+from nf4_patch.tools.report import NotAvailable, silent
 
 pytest.importorskip("peft")
-TINY = partial(llama.config_of, llama.Shape(64, 128, 2, 4, 2))
+TINY = partial(models.config_of, models.Shape(64, 128, 2, 4, 2))
 
 
 def test_sides_in_turns_across_processes(monkeypatch):
     """The processes are real: peft's, another of fp32 adapters, and one whose library does not exist."""
-    sides = trl.sides_of(STOCK, {"": None, "patch": {}, "fused": trl.FUSED}) | trl.sides_of(FP32, {"": None})
+    sides = step.sides_of(STOCK, {"": None, "patch": {}, "fused": step.FUSED}) | step.sides_of(FP32, {"": None})
     sides["broken"] = Side(STOCK, {"cache": "much"})
-    rows, losses, failures = trl.compare(trl.Comparison(sides, [(1, 16)], TINY), walls=2, profiled=1)
+    rows, losses, failures = step.compare(step.Comparison(sides, [(1, 16)], TINY), walls=2, profiled=1)
     assert [row["side"] for row in rows] == ["peft", "peft, patch", "peft, fused", "fp32"]
     assert all("broken" in failure and "ConfigError" in failure for failure in failures) and failures
     fields = "side tokens gpu_ms gpu_spread wall_ms wall_spread launches peak_gib calls"
     assert all(" ".join(row) == fields and row["tokens"] == 16 and row["wall_ms"] > 0 for row in rows)
-    assert losses["peft"] == losses["peft, patch"] and len(losses["peft"]) == trl.TRAINED
+    assert losses["peft"] == losses["peft, patch"] and len(losses["peft"]) == step.TRAINED
     for name in ("peft, fused", "fp32"):
         assert losses[name] == pytest.approx(losses["peft"], rel=2**-7) and losses[name][-1] < losses[name][0] - 0.3
-    report = trl.Steps(None, rows, losses, failures)
+    report = step.Steps(None, rows, losses, failures)
     assert json.loads(json.dumps(report.as_dict()))["rows"] == rows and report.exit_code == 1
     assert any("peft, fused: losses" in line for line in report.render())
 
@@ -38,20 +38,35 @@ def test_how_many_times_as_fast_a_side_is_needs_equal_losses():
     """As the first side of the same size; nothing where the profiler saw no kernel."""
     found = ("peft", 512, 8.0), ("patch", 512, 4.0), ("peft", 1024, 8.0), ("patch", 1024, 16.0), ("fp32", 1024, 0.0)
     rows = [{"side": side, "tokens": tokens, "gpu_ms": ms, "wall_ms": 0.0} for side, tokens, ms in found]
-    heading, *lines = [*trl.Steps(None, rows, {}).render()][2].splitlines()
+    heading, *lines = [*step.Steps(None, rows, {}).render()][2].splitlines()
     assert [line[heading.index("gpu_x") :].strip() for line in lines] == ["1.000", "2.000", "1.000", "0.500", ""]
-    assert "gpu_x" not in [*trl.Steps(None, rows, {}, ["losses differ"]).render()][2]
+    assert "gpu_x" not in [*step.Steps(None, rows, {}, ["losses differ"]).render()][2]
+
+
+@pytest.mark.parametrize(
+    ("words", "what"), [((), "peft"), *(((f"--{name}",), name) for name in step.COMPARISONS)], ids=str
+)
+def test_the_command_measures_what_is_named(words, what, monkeypatch):
+    """And nothing without a GPU."""
+    asked = []
+    monkeypatch.setattr(step, "measure", lambda what, tell: asked.append(what))
+    if not torch.cuda.is_available():
+        with pytest.raises(NotAvailable):
+            step.command(words, obj=silent, standalone_mode=False)
+        monkeypatch.setattr(step, "require_gpu", lambda: None)
+    step.command(words, obj=silent, standalone_mode=False)
+    assert asked == [what]
 
 
 def test_a_process_that_ends_is_told():
-    worker = trl.Worker(STOCK, {}, partial(os._exit, 1))
+    worker = step.Worker(STOCK, {}, partial(os._exit, 1))
     assert worker.ask() == worker.ask("wall", "peft", (1, 16)) == (None, "the process ended")
     worker.close()
 
 
 def test_a_process_that_would_go_on_is_ended():
     thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()"
-    worker = trl.Worker(STOCK, {}, partial(exec, thread))
+    worker = step.Worker(STOCK, {}, partial(exec, thread))
     assert worker.ask()[1]  # that is no configuration
     (process,) = worker.pool._processes.values()
     worker.close()
@@ -64,11 +79,11 @@ def test_compiled_layers_learn_the_same():
     """Each is compiled, by a graph that the layers share; its loss is that of peft to the precision of bf16."""
     losses = {}
     torch._dynamo.utils.counters.clear()
-    for kind in (STOCK, trl.COMPILED):
+    for kind in (STOCK, step.COMPILED):
         name = kind if kind == STOCK else f"{kind}, patch"
-        sides = trl.Sides(kind, {name: trl.COMPARISONS["compiled"].sides[name]}, TINY)
+        sides = step.Sides(kind, {name: step.COMPARISONS["compiled"].sides[name]}, TINY)
         losses[kind], *_ = sides.observe(name, (1, 16))
-    assert losses[trl.COMPILED] == pytest.approx(losses[STOCK], rel=2**-7)
+    assert losses[step.COMPILED] == pytest.approx(losses[STOCK], rel=2**-7)
     layers = sides.model.get_base_model().model.layers
     assert len(layers) == 2 and all(layer._compiled_call_impl is not None for layer in layers)
     found = torch._dynamo.utils.counters
@@ -78,12 +93,12 @@ def test_compiled_layers_learn_the_same():
 def test_adapters_are_those_of_trl_or_fp32_with_the_same_numbers():
     found = {}
     for kind in (STOCK, FP32):
-        model = trl.model_of(kind, TINY())
-        trl.optimizer_of(model)
-        found[kind] = [parameter.detach() for parameter in trl.trained(model)]
+        model = step.model_of(kind, TINY())
+        step.optimizer_of(model)
+        found[kind] = [parameter.detach() for parameter in step.trained(model)]
     assert len(found[STOCK]) == 2 * 7 * 2
     for half, full in zip(found[STOCK], found[FP32], strict=True):
-        assert full.dtype is torch.float32 and torch.equal(half, full.to(llama.training_dtype()))
+        assert full.dtype is torch.float32 and torch.equal(half, full.to(models.training_dtype()))
 
 
 PATCH = Side(STOCK, {})
@@ -94,14 +109,14 @@ PATCH = Side(STOCK, {})
     [
         ({"a": Side(STOCK, None), "b": PATCH}, (6.0, 6.0), 0),
         ({"a": Side(STOCK, None), "b": PATCH}, (6.0, 6.0001), 1),  # the patch leaves the bits as they are
-        ({"a": Side(STOCK, None), "b": Side(STOCK, trl.FUSED)}, (6.0, 6.0001), 0),
-        ({"a": Side(STOCK, None), "b": Side(STOCK, trl.FUSED)}, (6.0, 6.1), 1),
+        ({"a": Side(STOCK, None), "b": Side(STOCK, step.FUSED)}, (6.0, 6.0001), 0),
+        ({"a": Side(STOCK, None), "b": Side(STOCK, step.FUSED)}, (6.0, 6.1), 1),
         ({"a": Side(STOCK, None), "b": Side(FP32, None)}, (6.0, 6.01), 0),
-        ({"a": Side(STOCK, trl.FUSED), "b": Side(STOCK, trl.FUSED | trl.CACHE)}, (6.0, 6.0001), 1),
-        ({"a": Side(STOCK, PACKED), "b": Side(STOCK, PACKED | trl.CACHE)}, (6.0, 6.0001), 0),
+        ({"a": Side(STOCK, step.FUSED), "b": Side(STOCK, step.FUSED | step.CACHE)}, (6.0, 6.0001), 1),
+        ({"a": Side(STOCK, PACKED), "b": Side(STOCK, PACKED | step.CACHE)}, (6.0, 6.0001), 0),
         ({"a": Side(STOCK, None), "b": PATCH}, (6.0, float("nan")), 2),
     ],
 )
 def test_what_losses_must_agree_in(sides, losses, wrong):
-    found = list(trl.differ(sides, dict(zip(sides, losses, strict=True)), (1, 512)))
+    found = list(step.differ(sides, dict(zip(sides, losses, strict=True)), (1, 512)))
     assert len(found) == wrong and all("b, 1x512: loss" in text for text in found)

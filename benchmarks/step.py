@@ -1,4 +1,4 @@
-"""``nf4-patch bench``: a step as TRL trains it, every side in turns.
+"""python -m benchmarks.step [--peft | --trl | --compiled | --moe | --unsloth]: a QLoRA step as TRL trains, the sides alternating.
 
 Adapters in 16 bits under autocast, non-reentrant checkpointing. Liger and Unsloth patch a whole process, so each kind of
 model lives in a process of its own, which takes a turn when it is asked to; all others wait meanwhile.
@@ -19,13 +19,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import click
 import torch
 
-from ..llama import LINEARS, config_of, save_config
-from ..patch import patch
-from ..report import Progress, Report, silent, table
-from .step import BUDGET, LENGTHS, LLAMA, RANK, Size, Step, optimizer_of, peft_model, trained
-from .timing import Machine, Times, kernels, machine, synchronize, wall_ms
+from benchmarks import run_alone
+from benchmarks.checkpoint import save_config
+from benchmarks.models import EXPERTS, LINEARS, config_of, qwen3
+from benchmarks.timing import Machine, kernels, machine, synchronize, wall_ms
+from benchmarks.training import BUDGET, LENGTHS, LLAMA, RANK, Size, Step, optimizer_of, peft_model, trained
+from nf4_patch.tools.patch import patch
+from nf4_patch.tools.report import Progress, Report, require_gpu, require_patch, silent, table
+from nf4_patch.tools.timing import Times
 
 METHOD = (
     "A step as TRL trains: adapters in 16 bits, autocast, checkpointing. gpu_ms: its kernels and copies, summed, the median of"
@@ -38,7 +42,6 @@ FP32, LIGER, LAYERS_ONLY, DENSE, UNSLOTH = "fp32", "liger", "liger, no loss", "1
 COMPILED = "compiled layers"
 WALLS, PROFILED, TRAINED = 6, 2, 30
 ROUNDING = 2**-7  # of losses in bf16
-EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 class Side(NamedTuple):
@@ -54,18 +57,6 @@ def sides_of(kind: str, options: Mapping[str, Mapping[str, str] | None], **commo
     }
 
 
-def qwen3(layers: int = 2, vocabulary: int = 32_000) -> Any:
-    """Qwen3-30B-A3B: 0.6 billion weights of experts a layer."""
-    from transformers import Qwen3MoeConfig
-
-    return Qwen3MoeConfig(  # type: ignore[call-arg]
-        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=layers,
-        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
-        vocab_size=vocabulary, norm_topk_prob=True, max_position_embeddings=8192, tie_word_embeddings=False,
-        dtype="bfloat16",
-    )  # fmt: skip
-
-
 class Comparison(NamedTuple):
     sides: dict[str, Side]
     sizes: Iterable[Size] = LENGTHS
@@ -77,7 +68,7 @@ PATCHED: dict[str, dict[str, str] | None] = {"": None, "patch": {}, "patch, cach
 EVERY = PATCHED | {"fused": FUSED, "fused, cached": FUSED | CACHE}
 ON = {name: given for name, given in EVERY.items() if given is not None}
 PACKED = {"experts": "4bit"}
-COMPARISONS = {  # by the value of --step
+COMPARISONS = {  # by the option of the command
     "peft": Comparison(sides_of(STOCK, PATCHED)),
     "trl": Comparison(
         sides_of(STOCK, EVERY) | sides_of(LIGER, EVERY) | sides_of(FP32, {"": None, "fused": FUSED})
@@ -259,7 +250,7 @@ class Steps(Report):
 
 
 def measure(what: str, tell: Progress = silent) -> Steps:
-    """What ``--step`` prints: the sides whose libraries are installed."""
+    """Compare the sides of ``COMPARISONS[what]`` whose libraries are installed."""
     needs = {UNSLOTH: "unsloth", LIGER: "liger_kernel", LAYERS_ONLY: "liger_kernel"}
     every = COMPARISONS[what]
     sides = {name: s for name, s in every.sides.items() if importlib.util.find_spec(needs.get(s.kind, "peft"))}
@@ -328,3 +319,30 @@ def differ(sides: Mapping[str, Side], losses: Mapping[str, float], size: Size) -
                 yield f"{name}, {size[0]}x{size[1]}: loss {loss!r}, {other} {losses[other]!r}"
         if not abs(loss - losses[name_of_all]) <= ROUNDING * losses[name_of_all]:
             yield f"{name}, {size[0]}x{size[1]}: loss {loss:.4f}, {name_of_all} {losses[name_of_all]:.4f}"
+
+
+# --- the command ---
+
+
+def flag(name: str, text: str) -> Callable[[Any], Any]:
+    return click.option(f"--{name}", "what", flag_value=name, help=text)
+
+
+@click.command()
+@flag("peft", "With the patch and without it.  [default]")
+@flag("trl", "The same, and Liger and Unsloth, if they are installed.")
+@flag("compiled", "With compiled layers.")
+@flag("moe", "Of a mixture of experts, with LoRA on the experts.")
+@flag("unsloth", "Unsloth alone.")
+@click.pass_obj
+def command(tell: Progress, what: str | None) -> Steps:
+    """Measure a whole QLoRA training step, with the patch and without it."""
+    require_gpu()
+    require_patch()
+    return measure(what or "peft", tell)
+
+
+if __name__ == "__main__":
+    from benchmarks import step  # what the workers are sent belongs to the module of this name, not to __main__
+
+    run_alone(step.command, "python -m benchmarks.step")

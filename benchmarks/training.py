@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 import nf4_patch
-
-from ..llama import LINEARS, LLAMA_8B, build_4bit, training_dtype
-from ..patch import patch
-from .timing import synchronize
+from benchmarks.models import LINEARS, LLAMA_8B, build_4bit, training_dtype
+from benchmarks.timing import synchronize
+from nf4_patch.tools.patch import patch
 
 BUDGET = "64GiB"
 LENGTHS = ((1, 512), (2, 1024), (2, 2048))  # (batch, tokens)

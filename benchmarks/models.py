@@ -1,0 +1,62 @@
+"""Causal models with random weights in 4 bits: what is measured and trained here without a download."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nf4_patch.tools.llama import LLAMA_8B, MODELS, Shape, projections, training_dtype
+
+__all__ = [
+    "EXPERTS", "LINEARS", "LLAMA_8B", "MODELS", "Shape", "build_4bit", "config_of", "projections", "qwen3", "training_dtype",
+]  # fmt: skip
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def config_of(shape: Shape, dtype: torch.dtype | None = None, **options: Any) -> Any:
+    """A LlamaConfig, in :func:`training_dtype` unless another dtype is given."""
+    from transformers import LlamaConfig
+
+    name = str(dtype or training_dtype()).removeprefix("torch.")
+    options |= {"tie_word_embeddings": False, "dtype": name, "pad_token_id": 0}
+    return LlamaConfig(**shape._asdict(), **options)
+
+
+def qwen3(layers: int = 2, vocabulary: int = 32_000) -> Any:
+    """Qwen3-30B-A3B: 0.6 billion weights of experts a layer."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(  # type: ignore[call-arg]
+        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=layers,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        vocab_size=vocabulary, norm_topk_prob=True, max_position_embeddings=8192, tie_word_embeddings=False,
+        dtype="bfloat16",
+    )  # fmt: skip
+
+
+def build_4bit(config: Any, device: Any = "cuda") -> Any:
+    """A causal model of that configuration with random weights: its linear layers but the head as bitsandbytes'
+    Linear4bit, experts by bitsandbytes' own helper, both NF4 with double quantization."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    options: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is torch.nn.Linear and name != "lm_head":
+                sizes = child.in_features, child.out_features, child.bias is not None
+                packed = Linear4bit(*sizes, compute_dtype=config.dtype, device="meta", **options)
+                packed.weight = Params4bit(child.weight.data, requires_grad=False, module=packed, **options)
+                packed.bias = child.bias
+                setattr(module, name, packed.to(device))
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dim() == 3:  # the weights of all experts
+                replace_parameter_4bit(module, name, compress_statistics=True)
+    model.is_loaded_in_4bit = True  # peft asks for it
+    return model

@@ -1,0 +1,86 @@
+"""On which machine a time was taken, wall time, and the GPU time of each kernel by PyTorch's profiler."""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import dataclass
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+import nf4_patch
+from nf4_patch.matmul import calibrated
+from nf4_patch.patching.config import Config
+from nf4_patch.tools.report import answer, provenance_data
+from nf4_patch.tools.timing import Call
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What every number depends on."""
+
+    gpu: str
+    capability: str
+    driver: str
+    clocks: str
+    releases: dict[str, str]
+    calibration: str = ""  # what is in force, or why it is not
+    date: str = ""
+    commit: str | None = None  # of the package's checkout, "-dirty" where it was changed; None: there is none
+
+    def __str__(self) -> str:
+        releases = ", ".join(f"{name} {release}" for name, release in self.releases.items())
+        lines = [f"{self.gpu} (sm_{self.capability}), driver {self.driver}, {self.clocks}", releases, self.calibration]
+        return "\n".join(filter(None, lines))
+
+
+SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
+
+
+def machine() -> Machine:
+    """The current CUDA device, its clocks at this moment and the installed releases."""
+    device = torch.cuda.current_device()
+    # by its UUID: nvidia-smi counts GPUs in another order than CUDA and ignores CUDA_VISIBLE_DEVICES
+    uuid = torch.cuda.get_device_properties(device).uuid
+    query = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader"]
+    fields = answer(*query).split(",")
+    if len(fields) == len(SMI):
+        driver, sm, sm_max, memory, power, temperature = (field.strip() for field in fields)
+        clocks = f"SM clock {sm} of {sm_max}, memory clock {memory}, power limit {power}, {temperature} C"
+    else:
+        driver, clocks = "unknown", "clocks unknown (nvidia-smi did not answer)"
+    major, minor = torch.cuda.get_device_capability(device)
+    calibrated.use(Config.read())
+    name = torch.cuda.get_device_name(device)
+    known = provenance_data()
+    installed = {"python": platform.python_version(), **known["releases"], "nf4-patch": nf4_patch.__version__}
+    known["releases"] = installed | {"torch": torch.__version__}  # with the CUDA that it was built for
+    return Machine(name, f"{major}{minor}", driver, clocks, calibration=calibrated.in_force(device).status, **known)
+
+
+def synchronize() -> None:
+    """Nothing where there is no GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def wall_ms(call: Call) -> float:
+    """Milliseconds of wall time, the device synchronized before and after."""
+    synchronize()
+    begin = time.perf_counter()
+    call()
+    synchronize()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def kernels(call: Call) -> list[tuple[str, float]]:
+    """(name, milliseconds) of each kernel and copy that a call launches, by PyTorch's profiler."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        call()
+        torch.cuda.synchronize()
+    events = profiler.profiler.kineto_results.events()  # .events() would build a tree: 0.3 s a step
+    on_gpu = (e for e in events if e.device_type() == DeviceType.CUDA and not e.is_user_annotation())
+    return [(event.name(), event.duration_ns() / 1e6) for event in on_gpu]
