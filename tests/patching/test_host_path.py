@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import os
 import pathlib
 import re
 import sys
@@ -17,7 +16,7 @@ import pytest
 import torch
 from bitsandbytes.nn import Params4bit
 from oracle import layout_of, quantized
-from target import target_like
+from target import in_package, target_like
 
 import nf4_patch
 from nf4_patch.nf4 import runtime
@@ -96,11 +95,10 @@ def handed_on(function, *arguments):
     """The functions of this package that a call goes through, but for what the guards, Launch and the counters call inside."""
     ends = Dequantizer.why_not, guards.why_not, launch.Launch.__init__, launch.Launch.run, Dequantizer.counter_of
     seen, inside = [], {each.__code__ for each in ends}
-    package = os.path.dirname(nf4_patch.__file__)
 
     def look(frame, event, _):
         code, above = frame.f_code, frame.f_back
-        if event == "call" and code.co_filename.startswith(package) and "<" not in code.co_name:
+        if event == "call" and in_package(code) and "<" not in code.co_name:
             while above is not None and above.f_code not in inside:
                 above = above.f_back
             if above is None or code is guards.why_not.__code__:
