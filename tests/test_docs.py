@@ -367,6 +367,17 @@ def test_site_builds_without_warnings():
     subprocess.run([ROOT / "scripts" / "docs"], check=True, env={**os.environ, "PYTHON": sys.executable})
 
 
+def test_the_site_is_never_installed_into_a_python_outside_a_virtual_environment(tmp_path):
+    """One without the site's packages; it has no pip either, so that nothing would be installed if this failed."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {Path(sys.base_prefix, "bin", "python3")} -I -S "$@"\n')
+    python.chmod(0o755)
+    for name in (python, tmp_path / "missing"):
+        environment = {**os.environ, "PYTHON": str(name)}
+        done = subprocess.run([ROOT / "scripts" / "docs"], env=environment, capture_output=True, text=True)
+        assert done.returncode == 2 and "virtual environment" in done.stderr and "pip" not in done.stderr, done
+
+
 def modules() -> list[str]:
     return [m.name for m in pkgutil.walk_packages(nf4_patch.__path__, "nf4_patch.") if not m.name.endswith("__main__")]
 
