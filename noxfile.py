@@ -5,14 +5,14 @@ import nox
 nox.options.sessions = ["light"]
 PYTHON, PYTHONS = "3.11", ("3.10", "3.11", "3.12", "3.13")
 TORCH = ("2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.13.0", "2.14.1")
-LIBRARIES = ("bitsandbytes>=0.50", "transformers>=5,<5.18", "peft", "accelerate", "datasets>=4,<5", "pillow")
+RELEASES = "tests/releases.txt"  # as scripts/test
 LIGHT = ("installed", "lowest", "bitsandbytes 0.48.2", "wrapt 1.16.0", "unsloth 2026.9.7")
 
 
 def matrix(session: nox.Session, *cells: str, torch: str = "torch") -> None:
     """Cells of scripts/release_matrix.py, which runs the tests and writes docs/data/releases.json."""
-    session.install(torch, *LIBRARIES, "-e", ".[test]")
-    session.install("--no-deps", "unsloth==2026.10.9", "unsloth_zoo==2026.10.9", "trl==1.16.0")
+    session.install(torch, "-c", RELEASES, "-e", ".[test]")
+    session.install("--no-deps", "-r", RELEASES)
     session.run("python", "scripts/release_matrix.py", *cells)
 
 

@@ -1,11 +1,13 @@
-# Sourced by scripts/demo and scripts/test: a virtual environment in .venv with this package and the extras named.
+# Sourced by scripts/demo and scripts/test: environment.sh EXTRA [FOLDER] makes a virtual environment with this package and the
+# extra. In .venv, the default folder, the releases of tests/releases.txt; in another one pip's choice.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv="${2:-.venv}"
 python="${PYTHON:-python3}"
-[ -x .venv/bin/python ] || "$python" -m venv .venv
-pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 # A GPU machine gets the newest PyTorch; without one the release that the tests are written against.
-if ! .venv/bin/python -c "import torch" 2>/dev/null; then
+if ! "$venv/bin/python" -c "import torch" 2>/dev/null; then
   if command -v nvidia-smi >/dev/null; then "${pip[@]}" torch; else "${pip[@]}" torch==2.13.0 triton==3.7.1; fi
 fi
-"${pip[@]}" -e ".[$1]"
+if [ "$venv" = .venv ]; then "${pip[@]}" -c tests/releases.txt -e ".[$1]"; else "${pip[@]}" -e ".[$1]"; fi

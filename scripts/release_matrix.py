@@ -59,8 +59,7 @@ CELLS = {
     "wrapt 2.0.1": Cell(("wrapt==2.0.1",)),
     "peft 0.15.2": Cell(("peft==0.15.2",)),
     "transformers 5.0.0": Cell(("transformers==5.0.0", "tokenizers==0.22.2")),
-    "transformers 5.17.0": Cell(("transformers==5.17.0",)),
-    "transformers 5.23.0": Cell(("transformers==5.23.0",)),
+    "transformers 5.24.0, peft 0.21.2": Cell(("transformers==5.24.0", "peft==0.21.2")),
     "transformers 4.51.3, peft 0.15.2": Cell((*OLD.split(),), EVERY),
 }  # fmt: skip
 

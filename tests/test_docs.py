@@ -259,6 +259,17 @@ def test_site_builds_without_warnings():
     subprocess.run([ROOT / "scripts" / "docs"], check=True, env={**os.environ, "PYTHON": sys.executable})
 
 
+def test_the_site_is_never_installed_into_a_python_outside_a_virtual_environment(tmp_path):
+    """One without the site's packages; it has no pip either, so that nothing would be installed if this failed."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {Path(sys.base_prefix, "bin", "python3")} -I -S "$@"\n')
+    python.chmod(0o755)
+    for name in (python, tmp_path / "missing"):
+        environment = {**os.environ, "PYTHON": str(name)}
+        done = subprocess.run([ROOT / "scripts" / "docs"], env=environment, capture_output=True, text=True)
+        assert done.returncode == 2 and "virtual environment" in done.stderr and "pip" not in done.stderr, done
+
+
 def test_every_figure_of_a_gpu_says_what_it_measures():
     release = runpy.run_path(str(ROOT / "scripts" / "release"))
     files = [file.name for file in (ROOT / "docs" / "data").glob("*-h?00.json")]

@@ -160,7 +160,7 @@ class Cache(dequantizer.Reader):
         return None
 
     def why_not(self, weight: Weight) -> Uncached | None:
-        """Why a weight cannot be cached at all, or not now."""
+        """Return why a weight on the kernels' device cannot be cached at all, or not now."""
         owner = weight.owner()
         if any(tensor.is_inference() for tensor in weight.tensors()):
             return Uncached.INFERENCE_TENSOR
@@ -168,7 +168,7 @@ class Cache(dequantizer.Reader):
             return Uncached.NOT_A_PARAMETER
         if hasattr(owner, "ds_id"):
             return Uncached.ZERO3
-        if runtime.runs_on(weight.packed) and is_captured(weight.packed.get_device()):
+        if is_captured(weight.packed.get_device()):
             return Uncached.CUDA_GRAPH
         memory = self.memories.get(weight.packed.untyped_storage()._cdata)
         why = None if memory is None else memory.why_not(owner)
@@ -180,8 +180,8 @@ class Cache(dequantizer.Reader):
         """What ``decode`` gives, kept if it is a tensor; or None with nothing decoded, where it is not to be kept."""
         tensors = weight[: 5 if weight.nested() else 2]
         plain = isinstance(weight.shape, tuple) and isinstance(weight.dtype, torch.dtype)
-        if not plain or not all(isinstance(each, Tensor) for each in tensors):
-            return None  # the guards say what it is
+        if not plain or not all(isinstance(each, Tensor) for each in tensors) or not runtime.runs_on(weight.packed):
+            return None  # the guards give the Reason
         why = self.why_not(weight)
         if why is None:
             result = self.keep(weight, decode)

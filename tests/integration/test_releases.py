@@ -64,6 +64,12 @@ def test_the_lower_bounds_of_pyproject_were_run():
     assert rows[1]["releases"]["torch"].startswith("2.6.0")
 
 
+def test_the_installed_releases_go_together():
+    """No package here forbids the release of another. Of Unsloth's dependencies some are missing: pip says that in other words."""
+    done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
+    assert not [line for line in done.stdout.splitlines() if " but you have " in line]
+
+
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine records rows of its own")
 def test_a_cell_runs(tmp_path, monkeypatch):

@@ -30,3 +30,9 @@ def test_fsdp2():
 def test_unsloth(release, order, tmp_path):
     said = with_unsloth(release, tmp_path, "unsloth_eager", TARGET[release], order).split("\n")
     assert said[-3:] == ["state patched", "cached", ""]
+
+
+@pytest.mark.full
+def test_unsloth_without_a_gpu(tmp_path):
+    """See test_faults.py, which has the other libraries."""
+    with_unsloth("2026.10.9", tmp_path, "without_gpu", tmp_path / "model", "unsloth", interpreted=False)

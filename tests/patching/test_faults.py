@@ -163,6 +163,11 @@ def test_without_triton():
     program("missing_dependency", "triton", "decode")
 
 
+def test_without_a_gpu(tmp_path):
+    """On a GPU machine too: PyTorch is then built for CUDA, and finds no GPU."""
+    program("without_gpu", tmp_path / "model", CUDA_VISIBLE_DEVICES="")
+
+
 @pytest.mark.parametrize("name", ["wrapt", "triton"])
 def test_a_missing_dependency_never_breaks_the_import_of_bitsandbytes(name):
     done = program("missing_dependency", name, NF4_PATCH="1")

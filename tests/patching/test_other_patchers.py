@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib.util
 import inspect
-import os
 import pickle
 import sys
 import types
@@ -15,7 +14,7 @@ import bitsandbytes.functional as F
 import pytest
 import torch
 from oracle import expected, quantized
-from target import TARGET, replaced_by, row
+from target import TARGET, in_package, replaced_by, row
 
 import nf4_patch
 from nf4_patch.options import OPTIONS
@@ -59,7 +58,7 @@ def ours_that_run(function, arguments):
     seen = []
 
     def look(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(os.path.dirname(nf4_patch.__file__)):
+        if event == "call" and in_package(frame.f_code):
             seen.append(frame.f_code)
         elif event in ("call", "c_call") and dequantizer.inside.bitsandbytes and "bitsandbytes" not in seen:
             seen.append("bitsandbytes")

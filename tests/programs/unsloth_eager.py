@@ -17,15 +17,11 @@ if order == "last":
 
 import torch
 import bitsandbytes.functional as F
-from target import linear, row
+from target import in_package, linear, row
 from nf4_patch.cache.store import cache
 from unsloth.kernels import utils, fast_lora
 import unsloth.kernels
 import unsloth.save
-
-
-def ours(function):
-    return "nf4_patch" in function.__code__.co_filename
 
 
 def quantized(shape, quant_type="nf4", nested=True):
@@ -83,10 +79,10 @@ nf4_patch.disable()
 assert torch.equal(F.dequantize_4bit(packed, state), want) and row(DEQUANTIZE).hits == hits
 assert order == "last" or not newest or F.dequantize_4bit is standing
 for module in holders:
-    assert not ours(module.fast_dequantize), module.__name__
+    assert not in_package(module.fast_dequantize.__code__), module.__name__
 for function in (utils.fast_gemv, unsloth.kernels.fast_gemv, fast_lora.matmul_lora):
-    assert not ours(function), function.__name__
-assert not any(ours(getattr(utils, name.rpartition(".")[2])) for name in (TARGET, gemv))
+    assert not in_package(function.__code__), function.__name__
+assert not any(in_package(getattr(utils, name.rpartition(".")[2]).__code__) for name in (TARGET, gemv))
 assert torch.equal(adapted, fast_lora.matmul_lora(x, w.t(), None, a, b, 0.5))
 nf4_patch.enable()
 before = row(TARGET).hits

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,11 @@ FOLDERS = {"2026.10.9": None, "2026.9.7": Path(sys.prefix) / "unsloth-2026.9.7"}
 RELEASES = pytest.mark.parametrize("release", ["2026.10.9", pytest.param("2026.9.7", marks=pytest.mark.full)])
 
 
-def with_unsloth(release: str, cwd: Path, name: str, *words: object) -> str:
-    """stdout of tests/programs/NAME.py; without a GPU the kernels are under the interpreter."""
+def with_unsloth(release: str, cwd: Path, name: str, *words: object, **options: Any) -> str:
+    """Return what tests/programs/NAME.py prints. Without a GPU the kernels are under the interpreter, unless ``options`` say no."""
     folder = FOLDERS[release]
     if (folder is not None and not folder.is_dir()) or importlib.util.find_spec("unsloth") is None:
         assert not os.environ.get("CI"), f"unsloth {release} is missing: scripts/test installs it"
         pytest.skip(f"unsloth {release} is not installed: scripts/test installs it")
-    interpreted = not torch.cuda.is_available()
-    return program(name, *words, interpreted=interpreted, path=folder, cwd=cwd, UNSLOTH_ALLOW_CPU="1").stdout
+    options.setdefault("interpreted", not torch.cuda.is_available())
+    return program(name, *words, path=folder, cwd=cwd, UNSLOTH_ALLOW_CPU="1", **options).stdout
