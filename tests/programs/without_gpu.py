@@ -19,7 +19,7 @@ import peft
 import tiny_experts
 from torch.utils.checkpoint import checkpoint
 
-from nf4_patch.patching.cache.pinned import Layers, dense_of
+from nf4_patch.cache.pinned import Layers, dense_of
 
 tiny_experts.DEVICE = CPU = torch.device("cpu")
 OPTIONS = {"matmul": "auto", "cache": "6GB", "experts": "4bit", "lora": "fused", "offload": "6GB"}
