@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ..graphs.option import GRAPHS
+from ..graphs.option import GraphsStatus as GraphsStatus
 from .cache.option import CACHE
 from .cache.option import CacheStatus as CacheStatus
 from .experts.option import EXPERTS, OFFLOAD
@@ -9,4 +11,4 @@ from .experts.option import OffloadStatus as OffloadStatus
 from .lora.option import LORA
 from .matmul.option import MATMUL
 
-OPTIONS = {option.argument: option for option in (MATMUL, CACHE, EXPERTS, LORA, OFFLOAD)}
+OPTIONS = {option.argument: option for option in (MATMUL, CACHE, EXPERTS, LORA, OFFLOAD, GRAPHS)}
