@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+TENSORS = frozenset({Tensor, torch.nn.Parameter})
 DROPPED = "num_items_in_batch"  # Trainer passes the number to every layer; no layer reads it
 
 
@@ -23,23 +24,24 @@ def signature(value: Any, tensors: list[Tensor]) -> Any:
     Raises:
         Unsupported: an argument is neither a tensor, a plain value, nor a tuple, list or dict of them.
     """
-    if isinstance(value, Tensor):
-        for index, other in enumerate(tensors):
-            if other is value:  # one buffer serves both, so the graph is for calls in which they are one tensor
-                return index
-        if tensors and value.requires_grad:
-            raise Unsupported("a second argument requires a gradient")
-        if not value.is_cuda or value.is_inference() or type(value) not in (Tensor, torch.nn.Parameter):
-            raise Unsupported(f"{type(value).__name__} on {value.device}")
-        tensors.append(value)
-        return layout_of(value)
-    if type(value) in (tuple, list):
-        return (type(value), *[signature(item, tensors) for item in value])
-    if type(value) is dict:
+    kind = type(value)
+    if kind in PLAIN:
+        return kind, value
+    if kind in (tuple, list):
+        return (kind, *[signature(item, tensors) for item in value])
+    if kind is dict:
         return (dict, *[(name, signature(item, tensors)) for name, item in value.items() if name != DROPPED])
-    if isinstance(value, PLAIN):
-        return type(value), value
-    raise Unsupported(type(value).__name__)
+    if kind not in TENSORS:
+        raise Unsupported(kind.__name__)
+    for index, other in enumerate(tensors):
+        if other is value:  # one buffer serves both, so the graph is for calls in which they are one tensor
+            return index
+    if tensors and value.requires_grad:
+        raise Unsupported("a second argument requires a gradient")
+    if not value.is_cuda or value.is_inference():
+        raise Unsupported(f"a tensor on {value.device}" if not value.is_cuda else "an inference tensor")
+    tensors.append(value)
+    return layout_of(value)
 
 
 def replaced(value: Any, replacements: Callable[[Tensor], Any]) -> Any:

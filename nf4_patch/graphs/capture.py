@@ -8,6 +8,7 @@ which the training runs, and autograd would synchronize with that stream in the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import random
 import sys
@@ -67,6 +68,12 @@ def unowned(tensor: Tensor) -> Tensor:
     return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
 
 
+@functools.cache
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """The stream of every capture on a GPU: cuBLAS keeps a workspace for each stream (32 MiB on Hopper)."""
+    return torch.cuda.Stream(device)
+
+
 class Pool:
     """The memory of all graphs of a GPU, the stream that they are captured on, and the stream that they are replayed on."""
 
@@ -77,7 +84,7 @@ class Pool:
         self.replay_stream = torch.cuda.current_stream(device).cuda_stream
         self.broken = False  # a capture failed
         self.handle = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(device)
+        self.stream = capture_stream(device)
         self.generator = torch.cuda.default_generators[device]
         self.keeper = torch.cuda.CUDAGraph()  # holds the pool while no layer is captured
         something = torch.empty(1, device=device)
@@ -348,12 +355,13 @@ class GraphedLayer:
         modules = list(task.layer.modules())
         own = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
         buffers = [x, *[slot.buffer for slot in self.slots], *own]
+        attributes, contents = [{**vars(module)} for module in modules], [buffer.clone() for buffer in own]
 
-        def state() -> tuple[Any, ...]:
-            return [{**vars(module)} for module in modules], [buffer._version for buffer in buffers]
+        def versions() -> list[int]:
+            return [buffer._version for buffer in buffers]
 
         for last in (False, True):
-            before = state()
+            before = versions()
             offset = pool.generator.get_offset()
             with pool.allocating(), synchronizations() as synchronized:
                 alias, y = self.forward_of(task, x)
@@ -369,10 +377,16 @@ class GraphedLayer:
         if strange:
             raise Refusal(Reason.GRAPH_STATE, f"a tensor {tuple(strange[0].shape)} outside of the layer has a gradient")
         try:
-            changed = state() != before or not task.fingerprint.holds()
+            changed = attributes != [vars(module) for module in modules] or not task.fingerprint.holds()
         except RuntimeError:  # two different tensors were compared
             changed = True
-        if changed:
+        if changed or versions() != before:
+            for module, found in zip(modules, attributes, strict=True):
+                vars(module).clear()
+                vars(module).update(found)
+            task.fingerprint.restore()
+            for buffer, content in zip(own, contents, strict=True):
+                buffer.copy_(content)
             raise Refusal(Reason.GRAPH_STATE, "a call changes an attribute or a buffer of the layer")
         self.is_random = pool.generator.get_offset() != offset
 

@@ -103,3 +103,10 @@ class Fingerprint:
             )
         except Exception:  # a comparison of two different tensors, or an attribute that is gone
             return False
+
+    def restore(self) -> None:
+        """Give lists, dicts and sets of the layer the contents that they had."""
+        for container, copy in zip(self.containers, self.copies, strict=True):
+            if container != copy:
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(copy)
