@@ -5,9 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
+import os
 import random
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -700,3 +706,52 @@ def test_hidden_states_once_and_graphs_afterwards():
         return [loss.item()]
 
     assert compared(model_of, step_of, steps=9)["replays"]
+
+
+# --- what people run ---
+
+
+def test_ddp():
+    program = Path(__file__).parents[1] / "programs" / "graphs_ddp.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count(f"equal, {3 * (12 - 2)} replays") == 2
+
+
+@pytest.mark.parametrize(
+    "packing", [("--packing", "--packing_strategy", "wrapped"), ("--pad_to_multiple_of", "64")], ids=str
+)
+def test_script_of_trl(packing, tmp_path):
+    """``trl sft`` as it is, with the variables alone: the losses of the eager run, and layers that ran as graphs."""
+    pytest.importorskip("trl")
+    from nf4_patch.tools.llama import save_config
+
+    save_config(tmp_path / "model", config_of(SHAPE, torch.bfloat16), "cuda")
+    rows = [{"text": " ".join(["word"] * (20 + index % 60))} for index in range(200)]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def losses(**variables: str) -> tuple[list[str], str]:
+        command = [
+            sys.executable, "-m", "nf4_patch", "run", "--report", sys.executable, "-m", "trl.scripts.sft",
+            "--model_name_or_path", "model", "--dataset_name", "data", "--load_in_4bit", "--use_peft", "--lora_target_modules",
+            "all-linear", "--max_length", "64", "--max_steps", "8", "--logging_steps", "1", "--report_to", "none",
+            "--output_dir", "out", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--save_strategy",
+            "no", *packing,
+        ]  # fmt: skip
+        result = subprocess.run(
+            command,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env={**os.environ, "NF4_PATCH": "1", **variables},
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
+        return re.findall(r"'loss': '?([\d.e-]+)", result.stdout + result.stderr), result.stderr
+
+    eager, _ = losses()
+    graphed, report = losses(NF4_PATCH_GRAPHS="auto")
+    assert graphed == eager and len(eager) == 8
+    assert int(re.search(r"(\d+) forwards ran as a CUDA graph", report)[1]) >= 3 * 8
