@@ -87,9 +87,11 @@ class Pool:
         self.stream = capture_stream(device)
         self.generator = torch.cuda.default_generators[device]
         self.keeper = torch.cuda.CUDAGraph()  # holds the pool while no layer is captured
-        something = torch.empty(1, device=device)
-        with torch.cuda.device(device), torch.cuda.stream(self.stream), self.capturing(self.keeper):
-            something.zero_()  # allocates nothing: a capture that runs out of memory leaves PyTorch's generator unusable
+        with torch.cuda.device(device), torch.cuda.stream(self.stream):
+            # so that capture_begin finds memory for the generator's state: without, PyTorch 2.11 ends the process
+            something = torch.empty(2**10, device=device)
+            with self.capturing(self.keeper):
+                something.zero_()
 
     @contextlib.contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
