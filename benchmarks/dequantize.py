@@ -25,9 +25,9 @@ import nf4_patch
 from benchmarks import bits, challenge, main
 from benchmarks.baselines import baselines
 from benchmarks.record import BITSANDBYTES, CEILING, EMPTY, OURS, Row
+from nf4_patch.cache.store import cache
 from nf4_patch.nf4.runtime import same_bits
 from nf4_patch.patching import placement
-from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.dequantizer import inside
 from nf4_patch.tools.bench.matmul import Functions, Packed, random_weights, subject_of
 from nf4_patch.tools.bench.timing import Call, alternating, gpu_times, over, rotation

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks import gib, kernel_times, main
 from benchmarks.record import GPU_TIME, OURS, Check, Row
-from nf4_patch.nf4.routing import launch
+from nf4_patch.moe import launch
 from nf4_patch.tools.bench import trl
 from nf4_patch.tools.bench.step import BUDGET, Step, optimizer_of, peft_model
 from nf4_patch.tools.llama import LINEARS

@@ -18,15 +18,16 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
+from . import options as options
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     import torch
 
-    from .config import ConfigError as ConfigError
-    from .patching.cache.store import StaleWeightError as StaleWeightError
+    from .cache.store import StaleWeightError as StaleWeightError
+    from .patching.config import ConfigError as ConfigError
     from .patching.counters import FallbackError as FallbackError
-    from .patching.status import Status as Status
+    from .snapshot import Status as Status
 
 __all__ = [
     "ConfigError",
@@ -43,8 +44,8 @@ __all__ = [
     "triton_dequantize_nf4",
 ]
 TYPES = {
-    "ConfigError": ".config", "FallbackError": ".patching.counters", "StaleWeightError": ".patching.cache.store",
-    "Status": ".patching.status",
+    "ConfigError": ".patching.config", "FallbackError": ".patching.counters", "StaleWeightError": ".cache.store",
+    "Status": ".snapshot",
 }  # fmt: skip
 Matmul = Literal["off", "auto"]
 Experts = Literal["off", "4bit"]
@@ -107,7 +108,7 @@ def release() -> None:
 
     Call it after a change that no version counter sees: a write through ``parameter.data`` or a raw pointer.
     """
-    store = sys.modules.get(f"{__name__}.patching.cache.store")  # it needs torch
+    store = sys.modules.get(f"{__name__}.cache.store")  # it needs torch
     if store is not None:
         store.cache.release()
     layers = sys.modules.get(f"{__name__}.graphs.layers")
@@ -140,7 +141,7 @@ def enabled(
 
 def status() -> Status:
     """What is patched, how many calls ran in the kernel, how many fell back and why."""
-    from .patching.status import status
+    from .snapshot import status
 
     return status()
 
@@ -199,7 +200,7 @@ def _autoload() -> None:
     """NF4_PATCH=1 enables. Called inside somebody's import (bitsandbytes loads it as a backend): it never raises."""
     if not any(name.startswith("NF4_PATCH") for name in os.environ):  # then nothing else is imported
         return
-    from .config import Config, ConfigError, options_set
+    from .patching.config import Config, ConfigError, options_set
 
     try:
         if not os.environ.get("NF4_PATCH"):  # the code decides; the options count once it calls enable()
@@ -220,14 +221,14 @@ def _enabled_once() -> bool:
 @functools.cache
 def _say(level: int, line: str) -> None:
     """Once, and by one process of a training."""
-    from .config import is_worker, rank
+    from .patching.config import is_worker, rank
 
     if rank() in ("", "0") and not is_worker():
         logging.getLogger(__name__).log(level, line)
 
 
 def _say_what_had_no_effect() -> None:
-    from .config import options_set
+    from .patching.config import options_set
     from .patching.placement import installed
 
     if (options := ", ".join(options_set())) and "bitsandbytes" in sys.modules and not installed:

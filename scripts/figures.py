@@ -124,7 +124,7 @@ def peak(row: Record) -> float:
 
 
 def room(memory: float) -> float:
-    """GiB of a GPU that training may take: less what cache="auto" leaves free (nf4_patch/patching/cache/auto.py)."""
+    """GiB of a GPU that training may take: less what cache="auto" leaves free (nf4_patch/cache/auto.py)."""
     return (memory - memory / 24 - 2**29) / 2**30
 
 

@@ -32,7 +32,7 @@ import test_imports
 from figures import Record
 from tables import Column, Table
 
-from nf4_patch.config import VARIABLES
+from nf4_patch.patching.config import VARIABLES
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.targets import TARGETS
 from nf4_patch.tools import cli
@@ -55,8 +55,8 @@ def imports() -> list[Record]:
         {"folder": folder(name), "name": name.rpartition(".")[2], "below": {*map(folder, modules[name] - packages)}}
         for name in modules.keys() - packages if folder(name)
     ]  # fmt: skip
-    floors = ("tools", "patching", "nf4")
-    return sorted(found, key=lambda each: (floors.index(each["folder"].split("/")[0]), each["folder"], each["name"]))
+    floors = test_imports.FLOORS
+    return sorted(found, key=lambda each: (-floors[each["folder"].split("/")[0]], each["folder"], each["name"]))
 
 
 def below(found: list[Record]) -> str:

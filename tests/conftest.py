@@ -27,8 +27,8 @@ if not GPU:
     quick_interpreter.install()
 
 import nf4_patch  # noqa: E402
+from nf4_patch.cache.store import cache  # noqa: E402
 from nf4_patch.nf4.weight import forget  # noqa: E402
-from nf4_patch.patching.cache.store import cache  # noqa: E402
 from nf4_patch.patching.counters import counters  # noqa: E402
 
 

@@ -139,8 +139,8 @@ def test_no_figure_and_no_commit_is_typed_by_hand(page):
 
 def test_status_in_the_readme_is_what_it_prints(monkeypatch):
     from nf4_patch.patching.state import State
-    from nf4_patch.patching.status import Status, TargetStatus
     from nf4_patch.patching.targets import TARGETS
+    from nf4_patch.snapshot import Status, TargetStatus
 
     for library in ("unsloth", "liger_kernel"):
         monkeypatch.delitem(sys.modules, library, raising=False)
@@ -286,10 +286,10 @@ def test_troubleshooting_says_more_of_reasons_and_not_the_same_again():
 
 
 def test_functions_that_the_design_page_names_exist():
+    from nf4_patch.cache.kept import Kept
     from nf4_patch.nf4.dequantize import launch
     from nf4_patch.nf4.weight import Weight
     from nf4_patch.patching import guards, hooks, placement, quant_state, replacement
-    from nf4_patch.patching.cache.kept import Kept
     from nf4_patch.patching.dequantizer import Dequantizer
 
     known = {each.__name__.rpartition(".")[2]: each for each in (launch.Launch, Weight, Kept, Dequantizer)}

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from ..cache.store import cache
 from ..nf4.runtime import is_out_of_memory
-from ..patching.cache.store import cache
 from ..patching.counters import HitCounter, counters
 from ..patching.reasons import Reason
 from .arguments import Slot, slots_for

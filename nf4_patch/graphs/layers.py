@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..cache.store import cache
 from ..nf4 import runtime
 from ..patching import context
-from ..patching.cache.store import cache
 from ..patching.counters import warn_once
 from ..patching.reasons import Reason
 from ..patching.replacement import Fallbacks, Function, replacement_of

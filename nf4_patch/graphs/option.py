@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from ..option import Option
+from ..patching.option import Option
 from ..patching.target import Target
 
 
@@ -42,7 +42,7 @@ GRAPHS = Option(
     targets=(
         Target(
             "transformers.modeling_layers:GradientCheckpointingLayer.__call__", ">= 4.53", ("4.56.2", "5.17.0", "5.24.0"),
-            (("self", "args", "kwargs"),), "..graphs.layers:graphed",
+            (("self", "args", "kwargs"),), ".graphs.layers:graphed",
             'decoder layers with gradient checkpointing as CUDA graphs, with enable(graphs="auto") only',
             only="graphs", uncounted="status().graphs counts what ran as a graph",
         ),

@@ -1,4 +1,4 @@
-"""Which functions of bitsandbytes and Unsloth are replaced, when, and which calls run the original.
+"""How functions of other libraries are replaced, when, and which calls run the original. It imports no option.
 
-The only floor that names foreign modules, and the only one that reads a user's calibration.
+The only floor beside the options that names foreign modules.
 """

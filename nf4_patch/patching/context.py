@@ -49,3 +49,9 @@ def keep_dynamo_out(function: Callable[..., Any]) -> None:
     if hasattr(evaluation, "_FrameExecStrategy") and hasattr(evaluation, "set_code_exec_strategy"):
         skip = evaluation._FrameAction.SKIP
         evaluation.set_code_exec_strategy(function.__code__, evaluation._FrameExecStrategy(skip, skip))
+
+
+def casts(A: torch.Tensor) -> bool:
+    """Whether autocast makes the original multiply in another dtype than A's."""
+    device = A.device.type
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is not A.dtype

@@ -13,7 +13,7 @@ from typing import Any
 
 import wrapt
 
-from ..config import Config, unknown_variables
+from .config import Config, unknown_variables
 from .counters import warn_once
 from .locks import new_lock
 from .placement import Installed, install, installed, is_of_an_earlier_import

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..config import Config
-from .options import OPTIONS
+from .config import Config
+from .option import OPTIONS
 
 
 class Gate:

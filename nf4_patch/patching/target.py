@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+PACKAGE = __name__.partition(".")[0]
 # A release's parameter names; a function with others is left alone, by name.
 Parameters = tuple[str, ...]
 ANY: tuple[Parameters, ...] = ()  # of a function that is written in C, whose parameters cannot be read
@@ -89,7 +90,7 @@ class Target:
     def make(self, original: Callable[..., Any]) -> Any:
         """The replacement, marked as ours: see placement.is_ours."""
         module, function = self.replace.split(":")
-        replacement: Any = getattr(importlib.import_module(module, __package__), function)(self, original)
+        replacement: Any = getattr(importlib.import_module(module, PACKAGE), function)(self, original)
         replacement.__nf4_patch__ = replacement, Target  # itself: functools.wraps copies attributes to a wrapper
         return replacement
 
@@ -99,3 +100,4 @@ LINEAR_4BIT = (("A", "B", "shapeB", "absmax", "blocksize", "quant_type", "bias",
 # Releases that scripts/release_matrix.py ran; docs/data/releases.json says on which machine.
 TESTED_OP = ("0.50.2",)
 TESTED_UNSLOTH = ("2026.9.7", "2026.10.9")
+TESTED_LOADING = ("5.17.0", "5.23.0", "5.24.0")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .options import OPTIONS
+from .option import OPTIONS
 from .target import LINEAR_4BIT, TESTED_OP, OwnKernel, Target
 
 TESTED_BITSANDBYTES = ("0.45.5", "0.46.1", "0.47.0", "0.48.2", "0.49.2", "0.50.2")

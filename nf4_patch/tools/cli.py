@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from ..config import Config, ConfigError
+from ..patching.config import Config, ConfigError
 from ..patching.counters import FallbackError
 from ..version import __version__
 from . import output

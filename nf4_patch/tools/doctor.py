@@ -15,19 +15,19 @@ import torch
 
 import nf4_patch
 
-from ..config import VARIABLES, Config, options_set, unknown_variables
+from ..matmul import calibrated
+from ..matmul.tuning import SMALL_M_ROWS
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation
-from ..nf4.matmul.tuning import SMALL_M_ROWS
 from ..nf4.weight import OUTPUT_DTYPES
-from ..option import size_in_words
-from ..patching.matmul import calibrated
-from ..patching.options import OPTIONS
+from ..options import OPTIONS
+from ..patching.config import VARIABLES, Config, options_set, unknown_variables
+from ..patching.option import size_in_words
 from ..patching.reasons import Reason
 from ..patching.state import State
-from ..patching.status import TargetStatus
 from ..patching.target import Target
 from ..patching.targets import TARGETS
+from ..snapshot import TargetStatus
 from ..version import release_of
 from .report import DISTRIBUTIONS, Progress, Report, answer, holds, installed_releases, plural, silent
 

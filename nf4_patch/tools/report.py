@@ -13,7 +13,7 @@ from typing import Any
 
 import nf4_patch
 
-from ..config import Config
+from ..patching.config import Config
 from ..version import release_of
 
 Progress = Callable[..., None]  # called with what is being done, and how far it is: see ``silent``

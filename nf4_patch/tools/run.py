@@ -13,9 +13,9 @@ from typing import NoReturn
 
 import nf4_patch  # NF4_PATCH=1 switches it on
 
-from ..config import Config, is_worker, rank
-from ..patching.status import Status
+from ..patching.config import Config, is_worker, rank
 from ..patching.targets import TARGETS
+from ..snapshot import Status
 
 STARTUP = os.path.join(os.path.dirname(__file__), "startup")  # Python runs its sitecustomize.py
 REPORT = "_NF4_PATCH_REPORT"  # carries the arguments of ``report`` to the processes
@@ -91,7 +91,7 @@ def of_the_cache(status: Status) -> list[str]:
     """Without a cache, which budget would have saved what: in proportion to it, and more with checkpointing."""
     if status.cache.mode != "off" or not status.weights:
         return []
-    from ..patching.cache.allocator import allocated  # imports torch, which the run has
+    from ..cache.allocator import allocated  # imports torch, which the run has
 
     weights = sum(status.weights.values())
     reads = sum(status.shapes[shape] for shape in status.weights)

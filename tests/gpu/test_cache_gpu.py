@@ -11,8 +11,8 @@ from subprocess_python import program
 from target import linear, same, step
 
 import nf4_patch
-from nf4_patch.patching.cache.option import Uncached
-from nf4_patch.patching.cache.store import STRANGERS, cache
+from nf4_patch.cache.option import Uncached
+from nf4_patch.cache.store import STRANGERS, cache
 
 pytestmark = pytest.mark.gpu
 ROWS = 2048  # above bitsandbytes' own fused kernel, which does not repeat itself to the bit: its forward dequantizes

@@ -19,9 +19,9 @@ from torch.nn.functional import silu
 
 import nf4_patch
 from benchmarks import experts
-from nf4_patch.nf4.routing import launch
-from nf4_patch.patching.experts.forward import Order
-from nf4_patch.patching.experts.loading import LARGEST
+from nf4_patch.moe import launch
+from nf4_patch.moe.forward import Order
+from nf4_patch.moe.loading import LARGEST
 from nf4_patch.tools.bench import step
 from nf4_patch.tools.bench.matmul import error
 

@@ -12,9 +12,9 @@ from fused_matmul import CUDA, error, exact, hits_by_shape, linear
 from oracle import layout_of
 
 import nf4_patch
-from nf4_patch.nf4.matmul import launch as matmul
+from nf4_patch.matmul import calibrated
+from nf4_patch.matmul import launch as matmul
 from nf4_patch.patching.counters import counters
-from nf4_patch.patching.matmul import calibrated
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.bench import calibrate
 from nf4_patch.tools.bench.matmul import BITSANDBYTES, DEQUANTIZE, OURS

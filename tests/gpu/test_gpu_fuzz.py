@@ -16,7 +16,7 @@ import torch
 from fused_matmul import measured
 from fuzz import FAULTS, fuzz, fuzz_products
 
-from nf4_patch.nf4.matmul.tuning import SMALL_M_ROWS
+from nf4_patch.matmul.tuning import SMALL_M_ROWS
 
 pytestmark = pytest.mark.gpu
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"

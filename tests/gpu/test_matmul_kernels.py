@@ -28,10 +28,10 @@ from fused_matmul import (
 from matmul_emulation import in_order
 from oracle import layout_of, quantized
 
+from nf4_patch.matmul import launch, small_m
+from nf4_patch.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, TILE_COUNTS
 from nf4_patch.nf4 import codes, runtime
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.matmul import launch, small_m
-from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, TILE_COUNTS
 
 pytestmark = pytest.mark.gpu
 T4, T4_PROCESSORS = (7, 5), 40

@@ -29,7 +29,7 @@ from threads import together
 from tiny_experts import CHECKPOINTING, STACKS, experts_of, random_model, saved, with_lora
 
 import nf4_patch
-from nf4_patch.patching.experts import offload
+from nf4_patch.offload import prefetch as offload
 
 pytestmark = pytest.mark.gpu
 TESTS = Path(__file__).parents[1]

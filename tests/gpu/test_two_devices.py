@@ -111,7 +111,7 @@ def test_the_second_gpu_is_a_t4(patched, monkeypatch):
 
 
 def test_the_fused_matmul_runs_where_its_weight_is():
-    from nf4_patch.nf4.matmul import launch as matmul
+    from nf4_patch.matmul import launch as matmul
 
     if matmul.config_for(torch.cuda.get_device_capability(1), 4, 512, 1024) is None:
         pytest.skip("the fused matmul's table has no row for this GPU")

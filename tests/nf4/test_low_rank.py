@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nf4_patch.nf4.low_rank import launch
+from nf4_patch.lora import launch
 from nf4_patch.tools.bench.matmul import error
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -11,9 +11,9 @@ import torch
 from oracle import layout_of, quantized
 from subprocess_python import support
 
+from nf4_patch.matmul import launch, small_m
+from nf4_patch.matmul.tuning import SMALL_M_ROWS, TILE_COUNTS, SmallMConfig
 from nf4_patch.nf4 import runtime
-from nf4_patch.nf4.matmul import launch, small_m
-from nf4_patch.nf4.matmul.tuning import SMALL_M_ROWS, TILE_COUNTS, SmallMConfig
 from nf4_patch.nf4.weight import Weight
 
 H200 = (9, 0)

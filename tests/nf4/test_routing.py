@@ -8,8 +8,8 @@ import torch
 from subprocess_python import support
 from torch.nn.functional import silu
 
-from nf4_patch.nf4.routing import launch
-from nf4_patch.patching.experts.forward import Combined, Gated, Gathered, Order, Weighted
+from nf4_patch.moe import launch
+from nf4_patch.moe.forward import Combined, Gated, Gathered, Order, Weighted
 
 TOKENS, TOP_K, EXPERTS = 5, 3, 7
 CLOSE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -11,9 +11,9 @@ from matmul_emulation import in_order
 from oracle import layout_of, quantized
 from ptx_simulator import launch
 
+from nf4_patch.matmul import small_m, small_m_ptx
+from nf4_patch.matmul.tuning import SMALL_M_ROWS, SmallMConfig
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.matmul import small_m, small_m_ptx
-from nf4_patch.nf4.matmul.tuning import SMALL_M_ROWS, SmallMConfig
 
 T4, A100, H200 = (7, 5), (8, 0), (9, 0)
 PROCESSORS = 3  # of an imagined GPU: the smallest weights still split K

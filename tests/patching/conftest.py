@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import nf4_patch
+from nf4_patch.moe import launch
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.routing import launch
 from nf4_patch.patching.quant_state import linear_weight
 
 

@@ -10,11 +10,11 @@ from torch._subclasses import FakeTensorMode
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import nf4_patch
-from nf4_patch.patching.cache import auto
-from nf4_patch.patching.cache.option import Uncached
-from nf4_patch.patching.cache.pinned import Layers
-from nf4_patch.patching.cache.reads import reading
-from nf4_patch.patching.cache.store import cache
+from nf4_patch.cache import auto
+from nf4_patch.cache.option import Uncached
+from nf4_patch.cache.pinned import Layers
+from nf4_patch.cache.reads import reading
+from nf4_patch.cache.store import cache
 from nf4_patch.patching.targets import TARGETS
 
 GIB = 2**30

@@ -19,11 +19,11 @@ from oracle import expected, layout_of, quantized
 from target import raising, target_like
 from threads import together
 
-from nf4_patch.patching.cache import reads, store
-from nf4_patch.patching.cache.allocator import allocated
-from nf4_patch.patching.cache.kept import Kept
-from nf4_patch.patching.cache.option import Uncached
-from nf4_patch.patching.cache.store import Cache
+from nf4_patch.cache import reads, store
+from nf4_patch.cache.allocator import allocated
+from nf4_patch.cache.kept import Kept
+from nf4_patch.cache.option import Uncached
+from nf4_patch.cache.store import Cache
 from nf4_patch.patching.reasons import Reason
 
 GPU = torch.cuda.is_available()

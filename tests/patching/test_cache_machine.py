@@ -18,11 +18,11 @@ from oracle import layout_of
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import nf4_patch
+from nf4_patch.cache.allocator import allocated
+from nf4_patch.cache.pinned import Layers, dense_of
+from nf4_patch.cache.store import cache
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.patching.cache.allocator import allocated
-from nf4_patch.patching.cache.pinned import Layers, dense_of
-from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.dequantizer import Dequantizer
 
 GPU = torch.cuda.is_available()

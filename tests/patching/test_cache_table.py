@@ -15,9 +15,9 @@ from oracle import layout_of, quantized
 from torch.utils.checkpoint import checkpoint
 
 import nf4_patch
+from nf4_patch.cache.option import Uncached
+from nf4_patch.cache.store import cache
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.patching.cache.option import Uncached
-from nf4_patch.patching.cache.store import cache
 
 SIDE, ROWS = 64, 600
 OPTIONS = ("off", 2**20)

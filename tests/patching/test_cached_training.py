@@ -17,9 +17,9 @@ from oracle import quantized
 from target import same, step
 
 import nf4_patch
-from nf4_patch.patching.cache.allocator import allocated
-from nf4_patch.patching.cache.reads import reading
-from nf4_patch.patching.cache.store import StaleWeightError, cache
+from nf4_patch.cache.allocator import allocated
+from nf4_patch.cache.reads import reading
+from nf4_patch.cache.store import StaleWeightError, cache
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason

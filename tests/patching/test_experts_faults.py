@@ -14,11 +14,11 @@ from tiny_experts import DEVICE, STACKS, Layer, hits, reasons
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils.parametrize import remove_parametrizations
 
-from nf4_patch.patching.cache.store import cache
+from nf4_patch.cache.store import cache
+from nf4_patch.moe import transformers as adapter
+from nf4_patch.moe.read import Stack, stacks_of
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
-from nf4_patch.patching.experts import transformers as adapter
-from nf4_patch.patching.experts.read import Stack, stacks_of
 from nf4_patch.patching.reasons import Reason
 
 ON = {"experts": "4bit"}

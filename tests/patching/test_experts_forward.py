@@ -28,12 +28,11 @@ from tiny_experts import (
     with_lora,
 )
 
+from nf4_patch.moe import forward, launch
+from nf4_patch.moe.product import Weight
 from nf4_patch.nf4 import runtime
-from nf4_patch.nf4.routing import launch
 from nf4_patch.patching.context import backward_in_progress
 from nf4_patch.patching.counters import counters
-from nf4_patch.patching.experts import forward
-from nf4_patch.patching.experts.product import Weight
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.bench.matmul import error
 

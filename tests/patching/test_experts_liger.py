@@ -10,7 +10,7 @@ from tiny_experts import DEVICE, LAYERS, experts_of, model_of, random_model, rea
 pytest.importorskip("liger_kernel.ops.fused_moe", reason="Liger before 0.8")
 from liger_kernel.transformers import monkey_patch, swiglu
 
-from nf4_patch.nf4.routing import launch
+from nf4_patch.moe import launch
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.bench.matmul import error

@@ -23,7 +23,7 @@ from tiny_experts import SKIPPED, architectures, crossed, in_4bit, is_stack, loa
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 import nf4_patch
-from nf4_patch.patching.experts import loading
+from nf4_patch.moe import loading
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; on a GPU: gpu/test_experts_gpu.py")
 PACKED = {"experts": "4bit"}

@@ -20,19 +20,19 @@ from oracle import layout_of, quantized
 from target import target_like
 
 import nf4_patch
+from nf4_patch.matmul import launch as matmul
+from nf4_patch.matmul import product as fused_matmul
+from nf4_patch.matmul import small_m
+from nf4_patch.matmul.bitsandbytes import gemm, matmul_4bit
+from nf4_patch.matmul.product import FusedMatmul
+from nf4_patch.matmul.unsloth import matmul_lora
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4 import weight as weight_module
 from nf4_patch.nf4.dequantize import compilation, launch, reference
-from nf4_patch.nf4.matmul import launch as matmul
-from nf4_patch.nf4.matmul import small_m
 from nf4_patch.nf4.weight import Weight
 from nf4_patch.patching import guards, op
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
-from nf4_patch.patching.matmul import product as fused_matmul
-from nf4_patch.patching.matmul.bitsandbytes import gemm, matmul_4bit
-from nf4_patch.patching.matmul.product import FusedMatmul
-from nf4_patch.patching.matmul.unsloth import matmul_lora
 from nf4_patch.patching.switch import switch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_launch.py runs the launcher itself")

@@ -11,7 +11,7 @@ import pytest
 import test_lora as checks
 
 import nf4_patch
-from nf4_patch.patching.lora import function, linear
+from nf4_patch.lora import function, linear
 
 small = functools.partial(checks.test_as_accurate_as_peft, precision="norms in fp32", size=0.01, tensors=2)
 accuracy = functools.partial(checks.test_as_accurate_as_peft, precision="bf16", size=1, tensors=4)

@@ -14,7 +14,7 @@ from threads import together
 from torch.utils.checkpoint import checkpoint
 
 import nf4_patch
-from nf4_patch.patching.lora import shared
+from nf4_patch.lora import shared
 
 
 class Block(torch.nn.Module):

@@ -34,11 +34,11 @@ from threads import together
 from tiny_experts import CHECKPOINTING, STACKS, experts_of, ids_of, in_4bit, loaded, random_model, saved, with_lora
 
 import nf4_patch
-from nf4_patch.config import ConfigError
-from nf4_patch.patching.cache.store import cache
+from nf4_patch.cache.store import cache
+from nf4_patch.moe.read import Stack, stacks_of
+from nf4_patch.offload import prefetch as offload
+from nf4_patch.patching.config import ConfigError
 from nf4_patch.patching.dequantizer import Dequantizer
-from nf4_patch.patching.experts import offload
-from nf4_patch.patching.experts.read import Stack, stacks_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; on a GPU: gpu/test_offload_gpu.py")
 LAYERS, STEPS = 4, 3

@@ -18,9 +18,9 @@ from oracle import expected, quantized
 from target import TARGET, replaced_by, row
 
 import nf4_patch
+from nf4_patch.options import OPTIONS
 from nf4_patch.patching import dequantizer
 from nf4_patch.patching.counters import counters
-from nf4_patch.patching.options import OPTIONS
 from nf4_patch.patching.placement import get_attr, installed, is_ours, put
 from nf4_patch.patching.state import State
 from nf4_patch.patching.target import ANY

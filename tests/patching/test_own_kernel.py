@@ -10,9 +10,9 @@ import pytest
 import torch
 from oracle import expected, quantized
 
+from nf4_patch.adapters import unsloth as unsloth_adapter
 from nf4_patch.nf4 import runtime
 from nf4_patch.patching import target as rows
-from nf4_patch.patching.adapters import unsloth as unsloth_adapter
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch

@@ -27,10 +27,10 @@ from unsloth_releases import with_unsloth
 
 import nf4_patch
 from nf4_patch import dequantize_nf4
+from nf4_patch.cache.option import Uncached
+from nf4_patch.cache.pinned import NAME, Layers, dense_of
+from nf4_patch.cache.store import StaleWeightError, cache
 from nf4_patch.nf4 import runtime
-from nf4_patch.patching.cache.option import Uncached
-from nf4_patch.patching.cache.pinned import NAME, Layers, dense_of
-from nf4_patch.patching.cache.store import StaleWeightError, cache
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 

@@ -13,13 +13,13 @@ import torch
 from target import row
 
 import nf4_patch
+from nf4_patch.cache.option import Uncached
+from nf4_patch.cache.store import cache
 from nf4_patch.patching import counters, hooks
-from nf4_patch.patching.cache.option import Uncached
-from nf4_patch.patching.cache.store import cache
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.state import State
-from nf4_patch.patching.status import CacheStatus, Status, TargetStatus, folded
 from nf4_patch.patching.targets import TARGETS
+from nf4_patch.snapshot import CacheStatus, Status, TargetStatus, folded
 from nf4_patch.tools import doctor
 
 DEQUANTIZE = "bitsandbytes.functional.dequantize_4bit"
@@ -146,8 +146,8 @@ def said(caplog, monkeypatch):
 
 
 def test_errors_are_importable_from_the_package():
-    from nf4_patch.config import ConfigError
-    from nf4_patch.patching.cache.store import StaleWeightError
+    from nf4_patch.cache.store import StaleWeightError
+    from nf4_patch.patching.config import ConfigError
     from nf4_patch.patching.counters import FallbackError
 
     errors = nf4_patch.ConfigError, nf4_patch.StaleWeightError, nf4_patch.FallbackError

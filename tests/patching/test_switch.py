@@ -19,14 +19,14 @@ from run_example import completed
 from subprocess_python import program, python
 
 import nf4_patch
-from nf4_patch.config import VARIABLES, Config, ConfigError
+from nf4_patch.cache.store import cache
+from nf4_patch.moe import launch
 from nf4_patch.nf4 import runtime
-from nf4_patch.nf4.routing import launch
-from nf4_patch.option import size_in_words
+from nf4_patch.options import OPTIONS
 from nf4_patch.patching import placement
-from nf4_patch.patching.cache.store import cache
+from nf4_patch.patching.config import VARIABLES, Config, ConfigError
 from nf4_patch.patching.dequantizer import Dequantizer
-from nf4_patch.patching.options import OPTIONS
+from nf4_patch.patching.option import size_in_words
 from nf4_patch.patching.switch import switch
 from nf4_patch.patching.targets import TARGETS
 

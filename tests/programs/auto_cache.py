@@ -11,7 +11,7 @@ import sys
 import torch
 
 import nf4_patch
-from nf4_patch.patching.cache.store import cache
+from nf4_patch.cache.store import cache
 from nf4_patch.tools import llama
 from nf4_patch.tools.bench.step import peft_model
 

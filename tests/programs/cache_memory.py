@@ -4,7 +4,7 @@ import bitsandbytes as bnb
 import torch
 
 import nf4_patch
-from nf4_patch.patching.cache.store import cache
+from nf4_patch.cache.store import cache
 
 nf4_patch.enable(cache="40GiB")
 first, kept = True, []

@@ -12,7 +12,7 @@ dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
 from target import linear, same
 import nf4_patch
-from nf4_patch.patching.cache.store import cache
+from nf4_patch.cache.store import cache
 
 torch.manual_seed(0)
 

@@ -20,7 +20,7 @@ import tiny_experts
 from tiny_experts import adapters_of, in_4bit, loaded, random_model, with_lora
 
 import nf4_patch
-from nf4_patch.nf4.routing import launch
+from nf4_patch.moe import launch
 from nf4_patch.patching.reasons import Reason
 
 rank, gpu = int(os.environ["RANK"]), torch.cuda.is_available()

@@ -9,8 +9,8 @@ import torch
 
 import nf4_patch
 from nf4_patch.patching import hooks
-from nf4_patch.patching.cache.pinned import Layer
-from nf4_patch.patching.cache.store import cache
+from nf4_patch.cache.pinned import Layer
+from nf4_patch.cache.store import cache
 
 nf4_patch.enable(cache="1MiB")
 layer = Layer(torch.nn.Linear(2, 2))

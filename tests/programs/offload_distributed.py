@@ -21,7 +21,7 @@ from offloaded import in_host, model_of, same_steps, train
 from tiny_experts import adapters_of, ids_of, random_model, saved, with_lora
 
 import nf4_patch
-from nf4_patch.patching.experts import offload
+from nf4_patch.offload import prefetch as offload
 
 rank, gpu = int(os.environ["RANK"]), torch.cuda.is_available()
 device = tiny_experts.DEVICE = torch.device("cuda", rank) if gpu else torch.device("cpu")

@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import checkpoint
-from nf4_patch.patching.cache.store import cache
+from nf4_patch.cache.store import cache
 from nf4_patch.tools import llama
 
 TOKENS, LAYERS = 256, 4

@@ -18,8 +18,8 @@ import target
 from unsloth.kernels import fast_lora
 from unsloth.models import _block_compile
 from nf4_patch.nf4.dequantize import launch, reference
-from nf4_patch.patching.cache.store import cache
-from nf4_patch.patching.cache.option import Uncached
+from nf4_patch.cache.store import cache
+from nf4_patch.cache.option import Uncached
 from nf4_patch.patching.switch import switch
 
 GPU = torch.cuda.is_available()

@@ -8,8 +8,8 @@ from fuzz import fuzz
 from oracle import layout_of, quantized
 
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.matmul import launch
-from nf4_patch.nf4.matmul.tuning import SMALL_M_ROWS
+from nf4_patch.matmul import launch
+from nf4_patch.matmul.tuning import SMALL_M_ROWS
 
 
 def check(n, k, m, nested, configs):

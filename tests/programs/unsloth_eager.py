@@ -18,7 +18,7 @@ if order == "last":
 import torch
 import bitsandbytes.functional as F
 from target import linear, row
-from nf4_patch.patching.cache.store import cache
+from nf4_patch.cache.store import cache
 from unsloth.kernels import utils, fast_lora
 import unsloth.kernels
 import unsloth.save

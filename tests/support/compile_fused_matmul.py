@@ -10,8 +10,8 @@ import itertools
 import matmul_elsewhere
 import torch
 
-from nf4_patch.nf4.matmul import small_m
-from nf4_patch.nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, TILE_COUNTS
+from nf4_patch.matmul import small_m
+from nf4_patch.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, TILE_COUNTS
 
 
 def compile_for(arch, config, m, n, k, half, bias, offset=torch.float32, step=64):

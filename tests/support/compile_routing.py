@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nf4_patch.nf4.routing import kernels, launch
+from nf4_patch.moe import kernels, launch
 
 WIDTH = 768
 CONSTANTS = {  # by kernel, those that make it longest

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import nf4_patch
+from nf4_patch.matmul import launch
+from nf4_patch.matmul.tuning import SMALL_M_ROWS
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.matmul import launch
-from nf4_patch.nf4.matmul.tuning import SMALL_M_ROWS
 from nf4_patch.nf4.weight import Weight
 from nf4_patch.patching.counters import counters
 from nf4_patch.tools.bench.matmul import error, exact  # noqa: F401 (for the tests)

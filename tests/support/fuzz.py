@@ -388,8 +388,8 @@ def fuzz_products(count: int, seed: int, dtype: torch.dtype, nested: bool) -> Co
     Raises:
         AssertionError: a row of X with a single 1 gave other bits than bitsandbytes' dequantization.
     """
+    from nf4_patch.matmul.product import FusedMatmul
     from nf4_patch.patching.dequantizer import Dequantizer
-    from nf4_patch.patching.matmul.product import FusedMatmul
 
     device, ended = cases.device_here(), Counter()
     dequantizer, multiplier = Dequantizer("fuzz"), FusedMatmul("fuzz")

@@ -13,10 +13,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from nf4_patch.matmul import kernels, small_m
+from nf4_patch.matmul.launch import MatmulLaunch
+from nf4_patch.matmul.tuning import SmallMConfig
 from nf4_patch.nf4 import runtime
-from nf4_patch.nf4.matmul import kernels, small_m
-from nf4_patch.nf4.matmul.launch import MatmulLaunch
-from nf4_patch.nf4.matmul.tuning import SmallMConfig
 from nf4_patch.nf4.weight import Weight
 
 Capability = tuple[int, int]

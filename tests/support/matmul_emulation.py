@@ -1,10 +1,10 @@
-"""The fused matmul in plain torch, its sums in the order of the PTX of nf4/matmul/small_m_ptx.py."""
+"""The fused matmul in plain torch, its sums in the order of the PTX of matmul/small_m_ptx.py."""
 
 from __future__ import annotations
 
 import torch
 
-from nf4_patch.nf4.matmul.tuning import SmallMConfig
+from nf4_patch.matmul.tuning import SmallMConfig
 
 
 def tensor_core(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,9 @@ import torch
 from tiny_experts import STACKS, adapters_of, experts_of, ids_of, in_4bit, loaded
 
 import nf4_patch
+from nf4_patch.moe.read import stacks_of
+from nf4_patch.offload import prefetch as offload
 from nf4_patch.patching.dequantizer import Dequantizer
-from nf4_patch.patching.experts import offload
-from nf4_patch.patching.experts.read import stacks_of
 
 
 def model_of(folder: Any, where: str | int = "all", nested: bool = True, **options: Any) -> Any:

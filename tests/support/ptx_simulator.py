@@ -1,4 +1,4 @@
-"""Runs the PTX of nf4/matmul in numpy, and stops at what a GPU would do silently.
+"""Runs the PTX of matmul in numpy, and stops at what a GPU would do silently.
 
 A register read before it is written, an address outside its tensor or misaligned, a divergent branch, shared memory that
 two warps touch with no barrier between them (a vector clock a warp, which barriers hand on), a wait that never ends.
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from matmul_emulation import tensor_core
 
-from nf4_patch.nf4.matmul.small_m import SmallMPlan
+from nf4_patch.matmul.small_m import SmallMPlan
 from nf4_patch.nf4.weight import Weight
 
 LANES = np.arange(32)

@@ -34,8 +34,8 @@ def install() -> None:
         import triton.experimental.gluon.language  # noqa: F401
 
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-        for folder in ("dequantize", "routing", "low_rank"):
-            importlib.import_module(f"nf4_patch.nf4.{folder}.kernels")
+        for folder in ("nf4.dequantize", "moe", "lora"):
+            importlib.import_module(f"nf4_patch.{folder}.kernels")
     from triton.runtime.interpreter import InterpretedFunction
 
     # A launch has put the interpreter's functions into triton.language; a function that its kernel calls puts them there again.

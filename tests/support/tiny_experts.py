@@ -23,8 +23,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import nf4_patch
+from nf4_patch.moe.read import Stack
 from nf4_patch.patching.counters import counters
-from nf4_patch.patching.experts.read import Stack
 from nf4_patch.patching.reasons import Reason
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

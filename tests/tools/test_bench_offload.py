@@ -17,8 +17,8 @@ from tiny_experts import config_of
 
 import nf4_patch
 from benchmarks import offload as benchmark
-from nf4_patch.nf4.routing import launch
-from nf4_patch.patching.experts import offload
+from nf4_patch.moe import launch
+from nf4_patch.offload import prefetch as offload
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; a GPU runs the benchmark")
 SETTING = benchmark.Setting("tiny", tokens=48, budget="80KiB", rank=8, optimizer="adamw", bits=3, steps=2)

@@ -16,12 +16,11 @@ from oracle import layout_of, quantized
 from verbs import output_of
 
 import nf4_patch
-from nf4_patch.config import Config, ConfigError
+from nf4_patch.matmul import calibrated, launch
+from nf4_patch.matmul import product as fused_matmul
+from nf4_patch.matmul.tuning import ANY, SMALL_M_CANDIDATES, SMALL_M_ROWS, SmallMConfig, SmallMRow
 from nf4_patch.nf4 import runtime
-from nf4_patch.nf4.matmul import launch
-from nf4_patch.nf4.matmul.tuning import ANY, SMALL_M_CANDIDATES, SMALL_M_ROWS, SmallMConfig, SmallMRow
-from nf4_patch.patching.matmul import calibrated
-from nf4_patch.patching.matmul import product as fused_matmul
+from nf4_patch.patching.config import Config, ConfigError
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools import doctor
 from nf4_patch.tools.bench import calibrate

@@ -19,15 +19,15 @@ from verbs import output_of, report_of
 
 import nf4_patch
 from nf4_patch.callback import ReportCallback
-from nf4_patch.config import Config
 from nf4_patch.nf4.dequantize import launch, reference
 from nf4_patch.patching import direct
+from nf4_patch.patching.config import Config
 from nf4_patch.patching.quant_state import weight_of
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.state import State
-from nf4_patch.patching.status import TargetStatus
 from nf4_patch.patching.target import OwnKernel
 from nf4_patch.patching.targets import TARGETS
+from nf4_patch.snapshot import TargetStatus
 from nf4_patch.tools import cases, cli, doctor, output
 from nf4_patch.tools.cli import main
 

@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from benchmarks import offload
-from nf4_patch.patching.experts.offload import packed_size
+from nf4_patch.offload.prefetch import packed_size
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from run_example import completed
 
-from nf4_patch.patching.status import CacheStatus, Status
+from nf4_patch.snapshot import CacheStatus, Status
 from nf4_patch.tools import run
 
 TRAINING = Path(__file__).parents[1] / "programs" / "training.py"

@@ -1,6 +1,6 @@
 """``nf4-patch calibrate``: which config of the fused matmul wins on this GPU, by weight and rows of X, remembered.
 
-What is written is what :mod:`nf4_patch.patching.matmul.calibrated` reads, with the times that decided it.
+What is written is what :mod:`nf4_patch.matmul.calibrated` reads, with the times that decided it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...matmul import calibrated
+from ...matmul import launch as matmul
+from ...matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
 from ...nf4 import runtime
-from ...nf4.matmul import launch as matmul
-from ...nf4.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
-from ...patching.matmul import calibrated
 from ...patching.quant_state import weight_of
 from .. import output
 from ..llama import training_dtype

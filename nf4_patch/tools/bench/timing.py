@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import nf4_patch
 
-from ...config import Config
-from ...patching.matmul import calibrated
+from ...matmul import calibrated
+from ...patching.config import Config
 from ..report import answer, provenance_data
 
 Call = Callable[[], Any]

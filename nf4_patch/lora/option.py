@@ -1,0 +1,20 @@
+"""``lora="fused"``: peft's LoRA on a 4-bit linear layer as one function."""
+
+from __future__ import annotations
+
+from ..patching.option import Option
+from ..patching.target import Target
+
+LORA = Option(
+    "NF4_PATCH_LORA", ("off", "fused"), "off",
+    "fused: peft's LoRA on 4-bit linear layers as one function. Off by default: as accurate, but not the same bits as peft's.",
+    on="fused",
+    targets=(
+        Target(
+            "peft.tuners.lora.bnb:Linear4bit.forward", ">= 0.17", ("0.17.0", "0.18.1", "0.19.0", "0.20.0", "0.21.0", "0.21.2"),
+            (("self", "x", "args", "kwargs"),), ".lora.linear:linear",
+            'LoRA on 4-bit linear layers in one function, with enable(lora="fused") only',
+            only="lora",
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,43 @@
+"""bitsandbytes' matmul of a few rows."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..patching.context import casts
+from ..patching.quant_state import linear_weight
+from ..patching.reasons import Reason
+from ..patching.replacement import Function, replacement_of
+from ..patching.target import Target
+from .product import FusedMatmul, multiplied_first
+
+
+@multiplied_first
+def gemm(
+    fused: FusedMatmul, A, B, shapeB, absmax, blocksize, quant_type,
+    bias=None, absmax_8bit=None, absmax_code=None, absmax_offset=None,
+) -> Tensor | Reason:  # fmt: skip
+    """For ``bitsandbytes.backends.cuda.ops._gemm_4bit_kernel_impl``: its fused matmul of a few rows."""
+    packed = linear_weight(A.dtype, B, shapeB, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset)
+    return fused.run(A, packed, bias)
+
+
+def matmul_4bit(target: Target, original: Function) -> Function:
+    """For ``bitsandbytes.autograd._functions.matmul_4bit``, where no gradient is asked for: past the op, whose dispatch
+    takes longer than the matmul of a few rows. Since 0.50 the packed weight may lie either way round.
+    """
+    fused = FusedMatmul(target.name)
+    transposed = None if "gemm_4bit" in original.__code__.co_names else True  # type: ignore[attr-defined]
+
+    def multiply(A, B, quant_state, out=None, bias=None) -> Tensor | Reason:
+        if casts(A):
+            return Reason.MATMUL_OPERANDS
+        return fused.of_state(A, B, quant_state, bias, out, transposed)
+
+    return replacement_of(target, original, fused.fallbacks, multiply, is_body=True)
+
+
+@multiplied_first
+def gemv(fused: FusedMatmul, A, B, out=None, transposed_A=False, transposed_B=False, state=None) -> Tensor | Reason:
+    """For ``bitsandbytes.functional.gemv_4bit``, which Linear4bit calls for one row before 0.50."""
+    return fused.one_row(A, B, state, out)

@@ -1,0 +1,87 @@
+"""X[M, K] @ dequantize(weight)[N, K].T for up to 64 rows of X: how a config divides one size, and its compiled launches."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..nf4.dequantize.compilation import PTX_TYPES
+from ..nf4.runtime import TRITON_RELEASE, KernelEntry, compiled, driver_version, triton
+from ..nf4.weight import Weight
+from . import small_m_ptx
+from .tuning import TILE_COUNTS, SmallMConfig
+
+if triton is not None:
+    from . import kernels
+
+BLOCK = 1024  # elements that a program adds up
+
+
+class SmallMPlan(NamedTuple):
+    """How a config divides one size on one GPU."""
+
+    sm_partitions: int  # even parts of the weight's rows, one per multiprocessor and part of K
+    ctas: int  # of the grid: those of a partition run on one multiprocessor
+    warps: int  # of a CTA
+    split_k: int  # even parts of K, whose sums a second launch adds
+    ptx: str
+    dependent: bool = False  # launched while the kernel before it ends
+    registers: int | None = None  # of a thread at most; None: ptxas decides
+
+
+def plan(
+    config: SmallMConfig, processors: int, m: int, n: int, k: int, half: bool, offset: torch.dtype | None, bias: bool,
+    capability: tuple[int, int] = (9, 0), step: int = 64,
+) -> SmallMPlan:  # fmt: skip
+    """For x [m, k], m up to 64, by a weight [n, k] on a GPU of ``processors`` multiprocessors.
+
+    Args:
+        half: x is fp16, else bf16.
+        offset: the dtype of the weight's offset; None: a flat weight.
+        step: Weight.step().
+    """
+    if step < 32:  # a lane's 128 bits would be of two steps, and rows start on 8 bytes
+        config = config._replace(load_128bit=False)
+    groups = -(-n // config.block_n)
+    chunks = -(-k // 256)
+    split_k = min(max(1, processors // groups), chunks) if config.split_k else 1
+    sm_partitions = min(groups, max(1, processors // split_k))
+    ctas = sm_partitions * min(config.ctas_per_sm, -(-groups // sm_partitions)) * split_k
+    x_in_registers = config.load_128bit and chunks <= config.warps_k
+    n_tiles = next(count for count in TILE_COUNTS if m <= 8 * count)
+    tail, bias, offset_type = k % 256 != 0, bias and split_k == 1, PTX_TYPES[offset] if offset else ""
+    ptx = small_m_ptx.program(
+        config, n_tiles, x_in_registers, half, offset_type, step, tail, split_k > 1, bias, capability
+    )  # fmt: skip
+    # an older driver may run it and not capture it into a CUDA graph
+    dependent = "griddepcontrol" in ptx and TRITON_RELEASE >= (3, 6) and driver_version() >= 12030
+    warps = config.warps_n * config.warps_k
+    # Left alone, ptxas stops at 168 to 177: 24 rows, 14336x4096: 33.4 -> 25.6 us (H200, triton 3.6.0).
+    registers = 255 if n_tiles > 1 and warps * config.ctas_per_sm <= 8 else None
+    return SmallMPlan(sm_partitions, ctas, warps, split_k, ptx, dependent, registers)
+
+
+class SmallMKernel:
+    """The compiled launches for x [m, k] and the result in ``dtype``, and a weight [n, k] like this one."""
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, weight: Weight, division: SmallMPlan, m: int, bias: bool
+    ):
+        n, k = weight.shape
+        step = weight.step()
+        blocks = (k // step, (weight.blocksize // step).bit_length() - 1, max(0, weight.blocksize2.bit_length() - 1))
+        self.grid, self.part_numel = division.ctas, division.split_k * m * n
+        self.sizes = (m, n, *blocks, division.sm_partitions, division.split_k)
+        self.sum_grid, self.sum_sizes = -(-m * n // BLOCK), (m * n, n)
+        # what is allocated at every call: at an address that is a multiple of 16, as an empty tensor's 0 is
+        out, part = (torch.empty(0, dtype=each, device=device) for each in (dtype, torch.float32))
+        values: dict[str, Any] = {"PTX": division.ptx}
+        arguments = (out, *weight.operands(), out if division.split_k == 1 else part, out, *self.sizes)
+        kernel = kernels.matmul_4bit_kernel
+        options = {"maxnreg": division.registers} | ({"launch_pdl": True} if division.dependent else {})
+        self.entry = compiled(kernel, arguments, values, division.warps, device, dtype, options=options)
+        self.sum: KernelEntry | None = None
+        if division.split_k > 1:
+            values = {"SPLIT_K": division.split_k, "BIAS": bias, "BLOCK": BLOCK}
+            self.sum = compiled(kernels.sum_split_k_kernel, (part, out, out, *self.sum_sizes), values, 4, device, dtype)

@@ -1,0 +1,388 @@
+"""transformers' ``load_in_4bit`` packs the stacks of experts too, with ``enable(experts="4bit")``.
+
+transformers asks what is to be quantized, reads one tensor after another, and quantizes each as soon as it is complete. A
+packed stack waits as a parameter that carries its state. When all weights are there, bitsandbytes' own parametrization
+takes both: what ``replace_parameter_4bit`` makes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils import parametrize
+
+from ..offload import prefetch as offload
+from ..patching.placement import installed
+from ..patching.replacement import around
+from ..patching.switch import switch
+from ..patching.targets import TARGETS
+from .option import TESTED_LOADING
+from .read import packed_chains
+from .transformers import Loads
+
+logger = logging.getLogger("nf4_patch")
+NAMES = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # of the stacks that are packed
+STATE = ".quant_state.bitsandbytes__"  # and the quant_type
+# what bitsandbytes saves beside a packed weight
+FIELDS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", *(STATE[1:] + kind for kind in ("nf4", "fp4")))
+WHOLE = (None, None)  # the converter and the pattern of a stack that was saved whole
+LARGEST = 2**31 - 1  # elements that bitsandbytes counts on a GPU
+ENABLE = 'nf4_patch.enable(experts="4bit")'
+OWN = ".moe.loading:"
+
+
+def is_stack(model: Any, full_name: str) -> bool:
+    """Whether it names a stack that is not packed."""
+    path, _, name = full_name.rpartition(".")
+    parameter = model.get_submodule(path)._parameters.get(name) if name in NAMES else None
+    return parameter is not None and parameter.dim() == 3
+
+
+def is_matrix(name: str, parameter: Any) -> bool:
+    """Whether it is what an expert multiplies by."""
+    return parameter is not None and parameter.dim() > 1 and parameter.is_floating_point() and not name.endswith("bias")
+
+
+def packed_stacks(model: Any) -> Iterator[tuple[str, Any, str]]:
+    """Of every packed stack the full name, the module and its name there."""
+    for path, module in list(model.named_modules()):
+        for name in packed_chains(module):
+            yield f"{path}.{name}", module, name
+
+
+def carrying(packed: Tensor, state: dict[str, Any]) -> Any:
+    """A packed stack as a parameter that carries its state, given in the form in which bitsandbytes saves it."""
+    from .packed import Params4bit
+
+    parameter: Any = Params4bit.from_prequantized(packed, state, device=packed.device)
+    parameter._is_hf_initialized = True  # transformers gives all others random values
+    return parameter
+
+
+def empty_cache(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.empty_cache()
+
+
+def quantize_stack(stack: Tensor, config: Any) -> Any:
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, state = quantize_4bit(
+        stack.contiguous(),
+        compress_statistics=config.bnb_4bit_use_double_quant,
+        quant_type=config.bnb_4bit_quant_type,
+        quant_storage=config.bnb_4bit_quant_storage,
+    )
+    return carrying(packed, state.as_dict(packed=True))
+
+
+# --- loading ---
+
+
+@around
+def quantizer_for(original, config, quantization_config, *args, **kwargs) -> Any:
+    """For ``get_hf_quantizer``: a gpt-oss that is published in MXFP4 is one to be quantized, like any in 16 bits."""
+    published = getattr(config, "quantization_config", None)
+    is_mxfp4 = isinstance(published, dict) and published.get("quant_method") == "mxfp4"
+    if is_mxfp4 and getattr(quantization_config, "load_in_4bit", False):
+        del config.quantization_config  # from_pretrained's own copy
+    return original(config, quantization_config, *args, **kwargs)
+
+
+@around
+def needs_quantization(original, self, model, param_name, **kwargs) -> Any:
+    """For ``param_needs_quantization``: a stack does, unless ``llm_int8_skip_modules`` names it or a module around it."""
+    if not is_stack(model, param_name):
+        return original(self, model, param_name, **kwargs)
+    rows = (row for row in TARGETS if row.replace.startswith(OWN) and switch.gates[row.only].on)
+    if missing := [row.name for row in rows if row.name not in installed or installed[row.name].refusal]:
+        names, tested = ", ".join(missing), f"{TESTED_LOADING[0]} to {TESTED_LOADING[-1]}"
+        raise RuntimeError(f"{ENABLE} cannot replace {names} of this release. Install a transformers from {tested}")
+    wanted = is_wanted(self, param_name)
+    if wanted and (elements := model.get_parameter(param_name).numel()) > LARGEST:
+        raise ValueError(
+            f"{param_name} has {elements:,} elements, and bitsandbytes packs up to {LARGEST:,}, as it counts them in 32 bits. "
+            "Leave it in 16 bits: "
+            f"llm_int8_skip_modules={[*(self.modules_to_not_convert or ()), param_name.rpartition('.')[0]]}"
+        )
+    return wanted
+
+
+def is_wanted(quantizer: Any, full_name: str) -> bool:
+    """Whether ``llm_int8_skip_modules`` names neither the parameter nor a module around it."""
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    names = full_name, full_name.rpartition(".")[0]
+    return all(should_convert_module(name, quantizer.modules_to_not_convert) for name in names)
+
+
+@around
+def quantize(original, self, input_dict, full_layer_name=None, model=None, **kwargs) -> Any:
+    """For ``Bnb4bitQuantize.convert``, which takes complete weights by full name."""
+    if not any(is_stack(model, name) for name in input_dict):
+        return original(self, input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
+    converted = {}
+    for name in list(input_dict):
+        value = input_dict.pop(name)  # no other reference: freed when it is packed
+        value = value[0] if isinstance(value, list) else value
+        if self.hf_quantizer.param_needs_quantization(model, name):
+            # before and after: what stays in small pieces must not lie in a block that the next stack needs whole
+            empty_cache(value)
+            value = offload.placed(model, name, quantize_stack(value, self.hf_quantizer.quantization_config))
+            empty_cache(value)
+        converted[name] = value
+    return converted
+
+
+@around
+def warm_up(original, model, expanded_device_map, hf_quantizer) -> None:
+    """For ``caching_allocator_warmup``, which reserves as much of the GPU as the whole packed model takes: not done."""
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """A stack in MXFP4 where transformers expects a slice of a safetensors file: decoded when it is read."""
+
+    blocks: Any
+    scales: Any
+    device: Any
+
+    def __getitem__(self, _everything: Any) -> Tensor:
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        packed = [part[...].to(self.device) for part in (self.blocks, self.scales)]
+        stack: Tensor = convert_moe_packed_tensors(*packed, rows_per_chunk=2**20)  # 64 MiB of indices at a time
+        return stack
+
+
+@around
+def load(original, model, state_dict, load_config, disk_offload_index=None) -> Any:
+    """For ``convert_and_load_state_dict_in_model``: stacks that were saved packed, and those in MXFP4."""
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+    stacks = {name: parameter for name, parameter in model.named_parameters() if is_stack(model, name)}
+    where = targets(model, load_config.weight_mapping or (), stacks)
+    in_4bit = {key.partition(STATE)[0] for key in state_dict if STATE in key}
+    saved: dict[str, dict[Any, list[str]]] = {}  # of each stack: the keys of its parts by converter and pattern
+    for key in in_4bit if stacks else ():
+        name, *part = where(key)
+        if name in stacks:
+            saved.setdefault(name, {}).setdefault(tuple(part), []).append(key)
+    on = switch.gates["experts"].on
+    Loads.seen |= on
+    if saved and not on:
+        raise ValueError(
+            f"{load_config.pretrained_model_name_or_path} holds experts that are packed in 4 bits ({min(saved)} and "
+            f"{len(saved) - 1} more). To load them, call {ENABLE} before, or set NF4_PATCH_EXPERTS=4bit"
+        )
+    if stacks and not on and offload.gate.on:
+        raise ValueError(f"offload is on, and experts is off: nothing would be packed or offloaded. Call {ENABLE} too")
+    if not on or not isinstance(load_config.hf_quantizer, Bnb4BitHfQuantizer):
+        return original(model, state_dict, load_config, disk_offload_index)
+    devices = device_of_stacks(model, load_config)
+    nested = load_config.hf_quantizer.quantization_config.bnb_4bit_use_double_quant
+    packed_sizes = (
+        (name, place, offload.packed_size(stacks[name].numel(), nested and saved.get(name, {}).keys() <= {WHOLE}))
+        for name, place in devices.items()
+        if name in saved or load_config.hf_quantizer.param_needs_quantization(model, name)
+    )
+    offload.plan(model, packed_sizes)
+    state_dict, packed = dict(state_dict), {}
+    for name, parts in saved.items():
+        read = functools.partial(read_packed, state_dict, device=devices[name])
+        packed[name] = read(parts[WHOLE][0]) if WHOLE in parts else joined(name, stacks[name], parts, read)
+        packed[name].quant_state.dtype = stacks[name].dtype  # as dense it would have that one now
+        packed[name] = offload.placed(model, name, packed[name])
+    for blocks in [key for key in state_dict if key.endswith("_blocks")]:
+        key = blocks.removesuffix("_blocks")
+        if (name := where(key)[0]) in devices:
+            state_dict[key] = Mxfp4(state_dict.pop(blocks), state_dict.pop(f"{key}_scales"), devices[name])
+    own_names = [name for name, _ in model.named_parameters()]
+    info, disk_offload_index = original(model, state_dict, load_config, disk_offload_index)
+    offload.units_of(model)
+    for name, parameter in packed.items():
+        path, _, stack = name.rpartition(".")
+        setattr(model.get_submodule(path), stack, parameter)
+        info.missing_keys.discard(name)
+    lost = info.missing_keys & devices.keys()
+    unread = in_4bit & {key.partition(STATE)[0] for key in info.unexpected_keys}
+    if unread and (lost or any(key.rpartition(".")[2] in NAMES for key in unread)):
+        raise ValueError(
+            f"{load_config.pretrained_model_name_or_path} holds packed experts that {type(model).__name__} of this release "
+            f"of transformers has no place for, as {min(unread)}. Load the model that they were made from, and pack that"
+        )
+    # packed stacks went past the conversions, which a dequantized model is saved with
+    model._weight_conversions = [
+        each for each in load_config.weight_mapping or ()
+        if not reads_state(each) and (each.was_used() or (packed and makes_only(each, packed, own_names)))
+    ]  # fmt: skip
+    return info, disk_offload_index
+
+
+def reads_state(conversion: Any) -> bool:
+    """Whether it reads what bitsandbytes saved: transformers has no reverse of that, and could not save the model again."""
+    from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
+
+    return any(isinstance(op, Bnb4bitDeserialize) for op in getattr(conversion, "operations", ()))
+
+
+def device_of_stacks(model: Any, load_config: Any) -> dict[str, Any]:
+    """Where each stack belongs, by full name.
+
+    Raises:
+        ValueError: one that is to be packed is to be offloaded, or shared among GPUs.
+    """
+    from transformers.integrations.accelerate import get_device
+
+    places = load_config.device_map or {"": "cpu"}
+    devices = {name: get_device(places, name) for name, _ in model.named_parameters() if is_stack(model, name)}
+    needed = [name for name in devices if load_config.hf_quantizer.param_needs_quantization(model, name)]
+    offloaded = {"disk", "cpu" if len(set(places.values())) > 1 else "disk"} & {devices[name] for name in needed}
+    if needed and (offloaded or load_config.device_mesh is not None):
+        found = f"a device_map with {' and '.join(offloaded)}" if offloaded else "tensor or expert parallelism"
+        raise ValueError(
+            f"{ENABLE} packs experts for a GPU, several GPUs that hold layers each, or a CPU alone; found {found}. Change "
+            'that, or leave the experts in 16 bits: experts="off". What is too large for a GPU: device_map={"": 0} and offload="all"'
+        )
+    return devices
+
+
+def makes_only(conversion: Any, stacks: dict[str, Any], names: list[str]) -> bool:
+    """Whether it makes packed stacks of a checkpoint's weights, and nothing else of the model."""
+    back = conversion.reverse_transform()
+    made = {name for name in names if back.rename_source_key(name)[1] is not None}
+    return bool(made) and made <= stacks.keys()
+
+
+def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
+    """What transformers makes of a checkpoint's key: the name in the model, and the converter and its pattern, if any."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter) and not reads_state(each)]
+    by_pattern: dict[Any, Any] = {pattern: each for each in converters for pattern in each.source_patterns}
+
+    def target(key: str) -> tuple[str, Any, str | None]:
+        for conversions in (([], []), (renamings, []), (renamings, converters)):  # a stack is saved under its own name
+            name, pattern = rename_source_key(key, *conversions, model.base_model_prefix, stacks)
+            if name in stacks:
+                break
+        return name, by_pattern.get(pattern), pattern
+
+    return target
+
+
+def read_packed(state_dict: dict[str, Any], key: str, device: Any) -> Any:
+    """The packed weight of a checkpoint as a parameter. Its entries are taken out."""
+    state = {field: state_dict.pop(f"{key}.{field}")[...] for field in FIELDS if f"{key}.{field}" in state_dict}
+    return carrying(state_dict.pop(key)[...].to(device), state)
+
+
+JOINED = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
+
+
+def joined(name: str, stack: Tensor, parts: dict[Any, list[str]], read: Any) -> Any:
+    """A stack whose experts were packed one by one: their bytes and scales, one after another.
+
+    Nested scales become what they decode to, in fp32: every expert has an offset of its own. 0.37 bits a weight more.
+
+    Raises:
+        ValueError: the parts are no packed stack.
+    """
+    from bitsandbytes.functional import QuantState, dequantize_blockwise
+    from transformers.core_model_loading import dot_natural_key
+
+    converter = next(iter(parts))[0]
+    keys = [sorted(parts.get((converter, pattern), ()), key=dot_natural_key) for pattern in converter.source_patterns]
+    experts = [read(key) for expert in zip(*keys, strict=False) for key in expert]
+    states = [expert.quant_state for expert in experts]
+    kinds = {(each.dtype, each.blocksize, each.quant_type) for each in experts}
+    size = sum(math.prod(state.shape) for state in states)
+    if [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations] not in JOINED:
+        why = f"they are not made one stack by {converter.operations}"
+    elif {*map(len, keys)} != {stack.shape[0]} or size != stack.numel():
+        why = f"it has {stack.numel()} elements, and {size} are in 4 bits"
+    elif len(kinds) > 1:
+        why = "they were packed in several ways"
+    elif any(math.prod(state.shape) % state.blocksize for state in states):
+        why = f"an expert is no whole number of blocks of {states[0].blocksize}"
+    else:
+        scales = [
+            dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+            for state in states
+        ]
+        kind = states[0].code, states[0].blocksize, states[0].quant_type, stack.dtype
+        state = QuantState(torch.cat(scales), stack.shape, *kind)
+        return carrying(torch.cat(experts), state.as_dict(packed=True))
+    raise ValueError(
+        f"the experts of {name} were packed one by one, as {min(map(min, parts.values()))}, and cannot be joined: {why}. "
+        "Load the model that they were made from, and pack that"
+    )
+
+
+@around
+def finish(original, self, model, **kwargs) -> Any:
+    """For ``_process_model_after_weight_loading``."""
+    from bitsandbytes.nn import parametrize as library
+
+    from .packed import end_caching
+
+    left, dense = [], {}
+    for path, module in list(model.named_modules()):
+        for name, parameter in [item for item in module._parameters.items() if item[0] in NAMES]:
+            full_name = f"{path}.{name}"
+            if is_stack(model, full_name) and self.param_needs_quantization(model, full_name):
+                left.append(full_name)
+                parameter = quantize_stack(parameter.detach(), self.quantization_config)
+                parameter = offload.placed(model, full_name, parameter)
+                setattr(module, name, parameter)
+            state = getattr(parameter, "quant_state", None)
+            if state is not None:
+                library.replace_parameter_4bit_prequantized(module, name, state.as_dict(packed=True), parameter.device)
+                parameter.quant_state = module.parametrizations[name][0].quant_state
+        end_caching(module)
+        kind = parametrize.type_before_parametrizations(module).__name__
+        for name, parameter in module._parameters.items() if "Expert" in kind else ():
+            if is_matrix(name, parameter) and is_wanted(self, f"{path}.{name}"):
+                dense[f"{path}.{name}"] = f"{kind}.{name}", parameter.nbytes
+    offload.plans.pop(model, None)
+    if left:
+        said = f"{len(left)} stacks of experts were not packed while they were loaded, and held in 16 bits until now"
+        logger.warning("nf4_patch: %s: %s", said, ", ".join(left))
+    if dense:
+        kinds, size = ", ".join(sorted({kind for kind, _ in dense.values()})), sum(size for _, size in dense.values())
+        said = f"{len(dense)} weights of experts stay in 16 bits, {size / 1e9:.2g} GB in all"
+        logger.warning(
+            "nf4_patch: %s: %s. %s packs 3-D weights that are called %s", said, kinds, ENABLE, ", ".join(NAMES)
+        )
+    return original(self, model, **kwargs)
+
+
+# --- what is made of a loaded model ---
+
+
+@around
+def save(original, model, state_dict) -> Any:
+    """For ``revert_weight_conversion``: a packed stack cannot be split into experts, and is saved as it is."""
+    stacks = tuple(f"{name}." for name, _, _ in packed_stacks(model))
+    kept = {key: tensor for key, tensor in state_dict.items() if f"{key}.".startswith(stacks)}
+    return original(model, {key: tensor for key, tensor in state_dict.items() if key not in kept}) | kept
+
+
+@around
+def dequantize(original, self, model, dtype=None) -> Any:
+    """For ``_dequantize`` of ``model.dequantize()``."""
+    model = original(self, model, dtype)
+    for _, module, name in packed_stacks(model):
+        dense = getattr(module, name).to(dtype)
+        parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+        setattr(module, name, Parameter(dense))
+    return model

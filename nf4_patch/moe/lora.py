@@ -1,0 +1,233 @@
+"""peft's LoRA on the experts of transformers, named by ``target_parameters``: packed ones too.
+
+peft adds B·A to the dense stack, and takes a dense gradient of the sum apart. Here the forward of the experts asks its wrappers
+for the factors (see product.py). What peft writes into files, and how it finds and names adapters, stays its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils import parametrize
+
+from ..patching.placement import is_ours
+from ..patching.replacement import Fallbacks, Function, around, instead, replacement_of
+from ..patching.target import Target
+from .forward import trait
+from .product import Lora
+from .read import packed_chains
+
+SERVED = ("grouped_mm", "batched_mm")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+RANKS = 8  # PyTorch's grouped_mm takes rows of whole 16 bytes
+
+
+def packed_states(module: Any) -> dict[str, Any]:
+    """The QuantState of each packed stack of a module that nothing else is done to when it is read."""
+    return {name: chain[0].quant_state for name, chain in packed_chains(module).items() if len(chain) == 1}
+
+
+# --- the forward ---
+
+
+class Wrapper:
+    """peft's wrapper of one stack, whose experts are about to run with these adapters on it."""
+
+    def __init__(self, wrapper: Any, adapters: list[str], dtype: torch.dtype):
+        self.wrapper, self.adapters, self.dtype = wrapper, adapters, dtype
+        self.experts, self.name = wrapper.get_base_layer(), wrapper.parameter_name
+        self.is_asked = False
+
+    def factors(self) -> Lora:
+        """left and right of all active adapters, side by side: their product is what peft would add to the stack.
+
+        In peft's lora_A, [experts * rank, in], ranks run fastest; in its lora_B, [out, rank * experts], experts do.
+        """
+        wrapper, into, out_of = self.wrapper, [], []
+        for name in self.adapters:
+            a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight * wrapper.scaling[name]
+            into.append(a.reshape(wrapper.num_experts, -1, a.shape[-1]).to(self.dtype))
+            out_of.append(b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1).to(self.dtype))
+        a, b = torch.cat(into, dim=1), torch.cat(out_of, dim=2).contiguous()
+        if missing := -a.shape[1] % RANKS:
+            a, b = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
+        # peft before 0.19 takes [experts, out, in] for [experts, in, out]: its A is on the side of out
+        return (b, a) if getattr(wrapper, "_did_swap_in_out_features", False) else (a.mT, b.mT)
+
+
+class Asked(threading.local):
+    """The wrappers that this thread is in: each waits to be asked by the forward of its experts."""
+
+    def __init__(self) -> None:
+        self.wrappers: list[Wrapper] = []
+
+    def of(self, experts: Any) -> list[Wrapper]:
+        return [each for each in self.wrappers if each.experts is experts and not each.is_asked]
+
+
+asked = Asked()
+
+
+def implementation_of(experts: Any) -> str | None:
+    return getattr(getattr(experts, "config", None), "_experts_implementation", None)
+
+
+def is_served(experts: Any, name: str, packed: bool) -> bool:
+    """Whether the forward of the experts asks its wrappers. Others loop over dense experts, to which peft adds LoRA."""
+    bound = vars(experts).get("_old_forward", vars(experts).get("forward"))
+    function = getattr(bound, "__func__", type(experts).forward)
+    if is_ours(function):  # Liger's, whose own kernels multiply in 16 bits
+        return packed
+    implementation, weight = implementation_of(experts), experts._parameters.get(name)
+    if not packed and (type(weight) is not torch.nn.Parameter or weight.dtype not in DTYPES):
+        return False
+    asks = "_experts_implementation" in getattr(getattr(function, "__code__", None), "co_names", ())
+    if (
+        implementation not in SERVED
+        or function is not type(experts).forward
+        or not asks
+        or trait(experts, "_is_expert_parallel")
+    ):
+        return False
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    return is_ours(ALL_EXPERTS_FUNCTIONS[implementation])
+
+
+def forward(target: Target, original: Function) -> Function:
+    """For ``ParamWrapper.forward``, which replaces the stack by the sum of it and B·A while the experts run."""
+
+    def run(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        experts, name = self.get_base_layer(), self.parameter_name
+        adapters = [adapter for adapter in self.active_adapters if adapter in self.lora_A]
+        idle = self.disable_adapters or self.merged or self.num_experts == 1 or not adapters
+        state = None if idle else packed_states(experts).get(name)
+        if idle or kwargs.get("adapter_names") or not is_served(experts, name, state is not None):
+            return original(self, x, *args, **kwargs)
+        wrapper = Wrapper(self, adapters, (state or experts._parameters[name]).dtype)
+        asked.wrappers.append(wrapper)
+        try:
+            result = self.base_layer(x, *args, **kwargs)
+        finally:
+            asked.wrappers.remove(wrapper)
+        if wrapper.is_asked:
+            return result
+        raise RuntimeError(
+            f"the forward of {parametrize.type_before_parametrizations(experts).__name__} did not use the LoRA adapters on its {name}, "
+            f"with experts_implementation {implementation_of(experts)!r}: please report it, with what nf4_patch.status() says"
+        )
+
+    return replacement_of(target, original, Fallbacks(target.name), instead(run), torch._dynamo.disable(run))
+
+
+# --- finding, merging ---
+
+
+@contextmanager
+def seen_dense(module: Any) -> Iterator[None]:
+    """A packed experts module as it was before it was packed, but for the memory of its stacks.
+
+    peft finds a parametrized weight by its full name only, and meets it in another order: an adapter's place in the file
+    comes from that order. All classes of transformers define what goes up first, and down last.
+    """
+    dense = {}
+    for name, state in packed_states(module).items():
+        element = torch.empty((), dtype=state.dtype, device=module.parametrizations[name].original.device)
+        dense[name] = torch.nn.Parameter(element.expand(state.shape), requires_grad=False)
+    kind, parameters = type(module), dict(module._parameters)
+    parametrizations = module._modules.pop("parametrizations")
+    module.__class__ = parametrize.type_before_parametrizations(module)
+    module._parameters.clear()
+    module._parameters.update(sorted((dense | parameters).items(), key=lambda item: item[0].startswith("down")))
+    try:
+        yield
+    finally:
+        module.__class__ = kind
+        module._modules["parametrizations"] = parametrizations
+        module._parameters.clear()
+        module._parameters.update(parameters)
+
+
+def refuse_earlier(module: Any, states: dict[str, Any], peft_config: Any) -> None:
+    """Where both sides of an expert are equal, peft reads an adapter of before 0.19 the wrong way round, without a word."""
+    import peft
+    from packaging.version import parse
+
+    written = getattr(peft_config, "peft_version", None) or peft.__version__
+    named = tuple(each.rpartition(".")[2] for each in peft_config.target_parameters or ())
+    if parse(written.partition("@")[0]) >= parse("0.19.0.dev0") or parse(peft.__version__) < parse("0.19.0.dev0"):
+        return
+    for name, state in states.items():
+        if name in named and state.shape[1] == state.shape[2] and not getattr(module, "is_transposed", False):
+            raise ValueError(
+                f"peft {written} wrote this adapter, with A and B of {name}, {list(state.shape)}, the other way round than "
+                f"peft {peft.__version__} reads them: train it again, or load it with peft 0.18"
+            )
+
+
+@around
+def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    """For ``BaseTuner.inject_adapter``, which looks for the modules and parameters that a configuration names: ``down_proj`` is not the
+    module behind which the stack of that name is packed.
+    """
+    from .packed import Chain, end_caching
+
+    with ExitStack() as stack:
+        for module in list(model.modules()):
+            chains, states = packed_chains(module), packed_states(module)
+            if chains and len(states) == len(module.parametrizations):
+                refuse_earlier(module, states, self.peft_config[adapter_name])
+                end_caching(module)
+                for chain in chains.values():
+                    chain.__class__ = Chain
+                stack.enter_context(seen_dense(module))
+        return original(self, model, adapter_name, *args, **kwargs)
+
+
+@around
+def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
+    """For ``ParamWrapper.merge`` and ``unmerge``, which add to what they read: of a packed stack, a dense copy. What is merged and
+    taken out again has the bytes of before.
+    """
+    experts, name = self.get_base_layer(), self.parameter_name
+    chain, before = packed_chains(experts).get(name), list(self.merged_adapters)
+    if chain is None:
+        original(self, *args, **kwargs)
+        return
+    from .packed import Chain
+
+    chain.__class__ = Chain
+    # for peft, which adds to what it reads, and for us; what is packed in inference mode would have no versions
+    with torch.inference_mode(False), torch.no_grad(), parametrize.cached():
+        try:
+            original(self, *args, **kwargs)
+        finally:  # where one of several adapters is broken, those before it are merged
+            if self.merged_adapters != before:
+                pack(self, chain, first=not before)
+
+
+def pack(wrapper: Any, chain: Any, first: bool) -> None:
+    """The sum of a stack and adapters into the stack, or what was before all of them; ``first``: none was merged before."""
+    from bitsandbytes.functional import quantize_4bit
+
+    # the wrapper's: an adapter that is unloaded needs it no longer
+    merged = chain.before_merging() if first else vars(wrapper).pop("nf4_patch_merged", None)
+    if merged is not None and not first and merged.proof != chain.proof():
+        merged = None
+    if merged is not None and not wrapper.merged_adapters:
+        chain.replace(merged.packed, merged.state)
+        return
+    state = chain[0].quant_state
+    packed, of_sum = quantize_4bit(
+        getattr(wrapper.get_base_layer(), wrapper.parameter_name), blocksize=state.blocksize, compress_statistics=state.nested,
+        quant_type=state.quant_type, quant_storage=chain.original.dtype,
+    )  # fmt: skip
+    chain.replace(packed, of_sum)
+    if merged is not None:
+        wrapper.nf4_patch_merged = merged._replace(of_sum=of_sum, proof=chain.proof())

@@ -1,0 +1,133 @@
+"""Products with the weight of all experts, packed or dense, and LoRA on it.
+
+LoRA is a sum of its own: x·W + (x·left)·right, with W never changed. A grouped product of a packed stack keeps the packed one
+for the backward.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..nf4.runtime import has_memory
+from ..patching.context import backward_in_progress, is_compiling, saved_tensors_hooks, transforms_active
+from .read import Stack
+
+# left [experts, in, rank] and right [experts, rank, out], in the order of the stack's sides
+Lora = tuple[Tensor, Tensor]
+
+
+class Kept:
+    """A packed stack as it is now, for the backward: whatever is done to the module until then, to offload it for
+    example, the backward decodes what the forward did.
+    """
+
+    def __init__(self, stack: Stack):
+        state = copy.copy(stack.state)
+        state.state2 = copy.copy(getattr(state, "state2", None))
+        parts = [vars(part) for part in (state, state.state2) if part is not None]
+        self.places = [(part, name) for part in parts for name, value in part.items() if isinstance(value, Tensor)]
+        # the memory of now, also where ``tensor.data`` is replaced
+        self.tensors = stack.packed.detach(), *(part[name].detach() for part, name in self.places)
+        self.stack = dataclasses.replace(stack, state=state)
+
+    def dense(self) -> Tensor:
+        """
+        Raises:
+            RuntimeError: memory was freed in between. That nothing was changed in place autograd checks.
+        """
+        stack, (packed, *fields) = self.stack, self.tensors
+        if not (is_compiling() or all(map(has_memory, self.tensors))):
+            raise RuntimeError(
+                f"the memory of packed experts {list(stack.state.shape)} was freed between forward and backward: "
+                "bring it back before the backward, or free it in a hook on the experts module"
+            )
+        if not is_compiling():
+            for (part, name), kept in zip(self.places, fields, strict=True):
+                if part[name].data_ptr() != kept.data_ptr():
+                    part[name] = kept
+        if is_compiling() or stack.packed.data_ptr() != packed.data_ptr():
+            stack = Stack(packed, stack.state, stack.dequantizer)
+        return stack.dense()
+
+
+class FrozenProduct(torch.autograd.Function):
+    """``Weight.multiplied`` of a packed stack that is frozen, and is decoded again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
+        assert isinstance(weight.stack, Stack)
+        ctx.kept, ctx.is_transposed = Kept(weight.stack), weight.is_transposed
+        ctx.save_for_backward(ends, *(tensor for tensor in ctx.kept.tensors if not tensor.is_inference()))
+        return grouped(x, weight.frozen(), ends)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ends, *_ = ctx.saved_tensors  # raises where one was changed in place
+        weight = ctx.kept.dense()
+        return grouped(gradient, weight.mT if ctx.is_transposed else weight, ends), None, None
+
+
+def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x [rows, in], sorted by expert, times weight [experts, in, out] of each row's expert; ``ends``: int32 [experts]."""
+    from transformers.integrations.moe import _grouped_mm
+
+    result: Tensor = _grouped_mm(x, weight, offs=ends)
+    return result
+
+
+def is_kept_packed() -> bool:
+    """Whether autograd is to keep a packed stack, not the dense one.
+
+    Under gradient checkpointing the hooks drop what is saved in the forward, and what the recompute decodes serves the
+    backward at once: it is not decoded a third time.
+    """
+    recomputed = backward_in_progress() != -1 or saved_tensors_hooks(True) is not None
+    return torch.is_grad_enabled() and transforms_active() is None and not recomputed
+
+
+class Weight(NamedTuple):
+    """The weight of all experts, [experts, ...], packed or dense, and LoRA on it."""
+
+    stack: Stack | Tensor
+    is_transposed: bool  # [experts, in, out], as gpt-oss has it
+    lora: Lora | None = None
+    bias: Tensor | None = None  # [experts, out]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stack.state.dtype if isinstance(self.stack, Stack) else self.stack.dtype
+
+    def frozen(self) -> Tensor:
+        """Dense, without LoRA, not to be written into: [experts, in, out]."""
+        dense = self.stack.dense() if isinstance(self.stack, Stack) else self.stack
+        return dense if self.is_transposed else dense.mT
+
+    def multiplied(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Rows sorted by expert times the frozen weight, [rows, out]."""
+        x = x.to(self.dtype)
+        if isinstance(self.stack, Stack) and is_kept_packed():
+            product: Tensor = FrozenProduct.apply(x, self, ends)  # type: ignore[no-untyped-call]
+            return product
+        return grouped(x, self.frozen(), ends)
+
+    def factors(self) -> Lora | None:
+        """LoRA's as ``frozen`` lies: [experts, in, rank] and [experts, rank, out]."""
+        if self.lora is None or self.is_transposed:
+            return self.lora
+        return self.lora[1].mT, self.lora[0].mT
+
+    def chosen(self, x: Tensor, experts: Tensor) -> Tensor:
+        """Each row times its own expert's weight, LoRA included, plus bias; of a packed stack no other expert is decoded."""
+        from transformers.integrations.moe import _batched_linear
+
+        weight = self.stack[experts]
+        if self.lora is not None:
+            weight = weight + (self.lora[0][experts] @ self.lora[1][experts]).to(weight.dtype)
+        bias = None if self.bias is None else self.bias[experts]
+        result: Tensor = _batched_linear(x, weight, bias=bias, is_transposed=self.is_transposed)
+        return result

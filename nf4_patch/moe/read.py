@@ -1,0 +1,140 @@
+"""4-bit stacks of experts: all experts of a layer in one weight of bitsandbytes', and how it is read.
+
+``bitsandbytes.nn.parametrize.replace_parameter_4bit`` packs the weight and keeps it behind a parametrization of PyTorch:
+reading ``module.gate_up_proj`` then decodes every expert.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import parametrize
+
+from ..nf4.runtime import has_memory
+from ..offload import prefetch as offload
+from ..patching.context import is_compiling, own_dispatch
+from ..patching.dequantizer import Dequantizer
+from ..patching.module_hooks import HOOKS_ON_ALL, is_called_otherwise, is_written_in
+from ..patching.reasons import Reason
+from ..patching.switch import switch
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """The 4-bit weight of all experts of a layer."""
+
+    packed: Tensor
+    state: Any  # QuantState of shape [experts, ...]
+    dequantizer: Dequantizer
+    only_read: bool = False  # the whole stack may come from the weight cache
+
+    def dense(self) -> Tensor:
+        """All experts, not to be written into: [experts, ...]."""
+        with torch.no_grad():  # as bitsandbytes' parametrization: a packed weight that requires a gradient gets none
+            if switch.on and not is_compiling():
+                own, attempt = self.dequantizer, self.dequantizer.fallbacks.attempt
+                if offload.gate.on:
+                    result = attempt(offload.of_state, own, self.packed, self.state, self.only_read)
+                else:
+                    result = attempt(own.of_state, self.packed, self.state, only_read=self.only_read)
+                if type(result) is not Reason:
+                    return result
+            from bitsandbytes.functional import dequantize_4bit
+
+            dense: Tensor = dequantize_4bit(self.packed, self.state)
+            return dense
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        """The experts ``ids``, int64 [n], as transformers asks a dense stack for them: [n, ...]. No other is read."""
+        if not len(ids):
+            return torch.empty(0, *self.state.shape[1:], dtype=self.state.dtype, device=ids.device)
+        chosen = self.dequantizer.fallbacks.attempt(self.select, ids)
+        return self.dense()[ids] if type(chosen) is Reason else chosen.dense()
+
+    def select(self, ids: Tensor) -> Stack | Reason:
+        """A copy of the packed experts ``ids``, int64 [n], with a QuantState of shape [n, ...]."""
+        if not self.has_whole_experts():
+            return Reason.EXPERT_BLOCKS
+        from bitsandbytes.functional import QuantState
+
+        state, second = self.state, self.state.state2
+
+        def selected(tensor: Tensor) -> Tensor:
+            return tensor.detach().reshape(state.shape[0], -1)[ids].flatten()
+
+        nested = {}
+        if second is not None:
+            scales = QuantState(
+                selected(second.absmax), code=second.code, blocksize=second.blocksize, dtype=second.dtype
+            )
+            nested = {"offset": state.offset, "state2": scales}
+        shape = torch.Size((len(ids), *state.shape[1:]))
+        kind = state.code, state.blocksize, state.quant_type, state.dtype
+        experts = QuantState(selected(state.absmax), shape, *kind, **nested)
+        return Stack(selected(self.packed).unsqueeze(1), experts, self.dequantizer)
+
+    def has_whole_experts(self) -> bool:
+        """Every expert ends with a byte, a block and, where the state is nested, a block of the second level."""
+        state, second, numel = self.state, self.state.state2, math.prod(self.state.shape)
+        block = state.blocksize * (1 if second is None else second.blocksize)
+        return bool(
+            2 * self.packed.numel() == numel == state.blocksize * state.absmax.numel()  # uint8, and no shard
+            and (second is None or block * second.absmax.numel() == numel)
+            and math.prod(state.shape[1:]) % block == 0
+        )
+
+
+# --- who else takes part in reading a stack ---
+
+
+def packed_chains(module: Any) -> dict[str, Any]:
+    """PyTorch's list of parametrizations of every 4-bit stack of a module, by name; the first in each is bitsandbytes'."""
+    chains = module.parametrizations.items() if parametrize.is_parametrized(module) else ()
+    return {name: chain for name, chain in chains if getattr(chain[0], "quant_state", None) is not None}
+
+
+def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) -> dict[str, Stack] | Reason:
+    """The 4-bit stacks of an experts module by name, or the Reason why they are not read past the parametrization."""
+    packed = packed_chains(module)
+    chains = {name: chain for name, chain in packed.items() if len(chain) == 1}
+    if not chains:
+        return Reason.SECOND_PARAMETRIZATION if packed else Reason.EXPERTS_NOT_PACKED
+    if is_hooked(module, chains):
+        return Reason.HOOKED
+    stacks = {
+        name: Stack(chain.original, chain[0].quant_state, dequantizer, only_read) for name, chain in chains.items()
+    }
+    for stack in stacks.values():
+        if type(stack.packed).__torch_dispatch__ is not own_dispatch:
+            return Reason.TENSOR_SUBCLASS
+        if stack.packed.is_meta or not has_memory(stack.packed):
+            return Reason.NO_STORAGE
+    return stacks
+
+
+def is_hooked(module: Any, chains: dict[str, Any]) -> bool:
+    """Whether reading one of the stacks runs, or returns, anything but what bitsandbytes' parametrization does.
+
+    Offloading and sharding gather and free a weight in hooks: on the experts, on PyTorch's list of parametrizations
+    (a chain) and on bitsandbytes' parametrization in it. bitsandbytes itself hooks the experts, to let PyTorch keep what
+    was decoded during a forward; a ``parametrize.cached()`` around it keeps that for longer.
+    """
+    library = sys.modules.get("bitsandbytes.nn.parametrize")
+    if library is None or any(HOOKS_ON_ALL):
+        return True
+    caching, no_longer = (getattr(library, f"_{verb}_parametrization_cache", None) for verb in ("enable", "disable"))
+    if parametrize._cache_enabled > [*module._forward_pre_hooks.values()].count(caching):
+        return True
+    return is_called_otherwise(module, (caching, no_longer)) or any(
+        is_called_otherwise(chain)
+        or is_called_otherwise(chain[0])
+        or not is_written_in(parametrize, getattr(getattr(type(module), name, None), "fget", None))
+        or not is_written_in(parametrize, type(chain).forward)
+        or not is_written_in(library, type(chain[0]).forward)
+        for name, chain in chains.items()
+    )

@@ -1,1 +1,0 @@
-"""Matmul straight from the packed weight: tables, kernels and launches, for few rows."""

@@ -1,0 +1,1 @@
+"""Packed experts that wait in host memory, and are fetched ahead."""

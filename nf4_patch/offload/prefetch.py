@@ -1,0 +1,417 @@
+"""Packed experts that wait in host memory: ``enable(experts="4bit", offload="6GiB")``.
+
+A stack in host memory stays a CUDA tensor. Its memory is the host's, pinned and mapped, and a GPU reads it at the same address
+over the bus: whatever is done to a parameter is done to this one too, only slower. What makes it fast is one thing more: while
+the experts of one layer compute, those of the next are copied into a buffer on the GPU, and are decoded there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cache.store import cache, is_captured
+from ..nf4 import runtime
+from ..nf4.weight import LIMIT, Weight
+from ..patching.context import modes_active, transforms_active
+from ..patching.dequantizer import Dequantizer
+from ..patching.locks import new_lock
+from ..patching.option import ConfigError, size_in_words
+from ..patching.quant_state import new, weight_of
+from ..patching.reasons import Reason
+from ..patching.switch import switch
+from .option import OffloadStatus
+
+SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
+ALIGNMENT, ROOM = 256, 4096  # bytes: as of PyTorch's allocator, and for 16 tensors
+MORE = 'free memory of the host, or leave more on the GPU, with a larger offload="...GiB"'
+gate = switch.gates["offload"]
+
+
+class Cuda:
+    """What is asked of CUDA. Tests put one of plain CPU tensors in its place."""
+
+    kind, left = "cuda", list[tuple[Tensor, torch.device]]()
+    event, stream, running_on = torch.cuda.Event, torch.cuda.Stream, staticmethod(torch.cuda.stream)
+    current_stream, is_captured = staticmethod(torch.cuda.current_stream), staticmethod(is_captured)
+    handle = staticmethod(runtime.current_stream)
+
+    def register(self, host: Tensor, device: torch.device) -> str:
+        """Pin memory and map it into the address space of every GPU. What went wrong, or ""."""
+        cudart, same = torch.cuda.cudart(), ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(same), SAME_ADDRESS, device.index)
+        if not same.value:
+            return "this GPU does not read the host's memory at the host's address"
+        with torch.cuda.device(device):  # which PyTorch then takes for the memory's
+            code = cudart.cudaHostRegister(host.data_ptr(), host.nbytes, PORTABLE_AND_MAPPED)
+        if not int(code):
+            return ""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=device)  # or the next kernel of this process would raise what CUDA remembers
+        return str(cudart.cudaGetErrorString(code))
+
+    def unregister(self, host: Tensor, device: torch.device) -> None:
+        """Now, or with the next one where a graph is being captured, which this would end."""
+        self.left.append((host, device))
+        while self.left and not torch.cuda.is_current_stream_capturing():
+            host, device = self.left.pop()
+            torch.cuda.synchronize(device)  # a kernel may still read it
+            torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+
+    def mapped(self, part: Any, device: torch.device) -> Tensor:
+        """uint8 [bytes] on the GPU, whose memory is the host's. It keeps the part alive."""
+        return torch.as_tensor(part, device=device)
+
+    def copy(self, place: Tensor, host: Tensor) -> None:
+        place.copy_(host, non_blocking=True)
+
+
+cuda: Any = Cuda()
+Facts = tuple[Any, ...]
+
+
+class Unit:
+    """The packed stacks of one experts module that wait in one piece of host memory: fetched together.
+
+    It is pinned with the first tensor, and lives as long as a CUDA tensor on it does.
+    """
+
+    def __init__(self, capacity: int):
+        self.capacity, self.size = capacity, 0  # bytes that are planned, and that are taken
+        self.resident = 0  # bytes of other modules that stay on the GPU, where they are counted with this one
+        self.host: Tensor | None = None  # uint8
+        self.sizes: dict[int, int] = {}  # bytes of each tensor, by address
+        self.facts: dict[int, Facts] = {}  # of each weight when it was read last, by the address of its packed bytes
+        # what followed when this one was read after another: forward and backward meet a layer from either side
+        self.after: weakref.WeakKeyDictionary[Unit, Reference] = weakref.WeakKeyDictionary()
+
+    def pinned(self, device: torch.device) -> Tensor:
+        """Its memory.
+
+        Raises:
+            MemoryError: the memory is not there, or cannot be pinned.
+        """
+        self.device, size = device, self.capacity + ROOM
+        try:
+            # Shared, so that a fork need not copy what is pinned. PyTorch's own pinned memory is rounded up to a power of two
+            host = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+            failure = cuda.register(host, device)
+        except OSError as error:
+            failure = str(error)
+        if failure:
+            raise MemoryError(
+                f"offload: {size_in_words(size)} of host memory could not be pinned for packed experts, after "
+                f"{size_in_words(sum(unit.size for unit in living()))} that are: {failure}. Raise the limit for pinned memory "
+                f"(ulimit -l; docker run --ulimit memlock=-1), {MORE}"
+            )
+        weakref.finalize(self, forget, cuda, host, self.sizes, device, os.getpid()).atexit = False
+        return host
+
+    def placed(self, tensor: Tensor) -> Tensor:
+        """The tensor in host memory, as a CUDA tensor; itself where it was not planned with that size."""
+        if self.host is None:
+            self.host = self.pinned(tensor.device)
+        place = self.host[self.size : self.size + tensor.nbytes]
+        if place.nbytes < tensor.nbytes:
+            return tensor
+        place.copy_(tensor.reshape(-1).view(torch.uint8))
+        start = place.data_ptr()
+        self.size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        self.sizes[start], units[start] = tensor.nbytes, weakref.ref(self)
+        memory = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (start, False), "version": 2}
+        part = SimpleNamespace(__cuda_array_interface__=memory, unit=self)
+        whole: Tensor = cuda.mapped(part, self.device)
+        return whole.view(tensor.dtype).view(tensor.shape)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it is one of its tensors, whole."""
+        return self.sizes.get(tensor.data_ptr()) == tensor.nbytes and tensor.is_contiguous()
+
+
+Reference = Callable[[], Unit | None]
+units: dict[int, Reference] = {}  # by the address of each of their tensors, which is theirs alone
+
+
+def nobody() -> None:
+    return None
+
+
+def living() -> set[Unit]:
+    return {unit for reference in list(units.values()) if (unit := reference()) is not None}
+
+
+def forget(cuda: Any, host: Tensor, sizes: dict[int, int], device: torch.device, process: int) -> None:
+    """A unit died."""
+    for address in sizes:
+        del units[address]
+    if os.getpid() == process:  # a forked child has no CUDA
+        cuda.unregister(host, device)
+        if device in lanes and all(unit.device != device for unit in living()):
+            lanes[device].clear()
+
+
+# --- fetching ---
+
+
+class Buffer:
+    """Memory on the GPU, of the copy stream's, into which units are copied."""
+
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None
+        self.arrived = cuda.event()
+        self.unit: Reference | None = None
+        self.facts: dict[int, Facts] = {}  # of the unit when it was copied
+        self.streams: dict[int, Any] = {}  # on which it was read
+        # a weight's first tensors here, None for one that is not: by whose they are, as another unit may come to an address
+        self.views: dict[tuple[Reference, Facts], list[Tensor | None]] = {}
+
+    def viewed(self, weight: Weight, facts: Facts, unit: Unit) -> list[Tensor | None]:
+        assert self.memory is not None and unit.host is not None
+        if len(self.views) >= LIMIT:
+            self.views.clear()
+        views = self.views[weakref.ref(unit), facts] = list[Tensor | None]([None] * 3)
+        for index, tensor in enumerate(weight[:3]):
+            if tensor is not None and unit.holds(tensor):
+                start = tensor.data_ptr() - unit.host.data_ptr()
+                views[index] = self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return views
+
+
+class Lane:
+    """Two buffers and the stream of copies of one GPU, and in which order units are read there."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.lock = device, new_lock()  # held from the wait for a copy until the decode is launched
+        self.stream = cuda.stream(device)
+        self.buffers = [Buffer(), Buffer()]  # the one that was read last is the first
+        self.before: Reference = nobody
+        self.now: Reference = nobody  # weak, as all of a lane's: a unit lives as long as its tensors
+        self.fetches = self.late = 0
+
+    def decode(self, weight: Weight, facts: Facts, unit: Unit, run: Callable[[Weight], Any]) -> Any:
+        """What ``run`` makes of the weight where it has arrived; where it lies if it is a part of what is there."""
+        reference = weakref.ref(unit)  # one object, as long as the unit lives
+        with self.lock:
+            if self.buffers[1].unit is reference:
+                self.buffers.reverse()
+            buffer = self.buffers[0]
+            if buffer.unit is not reference or buffer.facts.get(facts[0]) != facts:
+                if not unit.holds(weight[0]):
+                    return run(weight)
+                unit.facts[facts[0]] = facts
+                if buffer.unit is not reference:
+                    self.buffers.reverse()
+                    buffer = self.buffers[0]
+                self.fetch(buffer, unit, ahead=False)
+            if reference is not self.now:  # before this one is waited for: the copy begins at once
+                following = self.following(unit)
+                if following is not None and self.buffers[1].unit is not weakref.ref(following):
+                    self.fetch(self.buffers[1], following, ahead=True)
+            handle = cuda.handle(self.device.index)
+            if handle not in buffer.streams:
+                stream = cuda.current_stream(self.device)
+                stream.wait_event(buffer.arrived)
+                buffer.streams[handle] = stream
+            packed, absmax, absmax2 = buffer.views.get((reference, facts)) or buffer.viewed(weight, facts, unit)
+            absmax, absmax2 = weight[1] if absmax is None else absmax, weight[2] if absmax2 is None else absmax2
+            return run(new(Weight, (packed, absmax, absmax2, *weight[3:])))
+
+    def following(self, unit: Unit) -> Unit | None:
+        """What followed the last time, if anything."""
+        before, now = self.before(), self.now()
+        if before is not None and now is not None:
+            now.after[before] = weakref.ref(unit)
+        self.before, self.now = self.now, weakref.ref(unit)
+        known = None if now is None else unit.after.get(now)
+        return None if known is None else known()
+
+    def fetch(self, buffer: Buffer, unit: Unit, ahead: bool) -> None:
+        """Start the copy of a unit, after the last use of what is in the buffer."""
+        self.empty(buffer)
+        if not ahead:  # what was written into a stack meanwhile
+            self.stream.wait_stream(cuda.current_stream(self.device))
+        assert unit.host is not None
+        with cuda.running_on(self.stream):
+            if buffer.memory is None or buffer.memory.nbytes < unit.size:
+                self.free(buffer)
+                with torch.inference_mode(False):  # training reads there too
+                    buffer.memory = torch.empty(unit.size, dtype=torch.uint8, device=self.device)
+            cuda.copy(buffer.memory[: unit.size], unit.host[: unit.size])
+        buffer.arrived.record(self.stream)
+        buffer.unit, buffer.facts = weakref.ref(unit), dict(unit.facts)
+        self.fetches += 1
+        self.late += not ahead
+
+    def empty(self, buffer: Buffer) -> None:
+        """What is next in the copy stream may have its memory."""
+        buffer.unit = None
+        for stream in buffer.streams.values():
+            self.stream.wait_stream(stream)
+        buffer.streams = {}
+
+    def free(self, buffer: Buffer) -> None:
+        self.empty(buffer)
+        buffer.memory, buffer.views = None, {}
+
+    def clear(self) -> None:
+        with self.lock:
+            for buffer in self.buffers:
+                self.free(buffer)
+
+
+lanes: dict[torch.device, Lane] = {}
+
+
+def of_state(dequantizer: Dequantizer, packed: Tensor, state: Any, only_read: bool) -> Tensor | Reason:
+    """As ``dequantizer.of_state``. What is in host memory is fetched first, unless a cached dense stack is known."""
+    unit = None if modes_active() else units.get(packed.data_ptr(), nobody)()
+    weight: Any = Reason.STATE_FIELDS if unit is None else weight_of(packed, state)
+    facts = None if type(weight) is Reason or transforms_active() is not None else facts_of(weight)
+    if unit is None or facts is None or cuda.is_captured(packed.get_device()):
+        return dequantizer.of_state(packed, state, only_read=only_read)
+    lane = lanes.get(unit.device) or lanes.setdefault(unit.device, Lane(unit.device))
+
+    def decode(weight: Weight) -> Tensor | Reason:
+        result: Tensor | Reason = lane.decode(weight, facts, unit, dequantizer.run)
+        return result
+
+    found = cache.read(weight, decode) if only_read and cache.on else None
+    return decode(weight) if found is None else found
+
+
+def facts_of(weight: Weight) -> Facts | None:
+    """What changes when a weight's first tensors do; None where one counts no versions."""
+    packed, absmax, absmax2, *_ = weight
+    try:
+        facts: Facts = (
+            packed.data_ptr(), id(packed), packed._version, packed.shape,
+            absmax.data_ptr(), id(absmax), absmax._version, absmax.shape,
+        )  # fmt: skip
+        if absmax2 is not None:
+            facts += absmax2.data_ptr(), id(absmax2), absmax2._version, absmax2.shape
+    except RuntimeError:  # an inference tensor
+        return None
+    return facts
+
+
+# --- loading ---
+
+# Of models that are being loaded: the units by path, or why they cannot be placed, which transformers would only log
+plans: weakref.WeakKeyDictionary[Any, dict[str, Unit] | str] = weakref.WeakKeyDictionary()
+
+
+def packed_size(elements: int, nested: bool) -> int:
+    """Bytes of a packed stack with blocks of 64 elements, and 256 blocks a block of the second level."""
+    scales = -(-elements // 64)
+    return -(-elements // 2) + (scales + 4 * -(-scales // 256) if nested else 4 * scales)
+
+
+def free_memory() -> float:
+    """Bytes of the host that can be had; infinite where Linux does not say."""
+    with contextlib.suppress(OSError, KeyError), open("/proc/meminfo") as file:
+        return 1024 * int(dict(line.split(":") for line in file)["MemAvailable"].split()[0])
+    return float("inf")
+
+
+def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
+    """Decide which experts modules of a model, whole, go to host memory.
+
+    Args:
+        stacks: of each stack that will be packed its full name, its device and its packed bytes.
+
+    Raises:
+        ConfigError: the budget does not hold two buffers.
+        MemoryError: the host has less memory than is needed.
+    """
+    if not gate.on:
+        return
+    planned: dict[torch.device, Counter[str]] = {}
+    for name, place, size in stacks:
+        if (device := torch.device(place)).type == cuda.kind:
+            planned.setdefault(device, Counter())[name.rpartition(".")[0]] += size
+    chosen: dict[str, Unit] = {}
+    plans[model], budget, wanted = chosen, switch.value("offload"), 0
+    for device, sizes in planned.items():
+        total, largest = sizes.total(), max(sizes.values())
+        if isinstance(budget, int) and total <= budget:
+            continue
+        stays = budget - 2 * largest if isinstance(budget, int) else 0
+        if stays < 0:
+            raise ConfigError(
+                f"offload={size_in_words(int(budget))!r} does not hold the two buffers on {device}, one experts module each: "
+                f'give "{-(-2 * largest // 2**20)}MiB" or more, or "all", which keeps only these'
+            )
+        share, resident = 0, total
+        for path, size in sizes.items():  # spread evenly, so that copies overlap with what computes
+            share += stays * size
+            if share >= total * size:
+                share -= total * size
+            else:
+                unit = chosen[path] = Unit(size)
+                resident -= size
+        unit.resident, wanted = resident, wanted + total - resident
+    if wanted > (free := free_memory()):  # or Linux would end this process without a word
+        raise MemoryError(
+            f"offload: {size_in_words(wanted)} of host memory are needed, {size_in_words(int(free))} are free: {MORE}"
+        )
+
+
+def units_of(model: Any) -> dict[str, Unit]:
+    """The plan of a model that is being loaded.
+
+    Raises:
+        MemoryError: one of its stacks could not be placed.
+    """
+    planned = plans.get(model, {})
+    if isinstance(planned, str):
+        raise MemoryError(planned)
+    return planned
+
+
+def placed(model: Any, full_name: str, parameter: Any) -> Any:
+    """A packed stack that carries its state, where it belongs."""
+    unit, state = units_of(model).get(full_name.rpartition(".")[0]), parameter.quant_state
+    if unit is None:
+        return parameter
+    for owner, name in ((parameter, "data"), (state, "absmax"), (state.state2, "absmax"))[: 3 if state.nested else 2]:
+        try:
+            setattr(owner, name, unit.placed(getattr(owner, name)))
+        except MemoryError as error:
+            plans[model] = str(error)
+            raise
+    return parameter
+
+
+# --- what is said ---
+
+
+def snapshot() -> dict[str, OffloadStatus]:
+    """By GPU."""
+    found, held = {}, living()
+    for device, lane in (dict.fromkeys(unit.device for unit in held) | lanes).items():
+        here = [unit for unit in held if unit.device == device]
+        resident = sum(unit.resident for unit in here)
+        resident += sum(0 if each.memory is None else each.memory.nbytes for each in (lane.buffers if lane else ()))
+        counts = (lane.fetches, lane.late) if lane else ()
+        found[str(device)] = OffloadStatus(resident, sum(sum(unit.sizes.values()) for unit in here), *counts)
+    return found
+
+
+def follow(_config: Any) -> None:
+    if not gate.on:
+        for lane in lanes.values():
+            lane.clear()
+
+
+switch.follow(follow)

@@ -1,0 +1,43 @@
+"""What else runs when a module is called: PyTorch's hooks, accelerate's, and a forward in the place of its class's."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch.nn.modules import module as torch_module
+from torch.utils import _contextlib as torch_decorators
+
+from .placement import is_ours
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS_ON_ALL = [getattr(torch_module, f"_global{kind}") for kind in HOOKS]  # dicts: true where there is one
+
+
+def is_called_otherwise(module: Any, known: tuple[Any, ...] = ()) -> bool:
+    """Whether a call of the module runs more than its class's forward and the hooks ``known``.
+
+    accelerate's hook that only moves inputs, on every module of a model on several GPUs, counts as nothing.
+    """
+    own = vars(module)
+    for kind in HOOKS:
+        if own[kind] and any(hook not in known for hook in own[kind].values()):
+            return True
+    forward, hook = own.get("forward"), own.get("_hf_hook")
+    if hook is None and forward is None:
+        return False
+    if hook is not None:
+        accelerate = sys.modules.get("accelerate.hooks")
+        only_moves = accelerate is not None and type(hook) is accelerate.AlignDevicesHook and not hook.offload
+        if not (only_moves and is_written_in(accelerate, getattr(forward, "func", None))):
+            return True
+        forward = own.get("_old_forward")
+    function = getattr(forward, "__func__", None)
+    return forward is not None and function is not type(module).forward and not is_ours(function)
+
+
+def is_written_in(module: Any, function: Any) -> bool:
+    """Whether a function is the module's own, under no decorator but PyTorch's."""
+    while getattr(function, "__globals__", None) is vars(torch_decorators):
+        function = function.__wrapped__
+    return getattr(function, "__globals__", None) is vars(module)
