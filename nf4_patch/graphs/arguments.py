@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..nf4.runtime import runs_on
+
 PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 TENSORS = frozenset({Tensor, torch.nn.Parameter})
 DROPPED = "num_items_in_batch"  # Trainer passes the number to every layer; no layer reads it
@@ -38,8 +40,8 @@ def signature(value: Any, tensors: list[Tensor]) -> Any:
             return index
     if tensors and value.requires_grad:
         raise Unsupported("a second argument requires a gradient")
-    if not value.is_cuda or value.is_inference():
-        raise Unsupported(f"a tensor on {value.device}" if not value.is_cuda else "an inference tensor")
+    if not runs_on(value) or value.is_inference():
+        raise Unsupported("an inference tensor" if value.is_inference() else f"a tensor on {value.device}")
     tensors.append(value)
     return layout_of(value)
 

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ..cache.store import cache
-from ..nf4.runtime import is_out_of_memory
+from ..nf4.runtime import DEVICE, is_out_of_memory
 from ..patching.counters import HitCounter, counters
 from ..patching.reasons import Reason
 from .arguments import Slot, slots_for
@@ -138,11 +138,11 @@ class Environment(NamedTuple):
     @classmethod
     def current(cls) -> Environment:
         modes = tuple([mode() for mode in MODES])
-        return cls(torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), modes)
+        return cls(torch.is_autocast_enabled(DEVICE), torch.get_autocast_dtype(DEVICE), modes)
 
     def entered(self) -> torch.autocast:
         """Autocast as it was. Its cache is off: a graph would read a cast weight that is freed when autocast ends."""
-        return torch.autocast("cuda", self.dtype, self.autocast, cache_enabled=False)
+        return torch.autocast(DEVICE, self.dtype, self.autocast, cache_enabled=False)
 
 
 class Task(NamedTuple):
@@ -158,16 +158,40 @@ class Task(NamedTuple):
     fingerprint: Fingerprint
 
 
+Place = tuple[dict[str, Any], str, nn.Parameter]  # a module's parameters, and a name and a parameter among them
+
+
 @contextlib.contextmanager
-def swapped(parameters: list[tuple[dict[str, Any], str, nn.Parameter]], aliases: list[nn.Parameter]) -> Iterator[None]:
-    """Put the aliases into the modules in place of their parameters."""
+def swapped(places: Sequence[Place], aliases: Sequence[Tensor]) -> Iterator[None]:
+    """Put each alias into the place of its parameter, if the parameter is still there."""
+    done: list[Place] = []
     try:
-        for (dictionary, name, _), alias in zip(parameters, aliases, strict=True):
-            dictionary[name] = alias
+        for place, alias in zip(places, aliases, strict=True):
+            dictionary, name, parameter = place
+            if dictionary.get(name) is parameter:
+                done.append(place)
+                dictionary[name] = alias
         yield
     finally:
-        for dictionary, name, parameter in parameters:
+        for dictionary, name, parameter in done:
             dictionary[name] = parameter
+
+
+def trained_places(layer: nn.Module) -> list[Place]:
+    """Where a layer has the parameters that require a gradient."""
+    modules: list[Any] = list(layer.modules())
+    return [
+        (m._parameters, name, p)
+        for m in modules
+        for name, p in m._parameters.items()
+        if p is not None and p.requires_grad
+    ]
+
+
+def alias_of(parameter: nn.Parameter) -> nn.Parameter:
+    """A leaf of its own on the parameter's memory. Not a plain tensor, for which Dynamo would compile again; nor ``.data``, which has
+    a version counter of its own."""
+    return nn.Parameter(parameter.detach())
 
 
 @contextlib.contextmanager
@@ -246,12 +270,8 @@ class GraphedLayer:
         """
         self.pool, self.fingerprint = pool, task.fingerprint
         self.slots = slots_for(task.tensors, pool.slots)
-        places: list[tuple[dict[str, Any], str, nn.Parameter]] = [
-            (module._parameters, name, p) for module in task.layer.modules() for name, p in module._parameters.items() if p is not None
-        ]  # fmt: skip
-        self.trained = [place for place in places if place[2].requires_grad]
-        # Parameters, as a plain tensor would make Dynamo compile again; not .data, which has a version counter of its own
-        self.aliases = [nn.Parameter(parameter.detach()) for *_, parameter in self.trained]
+        self.trained = trained_places(task.layer)
+        self.aliases = [alias_of(parameter) for *_, parameter in self.trained]
         self.used: list[int] = []  # indices of aliases
         self.parameters: Any = None  # the trained parameters that have a gradient; found in the warm-up
         self.others: tuple[None, ...] | None = None  # what the layer returns after its first result, if that is a tuple
@@ -343,7 +363,8 @@ class GraphedLayer:
         dx = found.pop(0) if x.requires_grad else None
         if self.parameters is None:
             self.used = [index for index in used if found[index] is not None]
-            self.parameters = [self.trained[index][2] for index in self.used]
+            self.places = [self.trained[index] for index in self.used]
+            self.parameters = [parameter for *_, parameter in self.places]
             self.dtypes = list(dict.fromkeys(parameter.dtype for parameter in self.parameters))
         gradients = [each for each in found if each is not None]
         return dx, [torch.cat([each.reshape(-1) for each in same]) for same in self.by_dtype(gradients)]

@@ -24,7 +24,7 @@ from ..patching.replacement import Fallbacks, Function, replacement_of
 from ..patching.switch import switch
 from ..patching.target import Target
 from .arguments import Unsupported, replaced, signature
-from .capture import Environment, GraphedLayer, Pool, Refusal, Task
+from .capture import Environment, GraphedLayer, Pool, Refusal, Task, alias_of, swapped
 from .fingerprint import Fingerprint
 from .option import GraphsStatus
 
@@ -154,18 +154,20 @@ class Call:
     def recomputed(self, x: Tensor, gradient: Tensor) -> list[Any]:
         """As ``gradients``, without the graph; differentiable under ``create_graph``."""
         differentiable, generator = torch.is_grad_enabled(), self.graph.pool.generator
+        # not the parameters themselves: hooks on their gradients would run here too
+        aliases = [p.view_as(p) if differentiable else alias_of(p) for p in self.graph.parameters]
         input = x if differentiable else x.detach().requires_grad_(x.requires_grad)
         after = generator.get_state()
         try:
             if self.random_state is not None:
                 generator.set_state(self.random_state)
-            with torch.enable_grad(), self.environment.entered():
+            with torch.enable_grad(), self.environment.entered(), swapped(self.graph.places, aliases):
                 y = self.again(input)
         finally:
             if self.random_state is not None:
                 generator.set_state(after)
-        inputs = ([input] if x.requires_grad else []) + self.graph.parameters
         y = y[0] if isinstance(y, tuple) else y
+        inputs = [*([input] if x.requires_grad else []), *aliases]
         found = torch.autograd.grad(y, inputs, gradient, allow_unused=True, create_graph=differentiable)
         return [*found] if x.requires_grad else [None, *found]
 
@@ -221,7 +223,7 @@ def why_not(layer: Any, args: tuple[Any, ...]) -> Reason | None:
     if not args or not isinstance(args[0], Tensor):
         return Reason.GRAPH_ARGUMENTS
     x = args[0]
-    if not x.is_cuda:
+    if not runtime.runs_on(x):
         return Reason.NOT_CUDA
     if not x.requires_grad and function.keywords.get(
         "use_reentrant", True

@@ -1,5 +1,8 @@
 """Decoder layers as CUDA graphs: every cell trains twice, eagerly and with graphs, and has the same losses, gradients, adapters and
-random numbers, to the bit; or it runs eagerly under its Reason."""
+random numbers, to the bit; or it runs eagerly under its Reason.
+
+Without a GPU each graph is a function that runs the layer (support/graphs_without_cuda.py): all but the capture is real.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import graphs_without_cuda
 import pytest
 import torch
 from torch import Tensor
@@ -28,10 +32,11 @@ from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.bench.step import LINEARS, optimizer_of, trained
 from nf4_patch.tools.llama import Shape, build_4bit, config_of
 
-pytestmark = pytest.mark.gpu
-SHAPE = Shape(256, 512, 3, 4, 2)
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+SHAPE = Shape(256, 512, 3, 4, 2) if GPU else Shape(64, 128, 3, 2, 1)
 TARGET = "transformers.modeling_layers.GradientCheckpointingLayer.__call__"
-STEPS = 6
+STEPS, LENGTH = 6, 72  # more rows than are multiplied straight from the packed weight where nothing has a gradient
 
 
 def model_of(
@@ -39,7 +44,7 @@ def model_of(
 ) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    model = build_4bit(config or config_of(SHAPE, torch.bfloat16))
+    model = build_4bit(config or config_of(SHAPE, torch.bfloat16), DEVICE)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if inputs:
         model.enable_input_require_grads()
@@ -54,13 +59,13 @@ def layers_of(model: Any) -> Any:
     return model.base_model.model.model.layers
 
 
-def tokens(step: int, length: int = 64) -> Tensor:
-    return torch.randint(3, 500, (2, length), generator=torch.Generator().manual_seed(step)).cuda()
+def tokens(step: int, length: int = LENGTH) -> Tensor:
+    return torch.randint(3, 500, (2, length), generator=torch.Generator().manual_seed(step)).to(DEVICE)
 
 
-def loss_of(model: Any, step: int, length: int = 64, **arguments: Any) -> Tensor:
+def loss_of(model: Any, step: int, length: int = LENGTH, **arguments: Any) -> Tensor:
     ids = tokens(step, length)
-    with torch.autocast("cuda", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         return model(input_ids=ids, labels=ids, **arguments).loss  # type: ignore[no-any-return]
 
 
@@ -91,7 +96,7 @@ def run(model: Any, step_of: Step, steps: int = STEPS, **options: Any) -> dict[s
         "losses": losses,
         "gradients": [[g if g is None else g.clone() for g in each] for each in gradients],
         "adapters": [p.detach().clone() for p in trained(model)],
-        "random": torch.cuda.get_rng_state(),
+        "random": torch.cuda.get_rng_state() if GPU else torch.get_rng_state(),
         "replays": graphs.replays - before,
         "reasons": {r.name for (target, r) in counters.fallbacks if target == TARGET},
         "status": status,
@@ -121,7 +126,9 @@ def compared(
 
 
 @pytest.fixture(autouse=True)
-def clean():
+def clean(monkeypatch):
+    if not GPU:
+        graphs_without_cuda.install(monkeypatch)
     yield
     nf4_patch.disable()
     gc.collect()
@@ -235,7 +242,7 @@ def with_hooks_on_parameters(model, optimizer, step):
 
 
 def of_varying_masks(model, optimizer, step):
-    mask = torch.ones(2, 64, dtype=torch.long, device="cuda")
+    mask = torch.ones(2, LENGTH, dtype=torch.long, device=DEVICE)
     if step % 3:
         mask[0, -(10 + step) :] = 0
     loss = loss_of(model, step, attention_mask=mask)
@@ -244,7 +251,7 @@ def of_varying_masks(model, optimizer, step):
 
 
 def of_own_positions(model, optimizer, step):
-    positions = torch.arange(64, device="cuda").remainder(20 + step).expand(2, -1)
+    positions = torch.arange(LENGTH, device=DEVICE).remainder(20 + step).expand(2, -1)
     loss = loss_of(model, step, position_ids=positions)
     loss.backward()
     return [loss.item()]
@@ -394,7 +401,7 @@ def forward_replaced(model, step):
 def norm_replaced(model, step):
     if step == 4:
         layer = layers_of(model)[0]
-        norm = type(layer.input_layernorm)(256).to("cuda", torch.bfloat16)
+        norm = type(layer.input_layernorm)(SHAPE.hidden_size).to(DEVICE, torch.bfloat16)
         norm.weight.requires_grad_(False)
         layer.input_layernorm = norm
 
@@ -451,7 +458,9 @@ def test_second_derivatives():
     config = config_of(SHAPE, torch.bfloat16)
     config._attn_implementation = "eager"
     eager, graphed = run(model_of(config=config), step_of), run(model_of(config=config), step_of, graphs="auto")
-    assert graphed["replays"] and graphed["losses"] == pytest.approx(eager["losses"], rel=2**-7)  # sums in another order
+    assert graphed["replays"] and graphed["losses"] == pytest.approx(
+        eager["losses"], rel=2**-7
+    )  # sums in another order
 
 
 # --- shapes, streams, threads ---
@@ -479,6 +488,7 @@ def test_least_recently_used_shape_goes(monkeypatch):
     assert compared(model_of, step_of, steps=30)["status"].graphs.shapes == 2
 
 
+@pytest.mark.gpu
 def test_another_stream():
     stream = torch.cuda.Stream()
 
@@ -493,6 +503,7 @@ def test_another_stream():
     assert "GRAPH_STREAM" in compared(model_of, step_of)["reasons"]
 
 
+@pytest.mark.gpu
 def test_two_threads():
     """Two models train at once on one stream."""
     torch.manual_seed(0)
@@ -556,6 +567,7 @@ class Keeping(torch.autograd.Function):
         return gradient * ctx.kept
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -588,6 +600,7 @@ def test_layers_that_cannot_be_captured(kind, reason):
     assert found["replays"] == 2 * (STEPS - 2) or kind == "waits"  # a capture that failed drops all graphs
 
 
+@pytest.mark.gpu
 def test_no_memory_for_a_capture():
     def step_of(model, optimizer, step):
         if step == 2:
@@ -611,6 +624,7 @@ def test_no_memory_for_a_capture():
     assert found["losses"] == eager["losses"]
 
 
+@pytest.mark.gpu
 def test_memory_is_given_back():
     model = model_of()
     with nf4_patch.enabled():
@@ -650,6 +664,7 @@ def interrupt(module, arguments):
     raise KeyboardInterrupt
 
 
+@pytest.mark.gpu
 def test_interrupt_in_a_capture():
     torch.manual_seed(0)
     eager = run(model_of(), one_step)
@@ -712,6 +727,7 @@ def test_hidden_states_once_and_graphs_afterwards():
 # --- what people run ---
 
 
+@pytest.mark.gpu
 def test_ddp():
     program = Path(__file__).parents[1] / "programs" / "graphs_ddp.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
@@ -720,6 +736,8 @@ def test_ddp():
     assert result.stdout.count(f"equal, {3 * (12 - 2)} replays") == 2
 
 
+@pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "packing", [("--packing", "--packing_strategy", "wrapped"), ("--pad_to_multiple_of", "64")], ids=str
 )
