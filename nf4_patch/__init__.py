@@ -50,6 +50,7 @@ TYPES = {
 Matmul = Literal["off", "auto"]
 Experts = Literal["off", "4bit"]
 Lora = Literal["off", "fused"]
+Graphs = Literal["off", "auto"]
 
 
 def __getattr__(name: str) -> Any:
@@ -61,7 +62,7 @@ def __getattr__(name: str) -> Any:
 
 def enable(
     matmul: Matmul | None = None, cache: str | int | None = None, experts: Experts | None = None, lora: Lora | None = None,
-    offload: str | int | None = None,
+    offload: str | int | None = None, graphs: Graphs | None = None,
 ) -> bool:  # fmt: skip
     """Patch bitsandbytes and Unsloth, now or when they are imported. Safe to call again.
 
@@ -81,6 +82,8 @@ def enable(
         offload: "6GiB": of the packed experts of each model that is loaded from now on, at most so much stays on each GPU, what
             is in flight included; the rest waits in pinned host memory and is fetched ahead; the same bits. "all" keeps only
             what is in flight on the GPU. "off", the default, keeps all there. Needs ``experts="4bit"``.
+        graphs: "auto": while a model trains with gradient checkpointing, its decoder layers run as CUDA graphs, so that the GPU
+            does not wait for Python; the same bits. "off", the default, runs them eagerly.
 
     Returns:
         True if the patch is on; False where NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it, and then it is off.
@@ -90,7 +93,7 @@ def enable(
     """
     from .patching import hooks
 
-    return hooks.enable(matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload)
+    return hooks.enable(matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs)
 
 
 def disable() -> None:
@@ -108,6 +111,9 @@ def release() -> None:
     store = sys.modules.get(f"{__name__}.cache.store")  # it needs torch
     if store is not None:
         store.cache.release()
+    layers = sys.modules.get(f"{__name__}.graphs.layers")
+    if layers is not None:
+        layers.graphs.drop()
 
 
 def is_enabled() -> bool:
@@ -120,7 +126,7 @@ def is_enabled() -> bool:
 @contextlib.contextmanager
 def enabled(
     matmul: Matmul | None = None, cache: str | int | None = None, experts: Experts | None = None, lora: Lora | None = None,
-    offload: str | int | None = None,
+    offload: str | int | None = None, graphs: Graphs | None = None,
 ) -> Iterator[None]:  # fmt: skip
     """The patch is on inside the ``with`` block, as ``enable`` does; afterwards it is as it was before, with the options of then.
 
@@ -129,7 +135,7 @@ def enabled(
     """
     from .patching import hooks
 
-    with hooks.block(matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload):
+    with hooks.block(matmul=matmul, cache=cache, experts=experts, lora=lora, offload=offload, graphs=graphs):
         yield
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .options import OPTIONS, CacheStatus, OffloadStatus
+from .options import OPTIONS, CacheStatus, GraphsStatus, OffloadStatus
 from .patching.config import keeps_off
 from .patching.counters import counters
 from .patching.placement import installed
@@ -46,6 +46,7 @@ class Status:
     cache: CacheStatus = field(default_factory=CacheStatus)
     weights: dict[str, int] = field(default_factory=dict)  # addresses so far, also of freed ones, by "shape dtype"
     offload: dict[str, OffloadStatus] = field(default_factory=dict)  # by GPU
+    graphs: GraphsStatus = field(default_factory=GraphsStatus)
     forbidden: str = ""  # the variables that keep the patch off, "NF4_PATCH=0" for example
 
     @property

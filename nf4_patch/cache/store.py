@@ -9,10 +9,11 @@ A cached weight belongs to a parameter, whose identity, version counter and memo
 from __future__ import annotations
 
 import atexit
+import contextlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -58,6 +59,21 @@ class Cache(dequantizer.Reader):
         self.hits = self.misses = 0
         self.uncached: Counter[Uncached] = Counter()
         self.lock = new_lock()
+        self.pinning, self.pins = (
+            -1,
+            list[tuple[Kept, Weight]](),
+        )  # a stream that graphs are captured on, and what was read there
+
+    @contextlib.contextmanager
+    def pinned(self, stream: int) -> Iterator[list[tuple[Kept, Weight]]]:
+        """Collect the cached weights that are read on this stream, where nothing is cached meanwhile: a CUDA graph is captured
+        that reads them as long as ``Kept.of`` returns them."""
+        try:
+            self.pins = []
+            self.pinning = stream
+            yield self.pins
+        finally:
+            self.pinning, self.pins = -1, []
 
     def died(self, kept: Kept) -> None:
         """A tensor that it was decoded from was freed. Called by the garbage collector, at any point of any thread."""
@@ -122,6 +138,9 @@ class Cache(dequantizer.Reader):
                 return self.insert(weight, decode)
             result, kept = found
         stream = runtime.current_stream(kept.device)
+        if stream == self.pinning:
+            self.pins.append((kept, weight))
+            return result
         if stream != kept.stream:
             self.uncached[Uncached.OTHER_STREAM] += 1
             kept.strangers += 1
@@ -168,7 +187,8 @@ class Cache(dequantizer.Reader):
             return Uncached.NOT_A_PARAMETER
         if hasattr(owner, "ds_id"):
             return Uncached.ZERO3
-        if is_captured(weight.packed.get_device()):
+        device = weight.packed.get_device()
+        if is_captured(device) or runtime.current_stream(device) == self.pinning:
             return Uncached.CUDA_GRAPH
         memory = self.memories.get(weight.packed.untyped_storage()._cdata)
         why = None if memory is None else memory.why_not(owner)

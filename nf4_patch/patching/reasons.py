@@ -73,6 +73,25 @@ class Reason(enum.Enum):
         "input, adapter and the base's product are not in one precision (activations in fp32 without autocast, for example)",
         "prepare_model_for_kbit_training casts norms to fp32: train under autocast (bf16=True), or without it",
     )
+    GRAPH_NEW_SHAPE = "a decoder layer was not called often enough with inputs of this shape to be captured"
+    GRAPH_NOT_CHECKPOINTED = (
+        "a layer without gradient checkpointing, in evaluation or without gradients",
+        "train with gradient_checkpointing=True",
+    )
+    GRAPH_CHECKPOINT = "the layer's checkpoint is not PyTorch's own, or has a context_fn or other options"
+    GRAPH_ARGUMENTS = "an argument or the result of the layer is not what a CUDA graph can take"
+    GRAPH_HOOKED = (
+        "a hook, a device_map or torch.compile takes part in the layer, or outputs of inner modules are recorded"
+    )
+    GRAPH_MODE = 'anomaly detection, another capture, an outer checkpoint or offload="..." is active'
+    GRAPH_SHARDED = "the layer's parameters are sharded (FSDP, ZeRO-3)"
+    GRAPH_CHANGED = "the layer changed after it was captured: it will be captured again"
+    GRAPH_STREAM = "the layer was called on another CUDA stream than its graphs"
+    GRAPH_SYNCHRONIZES = "an operation in the layer waits for the GPU, which a CUDA graph cannot do"
+    GRAPH_RANDOM = "the layer draws random numbers on the host, which a CUDA graph would repeat"
+    GRAPH_STATE = "the layer changes its own state, or keeps a tensor from its forward to its backward"
+    GRAPH_MEMORY = "there was not enough memory to capture the layers"
+    GRAPH_FAILED = "the layer could not be captured"
     INTERNAL_ERROR = ("an error inside nf4_patch", "please report it with the traceback in the log")
 
     def __init__(self, sentence: str, advice: str = ""):
@@ -89,5 +108,6 @@ EXPECTED = {
     Reason.NOT_4BIT, Reason.DEFERRED, Reason.NOT_FASTER, Reason.MATMUL_OPERANDS, Reason.DISPATCH_MODE, Reason.EXPORTING,
     Reason.EXPERTS_NOT_PACKED, Reason.SECOND_PARAMETRIZATION, Reason.HOOKED,
     Reason.BATCHED_MM_GRADIENT, Reason.EXPERT_PARALLEL, Reason.EXPERT_BLOCKS,
+    *(reason for reason in Reason if reason.name.startswith("GRAPH_") and reason.name != "GRAPH_CAPTURE"),
     Reason.LORA_INACTIVE, Reason.LORA_VARIANT, Reason.LORA_HOOKED, Reason.LORA_DTYPES,
 }  # fmt: skip

@@ -1,0 +1,96 @@
+"""Arguments of a layer: what belongs to the key of a graph, and tensors that are copied into static buffers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..nf4.runtime import runs_on
+
+PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+TENSORS = frozenset({Tensor, torch.nn.Parameter})
+DROPPED = "num_items_in_batch"  # Trainer passes the number to every layer; no layer reads it
+
+
+class Unsupported(Exception):
+    """An argument that a graph cannot take."""
+
+
+def signature(value: Any, tensors: list[Tensor]) -> Any:
+    """Return a hashable description of ``value`` without the contents of its tensors, and append these to ``tensors``.
+
+    Raises:
+        Unsupported: an argument is neither a tensor, a plain value, nor a tuple, list or dict of them.
+    """
+    kind = type(value)
+    if kind in PLAIN:
+        return kind, value
+    if kind in (tuple, list):
+        return (kind, *[signature(item, tensors) for item in value])
+    if kind is dict:
+        return (dict, *[(name, signature(item, tensors)) for name, item in value.items() if name != DROPPED])
+    if kind not in TENSORS:
+        raise Unsupported(kind.__name__)
+    for index, other in enumerate(tensors):
+        if other is value:  # one buffer serves both, so the graph is for calls in which they are one tensor
+            return index
+    if tensors and value.requires_grad:
+        raise Unsupported("a second argument requires a gradient")
+    if not runs_on(value) or value.is_inference():
+        raise Unsupported("an inference tensor" if value.is_inference() else f"a tensor on {value.device}")
+    tensors.append(value)
+    return layout_of(value)
+
+
+def replaced(value: Any, replacements: Callable[[Tensor], Any]) -> Any:
+    """Return ``value`` with every tensor replaced, and without ``num_items_in_batch``."""
+    if isinstance(value, Tensor):
+        return replacements(value)
+    if type(value) in (tuple, list):
+        return type(value)(replaced(item, replacements) for item in value)
+    if type(value) is dict:
+        return {name: replaced(item, replacements) for name, item in value.items() if name != DROPPED}
+    return value
+
+
+class Slot:
+    """A static buffer, and the tensor that was copied into it last."""
+
+    def __init__(self, tensor: Tensor):
+        self.layout = layout_of(tensor)
+        sizes = tuple(1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        self.expanded = sizes != tuple(tensor.shape)
+        self.base = torch.empty_strided(sizes, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        self.buffer = self.base.expand(tensor.shape) if self.expanded else self.base  # what the layer reads
+        self.source: Callable[[], Tensor | None] = lambda: None
+        self.version = 0
+
+    def load(self, tensor: Tensor) -> None:
+        """Copy the tensor, unless the buffer holds it: all layers of a step share their masks and position embeddings."""
+        if self.source() is tensor and self.version == tensor._version:
+            return
+        source = tensor.as_strided(self.base.shape, self.base.stride()) if self.expanded else tensor
+        self.base.copy_(source)
+        self.source, self.version = weakref.ref(tensor), tensor._version
+
+
+def layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def slots_for(tensors: list[Tensor], slots: weakref.WeakSet[Slot]) -> list[Slot]:
+    """Return a slot for each tensor, all different, out of ``slots``: the one that holds the tensor, one whose tensor is gone,
+    or a new one."""
+    taken: list[Slot] = []
+    for tensor in tensors:
+        free = [slot for slot in slots if slot.layout == layout_of(tensor) and slot not in taken]
+        holding = [slot for slot in free if slot.source() is tensor] or [slot for slot in free if slot.source() is None]
+        slot = holding[0] if holding else Slot(tensor)
+        slots.add(slot)
+        slot.load(tensor)
+        taken.append(slot)
+    return taken

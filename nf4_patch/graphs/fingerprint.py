@@ -1,0 +1,112 @@
+"""What a captured layer baked in, and whether all of it still holds."""
+
+from __future__ import annotations
+
+import weakref
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+from torch import nn
+
+from ..patching.context import plain_methods
+
+STANDARD = frozenset(vars(nn.Module()))  # attributes of every module
+HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+CONTAINERS = (dict, list, set)
+NESTED = attrgetter("absmax", "code", "offset", "state2", "state2.absmax", "state2.code")
+FLAT = attrgetter("absmax", "code")
+requires_grad = attrgetter("requires_grad")
+
+
+class Fingerprint:
+    """A layer's modules, attributes, parameters, quant_states, hooks and addresses.
+
+    Every list is flat, so that a check runs in C: about 20 us for the 83 modules of a Llama layer with LoRA on all linear layers
+    (2-core CPU machine, Python 3.11). The object holds the layer's modules and tensors, but never the layer itself.
+    """
+
+    def __init__(self, layer: nn.Module):
+        self.layer = weakref.ref(layer)
+        everything = list(layer.modules())
+        self.modules = everything[1:]
+        # the layer's own callables may be bound to it: a weak reference keeps none of them alive
+        self.own = {name: weakref.ref(value) for name, value in vars(layer).items() if callable(value)}
+        names = [[name for name in vars(module) if name not in STANDARD] for module in everything]
+        names[0] = [name for name in names[0] if name not in self.own]
+        self.dictionaries = [vars(module) for module in everything]
+        self.getters = [itemgetter("training", *each) for each in names]  # two names or more: a tuple
+        self.values, self.sizes = self.found_values(), [*map(len, self.dictionaries)]
+        attributes = [vars(module).items() for module in everything]
+        self.containers = [
+            value
+            for name, value in chain.from_iterable(attributes)
+            if name not in STANDARD and isinstance(value, CONTAINERS)
+        ]
+        self.configs = list(
+            {id(c): vars(c) for m in everything if hasattr(c := vars(m).get("config"), "__dict__")}.values()
+        )
+        self.implementations = self.found_implementations()
+        hooks = [each for module in everything for each in HOOKS(module)]
+        self.no_hooks = [each for each in hooks if not each]
+        self.hooks = [each for each in hooks if each]
+        self.containers += self.hooks
+        self.copies = [type(container)(container) for container in self.containers]
+        self.tensor_dictionaries: list[dict[str, Any]] = [
+            d for module in everything for d in (module._parameters, module._buffers) if d
+        ]
+        self.slots: list[Any] = [*chain.from_iterable(map(dict.values, self.tensor_dictionaries))]
+        self.tensors: list[Any] = [tensor for tensor in self.slots if tensor is not None]
+        packed = [tensor for tensor in self.tensors if getattr(tensor, "quant_state", None) is not None]
+        self.packed, self.states = packed, [tensor.quant_state for tensor in packed]
+        self.fields = [NESTED if state.nested else FLAT for state in self.states]
+        self.of_states = self.found_states()
+        # bytes cannot require a gradient
+        self.floating = [tensor for tensor in self.tensors if tensor.dtype.is_floating_point]
+        self.trains = [*map(requires_grad, self.floating)]
+        with plain_methods():
+            self.addresses = [tensor.data_ptr() for tensor in self.tensors]
+
+    def found_values(self) -> list[Any]:
+        return [get(dictionary) for get, dictionary in zip(self.getters, self.dictionaries, strict=True)]
+
+    def found_implementations(self) -> list[Any]:
+        names = "_attn_implementation_internal", "_experts_implementation_internal"
+        return [config.get(name) for config in self.configs for name in names]
+
+    def found_states(self) -> list[tuple[Any, ...]]:
+        return [fields(state) for fields, state in zip(self.fields, self.states, strict=True)]
+
+    def is_in_place(self) -> bool:
+        """Whether every tensor has the memory that it had at the capture."""
+        with plain_methods():
+            return [tensor.data_ptr() for tensor in self.tensors] == self.addresses
+
+    def holds(self) -> bool:
+        """Whether the layer is what it was at the capture."""
+        layer = self.layer()
+        if layer is None or any(self.no_hooks):
+            return False
+        found = chain.from_iterable(map(dict.values, self.tensor_dictionaries))
+        try:
+            return (
+                self.found_values() == self.values
+                and [*map(len, self.dictionaries)] == self.sizes
+                and all(vars(layer).get(name) is value() for name, value in self.own.items())
+                and self.containers == self.copies
+                and self.found_implementations() == self.implementations
+                and len(slots := [*found]) == len(self.slots)
+                and all(map(is_, slots, self.slots))
+                and [tensor.quant_state for tensor in self.packed] == self.states
+                and all(map(is_, chain.from_iterable(self.found_states()), chain.from_iterable(self.of_states)))
+                and [*map(requires_grad, self.floating)] == self.trains
+            )
+        except Exception:  # a comparison of two different tensors, or an attribute that is gone
+            return False
+
+    def restore(self) -> None:
+        """Give lists, dicts and sets of the layer the contents that they had."""
+        for container, copy in zip(self.containers, self.copies, strict=True):
+            if container != copy:
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(copy)

@@ -1,0 +1,363 @@
+"""Run checkpointed decoder layers as CUDA graphs: which calls, and what autograd sees of them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..cache.store import cache
+from ..nf4 import runtime
+from ..patching import context
+from ..patching.counters import warn_once
+from ..patching.reasons import Reason
+from ..patching.replacement import Fallbacks, Function, replacement_of
+from ..patching.switch import switch
+from ..patching.target import Target
+from .arguments import Unsupported, replaced, signature
+from .capture import Environment, GraphedLayer, Pool, Refusal, Task, alias_of, swapped
+from .fingerprint import Fingerprint
+from .option import GraphsStatus
+
+SIGHTINGS = 2  # eager calls before the first capture
+SHAPES, SEEN = 16, 1024  # that have graphs at once, and that are remembered without
+KEYWORDS = {"use_reentrant", "preserve_rng_state"}  # of torch.utils.checkpoint, which a replay stands for
+FOR_GOOD = {
+    Reason.GRAPH_SYNCHRONIZES,
+    Reason.GRAPH_RANDOM,
+    Reason.GRAPH_STATE,
+    Reason.GRAPH_FAILED,
+    Reason.GRAPH_MEMORY,
+}
+WARNED = {Reason.GRAPH_SYNCHRONIZES, Reason.GRAPH_FAILED, Reason.GRAPH_MEMORY}
+
+
+@dataclass
+class Shape:
+    """All layers' graphs for one key."""
+
+    graphs: weakref.WeakKeyDictionary[nn.Module, GraphedLayer | Refusal] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    calls: weakref.WeakKeyDictionary[nn.Module, int] = field(default_factory=weakref.WeakKeyDictionary)  # so far, eager
+    refusal: Refusal | None = None  # of every layer: there was no memory
+
+    def captured(self) -> list[GraphedLayer]:
+        return [each for each in list(self.graphs.values()) if isinstance(each, GraphedLayer)]
+
+    def reset(self) -> None:
+        for graph in self.captured():
+            with graph.pool.lock:
+                graph.reset()
+        self.graphs.clear()
+        self.calls.clear()
+
+
+class Graphs:
+    """Every graph of the process. ``drop`` may be called at any time: a backward that comes later recomputes eagerly."""
+
+    def __init__(self) -> None:
+        self.seen: OrderedDict[Any, Shape] = OrderedDict()  # shapes without graphs
+        self.shapes: OrderedDict[Any, Shape] = OrderedDict()  # by key, the one that was used last at the end
+        self.pools: dict[int, Pool] = {}
+        self.lock = threading.RLock()  # of a capture, and of what it changes here
+        self.replays = 0
+
+    def drop(self) -> None:
+        """Reset every graph and give the memory back to the driver."""
+        with self.lock:
+            shapes, self.shapes = self.shapes, OrderedDict()
+            pools, self.pools = self.pools, {}
+            for shape in shapes.values():
+                shape.reset()
+            for pool in pools.values():
+                with pool.lock:
+                    pool.keeper.reset()
+        if pools and not runtime.is_capturing():
+            torch.cuda.empty_cache()
+
+    def shape_of(self, key: Any) -> Shape:
+        shape = self.shapes.get(key)
+        if shape is not None:
+            self.shapes.move_to_end(key)
+            return shape
+        shape = self.seen.setdefault(key, Shape())
+        self.seen.move_to_end(key)
+        if len(self.seen) > SEEN:
+            self.seen.popitem(last=False)
+        return shape
+
+    def calls_before_capture(self, shape: Shape) -> int:
+        """How often a layer runs eagerly first: once more for each other shape, since a capture costs a few eager calls."""
+        return SIGHTINGS + sum(1 for other in list(self.shapes.values()) if other.graphs and other is not shape)
+
+    def make_room(self, key: Any) -> None:
+        """Before the first capture of a shape: reset the graphs of the one that was used least recently, if there are too many."""
+        if key in self.shapes:
+            return
+        shape = self.seen.pop(key)
+        for other in [other for other, shape in self.shapes.items() if not shape.graphs]:
+            del self.shapes[other]  # of a model that is gone
+        while len(self.shapes) >= SHAPES:
+            self.shapes.popitem(last=False)[1].reset()
+        self.shapes[key] = shape
+        torch.cuda.empty_cache()  # what eager calls of the layer took is free, and the pool needs as much
+
+    def snapshot(self, mode: str) -> GraphsStatus:
+        shapes = [shape.captured() for shape in list(self.shapes.values())]
+        return GraphsStatus(
+            mode=mode,
+            layers=len({id(graph.fingerprint.layer()) for shape in shapes for graph in shape}),
+            shapes=sum(map(bool, shapes)),
+            replays=self.replays,
+        )
+
+
+graphs = Graphs()
+
+
+def follow(config: Any) -> None:
+    if switch.value("graphs") == "off":
+        graphs.drop()
+
+
+switch.follow(follow)
+
+
+class Call:
+    """One forward of a graphed layer, until its backward."""
+
+    def __init__(
+        self, graph: GraphedLayer, environment: Environment, tensors: list[Tensor], again: Callable[[Tensor], Any]
+    ):
+        self.graph, self.environment, self.tensors, self.again = graph, environment, tensors, again
+        self.random_state = graph.pool.generator.get_state() if graph.is_random else None
+
+    def gradients(self, x: Tensor, gradient: Tensor) -> list[Any]:
+        """Return the gradients of x and of the graph's parameters."""
+        graph, pool = self.graph, self.graph.pool
+        if not torch.is_grad_enabled() and stream_of(pool.device) == pool.replay_stream:
+            with pool.lock:
+                if graph.is_in_place():
+                    return graph.backward(x, self.tensors, self.random_state, gradient)
+        return self.recomputed(x, gradient)
+
+    def recomputed(self, x: Tensor, gradient: Tensor) -> list[Any]:
+        """As ``gradients``, without the graph; differentiable under ``create_graph``."""
+        differentiable, generator = torch.is_grad_enabled(), self.graph.pool.generator
+        # not the parameters themselves: hooks on their gradients would run here too
+        aliases = [p.view_as(p) if differentiable else alias_of(p) for p in self.graph.parameters]
+        input = x if differentiable else x.detach().requires_grad_(x.requires_grad)
+        after = generator.get_state()
+        try:
+            if self.random_state is not None:
+                generator.set_state(self.random_state)
+            with torch.enable_grad(), self.environment.entered(), swapped(self.graph.places, aliases):
+                y = self.again(input)
+        finally:
+            if self.random_state is not None:
+                generator.set_state(after)
+        y = y[0] if isinstance(y, tuple) else y
+        inputs = [*([input] if x.requires_grad else []), *aliases]
+        found = torch.autograd.grad(y, inputs, gradient, allow_unused=True, create_graph=differentiable)
+        return [*found] if x.requires_grad else [None, *found]
+
+
+class Replay(torch.autograd.Function):
+    """The layer's first result. The parameters are inputs, so that gradients reach them through autograd."""
+
+    @classmethod
+    def apply(cls, *arguments: Any) -> Any:
+        """As PyTorch's, without what it does for functorch's transforms in Python: 4 us (2-core CPU machine)."""
+        return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.call = call
+        ctx.save_for_backward(x)  # hooks on saved tensors (activation offloading) see it
+        graph = call.graph
+        with graph.pool.lock:
+            return graph.forward(x, call.tensors)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        return (None, *ctx.call.gradients(x, gradient))
+
+
+def stream_of(device: int) -> int:
+    return int(runtime.current_stream(device))
+
+
+def replay(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
+    if cache.auto is not None:
+        cache.auto.observe(x)
+    y = Replay.apply(call, x, *graph.parameters)
+    graphs.replays += 1
+    return y if graph.others is None else (y, *graph.others)
+
+
+def why_not(layer: Any, args: tuple[Any, ...]) -> Reason | None:
+    """Why a call runs eagerly, whatever the layer is."""
+    if not (layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()):
+        return Reason.GRAPH_NOT_CHECKPOINTED
+    function = layer._gradient_checkpointing_func
+    if (
+        type(function) is not partial
+        or function.func is not checkpoint
+        or function.args
+        or not function.keywords.keys() <= KEYWORDS
+    ):
+        return Reason.GRAPH_CHECKPOINT
+    if function.keywords.get("preserve_rng_state", True) is not True:
+        return Reason.GRAPH_CHECKPOINT
+    if not args or not isinstance(args[0], Tensor):
+        return Reason.GRAPH_ARGUMENTS
+    x = args[0]
+    if not runtime.runs_on(x):
+        return Reason.NOT_CUDA
+    if not x.requires_grad and function.keywords.get(
+        "use_reentrant", True
+    ):  # then a reentrant checkpoint gives no gradients
+        return Reason.GRAPH_ARGUMENTS
+    if context.modes_active() or torch._C._len_torch_function_stack():
+        return Reason.DISPATCH_MODE
+    if context.transforms_active() is not None:
+        return Reason.FUNCTORCH_TRANSFORM
+    collector: Any = sys.modules.get("transformers.utils.output_capturing")
+    if collector is not None and collector._active_collector.get():
+        return Reason.GRAPH_HOOKED
+    if (
+        context.backward_in_progress() != -1 or torch.is_anomaly_enabled() or runtime.is_capturing()
+        or switch.gates["offload"].on
+    ):  # fmt: skip
+        return Reason.GRAPH_MODE
+    return None
+
+
+def is_hooked(layer: nn.Module, fingerprint: Fingerprint) -> bool:
+    """Whether a hook, a wrapper or a compiler takes part in a call of the layer."""
+    found = [hook for hooks in fingerprint.hooks for hook in hooks.values()]
+    if any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in found):
+        return True
+    module: Any = torch.nn.modules.module
+    if any((module._global_forward_hooks, module._global_forward_pre_hooks, module._global_backward_hooks)):
+        return True
+    every = [layer, *fingerprint.modules]
+    return any("_hf_hook" in vars(m) or vars(m).get("_compiled_call_impl") is not None for m in every)
+
+
+def is_sharded(fingerprint: Fingerprint) -> bool:
+    return any(
+        hasattr(tensor, "ds_id") or type(tensor).__torch_dispatch__ is not context.own_dispatch
+        for tensor in fingerprint.tensors
+    )
+
+
+def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> GraphedLayer | Refusal:
+    """Capture the layer for a key."""
+    fingerprint = Fingerprint(layer)
+    if is_hooked(layer, fingerprint):
+        return Refusal(Reason.GRAPH_HOOKED, "")
+    if is_sharded(fingerprint):
+        return Refusal(Reason.GRAPH_SHARDED, "")
+    task = task_of(fingerprint)
+    device = task.x.get_device()
+    with graphs.lock:
+        graphs.make_room(key)
+        pool = graphs.pools.get(device)
+        try:
+            if pool is None:
+                pool = graphs.pools[device] = Pool(device)
+            with pool.lock:
+                return GraphedLayer(pool, task)
+        except Refusal as refusal:
+            return refusal
+        except torch.cuda.OutOfMemoryError as error:
+            reason = str(error).splitlines()[0]
+        finally:
+            if pool is not None and pool.broken:
+                graphs.drop()
+        graphs.drop()
+    return Refusal(Reason.GRAPH_MEMORY, reason)
+
+
+def graphed(target: Target, original: Function) -> Function:
+    """For ``transformers.modeling_layers.GradientCheckpointingLayer.__call__``."""
+    fallbacks = Fallbacks(target.name)
+
+    def refused(refusal: Refusal) -> Reason:
+        fallbacks.details[refusal.reason] = refusal.detail
+        if refusal.reason in WARNED:
+            warn_once(f"nf4_patch: a decoder layer runs without CUDA graphs ({refusal.reason.name}): {refusal.detail}")
+        return refusal.reason
+
+    def attempt(self: Any, *args: Any, **kwargs: Any) -> Any:
+        reason = why_not(self, args)
+        if reason is not None:
+            return reason
+        tensors: list[Tensor] = []
+        environment, x = Environment.current(), args[0]
+        try:
+            options = tuple(switch.config.options.items())  # type: ignore[union-attr]
+            key = signature(args, tensors), signature(kwargs, tensors), environment, x.requires_grad, options
+        except Unsupported as error:
+            return refused(Refusal(Reason.GRAPH_ARGUMENTS, str(error)))
+        pool = graphs.pools.get(x.get_device())
+        if pool is not None and stream_of(pool.device) != pool.replay_stream:
+            return Reason.GRAPH_STREAM
+        shape = graphs.shape_of(key)
+        graph = shape.refusal or shape.graphs.get(self)
+        if graph is None:
+            calls = shape.calls[self] = shape.calls.get(self, 0) + 1
+            if calls <= graphs.calls_before_capture(shape):
+                return Reason.GRAPH_NEW_SHAPE
+            shape.graphs[self] = Refusal(Reason.INTERNAL_ERROR, "see the first error")  # unless the next line returns
+            graph = captured(self, key, lambda f: task_of(self, args, kwargs, tensors, environment, f))
+            shape = graphs.shape_of(key)  # a new one, where all were dropped
+            if isinstance(graph, Refusal) and graph.reason is Reason.GRAPH_MEMORY:
+                shape.refusal = graph
+            shape.graphs[self] = graph
+        if isinstance(graph, Refusal):
+            if graph.reason not in FOR_GOOD:
+                del shape.graphs[self]
+                shape.calls[self] = 0
+            return refused(graph)
+        if not (graph.fingerprint.holds() and graph.is_in_place()):
+            del shape.graphs[self]
+            shape.calls[self] = 0
+            return Reason.GRAPH_CHANGED
+        return replay, graph, Call(graph, environment, tensors[1:], partial(again, self, args, kwargs)), x
+
+    def task_of(
+        self: Any, args: Any, kwargs: Any, tensors: list[Tensor], environment: Environment, fingerprint: Fingerprint
+    ) -> Task:
+        def function(checkpointed: Function, x: Tensor, buffers: list[Tensor]) -> Any:
+            static = {id(tensor): buffer for tensor, buffer in zip(tensors, [x, *buffers], strict=True)}
+            replace = partial(replaced, replacements=lambda tensor: static[id(tensor)])
+            return through(self, checkpointed, replace(args), replace(kwargs))
+
+        return Task(self, function, tensors[0], tensors[1:], environment, fingerprint)
+
+    def through(self: Any, function: Function, args: Any, kwargs: Any) -> Any:
+        """Call the layer as transformers does, with another function in place of the checkpoint's."""
+        before = self._gradient_checkpointing_func
+        try:
+            self._gradient_checkpointing_func = function
+            return original(self, *args, **kwargs)
+        finally:
+            self._gradient_checkpointing_func = before
+
+    def again(self: Any, args: Any, kwargs: Any, x: Tensor) -> Any:
+        return through(self, lambda function, *arguments: function(*arguments), (x, *args[1:]), kwargs)
+
+    return replacement_of(target, original, fallbacks, attempt)

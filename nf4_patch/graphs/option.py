@@ -1,0 +1,51 @@
+"""``graphs="auto"``: checkpointed decoder layers run as CUDA graphs."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from ..patching.option import Option
+from ..patching.target import Target
+
+
+@dataclass(frozen=True)
+class GraphsStatus:
+    """What is captured."""
+
+    mode: str = "off"
+    layers: int = 0  # with graphs
+    shapes: int = 0  # of inputs, with graphs
+    replays: int = 0  # forwards that ran as a graph
+
+    def __str__(self) -> str:
+        return (
+            f"graphs {self.mode}: {self.layers} layers, {self.shapes} shape{'s' * (self.shapes != 1)}; "
+            f"{self.replays} forwards ran as a CUDA graph"
+        )
+
+
+def report(mode: str | int) -> GraphsStatus:
+    module = sys.modules.get(f"{__package__}.layers")  # it needs torch
+    return module.graphs.snapshot(str(mode)) if module else GraphsStatus(str(mode))
+
+
+def lines(graphs: GraphsStatus) -> list[str]:
+    return [str(graphs)] if graphs.mode != "off" or graphs.replays else []
+
+
+GRAPHS = Option(
+    "NF4_PATCH_GRAPHS", ("off", "auto"), "off",
+    "auto: while a model trains with gradient checkpointing, its decoder layers run as CUDA graphs, so that the GPU does not wait for "
+    "Python; the same bits.",
+    on="auto",
+    targets=(
+        Target(
+            "transformers.modeling_layers:GradientCheckpointingLayer.__call__", ">= 4.53", ("4.56.2", "5.17.0", "5.24.0"),
+            (("self", "args", "kwargs"),), ".graphs.layers:graphed",
+            'decoder layers with gradient checkpointing as CUDA graphs, with enable(graphs="auto") only',
+            only="graphs", uncounted="status().graphs counts what ran as a graph",
+        ),
+    ),
+    report=report, lines=lines,
+)  # fmt: skip

@@ -1,0 +1,58 @@
+"""DDP in two processes, eagerly and with graphs: the same losses and gradients, to the bit. torchrun --nproc-per-node 2
+
+Over gloo, so that both processes may share one GPU.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import nf4_patch
+from benchmarks.models import LINEARS, Shape, build_4bit, config_of
+
+dist.init_process_group("gloo")
+rank, device = dist.get_rank(), int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+torch.cuda.set_device(device)
+
+
+def training(**options):
+    from peft import LoraConfig, get_peft_model
+
+    model = build_4bit(config_of(Shape(256, 512, 3, 4, 2), torch.bfloat16), "cuda")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    config = LoraConfig(r=8, target_modules=list(LINEARS), task_type="CAUSAL_LM", lora_dropout=0.05)
+    torch.manual_seed(1)
+    model = get_peft_model(model, config).train()
+    parallel = DistributedDataParallel(model, device_ids=[device], gradient_as_bucket_view=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    torch.manual_seed(rank)
+    numbers = []
+    with nf4_patch.enabled(**options):
+        for step in range(6):
+            for part in range(2):  # two micro-batches
+                generator = torch.Generator().manual_seed(10 * step + 2 * part + rank)
+                ids = torch.randint(3, 500, (2, 64), generator=generator).cuda()
+                with parallel.no_sync() if not part else torch.enable_grad(), torch.autocast("cuda", torch.bfloat16):
+                    loss = parallel(input_ids=ids, labels=ids, use_cache=False).loss
+                    loss.backward()
+                numbers.append(loss.detach().reshape(1).double())
+            numbers += [parameter.grad.double().flatten() for parameter in trained]
+            optimizer.step()
+            optimizer.zero_grad()
+        replays = nf4_patch.status().graphs.replays
+    return torch.cat(numbers), replays
+
+
+want, _ = training()
+got, replays = training(graphs="auto")
+assert want.abs().sum() > 1 and torch.equal(got, want)
+print(f"rank {rank}: equal, {replays} replays", flush=True)
+dist.destroy_process_group()
