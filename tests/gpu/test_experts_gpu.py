@@ -255,7 +255,7 @@ def test_weighing_rows_beyond_int32(far):
 
 def test_gating_rows_beyond_int32():
     rows = filled(2**31 // (2 * WIDTH) + 64, 2 * WIDTH)
-    found, of_rows = launch.silu_and_mul(rows), launch.silu_and_mul_backward(rows, rows[:, :WIDTH].contiguous())
+    (found, _), of_rows = launch.silu_and_mul(rows), launch.silu_and_mul_backward(rows, rows[:, :WIDTH].contiguous())
     for part in (slice(0, 16), slice(-16, None)):
         inputs = rows[part].float().requires_grad_()
         want = silu(inputs[:, :WIDTH]) * inputs[:, WIDTH:]
@@ -324,6 +324,32 @@ def test_two_buffers_that_a_stream_refills(cache, patched):
                     place.copy_(value, non_blocking=True)
             main.wait_stream(side)
             assert all(map(torch.equal, run(layer), want[index]))
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["one stream", "two streams"])
+def test_trls_activation_offloading_gets_nothing_dense(streams, patched):
+    """The gradients of a step without it, to the bit, also with a reentrant checkpoint inside."""
+    offloading = pytest.importorskip("trl.models.activation_offloading")
+    patched.enable(experts="4bit")
+    model = with_lora(model_of("qwen3", lora=False))
+    model.enable_input_require_grads()
+    want = step_of(model)
+    chains = [chain for module in experts_of(model) for chain in getattr(module, "parametrizations", {}).values()]
+    sizes = {factor * chain.original.numel() for chain in chains for factor in (1, 2)}
+    for keywords in (None, {"use_reentrant": True}):
+        if keywords:
+            model.gradient_checkpointing_enable(keywords)
+        hooks, offloaded = offloading.OffloadActivations(use_streams=streams, min_offload_size=0), []
+        pack = hooks.pack_hook
+
+        def recorded(tensor, pack=pack, offloaded=offloaded):
+            offloaded.append(tensor.numel())
+            return pack(tensor)
+
+        hooks.pack_hook = recorded
+        with hooks:
+            found = step_of(model)
+        assert same(found, want) and offloaded and sizes and not sizes & {*offloaded}
 
 
 OTHERS = {"rope": False, "rms_norm": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
