@@ -18,10 +18,11 @@ from torch.nn.utils import parametrize
 
 from ..placement import is_ours
 from ..replacement import Fallbacks, Function, around, instead, replacement_of
+from ..switch import switch
 from ..target import Target
 from .forward import trait
 from .product import Lora
-from .read import packed_chains
+from .read import is_managed, packed_chains
 
 SERVED = ("grouped_mm", "batched_mm")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -181,7 +182,8 @@ def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: 
     with ExitStack() as stack:
         for module in list(model.modules()):
             chains, states = packed_chains(module), packed_states(module)
-            if chains and len(states) == len(module.parametrizations):
+            managed = switch.gates["experts"].on or any(map(is_managed, chains.values()))
+            if chains and managed and len(states) == len(module.parametrizations):
                 refuse_earlier(module, states, self.peft_config[adapter_name])
                 end_caching(module)
                 for chain in chains.values():

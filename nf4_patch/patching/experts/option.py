@@ -72,7 +72,7 @@ EXPERTS = Option(
             PeftTarget(
                 f"peft.tuners.{function}", ">= 0.17", ("0.21.0", "0.21.2"),
                 (parameters,), f".experts.lora:{replace}",
-                f'{covers}, with enable(experts="4bit") only', stays=replace == "packed_again",
+                f'{covers}, with enable(experts="4bit") only', stays=replace != "forward",
             )
             for function, parameters, replace, covers in (
                 ("tuners_utils:BaseTuner.inject_adapter", INJECT, "inject", "target_modules and target_parameters find packed experts"),
@@ -88,7 +88,7 @@ EXPERTS = Option(
                 f"transformers.{function}", ">= 5.17", TESTED_LOADING,
                 (parameters,), f".experts.loading:{replace}",
                 covers,
-                only=only, copied="." not in function.partition(":")[2],
+                only=only, copied="." not in function.partition(":")[2], stays=replace in ("save", "dequantize"),
             )
             for function, parameters, replace, only, covers in (
                 ("quantizers.auto:get_hf_quantizer", HF_QUANTIZER, "quantizer_for", "experts", "gpt-oss in MXFP4"),
