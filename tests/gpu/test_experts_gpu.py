@@ -384,6 +384,31 @@ def test_with_ligers_own_kernels(packed, patched, monkeypatch):
     assert all("Liger" in module._get_name() for module in experts_of(model))
 
 
+def test_a_model_that_moves_while_adapters_are_merged(patched):
+    """To the host and back: taken out, it has the bytes of before."""
+    patched.enable(experts="4bit")
+    model = with_lora(model_of("qwen3", lora=False), lora_alpha=12)
+    chains = [chain for module in experts_of(model) for chain in getattr(module, "parametrizations", {}).values()]
+
+    def content():
+        return [
+            tensor.cpu().clone()
+            for chain in chains
+            for tensor in (chain.original.data, *chain[0].quant_state.as_dict(packed=True).values())
+        ]
+
+    before = content()
+    model.merge_adapter()
+    merged = content()
+    for device in ("cpu", "cuda"):
+        model.to(device)
+        for chain in chains:
+            chain[0].quant_state.to(device)
+    assert chains and all(map(torch.equal, content(), merged)) and not all(map(torch.equal, merged, before))
+    model.unmerge_adapter()
+    assert all(map(torch.equal, content(), before))
+
+
 # --- loading ---
 
 

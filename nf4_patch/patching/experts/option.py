@@ -70,17 +70,18 @@ EXPERTS = Option(
         ),
         *(
             PeftTarget(
-                f"peft.tuners.{function}", ">= 0.17", ("0.21.0", "0.21.2"),
+                f"peft.{function}", ">= 0.17", ("0.21.0", "0.21.2"),
                 (parameters,), f".experts.lora:{replace}",
                 f'{covers}, with enable(experts="4bit") only', stays=replace != "forward",
             )
             for function, parameters, replace, covers in (
-                ("tuners_utils:BaseTuner.inject_adapter", INJECT, "inject", "target_modules and target_parameters find packed experts"),
-                ("lora.layer:ParamWrapper.forward", ("self", "x", "args", "kwargs"), "forward",
+                ("config:_check_and_remove_unused_kwargs", ("cls", "kwargs"), "keep_layout", "adapters in a layout that peft does not read"),
+                ("tuners.tuners_utils:BaseTuner.inject_adapter", INJECT, "inject", "target_modules and target_parameters find packed experts"),
+                ("tuners.lora.layer:ParamWrapper.forward", ("self", "x", "args", "kwargs"), "forward",
                  "LoRA on experts, a product of its own"),
-                ("lora.layer:ParamWrapper.merge", ("self", "safe_merge", "adapter_names"), "packed_again",
+                ("tuners.lora.layer:ParamWrapper.merge", ("self", "safe_merge", "adapter_names"), "packed_again",
                  "adapters merged into packed experts"),
-                ("lora.layer:ParamWrapper.unmerge", ("self",), "packed_again", "adapters taken out of packed experts again"),
+                ("tuners.lora.layer:ParamWrapper.unmerge", ("self",), "packed_again", "adapters taken out of packed experts again"),
             )
         ),
         *(
