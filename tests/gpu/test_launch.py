@@ -118,21 +118,6 @@ def test_first_use_of_compiled_code_inside_a_capture(quant_type, nested, monkeyp
     nf4_patch.disable()
 
 
-def test_alignment_of_the_packed_weight():
-    packed, state = quantized((64, 256), torch.float16, CUDA)
-    want = F.dequantize_4bit(packed, state)
-    server = Dequantizer("test")
-    holder = torch.zeros(packed.numel() + 64, dtype=torch.uint8, device=CUDA)
-    for start in (0, 4, 8, 12, 16, 20):
-        view = holder[start : start + packed.numel()].view(-1, 1)
-        view.copy_(packed)
-        assert torch.equal(serve(server, view, state), want), start
-    view = holder[1 : 1 + packed.numel()].view(-1, 1)
-    view.copy_(packed)
-    assert server.of_state(view, state) is Reason.MISALIGNED
-    assert torch.equal(launch.dequantize(layout_of(view, state)), want)
-
-
 @pytest.mark.parametrize("rows", [1, 8, 33, 64, 300])
 @pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16])
 def test_autocast_to_another_dtype(rows, autocast):
