@@ -67,7 +67,7 @@ CACHE, FUSED = {"cache": BUDGET}, {"lora": "fused"}
 PATCHED: dict[str, dict[str, str] | None] = {"": None, "patch": {}, "patch, cached": CACHE}
 EVERY = PATCHED | {"fused": FUSED, "fused, cached": FUSED | CACHE}
 ON = {name: given for name, given in EVERY.items() if given is not None}
-PACKED = {"experts": "4bit"}
+PACKED, GRAPHS = {"experts": "4bit"}, {"graphs": "auto"}
 COMPARISONS = {  # by the option of the command
     "peft": Comparison(sides_of(STOCK, PATCHED)),
     "trl": Comparison(
@@ -82,6 +82,10 @@ COMPARISONS = {  # by the option of the command
         | sides_of(FP32, {"patch": {}, "fused": FUSED}, **PACKED)
         | sides_of(UNSLOTH, {"": None}),
         ((1, 512), (1, 2048), (1, 4096)), qwen3,
+    ),
+    "graphs": Comparison(
+        sides_of(STOCK, {"patch": {}, "graphs": GRAPHS}) | sides_of(LIGER, {"fused": FUSED, "fused, graphs": FUSED | GRAPHS})
+        | sides_of(UNSLOTH, {"": None})
     ),
     "unsloth": Comparison(sides_of(UNSLOTH, PATCHED)),
     "compiled": Comparison(sides_of(STOCK, {"": None, "patch": {}, "fused": FUSED}) | sides_of(COMPILED, {"patch": {}})),
@@ -333,6 +337,7 @@ def flag(name: str, text: str) -> Callable[[Any], Any]:
 @flag("trl", "The same, and Liger and Unsloth, if they are installed.")
 @flag("compiled", "With compiled layers.")
 @flag("moe", "Of a mixture of experts, with LoRA on the experts.")
+@flag("graphs", "With layers as CUDA graphs, beside Unsloth.")
 @flag("unsloth", "Unsloth alone.")
 @click.pass_obj
 def command(tell: Progress, what: str | None) -> Steps:

@@ -19,6 +19,7 @@ from ..cache.store import cache
 from ..nf4 import runtime
 from ..patching import context
 from ..patching.counters import warn_once
+from ..patching.module_hooks import HOOKS_ON_ALL
 from ..patching.reasons import Reason
 from ..patching.replacement import Fallbacks, Function, replacement_of
 from ..patching.switch import switch
@@ -30,7 +31,6 @@ from .option import GraphsStatus
 
 SIGHTINGS = 2  # eager calls before the first capture
 SHAPES, SEEN = 16, 1024  # that have graphs at once, and that are remembered without
-KEYWORDS = {"use_reentrant", "preserve_rng_state"}  # of torch.utils.checkpoint, which a replay stands for
 FOR_GOOD = {
     Reason.GRAPH_SYNCHRONIZES,
     Reason.GRAPH_RANDOM,
@@ -49,6 +49,9 @@ class Shape:
         default_factory=weakref.WeakKeyDictionary
     )
     calls: weakref.WeakKeyDictionary[nn.Module, int] = field(default_factory=weakref.WeakKeyDictionary)  # so far, eager
+    waits: weakref.WeakKeyDictionary[nn.Module, int] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )  # see ``postpone``
     refusal: Refusal | None = None  # of every layer: there was no memory
 
     def captured(self) -> list[GraphedLayer]:
@@ -68,7 +71,9 @@ class Graphs:
     def __init__(self) -> None:
         self.seen: OrderedDict[Any, Shape] = OrderedDict()  # shapes without graphs
         self.shapes: OrderedDict[Any, Shape] = OrderedDict()  # by key, the one that was used last at the end
-        self.pools: dict[int, Pool] = {}
+        self.pools: weakref.WeakValueDictionary[int, Pool] = (
+            weakref.WeakValueDictionary()
+        )  # by device; the graphs hold them
         self.lock = threading.RLock()  # of a capture, and of what it changes here
         self.replays = 0
 
@@ -76,10 +81,11 @@ class Graphs:
         """Reset every graph and give the memory back to the driver."""
         with self.lock:
             shapes, self.shapes = self.shapes, OrderedDict()
-            pools, self.pools = self.pools, {}
+            pools = list(self.pools.values())
+            self.pools.clear()
             for shape in shapes.values():
                 shape.reset()
-            for pool in pools.values():
+            for pool in pools:
                 with pool.lock:
                     pool.keeper.reset()
         if pools and not runtime.is_capturing():
@@ -99,6 +105,12 @@ class Graphs:
     def calls_before_capture(self, shape: Shape) -> int:
         """How often a layer runs eagerly first: once more for each other shape, since a capture costs a few eager calls."""
         return SIGHTINGS + sum(1 for other in list(self.shapes.values()) if other.graphs and other is not shape)
+
+    def postpone(self, shape: Shape, layer: nn.Module) -> None:
+        """Drop the layer's graphs, and let it run eagerly for twice as many calls as the last time: it may change at every step."""
+        wait = shape.waits[layer] = 2 * shape.waits.get(layer, 1)
+        shape.calls[layer] = self.calls_before_capture(shape) - wait
+        del shape.graphs[layer]
 
     def make_room(self, key: Any) -> None:
         """Before the first capture of a shape: reset the graphs of the one that was used least recently, if there are too many."""
@@ -206,35 +218,36 @@ def replay(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
     return y if graph.others is None else (y, *graph.others)
 
 
+def checkpoint_options(function: Any) -> dict[str, Any]:
+    """The keywords of PyTorch's checkpoint if a replay can stand for it; empty if not. Unsloth puts its own in that place."""
+    if (
+        type(function) is not partial
+        or function.func is not checkpoint
+        or checkpoint.__module__ != "torch.utils.checkpoint"
+    ):
+        return {}
+    options = {"use_reentrant": True, "preserve_rng_state": True, **function.keywords}
+    return options if len(options) == 2 and options["preserve_rng_state"] and not function.args else {}
+
+
 def why_not(layer: Any, args: tuple[Any, ...]) -> Reason | None:
     """Why a call runs eagerly, whatever the layer is."""
     if not (layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()):
         return Reason.GRAPH_NOT_CHECKPOINTED
-    function = layer._gradient_checkpointing_func
-    if (
-        type(function) is not partial
-        or function.func is not checkpoint
-        or function.args
-        or not function.keywords.keys() <= KEYWORDS
-    ):
-        return Reason.GRAPH_CHECKPOINT
-    if function.keywords.get("preserve_rng_state", True) is not True:
+    if not (options := checkpoint_options(layer._gradient_checkpointing_func)):
         return Reason.GRAPH_CHECKPOINT
     if not args or not isinstance(args[0], Tensor):
         return Reason.GRAPH_ARGUMENTS
-    x = args[0]
-    if not runtime.runs_on(x):
+    if not runtime.runs_on(args[0]):
         return Reason.NOT_CUDA
-    if not x.requires_grad and function.keywords.get(
-        "use_reentrant", True
-    ):  # then a reentrant checkpoint gives no gradients
+    if not args[0].requires_grad and options["use_reentrant"]:  # such a checkpoint gives no gradients
         return Reason.GRAPH_ARGUMENTS
     if context.modes_active() or torch._C._len_torch_function_stack():
         return Reason.DISPATCH_MODE
     if context.transforms_active() is not None:
         return Reason.FUNCTORCH_TRANSFORM
     collector: Any = sys.modules.get("transformers.utils.output_capturing")
-    if collector is not None and collector._active_collector.get():
+    if any(HOOKS_ON_ALL) or (collector is not None and collector._active_collector.get()):
         return Reason.GRAPH_HOOKED
     if (
         context.backward_in_progress() != -1 or torch.is_anomaly_enabled() or runtime.is_capturing()
@@ -248,9 +261,6 @@ def is_hooked(layer: nn.Module, fingerprint: Fingerprint) -> bool:
     """Whether a hook, a wrapper or a compiler takes part in a call of the layer."""
     found = [hook for hooks in fingerprint.hooks for hook in hooks.values()]
     if any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in found):
-        return True
-    module: Any = torch.nn.modules.module
-    if any((module._global_forward_hooks, module._global_forward_pre_hooks, module._global_backward_hooks)):
         return True
     every = [layer, *fingerprint.modules]
     return any("_hf_hook" in vars(m) or vars(m).get("_compiled_call_impl") is not None for m in every)
@@ -321,20 +331,21 @@ def graphed(target: Target, original: Function) -> Function:
             calls = shape.calls[self] = shape.calls.get(self, 0) + 1
             if calls <= graphs.calls_before_capture(shape):
                 return Reason.GRAPH_NEW_SHAPE
-            shape.graphs[self] = Refusal(Reason.INTERNAL_ERROR, "see the first error")  # unless the next line returns
-            graph = captured(self, key, lambda f: task_of(self, args, kwargs, tensors, environment, f))
+            try:
+                graph = captured(self, key, lambda f: task_of(self, args, kwargs, tensors, environment, f))
+            except Exception as error:  # not at every further call
+                graphs.shape_of(key).graphs[self] = Refusal(Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}")
+                raise
             shape = graphs.shape_of(key)  # a new one, where all were dropped
             if isinstance(graph, Refusal) and graph.reason is Reason.GRAPH_MEMORY:
                 shape.refusal = graph
             shape.graphs[self] = graph
         if isinstance(graph, Refusal):
             if graph.reason not in FOR_GOOD:
-                del shape.graphs[self]
-                shape.calls[self] = 0
+                graphs.postpone(shape, self)
             return refused(graph)
         if not (graph.fingerprint.holds() and graph.is_in_place()):
-            del shape.graphs[self]
-            shape.calls[self] = 0
+            graphs.postpone(shape, self)
             return Reason.GRAPH_CHANGED
         return replay, graph, Call(graph, environment, tensors[1:], partial(again, self, args, kwargs)), x
 

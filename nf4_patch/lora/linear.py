@@ -14,7 +14,8 @@ from ..cache.store import cache
 from ..nf4 import runtime
 from ..nf4.weight import OUTPUT_DTYPES
 from ..patching import context
-from ..patching.dequantizer import Dequantizer
+from ..patching.context import PLAIN
+from ..patching.dequantizer import Dequantizer, returns_tensors
 from ..patching.module_hooks import HOOKS_ON_ALL, is_called_otherwise
 from ..patching.quant_state import weight_of
 from ..patching.reasons import Reason
@@ -23,16 +24,22 @@ from ..patching.switch import switch
 from ..patching.target import Target
 from .function import Adapter, Factors, LoraProduct, WideFactors, cast
 from .launch import is_used_for
-from .shared import shared_input
+from .recompute import decisions_of
 
 # Without a gradient bitsandbytes multiplies up to so many rows straight from the packed weight, and enable(matmul="auto") does.
 FEW_ROWS = 128
 KINDS = (torch.nn.Linear,), (torch.nn.Linear,), (torch.nn.Identity, torch.nn.Dropout)  # of A, B and dropout
-FACTORS = {torch.nn.Parameter, Tensor}  # FSDP1 makes views of parameters
+FP32 = torch.float32
+# Reshapes a tensor that nobody else holds, as F.linear does. A view could not be written into once grad mode changed.
+unsafe_view: Any = torch.ops.aten._unsafe_view.default
 
 
-def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any) -> list[Any] | Reason:
-    """Of the active adapters A, B, dropout and scaling, if peft adds their products to the base's in the plain way."""
+def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> list[Any] | Reason:
+    """Return A, B, dropout and scaling of each active adapter, if peft adds the adapters' products to the base's in the plain way.
+
+    Args:
+        hooked: whether hooks on the modules count.
+    """
     given = args or (kwargs and any(value is not None for value in kwargs.values()))
     modules = layer._modules  # which a module's own lookup, in Python, comes to last
     all_a, found = modules["lora_A"]._modules, []
@@ -45,10 +52,10 @@ def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any) -> list[Any] | Re
             return Reason.LORA_VARIANT
         parts = all_a[name], modules["lora_B"]._modules[name], modules["lora_dropout"]._modules[name]
         for part, kinds in zip(parts, KINDS, strict=True):
-            if type(part) not in kinds or is_called_otherwise(part):
+            if type(part) not in kinds or (hooked and is_called_otherwise(part)):
                 return Reason.LORA_HOOKED
         a, b, dropout = parts[0].weight, parts[1].weight, parts[2]
-        if not {type(a), type(b)} <= FACTORS:
+        if not {type(a), type(b)} <= PLAIN:  # FSDP1 makes views of parameters, which are plain tensors
             return Reason.LORA_HOOKED
         # peft multiplies in the dtype of x, or in fp32 and rounds the result to it
         wide = a.dtype is torch.float32 and getattr(layer, "cast_input_dtype_enabled", True)
@@ -58,30 +65,38 @@ def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any) -> list[Any] | Re
     return found
 
 
-def is_plain(layer: Any, base: Any) -> bool:
-    """Whether layer and base are peft's and bitsandbytes' own classes, and nothing takes part in a call of the base."""
+def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
+    """Whether layer and base are peft's and bitsandbytes' own classes, and, if hooks count, no hook takes part in a call."""
     library = sys.modules["bitsandbytes.nn.modules"]
     return (
         type(layer) is sys.modules["peft.tuners.lora.bnb"].Linear4bit  # type: ignore[attr-defined]
         and type(base) in (library.Linear4bit, library.LinearNF4, library.LinearFP4)
         and library.Linear4bit.forward.__module__ == library.__name__
-        and not (any(HOOKS_ON_ALL) or is_called_otherwise(base))
+        and not (hooked and (any(HOOKS_ON_ALL) or is_called_otherwise(base)))
     )
 
 
-def product_dtype(base: Any, x: Tensor) -> torch.dtype | None:
-    """That of the base's product, as its own forward decides, if all of the layer's are in it.
+def dtypes_of(base: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
+    """Return the dtype of the product with the base's weight, and the dtype that the weight is decoded in.
 
-    Without autocast an fp32 sum of base and LoRA is rounded once by peft, and ours would be twice.
+    The product has the dtype of autocast, or of x. The weight is decoded in the layer's compute dtype, as in bitsandbytes'
+    forward, also where that is the other 16-bit dtype: transformers takes the compute dtype of a packed checkpoint from the
+    checkpoint.
+
+    Returns:
+        None if peft adds LoRA to a base's product of another precision: one function would round that sum differently.
     """
     if not base.compute_type_is_set:
         base.set_compute_type(x)
         base.compute_type_is_set = True
-    dtype: torch.dtype = base.compute_dtype or x.dtype
-    if not torch.is_autocast_enabled(x.device.type):
-        return dtype if x.dtype is dtype else None
-    autocast = torch.get_autocast_dtype(x.device.type)
-    return autocast if {dtype, x.dtype} <= {autocast, torch.float32} else None
+    dtype = x.dtype
+    compute: torch.dtype = base.compute_dtype or dtype
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    elif (compute is FP32) is not (dtype is FP32):
+        return None
+    known = compute in OUTPUT_DTYPES and x.dtype in OUTPUT_DTYPES and dtype in OUTPUT_DTYPES
+    return (dtype, dtype if compute is FP32 else compute) if known else None
 
 
 def run(
@@ -96,37 +111,38 @@ def run(
         dense: gives the base's weight, [out, in].
     """
     rows, autocast = cast(x.reshape(-1, x.shape[-1]), dtype), torch.is_autocast_enabled(x.device.type)
-    # then peft adds the base's part and LoRA's in fp32, of y and of the gradient of x
-    is_cast, few = x.dtype is not dtype, not torch.is_grad_enabled() and len(rows) <= FEW_ROWS
-    known = sums = None
+    few = not torch.is_grad_enabled() and len(rows) <= FEW_ROWS
+    is_cast = x.dtype is not dtype  # by autocast: peft then adds base and LoRA in fp32
+    summed = FP32 if is_cast else dtype
     products: list[Adapter] = []
-    tensors: list[Tensor] = []
+    tensors: list[Any] = []
     for a, b, dropout, scale in adapters:
         dropped = dropout.training and getattr(dropout, "p", 0)
         wide = not autocast and a.dtype is not dtype  # fp32, and so are the products
-        if not (dropped or few) and len(adapters) == 1 and a.dtype is dtype:
-            known, rows, sums = shared_input(a, x, rows)
         z = rows
         if dropped:  # as peft: what is dropped depends on the dtype
             z = dropout(x if autocast else x.to(a.dtype)).reshape(rows.shape)
         elif is_cast:
-            z, sums = x.reshape(rows.shape), None
+            z = x.reshape(rows.shape)
         z, a, b = (z, a, b) if wide else (cast(z, dtype), cast(a, dtype), cast(b, dtype))
         kind = WideFactors if wide and is_used_for(z, a, out_features) else Factors
-        products.append((kind, scale, not (dropped or is_cast)))
-        tensors += z, a, b
+        is_x = not (dropped or is_cast)
+        products.append((kind, scale, is_x))
+        # x is given once: compiled autograd cannot add up gradients of which one is None
+        tensors += None if is_x else z, a, b
     later, bias = None, base.bias
     if bias is not None:
         later, bias = (bias.to(dtype), None) if is_cast and not bias.requires_grad else (None, bias.to(dtype))
-    y = base(x).reshape(-1, out_features) if few else bias
-    result = cast(LoraProduct.apply(rows, y, dense, products, known, sums, *tensors), x.dtype)
+    y = cast(base(x).reshape(-1, out_features), summed) if few else bias
+    result: Tensor = cast(LoraProduct.apply(rows, y, dense, products, *tensors), summed)
     if not few:
         with torch.no_grad():
             if is_cast:
                 result.add_(torch.nn.functional.linear(rows, dense(), later))
             else:
                 result.addmm_(rows, dense().t())
-    return result.view(*x.shape[:-1], out_features)
+    result = unsafe_view(result, (*x.shape[:-1], out_features))
+    return result
 
 
 # Where Dynamo skips the frame of a layer (bf16 on a T4) it would compile this piece by piece.
@@ -145,35 +161,49 @@ def linear(target: Target, original: Function) -> Function:
         with context.plain_methods():
             return dequantizer.run(weight if weight.dtype is dtype else weight._replace(dtype=dtype), None, False, True)
 
-    def dense(packed: Any, state: Any, dtype: torch.dtype) -> Tensor:
-        result = attempt(decode, packed, state, dtype) if switch.on else None
-        if isinstance(result, Tensor):
-            return result
-        whole: Tensor = sys.modules["bitsandbytes.functional"].dequantize_4bit(packed, state)
-        return whole.to(dtype)
+    def dense(packed: Any, state: Any, decoded: torch.dtype, dtype: torch.dtype) -> Tensor:
+        traced = context.is_compiling()  # compiled autograd: the function below is patched too, and is traced as one op
+        result = attempt(decode, packed, state, decoded) if switch.on and not traced else None
+        if not isinstance(result, Tensor):
+            result = sys.modules["bitsandbytes.functional"].dequantize_4bit(packed, state)
+        return cast(result, dtype)
 
     def prepare(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """``run`` and its arguments, or the Reason why the layer runs as peft's. It must say the same in a recompute."""
-        adapters, base = adapters_of(self, x, args, kwargs), self.base_layer
+        """Return ``run`` and its arguments, or the Reason why the layer runs as peft's. A recompute gets the forward's answer."""
+        hooks: Any = context.saved_tensors_hooks(True)
+        found = decisions_of(hooks[0]) if type(hooks) is tuple else None
+        if found is None:
+            return decide(self, x, args, kwargs, False)
+        decisions, earlier = found
+        if isinstance(earlier, Reason):
+            return earlier
+        decisions.append(Reason.INTERNAL_ERROR)  # unless ``decide`` returns
+        result = decide(self, x, args, kwargs, earlier is True)
+        decisions[-1] = result if isinstance(result, Reason) else True
+        return result
+
+    def decide(self: Any, x: Any, args: Any, kwargs: Any, again: bool) -> Any:
+        """Decide for ``prepare``; ``again``: the forward ran ``run``, so hooks and modes that are new do not count."""
+        adapters, base = adapters_of(self, x, args, kwargs, not again), self.base_layer
         if isinstance(adapters, Reason):
             return adapters
-        if not is_plain(self, base):
+        if not is_plain(self, base, not again):
             return Reason.LORA_HOOKED
-        packed = base.weight
+        packed, bias = base.weight, base.bias
         state = getattr(packed, "quant_state", None) or base.quant_state  # FSDP makes a plain parameter of the weight
         shape = tuple(getattr(state, "shape", ()))
-        dtype: Any = product_dtype(base, x)
-        own = context.own_dispatch
+        dtypes = dtypes_of(base, x)
+        plain = type(x) in PLAIN and (bias is None or type(bias) in PLAIN)
         refused = (
-            (Reason.DISPATCH_MODE, context.modes_active()),
+            (Reason.DISPATCH_MODE, not again and context.modes_active()),
             (Reason.EXPORTING, context.is_jit_tracing()),
             (Reason.FUNCTORCH_TRANSFORM, context.transforms_active() is not None),
             (Reason.NOT_4BIT, len(shape) != 2),
             (Reason.CPU_PACKING, getattr(state, "packing_format_for_cpu", False)),
             (Reason.NOT_CUDA, not runtime.runs_on(x)),
             (Reason.MIXED_DEVICES, x.device != packed.device),
-            (Reason.TENSOR_SUBCLASS, not type(x).__torch_dispatch__ is type(packed).__torch_dispatch__ is own),
-            (Reason.LORA_DTYPES, dtype not in OUTPUT_DTYPES),
+            (Reason.TENSOR_SUBCLASS, not (plain and (type(packed) in PLAIN or returns_tensors(type(packed))))),
+            (Reason.LORA_DTYPES, dtypes is None),
             (Reason.ARGUMENTS, x.shape[-1:] != shape[1:]),
         )
         for reason, holds in refused:
@@ -181,7 +211,8 @@ def linear(target: Target, original: Function) -> Function:
                 return reason
         if cache.auto is not None:
             cache.auto.observe(x)
+        dtype, decoded = dtypes  # type: ignore[misc]
         # hooks on saved tensors run there, by which a checkpoint ends its recompute
-        return run, base, adapters, x, dtype, functools.partial(dense, packed, state, dtype), shape[0]
+        return run, base, adapters, x, dtype, functools.partial(dense, packed, state, decoded, dtype), shape[0]
 
     return replacement_of(target, original, dequantizer.fallbacks, prepare)

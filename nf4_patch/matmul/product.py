@@ -18,7 +18,7 @@ from torch import Tensor
 from ..nf4 import runtime
 from ..nf4.weight import LIMIT, Weight
 from ..patching import guards
-from ..patching.context import is_jit_tracing, modes_active, own_dispatch, plain_methods, transforms_active
+from ..patching.context import PLAIN, is_jit_tracing, modes_active, own_dispatch, plain_methods, transforms_active
 from ..patching.counters import counters
 from ..patching.quant_state import weight_of
 from ..patching.reasons import Reason
@@ -130,9 +130,9 @@ class FusedMatmul:
             return Reason.DISPATCH_MODE
         if transforms_active() is not None:
             return Reason.FUNCTORCH_TRANSFORM
-        if type(x).__torch_dispatch__ is not own_dispatch or type(packed).__torch_dispatch__ is not own_dispatch:
+        if type(x) not in PLAIN or type(packed).__torch_dispatch__ is not own_dispatch:
             return Reason.TENSOR_SUBCLASS
-        if bias is not None and type(bias).__torch_dispatch__ is not own_dispatch:
+        if bias is not None and type(bias) not in PLAIN:
             return Reason.TENSOR_SUBCLASS
         if (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))) or (
             transposed is not None and weight.transposed() is not transposed

@@ -18,6 +18,7 @@ plain_methods = torch._C.DisableTorchFunctionSubclass
 saved_tensors_hooks: Callable[[bool], Any] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: True
 )
+PLAIN = {torch.Tensor, torch.nn.Parameter}  # classes that leave their operators and results alone
 own_dispatch = torch._C._disabled_torch_dispatch_impl  # the __torch_dispatch__ of a class that has none
 
 

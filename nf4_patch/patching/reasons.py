@@ -16,7 +16,10 @@ class Reason(enum.Enum):
     GPU_TOO_OLD = "the GPU is older than compute capability 7.5 (Tesla T4)"
     FUNCTORCH_TRANSFORM = "a functorch transform (vmap, grad, ...) is active"
     DISPATCH_MODE = "a torch dispatch mode is active, which could not see the fused matmul"
-    TENSOR_SUBCLASS = "a tensor of the weight is a subclass with its own dispatch (DTensor, FakeTensor, ...)"
+    TENSOR_SUBCLASS = (
+        "a tensor of the weight, or the input of a layer with LoRA, is a subclass with behaviour of its own "
+        "(DTensor, FakeTensor, MetaTensor, ...)"
+    )
     EXPORTING = "torch.export or torch.jit.trace is recording a program that must also run without nf4_patch"
     ARGUMENTS = "called without a weight or quant_state, or with an argument that differs from the quant_state"
     CPU_PACKING = ("the weight is in bitsandbytes' CPU packing", "move the model with model.to('cuda')")
@@ -71,7 +74,8 @@ class Reason(enum.Enum):
     )
     LORA_DTYPES = (
         "input, adapter and the base's product are not in one precision (activations in fp32 without autocast, for example)",
-        "prepare_model_for_kbit_training casts norms to fp32: train under autocast (bf16=True), or without it",
+        "train under autocast (fp16=True or bf16=True of a Trainer), or without prepare_model_for_kbit_training, "
+        "which casts norms to fp32; keep adapters in fp32 or in the input's dtype",
     )
     GRAPH_NEW_SHAPE = "a decoder layer was not called often enough with inputs of this shape to be captured"
     GRAPH_NOT_CHECKPOINTED = (

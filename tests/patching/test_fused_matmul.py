@@ -109,6 +109,18 @@ def test_a_bias_that_takes_part_in_dispatch_is_the_originals(on_with_matmul):
     assert seen and counters.fallbacks == {("unsloth.test.matmul", Reason.TENSOR_SUBCLASS): 1}
 
 
+class Mine(torch.Tensor):
+    """Results of PyTorch's functions are of this class too."""
+
+
+@pytest.mark.parametrize("name", ["gemv", "matmul"])
+def test_an_input_of_a_class_of_its_own_is_the_originals(name, on_with_matmul):
+    replacement, arguments_of, seen = replaced(name)
+    x = torch.randn(1, 1, 256, dtype=torch.bfloat16).as_subclass(Mine)
+    replacement(*arguments_of(x, *quantized((128, 256), torch.bfloat16, "cpu")))
+    assert seen and counters.fallbacks == {(f"unsloth.test.{name}", Reason.TENSOR_SUBCLASS): 1}
+
+
 @pytest.mark.parametrize("name", ["matmul", "linear"])
 def test_autocast_to_another_dtype_is_the_originals(name, monkeypatch, on_with_matmul):
     """Which multiplies, and rounds, in that one."""

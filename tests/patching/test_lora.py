@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 
@@ -21,6 +22,7 @@ from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
 
 peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
 import bitsandbytes as bnb  # noqa: E402
 
 TARGET = "peft.tuners.lora.bnb.Linear4bit.forward"
@@ -39,6 +41,12 @@ PRECISIONS = {
     "norms in fp32": (BF16, FP32, BF16, BF16),
     "norms and adapters in fp32": (FP32, FP32, BF16, BF16),
     "norms in fp32, T4": (FP32, FP32, FP16, FP16),
+    # transformers takes the compute dtype of a packed checkpoint from the checkpoint
+    "packed in bf16, T4": (FP32, FP16, BF16, FP16),
+    "packed in bf16, norms in fp32, T4": (FP32, FP32, BF16, FP16),
+    "packed in bf16, fp16": (FP32, FP16, BF16, None),
+    "packed in fp16, bf16": (BF16, BF16, FP16, BF16),
+    "bf16 under autocast of fp16": (FP32, BF16, BF16, FP16),
 }
 
 WHOLE_GRAPH = pytest.mark.skipif(
@@ -49,13 +57,13 @@ WHOLE_GRAPH = pytest.mark.skipif(
 class Model(torch.nn.Module):
     """Layers one after another; the first is ``fc0``."""
 
-    def __init__(self, device, dtype=BF16, layers=1, bias=False):
+    def __init__(self, device, dtype=BF16, layers=1, bias=False, weights=FP32):
         super().__init__()
         self.config = {"model_type": "custom"}
         self.is_loaded_in_4bit = True  # peft asks
         sizes = [IN, *[OUT] * layers]
         for index in range(layers):
-            layer = linear(device, sizes[index], OUT, dtype, seed=index)
+            layer = linear(device, sizes[index], OUT, dtype, seed=index, weights=weights)
             layer.bias = torch.nn.Parameter(torch.randn(OUT, device=device).to(dtype)) if bias else None
             self.add_module(f"fc{index}", layer)
         self.names = [f"fc{index}" for index in range(layers)]
@@ -69,8 +77,8 @@ class Model(torch.nn.Module):
         return x
 
 
-def adapted(device, dtype=BF16, adapter=BF16, layers=1, biased=False, seed=0, **config):
-    model = Model(device, dtype, layers, biased)
+def adapted(device, dtype=BF16, adapter=BF16, layers=1, biased=False, seed=0, weights=FP32, **config):
+    model = Model(device, dtype, layers, biased, weights)
     options = {"r": RANK, "lora_alpha": ALPHA, "target_modules": model.names} | config
     model = peft.get_peft_model(model, peft.LoraConfig(**options))
     randomize(model, adapter, seed)
@@ -149,7 +157,7 @@ def exact(model, x, gradient):
 def errors_of(device, precision, size):
     """Of peft's and of ours, on average: of y and of the gradients of x, A and B; B is ``size`` times as large."""
     adapter, of_x, dtype, autocast = PRECISIONS[precision]
-    errors, model = {"peft": [], "fused": []}, adapted(device, dtype)
+    errors, model = {"peft": [], "fused": []}, adapted(device, dtype, weights=dtype)
     for seed in range(8):
         randomize(model, adapter, seed)
         layer_of(model).lora_B["default"].weight.data.mul_(size)
@@ -196,7 +204,7 @@ def test_a_step_is_peft_s(device, config, reentrant):
     """Losses and gradients of layers after one another, within the rounding of bf16; the same dropout."""
     model = adapted(device, layers=2, biased=True, **CONFIGS[config])
     model.base_model.model.reentrant = reentrant
-    for precision in ("TRL", "fp32 adapters", "norms and adapters in fp32"):
+    for precision in ("TRL", "fp32 adapters", "norms and adapters in fp32", "packed in bf16, T4"):
         adapter, of_x, _, autocast = PRECISIONS[precision]
         randomize(model, adapter)
         assert_close(*beside(model, inputs(device, of_x), autocast))
@@ -302,23 +310,104 @@ def test_an_option_that_changes_before_the_recompute_is_noticed(device, options)
         y.sum().backward()
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
+# of x and of autocast; peft takes only a GPU's autocast for autocast, and adds bf16 and fp16 in fp32 there
+INFERENCE = [(BF16, None), (FP32, BF16), (FP16, None), (FP16, FP16), (BF16, FP16)]
+
+
+@pytest.mark.parametrize(("dtype", "autocast"), INFERENCE if torch.cuda.is_available() else INFERENCE[:-1])
 @pytest.mark.parametrize("rows", [1, 5, 300])
-def test_without_a_gradient(device, rows, dtype):
-    """Few rows are the base layer's own product, whoever multiplies there, with LoRA added to it. Under autocast the input may be
-    in fp32."""
-    model, x = adapted(device, biased=True), inputs(device, dtype, shape=(rows, IN)).detach()
+def test_without_a_gradient(device, rows, dtype, autocast):
+    """Few rows are the base layer's own product, whoever multiplies there, with LoRA added to it. The layer computes in bf16."""
+    model, x = adapted(device, adapter=FP32, biased=True), inputs(device, dtype, shape=(rows, IN)).detach()
     for context, matmul in ((torch.no_grad, "off"), (torch.inference_mode, "off"), (torch.no_grad, "auto")):
-        with context(), torch.autocast(device.type, BF16, enabled=dtype is FP32):
+        with context(), torch.autocast(device.type, autocast or BF16, enabled=autocast is not None):
             nf4_patch.disable()
             want, base = model(x), layer_of(model).base_layer(x)
             nf4_patch.enable(lora="fused", matmul=matmul)
             kept = base.clone()
             before = counters.hits(TARGET)
             got = model(x)
-            assert apart(got, want) < 1e-2 and got.dtype is dtype and not fallbacks(TARGET)
+            assert apart(got, want) < 1e-2 and got.dtype is want.dtype and not fallbacks(TARGET)
             assert counters.hits(TARGET) - before == (rows > linear_module.FEW_ROWS)
             assert torch.equal(base, kept)
+
+
+@pytest.mark.parametrize("shape", [(ROWS, IN), (2, ROWS, IN), (3, IN)], ids=["rows", "batch", "few"])
+@pytest.mark.parametrize("of_x", [BF16, FP32], ids=["bf16", "fp32"])
+def test_the_result_is_no_view(device, shape, of_x):
+    """It can be written into, in another grad mode as well, and detached in place."""
+    model, x = adapted(device), inputs(device, of_x, shape=shape)
+    nf4_patch.enable(lora="fused")
+    trained = torch.nn.Parameter(torch.ones(OUT, device=device))
+    for context in (torch.no_grad, contextlib.nullcontext):
+        with torch.autocast(device.type, BF16):
+            with context():
+                y = model(x)
+                kept = y.detach().clone()
+            y += trained
+        y.float().sum().backward()
+        assert trained.grad.eq(y.numel() / OUT).all() and torch.equal(y.detach(), kept.add_(trained.detach()))
+        trained.grad = None
+    y = model(x.to(BF16))
+    assert not y._is_view() and y.detach_() is y and not y.requires_grad
+    assert counters.hits(TARGET) and not fallbacks(TARGET)
+
+
+@pytest.mark.parametrize(("adapters", "dropout"), [("default", 0), (["default", "other"], 0.3)], ids=["one", "two"])
+@pytest.mark.parametrize("precision", ["TRL", "fp32 adapters", "packed in bf16, norms in fp32, T4"])
+def test_compiled_autograd(device, fresh_dynamo, adapters, dropout, precision, monkeypatch):
+    """The backward is one graph, of PyTorch's products in place of our kernels."""
+    monkeypatch.setattr(linear_module, "is_used_for", lambda z, *_: z.dtype is BF16)
+    adapter, of_x, dtype, autocast = PRECISIONS[precision]
+    model, x = adapted(device, dtype, weights=dtype, lora_dropout=dropout), inputs(device, of_x)
+    model.add_adapter("other", peft.LoraConfig(r=4, lora_alpha=9, target_modules=["fc0"]))
+    randomize(model, adapter)
+    layer_of(model).set_adapter(adapters)
+    nf4_patch.enable(lora="fused")
+    results, counter = [], CompileCounterWithBackend("aot_eager")
+    for compiled in (False, True):
+        torch.manual_seed(3)
+        with contextlib.ExitStack() as stack:
+            if compiled:
+                compiler = torch.compile(backend=counter, fullgraph=True)
+                stack.enter_context(torch._dynamo.compiled_autograd._enable(compiler))
+            results.append(step(model, x, autocast))
+    assert_close(*results, 1e-2)
+    assert counter.frame_count == 1 and not fallbacks(TARGET)
+
+
+# Of the parameters that are not packed. As transformers 5.24 loads them, autocast on a CPU does not take them.
+DENSE = [FP16, FP32, None]
+
+
+@pytest.mark.parametrize("dense", DENSE if torch.cuda.is_available() else DENSE[:-1])
+def test_a_checkpoint_packed_in_bf16_trains_in_fp16(device, checkpoint, tmp_path, dense):
+    """As on a T4: transformers takes the layers' compute dtype from the checkpoint, whatever ``bnb_4bit_compute_dtype`` says."""
+    load_4bit(checkpoint, device).train().save_pretrained(tmp_path)
+    quantization = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=FP16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=quantization, dtype=FP16, device_map={"": device}
+    ).train()
+    assert {each.compute_dtype for each in model.modules() if isinstance(each, bnb.nn.Linear4bit)} == {BF16}
+    for parameter in model.parameters():
+        if dense is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dense)
+    config = peft.LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, config)
+    randomize(model, FP32)
+    tokens = torch.randint(3, 512, (2, 80), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def gradients():
+        model.zero_grad()
+        with torch.autocast(device.type, FP16):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    want = gradients()
+    nf4_patch.enable(lora="fused")
+    assert_close(gradients(), want)
+    assert counters.hits(TARGET) >= 7 and not fallbacks(TARGET)
 
 
 def test_merged_and_taken_out_again(device):
@@ -494,6 +583,41 @@ def test_what_is_not_served_is_peft_s_to_the_bit(device, kind):
     change(model)
     got, want = beside(model, x, hits=False)
     assert all(map(torch.equal, got, want)) and fallbacks(TARGET) == {reason: 1}
+
+
+class Wrapping(torch.Tensor):
+    """Wraps results and keeps what belongs to the tensor, as MONAI's MetaTensor does."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        if isinstance(result, cls):
+            result.tag = next(each.tag for each in args if hasattr(each, "tag"))
+        return result
+
+
+class Plain(torch.Tensor):
+    """Results of PyTorch's functions are of this class too."""
+
+
+@pytest.mark.parametrize("cls", [Wrapping, Plain])
+def test_a_class_of_tensors_of_its_own_is_peft_s(device, cls):
+    model, x = adapted(device), inputs(device).detach().as_subclass(cls)
+    x.tag = "mine"
+    want = model(x)
+    nf4_patch.enable(lora="fused")
+    got = model(x)
+    assert type(got) is type(want) is cls and torch.equal(got, want) and vars(got) == vars(want)
+    assert fallbacks(TARGET) == {Reason.TENSOR_SUBCLASS: 1}
+
+
+def test_an_input_that_left_a_transform(device):
+    """``torch.func.grad`` wraps tensors, and what outlives it keeps its wrapper."""
+    model, left = adapted(device), []
+    with torch.no_grad():
+        torch.func.grad(lambda x: left.append(x * 1) or x.float().sum())(inputs(device).detach())
+    x = left[0].requires_grad_()
+    assert_close(*beside(model, x))
 
 
 def test_a_hook_on_every_module_is_called(device):
