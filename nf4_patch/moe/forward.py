@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from ..patching.context import transforms_active
 from ..patching.module_hooks import is_called_otherwise
 from . import launch
-from .product import Lora, Weight, grouped
+from .product import Lora, Weight, grouped, summed
 from .read import Stack
 
 GATES = ("SiLUActivation", "SiLU")
@@ -59,8 +59,7 @@ class Order(NamedTuple):
     def of(cls, ids: Tensor, experts: int) -> Order:
         """Of the experts of each token, int64 [tokens, top_k]."""
         expert_of, slot_of = torch.sort(ids.reshape(-1).short(), stable=True)  # a quarter of the passes of int64
-        row_of = torch.empty_like(slot_of)
-        row_of[slot_of] = torch.arange(len(slot_of), device=ids.device)
+        row_of = slot_of.scatter(0, slot_of, torch.arange(len(slot_of), device=ids.device))  # every element is written
         every = torch.arange(experts, dtype=torch.short, device=ids.device)
         ends = torch.searchsorted(expert_of, every, right=True).int()
         return cls(expert_of, slot_of, row_of.view(ids.shape), ends)
@@ -94,12 +93,12 @@ class Gathered(torch.autograd.Function):
 
 
 class Gated(torch.autograd.Function):
-    """silu(gate) * up of rows + addend, [rows, 2 * inner]. The sum takes the place of the rows."""
+    """silu(gate) * up, where [gate, up] is rows + addend, [rows, 2 * inner]. Only that sum is saved."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, addend: Tensor | None) -> Tensor:
-        out = launch.silu_and_mul(rows, addend)
-        ctx.save_for_backward(rows)
+        out, total = launch.silu_and_mul(rows, addend)
+        ctx.save_for_backward(total)
         ctx.adds = addend is not None
         return out
 
@@ -171,12 +170,8 @@ def products(weight: Weight, x: Tensor, order: Order, weights: Tensor | None = N
         addend = grouped(inner, factors[1], order.ends).contiguous()
     y = weight.multiplied(x, order.ends).contiguous()  # the last: a recompute ends before it
     if weight.bias is not None:
-        y.add_(weight.bias[order.expert_of.long()])
+        y = summed(y, weight.bias[order.expert_of.long()])
     return y, addend
-
-
-def summed(y: Tensor, addend: Tensor | None) -> Tensor:
-    return y if addend is None else y.add_(addend)
 
 
 def forward(
@@ -215,8 +210,10 @@ def by_kernels(
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
 ) -> Tensor:  # fmt: skip
     order = Order.of(top_k_index, module.num_experts).for_kernels()
-    y, addend = products(up, Gathered.apply(hidden_states, order, up.dtype), order)
-    y = Gated.apply(y, addend) if is_silu_and_mul(module) else gated(module, summed(y, addend))
+    gate = Gated.apply if is_silu_and_mul(module) else lambda y, addend: gated(module, summed(y, addend))
+    y = gate(
+        *products(up, Gathered.apply(hidden_states, order, up.dtype), order)
+    )  # unnamed: freed as soon as they are summed
     weights, down = top_k_weights.contiguous(), read_down()
     if down.bias is not None or trait(module, "has_post_expert_norm"):  # not linear: the gradient is weighted after it
         y, addend = summed(*products(down, y, order)), None

@@ -70,11 +70,10 @@ def weigh_kernel(
 
 
 @triton.jit
-def silu_and_mul_kernel(rows, addend, out, width, ADDEND: tl.constexpr, BLOCK: tl.constexpr):
-    """out = silu(gate) * up, of rows = [gate, up].
+def silu_and_mul_kernel(rows, addend, total, out, width, ADDEND: tl.constexpr, BLOCK: tl.constexpr):
+    """out = silu(gate) * up, where [gate, up] is rows, or total = rows + addend if ADDEND.
 
-    rows: [n, 2 * width]. addend: the same, added to rows in place first, if ADDEND. out: [n, width]. A program takes BLOCK columns
-    of a row.
+    rows, addend, total: [n, 2 * width]. out: [n, width]. A program takes BLOCK columns of a row.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -85,8 +84,8 @@ def silu_and_mul_kernel(rows, addend, out, width, ADDEND: tl.constexpr, BLOCK: t
     if ADDEND:
         gate += tl.load(addend + at, mask=mask).to(tl.float32)
         up += tl.load(addend + at + width, mask=mask).to(tl.float32)
-        tl.store(rows + at, gate.to(rows.dtype.element_ty), mask=mask)
-        tl.store(rows + at + width, up.to(rows.dtype.element_ty), mask=mask)
+        tl.store(total + at, gate.to(total.dtype.element_ty), mask=mask)
+        tl.store(total + at + width, up.to(total.dtype.element_ty), mask=mask)
     tl.store(out + row * width + column, (gate / (1 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=mask)
 
 

@@ -25,7 +25,7 @@ from ..patching.replacement import around
 from ..patching.switch import switch
 from ..patching.targets import TARGETS
 from .option import TESTED_LOADING
-from .read import packed_chains
+from .read import is_managed, packed_chains
 from .transformers import Loads
 
 logger = logging.getLogger("nf4_patch")
@@ -382,6 +382,8 @@ def dequantize(original, self, model, dtype=None) -> Any:
     """For ``_dequantize`` of ``model.dequantize()``."""
     model = original(self, model, dtype)
     for _, module, name in packed_stacks(model):
+        if not (switch.gates["experts"].on or is_managed(module.parametrizations[name])):
+            continue
         dense = getattr(module, name).to(dtype)
         parametrize.remove_parametrizations(module, name, leave_parametrized=False)
         setattr(module, name, Parameter(dense))

@@ -6,6 +6,7 @@ for the factors (see product.py). What peft writes into files, and how it finds 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,10 +19,11 @@ from torch.nn.utils import parametrize
 
 from ..patching.placement import is_ours
 from ..patching.replacement import Fallbacks, Function, around, instead, replacement_of
+from ..patching.switch import switch
 from ..patching.target import Target
 from .forward import trait
 from .product import Lora
-from .read import packed_chains
+from .read import is_managed, packed_chains
 
 SERVED = ("grouped_mm", "batched_mm")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -154,20 +156,56 @@ def seen_dense(module: Any) -> Iterator[None]:
         module._parameters.update(parameters)
 
 
-def refuse_earlier(module: Any, states: dict[str, Any], peft_config: Any) -> None:
-    """Where both sides of an expert are equal, peft reads an adapter of before 0.19 the wrong way round, without a word."""
+# What Unsloth writes into adapter_config.json: the layout of lora_B, of all stacks and of each
+LAYOUT, LAYOUTS = "lora_B_layout", "unsloth_fused_expert_lora"
+
+
+@around
+def keep_layout(original: Function, cls: Any, kwargs: dict[str, Any]) -> Any:
+    """For ``_check_and_remove_unused_kwargs``, which removes Unsloth's layout from a configuration: keep it in ``auto_mapping``,
+    where newer releases of Unsloth have a copy.
+    """
+    found = {key: kwargs[key] for key in (LAYOUT, LAYOUTS) if key in kwargs}
+    kept, removed = original(cls, kwargs)
+    if found:
+        kept["auto_mapping"] = (kept.get("auto_mapping") or {}) | found
+    return kept, removed
+
+
+def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> None:
+    """Refuse adapters whose tensors have the shapes that peft expects and another order, which peft reads without an error.
+
+    Args:
+        stacks: by name, each with the shape [experts, ...] of a stack of the module.
+
+    Raises:
+        ValueError: peft before 0.19 wrote A and B the other way round, seen by no shape where both sides of an expert are equal; or
+            Unsloth before 2026.9.6 wrote lora_B as [out, experts * rank], with ranks running fastest.
+    """
     import peft
     from packaging.version import parse
 
+    swapped = parse("0.19.0.dev0")
     written = getattr(peft_config, "peft_version", None) or peft.__version__
-    named = tuple(each.rpartition(".")[2] for each in peft_config.target_parameters or ())
-    if parse(written.partition("@")[0]) >= parse("0.19.0.dev0") or parse(peft.__version__) < parse("0.19.0.dev0"):
-        return
-    for name, state in states.items():
-        if name in named and state.shape[1] == state.shape[2] and not getattr(module, "is_transposed", False):
+    earlier = parse(written.partition("@")[0]) < swapped <= parse(peft.__version__)
+    said = getattr(peft_config, "auto_mapping", None) or {}
+    detail = said.get(LAYOUTS) or {}
+    of_each = detail.get("parameters") or {}
+    named = {each.rpartition(".")[2] for each in getattr(peft_config, "target_parameters", None) or ()}
+    for name in named & stacks.keys():
+        shape = list(stacks[name].shape)
+        if earlier and shape[1] == shape[2] and not getattr(module, "is_transposed", False):
             raise ValueError(
-                f"peft {written} wrote this adapter, with A and B of {name}, {list(state.shape)}, the other way round than "
+                f"peft {written} wrote this adapter, with A and B of {name}, {shape}, the other way round than "
                 f"peft {peft.__version__} reads them: train it again, or load it with peft 0.18"
+            )
+        layout = (of_each.get(name) or {}).get(LAYOUT) or detail.get(LAYOUT) or said.get(LAYOUT)
+        by_unsloth = layout is not None or said.get("unsloth_fixed")
+        if by_unsloth and layout != "rank_major" and "unsloth" not in sys.modules:  # which converts it
+            raise ValueError(
+                f"Unsloth wrote this adapter with {LAYOUT} {layout or 'not named, as before 2026.9.6'} for {name}, and peft reads "
+                "rank_major. Load it with Unsloth 2026.9.6 or newer and save it again, or reorder lora_B as "
+                f'docs/after-training.md shows, and write "{LAYOUT}": "rank_major" into adapter_config.json'
             )
 
 
@@ -178,11 +216,15 @@ def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: 
     """
     from .packed import Chain, end_caching
 
+    on = switch.gates["experts"].on
     with ExitStack() as stack:
         for module in list(model.modules()):
             chains, states = packed_chains(module), packed_states(module)
-            if chains and len(states) == len(module.parametrizations):
-                refuse_earlier(module, states, self.peft_config[adapter_name])
+            managed = on or any(map(is_managed, chains.values()))
+            if managed:
+                dense = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 3}
+                refuse_layouts(module, states | dense, self.peft_config[adapter_name])
+            if chains and managed and len(states) == len(module.parametrizations):
                 end_caching(module)
                 for chain in chains.values():
                     chain.__class__ = Chain
@@ -203,7 +245,7 @@ def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> No
     from .packed import Chain
 
     chain.__class__ = Chain
-    # for peft, which adds to what it reads, and for us; what is packed in inference mode would have no versions
+    # cached for peft, which adds to what it reads, and for us; what is packed in inference mode could not be trained on
     with torch.inference_mode(False), torch.no_grad(), parametrize.cached():
         try:
             original(self, *args, **kwargs)
@@ -218,7 +260,7 @@ def pack(wrapper: Any, chain: Any, first: bool) -> None:
 
     # the wrapper's: an adapter that is unloaded needs it no longer
     merged = chain.before_merging() if first else vars(wrapper).pop("nf4_patch_merged", None)
-    if merged is not None and not first and merged.proof != chain.proof():
+    if merged is not None and not first and merged.content != chain.content():  # somebody changed the sum
         merged = None
     if merged is not None and not wrapper.merged_adapters:
         chain.replace(merged.packed, merged.state)
@@ -230,4 +272,4 @@ def pack(wrapper: Any, chain: Any, first: bool) -> None:
     )  # fmt: skip
     chain.replace(packed, of_sum)
     if merged is not None:
-        wrapper.nf4_patch_merged = merged._replace(of_sum=of_sum, proof=chain.proof())
+        wrapper.nf4_patch_merged = merged._replace(content=chain.content())

@@ -43,17 +43,18 @@ EXPERTS = Option(
         ),
         *(
             PeftTarget(
-                f"peft.tuners.{function}", ">= 0.17", ("0.21.0", "0.21.2"),
+                f"peft.{function}", ">= 0.17", ("0.21.0", "0.21.2"),
                 (parameters,), f".moe.lora:{replace}",
-                f'{covers}, with enable(experts="4bit") only', stays=replace == "packed_again",
+                f'{covers}, with enable(experts="4bit") only', stays=replace != "forward",
             )
             for function, parameters, replace, covers in (
-                ("tuners_utils:BaseTuner.inject_adapter", INJECT, "inject", "target_modules and target_parameters find packed experts"),
-                ("lora.layer:ParamWrapper.forward", ("self", "x", "args", "kwargs"), "forward",
+                ("config:_check_and_remove_unused_kwargs", ("cls", "kwargs"), "keep_layout", "adapters in a layout that peft does not read"),
+                ("tuners.tuners_utils:BaseTuner.inject_adapter", INJECT, "inject", "target_modules and target_parameters find packed experts"),
+                ("tuners.lora.layer:ParamWrapper.forward", ("self", "x", "args", "kwargs"), "forward",
                  "LoRA on experts, a product of its own"),
-                ("lora.layer:ParamWrapper.merge", ("self", "safe_merge", "adapter_names"), "packed_again",
+                ("tuners.lora.layer:ParamWrapper.merge", ("self", "safe_merge", "adapter_names"), "packed_again",
                  "adapters merged into packed experts"),
-                ("lora.layer:ParamWrapper.unmerge", ("self",), "packed_again", "adapters taken out of packed experts again"),
+                ("tuners.lora.layer:ParamWrapper.unmerge", ("self",), "packed_again", "adapters taken out of packed experts again"),
             )
         ),
         *(
@@ -61,7 +62,7 @@ EXPERTS = Option(
                 f"transformers.{function}", ">= 5.17", TESTED_LOADING,
                 (parameters,), f".moe.loading:{replace}",
                 covers,
-                only=only, copied="." not in function.partition(":")[2],
+                only=only, copied="." not in function.partition(":")[2], stays=replace in ("save", "dequantize"),
             )
             for function, parameters, replace, only, covers in (
                 ("quantizers.auto:get_hf_quantizer", HF_QUANTIZER, "quantizer_for", "experts", "gpt-oss in MXFP4"),

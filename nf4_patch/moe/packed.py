@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from ..patching.quant_state import weight_of
-
 
 class Params4bit(bitsandbytes.nn.Params4bit):
     """bitsandbytes' parameter of packed bytes, whatever dtype they are stored as: no cast of a model changes them.
@@ -49,12 +47,30 @@ def end_caching(module: torch.nn.Module) -> None:
 
 
 class Merged(NamedTuple):
-    """A stack before adapters were merged into it, and what it became."""
+    """A stack before adapters were merged into it, and the content of the sum that it became."""
 
     packed: Tensor  # in host memory: on the GPU a model would take its packed size twice
     state: Any
-    of_sum: Any = None  # the state of the sum, kept so that no other numbers come to the addresses in ``proof``
-    proof: tuple[Any, ...] = ()
+    content: dict[str, Any] | None = None
+
+
+PART = 2**24  # bytes that are hashed at a time
+STEP, *ROUNDS = -7046029254386353131, (30, -4658895280553007687), (27, -7723592293110705685), (31, 1)  # of splitmix64
+
+
+def hash_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return shape, dtype, and a 64-bit hash of the bytes. It is the same on every device, and is computed where the tensor is.
+
+    Each word of 8 bytes is added to STEP times its place, mixed as in splitmix64 (Steele, Lea and Flood, 2014), and summed.
+    """
+    total = 0
+    for index, part in enumerate(tensor.detach().reshape(-1).view(torch.uint8).split(PART)):
+        words = torch.nn.functional.pad(part, (0, -len(part) % 8)).view(torch.int64)
+        words = words + STEP * torch.arange(index * PART, index * PART + len(words), device=words.device)
+        for shift, factor in ROUNDS:
+            words = (words ^ (words >> shift)) * factor
+        total += int(words.sum())
+    return tuple(tensor.shape), tensor.dtype, total
 
 
 class Chain(parametrize.ParametrizationList):
@@ -75,11 +91,10 @@ class Chain(parametrize.ParametrizationList):
         parametrize._cache.clear()
         super().__delitem__(index)
 
-    def proof(self) -> tuple[Any, ...]:
-        """What changes when the packed bytes, or their state, do."""
-        weight = weight_of(self.original, self[0].quant_state)  # type: ignore[arg-type]
-        storage = self.original.untyped_storage()
-        return *weight.facts(), storage._cdata, *(tensor._version for tensor in weight.tensors())
+    def content(self) -> dict[str, Any]:
+        """Return hashes of the packed bytes and of their state. Copies and moves of a model do not change them."""
+        state: Any = self[0].quant_state
+        return {name: hash_of(each) for name, each in {"": self.original, **state.as_dict(packed=True)}.items()}
 
     def before_merging(self) -> Merged:
         return Merged(self.original.detach().to("cpu", copy=True), self[0].quant_state)
@@ -87,5 +102,6 @@ class Chain(parametrize.ParametrizationList):
     def replace(self, packed: Tensor, state: Any) -> None:
         original: Any = self.original
         original.copy_(packed)
+        state.to(original.device)  # the model may have been moved while adapters were merged
         self[0].quant_state = original.quant_state = state  # of the parameter too: it is moved with it
         parametrize._cache.clear()  # a ``parametrize.cached()`` around may have kept what was before

@@ -33,12 +33,13 @@ class Kept:
         self.places = [(part, name) for part in parts for name, value in part.items() if isinstance(value, Tensor)]
         # the memory of now, also where ``tensor.data`` is replaced
         self.tensors = stack.packed.detach(), *(part[name].detach() for part, name in self.places)
+        self.versions = [None if tensor.is_inference() else tensor._version for tensor in self.tensors]
         self.stack = dataclasses.replace(stack, state=state)
 
     def dense(self) -> Tensor:
         """
         Raises:
-            RuntimeError: memory was freed in between. That nothing was changed in place autograd checks.
+            RuntimeError: the memory was freed or written into since the forward. In compiled code only autograd checks the latter.
         """
         stack, (packed, *fields) = self.stack, self.tensors
         if not (is_compiling() or all(map(has_memory, self.tensors))):
@@ -47,6 +48,12 @@ class Kept:
                 "bring it back before the backward, or free it in a hook on the experts module"
             )
         if not is_compiling():
+            for tensor, version in zip(self.tensors, self.versions, strict=True):
+                if version is not None and tensor._version != version:
+                    raise RuntimeError(
+                        f"packed experts {list(stack.state.shape)} have been modified by an inplace operation between forward and "
+                        "backward: change them after the backward"
+                    )
             for (part, name), kept in zip(self.places, fields, strict=True):
                 if part[name].data_ptr() != kept.data_ptr():
                     part[name] = kept
@@ -62,7 +69,9 @@ class FrozenProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
         assert isinstance(weight.stack, Stack)
         ctx.kept, ctx.is_transposed = Kept(weight.stack), weight.is_transposed
-        ctx.save_for_backward(ends, *(tensor for tensor in ctx.kept.tensors if not tensor.is_inference()))
+        # autograd checks the versions of what is saved; hooks would copy it, and turn the check off
+        watched = ctx.kept.tensors if saved_tensors_hooks(True) is None else ()
+        ctx.save_for_backward(ends, *(tensor for tensor in watched if not tensor.is_inference()))
         return grouped(x, weight.frozen(), ends)
 
     @staticmethod
@@ -80,14 +89,32 @@ def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return result
 
 
-def is_kept_packed() -> bool:
-    """Whether autograd is to keep a packed stack, not the dense one.
+def summed(y: Tensor, addend: Tensor | None) -> Tensor:
+    """Return y + addend in the dtype of y.
 
-    Under gradient checkpointing the hooks drop what is saved in the forward, and what the recompute decodes serves the
-    backward at once: it is not decoded a third time.
+    The sum is a new tensor, because selective checkpointing may have kept y, the result of an op, for the recompute.
     """
-    recomputed = backward_in_progress() != -1 or saved_tensors_hooks(True) is not None
-    return torch.is_grad_enabled() and transforms_active() is None and not recomputed
+    return y if addend is None else (y + addend).to(y.dtype)
+
+
+def is_checkpointed() -> bool:
+    """Return whether this forward is a checkpoint's, or its recompute: what it saves is dropped, or used at once.
+
+    PyTorch calls only the innermost hooks on saved tensors. Those of ``torch.utils.checkpoint`` drop tensors. Other hooks keep
+    them, or copies in host memory as ``save_on_cpu`` does, also in the recompute of a reentrant checkpoint.
+    """
+    hooks = saved_tensors_hooks(True)
+    if hooks is None:
+        return backward_in_progress() != -1
+    return hooks is True or getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def is_kept_packed() -> bool:
+    """Return whether autograd must keep a packed stack instead of the dense one.
+
+    Under gradient checkpointing it need not: the backward uses the dense stack of the recompute, without a third decode.
+    """
+    return torch.is_grad_enabled() and transforms_active() is None and not is_checkpointed()
 
 
 class Weight(NamedTuple):
@@ -128,6 +155,5 @@ class Weight(NamedTuple):
         weight = self.stack[experts]
         if self.lora is not None:
             weight = weight + (self.lora[0][experts] @ self.lora[1][experts]).to(weight.dtype)
-        bias = None if self.bias is None else self.bias[experts]
-        result: Tensor = _batched_linear(x, weight, bias=bias, is_transposed=self.is_transposed)
-        return result
+        y: Tensor = _batched_linear(x, weight, is_transposed=self.is_transposed)
+        return summed(y, None if self.bias is None else self.bias[experts])

@@ -98,6 +98,12 @@ def packed_chains(module: Any) -> dict[str, Any]:
     return {name: chain for name, chain in chains if getattr(chain[0], "quant_state", None) is not None}
 
 
+def is_managed(chain: Any) -> bool:
+    """Return whether nf4_patch packed the stack, or put adapters on it. Saving and merging it need us even while we are off."""
+    packed = sys.modules.get(f"{__package__}.packed")
+    return packed is not None and (isinstance(chain, packed.Chain) or isinstance(chain.original, packed.Params4bit))
+
+
 def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) -> dict[str, Stack] | Reason:
     """The 4-bit stacks of an experts module by name, or the Reason why they are not read past the parametrization."""
     packed = packed_chains(module)

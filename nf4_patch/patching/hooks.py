@@ -122,7 +122,9 @@ def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
     """Post-import hook: whatever happens here, the import of the module succeeds."""
     try:
         with lock:
-            if switch.on and not any(is_halfway(sys.modules[name]) for name in (target.trigger, target.module)):
+            if (switch.on or target.stays) and not any(
+                is_halfway(sys.modules[name]) for name in (target.trigger, target.module)
+            ):
                 install(target, sys.modules[target.module], switch.gates[target.only].on or target.stays)
     except Exception:
         logger.exception("nf4_patch could not replace %s; the original stays", target.name)

@@ -255,7 +255,7 @@ def test_weighing_rows_beyond_int32(far):
 
 def test_gating_rows_beyond_int32():
     rows = filled(2**31 // (2 * WIDTH) + 64, 2 * WIDTH)
-    found, of_rows = launch.silu_and_mul(rows), launch.silu_and_mul_backward(rows, rows[:, :WIDTH].contiguous())
+    (found, _), of_rows = launch.silu_and_mul(rows), launch.silu_and_mul_backward(rows, rows[:, :WIDTH].contiguous())
     for part in (slice(0, 16), slice(-16, None)):
         inputs = rows[part].float().requires_grad_()
         want = silu(inputs[:, :WIDTH]) * inputs[:, WIDTH:]
@@ -326,6 +326,32 @@ def test_two_buffers_that_a_stream_refills(cache, patched):
             assert all(map(torch.equal, run(layer), want[index]))
 
 
+@pytest.mark.parametrize("streams", [False, True], ids=["one stream", "two streams"])
+def test_trls_activation_offloading_gets_nothing_dense(streams, patched):
+    """The gradients of a step without it, to the bit, also with a reentrant checkpoint inside."""
+    offloading = pytest.importorskip("trl.models.activation_offloading")
+    patched.enable(experts="4bit")
+    model = with_lora(model_of("qwen3", lora=False))
+    model.enable_input_require_grads()
+    want = step_of(model)
+    chains = [chain for module in experts_of(model) for chain in getattr(module, "parametrizations", {}).values()]
+    sizes = {factor * chain.original.numel() for chain in chains for factor in (1, 2)}
+    for keywords in (None, {"use_reentrant": True}):
+        if keywords:
+            model.gradient_checkpointing_enable(keywords)
+        hooks, offloaded = offloading.OffloadActivations(use_streams=streams, min_offload_size=0), []
+        pack = hooks.pack_hook
+
+        def recorded(tensor, pack=pack, offloaded=offloaded):
+            offloaded.append(tensor.numel())
+            return pack(tensor)
+
+        hooks.pack_hook = recorded
+        with hooks:
+            found = step_of(model)
+        assert same(found, want) and offloaded and sizes and not sizes & {*offloaded}
+
+
 OTHERS = {"rope": False, "rms_norm": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
@@ -356,6 +382,31 @@ def test_with_ligers_own_kernels(packed, patched, monkeypatch):
     repeats = 2 * max(error(again[key], want[key]) for key in want)  # its sums may be atomic
     assert found.keys() == want.keys() and max(error(found[key], want[key]) for key in want) <= repeats
     assert all("Liger" in module._get_name() for module in experts_of(model))
+
+
+def test_a_model_that_moves_while_adapters_are_merged(patched):
+    """To the host and back: taken out, it has the bytes of before."""
+    patched.enable(experts="4bit")
+    model = with_lora(model_of("qwen3", lora=False), lora_alpha=12)
+    chains = [chain for module in experts_of(model) for chain in getattr(module, "parametrizations", {}).values()]
+
+    def content():
+        return [
+            tensor.cpu().clone()
+            for chain in chains
+            for tensor in (chain.original.data, *chain[0].quant_state.as_dict(packed=True).values())
+        ]
+
+    before = content()
+    model.merge_adapter()
+    merged = content()
+    for device in ("cpu", "cuda"):
+        model.to(device)
+        for chain in chains:
+            chain[0].quant_state.to(device)
+    assert chains and all(map(torch.equal, content(), merged)) and not all(map(torch.equal, merged, before))
+    model.unmerge_adapter()
+    assert all(map(torch.equal, content(), before))
 
 
 # --- loading ---

@@ -20,6 +20,7 @@ DTYPES = [torch.float32, torch.float16, *[torch.bfloat16] * torch.cuda.is_availa
 @pytest.fixture(autouse=True)
 def poisoned():
     """Memory that PyTorch hands out is filled with NaN."""
+    torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -74,7 +75,7 @@ def test_against_pytorch(dtype, width, adds, device):
         rows = rows if addend is None else rows + addend
         return (silu(rows[:, :width].float()) * rows[:, width:].float()).to(dtype)
 
-    same(lambda rows, addend: Gated.apply(rows.clone(), addend), gated, rows, addend, dtype=dtype)
+    same(lambda rows, addend: Gated.apply(rows, addend), gated, rows, addend, dtype=dtype)
 
     weights = random(TOKENS, TOP_K, device=device)
 
@@ -92,7 +93,10 @@ def test_against_pytorch(dtype, width, adds, device):
 def test_no_tokens(device):
     rows, where = torch.empty(0, 8, device=device), order(device, tokens=0)
     assert launch.combine(rows, where.row_of, torch.float16).shape == (0, 8)
-    assert launch.silu_and_mul(rows).shape == (0, 4) and launch.silu_and_mul_backward(rows, rows[:, :4]).shape == (0, 8)
+    assert launch.silu_and_mul(rows)[0].shape == (0, 4) and launch.silu_and_mul_backward(rows, rows[:, :4]).shape == (
+        0,
+        8,
+    )
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ from changes import CHANGES, UNSEEN
 from target import raising
 from tiny_experts import DEVICE, STACKS, Layer, hits, reasons
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd.graph import save_on_cpu
 from torch.nn.utils.parametrize import remove_parametrizations
 
 from nf4_patch.cache.store import cache
@@ -124,10 +125,13 @@ def test_what_is_replaced_before_the_backward_is_not_what_it_reads(change, size,
     assert torch.equal(layer.gradient(output), want) and not reasons() and (size != "off" or hits() == 4)
 
 
+@pytest.mark.parametrize("hooks", [contextlib.nullcontext, save_on_cpu], ids=["saved", "saved on the CPU"])
 @pytest.mark.parametrize("change", WRITING)
-def test_what_is_written_before_the_backward_is_refused(change, patched):
+def test_what_is_written_before_the_backward_is_refused(change, hooks, patched):
+    """By autograd, which does not look where hooks took a copy, and then by us."""
     layer = Layer()
-    output = layer.forward()
+    with hooks():
+        output = layer.forward()
     CHANGES[change](Holder(layer))
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         layer.gradient(output)

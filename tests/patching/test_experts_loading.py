@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
 import re
@@ -18,8 +19,21 @@ pytest.importorskip("transformers.core_model_loading", reason="transformers befo
 
 import bitsandbytes.functional as F
 from bitsandbytes.nn.parametrize import Bnb4bitParametrization, replace_parameter_4bit
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from tiny_experts import SKIPPED, architectures, crossed, in_4bit, is_stack, loaded, random_model, saved, with_lora
+from subprocess_python import program
+from tiny_experts import (
+    SKIPPED,
+    adapters_of,
+    architectures,
+    crossed,
+    in_4bit,
+    is_stack,
+    loaded,
+    random_model,
+    saved,
+    with_lora,
+)
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 import nf4_patch
@@ -428,6 +442,76 @@ def test_a_state_stays_with_its_bytes(qwen3):
     same_stacks(copy.deepcopy(model), qwen3[1])
     packed.to("meta")
     assert state.absmax.is_meta and state.state2.absmax.is_meta
+
+
+def file_of(model, folder):
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def adapters_loaded(model, folder, packed):
+    """Beside the adapters that the model has, onto a packed model by peft, and by transformers."""
+    model.save_pretrained(folder)
+    model.load_adapter(folder, "second")
+    alone, others = PeftModel.from_pretrained(packed(), folder), packed()
+    others.load_adapter(folder)
+    return {
+        f"{index} {name}": value for index, each in enumerate((model, alone, others)) for name, value in adapters_of(each).items()
+    }  # fmt: skip
+
+
+def merged_and_taken_out(model, *_):
+    model.merge_adapter()
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        each.unmerge_adapter()
+    return {
+        f"{index} {name}": value
+        for index, each in enumerate((model, copied))
+        for name, value in each.state_dict().items()
+    }
+
+
+# What is done with a packed model after its training; each returns tensors by name.
+AFTERWARDS = {
+    "saved": lambda model, folder, _: file_of(model.unload(), folder),
+    "merged": lambda model, folder, _: file_of(model.merge_and_unload(), folder),
+    "merged and taken out": merged_and_taken_out,
+    "copied": lambda model, folder, _: file_of(copy.deepcopy(model).unload(), folder),
+    "state dict": lambda model, folder, _: (torch.save(model.state_dict(), folder / "a"), torch.load(folder / "a"))[-1],
+    "dequantized": lambda model, folder, _: file_of(model.unload().dequantize(torch.bfloat16), folder),
+    "adapters": adapters_loaded,
+}
+
+
+@pytest.mark.parametrize("off", ["after the block", "after disable()"])
+@pytest.mark.parametrize("name", AFTERWARDS)
+def test_what_was_packed_is_saved_and_merged_while_the_option_is_off(name, off, qwen3, tmp_path):
+    """Under the names and with the bytes that it has while the option is on."""
+    packed = functools.partial(packed_of, qwen3[0])
+
+    def trained():
+        model = with_lora(packed(), std=0.1)
+        logits(model)
+        return model
+
+    folders = [tmp_path / each for each in ("on", "off")]
+    for folder in folders:
+        folder.mkdir()
+    with nf4_patch.enabled(**PACKED):
+        want, model = AFTERWARDS[name](trained(), folders[0], packed), trained()
+    if off == "after disable()":
+        nf4_patch.enable(**PACKED)
+        model = trained()
+        nf4_patch.disable()
+    found = AFTERWARDS[name](model, folders[1], packed)
+    assert found.keys() == want.keys() and len(want) > 8 and not nf4_patch.is_enabled()
+    assert all(torch.equal(found[key], want[key]) for key in want)
+
+
+def test_peft_is_imported_after_the_block(qwen3, tmp_path):
+    """Its functions are replaced nevertheless, for a model that is there."""
+    program("experts_after_the_block", qwen3[0], tmp_path)
 
 
 def test_a_trainer_resumes_from_its_checkpoint(qwen3, tmp_path):

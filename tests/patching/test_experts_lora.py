@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import re
+import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
 from accelerate import cpu_offload
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file, save_file
 from subprocess_python import EVERY_KERNEL, program
@@ -31,6 +35,7 @@ from tiny_experts import (
     hits,
     ids_of,
     in_4bit,
+    is_parametrized,
     loaded,
     model_of,
     random_model,
@@ -45,7 +50,8 @@ from transformers import AutoModelForCausalLM
 
 import nf4_patch
 from nf4_patch.cache.store import cache
-from nf4_patch.moe.packed import Merged
+from nf4_patch.moe import packed
+from nf4_patch.moe.packed import Merged, hash_of
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.tools.matmul import error
@@ -207,6 +213,105 @@ def test_an_adapter_of_peft_before_0_19(name, stack, tmp_path):
             PeftModel.from_pretrained(packed(), tmp_path)
     else:
         assert torch.equal(PeftModel.from_pretrained(packed(), tmp_path)(input_ids=ids_of(4)).logits, want)
+
+
+GROUPED, RANK_MAJOR = {"lora_B_layout": "grouped_by_expert"}, {"lora_B_layout": "rank_major"}
+BY_UNSLOTH = {"base_model_class": "Qwen3MoeForCausalLM", "parent_library": "transformers", "unsloth_fixed": True}
+
+
+def of_each(up, down):
+    """Unsloth's record of every stack."""
+    parameters = {stack: {"num_experts": 6} | layout for stack, layout in zip(STACKS, (up, down), strict=True)}
+    return {"unsloth_fused_expert_lora": {"lora_A_layout": "grouped_by_expert", "parameters": parameters}}
+
+
+# What Unsloth wrote into adapter_config.json, and for which stack that is refused.
+LAYOUTS = {
+    "grouped": (GROUPED, "(gate_up|down)_proj"),
+    "grouped, and each": (GROUPED | of_each(GROUPED, GROUPED), "(gate_up|down)_proj"),
+    "one of them": (of_each(RANK_MAJOR, GROUPED), "down_proj"),
+    "mixed": (of_each({"lora_B_layout": "mixed"}, RANK_MAJOR), "gate_up_proj"),
+    "copied": ({"auto_mapping": BY_UNSLOTH | of_each(GROUPED, GROUPED)}, "(gate_up|down)_proj"),
+    "of before the record": ({"auto_mapping": BY_UNSLOTH}, "(gate_up|down)_proj"),
+    "rank major": (RANK_MAJOR | of_each(RANK_MAJOR, RANK_MAJOR) | {"auto_mapping": BY_UNSLOTH}, None),
+    "rank major, copied": ({"auto_mapping": BY_UNSLOTH | of_each(RANK_MAJOR, RANK_MAJOR)}, None),
+    "rank major, written by hand": ({"auto_mapping": BY_UNSLOTH} | RANK_MAJOR, None),
+    "peft's": ({}, None),
+}
+
+
+def by_peft(model, folder):
+    return PeftModel.from_pretrained(model, folder)
+
+
+def by_transformers(model, folder):
+    model.load_adapter(folder)
+    return model
+
+
+def beside_another(model, folder):
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    model.load_adapter(folder, "second")
+    model.set_adapter("second")
+    return model
+
+
+@pytest.mark.parametrize(("load", "said"), crossed((by_peft, by_transformers, beside_another), LAYOUTS))
+def test_an_adapter_of_unsloth(load, said, tmp_path, option, monkeypatch):
+    """Refused where its lora_B lies in another order than peft's; on packed experts, also while the option is off, and on dense ones."""
+    model = with_lora(model_of("qwen3", lora=False), target_modules=[])
+    want = logits(model, 4)
+    model.save_pretrained(tmp_path)
+    file, (marks, refused) = tmp_path / "adapter_config.json", LAYOUTS[said]
+    file.write_text(json.dumps(json.loads(file.read_text()) | marks))
+    for kind in ("packed", "packed, off", "dense"):
+        other = model_of("qwen3", lora=False)
+        if kind == "dense":
+            other = dense_of(other)
+        if kind == "packed, off":
+            with_lora(other, r=1).unload()  # what we put adapters on
+            option.disable()
+        if refused is None:
+            assert error(logits(load(other, tmp_path), 4), want.double()) < 2**-5
+        else:
+            with pytest.raises(ValueError, match=f"Unsloth wrote this adapter with lora_B_layout .* for {refused}, "):
+                load(other, tmp_path)
+        option.enable(experts="4bit")
+    monkeypatch.setitem(sys.modules, "unsloth", types.ModuleType("unsloth"))  # converts what is loaded, itself
+    load(model_of("qwen3", lora=False), tmp_path)
+
+
+def test_the_layout_of_unsloth_reordered(tmp_path):
+    """By the lines of docs/after-training.md: column expert * rank + j becomes j * experts + expert."""
+    model = with_lora(model_of("qwen3", lora=False))
+    want = logits(model)
+    model.save_pretrained(tmp_path)
+    file, columns = tmp_path / "adapter_model.safetensors", torch.arange(6 * 4).view(4, 6).T.flatten()
+    tensors = load_file(file)
+    grouped = {
+        key: b[:, columns].contiguous() if ".experts." in key and "lora_B" in key else b for key, b in tensors.items()
+    }
+    assert sum(not torch.equal(grouped[key], tensors[key]) for key in tensors) == 2 * LAYERS
+    save_file(grouped, file)
+    page = (Path(__file__).parents[2] / "docs/after-training.md").read_text()
+    (lines,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "lora_B" in block]
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | LAYOUTS["copied"][0]))
+    with pytest.raises(ValueError, match="Unsloth wrote this adapter with lora_B_layout grouped_by_expert"):
+        PeftModel.from_pretrained(model_of("qwen3", lora=False), tmp_path)
+    exec(lines.replace("my-adapter", str(tmp_path)), {})
+    assert all(torch.equal(value, tensors[key]) for key, value in load_file(file).items())
+    assert torch.equal(logits(PeftModel.from_pretrained(model.unload(), tmp_path)), want)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_an_adapter_of_another_kind(packed):
+    """Which names no target_parameters."""
+    model = model_of("qwen3", lora=False)
+    model = get_peft_model(
+        model if packed else dense_of(model), IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    )
+    assert step(model)
 
 
 def test_experts_define_what_goes_down_last():
@@ -497,12 +602,17 @@ def test_a_recompute_that_ends_early_keeps_no_stack(way, monkeypatch, tmp_path):
         assert not parametrize._cache_enabled and not parametrize._cache
 
 
+def chains_of(model):
+    return [
+        chain for module in experts_of(model) if is_parametrized(module) for chain in module.parametrizations.values()
+    ]
+
+
 def bytes_of(model):
     """Of every packed stack and of its state."""
-    chains = [chain for module in experts_of(model) for chain in module.parametrizations.values()]
     return [
         tensor.clone()
-        for chain in chains
+        for chain in chains_of(model)
         for tensor in (chain.original.data, *chain[0].quant_state.as_dict(packed=True).values())
     ]
 
@@ -579,6 +689,62 @@ def test_a_broken_adapter_is_merged_no_further():
     assert wrapper.merged_adapters == ["default"] and torch.equal(getattr(experts, name), want)
     wrapper.unmerge()
     assert all(map(torch.equal, bytes_of(model), before))
+
+
+def with_memory_of_its_own(model):
+    """As after a journey to another device and back."""
+    for chain in chains_of(model):
+        chain.original.data = chain.original.data.clone()
+        chain[0].quant_state = copy.deepcopy(chain[0].quant_state)
+    return model
+
+
+def with_other_parameters(model):
+    """As ``module.to`` leaves it with torch.__future__.set_overwrite_module_params_on_conversion."""
+    for chain in chains_of(model):
+        chain.original = torch.nn.Parameter(chain.original.data.clone(), requires_grad=False)
+    return model
+
+
+COPIES = {
+    "copied": copy.deepcopy,
+    "copied twice": lambda model: copy.deepcopy(copy.deepcopy(model)),
+    "moved": with_memory_of_its_own,
+    "replaced": with_other_parameters,
+    "read in": lambda model: [chain.original.copy_(chain.original.clone()) for chain in chains_of(model)] and model,
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_is_taken_out_as_it_was_merged(way, option):
+    """Of a model, while adapters are merged into it; the model that was copied, too."""
+    model = with_lora(model_of("qwen3", lora=False), lora_alpha=12)
+    before = bytes_of(model)
+    model.merge_adapter()
+    merged = bytes_of(model)
+    copied = COPIES[way](model)
+    assert all(map(torch.equal, bytes_of(copied), merged)) and not all(map(torch.equal, merged, before))
+    for each in {id(each): each for each in (copied, model)}.values():
+        each.unmerge_adapter()
+        assert all(map(torch.equal, bytes_of(each), before))
+    copied.merge_adapter()
+    assert all(map(torch.equal, bytes_of(copied), merged))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
+def test_a_hash_sees_every_byte(dtype):
+    """And where it is: over several parts, the last with fewer bytes than a word."""
+    tensor = torch.arange(20).repeat(5).to(torch.uint8).view(dtype)
+    found = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "PART", 32)
+        for place in range(100):
+            for change in (1, 128, 255):
+                changed = tensor.clone()
+                changed.view(torch.uint8)[place] ^= change
+                found.add(hash_of(changed))
+        found |= {hash_of(tensor), hash_of(tensor.flip(0)), hash_of(tensor.view(torch.uint8)), hash_of(tensor[:-1])}
+        assert hash_of(tensor) == hash_of(tensor.clone()) and len(found) == 303 + (dtype is not torch.uint8)
 
 
 @pytest.mark.parametrize("way", ["bytes", "state", "scales"])

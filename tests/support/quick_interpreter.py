@@ -51,8 +51,8 @@ def exchange_device() -> None:
     from nf4_patch.nf4 import runtime
 
     def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        result = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-        result.untyped_storage().fill_(255)  # NaN in every float
+        result = torch._C._dynamo.guards._empty_strided_cpu(shape, strides, dtype)  # no dispatch mode sees it either
+        ctypes.memset(result.data_ptr(), 255, result.untyped_storage().nbytes())  # NaN in every float
         return result
 
     runtime.DEVICE = "cpu"

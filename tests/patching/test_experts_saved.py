@@ -1,0 +1,169 @@
+"""What selective checkpointing and hooks on saved tensors keep of the experts' forward: nothing that is written into, nothing dense."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import tiny_experts
+import torch
+from tiny_experts import LAYERS, crossed, experts_of, ids_of, model_of, reasons, same, with_lora
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from nf4_patch.moe import launch
+from nf4_patch.moe import transformers as adapter
+from nf4_patch.moe.read import packed_chains
+
+ON = {"experts": "4bit"}
+step = functools.partial(tiny_experts.step, tokens=4)  # Triton's interpreter takes a second for the rows of a hundred
+
+
+@pytest.fixture(params=["kernels", "pytorch"])
+def ours(request, patched, monkeypatch):
+    """With the kernels, on a CPU too, and in PyTorch."""
+    start = launch.start
+
+    def unseen(*arguments, **keywords):
+        """As on a GPU: no dispatch mode sees what Triton's interpreter does."""
+        with _disable_current_modes():
+            start(*arguments, **keywords)
+
+    monkeypatch.setattr(launch, "start", unseen)
+    monkeypatch.setattr(launch, "serves", lambda tensor: request.param == "kernels")
+    return patched
+
+
+def chains_of(model):
+    return [chain for module in experts_of(model) for chain in packed_chains(module).values()]
+
+
+def adapted(name, dtype=torch.float32):
+    model = with_lora(model_of(name, dtype, lora=False))
+    model.enable_input_require_grads()
+    return model
+
+
+# --- results that nobody writes into ---
+
+
+class Watched(TorchDispatchMode):
+    """Copies the result of every op."""
+
+    def __init__(self):
+        super().__init__()
+        self.results = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tensors = result if isinstance(result, (tuple, list)) else (result,)
+        self.results += [(str(function), each, each.clone()) for each in tensors if isinstance(each, torch.Tensor)]
+        return result
+
+    def written_into(self):
+        """Ops whose results are no longer what they were."""
+        return [
+            name for name, tensor, copy in self.results
+            if not torch.allclose(tensor.double(), copy.double(), rtol=0, atol=0, equal_nan=True)
+        ]  # fmt: skip
+
+
+# gpt-oss has a bias, Gemma 4 a gate that the kernel does not have; in a half precision prepare_model_for_kbit_training makes fp32 of a bias
+@pytest.mark.parametrize(
+    ("name", "implementation"), crossed(("gpt-oss", "qwen3", "gemma4"), ("grouped_mm", "batched_mm"))
+)
+def test_no_result_is_written_into(name, implementation, ours, monkeypatch):
+    model, watched, forward = adapted(name), Watched(), adapter.forward
+    model.set_experts_implementation(implementation)
+
+    def watching(*arguments):
+        with watched:
+            return forward(*arguments)
+
+    monkeypatch.setattr(adapter, "forward", watching)
+    with torch.set_grad_enabled(implementation == "grouped_mm"):
+        model(input_ids=ids_of(4))
+    assert len(watched.results) > 20 and not watched.written_into()
+
+
+MUST, MAY = checkpoint.CheckpointPolicy.MUST_SAVE, checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+POLICIES = {
+    "products": lambda name: any(each in name for each in ("mm", "grouped")),
+    "sums": lambda name: "add" in name,
+    "new tensors": lambda name: any(each in name for each in ("empty", "zeros", "clone", "index", "scatter", "sort")),
+    "packed weights": lambda name: "nf4_patch" in name,
+    "everything": lambda name: True,
+}
+
+
+def selective(policy, **options):
+    def choose(context, op, *arguments, **keywords):
+        return MUST if POLICIES[policy](str(op)) else MAY
+
+    contexts = functools.partial(checkpoint.create_selective_checkpoint_contexts, choose, **options)
+    return {"use_reentrant": False, "context_fn": contexts}
+
+
+@pytest.mark.parametrize(("name", "policy"), crossed(("qwen3", "gpt-oss", "gemma4"), POLICIES))
+def test_selective_checkpointing(name, policy, ours):
+    """The experts alone, as other parts of transformers' layers write into results of ops."""
+    model = adapted(name)
+    plain = step(model)
+    outermost = [module for name, module in model.named_modules() if name.endswith(".experts")]
+    for options in ({}, {"allow_cache_entry_mutation": True}):
+        for module in outermost:
+            run = functools.partial(type(module).forward, module)
+            module.forward = functools.partial(checkpoint.checkpoint, run, **selective(policy, **options))
+        for _ in range(2):
+            assert same(step(model), plain)
+    assert len(outermost) == LAYERS and not reasons()
+
+
+def test_selective_checkpointing_of_a_model(ours):
+    model = adapted("qwen3")
+    plain = step(model)
+    model.gradient_checkpointing_enable(selective("products"))
+    assert same(step(model), plain) and not reasons()
+
+
+# --- hooks on saved tensors ---
+
+
+class Hooks(saved_tensors_hooks):
+    """Hooks of somebody's that keep what they get, and hand it out once, as TRL's activation offloading does."""
+
+    def __init__(self):
+        self.kept, self.packed = {}, []
+
+        def pack(tensor):
+            self.packed.append(tensor.numel())
+            self.kept[len(self.packed)] = tensor.clone()
+            return len(self.packed)
+
+        super().__init__(pack, lambda key: self.kept.pop(key))
+
+
+AROUND = {
+    "no checkpoint": None,
+    "reentrant": {"use_reentrant": True},
+    "recomputed": {"use_reentrant": False},
+    "selective": selective("products"),
+}
+
+
+@pytest.mark.parametrize(("name", "around"), crossed(("qwen3", "gpt-oss"), AROUND))
+def test_hooks_that_keep_what_is_saved_get_nothing_dense(name, around, ours):
+    """Neither a dense stack nor a packed one; what they get is asked for once."""
+    model = adapted(name)
+    plain, stacks = step(model), {chain.original.numel() for chain in chains_of(model)}
+    sizes = stacks | {2 * size for size in stacks}  # packed, and dense
+    if AROUND[around]:
+        model.gradient_checkpointing_enable(AROUND[around])
+    for hooks in (Hooks(), save_on_cpu()):
+        with hooks:
+            found = step(model)
+        assert same(found, plain)
+        if isinstance(hooks, Hooks):
+            assert hooks.packed and not hooks.kept and not sizes & {*hooks.packed}
+    assert not reasons()
