@@ -13,7 +13,7 @@ from target import TARGET, raising
 
 import nf4_patch
 from nf4_patch.nf4 import runtime
-from nf4_patch.nf4.dequantize import compilation, launch, reference
+from nf4_patch.nf4.dequantize import compilation, reference
 from nf4_patch.nf4.dequantize.reference import dense
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
@@ -98,39 +98,6 @@ def test_the_buffer_after_a_failed_growth(fresh):
     assert torch.equal(server.of_state(small, small_state, into_buffer=True), want)
     assert torch.equal(server.of_state(large, large_state, into_buffer=True), original(large, large_state))
     assert torch.equal(server.of_state(small, small_state, into_buffer=True), want)
-
-
-def test_a_grown_buffer_frees_the_old_one(fresh):
-    launch._buffers.clear()
-    server = Dequantizer("test")
-    weights = [quantized((2**k, 1024), torch.float16, CUDA) for k in (8, 10, 12)]
-    wants = [original(*weight) for weight in weights]
-    for weight in weights:
-        server.of_state(*weight)
-    del weight
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    for _ in range(2):
-        for weight, want in zip(weights, wants, strict=True):
-            assert torch.equal(server.of_state(*weight, into_buffer=True), want)
-    assert torch.cuda.memory_allocated() - before <= (4096 * 1024 * 2) + 4096  # the largest, and nothing else
-
-
-def test_freed_storage_is_refused_before_a_launch(fresh):
-    packed, state = quantized((64, 128), torch.float16, CUDA)
-    server = Dequantizer("test")
-    want = server.of_state(packed, state)
-    kept = packed.clone()
-    packed.untyped_storage().resize_(0)
-    assert server.of_state(packed, state) is Reason.NO_STORAGE
-    packed.untyped_storage().resize_(kept.numel())
-    packed.copy_(kept)
-    assert torch.equal(server.of_state(packed, state), want)
-    absmax = state.absmax.clone()
-    state.absmax.untyped_storage().resize_(0)
-    assert server.of_state(packed, state) is Reason.NO_STORAGE
-    state.absmax = absmax
-    assert torch.equal(server.of_state(packed, state), want)
 
 
 def test_a_cache_directory_that_cannot_be_written():

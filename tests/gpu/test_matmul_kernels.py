@@ -29,7 +29,7 @@ from matmul_emulation import in_order
 from oracle import layout_of, quantized
 
 from nf4_patch.matmul import launch, small_m
-from nf4_patch.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, TILE_COUNTS
+from nf4_patch.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
 from nf4_patch.nf4 import codes, runtime
 from nf4_patch.nf4.dequantize import reference
 
@@ -246,21 +246,6 @@ def test_first_use_inside_a_capture_is_named(nothing_compiled):
         torch.zeros(1, device=CUDA)
     assert caught.value.reason == "GRAPH_CAPTURE"
     assert few_rows(x, layout).isfinite().all()
-
-
-@measured
-def test_every_number_of_rows_shares_the_compiled_kernels():
-    """A prompt of any length up to 64 compiles nothing once its tile count was met."""
-    packed, state = quantized((1280, 1024), torch.bfloat16, CUDA)
-    layout = layout_of(packed, state)
-    x = torch.randn(64, 1024, device=CUDA, dtype=torch.bfloat16)
-    for count in TILE_COUNTS:
-        few_rows(x[: 8 * count], layout)
-    compiled = len(runtime._entries)
-    weight = F.dequantize_4bit(packed, state).double()
-    for m in range(1, 65):
-        assert error(few_rows(x[:m], layout), x[:m].double() @ weight.t()) < 0.01
-    assert len(runtime._entries) == compiled
 
 
 @candidates

@@ -1,9 +1,8 @@
-"""Packed experts in host memory on a GPU: the bits of the resident model, whatever is done to it; and what only a GPU shows:
+"""Packed experts in host memory on a GPU: the bits of the resident model at every size, and what only a GPU shows:
 streams, captured graphs, pinned memory and what is left of it, the peak while loading."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import sys
@@ -13,13 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from offloaded import (
-    check_merging,
     counts,
     dense,
     in_host,
     logits,
     model_of,
-    read_again,
     same_steps,
     sizes_of,
     train,
@@ -162,42 +159,15 @@ def test_two_models_in_two_threads(folders):
     together(*(functools.partial(passes, model) for model in models))
 
 
-def test_generation(folders):
-    ids = torch.arange(6, device="cuda")[None]
-    texts = []
-    for where in ("off", "all"):
-        model = model_of(folders["medium"], where).eval()
-        texts.append(model.generate(ids, max_new_tokens=16, do_sample=False))
-    assert torch.equal(*texts)
-
-
 # --- what is done to a model ---
 
 
-def test_merging_saving_and_reading_again(folders, tmp_path):
-    resident, model = (adapted(folders["medium"], where) for where in ("off", "all"))
-    check_merging(resident, model, logits)
-    torch.save(model.state_dict(), tmp_path / "state.pt")
-    theirs = resident.state_dict()
-    for ours in (model.state_dict(), torch.load(tmp_path / "state.pt")):
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[key].cpu(), theirs[key].cpu()) for key in ours)
-    model_of(folders["medium"]).save_pretrained(tmp_path)
-    for where in ("all", "off"):
-        nf4_patch.enable(offload=where)
-        again = read_again(tmp_path)
-        assert all(bool(unit) == (where == "all") for unit in in_host(again).values())
-        assert torch.equal(logits(again), logits(model_of(folders["medium"], "off")))
-
-
-def test_copied_and_moved(folders):
-    """A copy, and what comes back from the host, lie on the GPU."""
+def test_moved(folders):
+    """What comes back from the host lies on the GPU."""
     want = logits(model_of(folders["tiny"], "off"))
-    model = model_of(folders["tiny"])
-    copied = copy.deepcopy(model)
-    moved = model.cpu().cuda()
-    assert not any(in_host(copied).values()) and not any(in_host(moved).values())
-    assert torch.equal(logits(copied), want) and torch.equal(logits(moved), want)
+    moved = model_of(folders["tiny"]).cpu().cuda()
+    assert not any(in_host(moved).values())
+    assert torch.equal(logits(moved), want)
 
 
 def test_a_captured_graph_reads_where_it_lies(folders):

@@ -13,6 +13,8 @@ from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import compilation, launch, reference
 from nf4_patch.nf4.weight import BLOCKSIZES, Weight
 from nf4_patch.patching import op
+from nf4_patch.patching.dequantizer import Dequantizer
+from nf4_patch.patching.reasons import Reason
 
 pytestmark = pytest.mark.usefixtures("every_launch_interpreted")
 SHAPES = [(256, 128), (64, 4096), (5,), (1, 1), (3, 7, 64), (2, 3, 5, 11), (129, 8), (4097,), (33, 77)]
@@ -123,3 +125,18 @@ def test_op_is_well_formed(device):
         tuple(layout_of(packed, state)),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
+
+
+def test_a_packed_weight_off_16_bytes(device, monkeypatch):
+    """The kernel runs off 4 bytes; off 1, the operator reads a copy and a replacement calls the original."""
+    monkeypatch.setattr(runtime, "WORD", 4)  # as on a GPU
+    packed, state = quantized((64, 256), torch.float16, device)
+    want = expected(packed, state)
+    server = Dequantizer("test")
+    holder = torch.zeros(packed.numel() + 64, dtype=torch.uint8, device=device)
+    for start in (0, 4, 8, 12, 16, 20):
+        view = holder[start : start + packed.numel()].view(-1, 1).copy_(packed)
+        assert torch.equal(server.of_state(view, state), want), start
+    view = holder[1 : 1 + packed.numel()].view(-1, 1).copy_(packed)
+    assert server.of_state(view, state) is Reason.MISALIGNED
+    assert torch.equal(launch.dequantize(layout_of(view, state)), want)

@@ -1,5 +1,5 @@
-"""enable(experts="4bit", offload=...): packed experts in host memory, fetched ahead of their use. CUDA is played by CPU tensors;
-on a GPU: gpu/test_offload_gpu.py."""
+"""enable(experts="4bit", offload=...): packed experts in host memory, fetched ahead of their use. Without a GPU, CUDA is played by
+CPU tensors; with one: the tests with the fixture ``anywhere``, and gpu/test_offload_gpu.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ from nf4_patch.offload import prefetch as offload
 from nf4_patch.patching.config import ConfigError
 from nf4_patch.patching.dequantizer import Dequantizer
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; on a GPU: gpu/test_offload_gpu.py")
 LAYERS, STEPS = 4, 3
 
 
@@ -52,13 +51,21 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def anywhere(monkeypatch):
     gc.collect()
-    monkeypatch.setattr(offload, "cuda", Cuda())
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(offload, "cuda", Cuda())
     offload.lanes.clear()
     yield offload.cuda
     nf4_patch.disable()
     gc.collect()
+
+
+@pytest.fixture
+def gpu(anywhere):
+    if torch.cuda.is_available():
+        pytest.skip("looks at what plays CUDA")
+    return anywhere
 
 
 # --- the numbers ---
@@ -87,7 +94,7 @@ def test_steps_are_those_of_the_resident_model(folder, gpu, patched, way, nested
     assert max(units.values()) <= 2 and sum(units.values()) <= 2 * (LAYERS - 1)
 
 
-def test_generation_evaluation_and_a_skipped_layer(folder, gpu, patched):
+def test_generation_evaluation_and_a_skipped_layer(folder, anywhere, patched):
     with torch.no_grad():
         wanted = [model_of(folder, "off").eval().generate(ids_of(6), max_new_tokens=4, do_sample=False)]
         model = model_of(folder).eval()
@@ -100,7 +107,7 @@ def test_generation_evaluation_and_a_skipped_layer(folder, gpu, patched):
                     assert torch.equal(stack, getattr(module, name))
 
 
-def test_merging_is_seen(folder, gpu, patched):
+def test_merging_is_seen(folder, anywhere, patched):
     resident, model = (with_lora(model_of(folder, where)) for where in ("off", "all"))
     for each in (resident, model):
         train(each, steps=1)
@@ -200,7 +207,7 @@ def test_after_inference_mode(folder, gpu, patched):
     assert counts().fetches and same_steps(*found)
 
 
-def test_named_after_loading(folder, gpu, patched):
+def test_named_after_loading(folder, anywhere, patched):
     """Nothing is moved; nor back."""
     resident, model = model_of(folder, "off"), model_of(folder)
     for where in ("all", "1GiB", "off"):
@@ -209,13 +216,15 @@ def test_named_after_loading(folder, gpu, patched):
         assert all(in_host(model).values()) and not any(in_host(resident).values())
 
 
-def test_state_dict_copy_save_and_read_again(folder, gpu, patched, tmp_path):
+def test_state_dict_copy_save_and_read_again(folder, anywhere, patched, tmp_path):
     resident, model = (model_of(folder, where) for where in ("off", "all"))
-    ours, theirs = model.state_dict(), resident.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(
-        torch.equal(ours[key].view(torch.uint8), theirs[key].view(torch.uint8)) for key in ours if ours[key].dim()
-    )
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    theirs = resident.state_dict()
+    for ours in (model.state_dict(), torch.load(tmp_path / "state.pt")):
+        assert ours.keys() == theirs.keys()
+        assert all(
+            torch.equal(ours[key].view(torch.uint8), theirs[key].view(torch.uint8)) for key in ours if ours[key].dim()
+        )
     want = logits(resident)
     copied = copy.deepcopy(model)
     assert not any(in_host(copied).values())
