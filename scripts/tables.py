@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "docs" / "data"
 GPUS = ("H100", "H200")  # that figures were taken on; the first where only one is shown
-OURS, BITSANDBYTES, UNPATCHED, STOCK, GPU_TIME = "nf4_patch", "bitsandbytes", "unpatched", "stock", "GPU time"
+OURS, BITSANDBYTES, UNPATCHED, STOCK = "nf4_patch", "bitsandbytes", "unpatched", "stock"
+GPU_TIME, WALL_TIME = "GPU time", "wall-clock time"
 DENSE = "16-bit weights"
 LIMITS = ("ceiling", "torch.empty", DENSE)  # what ours is held against
 RELEASES = ("torch", "triton", BITSANDBYTES, "unsloth", "transformers", "peft")
@@ -70,7 +71,7 @@ def side_of(row: Record, side: str) -> Record:
     part = f"{100 * ratio:.0f} %" if ratio and side in LIMITS else times
     italic = "*" if ratio and not clear and side not in LIMITS else ""
     return {
-        "side": side, "who": what.rpartition(" ")[0], "length": what.rpartition(" ")[2], "by": clock or "by the clock",
+        "side": side, "who": what.rpartition(" ")[0], "length": what.rpartition(" ")[2], "by": clock or WALL_TIME,
         "setting": others[0] if others else "patch", "unit": row["unit"].replace("us", "µs"), "ratio": ratio, "clear": clear,
         "size": math.prod(row["sizes"].get(name, 1) for name in ("batch", "tokens")), "m": row["sizes"].get("m"), "time": time,
         "times": times, "won": f"{italic}{ours} ({times}){italic}",
@@ -97,8 +98,8 @@ def compared(name: str, ours: str, other: str) -> list[Record]:
     found = []
     for clock, field, noises in (
         (GPU_TIME, "gpu", 1),
-        ("by the clock", "wall", 2),
-    ):  # two runs differ more by the clock
+        (WALL_TIME, "wall", 2),
+    ):  # wall-clock times differ more between two runs
         theirs = {(row["gpu"], row["tokens"]): row for row in records(name, side=other)}
         for row in records(name, side=ours):
             sides = row, theirs[row["gpu"], row["tokens"]]
@@ -163,7 +164,7 @@ def measured(found: list[Record], *columns: Column) -> str:
 
 AUTO, FUSED = '`enable(cache="auto")`', '`enable(lora="fused")` and `use_liger_kernel=True`'
 PACKED, MATMUL = '`enable(experts="4bit")`', '`enable(matmul="auto")`'
-STEP, STEPS = " tokens a step", partial(partial, compared, "step-trl")
+STEP, STEPS = " tokens per step", partial(partial, compared, "step-trl")
 # what one trains with -> what to type, what it is compared with, what a size counts, and the records
 GAINS: dict[str, tuple[str, str, str, Callable[[], list[Record]]]] = {
     "a mixture of experts, peft": (
@@ -171,7 +172,7 @@ GAINS: dict[str, tuple[str, str, str, Callable[[], list[Record]]]] = {
     "TRL with Liger": (FUSED, "Unsloth", STEP, STEPS("liger, fused", "unsloth")),
     "peft or TRL": ("`enable()`", "no patch", STEP, STEPS("peft, patch", "peft")),
     "peft or TRL, memory to spare": (AUTO, "no patch", STEP, STEPS("peft, patch, cached", "peft")),
-    "Unsloth from 2026.10 on, PyTorch ≥ 2.11": (AUTO, "no patch", STEP, STEPS("unsloth, patch, cached", "unsloth")),
+    "Unsloth 2026.10 or newer, PyTorch ≥ 2.11": (AUTO, "no patch", STEP, STEPS("unsloth, patch, cached", "unsloth")),
     "4-bit generation, compiled": (
         MATMUL, BITSANDBYTES, " sequences at once", partial(records, "generate", side=STOCK, setting="compiled")),
 }  # fmt: skip
@@ -245,15 +246,15 @@ def every_mixture() -> str:
     )
     releases = ", ".join(f"{name} {release}" for name, release in data["releases"].items())
     return f"{releases} ([mixtures.json](data/mixtures.json)):\n\n" + pivot(
-        found, Column("in transformers.models", "{name}", {}, ", "), Column("packed", "{packed}"),
-        Column("saved and loaded again", "{reload}"), Column("LoRA by the usual `target_modules`", "{tutorial}"),
-        Column("LoRA by `target_parameters`", "{parameters}"), Column("merged", "{merge}"), Column("dequantized and saved", "{export}"),
+        found, Column("folder of transformers.models", "{name}", {}, ", "), Column("packed", "{packed}"),
+        Column("saved and loaded again", "{reload}"), Column("LoRA with the usual `target_modules`", "{tutorial}"),
+        Column("LoRA with `target_parameters`", "{parameters}"), Column("merged", "{merge}"), Column("dequantized and saved", "{export}"),
     )  # fmt: skip
 
 
 RECIPE = {  # what is switched on, one after another: side of the data -> in words
-    "peft": "a plain script of TRL",
-    "16-bit experts": "a plain script of TRL: experts in 16 bits",
+    "peft": "plain TRL script",
+    "16-bit experts": "plain TRL script, experts in 16 bits",
     "peft, patch": "the patch",
     "peft, fused": 'the patch, `lora="fused"`',
     "liger, fused": 'the patch, `lora="fused"`, Liger',
@@ -270,7 +271,7 @@ def step(name: str, words: dict[str, str] | None = None) -> str:
     sides = words or {record["side"]: record["side"] for record in records(name)}
     found = [record | {"words": words_} for side, words_ in sides.items() for record in records(name, side=side)]
     return measured(
-        found, Column("ms, GPU time / by the clock", "{words}"), Column("{tokens:,} tokens", "{gpu_ms:.1f}\u00a0/\u00a0{wall_ms:.1f}", {}),
+        found, Column("ms, GPU time / wall-clock time", "{words}"), Column("{tokens:,} tokens", "{gpu_ms:.1f}\u00a0/\u00a0{wall_ms:.1f}", {}),
         Column("launches, {tokens:,}", "{launches:,}", {"tokens": 2048}), Column("GiB, {tokens:,}", "{peak_gib:.2f}", {}),
     )  # fmt: skip
 
@@ -318,7 +319,7 @@ def offload() -> list[Record]:
         bus = run["fetched"] / run["bus"] * 1e3
         times = [f"{run['gpu_ms'] / least:.2f}×" for least in (resident, max(resident, bus)) if resident]
         found.append(run | {
-            "lora": f"r = {run['rank']}{', attention alone' * run['attention_only']}, {OPTIMIZERS[run['optimizer']]}",
+            "lora": f"r = {run['rank']}{', attention only' * run['attention_only']}, {OPTIMIZERS[run['optimizer']]}",
             "capped": f"{run['cap']:g} GiB" if run["cap"] else "none",
             "step": " ".join([f"{run['gpu_ms']:.0f}", *(f"({each})" for each in times[:1])]),
             "bus_ms": f"{bus:.0f} ({run['bus'] / 1e9:.0f})" if bus else "", "of_least": "".join(times[1:]),
@@ -374,16 +375,16 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "every-mixture": every_mixture,
     "mixtures-memory": lambda: pivot(
         left_of(), Column("model", "{model}"), Column("parameters", "{parameters:.0f} billion"), Column("in 16 bits", "{dense_gb:.0f}"),
-        Column("packed", "{packed_gb:.0f}"), Column("left of {card} GB", "{left}", {})),
+        Column("packed", "{packed_gb:.0f}"), Column("left on {card} GB", "{left}", {})),
     "offload-parts": lambda: measured(
         [*map(mixture, PARAMETERS)], Column("GB", "{model}"), Column("packed experts", "{experts_gb:.1f}"),
         Column("all other weights", "{others_gb:.1f}"), Column("adapters in bf16", "{adapters_gb:.1f}"),
         Column('peak of a step with `"all"`', "{peak_gb:.1f}")),
     "offload": lambda: measured(
-        offload(), Column("model, tokens", "{model}, {tokens:,}"), Column("LoRA", "{lora}"), Column("GPU capped", "{capped}"),
+        offload(), Column("model, tokens", "{model}, {tokens:,}"), Column("LoRA", "{lora}"), Column("GPU memory capped at", "{capped}"),
         Column("`offload=`", '`"{offload}"`'), Column("step, ms (× resident)", "{step}"),
         Column("kernels alone, ms", "{kernels_ms:.0f}"), Column("bus alone, ms (GB/s)", "{bus_ms}"),
-        Column("× the larger of the two", "{of_least}"), Column("peak loading / training, GiB", "{peaks}"),
+        Column("× the larger of resident step and bus", "{of_least}"), Column("peak loading / training, GiB", "{peaks}"),
         Column("in host memory, GiB", "{host}")),
     "releases": lambda: pivot(
         releases(), Column("on", "{place}"), Column("runs", "{cell}", {}, ", "),
@@ -413,7 +414,7 @@ def figures() -> dict[str, str]:
         "adapters-qwen": f"{qwen['adapters_gb'] / 2:.2f} billion",
         "moe-gpu": f"{ours['gpu_ms']:.1f} ms of GPU time instead of {theirs['gpu_ms']:.1f}",
         "moe-times": f"{theirs['gpu_ms'] / ours['gpu_ms']:.2f}×",
-        "moe-clock": f"{ours['wall_ms']:.0f} ms instead of {theirs['wall_ms']:.0f} by the clock",
+        "moe-clock": f"{ours['wall_ms']:.0f} ms of wall-clock time instead of {theirs['wall_ms']:.0f}",
         "cached-8b": f"{float(cached['notes']['cache'].split()[0]):.0f} GiB", "peak-8b": f"{peak(cached):.1f} GiB",
         "left-of-24": f"{room(24e9):.1f} GiB",
         **{name: " | ".join(f"{sum(row[field] for row in rows):,}" for field in ("cases", "elements", "differing")) + " differing"
