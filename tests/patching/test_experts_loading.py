@@ -484,8 +484,7 @@ AFTERWARDS = {
 }
 
 
-@pytest.mark.parametrize("off", ["after the block", "after disable()"])
-@pytest.mark.parametrize("name", AFTERWARDS)
+@pytest.mark.parametrize(("off", "name"), crossed(("after the block", "after disable()"), AFTERWARDS))
 def test_what_was_packed_is_saved_and_merged_while_the_option_is_off(name, off, qwen3, tmp_path):
     """Under the names and with the bytes that it has while the option is on."""
     packed = functools.partial(packed_of, qwen3[0])

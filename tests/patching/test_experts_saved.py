@@ -107,7 +107,7 @@ def selective(policy, **options):
 
 @pytest.mark.parametrize(("name", "policy"), crossed(("qwen3", "gpt-oss", "gemma4"), POLICIES))
 def test_selective_checkpointing(name, policy, ours):
-    """The experts alone, as other parts of transformers' layers write into results of ops."""
+    """The gradients of a step without, to the bit. The experts alone, as other parts of transformers' layers write into results of ops."""
     model = adapted(name)
     plain = step(model)
     outermost = [module for name, module in model.named_modules() if name.endswith(".experts")]
@@ -115,8 +115,7 @@ def test_selective_checkpointing(name, policy, ours):
         for module in outermost:
             run = functools.partial(type(module).forward, module)
             module.forward = functools.partial(checkpoint.checkpoint, run, **selective(policy, **options))
-        for _ in range(2):
-            assert same(step(model), plain)
+        assert same(step(model), plain)
     assert len(outermost) == LAYERS and not reasons()
 
 
