@@ -19,13 +19,17 @@ pytestmark = pytest.mark.usefixtures("every_launch_interpreted")
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-@settings(deadline=None, max_examples=60)
-@given(seed=st.integers(0, 2**32), number=st.integers(0, 10**6))
-def test_any_case_of_any_seed(seed, number):
-    fuzzer = fuzzing.Fuzzer(seed, DEVICE)
-    fuzzer.run(number)
-    assert not fuzzer.report.mismatches, fuzzer.report.mismatches
-    assert not fuzzer.report.out_of_bounds, fuzzer.report.out_of_bounds
+@pytest.mark.parametrize("examples", [20, pytest.param(200, marks=pytest.mark.full)])
+def test_any_case_of_any_seed(examples):
+    @settings(deadline=None, max_examples=examples)
+    @given(seed=st.integers(0, 2**32), number=st.integers(0, 10**6))
+    def fuzz(seed, number):
+        fuzzer = fuzzing.Fuzzer(seed, DEVICE)
+        fuzzer.run(number)
+        assert not fuzzer.report.mismatches, fuzzer.report.mismatches
+        assert not fuzzer.report.out_of_bounds, fuzzer.report.out_of_bounds
+
+    fuzz()
 
 
 @pytest.mark.parametrize("fault", fuzzing.FAULTS)
