@@ -134,6 +134,7 @@ NAMES: dict[str, Callable[[Path, str], Any]] = {"trainer": trainer, "model": mix
 OF_A_FILE = re.compile(r"# ((?:nf4_patch|tests)/\S+\.py)(, at the end of (\w+))?\n")
 
 
+@pytest.mark.full
 def test_a_library_is_added_as_it_is_written(tmp_path):
     """The blocks of add-a-library.md, typed into a copy of the tree where `toy` is installed: its test passes, and the page of
     what is replaced has the row."""
@@ -158,7 +159,12 @@ def test_a_library_is_added_as_it_is_written(tmp_path):
     )
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
+COMPILED = pytest.mark.full  # integration/test_graphs.py compiles a whole model at every change
+
+
+@pytest.mark.parametrize(
+    "block", [pytest.param(b, marks=[COMPILED] * (".compile(" in b.text), id=str(b)) for b in BLOCKS]
+)
 def test_code_block(block, tmp_path, checkpoint, monkeypatch):
     assert block.language in ("python", "bash", *OUTPUT), "python, bash, or text for what is printed"
     if block.language == "python" and not OF_A_FILE.match(block.text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import bitsandbytes.functional as F
@@ -43,12 +44,15 @@ def test_every_absmax_byte_with_every_packed_byte(dtype, blocksize, device):
     check(*every_pair(dtype, device, blocksize))
 
 
-# Between the ends a blocksize changes a shift alone; tools/test_fuzz.py meets each.
-OTHERS = [pytest.param(blocksize, marks=pytest.mark.full) for blocksize in BLOCKSIZES[2:-1]]
+# Every dtype with the usual blocksize; the ends with one. Between them a blocksize changes a shift alone: tools/test_fuzz.py meets each.
+QUICK = [*((dtype, 64) for dtype in DTYPES), (torch.bfloat16, BLOCKSIZES[0]), (torch.bfloat16, BLOCKSIZES[-1])]
+LAYOUTS = [
+    pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.full)
+    for pair in itertools.product(DTYPES, BLOCKSIZES)
+]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("blocksize", [*BLOCKSIZES[:2], *OTHERS, BLOCKSIZES[-1]])
+@pytest.mark.parametrize(("dtype", "blocksize"), LAYOUTS)
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 def test_layouts(dtype, blocksize, nested, device):
     for i, shape in enumerate(SHAPES + SHAPES[:1]):  # another table is another tensor: with each of the shapes one

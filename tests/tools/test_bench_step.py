@@ -17,17 +17,20 @@ pytest.importorskip("peft")
 TINY = partial(models.config_of, models.Shape(64, 128, 2, 4, 2))
 
 
-def test_sides_in_turns_across_processes(monkeypatch):
-    """The processes are real: peft's, another of fp32 adapters, and one whose library does not exist."""
-    sides = step.sides_of(STOCK, {"": None, "patch": {}, "fused": step.FUSED}) | step.sides_of(FP32, {"": None})
+@pytest.mark.parametrize("other", [(), pytest.param((FP32,), marks=pytest.mark.full)], ids=["one", "two"])
+def test_sides_in_turns_across_processes(other):
+    """The processes are real: peft's, and another of fp32 adapters. A side that cannot be switched on is named."""
+    sides = step.sides_of(STOCK, {"": None, "patch": {}, "fused": step.FUSED})
+    for kind in other:
+        sides |= step.sides_of(kind, {"": None})
     sides["broken"] = Side(STOCK, {"cache": "much"})
     rows, losses, failures = step.compare(step.Comparison(sides, [(1, 16)], TINY), walls=2, profiled=1)
-    assert [row["side"] for row in rows] == ["peft", "peft, patch", "peft, fused", "fp32"]
+    assert [row["side"] for row in rows] == ["peft", "peft, patch", "peft, fused", *other]
     assert all("broken" in failure and "ConfigError" in failure for failure in failures) and failures
     fields = "side tokens gpu_ms gpu_spread wall_ms wall_spread launches peak_gib calls"
     assert all(" ".join(row) == fields and row["tokens"] == 16 and row["wall_ms"] > 0 for row in rows)
     assert losses["peft"] == losses["peft, patch"] and len(losses["peft"]) == step.TRAINED
-    for name in ("peft, fused", "fp32"):
+    for name in ("peft, fused", *other):
         assert losses[name] == pytest.approx(losses["peft"], rel=2**-7) and losses[name][-1] < losses[name][0] - 0.3
     report = step.Steps(None, rows, losses, failures)
     assert json.loads(json.dumps(report.as_dict()))["rows"] == rows and report.exit_code == 1
@@ -64,6 +67,7 @@ def test_a_process_that_ends_is_told():
     worker.close()
 
 
+@pytest.mark.full
 def test_a_process_that_would_go_on_is_ended():
     thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()"
     worker = step.Worker(STOCK, {}, partial(exec, thread))
@@ -74,7 +78,7 @@ def test_a_process_that_would_go_on_is_ended():
     assert not process.is_alive()
 
 
-@pytest.mark.full  # compiles; a code block of recipes.md is compiled at every change
+@pytest.mark.full
 def test_compiled_layers_learn_the_same():
     """Each is compiled, by a graph that the layers share; its loss is that of peft to the precision of bf16."""
     losses = {}

@@ -102,10 +102,11 @@ def test_doctor_with_a_gpu(tmp_path):
 def test_a_terminal_of_80_columns_cuts_no_word_and_shows_another_character_for_one_that_it_has_not():
     done = python("""
         import sys
+        sys.stdout.reconfigure(encoding="ascii")
         sys.stdout.isatty = lambda: True
         from nf4_patch.tools.cli import main
         main(["doctor", "-v"])
-    """, check=False, COLUMNS="80", PYTHONIOENCODING="ascii", NF4_PATCH_CALIBRATION="/a\u2026b.json")  # fmt: skip
+    """, check=False, COLUMNS="80", NF4_PATCH_CALIBRATION="/a\u2026b.json")  # fmt: skip
     lines = done.stdout.splitlines()
     assert all(len(line) <= 80 or " " not in line.strip() for line in lines)  # a name stays whole
     assert all(line.startswith("  ") for line in lines[1 : lines.index("")])  # what is continued is indented
@@ -224,6 +225,7 @@ def test_what_unsloth_keeps_for_its_own_kernel(release, variables, measured, lim
     assert len(kept) == limits and (target.own_kernel.advice in kept) is (limits > 0)
 
 
+@pytest.mark.full
 def test_doctor_asks_the_imported_unsloth(tmp_path):
     code = "from nf4_patch.tools.cli import main; main(['doctor', '--unsloth', '--json', 'report.json'])"
     python(code, check=False, cwd=tmp_path, UNSLOTH_ALLOW_CPU="1", CUDA_VISIBLE_DEVICES="", UNSLOTH_BNB_TRITON="1")
@@ -355,7 +357,7 @@ def test_what_cannot_be_written_is_named(tmp_path, monkeypatch):
             checked(tmp_path / name)
 
 
-@pytest.mark.parametrize("words", [["doctor"], ["--version"], ["run", "--help"]])
+@pytest.mark.parametrize("words", [pytest.param(["doctor"], marks=pytest.mark.full), ["--version"], ["run", "--help"]])
 def test_a_full_disk_behind_stdout_is_one_line(words, tmp_path):
     with open("/dev/full", "w") as full:
         done = subprocess.run(

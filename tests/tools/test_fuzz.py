@@ -17,13 +17,17 @@ pytestmark = pytest.mark.usefixtures("every_launch_interpreted")
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-@settings(deadline=None, max_examples=60)
-@given(states(DEVICE.type, faults=tuple(FAULTS)))
-def test_any_state(case):
-    fuzzer = Fuzzer(DEVICE)
-    fuzzer.run(case)
-    assert not fuzzer.report.mismatches, fuzzer.report.mismatches
-    assert not fuzzer.report.out_of_bounds, fuzzer.report.out_of_bounds
+@pytest.mark.parametrize("examples", [20, pytest.param(200, marks=pytest.mark.full)])
+def test_any_state(examples):
+    @settings(deadline=None, max_examples=examples)
+    @given(states(DEVICE.type, faults=tuple(FAULTS)))
+    def fuzz(case):
+        fuzzer = Fuzzer(DEVICE)
+        fuzzer.run(case)
+        assert not fuzzer.report.mismatches, fuzzer.report.mismatches
+        assert not fuzzer.report.out_of_bounds, fuzzer.report.out_of_bounds
+
+    fuzz()
 
 
 WELL_FORMED = drawn(4, 3, states(DEVICE.type))

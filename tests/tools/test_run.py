@@ -106,6 +106,7 @@ def test_a_report_counts_what_ran_in_the_kernel_and_children_do_not_report(varia
     assert done.stderr.count(f"nf4_patch is {on}: {hits} in the kernel, 0 fell back") == 1
 
 
+@pytest.mark.full
 def test_another_rank_than_0_reports_if_all_do(tmp_path):
     """What torchrun gives its second process; that it is silent without --all-ranks is seen in test_code_blocks.py."""
     done, reports = reported(TRAINING, folder=tmp_path, options=(*REPORT, "--all-ranks"), RANK="1", LOCAL_RANK="0")
@@ -113,7 +114,10 @@ def test_another_rank_than_0_reports_if_all_do(tmp_path):
     assert done.stderr.count("nf4_patch, rank 1: ") == done.stderr.count("1 in the kernel") == 1
 
 
-@pytest.mark.parametrize(("stderr", "file"), [("2>&-", "report.json"), ("2>/dev/full", "/dev/full")])
+FULL_DISK = pytest.param("2>/dev/full", "/dev/full", marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(("stderr", "file"), [("2>&-", "report.json"), FULL_DISK])
 def test_without_a_stderr_the_report_goes_to_its_file_alone(stderr, file, tmp_path):
     """If that can be written. A stdout that holds anything but the program's own output breaks whoever reads it."""
     (tmp_path / "script.py").write_text(TRAINING.read_text())
