@@ -19,7 +19,14 @@ from ...nf4 import runtime
 from ...nf4.matmul import launch as matmul
 from ...nf4.weight import LIMIT, Weight
 from .. import guards
-from ..context import is_jit_tracing, modes_active, own_dispatch, plain_methods, transforms_active
+from ..context import (
+    function_mode_active,
+    is_jit_tracing,
+    modes_active,
+    plain_methods,
+    returns_tensors,
+    transforms_active,
+)
 from ..counters import counters
 from ..quant_state import weight_of
 from ..reasons import Reason
@@ -125,14 +132,17 @@ class FusedMatmul:
         """
         weight = weight_of(packed, state)
         if type(weight) is Reason:
-            return weight
+            # bitsandbytes multiplies by it on the CPU, for which it is packed
+            return Reason.NOT_CUDA if weight is Reason.CPU_PACKING and x.get_device() < 0 else weight
         if modes_active():
             return Reason.DISPATCH_MODE
         if transforms_active() is not None:
             return Reason.FUNCTORCH_TRANSFORM
-        if type(x).__torch_dispatch__ is not own_dispatch or type(packed).__torch_dispatch__ is not own_dispatch:
-            return Reason.TENSOR_SUBCLASS
-        if bias is not None and type(bias).__torch_dispatch__ is not own_dispatch:
+        if function_mode_active():
+            return Reason.FUNCTION_MODE
+        if not (
+            returns_tensors(type(x)) and returns_tensors(type(packed)) and (bias is None or returns_tensors(type(bias)))
+        ):
             return Reason.TENSOR_SUBCLASS
         if (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))) or (
             transposed is not None and weight.transposed() is not transposed
@@ -153,6 +163,6 @@ def multiplied_first(multiply: Callable[..., Tensor | Reason]) -> Function:
 
     def make(target: Any, original: Function) -> Function:
         fused = FusedMatmul(target.name)
-        return replacement_of(target, original, fused.fallbacks, MethodType(multiply, fused), is_body=True)
+        return replacement_of(target, original, fused.fallbacks, MethodType(multiply, fused), is_body=True, refuses=True)
 
     return make
