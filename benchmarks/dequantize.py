@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import time
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from bitsandbytes.autograd import _functions
 
 import nf4_patch
 from benchmarks import bits, challenge, main
@@ -29,7 +31,6 @@ from benchmarks.record import BITSANDBYTES, CEILING, EMPTY, OURS, Row
 from nf4_patch.cache.store import cache
 from nf4_patch.nf4.runtime import same_bits
 from nf4_patch.patching import placement
-from nf4_patch.patching.dequantizer import inside
 from nf4_patch.tools.matmul import Functions, Packed, random_weights, subject_of
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import NotAvailable, Progress
@@ -198,14 +199,13 @@ def host_rows(tell: Progress) -> Iterator[Row]:
             ours = functools.partial(unsloth_replacement(), parameter, state, None, True)
             yield host("Unsloth's global buffer", ours, calls)
     with patch(True, cache="1GiB"):
-        patched = functools.partial(bitsandbytes.functional.dequantize_4bit, parameter, state)
-        inside.bitsandbytes = True  # as in the backward of a Linear4bit
-        try:
-            patched()  # fills it
-            stock = {BITSANDBYTES: functools.partial(others[BITSANDBYTES], parameter, state)}
-            yield host("a cached weight", patched, stock, lambda: cache.hits)
-        finally:
-            inside.bitsandbytes = False
+        # with the globals of bitsandbytes' autograd functions: the cache serves no other caller
+        read: Any = lambda packed, state: F.dequantize_4bit(packed, state)  # type: ignore[attr-defined]  # noqa: E731
+        call = types.FunctionType(read.__code__, vars(_functions))
+        patched = functools.partial(call, parameter, state)
+        patched()  # fills it
+        stock = {BITSANDBYTES: functools.partial(others[BITSANDBYTES], parameter, state)}
+        yield host("a cached weight", patched, stock, lambda: cache.hits)
 
 
 def unsloth_replacement() -> Callable[..., Any]:

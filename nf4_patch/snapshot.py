@@ -121,15 +121,16 @@ def status_of(target: Target) -> TargetStatus:
     hits, fallbacks = calls_of(target.name)
     state, note = (State.ABSENT if target.trigger in sys.modules else State.WAITING), ""
     if entry is not None:
-        state, note = entry.state(), entry.refusal
+        state = entry.state()
+        note = entry.refusal if state is State.REFUSED else ""
     if not switch.on and state not in (State.WAITING, State.REFUSED):
         state = State.OFF
     elif state.was_patched and target.only and not switch.gates[target.only].on:
         state, note = State.INACTIVE, f'enable({target.only}="{OPTIONS[target.only].on}") puts it in place'
     elif state is State.PATCHED:
         note = target.uncounted or ("" if hits else NEVER_HIT if fallbacks else NEVER_CALLED)
-    elif state is State.DISPLACED:
-        note = "another library put its own function there; enable() again to take it back"
+    elif state is State.DISPLACED and entry is not None:
+        note = entry.why_displaced()
     return TargetStatus(target.name, state, hits, fallbacks, note)
 
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from ..cache.store import cache
 from ..matmul.product import FusedMatmul
 from ..patching.context import casts
-from ..patching.dequantizer import Dequantizer, inside, served
-from ..patching.quant_state import linear_weight
+from ..patching.dequantizer import Dequantizer, served
+from ..patching.quant_state import cpu_packing_or, linear_weight
 from ..patching.reasons import Reason
 from ..patching.replacement import Function, replacement_of
 from ..patching.switch import switch
@@ -33,7 +33,7 @@ def dequantize_4bit(serve, A, quant_state=None, absmax=None, out=None, blocksize
     defaults = absmax is None and blocksize is None and quant_type == "fp4"
     if quant_state is None or not (defaults or agrees(quant_state, absmax, blocksize, quant_type)):
         return Reason.ARGUMENTS
-    return serve(A, quant_state, out)
+    return serve(A, quant_state, out, False, True)  # only_read, where bitsandbytes itself calls: see Target.readers
 
 
 def dequant_linear(target: Target, original: Function) -> Function:
@@ -56,14 +56,14 @@ def dequant_linear(target: Target, original: Function) -> Function:
             if type(result) is not Reason:
                 return result
             missed = result
-        if cache.auto is not None and not inside.bitsandbytes:  # without a gradient no autograd function was entered
+        if cache.auto is not None and cache.auto.forwarded() is not A:
             cache.auto.observe(A)
         weight = dequantizer.run(packed, None, False, True)
         if type(weight) is Reason:
-            return weight
+            return cpu_packing_or(weight, absmax)
         if missed is not None and not missed.is_expected:
             dequantizer.fallbacks.count(missed)
         # [1, bytes] asks for the transposed weight in ``dequantize_4bit``, and for nothing here
         return F.linear, A, weight.t() if B.shape[0] == 1 else weight, bias
 
-    return replacement_of(target, original, dequantizer.fallbacks, attempt, is_body=True)
+    return replacement_of(target, original, dequantizer.fallbacks, attempt, is_body=True, refuses=True)

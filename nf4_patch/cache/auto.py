@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from ..nf4.runtime import is_capturing
 from ..patching.context import backward_in_progress
 from ..patching.option import size_in_words
 from ..patching.replacement import Fallbacks
+from .kept import nobody
 
 STEPS = 2  # the first makes the optimizer's state
 SECONDS = 0.2  # between two looks at the free memory, which takes the driver some 0.1 ms
@@ -49,6 +51,9 @@ class Auto:
         self.steps = 0  # of the training, since the latest ``wait``
         self.waits = True
         self.next_look = 0.0
+        self.forwarded: Callable[[], torch.Tensor | None] = (
+            nobody  # what bitsandbytes' autograd function told it of last
+        )
         self.alone: dict[int, int] = {}  # ``Memory.others`` by device, when something was taken
         self.needed: dict[int, int] = {}  # bytes by device that PyTorch had reserved without the cache, at most
         self.why = "nothing before a training"
@@ -75,8 +80,13 @@ class Auto:
         self.stepped = True
 
     def observe(self, *inputs: Any) -> None:
-        """As ``observed``, in the way of a forward pass."""
+        """Call ``observed`` so that its errors cannot interrupt the forward pass."""
         self.attempt(self.observed, *inputs)
+
+    def forward(self, x: Any) -> None:
+        """``observe`` the input of an autograd function, whose op need not tell of the same tensor again."""
+        self.observe(x)
+        self.forwarded = weakref.ref(x) if isinstance(x, torch.Tensor) else nobody
 
     def observed(self, *inputs: Any) -> None:
         """A forward pass is about to read weights; the tensors in ``inputs`` are its activations, [..., length, features],

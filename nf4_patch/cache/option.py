@@ -26,6 +26,7 @@ class Uncached(enum.Enum):
     CHECKPOINT = "a compiled layer in a non-reentrant checkpoint: its recompute must save what its forward saved"
     INFERENCE_TENSOR = "a tensor of the weight is an inference tensor, which has no version counter"
     REFILLED = "its memory is freed and filled again under the same tensor (FSDP)"
+    WRAPPED = "another library wraps the function that dequantizes in a compiled layer, and may write into the result"
     NOT_A_PARAMETER = (
         "it is no parameter of a module and no view of one (a tensor that compiled code computed or reinterpreted)"
     )
@@ -76,14 +77,10 @@ CACHE = Option(
     size=True, on="6GiB",
     targets=(
         CacheTarget(
-            "bitsandbytes.autograd._functions:MatMul4Bit.backward", ">= 0.43", TESTED_AUTOGRAD,
-            (("ctx", "grad_output"),), ".cache.reads:reading",
-            "cached weights in the backward of Linear4bit, with enable(cache=...) only",
-        ),
-        CacheTarget(
             "bitsandbytes.autograd._functions:MatMul4Bit.forward", ">= 0.43", TESTED_AUTOGRAD,
-            (("ctx", "A", "B", "out", "bias", "quant_state"),), ".cache.reads:reading",
-            "cached weights in the forward of Linear4bit before 0.50, with enable(cache=...) only",
+            (("ctx", "A", "B", "out", "bias", "quant_state"),), ".cache.reads:observed",
+            'the size of each batch, for cache="auto", with enable(cache=...) only',
+            uncounted="it only observes",
         ),
         CacheTarget(
             "unsloth.models._block_compile:_wrap", ">= 2026.10", ("2026.10.9",),
@@ -91,11 +88,10 @@ CACHE = Option(
             "cached weights in Unsloth's compiled layers, with enable(cache=...) only",
         ),
         CacheTarget(
-            "torch.utils:swap_tensors", ">= 2.3", TESTED_TORCH,
-            (("t1", "t2"),), ".cache.reads:swap_tensors",
+            "torch.utils:weakref.getweakrefs", ">= 2.3", TESTED_TORCH,
+            ANY, ".cache.reads:getweakrefs",
             "parameters whose contents are swapped while their weights are cached, with enable(cache=...) only",
             after="bitsandbytes.functional",  # PyTorch is complete then
-            copied=True,
         ),
         CacheTarget(
             "torch:UntypedStorage.resize_", ">= 2.0", TESTED_TORCH,

@@ -18,8 +18,16 @@ from typing import Any
 import torch
 
 from ..nf4 import runtime
-from ..patching.context import is_compiling, modes_active, plain_methods, saved_tensors_hooks, transforms_active
-from ..patching.dequantizer import Dequantizer, returns_tensors
+from ..patching.context import (
+    function_mode_active,
+    is_compiling,
+    modes_active,
+    plain_methods,
+    returns_tensors,
+    saved_tensors_hooks,
+    transforms_active,
+)
+from ..patching.dequantizer import Dequantizer
 from ..patching.locks import new_lock
 from ..patching.quant_state import weight_of
 from ..patching.reasons import Reason
@@ -34,10 +42,11 @@ Pinned = list[torch.Tensor]  # the dense copy; emptied when the layer returns, f
 
 
 class Running:
-    """How many pinned layers run now. Where none does, compiled code looks at nothing else: its graph is that of no cache."""
+    """The pinned layers that run now. Where none does, compiled code looks at nothing else: its graph is that of no cache."""
 
     def __init__(self) -> None:
-        self.count, self.any = 0, False
+        self.layers: set[Layer] = set()
+        self.any = False
 
 
 running = Running()
@@ -61,6 +70,7 @@ class Layer:
         self.lock = new_lock()  # one thread at a time in a pinned layer: its states are the process'
         self.refused_at = -1  # the generation of the cache in which there was no room for it
         self.pinned: set[Kept] = set()  # for it
+        self.hung: list[tuple[Any, Pinned]] = []  # each state, while the layer runs, and what hangs on it
         self.find(module)
 
     def find(self, module: torch.nn.Module) -> None:
@@ -84,6 +94,23 @@ class Layer:
             state = getattr(packed, "quant_state", None)
             yield state, weight_of(packed, state)
 
+    def hang(self, pinned: list[tuple[Any, Pinned]]) -> None:
+        """Hang each dense copy on its state."""
+        self.hung = pinned
+        running.layers.add(self)
+        running.any = True
+        for state, dense in pinned:
+            state.__dict__[NAME] = dense
+
+    def take_off(self) -> None:
+        """Undo ``hang``, also where an interrupt came in the middle of either."""
+        for state, dense in self.hung:
+            dense.clear()
+            state.__dict__.pop(NAME, None)
+        self.hung = []
+        running.layers.discard(self)
+        running.any = bool(running.layers)
+
     def unpin(self, keep: Container[Kept] = ()) -> None:
         """Let go of what is pinned for it. Called by the garbage collector too, at any point of any thread."""
         for kept in self.pinned:
@@ -93,10 +120,15 @@ class Layer:
 
 
 class Layers:
-    """The compiled layers of one target, by the module that is entered."""
+    """The compiled layers of one target, by the module that is entered.
 
-    def __init__(self, target: str):
-        self.dequantizer = Dequantizer(target)
+    Args:
+        target: its name.
+        only_read: whether nobody but the library gets a weight while its layers are traced.
+    """
+
+    def __init__(self, target: str, only_read: Callable[[], bool] = lambda: True):
+        self.dequantizer, self.only_read = Dequantizer(target), only_read
         self.decode: Any = self.dequantizer.run
         self.known: weakref.WeakKeyDictionary[torch.nn.Module, Layer] = weakref.WeakKeyDictionary()
 
@@ -106,7 +138,13 @@ class Layers:
 
         @functools.wraps(forward)
         def entry(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not gate.on or modes_active() or transforms_active() is not None:
+            if (
+                is_compiling()
+                or not gate.on
+                or modes_active()
+                or transforms_active() is not None
+                or function_mode_active()
+            ):
                 return forward(module, *args, **kwargs)
             if cache.auto is not None:
                 cache.auto.observe(*args, *kwargs.values())
@@ -117,33 +155,29 @@ class Layers:
                 layer = self.known[module] = Layer(module)
                 weakref.finalize(module, layer.unpin).atexit = False
             with layer.lock:
+                layer.take_off()  # of a call that was interrupted as it ended
                 pinned = attempt(self.pinned, module, layer)
                 if not pinned or isinstance(pinned, Reason):
                     return forward(module, *args, **kwargs)
                 try:
-                    running.count += 1
-                    running.any = True
-                    for state, dense in pinned:
-                        state.__dict__[NAME] = dense
+                    layer.hang(pinned)
                     return forward(module, *args, **kwargs)
                 finally:
-                    running.count -= 1
-                    running.any = running.count > 0
-                    for state, dense in pinned:
-                        state.__dict__.pop(NAME, None)
-                        dense.clear()
+                    layer.take_off()
 
         return entry
 
     def pinned(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, Pinned]] | Reason:
         """Every state of the layer with the dense copy of its weight; nothing where not all of them can be pinned."""
-        if cache.dead or cache.leaving:
+        if cache.is_unsettled:
             cache.settle()
         if layer.refused_at == cache.generation:
             return []
         why: Reason | Uncached | None
         if is_checkpointed():
             why = Uncached.CHECKPOINT
+        elif not self.only_read():
+            why = Uncached.WRAPPED
         elif any(map(runtime.current_stream, layer.devices)):
             why = Uncached.OTHER_STREAM  # a graph captured there would read what the cache may free
         else:

@@ -1,4 +1,4 @@
-"""What surrounds a read of the cache: library functions that only read what they dequantize, and changes of memory."""
+"""Library functions that the cache has to know of: they read weights, or change what a weight is known by."""
 
 from __future__ import annotations
 
@@ -7,36 +7,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..patching.dequantizer import inside
 from ..patching.replacement import Fallbacks, Function, instead, replacement_of
 from ..patching.target import Target
 from .store import cache
 
 
-def reading(target: Target, original: Function) -> Function:
-    """For the ``forward`` or ``backward`` of an autograd function, which reaches for the library's public dequantization."""
-    library, is_forward = target.library, target.name.endswith("forward")
+def observed(target: Target, original: Function) -> Function:
+    """For the ``forward`` of an autograd function with the arguments (ctx, A, ...): ``cache="auto"`` looks at A."""
 
-    def read(*args: Any, **kwargs: Any) -> Any:
-        if cache.auto is not None and is_forward and len(args) > 1:
-            cache.auto.observe(args[1])  # A, of (ctx, A, B, ...)
-        before = getattr(inside, library)
-        setattr(inside, library, True)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            setattr(inside, library, before)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if cache.auto is not None and len(args) > 1:
+            cache.auto.forward(args[1])
+        return original(*args, **kwargs)
 
-    return replacement_of(target, original, Fallbacks(target.name), instead(read))
+    return replacement_of(target, original, Fallbacks(target.name), instead(forward))
 
 
-def swap_tensors(target: Target, original: Function) -> Function:
-    """For ``torch.utils.swap_tensors``, which refuses a tensor with weak references: the cache lets go of both first."""
+def getweakrefs(target: Target, original: Function) -> Function:
+    """For ``weakref.getweakrefs``, by which ``torch.utils.swap_tensors`` refuses a tensor with weak references.
 
-    def attempt(t1: Tensor, t2: Tensor) -> Any:
-        cache.forget(t1)
-        cache.forget(t2)
-        return original, t1, t2
+    The cache lets go of the tensor first. ``swap_tensors`` itself may be held under any name, and is not replaced.
+    """
+
+    def attempt(object: Any, /) -> Any:
+        if isinstance(object, Tensor):
+            cache.forget(object)
+        return original, object
 
     return replacement_of(target, original, Fallbacks(target.name), attempt)
 

@@ -53,7 +53,7 @@ class Cache(dequantizer.Reader):
         self.weights: dict[tuple[object, ...], Kept] = {}  # by ``location``; and ``Known.kept`` of what was read
         self.taken: Counter[int] = Counter()  # bytes by device, of what was dropped too while somebody still uses it
         self.leaving: list[Kept] = []  # dropped, and still used by somebody
-        self.dead = False  # a tensor or a storage died since the latest ``settle``
+        self.death = self.settled = object()  # of a tensor or a storage: the latest, and the latest that was seen to
         self.memories: dict[int, Memory] = {}  # of packed bytes and of scales, by the number of their storage
         self.generation = 0  # changes when there may be room again for what compiled layers read
         self.hits = self.misses = 0
@@ -78,19 +78,25 @@ class Cache(dequantizer.Reader):
     def died(self, kept: Kept) -> None:
         """A tensor that it was decoded from was freed. Called by the garbage collector, at any point of any thread."""
         kept.views = None
-        self.dead = True
+        self.death = object()
+
+    @property
+    def is_unsettled(self) -> bool:
+        return bool(self.leaving) or self.death is not self.settled
 
     def settle(self) -> None:
-        """See to the deaths so far."""
+        """See to the deaths so far. An interrupt leaves the rest to the next call."""
         with self.lock:
-            if self.dead:
-                self.dead = False
+            if (death := self.death) is not self.settled:
                 self._drop_where(lambda kept: kept.views is None or kept.memory.expired())
-            for kept in self.leaving[:]:
+                self.settled = death
+            for kept in self.leaving:
+                kept.empty()  # where an interrupt came before
                 if kept.dense_memory.expired():
-                    self.leaving.remove(kept)
-                    self.taken[kept.device] -= kept.size
+                    # in one statement, in the middle of which no interrupt comes
+                    self.taken[kept.device], kept.size = self.taken[kept.device] - kept.size, 0
                     self.generation += 1
+            self.leaving = [kept for kept in self.leaving if kept.size]
 
     # --- how much it may take ---
 
@@ -98,15 +104,15 @@ class Cache(dequantizer.Reader):
         """ "off", "auto" or bytes a device. Another mode starts empty."""
         if mode != self.mode:
             with self.lock:
-                self.on = False
+                self.on, self.mode = False, ""  # where an interrupt comes, the next call begins again
                 self.release()
                 self.memories.clear()
                 if self.auto is not None:
                     self.auto.stop()
                 self.auto = Auto(self.may_take, self.taken) if mode == "auto" else None
-                self.mode, self.budget = mode, mode if isinstance(mode, int) else 0
+                self.budget = mode if isinstance(mode, int) else 0
                 self.generation += 1
-                self.on = mode != "off"
+                self.on, self.mode = mode != "off", mode
 
     def may_take(self, budget: int) -> None:
         """Bytes of every device from now on; what is there stays, or goes where they are none."""
@@ -249,9 +255,8 @@ class Cache(dequantizer.Reader):
         kept.fill(weight, result, lambda _: self.died(kept))
         # Looked at later: PyTorch 2.8 lets go of a storage's Python object in every collection, while its tensors live, and
         # 2.13 before the storage has expired
-        kept.watcher = weakref.ref(storage, lambda _: setattr(self, "dead", True))
-        self.taken[kept.device] += kept.size
-        self.weights[kept.location] = kept
+        kept.watcher = weakref.ref(storage, lambda _: setattr(self, "death", object()))
+        self.weights[kept.location], self.taken[kept.device] = kept, self.taken[kept.device] + kept.size
 
     # --- dropping ---
 
@@ -259,8 +264,8 @@ class Cache(dequantizer.Reader):
         """Forget it, once; nothing for None. Its memory is charged until nobody uses it."""
         if kept is None or self.weights.get(kept.location) is not kept:
             return
+        self.leaving.append(kept)  # twice after an interrupt, and charged once
         del self.weights[kept.location]
-        self.leaving.append(kept)
         kept.empty()
 
     def _drop_where(self, condition: Callable[[Kept], bool]) -> None:
@@ -292,6 +297,8 @@ class Cache(dequantizer.Reader):
         with self.lock:
             self.release(lambda kept: any(reference() is tensor for reference in kept.tensors))
             self.memories = {key: each for key, each in self.memories.items() if each.owner() is not tensor}
+            if self.auto is not None and self.auto.forwarded() is tensor:
+                self.auto.forwarded = nobody
 
     # --- what is said ---
 
@@ -305,7 +312,7 @@ class Cache(dequantizer.Reader):
             taken[each.device] += 0 if each.dense_memory.expired() else each.size
         kept = [each for each in kept if each.views is not None]
         return CacheStatus(
-            mode=str(self.mode),
+            mode=str(self.mode or "off"),
             taken={device: size for device, size in taken.items() if size},
             weights=len(kept),
             hits=self.hits,

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
 import torch
 
 from ..patching.counters import warn_once
+from ..patching.placement import is_ours
 from ..patching.replacement import Function, instead, replacement_of
 from ..patching.switch import switch
 from ..patching.target import Target
 from .pinned import Layers
 
 
+def only_unsloth_reads() -> bool:
+    """Whether Unsloth's functions call its ``fast_dequantize``, and that calls ours, with no wrapper in between."""
+    utils, fast_lora = (vars(sys.modules[f"unsloth.kernels.{name}"]) for name in ("utils", "fast_lora"))
+    functions = utils["fast_dequantize"], fast_lora["fast_dequantize"]
+    is_public = all(getattr(function, "__globals__", None) is utils for function in functions)
+    return is_public and is_ours(utils["_fast_dequantize_bnb"])
+
+
 def compiled_layers(target: Target, original: Function) -> Function:
     """For ``_wrap``, which makes one compiled region of the ``forward`` of a class of layers."""
-    layers = Layers(target.name)
+    layers = Layers(target.name, only_unsloth_reads)
     entries: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by class: its own forward, and ours
 
     def enter(cls: Any) -> None:

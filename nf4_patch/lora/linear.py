@@ -14,8 +14,8 @@ from ..cache.store import cache
 from ..nf4 import runtime
 from ..nf4.weight import OUTPUT_DTYPES
 from ..patching import context
-from ..patching.context import PLAIN
-from ..patching.dequantizer import Dequantizer, returns_tensors
+from ..patching.context import PLAIN, returns_tensors
+from ..patching.dequantizer import Dequantizer
 from ..patching.module_hooks import HOOKS_ON_ALL, is_called_otherwise
 from ..patching.quant_state import weight_of
 from ..patching.reasons import Reason

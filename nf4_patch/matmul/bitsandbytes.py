@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..patching.context import casts
-from ..patching.quant_state import linear_weight
+from ..patching.quant_state import cpu_packing_or, linear_weight
 from ..patching.reasons import Reason
 from ..patching.replacement import Function, replacement_of
 from ..patching.target import Target
@@ -19,7 +19,8 @@ def gemm(
 ) -> Tensor | Reason:  # fmt: skip
     """For ``bitsandbytes.backends.cuda.ops._gemm_4bit_kernel_impl``: its fused matmul of a few rows."""
     packed = linear_weight(A.dtype, B, shapeB, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset)
-    return fused.run(A, packed, bias)
+    result = fused.run(A, packed, bias)
+    return cpu_packing_or(result, absmax) if type(result) is Reason else result
 
 
 def matmul_4bit(target: Target, original: Function) -> Function:
@@ -34,7 +35,7 @@ def matmul_4bit(target: Target, original: Function) -> Function:
             return Reason.MATMUL_OPERANDS
         return fused.of_state(A, B, quant_state, bias, out, transposed)
 
-    return replacement_of(target, original, fused.fallbacks, multiply, is_body=True)
+    return replacement_of(target, original, fused.fallbacks, multiply, is_body=True, refuses=True)
 
 
 @multiplied_first

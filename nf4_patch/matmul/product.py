@@ -18,7 +18,15 @@ from torch import Tensor
 from ..nf4 import runtime
 from ..nf4.weight import LIMIT, Weight
 from ..patching import guards
-from ..patching.context import PLAIN, is_jit_tracing, modes_active, own_dispatch, plain_methods, transforms_active
+from ..patching.context import (
+    PLAIN,
+    function_mode_active,
+    is_jit_tracing,
+    modes_active,
+    plain_methods,
+    returns_tensors,
+    transforms_active,
+)
 from ..patching.counters import counters
 from ..patching.quant_state import weight_of
 from ..patching.reasons import Reason
@@ -125,12 +133,15 @@ class FusedMatmul:
         """
         weight = weight_of(packed, state)
         if type(weight) is Reason:
-            return weight
+            # bitsandbytes multiplies by it on the CPU, for which it is packed
+            return Reason.NOT_CUDA if weight is Reason.CPU_PACKING and x.get_device() < 0 else weight
         if modes_active():
             return Reason.DISPATCH_MODE
         if transforms_active() is not None:
             return Reason.FUNCTORCH_TRANSFORM
-        if type(x) not in PLAIN or type(packed).__torch_dispatch__ is not own_dispatch:
+        if function_mode_active():
+            return Reason.FUNCTION_MODE
+        if type(x) not in PLAIN or not returns_tensors(type(packed)):
             return Reason.TENSOR_SUBCLASS
         if bias is not None and type(bias) not in PLAIN:
             return Reason.TENSOR_SUBCLASS
@@ -153,6 +164,8 @@ def multiplied_first(multiply: Callable[..., Tensor | Reason]) -> Function:
 
     def make(target: Any, original: Function) -> Function:
         fused = FusedMatmul(target.name)
-        return replacement_of(target, original, fused.fallbacks, MethodType(multiply, fused), is_body=True)
+        return replacement_of(
+            target, original, fused.fallbacks, MethodType(multiply, fused), is_body=True, refuses=True
+        )
 
     return make

@@ -113,11 +113,11 @@ def forward(target: Target, original: Function) -> Function:
         if idle or kwargs.get("adapter_names") or not is_served(experts, name, state is not None):
             return original(self, x, *args, **kwargs)
         wrapper = Wrapper(self, adapters, (state or experts._parameters[name]).dtype)
-        asked.wrappers.append(wrapper)
         try:
+            asked.wrappers.append(wrapper)
             result = self.base_layer(x, *args, **kwargs)
         finally:
-            asked.wrappers.remove(wrapper)
+            asked.wrappers = [each for each in asked.wrappers if each is not wrapper]
         if wrapper.is_asked:
             return result
         raise RuntimeError(
@@ -143,11 +143,12 @@ def seen_dense(module: Any) -> Iterator[None]:
         element = torch.empty((), dtype=state.dtype, device=module.parametrizations[name].original.device)
         dense[name] = torch.nn.Parameter(element.expand(state.shape), requires_grad=False)
     kind, parameters = type(module), dict(module._parameters)
-    parametrizations = module._modules.pop("parametrizations")
-    module.__class__ = parametrize.type_before_parametrizations(module)
-    module._parameters.clear()
-    module._parameters.update(sorted((dense | parameters).items(), key=lambda item: item[0].startswith("down")))
+    parametrizations = module._modules["parametrizations"]
     try:
+        del module._modules["parametrizations"]
+        module.__class__ = parametrize.type_before_parametrizations(module)
+        module._parameters.clear()
+        module._parameters.update(sorted((dense | parameters).items(), key=lambda item: item[0].startswith("down")))
         yield
     finally:
         module.__class__ = kind

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 
 is_compiling = torch.compiler.is_dynamo_compiling  # torch.export without Dynamo runs under a dispatch mode
 is_jit_tracing = torch._C._is_tracing  # torch.jit.trace: a shape then holds tensors, so that no launch is found
 modes_active = torch._C._len_torch_dispatch_stack
+function_modes = torch._C._len_torch_function_stack  # how many; PyTorch's default device is one too
 transforms_active = torch._C._functorch.peek_interpreter_stack
 backward_in_progress: Callable[[], int] = torch._C._current_graph_task_id  # -1: none
 # Without it Params4bit's __torch_function__ runs, in Python: 1.4 us for each data_ptr() (2-core CPU machine, Python 3.11).
@@ -20,6 +22,25 @@ saved_tensors_hooks: Callable[[bool], Any] = getattr(
 )
 PLAIN = {torch.Tensor, torch.nn.Parameter}  # classes that leave their operators and results alone
 own_dispatch = torch._C._disabled_torch_dispatch_impl  # the __torch_dispatch__ of a class that has none
+own_function = torch._C._disabled_torch_function_impl  # the __torch_function__ of nn.Parameter
+
+
+def returns_tensors(cls: type) -> bool:
+    """Whether an operator on this class returns plain tensors, as one on Tensor, nn.Parameter and Params4bit does."""
+    if cls is torch.Tensor:
+        return True
+    if cls.__torch_dispatch__ is not own_dispatch:  # type: ignore[attr-defined]
+        return False
+    function: Any = cls.__torch_function__  # type: ignore[attr-defined]
+    return function is own_function or getattr(function, "__module__", "") == "bitsandbytes.nn.modules"
+
+
+def function_mode_active() -> bool:
+    """Whether a TorchFunctionMode that is not PyTorch's own sees what is called. Written to be traced.
+
+    PyTorch's own set the default device, or record a graph, in which the op is what a dispatch mode sees.
+    """
+    return any(not type(mode).__module__.startswith("torch.") for mode in _get_current_function_mode_stack())
 
 
 def is_exporting() -> bool:

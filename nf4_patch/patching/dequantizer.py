@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import sys
 from collections.abc import Callable
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -15,12 +15,14 @@ from ..nf4.dequantize import launch as launches
 from ..nf4.weight import Weight
 from . import guards, op
 from .context import (
+    function_mode_active,
+    function_modes,
     is_exporting,
     is_jit_tracing,
     keep_dynamo_out,
     modes_active,
-    own_dispatch,
     plain_methods,
+    returns_tensors,
     transforms_active,
 )
 from .counters import HitCounter, counters
@@ -28,26 +30,33 @@ from .quant_state import fields_of, new
 from .reasons import Reason
 from .replacement import Fallbacks, Function, replacement_of
 
-own_function = torch._C._disabled_torch_function_impl  # the __torch_function__ of nn.Parameter
-
-
-def returns_tensors(cls: type) -> bool:
-    """Whether an operator on this tensor class returns plain tensors, as one on nn.Parameter and Params4bit does."""
-    if cls.__torch_dispatch__ is not own_dispatch:  # type: ignore[attr-defined]
-        return False
-    function: Any = cls.__torch_function__  # type: ignore[attr-defined]
-    return function is own_function or getattr(function, "__module__", "") == "bitsandbytes.nn.modules"
-
 
 def has_gradient(packed: Tensor) -> bool:
     """Whether an operator on the packed weight would ask for a gradient: only one stored as floating point can."""
     return packed.requires_grad and torch.is_grad_enabled()
 
 
-class Inside(threading.local):
-    """By library: whether the thread is inside a function that only reads what it dequantizes."""
+# Frames of functions that return what they get, by module and name: Unsloth's public function, unsloth_zoo's wrapper for large
+# weights, and PyTorch's decorators.
+PASSED_ON = {
+    ("unsloth.kernels.utils", "fast_dequantize"),
+    ("unsloth_zoo.temporary_patches.bitsandbytes_large_tensors", "dequantize_4bit"),
+    ("torch.utils._contextlib", "decorate_context"),
+}
 
-    bitsandbytes = False
+
+def is_called_by(module: str, frame: FrameType | None) -> bool:
+    """Whether the function that called is of ``module``, or of a package "name.".
+
+    Args:
+        frame: of the function that called, or of one of PASSED_ON.
+    """
+    while frame is not None:
+        name: str = frame.f_globals.get("__name__", "")
+        if (name, frame.f_code.co_name) not in PASSED_ON:
+            return name.startswith(module) if module.endswith(".") else name == module
+        frame = frame.f_back
+    return False
 
 
 class Reader:
@@ -59,14 +68,19 @@ class Reader:
         """The weight as it is kept, not to be written into, or None where it has to be decoded."""
 
 
-inside, reader = Inside(), Reader()
+reader = Reader()
 
 
 class Dequantizer:
-    """Dequantizes the weights of one target."""
+    """Dequantizes the weights of one target.
 
-    def __init__(self, target: str):
-        self.target, self.library = target, target.partition(".")[0]
+    Args:
+        target: its name.
+        readers: of a public function, see ``Target.readers``. Whoever else calls it gets memory of its own.
+    """
+
+    def __init__(self, target: str, readers: str = ""):
+        self.target, self.readers = target, readers
         self.fallbacks = Fallbacks(target)
         self.classes: dict[type, bool] = {}  # ``returns_tensors`` of each
 
@@ -78,8 +92,8 @@ class Dequantizer:
         if type(fields) is Reason:
             return fields
         weight: Weight = new(Weight, fields)
-        if reader.on and not only_read:
-            only_read = getattr(inside, self.library, False)
+        if only_read and reader.on and self.readers:  # above this: the adapter, the replacement, and who called that
+            only_read = is_called_by(self.readers, sys._getframe(3))
         if type(packed) is Tensor:
             return self.run(weight, out, into_buffer, only_read)
         plain = self.classes.get(type(packed))
@@ -94,10 +108,18 @@ class Dequantizer:
         return self.trace(packed, state, out) if torch.compiler.is_compiling() else Reason.TENSOR_SUBCLASS
 
     def trace(self, packed: Tensor, state: Any, out: Tensor | None = None, *where: bool) -> Tensor | Reason:
-        """As ``of_state``, inside a region that torch.compile traces: through the op, whose fake asks the guards."""
+        """As ``of_state``, inside a region that torch.compile traces: through the op, whose fake asks the guards.
+
+        Raises:
+            ValueError: CPU_PACKING. Dynamo then leaves the call to eager code, or raises an error itself.
+        """
         fields = fields_of(packed, state)
         if isinstance(fields, Reason):
+            if fields is Reason.CPU_PACKING:
+                raise ValueError(fields.sentence)
             return fields
+        if function_modes() and function_mode_active():
+            return Reason.FUNCTION_MODE
         if is_exporting():
             return Reason.EXPORTING
         if out is not None:
@@ -118,6 +140,8 @@ class Dequantizer:
             into_buffer: the result may live in a buffer that the next such call overwrites.
             only_read: the caller writes into no result: it may be handed one that is kept.
         """
+        if function_modes() and function_mode_active():
+            return Reason.FUNCTION_MODE
         if modes_active():
             return self.dispatch(weight, out)
         if transforms_active() is not None:
@@ -189,7 +213,7 @@ def served(adapter: Function) -> Any:
     """
 
     def make(target: Any, original: Function) -> Function:
-        dequantizer = Dequantizer(target.name)
+        dequantizer = Dequantizer(target.name, target.readers)
         trace = dequantizer.trace
 
         def traced(*args: Any, **kwargs: Any) -> Tensor | Reason:
@@ -197,7 +221,7 @@ def served(adapter: Function) -> Any:
             return result
 
         attempt = MethodType(adapter, dequantizer.of_state)
-        return replacement_of(target, original, dequantizer.fallbacks, attempt, traced)
+        return replacement_of(target, original, dequantizer.fallbacks, attempt, traced, refuses=True)
 
     return make
 

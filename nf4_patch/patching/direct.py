@@ -43,14 +43,14 @@ def dequantize_nf4(weight: Tensor, quant_state: Any, out: Tensor | None = None) 
     if not isinstance(fields, Reason):
         packed = Weight(*fields)
         found = f": {guards.describe(packed)}"
-        if result in (Reason.NOT_CUDA, Reason.EXPORTING):
+        if result in (Reason.NOT_CUDA, Reason.EXPORTING, Reason.FUNCTION_MODE):
             # TENSOR_SUBCLASS: while a program is exported, a tensor is a FakeTensor
             reason = guards.why_not(packed, out=out, ignore=(Reason.NOT_CUDA, Reason.TENSOR_SUBCLASS))
             if reason is None:
                 return by_formula(packed, out)
             result = reason
     advice = f"; {result.advice}" if result.advice else ""
-    raise ValueError(f"{result.sentence}{advice}{found}")
+    raise ValueError(f"{result.sentence} ({result.name}){advice}{found}")
 
 
 def by_formula(weight: Weight, out: Tensor | None) -> Tensor:

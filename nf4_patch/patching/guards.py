@@ -12,7 +12,7 @@ from ..nf4 import runtime
 from ..nf4.codes import CODES
 from ..nf4.dequantize import compilation
 from ..nf4.weight import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES, Weight
-from .context import is_compiling, own_dispatch
+from .context import is_compiling, own_dispatch, returns_tensors
 from .reasons import Reason
 
 
@@ -76,6 +76,12 @@ def _not_plain(tensor: Tensor) -> bool:
     return tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj()
 
 
+def _subclass(weight: Weight) -> bool:
+    """Whether a class has its own dispatch, or that of the scales its own functions: of the packed weight these are asked before."""
+    packed, *scales = (type(tensor) for tensor in weight.tensors())
+    return packed.__torch_dispatch__ is not own_dispatch or not all(map(returns_tensors, scales))  # type: ignore[attr-defined]
+
+
 # In order: the first that holds is the reason. Each looks only at what the ones before it have vouched for.
 GUARDS: tuple[tuple[Reason, Callable[[Weight], bool]], ...] = (
     (Reason.NOT_CUDA, lambda weight: not runtime.runs_on(weight.packed)),
@@ -85,10 +91,7 @@ GUARDS: tuple[tuple[Reason, Callable[[Weight], bool]], ...] = (
     (Reason.OUTPUT_DTYPE, lambda weight: not (isinstance(weight.dtype, torch.dtype) and weight.dtype in OUTPUT_DTYPES)),
     (Reason.STORAGE_DTYPE, lambda weight: weight.packed.dtype not in STORAGE_DTYPES),
     (Reason.STATE_FIELDS, _wrong_types),
-    (
-        Reason.TENSOR_SUBCLASS,
-        lambda weight: any(type(t).__torch_dispatch__ is not own_dispatch for t in weight.tensors()),
-    ),
+    (Reason.TENSOR_SUBCLASS, _subclass),
     (Reason.BLOCKSIZE, _wrong_blocksizes),
     (Reason.MIXED_DEVICES, lambda weight: any(t.device != weight.packed.device for t in weight.tensors())),
     (Reason.NOT_CONTIGUOUS, lambda weight: any(map(_not_plain, weight.tensors()))),

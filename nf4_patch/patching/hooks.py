@@ -52,7 +52,7 @@ def put_in_force(config: Config | None) -> None:
         if config is None:
             for entry in installed.values():
                 if not entry.target.stays:
-                    entry.swap(entry.replacement, entry.original)
+                    entry.swap(on=False)
             logger.info("nf4_patch is off")
             return
         for target in TARGETS:
@@ -72,20 +72,22 @@ def disable() -> None:
 @contextmanager
 def block(**options: Given) -> Iterator[None]:
     """On inside. Blocks may overlap, in several threads too: see :func:`nf4_patch.enabled`."""
-    with lock:
-        before = [switch.config]
-        enable(**options)
-        _blocks.append(before)
+    before: list[Config | None] = []
     try:
+        with lock:
+            before.append(switch.config)
+            _blocks.append(before)
+            enable(**options)
         yield
     finally:
         with lock:
-            place = next(index for index, other in enumerate(_blocks) if other is before)
-            del _blocks[place]
-            if place < len(_blocks):  # one that was entered later goes on, and will restore this
-                _blocks[place][:] = before
-            else:
-                put_in_force(before[0])
+            # no place: interrupted before anything was changed
+            for place in [index for index, other in enumerate(_blocks) if other is before]:
+                del _blocks[place]
+                if place < len(_blocks):  # one that was entered later goes on, and will restore this
+                    _blocks[place][:] = before
+                else:
+                    put_in_force(before[0])
 
 
 def hook(target: Target) -> None:
@@ -126,6 +128,13 @@ def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
                 is_halfway(sys.modules[name]) for name in (target.trigger, target.module)
             ):
                 install(target, sys.modules[target.module], switch.gates[target.only].on or target.stays)
-    except Exception:
-        logger.exception("nf4_patch could not replace %s; the original stays", target.name)
-        installed[target.name] = Installed(target, refusal="an error inside nf4_patch: see the log")
+    except Exception as error:
+        entry = installed[target.name] = installed.get(target.name) or Installed(target)
+        entry.refuse(entry.current(), "an error inside nf4_patch: see the log")
+        _log_once(f"nf4_patch could not replace {target.name}; the original stays: {type(error).__name__}: {error}")
+
+
+@functools.cache
+def _log_once(sentence: str) -> None:
+    """Log the error that is being handled, once for each sentence."""
+    logger.exception(sentence)

@@ -41,6 +41,12 @@ def weight_of(packed: Tensor, state: Any) -> Any:
     return fields if type(fields) is Reason else new(Weight, fields)
 
 
+def cpu_packing_or(reason: Reason, absmax: Any) -> Reason:
+    """CPU_PACKING where ``reason`` is STATE_FIELDS because of an absmax [K / blocksize, N] in bf16, without its state."""
+    repacked = reason is Reason.STATE_FIELDS and isinstance(absmax, Tensor) and absmax.dim() == 2
+    return Reason.CPU_PACKING if repacked and absmax.dtype is torch.bfloat16 else reason
+
+
 def linear_weight(
     dtype: Any, packed: Tensor, shape: Any, absmax: Any, blocksize: int, quant_type: str,
     absmax_8bit: Any, absmax_code: Any, absmax_offset: Any,

@@ -16,13 +16,17 @@ class Reason(enum.Enum):
     GPU_TOO_OLD = "the GPU is older than compute capability 7.5 (Tesla T4)"
     FUNCTORCH_TRANSFORM = "a functorch transform (vmap, grad, ...) is active"
     DISPATCH_MODE = "a torch dispatch mode is active, which could not see the fused matmul"
+    FUNCTION_MODE = "a TorchFunctionMode is active, which sees the functions that the original calls"
     TENSOR_SUBCLASS = (
         "a tensor of the weight, or the input of a layer with LoRA, is a subclass with behaviour of its own "
         "(DTensor, FakeTensor, MetaTensor, ...)"
     )
     EXPORTING = "torch.export or torch.jit.trace is recording a program that must also run without nf4_patch"
     ARGUMENTS = "called without a weight or quant_state, or with an argument that differs from the quant_state"
-    CPU_PACKING = ("the weight is in bitsandbytes' CPU packing", "move the model with model.to('cuda')")
+    CPU_PACKING = (
+        "the weight is in bitsandbytes' CPU packing, which no function dequantizes",
+        "load the model again; with double quantization, model.cuda() converts the weight back, and model.to('cuda') does not",
+    )
     QUANT_TYPE = "quant_type is neither nf4 nor fp4"
     OUTPUT_DTYPE = ("the output dtype is not float16, bfloat16 or float32", "set bnb_4bit_compute_dtype to one of them")
     STORAGE_DTYPE = "quant_storage is not uint8, float16, bfloat16 or float32"
@@ -108,6 +112,8 @@ class Reason(enum.Enum):
         return self in EXPECTED
 
 
+# For these the original computes wrong numbers too: a call that dequantizes raises an error.
+WRONG_IN_THE_ORIGINAL = {Reason.CPU_PACKING}
 EXPECTED = {
     Reason.NOT_4BIT, Reason.DEFERRED, Reason.NOT_FASTER, Reason.MATMUL_OPERANDS, Reason.DISPATCH_MODE, Reason.EXPORTING,
     Reason.EXPERTS_NOT_PACKED, Reason.SECOND_PARAMETRIZATION, Reason.HOOKED,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ..nf4.runtime import KernelUnavailable, is_out_of_memory
 from .context import is_compiling, keep_dynamo_out
 from .counters import counters, logger
-from .reasons import Reason
+from .reasons import WRONG_IN_THE_ORIGINAL, Reason
 from .switch import switch
 
 Function = Callable[..., Any]
@@ -48,6 +48,15 @@ class Fallbacks:
     def count(self, reason: Reason) -> None:
         counters.fall_back(self.target, reason, switch.strict, self.details.get(reason, ""))
 
+    def refuse(self, reason: Reason) -> NoReturn:
+        """Count a reason for which the original would compute wrong numbers.
+
+        Raises:
+            ValueError: always.
+        """
+        counters.fallbacks[self.target, reason] += 1
+        raise ValueError(f"{self.target}: {reason.sentence} ({reason.name}); {reason.advice}")
+
     def attempt(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T | Reason:
         """The function's result, or the Reason why there is none, counted."""
         result: T | Reason
@@ -65,7 +74,7 @@ keep_dynamo_out(Fallbacks.attempt)
 
 def replacement_of(
     target: Any, original: Function, fallbacks: Fallbacks, attempt: Function, traced: Function | None = None,
-    is_body: bool = False,
+    is_body: bool = False, refuses: bool = False,
 ) -> Function:  # fmt: skip
     """The original, with ``attempt`` tried first while the option of the row ``target`` is on.
 
@@ -74,10 +83,13 @@ def replacement_of(
             taken for an error of ours. A tuple is a function and its arguments: called, and what that raises is the caller's.
         traced: the same where Dynamo traces, and nothing can be caught or counted. None: what is traced stays the original's.
         is_body: of an op, or of what calls one: Dynamo would compile it as a function of its own.
+        refuses: the original is wrong for the reasons WRONG_IN_THE_ORIGINAL, so that they raise a ValueError.
     """
     option = "always" if target.stays else target.only
 
     def refused(why: Exception | Reason) -> None:
+        if refuses and why in WRONG_IN_THE_ORIGINAL:
+            fallbacks.refuse(why)
         fallbacks.count(why if isinstance(why, Reason) else fallbacks.failed(why))
 
     # Its closure holds functions and strings: PyTorch 2.8's Dynamo breaks the graph at an autograd function's that holds objects.

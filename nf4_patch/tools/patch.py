@@ -31,8 +31,8 @@ def patch(on: bool, **options: Any) -> Iterator[None]:
             yield
         return
     before = switch.config
-    nf4_patch.disable()
     try:
+        nf4_patch.disable()
         yield
     finally:
         hooks.put_in_force(before)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import fcntl
 import json
 import math
 import os
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import nf4_patch  # NF4_PATCH=1 switches it on
 
@@ -38,7 +41,7 @@ def execute(command: list[str], shown: bool, file: Path | None, all_ranks: bool)
     if not Config.read().forbidden:
         os.environ["NF4_PATCH"] = "1"
     if shown or file:
-        os.environ[REPORT] = json.dumps([shown, file and str(file), all_ranks])
+        os.environ[REPORT] = json.dumps([shown, file and str(file), all_ranks, f"{os.getpid()}-{time.time_ns()}"])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (STARTUP, os.environ.get("PYTHONPATH"))))
     os.execvp(command[0], command)
 
@@ -57,14 +60,15 @@ def watch() -> None:
     wrapt.register_post_import_hook(bitsandbytes_is_imported, "bitsandbytes")
 
 
-def report(process: int, shown: bool, file: str | None, all_ranks: bool) -> None:
+def report(process: int, shown: bool, file: str | None, all_ranks: bool, run: str = "") -> None:
     """Say at the end of a process what ran in the kernel and what did not. Workers and forks say nothing.
 
     Args:
         process: the id of the process that is to report.
         shown: on stderr.
-        file: written there as JSON; with ``all_ranks`` a file per rank, ``report.rank1.json``.
+        file: written there as JSON, see ``add``; with ``all_ranks`` a file per rank, ``report.rank1.json``.
         all_ranks: every process of a launcher reports, not only rank 0.
+        run: by which the reports of one command are known.
     """
     if os.getpid() != process or is_worker() or not (all_ranks or rank() in ("", "0")):
         return
@@ -79,7 +83,30 @@ def report(process: int, shown: bool, file: str | None, all_ranks: bool) -> None
     if file:
         path = Path(file)
         data = {"command": command, "rank": rank(), "status": status.as_dict(), "advice": advice, **provenance_data()}
-        output.write_json(path.with_suffix(f".rank{rank()}{path.suffix}") if all_ranks and rank() else path, data)
+        add(path.with_suffix(f".rank{rank()}{path.suffix}") if all_ranks and rank() else path, data | {"run": run})
+
+
+def add(file: Path, data: dict[str, Any]) -> None:
+    """Write a report with an empty list ``others``, or add it to that list of another process of the same run.
+
+    A device or a pipe gets one report after another.
+    """
+    from . import output
+
+    if (file.exists() and not file.is_file()) or file.is_relative_to("/dev"):
+        output.write_json(file, data)
+        return
+    with contextlib.ExitStack() as stack:
+        first = data | {"others": []}
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no lock here, or no such report
+            lock = stack.enter_context(file.open("a+", encoding="utf-8"))  # of processes that end at the same time
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.seek(0)
+            known = json.load(lock)
+            if known["run"] == data["run"]:
+                known["others"].append(data)
+                first = known
+        output.write_json(file, first)
 
 
 def of_own_kernels() -> list[str]:

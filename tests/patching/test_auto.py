@@ -13,7 +13,7 @@ import nf4_patch
 from nf4_patch.cache import auto
 from nf4_patch.cache.option import Uncached
 from nf4_patch.cache.pinned import Layers
-from nf4_patch.cache.reads import reading
+from nf4_patch.cache.reads import observed
 from nf4_patch.cache.store import cache
 from nf4_patch.patching.targets import TARGETS
 
@@ -121,7 +121,7 @@ def test_who_says_how_large_a_batch_is(gpu, who):
         return None
 
     row = next(target for target in TARGETS if target.name.endswith("MatMul4Bit.forward"))
-    read, entered = reading(row, forward), Layers("a test").entered(forward)
+    read, entered = observed(row, forward), Layers("a test").entered(forward)
     for _ in range(auto.STEPS + 1):
         read(None, BATCH) if who == "bitsandbytes" else entered(torch.nn.Module(), hidden_states=BATCH)
         budget = cache.budget

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import changes
 import pytest
 import torch
+from interrupts import at_line, lines_of
 from oracle import expected, layout_of, quantized
 from target import raising, target_like
 from threads import together
@@ -144,28 +145,6 @@ def test_an_interrupt_that_comes_with_the_lock_leaves_it_free():
     """One between ``acquire`` and a ``try`` would leave it held; none comes in between at a ``with``."""
     source = inspect.getsource(store)
     assert source.count("self.lock") == 1 + source.count("with self.lock:") > 5
-
-
-def lines_of(code):
-    return sorted({line for *_, line in code.co_lines() if line is not None and line > code.co_firstlineno})
-
-
-@contextlib.contextmanager
-def at_line(code, line, act, reached):
-    def trace(frame, event, arg):
-        if frame.f_code is not code:
-            return None
-        if event == "line" and frame.f_lineno == line:
-            reached.append(line)
-            act()
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 def test_an_interrupt_at_any_line_of_keeping_leaves_nothing_charged(cache):

@@ -14,16 +14,14 @@ import pytest
 import target
 import torch
 from oracle import quantized
-from target import same, step
+from target import read_by_bitsandbytes, same, step
 
 import nf4_patch
 from nf4_patch.cache.allocator import allocated
-from nf4_patch.cache.reads import reading
 from nf4_patch.cache.store import StaleWeightError, cache
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
-from nf4_patch.patching.targets import TARGETS
 
 FORWARD = "bitsandbytes.backends.cuda.ops._dequant_linear_fallback"
 SIDE = 64
@@ -159,24 +157,67 @@ def test_who_may_write_receives_memory_of_its_own(linear_op):
     assert same(step(layer, linear_op, SIDE), want)
 
 
-def test_who_only_reads_is_known_by_thread_and_call(linear_op):
-    """Inside a function of bitsandbytes that only reads, before and after another one in it, and in no other thread."""
-    layer, found = linear(linear_op), []
-    row = next(target for target in TARGETS if target.name.endswith("MatMul4Bit.backward"))
+class Object:
+    """A wrapper that writes into what it got."""
 
-    def memory():
-        return F.dequantize_4bit(layer.weight, layer.weight.quant_state).data_ptr()
+    def __init__(self, function):
+        self.function = function
 
-    def outer():
-        inner()
-        with ThreadPoolExecutor(1) as thread:
-            found.extend([memory(), thread.submit(memory).result()])
+    def __call__(self, *args, **kwargs):
+        w = self.function(*args, **kwargs)
+        w.data.mul_(2)
+        return w
 
-    inner = reading(row, lambda: found.append(memory()))
+
+def around(function):
+    doubled = Object(function)
+    return functools.wraps(function)(lambda *args, **kwargs: doubled(*args, **kwargs))
+
+
+def backward(ctx, grad_output):
+    """Somebody's backward, which doubles the weight."""
+    w = F.dequantize_4bit(ctx.tensors[1], ctx.state)
+    w.data.mul_(2)
+    return grad_output @ w, None, None, None, None
+
+
+WRITERS = {
+    "a wrapper": (F, "dequantize_4bit", around),
+    "an object": (F, "dequantize_4bit", Object),
+    "a wrapper in no_grad": (F, "dequantize_4bit", lambda ours: torch.no_grad()(around(ours))),
+    "the caller": (bnb.autograd._functions.MatMul4Bit, "backward", lambda ours: staticmethod(backward)),
+}
+
+
+@pytest.mark.parametrize("who", WRITERS)
+def test_a_foreign_wrapper_that_writes_into_a_weight_gets_memory_of_its_own(who, linear_op, monkeypatch):
+    """Twice the gradient of the input, at every step."""
+    holder, name, wrap = WRITERS[who]
+    layer = linear(linear_op)
+    want, dense = step(layer, linear_op, SIDE), nf4_patch.dequantize_nf4(layer.weight, layer.weight.quant_state)
     nf4_patch.enable(cache=2**20)
-    reading(row, outer)()
+    monkeypatch.setattr(holder, name, wrap(getattr(holder, name)))
+    nf4_patch.enable()
+    for _ in range(3):
+        y, grad = step(layer, linear_op, SIDE)
+        assert torch.equal(y, want[0]) and torch.equal(grad, 2 * want[1])
+    (entry,) = cache.weights.values()  # of the forward
+    assert torch.equal(entry.views[0], dense)
+
+
+def test_bitsandbytes_reads_what_is_cached_and_nobody_else(linear_op):
+    """Its autograd functions call the public function: the same call, of another caller and in another thread, gets new memory."""
+    layer = linear(linear_op)
+    nf4_patch.enable(cache=2**20)
+
+    def memory(call):
+        return call(layer.weight, layer.weight.quant_state).data_ptr()
+
+    found = [memory(read_by_bitsandbytes), memory(F.dequantize_4bit), memory(read_by_bitsandbytes)]
+    with ThreadPoolExecutor(1) as thread:
+        found += [thread.submit(memory, F.dequantize_4bit).result()]
     (entry,) = cache.weights.values()
-    assert [address == entry.views[0].data_ptr() for address in (*found, memory())] == [True, True, False, False]
+    assert [address == entry.views[0].data_ptr() for address in found] == [True, False, True, False]
 
 
 def test_toggling_in_the_middle_of_a_step(linear_op):

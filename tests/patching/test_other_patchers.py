@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import logging
 import pickle
 import sys
 import types
@@ -18,18 +19,62 @@ from target import TARGET, in_package, replaced_by, row
 
 import nf4_patch
 from nf4_patch.options import OPTIONS
-from nf4_patch.patching import dequantizer
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.placement import get_attr, installed, is_ours, put
 from nf4_patch.patching.state import State
-from nf4_patch.patching.target import ANY
+from nf4_patch.patching.target import ANY, Target
 from nf4_patch.patching.targets import TARGETS
+
+
+class Object:
+    """A callable object around a function."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+class Slotted(Object):
+    __slots__ = ("function",)
+
+
+class Hidden:
+    """One in which no search finds the function."""
+
+    def __init__(self, function):
+        self.functions = {"it": [function]}
+
+    def __call__(self, *args, **kwargs):
+        return self.functions["it"][0](*args, **kwargs)
+
+
+def by_a_global(ours):
+    """As a script does: ``stock = F.dequantize_4bit``, and a function that calls ``stock``."""
+    names = {"stock": ours}
+    exec("def wrapper(A, *args, **kwargs):\n    return stock(A, *args, **kwargs)", names)
+    return names["wrapper"]
+
+
+def by_a_default(ours):
+    return lambda A, *args, stock=ours, **kwargs: stock(A, *args, **kwargs)
+
 
 WRAPPERS = {
     "wraps": lambda ours: functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs)),
     "closure": lambda ours: lambda A, *args, **kwargs: ours(A, *args, **kwargs),
+    "global": by_a_global,
+    "default": by_a_default,
     "partial": functools.partial,
+    "partial of a wrapper": lambda ours: functools.partial(lambda f, *args, **kwargs: f(*args, **kwargs), ours),
     "method": lambda ours: types.MethodType(lambda self, *args, **kwargs: ours(*args, **kwargs), object()),
+    "object": Object,
+    "slots": Slotted,
+    "method of an object": lambda ours: Object(ours).__call__,
+    "object in a closure": lambda ours: (lambda held: lambda A, *args, **kwargs: held(A, *args, **kwargs))(
+        Object(ours)
+    ),
 }
 
 
@@ -54,14 +99,12 @@ def stand_in(target):
 
 
 def ours_that_run(function, arguments):
-    """The functions of this package that a call runs, and whether a read of the cache may follow there."""
+    """The functions of this package that a call runs."""
     seen = []
 
     def look(frame, event, _):
         if event == "call" and in_package(frame.f_code):
             seen.append(frame.f_code)
-        elif event in ("call", "c_call") and dequantizer.inside.bitsandbytes and "bitsandbytes" not in seen:
-            seen.append("bitsandbytes")
 
     sys.setprofile(look)
     try:
@@ -116,7 +159,7 @@ def test_there_is_one_form_of_replacement():
     assert len({(code.co_filename, code.co_firstlineno) for code in codes.values()}) == 1
     assert len({id(code) for code in codes.values()}) == len(TARGETS)
     for target in TARGETS:
-        if target.replace == ".cache.reads:reading":
+        if target.replace == ".cache.reads:observed":
             held = [cell.cell_contents for cell in made[target.name].__closure__]
             assert {type(each) for each in held} <= {types.FunctionType, str, type(None)}
 
@@ -202,6 +245,126 @@ def test_copies_of_the_original(on, monkeypatch):
     nf4_patch.disable()
     assert F.dequantize_4bit is theirs and script.dequantize_4bit is original
     F.dequantize_4bit = original
+
+
+@pytest.fixture
+def script(on, monkeypatch):
+    """A module that took the function by its name before the patch was on, and one that takes it while it is on."""
+    nf4_patch.disable()
+    script = types.ModuleType("a_script")
+    script.original = script.dequantize_4bit = F.dequantize_4bit
+    monkeypatch.setitem(sys.modules, script.__name__, script)
+    nf4_patch.enable()
+    late = types.ModuleType("another_script")
+    monkeypatch.setitem(sys.modules, late.__name__, late)
+    script.ours = late.dequantize_4bit = F.dequantize_4bit
+    script.late = late
+    assert script.ours is script.dequantize_4bit is not script.original
+    yield script
+    nf4_patch.disable()
+    F.dequantize_4bit = script.original
+    installed.pop(TARGET)
+
+
+def copies(script):
+    return script.dequantize_4bit, script.late.dequantize_4bit
+
+
+@pytest.mark.parametrize("wrap", [*WRAPPERS.values(), lambda ours: ours], ids=[*WRAPPERS, "ours, put back by hand"])
+@pytest.mark.parametrize("while_on", [True, False])
+def test_copies_follow_the_patch_whatever_stands_at_the_name(script, wrap, while_on):
+    """Somebody wraps ours, or puts it back by hand: copies in other modules are patched by enable() and restored by disable()."""
+    if not while_on:
+        nf4_patch.disable()
+    F.dequantize_4bit = theirs = wrap(script.ours)
+    for _ in range(2):
+        nf4_patch.disable()
+        assert copies(script) == (script.original, script.original)
+        assert F.dequantize_4bit in (theirs, script.original)
+        nf4_patch.enable()
+        assert copies(script) == (script.ours, script.ours)
+        assert F.dequantize_4bit is theirs
+        assert row().state == ("patched" if theirs is script.ours else "wrapped")
+
+
+def test_what_was_copied_before_another_library_wrapped_it_is_patched(script):
+    """And then the patch is switched on for the first time."""
+    nf4_patch.disable()
+    installed.pop(TARGET)
+    F.dequantize_4bit = theirs = functools.wraps(script.original)(
+        lambda *args, **kwargs: script.original(*args, **kwargs)
+    )
+    for _ in range(2):
+        nf4_patch.enable()
+        assert [function.__wrapped__ for function in (F.dequantize_4bit, *copies(script))] == [
+            theirs,
+            *[script.original] * 2,
+        ]
+        assert script.dequantize_4bit is script.late.dequantize_4bit and is_ours(script.dequantize_4bit)
+        nf4_patch.disable()
+        assert (F.dequantize_4bit, *copies(script)) == (theirs, *[script.original] * 2)
+
+
+def unrelated(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
+    return "theirs"
+
+
+@pytest.mark.parametrize("theirs", [Hidden, lambda ours: unrelated], ids=["refused", "adapted"])
+def test_copies_are_restored_after_the_name_went_to_somebody_else(script, theirs):
+    """Whether enable() can take the name back, which status() says before, or not."""
+    F.dequantize_4bit = theirs = theirs(script.ours)
+    adapted = theirs is unrelated
+    assert row().state == "displaced" and ("enable() again" in row().note) == adapted
+    assert adapted or "which cannot be replaced" in row().note
+    for _ in range(2):
+        nf4_patch.enable()
+        assert row().state == ("patched" if adapted else "refused")
+        assert (F.dequantize_4bit is theirs) != adapted
+        assert copies(script) == (script.ours, script.ours)
+        nf4_patch.disable()
+        assert F.dequantize_4bit is theirs
+        assert copies(script) == (script.original, script.original)
+    F.dequantize_4bit = script.original
+    nf4_patch.enable()
+    assert row().state == "patched" and copies(script) == (script.ours, script.ours)
+    nf4_patch.disable()
+    assert copies(script) == (script.original, script.original) and F.dequantize_4bit is script.original
+
+
+def test_replacements_of_which_nothing_is_left_are_forgotten(script):
+    for _ in range(20):
+        F.dequantize_4bit = functools.partial(unrelated)
+        nf4_patch.enable()
+        assert row().state == "patched"
+        nf4_patch.disable()
+    assert len(installed[TARGET].pairs) == 2  # of the copies, and the last
+
+
+def test_what_is_refused_is_said_once(script, caplog):
+    """Not at every enable(), nor in every block."""
+    F.dequantize_4bit = lambda of_another_signature_that_no_test_has: None
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "nf4_patch"):
+        for _ in range(20):
+            with nf4_patch.enabled():
+                assert row().state == "refused"
+            nf4_patch.enable()
+    assert [record.getMessage()[:28] for record in caplog.records] == ["nf4_patch leaves bitsandbyte"]
+
+
+def test_an_error_at_a_name_is_said_once_and_copies_are_restored(script, monkeypatch, caplog):
+    def broken(*_):
+        raise KeyError("an error that no other test has")
+
+    F.dequantize_4bit = unrelated
+    monkeypatch.setattr(Target, "make", broken)
+    caplog.clear()
+    for _ in range(20):
+        with nf4_patch.enabled():
+            assert row().state == "refused" and "see the log" in row().note
+    assert len(caplog.records) == 1 and caplog.records[0].exc_info
+    nf4_patch.disable()
+    assert copies(script) == (script.original, script.original)
 
 
 def test_what_stands_under_the_name_can_be_pickled(on):

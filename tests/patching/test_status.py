@@ -50,7 +50,7 @@ def test_before_the_first_call_every_installed_target_has_a_line(on):
     assert rows() == [*never, f"{counts()} more targets"]
     assert len(never) + counts() == len(TARGETS)
     nf4_patch.enable(cache="1MiB")
-    assert row("bitsandbytes.autograd._functions.MatMul4Bit.backward").note == "its reads may come from the cache"
+    assert row("bitsandbytes.autograd._functions.MatMul4Bit.forward").note == "it only observes"
 
 
 def test_afterwards_those_that_were_called(patched, weight):

@@ -8,8 +8,8 @@ import importlib.metadata
 import inspect
 import os
 import sys
-import types
 import typing
+import weakref
 from pathlib import Path
 
 import bitsandbytes.functional as F
@@ -17,6 +17,7 @@ import pytest
 import torch
 from run_example import completed
 from subprocess_python import program, python
+from torch.utils import swap_tensors as swap
 
 import nf4_patch
 from nf4_patch.cache.store import cache
@@ -288,11 +289,23 @@ def test_the_cache_is_left_alone_where_it_is_not_named(device):
     assert len(cache.weights) == 0 and cached() is cached()  # empty, and on again
 
 
-def test_a_swap_by_a_name_that_was_taken_before(device, monkeypatch):
-    """PyTorch's refuses a parameter of which a weight is cached: the copy of another module lets go of it too."""
-    script = types.ModuleType("a_script")
-    script.swap_tensors = stock = torch.utils.swap_tensors
-    monkeypatch.setitem(sys.modules, script.__name__, script)
+class Holder:
+    swap = staticmethod(torch.utils.swap_tensors)
+
+
+SWAPS = {
+    "PyTorch's name": lambda a, b: torch.utils.swap_tensors(a, b),
+    "another name": swap,
+    "a class": Holder.swap,
+    "a partial": functools.partial(torch.utils.swap_tensors),
+    "a default": lambda a, b, function=torch.utils.swap_tensors: function(a, b),
+}
+
+
+@pytest.mark.parametrize("swap", SWAPS.values(), ids=SWAPS)
+def test_a_swap_by_a_name_that_was_taken_before(swap, device):
+    """PyTorch refuses a tensor with weak references: the cache lets go of a parameter, and of its scales, when it asks."""
+    stock = torch.utils.swap_tensors, weakref.getweakrefs
     nf4_patch.enable(cache="1MiB")
     weights = [torch.randn(64, 64, device=device) for _ in range(2)]
     layers = [F.quantize_4bit(weight, quant_type="nf4", compress_statistics=True) for weight in weights]
@@ -300,11 +313,20 @@ def test_a_swap_by_a_name_that_was_taken_before(device, monkeypatch):
     read = functools.partial(Dequantizer("a test").of_state, only_read=True)
     dense = [read(packed, state).clone() for packed, (_, state) in zip(parameters, layers, strict=True)]
     assert len(cache.weights) == 2
-    script.swap_tensors(*parameters)
+    scales = [state.absmax for _, state in layers]
+    swap(*parameters)
+    assert not cache.snapshot().weights
     again = [read(packed, state) for packed, (_, state) in zip(parameters[::-1], layers, strict=True)]
     assert all(torch.equal(ours, before) for ours, before in zip(again, dense, strict=True))
+    swap(*scales)
+    swap(*parameters)
+    again = [read(packed, state) for packed, (_, state) in zip(parameters, layers, strict=True)]
+    reference = [weakref.ref(parameter) for parameter in parameters]
+    with pytest.raises(RuntimeError, match="weakref"):  # somebody else's
+        swap(*parameters)
+    del reference
     nf4_patch.disable()
-    assert script.swap_tensors is torch.utils.swap_tensors is stock
+    assert (torch.utils.swap_tensors, weakref.getweakrefs) == stock
 
 
 def test_a_block_ends_as_it_began_and_raises_nothing_of_its_own(monkeypatch):

@@ -15,7 +15,7 @@ import nf4_patch
 import unsloth
 import changes
 import target
-from unsloth.kernels import fast_lora
+from unsloth.kernels import fast_lora, utils
 from unsloth.models import _block_compile
 from nf4_patch.nf4.dequantize import launch, reference
 from nf4_patch.cache.store import cache
@@ -199,6 +199,30 @@ assert Layer.forward is not stock
 nf4_patch.disable()
 assert not cache.weights and Layer.forward is stock
 assert not GPU or agree(step(), want)
+
+
+# somebody's wrapper that writes into what it gets: memory of its own at every step
+def doubled(function):
+    def foreign(W, *args, **kwargs):
+        w = function(W, *args, **kwargs)
+        w.data.mul_(2)
+        return w
+
+    return foreign
+
+
+held = utils.fast_dequantize
+for module in (utils, fast_lora):
+    module.fast_dequantize = doubled(held)
+for option in ("off", 2**30):
+    nf4_patch.enable(cache=option)
+    steps = [step() for _ in range(3)]
+    want = steps[0] if option == "off" else want
+    assert all(agree(each, want) for each in steps)
+assert cache.uncached[Uncached.WRAPPED] and not nf4_patch.status().cache.compiled
+for module in (utils, fast_lora):
+    module.fast_dequantize = held
+nf4_patch.disable()
 
 # what is saved names nothing of this package
 nf4_patch.enable(cache=2**30)

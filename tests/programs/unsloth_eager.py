@@ -116,6 +116,15 @@ def step(reentrant):
     return [x.grad, *(each.grad for each in adapters)]
 
 
+def doubled(function):
+    def foreign(W, *args, **kwargs):
+        w = function(W, *args, **kwargs)
+        w.data.mul_(2)
+        return w
+
+    return foreign
+
+
 for reentrant in (True, False):
     nf4_patch.enable(cache="off")
     want = step(reentrant)
@@ -125,6 +134,19 @@ for reentrant in (True, False):
         assert all(map(torch.equal, step(reentrant), want))
     reads = cache.hits + cache.misses
     assert reads == 3 * 3 * 4 and cache.misses == 3, (cache.hits, reads)  # each weight is decoded once
+    # so may a wrapper of somebody's, who gets memory of its own: twice the weight, at every step
+    held = utils.fast_dequantize
+    for module in (utils, fast_lora):
+        module.fast_dequantize = doubled(held)
+    nf4_patch.enable(cache="off")
+    twice = step(reentrant)
+    nf4_patch.enable(cache=2**30)
+    for _ in range(3):
+        assert all(map(torch.equal, step(reentrant), twice)) and not torch.equal(twice[0], want[0])
+    for module in (utils, fast_lora):
+        module.fast_dequantize = held
+    nf4_patch.enable()
+    assert all(map(torch.equal, step(reentrant), want))
     # a caller without the buffer may write into what it gets
     mine = [utils.fast_dequantize(layers[0].weight, layers[0].weight.quant_state).data_ptr() for _ in range(2)]
     assert cache.weights and not {cached.views[0].data_ptr() for cached in cache.weights.values()} & set(mine)

@@ -101,10 +101,10 @@ def buffer_of(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
                 buffer = empty_strided_cuda((0,), (1,), dtype)
             storage = buffer.untyped_storage()
             before = storage.nbytes()
-            storage.resize_(0)  # freed before the larger one is taken
             try:
+                storage.resize_(0)  # freed before the larger one is taken
                 storage.resize_(n * dtype.itemsize)
-            except torch.cuda.OutOfMemoryError:
+            except BaseException:  # out of memory, or an interrupt
                 storage.resize_(before)
                 raise
             buffer = _buffers[device, dtype] = buffer.new_empty(0).set_(storage, 0, (n,), (1,))
