@@ -61,15 +61,15 @@ class ExpertsStep(Step):
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
-        before = launch.serves
-        launch.serves = before if self.by_kernels else lambda tensor: False  # type: ignore[assignment]
+        before = launch.supports
+        launch.supports = before if self.by_kernels else lambda tensor: False  # type: ignore[assignment]
         try:
             with patch(self.on, cache=self.cache, experts="4bit"):
                 for _ in range(2):
                     self()
                 yield
         finally:
-            launch.serves = before
+            launch.supports = before
 
 
 def patched(steps: dict[str, ExpertsStep], name: str) -> AbstractContextManager[None]:

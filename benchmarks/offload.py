@@ -350,7 +350,7 @@ def timed(trainings: list[Training], steps: int) -> list[dict[str, Any]]:
         results.append({
             "gpu_ms": statistics.median(gpu), "wall_ms": statistics.median(wall), "every_gpu_ms": gpu, "every_wall_ms": wall,
             "kernels_ms": sum(ms for _, ms in busy) - sum(copies), "copies_ms": sum(copies),
-            "fetches": count, "late": late, "fetched": count * largest_unit(training.model), "in_turns": len(trainings) > 1,
+            "fetches": count, "late": late, "fetched": count * largest_block(training.model), "in_turns": len(trainings) > 1,
         })  # fmt: skip
     return results
 
@@ -373,7 +373,7 @@ def fetches() -> tuple[int, int]:
     return sum(each.fetches for each in found), sum(each.late for each in found)
 
 
-def largest_unit(model: Any) -> int:
+def largest_block(model: Any) -> int:
     """Bytes of the packed stacks of a layer: what a fetch copies."""
     sizes = [0]
     for module in model.modules():

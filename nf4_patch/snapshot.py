@@ -125,8 +125,8 @@ def status_of(target: Target) -> TargetStatus:
         note = entry.refusal if state is State.REFUSED else ""
     if not switch.on and state not in (State.WAITING, State.REFUSED):
         state = State.OFF
-    elif state.was_patched and target.only and not switch.gates[target.only].on:
-        state, note = State.INACTIVE, f'enable({target.only}="{OPTIONS[target.only].on}") puts it in place'
+    elif state.was_patched and target.option and not switch.gates[target.option].on:
+        state, note = State.INACTIVE, f'enable({target.option}="{OPTIONS[target.option].on}") puts it in place'
     elif state is State.PATCHED:
         note = target.uncounted or ("" if hits else NEVER_HIT if fallbacks else NEVER_CALLED)
     elif state is State.DISPLACED and entry is not None:

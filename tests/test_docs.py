@@ -79,7 +79,7 @@ def test_status_in_the_readme_is_what_it_prints(monkeypatch):
 
     def state_of(target):
         is_imported = target.library in ("bitsandbytes", "transformers", "peft", "torch")
-        return (State.INACTIVE if target.only else State.PATCHED) if is_imported else State.WAITING
+        return (State.INACTIVE if target.option else State.PATCHED) if is_imported else State.WAITING
 
     targets = tuple(TargetStatus(target.name, state_of(target), hits.pop(target.name, 0)) for target in TARGETS)
     printed = str(Status(enabled=True, targets=targets, shapes={}, errors=()))

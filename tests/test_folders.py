@@ -21,7 +21,7 @@ def test_an_option_is_one_row_and_one_folder():
     fields = {field.name for field in dataclasses.fields(Status)}
     for name, option in OPTIONS.items():
         assert option.argument == name and option.default == "off" and option.on
-        assert {target.only for target in option.targets} <= {name, ""}
+        assert {target.option for target in option.targets} <= {name, ""}
         assert all(target in TARGETS for target in option.targets)
         assert (option.report is None) is (option.lines is None) is (name not in fields)
 

@@ -54,7 +54,7 @@ class Auto:
         self.forwarded: Callable[[], torch.Tensor | None] = (
             nobody  # what bitsandbytes' autograd function told it of last
         )
-        self.alone: dict[int, int] = {}  # ``Memory.others`` by device, when something was taken
+        self.alone: dict[int, int] = {}  # ``MemoryInfo.others`` by device, when something was taken
         self.needed: dict[int, int] = {}  # bytes by device that PyTorch had reserved without the cache, at most
         self.why = "nothing before a training"
         self.attempt = Fallbacks("cache.auto").attempt  # an error here stops neither a forward pass nor an optimizer
@@ -119,7 +119,7 @@ class Auto:
         for device, size in list(self.taken.items()):
             if not size:
                 continue
-            memory = Memory.of(device)
+            memory = MemoryInfo.of(device)
             if memory.free < memory.margin // 2:
                 self.wait(f"device {device} had {size_in_words(memory.free)} left")
             elif memory.others > self.alone.get(device, 0) + SLACK:
@@ -137,7 +137,7 @@ class Auto:
     def take(self) -> None:
         """What is free where training steps have reserved what they need."""
         devices = [device for device in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(device)]
-        found = {device: Memory.of(device) for device in devices}
+        found = {device: MemoryInfo.of(device) for device in devices}
         for device, memory in found.items():
             self.needed[device] = max(self.needed.get(device, 0), memory.reserved)
             if memory.others > self.alone.setdefault(device, CONTEXT) + SLACK:
@@ -172,7 +172,7 @@ def size_of(x: torch.Tensor) -> tuple[int, int, int]:
     return features, math.prod(sizes), sizes[-1] if sizes else 1
 
 
-class Memory(NamedTuple):
+class MemoryInfo(NamedTuple):
     """Of a GPU, in bytes."""
 
     free: int  # what PyTorch could get more
@@ -181,7 +181,7 @@ class Memory(NamedTuple):
     margin: int  # what is left alone
 
     @classmethod
-    def of(cls, device: int) -> Memory:
+    def of(cls, device: int) -> MemoryInfo:
         free, total = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
         fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..nf4 import runtime
-from ..nf4.weight import Weight
+from ..nf4.weight import PackedWeight
 from .allocator import allocated
 
 
@@ -19,20 +19,20 @@ def nobody() -> None:
     return None
 
 
-class Kept:
+class CacheEntry:
     """It owns the dense copy and the memory of the scales, and knows the parameter and its memory by weak references."""
 
     views: tuple[Tensor, Tensor] | None = None  # [N, K] and [K, N], or twice that of another rank; None: dropped
     tensors: tuple[Callable[[], Tensor | None], ...]  # weak references to the parameter, absmax, absmax2, code2, offset
 
-    def __init__(self, weight: Weight):
+    def __init__(self, weight: PackedWeight):
         """Of a weight before it is decoded: a write in the meantime is noticed.
 
         Raises:
             AttributeError, RuntimeError, TypeError: a field is no tensor, or one without versions, or nothing to be known by.
         """
         packed, absmax, *second = weight.tensors()
-        self.location, self.facts = location(weight), facts(weight)
+        self.location, self.fingerprint = location(weight), fingerprint(weight)
         # the number of the storage: one that was freed leaves its address to others
         self.versions = packed.untyped_storage()._cdata, packed._version, absmax._version
         self.second = tuple(tensor._version for tensor in second)
@@ -44,9 +44,9 @@ class Kept:
         self.size = size_of(weight)  # bytes in the allocator
         self.compiled = False  # layers that are compiled as a whole read it
         self.watcher: Any = None  # of the storage of the packed bytes
-        self.strangers = 0  # reads on other streams since the latest on its own
+        self.other_stream_reads = 0  # reads on other streams since the latest on its own
 
-    def fill(self, weight: Weight, result: Tensor, died: Callable[[Any], None]) -> None:
+    def fill(self, weight: PackedWeight, result: Tensor, died: Callable[[Any], None]) -> None:
         """Hold what was decoded; ``died`` is called when a tensor that it was decoded from is freed."""
         tensors = weight.owner(), *weight[1:5]
         self.tensors = tuple(nobody if tensor is None else weakref.ref(tensor, died) for tensor in tensors)
@@ -58,7 +58,7 @@ class Kept:
         """Let go of everything but what its memory is charged by."""
         self.views, self.tensors, self.scales, self.watcher = None, (nobody,) * 5, (), None
 
-    def of(self, weight: Weight) -> Tensor | None:
+    def of(self, weight: PackedWeight) -> Tensor | None:
         """The dense copy, if it is of these very tensors and none was written: another may have come to the address of one.
         The plain fields and the addresses are compared before.
 
@@ -72,7 +72,7 @@ class Kept:
         owner, first, second, third, fourth = self.tensors
         parameter = owner()
         if (
-            (parameter is packed or (parameter is not None and parameter is packed._base))  # see Weight.owner
+            (parameter is packed or (parameter is not None and parameter is packed._base))  # see PackedWeight.owner
             and first() is absmax
             and second() is absmax2
             and third() is code2
@@ -85,17 +85,17 @@ class Kept:
         return None
 
 
-def size_of(weight: Weight) -> int:
+def size_of(weight: PackedWeight) -> int:
     """Bytes that the dense copy takes at most in PyTorch's allocator."""
     return allocated(2 * weight.packed.nbytes * weight.dtype.itemsize)
 
 
-def location(weight: Weight) -> tuple[Any, ...]:
+def location(weight: PackedWeight) -> tuple[Any, ...]:
     """Which part of which parameter, and the dtype; wherever the parameter looks now, and for either way round."""
     owner, packed = weight.owner(), weight.packed
     return id(owner), packed.data_ptr() - owner.data_ptr(), packed.nbytes, weight.dtype
 
 
-def facts(weight: Weight) -> tuple[Any, ...]:
+def fingerprint(weight: PackedWeight) -> tuple[Any, ...]:
     """Its plain fields and addresses, for either way round."""
-    return weight._replace(packed=weight.packed.detach().view(-1).view(torch.uint8)).facts()
+    return weight._replace(packed=weight.packed.detach().view(-1).view(torch.uint8)).fingerprint()

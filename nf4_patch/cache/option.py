@@ -13,7 +13,7 @@ from ..patching.target import ANY, Target
 TESTED_AUTOGRAD = ("0.49.2", "0.50.2")
 TESTED_TORCH = ("2.11.0", "2.13.0")
 
-CacheTarget = functools.partial(Target, only="cache", uncounted="its reads may come from the cache")
+CacheTarget = functools.partial(Target, option="cache", uncounted="its reads may come from the cache")
 
 
 class Uncached(enum.Enum):

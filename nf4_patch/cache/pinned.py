@@ -32,7 +32,7 @@ from ..patching.locks import new_lock
 from ..patching.quant_state import weight_of
 from ..patching.reasons import Reason
 from ..patching.switch import switch
-from .kept import Kept, location, size_of
+from .kept import CacheEntry, location, size_of
 from .option import Uncached
 from .store import cache
 
@@ -69,7 +69,7 @@ class Layer:
     def __init__(self, module: torch.nn.Module):
         self.lock = new_lock()  # one thread at a time in a pinned layer: its states are the process'
         self.refused_at = -1  # the generation of the cache in which there was no room for it
-        self.pinned: set[Kept] = set()  # for it
+        self.pinned: set[CacheEntry] = set()  # for it
         self.hung: list[tuple[Any, Pinned]] = []  # each state, while the layer runs, and what hangs on it
         self.find(module)
 
@@ -85,7 +85,7 @@ class Layer:
                     self.devices.add(weight.get_device())
 
     def weights(self, module: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
-        """The state and the Weight, or the Reason why there is none, of every parameter as it is now."""
+        """The state and the PackedWeight, or the Reason why there is none, of every parameter as it is now."""
         for path in self.paths:
             owner: Any = module
             for name in path:  # no reference to what is found: it would keep alive what has been replaced
@@ -111,7 +111,7 @@ class Layer:
         running.layers.discard(self)
         running.any = bool(running.layers)
 
-    def unpin(self, keep: Container[Kept] = ()) -> None:
+    def unpin(self, keep: Container[CacheEntry] = ()) -> None:
         """Let go of what is pinned for it. Called by the garbage collector too, at any point of any thread."""
         for kept in self.pinned:
             if kept not in keep:

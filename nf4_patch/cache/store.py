@@ -20,18 +20,18 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..nf4 import runtime
-from ..nf4.weight import Weight
+from ..nf4.weight import PackedWeight
 from ..patching import dequantizer
 from ..patching.locks import new_lock
 from ..patching.reasons import Reason
 from ..patching.switch import switch
 from .auto import Auto
-from .kept import Kept, facts, location, nobody, size_of
+from .kept import CacheEntry, fingerprint, location, nobody, size_of
 from .option import CacheStatus, Uncached
 
-Decode = Callable[[Weight], "Tensor | Reason"]
+Decode = Callable[[PackedWeight], "Tensor | Reason"]
 NOT_KNOWN = (AttributeError, RuntimeError, TypeError)  # a field is no tensor, an inference tensor, or the shape a list
-STRANGERS = 3  # reads on other streams in a row, after which a weight is decoded again on theirs
+OTHER_STREAM_READS = 3  # reads on other streams in a row, after which a weight is decoded again on theirs
 
 
 class StaleWeightError(RuntimeError):
@@ -50,24 +50,26 @@ class Cache(dequantizer.Reader):
         self.mode: str | int = "off"
         self.auto: Auto | None = None  # finds the budget
         self.budget = 0
-        self.weights: dict[tuple[object, ...], Kept] = {}  # by ``location``; and ``Known.kept`` of what was read
+        self.weights: dict[
+            tuple[object, ...], CacheEntry
+        ] = {}  # by ``location``; and ``WeightMemo.entry`` of what was read
         self.taken: Counter[int] = Counter()  # bytes by device, of what was dropped too while somebody still uses it
-        self.leaving: list[Kept] = []  # dropped, and still used by somebody
+        self.leaving: list[CacheEntry] = []  # dropped, and still used by somebody
         self.death = self.settled = object()  # of a tensor or a storage: the latest, and the latest that was seen to
-        self.memories: dict[int, Memory] = {}  # of packed bytes and of scales, by the number of their storage
+        self.memories: dict[int, StorageRecord] = {}  # of packed bytes and of scales, by the number of their storage
         self.generation = 0  # changes when there may be room again for what compiled layers read
         self.hits = self.misses = 0
         self.uncached: Counter[Uncached] = Counter()
         self.lock = new_lock()
         self.pinning, self.pins = (
             -1,
-            list[tuple[Kept, Weight]](),
+            list[tuple[CacheEntry, PackedWeight]](),
         )  # a stream that graphs are captured on, and what was read there
 
     @contextlib.contextmanager
-    def pinned(self, stream: int) -> Iterator[list[tuple[Kept, Weight]]]:
+    def pinned(self, stream: int) -> Iterator[list[tuple[CacheEntry, PackedWeight]]]:
         """Collect the cached weights that are read on this stream, where nothing is cached meanwhile: a CUDA graph is captured
-        that reads them as long as ``Kept.of`` returns them."""
+        that reads them as long as ``CacheEntry.of`` returns them."""
         try:
             self.pins = []
             self.pinning = stream
@@ -75,7 +77,7 @@ class Cache(dequantizer.Reader):
         finally:
             self.pinning, self.pins = -1, []
 
-    def died(self, kept: Kept) -> None:
+    def died(self, kept: CacheEntry) -> None:
         """A tensor that it was decoded from was freed. Called by the garbage collector, at any point of any thread."""
         kept.views = None
         self.death = object()
@@ -124,7 +126,7 @@ class Cache(dequantizer.Reader):
 
     # --- reading ---
 
-    def read(self, weight: Weight, decode: Decode) -> Tensor | Reason | None:
+    def read(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
         """The cached weight, or one that is cached from now on, not to be written into; a Reason is possible too.
 
         Returns:
@@ -134,7 +136,7 @@ class Cache(dequantizer.Reader):
             StaleWeightError: NF4_PATCH_STRICT=1, and the cached bits are not those of the packed bytes.
         """
         try:  # as ``find`` begins, without its call
-            kept = weight.known().kept
+            kept = weight.memo().entry
             result = None if kept is None else kept.of(weight)
         except NOT_KNOWN:
             result = None
@@ -149,14 +151,14 @@ class Cache(dequantizer.Reader):
             return result
         if stream != kept.stream:
             self.uncached[Uncached.OTHER_STREAM] += 1
-            kept.strangers += 1
-            if kept.strangers >= STRANGERS:
+            kept.other_stream_reads += 1
+            if kept.other_stream_reads >= OTHER_STREAM_READS:
                 self.drop(kept)
             return None
         if stream and is_captured(kept.device):
             self.uncached[Uncached.CUDA_GRAPH] += 1
             return None
-        kept.strangers = 0
+        kept.other_stream_reads = 0
         self.hits += 1  # no call in it: CPython does not switch threads in the middle
         if switch.strict:
             decoded = decode(weight)
@@ -165,26 +167,26 @@ class Cache(dequantizer.Reader):
             self.compare(result, decoded)
         return result
 
-    def find(self, weight: Weight) -> tuple[Tensor, Kept] | None:
+    def find(self, weight: PackedWeight) -> tuple[Tensor, CacheEntry] | None:
         """What is kept of a weight and still true, or None."""
-        kept: Kept | None = None
+        kept: CacheEntry | None = None
         try:
-            known = weight.known()
-            result = None if known.kept is None else known.kept.of(weight)
+            memo = weight.memo()
+            result = None if memo.entry is None else memo.entry.of(weight)
             if result is not None:
-                return result, known.kept
+                return result, memo.entry
             kept = self.weights.get(location(weight))
             if kept is None:
                 return None
-            if kept.facts == facts(weight) and (result := kept.of(weight)) is not None:
-                known.kept = kept
+            if kept.fingerprint == fingerprint(weight) and (result := kept.of(weight)) is not None:
+                memo.entry = kept
                 return result, kept
         except NOT_KNOWN:
             pass
         self.drop(kept)
         return None
 
-    def why_not(self, weight: Weight) -> Uncached | None:
+    def why_not(self, weight: PackedWeight) -> Uncached | None:
         """Return why a weight on the kernels' device cannot be cached at all, or not now."""
         owner = weight.owner()
         if any(tensor.is_inference() for tensor in weight.tensors()):
@@ -202,7 +204,7 @@ class Cache(dequantizer.Reader):
             self.drop_memory(weight.packed.untyped_storage()._cdata)
         return why
 
-    def insert(self, weight: Weight, decode: Decode) -> Tensor | Reason | None:
+    def insert(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
         """What ``decode`` gives, kept if it is a tensor; or None with nothing decoded, where it is not to be kept."""
         tensors = weight[: 5 if weight.nested() else 2]
         plain = isinstance(weight.shape, tuple) and isinstance(weight.dtype, torch.dtype)
@@ -218,14 +220,14 @@ class Cache(dequantizer.Reader):
         self.uncached[why] += 1
         return None
 
-    def keep(self, weight: Weight, decode: Decode) -> Tensor | Reason | None:
+    def keep(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
         """What ``decode`` gives; a tensor is kept until the weight changes. None without room."""
         mode, result, device, size = self.mode, None, weight.packed.get_device(), size_of(weight)
         with self.lock:  # nothing is decoded under it
             self.settle()
             if not self.on or size > self.room(device):
                 return None
-        kept = Kept(weight)
+        kept = CacheEntry(weight)
         self.misses += 1
         try:
             with torch.inference_mode(False):  # training may read what generation decoded
@@ -245,13 +247,13 @@ class Cache(dequantizer.Reader):
     def room(self, device: int) -> int:
         return self.budget - self.taken[device]
 
-    def _add(self, kept: Kept, weight: Weight, result: Tensor) -> None:
+    def _add(self, kept: CacheEntry, weight: PackedWeight, result: Tensor) -> None:
         owner, storage = weight.owner(), weight.packed.untyped_storage()
         if len(self.memories) > 10 * len(self.weights) + 64:
             self.memories = {number: each for number, each in self.memories.items() if not each.reference.expired()}
-        self.memories.setdefault(storage._cdata, Memory(kept.memory, weakref.ref(owner)))
+        self.memories.setdefault(storage._cdata, StorageRecord(kept.memory, weakref.ref(owner)))
         for scales in kept.scales:
-            self.memories.setdefault(scales._cdata, Memory(StorageWeakRef(scales), nobody))
+            self.memories.setdefault(scales._cdata, StorageRecord(StorageWeakRef(scales), nobody))
         kept.fill(weight, result, lambda _: self.died(kept))
         # Looked at later: PyTorch 2.8 lets go of a storage's Python object in every collection, while its tensors live, and
         # 2.13 before the storage has expired
@@ -260,7 +262,7 @@ class Cache(dequantizer.Reader):
 
     # --- dropping ---
 
-    def _drop(self, kept: Kept | None) -> None:
+    def _drop(self, kept: CacheEntry | None) -> None:
         """Forget it, once; nothing for None. Its memory is charged until nobody uses it."""
         if kept is None or self.weights.get(kept.location) is not kept:
             return
@@ -268,17 +270,17 @@ class Cache(dequantizer.Reader):
         del self.weights[kept.location]
         kept.empty()
 
-    def _drop_where(self, condition: Callable[[Kept], bool]) -> None:
+    def _drop_where(self, condition: Callable[[CacheEntry], bool]) -> None:
         for kept in list(self.weights.values()):
             if condition(kept):
                 self._drop(kept)
 
-    def drop(self, kept: Kept | None) -> None:
+    def drop(self, kept: CacheEntry | None) -> None:
         with self.lock:
             self._drop(kept)
             self.settle()
 
-    def release(self, condition: Callable[[Kept], bool] = lambda kept: True) -> None:
+    def release(self, condition: Callable[[CacheEntry], bool] = lambda kept: True) -> None:
         """Drop what the condition holds for: its memory is PyTorch's again as soon as nobody uses it."""
         with self.lock:
             self._drop_where(condition)
@@ -335,7 +337,7 @@ class Cache(dequantizer.Reader):
             )
 
 
-class Memory:
+class StorageRecord:
     """Memory that a cached weight depends on: the parameter whose packed bytes it holds, and whether it was resized.
 
     FSDP frees and refills memory by ``resize_``, and keeps the version counters. A second parameter of the same memory has a

@@ -44,7 +44,7 @@ GRAPHS = Option(
             "transformers.modeling_layers:GradientCheckpointingLayer.__call__", ">= 4.53", ("4.56.2", "5.17.0", "5.24.0"),
             (("self", "args", "kwargs"),), ".graphs.layers:graphed",
             'decoder layers with gradient checkpointing as CUDA graphs, with enable(graphs="auto") only',
-            only="graphs", uncounted="status().graphs counts what ran as a graph",
+            option="graphs", uncounted="status().graphs counts what ran as a graph",
         ),
     ),
     report=report, lines=lines,

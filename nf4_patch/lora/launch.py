@@ -58,7 +58,7 @@ def constants(name: str, rank: int, flags: dict[str, bool]) -> dict[str, Any]:
     return {**flags, "ROWS": rows, "COLUMNS": columns, "RANK": block}
 
 
-def is_used_for(z: Tensor, factor: Tensor, out_features: int) -> bool:
+def supports(z: Tensor, factor: Tensor, out_features: int) -> bool:
     """Whether the products of z, [rows, in], with factors like this one, [rank, in], run here."""
     if runtime.triton is None or not runtime.runs_on(z) or (z.dtype, factor.dtype) != (BF16, FP32) or not len(z):
         return False

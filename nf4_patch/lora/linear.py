@@ -23,7 +23,7 @@ from ..patching.replacement import Function, replacement_of
 from ..patching.switch import switch
 from ..patching.target import Target
 from .function import Adapter, Factors, LoraProduct, WideFactors, cast
-from .launch import is_used_for
+from .launch import supports
 from .recompute import decisions_of
 
 # Without a gradient bitsandbytes multiplies up to so many rows straight from the packed weight, and enable(matmul="auto") does.
@@ -125,7 +125,7 @@ def run(
         elif is_cast:
             z = x.reshape(rows.shape)
         z, a, b = (z, a, b) if wide else (cast(z, dtype), cast(a, dtype), cast(b, dtype))
-        kind = WideFactors if wide and is_used_for(z, a, out_features) else Factors
+        kind = WideFactors if wide and supports(z, a, out_features) else Factors
         is_x = not (dropped or is_cast)
         products.append((kind, scale, is_x))
         # x is given once: compiled autograd cannot add up gradients of which one is None

@@ -14,7 +14,7 @@ LORA = Option(
             "peft.tuners.lora.bnb:Linear4bit.forward", ">= 0.17", ("0.17.0", "0.18.1", "0.19.0", "0.20.0", "0.21.0", "0.21.2"),
             (("self", "x", "args", "kwargs"),), ".lora.linear:linear",
             'LoRA on 4-bit linear layers in one function, with enable(lora="fused") only',
-            only="lora",
+            option="lora",
         ),
     ),
 )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 
 from ..nf4 import runtime
 from ..nf4.runtime import triton
-from ..nf4.weight import Weight
+from ..nf4.weight import PackedWeight
 from . import small_m
 from .tuning import (
     MIN_ELEMENTS,
@@ -58,7 +58,7 @@ def pays(least: dict[int, int], m: int, n: int, k: int) -> bool:
     return all(m <= rows or n * k >= elements for rows, elements in least.items())
 
 
-def takes(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> bool:
+def supports(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> bool:
     """Whether the kernel can run on these arguments, of a weight that passed its guards."""
     n, k = weight.shape
     if triton is None or x.device != weight.packed.device or x.is_neg():
@@ -72,11 +72,11 @@ def takes(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> bool:
             (weight.packed.data_ptr() % 16 == 0 and weight.step() >= 32)
             or pays(MIN_ELEMENTS_UNALIGNED, x.numel() // k, n, k)
         )
-        and (bias is None or (bias.device == x.device and takes_bias(bias, x.dtype, n)))
+        and (bias is None or (bias.device == x.device and supports_bias(bias, x.dtype, n)))
     )
 
 
-def takes_bias(bias: torch.Tensor, dtype: torch.dtype, n: int) -> bool:
+def supports_bias(bias: torch.Tensor, dtype: torch.dtype, n: int) -> bool:
     plain = bias.is_contiguous() and not bias.is_neg()
     return bias.dtype is dtype and bias.shape == (n,) and plain and bias.data_ptr() % 16 == 0
 
@@ -90,7 +90,9 @@ class MatmulLaunch:
         kernel: compiled for arguments like these: x [..., K], fp16 or bf16; weight [N, K]; bias [N], x's dtype.
     """
 
-    def __init__(self, kernel: small_m.SmallMKernel, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None):
+    def __init__(
+        self, kernel: small_m.SmallMKernel, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None
+    ):
         operands = weight.operands()
         self.device, self.dtype = x.get_device(), x.dtype
         self.weight = tuple(tensor.data_ptr() for tensor in operands)
@@ -151,12 +153,12 @@ class MatmulLaunch:
 _kernels: dict[tuple[Any, ...], small_m.SmallMKernel] = {}
 
 
-def resolve(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, config: SmallMConfig) -> MatmulLaunch:
+def resolve(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, config: SmallMConfig) -> MatmulLaunch:
     """What multiplies every x of this shape by this weight, decoded inside the kernel; fp32 accumulation.
 
     The weights it multiplies by are, bit for bit, those of dequantize in x's dtype; the weight's own dtype is not looked at.
     The same arguments give the same bits at every run: sums across warps and parts of K are taken in a fixed order. The
-    caller answers for :func:`takes`.
+    caller answers for :func:`supports`.
 
     Raises:
         KernelUnavailable: it cannot be compiled; or it is not compiled yet and a CUDA graph is being captured.

@@ -10,7 +10,7 @@ from ..patching.target import LINEAR_4BIT, TESTED_OP, TESTED_UNSLOTH, Target
 FAST_GEMV = (("X", "W", "quant_state", "out"),)
 MATMUL_LORA = ("X", "W", "W_quant", "A", "B", "s", "out")
 
-MatmulTarget = functools.partial(Target, only="matmul")
+MatmulTarget = functools.partial(Target, option="matmul")
 
 MATMUL = Option(
     "NF4_PATCH_MATMUL", ("off", "auto"), "off",
@@ -27,19 +27,19 @@ MATMUL = Option(
             "bitsandbytes.functional:gemv_4bit", ">= 0.43", TESTED_OP,
             (("A", "B", "out", "transposed_A", "transposed_B", "state"),), ".matmul.bitsandbytes:gemv",
             'gemv_4bit, which Linear4bit before 0.50 calls for one row (generation), with enable(matmul="auto") only',
-            copied=True,
+            patch_copies=True,
         ),
         MatmulTarget(
             "bitsandbytes.autograd._functions:matmul_4bit", ">= 0.43", TESTED_OP,
             (("A", "B", "quant_state", "out", "bias"),), ".matmul.bitsandbytes:matmul_4bit",
             'eager forward of Linear4bit on a few rows without a gradient, with enable(matmul="auto") only',
-            copied=True,
+            patch_copies=True,
         ),
         MatmulTarget(
             "unsloth.kernels.utils:fast_gemv", "<= 2026.9.12", ("2026.9.7",),
             FAST_GEMV, ".matmul.unsloth:fast_gemv",
             'one row of every 4-bit weight (generation), with enable(matmul="auto") only',
-            unless="_fast_gemv_bnb", copied=True,
+            unless="_fast_gemv_bnb", patch_copies=True,
         ),
         MatmulTarget(
             "unsloth.kernels.utils:_fast_gemv_bnb", ">= 2026.9.13", ("2026.10.9",),
@@ -55,7 +55,7 @@ MATMUL = Option(
             "unsloth.kernels.utils:matmul_lora", ">= 2026.9.7", TESTED_UNSLOTH,
             (MATMUL_LORA, (*MATMUL_LORA, "use_global_buffer")), ".matmul.unsloth:matmul_lora",
             'linear layers with LoRA on a few rows (short prompts), with enable(matmul="auto") only',
-            copied=True,
+            patch_copies=True,
         ),
     ),
 )  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..nf4 import runtime
-from ..nf4.weight import LIMIT, Weight
+from ..nf4.weight import LIMIT, PackedWeight
 from ..patching import guards
 from ..patching.context import (
     PLAIN,
@@ -63,7 +63,9 @@ class FusedMatmul:
         self.launches: dict[Any, matmul.MatmulLaunch] = {}
         _in_use.add(self)
 
-    def run(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor | Reason:
+    def run(
+        self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor | Reason:
         """x @ weight.T + bias, [..., N] in x's dtype, or the Reason why not. A remembered launch is found at once.
 
         Args:
@@ -73,10 +75,10 @@ class FusedMatmul:
         launch: matmul.MatmulLaunch | Reason | None
         key: Any
         try:
-            known = (
+            bias_key = (
                 None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.is_contiguous(), bias.is_neg())
             )
-            key = (x.shape, x.get_device(), x.is_neg(), known, weight.known())
+            key = (x.shape, x.get_device(), x.is_neg(), bias_key, weight.memo())
             launch = self.launches.get(key)
         except (AttributeError, TypeError, RuntimeError):  # no tensor, one without memory, or with a list for a shape
             key = launch = None
@@ -94,7 +96,7 @@ class FusedMatmul:
         launch.counter.hits += 1
         return result
 
-    def resolve(self, x: Tensor, weight: Weight, bias: Tensor | None) -> matmul.MatmulLaunch | Reason:
+    def resolve(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> matmul.MatmulLaunch | Reason:
         """A launch that passed the guards, or the Reason why there is none."""
         if is_jit_tracing():
             return Reason.EXPORTING
@@ -111,7 +113,7 @@ class FusedMatmul:
         reason = guards.why_not(weight)
         if reason is not None:
             return reason
-        if not matmul.takes(x, weight, bias):
+        if not matmul.supports(x, weight, bias):
             return Reason.MATMUL_OPERANDS
         if not all(map(runtime.has_memory, weight.tensors())):
             return Reason.NO_STORAGE

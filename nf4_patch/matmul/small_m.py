@@ -8,7 +8,7 @@ import torch
 
 from ..nf4.dequantize.compilation import PTX_TYPES
 from ..nf4.runtime import TRITON_RELEASE, KernelEntry, compiled, driver_version, triton
-from ..nf4.weight import Weight
+from ..nf4.weight import PackedWeight
 from . import small_m_ptx
 from .tuning import TILE_COUNTS, SmallMConfig
 
@@ -39,7 +39,7 @@ def plan(
     Args:
         half: x is fp16, else bf16.
         offset: the dtype of the weight's offset; None: a flat weight.
-        step: Weight.step().
+        step: PackedWeight.step().
     """
     if step < 32:  # a lane's 128 bits would be of two steps, and rows start on 8 bytes
         config = config._replace(load_128bit=False)
@@ -66,7 +66,7 @@ class SmallMKernel:
     """The compiled launches for x [m, k] and the result in ``dtype``, and a weight [n, k] like this one."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, weight: Weight, division: SmallMPlan, m: int, bias: bool
+        self, device: torch.device, dtype: torch.dtype, weight: PackedWeight, division: SmallMPlan, m: int, bias: bool
     ):
         n, k = weight.shape
         step = weight.step()

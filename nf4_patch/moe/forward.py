@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from ..patching.context import transforms_active
 from ..patching.module_hooks import is_called_otherwise
 from . import launch
-from .product import Lora, Weight, grouped, summed
-from .read import Stack
+from .product import ExpertWeight, Lora, grouped, summed
+from .read import PackedExperts
 
 GATES = ("SiLUActivation", "SiLU")
 # What transformers' decorator writes into a module of experts; Liger's class has none of it
@@ -154,7 +154,9 @@ class Combined(torch.autograd.Function):
         return found, found if ctx.adds else None, None, None, None, None
 
 
-def products(weight: Weight, x: Tensor, order: Order, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def products(
+    weight: ExpertWeight, x: Tensor, order: Order, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Each row times the frozen weight of its expert plus the bias, and what LoRA adds to it.
 
     Args:
@@ -175,7 +177,7 @@ def products(weight: Weight, x: Tensor, order: Order, weights: Tensor | None = N
 
 
 def forward(
-    module: Any, stacks: dict[str, Stack], lora: dict[str, Lora], whole: bool,
+    module: Any, stacks: dict[str, PackedExperts], lora: dict[str, Lora], whole: bool,
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
 ) -> Tensor:  # fmt: skip
     """As transformers' ``grouped_mm_experts_forward`` or ``batched_mm_experts_forward``.
@@ -191,13 +193,15 @@ def forward(
         [tokens, hidden].
     """
 
-    def weight(name: str) -> Weight:
+    def weight(name: str) -> ExpertWeight:
         bias = getattr(module, f"{name}_bias") if trait(module, "has_bias") else None
-        return Weight(stacks.get(name) or getattr(module, name), trait(module, "is_transposed"), lora.get(name), bias)
+        return ExpertWeight(
+            stacks.get(name) or getattr(module, name), trait(module, "is_transposed"), lora.get(name), bias
+        )
 
     up = weight("gate_up_proj" if trait(module, "has_gate") else "up_proj")
     arguments = hidden_states, top_k_index, top_k_weights
-    if whole and launch.serves(hidden_states) and transforms_active() is None:
+    if whole and launch.supports(hidden_states) and transforms_active() is None:
         return by_kernels(module, up, lambda: weight("down_proj"), *arguments)
     return in_pytorch(module, up, lambda: weight("down_proj"), *arguments, whole)
 
@@ -206,7 +210,7 @@ def forward(
 
 
 def by_kernels(
-    module: Any, up: Weight, read_down: Callable[[], Weight],
+    module: Any, up: ExpertWeight, read_down: Callable[[], ExpertWeight],
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
 ) -> Tensor:  # fmt: skip
     order = Order.of(top_k_index, module.num_experts).for_kernels()
@@ -225,14 +229,14 @@ def by_kernels(
 
 
 def in_pytorch(
-    module: Any, up: Weight, read_down: Callable[[], Weight],
+    module: Any, up: ExpertWeight, read_down: Callable[[], ExpertWeight],
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, whole: bool,
 ) -> Tensor:  # fmt: skip
     (tokens, top_k), slots = top_k_index.shape, torch.arange(top_k_index.numel(), device=top_k_index.device)
     order = Order.of(top_k_index, module.num_experts) if whole else None
     slot_of = slots if order is None else order.slot_of
 
-    def product(weight: Weight, x: Tensor) -> Tensor:
+    def product(weight: ExpertWeight, x: Tensor) -> Tensor:
         return weight.chosen(x, top_k_index.reshape(-1)) if order is None else summed(*products(weight, x, order))
 
     y = gated(module, product(up, hidden_states[slot_of // top_k]))

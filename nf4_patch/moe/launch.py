@@ -18,7 +18,7 @@ BLOCK = 1024  # columns of a program
 WARPS = 4
 
 
-def serves(tensor: Tensor) -> bool:
+def supports(tensor: Tensor) -> bool:
     """Whether the kernels run where a tensor is."""
     return triton is not None and runtime.runs_on(tensor) and runtime.capability_of(tensor.device) >= MINIMUM_CAPABILITY
 

@@ -102,7 +102,7 @@ def needs_quantization(original, self, model, param_name, **kwargs) -> Any:
     """For ``param_needs_quantization``: a stack does, unless ``llm_int8_skip_modules`` names it or a module around it."""
     if not is_stack(model, param_name):
         return original(self, model, param_name, **kwargs)
-    rows = (row for row in TARGETS if row.replace.startswith(OWN) and switch.gates[row.only].on)
+    rows = (row for row in TARGETS if row.replace.startswith(OWN) and switch.gates[row.option].on)
     if missing := [row.name for row in rows if row.name not in installed or installed[row.name].refusal]:
         names, tested = ", ".join(missing), f"{TESTED_LOADING[0]} to {TESTED_LOADING[-1]}"
         raise RuntimeError(f"{ENABLE} cannot replace {names} of this release. Install a transformers from {tested}")
@@ -207,7 +207,7 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
             state_dict[key] = Mxfp4(state_dict.pop(blocks), state_dict.pop(f"{key}_scales"), devices[name])
     own_names = [name for name, _ in model.named_parameters()]
     info, disk_offload_index = original(model, state_dict, load_config, disk_offload_index)
-    offload.units_of(model)
+    offload.blocks_of(model)
     for name, parameter in packed.items():
         path, _, stack = name.rpartition(".")
         setattr(model.get_submodule(path), stack, parameter)

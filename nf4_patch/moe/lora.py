@@ -63,7 +63,7 @@ class Wrapper:
         return (b, a) if getattr(wrapper, "_did_swap_in_out_features", False) else (a.mT, b.mT)
 
 
-class Asked(threading.local):
+class ActiveWrappers(threading.local):
     """The wrappers that this thread is in: each waits to be asked by the forward of its experts."""
 
     def __init__(self) -> None:
@@ -73,14 +73,14 @@ class Asked(threading.local):
         return [each for each in self.wrappers if each.experts is experts and not each.is_asked]
 
 
-asked = Asked()
+active_wrappers = ActiveWrappers()
 
 
 def implementation_of(experts: Any) -> str | None:
     return getattr(getattr(experts, "config", None), "_experts_implementation", None)
 
 
-def is_served(experts: Any, name: str, packed: bool) -> bool:
+def supports(experts: Any, name: str, packed: bool) -> bool:
     """Whether the forward of the experts asks its wrappers. Others loop over dense experts, to which peft adds LoRA."""
     bound = vars(experts).get("_old_forward", vars(experts).get("forward"))
     function = getattr(bound, "__func__", type(experts).forward)
@@ -110,14 +110,14 @@ def forward(target: Target, original: Function) -> Function:
         adapters = [adapter for adapter in self.active_adapters if adapter in self.lora_A]
         idle = self.disable_adapters or self.merged or self.num_experts == 1 or not adapters
         state = None if idle else packed_states(experts).get(name)
-        if idle or kwargs.get("adapter_names") or not is_served(experts, name, state is not None):
+        if idle or kwargs.get("adapter_names") or not supports(experts, name, state is not None):
             return original(self, x, *args, **kwargs)
         wrapper = Wrapper(self, adapters, (state or experts._parameters[name]).dtype)
         try:
-            asked.wrappers.append(wrapper)
+            active_wrappers.wrappers.append(wrapper)
             result = self.base_layer(x, *args, **kwargs)
         finally:
-            asked.wrappers = [each for each in asked.wrappers if each is not wrapper]
+            active_wrappers.wrappers = [each for each in active_wrappers.wrappers if each is not wrapper]
         if wrapper.is_asked:
             return result
         raise RuntimeError(

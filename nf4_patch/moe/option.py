@@ -14,7 +14,7 @@ TESTED_TRANSFORMERS = ("5.0.0", *TESTED_LOADING)
 QUANTIZER = "quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer"
 EXPERTS_INTERFACE = "transformers.integrations.moe:ExpertsInterface._global_mapping"
 
-PeftTarget = functools.partial(Target, only="experts", uncounted="the experts' forward counts")
+PeftTarget = functools.partial(Target, option="experts", uncounted="the experts' forward counts")
 LoadingTarget = functools.partial(Target, lazy=True, uncounted="it loads and saves models")
 
 
@@ -28,7 +28,7 @@ EXPERTS = Option(
                 f"{EXPERTS_INTERFACE}.{name}", ">= 5.0", TESTED_TRANSFORMERS,
                 FORWARD, f".moe.transformers:{name}",
                 f'{covers}, with enable(experts="4bit") only',
-                only="experts", lazy=True,
+                option="experts", lazy=True,
             )
             for name, covers in (
                 ("grouped_mm", "training saves the packed experts and not the dense ones"),
@@ -39,13 +39,13 @@ EXPERTS = Option(
             "liger_kernel.transformers.swiglu:LigerExperts.forward", ">= 0.8", ("0.8.5",),
             FORWARD, ".moe.transformers:grouped_mm",
             'packed experts where Liger replaces their forward, with enable(experts="4bit") only',
-            only="experts", lazy=True,
+            option="experts", lazy=True,
         ),
         *(
             PeftTarget(
                 f"peft.{function}", ">= 0.17", ("0.21.0", "0.21.2"),
                 (parameters,), f".moe.lora:{replace}",
-                f'{covers}, with enable(experts="4bit") only', stays=replace != "forward",
+                f'{covers}, with enable(experts="4bit") only', permanent=replace != "forward",
             )
             for function, parameters, replace, covers in (
                 ("config:_check_and_remove_unused_kwargs", ("cls", "kwargs"), "keep_layout", "adapters in a layout that peft does not read"),
@@ -62,7 +62,7 @@ EXPERTS = Option(
                 f"transformers.{function}", ">= 5.17", TESTED_LOADING,
                 (parameters,), f".moe.loading:{replace}",
                 covers,
-                only=only, copied="." not in function.partition(":")[2], stays=replace in ("save", "dequantize"),
+                option=only, patch_copies="." not in function.partition(":")[2], permanent=replace in ("save", "dequantize"),
             )
             for function, parameters, replace, only, covers in (
                 ("quantizers.auto:get_hf_quantizer", HF_QUANTIZER, "quantizer_for", "experts", "gpt-oss in MXFP4"),

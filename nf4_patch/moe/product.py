@@ -15,18 +15,18 @@ from torch import Tensor
 
 from ..nf4.runtime import has_memory
 from ..patching.context import backward_in_progress, is_compiling, saved_tensors_hooks, transforms_active
-from .read import Stack
+from .read import PackedExperts
 
 # left [experts, in, rank] and right [experts, rank, out], in the order of the stack's sides
 Lora = tuple[Tensor, Tensor]
 
 
-class Kept:
+class SavedExperts:
     """A packed stack as it is now, for the backward: whatever is done to the module until then, to offload it for
     example, the backward decodes what the forward did.
     """
 
-    def __init__(self, stack: Stack):
+    def __init__(self, stack: PackedExperts):
         state = copy.copy(stack.state)
         state.state2 = copy.copy(getattr(state, "state2", None))
         parts = [vars(part) for part in (state, state.state2) if part is not None]
@@ -58,17 +58,17 @@ class Kept:
                 if part[name].data_ptr() != kept.data_ptr():
                     part[name] = kept
         if is_compiling() or stack.packed.data_ptr() != packed.data_ptr():
-            stack = Stack(packed, stack.state, stack.dequantizer)
+            stack = PackedExperts(packed, stack.state, stack.dequantizer)
         return stack.dense()
 
 
 class FrozenProduct(torch.autograd.Function):
-    """``Weight.multiplied`` of a packed stack that is frozen, and is decoded again in the backward."""
+    """``ExpertWeight.multiplied`` of a packed stack that is frozen, and is decoded again in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
-        assert isinstance(weight.stack, Stack)
-        ctx.kept, ctx.is_transposed = Kept(weight.stack), weight.is_transposed
+    def forward(ctx: Any, x: Tensor, weight: ExpertWeight, ends: Tensor) -> Tensor:
+        assert isinstance(weight.stack, PackedExperts)
+        ctx.kept, ctx.is_transposed = SavedExperts(weight.stack), weight.is_transposed
         # autograd checks the versions of what is saved; hooks would copy it, and turn the check off
         watched = ctx.kept.tensors if saved_tensors_hooks(True) is None else ()
         ctx.save_for_backward(ends, *(tensor for tensor in watched if not tensor.is_inference()))
@@ -117,27 +117,27 @@ def is_kept_packed() -> bool:
     return torch.is_grad_enabled() and transforms_active() is None and not is_checkpointed()
 
 
-class Weight(NamedTuple):
+class ExpertWeight(NamedTuple):
     """The weight of all experts, [experts, ...], packed or dense, and LoRA on it."""
 
-    stack: Stack | Tensor
+    stack: PackedExperts | Tensor
     is_transposed: bool  # [experts, in, out], as gpt-oss has it
     lora: Lora | None = None
     bias: Tensor | None = None  # [experts, out]
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.stack.state.dtype if isinstance(self.stack, Stack) else self.stack.dtype
+        return self.stack.state.dtype if isinstance(self.stack, PackedExperts) else self.stack.dtype
 
     def frozen(self) -> Tensor:
         """Dense, without LoRA, not to be written into: [experts, in, out]."""
-        dense = self.stack.dense() if isinstance(self.stack, Stack) else self.stack
+        dense = self.stack.dense() if isinstance(self.stack, PackedExperts) else self.stack
         return dense if self.is_transposed else dense.mT
 
     def multiplied(self, x: Tensor, ends: Tensor) -> Tensor:
         """Rows sorted by expert times the frozen weight, [rows, out]."""
         x = x.to(self.dtype)
-        if isinstance(self.stack, Stack) and is_kept_packed():
+        if isinstance(self.stack, PackedExperts) and is_kept_packed():
             product: Tensor = FrozenProduct.apply(x, self, ends)  # type: ignore[no-untyped-call]
             return product
         return grouped(x, self.frozen(), ends)

@@ -25,7 +25,7 @@ from ..patching.switch import switch
 
 
 @dataclasses.dataclass(frozen=True)
-class Stack:
+class PackedExperts:
     """The 4-bit weight of all experts of a layer."""
 
     packed: Tensor
@@ -56,7 +56,7 @@ class Stack:
         chosen = self.dequantizer.fallbacks.attempt(self.select, ids)
         return self.dense()[ids] if type(chosen) is Reason else chosen.dense()
 
-    def select(self, ids: Tensor) -> Stack | Reason:
+    def select(self, ids: Tensor) -> PackedExperts | Reason:
         """A copy of the packed experts ``ids``, int64 [n], with a QuantState of shape [n, ...]."""
         if not self.has_whole_experts():
             return Reason.EXPERT_BLOCKS
@@ -76,7 +76,7 @@ class Stack:
         shape = torch.Size((len(ids), *state.shape[1:]))
         kind = state.code, state.blocksize, state.quant_type, state.dtype
         experts = QuantState(selected(state.absmax), shape, *kind, **nested)
-        return Stack(selected(self.packed).unsqueeze(1), experts, self.dequantizer)
+        return PackedExperts(selected(self.packed).unsqueeze(1), experts, self.dequantizer)
 
     def has_whole_experts(self) -> bool:
         """Every expert ends with a byte, a block and, where the state is nested, a block of the second level."""
@@ -104,7 +104,7 @@ def is_managed(chain: Any) -> bool:
     return packed is not None and (isinstance(chain, packed.Chain) or isinstance(chain.original, packed.Params4bit))
 
 
-def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) -> dict[str, Stack] | Reason:
+def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) -> dict[str, PackedExperts] | Reason:
     """The 4-bit stacks of an experts module by name, or the Reason why they are not read past the parametrization."""
     packed = packed_chains(module)
     chains = {name: chain for name, chain in packed.items() if len(chain) == 1}
@@ -113,7 +113,8 @@ def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) ->
     if is_hooked(module, chains):
         return Reason.HOOKED
     stacks = {
-        name: Stack(chain.original, chain[0].quant_state, dequantizer, only_read) for name, chain in chains.items()
+        name: PackedExperts(chain.original, chain[0].quant_state, dequantizer, only_read)
+        for name, chain in chains.items()
     }
     for stack in stacks.values():
         if type(stack.packed).__torch_dispatch__ is not own_dispatch:

@@ -22,9 +22,9 @@ from ..patching.reasons import Reason
 from ..patching.replacement import Function, replacement_of
 from ..patching.target import Target
 from .forward import forward, trait
-from .lora import Wrapper, asked
+from .lora import Wrapper, active_wrappers
 from .product import is_kept_packed
-from .read import Stack, stacks_of
+from .read import PackedExperts, stacks_of
 
 
 class Loads:
@@ -49,7 +49,9 @@ def warn_of_16_bits(module: Any) -> None:
         )
 
 
-def run(module: Any, stacks: dict[str, Stack], wrappers: list[Wrapper], whole: bool, *routed: Any) -> torch.Tensor:
+def run(
+    module: Any, stacks: dict[str, PackedExperts], wrappers: list[Wrapper], whole: bool, *routed: Any
+) -> torch.Tensor:
     return forward(module, stacks, {each.name: each.factors() for each in wrappers}, whole, *routed)
 
 
@@ -62,7 +64,7 @@ def experts(target: Target, original: Function, whole: bool) -> Function:
     dequantizer = Dequantizer(target.name)
 
     def attempt(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-        wrappers = asked.of(self)
+        wrappers = active_wrappers.of(self)
         refused = stacks = stacks_of(self, dequantizer, whole and (is_kept_packed() or cache.on))
         if trait(self, "_is_expert_parallel"):
             refused = Reason.EXPERT_PARALLEL

@@ -18,17 +18,17 @@ OFFSET_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 TensorGuards: Any = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
-LIMIT = 16384  # of known weights: a 70B model has 560, each in one or two dtypes
+LIMIT = 16384  # of memo weights: a 70B model has 560, each in one or two dtypes
 
 
-class Known:
+class WeightMemo:
     """A weight that was seen: one for every target, and for the op. No other has the same address and sizes meanwhile."""
 
     launch: Any = None  # once the guards have passed
-    kept: Any = None  # what a reader keeps of it, who says whether that is still true
+    entry: Any = None  # what a reader keeps of it, who says whether that is still true
 
 
-class Weight(NamedTuple):
+class PackedWeight(NamedTuple):
     """One packed weight of n = prod(shape) elements in ceil(n / blocksize) blocks.
 
     A nested weight carries ``absmax2``, ``code2`` and ``offset``; a flat one has None in all three.
@@ -45,11 +45,11 @@ class Weight(NamedTuple):
     dtype: torch.dtype  # of the dequantized weight, one of OUTPUT_DTYPES
     quant_type: str  # "nf4" or "fp4": the value of each nibble
 
-    def known(self) -> Known:
-        """What is remembered of this weight: the same facts, the same launch.
+    def memo(self) -> WeightMemo:
+        """What is remembered of this weight: the same fingerprint, the same launch.
 
-        Found in a third of the time of the facts: by addresses and plain fields, and one call into PyTorch, which compares class,
-        dispatch keys, dtype, device, sizes and strides of all tensors, proves that the facts are the same.
+        Found in a third of the time of the fingerprint: by addresses and plain fields, and one call into PyTorch, which compares class,
+        dispatch keys, dtype, device, sizes and strides of all tensors, proves that the fingerprint are the same.
 
         Raises:
             AttributeError: a field is no tensor.
@@ -60,31 +60,31 @@ class Weight(NamedTuple):
             place: Any = (
                 packed.data_ptr(), absmax.data_ptr(), code2, offset, blocksize, shape, dtype, quant_type
             )  # fmt: skip
-            for same, known in _known.get(place, ()):
+            for same, memo in _checked.get(place, ()):
                 if same(packed, absmax):
-                    return known
-            return self.meet(place, packed, absmax)
+                    return memo
+            return self.remember(place, packed, absmax)
         place = (
             packed.data_ptr(), absmax.data_ptr(), absmax2.data_ptr(), code2.data_ptr(), offset.data_ptr(),
             blocksize, blocksize2, shape, dtype, quant_type,
         )  # fmt: skip
-        for same, known in _known.get(place, ()):
+        for same, memo in _checked.get(place, ()):
             if same(packed, absmax, absmax2, code2, offset):
-                return known
-        return self.meet(place, packed, absmax, absmax2, code2, offset)
+                return memo
+        return self.remember(place, packed, absmax, absmax2, code2, offset)
 
-    def meet(self, place: tuple[Any, ...], *tensors: torch.Tensor) -> Known:
-        """That of these facts, found faster from now on."""
-        if len(_known) >= LIMIT or len(_facts) >= LIMIT:
+    def remember(self, place: tuple[Any, ...], *tensors: torch.Tensor) -> WeightMemo:
+        """That of these fingerprint, found faster from now on."""
+        if len(_checked) >= LIMIT or len(_memos) >= LIMIT:
             forget()
-        known = _facts.setdefault(self.facts(), Known())
+        memo = _memos.setdefault(self.fingerprint(), WeightMemo())
         with contextlib.suppress(RuntimeError, TypeError):  # a tensor without strides
             same = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
             # the latest 8: dispatch keys are those of the call, which depend on autocast and inference mode
-            _known[place] = ((same, known), *_known.get(place, ())[:7])
-        return known
+            _checked[place] = ((same, memo), *_checked.get(place, ())[:7])
+        return memo
 
-    def facts(self) -> tuple[Any, ...]:
+    def fingerprint(self) -> tuple[Any, ...]:
         """All that the guards ask of a weight, its addresses, and nothing that changes from call to call."""
         count = 2 if self.absmax2 is None else 5
         tensors: Any = self[:count]
@@ -146,11 +146,13 @@ class Weight(NamedTuple):
         return self.packed.detach().reshape(-1).view(torch.uint8)
 
 
-_facts: dict[tuple[Any, ...], Known] = {}
-_known: dict[tuple[Any, ...], tuple[tuple[Any, Known], ...]] = {}  # by addresses and plain fields, with their proofs
+_memos: dict[tuple[Any, ...], WeightMemo] = {}
+_checked: dict[
+    tuple[Any, ...], tuple[tuple[Any, WeightMemo], ...]
+] = {}  # by addresses and plain fields, with their proofs
 
 
 def forget() -> None:
     """Know no weight any more."""
-    _known.clear()
-    _facts.clear()
+    _checked.clear()
+    _memos.clear()

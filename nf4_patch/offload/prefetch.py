@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..cache.store import cache, is_captured
 from ..nf4 import runtime
-from ..nf4.weight import LIMIT, Weight
+from ..nf4.weight import LIMIT, PackedWeight
 from ..patching.context import modes_active, transforms_active
 from ..patching.dequantizer import Dequantizer
 from ..patching.locks import new_lock
@@ -78,10 +78,10 @@ class Cuda:
 
 
 cuda: Any = Cuda()
-Facts = tuple[Any, ...]
+Fingerprint = tuple[Any, ...]
 
 
-class Unit:
+class HostBlock:
     """The packed stacks of one experts module that wait in one piece of host memory: fetched together.
 
     It is pinned with the first tensor, and lives as long as a CUDA tensor on it does.
@@ -92,9 +92,11 @@ class Unit:
         self.resident = 0  # bytes of other modules that stay on the GPU, where they are counted with this one
         self.host: Tensor | None = None  # uint8
         self.sizes: dict[int, int] = {}  # bytes of each tensor, by address
-        self.facts: dict[int, Facts] = {}  # of each weight when it was read last, by the address of its packed bytes
+        self.fingerprints: dict[
+            int, Fingerprint
+        ] = {}  # of each weight when it was read last, by the address of its packed bytes
         # what followed when this one was read after another: forward and backward meet a layer from either side
-        self.after: weakref.WeakKeyDictionary[Unit, Reference] = weakref.WeakKeyDictionary()
+        self.after: weakref.WeakKeyDictionary[HostBlock, Reference] = weakref.WeakKeyDictionary()
 
     def pinned(self, device: torch.device) -> Tensor:
         """Its memory.
@@ -112,7 +114,7 @@ class Unit:
         if failure:
             raise MemoryError(
                 f"offload: {size_in_words(size)} of host memory could not be pinned for packed experts, after "
-                f"{size_in_words(sum(unit.size for unit in living()))} that are: {failure}. Raise the limit for pinned memory "
+                f"{size_in_words(sum(block.size for block in living()))} that are: {failure}. Raise the limit for pinned memory "
                 f"(ulimit -l; docker run --ulimit memlock=-1), {MORE}"
             )
         weakref.finalize(self, forget, cuda, host, self.sizes, device, os.getpid()).atexit = False
@@ -128,9 +130,9 @@ class Unit:
         place.copy_(tensor.reshape(-1).view(torch.uint8))
         start = place.data_ptr()
         self.size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        self.sizes[start], units[start] = tensor.nbytes, weakref.ref(self)
+        self.sizes[start], blocks[start] = tensor.nbytes, weakref.ref(self)
         memory = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (start, False), "version": 2}
-        part = SimpleNamespace(__cuda_array_interface__=memory, unit=self)
+        part = SimpleNamespace(__cuda_array_interface__=memory, block=self)
         whole: Tensor = cuda.mapped(part, self.device)
         return whole.view(tensor.dtype).view(tensor.shape)
 
@@ -139,123 +141,127 @@ class Unit:
         return self.sizes.get(tensor.data_ptr()) == tensor.nbytes and tensor.is_contiguous()
 
 
-Reference = Callable[[], Unit | None]
-units: dict[int, Reference] = {}  # by the address of each of their tensors, which is theirs alone
+Reference = Callable[[], HostBlock | None]
+blocks: dict[int, Reference] = {}  # by the address of each of their tensors, which is theirs alone
 
 
 def nobody() -> None:
     return None
 
 
-def living() -> set[Unit]:
-    return {unit for reference in list(units.values()) if (unit := reference()) is not None}
+def living() -> set[HostBlock]:
+    return {block for reference in list(blocks.values()) if (block := reference()) is not None}
 
 
 def forget(cuda: Any, host: Tensor, sizes: dict[int, int], device: torch.device, process: int) -> None:
-    """A unit died."""
+    """A block died."""
     for address in sizes:
-        del units[address]
+        del blocks[address]
     if os.getpid() == process:  # a forked child has no CUDA
         cuda.unregister(host, device)
-        if device in lanes and all(unit.device != device for unit in living()):
-            lanes[device].clear()
+        if device in prefetchers and all(block.device != device for block in living()):
+            prefetchers[device].clear()
 
 
 # --- fetching ---
 
 
 class Buffer:
-    """Memory on the GPU, of the copy stream's, into which units are copied."""
+    """Memory on the GPU, of the copy stream's, into which blocks are copied."""
 
     def __init__(self) -> None:
         self.memory: Tensor | None = None
         self.arrived = cuda.event()
-        self.unit: Reference | None = None
-        self.facts: dict[int, Facts] = {}  # of the unit when it was copied
+        self.block: Reference | None = None
+        self.fingerprints: dict[int, Fingerprint] = {}  # of the block when it was copied
         self.streams: dict[int, Any] = {}  # on which it was read
-        # a weight's first tensors here, None for one that is not: by whose they are, as another unit may come to an address
-        self.views: dict[tuple[Reference, Facts], list[Tensor | None]] = {}
+        # a weight's first tensors here, None for one that is not: by whose they are, as another block may come to an address
+        self.views: dict[tuple[Reference, Fingerprint], list[Tensor | None]] = {}
 
-    def viewed(self, weight: Weight, facts: Facts, unit: Unit) -> list[Tensor | None]:
-        assert self.memory is not None and unit.host is not None
+    def viewed(self, weight: PackedWeight, fingerprint: Fingerprint, block: HostBlock) -> list[Tensor | None]:
+        assert self.memory is not None and block.host is not None
         if len(self.views) >= LIMIT:
             self.views.clear()
-        views = self.views[weakref.ref(unit), facts] = list[Tensor | None]([None] * 3)
+        views = self.views[weakref.ref(block), fingerprint] = list[Tensor | None]([None] * 3)
         for index, tensor in enumerate(weight[:3]):
-            if tensor is not None and unit.holds(tensor):
-                start = tensor.data_ptr() - unit.host.data_ptr()
+            if tensor is not None and block.holds(tensor):
+                start = tensor.data_ptr() - block.host.data_ptr()
                 views[index] = self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return views
 
 
-class Lane:
-    """Two buffers and the stream of copies of one GPU, and in which order units are read there."""
+class Prefetcher:
+    """Two buffers and the stream of copies of one GPU, and in which order blocks are read there."""
 
     def __init__(self, device: torch.device):
         self.device, self.lock = device, new_lock()  # held from the wait for a copy until the decode is launched
         self.stream = cuda.stream(device)
         self.buffers = [Buffer(), Buffer()]  # the one that was read last is the first
         self.before: Reference = nobody
-        self.now: Reference = nobody  # weak, as all of a lane's: a unit lives as long as its tensors
+        self.now: Reference = nobody  # weak, as all of a prefetcher's: a block lives as long as its tensors
         self.fetches = self.late = 0
 
-    def decode(self, weight: Weight, facts: Facts, unit: Unit, run: Callable[[Weight], Any]) -> Any:
+    def decode(
+        self, weight: PackedWeight, fingerprint: Fingerprint, block: HostBlock, run: Callable[[PackedWeight], Any]
+    ) -> Any:
         """What ``run`` makes of the weight where it has arrived; where it lies if it is a part of what is there."""
-        reference = weakref.ref(unit)  # one object, as long as the unit lives
+        reference = weakref.ref(block)  # one object, as long as the block lives
         with self.lock:
-            if self.buffers[1].unit is reference:
+            if self.buffers[1].block is reference:
                 self.buffers.reverse()
             buffer = self.buffers[0]
-            if buffer.unit is not reference or buffer.facts.get(facts[0]) != facts:
-                if not unit.holds(weight[0]):
+            if buffer.block is not reference or buffer.fingerprints.get(fingerprint[0]) != fingerprint:
+                if not block.holds(weight[0]):
                     return run(weight)
-                unit.facts[facts[0]] = facts
-                if buffer.unit is not reference:
+                block.fingerprints[fingerprint[0]] = fingerprint
+                if buffer.block is not reference:
                     self.buffers.reverse()
                     buffer = self.buffers[0]
-                self.fetch(buffer, unit, ahead=False)
+                self.fetch(buffer, block, ahead=False)
             if reference is not self.now:  # before this one is waited for: the copy begins at once
-                following = self.following(unit)
-                if following is not None and self.buffers[1].unit is not weakref.ref(following):
+                following = self.following(block)
+                if following is not None and self.buffers[1].block is not weakref.ref(following):
                     self.fetch(self.buffers[1], following, ahead=True)
             handle = cuda.handle(self.device.index)
             if handle not in buffer.streams:
                 stream = cuda.current_stream(self.device)
                 stream.wait_event(buffer.arrived)
                 buffer.streams[handle] = stream
-            packed, absmax, absmax2 = buffer.views.get((reference, facts)) or buffer.viewed(weight, facts, unit)
+            packed, absmax, absmax2 = buffer.views.get((reference, fingerprint)) or buffer.viewed(
+                weight, fingerprint, block
+            )
             absmax, absmax2 = weight[1] if absmax is None else absmax, weight[2] if absmax2 is None else absmax2
-            return run(new(Weight, (packed, absmax, absmax2, *weight[3:])))
+            return run(new(PackedWeight, (packed, absmax, absmax2, *weight[3:])))
 
-    def following(self, unit: Unit) -> Unit | None:
+    def following(self, block: HostBlock) -> HostBlock | None:
         """What followed the last time, if anything."""
         before, now = self.before(), self.now()
         if before is not None and now is not None:
-            now.after[before] = weakref.ref(unit)
-        self.before, self.now = self.now, weakref.ref(unit)
-        known = None if now is None else unit.after.get(now)
+            now.after[before] = weakref.ref(block)
+        self.before, self.now = self.now, weakref.ref(block)
+        known = None if now is None else block.after.get(now)
         return None if known is None else known()
 
-    def fetch(self, buffer: Buffer, unit: Unit, ahead: bool) -> None:
-        """Start the copy of a unit, after the last use of what is in the buffer."""
+    def fetch(self, buffer: Buffer, block: HostBlock, ahead: bool) -> None:
+        """Start the copy of a block, after the last use of what is in the buffer."""
         self.empty(buffer)
         if not ahead:  # what was written into a stack meanwhile
             self.stream.wait_stream(cuda.current_stream(self.device))
-        assert unit.host is not None
+        assert block.host is not None
         with cuda.running_on(self.stream):
-            if buffer.memory is None or buffer.memory.nbytes < unit.size:
+            if buffer.memory is None or buffer.memory.nbytes < block.size:
                 self.free(buffer)
                 with torch.inference_mode(False):  # training reads there too
-                    buffer.memory = torch.empty(unit.size, dtype=torch.uint8, device=self.device)
-            cuda.copy(buffer.memory[: unit.size], unit.host[: unit.size])
+                    buffer.memory = torch.empty(block.size, dtype=torch.uint8, device=self.device)
+            cuda.copy(buffer.memory[: block.size], block.host[: block.size])
         buffer.arrived.record(self.stream)
-        buffer.unit, buffer.facts = weakref.ref(unit), dict(unit.facts)
+        buffer.block, buffer.fingerprints = weakref.ref(block), dict(block.fingerprints)
         self.fetches += 1
         self.late += not ahead
 
     def empty(self, buffer: Buffer) -> None:
         """What is next in the copy stream may have its memory."""
-        buffer.unit = None
+        buffer.block = None
         for stream in buffer.streams.values():
             self.stream.wait_stream(stream)
         buffer.streams = {}
@@ -270,45 +276,45 @@ class Lane:
                 self.free(buffer)
 
 
-lanes: dict[torch.device, Lane] = {}
+prefetchers: dict[torch.device, Prefetcher] = {}
 
 
 def of_state(dequantizer: Dequantizer, packed: Tensor, state: Any, only_read: bool) -> Tensor | Reason:
     """As ``dequantizer.of_state``. What is in host memory is fetched first, unless a cached dense stack is known."""
-    unit = None if modes_active() else units.get(packed.data_ptr(), nobody)()
-    weight: Any = Reason.STATE_FIELDS if unit is None else weight_of(packed, state)
-    facts = None if type(weight) is Reason or transforms_active() is not None else facts_of(weight)
-    if unit is None or facts is None or cuda.is_captured(packed.get_device()):
+    block = None if modes_active() else blocks.get(packed.data_ptr(), nobody)()
+    weight: Any = Reason.STATE_FIELDS if block is None else weight_of(packed, state)
+    fingerprint = None if type(weight) is Reason or transforms_active() is not None else fingerprint_of(weight)
+    if block is None or fingerprint is None or cuda.is_captured(packed.get_device()):
         return dequantizer.of_state(packed, state, only_read=only_read)
-    lane = lanes.get(unit.device) or lanes.setdefault(unit.device, Lane(unit.device))
+    prefetcher = prefetchers.get(block.device) or prefetchers.setdefault(block.device, Prefetcher(block.device))
 
-    def decode(weight: Weight) -> Tensor | Reason:
-        result: Tensor | Reason = lane.decode(weight, facts, unit, dequantizer.run)
+    def decode(weight: PackedWeight) -> Tensor | Reason:
+        result: Tensor | Reason = prefetcher.decode(weight, fingerprint, block, dequantizer.run)
         return result
 
     found = cache.read(weight, decode) if only_read and cache.on else None
     return decode(weight) if found is None else found
 
 
-def facts_of(weight: Weight) -> Facts | None:
+def fingerprint_of(weight: PackedWeight) -> Fingerprint | None:
     """What changes when a weight's first tensors do; None where one counts no versions."""
     packed, absmax, absmax2, *_ = weight
     try:
-        facts: Facts = (
+        fingerprint: Fingerprint = (
             packed.data_ptr(), id(packed), packed._version, packed.shape,
             absmax.data_ptr(), id(absmax), absmax._version, absmax.shape,
         )  # fmt: skip
         if absmax2 is not None:
-            facts += absmax2.data_ptr(), id(absmax2), absmax2._version, absmax2.shape
+            fingerprint += absmax2.data_ptr(), id(absmax2), absmax2._version, absmax2.shape
     except RuntimeError:  # an inference tensor
         return None
-    return facts
+    return fingerprint
 
 
 # --- loading ---
 
-# Of models that are being loaded: the units by path, or why they cannot be placed, which transformers would only log
-plans: weakref.WeakKeyDictionary[Any, dict[str, Unit] | str] = weakref.WeakKeyDictionary()
+# Of models that are being loaded: the blocks by path, or why they cannot be placed, which transformers would only log
+plans: weakref.WeakKeyDictionary[Any, dict[str, HostBlock] | str] = weakref.WeakKeyDictionary()
 
 
 def packed_size(elements: int, nested: bool) -> int:
@@ -340,34 +346,34 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
     for name, place, size in stacks:
         if (device := torch.device(place)).type == cuda.kind:
             planned.setdefault(device, Counter())[name.rpartition(".")[0]] += size
-    chosen: dict[str, Unit] = {}
+    chosen: dict[str, HostBlock] = {}
     plans[model], budget, wanted = chosen, switch.value("offload"), 0
     for device, sizes in planned.items():
         total, largest = sizes.total(), max(sizes.values())
         if isinstance(budget, int) and total <= budget:
             continue
-        stays = budget - 2 * largest if isinstance(budget, int) else 0
-        if stays < 0:
+        on_gpu = budget - 2 * largest if isinstance(budget, int) else 0
+        if on_gpu < 0:
             raise ConfigError(
                 f"offload={size_in_words(int(budget))!r} does not hold the two buffers on {device}, one experts module each: "
                 f'give "{-(-2 * largest // 2**20)}MiB" or more, or "all", which keeps only these'
             )
         share, resident = 0, total
         for path, size in sizes.items():  # spread evenly, so that copies overlap with what computes
-            share += stays * size
+            share += on_gpu * size
             if share >= total * size:
                 share -= total * size
             else:
-                unit = chosen[path] = Unit(size)
+                block = chosen[path] = HostBlock(size)
                 resident -= size
-        unit.resident, wanted = resident, wanted + total - resident
+        block.resident, wanted = resident, wanted + total - resident
     if wanted > (free := free_memory()):  # or Linux would end this process without a word
         raise MemoryError(
             f"offload: {size_in_words(wanted)} of host memory are needed, {size_in_words(int(free))} are free: {MORE}"
         )
 
 
-def units_of(model: Any) -> dict[str, Unit]:
+def blocks_of(model: Any) -> dict[str, HostBlock]:
     """The plan of a model that is being loaded.
 
     Raises:
@@ -381,12 +387,12 @@ def units_of(model: Any) -> dict[str, Unit]:
 
 def placed(model: Any, full_name: str, parameter: Any) -> Any:
     """A packed stack that carries its state, where it belongs."""
-    unit, state = units_of(model).get(full_name.rpartition(".")[0]), parameter.quant_state
-    if unit is None:
+    block, state = blocks_of(model).get(full_name.rpartition(".")[0]), parameter.quant_state
+    if block is None:
         return parameter
     for owner, name in ((parameter, "data"), (state, "absmax"), (state.state2, "absmax"))[: 3 if state.nested else 2]:
         try:
-            setattr(owner, name, unit.placed(getattr(owner, name)))
+            setattr(owner, name, block.placed(getattr(owner, name)))
         except MemoryError as error:
             plans[model] = str(error)
             raise
@@ -399,19 +405,21 @@ def placed(model: Any, full_name: str, parameter: Any) -> Any:
 def snapshot() -> dict[str, OffloadStatus]:
     """By GPU."""
     found, held = {}, living()
-    for device, lane in (dict.fromkeys(unit.device for unit in held) | lanes).items():
-        here = [unit for unit in held if unit.device == device]
-        resident = sum(unit.resident for unit in here)
-        resident += sum(0 if each.memory is None else each.memory.nbytes for each in (lane.buffers if lane else ()))
-        counts = (lane.fetches, lane.late) if lane else ()
-        found[str(device)] = OffloadStatus(resident, sum(sum(unit.sizes.values()) for unit in here), *counts)
+    for device, prefetcher in (dict.fromkeys(block.device for block in held) | prefetchers).items():
+        here = [block for block in held if block.device == device]
+        resident = sum(block.resident for block in here)
+        resident += sum(
+            0 if each.memory is None else each.memory.nbytes for each in (prefetcher.buffers if prefetcher else ())
+        )
+        counts = (prefetcher.fetches, prefetcher.late) if prefetcher else ()
+        found[str(device)] = OffloadStatus(resident, sum(sum(block.sizes.values()) for block in here), *counts)
     return found
 
 
 def follow(_config: Any) -> None:
     if not gate.on:
-        for lane in lanes.values():
-            lane.clear()
+        for prefetcher in prefetchers.values():
+            prefetcher.clear()
 
 
 switch.follow(follow)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..nf4 import runtime
 from ..nf4.dequantize import launch as launches
-from ..nf4.weight import Weight
+from ..nf4.weight import PackedWeight
 from . import guards, op
 from .context import (
     function_mode_active,
@@ -64,7 +64,7 @@ class Reader:
 
     on = False  # all that a call looks at
 
-    def read(self, weight: Weight, decode: Callable[[Weight], Tensor | Reason]) -> Tensor | Reason | None:
+    def read(self, weight: PackedWeight, decode: Callable[[PackedWeight], Tensor | Reason]) -> Tensor | Reason | None:
         """The weight as it is kept, not to be written into, or None where it has to be decoded."""
 
 
@@ -91,7 +91,7 @@ class Dequantizer:
         fields = fields_of(packed, state)
         if type(fields) is Reason:
             return fields
-        weight: Weight = new(Weight, fields)
+        weight: PackedWeight = new(PackedWeight, fields)
         if only_read and reader.on and self.readers:  # above this: the adapter, the replacement, and who called that
             only_read = is_called_by(self.readers, sys._getframe(3))
         if type(packed) is Tensor:
@@ -131,7 +131,7 @@ class Dequantizer:
         return op.dequantize(*fields)
 
     def run(
-        self, weight: Weight, out: Tensor | None = None, into_buffer: bool = False, only_read: bool = False
+        self, weight: PackedWeight, out: Tensor | None = None, into_buffer: bool = False, only_read: bool = False
     ) -> Tensor | Reason:
         """The dequantized weight, or the Reason why not. A weight that was seen before, unchanged, has its launch at once.
 
@@ -152,7 +152,7 @@ class Dequantizer:
                 return found
         launch: Any
         try:
-            launch = weight.known().launch
+            launch = weight.memo().launch
             counter = launch.counters[self]
         except (AttributeError, KeyError, TypeError, RuntimeError):  # new to this target, or what cannot be a key
             launch = None
@@ -173,14 +173,14 @@ class Dequantizer:
         counter.hits += 1
         return result
 
-    def why_not(self, weight: Weight, out: Tensor | None = None) -> Reason | None:
+    def why_not(self, weight: PackedWeight, out: Tensor | None = None) -> Reason | None:
         if is_jit_tracing():
             return Reason.EXPORTING
         if has_gradient(weight.packed):
             return Reason.REQUIRES_GRAD
         return guards.why_not(weight, out=out)
 
-    def resolve(self, weight: Weight) -> launches.Launch | Reason:
+    def resolve(self, weight: PackedWeight) -> launches.Launch | Reason:
         """The launch of a weight that passed the guards, or the Reason why there is none."""
         reason = self.why_not(weight)
         if reason is not None:
@@ -193,13 +193,13 @@ class Dequantizer:
         launch.counters[self] = self.counter_of(weight)
         return launch
 
-    def counter_of(self, weight: Weight) -> HitCounter:
+    def counter_of(self, weight: PackedWeight) -> HitCounter:
         counter = counters.of(self.target, tuple(weight.shape), str(weight.dtype))
         if isinstance(weight.owner(), torch.nn.Parameter):  # and no copy of some experts
             counter.addresses.add(weight.packed.data_ptr())
         return counter
 
-    def dispatch(self, weight: Weight, out: Tensor | None) -> Tensor | Reason:
+    def dispatch(self, weight: PackedWeight, out: Tensor | None) -> Tensor | Reason:
         """Through the op, which dispatch modes see; nothing is counted."""
         if is_exporting():
             return Reason.EXPORTING

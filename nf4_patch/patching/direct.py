@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation, reference
-from ..nf4.weight import Weight
+from ..nf4.weight import PackedWeight
 from . import guards
 from .dequantizer import Dequantizer
 from .quant_state import fields_of
@@ -41,7 +41,7 @@ def dequantize_nf4(weight: Tensor, quant_state: Any, out: Tensor | None = None) 
     fields = fields_of(weight, quant_state)
     found = ""
     if not isinstance(fields, Reason):
-        packed = Weight(*fields)
+        packed = PackedWeight(*fields)
         found = f": {guards.describe(packed)}"
         if result in (Reason.NOT_CUDA, Reason.EXPORTING, Reason.FUNCTION_MODE):
             # TENSOR_SUBCLASS: while a program is exported, a tensor is a FakeTensor
@@ -53,7 +53,7 @@ def dequantize_nf4(weight: Tensor, quant_state: Any, out: Tensor | None = None) 
     raise ValueError(f"{result.sentence} ({result.name}){advice}{found}")
 
 
-def by_formula(weight: Weight, out: Tensor | None) -> Tensor:
+def by_formula(weight: PackedWeight, out: Tensor | None) -> Tensor:
     dense = reference.dense(weight)
     result = dense if out is None else out.copy_(dense)
     return result.t() if weight.transposed() else result

@@ -11,12 +11,12 @@ from torch import Tensor
 from ..nf4 import runtime
 from ..nf4.codes import CODES
 from ..nf4.dequantize import compilation
-from ..nf4.weight import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES, Weight
+from ..nf4.weight import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES, PackedWeight
 from .context import is_compiling, own_dispatch, returns_tensors
 from .reasons import Reason
 
 
-def describe(weight: Weight) -> str:
+def describe(weight: PackedWeight) -> str:
     """What was found, for an error; a field that is no tensor by its type."""
 
     def shape(field: Any) -> str:
@@ -29,7 +29,7 @@ def describe(weight: Weight) -> str:
     )
 
 
-def _wrong_types(weight: Weight) -> bool:
+def _wrong_types(weight: PackedWeight) -> bool:
     wanted: list[Any] = [(weight.absmax, (torch.uint8 if weight.nested() else torch.float32,))]
     if weight.nested():
         wanted += [(weight.absmax2, (torch.float32,)), (weight.code2, (torch.float32,)), (weight.offset, OFFSET_DTYPES)]
@@ -43,14 +43,14 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
-def _wrong_blocksizes(weight: Weight) -> bool:
+def _wrong_blocksizes(weight: PackedWeight) -> bool:
     first, second = weight.blocksize, weight.blocksize2
     if not (_is_whole(first) and _is_whole(second)) or first not in BLOCKSIZES:
         return True
     return weight.nested() and (not 1 <= second < 2**31 or second & (second - 1) != 0)
 
 
-def _wrong_sizes(weight: Weight) -> bool:
+def _wrong_sizes(weight: PackedWeight) -> bool:
     shape = weight.shape
     if not (isinstance(shape, (tuple, list)) and all(map(_is_whole, shape))) or any(side < 0 for side in shape):
         return True
@@ -64,7 +64,7 @@ def _wrong_sizes(weight: Weight) -> bool:
     return n == 0 or any(found != wanted for found, wanted in sizes)
 
 
-def _too_old(weight: Weight) -> bool:
+def _too_old(weight: PackedWeight) -> bool:
     packed = weight.packed
     return runtime.runs_on(packed) and runtime.capability_of(packed.device) < compilation.MINIMUM_CAPABILITY
 
@@ -76,14 +76,14 @@ def _not_plain(tensor: Tensor) -> bool:
     return tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj()
 
 
-def _subclass(weight: Weight) -> bool:
+def _subclass(weight: PackedWeight) -> bool:
     """Whether a class has its own dispatch, or that of the scales its own functions: of the packed weight these are asked before."""
     packed, *scales = (type(tensor) for tensor in weight.tensors())
     return packed.__torch_dispatch__ is not own_dispatch or not all(map(returns_tensors, scales))  # type: ignore[attr-defined]
 
 
 # In order: the first that holds is the reason. Each looks only at what the ones before it have vouched for.
-GUARDS: tuple[tuple[Reason, Callable[[Weight], bool]], ...] = (
+GUARDS: tuple[tuple[Reason, Callable[[PackedWeight], bool]], ...] = (
     (Reason.NOT_CUDA, lambda weight: not runtime.runs_on(weight.packed)),
     (Reason.ROCM, lambda weight: torch.version.hip is not None),
     (Reason.GPU_TOO_OLD, _too_old),
@@ -99,7 +99,7 @@ GUARDS: tuple[tuple[Reason, Callable[[Weight], bool]], ...] = (
 )
 
 
-def why_not(weight: Weight, out: Tensor | None = None, ignore: tuple[Reason, ...] = ()) -> Reason | None:
+def why_not(weight: PackedWeight, out: Tensor | None = None, ignore: tuple[Reason, ...] = ()) -> Reason | None:
     """The first reason why a kernel must not run on this weight; None when it may. Looks at no data.
 
     Args:

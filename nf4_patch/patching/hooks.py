@@ -51,7 +51,7 @@ def put_in_force(config: Config | None) -> None:
         switch.set(config)
         if config is None:
             for entry in installed.values():
-                if not entry.target.stays:
+                if not entry.target.permanent:
                     entry.swap(on=False)
             logger.info("nf4_patch is off")
             return
@@ -124,10 +124,10 @@ def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
     """Post-import hook: whatever happens here, the import of the module succeeds."""
     try:
         with lock:
-            if (switch.on or target.stays) and not any(
+            if (switch.on or target.permanent) and not any(
                 is_halfway(sys.modules[name]) for name in (target.trigger, target.module)
             ):
-                install(target, sys.modules[target.module], switch.gates[target.only].on or target.stays)
+                install(target, sys.modules[target.module], switch.gates[target.option].on or target.permanent)
     except Exception as error:
         entry = installed[target.name] = installed.get(target.name) or Installed(target)
         entry.refuse(entry.current(), "an error inside nf4_patch: see the log")

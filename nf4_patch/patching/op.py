@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..nf4 import runtime
 from ..nf4.dequantize import launch, reference
-from ..nf4.weight import Weight
+from ..nf4.weight import PackedWeight
 from . import guards
 from .counters import warn_once
 from .reasons import Reason
@@ -24,7 +24,7 @@ REASONS = tuple(Reason)
 COMPUTABLE = (Reason.NOT_CUDA, Reason.ROCM, Reason.GPU_TOO_OLD, Reason.NOT_CONTIGUOUS)
 
 
-# The fields of a Weight. Defined here and not by ``torch.library.custom_op``, whose Autograd kernel in Python makes a call
+# The fields of a PackedWeight. Defined here and not by ``torch.library.custom_op``, whose Autograd kernel in Python makes a call
 # of 17 us out of one of 6 (2-core CPU machine, torch 2.13): the packed weight has no gradient.
 SCHEMA = (
     "(Tensor packed, Tensor absmax, Tensor? absmax2, Tensor? code2, Tensor? offset, "
@@ -32,10 +32,10 @@ SCHEMA = (
 )
 
 
-def given(*fields: Any) -> Weight:
+def given(*fields: Any) -> PackedWeight:
     """The Weight of the op's arguments."""
     *others, shape, dtype, quant_type = fields
-    return Weight._make((*others, tuple(shape), dtype, quant_type))
+    return PackedWeight._make((*others, tuple(shape), dtype, quant_type))
 
 
 def kernel(*fields: Any) -> Tensor:
@@ -45,9 +45,9 @@ def kernel(*fields: Any) -> Tensor:
         ValueError: the formula cannot be computed either.
     """
     weight = given(*fields)
-    known = weight.known()
-    if known.launch is not None:
-        dense: Tensor = known.launch.dense()
+    memo = weight.memo()
+    if memo.launch is not None:
+        dense: Tensor = memo.launch.dense()
         return dense
     reason = guards.why_not(weight)
     if reason is None:
@@ -78,7 +78,7 @@ if not hasattr(torch.ops.nf4_patch, "dequantize_nf4"):  # importlib.reload: defi
 
 
 def dequantize(packed: Tensor, absmax: Any, absmax2: Any, code2: Any, offset: Any, *plain: Any) -> Tensor | Reason:
-    """The op on the fields of a Weight, transposed when they ask for it; or the Reason why not. Written to be traced."""
+    """The op on the fields of a PackedWeight, transposed when they ask for it; or the Reason why not. Written to be traced."""
     # what the schema does not take: the fake is not asked
     blocksize, blocksize2, shape, dtype, quant_type = plain
     if not isinstance(quant_type, str):

@@ -1,4 +1,4 @@
-"""A bitsandbytes QuantState, or the arguments of a bitsandbytes op, as the fields of a Weight."""
+"""A bitsandbytes QuantState, or the arguments of a bitsandbytes op, as the fields of a PackedWeight."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..nf4.weight import Weight
+from ..nf4.weight import PackedWeight
 from .reasons import Reason
 
-# Of a Weight: a third of the time of ``Weight(*fields)``, 0.16 us of 0.57 (2-core CPU machine).
+# Of a PackedWeight: a third of the time of ``PackedWeight(*fields)``, 0.16 us of 0.57 (2-core CPU machine).
 new: Any = tuple.__new__
 
 
 def fields_of(packed: Tensor, state: Any) -> Any:
-    """The fields of the Weight, or the Reason why the state lacks one. Written to be traced."""
+    """The fields of the PackedWeight, or the Reason why the state lacks one. Written to be traced."""
     try:
         # not getattr: where it is missing, Dynamo traces QuantState.__getattr__ and guards on what that reads
         if state.__dict__.get("packing_format_for_cpu"):
@@ -36,9 +36,9 @@ def fields_of(packed: Tensor, state: Any) -> Any:
 
 
 def weight_of(packed: Tensor, state: Any) -> Any:
-    """The Weight, or the Reason why the state lacks a field."""
+    """The PackedWeight, or the Reason why the state lacks a field."""
     fields = fields_of(packed, state)
-    return fields if type(fields) is Reason else new(Weight, fields)
+    return fields if type(fields) is Reason else new(PackedWeight, fields)
 
 
 def cpu_packing_or(reason: Reason, absmax: Any) -> Reason:
@@ -50,12 +50,12 @@ def cpu_packing_or(reason: Reason, absmax: Any) -> Reason:
 def linear_weight(
     dtype: Any, packed: Tensor, shape: Any, absmax: Any, blocksize: int, quant_type: str,
     absmax_8bit: Any, absmax_code: Any, absmax_offset: Any,
-) -> Weight:  # fmt: skip
+) -> PackedWeight:  # fmt: skip
     """From the arguments of bitsandbytes 0.50's 4-bit linear functions."""
     plain = tuple(shape), dtype, quant_type
     if absmax_8bit is None:
         fields: Any = packed, absmax, None, None, None, blocksize, 0, *plain
     else:
         fields = packed, absmax_8bit, absmax, absmax_code, absmax_offset, blocksize, 256, *plain
-    weight: Weight = new(Weight, fields)
+    weight: PackedWeight = new(PackedWeight, fields)
     return weight

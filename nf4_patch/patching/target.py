@@ -54,15 +54,15 @@ class Target:
     replace: str  # "module:function", of this package ".module:function": makes the replacement of (row, original)
     covers: str
     unless: str = ""  # an attribute of the module that makes this row void
-    only: str = ""  # an option: in place only where that is switched on
+    option: str = ""  # an option: in place only where that is switched on
     lazy: bool = False  # its package imports the module only when it is used
     after: str = ""  # installed when this module is imported, and not with its own
     uncounted: str = ""  # what ``status()`` says of a row whose calls are neither hits nor fallbacks
-    stays: bool = False  # in place whatever is switched off: it sees to what an option has made, which may live on
+    permanent: bool = False  # in place whatever is switched off: it sees to what an option has made, which may live on
     readers: str = (
         ""  # of a dequantization: the module, or "package.", whose calls only read the result, which may be cached
     )
-    copied: bool = False  # other modules hold it by value: sweep them when the module was imported first
+    patch_copies: bool = False  # other modules hold it by value: sweep them when the module was imported first
     own_kernel: OwnKernel | None = None  # the library's, which keeps calls that ours was not measured to run faster
 
     @functools.cached_property

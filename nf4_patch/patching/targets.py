@@ -14,7 +14,7 @@ TARGETS: list[Target] = [
         "bitsandbytes.functional:dequantize_4bit", ">= 0.43", TESTED_BITSANDBYTES,
         (("A", "quant_state", "absmax", "out", "blocksize", "quant_type"),), ".adapters.bitsandbytes:dequantize_4bit",
         "backward of every Linear4bit, forward before 0.50; peft merge and DoRA; model.dequantize()",
-        readers="bitsandbytes.autograd._functions", copied=True,
+        readers="bitsandbytes.autograd._functions", patch_copies=True,
     ),
     Target(
         "bitsandbytes.backends.cuda.ops:_dequant_linear_fallback", ">= 0.50", TESTED_OP,
@@ -25,7 +25,7 @@ TARGETS: list[Target] = [
         "unsloth.kernels.utils:fast_dequantize", "<= 2026.9.12", ("2026.6.9", "2026.9.7"),
         (FAST_DEQUANTIZE,), ".adapters.unsloth:fast_dequantize",
         "every 4-bit weight of Unsloth's LoRA kernels, decoding and saving",
-        unless="_fast_dequantize_bnb", readers="unsloth.", copied=True,
+        unless="_fast_dequantize_bnb", readers="unsloth.", patch_copies=True,
     ),
     Target(
         "unsloth.kernels.utils:_fast_dequantize_bnb", ">= 2026.9.13", ("2026.9.14", "2026.10.9"),

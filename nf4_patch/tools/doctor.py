@@ -250,8 +250,8 @@ def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list
 def judge(target: Target, release: str, status: TargetStatus, failure: str, config: Config) -> TargetStatus:
     """What becomes of a target whose ``status`` was taken with the patch on; ``failure``: of the library's import."""
     library, waiting = target.library, status.state is State.WAITING
-    option = OPTIONS.get(target.only)
-    switched_off = option is not None and config.options[target.only] == "off"
+    option = OPTIONS.get(target.option)
+    switched_off = option is not None and config.options[target.option] == "off"
     tested = release.partition("+")[0] in target.tested
     cases = (
         (not release, State.ABSENT, f"{library} is not installed"),

@@ -13,7 +13,7 @@ import nf4_patch
 
 from ..nf4.codes import code_of
 from ..nf4.dequantize import reference
-from ..nf4.weight import Weight
+from ..nf4.weight import PackedWeight
 from ..patching.quant_state import weight_of
 from .patch import UNSLOTH_MODULE, dequantize_4bit, from_unsloth, original
 from .report import NotAvailable
@@ -39,7 +39,7 @@ def random_weights(shape: Sequence[int], dtype: torch.dtype, count: int) -> list
     return [quantize_4bit(weight, compress_statistics=True, quant_type="nf4") for weight in dense]
 
 
-def exact(weight: Weight) -> torch.Tensor:
+def exact(weight: PackedWeight) -> torch.Tensor:
     """The weight in fp64: code * scale with no rounding to 16 bits."""
     scales = reference.block_scales(weight, False).double().repeat_interleave(weight.blocksize)
     packed = weight.bytes()

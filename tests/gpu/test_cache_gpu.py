@@ -12,7 +12,7 @@ from target import linear, same, step
 
 import nf4_patch
 from nf4_patch.cache.option import Uncached
-from nf4_patch.cache.store import STRANGERS, cache
+from nf4_patch.cache.store import OTHER_STREAM_READS, cache
 
 pytestmark = pytest.mark.gpu
 ROWS = 2048  # above bitsandbytes' own fused kernel, which does not repeat itself to the bit: its forward dequantizes
@@ -40,7 +40,7 @@ def test_another_stream_decodes_for_itself():
     side.synchronize()
     assert same(first, want)
     assert same(second, want)
-    assert cache.uncached[Uncached.OTHER_STREAM] == STRANGERS  # and then it was decoded there
+    assert cache.uncached[Uncached.OTHER_STREAM] == OTHER_STREAM_READS  # and then it was decoded there
     assert same(run(layer), want)
 
 

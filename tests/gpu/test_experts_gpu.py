@@ -51,7 +51,7 @@ def train(model, patch: bool, steps: int, cache: str = "off"):
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "gpt-oss-20b"])
 def test_a_hundred_steps_to_the_bit_and_nothing_dense_is_saved(name, monkeypatch):
     """In PyTorch, beside transformers' forward."""
-    monkeypatch.setattr(launch, "serves", lambda tensor: False)
+    monkeypatch.setattr(launch, "supports", lambda tensor: False)
     model = training.peft_model(experts.CONFIGURATIONS[name](), LINEARS[:4])
     model.get_base_model().set_attn_implementation("eager")  # cuDNN's backward may not repeat next to other work (H200)
     for checkpointing in (True, False):
@@ -122,7 +122,7 @@ def forwards(patched, monkeypatch):
     patched.enable(experts="4bit")
 
     def choose(ours: bool) -> None:
-        monkeypatch.setattr(launch, "serves", lambda tensor: ours)
+        monkeypatch.setattr(launch, "supports", lambda tensor: ours)
 
     return choose
 

@@ -105,7 +105,7 @@ def test_first_use_of_compiled_code_inside_a_capture(quant_type, nested, monkeyp
     torch._dynamo.reset()
     compiled = torch.compile(lambda w: F.dequantize_4bit(w, state), dynamic=False)
     assert torch.equal(compiled(packed), want)
-    for owner, name in ((compilation, "_kernels"), (codes, "_remembered"), (weight, "_facts"), (weight, "_known")):
+    for owner, name in ((compilation, "_kernels"), (codes, "_remembered"), (weight, "_memos"), (weight, "_checked")):
         monkeypatch.setattr(owner, name, type(getattr(owner, name))())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

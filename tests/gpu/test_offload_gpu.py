@@ -60,10 +60,10 @@ def folders(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def nothing_is_left(patched):
     gc.collect()
-    offload.lanes.clear()
+    offload.prefetchers.clear()
     yield
     gc.collect()
-    assert not offload.units and not any(each.resident for each in nf4_patch.status().offload.values())
+    assert not offload.blocks and not any(each.resident for each in nf4_patch.status().offload.values())
 
 
 def adapted(folder, where):
@@ -97,7 +97,7 @@ def test_steps_are_those_of_the_resident_model(folders, name, way):
     layers = SIZES[name][0]["num_hidden_layers"]
     for where in ("all", f"{3 * size}B"):
         model = adapted(folder, where)
-        found = [unit is not None for unit in in_host(model).values()]
+        found = [block is not None for block in in_host(model).values()]
         assert sum(found) == 2 * (layers - (where != "all"))
         assert same_steps(steps(model), want), where
         known = counts()
@@ -200,7 +200,7 @@ def test_freed_while_a_graph_is_captured(folders):
     with torch.cuda.graph(graph):
         y = x * 2
         kept.clear()
-    assert not offload.units and len(offload.cuda.left) == 4
+    assert not offload.blocks and len(offload.cuda.left) == 4
     graph.replay()
     assert y.tolist() == [2] * 4
     logits(model_of(folders["tiny"]))
@@ -227,14 +227,14 @@ def test_nothing_is_left_after_the_model(folders, monkeypatch):
     model = adapted(folders["medium"], "all")
     train(model, steps=1, tokens=512)
     held = counts().in_host
-    assert len(offload.units) == 6 * 2 * 3 and counts().resident
+    assert len(offload.blocks) == 6 * 2 * 3 and counts().resident
     assert held <= shared_memory() - shared <= held + 6 * 2 * offload.ROOM + 2**20
     codes, cudart = [], torch.cuda.cudart()
     unregister = cudart.cudaHostUnregister
     monkeypatch.setattr(cudart, "cudaHostUnregister", lambda place: codes.append(int(unregister(place))))
     del model
     gc.collect()
-    assert not offload.units and not counts().resident
+    assert not offload.blocks and not counts().resident
     assert codes == [0] * 6
     assert torch.cuda.memory_allocated() - before < 2**20
     assert shared_memory() - shared < 2**20
@@ -249,7 +249,7 @@ def test_memory_that_cannot_be_pinned(folders, monkeypatch):
     assert torch.ones(3, device="cuda").sum().item() == 3
     monkeypatch.undo()
     gc.collect()
-    assert not offload.units
+    assert not offload.blocks
     logits(model_of(folders["tiny"]))
 
 
@@ -311,7 +311,7 @@ def test_two_processes(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_layers_on_two_gpus(folders):
-    """A lane a GPU."""
+    """One prefetcher per GPU."""
     places = {f"model.layers.{layer}": layer % 2 for layer in range(6)}
     places |= {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
     found = []

@@ -29,7 +29,7 @@ def test_every_row_passed(row):
     assert "tests" not in row or "refused" not in row["targets"].values()
 
 
-RECORDED = [t for t in TARGETS if not t.only and not t.uncounted]
+RECORDED = [t for t in TARGETS if not t.option and not t.uncounted]
 
 
 @pytest.mark.parametrize("target", RECORDED, ids=lambda t: t.name)

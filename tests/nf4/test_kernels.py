@@ -12,7 +12,7 @@ from oracle import DTYPES, every_pair, expected, layout_of, quantized
 
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import compilation, launch, reference
-from nf4_patch.nf4.weight import BLOCKSIZES, Weight
+from nf4_patch.nf4.weight import BLOCKSIZES, PackedWeight
 from nf4_patch.patching import op
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("every_launch_interpreted")
 SHAPES = [(256, 128), (64, 4096), (5,), (1, 1), (3, 7, 64), (2, 3, 5, 11), (129, 8), (4097,), (33, 77)]
 
 
-def poisoned(layout: Weight) -> torch.Tensor:
+def poisoned(layout: PackedWeight) -> torch.Tensor:
     return torch.full(tuple(layout.shape), math.nan, dtype=layout.dtype, device=layout.packed.device)
 
 

@@ -14,7 +14,7 @@ from subprocess_python import support
 from nf4_patch.matmul import launch, small_m
 from nf4_patch.matmul.tuning import SMALL_M_ROWS, TILE_COUNTS, SmallMConfig
 from nf4_patch.nf4 import runtime
-from nf4_patch.nf4.weight import Weight
+from nf4_patch.nf4.weight import PackedWeight
 
 H200 = (9, 0)
 
@@ -96,13 +96,13 @@ def test_what_is_supported(monkeypatch):
     device = torch.device("cpu")
     x = SimpleNamespace(device=device, numel=lambda: 4096, is_neg=lambda: False)
     packed = SimpleNamespace(device=device, data_ptr=lambda: 256)
-    layout = Weight(packed, None, None, None, None, 64, 0, (4096, 4096), None, "nf4")
+    layout = PackedWeight(packed, None, None, None, None, 64, 0, (4096, 4096), None, "nf4")
 
     def supported(dtype, capability, k=4096, blocksize=64, start=256, bias=None):
         packed.data_ptr = lambda: start
         x.dtype = dtype
         monkeypatch.setattr(runtime, "capability_of", lambda device: capability)
-        return launch.takes(x, layout._replace(shape=(4096, k), blocksize=blocksize), bias)
+        return launch.supports(x, layout._replace(shape=(4096, k), blocksize=blocksize), bias)
 
     assert not supported(torch.bfloat16, (7, 5)) and not supported(torch.float32, (9, 0))
     assert supported(torch.bfloat16, (8, 0)) and supported(torch.float16, (7, 5))

@@ -16,7 +16,7 @@ def experts_in_pytorch(monkeypatch):
     """With the bits of transformers' forward. test_experts_forward has the kernels; interpreted, they take a second for the rows of a
     hundred tokens.
     """
-    monkeypatch.setattr(launch, "serves", lambda tensor: False)
+    monkeypatch.setattr(launch, "supports", lambda tensor: False)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def gpu(monkeypatch):
             size = spare.pop()
             known.update(free=known["free"] + size, reserved=known["reserved"] - size)
 
-    monkeypatch.setattr(auto.Memory, "of", lambda device: auto.Memory(**known))
+    monkeypatch.setattr(auto.MemoryInfo, "of", lambda device: auto.MemoryInfo(**known))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: known["reserved"])
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
@@ -299,7 +299,7 @@ def test_what_it_learned_stays_through_a_block_that_names_another_option(gpu, de
 
 
 def test_an_error_of_its_own_stops_no_training(gpu, monkeypatch):
-    monkeypatch.setattr(auto.Memory, "of", lambda device: 1 / 0)
+    monkeypatch.setattr(auto.MemoryInfo, "of", lambda device: 1 / 0)
     assert budget_after(2) == 0
     assert any("ZeroDivisionError" in error for error in nf4_patch.status().errors)
     monkeypatch.setattr(cache.auto, "may_take", lambda budget: 1 / 0)

@@ -22,7 +22,7 @@ from threads import together
 
 from nf4_patch.cache import reads, store
 from nf4_patch.cache.allocator import allocated
-from nf4_patch.cache.kept import Kept
+from nf4_patch.cache.kept import CacheEntry
 from nf4_patch.cache.option import Uncached
 from nf4_patch.cache.store import Cache
 from nf4_patch.patching.reasons import Reason
@@ -49,7 +49,7 @@ def cache(monkeypatch):
     cache = Cache()
     cache.configure(2**20)
     monkeypatch.setattr(reads, "cache", cache)
-    row = target_like("torch", only="always")
+    row = target_like("torch", option="always")
     monkeypatch.setattr(torch.UntypedStorage, "resize_", reads.resize(row, torch.UntypedStorage.resize_))
     yield cache
     cache.configure("off")
@@ -161,7 +161,7 @@ def test_an_interrupt_at_any_line_of_keeping_leaves_nothing_charged(cache):
 
 def test_a_drop_at_any_line_of_a_look_raises_nothing(cache):
     """By another thread: what is found then is the copy of before, or nothing."""
-    code, reached, (packed, state) = Kept.of.__code__, [], weight()
+    code, reached, (packed, state) = CacheEntry.of.__code__, [], weight()
     right = expected(packed, state)
     for line in lines_of(code):
         read(cache, packed, state)

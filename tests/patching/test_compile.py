@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import nf4_patch
 from nf4_patch.nf4 import codes, runtime
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.weight import Weight
+from nf4_patch.nf4.weight import PackedWeight
 from nf4_patch.patching import guards, op
 from nf4_patch.patching.counters import warn_once
 from nf4_patch.patching.reasons import Reason
@@ -203,7 +203,7 @@ class Exportable(torch.nn.Module):
         super().__init__()
         self.dequantize = dequantize
         packed, state = quantized((64, 256), torch.float32, device)
-        for name, tensor in zip(op.Weight._fields[:5], layout_of(packed, state), strict=False):
+        for name, tensor in zip(op.PackedWeight._fields[:5], layout_of(packed, state), strict=False):
             self.register_buffer(f"a_{name}", tensor)
 
     def forward(self, x):
@@ -272,7 +272,7 @@ def test_a_first_use_inside_a_capture_runs_the_formula_without_a_copy_from_the_h
     warn_once.cache_clear()
     assert torch.equal(torch.ops.nf4_patch.dequantize_nf4(*weight), reference.dense(weight))
     assert [r for r in caplog.records if op.FORMULA in r.getMessage() and "CUDA graph" in r.getMessage()]
-    elsewhere = Weight(*[each.to("meta") if isinstance(each, torch.Tensor) else each for each in weight])
+    elsewhere = PackedWeight(*[each.to("meta") if isinstance(each, torch.Tensor) else each for each in weight])
     monkeypatch.setattr(torch, "tensor", lambda *_, **__: 1 / 0)  # which copies past a dispatch mode
     with NoCopyFromTheHost():
         assert reference.dense(elsewhere, flush_subnormals=True).shape == weight.shape

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import remove_parametrizations
 
 from nf4_patch.cache.store import cache
 from nf4_patch.moe import transformers as adapter
-from nf4_patch.moe.read import Stack, stacks_of
+from nf4_patch.moe.read import PackedExperts, stacks_of
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
 from nf4_patch.patching.reasons import Reason
@@ -29,7 +29,7 @@ ON = {"experts": "4bit"}
 OURS = {
     "stacks_of": (adapter, "grouped_mm", 1),  # before the original
     "of_state": (Dequantizer, "grouped_mm", 4),  # where a stack is read
-    "select": (Stack, "batched_mm", 2),
+    "select": (PackedExperts, "batched_mm", 2),
 }
 
 

@@ -29,7 +29,7 @@ from tiny_experts import (
 )
 
 from nf4_patch.moe import forward, launch
-from nf4_patch.moe.product import Weight
+from nf4_patch.moe.product import ExpertWeight
 from nf4_patch.nf4 import runtime
 from nf4_patch.patching.context import backward_in_progress
 from nf4_patch.patching.counters import counters
@@ -40,7 +40,7 @@ ON = {"experts": "4bit"}
 
 
 class Own:
-    """Takes the place of ``launch.serves``: the kernels run, on a CPU too, and are counted, or PyTorch does."""
+    """Takes the place of ``launch.supports``: the kernels run, on a CPU too, and are counted, or PyTorch does."""
 
     def __init__(self) -> None:
         self.on, self.calls = True, 0
@@ -53,7 +53,7 @@ class Own:
 @pytest.fixture
 def own(patched, monkeypatch):
     found = Own()
-    monkeypatch.setattr(launch, "serves", found)
+    monkeypatch.setattr(launch, "supports", found)
     return found
 
 
@@ -136,7 +136,7 @@ def test_a_checkpointed_step_is_the_same(how, own):
 
 def test_a_recompute_ends_before_the_last_product(own, monkeypatch):
     """Nothing after it is saved: of a layer under a checkpoint two products of packed experts run, then one."""
-    model, product, finished = adapted("qwen3"), Weight.multiplied, []
+    model, product, finished = adapted("qwen3"), ExpertWeight.multiplied, []
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable(CHECKPOINTING["recomputed"])
 
@@ -145,7 +145,7 @@ def test_a_recompute_ends_before_the_last_product(own, monkeypatch):
         finished.append(arguments)
         return result
 
-    monkeypatch.setattr(Weight, "multiplied", counted)
+    monkeypatch.setattr(ExpertWeight, "multiplied", counted)
     step(model)
     assert own.calls == 2 * LAYERS and len(finished) == 3 * LAYERS
 
@@ -230,14 +230,14 @@ def test_where_the_kernels_serve(monkeypatch):
     monkeypatch.setattr(runtime, "capability_of", lambda device: where["capability"])
     monkeypatch.setattr(runtime, "runs_on", lambda tensor: where["kind"])
     tensor = torch.empty(0)
-    assert launch.serves(tensor)
+    assert launch.supports(tensor)
     where["capability"] = (7, 0)
-    assert not launch.serves(tensor)
+    assert not launch.supports(tensor)
     where.update(capability=(9, 0), kind=False)
-    assert not launch.serves(tensor)
+    assert not launch.supports(tensor)
     where["kind"] = True
     monkeypatch.setattr(launch, "triton", None)
-    assert not launch.serves(tensor)
+    assert not launch.supports(tensor)
 
 
 def test_experts_spread_over_processes_are_transformers(patched):

@@ -71,10 +71,10 @@ def packed():
 @pytest.mark.parametrize("way", [by_class, by_module])
 def test_packed_experts_are_trained_as_without_liger(way, own, liger, monkeypatch):
     """Their adapters too; in PyTorch to the bit."""
-    monkeypatch.setattr(launch, "serves", lambda tensor: False)
+    monkeypatch.setattr(launch, "supports", lambda tensor: False)
     want = step(with_lora(packed()), tokens=4)
     if own:
-        monkeypatch.setattr(launch, "serves", lambda tensor: True)
+        monkeypatch.setattr(launch, "supports", lambda tensor: True)
     found = step(with_lora(way(liger, packed)), tokens=4)
     hits = sum(counter.hits for (name, *_), counter in counters.hit_counters.items() if name.endswith(LIGER))
     assert hits == 4 * LAYERS and Reference.calls == 0 and not reasons("LigerExperts.forward")

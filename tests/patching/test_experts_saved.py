@@ -31,7 +31,7 @@ def ours(request, patched, monkeypatch):
             start(*arguments, **keywords)
 
     monkeypatch.setattr(launch, "start", unseen)
-    monkeypatch.setattr(launch, "serves", lambda tensor: request.param == "kernels")
+    monkeypatch.setattr(launch, "supports", lambda tensor: request.param == "kernels")
     return patched
 
 

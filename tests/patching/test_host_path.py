@@ -25,7 +25,7 @@ from nf4_patch.matmul.unsloth import matmul_lora
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4 import weight as weight_module
 from nf4_patch.nf4.dequantize import compilation, launch, reference
-from nf4_patch.nf4.weight import Weight
+from nf4_patch.nf4.weight import PackedWeight
 from nf4_patch.patching import guards, op
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.dequantizer import Dequantizer
@@ -223,30 +223,30 @@ def test_a_remembered_launch_never_answers_for_what_the_guards_refuse(server, ne
 def test_a_key_is_found_without_the_facts_wherever_it_was_found_before(nested, monkeypatch):
     """What PyTorch compares depends on autocast and inference mode; the key does not. Of a place few proofs are kept."""
     packed, state = quantized((64, 96), torch.bfloat16, "cpu", nested=nested)
-    known, facts, before = [], Weight.facts, 0
-    monkeypatch.setattr(Weight, "facts", lambda weight: known.append(1) or facts(weight))
+    known, fingerprint, before = [], PackedWeight.fingerprint, 0
+    monkeypatch.setattr(PackedWeight, "fingerprint", lambda weight: known.append(1) or fingerprint(weight))
     places = (contextlib.nullcontext, torch.no_grad, torch.inference_mode, functools.partial(torch.autocast, "cpu"))
     classes = (torch.Tensor, Params4bit)
     for turn in range(3):
         found = set()
         for place, kind in itertools.product(places, classes):
             with place(), torch._C.DisableTorchFunctionSubclass():
-                found.add(layout_of(packed.as_subclass(kind), state).known())
+                found.add(layout_of(packed.as_subclass(kind), state).memo())
         assert len(found) == 1
         if turn:
             assert len(known) == before
         before = len(known)
     for size in range(1, 40):
-        layout_of(packed[:size], state).known()
-    assert max(map(len, weight_module._known.values())) <= 8
+        layout_of(packed[:size], state).memo()
+    assert max(map(len, weight_module._checked.values())) <= 8
 
 
 def test_keys_are_bounded_and_another_of_the_same_weight_is_no_others(monkeypatch):
     monkeypatch.setattr(weight_module, "LIMIT", 16)
     weights = [layout_of(*quantized((64, 96), torch.bfloat16, "cpu", seed=seed)) for seed in range(40)]
-    keys = [weight.known() for weight in [*weights, *weights]]
+    keys = [weight.memo() for weight in [*weights, *weights]]
     assert len(set(keys)) >= len(weights) and len(set(keys[:40])) == 40
-    assert len(weight_module._known) <= 16 and len(weight_module._facts) <= 16
+    assert len(weight_module._checked) <= 16 and len(weight_module._memos) <= 16
 
 
 def test_refusals_by_the_short_way(server):
@@ -417,7 +417,7 @@ def matmul_4bit_before_0_50(A, B, quant_state, out=None, bias=None):
 @pytest.mark.parametrize("original", [matmul_4bit_since_0_50, matmul_4bit_before_0_50])
 def test_matmul_4bit(original, auto):
     """Without a gradient it is the product, whichever way the packed weight lies if the original does not mind."""
-    replacement_of = matmul_4bit(target_like("bitsandbytes", only="matmul"), original)
+    replacement_of = matmul_4bit(target_like("bitsandbytes", option="matmul"), original)
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     weight = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
     layout = layout_of(packed, state)
@@ -446,7 +446,7 @@ def test_matmul_4bit(original, auto):
 
 def test_gemm(auto):
     """Whichever way the bytes lie."""
-    row = target_like("bitsandbytes", only="matmul")
+    row = target_like("bitsandbytes", option="matmul")
     replacement_of = gemm(row, lambda *arguments: "original")
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     x = torch.randn(6, 128).bfloat16()
@@ -478,7 +478,7 @@ def test_matmul_lora(lora, auto):
     def original(X, W, W_quant, A, B, s, out=None, use_global_buffer=True):
         return "original"
 
-    replacement_of = matmul_lora(target_like("unsloth", only="matmul"), original)
+    replacement_of = matmul_lora(target_like("unsloth", option="matmul"), original)
     packed, state = quantized((64, 128), torch.bfloat16, "cpu")
     weight = reference.dequantize(layout_of(packed, state)).float()
     x, a, b = torch.randn(2, 3, 128).bfloat16(), torch.randn(4, 128), torch.randn(64, 4)

@@ -170,7 +170,7 @@ def test_a_buffer_whose_growth_is_interrupted_holds_what_it_held(device):
     def small_again():
         launch._buffers.clear()
         for weight in (small, large):
-            if (found := layout_of(*weight).known().launch) is not None:
+            if (found := layout_of(*weight).memo().launch) is not None:
                 found.view = None
         dequantizer.of_state(*small, into_buffer=True)
 

@@ -183,7 +183,7 @@ def test_as_accurate_as_peft(device, precision, size, tensors):
 @pytest.mark.parametrize("precision", ["bf16", "fp32 adapters"])
 def test_in_kernels_as_accurate_as_peft(device, precision, monkeypatch):
     """What a GPU's tensor cores multiply."""
-    monkeypatch.setattr(linear_module, "is_used_for", lambda z, *_: z.dtype is BF16)
+    monkeypatch.setattr(linear_module, "supports", lambda z, *_: z.dtype is BF16)
     test_as_accurate_as_peft(device, precision, 1, 4)
 
 
@@ -357,7 +357,7 @@ def test_the_result_is_no_view(device, shape, of_x):
 @pytest.mark.parametrize("precision", ["TRL", "fp32 adapters", "packed in bf16, norms in fp32, T4"])
 def test_compiled_autograd(device, fresh_dynamo, adapters, dropout, precision, monkeypatch):
     """The backward is one graph, of PyTorch's products in place of our kernels."""
-    monkeypatch.setattr(linear_module, "is_used_for", lambda z, *_: z.dtype is BF16)
+    monkeypatch.setattr(linear_module, "supports", lambda z, *_: z.dtype is BF16)
     adapter, of_x, dtype, autocast = PRECISIONS[precision]
     model, x = adapted(device, dtype, weights=dtype, lora_dropout=dropout), inputs(device, of_x)
     model.add_adapter("other", peft.LoraConfig(r=4, lora_alpha=9, target_modules=["fc0"]))

@@ -35,7 +35,7 @@ from tiny_experts import CHECKPOINTING, STACKS, experts_of, ids_of, in_4bit, loa
 
 import nf4_patch
 from nf4_patch.cache.store import cache
-from nf4_patch.moe.read import Stack, stacks_of
+from nf4_patch.moe.read import PackedExperts, stacks_of
 from nf4_patch.offload import prefetch as offload
 from nf4_patch.patching.config import ConfigError
 from nf4_patch.patching.dequantizer import Dequantizer
@@ -55,7 +55,7 @@ def anywhere(monkeypatch):
     gc.collect()
     if not torch.cuda.is_available():
         monkeypatch.setattr(offload, "cuda", Cuda())
-    offload.lanes.clear()
+    offload.prefetchers.clear()
     yield offload.cuda
     nf4_patch.disable()
     gc.collect()
@@ -90,8 +90,8 @@ def test_steps_are_those_of_the_resident_model(folder, gpu, patched, way, nested
     gpu.copies.clear()
     train(model, steps=1)
     assert counts().late == before
-    units = Counter(gpu.copies)  # a layer is fetched once for recompute and backward
-    assert max(units.values()) <= 2 and sum(units.values()) <= 2 * (LAYERS - 1)
+    blocks = Counter(gpu.copies)  # a layer is fetched once for recompute and backward
+    assert max(blocks.values()) <= 2 and sum(blocks.values()) <= 2 * (LAYERS - 1)
 
 
 def test_generation_evaluation_and_a_skipped_layer(folder, anywhere, patched):
@@ -125,19 +125,19 @@ def test_written_in_place_after_it_has_arrived(folder, gpu, patched):
     assert torch.equal(got, getattr(module, STACKS[0]))
     assert counts().fetches == counts().late == 2
     assert (
-        offload.lanes[original.device].stream.waited_for.count(gpu.compute) == 3
+        offload.prefetchers[original.device].stream.waited_for.count(gpu.compute) == 3
     )  # twice for what writes, once for a use
 
 
 def test_memory_has_another_unit_after_its_last_use(folder, gpu, patched):
     model = model_of(folder)
     logits(model)
-    (lane,) = offload.lanes.values()
-    lane.stream.waited_for.clear()
+    (prefetcher,) = offload.prefetchers.values()
+    prefetcher.stream.waited_for.clear()
     for module in experts_of(model)[:2]:  # the last two are there
         dense(module)
-    # for the uses of four units, the last one fetched ahead; and for what writes, as the first two are fetched late
-    assert lane.stream.waited_for.count(gpu.compute) == 3 + 2
+    # for the uses of four blocks, the last one fetched ahead; and for what writes, as the first two are fetched late
+    assert prefetcher.stream.waited_for.count(gpu.compute) == 3 + 2
 
 
 def test_replaced_after_it_has_arrived(folder, gpu, patched):
@@ -192,7 +192,7 @@ def test_a_part_of_it_is_read_where_it_lies(folder, gpu, patched):
     stack = stacks_of(module, Dequantizer("test"))[STACKS[0]]
     state = copy.copy(stack.state)
     state.absmax, state.shape = state.absmax[: len(state.absmax) // 2], torch.Size((3, *state.shape[1:]))
-    half = Stack(stack.packed[: len(stack.packed) // 2], state, stack.dequantizer)
+    half = PackedExperts(stack.packed[: len(stack.packed) // 2], state, stack.dequantizer)
     for _ in range(2):
         assert torch.equal(half.dense(), stack.dense()[:3])
 
@@ -247,7 +247,7 @@ def test_a_budget_is_spread_over_the_layers(folder, gpu, patched, layers, short,
     budget = layers * size - short
     want = train(with_lora(model_of(folder, "off")))
     model = model_of(folder, f"{budget}B")
-    inside = [layer for (layer, name), unit in in_host(model).items() if unit is None and name == STACKS[0]]
+    inside = [layer for (layer, name), block in in_host(model).items() if block is None and name == STACKS[0]]
     assert inside == resident
     assert same_steps(train(with_lora(model)), want)
     held = counts().resident - len(resident) * size
@@ -264,10 +264,10 @@ def test_what_stays_is_spread_evenly(gpu, patched, budget, every):
     sizes = [500 if every or layer % 3 else 2000 for layer in range(48)]
     stacks = [(f"layers.{layer}.experts.{name}", "cpu", size) for layer, size in enumerate(sizes) for name in STACKS]
     offload.plan(model, stacks)
-    units = offload.units_of(model)
-    stay = [layer for layer in range(48) if f"layers.{layer}.experts" not in units]
+    blocks = offload.blocks_of(model)
+    stay = [layer for layer in range(48) if f"layers.{layer}.experts" not in blocks]
     resident = sum(2 * sizes[layer] for layer in stay)
-    assert sum(unit.resident for unit in units.values()) == resident
+    assert sum(block.resident for block in blocks.values()) == resident
     if every:
         assert stay == list(range(every - 1, 48, every)) and resident == (budget - 2) * 1000
     else:
@@ -310,12 +310,12 @@ def test_a_release_that_reserves_memory_in_another_way_is_refused_for_offload_al
 
 
 def test_a_tensor_larger_than_planned_stays_on_the_gpu(gpu):
-    unit = offload.Unit(100)
+    block = offload.HostBlock(100)
     large = torch.zeros(100 + offload.ROOM + 1, dtype=torch.uint8).random_()
-    assert unit.placed(large) is large
-    small = unit.placed(large[:100])
-    assert unit.holds(small) and torch.equal(small, large[:100]) and not unit.holds(small[:50])
-    del small, unit
+    assert block.placed(large) is large
+    small = block.placed(large[:100])
+    assert block.holds(small) and torch.equal(small, large[:100]) and not block.holds(small[:50])
+    del small, block
     assert not gpu.pinned
 
 
@@ -327,7 +327,7 @@ def test_host_memory_that_cannot_be_pinned(folder, gpu, patched):
     with pytest.raises(MemoryError, match=r"KiB|MiB|KB.*could not be pinned.*cudaErrorMemoryAllocation"):
         model_of(folder)
     gc.collect()
-    assert not gpu.pinned and not offload.units
+    assert not gpu.pinned and not offload.blocks
 
 
 def test_more_than_the_host_has(folder, gpu, patched, monkeypatch):
@@ -345,7 +345,7 @@ def test_nothing_is_left_after_the_model(folder, gpu, patched):
     assert gpu.pinned and counts().resident
     del model
     gc.collect()
-    assert not gpu.pinned and not offload.units and not offload.plans and counts().resident == 0
+    assert not gpu.pinned and not offload.blocks and not offload.plans and counts().resident == 0
 
 
 def test_a_tensor_of_it_outlives_the_model(folder, gpu, patched):

@@ -115,10 +115,10 @@ def ours_that_run(function, arguments):
     return seen
 
 
-@pytest.mark.parametrize("target", [row for row in TARGETS if not row.stays], ids=lambda target: target.name)
+@pytest.mark.parametrize("target", [row for row in TARGETS if not row.permanent], ids=lambda target: target.name)
 def test_a_replacement_that_somebody_holds_is_ours_only_while_it_is_on(target, everything):
     """For every row: on, wrapped, off by disable() and by its option, on again, and displaced. Off, the original alone runs."""
-    on = {target.only: OPTIONS[target.only].on} if target.only else {}
+    on = {target.option: OPTIONS[target.option].on} if target.option else {}
     nf4_patch.enable(**on)
     entry = installed.get(target.name)
     if entry is None or entry.replacement is None:  # not in this release

@@ -81,7 +81,7 @@ def test_a_mixture_is_packed_by_the_environment_alone(words, entry_point, tmp_pa
     pytest.importorskip("transformers", minversion="5.17")  # older ones pack no experts while they load
     import tiny_experts
 
-    monkeypatch.setattr(launch, "serves", runtime.runs_on)  # the kernels, as in the other processes
+    monkeypatch.setattr(launch, "supports", runtime.runs_on)  # the kernels, as in the other processes
     tiny_experts.saved(tiny_experts.random_model("qwen3"), tmp_path / "model")
     nf4_patch.enable(experts="4bit")
     config = tiny_experts.in_4bit(llm_int8_skip_modules=["lm_head"])
@@ -121,8 +121,8 @@ def test_every_function_is_replaced_while_its_option_is_on_and_put_back():
             assert now.keys() == originals.keys()
             for target in TARGETS:
                 if target.name in now and placement.installed.get(target.name, NONE).replacement is not None:
-                    wanted = not target.only or target.only in options
-                    if target.stays:  # in place before and after
+                    wanted = not target.option or target.option in options
+                    if target.permanent:  # in place before and after
                         assert now[target.name] is placement.installed[target.name].replacement
                         continue
                     assert (now[target.name] is not originals[target.name]) == wanted, target.name
@@ -144,7 +144,7 @@ def test_every_option_is_an_argument_and_a_gate():
         arguments = inspect.signature(function).parameters
         assert [*arguments] == [*OPTIONS] and {argument.default for argument in arguments.values()} == {None}
     assert (
-        switch.gates.keys() == {"", "always", *OPTIONS} and {target.only for target in TARGETS} <= switch.gates.keys()
+        switch.gates.keys() == {"", "always", *OPTIONS} and {target.option for target in TARGETS} <= switch.gates.keys()
     )
     for name, option in OPTIONS.items():
         assert option.option and option.default == "off" and Config.read({}, **{name: option.on}).options[name] != "off"

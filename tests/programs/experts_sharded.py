@@ -80,7 +80,7 @@ assert all(stack.dtype is torch.bfloat16 and hasattr(stack, "full_tensor") for s
 worst = 0.0
 for fixed in (True, False):
     for name, serves in forwards.items():
-        choices["fixed"], launch.serves = fixed, serves
+        choices["fixed"], launch.supports = fixed, serves
         alone = [step(plain, each) for each in range(2)]
         loss, found = step(sharded, rank)
         mean = (alone[0][1] + alone[1][1]) / 2

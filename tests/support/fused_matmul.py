@@ -15,7 +15,7 @@ from nf4_patch.matmul import launch
 from nf4_patch.matmul.tuning import SMALL_M_ROWS
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.weight import Weight
+from nf4_patch.nf4.weight import PackedWeight
 from nf4_patch.patching.counters import counters
 from nf4_patch.tools.matmul import error, exact  # noqa: F401 (for the tests)
 
@@ -25,7 +25,9 @@ MEASURED = any(row.capability == HERE for row in SMALL_M_ROWS)
 measured = pytest.mark.skipif(not MEASURED, reason="the fused matmul's table has no row for this GPU")
 
 
-def unfused_error(x: torch.Tensor, layout: Weight, truth: torch.Tensor, bias: torch.Tensor | None = None) -> float:
+def unfused_error(
+    x: torch.Tensor, layout: PackedWeight, truth: torch.Tensor, bias: torch.Tensor | None = None
+) -> float:
     """Of dequantize + linear against ``truth``: cuBLAS or plain torch, whichever is further off.
 
     In a matmul of few numbers either may be lucky. Both and the fused matmul round the same weights, multiply them exactly
@@ -37,7 +39,7 @@ def unfused_error(x: torch.Tensor, layout: Weight, truth: torch.Tensor, bias: to
 
 
 def multiply(
-    x: torch.Tensor, layout: Weight, bias: torch.Tensor | None = None, config: launch.SmallMConfig | None = None,
+    x: torch.Tensor, layout: PackedWeight, bias: torch.Tensor | None = None, config: launch.SmallMConfig | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """x @ weight.T (+ bias) by the kernel of ``config``, or of the table's config for these sizes."""

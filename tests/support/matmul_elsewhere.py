@@ -17,7 +17,7 @@ from nf4_patch.matmul import kernels, small_m
 from nf4_patch.matmul.launch import MatmulLaunch
 from nf4_patch.matmul.tuning import SmallMConfig
 from nf4_patch.nf4 import runtime
-from nf4_patch.nf4.weight import Weight
+from nf4_patch.nf4.weight import PackedWeight
 
 Capability = tuple[int, int]
 POINTERS = ("x", "packed", "absmax", "code", "absmax2", "code2", "offset", "out", "bias")
@@ -49,7 +49,7 @@ def load(cut: small_m.SmallMPlan, capability: Capability, device: torch.device) 
 
 
 def multiply(
-    x: torch.Tensor, layout: Weight, config: SmallMConfig, processors: int, capability: Capability, out: torch.Tensor,
+    x: torch.Tensor, layout: PackedWeight, config: SmallMConfig, processors: int, capability: Capability, out: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Fill ``out`` [m, n] with x [m, k] @ weight.T (+ bias) by code built for ``capability``, as a GPU of so many

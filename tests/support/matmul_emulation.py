@@ -31,7 +31,7 @@ def in_order(
 
     Args:
         depth: of K one mma takes, 8 on sm_75 and 16 from sm_80 on.
-        step: the weight's Weight.step(); below 32 a lane loads 64 bits, whatever the config says.
+        step: the weight's PackedWeight.step(); below 32 a lane loads 64 bits, whatever the config says.
     """
     config = config._replace(load_128bit=config.load_128bit and step >= 32)
     total = added(partial_sums(x, weight, config, split_k, depth))

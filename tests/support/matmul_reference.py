@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from nf4_patch.nf4.dequantize import reference
-from nf4_patch.nf4.weight import Weight
+from nf4_patch.nf4.weight import PackedWeight
 
 
-def matmul(x: torch.Tensor, layout: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def matmul(x: torch.Tensor, layout: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight.T (+ bias)``, [..., N]: the weight rounded to x's dtype, products and sums in fp32, one rounding at the end."""
     weight = reference.dequantize(layout._replace(dtype=x.dtype, packed=layout.bytes()))
     out = x.float() @ weight.float().t()

@@ -29,9 +29,9 @@ def read_again(folder: Any, **options: Any) -> Any:
 
 
 def in_host(model: Any) -> dict[tuple[int, str], Any]:
-    """The unit in host memory of each stack, or None, by layer and name."""
+    """The block in host memory of each stack, or None, by layer and name."""
     return {
-        (layer, name): offload.units.get(module.parametrizations[name].original.data_ptr(), offload.nobody)()
+        (layer, name): offload.blocks.get(module.parametrizations[name].original.data_ptr(), offload.nobody)()
         for layer, module in enumerate(experts_of(model))
         for name in STACKS
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bitsandbytes.functional as F
 import torch
 
-from nf4_patch.nf4.weight import Weight
+from nf4_patch.nf4.weight import PackedWeight
 from nf4_patch.patching import quant_state
 from nf4_patch.tools import cases
 from nf4_patch.tools.cases import Case
@@ -30,8 +30,8 @@ def expected(packed: torch.Tensor, state: F.QuantState) -> torch.Tensor:
     return weight.t() if packed.shape[0] == 1 else weight
 
 
-def layout_of(packed: torch.Tensor, state: F.QuantState) -> Weight:
-    weight: Weight = quant_state.weight_of(packed, state)
+def layout_of(packed: torch.Tensor, state: F.QuantState) -> PackedWeight:
+    weight: PackedWeight = quant_state.weight_of(packed, state)
     return weight
 
 

@@ -19,7 +19,7 @@ from oracle import layout_of
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import compilation
 from nf4_patch.nf4.dequantize.compilation import Variant
-from nf4_patch.nf4.weight import Weight
+from nf4_patch.nf4.weight import PackedWeight
 from nf4_patch.tools import cases, verify
 from nf4_patch.tools.report import Progress, silent
 
@@ -54,7 +54,7 @@ def entry_of(
         return runtime.KernelEntry.of(compiled, values)
 
 
-def dequantize(layout: Weight, capability: Capability, out: torch.Tensor) -> torch.Tensor:
+def dequantize(layout: PackedWeight, capability: Capability, out: torch.Tensor) -> torch.Tensor:
     """Fill ``out`` (n elements, 16-byte aligned, on the layout's device) with code built for ``capability``."""
     device = out.device
     check(capability, device)

@@ -15,7 +15,7 @@ import torch
 from matmul_emulation import tensor_core
 
 from nf4_patch.matmul.small_m import SmallMPlan
-from nf4_patch.nf4.weight import Weight
+from nf4_patch.nf4.weight import PackedWeight
 
 LANES = np.arange(32)
 FULL = np.ones(32, bool)
@@ -345,7 +345,7 @@ def memory_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().copy()
 
 
-def launch(cut: SmallMPlan, x: torch.Tensor, layout: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def launch(cut: SmallMPlan, x: torch.Tensor, layout: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """What a GPU makes of a plan in memory that held NaN: [split_k, M, N], fp32 where split_k > 1."""
     (m, _), (n, k) = x.shape, layout.shape
     dtype = torch.float32 if cut.split_k > 1 else x.dtype

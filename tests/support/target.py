@@ -25,10 +25,10 @@ def in_package(code):
     return code.co_filename.startswith(PACKAGE)
 
 
-def target_like(library: str, name: str = "test", only: str = ""):
+def target_like(library: str, name: str = "test", option: str = ""):
     """A row of this name and option, for an adapter of the library that is called with an original of the test's own."""
     like = next(target for target in TARGETS if target.library == library)
-    return dataclasses.replace(like, function=f"{library}.test:{name}", only=only)
+    return dataclasses.replace(like, function=f"{library}.test:{name}", option=option)
 
 
 def row(target=TARGET):

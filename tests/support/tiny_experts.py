@@ -23,7 +23,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import nf4_patch
-from nf4_patch.moe.read import Stack
+from nf4_patch.moe.read import PackedExperts
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 
@@ -187,7 +187,7 @@ def same(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor]) -> bool:
 
 @contextlib.contextmanager
 def decoded(monkeypatch):
-    """The storage of every stack that bitsandbytes' parametrization or a Stack decodes."""
+    """The storage of every stack that bitsandbytes' parametrization or a PackedExperts decodes."""
     storages: list[StorageWeakRef] = []
 
     def recorded(decode):
@@ -199,7 +199,7 @@ def decoded(monkeypatch):
         return record
 
     with monkeypatch.context() as patch:
-        for owner, name in ((bitsandbytes.functional, "dequantize_4bit"), (Stack, "dense")):
+        for owner, name in ((bitsandbytes.functional, "dequantize_4bit"), (PackedExperts, "dense")):
             patch.setattr(owner, name, recorded(getattr(owner, name)))
         yield storages
 

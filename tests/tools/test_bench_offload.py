@@ -28,7 +28,7 @@ SETTING = benchmark.Setting("tiny", tokens=48, budget="80KiB", rank=8, optimizer
 def gpu(monkeypatch):
     gc.collect()
     monkeypatch.setattr(offload, "cuda", Cuda())
-    monkeypatch.setattr(launch, "serves", lambda tensor: False)  # in PyTorch: interpreted, the kernels take minutes
+    monkeypatch.setattr(launch, "supports", lambda tensor: False)  # in PyTorch: interpreted, the kernels take minutes
     yield offload.cuda
     nf4_patch.disable()
     gc.collect()

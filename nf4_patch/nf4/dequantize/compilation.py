@@ -9,7 +9,7 @@ import torch
 from .. import runtime
 from ..codes import CODES
 from ..runtime import KernelUnavailable, triton
-from ..weight import Weight
+from ..weight import PackedWeight
 from . import ptx, reference
 
 if triton is not None:
@@ -47,7 +47,7 @@ class Variant(NamedTuple):
     aligned: bool = True  # the packed weight starts on 16 bytes, not only on 4
 
     @classmethod
-    def of(cls, weight: Weight, num_warps: int) -> Variant:
+    def of(cls, weight: PackedWeight, num_warps: int) -> Variant:
         n, aligned = weight.numel(), weight.packed.data_ptr() % 16 == 0
         variant = cls(
             num_warps, weight.dtype, weight.offset_dtype(), weight.blocksize, weight.blocksize2, aligned=aligned
@@ -83,7 +83,7 @@ def constants(variant: Variant, capability: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def operands(weight: Weight, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def operands(weight: PackedWeight, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The kernel's tensors in the order of its signature."""
     return (weight.bytes(), *weight.operands()[1:], out)
 
@@ -118,7 +118,7 @@ class CompiledKernel:
                 out.fill_(float("nan"))
 
 
-def sample_weight(variant: Variant, elements: int, device: torch.device) -> Weight:
+def sample_weight(variant: Variant, elements: int, device: torch.device) -> PackedWeight:
     """A small weight of this variant with every byte value in it, and FP4's zeros at its end. No random numbers: training
     must not notice.
     """
@@ -139,7 +139,7 @@ def sample_weight(variant: Variant, elements: int, device: torch.device) -> Weig
         code2 = torch.arange(-128, 128, device=device).float() / 127.7
         absmax2 = torch.arange(1, -(-blocks // variant.blocksize2) + 1, device=device).float() / 3.1
         second = (absmax2, code2, torch.full((), 0.37, dtype=variant.offset_dtype, device=device))
-    return Weight(packed, absmax, *second, variant.blocksize, variant.blocksize2, (n,), variant.dtype, "nf4")
+    return PackedWeight(packed, absmax, *second, variant.blocksize, variant.blocksize2, (n,), variant.dtype, "nf4")
 
 
 _kernels: dict[tuple[Variant, torch.device], CompiledKernel | KernelUnavailable] = {}

@@ -8,7 +8,7 @@ import torch
 
 from .. import runtime
 from ..runtime import KernelUnavailable, current_device, current_stream, empty_strided_cuda, fits, overlap
-from ..weight import Weight
+from ..weight import PackedWeight
 from . import compilation
 
 
@@ -24,7 +24,7 @@ class Launch:
         KernelUnavailable: NO_STORAGE, MISALIGNED, GRAPH_CAPTURE, or what compilation.kernel_for raises.
     """
 
-    def __init__(self, weight: Weight):
+    def __init__(self, weight: PackedWeight):
         device = weight.packed.device
         tensors = weight.operands()
         if not all(map(runtime.has_memory, tensors)):
@@ -111,14 +111,14 @@ def buffer_of(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
     return buffer
 
 
-def remembered(weight: Weight) -> Launch:
+def remembered(weight: PackedWeight) -> Launch:
     """The launch of a weight that passed its guards, resolved at its first use. Its shape must be a tuple."""
-    known = weight.known()
-    known.launch = launch = known.launch or Launch(weight)
+    memo = weight.memo()
+    memo.launch = launch = memo.launch or Launch(weight)
     return launch
 
 
-def dequantize(weight: Weight, out: torch.Tensor | None = None) -> torch.Tensor:
+def dequantize(weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
     """Run the kernel on a weight that passed its guards, ``weight.shape``; out, if given, is filled and returned.
 
     Any alignment: packed bytes off 4 bytes or an ``out`` off 16 are copied through an aligned buffer.

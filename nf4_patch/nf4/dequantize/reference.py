@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..codes import code_of
-from ..weight import Weight
+from ..weight import PackedWeight
 
 SMALLEST_NORMAL = 2.0**-126
 
@@ -19,7 +19,7 @@ def multiply(a: torch.Tensor, b: torch.Tensor, flush_subnormals: bool) -> torch.
     return flush(flush(a, flush_subnormals) * flush(b, flush_subnormals), flush_subnormals)
 
 
-def block_scales(weight: Weight, flush_subnormals: bool) -> torch.Tensor:
+def block_scales(weight: PackedWeight, flush_subnormals: bool) -> torch.Tensor:
     """The fp32 scale of every block, [blocks]: fp32(code2[absmax] * absmax2) + fp32(offset), two roundings."""
     if not weight.nested():
         return weight.absmax
@@ -29,7 +29,7 @@ def block_scales(weight: Weight, flush_subnormals: bool) -> torch.Tensor:
     return scales + weight.offset.float()
 
 
-def dense(weight: Weight, flush_subnormals: bool | None = None) -> torch.Tensor:
+def dense(weight: PackedWeight, flush_subnormals: bool | None = None) -> torch.Tensor:
     """The weight, ``weight.shape``, ``weight.dtype``: dtype(fp32(code[nibble] * scale)), round to nearest even.
 
     Args:
@@ -50,7 +50,7 @@ def dense(weight: Weight, flush_subnormals: bool | None = None) -> torch.Tensor:
     return values.to(weight.dtype).reshape(tuple(weight.shape))
 
 
-def dequantize(weight: Weight, flush_subnormals: bool | None = None) -> torch.Tensor:
+def dequantize(weight: PackedWeight, flush_subnormals: bool | None = None) -> torch.Tensor:
     """As ``dense``, transposed for a transposed weight."""
     result = dense(weight, flush_subnormals)
     return result.t() if weight.transposed() else result
