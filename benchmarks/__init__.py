@@ -1,4 +1,4 @@
-"""What is measured for the tables of docs/, on a GPU: ``python -m benchmarks.NAME --json FILE``. Not in the wheel."""
+"""Benchmarks for the tables in docs/, on a GPU: ``python -m benchmarks.NAME --json FILE``. Not part of the wheel."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from nf4_patch.tools.timing import Call, Inside, Taken, alternating
 
 @dataclass(frozen=True)
 class Bench(Report):
-    """What was measured, by section."""
+    """Results of a benchmark, by section."""
 
     machine: Machine
     sections: dict[str, list[Row]] = field(default_factory=dict)
-    method: dict[str, str] = field(default_factory=dict)  # of each section
+    method: dict[str, str] = field(default_factory=dict)  # by section
 
     def problems(self) -> list[str]:
         every = (f"{name}, {text}" for name, rows in self.sections.items() for row in rows for text in row.failures)
@@ -50,10 +50,10 @@ class Bench(Report):
 
 
 def run_alone(command: click.Command, invocation: str) -> None:
-    """Run a command that is no verb as one, with --json, progress and errors in one line: a benchmark, a script.
+    """Run a benchmark or a script like a command of ``nf4-patch``: with --json, progress, and errors in one line.
 
     Args:
-        invocation: how it is called, e.g. "python -m benchmarks.challenge".
+        invocation: the command line, for example "python -m benchmarks.challenge".
     """
     program, _, name = invocation.rpartition(" ")
     cli.main.add_command(command, name)
@@ -61,13 +61,16 @@ def run_alone(command: click.Command, invocation: str) -> None:
 
 
 def bits(same: Mapping[str, bool]) -> dict[str, Check]:
-    """A check per baseline: whether ours gave its bits before anything was timed."""
-    says = {True: "the same bits as", False: "the bits differ from"}
+    """Return a check per baseline: whether our result was bit-identical before anything was timed."""
+    says = {True: "bit-identical to", False: "the bits differ from"}
     return {name: Check(equal, f"{says[equal]} {name}") for name, equal in same.items()}
 
 
 def kernel_times(variants: Mapping[str, Call], inside: Inside, rounds: int) -> Taken:
-    """Milliseconds of the kernels and copies that each launches, summed. Nothing where the profiler sees none (no CUPTI)."""
+    """Return the summed milliseconds of each variant's kernels and copies.
+
+    A variant is missing if the profiler sees no kernels, for example without CUPTI.
+    """
 
     def gpu_busy_ms(call: Call) -> float:
         return sum(ms for _, ms in kernels(call))
@@ -82,10 +85,11 @@ def gib(size: int) -> str:
 
 
 def main(method: Mapping[str, str] | str, rows: Callable[[Progress], Mapping[str, Iterable[Row]]]) -> None:
-    """The command of the benchmark that Python was started with: its rows by section.
+    """Run the benchmark that Python was started with.
 
     Args:
-        method: how they are measured, by section, or one for all sections.
+        method: how the rows are measured, by section, or one text for all sections.
+        rows: measures and returns the rows by section.
     """
     module = sys.modules["__main__"]
     assert module.__spec__ is not None, "run as python -m benchmarks.NAME"

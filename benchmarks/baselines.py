@@ -1,4 +1,4 @@
-"""What is measured next to us: the originals of the libraries that are installed, whether the patch is on or not."""
+"""Baselines: the original functions of the installed libraries, whether the patch is on or off."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ UNSLOTH_TRITON = "Unsloth Triton"
 
 
 def baselines(in_graph: bool = False) -> Functions:
-    """Dequantizations by name, bitsandbytes' first; Unsloth's where it is installed, which imports it.
+    """Return dequantizations by name, bitsandbytes' first. If Unsloth is installed, import it and include its functions.
 
     Args:
-        in_graph: only those that a CUDA graph can hold.
+        in_graph: only functions that a CUDA graph can capture.
     """
     return {BITSANDBYTES: dequantize_4bit(), **(from_unsloth(lambda: unsloths(in_graph)) or {})}
 
@@ -24,7 +24,7 @@ def baselines(in_graph: bool = False) -> Functions:
 def unsloths(in_graph: bool) -> Functions:
     utils = importlib.import_module(UNSLOTH_MODULE)
     fused = original(UNSLOTH_MODULE, "_fast_dequantize_bnb")
-    if fused is None:  # <= 2026.9.12: three launches; with CUDA_STREAMS on the stream that was current at import
+    if fused is None:  # up to 2026.9.12; with CUDA_STREAMS, it launches on the stream that was current at import
         outside = in_graph and hasattr(utils, "CUDA_STREAMS")
         return {} if outside else {UNSLOTH_CTYPES: original(UNSLOTH_MODULE, "fast_dequantize")}
     if not getattr(utils, "_USE_NF4_KERNELS", False):

@@ -1,4 +1,4 @@
-"""python -m benchmarks.cache: GPU time of a QLoRA step of whole models by what the weight cache may take, next to 16-bit weights."""
+"""python -m benchmarks.cache: GPU time of a QLoRA step of whole models, by size of the weight cache and with 16-bit weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.training import BUDGET, Size, Step, optimizer_of, peft_model
 from nf4_patch.tools.report import Progress
 
 METHOD = (
-    f"A QLoRA step, the patch on ({OURS}) and off alternating: GPU time (the sum of its kernels and copies)."
+    f"A QLoRA step, alternating between the patch on ({OURS}) and off. GPU time is the sum of its kernels and copies."
     f" {DENSE}: nn.Linear on the dequantized weights."
 )
 LENGTHS = ((1, 512), (1, 2048))  # (batch, tokens)
@@ -23,11 +23,11 @@ WHOLE = {
     "Llama-3.2-3B": Shape(3072, 8192, 28, 24, 8, 128256, 8192),
     "Llama-3.1-8B": LLAMA_8B,
 }
-PARTS = ("1/4", "1/2", "3/4")  # of all weights
+PARTS = ("1/4", "1/2", "3/4")  # cache sizes, as parts of all weights
 
 
 class DenseStep(Step):
-    """The same step with nn.Linear on the same weights, dequantized, and without the patch."""
+    """A step without the patch, with nn.Linear on the dequantized weights."""
 
     def __init__(self, like: Step):
         from bitsandbytes.functional import dequantize_4bit
@@ -54,7 +54,7 @@ class DenseStep(Step):
 
 
 def compared(subject: str, model: torch.nn.Module, size: Size, settings: dict[str, str | int]) -> Iterator[Row]:
-    """A row a setting of the cache ("": it is off), each next to the step without the patch and the dense one."""
+    """Yield a row per cache setting ("" is off), each compared with the unpatched step and the dense step."""
     optimizer = optimizer_of(model)
     steps = {name: Step(model, optimizer, size, True, cache) for name, cache in settings.items()}
     steps[UNPATCHED] = Step(model, optimizer, size, False)
@@ -64,7 +64,7 @@ def compared(subject: str, model: torch.nn.Module, size: Size, settings: dict[st
     said = " / ".join(f"{loss:.6f}" for loss in sorted(losses))
     checks = {UNPATCHED: Check(len(losses) == 1, f"losses with the patch and without: {said}")}
     steps[DENSE] = DenseStep(steps[UNPATCHED])
-    # one round: the profiler takes seconds for a step of a whole model
+    # one round, because the profiler takes seconds for a step of a whole model
     times = kernel_times(steps, lambda name: steps[name].patched(), rounds=1)
     others = {name: times[name] for name in (UNPATCHED, DENSE) if name in times}
     for name in settings if times else ():

@@ -1,7 +1,7 @@
-"""python -m benchmarks.challenge: the public Unsloth NF4 challenge, 3000 dequantizations a configuration, each synchronized.
+"""python -m benchmarks.challenge: the public Unsloth NF4 challenge, 3000 synchronized dequantizations per configuration.
 
-An MLP of three ``Linear4bit`` layers with double quantization; the checks run in two warm-ups at the default
-tolerances of torch.testing; then 1000 times all three weights. Written from the description of the challenge.
+The MLP has three ``Linear4bit`` layers with double quantization. Two warm-ups run the checks, at the default tolerances of
+torch.testing. Then all three weights are dequantized 1000 times. This is written from the description of the challenge.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nf4_patch.tools.matmul import subject_of
 from nf4_patch.tools.report import Progress
 from nf4_patch.tools.timing import Times
 
-METHOD = "The public NF4 challenge, checks on in the warm-ups, a synchronize after every call; both orders, medians."
+METHOD = "The public NF4 challenge: checks during the warm-ups, a synchronize after every call, both orders, medians."
 # (hidden, intermediate, seed, dtype, batch, length)
 CONFIGURATIONS = (
     (2048, 8192, 3407, torch.float16, 2, 3333),
@@ -31,15 +31,15 @@ CONFIGURATIONS = (
 )
 ITERATIONS = 1000
 WARMUPS = 2
-Dequantize = Callable[[Any], torch.Tensor]  # of a Linear4bit layer
+Dequantize = Callable[[Any], torch.Tensor]  # takes a Linear4bit layer
 
 
 class WrongResult(AssertionError):
-    """A dequantization failed the harness's checks; nothing of it is timed."""
+    """A dequantization failed the challenge's checks, so it is not timed."""
 
 
 class MLP(torch.nn.Module):
-    """down(silu(gate(x)) * up(x)), bitsandbytes 4-bit, x of ``hidden`` features."""
+    """down(silu(gate(x)) * up(x)) with bitsandbytes' 4-bit layers, for x with ``hidden`` features."""
 
     def __init__(self, hidden: int, intermediate: int, dtype: torch.dtype, device: str):
         super().__init__()
@@ -56,7 +56,7 @@ class MLP(torch.nn.Module):
 
 
 def linear(inputs: int, outputs: int, dtype: torch.dtype, device: str) -> Any:
-    """A Linear4bit of random weights, quantized by bitsandbytes on ``device``."""
+    """Return a Linear4bit with random weights, quantized by bitsandbytes on ``device``."""
     from bitsandbytes.nn import Linear4bit
 
     layer: Any = Linear4bit(
@@ -68,16 +68,16 @@ def linear(inputs: int, outputs: int, dtype: torch.dtype, device: str) -> Any:
 
 
 def multiply(x: torch.Tensor, mlp: MLP, dequantize: Dequantize) -> torch.Tensor:
-    """The MLP with weights from ``dequantize``."""
+    """Run the MLP with weights from ``dequantize``."""
     hidden = F.silu(x @ dequantize(mlp.gate).t()) * (x @ dequantize(mlp.up).t())
     return hidden @ dequantize(mlp.down).t()
 
 
 def check(mlp: MLP, x: torch.Tensor, dequantize: Dequantize, reference: Dequantize) -> None:
-    """The harness's checks: each weight against the reference, the whole MLP against bitsandbytes' own forward.
+    """Check each weight against the reference, and the whole MLP against bitsandbytes' forward.
 
     Raises:
-        WrongResult: one of them is off.
+        WrongResult: a check failed.
     """
     try:
         for layer in mlp.layers:
@@ -89,7 +89,7 @@ def check(mlp: MLP, x: torch.Tensor, dequantize: Dequantize, reference: Dequanti
 
 
 def seconds(mlp: MLP, dequantize: Dequantize) -> float:
-    """ITERATIONS times all three weights, the device synchronized after every call."""
+    """Time ITERATIONS dequantizations of all three weights, synchronizing after every call."""
     begin = time.perf_counter()
     for _ in range(ITERATIONS):
         for layer in mlp.layers:
@@ -103,7 +103,7 @@ def of_layer(dequantize: Callable[..., torch.Tensor]) -> Dequantize:
 
 
 def rows(tell: Progress) -> Iterator[Row]:
-    """Each configuration, every dequantization in both orders (first to last, last to first), then the total."""
+    """Yield a row per configuration, with the functions timed in both orders, then the total."""
     functions: dict[str, Dequantize] = {name: of_layer(other) for name, other in baselines().items()}
     functions[OURS] = nf4_patch.triton_dequantize_nf4
     reference = functions[BITSANDBYTES]
@@ -134,7 +134,7 @@ def rows(tell: Progress) -> Iterator[Row]:
 
 
 def total(rows: Sequence[Row]) -> Row:
-    """The sum over configurations, order by order; bits agree where they agreed everywhere."""
+    """Sum the rows order by order. The total's bits agree if the bits of every row agreed."""
     first = rows[0]
     times = {
         name: Times(tuple(sum(parts) for parts in zip(*(row.times[name].values for row in rows), strict=True)))

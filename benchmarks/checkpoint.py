@@ -1,4 +1,4 @@
-"""A random model on disk, for what loads its model from there: Unsloth's steps, and tests."""
+"""Save a random model to disk, for Unsloth's steps and for tests that load a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPECIAL = {"<pad>": 0, "<s>": 1, "</s>": 2, "word": 3}  # the whole vocabulary o
 
 
 def save_config(folder: str | Path, config: Any, device: str | torch.device) -> None:
-    """A causal model with random weights, in the dtype of its configuration, and its tokenizer, as save_pretrained leaves them."""
+    """Save a causal model with random weights, in its config's dtype, and a tokenizer, with save_pretrained."""
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -28,13 +28,13 @@ def save_config(folder: str | Path, config: Any, device: str | torch.device) -> 
 def save(
     folder: str | Path, shape: Shape, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
 ) -> None:
-    """A Llama with random weights and its tokenizer, as save_pretrained leaves them."""
+    """Save a Llama with random weights and a tokenizer, with save_pretrained."""
     special = {"bos_token_id": SPECIAL["<s>"], "eos_token_id": SPECIAL["</s>"]}
     save_config(folder, config_of(shape, dtype, **special), device)
 
 
 def load_4bit(folder: str | Path, device: Any = 0) -> Any:
-    """The model on disk in NF4 with double quantization, by transformers and bitsandbytes, computing in bf16."""
+    """Load a model from disk in NF4 with double quantization, with transformers and bitsandbytes, computing in bf16."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}

@@ -1,8 +1,8 @@
-"""python -m benchmarks.dequantize: dequantization next to its baselines and the traffic ceiling, on the GPU and on the host.
+"""python -m benchmarks.dequantize: dequantization compared with baselines and the traffic ceiling, on the GPU and on the host.
 
-The ceiling: the bytes of a 4-bit dequantization with no decode, as fast as Triton moves them. A 32-bit word in, four words
-out, as a packed word of 8 nibbles becomes 8 elements of 16 bits. No dequantization that reads and writes these bytes is
-expected to be faster; what it is slower by, its decode costs. And before the matmul that reads the weight.
+The ceiling moves the bytes of a 4-bit dequantization without decoding, as fast as Triton can. It reads 32-bit words and writes
+four words for each, because a packed word of 8 nibbles becomes 8 elements of 16 bits. A dequantization cannot be expected to be
+faster; the difference is the cost of its decode. Another section times a dequantization with the matmul that follows.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from nf4_patch.tools.report import NotAvailable, Progress
 from nf4_patch.tools.timing import Call, alternating, gpu_times, over, rotation
 
 METHOD = {
-    "dequantize": "GPU time of one call: CUDA-graph replays over weights that overflow the L2, alternating, medians. "
-    "ceiling: the same bytes moved with no decode; %: the part of it that ours reaches.",
-    "dequantize + matmul": "GPU time of dequantize and F.linear, bf16, the same way.",
-    "host": "Host time of one eager call, GPU idle before: allocation, guards and statistics included.",
+    "dequantize": "GPU time of one call: medians of alternating CUDA-graph replays over weights that overflow the L2 cache. "
+    "ceiling: the same bytes moved without decoding; %: our speed relative to the ceiling.",
+    "dequantize + matmul": "GPU time of dequantize and F.linear in bf16, measured in the same way.",
+    "host": "Host time of one eager call that starts on an idle GPU, including allocation, guards and statistics.",
 }
 CHALLENGE = [(intermediate, hidden) for hidden, intermediate, *_ in challenge.CONFIGURATIONS]
 SHAPES = dict.fromkeys((*CHALLENGE, *(shape for model in MODELS.values() for shape in projections(model))))
 DTYPES = (torch.float16, torch.bfloat16)
-HOST_CALLS = 200  # under the depth of the launch queue (1024), or a slow GPU would be measured
-# (num_warps, words per thread): the fastest of them on this GPU and size is the ceiling.
+HOST_CALLS = 200  # below the depth of the launch queue (1024), so that the host never waits for the GPU
+# (num_warps, words per thread). The ceiling is the fastest of these on this GPU and size.
 CONFIGS = ((4, 1), (4, 2), (8, 2), (16, 2))
 
 
 @triton.jit
 def move(words, out, THREADS: tl.constexpr, UNROLL: tl.constexpr):
-    """words: int32 [n]; out: int32 [4 n]; a CTA moves UNROLL * THREADS words, both loads before the stores."""
+    """Read ``words``, int32 [n], and write ``out``, int32 [4 n]. A CTA moves UNROLL * THREADS words, loads before stores."""
     tl.static_assert(UNROLL == 1 or UNROLL == 2)
     first = tl.program_id(0).to(tl.int64) * (THREADS * UNROLL)
     thread = tl.arange(0, THREADS)
@@ -68,7 +68,7 @@ def move(words, out, THREADS: tl.constexpr, UNROLL: tl.constexpr):
 
 
 def ceiling(config: tuple[int, int], packed: torch.Tensor, state: Any, out: torch.Tensor) -> None:
-    """Move the bytes of ``packed`` into ``out`` (16-bit elements), whole CTAs of them."""
+    """Read ``packed`` and write ``out`` (16-bit elements), in whole CTAs."""
     num_warps, unroll = config
     words, target = packed.view(-1).view(torch.int32), out.view(-1).view(torch.int32)
     threads = 32 * num_warps
@@ -76,7 +76,7 @@ def ceiling(config: tuple[int, int], packed: torch.Tensor, state: Any, out: torc
 
 
 def with_ceiling(row: Row) -> Row:
-    """Of its ceilings the fastest."""
+    """Return the row with only the fastest of its ceilings."""
     found = [name for name in row.times if name.startswith(CEILING)]
     fastest = min(found, key=lambda name: row.times[name].median)
     kept = {name: taken for name, taken in row.times.items() if name not in found}
@@ -84,7 +84,7 @@ def with_ceiling(row: Row) -> Row:
 
 
 def host_us(call: Call) -> float:
-    """Microseconds that a call keeps the host; the GPU is idle when the first one starts."""
+    """Return the host microseconds per call. The GPU is idle when the first call starts."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(HOST_CALLS):
@@ -93,13 +93,13 @@ def host_us(call: Call) -> float:
 
 
 def traffic(shape: Sequence[int], itemsize: int) -> int:
-    """Bytes a dequantization must move: packed, absmax, second-level absmax in; the weight out."""
+    """Return the bytes that a dequantization reads (packed, absmax, second-level absmax) and writes (the weight)."""
     n = shape[0] * shape[1]
     return n // 2 + n // 64 + -(-n // 64 // 256) * 4 + n * itemsize
 
 
 def agree(weights: Sequence[Packed], others: Functions, outs: Sequence[torch.Tensor]) -> dict[str, bool]:
-    """For each of the others whether ours gives its bits, for every weight, into memory that held NaN."""
+    """Return, for each of the others, whether our result is bit-identical for every weight, in memory that held NaN."""
     same = dict.fromkeys(others, True)
     for (packed, state), out in zip(weights, outs, strict=True):
         out.fill_(float("nan"))
@@ -110,7 +110,7 @@ def agree(weights: Sequence[Packed], others: Functions, outs: Sequence[torch.Ten
 
 
 def one_shape(shape: tuple[int, int], dtype: torch.dtype, others: Functions, limits: Functions) -> Row:
-    """Ours, the others, and ``limits``, whose results are not compared."""
+    """Compare our dequantization with the others, then time them all, and ``limits``, whose results are not compared."""
     nbytes = traffic(shape, dtype.itemsize)
     weights = random_weights(shape, dtype, rotation(nbytes))
     outs = [torch.empty(shape, dtype=dtype, device="cuda") for _ in weights]
@@ -124,7 +124,7 @@ def one_shape(shape: tuple[int, int], dtype: torch.dtype, others: Functions, lim
 
 
 def small_weight() -> tuple[torch.Tensor, Any, Any]:
-    """The packed weight, its quant_state, and both as the parameter of a Linear4bit."""
+    """Return a packed weight, its quant_state, and both as a Params4bit, the parameter of a Linear4bit."""
     packed, state = random_weights((64, 64), torch.bfloat16, 1)[0]
     return packed, state, bitsandbytes.nn.Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
 
@@ -132,10 +132,10 @@ def small_weight() -> tuple[torch.Tensor, Any, Any]:
 def host(
     subject: str, ours: Call, others: Mapping[str, Call], hits: Callable[[], int] = lambda: nf4_patch.status().hits
 ) -> Row:
-    """Host times of ours and the others.
+    """Measure the host times of nf4_patch and of the others.
 
     Raises:
-        NotAvailable: ours was not served as ``hits`` counts, so its time would be another's.
+        NotAvailable: the call of nf4_patch did not count as a hit, so its time would be the original's.
     """
     before = hits()
     result = ours().clone()
@@ -156,7 +156,7 @@ def dequantizations(tell: Progress, shapes: Iterable[tuple[int, int]] = SHAPES) 
 
 
 def with_matmul(tell: Progress) -> Iterator[Row]:
-    """Dequantize, then F.linear of 512 and 2,048 rows, Llama 8B: what a faster store must not cost."""
+    """Time dequantize and F.linear with 512 and 2,048 rows of a Llama 8B: a faster store must not slow down the matmul."""
     dequantizers = {OURS: nf4_patch.dequantize_nf4, **baselines(in_graph=True)}
     chosen = [(shape, m) for shape in projections(LLAMA_8B) for m in (512, 2048)]
     dtype = training_dtype()
@@ -169,7 +169,7 @@ def with_matmul(tell: Progress) -> Iterator[Row]:
         def multiply(function: Callable[..., Any], packed: torch.Tensor, state: Any, x: torch.Tensor = x) -> Any:
             return F.linear(x, function(packed, state))
 
-        # the original's weight by the same matmul: where the weights agree to the bit, so do the results
+        # Every variant uses the same matmul, so bit-identical weights give bit-identical results.
         functions = {name: functools.partial(multiply, function) for name, function in dequantizers.items()}
         results = {name: function(*weights[0]) for name, function in functions.items()}
         checks = bits({name: same_bits(results[OURS], result) for name, result in results.items() if name != OURS})
@@ -179,8 +179,10 @@ def with_matmul(tell: Progress) -> Iterator[Row]:
 
 
 def host_rows(tell: Progress) -> Iterator[Row]:
-    """A 64x64 weight as a new tensor, by what is at bitsandbytes.functional.dequantize_4bit with the patch on; into Unsloth's
-    global buffer; and from the cache. Allocation, guards and statistics included."""
+    """Measure host times of a 64x64 weight: as a new tensor, in Unsloth's global buffer, and from the cache.
+
+    The calls go to the replacements that the patch installs, so times include allocation, guards and statistics.
+    """
     tell("host time")
     others = baselines()
     packed, state, parameter = small_weight()
@@ -203,17 +205,17 @@ def host_rows(tell: Progress) -> Iterator[Row]:
         read: Any = lambda packed, state: F.dequantize_4bit(packed, state)  # type: ignore[attr-defined]  # noqa: E731
         call = types.FunctionType(read.__code__, vars(_functions))
         patched = functools.partial(call, parameter, state)
-        patched()  # fills it
+        patched()  # fills the cache
         stock = {BITSANDBYTES: functools.partial(others[BITSANDBYTES], parameter, state)}
         yield host("a cached weight", patched, stock, lambda: cache.hits)
 
 
 def unsloth_replacement() -> Callable[..., Any]:
-    """What the patch has put into Unsloth."""
+    """Return the replacement that the patch has installed in Unsloth."""
     for name, entry in placement.installed.items():
         if name.startswith("unsloth.") and entry.replacement is not None:
             return entry.replacement
-    raise RuntimeError(f"Unsloth is imported and not patched:\n{nf4_patch.status()}")
+    raise RuntimeError(f"Unsloth is imported but not patched:\n{nf4_patch.status()}")
 
 
 def rows(tell: Progress) -> dict[str, Iterator[Row]]:

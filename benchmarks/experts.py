@@ -1,7 +1,7 @@
-"""python -m benchmarks.experts: mixtures of experts with enable(experts="4bit"), random weights in the shapes of real ones.
+"""python -m benchmarks.experts: mixtures of experts with enable(experts="4bit"), with random weights in the shapes of real models.
 
-GPU time of a step with checkpointing and LoRA on the attention, by kernels and with what is around the products in PyTorch.
-LoRA on the experts: python -m benchmarks.step --moe.
+It measures the GPU time of a step with checkpointing and LoRA on the attention. One side uses this package's kernels around the
+products, another uses PyTorch instead. ``python -m benchmarks.step --moe`` measures LoRA on the experts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from nf4_patch.moe import launch
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress
 
-LAYERS = 2  # of a step
+LAYERS = 2  # per model
 SIZES = ((1, 512), (1, 2048), (1, 4096))
 CACHED, THEIRS = "cached", "transformers' forward"
-SIDES: dict[str, str] = {OURS: "off", CACHED: BUDGET, THEIRS: "off"}  # what cache= is given
-METHOD = "A QLoRA step, the sides alternating: GPU time (the sum of its kernels and copies)."
+SIDES: dict[str, str] = {OURS: "off", CACHED: BUDGET, THEIRS: "off"}  # values of cache=
+METHOD = "A QLoRA step, alternating between the sides. GPU time is the sum of its kernels and copies."
 
 
 def qwen3(layers: int = LAYERS) -> Any:
@@ -31,7 +31,7 @@ def qwen3(layers: int = LAYERS) -> Any:
 
 
 def gpt_oss() -> Any:
-    """gpt-oss-20b: [experts, in, out], biases, gate and up interleaved."""
+    """Return the config of gpt-oss-20b: stacks are [experts, in, out], with biases, and gate and up are interleaved."""
     from transformers import GptOssConfig
 
     return GptOssConfig(
@@ -41,7 +41,7 @@ def gpt_oss() -> Any:
 
 
 def glm() -> Any:
-    """GLM-4.5-Air: 2.2 billion weights of experts a layer."""
+    """Return the config of GLM-4.5-Air, which has 2.2 billion expert weights per layer."""
     from transformers import Glm4MoeConfig
 
     return Glm4MoeConfig(  # type: ignore[call-arg]  # of its attention
@@ -55,7 +55,7 @@ CONFIGURATIONS = {"Qwen3-30B-A3B": qwen3, "gpt-oss-20b": gpt_oss, "GLM-4.5-Air":
 
 
 class ExpertsStep(Step):
-    """With the patch or without; our forward of the experts by kernels, or in PyTorch as transformers' own."""
+    """A step whose experts run with this package's kernels, or in PyTorch like transformers' forward."""
 
     by_kernels = True
 
@@ -77,7 +77,7 @@ def patched(steps: dict[str, ExpertsStep], name: str) -> AbstractContextManager[
 
 
 def rows(tell: Progress) -> Iterator[Row]:
-    """GPU time of a step of each side."""
+    """Yield a row per model and size, with the GPU time of a step of each side."""
     for subject, config in CONFIGURATIONS.items():
         model = peft_model(config(), models.LINEARS[:4])
         optimizer = optimizer_of(model)

@@ -1,7 +1,7 @@
-"""python -m benchmarks.generation: tokens per second of a 4-bit Llama with a static cache, the patch off and on.
+"""python -m benchmarks.generation: tokens per second of a 4-bit Llama with a static cache, with the patch off and on.
 
-transformers' own model with random weights, one token a step. Compiled: torch.compile over the model, a step captured in
-one CUDA graph.
+The model is transformers' Llama with random weights, and a step generates one token. In compiled mode, torch.compile compiles
+the model and a CUDA graph captures a step.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ BATCHES = (1, 8, 32)
 TOKENS, ROUNDS = 64, 6
 CACHE = 512  # positions of the static cache
 METHOD = (
-    f"Tokens per second, greedy, wall time of {TOKENS} tokens, both sides alternating, medians. {LAYERS} layers of "
-    f"Llama 3.1 8B by transformers, NF4 nested, static cache of {CACHE} positions; eager, and compiled in a CUDA graph."
+    f"Tokens per second, greedy: wall-clock time of {TOKENS} tokens, medians, alternating between both sides. {LAYERS} layers of "
+    f"Llama 3.1 8B in transformers, nested NF4, static cache of {CACHE} positions; eager, and compiled in a CUDA graph."
 )
 
 
@@ -41,23 +41,23 @@ def patched(name: str) -> AbstractContextManager[None]:
 
 
 class Generation:
-    """Greedy generation of one batch: ``step`` is one token, all its state in place, so that a graph can hold it."""
+    """Greedy generation of one batch. ``step`` updates all state in place, so that a CUDA graph can capture it."""
 
     def __init__(self, model: Any, batch: int, compiled: bool, cache: int = CACHE):
         from transformers import StaticCache
 
         self.model = torch.compile(model, dynamic=False) if compiled else model
         self.cache = StaticCache(config=model.config, max_cache_len=cache)
-        self.first = torch.arange(1, batch + 1, device=model.device)[:, None]  # 0 is padding: an embedding of zeros
+        self.first = torch.arange(1, batch + 1, device=model.device)[:, None]  # 0 is padding, whose embedding is zero
         self.token = self.first.clone()
         self.compiled, self.hits = compiled, 0
         self.graph: torch.cuda.CUDAGraph | None = None
-        model(input_ids=self.token, past_key_values=self.cache)  # allocates the cache, outside of what is compiled
+        model(input_ids=self.token, past_key_values=self.cache)  # allocates the cache outside the compiled code
         self.restart()
         self.logits: torch.Tensor | None = None
 
     def step(self) -> torch.Tensor:
-        """The logits [batch, vocabulary] after ``token`` [batch, 1], which becomes the next one."""
+        """Return the logits [batch, vocabulary] after ``token`` [batch, 1], and replace ``token`` by the next token."""
         logits: torch.Tensor = self.model(input_ids=self.token, past_key_values=self.cache).logits[:, -1]
         self.token.copy_(logits.argmax(-1, keepdim=True))
         return logits
@@ -67,7 +67,7 @@ class Generation:
         self.cache.reset()
 
     def prepare(self) -> torch.Tensor:
-        """Run the step until nothing compiles any more; if compiled, capture it. The first logits."""
+        """Run steps until nothing compiles any more. In compiled mode, capture a step. Return the first logits."""
         for _ in range(3):
             self.step()
         before = fused_matmul_hits()
@@ -79,7 +79,7 @@ class Generation:
         return self.step()
 
     def run(self, tokens: int) -> float:
-        """Tokens per second over ``tokens`` steps from an empty cache."""
+        """Return the tokens per second over ``tokens`` steps from an empty cache."""
         self.restart()
         step: Any = self.step if self.graph is None else self.graph.replay
         step()
@@ -92,7 +92,7 @@ class Generation:
 
 
 def accuracies(model: Any, batch: int) -> dict[str, Check]:
-    """Each weight shape of a layer at this batch: our error against fp64 next to that of dequantize + linear."""
+    """Check each weight shape of a layer at this batch: our error against fp64, limited by dequantize + linear's error."""
     from bitsandbytes.nn import Linear4bit
 
     dequantize = dequantize_4bit()
@@ -128,11 +128,11 @@ def one_row(model: Any, batch: int, mode: str, checks: dict[str, Check]) -> Row:
 
 
 def row(batch: int, mode: str, rates: dict[str, Times], hits: int, checks: dict[str, Check], distance: float) -> Row:
-    """One batch, eager or compiled: tokens per second of both sides.
+    """Return the row of one batch, eager or compiled, with the tokens per second of both sides.
 
     Args:
-        hits: fused matmuls a token, without which there is no ratio.
-        distance: relative, of the first logits of both sides.
+        hits: fused matmuls per token. The row has no ratio if there are none.
+        distance: relative distance between the first logits of both sides.
     """
     ran = Check(hits > 0, f"{hits} fused matmuls ran" if hits else "no fused matmul ran")
     finite = Check(math.isfinite(distance), f"the first logits differ by {distance:.1e}")
@@ -149,7 +149,7 @@ def row(batch: int, mode: str, rates: dict[str, Times], hits: int, checks: dict[
 
 @torch.no_grad()
 def rows(tell: Progress) -> Iterator[Row]:
-    """Each batch, eager and compiled: stock and ours alternating."""
+    """Yield a row per batch and mode, alternating between stock and nf4_patch."""
     tell(f"building {LAYERS} layers of Llama 3.1 8B in 4 bits")
     model = build_4bit(config_of(LLAMA_8B._replace(num_hidden_layers=LAYERS))).eval()
     for i, batch in enumerate(BATCHES):

@@ -1,4 +1,4 @@
-"""python -m benchmarks.matmul: X @ W.T with the 4-bit weights of a Llama 8B, by rows of X: ours, theirs and dense."""
+"""python -m benchmarks.matmul: X @ W.T with the 4-bit weights of a Llama 8B, by rows of X, compared with others and 16 bits."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ THEIR_DEQUANTIZE = "theirs, dequantize + matmul"
 DENSE = "dense"
 ROWS = tuple(2**i for i in range(7))
 METHOD = (
-    "GPU time of one matmul of M rows, us: CUDA-graph replays over weights that overflow the L2, alternating, medians. "
+    "GPU time of one matmul of M rows, us: medians of alternating CUDA-graph replays over weights that overflow the L2 cache. "
     f'{OURS}: bitsandbytes\' op with enable(matmul="auto"); {BITSANDBYTES}: the same op unpatched. '
-    f"{DEQUANTIZE}: our kernel, then F.linear. {DENSE}: F.linear of a 16-bit weight."
+    f"{DEQUANTIZE}: our kernel, then F.linear. {DENSE}: F.linear with a 16-bit weight."
 )
 
 
@@ -33,7 +33,7 @@ def fused_matmul_hits() -> int:
 
 
 def one_matmul(weights: Weights, dense: Sequence[torch.Tensor], m: int, unsloth: Callable[..., Any] | None) -> Row:
-    """Check ours against fp64, then time every variant; ``dense``: 16-bit weights of the same shape."""
+    """Check our result against fp64, then time every variant. ``dense`` has 16-bit weights of the same shape."""
     x = weights.rows_of_x(m)
     before = fused_matmul_hits()
     with patch(True, matmul="auto"):
@@ -53,7 +53,7 @@ def one_matmul(weights: Weights, dense: Sequence[torch.Tensor], m: int, unsloth:
 
 @patch(False)
 def of_shape(shape: tuple[int, int], unsloth: Callable[..., Any] | None, tell: Progress) -> tuple[str, list[Row]]:
-    """The subject of a weight and its rows."""
+    """Return the subject of a weight shape and its rows."""
     weights = Weights.random(shape, training_dtype())
     dense = [torch.randn(shape, dtype=training_dtype(), device="cuda") for _ in range(4)]
     rows = []

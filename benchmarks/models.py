@@ -1,4 +1,4 @@
-"""Causal models with random weights in 4 bits: what is measured and trained here without a download."""
+"""Causal models with random 4-bit weights, for benchmarks without a download."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 def config_of(shape: Shape, dtype: torch.dtype | None = None, **options: Any) -> Any:
-    """A LlamaConfig, in :func:`training_dtype` unless another dtype is given."""
+    """Return a LlamaConfig, in :func:`training_dtype` unless another dtype is given."""
     from transformers import LlamaConfig
 
     name = str(dtype or training_dtype()).removeprefix("torch.")
@@ -25,7 +25,7 @@ def config_of(shape: Shape, dtype: torch.dtype | None = None, **options: Any) ->
 
 
 def qwen3(layers: int = 2, vocabulary: int = 32_000) -> Any:
-    """Qwen3-30B-A3B: 0.6 billion weights of experts a layer."""
+    """Return the config of Qwen3-30B-A3B, which has 0.6 billion expert weights per layer."""
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(  # type: ignore[call-arg]
@@ -37,8 +37,11 @@ def qwen3(layers: int = 2, vocabulary: int = 32_000) -> Any:
 
 
 def build_4bit(config: Any, device: Any = "cuda") -> Any:
-    """A causal model of that configuration with random weights: its linear layers but the head as bitsandbytes'
-    Linear4bit, experts by bitsandbytes' own helper, both NF4 with double quantization."""
+    """Build a causal model with random weights, in NF4 with double quantization.
+
+    All linear layers except the head become bitsandbytes' Linear4bit. Experts are packed by bitsandbytes'
+    ``replace_parameter_4bit``.
+    """
     from bitsandbytes.nn import Linear4bit, Params4bit
     from bitsandbytes.nn.parametrize import replace_parameter_4bit
     from transformers import AutoModelForCausalLM
@@ -58,5 +61,5 @@ def build_4bit(config: Any, device: Any = "cuda") -> Any:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.dim() == 3:  # the weights of all experts
                 replace_parameter_4bit(module, name, compress_statistics=True)
-    model.is_loaded_in_4bit = True  # peft asks for it
+    model.is_loaded_in_4bit = True  # peft checks this
     return model

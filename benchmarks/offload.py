@@ -1,10 +1,10 @@
-"""python -m benchmarks.offload [NAME ...] [--json FILE]: a mixture trains on a GPU that is too small for it, enable(offload=...).
+"""python -m benchmarks.offload [NAME ...] [--json FILE]: train a mixture on a GPU that is too small for it, enable(offload=...).
 
-Real shapes, all layers, random weights: what a checkpoint in 4 bits holds is made when transformers reads it. LoRA on the
-attention and the experts as TRL trains: adapters in bf16, autocast, gradient checkpointing. Each side is a process of its own,
-the GPU capped for PyTorch's allocator, and is written to FILE, next to what is there, as soon as it is done. Without a NAME
-of RUNS, and without --model, all of them. --turns: the sides in one process, a step of each in turn, so that whatever else
-the machine does falls on all of them; peaks are those of a run without it.
+Models have real shapes, all layers and random weights. The values of a 4-bit checkpoint are generated when transformers reads
+them. LoRA is on the attention and the experts as in TRL: adapters in bf16, autocast, gradient checkpointing. Each side runs in a
+separate process with a cap on PyTorch's allocator. Its result is added to FILE as soon as it is done. Without NAME and --model,
+all of RUNS are run. With --turns, all sides run in one process and alternate step by step, so that other load on the machine
+affects all sides alike. Peak memory is measured without --turns.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from benchmarks.timing import kernels, machine, synchronize
 from benchmarks.training import trained
 
 GIB = 2**30
-SIDES = ("resident", "again", "budget", "all")  # again: resident, which says whether a difference is noise
+SIDES = ("resident", "again", "budget", "all")  # "again" repeats "resident", to show the noise
 WARM_UPS = 2
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-HEAD_ROWS = 256  # of logits in fp32 at a time
+HEAD_ROWS = 256  # rows of fp32 logits at a time
 
 
 def gpt_oss() -> Any:
@@ -66,7 +66,7 @@ def glm() -> Any:
 
 
 def gemma() -> Any:
-    """The layers of text."""
+    """Return the config of Gemma 4's text layers."""
     from transformers import Gemma4TextConfig
 
     return Gemma4TextConfig(
@@ -78,7 +78,7 @@ def gemma() -> Any:
 
 
 def tiny() -> Any:
-    """For a test."""
+    """Return a tiny config for tests."""
     config = models.qwen3(2, 512)
     config.update({
         "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4,
@@ -95,21 +95,21 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and how."""
+    """Settings of a training run."""
 
     model: str = "Qwen3-30B-A3B"
-    layers: int = 0  # 0: all
+    layers: int = 0  # 0 for all layers
     tokens: int = 2048
-    cap: float = 0.0  # GiB of PyTorch's allocator; 0: none
-    budget: str = ""  # of the side "budget", as offload= takes it
+    cap: float = 0.0  # GiB of PyTorch's allocator, 0 for no cap
+    budget: str = ""  # value of offload= for the side "budget"
     rank: int = 16
-    optimizer: str = "adamw8bit"  # bitsandbytes' own, or adamw, PyTorch's
+    optimizer: str = "adamw8bit"  # bitsandbytes' 8-bit AdamW, or "adamw" for PyTorch's
     attention_only: bool = False
-    bits: int = 10  # steps that are compared to the bit, by PyTorch's deterministic algorithms
-    steps: int = 10  # that are timed
+    bits: int = 10  # steps that are compared bit for bit, with PyTorch's deterministic algorithms
+    steps: int = 10  # timed steps
 
 
-# Caps: the GPU's memory less 0.5 GB, which a process takes beside PyTorch's allocator; 8 GiB are a bar of their own.
+# Caps are the GPU's memory minus 0.5 GB, which a process uses outside PyTorch's allocator. 8 GiB is an additional target.
 CAP_8, CAP_12, CAP_16, CAP_24 = 7.0, 10.7, 14.4, 21.9
 TIMED = ("resident", "budget", "all")
 RUNS: dict[str, tuple[Setting, tuple[str, ...]]] = {
@@ -132,14 +132,14 @@ RUNS: dict[str, tuple[Setting, tuple[str, ...]]] = {
 }
 
 
-# --- a checkpoint in 4 bits that nobody has written ---
+# --- a generated 4-bit checkpoint ---
 
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor where transformers expects a slice of a safetensors file: made when it is read."""
+    """Stand-in for a slice of a safetensors file. The tensor is generated when it is read."""
 
-    kind: str  # as safetensors writes a dtype
+    kind: str  # the dtype as safetensors spells it
     make: Callable[[], Tensor]
 
     def __getitem__(self, _everything: Any) -> Tensor:
@@ -158,7 +158,7 @@ def random_bytes(name: str, size: tuple[int, ...], device: Any) -> Tensor:
 
 
 def plain(name: str, like: Tensor, device: Any) -> Tensor:
-    """Normal numbers; zeros for biases, ones for other vectors: norms and scales."""
+    """Return normal random numbers for a matrix, zeros for a bias, and ones for other vectors (norms and scales)."""
     value = torch.empty(like.shape, dtype=like.dtype, device=device)
     if like.dim() > 1 and not name.endswith("bias"):
         return value.normal_(std=0.02, generator=numbers(name, device))
@@ -174,7 +174,7 @@ def state_of_normal_numbers(device: Any) -> Any:
 
 
 def packed_entries(name: str, like: Tensor, device: Any) -> Iterator[tuple[str, Any]]:
-    """What bitsandbytes saves of a weight in NF4 with double quantization: random bytes, the scales of normal numbers."""
+    """Yield the entries that bitsandbytes saves for an NF4 weight: random bytes, with the scales of normal numbers."""
     blocks, state = -(-like.numel() // 64), copy.copy(state_of_normal_numbers(device))
     scales = {"absmax": (state.absmax, blocks), "nested_absmax": (state.state2.absmax, -(-blocks // 256))}
     state.shape = like.shape
@@ -190,7 +190,7 @@ def repeated(values: Tensor, count: int) -> Tensor:
 
 
 def written(empty: Any, device: Any) -> dict[str, Any]:
-    """The checkpoint of a model without values, under its own names. Its linear layers but the head are packed, and stacks."""
+    """Return a checkpoint for a model on the meta device. Linear layers except the head, and expert stacks, are packed."""
     linear = {f"{name}.weight" for name, m in empty.named_modules() if type(m) is torch.nn.Linear and name != "lm_head"}
     entries: dict[str, Any] = {}
     for name, like in empty.state_dict().items():
@@ -227,7 +227,7 @@ def load(config: Any, device: Any) -> Any:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": {"": device}, "output_loading_info": True}
     model, found = type(empty).from_pretrained(None, config=config, state_dict=state, **options)
     if wrong := [key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in found[kind]]:
-        raise RuntimeError(f"not as transformers saves it: {wrong}")
+        raise RuntimeError(f"the generated checkpoint does not match the model: {wrong}")
     return model
 
 
@@ -245,10 +245,10 @@ def with_lora(model: Any, setting: Setting) -> Any:
 
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
-    with mock.patch.object(torch.nn.Linear, "reset_parameters"):  # random numbers of a CPU take long
+    with mock.patch.object(torch.nn.Linear, "reset_parameters"):  # random numbers on the CPU are slow
         model = get_peft_model(model, LoraConfig(**lora_options(setting))).train()
     for number, parameter in enumerate(trained(model)):
-        # in the dtype of TRL's; and peft would start B at zero, which hides the adapters from the loss
+        # bf16 as in TRL. Random, because peft initializes B to zero, so adapters would not affect the loss.
         parameter.data = parameter.data.to(torch.bfloat16)
         parameter.data.normal_(std=0.01, generator=numbers(str(number), parameter.device))
     return model
@@ -268,8 +268,10 @@ def head_loss(head: Any, hidden: Tensor, wanted: Tensor) -> Tensor:
 
 
 def loss_of(model: Any, ids: Tensor) -> Tensor:
-    """Of the next token. Logits of some rows at a time, as Liger's and Unsloth's losses have them: those of all rows in fp32
-    would take more than the layers do."""
+    """Return the next-token loss. Logits are computed for HEAD_ROWS rows at a time, like Liger's and Unsloth's losses.
+
+    The fp32 logits of all rows would take more memory than the layers.
+    """
     causal = model.get_base_model()
     hidden = causal.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
     wanted = ids[:, 1:].flatten()
@@ -279,7 +281,7 @@ def loss_of(model: Any, ids: Tensor) -> Tensor:
 
 
 class Training:
-    """Steps of one model."""
+    """Training of one model, step by step."""
 
     def __init__(self, model: Any, setting: Setting):
         self.model, self.tokens, self.parameters = model, setting.tokens, trained(model)
@@ -299,8 +301,10 @@ class Training:
         return loss.detach()
 
     def compared(self, steps: int) -> dict[str, Any]:
-        """Losses, a sum of the bits of every gradient of every step, and digests of the last gradients and of the adapters after
-        them. An attention's backward would add in any order without PyTorch's deterministic algorithms."""
+        """Run steps with PyTorch's deterministic algorithms, without which attention's backward adds in any order.
+
+        Return losses, the sum of the bits of every gradient per step, and digests of the last gradients and adapters.
+        """
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(True)
         torch.backends.cuda.enable_cudnn_sdp(False)  # flash attention has a deterministic backward in every release
@@ -316,7 +320,7 @@ class Training:
         return {"losses": losses, "gradients": gradients, "adapters": digest(self.parameters), "trace": trace}
 
     def timed_step(self) -> tuple[float, float]:
-        """Milliseconds between two events on the GPU, and by the clock."""
+        """Return the milliseconds of a step on the GPU, between two events, and in wall-clock time."""
         gc.collect()
         synchronize()
         begin = time.perf_counter()
@@ -332,7 +336,7 @@ class Training:
 
 
 def timed(trainings: list[Training], steps: int) -> list[dict[str, Any]]:
-    """Of each, a step in turn; fetches are those of its last warm-up."""
+    """Time the trainings, alternating step by step. Fetches are counted in the last warm-up step."""
     results, found = [], []
     for training in trainings:
         for _ in range(WARM_UPS):
@@ -340,7 +344,7 @@ def timed(trainings: list[Training], steps: int) -> list[dict[str, Any]]:
         before = fetches()
         training.step()
         found.append([now - then for now, then in zip(fetches(), before, strict=True)])
-    gc.disable()  # a collection takes as long as some layers do
+    gc.disable()  # a collection takes as long as several layers
     rounds = [[training.timed_step() for training in trainings] for _ in range(steps)]
     gc.enable()
     for training, (count, late), times in zip(trainings, found, zip(*rounds, strict=True), strict=True):
@@ -368,13 +372,13 @@ def digest(tensors: list[Any]) -> str:
 
 
 def fetches() -> tuple[int, int]:
-    """So far, and those that were not ahead."""
+    """Return the number of fetches so far, and how many of them were late."""
     found = nf4_patch.status().offload.values()
     return sum(each.fetches for each in found), sum(each.late for each in found)
 
 
 def largest_block(model: Any) -> int:
-    """Bytes of the packed stacks of a layer: what a fetch copies."""
+    """Return the bytes that a fetch copies: the packed stacks of a layer."""
     sizes = [0]
     for module in model.modules():
         chains = getattr(module, "parametrizations", {}).values()
@@ -389,11 +393,11 @@ def largest_block(model: Any) -> int:
     return max(sizes)
 
 
-# --- a side, in a process of its own ---
+# --- a side, in a separate process ---
 
 
 def bus_rate() -> float:
-    """Bytes a second, from pinned host memory to the GPU."""
+    """Measure the bytes per second from pinned host memory to the GPU."""
     host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
     place = torch.empty_like(host, device="cuda")
     times = []
@@ -407,7 +411,7 @@ def bus_rate() -> float:
 
 
 def peak() -> dict[str, int]:
-    """Bytes since the last call."""
+    """Return the peak memory in bytes since the last call."""
     if not torch.cuda.is_available():
         return {"allocated": 0, "reserved": 0}
     found = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
@@ -431,7 +435,7 @@ def measured_in_turns(setting: Setting, sides: list[str], device: Any) -> list[d
 
 
 def measured(setting: Setting, side: str, device: Any) -> dict[str, Any]:
-    """A side, as far as it came."""
+    """Run one side. Return its results up to the point where it ran out of memory, if it did."""
     offload = offload_of(setting, side)
     result: dict[str, Any] = {**dataclasses.asdict(setting), "side": side, "offload": offload}
     cuda = torch.cuda.is_available()
@@ -470,7 +474,7 @@ def measured(setting: Setting, side: str, device: Any) -> dict[str, Any]:
 def in_process(setting: Setting, sides: list[str]) -> list[dict[str, Any]]:
     given = json.dumps(dataclasses.asdict(setting))
     command = [sys.executable, "-m", "benchmarks.offload", "--worker", ",".join(sides), given]
-    environment = dict(os.environ) | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # asked for by deterministic algorithms
+    environment = dict(os.environ) | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # required by deterministic algorithms
     if setting.cap:
         environment.setdefault(ALLOCATOR, "expandable_segments:True")
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
@@ -486,14 +490,14 @@ def key(run: dict[str, Any], *without: str) -> tuple[Any, ...]:
 
 
 def said(run: dict[str, Any], others: list[dict[str, Any]]) -> str:
-    """A line. Runs of the same training, whatever their cap and budget, have to have the same bits."""
+    """Return a line about a run. Runs of the same training have to be bit-identical, whatever their cap and budget."""
     where = f"{run['model']}, {run['tokens']} tokens, r = {run['rank']}, cap {run['cap']:g} GiB, {run['side']}"
     if run["failed"]:
         return f"{where}: failed ({run['failed']}) {run.get('error', '')}"
     words = [
         f"step {run.get('gpu_ms', 0):.0f} ms GPU (fastest {min(run.get('every_gpu_ms', [0])):.0f}), {run.get('wall_ms', 0):.0f} "
         f"ms wall, kernels {run.get('kernels_ms', 0):.0f} ms, copies {run.get('copies_ms', 0):.0f} ms",
-        f"{run.get('fetches', 0):g} fetches of which {run.get('late', 0):g} late, {run.get('fetched', 0) / 1e9:.2f} GB a step",
+        f"{run.get('fetches', 0):g} fetches, {run.get('late', 0):g} of them late, {run.get('fetched', 0) / 1e9:.2f} GB per step",
     ]
     if "load_s" in run:
         words += [
@@ -507,21 +511,21 @@ def said(run: dict[str, Any], others: list[dict[str, Any]]) -> str:
         alike = key(other, "cap", "budget") == key(run, "cap", "budget") and other["bits"] == run["bits"] > 0
         if alike and other["side"] != run["side"] and "adapters" in other:
             same = [field for field in fields if other[field] == run[field]]
-            words.append(f"the bits of {other['side']}: {', '.join(same) or 'none'}")
+            words.append(f"bit-identical to {other['side']}: {', '.join(same) or 'nothing'}")
     return f"{where}: " + "; ".join(words)
 
 
 def first_difference(run: dict[str, Any], other: dict[str, Any]) -> str:
-    """Where two traces part; a backward comes to the last layers first."""
+    """Return where two traces first differ. The list shows the last layers, because backward runs them first."""
     for step, sums in enumerate(zip(run["sums"], other["sums"], strict=True), 1):
         found = [name for name, ours, theirs in zip(run["names"], *sums, strict=True) if ours != theirs]
         if found:
-            return f"from step {step} on, {len(found)} of {len(run['names'])} gradients: {', '.join(found[-6:])}"
+            return f"from step {step} onwards, {len(found)} of {len(run['names'])} gradients: {', '.join(found[-6:])}"
     return "nowhere"
 
 
 def write(file: Path | None, run: dict[str, Any]) -> list[dict[str, Any]]:
-    """The file with this run in it; the runs that were there. Times in turns stand beside the peaks of a run without."""
+    """Add a run to the file and return the other runs in it. Times with --turns are merged with the peaks of a run without."""
     before = json.loads(file.read_text()) if file and file.exists() else {"rows": []}
     others = [each for each in before["rows"] if (key(each), each["side"]) != (key(run), run["side"])]
     for same in (each for each in before["rows"] if run.get("in_turns") and each not in others):
@@ -534,9 +538,11 @@ def write(file: Path | None, run: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of what is run: {', '.join(map(repr, RUNS))}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"runs to measure: {', '.join(map(repr, RUNS))}")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, help="of a run; default: those of its row, or TIMED")
+    parser.add_argument(
+        "--sides", nargs="+", choices=SIDES, help="sides to measure; default: the sides in RUNS, or TIMED"
+    )
     parser.add_argument("--turns", action="store_true")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     for field in dataclasses.fields(Setting):
@@ -562,9 +568,7 @@ def main(arguments: list[str] | None = None) -> None:
                 trace = run.pop("trace", None)
                 print(said(run, write(args.json, run)), flush=True)
                 if trace and first:
-                    print(
-                        f"  gradients differ from those of the first side: {first_difference(trace, first)}", flush=True
-                    )
+                    print(f"  gradients differ from the first side's: {first_difference(trace, first)}", flush=True)
                 first = first or trace
 
 

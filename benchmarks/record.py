@@ -1,4 +1,4 @@
-"""Variants of one thing measured side by side: a ratio exists only where the checks of its row passed in this very run."""
+"""Rows of benchmark results. A row has a ratio only if its checks passed in the same run."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ from nf4_patch.tools import report
 from nf4_patch.tools.matmul import BITSANDBYTES, OURS, SLACK
 from nf4_patch.tools.timing import Times
 
-UNPATCHED = "unpatched"  # the same with the patch off
-GPU_TIME = "GPU time"  # at the end of a subject: not wall time
-RATE = "tokens/s"  # the unit of which more is better
+UNPATCHED = "unpatched"  # the same code with the patch off
+GPU_TIME = "GPU time"  # at the end of a subject, in contrast to wall-clock time
+RATE = "tokens/s"  # the only unit where more is better
 CEILING, EMPTY, DENSE = "ceiling", "torch.empty", "16-bit weights"
-LIMITS = (CEILING, EMPTY, DENSE)  # what ours is held against; everything else that is timed is a baseline
+LIMITS = (CEILING, EMPTY, DENSE)  # limits that nf4_patch approaches; all other variants are baselines
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a ratio depends on."""
+    """A check that a ratio depends on."""
 
     passed: bool
     found: str
-    error: float | None = None  # ours, relative, against fp64; None: bits were compared
-    limit: float | None = None  # that it must not exceed
+    error: float | None = None  # our relative error against fp64, None if bits were compared
+    limit: float | None = None  # maximum of ``error``
 
 
 def accuracy(ours: float, theirs: float, of: str = "") -> Check:
-    """Errors against fp64: that of dequantize + matmul, SLACK included, is the limit of ours."""
+    """Check our error against fp64. The limit is SLACK times the error of dequantize + matmul."""
     found = f"{of}error {ours:.3e} against fp64, dequantize + matmul {theirs:.3e}"
     return Check(ours <= SLACK * theirs, found, ours, SLACK * theirs)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One subject, its variants' times, and the checks that ours passed or not.
+    """One subject with its variants' times and the checks of our result.
 
-    A check that bears a baseline's name decides about that baseline's ratio; bitsandbytes' and those of any other name
-    ("fp64") about every ratio of the row.
+    A check with the name of a baseline decides about the ratio to that baseline. bitsandbytes' check and checks with any other
+    name, such as "fp64", decide about every ratio of the row.
     """
 
     subject: str
     unit: str  # us, ms, s or RATE
     times: dict[str, Times]
     checks: dict[str, Check]
-    nbytes: int = 0  # moved by one call
-    sizes: dict[str, int] = field(default_factory=dict)  # n, k, m, batch, tokens: the subject as numbers
-    notes: dict[str, str] = field(default_factory=dict)  # further columns
+    nbytes: int = 0  # read and written by one call
+    sizes: dict[str, int] = field(default_factory=dict)  # the subject as numbers: n, k, m, batch, tokens
+    notes: dict[str, str] = field(default_factory=dict)  # additional columns
 
     @property
     def checked(self) -> bool:
-        """Something was compared, and no check that concerns the whole row failed."""
+        """Return whether anything was compared and no check that concerns the whole row failed."""
         others = self.times.keys() - {BITSANDBYTES}
         decisive = [check for name, check in self.checks.items() if name not in others] or self.checks.values()
         return bool(decisive) and all(check.passed for check in decisive)
 
     def ratio(self, other: str) -> float | None:
-        """How many times ours is as fast as another variant; None where a check failed or nothing was measured."""
+        """Return our speed-up over another variant, or None if a check failed or nothing was measured."""
         if not self.checked or not {other, OURS} <= self.times.keys():
             return None
         if other in self.checks and not self.checks[other].passed:
@@ -68,7 +68,7 @@ class Row:
 
     @property
     def noise(self) -> float:
-        """The largest difference of a variant from itself."""
+        """Return the largest noise of any variant."""
         return max(times.noise for times in self.times.values())
 
     @property
@@ -86,7 +86,7 @@ class Row:
 
 
 def table(title: str, rows: Sequence[Row]) -> str:
-    """A line a row: ours, the limits and what part of them ours reaches, the baselines and how many times ours is as fast."""
+    """Return a text table with one line per row: our time, the limits with our percentage, the baselines with our speed-up."""
     others = [name for name in dict.fromkeys(name for row in rows for name in row.times) if name != OURS]
     others.sort(key=lambda name: name not in LIMITS)
     heading = f"{title}, {' / '.join(dict.fromkeys(row.unit for row in rows))}"
@@ -103,7 +103,7 @@ def table(title: str, rows: Sequence[Row]) -> str:
 
 
 def cell(row: Row, name: str) -> str:
-    """A variant's time and what ours is to it, or that the checks forbid to say."""
+    """Return a variant's time with our ratio to it, or "check failed" in place of the ratio."""
     if name not in row.times:
         return ""
     value, ratio = row.times[name].median, row.ratio(name)

@@ -1,7 +1,7 @@
-"""python -m benchmarks.step [--peft | --trl | --compiled | --moe | --unsloth]: a QLoRA step as TRL trains, the sides alternating.
+"""python -m benchmarks.step [--peft | --trl | --compiled | --moe | --unsloth]: a QLoRA step as in TRL, alternating sides.
 
-Adapters in 16 bits under autocast, non-reentrant checkpointing. Liger and Unsloth patch a whole process, so each kind of
-model lives in a process of its own, which takes a turn when it is asked to; all others wait meanwhile.
+Adapters are in 16 bits under autocast, with non-reentrant checkpointing. Liger and Unsloth patch a whole process, so each kind
+of model runs in a separate process. Only one process works at a time.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from nf4_patch.tools.report import Progress, Report, require_gpu, require_patch,
 from nf4_patch.tools.timing import Times
 
 METHOD = (
-    "A step as TRL trains: adapters in 16 bits, autocast, checkpointing. gpu_ms: its kernels and copies, summed, the median of"
-    " rounds; gpu_spread: (largest - smallest) / median. wall_ms: the sides in turns; wall_spread: odd against even rounds."
-    " gpu_x, wall_x: how many times as fast as the first side; none where losses differ. launches: kernels and copies. calls: those"
-    " of our kernel. peak_gib: as allocated by PyTorch. losses: of 30 steps that learn."
+    "A step as in TRL: adapters in 16 bits, autocast, checkpointing. gpu_ms: sum of kernels and copies, median of the rounds;"
+    " gpu_spread: (largest - smallest) / median. wall_ms: wall-clock time, alternating sides; wall_spread: odd against even rounds."
+    " gpu_x, wall_x: speed-up over the first side, if losses agree. launches: kernels and copies. calls: calls of our kernel."
+    " peak_gib: peak memory allocated by PyTorch. losses: losses of 30 steps that learn."
 )
 STOCK = "peft"
 FP32, LIGER, LAYERS_ONLY, DENSE, UNSLOTH = "fp32", "liger", "liger, no loss", "16-bit experts", "unsloth"
 COMPILED = "compiled layers"
 WALLS, PROFILED, TRAINED = 6, 2, 30
-ROUNDING = 2**-7  # of losses in bf16
+ROUNDING = 2**-7  # relative rounding of losses in bf16
 
 
 class Side(NamedTuple):
-    kind: str  # of the model: the process that it runs in
-    options: dict[str, str] | None  # of nf4_patch.enable; None: the patch is off
+    kind: str  # kind of model; each kind has a process
+    options: dict[str, str] | None  # arguments of nf4_patch.enable, None if the patch is off
 
 
 def sides_of(kind: str, options: Mapping[str, Mapping[str, str] | None], **common: str) -> dict[str, Side]:
-    """Of one kind of model, by what is added to its name."""
+    """Return the sides of one kind of model. The keys of ``options`` are appended to the kind's name."""
     return {
         ", ".join(filter(None, (kind, name))): Side(kind, None if given is None else {**common, **given})
         for name, given in options.items()
@@ -60,7 +60,7 @@ def sides_of(kind: str, options: Mapping[str, Mapping[str, str] | None], **commo
 class Comparison(NamedTuple):
     sides: dict[str, Side]
     sizes: Iterable[Size] = LENGTHS
-    configuration: Callable[[], Any] = partial(config_of, LLAMA)  # another process calls it, after Unsloth's import
+    configuration: Callable[[], Any] = partial(config_of, LLAMA)  # called in another process, after Unsloth's import
 
 
 CACHE, FUSED = {"cache": BUDGET}, {"lora": "fused"}
@@ -68,7 +68,7 @@ PATCHED: dict[str, dict[str, str] | None] = {"": None, "patch": {}, "patch, cach
 EVERY = PATCHED | {"fused": FUSED, "fused, cached": FUSED | CACHE}
 ON = {name: given for name, given in EVERY.items() if given is not None}
 PACKED, GRAPHS = {"experts": "4bit"}, {"graphs": "auto"}
-COMPARISONS = {  # by the option of the command
+COMPARISONS = {  # by command-line option
     "peft": Comparison(sides_of(STOCK, PATCHED)),
     "trl": Comparison(
         sides_of(STOCK, EVERY) | sides_of(LIGER, EVERY) | sides_of(FP32, {"": None, "fused": FUSED})
@@ -92,11 +92,11 @@ COMPARISONS = {  # by the option of the command
 }  # fmt: skip
 
 
-# --- in a process of its own ---
+# --- in a separate process ---
 
 
 def unsloth_model(config: Any) -> Any:
-    from unsloth import FastLanguageModel  # before transformers, as it asks
+    from unsloth import FastLanguageModel  # before transformers, as Unsloth requires
 
     with tempfile.TemporaryDirectory() as folder:
         save_config(folder, config, "cuda")
@@ -113,7 +113,7 @@ def unsloth_model(config: Any) -> Any:
 
 
 def model_of(kind: str, config: Any) -> Any:
-    """LoRA on all linear layers, of a mixture on the attention's and on the experts."""
+    """Build a model with LoRA on all linear layers, or for a mixture, on the attention and the experts."""
     if kind == UNSLOTH:
         return unsloth_model(config)
     mixture = hasattr(config, "num_experts")
@@ -127,8 +127,8 @@ def model_of(kind: str, config: Any) -> Any:
             parameter.data = parameter.data.float()
     if kind == COMPILED:
         for layer in model.get_base_model().model.layers:
-            layer.compile(dynamic=False)  # a graph a length
-    if kind in (LIGER, LAYERS_ONLY):  # as transformers' Trainer does; Liger's experts are not 4-bit ones
+            layer.compile(dynamic=False)  # one graph per length
+    if kind in (LIGER, LAYERS_ONLY):  # as in transformers' Trainer; Liger does not support 4-bit experts
         from transformers.integrations.liger import apply_liger_kernel
 
         apply_liger_kernel(model, {"swiglu": not mixture, "fused_linear_cross_entropy": kind == LIGER})
@@ -136,7 +136,7 @@ def model_of(kind: str, config: Any) -> Any:
 
 
 def unpack(model: Any) -> None:
-    """The experts in 16 bits, with the values of the packed ones."""
+    """Dequantize the experts to 16 bits."""
     from torch.nn.utils import parametrize
 
     for module in model.modules():
@@ -147,7 +147,7 @@ def unpack(model: Any) -> None:
 
 
 class Sides:
-    """The sides of one kind of model, in this process."""
+    """Sides of one kind of model, in this process."""
 
     def __init__(self, kind: str, sides: Mapping[str, Side], configuration: Callable[[], Any]):
         if kind == UNSLOTH:
@@ -165,7 +165,7 @@ class Sides:
         return Step(self.model, optimizer or self.optimizer, size, on, cache, self.kind != FP32, **options)
 
     def observe(self, name: str, size: Size) -> tuple[float, float, int]:
-        """The loss, the peak memory in GiB, and how often our kernel was called."""
+        """Return the loss, the peak memory in GiB, and the number of calls of our kernel."""
         step = self.step(name, size)
         step.observe()
         return step.losses[0], step.peak / 2**30, step.calls
@@ -176,26 +176,29 @@ class Sides:
             return min(wall_ms(step) for _ in range(2))
 
     def gpu(self, name: str, size: Size) -> tuple[float, int]:
-        """Milliseconds, and how many kernels and copies they are."""
+        """Return the GPU milliseconds of a step, and the number of its kernels and copies."""
         step = self.step(name, size)
         with step.patched():
             found = kernels(step) if torch.cuda.is_available() else []
         return sum(ms for _, ms in found), len(found)
 
     def train(self, name: str, size: Size) -> list[float]:
-        """The losses of steps that learn, from the same adapters for every side."""
+        """Return the losses of steps that learn, starting from the same adapters for every side."""
         step = self.step(name, size, optimizer=optimizer_of(self.model, lr=1e-3))
         with patch(step.on, cache=step.cache, **step.options):
             losses = [step() for _ in range(TRAINED)]
-        optimizer_of(self.model)  # the adapters as they were
+        optimizer_of(self.model)  # resets the adapters
         return [loss.item() for loss in losses]
 
 
-HERE: list[Sides] = []  # in a process of its own: those that it has built
+HERE: list[Sides] = []  # in a worker process: the sides that it has built
 
 
 def answer(method: str, *arguments: Any) -> tuple[Any, str]:
-    """(result, "") or (None, what went wrong): the other sides go on, and the report has it. "" builds the sides."""
+    """Call a method of the sides, or build them if ``method`` is "". Return (result, "") or (None, traceback).
+
+    An error does not stop the other sides; the report shows it.
+    """
     try:
         if method:
             return getattr(HERE[0], method)(*arguments), ""
@@ -206,14 +209,14 @@ def answer(method: str, *arguments: Any) -> tuple[Any, str]:
 
 
 class Worker:
-    """A process that has one kind of model. It builds it at once."""
+    """A process for one kind of model, which it builds immediately."""
 
     def __init__(self, *arguments: Any):
         self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
         self.built = self.pool.submit(answer, "", *arguments)
 
     def ask(self, *request: Any) -> tuple[Any, str]:
-        """``answer`` to (method, side, size), or without a request to what it builds."""
+        """Return ``answer`` for (method, side, size), or without a request, for building the model."""
         try:
             return (self.pool.submit(answer, *request) if request else self.built).result()
         except BrokenExecutor:
@@ -221,7 +224,7 @@ class Worker:
 
     def close(self) -> None:
         with contextlib.suppress(BrokenExecutor):
-            self.pool.submit(os._exit, 0)  # Unsloth's does not end by itself
+            self.pool.submit(os._exit, 0)  # a process with Unsloth does not end by itself
         self.pool.shutdown()
 
 
@@ -230,7 +233,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Steps(Report):
-    """A row a side and length; see METHOD."""
+    """Results with one row per side and length; METHOD explains the columns."""
 
     machine: Machine | None
     rows: list[dict[str, Any]]
@@ -241,7 +244,7 @@ class Steps(Report):
     def render(self) -> Iterable[str]:
         yield str(self.machine)
         yield self.method
-        first: dict[int, dict[str, Any]] = {}  # of each size
+        first: dict[int, dict[str, Any]] = {}  # first row of each size
         lines = []
         for row in self.rows:
             base = first.setdefault(row["tokens"], row)
@@ -264,7 +267,10 @@ def measure(what: str, tell: Progress = silent) -> Steps:
 def compare(
     what: Comparison, walls: int = WALLS, profiled: int = PROFILED, tell: Progress = silent
 ) -> tuple[list[dict[str, Any]], dict[str, list[float]], list[str]]:
-    """Rows, losses of steps that learn by side, and what failed; a side that fails has no further rows."""
+    """Measure the sides. Return the rows, the losses of steps that learn by side, and the failures.
+
+    A side that fails has no further rows.
+    """
     sides, failures = what.sides, []
     kinds = dict.fromkeys(side.kind for side in sides.values())
     arguments = {kind: {name: side for name, side in sides.items() if side.kind == kind} for kind in kinds}
@@ -280,7 +286,7 @@ def compare(
 
     try:
         for kind, worker in workers.items():
-            tell(f"builds: {kind}")
+            tell(f"building {kind}")
             if error := worker.ask()[1]:
                 failures.append(f"{kind}: {error}")
                 sides = {name: side for name, side in sides.items() if side.kind != kind}
@@ -312,12 +318,12 @@ def compare(
 
 
 def differ(sides: Mapping[str, Side], losses: Mapping[str, float], size: Size) -> Iterator[str]:
-    """What is wrong about the losses: the patch and its cache leave the bits as they are, and all sides agree in bf16."""
+    """Yield wrong losses. The patch and its cache must not change any bit, and all sides must agree up to rounding in bf16."""
     first: dict[tuple[str, bool], str] = {}
     name_of_all = next(iter(losses), "")
     for name, loss in losses.items():
         options = sides[name].options or {}
-        if "experts" not in options:  # a mixture's experts multiply by other kernels once their weights are cached
+        if "experts" not in options:  # not for a mixture, because cached expert weights are multiplied by other kernels
             other = first.setdefault((sides[name].kind, "lora" in options), name)
             if loss != losses[other]:
                 yield f"{name}, {size[0]}x{size[1]}: loss {loss!r}, {other} {losses[other]!r}"
@@ -333,12 +339,12 @@ def flag(name: str, text: str) -> Callable[[Any], Any]:
 
 
 @click.command()
-@flag("peft", "With the patch and without it.  [default]")
-@flag("trl", "The same, and Liger and Unsloth, if they are installed.")
-@flag("compiled", "With compiled layers.")
-@flag("moe", "Of a mixture of experts, with LoRA on the experts.")
-@flag("graphs", "With layers as CUDA graphs, beside Unsloth.")
-@flag("unsloth", "Unsloth alone.")
+@flag("peft", "Compare peft with the patch and without it.  [default]")
+@flag("trl", "Compare peft, and Liger and Unsloth if they are installed.")
+@flag("compiled", "Compare with compiled layers.")
+@flag("moe", "Compare a mixture of experts, with LoRA on the experts.")
+@flag("graphs", "Compare layers as CUDA graphs with eager layers and with Unsloth.")
+@flag("unsloth", "Compare Unsloth with the patch and without it.")
 @click.pass_obj
 def command(tell: Progress, what: str | None) -> Steps:
     """Measure a whole QLoRA training step, with the patch and without it."""
@@ -348,6 +354,6 @@ def command(tell: Progress, what: str | None) -> Steps:
 
 
 if __name__ == "__main__":
-    from benchmarks import step  # what the workers are sent belongs to the module of this name, not to __main__
+    from benchmarks import step  # workers unpickle objects from the module of this name, not from __main__
 
     run_alone(step.command, "python -m benchmarks.step")

@@ -1,4 +1,4 @@
-"""On which machine a time was taken, wall time, and the GPU time of each kernel by PyTorch's profiler."""
+"""Description of the machine, wall-clock time, and GPU time of each kernel from PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from nf4_patch.tools.timing import Call
 
 @dataclass(frozen=True)
 class Machine:
-    """What every number depends on."""
+    """The machine and releases that every number depends on."""
 
     gpu: str
     capability: str
     driver: str
     clocks: str
     releases: dict[str, str]
-    calibration: str = ""  # what is in force, or why it is not
+    calibration: str = ""  # the calibration in force, or why it is ignored
     date: str = ""
-    commit: str | None = None  # of the package's checkout, "-dirty" where it was changed; None: there is none
+    commit: str | None = None  # of the package's checkout, with "-dirty" if it has changes, None without a checkout
 
     def __str__(self) -> str:
         releases = ", ".join(f"{name} {release}" for name, release in self.releases.items())
@@ -40,9 +40,9 @@ SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limi
 
 
 def machine() -> Machine:
-    """The current CUDA device, its clocks at this moment and the installed releases."""
+    """Describe the current CUDA device, its current clocks and the installed releases."""
     device = torch.cuda.current_device()
-    # by its UUID: nvidia-smi counts GPUs in another order than CUDA and ignores CUDA_VISIBLE_DEVICES
+    # by UUID, because nvidia-smi orders GPUs differently from CUDA and ignores CUDA_VISIBLE_DEVICES
     uuid = torch.cuda.get_device_properties(device).uuid
     query = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader"]
     fields = answer(*query).split(",")
@@ -61,13 +61,13 @@ def machine() -> Machine:
 
 
 def synchronize() -> None:
-    """Nothing where there is no GPU."""
+    """Synchronize the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def wall_ms(call: Call) -> float:
-    """Milliseconds of wall time, the device synchronized before and after."""
+    """Return the wall-clock milliseconds of a call, with the device synchronized before and after."""
     synchronize()
     begin = time.perf_counter()
     call()
@@ -76,11 +76,11 @@ def wall_ms(call: Call) -> float:
 
 
 def kernels(call: Call) -> list[tuple[str, float]]:
-    """(name, milliseconds) of each kernel and copy that a call launches, by PyTorch's profiler."""
+    """Return (name, milliseconds) of each kernel and copy that a call launches, from PyTorch's profiler."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         call()
         torch.cuda.synchronize()
-    events = profiler.profiler.kineto_results.events()  # .events() would build a tree: 0.3 s a step
+    events = profiler.profiler.kineto_results.events()  # .events() would build a tree, which takes 0.3 s per step
     on_gpu = (e for e in events if e.device_type() == DeviceType.CUDA and not e.is_user_annotation())
     return [(event.name(), event.duration_ns() / 1e6) for event in on_gpu]

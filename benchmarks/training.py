@@ -1,5 +1,7 @@
-"""A QLoRA training step to measure: random weights, LoRA r=16, gradient checkpointing, AdamW; adapters in 16 bits under
-autocast, as TRL trains. The learning rate is 0: every step does the whole work and leaves the loss as it was, to compare by bits.
+"""QLoRA training steps for benchmarks: random weights, LoRA with r=16, gradient checkpointing, AdamW.
+
+Adapters are in 16 bits under autocast, as in TRL. The learning rate is 0, so every step does all the work without changing the
+loss. Losses can therefore be compared bit for bit.
 """
 
 from __future__ import annotations
@@ -20,22 +22,22 @@ BUDGET = "64GiB"
 LENGTHS = ((1, 512), (2, 1024), (2, 2048))  # (batch, tokens)
 RANK = 16
 LAYERS = 4  # of an 8B model
-# A head of the whole model's 128,256 words would be a third of the step; so it is to four layers what it is to 32.
+# The vocabulary is scaled with the layers. With all 128,256 words, the head would take a third of a step with four layers.
 LLAMA = LLAMA_8B._replace(num_hidden_layers=LAYERS, vocab_size=128256 * LAYERS // 32)
 
 
 def peft_model(config: Any, targets: Iterable[str] = LINEARS, **options: Any) -> Any:
-    """Random weights in NF4 and LoRA on ``targets``, with further options of LoRA; all in the dtype of the configuration."""
+    """Build a model with random NF4 weights and LoRA on ``targets``, in the config's dtype. ``options`` go to LoraConfig."""
     from peft import LoraConfig, get_peft_model
 
     model = build_4bit(config, "cuda" if torch.cuda.is_available() else "cpu")
-    # Not prepare_model_for_kbit_training: its fp32 head hides the layers behind a matmul of no 4-bit weight.
+    # prepare_model_for_kbit_training is not used, because its fp32 head would dominate the step.
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     model.config.use_cache = False
     lora = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(targets), task_type="CAUSAL_LM", **options)
     model = get_peft_model(model, lora)
-    for parameter in trained(model):  # TRL's SFTTrainer has the adapters of a 4-bit model so
+    for parameter in trained(model):  # as TRL's SFTTrainer does for a 4-bit model
         parameter.data = parameter.data.to(config.dtype)
     return model
 
@@ -45,12 +47,15 @@ def trained(model: Any) -> list[torch.nn.Parameter]:
 
 
 def optimizer_of(model: Any, lr: float = 0.0) -> torch.optim.Optimizer:
-    """For the model in training mode, its adapters random: the same numbers in every dtype, rounded."""
+    """Return an optimizer. Put the model in training mode and set its adapters to fixed random numbers.
+
+    The numbers are the same in every dtype, up to rounding.
+    """
     model.train()
     parameters = trained(model)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in parameters:  # peft starts B at zero, which would hide the adapters from the loss
+        for parameter in parameters:  # peft initializes B to zero, so adapters would not affect the loss
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.01)
     return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
 
@@ -59,7 +64,7 @@ Size = tuple[int, int]  # batch, tokens
 
 
 class Step:
-    """One training step on fixed tokens, the patch on, with these options, or off; remembers losses and peak memory."""
+    """A training step on fixed tokens, with the patch on (and these options) or off. It records losses and peak memory."""
 
     def __init__(
         self, model: Any, optimizer: torch.optim.Optimizer, size: Size, on: bool, cache: str | int = "off",
@@ -75,10 +80,10 @@ class Step:
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
-        """The patch on or off, after two steps."""
+        """Turn the patch on or off and run two warm-up steps, then run the ``with`` block."""
         with patch(self.on, cache=self.cache, **self.options):
-            # fills the cache, and lets compiled layers find their graph; the second is as every further one
-            for _ in range(4 if "graphs" in self.options else 2):  # a layer is captured at its third call
+            # The first step fills the cache and compiles. A layer is captured as CUDA graphs at its third call.
+            for _ in range(4 if "graphs" in self.options else 2):
                 self()
             yield
 
@@ -91,11 +96,11 @@ class Step:
         return loss.detach()
 
     def observe(self) -> None:
-        """A step outside the timing: its loss, peak memory and kernel calls, and what the cache holds then."""
+        """Run a step that is not timed, and record its loss, peak memory, kernel calls and the cache's size."""
         with self.patched():
             self()  # compiles, allocates
             synchronize()
-            gc.collect()  # of the model before this one
+            gc.collect()  # frees the previous model
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()

@@ -1,9 +1,9 @@
-"""Fused Triton kernels for 4-bit fine-tuning, inside bitsandbytes and Unsloth, with the same bits.
+"""Fused Triton kernels for 4-bit fine-tuning inside bitsandbytes and Unsloth, with bit-identical results.
 
 >>> import nf4_patch
 >>> nf4_patch.enable()  # or NF4_PATCH=1 in the environment
 
-Importing this module is cheap: torch, triton and the patched libraries are imported when they are needed.
+Importing this module is cheap: torch, triton and the patched libraries are imported only when needed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Graphs = Literal["off", "auto"]
 
 
 def __getattr__(name: str) -> Any:
-    """The errors and ``Status``, from the modules that make them: StaleWeightError's imports torch."""
+    """Import the errors and ``Status`` on first use, because the module of StaleWeightError imports torch."""
     if name in TYPES:
         return getattr(importlib.import_module(TYPES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -64,32 +64,32 @@ def enable(
     matmul: Matmul | None = None, cache: str | int | None = None, experts: Experts | None = None, lora: Lora | None = None,
     offload: str | int | None = None, graphs: Graphs | None = None,
 ) -> bool:  # fmt: skip
-    """Patch bitsandbytes and Unsloth, now or when they are imported. Safe to call again.
+    """Patch bitsandbytes and Unsloth, now or when they are imported. Calling it again is safe.
 
-    An option that is None stays as it is: where the patch is on, as it is in force; where it is off, also after ``disable``,
-    as its variable NF4_PATCH_* says.
+    An option that is None keeps its current value while the patch is on. While the patch is off, also after ``disable``, it
+    takes the value of its variable NF4_PATCH_*.
 
     Args:
-        matmul: "auto" multiplies few rows (generation, short sequences) straight from the packed weight where that is
-            measured to win: as accurate as dequantize + matmul, not the same bits. "off", the default, never does.
-        cache: "6GiB" (or "6G", or a number of bytes; "6GB" is 6 * 10^9 bytes): dequantized weights stay in at most that
-            much memory of every GPU, for the functions of bitsandbytes, Unsloth and transformers that only read them;
-            the same bits. "auto" finds the size: what a training leaves free. "off", the default, or 0 keeps none.
-        experts: "4bit": transformers' ``load_in_4bit`` packs the experts of a mixture too, while it loads them, and peft's LoRA
-            on them is a product of its own. "off", the default, leaves them in 16 bits.
-        lora: "fused": peft's LoRA on 4-bit linear layers runs as one function: as accurate as peft's, not the same bits. "off",
-            the default, leaves it to peft.
-        offload: "6GiB": of the packed experts of each model that is loaded from now on, at most so much stays on each GPU, what
-            is in flight included; the rest waits in pinned host memory and is fetched ahead; the same bits. "all" keeps only
-            what is in flight on the GPU. "off", the default, keeps all there. Needs ``experts="4bit"``.
-        graphs: "auto": while a model trains with gradient checkpointing, its decoder layers run as CUDA graphs, so that the GPU
-            does not wait for Python; the same bits. "off", the default, runs them eagerly.
+        matmul: "auto" multiplies few rows (generation, short sequences) straight from the packed weight where this was
+            measured to be faster. It is as accurate as dequantize + matmul, but not bit-identical. "off" is the default.
+        cache: "6GiB" keeps up to 6 GiB of dequantized weights on every GPU, with bit-identical results. "6G" and a number of
+            bytes work too; "6GB" is 6 * 10^9 bytes. The cache serves the functions of bitsandbytes, Unsloth and transformers
+            that only read a weight. "auto" uses the memory that training leaves free. "off", the default, or 0 caches nothing.
+        experts: "4bit" lets transformers' ``load_in_4bit`` quantize the experts of a mixture too while it loads them, and
+            computes peft's LoRA on them separately, without merging. "off", the default, loads experts in 16 bits.
+        lora: "fused" runs peft's LoRA on 4-bit linear layers as one function. It is as accurate as peft's code, but not
+            bit-identical. "off", the default, runs peft's code.
+        offload: "6GiB" limits the packed experts on each GPU, prefetch buffers included, for models loaded from now on. The
+            other experts wait in pinned host memory and are prefetched, with bit-identical results. "all" keeps only the
+            prefetch buffers on the GPU. "off", the default, keeps all experts on the GPU. Needs ``experts="4bit"``.
+        graphs: "auto" runs decoder layers as CUDA graphs while a model trains with gradient checkpointing, so that the GPU
+            does not wait for Python. Results are bit-identical. "off", the default, runs them eagerly.
 
     Returns:
-        True if the patch is on; False where NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it, and then it is off.
+        True if the patch is on. False if NF4_PATCH=0 or NF4_USE_TRITON=0 forbids it; the patch is off then.
 
     Raises:
-        ConfigError: an argument or a NF4_* variable has an unknown value.
+        ConfigError: an argument or an NF4_* variable has an unknown value.
     """
     from .patching import hooks
 
@@ -97,18 +97,22 @@ def enable(
 
 
 def disable() -> None:
-    """Put every original back, and forget the options. A replacement that another library has wrapped passes straight through."""
+    """Restore every original function, and forget the options.
+
+    A replacement that another library has wrapped stays in place and calls the original.
+    """
     from .patching import hooks
 
     hooks.disable()
 
 
 def release() -> None:
-    """Drop every cached weight: its memory is PyTorch's again as soon as nobody uses it. The cache stays on and fills again.
+    """Drop every cached weight and CUDA graph. Their memory returns to PyTorch as soon as nothing uses it.
 
-    Call it after a change that no version counter sees: a write through ``parameter.data`` or a raw pointer.
+    The cache stays on and fills again. Call this function after a weight changed without a change of its version counter:
+    by a write through ``parameter.data`` or a raw pointer.
     """
-    store = sys.modules.get(f"{__name__}.cache.store")  # it needs torch
+    store = sys.modules.get(f"{__name__}.cache.store")  # not imported here, because it imports torch
     if store is not None:
         store.cache.release()
     layers = sys.modules.get(f"{__name__}.graphs.layers")
@@ -117,7 +121,7 @@ def release() -> None:
 
 
 def is_enabled() -> bool:
-    """Whether the patch is on."""
+    """Return whether the patch is on."""
     from .patching.switch import switch
 
     return switch.on
@@ -128,10 +132,10 @@ def enabled(
     matmul: Matmul | None = None, cache: str | int | None = None, experts: Experts | None = None, lora: Lora | None = None,
     offload: str | int | None = None, graphs: Graphs | None = None,
 ) -> Iterator[None]:  # fmt: skip
-    """The patch is on inside the ``with`` block, as ``enable`` does; afterwards it is as it was before, with the options of then.
+    """Turn the patch on inside a ``with`` block, with the arguments of ``enable``. Restore the previous state afterwards.
 
-    The patch belongs to the process, not to a thread. While several blocks overlap, the options of the block that was
-    entered last are in force. When the last block ends, everything is as it was before the first.
+    The patch applies to the process, not to a thread. While blocks overlap, the options of the block entered last apply.
+    When the last block ends, the state from before the first block is restored.
     """
     from .patching import hooks
 
@@ -140,26 +144,26 @@ def enabled(
 
 
 def status() -> Status:
-    """What is patched, how many calls ran in the kernel, how many fell back and why."""
+    """Return which targets are patched, how many calls ran in the kernel, and how many fell back and why."""
     from .snapshot import status
 
     return status()
 
 
 def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Dequantize a packed 4-bit weight with the fused kernel; on the CPU with the plain formula.
+    """Dequantize a packed 4-bit weight with the fused kernel, or on the CPU with plain torch.
 
     Args:
         weight: the packed weight, ceil(n / 2) bytes, [bytes, 1] or transposed [1, bytes].
-        quant_state: its ``bitsandbytes.functional.QuantState``, NF4 or FP4, nested or flat.
-        out: filled and returned if given: contiguous, ``quant_state.shape``, ``quant_state.dtype``.
+        quant_state: the weight's ``bitsandbytes.functional.QuantState``, NF4 or FP4, nested or flat.
+        out: a contiguous tensor of ``quant_state.shape`` and ``quant_state.dtype`` that is filled and returned.
 
     Returns:
-        The weight, with the bits of ``bitsandbytes.functional.dequantize_4bit``. It has the shape ``quant_state.shape``,
-        transposed for a transposed ``weight``, and the dtype ``quant_state.dtype``.
+        The dense weight, bit-identical to ``bitsandbytes.functional.dequantize_4bit``. It has the dtype
+        ``quant_state.dtype`` and the shape ``quant_state.shape``, transposed for a transposed ``weight``.
 
     Raises:
-        ValueError: the weight, its state or ``out`` is not supported; the message says what was found.
+        ValueError: the weight, its state or ``out`` is not supported. The message says what was found.
         RuntimeError: the kernel cannot be compiled on this GPU.
     """
     from .patching.direct import dequantize_nf4
@@ -168,59 +172,59 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
 
 
 def triton_dequantize_nf4(layer: torch.nn.Module) -> torch.Tensor:
-    """Dequantize the weight of a ``bitsandbytes.nn.Linear4bit``: a drop-in for the challenge's ``unsloth_dequantize``.
+    """Dequantize the weight of a ``bitsandbytes.nn.Linear4bit``. A drop-in for the challenge's ``unsloth_dequantize``.
 
     Returns:
-        [out_features, in_features] in the dtype of the weight's quant_state.
+        The weight, [out_features, in_features], in the dtype of its quant_state.
 
     Raises:
-        ValueError: the layer has no quantized weight (it becomes quantized by ``.to("cuda")``).
+        ValueError: the layer has no quantized weight (``.to("cuda")`` quantizes it).
     """
     weight: Any = getattr(layer, "weight", None)
     state = getattr(weight, "quant_state", None)
     if state is None:
         raise ValueError(
-            f"{type(layer).__name__} has no quantized weight; a bitsandbytes.nn.Linear4bit on the device is needed "
-            '(it is quantized by .to("cuda"))'
+            f"{type(layer).__name__} has no quantized weight. Pass a bitsandbytes.nn.Linear4bit after "
+            '.to("cuda"), which quantizes it'
         )
     return dequantize_nf4(weight, state)
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """``%load_ext nf4_patch`` in a notebook: enable."""
+    """Turn the patch on, for ``%load_ext nf4_patch`` in a notebook."""
     enable()
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """``%unload_ext nf4_patch``: disable."""
+    """Turn the patch off, for ``%unload_ext nf4_patch``."""
     disable()
 
 
 def _autoload() -> None:
-    """NF4_PATCH=1 enables. Called inside somebody's import (bitsandbytes loads it as a backend): it never raises."""
-    if not any(name.startswith("NF4_PATCH") for name in os.environ):  # then nothing else is imported
+    """Enable the patch if NF4_PATCH=1. Never raise, because this runs inside imports: bitsandbytes loads it as a backend."""
+    if not any(name.startswith("NF4_PATCH") for name in os.environ):  # return before anything else is imported
         return
     from .patching.config import Config, ConfigError, options_set
 
     try:
-        if not os.environ.get("NF4_PATCH"):  # the code decides; the options count once it calls enable()
+        if not os.environ.get("NF4_PATCH"):  # the options apply once the program calls enable()
             atexit.register(_say_what_had_no_effect)
         elif Config.read().requested and _enabled_once() and is_enabled() and "bitsandbytes" in sys.modules:
             _say(logging.WARNING, f"nf4_patch {__version__} is on: {', '.join(['NF4_PATCH=1', *options_set()])}")
-    except (ImportError, ConfigError) as error:  # a package that it needs is missing, or a variable is wrong
+    except (ImportError, ConfigError) as error:  # a required package is missing, or a variable has an unknown value
         _say(logging.ERROR, f"nf4_patch stays off: {error}")
     except Exception:
         logging.getLogger(__name__).exception("nf4_patch stays off")
 
 
-@functools.cache  # bitsandbytes asks again, and a ``disable`` meanwhile holds
+@functools.cache  # bitsandbytes may call again, and must not undo a ``disable``
 def _enabled_once() -> bool:
     return enable()
 
 
 @functools.cache
 def _say(level: int, line: str) -> None:
-    """Once, and by one process of a training."""
+    """Log a line once, in rank 0 only and not in data-loader workers."""
     from .patching.config import is_worker, rank
 
     if rank() in ("", "0") and not is_worker():
@@ -232,7 +236,10 @@ def _say_what_had_no_effect() -> None:
     from .patching.placement import installed
 
     if (options := ", ".join(options_set())) and "bitsandbytes" in sys.modules and not installed:
-        _say(logging.WARNING, f"nf4_patch: {options}: no effect, as neither NF4_PATCH=1 nor enable() switched it on")
+        _say(
+            logging.WARNING,
+            f"nf4_patch: {options}: no effect, because neither NF4_PATCH=1 nor enable() turned the patch on",
+        )
 
 
 _autoload()

@@ -1,4 +1,4 @@
-"""``python -m nf4_patch`` is ``nf4-patch``."""
+"""Run ``nf4-patch`` as ``python -m nf4_patch``."""
 
 from .tools.cli import main
 

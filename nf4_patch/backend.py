@@ -1,10 +1,12 @@
-"""What bitsandbytes loads as a backend. It is installed beside the package, as ``_nf4_patch_backend``: where the package is
-missing, because an editable checkout was moved for example, ``import bitsandbytes`` works all the same.
+"""The entry point that bitsandbytes loads as a backend.
+
+It is installed beside the package, as ``_nf4_patch_backend``. So ``import bitsandbytes`` works even if the package is missing,
+for example because an editable checkout was moved.
 """
 
 
 def load() -> None:
-    """NF4_PATCH=1 enables; never raises."""
+    """Enable the patch if NF4_PATCH=1. Never raise."""
     try:
         from nf4_patch import _autoload
     except Exception:

@@ -1,4 +1,4 @@
-"""The report as a transformers TrainerCallback.
+"""A transformers TrainerCallback that reports hits and fallbacks.
 
 >>> from nf4_patch.callback import ReportCallback
 >>> trainer = SFTTrainer(..., callbacks=[ReportCallback()])
@@ -17,17 +17,17 @@ from .tools import output
 
 
 class ReportCallback(TrainerCallback):
-    """Follows a Trainer's run: what the kernel served since training began, in the logs and at the end.
+    """Report hits and fallbacks in a Trainer's logs and at the end of training.
 
-    Every entry of ``trainer.state.log_history`` gets ``nf4_patch_hits`` and ``nf4_patch_fallbacks`` (of this
-    process, since ``train()`` was called). When training ends the main process prints ``nf4_patch.status()``.
+    Every entry of ``trainer.state.log_history`` gets ``nf4_patch_hits`` and ``nf4_patch_fallbacks``, counted in this process
+    since ``train()`` was called. When training ends, the main process prints ``nf4_patch.status()``.
 
     Args:
-        json_file: written there as well when training ends.
-        quiet: print nothing.
+        json_file: also write the status to this file when training ends.
+        quiet: do not print the status.
 
     Raises:
-        ValueError: when training begins, if ``json_file`` cannot be written.
+        ValueError: ``json_file`` cannot be written. It is raised when training begins.
     """
 
     def __init__(self, json_file: str | Path | None = None, quiet: bool = False) -> None:
@@ -36,7 +36,7 @@ class ReportCallback(TrainerCallback):
         self._start = (0, 0)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.json_file is not None and state.is_world_process_zero:  # only there the folder need exist
+        if self.json_file is not None and state.is_world_process_zero:  # other processes may lack the folder
             try:
                 output.OutputFile().convert(self.json_file)
             except click.BadParameter as error:
@@ -47,9 +47,9 @@ class ReportCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         now = status()
         counts = {"nf4_patch_hits": now.hits - self._start[0], "nf4_patch_fallbacks": now.fallbacks - self._start[1]}
-        if state.log_history:  # what trainer_state.json keeps
+        if state.log_history:  # saved in trainer_state.json
             state.log_history[-1].update(counts)
-        if logs is not None:  # what callbacks after this one see
+        if logs is not None:  # seen by later callbacks
             logs.update(counts)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The table of options, filled in here while the package is imported: the core reads it and imports none of them."""
+"""Fill the table of options while the package is imported. The core reads the table and does not import the options."""
 
 from __future__ import annotations
 

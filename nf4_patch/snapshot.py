@@ -1,4 +1,4 @@
-"""What is patched, how often it was hit, what fell back and why: the report, as data and as text."""
+"""``nf4_patch.status()``: patched targets, hits, and fallbacks with their reasons, as data and as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .patching.target import Target
 from .patching.targets import TARGETS
 
 NEVER_CALLED, NEVER_HIT = "installed, never called by eager code", "installed, never hit"
-SHAPES_SHOWN = 8  # a model has about five; a report is one screen
+SHAPES_SHOWN = 8  # so that a report fits on a screen; a model has about five shapes
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class TargetStatus:
     name: str
     state: State
     hits: int = 0
-    fallbacks: dict[str, int] = field(default_factory=dict)  # by name of the Reason
+    fallbacks: dict[str, int] = field(default_factory=dict)  # by the Reason's name
     note: str = ""
 
     @property
@@ -37,14 +37,14 @@ class TargetStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """A snapshot of the process."""
+    """Snapshot of the patch in this process."""
 
     enabled: bool
-    targets: tuple[TargetStatus, ...]  # and what else was called: ``dequantize_nf4``, the search for cache="auto"
+    targets: tuple[TargetStatus, ...]  # also this package's functions that were called, such as ``dequantize_nf4``
     shapes: dict[str, int]  # hits by "shape dtype"
-    errors: tuple[str, ...]  # kernel failures, in full
+    errors: tuple[str, ...]  # full messages of kernel failures
     cache: CacheStatus = field(default_factory=CacheStatus)
-    weights: dict[str, int] = field(default_factory=dict)  # addresses so far, also of freed ones, by "shape dtype"
+    weights: dict[str, int] = field(default_factory=dict)  # distinct addresses so far, by "shape dtype"
     offload: dict[str, OffloadStatus] = field(default_factory=dict)  # by GPU
     graphs: GraphsStatus = field(default_factory=GraphsStatus)
     forbidden: str = ""  # the variables that keep the patch off, "NF4_PATCH=0" for example
@@ -55,7 +55,7 @@ class Status:
 
     @property
     def fallbacks(self) -> int:
-        """Those of which something was missed: an expected Reason is in its target's ``fallbacks`` alone."""
+        """Return the number of fallbacks that cost speed. Expected Reasons appear only in ``fallbacks`` of a target."""
         every = (item for target in self.targets for item in target.fallbacks.items())
         return sum(count for name, count in every if not Reason[name].is_expected)
 
@@ -82,9 +82,9 @@ class Status:
 
 
 def folded(targets: Sequence[TargetStatus]) -> tuple[list[TargetStatus], str]:
-    """The targets that have something to say, and one line on all others ("" if there are none).
+    """Return the targets to list, and one line that counts all others ("" if there are none).
 
-    A target that was never called says something only while none was: most models do not have what it covers.
+    List uncalled targets only if nothing was called, because most models do not use all targets.
     """
     used = any(target.calls for target in targets)
     always = (State.WRAPPED, State.DISPLACED, State.REFUSED)
@@ -100,19 +100,19 @@ def folded(targets: Sequence[TargetStatus]) -> tuple[list[TargetStatus], str]:
 
 
 def waited_for(status: TargetStatus) -> str:
-    """The library whose import a target waits for, or the one module of an imported library."""
+    """Return the library whose import a target waits for, or the module if its library is imported already."""
     target = next(target for target in TARGETS if target.name == status.name)
     return target.module if target.library in sys.modules else target.library
 
 
 def explain(name: str) -> str:
-    """A Reason by its name, with its sentence and what to do about it."""
+    """Return a Reason's name with its sentence and advice."""
     reason = Reason[name]
     return f"{name}: {reason.sentence}" + (f" -> {reason.advice}" if reason.advice else "")
 
 
 def calls_of(name: str) -> tuple[int, dict[str, int]]:
-    """The hits of a target, and its fallbacks by name of the Reason."""
+    """Return the hits of a target, and its fallbacks by the Reason's name."""
     return counters.hits(name), {r.name: n for (target, r), n in list(counters.fallbacks.items()) if target == name}
 
 
@@ -126,7 +126,7 @@ def status_of(target: Target) -> TargetStatus:
     if not switch.on and state not in (State.WAITING, State.REFUSED):
         state = State.OFF
     elif state.was_patched and target.option and not switch.gates[target.option].on:
-        state, note = State.INACTIVE, f'enable({target.option}="{OPTIONS[target.option].on}") puts it in place'
+        state, note = State.INACTIVE, f'enable({target.option}="{OPTIONS[target.option].on}") turns it on'
     elif state is State.PATCHED:
         note = target.uncounted or ("" if hits else NEVER_HIT if fallbacks else NEVER_CALLED)
     elif state is State.DISPLACED and entry is not None:
@@ -135,7 +135,7 @@ def status_of(target: Target) -> TargetStatus:
 
 
 def status() -> Status:
-    """A snapshot of what is patched, hit and refused in this process."""
+    """Return a snapshot of patched targets, hits and fallbacks in this process."""
     targets = {target.name: status_of(target) for target in TARGETS}
     for name in [key[0] for key in list(counters.hit_counters)] + [key[0] for key in list(counters.fallbacks)]:
         if name not in targets and (own := TargetStatus(name, State.OWN, *calls_of(name))).calls:

@@ -1,10 +1,10 @@
-"""The version, below everything that names it."""
+"""The version, in a module without imports, so that every module may import it."""
 
 __version__ = "0.1.0"
 
 
 def release_of(distribution: str) -> str | None:
-    """What is installed of it; None: nothing."""
+    """Return the installed release of a distribution, or None if it is not installed."""
     from importlib import metadata
 
     try:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""What nf4_patch's own developers check of the kernel: random states, and the code of another GPU.
+"""Kernel checks for developers of nf4_patch.
 
-    python scripts/check_kernel.py fuzz 10000 --seed 1    random and malformed states, against bitsandbytes
-    python scripts/check_kernel.py older-gpu sm_75        nf4-patch verify, of the code that this GPU would run
+    python scripts/check_kernel.py fuzz 10000 --seed 1    compare random and malformed states with bitsandbytes
+    python scripts/check_kernel.py older-gpu sm_75        run nf4-patch verify on the code for an older GPU
 
-Each takes --json FILE.
+Both accept --json FILE.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from nf4_patch.tools.report import Progress, Report
 
 @click.command()
 @click.argument("cases", type=click.IntRange(min=1))
-@click.option("--seed", type=click.IntRange(0, 2**40), default=0, show_default=True, help="Repeats the same states.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**40), default=0, show_default=True, help="The same seed repeats the same states."
+)
 @click.pass_obj
 def fuzz(tell: Progress, cases: int, seed: int) -> Report:
     """Compare the kernel with bitsandbytes on CASES random and malformed states."""
@@ -36,7 +38,7 @@ def fuzz(tell: Progress, cases: int, seed: int) -> Report:
 @click.argument("arch")
 @click.pass_obj
 def older_gpu(tell: Progress, arch: str) -> Report:
-    """Verify the code that an older GPU would run (ARCH: sm_75, 75 or 7.5), translated for this one by the driver."""
+    """Verify the code that an older GPU would run. The driver translates it for this GPU. ARCH is sm_75, 75 or 7.5."""
     import machine_code
     import portable
 

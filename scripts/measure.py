@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Take the figures of docs/data again on the GPU at hand.
+"""Measure the figures of docs/data again on this machine's GPU.
 
     python scripts/measure.py                  every file
-    python scripts/measure.py step-cache bench only these
+    python scripts/measure.py step-cache bench only these files
 
-Then python scripts/render_docs.py. The exit code is 1 if a command failed.
+Run scripts/render_docs.py afterwards. The exit code is 1 if a command failed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def main(wanted: list[str]) -> int:
     found = torch.cuda.get_device_name() if torch.cuda.is_available() else "machine without a GPU"
     gpu = next((gpu.lower() for gpu in GPUS if gpu in found), None)
     if gpu is None:
-        sys.exit(f"this is a {found}; docs/data has figures of {' and '.join(GPUS)} (GPUS in scripts/tables.py)")
+        sys.exit(f"this is a {found}, but docs/data has figures of {' and '.join(GPUS)} (GPUS in scripts/tables.py)")
     named = {file.removesuffix("-GPU.json"): command for file, command in sources().items() if "-GPU" in file}
     if unknown := set(wanted) - named.keys():
-        sys.exit(f"no such file: {', '.join(sorted(unknown))}; there are {', '.join(named)}")
+        sys.exit(f"unknown file: {', '.join(sorted(unknown))}. Known files are {', '.join(named)}")
     failed = 0
     for name, command in named.items():
         if name not in (wanted or named):

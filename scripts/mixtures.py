@@ -1,8 +1,8 @@
-"""What can be done with every mixture of experts of the installed transformers, packed: the table of docs/mixtures-in-detail.md.
+"""Try every mixture of experts of the installed transformers with packed experts, for the table in docs/mixtures-in-detail.md.
 
     python scripts/mixtures.py --json docs/data/mixtures.json
 
-Tiny models with random weights; two minutes on a CPU, and no GPU needed.
+Models are tiny and have random weights. The run takes two minutes on a CPU and needs no GPU.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ RELEASES = ("transformers", "peft", "bitsandbytes", "torch")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="folders of transformers.models; all without")
-    parser.add_argument("--json", type=Path, help="where the table is written to")
+    parser.add_argument("names", nargs="*", help="folders of transformers.models; default: all")
+    parser.add_argument("--json", type=Path, help="write the table to this file")
     arguments = parser.parse_args()
     rows = {}
     for name, kind in mixtures().items():

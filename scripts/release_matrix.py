@@ -1,12 +1,12 @@
-"""The project's own tests under other releases of the patched libraries, release by release.
+"""Run the project's tests with other releases of the patched libraries.
 
-    python scripts/release_matrix.py                  every cell that this machine can run
-    python scripts/release_matrix.py "wrapt 1.16.0"   these cells only
+    python scripts/release_matrix.py                  every cell
+    python scripts/release_matrix.py "wrapt 1.16.0"   only these cells
     python scripts/release_matrix.py --as "torch 2.8.0" installed    record the row under this name
 
-A cell puts other releases before the installed ones on the path, and runs tests and `nf4-patch doctor` in processes of their
-own. Its row is kept in docs/data/releases.json under its name and the machine: what passed, and what doctor says of each target.
-Then python scripts/render_docs.py.
+A cell puts other releases before the installed ones on the path, and runs tests and `nf4-patch doctor` in separate processes.
+Its row in docs/data/releases.json has the test results and doctor's state of each target, by cell and machine. Run
+scripts/render_docs.py afterwards.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("NF4_RELEASES", ROOT / ".releases"))
 RECORD, CPU = ROOT / "docs" / "data" / "releases.json", "CPU (Triton's interpreter)"
-EVERY = ("tests/integration/test_every_release.py",)  # for releases, too, that cannot do all that the other tests ask
+EVERY = ("tests/integration/test_every_release.py",)  # also for releases that lack features which other tests need
 TESTS = ("tests/patching/test_patching.py", "tests/patching/test_switch.py", "tests/tools/test_fuzz.py", *EVERY)
-# What the extra "bench" is installed for.
+# The tests that need the extra "bench".
 EXAMPLES = (*(f"tests/integration/test_examples.py::test_{name}" for name in ("peft", "merge", "generate")),)
 
 
 class Cell(NamedTuple):
-    """Releases that go before the installed ones, as pip requirements without their dependencies."""
+    """Releases that replace installed ones, as pip requirements, without their dependencies."""
 
     packages: tuple[str, ...] = ()
     tests: tuple[str, ...] = TESTS
@@ -54,7 +54,7 @@ CELLS = {
     "unsloth 2026.9.7": unsloth("2026.9.7", "2026.9.9"),
     "unsloth 2026.9.14": unsloth("2026.9.14", "2026.9.9"),
     "unsloth 2026.10.9": unsloth("2026.10.9", "2026.10.9"),
-    "lowest": Cell((*LOWEST.split(),), (*TESTS, *EXAMPLES)),  # of pyproject.toml, under the torch that is installed
+    "lowest": Cell((*LOWEST.split(),), (*TESTS, *EXAMPLES)),  # the lowest releases in pyproject.toml, with the installed torch
     "wrapt 1.16.0": Cell(("wrapt==1.16.0",)),
     "wrapt 2.0.1": Cell(("wrapt==2.0.1",)),
     "peft 0.15.2": Cell(("peft==0.15.2",)),
@@ -65,7 +65,7 @@ CELLS = {
 
 
 def run(name: str) -> dict[str, Any]:
-    """The row of a cell; that it could not be installed is a row too."""
+    """Run a cell and return its row. If the cell cannot be installed, the row says so."""
     cell = CELLS[name]
     path = CACHE / "_".join(package.replace("==", "-") for package in cell.packages)
     if cell.packages and not path.is_dir():
@@ -82,7 +82,7 @@ def run(name: str) -> dict[str, Any]:
         for command in (doctor, pytest):
             subprocess.run([sys.executable, "-m", *command], env=environ, cwd=ROOT, stdout=sys.stderr)
         if not (report.exists() and results.exists()):
-            return {"cell": name, "result": "FAILED: no tests ran, or no doctor"}
+            return {"cell": name, "result": "FAILED: the tests or doctor did not run"}
         found = json.loads(report.read_text())
         cases = [*ElementTree.parse(results).iter("testcase")]
     failed = [case.get("name", "") for case in cases if {"failure", "error"} & {part.tag for part in case}]
@@ -102,7 +102,7 @@ def run(name: str) -> dict[str, Any]:
 
 
 def record(row: dict[str, Any]) -> None:
-    """In place of the row of the same cell and machine, in the order of CELLS."""
+    """Save a row in place of the row of the same cell and machine, in the order of CELLS."""
     rows = {(each["cell"], each["place"]): each for each in (*json.loads(RECORD.read_text()), row)}
     order = {name: place for place, name in enumerate(CELLS)}
     keys = sorted(rows, key=lambda key: ("CPU" in key[1], order.get(key[0], len(order)), key[0]))
@@ -111,11 +111,11 @@ def record(row: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--as", dest="name", help="record the row under this name; with one cell")
+    parser.add_argument("--as", dest="name", help="record the row under this name; requires exactly one cell")
     parser.add_argument("cells", nargs="*", choices=[*CELLS, []], metavar="CELL", help=", ".join(CELLS))
     arguments = parser.parse_args()
     if arguments.name and len(arguments.cells) != 1:
-        parser.error("--as NAME goes with one cell")
+        parser.error("--as NAME requires exactly one cell")
     failed = 0
     for name in arguments.cells or CELLS:
         row = run(name) | ({"cell": arguments.name} if arguments.name else {})

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""The generated parts of README and docs: tables of the code, and tables, figures and a picture of docs/data/*.json.
+"""Render the generated parts of README and docs: tables from the code, and tables, figures and a picture from docs/data/*.json.
 
-    python scripts/render_docs.py            write what is behind
-    python scripts/render_docs.py --check    name what is behind and exit 1
+    python scripts/render_docs.py            rewrite outdated parts
+    python scripts/render_docs.py --check    list outdated parts and exit 1
 
-A generated part stands between ``<!-- NAME: generated -->`` and ``<!-- /NAME -->``; NAME is a key of BLOCKS. A paragraph with
-figures in its sentences stands under ``<!-- figures: NAME, NAME -->``; tables.figures() says how each is written.
-docs/data/README.md says which command writes which data file.
+A generated part is between ``<!-- NAME: generated -->`` and ``<!-- /NAME -->``, where NAME is a key of BLOCKS. A paragraph with
+figures follows ``<!-- figures: NAME, NAME -->``, and tables.figures() returns the text of each figure. docs/data/README.md lists
+the command that writes each data file.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from nf4_patch.tools import cli
 
 PICTURE = ROOT / "docs" / "images" / "at-a-glance.svg"
 
-# --- the code's tables ---
+# --- tables from the code ---
 
 
 def install() -> str:
-    """Return how to install it: with its address in pyproject.toml, from there, and a badge that opens the notebook."""
+    """Return the installation command. If pyproject.toml has the repository's address, add a badge that opens the notebook."""
     repository = re.findall(r'^repository = "(.*?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
     if not repository:
-        return "```bash\npip install .    # in a clone: it is not on PyPI\n```"
+        return "```bash\npip install .    # in a clone, because nf4_patch is not on PyPI\n```"
     notebook = repository.replace("https://github.com", "https://colab.research.google.com/github")
     badge = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
     return f"```bash\npip install git+{repository}\n```\n\n{badge}({notebook}/blob/main/examples/t4_colab.ipynb)"
@@ -50,7 +50,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "install": install,
     "targets": lambda: pivot(
         ({"t": t, "name": t.name.removeprefix(f"{t.library}."), "tested": ", ".join(t.tested)} for t in TARGETS),
-        Column("library", "{t.library} {t.releases}"), Column("what is replaced: which covers", "`{name}`: {t.covers}", {}, "<br>"),
+        Column("library", "{t.library} {t.releases}"), Column("replaced function: what it covers", "`{name}`: {t.covers}", {}, "<br>"),
         Column("tested with", "{tested}")),
     "reasons": lambda: pivot(
         ({"r": reason, "expected": "yes" * reason.is_expected} for reason in Reason), Column("reason", "`{r.name}`"),
@@ -66,7 +66,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 # --- the picture of the README ---
 
 GREEN, GRAY, AMBER = "#1b7f4b", "#9a9a9a", "#d98e04"
-BARS = (  # what a user does, a key of tables.GAINS, tokens or sequences, color
+BARS = (  # label, key of tables.GAINS, number of tokens or sequences, color
     ("LoRA on experts, 512 tokens", "a mixture of experts, peft", 512, AMBER),
     ("TRL, Liger, LoRA in one function, 2,048 tokens", "TRL with Liger", 2048, AMBER),
     ("generation, batch 8", "4-bit generation, compiled", 8, AMBER),
@@ -77,7 +77,7 @@ BARS = (  # what a user does, a key of tables.GAINS, tokens or sequences, color
 
 
 def bars() -> list[tuple[str, float, str]]:
-    """Return label, ratio and color of each bar; of a step its GPU time."""
+    """Return label, ratio and color of each bar. The ratio of a step is of GPU time."""
     shown: dict[Any, Record] = {}
     for record in tables.gains():
         if record["gpu"] == GPUS[0] and (record["by"] == GPU_TIME or "tokens" not in record["of"]):
@@ -93,8 +93,8 @@ def draw(found: list[tuple[str, float, str]], source: str) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams["svg.hashsalt"] = PICTURE.name  # or its ids are random
-    figure = Figure((5, 4), layout="constrained")  # every word legible in 400 pixels
+    matplotlib.rcParams["svg.hashsalt"] = PICTURE.name  # otherwise its ids are random
+    figure = Figure((5, 4), layout="constrained")  # legible at a width of 400 pixels
     axes = figure.subplots()
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -106,8 +106,8 @@ def draw(found: list[tuple[str, float, str]], source: str) -> None:
     axes.invert_yaxis()
     axes.set_yticks([])
     axes.margins(x=0.15, y=0.02)
-    clocks = f"times as fast on an {GPUS[0]}: GPU time; generation by the clock"
-    figure.supxlabel(f"{clocks}\ngreen: the same bits by default; amber: with an option", fontsize=9)
+    clocks = f"speed-up on an {GPUS[0]}: GPU time; generation: wall-clock time"
+    figure.supxlabel(f"{clocks}\ngreen: bit-identical, by default; amber: with an option", fontsize=9)
     figure.savefig(PICTURE, metadata={"Date": None, "Source": source})
 
 
@@ -119,7 +119,7 @@ def pages() -> list[Path]:
 
 
 def rendered(text: str) -> str:
-    """Return a page with every generated part as it should be."""
+    """Return a page with all generated parts up to date."""
 
     def part(match: re.Match[str]) -> str:
         return f"<!-- {match[1]}: generated -->\n{BLOCKS[match[1]]()}\n<!-- /{match[1]} -->"
@@ -128,13 +128,13 @@ def rendered(text: str) -> str:
 
 
 def named(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the name of each figure of a page, and the paragraph that it stands in."""
+    """Yield the name of each figure of a page, and its paragraph."""
     for names, paragraph in re.findall(r"<!-- figures: (.*?) -->\n(.*?)(?=\n\n|\Z)", text, re.DOTALL):
         yield from ((name, " ".join(paragraph.split())) for name in names.split(", "))
 
 
 def untrue(text: str) -> Iterator[str]:
-    """Yield the figures that are written otherwise than the data say."""
+    """Yield the figures whose text differs from the data."""
     for name, paragraph in named(text):
         figure = tables.figures()[name]
         if not re.search(rf"(?<![\d.,]){re.escape(figure)}(?!\d|[.,]\d)", paragraph):
@@ -143,7 +143,7 @@ def untrue(text: str) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, name what is behind")
+    parser.add_argument("--check", action="store_true", help="write nothing, list outdated parts")
     check = parser.parse_args(arguments).check
     behind, wrong = [], 0
     for page in pages():
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not check:
                 page.write_text(wanted)
         for found in untrue(wanted):
-            print(f"to write by hand: {page.relative_to(ROOT)}: {found}")
+            print(f"edit by hand: {page.relative_to(ROOT)}: {found}")
             wrong += 1
     source = hashlib.sha256(json.dumps(bars()).encode()).hexdigest()
     if not PICTURE.exists() or source not in PICTURE.read_text():
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not check:
             draw(bars(), source)
     for path in behind:
-        print("behind:" if check else "written:", path.relative_to(ROOT))
+        print("outdated:" if check else "written:", path.relative_to(ROOT))
     return int(bool(wrong) or (check and bool(behind)))
 
 

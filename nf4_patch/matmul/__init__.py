@@ -1,1 +1,1 @@
-"""Matmul straight from the packed weight."""
+"""Fused matmul, which multiplies straight from the packed weight."""

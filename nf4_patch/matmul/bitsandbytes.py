@@ -1,4 +1,4 @@
-"""bitsandbytes' matmul of a few rows."""
+"""Replacements for bitsandbytes' matmul of a few rows."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ def gemm(
     fused: FusedMatmul, A, B, shapeB, absmax, blocksize, quant_type,
     bias=None, absmax_8bit=None, absmax_code=None, absmax_offset=None,
 ) -> Tensor | Reason:  # fmt: skip
-    """For ``bitsandbytes.backends.cuda.ops._gemm_4bit_kernel_impl``: its fused matmul of a few rows."""
+    """Replace ``bitsandbytes.backends.cuda.ops._gemm_4bit_kernel_impl``, bitsandbytes' fused matmul of a few rows."""
     packed = linear_weight(A.dtype, B, shapeB, absmax, blocksize, quant_type, absmax_8bit, absmax_code, absmax_offset)
     result = fused.run(A, packed, bias)
     return cpu_packing_or(result, absmax) if type(result) is Reason else result
 
 
 def matmul_4bit(target: Target, original: Function) -> Function:
-    """For ``bitsandbytes.autograd._functions.matmul_4bit``, where no gradient is asked for: past the op, whose dispatch
-    takes longer than the matmul of a few rows. Since 0.50 the packed weight may lie either way round.
+    """Replace ``bitsandbytes.autograd._functions.matmul_4bit`` when no gradient is required.
+
+    This bypasses the op, because the op's dispatch takes longer than a matmul of a few rows. Since bitsandbytes 0.50 the packed
+    weight may be transposed or not.
     """
     fused = FusedMatmul(target.name)
     transposed = None if "gemm_4bit" in original.__code__.co_names else True  # type: ignore[attr-defined]
@@ -40,5 +42,5 @@ def matmul_4bit(target: Target, original: Function) -> Function:
 
 @multiplied_first
 def gemv(fused: FusedMatmul, A, B, out=None, transposed_A=False, transposed_B=False, state=None) -> Tensor | Reason:
-    """For ``bitsandbytes.functional.gemv_4bit``, which Linear4bit calls for one row before 0.50."""
+    """Replace ``bitsandbytes.functional.gemv_4bit``, which Linear4bit calls for one row before bitsandbytes 0.50."""
     return fused.one_row(A, B, state, out)

@@ -1,7 +1,8 @@
-"""PTX that decodes NF4 without a table in memory: a block's 16 possible weights are rounded first and chosen from by prmt.
+"""PTX that decodes NF4 with byte permutes (prmt) instead of a table in memory.
 
-They are kept as bytes, four registers of low ones and four of high ones. A nibble's three low bits choose among eight bytes,
-its highest bit between two such choices: 2.6 instructions a weight, and 2 for each of the 16.
+A block's 16 possible weights are rounded first. Four registers hold their low bytes, and four hold their high bytes. A nibble's
+three low bits select one of eight bytes, and its highest bit selects between two such results. The cost is 2.6 instructions
+per weight, plus 2 for each of the 16 possible weights.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def vector(prefix: str, first: int, count: int) -> str:
 
 
 def round_codes(scale: str, dtype: str) -> list[str]:
-    """code0 to code15 times ``scale``, rounded to ``dtype``, the two of a pair at once (from sm_80 on)."""
+    """Multiply code0 to code15 by ``scale`` and round the products to ``dtype``, two at a time (sm_80 and newer)."""
     lines = []
     for i in range(8):
         lines += [f"mul.rn.f32 even, code{2 * i}, {scale};", f"mul.rn.f32 odd, code{2 * i + 1}, {scale};"]
@@ -29,9 +30,11 @@ def round_codes(scale: str, dtype: str) -> list[str]:
 
 
 def decode_word(word: str, registers: Sequence[str]) -> list[str]:
-    """The 8 weights of a word of the packed weight, two in each of four registers, in their order in memory."""
+    """Decode the 8 weights of a packed 32-bit word into four registers of two weights each, in memory order."""
     lines = [f"and.b32 index, {word}, 0x77777777;", f"shl.b32 above, {word}, 4;"]
-    for half, signs in enumerate(("0x9d8c", "0xbfae")):  # in every byte of ``sign``, a nibble's highest bit eight times
+    for half, signs in enumerate(
+        ("0x9d8c", "0xbfae")
+    ):  # every byte of ``sign`` repeats a nibble's highest bit eight times
         lines += [f"prmt.b32 sign, {word}, above, {signs};"]
         for plane in ("low", "high"):
             lines += [f"prmt.b32 under8, {plane}0, {plane}1, index;", f"prmt.b32 from8, {plane}2, {plane}3, index;"]

@@ -1,9 +1,9 @@
-"""Triton kernels of the fused decode + matmul. The first is a shell around PTX (small_m_ptx.py)."""
+"""Triton kernels of the fused decode + matmul. The first kernel only wraps inline PTX (small_m_ptx.py)."""
 
 import triton
 import triton.language as tl
 
-CONSTRAINTS = tl.constexpr("=r,l,l,l,l,l,l,l,l,l,r,r,r,r,r,r,r")  # an unused result, 9 addresses, 7 numbers
+CONSTRAINTS = tl.constexpr("=r,l,l,l,l,l,l,l,l,l,r,r,r,r,r,r,r")  # an unused result, 9 addresses, 7 integers
 
 
 @triton.jit(do_not_specialize=["m", "n", "blocks", "shift", "shift2", "sm_partitions", "split_k"])
@@ -12,7 +12,7 @@ def matmul_4bit_kernel(
     m, n, blocks, shift, shift2, sm_partitions, split_k,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """See small_m_ptx.program for the operands."""
+    """Run the PTX of small_m_ptx.program, which documents the operands."""
     tl.inline_asm_elementwise(
         PTX, CONSTRAINTS,
         [
@@ -26,9 +26,9 @@ def matmul_4bit_kernel(
 
 @triton.jit(do_not_specialize=["total", "n"])
 def sum_split_k_kernel(part, out, bias, total, n, SPLIT_K: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[i] = part[0, i] + part[1, i] + ... (+ bias[i % n]), in that order, then rounded to out's dtype.
+    """Compute out[i] = part[0, i] + part[1, i] + ... (+ bias[i % n]), in this order, then round to out's dtype.
 
-    part: fp32 [SPLIT_K, total]. out: [total] = [M, n]. bias: [n], read if BIAS. A program takes BLOCK elements.
+    part: fp32 [SPLIT_K, total]. out: [total] = [M, n]. bias: [n], read only if BIAS. A program adds BLOCK elements.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < total
@@ -42,6 +42,6 @@ def sum_split_k_kernel(part, out, bias, total, n, SPLIT_K: tl.constexpr, BIAS: t
 
 @triton.jit(do_not_specialize=["count"])
 def copy_kernel(source, target, count, BLOCK: tl.constexpr):
-    """target[i] = source[i], int32. A program takes BLOCK of ``count`` elements."""
+    """Copy ``count`` int32 elements from ``source`` to ``target``. A program copies BLOCK elements."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + i, tl.load(source + i, mask=i < count), mask=i < count)

@@ -1,4 +1,7 @@
-"""X[M, K] @ dequantize(weight)[N, K].T in one pass over the packed weight: which kernel, whether it can, and its launch."""
+"""Launches of the fused matmul: X[M, K] @ dequantize(weight)[N, K].T in one pass over the packed weight.
+
+This module chooses a config, checks whether the kernel supports the operands, and launches it.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,17 @@ from .tuning import (
 if triton is not None:
     from . import kernels
 
-STEP = 16  # a row of the weight is of whole steps
-COPY_BLOCK = 1024  # words that a program copies
+STEP = 16  # K is a multiple of this
+COPY_BLOCK = 1024  # 32-bit words that a program copies
 
 
 def first_config(
     rows: tuple[SmallMRow, ...], capability: tuple[int, int], m: int, n: int, k: int, processors: int = MULTIPROCESSORS
 ) -> SmallMConfig | None:
-    """That of the first row, or the fullest with its limits, for ``m`` rows of X and an [n, k] weight; None: no row fits."""
+    """Return the config of the first table row that fits ``m`` rows of X and an [n, k] weight, or None if no row fits.
+
+    Among rows with the same limits, return the config that keeps the most multiprocessors busy.
+    """
     fitting = [r for r in rows if r.capability == capability and m <= r.max_m and k <= r.max_k and n >= r.min_n]
     if not fitting:
         return None
@@ -42,10 +48,11 @@ def config_for(
     capability: tuple[int, int], m: int, n: int, k: int, processors: int = MULTIPROCESSORS,
     calibrated: CalibratedRanges = (),
 ) -> SmallMConfig | None:  # fmt: skip
-    """The measured config for ``m`` rows of X and an [n, k] weight on so many multiprocessors; None where none is.
+    """Return the measured config for ``m`` rows of X and an [n, k] weight, or None if the fused matmul is not faster.
 
     Args:
-        calibrated: what was measured on this GPU for this very n and k; it goes before the tables.
+        processors: the GPU's number of multiprocessors.
+        calibrated: this GPU's calibration of exactly this n and k, which takes precedence over the tables.
     """
     for max_m, config in calibrated:
         if m <= max_m:
@@ -54,18 +61,18 @@ def config_for(
 
 
 def pays(least: dict[int, int], m: int, n: int, k: int) -> bool:
-    """Whether an [n, k] weight has as many elements as ``least`` asks of ``m`` rows."""
+    """Return whether an [n, k] weight has at least the number of elements that ``least`` requires for ``m`` rows."""
     return all(m <= rows or n * k >= elements for rows, elements in least.items())
 
 
 def supports(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> bool:
-    """Whether the kernel can run on these arguments, of a weight that passed its guards."""
+    """Return whether the kernel supports these operands. The weight has passed its guards."""
     n, k = weight.shape
     if triton is None or x.device != weight.packed.device or x.is_neg():
         return False
     capability = runtime.capability_of(x.device)
     return (
-        (x.dtype is torch.float16 or (x.dtype is torch.bfloat16 and capability >= (8, 0)))  # of the tensor cores
+        (x.dtype is torch.float16 or (x.dtype is torch.bfloat16 and capability >= (8, 0)))  # dtypes of the tensor cores
         and k % STEP == 0
         and weight.packed.data_ptr() % 4 == 0
         and (
@@ -82,12 +89,12 @@ def supports_bias(bias: torch.Tensor, dtype: torch.dtype, n: int) -> bool:
 
 
 class MatmulLaunch:
-    """The matmul with one weight of an x of one shape, resolved once: addresses, sizes and kernels as plain integers.
+    """The launch of one weight with one shape of x, resolved once: addresses, sizes and kernels as plain integers.
 
-    It keeps no tensor alive and is valid for as long as the weight has the same ``key``, and the bias its address.
+    A launch keeps no tensor alive. It is valid for as long as the weight's fingerprint and the bias's address stay the same.
 
     Args:
-        kernel: compiled for arguments like these: x [..., K], fp16 or bf16; weight [N, K]; bias [N], x's dtype.
+        kernel: compiled for operands like these: x [..., K], fp16 or bf16; weight [N, K]; bias [N] in x's dtype.
     """
 
     def __init__(
@@ -96,12 +103,13 @@ class MatmulLaunch:
         operands = weight.operands()
         self.device, self.dtype = x.get_device(), x.dtype
         self.weight = tuple(tensor.data_ptr() for tensor in operands)
-        spare = (operands[2] if bias is None else bias).data_ptr()  # unread without a bias
-        # the kernels read 16 bytes at once: from a copy, if the weight does not start on 16
+        spare = (operands[2] if bias is None else bias).data_ptr()  # not read without a bias
+        # The kernels load 16 bytes at a time. A weight that is not 16-byte aligned is copied first.
         self.copied_words = weight.nbytes() // 4 if self.weight[0] % 16 else 0
         if self.copied_words:
             words = torch.empty(8, dtype=torch.int32, device=x.device)
-            arguments, values = (words[1:], words, 8), {"BLOCK": COPY_BLOCK}  # from 4 bytes to 16, and how many int32
+            # The source is 4-byte aligned, and the target is 16-byte aligned.
+            arguments, values = (words[1:], words, 8), {"BLOCK": COPY_BLOCK}
             with runtime.on_device(x.device):
                 self.copy = runtime.compiled(kernels.copy_kernel, arguments, values, 4, x.device)
         self.grid = kernel.grid
@@ -115,15 +123,18 @@ class MatmulLaunch:
             self.sum, self.sum_head, tail, _ = kernel.sum
             self.sum_tail = (spare, *kernel.sum_sizes, *tail)
         self.spans = runtime.spans(*operands, *(() if bias is None else (bias,)))
-        self.counter: Any = None  # the caller's counter
+        self.counter: Any = None  # hit counter, set by the caller
 
     def accepts(self, x: torch.Tensor, out: Any) -> bool:
-        """Whether the kernels can write to ``out``: contiguous, of the result, and none of what they read."""
+        """Return whether the kernels can write to ``out``.
+
+        ``out`` has to have the result's shape, dtype and device, be contiguous, and overlap no operand.
+        """
         fits = runtime.fits(out, self.shape, self.dtype, self.device)
         return fits and not runtime.overlap((runtime.span(x), *self.spans), *runtime.span(out))
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The result for an x of the shape, dtype and device it was resolved for, new or in ``out`` (contiguous)."""
+        """Multiply an x of the shape, dtype and device that this launch was resolved for. Return a new tensor or ``out``."""
         device = self.device
         if runtime.current_device() != device:
             with runtime.on_device(device):
@@ -154,14 +165,13 @@ _kernels: dict[tuple[Any, ...], small_m.SmallMKernel] = {}
 
 
 def resolve(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, config: SmallMConfig) -> MatmulLaunch:
-    """What multiplies every x of this shape by this weight, decoded inside the kernel; fp32 accumulation.
+    """Return the launch that multiplies every x of this shape by this weight, with fp32 accumulation.
 
-    The weights it multiplies by are, bit for bit, those of dequantize in x's dtype; the weight's own dtype is not looked at.
-    The same arguments give the same bits at every run: sums across warps and parts of K are taken in a fixed order. The
-    caller answers for :func:`supports`.
+    The kernel decodes the weight in x's dtype, bit-identical to dequantize, and ignores ``weight.dtype``. Results are
+    deterministic, because sums across warps and parts of K are added in a fixed order. The caller has checked :func:`supports`.
 
     Raises:
-        KernelUnavailable: it cannot be compiled; or it is not compiled yet and a CUDA graph is being captured.
+        KernelUnavailable: the kernel cannot be compiled, or has yet to compile while a CUDA graph is being captured.
     """
     n, k = weight.shape
     m = x.numel() // k

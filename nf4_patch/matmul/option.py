@@ -1,4 +1,4 @@
-"""``matmul="auto"``: few rows are multiplied straight from the packed weight."""
+"""``matmul="auto"``: multiply few rows straight from the packed weight."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MatmulTarget = functools.partial(Target, option="matmul")
 
 MATMUL = Option(
     "NF4_PATCH_MATMUL", ("off", "auto"), "off",
-    "auto: multiply few rows (generation, short sequences) straight from the packed weight where measured to win. "
-    "Off by default: as accurate, but not the same bits as the original.",
+    "auto: multiply few rows (generation, short sequences) straight from the packed weight where measured to be faster. "
+    "Off by default, because results are as accurate as the original's but not bit-identical.",
     on="auto",
     targets=(
         MatmulTarget(

@@ -1,7 +1,7 @@
-"""Matmul straight from the packed weight, where bitsandbytes and Unsloth multiply a few rows.
+"""Fused matmul in place of bitsandbytes' and Unsloth's matmul of a few rows.
 
-As accurate as dequantize + matmul and not the same bits (bitsandbytes' own fused kernels are not either): therefore a
-switch of its own, ``enable(matmul="auto")`` or NF4_PATCH_MATMUL=auto, off by default.
+Results are as accurate as dequantize + matmul, but not bit-identical. The same is true of bitsandbytes' fused kernels. That is
+why it is off by default and needs ``enable(matmul="auto")`` or NF4_PATCH_MATMUL=auto.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from . import launch as matmul
 
 @functools.lru_cache(maxsize=4096)
 def config_for(device: int, m: int, n: int, k: int) -> matmul.SmallMConfig | None:
-    """What a calibration or a shipped table has for this size on this GPU; None where the fused matmul is not faster."""
+    """Return the config for this size on this GPU, or None if the fused matmul is not faster."""
     capability, processors = runtime.capability_of(device), runtime.multiprocessors(device)
     return matmul.config_for(capability, m, n, k, processors, calibrated.in_force(device).rows.get((n, k), ()))
 
@@ -46,7 +46,7 @@ _in_use: weakref.WeakSet[FusedMatmul] = weakref.WeakSet()
 
 
 def forget() -> None:
-    """Ask the tables again: another calibration is in force."""
+    """Drop all configs and launches, because another calibration is in force."""
     config_for.cache_clear()
     for each in _in_use:
         each.launches.clear()
@@ -56,7 +56,7 @@ calibrated.on_change.append(forget)
 
 
 class FusedMatmul:
-    """Multiplies by the packed weights of one target."""
+    """The fused matmul of one target."""
 
     def __init__(self, target: str, fallbacks: Fallbacks | None = None):
         self.target, self.fallbacks = target, fallbacks or Fallbacks(target)
@@ -66,11 +66,11 @@ class FusedMatmul:
     def run(
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor | Reason:
-        """x @ weight.T + bias, [..., N] in x's dtype, or the Reason why not. A remembered launch is found at once.
+        """Return x @ weight.T + bias, [..., N] in x's dtype, or the Reason for a fallback.
 
         Args:
-            weight: its dtype is x's.
-            out: filled and returned.
+            weight: in x's dtype.
+            out: filled and returned if given.
         """
         launch: matmul.MatmulLaunch | Reason | None
         key: Any
@@ -80,7 +80,7 @@ class FusedMatmul:
             )
             key = (x.shape, x.get_device(), x.is_neg(), bias_key, weight.memo())
             launch = self.launches.get(key)
-        except (AttributeError, TypeError, RuntimeError):  # no tensor, one without memory, or with a list for a shape
+        except (AttributeError, TypeError, RuntimeError):  # not a tensor, a tensor without memory, or a list as a shape
             key = launch = None
         if launch is None:
             launch = self.resolve(x, weight, bias)
@@ -97,7 +97,7 @@ class FusedMatmul:
         return result
 
     def resolve(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> matmul.MatmulLaunch | Reason:
-        """A launch that passed the guards, or the Reason why there is none."""
+        """Run the guards and resolve a launch. Return it, or the Reason for a fallback."""
         if is_jit_tracing():
             return Reason.EXPORTING
         device = x.get_device()
@@ -128,10 +128,10 @@ class FusedMatmul:
         self, x: Tensor, packed: Tensor, state: Any, bias: Tensor | None = None, out: Tensor | None = None,
         transposed: bool | None = None,
     ) -> Tensor | Reason:  # fmt: skip
-        """As ``run``, with the weight of a QuantState, where no gradient is asked for.
+        """Call ``run`` with the weight of a QuantState, if no gradient is required.
 
         Args:
-            transposed: whether the packed weight has to come as [1, bytes]; None: it does not matter.
+            transposed: whether the packed weight has to be [1, bytes]; None accepts both layouts.
         """
         weight = weight_of(packed, state)
         if type(weight) is Reason:
@@ -157,12 +157,12 @@ class FusedMatmul:
             return self.run(x, weight, bias, out)
 
     def one_row(self, x: Tensor, packed: Tensor, state: Any, out: Tensor | None) -> Tensor | Reason:
-        """As ``of_state``, of one row."""
+        """Call ``of_state`` if x has one row."""
         return self.of_state(x, packed, state, None, out) if x.numel() == x.shape[-1] else Reason.MATMUL_OPERANDS
 
 
 def multiplied_first(multiply: Callable[..., Tensor | Reason]) -> Function:
-    """A maker of replacements, for a row to name: each tries ``multiply(fused, *arguments)``."""
+    """Return a factory of replacements, for the ``replace`` field of a target. A replacement first tries ``multiply``."""
 
     def make(target: Any, original: Function) -> Function:
         fused = FusedMatmul(target.name)

@@ -1,4 +1,4 @@
-"""X[M, K] @ dequantize(weight)[N, K].T for up to 64 rows of X: how a config divides one size, and its compiled launches."""
+"""Fused matmul for up to 64 rows of X: how a config divides the work, and the compiled kernels."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from .tuning import TILE_COUNTS, SmallMConfig
 if triton is not None:
     from . import kernels
 
-BLOCK = 1024  # elements that a program adds up
+BLOCK = 1024  # elements that a program of the split-K sum adds
 
 
 class SmallMPlan(NamedTuple):
-    """How a config divides one size on one GPU."""
+    """How a config divides the work of one size on one GPU."""
 
     sm_partitions: int  # even parts of the weight's rows, one per multiprocessor and part of K
-    ctas: int  # of the grid: those of a partition run on one multiprocessor
-    warps: int  # of a CTA
+    ctas: int  # CTAs in the grid; all CTAs of a partition run on one multiprocessor
+    warps: int  # per CTA
     split_k: int  # even parts of K, whose sums a second launch adds
     ptx: str
-    dependent: bool = False  # launched while the kernel before it ends
-    registers: int | None = None  # of a thread at most; None: ptxas decides
+    dependent: bool = False  # may start before the previous kernel ends
+    registers: int | None = None  # maximum per thread; with None, ptxas decides
 
 
 def plan(
     config: SmallMConfig, processors: int, m: int, n: int, k: int, half: bool, offset: torch.dtype | None, bias: bool,
     capability: tuple[int, int] = (9, 0), step: int = 64,
 ) -> SmallMPlan:  # fmt: skip
-    """For x [m, k], m up to 64, by a weight [n, k] on a GPU of ``processors`` multiprocessors.
+    """Plan the work for x [m, k], m up to 64, and a weight [n, k] on a GPU with ``processors`` multiprocessors.
 
     Args:
-        half: x is fp16, else bf16.
-        offset: the dtype of the weight's offset; None: a flat weight.
-        step: PackedWeight.step().
+        half: True if x is fp16, False if bf16.
+        offset: the dtype of the weight's offset, None for a flat weight.
+        step: the weight's ``step()``.
     """
-    if step < 32:  # a lane's 128 bits would be of two steps, and rows start on 8 bytes
+    if step < 32:  # 128 bits of a lane would span two steps, and rows are only 8-byte aligned
         config = config._replace(load_128bit=False)
     groups = -(-n // config.block_n)
     chunks = -(-k // 256)
@@ -54,16 +54,16 @@ def plan(
     ptx = small_m_ptx.program(
         config, n_tiles, x_in_registers, half, offset_type, step, tail, split_k > 1, bias, capability
     )  # fmt: skip
-    # an older driver may run it and not capture it into a CUDA graph
+    # an older driver may run a dependent launch, but fail to capture it in a CUDA graph
     dependent = "griddepcontrol" in ptx and TRITON_RELEASE >= (3, 6) and driver_version() >= 12030
     warps = config.warps_n * config.warps_k
-    # Left alone, ptxas stops at 168 to 177: 24 rows, 14336x4096: 33.4 -> 25.6 us (H200, triton 3.6.0).
+    # By itself, ptxas uses only 168 to 177. 24 rows, 14336x4096: 33.4 -> 25.6 us (H200, triton 3.6.0).
     registers = 255 if n_tiles > 1 and warps * config.ctas_per_sm <= 8 else None
     return SmallMPlan(sm_partitions, ctas, warps, split_k, ptx, dependent, registers)
 
 
 class SmallMKernel:
-    """The compiled launches for x [m, k] and the result in ``dtype``, and a weight [n, k] like this one."""
+    """The compiled kernels for x [m, k] in ``dtype`` and any weight [n, k] that has the layout of ``weight``."""
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, weight: PackedWeight, division: SmallMPlan, m: int, bias: bool
@@ -74,7 +74,7 @@ class SmallMKernel:
         self.grid, self.part_numel = division.ctas, division.split_k * m * n
         self.sizes = (m, n, *blocks, division.sm_partitions, division.split_k)
         self.sum_grid, self.sum_sizes = -(-m * n // BLOCK), (m * n, n)
-        # what is allocated at every call: at an address that is a multiple of 16, as an empty tensor's 0 is
+        # Stand-ins for the tensors allocated per call. Their address 0 is 16-byte aligned, as the real addresses will be.
         out, part = (torch.empty(0, dtype=each, device=device) for each in (dtype, torch.float32))
         values: dict[str, Any] = {"PTX": division.ptx}
         arguments = (out, *weight.operands(), out if division.split_k == 1 else part, out, *self.sizes)

@@ -1,18 +1,20 @@
-"""The inline PTX of the fused matmul for few rows of X: the source of one CTA for one configuration.
+"""Inline PTX of the fused matmul for few rows of X: the source of a CTA for a given config.
 
-``out[M, N] = X[M, K] @ weight[N, K].T``. A warp takes 16-row tiles of the weight as the A operand of
-``mma.sync.m16n8k16`` and 8-row tiles of X as B, fp32 accumulators, no matrix operand in shared memory:
+``out[M, N] = X[M, K] @ weight[N, K].T``. In ``mma.sync.m16n8k16``, a warp's A operands are 16-row tiles of the weight, and its
+B operands are 8-row tiles of X. Accumulators are fp32. No matrix operand goes through shared memory.
 
-* K goes in chunks of 256 elements, 128 bytes of a packed row. A lane loads 64 or 128 bits of its rows' words, and the
-  mma's K order is permuted alike on both sides, so that the lane's own bytes *are* its fragment.
-* A byte is looked up whole: 256 entries of two fp32 codes in shared memory, one ``dp4a`` for the address (byte * 128 +
-  lane) and one 64-bit load. Then code * scale, rounded once and packed: the bits that dequantize writes.
-* A warp of two tiles decodes rows g + 8 by byte permutes instead (byte_permutes.py), from Hopper on: the arithmetic has room.
-* The warps of a CTA split K and add up their parts in warp order, so the result does not vary from run to run.
-* As soon as a group of words is decoded, the same group of the next chunk is asked for into the same registers.
+* K is processed in chunks of 256 elements, which are 128 bytes of a packed row. A lane loads 64 or 128 bits of each of its
+  rows. The mma's K order is permuted in the same way for A and B, so that the bytes a lane loads *are* its fragment.
+* A whole byte is decoded at once: shared memory holds 256 entries of two fp32 codes. One ``dp4a`` computes the address
+  (byte * 128 + lane), and one 64-bit load reads the entry. code * scale is then rounded once and packed, which is
+  bit-identical to dequantize.
+* On Hopper and newer, a warp with two tiles decodes rows g + 8 with byte permutes instead (byte_permutes.py), because the
+  arithmetic units are not fully used.
+* The warps of a CTA split K and add their partial sums in warp order, so results do not vary between runs.
+* As soon as a group of words is decoded, the same group of the next chunk is loaded into the same registers.
 
-What bounds it (H200, ncu): up to 16 rows, without permutes, the L1 data pipe, 200 cycles per warp for 16 rows x 256, 128 of
-them lookups; from 32 rows on the latency of X, which comes through the same pipe behind the weight.
+Bottlenecks (H200, ncu): up to 16 rows, without permutes, the L1 data pipe. It takes 200 cycles per warp for 16 rows x 256,
+128 of them for lookups. From 32 rows upwards, the latency of X, which uses the same pipe after the weight.
 """
 
 from __future__ import annotations
@@ -26,17 +28,18 @@ from . import byte_permutes
 from .byte_permutes import vector
 from .tuning import SmallMConfig
 
-TABLE_BYTES = 32768  # 256 entries x 16 copies x 8 B: a 64-bit shared load serves 16 lanes per cycle, each its own copy
-SUM_BYTES = 8192  # partial sums. With the table and code2 under 48 KiB, which a kernel gets unasked
+# 256 entries x 16 copies x 8 B. A 64-bit shared load serves 16 lanes per cycle, so each lane has its own copy.
+TABLE_BYTES = 32768
+SUM_BYTES = 8192  # partial sums; with the table and code2 still under 48 KiB, the limit without an opt-in
 
 
 class Dialect(NamedTuple):
-    """What a capability spells in its own way."""
+    """PTX differences between GPU generations."""
 
-    mma_k: int  # K of one mma: sm_75 needs two for the same fragments
-    packed_convert: bool  # two fp32 are rounded and packed by one convert
-    wait: str  # for an mbarrier; "": there are none, the CTA meets at bar.sync
-    hopper: bool = False  # a launch may begin while the one before it ends; decode half of two tiles by byte permutes
+    mma_k: int  # K of one mma; sm_75 needs two mma for the same fragments
+    packed_convert: bool  # one instruction rounds and packs two fp32
+    wait: str  # instruction that waits for an mbarrier; "" if the CTA uses bar.sync instead
+    hopper: bool = False  # dependent launches; byte permutes for half the rows of two tiles
 
 
 DIALECTS = {
@@ -58,16 +61,16 @@ def log2(x: int) -> int:
 
 @dataclass
 class Cta:
-    """What a CTA is compiled for, and the lines of its source as they are written."""
+    """Generates the source of a CTA from these constants."""
 
     config: SmallMConfig
     n_tiles: int  # 8-row tiles of X
-    x_in_registers: bool  # each warp meets one chunk of K only: its part of X stays in registers
-    half: bool  # fp16, else bf16
-    offset: str  # its type: f32, f16 or bf16; "": a flat weight
-    step: int  # elements of K that surely share a scale: 64, 32, or 16 with 64-bit loads only
-    tail: bool  # K is no multiple of 256
-    split_k: bool  # fp32 partial sums out[split_k, M, N]
+    x_in_registers: bool  # each warp has one chunk of K only, so its part of X stays in registers
+    half: bool  # True for fp16, False for bf16
+    offset: str  # dtype of the offset: f32, f16 or bf16; "" for a flat weight
+    step: int  # elements of K that always share a scale: 64, 32, or 16 (with 64-bit loads only)
+    tail: bool  # K is not a multiple of 256
+    split_k: bool  # write fp32 partial sums to out[split_k, M, N]
     bias: bool
     capability: tuple[int, int]
 
@@ -76,25 +79,27 @@ class Cta:
         self.emit = self.lines.append
         self.tiles, self.warps_n, self.warps_k, self.load_128bit, _, self.prefetch_depth, _ = self.config
         self.dialect = DIALECTS[max(known for known in DIALECTS if known <= self.capability)]
-        self.rows = 2 * self.tiles  # of the weight per lane
-        # 8 rows, 4096x14336: 20.1 -> 18.2 us; 64 rows, 14336x4096: 42.3 -> 39.2. One tile a warp: no faster (H200, triton 3.6.0)
+        self.rows = 2 * self.tiles  # rows of the weight per lane
+        # Permutes are faster with two tiles per warp, but not with one: 8 rows, 4096x14336: 20.1 -> 18.2 us; 64 rows,
+        # 14336x4096: 42.3 -> 39.2 us (H200, triton 3.6.0).
         self.permutes = self.dialect.hopper and self.tiles > 1
-        # a chunk is ``groups`` of ``words`` per lane and row, one scale each: of step b * group_steps + lane_step for group b
+        # Per lane and row, a chunk has ``groups`` groups of ``words`` words. Group b has one scale: the scale of step
+        # b * group_steps + lane_step.
         self.groups, self.words = (2, 4) if self.load_128bit else (4, 2)
         self.steps, self.group_steps = 256 // self.step, 256 // self.groups // self.step
-        lanes = self.step // (8 * self.words)  # that share a step
+        lanes = self.step // (8 * self.words)  # lanes that share a step
         self.lane_step = "mov.u32 {}, 0;" if lanes == 4 else f"shr.u32 {{}}, t, {log2(lanes)};"
-        self.scales = self.rows * self.steps // 4  # lane t has those of steps t, t + 4, ... of each of its rows
+        self.scales = self.rows * self.steps // 4  # lane t loads the scales of steps t, t + 4, ... of each of its rows
         self.name = "f16" if self.half else "bf16"
         self.warps, self.registers = self.warps_n * self.warps_k, 4 * self.tiles * self.n_tiles
-        # accumulators the warps add up at a time, of which each summing warp takes so many
+        # accumulators that the warps add up at a time, and which of them a summing warp adds
         self.together = math.gcd(self.registers, SUM_BYTES // (128 * self.warps))
         self.mine = range(max(1, self.together // self.warps_k))
 
     def source(self) -> str:
         self.declare()
-        # Saves 0.6 us at 1 to 8 rows (H200, triton 3.6.0). With two CTAs on a multiprocessor it cost up to 14 us, and where a
-        # second launch adds the sums 0.2 us on three sizes of four.
+        # A dependent launch saves 0.6 us at 1 to 8 rows. With two CTAs per multiprocessor it costs up to 14 us. With a second
+        # launch that adds the sums, it costs 0.2 us on three sizes of four (H200, triton 3.6.0).
         if self.dialect.hopper and self.config.ctas_per_sm == 1 and not self.config.split_k:
             self.emit("griddepcontrol.launch_dependents; griddepcontrol.wait;")
         self.partition()
@@ -132,9 +137,9 @@ class Cta:
         e(f".reg .b64 x<{self.n_tiles}>;")
 
     def partition(self) -> None:
-        """Which rows of the weight and which chunks of K are this warp's."""
+        """Compute this warp's rows of the weight and chunks of K."""
         e, rows = self.emit, 8 * self.rows * self.warps_n
-        # lane (g, t): rows g and g + 8 of a tile of the weight, row g of a tile of X
+        # lane (g, t) has rows g and g + 8 of a tile of the weight, and row g of a tile of X
         e("mov.u32 tid, %tid.x; and.b32 lane, tid, 31; shr.u32 g, lane, 2; and.b32 t, lane, 3;")
         e(f"shr.u32 u, tid, 5; and.b32 wk, u, {self.warps_k - 1}; shr.u32 wn, u, {log2(self.warps_k)};")
         e("and.b32 u, lane, 15; mul.wide.u32 d, u, 4; add.u64 d, $4, d; ld.global.f32 f, [d];")
@@ -144,8 +149,8 @@ class Cta:
         if self.offset:
             e(OFFSETS[self.offset])
         e(f"sub.u32 lastn, $11, 1; sub.u32 lastm, $10, 1; mul.lo.u32 rowbytes, $12, {self.step // 2};")
-        # row groups [attile, end): CTAs i, i + $15, i + 2 $15, ... divide the i-th of $15 even partitions among them,
-        # since they run on one multiprocessor
+        # Row groups [attile, end). CTAs i, i + $15, i + 2 $15, ... run on one multiprocessor, so they share the i-th of $15
+        # even partitions.
         e(f"add.u32 u, $11, {rows - 1}; div.u32 u, u, {rows};")
         e("mov.u32 v, %ctaid.x; mov.u32 row, %nctaid.x; div.u32 row, row, $16;")
         e("div.u32 split, v, row; rem.u32 v, v, row;")
@@ -155,7 +160,7 @@ class Cta:
         e("sub.u32 u, end, attile; mul.lo.u32 v, u, idx; div.u32 v, v, row;")
         e("add.u32 idx, idx, 1; mul.lo.u32 u, u, idx; div.u32 u, u, row; add.u32 end, attile, u;")
         e("add.u32 attile, attile, v;")
-        # chunks first, first + warps_k, ... < stop of this warp, `per` of them a row group for every warp
+        # This warp has the chunks first, first + warps_k, ... < stop. Every warp runs `per` iterations per row group.
         e(f"add.u32 u, $12, {self.steps - 1}; shr.u32 u, u, {log2(self.steps)};")
         e("mul.lo.u32 first, split, u; div.u32 first, first, $16;")
         e("add.u32 v, split, 1; mul.lo.u32 stop, v, u; div.u32 stop, stop, $16;")
@@ -165,7 +170,7 @@ class Cta:
         e("mov.u32 fetch, 0; mov.u32 fetchit, 0; mov.u32 fetchtile, attile;")
 
     def start_fetching(self) -> None:
-        """The first chunks' words and scales, and the part of X that stays."""
+        """Load the words and scales of the first chunks, and X if it stays in registers."""
         e, words = self.emit, self.words
         e(f"mul.wide.u32 d, t, {4 * words}; add.u64 packed, $2, d; mul.wide.u32 d, t, {16 * words}; add.u64 x, $1, d;")
         self.clear_sums()
@@ -182,7 +187,7 @@ class Cta:
                 self.load_x(b)
 
     def fill_tables(self) -> None:
-        """With all that in flight: the table, one entry per half warp at a time, high nibble first; and code2."""
+        """Fill the table, one entry per half warp at a time, high nibble first, and code2, while the first loads are in flight."""
         e = self.emit
         e("TABLE: and.b32 u, lane, 15; shl.b32 u, u, 3; mov.u32 look, table; add.u32 look, look, u;")
         e("shr.u32 u, tid, 5; shl.b32 u, u, 1; shr.u32 row, lane, 4; add.u32 row, row, u; mov.b32 v, f;")
@@ -202,11 +207,11 @@ class Cta:
         e("setp.eq.u32 p, steps, 0; @p bra DONE;")
 
     def code2_parts(self) -> range:
-        """Of code2, a thread's entries: tid, tid + threads of the CTA, ..."""
+        """Return the offsets of a thread's entries of code2: tid, tid + threads per CTA, ..."""
         return range(0, 256, 32 * self.warps) if self.offset else range(0)
 
     def multiply_chunk(self, k: int) -> None:
-        """The chunk in registers ``k``, while the next one of them is fetched into the same."""
+        """Multiply the chunk in register set ``k``, and load a later chunk into the same registers meanwhile."""
         e = self.emit
         e(f"mad.lo.u32 chunk, atit, {self.warps_k}, first; add.u32 u, atit, 1; setp.eq.u32 last, u, per;")
         self.compute_addresses()
@@ -235,7 +240,7 @@ class Cta:
             self.fetch_words(k, b)
 
     def decode(self, k: int, b: int) -> None:
-        """Group b of a chunk's words into A: 4 registers, rows g and g + 8 at the mma's low K, then at its high K."""
+        """Decode group b of a chunk into A: 4 registers, rows g and g + 8 at the mma's low K, then at its high K."""
         e, words = self.emit, self.words
         which, lane = divmod(b * self.group_steps, 4)
         e(f"add.u32 v, column, {lane};")
@@ -248,7 +253,7 @@ class Cta:
             decode_row(f"s{i}", sources, [f"a{8 * words * (i // 2) + 2 * byte + i % 2}" for byte in range(4 * words)])
 
     def look_up(self, scale: str, words: list[str], registers: list[str]) -> None:
-        """A row's words of a group, by the table, into 4 registers of two weights each."""
+        """Decode a row's words of a group with the table, into registers of two weights each."""
         for j, register in enumerate(registers):
             self.emit(
                 f"dp4a.u32.u32 u, {words[j // 4]}, {0x80 << 8 * (j % 4)}, look; ld.shared.v2.f32 {{w0, w1}}, [u];"
@@ -261,7 +266,7 @@ class Cta:
                 self.emit(f"mov.b32 {register}, {{low, high}};")
 
     def permute(self, scale: str, words: list[str], registers: list[str]) -> None:
-        """The same by byte permutes: as many instructions, and no access to the table."""
+        """Decode like ``look_up``, but with byte permutes: as many instructions, and no access to the table."""
         self.lines += [f"ld.shared.v4.f32 {vector('code', i, 4)}, [codes + {4 * i}];" for i in range(0, 16, 4)]
         self.lines += byte_permutes.round_codes(scale, self.name)
         for j, word in enumerate(words):
@@ -278,12 +283,12 @@ class Cta:
                     self.emit(f"{mma} {c}, {vector('a', 8 * words * i + 2 * j, depth // 4)}, {fragment}, {c};")
 
     def epilogue(self, k: int) -> None:
-        """After the last chunk of a row group: add up the warps' sums, store, begin the next group."""
+        """After the last chunk of a row group, add up the warps' sums, store the result and start the next group."""
         e, rows = self.emit, self.rows
         e(f"SUM{k}: @!last bra NEXT{k};")
         e(f"mad.lo.u32 u, attile, {self.warps_n}, wn; mad.lo.u32 row, u, {8 * rows}, g; shl.b32 column, t, 1;")
         if self.warps_k == 1:
-            for i in range(self.registers):  # register 2 (rows n + i) + k: row 8 i of the weight, row 8 n + k of X
+            for i in range(self.registers):  # register 2 (rows n + i) + k is row 8 i of the weight, row 8 n + k of X
                 self.store(f"acc{i}", 8 * (i // 2 % rows), 8 * (i // 2 // rows) + i % 2)
         else:
             e(f"mov.u32 buf, sums; mad.lo.u32 buf, wn, {self.warps_k * self.together * 128}, buf;")
@@ -299,10 +304,11 @@ class Cta:
         self.emit(" ".join(f"mov.f32 acc{i}, 0f00000000;" for i in range(self.registers)))
 
     def add_up(self, k: int, r: int) -> None:
-        """Registers r to r + together of all warps along K, by sums[wn][wk][register][lane]; register i by warp i % warps_k.
+        """Add up registers r to r + together of all warps along K. Warp i % warps_k adds register i.
 
-        Two mbarriers in place of bar.sync: a warp that sums nothing now leaves its part (full) and goes on, and waits only
-        where the sums before are not yet taken (free). 22.0 -> 18.9 us at 8 rows, 14336x4096, H200.
+        The warps exchange partial sums in sums[wn][wk][register][lane], with two mbarriers instead of bar.sync. A warp that adds
+        nothing now stores its part, arrives at ``full`` and continues. It only waits at ``free`` for the previous sums to be
+        read. 22.0 -> 18.9 us at 8 rows, 14336x4096 (H200).
         """
         e, together, warps_k = self.emit, self.together, self.warps_k
         e(f"xor.b32 v, turn, 1; {self.wait_for('free', 'v', f'FREE{k}_{r}')}")
@@ -326,20 +332,20 @@ class Cta:
         e(f"SUMMED{k}_{r}: xor.b32 turn, turn, 1;")
 
     def arrive(self, barrier: str) -> str:
-        """After this warp has left its part of the sums (full), or taken what it adds up (free)."""
+        """Arrive at a barrier: ``full`` after storing this warp's partial sums, ``free`` after reading the sums to add."""
         if self.dialect.wait:
-            # Every lane for itself: racecheck (2025.3.1) reports the stores of all lanes but one that arrives for its warp.
+            # Every lane arrives. If one lane arrived for its warp, racecheck (2025.3.1) would report the other lanes' stores.
             return f"bar.warp.sync 0xffffffff; mbarrier.arrive.shared.b64 _, [{barrier}];"
         return "bar.sync 0;" if barrier == "full" else ""
 
     def wait_for(self, barrier: str, phase: str, label: str) -> str:
-        """Until all of them have."""
+        """Wait until all warps have arrived at a barrier."""
         if self.dialect.wait:
             return f"{label}: {self.dialect.wait} p, [{barrier}], {phase}; @!p bra {label};"
         return "bar.sync 0;" if barrier == "free" else ""
 
     def compute_addresses(self) -> None:
-        """Of what is to be fetched next: 8 * rows rows of the weight x chunk, under ``there``; then step on."""
+        """Compute the addresses of the next fetch (8 * rows rows of the weight, one chunk) and its predicate ``there``."""
         e, rows = self.emit, self.rows
         e(f"mad.lo.u32 sub, fetchit, {self.warps_k}, first; setp.lt.u32 there, fetch, steps;")
         e("setp.lt.and.u32 there, sub, stop, there;")
@@ -347,7 +353,7 @@ class Cta:
         e(f"mul.wide.u32 d, sub, 128; add.u64 base, packed, d; mul.lo.u32 sub, sub, {self.steps};")
         if self.tail:
             self.within_k("near", ", there")
-        e("add.u32 sub, sub, t;")  # the scales of steps t, t + 4, ... of the chunk are for lane t to fetch
+        e("add.u32 sub, sub, t;")  # lane t loads the scales of steps t, t + 4, ... of the chunk
         for j in range(self.steps // 4):
             within = f"setp.lt.and.u32 scaled{j}, u, $12, there;" if self.tail else f"and.pred scaled{j}, there, there;"
             e(f"add.u32 u, sub, {4 * j}; {within}")
@@ -364,7 +370,7 @@ class Cta:
         self.emit(f"@p mov.u32 {cursor}it, 0; @p add.u32 {cursor}tile, {cursor}tile, 1;")
 
     def within_k(self, name: str, also: str = "") -> None:
-        """name<b>: this lane's words of group b lie within K."""
+        """Set the predicates name<b>: whether this lane's words of group b are within K."""
         for b in range(self.groups):
             condition = f"setp.lt{'.and' if also else ''}.u32 {name}{b}, u, $12{also};"
             self.emit(
@@ -381,7 +387,7 @@ class Cta:
         e = self.emit
         for i in range(self.scales):
             scaled = f"scaled{i // self.rows}"
-            if self.tail:  # else a lane past K would look up what it never loaded
+            if self.tail:  # otherwise a lane past K would use values that it never loaded
                 e(f"mov.u32 q{k}_{i}, 0; mov.f32 am{k}_{i}, 0f00000000;")
             if self.offset:
                 e(f"cvt.u64.u32 d, block{i}; add.u64 d, $3, d; @{scaled} ld.global.u8 q{k}_{i}, [d];")
@@ -396,7 +402,7 @@ class Cta:
         e(f"mul.wide.u32 wide, $12, {2 * self.step};")
         if self.tail:
             self.within_k("in")
-        for n in range(self.n_tiles):  # a row of X past M repeats the last; its sums are not written
+        for n in range(self.n_tiles):  # a row past M reads the last row of X; its sums are not stored
             e(f"add.u32 u, g, {8 * n}; min.u32 u, u, lastm; cvt.u64.u32 d, u; mad.lo.u64 x{n}, d, wide, base;")
 
     def load_x(self, b: int) -> None:
@@ -409,7 +415,7 @@ class Cta:
                 self.emit(f"{within}ld.global.nc.v4.b32 {vector('xw', first, 4)}, [x{n} + {offset}];")
 
     def store(self, value: str, drow: str | int, dcolumn: str | int) -> None:
-        """The finished sum for row ``row + drow`` of the weight and row ``column + dcolumn`` of X."""
+        """Store the final sum for row ``row + drow`` of the weight and row ``column + dcolumn`` of X."""
         e = self.emit
         e(f"add.u32 u, row, {drow}; add.u32 v, column, {dcolumn}; setp.lt.u32 p, u, $11; setp.lt.and.u32 p, v, $10, p;")
         if self.bias:
@@ -428,10 +434,10 @@ class Cta:
 
 @functools.lru_cache(maxsize=256)
 def program(*fields: Any) -> str:
-    """The PTX source for a :class:`Cta` of these fields.
+    """Return the PTX source for a :class:`Cta` with these fields.
 
     Operands: $1 x, $2 packed, $3 absmax, $4 code, $5 absmax2, $6 code2, $7 offset, $8 out, $9 bias (addresses);
     $10 M, $11 N, $12 K / step, $13 log2(blocksize / step), $14 log2(blocksize2), $15 sm_partitions, $16 split_k.
-    The grid is sm_partitions x CTAs of each x split_k, the first fastest; see SmallMPlan.
+    The grid is sm_partitions x CTAs per partition x split_k, with sm_partitions varying fastest; see SmallMPlan.
     """
     return Cta(*fields).source()

@@ -1,4 +1,4 @@
-"""Unsloth's matmul of a few rows."""
+"""Replacements for Unsloth's matmul of a few rows."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ from .product import FusedMatmul, multiplied_first
 
 @multiplied_first
 def fast_gemv(fused: FusedMatmul, X, W, quant_state, out=None) -> torch.Tensor | Reason:
-    """For ``fast_gemv`` and ``_fast_gemv_bnb``: [1, 1, K] to [1, 1, N]. Traced, it stays Unsloth's."""
+    """Replace ``fast_gemv`` and ``_fast_gemv_bnb``, [1, 1, K] to [1, 1, N]. While Dynamo traces, Unsloth's code runs."""
     return fused.one_row(X, W, quant_state, out)
 
 
 @multiplied_first
 def gemv_rows(fused: FusedMatmul, X, W, quant_state, out) -> torch.Tensor | Reason:
-    """For ``_gemv_rows``: a batch of single tokens, [M, 1, K] to [M, 1, N]; its None means: dequantize."""
+    """Replace ``_gemv_rows`` for a batch of single tokens, [M, 1, K] to [M, 1, N].
+
+    Unsloth's function returns None to make the caller dequantize.
+    """
     return fused.of_state(X, W, quant_state, None, out)
 
 
 @multiplied_first
 def matmul_lora(fused: FusedMatmul, X, W, W_quant, A, B, s, out=None, use_global_buffer=False) -> torch.Tensor | Reason:
-    """For ``matmul_lora``, the linear layers of its LoRA kernels: x @ weight.T + (x @ a.T) @ b.T * scale.
+    """Replace ``matmul_lora``, a linear layer in Unsloth's LoRA kernels: x @ weight.T + (x @ a.T) @ b.T * scale.
 
-    A packed weight [1, bytes] asks for x @ weight, which stays Unsloth's.
+    For a packed weight [1, bytes], which requests x @ weight, Unsloth's code runs.
     """
     autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     adapted = A is not None and torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)
-    # the original multiplies in the dtype of autocast, and rounds a weight of another dtype than X's twice
+    # The original multiplies in autocast's dtype, and rounds a weight twice if its dtype is not X's.
     if adapted or autocast not in (False, X.dtype) or getattr(W_quant, "dtype", X.dtype) is not X.dtype:
         return Reason.MATMUL_OPERANDS
     rows = X.view(-1, X.shape[-1])

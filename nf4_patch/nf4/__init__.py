@@ -1,4 +1,4 @@
-"""The arithmetic of 4-bit weights: the packed weight, codes, references, Triton kernels and their launches.
+"""The arithmetic of 4-bit weights: packed weights, codes, reference formulas, Triton kernels and launches.
 
-It imports torch and triton, and none of the patched libraries; it reads neither the environment nor a file.
+This package imports torch and triton, but none of the patched libraries. It reads no environment variable and no file.
 """

@@ -1,4 +1,4 @@
-"""The 16 values of NF4 and of FP4."""
+"""The 16 code values of NF4 and FP4."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ CODES = {
 
 
 def code_of(quant_type: str, device: torch.device) -> torch.Tensor:
-    """[16] in fp32, whatever the default dtype (bitsandbytes' ``get_4bit_type`` follows it).
+    """Return the code values of a quant type, [16] in fp32.
+
+    The default dtype does not matter, unlike in bitsandbytes' ``get_4bit_type``.
 
     Raises:
         KeyError: the quant_type is neither "nf4" nor "fp4".
@@ -28,12 +30,12 @@ def code_of(quant_type: str, device: torch.device) -> torch.Tensor:
     values = CODES[quant_type]
     code = torch.empty(len(values), dtype=torch.float32, device=device)
     for index, value in enumerate(values):
-        code[index].fill_(value)  # a copy from the host would end the capture of a CUDA graph
+        code[index].fill_(value)  # a copy from the host would end a CUDA graph capture
     return code
 
 
 def uploaded_code(quant_type: str, device: torch.device) -> torch.Tensor:
-    """``code_of``, for any stream: the copy has ended when this returns."""
+    """Return ``code_of`` after its copy to the device has finished, so that any stream may read the result."""
     return code_of(quant_type, torch.device("cpu")).to(device)
 
 
@@ -41,11 +43,13 @@ _remembered: dict[tuple[str, torch.device], torch.Tensor] = {}
 
 
 def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
-    """``code_of``, made once for each device and kept: launches hold its address, which must not be that of a graph's memory.
+    """Return ``code_of``, made once per device and never freed.
+
+    Launches hold the address of this tensor, so its memory must not belong to the private pool of a CUDA graph.
 
     Raises:
-        KeyError: as ``code_of``.
-        KernelUnavailable: GRAPH_CAPTURE.
+        KeyError: the quant_type is neither "nf4" nor "fp4".
+        KernelUnavailable: GRAPH_CAPTURE, at the first use on a device.
     """
     code = _remembered.get((quant_type, device))
     if code is None:
@@ -53,8 +57,8 @@ def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
             raise runtime.KernelUnavailable("a CUDA graph is being captured", "GRAPH_CAPTURE")
         with torch.inference_mode(False):
             if device.type == runtime.DEVICE and runtime.current_stream(device.index):
-                # torch.compile's warm-up lets one thread, on a stream of its own, allocate from a CUDA graph's private pool,
-                # and fails if anything there outlives the call: another thread allocates as usual
+                # In its warm-up, torch.compile redirects the allocations of one thread, on a side stream, to the private pool
+                # of a CUDA graph. It fails if an allocation outlives the call, so another thread allocates here.
                 with ThreadPoolExecutor(1) as pool:
                     code = pool.submit(uploaded_code, quant_type, device).result()
             else:

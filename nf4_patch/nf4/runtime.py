@@ -1,4 +1,4 @@
-"""What every launch needs: the device, the entry of a compiled kernel, the stream and the allocator."""
+"""Shared parts of every launch: device queries, compilation, kernel entries, streams and allocation."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ import torch
 MISSING = ""
 try:
     import triton
-except ImportError as error:  # every launch then fails with this sentence
+except ImportError as error:  # every launch then fails with this message
     triton = None
     MISSING = f"{type(error).__name__}: {error}"
 TRITON_RELEASE = tuple(map(int, triton.__version__.split(".")[:2])) if triton is not None else (0, 0)
 
 
 class KernelUnavailable(RuntimeError):
-    """The kernel cannot run here; the message says why, ``reason`` names the Reason."""
+    """The kernel cannot run on this input or machine. The message says why, and ``reason`` names the Reason."""
 
     def __init__(self, message: str, reason: str = "KERNEL_FAILED"):
         super().__init__(message)
-        self.reason = reason  # KERNEL_FAILED (for good), or GRAPH_CAPTURE, MISALIGNED, NO_STORAGE (this time)
+        self.reason = reason  # KERNEL_FAILED is permanent; GRAPH_CAPTURE, MISALIGNED, NO_STORAGE concern one call
 
 
 class KernelEntry(NamedTuple):
-    """How a compiled kernel is launched from plain integers: ``call(grid, 1, 1, stream, *head, *arguments, *tail)``."""
+    """The entry of a compiled kernel, launched with plain integers: ``call(grid, 1, 1, stream, *head, *arguments, *tail)``."""
 
     call: Callable[..., None]
     head: tuple[Any, ...]
     tail: tuple[Any, ...]
-    launch_path: str  # for people: "c entry" or "launcher"
+    launch_path: str  # "c entry" or "launcher", shown by ``nf4-patch doctor -v``
 
     @classmethod
     def of(cls, compiled: Any, values: tuple[Any, ...]) -> KernelEntry:
-        """Triton's own ``kernel[grid](...)`` costs 17 us per call (H200 machine, 3.6.0), most of it finding the
-        compiled kernel again. ``run`` is what it calls in the end, in every release from 3.2.
+        """Build the entry of a compiled kernel from its constexpr values.
+
+        The entry calls ``run`` directly. ``kernel[grid](...)`` calls ``run`` too (Triton 3.2 and newer), but takes 17 us per
+        call, mostly to find the compiled kernel again (H200 machine, Triton 3.6.0).
         """
         compiled._init_handles()
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
@@ -50,22 +52,22 @@ class KernelEntry(NamedTuple):
         return cls(run, (function, metadata, None, None, None), values, "launcher")
 
     def start(self, grid: int, stream: int, *arguments: Any) -> None:
-        """Launch. Launch and MatmulLaunch write this line out: one Python call less."""
+        """Launch the kernel. Launch and MatmulLaunch inline this line to save a Python call."""
         self.call(grid, 1, 1, stream, *self.head, *arguments, *self.tail)
 
 
-# The device: all that is asked of PyTorch about it. Tests on a CPU exchange these, and ``compile_kernel``, before another module
-# takes them from here (tests/support/quick_interpreter.py).
-DEVICE = "cuda"  # the type of what the kernels run on
-WORD = 4  # it reads a packed weight that starts at a multiple of so many bytes
+# Every device query goes through these names. CPU tests replace the names, and ``compile_kernel``, before other modules
+# import them (tests/support/quick_interpreter.py).
+DEVICE = "cuda"  # the device type that the kernels run on
+WORD = 4  # byte alignment that the kernel requires of a packed weight
 on_device: Any = torch.cuda.device
 capability_of: Callable[[Any], tuple[int, int]] = torch.cuda.get_device_capability
 name_of: Callable[[Any], str] = torch.cuda.get_device_name
 is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # absent from builds without CUDA
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-# Allocation on the current device without the dispatcher, as Inductor's own code allocates:
-# 0.74 us; ``empty_like`` takes 1.14 and ``torch.empty`` 2.2 (H200 machine, torch 2.11).
+# Allocate on the current device without the dispatcher, like code that Inductor generates.
+# It takes 0.74 us; ``empty_like`` takes 1.14 us and ``torch.empty`` 2.2 us (H200 machine, torch 2.11).
 empty_strided_cuda: Any = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 
@@ -74,12 +76,12 @@ def multiprocessors(device: int | torch.device) -> int:
 
 
 def runs_on(tensor: torch.Tensor) -> bool:
-    """Whether a kernel can run where the tensor is. Written to be traced."""
+    """Return whether the tensor is on a device that the kernels run on. Dynamo can trace this function."""
     return tensor.device.type == DEVICE
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """False for a tensor whose storage was freed or cut, as sharding and offloading do."""
+    """Return whether the storage covers the whole tensor. Sharding and offloading free or shrink storages."""
     end = tensor.storage_offset() + tensor.numel()
     return tensor.untyped_storage().nbytes() >= end * tensor.element_size()
 
@@ -88,7 +90,7 @@ Span = tuple[int, int]
 
 
 def span(tensor: torch.Tensor) -> Span:
-    """The addresses of a tensor's first byte and of the byte after its last."""
+    """Return the address of a tensor's first byte and the address after its last byte."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():
         return start, start + tensor.nbytes
@@ -97,12 +99,12 @@ def span(tensor: torch.Tensor) -> Span:
 
 
 def spans(*tensors: torch.Tensor) -> tuple[Span, ...]:
-    """Where they lie in memory."""
+    """Return the distinct spans of the tensors."""
     return tuple(dict.fromkeys(map(span, tensors)))
 
 
 def overlap(read: Iterable[Span], start: int, end: int) -> bool:
-    """Whether what is written to [start, end) overwrites some of what is read."""
+    """Return whether a write to [start, end) would overwrite any of the ``read`` spans."""
     for first, last in read:  # noqa: SIM110 (any() of a generator takes three times as long)
         if first < end and start < last:
             return True
@@ -110,7 +112,10 @@ def overlap(read: Iterable[Span], start: int, end: int) -> bool:
 
 
 def fits(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> bool:
-    """Whether a result of this shape, dtype and device index can be written to ``out``: dense, with no gradient."""
+    """Return whether a result of this shape, dtype and device index can be written to ``out``.
+
+    ``out`` has to be contiguous and must not require a gradient.
+    """
     return (
         isinstance(out, torch.Tensor)
         and out.shape == shape
@@ -122,7 +127,7 @@ def fits(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> b
 
 
 def equal_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """For each element, flat: equal to the bit, signs of zero included; a NaN equals any NaN."""
+    """Compare element by element, flat, and bit for bit: zeros of different sign differ. Any two NaNs are equal."""
     integers = {2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
     a, b = a.reshape(-1), b.reshape(-1)
     return (a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())
@@ -134,7 +139,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @functools.cache
 def driver_version() -> int:
-    """The newest CUDA that the driver runs, 1000 * major + 10 * minor; 0: there is none."""
+    """Return the newest CUDA version that the driver supports, as 1000 * major + 10 * minor, or 0 without a driver."""
     version = ctypes.c_int(0)
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -142,7 +147,10 @@ def driver_version() -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Triton raises a plain RuntimeError where the driver has no memory to load or launch a kernel."""
+    """Return whether an error means out of memory.
+
+    Triton raises a plain RuntimeError when the driver has no memory to load or launch a kernel.
+    """
     return isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and "out of memory" in str(error)
     )
@@ -151,43 +159,43 @@ def is_out_of_memory(error: BaseException) -> bool:
 _building = threading.RLock()
 
 
-def built_once(known: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any:
-    """``known[key]``, built at its first use; a failure is remembered and raised again at once.
+def built_once(built: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any:
+    """Return ``built[key]``, built at its first use. A failure is remembered too, and raised again without a second try.
 
     Raises:
-        KernelUnavailable: it cannot be built; or a CUDA graph is being captured, which is not remembered.
-        torch.cuda.OutOfMemoryError, MemoryError: not remembered either.
+        KernelUnavailable: ``build`` failed, or a CUDA graph is being captured. The latter is not remembered.
+        torch.cuda.OutOfMemoryError, MemoryError: ``build`` ran out of memory. This is not remembered either.
     """
-    if key not in known:
+    if key not in built:
         if is_capturing():
-            raise KernelUnavailable("a CUDA graph is being captured; the kernel compiles outside one", "GRAPH_CAPTURE")
+            raise KernelUnavailable("the kernel cannot compile while a CUDA graph is being captured", "GRAPH_CAPTURE")
         with _building:
-            if key not in known:
+            if key not in built:
                 try:
-                    known[key] = build()
+                    built[key] = build()
                 except (torch.cuda.OutOfMemoryError, MemoryError):
                     raise
                 except KernelUnavailable as error:
-                    known[key] = error.with_traceback(None)
-                except Exception as error:  # of the compiler, the driver or a read-only cache
+                    built[key] = error.with_traceback(None)
+                except Exception as error:  # from the compiler, the driver or a read-only cache folder
                     if is_out_of_memory(error):
                         raise torch.cuda.OutOfMemoryError(str(error)) from error
-                    known[key] = KernelUnavailable(f"{type(error).__name__}: {error}")
-    found = known[key]
+                    built[key] = KernelUnavailable(f"{type(error).__name__}: {error}")
+    found = built[key]
     if isinstance(found, KernelUnavailable):
-        # a new one: the same error raised twice would keep the frames of both, and their weights
+        # A new error object: an error raised twice keeps the frames of both calls alive, and their weights.
         raise KernelUnavailable(str(found), found.reason)
     return found
 
 
 def compile_kernel(kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], **options: Any) -> Any:
-    """Triton's CompiledKernel for arguments of these types and these constexprs; nothing is launched.
+    """Compile Triton's CompiledKernel for arguments of these types and these constexprs, without a launch.
 
     Raises:
-        KernelUnavailable: TRITON_INTERPRET is set, and Triton compiles nothing.
+        KernelUnavailable: TRITON_INTERPRET is set, so Triton compiles nothing.
     """
     if not isinstance(kernel, triton.runtime.JITFunction):
-        raise KernelUnavailable("TRITON_INTERPRET is set, so that Triton compiles no kernel: unset it and start again")
+        raise KernelUnavailable("TRITON_INTERPRET is set, so Triton compiles no kernel. Unset it and start again")
     result = kernel.warmup(*arguments, **values, grid=(1,), **options)
     return result.result() if hasattr(result, "result") else result
 
@@ -199,12 +207,12 @@ def compiled(
     kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int, *kind: Any,
     options: dict[str, Any] | None = None,
 ) -> KernelEntry:  # fmt: skip
-    """The entry of a kernel, compiled at the first use of these constexprs with this device and dtype (``kind``);
-    see :func:`built_once`.
+    """Return the entry of a kernel, compiled at the first use of these constexprs and this ``kind``; see :func:`built_once`.
 
     Args:
-        options: of Triton's compiler. ``launch_pdl``: it starts while the kernel before it ends, whose results it waits for
-            itself (Triton >= 3.6, sm_90).
+        kind: everything else that the compiled kernel depends on, usually the device and the dtype.
+        options: for Triton's compiler. With ``launch_pdl``, the kernel may start before the previous kernel ends, and
+            waits for its results itself (Triton >= 3.6, sm_90).
     """
     options = options or {}
 

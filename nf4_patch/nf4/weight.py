@@ -18,20 +18,20 @@ OFFSET_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 TensorGuards: Any = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
-LIMIT = 16384  # of memo weights: a 70B model has 560, each in one or two dtypes
+LIMIT = 16384  # of remembered weights: a 70B model has 560, each in one or two dtypes
 
 
 class WeightMemo:
-    """A weight that was seen: one for every target, and for the op. No other has the same address and sizes meanwhile."""
+    """Per-weight memo, shared by all targets and the custom op. It holds for as long as the fingerprint does."""
 
-    launch: Any = None  # once the guards have passed
-    entry: Any = None  # what a reader keeps of it, who says whether that is still true
+    launch: Any = None  # set once the guards have passed
+    entry: Any = None  # set by the code that reads the weight, which also checks that it is still valid
 
 
 class PackedWeight(NamedTuple):
-    """One packed weight of n = prod(shape) elements in ceil(n / blocksize) blocks.
+    """A packed 4-bit weight of n = prod(shape) elements in ceil(n / blocksize) blocks.
 
-    A nested weight carries ``absmax2``, ``code2`` and ``offset``; a flat one has None in all three.
+    A nested weight has ``absmax2``, ``code2`` and ``offset``. In a flat weight all three are None.
     """
 
     packed: torch.Tensor  # ceil(n / 2) bytes stored as any of STORAGE_DTYPES; high nibble = even element
@@ -43,18 +43,19 @@ class PackedWeight(NamedTuple):
     blocksize2: int  # blocks per second-level block; 0 when flat
     shape: Sequence[int]  # of the dequantized weight, any rank
     dtype: torch.dtype  # of the dequantized weight, one of OUTPUT_DTYPES
-    quant_type: str  # "nf4" or "fp4": the value of each nibble
+    quant_type: str  # "nf4" or "fp4"
 
     def memo(self) -> WeightMemo:
-        """What is remembered of this weight: the same fingerprint, the same launch.
+        """Return the memo of this weight. Weights with the same fingerprint share a memo.
 
-        Found in a third of the time of the fingerprint: by addresses and plain fields, and one call into PyTorch, which compares class,
-        dispatch keys, dtype, device, sizes and strides of all tensors, proves that the fingerprint are the same.
+        The lookup is by addresses and plain fields. One call into PyTorch then compares class, dispatch keys, dtype, device,
+        sizes and strides of all tensors, which proves that the fingerprint is the same. That takes a third of the time of
+        computing the fingerprint.
 
         Raises:
-            AttributeError: a field is no tensor.
+            AttributeError: a field is not a tensor.
         """
-        fields: Any = self  # not typing.cast, and no starred name: 0.2 us less (2-core CPU machine, Python 3.11)
+        fields: Any = self  # not typing.cast, no starred name: saves 0.2 us (2-core CPU machine, Python 3.11)
         packed, absmax, absmax2, code2, offset, blocksize, blocksize2, shape, dtype, quant_type = fields
         if absmax2 is None:
             place: Any = (
@@ -74,18 +75,18 @@ class PackedWeight(NamedTuple):
         return self.remember(place, packed, absmax, absmax2, code2, offset)
 
     def remember(self, place: tuple[Any, ...], *tensors: torch.Tensor) -> WeightMemo:
-        """That of these fingerprint, found faster from now on."""
+        """Return the memo of this weight's fingerprint, and register these tensors for the fast lookup."""
         if len(_checked) >= LIMIT or len(_memos) >= LIMIT:
             forget()
         memo = _memos.setdefault(self.fingerprint(), WeightMemo())
         with contextlib.suppress(RuntimeError, TypeError):  # a tensor without strides
             same = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-            # the latest 8: dispatch keys are those of the call, which depend on autocast and inference mode
+            # The latest 8 checks, because dispatch keys depend on the call's autocast and inference mode.
             _checked[place] = ((same, memo), *_checked.get(place, ())[:7])
         return memo
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """All that the guards ask of a weight, its addresses, and nothing that changes from call to call."""
+        """Return everything that the guards check and all addresses, but nothing that changes from call to call."""
         count = 2 if self.absmax2 is None else 5
         tensors: Any = self[:count]
         return (
@@ -94,20 +95,21 @@ class PackedWeight(NamedTuple):
         )  # fmt: skip
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Its own tensors, the packed bytes first."""
+        """Return the weight's tensors, the packed bytes first."""
         return tuple(tensor for tensor in self[:5] if tensor is not None)
 
     def owner(self) -> torch.Tensor:
-        """The tensor whose memory the packed bytes are, or look at: a parameter, unless somebody computed or copied them.
+        """Return the tensor that owns the memory of the packed bytes: a parameter, unless they were computed or copied.
 
-        What Inductor computes or reinterprets has no ``_base``: addresses and version counters say nothing there.
+        Tensors that Inductor computes or reinterprets have no ``_base``. Their addresses and version counters prove nothing.
         """
         base: torch.Tensor | None = self.packed._base
         return self.packed if base is None else base
 
     def operands(self) -> tuple[torch.Tensor, ...]:
-        """A kernel's tensors: packed, absmax, code, absmax2, code2, offset. Of a flat weight the last three are the code,
-        which is not read.
+        """Return a kernel's tensors: packed, absmax, code, absmax2, code2, offset.
+
+        For a flat weight, the code stands in for the last three, which the kernel does not read.
 
         Raises:
             KernelUnavailable: GRAPH_CAPTURE, at the first use on a device.
@@ -126,33 +128,34 @@ class PackedWeight(NamedTuple):
         return self.absmax2 is not None
 
     def offset_dtype(self) -> torch.dtype | None:
-        """None: flat."""
+        """Return the dtype of the offset, None for a flat weight."""
         return None if self.offset is None else self.offset.dtype
 
     def transposed(self) -> bool:
-        """A packed weight handed in as [1, bytes] asks for the transposed result."""
+        """Return whether the packed bytes are [1, bytes], which requests the transposed result."""
         return self.packed.shape[0] == 1
 
     def step(self) -> int:
-        """Of a weight [N, K]: so many elements of a row, 64 at most, from any multiple of it on, have one scale."""
+        """Return the step of a weight [N, K]: the largest power of two, up to 64, that divides K and the blocksize.
+
+        Each aligned run of that many elements of a row shares one scale.
+        """
         return min(64, self.blocksize, self.shape[1] & -self.shape[1])
 
     def nbytes(self) -> int:
-        """Bytes of the packed weight."""
+        """Return the size of the packed bytes."""
         return self.packed.numel() * self.packed.element_size()
 
     def bytes(self) -> torch.Tensor:
-        """The packed weight as a flat uint8 view."""
+        """Return the packed bytes as a flat uint8 view."""
         return self.packed.detach().reshape(-1).view(torch.uint8)
 
 
 _memos: dict[tuple[Any, ...], WeightMemo] = {}
-_checked: dict[
-    tuple[Any, ...], tuple[tuple[Any, WeightMemo], ...]
-] = {}  # by addresses and plain fields, with their proofs
+_checked: dict[tuple[Any, ...], tuple[tuple[Any, WeightMemo], ...]] = {}  # by addresses and plain fields, with checks
 
 
 def forget() -> None:
-    """Know no weight any more."""
+    """Drop the memos of all weights."""
     _checked.clear()
     _memos.clear()

@@ -1,1 +1,1 @@
-"""Packed experts that wait in host memory, and are fetched ahead."""
+"""Packed experts in host memory, with prefetch to the GPU."""

@@ -1,4 +1,4 @@
-"""``offload``: packed experts wait in host memory."""
+"""``offload="6GiB"``: packed experts wait in host memory."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from ..patching.target import TESTED_LOADING, Target
 
 @dataclass(frozen=True)
 class OffloadStatus:
-    """Of one GPU, and of the models that have packed experts in host memory."""
+    """Offload status of one GPU, for the models with packed experts in host memory."""
 
-    resident: int = 0  # bytes of packed experts on the GPU, what is in flight included
-    in_host: int = 0  # bytes of packed experts
-    fetches: int = 0  # of experts modules
-    late: int = 0  # fetches that began only when the experts were read
+    resident: int = 0  # bytes of packed experts on the GPU, prefetch buffers included
+    in_host: int = 0  # bytes of packed experts in host memory
+    fetches: int = 0  # copies of an experts module to the GPU
+    late: int = 0  # fetches that started only when the experts were read, not ahead
 
     def __str__(self) -> str:
         resident, in_host = size_in_words(self.resident), size_in_words(self.in_host)
-        return f"{in_host} of packed experts in host memory, {resident} here; {self.fetches} fetches, {self.late} not ahead"
+        return (
+            f"{in_host} of packed experts in host memory, {resident} on the GPU; {self.fetches} fetches, "
+            f"{self.late} of them late"
+        )
 
 
 def report(mode: str | int) -> dict[str, OffloadStatus]:
-    module = sys.modules.get(f"{__package__}.prefetch")  # it needs torch
+    module = sys.modules.get(f"{__package__}.prefetch")  # not imported here, because it imports torch
     found: dict[str, OffloadStatus] = {} if module is None else module.snapshot()
     return found
 
@@ -35,8 +38,9 @@ def lines(offload: dict[str, OffloadStatus]) -> list[str]:
 
 OFFLOAD = Option(
     "NF4_PATCH_OFFLOAD", ("off", "all"), "off",
-    "Packed experts wait in host memory and are fetched ahead, with the same bits. A size: so much of them, and of what is in "
-    "flight, stays on every GPU; all: only what is in flight. For models that are loaded from then on, with experts=4bit.",
+    "Packed experts wait in host memory and are prefetched, with bit-identical results. A size limits the packed experts on each "
+    "GPU, prefetch buffers included. all: only the prefetch buffers are on the GPU. It applies to models loaded afterwards and "
+    "needs experts=4bit.",
     size=True, on="6GiB",
     targets=(
         Target(

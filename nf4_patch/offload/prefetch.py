@@ -1,8 +1,9 @@
 """Packed experts that wait in host memory: ``enable(experts="4bit", offload="6GiB")``.
 
-A stack in host memory stays a CUDA tensor. Its memory is the host's, pinned and mapped, and a GPU reads it at the same address
-over the bus: whatever is done to a parameter is done to this one too, only slower. What makes it fast is one thing more: while
-the experts of one layer compute, those of the next are copied into a buffer on the GPU, and are decoded there.
+A stack in host memory is still a CUDA tensor. Its memory is pinned host memory, mapped into the GPU's address space at the
+same address. Every operation on a parameter therefore works on it too, only slower, because the GPU reads over the bus.
+Prefetch makes it fast. While the experts of one layer compute, the experts of the next layer are copied into a buffer on the
+GPU. They are decoded from that buffer.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from .option import OffloadStatus
 
 SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
-ALIGNMENT, ROOM = 256, 4096  # bytes: as of PyTorch's allocator, and for 16 tensors
-MORE = 'free memory of the host, or leave more on the GPU, with a larger offload="...GiB"'
+ALIGNMENT, ROOM = 256, 4096  # bytes: PyTorch's allocator aligns like this; room for the alignment of 16 tensors
+MORE = 'free host memory, or keep more experts on the GPU with a larger offload="...GiB"'
 gate = switch.gates["offload"]
 
 
 class Cuda:
-    """What is asked of CUDA. Tests put one of plain CPU tensors in its place."""
+    """All CUDA calls of this module. Tests replace it with a version for plain CPU tensors."""
 
     kind, left = "cuda", list[tuple[Tensor, torch.device]]()
     event, stream, running_on = torch.cuda.Event, torch.cuda.Stream, staticmethod(torch.cuda.stream)
@@ -48,21 +49,21 @@ class Cuda:
     handle = staticmethod(runtime.current_stream)
 
     def register(self, host: Tensor, device: torch.device) -> str:
-        """Pin memory and map it into the address space of every GPU. What went wrong, or ""."""
+        """Pin memory and map it into the address space of every GPU. Return the error, or "" on success."""
         cudart, same = torch.cuda.cudart(), ctypes.c_int()
         ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(same), SAME_ADDRESS, device.index)
         if not same.value:
-            return "this GPU does not read the host's memory at the host's address"
-        with torch.cuda.device(device):  # which PyTorch then takes for the memory's
+            return "this GPU cannot read host memory at the host's address"
+        with torch.cuda.device(device):  # PyTorch takes the current device for the device of this memory
             code = cudart.cudaHostRegister(host.data_ptr(), host.nbytes, PORTABLE_AND_MAPPED)
         if not int(code):
             return ""
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=device)  # or the next kernel of this process would raise what CUDA remembers
+            torch.ones(1, device=device)  # clears the pending CUDA error, which the next kernel would raise
         return str(cudart.cudaGetErrorString(code))
 
     def unregister(self, host: Tensor, device: torch.device) -> None:
-        """Now, or with the next one where a graph is being captured, which this would end."""
+        """Unpin memory, now or at the next call outside a CUDA graph capture, which unpinning would end."""
         self.left.append((host, device))
         while self.left and not torch.cuda.is_current_stream_capturing():
             host, device = self.left.pop()
@@ -70,7 +71,7 @@ class Cuda:
             torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
     def mapped(self, part: Any, device: torch.device) -> Tensor:
-        """uint8 [bytes] on the GPU, whose memory is the host's. It keeps the part alive."""
+        """Return a CUDA tensor, uint8 [bytes], in the host memory of ``part``. The tensor keeps ``part`` alive."""
         return torch.as_tensor(part, device=device)
 
     def copy(self, place: Tensor, host: Tensor) -> None:
@@ -82,46 +83,45 @@ Fingerprint = tuple[Any, ...]
 
 
 class HostBlock:
-    """The packed stacks of one experts module that wait in one piece of host memory: fetched together.
+    """One block of host memory with the packed stacks of one experts module, which are fetched together.
 
-    It is pinned with the first tensor, and lives as long as a CUDA tensor on it does.
+    The block is pinned when the first tensor arrives, and lives as long as any CUDA tensor in it.
     """
 
     def __init__(self, capacity: int):
-        self.capacity, self.size = capacity, 0  # bytes that are planned, and that are taken
-        self.resident = 0  # bytes of other modules that stay on the GPU, where they are counted with this one
+        self.capacity, self.size = capacity, 0  # bytes planned, and bytes in use
+        self.resident = 0  # bytes of the modules that stay on the GPU; one block per GPU carries this count
         self.host: Tensor | None = None  # uint8
         self.sizes: dict[int, int] = {}  # bytes of each tensor, by address
-        self.fingerprints: dict[
-            int, Fingerprint
-        ] = {}  # of each weight when it was read last, by the address of its packed bytes
-        # what followed when this one was read after another: forward and backward meet a layer from either side
+        # of each weight at its last read, by the address of its packed bytes
+        self.fingerprints: dict[int, Fingerprint] = {}
+        # the next block, by the block before this one, because forward and backward run through the layers in opposite order
         self.after: weakref.WeakKeyDictionary[HostBlock, Reference] = weakref.WeakKeyDictionary()
 
     def pinned(self, device: torch.device) -> Tensor:
-        """Its memory.
+        """Allocate and pin the block's memory.
 
         Raises:
-            MemoryError: the memory is not there, or cannot be pinned.
+            MemoryError: the memory cannot be allocated or pinned.
         """
         self.device, size = device, self.capacity + ROOM
         try:
-            # Shared, so that a fork need not copy what is pinned. PyTorch's own pinned memory is rounded up to a power of two
+            # Shared memory, so that a fork does not copy pinned pages. PyTorch rounds its pinned memory up to a power of two.
             host = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
             failure = cuda.register(host, device)
         except OSError as error:
             failure = str(error)
         if failure:
             raise MemoryError(
-                f"offload: {size_in_words(size)} of host memory could not be pinned for packed experts, after "
-                f"{size_in_words(sum(block.size for block in living()))} that are: {failure}. Raise the limit for pinned memory "
+                f"offload: {size_in_words(size)} of host memory could not be pinned for packed experts: {failure}. "
+                f"{size_in_words(sum(block.size for block in living()))} are pinned already. Raise the limit for pinned memory "
                 f"(ulimit -l; docker run --ulimit memlock=-1), {MORE}"
             )
         weakref.finalize(self, forget, cuda, host, self.sizes, device, os.getpid()).atexit = False
         return host
 
     def placed(self, tensor: Tensor) -> Tensor:
-        """The tensor in host memory, as a CUDA tensor; itself where it was not planned with that size."""
+        """Move a tensor into the block and return it as a CUDA tensor. If the plan left too little room, return it unmoved."""
         if self.host is None:
             self.host = self.pinned(tensor.device)
         place = self.host[self.size : self.size + tensor.nbytes]
@@ -137,12 +137,12 @@ class HostBlock:
         return whole.view(tensor.dtype).view(tensor.shape)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether it is one of its tensors, whole."""
+        """Return whether a tensor is one of the block's tensors, not a part of one."""
         return self.sizes.get(tensor.data_ptr()) == tensor.nbytes and tensor.is_contiguous()
 
 
 Reference = Callable[[], HostBlock | None]
-blocks: dict[int, Reference] = {}  # by the address of each of their tensors, which is theirs alone
+blocks: dict[int, Reference] = {}  # by the address of each tensor in them; the addresses are unique while a block lives
 
 
 def nobody() -> None:
@@ -154,7 +154,7 @@ def living() -> set[HostBlock]:
 
 
 def forget(cuda: Any, host: Tensor, sizes: dict[int, int], device: torch.device, process: int) -> None:
-    """A block died."""
+    """Unregister a host block that died, and unpin its memory."""
     for address in sizes:
         del blocks[address]
     if os.getpid() == process:  # a forked child has no CUDA
@@ -167,18 +167,20 @@ def forget(cuda: Any, host: Tensor, sizes: dict[int, int], device: torch.device,
 
 
 class Buffer:
-    """Memory on the GPU, of the copy stream's, into which blocks are copied."""
+    """GPU memory, allocated on the copy stream, into which host blocks are copied."""
 
     def __init__(self) -> None:
         self.memory: Tensor | None = None
         self.arrived = cuda.event()
         self.block: Reference | None = None
-        self.fingerprints: dict[int, Fingerprint] = {}  # of the block when it was copied
-        self.streams: dict[int, Any] = {}  # on which it was read
-        # a weight's first tensors here, None for one that is not: by whose they are, as another block may come to an address
+        self.fingerprints: dict[int, Fingerprint] = {}  # of the block's weights when it was copied
+        self.streams: dict[int, Any] = {}  # that have read the buffer since
+        # Views of a weight's packed, absmax and absmax2, None for a tensor outside the block. The block is part of the key,
+        # because a later block may reuse an address.
         self.views: dict[tuple[Reference, Fingerprint], list[Tensor | None]] = {}
 
     def viewed(self, weight: PackedWeight, fingerprint: Fingerprint, block: HostBlock) -> list[Tensor | None]:
+        """Make the buffer's views of a weight's packed, absmax and absmax2, and remember them."""
         assert self.memory is not None and block.host is not None
         if len(self.views) >= LIMIT:
             self.views.clear()
@@ -191,21 +193,24 @@ class Buffer:
 
 
 class Prefetcher:
-    """Two buffers and the stream of copies of one GPU, and in which order blocks are read there."""
+    """Prefetcher of one GPU: two buffers, a copy stream, and the order in which host blocks are read."""
 
     def __init__(self, device: torch.device):
-        self.device, self.lock = device, new_lock()  # held from the wait for a copy until the decode is launched
+        self.device, self.lock = device, new_lock()  # held until the decode is launched
         self.stream = cuda.stream(device)
-        self.buffers = [Buffer(), Buffer()]  # the one that was read last is the first
+        self.buffers = [Buffer(), Buffer()]  # the buffer that was read last comes first
         self.before: Reference = nobody
-        self.now: Reference = nobody  # weak, as all of a prefetcher's: a block lives as long as its tensors
+        self.now: Reference = nobody  # all references here are weak, so that a block dies with its tensors
         self.fetches = self.late = 0
 
     def decode(
         self, weight: PackedWeight, fingerprint: Fingerprint, block: HostBlock, run: Callable[[PackedWeight], Any]
     ) -> Any:
-        """What ``run`` makes of the weight where it has arrived; where it lies if it is a part of what is there."""
-        reference = weakref.ref(block)  # one object, as long as the block lives
+        """Run ``run`` on the weight's copy in a prefetch buffer, fetched now if it is not there.
+
+        A slice of a stack is read directly from host memory.
+        """
+        reference = weakref.ref(block)  # always the same object while the block lives
         with self.lock:
             if self.buffers[1].block is reference:
                 self.buffers.reverse()
@@ -218,7 +223,7 @@ class Prefetcher:
                     self.buffers.reverse()
                     buffer = self.buffers[0]
                 self.fetch(buffer, block, ahead=False)
-            if reference is not self.now:  # before this one is waited for: the copy begins at once
+            if reference is not self.now:  # prefetch before the wait below, so that the copy starts at once
                 following = self.following(block)
                 if following is not None and self.buffers[1].block is not weakref.ref(following):
                     self.fetch(self.buffers[1], following, ahead=True)
@@ -234,24 +239,24 @@ class Prefetcher:
             return run(new(PackedWeight, (packed, absmax, absmax2, *weight[3:])))
 
     def following(self, block: HostBlock) -> HostBlock | None:
-        """What followed the last time, if anything."""
+        """Record that ``block`` is read now. Return the block that followed it last time, if any."""
         before, now = self.before(), self.now()
         if before is not None and now is not None:
             now.after[before] = weakref.ref(block)
         self.before, self.now = self.now, weakref.ref(block)
-        known = None if now is None else block.after.get(now)
-        return None if known is None else known()
+        reference = None if now is None else block.after.get(now)
+        return None if reference is None else reference()
 
     def fetch(self, buffer: Buffer, block: HostBlock, ahead: bool) -> None:
-        """Start the copy of a block, after the last use of what is in the buffer."""
+        """Start the copy of a host block into a buffer, after the last use of the buffer's contents."""
         self.empty(buffer)
-        if not ahead:  # what was written into a stack meanwhile
+        if not ahead:  # include writes to a stack on the current stream
             self.stream.wait_stream(cuda.current_stream(self.device))
         assert block.host is not None
         with cuda.running_on(self.stream):
             if buffer.memory is None or buffer.memory.nbytes < block.size:
                 self.free(buffer)
-                with torch.inference_mode(False):  # training reads there too
+                with torch.inference_mode(False):  # training may read the buffer later
                     buffer.memory = torch.empty(block.size, dtype=torch.uint8, device=self.device)
             cuda.copy(buffer.memory[: block.size], block.host[: block.size])
         buffer.arrived.record(self.stream)
@@ -260,7 +265,7 @@ class Prefetcher:
         self.late += not ahead
 
     def empty(self, buffer: Buffer) -> None:
-        """What is next in the copy stream may have its memory."""
+        """Let the copy stream wait for all reads of the buffer, so that it may be overwritten."""
         buffer.block = None
         for stream in buffer.streams.values():
             self.stream.wait_stream(stream)
@@ -280,7 +285,7 @@ prefetchers: dict[torch.device, Prefetcher] = {}
 
 
 def of_state(dequantizer: Dequantizer, packed: Tensor, state: Any, only_read: bool) -> Tensor | Reason:
-    """As ``dequantizer.of_state``. What is in host memory is fetched first, unless a cached dense stack is known."""
+    """Call ``dequantizer.of_state``. Fetch a stack from host memory first, unless its dense weight is cached."""
     block = None if modes_active() else blocks.get(packed.data_ptr(), nobody)()
     weight: Any = Reason.STATE_FIELDS if block is None else weight_of(packed, state)
     fingerprint = None if type(weight) is Reason or transforms_active() is not None else fingerprint_of(weight)
@@ -297,7 +302,10 @@ def of_state(dequantizer: Dequantizer, packed: Tensor, state: Any, only_read: bo
 
 
 def fingerprint_of(weight: PackedWeight) -> Fingerprint | None:
-    """What changes when a weight's first tensors do; None where one counts no versions."""
+    """Return a fingerprint that changes whenever packed, absmax or absmax2 do.
+
+    Return None if one of them has no version counter.
+    """
     packed, absmax, absmax2, *_ = weight
     try:
         fingerprint: Fingerprint = (
@@ -313,28 +321,28 @@ def fingerprint_of(weight: PackedWeight) -> Fingerprint | None:
 
 # --- loading ---
 
-# Of models that are being loaded: the blocks by path, or why they cannot be placed, which transformers would only log
+# For each model being loaded: host blocks by module path, or the error message, because transformers only logs the exception
 plans: weakref.WeakKeyDictionary[Any, dict[str, HostBlock] | str] = weakref.WeakKeyDictionary()
 
 
 def packed_size(elements: int, nested: bool) -> int:
-    """Bytes of a packed stack with blocks of 64 elements, and 256 blocks a block of the second level."""
+    """Return the bytes of a packed stack with 64 elements per block and 256 blocks per second-level block."""
     scales = -(-elements // 64)
     return -(-elements // 2) + (scales + 4 * -(-scales // 256) if nested else 4 * scales)
 
 
 def free_memory() -> float:
-    """Bytes of the host that can be had; infinite where Linux does not say."""
+    """Return the bytes of host memory that are available, or infinity if /proc/meminfo does not say."""
     with contextlib.suppress(OSError, KeyError), open("/proc/meminfo") as file:
         return 1024 * int(dict(line.split(":") for line in file)["MemAvailable"].split()[0])
     return float("inf")
 
 
 def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
-    """Decide which experts modules of a model, whole, go to host memory.
+    """Decide which experts modules of a model go to host memory. A module is never split.
 
     Args:
-        stacks: of each stack that will be packed its full name, its device and its packed bytes.
+        stacks: (full name, device, packed bytes) of each stack that will be packed.
 
     Raises:
         ConfigError: the budget does not hold two buffers.
@@ -355,11 +363,11 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
         on_gpu = budget - 2 * largest if isinstance(budget, int) else 0
         if on_gpu < 0:
             raise ConfigError(
-                f"offload={size_in_words(int(budget))!r} does not hold the two buffers on {device}, one experts module each: "
-                f'give "{-(-2 * largest // 2**20)}MiB" or more, or "all", which keeps only these'
+                f"offload={size_in_words(int(budget))!r} is too small for the two prefetch buffers on {device}, which hold one "
+                f'experts module each. Give "{-(-2 * largest // 2**20)}MiB" or more, or "all", which keeps only the buffers'
             )
         share, resident = 0, total
-        for path, size in sizes.items():  # spread evenly, so that copies overlap with what computes
+        for path, size in sizes.items():  # spread evenly over the layers, so that copies overlap with computation
             share += on_gpu * size
             if share >= total * size:
                 share -= total * size
@@ -367,17 +375,17 @@ def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
                 block = chosen[path] = HostBlock(size)
                 resident -= size
         block.resident, wanted = resident, wanted + total - resident
-    if wanted > (free := free_memory()):  # or Linux would end this process without a word
+    if wanted > (free := free_memory()):  # otherwise Linux would kill this process silently
         raise MemoryError(
-            f"offload: {size_in_words(wanted)} of host memory are needed, {size_in_words(int(free))} are free: {MORE}"
+            f"offload: {size_in_words(wanted)} of host memory are needed, but {size_in_words(int(free))} are free. To go on, {MORE}"
         )
 
 
 def blocks_of(model: Any) -> dict[str, HostBlock]:
-    """The plan of a model that is being loaded.
+    """Return the host blocks planned for a model that is being loaded, by module path.
 
     Raises:
-        MemoryError: one of its stacks could not be placed.
+        MemoryError: a stack of the model could not be placed.
     """
     planned = plans.get(model, {})
     if isinstance(planned, str):
@@ -386,7 +394,7 @@ def blocks_of(model: Any) -> dict[str, HostBlock]:
 
 
 def placed(model: Any, full_name: str, parameter: Any) -> Any:
-    """A packed stack that carries its state, where it belongs."""
+    """Move a packed stack and its absmax tensors to host memory if the plan says so. Return the parameter."""
     block, state = blocks_of(model).get(full_name.rpartition(".")[0]), parameter.quant_state
     if block is None:
         return parameter
@@ -399,11 +407,11 @@ def placed(model: Any, full_name: str, parameter: Any) -> Any:
     return parameter
 
 
-# --- what is said ---
+# --- status ---
 
 
 def snapshot() -> dict[str, OffloadStatus]:
-    """By GPU."""
+    """Return the offload status by GPU."""
     found, held = {}, living()
     for device, prefetcher in (dict.fromkeys(block.device for block in held) | prefetchers).items():
         here = [block for block in held if block.device == device]

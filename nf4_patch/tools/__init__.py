@@ -1,1 +1,1 @@
-"""The hands: doctor, verify, run, calibrate. Each returns a report object, which cli.py prints."""
+"""The commands of ``nf4-patch``: doctor, verify, run and calibrate. Each returns a report, which cli.py prints."""

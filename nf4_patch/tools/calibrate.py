@@ -1,6 +1,6 @@
-"""``nf4-patch calibrate``: which config of the fused matmul wins on this GPU, by weight and rows of X, remembered.
+"""``nf4-patch calibrate``: find the fastest config of the fused matmul on this GPU, by weight and rows of X, and save it.
 
-What is written is what :mod:`nf4_patch.matmul.calibrated` reads, with the times that decided it.
+The file is read by :mod:`nf4_patch.matmul.calibrated`. It also contains the times that decided.
 """
 
 from __future__ import annotations
@@ -28,37 +28,38 @@ from .patch import patch
 from .report import Progress, Report, silent, table
 from .timing import Times, gpu_times, over
 
-ROWS = (1, 2, 8, 16, 32, 64)  # of X; each closes the range that starts after the one before
-MARGIN = 0.03  # ours has to be faster by this much, and by more than the noise of the run
+ROWS = (1, 2, 8, 16, 32, 64)  # rows of X; each is the upper end of a range
+MARGIN = 0.03  # the fused matmul has to be faster by this fraction, and by more than the noise of the run
 ROUNDS = 10
-SHIPPED = SMALL_M_ROWS + SMALL_M_CANDIDATES  # whose configs are the candidates, whatever their GPU
+SHIPPED = SMALL_M_ROWS + SMALL_M_CANDIDATES  # the candidates are the configs of all these rows, measured on any GPU
 METHOD = (
-    "GPU time of one matmul, us: CUDA-graph replays over weights that overflow the L2, alternating, medians. Each config "
-    "was right first: one-hot rows give dequantize's bits, and the error against fp64 is that of dequantize + matmul. "
-    f"It is taken where it is {100 * MARGIN:.0f} % faster than all else, at the fewest rows of its range too."
+    "GPU time of one matmul, us: medians of alternating CUDA-graph replays over weights that overflow the L2 cache. Each config "
+    "is checked before it is timed: one-hot rows return the bits of dequantize, and the error against fp64 is no larger than "
+    f"with dequantize + matmul. A config is used if it is {100 * MARGIN:.0f} % faster than everything else, at both ends of its "
+    "range of rows."
 )
 
 
 class Point(NamedTuple):
-    """What was measured of one weight at one number of rows of X."""
+    """Measurement of one weight at one number of rows of X."""
 
     m: int
-    times: dict[str, Times]  # of the original ways to multiply, and of ours
-    config: Any = None  # of ours: the fastest that is right; None: none is
+    times: dict[str, Times]  # of the originals and of the fused matmul
+    config: Any = None  # the fastest correct config of the fused matmul, None if no config is correct
 
     @property
     def noise(self) -> float:
-        """The largest difference of anything from itself."""
+        """Return the largest noise of any of the times."""
         return max(times.noise for times in self.times.values())
 
 
 def candidates(m: int) -> list[Any]:
-    """The configs to try at ``m`` rows of X: those of every table row that covers m."""
+    """Return the configs to try at ``m`` rows of X: the configs of every table row that covers m."""
     return list(dict.fromkeys(row.config for row in SHIPPED if row.max_m >= m))
 
 
 def beats(here: Point, there: Point) -> bool:
-    """Whether ours takes less here than everything else takes there."""
+    """Return whether the fused matmul at ``here`` is faster than everything else at ``there``."""
     if here.config is None:
         return False
     ours = here.times[OURS].median * (1 + max(MARGIN, here.noise, there.noise))
@@ -66,10 +67,11 @@ def beats(here: Point, there: Point) -> bool:
 
 
 def decided(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """The rows to remember.
+    """Return the rows to save.
 
-    Inside a range nothing is measured. Ours takes no longer there than at its last number of rows, and the others no less
-    than at the one before: so there ours has to be faster than the others are at either end.
+    Only the ends of a range are measured. Inside a range, the fused matmul takes no longer than at the upper end. The
+    originals take no less than at the end of the previous range. So the fused matmul's time at the upper end has to be below
+    the originals' times at both ends.
     """
     found = []
     for before, point in zip((None, *points), points, strict=False):
@@ -81,35 +83,38 @@ def decided(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 
 def multiply(config: Any, x: torch.Tensor, packed: torch.Tensor, state: Any, out: Any = None) -> Any:
-    """The fused matmul with a config."""
+    """Run the fused matmul with a given config."""
     return matmul.resolve(x, weight_of(packed, state), None, config)(x, out)
 
 
 def wrong(config: Any, x: torch.Tensor, weights: Weights) -> str:
-    """What is wrong with a config; "" where one-hot rows give dequantize's bits, and x an error no larger than its matmul's.
+    """Check a config. Return the failure, or "" if the config is correct.
+
+    One-hot rows have to return the bits of dequantize. For ``x``, the error against fp64 must not exceed the error of
+    dequantize + matmul.
 
     Raises:
-        KernelUnavailable: it does not compile here.
+        KernelUnavailable: the config does not compile on this GPU.
     """
     m, k = x.shape
     columns = torch.randperm(k, device=x.device)[:m]
     one_hot = torch.nn.functional.one_hot(columns, k).to(x.dtype)
     out = torch.full((m, len(weights.dense)), float("nan"), dtype=x.dtype, device=x.device)
     if not torch.equal(multiply(config, one_hot, *weights.packed[0], out.clone()), weights.dense[:, columns].t()):
-        return "one-hot rows do not give the bits of dequantize"
+        return "one-hot rows do not return the bits of dequantize"
     ours, theirs = weights.errors(x, multiply(config, x, *weights.packed[0], out))
     return "" if ours <= SLACK * theirs else f"error {ours:.3e} against fp64, dequantize + matmul {theirs:.3e}"
 
 
 def one_point(m: int, weights: Weights, unsloth: Any, failures: list[str]) -> Point:
-    """Check every candidate, then time those that are right and everything else, alternating."""
+    """Check every candidate. Then time the correct candidates and the originals, alternating."""
     n, k = weights.dense.shape
     x = weights.rows_of_x(m)
     right = {}
     for config in candidates(m):
         try:
             found = wrong(config, x, weights)
-        except runtime.KernelUnavailable:  # too many registers for this GPU, an instruction that it has not
+        except runtime.KernelUnavailable:  # too many registers for this GPU, or an instruction that it lacks
             continue
         if found:
             failures.append(f"{n}x{k}, {m} rows, {config}: {found}")
@@ -125,11 +130,11 @@ def one_point(m: int, weights: Weights, unsloth: Any, failures: list[str]) -> Po
 
 @dataclass(frozen=True)
 class Calibration(Report):
-    """What was measured on this GPU."""
+    """Result of a calibration on this GPU."""
 
-    entry: dict[str, Any]  # that is remembered
-    failures: list[str]  # configs that were wrong, and are not remembered
-    note: str = ""  # where it is remembered
+    entry: dict[str, Any]  # as saved
+    failures: list[str]  # incorrect configs, which are not saved
+    note: str = ""  # where the calibration is saved
 
     def render(self) -> Iterable[str]:
         yield METHOD
@@ -139,19 +144,19 @@ class Calibration(Report):
 
 
 def line(row: dict[str, Any]) -> dict[str, object]:
-    """Of the table: each time, how many times as fast ours is, and the config that is taken."""
+    """Return a line of the table: all times, the speed-up of the fused matmul over each, and the config that is used."""
     us, config = row["us"], row["config"]
     ours = us.get(OURS)
     times = {
         name: f"{time:.2f}" + (f" ({time / ours:.2f}x)" if ours and name != OURS else "") for name, time in us.items()
     }
     taken = "the original" if config is None else "-".join(f"{value:d}" for value in config.values())
-    return {"rows": row["m"], **times, "noise": f"{100 * row['noise']:.1f} %", "taken": taken}
+    return {"rows": row["m"], **times, "noise": f"{100 * row['noise']:.1f} %", "used": taken}
 
 
 @patch(False)
 def measure(shapes: Sequence[tuple[int, int]], tell: Progress = silent) -> Calibration:
-    """Of weights with these shapes, (n, k), on the current GPU.
+    """Calibrate weights of these shapes, (n, k), on the current GPU.
 
     Raises:
         NotAvailable: bitsandbytes is older than 0.50.
@@ -179,7 +184,7 @@ def measure(shapes: Sequence[tuple[int, int]], tell: Progress = silent) -> Calib
 
 
 def calibrate(path: Path, shapes: Sequence[tuple[int, int]], tell: Progress) -> Calibration:
-    """Measure weights of these shapes, (n, k), and remember them in ``path`` with what the same releases measured before.
+    """Measure weights of these shapes, (n, k), and save them in ``path``. Keep earlier results of the same releases.
 
     Raises:
         NotAvailable: bitsandbytes is older than 0.50.
@@ -192,7 +197,7 @@ def calibrate(path: Path, shapes: Sequence[tuple[int, int]], tell: Progress) -> 
     found = measure(shapes, tell)
     try:
         known = calibrated.load(path)
-    except (OSError, ValueError):  # damaged: replaced
+    except (OSError, ValueError):  # a damaged file is replaced
         known = {}
     before = known[name] if calibrated.read(path, name).rows else {}
     same = all(before.get(key) == found.entry[key] for key in ("releases", "dtype"))
@@ -200,5 +205,5 @@ def calibrate(path: Path, shapes: Sequence[tuple[int, int]], tell: Progress) -> 
     try:
         calibrated.write(path, known)
     except OSError as error:
-        return dataclasses.replace(found, note=f"{name} is not remembered: {path} was not written: {error.strerror}")
-    return dataclasses.replace(found, note=f"{name} is remembered in {path}")
+        return dataclasses.replace(found, note=f"The calibration of {name} was not saved to {path}: {error.strerror}")
+    return dataclasses.replace(found, note=f"The calibration of {name} is saved in {path}")

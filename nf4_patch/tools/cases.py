@@ -1,4 +1,4 @@
-"""The weights that ``verify`` compares."""
+"""The weights that ``nf4-patch verify`` compares."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from ..nf4.weight import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
 
-# Whole CTAs and part of one, partial last blocks, odd counts, rows that no blocksize divides, rank 1 to 3.
+# Whole and partial CTAs, partial last blocks, odd element counts, rows that no blocksize divides, rank 1 to 3.
 SHAPES = ((256, 512), (96, 136), (33, 77), (3, 5, 44), (4097,), (1, 1))
 MATRIX, RAGGED = (256, 192), (65, 42)
 LAYOUTS, TRANSPOSED, STORAGE, OFFSETS = "shapes x blocksizes", "transposed", "storage dtypes", "offset dtypes"
@@ -18,7 +18,7 @@ PAIRS = "absmax byte x packed byte"
 
 
 class Case(NamedTuple):
-    """One weight to make and compare."""
+    """A weight to quantize and compare."""
 
     family: str
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 
 def every_case() -> Iterator[Case]:
-    """Every output dtype with everything that changes the kernel or the launch path."""
+    """Yield every output dtype with everything that changes the kernel or the launch path."""
     for dtype in OUTPUT_DTYPES:
         for blocksize, nested, kind, shape in itertools.product(BLOCKSIZES, (True, False), ("nf4", "fp4"), SHAPES):
             yield Case(LAYOUTS, shape, dtype, blocksize, nested, kind)
@@ -47,9 +47,9 @@ def every_case() -> Iterator[Case]:
 
 
 def quantized(case: Case, seed: int, device: torch.device) -> tuple[torch.Tensor, Any]:
-    """The packed weight and QuantState that bitsandbytes makes of a random weight of a transformer's scale.
+    """Quantize a random weight, scaled like a transformer's, with bitsandbytes. Return the packed weight and its QuantState.
 
-    FP4's minus zero and zero, which a random weight may lack, are its first elements and its last.
+    An FP4 weight starts and ends with minus zero and zero, which a random weight may lack.
     """
     import bitsandbytes.functional as F
 
@@ -62,7 +62,7 @@ def quantized(case: Case, seed: int, device: torch.device) -> tuple[torch.Tensor
     if case.quant_type == "fp4":
         raw = packed.view(torch.uint8).view(-1)
         raw[0] = raw[-1] = 0x80
-    if case.family == PAIRS:  # 256 runs of the 256 packed bytes, one absmax byte each
+    if case.family == PAIRS:  # 256 runs of all 256 packed bytes, one absmax byte per run
         packed.view(-1).copy_(torch.arange(256, device=device).to(torch.uint8).repeat(256))
         state.absmax.copy_(torch.arange(256, device=device).to(torch.uint8).repeat_interleave(512 // case.blocksize))
     return (packed.t() if case.transposed else packed), state

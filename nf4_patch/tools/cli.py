@@ -1,10 +1,10 @@
 """``nf4-patch``: the command line, and the only module that prints.
 
-A verb is a click.Command of this module: its options, and a call into a module that is imported when the verb is used, so
-that ``nf4-patch --help`` imports neither torch nor the verb. That module knows neither click nor a console: it returns a
-``report.Report`` and reports progress to a ``report.Progress``. This module writes the report to ``--json FILE`` (every verb
-has that option, none declares it), prints it, and exits with its code. A wrong use is a ``click.UsageError``; what cannot be
-done on this machine, a ``report.NotAvailable``.
+A command is a click.Command of this module. It declares its options and calls a module of the same name, imported only
+then, so that ``nf4-patch --help`` does not import torch. The called module uses neither click nor the console: it returns a
+``report.Report`` and calls a ``report.Progress``. This module prints the report, writes it to ``--json FILE`` (an option that
+every command gets automatically) and exits with the report's code. Wrong usage raises ``click.UsageError``. A task that is
+impossible on this machine raises ``report.NotAvailable``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .report import NotAvailable, Progress, Report, provenance_data, require_gpu
 
 
 class Verbs(click.Group):
-    """A click group in the order of this module, whose commands have --json and fail in one line."""
+    """A click group that lists commands in the order of this module, adds --json to each, and prints errors in one line."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         option = click.Option(
@@ -45,9 +45,9 @@ class Verbs(click.Group):
         try:
             return super().main(*args, **kwargs)
         except OSError as error:
-            if error.errno is None or error.filename is not None:  # not of a stream
+            if error.errno is None or error.filename is not None:  # the error is not from a stream
                 raise
-            output.say(f"nf4_patch: the output was not written: {error.strerror}")
+            output.say(f"nf4_patch: the output could not be written: {error.strerror}")
             sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -66,7 +66,7 @@ def remember_file(ctx: click.Context, parameter: click.Parameter, file: Path | N
 
 
 class ProgressLine:
-    """A report.Progress on stderr: one line that is written over on a terminal, a line for each new text elsewhere."""
+    """A report.Progress on stderr. A terminal shows one line that is overwritten; a file gets a line for each new text."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -87,7 +87,7 @@ class ProgressLine:
 @click.version_option(__version__, prog_name="nf4-patch")
 @click.pass_context
 def main(ctx: click.Context) -> None:
-    """Fused Triton kernels for 4-bit fine-tuning, inside bitsandbytes and Unsloth, with the same bits."""
+    """Fused Triton kernels for 4-bit fine-tuning inside bitsandbytes and Unsloth, with bit-identical results."""
     ctx.obj = progress = ProgressLine()
     ctx.call_on_close(progress.clear)
 
@@ -95,32 +95,34 @@ def main(ctx: click.Context) -> None:
 @main.result_callback()
 @click.pass_context
 def finish(ctx: click.Context, report: Any) -> None:
-    """Write a verb's JSON, print its report and exit with its code."""
+    """Write a command's JSON, print its report and exit with its code."""
     ctx.obj.clear()
     if file := ctx.meta.get("nf4_patch.json"):
         data = report.as_dict()
-        output.write_json(file, data if "machine" in data else data | provenance_data())  # a machine says more
+        output.write_json(
+            file, data if "machine" in data else data | provenance_data()
+        )  # a benchmark's "machine" includes the provenance
     terminal = sys.stdout is not None and sys.stdout.isatty()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # an encoding without the character shows "?" instead of raising
+        sys.stdout.reconfigure(errors="replace")  # print "?" for a character that the encoding lacks
     for text in report.render():
         print(wrapped(text) if terminal and "\n" not in text else text, flush=True)
     sys.exit(report.exit_code)
 
 
 def wrapped(text: str) -> str:
-    """Lines as wide as the terminal, and what is continued indented; a word that is longer stays whole."""
+    """Wrap a text to the width of the terminal and indent its continuation lines. Words are never broken."""
     width = shutil.get_terminal_size().columns
     indent = " " * (len(text) - len(text.lstrip()) + 2)
     return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 @main.command()
-@click.option("--unsloth", is_flag=True, help="Import Unsloth too (8 s) instead of judging by its release.")
-@click.option("-v", "--verbose", is_flag=True, help="Show every function that is or is not replaced, and every kernel.")
+@click.option("--unsloth", is_flag=True, help="Import Unsloth too, which takes 8 s, instead of judging by its release.")
+@click.option("-v", "--verbose", is_flag=True, help="Show every target, replaced or not, and every kernel.")
 @click.pass_obj
 def doctor(tell: Progress, unsloth: bool, verbose: bool) -> Report:
-    """Would training here gain, what to type for it, and if not, why."""
+    """Check whether training on this machine would get faster, what to type for it, and if not, why."""
     from . import doctor
 
     return doctor.examine(unsloth, tell, verbose)
@@ -136,29 +138,31 @@ def verify(tell: Progress) -> Report:
     return verify.verify(tell)
 
 
-ALL_RANKS = "Report on every process of a launcher; --json r.json then writes r.rank0.json, r.rank1.json, ..."
+ALL_RANKS = "Report every process of a launcher. --json r.json then writes r.rank0.json, r.rank1.json, ..."
 
 
-# What follows the first word of COMMAND belongs to it, options too, as after ``python``.
+# Everything after the first word of COMMAND belongs to COMMAND, including options, as with ``python``.
 @main.command(context_settings={"allow_interspersed_args": False})
-@click.option("-m", "module", is_flag=True, help="COMMAND is a module, as after python -m.")
-@click.option("-c", "code", is_flag=True, help="COMMAND is code, as after python -c.")
-@click.option("--report", is_flag=True, help="At the end print hits, fallbacks with reasons, and advice on stderr.")
+@click.option("-m", "module", is_flag=True, help="COMMAND is a module, as in python -m.")
+@click.option("-c", "code", is_flag=True, help="COMMAND is code, as in python -c.")
+@click.option(
+    "--report", is_flag=True, help="At the end, print hits, fallbacks with their reasons, and advice to stderr."
+)
 @click.option("--all-ranks", is_flag=True, help=ALL_RANKS)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def run(ctx: click.Context, module: bool, code: bool, report: bool, all_ranks: bool, command: tuple[str, ...]) -> None:
     """Run a command with the patch on, in every Python process that it starts.
 
-    COMMAND is train.py, -m MODULE, python ..., torchrun ..., accelerate launch ... A process reports if it imports
-    bitsandbytes; of several processes of a launcher only rank 0 does.
+    COMMAND can be train.py, -m MODULE, python ..., torchrun ..., or accelerate launch ... Every process that imports
+    bitsandbytes writes a report. Under a launcher, only rank 0 does.
     """
     from . import run
 
     file = ctx.meta["nf4_patch.json"]
     if not command or not command[0]:
-        taken = f" (--json writes to {file})" if file else ""
-        raise click.UsageError(f"nothing to run: name a script, a command, or a module with -m{taken}")
+        taken = f" (--json took {file} as its file)" if file else ""
+        raise click.UsageError(f"no command to run. Name a script, a command, or a module with -m{taken}")
     try:
         run.execute([*["-m"] * module, *["-c"] * code, *command], report, file, all_ranks)
     except OSError as error:
@@ -168,12 +172,12 @@ def run(ctx: click.Context, module: bool, code: bool, report: bool, all_ranks: b
 def shape_of(text: str) -> tuple[int, int]:
     n, _, k = text.partition("x")
     if not (n.isdecimal() and k.isdecimal() and int(n) > 0 and int(k) > 0 and int(k) % 64 == 0):
-        raise click.UsageError(f"--shape {text}: give it as NxK, K a multiple of 64, such as 14336x4096")
+        raise click.UsageError(f"--shape {text} is not valid. Give NxK with K a multiple of 64, for example 14336x4096")
     return int(n), int(k)
 
 
-WHICH_MODEL = "Model whose layer shapes to measure; repeatable.  [default: llama-8b, unless --shape is given]"
-WHICH_SHAPE = "A weight of N rows, K columns; repeatable."
+WHICH_MODEL = "Measure the layer shapes of this model. Repeatable.  [default: llama-8b, unless --shape is given]"
+WHICH_SHAPE = "Measure a weight with N rows and K columns. Repeatable."
 
 
 @main.command()
@@ -183,12 +187,14 @@ WHICH_SHAPE = "A weight of N rows, K columns; repeatable."
 def calibrate(tell: Progress, models: tuple[str, ...], shapes: tuple[tuple[int, int], ...]) -> Report:
     """Tune the fused matmul for this GPU and save the result.
 
-    What is saved: which config wins, by weight and rows of X. enable(matmul="auto") prefers it to the shipped tables, as long
-    as the same releases are installed.
+    The result is the fastest config for each weight and number of rows of X. enable(matmul="auto") prefers it to the shipped
+    tables while the same releases are installed.
     """
     path = Config.read().calibration
     if path is None:
-        raise click.UsageError("NF4_PATCH_CALIBRATION=off: unset it, or name a file")
+        raise click.UsageError(
+            "NF4_PATCH_CALIBRATION is off, so there is no file to save to. Unset it, or set it to a file"
+        )
     require_gpu()
     from . import calibrate
 

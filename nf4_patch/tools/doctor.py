@@ -1,4 +1,4 @@
-"""What would be patched on this machine, by what, and why not."""
+"""``nf4-patch doctor``: which targets would be patched on this machine, what limits them, and why others are not."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from ..version import release_of
 from .report import DISTRIBUTIONS, Progress, Report, answer, holds, installed_releases, plural, silent
 
 TAKE_FP16 = (
-    "PyTorch emulates bf16 on this GPU, slowly: take bnb_4bit_compute_dtype=torch.float16 and fp16=True "
-    "(the kernel itself writes bf16 as exactly as fp16)"
+    "PyTorch emulates bf16 on this GPU, which is slow. Use bnb_4bit_compute_dtype=torch.float16 and fp16=True "
+    "(the kernel itself is as exact in bf16 as in fp16)"
 )
-BRIEFLY = (State.INACTIVE, State.ABSENT)  # counted in one line
-OLDEST = TARGETS[0]  # of bitsandbytes: every release that is served has it
+BRIEFLY = (State.INACTIVE, State.ABSENT)  # targets that are only counted, in one line
+OLDEST = TARGETS[0]  # a target in bitsandbytes that every supported release has
 AUTOLOADS = ">= 0.46"  # releases of bitsandbytes that load nf4_patch as a backend
 
 
@@ -47,9 +47,9 @@ class Gpu:
     capability: tuple[int, int]
     gibibytes: float
     advice: str = ""
-    failures: list[str] = field(default_factory=list)  # why it runs the original
-    kernels: dict[str, str] = field(default_factory=dict)  # output dtype -> how it is launched: "c entry" or "launcher"
-    fused_matmul: str = "never"  # what decides where it runs
+    failures: list[str] = field(default_factory=list)  # why this GPU runs the original
+    kernels: dict[str, str] = field(default_factory=dict)  # output dtype -> launch path: "c entry" or "launcher"
+    fused_matmul: str = "never"  # which calibration or tables decide where the fused matmul runs
 
     @property
     def sm(self) -> str:
@@ -61,7 +61,7 @@ class Gpu:
             yield f"  {self.advice}"
         if verbose:
             for dtype, by in self.kernels.items():
-                yield f"  kernel for {dtype}: the bits of the reference, launched by {by}"
+                yield f"  kernel for {dtype}: bit-identical to the reference, launched by {by}"
             yield f"  fused matmul: {self.fused_matmul}"
 
 
@@ -70,21 +70,21 @@ class DoctorReport(Report):
     machine: str
     releases: dict[str, str]
     gpus: list[Gpu]
-    no_gpu: str  # why there is none
-    targets: list[TargetStatus]  # what would become of each, and in its note why
-    limits: list[str]  # which calls of patched targets gain nothing, and what to do
-    variables: list[str]  # those in force, and what is to be said of them
-    lines: dict[str, str] = field(default_factory=dict)  # what one trains with -> what to type for it
-    verbose: bool = False  # every target and kernel is shown
+    no_gpu: str  # why no GPU can be used, "" if one can
+    targets: list[TargetStatus]  # the state that each target would have, with the reason in its note
+    limits: list[str]  # which calls of patched targets do not get faster, and what to do
+    variables: list[str]  # the NF4_* variables that are set, with remarks
+    lines: dict[str, str] = field(default_factory=dict)  # training library -> the line to type
+    verbose: bool = False  # show every target and kernel
 
     def problems(self) -> list[str]:
-        """Why calls would run the original; empty where the kernel would run for every installed target."""
+        """Return why calls would run the original; empty if the kernel would run for every installed target."""
         problems = [f"{self.no_gpu}: every call would run the original ({Reason.NOT_CUDA.name})"] * bool(self.no_gpu)
         problems += [f"{target.note} keeps the patch off" for target in self.targets if target.state is State.OFF]
         failing = [gpu for gpu in self.gpus if gpu.failures]
         problems += [f"GPU {gpu.index} ({gpu.name}) runs the original: {'; '.join(gpu.failures)}" for gpu in failing]
         refused = [target for target in self.targets if target.state is State.REFUSED]
-        problems += [t.note if t.note.startswith("import ") else f"{t.name} is left alone: {t.note}" for t in refused]
+        problems += [t.note if t.note.startswith("import ") else f"{t.name} is not patched: {t.note}" for t in refused]
         release = self.releases.get("bitsandbytes")
         if release is None:
             problems.append("bitsandbytes is not installed, so there is nothing to patch: pip install bitsandbytes")
@@ -103,8 +103,8 @@ class DoctorReport(Report):
         verdicts = self.problems() or self.limits or ["the kernel would run for every installed target."]
         unmeasured = sorted({gpu.sm for gpu in self.gpus if gpu.capability not in compilation.MEASURED})
         if unmeasured and not self.problems():
-            how = "`python -m benchmarks.step`, in a clone, measures it"
-            verdicts = [*verdicts, f"speed on {', '.join(unmeasured)} is not measured: {how}."]
+            how = "Run `python -m benchmarks.step` in a clone to measure it"
+            verdicts = [*verdicts, f"speed on {', '.join(unmeasured)} has not been measured. {how}."]
         yield from (f"{self.outcome}: {verdict}" for verdict in verdicts)
         if self.lines and not self.problems():
             yield ""
@@ -119,7 +119,7 @@ class DoctorReport(Report):
         if self.verbose:
             yield from self.details()
         else:
-            yield "Every function and kernel: nf4-patch doctor -v"
+            yield "nf4-patch doctor -v shows every function and kernel."
 
     def details(self) -> Iterable[str]:
         if missing := [name for name in DISTRIBUTIONS if name not in self.releases]:
@@ -135,14 +135,14 @@ class DoctorReport(Report):
 
 
 def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = False) -> DoctorReport:
-    """Look at the machine, compile the kernels, put the patch in place and take it out again.
+    """Look at the machine, compile the kernels, enable the patch and disable it again.
 
     Args:
-        unsloth: import Unsloth too. It takes 8 s and patches other libraries; without it its release decides.
+        unsloth: import Unsloth too, which takes 8 s and patches other libraries. Otherwise judge by its release.
         verbose: the report shows every target and kernel.
 
     Raises:
-        ConfigError: a NF4_* variable has an unknown value.
+        ConfigError: an NF4_* variable has an unknown value.
     """
     config = Config.read()
     calibrated.use(config)
@@ -158,7 +158,11 @@ def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = Fals
 
 
 def lines_to_type(releases: dict[str, str], unsloth_keeps: bool) -> dict[str, str]:
-    """What to type, by what one trains with, of what is installed. ``unsloth_keeps``: Unsloth's own kernel runs in its layers."""
+    """Return the line to type for each installed training library.
+
+    Args:
+        unsloth_keeps: Unsloth's layers keep Unsloth's own kernel.
+    """
 
     def has(name: str, condition: str) -> bool:
         return name in releases and holds(releases[name], condition)
@@ -166,10 +170,14 @@ def lines_to_type(releases: dict[str, str], unsloth_keeps: bool) -> dict[str, st
     line = "nf4_patch.enable({})".format
     lines = {"peft, TRL": line("")} if has("peft", "") else {}
     if has("unsloth", ""):
-        cached = line('cache="auto"') if has("torch", ">= 2.11") else "nothing gains: take PyTorch 2.11 or newer"
+        cached = (
+            line('cache="auto"') if has("torch", ">= 2.11") else "no option helps before PyTorch 2.11: upgrade PyTorch"
+        )
         lines[f"Unsloth {releases['unsloth']}"] = cached if unsloth_keeps else line("")
     fits = has("transformers", ">= 5.17") and has("peft", ">= 0.17")
-    lines["mixtures of experts"] = line('experts="4bit"') if fits else "take transformers 5.17 and peft 0.17, or newer"
+    lines["mixtures of experts"] = (
+        line('experts="4bit"') if fits else "upgrade to transformers 5.17, peft 0.17 or newer"
+    )
     return lines
 
 
@@ -180,14 +188,14 @@ def variables_in_force(config: Config) -> list[str]:
             words = f" ({size_in_words(int(value))})" if variable.size and value.isdigit() else ""
             lines.append(f"{variable.name}={value}{words}: {variable.meaning}")
     if (options := options_set()) and not (config.requested or config.forbidden):
-        lines.append(f"{', '.join(options)}: no effect until NF4_PATCH=1 or nf4_patch.enable() switches the patch on")
+        lines.append(f"{', '.join(options)}: no effect until NF4_PATCH=1 or nf4_patch.enable() turns the patch on")
     bitsandbytes = release_of("bitsandbytes")
     if config.requested and bitsandbytes and not holds(bitsandbytes, AUTOLOADS):
-        how = "start the program with `nf4-patch run`, or import nf4_patch in it"
-        lines.append(f"NF4_PATCH=1: bitsandbytes {bitsandbytes} does not load nf4_patch ({AUTOLOADS} does): {how}")
+        how = "Start the program with `nf4-patch run`, or import nf4_patch in it"
+        lines.append(f"NF4_PATCH=1: bitsandbytes {bitsandbytes} does not load nf4_patch ({AUTOLOADS} does). {how}")
     file, named = config.calibration, os.environ.get("NF4_PATCH_CALIBRATION", "").strip().lower()
     if file and named not in ("", "auto") and not file.exists():
-        lines.append(f"NF4_PATCH_CALIBRATION names {file}, which does not exist: the shipped tables decide")
+        lines.append(f"NF4_PATCH_CALIBRATION names {file}, which does not exist. The shipped tables are used")
     return [*lines, *unknown_variables()]
 
 
@@ -195,8 +203,10 @@ def why_no_gpu() -> str:
     if torch.version.hip is not None:
         return Reason.ROCM.sentence
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA (pytorch.org names the builds that have it)"
-    return "" if torch.cuda.is_available() else "torch finds no NVIDIA GPU (nvidia-smi shows whether the driver does)"
+        return f"torch {torch.__version__} is built without CUDA (pytorch.org lists the builds with CUDA)"
+    return (
+        "" if torch.cuda.is_available() else "torch finds no NVIDIA GPU (nvidia-smi shows whether the driver finds one)"
+    )
 
 
 def examine_gpu(index: int, tell: Progress) -> Gpu:
@@ -211,20 +221,20 @@ def examine_gpu(index: int, tell: Progress) -> Gpu:
         tell(f"compiling for {properties.name}", done, len(OUTPUT_DTYPES))
         name = str(dtype).removeprefix("torch.")
         usual = compilation.Variant(compilation.warps_for(capability, 4096 * 4096), dtype)  # nested, blocksize 64
-        try:  # it compares its own bits with the reference
+        try:  # compiling a kernel also compares it with the reference
             gpu.kernels[name] = compilation.kernel_for(usual, torch.device("cuda", index)).entry.launch_path
         except runtime.KernelUnavailable as unavailable:
             gpu.failures.append(f"{name}: {unavailable}")
     shipped = any(row.capability == capability for row in SMALL_M_ROWS)
     gpu.fused_matmul = calibrated.in_force(index).status or (
-        "by the shipped tables" if shipped else "in no shipped table; `nf4-patch calibrate` measures them"
+        "by the shipped tables" if shipped else "not in the shipped tables; run `nf4-patch calibrate` to measure it"
     )
     return gpu
 
 
 def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list[TargetStatus], list[str]]:
-    """Import the libraries, enable the patch, ask what is in place, and switch it back; then what limits the targets."""
-    # in the order of TARGETS: unsloth_zoo cannot be imported before unsloth
+    """Import the libraries and enable the patch for a moment. Return each target's state, and what limits the targets."""
+    # in the order of TARGETS, because unsloth_zoo cannot be imported before unsloth
     installed = installed_releases(dict.fromkeys(target.library for target in TARGETS))
     failures = {}
     for name, release in installed.items():
@@ -248,22 +258,27 @@ def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list
 
 
 def judge(target: Target, release: str, status: TargetStatus, failure: str, config: Config) -> TargetStatus:
-    """What becomes of a target whose ``status`` was taken with the patch on; ``failure``: of the library's import."""
+    """Return the final status of a target.
+
+    Args:
+        status: the target's status with the patch on.
+        failure: why the import of its library failed, "" if it did not.
+    """
     library, waiting = target.library, status.state is State.WAITING
     option = OPTIONS.get(target.option)
     switched_off = option is not None and config.options[target.option] == "off"
     tested = release.partition("+")[0] in target.tested
     cases = (
         (not release, State.ABSENT, f"{library} is not installed"),
-        (not holds(release, target.releases), State.ABSENT, f"only {library} {target.releases}"),
+        (not holds(release, target.releases), State.ABSENT, f"only in {library} {target.releases}"),
         (failure, State.REFUSED, failure),
         (config.forbidden, State.OFF, config.forbidden),
         (switched_off, State.INACTIVE, f"only with {option.name}={option.on}" if option else ""),
         (status.state is State.REFUSED, State.REFUSED, status.note),
         (status.state is State.ABSENT, State.REFUSED, f"{library} {release} has no such function"),
-        (waiting and library in sys.modules, State.WAITING, f"{library} imports {target.module} only for a GPU"),
+        (waiting and library in sys.modules, State.WAITING, f"{library} imports {target.module} only on a GPU"),
         (not tested, status.state, f"tested with {', '.join(target.tested)}, not with this release"),
-        (waiting, State.WAITING, f"patched when {library} is imported; --unsloth imports it and looks"),
+        (waiting, State.WAITING, f"patched when {library} is imported; --unsloth imports it to check"),
         (True, status.state, ""),
     )
     state, why = next((state, why) for is_so, state, why in cases if is_so)
@@ -271,12 +286,12 @@ def judge(target: Target, release: str, status: TargetStatus, failure: str, conf
 
 
 def kept(target: Target, release: str, state: State) -> list[str]:
-    """Which calls of a target stay with its library's own kernel, in sentences, and what to do."""
+    """Return sentences on the calls of a target that keep the library's own kernel, and what to do."""
     own = target.own_kernel
     if own is None or not (state.was_patched or state is State.WAITING):
         return []
     by_release = holds(release, own.releases) and os.environ.get("UNSLOTH_BNB_TRITON") != "0"
     if not (own.in_use(target.module) if state.was_patched else by_release):
         return []
-    eager = f"{target.name} leaves its eager calls to {target.library} too: no benchmark shows ours faster on this GPU."
+    eager = f"Eager calls of {target.name} keep {target.library}'s kernel too, because no benchmark shows nf4_patch faster on this GPU."
     return [own.advice, *[eager] * own.keeps_eager_calls()]

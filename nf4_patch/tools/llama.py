@@ -1,15 +1,15 @@
-"""The layer shapes of Llamas, and the dtype that a GPU trains in: what ``nf4-patch calibrate`` and the benchmarks measure."""
+"""The layer shapes of common models and the training dtype of a GPU, for ``nf4-patch calibrate`` and the benchmarks."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # `nf4-patch --help` lists MODELS without torch
+if TYPE_CHECKING:  # `nf4-patch --help` lists MODELS without importing torch
     import torch
 
 
 class Shape(NamedTuple):
-    """Of a Llama, in the names of transformers' LlamaConfig."""
+    """The shape of a Llama, with the field names of transformers' LlamaConfig."""
 
     hidden_size: int
     intermediate_size: int
@@ -32,14 +32,14 @@ LLAMA_8B = MODELS["llama-8b"]
 
 
 def projections(model: Shape) -> list[tuple[int, int]]:
-    """[out, in] of a decoder layer's linear layers, each shape once: k and v, q and o, gate and up, down."""
+    """Return the distinct [out, in] of a decoder layer's linear layers: k and v, q and o, gate and up, down."""
     hidden, intermediate = model.hidden_size, model.intermediate_size
     heads = hidden // model.num_attention_heads * model.num_key_value_heads
     return [(heads, hidden), (hidden, hidden), (intermediate, hidden), (hidden, intermediate)]
 
 
 def training_dtype() -> torch.dtype:
-    """bf16; fp16 on a GPU without bf16 arithmetic, where PyTorch emulates it (before sm_80: a T4)."""
+    """Return bf16, or fp16 on a GPU before sm_80 (such as a T4), where PyTorch emulates bf16."""
     import torch
 
     old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)

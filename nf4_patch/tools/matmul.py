@@ -1,4 +1,4 @@
-"""X @ W.T with a 4-bit W: what multiplies besides ours, and how far a result is from fp64."""
+"""X @ W.T with a 4-bit W: the functions that the fused matmul is compared with, and errors against fp64."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .timing import rotation
 Packed = tuple[torch.Tensor, Any]
 Functions = dict[str, Callable[..., Any]]  # (packed, quant_state, out=None) -> weight, by name
 OURS, BITSANDBYTES = "nf4_patch", "bitsandbytes"
-UNSLOTH = "Unsloth GEMV"  # one row only
+UNSLOTH = "Unsloth GEMV"  # for one row only
 DEQUANTIZE = "dequantize + matmul"
-SLACK = 1.01  # of an error against fp64: the order of the additions; both sides share the rest, which is rounding
+SLACK = 1.01  # tolerance of errors against fp64 for the order of additions; both sides share all other rounding
 
 
 def subject_of(shape: Sequence[int], dtype: torch.dtype) -> str:
@@ -32,7 +32,7 @@ def subject_of(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 
 def random_weights(shape: Sequence[int], dtype: torch.dtype, count: int) -> list[Packed]:
-    """Distinct random NF4 weights with nested statistics, as a QLoRA checkpoint holds them."""
+    """Return distinct random NF4 weights with nested statistics, as in a QLoRA checkpoint."""
     from bitsandbytes.functional import quantize_4bit
 
     dense = (torch.randn(*shape, dtype=dtype, device="cuda") * 0.02 for _ in range(count))
@@ -40,7 +40,7 @@ def random_weights(shape: Sequence[int], dtype: torch.dtype, count: int) -> list
 
 
 def exact(weight: PackedWeight) -> torch.Tensor:
-    """The weight in fp64: code * scale with no rounding to 16 bits."""
+    """Return the weight in fp64: code * scale, without rounding to 16 bits."""
     scales = reference.block_scales(weight, False).double().repeat_interleave(weight.blocksize)
     packed = weight.bytes()
     nibbles = torch.stack((packed >> 4, packed & 15), -1).reshape(-1).long()
@@ -52,29 +52,33 @@ def error(result: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def multiply(x: torch.Tensor, packed: torch.Tensor, state: Any) -> torch.Tensor:
-    """bitsandbytes' op for a nested state: what Linear4bit's forward reaches."""
+    """Call bitsandbytes' gemm_4bit op with a nested state, as Linear4bit's forward does."""
     fields = state.state2.absmax, state.blocksize, state.quant_type, None, state.absmax, state.state2.code, state.offset
     return torch.ops.bitsandbytes.gemm_4bit(x, packed, list(state.shape), *fields)
 
 
 def require_gemm() -> None:
-    """
+    """Require a bitsandbytes with a fused matmul to compare with.
+
     Raises:
-        NotAvailable: bitsandbytes has no fused matmul to compare with (before 0.50).
+        NotAvailable: bitsandbytes is older than 0.50.
     """
     import bitsandbytes  # noqa: F401 (registers its ops)
 
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
-        raise NotAvailable("bitsandbytes before 0.50 has no gemm_4bit to compare with: pip install -U bitsandbytes")
+        raise NotAvailable("bitsandbytes before 0.50 has no gemm_4bit to compare with. Run pip install -U bitsandbytes")
 
 
 def gemv() -> Callable[..., Any] | None:
-    """Unsloth's own matmul of one row, unpatched; None where it is not installed or refuses this machine."""
+    """Return Unsloth's unpatched matmul for one row, or None if Unsloth is not installed or refuses this machine."""
     return from_unsloth(lambda: original(UNSLOTH_MODULE, "_fast_gemv_bnb") or original(UNSLOTH_MODULE, "fast_gemv"))
 
 
 def others(x: torch.Tensor, unsloth: Callable[..., Any] | None) -> Functions:
-    """By name what else multiplies x by the packed weight of a state, with the patch off; ``unsloth`` one row only."""
+    """Return, by name, the other functions that multiply x by a packed weight while the patch is off.
+
+    ``unsloth`` is included only if x has one row.
+    """
     found: Functions = {
         BITSANDBYTES: functools.partial(multiply, x),
         DEQUANTIZE: lambda packed, state: F.linear(x, nf4_patch.dequantize_nf4(packed, state)),
@@ -86,24 +90,24 @@ def others(x: torch.Tensor, unsloth: Callable[..., Any] | None) -> Functions:
 
 
 class Weights:
-    """Packed weights of one shape, and what the first of them is."""
+    """Packed weights of one shape, with the first of them dequantized, also in fp64."""
 
     def __init__(self, packed: Sequence[Packed]):
         self.packed = packed
         weight, state = packed[0]
         self.dense: torch.Tensor = dequantize_4bit()(weight, state)
-        self.exact = exact(weight_of(weight, state))  # in fp64
+        self.exact = exact(weight_of(weight, state))  # fp64
         self.subject = subject_of(self.dense.shape, self.dense.dtype)
 
     @classmethod
     def random(cls, shape: tuple[int, int], dtype: torch.dtype) -> Weights:
-        """Enough to overflow the L2."""
+        """Make enough random weights to overflow the L2 cache."""
         return cls(random_weights(shape, dtype, max(4, min(24, rotation(shape[0] * shape[1] // 2)))))
 
     def rows_of_x(self, m: int) -> torch.Tensor:
         return torch.randn(m, self.dense.shape[1], dtype=self.dense.dtype, device=self.dense.device)
 
     def errors(self, x: torch.Tensor, ours: torch.Tensor) -> tuple[float, float]:
-        """Against fp64: of ``ours`` for x and the first weight, and of dequantize + matmul, which limits it."""
+        """Return two errors against fp64, for x and the first weight: the error of ``ours``, and of dequantize + matmul."""
         truth = x.double() @ self.exact.t()
         return error(ours, truth), error(x @ self.dense.t(), truth)

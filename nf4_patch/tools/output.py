@@ -1,4 +1,4 @@
-"""The files that a command writes: checked before the work, written after it, when nothing may raise any more."""
+"""Output files of commands. A path is checked before the work starts. Writing afterwards never raises."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ import click
 
 
 def absolute(path: str | Path) -> Path:
-    """As seen from the working directory of this moment: the work may change it."""
-    return Path(os.path.abspath(os.path.expanduser(path)))  # not resolved: /dev/stdout leads to a pipe
+    """Return an absolute path now, because the work may change the working directory."""
+    return Path(os.path.abspath(os.path.expanduser(path)))  # without following links, as /dev/stdout links to a pipe
 
 
 class OutputFile(click.Path):
-    """A file that can be written, as an absolute path. Click alone takes a file in a folder that does not exist."""
+    """A click type for a writable file, as an absolute path. click.Path alone accepts a file in a missing folder."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, writable=True, readable=False)
 
     def convert(self, value: Any, param: click.Parameter | None = None, ctx: click.Context | None = None) -> Path:
-        """
+        """Return the absolute path of a file that can be written.
+
         Raises:
-            click.BadParameter: the file is a folder, or it or its folder cannot be written.
+            click.BadParameter: the path is a folder, or the file or its folder is not writable.
         """
         file = absolute(value)
         super().convert(str(file), param, ctx)
@@ -38,15 +39,15 @@ class OutputFile(click.Path):
 
 
 def write_json(file: Path, data: dict[str, Any]) -> None:
-    """A failure is one line on stderr: the result of the work is kept."""
+    """Write ``data`` as JSON. A failure prints one line to stderr instead of raising, so the run still reports its results."""
     try:
         file.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
     except OSError as error:
-        say(f"nf4_patch: {file} was not written: {error.strerror}")
+        say(f"nf4_patch: {file} could not be written: {error.strerror}")
 
 
 def say(*lines: object, end: str = "\n") -> None:
-    """On stderr, if there is one and it takes them: ``print`` would take stdout where it is closed."""
+    """Print to stderr, and ignore errors. Without a stderr print nothing, because ``print(file=None)`` uses stdout."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(*lines, sep="\n", end=end, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The patch on or off inside a block, and the originals that it replaces: for every tool and benchmark."""
+"""Turn the patch on or off inside a block, and find the original functions, for tools and benchmarks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ UNSLOTH_MODULE = "unsloth.kernels.utils"
 
 @contextlib.contextmanager
 def patch(on: bool, **options: Any) -> Iterator[None]:
-    """The patch on, with these options of ``nf4_patch.enable``, or off; afterwards as it was before.
+    """Turn the patch on, with options of ``nf4_patch.enable``, or off. Restore the previous state afterwards.
 
-    Off, bitsandbytes is as it comes, also where NF4_PATCH=1 patches it on its import: nothing is compared with itself.
+    With the patch off, bitsandbytes is unpatched even if NF4_PATCH=1 patches it on import. So the kernel is never compared
+    with itself.
     """
     import bitsandbytes.functional  # noqa: F401
 
@@ -39,7 +40,7 @@ def patch(on: bool, **options: Any) -> Iterator[None]:
 
 
 def original(module: str, attribute: str) -> Any:
-    """The function as its library made it: what the patch has saved, or what is there now."""
+    """Return a library's original function: the one that the patch saved, or else the current one."""
     entry = placement.installed.get(f"{module}.{attribute}")
     if entry is not None and entry.original is not None:
         return entry.original
@@ -47,17 +48,17 @@ def original(module: str, attribute: str) -> Any:
 
 
 def dequantize_4bit() -> Callable[..., Any]:
-    """bitsandbytes' own: (packed, quant_state, out=None) -> weight."""
+    """Return bitsandbytes' original function, (packed, quant_state, out=None) -> weight."""
     return original("bitsandbytes.functional", "dequantize_4bit")
 
 
 def from_unsloth(find: Callable[[], Any]) -> Any:
-    """What ``find`` gives once Unsloth is imported; None where it is not installed, or fails, which is logged."""
+    """Import Unsloth and return ``find()``. Return None if Unsloth is not installed, or if it fails, which is logged."""
     if importlib.util.find_spec("unsloth") is None:
         return None
     try:
         importlib.import_module("unsloth")
         return find()
     except Exception as error:  # Unsloth refuses machines and releases in many ways
-        logger.warning("nf4_patch: Unsloth is installed and cannot be measured: %s: %s", type(error).__name__, error)
+        logger.warning("nf4_patch: Unsloth is installed but cannot be measured: %s: %s", type(error).__name__, error)
         return None

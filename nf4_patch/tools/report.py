@@ -1,4 +1,4 @@
-"""What every verb returns, how it reports progress, and what it raises."""
+"""Base classes of the commands: the report that each returns, its progress calls, and the error it may raise."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ import nf4_patch
 from ..patching.config import Config
 from ..version import release_of
 
-Progress = Callable[..., None]  # called with what is being done, and how far it is: see ``silent``
+Progress = Callable[..., None]  # called with the current task and its progress; ``silent`` has the signature
 
 
 def silent(text: str, done: int = 0, total: int | None = None) -> None:
-    """A Progress that shows nothing. ``total`` None: unknown."""
+    """Show nothing: a Progress without output. ``total`` is None if unknown."""
 
 
 class Report(ABC):
-    """The result of a verb, as data (``as_dict``, for --json), as text and as an exit code.
+    """The result of a command: as data (``as_dict``, for --json), as text (``render``) and as an exit code.
 
-    Subclasses are dataclasses whose fields ``json`` can write, or whose ``str`` says what they are.
+    Subclasses are dataclasses. A field that ``json`` cannot write is written as its ``str``.
     """
 
     failures: Sequence[str] = ()
 
     def problems(self) -> list[str]:
-        """What speaks against what the verb asserts, each in a sentence."""
+        """Return every problem that the command found, each in a sentence."""
         return [*self.failures]
 
     @property
     def exit_code(self) -> int:
-        """0 where what the verb asserts holds, 1 where it does not."""
+        """Return 1 if there are problems, else 0."""
         return 1 if self.problems() else 0
 
     @abstractmethod
     def render(self) -> Iterable[str]:
-        """What a person reads, top to bottom: sentences, and tables of several lines."""
+        """Yield the text for people, top to bottom: sentences, and tables of several lines."""
 
     def as_dict(self) -> dict[str, Any]:
         fields = dataclasses.asdict(self)  # type: ignore[call-overload]
@@ -52,27 +52,29 @@ class Report(ABC):
 
 
 class NotAvailable(RuntimeError):
-    """What a verb is asked cannot be done here; the message says why."""
+    """A command cannot do its task on this machine. The message says why."""
 
 
 def require_gpu() -> None:
-    """
+    """Require an NVIDIA GPU.
+
     Raises:
         NotAvailable: torch finds no NVIDIA GPU.
     """
     import torch
 
     if not torch.cuda.is_available() or torch.version.hip is not None:
-        raise NotAvailable("no NVIDIA GPU: nothing can be measured or compared here")
+        raise NotAvailable("torch finds no NVIDIA GPU, so nothing can be measured or compared on this machine")
 
 
 def require_patch() -> None:
-    """
+    """Require that the patch can be turned on.
+
     Raises:
-        NotAvailable: a variable keeps the patch off, so that it cannot be measured.
+        NotAvailable: a variable keeps the patch off.
     """
     if off := Config.read().forbidden:
-        raise NotAvailable(f"{off} keeps the patch off: unset it to measure the patch")
+        raise NotAvailable(f"{off} keeps the patch off. Unset it to measure the patch")
 
 
 DISTRIBUTIONS = (
@@ -81,12 +83,12 @@ DISTRIBUTIONS = (
 
 
 def installed_releases(names: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:
-    """The installed releases, by distribution. One that is not installed is left out."""
+    """Return the installed releases by distribution, without the distributions that are not installed."""
     return {name: release for name in names if (release := release_of(name)) is not None}
 
 
 def holds(release: str, condition: str) -> bool:
-    """Return whether a release meets a specifier such as ">= 0.50"; every release meets "".
+    """Return whether a release meets a specifier such as ">= 0.50". Every release meets "".
 
     A development, post or local release counts as the release that it belongs to.
     """
@@ -94,7 +96,7 @@ def holds(release: str, condition: str) -> bool:
 
 
 def table(rows: Iterable[Mapping[str, object]]) -> str:
-    """A line a row under the names of its columns, the first to the left, the others to the right."""
+    """Return a text table: one line per row, column names on top, the first column left-aligned, the others right-aligned."""
     rows = list(rows)
     columns: list[list[str]] = []
     for name in dict.fromkeys(name for row in rows for name in row):
@@ -111,22 +113,22 @@ def cell(value: object) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """ "1 case", "2,000 cases"."""
+    """Return a count with its noun: "1 case", "2,000 cases"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def provenance(place: str) -> str:
-    """One line that goes with every figure: where, and with which releases."""
+    """Return the line printed with every result: the device and the installed releases."""
     return ", ".join([place, *(f"{name} {release}" for name, release in installed_releases().items())])
 
 
 def provenance_data() -> dict[str, Any]:
-    """What goes with every JSON file: with which releases it was made, and when."""
+    """Return the origin of a JSON file: the installed releases, the date and the commit."""
     return {"releases": installed_releases(), "date": datetime.date.today().isoformat(), "commit": commit()}
 
 
 def commit() -> str | None:
-    """The commit of the checkout that the package runs from; None where git does not know the package's files."""
+    """Return the commit of the checkout that the package runs from, or None if git does not track the package."""
     folder = str(Path(nf4_patch.__file__).parent)
     if not answer("git", "-C", folder, "ls-files", "__init__.py"):
         return None
@@ -134,7 +136,7 @@ def commit() -> str | None:
 
 
 def answer(*command: str) -> str:
-    """What a command prints; "" where it fails."""
+    """Run a command and return its output, or "" if it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""Run a command whose Python processes are patched as they start, and report what became of their 4-bit weights."""
+"""``nf4-patch run``: run a command with the patch on in all its Python processes, and report hits and fallbacks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-import nf4_patch  # NF4_PATCH=1 switches it on
+import nf4_patch  # NF4_PATCH=1 turns the patch on
 
 from ..patching.config import Config, is_worker, rank
 from ..patching.targets import TARGETS
 from ..snapshot import Status
 
 STARTUP = os.path.join(os.path.dirname(__file__), "startup")  # Python runs its sitecustomize.py
-REPORT = "_NF4_PATCH_REPORT"  # carries the arguments of ``report`` to the processes
+REPORT = "_NF4_PATCH_REPORT"  # variable that passes the arguments of ``report`` to the processes
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}  # per element
 
 
@@ -32,7 +32,7 @@ def execute(command: list[str], shown: bool, file: Path | None, all_ranks: bool)
         shown, file, all_ranks: see ``report``.
 
     Raises:
-        OSError: there is no such script or program.
+        OSError: the script or program does not exist.
     """
     if command[0].endswith(".py"):
         os.stat(command[0])
@@ -47,7 +47,7 @@ def execute(command: list[str], shown: bool, file: Path | None, all_ranks: bool)
 
 
 def watch() -> None:
-    """Report at the end of this process, if it imports bitsandbytes: called as Python starts."""
+    """Register a report for the end of this process, in case it imports bitsandbytes. Called when Python starts."""
     if REPORT not in os.environ:
         return
     import wrapt
@@ -61,14 +61,14 @@ def watch() -> None:
 
 
 def report(process: int, shown: bool, file: str | None, all_ranks: bool, run: str = "") -> None:
-    """Say at the end of a process what ran in the kernel and what did not. Workers and forks say nothing.
+    """Report hits and fallbacks at the end of a process. Data-loader workers and forks do not report.
 
     Args:
-        process: the id of the process that is to report.
-        shown: on stderr.
-        file: written there as JSON, see ``add``; with ``all_ranks`` a file per rank, ``report.rank1.json``.
-        all_ranks: every process of a launcher reports, not only rank 0.
-        run: by which the reports of one command are known.
+        process: the id of the process that registered the report.
+        shown: print the report to stderr.
+        file: write the report to this file as JSON, see ``add``. With ``all_ranks``, write one file per rank, ``report.rank1.json``.
+        all_ranks: report in every process of a launcher, not only in rank 0.
+        run: an identifier that all reports of one command share.
     """
     if os.getpid() != process or is_worker() or not (all_ranks or rank() in ("", "0")):
         return
@@ -110,15 +110,18 @@ def add(file: Path, data: dict[str, Any]) -> None:
 
 
 def of_own_kernels() -> list[str]:
-    """Which calls stay with a library's own kernel, if it is used."""
+    """Return advice for each library kernel that is in use instead of this package's kernel."""
     return [t.own_kernel.advice for t in TARGETS if t.own_kernel and t.own_kernel.in_use(t.module)]
 
 
 def of_the_cache(status: Status) -> list[str]:
-    """Without a cache, which budget would have saved what: in proportion to it, and more with checkpointing."""
+    """Return what a cache would have saved in a run without one.
+
+    Savings are at least proportional to the budget, and larger with gradient checkpointing.
+    """
     if status.cache.mode != "off" or not status.weights:
         return []
-    from ..cache.allocator import allocated  # imports torch, which the run has
+    from ..cache.allocator import allocated  # imports torch, which the run has imported already
 
     weights = sum(status.weights.values())
     reads = sum(status.shapes[shape] for shape in status.weights)
@@ -131,6 +134,6 @@ def of_the_cache(status: Status) -> list[str]:
         return []
     return [
         f"cache: the {weights} weights take {size / 2**30:.2f} GiB dequantized. A cache of that size would have saved "
-        f"{saved:.0%} of the dequantizations, one of half that size at least {saved / 2:.0%}; "
-        'enable(cache="auto") finds a size.'
+        f"{saved:.0%} of the dequantizations, and a cache of half that size at least {saved / 2:.0%}. "
+        'enable(cache="auto") chooses a size.'
     ]

@@ -1,7 +1,7 @@
-"""GPU time by graph replay past the L2, for ``nf4-patch calibrate`` and the benchmarks.
+"""GPU time by replays of CUDA graphs that overflow the L2 cache, for ``nf4-patch calibrate`` and the benchmarks.
 
-The variants of a row are measured alternately, so that clocks and neighbours move all of them alike. The noise of a variant
-is it against itself: its odd rounds against its even ones.
+The variants of a row are measured alternately, so that changes of clock rate or load affect all of them alike. The noise of a
+variant is the difference between its odd and its even rounds.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 Call = Callable[[], Any]
-Inside = Callable[[str], AbstractContextManager[Any]]  # what the variant of this name runs inside of, entered untimed
+Inside = Callable[[str], AbstractContextManager[Any]]  # context that a variant runs in, by name; entering is not timed
 Clock = Callable[[Any], float]
-L2_ROTATIONS = 8  # buffers of this many times the L2 between two uses of the same weight
+L2_ROTATIONS = 8  # between two uses of a weight, this many times the L2's size is read or written
 
 
 @dataclass(frozen=True)
 class Times:
-    """What one variant took, in the order of measurement, in the unit of its comparison."""
+    """Times of one variant, in the order of measurement. The comparison defines the unit."""
 
     values: tuple[float, ...]
 
@@ -33,7 +33,7 @@ class Times:
 
     @property
     def noise(self) -> float:
-        """abs(odd rounds / even rounds - 1), by medians; 0 for a single value."""
+        """Return abs(median of odd rounds / median of even rounds - 1), or 0 for a single value."""
         odd, even = self.values[1::2], self.values[0::2]
         return abs(statistics.median(odd) / statistics.median(even) - 1) if odd else 0.0
 
@@ -42,7 +42,10 @@ Taken = dict[str, Times]  # by variant
 
 
 def rotation(traffic: int) -> int:
-    """How many weights of ``traffic`` bytes a call to go round so that none is found in the L2 again."""
+    """Return how many weights to cycle through so that none is still in the L2 cache when used again.
+
+    ``traffic`` is the bytes that a call reads and writes.
+    """
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     free, _ = torch.cuda.mem_get_info()
     wanted = -(-L2_ROTATIONS * properties.L2_cache_size // traffic)
@@ -50,12 +53,12 @@ def rotation(traffic: int) -> int:
 
 
 def over(weights: Sequence[Sequence[Any]], functions: Mapping[str, Callable[..., Any]]) -> dict[str, list[Call]]:
-    """The calls of each function, one a weight, whose parts are its arguments."""
+    """Return the calls of each function, one per weight, with the weight's parts as arguments."""
     return {name: [partial(function, *weight) for weight in weights] for name, function in functions.items()}
 
 
 def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of the calls in order; two of them run first, outside it, so that nothing compiles inside."""
+    """Capture the calls in order in a CUDA graph. Two calls run before the capture, so that nothing compiles during it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
@@ -73,7 +76,7 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
 def alternating(
     variants: Mapping[str, Any], clock: Clock, rounds: int, inside: Inside = nullcontext, warmups: int = 1
 ) -> Taken:
-    """What the clock says of each variant in ``rounds`` rounds, after those that warm up; the order turns every round."""
+    """Time each variant with ``clock`` in ``rounds`` rounds, after the warm-up rounds. The order reverses every round."""
     values: dict[str, list[float]] = {name: [] for name in variants}
     for round_ in range(-warmups, rounds):
         for name in reversed(list(variants)) if round_ % 2 else variants:
@@ -85,11 +88,11 @@ def alternating(
 
 
 def gpu_times(variants: Mapping[str, Sequence[Call]], rounds: int = 20, inside: Inside = nullcontext) -> Taken:
-    """Microseconds per call of each variant on the GPU: replays of a graph of its calls, alternating.
+    """Return the GPU microseconds per call of each variant, from alternating replays of a graph of its calls.
 
     Args:
-        variants: for each name the calls of one replay, over enough distinct buffers to overflow the L2.
-        inside: what a variant is captured inside of.
+        variants: the calls of one replay, by name, over enough distinct buffers to overflow the L2 cache.
+        inside: the context in which a variant is captured.
     """
     graphs = {}
     for name, calls in variants.items():
@@ -99,10 +102,10 @@ def gpu_times(variants: Mapping[str, Sequence[Call]], rounds: int = 20, inside: 
 
 
 def replay_us(captured: tuple[torch.cuda.CUDAGraph, int]) -> float:
-    """Microseconds of a graph by the number of its calls."""
+    """Replay a graph and return its microseconds per call."""
     graph, calls = captured
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph.replay()  # or this one would pay for what the one before left dirty in the L2: 3 % at 42 MB (H200)
+    graph.replay()  # writes back the dirty L2 lines of the previous variant, which would cost 3 % at 42 MB (H200)
     begin.record()
     graph.replay()
     end.record()

@@ -1,4 +1,4 @@
-"""The kernel against bitsandbytes on this machine's GPU, bit for bit."""
+"""``nf4-patch verify``: compare the kernel with bitsandbytes on this machine's GPU, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN = 20  # failures that are listed
 @dataclass
 class VerifyReport(Report):
     place: str
-    rows: list[dict[str, Any]] = field(default_factory=list)  # by family of cases and output dtype: how many of what
+    rows: list[dict[str, Any]] = field(default_factory=list)  # counts by family of cases and output dtype
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -33,8 +33,8 @@ class VerifyReport(Report):
         yield from self.failures[:SHOWN]
         compared = plural(sum(row["cases"] for row in self.rows), "case")
         elements = plural(sum(row["elements"] for row in self.rows), "element")
-        same = f"The same bits: {compared}, {elements}, none differs."
-        yield f"NOT the same bits: {len(self.failures):,} of {compared} failed." if self.failures else same
+        same = f"Bit-identical: {compared}, {elements}, none differs."
+        yield f"NOT bit-identical: {len(self.failures):,} of {compared} failed." if self.failures else same
 
 
 @patch(False)
@@ -60,13 +60,13 @@ def verify(tell: Progress = silent, dequantize: Dequantize = nf4_patch.dequantiz
 
 
 def compare(packed: torch.Tensor, state: Any, dequantize: Dequantize) -> tuple[int, str]:
-    """How many elements differ, and a sentence on the first; (0, "") where none does."""
+    """Return how many elements differ and a sentence on the first of them, or (0, "") if none differs."""
     import bitsandbytes.functional as F
 
     out = torch.full(tuple(state.shape), float("nan"), dtype=state.dtype, device=packed.device)
     try:
         got = dequantize(packed, state, out)
-    except (ValueError, RuntimeError) as error:  # a failure here: every case is one for the kernel
+    except (ValueError, RuntimeError) as error:  # a failure, because the kernel supports every case
         return out.numel(), f"unsupported: {error}"
     want = F.dequantize_4bit(packed, state)
     if got.shape != want.shape or got.dtype is not want.dtype:

@@ -39,7 +39,7 @@ def test_who_copied_the_name_gets_what_is_switched_on(monkeypatch):
         nf4_patch.enable(matmul="off")
         assert autograd.matmul_4bit is bnb.matmul_4bit is late.matmul_4bit is original
     status = row("bitsandbytes.autograd._functions.matmul_4bit")
-    assert (status.state, status.note) == ("inactive", 'enable(matmul="auto") puts it in place')
+    assert (status.state, status.note) == ("inactive", 'enable(matmul="auto") turns it on')
 
 
 def replaced(name):

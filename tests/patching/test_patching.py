@@ -275,9 +275,8 @@ def test_the_advice_for_cpu_packing_works(nested, device):
     with pytest.raises(ValueError, match="CPU_PACKING"):
         F.dequantize_4bit(*weight_of(layer))
     layer.state_dict() if device.type == "cpu" else layer.cuda()
-    with contextlib.suppress(ValueError, RuntimeError):  # in releases of bitsandbytes that check the absmax
-        error = (F.dequantize_4bit(*weight_of(layer)).cpu() - dense).norm() / dense.norm()
-        assert (error < 0.02) == nested
+    if nested:
+        assert (F.dequantize_4bit(*weight_of(layer)).cpu() - dense).norm() < 0.02 * dense.norm()
 
 
 def test_a_matmul_with_cpu_packing_is_refused_on_a_gpu(on, linear_op):
@@ -378,6 +377,7 @@ def compiled(function):
 
 @pytest.mark.parametrize("run", [lambda function: function, compiled], ids=["eager", "compiled"])
 @pytest.mark.parametrize("cached", ["off", "1MiB"])
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="Dynamo of PyTorch 2.11 guards on the list of the test's own mode")
 def test_a_torch_function_mode_sees_what_it_sees_without_the_patch(on, run, cached, fresh_dynamo):
     packed, state = quantized((64, 128), torch.bfloat16, on)
     packed = torch.nn.Parameter(packed, requires_grad=False)

@@ -63,7 +63,7 @@ def test_the_sides_have_the_same_bits(gpu, four_layers, patched):
     assert 0 < runs["budget"]["in_host"] < runs["all"]["in_host"]
     assert runs["all"]["fetches"] in (4, 5, 6) and runs["all"]["fetched"] == runs["all"]["fetches"] * unit
     assert runs["all"]["late"] == 0
-    assert "the bits of resident: losses, gradients, adapters" in benchmark.said(runs["all"], [resident])
+    assert "bit-identical to resident: losses, gradients, adapters" in benchmark.said(runs["all"], [resident])
 
 
 def test_sides_in_turns(gpu, four_layers, patched):
@@ -76,12 +76,12 @@ def test_sides_in_turns(gpu, four_layers, patched):
 def test_different_bits_are_said(gpu, patched):
     run = benchmark.measured(dataclasses.replace(SETTING, bits=1, steps=0), "resident", "cpu")
     other = run | {"side": "all", "cap": 7.5, "losses": [0.0]}
-    assert "the bits of resident: gradients, adapters" in benchmark.said(other, [run])
+    assert "bit-identical to resident: gradients, adapters" in benchmark.said(other, [run])
     assert "the bits" not in benchmark.said(other | {"rank": 16}, [run])
     names, sums = run["trace"]["names"], run["trace"]["sums"]
     changed = [[*sums[0][:-1], sums[0][-1] + 1]]
     found = benchmark.first_difference(run["trace"], {"sums": changed})
-    assert found == f"from step 1 on, 1 of {len(names)} gradients: {names[-1]}"
+    assert found == f"from step 1 onwards, 1 of {len(names)} gradients: {names[-1]}"
     weights = torch.arange(4, dtype=torch.bfloat16).view(2, 2)
     assert benchmark.digest([weights]) != benchmark.digest([weights.t()]) != benchmark.digest([weights.t() + 0.5])
 

@@ -126,7 +126,7 @@ def test_a_config_that_is_wrong_is_not_timed(monkeypatch):
         return result
 
     assert wrong(lambda result, one_hot: result) == ""
-    assert wrong(one_bit) == "one-hot rows do not give the bits of dequantize"
+    assert wrong(one_bit) == "one-hot rows do not return the bits of dequantize"
     off = re.match(r"error (.*) against fp64", wrong(lambda result, one_hot: result if one_hot else result * 1.01))
     assert float(off[1]) == pytest.approx(0.01, rel=0.1)  # and the rounding to bf16
 
@@ -163,7 +163,7 @@ def test_the_command_adds_to_what_the_same_releases_measured(machine, measured):
     written = json.loads(file.read_text())
     assert list(written) == ["another GPU, sm_80", GPU] and written["another GPU, sm_80"] == other
     assert list(written[GPU]["matmul"]) == ["128x256", "64x64"]
-    assert f"{GPU} is remembered in {file}" in said and "2.80x" in said
+    assert f"The calibration of {GPU} is saved in {file}" in said and "2.80x" in said
     assert calibrated.in_force(0).status == TWO_SHAPES
     # of other releases nothing is kept, nor of an entry without a dtype or a damaged file
     entry = written[GPU]
@@ -193,11 +193,11 @@ def test_what_cannot_be_remembered_is_still_shown(measured, monkeypatch, tmp_pat
 
     monkeypatch.setattr(calibrated, "write", full)
     said = call("--shape", "64x64", file=tmp_path / "calibration.json")
-    assert "calibration.json was not written: No space left on device" in said and "2.80x" in said
+    assert "calibration.json: No space left on device" in said and "2.80x" in said
 
 
 def test_a_wrong_config_fails_the_command(measured, monkeypatch, tmp_path):
-    wrong = "64x64, 8 rows, Config(): one-hot rows do not give the bits of dequantize"
+    wrong = "64x64, 8 rows, Config(): one-hot rows do not return the bits of dequantize"
     monkeypatch.setattr(calibrate, "measure", functools.partial(calibrate.measure, failures=[wrong]))
     assert wrong in call(file=tmp_path / "calibration.json", exit_code=1)
 
@@ -205,8 +205,8 @@ def test_a_wrong_config_fails_the_command(measured, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("words", "file", "exit_code", "message"),
     [
-        ((), "off", 2, "NF4_PATCH_CALIBRATION=off"),
-        (("--shape", "4096"), "x.json", 2, "--shape 4096: give it as NxK"),
+        ((), "off", 2, "NF4_PATCH_CALIBRATION is off"),
+        (("--shape", "4096"), "x.json", 2, "--shape 4096 is not valid. Give NxK"),
         (("--shape", "64x65"), "x.json", 2, "K a multiple of 64"),
         (("--shape", "64x64"), "file/x.json", 2, "is a file"),
     ],
@@ -263,8 +263,8 @@ def test_the_answers_that_were_remembered_follow_the_file(machine):
 def test_other_releases_are_ignored_by_name(machine, name, release, here):
     machine({GPU: entry_of(releases=entry_of()["releases"] | {name: release})})
     ignored = (
-        f"the calibration of 2026-11-21 is ignored: measured with {name} {release or '(none)'}, here is {here}; "
-        "`nf4-patch calibrate` measures again"
+        f"the calibration of 2026-11-21 is ignored: it was measured with {name} {release or '(none)'}, but {here} is installed; "
+        "run `nf4-patch calibrate` again"
     )
     assert calibrated.in_force(0).status == (ignored if here else TWO_SHAPES)
     assert bool(calibrated.in_force(0).rows) is not bool(here) and configs(0, [8]) == [None if here else CONFIG]
@@ -303,7 +303,7 @@ DAMAGED = {
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_file_is_named_and_ignored(machine, content):
     file = machine(content)
-    assert calibrated.in_force(0).status.startswith(f"{file} is ignored, it is damaged: ")
+    assert calibrated.in_force(0).status.startswith(f"{file} is ignored because it is damaged: ")
     assert calibrated.in_force(0).rows == {} and configs(0, [8]) == [None]
 
 
@@ -368,7 +368,7 @@ def test_doctor_says_what_holds_for_a_gpu(machine, monkeypatch):
     assert volta.failures == [Reason.GPU_TOO_OLD.sentence]
     assert turing.kernels["float16"] == "launcher" and not turing.failures and "fp16" in turing.advice
     assert ada.kernels == turing.kernels and ada.advice == hopper.advice == ""
-    assert ada.fused_matmul == "in no shipped table; `nf4-patch calibrate` measures them"
+    assert ada.fused_matmul == "not in the shipped tables; run `nf4-patch calibrate` to measure it"
     assert hopper.fused_matmul == "by the shipped tables"
     machine({GPU: entry_of()})
     assert examined(*ADA).fused_matmul == TWO_SHAPES

@@ -71,7 +71,10 @@ def test_unknown_verb_and_unknown_value():
 def test_without_a_gpu_there_are_no_numbers(words, tmp_path):
     """One line, and no file."""
     said = output_of(*words, exit_code=1, NF4_PATCH_CALIBRATION=str(tmp_path / "calibration.json"))
-    assert said == "Error: no NVIDIA GPU: nothing can be measured or compared here\n" and not [*tmp_path.iterdir()]
+    assert (
+        said == "Error: torch finds no NVIDIA GPU, so nothing can be measured or compared on this machine\n"
+        and not [*tmp_path.iterdir()]
+    )
 
 
 # doctor
@@ -148,9 +151,9 @@ def rows(*states, note="why"):
 CONCLUSIONS = [
     ({}, READY, ["the kernel would run"]),
     ({"gpus": [gpu(), gpu(failures=["float16: ptxas died"])]}, NOT_READY, ["GPU 0 (a GPU) runs the original: float16: ptxas died"]),
-    ({"gpus": [gpu((8, 9))]}, READY, ["the kernel", "speed on sm_89 is not measured: `python -m benchmarks.step`"]),
+    ({"gpus": [gpu((8, 9))]}, READY, ["the kernel", "speed on sm_89 has not been measured. Run `python -m benchmarks.step`"]),
     ({"targets": rows(State.OFF)}, NOT_READY, ["why keeps the patch off"]),
-    ({"targets": rows(State.PATCHED, State.REFUSED)}, NOT_READY, [f"{TARGETS[1].name} is left alone: why"]),
+    ({"targets": rows(State.PATCHED, State.REFUSED)}, NOT_READY, [f"{TARGETS[1].name} is not patched: why"]),
     ({"targets": rows(*[State.REFUSED] * 2, note="import x fails: no")}, NOT_READY, ["import x fails: no"]),
     ({"targets": rows(State.PATCHED, State.WAITING), "limits": ["a limit"]}, LIMITED, ["a limit"]),
     ({"gpus": [gpu(failures=["no"])], "limits": ["a limit"]}, NOT_READY, ["GPU 0"]),
@@ -179,9 +182,9 @@ CACHED, PACKED = 'nf4_patch.enable(cache="auto")', 'nf4_patch.enable(experts="4b
     ("changes", "unsloth_keeps", "unsloth", "experts"),
     [
         ({}, True, CACHED, PACKED),
-        ({"torch": "2.10.1+cu128"}, True, "nothing gains: take PyTorch 2.11 or newer", PACKED),
+        ({"torch": "2.10.1+cu128"}, True, "no option helps before PyTorch 2.11: upgrade PyTorch", PACKED),
         ({}, False, "nf4_patch.enable()", PACKED),  # UNSLOTH_BNB_TRITON=0, and before 2026.10
-        ({"transformers": "5.5.0"}, True, CACHED, "take transformers 5.17 and peft 0.17, or newer"),
+        ({"transformers": "5.5.0"}, True, CACHED, "upgrade to transformers 5.17, peft 0.17 or newer"),
     ],
 )
 def test_doctor_says_the_line_to_type(changes, unsloth_keeps, unsloth, experts):
@@ -329,7 +332,7 @@ def test_verify_finds_one_element(mistake, on, few_cases, monkeypatch, tmp_path)
         assert nf4_patch.is_enabled() is on
     assert len(report["failures"]) == few_cases
     assert [row["differing"] for row in report["rows"]] == [1] * few_cases
-    assert "NOT the same bits" in report["output"]
+    assert "NOT bit-identical" in report["output"]
 
 
 def test_verify_takes_unsupported_for_a_failure(few_cases, monkeypatch, tmp_path):
@@ -364,7 +367,7 @@ def test_a_full_disk_behind_stdout_is_one_line(words, tmp_path):
             [sys.executable, "-m", "nf4_patch", *words], stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.endswith("nf4_patch: the output was not written: No space left on device\n")
+    assert done.stderr.endswith("nf4_patch: the output could not be written: No space left on device\n")
 
 
 def test_the_callback_checks_its_file_when_training_begins(tmp_path):
@@ -385,5 +388,5 @@ def test_the_callback_writes_where_its_file_was_named_and_fails_no_training_at_i
     for callback in callbacks:
         callback.on_train_end(None, MAIN, None)
     missing = tmp_path / "there" / "report.json"
-    assert capsys.readouterr() == ("", f"nf4_patch: {missing} was not written: No such file or directory\n")
+    assert capsys.readouterr() == ("", f"nf4_patch: {missing} could not be written: No such file or directory\n")
     assert "targets" in json.loads((tmp_path / "report.json").read_text())

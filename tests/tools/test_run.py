@@ -62,9 +62,9 @@ def test_a_command_is_as_without_us_and_patched(words, text, tmp_path):
 @pytest.mark.parametrize(
     ("words", "missing"),
     [
-        ([], "nothing to run"),
-        ([""], "nothing to run"),
-        (["--json", "script.py"], "(--json writes to /"),
+        ([], "no command to run"),
+        ([""], "no command to run"),
+        (["--json", "script.py"], "(--json took /"),
         (["--json"], "'--json' requires an argument"),
         (["nothing.py"], "nothing.py: No such file or directory"),
         (["nothing"], "nothing: No such file or directory"),
@@ -154,7 +154,7 @@ def test_which_budget_would_have_saved_what():
     status = replace(Status(True, (), shapes, ()), weights=weights)
     (line,) = run.of_the_cache(status)
     assert line.startswith("cache: the 20 weights take 1.43 GiB dequantized")
-    assert "saved 100% of the dequantizations, one of half that size at least 50%" in line
+    assert "saved 100% of the dequantizations, and a cache of half that size at least 50%" in line
     read_once = replace(Status(True, (), {"64x64 bfloat16": 5}, ()), weights={"64x64 bfloat16": 5})
     held = replace(status, cache=CacheStatus("6442450944", {0: 2**30}, 10, 75, 25))
     for nothing_to_save in (read_once, Status(True, (), {}, ()), held):

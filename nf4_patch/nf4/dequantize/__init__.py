@@ -1,1 +1,1 @@
-"""Both dequantizations of a packed weight in one launch: kernel, reference, launch."""
+"""Dequantization of a packed weight, both levels in one launch: kernel, reference formula and launch path."""

@@ -1,4 +1,4 @@
-"""The compiled kernel: its launch configurations, everything a variant depends on, and the check before its first use."""
+"""The compiled kernel: launch configurations, variants, and the comparison with the reference before the first use."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ if triton is not None:
     from . import kernels
 
 MINIMUM_CAPABILITY = (7, 5)
-MEASURED = ((9, 0),)  # capabilities that docs/data has times of
+MEASURED = ((9, 0),)  # capabilities with times in docs/data
 
-# Warps per CTA by (lowest capability, fewest elements); the last row that fits is taken.
-# H200, torch 2.11, triton 3.6.0, percent of the same traffic without a decode, 8 warps and 16: 512x2048 98.6 and 96.2,
-# 1024x4096 97.9 and 96.7, 4096x4096 95.8 and 98.3, 14336x4096 96.9 and 98.8, 8192x8192 97.7 and 99.6.
-# Only sm_90 is measured. On sm_75, 4 warps keep the most CTAs of the smallest GPU (T4) in flight.
+# Warps per CTA by (lowest capability, fewest elements). The last row that fits is used.
+# Speed with 8 and with 16 warps, in percent of the speed of the same memory traffic without a decode:
+# 512x2048 98.6 and 96.2, 1024x4096 97.9 and 96.7, 4096x4096 95.8 and 98.3, 14336x4096 96.9 and 98.8,
+# 8192x8192 97.7 and 99.6 (H200, torch 2.11, triton 3.6.0).
+# Only sm_90 is measured. On sm_75, 4 warps keep the most CTAs in flight on the smallest GPU (T4).
 NUM_WARPS = {((7, 5), 0): 4, ((8, 0), 0): 8, ((9, 0), 2**23): 16}
-UNROLL = 2  # as in kernels: steps of a CTA
+UNROLL = 2  # steps per CTA, as in kernels.py
 PACKED_CONVERT = (8, 0)  # cvt.rn.{f16,bf16}x2.f32
 
 PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -34,17 +35,17 @@ def warps_for(capability: tuple[int, int], numel: int) -> int:
 
 
 class Variant(NamedTuple):
-    """Everything a compiled kernel depends on; by default that of a usual weight."""
+    """Everything that a compiled kernel depends on. The defaults fit a QLoRA weight."""
 
     num_warps: int
     dtype: torch.dtype
-    offset_dtype: torch.dtype | None = torch.float32  # None: flat
+    offset_dtype: torch.dtype | None = torch.float32  # None for a flat weight
     blocksize: int = 64
     blocksize2: int = 256
-    even: bool = True  # whole CTAs
-    tail: bool = False  # n is no multiple of 8
+    even: bool = True  # the weight fills whole CTAs
+    tail: bool = False  # n is not a multiple of 8
     wide: bool = False  # n needs 64 bits
-    aligned: bool = True  # the packed weight starts on 16 bytes, not only on 4
+    aligned: bool = True  # the packed weight is 16-byte aligned, not only 4-byte aligned
 
     @classmethod
     def of(cls, weight: PackedWeight, num_warps: int) -> Variant:
@@ -56,17 +57,20 @@ class Variant(NamedTuple):
 
 
 def elems_per_thread(variant: Variant) -> int:
-    """Of a step: 16 bytes of output, halved at blocksize 32 so that 16 lanes span two blocks (one in fp32)."""
+    """Return the elements that a thread decodes per step: 16 bytes of output.
+
+    At blocksize 32 it is half of that, so that 16 lanes span two blocks (one block in fp32).
+    """
     return 16 // variant.dtype.itemsize // (2 if variant.blocksize == 32 else 1)
 
 
 def elements_of(variant: Variant) -> int:
-    """Elements per CTA."""
+    """Return the elements per CTA."""
     return elems_per_thread(variant) * 32 * variant.num_warps * UNROLL
 
 
 def constants(variant: Variant, capability: tuple[int, int]) -> dict[str, Any]:
-    """The kernel's constexprs in the order of its signature."""
+    """Return the kernel's constexprs in the order of its signature."""
     elements = elems_per_thread(variant)
     blocks = 2 if 16 * elements > variant.blocksize else 1
     source, constraints = ptx.decode(PTX_TYPES[variant.dtype], elements, blocks, capability >= PACKED_CONVERT)
@@ -84,12 +88,12 @@ def constants(variant: Variant, capability: tuple[int, int]) -> dict[str, Any]:
 
 
 def operands(weight: PackedWeight, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The kernel's tensors in the order of its signature."""
+    """Return the kernel's tensors in the order of its signature."""
     return (weight.bytes(), *weight.operands()[1:], out)
 
 
 class CompiledKernel:
-    """One compiled variant on one device, trusted only after its bits matched the reference there."""
+    """A compiled variant on one device. The constructor raises unless its result is bit-identical to the reference."""
 
     def __init__(self, variant: Variant, device: torch.device):
         if triton is None:
@@ -105,7 +109,7 @@ class CompiledKernel:
             options = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
             self.compiled = runtime.compile_kernel(kernels.dequantize_kernel, (*tensors, n), values, **options)
             self.entry = runtime.KernelEntry.of(self.compiled, tuple(values.values()))
-            for quant_type in CODES:  # FP4 has a minus zero, which no other value stands for
+            for quant_type in CODES:  # FP4 too: only FP4 has a minus zero
                 weight = sample._replace(quant_type=quant_type)
                 pointers = [tensor.data_ptr() for tensor in operands(weight, out)]
                 grid = -(-weight.numel() // self.elements)
@@ -113,14 +117,15 @@ class CompiledKernel:
                 if not runtime.same_bits(out, reference.dequantize(weight)):
                     raise KernelUnavailable(
                         f"the kernel's bits differ from the reference on {runtime.name_of(device)} "
-                        f"with Triton {triton.__version__} for {variant}, {quant_type}"
+                        f"with Triton {triton.__version__}, for {quant_type} and {variant}"
                     )
                 out.fill_(float("nan"))
 
 
 def sample_weight(variant: Variant, elements: int, device: torch.device) -> PackedWeight:
-    """A small weight of this variant with every byte value in it, and FP4's zeros at its end. No random numbers: training
-    must not notice.
+    """Build a small weight of this variant that contains every byte value and ends with FP4's two zeros.
+
+    It draws no random numbers, because that would change a training's random state.
     """
     n = 3 * elements if variant.even else 3 * elements + 8 + (3 if variant.tail else 0)
     blocks = -(-n // variant.blocksize)
@@ -146,10 +151,10 @@ _kernels: dict[tuple[Variant, torch.device], CompiledKernel | KernelUnavailable]
 
 
 def kernel_for(variant: Variant, device: torch.device) -> CompiledKernel:
-    """The compiled kernel of ``variant`` on ``device``; see :func:`runtime.built_once`."""
+    """Return the compiled kernel of ``variant`` on ``device``; see :func:`runtime.built_once`."""
     return runtime.built_once(_kernels, (variant, device), lambda: CompiledKernel(variant, device))
 
 
 def compiled_kernels() -> dict[tuple[Variant, torch.device], CompiledKernel | KernelUnavailable]:
-    """What has been compiled, or failed to, so far, by variant and device."""
+    """Return every kernel compiled so far, or the error of its compilation, by variant and device."""
     return dict(_kernels)

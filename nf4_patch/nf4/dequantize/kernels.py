@@ -1,16 +1,16 @@
-"""Triton kernels, and nothing but @triton.jit. A parameter in capitals is known at compile time."""
+"""Triton kernels, and nothing but @triton.jit functions. A parameter in capitals is known at compile time."""
 
 import triton
 import triton.language as tl
 
-# The lanes of a half warp share one table of finished products (ptx.py); two blocks under it meet at lane 8.
+# The 16 lanes of a half warp share one table of rounded products (ptx.py). If they span two blocks, the second starts at lane 8.
 HALF_WARP = tl.constexpr(16)
-UNROLL = tl.constexpr(2)  # steps of a program
+UNROLL = tl.constexpr(2)  # steps per program
 
 
 @triton.jit
 def multiply(a, b, FTZ):
-    """fp32 product, one rounding. FTZ: subnormals to zero, as in a CUDA library built with --use_fast_math."""
+    """Return the fp32 product, rounded once. FTZ flushes subnormals to zero, like code built with --use_fast_math."""
     if FTZ:
         return tl.inline_asm_elementwise("mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
     else:
@@ -19,22 +19,27 @@ def multiply(a, b, FTZ):
 
 @triton.jit
 def look_up(code, nibble, FTZ):
-    """The value of a nibble. FP4's nibble 8 is minus zero in bitsandbytes' CUDA tables, plus zero in its code."""
+    """Return the value of a nibble.
+
+    FP4's nibble 8 is minus zero in bitsandbytes' CUDA tables, but plus zero in the code tensor of its QuantState.
+    """
     value = tl.load(code + nibble)
     if FTZ:
-        sign = ((nibble == 8) & (value == 0.0)).to(tl.int32) << 31  # as bits: Triton's literal -0.0 is plus zero
+        sign = ((nibble == 8) & (value == 0.0)).to(
+            tl.int32
+        ) << 31  # in integers, because Triton turns the literal -0.0 into plus zero
         value = (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return value
 
 
 @triton.jit
 def round_to(value, dtype):
-    """The bits of fp32 ``value`` rounded to ``dtype``, to nearest even, in the low bits of an int32."""
+    """Round fp32 ``value`` to ``dtype``, to nearest even, and return its bits in the low bits of an int32."""
     if dtype == tl.float32:
         return value.to(tl.int32, bitcast=True)
     elif dtype == tl.float16:
         return value.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
-    else:  # in integers: the interpreter truncates fp32 to bf16, sm_75 has no convert
+    else:  # in integers, because the interpreter truncates fp32 to bf16 and sm_75 has no conversion
         bits = value.to(tl.uint32, bitcast=True)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int32)
         return tl.where(value == value, rounded, 0x7FFF)
@@ -42,7 +47,10 @@ def round_to(value, dtype):
 
 @triton.jit
 def store_elements(out, element, nibble, scale, code, mask, FTZ):
-    """An element at a time, with the bits of ptx.decode: the portable path, and what is past the last whole word."""
+    """Decode and store single elements, bit-identical to ptx.decode.
+
+    The portable path uses it, and so do the elements past the last whole 32-bit word.
+    """
     bits = round_to(multiply(look_up(code, nibble, FTZ), scale, FTZ), out.dtype.element_ty)
     if out.dtype.element_ty == tl.float32:
         tl.store(out.to(tl.pointer_type(tl.int32), bitcast=True) + element, bits, mask=mask)
@@ -52,7 +60,7 @@ def store_elements(out, element, nibble, scale, code, mask, FTZ):
 
 @triton.jit
 def block_scale(first, second, code2, offset, FLAT, FTZ):
-    """fp32 scale of a block from its absmax: two roundings (the launch forbids contraction to an FMA)."""
+    """Return a block's fp32 scale from its absmax, with two roundings. The launch forbids contraction to an FMA."""
     if FLAT:
         return first
     else:
@@ -61,10 +69,11 @@ def block_scale(first, second, code2, offset, FLAT, FTZ):
 
 @triton.jit
 def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_PER_THREAD):
-    """A thread's nibbles, in the low bits, the absmax of its block, and the block. A group is the ELEMS_PER_THREAD elements
-    that a thread decodes in a step; ``group`` is the program's first, 64-bit.
+    """Load a thread's nibbles (in the low bits) and the absmax of its block. Return both, and the block's index.
 
-    A step is a constant added last: an offset in the load itself, and no second address (9 instructions on sm_75).
+    A group is the ELEMS_PER_THREAD elements that a thread decodes in a step. ``group`` is the program's first group, 64-bit.
+    The step's constant is added last, so that it becomes an immediate offset of the load. A second address would cost
+    9 instructions on sm_75.
     """
     WORDS: tl.constexpr = 8 // ELEMS_PER_THREAD  # threads that share a 32-bit word
     THREADS: tl.constexpr = thread.shape[0]
@@ -72,10 +81,10 @@ def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_
     pointer = packed + group // WORDS + thread // WORDS + STEP * THREADS // WORDS
     word = tl.load(pointer, mask=mask, eviction_policy="evict_first")
     nibbles = word >> ((thread % WORDS) * (4 * ELEMS_PER_THREAD)) if WORDS > 1 else word
-    # The program's first element is a multiple of the blocksize or inside one block: the sum never carries.
+    # A program starts at a block boundary, or lies inside one block. The two quotients therefore add up without a carry.
     block = group * ELEMS_PER_THREAD // BLOCKSIZE
     index = thread * ELEMS_PER_THREAD // BLOCKSIZE
-    # By block and not by group: a thread past the end still multiplies its table entry for its half warp.
+    # The mask is per block, not per group: a thread past the end still computes a table entry for its half warp.
     NEXT: tl.constexpr = STEP * THREADS * ELEMS_PER_THREAD // BLOCKSIZE
     mask = None if blocks is None else block + NEXT + index < blocks
     return nibbles, tl.load(absmax + block + index + NEXT, mask=mask), block + index + NEXT
@@ -83,10 +92,11 @@ def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_
 
 @triton.jit
 def after_loads(first, PTX):
-    """``first``, with every load so far issued before anything that needs it.
+    """Return ``first`` behind a barrier, so that all loads so far are issued before anything that uses ``first``.
 
-    Without it ptxas puts the packed loads behind the code2 load, which waits for the absmax: two trips to memory
-    instead of one (H200, triton 3.6.0, 8 warps: 1024x4096 from 84.5 to 94.9 % of the ceiling, 4096x4096 from 96.0 to 97.0).
+    Otherwise ptxas schedules the packed loads after the code2 load, which waits for the absmax: two trips to memory
+    instead of one. Percent of the bandwidth ceiling without and with the barrier: 1024x4096 84.5 and 94.9,
+    4096x4096 96.0 and 97.0 (H200, triton 3.6.0, 8 warps).
     """
     if PTX != "":
         first = tl.inline_asm_elementwise(
@@ -97,7 +107,10 @@ def after_loads(first, PTX):
 
 @triton.jit
 def scale_of(first, absmax2, second, code2, offset, block, blocks, BLOCKSIZE2, FTZ):
-    """fp32 scale of a thread's block; ``second``: the program's only second-level absmax, None if it has several."""
+    """Return the fp32 scale of a thread's block.
+
+    ``second`` is the second-level absmax that the whole program shares, or None if the program spans several.
+    """
     if second is None:
         if BLOCKSIZE2 > 0:
             second = tl.load(absmax2 + block // BLOCKSIZE2, mask=None if blocks is None else block < blocks)
@@ -106,7 +119,7 @@ def scale_of(first, absmax2, second, code2, offset, block, blocks, BLOCKSIZE2, F
 
 @triton.jit
 def store(out, nibbles, scale, entry, select, code, group, groups, STEP, ELEMS_PER_THREAD, FTZ, PTX, CONSTRAINTS):
-    """Decode one group per thread and write it: 16 bytes (8 where the blocksize is 32), contiguous over the threads."""
+    """Decode one group per thread and store it: 16 bytes (8 at blocksize 32), contiguous across the threads."""
     THREADS: tl.constexpr = nibbles.shape[0]
     OUTPUTS: tl.constexpr = ELEMS_PER_THREAD * out.dtype.element_ty.primitive_bitwidth // 32
     tl.static_assert(OUTPUTS == 2 or OUTPUTS == 4)
@@ -135,7 +148,7 @@ def store(out, nibbles, scale, entry, select, code, group, groups, STEP, ELEMS_P
 
 @triton.jit
 def store_tail(packed, absmax, absmax2, code, code2, offset, out, n, BLOCKSIZE, BLOCKSIZE2, FTZ):
-    """The up to 7 elements past the last whole 32-bit word, from single bytes."""
+    """Decode the up to 7 elements past the last whole 32-bit word, from single bytes."""
     element = n // 8 * 8 + tl.arange(0, 8)
     mask = element < n
     byte = tl.load(packed + element // 2, mask=mask).to(tl.int32)
@@ -152,15 +165,15 @@ def dequantize_kernel(
     BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, ELEMS_PER_THREAD: tl.constexpr, THREADS: tl.constexpr,
     EVEN: tl.constexpr, TAIL: tl.constexpr, FTZ: tl.constexpr, PTX: tl.constexpr, CONSTRAINTS: tl.constexpr,
 ):  # fmt: skip
-    """out[e] = dtype(fp32(code[nibble(e)] * scale(e // BLOCKSIZE))): both dequantizations in one launch.
+    """Compute out[e] = dtype(fp32(code[nibble(e)] * scale(e // BLOCKSIZE))), both levels of quantization in one launch.
 
-    A thread decodes ELEMS_PER_THREAD nibbles of one 32-bit word per step; a program runs UNROLL = 2 steps of THREADS threads.
+    Per step, a thread decodes ELEMS_PER_THREAD nibbles of one 32-bit word. A program runs UNROLL = 2 steps of THREADS threads.
 
     packed: uint8 [ceil(n / 2)], 4-byte aligned. absmax: uint8 (nested) or fp32 (flat) [ceil(n / BLOCKSIZE)].
-    code: fp32 [16]. absmax2: fp32, one for BLOCKSIZE2 blocks. code2: fp32 [256]. offset: one element.
-    out: fp16, bf16 or fp32 [n], 16-byte aligned. BLOCKSIZE2 0 means flat: the second level is never read.
+    code: fp32 [16]. absmax2: fp32, one per BLOCKSIZE2 blocks. code2: fp32 [256]. offset: one element.
+    out: fp16, bf16 or fp32 [n], 16-byte aligned. BLOCKSIZE2 is 0 for a flat weight, whose second level is never read.
     EVEN: n is a multiple of the program's elements. TAIL: n is not a multiple of 8.
-    PTX, CONSTRAINTS: what ptx.decode returns, or "" for the portable path with the same bits.
+    PTX, CONSTRAINTS: the result of ptx.decode, or "" for the portable path, which is bit-identical.
     """
     tl.static_assert(not (EVEN and TAIL))
     words = packed.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -169,15 +182,15 @@ def dequantize_kernel(
     # ptx.SELECT_LOW, ptx.SELECT_HIGH
     select = tl.where(thread % HALF_WARP * ELEMS_PER_THREAD < BLOCKSIZE, 0x5410, 0x7632)
     shift = tl.load(offset).to(tl.float32) if BLOCKSIZE2 > 0 else 0.0
-    groups = None if EVEN else n // 8 * (8 // ELEMS_PER_THREAD)  # what a load or a store must not pass
+    groups = None if EVEN else n // 8 * (8 // ELEMS_PER_THREAD)  # loads and stores stay below these bounds
     blocks = None if EVEN else (n - 1) // BLOCKSIZE + 1
     group = tl.program_id(0).to(tl.int64) * (THREADS * UNROLL)
 
     second = None
-    # All of a program's elements lie in one second-level block for every state that bitsandbytes makes.
+    # In every state that bitsandbytes makes, all elements of a program lie in one second-level block.
     if THREADS * UNROLL * ELEMS_PER_THREAD <= BLOCKSIZE * BLOCKSIZE2:
         second = tl.load(absmax2 + group * ELEMS_PER_THREAD // BLOCKSIZE // BLOCKSIZE2)
-    # Both steps load before either stores: the compiler may not move a load above a store.
+    # Both steps load before either step stores, because the compiler may not move a load above a store.
     nibbles, first, block = fetch(words, absmax, group, thread, groups, blocks, 0, BLOCKSIZE, ELEMS_PER_THREAD)
     nibbles2, first2, block2 = fetch(words, absmax, group, thread, groups, blocks, 1, BLOCKSIZE, ELEMS_PER_THREAD)
     if BLOCKSIZE2 > 0:

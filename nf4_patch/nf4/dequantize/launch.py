@@ -1,4 +1,4 @@
-"""From a packed weight to a running kernel: launches resolved once and remembered."""
+"""Launches of the dequantization kernel, each resolved once per weight and remembered."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from . import compilation
 class Launch:
     """The launch of one weight, resolved once: addresses, sizes and kernel as plain integers.
 
-    It keeps no tensor alive and is valid for as long as the weight has the same facts.
+    A launch keeps no tensor alive. It is valid for as long as the weight's fingerprint stays the same.
 
     Args:
-        weight: on a CUDA device, of any rank; packed on 4 bytes. The result is transposed where the packed bytes are.
+        weight: on a CUDA device, of any rank, 4-byte aligned. If the packed bytes are transposed, so is the result.
 
     Raises:
         KernelUnavailable: NO_STORAGE, MISALIGNED, GRAPH_CAPTURE, or what compilation.kernel_for raises.
@@ -31,11 +31,11 @@ class Launch:
             raise KernelUnavailable("a tensor of the weight is larger than its memory", "NO_STORAGE")
         pointers = [tensor.data_ptr() for tensor in tensors]
         if pointers[0] % runtime.WORD:
-            raise KernelUnavailable(f"the packed weight starts at {pointers[0]:#x}, not on 4 bytes", "MISALIGNED")
+            raise KernelUnavailable(f"the packed weight at {pointers[0]:#x} is not 4-byte aligned", "MISALIGNED")
         num_warps = compilation.warps_for(runtime.capability_of(device), weight.numel())
         kernel = compilation.kernel_for(compilation.Variant.of(weight, num_warps), device)
         self.n, self.dtype, self.device = weight.numel(), weight.dtype, weight.packed.get_device()
-        self.differentiable = weight.packed.is_floating_point()  # bytes cannot require a gradient
+        self.differentiable = weight.packed.is_floating_point()  # an integer tensor cannot require a gradient
         self.grid = -(-self.n // kernel.elements)
         self.call, head, tail, _ = kernel.entry
         self.head, self.tail = (*head, *pointers), (self.n, *tail)
@@ -44,18 +44,25 @@ class Launch:
         result = result.t() if self.transposed else result
         self.shape, self.strides = tuple(result.shape), result.stride()
         self.spans = runtime.spans(*tensors)
-        self.counters: dict[Any, Any] = {}  # by who uses it
-        self.view: torch.Tensor | None = None  # the result in the device's buffer
+        self.counters: dict[Any, Any] = {}  # by target
+        self.view: torch.Tensor | None = None  # of the device's buffer, in the result's shape
 
     def accepts(self, out: Any) -> bool:
-        """Whether the kernel can write to ``out``: dense, of the weight, 16-byte aligned, and none of what it reads."""
+        """Return whether the kernel can write to ``out``.
+
+        ``out`` has to have the weight's shape, dtype and device, be dense and 16-byte aligned, and overlap no operand.
+        """
         if not fits(out, self.dense_shape, self.dtype, self.device):
             return False
         start = out.data_ptr()
         return start % 16 == 0 and not overlap(self.spans, start, start + out.nbytes)
 
     def run(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """A new weight (transposed if asked); or ``out``, filled: 16-byte aligned, n dense elements of its dtype and device."""
+        """Dequantize into a new tensor, transposed if the packed bytes are, or fill and return ``out``.
+
+        Args:
+            out: n dense elements in the weight's dtype, 16-byte aligned, on the weight's device. Not checked here.
+        """
         device = self.device
         if current_device() != device:
             with runtime.on_device(device):
@@ -66,18 +73,18 @@ class Launch:
         return out
 
     def dense(self) -> torch.Tensor:
-        """A new weight, never transposed."""
+        """Dequantize into a new tensor that is never transposed."""
         result = self.run()
         return result.t() if self.transposed else result
 
     def into(self, out: torch.Tensor) -> torch.Tensor:
-        """``out``, one that it ``accepts``, filled and transposed if asked."""
+        """Fill an ``out`` that ``accepts`` approved. Return it, transposed if the packed bytes are."""
         self.run(out)
         return out.t() if self.transposed else out
 
     def into_buffer(self) -> torch.Tensor:
-        """The weight in a buffer that the next such call may overwrite; a new one off the default stream."""
-        if current_stream(self.device) != 0:  # 0: the default stream, which orders the calls
+        """Dequantize into a shared buffer that the next call may overwrite. Outside the default stream, allocate instead."""
+        if current_stream(self.device) != 0:  # 0 is the default stream, on which the calls run in order
             return self.run()
         if self.view is None:
             dense = buffer_of(self.n, self.dtype, self.device)[: self.n].view(self.dense_shape)
@@ -89,20 +96,20 @@ _buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
 
 def buffer_of(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
-    """The device's buffer of at least n elements.
+    """Return the device's buffer of at least n elements.
 
-    It grows in place: every view of it, in whatever launch, then looks at the new memory, and none holds the old.
+    The buffer grows in place: all launches' views of it move to the new memory, and none keeps the old memory alive.
     """
     buffer = _buffers.get((device, dtype))
     if buffer is None or buffer.numel() < n:
-        # training may write what generation allocated
+        # no inference tensor, because training may write to a buffer that generation allocated
         with torch.inference_mode(False), runtime.on_device(device):
             if buffer is None:
                 buffer = empty_strided_cuda((0,), (1,), dtype)
             storage = buffer.untyped_storage()
             before = storage.nbytes()
             try:
-                storage.resize_(0)  # freed before the larger one is taken
+                storage.resize_(0)  # frees the old memory before the larger one is allocated
                 storage.resize_(n * dtype.itemsize)
             except BaseException:  # out of memory, or an interrupt
                 storage.resize_(before)
@@ -112,16 +119,19 @@ def buffer_of(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
 
 
 def remembered(weight: PackedWeight) -> Launch:
-    """The launch of a weight that passed its guards, resolved at its first use. Its shape must be a tuple."""
+    """Return the launch of a weight that passed its guards, resolved at the weight's first use.
+
+    ``weight.shape`` must be a tuple.
+    """
     memo = weight.memo()
     memo.launch = launch = memo.launch or Launch(weight)
     return launch
 
 
 def dequantize(weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Run the kernel on a weight that passed its guards, ``weight.shape``; out, if given, is filled and returned.
+    """Run the kernel on a weight that passed its guards. Return a new tensor of ``weight.shape``, or ``out``, filled.
 
-    Any alignment: packed bytes off 4 bytes or an ``out`` off 16 are copied through an aligned buffer.
+    Packed bytes that are not 4-byte aligned, and an ``out`` that is not 16-byte aligned, go through an aligned copy.
     """
     if weight.packed.data_ptr() % runtime.WORD:
         weight = weight._replace(packed=weight.packed.clone())

@@ -1,27 +1,30 @@
-"""The decode of one group of packed nibbles as a block of inline PTX.
+"""Inline PTX that decodes one group of packed nibbles.
 
-The 16 lanes of a half warp decode 16 consecutive groups, which span one or two quantization blocks.
-There are only 16 values per block, so each lane multiplies and rounds ONE of them (two, when the half warp
-spans two blocks, kept as the two halves of a register) and every element is then a single shuffle of a
-finished value: 6 instructions per element less on sm_75 than multiplying and rounding each element.
+The 16 lanes of a half warp decode 16 consecutive groups, which span one or two quantization blocks. A block has only 16
+possible values, so each lane multiplies and rounds ONE of them. When the half warp spans two blocks, each lane computes
+two values and keeps them in the two halves of a register. Every element is then a single shuffle of a rounded value.
+On sm_75 that is 6 instructions per element fewer than multiplying and rounding each element.
 """
 
 from __future__ import annotations
 
 import functools
 
-SEGMENT = "0x101f"  # shfl.idx within 16 lanes: the index wraps at 4 bits, so a nibble needs no mask
+SEGMENT = "0x101f"  # shfl.idx within 16 lanes. The index wraps at 4 bits, so a nibble needs no mask.
 EVERY_LANE = "0xffffffff"
-SELECT_LOW, SELECT_HIGH = 0x5410, 0x7632  # prmt: both low halves, both high halves
+SELECT_LOW, SELECT_HIGH = 0x5410, 0x7632  # prmt selectors of both low halves and of both high halves
 
 
 def shift_of(element: int) -> int:
-    """Bits to the right of element's nibble: bytes in memory order, the high nibble first."""
+    """Return the bits to the right of an element's nibble. Bytes are in memory order, the high nibble first."""
     return 8 * (element // 2) + 4 * (1 - element % 2)
 
 
 def _round_bf16(source: str, target: str) -> list[str]:
-    """fp32 to bf16 in the high half of ``target``, to nearest even, in integers (sm_75 has no convert)."""
+    """Round fp32 to bf16, to nearest even, into the high half of ``target``.
+
+    It uses integer instructions, because sm_75 has no conversion to bf16.
+    """
     return [
         f"mov.b32 {target}, {source};",
         f"shr.u32 t, {target}, 16;",
@@ -46,15 +49,16 @@ def _pack(dtype: str, low: str, high: str, has_packed_convert: bool) -> list[str
 
 @functools.cache
 def decode(dtype: str, elements: int, blocks: int, has_packed_convert: bool) -> tuple[str, str]:
-    """PTX that decodes ``elements`` nibbles into 32-bit registers, and the constraints of its operands.
+    """Return PTX that decodes ``elements`` nibbles into 32-bit registers, and the constraints of its operands.
 
-    Operands, after the outputs (elements * itemsize / 4 registers): the nibbles in the low bits (r), the
-    lane's entry of the 16-entry table (f), the lane's block scale (f), the prmt selector of the lane's block (r).
+    The outputs (elements * itemsize / 4 registers) come first. The inputs follow: the
+    nibbles in the low bits (r), the lane's entry of the 16-entry table (f), the lane's block scale (f), and the prmt
+    selector of the lane's block (r).
 
     Args:
         dtype: "f16", "bf16" or "f32".
         elements: nibbles per lane, 2, 4 or 8.
-        blocks: quantization blocks under 16 lanes: 1, or 2 (16-bit only) that meet at lane 8.
+        blocks: quantization blocks per 16 lanes: 1, or 2 (16-bit dtypes only), of which the second starts at lane 8.
         has_packed_convert: the GPU has cvt.rn.f16x2.f32 and cvt.rn.bf16x2.f32 (sm_80 and newer).
     """
     outputs = elements if dtype == "f32" else elements // 2
@@ -82,5 +86,5 @@ def decode(dtype: str, elements: int, blocks: int, has_packed_convert: bool) -> 
         else:
             lines += shuffle("e0", 2 * output) + shuffle("e1", 2 * output + 1)
             lines.append(f"prmt.b32 ${output}, e0, e1, {select};")
-    constraints = ",".join(["=&r"] * outputs + ["r", "f", "f", "r"])  # early clobber: inputs are read to the end
+    constraints = ",".join(["=&r"] * outputs + ["r", "f", "f", "r"])  # &: inputs are read after outputs are written
     return "{\n" + "\n".join(lines) + "\n}", constraints

@@ -1,4 +1,4 @@
-"""The formula in plain torch, line for line: the truth for tests, ``verify`` and readers."""
+"""The reference formula in plain torch. Tests and the first use of each kernel compare with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SMALLEST_NORMAL = 2.0**-126
 
 
 def flush(x: torch.Tensor, enabled: bool) -> torch.Tensor:
-    """fp32 subnormals become zeros of their sign, as in a CUDA library built with --use_fast_math."""
+    """Flush fp32 subnormals to zeros of the same sign, like a CUDA library built with --use_fast_math."""
     return torch.where(x.abs() < SMALLEST_NORMAL, x * 0.0, x) if enabled else x
 
 
@@ -20,7 +20,7 @@ def multiply(a: torch.Tensor, b: torch.Tensor, flush_subnormals: bool) -> torch.
 
 
 def block_scales(weight: PackedWeight, flush_subnormals: bool) -> torch.Tensor:
-    """The fp32 scale of every block, [blocks]: fp32(code2[absmax] * absmax2) + fp32(offset), two roundings."""
+    """Return the fp32 scale of every block, [blocks]: fp32(code2[absmax] * absmax2) + fp32(offset), rounded twice."""
     if not weight.nested():
         return weight.absmax
     assert weight.absmax2 is not None and weight.code2 is not None and weight.offset is not None
@@ -30,11 +30,13 @@ def block_scales(weight: PackedWeight, flush_subnormals: bool) -> torch.Tensor:
 
 
 def dense(weight: PackedWeight, flush_subnormals: bool | None = None) -> torch.Tensor:
-    """The weight, ``weight.shape``, ``weight.dtype``: dtype(fp32(code[nibble] * scale)), round to nearest even.
+    """Return the dense weight in ``weight.shape`` and ``weight.dtype``: dtype(fp32(code[nibble] * scale)).
+
+    Every rounding is to nearest even.
 
     Args:
-        flush_subnormals: the bits of bitsandbytes' CUDA library, built with --use_fast_math: fp32
-            subnormals are zeros. By default where the weight is on CUDA; its CPU library keeps them.
+        flush_subnormals: treat fp32 subnormals as zeros, like bitsandbytes' CUDA library, built with --use_fast_math.
+            By default True for a weight on CUDA. bitsandbytes' CPU library does not flush.
 
     Source: bitsandbytes' kDequantizeBlockwise; QLoRA (arXiv 2305.14314), section 3.
     """
@@ -44,13 +46,13 @@ def dense(weight: PackedWeight, flush_subnormals: bool | None = None) -> torch.T
     nibbles = torch.stack((packed >> 4, packed & 15), dim=-1).reshape(-1)[: weight.numel()]
     scales = block_scales(weight, flush_subnormals).repeat_interleave(weight.blocksize)[: weight.numel()]
     code = code_of(weight.quant_type, weight.packed.device)
-    if flush_subnormals:  # FP4's nibble 8: minus zero in bitsandbytes' CUDA tables, plus zero in its code
+    if flush_subnormals:  # FP4's nibble 8 is minus zero in bitsandbytes' CUDA tables, plus zero in its code tensor
         code[8] = torch.where(code[8] == 0, -0.0, code[8])
     values = multiply(code[nibbles.long()], scales, flush_subnormals)
     return values.to(weight.dtype).reshape(tuple(weight.shape))
 
 
 def dequantize(weight: PackedWeight, flush_subnormals: bool | None = None) -> torch.Tensor:
-    """As ``dense``, transposed for a transposed weight."""
+    """Return ``dense``, transposed if the packed bytes are."""
     result = dense(weight, flush_subnormals)
     return result.t() if weight.transposed() else result

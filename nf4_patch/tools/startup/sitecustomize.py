@@ -1,6 +1,6 @@
-"""Python runs this as it starts under ``nf4-patch run``, which puts the folder of this file on PYTHONPATH.
+"""Start-up code of Python processes under ``nf4-patch run``, which puts the folder of this file on PYTHONPATH.
 
-A process may run any Python with any packages: where nf4_patch is not installed nothing happens and nothing is said.
+A process may run any Python with any packages. If nf4_patch is not installed, this file silently does nothing.
 """
 
 import os
@@ -9,7 +9,7 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 
 sys.path[:] = [folder for folder in sys.path if folder != os.path.dirname(__file__)]
-hidden = PathFinder.find_spec("sitecustomize")  # the environment's own, which this file hides
+hidden = PathFinder.find_spec("sitecustomize")  # the environment's sitecustomize, which this file shadows
 try:
     if hidden is not None and hidden.loader is not None:
         sys.modules["sitecustomize"] = module = module_from_spec(hidden)
