@@ -148,8 +148,9 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
         out: filled and returned if given: contiguous, ``quant_state.shape``, ``quant_state.dtype``.
 
     Returns:
-        The weight, with the bits of ``bitsandbytes.functional.dequantize_4bit``. It has the shape ``quant_state.shape``,
-        transposed for a transposed ``weight``, and the dtype ``quant_state.dtype``.
+        The weight, bit-identical to ``bitsandbytes.functional.dequantize_4bit`` on CUDA. It has the shape
+        ``quant_state.shape``, transposed for a transposed ``weight``, and the dtype ``quant_state.dtype``. On the CPU it is
+        the same weight, where bitsandbytes decodes a block that crosses a row with a wrong scale.
 
     Raises:
         ValueError: the weight, its state or ``out`` is not supported; the message says what was found.

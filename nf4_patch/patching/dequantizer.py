@@ -30,6 +30,7 @@ from .quant_state import fields_of, new
 from .reasons import Reason
 from .replacement import Fallbacks, Function, replacement_of
 
+
 def has_gradient(packed: Tensor) -> bool:
     """Whether an operator on the packed weight would ask for a gradient: only one stored as floating point can."""
     return packed.requires_grad and torch.is_grad_enabled()
@@ -91,8 +92,8 @@ class Dequantizer:
         if type(fields) is Reason:
             return fields
         weight: Weight = new(Weight, fields)
-        if only_read and reader.on and self.readers:  # above this: the adapter, the replacement, and who called that
-            only_read = is_called_by(self.readers, sys._getframe(3))
+        if only_read and reader.on and self.readers:  # frame 1 is the adapter's, frame 2 the replacement's
+            only_read = is_called_by(self.readers, sys._getframe(2).f_back)
         if type(packed) is Tensor:
             return self.run(weight, out, into_buffer, only_read)
         plain = self.classes.get(type(packed))

@@ -18,7 +18,8 @@ class Reason(enum.Enum):
     DISPATCH_MODE = "a torch dispatch mode is active, which could not see the fused matmul"
     FUNCTION_MODE = "a TorchFunctionMode is active, which sees the functions that the original calls"
     TENSOR_SUBCLASS = (
-        "a tensor of the weight is of a subclass with its own __torch_dispatch__ (DTensor, FakeTensor, ...) or __torch_function__"
+        "a tensor of the weight is of a subclass with its own __torch_dispatch__ (DTensor, FakeTensor, ...) "
+        "or __torch_function__"
     )
     EXPORTING = "torch.export or torch.jit.trace is recording a program that must also run without nf4_patch"
     ARGUMENTS = "called without a weight or quant_state, or with an argument that differs from the quant_state"

@@ -128,7 +128,7 @@ def status_of(target: Target) -> TargetStatus:
         state, note = State.INACTIVE, f'enable({target.only}="{OPTIONS[target.only].on}") puts it in place'
     elif state is State.PATCHED:
         note = target.uncounted or ("" if hits else NEVER_HIT if fallbacks else NEVER_CALLED)
-    elif state is State.DISPLACED:
+    elif state is State.DISPLACED and entry is not None:
         note = entry.why_displaced()
     return TargetStatus(target.name, state, hits, fallbacks, note)
 

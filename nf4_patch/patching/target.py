@@ -58,7 +58,7 @@ class Target:
     after: str = ""  # installed when this module is imported, and not with its own
     uncounted: str = ""  # what ``status()`` says of a row whose calls are neither hits nor fallbacks
     stays: bool = False  # in place whatever is switched off: it sees to what an option has made, which may live on
-    readers: str = ""  # of a dequantization: the module, or "package.", whose calls only read the result, which may be cached
+    readers: str = ""  # a module, or "package.", whose code only reads the result: the cache serves its calls
     copied: bool = False  # other modules hold it by value: sweep them when the module was imported first
     own_kernel: OwnKernel | None = None  # the library's, which keeps calls that ours was not measured to run faster
 

@@ -121,7 +121,9 @@ def test_a_block_that_is_interrupted_leaves_the_patch_as_it_was(script):
 def test_functions_are_put_back_after_an_interrupted_enable(script):
     original, where = F.dequantize_4bit, []
     names = ("install", "copies", "put"), ("use", "swap")
-    functions = [getattr(placement, name) for name in names[0]] + [getattr(placement.Installed, name) for name in names[1]]
+    functions = [getattr(placement, name) for name in names[0]] + [
+        getattr(placement.Installed, name) for name in names[1]
+    ]
     for start, then in ((nf4_patch.disable, nf4_patch.enable), (nf4_patch.enable, nf4_patch.disable)):
         for line in interrupted_at_every_line(then, *functions, before=start):
             where.append(line)

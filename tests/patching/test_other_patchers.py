@@ -26,6 +26,7 @@ from nf4_patch.patching.state import State
 from nf4_patch.patching.target import ANY, Target
 from nf4_patch.patching.targets import TARGETS
 
+
 class Object:
     """A callable object around a function."""
 
@@ -72,7 +73,9 @@ WRAPPERS = {
     "object": Object,
     "slots": Slotted,
     "method of an object": lambda ours: Object(ours).__call__,
-    "object in a closure": lambda ours: (lambda held: lambda A, *args, **kwargs: held(A, *args, **kwargs))(Object(ours)),
+    "object in a closure": lambda ours: (lambda held: lambda A, *args, **kwargs: held(A, *args, **kwargs))(
+        Object(ours)
+    ),
 }
 
 
@@ -289,10 +292,15 @@ def test_what_was_copied_before_another_library_wrapped_it_is_patched(script):
     """And then the patch is switched on for the first time."""
     nf4_patch.disable()
     installed.pop(TARGET)
-    F.dequantize_4bit = theirs = functools.wraps(script.original)(lambda *args, **kwargs: script.original(*args, **kwargs))
+    F.dequantize_4bit = theirs = functools.wraps(script.original)(
+        lambda *args, **kwargs: script.original(*args, **kwargs)
+    )
     for _ in range(2):
         nf4_patch.enable()
-        assert [function.__wrapped__ for function in (F.dequantize_4bit, *copies(script))] == [theirs, *[script.original] * 2]
+        assert [function.__wrapped__ for function in (F.dequantize_4bit, *copies(script))] == [
+            theirs,
+            *[script.original] * 2,
+        ]
         assert script.dequantize_4bit is script.late.dequantize_4bit and is_ours(script.dequantize_4bit)
         nf4_patch.disable()
         assert (F.dequantize_4bit, *copies(script)) == (theirs, *[script.original] * 2)

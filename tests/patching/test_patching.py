@@ -257,7 +257,7 @@ DEQUANTIZED = {
 def test_what_is_in_cpu_packing_is_not_dequantized(nested, how, strict, fresh_dynamo, monkeypatch):
     """It would be wrong without a word. The evaluation itself is right, with the patch and without."""
     monkeypatch.setenv("NF4_PATCH_STRICT", strict)
-    layer, dense = evaluated_on_a_cpu(nested)
+    layer, _ = evaluated_on_a_cpu(nested)
     nf4_patch.enable()
     with pytest.raises(ValueError, match="CPU_PACKING"):
         DEQUANTIZED[how](layer)

@@ -200,6 +200,7 @@ nf4_patch.disable()
 assert not cache.weights and Layer.forward is stock
 assert not GPU or agree(step(), want)
 
+
 # somebody's wrapper that writes into what it gets: memory of its own at every step
 def doubled(function):
     def foreign(W, *args, **kwargs):

@@ -138,7 +138,13 @@ class Layers:
 
         @functools.wraps(forward)
         def entry(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not gate.on or modes_active() or transforms_active() is not None or function_mode_active():
+            if (
+                is_compiling()
+                or not gate.on
+                or modes_active()
+                or transforms_active() is not None
+                or function_mode_active()
+            ):
                 return forward(module, *args, **kwargs)
             if cache.auto is not None:
                 cache.auto.observe(*args, *kwargs.values())

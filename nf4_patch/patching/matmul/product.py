@@ -163,6 +163,8 @@ def multiplied_first(multiply: Callable[..., Tensor | Reason]) -> Function:
 
     def make(target: Any, original: Function) -> Function:
         fused = FusedMatmul(target.name)
-        return replacement_of(target, original, fused.fallbacks, MethodType(multiply, fused), is_body=True, refuses=True)
+        return replacement_of(
+            target, original, fused.fallbacks, MethodType(multiply, fused), is_body=True, refuses=True
+        )
 
     return make
