@@ -159,8 +159,9 @@ def dequantize_nf4(weight: torch.Tensor, quant_state: Any, out: torch.Tensor | N
         out: a contiguous tensor of ``quant_state.shape`` and ``quant_state.dtype`` that is filled and returned.
 
     Returns:
-        The dense weight, bit-identical to ``bitsandbytes.functional.dequantize_4bit``. It has the dtype
-        ``quant_state.dtype`` and the shape ``quant_state.shape``, transposed for a transposed ``weight``.
+        The dense weight, bit-identical to ``bitsandbytes.functional.dequantize_4bit`` on CUDA. It has the dtype
+        ``quant_state.dtype`` and the shape ``quant_state.shape``, transposed for a transposed ``weight``. On the CPU the result
+        follows the same formula, while bitsandbytes decodes a block that crosses a row with a wrong scale.
 
     Raises:
         ValueError: the weight, its state or ``out`` is not supported. The message says what was found.

@@ -51,9 +51,7 @@ class Auto:
         self.steps = 0  # of the training, since the latest ``wait``
         self.waits = True
         self.next_look = 0.0
-        self.forwarded: Callable[[], torch.Tensor | None] = (
-            nobody  # what bitsandbytes' autograd function told it of last
-        )
+        self.forwarded: Callable[[], torch.Tensor | None] = nobody  # the latest argument of ``forward``
         self.alone: dict[int, int] = {}  # ``MemoryInfo.others`` by device, when something was taken
         self.needed: dict[int, int] = {}  # bytes by device that PyTorch had reserved without the cache, at most
         self.why = "nothing before a training"
@@ -84,7 +82,7 @@ class Auto:
         self.attempt(self.observed, *inputs)
 
     def forward(self, x: Any) -> None:
-        """``observe`` the input of an autograd function, whose op need not tell of the same tensor again."""
+        """``observe`` the input of an autograd function. The op that it calls then skips the same tensor."""
         self.observe(x)
         self.forwarded = weakref.ref(x) if isinstance(x, torch.Tensor) else nobody
 

@@ -92,8 +92,8 @@ class Dequantizer:
         if type(fields) is Reason:
             return fields
         weight: PackedWeight = new(PackedWeight, fields)
-        if only_read and reader.on and self.readers:  # above this: the adapter, the replacement, and who called that
-            only_read = is_called_by(self.readers, sys._getframe(3))
+        if only_read and reader.on and self.readers:  # frame 1 is the adapter's, frame 2 the replacement's
+            only_read = is_called_by(self.readers, sys._getframe(2).f_back)
         if type(packed) is Tensor:
             return self.run(weight, out, into_buffer, only_read)
         plain = self.classes.get(type(packed))

@@ -88,7 +88,7 @@ def replacement_of(
     option = "always" if target.permanent else target.option
 
     def refused(why: Exception | Reason) -> None:
-        if refuses and why in WRONG_IN_THE_ORIGINAL:
+        if refuses and isinstance(why, Reason) and why in WRONG_IN_THE_ORIGINAL:
             fallbacks.refuse(why)
         fallbacks.count(why if isinstance(why, Reason) else fallbacks.failed(why))
 

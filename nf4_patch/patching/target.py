@@ -58,11 +58,9 @@ class Target:
     lazy: bool = False  # its package imports the module only when it is used
     after: str = ""  # installed when this module is imported, and not with its own
     uncounted: str = ""  # what ``status()`` says of a row whose calls are neither hits nor fallbacks
-    permanent: bool = False  # in place whatever is switched off: it sees to what an option has made, which may live on
-    readers: str = (
-        ""  # of a dequantization: the module, or "package.", whose calls only read the result, which may be cached
-    )
-    patch_copies: bool = False  # other modules hold it by value: sweep them when the module was imported first
+    permanent: bool = False  # stays in place whatever is switched off: what an option has made may outlive the option
+    readers: str = ""  # a module, or "package.", whose code only reads the result: the cache serves its calls
+    patch_copies: bool = False  # other modules hold the function by value: replace the copies too
     own_kernel: OwnKernel | None = None  # the library's, which keeps calls that ours was not measured to run faster
 
     @functools.cached_property

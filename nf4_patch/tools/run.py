@@ -98,11 +98,12 @@ def add(file: Path, data: dict[str, Any]) -> None:
         return
     with contextlib.ExitStack() as stack:
         first = data | {"others": []}
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no lock here, or no such report
-            lock = stack.enter_context(file.open("a+", encoding="utf-8"))  # of processes that end at the same time
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            lock.seek(0)
-            known = json.load(lock)
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not to be read, or no such report
+            opened = stack.enter_context(file.open("a+", encoding="utf-8"))
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(opened, fcntl.LOCK_EX)  # processes may end at the same time
+            opened.seek(0)
+            known = json.load(opened)
             if known["run"] == data["run"]:
                 known["others"].append(data)
                 first = known

@@ -377,7 +377,9 @@ def compiled(function):
 
 @pytest.mark.parametrize("run", [lambda function: function, compiled], ids=["eager", "compiled"])
 @pytest.mark.parametrize("cached", ["off", "1MiB"])
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason="Dynamo of PyTorch 2.11 guards on the list of the test's own mode")
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="Dynamo of PyTorch 2.11 guards on the list of the test's own mode"
+)
 def test_a_torch_function_mode_sees_what_it_sees_without_the_patch(on, run, cached, fresh_dynamo):
     packed, state = quantized((64, 128), torch.bfloat16, on)
     packed = torch.nn.Parameter(packed, requires_grad=False)

@@ -117,6 +117,40 @@ def test_another_rank_than_0_reports_if_all_do(tmp_path):
 FULL_DISK = pytest.param("2>/dev/full", "/dev/full", marks=pytest.mark.full)
 
 
+def hits_of(report):
+    return sum(target["hits"] for target in report["status"]["targets"])
+
+
+@pytest.mark.parametrize("between", ["; ", "& "])
+def test_every_process_of_a_shell_is_in_the_file(between, tmp_path):
+    """The first as it would be alone, and those that end after it. Another run begins anew, whatever the file holds."""
+    (tmp_path / "report.json").write_text("[1, 2")
+    for counts in ((1, 2, 3), (2, 1)):
+        line = "".join(f"{sys.executable} {TRAINING} {n}{between}" for n in counts) + "wait"
+        _, reports = reported("sh", "-c", line, folder=tmp_path, options=("--json", "report.json"))
+        first = reports["report.json"]
+        found = [first, *first["others"]]
+        assert sorted(map(hits_of, found)) == sorted(counts)
+        assert between == "& " or [hits_of(each) for each in found] == list(counts)
+        assert [each["command"].endswith(f" {hits_of(each)}") for each in found] == [True] * len(counts)
+        assert {each["run"] for each in found} == {first["run"]} and not any(
+            "others" in each for each in first["others"]
+        )
+    _, reports = reported(TRAINING, 1, folder=tmp_path, options=("--json", "report.json"))
+    assert hits_of(reports["report.json"]) == 1 and reports["report.json"]["others"] == []
+
+
+@pytest.mark.parametrize("option", ["-I", "-E"])
+def test_a_python_that_ignores_variables_is_patched_and_does_not_report(option, tmp_path):
+    """By bitsandbytes, which loads the package when it is imported."""
+    look = "import importlib.metadata as m; print(len(m.entry_points(group='bitsandbytes.backends', name='nf4_patch')))"
+    if completed([sys.executable, option, "-c", look], tmp_path).stdout != "1\n":
+        pytest.skip("nf4_patch is not installed: no entry point")
+    code = "import bitsandbytes, nf4_patch; print(nf4_patch.is_enabled())"
+    done, reports = reported(sys.executable, option, "-c", code, folder=tmp_path)
+    assert done.stdout == "True\n" and not reports, done.stderr
+
+
 @pytest.mark.parametrize(("stderr", "file"), [("2>&-", "report.json"), FULL_DISK])
 def test_without_a_stderr_the_report_goes_to_its_file_alone(stderr, file, tmp_path):
     """If that can be written. A stdout that holds anything but the program's own output breaks whoever reads it."""
