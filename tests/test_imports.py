@@ -150,8 +150,10 @@ def test_kernel_files_hold_kernels_only():
 # on dense ones; tools: 400 for steps as TRL trains.
 # patching: 400 and ".": 20 for packed experts in host memory, for who trains a mixture larger than the GPU.
 # patching: 100 for rows, report and variable of an option in its own folder, for who adds an option or reads one alone.
-BUDGET = {"nf4": 2470, "patching": 5710, "tools": 2150, ".": 555}
-CORE = 2760  # nf4 and patching without what stands beside it
+# patching, all in the core but 30: 170 for copies that follow whoever stands at a name, cached weights that only their reader gets,
+# modes and classes with functions of their own, and an interrupt at any line; for who has another library beside this one.
+BUDGET = {"nf4": 2470, "patching": 5900, "tools": 2150, ".": 555}
+CORE = 2920  # nf4 and patching without what stands beside it
 
 
 def lines_of(files: Iterable[Path]) -> int:
