@@ -36,25 +36,28 @@ def has_gradient(packed: Tensor) -> bool:
     return packed.requires_grad and torch.is_grad_enabled()
 
 
-# Frames of functions that return what they get, by module and name: Unsloth's public function, unsloth_zoo's wrapper for large
-# weights, and PyTorch's decorators.
+# Functions that return what they get, by their module: Unsloth's public one, unsloth_zoo's wrapper for large weights, and PyTorch's
+# decorators.
 PASSED_ON = {
-    ("unsloth.kernels.utils", "fast_dequantize"),
-    ("unsloth_zoo.temporary_patches.bitsandbytes_large_tensors", "dequantize_4bit"),
-    ("torch.utils._contextlib", "decorate_context"),
+    "unsloth.kernels.utils": "fast_dequantize",
+    "unsloth_zoo.temporary_patches.bitsandbytes_large_tensors": "dequantize_4bit",
+    "torch.utils._contextlib": "decorate_context",
 }
 
 
-def is_called_by(module: str, frame: FrameType | None) -> bool:
-    """Whether the function that called is of ``module``, or of a package "name.".
+def is_called_by(module: str) -> bool:
+    """Whether the replacement above ``of_state`` is called by code of ``module``, or of a package "name.".
 
-    Args:
-        frame: of the function that called, or of one of PASSED_ON.
+    Frames of PASSED_ON are passed over.
     """
+    try:  # of_state is frame 1, the adapter 2, the replacement 3
+        frame: FrameType | None = sys._getframe(4)
+    except ValueError:  # called by no Python code
+        return False
     while frame is not None:
-        name: str = frame.f_globals.get("__name__", "")
-        if (name, frame.f_code.co_name) not in PASSED_ON:
-            return name.startswith(module) if module.endswith(".") else name == module
+        name: str = frame.f_globals.get("__name__") or ""
+        if name not in PASSED_ON or frame.f_code.co_name != PASSED_ON[name]:
+            return name.startswith(module)
         frame = frame.f_back
     return False
 
@@ -92,8 +95,8 @@ class Dequantizer:
         if type(fields) is Reason:
             return fields
         weight: PackedWeight = new(PackedWeight, fields)
-        if only_read and reader.on and self.readers:  # frame 1 is the adapter's, frame 2 the replacement's
-            only_read = is_called_by(self.readers, sys._getframe(2).f_back)
+        if only_read and reader.on and self.readers:
+            only_read = is_called_by(self.readers)
         if type(packed) is Tensor:
             return self.run(weight, out, into_buffer, only_read)
         plain = self.classes.get(type(packed))
