@@ -219,12 +219,11 @@ def replay(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
 
 
 def checkpoint_options(function: Any) -> dict[str, Any]:
-    """The keywords of PyTorch's checkpoint if a replay can stand for it; empty if not. Unsloth puts its own in that place."""
-    if (
-        type(function) is not partial
-        or function.func is not checkpoint
-        or checkpoint.__module__ != "torch.utils.checkpoint"
-    ):
+    """Return the keywords of PyTorch's checkpoint if a replay can stand for it, or nothing.
+
+    Unsloth replaces checkpoints and compiles its layers. A capture of these layers was never tried.
+    """
+    if type(function) is not partial or function.func is not checkpoint or "unsloth" in sys.modules:
         return {}
     options = {"use_reentrant": True, "preserve_rng_state": True, **function.keywords}
     return options if len(options) == 2 and options["preserve_rng_state"] and not function.args else {}
@@ -258,11 +257,13 @@ def why_not(layer: Any, args: tuple[Any, ...]) -> Reason | None:
 
 
 def is_hooked(layer: nn.Module, fingerprint: Fingerprint) -> bool:
-    """Whether a hook, a wrapper or a compiler takes part in a call of the layer."""
+    """Return whether a hook, a parametrization, a wrapper or a compiler takes part in a call of the layer."""
     found = [hook for hooks in fingerprint.hooks for hook in hooks.values()]
     if any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in found):
         return True
     every = [layer, *fingerprint.modules]
+    if any("parametrizations" in module._modules for module in every):  # packed experts: never tried under a capture
+        return True
     return any("_hf_hook" in vars(m) or vars(m).get("_compiled_call_impl") is not None for m in every)
 
 
