@@ -130,6 +130,7 @@ def compared(
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
+    monkeypatch.delitem(sys.modules, "unsloth", raising=False)  # another test's: layers run eagerly beside it
     if not GPU:
         graphs_without_cuda.install(monkeypatch)
     yield
