@@ -242,8 +242,10 @@ def why_not(layer: Any, args: tuple[Any, ...]) -> Reason | None:
         return Reason.NOT_CUDA
     if not args[0].requires_grad and options["use_reentrant"]:  # such a checkpoint gives no gradients
         return Reason.GRAPH_ARGUMENTS
-    if context.modes_active() or torch._C._len_torch_function_stack():
+    if context.modes_active():
         return Reason.DISPATCH_MODE
+    if context.function_mode_active():
+        return Reason.FUNCTION_MODE
     if context.transforms_active() is not None:
         return Reason.FUNCTORCH_TRANSFORM
     collector: Any = sys.modules.get("transformers.utils.output_capturing")

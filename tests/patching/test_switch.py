@@ -62,7 +62,7 @@ PATCHED = "hasattr(bitsandbytes.functional.dequantize_4bit, '__wrapped__')"
         ("import bitsandbytes", {"NF4_PATCH": "1", "RANK": "1", "LOCAL_RANK": "0"}, ""),
         ("import nf4_patch as n; n.disable(); import bitsandbytes; assert not n.is_enabled()", {"NF4_PATCH": "1"}, ""),
         ("import nf4_patch as n; assert n.is_enabled()", {"NF4_PATCH": "1"}, ""),  # there is nothing to patch
-        ("import bitsandbytes", {}, "NF4_PATCH_CACHE=6GiB: no effect, as neither NF4_PATCH=1 nor enable()"),
+        ("import bitsandbytes", {}, "NF4_PATCH_CACHE=6GiB: no effect, because neither NF4_PATCH=1 nor enable()"),
         ("import bitsandbytes, nf4_patch; nf4_patch.enable(); nf4_patch.disable()", {}, ""),
         (f"import bitsandbytes; assert not {PATCHED}", {"NF4_PATCH": "0"}, ""),
         ("import bitsandbytes, logging; logging.getLogger('nf4_patch').setLevel('ERROR')", {}, ""),
