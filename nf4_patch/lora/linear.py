@@ -184,6 +184,8 @@ def linear(target: Target, original: Function) -> Function:
 
     def decide(self: Any, x: Any, args: Any, kwargs: Any, again: bool) -> Any:
         """Decide for ``prepare``; ``again``: the forward ran ``run``, so hooks and modes that are new do not count."""
+        if not again and context.function_mode_active():  # which would see what is looked at below
+            return Reason.FUNCTION_MODE
         adapters, base = adapters_of(self, x, args, kwargs, not again), self.base_layer
         if isinstance(adapters, Reason):
             return adapters
@@ -199,8 +201,8 @@ def linear(target: Target, original: Function) -> Function:
             (Reason.EXPORTING, context.is_jit_tracing()),
             (Reason.FUNCTORCH_TRANSFORM, context.transforms_active() is not None),
             (Reason.NOT_4BIT, len(shape) != 2),
-            (Reason.CPU_PACKING, getattr(state, "packing_format_for_cpu", False)),
             (Reason.NOT_CUDA, not runtime.runs_on(x)),
+            (Reason.CPU_PACKING, getattr(state, "packing_format_for_cpu", False)),  # for the CPU, where it is right
             (Reason.MIXED_DEVICES, x.device != packed.device),
             (Reason.TENSOR_SUBCLASS, not (plain and (type(packed) in PLAIN or returns_tensors(type(packed))))),
             (Reason.LORA_DTYPES, dtypes is None),

@@ -16,6 +16,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from ..cache.store import cache
+from ..patching.context import function_mode_active
 from ..patching.counters import warn_once
 from ..patching.dequantizer import Dequantizer
 from ..patching.reasons import Reason
@@ -24,7 +25,7 @@ from ..patching.target import Target
 from .forward import forward, trait
 from .lora import Wrapper, active_wrappers
 from .product import is_kept_packed
-from .read import PackedExperts, stacks_of
+from .read import PackedExperts, packed_chains, stacks_of
 
 
 class Loads:
@@ -65,6 +66,8 @@ def experts(target: Target, original: Function, whole: bool) -> Function:
 
     def attempt(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         wrappers = active_wrappers.of(self)
+        if not wrappers and function_mode_active() and packed_chains(self):
+            return Reason.FUNCTION_MODE
         refused = stacks = stacks_of(self, dequantizer, whole and (is_kept_packed() or cache.on))
         if trait(self, "_is_expert_parallel"):
             refused = Reason.EXPERT_PARALLEL

@@ -11,6 +11,7 @@ import pytest
 import tiny_experts
 import torch
 from peft import LoraConfig, get_peft_model
+from target import Seen
 from tiny_experts import (
     ARCHITECTURES,
     CHECKPOINTING,
@@ -28,6 +29,7 @@ from tiny_experts import (
     with_lora,
 )
 
+import nf4_patch
 from nf4_patch.moe import forward, launch
 from nf4_patch.moe.product import ExpertWeight
 from nf4_patch.nf4 import runtime
@@ -209,6 +211,21 @@ def test_few_tokens_and_no_gradient(own):
             found = model(input_ids=ids_of(tokens)).logits
             assert error(found, theirs(own, lambda n=tokens: model(input_ids=ids_of(n)).logits)) < 1e-5
     assert own.calls == 2 * LAYERS and hits() == 8 * LAYERS
+
+
+def test_a_torch_function_mode_sees_what_it_sees_without_the_patch(own):
+    layer = Layer()
+
+    def run():
+        with torch.no_grad(), Seen() as mode:
+            return mode.functions, layer.experts(layer.hidden, layer.ids, layer.weights)
+
+    found, got = run()
+    assert own.calls == 0 and set(reasons()) == {Reason.FUNCTION_MODE}
+    counters.reset()
+    nf4_patch.disable()
+    stock, want = run()
+    assert found == stock and torch.equal(got, want)
 
 
 def test_under_a_transform(own):

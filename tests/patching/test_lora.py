@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 import torch
-from target import fallbacks, linear
+from target import Seen, fallbacks, linear
 from torch._dynamo.exc import SkipFrame
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointError
@@ -609,6 +609,17 @@ def test_a_class_of_tensors_of_its_own_is_peft_s(device, cls):
     got = model(x)
     assert type(got) is type(want) is cls and torch.equal(got, want) and vars(got) == vars(want)
     assert fallbacks(TARGET) == {Reason.TENSOR_SUBCLASS: 1}
+
+
+def test_a_torch_function_mode_sees_peft_s_own(device):
+    model, x = adapted(device), inputs(device)
+    seen = []
+    for switch_it in (nf4_patch.disable, lambda: nf4_patch.enable(lora="fused")):
+        switch_it()
+        with Seen() as mode:
+            seen.append((mode.functions, model(x)))
+    assert seen[0][0] == seen[1][0] and torch.equal(seen[0][1], seen[1][1])
+    assert fallbacks(TARGET) == {Reason.FUNCTION_MODE: 1}
 
 
 def test_an_input_that_left_a_transform(device):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fuzz import FAULTS, broken
 from oracle import expected, quantized
-from target import TARGET, fallbacks, linear, read_by_bitsandbytes, replaced_by, same, step
+from target import TARGET, Seen, fallbacks, linear, read_by_bitsandbytes, replaced_by, same, step
 
 import nf4_patch
 from nf4_patch.matmul.product import FusedMatmul
@@ -328,15 +328,6 @@ class Doubled(torch.Tensor):
 
 class Plain(torch.Tensor):
     """A subclass with nothing of its own: PyTorch's ``__torch_function__`` makes what comes of it one too."""
-
-
-class Seen(torch.overrides.TorchFunctionMode):
-    def __init__(self):
-        self.functions = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        self.functions.append(getattr(function, "__name__", str(function)))
-        return function(*args, **(kwargs or {}))
 
 
 def scales(state, kind):

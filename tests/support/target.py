@@ -10,6 +10,7 @@ import types
 import bitsandbytes as bnb
 import bitsandbytes.functional as F
 import torch
+from torch.overrides import TorchFunctionMode
 
 import nf4_patch
 from nf4_patch.patching import placement
@@ -57,6 +58,17 @@ def replaced_by(function, on=False):
         F.dequantize_4bit = original
         placement.installed.pop(TARGET, None)
         counters.reset()
+
+
+class Seen(TorchFunctionMode):
+    """The names of the functions of PyTorch that are called, and what ``Params4bit`` looks up."""
+
+    def __init__(self):
+        self.functions = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.functions.append(getattr(function, "__name__", str(function)))
+        return function(*args, **(kwargs or {}))
 
 
 def read_by_bitsandbytes(packed, state):
