@@ -219,12 +219,11 @@ def replay(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
 
 
 def checkpoint_options(function: Any) -> dict[str, Any]:
-    """The keywords of PyTorch's checkpoint if a replay can stand for it; empty if not. Unsloth puts its own in that place."""
-    if (
-        type(function) is not partial
-        or function.func is not checkpoint
-        or checkpoint.__module__ != "torch.utils.checkpoint"
-    ):
+    """Return the keywords of PyTorch's checkpoint if a replay can stand for it, or nothing.
+
+    Unsloth replaces checkpoints and compiles its layers. A capture of these layers was never tried.
+    """
+    if type(function) is not partial or function.func is not checkpoint or "unsloth" in sys.modules:
         return {}
     options = {"use_reentrant": True, "preserve_rng_state": True, **function.keywords}
     return options if len(options) == 2 and options["preserve_rng_state"] and not function.args else {}
@@ -242,10 +241,8 @@ def why_not(layer: Any, args: tuple[Any, ...]) -> Reason | None:
         return Reason.NOT_CUDA
     if not args[0].requires_grad and options["use_reentrant"]:  # such a checkpoint gives no gradients
         return Reason.GRAPH_ARGUMENTS
-    if context.modes_active():
+    if context.modes_active() or context.function_mode_active():
         return Reason.DISPATCH_MODE
-    if context.function_mode_active():
-        return Reason.FUNCTION_MODE
     if context.transforms_active() is not None:
         return Reason.FUNCTORCH_TRANSFORM
     collector: Any = sys.modules.get("transformers.utils.output_capturing")
@@ -260,11 +257,13 @@ def why_not(layer: Any, args: tuple[Any, ...]) -> Reason | None:
 
 
 def is_hooked(layer: nn.Module, fingerprint: Fingerprint) -> bool:
-    """Whether a hook, a wrapper or a compiler takes part in a call of the layer."""
+    """Return whether a hook, a parametrization, a wrapper or a compiler takes part in a call of the layer."""
     found = [hook for hooks in fingerprint.hooks for hook in hooks.values()]
     if any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in found):
         return True
     every = [layer, *fingerprint.modules]
+    if any("parametrizations" in module._modules for module in every):  # packed experts: never tried under a capture
+        return True
     return any("_hf_hook" in vars(m) or vars(m).get("_compiled_call_impl") is not None for m in every)
 
 

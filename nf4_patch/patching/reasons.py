@@ -89,7 +89,7 @@ class Reason(enum.Enum):
     GRAPH_CHECKPOINT = "the layer's checkpoint is not PyTorch's own, or has a context_fn or other options"
     GRAPH_ARGUMENTS = "an argument or the result of the layer is not what a CUDA graph can take"
     GRAPH_HOOKED = (
-        "a hook, a device_map or torch.compile takes part in the layer, or outputs of inner modules are recorded"
+        "a hook, packed experts, a device_map or torch.compile takes part in the layer, or inner outputs are recorded"
     )
     GRAPH_MODE = 'anomaly detection, another capture, an outer checkpoint or offload="..." is active'
     GRAPH_SHARDED = "the layer's parameters are sharded (FSDP, ZeRO-3)"

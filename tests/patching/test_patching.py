@@ -390,14 +390,13 @@ def test_a_torch_function_mode_sees_what_it_sees_without_the_patch(on, run, cach
 
 def test_a_default_device_is_no_mode_that_sees_anything(patched, device):
     packed, state = quantized((64, 128), torch.bfloat16, device)
-    before = torch.get_default_device()
     torch.set_default_device(device)
     try:
         F.dequantize_4bit(packed, state)
         with torch.device("meta"):
             F.dequantize_4bit(packed, state)
     finally:
-        torch.set_default_device(before)
+        torch.set_default_device(None)
     assert counters.hits(TARGET) == 2
 
 
