@@ -29,6 +29,7 @@ from nf4_patch.patching.switch import switch
 def test_who_copied_the_name_gets_what_is_switched_on(monkeypatch):
     """Also a copy that was made while it was off."""
     original = autograd.matmul_4bit
+    monkeypatch.setattr(bnb, "matmul_4bit", original)  # whatever an earlier test put at one of the two names
     late = ModuleType("imported_while_off")
     monkeypatch.setitem(sys.modules, late.__name__, late)
     nf4_patch.enable()
