@@ -51,7 +51,7 @@ class Refusal(Exception):
         self.reason, self.detail = reason, detail
 
 
-class Memory:
+class PoolMemory:
     """Memory of the pool at a fixed address, which a tensor may use without owning it."""
 
     def __init__(self, tensor: Tensor):
@@ -63,7 +63,7 @@ class Memory:
 
 def unowned(tensor: Tensor) -> Tensor:
     """Return a tensor on the same memory that does not keep it allocated: graphs that run at other times share it."""
-    storage = torch.as_tensor(Memory(tensor), device=tensor.device).untyped_storage()
+    storage = torch.as_tensor(PoolMemory(tensor), device=tensor.device).untyped_storage()
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
 
@@ -106,7 +106,7 @@ class Pool:
         graph.capture_end()
 
     def repair(self) -> None:
-        """After a capture that failed: PyTorch still routes allocations into the pool, and its generator still waits for the end of
+        """Mend PyTorch after a capture that failed. PyTorch still routes allocations into the pool, and its generator still waits for the end of
         the capture. Graphs that were captured before read the old generator's numbers, so all of them have to go."""
         self.broken = True
         with contextlib.suppress(RuntimeError):

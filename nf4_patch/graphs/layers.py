@@ -164,7 +164,7 @@ class Call:
         return self.recomputed(x, gradient)
 
     def recomputed(self, x: Tensor, gradient: Tensor) -> list[Any]:
-        """As ``gradients``, without the graph; differentiable under ``create_graph``."""
+        """Recompute the layer eagerly and return its gradients, differentiable under ``create_graph``."""
         differentiable, generator = torch.is_grad_enabled(), self.graph.pool.generator
         # not the parameters themselves: hooks on their gradients would run here too
         aliases = [p.view_as(p) if differentiable else alias_of(p) for p in self.graph.parameters]
@@ -184,13 +184,8 @@ class Call:
         return [*found] if x.requires_grad else [None, *found]
 
 
-class Replay(torch.autograd.Function):
+class Replay(context.PlainFunction):
     """The layer's first result. The parameters are inputs, so that gradients reach them through autograd."""
-
-    @classmethod
-    def apply(cls, *arguments: Any) -> Any:
-        """As PyTorch's, without what it does for functorch's transforms in Python: 4 us (2-core CPU machine)."""
-        return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -230,7 +225,7 @@ def checkpoint_options(function: Any) -> dict[str, Any]:
 
 
 def why_not(layer: Any, args: tuple[Any, ...]) -> Reason | None:
-    """Why a call runs eagerly, whatever the layer is."""
+    """Return why a call runs eagerly, whatever the layer is, or None."""
     if not (layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()):
         return Reason.GRAPH_NOT_CHECKPOINTED
     if not (options := checkpoint_options(layer._gradient_checkpointing_func)):
