@@ -156,6 +156,7 @@ class Task(NamedTuple):
     tensors: list[Tensor]  # all other tensor arguments
     environment: Environment
     fingerprint: Fingerprint
+    is_compiled: bool  # Unsloth's layer, which is one compiled function
 
 
 Place = tuple[dict[str, Any], str, nn.Parameter]  # a module's parameters, and a name and a parameter among them
@@ -305,7 +306,10 @@ class GraphedLayer:
             grown = requested(pool.device) - before
             self.hits, launches, self.reads = launches.since(), Launches(), len(self.pins)
             with pool.capturing(self.second):
-                dx, flat = self.backward_of(alias, y, gradient)
+                result = y
+                if task.is_compiled:
+                    alias, result = self.forward_of(task, x, recompute=True)
+                dx, flat = self.backward_of(alias, result, gradient)
             self.hits_of_backward = launches.since()
         except RuntimeError as error:
             pool.repair()
@@ -330,8 +334,12 @@ class GraphedLayer:
             for dtype in self.dtypes
         ]
 
-    def forward_of(self, task: Task, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input, a leaf, and the first result of the layer."""
+    def forward_of(self, task: Task, x: Tensor, recompute: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the input, a leaf, and the first result of the layer.
+
+        A compiled layer runs without gradients in the forward and with gradients in the recompute, as under a reentrant
+        checkpoint: its two compilations may round differently.
+        """
         alias = x.detach().requires_grad_(task.x.requires_grad)
         buffers = [slot.buffer for slot in self.slots]
 
@@ -340,6 +348,9 @@ class GraphedLayer:
                 return function(*arguments)
 
         def checkpointed(function: Callable[..., Any], *arguments: Any) -> Any:
+            if task.is_compiled:
+                with torch.set_grad_enabled(recompute):
+                    return body(function, *arguments)
             return checkpoint(body, function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
         with task.environment.entered():
@@ -349,7 +360,7 @@ class GraphedLayer:
             result, others = result[0], result[1:]
         if not isinstance(result, Tensor) or (result.shape, result.dtype) != (task.x.shape, task.x.dtype):
             raise Refusal(Reason.GRAPH_ARGUMENTS, "the layer does not return one tensor like its input")
-        if not result.requires_grad:
+        if not result.requires_grad and (recompute or not task.is_compiled):
             raise Refusal(Reason.GRAPH_ARGUMENTS, "nothing in the layer has a gradient")
         self.others = others
         return alias, result
@@ -388,7 +399,9 @@ class GraphedLayer:
             offset = pool.generator.get_offset()
             with pool.allocating(), synchronizations() as synchronized:
                 alias, y = self.forward_of(task, x)
-                strange = [leaf for leaf in leaves(y) if leaf is not alias and not any(leaf is a for a in self.aliases)]
+                if task.is_compiled:
+                    alias, y = self.forward_of(task, x, recompute=True)
+                strange = [leaf for leaf in leaves(y) if leaf.numel() and not any(leaf is a for a in (alias, *self.aliases))]
                 self.backward_of(alias, y, gradient)
                 del alias, y
             if not synchronized or last:

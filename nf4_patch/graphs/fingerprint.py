@@ -16,7 +16,7 @@ HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_
 CONTAINERS = (dict, list, set)
 NESTED = attrgetter("absmax", "code", "offset", "state2", "state2.absmax", "state2.code")
 FLAT = attrgetter("absmax", "code")
-requires_grad = attrgetter("requires_grad")
+quant_state, requires_grad = attrgetter("quant_state"), attrgetter("requires_grad")
 
 
 class Fingerprint:
@@ -57,8 +57,9 @@ class Fingerprint:
         ]
         self.slots: list[Any] = [*chain.from_iterable(map(dict.values, self.tensor_dictionaries))]
         self.tensors: list[Any] = [tensor for tensor in self.slots if tensor is not None]
-        packed = [tensor for tensor in self.tensors if getattr(tensor, "quant_state", None) is not None]
-        self.packed, self.states = packed, [tensor.quant_state for tensor in packed]
+        holders = [*self.tensors, *everything]  # a packed expert stack's state belongs to its parametrization, a module
+        self.packed = [holder for holder in holders if hasattr(getattr(holder, "quant_state", None), "nested")]
+        self.states = [*map(quant_state, self.packed)]
         self.fields = [NESTED if state.nested else FLAT for state in self.states]
         self.of_states = self.found_states()
         # bytes cannot require a gradient
@@ -97,7 +98,7 @@ class Fingerprint:
                 and self.found_implementations() == self.implementations
                 and len(slots := [*found]) == len(self.slots)
                 and all(map(is_, slots, self.slots))
-                and [tensor.quant_state for tensor in self.packed] == self.states
+                and all(map(is_, map(quant_state, self.packed), self.states))
                 and all(map(is_, chain.from_iterable(self.found_states()), chain.from_iterable(self.of_states)))
                 and [*map(requires_grad, self.floating)] == self.trains
             )

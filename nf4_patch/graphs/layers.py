@@ -38,6 +38,8 @@ FOR_GOOD = {
     Reason.GRAPH_FAILED,
     Reason.GRAPH_MEMORY,
 }
+# transformers' hooks collect outputs only while a forward asks for them; bitsandbytes' hooks open and close parametrize's cache
+HARMLESS_HOOKS = {"transformers.utils.output_capturing", "bitsandbytes.nn.parametrize"}
 WARNED = {Reason.GRAPH_SYNCHRONIZES, Reason.GRAPH_FAILED, Reason.GRAPH_MEMORY}
 
 
@@ -216,9 +218,11 @@ def replay(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
 def checkpoint_options(function: Any) -> dict[str, Any]:
     """Return the keywords of PyTorch's checkpoint if a replay can stand for it, or nothing.
 
-    Unsloth replaces checkpoints and compiles its layers. A capture of these layers was never tried.
+    With ``use_gradient_checkpointing=True`` Unsloth calls PyTorch's checkpoint too. With "unsloth" it calls its own, which
+    moves x to host memory: graphs would keep x on the GPU.
     """
-    if type(function) is not partial or function.func is not checkpoint or "unsloth" in sys.modules:
+    function = partial(function) if function is checkpoint else function
+    if type(function) is not partial or function.func is not checkpoint:
         return {}
     options = {"use_reentrant": True, "preserve_rng_state": True, **function.keywords}
     return options if len(options) == 2 and options["preserve_rng_state"] and not function.args else {}
@@ -254,11 +258,9 @@ def why_not(layer: Any, args: tuple[Any, ...]) -> Reason | None:
 def is_hooked(layer: nn.Module, fingerprint: Fingerprint) -> bool:
     """Return whether a hook, a parametrization, a wrapper or a compiler takes part in a call of the layer."""
     found = [hook for hooks in fingerprint.hooks for hook in hooks.values()]
-    if any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in found):
+    if any(getattr(hook, "__module__", "") not in HARMLESS_HOOKS for hook in found):
         return True
     every = [layer, *fingerprint.modules]
-    if any("parametrizations" in module._modules for module in every):  # packed experts: never tried under a capture
-        return True
     return any("_hf_hook" in vars(m) or vars(m).get("_compiled_call_impl") is not None for m in every)
 
 
@@ -353,7 +355,8 @@ def graphed(target: Target, original: Function) -> Function:
             replace = partial(replaced, replacements=lambda tensor: static[id(tensor)])
             return through(self, checkpointed, replace(args), replace(kwargs))
 
-        return Task(self, function, tensors[0], tensors[1:], environment, fingerprint)
+        is_compiled = "unsloth" in sys.modules and checkpoint_options(self._gradient_checkpointing_func)["use_reentrant"]
+        return Task(self, function, tensors[0], tensors[1:], environment, fingerprint, is_compiled)
 
     def through(self: Any, function: Function, args: Any, kwargs: Any) -> Any:
         """Call the layer as transformers does, with another function in place of the checkpoint's."""
