@@ -47,7 +47,7 @@ OFFLOAD = Option(
             "transformers.modeling_utils:caching_allocator_warmup", ">= 5.17", TESTED_LOADING,
             (("model", "expanded_device_map", "hf_quantizer"),), ".moe.loading:warm_up",
             "memory that transformers reserves before it loads",
-            option="offload", lazy=True, patch_copies=True, uncounted="it loads and saves models",
+            option="offload", patch_copies=True, uncounted="it loads and saves models",
         ),
     ),
     report=report, lines=lines,

@@ -85,7 +85,7 @@ def replacement_of(
         is_body: of an op, or of what calls one: Dynamo would compile it as a function of its own.
         refuses: the original is wrong for the reasons WRONG_IN_THE_ORIGINAL, so that they raise a ValueError.
     """
-    option = "always" if target.permanent else target.option
+    option = target.option
 
     def refused(why: Exception | Reason) -> None:
         if refuses and isinstance(why, Reason) and why in WRONG_IN_THE_ORIGINAL:
