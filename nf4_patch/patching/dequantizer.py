@@ -80,7 +80,7 @@ class Dequantizer:
     Args:
         target: the target's name.
         readers: start of the names of modules that only read the result. Other callers get a new tensor, never a cached one.
-            "": every caller that says so is trusted.
+            "": callers are not checked.
     """
 
     def __init__(self, target: str, readers: str = ""):

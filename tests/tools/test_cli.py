@@ -63,7 +63,7 @@ def test_every_verb_has_help_and_checks_its_file_before_the_work(verb, tmp_path)
 def test_unknown_verb_and_unknown_value():
     output_of("polish", exit_code=2)
     said = output_of("doctor", exit_code=1, NF4_PATCH_STRICT="maybe")
-    assert "NF4_PATCH_STRICT='maybe' is not known; allowed: 0, 1, " in said
+    assert "NF4_PATCH_STRICT='maybe' is not allowed. Allowed: 0, 1, " in said
 
 
 @WITHOUT_GPU
