@@ -215,7 +215,7 @@ class Dequantizer:
         return op.dequantize(*weight) if reason is None else reason
 
 
-def served(readers: str) -> Callable[[Function], Callable[[Any, Function], Function]]:
+def served(readers: str = "") -> Callable[[Function], Callable[[Any, Function], Function]]:
     """Return a decorator that turns an adapter into a factory of replacements, for the ``replace`` field of a row in targets.py.
 
     The replacement calls ``adapter(serve, *arguments)`` with the original's arguments. The adapter calls ``serve`` with the
