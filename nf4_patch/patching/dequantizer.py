@@ -33,7 +33,7 @@ from .replacement import Fallbacks, Function, replacement_of
 
 
 def has_gradient(packed: Tensor) -> bool:
-    """Return whether autograd would record an operator on the packed weight. Only weights stored as floating point can require it."""
+    """Return whether the packed weight requires a gradient and gradients are enabled. Packed weights of integer dtype never do."""
     return packed.requires_grad and torch.is_grad_enabled()
 
 

@@ -87,7 +87,7 @@ class Reason(enum.Enum):
         "train with DDP or FSDP2 instead of DeepSpeed ZeRO-3, which hooks every module",
     )
     LORA_DTYPES = (
-        "the input, the adapter and the output of the base layer differ in dtype (fp32 activations without autocast, for example)",
+        "the dtypes of the input, the adapter and the base layer cannot be combined (fp32 activations without autocast, for example)",
         "train under autocast (Trainer: fp16=True or bf16=True), or without prepare_model_for_kbit_training, "
         "which casts norms to fp32. Keep adapters in fp32 or in the input's dtype",
     )
