@@ -111,7 +111,7 @@ def add(file: Path, data: dict[str, Any]) -> None:
 
 def of_own_kernels() -> list[str]:
     """Return advice for each library kernel that is in use instead of this package's kernel."""
-    if "unsloth" not in sys.modules:
+    if "unsloth.kernels.utils" not in sys.modules:
         return []
     from ..adapters.unsloth import OWN_KERNEL_ADVICE, uses_own_kernel  # imports torch, as Unsloth did
 
