@@ -20,9 +20,9 @@ from oracle import expected, layout_of, quantized
 from target import raising, target_like
 from threads import together
 
-from nf4_patch.cache import reads, store
+from nf4_patch.cache import replacements, store
 from nf4_patch.cache.allocator import allocated
-from nf4_patch.cache.kept import CacheEntry
+from nf4_patch.cache.entry import CacheEntry
 from nf4_patch.cache.option import Uncached
 from nf4_patch.cache.store import Cache
 from nf4_patch.patching.reasons import Reason
@@ -48,9 +48,9 @@ def read(cache, packed, state, decode=expected):
 def cache(monkeypatch):
     cache = Cache()
     cache.configure(2**20)
-    monkeypatch.setattr(reads, "cache", cache)
+    monkeypatch.setattr(replacements, "cache", cache)
     row = target_like("torch", option="always")
-    monkeypatch.setattr(torch.UntypedStorage, "resize_", reads.resize(row, torch.UntypedStorage.resize_))
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", replacements.resize(row, torch.UntypedStorage.resize_))
     yield cache
     cache.configure("off")
 
@@ -173,9 +173,9 @@ def test_a_drop_at_any_line_of_a_look_raises_nothing(cache):
 def test_what_happens_while_a_weight_is_decoded(cache):
     """Another thread caches the same weight, the budget goes, or the cache is switched off."""
     packed, state = weight()
-    for meanwhile, kept in ((lambda: read(cache, packed, state), 1), (lambda: cache.may_take(0), 0),
+    for meanwhile, kept in ((lambda: read(cache, packed, state), 1), (lambda: cache.set_budget(0), 0),
                             (lambda: cache.configure("off"), 0)):  # fmt: skip
-        cache.may_take(2**20)
+        cache.set_budget(2**20)
         read(cache, packed, state, decode=lambda *weight, meanwhile=meanwhile: (meanwhile(), expected(*weight))[1])
         assert len(cache.weights) == kept and cache.taken == {INDEX: kept * SIZE}
         cache.release()
@@ -224,7 +224,7 @@ def test_another_weight_at_the_same_address_is_another_weight(cache):
     for seed in range(100):  # the allocator gives the same address again
         packed, state = weight(seed)
         assert torch.equal(read(cache, packed, state), expected(packed, state))
-    assert cache.hits == 0 and len(cache.memories) < 70  # what is known of memory that is gone goes as well
+    assert cache.hits == 0 and len(cache.storages) < 70  # what is known of memory that is gone goes as well
 
 
 def test_what_was_read_first_stays(cache):
