@@ -11,16 +11,9 @@ MIB = 2**20
 UNSPLIT = 20 * MIB  # a block larger than ``max_split_size`` is used whole if at most so much of it is left over
 
 
-def settings() -> dict[str, Any]:
-    """Return the allocator's settings (PYTORCH_CUDA_ALLOC_CONF).
-
-    Return {} before CUDA is initialized, and for an allocator other than PyTorch's own.
-    """
-    return _settings() if torch.cuda.is_initialized() else {}
-
-
 @functools.cache
-def _settings() -> dict[str, Any]:
+def settings() -> dict[str, Any]:
+    """Return the allocator's settings (PYTORCH_CUDA_ALLOC_CONF), or {} for an allocator other than PyTorch's own."""
     if torch.cuda.memory.get_allocator_backend() != "native":
         return {}
     return dict(torch.cuda.memory._snapshot().get("allocator_settings", {}))
@@ -35,7 +28,8 @@ def allocated(nbytes: int, known: dict[str, Any] | None = None) -> int:
         known: the allocator's settings. Two of them matter: ``roundup_power2_divisions``, whose keys are sizes in MiB, and
             ``max_split_size`` in bytes. By default the current settings.
     """
-    known = settings() if known is None else known
+    if known is None:
+        known = settings() if torch.cuda.is_initialized() else {}
     rounded = -(-nbytes // 512) * 512
     table = {int(size): count for size, count in known.get("roundup_power2_divisions", {}).items()}
     if table:
