@@ -30,14 +30,14 @@ from ..patching.replacement import Fallbacks
 from .entry import nobody
 
 STEPS = 2  # the first step creates the optimizer's state
-SECONDS = 0.2  # between two queries of the free memory, which take the driver about 0.1 ms each
+SECONDS = 0.2  # between two queries of the free memory; a query takes about 0.1 ms
 MARGIN, MARGIN_PART = 2**29, 1 / 24  # bytes, and a part of the GPU, by which steps on equal batches may differ
-CONTEXT = 2**31  # if more bytes are in use outside PyTorch, another process uses the GPU
-SLACK = 2**28  # by so many bytes the memory outside PyTorch may grow without another process
+CONTEXT = 2**31  # bytes outside PyTorch that the CUDA context may take; more belong to another process
+SLACK = 2**28  # bytes by which the memory outside PyTorch may grow without another process
 
 
 class Auto:
-    """Finds the budget of the cache. ``why`` explains the budget, or the wait for one, in ``status()``.
+    """Find the budget of the cache. ``why`` explains the budget, or the wait for one, in ``status()``.
 
     Args:
         set_budget: sets the bytes per GPU; 0 drops every cached weight.
@@ -64,7 +64,7 @@ class Auto:
         )
 
     def stop(self) -> None:
-        """Remove the hooks, and change the budget no more."""
+        """Remove the optimizer hooks, and stop changing the budget."""
         for hook in self.hooks:
             hook.remove()
         self.set_budget = lambda budget: None  # another thread may still be in ``observe``
@@ -73,7 +73,7 @@ class Auto:
         self.attempt(self.started, optimizer)
 
     def started(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the memory back if this is the optimizer's first step, which creates its state."""
+        """Drop the cache before the first step of an optimizer, because this step allocates the optimizer's state."""
         if optimizer not in self.optimizers:
             self.optimizers[optimizer] = True
             self.wait("an optimizer creates its state")
@@ -86,17 +86,16 @@ class Auto:
         self.attempt(self.observed, *inputs)
 
     def forward(self, x: Any) -> None:
-        """Observe the input of an autograd function, and remember it so that the op inside can skip the same tensor."""
+        """Observe the input of an autograd function. ``forwarded`` remembers it, so that the op inside skips the same tensor."""
         self.observe(x)
         self.forwarded = weakref.ref(x) if isinstance(x, torch.Tensor) else nobody
 
     def observed(self, *inputs: Any) -> None:
-        """Update the budget at the start of a forward pass through a layer.
+        """Update the budget at the start of a layer's forward, given the layer's arguments.
 
-        Args:
-            inputs: the layer's arguments. The activations among them are [..., length, features].
+        The size of the batch comes from the largest activations [..., length, features] among them.
         """
-        found = [x for x in tensors(inputs) if x.is_cuda and x.is_floating_point() and x.dim()]
+        found = [x for x in tensors(inputs) if x.is_cuda]
         if not found or is_capturing():
             return
         if self.stepped and backward_in_progress() == -1:  # not in the recompute of a checkpoint
@@ -105,8 +104,10 @@ class Auto:
         shapes = tuple(x.shape for x in found)
         if shapes != self.latest:
             self.latest = shapes
-            features, rows, lengths = zip(*map(size_of, found), strict=True)
-            self.batch(features[0], max(rows), max(lengths))
+            sizes = [size_of(x) for x in found if x.is_floating_point() and x.dim()]
+            if sizes:
+                features, rows, lengths = zip(*sizes, strict=True)
+                self.batch(features[0], max(rows), max(lengths))
         if self.waits and self.steps >= STEPS:
             self.take()
         if time.monotonic() >= self.next_look:
@@ -114,7 +115,7 @@ class Auto:
             self.look()
 
     def batch(self, features: int, rows: int, length: int) -> None:
-        """Give the memory back if no earlier forward pass had as many rows and as long sequences.
+        """Drop the cache unless an earlier forward pass had at least as many rows and as long sequences.
 
         Batches are compared with earlier ones of the same feature count, because images and text have different ones.
         """
@@ -123,7 +124,7 @@ class Auto:
             self.wait(f"the largest batch so far has {rows} tokens, sequences of {length}")
 
     def look(self) -> None:
-        """Give the memory back if it runs short, or if another process has started to use the GPU."""
+        """Drop the cache if memory runs short, or if another process has started to use the GPU."""
         for device, size in list(self.taken.items()):
             if not size:
                 continue
@@ -183,10 +184,10 @@ def size_of(x: torch.Tensor) -> tuple[int, int, int]:
 class MemoryInfo(NamedTuple):
     """The memory of a GPU, in bytes."""
 
-    free: int  # PyTorch can still allocate so much
-    reserved: int  # PyTorch holds so much
-    others: int  # in use outside PyTorch: this process's CUDA context, and other processes
-    margin: int  # the cache leaves so much free
+    free: int  # what PyTorch can still allocate
+    reserved: int  # what PyTorch holds
+    others: int  # what is in use outside PyTorch: this process's CUDA context, and other processes
+    margin: int  # what the cache leaves free
 
     @classmethod
     def of(cls, device: int) -> MemoryInfo:

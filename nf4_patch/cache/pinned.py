@@ -1,8 +1,9 @@
-"""Cached weights for layers that are compiled as a whole, where no Python code of this package runs to look a weight up.
+"""Cached weights for layers that are compiled as a whole.
 
-A wrapper around such a layer looks up all of its weights before the layer runs. While the layer runs, the dense copy of each
-weight is attached to the weight's quantization state. Dynamo finds the copy there and makes it an input of the graph. Inductor
-neither overwrites an input nor reuses its memory. When the layer returns, the copies are detached again.
+No Python code runs inside such a layer that could look a weight up. So a wrapper around the layer looks up all of its weights
+first. While the layer runs, the dense copy of each weight is attached to the weight's quantization state. Dynamo finds the copy
+there and makes it an input of the graph. Inductor neither overwrites an input nor reuses its memory. When the layer returns,
+the copies are detached.
 
 A layer reads all of its weights from the cache, or none. So each class of layers has at most two graphs.
 """

@@ -1,4 +1,4 @@
-"""Replacements for library functions that run a forward pass, swap tensors or resize storages, so that the cache is told."""
+"""Replacements for library functions whose calls the cache must know: a forward pass, a swap of tensors, a resized storage."""
 
 from __future__ import annotations
 

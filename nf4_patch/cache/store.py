@@ -1,8 +1,8 @@
 """The cache of dequantized weights: ``enable(cache="6GiB")`` or ``enable(cache="auto")``.
 
 Frozen weights do not change, but a training step decodes each of them two or three times. The cache keeps the dense copies
-for callers that only read them. The weights that are read first stay; no weight makes room for another, for the reasons in
-docs/notes/weight-cache.md.
+for callers that only read them. Weights are cached in the order of their first read, and stay. docs/notes/weight-cache.md
+compares this policy with others.
 
 A cached weight belongs to a parameter. Every read checks that parameter, its version counter and its memory.
 """
@@ -42,8 +42,8 @@ class StaleWeightError(RuntimeError):
 class Cache(dequantizer.Reader):
     """The cache of the process.
 
-    Every change is made under ``lock``. A tensor may be freed at any point of any thread, also in the middle of a change.
-    Its callback only empties the entry, and the next change removes the entry.
+    Every change is made under ``lock``. A tensor may be freed at any point of any thread, even in the middle of a change.
+    Therefore the callback of a freed tensor only empties the entry, and the next change removes the entry.
     """
 
     def __init__(self) -> None:
@@ -52,11 +52,12 @@ class Cache(dequantizer.Reader):
         self.auto: Auto | None = None  # finds the budget for "auto"
         self.budget = 0  # bytes per device
         self.weights: dict[tuple[object, ...], CacheEntry] = {}  # by ``location``
-        self.taken: Counter[int] = Counter()  # bytes by device, dropped weights included while they are in use
+        self.taken: Counter[int] = Counter()  # bytes by device, with dropped weights that are still in use
         self.dropped: list[CacheEntry] = []  # dropped entries whose dense copy is still in use
-        self.death = self.settled_death = object()  # tokens of the latest freed tensor, and of the latest one handled
+        self.death = object()  # replaced whenever a tensor or storage of a cached weight is freed
+        self.settled_death = self.death  # the value of ``death`` that ``settle`` has handled
         self.storages: dict[int, StorageRecord] = {}  # of packed bytes and scales, by storage number
-        self.generation = 0  # raised when there may be room again
+        self.generation = 0  # counts the changes after which there may be more room
         self.hits = self.misses = 0
         self.uncached: Counter[Uncached] = Counter()
         self.lock = new_lock()
@@ -78,9 +79,9 @@ class Cache(dequantizer.Reader):
             self.pinning, self.pins = -1, []
 
     def invalidate(self, entry: CacheEntry) -> None:
-        """Free the dense copy after one of its packed weight's tensors was freed.
+        """Free an entry's dense copy. The next change of the cache removes the entry.
 
-        The garbage collector calls this method, at any point of any thread.
+        The garbage collector calls this method when a tensor of the packed weight is freed, at any point of any thread.
         """
         entry.views = None
         self.death = object()
@@ -272,15 +273,15 @@ class Cache(dequantizer.Reader):
         for scales in entry.scales:
             self.storages.setdefault(scales._cdata, StorageRecord(StorageWeakRef(scales), nobody))
         entry.fill(weight, result, lambda _: self.invalidate(entry))
-        # This callback only marks a death, and ``settle`` checks it: PyTorch 2.8 drops a storage's Python object at every
-        # garbage collection, and PyTorch 2.13 drops it just before the storage expires.
+        # The callback drops nothing itself, because the storage may live on: PyTorch 2.8 drops a storage's Python object at
+        # every garbage collection. PyTorch 2.13 drops the object before the storage expires. ``settle`` checks the storage.
         entry.watcher = weakref.ref(storage, lambda _: setattr(self, "death", object()))
         self.weights[entry.location], self.taken[entry.device] = entry, self.taken[entry.device] + entry.size
 
     # --- dropping ---
 
     def _drop(self, entry: CacheEntry | None) -> None:
-        """Remove an entry. Its dense copy is charged until nothing uses the copy any more. None and absent entries are ignored."""
+        """Remove an entry if it is in the cache. Its dense copy is charged as long as something still uses it."""
         if entry is None or self.weights.get(entry.location) is not entry:
             return
         self.dropped.append(entry)  # after an interrupt possibly twice; ``settle`` subtracts its size once
@@ -316,8 +317,6 @@ class Cache(dequantizer.Reader):
         with self.lock:
             self.release(lambda entry: any(reference() is tensor for reference in entry.tensors))
             self.storages = {number: each for number, each in self.storages.items() if each.owner() is not tensor}
-            if self.auto is not None and self.auto.forwarded() is tensor:
-                self.auto.forwarded = nobody
 
     # --- status ---
 
