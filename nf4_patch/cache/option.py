@@ -17,7 +17,7 @@ CacheTarget = functools.partial(Target, option="cache", uncounted="its reads may
 
 
 class Uncached(enum.Enum):
-    """Why a weight was dequantized and not cached, although its caller only reads it."""
+    """Why the cache did not serve a read, so that the weight was dequantized."""
 
     BUDGET_SPENT = "the budget has no room for the weight, or for a compiled layer as a whole"
     WAITING = 'cache="auto" waits for two training steps before it takes memory'
