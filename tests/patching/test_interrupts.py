@@ -136,7 +136,7 @@ def test_functions_are_put_back_after_an_interrupted_enable(script):
 
 
 def test_a_layer_that_is_interrupted_reads_nothing_old_afterwards():
-    """The dense copies hang on its states while it runs, and no longer."""
+    """The dense copies are attached to its quantization states only while the layer runs."""
     layer = torch.nn.Module()
     layer.part = linear(torch.device("cpu"), SIDE, SIDE, weights=torch.bfloat16)
     state = layer.part.weight.quant_state
