@@ -1,4 +1,4 @@
-"""``lora="fused"``: peft's LoRA on a 4-bit linear layer as one function."""
+"""``lora="fused"``: run peft's LoRA on a 4-bit linear layer as one function."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from ..patching.target import Target
 
 LORA = Option(
     "NF4_PATCH_LORA", ("off", "fused"), "off",
-    "fused: peft's LoRA on 4-bit linear layers as one function. Off by default: as accurate, but not the same bits as peft's.",
+    "fused: run peft's LoRA on 4-bit linear layers as one function. Off by default, because results are as accurate as peft's but "
+    "not bit-identical.",
     on="fused",
     targets=(
         Target(
