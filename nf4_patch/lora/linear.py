@@ -32,11 +32,8 @@ from .recompute import decisions_of
 # Up to this many rows, without a gradient, the base layer multiplies: bitsandbytes, and enable(matmul="auto"), can multiply them
 # straight from the packed weight.
 FEW_ROWS = 128
-KINDS = (
-    (torch.nn.Linear,),
-    (torch.nn.Linear,),
-    (torch.nn.Identity, torch.nn.Dropout),
-)  # supported classes of A, B and dropout
+# Supported classes of A, B and dropout.
+KINDS = (torch.nn.Linear,), (torch.nn.Linear,), (torch.nn.Identity, torch.nn.Dropout)
 FP32 = torch.float32
 # Reshape a tensor that nobody else holds, as F.linear does. A view could not be written to after a change of the grad mode.
 unsafe_view: Any = torch.ops.aten._unsafe_view.default
@@ -177,9 +174,7 @@ def linear(target: Target, original: Function) -> Function:
             return dequantizer.run(weight if weight.dtype is dtype else weight._replace(dtype=dtype), None, False, True)
 
     def dense(packed: Any, state: Any, decoded: torch.dtype, dtype: torch.dtype) -> Tensor:
-        traced = (
-            context.is_compiling()
-        )  # by compiled autograd, which traces the patched dequantize_4bit below as one op
+        traced = context.is_compiling()  # compiled autograd traces the patched dequantize_4bit below as one op
         result = attempt(decode, packed, state, decoded) if switch.on and not traced else None
         if not isinstance(result, Tensor):
             result = sys.modules["bitsandbytes.functional"].dequantize_4bit(packed, state)
@@ -216,9 +211,7 @@ def linear(target: Target, original: Function) -> Function:
         if not is_plain(self, base, not again):
             return Reason.LORA_HOOKED
         packed, bias = base.weight, base.bias
-        state = (
-            getattr(packed, "quant_state", None) or base.quant_state
-        )  # FSDP replaces the weight by a plain parameter
+        state = getattr(packed, "quant_state", None) or base.quant_state  # FSDP's weight is a plain parameter
         shape = tuple(getattr(state, "shape", ()))
         dtypes = dtypes_of(base, x)
         plain = type(x) in PLAIN and (bias is None or type(bias) in PLAIN)
