@@ -245,12 +245,10 @@ def compiled(kernel: Any, arguments: Iterable[Any], values: dict[str, Any], *kin
     """
 
     def build() -> KernelEntry:
-        sample = tuple(
-            2 if type(value) is int and value == 1 else value for value in arguments
-        )  # Triton would compile 1 as a constexpr
-        return KernelEntry.of(
-            compile_kernel(kernel, sample, values, **{"num_stages": 1, **options}), tuple(values.values())
-        )
+        # Triton would compile the integer 1 as a constexpr.
+        sample = tuple(2 if type(value) is int and value == 1 else value for value in arguments)
+        result = compile_kernel(kernel, sample, values, **{"num_stages": 1, **options})
+        return KernelEntry.of(result, tuple(values.values()))
 
     return built_once(_entries, (*kind, id(kernel), *values.values(), *options.items()), build)
 
