@@ -64,6 +64,7 @@ def exchange_device() -> None:
     runtime.current_device = lambda: -1  # a CPU tensor's get_device()
     runtime.current_stream = lambda device: 0
     runtime.empty_strided_cuda = empty
+    runtime.is_interpreted = lambda kernel: False
     runtime.compile_kernel = Interpreted
     fits = runtime.fits
     runtime.fits = lambda out, *of: fits(out, *of) and not out.is_meta  # a meta tensor's get_device() is -1 too
