@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import parametrize
 
-from ..offload import prefetch as offload
+from ..offload import planning
 from ..patching.placement import installed
 from ..patching.replacement import around
 from ..patching.switch import switch
@@ -136,7 +136,7 @@ def quantize(original, self, input_dict, full_layer_name=None, model=None, **kwa
         if self.hf_quantizer.param_needs_quantization(model, name):
             # before and after: what stays in small pieces must not lie in a block that the next stack needs whole
             empty_cache(value)
-            value = offload.placed(model, name, quantize_stack(value, self.hf_quantizer.quantization_config))
+            value = planning.placed(model, name, quantize_stack(value, self.hf_quantizer.quantization_config))
             empty_cache(value)
         converted[name] = value
     return converted
@@ -183,31 +183,31 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
             f"{load_config.pretrained_model_name_or_path} holds experts that are packed in 4 bits ({min(saved)} and "
             f"{len(saved) - 1} more). To load them, call {ENABLE} before, or set NF4_PATCH_EXPERTS=4bit"
         )
-    if stacks and not on and offload.gate.on:
+    if stacks and not on and planning.gate.on:
         raise ValueError(f"offload is on, and experts is off: nothing would be packed or offloaded. Call {ENABLE} too")
     if not on or not isinstance(load_config.hf_quantizer, Bnb4BitHfQuantizer):
         return original(model, state_dict, load_config, disk_offload_index)
     devices = device_of_stacks(model, load_config)
     nested = load_config.hf_quantizer.quantization_config.bnb_4bit_use_double_quant
     packed_sizes = (
-        (name, place, offload.packed_size(stacks[name].numel(), nested and saved.get(name, {}).keys() <= {WHOLE}))
+        (name, place, planning.packed_size(stacks[name].numel(), nested and saved.get(name, {}).keys() <= {WHOLE}))
         for name, place in devices.items()
         if name in saved or load_config.hf_quantizer.param_needs_quantization(model, name)
     )
-    offload.plan(model, packed_sizes)
+    planning.plan(model, packed_sizes)
     state_dict, packed = dict(state_dict), {}
     for name, parts in saved.items():
         read = functools.partial(read_packed, state_dict, device=devices[name])
         packed[name] = read(parts[WHOLE][0]) if WHOLE in parts else joined(name, stacks[name], parts, read)
         packed[name].quant_state.dtype = stacks[name].dtype  # as dense it would have that one now
-        packed[name] = offload.placed(model, name, packed[name])
+        packed[name] = planning.placed(model, name, packed[name])
     for blocks in [key for key in state_dict if key.endswith("_blocks")]:
         key = blocks.removesuffix("_blocks")
         if (name := where(key)[0]) in devices:
             state_dict[key] = Mxfp4(state_dict.pop(blocks), state_dict.pop(f"{key}_scales"), devices[name])
     own_names = [name for name, _ in model.named_parameters()]
     info, disk_offload_index = original(model, state_dict, load_config, disk_offload_index)
-    offload.blocks_of(model)
+    planning.blocks_of(model)
     for name, parameter in packed.items():
         path, _, stack = name.rpartition(".")
         setattr(model.get_submodule(path), stack, parameter)
@@ -342,7 +342,7 @@ def finish(original, self, model, **kwargs) -> Any:
             if is_stack(model, full_name) and self.param_needs_quantization(model, full_name):
                 left.append(full_name)
                 parameter = quantize_stack(parameter.detach(), self.quantization_config)
-                parameter = offload.placed(model, full_name, parameter)
+                parameter = planning.placed(model, full_name, parameter)
                 setattr(module, name, parameter)
             state = getattr(parameter, "quant_state", None)
             if state is not None:
@@ -353,7 +353,7 @@ def finish(original, self, model, **kwargs) -> Any:
         for name, parameter in module._parameters.items() if "Expert" in kind else ():
             if is_matrix(name, parameter) and is_wanted(self, f"{path}.{name}"):
                 dense[f"{path}.{name}"] = f"{kind}.{name}", parameter.nbytes
-    offload.plans.pop(model, None)
+    planning.plans.pop(model, None)
     if left:
         said = f"{len(left)} stacks of experts were not packed while they were loaded, and held in 16 bits until now"
         logger.warning("nf4_patch: %s: %s", said, ", ".join(left))

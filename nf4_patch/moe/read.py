@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from ..nf4.runtime import has_memory
-from ..offload import prefetch as offload
+from ..offload import prefetch
 from ..patching.context import is_compiling, own_dispatch
 from ..patching.dequantizer import Dequantizer
 from ..patching.module_hooks import HOOKS_ON_ALL, is_called_otherwise, is_written_in
@@ -38,8 +38,8 @@ class PackedExperts:
         with torch.no_grad():  # as bitsandbytes' parametrization: a packed weight that requires a gradient gets none
             if switch.on and not is_compiling():
                 own, attempt = self.dequantizer, self.dequantizer.fallbacks.attempt
-                if offload.gate.on:
-                    result = attempt(offload.of_state, own, self.packed, self.state, self.only_read)
+                if prefetch.gate.on:
+                    result = attempt(prefetch.of_state, own, self.packed, self.state, self.only_read)
                 else:
                     result = attempt(own.of_state, self.packed, self.state, only_read=self.only_read)
                 if type(result) is not Reason:
