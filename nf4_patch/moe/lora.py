@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -64,13 +65,14 @@ class Wrapper:
 
 
 class ActiveWrappers(threading.local):
-    """The wrappers that this thread is in: each waits to be asked by the forward of its experts."""
+    """The wrappers whose forward runs in this thread. The forward of their experts asks each for its factors, once."""
 
-    def __init__(self) -> None:
-        self.wrappers: list[Wrapper] = []
+    references: tuple[weakref.ref[Wrapper], ...] = ()  # weak: none outlives its forward, not even after an interrupt
 
     def of(self, experts: Any) -> list[Wrapper]:
-        return [each for each in self.wrappers if each.experts is experts and not each.is_asked]
+        """Return the wrappers of an experts module that were not asked yet."""
+        wrappers = (reference() for reference in self.references)
+        return [each for each in wrappers if each is not None and each.experts is experts and not each.is_asked]
 
 
 active_wrappers = ActiveWrappers()
@@ -112,12 +114,15 @@ def forward(target: Target, original: Function) -> Function:
         state = None if idle else packed_states(experts).get(name)
         if idle or kwargs.get("adapter_names") or not supports(experts, name, state is not None):
             return original(self, x, *args, **kwargs)
-        wrapper = Wrapper(self, adapters, (state or experts._parameters[name]).dtype)
+        wrapper, before = (
+            Wrapper(self, adapters, (state or experts._parameters[name]).dtype),
+            active_wrappers.references,
+        )
         try:
-            active_wrappers.wrappers.append(wrapper)
+            active_wrappers.references = (*before, weakref.ref(wrapper))
             result = self.base_layer(x, *args, **kwargs)
         finally:
-            active_wrappers.wrappers = [each for each in active_wrappers.wrappers if each is not wrapper]
+            active_wrappers.references = before
         if wrapper.is_asked:
             return result
         raise RuntimeError(
@@ -144,17 +149,21 @@ def seen_dense(module: Any) -> Iterator[None]:
         dense[name] = torch.nn.Parameter(element.expand(state.shape), requires_grad=False)
     kind, parameters = type(module), dict(module._parameters)
     parametrizations = module._modules["parametrizations"]
-    try:
+
+    def restore() -> None:
+        module.__class__ = kind
+        module._modules["parametrizations"] = parametrizations
+        module._parameters.clear()
+        module._parameters.update(parameters)
+
+    with ExitStack() as stack:
+        stack.callback(restore)
+        stack.callback(restore)  # twice, because an interrupt can end one of the calls
         del module._modules["parametrizations"]
         module.__class__ = parametrize.type_before_parametrizations(module)
         module._parameters.clear()
         module._parameters.update(sorted((dense | parameters).items(), key=lambda item: item[0].startswith("down")))
         yield
-    finally:
-        module.__class__ = kind
-        module._modules["parametrizations"] = parametrizations
-        module._parameters.clear()
-        module._parameters.update(parameters)
 
 
 # What Unsloth writes into adapter_config.json: the layout of lora_B, of all stacks and of each
@@ -235,42 +244,66 @@ def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: 
 
 @around
 def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """For ``ParamWrapper.merge`` and ``unmerge``, which add to what they read: of a packed stack, a dense copy. What is merged and
-    taken out again has the bytes of before.
+    """Replace ``ParamWrapper.merge`` and ``unmerge``: requantize a packed stack after peft changed its dense weight.
+
+    An interrupt leaves the stack and ``merged_adapters`` both as they were, or both changed.
     """
     experts, name = self.get_base_layer(), self.parameter_name
-    chain, before = packed_chains(experts).get(name), list(self.merged_adapters)
+    chain, adapters = packed_chains(experts).get(name), self.merged_adapters
     if chain is None:
         original(self, *args, **kwargs)
         return
     from .packed import Chain
 
     chain.__class__ = Chain
-    # cached for peft, which adds to what it reads, and for us; what is packed in inference mode could not be trained on
-    with torch.inference_mode(False), torch.no_grad(), parametrize.cached():
+    # Cached, so that peft writes into the dense weight that ``requantize`` reads. Tensors made in inference mode cannot be trained on.
+    with torch.inference_mode(False), torch.no_grad(), parametrize.cached(), ExitStack() as stack:
+        stack.callback(parametrize._cache.clear)
+        stack.callback(vars(self).__setitem__, "merged_adapters", adapters)
+        vars(self)["merged_adapters"] = list(adapters)  # peft's, until the bytes are replaced too
         try:
             original(self, *args, **kwargs)
-        finally:  # where one of several adapters is broken, those before it are merged
-            if self.merged_adapters != before:
-                pack(self, chain, first=not before)
+        except Exception:  # one of several adapters is broken: peft merged those before it
+            requantize(self, chain, adapters)
+            raise
+        requantize(self, chain, adapters)
 
 
-def pack(wrapper: Any, chain: Any, first: bool) -> None:
-    """The sum of a stack and adapters into the stack, or what was before all of them; ``first``: none was merged before."""
+def requantize(wrapper: Any, chain: Any, adapters: list[str]) -> None:
+    """Requantize a stack after a merge. Restore the original bytes once nothing is merged.
+
+    Args:
+        chain: the stack's.
+        adapters: the names of the adapters that are merged into the packed bytes. Updated to ``wrapper.merged_adapters``.
+    """
     from bitsandbytes.functional import quantize_4bit
 
-    # the wrapper's: an adapter that is unloaded needs it no longer
-    merged = chain.before_merging() if first else vars(wrapper).pop("nf4_patch_merged", None)
-    if merged is not None and not first and merged.content != chain.content():  # somebody changed the sum
-        merged = None
-    if merged is not None and not wrapper.merged_adapters:
-        chain.replace(merged.packed, merged.state)
+    from .packed import content_of
+
+    after = list(wrapper.merged_adapters)
+    if after == adapters:
         return
-    state = chain[0].quant_state
-    packed, of_sum = quantize_4bit(
-        getattr(wrapper.get_base_layer(), wrapper.parameter_name), blocksize=state.blocksize, compress_statistics=state.nested,
-        quant_type=state.quant_type, quant_storage=chain.original.dtype,
-    )  # fmt: skip
-    chain.replace(packed, of_sum)
-    if merged is not None:
-        wrapper.nf4_patch_merged = merged._replace(content=chain.content())
+    # The wrapper holds the original bytes, because they are freed with the adapter.
+    saved = vars(wrapper).get("nf4_patch_merged") if adapters else chain.before_merging()
+    if saved is not None and adapters and saved.content != chain.content():  # somebody changed the merged stack
+        saved = None
+    if saved is not None and not after:
+        packed, state, saved = saved.packed, saved.state, None
+    else:
+        state = chain[0].quant_state
+        packed, state = quantize_4bit(
+            getattr(wrapper.get_base_layer(), wrapper.parameter_name), blocksize=state.blocksize, compress_statistics=state.nested,
+            quant_type=state.quant_type, quant_storage=chain.original.dtype,
+        )  # fmt: skip
+        saved = saved and saved._replace(content=content_of(packed, state))
+
+    def replace() -> None:
+        chain.replace(packed, state)
+        vars(wrapper)["nf4_patch_merged"] = saved
+        adapters[:] = after
+
+    try:
+        replace()
+    except BaseException:  # an interrupt ended it halfway
+        replace()
+        raise

@@ -73,6 +73,11 @@ def hash_of(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, total
 
 
+def content_of(packed: Tensor, state: Any) -> dict[str, Any]:
+    """Return hashes of the packed bytes and of their QuantState. Copies and moves of a model do not change them."""
+    return {name: hash_of(each) for name, each in {"": packed, **state.as_dict(packed=True)}.items()}
+
+
 class Chain(parametrize.ParametrizationList):
     """That of a stack which LoRA is put on. peft's own LoRA joins and leaves it at every forward; see ``append``."""
 
@@ -92,9 +97,7 @@ class Chain(parametrize.ParametrizationList):
         super().__delitem__(index)
 
     def content(self) -> dict[str, Any]:
-        """Return hashes of the packed bytes and of their state. Copies and moves of a model do not change them."""
-        state: Any = self[0].quant_state
-        return {name: hash_of(each) for name, each in {"": self.original, **state.as_dict(packed=True)}.items()}
+        return content_of(self.original, self[0].quant_state)
 
     def before_merging(self) -> Merged:
         return Merged(self.original.detach().to("cpu", copy=True), self[0].quant_state)

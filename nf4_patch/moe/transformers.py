@@ -53,7 +53,18 @@ def warn_of_16_bits(module: Any) -> None:
 def run(
     module: Any, stacks: dict[str, PackedExperts], wrappers: list[Wrapper], whole: bool, *routed: Any
 ) -> torch.Tensor:
-    return forward(module, stacks, {each.name: each.factors() for each in wrappers}, whole, *routed)
+    """Run our forward of the experts, with the LoRA factors of its wrappers."""
+    try:
+        return forward(module, stacks, {each.name: each.factors() for each in wrappers}, whole, *routed)
+    except Exception:
+        raise
+    except BaseException:
+        # bitsandbytes ends its caching of dense stacks in a hook, which PyTorch does not call after a KeyboardInterrupt
+        library = sys.modules.get("bitsandbytes.nn.parametrize")
+        for hook in module._forward_hooks.values():
+            if library is not None and hook is library._disable_parametrization_cache:
+                hook(module, (), None)
+        raise
 
 
 def experts(target: Target, original: Function, whole: bool) -> Function:
