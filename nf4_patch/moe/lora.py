@@ -1,7 +1,7 @@
-"""peft's LoRA on the experts of transformers, named by ``target_parameters``: packed ones too.
+"""peft's LoRA on transformers' experts (``target_parameters``), packed or dense.
 
-peft adds B·A to the dense stack, and takes a dense gradient of the sum apart. Here the forward of the experts asks its wrappers
-for the factors (see product.py). What peft writes into files, and how it finds and names adapters, stays its own.
+peft adds B·A to the dense stack, and computes a dense gradient of this sum. Here the forward of the experts takes A and B
+from peft's wrapper and multiplies by them separately (see product.py). peft's code finds, names and saves the adapters as before.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .read import is_managed, packed_chains
 
 SERVED = ("grouped_mm", "batched_mm")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-RANKS = 8  # PyTorch's grouped_mm takes rows of whole 16 bytes
+RANKS = 8  # the rank is padded to a multiple, because PyTorch's grouped_mm needs rows of a multiple of 16 bytes
 
 
 def packed_states(module: Any) -> dict[str, Any]:
-    """The QuantState of each packed stack of a module that nothing else is done to when it is read."""
+    """Return, by name, the QuantState of each packed stack of a module whose only parametrization is bitsandbytes'."""
     return {name: chain[0].quant_state for name, chain in packed_chains(module).items() if len(chain) == 1}
 
 
@@ -40,7 +40,7 @@ def packed_states(module: Any) -> dict[str, Any]:
 
 
 class Wrapper:
-    """peft's wrapper of one stack, whose experts are about to run with these adapters on it."""
+    """One forward of peft's wrapper around a stack, with the names of the adapters that are active in this forward."""
 
     def __init__(self, wrapper: Any, adapters: list[str], dtype: torch.dtype):
         self.wrapper, self.adapters, self.dtype = wrapper, adapters, dtype
@@ -48,9 +48,10 @@ class Wrapper:
         self.is_asked = False
 
     def factors(self) -> Lora:
-        """left and right of all active adapters, side by side: their product is what peft would add to the stack.
+        """Return left and right, the factors of all active adapters concatenated along the rank.
 
-        In peft's lora_A, [experts * rank, in], ranks run fastest; in its lora_B, [out, rank * experts], experts do.
+        left @ right is the sum that peft would add to the stack. Shapes: see ``product.Lora``. In peft's lora_A, [experts * rank, in],
+        the rank is the inner index; in its lora_B, [out, rank * experts], the expert is.
         """
         wrapper, into, out_of = self.wrapper, [], []
         for name in self.adapters:
@@ -60,7 +61,7 @@ class Wrapper:
         a, b = torch.cat(into, dim=1), torch.cat(out_of, dim=2).contiguous()
         if missing := -a.shape[1] % RANKS:
             a, b = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
-        # peft before 0.19 takes [experts, out, in] for [experts, in, out]: its A is on the side of out
+        # peft before 0.19 reads [experts, out, in] as [experts, in, out], so its A belongs to out
         return (b, a) if getattr(wrapper, "_did_swap_in_out_features", False) else (a.mT, b.mT)
 
 
@@ -83,7 +84,12 @@ def implementation_of(experts: Any) -> str | None:
 
 
 def supports(experts: Any, name: str, packed: bool) -> bool:
-    """Whether the forward of the experts asks its wrappers. Others loop over dense experts, to which peft adds LoRA."""
+    """Return whether our forward of the experts will apply the LoRA on a stack. Otherwise peft adds LoRA to the dense stack.
+
+    Args:
+        name: of the stack.
+        packed: whether the stack is packed.
+    """
     bound = vars(experts).get("_old_forward", vars(experts).get("forward"))
     function = getattr(bound, "__func__", type(experts).forward)
     if is_ours(function):  # Liger's, whose own kernels multiply in 16 bits
@@ -105,7 +111,7 @@ def supports(experts: Any, name: str, packed: bool) -> bool:
 
 
 def forward(target: Target, original: Function) -> Function:
-    """For ``ParamWrapper.forward``, which replaces the stack by the sum of it and B·A while the experts run."""
+    """Replace ``ParamWrapper.forward``, which adds B·A to the dense stack while the experts run."""
 
     def run(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         experts, name = self.get_base_layer(), self.parameter_name
@@ -127,7 +133,7 @@ def forward(target: Target, original: Function) -> Function:
             return result
         raise RuntimeError(
             f"the forward of {parametrize.type_before_parametrizations(experts).__name__} did not use the LoRA adapters on its {name}, "
-            f"with experts_implementation {implementation_of(experts)!r}: please report it, with what nf4_patch.status() says"
+            f"with experts_implementation {implementation_of(experts)!r}. Please report this, with the output of nf4_patch.status()"
         )
 
     return replacement_of(target, original, Fallbacks(target.name), instead(run), torch._dynamo.disable(run))
@@ -138,10 +144,10 @@ def forward(target: Target, original: Function) -> Function:
 
 @contextmanager
 def seen_dense(module: Any) -> Iterator[None]:
-    """A packed experts module as it was before it was packed, but for the memory of its stacks.
+    """Context manager: show peft a packed experts module as if its stacks were dense parameters, which take no memory.
 
-    peft finds a parametrized weight by its full name only, and meets it in another order: an adapter's place in the file
-    comes from that order. All classes of transformers define what goes up first, and down last.
+    peft finds a parametrized weight by its full name only. It also visits it in another order, and this order decides the names in
+    the adapter's file. All classes of transformers define the up projection first and the down projection last.
     """
     dense = {}
     for name, state in packed_states(module).items():
@@ -166,14 +172,15 @@ def seen_dense(module: Any) -> Iterator[None]:
         yield
 
 
-# What Unsloth writes into adapter_config.json: the layout of lora_B, of all stacks and of each
+# The fields of Unsloth in adapter_config.json: the layout of lora_B for all stacks, and for each stack
 LAYOUT, LAYOUTS = "lora_B_layout", "unsloth_fused_expert_lora"
 
 
 @around
 def keep_layout(original: Function, cls: Any, kwargs: dict[str, Any]) -> Any:
-    """For ``_check_and_remove_unused_kwargs``, which removes Unsloth's layout from a configuration: keep it in ``auto_mapping``,
-    where newer releases of Unsloth have a copy.
+    """Replace ``_check_and_remove_unused_kwargs``, which drops Unsloth's layout from an adapter's configuration.
+
+    Keep the layout in ``auto_mapping``, where newer releases of Unsloth store a copy.
     """
     found = {key: kwargs[key] for key in (LAYOUT, LAYOUTS) if key in kwargs}
     kept, removed = original(cls, kwargs)
@@ -183,14 +190,14 @@ def keep_layout(original: Function, cls: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> None:
-    """Refuse adapters whose tensors have the shapes that peft expects and another order, which peft reads without an error.
+    """Refuse an adapter whose tensors have the shapes that peft expects, but in another order. peft would load wrong values.
 
     Args:
-        stacks: by name, each with the shape [experts, ...] of a stack of the module.
+        stacks: objects with the shape [experts, ...] of each stack of the module, by name.
 
     Raises:
-        ValueError: peft before 0.19 wrote A and B the other way round, seen by no shape where both sides of an expert are equal; or
-            Unsloth before 2026.9.6 wrote lora_B as [out, experts * rank], with ranks running fastest.
+        ValueError: peft before 0.19 swapped A and B, and the experts are square, so that no shape shows the swap. Or Unsloth before
+            2026.9.6 wrote lora_B as [out, experts * rank], with the rank as the inner index.
     """
     import peft
     from packaging.version import parse
@@ -206,23 +213,24 @@ def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> Non
         shape = list(stacks[name].shape)
         if earlier and shape[1] == shape[2] and not getattr(module, "is_transposed", False):
             raise ValueError(
-                f"peft {written} wrote this adapter, with A and B of {name}, {shape}, the other way round than "
-                f"peft {peft.__version__} reads them: train it again, or load it with peft 0.18"
+                f"peft {written} wrote this adapter and swapped A and B of {name}, {shape}. peft {peft.__version__} would load them "
+                "the wrong way round. Train the adapter again, or load it with peft 0.18"
             )
         layout = (of_each.get(name) or {}).get(LAYOUT) or detail.get(LAYOUT) or said.get(LAYOUT)
         by_unsloth = layout is not None or said.get("unsloth_fixed")
-        if by_unsloth and layout != "rank_major" and "unsloth" not in sys.modules:  # which converts it
+        if by_unsloth and layout != "rank_major" and "unsloth" not in sys.modules:  # Unsloth converts the layout
             raise ValueError(
-                f"Unsloth wrote this adapter with {LAYOUT} {layout or 'not named, as before 2026.9.6'} for {name}, and peft reads "
-                "rank_major. Load it with Unsloth 2026.9.6 or newer and save it again, or reorder lora_B as "
+                f"Unsloth wrote this adapter with {LAYOUT} {layout or 'not named, as before 2026.9.6'} for {name}, but peft reads "
+                "rank_major. Load the adapter with Unsloth 2026.9.6 or newer and save it again. Or reorder lora_B as "
                 f'docs/after-training.md shows, and write "{LAYOUT}": "rank_major" into adapter_config.json'
             )
 
 
 @around
 def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    """For ``BaseTuner.inject_adapter``, which looks for the modules and parameters that a configuration names: ``down_proj`` is not the
-    module behind which the stack of that name is packed.
+    """Replace ``BaseTuner.inject_adapter``, which looks up the modules and parameters that an adapter's configuration names.
+
+    A packed stack is a parametrization, and peft would take it for a module with the same name, such as ``down_proj``.
     """
     from .packed import Chain, end_caching
 

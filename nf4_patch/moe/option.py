@@ -1,4 +1,4 @@
-"""``experts="4bit"``: the experts of a mixture in 4 bits."""
+"""The option ``experts="4bit"`` and its targets: functions of transformers, Liger and peft."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LoadingTarget = functools.partial(Target, lazy=True, uncounted="it loads and sav
 
 EXPERTS = Option(
     "NF4_PATCH_EXPERTS", ("off", "4bit"), "off",
-    "4bit: transformers' load_in_4bit packs the experts of a mixture too. Off by default: another quantization.",
+    "4bit: transformers' load_in_4bit packs the experts of a mixture too. Off by default, because it changes the quantization.",
     on="4bit",
     targets=(
         *(
@@ -31,8 +31,8 @@ EXPERTS = Option(
                 option="experts", lazy=True,
             )
             for name, covers in (
-                ("grouped_mm", "training saves the packed experts and not the dense ones"),
-                ("batched_mm", "generation dequantizes the experts that are used and no other"),
+                ("grouped_mm", "training that saves the packed experts instead of the dense ones"),
+                ("batched_mm", "generation that dequantizes only the experts that are used"),
             )
         ),
         Target(
@@ -48,13 +48,13 @@ EXPERTS = Option(
                 f'{covers}, with enable(experts="4bit") only', permanent=replace != "forward",
             )
             for function, parameters, replace, covers in (
-                ("config:_check_and_remove_unused_kwargs", ("cls", "kwargs"), "keep_layout", "adapters in a layout that peft does not read"),
-                ("tuners.tuners_utils:BaseTuner.inject_adapter", INJECT, "inject", "target_modules and target_parameters find packed experts"),
+                ("config:_check_and_remove_unused_kwargs", ("cls", "kwargs"), "keep_layout", "adapters in a layout that peft cannot read"),
+                ("tuners.tuners_utils:BaseTuner.inject_adapter", INJECT, "inject", "packed experts in target_modules and target_parameters"),
                 ("tuners.lora.layer:ParamWrapper.forward", ("self", "x", "args", "kwargs"), "forward",
-                 "LoRA on experts, a product of its own"),
+                 "LoRA on experts as a separate product"),
                 ("tuners.lora.layer:ParamWrapper.merge", ("self", "safe_merge", "adapter_names"), "packed_again",
                  "adapters merged into packed experts"),
-                ("tuners.lora.layer:ParamWrapper.unmerge", ("self",), "packed_again", "adapters taken out of packed experts again"),
+                ("tuners.lora.layer:ParamWrapper.unmerge", ("self",), "packed_again", "adapters unmerged from packed experts"),
             )
         ),
         *(
@@ -67,7 +67,7 @@ EXPERTS = Option(
             for function, parameters, replace, only, covers in (
                 ("quantizers.auto:get_hf_quantizer", HF_QUANTIZER, "quantizer_for", "experts", "gpt-oss in MXFP4"),
                 (f"{QUANTIZER}.param_needs_quantization", ("self", "model", "param_name", "kwargs"), "needs_quantization",
-                 "experts", "which weights load_in_4bit packs"),
+                 "experts", "the weights that load_in_4bit packs"),
                 ("integrations.bitsandbytes:Bnb4bitQuantize.convert",
                  ("self", "input_dict", "full_layer_name", "model", "kwargs"), "quantize", "experts", "packing while loading"),
                 ("core_model_loading:convert_and_load_state_dict_in_model",
