@@ -1,4 +1,4 @@
-"""What selective checkpointing and hooks on saved tensors keep of the experts' forward: nothing that is written into, nothing dense."""
+"""Selective checkpointing and hooks on saved tensors get no dense stack, and no tensor that is written afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ step = functools.partial(tiny_experts.step, tokens=4)  # Triton's interpreter ta
 
 @pytest.fixture(params=["kernels", "pytorch"])
 def ours(request, patched, monkeypatch):
-    """With the kernels, on a CPU too, and in PyTorch."""
+    """Run our forward with the kernels, also on a CPU, and in PyTorch."""
     start = launch.start
 
     def unseen(*arguments, **keywords):
@@ -49,7 +49,7 @@ def adapted(name, dtype=torch.float32):
 
 
 class Watched(TorchDispatchMode):
-    """Copies the result of every op."""
+    """Dispatch mode that copies the result of every op."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ def selective(policy, **options):
 
 @pytest.mark.parametrize(("name", "policy"), crossed(("qwen3", "gpt-oss", "gemma4"), POLICIES))
 def test_selective_checkpointing(name, policy, ours):
-    """The gradients of a step without, to the bit. The experts alone, as other parts of transformers' layers write into results of ops."""
+    """Gradients are bit-identical to a step without checkpointing. Only the experts are checkpointed, because other parts of transformers' layers write into results of ops."""
     model = adapted(name)
     plain = step(model)
     outermost = [module for name, module in model.named_modules() if name.endswith(".experts")]
@@ -130,7 +130,7 @@ def test_selective_checkpointing_of_a_model(ours):
 
 
 class Hooks(saved_tensors_hooks):
-    """Hooks of somebody's that keep what they get, and hand it out once, as TRL's activation offloading does."""
+    """Hooks that keep each saved tensor and return it only once, as TRL's activation offloading does."""
 
     def __init__(self):
         self.kept, self.packed = {}, []
@@ -153,7 +153,7 @@ AROUND = {
 
 @pytest.mark.parametrize(("name", "around"), crossed(("qwen3", "gpt-oss"), AROUND))
 def test_hooks_that_keep_what_is_saved_get_nothing_dense(name, around, ours):
-    """Neither a dense stack nor a packed one; what they get is asked for once."""
+    """The hooks get neither a dense nor a packed stack, and each saved tensor is unpacked once."""
     model = adapted(name)
     plain, stacks = step(model), {chain.original.numel() for chain in chains_of(model)}
     sizes = stacks | {2 * size for size in stacks}  # packed, and dense

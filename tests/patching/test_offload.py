@@ -1,5 +1,5 @@
-"""enable(experts="4bit", offload=...): packed experts in host memory, fetched ahead of their use. Without a GPU, CUDA is played by
-CPU tensors; with one: the tests with the fixture ``anywhere``, and gpu/test_offload_gpu.py."""
+"""enable(experts="4bit", offload=...): packed experts in host memory, prefetched to the GPU. Without a GPU, CPU tensors stand in for
+CUDA. With a GPU, only the tests with the fixture ``anywhere`` run, and gpu/test_offload_gpu.py."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_written_in_place_after_it_has_arrived(folder, gpu, patched):
     )  # twice for what writes, once for a use
 
 
-def test_memory_has_another_unit_after_its_last_use(folder, gpu, patched):
+def test_memory_gets_another_block_after_its_last_use(folder, gpu, patched):
     model = model_of(folder)
     logits(model)
     (prefetcher,) = prefetch.prefetchers.values()
@@ -141,7 +141,7 @@ def test_memory_has_another_unit_after_its_last_use(folder, gpu, patched):
 
 
 def test_replaced_after_it_has_arrived(folder, gpu, patched):
-    """By the same memory as another parameter, and by a tensor on the GPU."""
+    """Replace a prefetched stack by another parameter in the same memory, and by a tensor on the GPU."""
     model = model_of(folder)
     chain = experts_of(model)[0].parametrizations[STACKS[0]]
     dense(experts_of(model)[0])
@@ -161,7 +161,7 @@ def test_replaced_after_it_has_arrived(folder, gpu, patched):
 
 
 def test_in_a_block_and_in_traced_code(folder, gpu, patched, fresh_dynamo):
-    """After the block, and where torch.compile traces, it is read where it lies."""
+    """After an ``enabled()`` block, and under torch.compile, the stack is read directly from host memory."""
     with patched.enabled(experts="4bit", offload="all"):
         model = read_again(folder, quantization_config=in_4bit())
         want = logits(model)
@@ -175,7 +175,7 @@ def test_in_a_block_and_in_traced_code(folder, gpu, patched, fresh_dynamo):
 
 
 def test_two_parameters_of_the_same_memory(folder, gpu, patched):
-    """What was read through one, and is written through the other, where each counts for itself."""
+    """A write through one parameter is seen by the other, although each has its own version counter."""
     module = experts_of(model_of(folder))[0]
     stack = stacks_of(module, Dequantizer("test"))[STACKS[0]]
     state = stack.state.as_dict(packed=True)
@@ -208,7 +208,7 @@ def test_after_inference_mode(folder, gpu, patched):
 
 
 def test_named_after_loading(folder, anywhere, patched):
-    """Nothing is moved; nor back."""
+    """Switching the option after loading moves nothing, in either direction."""
     resident, model = model_of(folder, "off"), model_of(folder)
     for where in ("all", "1GiB", "off"):
         patched.enable(offload=where)
@@ -242,7 +242,7 @@ def test_state_dict_copy_save_and_read_again(folder, anywhere, patched, tmp_path
     ("layers", "short", "resident"), [(2, 0, []), (3, 0, [3]), (4, 1, [2])], ids=["buffers", "one more", "a byte short"]
 )
 def test_a_budget_is_spread_over_the_layers(folder, gpu, patched, layers, short, resident):
-    """Sizes of whole experts modules; four layers would fit as they are, without buffers."""
+    """The budget counts whole experts modules, and the two prefetch buffers. Four layers would fit without buffers."""
     (size,) = set(sizes_of(model_of(folder, "off")))
     budget = layers * size - short
     want = train(with_lora(model_of(folder, "off")))
@@ -258,7 +258,7 @@ def test_a_budget_is_spread_over_the_layers(folder, gpu, patched, layers, short,
 
 @pytest.mark.parametrize(("budget", "every"), [(26, 2), (14, 4), (50 - 2 * 8, 0)])
 def test_what_stays_is_spread_evenly(gpu, patched, budget, every):
-    """Over 48 modules, all of 1 KB, or every third of 4 KB."""
+    """The plan is even over 48 modules of 1 KB each, or with every third of 4 KB."""
     patched.enable(experts="4bit", offload=f"{budget}KB")
     model = torch.nn.Module()
     sizes = [500 if every or layer % 3 else 2000 for layer in range(48)]
