@@ -54,16 +54,14 @@ class Order(NamedTuple):
     slot_of: Tensor  # int64 [rows]
     row_of: Tensor  # int64 [tokens, top_k]
     ends: Tensor  # int32 [experts]: the index after the last row of each expert
-    saved: Any = (
-        None  # the result of ``Saved``, kept alive because PyTorch 2.11 frees a node's saved tensors with its result
-    )
+    # The result of ``Saved``. Kept alive, because PyTorch 2.11 frees a node's saved tensors together with its result.
+    saved: Any = None
 
     @classmethod
     def of(cls, ids: Tensor, experts: int) -> Order:
         """Build the Order from the chosen experts of each token, int64 [tokens, top_k]."""
-        expert_of, slot_of = torch.sort(
-            ids.reshape(-1).short(), stable=True
-        )  # sorting int16 takes a quarter of int64's passes
+        # sorting int16 takes a quarter of int64's passes
+        expert_of, slot_of = torch.sort(ids.reshape(-1).short(), stable=True)
         row_of = slot_of.scatter(0, slot_of, torch.arange(len(slot_of), device=ids.device))  # inverts slot_of
         every = torch.arange(experts, dtype=torch.short, device=ids.device)
         ends = torch.searchsorted(expert_of, every, right=True).int()
@@ -223,13 +221,11 @@ def by_kernels(
 ) -> Tensor:  # fmt: skip
     order = Order.of(top_k_index, module.num_experts).for_kernels()
     gate = Gated.apply if is_silu_and_mul(module) else lambda y, addend: gated(module, summed(y, addend))
-    y = gate(
-        *products(up, Gathered.apply(hidden_states, order, up.dtype), order)
-    )  # the products have no names, so that they are freed once summed
+    # the products have no names, so that they are freed once summed
+    y = gate(*products(up, Gathered.apply(hidden_states, order, up.dtype), order))
     weights, down = top_k_weights.contiguous(), read_down()
-    if down.bias is not None or trait(
-        module, "has_post_expert_norm"
-    ):  # not linear, so the output is saved to be weighted
+    # a bias or a norm makes the map nonlinear, so the gradient is weighted at its output
+    if down.bias is not None or trait(module, "has_post_expert_norm"):
         y, addend = summed(*products(down, y, order)), None
         y, _ = Weighted.apply(normed(module, y), weights, order)
     else:

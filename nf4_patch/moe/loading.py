@@ -285,11 +285,8 @@ def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
     by_pattern: dict[Any, Any] = {pattern: each for each in converters for pattern in each.source_patterns}
 
     def target(key: str) -> tuple[str, Any, str | None]:
-        for conversions in (
-            ([], []),
-            (renamings, []),
-            (renamings, converters),
-        ):  # first unchanged: a packed stack is saved under its full name
+        # first unchanged, because a packed stack is saved under its full name
+        for conversions in (([], []), (renamings, []), (renamings, converters)):
             name, pattern = rename_source_key(key, *conversions, model.base_model_prefix, stacks)
             if name in stacks:
                 break

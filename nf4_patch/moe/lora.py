@@ -66,12 +66,14 @@ class Wrapper:
 
 
 class ActiveWrappers(threading.local):
-    """The wrappers whose forward runs in this thread. The forward of their experts asks each for its factors, once."""
+    """The wrappers whose forward runs in this thread. The experts' forward takes the factors from each wrapper once."""
 
-    references: tuple[weakref.ref[Wrapper], ...] = ()  # weak: none outlives its forward, not even after an interrupt
+    references: tuple[
+        weakref.ref[Wrapper], ...
+    ] = ()  # weak, so that no wrapper outlives its forward after an interrupt
 
     def of(self, experts: Any) -> list[Wrapper]:
-        """Return the wrappers of an experts module that were not asked yet."""
+        """Return the wrappers of an experts module whose factors were not taken yet."""
         wrappers = (reference() for reference in self.references)
         return [each for each in wrappers if each is not None and each.experts is experts and not each.is_asked]
 
@@ -92,7 +94,7 @@ def supports(experts: Any, name: str, packed: bool) -> bool:
     """
     bound = vars(experts).get("_old_forward", vars(experts).get("forward"))
     function = getattr(bound, "__func__", type(experts).forward)
-    if is_ours(function):  # Liger's, whose own kernels multiply in 16 bits
+    if is_ours(function):  # our forward in Liger's class, which runs packed experts only
         return packed
     implementation, weight = implementation_of(experts), experts._parameters.get(name)
     if not packed and (type(weight) is not torch.nn.Parameter or weight.dtype not in DTYPES):
@@ -268,10 +270,10 @@ def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> No
     with torch.inference_mode(False), torch.no_grad(), parametrize.cached(), ExitStack() as stack:
         stack.callback(parametrize._cache.clear)
         stack.callback(vars(self).__setitem__, "merged_adapters", adapters)
-        vars(self)["merged_adapters"] = list(adapters)  # peft's, until the bytes are replaced too
+        vars(self)["merged_adapters"] = list(adapters)  # peft changes a copy until the bytes are replaced too
         try:
             original(self, *args, **kwargs)
-        except Exception:  # one of several adapters is broken: peft merged those before it
+        except Exception:  # an adapter is broken, but peft merged the adapters before it
             requantize(self, chain, adapters)
             raise
         requantize(self, chain, adapters)
@@ -291,7 +293,7 @@ def requantize(wrapper: Any, chain: Any, adapters: list[str]) -> None:
     after = list(wrapper.merged_adapters)
     if after == adapters:
         return
-    # The wrapper holds the original bytes, because they are freed with the adapter.
+    # The original bytes belong to the wrapper, so that removing the adapter frees them.
     saved = vars(wrapper).get("nf4_patch_merged") if adapters else chain.before_merging()
     if saved is not None and adapters and saved.content != chain.content():  # somebody changed the merged stack
         saved = None

@@ -130,14 +130,13 @@ class HostBlock:
 
 
 Reference = Callable[[], HostBlock | None]  # a weak reference
-blocks: dict[int, Reference] = {}  # by the address of each tensor in them; the addresses are unique while a block lives
-on_last_block_freed: list[
-    Callable[[torch.device], None]
-] = []  # called with the GPU, when its last host block was freed
+blocks: dict[int, Reference] = {}  # by the address of each tensor; unique while its block lives
+# Called with the GPU when its last host block was freed
+on_last_block_freed: list[Callable[[torch.device], None]] = []
 
 
 def no_block() -> None:
-    """Stand in for the weak reference of a block that does not exist."""
+    """Return None, like the weak reference of a freed block."""
 
 
 def living() -> set[HostBlock]:

@@ -34,8 +34,8 @@ class Buffer:
         self.memory: Tensor | None = None
         self.arrived = host_memory.cuda.event()
         self.block: Reference | None = None
-        self.fingerprints: dict[int, Fingerprint] = {}  # of the block's weights when it was copied
-        self.streams: dict[int, Any] = {}  # that have read the buffer since
+        self.fingerprints: dict[int, Fingerprint] = {}  # fingerprints of the block's weights at the time of the copy
+        self.streams: dict[int, Any] = {}  # the streams that read the buffer since the copy, by handle
         # Views of a weight's packed, absmax and absmax2, None for a tensor outside the block. The block is part of the key,
         # because a later block may reuse an address.
         self.views: dict[tuple[Reference, Fingerprint], list[Tensor | None]] = {}
@@ -57,7 +57,7 @@ class Prefetcher:
     """Prefetcher of one GPU: two buffers, a copy stream, and the order in which host blocks are read."""
 
     def __init__(self, device: torch.device):
-        self.device, self.lock = device, new_lock()  # held until the decode is launched
+        self.device, self.lock = device, new_lock()  # the lock is held until the decode is launched
         self.stream = host_memory.cuda.stream(device)
         self.buffers = [Buffer(), Buffer()]  # the buffer that was read last comes first
         self.before: Reference = no_block
@@ -67,7 +67,7 @@ class Prefetcher:
     def decode(
         self, weight: PackedWeight, fingerprint: Fingerprint, block: HostBlock, run: Callable[[PackedWeight], Any]
     ) -> Any:
-        """Run ``run`` on the weight's copy in a prefetch buffer, fetched now if it is not there.
+        """Call ``run`` with the weight's copy in a prefetch buffer. If no buffer has a copy, fetch it now.
 
         A slice of a stack is read directly from host memory.
         """
@@ -111,7 +111,7 @@ class Prefetcher:
     def fetch(self, buffer: Buffer, block: HostBlock, ahead: bool) -> None:
         """Start the copy of a host block into a buffer, after the last use of the buffer's contents."""
         self.empty(buffer)
-        if not ahead:  # include writes to a stack on the current stream
+        if not ahead:  # the copy must include writes of the current stream
             self.stream.wait_stream(host_memory.cuda.current_stream(self.device))
         assert block.host is not None
         with host_memory.cuda.running_on(self.stream):
