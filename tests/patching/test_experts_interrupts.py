@@ -10,7 +10,7 @@ import torch
 from interrupts import interrupted_at_every_line
 from peft import LoraConfig
 from peft.tuners.lora.layer import ParamWrapper
-from tiny_experts import STACKS, adapters_of, experts_of, hits, model_of, reasons, same, step, with_lora
+from tiny_experts import STACKS, adapters_of, experts_of, hits, ids_of, model_of, reasons, same, step, with_lora
 from torch.nn.utils import parametrize
 
 from nf4_patch.moe import forward, lora, packed, product
@@ -75,10 +75,10 @@ def test_an_adapter_that_is_switched_off_after_an_interrupt_is_off():
     """Also where the interrupt came before the experts' forward asked for it."""
     model = tiny()
     with model.disable_adapter(), torch.no_grad():
-        want = model(input_ids=torch.arange(8)[None]).logits
+        want = model(input_ids=ids_of(4)).logits
     for line in interrupted_at_every_line(lambda: step(model), inside(lora.forward, "run"), lora.Wrapper.__init__):
         with model.disable_adapter(), torch.no_grad():
-            assert torch.equal(model(input_ids=torch.arange(8)[None]).logits, want), line
+            assert torch.equal(model(input_ids=ids_of(4)).logits, want), line
 
 
 MERGING = (
