@@ -22,7 +22,7 @@ step = functools.partial(tiny_experts.step, tokens=4)  # Triton's interpreter ta
 
 @pytest.fixture(params=["kernels", "pytorch"])
 def ours(request, patched, monkeypatch):
-    """With the kernels, on a CPU too, and in PyTorch."""
+    """Run our forward with the kernels, also on a CPU, and in PyTorch."""
     monkeypatch.setattr(launch, "supports", lambda tensor: request.param == "kernels")
     return patched
 
