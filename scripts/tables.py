@@ -399,6 +399,7 @@ def figures() -> dict[str, str]:
     ours, theirs = (
         records("step-moe-trl", gpu="H100", side=side, tokens=4096)[0] for side in ("peft, patch", "16-bit experts")
     )
+    attention = records("offload", model="Qwen3-30B-A3B", attention_only=True)[0]
     (cached,) = records("step-cache", gpu="H100", side=OURS, subject="Llama-3.1-8B 1x512, cache all, GPU time")
     checked, older = (load(f"verify{arch}-h100.json")["rows"] for arch in ("", "-sm75"))
     fuzz = load("fuzz-h100.json")
@@ -411,6 +412,7 @@ def figures() -> dict[str, str]:
         "packed-qwen": f"{qwen['packed_gb']:.0f} GB instead of {qwen['dense_gb']:.0f}",
         "card-qwen": card(records("offload", model="Qwen3-30B-A3B", offload="3GiB", attention_only=False)[0]), "card-glm": card(glm),
         "host-qwen": f"{qwen['experts_gb']:.0f} GB", "host-glm": f"{glm['experts_gb']:.0f} GB",
+        "adapter-attention": f"{attention['adapters_held'] / 1e6:.0f} MB", "adapter-experts": f"{qwen['adapters_gb']:.1f} GB",
         "adapters-qwen": f"{qwen['adapters_gb'] / 2:.2f} billion",
         "moe-gpu": f"{ours['gpu_ms']:.1f} ms of GPU time instead of {theirs['gpu_ms']:.1f}",
         "moe-times": f"{theirs['gpu_ms'] / ours['gpu_ms']:.2f}×",

@@ -11,7 +11,10 @@ class Reason(enum.Enum):
     """Why a call ran the original: a sentence, and advice where there is something to do."""
 
     NOT_4BIT = "the weight has no bitsandbytes 4-bit state (unquantized, fp8, NVFP4, int4 or a list state)"
-    NOT_CUDA = ("the packed weight is not on a CUDA GPU", "move the model to the GPU")
+    NOT_CUDA = (
+        "the packed weight is not on a CUDA GPU",
+        "move the model to an NVIDIA GPU; PyTorch must be built with CUDA",
+    )
     ROCM = "this PyTorch is built for ROCm; the kernel is NVIDIA PTX"
     GPU_TOO_OLD = "the GPU is older than compute capability 7.5 (Tesla T4)"
     FUNCTORCH_TRANSFORM = "a functorch transform (vmap, grad, ...) is active"
