@@ -276,6 +276,53 @@ def step(name: str, words: dict[str, str] | None = None) -> str:
     )  # fmt: skip
 
 
+SWITCHES = {  # side of the data -> the switch that it adds to the rows above
+    "peft": "a plain TRL script",
+    "16-bit experts": "a plain TRL script, experts in 16 bits",
+    "patch": "`enable({packed})`",
+    "liger": "+ `use_liger_kernel=True`",
+    "fused": '+ `lora="fused"`',
+    "graphs": '+ `graphs="auto"`',
+    "cache": '+ `cache="auto"` with room for every weight',
+    "fused optimizer": '+ `optim="adamw_torch_fused"`',
+    "paged optimizer": 'the same with `optim="paged_adamw_8bit"`',
+    "unsloth": "Unsloth",
+    "unsloth, fused optimizer": 'Unsloth, `optim="adamw_torch_fused"`',
+}
+LAYERS = {  # of the model, by the name of the data
+    "recipe": "Four layers of Llama-3.1-8B",
+    "recipe-16": "Sixteen layers of Llama-3.1-8B",
+    "recipe-moe": "Two layers of Qwen3-30B-A3B",
+}
+OPTIMIZER = 'Rows that name no `optim` use `optim="adamw_torch"`.'
+LEGEND = "*Launches* counts the kernels and copies of a step. *GiB* is its peak memory. *The patch* means `enable({})`."
+
+
+def switches(*names: str, older: str, packed: str = "") -> str:
+    """Return a table per data file with a row per switch, or without such a file, the table of an older one.
+
+    Args:
+        older: the name of the file that is shown while none of ``names`` was measured.
+        packed: the option of every row with the patch.
+    """
+    tables = []
+    for name in names:
+        found = [
+            record | {"words": words.format(packed=packed)}
+            for side, words in SWITCHES.items()
+            for record in records(name, side=side)
+        ]
+        shown = measured(
+            found, Column("ms, wall-clock time / GPU time", "{words}"),
+            Column("{tokens:,} tokens", "{wall_ms:.1f}\u00a0/\u00a0{gpu_ms:.1f}", {}), Column("GiB, {tokens:,}", "{reserved_gib:.1f}", {}),
+        )  # fmt: skip
+        tables += [f"{LAYERS[name]}, {shown}"] * bool(found)
+    if not tables:
+        return f"{LAYERS[names[0]]}. {LEGEND.format(packed)}\n\n{step(older, RECIPE)}"
+    legend = "Each row with a + has all switches above it. *GiB* is the memory that PyTorch reserved at the peak."
+    return "\n\n".join([f"{legend} {OPTIMIZER}", *tables])
+
+
 def requirements() -> str:
     """Return the releases of a measured step, for pip."""
     installed = records("step-trl")[0]["machine"]["releases"]
@@ -369,9 +416,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
         Column("{side}", "{against}, {memory}", {"side": "transformers' forward"})),
     "step-trl": partial(step, "step-trl"),
     "step-moe-trl": partial(step, "step-moe-trl"),
-    "recipe": partial(step, "step-trl", RECIPE),
+    "recipe": partial(switches, "recipe", "recipe-16", older="step-trl"),
     "recipe-compiled": partial(step, "step-compiled", RECIPE),
-    "recipe-moe": partial(step, "step-moe-trl", RECIPE),
+    "recipe-moe": partial(switches, "recipe-moe", older="step-moe-trl", packed='experts="4bit"'),
     "every-mixture": every_mixture,
     "mixtures-memory": lambda: pivot(
         left_of(), Column("model", "{model}"), Column("parameters", "{parameters:.0f} billion"), Column("in 16 bits", "{dense_gb:.0f}"),

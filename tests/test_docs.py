@@ -133,6 +133,30 @@ def test_a_list_of_rows_is_rendered(tmp_path, monkeypatch):
     assert render_docs.BLOCKS["step-moe-trl"]() == "Not measured yet."
 
 
+def test_a_recipe_is_rendered_once_it_was_measured(tmp_path, monkeypatch):
+    """Until then the page shows the table of the older file. A row that was not measured is left out."""
+    figures = {"tokens": 512, "gpu_ms": 15.8, "wall_ms": 40.04, "launches": 1, "peak_gib": 5.125, "reserved_gib": 6.25}
+    recorded("step-moe-trl", tmp_path, monkeypatch)
+    machine = json.loads((tmp_path / "step-moe-trl-h100.json").read_text())["machine"]
+
+    def write(name, *sides):
+        rows = [{"side": side, **figures} for side in sides]
+        (tmp_path / f"{name}-h100.json").write_text(json.dumps({"machine": machine, "rows": rows}))
+
+    write("step-moe-trl", "peft, patch")
+    older = render_docs.BLOCKS["recipe-moe"]()
+    assert '*The patch* means `enable(experts="4bit")`' in older and older.endswith("| 15.8\u00a0/\u00a040.0 | 5.12 |")
+    write("recipe-moe", "unsloth", "patch", "16-bit experts")
+    lines = render_docs.BLOCKS["recipe-moe"]().splitlines()
+    assert lines[2].startswith("Two layers of Qwen3-30B-A3B, **H100** ([recipe-moe-h100.json]")
+    cells = "40.0\u00a0/\u00a015.8 | 6.2 |"
+    assert lines[-3:] == [
+        f"| a plain TRL script, experts in 16 bits | {cells}",
+        f'| `enable(experts="4bit")` | {cells}',
+        f"| Unsloth | {cells}",
+    ]
+
+
 def test_a_step_with_offload_is_compared_with_the_resident_one_where_both_alternated(tmp_path, monkeypatch):
     recorded("offload", tmp_path, monkeypatch)
     file = tmp_path / "offload-h100.json"
