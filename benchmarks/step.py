@@ -120,7 +120,7 @@ COMPARISONS = {  # by command-line option
     "recipe-moe": Comparison(
         recipe(sides_of(DENSE, {"": None}), **PACKED), ((1, 512), (1, 2048), (1, 4096)), qwen3, alone=True, walls=10),
     "unsloth": Comparison(sides_of(UNSLOTH, PATCHED)),
-    "compiled": Comparison(sides_of(STOCK, {"": None, "patch": {}, "fused": FUSED}) | sides_of(COMPILED, {"patch": {}})),
+    "compiled": Comparison(sides_of(STOCK, {"": None, "patch": {}, "fused": FUSED}) | sides_of(COMPILED, {"": None, "patch": {}})),
 }  # fmt: skip
 
 

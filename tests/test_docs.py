@@ -74,7 +74,9 @@ def test_status_in_the_readme_is_what_it_prints(monkeypatch):
 
     for library in ("unsloth", "liger_kernel"):
         monkeypatch.delitem(sys.modules, library, raising=False)
-    shown = README.read_text().split("```text\n")[1].split("\n```")[0]
+    (shown,) = re.findall(
+        r"^```text\n(nf4_patch is on.*?)\n  \.\.\.\n```$", README.read_text(), re.MULTILINE | re.DOTALL
+    )
     hits = {name: int(count) for name, count in re.findall(r"^  (\S+): patched, (\d+) hits$", shown, re.MULTILINE)}
 
     def state_of(target):
