@@ -7,6 +7,7 @@ of model runs in a separate process. In a recipe each side has its own process. 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -116,7 +117,7 @@ COMPARISONS = {  # by command-line option
     ),
     "recipe": Comparison(recipe(sides_of(STOCK, {"": None})), alone=True, walls=10),
     "recipe-16": Comparison(
-        recipe(sides_of(STOCK, {"": None})), configuration=partial(config_of, llama(16)), alone=True),
+        recipe(sides_of(STOCK, {"": None})), configuration=partial(config_of, llama(16)), alone=True, walls=4),
     "recipe-moe": Comparison(
         recipe(sides_of(DENSE, {"": None}), **PACKED), ((1, 512), (1, 2048), (1, 4096)), qwen3, alone=True, walls=10),
     "unsloth": Comparison(sides_of(UNSLOTH, PATCHED)),
@@ -240,19 +241,29 @@ def answer(method: str, *arguments: Any) -> tuple[Any, str]:
         return None, ""
     except Exception:
         return None, traceback.format_exc()
+    finally:
+        if torch.cuda.is_available():  # ten processes of 16 layers would not fit on 80 GB with what they reserved
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def prepare(kind: str) -> None:
+    """Import what the model is built with, while other processes build."""
+    importlib.import_module("unsloth" if kind == UNSLOTH else "peft")
 
 
 class Worker:
-    """A process for one kind of model, or for one side, which it builds immediately."""
+    """A process for one kind of model, or for one side. It starts immediately, and builds the model when it is asked to."""
 
-    def __init__(self, *arguments: Any):
-        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        self.built = self.pool.submit(answer, "", *arguments)
+    def __init__(self, kind: str, *arguments: Any):
+        self.pool, self.arguments = ProcessPoolExecutor(1, multiprocessing.get_context("spawn")), (kind, *arguments)
+        self.pool.submit(prepare, kind)
 
     def ask(self, *request: Any) -> tuple[Any, str]:
-        """Return ``answer`` for (method, side, size), or without a request, for building the model."""
+        """Return ``answer`` for (method, side, size), or without a request, build the model."""
         try:
-            return (self.pool.submit(answer, *request) if request else self.built).result()
+            found: tuple[Any, str] = self.pool.submit(answer, *(request or ("", *self.arguments))).result()
+            return found
         except BrokenExecutor:
             return None, "the process ended"
 
