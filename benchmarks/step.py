@@ -76,7 +76,7 @@ FUSED_ADAMW, PAGED_ADAMW = "adamw_torch_fused", "paged_adamw_8bit"
 
 
 def recipe(base: dict[str, Side], **common: str) -> dict[str, Side]:
-    """Return a side per switch of one TRL script, each with all switches before it, and Unsloth.
+    """Return the sides of a recipe: one TRL script after each further switch, and Unsloth.
 
     Args:
         base: the script without the patch.
@@ -242,13 +242,13 @@ def answer(method: str, *arguments: Any) -> tuple[Any, str]:
     except Exception:
         return None, traceback.format_exc()
     finally:
-        if torch.cuda.is_available():  # ten processes of 16 layers would not fit on 80 GB with what they reserved
+        if torch.cuda.is_available():  # other processes share the GPU
             gc.collect()
             torch.cuda.empty_cache()
 
 
 def prepare(kind: str) -> None:
-    """Import what the model is built with, while other processes build."""
+    """Import the libraries for a kind of model. The processes do this in parallel, and then build one after another."""
     importlib.import_module("unsloth" if kind == UNSLOTH else "peft")
 
 

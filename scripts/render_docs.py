@@ -46,7 +46,7 @@ def install() -> str:
 
 
 def sample_of_doctor() -> str:
-    """Return what ``nf4-patch doctor`` prints first on the GPU and with the releases of a measured step, without Unsloth."""
+    """Return the first lines of ``nf4-patch doctor`` for the GPU and the releases of step-trl's data, without Unsloth."""
     machine = tables.records("step-trl")[0]["machine"]
     releases = {name: release for name, release in machine["releases"].items() if not name.startswith("unsloth")}
     capability = (int(machine["capability"][:-1]), int(machine["capability"][-1]))

@@ -46,7 +46,7 @@ def install() -> None:
 
 
 def exchange_device(package: str = "nf4_patch.nf4") -> Any:
-    """Let the CPU be the device of the package, whose kernels were imported under the interpreter. Return its runtime."""
+    """Make the CPU the device of ``package``, whose kernels were imported under the interpreter. Return its module runtime."""
     import torch
 
     runtime: Any = importlib.import_module(f"{package}.runtime")
