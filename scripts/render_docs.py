@@ -80,9 +80,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
 GREEN, GRAY, AMBER = "#1b7f4b", "#9a9a9a", "#d98e04"
 BARS = (  # label, key of tables.GAINS, number of tokens or sequences, color
     ("LoRA on experts, Liger, 512 tokens", tables.EXPERTS, 512, AMBER),
+    ("the same, 4,096 tokens", tables.SAME, 4096, AMBER),
     ("TRL, Liger, LoRA in one function, 2,048 tokens", tables.DENSE_TRL, 2048, AMBER),
     ("generation, batch 8", "4-bit generation, compiled", 8, AMBER),
-    ("step with peft, everything cached, 512 tokens", "peft or TRL, memory to spare", 512, AMBER),
     ("step with peft, 512 tokens", tables.PLAIN, 512, GREEN),
     ("step with peft, 4,096 tokens", tables.PLAIN, 4096, GREEN),
 )
