@@ -415,8 +415,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         gains(), Column("what you train with", "{trained}"), Column("what you type", "{typed}"), Column("compared with", "{against}"),
         Column("at", sizes, {}), Column("{gpu}, {by}", ratios, {})),
     "first-gains": lambda: pivot(
-        (record for record in gains() if record["trained"] in FIRST), Column("what you train with", "{trained}"),
-        Column("what you type", "{typed}"), Column("compared with", "{against}"), Column("{gpu}, {by}", ratios, {})),
+        (record for record in gains() if record["trained"] in FIRST), Column("training", "{trained}"),
+        Column("what to type", "{typed}"), Column("compared with", "{against}"), Column("{gpu}, {by}", ratios, {})),
     "results": lambda: pivot(
         results(), Column("{gpu}", "{words}, {unit}"),
         Column("{side} {release}", "{against}", {"side": (OURS, BITSANDBYTES, "Unsloth Triton")})),
