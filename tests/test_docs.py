@@ -135,6 +135,14 @@ def test_a_list_of_rows_is_rendered(tmp_path, monkeypatch):
     assert render_docs.BLOCKS["step-moe-trl"]() == "Not measured yet."
 
 
+def test_every_side_of_a_recipe_has_words():
+    """The table leaves out a side without words."""
+    from benchmarks.step import COMPARISONS
+
+    sides = {side for name in tables.LAYERS for side in COMPARISONS[name].sides}
+    assert sides == tables.SWITCHES.keys()
+
+
 def test_a_recipe_is_rendered_once_it_was_measured(tmp_path, monkeypatch):
     """Until then the page shows the table of the older file. A row that was not measured is left out."""
     figures = {"tokens": 512, "gpu_ms": 15.8, "wall_ms": 40.04, "launches": 1, "peak_gib": 5.125, "reserved_gib": 6.25}
