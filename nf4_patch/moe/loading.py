@@ -77,13 +77,25 @@ def empty_cache(tensor: Tensor) -> None:
 
 
 def quantize_stack(stack: Tensor, config: Any) -> Any:
+    """Pack a stack with the options of a BitsAndBytesConfig, into a parameter that carries its state.
+
+    Raises:
+        ValueError: the packed bytes do not fill whole elements of bnb_4bit_quant_storage. bitsandbytes would write past its
+            result (docs/notes/quantize-4bit-storage.md).
+    """
     from bitsandbytes.functional import quantize_4bit
 
+    storage, nbytes = config.bnb_4bit_quant_storage, (stack.numel() + 1) // 2
+    if nbytes % storage.itemsize:
+        raise ValueError(
+            f"the {nbytes} packed bytes of a stack {list(stack.shape)} do not fill whole elements of "
+            f"bnb_4bit_quant_storage={storage}. Use torch.uint8"
+        )
     packed, state = quantize_4bit(
         stack.contiguous(),
         compress_statistics=config.bnb_4bit_use_double_quant,
         quant_type=config.bnb_4bit_quant_type,
-        quant_storage=config.bnb_4bit_quant_storage,
+        quant_storage=storage,
     )
     return carrying(packed, state.as_dict(packed=True))
 

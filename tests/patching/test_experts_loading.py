@@ -570,3 +570,12 @@ def test_gpt_oss_in_mxfp4_is_decoded_and_packed_stack_by_stack(mxfp4, tmp_path):
     equal_state_dicts(*packed_and_reloaded(folder, tmp_path / "packed"))
     with nf4_patch.enabled(), pytest.raises(ValueError, match="quantized with Mxfp4Config but you are passing"):
         loaded(folder, quantization_config=in_4bit())
+
+
+@pytest.mark.parametrize(("storage", "elements"), [(torch.bfloat16, 1026), (torch.float32, 1028)])
+def test_a_storage_that_the_packed_bytes_do_not_fill_is_refused(storage, elements):
+    """On a GPU bitsandbytes writes past its result there."""
+    config = in_4bit(bnb_4bit_quant_storage=storage)
+    with pytest.raises(ValueError, match=rf"{elements // 2} packed bytes .* whole elements of .*{storage}"):
+        loading.quantize_stack(torch.ones(1, 1, elements), config)
+    assert loading.quantize_stack(torch.ones(1, 1, 1024), config).nbytes == 512
