@@ -417,7 +417,9 @@ class GraphedLayer:
                 alias, y = self.forward_of(task, x)
                 if task.is_compiled:
                     alias, y = self.forward_of(task, x, recompute=True)
-                strange = [leaf for leaf in leaves(y) if leaf.numel() and not any(leaf is a for a in (alias, *self.aliases))]
+                strange = [
+                    leaf for leaf in leaves(y) if leaf.numel() and not any(leaf is a for a in (alias, *self.aliases))
+                ]
                 self.backward_of(alias, y, gradient)
                 del alias, y
             if not synchronized or last:
