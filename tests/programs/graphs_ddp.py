@@ -1,6 +1,6 @@
 """DDP in two processes, eagerly and with graphs: the same losses and gradients, to the bit. torchrun --nproc-per-node 2
 
-Over gloo, so that both processes may share one GPU.
+Over NCCL with two GPUs, and over gloo if both processes share one GPU.
 """
 
 import os
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import nf4_patch
 from benchmarks.models import LINEARS, Shape, build_4bit, config_of
 
-dist.init_process_group("gloo")
+dist.init_process_group("nccl" if torch.cuda.device_count() > 1 else "gloo")
 rank, device = dist.get_rank(), int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
 torch.cuda.set_device(device)
 
