@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from .option import OPTIONS, SWITCH, Variable
@@ -25,12 +24,6 @@ VARIABLES = (
         "1: raise where a 4-bit weight would fall back to the original, "
         "and where a cached weight is not what its bytes decode to.",
         option=True,
-    ),
-    Variable(
-        "NF4_PATCH_CALIBRATION", ("auto", "off"), "auto",
-        "The file of `nf4-patch calibrate`, which takes precedence over the shipped tables of what is measured to win. "
-        "auto: nf4_patch/calibration.json in $XDG_CACHE_HOME or ~/.cache; off: the shipped tables only.",
-        suffix=".json", option=True,
     ),
     *OPTIONS.values(),
 )  # fmt: skip
@@ -76,7 +69,6 @@ class Config:
     requested: bool  # NF4_PATCH=1, or true, yes, on
     forbidden: str  # what ``keeps_off`` says
     strict: bool
-    calibration: Path | None  # the file of measurements; None: not to be read
     options: Mapping[str, str | int]  # by the name in OPTIONS: "off", or what is asked for; a size in bytes
 
     @classmethod
@@ -99,13 +91,9 @@ class Config:
             if given is None:
                 name, given = variable.name, environ.get(variable.name, "")
             values[variable.name] = variable.parse(name, given)
-        folder = environ.get("XDG_CACHE_HOME") or "~/.cache"
-        named = values["NF4_PATCH_CALIBRATION"]
-        file = {"auto": f"{folder}/nf4_patch/calibration.json", "off": ""}.get(named, named)
         return cls(
             requested=SWITCH.get(values["NF4_PATCH"], False),
             forbidden=keeps_off(environ),
             strict=SWITCH[values["NF4_PATCH_STRICT"]],
-            calibration=Path(os.path.expanduser(file)) if file else None,
             options={name: values[variable.name] for name, variable in OPTIONS.items()},
         )

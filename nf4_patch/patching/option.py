@@ -54,7 +54,6 @@ class Variable:
     allowed: tuple[str, ...]
     default: str  # what an unset or empty variable means; "" where that is a third state
     meaning: str
-    suffix: str = ""  # a path that ends so is allowed too
     size: bool = False  # an amount of memory is allowed too
     option: bool = False  # it changes what the patch does, and does nothing where the patch is off
 
@@ -65,8 +64,7 @@ class Variable:
     @property
     def values(self) -> tuple[str, ...]:
         """What may be given, in words."""
-        more = [f"a path to a `{self.suffix}`"] if self.suffix else []
-        more += ["a size (`6GiB` = `6G`, in units of 2^30 bytes; `6GB`, of 10^9; `0`: off)"] if self.size else []
+        more = ["a size (`6GiB` = `6G`, in units of 2^30 bytes; `6GB`, of 10^9; `0`: off)"] if self.size else []
         return (*(f"`{value}`" for value in self.allowed), *more)
 
     def parse(self, name: str, given: Any) -> Any:
@@ -81,8 +79,6 @@ class Variable:
         shown = f"{name}={shown if len(shown) <= 60 else shown[:60] + '...'}"
         if value in (*self.allowed, self.default):
             return value
-        if self.suffix and value.endswith(self.suffix):
-            return text
         size = size_of(value) if self.size else None
         if size is None:
             unset = "unset" if name == self.name else "None"

@@ -56,10 +56,7 @@ class Reason(enum.Enum):
     )
     KERNEL_FAILED = ("the kernel could not be compiled or checked on this GPU", "see the error in `nf4-patch doctor`")
     DEFERRED = "the library's own fused kernel runs this call: no benchmark shows ours faster here"
-    NOT_FASTER = (
-        "no benchmark shows the fused matmul faster for this GPU, shape and row count",
-        "run `nf4-patch calibrate` once on this GPU",
-    )
+    NOT_FASTER = "no benchmark or measurement shows the fused matmul faster for this GPU, shape and row count"
     MATMUL_OPERANDS = "the fused matmul does not support this dtype, K, alignment, bias or gradient"
     EXPERTS_NOT_PACKED = (
         "the experts are in 16 bits: load_in_4bit does not pack them",
