@@ -69,7 +69,11 @@ def config_for(device: int, m: int, n: int, k: int, may_measure: bool = True) ->
     if size not in _configs:
         with _choosing:
             if size not in _configs:
-                _configs[size] = choose(device, m, n, k, may_measure)
+                try:
+                    _configs[size] = choose(device, m, n, k, may_measure)
+                except Exception:
+                    _configs[size] = None  # a second try would fail again, at every call
+                    raise
     return _configs[size]
 
 
@@ -195,9 +199,18 @@ def measure(
     if not all(times.values()):
         return None
     us = {name: statistics.median(values) for name, values in times.items()}
-    best = min(ours, key=lambda name: us[name], default="")
-    wins = bool(best) and us[best] * (1 + MARGIN) < min(min(times[name]) for name in theirs)
-    return Measurement(by_name[best] if wins else None, us)
+    return Measurement(by_name.get(winner(times, ours)), us)
+
+
+def winner(times: Mapping[str, list[float]], ours: Iterable[str]) -> str:
+    """Return the name in ``ours`` with the smallest median time, or "" if it is not clearly faster than all other names.
+
+    It is clearly faster if its median is below every single time of the others, by more than ``MARGIN``.
+    """
+    medians = {name: statistics.median(times[name]) for name in ours}
+    best = min(medians, key=lambda name: medians[name], default="")
+    others = [time for name, values in times.items() if name not in medians for time in values]
+    return best if best and medians[best] * (1 + MARGIN) < min(others) else ""
 
 
 def random_operands(device: int, m: int, n: int, k: int) -> tuple[PackedWeight, torch.Tensor]:
