@@ -13,8 +13,8 @@ import torch
 from oracle import layout_of, quantized
 
 import nf4_patch
-from nf4_patch.matmul import choice, launch, product
-from nf4_patch.matmul.choice import Measurement
+from nf4_patch.matmul import choice, launch, measurement, product
+from nf4_patch.matmul.measurement import Measurement
 from nf4_patch.matmul.tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS
 from nf4_patch.nf4 import runtime
 from nf4_patch.patching import placement
@@ -56,7 +56,6 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(runtime, "capability_of", lambda device: found.capability)
     monkeypatch.setattr(runtime, "multiprocessors", lambda device: 128)
     monkeypatch.setattr(runtime, "is_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(choice, "measure", found.measure)
     return found
 
@@ -138,7 +137,7 @@ class Mode(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-@pytest.fixture(params=["training", "capture", "trace", "dispatch mode", "no GPU", "backward"])
+@pytest.fixture(params=["training", "capture", "trace", "dispatch mode", "backward"])
 def unfit(request, machine, monkeypatch):
     """A function that asks for configs where nothing may be measured."""
     kind = request.param
@@ -161,8 +160,6 @@ def unfit(request, machine, monkeypatch):
                 patch.setattr(runtime, "is_capturing", lambda: True)
             if kind == "trace":
                 patch.setattr(torch.compiler, "is_compiling", lambda: True)
-            if kind == "no GPU":
-                patch.setattr(torch.cuda, "is_available", lambda: False)
             return machine.configs(*rows)
 
     return configs
@@ -232,6 +229,27 @@ def test_threads_get_one_answer(machine):
     assert len(machine.measured) == 1 and all(answer == answers[0] for answer in answers)
 
 
+@pytest.mark.parametrize("error", [runtime.KernelUnavailable, torch.cuda.OutOfMemoryError])
+def test_where_nothing_compiles_or_memory_ends_the_original_runs(machine, error):
+    def fail(configs):
+        raise error("no")
+
+    machine.answer = fail
+    assert machine.configs(8, 8) == [None, None] and len(machine.measured) == 1
+
+
+def test_a_function_that_is_timed_may_call_another_that_is_replaced(machine):
+    answer, nested = machine.answer, []
+
+    def call(configs):
+        nested.extend(machine.configs(1, 8))
+        return answer(configs)
+
+    machine.answer = call
+    assert machine.configs(8) != [None] and nested == [None, None]
+    assert machine.configs(1) != [None]
+
+
 def test_a_measurement_sees_nothing_of_the_thread_that_asked(machine):
     answer, seen = machine.answer, []
 
@@ -257,7 +275,7 @@ def test_a_measurement_sees_nothing_of_the_thread_that_asked(machine):
     ],
 )
 def test_the_winner_is_faster_than_everything_else_in_every_round(ours, theirs, best):
-    assert choice.winner({**ours, **theirs}, ours) == best
+    assert measurement.winner({**ours, **theirs}, ours) == best
 
 
 def test_candidates_are_shipped_configs():
@@ -271,13 +289,13 @@ def test_candidates_are_shipped_configs():
 
 def test_the_rivals_are_functions_that_the_option_replaces():
     targets = {target.name for target in nf4_patch.options.OPTIONS["matmul"].targets}
-    assert choice.RIVALS.keys() <= targets
+    assert measurement.RIVALS.keys() <= targets
     nf4_patch.enable(matmul="auto")
     import bitsandbytes.functional
 
-    assert choice.originals_for(1)["bitsandbytes.functional.gemv_4bit"].__module__ == "bitsandbytes.functional"
-    assert bitsandbytes.functional.gemv_4bit is not choice.originals_for(1)["bitsandbytes.functional.gemv_4bit"]
-    assert "bitsandbytes.functional.gemv_4bit" not in choice.originals_for(2)
+    assert measurement.originals_for(1)["bitsandbytes.functional.gemv_4bit"].__module__ == "bitsandbytes.functional"
+    assert bitsandbytes.functional.gemv_4bit is not measurement.originals_for(1)["bitsandbytes.functional.gemv_4bit"]
+    assert "bitsandbytes.functional.gemv_4bit" not in measurement.originals_for(2)
 
 
 def test_a_config_with_wrong_results_is_named():
@@ -292,7 +310,7 @@ def test_a_config_with_wrong_results_is_named():
         def multiply(x, out):
             return out.copy_(change(matmul_reference.matmul(x, layout), int(x.count_nonzero()) == len(x)))
 
-        return choice.wrong(multiply, x, dense, truth)
+        return measurement.wrong(multiply, x, dense, truth)
 
     def one_bit(result, one_hot):
         result.view(torch.int16)[3, 5] ^= one_hot
@@ -310,15 +328,15 @@ def test_the_state_for_bitsandbytes_dequantizes_like_the_weight(monkeypatch):
 
     from nf4_patch.nf4.dequantize import reference
 
-    monkeypatch.setattr(choice.torch, "device", lambda *_: torch.empty(0).device)
+    monkeypatch.setattr(measurement.torch, "device", lambda *_: torch.empty(0).device)
     monkeypatch.setattr(runtime, "capability_of", lambda device: ADA)
     before = torch.get_rng_state()
-    weight, x = choice.random_operands(0, 4, 128, 256)
+    weight, x = measurement.random_operands(0, 4, 128, 256)
     assert torch.equal(torch.get_rng_state(), before)
     assert x.shape == (4, 256) and x.dtype is weight.dtype is torch.bfloat16
-    assert torch.equal(dequantize_4bit(weight.packed, choice.quant_state(weight)), reference.dequantize(weight))
+    assert torch.equal(dequantize_4bit(weight.packed, measurement.quant_state(weight)), reference.dequantize(weight))
     monkeypatch.setattr(runtime, "capability_of", lambda device: (7, 5))
-    assert choice.random_operands(0, 4, 128, 256)[0].dtype is torch.float16
+    assert measurement.random_operands(0, 4, 128, 256)[0].dtype is torch.float16
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
