@@ -1,6 +1,6 @@
-"""The replacements of a library's functions, a file a library; each function is a ``replace`` of a row of targets.py.
-They stand above the options: some calls try an option first.
+"""Adapters between library functions and the kernel, one module per library. Rows of targets.py name them in ``replace``.
 
-Plain functions and no wrapt objects: torch.compile bypasses or breaks on those. Each keeps its original and consults
-the switch at every call, so that a replacement which another library has wrapped can still be turned off.
+Adapters may import options, because some calls try an option first. Replacements are plain functions, because torch.compile
+bypasses wrapt objects or breaks the graph at them. Each replacement reads the switch at every call. So it can be turned off
+even after another library has wrapped it.
 """

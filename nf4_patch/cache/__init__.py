@@ -1,1 +1,1 @@
-"""Dequantized weights kept between calls, for callers that only read them."""
+"""Keep dequantized weights between calls, for callers that only read them."""

@@ -1,4 +1,4 @@
-"""What PyTorch's CUDA allocator takes for a tensor, under the settings in force (PYTORCH_CUDA_ALLOC_CONF)."""
+"""How many bytes PyTorch's CUDA allocator takes for a tensor."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from typing import Any
 import torch
 
 MIB = 2**20
-NOT_SPLIT = 20 * MIB  # a block from ``max_split_size`` on may be this much larger than what it is used for
-
-
-def settings() -> dict[str, Any]:
-    """Those of the allocator, once it is in use; {} before, and for an allocator that is not PyTorch's own."""
-    return _settings() if torch.cuda.is_initialized() else {}
+UNSPLIT = 20 * MIB  # a block larger than ``max_split_size`` is used whole if at most so much of it is left over
 
 
 @functools.cache
-def _settings() -> dict[str, Any]:
+def settings() -> dict[str, Any]:
+    """Return the allocator's settings (PYTORCH_CUDA_ALLOC_CONF), or {} for an allocator other than PyTorch's own."""
     if torch.cuda.memory.get_allocator_backend() != "native":
         return {}
     return dict(torch.cuda.memory._snapshot().get("allocator_settings", {}))
 
 
 def allocated(nbytes: int, known: dict[str, Any] | None = None) -> int:
-    """Bytes that the allocator takes at most: the size that it rounds to, and what it does not split off a larger block.
+    """Return the most bytes that the allocator takes for a tensor of ``nbytes`` bytes.
+
+    The allocator rounds the size up, and may leave a small remainder of a larger block unused.
 
     Args:
-        known: the settings, by default those in force; of these ``roundup_power2_divisions`` (of a
-            power of two, by its size in MiB) and ``max_split_size`` (bytes; larger blocks are not split) change the result.
+        known: the allocator's settings. Two of them matter: ``roundup_power2_divisions``, whose keys are sizes in MiB, and
+            ``max_split_size`` in bytes. By default the current settings.
     """
-    known = settings() if known is None else known
+    if known is None:
+        known = settings() if torch.cuda.is_initialized() else {}
     rounded = -(-nbytes // 512) * 512
     table = {int(size): count for size, count in known.get("roundup_power2_divisions", {}).items()}
     if table:
@@ -40,4 +39,4 @@ def allocated(nbytes: int, known: dict[str, Any] | None = None) -> int:
             rounded = max(rounded, -(-nbytes * divisions // power) * power // divisions)
     if rounded <= MIB:
         return rounded
-    return rounded + (NOT_SPLIT if 0 < known.get("max_split_size", -1) <= rounded else MIB)
+    return rounded + (UNSPLIT if 0 < known.get("max_split_size", -1) <= rounded else MIB)

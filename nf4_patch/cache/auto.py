@@ -1,12 +1,14 @@
-"""``cache="auto"``: what the cache may take is found by watching a training.
+"""``cache="auto"``: find the cache's budget by observing the training.
 
-It starts with nothing. After two training steps at the largest batch so far, the memory that is free on the GPU, less a
-margin, is its own: PyTorch has reserved by then what such steps take. Before a forward pass of more rows or longer
-sequences than any so far, before the first step of another optimizer, and where memory runs short, it gives back all of it
-and watches again.
+The budget starts at 0. After two training steps at the largest batch so far, PyTorch has reserved the memory that such steps
+need. The budget is then the memory that is still free on the GPU, less a margin.
 
-A training step ends with the forward pass after it: one step may call several optimizers, or one for every layer in the
-middle of the backward pass.
+The cache gives all of its memory back, and waits for two more steps, in four cases: before a forward pass with more rows or
+longer sequences than any before, before the first step of another optimizer, when memory runs short, and when another process
+starts to use the GPU.
+
+A training step ends with the next forward pass. A call of ``optimizer.step`` does not end it, because a training may use
+several optimizers, or step one for each layer during the backward pass.
 """
 
 from __future__ import annotations
@@ -25,54 +27,56 @@ from ..nf4.runtime import is_capturing
 from ..patching.context import backward_in_progress
 from ..patching.option import size_in_words
 from ..patching.replacement import Fallbacks
-from .kept import nobody
+from .entry import nobody
 
-STEPS = 2  # the first makes the optimizer's state
-SECONDS = 0.2  # between two looks at the free memory, which takes the driver some 0.1 ms
-MARGIN, MARGIN_PART = 2**29, 1 / 24  # bytes, and a part of the GPU's memory: what steps of one size differ by
-CONTEXT = 2**31  # bytes that PyTorch does not know of: more is another process
-SLACK = 2**28  # bytes by which they grow without one
+STEPS = 2  # the first step creates the optimizer's state
+SECONDS = 0.2  # between two queries of the free memory; a query takes about 0.1 ms
+MARGIN, MARGIN_PART = 2**29, 1 / 24  # bytes, and a part of the GPU, by which steps on equal batches may differ
+CONTEXT = 2**31  # bytes outside PyTorch that the CUDA context may take; more belong to another process
+SLACK = 2**28  # bytes by which the memory outside PyTorch may grow without another process
 
 
 class Auto:
-    """Finds a budget. ``why`` says, for people, what was found or what it waits for."""
+    """Find the budget of the cache. ``why`` explains the budget, or the wait for one, in ``status()``.
 
-    def __init__(self, may_take: Callable[[int], None], taken: Mapping[int, int]):
-        """
-        Args:
-            may_take: told the bytes of every GPU that the cache may take; 0: it drops everything.
-            taken: bytes by device, as they are at any moment.
-        """
-        self.may_take, self.taken = may_take, taken
+    Args:
+        set_budget: sets the bytes per GPU; 0 drops every cached weight.
+        taken: the bytes that the cache takes now, by device.
+    """
+
+    def __init__(self, set_budget: Callable[[int], None], taken: Mapping[int, int]):
+        self.set_budget, self.taken = set_budget, taken
         self.sizes: set[tuple[int, int, int]] = set()  # features, rows and length of the forward passes so far
-        self.latest: tuple[torch.Size, ...] = ()
-        self.optimizers = WeakIdKeyDictionary()  # that have made their state; by id: one may have no hash
-        self.stepped = False  # an optimizer, since the latest forward pass
-        self.steps = 0  # of the training, since the latest ``wait``
+        self.latest: tuple[torch.Size, ...] = ()  # shapes of the latest observed tensors
+        self.optimizers = WeakIdKeyDictionary()  # those that have stepped; by id, because an optimizer may have no hash
+        self.stepped = False  # whether an optimizer stepped since the latest forward pass
+        self.steps = 0  # training steps since the latest ``wait``
         self.waits = True
         self.next_look = 0.0
-        self.forwarded: Callable[[], torch.Tensor | None] = nobody  # the latest argument of ``forward``
-        self.alone: dict[int, int] = {}  # ``MemoryInfo.others`` by device, when something was taken
-        self.needed: dict[int, int] = {}  # bytes by device that PyTorch had reserved without the cache, at most
+        self.forwarded: Callable[[], torch.Tensor | None] = nobody  # weak, to the latest argument of ``forward``
+        self.alone: dict[int, int] = {}  # MemoryInfo.others by device, when the budget was found
+        self.needed: dict[int, int] = {}  # the most bytes by device that PyTorch had reserved without the cache
         self.why = "nothing before a training"
-        self.attempt = Fallbacks("cache.auto").attempt  # an error here stops neither a forward pass nor an optimizer
+        self.attempt = Fallbacks("cache.auto").attempt  # an error here interrupts no forward pass and no optimizer
         self.hooks = (
             register_optimizer_step_pre_hook(self.before_step),
             register_optimizer_step_post_hook(self.after_step),
         )
 
     def stop(self) -> None:
+        """Remove the optimizer hooks, and stop changing the budget."""
         for hook in self.hooks:
             hook.remove()
-        self.may_take = lambda budget: None  # another thread may be in ``observe``
+        self.set_budget = lambda budget: None  # another thread may still be in ``observe``
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.attempt(self.started, optimizer)
 
     def started(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop the cache before the first step of an optimizer, because this step allocates the optimizer's state."""
         if optimizer not in self.optimizers:
             self.optimizers[optimizer] = True
-            self.wait("an optimizer makes its state")
+            self.wait("an optimizer creates its state")
 
     def after_step(self, *_: Any) -> None:
         self.stepped = True
@@ -82,24 +86,28 @@ class Auto:
         self.attempt(self.observed, *inputs)
 
     def forward(self, x: Any) -> None:
-        """``observe`` the input of an autograd function. The op that it calls then skips the same tensor."""
+        """Observe the input of an autograd function. ``forwarded`` remembers it, so that the op inside skips the same tensor."""
         self.observe(x)
         self.forwarded = weakref.ref(x) if isinstance(x, torch.Tensor) else nobody
 
     def observed(self, *inputs: Any) -> None:
-        """A forward pass is about to read weights; the tensors in ``inputs`` are its activations, [..., length, features],
-        tokens, [..., length], and what else it takes."""
+        """Update the budget at the start of a layer's forward, given the layer's arguments.
+
+        The size of the batch comes from the largest activations [..., length, features] among them.
+        """
         found = [x for x in tensors(inputs) if x.is_cuda]
         if not found or is_capturing():
             return
-        if self.stepped and backward_in_progress() == -1:  # not the recompute of a checkpointed block
+        if self.stepped and backward_in_progress() == -1:  # not in the recompute of a checkpoint
             self.stepped = False
             self.steps += 1
         shapes = tuple(x.shape for x in found)
         if shapes != self.latest:
             self.latest = shapes
-            features, rows, lengths = zip(*map(size_of, found), strict=True)
-            self.batch(features[0], max(rows), max(lengths))
+            sizes = [size_of(x) for x in found if x.is_floating_point() and x.dim()]
+            if sizes:
+                features, rows, lengths = zip(*sizes, strict=True)
+                self.batch(features[0], max(rows), max(lengths))
         if self.waits and self.steps >= STEPS:
             self.take()
         if time.monotonic() >= self.next_look:
@@ -107,33 +115,39 @@ class Auto:
             self.look()
 
     def batch(self, features: int, rows: int, length: int) -> None:
-        """One that is larger than all before, in rows or in length, may need everything. Images have other features than text."""
+        """Drop the cache unless an earlier forward pass had at least as many rows and as long sequences.
+
+        Batches are compared with earlier ones of the same feature count, because images and text have different ones.
+        """
         if not any(features == known[0] and rows <= known[1] and length <= known[2] for known in self.sizes):
             self.sizes.add((features, rows, length))
             self.wait(f"the largest batch so far has {rows} tokens, sequences of {length}")
 
     def look(self) -> None:
-        """Give everything back where memory runs short, or where another process came to the GPU."""
+        """Drop the cache if memory runs short, or if another process has started to use the GPU."""
         for device, size in list(self.taken.items()):
             if not size:
                 continue
             memory = MemoryInfo.of(device)
             if memory.free < memory.margin // 2:
-                self.wait(f"device {device} had {size_in_words(memory.free)} left")
+                self.wait(f"only {size_in_words(memory.free)} were free on device {device}")
             elif memory.others > self.alone.get(device, 0) + SLACK:
-                self.wait(f"another process came to device {device}")
+                self.wait(f"another process started to use device {device}")
 
     def wait(self, why: str) -> None:
-        """Give everything back, to PyTorch and to the driver: what PyTorch has reserved is then what the steps take."""
+        """Drop the cache and wait for two training steps.
+
+        The memory goes back to the driver, so that PyTorch's reserved memory is again what the training needs.
+        """
         self.steps, self.waits = 0, True
         self.why = f"nothing yet, waiting for {STEPS} training steps: {why}"
         held = any(self.taken.values())
-        self.may_take(0)
+        self.set_budget(0)
         if held and not is_capturing():
             torch.cuda.empty_cache()
 
     def take(self) -> None:
-        """What is free where training steps have reserved what they need."""
+        """Set the budget to the memory that is free now, less the margin. Training steps have reserved what they need."""
         devices = [device for device in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(device)]
         found = {device: MemoryInfo.of(device) for device in devices}
         for device, memory in found.items():
@@ -144,16 +158,16 @@ class Auto:
             self.alone[device] = memory.others
         budget = min(m.free + m.reserved - self.needed[device] - m.margin for device, m in found.items())
         if budget <= 0:
-            self.why, self.steps = "nothing: at the largest batch so far no more than the margin was free", 0
+            self.why, self.steps = "nothing: no more than the margin was free at the largest batch so far", 0
             return
         self.waits = False
         self.why = f"{size_in_words(budget)}: what was free at the largest batch so far, less a margin"
-        torch.cuda.empty_cache()  # what is kept then does not lie inside a block that a step wants whole
-        self.may_take(budget)
+        torch.cuda.empty_cache()  # so that no cached weight is placed inside a block that a training step needs whole
+        self.set_budget(budget)
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those in lists, tuples and dictionaries."""
+    """Yield the tensors in nested lists, tuples and dictionaries."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple, dict)):
@@ -162,21 +176,18 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def size_of(x: torch.Tensor) -> tuple[int, int, int]:
-    """Features (0: none), rows and length of activations, a mask of three dimensions or more, or tokens."""
-    if x.dim() and (x.is_floating_point() or x.dim() > 2):
-        *sizes, features = x.shape
-    else:
-        sizes, features = list(x.shape), 0
+    """Return the features, the rows and the sequence length of activations [..., length, features]."""
+    *sizes, features = x.shape
     return features, math.prod(sizes), sizes[-1] if sizes else 1
 
 
 class MemoryInfo(NamedTuple):
-    """Of a GPU, in bytes."""
+    """The memory of a GPU, in bytes."""
 
-    free: int  # what PyTorch could get more
-    reserved: int  # what it has
-    others: int  # what it has not: the contexts of this process and all that others take
-    margin: int  # what is left alone
+    free: int  # what PyTorch can still allocate
+    reserved: int  # what PyTorch holds
+    others: int  # what is in use outside PyTorch: this process's CUDA context, and other processes
+    margin: int  # what the cache leaves free
 
     @classmethod
     def of(cls, device: int) -> MemoryInfo:

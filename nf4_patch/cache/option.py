@@ -1,4 +1,4 @@
-"""``cache="6GiB"`` or ``"auto"``: dequantized weights stay for the functions that only read them."""
+"""The option ``cache="6GiB"`` or ``cache="auto"``: its targets, and its part of ``status()``."""
 
 from __future__ import annotations
 
@@ -17,35 +17,37 @@ CacheTarget = functools.partial(Target, option="cache", uncounted="its reads may
 
 
 class Uncached(enum.Enum):
-    """Why a weight that a caller only reads was decoded and not kept."""
+    """Why the cache did not serve a read, so that the weight was dequantized."""
 
-    BUDGET_SPENT = "the budget is spent: no room for the weight, or for a compiled layer as a whole"
-    WAITING = 'cache="auto" waits for two steps of the optimizer before it takes memory'
-    CUDA_GRAPH = "a CUDA graph is being captured: its replays would read memory that the cache may free"
-    OTHER_STREAM = "it was decoded on another CUDA stream"
-    CHECKPOINT = "a compiled layer in a non-reentrant checkpoint: its recompute must save what its forward saved"
-    INFERENCE_TENSOR = "a tensor of the weight is an inference tensor, which has no version counter"
-    REFILLED = "its memory is freed and filled again under the same tensor (FSDP)"
-    WRAPPED = "another library wraps the function that dequantizes in a compiled layer, and may write into the result"
-    NOT_A_PARAMETER = (
-        "it is no parameter of a module and no view of one (a tensor that compiled code computed or reinterpreted)"
+    BUDGET_SPENT = "the budget has no room for the weight, or for a compiled layer as a whole"
+    WAITING = 'cache="auto" waits for two training steps before it takes memory'
+    CUDA_GRAPH = "a CUDA graph is being captured, and its replays would read memory that the cache may free"
+    OTHER_STREAM = "the weight was decoded on another CUDA stream"
+    CHECKPOINT = (
+        "a compiled layer in a non-reentrant checkpoint: the recompute must save the tensors that the forward saved"
     )
-    ALIASED = "two parameters share its memory, and a write through one does not move the version of the other"
-    ZERO3 = "DeepSpeed ZeRO-3 owns it and writes it without a new version"
+    INFERENCE_TENSOR = "a tensor of the weight is an inference tensor, which has no version counter"
+    REFILLED = "the weight's memory is freed and refilled under the same tensor (FSDP)"
+    WRAPPED = "another library wraps the dequantization of a compiled layer, and may write into its result"
+    NOT_A_PARAMETER = (
+        "the packed tensor is neither a parameter nor a view of one (compiled code computed or reinterpreted it)"
+    )
+    ALIASED = "two parameters share memory, and a write through one does not raise the version counter of the other"
+    ZERO3 = "DeepSpeed ZeRO-3 owns the weight and writes it without a new version"
 
 
 @dataclass(frozen=True)
 class CacheStatus:
-    """Bytes are what PyTorch's allocator takes at most."""
+    """The state of the weight cache."""
 
-    mode: str = "off"  # off, auto, or bytes per GPU
-    taken: dict[int, int] = field(default_factory=dict)  # by device (-1: the CPU), also what is dropped and still used
-    weights: int = 0
-    hits: int = 0  # dequantizations saved
-    misses: int = 0
-    uncached: dict[str, int] = field(default_factory=dict)  # by name of the Uncached
-    compiled: int = 0  # weights that compiled layers read; each call of such a layer counts as one read of each
-    found: str = ""  # with "auto": how much it may take and why
+    mode: str = "off"  # "off", "auto", or the bytes per GPU
+    taken: dict[int, int] = field(default_factory=dict)  # bytes by device (-1: the CPU), with dropped weights in use
+    weights: int = 0  # cached weights
+    hits: int = 0  # dequantizations saved; a call of a compiled layer counts as one read of each of its weights
+    misses: int = 0  # reads that dequantized
+    uncached: dict[str, int] = field(default_factory=dict)  # calls that were not served, by the name of an Uncached
+    compiled: int = 0  # cached weights that compiled layers have read
+    found: str = ""  # with "auto": the budget and its explanation
 
     def __str__(self) -> str:
         mode = size_in_words(int(self.mode)) if self.mode.isdigit() else self.mode
@@ -58,12 +60,14 @@ class CacheStatus:
 
 
 def report(mode: str | int) -> CacheStatus:
-    module = sys.modules.get(f"{__package__}.store")  # it needs torch
+    """Return the cache's status. ``mode`` is the option in force, in case the cache is not imported yet."""
+    module = sys.modules.get(f"{__package__}.store")  # not imported here, because it imports torch
     found: CacheStatus = module.cache.snapshot() if module else CacheStatus(str(mode))
     return found
 
 
 def lines(cache: CacheStatus) -> list[str]:
+    """Return the lines of ``print(status())`` about the cache."""
     if cache.mode == "off" and not cache.hits:
         return []
     found = [str(cache), *([f"  it may take {cache.found}"] if cache.found else [])]
@@ -72,13 +76,13 @@ def lines(cache: CacheStatus) -> list[str]:
 
 CACHE = Option(
     "NF4_PATCH_CACHE", ("off", "auto"), "off",
-    "Keep dequantized weights for the functions that only read them, with the same bits. A size: as many as fit into "
-    "that much memory of every GPU; auto: as many as fit into what the training leaves free.",
+    "Cache dequantized weights for functions that only read them. Results are bit-identical. A size limits the memory on "
+    "every GPU; auto uses the memory that the training leaves free.",
     size=True, on="6GiB",
     targets=(
         CacheTarget(
             "bitsandbytes.autograd._functions:MatMul4Bit.forward", ">= 0.43", TESTED_AUTOGRAD,
-            (("ctx", "A", "B", "out", "bias", "quant_state"),), ".cache.reads:observed",
+            (("ctx", "A", "B", "out", "bias", "quant_state"),), ".cache.replacements:observed",
             'the size of each batch, for cache="auto", with enable(cache=...) only',
             uncounted="it only observes",
         ),
@@ -89,14 +93,14 @@ CACHE = Option(
         ),
         CacheTarget(
             "torch.utils:weakref.getweakrefs", ">= 2.3", TESTED_TORCH,
-            ANY, ".cache.reads:getweakrefs",
-            "parameters whose contents are swapped while their weights are cached, with enable(cache=...) only",
-            after="bitsandbytes.functional",  # PyTorch is complete then
+            ANY, ".cache.replacements:getweakrefs",
+            "swaps of parameters whose weights are cached, with enable(cache=...) only",
+            after="bitsandbytes.functional",  # by then PyTorch is imported completely
         ),
         CacheTarget(
             "torch:UntypedStorage.resize_", ">= 2.0", TESTED_TORCH,
-            ANY, ".cache.reads:resize",
-            "memory that is freed and filled again (FSDP) while its weight is cached, with enable(cache=...) only",
+            ANY, ".cache.replacements:resize",
+            "storages that FSDP frees and refills while their weights are cached, with enable(cache=...) only",
             after="bitsandbytes.functional",
         ),
     ),

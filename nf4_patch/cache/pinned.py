@@ -1,10 +1,11 @@
-"""Cached weights for layers that are compiled as a whole, where no call of ours is left to look one up.
+"""Cached weights for layers that are compiled as a whole.
 
-Whoever enters such a layer asks for all of its weights first. While the layer runs, each weight's dense copy hangs on its
-quantization state, where Dynamo finds it and makes it an input of the graph: Inductor neither overwrites an input nor reuses
-its memory. When the layer returns, the states are again as bitsandbytes made them.
+No Python code runs inside such a layer that could look a weight up. So a wrapper around the layer looks up all of its weights
+first. While the layer runs, the dense copy of each weight is attached to the weight's quantization state. Dynamo finds the copy
+there and makes it an input of the graph. Inductor neither overwrites an input nor reuses its memory. When the layer returns,
+the copies are detached.
 
-A layer is pinned as a whole or not at all, so that a kind of layer has two graphs at most.
+A layer reads all of its weights from the cache, or none. So each class of layers has at most two graphs.
 """
 
 from __future__ import annotations
@@ -32,17 +33,20 @@ from ..patching.locks import new_lock
 from ..patching.quant_state import weight_of
 from ..patching.reasons import Reason
 from ..patching.switch import switch
-from .kept import CacheEntry, location, size_of
+from .entry import CacheEntry, location, size_of
 from .option import Uncached
 from .store import cache
 
-NAME = "_nf4_patch_dense"  # the attribute of a QuantState while its layer runs
+NAME = "_nf4_patch_dense"  # the attribute of a QuantState that holds the dense copy while its layer runs
 gate = switch.gates["cache"]
-Pinned = list[torch.Tensor]  # the dense copy; emptied when the layer returns, for who copied the state in between
+Attached = list[torch.Tensor]  # one dense copy; emptied when the layer returns, in case the state was copied
 
 
 class Running:
-    """The pinned layers that run now. Where none does, compiled code looks at nothing else: its graph is that of no cache."""
+    """The layers that read from the cache now.
+
+    If there is none, ``dense_of`` reads only ``any``. Dynamo then compiles the same graph as without a cache.
+    """
 
     def __init__(self) -> None:
         self.layers: set[Layer] = set()
@@ -53,28 +57,32 @@ running = Running()
 
 
 def dense_of(packed: torch.Tensor, state: Any) -> torch.Tensor | None:
-    """What hangs on the state, or None. Written to be traced: what it looks at becomes a guard."""
+    """Return the dense copy attached to a quantization state, or None.
+
+    Dynamo traces this function, and guards on everything that the function reads.
+    """
     if not running.any or not hasattr(state, "quant_type"):
         return None
-    # not getattr: where it is missing, Dynamo traces QuantState.__getattr__ and guards on what that reads
-    pinned: Pinned | None = state.__dict__.get(NAME)
-    if not pinned:
+    # not getattr, because Dynamo would then trace QuantState.__getattr__ and guard on what it reads
+    attached: Attached | None = state.__dict__.get(NAME)
+    if not attached:
         return None
-    return pinned[0].t() if packed.shape[0] == 1 else pinned[0]
+    return attached[0].t() if packed.shape[0] == 1 else attached[0]
 
 
 class Layer:
-    """Where the weights of a module are: its parameters called ``weight`` with a state of bitsandbytes'."""
+    """A compiled layer: where its 4-bit weights are, and the dense copies that are attached while it runs."""
 
     def __init__(self, module: torch.nn.Module):
-        self.lock = new_lock()  # one thread at a time in a pinned layer: its states are the process'
-        self.refused_at = -1  # the generation of the cache in which there was no room for it
-        self.pinned: set[CacheEntry] = set()  # for it
-        self.hung: list[tuple[Any, Pinned]] = []  # each state, while the layer runs, and what hangs on it
+        self.lock = new_lock()  # one thread at a time runs the layer, because all threads share its quantization states
+        self.refused_at = -1  # the cache's generation in which there was no room for the layer
+        self.entries: set[CacheEntry] = set()  # the cached weights that the layer reads
+        self.attached: list[tuple[Any, Attached]] = []  # (state, dense copy) of each weight, while the layer runs
         self.find(module)
 
     def find(self, module: torch.nn.Module) -> None:
-        self.paths: list[list[str]] = []  # names of modules
+        """Find the modules whose parameter ``weight`` has a quantization state of bitsandbytes."""
+        self.paths: list[list[str]] = []  # the names that lead to each module
         self.devices: set[int] = set()
         for name, each in module.named_modules():
             weight = each._parameters.get("weight")
@@ -85,55 +93,58 @@ class Layer:
                     self.devices.add(weight.get_device())
 
     def weights(self, module: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
-        """The state and the PackedWeight, or the Reason why there is none, of every parameter as it is now."""
+        """Yield the state of each weight, and its PackedWeight or the Reason why there is none."""
         for path in self.paths:
             owner: Any = module
-            for name in path:  # no reference to what is found: it would keep alive what has been replaced
+            for name in path:  # by names, because a reference to a module would outlive the module's replacement
                 owner = None if owner is None else owner._modules.get(name)
             packed: Any = None if owner is None else owner._parameters.get("weight")
             state = getattr(packed, "quant_state", None)
             yield state, weight_of(packed, state)
 
-    def hang(self, pinned: list[tuple[Any, Pinned]]) -> None:
-        """Hang each dense copy on its state."""
-        self.hung = pinned
+    def attach(self, attached: list[tuple[Any, Attached]]) -> None:
+        """Attach each dense copy to its quantization state."""
+        self.attached = attached
         running.layers.add(self)
         running.any = True
-        for state, dense in pinned:
+        for state, dense in attached:
             state.__dict__[NAME] = dense
 
-    def take_off(self) -> None:
-        """Undo ``hang``, also where an interrupt came in the middle of either."""
-        for state, dense in self.hung:
+    def detach(self) -> None:
+        """Undo ``attach``, even if an interrupt stopped ``attach`` or an earlier ``detach``."""
+        for state, dense in self.attached:
             dense.clear()
             state.__dict__.pop(NAME, None)
-        self.hung = []
+        self.attached = []
         running.layers.discard(self)
         running.any = bool(running.layers)
 
-    def unpin(self, keep: Container[CacheEntry] = ()) -> None:
-        """Let go of what is pinned for it. Called by the garbage collector too, at any point of any thread."""
-        for kept in self.pinned:
-            if kept not in keep:
-                cache.died(kept)
-        self.pinned = set()
+    def drop(self, keep: Container[CacheEntry] = ()) -> None:
+        """Drop the layer's cached weights, except those in ``keep``. The garbage collector calls this method too.
+
+        A parameter of bitsandbytes may outlive its layer, because a copied parameter refers to the module of the original.
+        """
+        for entry in self.entries:
+            if entry not in keep:
+                cache.invalidate(entry)
+        self.entries = set()
 
 
 class Layers:
-    """The compiled layers of one target, by the module that is entered.
+    """The compiled layers of one target.
 
     Args:
-        target: its name.
-        only_read: whether nobody but the library gets a weight while its layers are traced.
+        target: the target's name.
+        only_read: returns whether only the library itself gets the weights while its layers are traced.
     """
 
     def __init__(self, target: str, only_read: Callable[[], bool] = lambda: True):
         self.dequantizer, self.only_read = Dequantizer(target), only_read
         self.decode: Any = self.dequantizer.run
-        self.known: weakref.WeakKeyDictionary[torch.nn.Module, Layer] = weakref.WeakKeyDictionary()
+        self.layers: weakref.WeakKeyDictionary[torch.nn.Module, Layer] = weakref.WeakKeyDictionary()
 
     def entered(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward`` of a module that runs as one compiled region, with its weights pinned where they can be."""
+        """Return a wrapper of a compiled ``forward``. It attaches the layer's cached weights while ``forward`` runs."""
         attempt = self.dequantizer.fallbacks.attempt
 
         @functools.wraps(forward)
@@ -150,25 +161,28 @@ class Layers:
                 cache.auto.observe(*args, *kwargs.values())
             if not module.training:
                 return forward(module, *args, **kwargs)
-            layer = self.known.get(module)
+            layer = self.layers.get(module)
             if layer is None:
-                layer = self.known[module] = Layer(module)
-                weakref.finalize(module, layer.unpin).atexit = False
+                layer = self.layers[module] = Layer(module)
+                weakref.finalize(module, layer.drop).atexit = False
             with layer.lock:
-                layer.take_off()  # of a call that was interrupted as it ended
-                pinned = attempt(self.pinned, module, layer)
-                if not pinned or isinstance(pinned, Reason):
+                layer.detach()  # in case an interrupt stopped the ``detach`` of an earlier call
+                found = attempt(self.read, module, layer)
+                if not found or isinstance(found, Reason):
                     return forward(module, *args, **kwargs)
                 try:
-                    layer.hang(pinned)
+                    layer.attach(found)
                     return forward(module, *args, **kwargs)
                 finally:
-                    layer.take_off()
+                    layer.detach()
 
         return entry
 
-    def pinned(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, Pinned]] | Reason:
-        """Every state of the layer with the dense copy of its weight; nothing where not all of them can be pinned."""
+    def read(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, Attached]] | Reason:
+        """Return every quantization state of a layer with its dense copy. Cache missing weights first.
+
+        Return an empty list if the cache cannot serve all weights of the layer.
+        """
         if cache.is_unsettled:
             cache.settle()
         if layer.refused_at == cache.generation:
@@ -179,22 +193,22 @@ class Layers:
         elif not self.only_read():
             why = Uncached.WRAPPED
         elif any(map(runtime.current_stream, layer.devices)):
-            why = Uncached.OTHER_STREAM  # a graph captured there would read what the cache may free
+            why = Uncached.OTHER_STREAM  # a graph captured on that stream would read memory that the cache may free
         else:
             with plain_methods():
-                states = self.look(module, layer)
+                states = self.find(module, layer)
                 if states is not None:
                     count = len(states)
                     cache.hits += count
                     return states
-                why = self.pin(module, layer)
-                states = self.look(module, layer) if why is None else None
+                why = self.fill(module, layer)
+                states = self.find(module, layer) if why is None else None
                 if states is not None:
                     return states
             if why is None:
-                why = Uncached.BUDGET_SPENT  # another thread was faster
+                why = Uncached.BUDGET_SPENT  # another thread took the room meanwhile
             else:
-                layer.unpin()
+                layer.drop()
                 cache.settle()
                 layer.refused_at = cache.generation if why is cache.no_room() else -1
         if isinstance(why, Reason):
@@ -202,30 +216,30 @@ class Layers:
         cache.uncached[why] += 1
         return []
 
-    def look(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, Pinned]] | None:
-        """Every state with its dense copy; None where one is missing or no longer true."""
-        states, read = [], []
+    def find(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, Attached]] | None:
+        """Return every quantization state of a layer with its dense copy, or None if a valid copy is missing."""
+        states, entries = [], []
         for state, weight in layer.weights(module):
-            kept = None if type(weight) is Reason else cache.find(weight)
-            views = None if kept is None or kept[1].stream else kept[1].views
-            if kept is None or views is None:
+            found = None if type(weight) is Reason else cache.find(weight)
+            views = None if found is None or found[1].stream else found[1].views
+            if found is None or views is None:
                 return None
             if switch.strict:
-                cache.compare(kept[0], self.decode(weight))
+                cache.compare(found[0], self.decode(weight))
             states.append((state, [views[0]]))
-            read.append(kept[1])
-        for (_, (dense,)), each in zip(states, read, strict=True):
-            if not each.compiled:
-                torch._dynamo.mark_static_address(dense, guard=False)  # a CUDA graph reads it where it is
+            entries.append(found[1])
+        for (_, (dense,)), entry in zip(states, entries, strict=True):
+            if not entry.compiled:
+                torch._dynamo.mark_static_address(dense, guard=False)  # so that a CUDA graph does not copy the input
                 torch._dynamo.mark_static(dense)
-                each.compiled = True
-        layer.pinned.update(read)
+                entry.compiled = True
+        layer.entries.update(entries)
         return states
 
-    def pin(self, module: torch.nn.Module, layer: Layer) -> Reason | Uncached | None:
-        """Decode and keep what is not pinned yet, or say why a weight cannot be kept: then none is to be."""
+    def fill(self, module: torch.nn.Module, layer: Layer) -> Reason | Uncached | None:
+        """Decode and cache the weights that are missing. Cache none, and return why, if one of them cannot be cached."""
         layer.find(module)
-        missing, pinned, sizes = {}, set(), Counter[int]()
+        missing, cached, sizes = {}, set(), Counter[int]()
         for _, weight in layer.weights(module):
             why: Reason | Uncached | None = weight if type(weight) is Reason else self.dequantizer.why_not(weight)
             why = why or cache.why_not(weight)
@@ -235,8 +249,8 @@ class Layers:
             if found is None or found[1].stream:
                 missing[location(weight)] = weight
             else:
-                pinned.add(found[1])
-        layer.unpin(keep=pinned)
+                cached.add(found[1])
+        layer.drop(keep=cached)
         cache.settle()
         for weight in missing.values():
             sizes[weight.packed.get_device()] += size_of(weight)
@@ -250,8 +264,9 @@ class Layers:
 
 
 def is_checkpointed() -> bool:
-    """Whether non-reentrant checkpointing decides what is saved: the recompute must save the tensors that the forward did,
-    also if the weights can no longer be pinned then.
+    """Return whether the call runs in a non-reentrant checkpoint.
+
+    Its recompute must save the tensors that the forward saved. That fails if the cache can no longer serve the layer by then.
     """
     hooks = saved_tensors_hooks(True)
     return hooks is not None and (hooks is True or hooks[0].__module__ == "torch.utils.checkpoint")

@@ -1,9 +1,10 @@
-"""The cache of dequantized weights, for callers that only read them: ``enable(cache="6GiB")`` or ``cache="auto"``.
+"""The cache of dequantized weights: ``enable(cache="6GiB")`` or ``enable(cache="auto")``.
 
-Weights are frozen, so a training step decodes the same bytes two or three times. The weights that are read first stay as long
-as they are true, and none makes room for another: docs/notes/weight-cache.md compares this with other ways to choose.
+Frozen weights do not change, but a training step decodes each of them two or three times. The cache keeps the dense copies
+for callers that only read them. Weights are cached in the order of their first read, and stay. docs/notes/weight-cache.md
+compares this policy with others.
 
-A cached weight belongs to a parameter, whose identity, version counter and memory are looked at in every read.
+A cached weight belongs to a parameter. Every read checks that parameter, its version counter and its memory.
 """
 
 from __future__ import annotations
@@ -26,50 +27,50 @@ from ..patching.locks import new_lock
 from ..patching.reasons import Reason
 from ..patching.switch import switch
 from .auto import Auto
-from .kept import CacheEntry, fingerprint, location, nobody, size_of
+from .entry import CacheEntry, fingerprint, location, nobody, size_of
 from .option import CacheStatus, Uncached
 
 Decode = Callable[[PackedWeight], "Tensor | Reason"]
-NOT_KNOWN = (AttributeError, RuntimeError, TypeError)  # a field is no tensor, an inference tensor, or the shape a list
-OTHER_STREAM_READS = 3  # reads on other streams in a row, after which a weight is decoded again on theirs
+FIELD_ERRORS = (AttributeError, RuntimeError, TypeError)  # of fields that are no tensors, or have no version
+OTHER_STREAM_READS = 3  # after so many in a row, the weight is decoded again on the stream that reads it
 
 
 class StaleWeightError(RuntimeError):
-    """NF4_PATCH_STRICT=1, and a cached weight differs from what its packed bytes decode to."""
+    """With NF4_PATCH_STRICT=1: a cached weight differs from what its packed bytes decode to."""
 
 
 class Cache(dequantizer.Reader):
-    """One for the process.
+    """The cache of the process.
 
-    Every change is made under ``lock``. The death of a tensor comes at any point of any thread, in the middle of a change too:
-    it empties what was kept, and whoever makes the next change sees to the rest.
+    Every change is made under ``lock``. A tensor may be freed at any point of any thread, even in the middle of a change.
+    Therefore the callback of a freed tensor only empties the entry, and the next change removes the entry.
     """
 
     def __init__(self) -> None:
         self.on = False
         self.mode: str | int = "off"
-        self.auto: Auto | None = None  # finds the budget
-        self.budget = 0
-        self.weights: dict[
-            tuple[object, ...], CacheEntry
-        ] = {}  # by ``location``; and ``WeightMemo.entry`` of what was read
-        self.taken: Counter[int] = Counter()  # bytes by device, of what was dropped too while somebody still uses it
-        self.leaving: list[CacheEntry] = []  # dropped, and still used by somebody
-        self.death = self.settled = object()  # of a tensor or a storage: the latest, and the latest that was seen to
-        self.memories: dict[int, StorageRecord] = {}  # of packed bytes and of scales, by the number of their storage
-        self.generation = 0  # changes when there may be room again for what compiled layers read
+        self.auto: Auto | None = None  # finds the budget for "auto"
+        self.budget = 0  # bytes per device
+        self.weights: dict[tuple[object, ...], CacheEntry] = {}  # by ``location``
+        self.taken: Counter[int] = Counter()  # bytes by device, with dropped weights that are still in use
+        self.dropped: list[CacheEntry] = []  # dropped entries whose dense copy is still in use
+        self.death = object()  # replaced whenever a tensor or storage of a cached weight is freed
+        self.settled_death = self.death  # the value of ``death`` that ``settle`` has handled
+        self.storages: dict[int, StorageRecord] = {}  # of packed bytes and scales, by storage number
+        self.generation = 0  # counts the changes after which there may be more room
         self.hits = self.misses = 0
         self.uncached: Counter[Uncached] = Counter()
         self.lock = new_lock()
-        self.pinning, self.pins = (
-            -1,
-            list[tuple[CacheEntry, PackedWeight]](),
-        )  # a stream that graphs are captured on, and what was read there
+        self.pinning = -1  # the stream on which a CUDA graph is captured now
+        self.pins: list[tuple[CacheEntry, PackedWeight]] = []  # the cached weights that the graph reads
 
     @contextlib.contextmanager
     def pinned(self, stream: int) -> Iterator[list[tuple[CacheEntry, PackedWeight]]]:
-        """Collect the cached weights that are read on this stream, where nothing is cached meanwhile: a CUDA graph is captured
-        that reads them as long as ``CacheEntry.of`` returns them."""
+        """Collect the cached weights that are read on this stream while a CUDA graph is captured.
+
+        No new weight is cached on this stream meanwhile. The graph may be replayed while ``CacheEntry.of`` returns each of
+        the collected weights.
+        """
         try:
             self.pins = []
             self.pinning = stream
@@ -77,47 +78,54 @@ class Cache(dequantizer.Reader):
         finally:
             self.pinning, self.pins = -1, []
 
-    def died(self, kept: CacheEntry) -> None:
-        """A tensor that it was decoded from was freed. Called by the garbage collector, at any point of any thread."""
-        kept.views = None
+    def invalidate(self, entry: CacheEntry) -> None:
+        """Free an entry's dense copy. The next change of the cache removes the entry.
+
+        The garbage collector calls this method when a tensor of the packed weight is freed, at any point of any thread.
+        """
+        entry.views = None
         self.death = object()
 
     @property
     def is_unsettled(self) -> bool:
-        return bool(self.leaving) or self.death is not self.settled
+        """Whether ``settle`` has something to do."""
+        return bool(self.dropped) or self.death is not self.settled_death
 
     def settle(self) -> None:
-        """See to the deaths so far. An interrupt leaves the rest to the next call."""
-        with self.lock:
-            if (death := self.death) is not self.settled:
-                self._drop_where(lambda kept: kept.views is None or kept.memory.expired())
-                self.settled = death
-            for kept in self.leaving:
-                kept.empty()  # where an interrupt came before
-                if kept.dense_memory.expired():
-                    # in one statement, in the middle of which no interrupt comes
-                    self.taken[kept.device], kept.size = self.taken[kept.device] - kept.size, 0
-                    self.generation += 1
-            self.leaving = [kept for kept in self.leaving if kept.size]
+        """Remove the entries of freed weights, and stop charging for dense copies that are no longer in use.
 
-    # --- how much it may take ---
+        If an interrupt stops this method, the next call completes the work.
+        """
+        with self.lock:
+            if (death := self.death) is not self.settled_death:
+                self._drop_where(lambda entry: entry.views is None or entry.memory.expired())
+                self.settled_death = death
+            for entry in self.dropped:
+                entry.empty()  # again, in case an interrupt stopped ``_drop``
+                if entry.dense_memory.expired():
+                    # one statement, because an interrupt does not stop in the middle of it
+                    self.taken[entry.device], entry.size = self.taken[entry.device] - entry.size, 0
+                    self.generation += 1
+            self.dropped = [entry for entry in self.dropped if entry.size]
+
+    # --- the budget ---
 
     def configure(self, mode: str | int) -> None:
-        """ "off", "auto" or bytes a device. Another mode starts empty."""
+        """Set the mode: "off", "auto" or bytes per device. A new mode starts with an empty cache."""
         if mode != self.mode:
             with self.lock:
-                self.on, self.mode = False, ""  # where an interrupt comes, the next call begins again
+                self.on, self.mode = False, ""  # after an interrupt the next call starts over
                 self.release()
-                self.memories.clear()
+                self.storages.clear()
                 if self.auto is not None:
                     self.auto.stop()
-                self.auto = Auto(self.may_take, self.taken) if mode == "auto" else None
+                self.auto = Auto(self.set_budget, self.taken) if mode == "auto" else None
                 self.budget = mode if isinstance(mode, int) else 0
                 self.generation += 1
                 self.on, self.mode = mode != "off", mode
 
-    def may_take(self, budget: int) -> None:
-        """Bytes of every device from now on; what is there stays, or goes where they are none."""
+    def set_budget(self, budget: int) -> None:
+        """Set the bytes per device. A budget of 0 drops every cached weight."""
         with self.lock:
             self.budget = budget
             self.generation += 1
@@ -127,39 +135,41 @@ class Cache(dequantizer.Reader):
     # --- reading ---
 
     def read(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
-        """The cached weight, or one that is cached from now on, not to be written into; a Reason is possible too.
+        """Return the dense weight from the cache. The caller must not write into it.
+
+        A weight that is not cached yet is decoded and cached if it may be.
 
         Returns:
-            None where the weight has to be decoded as without the cache.
+            None if the caller has to decode the weight itself, and a Reason if ``decode`` returned one.
 
         Raises:
-            StaleWeightError: NF4_PATCH_STRICT=1, and the cached bits are not those of the packed bytes.
+            StaleWeightError: with NF4_PATCH_STRICT=1, if the cached bits differ from the decoded packed bytes.
         """
-        try:  # as ``find`` begins, without its call
-            kept = weight.memo().entry
-            result = None if kept is None else kept.of(weight)
-        except NOT_KNOWN:
+        try:  # the first lines of ``find``, without the cost of a call
+            entry = weight.memo().entry
+            result = None if entry is None else entry.of(weight)
+        except FIELD_ERRORS:
             result = None
         if result is None:
             found = self.find(weight)
             if found is None:
                 return self.insert(weight, decode)
-            result, kept = found
-        stream = runtime.current_stream(kept.device)
+            result, entry = found
+        stream = runtime.current_stream(entry.device)
         if stream == self.pinning:
-            self.pins.append((kept, weight))
+            self.pins.append((entry, weight))
             return result
-        if stream != kept.stream:
+        if stream != entry.stream:
             self.uncached[Uncached.OTHER_STREAM] += 1
-            kept.other_stream_reads += 1
-            if kept.other_stream_reads >= OTHER_STREAM_READS:
-                self.drop(kept)
+            entry.other_stream_reads += 1
+            if entry.other_stream_reads >= OTHER_STREAM_READS:
+                self.drop(entry)
             return None
-        if stream and is_captured(kept.device):
+        if stream and is_captured(entry.device):
             self.uncached[Uncached.CUDA_GRAPH] += 1
             return None
-        kept.other_stream_reads = 0
-        self.hits += 1  # no call in it: CPython does not switch threads in the middle
+        entry.other_stream_reads = 0
+        self.hits += 1  # CPython does not switch threads within this line, because it calls nothing
         if switch.strict:
             decoded = decode(weight)
             if isinstance(decoded, Reason):
@@ -168,26 +178,26 @@ class Cache(dequantizer.Reader):
         return result
 
     def find(self, weight: PackedWeight) -> tuple[Tensor, CacheEntry] | None:
-        """What is kept of a weight and still true, or None."""
-        kept: CacheEntry | None = None
+        """Return a weight's valid dense copy and its entry, or None. An entry that is no longer valid is dropped."""
+        entry: CacheEntry | None = None
         try:
             memo = weight.memo()
             result = None if memo.entry is None else memo.entry.of(weight)
             if result is not None:
                 return result, memo.entry
-            kept = self.weights.get(location(weight))
-            if kept is None:
+            entry = self.weights.get(location(weight))
+            if entry is None:
                 return None
-            if kept.fingerprint == fingerprint(weight) and (result := kept.of(weight)) is not None:
-                memo.entry = kept
-                return result, kept
-        except NOT_KNOWN:
+            if entry.fingerprint == fingerprint(weight) and (result := entry.of(weight)) is not None:
+                memo.entry = entry
+                return result, entry
+        except FIELD_ERRORS:
             pass
-        self.drop(kept)
+        self.drop(entry)
         return None
 
     def why_not(self, weight: PackedWeight) -> Uncached | None:
-        """Return why a weight on the kernels' device cannot be cached at all, or not now."""
+        """Return why a weight on the GPU cannot be cached, now or ever. None means that only the budget may prevent it."""
         owner = weight.owner()
         if any(tensor.is_inference() for tensor in weight.tensors()):
             return Uncached.INFERENCE_TENSOR
@@ -198,18 +208,19 @@ class Cache(dequantizer.Reader):
         device = weight.packed.get_device()
         if is_captured(device) or runtime.current_stream(device) == self.pinning:
             return Uncached.CUDA_GRAPH
-        memory = self.memories.get(weight.packed.untyped_storage()._cdata)
-        why = None if memory is None else memory.why_not(owner)
+        number = weight.packed.untyped_storage()._cdata
+        record = self.storages.get(number)
+        why = None if record is None else record.why_not(owner)
         if why is Uncached.ALIASED:
-            self.drop_memory(weight.packed.untyped_storage()._cdata)
+            self.drop_storage(number)
         return why
 
     def insert(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
-        """What ``decode`` gives, kept if it is a tensor; or None with nothing decoded, where it is not to be kept."""
+        """Decode a weight and cache the result. Return None, with nothing decoded, if the weight cannot be cached."""
         tensors = weight[: 5 if weight.nested() else 2]
         plain = isinstance(weight.shape, tuple) and isinstance(weight.dtype, torch.dtype)
         if not plain or not all(isinstance(each, Tensor) for each in tensors) or not runtime.runs_on(weight.packed):
-            return None  # the guards give the Reason
+            return None  # the caller's guards then name the Reason
         why = self.why_not(weight)
         if why is None:
             result = self.keep(weight, decode)
@@ -221,134 +232,143 @@ class Cache(dequantizer.Reader):
         return None
 
     def keep(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
-        """What ``decode`` gives; a tensor is kept until the weight changes. None without room."""
+        """Decode a weight and cache the result until the weight changes. Return None if there is no room.
+
+        Raises:
+            OutOfMemoryError: the decode ran out of memory, and the mode is a size.
+        """
         mode, result, device, size = self.mode, None, weight.packed.get_device(), size_of(weight)
-        with self.lock:  # nothing is decoded under it
+        with self.lock:  # released before the decode, which is slow
             self.settle()
             if not self.on or size > self.room(device):
                 return None
-        kept = CacheEntry(weight)
+        entry = CacheEntry(weight)
         self.misses += 1
         try:
-            with torch.inference_mode(False):  # training may read what generation decoded
+            with torch.inference_mode(False):  # so that training can read what generation decoded
                 result = decode(weight)
         except torch.OutOfMemoryError as error:
             if self.auto is None:
                 raise
-            self.auto.wait(f"{error}"[:80])  # the caller decodes without keeping, as it would without the cache
+            self.auto.wait(f"{error}"[:80])  # drops the cache; the caller then decodes the weight itself
         if isinstance(result, Tensor):
             with self.lock:
-                self._drop(self.weights.get(kept.location))  # another thread was faster
+                self._drop(self.weights.get(entry.location))  # another thread may have cached the weight meanwhile
                 self.settle()
                 if self.mode == mode and size <= self.room(device):
-                    self._add(kept, weight, result)
+                    self._add(entry, weight, result)
         return result
 
     def room(self, device: int) -> int:
+        """Return the bytes of the budget that are left on a device."""
         return self.budget - self.taken[device]
 
-    def _add(self, kept: CacheEntry, weight: PackedWeight, result: Tensor) -> None:
+    def _add(self, entry: CacheEntry, weight: PackedWeight, result: Tensor) -> None:
         owner, storage = weight.owner(), weight.packed.untyped_storage()
-        if len(self.memories) > 10 * len(self.weights) + 64:
-            self.memories = {number: each for number, each in self.memories.items() if not each.reference.expired()}
-        self.memories.setdefault(storage._cdata, StorageRecord(kept.memory, weakref.ref(owner)))
-        for scales in kept.scales:
-            self.memories.setdefault(scales._cdata, StorageRecord(StorageWeakRef(scales), nobody))
-        kept.fill(weight, result, lambda _: self.died(kept))
-        # Looked at later: PyTorch 2.8 lets go of a storage's Python object in every collection, while its tensors live, and
-        # 2.13 before the storage has expired
-        kept.watcher = weakref.ref(storage, lambda _: setattr(self, "death", object()))
-        self.weights[kept.location], self.taken[kept.device] = kept, self.taken[kept.device] + kept.size
+        if len(self.storages) > 10 * len(self.weights) + 64:
+            self.storages = {
+                number: record for number, record in self.storages.items() if not record.reference.expired()
+            }
+        self.storages.setdefault(storage._cdata, StorageRecord(entry.memory, weakref.ref(owner)))
+        for scales in entry.scales:
+            self.storages.setdefault(scales._cdata, StorageRecord(StorageWeakRef(scales), nobody))
+        entry.fill(weight, result, lambda _: self.invalidate(entry))
+        # The callback drops nothing itself, because the storage may live on: PyTorch 2.8 drops a storage's Python object at
+        # every garbage collection. PyTorch 2.13 drops the object before the storage expires. ``settle`` checks the storage.
+        entry.watcher = weakref.ref(storage, lambda _: setattr(self, "death", object()))
+        self.weights[entry.location], self.taken[entry.device] = entry, self.taken[entry.device] + entry.size
 
     # --- dropping ---
 
-    def _drop(self, kept: CacheEntry | None) -> None:
-        """Forget it, once; nothing for None. Its memory is charged until nobody uses it."""
-        if kept is None or self.weights.get(kept.location) is not kept:
+    def _drop(self, entry: CacheEntry | None) -> None:
+        """Remove an entry if it is in the cache. Its dense copy is charged as long as something still uses it."""
+        if entry is None or self.weights.get(entry.location) is not entry:
             return
-        self.leaving.append(kept)  # twice after an interrupt, and charged once
-        del self.weights[kept.location]
-        kept.empty()
+        self.dropped.append(entry)  # after an interrupt possibly twice; ``settle`` subtracts its size once
+        del self.weights[entry.location]
+        entry.empty()
 
     def _drop_where(self, condition: Callable[[CacheEntry], bool]) -> None:
-        for kept in list(self.weights.values()):
-            if condition(kept):
-                self._drop(kept)
+        for entry in list(self.weights.values()):
+            if condition(entry):
+                self._drop(entry)
 
-    def drop(self, kept: CacheEntry | None) -> None:
+    def drop(self, entry: CacheEntry | None) -> None:
         with self.lock:
-            self._drop(kept)
+            self._drop(entry)
             self.settle()
 
-    def release(self, condition: Callable[[CacheEntry], bool] = lambda kept: True) -> None:
-        """Drop what the condition holds for: its memory is PyTorch's again as soon as nobody uses it."""
+    def release(self, condition: Callable[[CacheEntry], bool] = lambda entry: True) -> None:
+        """Drop the entries that meet the condition, by default all. PyTorch gets the memory back once nothing uses it."""
         with self.lock:
             self._drop_where(condition)
             self.settle()
 
-    def drop_memory(self, cdata: int, resized: bool = False) -> None:
-        """Drop what was decoded from this storage; ``resized``: and cache nothing of it any more."""
-        memory = self.memories.get(cdata)
-        if memory is None or memory.reference.expired():
+    def drop_storage(self, number: int, resized: bool = False) -> None:
+        """Drop the weights decoded from this storage. With ``resized``, no weight in it is cached again."""
+        record = self.storages.get(number)
+        if record is None or record.reference.expired():
             return
-        memory.resized = memory.resized or resized
-        self.release(lambda kept: cdata in (kept.memory.cdata, *(each._cdata for each in kept.scales)))
+        record.resized = record.resized or resized
+        self.release(lambda entry: number in (entry.memory.cdata, *(scales._cdata for scales in entry.scales)))
 
     def forget(self, tensor: Tensor) -> None:
-        """Drop what was decoded from this tensor, and every weak reference to it."""
+        """Drop the weights decoded from this tensor, and every weak reference to it."""
         with self.lock:
-            self.release(lambda kept: any(reference() is tensor for reference in kept.tensors))
-            self.memories = {key: each for key, each in self.memories.items() if each.owner() is not tensor}
-            if self.auto is not None and self.auto.forwarded() is tensor:
-                self.auto.forwarded = nobody
+            self.release(lambda entry: any(reference() is tensor for reference in entry.tensors))
+            self.storages = {number: each for number, each in self.storages.items() if each.owner() is not tensor}
 
-    # --- what is said ---
+    # --- status ---
 
     def no_room(self) -> Uncached:
+        """Return why there is no room: "auto" has no budget yet, or the budget is spent."""
         return Uncached.WAITING if self.auto is not None and not self.budget else Uncached.BUDGET_SPENT
 
     def snapshot(self) -> CacheStatus:
-        """Changes nothing and does not wait for the lock: a signal handler may ask, in the middle of a change."""
-        kept, taken = list(self.weights.values()), Counter[int]()
-        for each in dict.fromkeys((*kept, *self.leaving)):
-            taken[each.device] += 0 if each.dense_memory.expired() else each.size
-        kept = [each for each in kept if each.views is not None]
+        """Return the status without taking the lock, because a signal handler may call this method during a change."""
+        entries, taken = list(self.weights.values()), Counter[int]()
+        for entry in dict.fromkeys((*entries, *self.dropped)):
+            taken[entry.device] += 0 if entry.dense_memory.expired() else entry.size
+        entries = [entry for entry in entries if entry.views is not None]
         return CacheStatus(
             mode=str(self.mode or "off"),
             taken={device: size for device, size in taken.items() if size},
-            weights=len(kept),
+            weights=len(entries),
             hits=self.hits,
             misses=self.misses,
             uncached={why.name: count for why, count in list(self.uncached.items())},
-            compiled=sum(each.compiled for each in kept),
+            compiled=sum(entry.compiled for entry in entries),
             found=self.auto.why if self.auto else "",
         )
 
     def compare(self, cached: Tensor, decoded: Tensor) -> None:
-        """
+        """Check that a cached weight equals the decoded one.
+
         Raises:
-            StaleWeightError: the bits differ.
+            StaleWeightError: the bits differ. The cache is emptied first.
         """
         if not runtime.same_bits(cached, decoded):
             self.release()
             raise StaleWeightError(
-                f"a cached weight {tuple(cached.shape)} differs from its packed bytes, which were changed where no version "
-                "counter sees it (tensor.data, a raw pointer); call nf4_patch.release() after such a change"
+                f"a cached weight of shape {tuple(cached.shape)} differs from its packed bytes. They were changed without a "
+                "change of their version counter (through tensor.data or a raw pointer); call nf4_patch.release() after that"
             )
 
 
 class StorageRecord:
-    """Memory that a cached weight depends on: the parameter whose packed bytes it holds, and whether it was resized.
+    """What the cache knows about a storage that cached weights depend on.
 
-    FSDP frees and refills memory by ``resize_``, and keeps the version counters. A second parameter of the same memory has a
-    version counter of its own.
+    Two kinds of storage are not cached. FSDP frees and refills a storage with ``resize_``, without a new version. And if two
+    parameters share a storage, a write through one does not raise the version counter of the other.
     """
 
     def __init__(self, reference: StorageWeakRef, owner: Callable[[], Tensor | None]):
-        self.reference, self.owner = reference, owner  # while the first is held, no other memory has this number
+        self.reference = reference  # while it is held, no other storage gets this number
+        self.owner = owner  # returns the parameter in this storage, or None
         self.resized = self.aliased = False
 
     def why_not(self, owner: Tensor) -> Uncached | None:
+        """Return why this parameter's weights cannot be cached, or None."""
         known = self.owner()
         if known is None:
             self.owner = weakref.ref(owner)
@@ -357,9 +377,10 @@ class StorageRecord:
 
 
 def is_captured(device: int) -> bool:
-    """Whether what is allocated now belongs to a CUDA graph, in the warm-up before torch.compile captures one as well.
+    """Return whether memory allocated now would belong to a CUDA graph.
 
-    That warm-up runs on a stream of its own, and allocates from the graph's private pool.
+    This includes torch.compile's warm-up for a graph. The warm-up runs on a side stream, and allocates from the graph's private
+    pool.
     """
     stream = runtime.current_stream(device)
     if not stream:  # the default stream cannot be captured
@@ -368,5 +389,5 @@ def is_captured(device: int) -> bool:
 
 
 cache = dequantizer.reader = Cache()
-atexit.register(cache.configure, "off")  # before the interpreter takes modules apart, in which tensors die
+atexit.register(cache.configure, "off")  # empty before the interpreter clears modules, because that frees tensors
 switch.follow(lambda config: cache.configure(switch.value("cache")))

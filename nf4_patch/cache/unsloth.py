@@ -1,4 +1,4 @@
-"""Unsloth's compiled layers, which read weights that were dequantized before."""
+"""Unsloth's compiled layers, with weights from the cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .pinned import Layers
 
 
 def only_unsloth_reads() -> bool:
-    """Whether Unsloth's functions call its ``fast_dequantize``, and that calls ours, with no wrapper in between."""
+    """Return whether Unsloth's layers reach this package's dequantization without another library's wrapper in between."""
     utils, fast_lora = (vars(sys.modules[f"unsloth.kernels.{name}"]) for name in ("utils", "fast_lora"))
     functions = utils["fast_dequantize"], fast_lora["fast_dequantize"]
     is_public = all(getattr(function, "__globals__", None) is utils for function in functions)
@@ -25,34 +25,34 @@ def only_unsloth_reads() -> bool:
 
 
 def compiled_layers(target: Target, original: Function) -> Function:
-    """For ``_wrap``, which makes one compiled region of the ``forward`` of a class of layers."""
+    """Replace Unsloth's ``_wrap``, which compiles the ``forward`` of a layer class as one region."""
     layers = Layers(target.name, only_unsloth_reads)
-    entries: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by class: its own forward, and ours
+    wrapped: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # (original, replacement) by class
 
     def enter(cls: Any) -> None:
-        entries[cls] = cls.forward, layers.entered(cls.forward)
-        cls.forward = entries[cls][1]
+        wrapped[cls] = cls.forward, layers.entered(cls.forward)
+        cls.forward = wrapped[cls][1]
 
     def wrap(cls, *args, **kwargs) -> None:
         original(cls, *args, **kwargs)
         enter(cls)
 
     def follow(config) -> None:
-        """The classes of models that were loaded before the cache was switched on; and all are as they were, once it is off."""
+        """Wrap classes that were compiled before the cache was enabled. Restore all of them when it is disabled."""
         if not gate.on:
-            for cls, (forward, entry) in list(entries.items()):
+            for cls, (forward, entry) in list(wrapped.items()):
                 if cls.forward is entry:
                     cls.forward = forward
-            entries.clear()
+            wrapped.clear()
             return
         if torch.__version__ < (2, 11):  # type: ignore[operator]
-            warn_once("nf4_patch: Unsloth's compiled layers do not read cached weights under PyTorch before 2.11")
+            warn_once("nf4_patch: Unsloth's compiled layers read cached weights only with PyTorch 2.11 or newer")
         waiting: list[Any] = [torch.nn.Module]
         while waiting:
             cls = waiting.pop()
             waiting += cls.__subclasses__()
             forward = vars(cls).get("forward")
-            if getattr(forward, "_unsloth_block_compiled", False) and cls not in entries:
+            if getattr(forward, "_unsloth_block_compiled", False) and cls not in wrapped:
                 enter(cls)
 
     gate = switch.gates["cache"]

@@ -1,1 +1,1 @@
-"""Decoder layers as CUDA graphs, with ``enable(graphs="auto")``: a training step that does not wait for Python."""
+"""``enable(graphs="auto")``: decoder layers run as CUDA graphs, so that a training step does not wait for Python."""

@@ -1,4 +1,4 @@
-"""Arguments of a layer: what belongs to the key of a graph, and tensors that are copied into static buffers."""
+"""A captured layer's arguments: the part that selects a graph, and the tensors that are copied into static buffers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from ..nf4.runtime import runs_on
 
 PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 TENSORS = frozenset({Tensor, torch.nn.Parameter})
-DROPPED = "num_items_in_batch"  # Trainer passes the number to every layer; no layer reads it
+DROPPED = "num_items_in_batch"  # Trainer passes this number to every layer, but no layer reads it
 
 
 class Unsupported(Exception):
-    """An argument that a graph cannot take."""
+    """A graph cannot replay calls with an argument of this kind."""
 
 
 def signature(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a hashable description of ``value`` without the contents of its tensors, and append these to ``tensors``.
+    """Return a hashable description of a layer's arguments, for the key of a graph.
+
+    It describes the layout of each tensor, not its contents. The tensors are appended to ``tensors``.
 
     Raises:
-        Unsupported: an argument is neither a tensor, a plain value, nor a tuple, list or dict of them.
+        Unsupported: an argument is not a tensor, a plain value, or a tuple, list or dict of them.
     """
     kind = type(value)
     if kind in PLAIN:
@@ -36,10 +38,10 @@ def signature(value: Any, tensors: list[Tensor]) -> Any:
     if kind not in TENSORS:
         raise Unsupported(kind.__name__)
     for index, other in enumerate(tensors):
-        if other is value:  # one buffer serves both, so the graph is for calls in which they are one tensor
+        if other is value:  # both arguments share a static buffer, so the key says that they are one tensor
             return index
     if tensors and value.requires_grad:
-        raise Unsupported("a second argument requires a gradient")
+        raise Unsupported("a second argument that requires a gradient")
     if not runs_on(value) or value.is_inference():
         raise Unsupported("an inference tensor" if value.is_inference() else f"a tensor on {value.device}")
     tensors.append(value)
@@ -47,7 +49,7 @@ def signature(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def replaced(value: Any, replacements: Callable[[Tensor], Any]) -> Any:
-    """Return ``value`` with every tensor replaced, and without ``num_items_in_batch``."""
+    """Return ``value`` with every tensor replaced and ``num_items_in_batch`` dropped."""
     if isinstance(value, Tensor):
         return replacements(value)
     if type(value) in (tuple, list):
@@ -58,19 +60,22 @@ def replaced(value: Any, replacements: Callable[[Tensor], Any]) -> Any:
 
 
 class Slot:
-    """A static buffer, and the tensor that was copied into it last."""
+    """A static buffer that a graph reads. It remembers which tensor was copied into it last."""
 
     def __init__(self, tensor: Tensor):
         self.layout = layout_of(tensor)
         sizes = tuple(1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         self.expanded = sizes != tuple(tensor.shape)
         self.base = torch.empty_strided(sizes, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        self.buffer = self.base.expand(tensor.shape) if self.expanded else self.base  # what the layer reads
+        self.buffer = self.base.expand(tensor.shape) if self.expanded else self.base  # the layer reads this tensor
         self.source: Callable[[], Tensor | None] = lambda: None
         self.version = 0
 
     def load(self, tensor: Tensor) -> None:
-        """Copy the tensor, unless the buffer holds it: all layers of a step share their masks and position embeddings."""
+        """Copy the tensor into the buffer, unless the buffer already holds it.
+
+        All layers of a step share masks and position embeddings, so only the first layer copies them.
+        """
         if self.source() is tensor and self.version == tensor._version:
             return
         source = tensor.as_strided(self.base.shape, self.base.stride()) if self.expanded else tensor
@@ -83,8 +88,10 @@ def layout_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def slots_for(tensors: list[Tensor], slots: weakref.WeakSet[Slot]) -> list[Slot]:
-    """Return a slot for each tensor, all different, out of ``slots``: the one that holds the tensor, one whose tensor is gone,
-    or a new one."""
+    """Return a different slot for each tensor.
+
+    Prefer the slot that already holds the tensor, then a slot whose tensor was freed. Otherwise add a new slot to ``slots``.
+    """
     taken: list[Slot] = []
     for tensor in tensors:
         free = [slot for slot in slots if slot.layout == layout_of(tensor) and slot not in taken]

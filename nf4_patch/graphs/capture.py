@@ -1,8 +1,8 @@
-"""One decoder layer as two CUDA graphs: its forward, and its recompute with the backward.
+"""Capture a decoder layer as two CUDA graphs: its forward, and its recompute with the backward.
 
-The forward is captured under a non-reentrant checkpoint, so the recompute inside the second graph ends where a checkpoint's
-recompute ends. Both graphs read detached aliases of the parameters: the parameters' own autograd nodes belong to the stream on
-which the training runs, and autograd would synchronize with that stream in the middle of the capture.
+The forward is captured under a non-reentrant checkpoint, so that the second graph recomputes exactly what a checkpoint would.
+Both graphs read detached aliases of the parameters. With the parameters themselves, autograd would synchronize with the
+training stream in the middle of the capture, because their autograd nodes belong to that stream.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MODES: list[Callable[[], Any]] = [torch.get_float32_matmul_precision, torch.are_
 
 
 class Refusal(Exception):
-    """The layer cannot be captured: the Reason, and what was found."""
+    """The layer cannot be captured. ``reason`` says why, ``detail`` says what was found."""
 
     def __init__(self, reason: Reason, detail: str):
         super().__init__(detail)
@@ -52,7 +52,7 @@ class Refusal(Exception):
 
 
 class PoolMemory:
-    """Memory of the pool at a fixed address, which a tensor may use without owning it."""
+    """The memory of a tensor as ``__cuda_array_interface__``, from which PyTorch makes tensors that do not own their memory."""
 
     def __init__(self, tensor: Tensor):
         self.__cuda_array_interface__ = {
@@ -62,7 +62,7 @@ class PoolMemory:
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """Return a tensor on the same memory that does not keep it allocated: graphs that run at other times share it."""
+    """Return an alias of ``tensor`` that does not keep its memory allocated, so that graphs of other layers can reuse the memory."""
     storage = torch.as_tensor(PoolMemory(tensor), device=tensor.device).untyped_storage()
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
@@ -70,44 +70,47 @@ def unowned(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def capture_stream(device: int) -> torch.cuda.Stream:
-    """The stream of every capture on a GPU: cuBLAS keeps a workspace for each stream (32 MiB on Hopper)."""
+    """Return the GPU's capture stream. All captures share one, because cuBLAS allocates a workspace (32 MiB on Hopper) per stream."""
     return torch.cuda.Stream(device)
 
 
 class Pool:
-    """The memory of all graphs of a GPU, the stream that they are captured on, and the stream that they are replayed on."""
+    """Memory, capture stream and replay stream that all graphs of a GPU share."""
 
     def __init__(self, device: int):
         self.device = device
-        self.lock = threading.RLock()  # from the copy of the inputs to the copy of the results
-        self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()  # of the graphs that are alive
+        self.lock = threading.RLock()  # held from the copy of the inputs to the copy of the results
+        self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()  # the static buffers of all live graphs
         self.replay_stream = torch.cuda.current_stream(device).cuda_stream
-        self.broken = False  # a capture failed
+        self.broken = False  # True after a capture failed
         self.handle = torch.cuda.graph_pool_handle()
         self.stream = capture_stream(device)
         self.generator = torch.cuda.default_generators[device]
-        self.keeper = torch.cuda.CUDAGraph()  # holds the pool while no layer is captured
+        self.keeper = torch.cuda.CUDAGraph()  # an empty graph that keeps the pool alive while no layer is captured
         with torch.cuda.device(device), torch.cuda.stream(self.stream):
-            # so that capture_begin finds memory for the generator's state: without, PyTorch 2.11 ends the process
+            # capture_begin needs free memory for the generator's state; without it, PyTorch 2.11 aborts the process
             something = torch.empty(2**10, device=device)
             with self.capturing(self.keeper):
                 something.zero_()
 
     @contextlib.contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Capture into the graph what runs inside, on the current stream."""
+        """Capture the work that the ``with`` block launches on the current stream."""
         graph.capture_begin(self.handle, capture_error_mode="thread_local")
         try:
             yield
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # the capture is invalid: what was raised inside says why
+            with contextlib.suppress(RuntimeError):  # raised because the capture is invalid; the first error says why
                 graph.capture_end()
             raise
         graph.capture_end()
 
     def repair(self) -> None:
-        """Mend PyTorch after a capture that failed. PyTorch still routes allocations into the pool, and its generator still waits for the end of
-        the capture. Graphs that were captured before read the old generator's numbers, so all of them have to go."""
+        """Repair PyTorch's state after a failed capture, and mark the pool as broken.
+
+        After the failure, PyTorch still allocates from the pool and its generator is still in capture mode. The repair replaces
+        the generator's state. Earlier graphs read the old state, so all of them have to be dropped.
+        """
         self.broken = True
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.device, self.handle)
@@ -115,7 +118,7 @@ class Pool:
 
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
-        """Allocate from the pool what this thread allocates inside."""
+        """Serve this thread's allocations from the pool inside the ``with`` block."""
         begin = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)  # PyTorch >= 2.8
         if begin is None:
             yield
@@ -129,7 +132,7 @@ class Pool:
 
 
 class Environment(NamedTuple):
-    """Modes that a layer runs in; a part of the key of a graph."""
+    """Autocast and PyTorch's global modes during a call. They are part of a graph's key."""
 
     autocast: bool
     dtype: torch.dtype
@@ -141,29 +144,33 @@ class Environment(NamedTuple):
         return cls(torch.is_autocast_enabled(DEVICE), torch.get_autocast_dtype(DEVICE), modes)
 
     def entered(self) -> torch.autocast:
-        """Autocast as it was. Its cache is off: a graph would read a cast weight that is freed when autocast ends."""
+        """Return autocast with the recorded settings.
+
+        Its weight cache is off, because a graph would read cached weights after the end of autocast has freed them.
+        """
         return torch.autocast(DEVICE, self.dtype, self.autocast, cache_enabled=False)
 
 
 class Task(NamedTuple):
-    """What is captured: a layer with the arguments of one call."""
+    """A capture to be made: a layer with the arguments of one call."""
 
     layer: nn.Module
     function: Callable[
         [Callable[..., Any], Tensor, list[Tensor]], Any
-    ]  # the layer's result for a checkpoint, x and the others
+    ]  # calls the layer with a checkpoint function, x and the other tensors
     x: Tensor
     tensors: list[Tensor]  # all other tensor arguments
     environment: Environment
     fingerprint: Fingerprint
+    is_compiled: bool  # Unsloth's layer, which is one compiled function
 
 
-Place = tuple[dict[str, Any], str, nn.Parameter]  # a module's parameters, and a name and a parameter among them
+Place = tuple[dict[str, Any], str, nn.Parameter]  # a module's dict of parameters, and the name and value of one entry
 
 
 @contextlib.contextmanager
 def swapped(places: Sequence[Place], aliases: Sequence[Tensor]) -> Iterator[None]:
-    """Put each alias into the place of its parameter, if the parameter is still there."""
+    """Replace the parameters in their modules by the aliases inside the ``with`` block. Skip parameters that were replaced before."""
     done: list[Place] = []
     try:
         for place, alias in zip(places, aliases, strict=True):
@@ -178,7 +185,7 @@ def swapped(places: Sequence[Place], aliases: Sequence[Tensor]) -> Iterator[None
 
 
 def trained_places(layer: nn.Module) -> list[Place]:
-    """Where a layer has the parameters that require a gradient."""
+    """Return the places of all parameters of a layer that require a gradient."""
     modules: list[Any] = list(layer.modules())
     return [
         (m._parameters, name, p)
@@ -189,14 +196,17 @@ def trained_places(layer: nn.Module) -> list[Place]:
 
 
 def alias_of(parameter: nn.Parameter) -> nn.Parameter:
-    """A leaf of its own on the parameter's memory. Not a plain tensor, for which Dynamo would compile again; nor ``.data``, which has
-    a version counter of its own."""
+    """Return a new leaf that shares the parameter's memory and version counter.
+
+    The leaf is an ``nn.Parameter``, because Dynamo would recompile for a plain tensor. It comes from ``detach()``, because
+    ``.data`` would have a separate version counter.
+    """
     return nn.Parameter(parameter.detach())
 
 
 @contextlib.contextmanager
 def quiet_garbage() -> Iterator[None]:
-    """Collect no garbage inside: it could destroy another graph in the middle of a capture."""
+    """Disable garbage collection inside the ``with`` block, because it could destroy another graph in the middle of a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -208,11 +218,11 @@ def quiet_garbage() -> Iterator[None]:
 
 @contextlib.contextmanager
 def synchronizations() -> Iterator[list[str]]:
-    """Collect where the code inside synchronizes with the GPU, which no capture allows."""
+    """Collect the source lines inside the ``with`` block that synchronize with the GPU, which a capture does not allow."""
     before, found = torch.cuda.get_sync_debug_mode(), list[str]()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")  # not "error": another thread may synchronize meanwhile
+        torch.cuda.set_sync_debug_mode("warn")  # not "error", because another thread may synchronize at the same time
         try:
             yield found
         finally:
@@ -222,7 +232,10 @@ def synchronizations() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def host_generators() -> Iterator[Callable[[], bool]]:
-    """Restore the host's random generators afterwards. Inside, the yielded function says whether one was used."""
+    """Restore the random generators of Python, PyTorch's CPU and NumPy after the ``with`` block.
+
+    Yields a function that returns whether one of them was used inside the block.
+    """
     numpy: Any = sys.modules.get("numpy.random")
 
     def states() -> list[Any]:
@@ -244,7 +257,7 @@ def requested(device: int) -> int:
 
 
 def leaves(result: Tensor) -> Iterator[Any]:
-    """Yield the tensors that gradients of ``result`` are accumulated into."""
+    """Yield the leaf tensors of the autograd graph of ``result``."""
     seen, nodes = set(), [result.grad_fn]
     while nodes:
         node: Any = nodes.pop()
@@ -257,29 +270,29 @@ def leaves(result: Tensor) -> Iterator[Any]:
 
 
 class GraphedLayer:
-    """Two graphs of one layer, for calls of one key."""
+    """The forward graph and the backward graph of one layer, for calls with one key."""
 
     alive = False  # whether the graphs can be replayed
 
     def __init__(self, pool: Pool, task: Task):
-        """Warm up and capture.
+        """Warm up the layer and capture both graphs.
 
         Raises:
             Refusal: the layer cannot be captured.
-            torch.cuda.OutOfMemoryError: there is no memory for it.
+            torch.cuda.OutOfMemoryError: the GPU has no memory for the graphs.
         """
         self.pool, self.fingerprint = pool, task.fingerprint
         self.slots = slots_for(task.tensors, pool.slots)
         self.trained = trained_places(task.layer)
         self.aliases = [alias_of(parameter) for *_, parameter in self.trained]
-        self.used: list[int] = []  # indices of aliases
-        self.parameters: Any = None  # the trained parameters that have a gradient; found in the warm-up
-        self.others: tuple[None, ...] | None = None  # what the layer returns after its first result, if that is a tuple
+        self.used: list[int] = []  # indices of the aliases that have a gradient
+        self.parameters: Any = None  # the parameters that have a gradient; the warm-up sets them
+        self.others: tuple[None, ...] | None = None  # the further results if the layer returns a tuple
         random_state, replay_stream = pool.generator.get_state(), torch.cuda.current_stream(pool.device)
         try:
             with (
                 torch.cuda.device(pool.device), torch.cuda.stream(pool.stream), quiet_garbage(), torch.enable_grad(),
-                torch.autograd.set_multithreading_enabled(False),  # the pool and the capture mode are this thread's
+                torch.autograd.set_multithreading_enabled(False),  # the pool and the capture mode apply to one thread only
                 saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
             ):  # fmt: skip
                 pool.stream.wait_stream(replay_stream)
@@ -305,7 +318,10 @@ class GraphedLayer:
             grown = requested(pool.device) - before
             self.hits, launches, self.reads = launches.since(), Launches(), len(self.pins)
             with pool.capturing(self.second):
-                dx, flat = self.backward_of(alias, y, gradient)
+                result = y
+                if task.is_compiled:
+                    alias, result = self.forward_of(task, x, recompute=True)
+                dx, flat = self.backward_of(alias, result, gradient)
             self.hits_of_backward = launches.since()
         except RuntimeError as error:
             pool.repair()
@@ -316,7 +332,7 @@ class GraphedLayer:
             pool.repair()
             raise
         if grown != y.untyped_storage().nbytes():
-            raise Refusal(Reason.GRAPH_STATE, f"{grown - y.nbytes} bytes live from the forward to the backward")
+            raise Refusal(Reason.GRAPH_STATE, f"{grown - y.nbytes} bytes stay allocated until the backward")
         self.x, self.gradient, self.y = unowned(x), unowned(gradient), unowned(y.detach())
         self.dx = None if dx is None else unowned(dx)
         self.flat = [unowned(part) for part in flat]
@@ -324,14 +340,18 @@ class GraphedLayer:
         self.alive = True
 
     def by_dtype(self, tensors: Sequence[Any]) -> list[list[Tensor]]:
-        """Split what belongs to the parameters, in their order, by the dtype of the parameter."""
+        """Group tensors, one per parameter and in the order of ``parameters``, by the dtype of the parameter."""
         return [
             [tensor for tensor, parameter in zip(tensors, self.parameters, strict=True) if parameter.dtype is dtype]
             for dtype in self.dtypes
         ]
 
-    def forward_of(self, task: Task, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input, a leaf, and the first result of the layer."""
+    def forward_of(self, task: Task, x: Tensor, recompute: bool = False) -> tuple[Tensor, Tensor]:
+        """Run the layer under a checkpoint on an alias of x. Return the alias, which is a leaf, and the layer's first result.
+
+        A compiled layer runs without gradients in the forward and with gradients in the recompute, as under a reentrant
+        checkpoint, because its two compilations may round differently.
+        """
         alias = x.detach().requires_grad_(task.x.requires_grad)
         buffers = [slot.buffer for slot in self.slots]
 
@@ -340,6 +360,9 @@ class GraphedLayer:
                 return function(*arguments)
 
         def checkpointed(function: Callable[..., Any], *arguments: Any) -> Any:
+            if task.is_compiled:
+                with torch.set_grad_enabled(recompute):
+                    return body(function, *arguments)
             return checkpoint(body, function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
         with task.environment.entered():
@@ -348,15 +371,17 @@ class GraphedLayer:
         if type(result) is tuple and result and all(other is None for other in result[1:]):
             result, others = result[0], result[1:]
         if not isinstance(result, Tensor) or (result.shape, result.dtype) != (task.x.shape, task.x.dtype):
-            raise Refusal(Reason.GRAPH_ARGUMENTS, "the layer does not return one tensor like its input")
-        if not result.requires_grad:
-            raise Refusal(Reason.GRAPH_ARGUMENTS, "nothing in the layer has a gradient")
+            raise Refusal(Reason.GRAPH_ARGUMENTS, "it does not return one tensor of its input's shape and dtype")
+        if not result.requires_grad and (recompute or not task.is_compiled):
+            raise Refusal(Reason.GRAPH_ARGUMENTS, "nothing in it requires a gradient")
         self.others = others
         return alias, result
 
     def backward_of(self, x: Tensor, y: Tensor, gradient: Tensor) -> tuple[Tensor | None, list[Tensor]]:
-        """Return the gradient of x (None if it needs none), and those of all parameters that have one, in one flat tensor for each
-        dtype."""
+        """Return the gradient of x and one flat tensor per dtype with the gradients of all parameters that have one.
+
+        The gradient of x is None if x requires none. The first call sets ``parameters``.
+        """
         used = list(range(len(self.aliases))) if self.parameters is None else self.used
         inputs = [*([x] if x.requires_grad else []), *[self.aliases[index] for index in used]]
         found = list(torch.autograd.grad(y, inputs, gradient, allow_unused=True))
@@ -370,10 +395,12 @@ class GraphedLayer:
         return dx, [torch.cat([each.reshape(-1) for each in same]) for same in self.by_dtype(gradients)]
 
     def warm_up(self, pool: Pool, task: Task, x: Tensor, gradient: Tensor, host_random: Callable[[], bool]) -> None:
-        """Run once on the capture stream: what is allocated or compiled at a first use must not be in the graph.
+        """Run forward and backward on the capture stream, so that first-use allocations and compilations stay out of the graphs.
+
+        The run is repeated once if the first one synchronized with the GPU.
 
         Raises:
-            Refusal: the run did what a replay cannot repeat.
+            Refusal: the run did something that a replay cannot repeat.
         """
         modules = list(task.layer.modules())
         own = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
@@ -388,7 +415,11 @@ class GraphedLayer:
             offset = pool.generator.get_offset()
             with pool.allocating(), synchronizations() as synchronized:
                 alias, y = self.forward_of(task, x)
-                strange = [leaf for leaf in leaves(y) if leaf is not alias and not any(leaf is a for a in self.aliases)]
+                if task.is_compiled:
+                    alias, y = self.forward_of(task, x, recompute=True)
+                strange = [
+                    leaf for leaf in leaves(y) if leaf.numel() and not any(leaf is a for a in (alias, *self.aliases))
+                ]
                 self.backward_of(alias, y, gradient)
                 del alias, y
             if not synchronized or last:
@@ -398,10 +429,10 @@ class GraphedLayer:
         if host_random():
             raise Refusal(Reason.GRAPH_RANDOM, "it draws random numbers on the host")
         if strange:
-            raise Refusal(Reason.GRAPH_STATE, f"a tensor {tuple(strange[0].shape)} outside of the layer has a gradient")
+            raise Refusal(Reason.GRAPH_STATE, f"a tensor {tuple(strange[0].shape)} outside the layer has a gradient")
         try:
             changed = attributes != [vars(module) for module in modules] or not task.fingerprint.holds()
-        except RuntimeError:  # two different tensors were compared
+        except RuntimeError:  # raised where two different tensors were compared
             changed = True
         if changed or versions() != before:
             for module, found in zip(modules, attributes, strict=True):
@@ -410,7 +441,7 @@ class GraphedLayer:
             task.fingerprint.restore()
             for buffer, content in zip(own, contents, strict=True):
                 buffer.copy_(content)
-            raise Refusal(Reason.GRAPH_STATE, "a call changes an attribute or a buffer of the layer")
+            raise Refusal(Reason.GRAPH_STATE, "a call changes one of its attributes or buffers")
         self.is_random = pool.generator.get_offset() != offset
 
     # --- replays ---
@@ -420,7 +451,7 @@ class GraphedLayer:
             slot.load(tensor)
 
     def forward(self, x: Tensor, tensors: list[Tensor]) -> Tensor:
-        """Return the layer's first result. The caller holds the pool's lock."""
+        """Replay the forward and return a copy of the layer's first result. The caller holds the pool's lock."""
         self.x.copy_(x)
         self.load(tensors)
         self.first.replay()
@@ -429,10 +460,10 @@ class GraphedLayer:
         return self.y.clone()
 
     def backward(self, x: Tensor, tensors: list[Tensor], random_state: Tensor | None, gradient: Tensor) -> list[Any]:
-        """Return the gradients of x and of ``parameters``. The caller holds the pool's lock.
+        """Replay recompute and backward, and return the gradients of x and of ``parameters``. The caller holds the pool's lock.
 
         Args:
-            random_state: the generator's state before the forward, if the layer draws random numbers.
+            random_state: the generator's state before the forward, or None if the layer draws no random numbers.
         """
         generator = self.pool.generator
         torch._foreach_copy_([self.x, self.gradient], [x, gradient])
@@ -449,14 +480,14 @@ class GraphedLayer:
         found: list[Any] = [None] * len(self.parameters)
         with (
             torch._C._AutoDispatchBelowAutograd()
-        ):  # so that a gradient is no view, which some code cannot detach in place
+        ):  # otherwise the gradients would be views, which some code cannot detach in place
             for dtype, flat, shapes in zip(self.dtypes, self.flat, self.shapes, strict=True):
                 parts = iter(torch._C._nn.unflatten_dense_tensors(flat.clone(), shapes))
                 found = [next(parts) if p.dtype is dtype else g for p, g in zip(self.parameters, found, strict=True)]
         return [None if self.dx is None else self.dx.clone(), *found]
 
     def is_in_place(self) -> bool:
-        """Whether every tensor that the graphs read is where it was."""
+        """Return whether every tensor that the graphs read still has the address that it had at the capture."""
         return (
             self.alive
             and self.fingerprint.is_in_place()
@@ -470,7 +501,7 @@ class GraphedLayer:
 
 
 class Launches:
-    """The hit counters of now."""
+    """Values of all hit counters at one time, to find the launches made since."""
 
     def __init__(self) -> None:
         self.before = [(counter, counter.hits) for counter in list(counters.hit_counters.values())]
@@ -480,6 +511,6 @@ class Launches:
 
 
 def count(hits: list[tuple[HitCounter, int]]) -> None:
-    """Count the launches that a replay repeats."""
+    """Add the launches of one replay to the hit counters."""
     for counter, number in hits:
         counter.hits += number

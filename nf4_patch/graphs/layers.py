@@ -1,4 +1,4 @@
-"""Run checkpointed decoder layers as CUDA graphs: which calls, and what autograd sees of them."""
+"""Run checkpointed decoder layers as CUDA graphs: decide which calls replay a graph, and connect replays to autograd."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .fingerprint import Fingerprint
 from .option import GraphsStatus
 
 SIGHTINGS = 2  # eager calls before the first capture
-SHAPES, SEEN = 16, 1024  # that have graphs at once, and that are remembered without
+SHAPES, SEEN = 16, 1024  # limits: input shapes that have graphs, and input shapes whose calls are only counted
 FOR_GOOD = {
     Reason.GRAPH_SYNCHRONIZES,
     Reason.GRAPH_RANDOM,
@@ -38,21 +38,23 @@ FOR_GOOD = {
     Reason.GRAPH_FAILED,
     Reason.GRAPH_MEMORY,
 }
+# transformers' hooks collect outputs only while a forward asks for them; bitsandbytes' hooks open and close parametrize's cache
+HARMLESS_HOOKS = {"transformers.utils.output_capturing", "bitsandbytes.nn.parametrize"}
 WARNED = {Reason.GRAPH_SYNCHRONIZES, Reason.GRAPH_FAILED, Reason.GRAPH_MEMORY}
 
 
 @dataclass
 class Shape:
-    """All layers' graphs for one key."""
+    """The graphs of all layers for one key: one shape of inputs in one environment."""
 
     graphs: weakref.WeakKeyDictionary[nn.Module, GraphedLayer | Refusal] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    calls: weakref.WeakKeyDictionary[nn.Module, int] = field(default_factory=weakref.WeakKeyDictionary)  # so far, eager
+    calls: weakref.WeakKeyDictionary[nn.Module, int] = field(default_factory=weakref.WeakKeyDictionary)  # eager calls
     waits: weakref.WeakKeyDictionary[nn.Module, int] = field(
         default_factory=weakref.WeakKeyDictionary
-    )  # see ``postpone``
-    refusal: Refusal | None = None  # of every layer: there was no memory
+    )  # eager calls that ``postpone`` asked for last
+    refusal: Refusal | None = None  # applies to every layer: the GPU had no memory for a capture
 
     def captured(self) -> list[GraphedLayer]:
         return [each for each in list(self.graphs.values()) if isinstance(each, GraphedLayer)]
@@ -66,19 +68,22 @@ class Shape:
 
 
 class Graphs:
-    """Every graph of the process. ``drop`` may be called at any time: a backward that comes later recomputes eagerly."""
+    """All CUDA graphs of the process.
+
+    ``drop`` may be called at any time. If it is called between a forward and its backward, the backward recomputes eagerly.
+    """
 
     def __init__(self) -> None:
-        self.seen: OrderedDict[Any, Shape] = OrderedDict()  # shapes without graphs
-        self.shapes: OrderedDict[Any, Shape] = OrderedDict()  # by key, the one that was used last at the end
+        self.seen: OrderedDict[Any, Shape] = OrderedDict()  # shapes without graphs, by key
+        self.shapes: OrderedDict[Any, Shape] = OrderedDict()  # shapes with graphs, by key, most recently used last
         self.pools: weakref.WeakValueDictionary[int, Pool] = (
             weakref.WeakValueDictionary()
-        )  # by device; the graphs hold them
-        self.lock = threading.RLock()  # of a capture, and of what it changes here
+        )  # by device; the graphs keep the pools alive
+        self.lock = threading.RLock()  # held during a capture
         self.replays = 0
 
     def drop(self) -> None:
-        """Reset every graph and give the memory back to the driver."""
+        """Reset every graph and return its memory to the driver."""
         with self.lock:
             shapes, self.shapes = self.shapes, OrderedDict()
             pools = list(self.pools.values())
@@ -103,26 +108,29 @@ class Graphs:
         return shape
 
     def calls_before_capture(self, shape: Shape) -> int:
-        """How often a layer runs eagerly first: once more for each other shape, since a capture costs a few eager calls."""
+        """Return how many calls of a layer run eagerly before its capture.
+
+        The number grows with the number of captured shapes, because a capture costs as much as a few eager calls.
+        """
         return SIGHTINGS + sum(1 for other in list(self.shapes.values()) if other.graphs and other is not shape)
 
     def postpone(self, shape: Shape, layer: nn.Module) -> None:
-        """Drop the layer's graphs, and let it run eagerly for twice as many calls as the last time: it may change at every step."""
+        """Drop the layer's graphs and run it eagerly for twice as many calls as last time, because it may change at every step."""
         wait = shape.waits[layer] = 2 * shape.waits.get(layer, 1)
         shape.calls[layer] = self.calls_before_capture(shape) - wait
         del shape.graphs[layer]
 
     def make_room(self, key: Any) -> None:
-        """Before the first capture of a shape: reset the graphs of the one that was used least recently, if there are too many."""
+        """Before the first capture of a shape, reset the least recently used shape if too many shapes have graphs."""
         if key in self.shapes:
             return
         shape = self.seen.pop(key)
         for other in [other for other, shape in self.shapes.items() if not shape.graphs]:
-            del self.shapes[other]  # of a model that is gone
+            del self.shapes[other]  # its model was freed
         while len(self.shapes) >= SHAPES:
             self.shapes.popitem(last=False)[1].reset()
         self.shapes[key] = shape
-        torch.cuda.empty_cache()  # what eager calls of the layer took is free, and the pool needs as much
+        torch.cuda.empty_cache()  # memory that eager calls of the layer freed; the pool needs as much
 
     def snapshot(self, mode: str) -> GraphsStatus:
         shapes = [shape.captured() for shape in list(self.shapes.values())]
@@ -146,7 +154,7 @@ switch.follow(follow)
 
 
 class Call:
-    """One forward of a graphed layer, until its backward."""
+    """State of one forward of a graphed layer, which its backward needs."""
 
     def __init__(
         self, graph: GraphedLayer, environment: Environment, tensors: list[Tensor], again: Callable[[Tensor], Any]
@@ -155,7 +163,7 @@ class Call:
         self.random_state = graph.pool.generator.get_state() if graph.is_random else None
 
     def gradients(self, x: Tensor, gradient: Tensor) -> list[Any]:
-        """Return the gradients of x and of the graph's parameters."""
+        """Return the gradients of x and of the graph's parameters. Recompute eagerly if the second graph cannot be replayed."""
         graph, pool = self.graph, self.graph.pool
         if not torch.is_grad_enabled() and stream_of(pool.device) == pool.replay_stream:
             with pool.lock:
@@ -166,7 +174,7 @@ class Call:
     def recomputed(self, x: Tensor, gradient: Tensor) -> list[Any]:
         """Recompute the layer eagerly and return its gradients, differentiable under ``create_graph``."""
         differentiable, generator = torch.is_grad_enabled(), self.graph.pool.generator
-        # not the parameters themselves: hooks on their gradients would run here too
+        # aliases, because hooks on the gradients of the parameters themselves would run twice
         aliases = [p.view_as(p) if differentiable else alias_of(p) for p in self.graph.parameters]
         input = x if differentiable else x.detach().requires_grad_(x.requires_grad)
         after = generator.get_state()
@@ -185,12 +193,12 @@ class Call:
 
 
 class Replay(context.PlainFunction):
-    """The layer's first result. The parameters are inputs, so that gradients reach them through autograd."""
+    """Replay a layer's forward graph. The parameters are inputs, so that autograd accumulates their gradients."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.call = call
-        ctx.save_for_backward(x)  # hooks on saved tensors (activation offloading) see it
+        ctx.save_for_backward(x)  # so that hooks on saved tensors (activation offloading) apply to x
         graph = call.graph
         with graph.pool.lock:
             return graph.forward(x, call.tensors)
@@ -214,18 +222,20 @@ def replay(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
 
 
 def checkpoint_options(function: Any) -> dict[str, Any]:
-    """Return the keywords of PyTorch's checkpoint if a replay can stand for it, or nothing.
+    """Return the keywords of PyTorch's checkpoint if a replay can replace the checkpoint. Otherwise return an empty dict.
 
-    Unsloth replaces checkpoints and compiles its layers. A capture of these layers was never tried.
+    With ``use_gradient_checkpointing=True`` Unsloth calls PyTorch's checkpoint too. With "unsloth" it calls its own checkpoint,
+    which moves x to host memory. A replay would keep x on the GPU.
     """
-    if type(function) is not partial or function.func is not checkpoint or "unsloth" in sys.modules:
+    function = partial(function) if function is checkpoint else function
+    if type(function) is not partial or function.func is not checkpoint:
         return {}
     options = {"use_reentrant": True, "preserve_rng_state": True, **function.keywords}
     return options if len(options) == 2 and options["preserve_rng_state"] and not function.args else {}
 
 
 def why_not(layer: Any, args: tuple[Any, ...]) -> Reason | None:
-    """Return why a call runs eagerly, whatever the layer is, or None."""
+    """Return why a call of any decoder layer has to run eagerly, or None."""
     if not (layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()):
         return Reason.GRAPH_NOT_CHECKPOINTED
     if not (options := checkpoint_options(layer._gradient_checkpointing_func)):
@@ -234,7 +244,7 @@ def why_not(layer: Any, args: tuple[Any, ...]) -> Reason | None:
         return Reason.GRAPH_ARGUMENTS
     if not runtime.runs_on(args[0]):
         return Reason.NOT_CUDA
-    if not args[0].requires_grad and options["use_reentrant"]:  # such a checkpoint gives no gradients
+    if not args[0].requires_grad and options["use_reentrant"]:  # a reentrant checkpoint then returns no gradients
         return Reason.GRAPH_ARGUMENTS
     if context.modes_active() or context.function_mode_active():
         return Reason.DISPATCH_MODE
@@ -252,13 +262,11 @@ def why_not(layer: Any, args: tuple[Any, ...]) -> Reason | None:
 
 
 def is_hooked(layer: nn.Module, fingerprint: Fingerprint) -> bool:
-    """Return whether a hook, a parametrization, a wrapper or a compiler takes part in a call of the layer."""
+    """Return whether a call of the layer runs hooks, parametrizations, wrappers or compiled modules."""
     found = [hook for hooks in fingerprint.hooks for hook in hooks.values()]
-    if any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in found):
+    if any(getattr(hook, "__module__", "") not in HARMLESS_HOOKS for hook in found):
         return True
     every = [layer, *fingerprint.modules]
-    if any("parametrizations" in module._modules for module in every):  # packed experts: never tried under a capture
-        return True
     return any("_hf_hook" in vars(m) or vars(m).get("_compiled_call_impl") is not None for m in every)
 
 
@@ -270,7 +278,7 @@ def is_sharded(fingerprint: Fingerprint) -> bool:
 
 
 def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> GraphedLayer | Refusal:
-    """Capture the layer for a key."""
+    """Capture the layer for a key, or return a Refusal that says why it cannot be captured."""
     fingerprint = Fingerprint(layer)
     if is_hooked(layer, fingerprint):
         return Refusal(Reason.GRAPH_HOOKED, "")
@@ -298,7 +306,7 @@ def captured(layer: Any, key: Any, task_of: Callable[[Fingerprint], Task]) -> Gr
 
 
 def graphed(target: Target, original: Function) -> Function:
-    """For ``transformers.modeling_layers.GradientCheckpointingLayer.__call__``."""
+    """Return the replacement of ``transformers.modeling_layers.GradientCheckpointingLayer.__call__``."""
     fallbacks = Fallbacks(target.name)
 
     def refused(refusal: Refusal) -> Reason:
@@ -329,10 +337,10 @@ def graphed(target: Target, original: Function) -> Function:
                 return Reason.GRAPH_NEW_SHAPE
             try:
                 graph = captured(self, key, lambda f: task_of(self, args, kwargs, tensors, environment, f))
-            except Exception as error:  # not at every further call
+            except Exception as error:  # so that later calls do not fail in the same way
                 graphs.shape_of(key).graphs[self] = Refusal(Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}")
                 raise
-            shape = graphs.shape_of(key)  # a new one, where all were dropped
+            shape = graphs.shape_of(key)  # a new Shape if the capture dropped all graphs
             if isinstance(graph, Refusal) and graph.reason is Reason.GRAPH_MEMORY:
                 shape.refusal = graph
             shape.graphs[self] = graph
@@ -353,10 +361,13 @@ def graphed(target: Target, original: Function) -> Function:
             replace = partial(replaced, replacements=lambda tensor: static[id(tensor)])
             return through(self, checkpointed, replace(args), replace(kwargs))
 
-        return Task(self, function, tensors[0], tensors[1:], environment, fingerprint)
+        is_compiled = (
+            "unsloth" in sys.modules and checkpoint_options(self._gradient_checkpointing_func)["use_reentrant"]
+        )
+        return Task(self, function, tensors[0], tensors[1:], environment, fingerprint, is_compiled)
 
     def through(self: Any, function: Function, args: Any, kwargs: Any) -> Any:
-        """Call the layer as transformers does, with another function in place of the checkpoint's."""
+        """Call the layer as transformers does, but with ``function`` in place of the checkpoint function."""
         before = self._gradient_checkpointing_func
         try:
             self._gradient_checkpointing_func = function

@@ -1,4 +1,4 @@
-"""``graphs="auto"``: checkpointed decoder layers run as CUDA graphs."""
+"""``graphs="auto"``: decoder layers with gradient checkpointing run as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..patching.target import Target
 
 @dataclass(frozen=True)
 class GraphsStatus:
-    """What is captured."""
+    """CUDA graphs of this process, as ``status().graphs`` shows them."""
 
     mode: str = "off"
-    layers: int = 0  # with graphs
-    shapes: int = 0  # of inputs, with graphs
-    replays: int = 0  # forwards that ran as a graph
+    layers: int = 0  # layers that have graphs
+    shapes: int = 0  # input shapes that have graphs
+    replays: int = 0  # forwards that ran as a CUDA graph
 
     def __str__(self) -> str:
         return (
@@ -26,7 +26,7 @@ class GraphsStatus:
 
 
 def report(mode: str | int) -> GraphsStatus:
-    module = sys.modules.get(f"{__package__}.layers")  # it needs torch
+    module = sys.modules.get(f"{__package__}.layers")  # not imported here, because it imports torch
     return module.graphs.snapshot(str(mode)) if module else GraphsStatus(str(mode))
 
 
@@ -36,15 +36,15 @@ def lines(graphs: GraphsStatus) -> list[str]:
 
 GRAPHS = Option(
     "NF4_PATCH_GRAPHS", ("off", "auto"), "off",
-    "auto: while a model trains with gradient checkpointing, its decoder layers run as CUDA graphs, so that the GPU does not wait for "
-    "Python; the same bits.",
+    "auto: decoder layers run as CUDA graphs while a model trains with gradient checkpointing, so that the GPU does not wait for "
+    "Python. Results are bit-identical.",
     on="auto",
     targets=(
         Target(
             "transformers.modeling_layers:GradientCheckpointingLayer.__call__", ">= 4.53", ("4.56.2", "5.17.0", "5.24.0"),
             (("self", "args", "kwargs"),), ".graphs.layers:graphed",
-            'decoder layers with gradient checkpointing as CUDA graphs, with enable(graphs="auto") only',
-            option="graphs", uncounted="status().graphs counts what ran as a graph",
+            'decoder layers with gradient checkpointing run as CUDA graphs, with enable(graphs="auto") only',
+            option="graphs", uncounted="status().graphs counts its replays",
         ),
     ),
     report=report, lines=lines,

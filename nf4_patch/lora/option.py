@@ -1,4 +1,4 @@
-"""``lora="fused"``: peft's LoRA on a 4-bit linear layer as one function."""
+"""The option ``lora="fused"``: peft's LoRA on a 4-bit linear layer runs as one function."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from ..patching.target import Target
 
 LORA = Option(
     "NF4_PATCH_LORA", ("off", "fused"), "off",
-    "fused: peft's LoRA on 4-bit linear layers as one function. Off by default: as accurate, but not the same bits as peft's.",
+    "fused: run peft's LoRA on 4-bit linear layers as one function. Off by default, because results are as accurate as peft's but "
+    "not bit-identical.",
     on="fused",
     targets=(
         Target(
             "peft.tuners.lora.bnb:Linear4bit.forward", ">= 0.17", ("0.17.0", "0.18.1", "0.19.0", "0.20.0", "0.21.0", "0.21.2"),
             (("self", "x", "args", "kwargs"),), ".lora.linear:linear",
-            'LoRA on 4-bit linear layers in one function, with enable(lora="fused") only',
+            'forward of LoRA on 4-bit linear layers, as one function, with enable(lora="fused") only',
             option="lora",
         ),
     ),

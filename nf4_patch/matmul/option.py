@@ -35,7 +35,7 @@ MATMUL = Option(
         MatmulTarget(
             "bitsandbytes.backends.cuda.ops:_gemm_4bit_kernel_impl", ">= 0.50", TESTED_OP,
             LINEAR_4BIT, ".matmul.bitsandbytes:gemm",
-            'forward of Linear4bit on a few rows (generation), with enable(matmul="auto") only',
+            'forward of Linear4bit on few rows (generation), with enable(matmul="auto") only',
         ),
         MatmulTarget(
             "bitsandbytes.functional:gemv_4bit", ">= 0.43", TESTED_OP,
@@ -46,7 +46,7 @@ MATMUL = Option(
         MatmulTarget(
             "bitsandbytes.autograd._functions:matmul_4bit", ">= 0.43", TESTED_OP,
             (("A", "B", "quant_state", "out", "bias"),), ".matmul.bitsandbytes:matmul_4bit",
-            'eager forward of Linear4bit on a few rows without a gradient, with enable(matmul="auto") only',
+            'eager forward of Linear4bit on few rows without a gradient, with enable(matmul="auto") only',
             patch_copies=True,
         ),
         MatmulTarget(
@@ -68,7 +68,7 @@ MATMUL = Option(
         MatmulTarget(
             "unsloth.kernels.utils:matmul_lora", ">= 2026.9.7", TESTED_UNSLOTH,
             (MATMUL_LORA, (*MATMUL_LORA, "use_global_buffer")), ".matmul.unsloth:matmul_lora",
-            'linear layers with LoRA on a few rows (short prompts), with enable(matmul="auto") only',
+            'linear layers with LoRA on few rows (short prompts), with enable(matmul="auto") only',
             patch_copies=True,
         ),
     ),

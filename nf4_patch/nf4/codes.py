@@ -34,16 +34,11 @@ def code_of(quant_type: str, device: torch.device) -> torch.Tensor:
     return code
 
 
-def uploaded_code(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Return ``code_of`` after its copy to the device has finished, so that any stream may read the result."""
-    return code_of(quant_type, torch.device("cpu")).to(device)
-
-
 _remembered: dict[tuple[str, torch.device], torch.Tensor] = {}
 
 
 def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Return ``code_of``, made once per device and never freed.
+    """Return ``code_of``, uploaded once per device and never freed.
 
     Launches hold the address of this tensor, so its memory must not belong to the private pool of a CUDA graph.
 
@@ -55,13 +50,14 @@ def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
     if code is None:
         if device.type == runtime.DEVICE and runtime.is_capturing():
             raise runtime.KernelUnavailable("a CUDA graph is being captured", "GRAPH_CAPTURE")
-        with torch.inference_mode(False):
-            if device.type == runtime.DEVICE and runtime.current_stream(device.index):
-                # In its warm-up, torch.compile redirects the allocations of one thread, on a side stream, to the private pool
-                # of a CUDA graph. It fails if an allocation outlives the call, so another thread allocates here.
-                with ThreadPoolExecutor(1) as pool:
-                    code = pool.submit(uploaded_code, quant_type, device).result()
-            else:
-                code = uploaded_code(quant_type, device)
+        # In its warm-up, torch.compile redirects this thread's allocations to the private pool of a CUDA graph. A new thread is
+        # not redirected. It uses the default stream, without inference mode.
+        with ThreadPoolExecutor(1) as thread:
+            code = thread.submit(uploaded_code, quant_type, device).result()
         _remembered[quant_type, device] = code
     return code
+
+
+def uploaded_code(quant_type: str, device: torch.device) -> torch.Tensor:
+    """Return ``code_of`` after its copy to the device has finished, so that any stream may read the result."""
+    return code_of(quant_type, torch.device("cpu")).to(device)

@@ -1,4 +1,4 @@
-"""``offload="6GiB"``: packed experts wait in host memory."""
+"""The option ``offload="6GiB"``: packed experts wait in host memory."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ OFFLOAD = Option(
         Target(
             "transformers.modeling_utils:caching_allocator_warmup", ">= 5.17", TESTED_LOADING,
             (("model", "expanded_device_map", "hf_quantizer"),), ".moe.loading:warm_up",
-            "memory that transformers reserves before it loads",
-            option="offload", lazy=True, patch_copies=True, uncounted="it loads and saves models",
+            "the memory that transformers reserves before it loads a model",
+            option="offload", patch_copies=True, uncounted="it loads and saves models",
         ),
     ),
     report=report, lines=lines,

@@ -1,4 +1,1 @@
-"""How functions of other libraries are replaced, when, and which calls run the original. It imports no option.
-
-The only floor beside the options that names foreign modules.
-"""
+"""The core: which library functions are replaced and when, and which calls fall back to the original. It imports no option."""

@@ -1,4 +1,4 @@
-"""The environment: one table of variables, one frozen Config. Read by patching and tools, never by nf4."""
+"""The environment variables and the configuration that is read from them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .option import ConfigError as ConfigError
 VARIABLES = (
     Variable(
         "NF4_PATCH", (*SWITCH,), "",
-        "1: enable with no change of code (bitsandbytes >= 0.46, or on `import nf4_patch`). "
-        "0: stay off, whatever the code says. Unset: the code decides.",
+        "1: turn the patch on without a change of code, when bitsandbytes >= 0.46 or nf4_patch is imported. "
+        "0: keep the patch off, even if the code calls `enable()`. Unset: the code decides.",
     ),
-    Variable("NF4_USE_TRITON", (*SWITCH,), "1", "0: the same off-switch under another project's name."),
+    Variable("NF4_USE_TRITON", (*SWITCH,), "1", "0: keep the patch off, as NF4_PATCH=0 does. Other projects use this name too."),
     Variable(
         "NF4_PATCH_STRICT", (*SWITCH,), "0",
-        "1: raise where a 4-bit weight would fall back to the original, "
-        "and where a cached weight is not what its bytes decode to.",
+        "1: raise an error if a 4-bit weight would fall back to the original function, "
+        "or if a cached weight differs from what its packed bytes decode to.",
         option=True,
     ),
     *OPTIONS.values(),
@@ -30,20 +30,20 @@ VARIABLES = (
 
 
 def options_set() -> list[str]:
-    """ "NAME=value" of every option in the environment that asks for something."""
+    """Return "NAME=value" for each option that the environment sets to something other than its default or off."""
     given = {v: os.environ.get(v.name, "").strip() for v in VARIABLES if v.option}
     asks = [v for v, text in given.items() if text.lower() not in ("", v.default) and SWITCH.get(text.lower(), True)]
     return [f"{v.name}={given[v]}" for v in asks]
 
 
 def keeps_off(environ: Mapping[str, str] = os.environ) -> str:
-    """The variables that keep the patch off, "NF4_PATCH=0" for example; "" where none does."""
+    """Return the variables that keep the patch off, for example "NF4_PATCH=0". Return "" if there are none."""
     given = {name: environ.get(name, "").strip() for name in ("NF4_PATCH", "NF4_USE_TRITON")}
     return " and ".join(f"{name}={text}" for name, text in given.items() if not SWITCH.get(text.lower(), True))
 
 
 def unknown_variables() -> list[str]:
-    """A sentence on every NF4_PATCH_* variable in the environment that is in no row of VARIABLES: misspelled, or gone."""
+    """Return a sentence for each NF4_PATCH_* variable in the environment that nf4_patch does not have."""
     names = [variable.name for variable in VARIABLES]
     unknown = sorted(name for name in os.environ if name.startswith("NF4_PATCH") and name not in names)
     meant = {name: difflib.get_close_matches(name, names, 1, 0.8) for name in unknown}
@@ -54,32 +54,40 @@ def unknown_variables() -> list[str]:
 
 
 def rank() -> str:
-    """The number that a launcher (torchrun, accelerate) gave this process; "" where none started it."""
+    """Return the rank that torchrun or accelerate gave this process, or "" if no launcher started it."""
     return os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or ""
 
 
 def is_worker() -> bool:
-    """Whether multiprocessing started this process (a DataLoader's worker, for example)."""
+    """Return whether multiprocessing started this process, as it starts DataLoader workers."""
     process = sys.modules.get("multiprocessing.process")
     return process is not None and process.current_process().name != "MainProcess"
 
 
 @dataclass(frozen=True)
 class Config:
+    """The values of all variables and options."""
+
     requested: bool  # NF4_PATCH=1, or true, yes, on
-    forbidden: str  # what ``keeps_off`` says
+    forbidden: str  # the result of ``keeps_off``
     strict: bool
-    options: Mapping[str, str | int]  # by the name in OPTIONS: "off", or what is asked for; a size in bytes
+    options: Mapping[str, str | int]  # by name in OPTIONS: "off", another allowed value, or a size in bytes
 
     @classmethod
     def read(
         cls, environ: Mapping[str, str] | None = None, before: Config | None = None, **arguments: str | int | None
     ) -> Config:
-        """The configuration from ``environ`` (os.environ by default). An option that is given as an argument, and not None, goes
-        before its variable, and so do all options of the configuration ``before``.
+        """Return the configuration.
+
+        The value of an option is the first of these that is given: its argument, its value in ``before``, its variable.
+
+        Args:
+            environ: the environment variables, ``os.environ`` by default.
+            before: the configuration that was in force before, if the patch is on.
+            arguments: options by name. None means not given.
 
         Raises:
-            ConfigError: a variable or an argument has a value that is not allowed; the message lists the allowed ones.
+            ConfigError: a variable or an argument has a value that is not allowed. The message lists the allowed values.
         """
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {}

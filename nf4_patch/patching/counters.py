@@ -1,4 +1,4 @@
-"""Hits and fallbacks, by target: what ran in the kernel, what ran the original, and why."""
+"""Count hits and fallbacks per target, with the Reason of each fallback."""
 
 from __future__ import annotations
 
@@ -13,47 +13,53 @@ logger = logging.getLogger("nf4_patch")
 
 @functools.cache
 def warn_once(sentence: str) -> None:
+    """Log a warning, the first time that it is given."""
     logger.warning(sentence)
 
 
 class FallbackError(RuntimeError):
-    """NF4_PATCH_STRICT=1 and a 4-bit weight would have run the original."""
+    """With NF4_PATCH_STRICT=1, a 4-bit weight would have fallen back to the original function."""
 
 
 class HitCounter:
-    """Kernel launches of one target, weight shape, dtype and kernel."""
+    """Number of kernel launches for one target, weight shape, dtype and kernel."""
 
     __slots__ = ("addresses", "hits")
 
     def __init__(self) -> None:
-        self.addresses: set[int] = set()  # of the packed weights
-        self.hits = 0  # ``+= 1`` has no call inside it: CPython does not switch threads in the middle
+        self.addresses: set[int] = set()  # addresses of the packed weights
+        self.hits = 0  # ``+= 1`` makes no call, so CPython does not switch threads in the middle of it
 
 
 class Counters:
-    """All counts of the process, read over ``list(...)``: other threads add meanwhile. Calls in a compiled graph are not seen."""
+    """All hits and fallbacks of the process. Calls inside a compiled graph are not counted.
+
+    Iterate over a copy, ``list(...)``, because other threads may add entries.
+    """
 
     def __init__(self) -> None:
         self.hit_counters: dict[tuple[str, tuple[int, ...], str, str], HitCounter] = {}
         self.fallbacks: Counter[tuple[str, Reason]] = Counter()
-        self.errors: dict[str, int] = {}  # kernel failures and own errors, by message
+        self.errors: dict[str, int] = {}  # how often each kernel failure or internal error occurred, by message
 
     def of(self, target: str, shape: tuple[int, ...], dtype: str, kernel: str = "") -> HitCounter:
-        """``kernel``: which one, where it is not the dequantization."""
+        """Return the counter of a target, weight shape and dtype. ``kernel`` names the kernel if it is not the dequantization."""
         return self.hit_counters.setdefault((target, tuple(shape), dtype.removeprefix("torch."), kernel), HitCounter())
 
     def hits(self, target: str) -> int:
         return sum(counter.hits for (name, *_), counter in list(self.hit_counters.items()) if name == target)
 
     def fall_back(self, target: str, reason: Reason, strict: bool, detail: str = "") -> None:
-        """Count it; the first of its kind is a WARNING.
+        """Count a fallback. The first fallback of a target for a Reason is logged as a warning, unless the Reason is expected.
 
         Raises:
-            FallbackError: strict, and the weight was a 4-bit one.
+            FallbackError: in strict mode, if the Reason is not expected.
         """
         first = (target, reason) not in self.fallbacks
         self.fallbacks[target, reason] += 1
-        if detail and (detail in self.errors or len(self.errors) < 100):  # a message may hold an address
+        if detail and (
+            detail in self.errors or len(self.errors) < 100
+        ):  # limited, because messages with addresses differ each time
             self.errors[detail] = self.errors.get(detail, 0) + 1
         if reason.is_expected:
             return
@@ -63,10 +69,10 @@ class Counters:
         if strict:
             raise FallbackError(f"{sentence} (NF4_PATCH_STRICT=1)")
         if first:
-            logger.warning("nf4_patch: %s. Further calls are only counted: see nf4_patch.status().", sentence)
+            logger.warning("nf4_patch: %s. Further calls are only counted, see nf4_patch.status().", sentence)
 
     def reset(self) -> None:
-        """Forget the counts; launches that are remembered keep their counters."""
+        """Set all counts to zero. Counters are kept, because launches hold them."""
         for counter in list(self.hit_counters.values()):
             counter.hits = 0
         self.fallbacks.clear()

@@ -1,7 +1,8 @@
-"""From a packed weight to the dequantized one, or the Reason why the original has to run."""
+"""Dequantize a packed weight with the kernel, or return the Reason why the original has to run."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import FrameType, MethodType
@@ -32,12 +33,11 @@ from .replacement import Fallbacks, Function, replacement_of
 
 
 def has_gradient(packed: Tensor) -> bool:
-    """Whether an operator on the packed weight would ask for a gradient: only one stored as floating point can."""
+    """Return whether the packed weight requires a gradient and gradients are enabled. Packed weights of integer dtype never do."""
     return packed.requires_grad and torch.is_grad_enabled()
 
 
-# Functions that return what they get, by their module: Unsloth's public one, unsloth_zoo's wrapper for large weights, and PyTorch's
-# decorators.
+# Functions that only pass the dequantized weight on to their caller, by module.
 PASSED_ON = {
     "unsloth.kernels.utils": "fast_dequantize",
     "unsloth_zoo.temporary_patches.bitsandbytes_large_tensors": "dequantize_4bit",
@@ -46,13 +46,13 @@ PASSED_ON = {
 
 
 def is_called_by(module: str) -> bool:
-    """Whether the replacement above ``of_state`` is called by code of ``module``, or of a package "name.".
+    """Return whether the replacement that called ``of_state`` was called by code of ``module``.
 
-    Frames of PASSED_ON are passed over.
+    ``module`` is the start of a module's name, "unsloth." for example. Functions in PASSED_ON count as their own callers.
     """
-    try:  # of_state is frame 1, the adapter 2, the replacement 3
+    try:  # frame 1 is of_state, 2 the adapter, 3 the replacement, 4 its caller
         frame: FrameType | None = sys._getframe(4)
-    except ValueError:  # called by no Python code
+    except ValueError:  # no Python code called the replacement
         return False
     while frame is not None:
         name: str = frame.f_globals.get("__name__") or ""
@@ -63,34 +63,35 @@ def is_called_by(module: str) -> bool:
 
 
 class Reader:
-    """Answers calls that only read their result; an option puts its own in the place of ``reader``."""
+    """Interface to the cache. ``enable(cache=...)`` puts the cache in place of the module's ``reader``."""
 
-    on = False  # all that a call looks at
+    on = False  # while False, ``read`` is not called
 
     def read(self, weight: PackedWeight, decode: Callable[[PackedWeight], Tensor | Reason]) -> Tensor | Reason | None:
-        """The weight as it is kept, not to be written into, or None where it has to be decoded."""
+        """Return the cached dense weight, which must not be written to, or None if the caller has to decode the weight."""
 
 
 reader = Reader()
 
 
 class Dequantizer:
-    """Dequantizes the weights of one target.
+    """Dequantizes weights for one target, and counts its hits.
 
     Args:
-        target: its name.
-        readers: of a public function, see ``Target.readers``. Whoever else calls it gets memory of its own.
+        target: the target's name.
+        readers: start of the names of modules that only read the result. Other callers get a new tensor, never a cached one.
+            "": callers are not checked.
     """
 
     def __init__(self, target: str, readers: str = ""):
         self.target, self.readers = target, readers
         self.fallbacks = Fallbacks(target)
-        self.classes: dict[type, bool] = {}  # ``returns_tensors`` of each
+        self.classes: dict[type, bool] = {}  # results of ``returns_tensors``
 
     def of_state(
         self, packed: Tensor, state: Any, out: Tensor | None = None, into_buffer: bool = False, only_read: bool = False
     ) -> Tensor | Reason:
-        """As ``run``, of the packed weight of a QuantState, whatever its class."""
+        """Dequantize the packed weight of a QuantState: call ``run``, or ``trace`` for a tensor subclass inside torch.compile."""
         fields = fields_of(packed, state)
         if type(fields) is Reason:
             return fields
@@ -107,14 +108,14 @@ class Dequantizer:
         if plain:
             with plain_methods():
                 return self.run(weight, out, into_buffer, only_read)
-        # inside a traced region every tensor may be a FakeTensor
+        # while torch.compile traces, a tensor may be a FakeTensor
         return self.trace(packed, state, out) if torch.compiler.is_compiling() else Reason.TENSOR_SUBCLASS
 
     def trace(self, packed: Tensor, state: Any, out: Tensor | None = None, *where: bool) -> Tensor | Reason:
-        """As ``of_state``, inside a region that torch.compile traces: through the op, whose fake asks the guards.
+        """Dequantize inside a region that torch.compile traces, by calling the op. The op's fake checks the guards.
 
         Raises:
-            ValueError: CPU_PACKING. Dynamo then leaves the call to eager code, or raises an error itself.
+            ValueError: CPU_PACKING. Dynamo then breaks the graph, so that the call runs eagerly, or raises an error.
         """
         fields = fields_of(packed, state)
         if isinstance(fields, Reason):
@@ -129,19 +130,23 @@ class Dequantizer:
             return Reason.OUT_MISMATCH
         if has_gradient(packed):
             return Reason.REQUIRES_GRAD
-        if not runtime.runs_on(packed):  # asked here too: on a CPU nothing would run
+        if not runtime.runs_on(
+            packed
+        ):  # checked before the fake does, so that a graph for the CPU has no call of the op
             return Reason.NOT_CUDA
         return op.dequantize(*fields)
 
     def run(
         self, weight: PackedWeight, out: Tensor | None = None, into_buffer: bool = False, only_read: bool = False
     ) -> Tensor | Reason:
-        """The dequantized weight, or the Reason why not. A weight that was seen before, unchanged, has its launch at once.
+        """Return the dequantized weight, or the Reason why the kernel cannot run.
+
+        An unchanged weight reuses the launch of its previous call.
 
         Args:
-            out: filled and returned (transposed for a transposed weight).
-            into_buffer: the result may live in a buffer that the next such call overwrites.
-            only_read: the caller writes into no result: it may be handed one that is kept.
+            out: tensor to fill and return. For a transposed weight, its transpose is returned.
+            into_buffer: allow a result in the shared buffer, which the next such call overwrites.
+            only_read: the caller does not write to the result, so that a cached tensor may be returned.
         """
         if function_modes() and function_mode_active():
             return Reason.FUNCTION_MODE
@@ -157,7 +162,7 @@ class Dequantizer:
         try:
             launch = weight.memo().launch
             counter = launch.counters[self]
-        except (AttributeError, KeyError, TypeError, RuntimeError):  # new to this target, or what cannot be a key
+        except (AttributeError, KeyError, TypeError, RuntimeError):  # new to this target, or not hashable
             launch = None
         if launch is None:
             launch = self.resolve(weight)
@@ -184,7 +189,7 @@ class Dequantizer:
         return guards.why_not(weight, out=out)
 
     def resolve(self, weight: PackedWeight) -> launches.Launch | Reason:
-        """The launch of a weight that passed the guards, or the Reason why there is none."""
+        """Check the guards and build the weight's launch, or return the Reason why the kernel cannot run."""
         reason = self.why_not(weight)
         if reason is not None:
             return reason
@@ -198,25 +203,30 @@ class Dequantizer:
 
     def counter_of(self, weight: PackedWeight) -> HitCounter:
         counter = counters.of(self.target, tuple(weight.shape), str(weight.dtype))
-        if isinstance(weight.owner(), torch.nn.Parameter):  # and no copy of some experts
+        if isinstance(weight.owner(), torch.nn.Parameter):  # not a slice of an expert stack
             counter.addresses.add(weight.packed.data_ptr())
         return counter
 
     def dispatch(self, weight: PackedWeight, out: Tensor | None) -> Tensor | Reason:
-        """Through the op, which dispatch modes see; nothing is counted."""
+        """Dequantize by calling the op, so that dispatch modes see the call. Hits are not counted."""
         if is_exporting():
             return Reason.EXPORTING
         reason = self.why_not(weight) if out is None else Reason.OUT_MISMATCH
         return op.dequantize(*weight) if reason is None else reason
 
 
-def served(adapter: Function) -> Any:
-    """A maker of replacements, for a row to name: ``adapter(serve, *arguments)`` maps the original's arguments to those of
-    ``Dequantizer.of_state``, and calls ``serve`` with them, for eager and for traced calls.
+def served(readers: str = "") -> Callable[[Function], Callable[[Any, Function], Function]]:
+    """Return a decorator that turns an adapter into a factory of replacements, for the ``replace`` field of a row in targets.py.
+
+    The replacement calls ``adapter(serve, *arguments)`` with the original's arguments. The adapter calls ``serve`` with the
+    arguments of ``Dequantizer.of_state``. While torch.compile traces, ``serve`` is ``Dequantizer.trace``.
+
+    Args:
+        readers: see Dequantizer.
     """
 
-    def make(target: Any, original: Function) -> Function:
-        dequantizer = Dequantizer(target.name, target.readers)
+    def make(adapter: Function, target: Any, original: Function) -> Function:
+        dequantizer = Dequantizer(target.name, readers)
         trace = dequantizer.trace
 
         def traced(*args: Any, **kwargs: Any) -> Tensor | Reason:
@@ -226,7 +236,7 @@ def served(adapter: Function) -> Any:
         attempt = MethodType(adapter, dequantizer.of_state)
         return replacement_of(target, original, dequantizer.fallbacks, attempt, traced, refuses=True)
 
-    return make
+    return lambda adapter: functools.partial(make, adapter)
 
 
 for method in (Dequantizer.of_state, Dequantizer.run):

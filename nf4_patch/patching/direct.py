@@ -1,4 +1,4 @@
-"""The direct API: a weight and its QuantState to the result, or an error that says what was found."""
+"""The public function ``dequantize_nf4``. It raises an error instead of falling back."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def dequantize_nf4(weight: Tensor, quant_state: Any, out: Tensor | None = None) 
         packed = PackedWeight(*fields)
         found = f": {guards.describe(packed)}"
         if result in (Reason.NOT_CUDA, Reason.EXPORTING, Reason.FUNCTION_MODE):
-            # TENSOR_SUBCLASS: while a program is exported, a tensor is a FakeTensor
+            # TENSOR_SUBCLASS is ignored, because tensors are FakeTensors during an export
             reason = guards.why_not(packed, out=out, ignore=(Reason.NOT_CUDA, Reason.TENSOR_SUBCLASS))
             if reason is None:
                 return by_formula(packed, out)
@@ -54,6 +54,7 @@ def dequantize_nf4(weight: Tensor, quant_state: Any, out: Tensor | None = None) 
 
 
 def by_formula(weight: PackedWeight, out: Tensor | None) -> Tensor:
+    """Dequantize with PyTorch operators, into ``out`` if it is given."""
     dense = reference.dense(weight)
     result = dense if out is None else out.copy_(dense)
     return result.t() if weight.transposed() else result

@@ -1,4 +1,4 @@
-"""Whether the kernels may run on a weight: the first reason why not."""
+"""Check whether the kernels support a weight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .reasons import Reason
 
 
 def describe(weight: PackedWeight) -> str:
-    """What was found, for an error; a field that is no tensor by its type."""
+    """Describe a weight for an error message: dtypes, shapes, device and blocksize."""
 
     def shape(field: Any) -> str:
         return f"{list(field.shape)}" if isinstance(field, Tensor) else f"a {type(field).__name__}"
@@ -70,19 +70,22 @@ def _too_old(weight: PackedWeight) -> bool:
 
 
 def _not_plain(tensor: Tensor) -> bool:
-    """Whether the memory is not what the tensor shows: strided, sparse, or the negative or conjugate of it."""
-    if is_compiling():  # Dynamo traces neither of the others
+    """Return whether the memory differs from the tensor's values in order: a strided, sparse, negative or conjugate tensor."""
+    if is_compiling():  # Dynamo cannot trace the other checks
         return not tensor.is_contiguous()
     return tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj()
 
 
 def _subclass(weight: PackedWeight) -> bool:
-    """Whether a class has its own dispatch, or that of the scales its own functions: of the packed weight these are asked before."""
+    """Return whether the packed weight or a scale is a tensor subclass with its own dispatch.
+
+    ``__torch_function__`` is checked for the scales only. ``Dequantizer.of_state`` has checked it for the packed weight.
+    """
     packed, *scales = (type(tensor) for tensor in weight.tensors())
     return packed.__torch_dispatch__ is not own_dispatch or not all(map(returns_tensors, scales))  # type: ignore[attr-defined]
 
 
-# In order: the first that holds is the reason. Each looks only at what the ones before it have vouched for.
+# Checked in this order. The first guard that returns True is the Reason. Later guards rely on earlier ones.
 GUARDS: tuple[tuple[Reason, Callable[[PackedWeight], bool]], ...] = (
     (Reason.NOT_CUDA, lambda weight: not runtime.runs_on(weight.packed)),
     (Reason.ROCM, lambda weight: torch.version.hip is not None),
@@ -100,11 +103,11 @@ GUARDS: tuple[tuple[Reason, Callable[[PackedWeight], bool]], ...] = (
 
 
 def why_not(weight: PackedWeight, out: Tensor | None = None, ignore: tuple[Reason, ...] = ()) -> Reason | None:
-    """The first reason why a kernel must not run on this weight; None when it may. Looks at no data.
+    """Return the first Reason why the kernels cannot run on this weight, or None. No tensor's contents are read.
 
     Args:
-        out: of a dequantization: what is to be filled, dense, of the weight's shape, dtype and device.
-        ignore: reasons that do not count.
+        out: the tensor that a dequantization would fill. It must be contiguous and have the weight's shape, dtype and device.
+        ignore: Reasons that are not checked.
     """
     for reason, holds in GUARDS:
         if reason not in ignore and holds(weight):

@@ -1,4 +1,4 @@
-"""On and off: every row is installed now, or when its module is imported; for good, or in a ``with`` block."""
+"""Turn the patch on and off. Each target is installed now, or when its module is imported."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from .target import Target
 from .targets import TARGETS
 
 logger = logging.getLogger("nf4_patch")
-Given = str | int | None  # for an option, by its name in OPTIONS
+Given = str | int | None  # value of an option as the user passes it
 
 lock = new_lock()
-_hooked = False
-_blocks: list[list[Config | None]] = []  # of each ``with`` block that is entered: what was in force before it
+_hooked = False  # whether the import hooks are registered
+_blocks: list[list[Config | None]] = []  # one per entered ``with`` block: the configuration from before the block
 
 
 def enable(**options: Given) -> bool:
-    """Replace every target, now or when its module is imported: see :func:`nf4_patch.enable`."""
+    """Replace every target, now or when its module is imported. See :func:`nf4_patch.enable`."""
     for sentence in unknown_variables():
         warn_once(sentence)
     with lock:
@@ -42,11 +42,13 @@ def enable(**options: Given) -> bool:
 
 
 def put_in_force(config: Config | None) -> None:
-    """On with this configuration, or off. Nothing is read from the environment."""
+    """Turn the patch on with ``config``, or off if ``config`` is None. The environment is not read."""
     global _hooked
     with lock:
         if any(map(is_of_an_earlier_import, TARGETS)):
-            warn_once("nf4_patch was imported twice: what the first import replaced stays; restart the process")
+            warn_once(
+                "nf4_patch was imported twice, and the replacements of the first import stay in place; restart the process"
+            )
             config = None
         switch.set(config)
         if config is None:
@@ -65,13 +67,13 @@ def put_in_force(config: Config | None) -> None:
 
 
 def disable() -> None:
-    """Turn every replacement off and put the originals back wherever ours is still in place."""
+    """Turn every replacement off, and put the originals back where no other library has replaced or wrapped ours."""
     put_in_force(None)
 
 
 @contextmanager
 def block(**options: Given) -> Iterator[None]:
-    """On inside. Blocks may overlap, in several threads too: see :func:`nf4_patch.enabled`."""
+    """Turn the patch on inside a ``with`` block. Blocks may overlap, also in several threads. See :func:`nf4_patch.enabled`."""
     before: list[Config | None] = []
     try:
         with lock:
@@ -81,25 +83,26 @@ def block(**options: Given) -> Iterator[None]:
         yield
     finally:
         with lock:
-            # no place: interrupted before anything was changed
+            # the list is empty if an interrupt came before the block was entered
             for place in [index for index, other in enumerate(_blocks) if other is before]:
                 del _blocks[place]
-                if place < len(_blocks):  # one that was entered later goes on, and will restore this
+                if place < len(_blocks):  # a block that was entered later is still active, and will restore ``before``
                     _blocks[place][:] = before
                 else:
                     put_in_force(before[0])
 
 
 def hook(target: Target) -> None:
-    """Install the row when its module is imported: now, where it is."""
+    """Install the target now if its module is imported, otherwise when it will be."""
     wrapt.register_post_import_hook(functools.partial(_on_import, target), target.trigger)
 
 
 class Halfway(ModuleSpec):
-    """The spec of a module whose import is under way: Python sets ``_initializing`` to False at its end, also where it failed.
+    """Spec of a module that is being imported. It installs the module's targets when the import ends.
 
-    Such a module may lack the function, or replace it further down: transformers' integration of bitsandbytes imports
-    bitsandbytes, which enables the patch, before it has a class.
+    Python sets ``_initializing`` to False at the end of an import, even if the import failed. Before that, the module may lack
+    the function or may still redefine it. For example, transformers.integrations.bitsandbytes imports bitsandbytes, which
+    enables the patch, before it defines any class.
     """
 
     _initializing: bool
@@ -113,28 +116,28 @@ class Halfway(ModuleSpec):
 
 
 def is_halfway(module: ModuleType) -> bool:
-    """Whether its import is under way; its rows are then installed as soon as it is complete."""
+    """Return whether the module is being imported. If it is, its targets are installed when the import ends."""
     spec: Any = getattr(module, "__spec__", None)
     if type(spec) is ModuleSpec and getattr(spec, "_initializing", False):
         spec.__class__ = Halfway
-    return isinstance(spec, Halfway) and spec._initializing  # another thread's may have ended meanwhile
+    return isinstance(spec, Halfway) and spec._initializing  # an import in another thread may have ended meanwhile
 
 
 def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
-    """Post-import hook: whatever happens here, the import of the module succeeds."""
+    """Install the target. This is a post-import hook, so it never raises."""
     try:
         with lock:
             if (switch.on or target.permanent) and not any(
                 is_halfway(sys.modules[name]) for name in (target.trigger, target.module)
             ):
-                install(target, sys.modules[target.module], switch.gates[target.option].on or target.permanent)
+                install(target, sys.modules[target.module], switch.gates[target.option].on)
     except Exception as error:
         entry = installed[target.name] = installed.get(target.name) or Installed(target)
-        entry.refuse(entry.current(), "an error inside nf4_patch: see the log")
-        _log_once(f"nf4_patch could not replace {target.name}; the original stays: {type(error).__name__}: {error}")
+        entry.refuse(entry.current(), "nf4_patch raised an error, see the log")
+        _log_once(f"nf4_patch could not replace {target.name}, so the original runs: {type(error).__name__}: {error}")
 
 
 @functools.cache
 def _log_once(sentence: str) -> None:
-    """Log the error that is being handled, once for each sentence."""
+    """Log the exception that is being handled. The same sentence is logged only once."""
     logger.exception(sentence)

@@ -1,4 +1,4 @@
-"""Locks that a forked child finds free: no thread lives on in it that could release one."""
+"""Locks that are free in a forked child process, where the thread that held them does not exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def new_lock() -> Any:
-    """An RLock. What it guards may be half changed in a child that was forked while another thread held it."""
+    """Return an RLock that is released in a forked child.
+
+    If another thread held the lock during the fork, the data that it protects may be inconsistent in the child.
+    """
     lock = threading.RLock()
     _locks.add(lock)
     return lock
@@ -19,7 +22,7 @@ def new_lock() -> Any:
 
 def _free() -> None:
     for lock in list(_locks):
-        if not lock._is_owned():  # by the thread that forked, which will release it
+        if not lock._is_owned():  # the forking thread holds the others and will release them
             lock._at_fork_reinit()
 
 

@@ -1,4 +1,4 @@
-"""What else runs when a module is called: PyTorch's hooks, accelerate's, and a forward in the place of its class's."""
+"""Detect hooks and replaced forwards, which run when a module is called but not when its class's forward is called directly."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.utils import _contextlib as torch_decorators
 from .placement import is_ours
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-HOOKS_ON_ALL = [getattr(torch_module, f"_global{kind}") for kind in HOOKS]  # dicts: true where there is one
+HOOKS_ON_ALL = [getattr(torch_module, f"_global{kind}") for kind in HOOKS]  # dicts, empty without hooks
 
 
 def is_called_otherwise(module: Any, known: tuple[Any, ...] = ()) -> bool:
-    """Whether a call of the module runs more than its class's forward and the hooks ``known``.
+    """Return whether a call of the module runs anything else than its class's forward and the hooks in ``known``.
 
-    accelerate's hook that only moves inputs, on every module of a model on several GPUs, counts as nothing.
+    accelerate's hook that only moves inputs is ignored. It is on every module of a model that is spread over several GPUs.
     """
     own = vars(module)
     for kind in HOOKS:
@@ -37,7 +37,7 @@ def is_called_otherwise(module: Any, known: tuple[Any, ...] = ()) -> bool:
 
 
 def is_written_in(module: Any, function: Any) -> bool:
-    """Whether a function is the module's own, under no decorator but PyTorch's."""
+    """Return whether a function is defined in ``module``. PyTorch's decorators around it are ignored."""
     while getattr(function, "__globals__", None) is vars(torch_decorators):
         function = function.__wrapped__
     return getattr(function, "__globals__", None) is vars(module)

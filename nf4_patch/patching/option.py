@@ -1,6 +1,6 @@
-"""What a variable of the environment may hold, and an option: a variable that is an argument of ``enable`` too.
+"""Environment variables, and options: variables that are arguments of ``enable`` too.
 
-Each option says itself in a module ``option`` of its own folder, which imports nothing of the package but this module and ``target``.
+Each option is defined in the module ``option`` of its folder, which imports only this module and ``target`` from the package.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from .target import Target
 
 
 class ConfigError(ValueError):
-    """A variable or an argument holds a value that is not in its table row."""
+    """A variable or an argument has a value that is not allowed."""
 
 
 SWITCH = {"0": False, "1": True, "false": False, "true": True, "no": False, "yes": True, "off": False, "on": True}
 UNITS = {"TiB": 2**40, "TB": 10**12, "GiB": 2**30, "GB": 10**9}
 UNITS |= {"MiB": 2**20, "MB": 10**6, "KiB": 2**10, "KB": 10**3, "B": 1}
-# One letter is binary, as for Docker, Slurm and coreutils; GB is decimal, as in accelerate's max_memory.
+# A single letter is binary, as in Docker, Slurm and coreutils. GB is decimal, as in accelerate's max_memory.
 SPELLINGS = {unit.lower(): size for unit, size in UNITS.items()} | {
     letter: UNITS[f"{letter.upper()}iB"] for letter in "kmgt"
 }
-SMALLEST = 10**6  # a number without a unit that is smaller hardly means bytes
+SMALLEST = 10**6  # a smaller number without a unit is probably not meant in bytes
 
 
 def size_of(text: str) -> int | None:
-    """The bytes of "6GiB", "6G", "6.5 GB" or "6442450944"; None where it is no size."""
+    """Return the bytes of a size such as "6GiB", "6G", "6.5 GB" or "6442450944", or None if the text is not a size."""
     match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in ("", *SPELLINGS):
         return None
@@ -38,7 +38,7 @@ def size_of(text: str) -> int | None:
 
 
 def size_in_words(size: int) -> str:
-    """As people write it, "6 GiB" or "1.5 GB"; to three digits where neither unit has a round number."""
+    """Return a size in words, such as "6 GiB" or "1.5 GB". Sizes that are not round in either unit get three digits."""
     for unit, base in UNITS.items():
         if size >= base > 1 and 10 * size % base == 0:
             return f"{size / base:g} {unit}"
@@ -50,12 +50,14 @@ def size_in_words(size: int) -> str:
 
 @dataclass(frozen=True)
 class Variable:
+    """An environment variable of nf4_patch."""
+
     name: str
     allowed: tuple[str, ...]
-    default: str  # what an unset or empty variable means; "" where that is a third state
+    default: str  # value of an unset or empty variable; "" if unset is a state of its own
     meaning: str
-    size: bool = False  # an amount of memory is allowed too
-    option: bool = False  # it changes what the patch does, and does nothing where the patch is off
+    size: bool = False  # amounts of memory are allowed too
+    option: bool = False  # changes what the patch does, so it has no effect while the patch is off
 
     @property
     def argument(self) -> str:
@@ -63,15 +65,18 @@ class Variable:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """What may be given, in words."""
-        more = ["a size (`6GiB` = `6G`, in units of 2^30 bytes; `6GB`, of 10^9; `0`: off)"] if self.size else []
-        return (*(f"`{value}`" for value in self.allowed), *more)
+        """Return the allowed values in words, for pages and error messages."""
+        size = "a size (`6GiB` or `6G` in units of 2^30 bytes, `6GB` in units of 10^9 bytes, `0` for off)"
+        return (*(f"`{value}`" for value in self.allowed), *[size] * self.size)
 
     def parse(self, name: str, given: Any) -> Any:
-        """What ``given``, the value of the argument or variable called ``name``, means.
+        """Return the value that ``given`` means: an allowed value, or a size in bytes.
+
+        Args:
+            name: the name of the argument or variable, for error messages.
 
         Raises:
-            ConfigError: it is not allowed.
+            ConfigError: ``given`` is not allowed.
         """
         text = str(given).strip()
         value = text.lower() or self.default
@@ -83,23 +88,25 @@ class Variable:
         if size is None:
             unset = "unset" if name == self.name else "None"
             raise ConfigError(
-                f"{shown} is not known; allowed: {', '.join(self.values).replace('`', '')}, or {unset}. {self.meaning}"
+                f"{shown} is not allowed. Allowed: {', '.join(self.values).replace('`', '')}, or {unset}. {self.meaning}"
             )
         if value[-1].isdigit() and 0 < float(value) < SMALLEST:
-            raise ConfigError(f"{shown} would be {value} bytes. Which is meant: {value}GiB, {value}MiB or {value}B?")
+            raise ConfigError(f"{shown} would mean {value} bytes. Write {value}GiB, {value}MiB or {value}B")
         return size or "off"
 
 
 @dataclass(frozen=True)
 class Option(Variable):
-    """A row of ``OPTIONS``: what it is called and allows, what it replaces, and what it says in ``status()``."""
+    """An option: its variable, its targets, and its part of ``status()``."""
 
     option: bool = True
-    on: str = ""  # a value that switches it on, as "off" does off
+    on: str = ""  # an example of a value that turns the option on
     targets: tuple[Target, ...] = ()
-    report: Callable[[str | int], Any] | None = None  # from what is in force: the field of ``Status`` of this name
-    lines: Callable[[Any], list[str]] | None = None  # of the report, as people read it
+    report: Callable[[str | int], Any] | None = (
+        None  # makes the field of ``Status`` with the option's name, from its value
+    )
+    lines: Callable[[Any], list[str]] | None = None  # formats the report as lines of text
 
 
-# By argument of ``enable``. nf4_patch/options.py fills it while the package is imported, before anything reads it.
+# By argument of ``enable``. nf4_patch/options.py fills the table during the import of the package.
 OPTIONS: dict[str, Option] = {}

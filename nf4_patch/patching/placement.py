@@ -1,4 +1,4 @@
-"""Where a replacement is: put in place and taken out again, whoever else replaces the same functions."""
+"""Put replacements in place and take them out again, also when other libraries replace or wrap the same functions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .state import State
 from .target import ANY, Target
 
 ABSENT = object()
-HELD: Any = vars(ModuleType)["__dict__"]  # the globals of a module, with no code of its class
-Place = tuple[Any, str]  # a module, class or dict, and the name there
+HELD: Any = vars(ModuleType)["__dict__"]  # reads a module's globals without running code of a module subclass
+Place = tuple[Any, str]  # a module, class or dict, and a name in it
 
 
 class Pair(NamedTuple):
-    """A function that was found at a target's name, and its replacement."""
+    """An original function and its replacement."""
 
     original: Callable[..., Any]
     replacement: Callable[..., Any]
@@ -29,18 +29,18 @@ class Pair(NamedTuple):
 
 @dataclass
 class Installed:
-    """A target whose module is imported: its replacements and their places, or why there is none.
+    """Replacements of one target whose module is imported, and their places, or why the function was not replaced.
 
-    Another library may put its own function at the name, which gets a replacement of its own. Copies of the first original
-    stay with the first replacement, so there is a pair for each. The last pair is the one of the latest ``enable()``.
+    There can be several originals: another library may put its own function at the target's name, while other modules hold
+    copies of the first original. Each original has its own replacement. The last pair is that of the latest ``enable()``.
     """
 
     target: Target
     pairs: list[Pair] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
-    swapped: bool | None = None  # the way of the latest swap; None: it was interrupted, or there is another pair since
+    swapped: bool | None = None  # argument of the latest swap; None: it was interrupted, or a pair was added since
     refused: Any = ABSENT  # the function that cannot be replaced
-    refusal: str = ""  # why not
+    refusal: str = ""  # why it cannot be replaced
 
     @property
     def original(self) -> Callable[..., Any] | None:
@@ -51,11 +51,11 @@ class Installed:
         return self.pairs[-1].replacement if self.pairs else None
 
     def current(self) -> Any:
-        """What stands at the target's name. Its module may have been imported again."""
+        """Return the function that is at the target's name now. Look up the module again, because it may have been reloaded."""
         return get_attr(*self.target.holder(sys.modules.get(self.target.module)))
 
     def state(self) -> State:
-        """PATCHED, WRAPPED, DISPLACED or REFUSED."""
+        """Return PATCHED, WRAPPED, DISPLACED or REFUSED."""
         current = self.current()
         pair = self.pair_of(current)
         if pair is not None and current is not pair.original:
@@ -63,21 +63,21 @@ class Installed:
         return State.REFUSED if not self.pairs or current is self.refused else State.DISPLACED
 
     def why_displaced(self) -> str:
-        """What to do about the function that stands there instead of ours."""
+        """Explain a DISPLACED target: another library put its own function at the target's name."""
         if why := refusal_of(self.target, self.current()):
-            return f"another library put its own function there, which cannot be replaced: {why}"
-        return "another library put its own function there; enable() again to take it back"
+            return f"another library put its own function in place, which cannot be replaced: {why}"
+        return "another library put its own function in place; call enable() again to replace it"
 
     def pair_of(self, function: Any) -> Pair | None:
-        """The pair whose original ``function`` is, or whose replacement it is or wraps."""
+        """Return the pair that has ``function`` as its original, or whose replacement ``function`` is or wraps."""
         return next((pair for pair in self.pairs if function is pair.original or is_wrapped_by(pair, function)), None)
 
     def refuse(self, function: Any, why: str) -> None:
-        """Leave ``function`` alone. Copies of the functions that were there before are swapped as ever."""
+        """Record that ``function`` cannot be replaced. Copies of earlier originals are still swapped."""
         self.refused, self.refusal = function, why
 
     def use(self, pair: Pair, place: Place) -> None:
-        """Make this the last pair, and ``place`` one of the places."""
+        """Make ``pair`` the last pair, and add ``place`` to the places."""
         if pair not in self.pairs:
             self.swapped = None
         self.pairs = [*(each for each in self.pairs if each is not pair), pair]
@@ -85,16 +85,16 @@ class Installed:
         self.refused, self.refusal = ABSENT, ""
 
     def add_wrapped(self, function: Any) -> None:
-        """A pair for each copied function that ``function`` wraps: it was copied before another library wrapped it."""
+        """Add a pair for each function that ``function`` wraps and that other modules copied before it was wrapped."""
         while (function := getattr(function, "__wrapped__", None)) is not None:
             if copies(self.target, [function]) and not refusal_of(self.target, function):
                 self.pairs.insert(0, Pair(function, self.target.make(function)))
 
     def swap(self, on: bool) -> None:
-        """Put the replacements where the originals are, or the originals back, in every place and every copy."""
+        """Put the replacements in all places and copies, or put the originals back."""
         current = self.current()
         if self.swapped is on and not any(current is pair[not on] for pair in self.pairs):
-            return  # as the latest swap left it: 30 ms less for a target that is copied (2-core CPU machine, 3,700 modules)
+            return  # already done; saves 30 ms for a target with patch_copies (2-core CPU machine, 3,700 modules)
         self.swapped = None
         if self.target.patch_copies:
             functions = [function for pair in self.pairs for function in pair]
@@ -113,7 +113,7 @@ installed: dict[str, Installed] = {}
 
 
 def install(target: Target, module: ModuleType, wanted: bool) -> None:
-    """Put the replacement in place, or only make it where its option is off."""
+    """Make the target's replacement, and put it in place if it is ``wanted``, which means that its option is on."""
     place = target.holder(module)
     current = get_attr(*place, ABSENT)
     if (target.unless and hasattr(module, target.unless)) or current is ABSENT:
@@ -124,11 +124,11 @@ def install(target: Target, module: ModuleType, wanted: bool) -> None:
         entry.use(pair, place)
     else:
         original = current
-        while is_ours(original):  # an earlier replacement, that somebody kept and put back
+        while is_ours(original):  # another library kept an earlier replacement and put it back
             original = original.__wrapped__
         if why := refusal_of(target, original):
             entry.refuse(current, why)
-            warn_once(f"nf4_patch leaves {target.name} alone: {why}")
+            warn_once(f"nf4_patch does not replace {target.name}: {why}")
         else:
             known = [each for each in entry.pairs if each.original is original]
             entry.use(known[0] if known else Pair(original, target.make(original)), place)
@@ -140,18 +140,18 @@ def install(target: Target, module: ModuleType, wanted: bool) -> None:
 
 
 def is_of_an_earlier_import(target: Target) -> bool:
-    """Whether a replacement stands there that an earlier import of this package made."""
+    """Return whether the target's function is a replacement that was made before this package was imported a second time."""
     function = get_attr(*target.holder(sys.modules.get(target.module)))
     return is_ours(function) and function.__nf4_patch__[1] is not Target
 
 
 def get_attr(holder: Any, name: str, default: Any = None) -> Any:
-    """What a module, class or dict holds under a name."""
+    """Return the value that a module, class or dict holds under a name."""
     return holder.get(name, default) if isinstance(holder, dict) else getattr(holder, name, default)
 
 
 def put(holder: Any, name: str, function: Any) -> None:
-    """Into a module or dict as it is, into a class as the method or static method that it replaces."""
+    """Set ``name`` in a module, dict or class to ``function``. In a class, keep static methods static and inherited ones inherited."""
     if isinstance(holder, dict):
         holder[name] = function
     elif isinstance(holder, type) and any(vars(base).get(name) is function for base in holder.__mro__[1:]):
@@ -161,13 +161,13 @@ def put(holder: Any, name: str, function: Any) -> None:
 
 
 def is_ours(function: Any) -> bool:
-    """A replacement of this package, of an earlier import of it too (importlib.reload, IPython's autoreload)."""
+    """Return whether this package made the function, in this import or an earlier one (importlib.reload, IPython's autoreload)."""
     mark = getattr(function, "__nf4_patch__", None)
     return isinstance(mark, tuple) and mark[0] is function
 
 
 def refusal_of(target: Target, function: Any) -> str:
-    """Why no replacement can be made of ``function``; "" where one can."""
+    """Return why ``function`` cannot be replaced, or "" if it can."""
     if target.parameters is ANY:
         return ""
     try:
@@ -177,19 +177,20 @@ def refusal_of(target: Target, function: Any) -> str:
     if parameters in target.parameters or parameters == ("A", "args", "kwargs"):  # unsloth_zoo's wrapper
         return ""
     allowed = " or ".join(f"({', '.join(names)})" for names in target.parameters)
-    return f"its parameters are ({', '.join(parameters)}), and this release of nf4_patch adapts {allowed}"
+    return f"its parameters are ({', '.join(parameters)}), but this release of nf4_patch supports {allowed}"
 
 
 def copies(target: Target, functions: list[Any]) -> list[Place]:
-    """Every module global that holds one of these very objects: in the target's own package, elsewhere only under its own name.
+    """Return every module global that holds one of ``functions``.
 
-    Under another name it is a copy that somebody keeps on purpose, to compare with or to put back.
+    Outside of the target's library, only globals with the function's own name are returned. A copy under another name is kept
+    on purpose, for example to compare with the original.
     """
     own_name = target.name.rpartition(".")[2]
     wanted = set(map(id, functions))
     found: list[Place] = []
     for module_name, module in list(sys.modules.items()):
-        kind = type(module)  # isinstance asks the object, and vars() would load a lazy module
+        kind = type(module)  # isinstance() and vars() would run code of a lazy module
         if issubclass(kind, ModuleType) and kind.__getattribute__ is ModuleType.__getattribute__:
             held = HELD.__get__(module)
             names = list(held) if module_name.split(".")[0] == target.library else [own_name]
@@ -198,8 +199,8 @@ def copies(target: Target, functions: list[Any]) -> list[Place]:
 
 
 def is_wrapped_by(pair: Pair, function: Any) -> bool:
-    """Whether ``function`` is the replacement, or holds it where a wrapper holds what it calls: see ``held_by``."""
-    seen = {id(pair.original): pair.original}  # with the objects, so that no id comes twice
+    """Return whether ``function`` is the replacement, or reaches it through the objects that ``held_by`` yields."""
+    seen = {id(pair.original): pair.original}  # keeps the objects alive, so that no id is reused
     waiting = [function]
     for current in waiting:
         if current is pair.replacement:
@@ -211,8 +212,8 @@ def is_wrapped_by(pair: Pair, function: Any) -> bool:
 
 
 def held_by(function: Any) -> Iterator[Any]:
-    """What a callable can call: its attributes, what a partial or a method binds, closure cells, defaults and named globals."""
-    with contextlib.suppress(Exception):  # somebody else's attributes may raise anything
+    """Yield the objects that a callable may call: attributes, bound arguments, closure cells, defaults and named globals."""
+    with contextlib.suppress(Exception):  # attributes of other libraries' objects may raise any error
         yield getattr(function, "__wrapped__", None)
     owner = function.__self__ if isinstance(function, MethodType) else function
     if not isinstance(owner, (type, ModuleType)):
@@ -229,7 +230,7 @@ def held_by(function: Any) -> Iterator[Any]:
         yield from (function.__kwdefaults__ or {}).values()
         yield from (function.__globals__.get(name) for name in function.__code__.co_names)
         for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # not filled yet
+            with contextlib.suppress(ValueError):  # the cell is empty
                 yield cell.cell_contents
     else:
         yield vars(type(function)).get("__call__")

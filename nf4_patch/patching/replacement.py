@@ -1,7 +1,6 @@
-"""What replaces a library's function: it tries, counts, and falls back with untouched arguments.
+"""Replacements of library functions. A replacement tries an adapter first and falls back to the original.
 
-There is one form of replacement. An adapter gives it ``attempt``, which returns the result, the Reason why the original has to
-run, or a call that is made where nothing is caught.
+All replacements have the same form, ``replacement_of``. The original is always called with the caller's own arguments.
 """
 
 from __future__ import annotations
@@ -22,26 +21,31 @@ gates = switch.gates
 
 
 class Fallbacks:
-    """Why the calls of one target ran the original: named, counted, and the latest failures in full."""
+    """Count the fallbacks of one target by Reason. ``details`` holds the latest error message of a Reason."""
 
     def __init__(self, target: str):
         self.target = target
         self.details: dict[Reason, str] = {}
 
     def unavailable(self, error: KernelUnavailable) -> Reason:
+        """Return the Reason of an error that a launch raised."""
         reason = Reason[error.reason]
         if reason is Reason.KERNEL_FAILED:
             self.details[reason] = str(error)
         return reason
 
     def failed(self, error: Exception) -> Reason:
-        """Our own error never stops a training that would have worked: logged, named, counted."""
+        """Log an error of nf4_patch and return its Reason, so that the original runs and the training goes on.
+
+        Raises:
+            Exception: ``error`` itself, in strict mode or if it means out of memory.
+        """
         if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
-            return Reason.ARGUMENTS  # raised by the call itself: the original says what is wrong with the arguments
+            return Reason.ARGUMENTS  # wrong arguments, for which the original raises a clearer error
         if switch.strict or is_out_of_memory(error):
             raise error
         message = self.details[Reason.INTERNAL_ERROR] = f"{type(error).__name__}: {error}"
-        if message not in counters.errors:  # a step makes hundreds of calls: one traceback is enough
+        if message not in counters.errors:  # a step makes hundreds of calls, so log one traceback only
             logger.error("nf4_patch failed in %s; the original runs", self.target, exc_info=error)
         return Reason.INTERNAL_ERROR
 
@@ -49,7 +53,7 @@ class Fallbacks:
         counters.fall_back(self.target, reason, switch.strict, self.details.get(reason, ""))
 
     def refuse(self, reason: Reason) -> NoReturn:
-        """Count a reason for which the original would compute wrong numbers.
+        """Count a fallback and raise instead of running the original, which would compute wrong numbers.
 
         Raises:
             ValueError: always.
@@ -58,7 +62,7 @@ class Fallbacks:
         raise ValueError(f"{self.target}: {reason.sentence} ({reason.name}); {reason.advice}")
 
     def attempt(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T | Reason:
-        """The function's result, or the Reason why there is none, counted."""
+        """Call the function and return its result. If it returns a Reason or fails, count and return the Reason."""
         result: T | Reason
         try:
             result = function(*args, **kwargs)
@@ -76,23 +80,26 @@ def replacement_of(
     target: Any, original: Function, fallbacks: Fallbacks, attempt: Function, traced: Function | None = None,
     is_body: bool = False, refuses: bool = False,
 ) -> Function:  # fmt: skip
-    """The original, with ``attempt`` tried first while the option of the row ``target`` is on.
+    """Return a function that tries ``attempt`` while the target's option is on, and otherwise calls the original.
 
     Args:
-        attempt: takes the original's arguments and returns its result, or the Reason why the original runs. What it raises is
-            taken for an error of ours. A tuple is a function and its arguments: called, and what that raises is the caller's.
-        traced: the same where Dynamo traces, and nothing can be caught or counted. None: what is traced stays the original's.
-        is_body: of an op, or of what calls one: Dynamo would compile it as a function of its own.
-        refuses: the original is wrong for the reasons WRONG_IN_THE_ORIGINAL, so that they raise a ValueError.
+        attempt: gets the original's arguments. It returns the result, or the Reason why the original has to run. It may also
+            return a tuple (function, *arguments), which is called outside of the ``try`` block. So errors of that call reach
+            the caller, but an error of ``attempt`` itself is logged and the original runs.
+        traced: used instead of ``attempt`` while Dynamo traces. Nothing is caught or counted there. None: Dynamo traces the
+            original.
+        is_body: the original is the body of an op, or calls an op. Dynamo is kept out, because it would compile the original
+            separately.
+        refuses: raise a ValueError for the Reasons in WRONG_IN_THE_ORIGINAL, instead of running the original.
     """
-    option = "always" if target.permanent else target.option
+    option = target.option
 
     def refused(why: Exception | Reason) -> None:
         if refuses and isinstance(why, Reason) and why in WRONG_IN_THE_ORIGINAL:
             fallbacks.refuse(why)
         fallbacks.count(why if isinstance(why, Reason) else fallbacks.failed(why))
 
-    # Its closure holds functions and strings: PyTorch 2.8's Dynamo breaks the graph at an autograd function's that holds objects.
+    # The closure holds only functions and strings, because PyTorch 2.8's Dynamo breaks the graph at a closure with other objects.
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -101,7 +108,7 @@ def replacement_of(
                 if type(result) is not Reason:
                     return result
         elif gates[option].on:
-            try:  # without ``**kwargs`` where there are none: 0.1 us less (2-core CPU machine, Python 3.11)
+            try:  # a call without ``**kwargs`` saves 0.1 us (2-core CPU machine, Python 3.11)
                 result = attempt(*args, **kwargs) if kwargs else attempt(*args)
             except Exception as error:
                 refused(error)
@@ -112,7 +119,7 @@ def replacement_of(
                 refused(result)
         return original(*args, **kwargs)
 
-    # Dynamo remembers what it compiled by the code, and gives up after eight: each has its own.
+    # Dynamo caches per code object and stops after eight compilations, so each replacement gets its own code object.
     made: Any = replacement
     made.__code__ = made.__code__.replace()
     for each in (attempt, made) if is_body else (attempt,):
@@ -121,12 +128,12 @@ def replacement_of(
 
 
 def instead(function: Function) -> Function:
-    """As an ``attempt``: nothing is caught or counted."""
+    """Turn a function into an ``attempt`` whose errors reach the caller and whose calls are not counted."""
     return lambda *args, **kwargs: (functools.partial(function, *args, **kwargs),)
 
 
 def around(function: Function) -> Function:
-    """A maker of replacements, for a row to name: ``function(original, *arguments)`` while its option is on."""
+    """Return a factory for the ``replace`` field of a row. The replacement calls ``function(original, *arguments)``."""
 
     def make(target: Any, original: Function) -> Function:
         return replacement_of(target, original, Fallbacks(target.name), instead(functools.partial(function, original)))

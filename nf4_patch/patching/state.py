@@ -1,4 +1,4 @@
-"""What became of a target."""
+"""The states of a target."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import enum
 
 
 class State(str, enum.Enum):  # Python 3.11's StrEnum, for 3.10 as well
-    """What became of a target in this process. The value is what people read and ``--json`` writes."""
+    """The state of a target in this process. Its value appears in reports and in ``--json`` files."""
 
     PATCHED = "patched"
-    WRAPPED = "wrapped"  # another library's function calls ours
-    DISPLACED = "displaced"  # another library's function, which does not call ours
-    INACTIVE = "inactive"  # its option is off
-    REFUSED = "refused"  # its function has another signature
-    WAITING = "waiting"  # its module is not imported
-    ABSENT = "absent"  # not in this release of the library
-    OFF = "off"
-    OWN = "own"  # no target: a part of this package that runs or fails by itself
+    WRAPPED = "wrapped"  # another library wrapped the replacement and calls it
+    DISPLACED = "displaced"  # another library put its own function in place, which does not call the replacement
+    INACTIVE = "inactive"  # the target's option is off
+    REFUSED = "refused"  # the function cannot be replaced, because its parameters differ for example
+    WAITING = "waiting"  # the module is not imported
+    ABSENT = "absent"  # this release of the library does not have the function
+    OFF = "off"  # the patch is off
+    OWN = "own"  # not a target but a function of this package, such as ``dequantize_nf4``
 
     def __str__(self) -> str:
         return str(self.value)
 
     @property
     def was_patched(self) -> bool:
-        """Whether our replacement was put there, whatever another library did later."""
+        """Return whether the replacement was put in place, even if another library has wrapped or displaced it since."""
         return self in (State.PATCHED, State.WRAPPED, State.DISPLACED)

@@ -1,4 +1,4 @@
-"""What every replacement consults at every call: on or off, and with which options."""
+"""The switch that every replacement reads at every call: whether the patch and its options are on."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ from collections.abc import Callable
 
 from .config import Config
 from .option import OPTIONS
+from .target import ALWAYS
 
 
 class Gate:
-    """Whether the rows of one option are on."""
+    """Whether the targets of one option are on."""
 
     def __init__(self, on: bool = False) -> None:
         self.on = on
 
 
 class Switch(Gate):
-    """The patch itself, and a gate for each option.
+    """The state of the patch, with one gate per option.
 
-    What else depends on them follows: it is told at once and at every change, so that this module imports neither torch
-    nor what it switches.
+    Code that depends on the configuration registers with ``follow`` and is called at every change. So this module does not
+    import the options or torch.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.config: Config | None = None  # None: off
+        self.config: Config | None = None  # None while the patch is off
         self.strict = False
-        # by ``only`` of a row
-        self.gates: dict[str, Gate] = {"": self, "always": Gate(on=True), **{option: Gate() for option in OPTIONS}}
+        # by ``Target.option``
+        self.gates: dict[str, Gate] = {"": self, ALWAYS: Gate(on=True), **{option: Gate() for option in OPTIONS}}
         self.followers: list[Callable[[Config | None], None]] = []
 
     def set(self, config: Config | None) -> None:
-        """Put a configuration in force; None: off."""
+        """Turn the patch on with a configuration, or off with None."""
         self.strict = config is not None and config.strict
         self.config, self.on = config, config is not None
         for option in OPTIONS:
@@ -40,10 +41,11 @@ class Switch(Gate):
             follower(config)
 
     def value(self, option: str) -> str | int:
-        """What is in force."""
+        """Return the current value of an option, "off" while the patch is off."""
         return "off" if self.config is None else self.config.options[option]
 
     def follow(self, follower: Callable[[Config | None], None]) -> None:
+        """Call ``follower`` with the configuration now and at every change."""
         self.followers.append(follower)
         follower(self.config)
 

@@ -1,20 +1,20 @@
-"""What is replaced: one row a target. An option's rows stand in its own folder."""
+"""The table of all replaced functions, one row per function. The rows of an option are in the option's folder."""
 
 from __future__ import annotations
 
 from .option import OPTIONS
-from .target import LINEAR_4BIT, TESTED_OP, OwnKernel, Target
+from .target import LINEAR_4BIT, TESTED_OP, Target
 
 TESTED_BITSANDBYTES = ("0.45.5", "0.46.1", "0.47.0", "0.48.2", "0.49.2", "0.50.2")
 FAST_DEQUANTIZE = ("W", "quant_state", "out", "use_global_buffer")
 
-# In the order of the fields: function, releases, tested, parameters, replace, covers.
+# Positional arguments, in order: function, releases, tested, parameters, replace, covers.
 TARGETS: list[Target] = [
     Target(
         "bitsandbytes.functional:dequantize_4bit", ">= 0.43", TESTED_BITSANDBYTES,
         (("A", "quant_state", "absmax", "out", "blocksize", "quant_type"),), ".adapters.bitsandbytes:dequantize_4bit",
-        "backward of every Linear4bit, forward before 0.50; peft merge and DoRA; model.dequantize()",
-        readers="bitsandbytes.autograd._functions", patch_copies=True,
+        "backward of every Linear4bit, and its forward before 0.50; peft's merge and DoRA; model.dequantize()",
+        patch_copies=True,
     ),
     Target(
         "bitsandbytes.backends.cuda.ops:_dequant_linear_fallback", ">= 0.50", TESTED_OP,
@@ -24,23 +24,13 @@ TARGETS: list[Target] = [
     Target(
         "unsloth.kernels.utils:fast_dequantize", "<= 2026.9.12", ("2026.6.9", "2026.9.7"),
         (FAST_DEQUANTIZE,), ".adapters.unsloth:fast_dequantize",
-        "every 4-bit weight of Unsloth's LoRA kernels, decoding and saving",
-        unless="_fast_dequantize_bnb", readers="unsloth.", patch_copies=True,
+        "every 4-bit weight of Unsloth's LoRA kernels, generation and saving",
+        unless="_fast_dequantize_bnb", patch_copies=True,
     ),
     Target(
         "unsloth.kernels.utils:_fast_dequantize_bnb", ">= 2026.9.13", ("2026.9.14", "2026.10.9"),
         (FAST_DEQUANTIZE, (*FAST_DEQUANTIZE, "dtype")), ".adapters.unsloth:fast_dequantize",
-        "every 4-bit weight of Unsloth's LoRA kernels, decoding and saving",
-        readers="unsloth.",
-        own_kernel=OwnKernel(
-            used="_USE_NF4_KERNELS",
-            releases=">= 2026.10",
-            # H200, torch 2.11, triton 3.6.0, Unsloth 2026.10.9: 7.6 us of the host per call against 11.1 into the global
-            # buffer and 9.4 against 24.0 into a new tensor; 1.02x (591 MB) to 1.35x (2.6 MB) on the GPU.
-            slower_on=((9, 0),),
-            advice="Unsloth from 2026.10 on trains compiled layers, which keep its own NF4 kernel: training gains only with "
-            'enable(cache="auto") or a size (PyTorch >= 2.11), where these layers read weights that were dequantized once.',
-        ),
+        "every 4-bit weight of Unsloth's LoRA kernels, generation and saving",
     ),
     *(target for option in OPTIONS.values() for target in option.targets),
 ]  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 
 import nf4_patch
 
+from ..adapters import unsloth as unsloth_adapter
 from ..matmul.choice import has_table
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation
@@ -34,6 +35,7 @@ TAKE_FP16 = (
     "PyTorch emulates bf16 on this GPU, which is slow. Use bnb_4bit_compute_dtype=torch.float16 and fp16=True "
     "(the kernel itself is as exact in bf16 as in fp16)"
 )
+LAZY = ("transformers", "liger_kernel")  # libraries that import their modules on first use
 BRIEFLY = (State.INACTIVE, State.ABSENT)  # targets that are only counted, in one line
 OLDEST = TARGETS[0]  # a target in bitsandbytes that every supported release has
 AUTOLOADS = ">= 0.46"  # releases of bitsandbytes that load nf4_patch as a backend
@@ -220,12 +222,8 @@ def examine_gpu(index: int, tell: Progress) -> Gpu:
             gpu.kernels[name] = compilation.kernel_for(usual, torch.device("cuda", index)).entry.launch_path
         except runtime.KernelUnavailable as unavailable:
             gpu.failures.append(f"{name}: {unavailable}")
-    where = (
-        "by the shipped table"
-        if has_table(capability)
-        else "where a measurement at the first use of a size shows it faster"
-    )
-    gpu.fused_matmul = where
+    measured = "where a measurement at the first use of a size shows it faster"
+    gpu.fused_matmul = "by the shipped table" if has_table(capability) else measured
     return gpu
 
 
@@ -238,7 +236,7 @@ def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list
         if name.startswith("unsloth") and not unsloth:
             continue
         tell(f"importing {name}")
-        lazy = [t.module for t in TARGETS if t.lazy and t.library == name and holds(release, t.releases)]
+        lazy = [t.module for t in TARGETS if t.library == name in LAZY and holds(release, t.releases)]
         try:
             for module in (name, *lazy):
                 importlib.import_module(module)
@@ -284,11 +282,11 @@ def judge(target: Target, release: str, status: TargetStatus, failure: str, conf
 
 def kept(target: Target, release: str, state: State) -> list[str]:
     """Return sentences on the calls of a target that keep the library's own kernel, and what to do."""
-    own = target.own_kernel
-    if own is None or not (state.was_patched or state is State.WAITING):
+    if target.replace != ".adapters.unsloth:fast_dequantize" or not (state.was_patched or state is State.WAITING):
         return []
-    by_release = holds(release, own.releases) and os.environ.get("UNSLOTH_BNB_TRITON") != "0"
-    if not (own.in_use(target.module) if state.was_patched else by_release):
+    own = unsloth_adapter
+    by_release = holds(release, own.OWN_KERNEL_RELEASES) and os.environ.get("UNSLOTH_BNB_TRITON") != "0"
+    if not (own.uses_own_kernel() if state.was_patched else by_release):
         return []
     eager = f"Eager calls of {target.name} keep {target.library}'s kernel too, because no benchmark shows nf4_patch faster on this GPU."
-    return [own.advice, *[eager] * own.keeps_eager_calls()]
+    return [own.OWN_KERNEL_ADVICE, *[eager] * own.keeps_eager_calls()]

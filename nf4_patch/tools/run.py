@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import nf4_patch  # NF4_PATCH=1 turns the patch on
 
 from ..patching.config import Config, is_worker, rank
-from ..patching.targets import TARGETS
 from ..snapshot import Status
 
 STARTUP = os.path.join(os.path.dirname(__file__), "startup")  # Python runs its sitecustomize.py
@@ -112,7 +111,11 @@ def add(file: Path, data: dict[str, Any]) -> None:
 
 def of_own_kernels() -> list[str]:
     """Return advice for each library kernel that is in use instead of this package's kernel."""
-    return [t.own_kernel.advice for t in TARGETS if t.own_kernel and t.own_kernel.in_use(t.module)]
+    if "unsloth.kernels.utils" not in sys.modules:
+        return []
+    from ..adapters.unsloth import OWN_KERNEL_ADVICE, uses_own_kernel  # imports torch, as Unsloth did
+
+    return [OWN_KERNEL_ADVICE] if uses_own_kernel() else []
 
 
 def of_the_cache(status: Status) -> list[str]:

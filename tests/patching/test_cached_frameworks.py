@@ -34,5 +34,5 @@ def test_unsloth(release, order, tmp_path):
 
 @pytest.mark.full
 def test_unsloth_without_a_gpu(tmp_path):
-    """See test_faults.py, which has the other libraries."""
+    """test_faults.py has the same test for the other libraries."""
     with_unsloth("2026.10.9", tmp_path, "without_gpu", tmp_path / "model", "unsloth", interpreted=False)

@@ -1,4 +1,4 @@
-"""The cache in training steps of bitsandbytes' layers: the same bits, fewer decodes, and a changed weight is decoded anew."""
+"""The cache in training steps of bitsandbytes' layers: bit-identical results, fewer decodes, and changed weights decoded again."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def peft_model(device, reentrant):
 
 
 def train(model, device, steps=2):
-    """Losses, and the adapter afterwards."""
+    """Return the losses, and the adapter after the last step."""
     torch.manual_seed(1)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
@@ -100,7 +100,7 @@ def test_a_checkpointed_peft_step_has_the_same_bits_and_fewer_decodes(linear_op,
 
 
 def test_moving_and_merging(linear_op):
-    """What is cached is what a merge changes; with the patch it gives the bits of bitsandbytes' own."""
+    """A merge changes cached weights. Its result is bit-identical to bitsandbytes' own."""
     peft = pytest.importorskip("peft")
     model = torch.nn.Sequential(linear(linear_op))
     model.is_loaded_in_4bit = True  # what transformers sets: peft then takes its bitsandbytes layer
@@ -138,7 +138,7 @@ def test_strict_compares(linear_op, monkeypatch):
     assert not torch.equal(step(layer, linear_op, SIDE)[0], first[0])
 
 
-def test_who_may_write_receives_memory_of_its_own(linear_op):
+def test_callers_that_may_write_get_new_memory(linear_op):
     layer = linear(linear_op)
     nf4_patch.enable(cache=2**20)
     want = step(layer, linear_op, SIDE)
@@ -158,7 +158,7 @@ def test_who_may_write_receives_memory_of_its_own(linear_op):
 
 
 class Object:
-    """A wrapper that writes into what it got."""
+    """A wrapper that writes into the weight that it gets."""
 
     def __init__(self, function):
         self.function = function
@@ -175,7 +175,7 @@ def around(function):
 
 
 def backward(ctx, grad_output):
-    """Somebody's backward, which doubles the weight."""
+    """Another library's backward, which doubles the weight."""
     w = F.dequantize_4bit(ctx.tensors[1], ctx.state)
     w.data.mul_(2)
     return grad_output @ w, None, None, None, None
@@ -190,8 +190,8 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("who", WRITERS)
-def test_a_foreign_wrapper_that_writes_into_a_weight_gets_memory_of_its_own(who, linear_op, monkeypatch):
-    """Twice the gradient of the input, at every step."""
+def test_a_wrapper_that_writes_into_a_weight_gets_new_memory(who, linear_op, monkeypatch):
+    """The input's gradient is doubled once at every step, and the cached weight stays right."""
     holder, name, wrap = WRITERS[who]
     layer = linear(linear_op)
     want, dense = step(layer, linear_op, SIDE), nf4_patch.dequantize_nf4(layer.weight, layer.weight.quant_state)
@@ -205,8 +205,8 @@ def test_a_foreign_wrapper_that_writes_into_a_weight_gets_memory_of_its_own(who,
     assert torch.equal(entry.views[0], dense)
 
 
-def test_bitsandbytes_reads_what_is_cached_and_nobody_else(linear_op):
-    """Its autograd functions call the public function: the same call, of another caller and in another thread, gets new memory."""
+def test_only_bitsandbytes_reads_from_the_cache(linear_op):
+    """bitsandbytes' autograd functions call the public function. Other callers of this function get new memory, in any thread."""
     layer = linear(linear_op)
     nf4_patch.enable(cache=2**20)
 
@@ -253,8 +253,8 @@ def test_a_transposed_or_flat_or_fp4_weight(linear_op):
 
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("name", fuzz.FAULTS)
-def test_a_malformed_state_gets_the_answer_of_no_cache(name, nested, linear_op):
-    """Whether it was read before its fault came or not."""
+def test_a_malformed_state_gets_the_same_answer_as_without_a_cache(name, nested, linear_op):
+    """The weight may have been read before its state was broken."""
 
     def answers(option):
         nf4_patch.enable(cache=option)
@@ -278,7 +278,7 @@ def test_a_malformed_state_gets_the_answer_of_no_cache(name, nested, linear_op):
     assert not nf4_patch.status().errors
 
 
-def test_the_status_says_what_is_held(linear_op):
+def test_the_status_of_the_cache(linear_op):
     layer = linear(linear_op)
     nf4_patch.enable(cache="1MiB")
     step(layer, linear_op, SIDE)

@@ -40,7 +40,7 @@ def line_of_finally(function):
 
 
 def charged():
-    return sum(kept.size for kept in {*cache.weights.values(), *cache.leaving})
+    return sum(kept.size for kept in {*cache.weights.values(), *cache.dropped})
 
 
 def test_a_read_hands_out_nothing_afterwards(linear_op):
@@ -71,7 +71,7 @@ def test_a_read_hands_out_nothing_afterwards(linear_op):
         cache.settle()
         assert cache.taken.total() == charged(), line
         cache.release()
-        assert not cache.taken.total() and not cache.leaving and cache.settled is cache.death, line
+        assert not cache.taken.total() and not cache.is_unsettled, line
         assert not cache.lock._is_owned(), line
     assert len(where) > 60
 
@@ -136,7 +136,7 @@ def test_functions_are_put_back_after_an_interrupted_enable(script):
 
 
 def test_a_layer_that_is_interrupted_reads_nothing_old_afterwards():
-    """The dense copies hang on its states while it runs, and no longer."""
+    """The dense copies are attached to its quantization states only while the layer runs."""
     layer = torch.nn.Module()
     layer.part = linear(torch.device("cpu"), SIDE, SIDE, weights=torch.bfloat16)
     state = layer.part.weight.quant_state
@@ -147,7 +147,7 @@ def test_a_layer_that_is_interrupted_reads_nothing_old_afterwards():
     layers = pinned.Layers("a test")
     entry, where = layers.entered(forward), []
     nf4_patch.enable(cache=2**20)
-    functions = entry, pinned.Layer.hang, pinned.Layer.take_off, pinned.Layers.pinned, pinned.Layers.look
+    functions = entry, pinned.Layer.attach, pinned.Layer.detach, pinned.Layers.read, pinned.Layers.find
     for line in interrupted_at_every_line(lambda: entry(layer), *functions):
         where.append(line)
         assert not pinned.is_checkpointed()

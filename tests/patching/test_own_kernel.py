@@ -12,13 +12,12 @@ from oracle import expected, quantized
 
 from nf4_patch.adapters import unsloth as unsloth_adapter
 from nf4_patch.nf4 import runtime
-from nf4_patch.patching import target as rows
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.switch import switch
 from nf4_patch.patching.targets import TARGETS
 
-ROW = next(target for target in TARGETS if target.own_kernel)
+ROW = next(target for target in TARGETS if target.function == "unsloth.kernels.utils:_fast_dequantize_bnb")
 TARGET = "unsloth.kernels.utils.test"
 
 
@@ -31,7 +30,7 @@ def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False):
 def test_who_serves_a_call(used, gpus, device, monkeypatch):
     """Theirs keeps its calls where it was not measured to be slower on one of the GPUs."""
     monkeypatch.setitem(sys.modules, "unsloth.kernels.utils", SimpleNamespace(_USE_NF4_KERNELS=used))
-    monkeypatch.setattr(rows, "_slower_everywhere", rows._slower_everywhere.__wrapped__)
+    monkeypatch.setattr(unsloth_adapter, "keeps_eager_calls", unsloth_adapter.keeps_eager_calls.__wrapped__)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(runtime, "capability_of", lambda device: gpus[getattr(device, "index", device) or 0])
     monkeypatch.setattr(switch, "on", True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 
 import bitsandbytes as bnb
 import bitsandbytes.functional as F
@@ -13,6 +14,7 @@ import torch
 from fuzz import FAULTS, broken
 from oracle import expected, quantized
 from target import TARGET, Seen, fallbacks, linear, read_by_bitsandbytes, replaced_by, same, step
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nf4_patch
 from nf4_patch.matmul.product import FusedMatmul
@@ -166,6 +168,21 @@ def test_the_tables_are_those_of_bitsandbytes(quant_type, device):
         torch.set_default_dtype(dtype)
     assert torch.equal(codes.remembered_code(quant_type, device), want)
     assert torch.equal(nf4_patch.dequantize_nf4(packed, state), weight)
+
+
+def test_a_first_use_in_any_context_uploads_the_code_outside_of_it(device, monkeypatch):
+    """From a new thread, which torch.compile's warm-up for a CUDA graph does not redirect to the graph's memory."""
+    monkeypatch.setattr(codes, "_remembered", {})
+    threads, upload = [], codes.uploaded_code
+    monkeypatch.setattr(codes, "uploaded_code", lambda *args: (threads.append(threading.get_ident()), upload(*args))[1])
+    with torch.inference_mode(), torch.device("meta"), FakeTensorMode():
+        code = codes.remembered_code("nf4", device)
+    assert threads and threading.get_ident() not in threads
+    assert not code.is_inference() and type(code) is torch.Tensor and code.device.type == device.type
+    assert torch.equal(code, F.get_4bit_type("nf4", device=device))
+    assert codes.remembered_code("nf4", device) is code and len(threads) == 1
+    with pytest.raises(KeyError):
+        codes.remembered_code("nf5", device)
 
 
 @pytest.mark.parametrize("name", ["nf4", "fp4"])

@@ -1,6 +1,6 @@
-"""Weights pinned for layers that are compiled as a whole, and what compiled code does without them.
+"""Cached weights in layers that are compiled as a whole, and in modules under ``torch.compile``.
 
-Without a GPU the kernel is under the interpreter, and the layers are entered as Unsloth's are.
+Without a GPU the kernel runs under the interpreter. The layers are entered as Unsloth's are.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def graphs():
 
 @pytest.fixture
 def enter():
-    """A step through the layer as it is entered, compiled; the input's and the parameter's gradient."""
+    """Return a training step through a compiled layer, which returns the gradients of the input and of the parameter."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(Layer.forward, backend="aot_eager", fullgraph=True)
@@ -106,14 +106,16 @@ def enter():
     return step
 
 
-def test_what_does_not_fit_as_a_whole_is_dequantized_in_the_graph(enter):
-    """The graph of no cache, as while "auto" waits: a kind of layer has two at most."""
+def test_a_layer_that_does_not_fit_as_a_whole_dequantizes_in_its_graph(enter):
+    """It runs the same graph as without a cache, also while "auto" waits. A class of layers has at most two graphs."""
     layer = Layer()
     nf4_patch.enable(cache=f"{SIDE * SIDE * 2}B")
     first = enter(layer)
     assert cache.snapshot().compiled == cache.misses == 0 and cache.uncached == {Uncached.BUDGET_SPENT: 1}
     enter(layer)
-    assert cache.uncached == {Uncached.BUDGET_SPENT: 1} or DEVICE.type == "cuda"  # asked again when there may be room
+    assert (
+        cache.uncached == {Uncached.BUDGET_SPENT: 1} or DEVICE.type == "cuda"
+    )  # the cache is asked again only when there may be room
     nf4_patch.enable(cache="auto")
     enter(layer)
     assert cache.uncached[Uncached.WAITING] == 1 and graphs() == 1
@@ -122,7 +124,7 @@ def test_what_does_not_fit_as_a_whole_is_dequantized_in_the_graph(enter):
     assert same(enter.plain(layer), first) and graphs() == 2
 
 
-def test_a_module_that_comes_later_is_dequantized_as_it_is(enter):
+def test_a_module_that_is_added_later_is_read_right(enter):
     layer = Layer()
     nf4_patch.enable(cache=2**30)
     enter(layer)
@@ -132,8 +134,8 @@ def test_a_module_that_comes_later_is_dequantized_as_it_is(enter):
         layer.parts[-1].weight.data.bitwise_xor_(255)
 
 
-def test_modules_shared_by_layers_and_twice_in_one(enter):
-    """Each weight is pinned and charged once."""
+def test_modules_that_layers_share_or_use_twice(enter):
+    """Each weight is cached and charged once."""
     first, second = Layer(), Layer(first=3)
     nf4_patch.enable(cache=2**30)
     enter(first)
@@ -147,12 +149,12 @@ def test_modules_shared_by_layers_and_twice_in_one(enter):
         with torch.no_grad():
             first.parts[0].weight.bitwise_xor_(255)
     size = next(iter(cache.weights.values())).size
-    assert cache.taken.total() - sum(kept.size for kept in cache.leaving) == 5 * size
+    assert cache.taken.total() - sum(kept.size for kept in cache.dropped) == 5 * size
 
 
 @pytest.mark.parametrize("thread", ["this", "another"])
-def test_a_layer_is_entered_while_one_runs(thread):
-    """Another layer inside it, or the same one by another thread, which waits: what runs still has its weights pinned."""
+def test_a_layer_is_entered_while_another_call_runs(thread):
+    """A layer inside the first one, or the same layer in another thread, which waits. The first call still reads its cached weights."""
     outer, read, inside, left = Layer(1), [], threading.Event(), threading.Event()
     other = Layer(1, first=1) if thread == "this" else outer
 
@@ -187,28 +189,35 @@ def test_an_entry_on_another_stream_decodes(enter, monkeypatch):
         monkeypatch.setattr(runtime, "current_stream", lambda device, stream=stream: stream)
         enter.entry(layer, activations())
         assert cache.snapshot().compiled == pinned and cache.uncached == {Uncached.OTHER_STREAM: 1}
-        for each in layer.parts if stream else ():  # what was decoded there is not pinned here
+        for each in layer.parts if stream else ():  # a copy that was decoded there is not read here
             Dequantizer("a test").of_state(each.weight, each.weight.quant_state, only_read=True)
     assert {kept.stream for kept in cache.weights.values()} == {0}
 
 
-def test_what_an_entry_pins():
-    """In a training, under hooks on saved tensors that are no checkpoint's too, as long as the layer lives; an evaluation keeps
-    the graph of no cache."""
+def test_a_layer_reads_from_the_cache_in_training_and_not_in_evaluation():
+    """Hooks on saved tensors that belong to no checkpoint make no difference."""
     layer, entry = Layer(1), Layers("a test").entered(lambda layer, x: x)
     nf4_patch.enable(cache=2**30)
     for training in (False, True):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
             entry(layer.train(training), activations())
         assert cache.snapshot().compiled == training and not cache.uncached
-    kept = layer.parts[0]
+
+
+def test_a_layer_that_is_freed_drops_cached_weights_whose_parameters_live_on():
+    """A copy of a bitsandbytes parameter refers to the module of the original, and so keeps the original alive."""
+    layer, entry = Layer(1), Layers("a test").entered(lambda layer, x: x)
+    nf4_patch.enable(cache=2**30)
+    entry(layer, activations())
+    assert cache.snapshot().compiled == 1
+    part = layer.parts[0]
     del layer
     gc.collect()
-    assert cache.snapshot().compiled == 0 and kept.weight is not None
+    assert cache.snapshot().compiled == 0 and part.weight is not None
 
 
-def test_a_state_that_was_copied_while_its_layer_ran_holds_nothing():
-    """On another parameter, while another layer runs, it is decoded."""
+def test_a_state_that_is_copied_while_its_layer_runs_keeps_no_dense_copy():
+    """The copied state may belong to another parameter, and be read while another layer runs."""
     layer, copies, found = Layer(1), [], []
     weight = layer.parts[0].weight
 
@@ -227,7 +236,7 @@ def test_a_state_that_was_copied_while_its_layer_ran_holds_nothing():
     assert found == [None]
 
 
-def test_weights_made_under_inference_mode_are_named(enter):
+def test_weights_made_under_inference_mode_are_refused_by_name(enter):
     with torch.inference_mode():
         layer = Layer()
     layer.scale = torch.nn.Parameter(torch.rand(SIDE, device=DEVICE))
@@ -242,7 +251,7 @@ def off_and_on():
     nf4_patch.enable(cache=2**30)
 
 
-SWITCHED = nf4_patch.disable, off_and_on, lambda: cache.may_take(0)
+SWITCHED = nf4_patch.disable, off_and_on, lambda: cache.set_budget(0)
 
 
 def test_what_changes_between_forward_and_backward(enter):
@@ -258,7 +267,7 @@ def test_what_changes_between_forward_and_backward(enter):
         y = enter.entry(layer, x) if reentrant is None else checkpoint(enter.entry, layer, x, use_reentrant=reentrant)
         assert reentrant is not False or cache.uncached[Uncached.CHECKPOINT]
         between()
-        if reentrant is None:  # the graph still uses them
+        if reentrant is None:  # the backward graph still uses the dense copies
             assert cache.snapshot().taken
         y.float().square().sum().backward()
         assert same((x.grad, layer.scale.grad), want)
@@ -285,17 +294,17 @@ def test_strict_mode_notices_a_write_that_no_version_counter_sees(enter, monkeyp
         enter(layer)
 
 
-def test_a_layer_with_a_weight_that_cannot_be_pinned_lets_go_of_all(enter):
+def test_a_layer_with_a_weight_that_cannot_be_cached_drops_all(enter):
     layer = Layer()
     nf4_patch.enable(cache=2**30)
     want = enter(layer)
     storage = layer.parts[1].weight.untyped_storage()
     storage.resize_(storage.nbytes())  # as FSDP frees and refills it
     assert same(enter(layer), want)
-    assert cache.snapshot().compiled == 0 and cache.uncached[Uncached.REFILLED]
+    assert cache.snapshot().compiled == 0 and cache.uncached == {Uncached.REFILLED: 1}
 
 
-def test_what_came_first_stays_for_compiled_layers_and_others_alike(enter):
+def test_compiled_layers_and_other_readers_share_one_budget(enter):
     layers = [Layer(), Layer(first=3)]
     nf4_patch.enable(cache=2**30)
     enter(layers[0])
@@ -313,7 +322,7 @@ def test_what_came_first_stays_for_compiled_layers_and_others_alike(enter):
     for other in others:
         read(other)
     kept = read(part)
-    enter(layers[1])  # no room for one of its weights: the other, which is read without it too, stays
+    enter(layers[1])  # no room for one of its weights; the other one stays, because it was cached for another reader
     assert cache.snapshot().compiled == 2 and read(part) is kept is not None
     assert cache.uncached[Uncached.BUDGET_SPENT]
     del others[1:], other
@@ -350,7 +359,7 @@ def test_a_compiled_layer_in_a_checkpoint_while_the_cache_changes(compiled):
 
 
 def test_five_lengths_make_as_many_graphs_as_without_a_cache(compiled):
-    """The compiled forward reads, its traced backward dequantizes; both passes of the other read."""
+    """The compiled forward reads from the cache, and its traced backward dequantizes. Both eager passes read from the cache."""
     layer, module = compiled
     made = []
     for options in ({}, {"cache": 2**30}):

@@ -161,14 +161,16 @@ def test_usual_spellings_of_true_and_false(true, false):
 
 
 def test_an_unknown_value_says_so_in_one_line_and_never_breaks_an_import():
-    with pytest.raises(ConfigError, match=r"NF4_PATCH='banana' is not known; allowed: 0, 1"):
+    with pytest.raises(ConfigError, match=r"NF4_PATCH='banana' is not allowed. Allowed: 0, 1"):
         Config.read({"NF4_PATCH": "banana"})
     for code in ("import nf4_patch", "import nf4_patch, bitsandbytes"):
         done = python(f"{code}; assert not nf4_patch.is_enabled()", NF4_PATCH="2")
         lines = [line for line in done.stderr.splitlines() if "NF4_PATCH" in line]
-        assert len(lines) == 1 and lines[0].startswith("nf4_patch stays off: NF4_PATCH='2' is not known; allowed: 0, 1")
+        assert len(lines) == 1 and lines[0].startswith(
+            "nf4_patch stays off: NF4_PATCH='2' is not allowed. Allowed: 0, 1"
+        )
     done = python("import nf4_patch; nf4_patch.enable()", NF4_PATCH_STRICT="perhaps", check=False)
-    assert "allowed: 0, 1" in done.stderr
+    assert "Allowed: 0, 1" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -187,15 +189,15 @@ def test_sizes_of_the_cache(given, read, words):
     assert not words or size_in_words(read) == words
 
 
-SIZES = r"is not known; allowed: off, auto, a size \(6GiB = 6G.*, or {unset}"
+SIZES = r"is not allowed. Allowed: off, auto, a size \(6GiB or 6G .*, or {unset}"
 REFUSED = {  # an option: what it is given, and what the error says
-    "matmul": [(given, "is not known; allowed: off, auto, or {unset}") for given in (True, 1, "always", ("auto",))],
-    "experts": [(given, "is not known; allowed: off, 4bit, or {unset}") for given in (4, "8bit")],
+    "matmul": [(given, "is not allowed. Allowed: off, auto, or {unset}") for given in (True, 1, "always", ("auto",))],
+    "experts": [(given, "is not allowed. Allowed: off, 4bit, or {unset}") for given in (4, "8bit")],
     "cache": [
         *[(given, SIZES) for given in ("6 gigs", "-1", "GiB", "all", "1e9", "9" * 400, "9" * 5000, str(2**63))],
         *[(given, SIZES) for given in (-1, True, 2**63, float("inf"), b"6GiB")],
         *[
-            (given, rf"would be {given} bytes\. Which is meant: {given}GiB, {given}MiB or {given}B\?")
+            (given, rf"would mean {given} bytes\. Write {given}GiB, {given}MiB or {given}B")
             for given in (6, "6", "6.5", 6.5, 999_999)
         ],
     ],

@@ -108,7 +108,7 @@ def load():
 
 def copy_layer():
     model.layers[0] = copy.deepcopy(model.layers[0])
-    gc.collect()  # bitsandbytes' parameters refer to their module
+    gc.collect()  # because bitsandbytes' parameters refer to their module
 
 
 def exchange_weights():

@@ -19,6 +19,7 @@ from target import replaced_by
 from verbs import output_of, report_of
 
 import nf4_patch
+from nf4_patch.adapters import unsloth
 from nf4_patch.callback import ReportCallback
 from nf4_patch.nf4.dequantize import launch, reference
 from nf4_patch.patching import direct
@@ -26,7 +27,6 @@ from nf4_patch.patching.config import Config
 from nf4_patch.patching.quant_state import weight_of
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.state import State
-from nf4_patch.patching.target import OwnKernel
 from nf4_patch.patching.targets import TARGETS
 from nf4_patch.snapshot import TargetStatus
 from nf4_patch.tools import cases, cli, doctor, output
@@ -63,7 +63,7 @@ def test_every_verb_has_help_and_checks_its_file_before_the_work(verb, tmp_path)
 def test_unknown_verb_and_unknown_value():
     output_of("polish", exit_code=2)
     said = output_of("doctor", exit_code=1, NF4_PATCH_STRICT="maybe")
-    assert "NF4_PATCH_STRICT='maybe' is not known; allowed: 0, 1, " in said
+    assert "NF4_PATCH_STRICT='maybe' is not allowed. Allowed: 0, 1, " in said
 
 
 @WITHOUT_GPU
@@ -205,11 +205,11 @@ def test_what_unsloth_keeps_for_its_own_kernel(release, variables, measured, lim
     """By its release; it is not imported. Compiled layers keep it everywhere, eager calls where ours is not measured."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(OwnKernel, "keeps_eager_calls", lambda self: not measured)
+    monkeypatch.setattr(unsloth, "keeps_eager_calls", lambda: not measured)
     target = next(target for target in TARGETS if target.name == UNSLOTH)
     with nf4_patch.enabled():
         kept = doctor.kept(target, release, State.WAITING)
-    assert len(kept) == limits and (target.own_kernel.advice in kept) is (limits > 0)
+    assert len(kept) == limits and (unsloth.OWN_KERNEL_ADVICE in kept) is (limits > 0)
 
 
 @pytest.mark.full
@@ -218,7 +218,7 @@ def test_doctor_asks_the_imported_unsloth(tmp_path):
     python(code, check=False, cwd=tmp_path, UNSLOTH_ALLOW_CPU="1", CUDA_VISIBLE_DEVICES="", UNSLOTH_BNB_TRITON="1")
     report = json.loads((tmp_path / "report.json").read_text())
     assert [target["state"] for target in report["targets"] if target["name"] == UNSLOTH] == ["patched"]
-    assert next(target for target in TARGETS if target.name == UNSLOTH).own_kernel.advice in report["limits"]
+    assert unsloth.OWN_KERNEL_ADVICE in report["limits"]
 
 
 @pytest.mark.parametrize(("size", "words", "on"), [("6442450944", " (6 GiB): ", {}), ("6G", ": ", {"NF4_PATCH": "1"})])

@@ -1,4 +1,4 @@
-"""A dense copy of a packed weight, and what tells that the packed bytes still decode to it."""
+"""A cache entry: the dense copy of a packed weight, and the checks that the copy is still valid."""
 
 from __future__ import annotations
 
@@ -16,51 +16,58 @@ from .allocator import allocated
 
 
 def nobody() -> None:
+    """Stand in for a weak reference whose object is gone."""
     return None
 
 
 class CacheEntry:
-    """It owns the dense copy and the memory of the scales, and knows the parameter and its memory by weak references."""
+    """The dense copy of a packed weight.
 
-    views: tuple[Tensor, Tensor] | None = None  # [N, K] and [K, N], or twice that of another rank; None: dropped
+    An entry owns the dense copy and the storages of the scales. It refers weakly to the packed parameter and its storage.
+    """
+
+    views: tuple[Tensor, Tensor] | None = (
+        None  # [N, K] and [K, N]; for another rank, the same view twice; None: dropped
+    )
     tensors: tuple[Callable[[], Tensor | None], ...]  # weak references to the parameter, absmax, absmax2, code2, offset
 
     def __init__(self, weight: PackedWeight):
-        """Of a weight before it is decoded: a write in the meantime is noticed.
+        """Record the weight's identity before it is decoded, so that a write during decoding is noticed.
 
         Raises:
-            AttributeError, RuntimeError, TypeError: a field is no tensor, or one without versions, or nothing to be known by.
+            AttributeError, RuntimeError, TypeError: a field is not a tensor, or a tensor has no version counter.
         """
         packed, absmax, *second = weight.tensors()
         self.location, self.fingerprint = location(weight), fingerprint(weight)
-        # the number of the storage: one that was freed leaves its address to others
+        # the storage's number and not its address, because addresses are reused
         self.versions = packed.untyped_storage()._cdata, packed._version, absmax._version
         self.second = tuple(tensor._version for tensor in second)
-        self.memory = StorageWeakRef(packed.untyped_storage())  # while this is kept, no other memory has its number
-        # memory of the scales, so that no other numbers come to their addresses
+        self.memory = StorageWeakRef(packed.untyped_storage())  # while it is held, no other storage gets this number
+        # held, so that no other scales can be allocated at their addresses
         self.scales = tuple(tensor.untyped_storage() for tensor in (absmax, *second))
         self.device = packed.get_device()  # -1: the CPU
-        self.stream = runtime.current_stream(self.device)  # on which it is decoded
+        self.stream = runtime.current_stream(self.device)  # the stream on which the weight is decoded
         self.size = size_of(weight)  # bytes in the allocator
-        self.compiled = False  # layers that are compiled as a whole read it
-        self.watcher: Any = None  # of the storage of the packed bytes
-        self.other_stream_reads = 0  # reads on other streams since the latest on its own
+        self.compiled = False  # whether a compiled layer has read the dense copy
+        self.watcher: Any = None  # a weak reference to the storage of the packed bytes, with a callback
+        self.other_stream_reads = 0  # consecutive reads on other streams
 
     def fill(self, weight: PackedWeight, result: Tensor, died: Callable[[Any], None]) -> None:
-        """Hold what was decoded; ``died`` is called when a tensor that it was decoded from is freed."""
+        """Store the decoded weight. ``died`` is called when one of the weight's tensors is freed."""
         tensors = weight.owner(), *weight[1:5]
         self.tensors = tuple(nobody if tensor is None else weakref.ref(tensor, died) for tensor in tensors)
         self.dense_memory, self.written = StorageWeakRef(result.untyped_storage()), result._version
-        turned = result.t() if result.dim() == 2 else result
-        self.views = (turned, result) if weight.transposed() else (result, turned)
+        transposed = result.t() if result.dim() == 2 else result
+        self.views = (transposed, result) if weight.transposed() else (result, transposed)
 
     def empty(self) -> None:
-        """Let go of everything but what its memory is charged by."""
+        """Release the tensors. The entry keeps its size and ``dense_memory``, by which the cache charges memory still in use."""
         self.views, self.tensors, self.scales, self.watcher = None, (nobody,) * 5, (), None
 
     def of(self, weight: PackedWeight) -> Tensor | None:
-        """The dense copy, if it is of these very tensors and none was written: another may have come to the address of one.
-        The plain fields and the addresses are compared before.
+        """Return the dense copy if it was decoded from exactly these tensors and nothing was written since, else None.
+
+        The caller has found the entry by addresses and plain fields. They prove nothing alone, because addresses are reused.
 
         Raises:
             RuntimeError: an inference tensor, which has no version counter.
@@ -79,23 +86,26 @@ class CacheEntry:
             and fourth() is offset
             and self.versions == (packed.untyped_storage()._cdata, packed._version, absmax._version)
             and (absmax2 is None or self.second == (absmax2._version, code2._version, offset._version))  # type: ignore
-            and views[0]._version == self.written  # nobody wrote into what is handed out
+            and views[0]._version == self.written  # no reader wrote into the dense copy
         ):
             return views[packed.shape[0] == 1]
         return None
 
 
 def size_of(weight: PackedWeight) -> int:
-    """Bytes that the dense copy takes at most in PyTorch's allocator."""
+    """Return the most bytes that the dense copy takes in PyTorch's allocator."""
     return allocated(2 * weight.packed.nbytes * weight.dtype.itemsize)
 
 
 def location(weight: PackedWeight) -> tuple[Any, ...]:
-    """Which part of which parameter, and the dtype; wherever the parameter looks now, and for either way round."""
+    """Return which part of which parameter the weight is, and its dtype.
+
+    The location stays the same if the parameter's ``.data`` is replaced, and for the transposed weight.
+    """
     owner, packed = weight.owner(), weight.packed
     return id(owner), packed.data_ptr() - owner.data_ptr(), packed.nbytes, weight.dtype
 
 
 def fingerprint(weight: PackedWeight) -> tuple[Any, ...]:
-    """Its plain fields and addresses, for either way round."""
+    """Return the weight's fingerprint, which is the same for the transposed weight."""
     return weight._replace(packed=weight.packed.detach().view(-1).view(torch.uint8)).fingerprint()

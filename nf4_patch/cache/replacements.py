@@ -1,4 +1,4 @@
-"""Library functions that the cache has to know of: they read weights, or change what a weight is known by."""
+"""Replacements for library functions whose calls the cache must know: a forward pass, a swap of tensors, a resized storage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .store import cache
 
 
 def observed(target: Target, original: Function) -> Function:
-    """For the ``forward`` of an autograd function with the arguments (ctx, A, ...): ``cache="auto"`` looks at A."""
+    """Replace the ``forward(ctx, A, ...)`` of an autograd function: ``cache="auto"`` observes A, then the original runs."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if cache.auto is not None and len(args) > 1:
@@ -24,9 +24,10 @@ def observed(target: Target, original: Function) -> Function:
 
 
 def getweakrefs(target: Target, original: Function) -> Function:
-    """For ``weakref.getweakrefs``, by which ``torch.utils.swap_tensors`` refuses a tensor with weak references.
+    """Replace ``weakref.getweakrefs``, with which ``torch.utils.swap_tensors`` refuses tensors that have weak references.
 
-    The cache lets go of the tensor first. ``swap_tensors`` itself may be held under any name, and is not replaced.
+    The cache drops its weak references to the tensor first. ``swap_tensors`` cannot be replaced itself, because callers may
+    hold it under any name.
     """
 
     def attempt(object: Any, /) -> Any:
@@ -38,11 +39,11 @@ def getweakrefs(target: Target, original: Function) -> Function:
 
 
 def resize(target: Target, original: Function) -> Function:
-    """For ``UntypedStorage.resize_``: FSDP frees and refills memory so, and keeps the version counters."""
+    """Replace ``UntypedStorage.resize_``, with which FSDP frees and refills a storage without a new version."""
 
     def attempt(self: torch.UntypedStorage, *size: int) -> Any:
-        if self._cdata in cache.memories:
-            cache.drop_memory(self._cdata, resized=True)
+        if self._cdata in cache.storages:
+            cache.drop_storage(self._cdata, resized=True)
         return original, self, *size
 
     return replacement_of(target, original, Fallbacks(target.name), attempt)
