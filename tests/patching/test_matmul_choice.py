@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -337,6 +339,121 @@ def test_the_state_for_bitsandbytes_dequantizes_like_the_weight(monkeypatch):
     assert torch.equal(dequantize_4bit(weight.packed, measurement.quant_state(weight)), reference.dequantize(weight))
     monkeypatch.setattr(runtime, "capability_of", lambda device: (7, 5))
     assert measurement.random_operands(0, 4, 128, 256)[0].dtype is torch.float16
+
+
+class Timing:
+    """A GPU whose ``measure`` runs on the CPU. ``us`` has the time of each call by the start of its name, 50 by default."""
+
+    def __init__(self):
+        self.us, self.timed, self.results = {}, [], {}
+
+    def gpu_times(self, calls, flushed):
+        self.timed = list(calls)
+        for call in calls.values():
+            call()
+        return {name: [next((us for key, us in self.us.items() if name.startswith(key)), 50.0)] * 3 for name in calls}
+
+    def resolve(self, x, weight, bias, config):
+        result = self.results.get(config, 1)
+        if result is None:
+            raise runtime.KernelUnavailable("too many registers")
+
+        def multiply(x, out=None):
+            product = matmul_reference.matmul(x, weight) * result
+            return product if out is None else out.copy_(product)
+
+        return multiply
+
+
+@pytest.fixture
+def timing(monkeypatch):
+    found = Timing()
+    monkeypatch.setattr(measurement.torch, "device", lambda *_: torch.empty(0).device)
+    monkeypatch.setattr(measurement, "gpu_times", found.gpu_times)
+    monkeypatch.setattr(measurement.launch, "resolve", found.resolve)
+    monkeypatch.setattr(runtime, "on_device", lambda device: contextlib.nullcontext())
+    for name in ("synchronize", "memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=64))
+    return found
+
+
+WRONG, SLOW, FAST = SMALL_M_ROWS[0].config, SMALL_M_ROWS[1].config, SMALL_M_ROWS[2].config
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu measures with the real kernels")
+@pytest.mark.parametrize(
+    ("us", "config"),
+    [
+        ({}, FAST),
+        ({"fused matmul 1-1-8-1-2": 48.5}, FAST),
+        ({"fused matmul 1-1-8-1-2": 49.0, "dequantize + matmul, 8 rows": 49.9}, None),  # 2 % faster
+        ({GEMM: 9.0}, None),
+        ({f"{GEMM}, 5 rows": 9.0}, None),
+    ],
+)
+def test_a_config_wins_if_it_is_right_and_beats_every_original_at_both_ends(timing, caplog, us, config):
+    timing.results = {WRONG: 1.01}
+    timing.us = {**us, "fused matmul 1-1-8-1-2": us.get("fused matmul 1-1-8-1-2", 10.0), "fused matmul 2-1-8": 48.95}
+    seen = []
+
+    def gemm(x, packed, shape, absmax, blocksize, quant_type, bias=None, **nested):
+        seen.append((len(x), tuple(shape), absmax.dtype, {name: tensor.dtype for name, tensor in nested.items()}))
+        return x
+
+    originals = {GEMM: gemm, "unsloth.kernels.utils._gemv_rows": lambda x, packed, state, out: None}
+    found = measurement.measure(0, 5, 8, 128, 256, [WRONG, SLOW, FAST], originals)
+    assert found.config == config
+    names = [f"{name}, {m} rows" for m in (5, 8) for name in (measurement.DEQUANTIZE, GEMM)]
+    assert timing.timed[2:] == names and len(timing.timed) == 4 + 2 and list(found.us) == timing.timed
+    dtypes = {"absmax_8bit": torch.uint8, "absmax_code": torch.float32, "absmax_offset": torch.float32}
+    assert {m for m, *_ in seen} == {5, 8} and all(rest == [(128, 256), torch.float32, dtypes] for _, *rest in seen)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert str(WRONG) in warning and "one-hot rows" in warning
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu measures with the real kernels")
+def test_nothing_is_found_where_nothing_compiles_or_memory_is_short(timing, monkeypatch):
+    timing.results = {FAST: None}
+    assert measurement.measure(0, 1, 1, 128, 256, [FAST], {}) is None
+    timing.results = {}
+    assert measurement.measure(0, 1, 1, 128, 256, [FAST], {}).config is None  # as fast as the original
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (8 * 128 * 256, 2**30))
+    assert measurement.measure(0, 1, 1, 128, 256, [FAST], {}) is None
+
+
+@pytest.mark.parametrize("late", [0, 3, measurement.ROUNDS])
+def test_a_round_in_which_the_gpu_waits_for_the_host_is_dropped(monkeypatch, late):
+    clock, rounds = [0.0], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.time = None
+
+        def record(self):
+            self.time = clock[0]
+
+        def query(self):
+            return len(rounds) > measurement.ROUNDS + 1 - late
+
+        def elapsed_time(self, end):
+            return end.time - self.time
+
+    def call(ms):
+        clock[0] += ms
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", rounds.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    zeros = torch.zeros
+    monkeypatch.setattr(measurement.torch, "zeros", lambda *size, device, **options: zeros(*size, **options))
+    times = measurement.gpu_times({"a": functools.partial(call, 2.0), "b": functools.partial(call, 0.5)}, 64)
+    assert len(rounds) == measurement.ROUNDS + 1
+    assert times == {
+        "a": [pytest.approx(2000)] * (measurement.ROUNDS - late),
+        "b": [pytest.approx(500)] * (measurement.ROUNDS - late),
+    }
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
