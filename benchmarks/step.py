@@ -1,12 +1,13 @@
-"""python -m benchmarks.step [--peft | --trl | --compiled | --moe | --unsloth]: a QLoRA step as in TRL, alternating sides.
+"""python -m benchmarks.step [--peft | --trl | --compiled | --moe | --recipe ...]: a QLoRA step as in TRL, alternating sides.
 
 Adapters are in 16 bits under autocast, with non-reentrant checkpointing. Liger and Unsloth patch a whole process, so each kind
-of model runs in a separate process. Only one process works at a time.
+of model runs in a separate process. In a recipe each side has its own process. Only one process works at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -26,7 +27,7 @@ from benchmarks import run_alone
 from benchmarks.checkpoint import save_config
 from benchmarks.models import EXPERTS, LINEARS, config_of, qwen3
 from benchmarks.timing import Machine, kernels, machine, synchronize, wall_ms
-from benchmarks.training import BUDGET, LENGTHS, LLAMA, RANK, Size, Step, optimizer_of, peft_model, trained
+from benchmarks.training import BUDGET, LENGTHS, LLAMA, RANK, Size, Step, llama, optimizer_of, peft_model, trained
 from nf4_patch.tools.patch import patch
 from nf4_patch.tools.report import Progress, Report, require_gpu, require_patch, silent, table
 from nf4_patch.tools.timing import Times
@@ -35,18 +36,19 @@ METHOD = (
     "A step as in TRL: adapters in 16 bits, autocast, checkpointing. gpu_ms: sum of kernels and copies, median of the rounds;"
     " gpu_spread: (largest - smallest) / median. wall_ms: wall-clock time, alternating sides; wall_spread: odd against even rounds."
     " gpu_x, wall_x: speed-up over the first side, if losses agree. launches: kernels and copies. calls: calls of our kernel."
-    " peak_gib: peak memory allocated by PyTorch. losses: losses of 30 steps that learn."
+    " peak_gib, reserved_gib: peak memory that PyTorch allocated, and reserved on the GPU. losses: losses of 30 steps that learn."
 )
 STOCK = "peft"
 FP32, LIGER, LAYERS_ONLY, DENSE, UNSLOTH = "fp32", "liger", "liger, no loss", "16-bit experts", "unsloth"
 COMPILED = "compiled layers"
-WALLS, PROFILED, TRAINED = 6, 2, 30
+PROFILED, TRAINED = 2, 30
 ROUNDING = 2**-7  # relative rounding of losses in bf16
 
 
 class Side(NamedTuple):
     kind: str  # kind of model; each kind has a process
     options: dict[str, str] | None  # arguments of nf4_patch.enable, None if the patch is off
+    optimizer: str = "adamw_torch"  # see training.optimizer_of
 
 
 def sides_of(kind: str, options: Mapping[str, Mapping[str, str] | None], **common: str) -> dict[str, Side]:
@@ -61,6 +63,8 @@ class Comparison(NamedTuple):
     sides: dict[str, Side]
     sizes: Iterable[Size] = LENGTHS
     configuration: Callable[[], Any] = partial(config_of, LLAMA)  # called in another process, after Unsloth's import
+    alone: bool = False  # each side has its own process, so that its memory is its own
+    walls: int = 6  # rounds of wall-clock time
 
 
 CACHE, FUSED = {"cache": BUDGET}, {"lora": "fused"}
@@ -68,6 +72,30 @@ PATCHED: dict[str, dict[str, str] | None] = {"": None, "patch": {}, "patch, cach
 EVERY = PATCHED | {"fused": FUSED, "fused, cached": FUSED | CACHE}
 ON = {name: given for name, given in EVERY.items() if given is not None}
 PACKED, GRAPHS = {"experts": "4bit"}, {"graphs": "auto"}
+FUSED_ADAMW, PAGED_ADAMW = "adamw_torch_fused", "paged_adamw_8bit"
+
+
+def recipe(base: dict[str, Side], **common: str) -> dict[str, Side]:
+    """Return the sides of a recipe: one TRL script after each further switch, and Unsloth.
+
+    Args:
+        base: the script without the patch.
+        common: options of every side with the patch.
+    """
+    best = common | FUSED | GRAPHS
+    return base | {
+        "patch": Side(STOCK, common),
+        "liger": Side(LIGER, common),
+        "fused": Side(LIGER, common | FUSED),
+        "graphs": Side(LIGER, best),
+        "cache": Side(LIGER, best | CACHE),
+        "fused optimizer": Side(LIGER, best | CACHE, FUSED_ADAMW),
+        "paged optimizer": Side(LIGER, best | CACHE, PAGED_ADAMW),
+        UNSLOTH: Side(UNSLOTH, None),
+        f"{UNSLOTH}, fused optimizer": Side(UNSLOTH, None, FUSED_ADAMW),
+    }
+
+
 COMPARISONS = {  # by command-line option
     "peft": Comparison(sides_of(STOCK, PATCHED)),
     "trl": Comparison(
@@ -87,8 +115,13 @@ COMPARISONS = {  # by command-line option
         sides_of(STOCK, {"patch": {}, "graphs": GRAPHS}) | sides_of(LIGER, {"fused": FUSED, "fused, graphs": FUSED | GRAPHS})
         | sides_of(UNSLOTH, {"": None})
     ),
+    "recipe": Comparison(recipe(sides_of(STOCK, {"": None})), alone=True, walls=10),
+    "recipe-16": Comparison(
+        recipe(sides_of(STOCK, {"": None})), configuration=partial(config_of, llama(16)), alone=True, walls=4),
+    "recipe-moe": Comparison(
+        recipe(sides_of(DENSE, {"": None}), **PACKED), ((1, 512), (1, 2048), (1, 4096)), qwen3, alone=True, walls=10),
     "unsloth": Comparison(sides_of(UNSLOTH, PATCHED)),
-    "compiled": Comparison(sides_of(STOCK, {"": None, "patch": {}, "fused": FUSED}) | sides_of(COMPILED, {"patch": {}})),
+    "compiled": Comparison(sides_of(STOCK, {"": None, "patch": {}, "fused": FUSED}) | sides_of(COMPILED, {"": None, "patch": {}})),
 }  # fmt: skip
 
 
@@ -154,7 +187,9 @@ class Sides:
             importlib.import_module("unsloth")
         self.kind, self.sides = kind, sides
         self.model = model_of(kind, configuration())
-        self.optimizer = optimizer_of(self.model)
+        (name,) = {side.optimizer for side in sides.values()} or {"adamw_torch"}
+        self.new_optimizer = partial(optimizer_of, self.model, name=name)
+        self.optimizer = self.new_optimizer()
         if torch.cuda.is_available():
             kernels(synchronize)  # starts the profiler
 
@@ -164,11 +199,11 @@ class Sides:
         cache = options.pop("cache", "off")
         return Step(self.model, optimizer or self.optimizer, size, on, cache, self.kind != FP32, **options)
 
-    def observe(self, name: str, size: Size) -> tuple[float, float, int]:
-        """Return the loss, the peak memory in GiB, and the number of calls of our kernel."""
+    def observe(self, name: str, size: Size) -> tuple[float, float, float, int]:
+        """Return the loss, the peaks of allocated and reserved memory in GiB, and the number of calls of our kernel."""
         step = self.step(name, size)
         step.observe()
-        return step.losses[0], step.peak / 2**30, step.calls
+        return step.losses[0], step.peak / 2**30, step.reserved / 2**30, step.calls
 
     def wall(self, name: str, size: Size) -> float:
         step = self.step(name, size)
@@ -184,10 +219,10 @@ class Sides:
 
     def train(self, name: str, size: Size) -> list[float]:
         """Return the losses of steps that learn, starting from the same adapters for every side."""
-        step = self.step(name, size, optimizer=optimizer_of(self.model, lr=1e-3))
+        step = self.step(name, size, optimizer=self.new_optimizer(lr=1e-3))
         with patch(step.on, cache=step.cache, **step.options):
             losses = [step() for _ in range(TRAINED)]
-        optimizer_of(self.model)  # resets the adapters
+        self.new_optimizer()  # resets the adapters
         return [loss.item() for loss in losses]
 
 
@@ -206,19 +241,29 @@ def answer(method: str, *arguments: Any) -> tuple[Any, str]:
         return None, ""
     except Exception:
         return None, traceback.format_exc()
+    finally:
+        if torch.cuda.is_available():  # other processes share the GPU
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def prepare(kind: str) -> None:
+    """Import the libraries for a kind of model. The processes do this in parallel, and then build one after another."""
+    importlib.import_module("unsloth" if kind == UNSLOTH else "peft")
 
 
 class Worker:
-    """A process for one kind of model, which it builds immediately."""
+    """A process for one kind of model, or for one side. It starts immediately, and builds the model when it is asked to."""
 
-    def __init__(self, *arguments: Any):
-        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        self.built = self.pool.submit(answer, "", *arguments)
+    def __init__(self, kind: str, *arguments: Any):
+        self.pool, self.arguments = ProcessPoolExecutor(1, multiprocessing.get_context("spawn")), (kind, *arguments)
+        self.pool.submit(prepare, kind)
 
     def ask(self, *request: Any) -> tuple[Any, str]:
-        """Return ``answer`` for (method, side, size), or without a request, for building the model."""
+        """Return ``answer`` for (method, side, size), or without a request, build the model."""
         try:
-            return (self.pool.submit(answer, *request) if request else self.built).result()
+            found: tuple[Any, str] = self.pool.submit(answer, *(request or ("", *self.arguments))).result()
+            return found
         except BrokenExecutor:
             return None, "the process ended"
 
@@ -265,31 +310,35 @@ def measure(what: str, tell: Progress = silent) -> Steps:
 
 
 def compare(
-    what: Comparison, walls: int = WALLS, profiled: int = PROFILED, tell: Progress = silent
+    what: Comparison, profiled: int = PROFILED, tell: Progress = silent
 ) -> tuple[list[dict[str, Any]], dict[str, list[float]], list[str]]:
     """Measure the sides. Return the rows, the losses of steps that learn by side, and the failures.
 
     A side that fails has no further rows.
     """
     sides, failures = what.sides, []
-    kinds = dict.fromkeys(side.kind for side in sides.values())
-    arguments = {kind: {name: side for name, side in sides.items() if side.kind == kind} for kind in kinds}
-    workers = {kind: Worker(kind, arguments[kind], what.configuration) for kind in kinds}
+    process_of = {name: name if what.alone else side.kind for name, side in sides.items()}
+    groups: dict[str, dict[str, Side]] = {}
+    for name, side in sides.items():
+        groups.setdefault(process_of[name], {})[name] = side
+    workers = {
+        process: Worker(next(iter(group.values())).kind, group, what.configuration) for process, group in groups.items()
+    }
 
     def of_each(method: str, names: Iterable[str], size: Size) -> dict[str, Any]:
         found = {}
         for name in names:
-            found[name], error = workers[sides[name].kind].ask(method, name, size)
+            found[name], error = workers[process_of[name]].ask(method, name, size)
             if error:
                 failures.append(f"{name}, {method}, {size[0]}x{size[1]}: {error}")
         return {name: answer for name, answer in found.items() if answer is not None}
 
     try:
-        for kind, worker in workers.items():
-            tell(f"building {kind}")
+        for process, worker in workers.items():
+            tell(f"building {process}")
             if error := worker.ask()[1]:
-                failures.append(f"{kind}: {error}")
-                sides = {name: side for name, side in sides.items() if side.kind != kind}
+                failures.append(f"{process}: {error}")
+                sides = {name: side for name, side in sides.items() if process_of[name] != process}
         rows: list[dict[str, Any]] = []
         for size in what.sizes:
             tell("{}x{} tokens".format(*size))
@@ -297,7 +346,7 @@ def compare(
             sides = {name: sides[name] for name in seen}
             failures += differ(sides, {name: loss for name, (loss, *_) in seen.items()}, size)
             orders = ([*sides], [*reversed(sides)])
-            wall = [of_each("wall", orders[round_ % 2], size) for round_ in range(walls)]
+            wall = [of_each("wall", orders[round_ % 2], size) for round_ in range(what.walls)]
             gpu = [of_each("gpu", sides, size) for _ in range(profiled)]
             for name in sides:
                 taken = Times(tuple(found[name] for found in wall if name in found) or (0.0,))
@@ -307,7 +356,7 @@ def compare(
                     "gpu_ms": statistics.median(ms), "gpu_spread": (max(ms) - min(ms)) / (statistics.median(ms) or 1),
                     "wall_ms": taken.median, "wall_spread": taken.noise,
                     "launches": max((found[name][1] for found in gpu if name in found), default=0),
-                    "peak_gib": seen[name][1], "calls": seen[name][2],
+                    "peak_gib": seen[name][1], "reserved_gib": seen[name][2], "calls": seen[name][3],
                 })  # fmt: skip
         tell("steps that learn")
         losses = of_each("train", [name for name in sides if "cached" not in name], next(iter(what.sizes)))
@@ -344,6 +393,11 @@ def flag(name: str, text: str) -> Callable[[Any], Any]:
 @flag("compiled", "Compare with compiled layers.")
 @flag("moe", "Compare a mixture of experts, with LoRA on the experts.")
 @flag("graphs", "Compare layers as CUDA graphs with eager layers and with Unsloth.")
+@flag(
+    "recipe", "Compare a TRL script after each switch, up to Liger, graphs, cache and a fused optimizer, and Unsloth."
+)
+@flag("recipe-16", "The same with 16 layers instead of 4.")
+@flag("recipe-moe", "The same for a mixture of experts.")
 @flag("unsloth", "Compare Unsloth with the patch and without it.")
 @click.pass_obj
 def command(tell: Progress, what: str | None) -> Steps:

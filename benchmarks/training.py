@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import nf4_patch
-from benchmarks.models import LINEARS, LLAMA_8B, build_4bit, training_dtype
+from benchmarks.models import LINEARS, LLAMA_8B, Shape, build_4bit, training_dtype
 from benchmarks.timing import synchronize
 from nf4_patch.tools.patch import patch
 
@@ -22,8 +22,17 @@ BUDGET = "64GiB"
 LENGTHS = ((1, 512), (2, 1024), (2, 2048))  # (batch, tokens)
 RANK = 16
 LAYERS = 4  # of an 8B model
-# The vocabulary is scaled with the layers. With all 128,256 words, the head would take a third of a step with four layers.
-LLAMA = LLAMA_8B._replace(num_hidden_layers=LAYERS, vocab_size=128256 * LAYERS // 32)
+
+
+def llama(layers: int = LAYERS) -> Shape:
+    """Return the shape of Llama-3.1-8B with fewer layers, and a vocabulary that is smaller in the same proportion.
+
+    With all 128,256 words, the head would take a third of a step with four layers.
+    """
+    return LLAMA_8B._replace(num_hidden_layers=layers, vocab_size=128256 * layers // 32)
+
+
+LLAMA = llama()
 
 
 def peft_model(config: Any, targets: Iterable[str] = LINEARS, **options: Any) -> Any:
@@ -46,10 +55,13 @@ def trained(model: Any) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def optimizer_of(model: Any, lr: float = 0.0) -> torch.optim.Optimizer:
+def optimizer_of(model: Any, lr: float = 0.0, name: str = "adamw_torch") -> torch.optim.Optimizer:
     """Return an optimizer. Put the model in training mode and set its adapters to fixed random numbers.
 
     The numbers are the same in every dtype, up to rounding.
+
+    Args:
+        name: adamw_torch, adamw_torch_fused or paged_adamw_8bit, as ``optim`` of transformers' TrainingArguments.
     """
     model.train()
     parameters = trained(model)
@@ -57,14 +69,22 @@ def optimizer_of(model: Any, lr: float = 0.0) -> torch.optim.Optimizer:
     with torch.no_grad():
         for parameter in parameters:  # peft initializes B to zero, so adapters would not affect the loss
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.01)
-    return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+    if name == "paged_adamw_8bit":
+        from bitsandbytes.optim import PagedAdamW8bit
+
+        paged: torch.optim.Optimizer = PagedAdamW8bit(parameters, lr=lr, weight_decay=0.0)
+        return paged
+    return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, fused=name == "adamw_torch_fused")
 
 
 Size = tuple[int, int]  # batch, tokens
 
 
 class Step:
-    """A training step on fixed tokens, with the patch on (and these options) or off. It records losses and peak memory."""
+    """A training step on fixed tokens, with the patch on (and these options) or off.
+
+    It records losses and the peaks of allocated and reserved GPU memory, in bytes.
+    """
 
     def __init__(
         self, model: Any, optimizer: torch.optim.Optimizer, size: Size, on: bool, cache: str | int = "off",
@@ -76,7 +96,7 @@ class Step:
         self.model, self.optimizer, self.on, self.cache = model, optimizer, on, cache
         self.autocast, self.options = autocast, options
         self.losses: list[float] = []
-        self.peak = self.taken = self.calls = 0
+        self.peak = self.reserved = self.taken = self.calls = 0
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
@@ -107,5 +127,6 @@ class Step:
             calls = nf4_patch.status().hits
             self.losses.append(self().item())
             self.calls = nf4_patch.status().hits - calls
-            self.peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+            if torch.cuda.is_available():
+                self.peak, self.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
             self.taken = sum(nf4_patch.status().cache.taken.values())

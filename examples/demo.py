@@ -89,7 +89,9 @@ def main() -> int:
     if not Path(args.png).absolute().parent.is_dir():
         parser.error(f"--png {args.png}: there is no folder for it")
     if not GPU:
-        print("no NVIDIA GPU: the kernel runs in Triton's interpreter")
+        print(
+            "no NVIDIA GPU: Triton's interpreter runs the kernel, in Python. It proves the bits; the it/s say nothing about speed."
+        )
     sides: dict[bool, list[dict]] = {False: [], True: []}
     with tempfile.TemporaryDirectory(prefix="nf4-patch-demo-") as folder:
         pack(folder)

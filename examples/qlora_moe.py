@@ -4,11 +4,12 @@ python examples/qlora_moe.py                                    # a small random
 python examples/qlora_moe.py --model random-gpt-oss
 
 A real one, in GB of a GPU's memory without activations: weights, then adapters with their gradients and AdamW's state.
+At 2,048 tokens per step, "fits into 24" needs Liger's loss (pip install liger-kernel). Without it, train on 128 tokens.
 
-python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing --attention-only        # 17 + 0.1: fits into 24
-python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing --rank 8 --adamw-8bit   # 17 + 1.9: fits into 24
-python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing                         # 17 + 5.1: take 32 or more
-python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing --offload 6GiB           # the same in 24: docs/offload.md
+python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing --liger-loss --tokens 2048 --attention-only        # 17 + 0.1: fits into 24
+python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing --liger-loss --tokens 2048 --rank 8 --adamw-8bit   # 17 + 1.9: fits into 24
+python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing --liger-loss --tokens 2048                         # 17 + 5.1: take 32 or more
+python examples/qlora_moe.py --model Qwen/Qwen3-30B-A3B --checkpointing --liger-loss --tokens 2048 --offload 6GiB           # the same in 24: docs/offload.md
 
 It needs transformers 5.17 and peft 0.17, or newer.
 """
@@ -21,6 +22,7 @@ from offline import SIZES, batches, checkpoint, compute_dtype
 from peft import LoraConfig, get_peft_model
 from record import Record
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.integrations.liger import apply_liger_kernel
 
 import nf4_patch
 
@@ -30,6 +32,7 @@ parser.add_argument("--size", default="tiny", choices=SIZES, help="of a random m
 for option, value in (("--steps", 20), ("--rows", 1), ("--tokens", 128), ("--rank", 16)):
     parser.add_argument(option, type=int, default=value)
 parser.add_argument("--checkpointing", action="store_true", help="recompute every layer in the backward")
+parser.add_argument("--liger-loss", action="store_true", help="Liger's loss, which keeps no logits of all tokens")
 parser.add_argument("--attention-only", action="store_true", help="no LoRA on the experts")
 parser.add_argument(
     "--adamw-8bit", action="store_true", help="bitsandbytes' AdamW: 2 bytes of state a parameter, not 4"
@@ -63,6 +66,8 @@ lora = LoraConfig(
     r=args.rank, lora_alpha=2 * args.rank, target_modules=attention, target_parameters=experts, task_type="CAUSAL_LM"
 )
 model = get_peft_model(model, lora).train()
+if args.liger_loss:  # a Trainer takes use_liger_kernel=True and liger_kernel_config
+    apply_liger_kernel(model, {"fused_linear_cross_entropy": True, "rope": False, "rms_norm": False, "swiglu": False})
 model.print_trainable_parameters()
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 if dtype == torch.bfloat16:  # as TRL: half the memory, and a product computes in it anyway

@@ -18,7 +18,7 @@ from .patching.switch import switch
 from .patching.target import Target
 from .patching.targets import TARGETS
 
-NEVER_CALLED, NEVER_HIT = "installed, never called by eager code", "installed, never hit"
+NEVER_CALLED, ONLY_FALLBACKS = "installed, never called by eager code", "every counted call ran the original"
 SHAPES_SHOWN = 8  # so that a report fits on a screen; a model has about five shapes
 
 
@@ -129,7 +129,7 @@ def status_of(target: Target) -> TargetStatus:
     elif state.was_patched and target.option and not switch.gates[target.option].on:
         state, note = State.INACTIVE, f'enable({target.option}="{OPTIONS[target.option].on}") turns it on'
     elif state is State.PATCHED:
-        note = target.uncounted or ("" if hits else NEVER_HIT if fallbacks else NEVER_CALLED)
+        note = target.uncounted or ("" if hits else ONLY_FALLBACKS if fallbacks else NEVER_CALLED)
     elif state is State.DISPLACED and entry is not None:
         note = entry.why_displaced()
     return TargetStatus(target.name, state, hits, fallbacks, note)

@@ -28,7 +28,7 @@ from tables import GPU_TIME, GPUS, Column, Record, pivot
 from nf4_patch.patching.config import VARIABLES
 from nf4_patch.patching.reasons import Reason
 from nf4_patch.patching.targets import TARGETS
-from nf4_patch.tools import cli
+from nf4_patch.tools import cli, doctor
 
 PICTURE = ROOT / "docs" / "images" / "at-a-glance.svg"
 
@@ -45,8 +45,20 @@ def install() -> str:
     return f"```bash\npip install git+{repository}\n```\n\n{badge}({notebook}/blob/main/examples/t4_colab.ipynb)"
 
 
+def sample_of_doctor() -> str:
+    """Return the first lines of ``nf4-patch doctor`` for the GPU and the releases of step-trl's data, without Unsloth."""
+    machine = tables.records("step-trl")[0]["machine"]
+    releases = {name: release for name, release in machine["releases"].items() if not name.startswith("unsloth")}
+    capability = (int(machine["capability"][:-1]), int(machine["capability"][-1]))
+    gpu = doctor.Gpu(0, machine["gpu"], capability, 80.0)
+    lines = doctor.lines_to_type(releases, False, [capability])
+    text = "\n".join(doctor.DoctorReport("", releases, [gpu], "", [], [], [], lines).render())
+    return f"```text\n{text.partition('GPU 0')[0].strip()}\n...\n```"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     **tables.BLOCKS,
+    "doctor": sample_of_doctor,
     "install": install,
     "targets": lambda: pivot(
         ({"t": t, "name": t.name.removeprefix(f"{t.library}."), "tested": ", ".join(t.tested)} for t in TARGETS),
@@ -67,12 +79,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 GREEN, GRAY, AMBER = "#1b7f4b", "#9a9a9a", "#d98e04"
 BARS = (  # label, key of tables.GAINS, number of tokens or sequences, color
-    ("LoRA on experts, 512 tokens", "a mixture of experts, peft", 512, AMBER),
-    ("TRL, Liger, LoRA in one function, 2,048 tokens", "TRL with Liger", 2048, AMBER),
+    ("LoRA on experts, Liger, 512 tokens", tables.EXPERTS, 512, AMBER),
+    ("the same, 4,096 tokens", tables.SAME, 4096, AMBER),
+    ("TRL, Liger, LoRA in one function, 2,048 tokens", tables.DENSE_TRL, 2048, AMBER),
     ("generation, batch 8", "4-bit generation, compiled", 8, AMBER),
-    ("step with peft, everything cached, 512 tokens", "peft or TRL, memory to spare", 512, AMBER),
-    ("step with peft, 512 tokens", "peft or TRL", 512, GREEN),
-    ("step with peft, 4,096 tokens", "peft or TRL", 4096, GREEN),
+    ("step with peft, 512 tokens", tables.PLAIN, 512, GREEN),
+    ("step with peft, 4,096 tokens", tables.PLAIN, 4096, GREEN),
 )
 
 

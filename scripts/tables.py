@@ -162,20 +162,39 @@ def measured(found: list[Record], *columns: Column) -> str:
 
 # --- what is gained ---
 
-AUTO, FUSED = '`enable(cache="auto")`', '`enable(lora="fused")` and `use_liger_kernel=True`'
-PACKED, MATMUL = '`enable(experts="4bit")`', '`enable(matmul="auto")`'
-STEP, STEPS = " tokens per step", partial(partial, compared, "step-trl")
+LIGER = "and `use_liger_kernel=True`"
+AUTO, FUSED, GRAPHED = (
+    '`enable(cache="auto")`',
+    f'`enable(lora="fused")` {LIGER}',
+    f'`enable(lora="fused", graphs="auto")` {LIGER}',
+)
+PACKED, MATMUL = f'`enable(experts="4bit", lora="fused")` {LIGER}', '`enable(matmul="auto")`'
+STEP, STEPS, MIXTURE = (
+    " tokens per step",
+    partial(partial, compared, "step-trl"),
+    partial(partial, compared, "step-moe-trl"),
+)
+EXPERTS, SAME, DENSE_TRL = "a mixture, LoRA on experts", "the same mixture", "a dense model, TRL"
+PLAIN, UNSLOTH = "peft or TRL", "Unsloth 2026.10 or newer, PyTorch ≥ 2.11"
 # what one trains with -> what to type, what it is compared with, what a size counts, and the records
 GAINS: dict[str, tuple[str, str, str, Callable[[], list[Record]]]] = {
-    "a mixture of experts, peft": (
-        PACKED, "peft, experts in 16 bits", f"{STEP}, LoRA on experts", partial(compared, "step-moe-trl", "peft, patch", "16-bit experts")),
-    "TRL with Liger": (FUSED, "Unsloth", STEP, STEPS("liger, fused", "unsloth")),
-    "peft or TRL": ("`enable()`", "no patch", STEP, STEPS("peft, patch", "peft")),
+    EXPERTS: (PACKED, "peft, experts in 16 bits", STEP, MIXTURE("liger, fused", "16-bit experts")),
+    SAME: ("the same", "Unsloth", STEP, MIXTURE("liger, fused", "unsloth")),
+    f"{DENSE_TRL}, graphs": (GRAPHED, "Unsloth", STEP, partial(compared, "recipe", "graphs", "unsloth")),
+    DENSE_TRL: (FUSED, "Unsloth", STEP, STEPS("liger, fused", "unsloth")),
+    PLAIN: ("`enable()`", "no patch", STEP, STEPS("peft, patch", "peft")),
     "peft or TRL, memory to spare": (AUTO, "no patch", STEP, STEPS("peft, patch, cached", "peft")),
-    "Unsloth 2026.10 or newer, PyTorch ≥ 2.11": (AUTO, "no patch", STEP, STEPS("unsloth, patch, cached", "unsloth")),
+    UNSLOTH: (AUTO, "no patch", STEP, STEPS("unsloth, patch, cached", "unsloth")),
     "4-bit generation, compiled": (
         MATMUL, BITSANDBYTES, " sequences at once", partial(records, "generate", side=STOCK, setting="compiled")),
 }  # fmt: skip
+FIRST = (
+    EXPERTS,
+    SAME,
+    f"{DENSE_TRL}, graphs" if records("recipe") else DENSE_TRL,
+    PLAIN,
+    UNSLOTH,
+)  # rows of the README
 
 
 def gains() -> list[Record]:
@@ -185,9 +204,11 @@ def gains() -> list[Record]:
     ]  # fmt: skip
 
 
-def in_italics(found: list[Record]) -> str:
-    """Return every ratio, in italics where it is not clear."""
-    return " / ".join(f"{each['ratio']:.2f}" if each["clear"] else f"*{each['ratio']:.2f}*" for each in found) + "×"
+def ratios(found: list[Record]) -> str:
+    """Return how many times as fast each record is, or ≈1 if the difference is within the noise."""
+    if not any(each["clear"] for each in found):
+        return "≈1"
+    return " / ".join(f"{each['ratio']:.2f}" if each["clear"] else "≈1" for each in found) + "×"
 
 
 def sizes(found: list[Record]) -> str:
@@ -260,6 +281,7 @@ RECIPE = {  # what is switched on, one after another: side of the data -> in wor
     "liger, fused": 'the patch, `lora="fused"`, Liger',
     "liger, no loss, fused": 'the patch, `lora="fused"`, Liger without its loss',
     "liger, fused, cached": 'the patch, `lora="fused"`, Liger, `cache="auto"` with room for every weight',
+    "compiled layers": "compiled layers",
     "compiled layers, patch": "the patch, compiled layers",
     "unsloth": "Unsloth",
     "unsloth, patch, cached": 'Unsloth with `enable(cache="auto")`',
@@ -274,6 +296,53 @@ def step(name: str, words: dict[str, str] | None = None) -> str:
         found, Column("ms, GPU time / wall-clock time", "{words}"), Column("{tokens:,} tokens", "{gpu_ms:.1f}\u00a0/\u00a0{wall_ms:.1f}", {}),
         Column("launches, {tokens:,}", "{launches:,}", {"tokens": 2048}), Column("GiB, {tokens:,}", "{peak_gib:.2f}", {}),
     )  # fmt: skip
+
+
+SWITCHES = {  # side of the data -> the switch that it adds to the rows above
+    "peft": "a plain TRL script",
+    "16-bit experts": "a plain TRL script, experts in 16 bits",
+    "patch": "`enable({packed})`",
+    "liger": "+ `use_liger_kernel=True`",
+    "fused": '+ `lora="fused"`',
+    "graphs": '+ `graphs="auto"`',
+    "cache": '+ `cache="auto"` with room for every weight',
+    "fused optimizer": '+ `optim="adamw_torch_fused"`',
+    "paged optimizer": 'the same with `optim="paged_adamw_8bit"`',
+    "unsloth": "Unsloth",
+    "unsloth, fused optimizer": 'Unsloth, `optim="adamw_torch_fused"`',
+}
+LAYERS = {  # of the model, by the name of the data
+    "recipe": "Four layers of Llama-3.1-8B",
+    "recipe-16": "Sixteen layers of Llama-3.1-8B",
+    "recipe-moe": "Two layers of Qwen3-30B-A3B",
+}
+OPTIMIZER = 'Rows that name no `optim` use `optim="adamw_torch"`.'
+LEGEND = "*Launches* counts the kernels and copies of a step. *GiB* is its peak memory. *The patch* means `enable({})`."
+
+
+def switches(*names: str, older: str, packed: str = "") -> str:
+    """Return a table per data file with a row per switch, or without such a file, the table of an older one.
+
+    Args:
+        older: the name of the file that is shown while none of ``names`` was measured.
+        packed: the option of every row with the patch.
+    """
+    tables = []
+    for name in names:
+        found = [
+            record | {"words": words.format(packed=packed)}
+            for side, words in SWITCHES.items()
+            for record in records(name, side=side)
+        ]
+        shown = measured(
+            found, Column("ms, wall-clock time / GPU time", "{words}"),
+            Column("{tokens:,} tokens", "{wall_ms:.1f}\u00a0/\u00a0{gpu_ms:.1f}", {}), Column("GiB, {tokens:,}", "{reserved_gib:.1f}", {}),
+        )  # fmt: skip
+        tables += [f"{LAYERS[name]}, {shown}"] * bool(found)
+    if not tables:
+        return f"{LAYERS[names[0]]}. {LEGEND.format(packed)}\n\n{step(older, RECIPE)}"
+    legend = "Each row with a + has all switches above it. *GiB* is the memory that PyTorch reserved at the peak."
+    return "\n\n".join([f"{legend} {OPTIMIZER}", *tables])
 
 
 def requirements() -> str:
@@ -344,7 +413,10 @@ def subjects(name: str, **where: str) -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "gains": lambda: pivot(
         gains(), Column("what you train with", "{trained}"), Column("what you type", "{typed}"), Column("compared with", "{against}"),
-        Column("at", sizes, {}), Column("{gpu}, {by}", in_italics, {})),
+        Column("at", sizes, {}), Column("{gpu}, {by}", ratios, {})),
+    "first-gains": lambda: pivot(
+        (record for record in gains() if record["trained"] in FIRST), Column("training", "{trained}"),
+        Column("what to type", "{typed}"), Column("compared with", "{against}"), Column("{gpu}, {by}", ratios, {})),
     "results": lambda: pivot(
         results(), Column("{gpu}", "{words}, {unit}"),
         Column("{side} {release}", "{against}", {"side": (OURS, BITSANDBYTES, "Unsloth Triton")})),
@@ -369,9 +441,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
         Column("{side}", "{against}, {memory}", {"side": "transformers' forward"})),
     "step-trl": partial(step, "step-trl"),
     "step-moe-trl": partial(step, "step-moe-trl"),
-    "recipe": partial(step, "step-trl", RECIPE),
+    "recipe": partial(switches, "recipe", "recipe-16", older="step-trl"),
     "recipe-compiled": partial(step, "step-compiled", RECIPE),
-    "recipe-moe": partial(step, "step-moe-trl", RECIPE),
+    "recipe-moe": partial(switches, "recipe-moe", older="step-moe-trl", packed='experts="4bit"'),
     "every-mixture": every_mixture,
     "mixtures-memory": lambda: pivot(
         left_of(), Column("model", "{model}"), Column("parameters", "{parameters:.0f} billion"), Column("in 16 bits", "{dense_gb:.0f}"),
@@ -396,9 +468,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 def figures() -> dict[str, str]:
     """Return the figures that sentences of the pages name, as they are written there."""
     qwen, glm = mixture("Qwen3-30B-A3B"), mixture("GLM-4.5-Air")
-    ours, theirs = (
-        records("step-moe-trl", gpu="H100", side=side, tokens=4096)[0] for side in ("peft, patch", "16-bit experts")
-    )
+    attention = records("offload", model="Qwen3-30B-A3B", attention_only=True)[0]
     (cached,) = records("step-cache", gpu="H100", side=OURS, subject="Llama-3.1-8B 1x512, cache all, GPU time")
     checked, older = (load(f"verify{arch}-h100.json")["rows"] for arch in ("", "-sm75"))
     fuzz = load("fuzz-h100.json")
@@ -411,10 +481,8 @@ def figures() -> dict[str, str]:
         "packed-qwen": f"{qwen['packed_gb']:.0f} GB instead of {qwen['dense_gb']:.0f}",
         "card-qwen": card(records("offload", model="Qwen3-30B-A3B", offload="3GiB", attention_only=False)[0]), "card-glm": card(glm),
         "host-qwen": f"{qwen['experts_gb']:.0f} GB", "host-glm": f"{glm['experts_gb']:.0f} GB",
+        "adapter-attention": f"{attention['adapters_held'] / 1e6:.0f} MB", "adapter-experts": f"{qwen['adapters_gb']:.1f} GB",
         "adapters-qwen": f"{qwen['adapters_gb'] / 2:.2f} billion",
-        "moe-gpu": f"{ours['gpu_ms']:.1f} ms of GPU time instead of {theirs['gpu_ms']:.1f}",
-        "moe-times": f"{theirs['gpu_ms'] / ours['gpu_ms']:.2f}×",
-        "moe-clock": f"{ours['wall_ms']:.0f} ms of wall-clock time instead of {theirs['wall_ms']:.0f}",
         "cached-8b": f"{float(cached['notes']['cache'].split()[0]):.0f} GiB", "peak-8b": f"{peak(cached):.1f} GiB",
         "left-of-24": f"{room(24e9):.1f} GiB",
         **{name: " | ".join(f"{sum(row[field] for row in rows):,}" for field in ("cases", "elements", "differing")) + " differing"

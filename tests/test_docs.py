@@ -74,7 +74,9 @@ def test_status_in_the_readme_is_what_it_prints(monkeypatch):
 
     for library in ("unsloth", "liger_kernel"):
         monkeypatch.delitem(sys.modules, library, raising=False)
-    shown = README.read_text().split("```text\n")[1].split("\n```")[0]
+    (shown,) = re.findall(
+        r"^```text\n(nf4_patch is on.*?)\n  \.\.\.\n```$", README.read_text(), re.MULTILINE | re.DOTALL
+    )
     hits = {name: int(count) for name, count in re.findall(r"^  (\S+): patched, (\d+) hits$", shown, re.MULTILINE)}
 
     def state_of(target):
@@ -131,6 +133,38 @@ def test_a_list_of_rows_is_rendered(tmp_path, monkeypatch):
     assert shown.startswith("**H100** ([step-trl-h100.json](data/step-trl-h100.json) of 2026-11-22 with torch 2.11.0):")
     assert shown.splitlines()[-1] == "| nf4_patch | 15.8\u00a0/\u00a040.0 | 1,234 | 5.12 |"
     assert render_docs.BLOCKS["step-moe-trl"]() == "Not measured yet."
+
+
+def test_every_side_of_a_recipe_has_words():
+    """The table leaves out a side without words."""
+    from benchmarks.step import COMPARISONS
+
+    sides = {side for name in tables.LAYERS for side in COMPARISONS[name].sides}
+    assert sides == tables.SWITCHES.keys()
+
+
+def test_a_recipe_is_rendered_once_it_was_measured(tmp_path, monkeypatch):
+    """Until then the page shows the table of the older file. A row that was not measured is left out."""
+    figures = {"tokens": 512, "gpu_ms": 15.8, "wall_ms": 40.04, "launches": 1, "peak_gib": 5.125, "reserved_gib": 6.25}
+    recorded("step-moe-trl", tmp_path, monkeypatch)
+    machine = json.loads((tmp_path / "step-moe-trl-h100.json").read_text())["machine"]
+
+    def write(name, *sides):
+        rows = [{"side": side, **figures} for side in sides]
+        (tmp_path / f"{name}-h100.json").write_text(json.dumps({"machine": machine, "rows": rows}))
+
+    write("step-moe-trl", "peft, patch")
+    older = render_docs.BLOCKS["recipe-moe"]()
+    assert '*The patch* means `enable(experts="4bit")`' in older and older.endswith("| 15.8\u00a0/\u00a040.0 | 5.12 |")
+    write("recipe-moe", "unsloth", "patch", "16-bit experts")
+    lines = render_docs.BLOCKS["recipe-moe"]().splitlines()
+    assert lines[2].startswith("Two layers of Qwen3-30B-A3B, **H100** ([recipe-moe-h100.json]")
+    cells = "40.0\u00a0/\u00a015.8 | 6.2 |"
+    assert lines[-3:] == [
+        f"| a plain TRL script, experts in 16 bits | {cells}",
+        f'| `enable(experts="4bit")` | {cells}',
+        f"| Unsloth | {cells}",
+    ]
 
 
 def test_a_step_with_offload_is_compared_with_the_resident_one_where_both_alternated(tmp_path, monkeypatch):

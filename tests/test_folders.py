@@ -50,7 +50,7 @@ ASKED = {
     "cache/allocator.py": {"is_initialized", "memory"},
     "cache/auto.py": {"device_count", "empty_cache", "is_cuda", "mem_get_info", "memory_reserved"},
     # memory of the host that GPUs read, and the stream of its copies: a class of its own, which tests exchange
-    "offload/prefetch.py": {
+    "offload/host_memory.py": {
         "Event", "Stream", "cuda", "cudart", "current_stream", "device", "is_current_stream_capturing", "stream", "synchronize"
     },
     "adapters/unsloth.py": {"device_count"},

@@ -1,7 +1,8 @@
-"""LoRA's product, with the gradients of the whole layer, as one autograd function.
+"""One autograd function that computes LoRA's product, and the gradients of the whole layer.
 
-The base's product is added to its result afterwards, in place, with nothing saved: a checkpoint's recompute ends with the last
-tensor that is saved, before the product that costs most. The gradient of x is one sum, of the base's part and LoRA's.
+The caller adds the product with the base weight in place afterwards, and autograd saves nothing for that product. It is the most
+expensive one, and a checkpoint's recompute skips it, because the recompute stops at the last saved tensor. The gradient of x is
+a single sum of the base weight's part and LoRA's part.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .launch import correlate, expand, project
 
 
 def product(a: Tensor, b: Tensor, scale: float = 1, added_to: Tensor | None = None) -> Tensor:
-    """scale * (a @ b), rounded once; added to ``added_to`` in place where that is given."""
+    """Return scale * (a @ b), rounded once. If ``added_to`` is given, add to it in place and return it."""
     if added_to is None:
         return a @ b if scale == 1 else a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=scale)
     if added_to.dtype is a.dtype:
@@ -28,26 +29,26 @@ def product(a: Tensor, b: Tensor, scale: float = 1, added_to: Tensor | None = No
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor.to(dtype)``, at a tenth of its cost where there is nothing to do."""
+    """Return ``tensor.to(dtype)``. If the dtype is right already, this takes a tenth of the time of ``to``."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 class Factors:
-    """LoRA's A and B, and their products, in their own dtype: that of the layer, or fp32."""
+    """LoRA's factors A [rank, in] and B [out, rank], and the products with them, computed in the factors' dtype."""
 
     def __init__(self, a: Tensor, b: Tensor, scale: float):
-        self.a, self.b, self.scale = a, b, scale  # [rank, in], [out, rank]
+        self.a, self.b, self.scale = a, b, scale
 
     def inner(self, z: Tensor) -> Tensor:
-        """What ``outer`` and ``gradient_of_b`` take for z @ A.T, of z [rows, in]."""
+        """Return z @ A.T, [rows, rank], for z [rows, in]."""
         return cast(z, self.a.dtype) @ self.a.t()
 
     def outer(self, inner: Tensor, y: Tensor | None) -> Tensor:
-        """y + scale * z @ A.T @ B.T, [rows, out]; y is written to."""
+        """Return y + scale * inner @ B.T, [rows, out]. The result may be y itself, written to."""
         return product(inner, self.b.t(), self.scale, y)
 
     def inner_gradient(self, gradient: Tensor) -> Tensor:
-        """What ``gradient_of_a`` and ``gradient_of_z`` take for scale * gradient @ B, of gradient [rows, out]."""
+        """Return scale * gradient @ B, [rows, rank], for gradient [rows, out]: the gradient with respect to ``inner``."""
         return product(cast(gradient, self.b.dtype), self.b, self.scale)
 
     def gradient_of_a(self, inner_gradient: Tensor, z: Tensor) -> Tensor:
@@ -61,7 +62,11 @@ class Factors:
 
 
 class WideFactors(Factors):
-    """The same of fp32 factors and bf16 z on tensor cores, at fp32's precision; what is inner is in fp32."""
+    """Factors in fp32, multiplied by bf16 matrices on tensor cores with the precision of fp32.
+
+    ``inner`` and ``inner_gradient`` return fp32. ``inner_gradient`` leaves out the scale, and ``gradient_of_a`` and
+    ``gradient_of_z`` apply it.
+    """
 
     def inner(self, z: Tensor) -> Tensor:
         return project(z, self.a, True)
@@ -82,11 +87,14 @@ class WideFactors(Factors):
         return expand(inner_gradient, self.a, True, self.scale, added_to)
 
 
-Adapter = tuple[type[Factors], float, bool]  # how its products are computed, scaling, whether z is x
+Adapter = tuple[type[Factors], float, bool]  # the class that multiplies, the scaling, and whether z is x
 
 
 class LoraProduct(PlainFunction):
-    """y + the sum of scaling * z @ A.T @ B.T over the adapters, [rows, out], with the gradients of that plus x @ dense().T."""
+    """y plus the sum of scale * z @ A.T @ B.T over the adapters, [rows, out].
+
+    The backward returns the gradients of this sum plus x @ dense().T, which the caller adds to the result.
+    """
 
     @staticmethod
     def forward(
@@ -97,12 +105,12 @@ class LoraProduct(PlainFunction):
         adapters: list[Adapter],
         *tensors: Any,
     ) -> Tensor:
-        """``tensors``: for each adapter z, [rows, in], or None where z is x; A, [rank, in]; and B, [out, rank].
-
+        """
         Args:
             x: [rows, in], in the dtype of the layer's product.
-            y: a bias, [out]; or [rows, out] that is written to, where nothing needs a gradient; or None. Of that dtype.
-            dense: gives the base's weight [out, in], of that dtype, not to be written into.
+            y: in the same dtype: a bias [out]; or a tensor [rows, out] that may be written to, if nothing needs a gradient; or None.
+            dense: returns the base weight [out, in] in the same dtype. The result is only read.
+            tensors: three per adapter: z [rows, in], or None if z is x; A [rank, in]; B [out, rank].
         """
         if y is not None and y.dim() == 1:
             y = y.expand(len(x), -1).clone()
@@ -125,8 +133,8 @@ class LoraProduct(PlainFunction):
         device = gradient.device.type
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             of_x, of_bias, _, _, *needed = ctx.needs_input_grad
-            saved = ctx.saved_tensors  # read once: a checkpoint hands each tensor out once
-            traced = is_compiling()  # by compiled autograd: PyTorch's products, which it can trace
+            saved = ctx.saved_tensors  # read only once, because a checkpoint returns each tensor only once
+            traced = is_compiling()  # by compiled autograd, which can trace PyTorch's products but not our kernels
             x_gradient: Any = None
             found: list[Tensor | None] = []
             for index, (kind, scale, is_x) in enumerate(ctx.adapters):
@@ -144,6 +152,6 @@ class LoraProduct(PlainFunction):
                     factors.gradient_of_a(t, z) if of_a else None,
                     factors.gradient_of_b(gradient, inner) if of_b else None,
                 )
-            if of_x:  # the larger part last: it is rounded once, in the sum
+            if of_x:  # last, so that the larger part is rounded only once, in the sum
                 x_gradient = product(gradient, ctx.dense(), 1, x_gradient)
             return x_gradient, gradient.sum(0) if of_bias else None, None, None, *found

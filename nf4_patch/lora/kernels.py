@@ -1,10 +1,12 @@
-"""Triton kernels for products of bf16 matrices with narrow ones in fp32: a factor of low rank, or what was multiplied by one.
+"""Triton kernels that multiply bf16 matrices by narrow fp32 matrices on tensor cores, with the precision of fp32.
 
-An fp32 number, 24 bits of mantissa, is the sum of three in bf16, and products of bf16 are exact in fp32. Tensor cores add with fewer
-bits than fp32: they add the products of one tile, the smallest parts first, and the tiles are added in fp32.
+An fp32 number (24 bits of mantissa) is the sum of three bf16 numbers, and the product of two bf16 numbers is exact in fp32. Tensor
+cores add with fewer bits than fp32. They therefore add only the products of one tile, the smallest parts first. The tiles are added
+in fp32.
 
-Of every kernel: x and out of bf16 are [rows, width], inner is fp32 [rows, rank], a factor fp32 [rank, width] if WIDE and [width, rank]
-if not, all contiguous; width is a multiple of 16. A program takes ROWS, COLUMNS and RANK of the three at a time.
+The arguments of every kernel: x, addend and out are bf16 [rows, width]. inner is fp32 [rows, rank]. factor is fp32, [rank, width] if
+WIDE, else [width, rank]. All are contiguous, and width is a multiple of 16. A program computes ROWS, COLUMNS and RANK elements of
+these dimensions at a time. reference.py defines the results.
 """
 
 import triton
@@ -13,7 +15,10 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x):
-    """To bf16's precision, to nearest even, as fp32. In integers: the interpreter's own cast truncates."""
+    """Round fp32 x to the precision of bf16, to nearest even, and return fp32.
+
+    It uses integers, because the interpreter's cast truncates.
+    """
     bits = x.to(tl.uint32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
     return bits.to(tl.float32, bitcast=True)
@@ -21,7 +26,7 @@ def rounded(x):
 
 @triton.jit
 def split(x):
-    """bf16 high, middle, low, whose sum is x."""
+    """Return three bf16 numbers, high, middle and low, whose sum is x."""
     high = rounded(x)
     middle = rounded(x - high)
     return high.to(tl.bfloat16), middle.to(tl.bfloat16), rounded(x - high - middle).to(tl.bfloat16)
@@ -29,14 +34,14 @@ def split(x):
 
 @triton.jit
 def product(a, b):
-    """a @ b of bf16 a and fp32 b."""
+    """Return a @ b in fp32, for bf16 a and fp32 b."""
     high, middle, low = split(b)
     return tl.dot(a, high, tl.dot(a, middle, tl.dot(a, low)))
 
 
 @triton.jit
 def place(column, r, width, rank, WIDE: tl.constexpr):
-    """Of a factor's element."""
+    """Return the index of a factor's element in memory."""
     if WIDE:
         at = r.to(tl.int64) * width + column
     else:
@@ -49,7 +54,7 @@ def project_kernel(
     x, factor, inner, rows, width, rank, steps,
     WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """inner[part] = x @ factor, over the part's steps of COLUMNS."""
+    """Compute inner[part] = x @ factor over one part of the width: ``steps`` times COLUMNS columns."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     r = tl.program_id(2) * RANK + tl.arange(0, RANK)[None, :]
     first = tl.program_id(1) * steps * COLUMNS
@@ -66,10 +71,13 @@ def project_kernel(
 
 @triton.jit(do_not_specialize=["scale", "rows"])
 def expand_kernel(
-    inner, factor, out, scale, rows, width, rank,
+    inner, factor, addend, out, scale, rows, width, rank,
     ADD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """out = scale * inner @ factor, added to out if ADD, rounded once; what is below 2^-16 of a product is left out."""
+    """Compute out = scale * inner @ factor, plus addend if ADD, rounded once.
+
+    Partial products below about 2^-16 of the full product are dropped.
+    """
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     total = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
@@ -83,11 +91,11 @@ def expand_kernel(
         right_high, right_middle, _ = split(right)
         total += tl.dot(left_high, right_high, tl.dot(left_high, right_middle, tl.dot(left_middle, right_high)))
     total *= scale
-    to = out + i * width + column
+    to = i * width + column
     inside = (i < rows) & (column < width)
     if ADD:
-        total += tl.load(to, mask=inside, other=0.0).to(tl.float32)
-    tl.store(to, rounded(total).to(tl.bfloat16), mask=inside)
+        total += tl.load(addend + to, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + to, rounded(total).to(tl.bfloat16), mask=inside)
 
 
 @triton.jit(do_not_specialize=["scale", "rows", "steps"])
@@ -95,7 +103,7 @@ def correlate_kernel(
     x, inner, factor, scale, rows, width, rank, steps,
     WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """factor[part] = scale * x.T @ inner, over the part's steps of ROWS."""
+    """Compute factor[part] = scale * x.T @ inner over one part of the rows: ``steps`` times ROWS rows."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     r = tl.program_id(2) * RANK + tl.arange(0, RANK)[None, :]
     first = tl.program_id(1) * steps * ROWS

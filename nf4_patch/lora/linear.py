@@ -1,4 +1,7 @@
-"""peft's 4-bit linear layer with LoRA: what runs as one function (function.py), and what stays peft's own."""
+"""The replacement for the forward of peft's 4-bit linear layers with LoRA.
+
+It decides whether a call runs as one function (function.py) or runs peft's forward.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +29,24 @@ from .function import Adapter, Factors, LoraProduct, WideFactors, cast
 from .launch import supports
 from .recompute import decisions_of
 
-# Without a gradient bitsandbytes multiplies up to so many rows straight from the packed weight, and enable(matmul="auto") does.
+# Up to this many rows, without a gradient, the base layer multiplies: bitsandbytes, and enable(matmul="auto"), can multiply them
+# straight from the packed weight.
 FEW_ROWS = 128
-KINDS = (torch.nn.Linear,), (torch.nn.Linear,), (torch.nn.Identity, torch.nn.Dropout)  # of A, B and dropout
+# Supported classes of A, B and dropout.
+KINDS = (torch.nn.Linear,), (torch.nn.Linear,), (torch.nn.Identity, torch.nn.Dropout)
 FP32 = torch.float32
-# Reshapes a tensor that nobody else holds, as F.linear does. A view could not be written into once grad mode changed.
+# Reshape a tensor that nobody else holds, as F.linear does. A view could not be written to after a change of the grad mode.
 unsafe_view: Any = torch.ops.aten._unsafe_view.default
 
 
 def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> list[Any] | Reason:
-    """Return A, B, dropout and scaling of each active adapter, if peft adds the adapters' products to the base's in the plain way.
+    """Return A, B, dropout and scaling of each active adapter, or the Reason why peft's forward has to run.
 
     Args:
-        hooked: whether hooks on the modules count.
+        hooked: refuse modules with hooks.
     """
     given = args or (kwargs and any(value is not None for value in kwargs.values()))
-    modules = layer._modules  # which a module's own lookup, in Python, comes to last
+    modules = layer._modules  # a direct lookup, faster than the module's __getattr__
     all_a, found = modules["lora_A"]._modules, []
     names = [name for name in layer.active_adapters if name in all_a]
     if given or not names or layer.disable_adapters or layer.merged:
@@ -55,9 +60,9 @@ def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> 
             if type(part) not in kinds or (hooked and is_called_otherwise(part)):
                 return Reason.LORA_HOOKED
         a, b, dropout = parts[0].weight, parts[1].weight, parts[2]
-        if not {type(a), type(b)} <= PLAIN:  # FSDP1 makes views of parameters, which are plain tensors
+        if not {type(a), type(b)} <= PLAIN:  # FSDP1 replaces parameters by views, which are plain tensors
             return Reason.LORA_HOOKED
-        # peft multiplies in the dtype of x, or in fp32 and rounds the result to it
+        # peft multiplies in the dtype of x, or multiplies in fp32 and rounds the result to the dtype of x.
         wide = a.dtype is torch.float32 and getattr(layer, "cast_input_dtype_enabled", True)
         if a.dtype is not b.dtype or not (as_x or a.dtype is x.dtype or wide):
             return Reason.LORA_DTYPES
@@ -66,7 +71,11 @@ def adapters_of(layer: Any, x: Tensor, args: Any, kwargs: Any, hooked: bool) -> 
 
 
 def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
-    """Whether layer and base are peft's and bitsandbytes' own classes, and, if hooks count, no hook takes part in a call."""
+    """Return whether layer and base are exactly peft's and bitsandbytes' classes.
+
+    Args:
+        hooked: also require that no hook runs in a call.
+    """
     library = sys.modules["bitsandbytes.nn.modules"]
     return (
         type(layer) is sys.modules["peft.tuners.lora.bnb"].Linear4bit  # type: ignore[attr-defined]
@@ -77,14 +86,14 @@ def is_plain(layer: Any, base: Any, hooked: bool) -> bool:
 
 
 def dtypes_of(base: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
-    """Return the dtype of the product with the base's weight, and the dtype that the weight is decoded in.
+    """Return the dtype of the product with the base weight, and the dtype that the weight is decoded to.
 
-    The product has the dtype of autocast, or of x. The weight is decoded in the layer's compute dtype, as in bitsandbytes'
-    forward, also where that is the other 16-bit dtype: transformers takes the compute dtype of a packed checkpoint from the
+    The product has the dtype of autocast, or of x. The weight is decoded to the layer's compute dtype, as in bitsandbytes'
+    forward. That may be the other 16-bit dtype, because transformers reads the compute dtype of a packed checkpoint from the
     checkpoint.
 
     Returns:
-        None if peft adds LoRA to a base's product of another precision: one function would round that sum differently.
+        None if peft would add LoRA to a base product of another precision. One function would round that sum differently.
     """
     if not base.compute_type_is_set:
         base.set_compute_type(x)
@@ -102,25 +111,25 @@ def dtypes_of(base: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
 def run(
     base: Any, adapters: list[Any], x: Tensor, dtype: torch.dtype, dense: Callable[[], Tensor], out_features: int
 ) -> Tensor:
-    """The layer's result, [..., out].
+    """Compute the layer's result, [..., out].
 
     Args:
-        adapters: see ``adapters_of``.
+        adapters: the result of ``adapters_of``.
         x: the layer's input, [..., in].
-        dtype: of the base's product.
-        dense: gives the base's weight, [out, in].
+        dtype: the dtype of the product with the base weight.
+        dense: returns the base weight, [out, in].
     """
     rows, autocast = cast(x.reshape(-1, x.shape[-1]), dtype), torch.is_autocast_enabled(x.device.type)
     few = not torch.is_grad_enabled() and len(rows) <= FEW_ROWS
-    is_cast = x.dtype is not dtype  # by autocast: peft then adds base and LoRA in fp32
+    is_cast = x.dtype is not dtype  # by autocast; peft then adds LoRA to the base product in fp32
     summed = FP32 if is_cast else dtype
     products: list[Adapter] = []
     tensors: list[Any] = []
     for a, b, dropout, scale in adapters:
         dropped = dropout.training and getattr(dropout, "p", 0)
-        wide = not autocast and a.dtype is not dtype  # fp32, and so are the products
+        wide = not autocast and a.dtype is not dtype  # the factors are in fp32, and so are their products
         z = rows
-        if dropped:  # as peft: what is dropped depends on the dtype
+        if dropped:  # in peft's dtype, because the dropout mask depends on the dtype
             z = dropout(x if autocast else x.to(a.dtype)).reshape(rows.shape)
         elif is_cast:
             z = x.reshape(rows.shape)
@@ -128,7 +137,7 @@ def run(
         kind = WideFactors if wide and supports(z, a, out_features) else Factors
         is_x = not (dropped or is_cast)
         products.append((kind, scale, is_x))
-        # x is given once: compiled autograd cannot add up gradients of which one is None
+        # Pass x only once, because compiled autograd cannot add a gradient to None.
         tensors += None if is_x else z, a, b
     later, bias = None, base.bias
     if bias is not None:
@@ -145,12 +154,15 @@ def run(
     return result
 
 
-# Where Dynamo skips the frame of a layer (bf16 on a T4) it would compile this piece by piece.
+# If Dynamo skips the frame of a layer (bf16 on a T4), it would compile ``run`` piece by piece.
 context.keep_dynamo_out(run)
 
 
 def linear(target: Target, original: Function) -> Function:
-    """For ``peft.tuners.lora.bnb.Linear4bit.forward``. What torch.compile traces stays peft's, which Inductor fuses."""
+    """Make the replacement for ``peft.tuners.lora.bnb.Linear4bit.forward``.
+
+    torch.compile traces peft's forward instead, and Inductor fuses it.
+    """
     dequantizer = Dequantizer(target.name)
     attempt: Any = dequantizer.fallbacks.attempt
 
@@ -162,14 +174,17 @@ def linear(target: Target, original: Function) -> Function:
             return dequantizer.run(weight if weight.dtype is dtype else weight._replace(dtype=dtype), None, False, True)
 
     def dense(packed: Any, state: Any, decoded: torch.dtype, dtype: torch.dtype) -> Tensor:
-        traced = context.is_compiling()  # compiled autograd: the function below is patched too, and is traced as one op
+        traced = context.is_compiling()  # compiled autograd traces the patched dequantize_4bit below as one op
         result = attempt(decode, packed, state, decoded) if switch.on and not traced else None
         if not isinstance(result, Tensor):
             result = sys.modules["bitsandbytes.functional"].dequantize_4bit(packed, state)
         return cast(result, dtype)
 
     def prepare(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return ``run`` and its arguments, or the Reason why the layer runs as peft's. A recompute gets the forward's answer."""
+        """Return ``run`` and its arguments, or the Reason why peft's forward has to run.
+
+        A checkpoint's recompute repeats the decision of the forward.
+        """
         hooks: Any = context.saved_tensors_hooks(True)
         found = decisions_of(hooks[0]) if type(hooks) is tuple else None
         if found is None:
@@ -177,14 +192,18 @@ def linear(target: Target, original: Function) -> Function:
         decisions, earlier = found
         if isinstance(earlier, Reason):
             return earlier
-        decisions.append(Reason.INTERNAL_ERROR)  # unless ``decide`` returns
+        decisions.append(Reason.INTERNAL_ERROR)  # stays if ``decide`` raises
         result = decide(self, x, args, kwargs, earlier is True)
         decisions[-1] = result if isinstance(result, Reason) else True
         return result
 
     def decide(self: Any, x: Any, args: Any, kwargs: Any, again: bool) -> Any:
-        """Decide for ``prepare``; ``again``: the forward ran ``run``, so hooks and modes that are new do not count."""
-        if not again and context.function_mode_active():  # which would see what is looked at below
+        """Make the decision for ``prepare``.
+
+        Args:
+            again: this is the recompute of a forward that ran ``run``, so ignore hooks and modes that are new.
+        """
+        if not again and context.function_mode_active():  # a mode would see the accesses below
             return Reason.FUNCTION_MODE
         adapters, base = adapters_of(self, x, args, kwargs, not again), self.base_layer
         if isinstance(adapters, Reason):
@@ -192,7 +211,7 @@ def linear(target: Target, original: Function) -> Function:
         if not is_plain(self, base, not again):
             return Reason.LORA_HOOKED
         packed, bias = base.weight, base.bias
-        state = getattr(packed, "quant_state", None) or base.quant_state  # FSDP makes a plain parameter of the weight
+        state = getattr(packed, "quant_state", None) or base.quant_state  # FSDP's weight is a plain parameter
         shape = tuple(getattr(state, "shape", ()))
         dtypes = dtypes_of(base, x)
         plain = type(x) in PLAIN and (bias is None or type(bias) in PLAIN)
@@ -202,7 +221,7 @@ def linear(target: Target, original: Function) -> Function:
             (Reason.FUNCTORCH_TRANSFORM, context.transforms_active() is not None),
             (Reason.NOT_4BIT, len(shape) != 2),
             (Reason.NOT_CUDA, not runtime.runs_on(x)),
-            (Reason.CPU_PACKING, getattr(state, "packing_format_for_cpu", False)),  # for the CPU, where it is right
+            (Reason.CPU_PACKING, getattr(state, "packing_format_for_cpu", False)),  # right only on the CPU
             (Reason.MIXED_DEVICES, x.device != packed.device),
             (Reason.TENSOR_SUBCLASS, not (plain and (type(packed) in PLAIN or returns_tensors(type(packed))))),
             (Reason.LORA_DTYPES, dtypes is None),
@@ -214,7 +233,7 @@ def linear(target: Target, original: Function) -> Function:
         if cache.auto is not None:
             cache.auto.observe(x)
         dtype, decoded = dtypes  # type: ignore[misc]
-        # hooks on saved tensors run there, by which a checkpoint ends its recompute
+        # ``replacement_of`` calls ``run`` outside of its error handling: a checkpoint's hooks end the recompute by an exception.
         return run, base, adapters, x, dtype, functools.partial(dense, packed, state, decoded, dtype), shape[0]
 
     return replacement_of(target, original, dequantizer.fallbacks, prepare)

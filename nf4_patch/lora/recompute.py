@@ -1,7 +1,7 @@
-"""What the forward of a non-reentrant checkpoint decided about a layer, for the recompute of that forward.
+"""Decisions of the forward of a non-reentrant checkpoint, kept for its recompute.
 
-peft's forward and ours save different tensors, and a checkpoint requires the same ones from forward and recompute. What the
-decision depends on may have changed in between: FlopCounterMode, or a hook, may be active during the forward only.
+peft's forward and our function save different tensors, but a checkpoint requires the same tensors from forward and recompute.
+A second decision could differ from the first, for example if FlopCounterMode or a hook is active during the forward only.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from torch.utils import checkpoint
 
 from ..patching.reasons import Reason
 
-Decision = Reason | bool  # why peft's forward ran, or True if ours did
+Decision = Reason | bool  # the Reason why peft's forward ran, or True if our function ran
 NAME = "nf4_patch_lora"
 
 
 def decisions_of(pack: Any) -> tuple[list[Decision], Decision | None] | None:
-    """Return where to write the decision about the layer that is called now, and the decision of the forward in a recompute.
+    """Return the list to append this call's decision to and, in a recompute, the forward's decision about the same call.
 
-    Decisions are kept on the checkpoint's frame, in the order of calls, and live as long as the frame.
+    The checkpoint's frame holds the list, in the order of calls, and frees it.
 
     Args:
-        pack: the current hook that packs saved tensors.
+        pack: the current pack hook for saved tensors.
 
     Returns:
-        None if the hook is not a checkpoint's.
+        None if the hook does not belong to a checkpoint. The decision is None outside of a recompute.
     """
     function = getattr(pack, "_torchdynamo_orig_callable", pack)
     if getattr(function, "__globals__", None) is not vars(checkpoint):
@@ -35,7 +35,7 @@ def decisions_of(pack: Any) -> tuple[list[Decision], Decision | None] | None:
         found = cell.cell_contents
         if type(found) is checkpoint._CheckpointFrame:  # the forward
             return vars(found).setdefault(NAME, []), None
-        if type(found) is weakref.ref:  # to the frame: the recompute, with a hook of its own each time
+        if type(found) is weakref.ref:  # to the frame, in a recompute; every recompute has a new hook
             earlier = vars(pack).setdefault(NAME, iter(getattr(found(), NAME, ())))
             return [], next(earlier, None)
     return None

@@ -105,7 +105,7 @@ class MatmulLaunch:
             # The source is 4-byte aligned, and the target is 16-byte aligned.
             arguments, values = (words[1:], words, 8), {"BLOCK": COPY_BLOCK}
             with runtime.on_device(x.device):
-                self.copy = runtime.compiled(kernels.copy_kernel, arguments, values, 4, x.device)
+                self.copy = runtime.compiled(kernels.copy_kernel, arguments, values, x.device)
         self.grid = kernel.grid
         self.call, self.head, tail, _ = kernel.entry
         self.tail = (spare, *kernel.sizes, *tail)
@@ -146,7 +146,7 @@ class MatmulLaunch:
         if self.copied_words:
             count, (packed, *others) = self.copied_words, weight
             words = runtime.empty_strided_cuda((count,), (1,), torch.int32)
-            self.copy.start(-(-count // COPY_BLOCK), stream, packed, words.data_ptr(), count)
+            self.copy.start((-(-count // COPY_BLOCK), 1, 1), stream, (packed, words.data_ptr(), count))
             weight = (words.data_ptr(), *others)
         part = out if self.sum is None else runtime.empty_strided_cuda(self.part, (1,), torch.float32)
         self.call(self.grid, 1, 1, stream, *self.head, start, *weight, part.data_ptr(), *self.tail)

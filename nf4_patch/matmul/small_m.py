@@ -79,9 +79,10 @@ class SmallMKernel:
         values: dict[str, Any] = {"PTX": division.ptx}
         arguments = (out, *weight.operands(), out if division.split_k == 1 else part, out, *self.sizes)
         kernel = kernels.matmul_4bit_kernel
-        options = {"maxnreg": division.registers} | ({"launch_pdl": True} if division.dependent else {})
-        self.entry = compiled(kernel, arguments, values, division.warps, device, dtype, options=options)
+        options = {"num_warps": division.warps, "maxnreg": division.registers}
+        options |= {"launch_pdl": True} if division.dependent else {}
+        self.entry = compiled(kernel, arguments, values, device, dtype, **options)
         self.sum: KernelEntry | None = None
         if division.split_k > 1:
             values = {"SPLIT_K": division.split_k, "BIAS": bias, "BLOCK": BLOCK}
-            self.sum = compiled(kernels.sum_split_k_kernel, (part, out, out, *self.sum_sizes), values, 4, device, dtype)
+            self.sum = compiled(kernels.sum_split_k_kernel, (part, out, out, *self.sum_sizes), values, device, dtype)

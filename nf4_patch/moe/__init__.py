@@ -1,1 +1,1 @@
-"""Mixtures of experts: how a packed stack is read, multiplied by, and trained on with LoRA."""
+"""The option ``experts="4bit"``: load, run, train and save mixtures of experts whose weights are packed in 4 bits."""

@@ -1,9 +1,9 @@
 """The forward of a mixture's experts with ``enable(experts="4bit")``.
 
-transformers passes over [tokens * top_k, hidden] some ten times between its grouped products, to mask, cast, weight, sort back
-and add. On a GPU one kernel adds LoRA and gates, another weights, adds LoRA and sums each token's rows, and the backward needs
-no scatter, as the rows of every token are known; sums are in fp32. Elsewhere, and where few experts are read at a time, the
-same is written in PyTorch, with the bits of transformers' own forward.
+Between its grouped products, transformers reads and writes [tokens * top_k, hidden] some ten times: it masks, casts, weights,
+sorts back and adds. Here, on a GPU, one kernel adds LoRA and applies the gate. A second kernel weights the rows, adds LoRA and
+sums the rows of each token in fp32. The backward needs no scatter, because the rows of every token are known. On a CPU, and for
+generation, the forward is written in PyTorch. Without LoRA its results are bit-identical to transformers'.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .product import ExpertWeight, Lora, grouped, summed
 from .read import PackedExperts
 
 GATES = ("SiLUActivation", "SiLU")
-# What transformers' decorator writes into a module of experts; Liger's class has none of it
+# The attributes that transformers' decorator sets on an experts module. Liger's class has none of them.
 DEFAULTS = {
     "has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True, "has_post_expert_norm": False,
     "_is_expert_parallel": False,
@@ -30,11 +30,12 @@ DEFAULTS = {
 
 
 def trait(module: Any, name: str) -> bool:
+    """Return an attribute of an experts module that transformers' decorator sets, or its default from DEFAULTS."""
     return bool(getattr(module, name, DEFAULTS[name]))
 
 
 class Saved(torch.autograd.Function):
-    """A node that saves a tensor before another's forward runs, for the other's backward."""
+    """Autograd node that saves a tensor before the forward of another node runs, for the backward of that other node."""
 
     @staticmethod
     def forward(ctx: Any, nothing: Tensor, tensor: Tensor) -> Tensor:
@@ -43,41 +44,44 @@ class Saved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _gradient: Tensor) -> tuple[None, None]:
-        return None, None  # it runs after the other, and frees what is saved
+        return None, None  # runs after the other node's backward; autograd then frees the saved tensor
 
 
 class Order(NamedTuple):
-    """How the rows that are sorted by expert belong to tokens. A slot is token * top_k + k."""
+    """The rows of all tokens, sorted by expert, and the token of each row. A slot is token * top_k + k."""
 
     expert_of: Tensor  # int16 [rows]
     slot_of: Tensor  # int64 [rows]
     row_of: Tensor  # int64 [tokens, top_k]
-    ends: Tensor  # int32 [experts]: the row after the last one of each expert
-    saved: Any = None  # a result of ``Saved``: PyTorch 2.11 frees what a node has saved as soon as its result is freed
+    ends: Tensor  # int32 [experts]: the index after the last row of each expert
+    # The result of ``Saved``. Kept alive, because PyTorch 2.11 frees a node's saved tensors together with its result.
+    saved: Any = None
 
     @classmethod
     def of(cls, ids: Tensor, experts: int) -> Order:
-        """Of the experts of each token, int64 [tokens, top_k]."""
-        expert_of, slot_of = torch.sort(ids.reshape(-1).short(), stable=True)  # a quarter of the passes of int64
-        row_of = slot_of.scatter(0, slot_of, torch.arange(len(slot_of), device=ids.device))  # every element is written
+        """Build the Order from the chosen experts of each token, int64 [tokens, top_k]."""
+        # sorting int16 takes a quarter of int64's passes
+        expert_of, slot_of = torch.sort(ids.reshape(-1).short(), stable=True)
+        row_of = slot_of.scatter(0, slot_of, torch.arange(len(slot_of), device=ids.device))  # inverts slot_of
         every = torch.arange(experts, dtype=torch.short, device=ids.device)
         ends = torch.searchsorted(expert_of, every, right=True).int()
         return cls(expert_of, slot_of, row_of.view(ids.shape), ends)
 
     def for_kernels(self) -> Order:
+        """Return a copy whose slot_of is saved for the backward of ``Combined``."""
         return self._replace(saved=Saved.apply(torch.empty(0, requires_grad=True), self.slot_of))
 
     def tokens(self) -> Tensor:
-        """The token of each row, int64 [rows]."""
+        """Return the token of each row, int64 [rows]."""
         return self.slot_of // self.row_of.shape[1]
 
 
-# A checkpoint's recompute may choose other experts than the forward. Autograd then hands out the recompute's rows, so what
-# says whose rows they are must be a saved tensor too: on ``ctx`` it would stay the forward's.
+# A checkpoint's recompute may choose other experts than the forward. Autograd then returns the saved rows of the recompute.
+# The row indices are therefore saved tensors too: an attribute of ``ctx`` would still be the forward's.
 
 
 class Gathered(torch.autograd.Function):
-    """Each token at the rows of its experts, [rows, hidden] in ``dtype``."""
+    """Copy each token to the rows of its experts: [tokens, hidden] to [rows, hidden] in ``dtype``."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
@@ -93,7 +97,7 @@ class Gathered(torch.autograd.Function):
 
 
 class Gated(torch.autograd.Function):
-    """silu(gate) * up, where [gate, up] is rows + addend, [rows, 2 * inner]. Only that sum is saved."""
+    """Compute silu(gate) * up, where [gate, up] = rows + addend, [rows, 2 * inner]. Only this sum is saved for the backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, addend: Tensor | None) -> Tensor:
@@ -111,10 +115,11 @@ class Gated(torch.autograd.Function):
 
 
 class Weighted(torch.autograd.Function):
-    """The rows twice: the gradient of the first is weighted by the router, that of the second, for LoRA, is added to it.
+    """Return two views of the rows: one for the frozen weight, one for LoRA. The backward weights and sums their gradients.
 
-    ``Combined`` weights what a linear map has made of the rows. The gradient may be weighted on either side of that map: here,
-    before it, so that nothing after it is saved, and a checkpoint's recompute ends before it.
+    ``Combined`` weights the output of the down projection by the router. The projection is linear, so its gradient may be weighted
+    before or after it. Weighting the gradient of the input means that the projection's output need not be saved. A checkpoint's
+    recompute then stops before the projection. The gradient of the LoRA view arrives weighted.
     """
 
     @staticmethod
@@ -133,10 +138,10 @@ class Weighted(torch.autograd.Function):
 
 
 class Combined(torch.autograd.Function):
-    """The sum of each token's rows, times the router's weights, and of the addend's rows. ``Weighted`` weights the gradient.
+    """Weight the rows by the router, add the addend's rows, and sum the rows of each token. ``Weighted`` weights the gradient.
 
-    It saves nothing, as a checkpoint's recompute ends with what is saved last. Its backward reads what ``Order.saved`` holds,
-    which is an argument of its own, ``saved``, so that autograd runs that node too, and frees it.
+    ``Combined`` saves no tensor, because a checkpoint's recompute stops at the last saved one. The backward reads the tensor that
+    ``Order.saved`` holds. ``saved`` is an argument too, so that autograd runs its node and frees the tensor.
     """
 
     @staticmethod
@@ -157,11 +162,12 @@ class Combined(torch.autograd.Function):
 def products(
     weight: ExpertWeight, x: Tensor, order: Order, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Each row times the frozen weight of its expert plus the bias, and what LoRA adds to it.
+    """Multiply each row by the frozen weight of its expert and add the bias. Return this product and LoRA's, which is added later.
 
     Args:
-        weights: the router's, [tokens, top_k], where ``Combined`` follows at once. What LoRA adds is then weighted here, and
-            of the rest the gradient.
+        x: [rows, in], sorted by expert.
+        weights: the router's weights, [tokens, top_k], if ``Combined`` follows directly. LoRA's product is then weighted here.
+            For the frozen product, only the gradient is.
     """
     addend, factors = None, weight.factors()
     x, for_lora = (x, x) if weights is None else Weighted.apply(x, weights, order)
@@ -170,7 +176,7 @@ def products(
         if weights is not None:
             inner = (inner * weights.flatten().index_select(0, order.slot_of)[:, None]).to(inner.dtype)
         addend = grouped(inner, factors[1], order.ends).contiguous()
-    y = weight.multiplied(x, order.ends).contiguous()  # the last: a recompute ends before it
+    y = weight.multiplied(x, order.ends).contiguous()  # last, so that a checkpoint's recompute stops before it
     if weight.bias is not None:
         y = summed(y, weight.bias[order.expert_of.long()])
     return y, addend
@@ -180,12 +186,12 @@ def forward(
     module: Any, stacks: dict[str, PackedExperts], lora: dict[str, Lora], whole: bool,
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
 ) -> Tensor:  # fmt: skip
-    """As transformers' ``grouped_mm_experts_forward`` or ``batched_mm_experts_forward``.
+    """Compute what transformers' ``grouped_mm_experts_forward`` or ``batched_mm_experts_forward`` computes.
 
     Args:
-        stacks: those that are read packed, by name.
-        lora: the factors of active adapters, by name.
-        whole: by grouped products of all experts; else each row is multiplied by a copy of its own expert.
+        stacks: the packed stacks by name. Other stacks are read from the module as dense weights.
+        lora: the factors of the active adapters by stack name.
+        whole: use grouped products with all experts; otherwise multiply each row by a copy of its own expert.
         hidden_states: [tokens, hidden].
         top_k_index, top_k_weights: the experts of each token and the router's weights, [tokens, top_k].
 
@@ -206,7 +212,7 @@ def forward(
     return in_pytorch(module, up, lambda: weight("down_proj"), *arguments, whole)
 
 
-# The second weight is read after the first product, as in transformers: a dense one is there no longer than it has to be.
+# Both functions below read the second weight after the first product, as transformers does, so that its dense copy lives shortly.
 
 
 def by_kernels(
@@ -215,11 +221,11 @@ def by_kernels(
 ) -> Tensor:  # fmt: skip
     order = Order.of(top_k_index, module.num_experts).for_kernels()
     gate = Gated.apply if is_silu_and_mul(module) else lambda y, addend: gated(module, summed(y, addend))
-    y = gate(
-        *products(up, Gathered.apply(hidden_states, order, up.dtype), order)
-    )  # unnamed: freed as soon as they are summed
+    # the products have no names, so that they are freed once summed
+    y = gate(*products(up, Gathered.apply(hidden_states, order, up.dtype), order))
     weights, down = top_k_weights.contiguous(), read_down()
-    if down.bias is not None or trait(module, "has_post_expert_norm"):  # not linear: the gradient is weighted after it
+    # a bias or a norm makes the map nonlinear, so the gradient is weighted at its output
+    if down.bias is not None or trait(module, "has_post_expert_norm"):
         y, addend = summed(*products(down, y, order)), None
         y, _ = Weighted.apply(normed(module, y), weights, order)
     else:
@@ -246,7 +252,7 @@ def in_pytorch(
 
 
 def gated(module: Any, rows: Tensor) -> Tensor:
-    """What stands between the two products."""
+    """Apply the gate and activation between the two products: [rows, 2 * inner] to [rows, inner]."""
     if hasattr(module, "_apply_gate"):
         result: Tensor = module._apply_gate(rows) if trait(module, "has_gate") else module.act_fn(rows)
         return result
@@ -255,11 +261,13 @@ def gated(module: Any, rows: Tensor) -> Tensor:
 
 
 def normed(module: Any, rows: Tensor) -> Tensor:
+    """Apply the module's norm after the second product, if the module has one."""
     result: Tensor = module.post_expert_norm(rows) if trait(module, "has_post_expert_norm") else rows
     return result
 
 
 def is_silu_and_mul(module: Any) -> bool:
+    """Return whether the module's gate is silu(gate) * up, with all of gate before all of up in memory."""
     from transformers.integrations.moe import _default_apply_gate
 
     if not hasattr(module, "_apply_gate"):  # Liger's experts

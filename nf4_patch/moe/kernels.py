@@ -1,8 +1,10 @@
-"""Triton kernels between the grouped products of a mixture of experts.
+"""Triton kernels that run between the grouped products of a mixture of experts.
 
-A row is one token at one of its TOP_K experts; rows are sorted by expert. The slot token * TOP_K + k is that of its router weight.
-Everything is added in fp32, in a fixed order. Functions of Triton's that it writes in Triton (tl.sum, tl.sigmoid) are avoided: the
-tests interpret these kernels and not Triton.
+A row is one token at one of its TOP_K experts. Rows are sorted by expert. The slot of a row, token * TOP_K + k, is the index of its
+router weight. All sums are in fp32 and in a fixed order. reference.py defines the results.
+
+The kernels call no function that Triton itself implements in Triton, such as tl.sum and tl.sigmoid, because the tests run the
+interpreter on these kernels only.
 """
 
 import triton
@@ -19,10 +21,10 @@ def combine_kernel(
     rows, addend, weights, row_of, out, width,
     TOP_K: tl.constexpr, ADDEND: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[token] = the sum over k of weights[token, k] * rows[row_of[token, k]] + addend[row_of[token, k]].
+    """Compute out[token] = the sum over k of weights[token, k] * rows[row_of[token, k]] + addend[row_of[token, k]].
 
-    rows, and addend if ADDEND: [tokens * TOP_K, width]. weights: [tokens, TOP_K], 1 without WEIGHTS. row_of: int64
-    [tokens, TOP_K]. out: [tokens, width]. A program takes BLOCK columns of a token.
+    rows: [tokens * TOP_K, width]. addend: the same shape, read only if ADDEND. weights: [tokens, TOP_K], read only if WEIGHTS,
+    else 1. row_of: int64 [tokens, TOP_K]. out: [tokens, width]. A program computes BLOCK columns of one token.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -44,11 +46,12 @@ def weigh_kernel(
     gradient, addend, rows, weights, slot_of, out, weights_gradient, width,
     ADDEND: tl.constexpr, WEIGHTS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = weights[slot] * gradient[row] + addend[row], the last if ADDEND; and with WEIGHTS_GRADIENT
-    weights_gradient[slot] = gradient[row] . rows[row].
+    """Compute out[row] = weights[slot] * gradient[row], plus addend[row] if ADDEND.
 
-    gradient, addend, rows, out: [n, width]. weights, weights_gradient: n of them. slot_of: int64 [n]. A program takes a row, BLOCK
-    columns at a time.
+    If WEIGHTS_GRADIENT, also compute weights_gradient[slot], the dot product of gradient[row] and rows[row].
+
+    gradient, addend, rows, out: [n, width]. weights, weights_gradient: [n], by slot. slot_of: int64 [n]. A program computes one
+    row, BLOCK columns at a time.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_of + row)
@@ -71,9 +74,9 @@ def weigh_kernel(
 
 @triton.jit
 def silu_and_mul_kernel(rows, addend, total, out, width, ADDEND: tl.constexpr, BLOCK: tl.constexpr):
-    """out = silu(gate) * up, where [gate, up] is rows, or total = rows + addend if ADDEND.
+    """Compute out = silu(gate) * up, where [gate, up] are the columns of rows. If ADDEND, they are those of total = rows + addend.
 
-    rows, addend, total: [n, 2 * width]. out: [n, width]. A program takes BLOCK columns of a row.
+    rows, addend, total: [n, 2 * width]. out: [n, width]. A program computes BLOCK columns of one row.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -91,7 +94,7 @@ def silu_and_mul_kernel(rows, addend, total, out, width, ADDEND: tl.constexpr, B
 
 @triton.jit
 def silu_and_mul_backward_kernel(rows, gradient, out, width, BLOCK: tl.constexpr):
-    """The gradient of silu_and_mul_kernel's rows: out [n, 2 * width], of gradient [n, width]."""
+    """Compute out [n, 2 * width], the gradient with respect to silu_and_mul_kernel's rows, from ``gradient`` [n, width]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width

@@ -1,4 +1,7 @@
-"""The kernels of routing on PyTorch's tensors: contiguous, all on one device."""
+"""Work between the grouped products of a mixture of experts: the launches of kernels.py on PyTorch tensors.
+
+reference.py defines the results. All tensors are on one device. Results are new tensors, and no argument is written to.
+"""
 
 from __future__ import annotations
 
@@ -9,51 +12,41 @@ from torch import Tensor
 
 from ..nf4 import runtime
 from ..nf4.dequantize.compilation import MINIMUM_CAPABILITY
-from ..nf4.runtime import on_device, triton
+from ..nf4.runtime import empty, ready, triton
 
 if triton is not None:
     from . import kernels
 
-BLOCK = 1024  # columns of a program
-WARPS = 4
+BLOCK = 1024  # most columns that a program computes at a time
 
 
 def supports(tensor: Tensor) -> bool:
-    """Whether the kernels run where a tensor is."""
-    return triton is not None and runtime.runs_on(tensor) and runtime.capability_of(tensor.device) >= MINIMUM_CAPABILITY
-
-
-def empty(like: Tensor, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a new tensor [rows, columns] on the device of ``like``, allocated without the dispatcher.
-
-    Selective checkpointing can keep the result of any op that the dispatcher sees, and hand it to the recompute. Our kernels would
-    then write into it a second time.
-    """
-    with on_device(like.device):
-        result: Tensor = runtime.empty_strided_cuda((rows, columns), (columns, 1), dtype or like.dtype)
-        return result
+    """Return whether the kernels run on the device of ``tensor``."""
+    if triton is None or not runtime.runs_on(tensor) or runtime.is_interpreted(kernels.combine_kernel):
+        return False
+    return runtime.capability_of(tensor.device) >= MINIMUM_CAPABILITY
 
 
 def start(
     kernel: Any, tensors: tuple[Tensor, ...], width: int, rows: int, by_block: bool = True, **constants: Any
 ) -> None:
-    """One program a row, and by block of columns."""
+    """Launch one program per row or, if ``by_block``, per row and block of columns."""
     block = min(BLOCK, triton.next_power_of_2(width))
-    grid = (rows, -(-width // block) if by_block else 1)
+    grid = rows, -(-width // block) if by_block else 1, 1
+    kind = *(tensor.dtype for tensor in tensors), width % 16 == 0
     if rows:
-        with on_device(tensors[0].device):
-            kernel[grid](*tensors, width, BLOCK=block, num_warps=WARPS, **constants)
+        runtime.launch(kernel, grid, (*map(ready, tensors), width), {**constants, "BLOCK": block}, *kind)
 
 
 def combine(
     rows: Tensor, row_of: Tensor, dtype: torch.dtype, weights: Tensor | None = None, addend: Tensor | None = None
 ) -> Tensor:
-    """The sum over k of weight * row + addend of each token's rows, [tokens, width] in ``dtype``, added in fp32.
+    """Sum each token's weighted rows plus addends in fp32. Return [tokens, width] in ``dtype``.
 
     Args:
-        rows, addend: [tokens * top_k, width], of one dtype.
-        row_of: int64 [tokens, top_k].
-        weights: [tokens, top_k]; None: 1.
+        rows, addend: [tokens * top_k, width], both of the same dtype.
+        row_of: int64 [tokens, top_k], the rows of each token.
+        weights: the router's, [tokens, top_k]. None means 1.
     """
     tokens, top_k = row_of.shape
     out = empty(rows, tokens, rows.shape[1], dtype=dtype)
@@ -66,11 +59,13 @@ def combine(
 def weigh(
     gradient: Tensor, addend: Tensor | None, rows: Tensor, slot_of: Tensor, weights: Tensor, of_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Each row's gradient times its weight, plus addend; and where asked for the gradient of the weights, gradient . row.
+    """Multiply each row of the gradient by the row's weight and add the addend. Return [tokens * top_k, width].
 
     Args:
         gradient, addend, rows: [tokens * top_k, width].
-        slot_of: int64 [tokens * top_k], the index in ``weights``, [tokens, top_k], of each row.
+        slot_of: int64 [tokens * top_k], each row's index in ``weights``.
+        weights: the router's, [tokens, top_k].
+        of_weights: also return the gradient of the weights, [tokens, top_k]: the dot products of gradient and rows.
     """
     out, found = empty(gradient, *gradient.shape), empty(weights, *weights.shape)
     tensors = gradient, gradient if addend is None else addend, rows, weights, slot_of, out, found
@@ -80,10 +75,10 @@ def weigh(
 
 
 def silu_and_mul(rows: Tensor, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return silu(gate) * up, [n, width], and [gate, up], [n, 2 * width], which is rows + addend.
+    """Return silu(gate) * up, [n, width], and rows + addend, [n, 2 * width], whose columns are [gate, up].
 
     Args:
-        rows, addend: [n, 2 * width], of one dtype. Neither is written into. Without an ``addend`` [gate, up] is ``rows`` itself.
+        rows, addend: [n, 2 * width], both of the same dtype. Without an ``addend``, the second result is ``rows`` itself.
     """
     out = empty(rows, rows.shape[0], rows.shape[1] // 2)
     total = rows if addend is None else empty(rows, *rows.shape)

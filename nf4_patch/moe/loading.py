@@ -1,8 +1,8 @@
-"""transformers' ``load_in_4bit`` packs the stacks of experts too, with ``enable(experts="4bit")``.
+"""Replacements in transformers' loading and saving: ``load_in_4bit`` packs the stacks of experts too.
 
-transformers asks what is to be quantized, reads one tensor after another, and quantizes each as soon as it is complete. A
-packed stack waits as a parameter that carries its state. When all weights are there, bitsandbytes' own parametrization
-takes both: what ``replace_parameter_4bit`` makes.
+transformers loads one tensor after another, and quantizes each as soon as it is complete. While loading, a packed stack is a
+parameter that carries its QuantState. After loading, the stack is put behind bitsandbytes' parametrization, as
+``replace_parameter_4bit`` does it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import parametrize
 
-from ..offload import prefetch as offload
+from ..offload import planning
 from ..patching.placement import installed
 from ..patching.replacement import around
 from ..patching.switch import switch
@@ -29,41 +29,45 @@ from .read import is_managed, packed_chains
 from .transformers import Loads
 
 logger = logging.getLogger("nf4_patch")
-NAMES = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # of the stacks that are packed
-STATE = ".quant_state.bitsandbytes__"  # and the quant_type
-# what bitsandbytes saves beside a packed weight
+NAMES = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # names of the stacks that are packed
+STATE = ".quant_state.bitsandbytes__"  # in a checkpoint's keys, followed by the quant_type
+# the fields that bitsandbytes saves beside a packed weight
 FIELDS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", *(STATE[1:] + kind for kind in ("nf4", "fp4")))
-WHOLE = (None, None)  # the converter and the pattern of a stack that was saved whole
-LARGEST = 2**31 - 1  # elements that bitsandbytes counts on a GPU
+WHOLE = (None, None)  # converter and pattern of a stack that was saved as one tensor
+LARGEST = 2**31 - 1  # elements; bitsandbytes counts them in 32 bits on a GPU
 ENABLE = 'nf4_patch.enable(experts="4bit")'
 OWN = ".moe.loading:"
 
 
 def is_stack(model: Any, full_name: str) -> bool:
-    """Whether it names a stack that is not packed."""
+    """Return whether ``full_name`` is a stack of experts of the model that is not packed yet."""
     path, _, name = full_name.rpartition(".")
     parameter = model.get_submodule(path)._parameters.get(name) if name in NAMES else None
     return parameter is not None and parameter.dim() == 3
 
 
 def is_matrix(name: str, parameter: Any) -> bool:
-    """Whether it is what an expert multiplies by."""
+    """Return whether a parameter of an experts module is a weight that inputs are multiplied by."""
     return parameter is not None and parameter.dim() > 1 and parameter.is_floating_point() and not name.endswith("bias")
 
 
 def packed_stacks(model: Any) -> Iterator[tuple[str, Any, str]]:
-    """Of every packed stack the full name, the module and its name there."""
+    """Yield the full name, the module, and the name within the module of every packed stack."""
     for path, module in list(model.named_modules()):
         for name in packed_chains(module):
             yield f"{path}.{name}", module, name
 
 
 def carrying(packed: Tensor, state: dict[str, Any]) -> Any:
-    """A packed stack as a parameter that carries its state, given in the form in which bitsandbytes saves it."""
+    """Make a parameter of packed bytes that carries its QuantState.
+
+    Args:
+        state: the QuantState in the form in which bitsandbytes saves it.
+    """
     from .packed import Params4bit
 
     parameter: Any = Params4bit.from_prequantized(packed, state, device=packed.device)
-    parameter._is_hf_initialized = True  # transformers gives all others random values
+    parameter._is_hf_initialized = True  # otherwise transformers initializes the parameter with random values
     return parameter
 
 
@@ -73,13 +77,25 @@ def empty_cache(tensor: Tensor) -> None:
 
 
 def quantize_stack(stack: Tensor, config: Any) -> Any:
+    """Pack a stack with the options of a BitsAndBytesConfig, into a parameter that carries its state.
+
+    Raises:
+        ValueError: the packed bytes do not fill whole elements of bnb_4bit_quant_storage. bitsandbytes would write past its
+            result (docs/notes/quantize-4bit-storage.md).
+    """
     from bitsandbytes.functional import quantize_4bit
 
+    storage, nbytes = config.bnb_4bit_quant_storage, (stack.numel() + 1) // 2
+    if nbytes % storage.itemsize:
+        raise ValueError(
+            f"the {nbytes} packed bytes of a stack {list(stack.shape)} do not fill whole elements of "
+            f"bnb_4bit_quant_storage={storage}. Use torch.uint8"
+        )
     packed, state = quantize_4bit(
         stack.contiguous(),
         compress_statistics=config.bnb_4bit_use_double_quant,
         quant_type=config.bnb_4bit_quant_type,
-        quant_storage=config.bnb_4bit_quant_storage,
+        quant_storage=storage,
     )
     return carrying(packed, state.as_dict(packed=True))
 
@@ -89,7 +105,7 @@ def quantize_stack(stack: Tensor, config: Any) -> Any:
 
 @around
 def quantizer_for(original, config, quantization_config, *args, **kwargs) -> Any:
-    """For ``get_hf_quantizer``: a gpt-oss that is published in MXFP4 is one to be quantized, like any in 16 bits."""
+    """Replace ``get_hf_quantizer``: quantize a gpt-oss that is published in MXFP4 as if it were published in 16 bits."""
     published = getattr(config, "quantization_config", None)
     is_mxfp4 = isinstance(published, dict) and published.get("quant_method") == "mxfp4"
     if is_mxfp4 and getattr(quantization_config, "load_in_4bit", False):
@@ -99,25 +115,27 @@ def quantizer_for(original, config, quantization_config, *args, **kwargs) -> Any
 
 @around
 def needs_quantization(original, self, model, param_name, **kwargs) -> Any:
-    """For ``param_needs_quantization``: a stack does, unless ``llm_int8_skip_modules`` names it or a module around it."""
+    """Replace ``param_needs_quantization``: quantize a stack unless ``llm_int8_skip_modules`` names it or a module around it."""
     if not is_stack(model, param_name):
         return original(self, model, param_name, **kwargs)
     rows = (row for row in TARGETS if row.replace.startswith(OWN) and switch.gates[row.option].on)
     if missing := [row.name for row in rows if row.name not in installed or installed[row.name].refusal]:
         names, tested = ", ".join(missing), f"{TESTED_LOADING[0]} to {TESTED_LOADING[-1]}"
-        raise RuntimeError(f"{ENABLE} cannot replace {names} of this release. Install a transformers from {tested}")
+        raise RuntimeError(
+            f"{ENABLE} cannot replace {names} of this release of transformers. Install transformers {tested}"
+        )
     wanted = is_wanted(self, param_name)
     if wanted and (elements := model.get_parameter(param_name).numel()) > LARGEST:
         raise ValueError(
-            f"{param_name} has {elements:,} elements, and bitsandbytes packs up to {LARGEST:,}, as it counts them in 32 bits. "
-            "Leave it in 16 bits: "
+            f"{param_name} has {elements:,} elements, but bitsandbytes packs at most {LARGEST:,}, because it counts in 32 bits. "
+            "Keep this weight in 16 bits: "
             f"llm_int8_skip_modules={[*(self.modules_to_not_convert or ()), param_name.rpartition('.')[0]]}"
         )
     return wanted
 
 
 def is_wanted(quantizer: Any, full_name: str) -> bool:
-    """Whether ``llm_int8_skip_modules`` names neither the parameter nor a module around it."""
+    """Return whether ``llm_int8_skip_modules`` names neither the parameter nor a module around it."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     names = full_name, full_name.rpartition(".")[0]
@@ -126,17 +144,17 @@ def is_wanted(quantizer: Any, full_name: str) -> bool:
 
 @around
 def quantize(original, self, input_dict, full_layer_name=None, model=None, **kwargs) -> Any:
-    """For ``Bnb4bitQuantize.convert``, which takes complete weights by full name."""
+    """Replace ``Bnb4bitQuantize.convert``, which gets complete weights by full name, and pack the stacks among them."""
     if not any(is_stack(model, name) for name in input_dict):
         return original(self, input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
     converted = {}
     for name in list(input_dict):
-        value = input_dict.pop(name)  # no other reference: freed when it is packed
+        value = input_dict.pop(name)  # the only reference, so that the dense stack is freed once packed
         value = value[0] if isinstance(value, list) else value
         if self.hf_quantizer.param_needs_quantization(model, name):
-            # before and after: what stays in small pieces must not lie in a block that the next stack needs whole
+            # emptied twice, so that small tensors do not fragment the memory that the next dense stack needs
             empty_cache(value)
-            value = offload.placed(model, name, quantize_stack(value, self.hf_quantizer.quantization_config))
+            value = planning.placed(model, name, quantize_stack(value, self.hf_quantizer.quantization_config))
             empty_cache(value)
         converted[name] = value
     return converted
@@ -144,12 +162,12 @@ def quantize(original, self, input_dict, full_layer_name=None, model=None, **kwa
 
 @around
 def warm_up(original, model, expanded_device_map, hf_quantizer) -> None:
-    """For ``caching_allocator_warmup``, which reserves as much of the GPU as the whole packed model takes: not done."""
+    """Replace ``caching_allocator_warmup``, and do nothing. It would reserve GPU memory for the whole packed model."""
 
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """A stack in MXFP4 where transformers expects a slice of a safetensors file: decoded when it is read."""
+    """A stack in MXFP4 that transformers can read like a slice of a safetensors file. Reading decodes it."""
 
     blocks: Any
     scales: Any
@@ -165,13 +183,13 @@ class Mxfp4:
 
 @around
 def load(original, model, state_dict, load_config, disk_offload_index=None) -> Any:
-    """For ``convert_and_load_state_dict_in_model``: stacks that were saved packed, and those in MXFP4."""
+    """Replace ``convert_and_load_state_dict_in_model``: also load stacks that were saved packed or in MXFP4."""
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
     stacks = {name: parameter for name, parameter in model.named_parameters() if is_stack(model, name)}
     where = targets(model, load_config.weight_mapping or (), stacks)
     in_4bit = {key.partition(STATE)[0] for key in state_dict if STATE in key}
-    saved: dict[str, dict[Any, list[str]]] = {}  # of each stack: the keys of its parts by converter and pattern
+    saved: dict[str, dict[Any, list[str]]] = {}  # for each stack, the checkpoint's keys by converter and pattern
     for key in in_4bit if stacks else ():
         name, *part = where(key)
         if name in stacks:
@@ -181,33 +199,35 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
     if saved and not on:
         raise ValueError(
             f"{load_config.pretrained_model_name_or_path} holds experts that are packed in 4 bits ({min(saved)} and "
-            f"{len(saved) - 1} more). To load them, call {ENABLE} before, or set NF4_PATCH_EXPERTS=4bit"
+            f"{len(saved) - 1} more). To load them, call {ENABLE} first, or set NF4_PATCH_EXPERTS=4bit"
         )
-    if stacks and not on and offload.gate.on:
-        raise ValueError(f"offload is on, and experts is off: nothing would be packed or offloaded. Call {ENABLE} too")
+    if stacks and not on and planning.gate.on:
+        raise ValueError(
+            f"offload is on, but experts is off, so no experts would be packed or offloaded. Call {ENABLE} too"
+        )
     if not on or not isinstance(load_config.hf_quantizer, Bnb4BitHfQuantizer):
         return original(model, state_dict, load_config, disk_offload_index)
     devices = device_of_stacks(model, load_config)
     nested = load_config.hf_quantizer.quantization_config.bnb_4bit_use_double_quant
     packed_sizes = (
-        (name, place, offload.packed_size(stacks[name].numel(), nested and saved.get(name, {}).keys() <= {WHOLE}))
+        (name, place, planning.packed_size(stacks[name].numel(), nested and saved.get(name, {}).keys() <= {WHOLE}))
         for name, place in devices.items()
         if name in saved or load_config.hf_quantizer.param_needs_quantization(model, name)
     )
-    offload.plan(model, packed_sizes)
+    planning.plan(model, packed_sizes)
     state_dict, packed = dict(state_dict), {}
     for name, parts in saved.items():
         read = functools.partial(read_packed, state_dict, device=devices[name])
         packed[name] = read(parts[WHOLE][0]) if WHOLE in parts else joined(name, stacks[name], parts, read)
-        packed[name].quant_state.dtype = stacks[name].dtype  # as dense it would have that one now
-        packed[name] = offload.placed(model, name, packed[name])
+        packed[name].quant_state.dtype = stacks[name].dtype  # the dtype of a dense load
+        packed[name] = planning.placed(model, name, packed[name])
     for blocks in [key for key in state_dict if key.endswith("_blocks")]:
         key = blocks.removesuffix("_blocks")
         if (name := where(key)[0]) in devices:
             state_dict[key] = Mxfp4(state_dict.pop(blocks), state_dict.pop(f"{key}_scales"), devices[name])
     own_names = [name for name, _ in model.named_parameters()]
     info, disk_offload_index = original(model, state_dict, load_config, disk_offload_index)
-    offload.blocks_of(model)
+    planning.blocks_of(model)
     for name, parameter in packed.items():
         path, _, stack = name.rpartition(".")
         setattr(model.get_submodule(path), stack, parameter)
@@ -216,10 +236,10 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
     unread = in_4bit & {key.partition(STATE)[0] for key in info.unexpected_keys}
     if unread and (lost or any(key.rpartition(".")[2] in NAMES for key in unread)):
         raise ValueError(
-            f"{load_config.pretrained_model_name_or_path} holds packed experts that {type(model).__name__} of this release "
-            f"of transformers has no place for, as {min(unread)}. Load the model that they were made from, and pack that"
+            f"{load_config.pretrained_model_name_or_path} holds packed experts, such as {min(unread)}, for which "
+            f"{type(model).__name__} of this release of transformers has no parameter. Load the original 16-bit model and pack it"
         )
-    # packed stacks went past the conversions, which a dequantized model is saved with
+    # Conversions that only make packed stacks were not used, but saving a dequantized model needs their reverse.
     model._weight_conversions = [
         each for each in load_config.weight_mapping or ()
         if not reads_state(each) and (each.was_used() or (packed and makes_only(each, packed, own_names)))
@@ -228,17 +248,17 @@ def load(original, model, state_dict, load_config, disk_offload_index=None) -> A
 
 
 def reads_state(conversion: Any) -> bool:
-    """Whether it reads what bitsandbytes saved: transformers has no reverse of that, and could not save the model again."""
+    """Return whether a conversion reads bitsandbytes' saved state. transformers cannot reverse such a conversion when saving."""
     from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
 
     return any(isinstance(op, Bnb4bitDeserialize) for op in getattr(conversion, "operations", ()))
 
 
 def device_of_stacks(model: Any, load_config: Any) -> dict[str, Any]:
-    """Where each stack belongs, by full name.
+    """Return the device of each stack by full name.
 
     Raises:
-        ValueError: one that is to be packed is to be offloaded, or shared among GPUs.
+        ValueError: ``device_map`` offloads, or a device mesh shards, experts that would be packed.
     """
     from transformers.integrations.accelerate import get_device
 
@@ -249,21 +269,27 @@ def device_of_stacks(model: Any, load_config: Any) -> dict[str, Any]:
     if needed and (offloaded or load_config.device_mesh is not None):
         found = f"a device_map with {' and '.join(offloaded)}" if offloaded else "tensor or expert parallelism"
         raise ValueError(
-            f"{ENABLE} packs experts for a GPU, several GPUs that hold layers each, or a CPU alone; found {found}. Change "
-            'that, or leave the experts in 16 bits: experts="off". What is too large for a GPU: device_map={"": 0} and offload="all"'
+            f"{ENABLE} packs experts for one GPU, for several GPUs with whole layers each, or for a CPU. Found {found}. Change this, "
+            'or keep the experts in 16 bits with experts="off". If the model is too large for the GPU, use device_map={"": 0} and '
+            'offload="all"'
         )
     return devices
 
 
 def makes_only(conversion: Any, stacks: dict[str, Any], names: list[str]) -> bool:
-    """Whether it makes packed stacks of a checkpoint's weights, and nothing else of the model."""
+    """Return whether a conversion produces packed stacks only, and no other parameter of the model.
+
+    Args:
+        stacks: the packed stacks by full name.
+        names: the full names of all parameters of the model.
+    """
     back = conversion.reverse_transform()
     made = {name for name in names if back.rename_source_key(name)[1] is not None}
     return bool(made) and made <= stacks.keys()
 
 
 def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
-    """What transformers makes of a checkpoint's key: the name in the model, and the converter and its pattern, if any."""
+    """Return a function from a checkpoint's key to the parameter's full name, and its converter and pattern or None."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
@@ -271,7 +297,8 @@ def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
     by_pattern: dict[Any, Any] = {pattern: each for each in converters for pattern in each.source_patterns}
 
     def target(key: str) -> tuple[str, Any, str | None]:
-        for conversions in (([], []), (renamings, []), (renamings, converters)):  # a stack is saved under its own name
+        # first unchanged, because a packed stack is saved under its full name
+        for conversions in (([], []), (renamings, []), (renamings, converters)):
             name, pattern = rename_source_key(key, *conversions, model.base_model_prefix, stacks)
             if name in stacks:
                 break
@@ -281,7 +308,7 @@ def targets(model: Any, mapping: Any, stacks: dict[str, Any]) -> Any:
 
 
 def read_packed(state_dict: dict[str, Any], key: str, device: Any) -> Any:
-    """The packed weight of a checkpoint as a parameter. Its entries are taken out."""
+    """Read a packed weight of a checkpoint as a parameter. Remove its entries from ``state_dict``."""
     state = {field: state_dict.pop(f"{key}.{field}")[...] for field in FIELDS if f"{key}.{field}" in state_dict}
     return carrying(state_dict.pop(key)[...].to(device), state)
 
@@ -290,12 +317,17 @@ JOINED = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]
 
 
 def joined(name: str, stack: Tensor, parts: dict[Any, list[str]], read: Any) -> Any:
-    """A stack whose experts were packed one by one: their bytes and scales, one after another.
+    """Join experts that were packed one by one into a packed stack, by concatenating their bytes and their absmax.
 
-    Nested scales become what they decode to, in fp32: every expert has an offset of its own. 0.37 bits a weight more.
+    Nested absmax is decoded to fp32, because every expert has another offset. This costs 0.37 bits per weight.
+
+    Args:
+        name, stack: the stack's full name, and its parameter in the model.
+        parts: the checkpoint's keys of the experts by (converter, pattern).
+        read: reads the packed weight of a key as a parameter.
 
     Raises:
-        ValueError: the parts are no packed stack.
+        ValueError: the experts cannot be joined.
     """
     from bitsandbytes.functional import QuantState, dequantize_blockwise
     from transformers.core_model_loading import dot_natural_key
@@ -307,13 +339,13 @@ def joined(name: str, stack: Tensor, parts: dict[Any, list[str]], read: Any) -> 
     kinds = {(each.dtype, each.blocksize, each.quant_type) for each in experts}
     size = sum(math.prod(state.shape) for state in states)
     if [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations] not in JOINED:
-        why = f"they are not made one stack by {converter.operations}"
+        why = f"{converter.operations} does not make one stack of them"
     elif {*map(len, keys)} != {stack.shape[0]} or size != stack.numel():
-        why = f"it has {stack.numel()} elements, and {size} are in 4 bits"
+        why = f"the stack has {stack.numel()} elements, but the packed experts have {size}"
     elif len(kinds) > 1:
-        why = "they were packed in several ways"
+        why = "they differ in dtype, blocksize or quant_type"
     elif any(math.prod(state.shape) % state.blocksize for state in states):
-        why = f"an expert is no whole number of blocks of {states[0].blocksize}"
+        why = f"an expert does not consist of whole blocks of {states[0].blocksize}"
     else:
         scales = [
             dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
@@ -323,14 +355,17 @@ def joined(name: str, stack: Tensor, parts: dict[Any, list[str]], read: Any) -> 
         state = QuantState(torch.cat(scales), stack.shape, *kind)
         return carrying(torch.cat(experts), state.as_dict(packed=True))
     raise ValueError(
-        f"the experts of {name} were packed one by one, as {min(map(min, parts.values()))}, and cannot be joined: {why}. "
-        "Load the model that they were made from, and pack that"
+        f"the experts of {name} were packed one by one, such as {min(map(min, parts.values()))}, and cannot be joined, because {why}. "
+        "Load the original 16-bit model and pack it"
     )
 
 
 @around
 def finish(original, self, model, **kwargs) -> Any:
-    """For ``_process_model_after_weight_loading``."""
+    """Replace ``_process_model_after_weight_loading``: put each packed stack behind bitsandbytes' parametrization.
+
+    Warn of stacks that were packed only now, and of experts that stay in 16 bits.
+    """
     from bitsandbytes.nn import parametrize as library
 
     from .packed import end_caching
@@ -342,7 +377,7 @@ def finish(original, self, model, **kwargs) -> Any:
             if is_stack(model, full_name) and self.param_needs_quantization(model, full_name):
                 left.append(full_name)
                 parameter = quantize_stack(parameter.detach(), self.quantization_config)
-                parameter = offload.placed(model, full_name, parameter)
+                parameter = planning.placed(model, full_name, parameter)
                 setattr(module, name, parameter)
             state = getattr(parameter, "quant_state", None)
             if state is not None:
@@ -353,25 +388,25 @@ def finish(original, self, model, **kwargs) -> Any:
         for name, parameter in module._parameters.items() if "Expert" in kind else ():
             if is_matrix(name, parameter) and is_wanted(self, f"{path}.{name}"):
                 dense[f"{path}.{name}"] = f"{kind}.{name}", parameter.nbytes
-    offload.plans.pop(model, None)
+    planning.plans.pop(model, None)
     if left:
-        said = f"{len(left)} stacks of experts were not packed while they were loaded, and held in 16 bits until now"
+        said = f"{len(left)} stacks of experts were packed only after loading, and took 16 bits per weight until then"
         logger.warning("nf4_patch: %s: %s", said, ", ".join(left))
     if dense:
         kinds, size = ", ".join(sorted({kind for kind, _ in dense.values()})), sum(size for _, size in dense.values())
-        said = f"{len(dense)} weights of experts stay in 16 bits, {size / 1e9:.2g} GB in all"
+        said = f"{len(dense)} weights of experts stay in 16 bits, {size / 1e9:.2g} GB in total"
         logger.warning(
-            "nf4_patch: %s: %s. %s packs 3-D weights that are called %s", said, kinds, ENABLE, ", ".join(NAMES)
+            "nf4_patch: %s: %s. %s packs only 3-D weights with the names %s", said, kinds, ENABLE, ", ".join(NAMES)
         )
     return original(self, model, **kwargs)
 
 
-# --- what is made of a loaded model ---
+# --- saving and dequantizing a loaded model ---
 
 
 @around
 def save(original, model, state_dict) -> Any:
-    """For ``revert_weight_conversion``: a packed stack cannot be split into experts, and is saved as it is."""
+    """Replace ``revert_weight_conversion``: save a packed stack as one tensor, because it cannot be split into experts."""
     stacks = tuple(f"{name}." for name, _, _ in packed_stacks(model))
     kept = {key: tensor for key, tensor in state_dict.items() if f"{key}.".startswith(stacks)}
     return original(model, {key: tensor for key, tensor in state_dict.items() if key not in kept}) | kept
@@ -379,7 +414,7 @@ def save(original, model, state_dict) -> Any:
 
 @around
 def dequantize(original, self, model, dtype=None) -> Any:
-    """For ``_dequantize`` of ``model.dequantize()``."""
+    """Replace ``_dequantize``, which ``model.dequantize()`` calls: make packed stacks dense parameters."""
     model = original(self, model, dtype)
     for _, module, name in packed_stacks(model):
         if not (switch.gates["experts"].on or is_managed(module.parametrizations[name])):

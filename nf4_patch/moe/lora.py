@@ -1,13 +1,14 @@
-"""peft's LoRA on the experts of transformers, named by ``target_parameters``: packed ones too.
+"""peft's LoRA on transformers' experts (``target_parameters``), packed or dense.
 
-peft adds B·A to the dense stack, and takes a dense gradient of the sum apart. Here the forward of the experts asks its wrappers
-for the factors (see product.py). What peft writes into files, and how it finds and names adapters, stays its own.
+peft adds B·A to the dense stack, and computes a dense gradient of this sum. Here the forward of the experts takes A and B
+from peft's wrapper and multiplies by them separately (see product.py). peft's code finds, names and saves the adapters as before.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,11 +28,11 @@ from .read import is_managed, packed_chains
 
 SERVED = ("grouped_mm", "batched_mm")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-RANKS = 8  # PyTorch's grouped_mm takes rows of whole 16 bytes
+RANKS = 8  # the rank is padded to a multiple, because PyTorch's grouped_mm needs rows of a multiple of 16 bytes
 
 
 def packed_states(module: Any) -> dict[str, Any]:
-    """The QuantState of each packed stack of a module that nothing else is done to when it is read."""
+    """Return, by name, the QuantState of each packed stack of a module whose only parametrization is bitsandbytes'."""
     return {name: chain[0].quant_state for name, chain in packed_chains(module).items() if len(chain) == 1}
 
 
@@ -39,7 +40,7 @@ def packed_states(module: Any) -> dict[str, Any]:
 
 
 class Wrapper:
-    """peft's wrapper of one stack, whose experts are about to run with these adapters on it."""
+    """One forward of peft's wrapper around a stack, with the names of the adapters that are active in this forward."""
 
     def __init__(self, wrapper: Any, adapters: list[str], dtype: torch.dtype):
         self.wrapper, self.adapters, self.dtype = wrapper, adapters, dtype
@@ -47,9 +48,10 @@ class Wrapper:
         self.is_asked = False
 
     def factors(self) -> Lora:
-        """left and right of all active adapters, side by side: their product is what peft would add to the stack.
+        """Return left and right, the factors of all active adapters concatenated along the rank.
 
-        In peft's lora_A, [experts * rank, in], ranks run fastest; in its lora_B, [out, rank * experts], experts do.
+        left @ right is the sum that peft would add to the stack. Shapes: see ``product.Lora``. In peft's lora_A, [experts * rank, in],
+        the rank is the inner index; in its lora_B, [out, rank * experts], the expert is.
         """
         wrapper, into, out_of = self.wrapper, [], []
         for name in self.adapters:
@@ -59,18 +61,21 @@ class Wrapper:
         a, b = torch.cat(into, dim=1), torch.cat(out_of, dim=2).contiguous()
         if missing := -a.shape[1] % RANKS:
             a, b = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
-        # peft before 0.19 takes [experts, out, in] for [experts, in, out]: its A is on the side of out
+        # peft before 0.19 reads [experts, out, in] as [experts, in, out], so its A belongs to out
         return (b, a) if getattr(wrapper, "_did_swap_in_out_features", False) else (a.mT, b.mT)
 
 
 class ActiveWrappers(threading.local):
-    """The wrappers that this thread is in: each waits to be asked by the forward of its experts."""
+    """The wrappers whose forward runs in this thread. The experts' forward takes the factors from each wrapper once."""
 
-    def __init__(self) -> None:
-        self.wrappers: list[Wrapper] = []
+    references: tuple[
+        weakref.ref[Wrapper], ...
+    ] = ()  # weak, so that no wrapper outlives its forward after an interrupt
 
     def of(self, experts: Any) -> list[Wrapper]:
-        return [each for each in self.wrappers if each.experts is experts and not each.is_asked]
+        """Return the wrappers of an experts module whose factors were not taken yet."""
+        wrappers = (reference() for reference in self.references)
+        return [each for each in wrappers if each is not None and each.experts is experts and not each.is_asked]
 
 
 active_wrappers = ActiveWrappers()
@@ -81,10 +86,15 @@ def implementation_of(experts: Any) -> str | None:
 
 
 def supports(experts: Any, name: str, packed: bool) -> bool:
-    """Whether the forward of the experts asks its wrappers. Others loop over dense experts, to which peft adds LoRA."""
+    """Return whether our forward of the experts will apply the LoRA on a stack. Otherwise peft adds LoRA to the dense stack.
+
+    Args:
+        name: of the stack.
+        packed: whether the stack is packed.
+    """
     bound = vars(experts).get("_old_forward", vars(experts).get("forward"))
     function = getattr(bound, "__func__", type(experts).forward)
-    if is_ours(function):  # Liger's, whose own kernels multiply in 16 bits
+    if is_ours(function):  # our forward in Liger's class, which runs packed experts only
         return packed
     implementation, weight = implementation_of(experts), experts._parameters.get(name)
     if not packed and (type(weight) is not torch.nn.Parameter or weight.dtype not in DTYPES):
@@ -103,7 +113,7 @@ def supports(experts: Any, name: str, packed: bool) -> bool:
 
 
 def forward(target: Target, original: Function) -> Function:
-    """For ``ParamWrapper.forward``, which replaces the stack by the sum of it and B·A while the experts run."""
+    """Replace ``ParamWrapper.forward``, which adds B·A to the dense stack while the experts run."""
 
     def run(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         experts, name = self.get_base_layer(), self.parameter_name
@@ -112,17 +122,20 @@ def forward(target: Target, original: Function) -> Function:
         state = None if idle else packed_states(experts).get(name)
         if idle or kwargs.get("adapter_names") or not supports(experts, name, state is not None):
             return original(self, x, *args, **kwargs)
-        wrapper = Wrapper(self, adapters, (state or experts._parameters[name]).dtype)
+        wrapper, before = (
+            Wrapper(self, adapters, (state or experts._parameters[name]).dtype),
+            active_wrappers.references,
+        )
         try:
-            active_wrappers.wrappers.append(wrapper)
+            active_wrappers.references = (*before, weakref.ref(wrapper))
             result = self.base_layer(x, *args, **kwargs)
         finally:
-            active_wrappers.wrappers = [each for each in active_wrappers.wrappers if each is not wrapper]
+            active_wrappers.references = before
         if wrapper.is_asked:
             return result
         raise RuntimeError(
             f"the forward of {parametrize.type_before_parametrizations(experts).__name__} did not use the LoRA adapters on its {name}, "
-            f"with experts_implementation {implementation_of(experts)!r}: please report it, with what nf4_patch.status() says"
+            f"with experts_implementation {implementation_of(experts)!r}. Please report this, with the output of nf4_patch.status()"
         )
 
     return replacement_of(target, original, Fallbacks(target.name), instead(run), torch._dynamo.disable(run))
@@ -133,10 +146,10 @@ def forward(target: Target, original: Function) -> Function:
 
 @contextmanager
 def seen_dense(module: Any) -> Iterator[None]:
-    """A packed experts module as it was before it was packed, but for the memory of its stacks.
+    """Context manager: show peft a packed experts module as if its stacks were dense parameters, which take no memory.
 
-    peft finds a parametrized weight by its full name only, and meets it in another order: an adapter's place in the file
-    comes from that order. All classes of transformers define what goes up first, and down last.
+    peft finds a parametrized weight by its full name only. It also visits it in another order, and this order decides the names in
+    the adapter's file. All classes of transformers define the up projection first and the down projection last.
     """
     dense = {}
     for name, state in packed_states(module).items():
@@ -144,27 +157,32 @@ def seen_dense(module: Any) -> Iterator[None]:
         dense[name] = torch.nn.Parameter(element.expand(state.shape), requires_grad=False)
     kind, parameters = type(module), dict(module._parameters)
     parametrizations = module._modules["parametrizations"]
-    try:
-        del module._modules["parametrizations"]
-        module.__class__ = parametrize.type_before_parametrizations(module)
-        module._parameters.clear()
-        module._parameters.update(sorted((dense | parameters).items(), key=lambda item: item[0].startswith("down")))
-        yield
-    finally:
+
+    def restore() -> None:
         module.__class__ = kind
         module._modules["parametrizations"] = parametrizations
         module._parameters.clear()
         module._parameters.update(parameters)
 
+    with ExitStack() as stack:
+        stack.callback(restore)
+        stack.callback(restore)  # twice, because an interrupt can end one of the calls
+        del module._modules["parametrizations"]
+        module.__class__ = parametrize.type_before_parametrizations(module)
+        module._parameters.clear()
+        module._parameters.update(sorted((dense | parameters).items(), key=lambda item: item[0].startswith("down")))
+        yield
 
-# What Unsloth writes into adapter_config.json: the layout of lora_B, of all stacks and of each
+
+# The fields of Unsloth in adapter_config.json: the layout of lora_B for all stacks, and for each stack
 LAYOUT, LAYOUTS = "lora_B_layout", "unsloth_fused_expert_lora"
 
 
 @around
 def keep_layout(original: Function, cls: Any, kwargs: dict[str, Any]) -> Any:
-    """For ``_check_and_remove_unused_kwargs``, which removes Unsloth's layout from a configuration: keep it in ``auto_mapping``,
-    where newer releases of Unsloth have a copy.
+    """Replace ``_check_and_remove_unused_kwargs``, which drops Unsloth's layout from an adapter's configuration.
+
+    Keep the layout in ``auto_mapping``, where newer releases of Unsloth store a copy.
     """
     found = {key: kwargs[key] for key in (LAYOUT, LAYOUTS) if key in kwargs}
     kept, removed = original(cls, kwargs)
@@ -174,14 +192,14 @@ def keep_layout(original: Function, cls: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> None:
-    """Refuse adapters whose tensors have the shapes that peft expects and another order, which peft reads without an error.
+    """Refuse an adapter whose tensors have the shapes that peft expects, but in another order. peft would load wrong values.
 
     Args:
-        stacks: by name, each with the shape [experts, ...] of a stack of the module.
+        stacks: objects with the shape [experts, ...] of each stack of the module, by name.
 
     Raises:
-        ValueError: peft before 0.19 wrote A and B the other way round, seen by no shape where both sides of an expert are equal; or
-            Unsloth before 2026.9.6 wrote lora_B as [out, experts * rank], with ranks running fastest.
+        ValueError: peft before 0.19 swapped A and B, and the experts are square, so that no shape shows the swap. Or Unsloth before
+            2026.9.6 wrote lora_B as [out, experts * rank], with the rank as the inner index.
     """
     import peft
     from packaging.version import parse
@@ -197,23 +215,24 @@ def refuse_layouts(module: Any, stacks: dict[str, Any], peft_config: Any) -> Non
         shape = list(stacks[name].shape)
         if earlier and shape[1] == shape[2] and not getattr(module, "is_transposed", False):
             raise ValueError(
-                f"peft {written} wrote this adapter, with A and B of {name}, {shape}, the other way round than "
-                f"peft {peft.__version__} reads them: train it again, or load it with peft 0.18"
+                f"peft {written} wrote this adapter and swapped A and B of {name}, {shape}. peft {peft.__version__} would load them "
+                "the wrong way round. Train the adapter again, or load it with peft 0.18"
             )
         layout = (of_each.get(name) or {}).get(LAYOUT) or detail.get(LAYOUT) or said.get(LAYOUT)
         by_unsloth = layout is not None or said.get("unsloth_fixed")
-        if by_unsloth and layout != "rank_major" and "unsloth" not in sys.modules:  # which converts it
+        if by_unsloth and layout != "rank_major" and "unsloth" not in sys.modules:  # Unsloth converts the layout
             raise ValueError(
-                f"Unsloth wrote this adapter with {LAYOUT} {layout or 'not named, as before 2026.9.6'} for {name}, and peft reads "
-                "rank_major. Load it with Unsloth 2026.9.6 or newer and save it again, or reorder lora_B as "
+                f"Unsloth wrote this adapter with {LAYOUT} {layout or 'not named, as before 2026.9.6'} for {name}, but peft reads "
+                "rank_major. Load the adapter with Unsloth 2026.9.6 or newer and save it again. Or reorder lora_B as "
                 f'docs/after-training.md shows, and write "{LAYOUT}": "rank_major" into adapter_config.json'
             )
 
 
 @around
 def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    """For ``BaseTuner.inject_adapter``, which looks for the modules and parameters that a configuration names: ``down_proj`` is not the
-    module behind which the stack of that name is packed.
+    """Replace ``BaseTuner.inject_adapter``, which looks up the modules and parameters that an adapter's configuration names.
+
+    A packed stack is a parametrization, and peft would take it for a module with the same name, such as ``down_proj``.
     """
     from .packed import Chain, end_caching
 
@@ -235,42 +254,66 @@ def inject(original: Function, self: Any, model: Any, adapter_name: str, *args: 
 
 @around
 def packed_again(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """For ``ParamWrapper.merge`` and ``unmerge``, which add to what they read: of a packed stack, a dense copy. What is merged and
-    taken out again has the bytes of before.
+    """Replace ``ParamWrapper.merge`` and ``unmerge``: requantize a packed stack after peft changed its dense weight.
+
+    An interrupt leaves the stack and ``merged_adapters`` both as they were, or both changed.
     """
     experts, name = self.get_base_layer(), self.parameter_name
-    chain, before = packed_chains(experts).get(name), list(self.merged_adapters)
+    chain, adapters = packed_chains(experts).get(name), self.merged_adapters
     if chain is None:
         original(self, *args, **kwargs)
         return
     from .packed import Chain
 
     chain.__class__ = Chain
-    # cached for peft, which adds to what it reads, and for us; what is packed in inference mode could not be trained on
-    with torch.inference_mode(False), torch.no_grad(), parametrize.cached():
+    # Cached, so that peft writes into the dense weight that ``requantize`` reads. Tensors made in inference mode cannot be trained on.
+    with torch.inference_mode(False), torch.no_grad(), parametrize.cached(), ExitStack() as stack:
+        stack.callback(parametrize._cache.clear)
+        stack.callback(vars(self).__setitem__, "merged_adapters", adapters)
+        vars(self)["merged_adapters"] = list(adapters)  # peft changes a copy until the bytes are replaced too
         try:
             original(self, *args, **kwargs)
-        finally:  # where one of several adapters is broken, those before it are merged
-            if self.merged_adapters != before:
-                pack(self, chain, first=not before)
+        except Exception:  # an adapter is broken, but peft merged the adapters before it
+            requantize(self, chain, adapters)
+            raise
+        requantize(self, chain, adapters)
 
 
-def pack(wrapper: Any, chain: Any, first: bool) -> None:
-    """The sum of a stack and adapters into the stack, or what was before all of them; ``first``: none was merged before."""
+def requantize(wrapper: Any, chain: Any, adapters: list[str]) -> None:
+    """Requantize a stack after a merge. Restore the original bytes once nothing is merged.
+
+    Args:
+        chain: the stack's.
+        adapters: the names of the adapters that are merged into the packed bytes. Updated to ``wrapper.merged_adapters``.
+    """
     from bitsandbytes.functional import quantize_4bit
 
-    # the wrapper's: an adapter that is unloaded needs it no longer
-    merged = chain.before_merging() if first else vars(wrapper).pop("nf4_patch_merged", None)
-    if merged is not None and not first and merged.content != chain.content():  # somebody changed the sum
-        merged = None
-    if merged is not None and not wrapper.merged_adapters:
-        chain.replace(merged.packed, merged.state)
+    from .packed import content_of
+
+    after = list(wrapper.merged_adapters)
+    if after == adapters:
         return
-    state = chain[0].quant_state
-    packed, of_sum = quantize_4bit(
-        getattr(wrapper.get_base_layer(), wrapper.parameter_name), blocksize=state.blocksize, compress_statistics=state.nested,
-        quant_type=state.quant_type, quant_storage=chain.original.dtype,
-    )  # fmt: skip
-    chain.replace(packed, of_sum)
-    if merged is not None:
-        wrapper.nf4_patch_merged = merged._replace(content=chain.content())
+    # The original bytes belong to the wrapper, so that removing the adapter frees them.
+    saved = vars(wrapper).get("nf4_patch_merged") if adapters else chain.before_merging()
+    if saved is not None and adapters and saved.content != chain.content():  # somebody changed the merged stack
+        saved = None
+    if saved is not None and not after:
+        packed, state, saved = saved.packed, saved.state, None
+    else:
+        state = chain[0].quant_state
+        packed, state = quantize_4bit(
+            getattr(wrapper.get_base_layer(), wrapper.parameter_name), blocksize=state.blocksize, compress_statistics=state.nested,
+            quant_type=state.quant_type, quant_storage=chain.original.dtype,
+        )  # fmt: skip
+        saved = saved and saved._replace(content=content_of(packed, state))
+
+    def replace() -> None:
+        chain.replace(packed, state)
+        vars(wrapper)["nf4_patch_merged"] = saved
+        adapters[:] = after
+
+    try:
+        replace()
+    except BaseException:  # an interrupt ended it halfway
+        replace()
+        raise

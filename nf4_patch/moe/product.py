@@ -1,7 +1,7 @@
-"""Products with the weight of all experts, packed or dense, and LoRA on it.
+"""Products with the weight of all experts, packed or dense, and with LoRA.
 
-LoRA is a sum of its own: x·W + (x·left)·right, with W never changed. A grouped product of a packed stack keeps the packed one
-for the backward.
+LoRA is computed separately: x·W + (x·left)·right, so that W never changes. A grouped product with a packed stack saves the packed
+stack for the backward, and not the dense one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from ..nf4.runtime import has_memory
 from ..patching.context import backward_in_progress, is_compiling, saved_tensors_hooks, transforms_active
 from .read import PackedExperts
 
-# left [experts, in, rank] and right [experts, rank, out], in the order of the stack's sides
+# left [experts, in, rank] and right [experts, rank, out] for a stack [experts, in, out]. For a stack [experts, out, in], swap in and out.
 Lora = tuple[Tensor, Tensor]
 
 
 class SavedExperts:
-    """A packed stack as it is now, for the backward: whatever is done to the module until then, to offload it for
-    example, the backward decodes what the forward did.
+    """The tensors of a packed stack, held from forward to backward.
+
+    The backward decodes the bytes that the forward decoded, even if the module was offloaded or got other tensors meanwhile.
     """
 
     def __init__(self, stack: PackedExperts):
@@ -31,21 +32,22 @@ class SavedExperts:
         state.state2 = copy.copy(getattr(state, "state2", None))
         parts = [vars(part) for part in (state, state.state2) if part is not None]
         self.places = [(part, name) for part in parts for name, value in part.items() if isinstance(value, Tensor)]
-        # the memory of now, also where ``tensor.data`` is replaced
+        # detached, so that the memory stays the same if somebody replaces ``tensor.data``
         self.tensors = stack.packed.detach(), *(part[name].detach() for part, name in self.places)
         self.versions = [None if tensor.is_inference() else tensor._version for tensor in self.tensors]
         self.stack = dataclasses.replace(stack, state=state)
 
     def dense(self) -> Tensor:
-        """
+        """Decode the saved stack: [experts, ...].
+
         Raises:
-            RuntimeError: the memory was freed or written into since the forward. In compiled code only autograd checks the latter.
+            RuntimeError: the memory was freed or written since the forward. In compiled code, only autograd checks for writes.
         """
         stack, (packed, *fields) = self.stack, self.tensors
         if not (is_compiling() or all(map(has_memory, self.tensors))):
             raise RuntimeError(
-                f"the memory of packed experts {list(stack.state.shape)} was freed between forward and backward: "
-                "bring it back before the backward, or free it in a hook on the experts module"
+                f"the memory of packed experts {list(stack.state.shape)} was freed between forward and backward. "
+                "Load it again before the backward, or free it in a hook on the experts module"
             )
         if not is_compiling():
             for tensor, version in zip(self.tensors, self.versions, strict=True):
@@ -63,26 +65,30 @@ class SavedExperts:
 
 
 class FrozenProduct(torch.autograd.Function):
-    """``ExpertWeight.multiplied`` of a packed stack that is frozen, and is decoded again in the backward."""
+    """Grouped product with a frozen packed stack. The backward decodes the stack again instead of saving the dense weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: ExpertWeight, ends: Tensor) -> Tensor:
         assert isinstance(weight.stack, PackedExperts)
         ctx.kept, ctx.is_transposed = SavedExperts(weight.stack), weight.is_transposed
-        # autograd checks the versions of what is saved; hooks would copy it, and turn the check off
+        # Autograd checks the versions of saved tensors. Hooks on saved tensors would copy them, and disable this check.
         watched = ctx.kept.tensors if saved_tensors_hooks(True) is None else ()
         ctx.save_for_backward(ends, *(tensor for tensor in watched if not tensor.is_inference()))
         return grouped(x, weight.frozen(), ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ends, *_ = ctx.saved_tensors  # raises where one was changed in place
+        ends, *_ = ctx.saved_tensors  # raises if a saved tensor was changed in place
         weight = ctx.kept.dense()
         return grouped(gradient, weight.mT if ctx.is_transposed else weight, ends), None, None
 
 
 def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x [rows, in], sorted by expert, times weight [experts, in, out] of each row's expert; ``ends``: int32 [experts]."""
+    """Multiply each row by the weight of its expert: x [rows, in], sorted by expert, and weight [experts, in, out].
+
+    Args:
+        ends: int32 [experts], the index after the last row of each expert.
+    """
     from transformers.integrations.moe import _grouped_mm
 
     result: Tensor = _grouped_mm(x, weight, offs=ends)
@@ -98,10 +104,10 @@ def summed(y: Tensor, addend: Tensor | None) -> Tensor:
 
 
 def is_checkpointed() -> bool:
-    """Return whether this forward is a checkpoint's, or its recompute: what it saves is dropped, or used at once.
+    """Return whether this is the forward of a checkpoint, which drops its saved tensors, or its recompute, which uses them at once.
 
-    PyTorch calls only the innermost hooks on saved tensors. Those of ``torch.utils.checkpoint`` drop tensors. Other hooks keep
-    them, or copies in host memory as ``save_on_cpu`` does, also in the recompute of a reentrant checkpoint.
+    PyTorch calls only the innermost hooks on saved tensors. The hooks of ``torch.utils.checkpoint`` drop tensors. Other hooks, such as
+    ``save_on_cpu``, keep the tensors or copies of them, also in the recompute of a reentrant checkpoint.
     """
     hooks = saved_tensors_hooks(True)
     if hooks is None:
@@ -110,18 +116,19 @@ def is_checkpointed() -> bool:
 
 
 def is_kept_packed() -> bool:
-    """Return whether autograd must keep a packed stack instead of the dense one.
+    """Return whether autograd saves the packed stack instead of the dense one.
 
-    Under gradient checkpointing it need not: the backward uses the dense stack of the recompute, without a third decode.
+    Under gradient checkpointing it saves the dense stack. The backward then reuses the dense stack of the recompute, and no third
+    decode is needed.
     """
     return torch.is_grad_enabled() and transforms_active() is None and not is_checkpointed()
 
 
 class ExpertWeight(NamedTuple):
-    """The weight of all experts, [experts, ...], packed or dense, and LoRA on it."""
+    """The weight of all experts of a layer, [experts, ...], packed or dense, with its LoRA factors and bias."""
 
     stack: PackedExperts | Tensor
-    is_transposed: bool  # [experts, in, out], as gpt-oss has it
+    is_transposed: bool  # the stack is [experts, in, out], as in gpt-oss, and not [experts, out, in]
     lora: Lora | None = None
     bias: Tensor | None = None  # [experts, out]
 
@@ -130,12 +137,12 @@ class ExpertWeight(NamedTuple):
         return self.stack.state.dtype if isinstance(self.stack, PackedExperts) else self.stack.dtype
 
     def frozen(self) -> Tensor:
-        """Dense, without LoRA, not to be written into: [experts, in, out]."""
+        """Return the dense weight without LoRA: [experts, in, out]. It may be cached, so do not write into it."""
         dense = self.stack.dense() if isinstance(self.stack, PackedExperts) else self.stack
         return dense if self.is_transposed else dense.mT
 
     def multiplied(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Rows sorted by expert times the frozen weight, [rows, out]."""
+        """Multiply rows, sorted by expert, by the weight without LoRA: [rows, in] to [rows, out]."""
         x = x.to(self.dtype)
         if isinstance(self.stack, PackedExperts) and is_kept_packed():
             product: Tensor = FrozenProduct.apply(x, self, ends)  # type: ignore[no-untyped-call]
@@ -143,13 +150,17 @@ class ExpertWeight(NamedTuple):
         return grouped(x, self.frozen(), ends)
 
     def factors(self) -> Lora | None:
-        """LoRA's as ``frozen`` lies: [experts, in, rank] and [experts, rank, out]."""
+        """Return the LoRA factors in the layout of ``frozen``: [experts, in, rank] and [experts, rank, out]."""
         if self.lora is None or self.is_transposed:
             return self.lora
         return self.lora[1].mT, self.lora[0].mT
 
     def chosen(self, x: Tensor, experts: Tensor) -> Tensor:
-        """Each row times its own expert's weight, LoRA included, plus bias; of a packed stack no other expert is decoded."""
+        """Multiply each row by its expert's weight including LoRA, and add the bias. Decode only these experts of a packed stack.
+
+        Args:
+            experts: int64 [rows], the expert of each row.
+        """
         from transformers.integrations.moe import _batched_linear
 
         weight = self.stack[experts]

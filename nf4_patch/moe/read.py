@@ -1,7 +1,7 @@
-"""4-bit stacks of experts: all experts of a layer in one weight of bitsandbytes', and how it is read.
+"""Read packed stacks: 4-bit weights of bitsandbytes that hold all experts of a layer.
 
-``bitsandbytes.nn.parametrize.replace_parameter_4bit`` packs the weight and keeps it behind a parametrization of PyTorch:
-reading ``module.gate_up_proj`` then decodes every expert.
+``bitsandbytes.nn.parametrize.replace_parameter_4bit`` packs a weight and puts it behind a PyTorch parametrization. Reading
+``module.gate_up_proj`` then decodes every expert. The functions here read the packed bytes directly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from ..nf4.runtime import has_memory
-from ..offload import prefetch as offload
+from ..offload import prefetch
 from ..patching.context import is_compiling, own_dispatch
 from ..patching.dequantizer import Dequantizer
 from ..patching.module_hooks import HOOKS_ON_ALL, is_called_otherwise, is_written_in
@@ -26,7 +26,7 @@ from ..patching.switch import switch
 
 @dataclasses.dataclass(frozen=True)
 class PackedExperts:
-    """The 4-bit weight of all experts of a layer."""
+    """The packed weight of all experts of a layer: bytes, QuantState, and the Dequantizer that decodes and counts."""
 
     packed: Tensor
     state: Any  # QuantState of shape [experts, ...]
@@ -34,12 +34,12 @@ class PackedExperts:
     only_read: bool = False  # the whole stack may come from the weight cache
 
     def dense(self) -> Tensor:
-        """All experts, not to be written into: [experts, ...]."""
-        with torch.no_grad():  # as bitsandbytes' parametrization: a packed weight that requires a gradient gets none
+        """Decode all experts: [experts, ...]. The result may be cached, so do not write into it."""
+        with torch.no_grad():  # like bitsandbytes' parametrization, which passes no gradient to the packed weight
             if switch.on and not is_compiling():
                 own, attempt = self.dequantizer, self.dequantizer.fallbacks.attempt
-                if offload.gate.on:
-                    result = attempt(offload.of_state, own, self.packed, self.state, self.only_read)
+                if prefetch.gate.on:
+                    result = attempt(prefetch.of_state, own, self.packed, self.state, self.only_read)
                 else:
                     result = attempt(own.of_state, self.packed, self.state, only_read=self.only_read)
                 if type(result) is not Reason:
@@ -50,14 +50,14 @@ class PackedExperts:
             return dense
 
     def __getitem__(self, ids: Tensor) -> Tensor:
-        """The experts ``ids``, int64 [n], as transformers asks a dense stack for them: [n, ...]. No other is read."""
+        """Decode only the experts ``ids``, int64 [n]: [n, ...]. transformers indexes a dense stack in the same way."""
         if not len(ids):
             return torch.empty(0, *self.state.shape[1:], dtype=self.state.dtype, device=ids.device)
         chosen = self.dequantizer.fallbacks.attempt(self.select, ids)
         return self.dense()[ids] if type(chosen) is Reason else chosen.dense()
 
     def select(self, ids: Tensor) -> PackedExperts | Reason:
-        """A copy of the packed experts ``ids``, int64 [n], with a QuantState of shape [n, ...]."""
+        """Copy the packed bytes of the experts ``ids``, int64 [n], with a QuantState of shape [n, ...]."""
         if not self.has_whole_experts():
             return Reason.EXPERT_BLOCKS
         from bitsandbytes.functional import QuantState
@@ -79,33 +79,33 @@ class PackedExperts:
         return PackedExperts(selected(self.packed).unsqueeze(1), experts, self.dequantizer)
 
     def has_whole_experts(self) -> bool:
-        """Every expert ends with a byte, a block and, where the state is nested, a block of the second level."""
+        """Return whether each expert consists of whole bytes, whole blocks and, if nested, whole second-level blocks."""
         state, second, numel = self.state, self.state.state2, math.prod(self.state.shape)
         block = state.blocksize * (1 if second is None else second.blocksize)
         return bool(
-            2 * self.packed.numel() == numel == state.blocksize * state.absmax.numel()  # uint8, and no shard
+            2 * self.packed.numel() == numel == state.blocksize * state.absmax.numel()  # uint8, not a shard
             and (second is None or block * second.absmax.numel() == numel)
             and math.prod(state.shape[1:]) % block == 0
         )
 
 
-# --- who else takes part in reading a stack ---
+# --- parametrizations and hooks of a stack ---
 
 
 def packed_chains(module: Any) -> dict[str, Any]:
-    """PyTorch's list of parametrizations of every 4-bit stack of a module, by name; the first in each is bitsandbytes'."""
+    """Return the ParametrizationList of each packed stack of a module, by name. bitsandbytes' parametrization is the first in it."""
     chains = module.parametrizations.items() if parametrize.is_parametrized(module) else ()
     return {name: chain for name, chain in chains if getattr(chain[0], "quant_state", None) is not None}
 
 
 def is_managed(chain: Any) -> bool:
-    """Return whether nf4_patch packed the stack, or put adapters on it. Saving and merging it need us even while we are off."""
+    """Return whether nf4_patch packed the stack or put adapters on it. It then also saves and merges it while the patch is off."""
     packed = sys.modules.get(f"{__package__}.packed")
     return packed is not None and (isinstance(chain, packed.Chain) or isinstance(chain.original, packed.Params4bit))
 
 
 def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) -> dict[str, PackedExperts] | Reason:
-    """The 4-bit stacks of an experts module by name, or the Reason why they are not read past the parametrization."""
+    """Return the packed stacks of an experts module by name, or the Reason why they must be read through the parametrization."""
     packed = packed_chains(module)
     chains = {name: chain for name, chain in packed.items() if len(chain) == 1}
     if not chains:
@@ -125,11 +125,11 @@ def stacks_of(module: Any, dequantizer: Dequantizer, only_read: bool = False) ->
 
 
 def is_hooked(module: Any, chains: dict[str, Any]) -> bool:
-    """Whether reading one of the stacks runs, or returns, anything but what bitsandbytes' parametrization does.
+    """Return whether reading one of the stacks runs more than bitsandbytes' parametrization, or returns something else.
 
-    Offloading and sharding gather and free a weight in hooks: on the experts, on PyTorch's list of parametrizations
-    (a chain) and on bitsandbytes' parametrization in it. bitsandbytes itself hooks the experts, to let PyTorch keep what
-    was decoded during a forward; a ``parametrize.cached()`` around it keeps that for longer.
+    Offloading and sharding gather and free a weight in hooks. These hooks are on the experts module, on the ParametrizationList
+    (a chain), or on bitsandbytes' parametrization in it. bitsandbytes hooks the experts module too, to cache a dense stack during a
+    forward. An outer ``parametrize.cached()`` caches it for longer, and counts as a hook.
     """
     library = sys.modules.get("bitsandbytes.nn.parametrize")
     if library is None or any(HOOKS_ON_ALL):

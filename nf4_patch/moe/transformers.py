@@ -1,8 +1,8 @@
-"""For transformers' mixtures of experts, and Liger's: our forward runs in place of theirs.
+"""Replacements for the experts' forward of transformers and of Liger.
 
-Reading a packed stack decodes every expert, and transformers saves the dense stack for the backward (1.2 GB in bf16 a
-layer of Qwen3-30B-A3B), or copies the few experts that a token needs out of it. Ours saves the packed stack, and decodes
-only the experts that are needed.
+transformers decodes every expert of a packed stack. In training it saves the dense stack for the backward, 1.2 GB in bf16 per layer
+of Qwen3-30B-A3B. In generation it then copies the few experts that a token needs. Our forward saves the packed stack in training,
+and decodes only the needed experts in generation.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ from .read import PackedExperts, packed_chains, stacks_of
 
 
 class Loads:
-    """Whether a model was loaded with ``experts="4bit"`` on: what is in 16 bits then was left so by request, or with a warning."""
+    """Record whether a model was loaded with ``experts="4bit"`` on.
+
+    If so, experts in 16 bits were skipped on request, or loading has warned about them already.
+    """
 
     seen = False
 
 
-@functools.cache  # it walks all objects
+@functools.cache  # slow: walks all objects
 def is_nothing_packed() -> bool:
+    """Return whether this process has no packed stack."""
     library = sys.modules.get("bitsandbytes.nn.parametrize")
     kind = getattr(library, "Bnb4bitParametrization", None)
     return not any(type(each) is kind for each in gc.get_objects())
@@ -45,22 +49,33 @@ def warn_of_16_bits(module: Any) -> None:
     if not Loads.seen and is_nothing_packed():
         warn_once(
             f'nf4_patch: experts="4bit" is on, but the weights of {parametrize.type_before_parametrizations(module).__name__} are not '
-            "packed: the model was loaded before. To pack them, load it again, with load_in_4bit=True, after "
-            'nf4_patch.enable(experts="4bit"). To leave them as they are, nothing is to be done.'
+            "packed, because the model was loaded before. To pack them, load the model again with load_in_4bit=True after "
+            'nf4_patch.enable(experts="4bit"). To keep them in 16 bits, do nothing.'
         )
 
 
 def run(
     module: Any, stacks: dict[str, PackedExperts], wrappers: list[Wrapper], whole: bool, *routed: Any
 ) -> torch.Tensor:
-    return forward(module, stacks, {each.name: each.factors() for each in wrappers}, whole, *routed)
+    """Run our forward of the experts, with the LoRA factors of its wrappers."""
+    try:
+        return forward(module, stacks, {each.name: each.factors() for each in wrappers}, whole, *routed)
+    except Exception:
+        raise
+    except BaseException:
+        # bitsandbytes ends its caching of dense stacks in a hook, which PyTorch does not call after a KeyboardInterrupt
+        library = sys.modules.get("bitsandbytes.nn.parametrize")
+        for hook in module._forward_hooks.values():
+            if library is not None and hook is library._disable_parametrization_cache:
+                hook(module, (), None)
+        raise
 
 
 def experts(target: Target, original: Function, whole: bool) -> Function:
-    """For a forward of experts. What ours raises is the caller's: the original is not run after it.
+    """Replace a forward of experts. An error in our forward reaches the caller, and the original does not run after it.
 
     Args:
-        whole: it reads all experts, and only reads them.
+        whole: the forward reads all experts and does not write into them. Otherwise it copies the experts of each row.
     """
     dequantizer = Dequantizer(target.name)
 
@@ -78,7 +93,7 @@ def experts(target: Target, original: Function, whole: bool) -> Function:
         if isinstance(refused, Reason):
             if not wrappers:
                 return refused
-            dequantizer.fallbacks.count(refused)  # dense where it cannot be read packed, and LoRA a product of its own
+            dequantizer.fallbacks.count(refused)  # our forward still runs, for LoRA, and reads the dense stack
         for wrapper in wrappers:
             wrapper.is_asked = True
         read = {} if isinstance(stacks, Reason) else stacks
@@ -87,8 +102,8 @@ def experts(target: Target, original: Function, whole: bool) -> Function:
     return replacement_of(target, original, dequantizer.fallbacks, attempt)
 
 
-# Of ``grouped_mm_experts_forward``, which saves the dense stacks for the backward, and ``LigerExperts.forward``, which reads a
-# packed stack dense in each pass, and uses no LoRA on it.
+# Replaces ``grouped_mm_experts_forward``, which saves the dense stacks for the backward. Also replaces ``LigerExperts.forward``,
+# which decodes a packed stack in each pass and ignores LoRA on it.
 grouped_mm = functools.partial(experts, whole=True)
-# Of ``batched_mm_experts_forward``, with which ``generate`` decodes tokens on a GPU.
+# Replaces ``batched_mm_experts_forward``, which ``generate`` uses to decode tokens on a GPU.
 batched_mm = functools.partial(experts, whole=False)

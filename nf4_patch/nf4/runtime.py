@@ -29,7 +29,7 @@ class KernelUnavailable(RuntimeError):
 
 
 class KernelEntry(NamedTuple):
-    """The entry of a compiled kernel, launched with plain integers: ``call(grid, 1, 1, stream, *head, *arguments, *tail)``."""
+    """The entry of a compiled kernel, called with plain numbers: ``call(x, y, z, stream, *head, *arguments, *tail)``."""
 
     call: Callable[..., None]
     head: tuple[Any, ...]
@@ -51,9 +51,13 @@ class KernelEntry(NamedTuple):
             return cls(run.launch, (function, *flags, None, None, metadata, None, None, None), values, "c entry")
         return cls(run, (function, metadata, None, None, None), values, "launcher")
 
-    def start(self, grid: int, stream: int, *arguments: Any) -> None:
-        """Launch the kernel. Launch and MatmulLaunch inline this line to save a Python call."""
-        self.call(grid, 1, 1, stream, *self.head, *arguments, *self.tail)
+    def start(self, grid: tuple[int, int, int], stream: int, arguments: Iterable[Any]) -> None:
+        """Launch the kernel. Launch and MatmulLaunch inline this line to save a Python call.
+
+        Args:
+            arguments: addresses and numbers, without the constexprs.
+        """
+        self.call(*grid, stream, *self.head, *arguments, *self.tail)
 
 
 # Every device query goes through these names. CPU tests replace the names, and ``compile_kernel``, before other modules
@@ -69,6 +73,27 @@ current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 # Allocate on the current device without the dispatcher, like code that Inductor generates.
 # It takes 0.74 us; ``empty_like`` takes 1.14 us and ``torch.empty`` 2.2 us (H200 machine, torch 2.11).
 empty_strided_cuda: Any = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+
+
+def empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a new contiguous tensor of two or three dimensions on the device of ``like``, without the dispatcher.
+
+    Selective checkpointing can save the result of any op that the dispatcher sees, and return it in the recompute. A kernel
+    would then write to that tensor a second time.
+    """
+    device = like.get_device()
+    if current_device() != device:
+        with on_device(device):
+            return empty(like, *shape, dtype=dtype)
+    strides = (shape[-2] * shape[-1], shape[-1], 1)[-len(shape) :]
+    result: torch.Tensor = empty_strided_cuda(shape, strides, dtype or like.dtype)
+    return result
+
+
+def ready(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor if it is contiguous and 16-byte aligned, else a copy that is."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def multiprocessors(device: int | torch.device) -> int:
@@ -188,13 +213,18 @@ def built_once(built: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any
     return found
 
 
+def is_interpreted(kernel: Any) -> bool:
+    """Return whether Triton interprets this kernel, because TRITON_INTERPRET was set when the kernel was defined."""
+    return not isinstance(kernel, triton.runtime.JITFunction)
+
+
 def compile_kernel(kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], **options: Any) -> Any:
     """Compile Triton's CompiledKernel for arguments of these types and these constexprs, without a launch.
 
     Raises:
         KernelUnavailable: TRITON_INTERPRET is set, so Triton compiles nothing.
     """
-    if not isinstance(kernel, triton.runtime.JITFunction):
+    if is_interpreted(kernel):
         raise KernelUnavailable("TRITON_INTERPRET is set, so Triton compiles no kernel. Unset it and start again")
     result = kernel.warmup(*arguments, **values, grid=(1,), **options)
     return result.result() if hasattr(result, "result") else result
@@ -203,21 +233,44 @@ def compile_kernel(kernel: Any, arguments: tuple[Any, ...], values: dict[str, An
 _entries: dict[tuple[Any, ...], KernelEntry | KernelUnavailable] = {}
 
 
-def compiled(
-    kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], warps: int, *kind: Any,
-    options: dict[str, Any] | None = None,
-) -> KernelEntry:  # fmt: skip
+def compiled(kernel: Any, arguments: Iterable[Any], values: dict[str, Any], *kind: Any, **options: Any) -> KernelEntry:
     """Return the entry of a kernel, compiled at the first use of these constexprs and this ``kind``; see :func:`built_once`.
 
     Args:
-        kind: everything else that the compiled kernel depends on, usually the device and the dtype.
+        arguments: tensors and numbers that represent those of every later call of this ``kind``.
+        values: the kernel's constexprs in the order of its signature.
+        kind: everything else that the compiled kernel depends on: the device, dtypes, and which sizes are multiples of 16.
         options: for Triton's compiler. With ``launch_pdl``, the kernel may start before the previous kernel ends, and
             waits for its results itself (Triton >= 3.6, sm_90).
     """
-    options = options or {}
 
     def build() -> KernelEntry:
-        result = compile_kernel(kernel, arguments, values, num_warps=warps, **{"num_stages": 1, **options})
+        # Triton would compile the integer 1 as a constexpr.
+        sample = tuple(2 if type(value) is int and value == 1 else value for value in arguments)
+        result = compile_kernel(kernel, sample, values, **{"num_stages": 1, **options})
         return KernelEntry.of(result, tuple(values.values()))
 
-    return built_once(_entries, (*kind, id(kernel), *values.values(), warps, *options.items()), build)
+    return built_once(_entries, (*kind, id(kernel), *values.values(), *options.items()), build)
+
+
+def launch(
+    kernel: Any, grid: tuple[int, int, int] | None, arguments: tuple[Any, ...], values: dict[str, Any], *kind: Any,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Launch a kernel on the current stream of the first tensor's device. Compile it at its first use, as ``compiled`` does.
+
+    Args:
+        grid: None to compile only.
+        arguments: tensors, each contiguous and 16-byte aligned, and numbers. The first is a tensor.
+
+    Raises:
+        KernelUnavailable: the kernel cannot be compiled, or has yet to compile while a CUDA graph is being captured.
+    """
+    device = arguments[0].get_device()
+    if current_device() != device:
+        with on_device(device):
+            return launch(kernel, grid, arguments, values, *kind, **options)
+    entry = compiled(kernel, arguments, values, device, *kind, **options)
+    if grid is not None:
+        plain = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
+        entry.start(grid, current_stream(device), plain)

@@ -18,14 +18,14 @@ OFFSET_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 TensorGuards: Any = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
-LIMIT = 16384  # of remembered weights: a 70B model has 560, each in one or two dtypes
+LIMIT = 16384  # most remembered weights; a 70B model has 560, each in one or two dtypes
 
 
 class WeightMemo:
-    """Per-weight memo, shared by all targets and the custom op. It holds for as long as the fingerprint does."""
+    """Per-weight memo, shared by all targets and the custom op. It is valid as long as the fingerprint stays the same."""
 
     launch: Any = None  # set once the guards have passed
-    entry: Any = None  # set by the code that reads the weight, which also checks that it is still valid
+    entry: Any = None  # set by the weight cache, which checks that it is still valid
 
 
 class PackedWeight(NamedTuple):
@@ -152,7 +152,9 @@ class PackedWeight(NamedTuple):
 
 
 _memos: dict[tuple[Any, ...], WeightMemo] = {}
-_checked: dict[tuple[Any, ...], tuple[tuple[Any, WeightMemo], ...]] = {}  # by addresses and plain fields, with checks
+_checked: dict[
+    tuple[Any, ...], tuple[tuple[Any, WeightMemo], ...]
+] = {}  # memos and checks, by addresses and plain fields
 
 
 def forget() -> None:

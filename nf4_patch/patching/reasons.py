@@ -11,7 +11,10 @@ class Reason(enum.Enum):
     """Why a call ran the original function. Each Reason has a sentence, and advice if the user can change something."""
 
     NOT_4BIT = "the weight has no bitsandbytes 4-bit quant_state (it is unquantized, fp8, NVFP4 or int4, or its state is a list)"
-    NOT_CUDA = ("the packed weight is not on a CUDA GPU", "move the model to the GPU")
+    NOT_CUDA = (
+        "the packed weight is not on a CUDA GPU",
+        "move the model to an NVIDIA GPU; PyTorch must be built with CUDA",
+    )
     ROCM = "this PyTorch is built for ROCm, and the kernel runs on NVIDIA GPUs only"
     GPU_TOO_OLD = "the GPU is older than compute capability 7.5 (Tesla T4)"
     FUNCTORCH_TRANSFORM = "a functorch transform (vmap, grad, ...) is active"

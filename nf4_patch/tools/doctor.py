@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,11 +33,13 @@ from .report import DISTRIBUTIONS, Progress, Report, answer, holds, installed_re
 
 TAKE_FP16 = (
     "PyTorch emulates bf16 on this GPU, which is slow. Use bnb_4bit_compute_dtype=torch.float16 and fp16=True "
-    "(the kernel itself is as exact in bf16 as in fp16)"
+    "(the kernel itself is as exact in bf16 as in fp16). transformers ignores that dtype for a checkpoint that is already in "
+    'bf16 and 4 bits: use enable(lora="fused") and fp16=True there'
 )
 LAZY = ("transformers", "liger_kernel")  # libraries that import their modules on first use
 BRIEFLY = (State.INACTIVE, State.ABSENT)  # targets that are only counted, in one line
 OLDEST = TARGETS[0]  # a target in bitsandbytes that every supported release has
+FAST = (8, 0)  # compute capability of the slowest GPUs that wait for Python in short steps
 AUTOLOADS = ">= 0.46"  # releases of bitsandbytes that load nf4_patch as a backend
 
 
@@ -151,17 +153,21 @@ def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = Fals
     releases = installed_releases()
     gpus = [] if no_gpu else [examine_gpu(index, tell) for index in range(torch.cuda.device_count())]
     targets, limits = examine_targets(unsloth, config, tell)
+    lines = lines_to_type(releases, bool(limits), [gpu.capability for gpu in gpus])
     return DoctorReport(
         f"Python {platform.python_version()}, {platform.platform()}" + f", NVIDIA driver {driver}" * bool(driver),
-        releases, gpus, no_gpu, targets, limits, variables_in_force(config), lines_to_type(releases, bool(limits)), verbose,
+        releases, gpus, no_gpu, targets, limits, variables_in_force(config), lines, verbose,
     )  # fmt: skip
 
 
-def lines_to_type(releases: dict[str, str], unsloth_keeps: bool) -> dict[str, str]:
+def lines_to_type(
+    releases: dict[str, str], unsloth_keeps: bool, capabilities: Sequence[tuple[int, int]]
+) -> dict[str, str]:
     """Return the line to type for each installed training library.
 
     Args:
         unsloth_keeps: Unsloth's layers keep Unsloth's own kernel.
+        capabilities: compute capability of each GPU. CUDA graphs help a fast GPU, which waits for Python. A T4 does not wait.
     """
 
     def has(name: str, condition: str) -> bool:
@@ -169,6 +175,13 @@ def lines_to_type(releases: dict[str, str], unsloth_keeps: bool) -> dict[str, st
 
     line = "nf4_patch.enable({})".format
     lines = {"peft, TRL": line("")} if has("peft", "") else {}
+    if has("peft", ">= 0.17"):
+        graphs = has("transformers", ">= 4.53") and any(capability >= FAST for capability in capabilities)
+        lines["peft, TRL, fastest"] = (
+            line('lora="fused"')
+            if not graphs
+            else (line('lora="fused", graphs="auto"') + " with gradient_checkpointing=True")
+        )
     if has("unsloth", ""):
         cached = (
             line('cache="auto"') if has("torch", ">= 2.11") else "no option helps before PyTorch 2.11: upgrade PyTorch"

@@ -103,7 +103,7 @@ def test_grpo(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [(), ("--adamw-8bit", "--rank", 8, "--checkpointing"), ("--attention-only",)], ids=str
+    "options", [(), ("--adamw-8bit", "--rank", 8, "--checkpointing", "--liger-loss"), ("--attention-only",)], ids=str
 )
 def test_mixture(options, tmp_path):
     """Small, with random weights: it learns in every mode, and says what each takes."""

@@ -26,7 +26,7 @@ from threads import together
 from tiny_experts import CHECKPOINTING, STACKS, experts_of, random_model, saved, with_lora
 
 import nf4_patch
-from nf4_patch.offload import prefetch as offload
+from nf4_patch.offload import host_memory, prefetch
 
 pytestmark = pytest.mark.gpu
 TESTS = Path(__file__).parents[1]
@@ -60,10 +60,10 @@ def folders(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def nothing_is_left(patched):
     gc.collect()
-    offload.prefetchers.clear()
+    prefetch.prefetchers.clear()
     yield
     gc.collect()
-    assert not offload.blocks and not any(each.resident for each in nf4_patch.status().offload.values())
+    assert not host_memory.blocks and not any(each.resident for each in nf4_patch.status().offload.values())
 
 
 def adapted(folder, where):
@@ -195,17 +195,17 @@ def test_freed_while_a_graph_is_captured(folders):
     kept = [module.parametrizations[name].original.data for module in experts_of(model) for name in STACKS]
     del model
     gc.collect()
-    assert len(offload.living()) == 4 and len(kept) == 8
+    assert len(host_memory.living()) == 4 and len(kept) == 8
     x, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = x * 2
         kept.clear()
-    assert not offload.blocks and len(offload.cuda.left) == 4
+    assert not host_memory.blocks and len(host_memory.cuda.pending) == 4
     graph.replay()
     assert y.tolist() == [2] * 4
     logits(model_of(folders["tiny"]))
     gc.collect()
-    assert not offload.cuda.left
+    assert not host_memory.cuda.pending
 
 
 # --- memory ---
@@ -227,14 +227,14 @@ def test_nothing_is_left_after_the_model(folders, monkeypatch):
     model = adapted(folders["medium"], "all")
     train(model, steps=1, tokens=512)
     held = counts().in_host
-    assert len(offload.blocks) == 6 * 2 * 3 and counts().resident
-    assert held <= shared_memory() - shared <= held + 6 * 2 * offload.ROOM + 2**20
+    assert len(host_memory.blocks) == 6 * 2 * 3 and counts().resident
+    assert held <= shared_memory() - shared <= held + 6 * 2 * host_memory.ROOM + 2**20
     codes, cudart = [], torch.cuda.cudart()
     unregister = cudart.cudaHostUnregister
     monkeypatch.setattr(cudart, "cudaHostUnregister", lambda place: codes.append(int(unregister(place))))
     del model
     gc.collect()
-    assert not offload.blocks and not counts().resident
+    assert not host_memory.blocks and not counts().resident
     assert codes == [0] * 6
     assert torch.cuda.memory_allocated() - before < 2**20
     assert shared_memory() - shared < 2**20
@@ -242,14 +242,14 @@ def test_nothing_is_left_after_the_model(folders, monkeypatch):
 
 def test_memory_that_cannot_be_pinned(folders, monkeypatch):
     """The error of this model, and none of the next kernel."""
-    memory = memoryview(offload.mmap.mmap(-1, 2**25))
-    monkeypatch.setattr(offload.mmap, "mmap", lambda _, size: memory[:size])  # the second time it is pinned already
+    memory = memoryview(host_memory.mmap.mmap(-1, 2**25))
+    monkeypatch.setattr(host_memory.mmap, "mmap", lambda _, size: memory[:size])  # the second time it is pinned already
     with pytest.raises(MemoryError, match=r"could not be pinned.*already"):
         model_of(folders["tiny"])
     assert torch.ones(3, device="cuda").sum().item() == 3
     monkeypatch.undo()
     gc.collect()
-    assert not offload.blocks
+    assert not host_memory.blocks
     logits(model_of(folders["tiny"]))
 
 
@@ -268,7 +268,7 @@ def test_the_peak_while_loading_is_within_the_budget(folders):
         size = sizes_of(model)[0]
         if where == "three":
             train(with_lora(model), steps=1, tokens=512)
-            assert 3 * size <= counts().resident <= 3 * size + 12 * offload.ALIGNMENT
+            assert 3 * size <= counts().resident <= 3 * size + 12 * host_memory.ALIGNMENT
         del model
     print({where: f"{peaks[where] / size:.2f}, held {held[where] / size:.2f} experts modules" for where in peaks})
     assert held["all"] <= held["off"] - 6 * size + 2**20 and held["three"] <= held["off"] - 5 * size + 2**20

@@ -12,6 +12,10 @@ from oracle import layout_of, quantized
 from threads import together
 
 import nf4_patch
+from nf4_patch.lora import launch as lora
+from nf4_patch.lora import reference as lora_reference
+from nf4_patch.moe import launch as moe
+from nf4_patch.moe import reference as moe_reference
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import compilation
 from nf4_patch.nf4.weight import forget
@@ -42,6 +46,20 @@ def test_the_current_device_does_not_matter(patched):
                 assert torch.equal(F.dequantize_4bit(packed, state, out=out), expected)
                 assert torch.cuda.current_device() == current.index
     assert nf4_patch.status().hits == 8
+
+
+def test_the_kernels_of_options_run_on_the_device_of_their_tensors():
+    for current in DEVICES:
+        for device in DEVICES:
+            x, factor = torch.randn(64, 64, device=device).bfloat16(), torch.randn(8, 64, device=device)
+            with torch.cuda.device(current):
+                assert lora.supports(x, factor, 64)
+                found, gated = lora.project(x, factor, True), moe.silu_and_mul(x)[0]
+                assert torch.cuda.current_device() == current.index
+            assert found.device == gated.device == device
+            assert (found - lora_reference.project(x, factor, True)).abs().max() < 1e-4
+            want = moe_reference.silu_and_mul(x)[0]
+            assert (gated - want).norm() < 2**-8 * want.norm()
 
 
 def test_buffers_are_one_a_device(patched):

@@ -9,6 +9,10 @@ import torch
 from oracle import expected, layout_of, quantized
 from subprocess_python import python
 
+from nf4_patch.lora import launch as lora
+from nf4_patch.lora import reference as lora_reference
+from nf4_patch.moe import launch as moe
+from nf4_patch.moe import reference as moe_reference
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import launch
 
@@ -47,6 +51,32 @@ def test_a_launch_runs_on_its_device_and_on_the_current_stream(weight, monkeypat
     assert entered == [-1, -1] and streams == [7, 7] and current == [3]
     one, other = ready.into_buffer(), ready.into_buffer()  # no buffer off the default stream
     assert one.data_ptr() != other.data_ptr()
+
+
+def test_launches_of_options_allocate_compile_and_run_on_the_device_of_their_tensors(monkeypatch):
+    current, seen = [3], []
+
+    @contextlib.contextmanager
+    def on_device(device):
+        current[0], before = device, current[0]
+        yield
+        current[0] = before
+
+    def seen_by(function):
+        return lambda *arguments, **options: seen.append(current[0]) or function(*arguments, **options)
+
+    for name in ("empty_strided_cuda", "compile_kernel", "current_stream"):
+        monkeypatch.setattr(runtime, name, seen_by(getattr(runtime, name)))
+    monkeypatch.setattr(runtime, "_entries", {})
+    monkeypatch.setattr(runtime, "on_device", on_device)
+    monkeypatch.setattr(runtime, "current_device", lambda: current[0])
+    x, factor = torch.randn(8, 16).bfloat16(), torch.randn(1, 16)
+    found = lora.project(x, factor, True)
+    assert (found - lora_reference.project(x, factor, True)).abs().max() < 1e-4
+    # in fp16, because the interpreter truncates to bf16
+    half = x.half()
+    assert torch.allclose(moe.silu_and_mul(half)[0], moe_reference.silu_and_mul(half)[0], rtol=2e-3)
+    assert seen == [-1] * 6 and current == [3]
 
 
 def test_the_shared_buffer_grows_in_place(weight, monkeypatch):

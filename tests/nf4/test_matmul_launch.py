@@ -121,17 +121,19 @@ def test_what_is_supported(monkeypatch):
 
 
 def test_what_is_asked_of_the_compiler(monkeypatch):
-    """All registers for more than one tile of X, none in particular for one; and to begin early."""
+    """For more than one tile of X, the compiler may use all 255 registers. The kernel may start before the previous one ends."""
     asked = []
-    monkeypatch.setattr(small_m, "compiled", lambda *_, options: asked.append(options))
+    monkeypatch.setattr(small_m, "compiled", lambda *_, **options: asked.append(options))
     monkeypatch.setattr(small_m, "TRITON_RELEASE", (3, 6))
     monkeypatch.setattr(small_m, "driver_version", lambda: 13000)
     layout = layout_of(*quantized((4096, 512), torch.bfloat16, "cpu"))
-    for m, warps in ((8, 16), (24, 8)):
+    sizes = {8: (16, None), 24: (8, 255)}
+    for m, (warps, _) in sizes.items():
         cut = small_m.plan(launch.config_for(H200, m, 4096, 512), 132, m, 4096, 512, False, torch.float32, False)
         assert cut.warps == warps
         small_m.SmallMKernel(torch.device("cpu"), torch.bfloat16, layout, cut, m, False)
-    assert asked == [{"maxnreg": registers, "launch_pdl": True} for registers in (None, 255)]
+    wanted = [{"num_warps": warps, "maxnreg": registers, "launch_pdl": True} for warps, registers in sizes.values()]
+    assert asked == wanted
 
 
 @pytest.mark.full

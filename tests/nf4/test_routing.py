@@ -1,4 +1,4 @@
-"""What surrounds the grouped products of a mixture: the kernels against PyTorch, and for every GPU through ptxas."""
+"""The kernels of moe/ and their autograd functions, compared with the reference, and compiled for every GPU."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import machine_code
 import pytest
 import torch
 from subprocess_python import support
-from torch.nn.functional import silu
 
-from nf4_patch.moe import launch
+from nf4_patch.moe import launch, reference
 from nf4_patch.moe.forward import Combined, Gated, Gathered, Order, Weighted
 
 TOKENS, TOP_K, EXPERTS = 5, 3, 7
@@ -19,7 +18,7 @@ DTYPES = [torch.float32, torch.float16, *[torch.bfloat16] * torch.cuda.is_availa
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    """Memory that PyTorch hands out is filled with NaN."""
+    """Fill new memory of PyTorch with NaN."""
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)
     yield
@@ -31,7 +30,7 @@ def random(*shape, dtype=torch.float32, device="cpu"):
 
 
 def order(device, tokens=TOKENS) -> Order:
-    """Expert 2 gets no token."""
+    """Return a random Order in which expert 2 gets no token."""
     ids = torch.stack([torch.randperm(EXPERTS - 1)[:TOP_K] for _ in range(tokens)]) if tokens else torch.empty(0, TOP_K)
     return Order.of((ids + (ids >= 2)).long().to(device), EXPERTS)
 
@@ -49,20 +48,48 @@ def test_order(device):
         assert torch.equal(found.slot_of[found.row_of[token]].cpu(), torch.arange(TOP_K) + token * TOP_K)
 
 
-def same(function, reference, *inputs, dtype):
-    """Results and gradients."""
-    out, want = function(*inputs), reference(*inputs)
+def close(got, exact, dtype):
+    assert got.dtype is exact.dtype and got.shape == exact.shape
+    return bool((got - exact).norm() <= CLOSE[dtype] * exact.norm())
+
+
+@pytest.mark.parametrize("width", [1, 77, 1040])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels(dtype, width, device):
+    """Every kernel with and without an addend; tensors that are not 16-byte aligned too."""
+    where, count = order(device), TOKENS * TOP_K
+    spare = torch.randn(1 + count * width).to(device, dtype)
+    rows, gradient, addend = (torch.randn(count, width).to(device, dtype) for _ in range(3))
+    weights = torch.rand(TOKENS, TOP_K, device=device)
+    pairs = torch.randn(count, 2 * width).to(device, dtype)
+    for each, other in ((rows, None), (spare[1:].view(count, width), addend)):
+        arguments = each, where.row_of, torch.float32
+        for weight in (None, weights):
+            assert close(*(at.combine(*arguments, weight, other) for at in (launch, reference)), torch.float32)
+        arguments = gradient, other, each, where.slot_of, weights
+        found, want = (at.weigh(*arguments, True) for at in (launch, reference))
+        assert close(found[0], want[0], dtype) and close(found[1], want[1], dtype)
+        assert launch.weigh(*arguments, False)[1] is None
+    for other in (None, pairs.flip(0)):
+        found, want = (at.silu_and_mul(pairs, other) for at in (launch, reference))
+        assert close(found[0], want[0], dtype) and close(found[1], want[1], dtype)
+    assert close(*(at.silu_and_mul_backward(pairs, gradient) for at in (launch, reference)), dtype)
+
+
+def same(function, formula, *inputs, dtype):
+    """Compare results and gradients of an autograd function with those of a formula in PyTorch."""
+    out, want = function(*inputs), formula(*inputs)
     assert out.dtype is want.dtype and out.shape == want.shape
     gradient = torch.randn_like(want)
     wanted = [each for each in inputs if each is not None and each.requires_grad]
     found, expected = torch.autograd.grad(out, wanted, gradient), torch.autograd.grad(want, wanted, gradient)
     for got, exact in zip((out, *found), (want, *expected), strict=True):
-        assert got.dtype is exact.dtype and (got - exact).norm() <= CLOSE[dtype] * exact.norm()
+        assert close(got, exact, dtype)
 
 
 @pytest.mark.parametrize(("width", "adds"), [(1, True), (77, False), (77, True), (1030, True)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_against_pytorch(dtype, width, adds, device):
+def test_autograd_functions(dtype, width, adds, device):
     where = order(device).for_kernels()
     tokens = where.slot_of // TOP_K
     hidden = random(TOKENS, width, device=device)
@@ -71,17 +98,18 @@ def test_against_pytorch(dtype, width, adds, device):
     rows, addend = (random(TOKENS * TOP_K, 2 * width, dtype=dtype, device=device) for _ in range(2))
     addend = addend if adds else None
 
-    def gated(rows, addend):
-        rows = rows if addend is None else rows + addend
-        return (silu(rows[:, :width].float()) * rows[:, width:].float()).to(dtype)
-
-    same(lambda rows, addend: Gated.apply(rows, addend), gated, rows, addend, dtype=dtype)
+    same(
+        lambda rows, addend: Gated.apply(rows, addend),
+        lambda *each: reference.silu_and_mul(*each)[0],
+        rows,
+        addend,
+        dtype=dtype,
+    )
 
     weights = random(TOKENS, TOP_K, device=device)
 
     def combined(rows, addend, weights):
-        total = rows[where.row_of].float() * weights[..., None]
-        return (total if addend is None else total + addend[where.row_of].float()).sum(dim=1)
+        return reference.combine(rows, where.row_of, torch.float32, weights, addend)
 
     def ours(rows, addend, weights):
         rows, _ = Weighted.apply(rows, weights, where)
@@ -101,7 +129,7 @@ def test_no_tokens(device):
 
 @pytest.mark.full
 def test_every_gpu_is_compiled_for():
-    """Nothing spills, and most is read and written 16 bytes at once."""
+    """No kernel spills registers, and every kernel loads and stores 16 bytes at a time."""
     found = [line.split() for line in support("compile_routing")]
     assert {int(arch) for arch, *_ in found} == set(map(machine_code.sm, machine_code.CAPABILITIES))
     assert len(found) == 7 * 3 * 4

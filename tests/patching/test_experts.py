@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers with 4-bit stacks: what is saved, what is decoded, and that no bit differs."""
+"""Training and generation of transformers' mixtures with packed experts: bit-identical results, and what is saved and decoded."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_experts_that_were_quantized_in_inference_mode(patched):
 
 
 def test_a_second_parametrization_stays_dense(patched):
-    """What peft's ``target_parameters`` does: the sum of the decoded stack and a product of adapters is what is used."""
+    """A second parametrization, such as peft's ``target_parameters`` adds, changes the decoded stack. The original forward uses the sum."""
 
     class Plus(torch.nn.Module):
         def __init__(self, shape):
@@ -169,7 +169,7 @@ def test_16_bit_experts(patched):
 
 @pytest.mark.parametrize("what", ["all", "but one", "loaded", "plain"])
 def test_experts_that_were_loaded_before_the_option(what, patched, monkeypatch, caplog, tmp_path):
-    """One warning in all steps; none where some are packed, where they were skipped by request, and without the option."""
+    """Warn once. Do not warn if some experts are packed, if the user skipped them, or without the option."""
     monkeypatch.setattr(adapter.Loads, "seen", False)
     adapter.is_nothing_packed.cache_clear()
     warn_once.cache_clear()
@@ -228,7 +228,7 @@ def test_compiled_graphs_are_as_without_the_patch(patched):
 
 @pytest.mark.full
 def test_a_compiled_model_is_no_larger_graph_than_without_the_patch(patched, fresh_dynamo):
-    """With the option on: one graph, no second compilation, and for each stack one operation in place of four."""
+    """With the option, the model compiles once, to one graph, with one operation per stack instead of four."""
     model = model_of("qwen3")
 
     def counted() -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""4-bit experts where something goes wrong: an error of ours, the original's own, a stack that changes before its backward."""
+"""Packed experts when something fails: an error in our forward, in the original, or a stack that changes before the backward."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OURS = {
 
 
 def run_of(layer: Layer, implementation: str):
-    """A step, or without a gradient a forward."""
+    """Return the layer's method that the implementation supports: a training step, or a forward without gradients."""
     layer.experts.config._experts_implementation = implementation
     if implementation == "grouped_mm":
         return layer.step
@@ -91,7 +91,7 @@ def test_an_expert_that_does_not_exist(on):
 
 
 class Holder:
-    """Of a stack: what the table of changes is made of."""
+    """The tensors of one packed stack that the table of changes modifies."""
 
     def __init__(self, layer):
         self.layer, self.chain = layer, layer.chain()
@@ -128,7 +128,7 @@ def test_what_is_replaced_before_the_backward_is_not_what_it_reads(change, size,
 @pytest.mark.parametrize("hooks", [contextlib.nullcontext, save_on_cpu], ids=["saved", "saved on the CPU"])
 @pytest.mark.parametrize("change", WRITING)
 def test_what_is_written_before_the_backward_is_refused(change, hooks, patched):
-    """By autograd, which does not look where hooks took a copy, and then by us."""
+    """Autograd refuses it. With hooks that copied the saved tensors, autograd does not check, and our code refuses it."""
     layer = Layer()
     with hooks():
         output = layer.forward()
@@ -157,7 +157,7 @@ def test_what_is_freed_before_the_backward_is_refused(name, patched):
 
 
 def test_what_is_freed_and_filled_again(patched):
-    """As FSDP does around the backward of a layer."""
+    """FSDP frees a layer's memory after the forward and fills it again before the backward."""
     layer = Layer()
     stock, output = layer.stock(), layer.forward()
     storage = layer.chain().original.untyped_storage()
@@ -169,7 +169,7 @@ def test_what_is_freed_and_filled_again(patched):
 
 
 def test_a_packed_weight_that_requires_a_gradient(patched):
-    """bf16 storage, which alone can."""
+    """Only packed bytes that are stored as floating point can require a gradient."""
     layer = Layer()
     for name in STACKS:
         chain = layer.chain(name)
@@ -189,7 +189,7 @@ def test_a_packed_weight_that_requires_a_gradient(patched):
 
 
 def test_double_backward(patched):
-    """The gradient of x does not depend on x: what is differentiated twice is what the layer does between the stacks."""
+    """The products with the stacks are linear, so only the operations between them have a second derivative."""
     layer = Layer()
 
     def second():

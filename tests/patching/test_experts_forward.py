@@ -1,4 +1,4 @@
-"""The experts' forward of ours: the sums of transformers', with LoRA or without, however a step is run."""
+"""Our forward of the experts computes the same values as transformers', with and without LoRA, in every way to run a step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ON = {"experts": "4bit"}
 
 
 class Own:
-    """Takes the place of ``launch.supports``: the kernels run, on a CPU too, and are counted, or PyTorch does."""
+    """Stand-in for ``launch.supports`` that chooses the kernels, also on a CPU, or PyTorch, and counts the calls."""
 
     def __init__(self) -> None:
         self.on, self.calls = True, 0
@@ -77,7 +77,7 @@ step = functools.partial(tiny_experts.step, tokens=4)  # Triton's interpreter ta
 
 @pytest.mark.parametrize(("name", "lora"), crossed(ARCHITECTURES, (True, False)))
 def test_a_step_is_transformers(name, lora, own):
-    """In fp32, where the orders of the sums differ and nothing else."""
+    """In fp32 the results differ from transformers' only by the order of sums."""
     model = adapted(name, lora=lora)
     found, want = step(model), theirs(own, step, model)
     assert found.keys() == want.keys() and own.calls == LAYERS and not reasons()
@@ -94,7 +94,7 @@ def ratios_of(found, want, exact):
 
 
 def test_errors_of_a_step_are_no_larger_than_transformers(own):
-    """Every gradient against fp64: on average, as those of single steps differ by a half either way."""
+    """Compare the error of every gradient against fp64, averaged over steps, because errors of single steps vary by half."""
     ratios = []
     for seed in (1, 2):
         model = with_lora(model_of("qwen3", HALF, lora=False), seed=seed)
@@ -107,7 +107,7 @@ def test_errors_of_a_step_are_no_larger_than_transformers(own):
 
 
 def test_errors_of_frozen_experts_are_no_larger_than_transformers(own):
-    """The output and the gradients of the rows and of the router's weights, against fp64."""
+    """Compare the errors of the output and of the gradients of input and router weights against fp64."""
     model = model_of("qwen3", HALF, lora=False)
     dense = dense_of(model, torch.float64)
     dense.set_experts_implementation("eager")
@@ -128,7 +128,7 @@ def test_errors_of_frozen_experts_are_no_larger_than_transformers(own):
 
 @pytest.mark.parametrize("how", ["recomputed", pytest.param("reentrant", marks=pytest.mark.full)])
 def test_a_checkpointed_step_is_the_same(how, own):
-    """As test_experts_lora has it of the forward in PyTorch, in more ways to run a step."""
+    """A step with checkpointing equals a step without. test_experts_lora tests the same for the forward in PyTorch."""
     model = adapted("qwen3")
     model.enable_input_require_grads()
     plain = step(model)
@@ -137,7 +137,7 @@ def test_a_checkpointed_step_is_the_same(how, own):
 
 
 def test_a_recompute_ends_before_the_last_product(own, monkeypatch):
-    """Nothing after it is saved: of a layer under a checkpoint two products of packed experts run, then one."""
+    """No tensor is saved after the last product. A checkpointed layer therefore runs two products in the forward, and one in the recompute."""
     model, product, finished = adapted("qwen3"), ExpertWeight.multiplied, []
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable(CHECKPOINTING["recomputed"])
@@ -153,7 +153,7 @@ def test_a_recompute_ends_before_the_last_product(own, monkeypatch):
 
 
 def test_nothing_of_a_checkpointed_step_is_left(own):
-    """Layers of Gemma 4 get a dict in which some leave keys and values: a way from what a recompute needs back to the graph."""
+    """No tensor of a step stays alive. Layers of Gemma 4 share a dict of keys and values, which could link a recompute's inputs to the graph."""
     model, inputs = adapted("gemma4"), []
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable(CHECKPOINTING["recomputed"])
@@ -166,7 +166,7 @@ def test_nothing_of_a_checkpointed_step_is_left(own):
 
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("gpt-oss", marks=pytest.mark.full)])
 def test_a_recompute_that_chooses_another_expert(name, own):
-    """The gradients of transformers' forward: those of the recompute, whose rows are sorted otherwise than the forward's."""
+    """The gradients equal those of transformers' forward, although the recompute sorts the rows in another order."""
     model = adapted(name, lora=name == "qwen3")
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable(CHECKPOINTING["recomputed"])
@@ -191,7 +191,7 @@ def test_a_recompute_that_chooses_another_expert(name, own):
 
 
 def test_under_autocast(own):
-    """Activations in fp32 and experts in 16 bits, as a Trainer runs them."""
+    """Activations are fp32 and experts 16-bit, as in a Trainer."""
     layer = Layer()
     hidden = layer.hidden.float().detach().requires_grad_()
 
@@ -229,7 +229,7 @@ def test_a_torch_function_mode_sees_what_it_sees_without_the_patch(own):
 
 
 def test_under_a_transform(own):
-    """Of torch.func, where no autograd function of ours can run; and with a hook on the activation, which kernels would pass by."""
+    """The PyTorch forward runs under torch.func, which our autograd functions do not support, and with a hook on the activation."""
     layer, calls = Layer(), []
     ours = torch.func.vjp(lambda hidden: layer.experts(hidden, layer.ids, layer.weights), layer.hidden.detach())[0]
     assert reasons() == {Reason.FUNCTORCH_TRANSFORM: 2}
@@ -258,7 +258,7 @@ def test_where_the_kernels_serve(monkeypatch):
 
 
 def test_experts_spread_over_processes_are_transformers(patched):
-    """With LoRA too: peft adds it to the dense experts."""
+    """With LoRA too, which peft adds to the dense experts."""
     for model in (model_of("qwen3"), with_lora(model_of("qwen3", lora=False))):
         for module in experts_of(model):
             module._is_expert_parallel = True

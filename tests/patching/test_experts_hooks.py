@@ -1,4 +1,4 @@
-"""Whoever else takes part in reading a packed stack is not passed by: hooks, offloading, patched functions."""
+"""Hooks, offloading and patched functions that take part in reading a packed stack still run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class DoublingChain(parametrize.ParametrizationList):
 
 
 def gathered(layer):
-    """Another weight than what is there between the uses, as DeepSpeed's ZeRO-3 has it."""
+    """Load the weight only for each use, and leave another tensor there in between, as DeepSpeed's ZeRO-3 does."""
     packed = layer.chain().original
     held = packed.data
     packed.data = held.new_empty(0)
@@ -173,7 +173,7 @@ def test_offloaded_by_accelerate(implementation, patched):
 
 @pytest.mark.parametrize("removed", [False, True], ids=["hooked", "removed"])
 def test_accelerates_hooks_that_only_move_inputs(removed, patched):
-    """They stand on every module of a model on several GPUs."""
+    """accelerate puts such hooks on every module of a model that is spread over several GPUs."""
     model = model_of("qwen3", lora=False)
     stock = step(model)
     dispatch_model(model, {"": DEVICE}, force_hooks=True)
@@ -186,7 +186,7 @@ def test_accelerates_hooks_that_only_move_inputs(removed, patched):
 
 
 def test_inside_cached_of_torch(patched):
-    """What ``cached()`` holds is what is used, whatever happens to the packed weight meanwhile."""
+    """Inside ``parametrize.cached()`` the cached dense stack is used, even if the packed weight changes."""
     layer = Layer()
 
     def twice():

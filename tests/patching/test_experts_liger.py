@@ -22,7 +22,7 @@ ON = {"experts": "4bit"}
 
 
 class Reference:
-    """Liger's fused kernels in PyTorch."""
+    """Compute what Liger's fused kernels compute, in PyTorch."""
 
     calls = 0
 
@@ -40,7 +40,7 @@ class Reference:
 
 @pytest.fixture
 def liger(patched, monkeypatch):
-    """The module of Liger's experts, with its kernels in PyTorch; transformers' class comes back at the end."""
+    """Liger's module, with its kernels replaced by PyTorch. transformers' class is restored afterwards."""
     monkeypatch.setattr(swiglu, "LigerFusedMoEFunction", Reference)
     monkeypatch.setattr(Reference, "calls", 0)
     monkeypatch.setattr(modeling, "Qwen3MoeExperts", modeling.Qwen3MoeExperts)
@@ -48,7 +48,7 @@ def liger(patched, monkeypatch):
 
 
 def by_class(liger, make):
-    """Liger's class is what transformers makes."""
+    """Make transformers create Liger's experts class."""
     liger(**OTHERS)
     model = make()
     assert all("LigerExperts" in type(module).__name__ for module in experts_of(model))
@@ -56,7 +56,7 @@ def by_class(liger, make):
 
 
 def by_module(liger, make):
-    """As ``use_liger_kernel=True`` does: a model that exists gets Liger's forward."""
+    """Give an existing model Liger's forward, as ``use_liger_kernel=True`` does."""
     model = make()
     liger(**OTHERS, model=model)
     assert all("forward" in vars(module) for module in experts_of(model))
@@ -70,7 +70,7 @@ def packed():
 @pytest.mark.parametrize("own", [False, True], ids=["in PyTorch", "by kernels"])
 @pytest.mark.parametrize("way", [by_class, by_module])
 def test_packed_experts_are_trained_as_without_liger(way, own, liger, monkeypatch):
-    """Their adapters too; in PyTorch to the bit."""
+    """Losses and gradients, including the adapters', equal those without Liger; with the PyTorch forward they are bit-identical."""
     monkeypatch.setattr(launch, "supports", lambda tensor: False)
     want = step(with_lora(packed()), tokens=4)
     if own:
@@ -84,7 +84,7 @@ def test_packed_experts_are_trained_as_without_liger(way, own, liger, monkeypatc
 
 @pytest.mark.parametrize("way", [by_class, by_module])
 def test_experts_in_16_bits_are_ligers_and_pefts(way, liger, patched):
-    """The option changes nothing there."""
+    """The option changes nothing for experts in 16 bits."""
     model = with_lora(way(liger, lambda: random_model("qwen3", torch.float32, DEVICE)))
     found = step(model, tokens=4)
     assert Reference.calls == LAYERS and reasons("LigerExperts.forward") == {Reason.EXPERTS_NOT_PACKED: LAYERS}

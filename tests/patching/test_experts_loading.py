@@ -78,7 +78,7 @@ def same_stack(model, name, dense, quant_type="nf4", nested=True, **options):
 
 
 def test_a_stack_that_is_too_large_for_bitsandbytes(qwen3, patched, monkeypatch):
-    """An error before anything is read; what it names is then left in 16 bits."""
+    """A stack that is too large raises before loading. The named modules, when skipped, stay in 16 bits."""
     folder, stacks = qwen3
     patched.enable(**PACKED)
     elements = max(stack.numel() for stack in stacks.values())
@@ -102,7 +102,7 @@ def equal_state_dicts(model, other):
 
 
 def logits(model):
-    """In training mode: in eval mode bitsandbytes repacks linears on a CPU with AVX512-BF16, and raises at one of 32 columns."""
+    """Use training mode. In eval mode, on a CPU with AVX512-BF16, bitsandbytes repacks linear layers and fails on 32 columns."""
     with torch.no_grad():
         return model.train()(torch.arange(24).view(2, 12)).logits
 
@@ -113,7 +113,7 @@ def packed_of(folder):
 
 
 def packed_and_reloaded(folder, packed, config=None, shards=None, **options):
-    """A checkpoint loaded packed, and what is loaded of it saved."""
+    """Return a model that is loaded packed, and the model that is loaded from its saved checkpoint."""
     with nf4_patch.enabled(**PACKED):
         model = loaded(folder, quantization_config=config or in_4bit(), **options)
         model.save_pretrained(packed, **({"max_shard_size": shards} if shards else {}))
@@ -160,7 +160,7 @@ def test_an_architecture_loads_packed_saves_reloads_and_is_dequantized(name, tmp
     ("dtype", "storage"), [(torch.bfloat16, torch.uint8), (torch.float16, torch.uint8), (torch.float16, torch.bfloat16)]
 )
 def test_the_configuration_decides(qwen3, tmp_path, quant_type, nested, dtype, storage):
-    """FSDP needs bytes that are stored as another dtype, whatever that of the model is."""
+    """FSDP needs packed bytes that are stored as another dtype than uint8, for every dtype of the model."""
     folder, stacks = qwen3
     config, places = in_4bit(quant_type, nested, bnb_4bit_quant_storage=storage), "auto" if nested else {"": "cpu"}
     model, reloaded = packed_and_reloaded(folder, tmp_path, config, dtype=dtype, device_map=places)
@@ -197,7 +197,7 @@ def test_what_was_saved_packed_is_packed_whatever_is_skipped_now(qwen3, tmp_path
 
 
 def test_a_sharded_checkpoint(tmp_path):
-    """Whose experts are spread over several files."""
+    """The experts of a layer are spread over several files."""
     stacks = saved(random_model("qwen3"), tmp_path / "dense", max_shard_size="60KB")
     assert len(list((tmp_path / "dense").glob("*.safetensors"))) > 4
     for each in packed_and_reloaded(tmp_path / "dense", tmp_path / "packed", shards="60KB"):
@@ -206,7 +206,7 @@ def test_a_sharded_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_a_packed_checkpoint_takes_the_dtype_that_it_is_loaded_in(qwen3, tmp_path, dtype):
-    """As the dense stacks would: the same bytes, decoded in that dtype."""
+    """Loading with another dtype keeps the packed bytes and decodes them in that dtype, like dense stacks."""
     folder, stacks = qwen3
     packed_and_reloaded(folder, tmp_path)
     with nf4_patch.enabled(**PACKED):
@@ -233,7 +233,7 @@ def test_a_model_without_its_head_reads_what_one_with_a_head_saved(qwen3, tmp_pa
 
 
 def packed_one_by_one(folder, experts=lambda key: ".experts." in key, rename=lambda key: key, **options):
-    """transformers' 4-bit checkpoint of a model, its experts packed as linear layers of their own; and what they decode to."""
+    """Write a 4-bit checkpoint whose experts are packed one by one, as transformers 4 does. Return the decoded weights."""
     loaded(folder, quantization_config=in_4bit()).save_pretrained(folder)
     weights, decoded = load_file(folder / "model.safetensors"), {}
     for key in [key for key in weights if experts(key)]:
@@ -251,7 +251,7 @@ ONE_BY_ONE = {"nested": {}, "flat": {"compress_statistics": False}, "in bf16": {
 
 @pytest.mark.parametrize(("name", "options"), crossed(("qwen3", "mixtral"), ONE_BY_ONE))
 def test_experts_that_were_packed_one_by_one_are_one_stack(name, options, tmp_path):
-    """Every weight decodes to the bits that its own expert does; saved again it is a packed checkpoint."""
+    """The joined stack decodes bit-identically to the single experts, and is saved as a packed checkpoint."""
     dense = tmp_path / "dense"
     stacks = saved(random_model(name, num_experts=12, num_local_experts=12), dense)  # 10 after 2
     decoded = packed_one_by_one(dense, **ONE_BY_ONE[options])
@@ -278,15 +278,15 @@ def test_experts_that_were_packed_one_by_one_are_one_stack(name, options, tmp_pa
 
 @pytest.mark.parametrize(
     ("options", "found"),
-    [({"blocksize": 4096}, "an expert is no whole number of blocks of 4096"),
-     ({"experts": lambda key: ".experts." in key and "experts.3.up_proj" not in key}, "it has .* are in 4 bits"),
-     ({"rename": lambda key: re.sub("_proj", "_projs", key)}, "place for, as .*_projs")],
+    [({"blocksize": 4096}, "an expert does not consist of whole blocks of 4096"),
+     ({"experts": lambda key: ".experts." in key and "experts.3.up_proj" not in key}, "the stack has .* the packed experts have"),
+     ({"rename": lambda key: re.sub("_proj", "_projs", key)}, "such as .*_projs.*, for which")],
     ids=["blocks", "some in 16 bits", "unknown names"],
 )  # fmt: skip
 def test_experts_that_cannot_be_joined_are_named(options, found, tmp_path):
     saved(random_model("qwen3", moe_intermediate_size=32), tmp_path)
     packed_one_by_one(tmp_path, **options)
-    with nf4_patch.enabled(**PACKED), pytest.raises(ValueError, match=f"experts .*{found}"):
+    with nf4_patch.enabled(**PACKED), pytest.raises(ValueError, match=f"experts.*{found}"):
         loaded(tmp_path)
 
 
@@ -294,7 +294,7 @@ def test_experts_that_cannot_be_joined_are_named(options, found, tmp_path):
 
 
 class Alive(TorchDispatchMode):
-    """The most bytes in 16 bits that operations have made and that were alive at a time."""
+    """Dispatch mode that records the peak of bytes in 16-bit tensors that were alive at the same time."""
 
     def __init__(self):
         super().__init__()
@@ -315,7 +315,7 @@ class Alive(TorchDispatchMode):
 
 
 def test_two_stacks_in_16_bits_at_a_time_and_no_more(tmp_path):
-    """An eighth of a stack is allowed for all other weights. Without the option every stack stays: the measure sees it."""
+    """At most one stack is dense at a time, plus an eighth for all other weights. Without the option all stacks are dense, which checks the measurement."""
     stacks = saved(random_model("qwen3", num_hidden_layers=4, num_experts=32), tmp_path)
     largest = max(stack.nbytes for stack in stacks.values())
     peaks = {}
@@ -350,7 +350,7 @@ def test_offloading_and_parallelism_are_refused(places, mesh, found):
     config = SimpleNamespace(hf_quantizer=quantizer, device_map=places, device_mesh=mesh)
     model = random_model("qwen3")
     if found:
-        with pytest.raises(ValueError, match=f"found .*{found}. Change that, or leave the experts in 16 bits"):
+        with pytest.raises(ValueError, match=f"Found .*{found}. Change this, or keep the experts in 16 bits"):
             loading.device_of_stacks(model, config)
     else:
         assert len(loading.device_of_stacks(model, config)) == 4
@@ -361,13 +361,15 @@ def is_stack_of(model, name):
 
 
 def test_a_stack_that_was_left_in_16_bits_is_named_and_packed(qwen3, tmp_path, caplog):
-    """transformers quantizes nothing of a checkpoint that it saved in 4 bits itself, experts left out."""
+    """transformers quantizes nothing in a checkpoint that it saved in 4 bits, so experts in it that stayed in 16 bits are packed afterwards."""
     folder, stacks = qwen3
     loaded(folder, quantization_config=in_4bit()).save_pretrained(tmp_path)
     with nf4_patch.enabled(**PACKED), caplog.at_level(logging.WARNING, "nf4_patch"):
         model = loaded(tmp_path)
-    (message,) = [record.getMessage() for record in caplog.records if "held in 16 bits" in record.getMessage()]
-    assert message.startswith("nf4_patch: 4 stacks of experts were not packed while") and all(
+    (message,) = [
+        record.getMessage() for record in caplog.records if "packed only after loading" in record.getMessage()
+    ]
+    assert message.startswith("nf4_patch: 4 stacks of experts were packed only after") and all(
         name in message for name in stacks
     )
     same_stacks(model, stacks)
@@ -381,7 +383,7 @@ def test_a_release_with_another_signature_packs_nothing_and_says_so(qwen3, monke
 
 @pytest.mark.parametrize("option", [None, "4bit"])
 def test_other_models_are_loaded_as_they_are(option, tmp_path):
-    """A dense one in 4 bits, and a mixture in 16; without the option one in 4 bits, its experts in 16."""
+    """Load a dense model in 4 bits and a mixture in 16; without the option, a mixture in 4 bits with experts in 16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1})
@@ -400,7 +402,7 @@ def test_other_models_are_loaded_as_they_are(option, tmp_path):
 
 @pytest.mark.parametrize("storage", [torch.uint8, torch.float16, torch.bfloat16], ids=str)
 def test_packed_bytes_are_no_numbers(qwen3, storage):
-    """Prepared for k-bit training and cast, they are the bytes that they were, and are counted as the weights that they hold."""
+    """Preparing for k-bit training and casting keep the packed bytes. Each byte counts as two weights."""
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
     folder, stacks = qwen3
@@ -430,7 +432,7 @@ def test_packed_bytes_are_no_numbers(qwen3, storage):
 
 
 def test_a_state_stays_with_its_bytes(qwen3):
-    """In a copy of a model, and where adapters were merged: what moves the one to another device moves the other."""
+    """Parameter and parametrization share one QuantState, also in a copied model and after a merge, so that both move to another device together."""
     model, merged = packed_of(qwen3[0]), packed_of(qwen3[0])
     with nf4_patch.enabled(**PACKED):
         merged = with_lora(merged).merge_and_unload()
@@ -450,7 +452,7 @@ def file_of(model, folder):
 
 
 def adapters_loaded(model, folder, packed):
-    """Beside the adapters that the model has, onto a packed model by peft, and by transformers."""
+    """Load a second adapter, and load an adapter onto a packed model with peft and with transformers."""
     model.save_pretrained(folder)
     model.load_adapter(folder, "second")
     alone, others = PeftModel.from_pretrained(packed(), folder), packed()
@@ -486,7 +488,7 @@ AFTERWARDS = {
 
 @pytest.mark.parametrize(("off", "name"), crossed(("after the block", "after disable()"), AFTERWARDS))
 def test_what_was_packed_is_saved_and_merged_while_the_option_is_off(name, off, qwen3, tmp_path):
-    """Under the names and with the bytes that it has while the option is on."""
+    """A state_dict has the same names and bytes whether the option is on or off."""
     packed = functools.partial(packed_of, qwen3[0])
 
     def trained():
@@ -509,12 +511,12 @@ def test_what_was_packed_is_saved_and_merged_while_the_option_is_off(name, off, 
 
 
 def test_peft_is_imported_after_the_block(qwen3, tmp_path):
-    """Its functions are replaced nevertheless, for a model that is there."""
+    """peft imported after the ``enabled()`` block that loaded the model still gets the replacements for packed experts."""
     program("experts_after_the_block", qwen3[0], tmp_path)
 
 
 def test_a_trainer_resumes_from_its_checkpoint(qwen3, tmp_path):
-    """With adapters on the attention: four steps, and two steps more from a checkpoint of the second, end alike."""
+    """Four steps give the same result as two steps, a checkpoint, and two more steps, with adapters on the attention."""
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, TrainingArguments
 
@@ -568,3 +570,12 @@ def test_gpt_oss_in_mxfp4_is_decoded_and_packed_stack_by_stack(mxfp4, tmp_path):
     equal_state_dicts(*packed_and_reloaded(folder, tmp_path / "packed"))
     with nf4_patch.enabled(), pytest.raises(ValueError, match="quantized with Mxfp4Config but you are passing"):
         loaded(folder, quantization_config=in_4bit())
+
+
+@pytest.mark.parametrize(("storage", "elements"), [(torch.bfloat16, 1026), (torch.float32, 1028)])
+def test_a_storage_that_the_packed_bytes_do_not_fill_is_refused(storage, elements):
+    """On a GPU bitsandbytes writes past its result there."""
+    config = in_4bit(bnb_4bit_quant_storage=storage)
+    with pytest.raises(ValueError, match=rf"{elements // 2} packed bytes .* whole elements of .*{storage}"):
+        loading.quantize_stack(torch.ones(1, 1, elements), config)
+    assert loading.quantize_stack(torch.ones(1, 1, 1024), config).nbytes == 512

@@ -1,4 +1,4 @@
-"""LoRA on the experts of a mixture, packed and in 16 bits: peft's files and meaning, another product."""
+"""LoRA on experts, packed and in 16 bits: the same files and results as peft, computed as a separate product."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def option(patched):
 
 @pytest.fixture
 def stock(option):
-    """What peft itself does with the same adapters on another model."""
+    """Run another model with the same adapters and the patch off."""
 
     def stocked(model, run=step, **changes):
         option.disable()
@@ -78,7 +78,7 @@ def stock(option):
 
 
 def apart(found, want) -> float:
-    """The largest error of a tensor; the same tensors in the same order."""
+    """Return the largest error of the tensors in ``found``, which must have the same names and order as ``want``."""
     assert list(found) == list(want)
     return max(error(found[key], want[key].double()) for key in want)
 
@@ -93,7 +93,7 @@ def logits(model, tokens: int = 24) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", architectures())
 def test_frozen_experts_are_the_same_to_the_bit(name, option):
-    """As transformers' own, in PyTorch."""
+    """With frozen experts, our PyTorch forward is bit-identical to transformers'."""
     model = model_of(name, lora=False)
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["o_proj"], init_lora_weights=False))
     ours = step(model)
@@ -105,7 +105,7 @@ def test_frozen_experts_are_the_same_to_the_bit(name, option):
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="on an H200 they are: up to 1.09 times on average")
 @pytest.mark.parametrize("name", architectures("gemma4"))
 def test_errors_are_no_larger_than_pefts(name, stock):
-    """Of the loss and of every gradient, against the same formula in fp64, on packed experts and on those in 16 bits; peft's
+    """Compare loss and gradients with the same formula in fp64, on packed experts and on experts in 16 bits. peft's errors are those
     on experts in 16 bits."""
     model = model_of(name, lora=False)
     dense, exact = dense_of(model), dense_of(model, torch.float64)
@@ -163,7 +163,7 @@ def test_experts_without_tokens_have_no_gradient(stock):
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="peft alone loads onto the CPU")
 def test_files_are_pefts(option, tmp_path):
-    """Saved by us and loaded by peft alone onto experts in 16 bits, and the other way around; whichever stack is packed first."""
+    """Adapters saved with the patch load with peft alone onto experts in 16 bits, and vice versa, whichever stack is packed first."""
     models = {}
     for order in (STACKS, STACKS[::-1]):
         folder = tmp_path / order[0]
@@ -194,7 +194,7 @@ SQUARE = {"qwen3": {"moe_intermediate_size": 32}, "gpt-oss": {"intermediate_size
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_adapter_of_peft_before_0_19(name, stack, tmp_path):
-    """Its A and B lie the other way round: with equal sides no shape tells. A stack that is transposed was always read as now."""
+    """Such an adapter has A and B swapped. Square experts are refused, because no shape shows the swap. Transposed stacks were never swapped."""
 
     def packed():
         model = random_model(name, device=DEVICE, **SQUARE[name])
@@ -220,7 +220,7 @@ BY_UNSLOTH = {"base_model_class": "Qwen3MoeForCausalLM", "parent_library": "tran
 
 
 def of_each(up, down):
-    """Unsloth's record of every stack."""
+    """Return Unsloth's configuration entry with a layout for each stack."""
     parameters = {stack: {"num_experts": 6} | layout for stack, layout in zip(STACKS, (up, down), strict=True)}
     return {"unsloth_fused_expert_lora": {"lora_A_layout": "grouped_by_expert", "parameters": parameters}}
 
@@ -258,7 +258,7 @@ def beside_another(model, folder):
 
 @pytest.mark.parametrize(("load", "said"), crossed((by_peft, by_transformers, beside_another), LAYOUTS))
 def test_an_adapter_of_unsloth(load, said, tmp_path, option, monkeypatch):
-    """Refused where its lora_B lies in another order than peft's; on packed experts, also while the option is off, and on dense ones."""
+    """An adapter whose lora_B has another order than peft's is refused on dense experts, and on packed experts even with the option off."""
     model = with_lora(model_of("qwen3", lora=False), target_modules=[])
     want = logits(model, 4)
     model.save_pretrained(tmp_path)
@@ -282,7 +282,7 @@ def test_an_adapter_of_unsloth(load, said, tmp_path, option, monkeypatch):
 
 
 def test_the_layout_of_unsloth_reordered(tmp_path):
-    """By the lines of docs/after-training.md: column expert * rank + j becomes j * experts + expert."""
+    """The code in docs/after-training.md moves column expert * rank + j to j * experts + expert."""
     model = with_lora(model_of("qwen3", lora=False))
     want = logits(model)
     model.save_pretrained(tmp_path)
@@ -306,7 +306,7 @@ def test_the_layout_of_unsloth_reordered(tmp_path):
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_an_adapter_of_another_kind(packed):
-    """Which names no target_parameters."""
+    """An adapter without target_parameters, such as IA3, works."""
     model = model_of("qwen3", lora=False)
     model = get_peft_model(
         model if packed else dense_of(model), IA3Config(target_modules=["k_proj"], feedforward_modules=[])
@@ -315,7 +315,7 @@ def test_an_adapter_of_another_kind(packed):
 
 
 def test_experts_define_what_goes_down_last():
-    """By which the order of peft's wrappers is told on packed experts."""
+    """All classes of experts define the down projection last. ``seen_dense`` relies on this order."""
     for name in ARCHITECTURES:
         model = AutoModelForCausalLM.from_config(config_of(name))
         for module in experts_of(model):
@@ -338,7 +338,7 @@ def test_a_module_is_as_it_was_after_adapters_were_put_on_it():
 
 
 def second(model):
-    """Another adapter, of another rank, beside the first."""
+    """Add a second adapter with another rank."""
     config = LoraConfig(r=2, lora_alpha=2, target_modules=["q_proj"], target_parameters=SUFFIXES)
     model.add_adapter("second", config)
     generator = torch.Generator().manual_seed(5)
@@ -349,7 +349,7 @@ def second(model):
 
 
 def test_experts_that_run_before_others_are_asked():
-    """In a hook, another model without adapters: those that wait are not its own."""
+    """A hook on the experts runs another model without adapters. The waiting adapters of the first model do not apply to it."""
     model, other, found = with_lora(model_of("qwen3", lora=False)), model_of("qwen3", lora=False), []
     want, wanted = logits(model), logits(other)
     handle = experts_of(model)[0].register_forward_pre_hook(lambda *_: found.append(logits(other)))
@@ -408,7 +408,7 @@ OF_ONE = {  # a bias, which peft parametrizes while the experts run, and a stack
     ("name", "said"), [*crossed(("gpt-oss", "mixtral", "glm4"), SAID), *((OF_ONE[each][0], each) for each in OF_ONE)]
 )
 def test_a_configuration_does_what_it_does_on_dense_experts(name, said, stock):
-    """The same adapters, in the same order; in fp32, where peft's sums and ours differ by rounding only, at every step."""
+    """Packed experts get the same adapters in the same order as dense experts. In fp32, all steps differ from peft's only by rounding."""
     _, changes, options, reason = OF_ONE.get(said) or (name, {}, SAID[said], None)
     model = model_of(name, torch.float32, lora=False, **changes)
     want = stock(dense_of(model), **options)
@@ -422,7 +422,7 @@ def test_a_configuration_does_what_it_does_on_dense_experts(name, said, stock):
     "modules", [["q_proj", *USUAL[4:]], r".*\.(q_proj|gate_proj|up_proj|down_proj)"], ids=["list", "regex"]
 )
 def test_an_adapter_of_transformers_4(modules, stock, tmp_path):
-    """One module an expert in its file; peft makes parameters of them, the same as where experts are in 16 bits."""
+    """The file has one module per expert. peft converts them to parameters, as for experts in 16 bits."""
     model, rank = model_of("qwen3", torch.float32, lora=False), 4
     config, generator = model.config, torch.Generator().manual_seed(3)
     hidden, inner, tensors = config.hidden_size, config.moe_intermediate_size, {}
@@ -453,7 +453,7 @@ def test_an_adapter_of_transformers_4(modules, stock, tmp_path):
 
 
 def test_generation_with_the_adapters_on(stock):
-    """And a training step by what transformers generates with, which is peft's."""
+    """Generation with adapters equals peft's. A training step with the generation implementation runs peft's code."""
     model = model_of("qwen3", torch.float32, lora=False).eval()
     dense = dense_of(model).eval()
     for each in (model, dense):
@@ -470,7 +470,7 @@ def test_generation_with_the_adapters_on(stock):
 
 
 def test_hooked_experts_are_trained_too(option):
-    """As offloading leaves them: read through the hooks."""
+    """Experts with offloading hooks are read through the hooks."""
     model = with_lora(model_of("qwen3", lora=False))
     plain = step(model)
     for module in experts_of(model):
@@ -553,7 +553,7 @@ ADAPTERS = ("second", "both", "first")
 
 @pytest.mark.parametrize(("name", "mode"), crossed(CONFIGS, MODES))
 def test_a_step_after_what_people_do_between_two(name, mode, option):
-    """peft's losses and gradients on dense experts, whatever is switched on, and in what order."""
+    """Losses and gradients equal peft's on dense experts after every switch, in every order."""
     model = model_of(name, torch.float32, lora=False)
     dense = dense_of(model)
     ours = second(with_lora(model))
@@ -585,7 +585,7 @@ def test_a_step_after_what_people_do_between_two(name, mode, option):
 
 @pytest.mark.parametrize("way", ["packed", "loaded"])
 def test_a_recompute_that_ends_early_keeps_no_stack(way, monkeypatch, tmp_path):
-    """bitsandbytes 0.49 hooks the experts without ``always_call``, and PyTorch's cache of what was decoded then stays on."""
+    """bitsandbytes 0.49 hooks the experts without ``always_call``, so an aborted recompute would leave PyTorch's parametrize cache on."""
     register = torch.nn.Module.register_forward_hook
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.Module, "register_forward_hook", lambda self, hook, **_: register(self, hook))
@@ -609,7 +609,7 @@ def chains_of(model):
 
 
 def bytes_of(model):
-    """Of every packed stack and of its state."""
+    """Copy the packed bytes and the state of every stack."""
     return [
         tensor.clone()
         for chain in chains_of(model)
@@ -619,7 +619,7 @@ def bytes_of(model):
 
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 def test_taken_out_as_it_was_merged(nested, option):
-    """Five rounds, as GRPO with vLLM makes them, of adapters that change in between; two adapters at once, and switched off, too."""
+    """Merge and unmerge five times, as GRPO with vLLM does, while the adapters change: with two adapters, and also with the patch off."""
     model = with_lora(model_of("qwen3", nested=nested, lora=False), lora_alpha=12)
     model.add_adapter("other", LoraConfig(r=2, target_parameters=SUFFIXES, init_lora_weights=False))
     before, results = bytes_of(model), []
@@ -657,7 +657,7 @@ def test_host_memory_holds_it_as_long_as_it_is_merged():
 
 @pytest.mark.parametrize("around", [parametrize.cached, torch.inference_mode])
 def test_merged_within(around):
-    """What is read next is the sum, and is taken out again: on experts alone, as peft's rounds what it takes out of others."""
+    """A merge inside the context is read at once, and unmerging restores the bytes. LoRA is on experts only, because peft's unmerge rounds other layers."""
     model = with_lora(model_of("qwen3", lora=False), lora_alpha=12, target_modules=[])
     before, plain = bytes_of(model), step(model)
     model.merge_adapter()
@@ -673,7 +673,7 @@ def test_merged_within(around):
 
 
 def test_a_broken_adapter_is_merged_no_further():
-    """peft stops at it, with those before it merged: so they are, and are taken out again."""
+    """peft stops at the broken adapter. The adapters before it are merged, and can be unmerged."""
     model = second(with_lora(model_of("qwen3", lora=False), lora_alpha=12))
     before = bytes_of(model)
     wrapper = next(module for module in model.modules() if isinstance(module, ParamWrapper))
@@ -692,7 +692,7 @@ def test_a_broken_adapter_is_merged_no_further():
 
 
 def with_memory_of_its_own(model):
-    """As after a journey to another device and back."""
+    """Give every stack new memory with the same bytes, as after a move to another device and back."""
     for chain in chains_of(model):
         chain.original.data = chain.original.data.clone()
         chain[0].quant_state = copy.deepcopy(chain[0].quant_state)
@@ -700,7 +700,7 @@ def with_memory_of_its_own(model):
 
 
 def with_other_parameters(model):
-    """As ``module.to`` leaves it with torch.__future__.set_overwrite_module_params_on_conversion."""
+    """Replace every parameter, as ``module.to`` does with torch.__future__.set_overwrite_module_params_on_conversion."""
     for chain in chains_of(model):
         chain.original = torch.nn.Parameter(chain.original.data.clone(), requires_grad=False)
     return model
@@ -717,7 +717,7 @@ COPIES = {
 
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_is_taken_out_as_it_was_merged(way, option):
-    """Of a model, while adapters are merged into it; the model that was copied, too."""
+    """Unmerging restores the original bytes in a copy of a merged model, and in the model itself."""
     model = with_lora(model_of("qwen3", lora=False), lora_alpha=12)
     before = bytes_of(model)
     model.merge_adapter()
@@ -733,7 +733,7 @@ def test_a_copy_is_taken_out_as_it_was_merged(way, option):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
 def test_a_hash_sees_every_byte(dtype):
-    """And where it is: over several parts, the last with fewer bytes than a word."""
+    """The hash depends on every byte and its position, also over several parts whose last one is shorter than a word."""
     tensor = torch.arange(20).repeat(5).to(torch.uint8).view(dtype)
     found = set()
     with pytest.MonkeyPatch.context() as patch:
@@ -773,7 +773,7 @@ def test_what_was_changed_after_merging_is_kept(way):
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_thirty_steps_of_trl(tmp_path):
-    """Trained, saved, and evaluated by peft alone on experts in 16 bits."""
+    """Train with TRL, save, and evaluate with peft alone on experts in 16 bits."""
     program("experts_trl", tmp_path, cwd=tmp_path, fresh=True, **EVERY_KERNEL)
     program("stock_peft", tmp_path / "dense", tmp_path / "adapters", tmp_path / "alone")
     (ours, mine), (loss, alone) = torch.load(tmp_path / "ours"), torch.load(tmp_path / "alone")

@@ -10,7 +10,7 @@ import torch
 from tiny_experts import LAYERS, crossed, experts_of, ids_of, model_of, reasons, same, with_lora
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nf4_patch.moe import launch
 from nf4_patch.moe import transformers as adapter
@@ -22,15 +22,7 @@ step = functools.partial(tiny_experts.step, tokens=4)  # Triton's interpreter ta
 
 @pytest.fixture(params=["kernels", "pytorch"])
 def ours(request, patched, monkeypatch):
-    """With the kernels, on a CPU too, and in PyTorch."""
-    start = launch.start
-
-    def unseen(*arguments, **keywords):
-        """As on a GPU: no dispatch mode sees what Triton's interpreter does."""
-        with _disable_current_modes():
-            start(*arguments, **keywords)
-
-    monkeypatch.setattr(launch, "start", unseen)
+    """Run our forward with the kernels, also on a CPU, and in PyTorch."""
     monkeypatch.setattr(launch, "supports", lambda tensor: request.param == "kernels")
     return patched
 

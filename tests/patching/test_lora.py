@@ -1,4 +1,4 @@
-"""LoRA on 4-bit linear layers in one function: as accurate as peft's, in every way that people train; or peft's own, by name."""
+"""Fused LoRA on 4-bit linear layers: as accurate as peft in every way of training, or peft's forward runs for a named Reason."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from target import Seen, fallbacks, linear
 from torch._dynamo.exc import SkipFrame
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as checkpointed
 
@@ -55,12 +56,12 @@ WHOLE_GRAPH = pytest.mark.skipif(
 
 
 class Model(torch.nn.Module):
-    """Layers one after another; the first is ``fc0``."""
+    """A sequence of 4-bit linear layers ``fc0``, ``fc1``, ..."""
 
     def __init__(self, device, dtype=BF16, layers=1, bias=False, weights=FP32):
         super().__init__()
         self.config = {"model_type": "custom"}
-        self.is_loaded_in_4bit = True  # peft asks
+        self.is_loaded_in_4bit = True  # peft reads it
         sizes = [IN, *[OUT] * layers]
         for index in range(layers):
             layer = linear(device, sizes[index], OUT, dtype, seed=index, weights=weights)
@@ -102,7 +103,7 @@ def inputs(device, dtype=BF16, seed=0, shape=(ROWS, IN)):
 
 
 def step(model, x, autocast=None, gradient=None):
-    """y, and the gradients of x and of everything that is trained."""
+    """Return y, the gradient of x, and the gradient of every trained parameter."""
     model.zero_grad()
     x.grad = None
     with torch.autocast(x.device.type, autocast or BF16, enabled=autocast is not None):
@@ -116,7 +117,7 @@ def gradient_of(y):
 
 
 def beside(model, x, autocast=None, hits=True):
-    """A step of peft and one of ours, with the same random numbers."""
+    """Run a step of fused LoRA and a step of peft with the same random numbers. Return both results."""
     nf4_patch.disable()
     torch.manual_seed(3)
     want = step(model, x, autocast)
@@ -139,11 +140,11 @@ def assert_close(got, want, tolerance=2e-2):
     assert max(map(apart, got, want)) < tolerance
 
 
-# --- as accurate as peft's ---
+# --- as accurate as peft ---
 
 
 def exact(model, x, gradient):
-    """y and the gradients of x, A and B in fp64."""
+    """Compute y and the gradients of x, A and B in fp64."""
     layer = layer_of(model)
     weight, scale = layer.base_layer.weight, layer.scaling["default"]
     w = bnb.functional.dequantize_4bit(weight.data, weight.quant_state).double()
@@ -155,7 +156,7 @@ def exact(model, x, gradient):
 
 
 def errors_of(device, precision, size):
-    """Of peft's and of ours, on average: of y and of the gradients of x, A and B; B is ``size`` times as large."""
+    """Return the mean errors of peft and of fused LoRA, in y and in the gradients of x, A and B. B is scaled by ``size``."""
     adapter, of_x, dtype, autocast = PRECISIONS[precision]
     errors, model = {"peft": [], "fused": []}, adapted(device, dtype, weights=dtype)
     for seed in range(8):
@@ -175,16 +176,50 @@ def errors_of(device, precision, size):
 @pytest.mark.parametrize(("size", "tensors"), [(1, 4), (0.01, 2)], ids=["usual", "small"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_as_accurate_as_peft(device, precision, size, tensors):
-    """Where the adapter is small, y and the gradient of x are nearly the base's own, which is rounded once."""
+    """With a small adapter, y and the gradient of x are almost those of the base weight, so only these two are compared."""
     theirs, ours = (errors[:tensors] for errors in errors_of(device, precision, size))
     assert all(mine <= 1.02 * other for mine, other in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32 adapters"])
 def test_in_kernels_as_accurate_as_peft(device, precision, monkeypatch):
-    """What a GPU's tensor cores multiply."""
+    """The same with the Triton kernels, which a GPU of compute capability 8.0 or higher uses."""
     monkeypatch.setattr(linear_module, "supports", lambda z, *_: z.dtype is BF16)
     test_as_accurate_as_peft(device, precision, 1, 4)
+
+
+class Keeping(TorchDispatchMode):
+    """Keep the result of every op, its version and a copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.kept.append((str(function), result, result._version, result.clone()))
+        return result
+
+
+@pytest.mark.parametrize("reentrant", [None, False], ids=["kept", "recomputed"])
+def test_kernels_write_to_no_result_of_an_op(device, reentrant, monkeypatch):
+    """A mode that starts after the forward may keep every result. PyTorch's own writes in place raise the version."""
+    monkeypatch.setattr(linear_module, "supports", lambda z, *_: z.dtype is BF16)
+    model, x = adapted(device, biased=True), inputs(device)
+    model.add_adapter("other", peft.LoraConfig(r=4, lora_alpha=9, target_modules=["fc0"]))
+    randomize(model, FP32)
+    layer_of(model).set_adapter(["default", "other"])
+    model.base_model.model.reentrant = reentrant
+    nf4_patch.enable(lora="fused")
+    y = model(x)
+    with Keeping() as mode:
+        y.backward(gradient_of(y))
+    written = [
+        name for name, result, version, copy in mode.kept
+        if result._version == version and not torch.allclose(result, copy, rtol=0, atol=0, equal_nan=True)
+    ]  # fmt: skip
+    assert len(mode.kept) > 10 and not written and counters.hits(TARGET) and not fallbacks(TARGET)
 
 
 # --- in every way that people train ---
@@ -201,7 +236,7 @@ CONFIGS = {
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "recomputed", "reentrant"])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_step_is_peft_s(device, config, reentrant):
-    """Losses and gradients of layers after one another, within the rounding of bf16; the same dropout."""
+    """Two layers in sequence give peft's results and gradients within the rounding of bf16, with the same dropout masks."""
     model = adapted(device, layers=2, biased=True, **CONFIGS[config])
     model.base_model.model.reentrant = reentrant
     for precision in ("TRL", "fp32 adapters", "norms and adapters in fp32", "packed in bf16, T4"):
@@ -212,7 +247,7 @@ def test_a_step_is_peft_s(device, config, reentrant):
 
 @pytest.mark.parametrize("shape", [(IN,), (3, IN), (2, 3, IN), (2, 2, 3, IN), (0, IN), (2, 0, IN)])
 def test_shapes_of_x(device, shape):
-    """And other strides."""
+    """Every rank of x, without rows, and with other strides."""
     for x in (
         inputs(device, shape=shape),
         inputs(device, shape=shape[::-1]).detach().permute(*range(len(shape))[::-1]),
@@ -230,7 +265,7 @@ def test_what_needs_no_gradient_gets_none(device, frozen):
 
 
 def test_accumulation_and_two_backwards(device):
-    """Gradients add up; a graph that is kept serves twice."""
+    """Two backward passes through one retained graph accumulate gradients."""
     model, x = adapted(device), inputs(device)
     nf4_patch.enable(lora="fused")
     once = step(model, x)
@@ -244,7 +279,7 @@ def test_accumulation_and_two_backwards(device):
 
 
 def test_gradients_of_some_inputs(device):
-    """``torch.autograd.grad`` of x alone, then of A alone: nothing is left over from one call for the next."""
+    """``torch.autograd.grad`` for x alone, then for A alone, on one retained graph."""
     model, x = adapted(device), inputs(device)
     a = layer_of(model).lora_A["default"].weight
     nf4_patch.enable(lora="fused")
@@ -273,9 +308,7 @@ def test_several_adapters_and_switching(device):
 
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "recomputed", "reentrant"])
 def test_an_adapter_switched_before_the_backward(device, reentrant):
-    """What is kept is of the adapter that ran; what is recomputed is of the new one, and peft freezes the old one's
-    factors: all as with peft's own.
-    """
+    """The backward gives peft's gradients: without a checkpoint those of the old adapter, with one those of the new adapter."""
     model = adapted(device)
     model.add_adapter("other", peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["fc0"]))
     randomize(model, BF16, seed=5)
@@ -310,14 +343,14 @@ def test_an_option_that_changes_before_the_recompute_is_noticed(device, options)
         y.sum().backward()
 
 
-# of x and of autocast; peft takes only a GPU's autocast for autocast, and adds bf16 and fp16 in fp32 there
+# The dtypes of x and of autocast. peft respects autocast on a GPU only, and adds bf16 and fp16 in fp32 there.
 INFERENCE = [(BF16, None), (FP32, BF16), (FP16, None), (FP16, FP16), (BF16, FP16)]
 
 
 @pytest.mark.parametrize(("dtype", "autocast"), INFERENCE if torch.cuda.is_available() else INFERENCE[:-1])
 @pytest.mark.parametrize("rows", [1, 5, 300])
 def test_without_a_gradient(device, rows, dtype, autocast):
-    """Few rows are the base layer's own product, whoever multiplies there, with LoRA added to it. The layer computes in bf16."""
+    """With few rows, the base layer multiplies, and LoRA is added to its result. The layer computes in bf16."""
     model, x = adapted(device, adapter=FP32, biased=True), inputs(device, dtype, shape=(rows, IN)).detach()
     for context, matmul in ((torch.no_grad, "off"), (torch.inference_mode, "off"), (torch.no_grad, "auto")):
         with context(), torch.autocast(device.type, autocast or BF16, enabled=autocast is not None):
@@ -335,7 +368,7 @@ def test_without_a_gradient(device, rows, dtype, autocast):
 @pytest.mark.parametrize("shape", [(ROWS, IN), (2, ROWS, IN), (3, IN)], ids=["rows", "batch", "few"])
 @pytest.mark.parametrize("of_x", [BF16, FP32], ids=["bf16", "fp32"])
 def test_the_result_is_no_view(device, shape, of_x):
-    """It can be written into, in another grad mode as well, and detached in place."""
+    """The result can be written to in place, in another grad mode too, and can be detached in place."""
     model, x = adapted(device), inputs(device, of_x, shape=shape)
     nf4_patch.enable(lora="fused")
     trained = torch.nn.Parameter(torch.ones(OUT, device=device))
@@ -356,7 +389,7 @@ def test_the_result_is_no_view(device, shape, of_x):
 @pytest.mark.parametrize(("adapters", "dropout"), [("default", 0), (["default", "other"], 0.3)], ids=["one", "two"])
 @pytest.mark.parametrize("precision", ["TRL", "fp32 adapters", "packed in bf16, norms in fp32, T4"])
 def test_compiled_autograd(device, fresh_dynamo, adapters, dropout, precision, monkeypatch):
-    """The backward is one graph, of PyTorch's products in place of our kernels."""
+    """The backward is a single graph that contains PyTorch's products instead of our kernels."""
     monkeypatch.setattr(linear_module, "supports", lambda z, *_: z.dtype is BF16)
     adapter, of_x, dtype, autocast = PRECISIONS[precision]
     model, x = adapted(device, dtype, weights=dtype, lora_dropout=dropout), inputs(device, of_x)
@@ -376,13 +409,13 @@ def test_compiled_autograd(device, fresh_dynamo, adapters, dropout, precision, m
     assert counter.frame_count == 1 and not fallbacks(TARGET)
 
 
-# Of the parameters that are not packed. As transformers 5.24 loads them, autocast on a CPU does not take them.
+# The dtype of the parameters that are not packed. None leaves them as transformers 5.24 loads them: CPU autocast rejects those.
 DENSE = [FP16, FP32, None]
 
 
 @pytest.mark.parametrize("dense", DENSE if torch.cuda.is_available() else DENSE[:-1])
 def test_a_checkpoint_packed_in_bf16_trains_in_fp16(device, checkpoint, tmp_path, dense):
-    """As on a T4: transformers takes the layers' compute dtype from the checkpoint, whatever ``bnb_4bit_compute_dtype`` says."""
+    """As on a T4: transformers ignores ``bnb_4bit_compute_dtype`` and reads the layers' compute dtype from the checkpoint."""
     load_4bit(checkpoint, device).train().save_pretrained(tmp_path)
     quantization = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=FP16)
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -420,7 +453,7 @@ def test_merged_and_taken_out_again(device):
 
 
 def test_modules_to_save(device):
-    """A dense layer that is trained as a whole, after one with an adapter."""
+    """A fully trained dense layer follows a layer with an adapter."""
     torch.manual_seed(0)
     model = Model(device)
     model.head, model.names = torch.nn.Linear(OUT, 8, device=device, dtype=BF16), ["fc0", "head"]
@@ -432,14 +465,14 @@ def test_modules_to_save(device):
 
 
 def test_generation(device, checkpoint):
-    """A prompt of many rows, then one row a token; logits of the same tokens."""
+    """Generate from a prompt of many rows, then with one row per token, and compare the first logits."""
     model = load_4bit(checkpoint, device)
     model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM"))
     randomize(model, BF16)
     torch.manual_seed(0)
     prompt = torch.randint(3, 512, (2, 80)).to(device)
 
-    def logits():  # in training mode: for others bitsandbytes repacks the weights on a CPU
+    def logits():  # in training mode, because in evaluation bitsandbytes repacks the weights of a CPU
         options = {"do_sample": False, "max_new_tokens": 3, "return_dict_in_generate": True, "output_logits": True}
         found = model.train().generate(prompt, attention_mask=torch.ones_like(prompt), suppress_tokens=[2], **options)
         return found.logits[0], found.sequences
@@ -461,7 +494,7 @@ def test_a_cached_weight_is_read_and_left_as_it_is(device):
 
 
 def test_a_recompute_ends_before_the_last_product(device):
-    """Of two layers in one checkpoint the second one's weight is decoded in the forward and in the backward only."""
+    """With two layers in one checkpoint, the recompute does not decode the second layer's weight."""
     model, x = adapted(device, layers=2), inputs(device)
     nf4_patch.enable(lora="fused")
     first, second = layer_of(model), layer_of(model, "fc1")
@@ -471,7 +504,7 @@ def test_a_recompute_ends_before_the_last_product(device):
 
 
 def test_nothing_more_is_kept_than_peft_keeps(device):
-    """Bytes of the tensors that a forward saves, each storage once."""
+    """The forward saves at most as many bytes as peft's, counting each storage once."""
 
     def kept(model, x):
         storages = {}
@@ -490,7 +523,7 @@ def test_nothing_more_is_kept_than_peft_keeps(device):
 
 
 def test_an_error_leaves_no_frames_behind(device):
-    """A checkpoint ends its recompute by an exception: nothing of the layer stays alive when it is over."""
+    """A checkpoint ends its recompute by an exception, which must not keep the layer's tensors alive."""
     model, x = adapted(device, layers=2), inputs(device)
     nf4_patch.enable(lora="fused")
     gc.collect()
@@ -504,7 +537,7 @@ def test_an_error_leaves_no_frames_behind(device):
         gc.enable()
 
 
-# --- what stays peft's ---
+# --- where peft's forward runs ---
 
 
 def with_hook(part):
@@ -550,7 +583,7 @@ def cast(model):
 
 
 def as_it_is(model):
-    """What it is made of is not served."""
+    """Change nothing: the configuration alone is not supported."""
 
 
 REFUSED = {
@@ -586,7 +619,7 @@ def test_what_is_not_served_is_peft_s_to_the_bit(device, kind):
 
 
 class Wrapping(torch.Tensor):
-    """Wraps results and keeps what belongs to the tensor, as MONAI's MetaTensor does."""
+    """A class whose results are of the same class and inherit an attribute, like MONAI's MetaTensor."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -597,7 +630,7 @@ class Wrapping(torch.Tensor):
 
 
 class Plain(torch.Tensor):
-    """Results of PyTorch's functions are of this class too."""
+    """A subclass that defines nothing. Results of PyTorch's functions are of this class too."""
 
 
 @pytest.mark.parametrize("cls", [Wrapping, Plain])
@@ -623,7 +656,7 @@ def test_a_torch_function_mode_sees_peft_s_own(device):
 
 
 def test_an_input_that_left_a_transform(device):
-    """``torch.func.grad`` wraps tensors, and what outlives it keeps its wrapper."""
+    """A tensor that outlives ``torch.func.grad`` keeps its wrapper, and still works as an input."""
     model, left = adapted(device), []
     with torch.no_grad():
         torch.func.grad(lambda x: left.append(x * 1) or x.float().sum())(inputs(device).detach())
@@ -652,7 +685,7 @@ def test_a_mixed_batch_is_peft_s(device):
 
 @WHOLE_GRAPH
 def test_torch_compile_traces_peft_s_own(device, fresh_dynamo):
-    """One whole graph: no break, no recompile, the bits of peft's own when it is compiled."""
+    """torch.compile makes a single graph, without a break or a recompilation, bit-identical to compiled peft."""
     model, x, results = adapted(device, layers=2, biased=True), inputs(device), []
     for option in ("off", "fused"):
         torch._dynamo.reset()
@@ -668,7 +701,7 @@ def test_torch_compile_traces_peft_s_own(device, fresh_dynamo):
 
 @WHOLE_GRAPH
 def test_a_frame_that_dynamo_skips_is_served(device, fresh_dynamo):
-    """As on a T4, where Inductor skips graphs in bf16: layers then run eagerly, and of ours nothing is compiled piece by piece."""
+    """Inductor skips bf16 graphs on a T4. The layers then run eagerly, and Dynamo compiles none of our functions."""
     model, x = adapted(device, layers=2), inputs(device)
     traces = []
 

@@ -1,4 +1,4 @@
-"""A checkpoint's recompute runs what its forward ran, whatever hook or mode came or went in between."""
+"""A checkpoint's recompute repeats the forward's choice between fused LoRA and peft, even if hooks or modes changed since."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Layers(torch.nn.Module):
-    """Three layers one after another in a checkpoint; the last one is called twice."""
+    """A checkpoint around three layers in sequence, of which the last one is called twice."""
 
     def __init__(self, device):
         super().__init__()
@@ -70,7 +70,7 @@ def hooked(module):
     handle.remove()
 
 
-# What is there only in the forward, or only in the backward, and the Reason that it is in a call outside of a recompute.
+# Circumstances that exist only in the forward or only in the backward, and the Reason of each outside of a recompute.
 CIRCUMSTANCES = {
     "FlopCounterMode": (lambda model: FlopCounterMode(display=False), Reason.LORA_HOOKED),
     "a dispatch mode": (lambda model: Watching(), Reason.DISPATCH_MODE),
@@ -85,7 +85,7 @@ ON_ALL = ["FlopCounterMode", "a dispatch mode", "a hook on every module"]
 
 
 def step(model, x, forward=contextlib.nullcontext, backward=contextlib.nullcontext, twice=False):
-    """The output, the gradients of x and of each factor; ``twice``: of two backwards through one graph."""
+    """Return the output, and the gradients of x and of each factor. ``twice`` runs two backwards through one graph."""
     model.zero_grad()
     x.grad = None
     torch.manual_seed(3)
@@ -102,7 +102,7 @@ def step(model, x, forward=contextlib.nullcontext, backward=contextlib.nullconte
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("circumstance", CIRCUMSTANCES)
 def test_what_is_there_in_one_of_both_only(model, device, circumstance, where, reentrant, nested):
-    """With nested checkpoints the outer one's recompute runs the inner one's forward again, as a forward of its own."""
+    """With nested checkpoints, the outer recompute runs the inner checkpoint's forward again, as a new forward."""
     x, inner = lora.inputs(device), table.inner(model)
     inner.reentrant, inner.nested = reentrant, nested
     make, reason = CIRCUMSTANCES[circumstance]
@@ -121,7 +121,7 @@ def test_what_is_there_in_one_of_both_only(model, device, circumstance, where, r
 
 @pytest.mark.parametrize("circumstance", CIRCUMSTANCES)
 def test_each_forward_has_its_own_decision(model, device, circumstance):
-    """Two forwards of the same layers before one backward; and both backwards of a graph that is kept."""
+    """Two forwards of the same layers before one backward, then two backwards through a retained graph."""
     make, (x, other), inner = (
         CIRCUMSTANCES[circumstance][0],
         (lora.inputs(device, seed=s) for s in (0, 1)),
@@ -146,7 +146,7 @@ def test_each_forward_has_its_own_decision(model, device, circumstance):
 
 
 def test_an_error_of_ours_in_the_forward_only(model, device, monkeypatch):
-    """peft's forward ran then, and does so again."""
+    """peft's forward ran after the error, so the recompute runs it again."""
     x, decided = lora.inputs(device), linear_module.dtypes_of
     calls = []
 

@@ -1,6 +1,6 @@
-"""Layers that share an input, in every mix of modes, checkpoints, adapters, autocast and interrupts: gradients next to peft's.
+"""Layers with a shared input, in all combinations of grad modes, checkpoints, adapters, autocast and interrupts.
 
-What a layer returns depends on nothing that ran before it. That is compared to the bit.
+Gradients are compared with peft's. A layer's result must not depend on earlier calls, and this is compared bit for bit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHAPE = 2, 80, lora.IN  # more rows than bitsandbytes multiplies from the packed
 
 
 class Block(torch.nn.Module):
-    """q, k and v of one h; ``modes`` are around q and k, and ``between`` is called after q."""
+    """Layers q, k and v with one input h. ``modes`` are the grad modes of q and k, and ``between`` is called after q."""
 
     def __init__(self, device, seed=0):
         super().__init__()
@@ -53,7 +53,7 @@ class Block(torch.nn.Module):
 
 
 def adapted(device, seed=0):
-    """A block in which each layer has two adapters, of which one is active."""
+    """Return a block whose layers have two adapters each, one of them active."""
     model = Block(device, seed)
     for name, options in {"default": {"r": 8, "lora_alpha": 12}, "other": {"r": 4, "lora_alpha": 9}}.items():
         config = peft.LoraConfig(target_modules=NAMES, **options)
@@ -72,7 +72,7 @@ def block(device):
 
 
 def step(model, x, autocast=None):
-    """The output and the gradients of x and of each factor, zero where there is none."""
+    """Return the output, the gradient of x and the gradient of each factor. A missing gradient is a zero."""
     model.zero_grad()
     x.grad = None
     with torch.autocast(x.device.type, lora.BF16, enabled=autocast is not None):
@@ -87,7 +87,7 @@ def inputs(device, seed=0):
 
 
 def selective(run, x):
-    saved = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    saved = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.nf4_patch.dequantize_nf4.default]
     context = functools.partial(create_selective_checkpoint_contexts, saved)
     return checkpoint(run, x, use_reentrant=False, context_fn=context)
 
@@ -108,7 +108,7 @@ def interrupted(_block, _h):
 
 @pytest.fixture(scope="module")
 def models():
-    """Two models that every row of the table uses: what one row leaves behind would show in the next."""
+    """Two models for all rows of the table, so that state left over from one row would show in the next."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return [adapted(device, seed) for seed in (0, 10)]
 
@@ -118,7 +118,7 @@ def models():
 @pytest.mark.parametrize("around", CHECKPOINTS)
 @pytest.mark.parametrize("modes", list(itertools.product(MODES, MODES)), ids=", ".join)
 def test_table(device, models, modes, around, adapters, autocast):
-    """A step, a forward that is interrupted between q and k, the step again, and a step of the next model."""
+    """Run a step, a forward that is interrupted between q and k, the step again, and a step of the next model."""
     x, want, got = inputs(device), [], []
     for model in models:
         inner(model).modes, inner(model).around = [MODES[mode] for mode in modes], CHECKPOINTS[around]
@@ -136,7 +136,7 @@ def test_table(device, models, modes, around, adapters, autocast):
     assert same(again, got[0])
     for ours, theirs in zip(got, want, strict=True):
         lora.assert_close(ours, theirs)
-    if around == "selective":  # a dispatch mode decides what is kept: peft's forward runs
+    if around == "selective":  # it is a dispatch mode, so peft's forward runs
         assert set(fallbacks(lora.TARGET)) == {Reason.DISPATCH_MODE} and same(got[0], want[0])
     else:
         assert counters.hits(lora.TARGET) and not fallbacks(lora.TARGET)
@@ -158,7 +158,7 @@ def written_through_data(_block, h):
     return h
 
 
-# The h that k and v get.
+# Changes after q that return the h of k and v.
 CHANGES = {
     "h written": lambda block, h: h.mul_(2),
     "h written through data": written_through_data,
@@ -189,7 +189,7 @@ def test_what_comes_between(block, device, change):
 
 
 def test_h_gets_a_gradient_between(block, device):
-    """q ran without a graph to h, as after ``enable_input_require_grads``; k and v have one."""
+    """q runs before h requires a gradient, and k and v run after, as with ``enable_input_require_grads``."""
     x, found = inputs(device).detach(), []
     inner(block).between = lambda block, h: found.append(h) or h.requires_grad_()
     for option in ("off", "fused", "fused"):
@@ -201,7 +201,7 @@ def test_h_gets_a_gradient_between(block, device):
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["recomputed", "reentrant"])
 def test_parallel_layers_of_which_one_is_checkpointed(block, device, reentrant):
-    """Two forwards before one backward: each input gets its own gradient."""
+    """After two forwards and one backward, each input has its own gradient."""
 
     def both(seeds=(0, 1)):
         found = [inputs(device, seed) for seed in seeds]
@@ -235,7 +235,7 @@ def test_an_interrupted_forward_keeps_nothing_alive(device):
 
 
 def test_parameters_can_be_swapped(device):
-    """Nothing holds weak references to the factors, which ``swap_tensors`` refuses."""
+    """``swap_tensors`` rejects tensors with weak references, so nothing may hold weak references to the factors."""
     model = adapted(device)
     nf4_patch.enable(lora="fused")
     with torch.no_grad():
@@ -250,7 +250,7 @@ def test_parameters_can_be_swapped(device):
 
 
 def test_training_does_not_depend_on_what_ran_before(device):
-    """The losses and factors of ten steps, to the bit, with and without forwards of other shapes before them."""
+    """Ten steps give bit-identical losses and factors with and without earlier forwards of other shapes."""
 
     def train(before):
         model = adapted(device)
@@ -291,7 +291,7 @@ def all_at_once(outputs, x, _block):
 
 
 def of_some(outputs, x, _block):
-    """Each alone, of one graph: what a backward leaves behind is not the next one's."""
+    """Run one backward per output, twice, through one retained graph."""
     return [torch.autograd.grad(each.float().square().sum(), x, retain_graph=True)[0] for each in outputs for _ in "12"]
 
 
@@ -301,7 +301,7 @@ def in_two_halves(outputs, x, _block):
 
 
 def of_an_adapter_first(outputs, x, block):
-    """The gradient of x is computed by nobody, or not needed."""
+    """First compute only the gradient of a factor, which does not need the gradient of x."""
     loss = sum(each.float().square().sum() for each in outputs)
     return *torch.autograd.grad(loss, k_of(block).weight, retain_graph=True), *torch.autograd.grad(loss, x)
 

@@ -1,5 +1,5 @@
-"""enable(experts="4bit", offload=...): packed experts in host memory, fetched ahead of their use. Without a GPU, CUDA is played by
-CPU tensors; with one: the tests with the fixture ``anywhere``, and gpu/test_offload_gpu.py."""
+"""enable(experts="4bit", offload=...): packed experts in host memory, prefetched to the GPU. Without a GPU, CPU tensors stand in for
+CUDA. With a GPU, only the tests with the fixture ``anywhere`` run, and gpu/test_offload_gpu.py."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tiny_experts import CHECKPOINTING, STACKS, experts_of, ids_of, in_4bit, loa
 import nf4_patch
 from nf4_patch.cache.store import cache
 from nf4_patch.moe.read import PackedExperts, stacks_of
-from nf4_patch.offload import prefetch as offload
+from nf4_patch.offload import host_memory, planning, prefetch
 from nf4_patch.patching.config import ConfigError
 from nf4_patch.patching.dequantizer import Dequantizer
 
@@ -54,9 +54,9 @@ def folder(tmp_path_factory):
 def anywhere(monkeypatch):
     gc.collect()
     if not torch.cuda.is_available():
-        monkeypatch.setattr(offload, "cuda", Cuda())
-    offload.prefetchers.clear()
-    yield offload.cuda
+        monkeypatch.setattr(host_memory, "cuda", Cuda())
+    prefetch.prefetchers.clear()
+    yield host_memory.cuda
     nf4_patch.disable()
     gc.collect()
 
@@ -125,14 +125,14 @@ def test_written_in_place_after_it_has_arrived(folder, gpu, patched):
     assert torch.equal(got, getattr(module, STACKS[0]))
     assert counts().fetches == counts().late == 2
     assert (
-        offload.prefetchers[original.device].stream.waited_for.count(gpu.compute) == 3
+        prefetch.prefetchers[original.device].stream.waited_for.count(gpu.compute) == 3
     )  # twice for what writes, once for a use
 
 
-def test_memory_has_another_unit_after_its_last_use(folder, gpu, patched):
+def test_memory_gets_another_block_after_its_last_use(folder, gpu, patched):
     model = model_of(folder)
     logits(model)
-    (prefetcher,) = offload.prefetchers.values()
+    (prefetcher,) = prefetch.prefetchers.values()
     prefetcher.stream.waited_for.clear()
     for module in experts_of(model)[:2]:  # the last two are there
         dense(module)
@@ -141,7 +141,7 @@ def test_memory_has_another_unit_after_its_last_use(folder, gpu, patched):
 
 
 def test_replaced_after_it_has_arrived(folder, gpu, patched):
-    """By the same memory as another parameter, and by a tensor on the GPU."""
+    """Replace a prefetched stack by another parameter in the same memory, and by a tensor on the GPU."""
     model = model_of(folder)
     chain = experts_of(model)[0].parametrizations[STACKS[0]]
     dense(experts_of(model)[0])
@@ -161,7 +161,7 @@ def test_replaced_after_it_has_arrived(folder, gpu, patched):
 
 
 def test_in_a_block_and_in_traced_code(folder, gpu, patched, fresh_dynamo):
-    """After the block, and where torch.compile traces, it is read where it lies."""
+    """After an ``enabled()`` block, and under torch.compile, the stack is read directly from host memory."""
     with patched.enabled(experts="4bit", offload="all"):
         model = read_again(folder, quantization_config=in_4bit())
         want = logits(model)
@@ -175,7 +175,7 @@ def test_in_a_block_and_in_traced_code(folder, gpu, patched, fresh_dynamo):
 
 
 def test_two_parameters_of_the_same_memory(folder, gpu, patched):
-    """What was read through one, and is written through the other, where each counts for itself."""
+    """A write through one parameter is seen by the other, although each has its own version counter."""
     module = experts_of(model_of(folder))[0]
     stack = stacks_of(module, Dequantizer("test"))[STACKS[0]]
     state = stack.state.as_dict(packed=True)
@@ -208,7 +208,7 @@ def test_after_inference_mode(folder, gpu, patched):
 
 
 def test_named_after_loading(folder, anywhere, patched):
-    """Nothing is moved; nor back."""
+    """Switching the option after loading moves nothing, in either direction."""
     resident, model = model_of(folder, "off"), model_of(folder)
     for where in ("all", "1GiB", "off"):
         patched.enable(offload=where)
@@ -242,7 +242,7 @@ def test_state_dict_copy_save_and_read_again(folder, anywhere, patched, tmp_path
     ("layers", "short", "resident"), [(2, 0, []), (3, 0, [3]), (4, 1, [2])], ids=["buffers", "one more", "a byte short"]
 )
 def test_a_budget_is_spread_over_the_layers(folder, gpu, patched, layers, short, resident):
-    """Sizes of whole experts modules; four layers would fit as they are, without buffers."""
+    """The budget counts whole experts modules, and the two prefetch buffers. Four layers would fit without buffers."""
     (size,) = set(sizes_of(model_of(folder, "off")))
     budget = layers * size - short
     want = train(with_lora(model_of(folder, "off")))
@@ -251,20 +251,20 @@ def test_a_budget_is_spread_over_the_layers(folder, gpu, patched, layers, short,
     assert inside == resident
     assert same_steps(train(with_lora(model)), want)
     held = counts().resident - len(resident) * size
-    assert 2 * size <= held <= 2 * (size + 6 * offload.ALIGNMENT)  # the buffers
+    assert 2 * size <= held <= 2 * (size + 6 * host_memory.ALIGNMENT)  # the buffers
     assert counts().in_host == (LAYERS - len(resident)) * size
-    assert list(gpu.pinned.values()) == [size + offload.ROOM] * (LAYERS - len(resident))
+    assert list(gpu.pinned.values()) == [size + host_memory.ROOM] * (LAYERS - len(resident))
 
 
 @pytest.mark.parametrize(("budget", "every"), [(26, 2), (14, 4), (50 - 2 * 8, 0)])
 def test_what_stays_is_spread_evenly(gpu, patched, budget, every):
-    """Over 48 modules, all of 1 KB, or every third of 4 KB."""
+    """The plan is even over 48 modules of 1 KB each, or with every third of 4 KB."""
     patched.enable(experts="4bit", offload=f"{budget}KB")
     model = torch.nn.Module()
     sizes = [500 if every or layer % 3 else 2000 for layer in range(48)]
     stacks = [(f"layers.{layer}.experts.{name}", "cpu", size) for layer, size in enumerate(sizes) for name in STACKS]
-    offload.plan(model, stacks)
-    blocks = offload.blocks_of(model)
+    planning.plan(model, stacks)
+    blocks = planning.blocks_of(model)
     stay = [layer for layer in range(48) if f"layers.{layer}.experts" not in blocks]
     resident = sum(2 * sizes[layer] for layer in stay)
     assert sum(block.resident for block in blocks.values()) == resident
@@ -291,7 +291,7 @@ def test_packed_size_is_what_is_packed(folder, gpu, patched):
             for name in STACKS:
                 chain = module.parametrizations[name]
                 elements = chain[0].quant_state.shape.numel()
-                assert offload.packed_size(elements, nested) == sum(t.nbytes for t in tensors_of(chain))
+                assert planning.packed_size(elements, nested) == sum(t.nbytes for t in tensors_of(chain))
 
 
 def test_it_needs_packed_experts(folder, gpu, patched):
@@ -310,8 +310,8 @@ def test_a_release_that_reserves_memory_in_another_way_is_refused_for_offload_al
 
 
 def test_a_tensor_larger_than_planned_stays_on_the_gpu(gpu):
-    block = offload.HostBlock(100)
-    large = torch.zeros(100 + offload.ROOM + 1, dtype=torch.uint8).random_()
+    block = host_memory.HostBlock(100)
+    large = torch.zeros(100 + host_memory.ROOM + 1, dtype=torch.uint8).random_()
     assert block.placed(large) is large
     small = block.placed(large[:100])
     assert block.holds(small) and torch.equal(small, large[:100]) and not block.holds(small[:50])
@@ -327,12 +327,12 @@ def test_host_memory_that_cannot_be_pinned(folder, gpu, patched):
     with pytest.raises(MemoryError, match=r"KiB|MiB|KB.*could not be pinned.*cudaErrorMemoryAllocation"):
         model_of(folder)
     gc.collect()
-    assert not gpu.pinned and not offload.blocks
+    assert not gpu.pinned and not host_memory.blocks
 
 
 def test_more_than_the_host_has(folder, gpu, patched, monkeypatch):
-    assert 2**20 < offload.free_memory() < float("inf")
-    monkeypatch.setattr(offload, "free_memory", lambda: 2**18)
+    assert 2**20 < planning.free_memory() < float("inf")
+    monkeypatch.setattr(planning, "free_memory", lambda: 2**18)
     with pytest.raises(MemoryError, match=r"5\d\d KiB of host memory are needed, but 256 KiB are free"):
         model_of(folder)
     assert not gpu.pinned
@@ -345,7 +345,7 @@ def test_nothing_is_left_after_the_model(folder, gpu, patched):
     assert gpu.pinned and counts().resident
     del model
     gc.collect()
-    assert not gpu.pinned and not offload.blocks and not offload.plans and counts().resident == 0
+    assert not gpu.pinned and not host_memory.blocks and not planning.plans and counts().resident == 0
 
 
 def test_a_tensor_of_it_outlives_the_model(folder, gpu, patched):

@@ -21,14 +21,14 @@ from offloaded import in_host, model_of, same_steps, train
 from tiny_experts import adapters_of, ids_of, random_model, saved, with_lora
 
 import nf4_patch
-from nf4_patch.offload import prefetch as offload
+from nf4_patch.offload import host_memory
 
 rank, gpu = int(os.environ["RANK"]), torch.cuda.is_available()
 device = tiny_experts.DEVICE = torch.device("cuda", rank) if gpu else torch.device("cpu")
 if gpu:
     torch.cuda.set_device(device)
 else:
-    offload.cuda = Cuda()
+    host_memory.cuda = Cuda()
 STEPS = 5 if gpu else 2
 SIZES = {"hidden_size": 512, "num_experts": 32} if gpu else {}
 folder = tempfile.mkdtemp()

@@ -33,7 +33,7 @@ def code_of(kernel, constants, dtype, capability):
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name not in values}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in values.items()}, attributes)
     target = GPUTarget("cuda", machine_code.sm(capability), 32)
-    return triton.compile(source, target=target, options={"num_warps": launch.WARPS})
+    return triton.compile(source, target=target)
 
 
 for capability in machine_code.CAPABILITIES:

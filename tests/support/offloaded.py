@@ -10,7 +10,7 @@ from tiny_experts import STACKS, adapters_of, experts_of, ids_of, in_4bit, loade
 
 import nf4_patch
 from nf4_patch.moe.read import stacks_of
-from nf4_patch.offload import prefetch as offload
+from nf4_patch.offload import host_memory
 from nf4_patch.patching.dequantizer import Dequantizer
 
 
@@ -31,7 +31,7 @@ def read_again(folder: Any, **options: Any) -> Any:
 def in_host(model: Any) -> dict[tuple[int, str], Any]:
     """The block in host memory of each stack, or None, by layer and name."""
     return {
-        (layer, name): offload.blocks.get(module.parametrizations[name].original.data_ptr(), offload.nobody)()
+        (layer, name): host_memory.blocks.get(module.parametrizations[name].original.data_ptr(), host_memory.no_block)()
         for layer, module in enumerate(experts_of(model))
         for name in STACKS
     }

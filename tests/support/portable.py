@@ -64,7 +64,7 @@ def dequantize(layout: PackedWeight, capability: Capability, out: torch.Tensor) 
     with torch.cuda.device(device):
         grid = -(-layout.numel() // compilation.elements_of(variant))
         pointers = [tensor.data_ptr() for tensor in tensors]
-        entry.start(grid, runtime.current_stream(device.index), *pointers, layout.numel())
+        entry.start((grid, 1, 1), runtime.current_stream(device.index), (*pointers, layout.numel()))
     return out
 
 

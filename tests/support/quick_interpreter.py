@@ -45,10 +45,11 @@ def install() -> None:
     exchange_device()
 
 
-def exchange_device() -> None:
+def exchange_device(package: str = "nf4_patch.nf4") -> Any:
+    """Make the CPU the device of ``package``, whose kernels were imported under the interpreter. Return its module runtime."""
     import torch
 
-    from nf4_patch.nf4 import runtime
+    runtime: Any = importlib.import_module(f"{package}.runtime")
 
     def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         result = torch._C._dynamo.guards._empty_strided_cpu(shape, strides, dtype)  # no dispatch mode sees it either
@@ -64,12 +65,14 @@ def exchange_device() -> None:
     runtime.current_device = lambda: -1  # a CPU tensor's get_device()
     runtime.current_stream = lambda device: 0
     runtime.empty_strided_cuda = empty
+    runtime.is_interpreted = lambda kernel: False
     runtime.compile_kernel = Interpreted
     fits = runtime.fits
     runtime.fits = lambda out, *of: fits(out, *of) and not out.is_meta  # a meta tensor's get_device() is -1 too
-    from nf4_patch.nf4.dequantize import compilation  # which takes from runtime what is there now
+    compilation = importlib.import_module(f"{package}.dequantize.compilation")  # takes from runtime what is there now
 
     compilation.NUM_WARPS |= {(CAPABILITY, 128 * warps): warps for warps in WARPS} | {(CAPABILITY, 0): WARPS[0]}
+    return runtime
 
 
 class Interpreted:

@@ -18,7 +18,7 @@ from tiny_experts import config_of
 import nf4_patch
 from benchmarks import offload as benchmark
 from nf4_patch.moe import launch
-from nf4_patch.offload import prefetch as offload
+from nf4_patch.offload import host_memory
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU; a GPU runs the benchmark")
 SETTING = benchmark.Setting("tiny", tokens=48, budget="80KiB", rank=8, optimizer="adamw", bits=3, steps=2)
@@ -27,9 +27,9 @@ SETTING = benchmark.Setting("tiny", tokens=48, budget="80KiB", rank=8, optimizer
 @pytest.fixture
 def gpu(monkeypatch):
     gc.collect()
-    monkeypatch.setattr(offload, "cuda", Cuda())
+    monkeypatch.setattr(host_memory, "cuda", Cuda())
     monkeypatch.setattr(launch, "supports", lambda tensor: False)  # in PyTorch: interpreted, the kernels take minutes
-    yield offload.cuda
+    yield host_memory.cuda
     nf4_patch.disable()
     gc.collect()
 

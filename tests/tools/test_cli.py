@@ -158,6 +158,7 @@ def test_what_doctor_concludes(changes, outcome, verdicts):
     assert sum(str(line).startswith(f"{outcome}: ") for line in report.render()) == len(verdicts)
 
 
+FUSED, GRAPHED = 'nf4_patch.enable(lora="fused")', 'nf4_patch.enable(lora="fused", graphs="auto")'
 LINES = {"torch": "2.11.0", "peft": "0.21.0", "transformers": "5.17.0", "unsloth": "2026.10.9"}
 CACHED, PACKED = 'nf4_patch.enable(cache="auto")', 'nf4_patch.enable(experts="4bit")'
 
@@ -172,11 +173,29 @@ CACHED, PACKED = 'nf4_patch.enable(cache="auto")', 'nf4_patch.enable(experts="4b
     ],
 )
 def test_doctor_says_the_line_to_type(changes, unsloth_keeps, unsloth, experts):
-    lines = doctor.lines_to_type(LINES | changes, unsloth_keeps)
+    lines = doctor.lines_to_type(LINES | changes, unsloth_keeps, [(9, 0)])
+    assert lines.pop("peft, TRL, fastest") == f"{GRAPHED} with gradient_checkpointing=True"
     assert lines == {"peft, TRL": "nf4_patch.enable()", "Unsloth 2026.10.9": unsloth, "mixtures of experts": experts}
     report = dataclasses.replace(WORKS, lines=lines)
     assert f"  Unsloth 2026.10.9:      {unsloth}" in list(report.render())
     assert "What to type:" not in list(dataclasses.replace(report, no_gpu="none").render())
+
+
+@pytest.mark.parametrize(
+    ("changes", "capabilities", "line"),
+    [
+        ({}, [(9, 0)], GRAPHED),
+        ({}, [(7, 5), (8, 0)], GRAPHED),
+        ({}, [(7, 5)], FUSED),  # a T4 does not wait for Python
+        ({}, [], FUSED),
+        ({"transformers": "4.51.3"}, [(9, 0)], FUSED),
+        ({"peft": "0.15.2"}, [(9, 0)], None),
+    ],
+)
+def test_doctor_names_graphs_on_a_fast_gpu(changes, capabilities, line):
+    """With the libraries that ``lora="fused"`` and ``graphs="auto"`` need."""
+    typed = doctor.lines_to_type(LINES | changes, False, capabilities).get("peft, TRL, fastest")
+    assert typed == (f"{line} with gradient_checkpointing=True" if line == GRAPHED else line)
 
 
 def test_a_release_that_does_not_load_the_patch_is_named(monkeypatch):

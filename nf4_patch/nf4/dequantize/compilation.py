@@ -112,8 +112,8 @@ class CompiledKernel:
             for quant_type in CODES:  # FP4 too: only FP4 has a minus zero
                 weight = sample._replace(quant_type=quant_type)
                 pointers = [tensor.data_ptr() for tensor in operands(weight, out)]
-                grid = -(-weight.numel() // self.elements)
-                self.entry.start(grid, runtime.current_stream(device.index), *pointers, weight.numel())
+                grid = -(-weight.numel() // self.elements), 1, 1
+                self.entry.start(grid, runtime.current_stream(device.index), (*pointers, weight.numel()))
                 if not runtime.same_bits(out, reference.dequantize(weight)):
                     raise KernelUnavailable(
                         f"the kernel's bits differ from the reference on {runtime.name_of(device)} "

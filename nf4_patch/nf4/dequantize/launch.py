@@ -44,8 +44,8 @@ class Launch:
         result = result.t() if self.transposed else result
         self.shape, self.strides = tuple(result.shape), result.stride()
         self.spans = runtime.spans(*tensors)
-        self.counters: dict[Any, Any] = {}  # by target
-        self.view: torch.Tensor | None = None  # of the device's buffer, in the result's shape
+        self.counters: dict[Any, Any] = {}  # hit counters, by target
+        self.view: torch.Tensor | None = None  # view of the device's buffer in the result's shape
 
     def accepts(self, out: Any) -> bool:
         """Return whether the kernel can write to ``out``.

@@ -1,0 +1,32 @@
+"""The result of each kernel in kernels.py, in plain PyTorch. Tests compare with it.
+
+The arguments are those of launch.py. ``dtype`` is the dtype that is computed in: fp64, for the exact result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FP64 = torch.float64
+
+
+def narrow(factor: Tensor, wide: bool) -> Tensor:
+    """Return the factor as [width, rank]."""
+    return factor.t() if wide else factor
+
+
+def project(x: Tensor, factor: Tensor, wide: bool, dtype: torch.dtype = FP64) -> Tensor:
+    return x.to(dtype) @ narrow(factor, wide).to(dtype)
+
+
+def expand(
+    inner: Tensor, factor: Tensor, wide: bool, scale: float, addend: Tensor | None, dtype: torch.dtype = FP64
+) -> Tensor:
+    result = scale * (inner.to(dtype) @ narrow(factor, wide).to(dtype).t())
+    return result if addend is None else result + addend
+
+
+def correlate(x: Tensor, inner: Tensor, wide: bool, scale: float, dtype: torch.dtype = FP64) -> Tensor:
+    result = scale * (x.to(dtype).t() @ inner.to(dtype))
+    return result.t() if wide else result

@@ -1,0 +1,42 @@
+"""The result of each kernel in kernels.py, in plain PyTorch: computed in fp32 and rounded once. Tests compare with it.
+
+The arguments and results are those of launch.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+
+def combine(
+    rows: Tensor, row_of: Tensor, dtype: torch.dtype, weights: Tensor | None = None, addend: Tensor | None = None
+) -> Tensor:
+    found = rows[row_of].float()
+    found = found if weights is None else found * weights[..., None].float()
+    found = found if addend is None else found + addend[row_of].float()
+    return found.sum(dim=1).to(dtype)
+
+
+def weigh(
+    gradient: Tensor, addend: Tensor | None, rows: Tensor, slot_of: Tensor, weights: Tensor, of_weights: bool
+) -> tuple[Tensor, Tensor | None]:
+    found = gradient.float() * weights.flatten()[slot_of].float()[:, None]
+    found = found if addend is None else found + addend.float()
+    products = torch.zeros(weights.numel(), device=rows.device)
+    products[slot_of] = (gradient.float() * rows.float()).sum(dim=1)
+    return found.to(gradient.dtype), products.view(weights.shape).to(weights.dtype) if of_weights else None
+
+
+def silu_and_mul(rows: Tensor, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    total = rows.float() if addend is None else rows.float() + addend.float()
+    gate, up = total.chunk(2, dim=1)
+    return (silu(gate) * up).to(rows.dtype), total.to(rows.dtype)
+
+
+def silu_and_mul_backward(rows: Tensor, gradient: Tensor) -> Tensor:
+    (gate, up), gradient = rows.float().chunk(2, dim=1), gradient.float()
+    sigmoid = gate.sigmoid()
+    of_gate = gradient * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat([of_gate, gradient * gate * sigmoid], dim=1).to(rows.dtype)

@@ -1,0 +1,154 @@
+"""Pinned host memory that the GPU reads like its own: packed experts of ``enable(offload="6GiB")`` live in it.
+
+A tensor in this memory is still a CUDA tensor: the memory is mapped into the GPU's address space at the host's address. Every
+operation on a parameter therefore works on it too, only slower, because the GPU reads over the bus.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cache.store import is_captured
+from ..nf4 import runtime
+from ..patching.option import size_in_words
+
+SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
+ALIGNMENT, ROOM = 256, 4096  # bytes: PyTorch's allocator aligns like this; room for the alignment of 16 tensors
+ADVICE = 'free host memory, or keep more experts on the GPU with a larger offload="...GiB"'
+
+
+class Cuda:
+    """All CUDA calls of the offload folder. Tests replace them with a version for plain CPU tensors."""
+
+    kind, pending = "cuda", list[tuple[Tensor, torch.device]]()
+    event, stream, running_on = torch.cuda.Event, torch.cuda.Stream, staticmethod(torch.cuda.stream)
+    current_stream, is_captured = staticmethod(torch.cuda.current_stream), staticmethod(is_captured)
+    handle = staticmethod(runtime.current_stream)
+
+    def register(self, host: Tensor, device: torch.device) -> str:
+        """Pin memory and map it into the address space of every GPU. Return the error, or "" on success."""
+        cudart, same = torch.cuda.cudart(), ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(same), SAME_ADDRESS, device.index)
+        if not same.value:
+            return "this GPU cannot read host memory at the host's address"
+        with torch.cuda.device(device):  # PyTorch takes the current device for the device of this memory
+            code = cudart.cudaHostRegister(host.data_ptr(), host.nbytes, PORTABLE_AND_MAPPED)
+        if not int(code):
+            return ""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=device)  # clears the pending CUDA error, which the next kernel would raise
+        return str(cudart.cudaGetErrorString(code))
+
+    def unregister(self, host: Tensor, device: torch.device) -> None:
+        """Unpin memory. During a CUDA graph capture, which unpinning would end, leave it pending for the next call."""
+        self.pending.append((host, device))
+        while self.pending and not torch.cuda.is_current_stream_capturing():
+            host, device = self.pending.pop()
+            torch.cuda.synchronize(device)  # a kernel may still read it
+            torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+
+    def mapped(self, part: Any, device: torch.device) -> Tensor:
+        """Return a CUDA tensor, uint8 [bytes], in the host memory of ``part``. The tensor keeps ``part`` alive."""
+        return torch.as_tensor(part, device=device)
+
+    def copy(self, destination: Tensor, host: Tensor) -> None:
+        destination.copy_(host, non_blocking=True)
+
+
+cuda: Any = Cuda()
+Fingerprint = tuple[Any, ...]
+
+
+class HostBlock:
+    """One block of host memory with the packed stacks of one experts module, which are prefetched together.
+
+    The block is pinned when the first tensor arrives, and lives as long as any CUDA tensor in it.
+    """
+
+    def __init__(self, capacity: int):
+        self.capacity, self.size = capacity, 0  # bytes planned, and bytes in use
+        self.resident = 0  # bytes of the modules that stay on the GPU; one block per GPU carries this count
+        self.host: Tensor | None = None  # uint8
+        self.sizes: dict[int, int] = {}  # bytes of each tensor, by address
+        # The prefetcher's notes: the fingerprint of each weight at its last read, by the address of its packed bytes
+        self.fingerprints: dict[int, Fingerprint] = {}
+        # and the next block, by the block before this one, because forward and backward use opposite orders of layers.
+        self.after: weakref.WeakKeyDictionary[HostBlock, Reference] = weakref.WeakKeyDictionary()
+
+    def pinned(self, device: torch.device) -> Tensor:
+        """Allocate and pin the block's memory.
+
+        Raises:
+            MemoryError: the memory cannot be allocated or pinned.
+        """
+        self.device, size = device, self.capacity + ROOM
+        try:
+            # Shared memory, so that a fork does not copy pinned pages. PyTorch rounds its pinned memory up to a power of two.
+            host = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+            failure = cuda.register(host, device)
+        except OSError as error:
+            failure = str(error)
+        if failure:
+            raise MemoryError(
+                f"offload: {size_in_words(size)} of host memory could not be pinned for packed experts: {failure}. "
+                f"{size_in_words(sum(block.size for block in living()))} are pinned already. Raise the limit for pinned memory "
+                f"(ulimit -l; docker run --ulimit memlock=-1), {ADVICE}"
+            )
+        weakref.finalize(self, forget, cuda, host, self.sizes, device, os.getpid()).atexit = False
+        return host
+
+    def placed(self, tensor: Tensor) -> Tensor:
+        """Move a tensor into the block and return it as a CUDA tensor. If the plan left too little room, return it unmoved."""
+        if self.host is None:
+            self.host = self.pinned(tensor.device)
+        destination = self.host[self.size : self.size + tensor.nbytes]
+        if destination.nbytes < tensor.nbytes:
+            return tensor
+        destination.copy_(tensor.reshape(-1).view(torch.uint8))
+        start = destination.data_ptr()
+        self.size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        self.sizes[start], blocks[start] = tensor.nbytes, weakref.ref(self)
+        memory = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (start, False), "version": 2}
+        part = SimpleNamespace(__cuda_array_interface__=memory, block=self)
+        whole: Tensor = cuda.mapped(part, self.device)
+        return whole.view(tensor.dtype).view(tensor.shape)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is one of the block's tensors, not a part of one."""
+        return self.sizes.get(tensor.data_ptr()) == tensor.nbytes and tensor.is_contiguous()
+
+
+Reference = Callable[[], HostBlock | None]  # a weak reference
+blocks: dict[int, Reference] = {}  # by the address of each tensor; unique while its block lives
+# Called with the GPU when its last host block was freed
+on_last_block_freed: list[Callable[[torch.device], None]] = []
+
+
+def no_block() -> None:
+    """Return None, like the weak reference of a freed block."""
+
+
+def living() -> set[HostBlock]:
+    return {block for reference in list(blocks.values()) if (block := reference()) is not None}
+
+
+def forget(cuda: Any, host: Tensor, sizes: dict[int, int], device: torch.device, process: int) -> None:
+    """Drop a freed host block from ``blocks``, and unpin its memory."""
+    for address in sizes:
+        del blocks[address]
+    if os.getpid() == process:  # a forked child has no CUDA
+        cuda.unregister(host, device)
+        if all(block.device != device for block in living()):
+            for call in on_last_block_freed:
+                call(device)

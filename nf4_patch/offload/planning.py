@@ -1,0 +1,103 @@
+"""The plan of a model that is being loaded: which experts modules go to host memory, and which stay on the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..patching.option import ConfigError, size_in_words
+from ..patching.switch import switch
+from . import host_memory
+from .host_memory import ADVICE, HostBlock
+
+gate = switch.gates["offload"]
+# For each model being loaded: host blocks by module path, or the error message, because transformers only logs the exception
+plans: weakref.WeakKeyDictionary[Any, dict[str, HostBlock] | str] = weakref.WeakKeyDictionary()
+
+
+def packed_size(elements: int, nested: bool) -> int:
+    """Return the bytes of a packed stack with 64 elements per block and 256 blocks per second-level block."""
+    scales = -(-elements // 64)
+    return -(-elements // 2) + (scales + 4 * -(-scales // 256) if nested else 4 * scales)
+
+
+def free_memory() -> float:
+    """Return the bytes of host memory that are available, or infinity if /proc/meminfo does not say."""
+    with contextlib.suppress(OSError, KeyError), open("/proc/meminfo") as file:
+        return 1024 * int(dict(line.split(":") for line in file)["MemAvailable"].split()[0])
+    return float("inf")
+
+
+def plan(model: Any, stacks: Iterable[tuple[str, Any, int]]) -> None:
+    """Decide which experts modules of a model go to host memory. A module is never split.
+
+    Args:
+        stacks: (full name, device, packed bytes) of each stack that will be packed.
+
+    Raises:
+        ConfigError: the budget does not hold two buffers.
+        MemoryError: the host has less memory than is needed.
+    """
+    if not gate.on:
+        return
+    planned: dict[torch.device, Counter[str]] = {}
+    for name, place, size in stacks:
+        if (device := torch.device(place)).type == host_memory.cuda.kind:
+            planned.setdefault(device, Counter())[name.rpartition(".")[0]] += size
+    chosen: dict[str, HostBlock] = {}
+    plans[model], budget, wanted = chosen, switch.value("offload"), 0
+    for device, sizes in planned.items():
+        total, largest = sizes.total(), max(sizes.values())
+        if isinstance(budget, int) and total <= budget:
+            continue
+        on_gpu = budget - 2 * largest if isinstance(budget, int) else 0
+        if on_gpu < 0:
+            raise ConfigError(
+                f"offload={size_in_words(int(budget))!r} is too small for the two prefetch buffers on {device}, which hold one "
+                f'experts module each. Give "{-(-2 * largest // 2**20)}MiB" or more, or "all", which keeps only the buffers'
+            )
+        share, resident = 0, total
+        for path, size in sizes.items():  # spread evenly over the layers, so that copies overlap with computation
+            share += on_gpu * size
+            if share >= total * size:
+                share -= total * size
+            else:
+                block = chosen[path] = HostBlock(size)
+                resident -= size
+        block.resident, wanted = resident, wanted + total - resident
+    if wanted > (free := free_memory()):  # otherwise Linux would kill this process silently
+        raise MemoryError(
+            f"offload: {size_in_words(wanted)} of host memory are needed, but {size_in_words(int(free))} are free. "
+            f"To go on, {ADVICE}"
+        )
+
+
+def blocks_of(model: Any) -> dict[str, HostBlock]:
+    """Return the host blocks planned for a model that is being loaded, by module path.
+
+    Raises:
+        MemoryError: a stack of the model could not be placed.
+    """
+    planned = plans.get(model, {})
+    if isinstance(planned, str):
+        raise MemoryError(planned)
+    return planned
+
+
+def placed(model: Any, full_name: str, parameter: Any) -> Any:
+    """Move a packed stack and its absmax tensors to host memory if the plan says so. Return the parameter."""
+    block, state = blocks_of(model).get(full_name.rpartition(".")[0]), parameter.quant_state
+    if block is None:
+        return parameter
+    for owner, name in ((parameter, "data"), (state, "absmax"), (state.state2, "absmax"))[: 3 if state.nested else 2]:
+        try:
+            setattr(owner, name, block.placed(getattr(owner, name)))
+        except MemoryError as error:
+            plans[model] = str(error)
+            raise
+    return parameter
