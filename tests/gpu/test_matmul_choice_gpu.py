@@ -93,8 +93,9 @@ def test_a_measurement_leaves_random_state_memory_and_result_alone(unknown, tmp_
             y = layer(x)
         torch.cuda.synchronize()
         print(f"measured in {1e3 * (time.perf_counter() - begin):.0f} ms")
-    assert len(unknown) == 2
-    assert torch.equal(torch.cuda.get_rng_state(), random) and torch.equal(y, wanted)
+    first, second = (found.config for *_, found in unknown)
+    assert first != second or torch.equal(y, wanted)  # two configs add in two orders
+    assert torch.equal(torch.cuda.get_rng_state(), random) and error(y, wanted.double()) < 0.01
     assert torch.cuda.memory_allocated() - allocated <= y.nbytes + 512
 
 
