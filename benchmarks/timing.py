@@ -11,8 +11,6 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import nf4_patch
-from nf4_patch.matmul import calibrated
-from nf4_patch.patching.config import Config
 from nf4_patch.tools.report import answer, provenance_data
 from nf4_patch.tools.timing import Call
 
@@ -26,14 +24,12 @@ class Machine:
     driver: str
     clocks: str
     releases: dict[str, str]
-    calibration: str = ""  # the calibration in force, or why it is ignored
     date: str = ""
     commit: str | None = None  # of the package's checkout, with "-dirty" if it has changes, None without a checkout
 
     def __str__(self) -> str:
         releases = ", ".join(f"{name} {release}" for name, release in self.releases.items())
-        lines = [f"{self.gpu} (sm_{self.capability}), driver {self.driver}, {self.clocks}", releases, self.calibration]
-        return "\n".join(filter(None, lines))
+        return f"{self.gpu} (sm_{self.capability}), driver {self.driver}, {self.clocks}\n{releases}"
 
 
 SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
@@ -52,12 +48,11 @@ def machine() -> Machine:
     else:
         driver, clocks = "unknown", "clocks unknown (nvidia-smi did not answer)"
     major, minor = torch.cuda.get_device_capability(device)
-    calibrated.use(Config.read())
     name = torch.cuda.get_device_name(device)
     known = provenance_data()
     installed = {"python": platform.python_version(), **known["releases"], "nf4-patch": nf4_patch.__version__}
     known["releases"] = installed | {"torch": torch.__version__}  # with the CUDA that it was built for
-    return Machine(name, f"{major}{minor}", driver, clocks, calibration=calibrated.in_force(device).status, **known)
+    return Machine(name, f"{major}{minor}", driver, clocks, **known)
 
 
 def synchronize() -> None:

@@ -47,6 +47,7 @@ class Status:
     weights: dict[str, int] = field(default_factory=dict)  # distinct addresses so far, by "shape dtype"
     offload: dict[str, OffloadStatus] = field(default_factory=dict)  # by GPU
     graphs: GraphsStatus = field(default_factory=GraphsStatus)
+    matmul: dict[str, str] = field(default_factory=dict)  # outcome and times of each measurement, by size
     forbidden: str = ""  # the variables that keep the patch off, "NF4_PATCH=0" for example
 
     @property

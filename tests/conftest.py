@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 
 import pytest
 import torch
 
 GPU = torch.cuda.is_available()
-os.environ["NF4_PATCH_CALIBRATION"] = "off"  # the shipped tables, whatever this machine remembers
 
 _same_numbers = torch.equal
 

@@ -41,6 +41,11 @@ ASKED = {
     "nf4/dequantize/reference.py": {"is_cuda"},  # whose bits: those of bitsandbytes' CUDA library or of its CPU library
     "moe/loading.py": {"empty_cache", "is_cuda"},
     "matmul/unsloth.py": {"cuda"},  # autocast
+    # times kernels
+    "matmul/measurement.py": {
+        "Event", "_sleep", "cuda", "current_stream", "get_device_properties", "mem_get_info", "memory_allocated",
+        "memory_reserved", "synchronize",
+    },
     # the memory of PyTorch's allocator, which has none on a CPU
     "cache/allocator.py": {"is_initialized", "memory"},
     "cache/auto.py": {"device_count", "empty_cache", "is_cuda", "mem_get_info", "memory_reserved"},

@@ -18,7 +18,6 @@ from .tuning import (
     MIN_ELEMENTS_UNALIGNED,
     MULTIPROCESSORS,
     SMALL_M_ROWS,
-    CalibratedRanges,
     SmallMConfig,
     SmallMRow,
 )  # fmt: skip
@@ -45,18 +44,13 @@ def first_config(
 
 
 def config_for(
-    capability: tuple[int, int], m: int, n: int, k: int, processors: int = MULTIPROCESSORS,
-    calibrated: CalibratedRanges = (),
-) -> SmallMConfig | None:  # fmt: skip
-    """Return the measured config for ``m`` rows of X and an [n, k] weight, or None if the fused matmul is not faster.
+    capability: tuple[int, int], m: int, n: int, k: int, processors: int = MULTIPROCESSORS
+) -> SmallMConfig | None:
+    """Return the shipped table's config for ``m`` rows of X and an [n, k] weight, or None if the fused matmul is not faster.
 
     Args:
         processors: the GPU's number of multiprocessors.
-        calibrated: this GPU's calibration of exactly this n and k, which takes precedence over the tables.
     """
-    for max_m, config in calibrated:
-        if m <= max_m:
-            return config
     return first_config(SMALL_M_ROWS, capability, m, n, k, processors) if pays(MIN_ELEMENTS, m, n, k) else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 
 from ..patching.option import Option
 from ..patching.target import LINEAR_4BIT, TESTED_OP, TESTED_UNSLOTH, Target
@@ -11,6 +12,19 @@ FAST_GEMV = (("X", "W", "quant_state", "out"),)
 MATMUL_LORA = ("X", "W", "W_quant", "A", "B", "s", "out")
 
 MatmulTarget = functools.partial(Target, option="matmul")
+
+
+def report(mode: str | int) -> dict[str, str]:
+    """Return what was measured in this process: by size, whether the fused matmul runs, and the times."""
+    module = sys.modules.get(f"{__package__}.choice")  # it needs torch
+    return module.report() if module else {}
+
+
+def lines(measured: dict[str, str]) -> list[str]:
+    fused = sum(outcome.startswith("the fused matmul") for outcome in measured.values())
+    words = f"matmul: {fused} of {len(measured)} sizes measured on this GPU run fused; status().matmul lists them"
+    return [words] if measured else []
+
 
 MATMUL = Option(
     "NF4_PATCH_MATMUL", ("off", "auto"), "off",
@@ -58,4 +72,5 @@ MATMUL = Option(
             patch_copies=True,
         ),
     ),
+    report=report, lines=lines,
 )  # fmt: skip

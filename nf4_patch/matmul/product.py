@@ -6,8 +6,6 @@ why it is off by default and needs ``enable(matmul="auto")`` or NF4_PATCH_MATMUL
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -31,28 +29,8 @@ from ..patching.counters import counters
 from ..patching.quant_state import weight_of
 from ..patching.reasons import Reason
 from ..patching.replacement import Fallbacks, Function, replacement_of
-from . import calibrated
 from . import launch as matmul
-
-
-@functools.lru_cache(maxsize=4096)
-def config_for(device: int, m: int, n: int, k: int) -> matmul.SmallMConfig | None:
-    """Return the config for this size on this GPU, or None if the fused matmul is not faster."""
-    capability, processors = runtime.capability_of(device), runtime.multiprocessors(device)
-    return matmul.config_for(capability, m, n, k, processors, calibrated.in_force(device).rows.get((n, k), ()))
-
-
-_in_use: weakref.WeakSet[FusedMatmul] = weakref.WeakSet()
-
-
-def forget() -> None:
-    """Drop all configs and launches, because another calibration is in force."""
-    config_for.cache_clear()
-    for each in _in_use:
-        each.launches.clear()
-
-
-calibrated.on_change.append(forget)
+from .choice import config_for
 
 
 class FusedMatmul:
@@ -61,7 +39,6 @@ class FusedMatmul:
     def __init__(self, target: str, fallbacks: Fallbacks | None = None):
         self.target, self.fallbacks = target, fallbacks or Fallbacks(target)
         self.launches: dict[Any, matmul.MatmulLaunch] = {}
-        _in_use.add(self)
 
     def run(
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, out: Tensor | None = None
@@ -107,7 +84,8 @@ class FusedMatmul:
             return Reason.MATMUL_OPERANDS
         n, k = weight.shape
         m = x.numel() // k if k else 0
-        config = config_for(device, m, n, k) if m and x.shape[-1] == k else None
+        fits = m and x.shape[-1] == k
+        config = config_for(device, m, n, k, may_measure=not x.requires_grad) if fits else None
         if config is None:
             return Reason.NOT_FASTER
         reason = guards.why_not(weight)

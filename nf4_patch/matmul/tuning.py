@@ -41,10 +41,6 @@ class SmallMRow(NamedTuple):
     config: SmallMConfig
 
 
-# The calibration of one [n, k], in ascending m: (largest m, config), or (largest m, None) if dequantize + matmul is faster.
-CalibratedRanges = tuple[tuple[int, SmallMConfig | None], ...]
-
-
 # Smaller weights are faster with dequantize + matmul: above 16 rows, weights below 2^21 elements; above 32 rows, also weights
 # below 2^24 elements that are not 16-byte aligned or have a scale every 16 elements.
 # us at 64 rows, fused / dequantize + matmul: 256x2048 8.9 / 6.9, 1024x4096 unaligned 11.1 / 10.2, 1024x4112 11.2 / 10.2;
@@ -79,7 +75,7 @@ SMALL_M_ROWS: tuple[SmallMRow, ...] = (
 
 
 # Candidates for a T4, fp16 only. A model (docs/notes) predicts 1.4 to 3.0 times the speed of bitsandbytes from 4 rows upwards,
-# and no gain below. They are not measured: `nf4-patch calibrate` tries them, and config_for never uses them.
+# and no gain below. On a GPU without a row in the table above, choice.py measures them at the first use of a size.
 SMALL_M_CANDIDATES: tuple[SmallMRow, ...] = (
     SmallMRow((7, 5), 16, ANY, 1, SmallMConfig(1, 1, 8, True, 1)),
     SmallMRow((7, 5), 64, ANY, 1, SmallMConfig(2, 4, 2, False, 1, split_k=True)),

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from .option import OPTIONS, SWITCH, Variable
@@ -25,12 +24,6 @@ VARIABLES = (
         "1: raise an error if a 4-bit weight would fall back to the original function, "
         "or if a cached weight differs from what its packed bytes decode to.",
         option=True,
-    ),
-    Variable(
-        "NF4_PATCH_CALIBRATION", ("auto", "off"), "auto",
-        "The file that `nf4-patch calibrate` writes: measurements of this GPU, which replace the shipped tables. "
-        "auto: nf4_patch/calibration.json in $XDG_CACHE_HOME or ~/.cache. off: use the shipped tables only.",
-        suffix=".json", option=True,
     ),
     *OPTIONS.values(),
 )  # fmt: skip
@@ -78,7 +71,6 @@ class Config:
     requested: bool  # NF4_PATCH=1, or true, yes, on
     forbidden: str  # the result of ``keeps_off``
     strict: bool
-    calibration: Path | None  # file of the measurements, None: use the shipped tables
     options: Mapping[str, str | int]  # by name in OPTIONS: "off", another allowed value, or a size in bytes
 
     @classmethod
@@ -107,13 +99,9 @@ class Config:
             if given is None:
                 name, given = variable.name, environ.get(variable.name, "")
             values[variable.name] = variable.parse(name, given)
-        folder = environ.get("XDG_CACHE_HOME") or "~/.cache"
-        named = values["NF4_PATCH_CALIBRATION"]
-        file = {"auto": f"{folder}/nf4_patch/calibration.json", "off": ""}.get(named, named)
         return cls(
             requested=SWITCH.get(values["NF4_PATCH"], False),
             forbidden=keeps_off(environ),
             strict=SWITCH[values["NF4_PATCH_STRICT"]],
-            calibration=Path(os.path.expanduser(file)) if file else None,
             options={name: values[variable.name] for name, variable in OPTIONS.items()},
         )

@@ -56,7 +56,6 @@ class Variable:
     allowed: tuple[str, ...]
     default: str  # value of an unset or empty variable; "" if unset is a state of its own
     meaning: str
-    suffix: str = ""  # paths with this suffix are allowed too
     size: bool = False  # amounts of memory are allowed too
     option: bool = False  # changes what the patch does, so it has no effect while the patch is off
 
@@ -67,16 +66,11 @@ class Variable:
     @property
     def values(self) -> tuple[str, ...]:
         """Return the allowed values in words, for pages and error messages."""
-        more = [f"a path to a `{self.suffix}`"] if self.suffix else []
-        more += (
-            ["a size (`6GiB` or `6G` in units of 2^30 bytes, `6GB` in units of 10^9 bytes, `0` for off)"]
-            if self.size
-            else []
-        )
-        return (*(f"`{value}`" for value in self.allowed), *more)
+        size = "a size (`6GiB` or `6G` in units of 2^30 bytes, `6GB` in units of 10^9 bytes, `0` for off)"
+        return (*(f"`{value}`" for value in self.allowed), *[size] * self.size)
 
     def parse(self, name: str, given: Any) -> Any:
-        """Return the value that ``given`` means: an allowed value, a path, or a size in bytes.
+        """Return the value that ``given`` means: an allowed value, or a size in bytes.
 
         Args:
             name: the name of the argument or variable, for error messages.
@@ -90,8 +84,6 @@ class Variable:
         shown = f"{name}={shown if len(shown) <= 60 else shown[:60] + '...'}"
         if value in (*self.allowed, self.default):
             return value
-        if self.suffix and value.endswith(self.suffix):
-            return text
         size = size_of(value) if self.size else None
         if size is None:
             unset = "unset" if name == self.name else "None"

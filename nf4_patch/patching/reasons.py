@@ -62,10 +62,7 @@ class Reason(enum.Enum):
     )
     KERNEL_FAILED = ("the kernel could not be compiled or verified on this GPU", "see the error in `nf4-patch doctor`")
     DEFERRED = "the library's own fused kernel runs, because no benchmark shows nf4_patch faster for this call"
-    NOT_FASTER = (
-        "no benchmark shows the fused matmul faster for this GPU, shape and row count",
-        "run `nf4-patch calibrate` once on this GPU",
-    )
+    NOT_FASTER = "no benchmark or measurement shows the fused matmul faster for this GPU, shape and row count"
     MATMUL_OPERANDS = (
         "the fused matmul does not support this dtype, number of input features, alignment, bias or gradient"
     )

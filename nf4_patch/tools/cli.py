@@ -18,11 +18,10 @@ from typing import Any
 
 import click
 
-from ..patching.config import Config, ConfigError
+from ..patching.config import ConfigError
 from ..patching.counters import FallbackError
 from ..version import __version__
 from . import output
-from .llama import MODELS, projections
 from .report import NotAvailable, Progress, Report, provenance_data, require_gpu
 
 
@@ -167,37 +166,3 @@ def run(ctx: click.Context, module: bool, code: bool, report: bool, all_ranks: b
         run.execute([*["-m"] * module, *["-c"] * code, *command], report, file, all_ranks)
     except OSError as error:
         raise click.UsageError(f"{command[0]}: {error.strerror}") from error
-
-
-def shape_of(text: str) -> tuple[int, int]:
-    n, _, k = text.partition("x")
-    if not (n.isdecimal() and k.isdecimal() and int(n) > 0 and int(k) > 0 and int(k) % 64 == 0):
-        raise click.UsageError(f"--shape {text} is not valid. Give NxK with K a multiple of 64, for example 14336x4096")
-    return int(n), int(k)
-
-
-WHICH_MODEL = "Measure the layer shapes of this model. Repeatable.  [default: llama-8b, unless --shape is given]"
-WHICH_SHAPE = "Measure a weight with N rows and K columns. Repeatable."
-
-
-@main.command()
-@click.option("--model", "models", type=click.Choice(list(MODELS)), multiple=True, help=WHICH_MODEL)
-@click.option("--shape", "shapes", type=shape_of, multiple=True, metavar="NxK", help=WHICH_SHAPE)
-@click.pass_obj
-def calibrate(tell: Progress, models: tuple[str, ...], shapes: tuple[tuple[int, int], ...]) -> Report:
-    """Tune the fused matmul for this GPU and save the result.
-
-    The result is the fastest config for each weight and number of rows of X. enable(matmul="auto") prefers it to the shipped
-    tables while the same releases are installed.
-    """
-    path = Config.read().calibration
-    if path is None:
-        raise click.UsageError(
-            "NF4_PATCH_CALIBRATION is off, so there is no file to save to. Unset it, or set it to a file"
-        )
-    require_gpu()
-    from . import calibrate
-
-    chosen = models or (() if shapes else ("llama-8b",))
-    wanted = dict.fromkeys((*(shape for model in chosen for shape in projections(MODELS[model])), *shapes))
-    return calibrate.calibrate(path, list(wanted), tell)

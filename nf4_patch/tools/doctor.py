@@ -16,8 +16,7 @@ import torch
 import nf4_patch
 
 from ..adapters import unsloth as unsloth_adapter
-from ..matmul import calibrated
-from ..matmul.tuning import SMALL_M_ROWS
+from ..matmul.choice import has_table
 from ..nf4 import runtime
 from ..nf4.dequantize import compilation
 from ..nf4.weight import OUTPUT_DTYPES
@@ -53,7 +52,7 @@ class Gpu:
     advice: str = ""
     failures: list[str] = field(default_factory=list)  # why this GPU runs the original
     kernels: dict[str, str] = field(default_factory=dict)  # output dtype -> launch path: "c entry" or "launcher"
-    fused_matmul: str = "never"  # which calibration or tables decide where the fused matmul runs
+    fused_matmul: str = "never"  # what decides where the fused matmul runs
 
     @property
     def sm(self) -> str:
@@ -149,7 +148,6 @@ def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = Fals
         ConfigError: an NF4_* variable has an unknown value.
     """
     config = Config.read()
-    calibrated.use(config)
     no_gpu = why_no_gpu()
     driver = answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
     releases = installed_releases()
@@ -208,9 +206,6 @@ def variables_in_force(config: Config) -> list[str]:
     if config.requested and bitsandbytes and not holds(bitsandbytes, AUTOLOADS):
         how = "Start the program with `nf4-patch run`, or import nf4_patch in it"
         lines.append(f"NF4_PATCH=1: bitsandbytes {bitsandbytes} does not load nf4_patch ({AUTOLOADS} does). {how}")
-    file, named = config.calibration, os.environ.get("NF4_PATCH_CALIBRATION", "").strip().lower()
-    if file and named not in ("", "auto") and not file.exists():
-        lines.append(f"NF4_PATCH_CALIBRATION names {file}, which does not exist. The shipped tables are used")
     return [*lines, *unknown_variables()]
 
 
@@ -240,10 +235,8 @@ def examine_gpu(index: int, tell: Progress) -> Gpu:
             gpu.kernels[name] = compilation.kernel_for(usual, torch.device("cuda", index)).entry.launch_path
         except runtime.KernelUnavailable as unavailable:
             gpu.failures.append(f"{name}: {unavailable}")
-    shipped = any(row.capability == capability for row in SMALL_M_ROWS)
-    gpu.fused_matmul = calibrated.in_force(index).status or (
-        "by the shipped tables" if shipped else "not in the shipped tables; run `nf4-patch calibrate` to measure it"
-    )
+    measured = "where a measurement at the first use of a size shows it faster"
+    gpu.fused_matmul = "by the shipped table" if has_table(capability) else measured
     return gpu
 
 

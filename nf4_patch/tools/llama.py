@@ -1,4 +1,4 @@
-"""The layer shapes of common models and the training dtype of a GPU, for ``nf4-patch calibrate`` and the benchmarks."""
+"""The layer shapes of common models and the training dtype of a GPU, for the benchmarks."""
 
 from __future__ import annotations
 

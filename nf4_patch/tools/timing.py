@@ -1,4 +1,4 @@
-"""GPU time by replays of CUDA graphs that overflow the L2 cache, for ``nf4-patch calibrate`` and the benchmarks.
+"""GPU time by replays of CUDA graphs that overflow the L2 cache, for the benchmarks.
 
 The variants of a row are measured alternately, so that changes of clock rate or load affect all of them alike. The noise of a
 variant is the difference between its odd and its even rounds.

@@ -16,9 +16,8 @@ from bitsandbytes.nn import Params4bit
 from oracle import layout_of, quantized
 from target import target_like
 
+from nf4_patch.matmul import choice, small_m
 from nf4_patch.matmul import launch as matmul
-from nf4_patch.matmul import product as fused_matmul
-from nf4_patch.matmul import small_m
 from nf4_patch.matmul.bitsandbytes import gemm, matmul_4bit
 from nf4_patch.matmul.product import FusedMatmul
 from nf4_patch.matmul.unsloth import matmul_lora
@@ -296,9 +295,8 @@ def multiplier(monkeypatch):
     monkeypatch.setattr(runtime, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(small_m, "SmallMKernel", Kernel)
     monkeypatch.setattr(matmul, "_kernels", {})
-    fused_matmul.config_for.cache_clear()
-    yield multiplier
-    fused_matmul.config_for.cache_clear()
+    monkeypatch.setattr(choice, "_configs", {})
+    return multiplier
 
 
 def tensor_at(address, shape, dtype):

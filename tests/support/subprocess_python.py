@@ -95,7 +95,7 @@ def python(
     """Run ``code``; its completed process, with output as text. ``path`` goes before site-packages, tests/support too."""
     code = INTERPRETED * interpreted + textwrap.dedent(code)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("NF4_") and k != "TRITON_INTERPRET"}
-    environment |= {"NF4_PATCH_CALIBRATION": "off"} | environ
+    environment |= environ
     paths = [str(each) for each in (path, Path(__file__).parent) if each is not None]
     environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     if fresh or torch.cuda.is_available() or any(name.startswith("PYTHON") for name in environ):

@@ -1,0 +1,181 @@
+"""Choose the config of a matmul: from the shipped table, or by a measurement at the first use of a size on this GPU.
+
+The result of a measurement is saved in Triton's cache folder. Within a process, the first answer for a size stands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..nf4 import runtime
+from ..nf4.dequantize.compilation import MINIMUM_CAPABILITY
+from ..patching.context import backward_in_progress, modes_active
+from ..version import __version__, release_of
+from . import launch
+from .measurement import Measurement, measure, originals_for
+from .tuning import SMALL_M_CANDIDATES, SMALL_M_ROWS, SmallMConfig
+
+logger = logging.getLogger("nf4_patch")
+
+LAST_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # the last number of rows of each range; a range shares one measurement
+FILE = "nf4_patch_matmul.json"
+
+
+_configs: dict[tuple[int, int, int, int], SmallMConfig | None] = {}  # by device, m, n, k
+measurements: dict[tuple[int, int, int, int], Measurement] = {}  # by device, last rows of the range, n, k
+_choosing = threading.Lock()
+
+
+class Thread(threading.local):
+    """State of one thread."""
+
+    measures = False  # a measurement runs in it
+
+
+_thread = Thread()
+
+
+def config_for(device: int, m: int, n: int, k: int, may_measure: bool = True) -> SmallMConfig | None:
+    """Return the config for x [m, k] and a weight [n, k] on this GPU, or None if the fused matmul is not faster.
+
+    The first answer stands until the process ends, so the recompute of a checkpoint gets the answer of its forward.
+
+    Args:
+        may_measure: False in a training step. A size that was never measured then gets None on a GPU without a shipped table.
+    """
+    if m > LAST_ROWS[-1]:
+        return None
+    size = device, m, n, k
+    if size not in _configs:
+        if _thread.measures:  # a function that is being timed calls another function that the option replaces
+            return None
+        with _choosing:
+            if size not in _configs:
+                try:
+                    _configs[size] = choose(device, m, n, k, may_measure)
+                except Exception:
+                    _configs[size] = None  # a second try would fail again, at every call
+                    raise
+    return _configs[size]
+
+
+def choose(device: int, m: int, n: int, k: int, may_measure: bool) -> SmallMConfig | None:
+    """Return the config from the shipped table, from this process, from disk, or from a new measurement, in this order."""
+    capability, processors = runtime.capability_of(device), runtime.multiprocessors(device)
+    if has_table(capability):
+        return launch.config_for(capability, m, n, k, processors)
+    if capability < MINIMUM_CAPABILITY or k % launch.STEP or runtime.triton is None or torch.version.hip is not None:
+        return None
+    first, last = next((low + 1, high) for low, high in zip((0, *LAST_ROWS), LAST_ROWS, strict=False) if m <= high)
+    key = device, last, n, k
+    if key not in measurements:
+        configs, originals = candidates(last, n, k, processors), originals_for(first)
+        saved = SavedMeasurement(device, last, n, k, originals)
+        found = saved.load(configs)
+        if found is None and may_measure and can_measure():
+            found = measured_apart(device, first, last, n, k, configs, originals)
+            if found is not None:
+                saved.write(found)
+                logger.info("nf4_patch: %s: %s", size_in_words(*key), outcome(found))
+        if found is None:
+            return None
+        measurements[key] = found
+    return measurements[key].config
+
+
+def measured_apart(*arguments: Any) -> Measurement | None:
+    """Call ``measure`` in a new thread, which has no autocast, no modes and no private memory pool."""
+    with ThreadPoolExecutor(1, initializer=setattr, initargs=(_thread, "measures", True)) as pool:
+        try:
+            return pool.submit(measure, *arguments).result()
+        except (runtime.KernelUnavailable, torch.cuda.OutOfMemoryError):  # the original may run all the same
+            return None
+
+
+def has_table(capability: tuple[int, int]) -> bool:
+    """Return whether the shipped table was measured on GPUs of this capability."""
+    return any(row.capability == capability for row in SMALL_M_ROWS)
+
+
+def can_measure() -> bool:
+    """Return whether this thread is in no capture, no trace, no dispatch mode and no backward."""
+    tracing = torch.compiler.is_compiling() or runtime.is_capturing()
+    return not (tracing or modes_active() or backward_in_progress() != -1)
+
+
+def candidates(m: int, n: int, k: int, processors: int) -> list[SmallMConfig]:
+    """Return the configs to measure: the choice of the shipped table, as on an H100, and the config meant for a T4."""
+    tables = ((SMALL_M_ROWS, (9, 0)), (SMALL_M_CANDIDATES, (7, 5)))
+    found = (launch.first_config(rows, capability, m, n, k, processors) for rows, capability in tables)
+    return list(dict.fromkeys(config for config in found if config is not None))
+
+
+class SavedMeasurement:
+    """The file of one measurement in Triton's cache folder. The folder's name depends on the GPU, the releases and the size."""
+
+    def __init__(self, device: int, m: int, n: int, k: int, originals: Iterable[str]):
+        libraries = sorted({name.partition(".")[0] for name in originals})
+        releases = {
+            "nf4_patch": __version__,
+            "torch": torch.__version__,
+            **{name: release_of(name) for name in libraries},
+        }
+        gpu = runtime.name_of(device), runtime.capability_of(device), runtime.multiprocessors(device)
+        triton = runtime.triton.__version__ if runtime.triton else ""
+        key = (*gpu, runtime.driver_version(), triton, sorted(releases.items()), sorted(originals), m, n, k)
+        self.key = hashlib.sha256(repr(key).encode()).hexdigest()
+
+    def load(self, allowed: Iterable[SmallMConfig]) -> Measurement | None:
+        """Return the saved measurement, or None if there is none, the file is damaged, or its config is not ``allowed``."""
+        try:
+            path = self.folder().get_file(FILE)
+            if path is None:
+                return None
+            saved = json.loads(Path(path).read_text(encoding="utf-8"))
+            config = None if saved["config"] is None else SmallMConfig(*saved["config"])
+            us = {str(name): float(value) for name, value in saved["us"].items()}
+        except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError):
+            return None
+        return Measurement(config, us) if config is None or config in allowed else None
+
+    def write(self, found: Measurement) -> None:
+        """Save a measurement atomically. Without a writable folder, the next process measures again."""
+        try:
+            self.folder().put(json.dumps(found._asdict()), FILE, binary=False)
+        except (OSError, RuntimeError) as error:
+            logger.info("nf4_patch: the measurement was not saved: %s", error)
+
+    def folder(self) -> Any:
+        """Return Triton's cache manager for this key.
+
+        Raises:
+            OSError, RuntimeError: the folder cannot be made.
+        """
+        from triton.runtime.cache import get_cache_manager
+
+        return get_cache_manager(self.key)
+
+
+def size_in_words(device: int, last: int, n: int, k: int) -> str:
+    """Return a measured size as text. ``last`` is the last number of rows of its range."""
+    return f"GPU {device}, up to {last} rows x {n}x{k}"
+
+
+def outcome(found: Measurement) -> str:
+    """Return what runs, and the times that decided, as text."""
+    times = ", ".join(f"{name} {us:.1f} us" for name, us in found.us.items())
+    return f"{'the fused matmul' if found.config else 'the original'} runs ({times})"
+
+
+def report() -> dict[str, str]:
+    """Return the outcome of each size that was measured or read from disk in this process, by its size as text."""
+    return {size_in_words(*key): outcome(found) for key, found in list(measurements.items())}

@@ -1,0 +1,211 @@
+"""Measure whether the fused matmul is faster than what it replaces, for one size on this GPU.
+
+A measurement multiplies random tensors. It takes about 30 ms, plus the compilation of the configs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..nf4 import runtime
+from ..nf4.codes import code_of
+from ..nf4.dequantize.launch import Launch
+from ..nf4.weight import PackedWeight
+from ..patching import placement
+from . import launch
+from .tuning import SmallMConfig
+
+logger = logging.getLogger("nf4_patch")
+
+Call = Callable[[], Any]
+ROUNDS = 9
+MARGIN = 0.03  # the fused matmul has to be faster by this fraction
+SLACK = 1.01  # tolerance of errors against fp64 for the order of additions
+HEAD_START = 5_000_000  # GPU cycles, about 3 ms, in which the host enqueues a whole round
+DEQUANTIZE = "dequantize + matmul"
+
+
+class Measurement(NamedTuple):
+    """The result of a measurement: the config that won, and the times that decided."""
+
+    config: SmallMConfig | None  # None if the fused matmul is not faster
+    us: Mapping[str, float]  # median GPU time in us, by what was timed
+
+
+class Rival(NamedTuple):
+    """A library's function that the fused matmul has to beat."""
+
+    rows: int  # the most rows that the function multiplies
+    call: Callable[..., Any]  # with the original function, x [m, k], the PackedWeight and its QuantState
+
+
+def rows_of_tokens(original: Callable[..., Any], x: torch.Tensor, weight: PackedWeight, state: Any) -> Any:
+    """Call one of Unsloth's functions, which take x as a batch of single tokens, [m, 1, k]."""
+    return original(x.unsqueeze(1), weight.packed, state, None)
+
+
+RIVALS: Mapping[str, Rival] = {
+    "bitsandbytes.backends.cuda.ops._gemm_4bit_kernel_impl": Rival(
+        64,
+        lambda original, x, weight, state: original(
+            x, weight.packed, weight.shape, weight.absmax2, weight.blocksize, weight.quant_type,
+            absmax_8bit=weight.absmax, absmax_code=weight.code2, absmax_offset=weight.offset,
+        ),
+    ),
+    "bitsandbytes.functional.gemv_4bit": Rival(
+        1, lambda original, x, weight, state: original(x.unsqueeze(1), weight.packed, state=state)
+    ),
+    "unsloth.kernels.utils.fast_gemv": Rival(1, rows_of_tokens),
+    "unsloth.kernels.utils._fast_gemv_bnb": Rival(1, rows_of_tokens),
+    "unsloth.kernels.utils._gemv_rows": Rival(4, rows_of_tokens),
+}  # fmt: skip
+
+
+def originals_for(m: int) -> dict[str, Callable[..., Any]]:
+    """Return, by name, the libraries' own functions for ``m`` rows that the fused matmul replaces in this process."""
+    entries = {name: placement.installed.get(name) for name, rival in RIVALS.items() if m <= rival.rows}
+    return {name: entry.original for name, entry in entries.items() if entry is not None and entry.original is not None}
+
+
+def measure(
+    device: int, first: int, last: int, n: int, k: int, configs: Iterable[SmallMConfig],
+    originals: Mapping[str, Callable[..., Any]],
+) -> Measurement | None:  # fmt: skip
+    """Check the configs for x [last, k] and a weight [n, k], and time them against the originals.
+
+    A config wins if its median time for the last rows is below every time of the originals, for the first and for the last rows
+    of the range. More rows never take less time, so the config also wins for the rows between them.
+
+    Returns:
+        None if the GPU has too little free memory, the host was too slow to time anything, or no config is right.
+
+    Raises:
+        KernelUnavailable: the dequantization kernel cannot be compiled.
+    """
+    with runtime.on_device(device), torch.no_grad():
+        torch.cuda.synchronize()  # kernels that still run in other streams would be timed too
+        cache_size = torch.cuda.get_device_properties(device).L2_cache_size
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        if free < 8 * n * k + 8 * cache_size:
+            return None
+        weight, x = random_operands(device, last, n, k)
+        dequantization = Launch(weight)
+        dense, state = dequantization.run(), quant_state(weight)
+        truth = torch.cat([x.double() @ rows.double().t() for rows in dense.split(256)], 1)
+        ours: dict[str, Call] = {}
+        by_name = {}
+        for config in configs:
+            try:
+                product = launch.resolve(x, weight, None, config)
+            except runtime.KernelUnavailable:  # too many registers for this GPU, or an instruction that it lacks
+                continue
+            if why := wrong(product, x, dense, truth):
+                logger.warning("nf4_patch: %s is not used for %d x %dx%d on this GPU: %s", config, last, n, k, why)
+                continue
+            name = f"fused matmul {'-'.join(f'{value:d}' for value in config)}"
+            ours[name], by_name[name] = functools.partial(product, x), config
+        theirs: dict[str, Call] = {}
+        for m in dict.fromkeys((first, last)):
+            theirs[f"{DEQUANTIZE}, {m} rows"] = lambda x=x[:m]: F.linear(x, dequantization.run())  # type: ignore[misc]
+            for name, original in originals.items():
+                call = functools.partial(RIVALS[name].call, original, x[:m], weight, state)
+                # Unsloth's _gemv_rows returns None to make its caller dequantize
+                if m <= RIVALS[name].rows and call() is not None:
+                    theirs[f"{name}, {m} rows"] = call
+        times = gpu_times({**ours, **theirs}, 4 * cache_size)
+    if not ours or not all(times.values()):
+        return None
+    us = {name: statistics.median(values) for name, values in times.items()}
+    return Measurement(by_name.get(winner(times, ours)), us)
+
+
+def winner(times: Mapping[str, list[float]], ours: Iterable[str]) -> str:
+    """Return the name in ``ours`` with the smallest median time, or "" if it is not clearly faster than all other names.
+
+    It is clearly faster if its median is below every single time of the others, by more than ``MARGIN``.
+    """
+    medians = {name: statistics.median(times[name]) for name in ours}
+    best = min(medians, key=lambda name: medians[name], default="")
+    others = [time for name, values in times.items() if name not in medians for time in values]
+    return best if best and medians[best] * (1 + MARGIN) < min(others) else ""
+
+
+def random_operands(device: int, m: int, n: int, k: int) -> tuple[PackedWeight, torch.Tensor]:
+    """Return a nested NF4 weight [n, k] and x [m, k], in bf16, or fp16 before sm_80. The default random state stays untouched."""
+    where = torch.device("cuda", device)
+    dtype = torch.bfloat16 if runtime.capability_of(device) >= (8, 0) else torch.float16
+    generator = torch.Generator(where).manual_seed(0)
+    blocks = -(-n * k // 64)
+    packed, absmax = (
+        torch.randint(256, shape, dtype=torch.uint8, device=where, generator=generator)
+        for shape in ((n * k // 2, 1), (blocks,))
+    )
+    code2 = torch.linspace(-1, 1, 256, device=where, dtype=torch.float32)
+    absmax2 = torch.full((-(-blocks // 256),), 0.04, device=where, dtype=torch.float32)
+    offset = torch.full((), 0.05, device=where, dtype=torch.float32)
+    weight = PackedWeight(packed, absmax, absmax2, code2, offset, 64, 256, (n, k), dtype, "nf4")
+    return weight, torch.randn(m, k, dtype=dtype, device=where, generator=generator)
+
+
+def quant_state(weight: PackedWeight) -> Any:
+    """Return bitsandbytes' QuantState of a nested weight."""
+    from bitsandbytes.functional import QuantState
+
+    second = QuantState(weight.absmax2, code=weight.code2, blocksize=weight.blocksize2, dtype=torch.float32)
+    code = code_of(weight.quant_type, weight.packed.device)
+    first = weight.absmax, torch.Size(weight.shape), code, weight.blocksize, weight.quant_type, weight.dtype
+    return QuantState(*first, offset=weight.offset, state2=second)
+
+
+def wrong(product: Callable[..., torch.Tensor], x: torch.Tensor, dense: torch.Tensor, truth: torch.Tensor) -> str:
+    """Check a compiled config. Return the failure, or "" if its results are right.
+
+    One-hot rows have to return columns of the dequantized weight. For ``x``, the error against fp64 must not exceed the error
+    of a matmul with the dequantized weight.
+
+    Args:
+        dense: the dequantized weight [n, k].
+        truth: x @ dense.T in fp64, [m, n].
+    """
+    m, k = x.shape
+    columns = torch.arange(m, device=x.device) * 7919 % k
+    out = torch.full(truth.shape, float("nan"), dtype=x.dtype, device=x.device)
+    if not torch.equal(product(F.one_hot(columns, k).to(x.dtype), out), dense[:, columns].t()):
+        return "one-hot rows do not return the dequantized weight"
+    results = product(x, out.fill_(float("nan"))), F.linear(x, dense)
+    ours, theirs = (float((result.double() - truth).norm()) for result in results)
+    return "" if ours <= SLACK * theirs else f"error {ours:.3e} against fp64, dequantize + matmul {theirs:.3e}"
+
+
+def gpu_times(calls: Mapping[str, Call], flushed: int) -> dict[str, list[float]]:
+    """Return the GPU times of each call in us, with a cold L2 cache, one per round.
+
+    A round in which the host did not keep ahead of the GPU is dropped, because its times contain gaps.
+
+    Args:
+        flushed: bytes to read before each call, to overwrite the L2 cache.
+    """
+    other = torch.zeros(flushed // 4, dtype=torch.float32, device="cuda")
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for round_ in range(-1, ROUNDS):  # the first round warms up
+        torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
+        events = {}
+        for name in reversed(list(calls)) if round_ % 2 else list(calls):
+            other.sum()
+            begin, end = events[name] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            begin.record()
+            calls[name]()
+            end.record()
+        late = next(iter(events.values()))[0].query()
+        torch.cuda.current_stream().synchronize()
+        if round_ >= 0 and not late:
+            for name, (begin, end) in events.items():
+                times[name].append(begin.elapsed_time(end) * 1e3)
+    return times
