@@ -98,7 +98,7 @@ class Reason(enum.Enum):
     )
     GRAPH_CHECKPOINT = "the decoder layer's checkpoint is not PyTorch's, or has a context_fn or other options"
     GRAPH_ARGUMENTS = "a CUDA graph does not support an argument or the result of the decoder layer"
-    GRAPH_HOOKED = "the decoder layer has hooks, packed experts or compiled modules, is spread by a device_map, or its outputs are recorded"
+    GRAPH_HOOKED = "the decoder layer has hooks or compiled modules, is spread by a device_map, or its outputs are recorded"
     GRAPH_MODE = 'anomaly detection, another capture, an outer checkpoint or offload="..." is active'
     GRAPH_SHARDED = "the decoder layer's parameters are sharded (FSDP, ZeRO-3)"
     GRAPH_CHANGED = "the decoder layer changed after its capture and will be captured again"
