@@ -24,6 +24,57 @@ def matmul_4bit_kernel(
     )  # fmt: skip
 
 
+LORA_CONSTRAINTS = tl.constexpr("=r,l,l,l,l,l,l,l,l,l,r,r,r,r,r,r,r,l,l")  # and the addresses of inner and b
+
+
+@triton.jit(do_not_specialize=["m", "n", "blocks", "shift", "shift2", "sm_partitions", "split_k"])
+def matmul_4bit_lora_kernel(
+    x, packed, absmax, code, absmax2, code2, offset, out, bias,
+    m, n, blocks, shift, shift2, sm_partitions, split_k, inner, b,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Run the PTX of small_m_ptx.program with a LoRA adapter."""
+    tl.inline_asm_elementwise(
+        PTX, LORA_CONSTRAINTS,
+        [
+            x.to(tl.int64), packed.to(tl.int64), absmax.to(tl.int64), code.to(tl.int64), absmax2.to(tl.int64),
+            code2.to(tl.int64), offset.to(tl.int64), out.to(tl.int64), bias.to(tl.int64),
+            m, n, blocks, shift, shift2, sm_partitions, split_k, inner.to(tl.int64), b.to(tl.int64),
+        ],
+        tl.int32, False, 1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["m", "scale"])
+def lora_inner_kernel(
+    x, a0, a1, a2, out, m, scale, K: tl.constexpr, RANK: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Compute out[layer, part] = scale * x @ a_layer.T over the part's SPAN columns of K, for up to three layers.
+
+    x: [m, K]. a: [RANK, K]. out: fp32 [layers, parts, m, RANK]. The grid is (parts, layers, ceil(m / ROWS)).
+    """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    part, layer = tl.program_id(0), tl.program_id(1)
+    a = a0
+    if layer == 1:
+        a = a1
+    if layer == 2:
+        a = a2
+    i = tl.program_id(2) * ROWS + tl.arange(0, ROWS)[:, None]
+    r = tl.arange(0, RANK)
+    total = tl.full([ROWS, RANK], 0.0, tl.float32)
+    for start in tl.static_range(0, SPAN, COLUMNS):
+        column = part * SPAN + start + tl.arange(0, COLUMNS)
+        left = tl.load(x + i * K + column[None, :], mask=(i < m) & (column < K)[None, :], other=0.0)
+        right = tl.load(a + r[None, :] * K + column[:, None], mask=(column < K)[:, None], other=0.0)
+        total = tl.dot(left, right, total)
+    to = out + ((layer * tl.num_programs(0) + part) * m + i) * RANK + r[None, :]
+    tl.store(to, total * scale, mask=i < m)
+
+
 @triton.jit(do_not_specialize=["total", "n"])
 def sum_split_k_kernel(part, out, bias, total, n, SPLIT_K: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
     """Compute out[i] = part[0, i] + part[1, i] + ... (+ bias[i % n]), in this order, then round to out's dtype.

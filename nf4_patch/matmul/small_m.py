@@ -32,7 +32,7 @@ class SmallMPlan(NamedTuple):
 
 def plan(
     config: SmallMConfig, processors: int, m: int, n: int, k: int, half: bool, offset: torch.dtype | None, bias: bool,
-    capability: tuple[int, int] = (9, 0), step: int = 64,
+    capability: tuple[int, int] = (9, 0), step: int = 64, ranks: int = 0, parts: int = 0,
 ) -> SmallMPlan:  # fmt: skip
     """Plan the work for x [m, k], m up to 64, and a weight [n, k] on a GPU with ``processors`` multiprocessors.
 
@@ -40,6 +40,7 @@ def plan(
         half: True if x is fp16, False if bf16.
         offset: the dtype of the weight's offset, None for a flat weight.
         step: the weight's ``step()``.
+        ranks, parts: of a LoRA adapter, see ``small_m_ptx.Cta``.
     """
     if step < 32:  # 128 bits of a lane would span two steps, and rows are only 8-byte aligned
         config = config._replace(load_128bit=False)
@@ -52,7 +53,7 @@ def plan(
     n_tiles = next(count for count in TILE_COUNTS if m <= 8 * count)
     tail, bias, offset_type = k % 256 != 0, bias and split_k == 1, PTX_TYPES[offset] if offset else ""
     ptx = small_m_ptx.program(
-        config, n_tiles, x_in_registers, half, offset_type, step, tail, split_k > 1, bias, capability
+        config, n_tiles, x_in_registers, half, offset_type, step, tail, split_k > 1, bias, capability, ranks, parts
     )  # fmt: skip
     # an older driver may run a dependent launch, but fail to capture it in a CUDA graph
     dependent = "griddepcontrol" in ptx and TRITON_RELEASE >= (3, 6) and driver_version() >= 12030

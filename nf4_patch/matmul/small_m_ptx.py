@@ -73,6 +73,8 @@ class Cta:
     split_k: bool  # write fp32 partial sums to out[split_k, M, N]
     bias: bool
     capability: tuple[int, int]
+    ranks: int = 0  # rank of the LoRA adapter / 16; 0 without an adapter
+    parts: int = 0  # parts of K whose sums are the adapter's inner product
 
     def __post_init__(self) -> None:
         self.lines: list[str] = []
@@ -135,6 +137,10 @@ class Cta:
             e(f".reg .b32 word{k}_<{8 * rows}>, q{k}_<{self.scales}>; .reg .f32 am{k}_<{self.scales}>;")
         e(f".reg .f32 own<{self.scales}>, s<{rows}>, acc<{self.registers}>, sum<{len(self.mine)}>;")
         e(f".reg .b64 x<{self.n_tiles}>;")
+        if self.ranks:
+            e(f".shared .align 16 .b8 inner[{256 * self.n_tiles * self.ranks}];")
+            e(f".reg .b32 lb<{4 * self.tiles * self.ranks}>, lx0, lx1; .reg .pred ours;")
+            e(f".reg .f32 lu<4>, piece<{4 * self.parts}>;")
 
     def partition(self) -> None:
         """Compute this warp's rows of the weight and chunks of K."""
@@ -203,8 +209,56 @@ class Cta:
         if self.warps_k > 1 and self.dialect.wait:
             e(f"setp.eq.u32 p, tid, 0; @p mbarrier.init.shared.b64 [full], {32 * self.warps};")
             e(f"@p mbarrier.init.shared.b64 [free], {32 * self.warps_n * min(self.together, self.warps_k)};")
+        if self.ranks:
+            self.fill_inner()
         e("bar.sync 0;")
         e("setp.eq.u32 p, steps, 0; @p bra DONE;")
+
+    def fill_inner(self) -> None:
+        """Add the parts of the adapter's inner product in order, and round the sums to shared inner[8 * n_tiles][rank]."""
+        e, quads = self.emit, 4 * self.ranks  # a thread adds four neighbouring columns of a row
+        e(f"mul.wide.u32 wide, $10, {64 * self.ranks};")
+        for i in range(0, 8 * self.n_tiles * quads, 32 * self.warps):
+            e(f"add.u32 idx, tid, {i}; setp.lt.u32 p, idx, {8 * self.n_tiles * quads};")
+            e(f"div.u32 u, idx, {quads}; rem.u32 v, idx, {quads}; min.u32 u, u, lastm; mad.lo.u32 u, u, {quads}, v;")
+            e("mul.wide.u32 d, u, 16; add.u64 d, $17, d;")
+            for j in range(self.parts):
+                e(f"@p ld.global.v4.f32 {vector('piece', 4 * j, 4)}, [d]; add.u64 d, d, wide;")
+            for c in range(4):
+                e(f"mov.f32 lu{c}, piece{c};")
+                e(" ".join(f"add.rn.f32 lu{c}, lu{c}, piece{4 * j + c};" for j in range(1, self.parts)))
+            e(f"cvt.rn.{self.name}x2.f32 u, lu1, lu0; cvt.rn.{self.name}x2.f32 v, lu3, lu2;")
+            e("mov.u32 sub, inner; mad.lo.u32 sub, idx, 8, sub; @p st.shared.v2.b32 [sub], {u, v};")
+
+    def fetch_lora(self) -> None:
+        """Load the adapter's B for a new row group, in the first warp along K. ``add_lora`` multiplies it much later."""
+        e = self.emit
+        e("setp.eq.u32 ours, atit, 0; setp.eq.and.u32 ours, wk, 0, ours;")
+        if self.split_k:
+            e("setp.eq.and.u32 ours, split, 0, ours;")
+        e(f"mad.lo.u32 u, attile, {self.warps_n}, wn; mad.lo.u32 v, u, {8 * self.rows}, g; mul.wide.u32 wide, t, 8;")
+        for i in range(self.rows):
+            e(f"add.u32 u, v, {8 * i}; min.u32 u, u, lastn; mul.wide.u32 d, u, {32 * self.ranks};")
+            e("add.u64 d, d, wide; add.u64 d, $18, d;")
+            for c in range(self.ranks):  # K is permuted: lane t has columns 4 t to 4 t + 3 of both operands
+                first = 4 * (self.tiles * c + i // 2) + i % 2
+                e(f"@ours ld.global.v2.b32 {{lb{first}, lb{first + 2}}}, [d + {32 * c}];")
+
+    def add_lora(self, k: int) -> None:
+        """Add inner @ B.T to the sums of the first warp along K, one mma per tile and 16 columns of B."""
+        e, line = self.emit, 32 * self.ranks
+        mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{self.name}.{self.name}.f32"
+        e(f"setp.ge.u32 p, wk, 1; @p bra ADDED{k};")
+        if self.split_k:
+            e(f"setp.ge.u32 p, split, 1; @p bra ADDED{k};")
+        e(f"mov.u32 sub, inner; mad.lo.u32 sub, g, {line}, sub; mad.lo.u32 sub, t, 8, sub;")
+        for n in range(self.n_tiles):
+            for c in range(self.ranks):
+                e(f"ld.shared.v2.b32 {{lx0, lx1}}, [sub + {8 * line * n + 32 * c}];")
+                for i in range(self.tiles):
+                    sums = vector("acc", 4 * (self.tiles * n + i), 4)
+                    e(f"{mma} {sums}, {vector('lb', 4 * (self.tiles * c + i), 4)}, {{lx0, lx1}}, {sums};")
+        e(f"ADDED{k}:")
 
     def code2_parts(self) -> range:
         """Return the offsets of a thread's entries of code2: tid, tid + threads per CTA, ..."""
@@ -214,6 +268,8 @@ class Cta:
         """Multiply the chunk in register set ``k``, and load a later chunk into the same registers meanwhile."""
         e = self.emit
         e(f"mad.lo.u32 chunk, atit, {self.warps_k}, first; add.u32 u, atit, 1; setp.eq.u32 last, u, per;")
+        if self.ranks:
+            self.fetch_lora()
         self.compute_addresses()
         e(f"setp.ge.u32 p, chunk, stop; @p bra IDLE{k};")
         if not self.x_in_registers:
@@ -286,6 +342,8 @@ class Cta:
         """After the last chunk of a row group, add up the warps' sums, store the result and start the next group."""
         e, rows = self.emit, self.rows
         e(f"SUM{k}: @!last bra NEXT{k};")
+        if self.ranks:
+            self.add_lora(k)
         e(f"mad.lo.u32 u, attile, {self.warps_n}, wn; mad.lo.u32 row, u, {8 * rows}, g; shl.b32 column, t, 1;")
         if self.warps_k == 1:
             for i in range(self.registers):  # register 2 (rows n + i) + k is row 8 i of the weight, row 8 n + k of X
@@ -438,6 +496,7 @@ def program(*fields: Any) -> str:
 
     Operands: $1 x, $2 packed, $3 absmax, $4 code, $5 absmax2, $6 code2, $7 offset, $8 out, $9 bias (addresses);
     $10 M, $11 N, $12 K / step, $13 log2(blocksize / step), $14 log2(blocksize2), $15 sm_partitions, $16 split_k.
+    With an adapter (``ranks``): $17 fp32 [parts, M, rank], whose sum over parts is s * x @ A.T, $18 B [N, rank] (addresses).
     The grid is sm_partitions x CTAs per partition x split_k, with sm_partitions varying fastest; see SmallMPlan.
     """
     return Cta(*fields).source()
