@@ -42,6 +42,8 @@ class FusedLora(torch.nn.Module):
     Only for this benchmark: the result of that product waits in the first member until the others are called.
     """
 
+    layers: Any
+
     def __init__(self, layers: list[Any], m: int, parts: int):
         super().__init__()
         object.__setattr__(self, "layers", layers)
@@ -83,7 +85,7 @@ def fused(layers: Any, m: int, shared: bool, parts: int) -> Iterator[None]:
                     if name not in left:
                         continue
                     names = SHARED.get(name, (name,)) if shared else (name,)
-                    group = FusedLora([left.pop(each) for each in names], m, parts)
+                    group: Any = FusedLora([left.pop(each) for each in names], m, parts)
                     for i, each in enumerate(names):
                         found[each].forward = group.member(i)
                         changed.append(found[each])
@@ -292,9 +294,13 @@ class Bench:
 
         def work() -> dict[str, Any]:
             if name.startswith("dense"):
-                return self.measure(Step(self.merged[adapter], self.config, batch, torch.bfloat16, self.device), batch, adapter, full)
+                return self.measure(
+                    Step(self.merged[adapter], self.config, batch, torch.bfloat16, self.device), batch, adapter, full
+                )
             with torch.no_grad(), self.side(name, batch):
-                return self.measure(Step(self.model, self.config, batch, torch.bfloat16, self.device), batch, adapter, full)
+                return self.measure(
+                    Step(self.model, self.config, batch, torch.bfloat16, self.device), batch, adapter, full
+                )
 
         self.guarded({"row": "step", "side": name, "batch": batch}, work)
 
@@ -325,10 +331,18 @@ class Bench:
             for name in ("q_proj", "k_proj", "gate_proj", "down_proj"):
 
                 def work(name: str = name, batch: int = batch) -> dict[str, Any]:
-                    layers = [getattr(layer.self_attn if name[0] in "qk" else layer.mlp, name) for layer in self.model.layers]
+                    layers = [
+                        getattr(layer.self_attn if name[0] in "qk" else layer.mlp, name) for layer in self.model.layers
+                    ]
                     k, n = layers[0].in_features, layers[0].out_features
                     x = torch.randn(batch, k, device=self.device).bfloat16()
-                    calls: dict[str, list[Any]] = {"base": [], "inner": [], "second": [], "both": [], "inner, 32 parts": []}
+                    calls: dict[str, list[Any]] = {
+                        "base": [],
+                        "inner": [],
+                        "second": [],
+                        "both": [],
+                        "inner, 32 parts": [],
+                    }
                     worst = 0.0
                     for index, layer in enumerate(layers):
                         base, a = layer.base_layer, layer.lora_A["default"].weight
