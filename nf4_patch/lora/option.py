@@ -13,8 +13,9 @@ LORA = Option(
         Target(
             "peft.tuners.lora.bnb:Linear4bit.forward", ">= 0.17", ("0.17.0", "0.18.1", "0.19.0", "0.20.0", "0.21.0", "0.21.2"),
             (("self", "x", "args", "kwargs"),), ".lora.linear:linear",
-            'LoRA on 4-bit linear layers in one function, with enable(lora="fused") only',
-            option="lora",
+            'LoRA on 4-bit linear layers in one function with enable(lora="fused"), and of a few rows without a gradient '
+            '(generation) with enable(matmul="auto")',
+            option="lora", or_option="matmul",
         ),
     ),
 )  # fmt: skip

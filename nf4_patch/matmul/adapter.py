@@ -1,8 +1,7 @@
-"""Prototype: the fused matmul of few rows with a LoRA adapter, x @ weight.T + s * (x @ A.T) @ B.T, in two launches.
+"""Launches of the fused matmul with a LoRA adapter: x @ weight.T + scale * (x @ A.T) @ B.T in two launches.
 
-The first launch computes the inner product s * x @ A.T of up to three layers that share x. Its parts of K are fp32 sums without
-atomics. The second launch is the fused matmul. It adds the parts in order, rounds them to x's dtype like peft, and adds the
-product with B to its fp32 sums.
+The first launch computes scale * x @ A.T as fp32 sums over parts of K, without atomics. The second launch is the fused matmul. It
+adds these parts in order and adds their product with B to its own fp32 sums, so the result is rounded only once.
 """
 
 from __future__ import annotations
@@ -12,88 +11,165 @@ from typing import Any
 import torch
 
 from ..nf4 import runtime
+from ..nf4.runtime import KernelEntry, triton
 from ..nf4.weight import PackedWeight
 from . import small_m
-from .launch import config_for
+from .launch import MatmulLaunch
+from .small_m_ptx import AdapterLayout
+from .tuning import SmallMConfig
 
-if runtime.triton is not None:
+if triton is not None:
     from . import kernels
 
-
-def span_of(k: int, parts: int) -> int:
-    """Return the columns of K per part, a multiple of 128."""
-    return -(-k // (128 * parts)) * 128
-
-
-class InnerLaunch:
-    """The first launch: fp32 [layers, parts, m, rank] for x [m, k] and the A [rank, k] of one to three layers."""
-
-    def __init__(self, a: list[torch.Tensor], m: int, parts: int = 16, scale: float = 1.0, dependent: bool = True):
-        rank, k = a[0].shape
-        self.a, self.m, self.scale, span = a, m, float(scale), span_of(k, parts)
-        self.parts = -(-k // span)
-        rows = min(64, max(16, 1 << (m - 1).bit_length()))
-        self.grid = self.parts, len(a), -(-m // rows)
-        self.shape = len(a), self.parts, m, rank
-        self.options: dict[str, Any] = {
-            "K": k, "RANK": rank, "SPAN": span, "ROWS": rows, "COLUMNS": 128, "DEPENDENT": dependent, "num_warps": 4
-        }  # fmt: skip
-        if dependent:
-            self.options["launch_pdl"] = True
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(self.shape, dtype=torch.float32, device=x.device)
-        a = self.a
-        kernels.lora_inner_kernel[self.grid](x, a[0], a[len(a) > 1], a[-1], out, self.m, self.scale, **self.options)
-        return out
+PARTS = 16  # of K, at most. 32 parts are slower at 8 rows (H200).
+COLUMNS = 128  # of K per step of the first kernel
+RANK_STEP = 4  # the rank is a multiple of this: a lane loads four columns of B
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
-class LoraMatmul:
-    """The second launch, for x [m, k], one weight [n, k] and its B [n, rank]. Addresses are resolved once."""
+def layout_of(a: torch.Tensor) -> AdapterLayout:
+    """Return the layout of an adapter whose A is [rank, K]."""
+    rank, k = a.shape
+    return AdapterLayout(rank, a.dtype is FP32, -(-k // span_of(k)))
 
-    def __init__(self, x: torch.Tensor, weight: PackedWeight, b: torch.Tensor, parts: int):
-        n, k = weight.shape
-        m = len(x)
-        capability, processors = runtime.capability_of(x.device), runtime.multiprocessors(x.device)
-        config = config_for(capability, m, n, k, processors)
-        if config is None or b.shape[1] % 16:
-            raise ValueError(f"no config for {m} rows and {n}x{k}, or a rank of {b.shape[1]} that is no multiple of 16")
-        half = x.dtype is torch.float16
-        cut = small_m.plan(
-            config, processors, m, n, k, half, weight.offset_dtype(), False, capability, weight.step(),
-            b.shape[1] // 16, parts,
-        )  # fmt: skip
-        self.b, self.m, self.n, self.split = b, m, n, cut.split_k
-        step = weight.step()
-        blocks = (k // step, (weight.blocksize // step).bit_length() - 1, max(0, weight.blocksize2.bit_length() - 1))
-        sizes = (m, n, *blocks, cut.sm_partitions, cut.split_k)
-        out, part = (torch.empty(0, dtype=each, device=x.device) for each in (x.dtype, torch.float32))
-        arguments = (out, *weight.operands(), part if cut.split_k > 1 else out, out, *sizes, part, out)
-        options = {"maxnreg": cut.registers} | ({"launch_pdl": True} if cut.dependent else {})
-        entry = runtime.compiled(
-            kernels.matmul_4bit_lora_kernel, arguments, {"PTX": cut.ptx}, cut.warps, x.device, x.dtype, options=options
+
+def span_of(k: int) -> int:
+    """Return the columns of K per part, a multiple of COLUMNS."""
+    return -(-k // (COLUMNS * PARTS)) * COLUMNS
+
+
+def supports(x: torch.Tensor, n: int, a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether the kernels add an adapter with these A [rank, K] and B [n, rank] for x [..., K]. Looks at no address."""
+    if a.dim() != 2 or b.dim() != 2 or a.dtype is not b.dtype or a.dtype not in (BF16, FP32) or x.dtype is not BF16:
+        return False
+    rank, k = a.shape
+    if (
+        rank == 0
+        or rank % RANK_STEP
+        or k != x.shape[-1]
+        or b.shape != (n, rank)
+        or not a.device == b.device == x.device
+    ):
+        return False
+    rows = x.numel() // k
+    n_tiles = next((count for count in small_m.TILE_COUNTS if rows <= 8 * count), 0)
+    return n_tiles > 0 and layout_of(a).sum_bytes(n_tiles) > 0
+
+
+def is_readable(factor: torch.Tensor) -> bool:
+    """Return whether the kernels can read A or B where it is: contiguous, 16-byte aligned, and with memory."""
+    return (
+        factor.is_contiguous()
+        and not factor.data_ptr() % 16
+        and not factor.is_neg()
+        and runtime.has_memory(factor)
+    )  # fmt: skip
+
+
+def inner_kernel(device: torch.device, m: int, k: int, layout: AdapterLayout) -> KernelEntry:
+    """Return the first kernel for x [m, k] in bf16.
+
+    Raises:
+        KernelUnavailable: the kernel cannot be compiled, or has yet to compile while a CUDA graph is being captured.
+    """
+    dependent = (
+        runtime.capability_of(device) >= (9, 0)
+        and runtime.TRITON_RELEASE >= (3, 6)
+        and runtime.driver_version() >= 12030
+    )
+    values = {
+        "K": k, "RANK": layout.rank, "COLUMNS_OF_OUT": max(16, triton.next_power_of_2(layout.rank)), "SPAN": span_of(k),
+        "ROWS": min(64, max(16, triton.next_power_of_2(m))), "COLUMNS": COLUMNS, "WIDE": layout.wide, "DEPENDENT": dependent,
+    }  # fmt: skip
+    x, out = (torch.empty(0, dtype=dtype, device=device) for dtype in (BF16, FP32))
+    options = {"num_stages": 3} | ({"launch_pdl": True} if dependent else {})
+    return runtime.compiled(
+        kernels.lora_inner_kernel, (x, out if layout.wide else x, out, 2, 0.5), values, 4, device, options=options
+    )
+
+
+class LoraLaunch(MatmulLaunch):
+    """The two launches of one weight with one shape of x and one layout of the adapter. A, B and the scaling are arguments."""
+
+    def __init__(
+        self, inner: KernelEntry, kernel: small_m.SmallMKernel, layout: AdapterLayout, x: torch.Tensor, weight: PackedWeight,
+        bias: torch.Tensor | None,
+    ):  # fmt: skip
+        super().__init__(kernel, x, weight, bias)
+        m = x.numel() // x.shape[-1]
+        self.m, self.parts = m, layout.parts
+        self.inner_numel = (layout.parts * m * 16 * layout.ranks,)
+        self.inner, self.inner_head, self.inner_tail, _ = inner
+        end = len(kernel.entry.tail)
+        self.end = kernel.entry.tail
+        self.tail = self.tail[: len(self.tail) - end]
+
+    def add(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+        """Multiply an x of the shape, dtype and device that this launch was resolved for, and add the adapter's product.
+
+        Args:
+            a, b: A [rank, K] and B [N, rank] of the layout that this launch was resolved for, for which ``is_readable`` holds.
+        """
+        device = self.device
+        if runtime.current_device() != device:
+            with runtime.on_device(device):
+                return self.add(x, a, b, scale)
+        start = x.data_ptr()
+        if start % 16 or not x.is_contiguous():
+            x = x.clone(memory_format=torch.contiguous_format)
+            start = x.data_ptr()
+        empty, stream = runtime.empty_strided_cuda, runtime.current_stream(device)
+        inner, out = empty(self.inner_numel, (1,), FP32), empty(self.shape, self.strides, self.dtype)
+        address = inner.data_ptr()
+        self.inner(
+            self.parts, 1, 1, stream, *self.inner_head, start, a.data_ptr(), address, self.m, scale, *self.inner_tail
         )
-        self.entry, self.grid, self.sizes, self.dtype = entry, cut.ctas, sizes, x.dtype
-        self.weight = tuple(tensor.data_ptr() for tensor in weight.operands())
-        if cut.split_k > 1:
-            values = {"SPLIT_K": cut.split_k, "BIAS": False, "BLOCK": small_m.BLOCK}
-            self.sum = runtime.compiled(
-                kernels.sum_split_k_kernel, (part, out, out, m * n, n), values, 4, x.device, x.dtype
-            )
-
-    def __call__(self, x: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
-        """Multiply x [m, k]. ``inner`` is fp32 [parts, m, rank], contiguous."""
-        out = torch.empty((self.m, self.n), dtype=self.dtype, device=x.device)
-        to = out
-        if self.split > 1:
-            to = torch.empty((self.split, self.m, self.n), dtype=torch.float32, device=x.device)
-        stream, spare = runtime.current_stream(x.get_device()), self.weight[1]
-        self.entry.start(
-            self.grid, stream, x.data_ptr(), *self.weight, to.data_ptr(), spare, *self.sizes, inner.data_ptr(),
-            self.b.data_ptr(),
+        part = out if self.sum is None else empty(self.part, (1,), FP32)
+        self.call(
+            self.grid, 1, 1, stream, *self.head, start, *self.weight, part.data_ptr(), *self.tail, address, b.data_ptr(),
+            *self.end,
         )  # fmt: skip
-        if self.split > 1:
-            total = self.m * self.n
-            grid = -(-total // small_m.BLOCK)
-            self.sum.start(grid, stream, to.data_ptr(), out.data_ptr(), spare, total, self.n)
+        if self.sum is not None:
+            self.sum(self.sum_grid, 1, 1, stream, *self.sum_head, part.data_ptr(), out.data_ptr(), *self.sum_tail)
         return out
+
+
+_kernels: dict[tuple[Any, ...], tuple[KernelEntry, small_m.SmallMKernel]] = {}
+
+
+def resolve(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, config: SmallMConfig, a: torch.Tensor
+) -> LoraLaunch:
+    """Return the launch that multiplies every x of this shape by this weight and adds an adapter that is laid out as A is.
+
+    The caller has checked ``launch.supports`` and ``supports``, and that the packed weight is 16-byte aligned.
+
+    Raises:
+        KernelUnavailable: a kernel cannot be compiled, or has yet to compile while a CUDA graph is being captured.
+    """
+    n, k = weight.shape
+    m, layout = x.numel() // k, layout_of(a)
+    key = (x.device, weight.offset_dtype(), bias is None, m, n, k, weight.blocksize, weight.blocksize2, config, layout)
+    if key not in _kernels:
+        with runtime.on_device(x.device):
+            capability, processors = runtime.capability_of(x.device), runtime.multiprocessors(x.device)
+            division = small_m.plan(
+                config,
+                processors,
+                m,
+                n,
+                k,
+                False,
+                weight.offset_dtype(),
+                bias is not None,
+                capability,
+                weight.step(),
+                layout,
+            )
+            first = inner_kernel(x.device, m, k, layout)
+            _kernels[key] = (
+                first,
+                small_m.SmallMKernel(x.device, x.dtype, weight, division, m, bias is not None, layout),
+            )
+    first, kernel = _kernels[key]
+    return LoraLaunch(first, kernel, layout, x, weight, bias)

@@ -24,7 +24,7 @@ def matmul_4bit_kernel(
     )  # fmt: skip
 
 
-LORA_CONSTRAINTS = tl.constexpr("=r,l,l,l,l,l,l,l,l,l,r,r,r,r,r,r,r,l,l")  # and the addresses of inner and b
+LORA_CONSTRAINTS = tl.constexpr("=r,l,l,l,l,l,l,l,l,l,r,r,r,r,r,r,r,l,l")  # 2 more addresses
 
 
 @triton.jit(do_not_specialize=["m", "n", "blocks", "shift", "shift2", "sm_partitions", "split_k"])
@@ -47,32 +47,31 @@ def matmul_4bit_lora_kernel(
 
 @triton.jit(do_not_specialize=["m", "scale"])
 def lora_inner_kernel(
-    x, a0, a1, a2, out, m, scale, K: tl.constexpr, RANK: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, a, out, m, scale, K: tl.constexpr, RANK: tl.constexpr, COLUMNS_OF_OUT: tl.constexpr, SPAN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[layer, part] = scale * x @ a_layer.T over the part's SPAN columns of K, for up to three layers.
+    """Compute out[part] = scale * x @ a.T over SPAN columns of K. Program i computes part i.
 
-    x: [m, K]. a: [RANK, K]. out: fp32 [layers, parts, m, RANK]. The grid is (parts, layers, ceil(m / ROWS)).
+    x: bf16 [m, K], with m up to ROWS. a: [RANK, K], fp32 if WIDE, else bf16. out: fp32 [parts, m, COLUMNS_OF_OUT], with zeros in
+    columns past RANK.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    part, layer = tl.program_id(0), tl.program_id(1)
-    a = a0
-    if layer == 1:
-        a = a1
-    if layer == 2:
-        a = a2
-    i = tl.program_id(2) * ROWS + tl.arange(0, ROWS)[:, None]
-    r = tl.arange(0, RANK)
-    total = tl.full([ROWS, RANK], 0.0, tl.float32)
+    part = tl.program_id(0)
+    i = tl.arange(0, ROWS)[:, None]
+    r = tl.arange(0, COLUMNS_OF_OUT)[None, :]
+    total = tl.full([ROWS, COLUMNS_OF_OUT], 0.0, tl.float32)
     for start in tl.static_range(0, SPAN, COLUMNS):
         column = part * SPAN + start + tl.arange(0, COLUMNS)
         left = tl.load(x + i * K + column[None, :], mask=(i < m) & (column < K)[None, :], other=0.0)
-        right = tl.load(a + r[None, :] * K + column[:, None], mask=(column < K)[:, None], other=0.0)
+        right = tl.load(a + r * K + column[:, None], mask=(r < RANK) & (column < K)[:, None], other=0.0)
+        if WIDE:  # the sum of two bf16 numbers, to 2^-16; the mask leaves the first one
+            high = (right.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+            total = tl.dot(left, (right - high).to(tl.bfloat16), total)
+            right = high.to(tl.bfloat16)
         total = tl.dot(left, right, total)
-    to = out + ((layer * tl.num_programs(0) + part) * m + i) * RANK + r[None, :]
-    tl.store(to, total * scale, mask=i < m)
+    tl.store(out + (part * m + i) * COLUMNS_OF_OUT + r, total * scale, mask=i < m)
 
 
 @triton.jit(do_not_specialize=["total", "n"])

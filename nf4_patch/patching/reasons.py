@@ -81,6 +81,10 @@ class Reason(enum.Enum):
         "train under autocast (fp16=True or bf16=True of a Trainer), or without prepare_model_for_kbit_training, "
         "which casts norms to fp32; keep adapters in fp32 or in the input's dtype",
     )
+    LORA_OPERANDS = (
+        "the fused matmul adds one adapter in bf16 or fp32, with inputs in bf16, a rank that 4 divides and no dropout",
+        "use one adapter and a rank of 8, 16, 32 or 64, and generate in evaluation mode",
+    )
     GRAPH_NEW_SHAPE = "a decoder layer was not called often enough with inputs of this shape to be captured"
     GRAPH_NOT_CHECKPOINTED = (
         "a layer without gradient checkpointing, in evaluation or without gradients",
@@ -119,5 +123,5 @@ EXPECTED = {
     Reason.EXPERTS_NOT_PACKED, Reason.SECOND_PARAMETRIZATION, Reason.HOOKED,
     Reason.BATCHED_MM_GRADIENT, Reason.EXPERT_PARALLEL, Reason.EXPERT_BLOCKS,
     *(reason for reason in Reason if reason.name.startswith("GRAPH_") and reason.name != "GRAPH_CAPTURE"),
-    Reason.LORA_INACTIVE, Reason.LORA_VARIANT, Reason.LORA_HOOKED, Reason.LORA_DTYPES,
+    Reason.LORA_INACTIVE, Reason.LORA_VARIANT, Reason.LORA_HOOKED, Reason.LORA_DTYPES, Reason.LORA_OPERANDS,
 }  # fmt: skip

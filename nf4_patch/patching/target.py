@@ -55,6 +55,7 @@ class Target:
     covers: str
     unless: str = ""  # an attribute of the module that makes this row void
     option: str = ""  # an option: in place only where that is switched on
+    or_option: str = ""  # another option that puts it in place too
     lazy: bool = False  # its package imports the module only when it is used
     after: str = ""  # installed when this module is imported, and not with its own
     uncounted: str = ""  # what ``status()`` says of a row whose calls are neither hits nor fallbacks
