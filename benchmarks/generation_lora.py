@@ -1,7 +1,8 @@
 """python -m benchmarks.generation_lora: a decode step of Llama 3.1 8B layers in 4 bits with an unmerged LoRA adapter.
 
 A step computes one token per sequence at position 256 of a static cache of 512 positions. Weights and adapters are random. Every
-side is first compared with the same layers in fp32. Results are appended to a JSON file after each row.
+side is first compared with the same layers in fp32. Then transformers' ``generate`` compiles the step itself, and the row says how
+often it compiled and how often a graph broke. Results are appended to a JSON file after each row.
 """
 
 from __future__ import annotations
@@ -20,79 +21,21 @@ from typing import Any
 import torch
 
 from benchmarks.models import LINEARS, LLAMA_8B, build_4bit, config_of
-from nf4_patch.matmul.adapter import InnerLaunch, LoraMatmul
+from nf4_patch.matmul import adapter as launches
+from nf4_patch.matmul.product import config_for
 from nf4_patch.patching.quant_state import weight_of
 from nf4_patch.tools.matmul import exact
 from nf4_patch.tools.patch import patch
 
 POSITION, POSITIONS = 256, 512
+TOKENS = 96  # per sequence of ``generate``
 RANK = 16
-SHARED = {"q_proj": ("q_proj", "k_proj", "v_proj"), "gate_proj": ("gate_proj", "up_proj")}  # layers that share x
 GROUPS = (
     ("attention", ("flash", "fmha", "sdpa", "attention", "softmax", "cutlassF")),
     ("base", ("matmul_4bit", "gemm_4bit", "gemv_4bit", "dequantize", "dequantizeblock", "sum_split_k", "4bit")),
     ("LoRA, first product", ("lora_inner",)),
     ("dense products", ("gemm", "gemv", "nvjet", "cublas", "splitkreduce", "xmma")),
 )  # by parts of the kernel's name, in this order; LoRA's products in peft are dense
-
-
-class FusedLora(torch.nn.Module):
-    """The prototype in place of peft's Linear4bit. The first of ``members`` computes the inner product of all of them.
-
-    Only for this benchmark: the result of that product waits in the first member until the others are called.
-    """
-
-    layers: Any
-
-    def __init__(self, layers: list[Any], m: int, parts: int):
-        super().__init__()
-        object.__setattr__(self, "layers", layers)
-        a = [layer.lora_A["default"].weight.detach() for layer in layers]
-        self.inner = InnerLaunch(a, m, parts, layers[0].scaling["default"])
-        self.products: list[LoraMatmul] = []
-        self.waiting: Any = None
-        self.m = m
-
-    def product(self, i: int, x: torch.Tensor) -> LoraMatmul:
-        if not self.products:
-            for layer in self.layers:
-                weight = layer.base_layer.weight
-                packed = weight_of(weight.data, weight.quant_state)
-                b = layer.lora_B["default"].weight.detach()
-                self.products.append(LoraMatmul(x, packed, b, self.inner.parts))
-        return self.products[i]
-
-    def member(self, i: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            rows = x.reshape(self.m, -1)
-            if i == 0:
-                self.waiting = self.inner(rows)
-            return self.product(i, rows)(rows, self.waiting[i]).view(*x.shape[:-1], -1)
-
-        return forward
-
-
-@contextlib.contextmanager
-def fused(layers: Any, m: int, shared: bool, parts: int) -> Iterator[None]:
-    """Run the prototype in every peft layer, with one inner product for layers that share x if ``shared``."""
-    changed: list[Any] = []
-    try:
-        for layer in layers:
-            for block in (layer.self_attn, layer.mlp):
-                found = {name: getattr(block, name) for name in LINEARS if hasattr(block, name)}
-                left = dict(found)
-                for name in found:
-                    if name not in left:
-                        continue
-                    names = SHARED.get(name, (name,)) if shared else (name,)
-                    group: Any = FusedLora([left.pop(each) for each in names], m, parts)
-                    for i, each in enumerate(names):
-                        found[each].forward = group.member(i)
-                        changed.append(found[each])
-        yield
-    finally:
-        for module in changed:
-            del module.forward
 
 
 class Step:
@@ -176,6 +119,7 @@ class Bench:
             sizes |= {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
         self.config = config_of(LLAMA_8B._replace(**sizes), torch.bfloat16)
         self.truths: dict[tuple[int, bool], torch.Tensor] = {}
+        self.tokens: dict[tuple[str, int], Any] = {}
 
     def left(self) -> float:
         return float(self.options.seconds - (time.monotonic() - self.begin))
@@ -206,7 +150,8 @@ class Bench:
         for name, parameter in self.peft.named_parameters():
             if "lora_" in name:
                 scale = parameter.shape[1] ** -0.5 if "lora_A" in name else 0.02
-                parameter.data = (torch.randn_like(parameter, dtype=torch.float32) * scale).bfloat16()
+                values = torch.randn_like(parameter, dtype=torch.float32) * scale
+                parameter.data = values.to(getattr(torch, self.options.adapter))
             parameter.requires_grad_(False)
         self.model = self.peft.base_model.model.model
         self.say({"row": "built", "layers": self.options.layers, "device": self.name(), "torch": torch.__version__})
@@ -246,13 +191,9 @@ class Bench:
         """The context of one side: which patch, and with the adapter or without."""
         with contextlib.ExitStack() as stack:
             kind = name.split()[0]
-            stack.enter_context(patch(kind != "bnb", **({"matmul": "auto"} if kind in ("auto", "fused") else {})))
+            stack.enter_context(patch(kind != "bnb", **({"matmul": "auto"} if kind == "auto" else {})))
             if "plain" in name:
                 stack.enter_context(self.peft.disable_adapter())
-            if kind == "fused":
-                shared = "shared" in name
-                parts = 32 if "32" in name else self.options.parts
-                stack.enter_context(fused(self.model.layers, batch, shared, parts))
             yield
 
     @torch.no_grad()
@@ -322,42 +263,66 @@ class Bench:
 
         self.guarded({"row": "compiled", "side": name, "batch": batch}, work)
 
+    def generate(self, name: str, batch: int) -> None:
+        """Greedy ``generate`` with a static cache, which transformers compiles: tokens/s of the second call."""
+
+        @torch.no_grad()
+        def work() -> dict[str, Any]:
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            prompt = torch.randint(0, 512, (batch, 16), generator=torch.Generator().manual_seed(0)).to(self.device)
+            options: dict[str, Any] = {"cache_implementation": "static", "do_sample": False, "min_new_tokens": TOKENS}
+            found: list[dict[str, Any]] = []
+            with self.side(name, batch):
+                for _ in range(2):
+                    begin = time.monotonic()
+                    tokens = self.peft.generate(
+                        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=TOKENS, **options
+                    )
+                    tokens = tokens[:, 16:].tolist()
+                    seconds = time.monotonic() - begin
+                    stats = torch._dynamo.utils.counters
+                    found.append(
+                        {
+                            "s": round(seconds, 2),
+                            "tokens_s": round(batch * TOKENS / seconds, 1),
+                            "compilations": stats["stats"]["unique_graphs"],
+                            "graph_breaks": sum(stats["graph_break"].values()),
+                        }
+                    )
+            self.tokens[name, batch] = tokens
+            reference = self.tokens.get(("bnb", batch), tokens)
+            same = [
+                next((i for i in range(TOKENS) if x[i] != y[i]), TOKENS) for x, y in zip(tokens, reference, strict=True)
+            ]
+            return {"first": found[0], "second": found[1], "tokens_like_bnb": same}
+
+        self.guarded({"row": "generate", "side": name, "batch": batch}, work)
+
     @torch.no_grad()
     def kernels(self) -> None:
-        """The prototype's two launches alone, beside the fused matmul without an adapter, in microseconds."""
+        """The fused matmul with the adapter beside the one without, in microseconds."""
         from nf4_patch.tools.timing import gpu_times
 
         for batch in self.options.batches:
             for name in ("q_proj", "k_proj", "gate_proj", "down_proj"):
 
                 def work(name: str = name, batch: int = batch) -> dict[str, Any]:
-                    layers = [
-                        getattr(layer.self_attn if name[0] in "qk" else layer.mlp, name) for layer in self.model.layers
-                    ]
+                    part = "self_attn" if name[0] in "qk" else "mlp"
+                    layers = [getattr(getattr(layer, part), name) for layer in self.model.layers]
                     k, n = layers[0].in_features, layers[0].out_features
                     x = torch.randn(batch, k, device=self.device).bfloat16()
-                    calls: dict[str, list[Any]] = {
-                        "base": [],
-                        "inner": [],
-                        "second": [],
-                        "both": [],
-                        "inner, 32 parts": [],
-                    }
-                    worst = 0.0
-                    for index, layer in enumerate(layers):
+                    calls: dict[str, list[Any]] = {"base": [], "with adapter": []}
+                    for layer in layers:
                         base, a = layer.base_layer, layer.lora_A["default"].weight
                         b = layer.lora_B["default"].weight
-                        inner, many = InnerLaunch([a], batch, self.options.parts), InnerLaunch([a], batch, 32)
                         weight = weight_of(base.weight.data, base.weight.quant_state)
-                        product, u = LoraMatmul(x, weight, b, inner.parts), inner(x)
-                        if index == 0:
-                            want = x.double() @ exact(weight).t() + (x.double() @ a.double().t()) @ b.double().t()
-                            worst = float((product(x, u[0]).double() - want).norm() / want.norm())
+                        config: Any = config_for(x.get_device(), batch, n, k)
+                        launch = launches.resolve(x, weight, None, config, a)
                         calls["base"].append(lambda base=base: base(x))
-                        calls["inner"].append(lambda inner=inner: inner(x))
-                        calls["inner, 32 parts"].append(lambda many=many: many(x))
-                        calls["second"].append(lambda product=product, u=u: product(x, u[0]))
-                        calls["both"].append(lambda product=product, inner=inner: product(x, inner(x)[0]))
+                        calls["with adapter"].append(lambda launch=launch, a=a, b=b: launch.add(x, a, b, 1.0))
+                    want = x.double() @ exact(weight).t() + (x.double() @ a.double().t()) @ b.double().t()
+                    worst = float((launch.add(x, a, b, 1.0).double() - want).norm() / want.norm())
                     with patch(True, matmul="auto"):
                         times = gpu_times({key: each * 3 for key, each in calls.items()}, rounds=6)
                     us = {key: round(each.median, 2) for key, each in times.items()}
@@ -377,20 +342,23 @@ class Bench:
         self.guarded({"row": "merge"}, merge)
         first = [batch for batch in (8, 32) if batch in self.options.batches]
         order = first + [batch for batch in self.options.batches if batch not in first]
-        sides = ["bnb", "auto", "auto plain", "fused", "fused shared", "dense", "enable", "bnb plain", "enable plain"]
+        sides = ["bnb", "auto", "auto plain", "dense", "enable", "bnb plain", "enable plain"]
         if "steps" in self.options.what:
             for batch in order:
                 for side in sides:
                     self.one(side, batch)
-            for batch in first:
-                self.one("fused shared 32", batch, False)
-        if self.device == "cuda" and "kernels" in self.options.what:
-            self.kernels()
         if self.device == "cuda" and "compiled" in self.options.what:
             for batch in self.options.compiled:
-                for side in ("bnb", "auto", "dense", "auto plain"):
-                    if self.left() > 45:
+                for side in ("auto", "bnb", "auto plain", "dense"):
+                    if self.left() > 30:
                         self.compiled(side, batch)
+        if "generate" in self.options.what:
+            for batch in self.options.compiled:
+                for side in ("bnb", "auto"):
+                    if self.left() > 30:
+                        self.generate(side, batch)
+        if self.device == "cuda" and "kernels" in self.options.what:
+            self.kernels()
         self.summary()
 
     def summary(self) -> None:
@@ -410,8 +378,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--compiled", type=int, nargs="*", default=[8, 32], help="batches to compile, last")
-    parser.add_argument("--what", nargs="+", default=["steps", "kernels", "compiled"])
-    parser.add_argument("--parts", type=int, default=16, help="parts of K of the adapter's first product")
+    parser.add_argument("--what", nargs="+", default=["steps", "compiled", "generate", "kernels"])
+    parser.add_argument("--adapter", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of A and B")
     parser.add_argument("--seconds", type=float, default=230)
     parser.add_argument("--json", default="generation_lora.json")
     parser.add_argument("--tiny", action="store_true", help="small layers, for a CPU")

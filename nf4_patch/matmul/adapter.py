@@ -119,7 +119,8 @@ class LoraLaunch(MatmulLaunch):
             x = x.clone(memory_format=torch.contiguous_format)
             start = x.data_ptr()
         empty, stream = runtime.empty_strided_cuda, runtime.current_stream(device)
-        inner, out = empty(self.inner_numel, (1,), FP32), empty(self.shape, self.strides, self.dtype)
+        inner = empty(self.inner_numel, (1,), FP32)
+        out: torch.Tensor = empty(self.shape, self.strides, self.dtype)
         address = inner.data_ptr()
         self.inner(
             self.parts, 1, 1, stream, *self.inner_head, start, a.data_ptr(), address, self.m, scale, *self.inner_tail

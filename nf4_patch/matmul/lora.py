@@ -127,7 +127,8 @@ def kernel(x: Tensor, *fields: Any) -> Tensor:
     dense = torch.ops.nf4_patch.dequantize_nf4(*packed)
     base = torch.nn.functional.linear(x, dense, bias)
     inner = torch.nn.functional.linear(x.to(a.dtype), a)
-    return base + (torch.nn.functional.linear(inner, b) * scale).to(base.dtype)
+    total: Tensor = base + (torch.nn.functional.linear(inner, b) * scale).to(base.dtype)
+    return total
 
 
 def fake(x: Tensor, *fields: Any) -> Tensor:
