@@ -38,8 +38,8 @@ def span_of(k: int) -> int:
     return -(-k // (COLUMNS * PARTS)) * COLUMNS
 
 
-def supports(x: torch.Tensor, n: int, a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether the kernels add an adapter with these A [rank, K] and B [n, rank] for x [..., K]. Looks at no address."""
+def supports(x: torch.Tensor, m: int, n: int, a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether the kernels add an adapter with these A [rank, K] and B [n, rank] to m rows of x. Looks at no address."""
     if a.dim() != 2 or b.dim() != 2 or a.dtype is not b.dtype or a.dtype not in (BF16, FP32) or x.dtype is not BF16:
         return False
     rank, k = a.shape
@@ -51,8 +51,7 @@ def supports(x: torch.Tensor, n: int, a: torch.Tensor, b: torch.Tensor) -> bool:
         or not a.device == b.device == x.device
     ):
         return False
-    rows = x.numel() // k
-    n_tiles = next((count for count in small_m.TILE_COUNTS if rows <= 8 * count), 0)
+    n_tiles = next((count for count in small_m.TILE_COUNTS if m <= 8 * count), 0)
     return n_tiles > 0 and layout_of(a).sum_bytes(n_tiles) > 0
 
 

@@ -95,9 +95,10 @@ def why_not(
     n, k = weight.shape
     if x.shape[-1:] != (k,) or x.numel() == 0 or x.numel() > LARGEST_M * k:
         return Reason.NOT_FASTER
-    m = x.numel() // k
-    # Dynamo may trace the rows as a symbol. The table asks for the largest weights at the most rows.
-    if config_for(x.get_device(), m if type(m) is int else LARGEST_M, n, k) is None:
+    m: Any = x.numel() // k
+    if type(m) is not int:  # Dynamo traces the rows as a symbol, and the graph serves up to LARGEST_M of them
+        m = LARGEST_M
+    if config_for(x.get_device(), m, n, k) is None:
         return Reason.NOT_FASTER
     reason = guards.why_not(weight, ignore=ignore)
     if reason is not None:
@@ -106,7 +107,7 @@ def why_not(
         return Reason.MATMUL_OPERANDS
     if x.dtype is not adapter.BF16 or runtime.capability_of(x.device) < (8, 0) or weight.packed.device != x.device:
         return Reason.MATMUL_OPERANDS
-    return None if adapter.supports(x, n, a, b) else Reason.LORA_OPERANDS
+    return None if adapter.supports(x, m, n, a, b) else Reason.LORA_OPERANDS
 
 
 # The fields of a PackedWeight come after x, as in the schema of ``op``.
