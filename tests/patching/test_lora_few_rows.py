@@ -37,6 +37,7 @@ def at(address, shape, dtype):
 
 def stand_in_for_the_kernels(monkeypatch):
     def inner_kernel(device, m, k, layout):
+        @torch.autocast("cpu", enabled=False)
         def call(parts, one, another, stream, x, a, out, rows, scale):
             assert x % 16 == a % 16 == 0 and (parts, rows) == (layout.parts, m)
             x, a = at(x, (m, k), BF16).float(), at(a, (layout.rank, k), FP32 if layout.wide else BF16).float()
@@ -54,6 +55,7 @@ def stand_in_for_the_kernels(monkeypatch):
         def __init__(self, device, dtype, weight, division, m, bias, layout):
             n = weight.shape[0]
 
+            @torch.autocast("cpu", enabled=False)
             def call(grid, one, another, stream, x, packed, *rest):
                 *_, out, spare, inner, b = rest
                 u = at(inner, (layout.parts, m, 16 * layout.ranks), FP32).sum(0)[:, : layout.rank]
