@@ -23,6 +23,7 @@ if triton is not None:
 
 PARTS = 16  # of K, at most. 32 parts are slower at 8 rows (H200).
 COLUMNS = 128  # of K per step of the first kernel
+MOST_FRAGMENTS = 8  # of B per tile: a rank of 128 in bf16, 64 in fp32. Each takes four registers.
 RANK_STEP = 4  # the rank is a multiple of this: a lane loads four columns of B
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -51,6 +52,8 @@ def supports(x: torch.Tensor, m: int, n: int, a: torch.Tensor, b: torch.Tensor) 
         or not a.device == b.device == x.device
     ):
         return False
+    if layout_of(a).fragments > MOST_FRAGMENTS:
+        return False
     n_tiles = next((count for count in small_m.TILE_COUNTS if m <= 8 * count), 0)
     return n_tiles > 0 and layout_of(a).sum_bytes(n_tiles) > 0
 
@@ -65,6 +68,15 @@ def is_readable(factor: torch.Tensor) -> bool:
     )  # fmt: skip
 
 
+def constants(m: int, k: int, layout: AdapterLayout) -> dict[str, Any]:
+    """Return the constexprs of the first kernel for x [m, k], without DEPENDENT."""
+    power = triton.next_power_of_2
+    return {
+        "K": k, "RANK": layout.rank, "WIDTH": 16 * layout.ranks, "BLOCK": max(16, power(layout.rank)), "SPAN": span_of(k),
+        "ROWS": max(16, power(m)), "COLUMNS": COLUMNS, "WIDE": layout.wide,
+    }  # fmt: skip
+
+
 def inner_kernel(device: torch.device, m: int, k: int, layout: AdapterLayout) -> KernelEntry:
     """Return the first kernel for x [m, k] in bf16.
 
@@ -76,10 +88,7 @@ def inner_kernel(device: torch.device, m: int, k: int, layout: AdapterLayout) ->
         and runtime.TRITON_RELEASE >= (3, 6)
         and runtime.driver_version() >= 12030
     )
-    values = {
-        "K": k, "RANK": layout.rank, "COLUMNS_OF_OUT": max(16, triton.next_power_of_2(layout.rank)), "SPAN": span_of(k),
-        "ROWS": min(64, max(16, triton.next_power_of_2(m))), "COLUMNS": COLUMNS, "WIDE": layout.wide, "DEPENDENT": dependent,
-    }  # fmt: skip
+    values = constants(m, k, layout) | {"DEPENDENT": dependent}
     x, out = (torch.empty(0, dtype=dtype, device=device) for dtype in (BF16, FP32))
     options = {"num_stages": 3} | ({"launch_pdl": True} if dependent else {})
     return runtime.compiled(

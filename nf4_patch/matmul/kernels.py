@@ -47,21 +47,21 @@ def matmul_4bit_lora_kernel(
 
 @triton.jit(do_not_specialize=["m", "scale"])
 def lora_inner_kernel(
-    x, a, out, m, scale, K: tl.constexpr, RANK: tl.constexpr, COLUMNS_OF_OUT: tl.constexpr, SPAN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, a, out, m, scale, K: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute out[part] = scale * x @ a.T over SPAN columns of K. Program i computes part i.
 
-    x: bf16 [m, K], with m up to ROWS. a: [RANK, K], fp32 if WIDE, else bf16. out: fp32 [parts, m, COLUMNS_OF_OUT], with zeros in
-    columns past RANK.
+    x: bf16 [m, K], with m up to ROWS. a: [RANK, K], fp32 if WIDE, else bf16. out: fp32 [parts, m, WIDTH], with zeros in columns
+    past RANK. BLOCK is a power of two, at least WIDTH.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     part = tl.program_id(0)
     i = tl.arange(0, ROWS)[:, None]
-    r = tl.arange(0, COLUMNS_OF_OUT)[None, :]
-    total = tl.full([ROWS, COLUMNS_OF_OUT], 0.0, tl.float32)
+    r = tl.arange(0, BLOCK)[None, :]
+    total = tl.full([ROWS, BLOCK], 0.0, tl.float32)
     for start in tl.static_range(0, SPAN, COLUMNS):
         column = part * SPAN + start + tl.arange(0, COLUMNS)
         left = tl.load(x + i * K + column[None, :], mask=(i < m) & (column < K)[None, :], other=0.0)
@@ -71,7 +71,7 @@ def lora_inner_kernel(
             total = tl.dot(left, (right - high).to(tl.bfloat16), total)
             right = high.to(tl.bfloat16)
         total = tl.dot(left, right, total)
-    tl.store(out + (part * m + i) * COLUMNS_OF_OUT + r, total * scale, mask=i < m)
+    tl.store(out + (part * m + i) * WIDTH + r, total * scale, mask=(i < m) & (r < WIDTH))
 
 
 @triton.jit(do_not_specialize=["total", "n"])

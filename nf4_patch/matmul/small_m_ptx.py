@@ -72,9 +72,14 @@ class AdapterLayout(NamedTuple):
         """Return the rank in units of 16, the K of an mma, rounded up."""
         return -(-self.rank // 16)
 
+    @property
+    def fragments(self) -> int:
+        """Return how many operands of an mma hold 16 rows of B."""
+        return self.ranks * (1 + self.wide)
+
     def inner_bytes(self, n_tiles: int) -> int:
         """Return the shared memory of the inner product. With ``wide`` it is the sum of two 16-bit arrays."""
-        return 256 * n_tiles * self.ranks * (1 + self.wide)
+        return 256 * n_tiles * self.fragments
 
     def sum_bytes(self, n_tiles: int) -> int:
         """Return how much shared memory is left for partial sums: SUM_BYTES, half of that, or 0 if that is too little."""

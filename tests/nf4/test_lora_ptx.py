@@ -8,7 +8,7 @@ import torch
 from oracle import layout_of, quantized
 from ptx_simulator import Source, launch
 
-from nf4_patch.matmul import small_m
+from nf4_patch.matmul import adapter, kernels, small_m
 from nf4_patch.matmul.small_m_ptx import AdapterLayout
 from nf4_patch.matmul.tuning import SMALL_M_ROWS, SmallMConfig
 from nf4_patch.nf4.dequantize import reference
@@ -73,3 +73,23 @@ def test_rows_of_the_table_fit_into_shared_memory(row, wide):
             row.config, 132, m, 64, 512, False, layout.offset_dtype(), False, (9, 0), layout.step(), adapter
         )
         assert Source(cut.ptx).shared <= 49152
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel itself runs in tests/gpu/test_lora_generation.py")
+@pytest.mark.parametrize(
+    ("m", "k", "rank", "wide"),
+    [(1, 512, 16, False), (8, 640, 8, True), (33, 784, 36, True), (64, 4096, 4, False), (5, 4112, 64, False)],
+)
+def test_the_inner_product(m, k, rank, wide):
+    """Every part, column and row, with a tail of K. Columns past the rank are 0, so that the second launch can read them."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    torch.manual_seed(0)
+    x, a = torch.randn(m, k).bfloat16(), torch.randn(rank, k)
+    a = a if wide else a.bfloat16()
+    layout, values = adapter.layout_of(a), adapter.constants(m, k, adapter.layout_of(a))
+    out = torch.full((layout.parts, m, 16 * layout.ranks), float("nan"))
+    InterpretedFunction(kernels.lora_inner_kernel.fn)[layout.parts, 1, 1](x, a, out, m, 0.5, **values, DEPENDENT=False)
+    want = 0.5 * x.double() @ a.double().t()
+    assert (out.double().sum(0)[:, :rank] - want).norm() <= (2e-5 if wide else 1e-6) * want.norm()
+    assert not out[..., rank:].any()

@@ -123,7 +123,7 @@ CASES = {
     "a small adapter in fp32": (FP32, 8, 0.01, None, False),
     "fp32, autocast": (FP32, 32, 1, BF16, False),
     "rank 4": (BF16, 4, 1, None, False),
-    "rank 20": (FP32, 20, 1, None, True),
+    "rank 36": (BF16, 36, 1, None, True),
     "rank 64": (BF16, 64, 1, None, False),
 }
 
@@ -214,7 +214,7 @@ REFUSED = {  # options of the adapter and the input, a change, and the Reason
     "several adapters": ({}, several, Reason.LORA_OPERANDS),
     "dropout": ({"lora_dropout": 0.5}, NO_CHANGE, Reason.LORA_OPERANDS),
     "rank 6": ({"r": 6}, NO_CHANGE, Reason.LORA_OPERANDS),
-    "rank 2048": ({"r": 2048}, NO_CHANGE, Reason.LORA_OPERANDS),
+    "rank 132": ({"r": 132}, NO_CHANGE, Reason.LORA_OPERANDS),
     "unaligned": ({}, unaligned, Reason.LORA_OPERANDS),
     "strided": ({}, strided, Reason.LORA_OPERANDS),
     "DoRA": ({"use_dora": True}, NO_CHANGE, Reason.LORA_VARIANT),
