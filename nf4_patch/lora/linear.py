@@ -248,7 +248,7 @@ def linear(target: Target, original: Function) -> Function:
         """Decide for ``prepare``; ``again``: the forward ran ``run``, so hooks and modes that are new do not count."""
         few = matmul_gate.on and x.numel() <= LARGEST_M * x.shape[-1]
         if not (few or lora_gate.on):
-            return Reason.NOT_FASTER
+            return Reason.NOT_FASTER if runtime.runs_on(x) else Reason.NOT_CUDA
         if not again and context.function_mode_active():  # which would see what is looked at below
             return Reason.FUNCTION_MODE
         adapters, base = adapters_of(self, x, args, kwargs, not again), self.base_layer
