@@ -126,7 +126,7 @@ def status_of(target: Target) -> TargetStatus:
         note = entry.refusal if state is State.REFUSED else ""
     if not switch.on and state not in (State.WAITING, State.REFUSED):
         state = State.OFF
-    elif state.was_patched and target.option and not switch.gates[target.option].on:
+    elif state.was_patched and target.option and not switch.wants(target):
         state, note = State.INACTIVE, f'enable({target.option}="{OPTIONS[target.option].on}") turns it on'
     elif state is State.PATCHED:
         note = target.uncounted or ("" if hits else ONLY_FALLBACKS if fallbacks else NEVER_CALLED)

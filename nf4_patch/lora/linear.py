@@ -1,6 +1,7 @@
 """The replacement for the forward of peft's 4-bit linear layers with LoRA.
 
-It decides whether a call runs as one function (function.py) or runs peft's forward.
+It decides whether a call runs as one function (function.py), in the two launches of matmul/lora.py (few rows without a gradient,
+with ``enable(matmul="auto")``), or as peft's forward.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import torch
 from torch import Tensor
 
 from ..cache.store import cache
+from ..matmul import lora as few_rows
+from ..matmul.lora import LARGEST_M, FusedLora
 from ..nf4 import runtime
 from ..nf4.weight import OUTPUT_DTYPES
 from ..patching import context
 from ..patching.context import PLAIN, returns_tensors
 from ..patching.dequantizer import Dequantizer
 from ..patching.module_hooks import HOOKS_ON_ALL, is_called_otherwise
-from ..patching.quant_state import weight_of
+from ..patching.quant_state import fields_of, weight_of
 from ..patching.reasons import Reason
 from ..patching.replacement import Function, replacement_of
 from ..patching.switch import switch
@@ -34,7 +37,8 @@ from .recompute import decisions_of
 FEW_ROWS = 128
 # Supported classes of A, B and dropout.
 KINDS = (torch.nn.Linear,), (torch.nn.Linear,), (torch.nn.Identity, torch.nn.Dropout)
-FP32 = torch.float32
+BF16, FP32 = torch.bfloat16, torch.float32
+lora_gate, matmul_gate = switch.gates["lora"], switch.gates["matmul"]
 # Reshape a tensor that nobody else holds, as F.linear does. A view could not be written to after a change of the grad mode.
 unsafe_view: Any = torch.ops.aten._unsafe_view.default
 
@@ -108,6 +112,25 @@ def dtypes_of(base: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
     return (dtype, dtype if compute is FP32 else compute) if known else None
 
 
+def only_adapter(adapters: list[Any], base: Any, x: Tensor, dtypes: Any) -> tuple[Tensor, Tensor, float] | Reason:
+    """Return A, B and the scaling of the adapter that the fused matmul adds to a few rows of x, or the Reason why there is none.
+
+    Args:
+        adapters: see ``adapters_of``.
+        dtypes: see ``dtypes_of``.
+    """
+    if len(adapters) != 1:
+        return Reason.LORA_OPERANDS
+    a, b, dropout, scale = adapters[0]
+    if type(scale) not in (int, float) or (dropout.training and getattr(dropout, "p", 0)):
+        return Reason.LORA_OPERANDS
+    if dtypes != (x.dtype, x.dtype) or (base.compute_dtype or x.dtype) is not x.dtype:
+        return Reason.LORA_DTYPES
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, a, b, base.bias)):
+        return Reason.MATMUL_OPERANDS
+    return a, b, float(scale)
+
+
 def run(
     base: Any, adapters: list[Any], x: Tensor, dtype: torch.dtype, dense: Callable[[], Tensor], out_features: int
 ) -> Tensor:
@@ -161,9 +184,10 @@ context.keep_dynamo_out(run)
 def linear(target: Target, original: Function) -> Function:
     """Make the replacement for ``peft.tuners.lora.bnb.Linear4bit.forward``.
 
-    torch.compile traces peft's forward instead, and Inductor fuses it.
+    torch.compile traces peft's forward instead, and Inductor fuses it, except for few rows with ``enable(matmul="auto")``.
     """
     dequantizer = Dequantizer(target.name)
+    fused = FusedLora(target.name, dequantizer.fallbacks)
     attempt: Any = dequantizer.fallbacks.attempt
 
     def decode(packed: Any, state: Any, dtype: torch.dtype) -> Tensor | Reason:
@@ -180,11 +204,41 @@ def linear(target: Target, original: Function) -> Function:
             result = sys.modules["bitsandbytes.functional"].dequantize_4bit(packed, state)
         return cast(result, dtype)
 
+    def add(packed: Any, state: Any, x: Tensor, bias: Any, *adapter: Any) -> Tensor | Reason:
+        weight = weight_of(packed, state)
+        if type(weight) is Reason:
+            return weight
+        with context.plain_methods():
+            return fused.add(x, weight if weight.dtype is x.dtype else weight._replace(dtype=x.dtype), bias, *adapter)
+
+    def traced(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the custom op for a few rows without a gradient, or return the Reason why Dynamo traces peft's forward."""
+        if not matmul_gate.on or torch.is_grad_enabled() or context.is_exporting():
+            return Reason.MATMUL_OPERANDS
+        if context.function_modes() and context.function_mode_active():
+            return Reason.FUNCTION_MODE
+        adapters, base = adapters_of(self, x, args, kwargs, True), self.base_layer
+        if isinstance(adapters, Reason):
+            return adapters
+        if not is_plain(self, base, True):
+            return Reason.LORA_HOOKED
+        only = only_adapter(adapters, base, x, dtypes_of(base, x))
+        if isinstance(only, Reason):
+            return only
+        packed = base.weight
+        fields = fields_of(packed, getattr(packed, "quant_state", None) or base.quant_state)
+        if isinstance(fields, Reason):
+            return fields
+        *others, shape, _, quant_type = fields
+        return few_rows.traced(x, (*others, shape, x.dtype, quant_type), base.bias, *only)
+
     def prepare(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return ``run`` and its arguments, or the Reason why peft's forward has to run.
+        """Return the result, or ``run`` and its arguments, or the Reason why peft's forward has to run.
 
         A checkpoint's recompute repeats the decision of the forward.
         """
+        if not lora_gate.on:  # no layer that requires a gradient is served, so a recompute has nothing to repeat
+            return decide(self, x, args, kwargs, False)
         hooks: Any = context.saved_tensors_hooks(True)
         found = decisions_of(hooks[0]) if type(hooks) is tuple else None
         if found is None:
@@ -203,6 +257,9 @@ def linear(target: Target, original: Function) -> Function:
         Args:
             again: this is the recompute of a forward that ran ``run``, so ignore hooks and modes that are new.
         """
+        few = matmul_gate.on and x.numel() <= LARGEST_M * x.shape[-1]
+        if not (few or lora_gate.on):
+            return Reason.NOT_FASTER if runtime.runs_on(x) else Reason.NOT_CUDA
         if not again and context.function_mode_active():  # a mode would see the accesses below
             return Reason.FUNCTION_MODE
         adapters, base = adapters_of(self, x, args, kwargs, not again), self.base_layer
@@ -230,10 +287,15 @@ def linear(target: Target, original: Function) -> Function:
         for reason, holds in refused:
             if holds:
                 return reason
+        if few:
+            only = only_adapter(adapters, base, x, dtypes)
+            result = only if isinstance(only, Reason) else add(packed, state, x, bias, *only)
+            if not (isinstance(result, Reason) and lora_gate.on):
+                return result
         if cache.auto is not None:
             cache.auto.observe(x)
         dtype, decoded = dtypes  # type: ignore[misc]
         # ``replacement_of`` calls ``run`` outside of its error handling: a checkpoint's hooks end the recompute by an exception.
         return run, base, adapters, x, dtype, functools.partial(dense, packed, state, decoded, dtype), shape[0]
 
-    return replacement_of(target, original, dequantizer.fallbacks, prepare)
+    return replacement_of(target, original, dequantizer.fallbacks, prepare, traced)

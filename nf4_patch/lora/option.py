@@ -14,8 +14,9 @@ LORA = Option(
         Target(
             "peft.tuners.lora.bnb:Linear4bit.forward", ">= 0.17", ("0.17.0", "0.18.1", "0.19.0", "0.20.0", "0.21.0", "0.21.2"),
             (("self", "x", "args", "kwargs"),), ".lora.linear:linear",
-            'forward of LoRA on 4-bit linear layers, as one function, with enable(lora="fused") only',
-            option="lora",
+            "forward of LoRA on 4-bit linear layers: as one function with enable(lora=\"fused\"), and on few rows without a "
+            'gradient (generation) with enable(matmul="auto")',
+            option="lora", or_option="matmul",
         ),
     ),
 )  # fmt: skip

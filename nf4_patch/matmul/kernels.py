@@ -24,6 +24,56 @@ def matmul_4bit_kernel(
     )  # fmt: skip
 
 
+LORA_CONSTRAINTS = tl.constexpr("=r,l,l,l,l,l,l,l,l,l,r,r,r,r,r,r,r,l,l")  # 2 more addresses
+
+
+@triton.jit(do_not_specialize=["m", "n", "blocks", "shift", "shift2", "sm_partitions", "split_k"])
+def matmul_4bit_lora_kernel(
+    x, packed, absmax, code, absmax2, code2, offset, out, bias,
+    m, n, blocks, shift, shift2, sm_partitions, split_k, inner, b,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Run the PTX of small_m_ptx.program with a LoRA adapter."""
+    tl.inline_asm_elementwise(
+        PTX, LORA_CONSTRAINTS,
+        [
+            x.to(tl.int64), packed.to(tl.int64), absmax.to(tl.int64), code.to(tl.int64), absmax2.to(tl.int64),
+            code2.to(tl.int64), offset.to(tl.int64), out.to(tl.int64), bias.to(tl.int64),
+            m, n, blocks, shift, shift2, sm_partitions, split_k, inner.to(tl.int64), b.to(tl.int64),
+        ],
+        tl.int32, False, 1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["m", "scale"])
+def lora_inner_kernel(
+    x, a, out, m, scale, K: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Compute out[part] = scale * x @ a.T over SPAN columns of K. Program i computes part i.
+
+    x: bf16 [m, K], with m up to ROWS. a: [RANK, K], fp32 if WIDE, else bf16. out: fp32 [parts, m, WIDTH], with zeros in columns
+    past RANK. BLOCK is a power of two, at least WIDTH.
+    """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    part = tl.program_id(0)
+    i = tl.arange(0, ROWS)[:, None]
+    r = tl.arange(0, BLOCK)[None, :]
+    total = tl.full([ROWS, BLOCK], 0.0, tl.float32)
+    for start in tl.static_range(0, SPAN, COLUMNS):
+        column = part * SPAN + start + tl.arange(0, COLUMNS)
+        left = tl.load(x + i * K + column[None, :], mask=(i < m) & (column < K)[None, :], other=0.0)
+        right = tl.load(a + r * K + column[:, None], mask=(r < RANK) & (column < K)[:, None], other=0.0)
+        if WIDE:  # the sum of two bf16 numbers, to 2^-16; the mask leaves the first one
+            high = (right.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+            total = tl.dot(left, (right - high).to(tl.bfloat16), total)
+            right = high.to(tl.bfloat16)
+        total = tl.dot(left, right, total)
+    tl.store(out + (part * m + i) * WIDTH + r, total * scale, mask=(i < m) & (r < WIDTH))
+
+
 @triton.jit(do_not_specialize=["total", "n"])
 def sum_split_k_kernel(part, out, bias, total, n, SPLIT_K: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
     """Compute out[i] = part[0, i] + part[1, i] + ... (+ bias[i % n]), in this order, then round to out's dtype.

@@ -10,6 +10,7 @@ from ..nf4.dequantize.compilation import PTX_TYPES
 from ..nf4.runtime import TRITON_RELEASE, KernelEntry, compiled, driver_version, triton
 from ..nf4.weight import PackedWeight
 from . import small_m_ptx
+from .small_m_ptx import AdapterLayout
 from .tuning import TILE_COUNTS, SmallMConfig
 
 if triton is not None:
@@ -33,6 +34,7 @@ class SmallMPlan(NamedTuple):
 def plan(
     config: SmallMConfig, processors: int, m: int, n: int, k: int, half: bool, offset: torch.dtype | None, bias: bool,
     capability: tuple[int, int] = (9, 0), step: int = 64,
+    adapter: AdapterLayout | None = None,
 ) -> SmallMPlan:  # fmt: skip
     """Plan the work for x [m, k], m up to 64, and a weight [n, k] on a GPU with ``processors`` multiprocessors.
 
@@ -40,6 +42,7 @@ def plan(
         half: True if x is fp16, False if bf16.
         offset: the dtype of the weight's offset, None for a flat weight.
         step: the weight's ``step()``.
+        adapter: of the LoRA adapter that the kernel adds.
     """
     if step < 32:  # 128 bits of a lane would span two steps, and rows are only 8-byte aligned
         config = config._replace(load_128bit=False)
@@ -52,13 +55,15 @@ def plan(
     n_tiles = next(count for count in TILE_COUNTS if m <= 8 * count)
     tail, bias, offset_type = k % 256 != 0, bias and split_k == 1, PTX_TYPES[offset] if offset else ""
     ptx = small_m_ptx.program(
-        config, n_tiles, x_in_registers, half, offset_type, step, tail, split_k > 1, bias, capability
+        config, n_tiles, x_in_registers, half, offset_type, step, tail, split_k > 1, bias, capability, adapter
     )  # fmt: skip
     # an older driver may run a dependent launch, but fail to capture it in a CUDA graph
     dependent = "griddepcontrol" in ptx and TRITON_RELEASE >= (3, 6) and driver_version() >= 12030
     warps = config.warps_n * config.warps_k
     # By itself, ptxas uses only 168 to 177. 24 rows, 14336x4096: 33.4 -> 25.6 us (H200, triton 3.6.0).
     registers = 255 if n_tiles > 1 and warps * config.ctas_per_sm <= 8 else None
+    if adapter is not None:  # its registers must not keep a second CTA from the multiprocessor
+        registers = min(255, 2048 // (warps * config.ctas_per_sm))
     return SmallMPlan(sm_partitions, ctas, warps, split_k, ptx, dependent, registers)
 
 
@@ -66,8 +71,9 @@ class SmallMKernel:
     """The compiled kernels for x [m, k] in ``dtype`` and any weight [n, k] that has the layout of ``weight``."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, weight: PackedWeight, division: SmallMPlan, m: int, bias: bool
-    ):
+        self, device: torch.device, dtype: torch.dtype, weight: PackedWeight, division: SmallMPlan, m: int, bias: bool,
+        adapter: AdapterLayout | None = None,
+    ):  # fmt: skip
         n, k = weight.shape
         step = weight.step()
         blocks = (k // step, (weight.blocksize // step).bit_length() - 1, max(0, weight.blocksize2.bit_length() - 1))
@@ -79,6 +85,8 @@ class SmallMKernel:
         values: dict[str, Any] = {"PTX": division.ptx}
         arguments = (out, *weight.operands(), out if division.split_k == 1 else part, out, *self.sizes)
         kernel = kernels.matmul_4bit_kernel
+        if adapter is not None:
+            kernel, arguments = kernels.matmul_4bit_lora_kernel, (*arguments, part, part if adapter.wide else out)
         options = {"num_warps": division.warps, "maxnreg": division.registers}
         options |= {"launch_pdl": True} if division.dependent else {}
         self.entry = compiled(kernel, arguments, values, device, dtype, **options)

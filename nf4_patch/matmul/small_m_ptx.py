@@ -31,6 +31,7 @@ from .tuning import SmallMConfig
 # 256 entries x 16 copies x 8 B. A 64-bit shared load serves 16 lanes per cycle, so each lane has its own copy.
 TABLE_BYTES = 32768
 SUM_BYTES = 8192  # partial sums; with the table and code2 still under 48 KiB, the limit without an opt-in
+SHARED_BYTES = 49152 - TABLE_BYTES - 1024 - 256  # for sums and an adapter, beside the table, code2, codes and barriers
 
 
 class Dialect(NamedTuple):
@@ -59,6 +60,33 @@ def log2(x: int) -> int:
     return x.bit_length() - 1
 
 
+class AdapterLayout(NamedTuple):
+    """What a CTA has to know about a LoRA adapter."""
+
+    rank: int  # a multiple of 4
+    wide: bool  # B is fp32, else it has x's dtype
+    parts: int  # parts of K, whose sums are the inner product s * x @ A.T
+
+    @property
+    def ranks(self) -> int:
+        """Return the rank in units of 16, the K of an mma, rounded up."""
+        return -(-self.rank // 16)
+
+    @property
+    def fragments(self) -> int:
+        """Return how many operands of an mma hold 16 rows of B."""
+        return self.ranks * (1 + self.wide)
+
+    def inner_bytes(self, n_tiles: int) -> int:
+        """Return the shared memory of the inner product. With ``wide`` it is the sum of two 16-bit arrays."""
+        return 256 * n_tiles * self.fragments
+
+    def sum_bytes(self, n_tiles: int) -> int:
+        """Return how much shared memory is left for partial sums: SUM_BYTES, half of that, or 0 if that is too little."""
+        left = SHARED_BYTES - self.inner_bytes(n_tiles)
+        return next((size for size in (SUM_BYTES, SUM_BYTES // 2) if size <= left), 0)
+
+
 @dataclass
 class Cta:
     """Generates the source of a CTA from these constants."""
@@ -73,6 +101,7 @@ class Cta:
     split_k: bool  # write fp32 partial sums to out[split_k, M, N]
     bias: bool
     capability: tuple[int, int]
+    adapter: AdapterLayout | None = None
 
     def __post_init__(self) -> None:
         self.lines: list[str] = []
@@ -92,8 +121,10 @@ class Cta:
         self.scales = self.rows * self.steps // 4  # lane t loads the scales of steps t, t + 4, ... of each of its rows
         self.name = "f16" if self.half else "bf16"
         self.warps, self.registers = self.warps_n * self.warps_k, 4 * self.tiles * self.n_tiles
+        self.ranks, self.wide = (self.adapter.ranks, self.adapter.wide) if self.adapter else (0, False)
+        self.sum_bytes = self.adapter.sum_bytes(self.n_tiles) if self.adapter else SUM_BYTES
         # accumulators that the warps add up at a time, and which of them a summing warp adds
-        self.together = math.gcd(self.registers, SUM_BYTES // (128 * self.warps))
+        self.together = math.gcd(self.registers, self.sum_bytes // (128 * self.warps))
         self.mine = range(max(1, self.together // self.warps_k))
 
     def source(self) -> str:
@@ -122,7 +153,7 @@ class Cta:
             e(".shared .align 16 .b8 scales[1024];")
         if self.warps_k > 1:
             barriers = " .shared .align 8 .b64 full, free;" if self.dialect.wait else ""
-            e(f".shared .align 16 .b8 sums[{SUM_BYTES}];{barriers}")
+            e(f".shared .align 16 .b8 sums[{self.sum_bytes}];{barriers}")
         e(".reg .pred p, more, last, there, scaled<4>, in<4>, near<4>; .reg .b16 high, low;")
         e(f".reg .f32 offset, f, w0, w1, {code2};")
         e(".reg .b32 tid, lane, g, t, wn, wk, lastn, lastm, rowbytes, u, v, row, column, idx, sub, look, buf, turn;")
@@ -135,6 +166,12 @@ class Cta:
             e(f".reg .b32 word{k}_<{8 * rows}>, q{k}_<{self.scales}>; .reg .f32 am{k}_<{self.scales}>;")
         e(f".reg .f32 own<{self.scales}>, s<{rows}>, acc<{self.registers}>, sum<{len(self.mine)}>;")
         e(f".reg .b64 x<{self.n_tiles}>;")
+        if self.adapter:
+            fragments = 4 * self.tiles * self.ranks  # registers of B, each with two 16-bit numbers
+            e(f".shared .align 16 .b8 inner[{self.adapter.inner_bytes(self.n_tiles)}]; .reg .pred ours, within;")
+            e(f".reg .f32 lu<4>, piece<{4 * self.adapter.parts}>; .reg .b32 lx<4>, lb<{fragments}>, rest<4>;")
+            if self.wide:
+                e(f".reg .f32 wide<{2 * fragments}>;")
 
     def partition(self) -> None:
         """Compute this warp's rows of the weight and chunks of K."""
@@ -174,6 +211,7 @@ class Cta:
         e, words = self.emit, self.words
         e(f"mul.wide.u32 d, t, {4 * words}; add.u64 packed, $2, d; mul.wide.u32 d, t, {16 * words}; add.u64 x, $1, d;")
         self.clear_sums()
+        self.clear_lora()
         for k in range(self.prefetch_depth):
             self.compute_addresses()
             self.fetch_scales(k)
@@ -203,8 +241,97 @@ class Cta:
         if self.warps_k > 1 and self.dialect.wait:
             e(f"setp.eq.u32 p, tid, 0; @p mbarrier.init.shared.b64 [full], {32 * self.warps};")
             e(f"@p mbarrier.init.shared.b64 [free], {32 * self.warps_n * min(self.together, self.warps_k)};")
+        if self.adapter:
+            self.fill_inner()
         e("bar.sync 0;")
         e("setp.eq.u32 p, steps, 0; @p bra DONE;")
+
+    def fill_inner(self) -> None:
+        """Add the parts of the adapter's inner product in order, and round the sums to shared inner[8 * n_tiles][16 * ranks]."""
+        e, quads, count = self.emit, 4 * self.ranks, self.adapter.parts  # type: ignore[union-attr]
+        e(f"mul.wide.u32 wide, $10, {64 * self.ranks};")
+        for i in range(
+            0, 8 * self.n_tiles * quads, 32 * self.warps
+        ):  # a thread adds four neighbouring columns of a row
+            e(f"add.u32 idx, tid, {i}; setp.lt.u32 p, idx, {8 * self.n_tiles * quads};")
+            e(f"div.u32 u, idx, {quads}; rem.u32 v, idx, {quads}; min.u32 u, u, lastm; mad.lo.u32 u, u, {quads}, v;")
+            e("mul.wide.u32 d, u, 16; add.u64 d, $17, d;")
+            for j in range(count):
+                e(f"@p ld.global.v4.f32 {vector('piece', 4 * j, 4)}, [d]; add.u64 d, d, wide;")
+            for c in range(4):
+                e(f"mov.f32 lu{c}, piece{c};")
+                e(" ".join(f"add.rn.f32 lu{c}, lu{c}, piece{4 * j + c};" for j in range(1, count)))
+            e("mov.u32 sub, inner; mad.lo.u32 sub, idx, 8, sub;")
+            self.split(("lx0", "lx1"), ("lx2", "lx3"), "lu", 0)
+            e("@p st.shared.v2.b32 [sub], {lx0, lx1};")
+            if self.wide:
+                e(f"@p st.shared.v2.b32 [sub + {256 * self.n_tiles * self.ranks}], {{lx2, lx3}};")
+
+    def split(self, high: tuple[str, str], low: tuple[str, str], source: str, first: int) -> None:
+        """Round four fp32 registers to two registers ``high``. With ``wide``, round what is left of them to ``low``."""
+        e = self.emit
+        for i, (to, rest) in enumerate(zip(high, low, strict=True)):
+            left, right = (f"{source}{first + 2 * i + j}" for j in (0, 1))
+            e(f"cvt.rn.{self.name}x2.f32 {to}, {right}, {left};")
+            if self.wide:  # bf16: the upper half of fp32's bits
+                e(f"shl.b32 u, {to}, 16; mov.b32 w0, u; sub.rn.f32 w0, {left}, w0;")
+                e(f"and.b32 u, {to}, 0xffff0000; mov.b32 w1, u; sub.rn.f32 w1, {right}, w1;")
+                e(f"cvt.rn.{self.name}x2.f32 {rest}, w1, w0;")
+
+    def clear_lora(self) -> None:
+        """Set the registers of B's columns past the rank to 0, which ``fetch_lora`` never loads."""
+        if self.adapter and self.adapter.rank % 16:
+            name, count = ("wide", 8) if self.wide else ("lb", 4)
+            first = count * self.tiles * (self.ranks - 1)
+            self.emit(" ".join(f"mov.b32 {name}{i}, 0;" for i in range(first, first + count * self.tiles)))
+
+    def fetch_lora(self) -> None:
+        """Load the adapter's B for a new row group, in the first warp along K. ``add_lora`` multiplies it much later."""
+        e, size, rank = self.emit, 4 if self.wide else 2, self.adapter.rank  # type: ignore[union-attr]
+        e("setp.eq.u32 ours, atit, 0; setp.eq.and.u32 ours, wk, 0, ours;")
+        if self.split_k:
+            e("setp.eq.and.u32 ours, split, 0, ours;")
+        if rank % 16:
+            e(f"setp.lt.and.u32 within, t, {rank % 16 // 4}, ours;")
+        e(
+            f"mad.lo.u32 u, attile, {self.warps_n}, wn; mad.lo.u32 v, u, {8 * self.rows}, g; mul.wide.u32 wide, t, {4 * size};"
+        )
+        for i in range(self.rows):
+            e(f"add.u32 u, v, {8 * i}; min.u32 u, u, lastn; mul.wide.u32 d, u, {rank * size};")
+            e("add.u64 d, d, wide; add.u64 d, $18, d;")
+            for c in range(self.ranks):  # K is permuted: lane t has columns 4 t to 4 t + 3 of both operands
+                loads = "within" if 16 * (c + 1) > rank else "ours"
+                if self.wide:
+                    to = f"v4.f32 {vector('wide', 4 * (self.rows * c + i), 4)}"
+                else:
+                    first = 4 * (self.tiles * c + i // 2) + i % 2
+                    to = f"v2.b32 {{lb{first}, lb{first + 2}}}"
+                e(f"@{loads} ld.global.{to}, [d + {16 * size * c}];")
+
+    def add_lora(self, k: int) -> None:
+        """Add inner @ B.T to the sums of the first warp along K, one mma per tile and 16 columns of B; three if B is fp32."""
+        e, line = self.emit, 32 * self.ranks
+        mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{self.name}.{self.name}.f32"
+        e(f"setp.ge.u32 p, wk, 1; @p bra ADDED{k};")
+        if self.split_k:
+            e(f"setp.ge.u32 p, split, 1; @p bra ADDED{k};")
+        e(f"mov.u32 sub, inner; mad.lo.u32 sub, g, {line}, sub; mad.lo.u32 sub, t, 8, sub;")
+        for c in range(self.ranks):
+            for i in range(self.tiles):
+                first = 4 * (self.tiles * c + i)
+                for half in (0, 1) if self.wide else ():  # rows g and g + 8
+                    high = f"lb{first + half}", f"lb{first + half + 2}"
+                    self.split(high, (f"rest{half}", f"rest{half + 2}"), "wide", 4 * (self.rows * c + 2 * i + half))
+                for n in range(self.n_tiles):
+                    sums, b = vector("acc", 4 * (self.tiles * n + i), 4), vector("lb", first, 4)
+                    at = 8 * line * n + 32 * c
+                    e(f"ld.shared.v2.b32 {{lx0, lx1}}, [sub + {at}];")
+                    e(f"{mma} {sums}, {b}, {{lx0, lx1}}, {sums};")
+                    if self.wide:
+                        e(f"{mma} {sums}, {vector('rest', 0, 4)}, {{lx0, lx1}}, {sums};")
+                        e(f"ld.shared.v2.b32 {{lx2, lx3}}, [sub + {at + 8 * line * self.n_tiles}];")
+                        e(f"{mma} {sums}, {b}, {{lx2, lx3}}, {sums};")
+        e(f"ADDED{k}:")
 
     def code2_parts(self) -> range:
         """Return the offsets of a thread's entries of code2: tid, tid + threads per CTA, ..."""
@@ -214,6 +341,8 @@ class Cta:
         """Multiply the chunk in register set ``k``, and load a later chunk into the same registers meanwhile."""
         e = self.emit
         e(f"mad.lo.u32 chunk, atit, {self.warps_k}, first; add.u32 u, atit, 1; setp.eq.u32 last, u, per;")
+        if self.adapter:
+            self.fetch_lora()
         self.compute_addresses()
         e(f"setp.ge.u32 p, chunk, stop; @p bra IDLE{k};")
         if not self.x_in_registers:
@@ -286,6 +415,8 @@ class Cta:
         """After the last chunk of a row group, add up the warps' sums, store the result and start the next group."""
         e, rows = self.emit, self.rows
         e(f"SUM{k}: @!last bra NEXT{k};")
+        if self.adapter:
+            self.add_lora(k)
         e(f"mad.lo.u32 u, attile, {self.warps_n}, wn; mad.lo.u32 row, u, {8 * rows}, g; shl.b32 column, t, 1;")
         if self.warps_k == 1:
             for i in range(self.registers):  # register 2 (rows n + i) + k is row 8 i of the weight, row 8 n + k of X
@@ -438,6 +569,7 @@ def program(*fields: Any) -> str:
 
     Operands: $1 x, $2 packed, $3 absmax, $4 code, $5 absmax2, $6 code2, $7 offset, $8 out, $9 bias (addresses);
     $10 M, $11 N, $12 K / step, $13 log2(blocksize / step), $14 log2(blocksize2), $15 sm_partitions, $16 split_k.
+    With an adapter: $17 fp32 [parts, M, 16 * ranks], whose sum over parts is s * x @ A.T, $18 B [N, rank] (addresses).
     The grid is sm_partitions x CTAs per partition x split_k, with sm_partitions varying fastest; see SmallMPlan.
     """
     return Cta(*fields).source()

@@ -130,7 +130,7 @@ def _on_import(target: Target, _trigger: ModuleType | None = None) -> None:
             if (switch.on or target.permanent) and not any(
                 is_halfway(sys.modules[name]) for name in (target.trigger, target.module)
             ):
-                install(target, sys.modules[target.module], switch.gates[target.option].on)
+                install(target, sys.modules[target.module], switch.wants(target))
     except Exception as error:
         entry = installed[target.name] = installed.get(target.name) or Installed(target)
         entry.refuse(entry.current(), "nf4_patch raised an error, see the log")

@@ -91,6 +91,10 @@ class Reason(enum.Enum):
         "train under autocast (Trainer: fp16=True or bf16=True), or without prepare_model_for_kbit_training, "
         "which casts norms to fp32. Keep adapters in fp32 or in the input's dtype",
     )
+    LORA_OPERANDS = (
+        "the fused matmul adds one adapter in bf16 or fp32, with inputs in bf16, a rank that 4 divides and no dropout",
+        "use one adapter and a rank of 8, 16, 32 or 64, and generate in evaluation mode",
+    )
     GRAPH_NEW_SHAPE = "the decoder layer has not been called often enough with inputs of this shape to be captured"
     GRAPH_NOT_CHECKPOINTED = (
         "the decoder layer runs without gradient checkpointing, in evaluation mode or without gradients",
@@ -98,7 +102,9 @@ class Reason(enum.Enum):
     )
     GRAPH_CHECKPOINT = "the decoder layer's checkpoint is not PyTorch's, or has a context_fn or other options"
     GRAPH_ARGUMENTS = "a CUDA graph does not support an argument or the result of the decoder layer"
-    GRAPH_HOOKED = "the decoder layer has hooks or compiled modules, is spread by a device_map, or its outputs are recorded"
+    GRAPH_HOOKED = (
+        "the decoder layer has hooks or compiled modules, is spread by a device_map, or its outputs are recorded"
+    )
     GRAPH_MODE = 'anomaly detection, another capture, an outer checkpoint or offload="..." is active'
     GRAPH_SHARDED = "the decoder layer's parameters are sharded (FSDP, ZeRO-3)"
     GRAPH_CHANGED = "the decoder layer changed after its capture and will be captured again"
@@ -127,5 +133,5 @@ EXPECTED = {
     Reason.EXPERTS_NOT_PACKED, Reason.SECOND_PARAMETRIZATION, Reason.HOOKED,
     Reason.BATCHED_MM_GRADIENT, Reason.EXPERT_PARALLEL, Reason.EXPERT_BLOCKS,
     *(reason for reason in Reason if reason.name.startswith("GRAPH_") and reason.name != "GRAPH_CAPTURE"),
-    Reason.LORA_INACTIVE, Reason.LORA_VARIANT, Reason.LORA_HOOKED, Reason.LORA_DTYPES,
+    Reason.LORA_INACTIVE, Reason.LORA_VARIANT, Reason.LORA_HOOKED, Reason.LORA_DTYPES, Reason.LORA_OPERANDS,
 }  # fmt: skip

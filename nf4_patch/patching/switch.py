@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from .config import Config
 from .option import OPTIONS
-from .target import ALWAYS
+from .target import ALWAYS, Target
 
 
 class Gate:
@@ -39,6 +39,10 @@ class Switch(Gate):
             self.gates[option].on = self.value(option) != "off"
         for follower in self.followers:
             follower(config)
+
+    def wants(self, target: Target) -> bool:
+        """Return whether an option of the target is on, or the patch itself for a target without options."""
+        return self.gates[target.option].on or (target.or_option != "" and self.gates[target.or_option].on)
 
     def value(self, option: str) -> str | int:
         """Return the current value of an option, "off" while the patch is off."""

@@ -41,6 +41,7 @@ class Target:
     replace: str
     covers: str
     option: str = ""
+    or_option: str = ""
     unless: str = ""
     after: str = ""
     uncounted: str = ""

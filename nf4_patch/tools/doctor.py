@@ -274,7 +274,8 @@ def judge(target: Target, release: str, status: TargetStatus, failure: str, conf
     """
     library, waiting = target.library, status.state is State.WAITING
     option = OPTIONS.get(target.option)
-    switched_off = option is not None and config.options[target.option] == "off"
+    options = [each for each in (target.option, target.or_option) if each]
+    switched_off = option is not None and all(config.options[each] == "off" for each in options)
     tested = release.partition("+")[0] in target.tested
     cases = (
         (not release, State.ABSENT, f"{library} is not installed"),

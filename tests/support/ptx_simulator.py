@@ -26,7 +26,7 @@ INTEGERS = {
     "and": operator.and_, "xor": operator.xor, "shl": operator.lshift, "shr": operator.rshift,
     "add": operator.add, "sub": operator.sub, "min": np.minimum, "div": operator.floordiv, "rem": operator.mod,
 }  # fmt: skip
-FLOATS = {"mul": operator.mul, "add": operator.add}
+FLOATS = {"mul": operator.mul, "add": operator.add, "sub": operator.sub}
 COMPARISONS = {"lt": operator.lt, "ge": operator.ge, "eq": operator.eq}
 
 
@@ -306,7 +306,7 @@ class Warp:
                 self.put(x[0], rounded(self.floats(x[1]), DTYPES[kind]), mask, 16)
             case ["cvt", "f32", "f16"]:
                 self.put(x[0], self.get(x[1], 16).astype(np.uint16).view(np.float16).astype(np.float32), mask)
-            case ["mul" | "add" as name, "rn", *_, "f32"]:
+            case ["mul" | "add" | "sub" as name, "rn", *_, "f32"]:
                 self.put(x[0], FLOATS[name](self.floats(x[1]), self.floats(x[2])), mask)
             case ["setp", how, *more]:
                 result = COMPARISONS[how](self.get(x[1]), self.get(x[2]))
@@ -345,18 +345,26 @@ def memory_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().copy()
 
 
-def launch(cut: SmallMPlan, x: torch.Tensor, layout: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """What a GPU makes of a plan in memory that held NaN: [split_k, M, N], fp32 where split_k > 1."""
+def launch(
+    cut: SmallMPlan, x: torch.Tensor, layout: PackedWeight, bias: torch.Tensor | None = None,
+    adapter: tuple[torch.Tensor, ...] = (),
+) -> torch.Tensor:  # fmt: skip
+    """What a GPU makes of a plan in memory that held NaN: [split_k, M, N], fp32 where split_k > 1.
+
+    Args:
+        adapter: the parts of the inner product and B, if the plan adds a LoRA adapter.
+    """
     (m, _), (n, k) = x.shape, layout.shape
     dtype = torch.float32 if cut.split_k > 1 else x.dtype
     out = memory_of(torch.full((cut.split_k, m, n), float("nan"), dtype=dtype))
     operands = layout.operands()
     *inputs, last = map(memory_of, (x, *operands, operands[2] if bias is None else bias))  # unread without a bias
-    memory = [*inputs, out, last]
+    memory = [*inputs, out, last, *map(memory_of, adapter)]
     step = layout.step()
     shift, shift2 = (layout.blocksize // step).bit_length() - 1, max(0, layout.blocksize2.bit_length() - 1)
     sizes = (m, n, k // step, shift, shift2, cut.sm_partitions, cut.split_k)
-    values = {i + 1: (i + 1) << 32 for i in range(len(memory))} | dict(enumerate(sizes, 10))
+    values = {i + 1: (i + 1) << 32 for i in range(9)} | dict(enumerate(sizes, 10))
+    values |= {i + 8: (i + 1) << 32 for i in range(9, len(memory))}
     source = Source(cut.ptx)
     for index in range(cut.ctas):
         Cta(source, values, index, cut.ctas, cut.warps, memory).run()

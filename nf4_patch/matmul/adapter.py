@@ -1,0 +1,183 @@
+"""Launches of the fused matmul with a LoRA adapter: x @ weight.T + scale * (x @ A.T) @ B.T in two launches.
+
+The first launch computes scale * x @ A.T as fp32 sums over parts of K, without atomics. The second launch is the fused matmul. It
+adds these parts in order and adds their product with B to its own fp32 sums, so the result is rounded only once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..nf4 import runtime
+from ..nf4.runtime import KernelEntry, triton
+from ..nf4.weight import PackedWeight
+from . import small_m
+from .launch import MatmulLaunch
+from .small_m_ptx import AdapterLayout
+from .tuning import SmallMConfig
+
+if triton is not None:
+    from . import kernels
+
+PARTS = 16  # of K, at most. 32 parts are slower at 8 rows (H200).
+COLUMNS = 128  # of K per step of the first kernel
+MOST_FRAGMENTS = 8  # of B per tile: a rank of 128 in bf16, 64 in fp32. Each takes four registers.
+RANK_STEP = 4  # the rank is a multiple of this: a lane loads four columns of B
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def layout_of(a: torch.Tensor) -> AdapterLayout:
+    """Return the layout of an adapter whose A is [rank, K]."""
+    rank, k = a.shape
+    return AdapterLayout(rank, a.dtype is FP32, -(-k // span_of(k)))
+
+
+def span_of(k: int) -> int:
+    """Return the columns of K per part, a multiple of COLUMNS."""
+    return -(-k // (COLUMNS * PARTS)) * COLUMNS
+
+
+def supports(x: torch.Tensor, m: int, n: int, a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether the kernels add an adapter with these A [rank, K] and B [n, rank] to m rows of x. Looks at no address."""
+    if a.dim() != 2 or b.dim() != 2 or a.dtype is not b.dtype or a.dtype not in (BF16, FP32) or x.dtype is not BF16:
+        return False
+    rank, k = a.shape
+    if (
+        rank == 0
+        or rank % RANK_STEP
+        or k != x.shape[-1]
+        or b.shape != (n, rank)
+        or not a.device == b.device == x.device
+    ):
+        return False
+    if layout_of(a).fragments > MOST_FRAGMENTS:
+        return False
+    n_tiles = next((count for count in small_m.TILE_COUNTS if m <= 8 * count), 0)
+    return n_tiles > 0 and layout_of(a).sum_bytes(n_tiles) > 0
+
+
+def is_readable(factor: torch.Tensor) -> bool:
+    """Return whether the kernels can read A or B where it is: contiguous, 16-byte aligned, and with memory."""
+    return (
+        factor.is_contiguous()
+        and not factor.data_ptr() % 16
+        and not factor.is_neg()
+        and runtime.has_memory(factor)
+    )  # fmt: skip
+
+
+def constants(m: int, k: int, layout: AdapterLayout) -> dict[str, Any]:
+    """Return the constexprs of the first kernel for x [m, k], without DEPENDENT."""
+    power = triton.next_power_of_2
+    return {
+        "K": k, "RANK": layout.rank, "WIDTH": 16 * layout.ranks, "BLOCK": max(16, power(layout.rank)), "SPAN": span_of(k),
+        "ROWS": max(16, power(m)), "COLUMNS": COLUMNS, "WIDE": layout.wide,
+    }  # fmt: skip
+
+
+def inner_kernel(device: torch.device, m: int, k: int, layout: AdapterLayout) -> KernelEntry:
+    """Return the first kernel for x [m, k] in bf16.
+
+    Raises:
+        KernelUnavailable: the kernel cannot be compiled, or has yet to compile while a CUDA graph is being captured.
+    """
+    dependent = (
+        runtime.capability_of(device) >= (9, 0)
+        and runtime.TRITON_RELEASE >= (3, 6)
+        and runtime.driver_version() >= 12030
+    )
+    values = constants(m, k, layout) | {"DEPENDENT": dependent}
+    x, out = (torch.empty(0, dtype=dtype, device=device) for dtype in (BF16, FP32))
+    options = {"num_warps": 4, "num_stages": 3} | ({"launch_pdl": True} if dependent else {})
+    arguments = x, out if layout.wide else x, out, 2, 0.5
+    return runtime.compiled(kernels.lora_inner_kernel, arguments, values, device, **options)
+
+
+class LoraLaunch(MatmulLaunch):
+    """The two launches of one weight with one shape of x and one layout of the adapter. A, B and the scaling are arguments."""
+
+    def __init__(
+        self, inner: KernelEntry, kernel: small_m.SmallMKernel, layout: AdapterLayout, x: torch.Tensor, weight: PackedWeight,
+        bias: torch.Tensor | None,
+    ):  # fmt: skip
+        super().__init__(kernel, x, weight, bias)
+        m = x.numel() // x.shape[-1]
+        self.m, self.parts = m, layout.parts
+        self.inner_numel = (layout.parts * m * 16 * layout.ranks,)
+        self.inner, self.inner_head, self.inner_tail, _ = inner
+        end = len(kernel.entry.tail)
+        self.end = kernel.entry.tail
+        self.tail = self.tail[: len(self.tail) - end]
+
+    def add(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+        """Multiply an x of the shape, dtype and device that this launch was resolved for, and add the adapter's product.
+
+        Args:
+            a, b: A [rank, K] and B [N, rank] of the layout that this launch was resolved for, for which ``is_readable`` holds.
+        """
+        device = self.device
+        if runtime.current_device() != device:
+            with runtime.on_device(device):
+                return self.add(x, a, b, scale)
+        start = x.data_ptr()
+        if start % 16 or not x.is_contiguous():
+            x = x.clone(memory_format=torch.contiguous_format)
+            start = x.data_ptr()
+        empty, stream = runtime.empty_strided_cuda, runtime.current_stream(device)
+        inner = empty(self.inner_numel, (1,), FP32)
+        out: torch.Tensor = empty(self.shape, self.strides, self.dtype)
+        address = inner.data_ptr()
+        self.inner(
+            self.parts, 1, 1, stream, *self.inner_head, start, a.data_ptr(), address, self.m, scale, *self.inner_tail
+        )
+        part = out if self.sum is None else empty(self.part, (1,), FP32)
+        self.call(
+            self.grid, 1, 1, stream, *self.head, start, *self.weight, part.data_ptr(), *self.tail, address, b.data_ptr(),
+            *self.end,
+        )  # fmt: skip
+        if self.sum is not None:
+            self.sum(self.sum_grid, 1, 1, stream, *self.sum_head, part.data_ptr(), out.data_ptr(), *self.sum_tail)
+        return out
+
+
+_kernels: dict[tuple[Any, ...], tuple[KernelEntry, small_m.SmallMKernel]] = {}
+
+
+def resolve(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, config: SmallMConfig, a: torch.Tensor
+) -> LoraLaunch:
+    """Return the launch that multiplies every x of this shape by this weight and adds an adapter that is laid out as A is.
+
+    The caller has checked ``launch.supports`` and ``supports``, and that the packed weight is 16-byte aligned.
+
+    Raises:
+        KernelUnavailable: a kernel cannot be compiled, or has yet to compile while a CUDA graph is being captured.
+    """
+    n, k = weight.shape
+    m, layout = x.numel() // k, layout_of(a)
+    key = (x.device, weight.offset_dtype(), bias is None, m, n, k, weight.blocksize, weight.blocksize2, config, layout)
+    if key not in _kernels:
+        with runtime.on_device(x.device):
+            capability, processors = runtime.capability_of(x.device), runtime.multiprocessors(x.device)
+            division = small_m.plan(
+                config,
+                processors,
+                m,
+                n,
+                k,
+                False,
+                weight.offset_dtype(),
+                bias is not None,
+                capability,
+                weight.step(),
+                layout,
+            )
+            first = inner_kernel(x.device, m, k, layout)
+            _kernels[key] = (
+                first,
+                small_m.SmallMKernel(x.device, x.dtype, weight, division, m, bias is not None, layout),
+            )
+    first, kernel = _kernels[key]
+    return LoraLaunch(first, kernel, layout, x, weight, bias)

@@ -1,0 +1,157 @@
+"""Fused matmul of a few rows with a LoRA adapter, for eager calls and as the custom op that compiled code calls.
+
+Results are as accurate as peft's, but not bit-identical: base and adapter are added in fp32, and the sum is rounded once. A, B and
+the scaling are read at every call, so a call after an optimizer step uses the new adapter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..nf4 import runtime
+from ..nf4.weight import LIMIT, PackedWeight
+from ..patching import guards, op
+from ..patching.context import is_jit_tracing, plain_methods
+from ..patching.counters import counters, warn_once
+from ..patching.reasons import Reason
+from . import adapter
+from . import launch as matmul
+from .product import FusedMatmul, config_for
+
+LARGEST_M = 64  # rows of x
+
+
+class FusedLora(FusedMatmul):
+    """The fused matmul with an adapter, for one target."""
+
+    def add(
+        self, x: Tensor, weight: PackedWeight, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+    ) -> Tensor | Reason:
+        """Return x @ weight.T + bias + scale * (x @ A.T) @ B.T, [..., N] in bf16, or the Reason for a fallback.
+
+        Args:
+            x: [..., K], bf16.
+            weight: [N, K] in x's dtype.
+            bias: [N] in x's dtype.
+            a, b: A [rank, K] and B [N, rank], both in bf16 or both in fp32.
+        """
+        if not (adapter.is_readable(a) and adapter.is_readable(b)):
+            return Reason.LORA_OPERANDS
+        bias_key = None
+        if bias is not None:
+            bias_key = bias.data_ptr(), bias.dtype, bias.shape, bias.is_contiguous(), bias.is_neg()
+        factors = a.dtype, b.dtype, a.shape, b.shape, a.get_device(), b.get_device()
+        key = (x.shape, x.dtype, x.get_device(), x.is_neg(), bias_key, factors, weight.memo())
+        launch: Any = self.launches.get(key)
+        if launch is None:
+            launch = self.resolve_with(x, weight, bias, a, b)
+            if type(launch) is Reason:
+                return launch
+            if len(self.launches) >= LIMIT:
+                self.launches.clear()
+            self.launches[key] = launch
+        result: Tensor = launch.add(x, a, b, scale)
+        launch.counter.hits += 1
+        return result
+
+    def resolve_with(
+        self, x: Tensor, weight: PackedWeight, bias: Tensor | None, a: Tensor, b: Tensor
+    ) -> adapter.LoraLaunch | Reason:
+        """Run the guards and resolve a launch. Return it, or the Reason for a fallback."""
+        if is_jit_tracing():
+            return Reason.EXPORTING
+        reason = why_not(x, weight, bias, a, b)
+        if reason is not None:
+            return reason
+        if not matmul.supports(x, weight, bias) or weight.packed.data_ptr() % 16:
+            return Reason.MATMUL_OPERANDS
+        if not all(map(runtime.has_memory, weight.tensors())):
+            return Reason.NO_STORAGE
+        n, k = weight.shape
+        config: Any = config_for(x.get_device(), x.numel() // k, n, k)
+        try:
+            launch = adapter.resolve(x, weight, bias, config, a)
+        except runtime.KernelUnavailable as error:
+            return self.fallbacks.unavailable(error)
+        launch.counter = counters.of(self.target, (n, k), str(x.dtype), "fused matmul with LoRA")
+        return launch
+
+
+def why_not(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, a: Tensor, b: Tensor, ignore: tuple[Reason, ...] = ()
+) -> Reason | None:
+    """Return the first Reason why the kernels do not support these operands, or None. Looks at no address and no data.
+
+    Args:
+        ignore: reasons of the weight's guards that do not count.
+    """
+    if not runtime.runs_on(x):
+        return Reason.NOT_CUDA
+    if len(weight.shape) != 2:
+        return Reason.MATMUL_OPERANDS
+    n, k = weight.shape
+    if x.shape[-1:] != (k,) or x.numel() == 0 or x.numel() > LARGEST_M * k:
+        return Reason.NOT_FASTER
+    m: Any = x.numel() // k
+    if type(m) is not int:  # Dynamo traces the rows as a symbol, and the graph serves up to LARGEST_M of them
+        m = LARGEST_M
+    if config_for(x.get_device(), m, n, k) is None:
+        return Reason.NOT_FASTER
+    reason = guards.why_not(weight, ignore=ignore)
+    if reason is not None:
+        return reason
+    if bias is not None and (bias.dtype is not x.dtype or bias.shape != (n,) or bias.device != x.device):
+        return Reason.MATMUL_OPERANDS
+    if x.dtype is not adapter.BF16 or runtime.capability_of(x.device) < (8, 0) or weight.packed.device != x.device:
+        return Reason.MATMUL_OPERANDS
+    return None if adapter.supports(x, m, n, a, b) else Reason.LORA_OPERANDS
+
+
+# The fields of a PackedWeight come after x, as in the schema of ``op``.
+SCHEMA = "(Tensor x, " + op.SCHEMA[1:].partition(")")[0] + ", Tensor? bias, Tensor a, Tensor b, float scale) -> Tensor"
+NAME = "nf4_patch.matmul_lora_4bit"
+fused = FusedLora(NAME)
+
+
+def kernel(x: Tensor, *fields: Any) -> Tensor:
+    """Compute the op. Where the kernels cannot run, compute it with the dequantized weight: a graph has no original."""
+    *packed, bias, a, b, scale = fields
+    weight = op.given(*packed)
+    with plain_methods():
+        result = fused.add(x, weight, bias, a, b, scale)
+    if type(result) is not Reason:
+        return result
+    warn_once(op.FORMULA + result.sentence)
+    dense = torch.ops.nf4_patch.dequantize_nf4(*packed)
+    base = torch.nn.functional.linear(x, dense, bias)
+    inner = torch.nn.functional.linear(x.to(a.dtype), a)
+    total: Tensor = base + (torch.nn.functional.linear(inner, b) * scale).to(base.dtype)
+    return total
+
+
+def fake(x: Tensor, *fields: Any) -> Tensor:
+    """Return the result's shape, or an answer like that of ``op.fake`` if the kernels do not support the operands."""
+    *packed, bias, a, b, _ = fields
+    weight = op.given(*packed)
+    reason = why_not(x, weight, bias, a, b, ignore=(Reason.TENSOR_SUBCLASS,))  # every tensor is a FakeTensor here
+    if reason is not None:
+        return x.new_empty(op.REASONS.index(reason), dtype=torch.bool)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+if not hasattr(torch.ops.nf4_patch, "matmul_lora_4bit"):  # importlib.reload: defined once per process
+    library = torch.library.Library("nf4_patch", "FRAGMENT")
+    library.define("matmul_lora_4bit" + SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl("matmul_lora_4bit", kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake("nf4_patch::matmul_lora_4bit", fake, lib=library)
+
+
+def traced(
+    x: Tensor, fields: tuple[Any, ...], bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+) -> Tensor | Reason:
+    """Call the op with the fields of a PackedWeight. Return its result, or the Reason for a fallback. Written to be traced."""
+    result: Tensor = torch.ops.nf4_patch.matmul_lora_4bit(x, *fields, bias, a, b, scale)
+    return op.REASONS[result.shape[0]] if result.dtype is torch.bool else result
