@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.models import LINEARS, LLAMA_8B, build_4bit, config_of
 from nf4_patch.matmul import adapter as launches
-from nf4_patch.matmul.product import config_for
+from nf4_patch.matmul.choice import config_for
 from nf4_patch.patching.quant_state import weight_of
 from nf4_patch.tools.matmul import exact
 from nf4_patch.tools.patch import patch

@@ -19,7 +19,8 @@ from ..patching.counters import counters, warn_once
 from ..patching.reasons import Reason
 from . import adapter
 from . import launch as matmul
-from .product import FusedMatmul, config_for
+from .choice import LAST_ROWS, config_for
+from .product import FusedMatmul
 
 LARGEST_M = 64  # rows of x
 
@@ -96,10 +97,12 @@ def why_not(
     if x.shape[-1:] != (k,) or x.numel() == 0 or x.numel() > LARGEST_M * k:
         return Reason.NOT_FASTER
     m: Any = x.numel() // k
-    if type(m) is not int:  # Dynamo traces the rows as a symbol, and the graph serves up to LARGEST_M of them
-        m = LARGEST_M
-    if config_for(x.get_device(), m, n, k) is None:
+    every = (
+        (m,) if type(m) is int else LAST_ROWS
+    )  # Dynamo traces the rows as a symbol: the graph serves every number of them
+    if any(config_for(x.get_device(), rows, n, k) is None for rows in every):
         return Reason.NOT_FASTER
+    m = every[-1]
     reason = guards.why_not(weight, ignore=ignore)
     if reason is not None:
         return reason

@@ -10,7 +10,7 @@ from target import fallbacks
 
 import nf4_patch
 from benchmarks.models import LINEARS, Shape, build_4bit, config_of
-from nf4_patch.matmul import adapter, product
+from nf4_patch.matmul import adapter, choice
 from nf4_patch.patching.counters import counters
 from nf4_patch.patching.reasons import Reason
 
@@ -38,7 +38,7 @@ def test_as_accurate_as_peft(n, k, rank, dtype):
     served = 0
     for m in (1, 5, 8, 13, 16, 24, 32, 33, 48, 64):
         x = torch.randn(m, k, device=CUDA).to(BF16)
-        config = product.config_for(0, m, n, k)
+        config = choice.config_for(0, m, n, k)
         a, b = factors(n, k, rank, dtype, 0.02 if m % 2 else 2)
         if config is None or not adapter.supports(x, m, n, a, b):
             continue

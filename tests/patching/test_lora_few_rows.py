@@ -15,7 +15,7 @@ from target import fallbacks, raising
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import nf4_patch
-from nf4_patch.matmul import adapter, launch, product, small_m
+from nf4_patch.matmul import adapter, launch, small_m
 from nf4_patch.matmul import lora as few_rows
 from nf4_patch.nf4 import runtime
 from nf4_patch.nf4.dequantize import reference
@@ -78,11 +78,9 @@ def stand_in_for_the_kernels(monkeypatch):
 def few(monkeypatch, device):
     """The device, on which the launches with an adapter run."""
     monkeypatch.setattr(adapter, "_kernels", {})
-    product.forget()
     if not GPU:
         stand_in_for_the_kernels(monkeypatch)
     yield device
-    product.forget()
     torch._dynamo.reset()
 
 
@@ -366,6 +364,5 @@ def test_the_op_computes_without_the_kernels(few, monkeypatch):
     step, _ = compiled(model)
     with torch.no_grad():
         want = step(x)
-        product.forget()
         monkeypatch.setattr(few_rows.FusedLora, "resolve_with", lambda *arguments: Reason.KERNEL_FAILED)
         assert lora.apart(step(x), want) < 1e-2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import unsloth  # noqa: F401, I001  before transformers, as Unsloth requires
+import unsloth  # before transformers, as Unsloth requires
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
