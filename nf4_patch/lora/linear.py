@@ -217,6 +217,8 @@ def linear(target: Target, original: Function) -> Function:
             return Reason.MATMUL_OPERANDS
         if context.function_modes() and context.function_mode_active():
             return Reason.FUNCTION_MODE
+        if type(x) not in PLAIN:
+            return Reason.TENSOR_SUBCLASS
         adapters, base = adapters_of(self, x, args, kwargs, True), self.base_layer
         if isinstance(adapters, Reason):
             return adapters

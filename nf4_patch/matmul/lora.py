@@ -41,19 +41,25 @@ class FusedLora(FusedMatmul):
         """
         if not (adapter.is_readable(a) and adapter.is_readable(b)):
             return Reason.LORA_OPERANDS
-        bias_key = None
-        if bias is not None:
-            bias_key = bias.data_ptr(), bias.dtype, bias.shape, bias.is_contiguous(), bias.is_neg()
-        factors = a.dtype, b.dtype, a.shape, b.shape, a.get_device(), b.get_device()
-        key = (x.shape, x.dtype, x.get_device(), x.is_neg(), bias_key, factors, weight.memo())
-        launch: Any = self.launches.get(key)
+        launch: Any
+        key: Any
+        try:
+            bias_key = None
+            if bias is not None:
+                bias_key = bias.data_ptr(), bias.dtype, bias.shape, bias.is_contiguous(), bias.is_neg()
+            factors = a.dtype, b.dtype, a.shape, b.shape, a.get_device(), b.get_device()
+            key = (x.shape, x.dtype, x.get_device(), x.is_neg(), bias_key, factors, weight.memo())
+            launch = self.launches.get(key)
+        except (AttributeError, TypeError, RuntimeError):  # see FusedMatmul.run
+            key = launch = None
         if launch is None:
             launch = self.resolve_with(x, weight, bias, a, b)
             if type(launch) is Reason:
                 return launch
-            if len(self.launches) >= LIMIT:
-                self.launches.clear()
-            self.launches[key] = launch
+            if key is not None:
+                if len(self.launches) >= LIMIT:
+                    self.launches.clear()
+                self.launches[key] = launch
         result: Tensor = launch.add(x, a, b, scale)
         launch.counter.hits += 1
         return result

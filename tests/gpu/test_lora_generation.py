@@ -53,7 +53,7 @@ def test_as_accurate_as_peft(n, k, rank, dtype):
 
 def adapted(layers=2, dtype=BF16, rank=16):
     """A random Llama in 4 bits with an adapter on all linear layers."""
-    config = config_of(Shape(2048, 4096, layers, 16, 4)._replace(vocab_size=512), BF16)
+    config = config_of(Shape(2048, 4096, layers, 16, 4), BF16)
     options = {"r": rank, "lora_alpha": rank, "target_modules": list(LINEARS)}
     model = peft.get_peft_model(build_4bit(config, CUDA).eval(), peft.LoraConfig(**options)).eval()
     torch.manual_seed(1)

@@ -5,6 +5,7 @@ Without a GPU, functions that read the operands at their addresses stand in for 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 
 import pytest
@@ -245,6 +246,28 @@ def test_what_is_refused_is_pefts(few, case):
             results.append(model(x))
     assert fallbacks(TARGET) == {reason: 1}
     assert lora.apart(*results) < 1e-2 if GPU else torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"), [("absmax", None, "STATE_FIELDS"), ("blocksize", 48, "BLOCKSIZE")]
+)
+def test_a_damaged_state_is_named(few, field, value, reason):
+    model, x = lora.adapted(few), rows_of(few, 8)
+    layer = lora.layer_of(model)
+    setattr(layer.base_layer.weight.quant_state, field, value)
+    nf4_patch.enable(matmul="auto")
+    with torch.no_grad(), contextlib.suppress(Exception):  # bitsandbytes' own
+        layer(x)
+    assert fallbacks(TARGET) == {Reason[reason]: 1}
+
+
+def test_a_shape_that_is_a_list(few):
+    model, x = lora.adapted(few), rows_of(few, 8)
+    state = lora.layer_of(model).base_layer.weight.quant_state
+    want = stock_and_ours(model, x)[1]
+    state.shape = list(state.shape)
+    got, hits = stock_and_ours(model, x)[1:]
+    assert hits == 1 and torch.equal(got, want)
 
 
 def test_adapter_names_are_pefts(few):
