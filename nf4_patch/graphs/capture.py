@@ -162,7 +162,6 @@ class Task(NamedTuple):
     tensors: list[Tensor]  # all other tensor arguments
     environment: Environment
     fingerprint: Fingerprint
-    is_compiled: bool  # Unsloth's layer, which is one compiled function
 
 
 Place = tuple[dict[str, Any], str, nn.Parameter]  # a module's dict of parameters, and the name and value of one entry
@@ -318,10 +317,7 @@ class GraphedLayer:
             grown = requested(pool.device) - before
             self.hits, launches, self.reads = launches.since(), Launches(), len(self.pins)
             with pool.capturing(self.second):
-                result = y
-                if task.is_compiled:
-                    alias, result = self.forward_of(task, x, recompute=True)
-                dx, flat = self.backward_of(alias, result, gradient)
+                dx, flat = self.backward_of(alias, y, gradient)
             self.hits_of_backward = launches.since()
         except RuntimeError as error:
             pool.repair()
@@ -346,12 +342,8 @@ class GraphedLayer:
             for dtype in self.dtypes
         ]
 
-    def forward_of(self, task: Task, x: Tensor, recompute: bool = False) -> tuple[Tensor, Tensor]:
-        """Run the layer under a checkpoint on an alias of x. Return the alias, which is a leaf, and the layer's first result.
-
-        A compiled layer runs without gradients in the forward and with gradients in the recompute, as under a reentrant
-        checkpoint, because its two compilations may round differently.
-        """
+    def forward_of(self, task: Task, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the layer under a checkpoint on an alias of x. Return the alias, which is a leaf, and the layer's first result."""
         alias = x.detach().requires_grad_(task.x.requires_grad)
         buffers = [slot.buffer for slot in self.slots]
 
@@ -360,9 +352,6 @@ class GraphedLayer:
                 return function(*arguments)
 
         def checkpointed(function: Callable[..., Any], *arguments: Any) -> Any:
-            if task.is_compiled:
-                with torch.set_grad_enabled(recompute):
-                    return body(function, *arguments)
             return checkpoint(body, function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
         with task.environment.entered():
@@ -372,7 +361,7 @@ class GraphedLayer:
             result, others = result[0], result[1:]
         if not isinstance(result, Tensor) or (result.shape, result.dtype) != (task.x.shape, task.x.dtype):
             raise Refusal(Reason.GRAPH_ARGUMENTS, "it does not return one tensor of its input's shape and dtype")
-        if not result.requires_grad and (recompute or not task.is_compiled):
+        if not result.requires_grad:
             raise Refusal(Reason.GRAPH_ARGUMENTS, "nothing in it requires a gradient")
         self.others = others
         return alias, result
@@ -415,8 +404,6 @@ class GraphedLayer:
             offset = pool.generator.get_offset()
             with pool.allocating(), synchronizations() as synchronized:
                 alias, y = self.forward_of(task, x)
-                if task.is_compiled:
-                    alias, y = self.forward_of(task, x, recompute=True)
                 strange = [
                     leaf for leaf in leaves(y) if leaf.numel() and not any(leaf is a for a in (alias, *self.aliases))
                 ]

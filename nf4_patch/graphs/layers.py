@@ -224,11 +224,9 @@ def replay(graph: GraphedLayer, call: Call, x: Tensor) -> Any:
 def checkpoint_options(function: Any) -> dict[str, Any]:
     """Return the keywords of PyTorch's checkpoint if a replay can replace the checkpoint. Otherwise return an empty dict.
 
-    With ``use_gradient_checkpointing=True`` Unsloth calls PyTorch's checkpoint too. With "unsloth" it calls its own checkpoint,
-    which moves x to host memory. A replay would keep x on the GPU.
+    With Unsloth the dict is always empty. Its compiled layers can be captured, but two trainings with such graphs differed.
     """
-    function = partial(function) if function is checkpoint else function
-    if type(function) is not partial or function.func is not checkpoint:
+    if type(function) is not partial or function.func is not checkpoint or "unsloth" in sys.modules:
         return {}
     options = {"use_reentrant": True, "preserve_rng_state": True, **function.keywords}
     return options if len(options) == 2 and options["preserve_rng_state"] and not function.args else {}

@@ -775,14 +775,6 @@ def test_the_experts_state_is_another():
 
 
 @pytest.mark.gpu
-def test_unsloths_compiled_layers():
-    pytest.importorskip("unsloth")
-    program = Path(__file__).parents[1] / "programs" / "graphed_unsloth.py"
-    result = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0 and result.stdout.split()[-1] == "equal", result.stdout + result.stderr[-3000:]
-
-
-@pytest.mark.gpu
 def test_ddp():
     program = Path(__file__).parents[1] / "programs" / "graphs_ddp.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]

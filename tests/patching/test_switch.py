@@ -121,7 +121,7 @@ def test_every_function_is_replaced_while_its_option_is_on_and_put_back():
             assert now.keys() == originals.keys()
             for target in TARGETS:
                 if target.name in now and placement.installed.get(target.name, NONE).replacement is not None:
-                    wanted = not target.option or target.option in options
+                    wanted = not target.option or target.option in options or target.or_option in options
                     if target.permanent:  # in place before and after
                         assert now[target.name] is placement.installed[target.name].replacement
                         continue
