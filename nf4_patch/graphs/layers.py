@@ -359,10 +359,7 @@ def graphed(target: Target, original: Function) -> Function:
             replace = partial(replaced, replacements=lambda tensor: static[id(tensor)])
             return through(self, checkpointed, replace(args), replace(kwargs))
 
-        is_compiled = (
-            "unsloth" in sys.modules and checkpoint_options(self._gradient_checkpointing_func)["use_reentrant"]
-        )
-        return Task(self, function, tensors[0], tensors[1:], environment, fingerprint, is_compiled)
+        return Task(self, function, tensors[0], tensors[1:], environment, fingerprint)
 
     def through(self: Any, function: Function, args: Any, kwargs: Any) -> Any:
         """Call the layer as transformers does, but with ``function`` in place of the checkpoint function."""
