@@ -31,7 +31,8 @@ from .entry import nobody
 
 STEPS = 2  # the first step creates the optimizer's state
 SECONDS = 0.2  # between two queries of the free memory; a query takes about 0.1 ms
-MARGIN, MARGIN_PART = 2**29, 1 / 24  # bytes, and a part of the GPU, by which steps on equal batches may differ
+# The margin is MARGIN bytes plus the fraction MARGIN_PART of the GPU's memory, because the memory of equal steps varies.
+MARGIN, MARGIN_PART = 2**29, 1 / 24
 CONTEXT = 2**31  # bytes outside PyTorch that the CUDA context may take; more belong to another process
 SLACK = 2**28  # bytes by which the memory outside PyTorch may grow without another process
 
@@ -48,16 +49,18 @@ class Auto:
         self.set_budget, self.taken = set_budget, taken
         self.sizes: set[tuple[int, int, int]] = set()  # features, rows and length of the forward passes so far
         self.latest: tuple[torch.Size, ...] = ()  # shapes of the latest observed tensors
-        self.optimizers = WeakIdKeyDictionary()  # those that have stepped; by id, because an optimizer may have no hash
+        self.optimizers = WeakIdKeyDictionary()  # those that have stepped; by id, as an optimizer may not be hashable
         self.stepped = False  # whether an optimizer stepped since the latest forward pass
         self.steps = 0  # training steps since the latest ``wait``
         self.waits = True
         self.next_look = 0.0
-        self.forwarded: Callable[[], torch.Tensor | None] = nobody  # weak, to the latest argument of ``forward``
-        self.alone: dict[int, int] = {}  # MemoryInfo.others by device, when the budget was found
-        self.needed: dict[int, int] = {}  # the most bytes by device that PyTorch had reserved without the cache
+        # weak reference to the latest argument of ``forward``
+        self.forwarded: Callable[[], torch.Tensor | None] = nobody
+        self.alone: dict[int, int] = {}  # MemoryInfo.others by device, at the time when the budget was found
+        self.needed: dict[int, int] = {}  # by device, the most bytes that PyTorch had reserved without the cache
         self.why = "nothing before a training"
-        self.attempt = Fallbacks("cache.auto").attempt  # an error here interrupts no forward pass and no optimizer
+        # logs errors, so that they interrupt no forward pass and no optimizer
+        self.attempt = Fallbacks("cache.auto").attempt
         self.hooks = (
             register_optimizer_step_pre_hook(self.before_step),
             register_optimizer_step_post_hook(self.after_step),
@@ -86,7 +89,10 @@ class Auto:
         self.attempt(self.observed, *inputs)
 
     def forward(self, x: Any) -> None:
-        """Observe the input of an autograd function. ``forwarded`` remembers it, so that the op inside skips the same tensor."""
+        """Observe the input of an autograd function.
+
+        ``forwarded`` remembers the input, so that the op that the function calls does not observe it a second time.
+        """
         self.observe(x)
         self.forwarded = weakref.ref(x) if isinstance(x, torch.Tensor) else nobody
 
@@ -147,7 +153,10 @@ class Auto:
             torch.cuda.empty_cache()
 
     def take(self) -> None:
-        """Set the budget to the memory that is free now, less the margin. Training steps have reserved what they need."""
+        """Set the budget to the memory that is free now, less the margin.
+
+        The training steps so far have made PyTorch reserve all the memory that a step needs.
+        """
         devices = [device for device in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(device)]
         found = {device: MemoryInfo.of(device) for device in devices}
         for device, memory in found.items():
@@ -184,10 +193,10 @@ def size_of(x: torch.Tensor) -> tuple[int, int, int]:
 class MemoryInfo(NamedTuple):
     """The memory of a GPU, in bytes."""
 
-    free: int  # what PyTorch can still allocate
-    reserved: int  # what PyTorch holds
-    others: int  # what is in use outside PyTorch: this process's CUDA context, and other processes
-    margin: int  # what the cache leaves free
+    free: int  # memory that PyTorch can still allocate from the driver
+    reserved: int  # memory that PyTorch holds
+    others: int  # memory in use outside PyTorch, by this process's CUDA context and by other processes
+    margin: int  # memory that the cache leaves free
 
     @classmethod
     def of(cls, device: int) -> MemoryInfo:

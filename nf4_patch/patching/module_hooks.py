@@ -1,4 +1,4 @@
-"""Detect hooks and replaced forwards, which run when a module is called but not when its class's forward is called directly."""
+"""Detect hooks and replaced forwards of a module. They would not run if the class's forward were called directly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOOKS_ON_ALL = [getattr(torch_module, f"_global{kind}") for kind in HOOKS]  # di
 def is_called_otherwise(module: Any, known: tuple[Any, ...] = ()) -> bool:
     """Return whether a call of the module runs anything else than its class's forward and the hooks in ``known``.
 
-    accelerate's hook that only moves inputs is ignored. It is on every module of a model that is spread over several GPUs.
+    accelerate's hook that only moves inputs is ignored. Every module of a model that is spread over several GPUs has that hook.
     """
     own = vars(module)
     for kind in HOOKS:

@@ -20,12 +20,14 @@ from .reasons import Reason
 
 FORMULA = "nf4_patch: a compiled graph dequantizes with slow PyTorch operators instead of the kernel: "
 REASONS = tuple(Reason)
-# For these Reasons PyTorch operators can still dequantize. A graph may run on another machine than the one that traced it.
+# For the Reasons in COMPUTABLE, PyTorch operators can still dequantize. They can occur in a graph that passed the guards when it
+# was traced, because the graph may run on another machine.
 COMPUTABLE = (Reason.NOT_CUDA, Reason.ROCM, Reason.GPU_TOO_OLD, Reason.NOT_CONTIGUOUS)
 
 
-# The arguments are the fields of a PackedWeight. ``torch.library.custom_op`` would add an Autograd kernel in Python, which the
-# packed weight does not need: a call would take 17 us instead of 6 us (2-core CPU machine, torch 2.13).
+# The op's arguments are the fields of a PackedWeight. The op is not made with ``torch.library.custom_op``, which would add an
+# Autograd kernel in Python that the packed weight does not need. A call would take 17 us instead of 6 us (2-core CPU machine,
+# torch 2.13).
 SCHEMA = (
     "(Tensor packed, Tensor absmax, Tensor? absmax2, Tensor? code2, Tensor? offset, "
     "SymInt blocksize, SymInt blocksize2, SymInt[] shape, ScalarType dtype, str quant_type) -> Tensor"
@@ -85,7 +87,7 @@ def dequantize(packed: Tensor, absmax: Any, absmax2: Any, code2: Any, offset: An
 
     The result is transposed if the packed bytes are. Dynamo can trace this function.
     """
-    # values that the op's schema does not accept
+    # The op's schema does not accept the following values, so each gets its Reason here.
     blocksize, blocksize2, shape, dtype, quant_type = plain
     if not isinstance(quant_type, str):
         return Reason.QUANT_TYPE
