@@ -46,7 +46,10 @@ def execute(command: list[str], shown: bool, file: Path | None, all_ranks: bool)
 
 
 def watch() -> None:
-    """Register a report for the end of this process, in case it imports bitsandbytes. Called when Python starts."""
+    """Register a report for the end of this process, if the process imports bitsandbytes.
+
+    startup/sitecustomize.py calls this function when Python starts.
+    """
     if REPORT not in os.environ:
         return
     import wrapt
@@ -65,7 +68,8 @@ def report(process: int, shown: bool, file: str | None, all_ranks: bool, run: st
     Args:
         process: the id of the process that registered the report.
         shown: print the report to stderr.
-        file: write the report to this file as JSON, see ``add``. With ``all_ranks``, write one file per rank, ``report.rank1.json``.
+        file: write the report to this file as JSON, see ``add``. With ``all_ranks``, write one file per rank, for example
+            ``report.rank1.json``.
         all_ranks: report in every process of a launcher, not only in rank 0.
         run: an identifier that all reports of one command share.
     """
@@ -86,9 +90,10 @@ def report(process: int, shown: bool, file: str | None, all_ranks: bool, run: st
 
 
 def add(file: Path, data: dict[str, Any]) -> None:
-    """Write a report with an empty list ``others``, or add it to that list of another process of the same run.
+    """Write the report ``data`` to ``file``, with an empty list ``others``.
 
-    A device or a pipe gets one report after another.
+    If the file already holds a report of the same run, add ``data`` to the list ``others`` of that report instead. A device or
+    a pipe gets one report after another.
     """
     from . import output
 
@@ -97,7 +102,7 @@ def add(file: Path, data: dict[str, Any]) -> None:
         return
     with contextlib.ExitStack() as stack:
         first = data | {"others": []}
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not to be read, or no such report
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # unreadable, or not a report
             opened = stack.enter_context(file.open("a+", encoding="utf-8"))
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(opened, fcntl.LOCK_EX)  # processes may end at the same time
@@ -119,9 +124,9 @@ def of_own_kernels() -> list[str]:
 
 
 def of_the_cache(status: Status) -> list[str]:
-    """Return what a cache would have saved in a run without one.
+    """Return a sentence on what a cache would have saved, if the run had none.
 
-    Savings are at least proportional to the budget, and larger with gradient checkpointing.
+    A cache for half of the weights saves at least half as much. With gradient checkpointing it saves more.
     """
     if status.cache.mode != "off" or not status.weights:
         return []

@@ -60,7 +60,7 @@ def verify(tell: Progress = silent, dequantize: Dequantize = nf4_patch.dequantiz
 
 
 def compare(packed: torch.Tensor, state: Any, dequantize: Dequantize) -> tuple[int, str]:
-    """Return how many elements differ and a sentence on the first of them, or (0, "") if none differs."""
+    """Return how many elements differ, and a sentence on the first different element. Return (0, "") if none differs."""
     import bitsandbytes.functional as F
 
     out = torch.full(tuple(state.shape), float("nan"), dtype=state.dtype, device=packed.device)
