@@ -19,7 +19,7 @@ from .patching.target import Target
 from .patching.targets import TARGETS
 
 NEVER_CALLED, ONLY_FALLBACKS = "installed, never called by eager code", "every counted call ran the original"
-SHAPES_SHOWN = 8  # so that a report fits on a screen; a model has about five shapes
+SHAPES_SHOWN = 8  # most shapes in a report, so that it fits on a screen; a model has about five
 
 
 @dataclass(frozen=True)

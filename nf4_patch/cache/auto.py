@@ -29,8 +29,8 @@ from ..patching.option import size_in_words
 from ..patching.replacement import Fallbacks
 from .entry import nobody
 
-STEPS = 2  # the first step creates the optimizer's state
-SECONDS = 0.2  # between two queries of the free memory; a query takes about 0.1 ms
+STEPS = 2  # training steps to wait for; the first one creates the optimizer's state
+SECONDS = 0.2  # seconds between two queries of the free memory; a query takes about 0.1 ms
 # The margin is MARGIN bytes plus the fraction MARGIN_PART of the GPU's memory, because the memory of equal steps varies.
 MARGIN, MARGIN_PART = 2**29, 1 / 24
 CONTEXT = 2**31  # bytes outside PyTorch that the CUDA context may take; more belong to another process
@@ -47,7 +47,7 @@ class Auto:
 
     def __init__(self, set_budget: Callable[[int], None], taken: Mapping[int, int]):
         self.set_budget, self.taken = set_budget, taken
-        self.sizes: set[tuple[int, int, int]] = set()  # features, rows and length of the forward passes so far
+        self.sizes: set[tuple[int, int, int]] = set()  # (features, rows, length) of the forward passes so far
         self.latest: tuple[torch.Size, ...] = ()  # shapes of the latest observed tensors
         self.optimizers = WeakIdKeyDictionary()  # those that have stepped; by id, as an optimizer may not be hashable
         self.stepped = False  # whether an optimizer stepped since the latest forward pass
@@ -99,7 +99,7 @@ class Auto:
     def observed(self, *inputs: Any) -> None:
         """Update the budget at the start of a layer's forward, given the layer's arguments.
 
-        The size of the batch comes from the largest activations [..., length, features] among them.
+        The size of the batch comes from the largest activations [..., length, features] among these arguments.
         """
         found = [x for x in tensors(inputs) if x.is_cuda]
         if not found or is_capturing():

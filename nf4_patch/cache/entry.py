@@ -41,7 +41,8 @@ class CacheEntry:
         # contains the storage's number instead of its address, because addresses are reused
         self.versions = packed.untyped_storage()._cdata, packed._version, absmax._version
         self.second = tuple(tensor._version for tensor in second)
-        self.memory = StorageWeakRef(packed.untyped_storage())  # while it is held, no other storage gets this number
+        # while this weak reference is held, no other storage gets the same number
+        self.memory = StorageWeakRef(packed.untyped_storage())
         # held, so that no other scales can be allocated at their addresses
         self.scales = tuple(tensor.untyped_storage() for tensor in (absmax, *second))
         self.device = packed.get_device()  # -1: the CPU

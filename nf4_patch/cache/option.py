@@ -95,7 +95,7 @@ CACHE = Option(
             "torch.utils:weakref.getweakrefs", ">= 2.3", TESTED_TORCH,
             ANY, ".cache.replacements:getweakrefs",
             "swaps of parameters whose weights are cached, with enable(cache=...) only",
-            after="bitsandbytes.functional",  # by then PyTorch is imported completely
+            after="bitsandbytes.functional",  # so that PyTorch is imported completely before the function is replaced
         ),
         CacheTarget(
             "torch:UntypedStorage.resize_", ">= 2.0", TESTED_TORCH,

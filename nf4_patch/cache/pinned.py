@@ -121,9 +121,10 @@ class Layer:
         running.any = bool(running.layers)
 
     def drop(self, keep: Container[CacheEntry] = ()) -> None:
-        """Drop the layer's cached weights, except those in ``keep``. The garbage collector calls this method too.
+        """Drop the layer's cached weights, except those in ``keep``.
 
-        A parameter of bitsandbytes may outlive its layer, because a copied parameter refers to the module of the original.
+        The garbage collector calls this method when the layer is freed. The layer's parameters may live longer, because a copied
+        parameter of bitsandbytes refers to the module of the original parameter.
         """
         for entry in self.entries:
             if entry not in keep:
@@ -181,7 +182,7 @@ class Layers:
         return entry
 
     def read(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, Attached]] | Reason:
-        """Return every quantization state of a layer with its dense copy. Cache missing weights first.
+        """Return every quantization state of a layer with its dense copy. First decode and cache the weights that are missing.
 
         Return an empty list if the cache cannot serve all weights of the layer.
         """

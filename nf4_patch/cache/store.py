@@ -51,8 +51,8 @@ class Cache(dequantizer.Reader):
         self.mode: str | int = "off"
         self.auto: Auto | None = None  # finds the budget for "auto"
         self.budget = 0  # bytes per device
-        self.weights: dict[tuple[object, ...], CacheEntry] = {}  # by ``location``
-        self.taken: Counter[int] = Counter()  # bytes by device, with dropped weights that are still in use
+        self.weights: dict[tuple[object, ...], CacheEntry] = {}  # entries by ``location``
+        self.taken: Counter[int] = Counter()  # bytes by device, including dropped weights that are still in use
         self.dropped: list[CacheEntry] = []  # dropped entries whose dense copy is still in use
         self.death = object()  # replaced whenever a tensor or storage of a cached weight is freed
         self.settled_death = self.death  # the value of ``death`` that ``settle`` has handled
@@ -61,7 +61,7 @@ class Cache(dequantizer.Reader):
         self.hits = self.misses = 0
         self.uncached: Counter[Uncached] = Counter()
         self.lock = new_lock()
-        self.pinning = -1  # the stream on which a CUDA graph is captured now
+        self.pinning = -1  # the stream on which a CUDA graph is being captured, -1 if there is none
         self.pins: list[tuple[CacheEntry, PackedWeight]] = []  # the cached weights that the graph reads
 
     @contextlib.contextmanager
@@ -238,7 +238,7 @@ class Cache(dequantizer.Reader):
             OutOfMemoryError: the decode ran out of memory, and the budget is a fixed size. With "auto", the cache is dropped.
         """
         mode, result, device, size = self.mode, None, weight.packed.get_device(), size_of(weight)
-        with self.lock:  # released before the decode, which is slow
+        with self.lock:  # the lock is released before the decode, which is slow
             self.settle()
             if not self.on or size > self.room(device):
                 return None
@@ -281,7 +281,7 @@ class Cache(dequantizer.Reader):
     # --- dropping ---
 
     def _drop(self, entry: CacheEntry | None) -> None:
-        """Remove an entry if it is in the cache. Its dense copy is charged as long as something still uses it."""
+        """Remove an entry if it is in the cache. The budget is charged for its dense copy as long as something still uses it."""
         if entry is None or self.weights.get(entry.location) is not entry:
             return
         # An interrupt after this line may lead to a second append, but ``settle`` subtracts the size only once.
@@ -365,7 +365,7 @@ class StorageRecord:
     """
 
     def __init__(self, reference: StorageWeakRef, owner: Callable[[], Tensor | None]):
-        self.reference = reference  # while it is held, no other storage gets this number
+        self.reference = reference  # while this weak reference is held, no other storage gets the same number
         self.owner = owner  # returns the parameter in this storage, or None
         self.resized = self.aliased = False
 

@@ -29,9 +29,9 @@ class KernelUnavailable(RuntimeError):
 
 
 class KernelEntry(NamedTuple):
-    """The function that launches a compiled kernel, and the fixed parts of its arguments, all plain numbers.
+    """The function that launches a compiled kernel, and the fixed parts of its arguments.
 
-    A launch is ``call(x, y, z, stream, *head, *arguments, *tail)``, where x, y and z are the sizes of the grid.
+    A launch is ``call(x, y, z, stream, *head, *arguments, *tail)``. The grid is (x, y, z), and the arguments are plain numbers.
     """
 
     call: Callable[..., None]
@@ -63,7 +63,7 @@ class KernelEntry(NamedTuple):
         self.call(*grid, stream, *self.head, *arguments, *self.tail)
 
 
-# Every device query goes through these names. CPU tests replace the names, and ``compile_kernel``, before other modules
+# All device queries go through the names below. CPU tests replace these names and ``compile_kernel`` before other modules
 # import them (tests/support/quick_interpreter.py).
 DEVICE = "cuda"  # the device type that the kernels run on
 WORD = 4  # byte alignment that the kernel requires of a packed weight
@@ -196,7 +196,7 @@ def built_once(built: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any
     A failure of ``build`` is remembered. Later calls raise its error again, without a second try.
 
     Raises:
-        KernelUnavailable: ``build`` failed, or has not run yet and a CUDA graph is being captured. A capture is not remembered.
+        KernelUnavailable: ``build`` failed, or cannot run because a CUDA graph is being captured. The latter is not remembered.
         torch.cuda.OutOfMemoryError, MemoryError: ``build`` ran out of memory. This is not remembered.
     """
     if key not in built:
@@ -252,8 +252,8 @@ def compiled(kernel: Any, arguments: Iterable[Any], values: dict[str, Any], *kin
         arguments: sample tensors and numbers. Those of every later call of this ``kind`` must have the same types.
         values: the kernel's constexprs in the order of its signature.
         kind: everything else that the compiled kernel depends on: the device, dtypes, and which sizes are multiples of 16.
-        options: for Triton's compiler. With ``launch_pdl``, the kernel may start before the previous kernel ends, and
-            waits for its results itself (Triton >= 3.6, sm_90).
+        options: for Triton's compiler. ``launch_pdl`` means programmatic dependent launch: the kernel may start before the
+            previous kernel ends, and waits for its results itself (Triton >= 3.6, sm_90).
     """
 
     def build() -> KernelEntry:

@@ -36,13 +36,13 @@ class PackedWeight(NamedTuple):
 
     packed: torch.Tensor  # ceil(n / 2) bytes stored as any of STORAGE_DTYPES; high nibble = even element
     absmax: torch.Tensor  # [blocks], uint8 (nested: an index into code2) or fp32 (flat: the scale itself)
-    absmax2: torch.Tensor | None  # [ceil(blocks / blocksize2)] fp32
-    code2: torch.Tensor | None  # [256] fp32
+    absmax2: torch.Tensor | None  # [ceil(blocks / blocksize2)] fp32, the scales of absmax
+    code2: torch.Tensor | None  # [256] fp32, the values that absmax indexes
     offset: torch.Tensor | None  # one element, any of OFFSET_DTYPES, added to every scale
     blocksize: int  # elements per block
     blocksize2: int  # blocks per second-level block; 0 when flat
-    shape: Sequence[int]  # of the dequantized weight, any rank
-    dtype: torch.dtype  # of the dequantized weight, one of OUTPUT_DTYPES
+    shape: Sequence[int]  # shape of the dequantized weight, of any rank
+    dtype: torch.dtype  # dtype of the dequantized weight, one of OUTPUT_DTYPES
     quant_type: str  # "nf4" or "fp4"
 
     def memo(self) -> WeightMemo:

@@ -13,7 +13,7 @@ is_compiling = torch.compiler.is_dynamo_compiling
 # is_jit_tracing is checked only for new weights: shapes hold tensors under torch.jit.trace, so no remembered launch matches.
 is_jit_tracing = torch._C._is_tracing
 modes_active = torch._C._len_torch_dispatch_stack
-function_modes = torch._C._len_torch_function_stack  # returns how many are active; torch.set_default_device adds one
+function_modes = torch._C._len_torch_function_stack  # returns the number of modes; torch.set_default_device adds one
 transforms_active = torch._C._functorch.peek_interpreter_stack
 backward_in_progress: Callable[[], int] = torch._C._current_graph_task_id  # returns -1 outside of a backward
 # plain_methods() skips Params4bit's __torch_function__, which takes 1.4 us for each data_ptr() (2-core CPU machine, Python 3.11).
@@ -95,6 +95,6 @@ def keep_dynamo_out(function: Callable[..., Any]) -> None:
 
 
 def casts(A: torch.Tensor) -> bool:
-    """Return whether autocast makes the original multiply in another dtype than that of ``A``."""
+    """Return whether autocast makes the original function multiply in a dtype other than that of ``A``."""
     device = A.device.type
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is not A.dtype

@@ -37,7 +37,7 @@ def has_gradient(packed: Tensor) -> bool:
     return packed.requires_grad and torch.is_grad_enabled()
 
 
-# Functions that only pass the dequantized weight on to their caller, by module.
+# PASSED_ON lists functions that only pass the dequantized weight on to their caller, by module.
 PASSED_ON = {
     "unsloth.kernels.utils": "fast_dequantize",
     "unsloth_zoo.temporary_patches.bitsandbytes_large_tensors": "dequantize_4bit",
@@ -80,8 +80,8 @@ class Dequantizer:
 
     Args:
         target: the target's name.
-        readers: start of the names of modules that only read the result. Other callers get a new tensor, never a cached one.
-            "": callers are not checked.
+        readers: start of the names of modules that only read the result, such as "unsloth.". Callers in other modules get a new
+            tensor, never a cached one. With "", callers are not checked.
     """
 
     def __init__(self, target: str, readers: str = ""):

@@ -11,7 +11,7 @@ from torch.utils import _contextlib as torch_decorators
 from .placement import is_ours
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-HOOKS_ON_ALL = [getattr(torch_module, f"_global{kind}") for kind in HOOKS]  # dicts, empty without hooks
+HOOKS_ON_ALL = [getattr(torch_module, f"_global{kind}") for kind in HOOKS]  # PyTorch's dicts of hooks on all modules
 
 
 def is_called_otherwise(module: Any, known: tuple[Any, ...] = ()) -> bool:

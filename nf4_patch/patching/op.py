@@ -69,7 +69,7 @@ def kernel(*fields: Any) -> Tensor:
 def fake(*fields: Any) -> Tensor:
     """Return an empty result of the op, or a bool tensor that encodes the Reason why the weight is not supported."""
     weight = given(*fields)
-    reason = guards.why_not(weight, ignore=(Reason.TENSOR_SUBCLASS,))  # here every tensor is a FakeTensor
+    reason = guards.why_not(weight, ignore=(Reason.TENSOR_SUBCLASS,))  # ignored, because every tensor is a FakeTensor
     if reason is not None:
         return weight.packed.new_empty(REASONS.index(reason), dtype=torch.bool)
     return weight.packed.new_empty(weight.shape, dtype=weight.dtype)
@@ -93,7 +93,7 @@ def dequantize(packed: Tensor, absmax: Any, absmax2: Any, code2: Any, offset: An
         return Reason.QUANT_TYPE
     if not isinstance(dtype, torch.dtype):
         return Reason.OUTPUT_DTYPE
-    if absmax is None or isinstance(offset, (int, float)):  # bitsandbytes supports a number as offset
+    if absmax is None or isinstance(offset, (int, float)):  # bitsandbytes allows a number as offset
         return Reason.STATE_FIELDS
     if blocksize is None or blocksize2 is None:
         return Reason.BLOCKSIZE

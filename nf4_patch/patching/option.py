@@ -38,7 +38,7 @@ def size_of(text: str) -> int | None:
 
 
 def size_in_words(size: int) -> str:
-    """Return a size in words, such as "6 GiB" or "1.5 GB". Sizes that are not round in either unit get three digits."""
+    """Return a size in words, such as "6 GiB" or "1.5 GB". A size that is not round in any unit is rounded to three digits."""
     for unit, base in UNITS.items():
         if size >= base > 1 and 10 * size % base == 0:
             return f"{size / base:g} {unit}"
@@ -54,9 +54,9 @@ class Variable:
 
     name: str
     allowed: tuple[str, ...]
-    default: str  # value of an unset or empty variable; "" if an unset variable differs from all allowed values
+    default: str  # value of an unset or empty variable; "" if an unset variable has a meaning of its own
     meaning: str
-    size: bool = False  # amounts of memory are allowed too
+    size: bool = False  # whether amounts of memory, such as "6GiB", are allowed too
     option: bool = False  # whether the variable changes what the patch does, so that it has no effect without the patch
 
     @property

@@ -165,7 +165,7 @@ def put(holder: Any, name: str, function: Any) -> None:
     if isinstance(holder, dict):
         holder[name] = function
     elif isinstance(holder, type) and any(vars(base).get(name) is function for base in holder.__mro__[1:]):
-        delattr(holder, name)  # it was inherited
+        delattr(holder, name)  # so that the class inherits the function again
     else:
         setattr(holder, name, staticmethod(function) if isinstance(vars(holder).get(name), staticmethod) else function)
 
@@ -194,8 +194,8 @@ def refusal_of(target: Target, function: Any) -> str:
 def copies(target: Target, functions: list[Any]) -> list[Place]:
     """Return every module global that holds one of ``functions``.
 
-    Outside of the target's library, only globals with the function's own name are returned. A copy under another name is kept
-    on purpose, for example to compare with the original.
+    Outside of the target's library, only globals with the target's own name are returned. A module that holds a copy under
+    another name does so on purpose, for example to compare with the original.
     """
     own_name = target.name.rpartition(".")[2]
     wanted = set(map(id, functions))

@@ -31,7 +31,7 @@ def fields_of(packed: Tensor, state: Any) -> Any:
             packed, state.absmax, second.absmax, second.code, state.offset,
             state.blocksize, second.blocksize, state.shape, state.dtype, state.quant_type,
         )  # fmt: skip
-    except AttributeError:  # only fields of the quant_state are read above
+    except AttributeError:  # the state lacks a field, because nothing else is read above
         return Reason.STATE_FIELDS if hasattr(state, "quant_type") else Reason.NOT_4BIT
 
 

@@ -1,8 +1,8 @@
 """``nf4-patch``: the command line, and the only module that prints.
 
 Each command is a click.Command of this module. It declares its options and calls a module of the same name. That module is
-imported only for the call, so that ``nf4-patch --help`` does not import torch. It uses neither click nor the console, but
-returns a ``report.Report`` and shows its progress with a ``report.Progress``.
+imported only for the call, so that ``nf4-patch --help`` does not import torch. The called module uses neither click nor the
+console. It returns a ``report.Report`` and shows its progress with a ``report.Progress``.
 
 This module prints the report and exits with the report's code. Every command automatically gets the option ``--json FILE``,
 with which this module writes the report to a file. Wrong usage raises ``click.UsageError``. A task that is impossible on this

@@ -37,7 +37,7 @@ TAKE_FP16 = (
     'bf16 and 4 bits: use enable(lora="fused") and fp16=True there'
 )
 LAZY = ("transformers", "liger_kernel")  # libraries that import their modules on first use
-BRIEFLY = (State.INACTIVE, State.ABSENT)  # targets that are only counted, in one line
+BRIEFLY = (State.INACTIVE, State.ABSENT)  # targets in these states are not listed, but counted in one line
 OLDEST = TARGETS[0]  # a function of bitsandbytes that every supported release has
 FAST = (8, 0)  # lowest compute capability of GPUs that are fast enough to wait for Python in short steps
 AUTOLOADS = ">= 0.46"  # releases of bitsandbytes that load nf4_patch as a backend
@@ -166,7 +166,7 @@ def lines_to_type(
     """Return the line to type for each installed training library.
 
     Args:
-        unsloth_keeps: Unsloth's layers keep Unsloth's own kernel.
+        unsloth_keeps: whether Unsloth's layers keep Unsloth's own kernel.
         capabilities: compute capability of each GPU. CUDA graphs help a fast GPU, which waits for Python. A T4 does not wait.
     """
 

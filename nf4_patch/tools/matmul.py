@@ -92,7 +92,7 @@ def others(x: torch.Tensor, unsloth: Callable[..., Any] | None) -> Functions:
 
 
 class Weights:
-    """Packed weights of one shape, with the first of them dequantized, also in fp64."""
+    """Packed weights of one shape. The first weight is also held dequantized, in its dtype and in fp64."""
 
     def __init__(self, packed: Sequence[Packed]):
         self.packed = packed

@@ -14,12 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-import nf4_patch  # NF4_PATCH=1 turns the patch on
+import nf4_patch  # this import turns the patch on if NF4_PATCH=1
 
 from ..patching.config import Config, is_worker, rank
 from ..snapshot import Status
 
-STARTUP = os.path.join(os.path.dirname(__file__), "startup")  # Python runs its sitecustomize.py
+STARTUP = os.path.join(os.path.dirname(__file__), "startup")  # Python runs sitecustomize.py in this folder at its start
 REPORT = "_NF4_PATCH_REPORT"  # variable that passes the arguments of ``report`` to the processes
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}  # per element
 
@@ -104,7 +104,7 @@ def add(file: Path, data: dict[str, Any]) -> None:
         first = data | {"others": []}
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # unreadable, or not a report
             opened = stack.enter_context(file.open("a+", encoding="utf-8"))
-            with contextlib.suppress(OSError):  # a file system without locks
+            with contextlib.suppress(OSError):  # raised by a file system without locks
                 fcntl.flock(opened, fcntl.LOCK_EX)  # processes may end at the same time
             opened.seek(0)
             known = json.load(opened)

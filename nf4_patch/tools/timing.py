@@ -38,7 +38,7 @@ class Times:
         return abs(statistics.median(odd) / statistics.median(even) - 1) if odd else 0.0
 
 
-Taken = dict[str, Times]  # by variant
+Taken = dict[str, Times]  # times by variant
 
 
 def rotation(traffic: int) -> int:

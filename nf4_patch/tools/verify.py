@@ -66,7 +66,7 @@ def compare(packed: torch.Tensor, state: Any, dequantize: Dequantize) -> tuple[i
     out = torch.full(tuple(state.shape), float("nan"), dtype=state.dtype, device=packed.device)
     try:
         got = dequantize(packed, state, out)
-    except (ValueError, RuntimeError) as error:  # a failure, because the kernel supports every case
+    except (ValueError, RuntimeError) as error:  # counts as a failure, because the kernel supports every case
         return out.numel(), f"unsupported: {error}"
     want = F.dequantize_4bit(packed, state)
     if got.shape != want.shape or got.dtype is not want.dtype:

@@ -16,7 +16,7 @@ if triton is not None:
     from . import kernels
 
 MINIMUM_CAPABILITY = (7, 5)
-MEASURED = ((9, 0),)  # capabilities with times in docs/data
+MEASURED = ((9, 0),)  # compute capabilities for which docs/data has times
 
 # NUM_WARPS holds the warps per CTA by (lowest compute capability, smallest number of elements). The last row that fits is used.
 # These are the speeds with 8 and with 16 warps, in percent of the speed of the same memory traffic without a decode:
@@ -109,7 +109,7 @@ class CompiledKernel:
             options = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
             self.compiled = runtime.compile_kernel(kernels.dequantize_kernel, (*tensors, n), values, **options)
             self.entry = runtime.KernelEntry.of(self.compiled, tuple(values.values()))
-            for quant_type in CODES:  # FP4 too: only FP4 has a minus zero
+            for quant_type in CODES:  # FP4 is checked too, because only FP4 has a minus zero
                 weight = sample._replace(quant_type=quant_type)
                 pointers = [tensor.data_ptr() for tensor in operands(weight, out)]
                 grid = -(-weight.numel() // self.elements), 1, 1

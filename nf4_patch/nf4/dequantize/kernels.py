@@ -113,7 +113,7 @@ def after_loads(first, PTX):
 def scale_of(first, absmax2, second, code2, offset, block, blocks, BLOCKSIZE2, FTZ):
     """Return the fp32 scale of a thread's block.
 
-    ``second`` is the second-level absmax that the whole program shares, or None if the program spans several.
+    ``second`` is the second-level absmax of all blocks of the program, or None if they lie in several second-level blocks.
     """
     if second is None:
         if BLOCKSIZE2 > 0:

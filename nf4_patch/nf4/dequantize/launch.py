@@ -50,7 +50,8 @@ class Launch:
     def accepts(self, out: Any) -> bool:
         """Return whether the kernel can write to ``out``.
 
-        ``out`` has to have the weight's shape, dtype and device, be dense and 16-byte aligned, and overlap no operand.
+        ``out`` must have the weight's shape, dtype and device. It must be contiguous and 16-byte aligned, and must not share
+        memory with a tensor that the kernel reads.
         """
         if not fits(out, self.dense_shape, self.dtype, self.device):
             return False
@@ -61,7 +62,7 @@ class Launch:
         """Dequantize into a new tensor, transposed if the packed bytes are, or fill and return ``out``.
 
         Args:
-            out: n dense elements in the weight's dtype, 16-byte aligned, on the weight's device. Not checked here.
+            out: n contiguous elements in the weight's dtype, 16-byte aligned, on the weight's device. Not checked here.
         """
         device = self.device
         if current_device() != device:
@@ -83,7 +84,10 @@ class Launch:
         return out.t() if self.transposed else out
 
     def into_buffer(self) -> torch.Tensor:
-        """Dequantize into a shared buffer that the next call may overwrite. Not on the default stream, return a new tensor."""
+        """Dequantize into a shared buffer that the next call may overwrite.
+
+        On a stream other than the default stream, dequantize into a new tensor instead.
+        """
         if current_stream(self.device) != 0:  # 0 is the default stream, on which the calls run in order
             return self.run()
         if self.view is None:

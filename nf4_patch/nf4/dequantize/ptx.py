@@ -54,9 +54,8 @@ def _pack(dtype: str, low: str, high: str, has_packed_convert: bool) -> list[str
 def decode(dtype: str, elements: int, blocks: int, has_packed_convert: bool) -> tuple[str, str]:
     """Return PTX that decodes ``elements`` nibbles into 32-bit registers, and the constraints of its operands.
 
-    The outputs (elements * itemsize / 4 registers) come first. The inputs follow: the
-    nibbles in the low bits (r), the lane's entry of the 16-entry table (f), the lane's block scale (f), and the prmt
-    selector of the lane's block (r).
+    The operands are first the outputs, elements * itemsize / 4 registers. Four inputs follow: the nibbles in the low bits (r),
+    the lane's entry of the 16-entry table (f), the lane's block scale (f), and the prmt selector of the lane's block (r).
 
     Args:
         dtype: "f16", "bf16" or "f32".
