@@ -25,8 +25,8 @@ USES_OWN_KERNEL = "_USE_NF4_KERNELS"  # Unsloth's global; Unsloth sets it to Fal
 OWN_KERNEL_RELEASES = ">= 2026.10"
 # SLOWER_ON lists the compute capabilities on which Unsloth's kernel was measured to be slower in eager calls.
 # A call into the global buffer takes 7.6 us of host time with nf4_patch and 11.1 us with Unsloth's kernel. A call into a new
-# tensor takes 9.4 us and 24.0 us. On the GPU, nf4_patch is 1.02 times as fast for a dense weight of 591 MB, and 1.35 times for
-# one of 2.6 MB (H200, torch 2.11, triton 3.6.0, Unsloth 2026.10.9).
+# tensor takes 9.4 us and 24.0 us. On the GPU, nf4_patch is 1.02 times (591 MB) to 1.35 times (2.6 MB) as fast.
+# The machine is an H200 with torch 2.11, triton 3.6.0 and Unsloth 2026.10.9.
 SLOWER_ON = ((9, 0),)
 OWN_KERNEL_ADVICE = (
     "Unsloth from 2026.10 on trains compiled layers, which keep Unsloth's own NF4 kernel. Training gains only with "

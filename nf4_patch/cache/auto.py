@@ -3,9 +3,12 @@
 The budget starts at 0. After two training steps at the largest batch so far, PyTorch has reserved the memory that such steps
 need. The budget is then the memory that is still free on the GPU, less a margin.
 
-The cache gives all of its memory back, and waits for two more steps, in four cases: before a forward pass with more rows or
-longer sequences than any before, before the first step of another optimizer, when memory runs short, and when another process
-starts to use the GPU.
+In four cases the cache gives all of its memory back and waits for two more steps:
+
+* before a forward pass with more rows or longer sequences than any earlier forward pass,
+* before the first step of another optimizer,
+* when memory runs short,
+* when another process starts to use the GPU.
 
 A training step ends with the next forward pass. A call of ``optimizer.step`` does not end it, because a training may use
 several optimizers, or step one for each layer during the backward pass.

@@ -10,7 +10,8 @@ from torch.overrides import _get_current_function_mode_stack
 
 # is_compiling is also False under torch.export without Dynamo, but there a dispatch mode is active.
 is_compiling = torch.compiler.is_dynamo_compiling
-# is_jit_tracing is checked only for new weights: shapes hold tensors under torch.jit.trace, so no remembered launch matches.
+# Dequantizer checks is_jit_tracing only for new weights. Under torch.jit.trace shapes hold tensors, which match no remembered
+# launch, so every weight is new.
 is_jit_tracing = torch._C._is_tracing
 modes_active = torch._C._len_torch_dispatch_stack
 function_modes = torch._C._len_torch_function_stack  # returns the number of modes; torch.set_default_device adds one

@@ -113,7 +113,9 @@ class Dequantizer:
         return self.trace(packed, state, out) if torch.compiler.is_compiling() else Reason.TENSOR_SUBCLASS
 
     def trace(self, packed: Tensor, state: Any, out: Tensor | None = None, *where: bool) -> Tensor | Reason:
-        """Dequantize inside a region that torch.compile traces, by calling the op. The op's fake implementation checks the guards.
+        """Dequantize inside a region that torch.compile traces, by calling the op.
+
+        The op's fake implementation checks the guards.
 
         Raises:
             ValueError: the Reason is CPU_PACKING. Dynamo then breaks the graph and runs the call eagerly, or raises an error.

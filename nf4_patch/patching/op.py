@@ -20,8 +20,8 @@ from .reasons import Reason
 
 FORMULA = "nf4_patch: a compiled graph dequantizes with slow PyTorch operators instead of the kernel: "
 REASONS = tuple(Reason)
-# For the Reasons in COMPUTABLE, PyTorch operators can still dequantize. They can occur in a graph that passed the guards when it
-# was traced, because the graph may run on another machine.
+# For the Reasons in COMPUTABLE, PyTorch operators can still dequantize. Such a Reason can occur although the guards passed during
+# the trace, for example if the graph runs on another machine.
 COMPUTABLE = (Reason.NOT_CUDA, Reason.ROCM, Reason.GPU_TOO_OLD, Reason.NOT_CONTIGUOUS)
 
 
