@@ -75,8 +75,9 @@ def enable(
         cache: "6GiB" keeps up to 6 GiB of dequantized weights on every GPU, with bit-identical results. "6G" and a number of
             bytes work too; "6GB" is 6 * 10^9 bytes. The cache serves the functions of bitsandbytes, Unsloth and transformers
             that only read a weight. "auto" uses the memory that training leaves free. "off", the default, or 0 caches nothing.
-        experts: "4bit" lets transformers' ``load_in_4bit`` quantize the experts of a mixture too while it loads them, and
-            computes peft's LoRA on them separately, without merging. "off", the default, loads experts in 16 bits.
+        experts: "4bit" lets transformers' ``load_in_4bit`` also quantize the experts of a mixture-of-experts model while they
+            are loaded. peft's LoRA on packed experts is computed separately, without merging. "off", the default, loads experts
+            in 16 bits.
         lora: "fused" runs peft's LoRA on 4-bit linear layers as one function. It is as accurate as peft's code, but not
             bit-identical. "off", the default, runs peft's code.
         offload: "6GiB" limits the packed experts on each GPU, prefetch buffers included, for models loaded from now on. The
@@ -202,13 +203,13 @@ def unload_ipython_extension(shell: Any) -> None:
 
 
 def _autoload() -> None:
-    """Enable the patch if NF4_PATCH=1. Never raise, because this runs inside imports: bitsandbytes loads it as a backend."""
-    if not any(name.startswith("NF4_PATCH") for name in os.environ):  # return before anything else is imported
+    """Enable the patch if NF4_PATCH=1. Never raise, because bitsandbytes calls this function while it is imported."""
+    if not any(name.startswith("NF4_PATCH") for name in os.environ):  # no variable is set, so nothing more is imported
         return
     from .patching.config import Config, ConfigError, options_set
 
     try:
-        if not os.environ.get("NF4_PATCH"):  # the options apply once the program calls enable()
+        if not os.environ.get("NF4_PATCH"):  # only options are set; warn at exit if the program never called enable()
             atexit.register(_say_what_had_no_effect)
         elif Config.read().requested and _enabled_once() and is_enabled() and "bitsandbytes" in sys.modules:
             _say(logging.WARNING, f"nf4_patch {__version__} is on: {', '.join(['NF4_PATCH=1', *options_set()])}")
@@ -218,7 +219,7 @@ def _autoload() -> None:
         logging.getLogger(__name__).exception("nf4_patch stays off")
 
 
-@functools.cache  # bitsandbytes may call again, and must not undo a ``disable``
+@functools.cache  # bitsandbytes may call ``_autoload`` again, which must not undo a ``disable``
 def _enabled_once() -> bool:
     return enable()
 

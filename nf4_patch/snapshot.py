@@ -19,7 +19,7 @@ from .patching.target import Target
 from .patching.targets import TARGETS
 
 NEVER_CALLED, ONLY_FALLBACKS = "installed, never called by eager code", "every counted call ran the original"
-SHAPES_SHOWN = 8  # so that a report fits on a screen; a model has about five shapes
+SHAPES_SHOWN = 8  # most shapes in a report, so that it fits on a screen; a model has about five
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Status:
     shapes: dict[str, int]  # hits by "shape dtype"
     errors: tuple[str, ...]  # full messages of kernel failures
     cache: CacheStatus = field(default_factory=CacheStatus)
-    weights: dict[str, int] = field(default_factory=dict)  # distinct addresses so far, by "shape dtype"
+    weights: dict[str, int] = field(default_factory=dict)  # number of weights dequantized so far, by "shape dtype"
     offload: dict[str, OffloadStatus] = field(default_factory=dict)  # by GPU
     graphs: GraphsStatus = field(default_factory=GraphsStatus)
     matmul: dict[str, str] = field(default_factory=dict)  # outcome and times of each measurement, by size
@@ -56,7 +56,7 @@ class Status:
 
     @property
     def fallbacks(self) -> int:
-        """Return the number of fallbacks that cost speed. Expected Reasons appear only in ``fallbacks`` of a target."""
+        """Return the number of fallbacks that cost speed. Fallbacks for an expected Reason count only in ``TargetStatus``."""
         every = (item for target in self.targets for item in target.fallbacks.items())
         return sum(count for name, count in every if not Reason[name].is_expected)
 
@@ -101,7 +101,7 @@ def folded(targets: Sequence[TargetStatus]) -> tuple[list[TargetStatus], str]:
 
 
 def waited_for(status: TargetStatus) -> str:
-    """Return the library whose import a target waits for, or the module if its library is imported already."""
+    """Return the library that has to be imported before the target is patched, or the module if the library is imported."""
     target = next(target for target in TARGETS if target.name == status.name)
     return target.module if target.library in sys.modules else target.library
 

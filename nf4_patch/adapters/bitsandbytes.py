@@ -29,7 +29,7 @@ def agrees(state: Any, absmax: Any, blocksize: Any, quant_type: Any) -> bool:
 @served(readers="bitsandbytes.autograd._functions")
 def dequantize_4bit(serve, A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4") -> Any:
     """Adapter for ``bitsandbytes.functional.dequantize_4bit``."""
-    # checked here first, because a call of ``agrees`` takes 0.07 us (2-core CPU machine, Python 3.11)
+    # Usual arguments are recognized here, because a call of ``agrees`` takes 0.07 us (2-core CPU machine, Python 3.11).
     defaults = absmax is None and blocksize is None and quant_type == "fp4"
     if quant_state is None or not (defaults or agrees(quant_state, absmax, blocksize, quant_type)):
         return Reason.ARGUMENTS
@@ -39,8 +39,8 @@ def dequantize_4bit(serve, A, quant_state=None, absmax=None, out=None, blocksize
 def dequant_linear(target: Target, original: Function) -> Function:
     """Return the replacement of ``bitsandbytes.backends.cuda.ops._dequant_linear_fallback``.
 
-    It dequantizes the weight to the dtype of ``A`` and calls ``F.linear``. The original is the body of an opaque op, which
-    torch.compile does not trace.
+    The replacement dequantizes the weight to the dtype of ``A`` and calls ``F.linear``. The original is the body of an opaque
+    op, so torch.compile traces neither the original nor the replacement.
     """
     dequantizer = Dequantizer(target.name)
     multiply, gate = FusedMatmul(target.name, dequantizer.fallbacks).run, switch.gates["matmul"]
@@ -64,7 +64,7 @@ def dequant_linear(target: Target, original: Function) -> Function:
             return cpu_packing_or(weight, absmax)
         if missed is not None and not missed.is_expected:
             dequantizer.fallbacks.count(missed)
-        # packed bytes of shape [1, bytes] were dequantized to the transposed weight, but F.linear needs the weight itself
+        # Packed bytes of shape [1, bytes] were dequantized to the transposed weight. F.linear needs it transposed back.
         return F.linear, A, weight.t() if B.shape[0] == 1 else weight, bias
 
     return replacement_of(target, original, dequantizer.fallbacks, attempt, is_body=True, refuses=True)

@@ -1,4 +1,7 @@
-"""Unsloth's dequantization. Unsloth's own NF4 kernel, if it is in use, keeps the calls that it serves faster."""
+"""Unsloth's dequantization.
+
+Newer releases of Unsloth have their own NF4 kernel. Calls that nf4_patch was not measured to run faster stay with that kernel.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,10 @@ from ..patching.target import Target
 MODULE = "unsloth.kernels.utils"
 USES_OWN_KERNEL = "_USE_NF4_KERNELS"  # Unsloth's global; Unsloth sets it to False if its kernel fails
 OWN_KERNEL_RELEASES = ">= 2026.10"
-# Compute capabilities on which Unsloth's kernel was measured to be slower in eager calls.
-# H200, torch 2.11, triton 3.6.0, Unsloth 2026.10.9: nf4_patch takes 7.6 us of host time per call into the global buffer, Unsloth
-# 11.1 us. Into a new tensor it is 9.4 us against 24.0 us. On the GPU nf4_patch is 1.02x (591 MB) to 1.35x (2.6 MB) as fast.
+# SLOWER_ON lists the compute capabilities on which Unsloth's kernel was measured to be slower in eager calls.
+# A call into the global buffer takes 7.6 us of host time with nf4_patch and 11.1 us with Unsloth's kernel. A call into a new
+# tensor takes 9.4 us and 24.0 us. On the GPU, nf4_patch is 1.02 times (591 MB) to 1.35 times (2.6 MB) as fast.
+# The machine is an H200 with torch 2.11, triton 3.6.0 and Unsloth 2026.10.9.
 SLOWER_ON = ((9, 0),)
 OWN_KERNEL_ADVICE = (
     "Unsloth from 2026.10 on trains compiled layers, which keep Unsloth's own NF4 kernel. Training gains only with "
@@ -37,14 +41,15 @@ def uses_own_kernel() -> bool:
 
 @functools.cache
 def keeps_eager_calls() -> bool:
-    """Return whether Unsloth's own kernel serves eager calls too: on every machine with a GPU that is not in SLOWER_ON."""
+    """Return whether eager calls too stay with Unsloth's own kernel. They do if any GPU of the machine is not in SLOWER_ON."""
     return any(runtime.capability_of(device) not in SLOWER_ON for device in range(torch.cuda.device_count()))
 
 
 def fast_dequantize(target: Target, original: Function) -> Function:
     """Return the replacement of ``fast_dequantize`` or, in newer releases, ``_fast_dequantize_bnb``.
 
-    Compiled code always keeps Unsloth's own kernel, because Inductor launches it without the dispatcher, which the op needs.
+    Compiled code always keeps Unsloth's own kernel. Inductor launches that kernel directly, but would have to call the op of
+    nf4_patch through the dispatcher.
     """
     has_own_kernel, cache = hasattr(sys.modules.get(target.module), USES_OWN_KERNEL), switch.gates["cache"]
 

@@ -1,4 +1,4 @@
-"""How many bytes PyTorch's CUDA allocator takes for a tensor."""
+"""Compute how many bytes PyTorch's CUDA allocator takes for a tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 MIB = 2**20
-UNSPLIT = 20 * MIB  # a block larger than ``max_split_size`` is used whole if at most so much of it is left over
+UNSPLIT = 20 * MIB  # most bytes that stay unused in a block larger than ``max_split_size``, which is never split
 
 
 @functools.cache

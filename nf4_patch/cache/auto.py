@@ -3,9 +3,12 @@
 The budget starts at 0. After two training steps at the largest batch so far, PyTorch has reserved the memory that such steps
 need. The budget is then the memory that is still free on the GPU, less a margin.
 
-The cache gives all of its memory back, and waits for two more steps, in four cases: before a forward pass with more rows or
-longer sequences than any before, before the first step of another optimizer, when memory runs short, and when another process
-starts to use the GPU.
+In four cases the cache gives all of its memory back and waits for two more steps:
+
+* before a forward pass with more rows or longer sequences than any earlier forward pass,
+* before the first step of another optimizer,
+* when memory runs short,
+* when another process starts to use the GPU.
 
 A training step ends with the next forward pass. A call of ``optimizer.step`` does not end it, because a training may use
 several optimizers, or step one for each layer during the backward pass.
@@ -29,9 +32,10 @@ from ..patching.option import size_in_words
 from ..patching.replacement import Fallbacks
 from .entry import nobody
 
-STEPS = 2  # the first step creates the optimizer's state
-SECONDS = 0.2  # between two queries of the free memory; a query takes about 0.1 ms
-MARGIN, MARGIN_PART = 2**29, 1 / 24  # bytes, and a part of the GPU, by which steps on equal batches may differ
+STEPS = 2  # training steps to wait for; the first one creates the optimizer's state
+SECONDS = 0.2  # seconds between two queries of the free memory; a query takes about 0.1 ms
+# The margin is MARGIN bytes plus the fraction MARGIN_PART of the GPU's memory, because the memory of equal steps varies.
+MARGIN, MARGIN_PART = 2**29, 1 / 24
 CONTEXT = 2**31  # bytes outside PyTorch that the CUDA context may take; more belong to another process
 SLACK = 2**28  # bytes by which the memory outside PyTorch may grow without another process
 
@@ -46,18 +50,20 @@ class Auto:
 
     def __init__(self, set_budget: Callable[[int], None], taken: Mapping[int, int]):
         self.set_budget, self.taken = set_budget, taken
-        self.sizes: set[tuple[int, int, int]] = set()  # features, rows and length of the forward passes so far
+        self.sizes: set[tuple[int, int, int]] = set()  # (features, rows, length) of the forward passes so far
         self.latest: tuple[torch.Size, ...] = ()  # shapes of the latest observed tensors
-        self.optimizers = WeakIdKeyDictionary()  # those that have stepped; by id, because an optimizer may have no hash
+        self.optimizers = WeakIdKeyDictionary()  # those that have stepped; by id, as an optimizer may not be hashable
         self.stepped = False  # whether an optimizer stepped since the latest forward pass
         self.steps = 0  # training steps since the latest ``wait``
         self.waits = True
         self.next_look = 0.0
-        self.forwarded: Callable[[], torch.Tensor | None] = nobody  # weak, to the latest argument of ``forward``
-        self.alone: dict[int, int] = {}  # MemoryInfo.others by device, when the budget was found
-        self.needed: dict[int, int] = {}  # the most bytes by device that PyTorch had reserved without the cache
+        # weak reference to the latest argument of ``forward``
+        self.forwarded: Callable[[], torch.Tensor | None] = nobody
+        self.alone: dict[int, int] = {}  # MemoryInfo.others by device, at the time when the budget was found
+        self.needed: dict[int, int] = {}  # by device, the most bytes that PyTorch had reserved without the cache
         self.why = "nothing before a training"
-        self.attempt = Fallbacks("cache.auto").attempt  # an error here interrupts no forward pass and no optimizer
+        # logs errors, so that they interrupt no forward pass and no optimizer
+        self.attempt = Fallbacks("cache.auto").attempt
         self.hooks = (
             register_optimizer_step_pre_hook(self.before_step),
             register_optimizer_step_post_hook(self.after_step),
@@ -86,14 +92,17 @@ class Auto:
         self.attempt(self.observed, *inputs)
 
     def forward(self, x: Any) -> None:
-        """Observe the input of an autograd function. ``forwarded`` remembers it, so that the op inside skips the same tensor."""
+        """Observe the input of an autograd function.
+
+        ``forwarded`` remembers the input, so that the op that the function calls does not observe it a second time.
+        """
         self.observe(x)
         self.forwarded = weakref.ref(x) if isinstance(x, torch.Tensor) else nobody
 
     def observed(self, *inputs: Any) -> None:
         """Update the budget at the start of a layer's forward, given the layer's arguments.
 
-        The size of the batch comes from the largest activations [..., length, features] among them.
+        The size of the batch comes from the largest activations [..., length, features] among these arguments.
         """
         found = [x for x in tensors(inputs) if x.is_cuda]
         if not found or is_capturing():
@@ -147,7 +156,10 @@ class Auto:
             torch.cuda.empty_cache()
 
     def take(self) -> None:
-        """Set the budget to the memory that is free now, less the margin. Training steps have reserved what they need."""
+        """Set the budget to the memory that is free now, less the margin.
+
+        The training steps so far have made PyTorch reserve all the memory that a step needs.
+        """
         devices = [device for device in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(device)]
         found = {device: MemoryInfo.of(device) for device in devices}
         for device, memory in found.items():
@@ -184,10 +196,10 @@ def size_of(x: torch.Tensor) -> tuple[int, int, int]:
 class MemoryInfo(NamedTuple):
     """The memory of a GPU, in bytes."""
 
-    free: int  # what PyTorch can still allocate
-    reserved: int  # what PyTorch holds
-    others: int  # what is in use outside PyTorch: this process's CUDA context, and other processes
-    margin: int  # what the cache leaves free
+    free: int  # memory that PyTorch can still allocate from the driver
+    reserved: int  # memory that PyTorch holds
+    others: int  # memory in use outside PyTorch, by this process's CUDA context and by other processes
+    margin: int  # memory that the cache leaves free
 
     @classmethod
     def of(cls, device: int) -> MemoryInfo:

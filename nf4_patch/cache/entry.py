@@ -26,9 +26,8 @@ class CacheEntry:
     An entry owns the dense copy and the storages of the scales. It refers weakly to the packed parameter and its storage.
     """
 
-    views: tuple[Tensor, Tensor] | None = (
-        None  # [N, K] and [K, N]; for another rank, the same view twice; None: dropped
-    )
+    # the dense copy as [N, K] and as [K, N], or twice as it is for another rank; None after it was dropped
+    views: tuple[Tensor, Tensor] | None = None
     tensors: tuple[Callable[[], Tensor | None], ...]  # weak references to the parameter, absmax, absmax2, code2, offset
 
     def __init__(self, weight: PackedWeight):
@@ -39,15 +38,16 @@ class CacheEntry:
         """
         packed, absmax, *second = weight.tensors()
         self.location, self.fingerprint = location(weight), fingerprint(weight)
-        # the storage's number and not its address, because addresses are reused
+        # contains the storage's number instead of its address, because addresses are reused
         self.versions = packed.untyped_storage()._cdata, packed._version, absmax._version
         self.second = tuple(tensor._version for tensor in second)
-        self.memory = StorageWeakRef(packed.untyped_storage())  # while it is held, no other storage gets this number
+        # while this weak reference is held, no other storage gets the same number
+        self.memory = StorageWeakRef(packed.untyped_storage())
         # held, so that no other scales can be allocated at their addresses
         self.scales = tuple(tensor.untyped_storage() for tensor in (absmax, *second))
         self.device = packed.get_device()  # -1: the CPU
         self.stream = runtime.current_stream(self.device)  # the stream on which the weight is decoded
-        self.size = size_of(weight)  # bytes in the allocator
+        self.size = size_of(weight)  # bytes that the dense copy takes in PyTorch's allocator
         self.compiled = False  # whether a compiled layer has read the dense copy
         self.watcher: Any = None  # a weak reference to the storage of the packed bytes, with a callback
         self.other_stream_reads = 0  # consecutive reads on other streams
@@ -61,16 +61,19 @@ class CacheEntry:
         self.views = (transposed, result) if weight.transposed() else (result, transposed)
 
     def empty(self) -> None:
-        """Release the tensors. The entry keeps its size and ``dense_memory``, by which the cache charges memory still in use."""
+        """Release the tensors.
+
+        ``size`` and ``dense_memory`` stay, because the cache charges the memory of the dense copy until nothing uses it.
+        """
         self.views, self.tensors, self.scales, self.watcher = None, (nobody,) * 5, (), None
 
     def of(self, weight: PackedWeight) -> Tensor | None:
         """Return the dense copy if it was decoded from exactly these tensors and nothing was written since, else None.
 
-        The caller has found the entry by addresses and plain fields. They prove nothing alone, because addresses are reused.
+        The caller found the entry by addresses and plain fields. That alone proves nothing, because addresses are reused.
 
         Raises:
-            RuntimeError: an inference tensor, which has no version counter.
+            RuntimeError: a tensor of the weight is an inference tensor, which has no version counter.
         """
         packed, absmax, absmax2, code2, offset, _, _, _, _, _ = weight
         views = self.views
@@ -98,14 +101,14 @@ def size_of(weight: PackedWeight) -> int:
 
 
 def location(weight: PackedWeight) -> tuple[Any, ...]:
-    """Return which part of which parameter the weight is, and its dtype.
+    """Return the parameter that the weight belongs to, the position in the parameter, and the weight's dtype.
 
-    The location stays the same if the parameter's ``.data`` is replaced, and for the transposed weight.
+    A weight and its transposed weight have the same location. Replacing the parameter's ``.data`` does not change it.
     """
     owner, packed = weight.owner(), weight.packed
     return id(owner), packed.data_ptr() - owner.data_ptr(), packed.nbytes, weight.dtype
 
 
 def fingerprint(weight: PackedWeight) -> tuple[Any, ...]:
-    """Return the weight's fingerprint, which is the same for the transposed weight."""
+    """Return the weight's fingerprint. A weight and its transposed weight have the same fingerprint."""
     return weight._replace(packed=weight.packed.detach().view(-1).view(torch.uint8)).fingerprint()

@@ -39,13 +39,14 @@ from .store import cache
 
 NAME = "_nf4_patch_dense"  # the attribute of a QuantState that holds the dense copy while its layer runs
 gate = switch.gates["cache"]
-Attached = list[torch.Tensor]  # one dense copy; emptied when the layer returns, in case the state was copied
+# an attached dense copy: a list of one tensor, which is emptied when the layer returns, in case the state was copied
+Attached = list[torch.Tensor]
 
 
 class Running:
-    """The layers that read from the cache now.
+    """The layers that are running now with weights from the cache.
 
-    If there is none, ``dense_of`` reads only ``any``. Dynamo then compiles the same graph as without a cache.
+    While no such layer runs, ``dense_of`` reads only ``any``. Dynamo then compiles the same graph as without a cache.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,7 @@ class Layer:
 
     def __init__(self, module: torch.nn.Module):
         self.lock = new_lock()  # one thread at a time runs the layer, because all threads share its quantization states
-        self.refused_at = -1  # the cache's generation in which there was no room for the layer
+        self.refused_at = -1  # value of ``cache.generation`` when there last was no room for the layer
         self.entries: set[CacheEntry] = set()  # the cached weights that the layer reads
         self.attached: list[tuple[Any, Attached]] = []  # (state, dense copy) of each weight, while the layer runs
         self.find(module)
@@ -93,7 +94,7 @@ class Layer:
                     self.devices.add(weight.get_device())
 
     def weights(self, module: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
-        """Yield the state of each weight, and its PackedWeight or the Reason why there is none."""
+        """Yield the quantization state of each weight, and its PackedWeight or the Reason why there is none."""
         for path in self.paths:
             owner: Any = module
             for name in path:  # by names, because a reference to a module would outlive the module's replacement
@@ -120,9 +121,10 @@ class Layer:
         running.any = bool(running.layers)
 
     def drop(self, keep: Container[CacheEntry] = ()) -> None:
-        """Drop the layer's cached weights, except those in ``keep``. The garbage collector calls this method too.
+        """Drop the layer's cached weights, except those in ``keep``.
 
-        A parameter of bitsandbytes may outlive its layer, because a copied parameter refers to the module of the original.
+        The garbage collector calls this method when the layer is freed. The layer's parameters may live longer, because a copied
+        parameter of bitsandbytes refers to the module of the original parameter.
         """
         for entry in self.entries:
             if entry not in keep:
@@ -135,7 +137,8 @@ class Layers:
 
     Args:
         target: the target's name.
-        only_read: returns whether only the library itself gets the weights while its layers are traced.
+        only_read: returns whether only the target's own library gets the weights while its layers are traced. Another library
+            could write into them.
     """
 
     def __init__(self, target: str, only_read: Callable[[], bool] = lambda: True):
@@ -179,7 +182,7 @@ class Layers:
         return entry
 
     def read(self, module: torch.nn.Module, layer: Layer) -> list[tuple[Any, Attached]] | Reason:
-        """Return every quantization state of a layer with its dense copy. Cache missing weights first.
+        """Return every quantization state of a layer with its dense copy. First decode and cache the weights that are missing.
 
         Return an empty list if the cache cannot serve all weights of the layer.
         """
@@ -193,7 +196,7 @@ class Layers:
         elif not self.only_read():
             why = Uncached.WRAPPED
         elif any(map(runtime.current_stream, layer.devices)):
-            why = Uncached.OTHER_STREAM  # a graph captured on that stream would read memory that the cache may free
+            why = Uncached.OTHER_STREAM  # a CUDA graph captured there would read memory that the cache may free
         else:
             with plain_methods():
                 states = self.find(module, layer)
@@ -237,7 +240,10 @@ class Layers:
         return states
 
     def fill(self, module: torch.nn.Module, layer: Layer) -> Reason | Uncached | None:
-        """Decode and cache the weights that are missing. Cache none, and return why, if one of them cannot be cached."""
+        """Decode the weights that are not cached yet, and cache them. Return None.
+
+        If one of them cannot be cached, cache none of them and return the reason.
+        """
         layer.find(module)
         missing, cached, sizes = {}, set(), Counter[int]()
         for _, weight in layer.weights(module):
@@ -264,9 +270,9 @@ class Layers:
 
 
 def is_checkpointed() -> bool:
-    """Return whether the call runs in a non-reentrant checkpoint.
+    """Return whether the call runs in a non-reentrant checkpoint. A layer in such a checkpoint does not read from the cache.
 
-    Its recompute must save the tensors that the forward saved. That fails if the cache can no longer serve the layer by then.
+    The recompute must save the same tensors as the forward. That would fail if the cache dropped a weight in between.
     """
     hooks = saved_tensors_hooks(True)
     return hooks is not None and (hooks is True or hooks[0].__module__ == "torch.utils.checkpoint")

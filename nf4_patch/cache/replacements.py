@@ -1,4 +1,4 @@
-"""Replacements for library functions whose calls the cache must know: a forward pass, a swap of tensors, a resized storage."""
+"""Replacements of library functions that tell the cache about a forward pass, a swap of tensors or a resized storage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .store import cache
 
 
 def observed(target: Target, original: Function) -> Function:
-    """Replace the ``forward(ctx, A, ...)`` of an autograd function: ``cache="auto"`` observes A, then the original runs."""
+    """Replace the ``forward(ctx, A, ...)`` of an autograd function, so that ``cache="auto"`` observes A first."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if cache.auto is not None and len(args) > 1:
@@ -24,10 +24,10 @@ def observed(target: Target, original: Function) -> Function:
 
 
 def getweakrefs(target: Target, original: Function) -> Function:
-    """Replace ``weakref.getweakrefs``, with which ``torch.utils.swap_tensors`` refuses tensors that have weak references.
+    """Replace ``weakref.getweakrefs``, so that the cache first drops its own weak references to the tensor.
 
-    The cache drops its weak references to the tensor first. ``swap_tensors`` cannot be replaced itself, because callers may
-    hold it under any name.
+    ``torch.utils.swap_tensors`` calls it to refuse tensors that have weak references. ``swap_tensors`` itself cannot be
+    replaced, because callers may hold it under any name.
     """
 
     def attempt(object: Any, /) -> Any:
@@ -39,7 +39,10 @@ def getweakrefs(target: Target, original: Function) -> Function:
 
 
 def resize(target: Target, original: Function) -> Function:
-    """Replace ``UntypedStorage.resize_``, with which FSDP frees and refills a storage without a new version."""
+    """Replace ``UntypedStorage.resize_``, so that the cache first drops the weights that were decoded from the storage.
+
+    FSDP frees and refills storages with ``resize_``, which does not raise a version counter.
+    """
 
     def attempt(self: torch.UntypedStorage, *size: int) -> Any:
         if self._cdata in cache.storages:

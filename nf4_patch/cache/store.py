@@ -31,8 +31,8 @@ from .entry import CacheEntry, fingerprint, location, nobody, size_of
 from .option import CacheStatus, Uncached
 
 Decode = Callable[[PackedWeight], "Tensor | Reason"]
-FIELD_ERRORS = (AttributeError, RuntimeError, TypeError)  # of fields that are no tensors, or have no version
-OTHER_STREAM_READS = 3  # after so many in a row, the weight is decoded again on the stream that reads it
+FIELD_ERRORS = (AttributeError, RuntimeError, TypeError)  # raised if a field is no tensor or has no version counter
+OTHER_STREAM_READS = 3  # after so many reads in a row on other streams, the weight is decoded again on the new stream
 
 
 class StaleWeightError(RuntimeError):
@@ -51,25 +51,25 @@ class Cache(dequantizer.Reader):
         self.mode: str | int = "off"
         self.auto: Auto | None = None  # finds the budget for "auto"
         self.budget = 0  # bytes per device
-        self.weights: dict[tuple[object, ...], CacheEntry] = {}  # by ``location``
-        self.taken: Counter[int] = Counter()  # bytes by device, with dropped weights that are still in use
+        self.weights: dict[tuple[object, ...], CacheEntry] = {}  # entries by ``location``
+        self.taken: Counter[int] = Counter()  # bytes by device, including dropped weights that are still in use
         self.dropped: list[CacheEntry] = []  # dropped entries whose dense copy is still in use
         self.death = object()  # replaced whenever a tensor or storage of a cached weight is freed
         self.settled_death = self.death  # the value of ``death`` that ``settle`` has handled
-        self.storages: dict[int, StorageRecord] = {}  # of packed bytes and scales, by storage number
+        self.storages: dict[int, StorageRecord] = {}  # storages of packed bytes and scales, by storage number
         self.generation = 0  # counts the changes after which there may be more room
         self.hits = self.misses = 0
         self.uncached: Counter[Uncached] = Counter()
         self.lock = new_lock()
-        self.pinning = -1  # the stream on which a CUDA graph is captured now
+        self.pinning = -1  # the stream on which a CUDA graph is being captured, -1 if there is none
         self.pins: list[tuple[CacheEntry, PackedWeight]] = []  # the cached weights that the graph reads
 
     @contextlib.contextmanager
     def pinned(self, stream: int) -> Iterator[list[tuple[CacheEntry, PackedWeight]]]:
         """Collect the cached weights that are read on this stream while a CUDA graph is captured.
 
-        No new weight is cached on this stream meanwhile. The graph may be replayed while ``CacheEntry.of`` returns each of
-        the collected weights.
+        No new weight is cached on this stream meanwhile. The graph may be replayed only as long as ``CacheEntry.of`` still
+        returns every collected weight.
         """
         try:
             self.pins = []
@@ -88,7 +88,7 @@ class Cache(dequantizer.Reader):
 
     @property
     def is_unsettled(self) -> bool:
-        """Whether ``settle`` has something to do."""
+        """Return whether ``settle`` has something to do."""
         return bool(self.dropped) or self.death is not self.settled_death
 
     def settle(self) -> None:
@@ -114,7 +114,7 @@ class Cache(dequantizer.Reader):
         """Set the mode: "off", "auto" or bytes per device. A new mode starts with an empty cache."""
         if mode != self.mode:
             with self.lock:
-                self.on, self.mode = False, ""  # after an interrupt the next call starts over
+                self.on, self.mode = False, ""  # so that the next call starts over if an interrupt stops this one
                 self.release()
                 self.storages.clear()
                 if self.auto is not None:
@@ -137,10 +137,10 @@ class Cache(dequantizer.Reader):
     def read(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
         """Return the dense weight from the cache. The caller must not write into it.
 
-        A weight that is not cached yet is decoded and cached if it may be.
+        A weight that is not cached yet is decoded and cached, if there is room and nothing forbids it.
 
         Returns:
-            None if the caller has to decode the weight itself, and a Reason if ``decode`` returned one.
+            The dense weight, or None if the caller has to decode the weight itself, or the Reason that ``decode`` returned.
 
         Raises:
             StaleWeightError: with NF4_PATCH_STRICT=1, if the cached bits differ from the decoded packed bytes.
@@ -216,7 +216,7 @@ class Cache(dequantizer.Reader):
         return why
 
     def insert(self, weight: PackedWeight, decode: Decode) -> Tensor | Reason | None:
-        """Decode a weight and cache the result. Return None, with nothing decoded, if the weight cannot be cached."""
+        """Decode a weight and cache the result. If the weight cannot be cached, return None without decoding it."""
         tensors = weight[: 5 if weight.nested() else 2]
         plain = isinstance(weight.shape, tuple) and isinstance(weight.dtype, torch.dtype)
         if not plain or not all(isinstance(each, Tensor) for each in tensors) or not runtime.runs_on(weight.packed):
@@ -235,10 +235,10 @@ class Cache(dequantizer.Reader):
         """Decode a weight and cache the result until the weight changes. Return None if there is no room.
 
         Raises:
-            OutOfMemoryError: the decode ran out of memory, and the mode is a size.
+            OutOfMemoryError: the decode ran out of memory, and the budget is a fixed size. With "auto", the cache is dropped.
         """
         mode, result, device, size = self.mode, None, weight.packed.get_device(), size_of(weight)
-        with self.lock:  # released before the decode, which is slow
+        with self.lock:  # the lock is released before the decode, which is slow
             self.settle()
             if not self.on or size > self.room(device):
                 return None
@@ -273,18 +273,19 @@ class Cache(dequantizer.Reader):
         for scales in entry.scales:
             self.storages.setdefault(scales._cdata, StorageRecord(StorageWeakRef(scales), nobody))
         entry.fill(weight, result, lambda _: self.invalidate(entry))
-        # The callback drops nothing itself, because the storage may live on: PyTorch 2.8 drops a storage's Python object at
-        # every garbage collection. PyTorch 2.13 drops the object before the storage expires. ``settle`` checks the storage.
+        # The callback only makes ``settle`` check the storage, because the storage may still be alive. PyTorch 2.8 drops a
+        # storage's Python object at every garbage collection, and PyTorch 2.13 drops it before the storage expires.
         entry.watcher = weakref.ref(storage, lambda _: setattr(self, "death", object()))
         self.weights[entry.location], self.taken[entry.device] = entry, self.taken[entry.device] + entry.size
 
     # --- dropping ---
 
     def _drop(self, entry: CacheEntry | None) -> None:
-        """Remove an entry if it is in the cache. Its dense copy is charged as long as something still uses it."""
+        """Remove an entry if it is in the cache. The budget is charged for its dense copy as long as something still uses it."""
         if entry is None or self.weights.get(entry.location) is not entry:
             return
-        self.dropped.append(entry)  # after an interrupt possibly twice; ``settle`` subtracts its size once
+        # An interrupt after this line may lead to a second append, but ``settle`` subtracts the size only once.
+        self.dropped.append(entry)
         del self.weights[entry.location]
         entry.empty()
 
@@ -356,14 +357,15 @@ class Cache(dequantizer.Reader):
 
 
 class StorageRecord:
-    """What the cache knows about a storage that cached weights depend on.
+    """The cache's record of a storage that holds packed bytes or scales of cached weights.
 
-    Two kinds of storage are not cached. FSDP frees and refills a storage with ``resize_``, without a new version. And if two
-    parameters share a storage, a write through one does not raise the version counter of the other.
+    Weights in two kinds of storage are not cached. The first is a storage that FSDP frees and refills with ``resize_``, without
+    a new version. The second is a storage that two parameters share: a write through one parameter does not raise the version
+    counter of the other parameter.
     """
 
     def __init__(self, reference: StorageWeakRef, owner: Callable[[], Tensor | None]):
-        self.reference = reference  # while it is held, no other storage gets this number
+        self.reference = reference  # while this weak reference is held, no other storage gets the same number
         self.owner = owner  # returns the parameter in this storage, or None
         self.resized = self.aliased = False
 
@@ -379,8 +381,8 @@ class StorageRecord:
 def is_captured(device: int) -> bool:
     """Return whether memory allocated now would belong to a CUDA graph.
 
-    This includes torch.compile's warm-up for a graph. The warm-up runs on a side stream, and allocates from the graph's private
-    pool.
+    This includes torch.compile's warm-up for a graph, which runs on a side stream and allocates from the graph's private pool.
+    So once Inductor's module for CUDA graphs is imported, the result is True on every side stream.
     """
     stream = runtime.current_stream(device)
     if not stream:  # the default stream cannot be captured
@@ -389,5 +391,5 @@ def is_captured(device: int) -> bool:
 
 
 cache = dequantizer.reader = Cache()
-atexit.register(cache.configure, "off")  # empty before the interpreter clears modules, because that frees tensors
+atexit.register(cache.configure, "off")  # empties the cache before the interpreter clears modules, which frees tensors
 switch.follow(lambda config: cache.configure(switch.value("cache")))

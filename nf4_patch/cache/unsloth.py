@@ -25,7 +25,10 @@ def only_unsloth_reads() -> bool:
 
 
 def compiled_layers(target: Target, original: Function) -> Function:
-    """Replace Unsloth's ``_wrap``, which compiles the ``forward`` of a layer class as one region."""
+    """Replace Unsloth's ``_wrap``, which compiles the ``forward`` of a layer class as one region.
+
+    The replacement also wraps the compiled ``forward``, so that layers of this class read their weights from the cache.
+    """
     layers = Layers(target.name, only_unsloth_reads)
     wrapped: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # (original, replacement) by class
 

@@ -20,9 +20,9 @@ CODES = {
 
 
 def code_of(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Return the code values of a quant type, [16] in fp32.
+    """Return the 16 code values of a quant type in fp32.
 
-    The default dtype does not matter, unlike in bitsandbytes' ``get_4bit_type``.
+    PyTorch's default dtype has no effect on the result, unlike in bitsandbytes' ``get_4bit_type``.
 
     Raises:
         KeyError: the quant_type is neither "nf4" nor "fp4".
@@ -30,7 +30,7 @@ def code_of(quant_type: str, device: torch.device) -> torch.Tensor:
     values = CODES[quant_type]
     code = torch.empty(len(values), dtype=torch.float32, device=device)
     for index, value in enumerate(values):
-        code[index].fill_(value)  # a copy from the host would end a CUDA graph capture
+        code[index].fill_(value)  # one by one, because a copy from the host would end a CUDA graph capture
     return code
 
 
@@ -38,20 +38,20 @@ _remembered: dict[tuple[str, torch.device], torch.Tensor] = {}
 
 
 def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Return ``code_of``, uploaded once per device and never freed.
+    """Return the code values of a quant type in a tensor that is made once per device and never freed.
 
     Launches hold the address of this tensor, so its memory must not belong to the private pool of a CUDA graph.
 
     Raises:
         KeyError: the quant_type is neither "nf4" nor "fp4".
-        KernelUnavailable: GRAPH_CAPTURE, at the first use on a device.
+        KernelUnavailable: GRAPH_CAPTURE, if the first use on a device is inside a CUDA graph capture.
     """
     code = _remembered.get((quant_type, device))
     if code is None:
         if device.type == runtime.DEVICE and runtime.is_capturing():
             raise runtime.KernelUnavailable("a CUDA graph is being captured", "GRAPH_CAPTURE")
-        # In its warm-up, torch.compile redirects this thread's allocations to the private pool of a CUDA graph. A new thread is
-        # not redirected. It uses the default stream, without inference mode.
+        # A new thread uploads the values. In a warm-up, torch.compile redirects allocations of this thread, but not of a new one,
+        # to the private pool of a CUDA graph. A new thread also starts on the default stream and without inference mode.
         with ThreadPoolExecutor(1) as thread:
             code = thread.submit(uploaded_code, quant_type, device).result()
         _remembered[quant_type, device] = code
@@ -59,5 +59,5 @@ def remembered_code(quant_type: str, device: torch.device) -> torch.Tensor:
 
 
 def uploaded_code(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Return ``code_of`` after its copy to the device has finished, so that any stream may read the result."""
+    """Copy the code values of a quant type to a device. The copy has finished on return, so any stream may read the result."""
     return code_of(quant_type, torch.device("cpu")).to(device)

@@ -14,14 +14,14 @@ import torch
 MISSING = ""
 try:
     import triton
-except ImportError as error:  # every launch then fails with this message
+except ImportError as error:  # every launch then raises an error with the message in MISSING
     triton = None
     MISSING = f"{type(error).__name__}: {error}"
 TRITON_RELEASE = tuple(map(int, triton.__version__.split(".")[:2])) if triton is not None else (0, 0)
 
 
 class KernelUnavailable(RuntimeError):
-    """The kernel cannot run on this input or machine. The message says why, and ``reason`` names the Reason."""
+    """The kernel cannot run on this input or machine. The message says why, and ``reason`` is the name of a Reason."""
 
     def __init__(self, message: str, reason: str = "KERNEL_FAILED"):
         super().__init__(message)
@@ -29,7 +29,10 @@ class KernelUnavailable(RuntimeError):
 
 
 class KernelEntry(NamedTuple):
-    """The entry of a compiled kernel, called with plain numbers: ``call(x, y, z, stream, *head, *arguments, *tail)``."""
+    """The function that launches a compiled kernel, and the fixed parts of its arguments.
+
+    A launch is ``call(x, y, z, stream, *head, *arguments, *tail)``. The grid is (x, y, z), and the arguments are plain numbers.
+    """
 
     call: Callable[..., None]
     head: tuple[Any, ...]
@@ -40,12 +43,12 @@ class KernelEntry(NamedTuple):
     def of(cls, compiled: Any, values: tuple[Any, ...]) -> KernelEntry:
         """Build the entry of a compiled kernel from its constexpr values.
 
-        The entry calls ``run`` directly. ``kernel[grid](...)`` calls ``run`` too (Triton 3.2 and newer), but takes 17 us per
-        call, mostly to find the compiled kernel again (H200 machine, Triton 3.6.0).
+        The entry calls ``run``, the kernel's launcher, directly. ``kernel[grid](...)`` calls ``run`` too (Triton 3.2 and newer),
+        but takes 17 us per call, mostly to find the compiled kernel again (H200 machine, Triton 3.6.0).
         """
         compiled._init_handles()
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-        values = values if TRITON_RELEASE >= (3, 3) else ()  # 3.2 passes no constexpr to the launcher
+        values = values if TRITON_RELEASE >= (3, 3) else ()  # Triton 3.2 passes no constexpr to the launcher
         if TRITON_RELEASE == (3, 6) and run.global_scratch_size == 0 and run.profile_scratch_size == 0:
             flags = run.launch_cooperative_grid, run.launch_pdl
             return cls(run.launch, (function, *flags, None, None, metadata, None, None, None), values, "c entry")
@@ -60,7 +63,7 @@ class KernelEntry(NamedTuple):
         self.call(*grid, stream, *self.head, *arguments, *self.tail)
 
 
-# Every device query goes through these names. CPU tests replace the names, and ``compile_kernel``, before other modules
+# All device queries go through the names below. CPU tests replace these names and ``compile_kernel`` before other modules
 # import them (tests/support/quick_interpreter.py).
 DEVICE = "cuda"  # the device type that the kernels run on
 WORD = 4  # byte alignment that the kernel requires of a packed weight
@@ -70,8 +73,8 @@ name_of: Callable[[Any], str] = torch.cuda.get_device_name
 is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # absent from builds without CUDA
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-# Allocate on the current device without the dispatcher, like code that Inductor generates.
-# It takes 0.74 us; ``empty_like`` takes 1.14 us and ``torch.empty`` 2.2 us (H200 machine, torch 2.11).
+# empty_strided_cuda allocates on the current device without the dispatcher, as in code that Inductor generates.
+# A call takes 0.74 us; ``empty_like`` takes 1.14 us and ``torch.empty`` 2.2 us (H200 machine, torch 2.11).
 empty_strided_cuda: Any = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 
@@ -91,7 +94,7 @@ def empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> 
 
 
 def ready(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor if it is contiguous and 16-byte aligned, else a copy that is."""
+    """Return the tensor if it is contiguous and 16-byte aligned, else a contiguous and aligned copy."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -111,7 +114,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= end * tensor.element_size()
 
 
-Span = tuple[int, int]
+Span = tuple[int, int]  # the address range of a tensor's memory: first byte, and end
 
 
 def span(tensor: torch.Tensor) -> Span:
@@ -124,12 +127,12 @@ def span(tensor: torch.Tensor) -> Span:
 
 
 def spans(*tensors: torch.Tensor) -> tuple[Span, ...]:
-    """Return the distinct spans of the tensors."""
+    """Return the address ranges of the tensors, each range once. Different ranges may overlap."""
     return tuple(dict.fromkeys(map(span, tensors)))
 
 
 def overlap(read: Iterable[Span], start: int, end: int) -> bool:
-    """Return whether a write to [start, end) would overwrite any of the ``read`` spans."""
+    """Return whether a write to the addresses [start, end) would overwrite any of the address ranges in ``read``."""
     for first, last in read:  # noqa: SIM110 (any() of a generator takes three times as long)
         if first < end and start < last:
             return True
@@ -152,7 +155,10 @@ def fits(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> b
 
 
 def equal_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Compare element by element, flat, and bit for bit: zeros of different sign differ. Any two NaNs are equal."""
+    """Compare two tensors bit for bit. Return a flat bool tensor with one result per element.
+
+    Zeros of different sign differ. Any two NaNs are equal.
+    """
     integers = {2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
     a, b = a.reshape(-1), b.reshape(-1)
     return (a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())
@@ -185,11 +191,13 @@ _building = threading.RLock()
 
 
 def built_once(built: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any:
-    """Return ``built[key]``, built at its first use. A failure is remembered too, and raised again without a second try.
+    """Return ``built[key]``. Call ``build`` for it at the first use.
+
+    A failure of ``build`` is remembered. Later calls raise its error again, without a second try.
 
     Raises:
-        KernelUnavailable: ``build`` failed, or a CUDA graph is being captured. The latter is not remembered.
-        torch.cuda.OutOfMemoryError, MemoryError: ``build`` ran out of memory. This is not remembered either.
+        KernelUnavailable: ``build`` failed, or cannot run because a CUDA graph is being captured. The latter is not remembered.
+        torch.cuda.OutOfMemoryError, MemoryError: ``build`` ran out of memory. This is not remembered.
     """
     if key not in built:
         if is_capturing():
@@ -208,7 +216,7 @@ def built_once(built: dict[Any, Any], key: Any, build: Callable[[], Any]) -> Any
                     built[key] = KernelUnavailable(f"{type(error).__name__}: {error}")
     found = built[key]
     if isinstance(found, KernelUnavailable):
-        # A new error object: an error raised twice keeps the frames of both calls alive, and their weights.
+        # A new error object is raised, because an error that is raised twice keeps the frames and weights of both calls alive.
         raise KernelUnavailable(str(found), found.reason)
     return found
 
@@ -219,7 +227,9 @@ def is_interpreted(kernel: Any) -> bool:
 
 
 def compile_kernel(kernel: Any, arguments: tuple[Any, ...], values: dict[str, Any], **options: Any) -> Any:
-    """Compile Triton's CompiledKernel for arguments of these types and these constexprs, without a launch.
+    """Compile a kernel for arguments of these types and for these constexprs, and return Triton's CompiledKernel.
+
+    The kernel is not launched.
 
     Raises:
         KernelUnavailable: TRITON_INTERPRET is set, so Triton compiles nothing.
@@ -234,18 +244,20 @@ _entries: dict[tuple[Any, ...], KernelEntry | KernelUnavailable] = {}
 
 
 def compiled(kernel: Any, arguments: Iterable[Any], values: dict[str, Any], *kind: Any, **options: Any) -> KernelEntry:
-    """Return the entry of a kernel, compiled at the first use of these constexprs and this ``kind``; see :func:`built_once`.
+    """Return the KernelEntry of a kernel. Compile it at the first use of these constexprs and this ``kind``.
+
+    A failed compilation is remembered; see :func:`built_once`.
 
     Args:
-        arguments: tensors and numbers that represent those of every later call of this ``kind``.
+        arguments: sample tensors and numbers. Those of every later call of this ``kind`` must have the same types.
         values: the kernel's constexprs in the order of its signature.
         kind: everything else that the compiled kernel depends on: the device, dtypes, and which sizes are multiples of 16.
-        options: for Triton's compiler. With ``launch_pdl``, the kernel may start before the previous kernel ends, and
-            waits for its results itself (Triton >= 3.6, sm_90).
+        options: for Triton's compiler. ``launch_pdl`` means programmatic dependent launch: the kernel may start before the
+            previous kernel ends, and waits for its results itself (Triton >= 3.6, sm_90).
     """
 
     def build() -> KernelEntry:
-        # Triton would compile the integer 1 as a constexpr.
+        # The sample has a 2 in place of each integer 1, because Triton would compile a 1 as a constexpr.
         sample = tuple(2 if type(value) is int and value == 1 else value for value in arguments)
         result = compile_kernel(kernel, sample, values, **{"num_stages": 1, **options})
         return KernelEntry.of(result, tuple(values.values()))
@@ -261,10 +273,10 @@ def launch(
 
     Args:
         grid: None to compile only.
-        arguments: tensors, each contiguous and 16-byte aligned, and numbers. The first is a tensor.
+        arguments: tensors, each contiguous and 16-byte aligned, and numbers. The first argument is a tensor.
 
     Raises:
-        KernelUnavailable: the kernel cannot be compiled, or has yet to compile while a CUDA graph is being captured.
+        KernelUnavailable: the kernel cannot be compiled, or its first use is inside a CUDA graph capture.
     """
     device = arguments[0].get_device()
     if current_device() != device:

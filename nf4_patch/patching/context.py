@@ -1,4 +1,4 @@
-"""Ask PyTorch about the context of a call: compilation, export, tracing, dispatch modes and functorch transforms."""
+"""Find out in which context a call runs: compilation, export, tracing, dispatch modes or functorch transforms."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
-is_compiling = torch.compiler.is_dynamo_compiling  # False under torch.export without Dynamo, which uses a dispatch mode
-is_jit_tracing = torch._C._is_tracing  # under torch.jit.trace shapes hold tensors, so no remembered launch matches
+# is_compiling is also False under torch.export without Dynamo, but there a dispatch mode is active.
+is_compiling = torch.compiler.is_dynamo_compiling
+# Dequantizer checks is_jit_tracing only for new weights. Under torch.jit.trace shapes hold tensors, which match no remembered
+# launch, so every weight is new.
+is_jit_tracing = torch._C._is_tracing
 modes_active = torch._C._len_torch_dispatch_stack
-function_modes = torch._C._len_torch_function_stack  # returns how many are active; torch.set_default_device adds one
+function_modes = torch._C._len_torch_function_stack  # returns the number of modes; torch.set_default_device adds one
 transforms_active = torch._C._functorch.peek_interpreter_stack
 backward_in_progress: Callable[[], int] = torch._C._current_graph_task_id  # returns -1 outside of a backward
-# Skips Params4bit's __torch_function__, which takes 1.4 us for each data_ptr() (2-core CPU machine, Python 3.11).
+# plain_methods() skips Params4bit's __torch_function__, which takes 1.4 us for each data_ptr() (2-core CPU machine, Python 3.11).
 plain_methods = torch._C.DisableTorchFunctionSubclass
-# PyTorch before 2.8 cannot tell whether hooks on saved tensors are active. The fallback says yes.
+# saved_tensors_hooks returns the innermost hooks on saved tensors, or None. PyTorch before 2.8 cannot tell whether there are any,
+# so the fallback returns True.
 saved_tensors_hooks: Callable[[bool], Any] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: True
 )
@@ -72,15 +76,18 @@ if torch.__version__ < (2, 8):  # type: ignore[operator]
         tracer = getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
         return tracer is not None and tracer.export
 
-    # Tells Dynamo to call the function instead of tracing it. torch.compiler.assume_constant_result would import Dynamo here.
+    # The mark tells Dynamo to call the function instead of tracing it. torch.compiler.assume_constant_result sets the same mark,
+    # but would import Dynamo here.
     is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def keep_dynamo_out(function: Callable[..., Any]) -> None:
-    """Make Dynamo skip a function and everything it calls, without a cost per call. Frames that Dynamo inlines are not affected.
+    """Make Dynamo run a function, and everything that the function calls, without compiling it.
 
-    Below sm_80 (T4), Inductor does not compile frames that use bf16. Such a frame runs eagerly, but Dynamo still compiles the
-    functions that it calls, one by one. PyTorch 2.6 cannot skip functions, so this function does nothing there.
+    On GPUs below sm_80, such as the T4, Inductor does not compile frames that use bf16. Such a frame runs eagerly, but Dynamo
+    would compile each function that the frame calls. A function that Dynamo inlines into another frame is still traced.
+    ``torch._dynamo.disable`` would add the cost of a wrapper to each call. PyTorch 2.6 has no way to skip a function without
+    that cost, so there this function does nothing.
     """
     evaluation = torch._C._dynamo.eval_frame
     if hasattr(evaluation, "_FrameExecStrategy") and hasattr(evaluation, "set_code_exec_strategy"):
@@ -89,6 +96,6 @@ def keep_dynamo_out(function: Callable[..., Any]) -> None:
 
 
 def casts(A: torch.Tensor) -> bool:
-    """Return whether autocast makes the original multiply in another dtype than that of ``A``."""
+    """Return whether autocast makes the original function multiply in a dtype other than that of ``A``."""
     device = A.device.type
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is not A.dtype

@@ -13,7 +13,7 @@ logger = logging.getLogger("nf4_patch")
 
 @functools.cache
 def warn_once(sentence: str) -> None:
-    """Log a warning, the first time that it is given."""
+    """Log a warning. The same sentence is logged only once."""
     logger.warning(sentence)
 
 
@@ -34,7 +34,7 @@ class HitCounter:
 class Counters:
     """All hits and fallbacks of the process. Calls inside a compiled graph are not counted.
 
-    Iterate over a copy, ``list(...)``, because other threads may add entries.
+    Iterate over copies of the dictionaries, ``list(...)``, because other threads may add entries.
     """
 
     def __init__(self) -> None:
@@ -57,9 +57,8 @@ class Counters:
         """
         first = (target, reason) not in self.fallbacks
         self.fallbacks[target, reason] += 1
-        if detail and (
-            detail in self.errors or len(self.errors) < 100
-        ):  # limited, because messages with addresses differ each time
+        # At most 100 messages are stored, because messages that contain addresses differ each time.
+        if detail and (detail in self.errors or len(self.errors) < 100):
             self.errors[detail] = self.errors.get(detail, 0) + 1
         if reason.is_expected:
             return
@@ -72,7 +71,7 @@ class Counters:
             logger.warning("nf4_patch: %s. Further calls are only counted, see nf4_patch.status().", sentence)
 
     def reset(self) -> None:
-        """Set all counts to zero. Counters are kept, because launches hold them."""
+        """Set all counts to zero. The HitCounter objects stay in use, because launches refer to them."""
         for counter in list(self.hit_counters.values()):
             counter.hits = 0
         self.fallbacks.clear()

@@ -37,7 +37,7 @@ def has_gradient(packed: Tensor) -> bool:
     return packed.requires_grad and torch.is_grad_enabled()
 
 
-# Functions that only pass the dequantized weight on to their caller, by module.
+# PASSED_ON lists functions that only pass the dequantized weight on to their caller, by module.
 PASSED_ON = {
     "unsloth.kernels.utils": "fast_dequantize",
     "unsloth_zoo.temporary_patches.bitsandbytes_large_tensors": "dequantize_4bit",
@@ -48,7 +48,8 @@ PASSED_ON = {
 def is_called_by(module: str) -> bool:
     """Return whether the replacement that called ``of_state`` was called by code of ``module``.
 
-    ``module`` is the start of a module's name, "unsloth." for example. Functions in PASSED_ON count as their own callers.
+    ``module`` is the start of a module's name, "unsloth." for example. A function in PASSED_ON only passes the weight on, so
+    the caller of that function is checked instead.
     """
     try:  # frame 1 is of_state, 2 the adapter, 3 the replacement, 4 its caller
         frame: FrameType | None = sys._getframe(4)
@@ -79,8 +80,8 @@ class Dequantizer:
 
     Args:
         target: the target's name.
-        readers: start of the names of modules that only read the result. Other callers get a new tensor, never a cached one.
-            "": callers are not checked.
+        readers: start of the names of modules that only read the result, such as "unsloth.". Callers in other modules get a new
+            tensor, never a cached one. With "", callers are not checked.
     """
 
     def __init__(self, target: str, readers: str = ""):
@@ -112,10 +113,12 @@ class Dequantizer:
         return self.trace(packed, state, out) if torch.compiler.is_compiling() else Reason.TENSOR_SUBCLASS
 
     def trace(self, packed: Tensor, state: Any, out: Tensor | None = None, *where: bool) -> Tensor | Reason:
-        """Dequantize inside a region that torch.compile traces, by calling the op. The op's fake checks the guards.
+        """Dequantize inside a region that torch.compile traces, by calling the op.
+
+        The op's fake implementation checks the guards.
 
         Raises:
-            ValueError: CPU_PACKING. Dynamo then breaks the graph, so that the call runs eagerly, or raises an error.
+            ValueError: the Reason is CPU_PACKING. Dynamo then breaks the graph and runs the call eagerly, or raises an error.
         """
         fields = fields_of(packed, state)
         if isinstance(fields, Reason):
@@ -130,9 +133,8 @@ class Dequantizer:
             return Reason.OUT_MISMATCH
         if has_gradient(packed):
             return Reason.REQUIRES_GRAD
-        if not runtime.runs_on(
-            packed
-        ):  # checked before the fake does, so that a graph for the CPU has no call of the op
+        # The op's fake implementation checks this too. It is checked here so that a graph for the CPU has no call of the op.
+        if not runtime.runs_on(packed):
             return Reason.NOT_CUDA
         return op.dequantize(*fields)
 
@@ -162,7 +164,7 @@ class Dequantizer:
         try:
             launch = weight.memo().launch
             counter = launch.counters[self]
-        except (AttributeError, KeyError, TypeError, RuntimeError):  # new to this target, or not hashable
+        except (AttributeError, KeyError, TypeError, RuntimeError):  # weight new to this target, or field not hashable
             launch = None
         if launch is None:
             launch = self.resolve(weight)
@@ -203,7 +205,7 @@ class Dequantizer:
 
     def counter_of(self, weight: PackedWeight) -> HitCounter:
         counter = counters.of(self.target, tuple(weight.shape), str(weight.dtype))
-        if isinstance(weight.owner(), torch.nn.Parameter):  # not a slice of an expert stack
+        if isinstance(weight.owner(), torch.nn.Parameter):  # a slice of an expert stack is not counted as a weight
             counter.addresses.add(weight.packed.data_ptr())
         return counter
 
@@ -216,7 +218,7 @@ class Dequantizer:
 
 
 def served(readers: str = "") -> Callable[[Function], Callable[[Any, Function], Function]]:
-    """Return a decorator that turns an adapter into a factory of replacements, for the ``replace`` field of a row in targets.py.
+    """Return a decorator for adapters. It turns an adapter into the factory that a row in targets.py names in ``replace``.
 
     The replacement calls ``adapter(serve, *arguments)`` with the original's arguments. The adapter calls ``serve`` with the
     arguments of ``Dequantizer.of_state``. While torch.compile traces, ``serve`` is ``Dequantizer.trace``.

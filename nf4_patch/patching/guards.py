@@ -70,7 +70,10 @@ def _too_old(weight: PackedWeight) -> bool:
 
 
 def _not_plain(tensor: Tensor) -> bool:
-    """Return whether the memory differs from the tensor's values in order: a strided, sparse, negative or conjugate tensor."""
+    """Return whether the tensor's memory is not simply its values in order.
+
+    This is so for a sparse or non-contiguous tensor, and for a negative or conjugate view.
+    """
     if is_compiling():  # Dynamo cannot trace the other checks
         return not tensor.is_contiguous()
     return tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj()
@@ -79,13 +82,14 @@ def _not_plain(tensor: Tensor) -> bool:
 def _subclass(weight: PackedWeight) -> bool:
     """Return whether the packed weight or a scale is a tensor subclass with its own dispatch.
 
-    ``__torch_function__`` is checked for the scales only. ``Dequantizer.of_state`` has checked it for the packed weight.
+    For the packed weight only ``__torch_dispatch__`` is checked, because ``Dequantizer.of_state`` has already checked its
+    ``__torch_function__``.
     """
     packed, *scales = (type(tensor) for tensor in weight.tensors())
     return packed.__torch_dispatch__ is not own_dispatch or not all(map(returns_tensors, scales))  # type: ignore[attr-defined]
 
 
-# Checked in this order. The first guard that returns True is the Reason. Later guards rely on earlier ones.
+# GUARDS are checked in this order. The first guard that returns True gives the Reason. Later guards rely on earlier guards.
 GUARDS: tuple[tuple[Reason, Callable[[PackedWeight], bool]], ...] = (
     (Reason.NOT_CUDA, lambda weight: not runtime.runs_on(weight.packed)),
     (Reason.ROCM, lambda weight: torch.version.hip is not None),

@@ -83,7 +83,7 @@ def block(**options: Given) -> Iterator[None]:
         yield
     finally:
         with lock:
-            # the list is empty if an interrupt came before the block was entered
+            # no place is found if an interrupt came before the block was entered
             for place in [index for index, other in enumerate(_blocks) if other is before]:
                 del _blocks[place]
                 if place < len(_blocks):  # a block that was entered later is still active, and will restore ``before``
@@ -93,7 +93,7 @@ def block(**options: Given) -> Iterator[None]:
 
 
 def hook(target: Target) -> None:
-    """Install the target now if its module is imported, otherwise when it will be."""
+    """Install the target now if its module is imported already, otherwise as soon as the module is imported."""
     wrapt.register_post_import_hook(functools.partial(_on_import, target), target.trigger)
 
 

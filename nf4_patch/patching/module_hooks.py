@@ -1,4 +1,4 @@
-"""Detect hooks and replaced forwards, which run when a module is called but not when its class's forward is called directly."""
+"""Detect hooks and replaced forwards of a module. They would not run if the class's forward were called directly."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.utils import _contextlib as torch_decorators
 from .placement import is_ours
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-HOOKS_ON_ALL = [getattr(torch_module, f"_global{kind}") for kind in HOOKS]  # dicts, empty without hooks
+HOOKS_ON_ALL = [getattr(torch_module, f"_global{kind}") for kind in HOOKS]  # PyTorch's dicts of hooks on all modules
 
 
 def is_called_otherwise(module: Any, known: tuple[Any, ...] = ()) -> bool:
     """Return whether a call of the module runs anything else than its class's forward and the hooks in ``known``.
 
-    accelerate's hook that only moves inputs is ignored. It is on every module of a model that is spread over several GPUs.
+    accelerate's hook that only moves inputs is ignored. Every module of a model that is spread over several GPUs has that hook.
     """
     own = vars(module)
     for kind in HOOKS:

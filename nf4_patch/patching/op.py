@@ -20,12 +20,14 @@ from .reasons import Reason
 
 FORMULA = "nf4_patch: a compiled graph dequantizes with slow PyTorch operators instead of the kernel: "
 REASONS = tuple(Reason)
-# For these Reasons PyTorch operators can still dequantize. A graph may run on another machine than the one that traced it.
+# For the Reasons in COMPUTABLE, PyTorch operators can still dequantize. Such a Reason can occur although the guards passed during
+# the trace, for example if the graph runs on another machine.
 COMPUTABLE = (Reason.NOT_CUDA, Reason.ROCM, Reason.GPU_TOO_OLD, Reason.NOT_CONTIGUOUS)
 
 
-# The arguments are the fields of a PackedWeight. ``torch.library.custom_op`` would add an Autograd kernel in Python, which the
-# packed weight does not need: a call would take 17 us instead of 6 us (2-core CPU machine, torch 2.13).
+# The op's arguments are the fields of a PackedWeight. The op is not made with ``torch.library.custom_op``, which would add an
+# Autograd kernel in Python that the packed weight does not need. A call would take 17 us instead of 6 us (2-core CPU machine,
+# torch 2.13).
 SCHEMA = (
     "(Tensor packed, Tensor absmax, Tensor? absmax2, Tensor? code2, Tensor? offset, "
     "SymInt blocksize, SymInt blocksize2, SymInt[] shape, ScalarType dtype, str quant_type) -> Tensor"
@@ -67,7 +69,7 @@ def kernel(*fields: Any) -> Tensor:
 def fake(*fields: Any) -> Tensor:
     """Return an empty result of the op, or a bool tensor that encodes the Reason why the weight is not supported."""
     weight = given(*fields)
-    reason = guards.why_not(weight, ignore=(Reason.TENSOR_SUBCLASS,))  # here every tensor is a FakeTensor
+    reason = guards.why_not(weight, ignore=(Reason.TENSOR_SUBCLASS,))  # ignored, because every tensor is a FakeTensor
     if reason is not None:
         return weight.packed.new_empty(REASONS.index(reason), dtype=torch.bool)
     return weight.packed.new_empty(weight.shape, dtype=weight.dtype)
@@ -85,13 +87,13 @@ def dequantize(packed: Tensor, absmax: Any, absmax2: Any, code2: Any, offset: An
 
     The result is transposed if the packed bytes are. Dynamo can trace this function.
     """
-    # values that the op's schema does not accept
+    # The op's schema does not accept the following values, so each gets its Reason here.
     blocksize, blocksize2, shape, dtype, quant_type = plain
     if not isinstance(quant_type, str):
         return Reason.QUANT_TYPE
     if not isinstance(dtype, torch.dtype):
         return Reason.OUTPUT_DTYPE
-    if absmax is None or isinstance(offset, (int, float)):  # bitsandbytes supports a number as offset
+    if absmax is None or isinstance(offset, (int, float)):  # bitsandbytes allows a number as offset
         return Reason.STATE_FIELDS
     if blocksize is None or blocksize2 is None:
         return Reason.BLOCKSIZE

@@ -25,7 +25,7 @@ UNITS |= {"MiB": 2**20, "MB": 10**6, "KiB": 2**10, "KB": 10**3, "B": 1}
 SPELLINGS = {unit.lower(): size for unit, size in UNITS.items()} | {
     letter: UNITS[f"{letter.upper()}iB"] for letter in "kmgt"
 }
-SMALLEST = 10**6  # a smaller number without a unit is probably not meant in bytes
+SMALLEST = 10**6  # a smaller number without a unit raises an error, because it is probably not meant in bytes
 
 
 def size_of(text: str) -> int | None:
@@ -38,7 +38,7 @@ def size_of(text: str) -> int | None:
 
 
 def size_in_words(size: int) -> str:
-    """Return a size in words, such as "6 GiB" or "1.5 GB". Sizes that are not round in either unit get three digits."""
+    """Return a size in words, such as "6 GiB" or "1.5 GB". A size that is not round in any unit is rounded to three digits."""
     for unit, base in UNITS.items():
         if size >= base > 1 and 10 * size % base == 0:
             return f"{size / base:g} {unit}"
@@ -54,10 +54,10 @@ class Variable:
 
     name: str
     allowed: tuple[str, ...]
-    default: str  # value of an unset or empty variable; "" if unset is a state of its own
+    default: str  # value of an unset or empty variable; "" if an unset variable has a meaning of its own
     meaning: str
-    size: bool = False  # amounts of memory are allowed too
-    option: bool = False  # changes what the patch does, so it has no effect while the patch is off
+    size: bool = False  # whether amounts of memory, such as "6GiB", are allowed too
+    option: bool = False  # whether the variable changes what the patch does, so that it has no effect without the patch
 
     @property
     def argument(self) -> str:
@@ -102,11 +102,9 @@ class Option(Variable):
     option: bool = True
     on: str = ""  # an example of a value that turns the option on
     targets: tuple[Target, ...] = ()
-    report: Callable[[str | int], Any] | None = (
-        None  # makes the field of ``Status`` with the option's name, from its value
-    )
+    report: Callable[[str | int], Any] | None = None  # makes the option's field of ``Status`` from the option's value
     lines: Callable[[Any], list[str]] | None = None  # formats the report as lines of text
 
 
-# By argument of ``enable``. nf4_patch/options.py fills the table during the import of the package.
+# OPTIONS holds each option by its argument of ``enable``. nf4_patch/options.py fills it during the import of the package.
 OPTIONS: dict[str, Option] = {}

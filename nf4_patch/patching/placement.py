@@ -29,16 +29,17 @@ class Pair(NamedTuple):
 
 @dataclass
 class Installed:
-    """Replacements of one target whose module is imported, and their places, or why the function was not replaced.
+    """The state of a target after the import of its module: its replacements and where they are, or why there is none.
 
-    There can be several originals: another library may put its own function at the target's name, while other modules hold
-    copies of the first original. Each original has its own replacement. The last pair is that of the latest ``enable()``.
+    A place is a module, class or dict, and a name in it. There can be several originals, because another library may put its
+    own function at the target's name, while other modules still hold the first original. Each original has its own
+    replacement. The last pair belongs to the latest ``enable()``.
     """
 
     target: Target
     pairs: list[Pair] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
-    swapped: bool | None = None  # argument of the latest swap; None: it was interrupted, or a pair was added since
+    swapped: bool | None = None  # ``on`` of the latest ``swap``; None if that was interrupted or a pair was added since
     refused: Any = ABSENT  # the function that cannot be replaced
     refusal: str = ""  # why it cannot be replaced
 
@@ -51,7 +52,7 @@ class Installed:
         return self.pairs[-1].replacement if self.pairs else None
 
     def current(self) -> Any:
-        """Return the function that is at the target's name now. Look up the module again, because it may have been reloaded."""
+        """Return the function that the target's name holds now. Look up the module anew, because it may have been reloaded."""
         return get_attr(*self.target.holder(sys.modules.get(self.target.module)))
 
     def state(self) -> State:
@@ -69,7 +70,10 @@ class Installed:
         return "another library put its own function in place; call enable() again to replace it"
 
     def pair_of(self, function: Any) -> Pair | None:
-        """Return the pair that has ``function`` as its original, or whose replacement ``function`` is or wraps."""
+        """Return the pair to which ``function`` belongs, or None.
+
+        ``function`` may be the pair's original, its replacement, or a wrapper of its replacement.
+        """
         return next((pair for pair in self.pairs if function is pair.original or is_wrapped_by(pair, function)), None)
 
     def refuse(self, function: Any, why: str) -> None:
@@ -85,7 +89,10 @@ class Installed:
         self.refused, self.refusal = ABSENT, ""
 
     def add_wrapped(self, function: Any) -> None:
-        """Add a pair for each function that ``function`` wraps and that other modules copied before it was wrapped."""
+        """Add a pair for each function that ``function`` wraps, if other modules still hold that function.
+
+        Those modules imported the function by name before another library wrapped it.
+        """
         while (function := getattr(function, "__wrapped__", None)) is not None:
             if copies(self.target, [function]) and not refusal_of(self.target, function):
                 self.pairs.insert(0, Pair(function, self.target.make(function)))
@@ -113,7 +120,7 @@ installed: dict[str, Installed] = {}
 
 
 def install(target: Target, module: ModuleType, wanted: bool) -> None:
-    """Make the target's replacement, and put it in place if it is ``wanted``, which means that its option is on."""
+    """Make the target's replacement. Put the replacement in place if ``wanted`` is True, which means that its option is on."""
     place = target.holder(module)
     current = get_attr(*place, ABSENT)
     if (target.unless and hasattr(module, target.unless)) or current is ABSENT:
@@ -151,11 +158,14 @@ def get_attr(holder: Any, name: str, default: Any = None) -> Any:
 
 
 def put(holder: Any, name: str, function: Any) -> None:
-    """Set ``name`` in a module, dict or class to ``function``. In a class, keep static methods static and inherited ones inherited."""
+    """Set ``name`` in a module, dict or class to ``function``.
+
+    In a class, a static method stays static. A method that was inherited before is inherited again.
+    """
     if isinstance(holder, dict):
         holder[name] = function
     elif isinstance(holder, type) and any(vars(base).get(name) is function for base in holder.__mro__[1:]):
-        delattr(holder, name)  # it was inherited
+        delattr(holder, name)  # so that the class inherits the function again
     else:
         setattr(holder, name, staticmethod(function) if isinstance(vars(holder).get(name), staticmethod) else function)
 
@@ -174,7 +184,8 @@ def refusal_of(target: Target, function: Any) -> str:
         parameters = tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return f"it is a {type(function).__name__} whose signature cannot be read"
-    if parameters in target.parameters or parameters == ("A", "args", "kwargs"):  # unsloth_zoo's wrapper
+    # ("A", "args", "kwargs") are the parameters of unsloth_zoo's wrapper
+    if parameters in target.parameters or parameters == ("A", "args", "kwargs"):
         return ""
     allowed = " or ".join(f"({', '.join(names)})" for names in target.parameters)
     return f"its parameters are ({', '.join(parameters)}), but this release of nf4_patch supports {allowed}"
@@ -183,8 +194,8 @@ def refusal_of(target: Target, function: Any) -> str:
 def copies(target: Target, functions: list[Any]) -> list[Place]:
     """Return every module global that holds one of ``functions``.
 
-    Outside of the target's library, only globals with the function's own name are returned. A copy under another name is kept
-    on purpose, for example to compare with the original.
+    Outside of the target's library, only globals with the target's own name are returned. A module that holds a copy under
+    another name does so on purpose, for example to compare with the original.
     """
     own_name = target.name.rpartition(".")[2]
     wanted = set(map(id, functions))

@@ -10,12 +10,12 @@ from torch import Tensor
 from ..nf4.weight import PackedWeight
 from .reasons import Reason
 
-# Makes a PackedWeight from a tuple of its fields in 0.16 us. ``PackedWeight(*fields)`` takes 0.57 us (2-core CPU machine).
+# new() makes a PackedWeight from a tuple of its fields in 0.16 us. ``PackedWeight(*fields)`` takes 0.57 us (2-core CPU machine).
 new: Any = tuple.__new__
 
 
 def fields_of(packed: Tensor, state: Any) -> Any:
-    """Return the fields of the PackedWeight as a tuple, or the Reason why the state has none. Dynamo can trace this function."""
+    """Return the fields of a PackedWeight as a tuple, or the Reason why there is none. Dynamo can trace this function."""
     try:
         # not getattr, because for a missing attribute Dynamo would trace QuantState.__getattr__ and add guards for it
         if state.__dict__.get("packing_format_for_cpu"):
@@ -31,7 +31,7 @@ def fields_of(packed: Tensor, state: Any) -> Any:
             packed, state.absmax, second.absmax, second.code, state.offset,
             state.blocksize, second.blocksize, state.shape, state.dtype, state.quant_type,
         )  # fmt: skip
-    except AttributeError:  # only fields of the quant_state are read above
+    except AttributeError:  # the state lacks a field, because nothing else is read above
         return Reason.STATE_FIELDS if hasattr(state, "quant_type") else Reason.NOT_4BIT
 
 
@@ -42,9 +42,9 @@ def weight_of(packed: Tensor, state: Any) -> Any:
 
 
 def cpu_packing_or(reason: Reason, absmax: Any) -> Reason:
-    """Return CPU_PACKING if ``reason`` is STATE_FIELDS and ``absmax`` is that of a weight packed for the CPU, else ``reason``.
+    """Return CPU_PACKING instead of STATE_FIELDS if the shape and dtype of ``absmax`` show that the weight is packed for the CPU.
 
-    bitsandbytes' packing for the CPU has an absmax of shape [K / blocksize, N] in bf16.
+    bitsandbytes' packing for the CPU has an absmax of shape [K / blocksize, N] in bf16. In all other cases, return ``reason``.
     """
     repacked = reason is Reason.STATE_FIELDS and isinstance(absmax, Tensor) and absmax.dim() == 2
     return Reason.CPU_PACKING if repacked and absmax.dtype is torch.bfloat16 else reason

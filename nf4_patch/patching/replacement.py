@@ -1,6 +1,6 @@
 """Replacements of library functions. A replacement tries an adapter first and falls back to the original.
 
-All replacements have the same form, ``replacement_of``. The original is always called with the caller's own arguments.
+``replacement_of`` makes all replacements. A fallback calls the original with the caller's own arguments.
 """
 
 from __future__ import annotations
@@ -128,12 +128,15 @@ def replacement_of(
 
 
 def instead(function: Function) -> Function:
-    """Turn a function into an ``attempt`` whose errors reach the caller and whose calls are not counted."""
+    """Turn a function into an ``attempt`` for ``replacement_of``. Its errors reach the caller. Its calls are not counted."""
     return lambda *args, **kwargs: (functools.partial(function, *args, **kwargs),)
 
 
 def around(function: Function) -> Function:
-    """Return a factory for the ``replace`` field of a row. The replacement calls ``function(original, *arguments)``."""
+    """Return a factory for the ``replace`` field of a row in targets.py.
+
+    The replacement calls ``function(original, *arguments)``.
+    """
 
     def make(target: Any, original: Function) -> Function:
         return replacement_of(target, original, Fallbacks(target.name), instead(functools.partial(function, original)))

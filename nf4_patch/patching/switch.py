@@ -19,15 +19,15 @@ class Gate:
 class Switch(Gate):
     """The state of the patch, with one gate per option.
 
-    Code that depends on the configuration registers with ``follow`` and is called at every change. So this module does not
-    import the options or torch.
+    Code that depends on the configuration registers with ``follow`` and is called at every change. So this module does not have
+    to import that code, or torch.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.config: Config | None = None  # None while the patch is off
         self.strict = False
-        # by ``Target.option``
+        # the gate of each ``Target.option``
         self.gates: dict[str, Gate] = {"": self, ALWAYS: Gate(on=True), **{option: Gate() for option in OPTIONS}}
         self.followers: list[Callable[[Config | None], None]] = []
 

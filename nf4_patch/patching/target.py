@@ -25,7 +25,7 @@ class Target:
         parameters: parameter names that the replacement supports. A function with other names is not patched.
         replace: "module:function" of this package, ".module:function". It gets the row and the original, and returns the
             replacement.
-        covers: what the replacement speeds up, or is for. Shown by ``nf4-patch doctor -v`` and in the docs.
+        covers: the calls that the replacement speeds up, or its purpose. Shown by ``nf4-patch doctor -v`` and in the docs.
         option: the option that has to be on. "": the patch itself. ALWAYS: the replacement stays in place when the patch is
             off, because models that the option has changed still need it.
         unless: an attribute of the module. Where it exists, this row is skipped.
@@ -88,7 +88,7 @@ class Target:
 
 SECOND_LEVEL = ("absmax_8bit", "absmax_code", "absmax_offset")
 LINEAR_4BIT = (("A", "B", "shapeB", "absmax", "blocksize", "quant_type", "bias", *SECOND_LEVEL),)
-# Releases that scripts/release_matrix.py ran. docs/data/releases.json lists the machines.
+# The TESTED_ names list releases that scripts/release_matrix.py ran. docs/data/releases.json lists the machines.
 TESTED_OP = ("0.50.2",)
 TESTED_UNSLOTH = ("2026.9.7", "2026.10.9")
 TESTED_LOADING = ("5.17.0", "5.23.0", "5.24.0")

@@ -10,7 +10,7 @@ import torch
 
 from ..nf4.weight import BLOCKSIZES, OFFSET_DTYPES, OUTPUT_DTYPES, STORAGE_DTYPES
 
-# Whole and partial CTAs, partial last blocks, odd element counts, rows that no blocksize divides, rank 1 to 3.
+# SHAPES give whole and partial CTAs, partial last blocks, odd element counts, rows that no blocksize divides, and ranks 1 to 3.
 SHAPES = ((256, 512), (96, 136), (33, 77), (3, 5, 44), (4097,), (1, 1))
 MATRIX, RAGGED = (256, 192), (65, 42)
 LAYOUTS, TRANSPOSED, STORAGE, OFFSETS = "shapes x blocksizes", "transposed", "storage dtypes", "offset dtypes"
@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 
 def every_case() -> Iterator[Case]:
-    """Yield every output dtype with everything that changes the kernel or the launch path."""
+    """Yield the cases of every output dtype, for each property of a weight that changes the kernel or the launch path."""
     for dtype in OUTPUT_DTYPES:
         for blocksize, nested, kind, shape in itertools.product(BLOCKSIZES, (True, False), ("nf4", "fp4"), SHAPES):
             yield Case(LAYOUTS, shape, dtype, blocksize, nested, kind)

@@ -1,10 +1,12 @@
 """``nf4-patch``: the command line, and the only module that prints.
 
-A command is a click.Command of this module. It declares its options and calls a module of the same name, imported only
-then, so that ``nf4-patch --help`` does not import torch. The called module uses neither click nor the console: it returns a
-``report.Report`` and calls a ``report.Progress``. This module prints the report, writes it to ``--json FILE`` (an option that
-every command gets automatically) and exits with the report's code. Wrong usage raises ``click.UsageError``. A task that is
-impossible on this machine raises ``report.NotAvailable``.
+Each command is a click.Command of this module. It declares its options and calls a module of the same name. That module is
+imported only for the call, so that ``nf4-patch --help`` does not import torch. The called module uses neither click nor the
+console. It returns a ``report.Report`` and shows its progress with a ``report.Progress``.
+
+This module prints the report and exits with the report's code. Every command automatically gets the option ``--json FILE``,
+with which this module writes the report to a file. Wrong usage raises ``click.UsageError``. A task that is impossible on this
+machine raises ``report.NotAvailable``.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class Verbs(click.Group):
         try:
             return super().main(*args, **kwargs)
         except OSError as error:
-            if error.errno is None or error.filename is not None:  # the error is not from a stream
+            if error.errno is None or error.filename is not None:  # not an error of writing to stdout or stderr
                 raise
             output.say(f"nf4_patch: the output could not be written: {error.strerror}")
             sys.exit(1)
@@ -98,9 +100,8 @@ def finish(ctx: click.Context, report: Any) -> None:
     ctx.obj.clear()
     if file := ctx.meta.get("nf4_patch.json"):
         data = report.as_dict()
-        output.write_json(
-            file, data if "machine" in data else data | provenance_data()
-        )  # a benchmark's "machine" includes the provenance
+        # The provenance is added unless the report is a benchmark's, which has it under "machine".
+        output.write_json(file, data if "machine" in data else data | provenance_data())
     terminal = sys.stdout is not None and sys.stdout.isatty()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # print "?" for a character that the encoding lacks

@@ -37,9 +37,9 @@ TAKE_FP16 = (
     'bf16 and 4 bits: use enable(lora="fused") and fp16=True there'
 )
 LAZY = ("transformers", "liger_kernel")  # libraries that import their modules on first use
-BRIEFLY = (State.INACTIVE, State.ABSENT)  # targets that are only counted, in one line
-OLDEST = TARGETS[0]  # a target in bitsandbytes that every supported release has
-FAST = (8, 0)  # compute capability of the slowest GPUs that wait for Python in short steps
+BRIEFLY = (State.INACTIVE, State.ABSENT)  # targets in these states are not listed, but counted in one line
+OLDEST = TARGETS[0]  # a function of bitsandbytes that every supported release has
+FAST = (8, 0)  # lowest compute capability of GPUs that are fast enough to wait for Python in short steps
 AUTOLOADS = ">= 0.46"  # releases of bitsandbytes that load nf4_patch as a backend
 
 
@@ -51,8 +51,8 @@ class Gpu:
     gibibytes: float
     advice: str = ""
     failures: list[str] = field(default_factory=list)  # why this GPU runs the original
-    kernels: dict[str, str] = field(default_factory=dict)  # output dtype -> launch path: "c entry" or "launcher"
-    fused_matmul: str = "never"  # what decides where the fused matmul runs
+    kernels: dict[str, str] = field(default_factory=dict)  # launch path, "c entry" or "launcher", by output dtype
+    fused_matmul: str = "never"  # when the fused matmul runs on this GPU, in words
 
     @property
     def sm(self) -> str:
@@ -77,11 +77,11 @@ class DoctorReport(Report):
     targets: list[TargetStatus]  # the state that each target would have, with the reason in its note
     limits: list[str]  # which calls of patched targets do not get faster, and what to do
     variables: list[str]  # the NF4_* variables that are set, with remarks
-    lines: dict[str, str] = field(default_factory=dict)  # training library -> the line to type
+    lines: dict[str, str] = field(default_factory=dict)  # the line to type, by training library
     verbose: bool = False  # show every target and kernel
 
     def problems(self) -> list[str]:
-        """Return why calls would run the original; empty if the kernel would run for every installed target."""
+        """Return why calls would run the original. The list is empty if the kernel would run for every installed target."""
         problems = [f"{self.no_gpu}: every call would run the original ({Reason.NOT_CUDA.name})"] * bool(self.no_gpu)
         problems += [f"{target.note} keeps the patch off" for target in self.targets if target.state is State.OFF]
         failing = [gpu for gpu in self.gpus if gpu.failures]
@@ -141,7 +141,7 @@ def examine(unsloth: bool = False, tell: Progress = silent, verbose: bool = Fals
     """Look at the machine, compile the kernels, enable the patch and disable it again.
 
     Args:
-        unsloth: import Unsloth too, which takes 8 s and patches other libraries. Otherwise judge by its release.
+        unsloth: import Unsloth too, which takes 8 s and patches other libraries. Without it, only Unsloth's release is checked.
         verbose: the report shows every target and kernel.
 
     Raises:
@@ -166,7 +166,7 @@ def lines_to_type(
     """Return the line to type for each installed training library.
 
     Args:
-        unsloth_keeps: Unsloth's layers keep Unsloth's own kernel.
+        unsloth_keeps: whether Unsloth's layers keep Unsloth's own kernel.
         capabilities: compute capability of each GPU. CUDA graphs help a fast GPU, which waits for Python. A T4 does not wait.
     """
 
@@ -242,7 +242,7 @@ def examine_gpu(index: int, tell: Progress) -> Gpu:
 
 def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list[TargetStatus], list[str]]:
     """Import the libraries and enable the patch for a moment. Return each target's state, and what limits the targets."""
-    # in the order of TARGETS, because unsloth_zoo cannot be imported before unsloth
+    # Libraries are imported in the order of TARGETS, because unsloth_zoo cannot be imported before unsloth.
     installed = installed_releases(dict.fromkeys(target.library for target in TARGETS))
     failures = {}
     for name, release in installed.items():
@@ -266,11 +266,11 @@ def examine_targets(unsloth: bool, config: Config, tell: Progress) -> tuple[list
 
 
 def judge(target: Target, release: str, status: TargetStatus, failure: str, config: Config) -> TargetStatus:
-    """Return the final status of a target.
+    """Return the state that a target has in a training on this machine, with the reason as its note.
 
     Args:
-        status: the target's status with the patch on.
-        failure: why the import of its library failed, "" if it did not.
+        status: the target's status while the doctor had the patch on.
+        failure: why the import of the target's library failed, or "".
     """
     library, waiting = target.library, status.state is State.WAITING
     option = OPTIONS.get(target.option)
@@ -295,7 +295,7 @@ def judge(target: Target, release: str, status: TargetStatus, failure: str, conf
 
 
 def kept(target: Target, release: str, state: State) -> list[str]:
-    """Return sentences on the calls of a target that keep the library's own kernel, and what to do."""
+    """Return sentences that say which calls of a target keep Unsloth's own kernel, and what to do about it."""
     if target.replace != ".adapters.unsloth:fast_dequantize" or not (state.was_patched or state is State.WAITING):
         return []
     own = unsloth_adapter

@@ -20,8 +20,8 @@ class Shape(NamedTuple):
     max_position_embeddings: int = 2048
 
 
-# Llama 3.2 1B, Llama 3.1 8B and 70B, Qwen 2.5 7B:
-# hidden size, intermediate size, layers, heads, key/value heads, vocabulary, positions
+# MODELS are Llama 3.2 1B, Llama 3.1 8B and 70B, and Qwen 2.5 7B. The numbers are hidden size, intermediate size, layers, heads,
+# key/value heads, vocabulary and positions.
 MODELS = {
     "llama-1b": Shape(2048, 8192, 16, 32, 8, 128256, 8192),
     "llama-8b": Shape(4096, 14336, 32, 32, 8, 128256, 8192),

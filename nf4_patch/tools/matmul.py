@@ -1,4 +1,4 @@
-"""X @ W.T with a 4-bit W: the functions that the fused matmul is compared with, and errors against fp64."""
+"""Functions that compute X @ W.T with a 4-bit W, to compare the fused matmul with, and their errors against fp64."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from .report import NotAvailable
 from .timing import rotation
 
 Packed = tuple[torch.Tensor, Any]
-Functions = dict[str, Callable[..., Any]]  # (packed, quant_state, out=None) -> weight, by name
+Functions = dict[str, Callable[..., Any]]  # by name; each takes (packed, quant_state), and some take ``out``
 OURS, BITSANDBYTES = "nf4_patch", "bitsandbytes"
 UNSLOTH = "Unsloth GEMV"  # for one row only
 DEQUANTIZE = "dequantize + matmul"
-SLACK = 1.01  # tolerance of errors against fp64 for the order of additions; both sides share all other rounding
+# Our error against fp64 may be this many times the error of the original. Only the order of additions differs, because both
+# round everything else in the same way.
+SLACK = 1.01
 
 
 def subject_of(shape: Sequence[int], dtype: torch.dtype) -> str:
@@ -75,7 +77,7 @@ def gemv() -> Callable[..., Any] | None:
 
 
 def others(x: torch.Tensor, unsloth: Callable[..., Any] | None) -> Functions:
-    """Return, by name, the other functions that multiply x by a packed weight while the patch is off.
+    """Return the functions of other libraries that multiply x by a packed weight, by name. Call them with the patch off.
 
     ``unsloth`` is included only if x has one row.
     """
@@ -90,7 +92,7 @@ def others(x: torch.Tensor, unsloth: Callable[..., Any] | None) -> Functions:
 
 
 class Weights:
-    """Packed weights of one shape, with the first of them dequantized, also in fp64."""
+    """Packed weights of one shape. The first weight is also held dequantized, in its dtype and in fp64."""
 
     def __init__(self, packed: Sequence[Packed]):
         self.packed = packed
@@ -108,6 +110,9 @@ class Weights:
         return torch.randn(m, self.dense.shape[1], dtype=self.dense.dtype, device=self.dense.device)
 
     def errors(self, x: torch.Tensor, ours: torch.Tensor) -> tuple[float, float]:
-        """Return two errors against fp64, for x and the first weight: the error of ``ours``, and of dequantize + matmul."""
+        """Return the relative L2 errors against fp64 of ``ours``, and of dequantize + matmul.
+
+        ``ours`` is our product of x and the first weight. The other two products are computed here.
+        """
         truth = x.double() @ self.exact.t()
         return error(ours, truth), error(x @ self.dense.t(), truth)

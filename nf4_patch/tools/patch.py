@@ -40,7 +40,7 @@ def patch(on: bool, **options: Any) -> Iterator[None]:
 
 
 def original(module: str, attribute: str) -> Any:
-    """Return a library's original function: the one that the patch saved, or else the current one."""
+    """Return a library's original function: the function that the patch saved, or the current one if none was saved."""
     entry = placement.installed.get(f"{module}.{attribute}")
     if entry is not None and entry.original is not None:
         return entry.original

@@ -1,4 +1,4 @@
-"""Base classes of the commands: the report that each returns, its progress calls, and the error it may raise."""
+"""Shared parts of the commands: the report that a command returns, its progress calls, and the error that it may raise."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import nf4_patch
 from ..patching.config import Config
 from ..version import release_of
 
-Progress = Callable[..., None]  # called with the current task and its progress; ``silent`` has the signature
+Progress = Callable[..., None]  # called with the current task and its progress; see ``silent`` for the arguments
 
 
 def silent(text: str, done: int = 0, total: int | None = None) -> None:
-    """Show nothing: a Progress without output. ``total`` is None if unknown."""
+    """Show no progress. This is a Progress without output. ``total`` is None if it is unknown."""
 
 
 class Report(ABC):

@@ -14,12 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-import nf4_patch  # NF4_PATCH=1 turns the patch on
+import nf4_patch  # this import turns the patch on if NF4_PATCH=1
 
 from ..patching.config import Config, is_worker, rank
 from ..snapshot import Status
 
-STARTUP = os.path.join(os.path.dirname(__file__), "startup")  # Python runs its sitecustomize.py
+STARTUP = os.path.join(os.path.dirname(__file__), "startup")  # Python runs sitecustomize.py in this folder at its start
 REPORT = "_NF4_PATCH_REPORT"  # variable that passes the arguments of ``report`` to the processes
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}  # per element
 
@@ -46,7 +46,10 @@ def execute(command: list[str], shown: bool, file: Path | None, all_ranks: bool)
 
 
 def watch() -> None:
-    """Register a report for the end of this process, in case it imports bitsandbytes. Called when Python starts."""
+    """Register a report for the end of this process, if the process imports bitsandbytes.
+
+    startup/sitecustomize.py calls this function when Python starts.
+    """
     if REPORT not in os.environ:
         return
     import wrapt
@@ -65,7 +68,8 @@ def report(process: int, shown: bool, file: str | None, all_ranks: bool, run: st
     Args:
         process: the id of the process that registered the report.
         shown: print the report to stderr.
-        file: write the report to this file as JSON, see ``add``. With ``all_ranks``, write one file per rank, ``report.rank1.json``.
+        file: write the report to this file as JSON, see ``add``. With ``all_ranks``, write one file per rank, for example
+            ``report.rank1.json``.
         all_ranks: report in every process of a launcher, not only in rank 0.
         run: an identifier that all reports of one command share.
     """
@@ -86,9 +90,10 @@ def report(process: int, shown: bool, file: str | None, all_ranks: bool, run: st
 
 
 def add(file: Path, data: dict[str, Any]) -> None:
-    """Write a report with an empty list ``others``, or add it to that list of another process of the same run.
+    """Write the report ``data`` to ``file``, with an empty list ``others``.
 
-    A device or a pipe gets one report after another.
+    If the file already holds a report of the same run, add ``data`` to the list ``others`` of that report instead. A device or
+    a pipe gets one report after another.
     """
     from . import output
 
@@ -97,9 +102,9 @@ def add(file: Path, data: dict[str, Any]) -> None:
         return
     with contextlib.ExitStack() as stack:
         first = data | {"others": []}
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not to be read, or no such report
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # unreadable, or not a report
             opened = stack.enter_context(file.open("a+", encoding="utf-8"))
-            with contextlib.suppress(OSError):  # a file system without locks
+            with contextlib.suppress(OSError):  # raised by a file system without locks
                 fcntl.flock(opened, fcntl.LOCK_EX)  # processes may end at the same time
             opened.seek(0)
             known = json.load(opened)
@@ -119,9 +124,9 @@ def of_own_kernels() -> list[str]:
 
 
 def of_the_cache(status: Status) -> list[str]:
-    """Return what a cache would have saved in a run without one.
+    """Return a sentence on what a cache would have saved, if the run had none.
 
-    Savings are at least proportional to the budget, and larger with gradient checkpointing.
+    A cache for half of the weights saves at least half as much. With gradient checkpointing it saves more.
     """
     if status.cache.mode != "off" or not status.weights:
         return []

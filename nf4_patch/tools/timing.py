@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 Call = Callable[[], Any]
-Inside = Callable[[str], AbstractContextManager[Any]]  # context that a variant runs in, by name; entering is not timed
+Inside = Callable[[str], AbstractContextManager[Any]]  # variant's name -> context to run it in; entering is not timed
 Clock = Callable[[Any], float]
-L2_ROTATIONS = 8  # between two uses of a weight, this many times the L2's size is read or written
+L2_ROTATIONS = 8  # bytes read or written between two uses of a weight, in multiples of the L2 cache's size
 
 
 @dataclass(frozen=True)
 class Times:
-    """Times of one variant, in the order of measurement. The comparison defines the unit."""
+    """Times of one variant, in the order of measurement and in the unit of the clock."""
 
     values: tuple[float, ...]
 
@@ -38,7 +38,7 @@ class Times:
         return abs(statistics.median(odd) / statistics.median(even) - 1) if odd else 0.0
 
 
-Taken = dict[str, Times]  # by variant
+Taken = dict[str, Times]  # times by variant
 
 
 def rotation(traffic: int) -> int:
@@ -58,7 +58,7 @@ def over(weights: Sequence[Sequence[Any]], functions: Mapping[str, Callable[...,
 
 
 def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """Capture the calls in order in a CUDA graph. Two calls run before the capture, so that nothing compiles during it."""
+    """Capture the calls in order in a CUDA graph. Two calls run before the capture, so that no kernel compiles during it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
@@ -105,7 +105,7 @@ def replay_us(captured: tuple[torch.cuda.CUDAGraph, int]) -> float:
     """Replay a graph and return its microseconds per call."""
     graph, calls = captured
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph.replay()  # writes back the dirty L2 lines of the previous variant, which would cost 3 % at 42 MB (H200)
+    graph.replay()  # untimed: writes back the dirty L2 lines of the previous variant, which cost 3 % at 42 MB (H200)
     begin.record()
     graph.replay()
     end.record()

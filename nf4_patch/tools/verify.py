@@ -60,13 +60,13 @@ def verify(tell: Progress = silent, dequantize: Dequantize = nf4_patch.dequantiz
 
 
 def compare(packed: torch.Tensor, state: Any, dequantize: Dequantize) -> tuple[int, str]:
-    """Return how many elements differ and a sentence on the first of them, or (0, "") if none differs."""
+    """Return how many elements differ, and a sentence on the first different element. Return (0, "") if none differs."""
     import bitsandbytes.functional as F
 
     out = torch.full(tuple(state.shape), float("nan"), dtype=state.dtype, device=packed.device)
     try:
         got = dequantize(packed, state, out)
-    except (ValueError, RuntimeError) as error:  # a failure, because the kernel supports every case
+    except (ValueError, RuntimeError) as error:  # counts as a failure, because the kernel supports every case
         return out.numel(), f"unsupported: {error}"
     want = F.dequantize_4bit(packed, state)
     if got.shape != want.shape or got.dtype is not want.dtype:

@@ -16,16 +16,16 @@ if triton is not None:
     from . import kernels
 
 MINIMUM_CAPABILITY = (7, 5)
-MEASURED = ((9, 0),)  # capabilities with times in docs/data
+MEASURED = ((9, 0),)  # compute capabilities for which docs/data has times
 
-# Warps per CTA by (lowest capability, fewest elements). The last row that fits is used.
-# Speed with 8 and with 16 warps, in percent of the speed of the same memory traffic without a decode:
+# NUM_WARPS holds the warps per CTA by (lowest compute capability, smallest number of elements). The last row that fits is used.
+# These are the speeds with 8 and with 16 warps, in percent of the speed of the same memory traffic without a decode:
 # 512x2048 98.6 and 96.2, 1024x4096 97.9 and 96.7, 4096x4096 95.8 and 98.3, 14336x4096 96.9 and 98.8,
 # 8192x8192 97.7 and 99.6 (H200, torch 2.11, triton 3.6.0).
 # Only sm_90 is measured. On sm_75, 4 warps keep the most CTAs in flight on the smallest GPU (T4).
 NUM_WARPS = {((7, 5), 0): 4, ((8, 0), 0): 8, ((9, 0), 2**23): 16}
-UNROLL = 2  # steps per CTA, as in kernels.py
-PACKED_CONVERT = (8, 0)  # cvt.rn.{f16,bf16}x2.f32
+UNROLL = 2  # steps per CTA, each of which decodes one group per thread; equal to UNROLL in kernels.py
+PACKED_CONVERT = (8, 0)  # the first compute capability that has cvt.rn.{f16,bf16}x2.f32
 
 PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 
@@ -42,9 +42,9 @@ class Variant(NamedTuple):
     offset_dtype: torch.dtype | None = torch.float32  # None for a flat weight
     blocksize: int = 64
     blocksize2: int = 256
-    even: bool = True  # the weight fills whole CTAs
-    tail: bool = False  # n is not a multiple of 8
-    wide: bool = False  # n needs 64 bits
+    even: bool = True  # the weight's elements fill whole CTAs
+    tail: bool = False  # the number of elements is not a multiple of 8
+    wide: bool = False  # the number of elements needs 64 bits
     aligned: bool = True  # the packed weight is 16-byte aligned, not only 4-byte aligned
 
     @classmethod
@@ -57,9 +57,9 @@ class Variant(NamedTuple):
 
 
 def elems_per_thread(variant: Variant) -> int:
-    """Return the elements that a thread decodes per step: 16 bytes of output.
+    """Return how many elements a thread decodes per step: those of 16 bytes of output.
 
-    At blocksize 32 it is half of that, so that 16 lanes span two blocks (one block in fp32).
+    At blocksize 32 a thread decodes half as many, so that the elements of 16 lanes lie in at most two blocks.
     """
     return 16 // variant.dtype.itemsize // (2 if variant.blocksize == 32 else 1)
 
@@ -93,7 +93,7 @@ def operands(weight: PackedWeight, out: torch.Tensor) -> tuple[torch.Tensor, ...
 
 
 class CompiledKernel:
-    """A compiled variant on one device. The constructor raises unless its result is bit-identical to the reference."""
+    """A compiled variant on one device. The constructor raises unless the kernel's result is bit-identical to the reference."""
 
     def __init__(self, variant: Variant, device: torch.device):
         if triton is None:
@@ -109,7 +109,7 @@ class CompiledKernel:
             options = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
             self.compiled = runtime.compile_kernel(kernels.dequantize_kernel, (*tensors, n), values, **options)
             self.entry = runtime.KernelEntry.of(self.compiled, tuple(values.values()))
-            for quant_type in CODES:  # FP4 too: only FP4 has a minus zero
+            for quant_type in CODES:  # FP4 is checked too, because only FP4 has a minus zero
                 weight = sample._replace(quant_type=quant_type)
                 pointers = [tensor.data_ptr() for tensor in operands(weight, out)]
                 grid = -(-weight.numel() // self.elements), 1, 1
@@ -125,7 +125,7 @@ class CompiledKernel:
 def sample_weight(variant: Variant, elements: int, device: torch.device) -> PackedWeight:
     """Build a small weight of this variant that contains every byte value and ends with FP4's two zeros.
 
-    It draws no random numbers, because that would change a training's random state.
+    The bytes are not random, because drawing random numbers would change a training's random state.
     """
     n = 3 * elements if variant.even else 3 * elements + 8 + (3 if variant.tail else 0)
     blocks = -(-n // variant.blocksize)

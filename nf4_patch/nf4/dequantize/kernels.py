@@ -3,9 +3,10 @@
 import triton
 import triton.language as tl
 
-# The 16 lanes of a half warp share one table of rounded products (ptx.py). If they span two blocks, the second starts at lane 8.
+# The 16 lanes of a half warp share one table of rounded products (ptx.py). If their elements lie in two blocks, those of the
+# second block start at lane 8.
 HALF_WARP = tl.constexpr(16)
-UNROLL = tl.constexpr(2)  # steps per program
+UNROLL = tl.constexpr(2)  # steps per program; in a step, each thread decodes one group of elements
 
 
 @triton.jit
@@ -21,13 +22,13 @@ def multiply(a, b, FTZ):
 def look_up(code, nibble, FTZ):
     """Return the value of a nibble.
 
-    FP4's nibble 8 is minus zero in bitsandbytes' CUDA tables, but plus zero in the code tensor of its QuantState.
+    FP4's nibble 8 is minus zero in bitsandbytes' CUDA tables, but plus zero in the code tensor of its QuantState. With FTZ,
+    which marks the arithmetic of CUDA, the result is minus zero.
     """
     value = tl.load(code + nibble)
     if FTZ:
-        sign = ((nibble == 8) & (value == 0.0)).to(
-            tl.int32
-        ) << 31  # in integers, because Triton turns the literal -0.0 into plus zero
+        # The sign is computed in integers, because Triton turns the literal -0.0 into plus zero.
+        sign = ((nibble == 8) & (value == 0.0)).to(tl.int32) << 31
         value = (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return value
 
@@ -49,7 +50,7 @@ def round_to(value, dtype):
 def store_elements(out, element, nibble, scale, code, mask, FTZ):
     """Decode and store single elements, bit-identical to ptx.decode.
 
-    The portable path uses it, and so do the elements past the last whole 32-bit word.
+    The portable path decodes all elements with this function. Otherwise only those past the last whole 32-bit word use it.
     """
     bits = round_to(multiply(look_up(code, nibble, FTZ), scale, FTZ), out.dtype.element_ty)
     if out.dtype.element_ty == tl.float32:
@@ -60,7 +61,10 @@ def store_elements(out, element, nibble, scale, code, mask, FTZ):
 
 @triton.jit
 def block_scale(first, second, code2, offset, FLAT, FTZ):
-    """Return a block's fp32 scale from its absmax, with two roundings. The launch forbids contraction to an FMA."""
+    """Return a block's fp32 scale from its absmax. The product and the sum are rounded separately.
+
+    The launch therefore forbids the compiler to contract them to an FMA.
+    """
     if FLAT:
         return first
     else:
@@ -71,9 +75,9 @@ def block_scale(first, second, code2, offset, FLAT, FTZ):
 def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_PER_THREAD):
     """Load a thread's nibbles (in the low bits) and the absmax of its block. Return both, and the block's index.
 
-    A group is the ELEMS_PER_THREAD elements that a thread decodes in a step. ``group`` is the program's first group, 64-bit.
-    The step's constant is added last, so that it becomes an immediate offset of the load. A second address would cost
-    9 instructions on sm_75.
+    A group is the ELEMS_PER_THREAD elements that a thread decodes in a step. ``group`` is the 64-bit index of the program's
+    first group. The constant offset of the step is added last, so that it becomes an immediate offset of the load. A second
+    address would cost 9 instructions on sm_75.
     """
     WORDS: tl.constexpr = 8 // ELEMS_PER_THREAD  # threads that share a 32-bit word
     THREADS: tl.constexpr = thread.shape[0]
@@ -84,7 +88,7 @@ def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_
     # A program starts at a block boundary, or lies inside one block. The two quotients therefore add up without a carry.
     block = group * ELEMS_PER_THREAD // BLOCKSIZE
     index = thread * ELEMS_PER_THREAD // BLOCKSIZE
-    # The mask is per block, not per group: a thread past the end still computes a table entry for its half warp.
+    # The mask is per block, not per group, because a thread past the end still computes a table entry for its half warp.
     NEXT: tl.constexpr = STEP * THREADS * ELEMS_PER_THREAD // BLOCKSIZE
     mask = None if blocks is None else block + NEXT + index < blocks
     return nibbles, tl.load(absmax + block + index + NEXT, mask=mask), block + index + NEXT
@@ -92,7 +96,7 @@ def fetch(packed, absmax, group, thread, groups, blocks, STEP, BLOCKSIZE, ELEMS_
 
 @triton.jit
 def after_loads(first, PTX):
-    """Return ``first`` behind a barrier, so that all loads so far are issued before anything that uses ``first``.
+    """Return ``first``, the absmax, behind a barrier. So all loads so far are issued before anything that uses ``first``.
 
     Otherwise ptxas schedules the packed loads after the code2 load, which waits for the absmax: two trips to memory
     instead of one. Percent of the bandwidth ceiling without and with the barrier: 1024x4096 84.5 and 94.9,
@@ -109,7 +113,7 @@ def after_loads(first, PTX):
 def scale_of(first, absmax2, second, code2, offset, block, blocks, BLOCKSIZE2, FTZ):
     """Return the fp32 scale of a thread's block.
 
-    ``second`` is the second-level absmax that the whole program shares, or None if the program spans several.
+    ``second`` is the second-level absmax of all blocks of the program, or None if they lie in several second-level blocks.
     """
     if second is None:
         if BLOCKSIZE2 > 0:
@@ -148,7 +152,7 @@ def store(out, nibbles, scale, entry, select, code, group, groups, STEP, ELEMS_P
 
 @triton.jit
 def store_tail(packed, absmax, absmax2, code, code2, offset, out, n, BLOCKSIZE, BLOCKSIZE2, FTZ):
-    """Decode the up to 7 elements past the last whole 32-bit word, from single bytes."""
+    """Decode the last 1 to 7 elements, which do not fill a 32-bit word, from single bytes."""
     element = n // 8 * 8 + tl.arange(0, 8)
     mask = element < n
     byte = tl.load(packed + element // 2, mask=mask).to(tl.int32)
@@ -179,10 +183,10 @@ def dequantize_kernel(
     words = packed.to(tl.pointer_type(tl.int32), bitcast=True)
     thread = tl.arange(0, THREADS)
     entry = look_up(code, thread % HALF_WARP, FTZ)
-    # ptx.SELECT_LOW, ptx.SELECT_HIGH
+    # The selector is ptx.SELECT_LOW for threads in the first block of their half warp, and ptx.SELECT_HIGH in the second block.
     select = tl.where(thread % HALF_WARP * ELEMS_PER_THREAD < BLOCKSIZE, 0x5410, 0x7632)
     shift = tl.load(offset).to(tl.float32) if BLOCKSIZE2 > 0 else 0.0
-    groups = None if EVEN else n // 8 * (8 // ELEMS_PER_THREAD)  # loads and stores stay below these bounds
+    groups = None if EVEN else n // 8 * (8 // ELEMS_PER_THREAD)  # masks keep loads and stores below the two bounds
     blocks = None if EVEN else (n - 1) // BLOCKSIZE + 1
     group = tl.program_id(0).to(tl.int64) * (THREADS * UNROLL)
 

@@ -1,4 +1,4 @@
-"""Launches of the dequantization kernel, each resolved once per weight and remembered."""
+"""Launches of the dequantization kernel. The arguments of a launch are worked out once per weight and remembered."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from . import compilation
 
 
 class Launch:
-    """The launch of one weight, resolved once: addresses, sizes and kernel as plain integers.
+    """The launch of the kernel on one weight, with the compiled kernel, addresses and sizes looked up once.
 
-    A launch keeps no tensor alive. It is valid for as long as the weight's fingerprint stays the same.
+    A launch holds plain integers and keeps no tensor alive. It is valid while the weight's fingerprint stays the same.
 
     Args:
         weight: on a CUDA device, of any rank, 4-byte aligned. If the packed bytes are transposed, so is the result.
 
     Raises:
-        KernelUnavailable: NO_STORAGE, MISALIGNED, GRAPH_CAPTURE, or what compilation.kernel_for raises.
+        KernelUnavailable: for the Reason NO_STORAGE, MISALIGNED or GRAPH_CAPTURE, or raised by compilation.kernel_for.
     """
 
     def __init__(self, weight: PackedWeight):
@@ -45,12 +45,13 @@ class Launch:
         self.shape, self.strides = tuple(result.shape), result.stride()
         self.spans = runtime.spans(*tensors)
         self.counters: dict[Any, Any] = {}  # hit counters, by target
-        self.view: torch.Tensor | None = None  # view of the device's buffer in the result's shape
+        self.view: torch.Tensor | None = None  # view of the device's shared buffer in the result's shape
 
     def accepts(self, out: Any) -> bool:
         """Return whether the kernel can write to ``out``.
 
-        ``out`` has to have the weight's shape, dtype and device, be dense and 16-byte aligned, and overlap no operand.
+        ``out`` must have the weight's shape, dtype and device. It must be contiguous and 16-byte aligned, and must not share
+        memory with a tensor that the kernel reads.
         """
         if not fits(out, self.dense_shape, self.dtype, self.device):
             return False
@@ -61,7 +62,7 @@ class Launch:
         """Dequantize into a new tensor, transposed if the packed bytes are, or fill and return ``out``.
 
         Args:
-            out: n dense elements in the weight's dtype, 16-byte aligned, on the weight's device. Not checked here.
+            out: n contiguous elements in the weight's dtype, 16-byte aligned, on the weight's device. Not checked here.
         """
         device = self.device
         if current_device() != device:
@@ -83,7 +84,10 @@ class Launch:
         return out.t() if self.transposed else out
 
     def into_buffer(self) -> torch.Tensor:
-        """Dequantize into a shared buffer that the next call may overwrite. Outside the default stream, allocate instead."""
+        """Dequantize into a shared buffer that the next call may overwrite.
+
+        On a stream other than the default stream, dequantize into a new tensor instead.
+        """
         if current_stream(self.device) != 0:  # 0 is the default stream, on which the calls run in order
             return self.run()
         if self.view is None:
@@ -96,9 +100,9 @@ _buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
 
 def buffer_of(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
-    """Return the device's buffer of at least n elements.
+    """Return the device's shared buffer, with at least n elements.
 
-    The buffer grows in place: all launches' views of it move to the new memory, and none keeps the old memory alive.
+    The buffer grows in place, so the views that launches hold move to the new memory. No view keeps the old memory alive.
     """
     buffer = _buffers.get((device, dtype))
     if buffer is None or buffer.numel() < n:
@@ -119,7 +123,7 @@ def buffer_of(n: int, dtype: torch.dtype, device: int) -> torch.Tensor:
 
 
 def remembered(weight: PackedWeight) -> Launch:
-    """Return the launch of a weight that passed its guards, resolved at the weight's first use.
+    """Return the launch of a weight that passed its guards. The launch is made at the weight's first use.
 
     ``weight.shape`` must be a tuple.
     """

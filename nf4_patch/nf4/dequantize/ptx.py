@@ -16,14 +16,17 @@ SELECT_LOW, SELECT_HIGH = 0x5410, 0x7632  # prmt selectors of both low halves an
 
 
 def shift_of(element: int) -> int:
-    """Return the bits to the right of an element's nibble. Bytes are in memory order, the high nibble first."""
+    """Return the number of bits to the right of an element's nibble in its 32-bit word.
+
+    The first element is the high nibble of the lowest byte.
+    """
     return 8 * (element // 2) + 4 * (1 - element % 2)
 
 
 def _round_bf16(source: str, target: str) -> list[str]:
     """Round fp32 to bf16, to nearest even, into the high half of ``target``.
 
-    It uses integer instructions, because sm_75 has no conversion to bf16.
+    Integer instructions do the rounding, because sm_75 has no conversion to bf16.
     """
     return [
         f"mov.b32 {target}, {source};",
@@ -51,9 +54,8 @@ def _pack(dtype: str, low: str, high: str, has_packed_convert: bool) -> list[str
 def decode(dtype: str, elements: int, blocks: int, has_packed_convert: bool) -> tuple[str, str]:
     """Return PTX that decodes ``elements`` nibbles into 32-bit registers, and the constraints of its operands.
 
-    The outputs (elements * itemsize / 4 registers) come first. The inputs follow: the
-    nibbles in the low bits (r), the lane's entry of the 16-entry table (f), the lane's block scale (f), and the prmt
-    selector of the lane's block (r).
+    The operands are first the outputs, elements * itemsize / 4 registers. Four inputs follow: the nibbles in the low bits (r),
+    the lane's entry of the 16-entry table (f), the lane's block scale (f), and the prmt selector of the lane's block (r).
 
     Args:
         dtype: "f16", "bf16" or "f32".
@@ -86,5 +88,6 @@ def decode(dtype: str, elements: int, blocks: int, has_packed_convert: bool) -> 
         else:
             lines += shuffle("e0", 2 * output) + shuffle("e1", 2 * output + 1)
             lines.append(f"prmt.b32 ${output}, e0, e1, {select};")
-    constraints = ",".join(["=&r"] * outputs + ["r", "f", "f", "r"])  # &: inputs are read after outputs are written
+    # The & is needed because inputs are read after outputs are written.
+    constraints = ",".join(["=&r"] * outputs + ["r", "f", "f", "r"])
     return "{\n" + "\n".join(lines) + "\n}", constraints

@@ -46,13 +46,14 @@ def dense(weight: PackedWeight, flush_subnormals: bool | None = None) -> torch.T
     nibbles = torch.stack((packed >> 4, packed & 15), dim=-1).reshape(-1)[: weight.numel()]
     scales = block_scales(weight, flush_subnormals).repeat_interleave(weight.blocksize)[: weight.numel()]
     code = code_of(weight.quant_type, weight.packed.device)
-    if flush_subnormals:  # FP4's nibble 8 is minus zero in bitsandbytes' CUDA tables, plus zero in its code tensor
+    if flush_subnormals:
+        # FP4's nibble 8 becomes minus zero, as in bitsandbytes' CUDA tables. In the code tensor it is plus zero.
         code[8] = torch.where(code[8] == 0, -0.0, code[8])
     values = multiply(code[nibbles.long()], scales, flush_subnormals)
     return values.to(weight.dtype).reshape(tuple(weight.shape))
 
 
 def dequantize(weight: PackedWeight, flush_subnormals: bool | None = None) -> torch.Tensor:
-    """Return ``dense``, transposed if the packed bytes are."""
+    """Return the dense weight, transposed if the packed bytes are transposed."""
     result = dense(weight, flush_subnormals)
     return result.t() if weight.transposed() else result

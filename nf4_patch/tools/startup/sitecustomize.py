@@ -1,6 +1,7 @@
-"""Start-up code of Python processes under ``nf4-patch run``, which puts the folder of this file on PYTHONPATH.
+"""Code that runs at the start of every Python process under ``nf4-patch run``.
 
-A process may run any Python with any packages. If nf4_patch is not installed, this file silently does nothing.
+``nf4-patch run`` puts the folder of this file on PYTHONPATH. A process may be any Python with any packages. If nf4_patch is not
+installed there, this file does nothing.
 """
 
 import os
