@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.models import LINEARS, LLAMA_8B, build_4bit, config_of
+from benchmarks.timing import kernels, machine
 from nf4_patch.matmul import adapter as launches
 from nf4_patch.matmul.choice import config_for
 from nf4_patch.patching.quant_state import weight_of
@@ -91,7 +92,6 @@ def median_ms(call: Callable[[], Any], count: int, rounds: int = 5) -> float:
 
 
 def by_kernel(step: Callable[[], Any]) -> dict[str, Any]:
-    from benchmarks.timing import kernels
 
     groups: dict[str, list[float]] = {}
     names: dict[str, list[float]] = {}
@@ -127,7 +127,9 @@ class Bench:
     def say(self, row: dict[str, Any]) -> None:
         row["at_s"] = round(time.monotonic() - self.begin, 1)
         self.rows.append(row)
-        Path(self.options.json).write_text(json.dumps(self.rows, indent=1))
+        Path(self.options.json).write_text(
+            json.dumps({"machine": vars(machine()) if torch.cuda.is_available() else None, "rows": self.rows}, indent=1)
+        )
         print(json.dumps({key: value for key, value in row.items() if key != "kernels"}), flush=True)
 
     def guarded(self, row: dict[str, Any], work: Callable[[], dict[str, Any]]) -> None:

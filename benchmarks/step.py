@@ -111,10 +111,6 @@ COMPARISONS = {  # by command-line option
         | sides_of(UNSLOTH, {"": None}),
         ((1, 512), (1, 2048), (1, 4096)), qwen3,
     ),
-    "graphs": Comparison(
-        sides_of(STOCK, {"patch": {}, "graphs": GRAPHS}) | sides_of(LIGER, {"fused": FUSED, "fused, graphs": FUSED | GRAPHS})
-        | sides_of(UNSLOTH, {"": None})
-    ),
     "recipe": Comparison(recipe(sides_of(STOCK, {"": None})), alone=True, walls=10),
     "recipe-16": Comparison(
         recipe(sides_of(STOCK, {"": None})), configuration=partial(config_of, llama(16)), alone=True, walls=4),
@@ -392,7 +388,6 @@ def flag(name: str, text: str) -> Callable[[Any], Any]:
 @flag("trl", "Compare peft, and Liger and Unsloth if they are installed.")
 @flag("compiled", "Compare with compiled layers.")
 @flag("moe", "Compare a mixture of experts, with LoRA on the experts.")
-@flag("graphs", "Compare layers as CUDA graphs with eager layers and with Unsloth.")
 @flag(
     "recipe", "Compare a TRL script after each switch, up to Liger, graphs, cache and a fused optimizer, and Unsloth."
 )

@@ -93,15 +93,15 @@ def is_clear(row: Record, other: str) -> bool:
     return abs(ratio - 1) > max(row["noise"][OURS], row["noise"][other]) and same_way >= 0.8 * len(rounds)
 
 
-def compared(name: str, ours: str, other: str) -> list[Record]:
-    """Return how many times as fast one side of NAME-GPU.json is as another, by clock and tokens."""
+def compared(name: str, ours: str, other: str, **where: Any) -> list[Record]:
+    """Return how many times as fast one side of NAME-GPU.json is as another, by clock and tokens, for rows like ``where``."""
     found = []
     for clock, field, noises in (
         (GPU_TIME, "gpu", 1),
         (WALL_TIME, "wall", 2),
     ):  # wall-clock times differ more between two runs
-        theirs = {(row["gpu"], row["tokens"]): row for row in records(name, side=other)}
-        for row in records(name, side=ours):
+        theirs = {(row["gpu"], row["tokens"]): row for row in records(name, side=other, **where)}
+        for row in records(name, side=ours, **where):
             sides = row, theirs[row["gpu"], row["tokens"]]
             ratio = sides[1][f"{field}_ms"] / sides[0][f"{field}_ms"]
             clear = abs(ratio - 1) > noises * max(side[f"{field}_spread"] for side in sides)
@@ -169,6 +169,7 @@ AUTO, FUSED, GRAPHED = (
     f'`enable(lora="fused", graphs="auto")` {LIGER}',
 )
 PACKED, MATMUL = f'`enable(experts="4bit", lora="fused")` {LIGER}', '`enable(matmul="auto")`'
+PACKED_GRAPHED = f'`enable(experts="4bit", lora="fused", graphs="auto")` {LIGER}'
 STEP, STEPS, MIXTURE = (
     " tokens per step",
     partial(partial, compared, "step-trl"),
@@ -180,7 +181,10 @@ PLAIN, UNSLOTH = "peft or TRL", "Unsloth 2026.10 or newer, PyTorch ≥ 2.11"
 GAINS: dict[str, tuple[str, str, str, Callable[[], list[Record]]]] = {
     EXPERTS: (PACKED, "peft, experts in 16 bits", STEP, MIXTURE("liger, fused", "16-bit experts")),
     SAME: ("the same", "Unsloth", STEP, MIXTURE("liger, fused", "unsloth")),
-    f"{DENSE_TRL}, graphs": (GRAPHED, "Unsloth", STEP, partial(compared, "recipe", "graphs", "unsloth")),
+    f"{SAME}, graphs": (
+        PACKED_GRAPHED, "Unsloth", STEP, partial(compared, "graphs", "graphs", "unsloth", model="Qwen3-30B-A3B")),
+    f"{DENSE_TRL}, graphs": (
+        GRAPHED, "Unsloth", STEP, partial(compared, "graphs", "graphs", "unsloth", model="Llama-3.1-8B", layers=4)),
     DENSE_TRL: (FUSED, "Unsloth", STEP, STEPS("liger, fused", "unsloth")),
     PLAIN: ("`enable()`", "no patch", STEP, STEPS("peft, patch", "peft")),
     "peft or TRL, memory to spare": (AUTO, "no patch", STEP, STEPS("peft, patch, cached", "peft")),
@@ -190,8 +194,8 @@ GAINS: dict[str, tuple[str, str, str, Callable[[], list[Record]]]] = {
 }  # fmt: skip
 FIRST = (
     EXPERTS,
-    SAME,
-    f"{DENSE_TRL}, graphs" if records("recipe") else DENSE_TRL,
+    f"{SAME}, graphs",
+    f"{DENSE_TRL}, graphs",
     PLAIN,
     UNSLOTH,
 )  # rows of the README
@@ -295,6 +299,52 @@ def step(name: str, words: dict[str, str] | None = None) -> str:
     return measured(
         found, Column("ms, GPU time / wall-clock time", "{words}"), Column("{tokens:,} tokens", "{gpu_ms:.1f}\u00a0/\u00a0{wall_ms:.1f}", {}),
         Column("launches, {tokens:,}", "{launches:,}", {"tokens": 2048}), Column("GiB, {tokens:,}", "{peak_gib:.2f}", {}),
+    )  # fmt: skip
+
+
+GRAPHED_SIDES = {
+    "eager": "without graphs",
+    "graphs": '`graphs="auto"`',
+    "unsloth": "Unsloth",
+    "unsloth, block graphs": "Unsloth, `UNSLOTH_BLOCK_CUDAGRAPHS=1`",
+}
+
+
+def graphed() -> str:
+    """Return the table of layers as CUDA graphs: a row per side of each model."""
+    found = [
+        record | {"words": f"{record['model']}, {record['layers']} layers: {words}"}
+        for model, layers in dict.fromkeys((r["model"], r["layers"]) for r in records("graphs"))
+        for side, words in GRAPHED_SIDES.items()
+        for record in records("graphs", model=model, layers=layers, side=side)
+    ]
+    shown = sorted(found, key=lambda record: record["tokens"])
+    order = {record["words"]: None for record in found}
+    return measured(
+        [record for words_ in order for record in shown if record["words"] == words_],
+        Column("ms, wall-clock time / GPU time", "{words}"),
+        Column("{tokens:,} tokens", "{wall_ms:.1f}\u00a0/\u00a0{gpu_ms:.1f}", {}),
+    )  # fmt: skip
+
+
+ADAPTER_SIDES = {
+    "bnb": "bitsandbytes and peft", "enable": "`enable()`", "auto": '`enable(matmul="auto")`',
+    "auto plain": '`enable(matmul="auto")`, no adapter', "dense": "adapter merged into 16-bit weights",
+}  # fmt: skip
+
+
+def with_adapter() -> str:
+    """Return the table of a decode step with a LoRA adapter."""
+    found = [
+        record | {"words": words}
+        for side, words in ADAPTER_SIDES.items()
+        for record in sorted(
+            records("generation-lora", side=side), key=lambda each: (each["code"] != "eager", each["batch"])
+        )
+    ]
+    return measured(
+        found, Column("tokens per second of the layers", "{words}"),
+        Column("{code} layers ({layers}), {batch} sequences", "{tokens_s:,.0f}", {}),
     )  # fmt: skip
 
 
@@ -413,10 +463,10 @@ def subjects(name: str, **where: str) -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "gains": lambda: pivot(
         gains(), Column("what you train with", "{trained}"), Column("what you type", "{typed}"), Column("compared with", "{against}"),
-        Column("at", sizes, {}), Column("{gpu}, {by}", ratios, {})),
+        Column("at", sizes, {}), Column("GPU", "{gpu}"), Column("{by}", ratios, {})),
     "first-gains": lambda: pivot(
         (record for record in gains() if record["trained"] in FIRST), Column("training", "{trained}"),
-        Column("what to type", "{typed}"), Column("compared with", "{against}"), Column("{gpu}, {by}", ratios, {})),
+        Column("what to type", "{typed}"), Column("compared with", "{against}"), Column("GPU", "{gpu}"), Column("{by}", ratios, {})),
     "results": lambda: pivot(
         results(), Column("{gpu}", "{words}, {unit}"),
         Column("{side} {release}", "{against}", {"side": (OURS, BITSANDBYTES, "Unsloth Triton")})),
@@ -439,6 +489,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
         records("step-experts-4bit", section="frozen experts"), Column("ms, GiB", "{who} {length}"),
         Column("{side}", "{time}, {memory}", {"side": (OURS, "cached")}),
         Column("{side}", "{against}, {memory}", {"side": "transformers' forward"})),
+    "graphs": graphed,
+    "generation-lora": with_adapter,
     "step-trl": partial(step, "step-trl"),
     "step-moe-trl": partial(step, "step-moe-trl"),
     "recipe": partial(switches, "recipe", "recipe-16", older="step-trl"),
