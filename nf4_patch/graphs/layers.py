@@ -31,7 +31,8 @@ from .option import GraphsStatus
 
 SIGHTINGS = 2  # eager calls before the first capture
 SHAPES, SEEN = 16, 1024  # limits: input shapes that have graphs, and input shapes whose calls are only counted
-# FOR_GOOD: after a refusal for one of these reasons, the layer is never captured again. Other reasons may pass.
+# FOR_GOOD: after a refusal for one of these reasons, the layer is never captured again for the same shape. After a refusal for another
+# reason, it is tried again later.
 FOR_GOOD = {
     Reason.GRAPH_SYNCHRONIZES,
     Reason.GRAPH_RANDOM,
@@ -240,7 +241,7 @@ def checkpoint_options(function: Any) -> dict[str, Any]:
 
 
 def why_not(layer: Any, args: tuple[Any, ...]) -> Reason | None:
-    """Return the Reason why a call of a decoder layer has to run eagerly, or None. This check needs no Fingerprint."""
+    """Return the Reason why a call of a decoder layer has to run eagerly, or None."""
     if not (layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()):
         return Reason.GRAPH_NOT_CHECKPOINTED
     if not (options := checkpoint_options(layer._gradient_checkpointing_func)):

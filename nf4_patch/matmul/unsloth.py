@@ -18,7 +18,7 @@ def fast_gemv(fused: FusedMatmul, X, W, quant_state, out=None) -> torch.Tensor |
 def gemv_rows(fused: FusedMatmul, X, W, quant_state, out) -> torch.Tensor | Reason:
     """Replace ``_gemv_rows`` for a batch of single tokens, [M, 1, K] to [M, 1, N].
 
-    Unsloth's function returns None to make the caller dequantize.
+    Unsloth's function may return None, and its caller then dequantizes. The replacement returns a Tensor or a Reason.
     """
     return fused.of_state(X, W, quant_state, None, out)
 
@@ -27,7 +27,7 @@ def gemv_rows(fused: FusedMatmul, X, W, quant_state, out) -> torch.Tensor | Reas
 def matmul_lora(fused: FusedMatmul, X, W, W_quant, A, B, s, out=None, use_global_buffer=False) -> torch.Tensor | Reason:
     """Replace ``matmul_lora``, a linear layer in Unsloth's LoRA kernels: x @ weight.T + (x @ a.T) @ b.T * scale.
 
-    For a packed weight [1, bytes], which requests x @ weight, Unsloth's code runs.
+    A packed weight of shape [1, bytes] means x @ weight, without the transpose. Unsloth's code runs for such a weight.
     """
     autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     adapted = A is not None and torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)
