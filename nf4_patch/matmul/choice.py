@@ -57,7 +57,8 @@ def config_for(device: int, m: int, n: int, k: int, may_measure: bool = True) ->
         return None
     size = device, m, n, k
     if size not in _configs:
-        if _thread.measures:  # A measurement times a library's function, which called another replaced function.
+        # A function that a measurement times may call another function that the option replaces. The original of the latter runs.
+        if _thread.measures:
             return None
         with _choosing:
             if size not in _configs:

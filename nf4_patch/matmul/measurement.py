@@ -85,9 +85,9 @@ def measure(
 ) -> Measurement | None:  # fmt: skip
     """Check the configs for x [last, k] and a weight [n, k], and time them against the originals.
 
-    The result applies to a range of row counts, ``first`` to ``last``. The configs multiply ``last`` rows. The originals multiply
-    ``first`` rows and ``last`` rows. A config wins if its median time is below every single time of the originals. A matmul of more
-    rows never takes less time, so the config also wins for all row counts in the range.
+    The result applies to a range of row counts, ``first`` to ``last``. The configs multiply ``last`` rows. The originals, and
+    dequantize + matmul, multiply ``first`` rows and ``last`` rows. A config wins if its median time is below every single one of
+    their times. A matmul of more rows never takes less time, so the config also wins for all row counts in the range.
 
     Returns:
         None if the GPU has too little free memory, the host was too slow to time anything, or no config gives right results.
@@ -133,13 +133,13 @@ def measure(
 
 
 def winner(times: Mapping[str, list[float]], ours: Iterable[str]) -> str:
-    """Return the name in ``ours`` with the smallest median time, or "" if that config is not clearly faster than the originals.
+    """Return the name in ``ours`` with the smallest median time, or "" if it is not clearly faster than all names outside ``ours``.
 
-    A config is clearly faster if its median is below every single time of the originals, by more than ``MARGIN``.
+    Clearly faster means that the median is below every single time of the names outside ``ours``, by more than ``MARGIN``.
 
     Args:
-        times: the times of our configs and of the originals, by name.
-        ours: the names of our configs.
+        times: all measured times, by the name of what was timed.
+        ours: the names of the configs of the fused matmul.
     """
     medians = {name: statistics.median(times[name]) for name in ours}
     best = min(medians, key=lambda name: medians[name], default="")
